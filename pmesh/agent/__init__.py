@@ -1,0 +1,1 @@
+"""Composition: the one nursery, the configuration, the picture that others read."""

@@ -1,0 +1,1 @@
+"""What a training script imports: blocking, without an event loop."""

@@ -1,0 +1,285 @@
+"""Control messages between two agents, as they travel on a link.
+
+MessagePack arrays, tagged by a short number; msgspec validates them while it decodes. What a
+message means is decided in `pmesh.core.agreement` (views), `pmesh.core.lane_offers` (lanes) and
+`pmesh.net.links` (Hello).
+"""
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from pmesh.core.views import Verdict, View
+from pmesh.errors import ProtocolError
+from pmesh.ids import Epoch, Incarnation, JobName, Member, OpNumber, Rank, Slot
+
+PROTOCOL_VERSION = 1
+
+MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; more is an attack
+
+_Name = Annotated[str, Meta(max_length=64)]
+_Job = Annotated[JobName, Meta(max_length=64)]
+_Key = Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    pass
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """Where an agent can be dialled."""
+
+    host: Annotated[str, Meta(max_length=255)]
+    """An IP address, v6 with its scope where it has one, or a host name."""
+    port: Annotated[int, Meta(ge=1, le=65535)]
+
+
+class Hello(_Message, frozen=True, tag=1):
+    """The first message on a link, from both sides."""
+
+    protocol: int
+    member: Member
+    name: _Name
+    """What the user calls the machine."""
+    addresses: tuple[Address, ...] = ()
+    """Where others can dial the sender."""
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank called as an op; all ranks must have called the same (I5, O8)."""
+
+    kind: _Name
+    dtype: _Name
+    shape: tuple[int, ...]
+    reduction: _Name = ""
+    root: int = -1
+    compression: _Name = ""
+
+    def __str__(self) -> str:
+        words = [word for word in (self.reduction, self.compression) if word]
+        words += [f"root={self.root}"] * (self.root >= 0)
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        return f"{self.kind}({', '.join([self.dtype, shape, *words])})"
+
+
+class OpReport(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank knows of an op that is not yet stable."""
+
+    op: OpNumber
+    call: Call
+    completed: bool = False
+    verdict: Verdict | None = None
+
+
+class RankReport(msgspec.Struct, frozen=True, array_like=True):
+    """The flush answer's part for one rank of a job (V3)."""
+
+    rank: Rank
+    ops: tuple[OpReport, ...]
+
+
+class JobReport(msgspec.Struct, frozen=True, array_like=True):
+    """The flush answer's part for one job: its identity, and each local rank's ops."""
+
+    job: _Job
+    born: Epoch
+    number: int
+    fenced: bool
+    """Nothing of this roster's number reaches a trainer any more."""
+    ranks: tuple[RankReport, ...]
+
+
+class RankMarks(msgspec.Struct, frozen=True, array_like=True):
+    """How far a rank has come, on every heartbeat: the stable mark is made of these (O2)."""
+
+    job: _Job
+    number: int
+    rank: Rank
+    started: int
+    """The highest op started; -1 before the first."""
+    completed: int
+    """Every op up to this one has ended; -1 before the first."""
+
+
+class Waiting(msgspec.Struct, frozen=True, array_like=True):
+    """A trainer that waits for its job to begin."""
+
+    job: _Job
+    slot: Slot
+    wait_for: int
+
+
+class Concern(msgspec.Struct, frozen=True, array_like=True):
+    """Something that only a view change can settle: a request to the leader (O3)."""
+
+    job: _Job
+    born: Epoch
+    number: int
+    """The roster's number when the concern arose; a higher one has settled it."""
+    verdict: Verdict
+    """What the affected op, or the job, shall fail with."""
+    op: int = -1
+    """The op concerned; -1 when ranks are lost."""
+
+
+class Heartbeat(_Message, frozen=True, tag=2):
+    """Where a member stands. Self-contained: a lost one is repaired by the next."""
+
+    view: Epoch
+    promised: Epoch
+    flushed: bool
+    """It has promised an epoch and not yet installed it."""
+    acting: bool
+    """It is the most senior of its view that it can hear."""
+    needs_epoch: bool
+    """It has been flushed for too long and asks for a new proposal (V6)."""
+    heard: dict[Incarnation, int]
+    """Whom it hears (V5), with the round trip in microseconds, 0 while unknown."""
+    waiting: tuple[Waiting, ...] = ()
+    concerns: tuple[Concern, ...] = ()
+    marks: tuple[RankMarks, ...] = ()
+    sent_us: int = 0
+    """The sender's monotonic clock; only the sender reads it again."""
+    echo_us: int = 0
+    """The last `sent_us` that came from the receiver."""
+    held_us: int = 0
+    """How long ago that was."""
+
+
+class AskView(_Message, frozen=True, tag=3):
+    """Asks for the view of an epoch that a heartbeat named."""
+
+    epoch: Epoch
+
+
+class TellView(_Message, frozen=True, tag=4):
+    """A view that the sender has installed."""
+
+    view: View
+
+
+class AskToJoin(_Message, frozen=True, tag=5):
+    """Asks the leader of a heavier view to be taken in."""
+
+    view: Epoch
+
+
+class Propose(_Message, frozen=True, tag=6):
+    """The leader asks the future members of an epoch to flush."""
+
+    epoch: Epoch
+    base: Epoch
+    """The view that the leader has installed."""
+    members: tuple[Member, ...]
+    continuing: tuple[Member, ...]
+    """Those of `members` that the leader takes to be of its lineage."""
+    jobs: tuple[_Job, ...]
+    """Whose ops must stop; the others run on (V7)."""
+
+
+class Flushed(_Message, frozen=True, tag=7):
+    """A promise: nothing below this epoch will be installed or, for its jobs, delivered."""
+
+    epoch: Epoch
+    view: View
+    """What the sender has installed."""
+    jobs: tuple[JobReport, ...]
+    waiting: tuple[Waiting, ...] = ()
+
+
+class Refuse(_Message, frozen=True, tag=8):
+    """The epoch does not exceed what the sender has promised (V1)."""
+
+    epoch: Epoch
+    promised: Epoch
+
+
+class Veto(_Message, frozen=True, tag=9):
+    """Someone who should be in the proposal, or should lead it, is alive."""
+
+    epoch: Epoch
+
+
+class Superseded(_Message, frozen=True, tag=10):
+    """The receiver's lineage went on without it: this view proves it."""
+
+    view: View
+
+
+class Commit(_Message, frozen=True, tag=11):
+    """The decision. Install it if its epoch is what you promised (V1)."""
+
+    view: View
+
+
+class Leaving(_Message, frozen=True, tag=12):
+    """A clean end: not a failure."""
+
+
+class OfferLane(_Message, frozen=True, tag=20):
+    """The sender of an edge's data offers a lane: one key for each direction, used once."""
+
+    lane: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    job: _Job
+    born: Epoch
+    number: int
+    from_rank: Rank
+    to_rank: Rank
+    key: _Key
+    """Seals what the offering side writes."""
+    return_key: _Key
+    """Seals what the accepting side writes: its proof of having read this offer."""
+    op: int = -1
+    """-1: the ring edge. Else the lane brings the retained output of this op (O2)."""
+    dial: bool = False
+    """The receiver of this message dials; otherwise the sender does."""
+
+
+class AskResult(_Message, frozen=True, tag=21):
+    """A survivor that missed the end of an op asks a holder for its result (O2)."""
+
+    job: _Job
+    born: Epoch
+    number: int
+    op: OpNumber
+    holder: Rank
+    to_rank: Rank
+
+
+class KnownPeers(_Message, frozen=True, tag=22):
+    """Whom the sender has links with, and where they listen: one address meets everyone."""
+
+    peers: tuple[Hello, ...]
+
+
+AgreementMessage: TypeAlias = (
+    Heartbeat
+    | AskView
+    | TellView
+    | AskToJoin
+    | Propose
+    | Flushed
+    | Refuse
+    | Veto
+    | Superseded
+    | Commit
+    | Leaving
+)
+LinkMessage: TypeAlias = Hello | AgreementMessage | OfferLane | AskResult | KnownPeers
+
+_decoder: msgspec.msgpack.Decoder[LinkMessage] = msgspec.msgpack.Decoder(LinkMessage)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: LinkMessage) -> bytes:
+    """The message as bytes, without a length prefix."""
+    return _encoder.encode(message)
+
+
+def decode_untrusted(data: bytes) -> LinkMessage:
+    """The reverse of `encode`; raises ProtocolError for anything else."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        raise ProtocolError(f"not a control message: {e}") from e

@@ -1,0 +1,187 @@
+"""Messages between a local program and its agent, over the Unix socket.
+
+Length-prefixed MessagePack, tagged. Tensors never travel in them: they lie in arenas, shared memory
+whose descriptor the agent passes along with `ArenaGranted`.
+"""
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from pmesh.core.messages import Call
+from pmesh.core.views import Verdict, View
+from pmesh.errors import ProtocolError
+from pmesh.ids import JobName, OpNumber, Rank
+
+SESSION_VERSION = 1
+MAX_SESSION_MESSAGE_BYTES = 1024 * 1024  # a status of 64 peers is 60 KiB
+
+ArenaKind: TypeAlias = Literal["input", "output"]
+
+
+class _Message(msgspec.Struct, frozen=True):
+    pass
+
+
+class Connect(_Message, frozen=True, tag="connect"):
+    """A trainer joins a job; answered by Joined or Refused, with StillWaiting between."""
+
+    version: int
+    job: Annotated[JobName, Meta(min_length=1, max_length=64)]
+    wait_for: Annotated[int, Meta(ge=1, le=1024)]
+    timeout_s: Annotated[float, Meta(gt=0)]
+    program: Annotated[str, Meta(max_length=256)]
+    """What runs, for `pmesh status`."""
+
+
+class WantArena(_Message, frozen=True, tag="want_arena"):
+    """Asks for an input arena of at least this size; answered by ArenaGranted or Refused."""
+
+    nbytes: Annotated[int, Meta(ge=0)]
+
+
+class ArenaMapped(_Message, frozen=True, tag="arena_mapped"):
+    """The descriptor has arrived and is mapped; the sender may close its own."""
+
+    arena: int
+
+
+class DropArena(_Message, frozen=True, tag="drop_arena"):
+    """The trainer is done with an input arena."""
+
+    arena: int
+
+
+class StartOp(_Message, frozen=True, tag="start_op"):
+    """A collective call; answered by OpDone or OpFailed with the same number."""
+
+    op: OpNumber
+    call: Call
+    """`shape` is what the user passed; the arena holds it flat, in `wire_dtype`."""
+    wire_dtype: Literal["float32", "float64", "int32", "int64", "bool"]
+    count: Annotated[int, Meta(ge=0)]
+    """Values in the input; the output has as many."""
+    arena: int
+    """The input arena, filled; -1 when this rank has no input (a broadcast's other ranks)."""
+    timeout_s: Annotated[float, Meta(gt=0)]
+
+
+class Leave(_Message, frozen=True, tag="leave"):
+    """The trainer ends on purpose; without it a closed socket is a crash."""
+
+
+class AskStatus(_Message, frozen=True, tag="ask_status"):
+    """Asks for the agent's picture; answered by Status."""
+
+
+class StopAgent(_Message, frozen=True, tag="stop_agent"):
+    """Asks the agent to leave the mesh and end; answered by Stopping, then end of file."""
+
+
+class Joined(_Message, frozen=True, tag="joined"):
+    """The job begins: the roster is committed."""
+
+    rank: Rank
+    size: int
+    names: tuple[str, ...]
+    """For each rank the name of its machine."""
+    view: View
+
+
+class Refused(_Message, frozen=True, tag="refused"):
+    """A request that can't be met; the session ends."""
+
+    verdict: Verdict
+
+
+class ArenaGranted(_Message, frozen=True, tag="arena_granted"):
+    """An arena; its descriptor comes with the last byte of this message."""
+
+    arena: int
+    kind: ArenaKind
+    nbytes: int
+
+
+class ArenaGone(_Message, frozen=True, tag="arena_gone"):
+    """The agent no longer uses this output arena; unmap it."""
+
+    arena: int
+
+
+class OpDone(_Message, frozen=True, tag="op_done"):
+    """The op's result lies in an output arena, to be read until the next call of this trainer."""
+
+    op: OpNumber
+    arena: int
+    """-1 when there is nothing to read (a barrier, no values, a broadcast's root)."""
+    contributors: tuple[Rank, ...]
+
+
+class OpFailed(_Message, frozen=True, tag="op_failed"):
+    """The op failed with the same verdict at all ranks."""
+
+    op: OpNumber
+    verdict: Verdict
+
+
+class StillWaiting(_Message, frozen=True, tag="still_waiting"):
+    """Every 10 s while a call waits: for how long, and on whom (I6)."""
+
+    op: int
+    """-1: for the job to begin."""
+    waited_s: float
+    on: tuple[str, ...]
+
+
+class Status(_Message, frozen=True, tag="status"):
+    """The agent's picture, as the JSON that `pmesh status --json` prints."""
+
+    json: bytes
+
+
+class Stopping(_Message, frozen=True, tag="stopping"):
+    """The agent leaves."""
+
+    pid: int
+
+
+Request: TypeAlias = (
+    Connect | WantArena | ArenaMapped | DropArena | StartOp | Leave | AskStatus | StopAgent
+)
+Reply: TypeAlias = (
+    Joined
+    | Refused
+    | ArenaGranted
+    | ArenaGone
+    | OpDone
+    | OpFailed
+    | StillWaiting
+    | Status
+    | Stopping
+)
+
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Request | Reply) -> bytes:
+    """The message as bytes, without a length prefix."""
+    return _encoder.encode(message)
+
+
+def decode_request_untrusted(data: bytes) -> Request:
+    """What a local program sent; raises ProtocolError for anything else."""
+    try:
+        return _request_decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        raise ProtocolError(f"not a session request: {e}") from e
+
+
+def decode_reply_untrusted(data: bytes) -> Reply:
+    """What the agent sent; raises ProtocolError for anything else."""
+    try:
+        return _reply_decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        raise ProtocolError(f"not a session reply: {e}") from e

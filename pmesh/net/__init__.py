@@ -1,0 +1,1 @@
+"""Dials, accepts, reads, writes and waits, under trio; decides nothing."""

@@ -1,0 +1,1 @@
+"""Fakes that users may test with too: a seeded network, a virtual cluster."""
