@@ -100,6 +100,8 @@ class RankMarks(msgspec.Struct, frozen=True, array_like=True):
     """The highest op started; -1 before the first."""
     completed: int
     """Every op up to this one has ended; -1 before the first."""
+    fingerprint: int = 0
+    """Of the call of op `started` (O8): compared even where no data flows."""
 
 
 class Waiting(msgspec.Struct, frozen=True, array_like=True):
@@ -169,7 +171,7 @@ class Propose(_Message, frozen=True, tag=6):
     """The leader asks the future members of an epoch to flush."""
 
     epoch: Epoch
-    base: Epoch
+    base: View
     """The view that the leader has installed."""
     members: tuple[Member, ...]
     continuing: tuple[Member, ...]
@@ -182,6 +184,8 @@ class Flushed(_Message, frozen=True, tag=7):
     """A promise: nothing below this epoch will be installed or, for its jobs, delivered."""
 
     epoch: Epoch
+    name: _Name
+    """What the user calls the sender's machine."""
     view: View
     """What the sender has installed."""
     jobs: tuple[JobReport, ...]
@@ -211,6 +215,8 @@ class Commit(_Message, frozen=True, tag=11):
     """The decision. Install it if its epoch is what you promised (V1)."""
 
     view: View
+    costs: tuple[tuple[int, ...], ...]
+    """What the ring was planned from: a row for each member in the order of `sorted`."""
 
 
 class Leaving(_Message, frozen=True, tag=12):

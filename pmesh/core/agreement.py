@@ -1,0 +1,308 @@
+"""How members agree on views: one frozen state, and functions from an input to the next state.
+
+Inputs are a peer's message (`hear`), the loss of a peer (`lose`) and the passing of time
+(`pass_time`); each gives the next state and what is to be done. The leader's half is
+`pmesh.core.proposals`. The rules V1 to V6 are those of the design, section 5.
+"""
+
+from dataclasses import replace
+from typing import assert_never
+
+import msgspec
+
+from pmesh.core import proposals
+from pmesh.core.messages import (
+    AgreementMessage,
+    AskToJoin,
+    AskView,
+    Commit,
+    Flushed,
+    Heartbeat,
+    JobReport,
+    Leaving,
+    Propose,
+    Refuse,
+    Superseded,
+    TellView,
+    Veto,
+)
+from pmesh.core.rosters import keep_local_rosters
+from pmesh.core.standing import (
+    BACK_OFF_S,
+    JOIN_REQUEST_S,
+    SKIP_S,
+    Action,
+    Facts,
+    Fence,
+    Install,
+    Peer,
+    Send,
+    State,
+    Step,
+    follows,
+    hears_me,
+)
+from pmesh.core.views import View
+from pmesh.errors import ProtocolError
+from pmesh.ids import Epoch, Member, NodeId
+
+
+def first_state(me: Member, name: str, *, now: float) -> State:
+    """A process that has just started: alone in a view of its own."""
+    epoch = Epoch(1, *me)
+    view = View.of_one(me, name, epoch)
+    return State(me=me, name=name, view=view, promised=epoch, installed_at=now, highest_counter=1)
+
+
+def hear(
+    state: State, sender: Member, message: AgreementMessage, facts: Facts, *, now: float
+) -> Step:
+    """A message from an authenticated peer. ProtocolError: no honest member would send it."""
+    return _consider(_receive(state, sender, message, facts, now), facts, now)
+
+
+def lose(state: State, node: NodeId, why: str, facts: Facts, *, now: float) -> Step:
+    """The peer is gone: its connection is closed and a redial failed, or it fell silent (V6)."""
+    peer = state.peers.get(node)
+    losses = state.losses if peer is None else {**state.losses, peer.member: why}
+    state = replace(
+        state,
+        peers={other: p for other, p in state.peers.items() if other != node},
+        told={other: view for other, view in state.told.items() if other != node},
+        unplaced={other: beat for other, beat in state.unplaced.items() if other != node},
+        losses=losses,
+    )
+    return _consider(Step(state), facts, now)
+
+
+def pass_time(state: State, facts: Facts, *, now: float) -> Step:
+    """To be called at each heartbeat, 0.2 s: the deadlines here are five times that and more."""
+    return _consider(Step(_give_up_on_silent(state, now)), facts, now)
+
+
+def _receive(  # noqa: C901, PLR0911 - one arm for each message
+    state: State, sender: Member, message: AgreementMessage, facts: Facts, now: float
+) -> Step:
+    match message:
+        case Heartbeat():
+            return _receive_heartbeat(state, sender, message, now)
+        case AskView():
+            return Step(state, (Send(sender, TellView(state.view)),))
+        case TellView():
+            return _receive_view(state, sender, message.view, now)
+        case AskToJoin():
+            return Step(replace(state, joining={**state.joining, sender: now}))
+        case Propose():
+            return _receive_proposal(state, sender, message, facts, now)
+        case Flushed():
+            return Step(proposals.collect(state, sender, message))
+        case Refuse() | Veto():
+            return Step(_withdraw(state, message, now))
+        case Superseded():
+            return _leave_if_superseded(state, sender, message.view, now)
+        case Commit():
+            return _receive_commit(state, sender, message, now)
+        case Leaving():
+            return Step(state)  # the driver calls `lose`: it knows that the link ends
+        case _:
+            assert_never(message)
+
+
+def _receive_heartbeat(state: State, sender: Member, beat: Heartbeat, now: float) -> Step:
+    state = replace(state, highest_counter=max(state.highest_counter, beat.promised.counter))
+    view = _known_view(state, sender.node, beat.view)
+    if view is None:
+        unplaced = {**state.unplaced, sender.node: beat}
+        return Step(replace(state, unplaced=unplaced), (Send(sender, AskView(beat.view)),))
+    peer = Peer(member=sender, heartbeat=beat, view=view)
+    state = replace(state, peers={**state.peers, sender.node: peer})
+    if state.flushed_at is not None and view.epoch == state.promised > state.view.epoch:
+        return _install(state, view, now)  # V6: the commit itself was lost; who has it shows it
+    return _leave_if_superseded(state, sender, view, now)
+
+
+def _known_view(state: State, node: NodeId, epoch: Epoch) -> View | None:
+    """An epoch names one view (I1), so it does not matter who showed it."""
+    shown = [state.told[node]] if node in state.told else []
+    candidates = [state.view, *shown, *(peer.view for peer in state.peers.values())]
+    return next((view for view in candidates if view.epoch == epoch), None)
+
+
+def _receive_view(state: State, sender: Member, view: View, now: float) -> Step:
+    state = replace(state, told={**state.told, sender.node: view})
+    beat = state.unplaced.get(sender.node)
+    if beat is None or beat.view != view.epoch:
+        return Step(state)
+    unplaced = {node: b for node, b in state.unplaced.items() if node != sender.node}
+    return _receive_heartbeat(replace(state, unplaced=unplaced), sender, beat, now)
+
+
+def _receive_proposal(
+    state: State, sender: Member, message: Propose, facts: Facts, now: float
+) -> Step:
+    if message.epoch[1:] != sender or state.me not in message.members:
+        raise ProtocolError("a proposal in another's name, or sent to one whom it leaves out")
+    if message.epoch == state.promised:  # delivered twice
+        return Step(state)
+    if message.epoch < state.promised:  # V1: a proposal must exceed the promise
+        return Step(state, (Send(sender, Refuse(message.epoch, state.promised)),))
+    if state.me not in message.continuing:
+        if message.base.weight <= state.view.weight:
+            return Step(state, (Send(sender, Veto(message.epoch)),))
+    elif not _of_one_line(state, sender, message):
+        return Step(state, (Send(sender, Superseded(state.view)),))
+    elif _passes_over_a_senior(state, sender, message, now):
+        return Step(state, (Send(sender, Veto(message.epoch)),))
+    return _flush(replace(state, proposal=None), sender, message, facts, now)
+
+
+def _of_one_line(state: State, sender: Member, message: Propose) -> bool:
+    """V2: the proposer is in our view, or its view knows ours as our last."""
+    ours = message.base.previous_epoch_of(state.me)
+    return sender in state.view.members or ours == state.view.epoch
+
+
+def _passes_over_a_senior(state: State, sender: Member, message: Propose, now: float) -> bool:
+    """Only the most senior survivor leads: one whom we hear must not be left out by a junior."""
+    order = state.view.by_seniority
+    seniors = order[: order.index(sender)] if sender in order else ()
+    return any(
+        senior != state.me
+        and senior not in message.members
+        and hears_me(state, senior)
+        and follows(state, senior, now)
+        for senior in seniors
+    )
+
+
+def _flush(state: State, sender: Member, message: Propose, facts: Facts, now: float) -> Step:
+    """V1: promise the epoch. V3: from here on nothing of the jobs concerned is delivered."""
+    same_base = message.base.epoch == state.view.epoch
+    jobs = tuple(r.job for r in facts.reports if r.job in message.jobs or not same_base)
+    reports = tuple(_fenced(report) if report.job in jobs else report for report in facts.reports)
+    answer = Flushed(message.epoch, state.name, state.view, reports, facts.waiting)
+    state = replace(
+        state,
+        promised=message.epoch,
+        highest_counter=max(state.highest_counter, message.epoch.counter),
+        flushed_at=now,
+    )
+    if sender == state.me:
+        return Step(proposals.begin(state, message, answer, now), (Fence(jobs),))
+    return Step(state, (Fence(jobs), Send(sender, answer)))
+
+
+def _fenced(report: JobReport) -> JobReport:
+    return msgspec.structs.replace(report, fenced=True)
+
+
+def _withdraw(state: State, answer: Refuse | Veto, now: float) -> State:
+    if isinstance(answer, Refuse):
+        seen = max(state.highest_counter, answer.promised.counter)
+        state = replace(state, highest_counter=seen)
+    if state.proposal is None or state.proposal.message.epoch != answer.epoch:
+        return state
+    return replace(state, proposal=None, quiet_until=now + BACK_OFF_S * _jitter(state))
+
+
+def _jitter(state: State) -> float:
+    """Between 0 and 1, from the incarnation, which is random: two leaders draw differently."""
+    mixed = (state.me.incarnation ^ state.highest_counter * 0x9E3779B97F4A7C15) % 1009
+    return mixed / 1009  # both constants: only that neighbours differ (golden ratio, a prime)
+
+
+def _leave_if_superseded(state: State, sender: Member, view: View, now: float) -> Step:
+    """V2: our view's next has been installed without us: we stay behind, alone."""
+    proof = (
+        view.epoch > state.view.epoch
+        and state.me not in view.members
+        and sender in state.view.members
+        and view.previous_epoch_of(sender) == state.view.epoch
+    )
+    if not proof:
+        return Step(state)
+    counter = max(state.highest_counter, state.promised.counter) + 1
+    epoch = Epoch(counter, *state.me)
+    kept = keep_local_rosters(state.view, state.me)
+    alone = View.of_one(state.me, state.name, epoch, kept)
+    return _install(replace(state, promised=epoch), alone, now)
+
+
+def _receive_commit(state: State, sender: Member, message: Commit, now: float) -> Step:
+    view = message.view
+    if view.epoch[1:] != sender or state.me not in view.members:
+        raise ProtocolError("a commit in another's name, or sent to one whom it leaves out")
+    if len(message.costs) != len(view.seats) or {len(row) for row in message.costs} != {
+        len(view.seats)
+    }:
+        raise ProtocolError("a commit whose costs do not fit its members")
+    if proposals.ring_order(view.members, message.costs) != view.members:
+        raise ProtocolError("a commit whose ring does not follow from its costs")
+    if view.epoch != state.promised or state.flushed_at is None:  # V1: only what was promised
+        return Step(state)
+    return _install(state, view, now)
+
+
+def _install(state: State, view: View, now: float) -> Step:
+    """I2: only upwards, and only where we are a member."""
+    if view.epoch <= state.view.epoch or state.me not in view.members:
+        raise ProtocolError(f"a view that can't follow: {view.epoch.counter}")
+    state = replace(
+        state,
+        view=view,
+        flushed_at=None,
+        installed_at=now,
+        proposal=None,
+        highest_counter=max(state.highest_counter, view.epoch.counter),
+        joining={m: at for m, at in state.joining.items() if m not in view.members},
+        losses={m: why for m, why in state.losses.items() if m in view.members},
+    )
+    return Step(state, (Install(view),))
+
+
+def _give_up_on_silent(state: State, now: float) -> State:
+    """V6: flush answers have a deadline; who misses it is left out for a while."""
+    proposal = state.proposal
+    if proposal is None or now < proposal.deadline:
+        return state
+    silent = {m: now + SKIP_S for m in proposal.message.members if m not in proposal.answers}
+    return replace(state, proposal=None, skipped={**state.skipped, **silent})
+
+
+def _consider(step: Step, facts: Facts, now: float) -> Step:
+    """After every input: commit, propose or ask to join, if it is time."""
+    state, actions = step.state, list[Action](step.actions)
+    message = proposals.propose(state, facts, now)
+    if message is not None:
+        flushed = _flush(state, state.me, message, facts, now)
+        others = [member for member in message.members if member != state.me]
+        state = flushed.state
+        actions += [*flushed.actions, *(Send(member, message) for member in others)]
+    commit = proposals.decide(state, facts)
+    if commit is not None:
+        actions += [Send(m, commit) for m in commit.view.members if m != state.me]
+        installed = _install(state, commit.view, now)
+        state = installed.state
+        actions += installed.actions
+    asked = _ask_to_join(state, now)
+    return Step(asked.state, (*actions, *asked.actions))
+
+
+def _ask_to_join(state: State, now: float) -> Step:
+    """A lighter view's member asks the leader of the heaviest one that it hears (V9)."""
+    if state.proposal is not None or now - state.asked_to_join_at < JOIN_REQUEST_S / 4:
+        return Step(state)
+    leaders = [
+        peer
+        for peer in state.peers.values()
+        if peer.heartbeat.acting
+        and not peer.heartbeat.flushed
+        and hears_me(state, peer.member)
+        and state.me not in peer.view.members
+        and peer.view.weight > state.view.weight
+    ]
+    if not leaders:
+        return Step(state)
+    best = max(leaders, key=lambda peer: peer.view.weight)
+    state = replace(state, asked_to_join_at=now)
+    return Step(state, (Send(best.member, AskToJoin(state.view.epoch)),))

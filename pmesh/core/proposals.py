@@ -1,0 +1,180 @@
+"""The leader's half of the agreement: whom to keep, when to propose, and what to commit."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pmesh.core import rosters
+from pmesh.core.messages import Commit, Concern, Flushed, Propose, Waiting
+from pmesh.core.standing import (
+    FLUSH_DEADLINE_S,
+    JOIN_REQUEST_S,
+    PATIENCE_S,
+    Facts,
+    Proposal,
+    State,
+    continuing_members,
+    hear_each_other,
+    hears_me,
+    needs_epoch,
+)
+from pmesh.core.topology import Costs, measure_costs, measured_graph, plan_ring
+from pmesh.core.views import Seat, View
+from pmesh.ids import Epoch, Member
+
+
+def propose(state: State, facts: Facts, now: float) -> Propose | None:
+    """The proposal that this member should make now; None if there is no cause."""
+    continuing = continuing_members(state, now)
+    if continuing[0] != state.me or state.proposal is not None or now < state.quiet_until:
+        return None
+    if _someone_else_leads(state, now):
+        return None
+    kept = _clique(state, (state.me,), continuing[1:], now)
+    joined = _clique(state, kept, _candidates(state, kept, now), now)[len(kept) :]
+    jobs = rosters.jobs_to_settle(
+        state.view, kept, known_concerns(state, facts), _known_waiting(state, facts, kept + joined)
+    )
+    if not (len(kept) < len(state.view.seats) or joined or jobs or _stale(state, kept, now)):
+        return None
+    # V1: a fresh counter above all seen, for each attempt.
+    epoch = Epoch(state.highest_counter + 1, *state.me)
+    return Propose(epoch, state.view, kept + joined, kept, jobs)
+
+
+def collect(state: State, sender: Member, answer: Flushed) -> State:
+    """Note a flush answer to our proposal; late and foreign ones change nothing."""
+    proposal = state.proposal
+    if (
+        proposal is None
+        or answer.epoch != proposal.message.epoch
+        or state.promised != answer.epoch
+        or sender not in proposal.message.members
+    ):
+        return state
+    return replace(state, proposal=replace(proposal, answers={**proposal.answers, sender: answer}))
+
+
+def begin(state: State, message: Propose, own_answer: Flushed, now: float) -> State:
+    """The state of a leader that waits for flush answers."""
+    answers = {state.me: own_answer}
+    deadline = now + FLUSH_DEADLINE_S
+    return replace(state, proposal=Proposal(message=message, answers=answers, deadline=deadline))
+
+
+def decide(state: State, facts: Facts) -> Commit | None:
+    """The commit, once every member of the proposal has flushed."""
+    proposal = state.proposal
+    if proposal is None or len(proposal.answers) < len(proposal.message.members):
+        return None
+    answers, epoch = proposal.answers, proposal.message.epoch
+    base = _base(state, answers)
+    # V2: only who installed the base, or what the base says it had before, continues.
+    continuing = [
+        member
+        for member in base.by_seniority
+        if member in answers
+        and answers[member].view.epoch in (base.epoch, base.previous_epoch_of(member))
+    ]
+    costs = measure_costs(
+        tuple(answers),
+        {peer.member: peer.heartbeat.heard for peer in state.peers.values()}
+        | {state.me: facts.round_trips},
+    )
+    ring = ring_order(tuple(answers), costs)
+    seats = tuple(_seat(member, base, continuing, answers[member], epoch) for member in ring)
+    after = rosters.next_rosters(
+        base,
+        epoch,
+        ring=ring,
+        continuing=continuing,
+        answers=answers,
+        concerns=known_concerns(state, facts),
+        reasons=state.losses,
+    )
+    return Commit(View(epoch, seats, after), costs)
+
+
+def ring_order(members: tuple[Member, ...], costs: Costs) -> tuple[Member, ...]:
+    """The ring that follows from the costs: the leader plans with it, the others check with it."""
+    return plan_ring(measured_graph(members, costs))
+
+
+def known_concerns(state: State, facts: Facts) -> tuple[Concern, ...]:
+    """What we and those who are heard want settled, in an order that does not vary."""
+    theirs = (peer.heartbeat.concerns for _, peer in sorted(state.peers.items()))
+    return (*facts.concerns, *(concern for concerns in theirs for concern in concerns))
+
+
+def _known_waiting(
+    state: State, facts: Facts, members: tuple[Member, ...]
+) -> Mapping[Member, tuple[Waiting, ...]]:
+    return {
+        member: facts.waiting if member == state.me else state.peers[member.node].heartbeat.waiting
+        for member in members
+    }
+
+
+def _someone_else_leads(state: State, now: float) -> bool:
+    """We have promised a leader that is still heard: its commit may come."""
+    if (
+        state.flushed_at is None
+        or needs_epoch(state, now)
+        or state.promised.leader == state.me.node
+    ):
+        return False
+    return hears_me(state, Member(state.promised.leader, state.promised.incarnation))
+
+
+def _clique(
+    state: State, kept: tuple[Member, ...], candidates: tuple[Member, ...], now: float
+) -> tuple[Member, ...]:
+    """V5: greedily, in the order given, those whom everyone kept so far hears, and vice versa."""
+    for member in candidates:
+        answering = state.skipped.get(member, 0.0) <= now
+        if answering and all(hear_each_other(state, member, other) for other in kept):
+            kept = (*kept, member)
+    return kept
+
+
+def _candidates(state: State, kept: tuple[Member, ...], now: float) -> tuple[Member, ...]:
+    """Who asked to be taken in, and follows a lighter view."""
+    return tuple(
+        member
+        for member, asked_at in sorted(state.joining.items())
+        if now - asked_at < JOIN_REQUEST_S
+        and member not in kept
+        and hears_me(state, member)
+        and state.view.seat_of(member) is None
+        and state.view.weight > state.peers[member.node].view.weight
+    )
+
+
+def _stale(state: State, kept: tuple[Member, ...], now: float) -> bool:
+    """Someone missed the last install, or was left flushed: the same members need a new epoch."""
+    overdue = now - state.installed_at > PATIENCE_S
+    return state.flushed_at is not None or any(
+        state.peers[member.node].heartbeat.needs_epoch
+        or (overdue and state.peers[member.node].view.epoch != state.view.epoch)
+        for member in kept
+        if member != state.me
+    )
+
+
+def _base(state: State, answers: Mapping[Member, Flushed]) -> View:
+    """V2: the highest view among the answers that has the leader as a continuing member."""
+    base = state.view
+    for answer in answers.values():
+        view = answer.view
+        ours = state.view.epoch in (view.epoch, view.previous_epoch_of(state.me))
+        if view.epoch > base.epoch and ours:
+            base = view
+    return base
+
+
+def _seat(
+    member: Member, base: View, continuing: list[Member], answer: Flushed, epoch: Epoch
+) -> Seat:
+    seat = base.seat_of(member)
+    if seat is None or member not in continuing:
+        return Seat(member, answer.name, epoch, None)
+    return Seat(member, answer.name, seat.admitted, answer.view.epoch)
