@@ -34,6 +34,9 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     """An IP address, v6 with its scope where it has one, or a host name."""
     port: Annotated[int, Meta(ge=1, le=65535)]
 
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
 
 class Hello(_Message, frozen=True, tag=1):
     """The first message on a link, from both sides."""
