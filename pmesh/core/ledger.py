@@ -64,10 +64,10 @@ def apply_failures(ledger: Ledger, outcomes: Iterable[OpOutcome]) -> Ledger:
 
 def stabilize(ledger: Ledger, mark: int) -> Ledger:
     """Every op up to `mark` has ended at all ranks: outputs may be reused."""
+    mark = min(mark, ledger.ended)
     if mark <= ledger.stable:
         return ledger
-    kept = {op: report for op, report in ledger.ops.items() if op > mark}
-    return Ledger(stable=min(mark, ledger.ended), ops=kept)
+    return Ledger(stable=mark, ops={op: r for op, r in ledger.ops.items() if op > mark})
 
 
 def report(ledger: Ledger, rank: Rank) -> RankReport:
