@@ -122,8 +122,8 @@ class Concern(msgspec.Struct, frozen=True, array_like=True):
     born: Epoch
     number: int
     """The roster's number when the concern arose; a higher one has settled it."""
-    verdict: Verdict
-    """What the affected op, or the job, shall fail with."""
+    verdict: Verdict | None
+    """What the affected op, or the job, shall fail with; None: it runs again over new lanes."""
     op: int = -1
     """The op concerned; -1 when ranks are lost."""
 

@@ -40,7 +40,7 @@ def next_rosters(
     """The rosters of the view that `epoch` names, from the flush answers of its members."""
     rosters: dict[JobName, Roster] = {}
     for roster in base.rosters:
-        after = _continue_roster(roster, continuing, answers, concerns, reasons)
+        after = _continue_roster(roster, epoch, continuing, answers, concerns, reasons)
         if len(after.lost_ranks) < len(after.trainers):  # a job without ranks has ended
             rosters[after.job] = after
     newcomers = [member for member in answers if member not in continuing]
@@ -97,7 +97,7 @@ def _first_roster(
         if trainer.job == job
     ]
     names = tuple(answers[trainer.member].name for trainer in trainers)
-    return Roster(job, epoch, 1, tuple(trainers), names)
+    return Roster(job, epoch, epoch.counter, tuple(trainers), names)
 
 
 def _whole_rosters(newcomers: Sequence[Member], answers: Mapping[Member, Flushed]) -> list[Roster]:
@@ -112,6 +112,7 @@ def _whole_rosters(newcomers: Sequence[Member], answers: Mapping[Member, Flushed
 
 def _continue_roster(
     roster: Roster,
+    epoch: Epoch,
     continuing: Collection[Member],
     answers: Mapping[Member, Flushed],
     concerns: Sequence[Concern],
@@ -126,10 +127,8 @@ def _continue_roster(
     if not (gone or about) or any(r is not None and not r.fenced for r in reports.values()):
         return roster  # V7: it runs on; V3: what is not fenced everywhere waits for the next view
     lost = [_loss(roster, rank, reasons) for rank in gone]
-    lost += [concern.verdict for concern in about if concern.op < 0]
-    settled = msgspec.structs.replace(
-        roster, number=roster.number + 1, lost=roster.lost + tuple(lost)
-    )
+    lost += [concern.verdict for concern in about if concern.op < 0 and concern.verdict]
+    settled = msgspec.structs.replace(roster, number=epoch.counter, lost=roster.lost + tuple(lost))
     outcomes = _resolve_ops(settled, [r for r in reports.values() if r is not None], about)
     return msgspec.structs.replace(settled, outcomes=outcomes)
 
@@ -153,7 +152,7 @@ def _resolve_ops(
         for rank_report in report.ranks:
             for op in rank_report.ops:
                 known.setdefault(op.op, {})[rank_report.rank] = op
-    stuck = {OpNumber(c.op): c.verdict for c in concerns if c.op >= 0}
+    stuck = {OpNumber(c.op): c.verdict for c in concerns if c.op >= 0 and c.verdict}
     outcomes: list[OpOutcome] = []
     for number in sorted(known.keys() | stuck.keys()):
         outcome = _resolve_op(roster, number, known.get(number, {}), stuck.get(number))

@@ -45,7 +45,8 @@ class Roster(msgspec.Struct, frozen=True, array_like=True):
     born: Epoch
     """The view in which the job began: with the name, the job's identity."""
     number: int
-    """From 1; one more at each view change that resolves ops of this job. Lanes carry it (V4)."""
+    """The counter of the epoch that last resolved its ops: it grows, also from one job to the
+    next of the same name, and lanes carry it (V4)."""
     trainers: tuple[Trainer, ...]
     names: tuple[str, ...]
     """For each rank the name of its machine, for messages."""
