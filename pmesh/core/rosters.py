@@ -40,7 +40,14 @@ def next_rosters(
     """The rosters of the view that `epoch` names, from the flush answers of its members."""
     rosters: dict[JobName, Roster] = {}
     for roster in base.rosters:
-        after = _continue_roster(roster, epoch, continuing, answers, concerns, reasons)
+        after = _continue_roster(
+            roster,
+            epoch,
+            continuing=continuing,
+            answers=answers,
+            concerns=concerns,
+            reasons=reasons,
+        )
         if len(after.lost_ranks) < len(after.trainers):  # a job without ranks has ended
             rosters[after.job] = after
     newcomers = [member for member in answers if member not in continuing]
@@ -113,6 +120,7 @@ def _whole_rosters(newcomers: Sequence[Member], answers: Mapping[Member, Flushed
 def _continue_roster(
     roster: Roster,
     epoch: Epoch,
+    *,
     continuing: Collection[Member],
     answers: Mapping[Member, Flushed],
     concerns: Sequence[Concern],
