@@ -1,0 +1,67 @@
+# Works with the make 3.81 that macOS ships. Everything it makes lies inside this clone.
+
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-cache-dir   # its cache lies outside
+
+.PHONY: help demo test check format docs venv clean
+
+help:
+	@echo "make demo    three agents and three trainers on this machine train a model together"
+	@echo "make test    all tests, and the floors of their coverage"
+	@echo "make check   format, lint, types, architecture, sizes, docs"
+	@echo "make format  put the code into the shape that 'make check' asks for"
+	@echo "make docs    the documentation as HTML, into docs/_build/html"
+	@echo "make venv    only install, into .venv"
+	@echo "make clean   remove all that the above have made, .venv too"
+
+demo: .venv/.for-demo
+	@$(BIN)/python tools/demo.py
+
+# Doctests count as tests; client/_torch.py can't be imported where torch, which is optional, is not.
+test: .venv/.for-work
+	$(BIN)/pytest --doctest-modules --doctest-ignore-import-errors --cov --cov-report= pmesh tests
+	@$(BIN)/python tools/check_coverage.py
+
+check: .venv/.for-work docs
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-cache
+	@$(BIN)/python tools/check_sizes.py
+
+format: .venv/.for-work
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+docs: .venv/.for-work
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build/html
+
+venv: .venv/.for-work
+
+# A stamp for each of the two readers: who tries the demo need not wait for linters.
+.venv/.for-demo: .venv/.pip pyproject.toml
+	$(PIP) install --quiet --editable '.[mlx]' --group demo
+	@touch $@
+
+.venv/.for-work: .venv/.pip pyproject.toml
+	$(PIP) install --quiet --editable '.[mlx]' --group demo --group test --group check --group docs
+	@touch $@
+
+.venv/.pip: $(BIN)/python
+	$(PIP) install --quiet --upgrade 'pip>=25.1'   # the first that knows --group
+	@touch $@
+
+# No prerequisites: made again only if the link dangles, say after an upgrade of the system's Python.
+$(BIN)/python:
+	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(tools/find_python) || exit 1; \
+	echo "Installing into .venv with $$python; this is done once."; \
+	"$$python" -m venv --clear .venv
+
+clean:
+	rm -rf .venv .demo .hypothesis .coverage .coverage.* docs/_build
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	find pmesh tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,85 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import check_coverage
+from tools.check_coverage import Measured
+
+TOOL = Path(check_coverage.__file__)
+
+
+def measured(percent: int) -> Measured:
+    return Measured(covered=percent, total=100, missing=("a file: 3",))
+
+
+@pytest.mark.parametrize(
+    ("path", "percent", "passes"),
+    [
+        ("pmesh/core/views.py", 100, True),
+        ("pmesh/core/views.py", 99, False),
+        ("pmesh/ids.py", 99, False),
+        ("pmesh/net/door.py", 90, True),
+        ("pmesh/net/door.py", 89, False),
+        ("pmesh/__init__.py", 89, False),
+    ],
+)
+def test_each_package_has_its_floor(
+    path: str,
+    percent: int,
+    passes: bool,  # noqa: FBT001 - a parameter of the table
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(check_coverage, "read_data", lambda: [(path, measured(percent))])
+
+    assert (check_coverage.main() == 0) == passes
+    assert ("a file: 3" in capsys.readouterr().out) != passes
+
+
+def test_a_good_package_does_not_make_up_for_a_bad_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [("pmesh/core/a.py", measured(100)), ("pmesh/cli/b.py", measured(50))]
+    monkeypatch.setattr(check_coverage, "read_data", lambda: files)
+
+    assert check_coverage.main() == 1
+
+
+def test_the_files_of_a_package_are_added_up() -> None:
+    files = [("pmesh/net/a.py", measured(100)), ("pmesh/net/sub/b.py", measured(80))]
+
+    assert check_coverage.by_package(files)["net"].percent == 90
+
+
+def test_what_is_just_below_a_floor_does_not_print_as_the_floor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nearly = Measured(covered=9999, total=10000)
+    monkeypatch.setattr(check_coverage, "read_data", lambda: [("pmesh/core/a.py", nearly)])
+
+    assert check_coverage.main() == 1
+    assert "99.9 %" in capsys.readouterr().out
+
+
+def test_a_branch_that_no_test_takes_is_read_from_real_data(tmp_path: Path) -> None:
+    package = tmp_path / "pmesh" / "core"
+    package.mkdir(parents=True)
+    (package / "one.py").write_text("x = 1\nif x:\n    x = 2\n")
+    # Without the settings by which these tests themselves may be measured.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("COV")}
+    run = [sys.executable, "-m", "coverage", "run", "--branch", "--source", "pmesh"]
+    subprocess.run([*run, "pmesh/core/one.py"], cwd=tmp_path, env=environment, check=True)
+
+    checked = subprocess.run(
+        [sys.executable, str(TOOL)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert checked.returncode == 1, checked.stderr
+    assert "BELOW its floor of 100 %" in checked.stdout
+    assert "one.py: 2->-1" in checked.stdout
