@@ -1,0 +1,111 @@
+"""Who a node is, and the key that makes a mesh: derivations, signatures, and the text to paste."""
+
+import base64
+import hashlib
+from dataclasses import dataclass, field
+from typing import NewType, Self
+
+import nacl.exceptions
+import nacl.signing
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from pmesh.ids import NodeId
+
+MeshKey = NewType("MeshKey", bytes)
+"""32 random bytes that all nodes of one mesh hold."""
+
+KEY_BYTES = 32
+TAG_BYTES = 8  # enough to tell the meshes of one house apart; nothing is proven by it
+
+_PREFIX = "pmesh"
+_GROUP_CHARACTERS = 4  # what a person reads out in one breath
+_CHECKSUM_BYTES = 3  # 32 + 3 bytes fill 56 base32 characters exactly; 1 typo in 16 million passes
+_TEXT_CHARACTERS = (KEY_BYTES + _CHECKSUM_BYTES) * 8 // 5
+_ALPHABET = frozenset("abcdefghijklmnopqrstuvwxyz234567")  # RFC 4648 base32
+
+
+@dataclass(frozen=True, slots=True)
+class NodeKey:
+    """A node's Ed25519 key pair (RFC 8032); its seed never shows in a repr or a log."""
+
+    seed: bytes = field(repr=False)
+    node: NodeId
+    _signing: nacl.signing.SigningKey = field(repr=False, compare=False)
+
+    @classmethod
+    def from_seed(cls, seed: bytes) -> Self:
+        """The key pair of a 32-byte seed; raises ValueError for another size."""
+        if len(seed) != KEY_BYTES:
+            raise ValueError(f"a node key has {KEY_BYTES} bytes, not {len(seed)}")
+        signing = nacl.signing.SigningKey(seed)
+        return cls(seed, NodeId(bytes(signing.verify_key)), signing)
+
+    def sign(self, message: bytes) -> bytes:
+        """The 64-byte signature of the message, without the message."""
+        return self._signing.sign(message).signature
+
+
+def verify(node: NodeId, message: bytes, signature: bytes) -> bool:
+    """Whether the node signed the message; False, too, for what can't be a key or a signature."""
+    try:
+        nacl.signing.VerifyKey(node).verify(message, signature)
+    except (nacl.exceptions.BadSignatureError, ValueError):
+        return False
+    return True
+
+
+def derive(mesh_key: MeshKey, label: bytes) -> bytes:
+    """32 bytes for one purpose, by HKDF-SHA256 (RFC 5869); other labels give unrelated bytes.
+
+    Raises ValueError if the mesh key hasn't its size: a cut one would still derive something.
+    """
+    if len(mesh_key) != KEY_BYTES:
+        raise ValueError(f"a mesh key has {KEY_BYTES} bytes, not {len(mesh_key)}")
+    return HKDF(hashes.SHA256(), KEY_BYTES, salt=b"pmesh/1", info=label).derive(mesh_key)
+
+
+def namespace_tag(mesh_key: MeshKey) -> bytes:
+    """The 8 bytes by which agents of one mesh know each other in mDNS; tells nothing of the key."""
+    return hashlib.sha3_256(derive(mesh_key, b"namespace tag")).digest()[:TAG_BYTES]
+
+
+def mesh_key_text(key: MeshKey) -> str:
+    """The mesh key as a person pastes it: prefix, base32 in groups of four, with a checksum.
+
+    >>> mesh_key_text(MeshKey(bytes(32)))
+    'pmesh-aaaa-aaaa-aaaa-aaaa-aaaa-aaaa-aaaa-aaaa-aaaa-aaaa-aaaa-aaaa-aaap-svwc'
+    """
+    characters = base64.b32encode(key + _checksum(key)).decode().lower()
+    groups = range(0, len(characters), _GROUP_CHARACTERS)
+    return "-".join([_PREFIX, *(characters[i : i + _GROUP_CHARACTERS] for i in groups)])
+
+
+def mesh_key_from_text(text: str) -> MeshKey:
+    """The reverse of `mesh_key_text`; spaces, line breaks, dashes and case don't matter.
+
+    Raises ValueError that says what is wrong, and never repeats the text: it may be most of a key.
+    """
+    characters = "".join(text.split()).replace("-", "").lower()
+    if not characters.startswith(_PREFIX):
+        raise ValueError(f"a mesh key begins with '{_PREFIX}-'; this text does not")
+    characters = characters.removeprefix(_PREFIX)
+    strangers = sorted(set(characters) - _ALPHABET)
+    if strangers:
+        raise ValueError(
+            f"a mesh key has only the letters a-z and digits 2-7, not {strangers[0]!r}"
+        )
+    if len(characters) != _TEXT_CHARACTERS:
+        raise ValueError(
+            f"a mesh key has {_TEXT_CHARACTERS} characters after '{_PREFIX}-', "
+            f"this text {len(characters)}: copy the whole line"
+        )
+    data = base64.b32decode(characters.upper())
+    key = MeshKey(data[:KEY_BYTES])
+    if data[KEY_BYTES:] != _checksum(key):
+        raise ValueError("a character of this mesh key is wrong (its checksum differs)")
+    return key
+
+
+def _checksum(key: MeshKey) -> bytes:
+    return hashlib.sha3_256(b"pmesh mesh key/1" + key).digest()[:_CHECKSUM_BYTES]
