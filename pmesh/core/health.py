@@ -1,0 +1,168 @@
+"""Whether a peer is here: judged by what has been heard from it, on one's own monotonic clock.
+
+One `Health` belongs to one link. GONE is the end of it: who hears the peer again has a new link.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Final
+
+ROUND_TRIP_ALPHA: Final = 0.2  # five heartbeats, one second: steady, and still follows a change
+MAX_ROUND_TRIP_S: Final = 60.0  # beyond it the echo is nonsense: the link would be long gone
+
+
+class Condition(Enum):
+    """What is thought of a peer."""
+
+    HEALTHY = "healthy"
+    DEGRADED = "degraded"
+    """Late; nothing is done about it, but it is shown."""
+    SUSPECT = "suspect"
+    GONE = "gone"
+
+
+class Signal(Enum):
+    """What can happen to a condition."""
+
+    HEARD = "heard"
+    LATE = "late"
+    """Silent for `degraded_after_s`."""
+    SILENT = "silent"
+    """Silent for `suspect_after_s`."""
+    LOST = "lost"
+    """Silent for `gone_after_s`."""
+
+
+_H, _D, _S, _G = Condition.HEALTHY, Condition.DEGRADED, Condition.SUSPECT, Condition.GONE
+
+TRANSITIONS: Final[Mapping[Condition, Mapping[Signal, Condition]]] = {
+    _H: {Signal.HEARD: _H, Signal.LATE: _D, Signal.SILENT: _S, Signal.LOST: _G},
+    _D: {Signal.HEARD: _H, Signal.LATE: _D, Signal.SILENT: _S, Signal.LOST: _G},
+    # Only hearing the peer makes it better: a stall of our own that is forgiven shortens the
+    # silence, but proves nothing.
+    _S: {Signal.HEARD: _H, Signal.LATE: _S, Signal.SILENT: _S, Signal.LOST: _G},
+    _G: dict.fromkeys(Signal, _G),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """How long a silence means what, in seconds; heartbeats come every 0.2 s."""
+
+    degraded_after_s: float
+    suspect_after_s: float
+    gone_after_s: float
+
+
+WIRED: Final = Thresholds(degraded_after_s=0.5, suspect_after_s=1.0, gone_after_s=2.0)
+WIFI: Final = Thresholds(  # its radios rest for hundreds of milliseconds at a time
+    degraded_after_s=1.0, suspect_after_s=2.5, gone_after_s=5.0
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """What is known of the peer at the other end of one link."""
+
+    thresholds: Thresholds
+    last_heard: float
+    """By the monotonic clock of this machine, in seconds."""
+    condition: Condition = Condition.HEALTHY
+    round_trip_s: float | None = None
+    """Exponential moving average; None until an echo has come back."""
+    round_trip_variance_s2: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The state that follows, and the condition if it has changed."""
+
+    health: Health
+    changed_to: Condition | None = None
+
+
+def begin(thresholds: Thresholds, *, now: float) -> Health:
+    """A link is up: its handshake was the first sign of life."""
+    return Health(thresholds=thresholds, last_heard=now)
+
+
+def heard_from(health: Health, *, now: float, round_trip_s: float | None = None) -> Step:
+    """Any message came on the link; a heartbeat may bring a measured round trip."""
+    heard = replace(health, last_heard=max(now, health.last_heard))
+    if round_trip_s is not None:
+        heard = _average_in(heard, round_trip_s)
+    return _apply(heard, Signal.HEARD)
+
+
+def pass_time(health: Health, *, now: float) -> Step:
+    """Judge the silence. What is waiting to be read must be read, and stalls forgiven, before."""
+    silence_s = now - health.last_heard
+    signal = None
+    for limit_s, meaning in _limits(health.thresholds):
+        if silence_s >= limit_s:
+            signal = meaning
+    return Step(health=health) if signal is None else _apply(health, signal)
+
+
+def next_deadline(health: Health) -> float | None:
+    """When `pass_time` would next change something; None if only hearing the peer can."""
+    for limit_s, signal in _limits(health.thresholds):
+        if TRANSITIONS[health.condition][signal] is not health.condition:
+            return health.last_heard + limit_s
+    return None
+
+
+def forgive_stall(health: Health, *, stalled_s: float, now: float) -> Health:
+    """A stall or sleep of this agent, in which it could hear nobody, is not held against others."""
+    return replace(
+        health, last_heard=max(health.last_heard, min(now, health.last_heard + stalled_s))
+    )
+
+
+def judge_by(health: Health, thresholds: Thresholds) -> Health:
+    """The same peer over another kind of interface."""
+    return replace(health, thresholds=thresholds)
+
+
+def measure_round_trip_s(*, now_us: int, echo_us: int, held_us: int) -> float | None:
+    """The round trip that a heartbeat's echo shows; None if it shows none.
+
+    Args:
+        now_us: This machine's monotonic clock, in microseconds.
+        echo_us: The `sent_us` of ours that came back; 0 when there is none yet.
+        held_us: How long the peer says it kept it. A peer can lie about both: what is impossible
+            is no measurement.
+    """
+    round_trip_s = (now_us - echo_us - held_us) / 1e6
+    possible = echo_us > 0 and held_us >= 0 and 0 <= round_trip_s <= MAX_ROUND_TRIP_S
+    return round_trip_s if possible else None
+
+
+def _limits(thresholds: Thresholds) -> tuple[tuple[float, Signal], ...]:
+    return (
+        (thresholds.degraded_after_s, Signal.LATE),
+        (thresholds.suspect_after_s, Signal.SILENT),
+        (thresholds.gone_after_s, Signal.LOST),
+    )
+
+
+def _apply(health: Health, signal: Signal) -> Step:
+    condition = TRANSITIONS[health.condition][signal]
+    if condition is health.condition:
+        return Step(health=health)
+    return Step(health=replace(health, condition=condition), changed_to=condition)
+
+
+def _average_in(health: Health, round_trip_s: float) -> Health:
+    """One more measurement: Finch, Incremental calculation of weighted mean and variance, §9."""
+    if health.round_trip_s is None:
+        return replace(health, round_trip_s=round_trip_s)
+    difference = round_trip_s - health.round_trip_s
+    increment = ROUND_TRIP_ALPHA * difference
+    variance = (1 - ROUND_TRIP_ALPHA) * (health.round_trip_variance_s2 + difference * increment)
+    return replace(
+        health,
+        round_trip_s=health.round_trip_s + increment,
+        round_trip_variance_s2=variance,
+    )
