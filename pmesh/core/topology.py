@@ -5,14 +5,14 @@ The leader plans, the others check: the same costs give the same ring on every n
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
 
 from pmesh.ids import Incarnation, Member
-
-_Combine: TypeAlias = Callable[[float, float], float]
 
 Costs: TypeAlias = tuple[tuple[int, ...], ...]
 """A symmetric matrix; row and column i belong to the i-th of the sorted members."""
@@ -21,7 +21,7 @@ UNMEASURED_COST = 20
 """About a millisecond: what a home network is taken for before its first round trip."""
 
 EXACT_UP_TO = 9
-"""Nodes for which every cycle is considered: 2^8 * 8 * 8 steps, 20 ms of Python."""
+"""Nodes for which every cycle is considered: 2^8 * 8 * 9 costs twice, 2 ms."""
 
 TWO_OPT_ROUNDS = 20
 """Bound of the heuristic above EXACT_UP_TO; each round is n^2 exchanges."""
@@ -77,35 +77,38 @@ def plan_ring(graph: "nx.Graph[Member]") -> tuple[Member, ...]:
 
 
 def _exact_tour(weights: Sequence[Sequence[int]]) -> list[int]:
-    bottleneck = _held_karp(weights, max)[(1 << len(weights)) - 2, 0]
-    allowed = [[w if w <= bottleneck else math.inf for w in row] for row in weights]
-    best = _held_karp(allowed, lambda edge, rest: edge + rest)
-    tour, left = [0], (1 << len(weights)) - 2
+    matrix = np.array(weights, np.float64)
+    left = (1 << len(weights)) - 2
+    bottleneck = _held_karp(matrix, np.maximum)[left, 0]
+    matrix[matrix > bottleneck] = math.inf
+    best = _held_karp(matrix, np.add)
+    tour = [0]
     while left:
         at = tour[-1]
-        after = next(
-            j
-            for j in range(len(weights))
-            if left >> j & 1 and allowed[at][j] + best[left & ~(1 << j), j] == best[left, at]
-        )
+        inside = [j for j in range(1, len(weights)) if left >> j & 1]
+        after = next(j for j in inside if matrix[at, j] + best[left ^ 1 << j, j] == best[left, at])
         tour.append(after)
-        left &= ~(1 << after)
+        left ^= 1 << after
     return tour
 
 
-def _held_karp(
-    weights: Sequence[Sequence[float]], combine: _Combine
-) -> dict[tuple[int, int], float]:
-    """For each (nodes left, node at): the least cost of visiting those and returning to node 0."""
+def _held_karp(weights: NDArray[np.float64], combine: np.ufunc) -> NDArray[np.float64]:
+    """For each [set of nodes left, node at]: the least cost of visiting those and returning to 0.
+
+    One set size after the other, all sets of that size at once: a loop over sets held the event
+    loop for 7 to 16 ms with 9 nodes. Meaningless, and never asked for, where `at` is itself left.
+    """
     n = len(weights)
-    best = {(0, at): weights[at][0] for at in range(n)}
-    for left in range(2, 1 << n, 2):
-        inside = [j for j in range(1, n) if left >> j & 1]
-        for at in range(n):
-            if not left >> at & 1:
-                best[left, at] = min(
-                    combine(weights[at][j], best[left & ~(1 << j), j]) for j in inside
-                )
+    sets = np.arange(0, 1 << n, 2)
+    sizes = sum(sets >> j & 1 for j in range(n))
+    best = np.full((1 << n, n), math.inf)
+    best[0] = weights[:, 0]
+    for size in range(1, n):
+        of_size = sets[sizes == size]
+        for j in range(1, n):
+            left = of_size[of_size >> j & 1 == 1]
+            through_j = combine(weights[:, j], best[left ^ 1 << j, j, None])
+            best[left] = np.minimum(best[left], through_j)
     return best
 
 
