@@ -152,6 +152,11 @@ class Opener:
             raise ProtocolError(f"a record of {len(record)} bytes for a body of {len(into)}")
         cipher, nonce = self._keys.for_record(len(into))
         try:
-            cipher.decrypt_into(nonce, record[HEADER_BYTES:], record[:HEADER_BYTES], into)
+            cipher.decrypt_into(
+                nonce,
+                record[HEADER_BYTES:],
+                record[:HEADER_BYTES],
+                into or bytearray(),  # no place at all, as for a barrier, may be read-only
+            )
         except InvalidTag as e:
-            raise ProtocolError("a record that fails authentication") from e
+            raise ProtocolError("a record fails authentication") from e

@@ -69,6 +69,11 @@ def test_any_flipped_bit_is_refused(body: bytes, data: st.DataObject) -> None:
         opened(Opener(KEY), bytes(record))
 
 
+def test_an_empty_body_may_go_to_an_empty_place_that_is_read_only() -> None:
+    record = memoryview(sealed(Sealer(KEY), b""))
+    Opener(KEY).open_untrusted(record, memoryview(b""))
+
+
 def test_a_repeated_a_lost_and_a_foreign_record_are_refused() -> None:
     sealer = Sealer(KEY)
     first, second = sealed(sealer, b"same"), sealed(sealer, b"same")

@@ -7,6 +7,13 @@ import pytest
 from pmesh.core.reductions import WIRE_DTYPES, Values, accumulate, check_reduction, finish
 
 REDUCTIONS = ("sum", "mean", "max", "min", "prod")
+ORACLE: dict[str, Any] = {
+    "sum": np.sum,
+    "mean": np.mean,
+    "max": np.max,
+    "min": np.min,
+    "prod": np.prod,
+}
 ALLOWED = {
     "float32": set(REDUCTIONS),
     "float64": set(REDUCTIONS),
@@ -35,15 +42,8 @@ def test_what_is_allowed_is_reduced_and_the_rest_refused(dtype: str, reduction: 
     check_reduction(reduction, dtype)
     rows = np.array([[0, 1, 2, 3], [1, 1, 0, 2], [1, 0, 3, 1]]).astype(dtype)
     result = reduced(reduction, *rows)
-    oracle: dict[str, Any] = {
-        "sum": np.sum,
-        "mean": np.mean,
-        "max": np.max,
-        "min": np.min,
-        "prod": np.prod,
-    }
     assert result.dtype == dtype
-    np.testing.assert_array_equal(result, oracle[reduction](rows, axis=0).astype(dtype))
+    np.testing.assert_array_equal(result, ORACLE[reduction](rows, axis=0).astype(dtype))
 
 
 def test_unknown_dtypes_and_reductions_are_refused_with_what_there_is() -> None:
