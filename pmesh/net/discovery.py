@@ -1,0 +1,294 @@
+"""Finds agents on the local network by mDNS: the only file that knows zeroconf.
+
+zeroconf needs an asyncio loop. It gets one, in one thread, that ends when `discover` does.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import trio
+from zeroconf import DNSQuestionType, IPVersion, ServiceStateChange, Zeroconf
+from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
+
+from pmesh.core import advertisement as adverts
+from pmesh.core.addresses import LocalAddress
+from pmesh.core.advertisement import SERVICE_TYPE, Advertisement
+from pmesh.core.identity import NodeKey
+from pmesh.core.messages import Address
+from pmesh.errors import ProtocolError
+from pmesh.ids import NodeId
+from pmesh.net.interfaces import AddressWatch
+
+RETRY_S: Final = 5.0  # after the system has refused us port 5353 or multicast
+BROWSE_AGAIN_S: Final = 60.0  # a mended switch gives no sign, and zeroconf soon asks once an hour
+SETTLE_S: Final = 10.0  # after a change of addresses, for those known before to answer again
+RESOLVE_MS: Final = 3000
+MAX_INSTANCES: Final = 256  # a mesh has 8; a flood of names on the network ends here
+MAX_ADDRESSES: Final = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """An agent, its advertisement verified; reported again when anything of it changes.
+
+    It may be of another mesh (tag), speak another protocol version, or hold a copy of our own node
+    key; only this very process start is left out.
+    """
+
+    advertisement: Advertisement
+    addresses: tuple[Address, ...]
+    """Not covered by the signature: TLS proves who answers there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone:
+    """The node has withdrawn its advertisement, or it has expired. A hint: links decide."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deaf:
+    """mDNS can't be used now, and why; it is tried again every 5 s."""
+
+    reason: str
+
+
+Discovered: TypeAlias = Found | Gone | Deaf
+
+
+async def discover(
+    own: Advertisement,
+    *,
+    node_key: NodeKey,
+    watch: AddressWatch,
+    found: trio.MemorySendChannel[Discovered],
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Announce this agent on all its addresses and report the others, until cancelled.
+
+    When cancelled it takes a quarter of a second to say goodbye. It is started when the first
+    announcement has been sent, or could not be.
+    """
+    mailbox = _Mailbox()
+    token = trio.lowlevel.current_trio_token()
+    ready = trio.Event()
+
+    # The loop is made here, so that it can be spoken to before its thread runs.
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        loop = runner.get_loop()
+        conversation = _Conversation(
+            own,
+            entries=adverts.encode(own, node_key),
+            report=lambda key, event: token.run_sync_soon(mailbox.put, key, event),
+            ready=lambda: token.run_sync_soon(ready.set, idempotent=True),
+        )
+
+        async def forward_addresses() -> None:
+            addresses: tuple[LocalAddress, ...] = ()
+            try:
+                while True:
+                    addresses = await watch.changed_from(addresses)
+                    loop.call_soon_threadsafe(conversation.move_to, addresses)
+            finally:
+                loop.call_soon_threadsafe(conversation.stop)
+
+        async with found, trio.open_nursery() as nursery:
+            nursery.start_soon(forward_addresses)
+            nursery.start_soon(mailbox.deliver, found)
+            nursery.start_soon(_start_when, ready, task_status)
+            await trio.to_thread.run_sync(
+                runner.run, conversation.run(), limiter=trio.CapacityLimiter(1)
+            )
+
+
+async def _start_when(ready: trio.Event, task_status: trio.TaskStatus[None]) -> None:
+    await ready.wait()
+    task_status.started()
+
+
+class _Mailbox:
+    """The latest event of each instance: a slow reader costs memory for 256 of them at most."""
+
+    def __init__(self) -> None:
+        self._events: dict[str, Discovered] = {}
+        self._filled = trio.Event()
+
+    def put(self, key: str, event: Discovered) -> None:
+        self._events[key] = event
+        self._filled.set()
+
+    async def deliver(self, found: trio.MemorySendChannel[Discovered]) -> None:
+        while True:
+            await self._filled.wait()
+            self._filled = trio.Event()
+            while self._events:
+                await found.send(self._events.pop(next(iter(self._events))))
+
+
+class _Conversation:
+    """Everything that runs on the asyncio loop."""
+
+    def __init__(
+        self,
+        own: Advertisement,
+        *,
+        entries: dict[bytes, bytes],
+        report: Callable[[str, Discovered], None],
+        ready: Callable[[], None],
+    ) -> None:
+        self._own = own
+        self._entries = entries
+        self._report = report
+        self._ready = ready
+        self._addresses: tuple[LocalAddress, ...] = ()
+        self._stopped = False
+        self._moved = asyncio.Event()
+        self._known: dict[str, Found] = {}
+        self._confirmed: set[str] = set()
+        self._resolving: dict[str, asyncio.Task[None]] = {}
+
+    def move_to(self, addresses: tuple[LocalAddress, ...]) -> None:
+        self._addresses = addresses
+        self._moved.set()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._moved.set()
+
+    async def run(self) -> None:
+        """One zeroconf for as long as the addresses stay: sockets don't survive a change."""
+        while not self._stopped:
+            self._moved.clear()
+            timeout_s = None
+            if self._addresses:
+                try:
+                    await self._converse()
+                except OSError as e:
+                    self._report("", Deaf(reason=f"no mDNS: {e}; use --peer"))
+                    timeout_s = RETRY_S
+            self._ready()
+            await self._wait_for_move(timeout_s)
+
+    async def _converse(self) -> None:
+        zeroconf = AsyncZeroconf(interfaces=_sockets_for(self._addresses))
+        try:
+            # The other two announcements, half a second long, go on by themselves.
+            await zeroconf.async_register_service(  # pyright: ignore[reportUnknownMemberType] - an Awaitable of nothing
+                _service(self._own, self._entries, self._addresses),
+                cooperating_responders=True,  # the name is a public key: no probing, 0.5 s saved
+            )
+            self._ready()
+            self._confirmed.clear()
+            settled = asyncio.get_running_loop().call_later(SETTLE_S, self._forget_unconfirmed)
+            try:
+                await self._browse(zeroconf.zeroconf)
+            finally:
+                settled.cancel()
+                await self._end_resolving()
+        finally:
+            await zeroconf.async_close()
+
+    async def _browse(self, zeroconf: Zeroconf) -> None:
+        while not self._moved.is_set():
+            browser = AsyncServiceBrowser(
+                zeroconf,
+                SERVICE_TYPE,
+                handlers=[self._on_change],
+                # Unicast answers go astray where several programs share port 5353.
+                question_type=DNSQuestionType.QM,
+            )
+            await self._wait_for_move(BROWSE_AGAIN_S)
+            await browser.async_cancel()
+
+    async def _wait_for_move(self, timeout_s: float | None) -> None:
+        try:
+            await asyncio.wait_for(self._moved.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+    def _on_change(
+        self,
+        zeroconf: Zeroconf,
+        service_type: str,  # noqa: ARG002 - zeroconf calls by these names
+        name: str,
+        state_change: ServiceStateChange,
+    ) -> None:
+        earlier = self._resolving.pop(name, None)
+        if earlier is not None:
+            earlier.cancel()
+        if state_change is ServiceStateChange.Removed:
+            self._forget(name)
+        elif name in self._known or len(self._known) + len(self._resolving) < MAX_INSTANCES:
+            # Not in a task group: should a packet make zeroconf raise, asyncio logs it, and that
+            # one name is not resolved; a stranger's packet must not end the discovery.
+            self._resolving[name] = asyncio.ensure_future(self._resolve(zeroconf, name))
+
+    async def _resolve(self, zeroconf: Zeroconf, name: str) -> None:
+        info = AsyncServiceInfo(SERVICE_TYPE, name)
+        try:
+            complete = await info.async_request(
+                zeroconf, RESOLVE_MS, question_type=DNSQuestionType.QM
+            )
+        finally:
+            if self._resolving.get(name) is asyncio.current_task():
+                del self._resolving[name]
+        if complete:
+            self._judge(name, info)
+
+    def _judge(self, name: str, info: AsyncServiceInfo) -> None:
+        try:
+            theirs = adverts.decode_untrusted(info.properties, instance=name)
+        except ProtocolError:
+            return  # forged, or another program's service of this name: not our business
+        if theirs.member == self._own.member:
+            return
+        hosts = info.parsed_scoped_addresses(IPVersion.All)[:MAX_ADDRESSES]
+        addresses = tuple(Address(host, theirs.port) for host in sorted(set(hosts)))
+        found = Found(advertisement=theirs, addresses=addresses)
+        self._confirmed.add(name)
+        if self._known.get(name) != found:
+            self._known[name] = found
+            self._report(name, found)
+
+    def _forget(self, name: str) -> None:
+        known = self._known.pop(name, None)
+        if known is not None:
+            self._report(name, Gone(node=known.advertisement.node))
+
+    def _forget_unconfirmed(self) -> None:
+        for name in self._known.keys() - self._confirmed:
+            self._forget(name)
+
+    async def _end_resolving(self) -> None:
+        tasks = list(self._resolving.values())
+        self._resolving.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _sockets_for(addresses: tuple[LocalAddress, ...]) -> list[str] | list[int]:
+    """Where zeroconf opens its sockets: on every v4 address, on v6 only if there is no other.
+
+    The answers carry v6 addresses too. One socket for both kinds can't join a v4 group on macOS.
+    Multicast over v6 is joined by the interface's number; OSError if it has just gone.
+    """
+    v4 = [address.host for address in addresses if ":" not in address.host]
+    return v4 or sorted({socket.if_nametoindex(address.interface) for address in addresses})
+
+
+def _service(
+    own: Advertisement, entries: dict[bytes, bytes], addresses: tuple[LocalAddress, ...]
+) -> AsyncServiceInfo:
+    return AsyncServiceInfo(
+        SERVICE_TYPE,
+        adverts.instance_name(own.node),
+        port=own.port,
+        properties=entries,
+        server=adverts.host_name(own.node),
+        parsed_addresses=list(dict.fromkeys(address.host for address in addresses)),
+    )
