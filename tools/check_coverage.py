@@ -69,9 +69,11 @@ def read_data() -> list[tuple[str, Measured]]:
     data.load()
     with tempfile.NamedTemporaryFile("r", suffix=".json", encoding="utf-8") as report:
         data.json_report(outfile=report.name)
-        files = json.load(report)["files"]
+        content = json.load(report)
+    if not content["meta"]["branch_coverage"]:
+        raise SystemExit("no coverage data with branches here: run 'make test'")
     measured: list[tuple[str, Measured]] = []
-    for path, file in files.items():
+    for path, file in content["files"].items():
         summary = file["summary"]
         missing = [str(line) for line in file["missing_lines"]]
         missing += [f"{start}->{end}" for start, end in file["missing_branches"]]

@@ -62,24 +62,37 @@ def test_what_is_just_below_a_floor_does_not_print_as_the_floor(
     assert "99.9 %" in capsys.readouterr().out
 
 
-def test_a_branch_that_no_test_takes_is_read_from_real_data(tmp_path: Path) -> None:
-    package = tmp_path / "pmesh" / "core"
-    package.mkdir(parents=True)
-    (package / "one.py").write_text("x = 1\nif x:\n    x = 2\n")
+def run_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     # Without the settings by which these tests themselves may be measured.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("COV")}
-    run = [sys.executable, "-m", "coverage", "run", "--branch", "--source", "pmesh"]
-    subprocess.run([*run, "pmesh/core/one.py"], cwd=tmp_path, env=environment, check=True)
-
-    checked = subprocess.run(
-        [sys.executable, str(TOOL)],
-        cwd=tmp_path,
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
 
+
+def measure_one_file(folder: Path, *options: str) -> None:
+    package = folder / "pmesh" / "core"
+    package.mkdir(parents=True)
+    (package / "one.py").write_text("x = 1\nif x:\n    x = 2\n")
+    run_in(folder, "-m", "coverage", "run", *options, "--source", "pmesh", "pmesh/core/one.py")
+
+
+def test_a_branch_that_no_test_takes_is_read_from_real_data(tmp_path: Path) -> None:
+    measure_one_file(tmp_path, "--branch")
+
+    checked = run_in(tmp_path, str(TOOL))
+
     assert checked.returncode == 1, checked.stderr
     assert "BELOW its floor of 100 %" in checked.stdout
     assert "one.py: 2->-1" in checked.stdout
+
+
+def test_data_without_branches_is_refused(tmp_path: Path) -> None:
+    measure_one_file(tmp_path)
+
+    assert "no coverage data with branches" in run_in(tmp_path, str(TOOL)).stderr

@@ -1,0 +1,251 @@
+"""The lab tested by real packets between its hosts."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tools import virtual_lan
+from tools.virtual_lan import Host, NetLab, NetLabError, clean, labs
+
+pytestmark = pytest.mark.netns
+
+# Prints its name for itself, then what it hears; ends with standard input.
+LISTEN = """
+import os, socket, struct, sys, threading
+sock = socket.socket({family}, socket.SOCK_DGRAM)
+sock.bind(("", 5000))
+{join}
+print("ready", flush=True)
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+while True:
+    print(sock.recv(100).decode(), flush=True)
+"""
+JOIN_IPV4 = (
+    "sock.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP,"
+    " socket.inet_aton('224.0.0.251') + bytes(4))"
+)
+SEND = "import socket, sys\ns = socket.socket({family}, socket.SOCK_DGRAM)\n{each}"
+
+
+class Listener:
+    """A program in a host that prints the datagrams it gets."""
+
+    def __init__(self, host: Host, *, family: str = "socket.AF_INET", join: str = "") -> None:
+        script = LISTEN.format(family=family, join=join)
+        self.process = host.popen(
+            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self.next() == "ready"
+
+    def next(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def close(self) -> None:
+        self.process.communicate("", timeout=10)
+
+
+@contextmanager
+def listening(host: Host, *, family: str = "socket.AF_INET", join: str = "") -> Iterator[Listener]:
+    listener = Listener(host, family=family, join=join)
+    try:
+        yield listener
+    finally:
+        listener.close()
+
+
+def send(host: Host, address: str, *texts: str, family: str = "socket.AF_INET") -> None:
+    each = f"for text in sys.argv[1:]: s.sendto(text.encode(), ({address!r}, 5000))"
+    script = SEND.format(family=family, each=each)
+    # -S -E: without site-packages, which cost more than the test.
+    host.run([sys.executable, "-SE", "-c", script, *texts])
+
+
+@pytest.fixture
+def lab() -> Iterator[NetLab]:
+    with NetLab(2) as lab:
+        yield lab
+
+
+def test_hosts_reach_each_other_over_both_families(lab: NetLab) -> None:
+    one, two = lab.hosts
+    with listening(two, family="socket.AF_INET6") as heard:
+        send(one, two.ipv6, "six", family="socket.AF_INET6")
+        assert heard.next() == "six"
+        send(one, f"fe80::{two.number}%eth0", "local", family="socket.AF_INET6")
+        assert heard.next() == "local"
+    with listening(two) as heard:
+        send(one, two.ipv4, "four")
+        assert heard.next() == "four"
+
+
+def test_multicast_reaches_who_has_joined(lab: NetLab) -> None:
+    one, two = lab.hosts
+    with listening(two, join=JOIN_IPV4) as heard:
+        send(one, "224.0.0.251", "to all")
+        assert heard.next() == "to all"
+
+
+def test_a_host_has_loopback_and_no_way_out(lab: NetLab) -> None:
+    (host, _) = lab.hosts
+    assert "127.0.0.1" in host.run(["ip", "-brief", "address", "show", "lo"])
+    assert "default" not in host.run(["ip", "route"]) + host.run(["ip", "-6", "route"])
+
+
+def test_a_one_way_cut_stops_that_way_alone(lab: NetLab) -> None:
+    one, two = lab.hosts
+    with listening(one) as heard_by_one, listening(two) as heard_by_two:
+        lab.cut(one, two, one_way=True)
+        send(two, one.ipv4, "from two")
+        assert heard_by_one.next() == "from two"
+        send(one, two.ipv4, "lost")
+        lab.mend(one, two)
+        send(one, two.ipv4, "mended")
+        assert heard_by_two.next() == "mended"
+
+
+def test_a_cut_stops_both_ways_and_multicast_too(lab: NetLab) -> None:
+    one, two = lab.hosts
+    with listening(one) as heard_by_one, listening(two, join=JOIN_IPV4) as heard_by_two:
+        lab.cut(one)
+        send(one, "224.0.0.251", "lost")
+        send(two, one.ipv4, "lost")
+        lab.mend(one)
+        send(one, "224.0.0.251", "mended")
+        send(two, one.ipv4, "mended")
+        assert heard_by_one.next() == "mended"
+        assert heard_by_two.next() == "mended"
+
+
+def test_mending_what_was_not_cut_changes_nothing(lab: NetLab) -> None:
+    lab.mend(*lab.hosts)
+    lab.mend(lab.hosts[0])
+
+
+def test_a_pulled_cable_takes_the_carrier_and_leaves_the_addresses(lab: NetLab) -> None:
+    one, two = lab.hosts
+    show = ["ip", "-brief", "address", "show", "eth0"]
+    lab.unplug(one)
+    assert "DOWN" in one.run(show)
+    lab.plug(one)
+    assert one.ipv4 in one.run(show)
+    assert one.ipv6 in one.run(show)
+    with listening(one) as heard:
+        send(two, one.ipv4, "back")
+        assert heard.next() == "back"
+
+
+def test_packets_are_lost_in_the_given_share(lab: NetLab) -> None:
+    one, two = lab.hosts
+    with listening(two) as heard:
+        lab.lose(50)
+        send(one, two.ipv4, *(f"{n}" for n in range(200)))
+        lab.lose(0)
+        send(one, two.ipv4, "end")
+        arrived = 0
+        while heard.next() != "end":
+            arrived += 1
+    assert 50 <= arrived <= 150  # 7 standard deviations
+
+
+def test_a_shaped_line_is_as_slow_as_told(lab: NetLab) -> None:
+    one, two = lab.hosts
+    server = (
+        "import socket; s = socket.create_server(('', 5000)); print('ready', flush=True)\n"
+        "c, _ = s.accept()\n"
+        "while c.recv(1 << 20): pass"
+    )
+    client = (
+        f"import socket; s = socket.create_connection(({two.ipv4!r}, 5000))\n"
+        "s.sendall(bytes(1_000_000)); s.shutdown(socket.SHUT_WR); s.recv(1)"
+    )
+
+    def transfer_s() -> float:
+        with two.popen([sys.executable, "-SEc", server], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            started = time.monotonic()
+            one.run([sys.executable, "-SEc", client])
+            return time.monotonic() - started
+
+    lab.shape(one, bits_per_s=10_000_000)
+    slow_s = transfer_s()
+    lab.shape(one, bits_per_s=None)
+    fast_s = transfer_s()
+
+    # 8 Mbit at 10 Mbit/s, less what the bucket gives at once; the upper bound is for busy machines.
+    assert 0.7 < slow_s < 5
+    assert fast_s < slow_s
+
+
+def test_delay_says_what_is_missing_where_the_kernel_has_no_netem(
+    lab: NetLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = virtual_lan._system  # noqa: SLF001 - the one seam to the system
+
+    def without_netem(command: list[str], *, stdin: str = "") -> str:
+        if "netem" in command:
+            raise NetLabError("Error: Specified qdisc kind is unknown.")
+        return system(command, stdin=stdin)
+
+    monkeypatch.setattr(virtual_lan, "_system", without_netem)
+    with pytest.raises(NetLabError, match="no netem: no delay here"):
+        lab.shape(lab.hosts[0], bits_per_s=None, delay_s=0.01)
+
+
+def test_two_labs_do_not_meet() -> None:
+    with NetLab(1) as first, NetLab(1) as second:
+        assert first.hosts[0].ipv4 == second.hosts[0].ipv4
+        assert {first.name, second.name} <= set(labs())
+
+
+def test_an_exception_ends_the_lab_and_what_runs_in_it() -> None:
+    with contextlib.suppress(ZeroDivisionError), NetLab(1) as lab:
+        sleeper = lab.hosts[0].popen(["sleep", "1000"])
+        _ = 1 / 0
+    assert sleeper.wait(timeout=10) == -signal.SIGKILL
+    assert lab.name not in labs()
+
+
+def test_a_lab_that_fails_while_it_is_built_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(labs())
+
+    def interrupt(_lab: NetLab, _host: Host) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(NetLab, "_plug_in", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        NetLab(1).__enter__()
+    assert set(labs()) == before
+
+
+def test_clean_removes_labs_of_killed_owners_only(lab: NetLab) -> None:
+    script = (
+        "from tools.virtual_lan import NetLab; lab = NetLab(1).__enter__()\n"
+        "lab.hosts[0].popen(['sleep', '1000']); print(lab.name, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        left = owner.stdout.readline().strip()
+        os.kill(owner.pid, signal.SIGKILL)
+    assert left in labs()
+
+    assert clean() == [left]
+
+    assert left not in labs()
+    assert lab.name in labs()
+
+
+@pytest.mark.parametrize("count", [0, 251])
+def test_a_count_that_does_not_fit_the_addresses_is_refused(count: int) -> None:
+    with pytest.raises(NetLabError, match="1 to 250"):
+        NetLab(count)
