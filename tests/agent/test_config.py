@@ -1,0 +1,190 @@
+"""Settings: four layers, and errors that name where a bad value stands."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pmesh.agent.config import Settings, as_environment, load_settings
+from pmesh.agent.parsing import DEFAULT_PORT, Listen, host_port_text, parse_host_port
+from pmesh.core.messages import Address
+from pmesh.errors import ConfigError
+
+
+def load(
+    home: Path,
+    *,
+    file: str | None = None,
+    environment: dict[str, str] | None = None,
+    host_name: str = "mac-1.local",
+    **flags: object,
+) -> Settings:
+    if file is not None:
+        (home / "config.toml").write_text(file)
+    return load_settings(home, flags=flags, environment=environment or {}, host_name=host_name)
+
+
+def test_defaults_come_from_the_design(tmp_path: Path) -> None:
+    assert load(tmp_path) == Settings(home=tmp_path, name="mac-1", listen=Listen("", 24160))
+
+
+@pytest.mark.parametrize(
+    ("host_name", "name"),
+    [("", "unnamed"), ("bad\x1bname", "unnamed"), ("é" * 40, "é" * 31), ("a.b.c", "a")],
+)
+def test_any_host_name_gives_a_name(tmp_path: Path, host_name: str, name: str) -> None:
+    assert load(tmp_path, host_name=host_name).name == name
+
+
+def test_flags_win_over_variables_over_the_file(tmp_path: Path) -> None:
+    file = 'name = "file"\nmin_peers = 1\nlog_level = "error"\n'
+    environment = {"PMESH_NAME": "variable", "PMESH_MIN_PEERS": "2", "PMESH_LISTEN": ""}
+    settings = load(tmp_path, file=file, environment=environment, name="flag", listen=None)
+    assert (settings.name, settings.min_peers, settings.log_level) == ("flag", 2, "error")
+    assert settings.listen == Listen()
+
+
+def test_every_setting_can_stand_in_the_file(tmp_path: Path) -> None:
+    file = (
+        'name = "studio"\nlisten = "127.0.0.1:0"\npeers = ["a:1", "[::1]:2"]\nmdns = false\n'
+        'min_peers = 3\nlog_level = "debug"\nlog_json = true\nkey_file = "the.key"\n'
+    )
+    assert load(tmp_path, file=file) == Settings(
+        home=tmp_path,
+        name="studio",
+        listen=Listen("127.0.0.1", 0),
+        peers=(Address("a", 1), Address("::1", 2)),
+        mdns=False,
+        min_peers=3,
+        log_level="debug",
+        log_json=True,
+        key_file=tmp_path / "the.key",
+    )
+
+
+def test_a_path_outside_the_file_is_meant_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load(tmp_path / "home", key_file=Path("k")).key_file == tmp_path / "k"
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"), [("peer", "did you mean 'peers'"), ("xyzzy", "it may hold name, listen")]
+)
+def test_an_unknown_key_is_named_with_its_file(tmp_path: Path, key: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown key '{key}' in .*config.toml; {hint}"):
+        load(tmp_path, file=f"{key} = 1")
+
+
+def test_a_file_that_is_not_toml_is_named_with_the_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config.toml is not TOML: .*line 2"):
+        load(tmp_path, file="mdns = true\nname = \n")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").mkdir()
+    with pytest.raises(ConfigError, match=r"can't read .*config.toml"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("name", ""),
+        ("name", "a\x1bb"),
+        ("name", "n" * 64),
+        ("name", 5),
+        ("listen", "::1"),
+        ("listen", "[::1"),
+        ("listen", "[::1]24160"),
+        ("listen", "host:65536"),
+        ("listen", "host:²"),
+        ("listen", "my host:1"),
+        ("peers", ["host:0"]),
+        ("peers", [":24160"]),
+        ("peers", [1]),
+        ("peers", 1),
+        ("mdns", "maybe"),
+        ("mdns", 2),
+        ("min_peers", -1),
+        ("min_peers", "many"),
+        ("min_peers", True),
+        ("log_level", "loud"),
+        ("key_file", 1),
+    ],
+)
+def test_a_bad_value_names_its_source(tmp_path: Path, key: str, value: object) -> None:
+    flag = {"peers": "--peer", "mdns": "--no-mdns"}.get(key, f"--{key.replace('_', '-')}")
+    with pytest.raises(ConfigError, match=f"^{flag} = "):
+        load_settings(tmp_path, flags={key: value}, environment={}, host_name="x")
+
+
+def test_a_bad_variable_and_a_bad_line_name_their_source(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^PMESH_MDNS = 'perhaps': must be true or false"):
+        load(tmp_path, environment={"PMESH_MDNS": "perhaps"})
+    with pytest.raises(ConfigError, match=r"^min_peers in .*config.toml = 'x'"):
+        load(tmp_path, file='min_peers = "x"')
+
+
+def test_the_mesh_key_is_taken_from_the_flag_then_pmesh_key_then_other_files(
+    tmp_path: Path,
+) -> None:
+    both = {"PMESH_KEY": "pmesh-secret", "PMESH_KEY_FILE": "/k"}
+    from_variable = load(tmp_path, environment=both)
+    assert (from_variable.key_text, from_variable.key_file) == ("pmesh-secret", None)
+    from_flag = load(tmp_path, environment=both, key_file="/flag")
+    assert (from_flag.key_text, from_flag.key_file) == (None, Path("/flag"))
+    assert "secret" not in repr(from_variable)
+
+
+hosts = st.sampled_from(["a", "10.0.0.1", "::1", "fe80::1%en0", "mac-1.local"])
+names = st.text(min_size=1, max_size=15).filter(
+    lambda text: text.isprintable() and text.strip() == text
+)
+
+
+@given(
+    settings=st.builds(
+        Settings,
+        home=st.just(Path("/home")),
+        name=names,
+        listen=st.builds(Listen, hosts | st.just(""), st.integers(0, 65535)),
+        peers=st.lists(st.builds(Address, hosts, st.integers(1, 65535))).map(tuple),
+        mdns=st.booleans(),
+        min_peers=st.integers(0, 10**6),
+        log_level=st.sampled_from(["debug", "info", "warning", "error"]),
+        log_json=st.booleans(),
+        key_file=st.none() | st.just(Path("/k")),
+        key_text=st.none(),
+    )
+)
+def test_a_detached_agent_gets_the_same_settings(settings: Settings) -> None:
+    environment = as_environment(settings)
+    again = load_settings(Path("/home"), flags={}, environment=environment, host_name="x")
+    assert again == settings
+
+
+def test_a_detached_agent_gets_the_key_that_was_chosen(tmp_path: Path) -> None:
+    settings = load(tmp_path, environment={"PMESH_KEY": "k"})
+    assert as_environment(settings)["PMESH_KEY"] == "k"
+    assert "PMESH_KEY" not in as_environment(load(tmp_path))
+
+
+@given(hosts, st.integers(0, 65535))
+def test_host_and_port_survive_their_text(host: str, port: int) -> None:
+    assert parse_host_port(host_port_text(host, port)) == (host, port)
+
+
+@given(st.text())
+def test_any_text_is_a_host_and_port_or_a_value_error(text: str) -> None:
+    try:
+        _, port = parse_host_port(text)
+    except ValueError:
+        return
+    assert 0 <= port <= 65535
+
+
+def test_a_host_alone_has_the_default_port() -> None:
+    assert parse_host_port("studio") == ("studio", DEFAULT_PORT)
