@@ -1,0 +1,55 @@
+"""Logs: lines for a person, or JSON lines for a machine, from the same calls."""
+
+import logging
+from collections.abc import Mapping
+from typing import Final, TextIO
+
+import structlog
+
+from pmesh.agent.parsing import LogLevel
+
+_LEVELS: Final[Mapping[LogLevel, int]] = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+
+
+def set_up_logs(*, level: LogLevel, as_json: bool, stream: TextIO) -> None:
+    """Send structlog's events, and what libraries log, to the stream.
+
+    Libraries speak from `warning` up, unless `level` is higher: zeroconf's `info` is no news.
+    """
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    renderer = _renderer(as_json=as_json, colors=stream.isatty())
+    last: list[structlog.typing.Processor] = [*_exceptions(as_json=as_json), renderer]
+    structlog.configure(
+        processors=[*shared, *last],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        logger_factory=structlog.WriteLoggerFactory(stream),
+        cache_logger_on_first_use=False,  # tests set up more than once; no logger is on a hot path
+    )
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
+        )
+    )
+    logging.basicConfig(handlers=[handler], level=max(_LEVELS[level], logging.WARNING), force=True)
+
+
+def _renderer(*, as_json: bool, colors: bool) -> structlog.typing.Processor:
+    if as_json:
+        return structlog.processors.JSONRenderer()
+    return structlog.dev.ConsoleRenderer(colors=colors)
+
+
+def _exceptions(*, as_json: bool) -> list[structlog.typing.Processor]:
+    """JSON carries a traceback as data; the console renderer formats it itself."""
+    return [structlog.processors.dict_tracebacks] if as_json else []
