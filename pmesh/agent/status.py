@@ -1,0 +1,193 @@
+"""The picture of an agent that others read: `pmesh status --json`, in a schema with a version.
+
+docs/reference/status.schema.json is made of these structs (`python tools/status_schema.py`). Fields
+may be added under one version; a reader ignores those that it does not know. A field that goes away
+or changes its meaning makes a new version.
+"""
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from pmesh.errors import UsageError
+
+SCHEMA_VERSION: Literal[1] = 1
+_JSON_SCHEMA = "https://json-schema.org/draft/2020-12/schema"
+
+Health: TypeAlias = Literal["self", "healthy", "degraded", "suspect", "gone"]
+PeerState: TypeAlias = Literal[
+    "connecting",
+    "linked",
+    "unreachable",
+    "refused",
+    "other_mesh_key",
+    "other_version",
+    "node_key_copied",
+]
+JobState: TypeAlias = Literal["waiting", "running", "failed"]
+
+
+class _Part(msgspec.Struct, frozen=True, kw_only=True):
+    pass
+
+
+class NodeStatus(_Part, frozen=True, kw_only=True):
+    """The agent that was asked."""
+
+    id: Annotated[str, Meta(description="The node id in base32, 52 characters.")]
+    name: str
+    incarnation: Annotated[
+        str, Meta(description="16 hexadecimal digits: JSON numbers are not exact beyond 2^53.")
+    ]
+    addresses: Annotated[tuple[str, ...], Meta(description="HOST:PORT, where others can dial it.")]
+
+
+class EpochStatus(_Part, frozen=True, kw_only=True):
+    """The name of a view; compared by counter, then leader, then incarnation."""
+
+    counter: int
+    leader: str
+    incarnation: str
+
+
+class MemberStatus(_Part, frozen=True, kw_only=True):
+    """One member of the view."""
+
+    id: str
+    name: str
+    rank: Annotated[
+        int,
+        Meta(description="Its place in the ring, from 0; it sends to the next, the last to 0."),
+    ]
+    health: Health
+    rtt_ms: Annotated[
+        float | None,
+        Meta(description="From the agent that was asked; null for itself and while unknown."),
+    ]
+    addresses: tuple[str, ...]
+    interface: Annotated[
+        str | None, Meta(description="The local interface that the link to it uses.")
+    ] = None
+
+
+class ViewStatus(_Part, frozen=True, kw_only=True):
+    """What all members agree on."""
+
+    epoch: EpochStatus
+    leader: str
+    members: Annotated[tuple[MemberStatus, ...], Meta(description="In ring order.")]
+
+
+class PeerStatus(_Part, frozen=True, kw_only=True):
+    """Another agent that was seen, linked or not, of this mesh or not."""
+
+    id: Annotated[str | None, Meta(description="null while a --peer has not been reached.")]
+    name: str | None
+    state: PeerState
+    addresses: tuple[str, ...]
+    reason: Annotated[
+        str | None, Meta(description="Why there is no link, and what to do about it.")
+    ] = None
+    protocol: int | None = None
+
+
+class RankStatus(_Part, frozen=True, kw_only=True):
+    """One trainer of a job."""
+
+    rank: int
+    node: str
+    name: Annotated[str, Meta(description="Of its machine.")]
+    started: Annotated[
+        int, Meta(description="The highest op that it started; -1 before the first.")
+    ]
+    completed: int
+    lost: bool = False
+    program: Annotated[
+        str | None, Meta(description="What runs, for trainers on the machine that was asked.")
+    ] = None
+
+
+class JobStatus(_Part, frozen=True, kw_only=True):
+    """One named training run."""
+
+    name: str
+    state: JobState
+    wait_for: Annotated[
+        int | None, Meta(description="How many trainers it waits for; null once it runs.")
+    ]
+    ranks: tuple[RankStatus, ...]
+    roster: Annotated[
+        int | None, Meta(description="Number of its roster; null while it waits.")
+    ] = None
+    stable: Annotated[
+        int, Meta(description="The highest op that every rank is known to have completed.")
+    ] = -1
+    reason: Annotated[str | None, Meta(description="Why it failed.")] = None
+
+
+class TrafficStatus(_Part, frozen=True, kw_only=True):
+    """Bytes at the sockets since the agent started, encryption included."""
+
+    control_sent_bytes: int
+    control_received_bytes: int
+    data_sent_bytes: int
+    data_received_bytes: int
+
+
+class DoorStatus(_Part, frozen=True, kw_only=True):
+    """Incoming connections since the agent started; `pending` is now."""
+
+    accepted: int
+    authenticated: int
+    pending: int
+    garbage: Annotated[int, Meta(description="Closed for their first bytes.")]
+    timed_out: Annotated[
+        int, Meta(description="Closed because they took longer than 5 s to authenticate.")
+    ]
+    dropped: Annotated[
+        int,
+        Meta(description="Closed, the oldest first, to keep the limits before authentication."),
+    ]
+    refused: Annotated[int, Meta(description="Closed because they could not authenticate.")]
+
+
+class Status(_Part, frozen=True, kw_only=True):
+    """What `pmesh status --json` prints."""
+
+    schema: Literal[1]
+    version: Annotated[str, Meta(description="Of pmesh.")]
+    protocol: int
+    pid: int
+    uptime_s: float
+    node: NodeStatus
+    view: ViewStatus
+    peers: tuple[PeerStatus, ...]
+    jobs: tuple[JobStatus, ...]
+    traffic: TrafficStatus
+    loop_lag_ms: Annotated[
+        float, Meta(description="The longest that the event loop was held up in the last 10 s.")
+    ]
+    door: DoorStatus
+
+
+def encode_status(status: Status) -> bytes:
+    """The picture as one line of JSON."""
+    return msgspec.json.encode(status)
+
+
+def decode_status(data: bytes) -> Status:
+    """The reverse of `encode_status`; raises UsageError when another schema was used."""
+    try:
+        return msgspec.json.decode(data, type=Status)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise UsageError(
+            f"the agent's status has another schema than this pmesh reads ({SCHEMA_VERSION}): {e};"
+            " restart the agent: 'pmesh down', then 'pmesh up'"
+        ) from e
+
+
+def status_schema() -> bytes:
+    """The JSON schema of `Status`, as it stands in docs/reference."""
+    schema = {"$schema": _JSON_SCHEMA, **msgspec.json.schema(Status)}
+    return msgspec.json.format(msgspec.json.encode(schema), indent=2) + b"\n"
