@@ -1,0 +1,187 @@
+"""The commands and their options, and what becomes of errors and exit codes."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, CycloptsError, Parameter
+
+from pmesh.agent.parsing import LogLevel
+from pmesh.cli import keys, watching
+from pmesh.cli.terminal import complain, complain_of, say
+from pmesh.cli.up import bring_up
+from pmesh.core.messages import PROTOCOL_VERSION
+from pmesh.errors import ConfigError, PmeshError
+
+FAILED = 1
+MISUSED = 2
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+Home = Annotated[
+    Path | None, Parameter(help="The agent's home directory; default PMESH_HOME, else ~/.pmesh.")
+]
+
+app = App(
+    name="pmesh",
+    help="Turns the Macs and Linux boxes at home into one training cluster.",
+    version=lambda: f"pmesh {installed_version('pmesh')}, protocol {PROTOCOL_VERSION}",
+    suppress_keyboard_interrupt=False,
+)
+key_app = App(name="key", help="The mesh key: whoever holds it is a member of the mesh.")
+app.command(key_app)
+
+
+@key_app.command
+def new(*, home: Home = None) -> int:
+    """Make a mesh key, once, on the first machine."""
+    return keys.make(home)
+
+
+@key_app.command
+def show(*, home: Home = None) -> int:
+    """Print the mesh key, alone on the last line."""
+    return keys.show(home)
+
+
+@key_app.command(name="set")
+def set_(*text: Annotated[str, Parameter(allow_leading_hyphen=True)], home: Home = None) -> int:
+    """Take the mesh key of another machine.
+
+    Args:
+        text: What 'pmesh key show' printed there; without it, it is read from standard input.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    return keys.take(text, home)
+
+
+@app.command
+def up(
+    *,
+    name: str | None = None,
+    listen: str | None = None,
+    peer: Annotated[tuple[str, ...] | None, Parameter(negative="")] = None,
+    mdns: bool | None = None,
+    min_peers: int | None = None,
+    home: Home = None,
+    key_file: Path | None = None,
+    log_level: LogLevel | None = None,
+    log_json: bool | None = None,
+    detach: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Run the agent until Ctrl-C or 'pmesh down'.
+
+    Args:
+        name: What others call this machine; default its host name.
+        listen: HOST:PORT; default all addresses, port 24160.
+        peer: HOST:PORT of another agent, for networks without multicast; may be repeated.
+        mdns: Look for other agents by mDNS.
+        min_peers: How many peers must be there before a job may begin.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+        key_file: The file that holds the mesh key, if it is not in the home.
+        log_level: How much the log says; default info.
+        log_json: Log JSON lines.
+        detach: Run in the background; the log goes to agent.log in the home.
+    """
+    flags = {
+        "name": name,
+        "listen": listen,
+        "peers": peer,
+        "mdns": mdns,
+        "min_peers": min_peers,
+        "key_file": key_file,
+        "log_level": log_level,
+        "log_json": log_json,
+    }
+    return bring_up(home, flags, detach=detach)
+
+
+@app.command
+def status(
+    *,
+    watch: Annotated[bool, Parameter(negative="")] = False,
+    json: Annotated[bool, Parameter(negative="")] = False,
+    home: Home = None,
+) -> int:
+    """Show the view, the ring, peers, jobs and traffic of the local agent.
+
+    Args:
+        watch: Show it anew every second, until Ctrl-C.
+        json: Print JSON, by the schema in docs/reference/status.schema.json.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    return watching.show_status(home, watch=watch, as_json=json)
+
+
+@app.command
+def down(*, home: Home = None) -> int:
+    """Stop the local agent cleanly: its peers see a leave, not a failure."""
+    return watching.bring_down(home)
+
+
+@app.command
+def version() -> int:
+    """Print the version of pmesh and of its protocol."""
+    say(f"pmesh {installed_version('pmesh')}, protocol {PROTOCOL_VERSION}")
+    return 0
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command; returns its exit code, and prints errors as one line each."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)  # absent where a test has replaced it
+    if reconfigure is not None:
+        reconfigure(errors="replace")  # a terminal without UTF-8 shows '?', not an error
+    try:
+        result = app(
+            arguments, exit_on_error=False, print_error=False, result_action="return_value"
+        )
+    except CycloptsError as e:
+        complain(f"{type(e).__name__}: {e}; see 'pmesh --help'")
+        return MISUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        return _reader_gone()
+    except PmeshError as e:
+        complain_of(e)
+        return _code_of(e)
+    except BaseExceptionGroup as group:
+        return _report(group)
+    return result if isinstance(result, int) else 0  # --help and --version return text or nothing
+
+
+def _report(group: BaseExceptionGroup[BaseException]) -> int:
+    """Trio wraps what its tasks raise; the user sees each error, a bug keeps its traceback."""
+    expected, unexpected = group.split((PmeshError, KeyboardInterrupt))
+    if unexpected is not None or expected is None:
+        raise group
+    code = FAILED
+    for error in _leaves(expected):
+        if isinstance(error, PmeshError):
+            complain_of(error)
+            code = max(code, _code_of(error))
+        else:
+            code = INTERRUPTED
+    return code
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+            yield from _leaves(inner)  # pyright: ignore[reportUnknownArgumentType]
+    else:
+        yield error
+
+
+def _code_of(error: PmeshError) -> int:
+    return MISUSED if isinstance(error, ConfigError) else FAILED
+
+
+def _reader_gone() -> int:
+    """`pmesh status | head`: Python would complain once more when it flushes at its end."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return FAILED

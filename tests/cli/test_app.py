@@ -1,0 +1,103 @@
+"""The command line itself: usage errors, versions, exit codes."""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import pmesh.cli
+from pmesh.cli.app import app, run
+from pmesh.core.messages import PROTOCOL_VERSION
+
+VERSION = f"pmesh {version('pmesh')}, protocol {PROTOCOL_VERSION}\n"
+
+
+@pytest.mark.parametrize("words", [["version"], ["--version"]])
+def test_the_version_names_the_protocol(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words) == 0
+    assert capsys.readouterr().out == VERSION
+
+
+@pytest.mark.parametrize("words", [["--help"], ["up", "--help"], ["key", "--help"], []])
+def test_help_is_no_error(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(words) == 0
+    assert "pmesh" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["dance"],
+        ["up", "--loud"],
+        ["up", "--min-peers", "many"],
+        ["up", "--log-level", "loud"],
+        ["status", "now"],
+        ["up", "--name"],
+    ],
+)
+def test_a_misused_command_is_one_line_and_exit_code_2(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words) == 2
+    shown = capsys.readouterr()
+    assert shown.err.count("\n") == 1
+    assert "see 'pmesh --help'" in shown.err
+    assert not shown.out
+
+
+def test_a_bad_value_of_an_option_is_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["up", "--home", str(tmp_path), "--listen", "::1"]) == 2
+    assert capsys.readouterr().err == (
+        "ConfigError: --listen = '::1': an IPv6 address is written [ADDRESS]:PORT\n"
+    )
+
+
+def test_the_program_exits_with_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["pmesh", "version"])
+    with pytest.raises(SystemExit) as caught:
+        pmesh.cli.main()
+    assert caught.value.code == 0
+
+
+def test_ctrl_c_while_the_program_loads_shows_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def press_ctrl_c(_arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pmesh.cli.app.run", press_ctrl_c)
+    with pytest.raises(SystemExit) as caught:
+        pmesh.cli.main()
+    assert caught.value.code == 130
+
+
+def test_a_reader_that_stops_early_sees_no_traceback() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    program = [sys.executable, "-m", "pmesh.cli", "version"]
+    done = subprocess.run(program, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (done.stderr, done.returncode) == (b"", 1)
+
+
+def test_a_terminal_without_utf_8_gets_question_marks() -> None:
+    program = "import sys; from pmesh.cli.app import run; from pmesh.cli.terminal import say; "
+    done = subprocess.run(
+        [sys.executable, "-c", program + "run(['version']); say('★')"],
+        env=dict(os.environ, PYTHONIOENCODING="ascii:strict"),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == VERSION + "?\n"
+
+
+def test_every_command_of_the_issue_is_there() -> None:
+    assert {"key", "up", "status", "down", "version"} <= set(app)

@@ -1,0 +1,283 @@
+"""`pmesh up`: what the agent is started with, and how it ends. The agent itself is faked."""
+
+import os
+import signal
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import trio
+
+from pmesh.agent.config import Settings
+from pmesh.agent.home import hold_home
+from pmesh.agent.key_files import load_mesh_key, store_mesh_key
+from pmesh.agent.parsing import Listen
+from pmesh.cli import up
+from pmesh.cli.app import run
+from pmesh.core.identity import MeshKey, NodeKey, mesh_key_text
+from pmesh.core.messages import Address
+from pmesh.errors import ConfigError, PeerUnreachable, PortTaken
+
+KEY = MeshKey(bytes(range(32)))
+
+
+class Start(NamedTuple):
+    """What an agent was started with."""
+
+    settings: Settings
+    mesh_key: MeshKey
+    node_key: NodeKey
+
+
+class FakeAgent:
+    """Notes how it is started, then does as told."""
+
+    def __init__(self) -> None:
+        self.starts: list[Start] = []
+        self.then: Callable[[], None] = lambda: None
+
+    async def run(
+        self,
+        settings: Settings,
+        mesh_key: MeshKey,
+        node_key: NodeKey,
+        announce: Callable[[str], None],
+    ) -> None:
+        self.starts.append(Start(settings, mesh_key, node_key))
+        announce("mac-2 joined\nthe ring: mac-1 → mac-2")
+        self.then()
+        await trio.lowlevel.checkpoint()
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for variable in [name for name in os.environ if name.startswith("PMESH_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("PMESH_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def agent(home: Path, monkeypatch: pytest.MonkeyPatch) -> FakeAgent:
+    fake = FakeAgent()
+    module = types.ModuleType("pmesh.agent.run")
+    module.run_agent = fake.run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pmesh.agent.run", module)
+    monkeypatch.setattr(up, "set_up_logs", lambda **_: None)  # pytest owns this process's logs
+    store_mesh_key(home, KEY)
+    return fake
+
+
+def test_every_option_reaches_the_agent(agent: FakeAgent, home: Path) -> None:
+    options = "--name studio --listen 127.0.0.1:0 --peer a:1 --peer [::1]:2 --no-mdns --min-peers 2"
+    more = "--log-level debug --log-json"
+    assert run(["up", *options.split(), *more.split()]) == 0
+    assert agent.starts[0].settings == Settings(
+        home=home,
+        name="studio",
+        listen=Listen("127.0.0.1", 0),
+        peers=(Address("a", 1), Address("::1", 2)),
+        mdns=False,
+        min_peers=2,
+        log_level="debug",
+        log_json=True,
+    )
+
+
+def test_without_options_variables_count(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMESH_NAME", "from-variable")
+    monkeypatch.setenv("PMESH_MDNS", "0")
+    assert run(["up"]) == 0
+    settings = agent.starts[0].settings
+    assert (settings.name, settings.mdns) == ("from-variable", False)
+
+
+def test_the_node_keeps_its_identity_from_start_to_start(agent: FakeAgent) -> None:
+    assert run(["up"]) == run(["up"]) == 0
+    first, second = agent.starts
+    assert first.node_key.node == second.node_key.node
+    assert first.mesh_key == second.mesh_key == KEY
+
+
+def test_a_first_up_makes_a_key_and_prints_the_line_for_the_next_machine(
+    agent: FakeAgent, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "mesh_key").unlink()
+    assert run(["up"]) == 0
+    key = agent.starts[0].mesh_key
+    assert key == load_mesh_key(home) != KEY
+    assert f"\n    pmesh key set {mesh_key_text(key)}\n" in capsys.readouterr().out
+
+
+def test_the_mesh_key_may_come_from_a_file_or_a_variable(
+    agent: FakeAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_file, by_variable = MeshKey(bytes(32)), MeshKey(bytes([1]) * 32)
+    (tmp_path / "other").mkdir()
+    store_mesh_key(tmp_path / "other", by_file)
+    monkeypatch.setenv("PMESH_KEY", mesh_key_text(by_variable))
+    assert run(["up"]) == 0
+    assert run(["up", "--key-file", str(tmp_path / "other" / "mesh_key")]) == 0
+    assert [start.mesh_key for start in agent.starts] == [by_variable, by_file]
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_variable_without_a_key_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PMESH_KEY", "correct horse battery staple")
+    assert run(["up"]) == 2
+    assert capsys.readouterr().err.startswith("ConfigError: PMESH_KEY is not a mesh key")
+
+
+def test_what_the_agent_announces_is_printed(
+    agent: FakeAgent, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["up"]) == 0
+    assert agent.starts
+    assert capsys.readouterr().out == "mac-2 joined\nthe ring: mac-1 → mac-2\n"
+
+
+def test_a_second_up_in_the_same_home_names_the_running_pid(
+    agent: FakeAgent, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with hold_home(home):
+        assert run(["up"]) == 1
+        assert run(["up", "--detach"]) == 1
+    assert not agent.starts
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2
+    assert all(e.startswith("AgentAlreadyRunning: ") and f"pid {os.getpid()};" in e for e in errors)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(PortTaken("24160"), 1), (ConfigError("x"), 2), (KeyboardInterrupt(), 130)]
+)
+def test_an_error_inside_the_agent_is_one_line(
+    agent: FakeAgent, error: BaseException, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise BaseExceptionGroup("inner nursery", [error])
+
+    agent.then = fail
+    assert run(["up"]) == code
+    words = "" if code == 130 else f"{type(error).__name__}: {error}\n"
+    assert capsys.readouterr().err == words
+
+
+def test_two_errors_at_once_are_two_lines(
+    agent: FakeAgent, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise ExceptionGroup("", [PortTaken("a"), ExceptionGroup("", [PeerUnreachable("b")])])
+
+    agent.then = fail
+    assert run(["up"]) == 1
+    assert capsys.readouterr().err.splitlines() == ["PortTaken: a", "PeerUnreachable: b"]
+
+
+def test_a_bug_keeps_its_traceback(agent: FakeAgent) -> None:
+    def fail() -> None:
+        raise ExceptionGroup("", [PortTaken("a"), ZeroDivisionError()])
+
+    agent.then = fail
+    with pytest.raises(BaseExceptionGroup):
+        run(["up"])
+
+
+def test_too_few_open_files_are_said_at_start(
+    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(up, "raise_open_files", lambda: "only 64 files")
+    assert run(["up"]) == 0
+    assert agent.starts
+    assert capsys.readouterr().err == "only 64 files\n"
+
+
+def test_a_detached_agent_gets_the_chosen_settings_and_no_others(
+    agent: FakeAgent, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[object, Mapping[str, str], Path]] = []
+
+    def note(command: object, *, environment: Mapping[str, str], socket: Path, log: Path) -> int:
+        assert socket == home / "agent.sock"
+        calls.append((command, environment, log))
+        return 0
+
+    monkeypatch.setattr(up, "start_detached", note)
+    monkeypatch.setenv("PMESH_NAME", "loses")
+    monkeypatch.setenv("PMESH_STALE", "1")
+    assert run(["up", "--detach", "--name", "wins", "--no-mdns"]) == 0
+    (command, environment, log) = calls[0]
+    assert command == [sys.executable, "-m", "pmesh.cli", "up"]
+    assert (environment["PMESH_NAME"], environment["PMESH_MDNS"]) == ("wins", "false")
+    assert environment["PATH"] == os.environ["PATH"]
+    assert "PMESH_STALE" not in environment
+    assert log == home / "agent.log"
+    assert not agent.starts
+
+
+AGENT_THAT_LEAVES = """
+import sys, types, trio
+async def run_agent(settings, mesh_key, node_key, announce):
+    announce("up")
+    try:
+        await trio.sleep_forever()
+    finally:
+        announce("left")
+        if "hang" in sys.argv:
+            with trio.CancelScope(shield=True):
+                await trio.sleep_forever()
+sys.modules["pmesh.agent.run"] = types.ModuleType("pmesh.agent.run")
+sys.modules["pmesh.agent.run"].run_agent = run_agent
+from pmesh.cli.app import run
+sys.exit(run(["up"]))
+"""
+
+
+def start_agent(*words: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", AGENT_THAT_LEAVES, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    while process.stdout.readline() not in ("up\n", ""):
+        pass
+    return process
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 0)]
+)
+def test_a_signal_lets_the_agent_leave(number: signal.Signals, code: int) -> None:
+    with start_agent() as process:
+        process.send_signal(number)
+        out, err = process.communicate(timeout=20)
+    assert (out, err, process.returncode) == ("left\n", "", code)
+
+
+@pytest.mark.usefixtures("home")
+def test_a_second_ctrl_c_ends_an_agent_that_hangs_while_it_leaves() -> None:
+    with start_agent("hang") as process:
+        assert process.stdout is not None
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "left\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert (err, process.returncode) == ("", 130)
+
+
+async def test_a_signal_that_nohup_ignores_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    def disposition(number: int) -> signal.Handlers:
+        return signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL
+
+    monkeypatch.setattr(signal, "getsignal", disposition)
+    ending = up._ending_signals()  # noqa: SLF001 - else a test would have to hang up a terminal
+    assert ending == (signal.SIGINT, signal.SIGTERM)

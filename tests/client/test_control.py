@@ -1,0 +1,122 @@
+"""One question to the agent, one answer, or an error that says what to do."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pmesh.client.control import ask_status, stop_agent
+from pmesh.core.framing import frame
+from pmesh.core.session import Leave, Status, Stopping, encode
+from pmesh.errors import AgentNotRunning, AgentStopped, ProtocolError
+from tests.cli.fake_agent import agent_at, answer_well
+
+Ask = Callable[[Path], object]
+
+
+@pytest.fixture(params=[ask_status, stop_agent])
+def ask(request: pytest.FixtureRequest) -> Ask:
+    question: Ask = request.param
+    return question
+
+
+def hang_up(connection: socket.socket) -> None:
+    connection.recv(4096)
+
+
+def reset(connection: socket.socket) -> None:
+    connection.recv(1)  # closing with the rest unread is a reset
+
+
+def test_an_answer_in_many_pieces_is_read_whole(tmp_path: Path) -> None:
+    def answer(connection: socket.socket) -> None:
+        connection.recv(4096)
+        for byte in frame(encode(Status(b"{}"))):
+            connection.send(bytes([byte]))
+
+    with agent_at(tmp_path / "s", answer):
+        assert ask_status(tmp_path / "s") == b"{}"
+
+
+def test_stopping_returns_when_the_agent_has_left(tmp_path: Path) -> None:
+    with agent_at(tmp_path / "s", answer_well):
+        assert stop_agent(tmp_path / "s") == 2**22 + 1
+
+
+def test_stopping_also_ends_by_a_reset(tmp_path: Path) -> None:
+    def answer(connection: socket.socket) -> None:
+        connection.recv(1)  # closing with the rest unread is a reset
+        connection.sendall(frame(encode(Stopping(pid=7))))
+
+    with agent_at(tmp_path / "s", answer):
+        assert stop_agent(tmp_path / "s") == 7
+
+
+def test_no_socket_names_the_path_and_the_command(tmp_path: Path, ask: Ask) -> None:
+    with pytest.raises(AgentNotRunning, match=r"no agent listens at .*/s .*'pmesh up'"):
+        ask(tmp_path / "s")
+
+
+def test_the_socket_of_a_killed_agent_is_no_agent(tmp_path: Path, ask: Ask) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+    with pytest.raises(AgentNotRunning, match="refused"):
+        ask(tmp_path / "s")
+
+
+def test_an_agent_that_hangs_up_is_named(tmp_path: Path, ask: Ask) -> None:
+    with (
+        agent_at(tmp_path / "s", hang_up),
+        pytest.raises(AgentStopped, match="without an answer"),
+    ):
+        ask(tmp_path / "s")
+
+
+def test_an_agent_that_resets_is_named(tmp_path: Path, ask: Ask) -> None:
+    with (
+        agent_at(tmp_path / "s", reset),
+        pytest.raises(AgentStopped, match="went away"),
+    ):
+        ask(tmp_path / "s")
+
+
+def test_a_silent_agent_is_not_waited_for_longer_than_told(tmp_path: Path) -> None:
+    def stay_silent(connection: socket.socket) -> None:
+        while connection.recv(4096):
+            pass
+
+    with agent_at(tmp_path / "s", stay_silent), pytest.raises(AgentStopped, match=r"for 0\.01 s"):
+        ask_status(tmp_path / "s", timeout_s=0.01)
+
+
+def test_an_agent_that_promises_to_stop_and_does_not_is_named(tmp_path: Path) -> None:
+    def promise(connection: socket.socket) -> None:
+        connection.sendall(frame(encode(Stopping(pid=7))))
+        while connection.recv(4096):
+            pass
+
+    with agent_at(tmp_path / "s", promise), pytest.raises(AgentStopped, match=r"for 0\.01 s"):
+        stop_agent(tmp_path / "s", timeout_s=0.01)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [frame(encode(Leave())), frame(b"\xc1"), b"\xff\xff\xff\xff", frame(encode(Stopping(pid=1)))],
+)
+def test_an_answer_to_another_question_is_a_protocol_error(tmp_path: Path, reply: bytes) -> None:
+    def answer(connection: socket.socket) -> None:
+        connection.recv(4096)
+        connection.sendall(reply)
+
+    with agent_at(tmp_path / "s", answer), pytest.raises(ProtocolError):
+        ask_status(tmp_path / "s")
+
+
+def test_a_status_is_no_answer_to_a_stop(tmp_path: Path) -> None:
+    def answer(connection: socket.socket) -> None:
+        connection.recv(4096)
+        connection.sendall(frame(encode(Status(b""))))
+
+    with agent_at(tmp_path / "s", answer), pytest.raises(ProtocolError, match="not Stopping"):
+        stop_agent(tmp_path / "s")
