@@ -123,6 +123,8 @@ class OpFailed(_Message, frozen=True, tag="op_failed"):
 
     op: OpNumber
     verdict: Verdict
+    consumed: bool = True
+    """False: an earlier op's failure, told late (I5); this number is still to be used."""
 
 
 class StillWaiting(_Message, frozen=True, tag="still_waiting"):

@@ -1,0 +1,236 @@
+"""Brings lanes about: offers over links, connections through the door or dialled, one result.
+
+A lane is known at both ends by its `Edge`. Who sends the tensors offers; who dialled the link dials
+the lane too, since that direction is known to pass firewalls. Whoever waits for it takes it by its
+end, and an offer may come before the taker has installed the roster (V4: early is not late).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import trio
+
+from pmesh.core.messages import OfferLane
+from pmesh.core.records import LANE_ID_BYTES
+from pmesh.errors import LaneBroken, NetworkError, ProtocolError
+from pmesh.ids import Epoch, JobName, Member, Rank
+from pmesh.net.lane_opening import dial_lane, local_lanes, welcome_lane
+from pmesh.net.lanes import Lane
+
+ATTEMPTS = 3  # a connection that fails thrice in a row is for the leader to judge
+RETRY_S = 0.2
+MAX_EXPECTED = 1024  # 8 peers, a few jobs and ranks; more is an attack
+ATTEMPT_S = 5.0  # as long as a connection may take to authenticate
+OFFER_PATIENCE_S = 2.0  # a connection may overtake the offer that it belongs to
+_KEY_BYTES = 32
+
+
+class Edge(NamedTuple):
+    """What a lane is for: the data of a roster from one rank to another."""
+
+    job: JobName
+    born: Epoch
+    number: int
+    from_rank: Rank
+    to_rank: Rank
+    op: int = -1
+    """-1: the ring; else the retained result of this op (O2)."""
+
+
+class End(NamedTuple):
+    """One of an edge's two ends; both may be of one agent."""
+
+    edge: Edge
+    sending: bool
+
+
+class Reach(Protocol):
+    """What the desk needs of the links (`pmesh.agent.peers`)."""
+
+    def send(self, member: Member, message: OfferLane) -> None:
+        """Send on the link to the member, if there is one."""
+        ...
+
+    def we_dialled(self, member: Member) -> bool:
+        """Whether the link to the member was dialled from here."""
+        ...
+
+    async def dial_member(self, member: Member) -> trio.SocketStream:
+        """A new connection to the member's door; NetworkError if there is none."""
+        ...
+
+    def name_of(self, member: Member) -> str:
+        """What the user calls the member's machine."""
+        ...
+
+    def complain(self, member: Member, error: NetworkError) -> None:
+        """Show that a connection to the member failed."""
+        ...
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where one end's lane appears."""
+
+    lane: Lane | None = None
+    failure: LaneBroken | None = None
+    filled: trio.Event = field(default_factory=trio.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """A lane that somebody else dials."""
+
+    end: End
+    offer: OfferLane
+    member: Member
+
+
+class LaneDesk:
+    """All lanes of one agent that are being opened, and those not yet taken."""
+
+    def __init__(
+        self, me: Member, reach: Reach, nursery: trio.Nursery, entropy: Callable[[int], bytes]
+    ) -> None:
+        self._me = me
+        self._reach = reach
+        self._nursery = nursery
+        self._entropy = entropy
+        self._places: dict[End, _Place] = {}
+        self._expected: dict[bytes, _Expected] = {}
+        self._news = trio.Event()
+
+    def offer(self, edge: Edge, to: Member) -> None:
+        """Open an edge whose sending end is ours; `take` gives it."""
+        if to == self._me:
+            self._join_locally(edge)
+        else:
+            self._nursery.start_soon(self._keep_offering, edge, to)
+
+    def accept(self, member: Member, offer: OfferLane) -> None:
+        """A peer offers the receiving end of an edge. ProtocolError: beyond all reason."""
+        if max(len(self._expected), len(self._places)) >= MAX_EXPECTED:
+            raise ProtocolError("more lanes are offered than any job needs")
+        end = End(_edge_of(offer), sending=False)
+        if offer.dial:
+            self._nursery.start_soon(self._dial, end, offer, member)
+        else:
+            self._expect(end, offer, member)
+
+    async def welcome(
+        self, stream: trio.SocketStream, lane: bytes, authenticated: Callable[[], None]
+    ) -> None:
+        """A connection through the door that names a lane; LaneBroken if nobody has offered it."""
+        with trio.move_on_after(OFFER_PATIENCE_S):
+            while lane not in self._expected:
+                await self._news.wait()
+        expected = self._expected.pop(lane, None)
+        if expected is None:
+            await stream.aclose()
+            raise LaneBroken("a connection names a lane that nobody has offered")
+        name = self._reach.name_of(expected.member)
+        opened = await welcome_lane(stream, expected.offer, peer=name)
+        authenticated()
+        self._fill(expected.end, opened)
+
+    async def take(self, end: End) -> Lane:
+        """The lane of one of our ends, as soon as it is open.
+
+        Raises:
+            LaneBroken: it could not be opened in three attempts.
+        """
+        place = self._place(end)
+        await place.filled.wait()
+        self._places.pop(end, None)
+        if place.lane is None:
+            raise place.failure or LaneBroken("the lane was given up")
+        return place.lane
+
+    def forget(self, job: JobName, *, below: int) -> None:
+        """The job's rosters below this number are over: so are their lanes."""
+        for lane, expected in list(self._expected.items()):
+            if _is_over(expected.end, job, below):
+                del self._expected[lane]
+        for end, place in list(self._places.items()):
+            if _is_over(end, job, below):
+                del self._places[end]
+                if place.lane is not None:
+                    place.lane.close()
+
+    def close(self) -> None:
+        """Close what nobody has taken."""
+        for place in self._places.values():
+            if place.lane is not None:
+                place.lane.close()
+
+    def _place(self, end: End) -> _Place:
+        return self._places.setdefault(end, _Place())
+
+    def _fill(self, end: End, lane: Lane) -> None:
+        place = self._place(end)
+        if place.lane is not None:
+            place.lane.close()  # an earlier attempt, of which the other side has heard no end
+        place.lane = lane
+        place.filled.set()
+
+    def _expect(self, end: End, offer: OfferLane, member: Member) -> None:
+        self._expected[offer.lane] = _Expected(end, offer, member)
+        self._news.set()
+        self._news = trio.Event()
+
+    def _join_locally(self, edge: Edge) -> None:
+        me = self._reach.name_of(self._me)
+        names = f"rank {edge.to_rank} ({me})", f"rank {edge.from_rank} ({me})"
+        sending, receiving = local_lanes(self._make_offer(edge, dial=False), peers=names)
+        self._fill(End(edge, sending=True), sending)
+        self._fill(End(edge, sending=False), receiving)
+
+    async def _keep_offering(self, edge: Edge, to: Member) -> None:
+        """Offer, again if it fails, until the lane is open, given up or forgotten."""
+        end = End(edge, sending=True)
+        place = self._place(end)
+        for _ in range(ATTEMPTS):
+            offer = self._make_offer(edge, dial=not self._reach.we_dialled(to))
+            if offer.dial:
+                self._expect(end, offer, to)
+            self._reach.send(to, offer)
+            if offer.dial:
+                with trio.move_on_after(ATTEMPT_S):
+                    await place.filled.wait()
+                self._expected.pop(offer.lane, None)
+            else:
+                await self._dial(end, offer, to)
+            if place.filled.is_set() or self._places.get(end) is not place:
+                return
+            await trio.sleep(RETRY_S)
+        name = self._reach.name_of(to)
+        place.failure = LaneBroken(f"no data connection to {name} can be made")
+        place.filled.set()
+
+    async def _dial(self, end: End, offer: OfferLane, member: Member) -> None:
+        """Dial the lane of an offer; whoever offered it tries again if that fails."""
+        try:
+            stream = await self._reach.dial_member(member)
+            lane = await dial_lane(stream, offer, peer=self._reach.name_of(member))
+        except NetworkError as e:
+            self._reach.complain(member, e)
+            return
+        self._fill(end, lane)
+
+    def _make_offer(self, edge: Edge, *, dial: bool) -> OfferLane:
+        return OfferLane(
+            lane=self._entropy(LANE_ID_BYTES),
+            key=self._entropy(_KEY_BYTES),
+            return_key=self._entropy(_KEY_BYTES),
+            dial=dial,
+            **edge._asdict(),
+        )
+
+
+def _edge_of(offer: OfferLane) -> Edge:
+    return Edge(offer.job, offer.born, offer.number, offer.from_rank, offer.to_rank, offer.op)
+
+
+def _is_over(end: End, job: JobName, below: int) -> bool:
+    return end.edge.job == job and end.edge.number < below

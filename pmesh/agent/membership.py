@@ -1,0 +1,213 @@
+"""Drives the agreement: heartbeats out, messages in, views to whoever lives by them.
+
+Everything here happens between two awaits of the event loop: facts are read, the core decides, and
+its actions are carried out before anyone else runs. So a fence holds from the instant of the flush
+answer (V3).
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import structlog
+import trio
+
+from pmesh.core import agreement, health
+from pmesh.core.health import Condition, Health, Thresholds
+from pmesh.core.messages import AgreementMessage, Heartbeat, LinkMessage, TellView
+from pmesh.core.standing import Facts, Fence, Install, Send, State, Step, heartbeat_of
+from pmesh.core.views import View
+from pmesh.ids import JobName, Member, NodeId
+from pmesh.net.stalls import Stall
+
+HEARTBEAT_S = 0.2  # a fifth of the shortest silence that means anything
+_log = structlog.get_logger()
+
+
+class Follower(Protocol):
+    """Who lives by the views: gives the facts and is told what follows (`pmesh.agent.jobs`)."""
+
+    def facts(self) -> Facts:
+        """What the local jobs want and have; without round trips."""
+        ...
+
+    def fence(self, jobs: tuple[JobName, ...]) -> None:
+        """Deliver nothing more of these jobs until the next install (V3)."""
+        ...
+
+    def install(self, view: View) -> None:
+        """The view is in force."""
+        ...
+
+    def marked(self, heartbeat: Heartbeat) -> None:
+        """A peer has told how far its ranks have come."""
+        ...
+
+
+class _Contact:
+    """What this agent measures of one linked peer."""
+
+    def __init__(self, member: Member, thresholds: Thresholds, now: float) -> None:
+        self.member = member
+        self.health: Health = health.begin(thresholds, now=now)
+        self.last_sent_us = 0
+        self.last_heard_at = now
+
+
+class Membership:
+    """One agent's standing among its peers."""
+
+    def __init__(
+        self,
+        me: Member,
+        name: str,
+        *,
+        follower: Follower,
+        send: Callable[[Member, LinkMessage], None],
+        drop: Callable[[NodeId, str], None],
+    ) -> None:
+        self.state: State = agreement.first_state(me, name, now=trio.current_time())
+        self._follower = follower
+        self.send = send
+        self._drop = drop
+        self._contacts: dict[NodeId, _Contact] = {}
+        self._inputs: deque[Callable[[Facts, float], Step]] = deque()
+        self._draining = False
+        self._told: object = None
+
+    @property
+    def view(self) -> View:
+        """What is installed."""
+        return self.state.view
+
+    def health_of(self, node: NodeId) -> Health | None:
+        """How a linked peer is; None when it is not linked."""
+        contact = self._contacts.get(node)
+        return None if contact is None else contact.health
+
+    def link_up(self, member: Member, thresholds: Thresholds) -> None:
+        """A link with a peer is up, a new one or another in the place of one that ended."""
+        contact = self._contacts.get(member.node)
+        if contact is None or contact.member != member:
+            contact = _Contact(member, thresholds, trio.current_time())
+            self._contacts[member.node] = contact
+        self.send(member, TellView(self.state.view))
+        self.send(member, self._heartbeat_for(contact))
+
+    def lose(self, node: NodeId, why: str) -> None:
+        """The peer is gone; its link, if it has one still, is closed by the caller."""
+        if self._contacts.pop(node, None) is not None:
+            self._step(lambda facts, now: agreement.lose(self.state, node, why, facts, now=now))
+
+    def hear(self, member: Member, message: AgreementMessage) -> None:
+        """A message on the peer's link. Raises ProtocolError if no honest member would send it."""
+        contact = self._contacts.get(member.node)
+        if contact is None or contact.member != member:
+            return  # the last words of a link that was given up
+        now, round_trip_s = trio.current_time(), None
+        if isinstance(message, Heartbeat):
+            contact.last_sent_us, contact.last_heard_at = message.sent_us, now
+            round_trip_s = health.measure_round_trip_s(
+                now_us=_microseconds(now), echo_us=message.echo_us, held_us=message.held_us
+            )
+        contact.health = health.heard_from(
+            contact.health, now=now, round_trip_s=round_trip_s
+        ).health
+        self._step(lambda facts, now: agreement.hear(self.state, member, message, facts, now=now))
+        if isinstance(message, Heartbeat):
+            self._follower.marked(message)
+
+    def poke(self) -> None:
+        """A fact has changed: look whether something follows from it."""
+        self._step(lambda facts, now: agreement.pass_time(self.state, facts, now=now))
+
+    def beat(self) -> None:
+        """Send a heartbeat to every linked peer."""
+        for contact in self._contacts.values():
+            self.send(contact.member, self._heartbeat_for(contact))
+
+    async def run(self) -> None:
+        """Heartbeats for as long as the agent lives."""
+        while True:
+            self.poke()
+            self.beat()
+            await trio.sleep(HEARTBEAT_S)
+
+    def judge(self, stall: Stall) -> None:
+        """Judge the silence of all peers, a stall of our own not held against them."""
+        now = trio.current_time()
+        for node, contact in list(self._contacts.items()):
+            forgiven = health.forgive_stall(contact.health, stalled_s=stall.total_s, now=now)
+            step = health.pass_time(forgiven, now=now)
+            contact.health = step.health
+            if step.changed_to is Condition.SUSPECT:
+                _log.warning("peer is silent", peer=self._name_of(node))
+            if step.changed_to is Condition.GONE:
+                self._drop(node, f"silent for {now - contact.health.last_heard:.1f} s")
+
+    def _name_of(self, node: NodeId) -> str:
+        seats = (seat.name for seat in self.view.seats if seat.member.node == node)
+        return next(seats, "a stranger")
+
+    def _step(self, decide: Callable[[Facts, float], Step]) -> None:
+        """Queue an input; an action may bring the next one while the first is being carried out."""
+        self._inputs.append(decide)
+        if self._draining:
+            return
+        self._draining = True
+        try:
+            while self._inputs:
+                self._advance(self._inputs.popleft())
+        finally:
+            self._draining = False
+            self._inputs.clear()
+        if self._told != self._worth_telling():
+            self.beat()
+            self._told = self._worth_telling()
+
+    def _advance(self, decide: Callable[[Facts, float], Step]) -> None:
+        step = decide(self._facts(), trio.current_time())
+        self.state = step.state
+        for action in step.actions:
+            match action:
+                case Send(to, message):
+                    self.send(to, message)
+                case Fence(jobs):
+                    self._follower.fence(jobs)
+                case Install(view):
+                    self._follower.install(view)
+
+    def _facts(self) -> Facts:
+        round_trips = {
+            contact.member.incarnation: _microseconds(contact.health.round_trip_s)
+            for contact in self._contacts.values()
+            if contact.health.round_trip_s is not None
+        }
+        facts = self._follower.facts()
+        return Facts(
+            reports=facts.reports,
+            waiting=facts.waiting,
+            concerns=facts.concerns,
+            marks=facts.marks,
+            round_trips=round_trips,
+        )
+
+    def _worth_telling(self) -> object:
+        """What the others must learn at once; the rest can wait for the next heartbeat."""
+        beat = heartbeat_of(self.state, self._facts(), trio.current_time())
+        return msgspec.structs.replace(beat, heard=dict.fromkeys(beat.heard, 0), marks=())
+
+    def _heartbeat_for(self, contact: _Contact) -> Heartbeat:
+        now = trio.current_time()
+        beat = heartbeat_of(self.state, self._facts(), now)
+        return msgspec.structs.replace(
+            beat,
+            sent_us=_microseconds(now),
+            echo_us=contact.last_sent_us,
+            held_us=_microseconds(now - contact.last_heard_at),
+        )
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)
