@@ -1,0 +1,223 @@
+"""The Unix socket at which local programs reach their agent, and one session on it.
+
+Tensors never travel here: see `pmesh.net.arenas`. Whoever connects is the same user, by the
+kernel's word, but may still send garbage, send nothing, or vanish.
+"""
+
+import array
+import contextlib
+import errno
+import os
+import select
+import socket
+import stat
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, TypeAlias
+
+import trio
+
+from pmesh.core.framing import FrameReader, frame
+from pmesh.core.session import (
+    MAX_SESSION_MESSAGE_BYTES,
+    Reply,
+    Request,
+    decode_request_untrusted,
+    encode,
+)
+from pmesh.errors import AgentAlreadyRunning, ConfigError, ProtocolError
+from pmesh.net.peer_credentials import PeerCredentials, credentials_of
+
+FIRST_REQUEST_S = 5.0  # every program of ours speaks at once
+MAX_UNDECIDED = 64  # sessions without a first request; beyond, the oldest is closed
+BACKLOG = 128
+_RECEIVE_BYTES = 64 * 1024
+
+
+class Session:
+    """One program's connection to this agent. One task may receive while others send."""
+
+    def __init__(self, stream: trio.SocketStream, credentials: PeerCredentials) -> None:
+        self._stream = stream
+        self._reader = FrameReader(max_bytes=MAX_SESSION_MESSAGE_BYTES)
+        self._sending = trio.Lock()
+        self._first: Request | None = None
+        self._poll = select.poll()
+        self._poll.register(stream.socket.fileno(), select.POLLIN)  # macOS: nothing asked, no HUP
+        self.pid = credentials.pid
+
+    async def await_first_request(self) -> None:
+        """Wait until `receive` has something to return; raises as it does."""
+        self._first = await self.receive()
+
+    async def receive(self) -> Request:
+        """The next request.
+
+        Raises:
+            ProtocolError: something else arrived; the session is of no more use.
+            trio.EndOfChannel: the program has closed its end, or is gone.
+        """
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        while (message := self._reader.next_message_untrusted()) is None:
+            try:
+                data = await self._stream.receive_some(_RECEIVE_BYTES)
+            except trio.BrokenResourceError as e:
+                raise trio.EndOfChannel from e
+            if not data:
+                raise trio.EndOfChannel
+            self._reader.receive_data(data)
+        return decode_request_untrusted(message)
+
+    async def send(self, reply: Reply, descriptors: tuple[int, ...] = ()) -> None:
+        """Send a reply, whole; whoever cancels this must close the session.
+
+        The descriptors travel with its last byte: they are there when the message is complete, and
+        no read of an earlier message can swallow them.
+
+        Raises:
+            trio.BrokenResourceError: the program is gone.
+        """
+        data = frame(encode(reply))
+        try:
+            self._sending.acquire_nowait()  # the usual case, without a turn of the loop
+        except trio.WouldBlock:
+            await self._sending.acquire()
+        try:
+            if not descriptors:
+                await self._stream.send_all(data)
+                return
+            await self._stream.send_all(data[:-1])
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+            await self._stream.socket.sendmsg([data[-1:]], [rights])
+        except OSError as e:
+            raise trio.BrokenResourceError(f"the program is gone: {e.strerror}") from e
+        finally:
+            self._sending.release()
+
+    def trainer_gone(self) -> bool:
+        """Whether the other end is closed: asks the kernel, at once, and takes nothing.
+
+        Unlike a peek, this sees the end behind a message that lies unread.
+        """
+        if self._stream.socket.fileno() < 0:
+            return True
+        return any(events & (select.POLLHUP | select.POLLERR) for _, events in self._poll.poll(0))
+
+    async def aclose(self) -> None:
+        """Close the connection; the program sees the end of file."""
+        await self._stream.aclose()
+
+
+@dataclass(slots=True)
+class SessionCounters:
+    """What came to the socket; for `pmesh status`."""
+
+    accepted: int = 0
+    refused: int = 0
+    """Another user's."""
+    silent: int = 0
+    """No request within FIRST_REQUEST_S, or the oldest of too many that had made none."""
+    garbage: int = 0
+
+
+Handler: TypeAlias = Callable[[Session], Awaitable[object]]
+
+
+async def serve_sessions(
+    path: Path,
+    handler: Handler,
+    *,
+    counters: SessionCounters,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> NoReturn:
+    """Listen at `path`, and run `handler` for each program that has made a valid request.
+
+    The session is closed when its handler returns. A ProtocolError, and the program's going away,
+    end that session alone; anything else that a handler raises is a bug and ends the server.
+
+    Raises:
+        AgentAlreadyRunning: someone listens there.
+        ConfigError: there is a file that is no socket, or the path can't be used.
+    """
+    with _listening(path) as listener:
+        task_status.started()
+        await trio.serve_listeners(_Sessions(handler, counters).serve, [listener])
+
+
+class _Sessions:
+    def __init__(self, handler: Handler, counters: SessionCounters) -> None:
+        self._handler = handler
+        self._counters = counters
+        self._undecided: list[trio.CancelScope] = []  # oldest first
+
+    async def serve(self, stream: trio.SocketStream) -> None:
+        self._counters.accepted += 1
+        try:
+            credentials = credentials_of(stream.socket)
+        except OSError:
+            return  # it has gone again
+        if credentials.uid != os.getuid():
+            self._counters.refused += 1
+            return
+        session = Session(stream, credentials)
+        try:
+            if await self._speaks(session):
+                await self._handler(session)
+        except* ProtocolError:
+            self._counters.garbage += 1
+        except* (trio.EndOfChannel, trio.BrokenResourceError):
+            pass
+
+    async def _speaks(self, session: Session) -> bool:
+        if len(self._undecided) >= MAX_UNDECIDED:
+            self._undecided.pop(0).cancel()
+        with trio.move_on_after(FIRST_REQUEST_S) as scope:
+            self._undecided.append(scope)
+            try:
+                await session.await_first_request()
+            finally:
+                with contextlib.suppress(ValueError):  # dropped above already
+                    self._undecided.remove(scope)
+            return True
+        self._counters.silent += 1
+        return False
+
+
+@contextlib.contextmanager
+def _listening(path: Path) -> Generator[trio.SocketListener]:
+    _remove_stale(path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        try:
+            listening.bind(str(path))
+            path.chmod(0o600)  # before listen: until then every connect is refused
+            listening.listen(BACKLOG)
+        except OSError as e:
+            raise ConfigError(f"can't listen at {path}: {e.strerror or e}") from e
+        made = path.lstat()
+        try:
+            yield trio.SocketListener(trio.socket.from_stdlib_socket(listening))
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(path.lstat(), made):  # or another agent has made its own
+                    path.unlink()
+
+
+def _remove_stale(path: Path) -> None:
+    """Make way where a killed agent has left its socket."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"{path} is in the way and is not a socket; move it elsewhere")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(0)
+        result = probe.connect_ex(str(path))
+    if result in (0, errno.EAGAIN):  # EAGAIN: it lives, and its queue is full
+        raise AgentAlreadyRunning(f"another agent listens at {path}; stop it with 'pmesh down'")
+    if result not in (errno.ECONNREFUSED, errno.ENOENT):
+        raise ConfigError(f"{path} is in the way: {os.strerror(result)}")
+    path.unlink(missing_ok=True)
