@@ -142,6 +142,9 @@ class DoorStatus(_Part, frozen=True, kw_only=True):
     authenticated: int
     pending: int
     garbage: Annotated[int, Meta(description="Closed for their first bytes.")]
+    closed_early: Annotated[
+        int, Meta(description="Ended by the other side before it had said what it is.")
+    ]
     timed_out: Annotated[
         int, Meta(description="Closed because they took longer than 5 s to authenticate.")
     ]
@@ -150,6 +153,9 @@ class DoorStatus(_Part, frozen=True, kw_only=True):
         Meta(description="Closed, the oldest first, to keep the limits before authentication."),
     ]
     refused: Annotated[int, Meta(description="Closed because they could not authenticate.")]
+    out_of_files: Annotated[
+        int, Meta(description="Not accepted: no descriptor or memory was left.")
+    ]
 
 
 class Status(_Part, frozen=True, kw_only=True):

@@ -88,7 +88,15 @@ PICTURE = Status(
     ),
     loop_lag_ms=1.25,
     door=DoorStatus(
-        accepted=9, authenticated=2, pending=1, garbage=1, timed_out=2, dropped=1, refused=2
+        accepted=9,
+        authenticated=2,
+        pending=1,
+        garbage=1,
+        closed_early=0,
+        timed_out=2,
+        dropped=1,
+        refused=2,
+        out_of_files=0,
     ),
 )
 MINIMAL = msgspec.structs.replace(PICTURE, peers=(), jobs=())
