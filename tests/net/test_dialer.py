@@ -91,10 +91,19 @@ async def test_elsewhere_no_route_is_just_that(
         await dial(Address(host, 1))
 
 
-async def test_the_first_address_that_accepts_wins(listening: Address, refusing: Address) -> None:
-    stream, address = await dial_any([refusing, listening])
+async def test_after_a_refusal_the_next_address_is_dialled_at_once(
+    monkeypatch: pytest.MonkeyPatch, listening: Address, autojump_clock: trio.testing.MockClock
+) -> None:
+    connect, refuse = trio.open_tcp_stream, fail_with(errno.ECONNREFUSED)
+
+    async def refuse_or_connect(host: str, port: int) -> trio.SocketStream:
+        return await (refuse if host == "10.0.0.9" else connect)(host, port)
+
+    monkeypatch.setattr(trio, "open_tcp_stream", refuse_or_connect)
+    stream, address = await dial_any([Address("10.0.0.9", 1), listening])
     async with stream:
         assert address == listening
+    assert autojump_clock.current_time() == 0
 
 
 async def test_an_address_that_swallows_packets_costs_a_quarter_of_a_second(
