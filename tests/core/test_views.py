@@ -1,0 +1,102 @@
+from pmesh.core.views import Roster, Seat, Trainer, View
+from pmesh.ids import Epoch, Member, Rank, Slot
+from tests.core.builders import (
+    ANNA,
+    BERT,
+    CARA,
+    DIGITS,
+    FACES,
+    make_epoch,
+    make_member,
+    make_roster,
+    make_seat,
+    make_verdict,
+    make_view,
+)
+
+EMPTY = View(make_epoch(1), ())
+
+
+def view_of(*seats: Seat, counter: int = 9) -> View:
+    return View(make_epoch(counter), seats)
+
+
+def test_members_are_in_ring_order() -> None:
+    assert make_view(3, CARA, ANNA, BERT).members == (CARA, ANNA, BERT)
+    assert EMPTY.members == ()
+
+
+def test_who_was_admitted_earlier_is_more_senior_wherever_it_sits() -> None:
+    view = view_of(make_seat(ANNA, 7), make_seat(BERT, 2), make_seat(CARA, 5))
+    assert view.by_seniority == (BERT, CARA, ANNA)
+
+
+def test_of_two_admitted_together_the_smaller_node_id_is_more_senior() -> None:
+    view = view_of(make_seat(CARA, 2), make_seat(BERT, 2), make_seat(ANNA, 3))
+    assert view.by_seniority == (BERT, CARA, ANNA)
+
+
+def test_a_view_with_more_members_is_heavier_whatever_its_epoch() -> None:
+    assert make_view(1, ANNA, BERT).weight > make_view(9, CARA).weight
+
+
+def test_of_two_views_of_one_size_the_later_epoch_is_heavier() -> None:
+    assert make_view(2, ANNA).weight > make_view(1, BERT).weight
+    assert make_view(2, BERT).weight > make_view(2, ANNA).weight
+
+
+def test_a_member_has_its_seat_and_nobody_else_has_one() -> None:
+    view = make_view(3, ANNA, BERT)
+    assert view.seat_of(BERT) == view.seats[1]
+    assert view.seat_of(CARA) is None
+
+
+def test_a_restarted_agent_has_no_seat_until_it_is_admitted_anew() -> None:
+    assert make_view(3, ANNA, BERT).seat_of(make_member("b", incarnation=99)) is None
+
+
+def test_a_view_remembers_what_each_continuing_member_had_before() -> None:
+    view = view_of(make_seat(ANNA, 1, previous=make_epoch(4)), make_seat(BERT, 9))
+    assert view.previous_epoch_of(ANNA) == make_epoch(4)
+    assert view.previous_epoch_of(BERT) is None
+    assert view.previous_epoch_of(CARA) is None
+
+
+def test_a_job_is_found_by_its_name() -> None:
+    digits, faces = make_roster(ANNA), make_roster(ANNA, job=FACES)
+    view = make_view(3, ANNA, rosters=[digits, faces])
+    assert view.roster_of(FACES) == faces
+    assert view.roster_of(DIGITS) == digits
+    assert EMPTY.roster_of(DIGITS) is None
+
+
+def test_an_agent_that_met_nobody_is_alone_the_first_in_its_view() -> None:
+    roster = make_roster(ANNA)
+    view = View.of_one(ANNA, "mac-a", make_epoch(1), [roster])
+    assert view == View(
+        make_epoch(1), (Seat(ANNA, "mac-a", make_epoch(1), previous=None),), (roster,)
+    )
+    assert View.of_one(ANNA, "mac-a", make_epoch(1)).rosters == ()
+
+
+def test_the_lost_ranks_of_a_job_are_those_of_all_its_verdicts() -> None:
+    roster = make_roster(
+        ANNA, BERT, CARA, lost=[make_verdict("RankLost", 0), make_verdict("RankLost", 2)]
+    )
+    assert roster.lost_ranks == {0, 2}
+    assert make_roster(ANNA).lost_ranks == frozenset()
+
+
+def test_a_member_with_several_trainers_has_several_ranks() -> None:
+    roster = make_roster(ANNA, BERT, ANNA)
+    assert roster.ranks_of(ANNA) == (Rank(0), Rank(2))
+    assert roster.ranks_of(BERT) == (Rank(1),)
+    assert roster.ranks_of(CARA) == ()
+
+
+def test_values_can_be_compared_and_hashed_but_not_changed() -> None:
+    def one(member: Member) -> tuple[Epoch, Roster, View]:
+        return make_epoch(1, member), make_roster(member), make_view(1, member)
+
+    assert {one(ANNA), one(ANNA), one(BERT)} == {one(BERT), one(ANNA)}
+    assert Trainer(ANNA, Slot(0)) != Trainer(ANNA, Slot(1))
