@@ -93,12 +93,12 @@ class _Keys:
 
     def __init__(self, key: bytes, *, key_bytes: int) -> None:
         self._limit = key_bytes
+        self._records = 0
         self._replace(key)
 
     def _replace(self, key: bytes) -> None:
         self._key = key
         self._cipher = AESGCM(key)
-        self._records = 0
         self._left = self._limit
 
     def for_record(self, body_bytes: int) -> tuple[AESGCM, bytes]:
