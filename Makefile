@@ -4,7 +4,8 @@
 .DEFAULT_GOAL := help
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --no-cache-dir   # its cache lies outside
+# pip's cache would lie outside the clone.
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-cache-dir
 
 .PHONY: help demo test check format docs venv clean
 
@@ -25,13 +26,14 @@ test: .venv/.for-work
 	$(BIN)/pytest --doctest-modules --doctest-ignore-import-errors --cov --cov-report= pmesh tests
 	@$(BIN)/python tools/check_coverage.py
 
-check: .venv/.for-work docs
+check: .venv/.for-work
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
 	@$(BIN)/python tools/check_sizes.py
+	@$(MAKE) --no-print-directory docs
 
 format: .venv/.for-work
 	$(BIN)/ruff format

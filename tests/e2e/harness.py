@@ -1,0 +1,267 @@
+"""Real agents and real trainers as processes, waited for by what they say, and always reaped.
+
+fleet.start_agent("mac-1") and "mac-2"; fleet.await_view(one, two)
+fleet.start_trainer(one, "import pmesh ...").await_end()
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pmesh.agent.status import EpochStatus, Status, decode_status
+from pmesh.client.control import ask_status
+from pmesh.client.home import socket_path
+from pmesh.core.identity import MeshKey, mesh_key_text
+from pmesh.errors import AgentNotRunning, AgentStopped
+from tools.virtual_lan import Host
+
+TIMEOUT_S = 30.0  # imports of several processes on two busy cores take 5 s
+POLL_INTERVAL_S = 0.02
+LOOPBACK = "127.0.0.1:0"  # port 0: the system picks one; the agent's status tells which
+
+
+class Running:
+    """A process whose output, both streams together, is kept line by line."""
+
+    def __init__(self, name: str, command: Sequence[str], *, environment: dict[str, str]) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # so that what it starts ends with it
+        )
+        self._lines: list[str] = []
+        self._next = 0
+        self._ended = False
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as stream:
+            for line in stream:
+                with self._changed:
+                    self._lines.append(line.rstrip("\n"))
+                    self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    @property
+    def pid(self) -> int:
+        """Of the program itself, in whatever host it runs."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self._process.poll() is None
+
+    @property
+    def output(self) -> str:
+        """All that it has printed."""
+        with self._changed:
+            return "\n".join(self._lines)
+
+    def await_line(self, pattern: str, *, timeout_s: float = TIMEOUT_S) -> re.Match[str]:
+        """The next line, after the one found last, in which the pattern occurs."""
+
+        def found() -> bool:
+            while self._next < len(self._lines) and not re.search(pattern, self._lines[self._next]):
+                self._next += 1
+            return self._next < len(self._lines)
+
+        with self._changed:
+            self._changed.wait_for(lambda: found() or self._ended, timeout_s)
+            if found():
+                match = re.search(pattern, self._lines[self._next])
+                assert match is not None
+                self._next += 1
+                return match
+        raise AssertionError(f"{self.name} has not printed {pattern!r}; it printed\n{self.output}")
+
+    def await_end(self, *, code: int = 0, timeout_s: float = TIMEOUT_S) -> str:
+        """All that it printed, once it has ended with this exit code."""
+        try:
+            ended = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"{self.name} has not ended in {timeout_s:g} s; it printed\n{self.output}"
+            ) from None
+        self._reader.join(TIMEOUT_S)
+        assert ended == code, (
+            f"{self.name} ended with {ended}, not {code}; it printed\n{self.output}"
+        )
+        return self.output
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Only to the program itself; SIGSTOP and SIGCONT make a machine that sleeps."""
+        self._process.send_signal(number)
+
+    def reap(self) -> None:
+        """End it and all that it started, whatever state that is in."""
+        # All of them may have ended; macOS says EPERM where none but zombies are left.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(TIMEOUT_S)
+        self._reader.join(TIMEOUT_S)
+
+
+class Agent:
+    """A `pmesh up` with its home."""
+
+    def __init__(self, process: Running, home: Path, host: Host | None) -> None:
+        self.process = process
+        self.home = home
+        self.host = host
+
+    def status(self) -> Status:
+        """Its picture, now."""
+        return decode_status(ask_status(socket_path(self.home)))
+
+    def await_status(
+        self, holds: Callable[[Status], bool], *, timeout_s: float = TIMEOUT_S
+    ) -> Status:
+        """The first picture for which this holds; also waits for the agent to have a socket."""
+        deadline = time.monotonic() + timeout_s
+        status: Status | None = None
+        while time.monotonic() < deadline:
+            if not self.process.alive:
+                break
+            try:
+                status = self.status()
+            except (AgentNotRunning, AgentStopped):
+                pass  # it starts, or has just ended
+            else:
+                if holds(status):
+                    return status
+            time.sleep(POLL_INTERVAL_S)
+        raise AssertionError(
+            f"{self.process.name} never came to the awaited status; the last was\n{status}\n"
+            f"{'it runs' if self.process.alive else 'it has ended'}, and printed\n"
+            f"{self.process.output}"
+        )
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT, for the `--peer` of others on the same machine."""
+        return self.await_status(lambda status: bool(status.node.addresses)).node.addresses[0]
+
+
+class Fleet:
+    """All processes of one test, and the mesh key that they share."""
+
+    def __init__(self) -> None:
+        # A short path: a Unix socket's may have 103 bytes, and pytest's own directories are deep.
+        self._folder = tempfile.TemporaryDirectory(prefix="pmesh-e2e-")
+        self._running: list[Running] = []
+        # Another key each time: agents of other tests may be heard by mDNS on the same loopback.
+        self.mesh_key = mesh_key_text(MeshKey(secrets.token_bytes(32)))
+
+    def home(self, name: str) -> Path:
+        """The home of the agent of that name."""
+        return Path(self._folder.name).resolve() / name
+
+    def start_agent(
+        self,
+        name: str,
+        *options: str,
+        host: Host | None = None,
+        listen: str | None = None,
+        mesh_key: str | None = None,
+    ) -> Agent:
+        """`pmesh up`, not yet awaited.
+
+        Args:
+            name: What others call it; one home per name, so that a second start is a restart.
+            options: Further ones, such as `--peer` and `--no-mdns`.
+            host: Of a lab, where it listens as a user's would; None for this machine's loopback.
+            listen: HOST:PORT, if not that.
+            mesh_key: If not the fleet's.
+        """
+        if listen is None and host is None:
+            listen = LOOPBACK
+        listening = () if listen is None else ("--listen", listen)
+        process = self._start(
+            name,
+            [sys.executable, "-m", "pmesh.cli", "up", "--name", name, *listening, *options],
+            host=host,
+            home=self.home(name),
+            PMESH_KEY=mesh_key or self.mesh_key,
+        )
+        return Agent(process, self.home(name), host)
+
+    def start_trainer(self, agent: Agent, script: Path | str, *arguments: str) -> Running:
+        """A program that calls `pmesh.connect()` and meets this agent; a str is its source."""
+        program = [str(script)] if isinstance(script, Path) else ["-c", textwrap.dedent(script)]
+        name = f"trainer {len(self._running)} at {agent.process.name}"
+        command = [sys.executable, *program, *arguments]
+        return self._start(name, command, host=agent.host, home=agent.home)
+
+    def pmesh(self, *arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
+        """A command such as `pmesh status`, ended; its streams apart."""
+        return subprocess.run(
+            [sys.executable, "-m", "pmesh.cli", *arguments],
+            env=_environment(home),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+
+    def await_view(self, *agents: Agent, timeout_s: float = TIMEOUT_S) -> EpochStatus:
+        """The epoch of the one view that has these agents as its members, and no other."""
+        ids = {agent.await_status(lambda _: True).node.id for agent in agents}
+
+        def has_them(status: Status) -> bool:
+            return {member.id for member in status.view.members} == ids
+
+        # One after the other; a view that changed meanwhile makes the round begin again.
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.1, deadline - time.monotonic())
+            views = [agent.await_status(has_them, timeout_s=left_s).view for agent in agents]
+            if all(view.epoch == views[0].epoch for view in views):
+                return views[0].epoch
+            assert time.monotonic() < deadline, f"the agents never agreed:\n{views}"
+
+    def _start(
+        self, name: str, command: list[str], *, host: Host | None, home: Path, **variables: str
+    ) -> Running:
+        running = Running(
+            name,
+            command if host is None else host.command(command),
+            environment=_environment(home) | variables,
+        )
+        self._running.append(running)
+        return running
+
+    def close(self) -> None:
+        """Reap all; print what they said, which pytest shows if the test has failed."""
+        for running in self._running:
+            running.reap()
+            print(f"--- {running.name}\n{running.output}")  # noqa: T201 - pytest captures it
+        self._folder.cleanup()
+
+
+def _environment(home: Path) -> dict[str, str]:
+    """This process's, so that coverage goes along, but for settings of a developer's own agent."""
+    ours = {key: value for key, value in os.environ.items() if not key.startswith("PMESH_")}
+    return ours | {"PMESH_HOME": str(home), "PYTHONUNBUFFERED": "1"}
