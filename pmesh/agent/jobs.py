@@ -59,6 +59,7 @@ class Jobs:
         self.ranks: list[LocalRank] = []
         self._marks: dict[tuple[JobName, Rank], RankMarks] = {}
         self._absent: list[Concern] = []
+        self._ended_traffic = (0, 0)
 
     # --- trainers come and go (`pmesh.agent.trainers`)
 
@@ -179,6 +180,14 @@ class Jobs:
             return -1, -1  # of an earlier job of this name
         return mark.started, mark.completed
 
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes of tensor data sent and received at the sockets since the agent's start."""
+        total = self._ended_traffic
+        for rank in self.ranks:
+            total = _sum_of(total, rank.traffic)
+        return total
+
     # --- inside
 
     def _of_job(self, rank: LocalRank) -> Iterator[LocalRank]:
@@ -231,6 +240,7 @@ class Jobs:
             reason = f"another run of job {rank.roster.job!r} goes on; this one has ended"
         rank.end(Verdict("HistorySuperseded", reason))
         self.ranks.remove(rank)
+        self._ended_traffic = _sum_of(self._ended_traffic, rank.traffic)
         self.desk.forget(rank.roster.job, below=rank.roster.number + 1)
 
     def _begin_if_new(self, roster: Roster, number: Rank) -> None:
@@ -290,3 +300,7 @@ class Jobs:
             await serve_result(rank, ask, self)
         except LaneBroken:
             return  # the asker notices, and asks for a view in which it may ask again
+
+
+def _sum_of(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return one[0] + other[0], one[1] + other[1]

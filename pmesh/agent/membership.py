@@ -6,7 +6,7 @@ answer (V3).
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -66,11 +66,13 @@ class Membership:
         follower: Follower,
         send: Callable[[Member, LinkMessage], None],
         drop: Callable[[NodeId, str], None],
+        installed: Callable[[View, View, Mapping[Member, str]], None],
     ) -> None:
         self.state: State = agreement.first_state(me, name, now=trio.current_time())
         self._follower = follower
         self.send = send
         self._drop = drop
+        self._installed = installed
         self._contacts: dict[NodeId, _Contact] = {}
         self._inputs: deque[Callable[[Facts, float], Step]] = deque()
         self._draining = False
@@ -167,6 +169,7 @@ class Membership:
             self._told = self._worth_telling()
 
     def _advance(self, decide: Callable[[Facts, float], Step]) -> None:
+        before = self.state
         step = decide(self._facts(), trio.current_time())
         self.state = step.state
         for action in step.actions:
@@ -177,6 +180,7 @@ class Membership:
                     self._follower.fence(jobs)
                 case Install(view):
                     self._follower.install(view)
+                    self._installed(before.view, view, before.losses)
 
     def _facts(self) -> Facts:
         round_trips = {

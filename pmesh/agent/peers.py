@@ -1,0 +1,417 @@
+"""Whom this agent knows and dials, and the one link that it keeps with each.
+
+Decisions are `pmesh.core.dialling` (when to dial) and the two rules here: which of two links of a
+pair stays, and what a link that ends means (V6).
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import structlog
+import trio
+
+from pmesh.agent.membership import Membership
+from pmesh.core import dialling
+from pmesh.core.addresses import in_dialling_order
+from pmesh.core.dialling import Phase, Target
+from pmesh.core.health import WIFI, WIRED, Thresholds
+from pmesh.core.messages import (
+    Address,
+    AskResult,
+    Hello,
+    KnownPeers,
+    Leaving,
+    LinkMessage,
+    OfferLane,
+)
+from pmesh.errors import (
+    MeshKeyMismatch,
+    NetworkError,
+    NodeKeyCopied,
+    PeerUnreachable,
+    PmeshError,
+    ProtocolError,
+    ProtocolVersionMismatch,
+)
+from pmesh.ids import Member, NodeId, short_node
+from pmesh.net.dialer import describe, dial_any
+from pmesh.net.interfaces import AddressWatch
+from pmesh.net.links import Link, shake_hands
+from pmesh.net.tls import TlsContexts
+
+REDIAL_S = 1.0  # V6: an immediate redial that is not even refused in this time has failed
+PROOF_OF_LIFE_S = 1.0  # five heartbeats: an older incarnation that is silent for these is dead
+MAX_REFUSALS = 64  # the latest; what `pmesh status` shows of strangers
+
+_log = structlog.get_logger()
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """A link in use, and how it came about."""
+
+    link: Link
+    dialled: Address | None
+    """Where we dialled it; None if the peer dialled us."""
+    leaving: bool = False
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+    @property
+    def member(self) -> Member:
+        """Whom it leads to."""
+        return self.link.peer.member
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Somebody with whom no link is possible, and why; for `pmesh status`."""
+
+    error: PmeshError
+    address: Address
+    node: NodeId | None = None
+
+
+class Peers:
+    """All links of one agent."""
+
+    membership: Membership
+
+    def __init__(
+        self,
+        hello: Callable[[], Hello],
+        *,
+        contexts: TlsContexts,
+        watch: AddressWatch,
+        nursery: trio.Nursery,
+        jitter: Callable[[], float],
+        on_offer: Callable[[Member, OfferLane], None],
+        on_ask: Callable[[AskResult], None],
+    ) -> None:
+        self._hello = hello
+        self._contexts = contexts
+        self._watch = watch
+        self._nursery = nursery
+        self._jitter = jitter
+        self._on_offer = on_offer
+        self._on_ask = on_ask
+        self.links: dict[NodeId, Live] = {}
+        self.targets: dict[Hashable, Target] = {}
+        self.refusals: dict[Hashable, Refusal] = {}
+        self._node_of: dict[Hashable, NodeId] = {}
+        self._changed = trio.Event()
+        self.control_bytes = [0, 0]  # sent and received on links that have ended
+
+    # --- whom to dial
+
+    def aim_at(self, address: Address) -> None:
+        """`--peer`: an address that is dialled for ever."""
+        self._set(address, dialling.aim_at((address,), forever=True, now=trio.current_time()))
+
+    def found(self, node: NodeId, addresses: tuple[Address, ...]) -> None:
+        """MDNS or a peer names a node of this mesh."""
+        now, target = trio.current_time(), self.targets.get(node)
+        if node == self._hello().member.node:
+            return
+        if target is None:
+            target = dialling.aim_at(addresses, forever=False, now=now)
+            if node in self.links:
+                target = dialling.link_up(target, now=now)
+        else:
+            target = dialling.name_again(target, addresses, now=now)
+        self._node_of[node] = node
+        self._set(node, target)
+
+    def withdrawn(self, node: NodeId) -> None:
+        """Its mDNS advertisement has ended."""
+        if node in self.targets:
+            self._set(node, dialling.withdraw(self.targets[node], now=trio.current_time()))
+
+    async def run(self) -> None:
+        """Dial whoever is due, until cancelled."""
+        while True:
+            now = trio.current_time()
+            deadlines = [dialling.next_deadline(target) for target in self.targets.values()]
+            due = min((d for d in deadlines if d is not None), default=None)
+            with trio.move_on_at(float("inf") if due is None else due):
+                await self._changed.wait()
+            self._changed = trio.Event()
+            now = trio.current_time()
+            for key, target in list(self.targets.items()):
+                when = dialling.next_deadline(target)
+                if when is not None and when <= now:
+                    self.targets[key] = dialling.begin_dial(target)
+                    self._nursery.start_soon(self._dial_target, key)
+
+    def _set(self, key: Hashable, target: Target) -> None:
+        self.targets[key] = target
+        self._changed.set()
+
+    async def _dial_target(self, key: Hashable) -> None:
+        target = self.targets[key]
+        address = target.addresses[0]
+        try:
+            ordered = in_dialling_order(target.addresses, local=self._watch.current)
+            if not ordered:
+                raise PeerUnreachable(f"no usable address among {target.addresses}")
+            link, address = await self._dial(ordered)
+            self._node_of[key] = link.node
+            await self._admit(link, dialled=address)
+        except PmeshError as e:
+            self._refuse(key, e, address)
+            failed = dialling.dial_failed(
+                self.targets[key], now=trio.current_time(), jitter=self._jitter()
+            )
+            self._set(key, failed)
+
+    async def _dial(self, addresses: tuple[Address, ...]) -> tuple[Link, Address]:
+        stream, address = await dial_any(addresses)
+        link = await shake_hands(
+            stream, contexts=self._contexts, server_side=False, hello=self._hello()
+        )
+        return link, address
+
+    def _refuse(self, key: Hashable, error: PmeshError, address: Address) -> None:
+        """Remember why there is no link, and say it once."""
+        before = self.refusals.pop(key, None)
+        self.refusals[key] = Refusal(error, address, self._node_of.get(key))
+        if len(self.refusals) > MAX_REFUSALS:
+            del self.refusals[next(iter(self.refusals))]
+        if before is None or type(before.error) is not type(error):
+            quiet = isinstance(error, PeerUnreachable) and not isinstance(key, Address)
+            say = _log.debug if quiet else _log.warning
+            say("no link", error=type(error).__name__, reason=str(error))
+
+    # --- links come up
+
+    async def welcome(
+        self, stream: trio.SocketStream, first_bytes: bytes, authenticated: Callable[[], None]
+    ) -> None:
+        """A connection through the door that begins like a link; PmeshError if it is none."""
+        address = Address(*stream.socket.getpeername()[:2])
+        try:
+            link = await shake_hands(
+                stream,
+                contexts=self._contexts,
+                server_side=True,
+                hello=self._hello(),
+                first_bytes=first_bytes,
+            )
+            authenticated()
+        except (MeshKeyMismatch, ProtocolVersionMismatch) as e:
+            self._refuse(address.host, e, address)
+            raise
+        self._nursery.start_soon(self._admit_dialler, link, address)
+
+    async def _admit_dialler(self, link: Link, address: Address) -> None:
+        try:
+            await self._admit(link, dialled=None)
+        except PmeshError as e:
+            self._refuse(link.node, e, address)
+
+    async def _admit(self, link: Link, *, dialled: Address | None) -> None:
+        """Keep the link if it is the one of its pair to be kept, and start its tasks."""
+        live, own = Live(link, dialled), self._hello().member
+        if link.node == own.node:
+            await link.aclose()
+            if link.peer.member != own:
+                raise _copied_from(self._hello(), link.peer, link)
+            self._forget_self(dialled)
+            return
+        current = self.links.get(link.node)
+        if current is not None and current.member != live.member:
+            await self._judge_incarnations(current, live)
+            current = self.links.get(link.node)
+        if current is not None and not self._prefers(live, current):
+            await link.aclose()
+            self._mark_linked(link.node)
+            return
+        self.links[link.node] = live
+        self._mark_linked(link.node)
+        if current is not None:
+            current.scope.cancel()
+        self._nursery.start_soon(self._run, live)
+        self.membership.link_up(live.member, self._thresholds(link))
+        self._introduce(live)
+
+    def _forget_self(self, dialled: Address | None) -> None:
+        """A `--peer` that is this agent itself is no target."""
+        self.targets.pop(dialled, None)
+
+    async def _judge_incarnations(self, current: Live, new: Live) -> None:
+        """A restarted agent comes back under its node key; so does a copied home."""
+        deadline = trio.current_time() + PROOF_OF_LIFE_S
+        heard = current.link.messages_received
+        while self.links.get(new.link.node) is current and trio.current_time() < deadline:
+            if current.link.messages_received > heard:
+                await new.link.aclose()
+                raise _copied_from(current.link.peer, new.link.peer, new.link)
+            await trio.sleep(PROOF_OF_LIFE_S / 20)
+        if self.links.get(new.link.node) is current:
+            self._end(current, "it was restarted")
+
+    def _prefers(self, new: Live, current: Live) -> bool:
+        """When both dials of a pair complete, the smaller node's stays; else the newer."""
+        mine, theirs = self._hello().member.node, new.link.node
+        diallers = [theirs if live.dialled is None else mine for live in (new, current)]
+        return diallers[0] <= diallers[1]
+
+    def _mark_linked(self, node: NodeId) -> None:
+        now = trio.current_time()
+        for key, target in self.targets.items():
+            if self._node_of.get(key) == node and target.phase is not Phase.LINKED:
+                self.targets[key] = dialling.link_up(target, now=now)
+        for key in [key for key, refusal in self.refusals.items() if refusal.node == node]:
+            del self.refusals[key]
+
+    def _thresholds(self, link: Link) -> Thresholds:
+        host = link.local_address.host.partition("%")[0]
+        kinds = {own.kind for own in self._watch.current if own.host == host}
+        return WIFI if "wifi" in kinds else WIRED
+
+    def _introduce(self, live: Live) -> None:
+        """Peers tell each other whom they know, so that one address is enough."""
+        others = [other.link.peer for other in self.links.values() if other is not live]
+        if others:
+            live.link.send(KnownPeers(tuple(others)))
+        for other in self.links.values():
+            if other is not live:
+                other.link.send(KnownPeers((live.link.peer,)))
+
+    # --- links run and end
+
+    async def _run(self, live: Live) -> None:
+        why, gone = "", False
+        with live.scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(live.link.run_writer)
+                why, gone = await self._read(live)
+                nursery.cancel_scope.cancel()
+        with trio.CancelScope(shield=True):
+            await live.link.aclose()
+        self.control_bytes[0] += live.link.bytes_sent
+        self.control_bytes[1] += live.link.bytes_received
+        if self.links.get(live.link.node) is not live:
+            return  # another link has taken its place, or the peer was given up
+        if gone:
+            self._end(live, why)
+        else:
+            await self._redial(live, why)
+
+    async def _read(self, live: Live) -> tuple[str, bool]:
+        """Read until the link ends. Returns why, and whether the peer is gone by its own word."""
+        try:
+            while True:
+                self._hear(live, await live.link.receive())
+        except trio.EndOfChannel:
+            return ("it left", True) if live.leaving else ("its connection was closed", False)
+        except trio.ClosedResourceError:
+            return "it was given up", False
+        except PeerUnreachable:
+            return "its connection broke", False
+        except ProtocolError as e:
+            _log.error("a peer broke the protocol", peer=live.link.peer.name, reason=str(e))
+            self._refuse(live.link.node, e, live.link.remote_address)
+            return f"it broke the protocol: {e}", True
+
+    def _hear(self, live: Live, message: LinkMessage) -> None:
+        match message:
+            case Hello():
+                raise ProtocolError("a second Hello")
+            case KnownPeers(peers):
+                for peer in peers[:MAX_REFUSALS]:
+                    if peer.member.node not in self.links and peer.addresses:
+                        self.found(peer.member.node, peer.addresses)
+            case OfferLane():
+                self._on_offer(live.member, message)
+            case AskResult():
+                self._on_ask(message)
+            case Leaving():
+                live.leaving = True
+                self._end(live, "its agent was stopped")
+            case _:
+                self.membership.hear(live.member, message)
+
+    async def _redial(self, live: Live, why: str) -> None:
+        """V6: an end of file means gone only if an immediate redial fails or meets another."""
+        del self.links[live.link.node]
+        addresses = (live.dialled,) if live.dialled else live.link.peer.addresses
+        try:
+            with trio.move_on_after(REDIAL_S):
+                ordered = in_dialling_order(addresses, local=self._watch.current)
+                link, address = await self._dial(ordered or addresses)
+                if link.peer.member != live.member:
+                    self._end(live, "it was restarted")
+                await self._admit(link, dialled=address)
+        except PmeshError as e:
+            why = f"{why}, and a redial failed ({e})"
+        if live.link.node not in self.links:
+            self._end(live, why)
+
+    def _end(self, live: Live, why: str) -> None:
+        """The peer is gone."""
+        node, now = live.link.node, trio.current_time()
+        if self.links.get(node) is live:
+            del self.links[node]
+        live.scope.cancel()
+        for key, target in self.targets.items():
+            if self._node_of.get(key) == node and target.phase is Phase.LINKED:
+                self.targets[key] = dialling.link_lost(target, now=now, jitter=self._jitter())
+        self._changed.set()
+        self.membership.lose(node, why)
+
+    def drop(self, node: NodeId, why: str) -> None:
+        """The peer has been silent for too long."""
+        live = self.links.get(node)
+        if live is None:
+            self.membership.lose(node, why)
+        else:
+            self._end(live, why)
+
+    async def leave(self) -> None:
+        """Say goodbye to all: a leave is no failure."""
+        async with trio.open_nursery() as nursery:
+            for live in list(self.links.values()):
+                live.link.send(Leaving())
+                nursery.start_soon(live.link.aclose)
+
+    # --- what the lane desk needs (`pmesh.agent.lane_desk.Reach`)
+
+    def send(self, member: Member, message: LinkMessage) -> None:
+        """Send on the link to the member; dropped if there is none."""
+        live = self.links.get(member.node)
+        if live is not None and live.member == member:
+            live.link.send(message)
+
+    def we_dialled(self, member: Member) -> bool:
+        """Whether the link to the member was dialled from here."""
+        live = self.links.get(member.node)
+        return live is not None and live.dialled is not None
+
+    async def dial_member(self, member: Member) -> trio.SocketStream:
+        """A new connection to the member's door, the way that its link went."""
+        live = self.links.get(member.node)
+        if live is None or live.dialled is None:
+            raise PeerUnreachable(f"there is no link to {self.name_of(member)} to dial along")
+        stream, _ = await dial_any((live.dialled,))
+        return stream
+
+    def name_of(self, member: Member) -> str:
+        """What the user calls the member's machine."""
+        live = self.links.get(member.node)
+        if live is not None:
+            return live.link.peer.name
+        own = self._hello()
+        return own.name if member.node == own.member.node else short_node(member.node)
+
+    def complain(self, member: Member, error: NetworkError) -> None:
+        """A connection to the member failed; the lane desk tries again."""
+        _log.info("no lane", peer=self.name_of(member), reason=str(error))
+
+
+def _copied_from(one: Hello, other: Hello, link: Link) -> NodeKeyCopied:
+    where = ", ".join(describe(address) for address in one.addresses[:1]) or "unknown address"
+    return NodeKeyCopied(
+        f"{one.name} ({where}) and {other.name} ({describe(link.remote_address)}) hold one node "
+        f"key ({short_node(link.node)}): a home was copied; on one of them run 'pmesh down', "
+        "remove node_key from its home, and 'pmesh up'"
+    )

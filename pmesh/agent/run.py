@@ -1,0 +1,260 @@
+"""One agent, from its listeners to its goodbye: the one nursery in which everything runs."""
+
+import errno
+import functools
+import os
+import random
+import secrets
+from collections import deque
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+
+import structlog
+import trio
+
+from pmesh.agent.announcements import describe_change
+from pmesh.agent.config import Settings
+from pmesh.agent.jobs import Jobs
+from pmesh.agent.lane_desk import LaneDesk
+from pmesh.agent.membership import Membership
+from pmesh.agent.parsing import host_port_text
+from pmesh.agent.peers import Peers
+from pmesh.agent.picture import Sources, take_picture
+from pmesh.agent.status import Status as Picture
+from pmesh.agent.status import encode_status
+from pmesh.agent.strangers import Strangers
+from pmesh.agent.trainers import LOOK_S, serve_trainer
+from pmesh.client.home import socket_path
+from pmesh.core.addresses import told_to_others
+from pmesh.core.advertisement import Advertisement
+from pmesh.core.certificates import issue_credentials
+from pmesh.core.identity import MeshKey, NodeKey, namespace_tag
+from pmesh.core.messages import PROTOCOL_VERSION, Hello
+from pmesh.core.session import AskStatus, Connect, Status, StopAgent, Stopping
+from pmesh.core.views import View
+from pmesh.errors import ConfigError, PortTaken, ProtocolError
+from pmesh.ids import Incarnation, Member
+from pmesh.net.discovery import Discovered, discover
+from pmesh.net.door import Door
+from pmesh.net.interfaces import AddressWatch
+from pmesh.net.sessions import Session, SessionCounters, serve_sessions
+from pmesh.net.stalls import Stall, tick
+from pmesh.net.tls import TlsContexts
+
+LEAVE_S = 0.8  # a clean leave is over within 1 s, whatever the peers do
+LAG_WINDOW_S = 10.0
+FOUND_AHEAD = 16  # what mDNS may find before we look; it keeps the rest itself
+
+_log = structlog.get_logger()
+
+
+async def run_agent(
+    settings: Settings,
+    mesh_key: MeshKey,
+    node_key: NodeKey,
+    announce: Callable[[str], None],
+) -> None:
+    """Run until stopped or cancelled; either way the peers are told before the links end.
+
+    Raises:
+        PortTaken: something else listens at the port.
+        ConfigError: the address to listen at is none of this machine's.
+    """
+    stopped = trio.Event()
+    async with trio.open_nursery() as outer:
+        agent = Agent(settings, mesh_key, node_key, announce, stopped)
+        scope = await outer.start(agent.run)
+        try:
+            await stopped.wait()
+        finally:
+            with trio.move_on_after(LEAVE_S) as leaving:
+                leaving.shield = True
+                await agent.peers.leave()
+            scope.cancel()
+
+
+class Agent:
+    """The parts of one agent, and what holds them together."""
+
+    peers: Peers
+    membership: Membership
+    jobs: Jobs
+
+    def __init__(
+        self,
+        settings: Settings,
+        mesh_key: MeshKey,
+        node_key: NodeKey,
+        announce: Callable[[str], None],
+        stopped: trio.Event,
+    ) -> None:
+        self._settings = settings
+        self._node_key = node_key
+        self._tag = namespace_tag(mesh_key)
+        self._contexts = TlsContexts.of(issue_credentials(mesh_key, node_key))
+        self._announce = announce
+        self._stopped = stopped
+        self._me = Member(node_key.node, Incarnation(secrets.randbits(62) + 1))
+        self._watch = AddressWatch(settings.listen.host)
+        self._strangers = Strangers(self._tag)
+        self._sessions = SessionCounters()
+        self._lags: deque[tuple[float, float]] = deque()
+        self._began = trio.current_time()
+        self._port = settings.listen.port
+
+    async def run(
+        self, task_status: trio.TaskStatus[trio.CancelScope] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Everything, shielded: `run_agent` says goodbye first and then cancels it."""
+        with trio.CancelScope(shield=True) as scope:
+            listeners = await open_listeners(*self._settings.listen)
+            self._port = listeners[0].socket.getsockname()[1]
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self._watch.run)
+                self._assemble(nursery)
+                door = Door[trio.SocketStream](
+                    on_link=self.peers.welcome, on_lane=self.jobs.desk.welcome
+                )
+                self._door = door
+                await nursery.start(door.serve, listeners)
+                await self._start_sessions(nursery)
+                for address in self._settings.peers:
+                    self.peers.aim_at(address)
+                if self._settings.mdns:
+                    await self._start_discovery(nursery)
+                nursery.start_soon(self.peers.run)
+                nursery.start_soon(self.membership.run)
+                nursery.start_soon(tick, self._judge)
+                nursery.start_soon(self._look)
+                self._say_ready()
+                task_status.started(scope)
+
+    def _assemble(self, nursery: trio.Nursery) -> None:
+        self.jobs = Jobs(self._me, nursery, min_peers=self._settings.min_peers)
+        self.peers = Peers(
+            self._hello,
+            contexts=self._contexts,
+            watch=self._watch,
+            nursery=nursery,
+            jitter=random.random,
+            on_offer=lambda member, offer: self.jobs.desk.accept(member, offer),  # noqa: PLW0108 - the desk comes later
+            on_ask=self.jobs.answer,
+        )
+        self.membership = Membership(
+            self._me,
+            self._settings.name,
+            follower=self.jobs,
+            send=self.peers.send,
+            drop=self.peers.drop,
+            installed=self._show_change,
+        )
+        self.peers.membership = self.jobs.membership = self.membership
+        self.jobs.desk = LaneDesk(self._me, self.peers, nursery, secrets.token_bytes)
+
+    async def _start_sessions(self, nursery: trio.Nursery) -> None:
+        path = socket_path(self._settings.home)
+        serve = functools.partial(serve_sessions, counters=self._sessions)
+        await nursery.start(serve, path, self._serve_program)
+
+    async def _start_discovery(self, nursery: trio.Nursery) -> None:
+        own = Advertisement(
+            tag=self._tag,
+            node=self._me.node,
+            incarnation=self._me.incarnation,
+            port=self._port,
+            name=self._settings.name,
+        )
+        found, findings = trio.open_memory_channel[Discovered](FOUND_AHEAD)
+
+        async def announce_ourselves() -> None:
+            await discover(own, node_key=self._node_key, watch=self._watch, found=found)
+
+        nursery.start_soon(announce_ourselves)
+        nursery.start_soon(self._strangers.sort, findings, self.peers)
+
+    def _hello(self) -> Hello:
+        addresses = told_to_others(self._watch.current, port=self._port)
+        return Hello(PROTOCOL_VERSION, self._me, self._settings.name, addresses)
+
+    def _say_ready(self) -> None:
+        where = host_port_text(self._settings.listen.host, self._port)
+        self._announce(f"{self._settings.name} is up, listening at {where}")
+        if self._settings.min_peers:
+            self._announce(f"jobs begin when {self._settings.min_peers} peers are here")
+
+    def _show_change(self, before: View, after: View, losses: Mapping[Member, str]) -> None:
+        for line in describe_change(before, after, losses, me=self._me):
+            self._announce(line)
+
+    def _judge(self, stall: Stall) -> None:
+        now = trio.current_time()
+        self._lags.append((now, stall.late_s))
+        while self._lags[0][0] < now - LAG_WINDOW_S:
+            self._lags.popleft()
+        self.membership.judge(stall)
+
+    async def _look(self) -> None:
+        while True:
+            await trio.sleep(LOOK_S)
+            self.jobs.look()
+
+    async def _serve_program(self, session: Session) -> None:
+        """One local program: a trainer, or a command that asks something."""
+        match request := await session.receive():
+            case Connect():
+                await serve_trainer(session, request, self.jobs)
+            case AskStatus():
+                await session.send(Status(encode_status(self._picture())))
+            case StopAgent():
+                await session.send(Stopping(os.getpid()))
+                self._stopped.set()
+                await trio.sleep_forever()  # closed last: its end tells that the agent has ended
+            case _:
+                raise ProtocolError(f"a session began with {type(request).__name__}")
+
+    def _picture(self) -> Picture:
+        return take_picture(
+            Sources(
+                version=version("pmesh"),
+                me=self._me,
+                name=self._settings.name,
+                uptime_s=trio.current_time() - self._began,
+                hello=self._hello(),
+                membership=self.membership,
+                peers=self.peers,
+                jobs=self.jobs,
+                strangers=self._strangers,
+                door=self._door.counters,
+                watch=self._watch,
+                loop_lag_s=max((late for _, late in self._lags), default=0.0),
+            )
+        )
+
+
+async def open_listeners(host: str, port: int) -> list[trio.SocketListener]:
+    """Listen at the address, or at all of them; of port 0 the system's choice, one for all."""
+    try:
+        if host or port:
+            return await trio.open_tcp_listeners(port, host=host or None)
+        (first,) = await trio.open_tcp_listeners(0, host="0.0.0.0")  # noqa: S104 - asked for
+        port = first.socket.getsockname()[1]
+        try:
+            return [first, *await trio.open_tcp_listeners(port, host="::")]
+        except OSError:  # a machine without IPv6
+            return [first]
+    except OSError as e:
+        text = host_port_text(host, port)
+        if _errno_of(e) == errno.EADDRINUSE:
+            raise PortTaken(
+                f"port {port} is taken by another program; choose another by "
+                f"--listen HOST:PORT, such as --listen {host}:{port + 1}"
+            ) from e
+        raise ConfigError(f"can't listen at {text}: {e}; --listen wants an own address") from e
+
+
+def _errno_of(error: OSError) -> int | None:
+    cause = error.__cause__
+    if isinstance(cause, BaseExceptionGroup):
+        numbers = [e.errno for e in cause.exceptions if isinstance(e, OSError)]
+        return next(iter(numbers), None)
+    return error.errno
