@@ -1,18 +1,21 @@
 """Rings of ranks in one process, over real sockets, for the tests of lanes and collectives."""
 
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import trio
 
 from pmesh.core.messages import OfferLane
 from pmesh.core.records import RecordHeader
+from pmesh.core.reductions import Values
 from pmesh.ids import Epoch, Incarnation, JobName, NodeId, Rank
-from pmesh.net.collectives import RingPosition
+from pmesh.net.collectives import RingPosition, all_reduce
 from pmesh.net.lane_opening import local_lanes
 from pmesh.net.lanes import Lane
 
+EMPTY = memoryview(b"")
 BORN = Epoch(1, NodeId(bytes(32)), Incarnation(1))
 
 
@@ -97,3 +100,45 @@ async def at_every_rank(
     async with trio.open_nursery() as nursery:
         for position in ring:
             nursery.start_soon(call, position)
+
+
+def inputs_of(size: int, count: int, dtype: str, *, seed: int = 1) -> list[Values]:
+    dice = np.random.default_rng(seed)
+    rows = [dice.integers(-3, 4, count).astype(dtype) for _ in range(size)]
+    if np.dtype(dtype).kind == "f":
+        rows = [(row * dice.random(count)).astype(dtype) for row in rows]
+    return rows
+
+
+def bytes_of(values: Values) -> memoryview:
+    return values.data.cast("B") if values.size else memoryview(bytearray())
+
+
+async def reduce_all(
+    ring: Sequence[RingPosition],
+    inputs: Sequence[Values],
+    *,
+    reduction: str = "sum",
+    op: int = 0,
+    fingerprints: Sequence[int] | None = None,
+) -> list[Values]:
+    """Every rank's result; the inputs go in read-only (I8), the results begin as garbage."""
+    results = [np.full_like(x, 1) for x in inputs]
+    before = [x.tobytes() for x in inputs]
+
+    async def call(position: RingPosition) -> None:
+        rank = position.rank
+        await all_reduce(
+            position,
+            op=op,
+            fingerprint=fingerprints[rank] if fingerprints else 9,
+            completed=op - 1,
+            source=bytes_of(inputs[rank]).toreadonly(),
+            result=bytes_of(results[rank]),
+            dtype=inputs[rank].dtype.name,
+            reduction=reduction,
+        )
+
+    await at_every_rank(list(ring), call)
+    assert [x.tobytes() for x in inputs] == before
+    return results

@@ -1,5 +1,5 @@
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,11 +10,18 @@ from hypothesis import strategies as st
 from trio.testing import wait_all_tasks_blocked
 
 from pmesh.core.records import OVERHEAD_BYTES
-from pmesh.core.reductions import WIRE_DTYPES, Values, check_reduction
+from pmesh.core.reductions import WIRE_DTYPES, check_reduction
 from pmesh.core.schedule import SEGMENT_BYTES, SMALL_BYTES, plan_all_reduce
-from pmesh.errors import LaneBroken
-from pmesh.net.collectives import CallsDiffer, RingPosition, all_reduce, broadcast
-from tests.net.rings import at_every_rank, header, ring_of
+from pmesh.net.collectives import RingPosition, all_reduce, broadcast
+from tests.net.rings import (
+    EMPTY,
+    at_every_rank,
+    bytes_of,
+    header,
+    inputs_of,
+    reduce_all,
+    ring_of,
+)
 
 ORACLES: dict[str, Callable[..., Any]] = {
     "sum": np.sum,
@@ -33,50 +40,7 @@ def allowed(reduction: str, dtype: str) -> bool:
     return True
 
 
-EMPTY = memoryview(b"")
 KINDS = [(r, d) for d in WIRE_DTYPES for r in ORACLES if allowed(r, d)]
-
-
-def inputs_of(size: int, count: int, dtype: str, *, seed: int = 1) -> list[Values]:
-    dice = np.random.default_rng(seed)
-    rows = [dice.integers(-3, 4, count).astype(dtype) for _ in range(size)]
-    if np.dtype(dtype).kind == "f":
-        rows = [(row * dice.random(count)).astype(dtype) for row in rows]
-    return rows
-
-
-def bytes_of(values: Values) -> memoryview:
-    return values.data.cast("B") if values.size else memoryview(bytearray())
-
-
-async def reduce_all(
-    ring: Sequence[RingPosition],
-    inputs: Sequence[Values],
-    *,
-    reduction: str = "sum",
-    op: int = 0,
-    fingerprints: Sequence[int] | None = None,
-) -> list[Values]:
-    """Every rank's result; the inputs go in read-only (I8), the results begin as garbage."""
-    results = [np.full_like(x, 1) for x in inputs]
-    before = [x.tobytes() for x in inputs]
-
-    async def call(position: RingPosition) -> None:
-        rank = position.rank
-        await all_reduce(
-            position,
-            op=op,
-            fingerprint=fingerprints[rank] if fingerprints else 9,
-            completed=op - 1,
-            source=bytes_of(inputs[rank]).toreadonly(),
-            result=bytes_of(results[rank]),
-            dtype=inputs[rank].dtype.name,
-            reduction=reduction,
-        )
-
-    await at_every_rank(list(ring), call)
-    assert [x.tobytes() for x in inputs] == before
-    return results
 
 
 async def check_all_reduce(size: int, count: int, reduction: str, dtype: str) -> None:
@@ -300,79 +264,3 @@ async def test_ops_of_all_sizes_follow_each_other_on_the_same_lanes() -> None:
                 np.testing.assert_array_equal(result, np.sum(inputs, axis=0, dtype=np.int64))
             if op:
                 assert {p.from_previous.peer_completed for p in ring if p.from_previous} == {op - 1}
-
-
-@pytest.mark.parametrize("count", [10, 2_000_000])
-async def test_a_rank_that_called_something_else_is_noticed_next_to_it(count: int) -> None:
-    inputs = inputs_of(3, count, "float32")
-    with ring_of(3) as ring:
-        with pytest.raises(ExceptionGroup) as caught:
-            await reduce_all(ring, inputs, op=5, fingerprints=[9, 9, 8])
-        # Both neighbours of the edges to and from mac-2 may notice before the test's nursery ends.
-        errors = caught.value.exceptions
-        assert all(isinstance(error, CallsDiffer) and error.op == 5 for error in errors)
-        assert {str(error) for error in errors} <= {
-            "mac-2 called something else as op 5",
-            "mac-1 called something else as op 5",
-        }
-
-
-@pytest.mark.parametrize("count", [10, 2_000_000])
-async def test_a_lost_neighbour_breaks_the_op_with_its_name(count: int) -> None:
-    inputs = inputs_of(3, count, "float32")
-    with ring_of(3) as ring:
-        broken: list[str] = []
-
-        async def notice(position: RingPosition) -> None:
-            try:
-                await reduce_all([position], inputs)
-            except* LaneBroken as group:
-                broken.extend(str(error) for error in group.exceptions)
-
-        async with trio.open_nursery() as nursery:
-            for position in ring[:2]:
-                nursery.start_soon(notice, position)
-            await wait_all_tasks_blocked()
-            for lane in (ring[2].to_next, ring[2].from_previous):
-                assert lane
-                lane.close()
-            with trio.move_on_after(1):
-                while not broken:
-                    await trio.lowlevel.checkpoint()
-            nursery.cancel_scope.cancel()
-        assert broken
-        assert all("mac-2" in message for message in broken)
-
-
-@pytest.mark.parametrize("count", [10, 50_000, 2_000_000])
-async def test_after_a_cancelled_op_a_new_roster_goes_on_over_the_same_lanes(count: int) -> None:
-    """V4, V7: what the old attempt left in lanes and sockets is dropped, at whatever point."""
-    inputs = inputs_of(3, count, "int32")
-    with ring_of(3, buffer_bytes=16_384) as ring:
-        for roster in range(2, 6):
-            with trio.CancelScope() as scope:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(reduce_all, ring[: roster % 3 + 1], inputs)
-                    for _ in range(roster * 7):
-                        await trio.lowlevel.checkpoint()
-                    scope.cancel()
-            for position in ring:
-                position.roster = roster
-            with trio.fail_after(20):
-                results = await reduce_all(ring, inputs)
-            for result in results:
-                np.testing.assert_array_equal(result, np.sum(inputs, axis=0, dtype=np.int32))
-
-
-async def test_a_small_op_first_gets_rid_of_what_a_large_one_left_half_sent() -> None:
-    inputs = inputs_of(2, 10, "int32")
-    with ring_of(2, buffer_bytes=16_384) as ring:
-        for position in ring:
-            assert position.to_next
-            position.to_next.post(header(SEGMENT_BYTES), bytes(SEGMENT_BYTES))
-            assert not position.to_next.idle
-            position.roster = 2
-        with trio.fail_after(5):
-            for result in await reduce_all(ring, inputs):
-                np.testing.assert_array_equal(result, inputs[0] + inputs[1])
-        assert [p.from_previous.records_dropped for p in ring if p.from_previous] == [1, 1]
