@@ -20,7 +20,9 @@ def jobs_to_settle(
     running = {
         roster.job
         for roster in view.rosters
-        if (roster.job, roster.born, roster.number) in concerned or _gone_ranks(roster, kept)
+        if (roster.job, roster.born, roster.number) in concerned
+        or _gone_ranks(roster, kept)
+        or _lost_results(roster, kept)
     }
     known = {roster.job for roster in view.rosters}
     ready = {job for job in _ready_jobs(waiting) if job not in known}
@@ -82,6 +84,16 @@ def _gone_ranks(roster: Roster, kept: Collection[Member]) -> tuple[Rank, ...]:
     )
 
 
+def _lost_results(roster: Roster, kept: Collection[Member]) -> tuple[OpNumber, ...]:
+    """Ops whose every holder is gone, perhaps after its rank was lost: nobody can fetch them."""
+    return tuple(
+        outcome.op
+        for outcome in roster.outcomes
+        if outcome.holders
+        and not any(roster.trainers[holder].member in kept for holder in outcome.holders)
+    )
+
+
 def _ready_jobs(waiting: Mapping[Member, Sequence[Waiting]]) -> tuple[JobName, ...]:
     wanted: dict[JobName, list[int]] = {}
     for trainers in waiting.values():
@@ -132,7 +144,8 @@ def _continue_roster(
     ]
     hosts = {trainer.member for trainer in roster.trainers} & set(continuing)
     reports = {host: _report_on(roster, answers[host]) for host in hosts}
-    if not (gone or about) or any(r is not None and not r.fenced for r in reports.values()):
+    cause = gone or about or _lost_results(roster, continuing)
+    if not cause or any(r is not None and not r.fenced for r in reports.values()):
         return roster  # V7: it runs on; V3: what is not fenced everywhere waits for the next view
     lost = [_loss(roster, rank, reasons) for rank in gone]
     lost += [concern.verdict for concern in about if concern.op < 0 and concern.verdict]
