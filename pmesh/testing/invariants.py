@@ -1,0 +1,85 @@
+"""The design's invariants I1 to I5 over a whole simulated cluster; the first breach raises."""
+
+from collections.abc import Callable, Iterable
+
+from pmesh.core.messages import AskResult
+from pmesh.core.views import Roster, Verdict, View
+from pmesh.ids import Epoch, JobName, Member, OpNumber, Rank
+from pmesh.testing.jobs import LocalJob
+from pmesh.testing.lane_messages import OpResult
+
+
+class Violation(AssertionError):  # noqa: N818 - what is found, as in "I3 violation"
+    """An invariant of the design does not hold."""
+
+
+class Invariants:
+    """Watches what agents install and how ops end."""
+
+    def __init__(self, jobs: Callable[[], Iterable[LocalJob]]) -> None:
+        """`jobs` gives the local jobs of all live agents."""
+        self.installs = 0
+        self.ops_ended = 0
+        self.ops_failed = 0
+        self._jobs = jobs
+        self._views: dict[Epoch, View] = {}
+        self._last: dict[Member, Epoch] = {}
+        self._results: dict[tuple[JobName, Epoch, OpNumber], OpResult] = {}
+
+    def installed(self, member: Member, view: View) -> None:
+        """I1 and I2."""
+        self.installs += 1
+        if self._views.setdefault(view.epoch, view) != view:
+            raise Violation(f"I1: two views {view.epoch}")
+        last = self._last.get(member)
+        if member not in view.members or (last is not None and view.epoch <= last):
+            raise Violation(f"I2: {member} installs {view.epoch} after {last}")
+        self._last[member] = view.epoch
+
+    def ended(self, job: LocalJob, rank: Rank, op: OpNumber) -> None:
+        """I3, whoever sees whom: one op has one result. Then what `agree` checks, for this op."""
+        outcome = job.ends[rank, op]
+        self.ops_ended += 1
+        if isinstance(outcome, OpResult):
+            key = (job.roster.job, job.roster.born, op)
+            if self._results.setdefault(key, outcome) != outcome:
+                raise Violation(f"I3: {key}: {outcome} at rank {rank}, {self._results[key]} before")
+        else:
+            self.ops_failed += 1
+        self._compare(job, [op])
+
+    def agree(self, job: LocalJob) -> None:
+        """I4 and I5: ranks under one roster ended the same ops in the same way."""
+        self._compare(job, sorted({op for ledger in job.ledgers.values() for op in ledger.ops}))
+
+    def lost_result(self, job: LocalJob, ask: AskResult) -> None:
+        """O2: whoever is named as a holder has the result."""
+        raise Violation(f"O2: rank {ask.holder} of {job.roster.job} no longer has op {ask.op}")
+
+    def _compare(self, job: LocalJob, ops: list[OpNumber]) -> None:
+        for other in self._jobs():
+            if not _same(job.roster, other.roster):
+                continue
+            for op in ops:
+                ends = [
+                    (rank, at.ends[rank, op])
+                    for at in (job, other)
+                    for rank in at.trainers
+                    if (rank, op) in at.ends
+                ]
+                if any(end != ends[0][1] for _, end in ends):
+                    raise Violation(f"{_broken(ends)}: {job.roster.job} op {op}: {ends}")
+
+
+def _broken(ends: list[tuple[Rank, OpResult | Verdict]]) -> str:
+    """Results beside verdicts break I4; verdicts that differ, I5."""
+    return "I4" if any(isinstance(end, OpResult) for _, end in ends) else "I5"
+
+
+def _same(roster: Roster, other: Roster) -> bool:
+    return (
+        roster.number == other.number
+        and roster.job == other.job
+        and roster.born == other.born
+        and roster == other
+    )

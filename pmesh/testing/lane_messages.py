@@ -1,0 +1,64 @@
+"""What the simulated lanes carry: a value of a rank on its way round the ring, and results."""
+
+from typing import TypeAlias
+
+import msgspec
+
+from pmesh.core.messages import Call
+from pmesh.core.views import Roster
+from pmesh.ids import Epoch, JobName, OpNumber, Rank
+
+
+class OpResult(msgspec.Struct, frozen=True, array_like=True):
+    """The result of an op. Two attempts differ, so that results that mix them are caught (I4)."""
+
+    number: int
+    """The roster's number under which it came about."""
+    values: tuple[int, ...]
+    """What the ranks put in, in the order of the ranks; of a broadcast, only the root's."""
+
+
+class Token(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """What one rank puts into an op, handed on from rank to rank; or a broadcast's payload."""
+
+    job: JobName
+    born: Epoch
+    number: int
+    to_rank: Rank
+    op: OpNumber
+    origin: Rank
+    call: Call
+    value: int
+
+
+class Retained(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """A holder's result, for a survivor that missed the end of the op (O2)."""
+
+    job: JobName
+    born: Epoch
+    number: int
+    to_rank: Rank
+    op: OpNumber
+    result: OpResult
+
+
+LaneMessage: TypeAlias = Token | Retained
+
+_decoder: msgspec.msgpack.Decoder[LaneMessage] = msgspec.msgpack.Decoder(LaneMessage)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_lane_message(message: LaneMessage) -> bytes:
+    """The message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode_lane_message(data: bytes) -> LaneMessage:
+    """The reverse of `encode_lane_message`."""
+    return _decoder.decode(data)
+
+
+def age(message: LaneMessage, roster: Roster) -> int:
+    """V4: below 0 the message is late, and dropped; above 0 it is early, and waits."""
+    theirs, ours = (message.born, message.number), (roster.born, roster.number)
+    return (theirs > ours) - (theirs < ours)

@@ -1,0 +1,207 @@
+"""A seeded network that loses, delays, repeats, cuts and closes.
+
+Hosts are numbered. A pair has at most one connection, with named channels that are first in,
+first out, as TCP streams are. A cut delays what is under way, as TCP does; a closed connection
+loses it. Single messages are lost and repeated on the channels named so, although TCP does
+neither: what an agent says on a link must bear it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from random import Random
+from typing import Protocol, TypeVarTuple
+
+from pmesh.testing.timeline import Timeline
+
+_Arguments = TypeVarTuple("_Arguments")
+
+HANDSHAKE_TIMEOUT_S = 1.0
+"""After this long a dial that nobody answers has failed."""
+
+
+class Host(Protocol):
+    """What lives at a number of the network."""
+
+    @property
+    def greeting(self) -> bytes:
+        """What the other end of a new connection is told: the Hello."""
+        ...
+
+    def connected(self, peer: int, greeting: bytes) -> None:
+        """A connection is up; an earlier one with this peer is gone."""
+        ...
+
+    def unreachable(self, peer: int) -> None:
+        """A dial has failed."""
+        ...
+
+    def received(self, peer: int, channel: str, data: bytes) -> None:
+        """A message has arrived."""
+        ...
+
+    def disconnected(self, peer: int) -> None:
+        """The other side has closed the connection."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """How well the network does."""
+
+    latency_s: float = 0.02
+    """At most this long a message is under way, as a rule."""
+    late_chance: float = 0.0
+    late_s: float = 0.3
+    """Such a message takes up to this much longer."""
+    loss: float = 0.0
+    """The share of messages that are lost, on the channels in `lossy`."""
+    repeats: float = 0.0
+    """The share of messages that arrive twice, likewise."""
+    lossy: Collection[str] = ("link",)
+
+
+@dataclass(slots=True)
+class _Stream:
+    queue: deque[tuple[float, bytes]] = field(default_factory=deque[tuple[float, bytes]])
+    last_due: float = 0.0
+
+
+class _Connection:
+    def __init__(self) -> None:
+        self.streams: dict[tuple[int, str], _Stream] = {}
+
+
+class Network:
+    """Connections of numbered hosts under a seed; all faults are methods."""
+
+    def __init__(self, timeline: Timeline, random: Random, conditions: Conditions) -> None:
+        self.conditions = conditions
+        self.delivered = 0
+        self._timeline = timeline
+        self._random = random
+        self._hosts: dict[int, Host] = {}
+        self._connections: dict[tuple[int, int], _Connection] = {}
+        self._cuts: set[tuple[int, int]] = set()
+        self._frozen: dict[int, list[Callable[[], None]]] = {}
+
+    def attach(self, number: int, host: Host) -> None:
+        """A host starts; it is connected with itself only."""
+        self._hosts[number] = host
+        self._connections[number, number] = _Connection()
+
+    def detach(self, number: int) -> None:
+        """A host stops: the system closes its connections."""
+        for pair in [pair for pair in self._connections if number in pair]:
+            self.close(number, pair[0] + pair[1] - number)
+        del self._hosts[number]
+        self._frozen.pop(number, None)
+
+    def dial(self, number: int, peer: int) -> None:
+        """Connect; the dialling host is told of failure, both of success."""
+        self._timeline.after(self._delay(), self._answer, number, peer, self._hosts[number])
+
+    def close(self, number: int, peer: int) -> None:
+        """Close the connection; what is under way is lost, the peer reads the end if it can."""
+        if self._connections.pop(_pair(number, peer), None) and (number, peer) not in self._cuts:
+            self._timeline.after(self._delay(), self._end, number, peer, self._hosts.get(peer))
+
+    def send(self, number: int, peer: int, channel: str, data: bytes) -> None:
+        """Send a message; without a connection it goes nowhere, as into a dead socket."""
+        connection = self._connections.get(_pair(number, peer))
+        if connection is None:
+            return
+        copies = 1
+        if channel in self.conditions.lossy and number != peer:
+            draw = self._random.random()
+            copies += (draw < self.conditions.repeats) - (draw > 1 - self.conditions.loss)
+        stream = connection.streams.setdefault((peer, channel), _Stream())
+        for _ in range(copies):
+            stream.last_due = max(stream.last_due, self._timeline.now + self._delay())
+            stream.queue.append((stream.last_due, data))
+            delay = stream.last_due - self._timeline.now
+            self._timeline.after(delay, self._pump, connection, number, peer, channel)
+
+    def cut(self, number: int, peer: int) -> None:
+        """From now on nothing gets from the one to the other; the reverse does."""
+        self._cuts.add((number, peer))
+
+    def partition(self, side: Collection[int], others: Collection[int]) -> None:
+        """Cut both ways between two groups of hosts."""
+        for a in side:
+            for b in others:
+                self._cuts |= {(a, b), (b, a)}
+
+    def heal(self) -> None:
+        """Mend all cuts; what they held up goes on its way."""
+        self._cuts.clear()
+        for pair, connection in self._connections.items():
+            for peer, channel in connection.streams:
+                number = pair[0] + pair[1] - peer
+                self._timeline.after(self._delay(), self._pump, connection, number, peer, channel)
+
+    def freeze(self, number: int) -> None:
+        """The host's process stands still, as in a sleep: what arrives is kept for it."""
+        self._frozen.setdefault(number, [])
+
+    def is_frozen(self, number: int) -> bool:
+        """Whether the host's process stands still."""
+        return number in self._frozen
+
+    def thaw(self, number: int) -> None:
+        """The host's process goes on, with all that has arrived."""
+        for event in self._frozen.pop(number, []):
+            if number in self._hosts:
+                event()
+
+    def _delay(self) -> float:
+        delay = self._random.random() * self.conditions.latency_s
+        if self._random.random() < self.conditions.late_chance:
+            delay += self._random.random() * self.conditions.late_s
+        return delay
+
+    def _pump(self, connection: _Connection, number: int, peer: int, channel: str) -> None:
+        queue = connection.streams[peer, channel].queue
+        while (
+            queue
+            and queue[0][0] <= self._timeline.now
+            and self._connections.get(_pair(number, peer)) is connection
+            and (number, peer) not in self._cuts
+        ):
+            _, data = queue.popleft()
+            self.delivered += 1
+            self._hand(peer, self._hosts[peer].received, number, channel, data)
+
+    def _answer(self, number: int, peer: int, dialler: Host) -> None:
+        if self._hosts.get(number) is not dialler or _pair(number, peer) in self._connections:
+            return
+        host = self._hosts.get(peer)
+        if host is None:  # refused
+            self._hand(number, dialler.unreachable, peer)
+        elif {(number, peer), (peer, number)} & self._cuts or peer in self._frozen:
+            self._timeline.after(HANDSHAKE_TIMEOUT_S, self._time_out, number, peer, dialler)
+        else:
+            self._connections[_pair(number, peer)] = _Connection()
+            self._hand(number, dialler.connected, peer, host.greeting)
+            self._hand(peer, host.connected, number, dialler.greeting)
+
+    def _time_out(self, number: int, peer: int, dialler: Host) -> None:
+        if self._hosts.get(number) is dialler and _pair(number, peer) not in self._connections:
+            self._hand(number, dialler.unreachable, peer)
+
+    def _end(self, number: int, peer: int, host: Host | None) -> None:
+        known = host is not None and self._hosts.get(peer) is host
+        if host is not None and known and _pair(number, peer) not in self._connections:
+            self._hand(peer, host.disconnected, number)
+
+    def _hand(
+        self, number: int, method: Callable[[*_Arguments], None], *arguments: *_Arguments
+    ) -> None:
+        if number in self._frozen:
+            self._frozen[number].append(lambda: method(*arguments))
+        else:
+            method(*arguments)
+
+
+def _pair(number: int, peer: int) -> tuple[int, int]:
+    return (number, peer) if number < peer else (peer, number)
