@@ -91,6 +91,8 @@ class Membership:
     def link_up(self, member: Member, thresholds: Thresholds) -> None:
         """A link with a peer is up, a new one or another in the place of one that ended."""
         contact = self._contacts.get(member.node)
+        if contact is not None and contact.member != member:
+            self.lose(member.node, "it was restarted")
         if contact is None or contact.member != member:
             contact = _Contact(member, thresholds, trio.current_time())
             self._contacts[member.node] = contact

@@ -1,19 +1,14 @@
-"""Whom this agent knows and dials, and the one link that it keeps with each.
+"""The one link that this agent keeps with each peer: which of two stays, what its end means."""
 
-Decisions are `pmesh.core.dialling` (when to dial) and the two rules here: which of two links of a
-pair stays, and what a link that ends means (V6).
-"""
-
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
 import trio
 
 from pmesh.agent.membership import Membership
-from pmesh.core import dialling
+from pmesh.agent.targets import Targets
 from pmesh.core.addresses import in_dialling_order
-from pmesh.core.dialling import Phase, Target
 from pmesh.core.health import WIFI, WIRED, Thresholds
 from pmesh.core.messages import (
     Address,
@@ -41,7 +36,7 @@ from pmesh.net.tls import TlsContexts
 
 REDIAL_S = 1.0  # V6: an immediate redial that is not even refused in this time has failed
 PROOF_OF_LIFE_S = 1.0  # five heartbeats: an older incarnation that is silent for these is dead
-MAX_REFUSALS = 64  # the latest; what `pmesh status` shows of strangers
+MAX_INTRODUCED = 64  # at a time; a mesh has 8
 
 _log = structlog.get_logger()
 
@@ -60,15 +55,6 @@ class Live:
     def member(self) -> Member:
         """Whom it leads to."""
         return self.link.peer.member
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Somebody with whom no link is possible, and why; for `pmesh status`."""
-
-    error: PmeshError
-    address: Address
-    node: NodeId | None = None
 
 
 class Peers:
@@ -91,77 +77,35 @@ class Peers:
         self._contexts = contexts
         self._watch = watch
         self._nursery = nursery
-        self._jitter = jitter
         self._on_offer = on_offer
         self._on_ask = on_ask
         self.links: dict[NodeId, Live] = {}
-        self.targets: dict[Hashable, Target] = {}
-        self.refusals: dict[Hashable, Refusal] = {}
-        self._node_of: dict[Hashable, NodeId] = {}
-        self._changed = trio.Event()
-        self.control_bytes = [0, 0]  # sent and received on links that have ended
-
-    # --- whom to dial
-
-    def aim_at(self, address: Address) -> None:
-        """`--peer`: an address that is dialled for ever."""
-        self._set(address, dialling.aim_at((address,), forever=True, now=trio.current_time()))
+        self.targets = Targets(self._dial_target, nursery=nursery, jitter=jitter)
+        self._ended_bytes = (0, 0)
 
     def found(self, node: NodeId, addresses: tuple[Address, ...]) -> None:
-        """MDNS or a peer names a node of this mesh."""
-        now, target = trio.current_time(), self.targets.get(node)
-        if node == self._hello().member.node:
-            return
-        if target is None:
-            target = dialling.aim_at(addresses, forever=False, now=now)
-            if node in self.links:
-                target = dialling.link_up(target, now=now)
-        else:
-            target = dialling.name_again(target, addresses, now=now)
-        self._node_of[node] = node
-        self._set(node, target)
+        """Somebody names a node of this mesh; our own, where a home may have been copied."""
+        self.targets.name(node, addresses, linked=node in self.links)
 
-    def withdrawn(self, node: NodeId) -> None:
-        """Its mDNS advertisement has ended."""
-        if node in self.targets:
-            self._set(node, dialling.withdraw(self.targets[node], now=trio.current_time()))
+    @property
+    def control_bytes(self) -> tuple[int, int]:
+        """Bytes sent and received on links since the agent's start, at the sockets."""
+        sent, received = self._ended_bytes
+        links = [live.link for live in self.links.values()]
+        return (
+            sent + sum(link.bytes_sent for link in links),
+            received + sum(link.bytes_received for link in links),
+        )
 
-    async def run(self) -> None:
-        """Dial whoever is due, until cancelled."""
-        while True:
-            now = trio.current_time()
-            deadlines = [dialling.next_deadline(target) for target in self.targets.values()]
-            due = min((d for d in deadlines if d is not None), default=None)
-            with trio.move_on_at(float("inf") if due is None else due):
-                await self._changed.wait()
-            self._changed = trio.Event()
-            now = trio.current_time()
-            for key, target in list(self.targets.items()):
-                when = dialling.next_deadline(target)
-                if when is not None and when <= now:
-                    self.targets[key] = dialling.begin_dial(target)
-                    self._nursery.start_soon(self._dial_target, key)
+    # --- links come up
 
-    def _set(self, key: Hashable, target: Target) -> None:
-        self.targets[key] = target
-        self._changed.set()
-
-    async def _dial_target(self, key: Hashable) -> None:
-        target = self.targets[key]
-        address = target.addresses[0]
-        try:
-            ordered = in_dialling_order(target.addresses, local=self._watch.current)
-            if not ordered:
-                raise PeerUnreachable(f"no usable address among {target.addresses}")
-            link, address = await self._dial(ordered)
-            self._node_of[key] = link.node
-            await self._admit(link, dialled=address)
-        except PmeshError as e:
-            self._refuse(key, e, address)
-            failed = dialling.dial_failed(
-                self.targets[key], now=trio.current_time(), jitter=self._jitter()
-            )
-            self._set(key, failed)
+    async def _dial_target(self, addresses: tuple[Address, ...]) -> NodeId:
+        ordered = in_dialling_order(addresses, local=self._watch.current)
+        if not ordered:
+            raise PeerUnreachable(f"no usable address among {', '.join(map(describe, addresses))}")
+        link, address = await self._dial(ordered)
+        await self._admit(link, dialled=address)
+        return link.node
 
     async def _dial(self, addresses: tuple[Address, ...]) -> tuple[Link, Address]:
         stream, address = await dial_any(addresses)
@@ -169,19 +113,6 @@ class Peers:
             stream, contexts=self._contexts, server_side=False, hello=self._hello()
         )
         return link, address
-
-    def _refuse(self, key: Hashable, error: PmeshError, address: Address) -> None:
-        """Remember why there is no link, and say it once."""
-        before = self.refusals.pop(key, None)
-        self.refusals[key] = Refusal(error, address, self._node_of.get(key))
-        if len(self.refusals) > MAX_REFUSALS:
-            del self.refusals[next(iter(self.refusals))]
-        if before is None or type(before.error) is not type(error):
-            quiet = isinstance(error, PeerUnreachable) and not isinstance(key, Address)
-            say = _log.debug if quiet else _log.warning
-            say("no link", error=type(error).__name__, reason=str(error))
-
-    # --- links come up
 
     async def welcome(
         self, stream: trio.SocketStream, first_bytes: bytes, authenticated: Callable[[], None]
@@ -198,7 +129,7 @@ class Peers:
             )
             authenticated()
         except (MeshKeyMismatch, ProtocolVersionMismatch) as e:
-            self._refuse(address.host, e, address)
+            self.targets.refuse(address.host, e, address)
             raise
         self._nursery.start_soon(self._admit_dialler, link, address)
 
@@ -206,7 +137,7 @@ class Peers:
         try:
             await self._admit(link, dialled=None)
         except PmeshError as e:
-            self._refuse(link.node, e, address)
+            self.targets.refuse(link.node, e, address)
 
     async def _admit(self, link: Link, *, dialled: Address | None) -> None:
         """Keep the link if it is the one of its pair to be kept, and start its tasks."""
@@ -215,7 +146,6 @@ class Peers:
             await link.aclose()
             if link.peer.member != own:
                 raise _copied_from(self._hello(), link.peer, link)
-            self._forget_self(dialled)
             return
         current = self.links.get(link.node)
         if current is not None and current.member != live.member:
@@ -223,19 +153,14 @@ class Peers:
             current = self.links.get(link.node)
         if current is not None and not self._prefers(live, current):
             await link.aclose()
-            self._mark_linked(link.node)
             return
         self.links[link.node] = live
-        self._mark_linked(link.node)
+        self.targets.link_up(link.node)
         if current is not None:
             current.scope.cancel()
         self._nursery.start_soon(self._run, live)
         self.membership.link_up(live.member, self._thresholds(link))
         self._introduce(live)
-
-    def _forget_self(self, dialled: Address | None) -> None:
-        """A `--peer` that is this agent itself is no target."""
-        self.targets.pop(dialled, None)
 
     async def _judge_incarnations(self, current: Live, new: Live) -> None:
         """A restarted agent comes back under its node key; so does a copied home."""
@@ -254,14 +179,6 @@ class Peers:
         mine, theirs = self._hello().member.node, new.link.node
         diallers = [theirs if live.dialled is None else mine for live in (new, current)]
         return diallers[0] <= diallers[1]
-
-    def _mark_linked(self, node: NodeId) -> None:
-        now = trio.current_time()
-        for key, target in self.targets.items():
-            if self._node_of.get(key) == node and target.phase is not Phase.LINKED:
-                self.targets[key] = dialling.link_up(target, now=now)
-        for key in [key for key, refusal in self.refusals.items() if refusal.node == node]:
-            del self.refusals[key]
 
     def _thresholds(self, link: Link) -> Thresholds:
         host = link.local_address.host.partition("%")[0]
@@ -288,8 +205,8 @@ class Peers:
                 nursery.cancel_scope.cancel()
         with trio.CancelScope(shield=True):
             await live.link.aclose()
-        self.control_bytes[0] += live.link.bytes_sent
-        self.control_bytes[1] += live.link.bytes_received
+        sent, received = self._ended_bytes
+        self._ended_bytes = sent + live.link.bytes_sent, received + live.link.bytes_received
         if self.links.get(live.link.node) is not live:
             return  # another link has taken its place, or the peer was given up
         if gone:
@@ -310,7 +227,7 @@ class Peers:
             return "its connection broke", False
         except ProtocolError as e:
             _log.error("a peer broke the protocol", peer=live.link.peer.name, reason=str(e))
-            self._refuse(live.link.node, e, live.link.remote_address)
+            self.targets.refuse(live.link.node, e, live.link.remote_address)
             return f"it broke the protocol: {e}", True
 
     def _hear(self, live: Live, message: LinkMessage) -> None:
@@ -318,7 +235,7 @@ class Peers:
             case Hello():
                 raise ProtocolError("a second Hello")
             case KnownPeers(peers):
-                for peer in peers[:MAX_REFUSALS]:
+                for peer in peers[:MAX_INTRODUCED]:
                     if peer.member.node not in self.links and peer.addresses:
                         self.found(peer.member.node, peer.addresses)
             case OfferLane():
@@ -349,14 +266,11 @@ class Peers:
 
     def _end(self, live: Live, why: str) -> None:
         """The peer is gone."""
-        node, now = live.link.node, trio.current_time()
+        node = live.link.node
         if self.links.get(node) is live:
             del self.links[node]
         live.scope.cancel()
-        for key, target in self.targets.items():
-            if self._node_of.get(key) == node and target.phase is Phase.LINKED:
-                self.targets[key] = dialling.link_lost(target, now=now, jitter=self._jitter())
-        self._changed.set()
+        self.targets.link_lost(node)
         self.membership.lose(node, why)
 
     def drop(self, node: NodeId, why: str) -> None:

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pmesh.agent import status
 from pmesh.agent.jobs import Jobs
 from pmesh.agent.membership import Membership
-from pmesh.agent.peers import Peers, Refusal
+from pmesh.agent.peers import Peers
 from pmesh.agent.status import Status
 from pmesh.agent.strangers import Strangers
-from pmesh.core.dialling import Phase
+from pmesh.agent.targets import Refusal
 from pmesh.core.messages import PROTOCOL_VERSION, Address, Hello
 from pmesh.core.views import Roster, Seat
 from pmesh.errors import (
@@ -128,24 +128,21 @@ def _peers(sources: Sources) -> Iterator[status.PeerStatus]:
     for node, found in sources.strangers.seen.items():
         shown.add(node)
         yield _stranger(found.advertisement.node, sources)
-    for key, refusal in sources.peers.refusals.items():
-        if refusal.node not in shown or isinstance(refusal.error, NodeKeyCopied):
-            shown |= {refusal.node} if refusal.node else set()
+    targets = sources.peers.targets
+    for key, refusal in targets.refusals.items():
+        node = refusal.node or (NodeId(key) if isinstance(key, bytes) else None)
+        if node is None or node not in shown or isinstance(refusal.error, NodeKeyCopied):
             yield _refused(refusal)
-        shown |= {key} if isinstance(key, bytes) else set()
-    for key, target in sources.peers.targets.items():
-        if (
-            key not in shown
-            and key not in sources.peers.refusals
-            and target.phase
-            in (
-                Phase.WAITING,
-                Phase.DIALLING,
-            )
-        ):
-            node = node_text(NodeId(key)) if isinstance(key, bytes) else None
+        if node is not None:
+            shown.add(node)
+    for key, addresses in targets.wanted.items():
+        node = NodeId(key) if isinstance(key, bytes) else None
+        if node not in shown and key not in targets.refusals:
             yield status.PeerStatus(
-                id=node, name=None, state="connecting", addresses=_texts(target.addresses)
+                id=None if node is None else node_text(node),
+                name=None,
+                state="connecting",
+                addresses=_texts(addresses),
             )
 
 
@@ -229,12 +226,10 @@ def _ranks(roster: Roster, jobs: Jobs) -> Iterator[status.RankStatus]:
 
 
 def _traffic(sources: Sources) -> status.TrafficStatus:
-    links = [live.link for live in sources.peers.links.values()]
-    sent, received = sources.peers.control_bytes
-    data = sources.jobs.traffic
+    control, data = sources.peers.control_bytes, sources.jobs.traffic
     return status.TrafficStatus(
-        control_sent_bytes=sent + sum(link.bytes_sent for link in links),
-        control_received_bytes=received + sum(link.bytes_received for link in links),
+        control_sent_bytes=control[0],
+        control_received_bytes=control[1],
         data_sent_bytes=data[0],
         data_received_bytes=data[1],
     )

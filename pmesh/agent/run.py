@@ -34,6 +34,7 @@ from pmesh.core.session import AskStatus, Connect, Status, StopAgent, Stopping
 from pmesh.core.views import View
 from pmesh.errors import ConfigError, PortTaken, ProtocolError
 from pmesh.ids import Incarnation, Member
+from pmesh.net.dialer import error_numbers
 from pmesh.net.discovery import Discovered, discover
 from pmesh.net.door import Door
 from pmesh.net.interfaces import AddressWatch
@@ -119,10 +120,10 @@ class Agent:
                 await nursery.start(door.serve, listeners)
                 await self._start_sessions(nursery)
                 for address in self._settings.peers:
-                    self.peers.aim_at(address)
+                    self.peers.targets.aim_at(address)
                 if self._settings.mdns:
                     await self._start_discovery(nursery)
-                nursery.start_soon(self.peers.run)
+                nursery.start_soon(self.peers.targets.run)
                 nursery.start_soon(self.membership.run)
                 nursery.start_soon(tick, self._judge)
                 nursery.start_soon(self._look)
@@ -244,17 +245,9 @@ async def open_listeners(host: str, port: int) -> list[trio.SocketListener]:
             return [first]
     except OSError as e:
         text = host_port_text(host, port)
-        if _errno_of(e) == errno.EADDRINUSE:
+        if errno.EADDRINUSE in error_numbers(e):
             raise PortTaken(
                 f"port {port} is taken by another program; choose another by "
                 f"--listen HOST:PORT, such as --listen {host}:{port + 1}"
             ) from e
         raise ConfigError(f"can't listen at {text}: {e}; --listen wants an own address") from e
-
-
-def _errno_of(error: OSError) -> int | None:
-    cause = error.__cause__
-    if isinstance(cause, BaseExceptionGroup):
-        numbers = [e.errno for e in cause.exceptions if isinstance(e, OSError)]
-        return next(iter(numbers), None)
-    return error.errno

@@ -41,7 +41,7 @@ class Strangers:
                     self.seen[theirs.node] = finding
             case Gone(node=node):
                 self.seen.pop(node, None)
-                peers.withdrawn(node)
+                peers.targets.withdraw(node)
             case Deaf(reason=reason):
                 if self.deaf != reason:
                     _log.warning("discovery is deaf", reason=reason)

@@ -91,7 +91,7 @@ def describe(address: Address) -> str:
 
 def _explain(error: OSError | ValueError, address: Address) -> NetworkError:
     where = describe(address)
-    codes = set(_error_numbers(error))
+    codes = set(error_numbers(error))
     if psutil.MACOS and errno.EHOSTUNREACH in codes and _may_be_neighbour(address.host):
         return LocalNetworkDenied(
             f"{where} can't be reached: it is off, or macOS does not let this program talk to the "
@@ -121,7 +121,8 @@ def _leaves(error: BaseException) -> tuple[BaseException, ...]:
             return (error,)
 
 
-def _error_numbers(error: BaseException) -> Iterator[int]:
+def error_numbers(error: BaseException) -> Iterator[int]:
+    """The errno of an error, or of each attempt that trio has gathered in it."""
     for leaf in _leaves(error):
         if isinstance(leaf, OSError) and leaf.errno is not None:
             yield leaf.errno
