@@ -125,13 +125,14 @@ class LaneDesk:
         with trio.move_on_after(OFFER_PATIENCE_S):
             while lane not in self._expected:
                 await self._news.wait()
-        expected = self._expected.pop(lane, None)
+        expected = self._expected.get(lane)
         if expected is None:
-            await stream.aclose()
             raise LaneBroken("a connection names a lane that nobody has offered")
         name = self._reach.name_of(expected.member)
         opened = await welcome_lane(stream, expected.offer, peer=name)
         authenticated()
+        # Not before: the lane's id was in clear, and whoever overheard it must not use it up.
+        self._expected.pop(lane, None)
         self._fill(expected.end, opened)
 
     async def take(self, end: End) -> Lane:

@@ -74,6 +74,7 @@ class Membership:
         self._drop = drop
         self._installed = installed
         self._contacts: dict[NodeId, _Contact] = {}
+        self._losses: dict[Member, str] = {}
         self._inputs: deque[Callable[[Facts, float], Step]] = deque()
         self._draining = False
         self._told: object = None
@@ -101,7 +102,9 @@ class Membership:
 
     def lose(self, node: NodeId, why: str) -> None:
         """The peer is gone; its link, if it has one still, is closed by the caller."""
-        if self._contacts.pop(node, None) is not None:
+        contact = self._contacts.pop(node, None)
+        if contact is not None:
+            self._losses[contact.member] = why
             self._step(lambda facts, now: agreement.lose(self.state, node, why, facts, now=now))
 
     def hear(self, member: Member, message: AgreementMessage) -> None:
@@ -182,7 +185,8 @@ class Membership:
                     self._follower.fence(jobs)
                 case Install(view):
                     self._follower.install(view)
-                    self._installed(before.view, view, before.losses)
+                    self._installed(before.view, view, self._losses)
+                    self._losses = {m: w for m, w in self._losses.items() if m in view.members}
 
     def _facts(self) -> Facts:
         round_trips = {
