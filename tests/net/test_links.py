@@ -21,7 +21,7 @@ from pmesh.errors import (
 )
 from pmesh.net.endpoints import UNKNOWN, local_address_of
 from pmesh.net.links import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, Link, shake_hands
-from pmesh.net.tls import TlsContexts, TlsProtocol
+from pmesh.net.tls import TlsContexts, TlsFailed, TlsProtocol
 from tests.net.nodes import (
     ADA,
     ADAS,
@@ -426,7 +426,8 @@ async def test_a_peer_that_stops_reading_ends_the_link(size: int, count: int) ->
 
         await stuffed(ada, queue)
         await trio.testing.wait_all_tasks_blocked()
-        assert ada.messages_sent == 0  # all were dropped, the memory is free
+        assert ada.messages_sent == 0
+        assert not ada._queue  # noqa: SLF001 - the memory is free
         began = trio.current_time()
         await ada.aclose()  # at once: nobody listens
         assert trio.current_time() - began < 0.4
@@ -440,6 +441,24 @@ async def test_a_full_queue_is_still_delivered() -> None:
             await bob.receive()
         ada.send(Leaving())
         assert await bob.receive() == Leaving()
+
+
+async def test_what_has_been_sent_no_longer_counts_as_queued() -> None:
+    async with linked() as (ada, bob):
+        message = known(200_000)
+        for _ in range(MAX_QUEUED_BYTES // 200_000 + 2):
+            ada.send(message)
+            assert await bob.receive() == message
+
+
+async def test_a_member_can_not_pass_its_late_failure_off_as_another_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed = TlsFailed(other_key=True, detail="tlsv1 alert unknown ca")
+    async with linked() as (_, bob):
+        monkeypatch.setattr(bob._wire.tls, "next_event", lambda: failed)  # noqa: SLF001
+        with pytest.raises(ProtocolError, match="does not speak pmesh"):
+            await bob.receive()
 
 
 async def test_no_goodbye_goes_into_the_middle_of_a_record() -> None:
