@@ -58,9 +58,12 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     reduction: _Name = ""
     root: int = -1
     compression: _Name = ""
+    tree: _Name = ""
+    """For a bucket of a tree: a digest of all its paths, shapes and dtypes, because trees that
+    differ may well have buckets of one size (I5)."""
 
     def __str__(self) -> str:
-        words = [word for word in (self.reduction, self.compression) if word]
+        words = [word for word in (self.reduction, self.compression, self.tree) if word]
         words += [f"root={self.root}"] * (self.root >= 0)
         shape = "x".join(map(str, self.shape)) or "scalar"
         return f"{self.kind}({', '.join([self.dtype, shape, *words])})"
