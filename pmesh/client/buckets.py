@@ -1,0 +1,76 @@
+"""Which arrays go together as one op."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pmesh.client.leaves import Leaf
+from pmesh.core.reductions import WIRE_DTYPES, Values
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A run of arrays that travel as one dtype, as one op."""
+
+    wire: str
+    leaves: tuple[int, ...]
+    """Their indices in the tree."""
+    count: int
+    """Values, all in all."""
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in an arena."""
+        return self.count * WIRE_DTYPES[self.wire].itemsize
+
+
+def plan_buckets(leaves: Sequence[Leaf], *, bucket_bytes: int) -> list[Bucket]:
+    """Cut the arrays into buckets of at most `bucket_bytes`; a larger array has its own.
+
+    The order is the same for all ranks: by the dtype that travels, the widest first (so that the
+    weights of an average are added in the best precision there is), then as in the tree.
+    """
+    buckets: list[Bucket] = []
+    for wire in _WIDEST_FIRST:
+        room = bucket_bytes // WIRE_DTYPES[wire].itemsize
+        run: list[int] = []
+        count = 0
+        for index in (i for i, leaf in enumerate(leaves) if leaf.wire == wire):
+            size = leaves[index].values.size
+            if run and count + size > room:
+                buckets.append(Bucket(wire, tuple(run), count))
+                run, count = [], 0
+            run.append(index)
+            count += size
+        if run:
+            buckets.append(Bucket(wire, tuple(run), count))
+    return buckets
+
+
+_WIDEST_FIRST = ("float64", "float32", "int64", "int32", "bool")
+
+
+def fill(bucket: Bucket, leaves: Sequence[Leaf], region: Values, weight: float | None) -> None:
+    """Lay the bucket's arrays one behind the other into a region of an arena.
+
+    Where the region has one value more than the bucket, that is the weight itself.
+    """
+    start = 0
+    for index in bucket.leaves:
+        end = start + leaves[index].values.size
+        leaves[index].fill(region[start:end], weight)
+        start = end
+    if start < region.size:
+        region[start] = weight
+
+
+def read(
+    bucket: Bucket, leaves: Sequence[Leaf], region: Values, divisor: float | None
+) -> list[tuple[int, object]]:
+    """Arrays like the user's from a region laid out by `fill`, each with its index."""
+    found: list[tuple[int, object]] = []
+    start = 0
+    for index in bucket.leaves:
+        end = start + leaves[index].values.size
+        found.append((index, leaves[index].like(region[start:end], divisor)))
+        start = end
+    return found

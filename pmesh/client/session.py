@@ -1,0 +1,240 @@
+"""A trainer's session with its agent: one op after the other, through arenas.
+
+Once something unexpected has happened in the middle of an exchange, nobody knows which reply comes
+next. The session then ends, and says at each later call what had happened.
+"""
+
+import logging
+import mmap
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import numpy as np
+
+from pmesh import errors
+from pmesh.client.connection import AgentConnection
+from pmesh.core.messages import Call
+from pmesh.core.reductions import WIRE_DTYPES, Values
+from pmesh.core.session import (
+    ArenaGone,
+    ArenaGranted,
+    Connect,
+    DropArena,
+    Joined,
+    Leave,
+    OpDone,
+    OpFailed,
+    Refused,
+    Reply,
+    Request,
+    StartOp,
+    StillWaiting,
+    WantArena,
+)
+from pmesh.core.views import Verdict
+from pmesh.errors import AgentStopped, MeshClosed, PmeshError, ProtocolError, RunError
+from pmesh.ids import OpNumber, Rank
+
+_logger = logging.getLogger("pmesh")
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    """An arena in this process. It is unmapped when the last array over it is gone."""
+
+    number: int
+    nbytes: int
+    memory: mmap.mmap
+
+
+class TrainerSession:
+    """Blocking, for one thread at a time; only `close` may be called from another."""
+
+    def __init__(self, connection: AgentConnection) -> None:
+        self._connection = connection
+        self.rank = Rank(-1)
+        self._input: _Mapped | None = None
+        self._input_retained = False
+        self._outputs: dict[int, _Mapped] = {}
+        self._next_op = OpNumber(0)
+        self._ended: str | None = None
+
+    def join(self, request: Connect) -> Joined:
+        """Join a job; returns when it begins, raises what the agent says if it does not."""
+        reply = self._exchange(request)
+        if isinstance(reply, Joined):
+            self.rank = reply.rank
+            return reply
+        raise self._answer_error(reply)
+
+    def input_values(self, dtype: str, count: int, *, room_bytes: int) -> Values:
+        """Shared memory to put an op's values in.
+
+        It is used again, also across ops, but never after a broadcast's root has sent from it: that
+        input is the retained result which others may still fetch (O2). It is left to the agent,
+        which alone learns when nobody will, and which recycles it for a later request.
+
+        Args:
+            dtype: one of WIRE_DTYPES.
+            count: how many values.
+            room_bytes: what later ops of the same call need, so that it is asked for once.
+        """
+        if count == 0:
+            return np.empty(0, WIRE_DTYPES[dtype])
+        nbytes = count * WIRE_DTYPES[dtype].itemsize
+        if self._input is not None and (self._input_retained or self._input.nbytes < nbytes):
+            number, self._input = self._input.number, None
+            with self._unless_it_fails():
+                self._connection.send(DropArena(number))
+        if self._input is None:
+            reply = self._exchange(WantArena(max(nbytes, room_bytes)))
+            if not isinstance(reply, ArenaGranted):
+                raise self._answer_error(reply)
+            with self._unless_it_fails():
+                self._input = self._map(reply)
+            self._input_retained = False
+        with self._unless_it_fails():
+            return _values(self._input, dtype, count)
+
+    def run_op(
+        self, call: Call, dtype: str, count: int, *, timeout_s: float
+    ) -> tuple[OpDone, Values]:
+        """Run one op, on the values that `input_values` was filled with if it has any here.
+
+        Returns:
+            The agent's word, and the result, to be read before the next call.
+
+        Raises:
+            PmeshError: the op failed, with the same error at all ranks, and the session goes on;
+                or AgentStopped, and it does not.
+        """
+        number, is_root = self._next_op, call.kind == "broadcast" and call.root == self.rank
+        source = None if call.kind == "broadcast" and not is_root else self._input
+        arena = source.number if count and source is not None else -1
+        self._input_retained = self._input_retained or is_root
+        wire = cast('Literal["float32", "float64", "int32", "int64", "bool"]', dtype)
+        reply = self._exchange(StartOp(number, call, wire, count, arena, timeout_s))
+        match reply:
+            case OpDone(op, output) if op == number:
+                self._next_op = OpNumber(number + 1)
+                with self._unless_it_fails():
+                    region = source if is_root else self._outputs.get(output)
+                    return reply, _values(region, dtype, count)
+            case OpFailed(op, verdict, consumed) if op == number:
+                self._next_op = OpNumber(number + consumed)
+                raise error_of(verdict)
+            case _:
+                raise self._answer_error(reply)
+
+    def check_open(self) -> None:
+        """Raises MeshClosed, with the reason, if the session has ended."""
+        if self._ended is not None:
+            raise MeshClosed(f"this mesh has ended: {self._ended}")
+
+    def leave(self) -> None:
+        """End on purpose: the others see that this rank has left the job."""
+        if self._ended is None:
+            try:
+                self._connection.send(Leave())
+            except AgentStopped:
+                _logger.debug("the agent had gone before this trainer left")
+            self.end("it was closed")
+
+    def end(self, reason: str) -> None:
+        """End at once; without `leave`, the others see a crash."""
+        self._ended = self._ended or reason
+        self._connection.close()
+        self._input = None
+        self._outputs.clear()
+
+    def interrupt(self, reason: str) -> None:
+        """Make the call of another thread raise MeshClosed."""
+        self._ended = self._ended or reason
+        self._connection.interrupt()
+
+    def end_if_interrupted(self) -> None:
+        """After a call: close what `interrupt` had to leave open."""
+        if self._ended is not None:
+            self.end(self._ended)
+
+    def _exchange(self, request: Request) -> Reply:
+        """Send a request and wait for the reply that ends it."""
+        self.check_open()
+        with self._unless_it_fails():
+            self._connection.send(request)
+            while True:
+                match reply := self._connection.receive():
+                    case StillWaiting():
+                        _logger.warning("%s", _describe(reply))
+                    case ArenaGranted(kind="output"):
+                        self._outputs[reply.arena] = self._map(reply)
+                    case ArenaGone(arena):
+                        self._outputs.pop(arena, None)
+                    case _:
+                        return reply
+
+    @contextmanager
+    def _unless_it_fails(self) -> Generator[None]:
+        """Whatever is raised inside, also a KeyboardInterrupt, ends the session."""
+        try:
+            yield
+        except BaseException as e:
+            closed = self._ended
+            self.end(f"{type(e).__name__}: {e}".rstrip(": "))
+            if closed is not None and isinstance(e, PmeshError):
+                raise MeshClosed(f"this mesh has ended: {closed}") from e
+            if isinstance(e, ProtocolError):
+                raise self._talks_nonsense(str(e)) from e
+            raise
+
+    def _map(self, granted: ArenaGranted) -> _Mapped:
+        descriptor = self._connection.take_descriptor()
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if granted.kind == "input" else 0)
+        try:
+            # The size is the message's: macOS rounds what fstat says up to a page.
+            memory = mmap.mmap(descriptor, granted.nbytes, prot=access)
+        except (OSError, ValueError, OverflowError) as e:
+            raise ProtocolError(f"arena {granted.arena} can't be mapped: {e}") from e
+        finally:
+            os.close(descriptor)
+        return _Mapped(granted.arena, granted.nbytes, memory)
+
+    def _answer_error(self, reply: Reply) -> PmeshError:
+        if isinstance(reply, Refused):
+            return error_of(reply.verdict)
+        self.end(f"the agent answered with {type(reply).__name__}")
+        return self._talks_nonsense(f"an answer to another question: {type(reply).__name__}")
+
+    def _talks_nonsense(self, what: str) -> AgentStopped:
+        return AgentStopped(
+            f"the agent at {self._connection.path} sent what no agent sends ({what}); "
+            "if you have just updated pmesh, restart it: 'pmesh down', then 'pmesh up'"
+        )
+
+
+def _values(arena: _Mapped | None, dtype: str, count: int) -> Values:
+    """The first values in an arena; raises ProtocolError if they can't lie there."""
+    if count == 0:
+        return np.empty(0, WIRE_DTYPES[dtype])
+    if arena is None:
+        raise ProtocolError("a result in an arena that was not granted")
+    if count * WIRE_DTYPES[dtype].itemsize > arena.nbytes:
+        raise ProtocolError(f"{count} values of {dtype} in an arena of {arena.nbytes} bytes")
+    return np.frombuffer(arena.memory, WIRE_DTYPES[dtype], count)
+
+
+def error_of(verdict: Verdict) -> PmeshError:
+    """The error that a verdict names; RunError if this version does not know it."""
+    found: object = getattr(errors, verdict.error, None)
+    if isinstance(found, type) and issubclass(found, PmeshError) and found is not ProtocolError:
+        return found(verdict.message)
+    return RunError(verdict.message)
+
+
+def _describe(waiting: StillWaiting) -> str:
+    what = "the job to begin" if waiting.op < 0 else f"op {waiting.op}"
+    on = ", ".join(waiting.on) or "nobody in particular"
+    return f"waiting for {what} for {waiting.waited_s:.0f} s; missing: {on}"
