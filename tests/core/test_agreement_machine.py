@@ -1,0 +1,131 @@
+"""Three agents under whatever order of deliveries, cuts, pauses and restarts Hypothesis finds.
+
+`Circle.take` holds I1, I2 and V1 against every step; a ProtocolError among honest agents is a
+failure too. In the end the network heals, and all must come together in one view.
+"""
+
+import itertools
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pmesh.core.messages import Waiting
+from pmesh.core.standing import Facts
+from pmesh.ids import Incarnation, JobName, Member, NodeId, Slot
+from tests.core.builders import make_concern, make_report, make_verdict, running
+from tests.core.circle import Circle, gathered
+
+NODES = [NodeId(letter * 32) for letter in (b"a", b"b", b"c")]
+NODE = st.sampled_from(NODES)
+PAIR = st.sampled_from(list(itertools.permutations(NODES, 2)))
+RECOVERY_S = 12.0  # several flushes that time out, and quiet times between them
+
+
+class ThreeAgents(RuleBasedStateMachine):
+    """Each rule is one thing that can happen to an agent or a wire."""
+
+    circle: Circle
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.starts = itertools.count(1)
+        self.now_running: dict[NodeId, Member] = {}
+
+    @initialize(strangers=st.booleans())
+    def begin(self, strangers: bool) -> None:  # noqa: FBT001 - Hypothesis passes it by name
+        members = [self.next_start_of(node) for node in NODES]
+        self.circle = Circle(*members) if strangers else gathered(*members)
+        if strangers:
+            self.circle.link_everyone()
+
+    def next_start_of(self, node: NodeId) -> Member:
+        member = Member(node, Incarnation(1000 + next(self.starts)))
+        self.now_running[node] = member
+        return member
+
+    def members(self, pair: tuple[NodeId, NodeId]) -> tuple[Member, Member]:
+        one, other = pair
+        return self.now_running[one], self.now_running[other]
+
+    @precondition(lambda self: any(self.circle.wires.values()))
+    @rule(data=st.data(), count=st.integers(1, 6))
+    def some_messages_arrive(self, data: st.DataObject, count: int) -> None:
+        busy = sorted(wire for wire, waiting in self.circle.wires.items() if waiting)
+        wire = data.draw(st.sampled_from(busy))
+        for _ in range(min(count, len(self.circle.wires[wire]))):
+            self.circle.deliver(*wire)
+
+    @rule()
+    def everything_arrives(self) -> None:
+        self.circle.deliver_all()
+
+    @rule(node=NODE, after_s=st.sampled_from([0.0, 0.2, 1.1, 2.1]))
+    def one_agent_beats(self, node: NodeId, after_s: float) -> None:
+        self.circle.now += after_s
+        self.circle.tick(self.now_running[node])
+
+    @rule(pair=PAIR)
+    def a_link_breaks(self, pair: tuple[NodeId, NodeId]) -> None:
+        if self.members(pair) in self.circle.wires:
+            self.circle.unlink(*self.members(pair))
+
+    @rule(pair=PAIR)
+    def a_link_breaks_and_one_end_does_not_notice(self, pair: tuple[NodeId, NodeId]) -> None:
+        if self.members(pair) in self.circle.wires:
+            self.circle.cut(*self.members(pair))
+            self.circle.lose(*self.members(pair))
+
+    @rule(pair=PAIR)
+    def a_link_comes_up(self, pair: tuple[NodeId, NodeId]) -> None:
+        if self.members(pair) not in self.circle.wires:
+            self.circle.link(*self.members(pair))
+
+    @rule(node=NODE)
+    def an_agent_restarts(self, node: NodeId) -> None:
+        self.circle.stop(self.now_running[node])
+        self.circle.start(self.next_start_of(node))
+
+    @rule(node=NODE, wait_for=st.integers(1, 3))
+    def a_trainer_waits(self, node: NodeId, wait_for: int) -> None:
+        job = JobName(f"for {wait_for}")
+        self.circle.facts[self.now_running[node]] = Facts(
+            waiting=(Waiting(job, Slot(0), wait_for),)
+        )
+
+    @precondition(lambda self: any(state.view.rosters for state in self.circle.states.values()))
+    @rule(node=NODE)
+    def an_op_times_out(self, node: NodeId) -> None:
+        member = self.now_running[node]
+        for roster in self.circle.view_of(member).rosters[:1]:
+            self.circle.facts[member] = Facts(
+                concerns=(make_concern(roster, make_verdict(), op=0),),
+                reports=(
+                    make_report(roster, {rank: [running(0)] for rank in roster.ranks_of(member)}),
+                ),
+            )
+
+    @invariant()
+    def an_agent_is_a_member_of_its_own_view(self) -> None:
+        assert all(member in state.view.members for member, state in self.circle.states.items())
+
+    @invariant()
+    def who_waits_for_a_commit_has_promised_more_than_it_installed(self) -> None:
+        for state in self.circle.states.values():
+            assert (state.flushed_at is None) == (state.promised == state.view.epoch)
+
+    @invariant()
+    def a_view_has_one_roster_for_each_job(self) -> None:
+        for view in self.circle.views.values():
+            assert len({roster.job for roster in view.rosters}) == len(view.rosters)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "circle"):
+            return
+        for member, facts in self.circle.facts.items():
+            self.circle.facts[member] = Facts(waiting=facts.waiting)
+        self.circle.recover(within_s=RECOVERY_S)
+
+
+TestThreeAgents = ThreeAgents.TestCase
+TestThreeAgents.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
