@@ -40,8 +40,7 @@ async def serve_trainer(session: Session, request: Connect, jobs: Jobs) -> None:
             await _refuse(session, "ProtocolVersionMismatch", _other_version(request.version))
             return
         if not await _previous_run_ended(JobName(request.job), request.timeout_s, jobs):
-            text = f"job {request.job!r} is running already; nobody can join it while it runs"
-            await _refuse(session, "JobRunning", text)
+            await _refuse(session, "JobRunning", _why_running(JobName(request.job), jobs))
             return
         rank = await _wait_for_job(session, request, arenas, jobs)
         if rank is not None:
@@ -72,6 +71,15 @@ async def _previous_run_ended(job: JobName, timeout_s: float, jobs: Jobs) -> boo
             return False
         await trio.sleep(LOOK_S / 5)
     return True
+
+
+def _why_running(job: JobName, jobs: Jobs) -> str:
+    roster = jobs.membership.view.roster_of(job)
+    if roster is None or not roster.lost:
+        return f"job {job!r} is running already; nobody can join it while it runs"
+    left = [i for i in range(len(roster.trainers)) if i not in roster.lost_ranks]
+    names = ", ".join(f"rank {i} ({roster.names[i]})" for i in left)
+    return f"an earlier run of job {job!r} has failed but not ended: stop the scripts of {names}"
 
 
 async def _wait_for_job(
