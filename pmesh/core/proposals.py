@@ -68,13 +68,7 @@ def decide(state: State, facts: Facts) -> Commit | None:
         return None
     answers, epoch = proposal.answers, proposal.message.epoch
     base = _base(state, answers)
-    # V2: only who installed the base, or what the base says it had before, continues.
-    continuing = [
-        member
-        for member in base.by_seniority
-        if member in answers
-        and answers[member].view.epoch in (base.epoch, base.previous_epoch_of(member))
-    ]
+    continuing = _continuing(base, answers)
     costs = measure_costs(
         tuple(answers),
         {peer.member: peer.heartbeat.heard for peer in state.peers.values()}
@@ -169,6 +163,16 @@ def _base(state: State, answers: Mapping[Member, Flushed]) -> View:
         if view.epoch > base.epoch and ours:
             base = view
     return base
+
+
+def _continuing(base: View, answers: Mapping[Member, Flushed]) -> list[Member]:
+    """V2: only who installed the base, or what the base says it had before, continues."""
+    return [
+        member
+        for member in base.by_seniority
+        if member in answers
+        and answers[member].view.epoch in (base.epoch, base.previous_epoch_of(member))
+    ]
 
 
 def _seat(
