@@ -111,6 +111,9 @@ class Circle:
                     assert self.views.setdefault(view.epoch, view) == view, (
                         "I1: one epoch, one view"
                     )
+                    assert view.epoch >= before.promised, "V1: nothing below a promise"
+                    lineage = (None, installed.epoch)
+                    assert view.previous_epoch_of(member) in lineage, "V2: a false lineage"
                     installed = view
         assert step.state.view == installed
 

@@ -659,9 +659,12 @@ def test_an_epoch_that_could_not_follow_is_never_installed() -> None:
     state = replace(promising(6), view=make_view(4, ANNA, BERT))
     with pytest.raises(ProtocolError, match="a view that can't follow"):
         told(told(state, CARA, TellView(view)).state, CARA, make_heartbeat(view, BERT))
+    same = replace(promising(6), view=make_view(6, *TRIO.members))
+    with pytest.raises(ProtocolError, match="a view that can't follow"):
+        told(same, ANNA, commit(same.view))
 
 
-def test_the_circle_itself_sees_a_broken_promise() -> None:
+def test_the_circle_itself_sees_what_it_is_there_to_see() -> None:
     """A test that can't fail is a defect."""
     circle = Circle(ANNA, BERT)
     state = circle.states[ANNA]
@@ -671,6 +674,13 @@ def test_the_circle_itself_sees_a_broken_promise() -> None:
         circle.take(ANNA, Step(state, (Install(state.view),)))
     with pytest.raises(AssertionError, match="I2: only where"):
         circle.take(ANNA, Step(state, (Install(make_view(9, BERT)),)))
+    promised = replace(state, promised=make_epoch(9))
+    circle.states[ANNA] = promised
+    with pytest.raises(AssertionError, match="V1: nothing below"):
+        circle.take(ANNA, Step(promised, (Install(make_view(8, ANNA)),)))
+    circle = Circle(ANNA, BERT)
+    with pytest.raises(AssertionError, match="V2"):
+        circle.take(ANNA, Step(state, (Install(make_view(8, ANNA, previous=make_epoch(7))),)))
     circle.views[make_epoch(8)] = make_view(8, ANNA)
     with pytest.raises(AssertionError, match="I1"):
         circle.take(ANNA, Step(state, (Install(make_view(8, ANNA, BERT)),)))

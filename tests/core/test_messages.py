@@ -68,7 +68,11 @@ def test_whatever_a_peer_sends_is_a_message_or_a_protocol_error(data: bytes) -> 
     [
         pytest.param(b"", id="nothing"),
         pytest.param(b"\x93\x63\x00\x00", id="an unknown tag"),
-        pytest.param(b"\x91" * 100_000, id="nested deeper than any stack"),
+        pytest.param(b"\x91" * 100_000, id="arrays all the way down"),
+        pytest.param(
+            b"\x94" + encode(Refuse(make_epoch(2), make_epoch(1)))[1:] + b"\x91" * 100_000,
+            id="a field to skip that is nested deeper than any stack",
+        ),
         pytest.param(b"\x92\x16\xdd\xff\xff\xff\xff", id="an array of 2^32 values"),
         pytest.param(b"\x94\x01\x01\x92\xc4\x00\x01\xa1\xff", id="a name that is not UTF-8"),
         pytest.param(encode(Refuse(make_epoch(2), make_epoch(1))) + b"\x00", id="bytes left over"),

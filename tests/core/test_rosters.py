@@ -297,7 +297,7 @@ class TestALostRank:
         after = self.without_cara(nothing, nothing, reasons={CARA: "silent for 2.1 s"})
         assert after.lost[0].message == "rank 2 (mac-c) is lost: silent for 2.1 s"
 
-    def test_is_not_counted_twice(self) -> None:
+    def test_that_was_lost_before_is_not_lost_again(self) -> None:
         hurt = make_roster(ANNA, BERT, CARA, lost=[self.LOST])
         base = make_view(5, ANNA, BERT, rosters=[hurt])
         answers = {m: make_flushed(m, base) for m in (ANNA, BERT)}
@@ -333,6 +333,39 @@ class TestALostRank:
         }
         (after,) = settle(self.BASE, answers, continuing=[ANNA, BERT])
         assert after.outcomes == (OpOutcome(OpNumber(4), verdict=self.LOST),)
+
+
+class TestTheLastHolderOfAResult:
+    """A rank whose trainer has left is lost, yet its agent may hold what others lack."""
+
+    HELD = OpOutcome(OpNumber(4), holders=(Rank(2),))
+    LOST = make_verdict("RankLost", 2)
+    ROSTER = make_roster(ANNA, BERT, CARA, lost=[LOST], outcomes=[HELD])
+    BASE = make_view(5, ANNA, BERT, CARA, rosters=[ROSTER])
+
+    def test_takes_the_op_with_it_when_its_agent_goes(self) -> None:
+        reports = {
+            ANNA: make_report(self.ROSTER, {0: [running(4)]}),
+            BERT: make_report(self.ROSTER, {1: [running(4)]}),
+        }
+        answers = {m: make_flushed(m, self.BASE, jobs=[r]) for m, r in reports.items()}
+        assert jobs_to_settle(self.BASE, tuple(answers), (), {}) == (DIGITS,)
+        (after,) = settle(self.BASE, answers)
+        assert after.outcomes == (OpOutcome(OpNumber(4), verdict=self.LOST),)
+        assert after.lost == (self.LOST,)
+
+    def test_may_go_when_another_has_fetched_it(self) -> None:
+        answers = {
+            ANNA: make_flushed(
+                ANNA, self.BASE, jobs=[make_report(self.ROSTER, {0: [completed(4)]})]
+            ),
+            BERT: make_flushed(BERT, self.BASE, jobs=[make_report(self.ROSTER, {1: [running(4)]})]),
+        }
+        (after,) = settle(self.BASE, answers)
+        assert after.outcomes == (OpOutcome(OpNumber(4), holders=(Rank(0),)),)
+
+    def test_leaves_the_job_in_peace_while_its_agent_stays(self) -> None:
+        assert jobs_to_settle(self.BASE, self.BASE.members, (), {}) == ()
 
 
 class TestNewcomers:

@@ -79,7 +79,14 @@ def test_whatever_an_agent_sends_is_a_reply_or_a_protocol_error(data: bytes) -> 
         pytest.param(b"", id="nothing"),
         pytest.param(b"\x81\xa4type\xa4nope", id="an unknown tag"),
         pytest.param(b"\x81\xa4type\xa2\xff\xff", id="a tag that is not UTF-8"),
-        pytest.param(b"\x81\x91" * 100_000, id="nested deeper than any stack"),
+        pytest.param(
+            b"\x82\xa4type\xa5leave\xa1x" + b"\x91" * 100_000,
+            id="a request with a field to skip that is nested deeper than any stack",
+        ),
+        pytest.param(
+            b"\x83\xa4type\xa8stopping\xa3pid\x01\xa1x" + b"\x91" * 100_000,
+            id="a reply with such a field",
+        ),
         pytest.param(b"\xdf\xff\xff\xff\xff", id="a map of 2^32 entries"),
         pytest.param(encode(Leave()) + b"\x00", id="bytes left over"),
     ],
