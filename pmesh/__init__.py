@@ -1,7 +1,9 @@
 """pmesh turns the Macs and Linux boxes at home into one training cluster."""
 
-from pmesh.client.calls import LastOp
-from pmesh.client.mesh import Mesh, connect
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
 from pmesh.errors import (
     AgentNotRunning,
     AgentStopped,
@@ -19,6 +21,10 @@ from pmesh.errors import (
     UnsupportedArray,
     UsageError,
 )
+
+if TYPE_CHECKING:
+    from pmesh.client.calls import LastOp
+    from pmesh.client.mesh import Mesh, connect
 
 __all__ = [
     "AgentNotRunning",
@@ -40,3 +46,20 @@ __all__ = [
     "UsageError",
     "connect",
 ]
+
+_LATER = MappingProxyType(
+    {
+        "LastOp": "pmesh.client.calls",
+        "Mesh": "pmesh.client.mesh",
+        "connect": "pmesh.client.mesh",
+    }
+)
+"""Imported when first asked for: `pmesh status` needs no numpy, nor does who imports one module."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: object = getattr(import_module(_LATER[name]), name)
+    globals()[name] = found
+    return found
