@@ -1,0 +1,119 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pmesh
+from pmesh.core.session import Connect, Refused
+from pmesh.core.views import Verdict
+from pmesh.ids import JobName
+from tests.client.fake_agent import FakeAgent, ScriptedAgent, Trainer, joins, replies
+
+
+def test_without_an_agent_the_error_names_the_socket_and_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(pmesh.AgentNotRunning, match=r"agent\.sock .*'pmesh up'"):
+        pmesh.connect("job", home=tmp_path / "none")
+
+
+def test_a_socket_whose_agent_was_killed_counts_as_no_agent(tmp_path: Path) -> None:
+    with FakeAgent(tmp_path):
+        pass
+    assert (tmp_path / "agent.sock").exists()
+    with pytest.raises(pmesh.AgentNotRunning):
+        pmesh.connect("job", home=tmp_path)
+
+
+def test_the_home_comes_from_the_environment(
+    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PMESH_HOME", str(agent.home))
+    with pmesh.connect("job") as mesh:
+        assert mesh.size == 1
+
+
+def test_too_few_ranks_in_time_is_what_the_agent_says(agent: FakeAgent) -> None:
+    with pytest.raises(pmesh.NotEnoughRanks, match="mac-2 has none"):
+        pmesh.connect("job", wait_for=2, timeout_s=0.05, home=agent.home)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        ("JobRunning", pmesh.JobRunning),
+        ("HistorySuperseded", pmesh.HistorySuperseded),
+        ("NewInAVersionToCome", pmesh.RunError),
+        ("ClassVar", pmesh.RunError),
+        ("ProtocolError", pmesh.RunError),
+        ("__doc__", pmesh.RunError),
+    ],
+)
+def test_a_refusal_is_the_error_that_it_names(
+    tmp_path: Path, error: str, expected: type[Exception]
+) -> None:
+    with ScriptedAgent(tmp_path, replies(Refused(Verdict(error, "because")))):
+        with pytest.raises(pmesh.PmeshError, match="because") as caught:
+            pmesh.connect("job", home=tmp_path)
+        assert type(caught.value) is expected
+
+
+def test_the_agent_is_told_what_runs_and_on_what_terms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+
+    def look(trainer: Trainer, request: object) -> None:
+        seen.append(request)
+        joins(trainer, request)  # type: ignore[arg-type] # a Connect
+
+    monkeypatch.setattr(sys, "argv", ["/home/me/train.py", "--fast"])
+    with ScriptedAgent(tmp_path, look):
+        pmesh.connect("digits", wait_for=3, timeout_s=7, home=tmp_path).close()
+    assert seen == [
+        Connect(version=1, job=JobName("digits"), wait_for=3, timeout_s=7.0, program="train.py")
+    ]
+
+
+@pytest.mark.parametrize("argv", [[], [""], ["x" * 300], [os.fsdecode(b"caf\xe9.py")]])
+def test_any_program_name_will_do(
+    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch, argv: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", argv)
+    pmesh.connect("job", home=agent.home).close()
+
+
+@pytest.mark.parametrize(
+    ("job", "wait_for", "timeout_s"),
+    [("", 1, 1), ("x" * 65, 1, 1), ("job", 0, 1), ("job", 1025, 1), ("job", 1, 0), ("job", 1, -1)],
+)
+def test_terms_without_meaning_are_refused_before_anyone_is_asked(
+    tmp_path: Path, job: str, wait_for: int, timeout_s: float
+) -> None:
+    with pytest.raises(pmesh.UsageError) as caught:
+        pmesh.connect(job, wait_for, timeout_s, tmp_path)
+    assert type(caught.value) is pmesh.UsageError
+
+
+def modules_after(code: str) -> set[str]:
+    code = f"import sys; {code}; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return set(result.stdout.split())
+
+
+def test_a_trainer_gets_no_event_loop_and_no_library_that_it_does_not_use() -> None:
+    loaded = modules_after("import pmesh; pmesh.connect")
+    assert "pmesh.client.mesh" in loaded
+    unwanted = {"trio", "asyncio", "mlx", "torch", "zeroconf", "networkx", "structlog", "psutil"}
+    assert not loaded & unwanted
+
+
+def test_importing_pmesh_alone_costs_next_to_nothing() -> None:
+    assert not modules_after("import pmesh") & {"numpy", "msgspec", "pmesh.client"}
+
+
+def test_every_public_name_is_there_and_no_other() -> None:
+    assert all(hasattr(pmesh, name) for name in pmesh.__all__)
+    assert not hasattr(pmesh, "disconnect")
