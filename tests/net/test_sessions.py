@@ -16,8 +16,8 @@ import trio.testing
 from pmesh.core.framing import FrameReader, frame
 from pmesh.core.session import (
     ArenaGranted,
-    ArenaMapped,
     AskStatus,
+    DropArena,
     Leave,
     Reply,
     Status,
@@ -86,11 +86,11 @@ async def test_requests_arrive_whole_however_they_are_cut(path: Path) -> None:
         done.set()
 
     async with serving(path, collect), await trio.open_unix_socket(path) as stream:
-        data = b"".join(frame(encode(m)) for m in (AskStatus(), ArenaMapped(5), StopAgent()))
+        data = b"".join(frame(encode(m)) for m in (AskStatus(), DropArena(5), StopAgent()))
         for i in range(0, len(data), 3):
             await stream.send_all(data[i : i + 3])
         await done.wait()
-    assert received == [AskStatus(), ArenaMapped(5), StopAgent()]
+    assert received == [AskStatus(), DropArena(5), StopAgent()]
 
 
 async def test_the_socket_is_the_users_alone_and_goes_with_the_server(path: Path) -> None:

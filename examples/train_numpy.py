@@ -1,0 +1,58 @@
+"""Train a classifier of handwritten digits on all your machines, with nothing but numpy.
+
+On each machine: `pmesh up`, then `python train_numpy.py 3` where 3 trainers shall take part.
+"""
+
+import sys
+
+import numpy as np
+from sklearn.datasets import load_digits
+
+import pmesh
+
+BATCH, STEPS, RATE = 96, 400, 0.5
+Array = np.ndarray
+Parameters = dict[str, Array]
+
+
+def loss_and_gradients(p: Parameters, x: Array, y: Array) -> tuple[float, Parameters]:
+    """Of a network with one hidden layer: the mean cross-entropy over the batch, by hand."""
+    hidden = np.maximum(x @ p["w1"] + p["b1"], 0)
+    logits = hidden @ p["w2"] + p["b2"]
+    odds = np.exp(logits - logits.max(axis=1, keepdims=True))
+    odds /= odds.sum(axis=1, keepdims=True)
+    rows = np.arange(len(y))
+    loss = -np.log(odds[rows, y]).mean()
+    odds[rows, y] -= 1
+    back = (odds / len(y)) @ p["w2"].T * (hidden > 0)
+    gradients = {"w1": x.T @ back, "b1": back.sum(axis=0)}
+    gradients |= {"w2": hidden.T @ odds / len(y), "b2": odds.mean(axis=0)}
+    return float(loss), gradients
+
+
+def main(ranks: int) -> None:
+    """Every rank takes its share of each batch; the averaged gradient is that of the whole."""
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32)
+    rng = np.random.default_rng(0)  # the same on every rank: all draw the same batches
+    with pmesh.connect(job="digits", wait_for=ranks) as mesh:
+        p: Parameters = {
+            "w1": rng.normal(0, 0.1, (64, 64)).astype(np.float32),
+            "b1": np.zeros(64, np.float32),
+            "w2": rng.normal(0, 0.1, (64, 10)).astype(np.float32),
+            "b2": np.zeros(10, np.float32),
+        }
+        p = mesh.broadcast(p)  # everyone starts alike
+        for step in range(STEPS):
+            mine = rng.integers(0, 1500, BATCH)[mesh.rank :: mesh.size]
+            loss, gradients = loss_and_gradients(p, images[mine], labels[mine])
+            gradients = mesh.average_gradients(gradients, weight=len(mine))
+            p = {name: value - RATE * gradients[name] for name, value in p.items()}
+            if step % 100 == 0:
+                print(f"rank {mesh.rank} of {mesh.size}: step {step}, loss {loss:.3f}")
+        scores = np.maximum(images[1500:] @ p["w1"] + p["b1"], 0) @ p["w2"] + p["b2"]
+        print(f"rank {mesh.rank}: accuracy {(scores.argmax(axis=1) == labels[1500:]).mean():.1%}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
