@@ -17,7 +17,8 @@ BATCH, STEPS, RATE = 96, 400, 0.5
 
 def mean_loss(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
     """The mean cross-entropy over the batch."""
-    return nn.losses.cross_entropy(model(x), y, reduction="mean")
+    loss: mx.array = nn.losses.cross_entropy(model(x), y, reduction="mean")
+    return loss
 
 
 def main(ranks: int) -> None:
