@@ -19,9 +19,9 @@ def describe_change(
     """
     old = {seat.member: seat.name for seat in before.seats}
     new = {seat.member: seat.name for seat in after.seats}
-    for member in old.keys() - new.keys():
+    for member in (member for member in old if member not in new):
         yield f"{old[member]} is gone: {losses.get(member, 'the others no longer hear it')}"
-    for member in new.keys() - old.keys():
+    for member in (member for member in new if member not in old):
         yield f"{new[member]} joined"
     if before.members != after.members:
         yield _describe_ring(after, me)
@@ -33,7 +33,7 @@ def _describe_ring(view: View, me: Member) -> str:
         return "alone: no other machine of this mesh is here"
     names = [seat.name + " (this machine)" * (seat.member == me) for seat in view.seats]
     leader = next(seat.name for seat in view.seats if seat.member[0] == view.epoch.leader)
-    return f"ring: {' → '.join(names)} → {names[0].partition(' (')[0]}; leader {leader}"
+    return f"ring: {' → '.join(names)} → {view.seats[0].name}; leader {leader}"
 
 
 def _describe_jobs(before: View, after: View) -> Iterator[str]:

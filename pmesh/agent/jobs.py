@@ -27,6 +27,7 @@ from pmesh.core.views import Roster, Verdict, View
 from pmesh.errors import LaneBroken
 from pmesh.ids import JobName, Member, OpNumber, Rank, Slot
 from pmesh.net.arena_pools import SessionArenas
+from pmesh.net.lanes import CallsDiffer
 
 LEAVE_GRACE_S = 1.0  # a gone trainer's last op may still help the others; then they are told
 
@@ -75,6 +76,8 @@ class Jobs:
     def withdraw(self, candidate: Candidate) -> None:
         """The trainer no longer waits; if the job begins all the same, its rank is lost."""
         self.candidates.pop(candidate.slot, None)
+        if candidate.rank is not None:
+            candidate.rank.leaving = ("is lost: its trainer left", trio.current_time())
         self.poke()
 
     def waiting_for(self, job: JobName) -> dict[Member, int]:
@@ -112,6 +115,7 @@ class Jobs:
             for number in roster.ranks_of(self._me):
                 self._begin_if_new(roster, number)
         self._absent = [c for c in self._absent if self._is_open(c, view)]
+        self._marks = {at: m for at, m in self._marks.items() if view.roster_of(at[0]) is not None}
 
     def marked(self, heartbeat: Heartbeat) -> None:
         """A peer has told how far its ranks have come."""
@@ -150,7 +154,7 @@ class Jobs:
         """A peer's rank asks for a result that is retained here (O2)."""
         for rank in self.ranks:
             same_job = (rank.roster.job, rank.roster.born) == (ask.job, ask.born)
-            if same_job and rank.rank == ask.holder and ask.to_rank < rank.size:
+            if same_job and rank.rank == ask.holder and 0 <= ask.to_rank < rank.size:
                 self._nursery.start_soon(self._serve, rank, ask)
 
     def neighbour(self, rank: LocalRank, other: Rank) -> LocalRank | None:
@@ -187,6 +191,12 @@ class Jobs:
         for rank in self.ranks:
             total = _sum_of(total, rank.traffic)
         return total
+
+    def close(self) -> None:
+        """The agent ends: so do all lanes."""
+        for rank in self.ranks:
+            rank.close_lanes()
+        self.desk.close()
 
     # --- inside
 
@@ -245,7 +255,8 @@ class Jobs:
 
     def _begin_if_new(self, roster: Roster, number: Rank) -> None:
         slot = roster.trainers[number].slot
-        if any(r.rank == number and r.roster.born == roster.born for r in self.ranks):
+        job = roster.job, roster.born
+        if any((r.roster.job, r.roster.born) == job and r.rank == number for r in self.ranks):
             return
         candidate = self.candidates.pop(slot, None)
         if candidate is None or candidate.job != roster.job:
@@ -264,19 +275,26 @@ class Jobs:
         name = roster.names[number]
         text = f"rank {number} ({name}) is lost: its trainer left before the job began"
         verdict = Verdict("RankLost", text, (number,))
-        self._absent.append(Concern(roster.job, roster.born, roster.number, verdict))
-        self.poke()
+        concern = Concern(roster.job, roster.born, roster.number, verdict)
+        if concern not in self._absent:
+            self._absent.append(concern)
+            self.poke()
 
     def _is_open(self, concern: Concern, view: View) -> bool:
         roster = view.roster_of(concern.job)
         return roster is not None and roster.number == concern.number
 
     def _compare(self, rank: LocalRank, mark: RankMarks) -> None:
-        """I5: two ranks that wait for each other in one op must have called the same."""
-        op = rank.ledger.started
-        waits = rank.ledger.ended < op and mark.completed < op and mark.started == op
+        """I5: two ranks must call the same as one op, also where no data flows between them.
+
+        Broadcasts of two roots even end: neither root waits for anybody.
+        """
+        op = OpNumber(rank.ledger.started)
+        report = rank.ledger.ops.get(op)
+        in_question = report is not None and report.verdict is None and mark.started == op
         same_roster = mark.number == rank.roster.number
-        if waits and same_roster and mark.fingerprint != rank.fingerprint and not rank.concern:
+        differs = mark.fingerprint != rank.fingerprint
+        if in_question and same_roster and differs and rank.concern is None:
             roster = rank.roster
             verdict = Verdict("OpMismatch", f"op {op} of job {roster.job!r} differs", ())
             rank.concern = Concern(roster.job, roster.born, roster.number, verdict, op)
@@ -298,7 +316,7 @@ class Jobs:
     async def _serve(self, rank: LocalRank, ask: AskResult) -> None:
         try:
             await serve_result(rank, ask, self)
-        except LaneBroken:
+        except (LaneBroken, CallsDiffer):
             return  # the asker notices, and asks for a view in which it may ask again
 
 

@@ -100,6 +100,7 @@ class LaneDesk:
         self._places: dict[End, _Place] = {}
         self._expected: dict[bytes, _Expected] = {}
         self._news = trio.Event()
+        self._over: dict[JobName, int] = {}  # every roster below this number
 
     def offer(self, edge: Edge, to: Member) -> None:
         """Open an edge whose sending end is ours; `take` gives it."""
@@ -113,6 +114,8 @@ class LaneDesk:
         if max(len(self._expected), len(self._places)) >= MAX_EXPECTED:
             raise ProtocolError("more lanes are offered than any job needs")
         end = End(_edge_of(offer), sending=False)
+        if self._is_over(end):
+            return  # on its way while a view was installed here
         if offer.dial:
             self._nursery.start_soon(self._dial, end, offer, member)
         else:
@@ -130,7 +133,11 @@ class LaneDesk:
             raise LaneBroken("a connection names a lane that nobody has offered")
         name = self._reach.name_of(expected.member)
         opened = await welcome_lane(stream, expected.offer, peer=name)
-        authenticated()
+        try:
+            authenticated()
+        except NetworkError:
+            opened.close()
+            raise
         # Not before: the lane's id was in clear, and whoever overheard it must not use it up.
         self._expected.pop(lane, None)
         self._fill(expected.end, opened)
@@ -139,36 +146,45 @@ class LaneDesk:
         """The lane of one of our ends, as soon as it is open.
 
         Raises:
-            LaneBroken: it could not be opened in three attempts.
+            LaneBroken: it could not be opened in three attempts, or its roster is over.
         """
+        if self._is_over(end):
+            raise LaneBroken("its roster is over")
         place = self._place(end)
         await place.filled.wait()
-        self._places.pop(end, None)
-        if place.lane is None:
-            raise place.failure or LaneBroken("the lane was given up")
-        return place.lane
+        if self._places.get(end) is place:
+            del self._places[end]
+        lane, place.lane = place.lane, None
+        if lane is None:
+            raise place.failure or LaneBroken("somebody else has taken the lane")
+        return lane
 
     def forget(self, job: JobName, *, below: int) -> None:
         """The job's rosters below this number are over: so are their lanes."""
+        self._over[job] = max(below, self._over.get(job, below))
         for lane, expected in list(self._expected.items()):
-            if _is_over(expected.end, job, below):
+            if self._is_over(expected.end):
                 del self._expected[lane]
         for end, place in list(self._places.items()):
-            if _is_over(end, job, below):
+            if self._is_over(end):
                 del self._places[end]
-                if place.lane is not None:
-                    place.lane.close()
+                _give_up(place, LaneBroken("its roster is over"))
 
     def close(self) -> None:
         """Close what nobody has taken."""
         for place in self._places.values():
-            if place.lane is not None:
-                place.lane.close()
+            _give_up(place, LaneBroken("the agent ends"))
+
+    def _is_over(self, end: End) -> bool:
+        return end.edge.number < self._over.get(end.edge.job, 0)
 
     def _place(self, end: End) -> _Place:
         return self._places.setdefault(end, _Place())
 
     def _fill(self, end: End, lane: Lane) -> None:
+        if self._is_over(end):
+            lane.close()
+            return
         place = self._place(end)
         if place.lane is not None:
             place.lane.close()  # an earlier attempt, of which the other side has heard no end
@@ -183,7 +199,12 @@ class LaneDesk:
     def _join_locally(self, edge: Edge) -> None:
         me = self._reach.name_of(self._me)
         names = f"rank {edge.to_rank} ({me})", f"rank {edge.from_rank} ({me})"
-        sending, receiving = local_lanes(self._make_offer(edge, dial=False), peers=names)
+        try:
+            sending, receiving = local_lanes(self._make_offer(edge, dial=False), peers=names)
+        except OSError as e:  # no descriptor is left: a matter for all ranks, not for this agent
+            failure = LaneBroken(f"no data connection within {me}: {e.strerror}")
+            _give_up(self._place(End(edge, sending=True)), failure)
+            return
         self._fill(End(edge, sending=True), sending)
         self._fill(End(edge, sending=False), receiving)
 
@@ -206,8 +227,7 @@ class LaneDesk:
                 return
             await trio.sleep(RETRY_S)
         name = self._reach.name_of(to)
-        place.failure = LaneBroken(f"no data connection to {name} can be made")
-        place.filled.set()
+        _give_up(place, LaneBroken(f"no data connection to {name} can be made"))
 
     async def _dial(self, end: End, offer: OfferLane, member: Member) -> None:
         """Dial the lane of an offer; whoever offered it tries again if that fails."""
@@ -233,5 +253,9 @@ def _edge_of(offer: OfferLane) -> Edge:
     return Edge(offer.job, offer.born, offer.number, offer.from_rank, offer.to_rank, offer.op)
 
 
-def _is_over(end: End, job: JobName, below: int) -> bool:
-    return end.edge.job == job and end.edge.number < below
+def _give_up(place: _Place, failure: LaneBroken) -> None:
+    """Nobody shall get this lane; who waits for it hears why."""
+    if place.lane is not None:
+        place.lane.close()
+    place.lane, place.failure = None, failure
+    place.filled.set()

@@ -4,7 +4,6 @@ A straight line from the request to the reply. Nothing here decides that an op h
 goes wrong becomes a concern, and the view change that it causes says the same to all ranks (O3).
 """
 
-import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +13,7 @@ from pmesh.agent.lane_desk import End, LaneDesk
 from pmesh.agent.ranks import LocalRank, Result
 from pmesh.core.messages import AskResult, Concern
 from pmesh.core.records import fingerprint
-from pmesh.core.reductions import WIRE_DTYPES
+from pmesh.core.reductions import WIRE_DTYPES, check_reduction
 from pmesh.core.session import OpDone, OpFailed, StartOp
 from pmesh.core.views import Verdict
 from pmesh.errors import LaneBroken, ProtocolError, UsageError
@@ -22,10 +21,12 @@ from pmesh.ids import Member, OpNumber, Rank
 from pmesh.net.arenas import Arena
 from pmesh.net.collectives import CallsDiffer, RingPosition, all_reduce, broadcast
 
-MAX_UNSTABLE_OPS = 64  # a heartbeat's worth of small ops; beyond it a start waits (O2)
+MAX_UNSTABLE_OPS = 32  # half of the arenas that a session may have; beyond it a start waits (O2)
 MAX_UNSTABLE_BYTES = 256 * 1024 * 1024  # likewise; one op may always be retained, of any size
 TELL_AFTER_OPS = 8  # so often a heartbeat goes ahead of time, while nothing else tells the marks
 LANE_GRACE_S = 1.0  # a lane ends before its machine's link does: wait for the better reason
+COPIED_BYTES = 1024 * 1024  # at once: some 0.1 ms, so that the event loop stays responsive
+KINDS = ("all_reduce", "broadcast", "barrier")
 LANE_ATTEMPTS = 3  # an op that breaks its lanes thrice fails
 
 _NOTHING = Result(arena=None, nbytes=0)
@@ -86,25 +87,41 @@ async def run_op(
         return OpFailed(number, owed, consumed=False), None
     if number != rank.ledger.started + 1:
         raise ProtocolError(f"op {number} after op {rank.ledger.started}")
+    _check(rank, request)
     try:
         op = await _lay_out(rank, request)
-    except UsageError as e:
-        verdict = Verdict("UsageError", f"rank {rank.rank}: {e}", (rank.rank,))
-        op = _Op(number=number, request=request, source=None, result=_NOTHING, doomed=verdict)
+    except (UsageError, OSError) as e:  # OSError: the system has no memory or descriptor left
+        doomed = Verdict("UsageError", f"rank {rank.rank}: {e}", (rank.rank,))
+        op = _Op(number=number, request=request, source=None, result=_NOTHING, doomed=doomed)
     rank.start(number, request.call)
-    deadline = trio.current_time() + min(request.timeout_s, 1e9)
+    patience_s = min(request.timeout_s, 1e9)
+    deadline = trio.current_time() + patience_s
     while (verdict := rank.verdict_on(number)) is None:
+        if rank.holders_of(number):  # it can't fail any more: a late fetch is only tried again
+            deadline = trio.current_time() + patience_s
         with rank.attempt():
             with trio.move_on_at(deadline):
                 await _attempt(rank, op, around)
                 return _deliver(rank, op, around)
             # I6: not raised here alone (O3); the op is settled by the next view.
             _raise_concern(rank, op, _timed_out(rank, op, around), around)
-            deadline = math.inf
             await trio.sleep_forever()
     rank.fail(number, verdict)
     _let_go(rank, op, keep=None)
-    return OpFailed(number, verdict), None
+    cause, rank.owed = rank.owed or verdict, None  # an earlier op's failure is this one's cause
+    return OpFailed(number, cause), None
+
+
+def _check(rank: LocalRank, request: StartOp) -> None:
+    """Refuse what no client of ours sends: a trainer must not be able to end its agent."""
+    call = request.call
+    if call.kind not in KINDS or (call.kind == "broadcast" and not 0 <= call.root < rank.size):
+        raise ProtocolError(f"op {request.op} is {call}")
+    try:
+        if call.kind != "broadcast":
+            check_reduction(call.reduction or "sum", request.wire_dtype)
+    except ValueError as e:
+        raise ProtocolError(f"op {request.op} is {call}: {e}") from e
 
 
 async def _lay_out(rank: LocalRank, request: StartOp) -> _Op:
@@ -122,7 +139,7 @@ async def _lay_out(rank: LocalRank, request: StartOp) -> _Op:
     if nbytes and not is_root:
         try:
             result = Result(arena=await rank.arenas.outputs.acquire(nbytes), nbytes=nbytes)
-        except UsageError:
+        except (UsageError, OSError):
             if source is not None:
                 rank.let_go(source)
             raise
@@ -208,10 +225,11 @@ async def _run_ring(rank: LocalRank, op: _Op, ring: RingPosition) -> None:
 async def _fetch(rank: LocalRank, op: _Op, holders: tuple[Rank, ...], around: Surroundings) -> None:
     """O2: the op has been completed by others; take its result from one of them."""
     holder = holders[0]
+    if op.result.is_input:
+        return  # a broadcast's root had the result all along, and I8: its input is never written
     near = around.neighbour(rank, holder)
-    retained = None if near is None else near.result_of(op.number)
-    if retained is not None:
-        op.result.memory[:] = retained.memory
+    if near is not None:
+        await _copy(near.result_of(op.number), op)
         return
     edge = rank.edge(holder, rank.rank, op.number)
     member = rank.roster.trainers[holder].member
@@ -233,6 +251,16 @@ async def _fetch(rank: LocalRank, op: _Op, holders: tuple[Rank, ...], around: Su
     finally:
         rank.count(lane)
         lane.close()
+
+
+async def _copy(retained: Result | None, op: _Op) -> None:
+    """The result of a rank on this machine."""
+    if retained is None or retained.nbytes != op.result.nbytes:
+        raise LaneBroken(f"the result of op {op.number} is gone")
+    source, target = retained.memory, op.result.memory
+    for begin in range(0, op.result.nbytes, COPIED_BYTES):
+        target[begin : begin + COPIED_BYTES] = source[begin : begin + COPIED_BYTES]
+        await trio.lowlevel.checkpoint()
 
 
 async def serve_result(rank: LocalRank, ask: AskResult, around: Surroundings) -> None:

@@ -30,6 +30,7 @@ from pmesh.errors import (
 )
 from pmesh.ids import Member, NodeId, short_node
 from pmesh.net.dialer import describe, dial_any
+from pmesh.net.endpoints import remote_address_of
 from pmesh.net.interfaces import AddressWatch
 from pmesh.net.links import Link, shake_hands
 from pmesh.net.tls import TlsContexts
@@ -82,6 +83,7 @@ class Peers:
         self.links: dict[NodeId, Live] = {}
         self.targets = Targets(self._dial_target, nursery=nursery, jitter=jitter)
         self._ended_bytes = (0, 0)
+        self._leaving = False
 
     def found(self, node: NodeId, addresses: tuple[Address, ...]) -> None:
         """Somebody names a node of this mesh; our own, where a home may have been copied."""
@@ -105,6 +107,8 @@ class Peers:
             raise PeerUnreachable(f"no usable address among {', '.join(map(describe, addresses))}")
         link, address = await self._dial(ordered)
         await self._admit(link, dialled=address)
+        if link.node not in self.links and link.node != self._hello().member.node:
+            raise PeerUnreachable(f"the link to {link} has ended at once")
         return link.node
 
     async def _dial(self, addresses: tuple[Address, ...]) -> tuple[Link, Address]:
@@ -118,7 +122,9 @@ class Peers:
         self, stream: trio.SocketStream, first_bytes: bytes, authenticated: Callable[[], None]
     ) -> None:
         """A connection through the door that begins like a link; PmeshError if it is none."""
-        address = Address(*stream.socket.getpeername()[:2])
+        address = remote_address_of(stream)  # the socket's own would raise if it has gone again
+        if self._leaving:
+            raise PeerUnreachable("this agent is leaving")
         try:
             link = await shake_hands(
                 stream,
@@ -142,6 +148,9 @@ class Peers:
     async def _admit(self, link: Link, *, dialled: Address | None) -> None:
         """Keep the link if it is the one of its pair to be kept, and start its tasks."""
         live, own = Live(link, dialled), self._hello().member
+        if self._leaving:
+            await link.aclose()
+            return
         if link.node == own.node:
             await link.aclose()
             if link.peer.member != own:
@@ -164,15 +173,26 @@ class Peers:
 
     async def _judge_incarnations(self, current: Live, new: Live) -> None:
         """A restarted agent comes back under its node key; so does a copied home."""
-        deadline = trio.current_time() + PROOF_OF_LIFE_S
-        heard = current.link.messages_received
-        while self.links.get(new.link.node) is current and trio.current_time() < deadline:
-            if current.link.messages_received > heard:
-                await new.link.aclose()
-                raise _copied_from(current.link.peer, new.link.peer, new.link)
-            await trio.sleep(PROOF_OF_LIFE_S / 20)
+        try:
+            lives = await self._shows_life(current)
+        except BaseException:  # the agent ends
+            await new.link.aclose()
+            raise
+        if lives:
+            await new.link.aclose()
+            raise _copied_from(current.link.peer, new.link.peer, new.link)
         if self.links.get(new.link.node) is current:
             self._end(current, "it was restarted")
+
+    async def _shows_life(self, live: Live) -> bool:
+        """Whether anything comes on the link; looks for as long as it is the node's."""
+        heard = live.link.messages_received
+        deadline = trio.current_time() + PROOF_OF_LIFE_S
+        while self.links.get(live.link.node) is live and trio.current_time() < deadline:
+            if live.link.messages_received > heard:
+                return True
+            await trio.sleep(PROOF_OF_LIFE_S / 20)
+        return False
 
     def _prefers(self, new: Live, current: Live) -> bool:
         """When both dials of a pair complete, the smaller node's stays; else the newer."""
@@ -198,13 +218,15 @@ class Peers:
 
     async def _run(self, live: Live) -> None:
         why, gone = "", False
-        with live.scope:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(live.link.run_writer)
-                why, gone = await self._read(live)
-                nursery.cancel_scope.cancel()
-        with trio.CancelScope(shield=True):
-            await live.link.aclose()
+        try:
+            with live.scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(live.link.run_writer)
+                    why, gone = await self._read(live)
+                    nursery.cancel_scope.cancel()
+        finally:
+            with trio.CancelScope(shield=True):
+                await live.link.aclose()
         sent, received = self._ended_bytes
         self._ended_bytes = sent + live.link.bytes_sent, received + live.link.bytes_received
         if self.links.get(live.link.node) is not live:
@@ -252,24 +274,27 @@ class Peers:
         """V6: an end of file means gone only if an immediate redial fails or meets another."""
         del self.links[live.link.node]
         addresses = (live.dialled,) if live.dialled else live.link.peer.addresses
+        ordered = in_dialling_order(addresses, local=self._watch.current) or addresses
+        found: tuple[Link, Address] | None = None
         try:
             with trio.move_on_after(REDIAL_S):
-                ordered = in_dialling_order(addresses, local=self._watch.current)
-                link, address = await self._dial(ordered or addresses)
-                if link.peer.member != live.member:
+                found = await self._dial(ordered)
+            if found is not None:  # in its own time: it may have to wait for proof of life
+                if found[0].peer.member != live.member:
                     self._end(live, "it was restarted")
-                await self._admit(link, dialled=address)
+                await self._admit(found[0], dialled=found[1])
         except PmeshError as e:
             why = f"{why}, and a redial failed ({e})"
         if live.link.node not in self.links:
             self._end(live, why)
 
     def _end(self, live: Live, why: str) -> None:
-        """The peer is gone."""
+        """The peer is gone, unless another link with it has come up since."""
         node = live.link.node
-        if self.links.get(node) is live:
-            del self.links[node]
         live.scope.cancel()
+        if self.links.get(node) not in {None, live}:
+            return
+        self.links.pop(node, None)
         self.targets.link_lost(node)
         self.membership.lose(node, why)
 
@@ -282,9 +307,11 @@ class Peers:
             self._end(live, why)
 
     async def leave(self) -> None:
-        """Say goodbye to all: a leave is no failure."""
+        """Say goodbye to all: a leave is no failure. From now on there are no links."""
+        self._leaving = True
+        leaving, self.links = self.links, {}  # their ends are no reason to redial
         async with trio.open_nursery() as nursery:
-            for live in list(self.links.values()):
+            for live in leaving.values():
                 live.link.send(Leaving())
                 nursery.start_soon(live.link.aclose)
 

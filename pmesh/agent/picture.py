@@ -129,17 +129,17 @@ def _peers(sources: Sources) -> Iterator[status.PeerStatus]:
         shown.add(node)
         yield _stranger(found.advertisement.node, sources)
     targets = sources.peers.targets
-    for key, refusal in targets.refusals.items():
-        node = refusal.node or (NodeId(key) if isinstance(key, bytes) else None)
-        if node is None or node not in shown or isinstance(refusal.error, NodeKeyCopied):
+    for refusal in targets.refusals.values():
+        whom = refusal.node
+        if whom is None or whom not in shown or isinstance(refusal.error, NodeKeyCopied):
             yield _refused(refusal)
-        if node is not None:
-            shown.add(node)
+        if whom is not None:
+            shown.add(whom)
     for key, addresses in targets.wanted.items():
-        node = NodeId(key) if isinstance(key, bytes) else None
-        if node not in shown and key not in targets.refusals:
+        whom = NodeId(key) if isinstance(key, bytes) else None
+        if whom not in shown and key not in targets.refusals:
             yield status.PeerStatus(
-                id=None if node is None else node_text(node),
+                id=None if whom is None else node_text(whom),
                 name=None,
                 state="connecting",
                 addresses=_texts(addresses),
@@ -210,7 +210,8 @@ def _jobs(sources: Sources) -> Iterator[status.JobStatus]:
 
 
 def _ranks(roster: Roster, jobs: Jobs) -> Iterator[status.RankStatus]:
-    here = {r.rank: r for r in jobs.ranks if r.roster.born == roster.born}
+    job = roster.job, roster.born
+    here = {r.rank: r for r in jobs.ranks if (r.roster.job, r.roster.born) == job}
     for i, trainer in enumerate(roster.trainers):
         rank = Rank(i)
         started, completed = jobs.mark_of(roster, rank)

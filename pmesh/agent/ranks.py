@@ -9,7 +9,7 @@ from pmesh.core import ledger as ledgers
 from pmesh.core.ledger import Ledger
 from pmesh.core.messages import Call, Concern, JobReport, RankMarks
 from pmesh.core.records import fingerprint
-from pmesh.core.views import OpOutcome, Roster, Verdict
+from pmesh.core.views import Roster, Verdict
 from pmesh.ids import OpNumber, Rank
 from pmesh.net.arena_pools import SessionArenas
 from pmesh.net.arenas import Arena
@@ -57,11 +57,12 @@ class LocalRank:
         self.stable_moved = trio.Event()
         self.data_sent_bytes = 0
         self.data_received_bytes = 0
-        self._outcomes: dict[OpNumber, OpOutcome] = {}
+        self._outcomes = {outcome.op: outcome for outcome in roster.outcomes}
         self._results: dict[OpNumber, Result] = {}
         self._unfenced = trio.Event()
         self._unfenced.set()
         self._attempt: trio.CancelScope | None = None
+        self._running: OpNumber | None = None
         self._to_next: Lane | None = None
         self._from_previous: Lane | None = None
 
@@ -98,9 +99,14 @@ class LocalRank:
             self._unfenced = trio.Event()
 
     async def unfenced(self) -> None:
-        """Wait until a completion may be delivered. Returns at once while there is no fence."""
+        """Wait until a completion may be delivered. Returns at once while there is no fence.
+
+        The view that ends the fence may cancel the attempt that waits here, which then must not go
+        on, also if it was about to run already.
+        """
         while not self._unfenced.is_set():
             await self._unfenced.wait()
+        await trio.lowlevel.checkpoint_if_cancelled()
 
     def follow(self, roster: Roster, desk: LaneDesk) -> None:
         """A view has been installed that has this job."""
@@ -109,8 +115,10 @@ class LocalRank:
             return
         self.roster = roster
         self.concern = None
+        self._outcomes = {outcome.op: outcome for outcome in roster.outcomes}
         for outcome in roster.outcomes:
-            self._note(outcome)
+            if outcome.verdict is not None and self._has_returned(outcome.op):
+                self.owed = outcome.verdict
         self.ledger = ledgers.apply_failures(self.ledger, roster.outcomes)
         self._stop_attempt()
         self.begin_lanes(desk)
@@ -121,17 +129,16 @@ class LocalRank:
         self._stop_attempt()
         self.released.set()
 
-    def _note(self, outcome: OpOutcome) -> None:
-        self._outcomes[outcome.op] = outcome
-        report = self.ledger.ops.get(outcome.op)
-        if outcome.verdict is not None and report is not None and report.completed:
-            self.owed = outcome.verdict
+    def _has_returned(self, op: OpNumber) -> bool:
+        """Whether the trainer took the op for a success. A stable one would not fail otherwise."""
+        report = self.ledger.ops.get(op)
+        return op <= self.ledger.stable if report is None else report.completed
 
     def _stop_attempt(self) -> None:
-        self._unfenced.set()
-        self.close_lanes()
         if self._attempt is not None:
             self._attempt.cancel()
+        self._unfenced.set()
+        self.close_lanes()
 
     # --- what the op task asks
 
@@ -156,16 +163,19 @@ class LocalRank:
 
     def start(self, op: OpNumber, call: Call) -> None:
         """The trainer has called the op."""
+        self._running = op
         self.fingerprint = fingerprint(call)
         self.ledger = ledgers.start(self.ledger, op, call)
 
     def complete(self, op: OpNumber, result: Result) -> None:
         """The op's result is there, and may be delivered."""
+        self._running = None
         self.ledger = ledgers.complete(self.ledger, op)
         self._results[op] = result
 
     def fail(self, op: OpNumber, verdict: Verdict) -> None:
         """The op has failed, here as everywhere."""
+        self._running = None
         self.ledger = ledgers.fail(self.ledger, op, verdict)
 
     def result_of(self, op: OpNumber) -> Result | None:
@@ -174,6 +184,8 @@ class LocalRank:
 
     def stabilize(self, mark: int) -> None:
         """Every rank has ended the ops up to `mark`: nobody will ask for their results."""
+        if self._running is not None:  # a view may have failed it, and its trainer not know yet
+            mark = min(mark, self._running - 1)
         before = self.ledger.stable
         self.ledger = ledgers.stabilize(self.ledger, mark)
         if self.ledger.stable == before:
@@ -190,6 +202,10 @@ class LocalRank:
             self.arenas.inputs.release(result.arena)
         elif result.arena is not None:
             self.arenas.outputs.release(result.arena)
+
+    def give_up_results(self) -> None:
+        """The session's memory goes: nobody can be served from it any more."""
+        self._results.clear()
 
     # --- lanes
 

@@ -1,5 +1,6 @@
 """One agent, from its listeners to its goodbye: the one nursery in which everything runs."""
 
+import contextlib
 import errno
 import functools
 import os
@@ -106,13 +107,16 @@ class Agent:
     async def run(
         self, task_status: trio.TaskStatus[trio.CancelScope] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Everything, shielded: `run_agent` says goodbye first and then cancels it."""
-        with trio.CancelScope(shield=True) as scope:
+        """Everything; shielded once it runs: `run_agent` says goodbye first and then cancels it."""
+        with trio.CancelScope() as scope, contextlib.ExitStack() as leftovers:
             listeners = await open_listeners(*self._settings.listen)
+            for listener in listeners:
+                leftovers.callback(listener.socket.close)  # the door's, as soon as it serves
             self._port = listeners[0].socket.getsockname()[1]
             async with trio.open_nursery() as nursery:
                 await nursery.start(self._watch.run)
                 self._assemble(nursery)
+                leftovers.callback(self.jobs.close)
                 door = Door[trio.SocketStream](
                     on_link=self.peers.welcome, on_lane=self.jobs.desk.welcome
                 )
@@ -128,6 +132,9 @@ class Agent:
                 nursery.start_soon(tick, self._judge)
                 nursery.start_soon(self._look)
                 self._say_ready()
+                # Cancelled before, nobody would ever get the scope: then the shield must stay down.
+                await trio.lowlevel.checkpoint_if_cancelled()
+                scope.shield = True
                 task_status.started(scope)
 
     def _assemble(self, nursery: trio.Nursery) -> None:

@@ -99,7 +99,8 @@ class Targets:
     def refuse(self, key: Key, error: PmeshError, address: Address) -> None:
         """Remember why there is no link, and say it once."""
         before = self.refusals.pop(key, None)
-        self.refusals[key] = Refusal(error, address, self._node_of.get(key))
+        node = self._node_of.get(key) or (NodeId(key) if isinstance(key, bytes) else None)
+        self.refusals[key] = Refusal(error, address, node)
         if len(self.refusals) > MAX_REFUSALS:
             del self.refusals[next(iter(self.refusals))]
         if before is None or type(before.error) is not type(error):
@@ -128,9 +129,10 @@ class Targets:
             node = await self._dial(addresses)
         except PmeshError as e:
             self.refuse(key, e, addresses[0])
-            now, jitter = trio.current_time(), self._jitter()
-            failed = dialling.dial_failed(self._targets[key], now=now, jitter=jitter)
-            self._set(key, failed)
+            target = self._targets[key]
+            if target.phase is Phase.DIALLING:  # else the peer's own dial has come and gone since
+                now, jitter = trio.current_time(), self._jitter()
+                self._set(key, dialling.dial_failed(target, now=now, jitter=jitter))
             return
         self._node_of[key] = node
         self.refusals.pop(key, None)

@@ -46,6 +46,8 @@ async def serve_trainer(session: Session, request: Connect, jobs: Jobs) -> None:
         if rank is not None:
             await _serve_rank(session, rank, jobs)
     finally:
+        for abandoned in [r for r in jobs.ranks if r.arenas is arenas]:
+            abandoned.give_up_results()  # the agent ends
         with trio.CancelScope(shield=True):
             await arenas.aclose()
 
@@ -86,24 +88,42 @@ async def _wait_for_job(
     session: Session, request: Connect, arenas: SessionArenas, jobs: Jobs
 ) -> LocalRank | None:
     """Wait until the roster is committed; None if the trainer was refused or has gone."""
-    began = trio.current_time()
     candidate = jobs.enlist(JobName(request.job), request.wait_for, request.program, arenas)
-    said_at = began
     try:
-        while candidate.rank is None and not session.trainer_gone():
-            now = trio.current_time()
-            if now - began >= request.timeout_s:
-                await _refuse(session, "NotEnoughRanks", _too_few(candidate, now - began, jobs))
-                return None
-            if now - said_at >= SAY_EVERY_S:
-                said_at = now
-                await session.send(StillWaiting(-1, now - began, _without(candidate, jobs)))
-            with trio.move_on_after(min(LOOK_S, began + request.timeout_s - now)):
-                await candidate.joined.wait()
-    finally:
-        if candidate.rank is None:
-            jobs.withdraw(candidate)
+        refusal = await _wait_as_candidate(session, request, candidate, jobs)
+    except BaseException:  # the trainer is gone, or the agent ends
+        jobs.withdraw(candidate)
+        raise
+    if candidate.rank is None:
+        jobs.withdraw(candidate)  # first: while we tell the trainer, the job might begin with it
+    if refusal is not None:
+        await session.send(refusal)
     return candidate.rank
+
+
+async def _wait_as_candidate(
+    session: Session, request: Connect, candidate: Candidate, jobs: Jobs
+) -> Refused | None:
+    began = said_at = trio.current_time()
+    while candidate.rank is None and not session.trainer_gone():
+        now = trio.current_time()
+        if now - began >= request.timeout_s:
+            text = _too_few(candidate, now - began, jobs)
+            return Refused(Verdict("NotEnoughRanks", text))
+        if _has_begun(candidate.job, jobs):
+            return Refused(Verdict("JobRunning", _why_running(candidate.job, jobs)))
+        if now - said_at >= SAY_EVERY_S:
+            said_at = now
+            await session.send(StillWaiting(-1, now - began, _without(candidate, jobs)))
+        with trio.move_on_after(min(LOOK_S, began + request.timeout_s - now)):
+            await candidate.joined.wait()
+    return None
+
+
+def _has_begun(job: JobName, jobs: Jobs) -> bool:
+    """The job has begun without one that came too late for the view that began it."""
+    roster = jobs.membership.view.roster_of(job)
+    return roster is not None and not roster.lost
 
 
 def _without(candidate: Candidate, jobs: Jobs) -> tuple[str, ...]:
@@ -125,6 +145,7 @@ async def _serve_rank(session: Session, rank: LocalRank, jobs: Jobs) -> None:
     """Ops one after the other, in a straight line; then results are kept until nobody asks."""
     view = jobs.membership.view
     why = "is lost: its trainer died"
+    garbage: ProtocolError | None = None
     try:
         await session.send(Joined(rank.rank, rank.size, rank.roster.names, view))
         async with trio.open_nursery() as nursery:
@@ -132,14 +153,17 @@ async def _serve_rank(session: Session, rank: LocalRank, jobs: Jobs) -> None:
             await _serve_requests(session, rank, jobs)
             why = "has left the job"
             nursery.cancel_scope.cancel()
-    except* ProtocolError:
+    except* ProtocolError as e:
         why = "is lost: its trainer sent garbage"
-        raise
+        garbage = ProtocolError(str(e.exceptions[0]))
     except* (trio.EndOfChannel, trio.BrokenResourceError):
         pass
     finally:
         rank.leaving = rank.leaving or (why, trio.current_time())
-    await rank.released.wait()
+    await session.aclose()
+    await rank.released.wait()  # until then the others may ask for its results (O2)
+    if garbage is not None:
+        raise garbage
 
 
 async def _serve_requests(session: Session, rank: LocalRank, jobs: Jobs) -> None:
@@ -178,7 +202,7 @@ async def _serve_op(
 async def _grant_input(session: Session, arenas: SessionArenas, nbytes: int) -> None:
     try:
         arena = await arenas.inputs.create(nbytes)
-    except UsageError as e:
+    except (UsageError, OSError) as e:  # OSError: the system has no memory or descriptor left
         await _refuse(session, "UsageError", str(e))
         return
     await _grant(session, arena)
