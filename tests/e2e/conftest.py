@@ -20,11 +20,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def fleet() -> Iterator[Fleet]:
-    fleet = Fleet()
-    try:
+    with Fleet() as fleet:
         yield fleet
-    finally:
-        fleet.close()
 
 
 @pytest.fixture

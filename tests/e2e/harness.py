@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Self
 
 from pmesh.agent.status import EpochStatus, Status, decode_status
 from pmesh.client.control import ask_status
@@ -131,6 +132,11 @@ class Agent:
         self.home = home
         self.host = host
 
+    @property
+    def name(self) -> str:
+        """What others call it."""
+        return self.process.name
+
     def status(self) -> Status:
         """Its picture, now."""
         return decode_status(ask_status(socket_path(self.home)))
@@ -185,6 +191,9 @@ class Fleet:
         host: Host | None = None,
         listen: str | None = None,
         mesh_key: str | None = None,
+        patch: str = "",
+        under: Sequence[str] = (),
+        **variables: str,
     ) -> Agent:
         """`pmesh up`, not yet awaited.
 
@@ -193,19 +202,28 @@ class Fleet:
             options: Further ones, such as `--peer` and `--no-mdns`.
             host: Of a lab, where it listens as a user's would; None for this machine's loopback.
             listen: HOST:PORT, if not that.
-            mesh_key: If not the fleet's.
+            mesh_key: If not the fleet's; empty: none is given, the home's own counts.
+            patch: Source that runs in its process first: another version, another clock.
+            under: A command in which it runs, such as a shell that lowers a limit.
+            variables: Further ones of its environment.
         """
         if listen is None and host is None:
             listen = LOOPBACK
         listening = () if listen is None else ("--listen", listen)
-        process = self._start(
-            name,
-            [sys.executable, "-m", "pmesh.cli", "up", "--name", name, *listening, *options],
-            host=host,
-            home=self.home(name),
-            PMESH_KEY=mesh_key or self.mesh_key,
-        )
+        program = ["-c", f"{patch}\nfrom pmesh.cli import main; main()"]
+        command = [*under, sys.executable, *program, "up", "--name", name, *listening, *options]
+        if mesh_key != "":
+            variables["PMESH_KEY"] = mesh_key or self.mesh_key
+        process = self._start(name, command, host=host, home=self.home(name), **variables)
         return Agent(process, self.home(name), host)
+
+    def start_ring(self, *names: str) -> list[Agent]:
+        """Agents on this machine that know the first one's address, in one view."""
+        first = self.start_agent(names[0], "--no-mdns")
+        peer = ("--no-mdns", "--peer", first.address) if names[1:] else ()
+        agents = [first, *(self.start_agent(name, *peer) for name in names[1:])]
+        self.await_view(*agents)
+        return agents
 
     def start_trainer(self, agent: Agent, script: Path | str, *arguments: str) -> Running:
         """A program that calls `pmesh.connect()` and meets this agent; a str is its source."""
@@ -252,6 +270,12 @@ class Fleet:
         )
         self._running.append(running)
         return running
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Reap all; print what they said, which pytest shows if the test has failed."""
