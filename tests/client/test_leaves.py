@@ -80,6 +80,12 @@ def test_float32_is_narrowed_to_bfloat16_as_ml_dtypes_does(values: "np.ndarray[A
     np.testing.assert_array_equal(result.astype(np.float32), expected.astype(np.float32))
 
 
+def test_bfloat16_ties_go_to_even() -> None:
+    ties = np.array([0x3F808000, 0x3F818000, 0xBF808000], np.uint32).view(np.float32)
+    result: Any = leaf_of(np.zeros(3, BFLOAT16)).like(ties)
+    assert result.view(np.uint16).tolist() == [0x3F80, 0x3F82, 0xBF80]
+
+
 def test_a_nan_whose_low_bits_alone_are_set_stays_nan() -> None:
     nan = np.array([0x7F800001, 0xFFFFFFFF], np.uint32).view(np.float32)
     result: Any = leaf_of(np.zeros(2, BFLOAT16)).like(nan)

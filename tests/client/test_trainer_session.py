@@ -60,6 +60,12 @@ def open_descriptors() -> int:
     return count
 
 
+def until_closed(scripted: ScriptedAgent) -> None:
+    """Wait until the agent's thread has come to the end of its script."""
+    while scripted.connections[0].fileno() >= 0:
+        threading.Event().wait(0.001)
+
+
 GARBAGE: dict[str, Step] = {
     "4 GiB": says(b"\xff\xff\xff\xff"),
     "not msgpack": says(frame(b"\xc1")),
@@ -119,19 +125,19 @@ def test_a_result_larger_than_its_arena_is_not_read(scripted: ScriptedAgent) -> 
 
 
 def test_nothing_is_left_open_by_a_mesh_that_ends_badly(scripted: ScriptedAgent) -> None:
-    def unasked(trainer: Trainer, request: Request | None) -> None:
-        del request
-        arena = scripted.arena("input", 8)
-        trainer.send(ArenaGranted(arena.number, "input", arena.nbytes), *[arena.descriptor] * 3)
+    arena = scripted.arena("input", 8)
 
-    scripted.steps += [scripted.grants("input", 8), unasked]
+    def too_many(trainer: Trainer, request: Request | None) -> None:
+        del request
+        granted = ArenaGranted(arena.number, "input", arena.nbytes)
+        trainer.send(granted, *[arena.descriptor] * 3)
+
+    scripted.steps += [too_many, says(b"\xff\xff\xff\xff")]
+    before = open_descriptors()
     mesh = pmesh.connect("job", home=scripted.home)
     with pytest.raises(pmesh.AgentStopped):
         mesh.all_reduce(ONE)
-    # What the scripted agent has made: two arenas of two descriptors. Nothing is the trainer's.
-    scripted.connections[0].close()
-    before = open_descriptors()
-    mesh.close()
+    until_closed(scripted)
     assert open_descriptors() == before
 
 
@@ -147,8 +153,7 @@ def test_an_agent_that_goes_away_in_mid_call_is_named(scripted: ScriptedAgent, s
 
 def test_an_agent_that_has_gone_between_calls_is_named(scripted: ScriptedAgent) -> None:
     mesh = pmesh.connect("job", home=scripted.home)
-    while scripted.connections[0].fileno() >= 0:
-        threading.Event().wait(0.001)  # until its thread has closed it
+    until_closed(scripted)
     with pytest.raises(pmesh.AgentStopped):
         mesh.all_reduce(ONE)
     mesh.close()
@@ -156,8 +161,7 @@ def test_an_agent_that_has_gone_between_calls_is_named(scripted: ScriptedAgent) 
 
 def test_leaving_an_agent_that_has_gone_is_no_error(scripted: ScriptedAgent) -> None:
     mesh = pmesh.connect("job", home=scripted.home)
-    while scripted.connections[0].fileno() >= 0:
-        threading.Event().wait(0.001)
+    until_closed(scripted)
     mesh.close()
     mesh.close()
 
