@@ -98,6 +98,7 @@ class Agent:
         self._stepping = False
         self._running = True
         self._ticked_at = timeline.now
+        invariants.installed(member, self.state.view)
         network.attach(number, self)
         timeline.after(random.random() * HEARTBEAT_S, self._tick)
 
@@ -188,10 +189,10 @@ class Agent:
 
     def _receive_on_lane(self, message: LaneMessage) -> None:
         job = self.jobs.get(message.job)
-        late = -1 if job is None else age(message, job.roster)
-        if job is None or late > 0:
+        by = age(message, None if job is None else job.roster)
+        if by > 0:
             self._early.append(message)
-        elif late == 0:
+        elif job is not None and by == 0:
             job.receive(message)
 
     # --- what the agreement wants done
@@ -213,6 +214,7 @@ class Agent:
                             self.jobs[name].fence()
                 case Install():
                     self._install(action.view)
+        self._invariants.promised(self.state.me, self.state.promised)
         self._show()
 
     def _install(self, view: View) -> None:

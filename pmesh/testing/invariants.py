@@ -21,20 +21,46 @@ class Invariants:
         self.installs = 0
         self.ops_ended = 0
         self.ops_failed = 0
+        self.resets = 0
+        """How often a member of a view with others had to begin anew, as a newcomer or alone."""
         self._jobs = jobs
         self._views: dict[Epoch, View] = {}
-        self._last: dict[Member, Epoch] = {}
+        self._last: dict[Member, View] = {}
+        self._promised: dict[Member, Epoch] = {}
         self._results: dict[tuple[JobName, Epoch, OpNumber], OpResult] = {}
+        self._ends: dict[tuple[JobName, Epoch, OpNumber, Rank], OpResult | Verdict] = {}
+
+    def promised(self, member: Member, epoch: Epoch) -> None:
+        """V1: a promise is never taken back."""
+        if epoch < self._promised.get(member, epoch):
+            raise Violation(f"V1: {member} promises {epoch} after {self._promised[member]}")
+        self._promised[member] = epoch
 
     def installed(self, member: Member, view: View) -> None:
-        """I1 and I2."""
+        """I1 and I2, and V1: nothing is installed below a promise; V2: the lineage is true."""
         self.installs += 1
         if self._views.setdefault(view.epoch, view) != view:
             raise Violation(f"I1: two views {view.epoch}")
         last = self._last.get(member)
-        if member not in view.members or (last is not None and view.epoch <= last):
+        if member not in view.members or (last is not None and view.epoch <= last.epoch):
             raise Violation(f"I2: {member} installs {view.epoch} after {last}")
-        self._last[member] = view.epoch
+        if view.epoch < self._promised.get(member, view.epoch):
+            raise Violation(f"V1: {member} installs {view.epoch} below its promise")
+        previous = view.previous_epoch_of(member)
+        if last is not None and previous not in (None, last.epoch):
+            raise Violation(f"V2: {member} installs {view} after {last.epoch}")
+        self._check_lineage(view)
+        self.resets += last is not None and previous is None and len(last.seats) > 1
+        self._last[member] = view
+
+    def _check_lineage(self, view: View) -> None:
+        """V2: all who continue come from one base, or from what it says they had before it."""
+        before = {s.member: s.previous for s in view.seats if s.previous is not None}
+        if before:
+            base = self._views[max(before.values())]
+            for member, epoch in before.items():
+                if epoch not in (base.epoch, base.previous_epoch_of(member)):
+                    raise Violation(f"V2: {member} continues from {epoch} beside {base.epoch}")
 
     def ended(self, job: LocalJob, rank: Rank, op: OpNumber) -> None:
         """I3, whoever sees whom: one op has one result. Then what `agree` checks, for this op."""
@@ -46,6 +72,10 @@ class Invariants:
                 raise Violation(f"I3: {key}: {outcome} at rank {rank}, {self._results[key]} before")
         else:
             self.ops_failed += 1
+        earlier = self._ends.setdefault((job.roster.job, job.roster.born, op, rank), outcome)
+        told_late = isinstance(outcome, Verdict) and outcome.error == "OpMismatch"  # I5 allows it
+        if earlier != outcome and not told_late:
+            raise Violation(f"I4: op {op} at rank {rank} ends as {outcome} after {earlier}")
         self._compare(job, [op])
 
     def agree(self, job: LocalJob) -> None:

@@ -2,7 +2,7 @@
 
 Hosts are numbered. A pair has at most one connection, with named channels that are first in,
 first out, as TCP streams are. A cut delays what is under way, as TCP does; a closed connection
-loses it. Single messages are lost and repeated on the channels named so, although TCP does
+may lose it. Single messages are lost and repeated on the channels named so, although TCP does
 neither: what an agent says on a link must bear it.
 """
 
@@ -58,6 +58,8 @@ class Conditions:
     """The share of messages that are lost, on the channels in `lossy`."""
     repeats: float = 0.0
     """The share of messages that arrive twice, likewise."""
+    orderly: float = 0.5
+    """The share of closed connections whose other side still reads what was under way."""
     lossy: Collection[str] = ("link",)
 
 
@@ -102,9 +104,17 @@ class Network:
         self._timeline.after(self._delay(), self._answer, number, peer, self._hosts[number])
 
     def close(self, number: int, peer: int) -> None:
-        """Close the connection; what is under way is lost, the peer reads the end if it can."""
-        if self._connections.pop(_pair(number, peer), None) and (number, peer) not in self._cuts:
-            self._timeline.after(self._delay(), self._end, number, peer, self._hosts.get(peer))
+        """Close the connection: the peer reads its end, and now and then the rest before it."""
+        connection = self._connections.pop(_pair(number, peer), None)
+        if connection is None or (number, peer) in self._cuts:
+            return
+        rest: list[tuple[str, bytes]] = []
+        if self._random.random() < self.conditions.orderly:
+            for (to, channel), stream in connection.streams.items():
+                if to == peer:
+                    rest += [(channel, data) for _, data in stream.queue]
+        host = self._hosts.get(peer)
+        self._timeline.after(self._delay(), self._end, number, peer, host, rest)
 
     def send(self, number: int, peer: int, channel: str, data: bytes) -> None:
         """Send a message; without a connection it goes nowhere, as into a dead socket."""
@@ -132,13 +142,20 @@ class Network:
             for b in others:
                 self._cuts |= {(a, b), (b, a)}
 
-    def heal(self) -> None:
-        """Mend all cuts; what they held up goes on its way."""
-        self._cuts.clear()
-        for pair, connection in self._connections.items():
-            for peer, channel in connection.streams:
-                number = pair[0] + pair[1] - peer
+    def mend(self, number: int, peer: int) -> None:
+        """End a cut; what it held up goes on its way."""
+        self._cuts.discard((number, peer))
+        connection = self._connections.get(_pair(number, peer))
+        if connection is None:
+            return
+        for to, channel in connection.streams:
+            if to == peer:
                 self._timeline.after(self._delay(), self._pump, connection, number, peer, channel)
+
+    def heal(self) -> None:
+        """End all cuts."""
+        for number, peer in sorted(self._cuts):
+            self.mend(number, peer)
 
     def freeze(self, number: int) -> None:
         """The host's process stands still, as in a sleep: what arrives is kept for it."""
@@ -189,9 +206,15 @@ class Network:
         if self._hosts.get(number) is dialler and _pair(number, peer) not in self._connections:
             self._hand(number, dialler.unreachable, peer)
 
-    def _end(self, number: int, peer: int, host: Host | None) -> None:
-        known = host is not None and self._hosts.get(peer) is host
-        if host is not None and known and _pair(number, peer) not in self._connections:
+    def _end(
+        self, number: int, peer: int, host: Host | None, rest: list[tuple[str, bytes]]
+    ) -> None:
+        if host is None or _pair(number, peer) in self._connections:
+            return
+        for channel, data in rest:
+            if self._hosts.get(peer) is host:  # what it read may have ended it
+                self._hand(peer, host.received, number, channel, data)
+        if self._hosts.get(peer) is host:
             self._hand(peer, host.disconnected, number)
 
     def _hand(

@@ -41,7 +41,8 @@ class Verdict:
 def find_mutation(name: str) -> Mutation:
     """The mutation `name`, or `module:name`; AttributeError if there is none."""
     module, _, function = name.rpartition(":")
-    return cast("Mutation", getattr(importlib.import_module(module or MUTATIONS), function))
+    found = importlib.import_module(module or MUTATIONS)
+    return cast("Mutation", found.MUTATIONS[function] if not module else getattr(found, function))
 
 
 def judge(seed: int, *, trace: Callable[[str], None] | None = None) -> Verdict:
