@@ -195,15 +195,18 @@ class Link:
             await trio.lowlevel.checkpoint()
             return
         self._closed = True
-        self._reading.cancel()
         try:
             if self._failure is None:
                 with trio.move_on_after(PARTING_S):
                     await self._send_queued()
+                    # Not before: who receives may end the writer along with itself, and what that
+                    # has taken off the queue would be lost.
+                    self._reading.cancel()
                     await self._wire.part()
         except PeerUnreachable:
             pass  # then nobody is there to hear it
         finally:
+            self._reading.cancel()
             self._writing.cancel()
             await trio.aclose_forcefully(self._wire.stream)
 

@@ -330,6 +330,31 @@ async def test_a_closed_link_delivers_what_was_queued_and_then_ends() -> None:
             await ada.receive()
 
 
+async def test_a_reader_whose_end_is_the_writers_end_loses_no_farewell() -> None:
+    """As agents run a link: one nursery for both, and what ends the reader ends the writer."""
+    ada, bob = await outcomes(trio.testing.memory_stream_pair())
+    assert isinstance(ada, Link)
+    assert isinstance(bob, Link)
+
+    async def run() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ada.run_writer)
+            with pytest.raises(trio.ClosedResourceError):
+                await ada.receive()
+            nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run)
+        await trio.testing.wait_all_tasks_blocked()
+        ada.send(Leaving())
+        await trio.lowlevel.checkpoint()  # the writer has taken it
+        nursery.start_soon(ada.aclose)
+        assert await bob.receive() == Leaving()
+        with pytest.raises(trio.EndOfChannel):
+            await bob.receive()
+        await bob.aclose()
+
+
 async def test_closing_wakes_whoever_receives(autojump_clock: trio.testing.MockClock) -> None:
     async with linked() as (ada, _), trio.open_nursery() as nursery:
 
