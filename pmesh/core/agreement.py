@@ -65,8 +65,12 @@ def lose(state: State, node: NodeId, why: str, facts: Facts, *, now: float) -> S
     """The peer is gone: its connection is closed and a redial failed, or it fell silent (V6)."""
     peer = state.peers.get(node)
     losses = state.losses if peer is None else {**state.losses, peer.member: why}
+    proposal = state.proposal
+    if proposal is not None and any(member.node == node for member in proposal.message.members):
+        proposal = None  # it will not be answered, and may leave out who knew of the loss before us
     state = replace(
         state,
+        proposal=proposal,
         peers={other: p for other, p in state.peers.items() if other != node},
         told={other: view for other, view in state.told.items() if other != node},
         unplaced={other: beat for other, beat in state.unplaced.items() if other != node},

@@ -454,6 +454,17 @@ class TestALostPeer:
         caras = all_hearing_each_other(CARA, TRIO, ANNA, BERT)
         assert lose(caras, ANNA.node, "closed", Facts(), now=NOW).actions == ()
 
+    def test_is_not_waited_for_nor_kept_at_the_cost_of_who_knew_of_the_loss_before(self) -> None:
+        """V5 keeps Cara, the more senior, when Dora no longer hears her. But Cara has gone."""
+        view = make_view(5, ANNA, BERT, CARA, DORA)
+        annas = all_hearing_each_other(ANNA, view, BERT, CARA, DORA)
+        doubting = told(annas, DORA, make_heartbeat(view, ANNA, BERT))
+        assert doubting.state.proposal is not None
+        assert doubting.state.proposal.message.members == (ANNA, BERT, CARA)
+        step = lose(doubting.state, CARA.node, "closed", Facts(), now=NOW)
+        proposal = make_proposal(ANNA, 7, view, ANNA, BERT, DORA)
+        assert sent(step) == [(BERT, proposal), (DORA, proposal)]
+
     def test_leaves_the_last_one_in_a_view_of_its_own_at_once(self) -> None:
         duo = make_view(5, ANNA, BERT)
         step = lose(all_hearing_each_other(BERT, duo, ANNA), ANNA.node, "x", Facts(), now=NOW)
