@@ -1,0 +1,87 @@
+import inspect
+from typing import get_args
+
+import msgspec
+import pytest
+
+import pmesh
+from pmesh import errors
+from pmesh.agent import status
+from pmesh.client.leaves import WIRE_OF
+from tests.docs.pages import DOCS, code_in, read, sections, table_rows
+
+STATUS = read(DOCS / "reference" / "status.md")
+CLIENT = read(DOCS / "reference" / "client.md")
+
+STRUCTS = {
+    name: struct
+    for name, struct in vars(status).items()
+    if inspect.isclass(struct)
+    and issubclass(struct, msgspec.Struct)
+    and struct.__module__ == status.__name__
+    and not name.startswith("_")
+}
+ERRORS = {
+    name: error
+    for name, error in vars(errors).items()
+    if inspect.isclass(error) and issubclass(error, errors.PmeshError)
+}
+
+
+def first_cells(text: str) -> list[str]:
+    return [code_in(row[0])[0] for row in table_rows(text)]
+
+
+def test_the_status_page_explains_every_struct_and_no_other() -> None:
+    assert set(sections(STATUS)) == set(STRUCTS)
+
+
+@pytest.mark.parametrize("name", STRUCTS)
+def test_the_status_page_explains_every_field_and_no_other(name: str) -> None:
+    section = sections(STATUS)[name]
+    fields = section.partition("| `state` | meaning |")[0]
+
+    assert sorted(first_cells(fields)) == sorted(STRUCTS[name].__struct_fields__)
+
+
+def test_the_status_page_explains_every_state_of_a_peer() -> None:
+    states = sections(STATUS)["PeerStatus"].partition("| `state` | meaning |")[2]
+
+    assert set(first_cells(f"| `state` | meaning |{states}")) == set(get_args(status.PeerState))
+
+
+def test_the_status_page_names_every_health_and_the_version() -> None:
+    members = sections(STATUS)["MemberStatus"]
+
+    assert all(f"`{health}`" in members for health in get_args(status.Health))
+    assert f"now {status.SCHEMA_VERSION}." in STATUS
+
+
+def test_every_error_stands_once_under_the_one_at_fault() -> None:
+    tables = sections(sections(CLIENT)["Errors"], level=3)
+    placed = {name: heading for heading, body in tables.items() for name in first_cells(body)}
+
+    assert set(placed) == set(ERRORS)
+    for name, heading in placed.items():
+        family = heading.rpartition(": ")[2]
+        assert issubclass(ERRORS[name], ERRORS.get(family, errors.PmeshError)), name
+        if family not in ERRORS:
+            assert name in {"PmeshError", "ProtocolError"}
+
+
+def test_every_dtype_that_travels_stands_on_the_page_with_what_it_travels_as() -> None:
+    rows = {
+        dtype: row[1]
+        for row in table_rows(sections(CLIENT)["Arrays"])
+        if not code_in(row[0])
+        for dtype in row[0].split(", ")
+    }
+
+    assert rows.keys() - {"numpy", "MLX", "torch"} == set(WIRE_OF)
+    for dtype, wire in WIRE_OF.items():
+        assert rows[dtype].startswith((wire, "itself")), dtype
+
+
+def test_every_public_name_is_on_the_page() -> None:
+    for name in pmesh.__all__:
+        assert f"pmesh.{name}" in CLIENT or f"`{name}`" in CLIENT, name
