@@ -24,18 +24,19 @@ _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # macOS has no such fla
 
 
 class AgentConnection:
-    """A connection to the agent that listens at `path`.
+    """A connection to the agent that listens at `path`; a silence of `silence_s` (60) ends it.
 
     Raises:
         AgentNotRunning: nobody listens there.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, silence_s: float | None = None) -> None:
         self.path = path
+        self._silence_s = SILENCE_S if silence_s is None else silence_s
         self._reader = FrameReader(max_bytes=MAX_SESSION_MESSAGE_BYTES)
         self._descriptors: deque[int] = deque()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(SILENCE_S)
+        self._socket.settimeout(self._silence_s)
         try:
             self._socket.connect(str(path))
         except OSError as e:
@@ -55,12 +56,22 @@ class AgentConnection:
         """The next reply.
 
         Raises:
-            AgentStopped: the agent is gone, or has been silent for SILENCE_S.
+            AgentStopped: the agent is gone, or has been silent for too long.
             ProtocolError: something else than a reply arrived.
         """
         while (message := self._reader.next_message_untrusted()) is None:
             self._reader.receive_data(self._receive_data())
         return decode_reply_untrusted(message)
+
+    def await_end(self) -> None:
+        """Wait until the agent has closed the connection; AgentStopped if it only falls silent."""
+        try:
+            while self._socket.recv(_RECEIVE_BYTES):
+                pass
+        except ConnectionResetError:
+            return  # ended too
+        except OSError as e:
+            raise self._stopped(e) from e
 
     def take_descriptor(self) -> int:
         """The descriptor that came with the reply; the caller closes it.
@@ -108,7 +119,7 @@ class AgentConnection:
 
     def _stopped(self, error: OSError) -> AgentStopped:
         if isinstance(error, TimeoutError):
-            what = f"has not answered for {SILENCE_S:g} s"
+            what = f"has not answered for {self._silence_s:g} s"
         else:
             what = f"went away: {error.strerror or error}"
         return AgentStopped(f"the agent at {self.path} {what}; see its log, or 'pmesh status'")

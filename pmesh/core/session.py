@@ -41,12 +41,6 @@ class WantArena(_Message, frozen=True, tag="want_arena"):
     nbytes: Annotated[int, Meta(ge=0)]
 
 
-class ArenaMapped(_Message, frozen=True, tag="arena_mapped"):
-    """The descriptor has arrived and is mapped; the sender may close its own."""
-
-    arena: int
-
-
 class DropArena(_Message, frozen=True, tag="drop_arena"):
     """The trainer is done with an input arena."""
 
@@ -90,7 +84,7 @@ class Joined(_Message, frozen=True, tag="joined"):
 
 
 class Refused(_Message, frozen=True, tag="refused"):
-    """A request that can't be met; the session ends."""
+    """A request that can't be met. A session that asked to join ends; another may go on."""
 
     verdict: Verdict
 
@@ -148,9 +142,7 @@ class Stopping(_Message, frozen=True, tag="stopping"):
     pid: int
 
 
-Request: TypeAlias = (
-    Connect | WantArena | ArenaMapped | DropArena | StartOp | Leave | AskStatus | StopAgent
-)
+Request: TypeAlias = Connect | WantArena | DropArena | StartOp | Leave | AskStatus | StopAgent
 Reply: TypeAlias = (
     Joined
     | Refused
