@@ -1,0 +1,75 @@
+"""An agent that ends on purpose: at once, without a traceback, and its peers see a leave."""
+
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.harness import Agent, Fleet
+
+LEAVE_S = 1.0  # the issue's; a Python as large as the agent takes some tenths of it to end itself
+ENDED_S = 3.0  # by when it must have ended where other tests keep all cores busy
+
+TRAINER = """
+import numpy as np
+import pmesh
+
+big = np.ones(8 * 1024 * 1024, np.float32)
+try:
+    with pmesh.connect(job="long", wait_for=2) as mesh:
+        while True:
+            mesh.all_reduce(big)
+            if mesh.last_op.op == 1:
+                print("busy as rank", mesh.rank, flush=True)
+except pmesh.PmeshError as e:
+    print(f"{type(e).__name__}: {e}")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c_works() -> Iterator[None]:
+    """Also in a shell's background, where children would inherit that it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def end(agent: Agent, number: signal.Signals, *peers: Agent, code: int) -> None:
+    """End it by the signal: its peers hear of it in time, and it says nothing more."""
+    before, began = agent.process.output, time.monotonic()
+    agent.process.send_signal(number)
+    for peer in peers:
+        reason = peer.process.await_line(f"^{agent.name} is gone: (.*)")[1]
+        assert reason == "its agent was stopped"
+    left_s = time.monotonic() - began
+    said = agent.process.await_end(code=code)
+    ended_s = time.monotonic() - began
+    print(f"{agent.name}: {number.name}, left in {left_s:.2f} s, ended in {ended_s:.2f} s")  # noqa: T201
+    assert left_s < LEAVE_S
+    assert ended_s < ENDED_S
+    assert "Traceback" not in said
+    assert said[len(before) :].count("\n") <= 1, said  # a job's end, if it had a rank
+
+
+def test_a_stopped_agent_leaves_at_once_also_while_a_job_runs(fleet: Fleet) -> None:
+    one, two, three, four = fleet.start_ring("mac-1", "mac-2", "mac-3", "mac-4")
+    trainers = [fleet.start_trainer(agent, TRAINER) for agent in (one, two)]
+    ranks = [trainer.await_line(r"busy as rank (\d)")[1] for trainer in trainers]
+
+    end(three, signal.SIGINT, one, two, four, code=130)
+    end(two, signal.SIGTERM, one, four, code=0)
+
+    assert trainers[1].await_end().splitlines()[-1].startswith("AgentStopped: ")
+    lost = trainers[0].await_end().splitlines()[-1]
+    assert lost.startswith(f"RankLost: rank {ranks[1]} (mac-2) is lost")
+
+    down = fleet.pmesh("down", home=four.home)
+
+    said = f"The agent has left the mesh (pid {four.process.pid}).\n"
+    assert (down.returncode, down.stdout, down.stderr) == (0, said, "")
+    four.process.await_end()
+    assert one.process.await_line("^mac-4 is gone: (.*)")[1] == "its agent was stopped"
+    end(one, signal.SIGINT, code=130)
+    for agent in (one, two, three, four):  # neither socket, nor keys half written
+        assert {path.name for path in agent.home.iterdir()} == {"agent.lock", "node_key"}
