@@ -39,11 +39,20 @@ class Outcome:
 class Cluster:
     """Agents 0 to n - 1, each with its own trainers; the seed decides everything."""
 
-    def __init__(self, seed: int, *, trace: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        size: int | None = None,
+        conditions: Conditions | None = None,
+        habits: Habits | None = None,
+        trace: Callable[[str], None] | None = None,
+    ) -> None:
+        """What is not given is drawn; `habits` are those of one trainer on each node."""
         self.random = Random(seed)  # noqa: S311 - the seed replays the history
         self.timeline = Timeline()
-        self.size = self.random.choice([2, 3, 3, 4, 4, 5])
-        self.conditions = draw_conditions(self.random)
+        self.size = size or self.random.choice([2, 3, 3, 4, 4, 5])
+        self.conditions = conditions or draw_conditions(self.random)
         self.network = Network(self.timeline, self.random, self.conditions)
         self.invariants = Invariants(
             lambda: (job for agent in self.agents.values() for job in agent.jobs.values())
@@ -52,7 +61,8 @@ class Cluster:
         self.on_start: Callable[[Agent], None] | None = None
         """Called for each agent that starts."""
         self._trace = trace
-        self._habits = draw_habits(self.random, self.size)
+        drawn = draw_habits(self.random, self.size)
+        self._habits = [(habits,)] * self.size if habits else drawn
         self._round_trips = draw_round_trips(self.random, self.size)
 
     def start(self, number: int) -> None:
@@ -162,13 +172,15 @@ def draw_habits(random: Random, size: int) -> list[tuple[Habits, ...]]:
         hosts = [n for n in range(size) if chance(random, 0.8)] or [0]
         hosts += [hosts[0]] * chance(random, 0.2)
         wait_for = random.choice([len(hosts), max(1, len(hosts) - 1), min(2, len(hosts))])
+        mistakes = random.choice([0.0, 0.0, 0.02, 0.3])
+        think_s = random.choice([0.02, 0.1, 0.3])
         for host in hosts:
             habit = Habits(
                 job=JobName(name),
                 wait_for=wait_for,
-                think_s=random.choice([0.1, 0.3]),
+                think_s=think_s,
                 in_flight=random.choice([1, 2]),
-                mistakes=random.choice([0.0, 0.0, 0.0, 0.02]),
+                mistakes=mistakes,
                 pauses=random.choice([0.0, 0.0, 0.02]),
                 until_s=CALM_FROM_S,
                 ops=random.choice([1000, 30]),

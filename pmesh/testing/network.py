@@ -80,6 +80,8 @@ class Network:
     def __init__(self, timeline: Timeline, random: Random, conditions: Conditions) -> None:
         self.conditions = conditions
         self.delivered = 0
+        self.swallow: Callable[[int, int, str, bytes], bool] | None = None
+        """Whether a message from one to the other, on a channel, is lost: to aim at one."""
         self._timeline = timeline
         self._random = random
         self._hosts: dict[int, Host] = {}
@@ -120,6 +122,8 @@ class Network:
         """Send a message; without a connection it goes nowhere, as into a dead socket."""
         connection = self._connections.get(_pair(number, peer))
         if connection is None:
+            return
+        if self.swallow is not None and self.swallow(number, peer, channel, data):
             return
         copies = 1
         if channel in self.conditions.lossy and number != peer:

@@ -3,6 +3,7 @@
 A seed that fails is printed with the command that replays it. Exit code 1 if any does.
 """
 
+import atexit
 import importlib
 import os
 import sys
@@ -74,7 +75,9 @@ def judge_many(
 
 def _mutate_for_good(mutation: str) -> None:
     if mutation:
-        find_mutation(mutation)().__enter__()  # until the process ends
+        context = find_mutation(mutation)()
+        context.__enter__()
+        atexit.register(context.__exit__, None, None, None)  # so that it lasts until then
 
 
 def replay_command(seed: int, mutation: str = "") -> str:

@@ -6,7 +6,7 @@ import sys
 
 from pmesh.testing.simulate import judge_many, replay_command
 
-SEEDS = 120
+SEEDS = 100
 """About 15 s of one core. `python -m pmesh.testing.simulate 10000` is for a longer look."""
 
 
@@ -21,12 +21,12 @@ def test_no_seed_breaks_an_invariant() -> None:
 
 
 def test_a_seed_gives_one_history_whatever_python_hashes_with() -> None:
-    def history(hash_seed: str) -> str:
+    def history(hash_seed: str) -> list[str]:
         command = [sys.executable, "-m", "pmesh.testing.simulate", "1", "--first", "4", "--trace"]
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        return done.stdout.rpartition("1 seeds")[0]  # the last line measures real time
+        return done.stdout.splitlines()[:-1]  # the last one measures real time
 
     first = history("1")
-    assert "installs" in first
+    assert any("installs" in line for line in first)
     assert first == history("2")
