@@ -1,12 +1,14 @@
 """`pmesh status` and `pmesh down`: what the local agent is asked."""
 
 import contextlib
+import itertools
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from pmesh.agent.status import decode_status
@@ -28,14 +30,21 @@ def show_status(home: Path | None, *, watch: bool, as_json: bool) -> int:
     console = Console(highlight=False)
     if not watch:
         console.print(render_status(decode_status(ask_status(path)), width=console.width))
-        return 0
-    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
-        beat = 0
-        while True:
-            status = decode_status(ask_status(path))
-            live.update(render_status(status, width=console.width, beat=beat), refresh=True)
-            time.sleep(WATCH_INTERVAL_S)
-            beat += 1
+    elif not console.is_terminal:  # where Live shows nothing before its end
+        for picture in _pictures(path, console):
+            console.print(picture)
+    else:
+        with Live(console=console, auto_refresh=False, screen=True) as live:
+            for picture in _pictures(path, console):
+                live.update(picture, refresh=True)
+    return 0
+
+
+def _pictures(path: Path, console: Console) -> Iterator[RenderableType]:
+    for beat in itertools.count():
+        status = decode_status(ask_status(path))
+        yield render_status(status, width=console.width, beat=beat)
+        time.sleep(WATCH_INTERVAL_S)
 
 
 def bring_down(home: Path | None) -> int:
