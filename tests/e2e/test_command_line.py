@@ -1,0 +1,106 @@
+"""The commands of a user's first minutes, from no mesh key to two machines and back."""
+
+import json
+import re
+import shlex
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pmesh.agent.status import decode_status
+from tests.e2e.harness import Agent, Fleet
+
+SCHEMA = Path(__file__).parents[2] / "docs" / "reference" / "status.schema.json"
+TYPES: dict[str, type | tuple[type, ...]] = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "integer": int,
+    "number": (int, float),
+    "null": type(None),
+}
+
+
+@pytest.fixture
+def two_homes(fleet: Fleet) -> Iterator[tuple[Agent, Path]]:
+    """An agent that was started without a mesh key, and the home of a detached one."""
+    first = fleet.start_agent("mac-1", "--no-mdns", mesh_key="")
+    home = fleet.home("mac-2")
+    yield first, home
+    if (home / "agent.lock").exists() and (pid := (home / "agent.lock").read_text().strip()):
+        psutil.Process(int(pid)).kill()  # the test has failed: nobody else ends what is detached
+
+
+def test_from_a_first_up_without_a_key_to_two_machines_and_back(
+    fleet: Fleet, two_homes: tuple[Agent, Path]
+) -> None:
+    first, home = two_homes
+
+    # The first start makes a key, and prints the line to type on the next machine.
+    line = first.process.await_line(r"^ +pmesh (key set pmesh-.*)$")[1]
+    taken = fleet.pmesh(*shlex.split(line), home=home)
+    assert (taken.returncode, taken.stderr) == (0, "")
+    shown = fleet.pmesh("key", "show", home=home).stdout.splitlines()[-1]
+    assert shown == line.removeprefix("key set ").strip("'")
+
+    # In the background.
+    options = ("--no-mdns", "--listen", "127.0.0.1:0", "--name", "mac-2", "--peer", first.address)
+    up = fleet.pmesh("up", "--detach", *options, home=home)
+    assert up.returncode == 0, up.stderr
+    pid = int(re.findall(r"pid (\d+), log", up.stdout)[0])
+    first.process.await_line("^mac-2 joined")
+    refused = fleet.pmesh("up", "--detach", home=home)
+    assert refused.returncode == 1
+    assert f"AgentAlreadyRunning: an agent runs in {home} already: pid {pid};" in refused.stderr
+
+    # What it looks like, for a person and for a program.
+    text = fleet.pmesh("status", home=home).stdout
+    assert "mac-1" in text
+    assert "mac-2" in text
+    printed = fleet.pmesh("status", "--json", home=home).stdout
+    schema = json.loads(SCHEMA.read_text())
+    check(json.loads(printed), schema, schema["$defs"])
+    assert decode_status(printed.encode()).pid == pid
+
+    # Again and again, until Ctrl-C.
+    watching = [
+        fleet.start_command("status", "--watch", home=home),
+        fleet.start_command("status", "--watch", home=home, FORCE_COLOR="1"),  # as on a terminal
+        fleet.start_command("status", "--watch", "--json", home=home),
+    ]
+    for watch in watching:
+        for _ in range(2):
+            watch.await_line(r"mac-1.*healthy")
+        watch.send_signal(signal.SIGINT)
+    for watch in watching:
+        assert "Traceback" not in watch.await_end(code=130)
+
+    down = fleet.pmesh("down", home=home)
+    assert down.stdout == f"The agent has left the mesh (pid {pid}).\n"
+    assert not psutil.pid_exists(pid)
+    assert first.process.await_line("^mac-2 is gone: (.*)")[1] == "its agent was stopped"
+    gone = fleet.pmesh("status", home=home)
+    assert gone.returncode == 1
+    assert gone.stderr.startswith("AgentNotRunning: ")
+
+
+def check(value: object, rule: dict[str, Any], definitions: dict[str, Any]) -> None:
+    """That the value is what the rule of the JSON schema says: the keywords that ours uses."""
+    if "$ref" in rule:
+        check(value, definitions[rule["$ref"].rpartition("/")[2]], definitions)
+    if "enum" in rule:
+        assert value in rule["enum"]
+    kinds = [kind["type"] for kind in rule.get("anyOf", [rule]) if "type" in kind]
+    assert not kinds or any(isinstance(value, TYPES[kind]) for kind in kinds)
+    if isinstance(value, list):
+        for item in value:
+            check(item, rule["items"], definitions)
+    if isinstance(value, dict) and "properties" in rule:
+        assert set(rule["required"]) <= set(value) <= set(rule["properties"])
+        for name, part in value.items():
+            check(part, rule["properties"][name], definitions)
