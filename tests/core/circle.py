@@ -69,6 +69,14 @@ class Circle:
         if (sender, to) in self.wires:
             self.wires[sender, to].append(messages.encode(message))
 
+    def carrying(self, *kinds: type[AgreementMessage]) -> list[tuple[Member, Member]]:
+        """The wires on which such a message is on its way."""
+        return sorted(
+            wire
+            for wire, waiting in self.wires.items()
+            if any(isinstance(messages.decode_untrusted(data), kinds) for data in waiting)
+        )
+
     # Inputs
 
     def beat(self, sender: Member, to: Member) -> None:

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pmesh.core.messages import Waiting
+from pmesh.core.messages import Commit, Flushed, Propose, Waiting
 from pmesh.core.standing import Facts
 from pmesh.ids import Incarnation, JobName, Member, NodeId, Slot
 from tests.core.builders import make_concern, make_report, make_verdict, running
@@ -18,7 +18,9 @@ from tests.core.circle import Circle, gathered
 
 NODES = [NodeId(letter * 32) for letter in (b"a", b"b", b"c")]
 NODE = st.sampled_from(NODES)
-PAIR = st.sampled_from(list(itertools.permutations(NODES, 2)))
+PAIRS = list(itertools.permutations(NODES, 2))
+PAIR = st.sampled_from(PAIRS)
+PAUSE_S = st.sampled_from([0.0, 0.2, 0.2, 0.5, 1.1, 2.1])
 RECOVERY_S = 12.0  # several flushes that time out, and quiet times between them
 
 
@@ -31,6 +33,7 @@ class ThreeAgents(RuleBasedStateMachine):
         super().__init__()
         self.starts = itertools.count(1)
         self.now_running: dict[NodeId, Member] = {}
+        self.restarts_left = 2  # more, and little else would happen
 
     @initialize(strangers=st.booleans())
     def begin(self, strangers: bool) -> None:  # noqa: FBT001 - Hypothesis passes it by name
@@ -48,43 +51,59 @@ class ThreeAgents(RuleBasedStateMachine):
         one, other = pair
         return self.now_running[one], self.now_running[other]
 
-    @precondition(lambda self: any(self.circle.wires.values()))
-    @rule(data=st.data(), count=st.integers(1, 6))
-    def some_messages_arrive(self, data: st.DataObject, count: int) -> None:
-        busy = sorted(wire for wire, waiting in self.circle.wires.items() if waiting)
-        wire = data.draw(st.sampled_from(busy))
-        for _ in range(min(count, len(self.circle.wires[wire]))):
+    @rule(after_s=PAUSE_S, counts=st.lists(st.integers(0, 3), min_size=6, max_size=6))
+    def everyone_beats_and_some_messages_arrive(self, after_s: float, counts: list[int]) -> None:
+        self.circle.now += after_s
+        for member in self.now_running.values():
+            self.circle.tick(member)
+        for pair, count in zip(PAIRS, counts, strict=True):
+            self.deliver_some(self.members(pair), count)
+
+    @rule(node=NODE, after_s=PAUSE_S)
+    def one_agent_beats(self, node: NodeId, after_s: float) -> None:
+        self.circle.now += after_s
+        self.circle.tick(self.now_running[node])
+
+    @rule(pair=PAIR, count=st.integers(1, 10))
+    def some_messages_arrive(self, pair: tuple[NodeId, NodeId], count: int) -> None:
+        self.deliver_some(self.members(pair), count)
+
+    def deliver_some(self, wire: tuple[Member, Member], count: int) -> None:
+        for _ in range(min(count, len(self.circle.wires.get(wire, ())))):
             self.circle.deliver(*wire)
 
     @rule()
     def everything_arrives(self) -> None:
         self.circle.deliver_all()
 
-    @rule(node=NODE, after_s=st.sampled_from([0.0, 0.2, 1.1, 2.1]))
-    def one_agent_beats(self, node: NodeId, after_s: float) -> None:
-        self.circle.now += after_s
-        self.circle.tick(self.now_running[node])
+    @precondition(lambda self: self.circle.carrying(Propose, Flushed, Commit))
+    @rule(data=st.data())
+    def a_link_that_carries_a_decision_breaks(self, data: st.DataObject) -> None:
+        """... and is up again at once, so that neither end loses the other."""
+        wire = data.draw(st.sampled_from(self.circle.carrying(Propose, Flushed, Commit)))
+        self.circle.cut(*wire)
+        self.circle.link(*wire)
 
-    @rule(pair=PAIR)
-    def a_link_breaks(self, pair: tuple[NodeId, NodeId]) -> None:
-        if self.members(pair) in self.circle.wires:
-            self.circle.unlink(*self.members(pair))
+    @rule(pair=PAIR, both_notice=st.booleans())
+    def a_link_breaks(self, pair: tuple[NodeId, NodeId], *, both_notice: bool) -> None:
+        one, other = self.members(pair)
+        if (one, other) in self.circle.wires:
+            self.circle.cut(one, other)
+            self.circle.lose(one, other)
+            if both_notice:
+                self.circle.lose(other, one)
 
-    @rule(pair=PAIR)
-    def a_link_breaks_and_one_end_does_not_notice(self, pair: tuple[NodeId, NodeId]) -> None:
-        if self.members(pair) in self.circle.wires:
-            self.circle.cut(*self.members(pair))
-            self.circle.lose(*self.members(pair))
+    @precondition(lambda self: len(self.circle.wires) < len(PAIRS))
+    @rule()
+    def all_links_come_up(self) -> None:
+        self.circle.link_everyone()
 
-    @rule(pair=PAIR)
-    def a_link_comes_up(self, pair: tuple[NodeId, NodeId]) -> None:
-        if self.members(pair) not in self.circle.wires:
-            self.circle.link(*self.members(pair))
-
+    @precondition(lambda self: self.restarts_left)
     @rule(node=NODE)
     def an_agent_restarts(self, node: NodeId) -> None:
         self.circle.stop(self.now_running[node])
         self.circle.start(self.next_start_of(node))
+        self.restarts_left -= 1
 
     @rule(node=NODE, wait_for=st.integers(1, 3))
     def a_trainer_waits(self, node: NodeId, wait_for: int) -> None:
