@@ -1,0 +1,48 @@
+from pmesh.agent.membership import HEARTBEAT_S
+from pmesh.agent.ops import MAX_UNSTABLE_BYTES, MAX_UNSTABLE_OPS
+from pmesh.core.dialling import FIRST_DELAY_S, LONGEST_DELAY_S
+from pmesh.core.health import WIFI, WIRED
+from pmesh.core.records import KEY_BYTES
+from pmesh.core.schedule import SEGMENT_BYTES
+from pmesh.core.topology import EXACT_UP_TO
+from pmesh.net.door import MAX_PENDING, MAX_PENDING_PER_ADDRESS, PENDING_TIMEOUT_S
+from tests.docs.pages import DOCS, read, sections, table_rows
+
+DESIGN = sections(read(DOCS / "explanation" / "design.md"))
+SECURITY = sections(read(DOCS / "explanation" / "security.md"))
+MIB = 1024 * 1024
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_the_silences_in_the_design_are_those_that_the_agent_judges_by() -> None:
+    section = DESIGN["Who is here"]
+
+    assert list(table_rows(section)) == [
+        ["degraded", f"{WIRED.degraded_after_s} s", f"{WIFI.degraded_after_s} s"],
+        ["suspect", f"{WIRED.suspect_after_s} s", f"{WIFI.suspect_after_s} s"],
+        ["gone", f"{WIRED.gone_after_s} s", f"{WIFI.gone_after_s} s"],
+    ]
+    assert f"each link every {HEARTBEAT_S} s" in section
+
+
+def test_the_numbers_in_the_design_are_those_of_the_code() -> None:
+    whole = flat(" ".join(DESIGN.values()))
+
+    assert f"again after {FIRST_DELAY_S} s" in whole
+    assert f"up to {LONGEST_DELAY_S:g} s" in whole
+    assert f"up to {EXACT_UP_TO} members" in whole
+    bounds = f"in number ({MAX_UNSTABLE_OPS}) and bytes ({MAX_UNSTABLE_BYTES // MIB} MiB)"
+    assert bounds in whole
+    assert f"segments of at most {SEGMENT_BYTES // 1024} KiB" in whole
+    assert "2³⁸ bytes" in whole
+    assert KEY_BYTES == 2**38
+
+
+def test_the_limits_before_authentication_are_those_of_the_door() -> None:
+    text = flat(SECURITY["What is protected, against whom"])
+
+    assert f"has {PENDING_TIMEOUT_S:g} s to prove" in text
+    assert f"At most {MAX_PENDING} may be pending, {MAX_PENDING_PER_ADDRESS} from one" in text
