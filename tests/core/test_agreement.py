@@ -1,16 +1,13 @@
-"""How a member answers what it hears: V1 to V6, I1 and I2 of the design, one by one."""
+"""What a member makes of what it hears, of a loss and of time: V2, V5, V6, V9 of the design."""
 
 from dataclasses import replace
 
 import pytest
 
-from pmesh.core.agreement import first_state, hear, lose, pass_time
+from pmesh.core.agreement import first_state, lose, pass_time
 from pmesh.core.messages import (
-    AgreementMessage,
     AskToJoin,
     AskView,
-    Commit,
-    Flushed,
     Heartbeat,
     Leaving,
     Propose,
@@ -26,69 +23,33 @@ from pmesh.core.standing import (
     PATIENCE_S,
     SKIP_S,
     Facts,
-    Fence,
-    Install,
     Peer,
     Send,
     State,
     Step,
 )
 from pmesh.core.views import View
-from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, Member
 from tests.core.builders import (
     ANNA,
     BERT,
     CARA,
-    DIGITS,
     DORA,
     FACES,
     all_hearing_each_other,
-    make_concern,
     make_epoch,
     make_flushed,
     make_heartbeat,
     make_member,
     make_peer,
     make_proposal,
-    make_report,
     make_roster,
     make_state,
-    make_verdict,
     make_view,
     make_waiting,
-    running,
 )
-from tests.core.circle import Circle, gathered
-
-NOW = 100.0
-TRIO = make_view(5, ANNA, BERT, CARA)
-BERTS = all_hearing_each_other(BERT, TRIO, ANNA, CARA)
-"""Bert in peace, with Anna who leads and Cara who comes after him."""
-
-
-def told(
-    state: State, sender: Member, message: AgreementMessage, *, facts: Facts | None = None
-) -> Step:
-    return hear(state, sender, message, facts or Facts(), now=NOW)
-
-
-def sent(step: Step) -> list[tuple[Member, AgreementMessage]]:
-    return [(action.to, action.message) for action in step.actions if isinstance(action, Send)]
-
-
-def installed(step: Step) -> list[View]:
-    return [action.view for action in step.actions if isinstance(action, Install)]
-
-
-def commit(view: View) -> Commit:
-    """The commit of a view whose ring is in order of node id: all edges cost the same."""
-    return Commit(view, tuple(tuple(20 * (a != b) for b in view.seats) for a in view.seats))
-
-
-def promising(counter: int = 6, leader: Member = ANNA) -> State:
-    """Bert, who has promised this epoch and waits for its commit."""
-    return told(BERTS, leader, make_proposal(leader, counter, TRIO, *TRIO.members)).state
+from tests.core.circle import gathered
+from tests.core.one_member import BERTS, NOW, TRIO, commit, installed, promising, sent, told
 
 
 def test_a_process_that_has_just_started_is_alone_in_a_view_of_its_own() -> None:
@@ -102,195 +63,6 @@ def test_two_processes_of_one_node_never_begin_with_the_same_epoch() -> None:
     again = make_member("a", incarnation=99)
     first, second = (first_state(m, "mac-a", now=0.0).promised for m in (ANNA, again))
     assert first != second
-
-
-class TestAProposalIsAnswered:
-    PROPOSAL = make_proposal(ANNA, 6, TRIO, ANNA, BERT, CARA)
-
-    def test_with_a_promise_and_what_the_member_has_installed(self) -> None:
-        step = told(BERTS, ANNA, self.PROPOSAL)
-        answer = make_flushed(BERT, TRIO, epoch=make_epoch(6))
-        assert step.actions == (Fence(()), Send(ANNA, answer))
-        assert (step.state.promised, step.state.flushed_at) == (make_epoch(6), NOW)
-        assert step.state.highest_counter == 6
-
-    def test_with_who_waits_here(self) -> None:
-        facts = Facts(waiting=(make_waiting(3),))
-        ((_, answer),) = sent(told(BERTS, ANNA, self.PROPOSAL, facts=facts))
-        assert isinstance(answer, Flushed)
-        assert answer.waiting == facts.waiting
-
-    def test_with_a_fence_before_the_answer_around_the_jobs_it_names(self) -> None:
-        """V3, and V7: the other job runs on."""
-        digits, faces = make_roster(ANNA, BERT), make_roster(BERT, job=FACES)
-        reports = [make_report(r, {0: [running(3)]}, fenced=False) for r in (digits, faces)]
-        proposal = make_proposal(ANNA, 6, TRIO, ANNA, BERT, jobs=[DIGITS])
-        fence, answer = told(BERTS, ANNA, proposal, facts=Facts(reports=tuple(reports))).actions
-        assert fence == Fence((DIGITS,))
-        assert isinstance(answer, Send)
-        assert isinstance(answer.message, Flushed)
-        assert [(r.job, r.fenced) for r in answer.message.jobs] == [(DIGITS, True), (FACES, False)]
-
-    def test_with_a_fence_around_every_job_if_its_base_is_another_view(self) -> None:
-        """Which jobs are concerned was judged by rosters that may not be ours."""
-        elsewhere = replace(BERTS, view=make_view(4, *TRIO.members))
-        base = make_view(5, *TRIO.members, previous=make_epoch(4))
-        report = make_report(make_roster(BERT), {0: []}, fenced=False)
-        step = told(
-            replace(elsewhere, promised=make_epoch(4)),
-            ANNA,
-            make_proposal(ANNA, 6, base, *TRIO.members),
-            facts=Facts(reports=(report,)),
-        )
-        assert step.actions[0] == Fence((DIGITS,))
-
-    def test_once_if_it_comes_twice(self) -> None:
-        state = told(BERTS, ANNA, self.PROPOSAL).state
-        assert told(state, ANNA, self.PROPOSAL) == Step(state)
-
-    def test_with_a_promise_to_whoever_has_the_higher_epoch(self) -> None:
-        """V1: a later promise replaces the earlier one, and ends an attempt of one's own."""
-        leading = lose(BERTS, ANNA.node, "closed", Facts(), now=NOW).state
-        assert leading.proposal is not None
-        step = told(leading, CARA, make_proposal(CARA, 9, TRIO, BERT, CARA))
-        assert step.state.promised == make_epoch(9, CARA)
-        assert step.state.proposal is None
-
-    @pytest.mark.parametrize("counter", [5, 7])
-    def test_with_a_refusal_that_carries_the_promise_if_that_is_higher(self, counter: int) -> None:
-        """V1: a proposal must exceed the promise, not only what is installed."""
-        state = promising(8)
-        step = told(state, ANNA, make_proposal(ANNA, counter, TRIO, *TRIO.members))
-        assert sent(step) == [(ANNA, Refuse(make_epoch(counter), make_epoch(8)))]
-        assert step.state == state
-
-    def test_with_proof_for_a_proposer_that_the_line_left_behind(self) -> None:
-        """V2: Dora still counts Bert as hers, but his view has neither her nor hers before it."""
-        doras = make_view(4, DORA, BERT)
-        step = told(BERTS, DORA, make_proposal(DORA, 9, doras, DORA, BERT))
-        assert sent(step) == [(DORA, Superseded(TRIO))]
-        assert step.state == BERTS
-
-    def test_for_a_proposer_out_of_view_that_has_gone_on_from_it(self) -> None:
-        """V2: its base records our epoch as our last."""
-        base = make_view(6, DORA, BERT, previous=TRIO.epoch)
-        step = told(BERTS, DORA, make_proposal(DORA, 9, base, DORA, BERT))
-        assert step.state.promised == make_epoch(9, DORA)
-
-    def test_with_a_veto_if_it_passes_over_a_senior_who_is_heard(self) -> None:
-        step = told(BERTS, CARA, make_proposal(CARA, 6, TRIO, CARA, BERT))
-        assert sent(step) == [(CARA, Veto(make_epoch(6, CARA)))]
-        assert step.state == BERTS
-
-    def test_without_a_veto_if_that_senior_is_not_heard(self) -> None:
-        state = all_hearing_each_other(BERT, TRIO, CARA)
-        step = told(
-            replace(state, quiet_until=NOW + 9), CARA, make_proposal(CARA, 6, TRIO, CARA, BERT)
-        )
-        assert step.state.promised == make_epoch(6, CARA)
-
-    def test_without_a_veto_if_that_senior_has_gone_another_way(self) -> None:
-        elsewhere = make_view(7, ANNA, DORA)
-        anna = make_peer(ANNA, elsewhere, make_heartbeat(elsewhere, BERT))
-        cara = BERTS.peers[CARA.node]
-        state = replace(make_state(BERT, TRIO, anna, cara), quiet_until=NOW + 9)
-        step = told(state, CARA, make_proposal(CARA, 8, TRIO, CARA, BERT))
-        assert step.state.promised == make_epoch(8, CARA)
-
-    def test_without_a_veto_if_the_senior_who_is_passed_over_is_oneself(self) -> None:
-        """One who asks to lead the others does not lack a leader."""
-        step = told(BERTS, CARA, make_proposal(CARA, 6, TRIO, CARA, BERT, ANNA))
-        assert step.state.promised == make_epoch(6, CARA)
-
-    def test_by_a_newcomer_if_the_view_that_takes_it_in_is_heavier(self) -> None:
-        anna = make_peer(ANNA, TRIO, make_heartbeat(TRIO, DORA))
-        proposal = make_proposal(ANNA, 6, TRIO, ANNA, DORA, continuing=[ANNA])
-        step = told(make_state(DORA, make_view(3, DORA), anna), ANNA, proposal)
-        assert step.state.promised == make_epoch(6)
-
-    def test_and_soon_forgotten_if_its_leader_is_not_heard(self) -> None:
-        """V6: its commit may never come."""
-        state = told(make_state(CARA, TRIO), ANNA, self.PROPOSAL).state
-        assert state.promised == make_epoch(7, CARA)
-
-    def test_with_a_veto_by_a_newcomer_whose_own_view_is_heavier(self) -> None:
-        """V9."""
-        alone = make_state(DORA, make_view(3, DORA))
-        base = make_view(2, ANNA)
-        step = told(alone, ANNA, make_proposal(ANNA, 6, base, ANNA, DORA, continuing=[ANNA]))
-        assert sent(step) == [(ANNA, Veto(make_epoch(6)))]
-
-    @pytest.mark.parametrize(
-        ("sender", "proposal"),
-        [
-            pytest.param(CARA, PROPOSAL, id="in another's name"),
-            pytest.param(
-                make_member("a", incarnation=99), PROPOSAL, id="in the name of a former process"
-            ),
-            pytest.param(ANNA, make_proposal(ANNA, 6, TRIO, ANNA, CARA), id="not meant for us"),
-        ],
-    )
-    def test_with_a_protocol_error_if_no_honest_leader_would_send_it(
-        self, sender: Member, proposal: Propose
-    ) -> None:
-        with pytest.raises(ProtocolError, match="in another's name, or sent to one whom it leaves"):
-            told(BERTS, sender, proposal)
-
-
-class TestACommitIsInstalled:
-    VIEW = make_view(6, ANNA, BERT, CARA, previous=TRIO.epoch)
-
-    def test_if_its_epoch_is_what_was_promised(self) -> None:
-        step = told(promising(6), ANNA, commit(self.VIEW))
-        assert step.actions == (Install(self.VIEW),)
-        assert (step.state.view, step.state.flushed_at) == (self.VIEW, None)
-        assert (step.state.installed_at, step.state.highest_counter) == (NOW, 6)
-
-    def test_not_if_more_has_been_promised_since(self) -> None:
-        """V1."""
-        state = promising(7)
-        assert told(state, ANNA, commit(self.VIEW)) == Step(state)
-
-    def test_not_if_nothing_has_been_promised(self) -> None:
-        """V1: whoever commits it has no answer of ours."""
-        assert told(BERTS, ANNA, commit(self.VIEW)) == Step(BERTS)
-
-    def test_not_again_if_it_comes_twice(self) -> None:
-        """I2."""
-        state = told(promising(6), ANNA, commit(self.VIEW)).state
-        assert told(state, ANNA, commit(self.VIEW)) == Step(state)
-
-    def test_and_forgets_what_it_has_settled(self) -> None:
-        state = replace(
-            promising(6),
-            joining={CARA: NOW, DORA: NOW},
-            losses={CARA: "closed", DORA: "closed"},
-        )
-        after = told(state, ANNA, commit(self.VIEW)).state
-        assert after.joining == {DORA: NOW}
-        assert after.losses == {CARA: "closed"}
-
-    @pytest.mark.parametrize(
-        ("sender", "message", "why"),
-        [
-            pytest.param(CARA, commit(VIEW), "another's name", id="of another leader"),
-            pytest.param(ANNA, commit(make_view(6, ANNA, CARA)), "leaves out", id="without us"),
-            pytest.param(ANNA, Commit(VIEW, ()), "costs do not fit", id="without costs"),
-            pytest.param(ANNA, Commit(VIEW, ((0, 0, 0),) * 2), "do not fit", id="a row missing"),
-            pytest.param(ANNA, Commit(VIEW, ((0, 0),) * 3), "do not fit", id="a column missing"),
-            pytest.param(
-                ANNA,
-                commit(make_view(6, BERT, ANNA, CARA, leader=ANNA)),
-                "ring does not follow",
-                id="in another ring order",
-            ),
-        ],
-    )
-    def test_with_a_protocol_error_if_no_honest_leader_would_send_it(
-        self, sender: Member, message: Commit, why: str
-    ) -> None:
-        with pytest.raises(ProtocolError, match=why):
-            told(promising(6), sender, message)
 
 
 class TestAHeartbeat:
@@ -472,6 +244,14 @@ class TestALostPeer:
         assert view.members == (BERT,)
         assert view.previous_epoch_of(BERT) == duo.epoch
 
+    def test_is_waited_for_no_longer(self) -> None:
+        """Its answer can't come: a proposal that counts on it is withdrawn and made anew."""
+        leading = lose(BERTS, ANNA.node, "closed", Facts(), now=NOW).state
+        step = lose(leading, CARA.node, "closed", Facts(), now=NOW)
+        (view,) = installed(step)
+        assert view.members == (BERT,)
+        assert view.epoch > leading.promised
+
 
 class TestDeadlines:
     """V6: nothing waits for ever."""
@@ -584,114 +364,3 @@ def test_the_commit_follows_the_last_answer_in_one_step() -> None:
     assert view.members == (BERT, CARA)
     assert sent(step) == [(CARA, commit(view))]
     assert isinstance(step.actions[0], Send), "the commit is on its way before it is in force"
-
-
-class TestTogether:
-    """Agents that hear each other, by their own messages."""
-
-    def test_two_who_meet_make_one_view(self) -> None:
-        view = gathered(ANNA, BERT).agreed_view()
-        assert set(view.members) == {ANNA, BERT}
-
-    def test_many_who_meet_at_once_end_in_one_view(self) -> None:
-        everyone = [make_member(letter) for letter in "abcdefgh"]
-        assert len(gathered(*everyone).agreed_view().members) == len(everyone)
-
-    def test_in_peace_no_view_follows_another(self) -> None:
-        circle = gathered(ANNA, BERT, CARA)
-        count = len(circle.views)
-        circle.pass_time(30.0)
-        assert len(circle.views) == count
-
-    def test_the_others_go_on_when_one_is_lost_and_take_it_in_again(self) -> None:
-        circle = gathered(ANNA, BERT, CARA)
-        circle.stop(CARA)
-        circle.deliver_all()
-        assert set(circle.agreed_view().members) == {ANNA, BERT}
-        again = make_member("c", incarnation=99)
-        circle.start(again)
-        view = circle.recover(within_s=2.0)
-        assert view.by_seniority[-1] == again
-
-    def test_two_halves_come_together_again(self) -> None:
-        circle = gathered(ANNA, BERT, CARA, DORA)
-        for one in (ANNA, BERT):
-            for other in (CARA, DORA):
-                circle.unlink(one, other)
-        circle.pass_time(3.0)
-        assert set(circle.view_of(ANNA).members) == {ANNA, BERT}
-        assert set(circle.view_of(CARA).members) == {CARA, DORA}
-        circle.recover(within_s=5.0)
-
-    def test_of_two_who_are_cut_off_from_each_other_the_senior_stays(self) -> None:
-        """V5: Bert hears both, and still only a clique is a view."""
-        circle = gathered(ANNA, BERT, CARA)
-        leader, second, third = circle.agreed_view().by_seniority
-        circle.unlink(second, third)
-        circle.pass_time(3.0)
-        assert set(circle.agreed_view([leader, second]).members) == {leader, second}
-        circle.recover(within_s=5.0)
-
-    def test_a_job_begins_when_its_trainers_wait_and_fails_one_way_for_all(self) -> None:
-        """O3: who timed out only asks; the commit tells everyone the same."""
-        circle = gathered(ANNA, BERT, CARA)
-        for member in circle.states:
-            circle.facts[member] = Facts(waiting=(make_waiting(3),))
-        circle.pass_time(1.0)
-        (roster,) = circle.agreed_view().rosters
-        for member in circle.states:
-            (rank,) = roster.ranks_of(member)
-            report = make_report(roster, {rank: [running(0)]}, fenced=False)
-            circle.facts[member] = Facts(reports=(report,))
-        circle.facts[BERT] = replace(
-            circle.facts[BERT],
-            concerns=(make_concern(roster, make_verdict("OpTimedOut", 2), op=0),),
-        )
-        circle.pass_time(1.0)
-        (settled,) = circle.agreed_view().rosters
-        assert settled.number > roster.number
-        assert [outcome.verdict for outcome in settled.outcomes] == [make_verdict("OpTimedOut", 2)]
-        assert {m for m, fence in circle.fences if fence.jobs == (DIGITS,)} == set(circle.states)
-
-    def test_a_restarted_leader_never_uses_an_epoch_again(self) -> None:
-        """V1: without incarnations it would."""
-        circle = gathered(ANNA, BERT)
-        leader = circle.agreed_view().by_seniority[0]
-        used = set(circle.views)
-        circle.stop(leader)
-        circle.start(Member(leader.node, Incarnation(leader.incarnation + 1000)))
-        circle.recover(within_s=5.0)
-        assert used < set(circle.views)
-
-
-def test_an_epoch_that_could_not_follow_is_never_installed() -> None:
-    """I2, even if what was promised were forged: the last line of defence."""
-    view = make_view(6, ANNA, CARA)
-    state = replace(promising(6), view=make_view(4, ANNA, BERT))
-    with pytest.raises(ProtocolError, match="a view that can't follow"):
-        told(told(state, CARA, TellView(view)).state, CARA, make_heartbeat(view, BERT))
-    same = replace(promising(6), view=make_view(6, *TRIO.members))
-    with pytest.raises(ProtocolError, match="a view that can't follow"):
-        told(same, ANNA, commit(same.view))
-
-
-def test_the_circle_itself_sees_what_it_is_there_to_see() -> None:
-    """A test that can't fail is a defect."""
-    circle = Circle(ANNA, BERT)
-    state = circle.states[ANNA]
-    with pytest.raises(AssertionError, match="V1"):
-        circle.take(ANNA, Step(replace(state, promised=make_epoch(0))))
-    with pytest.raises(AssertionError, match="I2: only upwards"):
-        circle.take(ANNA, Step(state, (Install(state.view),)))
-    with pytest.raises(AssertionError, match="I2: only where"):
-        circle.take(ANNA, Step(state, (Install(make_view(9, BERT)),)))
-    promised = replace(state, promised=make_epoch(9))
-    circle.states[ANNA] = promised
-    with pytest.raises(AssertionError, match="V1: nothing below"):
-        circle.take(ANNA, Step(promised, (Install(make_view(8, ANNA)),)))
-    circle = Circle(ANNA, BERT)
-    with pytest.raises(AssertionError, match="V2"):
-        circle.take(ANNA, Step(state, (Install(make_view(8, ANNA, previous=make_epoch(7))),)))
-    circle.views[make_epoch(8)] = make_view(8, ANNA)
-    with pytest.raises(AssertionError, match="I1"):
-        circle.take(ANNA, Step(state, (Install(make_view(8, ANNA, BERT)),)))
