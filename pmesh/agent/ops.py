@@ -97,6 +97,13 @@ async def run_op(
     patience_s = min(request.timeout_s, 1e9)
     deadline = trio.current_time() + patience_s
     while (verdict := rank.verdict_on(number)) is None:
+        if rank.owed is not None and not rank.holders_of(number):
+            # I5: the view has told us of it after this call began. Nobody has this op's result, and
+            # nothing of an attempt under the new number has been sent: it has not begun.
+            owed, rank.owed = rank.owed, None
+            rank.take_back(number)
+            _let_go(rank, op, keep=None)
+            return OpFailed(number, owed, consumed=False), None
         if rank.holders_of(number):  # it can't fail any more: a late fetch is only tried again
             deadline = trio.current_time() + patience_s
         with rank.attempt():

@@ -1,6 +1,6 @@
 """One rank that lives on this machine: its ledger, fence, lanes and retained results."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import trio
 
@@ -167,6 +167,12 @@ class LocalRank:
         self.fingerprint = fingerprint(call)
         self.ledger = ledgers.start(self.ledger, op, call)
 
+    def take_back(self, op: OpNumber) -> None:
+        """The call is as if it had never been made."""
+        self._running = None
+        others = {number: r for number, r in self.ledger.ops.items() if number != op}
+        self.ledger = replace(self.ledger, ops=others)
+
     def complete(self, op: OpNumber, result: Result) -> None:
         """The op's result is there, and may be delivered."""
         self._running = None
@@ -186,6 +192,8 @@ class LocalRank:
         """Every rank has ended the ops up to `mark`: nobody will ask for their results."""
         if self._running is not None:  # a view may have failed it, and its trainer not know yet
             mark = min(mark, self._running - 1)
+        if self.concern is not None and self.concern.op >= 0:  # I5: the leader asks who called what
+            mark = min(mark, self.concern.op - 1)
         before = self.ledger.stable
         self.ledger = ledgers.stabilize(self.ledger, mark)
         if self.ledger.stable == before:
