@@ -67,12 +67,17 @@ async def dial_any(
         else:  # two connected in the same turn of the loop
             stream.socket.close()
 
-    async with trio.open_nursery() as nursery:
-        for address in addresses:
-            failed = trio.Event()
-            nursery.start_soon(attempt, address, failed, nursery.cancel_scope)
-            with trio.move_on_after(STAGGER_S):
-                await failed.wait()
+    try:
+        async with trio.open_nursery() as nursery:
+            for address in addresses:
+                failed = trio.Event()
+                nursery.start_soon(attempt, address, failed, nursery.cancel_scope)
+                with trio.move_on_after(STAGGER_S):
+                    await failed.wait()
+    except BaseException:  # cancelled in the very turn of the loop in which one connected
+        if winner is not None:
+            winner[0].socket.close()
+        raise
     if winner is None:
         kind = LocalNetworkDenied if _any_denied(failures) else PeerUnreachable
         raise kind("; ".join(dict.fromkeys(map(str, failures))))
