@@ -317,11 +317,11 @@ class Agent:
         job = self.jobs.get(ask.job)
         if job is None or (job.roster.born, job.roster.number) != (ask.born, ask.number):
             return  # we, or they, have not yet installed the view; they ask again
-        result = job.retained(ask.holder, ask.op)
-        if result is None:
+        kept = job.retained(ask.holder, ask.op)
+        if kept is None:
             self._invariants.lost_result(job, ask)
             return
-        retained = Retained(ask.job, ask.born, ask.number, ask.to_rank, ask.op, result)
+        retained = Retained(ask.job, ask.born, ask.number, ask.to_rank, ask.op, *kept)
         self.send_on_lane(job.roster.trainers[ask.to_rank].member, retained)
 
     # --- what we know, and say

@@ -159,17 +159,17 @@ class LocalJob:
     def receive(self, message: LaneMessage) -> None:
         """A message of this roster's number."""
         if isinstance(message, Retained):
-            if (message.to_rank, message.op) in self._asked:
-                self._complete(message.to_rank, message.op, message.result)
+            self._take_retained(message)
             return
         at = (message.to_rank, message.op)
         self._tokens.setdefault(at, {})[message.origin] = message
         if at in self._attempted:
             self._take(message)
 
-    def retained(self, rank: Rank, op: OpNumber) -> OpResult | None:
-        """The result that a survivor asks for."""
-        return self._results.get((rank, op))
+    def retained(self, rank: Rank, op: OpNumber) -> tuple[Call, OpResult] | None:
+        """The result that a survivor asks for, and of what call."""
+        result = self._results.get((rank, op))
+        return None if result is None else (self.ledgers[rank].ops[op].call, result)
 
     def lane_broke(self, peer: Member) -> None:
         """A connection with another agent is lost, and with it what was under way on a lane."""
@@ -264,6 +264,16 @@ class LocalJob:
             if len(tokens) == len(self.roster.trainers):
                 values = tuple(tokens[Rank(i)].value for i in range(len(tokens)))
                 self._complete(rank, op, OpResult(self.roster.number, values))
+
+    def _take_retained(self, message: Retained) -> None:
+        rank, op = message.to_rank, message.op
+        report = self.ledgers[rank].ops.get(op)
+        if report is None or (rank, op) not in self._asked:
+            return  # an answer to an earlier ask has come already
+        if message.call == report.call:
+            self._complete(rank, op, message.result)
+        else:
+            self._trouble(op, Verdict("OpMismatch", f"op {op}", (rank,)))
 
     def _send(self, token: Token, to_rank: Rank) -> None:
         onward = Token(

@@ -39,6 +39,8 @@ class Retained(msgspec.Struct, frozen=True, array_like=True, tag=2):
     number: int
     to_rank: Rank
     op: OpNumber
+    call: Call
+    """What the holder called: who fetches compares it too, as with any record (O8)."""
     result: OpResult
 
 

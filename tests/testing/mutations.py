@@ -177,6 +177,11 @@ def _fail_alone(job: LocalJob, op: Any, verdict: Verdict | None) -> None:
             job._end(rank, op, verdict)
 
 
+def _fetch_whatever(job: LocalJob, message: Any) -> None:
+    if (message.to_rank, message.op) in job._asked:
+        job._complete(message.to_rank, message.op, message.result)
+
+
 def _prefer_verdict(roster: Any, op: Any, reports: Any, stuck: Any) -> Any:
     verdict = roster.lost[0] if roster.lost else stuck
     if verdict is not None:
@@ -274,6 +279,11 @@ MUTATIONS = {
     "no_retention": Mutation("O2: results are kept until stable", (_stabilize, _stable_at_once)),
     "one_sided": Mutation(
         "O3: nobody fails alone", (LocalJob._trouble, _fail_alone), owner=LocalJob
+    ),
+    "unchecked_fetch": Mutation(
+        "O8: a fetched result is checked against the call, as any record",
+        (LocalJob._take_retained, _fetch_whatever),
+        owner=LocalJob,
     ),
     "prefer_verdict": Mutation(
         "I4: what one completed, all complete", (_resolve_op, _prefer_verdict)

@@ -45,6 +45,7 @@ COVERED = {
     "unfenced_settled": "a job is settled unfenced only where a leader's list was short",
     "hears_is_enough": "a connection that one side closes is closed for both",
     "no_veto": "who is left out by a junior proposes itself, and the higher epoch wins",
+    "unchecked_fetch": "9 of 3,000 seeds, the first of which is 10503: see the next test",
     "no_needs": "2 of 500 seeds; mostly a silent leader is gone before",
 }
 """Not noticed in 150 seeds, and why. What the single decision says is tested in tests/core."""
@@ -65,6 +66,12 @@ def test_an_aimed_history_goes_well(history: Callable[[], None]) -> None:
 def test_an_aimed_history_notices_that_a_rule_is_missing(name: str) -> None:
     with MUTATIONS[name](), pytest.raises((AssertionError, Violation)):
         AIMED[name]()
+
+
+def test_a_fetched_result_is_checked_against_the_call() -> None:
+    seeds = (10503, 10880, 11008, 11273, 11790, 12147, 12199, 12313, 12502)  # one of them will do
+    verdicts = judge_many(seeds, mutation="unchecked_fetch")
+    assert any(verdict.outcome is None for verdict in verdicts)
 
 
 def test_each_mutation_is_accounted_for() -> None:
