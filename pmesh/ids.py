@@ -1,7 +1,9 @@
 """Names for things that must not be mixed up: nodes, incarnations, jobs, ranks, ops, epochs."""
 
 import base64
-from typing import NamedTuple, NewType
+from typing import Annotated, NamedTuple, NewType
+
+from msgspec import Meta
 
 NodeId = NewType("NodeId", bytes)
 """A machine's identity: its 32-byte Ed25519 public key."""
@@ -21,16 +23,17 @@ Slot = NewType("Slot", int)
 class Member(NamedTuple):
     """One process start of one node."""
 
-    node: NodeId
-    incarnation: Incarnation
+    node: Annotated[NodeId, Meta(min_length=32, max_length=32)]
+    incarnation: Annotated[Incarnation, Meta(ge=1, le=2**63 - 1)]
 
 
 class Epoch(NamedTuple):
     """The name of a view, totally ordered; two proposals never share one (V1)."""
 
-    counter: int
-    leader: NodeId
-    incarnation: Incarnation
+    counter: Annotated[int, Meta(ge=1, le=2**32 - 1)]
+    """Grows with each proposal; it travels as 32 bits in a record's header."""
+    leader: Annotated[NodeId, Meta(min_length=32, max_length=32)]
+    incarnation: Annotated[Incarnation, Meta(ge=1, le=2**63 - 1)]
 
 
 def node_text(node: NodeId) -> str:

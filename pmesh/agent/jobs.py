@@ -22,6 +22,7 @@ from pmesh.core.messages import (
     RankMarks,
     Waiting,
 )
+from pmesh.core.rosters import is_same_history
 from pmesh.core.standing import Facts
 from pmesh.core.views import Roster, Verdict, View
 from pmesh.errors import LaneBroken
@@ -241,7 +242,11 @@ class Jobs:
         yield from self._absent
 
     def _follow(self, rank: LocalRank, roster: Roster | None) -> None:
-        if roster is not None and roster.born == rank.roster.born:
+        left = rank.leaving is not None  # then that it counts as lost is our own word
+        if roster is not None and (
+            is_same_history(rank.roster, roster, rank.rank)
+            or (left and roster.born == rank.roster.born)
+        ):
             rank.follow(roster, self.desk)
             return
         if roster is None:

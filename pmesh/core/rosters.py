@@ -67,6 +67,20 @@ def outcome_of(roster: Roster, op: OpNumber) -> OpOutcome | None:
     return next((outcome for outcome in roster.outcomes if outcome.op == op), None)
 
 
+def is_same_history(before: Roster, after: Roster, rank: Rank) -> bool:
+    """Whether a rank that follows `before` goes on in `after` (V9).
+
+    The two sides of a partition may both settle a job. Where they meet, the other side's roster has
+    the same birth, but another number, or the same number and other contents, or counts this very
+    rank as lost; it never continues ours.
+    """
+    if after.born != before.born or after.number < before.number:
+        return False
+    if after.number == before.number:
+        return after == before
+    return rank not in after.lost_ranks or rank in before.lost_ranks
+
+
 def keep_local_rosters(view: View, member: Member) -> tuple[Roster, ...]:
     """The rosters that need nobody else: they outlive a fall out of the view."""
     return tuple(
