@@ -269,6 +269,7 @@ class Machine:
         self._clock = clock
         self.settings = settings
         self.key = key
+        self.mesh = MESH
         self.lines: list[str] = []
         self.agent: Agent
         self._nursery = nursery
@@ -299,7 +300,9 @@ class Machine:
         """As `run_agent`, but it can also be killed."""
         try:
             async with trio.open_nursery() as outer:
-                self.agent = Agent(self.settings, MESH, self.key, self.lines.append, self._stop)
+                self.agent = Agent(
+                    self.settings, self.mesh, self.key, self.lines.append, self._stop
+                )
                 self._scope = await outer.start(self.agent.run)
                 task_status.started()
                 await self._stop.wait()
@@ -346,6 +349,7 @@ class Village:
         key: NodeKey | None = None,
         min_peers: int = 0,
         port: int = 0,
+        mesh: bytes = MESH,
     ) -> Machine:
         home = self.directory / name
         home.mkdir(mode=0o700, exist_ok=True)
@@ -360,6 +364,7 @@ class Village:
         number = len(self.machines)
         key = key or NodeKey.from_seed(bytes([number + 1]) * 32)
         machine = Machine(settings, key, self.nursery, self._clock)
+        machine.mesh = MeshKey(mesh)
         self.machines.append(machine)
         return machine
 
