@@ -134,12 +134,16 @@ def _first_roster(
 
 
 def _whole_rosters(newcomers: Sequence[Member], answers: Mapping[Member, Flushed]) -> list[Roster]:
-    """The running jobs that newcomers bring along with all their ranks: they lose nothing (V9)."""
+    """The running jobs that newcomers bring along with all ranks and results (V9)."""
     found: list[Roster] = []
     for member in newcomers:
         view = answers[member].view
         together = [other for other in newcomers if answers[other].view.epoch == view.epoch]
-        found += [roster for roster in view.rosters if not _gone_ranks(roster, together)]
+        found += [
+            roster
+            for roster in view.rosters
+            if not _gone_ranks(roster, together) and not _lost_results(roster, together)
+        ]
     return sorted(found, key=lambda roster: (-len(roster.trainers), roster.born))
 
 

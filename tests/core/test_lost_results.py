@@ -1,5 +1,7 @@
 """What becomes of an op whose holders all go away before everyone has its result."""
 
+import msgspec
+
 from pmesh.core.messages import Call, Flushed, JobReport, OpReport, RankReport
 from pmesh.core.rosters import jobs_to_settle, next_rosters, outcome_of
 from pmesh.core.views import OpOutcome, Roster, Seat, Trainer, Verdict, View
@@ -52,3 +54,31 @@ def test_the_op_then_fails_at_all_ranks_with_what_the_job_was_lost_for() -> None
     assert after.number == NEXT.counter
     assert outcome_of(after, OP) == OpOutcome(OP, verdict=LEFT)
     assert jobs_to_settle(View(NEXT, VIEW.seats[::2], (after,)), (A, C), (), {}) == ()
+
+
+def test_a_job_is_not_brought_along_without_the_agent_that_holds_a_result() -> None:
+    """Its agent came earlier, alone, and gave the job up: it would be asked in vain."""
+    base = View(Epoch(5, *B), (Seat(B, "b", Epoch(5, *B), None),))
+    answers = {
+        B: Flushed(Epoch(6, *B), "b", base, ()),
+        A: Flushed(Epoch(6, *B), "a", VIEW, ()),
+        C: Flushed(Epoch(6, *B), "c", VIEW, ()),
+    }
+
+    def brought_along(outcomes: tuple[OpOutcome, ...]) -> tuple[Roster, ...]:
+        view = View(NOW, VIEW.seats, (msgspec.structs.replace(ROSTER, outcomes=outcomes),))
+        told = {
+            m: msgspec.structs.replace(a, view=view) if m != B else a for m, a in answers.items()
+        }
+        return next_rosters(
+            base,
+            Epoch(6, *B),
+            ring=(A, B, C),
+            continuing=(B,),
+            answers=told,
+            concerns=(),
+            reasons={},
+        )
+
+    assert brought_along(ROSTER.outcomes) == ()
+    assert [r.job for r in brought_along((OpOutcome(OP, holders=(Rank(1), Rank(2))),))] == [JOB]
