@@ -4,6 +4,7 @@ import array
 import contextlib
 import os
 import socket
+import time
 from collections import deque
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from pmesh.core.session import (
 from pmesh.errors import AgentNotRunning, AgentStopped, ProtocolError
 
 SILENCE_S = 60.0  # an agent that lives says something every 10 s while a call waits (I6)
+_QUEUE_FULL_RETRY_S = 0.01  # an agent accepts all that wait in one turn of its loop
 _RECEIVE_BYTES = 64 * 1024
 _ANCILLARY_BYTES = socket.CMSG_SPACE(16 * array.array("i").itemsize)
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # macOS has no such flag
@@ -28,6 +30,7 @@ class AgentConnection:
 
     Raises:
         AgentNotRunning: nobody listens there.
+        AgentStopped: somebody does, but has not answered for so long.
     """
 
     def __init__(self, path: Path, *, silence_s: float | None = None) -> None:
@@ -38,12 +41,27 @@ class AgentConnection:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(self._silence_s)
         try:
-            self._socket.connect(str(path))
-        except OSError as e:
+            self._connect()
+        except BaseException:
             self._socket.close()
-            raise AgentNotRunning(
-                f"no agent listens at {path} ({e.strerror or e}); start one with 'pmesh up'"
-            ) from e
+            raise
+
+    def _connect(self) -> None:
+        deadline = time.monotonic() + self._silence_s
+        while True:
+            try:
+                self._socket.connect(str(self.path))
+            except BlockingIOError as e:  # Linux: the agent lives, and many wait before us
+                if time.monotonic() >= deadline:
+                    raise self._stopped(TimeoutError()) from e
+                time.sleep(_QUEUE_FULL_RETRY_S)
+            except OSError as e:
+                raise AgentNotRunning(
+                    f"no agent listens at {self.path} ({e.strerror or e}); "
+                    "start one with 'pmesh up'"
+                ) from e
+            else:
+                return
 
     def send(self, request: Request) -> None:
         """Send a request; raises AgentStopped if the agent is gone."""

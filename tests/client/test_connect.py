@@ -1,11 +1,16 @@
+import contextlib
 import os
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import pmesh
+from pmesh.client.connection import AgentConnection
 from pmesh.core.session import Connect, Refused
 from pmesh.core.views import Verdict
 from pmesh.ids import JobName
@@ -23,6 +28,38 @@ def test_a_socket_whose_agent_was_killed_counts_as_no_agent(tmp_path: Path) -> N
     assert (tmp_path / "agent.sock").exists()
     with pytest.raises(pmesh.AgentNotRunning):
         pmesh.connect("job", home=tmp_path)
+
+
+@pytest.fixture
+def crowd(tmp_path: Path) -> Iterator[socket.socket]:
+    """A listener before whom as many wait as the system lets wait."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(tmp_path / "agent.sock"))
+        listener.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+                waiting.setblocking(False)  # noqa: FBT003 - the name of the call says it
+                waiting.connect(str(tmp_path / "agent.sock"))
+        yield listener
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a full queue looks like nobody")
+class TestAnAgentWithACrowdAtItsDoor:
+    def test_is_waited_for(
+        self, tmp_path: Path, crowd: socket.socket, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def meanwhile(_: float) -> None:
+            crowd.accept()[0].close()
+
+        monkeypatch.setattr(time, "sleep", meanwhile)
+        AgentConnection(tmp_path / "agent.sock").close()
+
+    @pytest.mark.usefixtures("crowd")
+    def test_is_not_waited_for_longer_than_for_any_answer(self, tmp_path: Path) -> None:
+        with pytest.raises(pmesh.AgentStopped, match=r"has not answered for 0\.02 s"):
+            AgentConnection(tmp_path / "agent.sock", silence_s=0.02)
 
 
 def test_the_home_comes_from_the_environment(
