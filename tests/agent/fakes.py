@@ -350,6 +350,7 @@ class Village:
         min_peers: int = 0,
         port: int = 0,
         mesh: bytes = MESH,
+        mdns: bool = False,
     ) -> Machine:
         home = self.directory / name
         home.mkdir(mode=0o700, exist_ok=True)
@@ -358,7 +359,7 @@ class Village:
             name=name,
             listen=Listen("127.0.0.1", port),
             peers=tuple(peers),
-            mdns=False,
+            mdns=mdns,
             min_peers=min_peers,
         )
         number = len(self.machines)

@@ -1,0 +1,228 @@
+"""One whole agent, from its listeners to its goodbye."""
+
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from pmesh.agent import run
+from pmesh.agent.config import Settings
+from pmesh.agent.parsing import Listen
+from pmesh.agent.run import open_listeners, run_agent
+from pmesh.client.home import socket_path
+from pmesh.core.advertisement import Advertisement
+from pmesh.core.identity import NodeKey
+from pmesh.core.session import StopAgent, Stopping
+from pmesh.errors import AgentAlreadyRunning, ConfigError, PmeshError, PortTaken
+from pmesh.ids import Incarnation
+from pmesh.net.discovery import Discovered, Found
+from pmesh.net.interfaces import AddressWatch
+from pmesh.net.stalls import Stall
+from tests.agent.fakes import MESH, Trainer, until, village
+
+KEY = NodeKey.from_seed(b"k" * 32)
+
+
+def settings_in(home: Path, *, port: int = 0, mdns: bool = False) -> Settings:
+    return Settings(home=home, name="mac", listen=Listen("127.0.0.1", port), mdns=mdns)
+
+
+@contextlib.contextmanager
+def raises_inside(kind: type[PmeshError]) -> Iterator[list[PmeshError]]:
+    """Expect it as the only error, however deep in nurseries."""
+    found: list[PmeshError] = []
+    try:
+        yield found
+    except* kind as group:
+        inner: BaseException = group
+        while isinstance(inner, BaseExceptionGroup):
+            (inner,) = inner.exceptions
+        assert isinstance(inner, kind)
+        found.append(inner)
+    assert found
+
+
+async def test_stop_answers_first_and_ends_with_the_agent(tmp_path: Path) -> None:
+    lines: list[str] = []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run_agent, settings_in(tmp_path), MESH, KEY, lines.append)
+        await until(lambda: bool(lines))
+        assert lines[0].startswith("mac is up, listening at 127.0.0.1:")
+        trainer = await Trainer.open(tmp_path)
+        assert await trainer.ask(StopAgent()) == Stopping(os.getpid())
+        with pytest.raises(trio.EndOfChannel):
+            await trainer.receive()
+        await trainer.die()
+    assert not socket_path(tmp_path).exists()
+
+
+async def test_cancelling_is_a_leave_too(clock: MockClock, tmp_path: Path) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        lines: list[str] = []
+        settings = Settings(
+            home=tmp_path,
+            name="mac",
+            listen=Listen("127.0.0.1", 0),
+            mdns=False,
+            peers=(one.address,),
+        )
+        clock.autojump_threshold = 0.05
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run_agent, settings, MESH, KEY, lines.append)
+            await until(lambda: len(one.names) == 2)
+            nursery.cancel_scope.cancel()
+        await until(lambda: "mac is gone: its agent was stopped" in one.lines)
+
+
+async def test_cancelling_while_it_starts_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(_: AddressWatch, **__: object) -> None:
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(AddressWatch, "run", hang)
+    with trio.move_on_after(0.05) as scope:
+        await run_agent(settings_in(tmp_path), MESH, KEY, lambda _: None)
+    assert scope.cancelled_caught
+
+
+async def test_cancelling_in_the_last_moment_of_the_start_ends_it(tmp_path: Path) -> None:
+    with trio.CancelScope() as scope:
+        await run_agent(settings_in(tmp_path), MESH, KEY, lambda _: scope.cancel())
+    assert scope.cancelled_caught
+
+
+async def test_a_port_that_is_taken_is_named_with_the_option(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with raises_inside(PortTaken) as found:
+            await run_agent(settings_in(tmp_path, port=port), MESH, KEY, lambda _: None)
+    assert f"port {port} is taken" in str(found[0])
+    assert f"--listen 127.0.0.1:{port + 1}" in str(found[0])
+
+
+async def test_a_second_agent_of_one_home_is_refused(tmp_path: Path) -> None:
+    lines: list[str] = []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run_agent, settings_in(tmp_path), MESH, KEY, lines.append)
+        await until(lambda: bool(lines))
+        with raises_inside(AgentAlreadyRunning):
+            await run_agent(settings_in(tmp_path), MESH, KEY, lambda _: None)
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"can't listen at 192\.0\.2\.1:\d+: .*own address"):
+        await open_listeners("192.0.2.1", 0)
+
+
+async def close(listeners: list[trio.SocketListener]) -> None:
+    for listener in listeners:
+        await listener.aclose()
+
+
+async def test_any_port_everywhere_is_one_port_for_both_families(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listeners = await open_listeners("", 0)
+    ports = {listener.socket.getsockname()[1] for listener in listeners}
+    assert len(ports) == 1
+    await close(listeners)
+
+    listen = trio.open_tcp_listeners
+
+    async def no_v6(port: int, *, host: str | None = None) -> list[trio.SocketListener]:
+        if host == "::":
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return await listen(port, host=host)
+
+    monkeypatch.setattr(trio, "open_tcp_listeners", no_v6)
+    listeners = await open_listeners("", 0)
+    assert len(listeners) == 1
+    await close(listeners)
+
+
+async def test_mdns_finds_a_peer(clock: MockClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    own: list[Advertisement] = []
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+
+        async def discover_one(
+            advertisement: Advertisement,
+            *,
+            node_key: NodeKey,
+            watch: AddressWatch,
+            found: trio.MemorySendChannel[Discovered],
+        ) -> None:
+            assert node_key == KEY
+            assert watch.current
+            own.append(advertisement)
+            theirs = Advertisement(
+                tag=advertisement.tag,
+                node=one.key.node,
+                incarnation=Incarnation(1),
+                port=one.port,
+                name="mac-0",
+            )
+            async with found:
+                await found.send(Found(advertisement=theirs, addresses=(one.address,)))
+                await trio.sleep_forever()
+
+        monkeypatch.setattr(run, "discover", discover_one)
+        two = here.new_machine("two", mdns=True)
+        two.key = KEY
+        await two.start()
+        await here.settle(one, two)
+        assert own[0].name == "two"
+        assert own[0].port == two.port
+
+
+async def test_the_longest_stall_of_the_last_ten_seconds_is_shown(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        one.agent._judge(Stall(late_s=0.5, slept_s=0.0))  # noqa: SLF001 - what the ticker calls
+        assert one.agent._picture().loop_lag_ms >= 500  # noqa: SLF001
+        await trio.sleep(11)
+        assert one.agent._picture().loop_lag_ms < 500  # noqa: SLF001
+
+
+async def test_nothing_is_left_open_when_an_agent_is_killed_in_the_middle_of_an_op(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 2) as here:
+        a, _ = await here.job(*here.machines)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.barrier)
+            await wait_all_tasks_blocked()
+            await until(lambda: any(m.lanes() for m in here.machines))
+            nursery.cancel_scope.cancel()
+        lanes = [lane for machine in here.machines for lane in machine.lanes()]
+        for machine in here.machines:
+            await machine.kill()
+        assert lanes
+        assert {lane._socket.fileno() for lane in lanes} == {-1}  # noqa: SLF001
+
+
+async def test_garbage_at_the_port_and_at_the_socket_changes_nothing(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        for data in (b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 64, b"PMLN\x01" + bytes(16), b""):
+            stream = await trio.open_tcp_stream("127.0.0.1", one.port)
+            await stream.send_all(data)
+            await stream.aclose()
+            local = await trio.open_unix_socket(socket_path(one.settings.home))
+            await local.send_all(b"\xff\xff\xff\xff" + data)
+            await local.aclose()
+        await trio.sleep(10)
+        assert len(one.names) == len(two.names) == 2
+        door = one.agent._picture().door  # noqa: SLF001
+        assert door.pending == 0
+        assert door.garbage + door.closed_early + door.refused >= 4
+        await here.job(one, two)

@@ -1,0 +1,106 @@
+"""What mDNS finds, sorted; and what `pmesh status` shows of it."""
+
+from trio.testing import MockClock
+
+from pmesh.agent.status import PeerStatus
+from pmesh.core.advertisement import Advertisement
+from pmesh.core.messages import PROTOCOL_VERSION, Address
+from pmesh.errors import (
+    LocalNetworkDenied,
+    MeshKeyMismatch,
+    NodeKeyCopied,
+    PeerUnreachable,
+    PmeshError,
+    ProtocolVersionMismatch,
+)
+from pmesh.ids import Incarnation, NodeId, node_text
+from pmesh.net.discovery import Deaf, Found, Gone
+from tests.agent.fakes import Machine, until, village
+
+NODE = NodeId(b"n" * 32)
+WHERE = Address("192.0.2.9", 24160)
+
+
+def found(tag: bytes, *, protocol: int = PROTOCOL_VERSION, where: Address = WHERE) -> Found:
+    advertisement = Advertisement(
+        tag=tag, node=NODE, incarnation=Incarnation(1), port=24160, name="air", protocol=protocol
+    )
+    return Found(advertisement=advertisement, addresses=(where,))
+
+
+def hear(machine: Machine, finding: Found | Gone | Deaf) -> None:
+    machine.agent._strangers._sort_one(finding, machine.agent.peers)  # noqa: SLF001 - as mDNS does
+
+
+def shown(machine: Machine) -> list[PeerStatus]:
+    return list(machine.agent._picture().peers)  # noqa: SLF001 - as `pmesh status` does
+
+
+async def test_another_mesh_is_shown_and_never_dialled(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        hear(one, found(b"another!"))
+        (peer,) = shown(one)
+        assert (peer.state, peer.name, peer.id) == ("other_mesh_key", "air", node_text(NODE))
+        assert "pmesh key set" in (peer.reason or "")
+        assert not one.agent.peers.targets.wanted
+        hear(one, Gone(node=NODE))
+        assert not shown(one)
+
+
+async def test_another_version_is_shown_with_both(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        hear(one, found(one.agent._tag, protocol=99))  # noqa: SLF001
+        (peer,) = shown(one)
+        assert peer.state == "other_version"
+        assert f"it speaks protocol 99, this machine {PROTOCOL_VERSION}" in (peer.reason or "")
+        assert not one.agent.peers.targets.wanted
+
+
+async def test_one_of_ours_is_dialled_and_shown_as_what_came_of_it(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        hear(one, found(one.agent._tag, where=Address("127.0.0.1", 1)))  # noqa: SLF001
+        (peer,) = shown(one)
+        assert (peer.state, peer.name, peer.id) == ("connecting", None, node_text(NODE))
+        await until(lambda: bool(one.agent.peers.targets.refusals))
+        (peer,) = shown(one)
+        assert peer.state == "unreachable"
+        assert peer.reason is not None
+        assert peer.reason.startswith("PeerUnreachable: 127.0.0.1:1 refuses")
+        hear(one, Gone(node=NODE))
+        hear(one, Gone(node=NodeId(b"x" * 32)))  # of whom nobody has heard
+
+
+async def test_deafness_is_known_until_something_is_heard(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        strangers = one.agent._strangers  # noqa: SLF001
+        for _ in range(2):
+            hear(one, Deaf(reason="port 5353 is taken"))
+            assert strangers.deaf == "port 5353 is taken"
+        hear(one, found(b"another!"))
+        assert strangers.deaf is None
+
+
+async def test_each_refusal_is_shown_as_what_it_is(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        errors: dict[str, PmeshError] = {
+            "other_mesh_key": MeshKeyMismatch("it holds another"),
+            "other_version": ProtocolVersionMismatch("it speaks another"),
+            "unreachable": PeerUnreachable("it is off"),
+            "refused": LocalNetworkDenied("macOS says no"),
+        }
+        for host, error in errors.items():
+            one.agent.peers.targets.refuse(host, error, Address(host, 1))
+        copied = NodeKeyCopied("a home was copied")
+        one.agent.peers.targets.refuse(two.key.node, copied, Address("copy", 1))
+        states = {peer.addresses[0]: peer.state for peer in shown(one) if peer.reason}
+        expected = {f"{host}:1": host for host in errors} | {"copy:1": "node_key_copied"}
+        assert states == expected
+        linked = [peer for peer in shown(one) if peer.state == "linked"]
+        assert [(peer.name, peer.id) for peer in linked] == [("mac-1", node_text(two.key.node))]
+        one.agent.peers.targets.refuse(two.key.node, PeerUnreachable("a late dial"), WHERE)
+        assert not [peer for peer in shown(one) if peer.reason == "PeerUnreachable: a late dial"]
