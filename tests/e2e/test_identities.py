@@ -6,16 +6,29 @@ import socket
 
 from tests.e2e.harness import Agent, Fleet
 
+# An agent that has imported all it needs, and starts when it is told to.
+ON_SIGNAL = """
+import signal, pmesh.agent.run
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+print("ready", flush=True)
+signal.sigwait([signal.SIGUSR1])
+"""
+
 
 def copied(agent: Agent) -> list[str]:
     """The reasons that its status gives for copied node keys."""
     return [p.reason or "" for p in agent.status().peers if p.state == "node_key_copied"]
 
 
+def copy_home(fleet: Fleet, agent: Agent, name: str) -> None:
+    """The key by which an agent is known, under another name."""
+    fleet.home(name).mkdir(mode=0o700)
+    shutil.copy2(agent.home / "node_key", fleet.home(name) / "node_key")
+
+
 def test_a_copied_home_is_named_and_the_first_stays(fleet: Fleet) -> None:
     one, two = fleet.start_ring("mac-1", "mac-2")
-    fleet.home("copy").mkdir(mode=0o700)
-    shutil.copy2(two.home / "node_key", fleet.home("copy") / "node_key")
+    copy_home(fleet, two, "copy")
     view = one.status().view.epoch
 
     copy = fleet.start_agent("copy", "--no-mdns", "--peer", one.address, "--peer", two.address)
@@ -38,11 +51,22 @@ def test_a_restarted_agent_is_not_taken_for_a_copied_home(fleet: Fleet) -> None:
     two.process.send_signal(signal.SIGKILL)
     again = fleet.start_agent("mac-2", "--no-mdns", "--peer", one.address)
     fleet.await_view(one, again)
-
     assert again.status().node.incarnation != incarnation
-    one.process.await_line("mac-2 is gone")
+
+    # Also when nobody knows yet that the old one is gone, as if its cable had been pulled.
+    copy_home(fleet, again, "mac-2-on-a-new-disk")
+    options = ("--no-mdns", "--peer", one.address)
+    third = fleet.start_agent("mac-2-on-a-new-disk", *options, patch=ON_SIGNAL)
+    third.process.await_line("^ready")
+    again.process.send_signal(signal.SIGSTOP)
+    third.process.send_signal(signal.SIGUSR1)
+    fleet.await_view(one, third)
+
+    one.process.await_line("mac-2 is gone: its connection broke")
     one.process.await_line("mac-2 joined")
-    for agent in (one, again):
+    one.process.await_line("mac-2 is gone: (it was restarted|silent for)")
+    one.process.await_line("mac-2-on-a-new-disk joined")
+    for agent in (one, third):
         assert "NodeKeyCopied" not in agent.process.output
         assert {peer.state for peer in agent.status().peers} == {"linked"}
 
@@ -54,7 +78,7 @@ def test_an_agent_that_dials_itself_is_not_taken_for_a_copied_home(fleet: Fleet)
 
     agent = fleet.start_agent("mac-1", "--no-mdns", "--peer", address, listen=address)
 
-    agent.await_status(lambda status: status.door.authenticated > 0)  # nobody else knows it
+    # Nobody else knows it, so it was itself; and then it gives up wanting that peer.
+    agent.await_status(lambda status: status.door.authenticated > 0 and not status.peers)
     assert agent.address == address
-    assert not agent.status().peers
     assert "no link" not in agent.process.output
