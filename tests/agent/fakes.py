@@ -27,7 +27,7 @@ from pmesh.agent.run import Agent
 from pmesh.client.home import socket_path
 from pmesh.core.framing import FrameReader, frame
 from pmesh.core.identity import MeshKey, NodeKey
-from pmesh.core.messages import Address, Call
+from pmesh.core.messages import Address, Call, OfferLane
 from pmesh.core.reductions import WIRE_DTYPES, Values
 from pmesh.core.session import (
     MAX_SESSION_MESSAGE_BYTES,
@@ -50,7 +50,8 @@ from pmesh.core.session import (
     encode,
 )
 from pmesh.core.views import Verdict
-from pmesh.ids import JobName, OpNumber
+from pmesh.errors import NetworkError
+from pmesh.ids import JobName, Member, OpNumber
 from pmesh.net.lanes import Lane
 
 MESH = MeshKey(b"m" * 32)
@@ -78,6 +79,26 @@ async def together(*calls: Callable[[], Awaitable[T]]) -> list[T]:
             for index, call in enumerate(calls):
                 nursery.start_soon(run, index, call)
     return [results[index] for index in range(len(calls))]
+
+
+class NoReach:
+    """What a lane desk needs of the links, for an agent that has none."""
+
+    def send(self, member: Member, message: OfferLane) -> None:
+        raise AssertionError(member, message)
+
+    def we_dialled(self, member: Member) -> bool:
+        raise AssertionError(member)
+
+    async def dial_member(self, member: Member) -> trio.SocketStream:
+        await trio.lowlevel.checkpoint()
+        raise AssertionError(member)
+
+    def name_of(self, member: Member) -> str:
+        return f"mac-{member.incarnation}"
+
+    def complain(self, member: Member, error: NetworkError) -> None:
+        raise AssertionError(member, error)
 
 
 class OpError(Exception):
