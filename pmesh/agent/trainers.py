@@ -108,7 +108,7 @@ async def _wait_as_candidate(
     while candidate.rank is None and not session.trainer_gone():
         now = trio.current_time()
         if now - began >= request.timeout_s:
-            text = _too_few(candidate, now - began, jobs)
+            text = _too_few(candidate, request.timeout_s, jobs)
             return Refused(Verdict("NotEnoughRanks", text))
         if _has_begun(candidate.job, jobs):
             return Refused(Verdict("JobRunning", _why_running(candidate.job, jobs)))
@@ -131,13 +131,13 @@ def _without(candidate: Candidate, jobs: Jobs) -> tuple[str, ...]:
     return tuple(seat.name for seat in jobs.membership.view.seats if not counts.get(seat.member, 0))
 
 
-def _too_few(candidate: Candidate, waited_s: float, jobs: Jobs) -> str:
+def _too_few(candidate: Candidate, timeout_s: float, jobs: Jobs) -> str:
     counts = jobs.waiting_for(candidate.job)
     idle = ", ".join(_without(candidate, jobs))
     machines = f"machines without one: {idle}" if idle else "every machine of the mesh has one"
     return (
         f"{sum(counts.values())} of {candidate.wait_for} trainers of job {candidate.job!r} came "
-        f"within {waited_s:g} s; {machines}"
+        f"within {timeout_s:g} s; {machines}"
     )
 
 
