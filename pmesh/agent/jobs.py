@@ -120,7 +120,10 @@ class Jobs:
 
     def marked(self, heartbeat: Heartbeat) -> None:
         """A peer has told how far its ranks have come."""
+        view = self.membership.view
         for mark in heartbeat.marks:
+            if view.roster_of(mark.job) is None:
+                continue  # it has ended here; or is about to begin, and the next one tells again
             self._marks[mark.job, mark.rank] = mark
             for rank in self.ranks:
                 if rank.roster.job == mark.job:

@@ -1,0 +1,179 @@
+"""The jobs of whole agents, as machines and trainers come and go."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import trio
+from trio.testing import MockClock
+
+from pmesh.agent import jobs as jobs_module
+from pmesh.agent.ranks import LocalRank
+from pmesh.core.messages import AskResult, Heartbeat, RankMarks
+from pmesh.core.views import Roster
+from pmesh.errors import LaneBroken
+from pmesh.ids import Epoch, JobName, OpNumber, Rank
+from tests.agent.fakes import Machine, Trainer, together, until, village
+
+
+async def reduce_all(trainers: list[Trainer]) -> list[float]:
+    x = np.ones(100, np.float32)
+    results = await together(*[partial(t.reduce, x) for t in trainers])
+    return [float(r[0]) for r in results]
+
+
+async def cut(one: Machine, other: Machine) -> None:
+    """No link between them, and none that could come up."""
+    for machine in (one, other):
+        machine.agent.peers._leaving = True  # noqa: SLF001 - then it lets nobody in
+    for live in list(one.agent.peers.links.values()):
+        await live.link.aclose()
+    await until(lambda: all(len(m.names) == 1 for m in (one, other)))
+
+
+def mend(one: Machine, other: Machine) -> None:
+    for machine in (one, other):
+        machine.agent.peers._leaving = False  # noqa: SLF001
+
+
+async def test_a_cut_mesh_loses_ranks_on_both_sides_and_meets_again(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        trainers = await here.job(one, two)
+        assert await reduce_all(trainers) == [2.0, 2.0]
+        await cut(one, two)
+        for trainer in trainers:
+            assert (await trainer.verdict_of(trainer.barrier())).error == "RankLost"
+        mend(one, two)
+        await here.settle(one, two)
+        await trio.sleep(3)
+        for trainer in trainers:  # the first verdict stays, also where this side has given way
+            assert (await trainer.verdict_of(trainer.barrier())).error == "RankLost"
+        assert [len(m.agent.jobs.ranks) for m in here.machines].count(0) == 1
+        for trainer in trainers:
+            await trainer.leave()
+        assert await reduce_all(await here.job(one, two)) == [2.0, 2.0]
+
+
+async def test_a_job_on_one_machine_outlives_every_cut(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        trainers = [await here.job(m, m, name=f"only-{i}") for i, m in enumerate((one, two))]
+        for _ in range(2):
+            await cut(one, two)
+            for both in trainers:
+                assert await reduce_all(both) == [2.0, 2.0]
+            mend(one, two)
+            await here.settle(one, two)
+            for both in trainers:
+                assert await reduce_all(both) == [2.0, 2.0]
+
+
+async def test_jobs_that_a_change_does_not_concern_run_on(clock: MockClock) -> None:
+    """V7."""
+    async with village(clock, 3) as here:
+        *pair, third = here.machines
+        ours, theirs = await here.job(*pair, name="ours"), await here.job(third, name="theirs")
+        before = [lane for machine in pair for lane in machine.lanes()]
+        assert await reduce_all(ours) == [2.0, 2.0]
+        await theirs[0].die()
+        await third.kill()
+        await here.settle(*pair)
+        assert await reduce_all(ours) == [2.0, 2.0]
+        lanes = [lane for machine in pair for lane in machine.lanes()]
+        assert not before or lanes == before
+
+
+async def test_another_run_under_the_same_name_ends_the_older_rank(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        (trainer,) = await here.job(one)
+        jobs = one.agent.jobs
+        (rank,) = jobs.ranks
+        born = Epoch(9, *one.agent.membership.state.me)
+        other = Roster(JobName("digits"), born, 9, (), ())
+        jobs._follow(rank, other)  # noqa: SLF001 - as where two meshes meet
+        verdict = await trainer.verdict_of(trainer.barrier())
+        assert verdict.error == "HistorySuperseded"
+        assert "another run of job 'digits' goes on" in verdict.message
+
+
+async def test_marks_of_jobs_that_have_ended_are_forgotten(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        for _ in range(2):
+            trainers = await here.job(*here.machines)
+            await reduce_all(trainers)
+            await trio.sleep(1)
+            for machine in here.machines:
+                assert len(machine.agent.jobs._marks) == 1  # noqa: SLF001
+            for trainer in trainers:
+                await trainer.leave()
+        await until(lambda: not any(m.agent.jobs.ranks for m in here.machines))
+        assert not any(m.agent.jobs._marks for m in here.machines)  # noqa: SLF001
+
+
+async def test_marks_of_an_earlier_run_mean_nothing(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        trainers = await here.job(*here.machines)
+        agent = here.machines[0].agent
+        (rank,) = agent.jobs.ranks
+        other = Rank(1 - rank.rank)
+        stale = RankMarks(JobName("digits"), rank.roster.born.counter - 1, other, 7, 7, 1)
+        epoch = agent.membership.view.epoch
+        beat = Heartbeat(epoch, epoch, False, False, False, {}, marks=(stale,))  # noqa: FBT003
+        agent.jobs.marked(beat)
+        assert agent.jobs.mark_of(rank.roster, other) == (-1, -1)
+        assert agent.jobs.late_ranks(rank, OpNumber(0)) == (other,)
+        assert await reduce_all(trainers) == [2.0, 2.0]
+
+
+async def test_a_fetch_that_breaks_on_its_way_ends_nobody(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def breaks(*_: object) -> None:
+        await trio.lowlevel.checkpoint()
+        raise LaneBroken("the data connection to mac-1 ended")
+
+    monkeypatch.setattr(jobs_module, "serve_result", breaks)
+    async with village(clock, 2) as here:
+        trainers = await here.job(*here.machines)
+        jobs = here.machines[0].agent.jobs
+        (rank,) = jobs.ranks
+        r = rank.roster
+        other = Rank(1 - rank.rank)
+        jobs.answer(AskResult(r.job, r.born, r.number, OpNumber(0), rank.rank, other))
+        assert await reduce_all(trainers) == [2.0, 2.0]
+
+
+async def test_ranks_on_one_machine_find_each_other(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        await here.job(one, one)
+        jobs = one.agent.jobs
+        ranks: list[LocalRank] = sorted(jobs.ranks, key=lambda r: r.rank)
+        assert jobs.neighbour(ranks[0], Rank(1)) is ranks[1]
+        assert jobs.neighbour(ranks[0], Rank(2)) is None
+
+
+async def test_six_trainers_on_three_machines_survive_a_storm_of_broken_lanes(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines, *here.machines)
+        dice = np.random.default_rng(7)
+
+        async def break_lanes() -> None:
+            while True:
+                await trio.sleep(float(dice.random()) * 3)
+                lanes = [lane for machine in here.machines for lane in machine.lanes()]
+                if lanes:
+                    lanes[int(dice.integers(len(lanes)))].close()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(break_lanes)
+            for _ in range(12):
+                try:
+                    assert await reduce_all(trainers) == [6.0] * 6
+                finally:
+                    await trio.sleep(0.3)
+            nursery.cancel_scope.cancel()
