@@ -6,7 +6,6 @@ completes at a rank once the tokens of all ranks have come by.
 """
 
 from collections.abc import Mapping
-from typing import Protocol
 
 from pmesh.core import ledger as ledgers
 from pmesh.core.ledger import Ledger
@@ -14,41 +13,12 @@ from pmesh.core.messages import Call, Concern, JobReport, RankMarks
 from pmesh.core.rosters import outcome_of
 from pmesh.core.views import OpOutcome, Roster, Verdict
 from pmesh.ids import Member, OpNumber, Rank
+from pmesh.testing.job_host import JobHost
 from pmesh.testing.lane_messages import LaneMessage, OpResult, Retained, Token
 from pmesh.testing.trainers import Trainer
 
 OP_TIMEOUT_S = 4.0
 """How long an attempt may take before its rank asks for a verdict."""
-
-
-class JobHost(Protocol):
-    """What a job needs of its agent."""
-
-    @property
-    def now(self) -> float:
-        """Simulated time."""
-        ...
-
-    @property
-    def asleep(self) -> bool:
-        """Whether the machine sleeps: its trainers do not compute either."""
-        ...
-
-    def facts_changed(self) -> None:
-        """What the job reports, or wants settled, is no longer what it was."""
-        ...
-
-    def send_on_lane(self, to: Member, message: LaneMessage) -> None:
-        """To a rank's agent, which may be this one."""
-        ...
-
-    def ask_result(self, roster: Roster, op: OpNumber, holder: Rank, to_rank: Rank) -> None:
-        """Ask the holder's agent for the op's retained result."""
-        ...
-
-    def op_ended(self, job: "LocalJob", rank: Rank, op: OpNumber) -> None:
-        """`job.ends` has a new entry."""
-        ...
 
 
 class LocalJob:

@@ -2,10 +2,14 @@
 
 from collections.abc import Callable
 
-from pmesh.core.messages import AskResult, Commit, Heartbeat, decode_untrusted
+import msgspec
+
+from pmesh.core.messages import AskResult, Call, Commit, Heartbeat, decode_untrusted
+from pmesh.core.views import Verdict
 from pmesh.ids import Epoch, JobName, OpNumber, Rank
 from pmesh.testing.agents import GONE_AFTER_S, Agent
 from pmesh.testing.cluster import Cluster
+from pmesh.testing.jobs import OP_TIMEOUT_S
 from pmesh.testing.network import Conditions
 from pmesh.testing.trainers import Habits
 
@@ -13,9 +17,9 @@ JOB = JobName("digits")
 STEP_S = 0.01
 
 
-def formed_cluster(size: int) -> Cluster:
+def formed_cluster(size: int, *, think_s: float = 0.3) -> Cluster:
     """A quiet network on which one view holds all agents, and one job runs."""
-    habits = Habits(job=JOB, wait_for=size)
+    habits = Habits(job=JOB, wait_for=size, think_s=think_s)
     cluster = Cluster(0, size=size, conditions=Conditions(), habits=habits)
     for number in range(size):
         cluster.start(number)
@@ -113,6 +117,26 @@ def _swallow_broadcast(
         return after(from_, to, channel, data)
 
     cluster.network.swallow = swallow
+
+
+def a_late_and_different_call_is_noticed_when_it_fetches() -> None:
+    """O8, I5: no token of the op is under way any more; the result itself must say what it is."""
+    cluster = formed_cluster(2, think_s=1e6)  # the trainers call nothing: we do
+    jobs = {rank: a.jobs[JOB] for a in cluster.agents.values() for rank in a.jobs[JOB].trainers}
+    broadcast, all_reduce = OpNumber(0), OpNumber(1)
+    call = Call("broadcast", "float32", (8,), root=1)
+    jobs[Rank(1)].start(Rank(1), broadcast, call)
+    jobs[Rank(1)].start(Rank(1), all_reduce, Call("all_reduce", "float32", (8,), "sum"))
+    # Nobody joins in, so it times out; the view that settles it says who holds the broadcast.
+    run_until(cluster, lambda: (Rank(1), all_reduce) in jobs[Rank(1)].ends, 2 * OP_TIMEOUT_S)
+    run_until(cluster, lambda: bool(jobs[Rank(0)].roster.outcomes), 1.0)
+    jobs[Rank(0)].start(Rank(0), broadcast, msgspec.structs.replace(call, shape=(9,)))
+    run_until(cluster, lambda: (Rank(0), broadcast) in jobs[Rank(0)].ends, 1.0)
+    cluster.run_until(cluster.timeline.now + 1.0)
+    for rank, job in jobs.items():
+        end = job.ends[rank, broadcast]
+        assert isinstance(end, Verdict)
+        assert end.error == "OpMismatch"
 
 
 def a_half_sent_commit_is_what_the_next_leader_builds_on() -> None:

@@ -34,6 +34,7 @@ AIMED = {
     "own_view_base": histories.a_half_sent_commit_is_what_the_next_leader_builds_on,
     "no_clique": histories.two_who_cannot_hear_each_other_are_not_in_one_view,
     "no_forward": histories.a_lost_commit_is_made_up_for_by_the_next_heartbeat,
+    "unchecked_fetch": histories.a_late_and_different_call_is_noticed_when_it_fetches,
     "lost_results": histories.a_result_that_went_away_with_its_last_holder_is_not_waited_for,
 }
 
@@ -45,7 +46,6 @@ COVERED = {
     "unfenced_settled": "a job is settled unfenced only where a leader's list was short",
     "hears_is_enough": "a connection that one side closes is closed for both",
     "no_veto": "who is left out by a junior proposes itself, and the higher epoch wins",
-    "unchecked_fetch": "9 of 3,000 seeds, the first of which is 10503: see the next test",
     "no_needs": "2 of 500 seeds; mostly a silent leader is gone before",
 }
 """Not noticed in 150 seeds, and why. What the single decision says is tested in tests/core."""
@@ -66,12 +66,6 @@ def test_an_aimed_history_goes_well(history: Callable[[], None]) -> None:
 def test_an_aimed_history_notices_that_a_rule_is_missing(name: str) -> None:
     with MUTATIONS[name](), pytest.raises((AssertionError, Violation)):
         AIMED[name]()
-
-
-def test_a_fetched_result_is_checked_against_the_call() -> None:
-    seeds = (10503, 10880, 11008, 11273, 11790, 12147, 12199, 12313, 12502)  # one of them will do
-    verdicts = judge_many(seeds, mutation="unchecked_fetch")
-    assert any(verdict.outcome is None for verdict in verdicts)
 
 
 def test_each_mutation_is_accounted_for() -> None:

@@ -1,0 +1,81 @@
+"""The links of one simulated agent: with whom it is connected, and when it last heard of them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pmesh.core.messages import LinkMessage, encode
+from pmesh.ids import Member
+from pmesh.testing.network import Network
+
+REDIAL_S = 1.0
+"""How often a peer that is gone is dialled."""
+
+
+@dataclass(slots=True)
+class Link:
+    """An authenticated connection."""
+
+    member: Member
+    heard_at: float
+
+
+class Links:
+    """By the number of the other host."""
+
+    def __init__(self, network: Network, number: int) -> None:
+        self._network = network
+        self._number = number
+        self._up: dict[int, Link] = {}
+        self._dialled_at: dict[int, float] = {}
+
+    def add(self, peer: int, member: Member, now: float) -> None:
+        """A connection is up, and the Hello has come."""
+        self._up[peer] = Link(member, now)
+
+    def get(self, peer: int) -> Link | None:
+        """The link with a host, if there is one."""
+        return self._up.get(peer)
+
+    def remove(self, peer: int) -> Link | None:
+        """The link with a host is over; there may have been none."""
+        return self._up.pop(peer, None)
+
+    def forgive(self, now: float) -> None:
+        """V8: we have not listened, so nobody was silent."""
+        for link in self._up.values():
+            link.heard_at = now
+
+    def close_silent(self, since: float) -> list[Link]:
+        """Close the links on which nothing has come since then."""
+        silent = {peer: link for peer, link in self._up.items() if link.heard_at < since}
+        for peer in silent:
+            self._network.close(self._number, peer)
+            del self._up[peer]
+        return list(silent.values())
+
+    def dial(self, peer: int, now: float) -> None:
+        """Try to connect."""
+        self._dialled_at[peer] = now
+        self._network.dial(self._number, peer)
+
+    def dial_missing(self, peers: Iterable[int], now: float) -> None:
+        """Try again to connect with those whom we have no link with."""
+        for peer in peers:
+            if peer not in self._up and now - self._dialled_at.get(peer, -9.0) > REDIAL_S:
+                self.dial(peer, now)
+
+    def tell(self, to: Member, message: LinkMessage) -> None:
+        """Send a control message to a member, if there is a link."""
+        self.send(to, "link", encode(message))
+
+    def tell_all(self, message: LinkMessage) -> None:
+        """Send a control message on all links."""
+        data = encode(message)
+        for peer in self._up:
+            self._network.send(self._number, peer, "link", data)
+
+    def send(self, to: Member, channel: str, data: bytes) -> None:
+        """Send bytes on a channel to a member, if there is a link."""
+        for peer, link in self._up.items():
+            if link.member == to:
+                self._network.send(self._number, peer, channel, data)
