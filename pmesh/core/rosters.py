@@ -219,5 +219,9 @@ def _resolve_op(
 
 
 def _mismatch(roster: Roster, op: OpNumber, calls: Mapping[Rank, Call]) -> Verdict:
-    said = "; ".join(f"rank {rank} ({roster.names[rank]}): {call}" for rank, call in calls.items())
+    said = "; ".join(
+        f"rank {rank} ({name}): {calls.get(Rank(rank), 'not called yet')}"
+        for rank, name in enumerate(roster.names)
+        if rank in calls or rank not in roster.lost_ranks
+    )
     return Verdict("OpMismatch", f"op {op} of job {roster.job!r} differs: {said}", tuple(calls))
