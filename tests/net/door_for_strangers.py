@@ -36,4 +36,5 @@ async def main() -> None:
         nursery.cancel_scope.cancel()
 
 
-trio.run(main)
+if __name__ == "__main__":
+    trio.run(main)
