@@ -172,6 +172,28 @@ async def test_a_root_that_has_returned_hears_of_the_others_call_at_its_next(
         assert "op 0" in verdict.message
 
 
+async def test_a_call_that_is_under_way_when_an_earlier_one_fails_is_taken_back(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 2) as here:
+        a, b = await here.job(*here.machines)
+        await a.broadcast(ones(9), 0)
+        (mine,) = [r for m in here.machines for r in m.agent.jobs.ranks if r.rank == 0]
+
+        async def call_something_else() -> None:
+            await until(lambda: mine.ledger.started == 1)
+            assert (await b.verdict_of(b.reduce(ones(9)))).error == "OpMismatch"
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(call_something_else)
+            began = trio.current_time()
+            verdict = await a.verdict_of(a.barrier())
+        assert trio.current_time() - began < 5
+        assert verdict.error == "OpMismatch"
+        assert a.next_op == b.next_op == 1
+        assert [r[0] for r in await reduce_all([a, b])] == [2.0, 2.0]
+
+
 async def test_trainers_on_one_machine_that_differ_are_told(clock: MockClock) -> None:
     async with village(clock, 1) as here:
         a, b = await here.job(here.machines[0], here.machines[0])

@@ -243,14 +243,22 @@ async def test_a_session_that_begins_with_an_op_is_closed(clock: MockClock) -> N
         assert isinstance(await other.ask(AskStatus()), Status)
 
 
+@pytest.mark.parametrize("end", ["leaves", "dies", "sends garbage"])
 async def test_results_outlive_their_trainer_for_those_who_missed_the_end(
-    clock: MockClock,
+    clock: MockClock, end: str
 ) -> None:
-    """O2: a node whose trainer died still serves."""
+    """O2: a node whose trainer is gone still serves."""
     async with village(clock, 2) as here:
         a, b = await here.job(*here.machines)
         x = np.arange(9, dtype=np.float32)
         await a.run(Call("broadcast", "float32", (9,), root=0), x)
-        await a.leave()
+        if end == "leaves":
+            await a.leave()
+        elif end == "dies":
+            await a.die()
+        else:
+            await a.send(AskStatus())
+        (left,) = [r for m in here.machines for r in m.agent.jobs.ranks if r.rank == 1]
+        await until(lambda: bool(left.roster.lost))  # the ring's lanes are gone
         assert np.array_equal(await b.broadcast(x, 0), x)
         assert (await b.verdict_of(b.barrier())).error == "RankLost"
