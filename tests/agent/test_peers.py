@@ -16,6 +16,8 @@ from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, Ran
 from pmesh.net.dialer import dial
 from tests.agent.fakes import Machine, together, until, village
 
+RESET = b"\x01\0\0\0\0\0\0\0"  # SO_LINGER: closing resets
+
 
 def live_to(machine: Machine, other: Machine) -> Live:
     return machine.agent.peers.links[other.key.node]
@@ -77,9 +79,16 @@ async def test_a_killed_agent_is_gone_as_soon_as_a_redial_is_refused(clock: Mock
         assert any(line.startswith("mac-1 is gone: ") for line in one.lines)
 
 
-async def test_a_clean_leave_is_said_and_is_no_failure(clock: MockClock) -> None:
+async def test_a_clean_leave_is_said_and_is_no_failure(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def dial_again(_: object) -> None:
+        raise AssertionError("who leaves dials nobody")
+
     async with village(clock, 3) as here:
         *stay, leaver = here.machines
+        await until(lambda: linked(*here.machines))
+        monkeypatch.setattr(leaver.agent.peers, "_dial", dial_again)
         await leaver.stop()
         await here.settle(*stay)
         for machine in stay:
@@ -201,14 +210,38 @@ async def test_a_peer_that_breaks_the_protocol_is_dropped_and_shown(
         assert not refusals(one)
 
 
+async def test_the_end_of_a_link_that_was_replaced_loses_nobody(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        old = live_to(one, two)
+        await old.link.aclose()
+        await until(lambda: one.agent.peers.links.get(two.key.node) not in {None, old})
+        one.agent.peers._end(old, "it was restarted")  # noqa: SLF001 - a late redial's finding
+        assert live_to(one, two) is not old
+        assert len(one.names) == 2
+        assert not any("is gone" in line for line in one.lines)
+
+
+async def test_who_has_gone_before_it_is_welcomed_is_no_trouble(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            caller = socket.create_connection(server.getsockname())
+            accepted, _ = server.accept()
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        caller.close()
+        stream = trio.SocketStream(trio.socket.from_stdlib_socket(accepted))
+        with pytest.raises(PmeshError):
+            await one.agent.peers.welcome(stream, b"\x16\x03\x01", lambda: None)
+
+
 async def test_a_reset_before_the_handshake_ends_nobody(clock: MockClock) -> None:
     async with village(clock, 1) as here:
         (one,) = here.machines
         for _ in range(3):
             stream = await dial(one.address)
             await stream.send_all(b"\x16\x03\x01\x01\x00\x01")
-            linger = b"\x01\0\0\0\0\0\0\0"  # reset instead of an end of file
-            stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             stream.socket.close()
         await until(lambda: one.agent._door.counters.pending == 0)  # noqa: SLF001
         two = here.new_machine("two", peers=[one.address])
