@@ -5,6 +5,7 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from pmesh.agent.run import open_listeners, run_agent
 from pmesh.client.home import socket_path
 from pmesh.core.advertisement import Advertisement
 from pmesh.core.identity import NodeKey
-from pmesh.core.session import StopAgent, Stopping
+from pmesh.core.session import Leave, StopAgent, Stopping
 from pmesh.errors import AgentAlreadyRunning, ConfigError, PmeshError, PortTaken
 from pmesh.ids import Incarnation
 from pmesh.net.discovery import Discovered, Found
@@ -226,3 +227,63 @@ async def test_garbage_at_the_port_and_at_the_socket_changes_nothing(clock: Mock
         assert door.pending == 0
         assert door.garbage + door.closed_early + door.refused >= 4
         await here.job(one, two)
+
+
+async def test_the_peers_are_told_before_the_asker_sees_the_end(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        asker = await here.trainer(two)
+        assert await asker.ask(StopAgent()) == Stopping(os.getpid())
+        with pytest.raises(trio.EndOfChannel):
+            await asker.receive()
+        assert "mac-1 is gone: its agent was stopped" in one.lines
+
+
+async def test_a_peer_that_answers_nothing_does_not_hold_up_a_cancelled_agent(
+    clock: MockClock, tmp_path: Path
+) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        settings = replace(settings_in(tmp_path), peers=(one.address,))
+        told, may_answer = trio.Event(), trio.Event()
+
+        clock.autojump_threshold = 0.05
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run_agent, settings, MESH, KEY, lambda _: None)
+            await until(lambda: len(one.names) == 2)
+            (live,) = one.agent.peers.links.values()
+            close = live.link.aclose
+
+            async def close_late() -> None:
+                told.set()
+                await may_answer.wait()
+                await close()
+
+            live.link.aclose = close_late  # type: ignore[method-assign]
+            began = trio.current_time()
+            nursery.cancel_scope.cancel()
+        took_s = trio.current_time() - began
+        may_answer.set()
+        assert took_s < 1
+        assert told.is_set()
+        assert "mac is gone: its agent was stopped" in one.lines
+
+
+async def test_it_says_how_many_peers_jobs_wait_for(clock: MockClock) -> None:
+    async with village(clock, 0) as here:
+        one = here.new_machine("one", min_peers=2)
+        await one.start()
+        assert one.lines == [
+            f"one is up, listening at 127.0.0.1:{one.port}",
+            "jobs begin when 2 peers are here",
+        ]
+
+
+async def test_a_session_that_does_not_begin_with_a_beginning_is_closed(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        trainer = await here.trainer(one)
+        await trainer.send(Leave())
+        with pytest.raises(trio.EndOfChannel):
+            await trainer.receive()
+        assert one.agent._sessions.garbage == 1  # noqa: SLF001

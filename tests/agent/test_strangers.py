@@ -1,5 +1,6 @@
 """What mDNS finds, sorted; and what `pmesh status` shows of it."""
 
+from structlog.testing import capture_logs
 from trio.testing import MockClock
 
 from pmesh.agent.status import PeerStatus
@@ -104,3 +105,26 @@ async def test_each_refusal_is_shown_as_what_it_is(clock: MockClock) -> None:
         assert [(peer.name, peer.id) for peer in linked] == [("mac-1", node_text(two.key.node))]
         one.agent.peers.targets.refuse(two.key.node, PeerUnreachable("a late dial"), WHERE)
         assert not [peer for peer in shown(one) if peer.reason == "PeerUnreachable: a late dial"]
+
+
+async def test_deafness_is_said_once_for_each_reason_until_something_is_heard(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        with capture_logs() as logs:
+            for reason in ("port 5353 is taken", "port 5353 is taken", "no multicast"):
+                hear(one, Deaf(reason=reason))
+            hear(one, found(b"another!"))
+            hear(one, Deaf(reason="no multicast"))
+        reasons = [log["reason"] for log in logs if log["event"] == "discovery is deaf"]
+        assert reasons == ["port 5353 is taken", "no multicast", "no multicast"]
+
+
+async def test_a_stranger_that_is_given_our_mesh_key_is_dialled(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        hear(one, found(b"another!"))
+        hear(one, found(one.agent._tag))  # noqa: SLF001
+        assert [peer.state for peer in shown(one)] == ["connecting"]
+        assert one.agent.peers.targets.wanted == {NODE: (WHERE,)}
