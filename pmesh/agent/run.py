@@ -132,9 +132,7 @@ class Agent:
                 nursery.start_soon(tick, self._judge)
                 nursery.start_soon(self._look)
                 self._say_ready()
-                # Cancelled before, nobody would ever get the scope: then the shield must stay down.
-                await trio.lowlevel.checkpoint_if_cancelled()
-                scope.shield = True
+                scope.shield = True  # not before: until it has started, nobody else can cancel it
                 task_status.started(scope)
 
     def _assemble(self, nursery: trio.Nursery) -> None:
