@@ -42,6 +42,7 @@ def set_up_logs(*, level: LogLevel, as_json: bool, stream: TextIO) -> None:
         )
     )
     logging.basicConfig(handlers=[handler], level=max(_LEVELS[level], logging.WARNING), force=True)
+    logging.getLogger("zeroconf").setLevel(logging.NOTSET)  # it sets its own when it is imported
 
 
 def _renderer(*, as_json: bool, colors: bool) -> structlog.typing.Processor:
