@@ -60,6 +60,7 @@ class Jobs:
         self.candidates: dict[Slot, Candidate] = {}
         self.ranks: list[LocalRank] = []
         self._marks: dict[tuple[JobName, Rank], RankMarks] = {}
+        self._serving: set[AskResult] = set()
         self._absent: list[Concern] = []
         self._ended_traffic = (0, 0)
 
@@ -118,17 +119,26 @@ class Jobs:
         self._absent = [c for c in self._absent if self._is_open(c, view)]
         self._marks = {at: m for at, m in self._marks.items() if view.roster_of(at[0]) is not None}
 
-    def marked(self, heartbeat: Heartbeat) -> None:
+    def marked(self, member: Member, heartbeat: Heartbeat) -> None:
         """A peer has told how far its ranks have come."""
-        view = self.membership.view
         for mark in heartbeat.marks:
-            if view.roster_of(mark.job) is None:
+            if not self._concerns_us(member, heartbeat, mark):
                 continue  # it has ended here; or is about to begin, and the next one tells again
             self._marks[mark.job, mark.rank] = mark
             for rank in self.ranks:
                 if rank.roster.job == mark.job:
                     self._compare(rank, mark)
         self._stabilize()
+
+    def _concerns_us(self, member: Member, heartbeat: Heartbeat, mark: RankMarks) -> bool:
+        """Whether the mark is of a job of ours, and not of its name's other run elsewhere."""
+        peer = self.membership.state.peers.get(member.node)
+        roster = self.membership.view.roster_of(mark.job)
+        if peer is None or peer.view.epoch != heartbeat.view or roster is None:
+            return False
+        theirs = peer.view.roster_of(mark.job)
+        same_run = theirs is not None and theirs.born == roster.born
+        return same_run and mark.rank in roster.ranks_of(member)
 
     def look(self) -> None:
         """Every quarter of a second: what no message tells."""
@@ -158,7 +168,10 @@ class Jobs:
         """A peer's rank asks for a result that is retained here (O2)."""
         for rank in self.ranks:
             same_job = (rank.roster.job, rank.roster.born) == (ask.job, ask.born)
-            if same_job and rank.rank == ask.holder and 0 <= ask.to_rank < rank.size:
+            sensible = rank.rank == ask.holder and 0 <= ask.to_rank < rank.size
+            if (
+                same_job and sensible and ask not in self._serving
+            ):  # they ask again if it takes long
                 self._nursery.start_soon(self._serve, rank, ask)
 
     def neighbour(self, rank: LocalRank, other: Rank) -> LocalRank | None:
@@ -322,10 +335,13 @@ class Jobs:
         self.poke()
 
     async def _serve(self, rank: LocalRank, ask: AskResult) -> None:
+        self._serving.add(ask)
         try:
             await serve_result(rank, ask, self)
         except (LaneBroken, CallsDiffer):
             return  # the asker notices, and asks for a view in which it may ask again
+        finally:
+            self._serving.discard(ask)
 
 
 def _sum_of(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:

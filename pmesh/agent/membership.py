@@ -40,7 +40,7 @@ class Follower(Protocol):
         """The view is in force."""
         ...
 
-    def marked(self, heartbeat: Heartbeat) -> None:
+    def marked(self, member: Member, heartbeat: Heartbeat) -> None:
         """A peer has told how far its ranks have come."""
         ...
 
@@ -123,7 +123,7 @@ class Membership:
         ).health
         self._step(lambda facts, now: agreement.hear(self.state, member, message, facts, now=now))
         if isinstance(message, Heartbeat):
-            self._follower.marked(message)
+            self._follower.marked(member, message)
 
     def poke(self) -> None:
         """A fact has changed: look whether something follows from it."""

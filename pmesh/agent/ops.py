@@ -4,6 +4,7 @@ A straight line from the request to the reply. Nothing here decides that an op h
 goes wrong becomes a concern, and the view change that it causes says the same to all ranks (O3).
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,12 +21,14 @@ from pmesh.errors import LaneBroken, ProtocolError, UsageError
 from pmesh.ids import Member, OpNumber, Rank
 from pmesh.net.arenas import Arena
 from pmesh.net.collectives import CallsDiffer, RingPosition, all_reduce, broadcast
+from pmesh.net.lanes import Lane
 
 MAX_UNSTABLE_OPS = 32  # half of the arenas that a session may have; beyond it a start waits (O2)
 MAX_UNSTABLE_BYTES = 256 * 1024 * 1024  # likewise; one op may always be retained, of any size
 TELL_AFTER_OPS = 8  # so often a heartbeat goes ahead of time, while nothing else tells the marks
 LANE_GRACE_S = 1.0  # a lane ends before its machine's link does: wait for the better reason
 COPIED_BYTES = 1024 * 1024  # at once: some 0.1 ms, so that the event loop stays responsive
+ASK_AGAIN_S = 1.0  # five heartbeats: a holder that is one view behind has caught up
 KINDS = ("all_reduce", "broadcast", "barrier")
 LANE_ATTEMPTS = 3  # an op that breaks its lanes thrice fails
 
@@ -236,17 +239,11 @@ async def _fetch(rank: LocalRank, op: _Op, holders: tuple[Rank, ...], around: Su
         return  # a broadcast's root had the result all along, and I8: its input is never written
     near = around.neighbour(rank, holder)
     if near is not None:
-        await _copy(near.result_of(op.number), op)
+        await _copy(near, op)
         return
-    edge = rank.edge(holder, rank.rank, op.number)
-    member = rank.roster.trainers[holder].member
-    around.ask(
-        member,
-        AskResult(edge.job, edge.born, edge.number, op.number, holder, rank.rank),
-    )
-    lane = await around.desk.take(End(edge, sending=False))
+    lane = await _ask_for_lane(rank, op, holders, around)
     try:
-        ring = RingPosition(rank=1, size=2, roster=edge.number, from_previous=lane)
+        ring = RingPosition(rank=1, size=2, roster=rank.roster.number, from_previous=lane)
         await broadcast(
             ring,
             op=op.number,
@@ -260,8 +257,24 @@ async def _fetch(rank: LocalRank, op: _Op, holders: tuple[Rank, ...], around: Su
         lane.close()
 
 
-async def _copy(retained: Result | None, op: _Op) -> None:
+async def _ask_for_lane(
+    rank: LocalRank, op: _Op, holders: tuple[Rank, ...], around: Surroundings
+) -> Lane:
+    """Ask one holder after the other: one that has not installed our view yet does not answer."""
+    for holder in itertools.cycle(holders):
+        edge = rank.edge(holder, rank.rank, op.number)
+        ask = AskResult(edge.job, edge.born, edge.number, op.number, holder, rank.rank)
+        around.ask(rank.roster.trainers[holder].member, ask)
+        with trio.move_on_after(ASK_AGAIN_S):
+            return await around.desk.take(End(edge, sending=False))
+    raise AssertionError("a cycle has no end")
+
+
+async def _copy(near: LocalRank, op: _Op) -> None:
     """The result of a rank on this machine."""
+    retained, report = near.result_of(op.number), near.ledger.ops.get(op.number)
+    if report is not None and report.call != op.request.call:
+        raise CallsDiffer(op.number, f"rank {near.rank}")
     if retained is None or retained.nbytes != op.result.nbytes:
         raise LaneBroken(f"the result of op {op.number} is gone")
     source, target = retained.memory, op.result.memory

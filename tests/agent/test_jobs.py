@@ -121,7 +121,7 @@ async def test_marks_of_an_earlier_run_mean_nothing(clock: MockClock) -> None:
         stale = RankMarks(JobName("digits"), rank.roster.born.counter - 1, other, 7, 7, 1)
         epoch = agent.membership.view.epoch
         beat = Heartbeat(epoch, epoch, False, False, False, {}, marks=(stale,))  # noqa: FBT003
-        agent.jobs.marked(beat)
+        agent.jobs.marked(rank.roster.trainers[other].member, beat)
         assert agent.jobs.mark_of(rank.roster, other) == (-1, -1)
         assert agent.jobs.late_ranks(rank, OpNumber(0)) == (other,)
         assert await reduce_all(trainers) == [2.0, 2.0]

@@ -40,7 +40,8 @@ class Follower:
             self.membership.poke()
             self.membership.beat()
 
-    def marked(self, heartbeat: Heartbeat) -> None:
+    def marked(self, member: Member, heartbeat: Heartbeat) -> None:
+        del member
         self.told.append(f"marked {heartbeat.view.counter}")
 
 

@@ -1,0 +1,292 @@
+"""Ops across whole agents that lose ranks, lanes or their end, and callers that misbehave."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import trio
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from pmesh.agent import ops
+from pmesh.agent.jobs import Jobs
+from pmesh.core.messages import AskResult, Call
+from pmesh.core.session import StartOp
+from pmesh.core.views import OpOutcome
+from pmesh.errors import LaneBroken
+from pmesh.ids import OpNumber, Rank
+from pmesh.net import collectives
+from tests.agent.fakes import Trainer, together, until, village
+from tests.agent.ops import ones, reduce_all, verdicts_of_all
+
+# --- lost ranks
+
+
+async def test_a_killed_trainer_is_named_for_the_same_op_at_all_others(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        a, b, c = await here.job(*here.machines)
+        await reduce_all([a, b, c])
+        began = trio.current_time()
+
+        async def kill() -> None:
+            await until(
+                lambda: all(
+                    m.agent.jobs.ranks[0].ledger.started == 1
+                    for m in [m for m in here.machines if m.agent.jobs.ranks[0].rank < 2]
+                )
+            )
+            await c.die()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(kill)
+            verdicts = await verdicts_of_all((a, a.reduce(ones(9))), (b, b.reduce(ones(9))))
+        assert trio.current_time() - began < 5
+        assert verdicts[0] == verdicts[1]
+        assert verdicts[0].error == "RankLost"
+        assert verdicts[0].ranks == (2,)
+        assert "rank 2 (mac-" in verdicts[0].message
+        assert a.next_op == b.next_op == 2
+        assert (await a.verdict_of(a.barrier())).error == "RankLost"
+
+
+async def test_a_trainer_killed_in_the_middle_of_its_op_is_lost(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        a, b = await here.job(*here.machines)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_swallow, b)
+            await until(
+                lambda: any(r.busy_since for m in here.machines for r in m.agent.jobs.ranks)
+            )
+            await b.die()
+            await until(lambda: any(r.leaving for m in here.machines for r in m.agent.jobs.ranks))
+            await trio.sleep(3)
+            verdict = await a.verdict_of(a.reduce(ones(9)))
+        assert verdict.error == "RankLost"
+        assert "its trainer died in the middle of an op" in verdict.message
+
+
+async def _swallow(trainer: Trainer) -> None:
+    with pytest.raises((trio.ClosedResourceError, OSError, trio.EndOfChannel)):
+        await trainer.reduce(ones(9))
+
+
+async def test_a_killed_agent_is_a_lost_rank(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        await reduce_all(trainers)
+        victim = here.machines[1]
+        lost = victim.agent.jobs.ranks[0].rank
+        left = [t for t in trainers if t.rank != lost]
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(victim.kill)
+            verdicts = await verdicts_of_all(*[(t, t.reduce(ones(9))) for t in left])
+        assert trio.current_time() - began < 5
+        assert verdicts[0] == verdicts[1]
+        assert verdicts[0].error == "RankLost"
+        assert verdicts[0].ranks == (lost,)
+        assert "mac-1" in verdicts[0].message
+
+
+# --- lanes
+
+
+async def test_a_broken_lane_is_replaced_and_the_op_goes_on(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        await reduce_all(trainers)
+        for _ in range(2):
+            here.machines[1].lanes()[0].close()
+            assert [r[0] for r in await reduce_all(trainers)] == [3.0] * 3
+
+
+async def test_a_forged_record_costs_a_lane_and_not_the_op(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        trainers = await here.job(*here.machines)
+        await reduce_all(trainers)
+        (rank,) = here.machines[0].agent.jobs.ranks
+        sending = rank._to_next  # noqa: SLF001 - as somebody on the network would
+        assert sending is not None
+        sending._socket.send(b"\0" * 200)  # noqa: SLF001 - likewise
+        assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
+        assert rank._to_next is not sending  # noqa: SLF001 - it is another one
+
+
+async def test_lanes_that_break_again_and_again_fail_the_op(
+    clock: MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def breaks(*_: object, **__: object) -> None:
+        raise LaneBroken("the data connection to mac-1 ended")
+
+    async with village(clock, 2) as here:
+        trainers = await here.job(*here.machines)
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "all_reduce", breaks)
+            verdicts = await verdicts_of_all(*[(t, t.reduce(ones(9))) for t in trainers])
+        assert {v.error for v in verdicts} == {"LaneBroken"}
+        assert verdicts[0] == verdicts[1]
+        assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
+
+
+# --- retained results (O2)
+
+
+@pytest.mark.parametrize("count", [10, 500_000])
+@pytest.mark.parametrize("together_on_one", [False, True])
+async def test_a_rank_that_missed_the_end_fetches_the_same_bits(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, count: int, *, together_on_one: bool
+) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        trainers = await here.job(*([one, one] if together_on_one else [one, two]))
+        await reduce_all(trainers)
+        misses, fetched = iter([True]), 0
+        x = np.random.default_rng(1).random(count, np.float32)
+        real_all_reduce, real_fetch = collectives.all_reduce, ops._fetch  # noqa: SLF001
+
+        async def miss_the_end(ring: collectives.RingPosition, **call: object) -> None:
+            await real_all_reduce(ring, **call)  # type: ignore[arg-type]
+            if ring.rank == 1 and next(misses, False):
+                call["result"][:] = bytes(len(call["result"]))  # type: ignore[index,arg-type]
+                raise LaneBroken("its last record never arrived")
+
+        async def count_fetches(*arguments: object) -> None:
+            nonlocal fetched
+            fetched += 1
+            await real_fetch(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(ops, "all_reduce", miss_the_end)
+        monkeypatch.setattr(ops, "_fetch", count_fetches)
+        results = await reduce_all(trainers, x)
+        assert fetched == 1
+        assert results[0].tobytes() == results[1].tobytes()
+        assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
+
+
+async def test_a_root_whose_broadcast_was_interrupted_has_its_result_already(
+    clock: MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    breaks = iter([True])
+    real = collectives.broadcast
+
+    async def break_at_the_end(ring: collectives.RingPosition, **call: object) -> None:
+        await real(ring, **call)  # type: ignore[arg-type]
+        if ring.rank == 0 and ring.size == 2 and next(breaks, False):
+            raise LaneBroken("it ended")
+
+    async with village(clock, 2) as here:
+        a, b = await here.job(*here.machines)
+        monkeypatch.setattr(ops, "broadcast", break_at_the_end)
+        x = np.arange(9, dtype=np.float32)
+        results = await together(lambda: a.broadcast(x), lambda: b.broadcast(x))
+        assert np.array_equal(results[1], x)
+
+
+async def test_nobody_is_served_what_is_not_retained(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        trainers = await here.job(*here.machines)
+        await reduce_all(trainers)
+        jobs = here.machines[0].agent.jobs
+        (rank,) = jobs.ranks
+        roster = rank.roster
+        other = Rank(1 - rank.rank)
+        for op, holder, asker, number in (
+            (99, rank.rank, other, roster.number),
+            (0, rank.rank, other, roster.number - 1),
+            (0, rank.rank, Rank(-7), roster.number),
+            (0, rank.rank, Rank(7), roster.number),
+            (0, other, rank.rank, roster.number),
+        ):
+            jobs.answer(
+                AskResult(roster.job, roster.born, number, OpNumber(op), Rank(holder), asker)
+            )
+        await wait_all_tasks_blocked()
+        assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
+
+
+async def test_a_holder_that_does_not_answer_is_asked_again(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be one view behind, and then it does not know what it is asked for."""
+    real, asked, misses = Jobs.answer, 0, iter([True])
+    real_all_reduce = collectives.all_reduce
+
+    def answer(jobs: Jobs, ask: AskResult) -> None:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            real(jobs, ask)
+
+    async def miss_the_end(ring: collectives.RingPosition, **call: object) -> None:
+        await real_all_reduce(ring, **call)  # type: ignore[arg-type]
+        if ring.rank == 1 and next(misses, False):
+            raise LaneBroken("its last record never arrived")
+
+    monkeypatch.setattr(Jobs, "answer", answer)
+    async with village(clock, 2) as here:
+        trainers = await here.job(*here.machines)
+        monkeypatch.setattr(ops, "all_reduce", miss_the_end)
+        assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
+        assert asked == 2
+
+
+async def test_a_result_of_another_call_is_not_taken_from_a_rank_on_the_same_machine(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        a, b = await here.job(one, one)
+        holder, asker = sorted(one.agent.jobs.ranks, key=lambda rank: rank.rank)
+        await a.broadcast(ones(10))
+        outcome = OpOutcome(OpNumber(0), holders=(holder.rank,))
+        asker._outcomes[OpNumber(0)] = outcome  # noqa: SLF001 - as a view change would
+        verdict, _ = await verdicts_of_all((b, b.reduce(ones(10))), (a, a.reduce(ones(10))))
+        assert verdict.error == "OpMismatch"
+
+
+# --- trainers that misbehave
+
+
+def start_op(call: Call, **changed: object) -> StartOp:
+    fields = {
+        "op": 0,
+        "call": call,
+        "wire_dtype": "float32",
+        "count": 0,
+        "arena": -1,
+        "timeout_s": 5.0,
+    } | changed
+    return StartOp(**fields)  # type: ignore[arg-type]
+
+
+def hostile() -> Iterator[StartOp]:
+    yield start_op(Call("all_reduce", "float32", (0,), "median"))
+    yield start_op(Call("all_reduce", "int32", (0,), "mean"), wire_dtype="int32")
+    yield start_op(Call("barrier", "bool", (0,)), wire_dtype="bool")
+    yield start_op(Call("teleport", "float32", (0,)))
+    yield start_op(Call("broadcast", "float32", (0,), root=2))
+    yield start_op(Call("broadcast", "float32", (0,)))
+    yield start_op(Call("barrier", "float32", (0,)), op=5)
+    yield start_op(Call("barrier", "float32", (0,)), arena=3)
+    yield start_op(Call("all_reduce", "float32", (9,), "sum"), count=9)
+    yield start_op(Call("all_reduce", "float32", (9,), "sum"), count=9, arena=7)
+    yield start_op(Call("all_reduce", "float32", (9,), "sum"), count=2**60, arena=0)
+
+
+@pytest.mark.parametrize("request_", list(hostile()), ids=str)
+async def test_a_call_that_no_client_makes_ends_that_trainer_alone(
+    clock: MockClock, request_: StartOp
+) -> None:
+    async with village(clock, 2) as here:
+        a, b = await here.job(*here.machines)
+        await b.input_arena(9)
+        await b.send(request_)
+        with pytest.raises(trio.EndOfChannel):
+            await b.receive()
+        verdict = await a.verdict_of(a.barrier())
+        assert verdict.error == "RankLost"
+        assert "its trainer sent garbage" in verdict.message
+        await a.leave()
+        trainers = await here.job(*here.machines)
+        assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
