@@ -3,82 +3,28 @@
 Time is a clock that jumps as soon as nobody has anything to do, so deadlines cost nothing.
 """
 
-import array
 import contextlib
 import math
-import mmap
-import os
-import socket
 import tempfile
-from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
 
-import numpy as np
 import trio
 from trio.testing import MockClock
 
 from pmesh.agent.config import Settings
 from pmesh.agent.parsing import Listen
 from pmesh.agent.run import Agent
-from pmesh.client.home import socket_path
-from pmesh.core.framing import FrameReader, frame
 from pmesh.core.identity import MeshKey, NodeKey
-from pmesh.core.messages import Address, Call, OfferLane
-from pmesh.core.reductions import WIRE_DTYPES, Values
-from pmesh.core.session import (
-    MAX_SESSION_MESSAGE_BYTES,
-    SESSION_VERSION,
-    ArenaGone,
-    ArenaGranted,
-    Connect,
-    DropArena,
-    Joined,
-    Leave,
-    OpDone,
-    OpFailed,
-    Refused,
-    Reply,
-    Request,
-    StartOp,
-    StillWaiting,
-    WantArena,
-    decode_reply_untrusted,
-    encode,
-)
-from pmesh.core.views import Verdict
+from pmesh.core.messages import Address, OfferLane
 from pmesh.errors import NetworkError
-from pmesh.ids import JobName, Member, OpNumber
+from pmesh.ids import Member
 from pmesh.net.lanes import Lane
+from tests.agent.fake_trainer import Trainer, together, until
 
 MESH = MeshKey(b"m" * 32)
-PATIENCE_S = 60.0  # beyond every deadline of ours, on the clock that jumps
-
-T = TypeVar("T")
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Look every 20 simulated milliseconds whether it is so at last."""
-    with trio.fail_after(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - of agents, which have no event for each fact
-            await trio.sleep(0.02)
-
-
-async def together(*calls: Callable[[], Awaitable[T]]) -> list[T]:
-    """Run all of them at once; their results in order."""
-    results: dict[int, T] = {}
-
-    async def run(index: int, call: Callable[[], Awaitable[T]]) -> None:
-        results[index] = await call()
-
-    with trio.fail_after(PATIENCE_S):
-        async with trio.open_nursery() as nursery:
-            for index, call in enumerate(calls):
-                nursery.start_soon(run, index, call)
-    return [results[index] for index in range(len(calls))]
 
 
 class NoReach:
@@ -99,186 +45,6 @@ class NoReach:
 
     def complain(self, member: Member, error: NetworkError) -> None:
         raise AssertionError(member, error)
-
-
-class OpError(Exception):
-    """The agent's verdict on an op."""
-
-    def __init__(self, failed: OpFailed) -> None:
-        super().__init__(failed.verdict.error, failed.verdict.message)
-        self.failed = failed
-        self.verdict = failed.verdict
-
-
-class RefusedError(Exception):
-    """The agent's verdict on a request."""
-
-    def __init__(self, verdict: Verdict) -> None:
-        super().__init__(verdict.error, verdict.message)
-        self.verdict = verdict
-
-
-class Trainer:
-    """What a training script does, without its threads."""
-
-    def __init__(self, stream: trio.SocketStream) -> None:
-        self.stream = stream
-        self.joined: Joined | None = None
-        self.waits: list[StillWaiting] = []
-        self.gone: list[int] = []
-        self.maps: dict[int, mmap.mmap] = {}
-        self.next_op = 0
-        self._reader = FrameReader(max_bytes=MAX_SESSION_MESSAGE_BYTES)
-        self._descriptors: deque[int] = deque()
-        self._input: tuple[int, int] | None = None
-
-    @classmethod
-    async def open(cls, home: Path) -> Self:
-        return cls(await trio.open_unix_socket(socket_path(home)))
-
-    @property
-    def rank(self) -> int:
-        assert self.joined is not None
-        return self.joined.rank
-
-    async def send(self, request: Request) -> None:
-        await self.stream.send_all(frame(encode(request)))
-
-    async def receive(self) -> Reply:
-        """The next reply that is no news; raises trio.EndOfChannel at the end."""
-        while True:
-            reply = await self._next()
-            match reply:
-                case StillWaiting():
-                    self.waits.append(reply)
-                case ArenaGranted(number, kind, nbytes):
-                    prot = mmap.PROT_READ | (mmap.PROT_WRITE if kind == "input" else 0)
-                    descriptor = self._descriptors.popleft()
-                    self.maps[number] = mmap.mmap(descriptor, nbytes, prot=prot)
-                    os.close(descriptor)
-                    if kind == "input":
-                        return reply
-                case ArenaGone(number):
-                    self.gone.append(number)
-                    self.maps.pop(number).close()
-                case _:
-                    return reply
-
-    async def _next(self) -> Reply:
-        while (message := self._reader.next_message_untrusted()) is None:
-            data, ancillary, _, _ = await self.stream.socket.recvmsg(
-                65536, socket.CMSG_SPACE(4 * 16)
-            )
-            for _, _, rights in ancillary:
-                descriptors = array.array("i")
-                descriptors.frombytes(rights)
-                self._descriptors.extend(descriptors)
-            if not data:
-                raise trio.EndOfChannel
-            self._reader.receive_data(data)
-        return decode_reply_untrusted(message)
-
-    async def ask(self, request: Request) -> Reply:
-        await self.send(request)
-        return await self.receive()
-
-    async def join(
-        self, job: str, wait_for: int, *, timeout_s: float = 30.0, version: int = SESSION_VERSION
-    ) -> Joined:
-        reply = await self.ask(Connect(version, JobName(job), wait_for, timeout_s, "test.py"))
-        if isinstance(reply, Refused):
-            raise RefusedError(reply.verdict)
-        assert isinstance(reply, Joined)
-        self.joined = reply
-        return reply
-
-    async def input_arena(self, nbytes: int) -> int:
-        if self._input is None or self._input[1] < nbytes:
-            await self.drop_input()
-            reply = await self.ask(WantArena(nbytes))
-            if isinstance(reply, Refused):
-                raise RefusedError(reply.verdict)
-            assert isinstance(reply, ArenaGranted)
-            self._input = reply.arena, reply.nbytes
-        return self._input[0]
-
-    async def drop_input(self) -> None:
-        if self._input is not None:
-            number, self._input = self._input[0], None
-            await self.send(DropArena(number))
-            self.maps.pop(number).close()
-
-    async def run(
-        self,
-        call: Call,
-        values: "Values | None",
-        *,
-        count: int = 0,
-        dtype: str = "float32",
-        timeout_s: float = 1800.0,
-    ) -> "Values | None":
-        """One op; a copy of its result, None where the agent has none. Raises OpError."""
-        arena = -1
-        if values is not None:
-            arena = await self.input_arena(values.nbytes)
-            self.maps[arena][: values.nbytes] = values.tobytes()
-            count = values.size
-        request = StartOp(OpNumber(self.next_op), call, dtype, count, arena, timeout_s)  # type: ignore[arg-type] # a key of WIRE_DTYPES
-        match reply := await self.ask(request):
-            case OpDone(op, output):
-                assert op == self.next_op
-                self.next_op += 1
-                if output < 0:
-                    return None
-                return np.frombuffer(self.maps[output], WIRE_DTYPES[dtype], count).copy()
-            case OpFailed(op, consumed=consumed):
-                assert op == self.next_op
-                self.next_op += consumed
-                raise OpError(reply)
-            case _:
-                raise AssertionError(reply)
-
-    async def reduce(self, values: Values, op: str = "sum", timeout_s: float = 1800.0) -> Values:
-        call = Call("all_reduce", values.dtype.name, values.shape, op)
-        dtype = values.dtype.name
-        result = await self.run(call, values, dtype=dtype, timeout_s=timeout_s)
-        assert result is not None
-        return result
-
-    async def broadcast(self, values: Values, root: int = 0) -> Values:
-        call = Call("broadcast", values.dtype.name, values.shape, root=root)
-        if root == self.rank:
-            await self.run(call, values, dtype=values.dtype.name)
-            await self.drop_input()
-            return values
-        result = await self.run(call, None, count=values.size, dtype=values.dtype.name)
-        assert result is not None
-        return result
-
-    async def barrier(self, timeout_s: float = 1800.0) -> None:
-        await self.run(Call("barrier", "float32", (0,)), None, timeout_s=timeout_s)
-
-    async def verdict_of(self, call: Awaitable[object]) -> Verdict:
-        """What the call fails with."""
-        try:
-            await call
-        except OpError as e:
-            return e.verdict
-        raise AssertionError("it succeeded")
-
-    async def leave(self) -> None:
-        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-            await self.send(Leave())
-        await self.die()
-
-    async def die(self) -> None:
-        """End without a word, as a killed process does."""
-        for mapped in self.maps.values():
-            mapped.close()
-        self.maps.clear()
-        while self._descriptors:
-            os.close(self._descriptors.popleft())
-        await self.stream.aclose()
 
 
 class Machine:

@@ -6,7 +6,7 @@ import numpy as np
 
 from pmesh.core.reductions import Values
 from pmesh.core.views import Verdict
-from tests.agent.fakes import Trainer, together
+from tests.agent.fake_trainer import Trainer, together
 
 
 def ones(count: int) -> Values:

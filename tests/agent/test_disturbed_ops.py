@@ -15,7 +15,8 @@ from pmesh.core.views import OpOutcome
 from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber, Rank
 from pmesh.net import collectives
-from tests.agent.fakes import Trainer, together, until, village
+from tests.agent.fake_trainer import Trainer, together, until
+from tests.agent.fakes import village
 from tests.agent.ops import ones, reduce_all, verdicts_of_all
 
 # --- lost ranks

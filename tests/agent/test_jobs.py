@@ -13,7 +13,8 @@ from pmesh.core.messages import AskResult, Heartbeat, RankMarks
 from pmesh.core.views import Roster
 from pmesh.errors import LaneBroken
 from pmesh.ids import Epoch, JobName, OpNumber, Rank
-from tests.agent.fakes import Machine, Trainer, together, until, village
+from tests.agent.fake_trainer import Trainer, together, until
+from tests.agent.fakes import Machine, village
 
 
 async def reduce_all(trainers: list[Trainer]) -> list[float]:

@@ -11,7 +11,8 @@ from pmesh.agent import ops
 from pmesh.core.messages import Call, Concern
 from pmesh.net.arena_pools import OutputPool
 from pmesh.net.arenas import Arena
-from tests.agent.fakes import Trainer, together, until, village
+from tests.agent.fake_trainer import Trainer, together, until
+from tests.agent.fakes import village
 from tests.agent.ops import ones, reduce_all, verdicts_of_all
 
 # --- what works

@@ -14,7 +14,8 @@ from pmesh.core.messages import Address, AskResult, Hello, KnownPeers, LinkMessa
 from pmesh.errors import NodeKeyCopied, PeerUnreachable, PmeshError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, Rank, short_node
 from pmesh.net.dialer import dial
-from tests.agent.fakes import Machine, together, until, village
+from tests.agent.fake_trainer import together, until
+from tests.agent.fakes import Machine, village
 
 RESET = b"\x01\0\0\0\0\0\0\0"  # SO_LINGER: closing resets
 

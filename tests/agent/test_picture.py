@@ -10,7 +10,8 @@ from pmesh.agent.status import Status, decode_status
 from pmesh.core.session import AskStatus
 from pmesh.core.session import Status as StatusReply
 from pmesh.ids import node_text
-from tests.agent.fakes import Machine, Trainer, together, until, village
+from tests.agent.fake_trainer import Trainer, together, until
+from tests.agent.fakes import Machine, village
 
 
 async def status_of(machine: Machine) -> Status:

@@ -8,7 +8,8 @@ from trio.testing import MockClock
 
 from pmesh.core.messages import Address
 from pmesh.errors import NodeKeyCopied
-from tests.agent.fakes import Machine, Village, until, village
+from tests.agent.fake_trainer import until
+from tests.agent.fakes import Machine, Village, village
 from tests.agent.test_peers import RESET, deaf, linked, live_to, refusals
 
 

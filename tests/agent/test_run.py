@@ -25,7 +25,8 @@ from pmesh.ids import Incarnation
 from pmesh.net.discovery import Discovered, Found
 from pmesh.net.interfaces import AddressWatch
 from pmesh.net.stalls import Stall
-from tests.agent.fakes import MESH, Trainer, until, village
+from tests.agent.fake_trainer import Trainer, until
+from tests.agent.fakes import MESH, village
 
 KEY = NodeKey.from_seed(b"k" * 32)
 

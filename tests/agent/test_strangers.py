@@ -16,7 +16,8 @@ from pmesh.errors import (
 )
 from pmesh.ids import Incarnation, NodeId, node_text
 from pmesh.net.discovery import Deaf, Found, Gone
-from tests.agent.fakes import Machine, until, village
+from tests.agent.fake_trainer import until
+from tests.agent.fakes import Machine, village
 
 NODE = NodeId(b"n" * 32)
 WHERE = Address("192.0.2.9", 24160)

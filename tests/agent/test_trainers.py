@@ -13,7 +13,8 @@ from pmesh.core.views import Verdict
 from pmesh.ids import JobName, Slot
 from pmesh.net import arena_pools
 from pmesh.net.arenas import Arena
-from tests.agent.fakes import RefusedError, Trainer, Village, together, until, village
+from tests.agent.fake_trainer import RefusedError, Trainer, together, until
+from tests.agent.fakes import Village, village
 
 
 async def refusal_of(trainer: Trainer, job: str, wait_for: int, timeout_s: float) -> Verdict:
