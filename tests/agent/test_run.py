@@ -15,6 +15,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from pmesh.agent import run
 from pmesh.agent.config import Settings
 from pmesh.agent.parsing import Listen
+from pmesh.agent.peers import Peers
 from pmesh.agent.run import open_listeners, run_agent
 from pmesh.client.home import socket_path
 from pmesh.core.advertisement import Advertisement
@@ -268,6 +269,23 @@ async def test_a_peer_that_answers_nothing_does_not_hold_up_a_cancelled_agent(
         assert took_s < 1
         assert told.is_set()
         assert "mac is gone: its agent was stopped" in one.lines
+
+
+async def test_a_goodbye_that_hangs_is_cut_short(
+    clock: MockClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(_: Peers) -> None:
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(Peers, "leave", hang)
+    lines: list[str] = []
+    clock.autojump_threshold = 0.05
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run_agent, settings_in(tmp_path), MESH, KEY, lines.append)
+        await until(lambda: bool(lines))
+        began = trio.current_time()
+        nursery.cancel_scope.cancel()
+    assert trio.current_time() - began < 1
 
 
 async def test_it_says_how_many_peers_jobs_wait_for(clock: MockClock) -> None:

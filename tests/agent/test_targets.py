@@ -172,6 +172,25 @@ async def test_a_dial_that_fails_after_the_peers_own_has_succeeded_changes_nothi
         assert targets.wanted == {}
 
 
+async def test_a_dial_that_fails_after_the_peers_own_link_has_come_and_gone_changes_nothing(
+    clock: MockClock,
+) -> None:
+    async with running(clock) as (targets, board):
+        answering = trio.Event()
+        board.before_answer = answering.wait
+        targets.name(A, (HOME,), linked=False)
+        await wait_all_tasks_blocked()
+        targets.link_up(A)
+        targets.link_lost(A)  # it never held: the next dial is not due yet
+        answering.set()
+        await wait_all_tasks_blocked()
+        assert len(board.calls) == 1
+        board.answers[HOME] = A
+        await trio.sleep(1)
+        assert len(board.calls) == 2
+        assert targets.wanted == {}
+
+
 async def test_a_refusal_is_said_once_until_its_kind_changes(clock: MockClock) -> None:
     async with running(clock) as (targets, board):
         board.answers[HOME] = OTHER_KEY
