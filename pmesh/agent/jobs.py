@@ -14,6 +14,7 @@ from pmesh.agent.lane_desk import LaneDesk
 from pmesh.agent.membership import Membership
 from pmesh.agent.ops import serve_result
 from pmesh.agent.ranks import LocalRank
+from pmesh.core.health import WIRED
 from pmesh.core.messages import (
     AskResult,
     Concern,
@@ -147,6 +148,7 @@ class Jobs:
                 if other is not rank and other.roster.job == rank.roster.job:
                     self._compare(rank, other.marks())
             self._announce_leave(rank)
+            self._watch_edges(rank)
         self._stabilize()
 
     # --- what surrounds an op
@@ -333,6 +335,28 @@ class Jobs:
         verdict = Verdict("RankLost", f"rank {number} ({roster.names[number]}) {why}", (number,))
         rank.concern = Concern(roster.job, roster.born, roster.number, verdict)
         self.poke()
+
+    def _watch_edges(self, rank: LocalRank) -> None:
+        """V6: lanes without progress are broken, even while heartbeats flow: the op runs again."""
+        op = OpNumber(rank.ledger.started)
+        waits = rank.size > 1 and rank.ledger.ended < op and rank.concern is None
+        if not waits or self.late_ranks(rank, op):
+            rank.progress = None  # on whom it waits is no matter of lanes
+            return
+        now, moved = trio.current_time(), rank.traffic
+        if rank.progress is None or rank.progress[0] != moved:
+            rank.progress = moved, now
+        elif now - rank.progress[1] >= self._patience_s(rank):
+            roster = rank.roster
+            rank.concern = Concern(roster.job, roster.born, roster.number, None, op)
+            self.poke()
+
+    def _patience_s(self, rank: LocalRank) -> float:
+        """How long the peer at the slower of the two edges may be silent before it is gone."""
+        sides = (rank.rank - 1) % rank.size, (rank.rank + 1) % rank.size
+        peers = [rank.roster.trainers[side].member.node for side in sides]
+        known = [health for peer in peers if (health := self.membership.health_of(peer))]
+        return max((h.thresholds.gone_after_s for h in known), default=WIRED.gone_after_s)
 
     async def _serve(self, rank: LocalRank, ask: AskResult) -> None:
         self._serving.add(ask)

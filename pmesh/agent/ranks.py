@@ -52,6 +52,8 @@ class LocalRank:
         """Why, and since when, the trainer is gone."""
         self.busy_since: float | None = None
         """Since when the op that runs has been running."""
+        self.progress: tuple[tuple[int, int], float] | None = None
+        """What had moved on its lanes, and since when no more, while an op waits for them."""
         self.released = trio.Event()
         """The job is over, so nobody will ask for results."""
         self.stable_moved = trio.Event()

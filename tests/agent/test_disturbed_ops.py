@@ -9,7 +9,9 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent import ops
 from pmesh.agent.jobs import Jobs
+from pmesh.core.health import WIRED
 from pmesh.core.messages import AskResult, Call
+from pmesh.core.reductions import Values
 from pmesh.core.session import StartOp
 from pmesh.core.views import OpOutcome
 from pmesh.errors import LaneBroken
@@ -110,6 +112,37 @@ async def test_a_forged_record_costs_a_lane_and_not_the_op(clock: MockClock) -> 
         sending._socket.send(b"\0" * 200)  # noqa: SLF001 - likewise
         assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
         assert rank._to_next is not sending  # noqa: SLF001 - it is another one
+
+
+async def test_a_lane_that_swallows_what_it_is_given_is_replaced_while_heartbeats_flow(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 2) as here:
+        trainers = await here.job(*here.machines)
+        await reduce_all(trainers)
+        (rank,) = here.machines[0].agent.jobs.ranks
+        sending = rank._to_next  # noqa: SLF001 - as a router that has forgotten the connection
+        assert sending is not None
+        monkeypatch.setattr(sending, "_send_some", lambda: setattr(sending, "_unsent", b""))
+        began = clock.current_time()
+        assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
+        assert rank._to_next is not sending  # noqa: SLF001 - it is another one
+        assert clock.current_time() - began >= WIRED.gone_after_s
+
+
+async def test_who_computes_for_long_costs_no_lane(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        a, b = await here.job(*here.machines)
+        (rank,) = here.machines[0].agent.jobs.ranks
+        number = rank.roster.number
+
+        async def compute_first() -> Values:
+            await trio.sleep(30)
+            return await b.reduce(ones(10))
+
+        results = await together(lambda: a.reduce(ones(10)), compute_first)
+        assert [r[0] for r in results] == [2.0] * 2
+        assert rank.roster.number == number
 
 
 async def test_lanes_that_break_again_and_again_fail_the_op(
