@@ -58,7 +58,7 @@ def host_port_text(host: str, port: int) -> str:
     >>> host_port_text("::1", 24160)
     '[::1]:24160'
     """
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return str(Address(host, port))
 
 
 def _text(value: object) -> str:

@@ -29,7 +29,7 @@ from pmesh.errors import (
     ProtocolVersionMismatch,
 )
 from pmesh.ids import Member, NodeId, short_node
-from pmesh.net.dialer import describe, dial_any
+from pmesh.net.dialer import dial_any
 from pmesh.net.endpoints import remote_address_of
 from pmesh.net.interfaces import AddressWatch
 from pmesh.net.links import Link, shake_hands
@@ -104,7 +104,7 @@ class Peers:
     async def _dial_target(self, addresses: tuple[Address, ...]) -> NodeId:
         ordered = in_dialling_order(addresses, local=self._watch.current)
         if not ordered:
-            raise PeerUnreachable(f"no usable address among {', '.join(map(describe, addresses))}")
+            raise PeerUnreachable(f"no usable address among {', '.join(map(str, addresses))}")
         link, address = await self._dial(ordered)
         await self._admit(link, dialled=address)
         if link.node not in self.links and link.node != self._hello().member.node:
@@ -350,9 +350,9 @@ class Peers:
 
 
 def _copied_from(one: Hello, other: Hello, link: Link) -> NodeKeyCopied:
-    where = ", ".join(describe(address) for address in one.addresses[:1]) or "unknown address"
+    where = ", ".join(str(address) for address in one.addresses[:1]) or "unknown address"
     return NodeKeyCopied(
-        f"{one.name} ({where}) and {other.name} ({describe(link.remote_address)}) hold one node "
+        f"{one.name} ({where}) and {other.name} ({link.remote_address}) hold one node "
         f"key ({short_node(link.node)}): a home was copied; on one of them run 'pmesh down', "
         "remove node_key from its home, and 'pmesh up'"
     )

@@ -21,7 +21,6 @@ from pmesh.errors import (
     ProtocolVersionMismatch,
 )
 from pmesh.ids import Member, NodeId, Rank, node_text
-from pmesh.net.dialer import describe
 from pmesh.net.door import DoorCounters
 from pmesh.net.interfaces import AddressWatch
 
@@ -80,7 +79,7 @@ def take_picture(sources: Sources) -> Status:
 
 
 def _texts(addresses: tuple[Address, ...]) -> tuple[str, ...]:
-    return tuple(describe(address) for address in addresses)
+    return tuple(str(address) for address in addresses)
 
 
 def _member(rank: int, seat: Seat, sources: Sources) -> status.MemberStatus:
@@ -172,7 +171,7 @@ def _refused(refusal: Refusal) -> status.PeerStatus:
         id=None if refusal.node is None else node_text(refusal.node),
         name=None,
         state=_state_of(refusal.error),
-        addresses=(describe(refusal.address),),
+        addresses=(str(refusal.address),),
         reason=f"{type(refusal.error).__name__}: {refusal.error}",
     )
 

@@ -24,7 +24,7 @@ async def dial(address: Address, *, timeout_s: float = DIAL_TIMEOUT_S) -> trio.S
         PeerUnreachable: Nobody answered, or the name is unknown.
         LocalNetworkDenied: macOS may be withholding its permission.
     """
-    where = describe(address)
+    where = str(address)
     try:
         with trio.fail_after(timeout_s):
             return await trio.open_tcp_stream(address.host, address.port)
@@ -84,18 +84,8 @@ async def dial_any(
     return winner
 
 
-def describe(address: Address) -> str:
-    """The address as a person writes it.
-
-    >>> describe(Address("fe80::1%en0", 24160))
-    '[fe80::1%en0]:24160'
-    """
-    host = f"[{address.host}]" if ":" in address.host else address.host
-    return f"{host}:{address.port}"
-
-
 def _explain(error: OSError | ValueError, address: Address) -> NetworkError:
-    where = describe(address)
+    where = str(address)
     codes = set(error_numbers(error))
     if psutil.MACOS and errno.EHOSTUNREACH in codes and _may_be_neighbour(address.host):
         return LocalNetworkDenied(

@@ -9,7 +9,7 @@ import trio.testing
 from pmesh.core.messages import Address
 from pmesh.errors import LocalNetworkDenied, PeerUnreachable
 from pmesh.net import dialer
-from pmesh.net.dialer import describe, dial, dial_any
+from pmesh.net.dialer import dial, dial_any
 
 Connect = Callable[[str, int], Awaitable[trio.SocketStream]]
 
@@ -156,5 +156,5 @@ async def test_when_one_may_have_been_denied_the_error_says_so(
 
 
 def test_an_address_is_described_as_a_person_writes_it() -> None:
-    assert describe(Address("fe80::1%en0", 24160)) == "[fe80::1%en0]:24160"
-    assert describe(Address("mac.local", 24160)) == "mac.local:24160"
+    assert str(Address("fe80::1%en0", 24160)) == "[fe80::1%en0]:24160"
+    assert str(Address("mac.local", 24160)) == "mac.local:24160"
