@@ -30,7 +30,7 @@ def propose(state: State, facts: Facts, now: float) -> Propose | None:
     if _someone_else_leads(state, now):
         return None
     kept = _clique(state, (state.me,), continuing[1:], now)
-    joined = _clique(state, kept, _candidates(state, kept, now), now)[len(kept) :]
+    joined = _clique(state, kept, _candidates(state, now), now)[len(kept) :]
     jobs = rosters.jobs_to_settle(
         state.view, kept, known_concerns(state, facts), _known_waiting(state, facts, kept + joined)
     )
@@ -130,13 +130,12 @@ def _clique(
     return kept
 
 
-def _candidates(state: State, kept: tuple[Member, ...], now: float) -> tuple[Member, ...]:
+def _candidates(state: State, now: float) -> tuple[Member, ...]:
     """Who asked to be taken in, and follows a lighter view."""
     return tuple(
         member
         for member, asked_at in sorted(state.joining.items())
         if now - asked_at < JOIN_REQUEST_S
-        and member not in kept
         and hears_me(state, member)
         and state.view.seat_of(member) is None
         and state.view.weight > state.peers[member.node].view.weight
