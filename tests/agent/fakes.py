@@ -63,6 +63,7 @@ class Machine:
         self._scope: trio.CancelScope
         self._stop = trio.Event()
         self._ended = trio.Event()
+        self._killed = False
 
     @property
     def port(self) -> int:
@@ -93,7 +94,8 @@ class Machine:
                 self._scope = await outer.start(self.agent.run)
                 task_status.started()
                 await self._stop.wait()
-                await self.agent.peers.leave()
+                if not self._killed:
+                    await self.agent.peers.leave()
                 self._scope.cancel()
         finally:
             self._ended.set()
@@ -104,6 +106,7 @@ class Machine:
 
     async def kill(self) -> None:
         """End it without a goodbye."""
+        self._killed = True
         self._scope.cancel()
         self._stop.set()
         await self._ended.wait()

@@ -88,6 +88,7 @@ async def test_a_killed_agent_is_a_lost_rank(clock: MockClock) -> None:
         assert verdicts[0].error == "RankLost"
         assert verdicts[0].ranks == (lost,)
         assert "mac-1" in verdicts[0].message
+        assert "was stopped" not in verdicts[0].message  # it was killed
 
 
 # --- lanes
