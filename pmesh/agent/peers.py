@@ -280,8 +280,6 @@ class Peers:
             with trio.move_on_after(REDIAL_S):
                 found = await self._dial(ordered)
             if found is not None:  # in its own time: it may have to wait for proof of life
-                if found[0].peer.member != live.member:
-                    self._end(live, "it was restarted")
                 await self._admit(found[0], dialled=found[1])
         except PmeshError as e:
             why = f"{why}, and a redial failed ({e})"
