@@ -13,8 +13,13 @@ Incarnation = NewType("Incarnation", int)
 
 JobName = NewType("JobName", str)
 Rank = NewType("Rank", int)
+"""A trainer's place in its job's ring; trainers come and go, so it may change."""
+
 OpNumber = NewType("OpNumber", int)
 """The number of a collective call within its job, from 0 in call order."""
+
+TrainerId = NewType("TrainerId", int)
+"""A trainer's number within its job: given when it enters and never again, while ranks change."""
 
 Slot = NewType("Slot", int)
 """The number of a trainer's connection within one incarnation of its agent."""

@@ -10,9 +10,9 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from pmesh.core.views import Verdict, View
+from pmesh.core.views import Terms, Verdict, View
 from pmesh.errors import ProtocolError
-from pmesh.ids import Epoch, Incarnation, JobName, Member, OpNumber, Rank, Slot
+from pmesh.ids import Epoch, Incarnation, JobName, Member, OpNumber, Slot, TrainerId
 
 PROTOCOL_VERSION = 1
 
@@ -76,12 +76,16 @@ class OpReport(msgspec.Struct, frozen=True, array_like=True):
     call: Call
     completed: bool = False
     verdict: Verdict | None = None
+    contributors: tuple[TrainerId, ...] = ()
+    """As in `OpOutcome`, once it has ended."""
 
 
 class RankReport(msgspec.Struct, frozen=True, array_like=True):
     """The flush answer's part for one rank of a job (V3)."""
 
-    rank: Rank
+    trainer: TrainerId
+    stable: int
+    """Every op up to this one has ended at all ranks; -1 before the first."""
     ops: tuple[OpReport, ...]
 
 
@@ -101,21 +105,26 @@ class RankMarks(msgspec.Struct, frozen=True, array_like=True):
 
     job: _Job
     number: int
-    rank: Rank
+    trainer: TrainerId
     started: int
     """The highest op started; -1 before the first."""
     completed: int
     """Every op up to this one has ended; -1 before the first."""
     fingerprint: int = 0
     """Of the call of op `started` (O8): compared even where no data flows."""
+    synced: int = -1
+    """The last op that was a `sync`, in which others may enter (O6); -1 before the first."""
+    stopped: bool = False
+    """The trainer's process has been stopped, as by SIGSTOP: it is not merely computing."""
 
 
 class Waiting(msgspec.Struct, frozen=True, array_like=True):
-    """A trainer that waits for its job to begin."""
+    """A trainer that waits for its job to begin, or in a `sync` to enter it (O6)."""
 
     job: _Job
     slot: Slot
     wait_for: int
+    terms: Terms = Terms()
 
 
 class Concern(msgspec.Struct, frozen=True, array_like=True):
@@ -126,7 +135,8 @@ class Concern(msgspec.Struct, frozen=True, array_like=True):
     number: int
     """The roster's number when the concern arose; a higher one has settled it."""
     verdict: Verdict | None
-    """What the affected op, or the job, shall fail with; None: it runs again over new lanes."""
+    """What the op concerned shall fail with, or who is lost and why; None: the op runs again, over
+    new lanes, and if it is a `sync` then with those who wait to enter (O6)."""
     op: int = -1
     """The op concerned; -1 when ranks are lost."""
 
@@ -236,8 +246,8 @@ class OfferLane(_Message, frozen=True, tag=20):
     job: _Job
     born: Epoch
     number: int
-    from_rank: Rank
-    to_rank: Rank
+    sender: TrainerId
+    receiver: TrainerId
     key: _Key
     """Seals what the offering side writes."""
     return_key: _Key
@@ -255,8 +265,8 @@ class AskResult(_Message, frozen=True, tag=21):
     born: Epoch
     number: int
     op: OpNumber
-    holder: Rank
-    to_rank: Rank
+    holder: TrainerId
+    receiver: TrainerId
 
 
 class KnownPeers(_Message, frozen=True, tag=22):

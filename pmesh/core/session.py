@@ -10,11 +10,17 @@ import msgspec
 from msgspec import Meta
 
 from pmesh.core.messages import Call
-from pmesh.core.views import Verdict, View
+from pmesh.core.views import Terms, Verdict, View
 from pmesh.errors import ProtocolError
-from pmesh.ids import JobName, OpNumber, Rank
+from pmesh.ids import JobName, OpNumber, TrainerId
 
-SESSION_VERSION = 1
+SESSION_VERSION = 2
+SYNC_VALUES = 8
+"""How many int64 each rank gives to a `sync`; its result has as many for every rank, in order."""
+
+ENTERS = -1
+"""In the place of an op's number: the next `sync` of the job, in which the trainer enters it."""
+
 MAX_SESSION_MESSAGE_BYTES = 1024 * 1024  # a status of 64 peers is 60 KiB
 
 ArenaKind: TypeAlias = Literal["input", "output"]
@@ -33,6 +39,9 @@ class Connect(_Message, frozen=True, tag="connect"):
     timeout_s: Annotated[float, Meta(gt=0)]
     program: Annotated[str, Meta(max_length=256)]
     """What runs, for `pmesh status`."""
+    terms: Terms = Terms()
+    straggler_after_s: Annotated[float, Meta(gt=0)] = 60.0
+    """How long the others wait for this trainer while its process is stopped."""
 
 
 class WantArena(_Message, frozen=True, tag="want_arena"):
@@ -51,11 +60,12 @@ class StartOp(_Message, frozen=True, tag="start_op"):
     """A collective call; answered by OpDone or OpFailed with the same number."""
 
     op: OpNumber
+    """ENTERS for the `sync` in which the trainer enters its job, or comes back to it (O6)."""
     call: Call
     """`shape` is what the user passed; the arena holds it flat, in `wire_dtype`."""
     wire_dtype: Literal["float32", "float64", "int32", "int64", "bool"]
     count: Annotated[int, Meta(ge=0)]
-    """Values in the input; the output has as many."""
+    """Values in the input; the output has as many, but for a `sync` (SYNC_VALUES)."""
     arena: int
     """The input arena, filled; -1 when this rank has no input (a broadcast's other ranks)."""
     timeout_s: Annotated[float, Meta(gt=0)]
@@ -69,17 +79,33 @@ class AskStatus(_Message, frozen=True, tag="ask_status"):
     """Asks for the agent's picture; answered by Status."""
 
 
+class AskEvents(_Message, frozen=True, tag="ask_events"):
+    """Asks what has happened; answered by Events."""
+
+    after: int
+    """The number of the last event that the asker has; -1 for all that are kept."""
+
+
 class StopAgent(_Message, frozen=True, tag="stop_agent"):
     """Asks the agent to leave the mesh and end; answered by Stopping, then end of file."""
 
 
-class Joined(_Message, frozen=True, tag="joined"):
-    """The job begins: the roster is committed."""
+class World(msgspec.Struct, frozen=True):
+    """The ranks of a job as a trainer sees them; after an op, those who took part in it (O5)."""
 
-    rank: Rank
-    size: int
+    rank: int
+    """-1: the trainer has not entered the job yet, or is no longer in it."""
+    trainers: tuple[TrainerId, ...]
+    """By rank; a trainer keeps its number while ranks change."""
     names: tuple[str, ...]
-    """For each rank the name of its machine."""
+    """By rank, the name of the machine."""
+
+
+class Joined(_Message, frozen=True, tag="joined"):
+    """The job begins: the roster is committed. Or it runs, and this trainer may enter it (O6)."""
+
+    world: World
+    """Its rank is -1 if the job runs already: the first op must be a `sync` then."""
     view: View
 
 
@@ -109,7 +135,8 @@ class OpDone(_Message, frozen=True, tag="op_done"):
     op: OpNumber
     arena: int
     """-1 when there is nothing to read (a barrier, no values, a broadcast's root)."""
-    contributors: tuple[Rank, ...]
+    world: World | None = None
+    """If it has changed: whose values are in the result, and who rank i is from now on (O5)."""
 
 
 class OpFailed(_Message, frozen=True, tag="op_failed"):
@@ -119,6 +146,8 @@ class OpFailed(_Message, frozen=True, tag="op_failed"):
     verdict: Verdict
     consumed: bool = True
     """False: an earlier op's failure, told late (I5); this number is still to be used."""
+    world: World | None = None
+    """If it has changed: who rank i is from now on (O5)."""
 
 
 class StillWaiting(_Message, frozen=True, tag="still_waiting"):
@@ -136,13 +165,19 @@ class Status(_Message, frozen=True, tag="status"):
     json: bytes
 
 
+class Events(_Message, frozen=True, tag="events"):
+    """What has happened, as the JSON that `pmesh events --json` prints."""
+
+    json: bytes
+
+
 class Stopping(_Message, frozen=True, tag="stopping"):
     """The agent leaves."""
 
     pid: int
 
 
-Request: TypeAlias = Connect | WantArena | DropArena | StartOp | Leave | AskStatus | StopAgent
+Request: TypeAlias = Connect | WantArena | DropArena | StartOp | Leave | AskStatus | AskEvents | StopAgent
 Reply: TypeAlias = (
     Joined
     | Refused
@@ -152,6 +187,7 @@ Reply: TypeAlias = (
     | OpFailed
     | StillWaiting
     | Status
+    | Events
     | Stopping
 )
 

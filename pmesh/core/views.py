@@ -4,11 +4,11 @@ Values only. How a view comes about is `pmesh.core.agreement`.
 """
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Literal, Self
 
 import msgspec
 
-from pmesh.ids import Epoch, JobName, Member, OpNumber, Rank, Slot
+from pmesh.ids import Epoch, JobName, Member, OpNumber, Rank, Slot, TrainerId
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -17,16 +17,18 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     error: str
     """The name of a class in `pmesh.errors`."""
     message: str
-    ranks: tuple[Rank, ...] = ()
-    """The ranks at fault: lost, late, or calling something else."""
+    trainers: tuple[TrainerId, ...] = ()
+    """Those at fault: lost, late, or calling something else."""
 
 
 class OpOutcome(msgspec.Struct, frozen=True, array_like=True):
     """How a view change resolved one op that was not yet stable (I4)."""
 
     op: OpNumber
-    holders: tuple[Rank, ...] = ()
-    """The ranks that completed it and hold its result; empty when it failed."""
+    contributors: tuple[TrainerId, ...]
+    """In ring order: whose values are in the result, or who was left when it failed (O5)."""
+    holders: tuple[TrainerId, ...] = ()
+    """Who completed it and holds its result; empty when it failed."""
     verdict: Verdict | None = None
     """Why it failed; None when it completed."""
 
@@ -34,8 +36,40 @@ class OpOutcome(msgspec.Struct, frozen=True, array_like=True):
 class Trainer(msgspec.Struct, frozen=True, array_like=True):
     """A training process: the connection `slot` of one agent's incarnation."""
 
+    id: TrainerId
     member: Member
     slot: Slot
+    name: str
+    """Of its machine, for messages."""
+    enters: OpNumber = OpNumber(0)
+    """Its first op: a job's first, or the `sync` in which it has entered (O6)."""
+
+
+class Terms(msgspec.Struct, frozen=True, array_like=True):
+    """What the trainers of a job have asked for; where they differ, the strictest holds for all."""
+
+    min_ranks: int = 1
+    """With fewer, ops wait for somebody to come back."""
+    on_loss: Literal["continue", "raise"] = "continue"
+    """Whether an op in flight goes on among the survivors, or fails with RankLost."""
+    quorum: Literal["any", "majority"] = "any"
+    """Which side of a partition goes on (V10)."""
+
+    def joined_with(self, other: "Terms") -> "Terms":
+        """The stricter of both, in each point."""
+        return Terms(
+            min_ranks=max(self.min_ranks, other.min_ranks),
+            on_loss=max(self.on_loss, other.on_loss),  # "raise" sorts after "continue"
+            quorum=max(self.quorum, other.quorum),  # and "majority" after "any"
+        )
+
+
+class Primary(msgspec.Struct, frozen=True, array_like=True):
+    """The last roster of a job that had a quorum (V10)."""
+
+    epoch: Epoch
+    voters: tuple[Member, ...]
+    """The machines of its trainers, in the order of their entering."""
 
 
 class Roster(msgspec.Struct, frozen=True, array_like=True):
@@ -48,20 +82,43 @@ class Roster(msgspec.Struct, frozen=True, array_like=True):
     """The counter of the epoch that last resolved its ops: it grows, also from one job to the
     next of the same name, and lanes carry it (V4)."""
     trainers: tuple[Trainer, ...]
-    names: tuple[str, ...]
-    """For each rank the name of its machine, for messages."""
+    """Rank 0 is the one that has been in the job for the longest time."""
+    primary: Primary
+    next_id: TrainerId
+    """For the next trainer that enters."""
+    terms: Terms = Terms()
+    quorate: bool = True
+    """Whether its ops may run (V10)."""
     outcomes: tuple[OpOutcome, ...] = ()
-    lost: tuple[Verdict, ...] = ()
-    """Ranks that are gone, and why; from then on every op that nobody completed fails."""
+    witnesses: tuple[Trainer, ...] = ()
+    """Lost trainers whose agents alone still hold results (O2)."""
+    losses: tuple[Verdict, ...] = ()
+    """Whom the view that settled it has lost, and why."""
 
     @property
-    def lost_ranks(self) -> frozenset[Rank]:
-        """The ranks that are gone."""
-        return frozenset(rank for verdict in self.lost for rank in verdict.ranks)
+    def ids(self) -> tuple[TrainerId, ...]:
+        """Of all ranks, in ring order."""
+        return tuple(trainer.id for trainer in self.trainers)
 
-    def ranks_of(self, member: Member) -> tuple[Rank, ...]:
+    def rank_of(self, trainer: TrainerId) -> Rank | None:
+        """The trainer's place in the ring; None if it is lost."""
+        return Rank(self.ids.index(trainer)) if trainer in self.ids else None
+
+    def trainer(self, trainer: TrainerId) -> Trainer | None:
+        """A rank or a witness."""
+        return next((t for t in self.trainers + self.witnesses if t.id == trainer), None)
+
+    def trainers_at(self, member: Member) -> tuple[Trainer, ...]:
         """The ranks whose trainers are connected to this member."""
-        return tuple(Rank(i) for i, t in enumerate(self.trainers) if t.member == member)
+        return tuple(trainer for trainer in self.trainers if trainer.member == member)
+
+    def describe(self, trainer: TrainerId) -> str:
+        """For messages: the rank with its machine's name."""
+        rank = self.rank_of(trainer)
+        known = self.trainer(trainer)
+        if rank is None or known is None:
+            return f"a lost rank ({known.name})" if known else "a lost rank"
+        return f"rank {rank} ({known.name})"
 
 
 class Seat(msgspec.Struct, frozen=True, array_like=True):
