@@ -1,11 +1,14 @@
-"""Write docs/reference/status.schema.json anew, after a change in pmesh/agent/status.py."""
+"""Write the schemas in docs/reference anew, after a change in pmesh/agent/{status,events}.py."""
 
 from pathlib import Path
 
+from pmesh.agent.events import events_schema
 from pmesh.agent.status import status_schema
 
-PATH = Path(__file__).parents[1] / "docs" / "reference" / "status.schema.json"
+REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 
 if __name__ == "__main__":
-    PATH.write_bytes(status_schema())
-    print(f"wrote {PATH}")
+    for name, schema in (("status", status_schema()), ("events", events_schema())):
+        path = REFERENCE / f"{name}.schema.json"
+        path.write_bytes(schema)
+        print(f"wrote {path}")

@@ -1,0 +1,220 @@
+"""What has happened, as `pmesh events` shows it: the last events of an agent's life.
+
+docs/reference/events.schema.json is made of these structs (`python tools/status_schema.py`). Fields
+may be added under one version; a reader ignores those that it does not know. Another kind of event,
+or a field that goes away or changes its meaning, makes a new version.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from datetime import datetime
+from itertools import islice
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from pmesh.errors import UsageError
+from pmesh.ids import JobName, Member, OpNumber, node_text
+
+EVENTS_SCHEMA_VERSION: Literal[1] = 1
+_JSON_SCHEMA = "https://json-schema.org/draft/2020-12/schema"
+
+KEPT = 1000  # a day of a quiet mesh, an hour of one whose machines come and go all the time
+PAGE_BYTES = 512 * 1024  # with the last event half of what a session's message may hold
+MAX_TEXT = 500  # a ring of 64 machines with the longest names would be 4,000 characters
+MAX_NAMES = 64
+
+EventKind: TypeAlias = Literal[
+    # this agent and its peers
+    "agent started",
+    "agent stalled",
+    "peer joined",
+    "peer silent",
+    "loss noticed",
+    "peer lost",
+    "view",
+    # jobs and who takes part in them
+    "job began",
+    "job found",
+    "job waits",
+    "job goes on",
+    "job ended",
+    "rank entered",
+    "rank lost",
+    "trainer stopped",
+    "trainer continued",
+    "quorum lost",
+    "quorum regained",
+    "superseded",
+    # ops
+    "ring stood still",
+    "op rerun",
+    "op fetched",
+    "op failed",
+    "lane broken",
+]
+
+# What `pmesh up` does not print: it comes often, or right before something that it does print.
+_UNPRINTED: frozenset[EventKind] = frozenset(
+    {"agent started", "peer silent", "loss noticed", "op rerun", "op fetched", "lane broken"}
+)
+
+
+class News(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened, before it has a number and a time."""
+
+    kind: EventKind
+    text: Annotated[str, Meta(description="The same for a person.")]
+    job: JobName | None = None
+    op: Annotated[
+        OpNumber | None, Meta(description="The op concerned, or the one that ended a wait.")
+    ] = None
+    names: Annotated[tuple[str, ...], Meta(description="The machines concerned.")] = ()
+    duration_s: Annotated[
+        float | None, Meta(description="How long it took, by the monotonic clock.")
+    ] = None
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether `pmesh up` prints it."""
+        return self.kind not in _UNPRINTED
+
+
+class Event(News, frozen=True, kw_only=True):
+    """One event, as this agent has seen it."""
+
+    number: Annotated[int, Meta(description="From 0, since the agent started.")]
+    time: Annotated[
+        datetime,
+        Meta(tz=True, description="By the machine's clock, which may be wrong: only for display."),
+    ]
+    uptime_s: Annotated[
+        float, Meta(description="Since the agent started, by a clock that never jumps.")
+    ]
+
+
+class EventPage(msgspec.Struct, frozen=True, kw_only=True):
+    """What `pmesh events --json` prints."""
+
+    schema: Literal[1]
+    node: Annotated[str, Meta(description="The node id of the agent that was asked.")]
+    name: Annotated[str, Meta(description="Of its machine.")]
+    incarnation: Annotated[
+        str, Meta(description="16 hexadecimal digits; after a restart others, and numbers anew.")
+    ]
+    next: Annotated[int, Meta(description="The number that the next event will have.")]
+    events: Annotated[tuple[Event, ...], Meta(description="In the order of their numbers.")]
+
+
+class Chronicle:
+    """Notes the events of one agent, and keeps the last thousand.
+
+    Args:
+        me: This start of this agent.
+        name: What its machine is called.
+        clock: A monotonic clock, in seconds.
+        wall_clock: What the machine takes the time to be, with its zone. Only shown, never decided
+            by.
+        listener: Is told each event.
+    """
+
+    def __init__(
+        self,
+        me: Member,
+        name: str,
+        *,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], datetime],
+        listener: Callable[[Event], None],
+    ) -> None:
+        self._me = me
+        self._name = name
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._listener = listener
+        self._began = clock()
+        self._next = 0
+        self._events: deque[Event] = deque(maxlen=KEPT)
+
+    def note(
+        self,
+        kind: EventKind,
+        text: str,
+        *,
+        job: JobName | None = None,
+        op: OpNumber | None = None,
+        names: tuple[str, ...] = (),
+        duration_s: float | None = None,
+    ) -> None:
+        """Something happened just now.
+
+        Args:
+            kind: What, for programs.
+            text: What, for people; without a full stop.
+            job: The job concerned.
+            op: The op concerned, or the one that ended a wait.
+            names: The machines concerned.
+            duration_s: How long it took, by a monotonic clock.
+        """
+        self.tell(
+            News(kind=kind, text=text, job=job, op=op, names=names, duration_s=duration_s),
+        )
+
+    def tell(self, news: News) -> None:
+        """Something happened just now."""
+        event = Event(
+            kind=news.kind,
+            text=news.text if len(news.text) <= MAX_TEXT else f"{news.text[: MAX_TEXT - 1]}…",
+            job=news.job,
+            op=news.op,
+            names=news.names[:MAX_NAMES],
+            duration_s=news.duration_s,
+            number=self._next,
+            time=self._wall_clock(),
+            uptime_s=self._clock() - self._began,
+        )
+        self._next += 1
+        self._events.append(event)
+        self._listener(event)
+
+    def since(self, after: int) -> EventPage:
+        """The kept events with higher numbers, from the oldest on, as far as a message can hold."""
+        first = self._next - len(self._events)
+        events: list[Event] = []
+        room = PAGE_BYTES
+        for event in islice(self._events, max(0, after + 1 - first), None):
+            if room < 0:
+                break
+            events.append(event)
+            room -= len(msgspec.json.encode(event))
+        return EventPage(
+            schema=EVENTS_SCHEMA_VERSION,
+            node=node_text(self._me.node),
+            name=self._name,
+            incarnation=f"{self._me.incarnation:016x}",
+            next=self._next,
+            events=tuple(events),
+        )
+
+
+def encode_events(page: EventPage) -> bytes:
+    """The page as one line of JSON."""
+    return msgspec.json.encode(page)
+
+
+def decode_events(data: bytes) -> EventPage:
+    """The reverse of `encode_events`; raises UsageError when another schema was used."""
+    try:
+        return msgspec.json.decode(data, type=EventPage)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise UsageError(
+            f"the agent's events have another schema than this pmesh reads "
+            f"({EVENTS_SCHEMA_VERSION}): {e}; restart the agent: 'pmesh down', then 'pmesh up'"
+        ) from e
+
+
+def events_schema() -> bytes:
+    """The JSON schema of `EventPage`, as it stands in docs/reference."""
+    schema = {"$schema": _JSON_SCHEMA, **msgspec.json.schema(EventPage)}
+    return msgspec.json.format(msgspec.json.encode(schema), indent=2) + b"\n"
