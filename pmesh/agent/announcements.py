@@ -82,17 +82,8 @@ def _describe_job(before: Roster, after: Roster) -> Iterator[News]:
 
 
 def _goes_on_in(before: Roster, after: Roster) -> bool:
-    """Whether both are of one history (V9).
-
-    The other side of a partition counts trainers that this side has lost, and who is lost never
-    comes back under its number.
-    """
-    known = set(before.trainers)
-    old = [trainer for trainer in after.trainers if trainer in known]
-    fresh = [trainer for trainer in after.trainers if trainer.id >= before.next_id]
-    return (
-        after.number > before.number and bool(old) and len(old) + len(fresh) == len(after.trainers)
-    )
+    """Whether both are of one history (V9): a trainer follows only one side of a partition."""
+    return after.number > before.number and not set(before.trainers).isdisjoint(after.trainers)
 
 
 def _describe_losses(before: Roster, after: Roster) -> Iterator[News]:
