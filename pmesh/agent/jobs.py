@@ -1,7 +1,7 @@
 """All jobs of one agent: who waits for a job to begin, and the ranks that live here.
 
 It follows the views (`pmesh.agent.membership.Follower`) and surrounds the ops
-(`pmesh.agent.ops.Surroundings`).
+(`pmesh.agent.surroundings`).
 """
 
 from collections.abc import Iterator
@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 import msgspec
 import trio
 
+from pmesh.agent.events import Chronicle
+from pmesh.agent.fetching import serve_result
 from pmesh.agent.lane_desk import LaneDesk
 from pmesh.agent.membership import Membership
-from pmesh.agent.ops import serve_result
-from pmesh.agent.ranks import LocalRank
+from pmesh.agent.ranks import COME_BACK, LocalRank
 from pmesh.core.health import WIRED
 from pmesh.core.messages import (
     AskResult,
@@ -24,14 +25,17 @@ from pmesh.core.messages import (
     Waiting,
 )
 from pmesh.core.rosters import is_same_history
+from pmesh.core.session import Connect
 from pmesh.core.standing import Facts
-from pmesh.core.views import Roster, Verdict, View
+from pmesh.core.views import Roster, Terms, Trainer, Verdict, View
 from pmesh.errors import LaneBroken
-from pmesh.ids import JobName, Member, OpNumber, Rank, Slot
+from pmesh.ids import JobName, Member, OpNumber, Slot, TrainerId
 from pmesh.net.arena_pools import SessionArenas
 from pmesh.net.lanes import CallsDiffer
 
-LEAVE_GRACE_S = 1.0  # a gone trainer's last op may still help the others; then they are told
+LOOK_S = 0.25  # how often to look for what no message tells
+LEAVE_GRACE_S = 1.0  # the others mostly end a leaver's last op by themselves; then they are told
+LEFT = "has left the job"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,6 +47,7 @@ class Candidate:
     wait_for: int
     program: str
     arenas: SessionArenas
+    terms: Terms
     rank: LocalRank | None = None
     joined: trio.Event = field(default_factory=trio.Event)
 
@@ -53,25 +58,35 @@ class Jobs:
     desk: LaneDesk
     membership: Membership
 
-    def __init__(self, me: Member, nursery: trio.Nursery, *, min_peers: int) -> None:
+    def __init__(
+        self, me: Member, nursery: trio.Nursery, chronicle: Chronicle, *, min_peers: int
+    ) -> None:
         self._me = me
         self._nursery = nursery
+        self.chronicle = chronicle
         self._min_peers = min_peers
         self._next_slot = 0
         self.candidates: dict[Slot, Candidate] = {}
         self.ranks: list[LocalRank] = []
-        self._marks: dict[tuple[JobName, Rank], RankMarks] = {}
+        self._marks: dict[tuple[JobName, TrainerId], RankMarks] = {}
         self._serving: set[AskResult] = set()
         self._absent: list[Concern] = []
         self._ended_traffic = (0, 0)
 
     # --- trainers come and go (`pmesh.agent.trainers`)
 
-    def enlist(self, job: JobName, wait_for: int, program: str, arenas: SessionArenas) -> Candidate:
-        """A trainer waits for its job to begin."""
+    def enlist(self, request: Connect, arenas: SessionArenas) -> Candidate:
+        """A trainer waits for its job to begin, or to enter it."""
         slot = Slot(self._next_slot)
         self._next_slot += 1
-        candidate = Candidate(slot=slot, job=job, wait_for=wait_for, program=program, arenas=arenas)
+        candidate = Candidate(
+            slot=slot,
+            job=JobName(request.job),
+            wait_for=request.wait_for,
+            program=request.program,
+            arenas=arenas,
+            terms=request.terms,
+        )
         self.candidates[slot] = candidate
         self.poke()
         return candidate
@@ -80,8 +95,14 @@ class Jobs:
         """The trainer no longer waits; if the job begins all the same, its rank is lost."""
         self.candidates.pop(candidate.slot, None)
         if candidate.rank is not None:
-            candidate.rank.leaving = ("is lost: its trainer left", trio.current_time())
+            self.depart(candidate.rank, "is lost: its trainer left")
         self.poke()
+
+    def depart(self, rank: LocalRank, why: str) -> None:
+        """The trainer is gone, or has been stopped for too long: the others go on without it."""
+        if rank.leaving is None:
+            rank.leaving, rank.leaving_since = why, trio.current_time()
+        self._announce_leave(rank)
 
     def waiting_for(self, job: JobName) -> dict[Member, int]:
         """How many trainers wait for the job at each member of the view."""
@@ -108,15 +129,25 @@ class Jobs:
         """Deliver nothing more of these jobs until the next install (V3)."""
         for rank in self.ranks:
             if rank.roster.job in jobs:
-                rank.fence()
+                rank.fence("view change")
+
+    def doubt(self) -> None:
+        """V8: we have slept; deliver nothing until it is known that nobody went on without us."""
+        for rank in self.ranks:
+            rank.fence("own stall")
+
+    def trust(self) -> None:
+        """V8: our view is still everybody's."""
+        for rank in self.ranks:
+            rank.lift("own stall")
 
     def install(self, view: View) -> None:
         """The view is in force: jobs begin, go on under another number, or are over."""
         for rank in list(self.ranks):
             self._follow(rank, view.roster_of(rank.roster.job))
         for roster in view.rosters:
-            for number in roster.ranks_of(self._me):
-                self._begin_if_new(roster, number)
+            for trainer in roster.trainers_at(self._me):
+                self._begin_if_new(roster, trainer)
         self._absent = [c for c in self._absent if self._is_open(c, view)]
         self._marks = {at: m for at, m in self._marks.items() if view.roster_of(at[0]) is not None}
 
@@ -125,7 +156,7 @@ class Jobs:
         for mark in heartbeat.marks:
             if not self._concerns_us(member, heartbeat, mark):
                 continue  # it has ended here; or is about to begin, and the next one tells again
-            self._marks[mark.job, mark.rank] = mark
+            self._marks[mark.job, mark.trainer] = mark
             for rank in self.ranks:
                 if rank.roster.job == mark.job:
                     self._compare(rank, mark)
@@ -139,7 +170,8 @@ class Jobs:
             return False
         theirs = peer.view.roster_of(mark.job)
         same_run = theirs is not None and theirs.born == roster.born
-        return same_run and mark.rank in roster.ranks_of(member)
+        trainer = roster.trainer(mark.trainer)
+        return same_run and trainer is not None and trainer.member == member
 
     def look(self) -> None:
         """Every quarter of a second: what no message tells."""
@@ -150,6 +182,8 @@ class Jobs:
             self._announce_leave(rank)
             self._watch_edges(rank)
         self._stabilize()
+        for witness in [rank for rank in self.ranks if not rank.is_needed]:
+            self._end(witness, "nobody asks for its results any more")
 
     # --- what surrounds an op
 
@@ -170,38 +204,54 @@ class Jobs:
         """A peer's rank asks for a result that is retained here (O2)."""
         for rank in self.ranks:
             same_job = (rank.roster.job, rank.roster.born) == (ask.job, ask.born)
-            sensible = rank.rank == ask.holder and 0 <= ask.to_rank < rank.size
-            if (
-                same_job and sensible and ask not in self._serving
-            ):  # they ask again if it takes long
+            asked = same_job and rank.id == ask.holder
+            if asked and ask not in self._serving:  # they ask again if it takes long
                 self._nursery.start_soon(self._serve, rank, ask)
 
-    def neighbour(self, rank: LocalRank, other: Rank) -> LocalRank | None:
-        """Another rank of the same job, if it lives here too."""
-        return next((r for r in self._of_job(rank) if r.rank == other), None)
+    def neighbour(self, rank: LocalRank, other: TrainerId) -> LocalRank | None:
+        """Another trainer of the same job, if it lives here too."""
+        return next((r for r in self._of_job(rank.roster) if r.id == other), None)
 
-    def late_ranks(self, rank: LocalRank, op: OpNumber) -> tuple[Rank, ...]:
+    def late_ranks(self, rank: LocalRank, op: OpNumber) -> tuple[TrainerId, ...]:
         """The ranks that are not known to have started the op."""
+        marks = {other: self.mark_of(rank.roster, other) for other in rank.roster.ids}
         return tuple(
             other
-            for other in self._live(rank)
-            if other != rank.rank and self._mark_of(rank, other)[0] < op
+            for other, mark in marks.items()
+            if other != rank.id and (mark is None or mark.started < op)
         )
 
-    def stable_mark(self, rank: LocalRank) -> int:
-        """Every live rank is known to have ended the ops up to this one (O2)."""
-        return min((self._mark_of(rank, other)[1] for other in self._live(rank)), default=-1)
+    def describe_late(self, rank: LocalRank, op: OpNumber) -> Iterator[str]:
+        """On whom an op waits, for a person."""
+        for other in self.late_ranks(rank, op):
+            mark = self.mark_of(rank.roster, other)
+            stopped = mark is not None and mark.stopped
+            yield rank.roster.describe(other) + ", whose process is stopped" * stopped
 
-    def mark_of(self, roster: Roster, rank: Rank) -> tuple[int, int]:
-        """How far any rank of a job is known to have come: started, completed."""
-        here = (r for r in self.ranks if (r.roster.job, r.roster.born) == (roster.job, roster.born))
-        for local in here:
-            if local.rank == rank:
-                return local.ledger.started, local.ledger.ended
-        mark = self._marks.get((roster.job, rank))
-        if mark is None or mark.number < roster.born.counter:
-            return -1, -1  # of an earlier job of this name
-        return mark.started, mark.completed
+    def newcomers(self, rank: LocalRank) -> int:
+        """How many trainers wait to enter the job."""
+        return sum(self.waiting_for(rank.roster.job).values())
+
+    def stable_mark(self, roster: Roster) -> int:
+        """Every rank is known to have ended the ops up to this one (O2)."""
+        marks = [(trainer, self.mark_of(roster, trainer.id)) for trainer in roster.trainers]
+        return min(t.enters - 1 if mark is None else mark.completed for t, mark in marks)
+
+    def mark_of(self, roster: Roster, trainer: TrainerId) -> RankMarks | None:
+        """How far any trainer of a job is known to have come; None while nothing is known."""
+        for local in self._of_job(roster):
+            if local.id == trainer:
+                return local.marks()
+        mark = self._marks.get((roster.job, trainer))
+        return None if mark is None or mark.number < roster.born.counter else mark
+
+    def runs_without_sync(self, job: JobName) -> bool:
+        """O6: the job has begun to run ops, and has never called `sync`: nobody can enter it."""
+        roster = self.membership.view.roster_of(job)
+        if roster is None:
+            return False
+        marks = [m for id_ in roster.ids if (m := self.mark_of(roster, id_)) is not None]
+        return any(m.started >= 0 for m in marks) and all(m.synced < 0 for m in marks)
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -219,24 +269,19 @@ class Jobs:
 
     # --- inside
 
-    def _of_job(self, rank: LocalRank) -> Iterator[LocalRank]:
-        wanted = rank.roster.job, rank.roster.born
+    def _of_job(self, roster: Roster) -> Iterator[LocalRank]:
+        wanted = roster.job, roster.born
         return (r for r in self.ranks if (r.roster.job, r.roster.born) == wanted)
-
-    def _live(self, rank: LocalRank) -> Iterator[Rank]:
-        lost = rank.roster.lost_ranks
-        return (Rank(i) for i in range(rank.size) if i not in lost)
-
-    def _mark_of(self, rank: LocalRank, other: Rank) -> tuple[int, int]:
-        return self.mark_of(rank.roster, other)
 
     def _stabilize(self) -> None:
         for rank in self.ranks:
-            rank.stabilize(self.stable_mark(rank))
+            rank.stabilize(self.stable_mark(rank.roster))
 
     def _waiting(self) -> tuple[Waiting, ...]:
         return tuple(
-            Waiting(c.job, c.slot, c.wait_for) for c in self.candidates.values() if c.rank is None
+            Waiting(c.job, c.slot, c.wait_for, c.terms)
+            for c in self.candidates.values()
+            if c.rank is None
         )
 
     def _enough_peers(self) -> bool:
@@ -260,44 +305,39 @@ class Jobs:
         yield from self._absent
 
     def _follow(self, rank: LocalRank, roster: Roster | None) -> None:
-        left = rank.leaving is not None  # then that it counts as lost is our own word
-        if roster is not None and (
-            is_same_history(rank.roster, roster, rank.rank)
-            or (left and roster.born == rank.roster.born)
-        ):
+        if roster is not None and is_same_history(rank.roster, roster, rank.trainer):
             rank.follow(roster, self.desk)
             return
         if roster is None:
             reason = f"job {rank.roster.job!r} has ended here: this machine fell out of its view"
         else:
-            reason = f"another run of job {rank.roster.job!r} goes on; this one has ended"
+            reason = f"job {rank.roster.job!r} goes on without this rank"
+        self._end(rank, f"{reason}; {COME_BACK}")
+
+    def _end(self, rank: LocalRank, reason: str) -> None:
         rank.end(Verdict("HistorySuperseded", reason))
         self.ranks.remove(rank)
         self._ended_traffic = _sum_of(self._ended_traffic, rank.traffic)
-        self.desk.forget(rank.roster.job, below=rank.roster.number + 1)
+        if all(other.roster.job != rank.roster.job for other in self.ranks):
+            self.desk.forget(rank.roster.job, below=rank.roster.number + 1)
 
-    def _begin_if_new(self, roster: Roster, number: Rank) -> None:
-        slot = roster.trainers[number].slot
-        job = roster.job, roster.born
-        if any((r.roster.job, r.roster.born) == job and r.rank == number for r in self.ranks):
+    def _begin_if_new(self, roster: Roster, trainer: Trainer) -> None:
+        if any(r.trainer == trainer for r in self._of_job(roster)):
             return
-        candidate = self.candidates.pop(slot, None)
+        candidate = self.candidates.pop(trainer.slot, None)
         if candidate is None or candidate.job != roster.job:
-            self._report_absent(roster, number)
+            self._report_absent(roster, trainer)
             return
-        rank = LocalRank(roster, number, candidate.arenas, candidate.program)
+        rank = LocalRank(roster, trainer, candidate.arenas, candidate.program)
         self.ranks.append(rank)
         candidate.rank = rank
         rank.begin_lanes(self.desk)
         candidate.joined.set()
 
-    def _report_absent(self, roster: Roster, number: Rank) -> None:
+    def _report_absent(self, roster: Roster, trainer: Trainer) -> None:
         """The roster counts a trainer that gave up while the view was being agreed on."""
-        if number in roster.lost_ranks:
-            return
-        name = roster.names[number]
-        text = f"rank {number} ({name}) is lost: its trainer left before the job began"
-        verdict = Verdict("RankLost", text, (number,))
+        text = f"{roster.describe(trainer.id)} is lost: its trainer left before it had entered"
+        verdict = Verdict("RankLost", text, (trainer.id,))
         concern = Concern(roster.job, roster.born, roster.number, verdict)
         if concern not in self._absent:
             self._absent.append(concern)
@@ -324,15 +364,19 @@ class Jobs:
             self.poke()
 
     def _announce_leave(self, rank: LocalRank) -> None:
-        """A gone trainer is a lost rank: as soon as its ops are stable, or after a second."""
-        if rank.leaving is None or rank.concern or rank.rank in rank.roster.lost_ranks:
+        """A trainer that is gone is a lost rank, at once: its op runs again without it.
+
+        Who leaves in order has ended its last op, and waits a moment for the others to end it too.
+        """
+        if rank.leaving is None or rank.concern or rank.over or rank.rank is None:
             return
-        why, since = rank.leaving
-        still_helps = rank.ledger.stable < rank.ledger.started
-        if still_helps and trio.current_time() - since < LEAVE_GRACE_S:
+        unstable = rank.ledger.stable < rank.ledger.started
+        in_order = rank.leaving == LEFT and rank.busy_since is None
+        if in_order and unstable and trio.current_time() - rank.leaving_since < LEAVE_GRACE_S:
             return
-        roster, number = rank.roster, rank.rank
-        verdict = Verdict("RankLost", f"rank {number} ({roster.names[number]}) {why}", (number,))
+        roster = rank.roster
+        text = f"{roster.describe(rank.id)} {rank.leaving}"
+        verdict = Verdict("RankLost", text, (rank.id,))
         rank.concern = Concern(roster.job, roster.born, roster.number, verdict)
         self.poke()
 
@@ -340,7 +384,7 @@ class Jobs:
         """V6: lanes without progress are broken, even while heartbeats flow: the op runs again."""
         op = OpNumber(rank.ledger.started)
         waits = rank.size > 1 and rank.ledger.ended < op and rank.concern is None
-        if not waits or self.late_ranks(rank, op):
+        if not waits or rank.rank is None or self.late_ranks(rank, op):
             rank.progress = None  # on whom it waits is no matter of lanes
             return
         now, moved = trio.current_time(), rank.traffic
@@ -353,8 +397,7 @@ class Jobs:
 
     def _patience_s(self, rank: LocalRank) -> float:
         """How long the peer at the slower of the two edges may be silent before it is gone."""
-        sides = (rank.rank - 1) % rank.size, (rank.rank + 1) % rank.size
-        peers = [rank.roster.trainers[side].member.node for side in sides]
+        peers = [trainer.member.node for trainer in rank.neighbours()]
         known = [health for peer in peers if (health := self.membership.health_of(peer))]
         return max((h.thresholds.gone_after_s for h in known), default=WIRED.gone_after_s)
 

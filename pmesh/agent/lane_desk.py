@@ -14,7 +14,7 @@ import trio
 from pmesh.core.messages import OfferLane
 from pmesh.core.records import LANE_ID_BYTES
 from pmesh.errors import LaneBroken, NetworkError, ProtocolError
-from pmesh.ids import Epoch, JobName, Member, Rank
+from pmesh.ids import Epoch, JobName, Member, TrainerId
 from pmesh.net.lane_opening import dial_lane, local_lanes, welcome_lane
 from pmesh.net.lanes import Lane
 
@@ -27,13 +27,13 @@ _KEY_BYTES = 32
 
 
 class Edge(NamedTuple):
-    """What a lane is for: the data of a roster from one rank to another."""
+    """What a lane is for: the data of a roster from one trainer to another."""
 
     job: JobName
     born: Epoch
     number: int
-    from_rank: Rank
-    to_rank: Rank
+    sender: TrainerId
+    receiver: TrainerId
     op: int = -1
     """-1: the ring; else the retained result of this op (O2)."""
 
@@ -198,7 +198,7 @@ class LaneDesk:
 
     def _join_locally(self, edge: Edge) -> None:
         me = self._reach.name_of(self._me)
-        names = f"rank {edge.to_rank} ({me})", f"rank {edge.from_rank} ({me})"
+        names = f"trainer {edge.receiver} ({me})", f"trainer {edge.sender} ({me})"
         try:
             sending, receiving = local_lanes(self._make_offer(edge, dial=False), peers=names)
         except OSError as e:  # no descriptor is left: a matter for all ranks, not for this agent
@@ -250,7 +250,7 @@ class LaneDesk:
 
 
 def _edge_of(offer: OfferLane) -> Edge:
-    return Edge(offer.job, offer.born, offer.number, offer.from_rank, offer.to_rank, offer.op)
+    return Edge(offer.job, offer.born, offer.number, offer.sender, offer.receiver, offer.op)
 
 
 def _give_up(place: _Place, failure: LaneBroken) -> None:

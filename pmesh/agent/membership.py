@@ -14,7 +14,7 @@ import structlog
 import trio
 
 from pmesh.core import agreement, health
-from pmesh.core.health import Condition, Health, Thresholds
+from pmesh.core.health import WIRED, Condition, Health, Thresholds
 from pmesh.core.messages import AgreementMessage, Heartbeat, LinkMessage, TellView
 from pmesh.core.standing import Facts, Fence, Install, Send, State, Step, heartbeat_of
 from pmesh.core.views import View
@@ -22,6 +22,7 @@ from pmesh.ids import JobName, Member, NodeId
 from pmesh.net.stalls import Stall
 
 HEARTBEAT_S = 0.2  # a fifth of the shortest silence that means anything
+DOUBT_S = WIRED.gone_after_s / 2  # V8: after a stall of so long, somebody may have given us up
 _log = structlog.get_logger()
 
 
@@ -34,6 +35,14 @@ class Follower(Protocol):
 
     def fence(self, jobs: tuple[JobName, ...]) -> None:
         """Deliver nothing more of these jobs until the next install (V3)."""
+        ...
+
+    def doubt(self) -> None:
+        """Deliver nothing of any job until `trust` (V8)."""
+        ...
+
+    def trust(self) -> None:
+        """Our view is still everybody's (V8)."""
         ...
 
     def install(self, view: View) -> None:
@@ -78,6 +87,9 @@ class Membership:
         self._inputs: deque[Callable[[Facts, float], Step]] = deque()
         self._draining = False
         self._told: object = None
+        self._awake_us = 0
+        self._unconfirmed: set[Member] = set()
+        """V8: who has not told us since we slept that our view is still theirs."""
 
     @property
     def view(self) -> View:
@@ -123,6 +135,8 @@ class Membership:
         ).health
         self._step(lambda facts, now: agreement.hear(self.state, member, message, facts, now=now))
         if isinstance(message, Heartbeat):
+            if message.view == self.view.epoch and message.echo_us >= self._awake_us:
+                self._confirm({member})
             self._follower.marked(member, message)
 
     def poke(self) -> None:
@@ -144,6 +158,8 @@ class Membership:
     def judge(self, stall: Stall) -> None:
         """Judge the silence of all peers, a stall of our own not held against them."""
         now = trio.current_time()
+        if stall.total_s >= DOUBT_S:
+            self._doubt(now)
         for node, contact in list(self._contacts.items()):
             forgiven = health.forgive_stall(contact.health, stalled_s=stall.total_s, now=now)
             step = health.pass_time(forgiven, now=now)
@@ -152,6 +168,21 @@ class Membership:
                 _log.warning("peer is silent", peer=self._name_of(node))
             if step.changed_to is Condition.GONE:
                 self._drop(node, f"silent for {now - contact.health.last_heard:.1f} s")
+
+    def _doubt(self, now: float) -> None:
+        """V8: while we slept the others may have gone on without us; ask them."""
+        self._awake_us = _microseconds(now)
+        self._unconfirmed = set(self.view.members) - {self.state.me}
+        if self._unconfirmed:
+            self._follower.doubt()
+            self.beat()
+
+    def _confirm(self, members: set[Member]) -> None:
+        """V8: these have given a fresh echo that names our epoch, or are no longer of our view."""
+        if self._unconfirmed:
+            self._unconfirmed -= members
+            if not self._unconfirmed:
+                self._follower.trust()
 
     def _name_of(self, node: NodeId) -> str:
         seats = (seat.name for seat in self.view.seats if seat.member.node == node)
@@ -185,6 +216,7 @@ class Membership:
                     self._follower.fence(jobs)
                 case Install(view):
                     self._follower.install(view)
+                    self._confirm(self._unconfirmed - set(view.members))
                     self._installed(before.view, view, self._losses)
                     self._losses = {m: w for m, w in self._losses.items() if m in view.members}
 

@@ -4,61 +4,33 @@ A straight line from the request to the reply. Nothing here decides that an op h
 goes wrong becomes a concern, and the view change that it causes says the same to all ranks (O3).
 """
 
-import itertools
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import trio
 
-from pmesh.agent.lane_desk import End, LaneDesk
+from pmesh.agent.fetching import fetch_result
 from pmesh.agent.ranks import LocalRank, Result
-from pmesh.core.messages import AskResult, Concern
-from pmesh.core.records import fingerprint
+from pmesh.agent.surroundings import Surroundings
+from pmesh.core.messages import Concern
 from pmesh.core.reductions import WIRE_DTYPES, check_reduction
-from pmesh.core.session import OpDone, OpFailed, StartOp
-from pmesh.core.views import Verdict
+from pmesh.core.session import SYNC_VALUES, OpDone, OpFailed, StartOp
+from pmesh.core.views import OpOutcome, Verdict
 from pmesh.errors import LaneBroken, ProtocolError, UsageError
-from pmesh.ids import Member, OpNumber, Rank
+from pmesh.ids import OpNumber, TrainerId
 from pmesh.net.arenas import Arena
 from pmesh.net.collectives import CallsDiffer, RingPosition, all_reduce, broadcast
-from pmesh.net.lanes import Lane
 
 MAX_UNSTABLE_OPS = 32  # half of the arenas that a session may have; beyond it a start waits (O2)
 MAX_UNSTABLE_BYTES = 256 * 1024 * 1024  # likewise; one op may always be retained, of any size
 TELL_AFTER_OPS = 8  # so often a heartbeat goes ahead of time, while nothing else tells the marks
 LANE_GRACE_S = 1.0  # a lane ends before its machine's link does: wait for the better reason
-COPIED_BYTES = 1024 * 1024  # at once: some 0.1 ms, so that the event loop stays responsive
-ASK_AGAIN_S = 1.0  # five heartbeats: a holder that is one view behind has caught up
-KINDS = ("all_reduce", "broadcast", "barrier")
+KINDS = ("all_reduce", "broadcast", "barrier", "sync")
+LOOK_AGAIN_S = 0.1  # while there are too few ranks: half a heartbeat
 LANE_ATTEMPTS = 3  # an op that breaks its lanes thrice fails
 
 _NOTHING = Result(arena=None, nbytes=0)
-
-
-class Surroundings(Protocol):
-    """What an op needs of its agent (`pmesh.agent.jobs`)."""
-
-    desk: LaneDesk
-
-    def poke(self) -> None:
-        """A concern has arisen."""
-        ...
-
-    def beat(self) -> None:
-        """Tell the others how far this rank has come."""
-        ...
-
-    def ask(self, member: Member, message: AskResult) -> None:
-        """Send on the link to the member."""
-        ...
-
-    def neighbour(self, rank: LocalRank, other: Rank) -> LocalRank | None:
-        """Another rank of the same job, if it lives here too."""
-        ...
-
-    def late_ranks(self, rank: LocalRank, op: OpNumber) -> tuple[Rank, ...]:
-        """The ranks that are not known to have started the op."""
-        ...
+_SYNC_BYTES = SYNC_VALUES * WIRE_DTYPES["int64"].itemsize
+_SYNC_ROOM_BYTES = 1024 * _SYNC_BYTES  # for more ranks than a job can wait for
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,6 +41,11 @@ class _Op:
     request: StartOp
     source: Result | None
     result: Result
+    root: TrainerId | None = None
+    """Of a broadcast: who it is, whatever its rank becomes (O5)."""
+    contributors: tuple[TrainerId, ...] = ()
+    """Whose values the last attempt has put into the result."""
+    attempts: int = 0
     broken: int = 0
     doomed: Verdict | None = None
     """Why this rank can't run it at all: a matter for all ranks (O3)."""
@@ -86,28 +63,27 @@ async def run_op(
     """
     number = request.op
     if rank.owed is not None:  # I5: it had returned here before another rank called it differently
-        owed, rank.owed = rank.owed, None
-        return OpFailed(number, owed, consumed=False), None
+        return _tell_late(rank, number), None
     if number != rank.ledger.started + 1:
         raise ProtocolError(f"op {number} after op {rank.ledger.started}")
     _check(rank, request)
     try:
         op = await _lay_out(rank, request)
     except (UsageError, OSError) as e:  # OSError: the system has no memory or descriptor left
-        doomed = Verdict("UsageError", f"rank {rank.rank}: {e}", (rank.rank,))
+        doomed = Verdict("UsageError", f"rank {rank.rank}: {e}", (rank.id,))
         op = _Op(number=number, request=request, source=None, result=_NOTHING, doomed=doomed)
     rank.start(number, request.call)
     patience_s = min(request.timeout_s, 1e9)
     deadline = trio.current_time() + patience_s
-    while (verdict := rank.verdict_on(number)) is None:
-        if rank.owed is not None and not rank.holders_of(number):
+    while (failure := rank.failure_of(number)) is None:
+        elsewhere = rank.result_elsewhere(number)
+        if rank.owed is not None and elsewhere is None:
             # I5: the view has told us of it after this call began. Nobody has this op's result, and
             # nothing of an attempt under the new number has been sent: it has not begun.
-            owed, rank.owed = rank.owed, None
             rank.take_back(number)
             _let_go(rank, op, keep=None)
-            return OpFailed(number, owed, consumed=False), None
-        if rank.holders_of(number):  # it can't fail any more: a late fetch is only tried again
+            return _tell_late(rank, number), None
+        if elsewhere is not None:  # it can't fail any more: a late fetch is only tried again
             deadline = trio.current_time() + patience_s
         with rank.attempt():
             with trio.move_on_at(deadline):
@@ -116,16 +92,33 @@ async def run_op(
             # I6: not raised here alone (O3); the op is settled by the next view.
             _raise_concern(rank, op, _timed_out(rank, op, around), around)
             await trio.sleep_forever()
-    rank.fail(number, verdict)
+    if rank.superseded is None:
+        rank.fail(failure)
+    else:
+        rank.take_back(number)  # how the op ends is the others' matter
     _let_go(rank, op, keep=None)
-    cause, rank.owed = rank.owed or verdict, None  # an earlier op's failure is this one's cause
-    return OpFailed(number, cause), None
+    cause = rank.owed or failure.verdict  # an earlier op's failure is this one's cause
+    assert cause is not None  # noqa: S101 - `failure_of` gives only outcomes that have one
+    rank.owed = None
+    return OpFailed(number, cause, world=rank.see(failure.contributors)), None
+
+
+def _tell_late(rank: LocalRank, number: OpNumber) -> OpFailed:
+    owed, rank.owed = rank.owed, None
+    assert owed is not None  # noqa: S101 - the callers have looked
+    return OpFailed(number, owed, consumed=False, world=rank.see(rank.roster.ids))
 
 
 def _check(rank: LocalRank, request: StartOp) -> None:
     """Refuse what no client of ours sends: a trainer must not be able to end its agent."""
     call = request.call
-    if call.kind not in KINDS or (call.kind == "broadcast" and not 0 <= call.root < rank.size):
+    sync = call.kind == "sync"
+    if (
+        call.kind not in KINDS
+        or (call.kind == "broadcast" and not 0 <= call.root < len(rank.world))
+        or (sync and (request.wire_dtype, request.count) != ("int64", SYNC_VALUES))
+        or not (sync or rank.world)  # O6: who has just entered begins with the sync
+    ):
         raise ProtocolError(f"op {request.op} is {call}")
     try:
         if call.kind != "broadcast":
@@ -136,9 +129,11 @@ def _check(rank: LocalRank, request: StartOp) -> None:
 
 async def _lay_out(rank: LocalRank, request: StartOp) -> _Op:
     """Find the input region, and a free output region where the op has one."""
+    kind = request.call.kind
     nbytes = request.count * WIRE_DTYPES[request.wire_dtype].itemsize
-    is_root = request.call.kind == "broadcast" and request.call.root == rank.rank
-    needs_input = nbytes > 0 and (is_root or request.call.kind != "broadcast")
+    root = rank.world[request.call.root] if kind == "broadcast" else None
+    is_root = root == rank.id
+    needs_input = nbytes > 0 and (is_root or kind != "broadcast")
     if needs_input != (request.arena >= 0):
         raise ProtocolError(f"op {request.op} comes with arena {request.arena}")
     source = None
@@ -147,13 +142,14 @@ async def _lay_out(rank: LocalRank, request: StartOp) -> _Op:
         source = Result(arena=arena, nbytes=nbytes, is_input=True)
     result = (source or _NOTHING) if is_root else _NOTHING
     if nbytes and not is_root:
+        room_bytes = _SYNC_ROOM_BYTES if kind == "sync" else nbytes
         try:
-            result = Result(arena=await rank.arenas.outputs.acquire(nbytes), nbytes=nbytes)
+            result = Result(arena=await rank.arenas.outputs.acquire(room_bytes), nbytes=nbytes)
         except (UsageError, OSError):
             if source is not None:
                 rank.let_go(source)
             raise
-    return _Op(number=request.op, request=request, source=source, result=result)
+    return _Op(number=request.op, request=request, source=source, result=result, root=root)
 
 
 def _let_go(rank: LocalRank, op: _Op, *, keep: Result | None) -> None:
@@ -166,18 +162,37 @@ def _let_go(rank: LocalRank, op: _Op, *, keep: Result | None) -> None:
 
 def _deliver(rank: LocalRank, op: _Op, around: Surroundings) -> tuple[OpDone, Arena | None]:
     """V3: no await lies between the end of the fence and the ledger's entry."""
-    rank.complete(op.number, op.result)
+    kind = op.request.call.kind
+    rank.complete(op.number, op.result, op.contributors)
     _let_go(rank, op, keep=op.result)
-    everyone = tuple(Rank(i) for i in range(rank.size))
+    if kind == "sync":
+        rank.synced = op.number
     if rank.size == 1:
         rank.stabilize(op.number)
-    elif op.request.call.kind != "broadcast":
+    elif kind != "broadcast":
         # O2: nobody gets through without everyone having started, and so ended what was before.
         rank.stabilize(op.number - 1)
     if len(rank.ledger.ops) % TELL_AFTER_OPS == 0:
         around.beat()
+    if rank.halted_since is not None:
+        _note_halt(rank, op, around)
     arena = None if op.result.is_input else op.result.arena
-    return OpDone(op.number, -1 if arena is None else arena.number, everyone), arena
+    number = -1 if arena is None else arena.number
+    return OpDone(op.number, number, rank.see(op.contributors)), arena
+
+
+def _note_halt(rank: LocalRank, op: _Op, around: Surroundings) -> None:
+    """An op has ended that a view change had interrupted."""
+    since, rank.halted_since = rank.halted_since, None
+    halted_s = trio.current_time() - (since or 0.0)
+    around.chronicle.note(
+        "ring stood still",
+        f"job {rank.roster.job!r} stood still for {halted_s:.2f} s, until op {op.number} had ended "
+        f"among {len(op.contributors)} ranks",
+        job=rank.roster.job,
+        op=op.number,
+        duration_s=halted_s,
+    )
 
 
 async def _attempt(rank: LocalRank, op: _Op, around: Surroundings) -> None:
@@ -187,18 +202,32 @@ async def _attempt(rank: LocalRank, op: _Op, around: Surroundings) -> None:
             _raise_concern(rank, op, op.doomed, around)
             await trio.sleep_forever()
         await _wait_for_room(rank, around)
-        holders = rank.holders_of(op.number)
-        if holders:
-            await _fetch(rank, op, holders, around)
+        elsewhere = rank.result_elsewhere(op.number)
+        _note_retry(rank, op, around, fetches=elsewhere is not None)
+        if elsewhere is not None:
+            await _fetch(rank, op, elsewhere, around)
         else:
-            await _run_ring(rank, op, await rank.ring(around.desk))
+            await _wait_for_ranks(rank, around)
+            await _let_newcomers_in(rank, op, around)
+            await _run_ring(rank, op, around)
         await rank.unfenced()
     except CallsDiffer as e:
-        verdict = Verdict("OpMismatch", f"op {e.op} of job {rank.roster.job!r}: {e}", (rank.rank,))
+        verdict = Verdict("OpMismatch", f"op {e.op} of job {rank.roster.job!r}: {e}", (rank.id,))
         _raise_concern(rank, op, verdict, around, number=OpNumber(e.op))
         await trio.sleep_forever()
     except LaneBroken as e:
         await _replace_lanes(rank, op, e, around)
+
+
+def _note_retry(rank: LocalRank, op: _Op, around: Surroundings, *, fetches: bool) -> None:
+    op.attempts += 1
+    what, job = f"op {op.number} of job {rank.roster.job!r}", rank.roster.job
+    if fetches:
+        text = f"{what} had ended elsewhere: its result is fetched"
+        around.chronicle.note("op fetched", text, job=job, op=op.number)
+    elif op.attempts > 1:
+        text = f"{what} runs again, among {rank.size} ranks"
+        around.chronicle.note("op rerun", text, job=job, op=op.number)
 
 
 async def _wait_for_room(rank: LocalRank, around: Surroundings) -> None:
@@ -208,111 +237,87 @@ async def _wait_for_room(rank: LocalRank, around: Surroundings) -> None:
         await rank.stable_moved.wait()
 
 
-async def _run_ring(rank: LocalRank, op: _Op, ring: RingPosition) -> None:
+async def _wait_for_ranks(rank: LocalRank, around: Surroundings) -> None:
+    """V10, and `min_ranks`: those who wait for the next sync count, or it might never come."""
+    if not rank.roster.quorate:
+        await trio.sleep_forever()  # the view that restores the quorum begins the next attempt
+    while rank.size + around.newcomers(rank) < rank.roster.terms.min_ranks:  # noqa: ASYNC110 - who waits is told by heartbeats, five a second
+        await trio.sleep(LOOK_AGAIN_S)
+
+
+async def _let_newcomers_in(rank: LocalRank, op: _Op, around: Surroundings) -> None:
+    """O6: a sync under way is where they enter, by a view change; it runs again with them."""
+    if op.request.call.kind == "sync" and around.newcomers(rank):
+        _raise_concern(rank, op, None, around)
+        await trio.sleep_forever()
+
+
+async def _run_ring(rank: LocalRank, op: _Op, around: Surroundings) -> None:
     request, mark = op.request, rank.ledger.ended
-    if request.call.kind == "broadcast":
+    root = None if op.root is None else rank.roster.rank_of(op.root)
+    if op.root is not None and root is None:
+        _raise_concern(rank, op, _without_root(rank, op), around)
+        await trio.sleep_forever()
+    ring = await rank.ring(around.desk)
+    op.contributors = rank.roster.ids
+    if root is not None:
         await broadcast(
             ring,
             op=op.number,
             fingerprint=rank.fingerprint,
             completed=mark,
-            root=request.call.root,
+            root=root,
             buffer=op.result.memory,
         )
         return
+    source = memoryview(b"") if op.source is None else op.source.memory.toreadonly()
+    if request.call.kind == "sync":
+        op.result = replace(op.result, nbytes=ring.size * _SYNC_BYTES)
+        source = _table_of(source, ring)
     await all_reduce(
         ring,
         op=op.number,
         fingerprint=rank.fingerprint,
         completed=mark,
-        source=memoryview(b"") if op.source is None else op.source.memory.toreadonly(),
+        source=source,
         result=op.result.memory,
         dtype=request.wire_dtype,
         reduction=request.call.reduction or "sum",
     )
 
 
-async def _fetch(rank: LocalRank, op: _Op, holders: tuple[Rank, ...], around: Surroundings) -> None:
-    """O2: the op has been completed by others; take its result from one of them."""
-    holder = holders[0]
+def _table_of(own: memoryview, ring: RingPosition) -> memoryview:
+    """A row for each rank, all zeros but our own: their sum is what each rank has given."""
+    table = bytearray(ring.size * _SYNC_BYTES)
+    table[ring.rank * _SYNC_BYTES : (ring.rank + 1) * _SYNC_BYTES] = own
+    return memoryview(table).toreadonly()
+
+
+def _without_root(rank: LocalRank, op: _Op) -> Verdict:
+    call = op.request.call
+    text = (
+        f"op {op.number} ({call}) of job {rank.roster.job!r}: its root, rank {call.root}, is lost"
+    )
+    return Verdict("RankLost", text)
+
+
+async def _fetch(rank: LocalRank, op: _Op, outcome: OpOutcome, around: Surroundings) -> None:
+    """O2: the op has been completed by others."""
+    op.contributors = outcome.contributors
     if op.result.is_input:
         return  # a broadcast's root had the result all along, and I8: its input is never written
-    near = around.neighbour(rank, holder)
-    if near is not None:
-        await _copy(near, op)
-        return
-    lane = await _ask_for_lane(rank, op, holders, around)
-    try:
-        ring = RingPosition(rank=1, size=2, roster=rank.roster.number, from_previous=lane)
-        await broadcast(
-            ring,
-            op=op.number,
-            fingerprint=rank.fingerprint,
-            completed=rank.ledger.ended,
-            root=0,
-            buffer=op.result.memory,
-        )
-    finally:
-        rank.count(lane)
-        lane.close()
-
-
-async def _ask_for_lane(
-    rank: LocalRank, op: _Op, holders: tuple[Rank, ...], around: Surroundings
-) -> Lane:
-    """Ask one holder after the other: one that has not installed our view yet does not answer."""
-    for holder in itertools.cycle(holders):
-        edge = rank.edge(holder, rank.rank, op.number)
-        ask = AskResult(edge.job, edge.born, edge.number, op.number, holder, rank.rank)
-        around.ask(rank.roster.trainers[holder].member, ask)
-        with trio.move_on_after(ASK_AGAIN_S):
-            return await around.desk.take(End(edge, sending=False))
-    raise AssertionError("a cycle has no end")
-
-
-async def _copy(near: LocalRank, op: _Op) -> None:
-    """The result of a rank on this machine."""
-    retained, report = near.result_of(op.number), near.ledger.ops.get(op.number)
-    if report is not None and report.call != op.request.call:
-        raise CallsDiffer(op.number, f"rank {near.rank}")
-    if retained is None or retained.nbytes != op.result.nbytes:
-        raise LaneBroken(f"the result of op {op.number} is gone")
-    source, target = retained.memory, op.result.memory
-    for begin in range(0, op.result.nbytes, COPIED_BYTES):
-        target[begin : begin + COPIED_BYTES] = source[begin : begin + COPIED_BYTES]
-        await trio.lowlevel.checkpoint()
-
-
-async def serve_result(rank: LocalRank, ask: AskResult, around: Surroundings) -> None:
-    """O2: send a retained result to a rank that missed the end of its op."""
-    retained = rank.result_of(ask.op)
-    report = rank.ledger.ops.get(ask.op)
-    if retained is None or report is None or ask.number != rank.roster.number:
-        return  # another view has come: the asker will ask again under its number
-    edge = rank.edge(rank.rank, ask.to_rank, ask.op)
-    around.desk.offer(edge, rank.roster.trainers[ask.to_rank].member)
-    lane = await around.desk.take(End(edge, sending=True))
-    try:
-        ring = RingPosition(rank=0, size=2, roster=edge.number, to_next=lane)
-        await broadcast(
-            ring,
-            op=ask.op,
-            fingerprint=fingerprint(report.call),
-            completed=rank.ledger.ended,
-            root=0,
-            buffer=retained.memory,
-        )
-    finally:
-        rank.count(lane)
-        lane.close()
+    if op.request.call.kind == "sync":
+        op.result = replace(op.result, nbytes=len(op.contributors) * _SYNC_BYTES)
+    await fetch_result(rank, op.request.call, op.result.memory, outcome, around)
 
 
 async def _replace_lanes(rank: LocalRank, op: _Op, error: LaneBroken, around: Surroundings) -> None:
     """Wait for the view without the lost neighbour; if it lives, ask for new lanes."""
+    around.chronicle.note("lane broken", str(error), job=rank.roster.job, op=op.number)
     await trio.sleep(LANE_GRACE_S)
     op.broken += 1
     give_up = op.broken >= LANE_ATTEMPTS
-    verdict = Verdict("LaneBroken", str(error), (rank.rank,)) if give_up else None
+    verdict = Verdict("LaneBroken", str(error), (rank.id,)) if give_up else None
     _raise_concern(rank, op, verdict, around)
     await trio.sleep_forever()
 
@@ -332,12 +337,23 @@ def _raise_concern(
 
 
 def _timed_out(rank: LocalRank, op: _Op, around: Surroundings) -> Verdict:
+    what = f"op {op.number} ({op.request.call}) of job {rank.roster.job!r} did not end "
+    what += f"within {op.request.timeout_s:g} s: "
+    too_few = describe_shortage(rank, around.newcomers(rank))
+    if too_few:
+        return Verdict("NotEnoughRanks", what + too_few)
     late = around.late_ranks(rank, op.number)
-    names = ", ".join(f"rank {r} ({rank.roster.names[r]})" for r in late)
+    names = ", ".join(map(rank.roster.describe, late))
     why = f"not started by {names}" if late else "every rank has started it: the network is slow"
-    return Verdict(
-        "OpTimedOut",
-        f"op {op.number} ({op.request.call}) of job {rank.roster.job!r} did not end "
-        f"within {op.request.timeout_s:g} s: {why}",
-        late,
-    )
+    return Verdict("OpTimedOut", what + why, late)
+
+
+def describe_shortage(rank: LocalRank, newcomers: int) -> str:
+    """Why ops wait for more ranks; empty while they need not."""
+    roster = rank.roster
+    if not roster.quorate:
+        voters = len(roster.primary.voters)
+        return f"this side of a partition has {rank.size} of {voters} ranks, which is no majority"
+    if rank.size + newcomers < roster.terms.min_ranks:
+        return f"{rank.size} of at least {roster.terms.min_ranks} ranks (min_ranks) are here"
+    return ""

@@ -1,6 +1,7 @@
 """One rank that lives on this machine: its ledger, fence, lanes and retained results."""
 
 from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 import trio
 
@@ -9,12 +10,18 @@ from pmesh.core import ledger as ledgers
 from pmesh.core.ledger import Ledger
 from pmesh.core.messages import Call, Concern, JobReport, RankMarks
 from pmesh.core.records import fingerprint
-from pmesh.core.views import Roster, Verdict
-from pmesh.ids import OpNumber, Rank
+from pmesh.core.session import World
+from pmesh.core.views import OpOutcome, Roster, Trainer, Verdict
+from pmesh.ids import OpNumber, Rank, TrainerId
 from pmesh.net.arena_pools import SessionArenas
 from pmesh.net.arenas import Arena
 from pmesh.net.collectives import RingPosition
 from pmesh.net.lanes import Lane
+
+COME_BACK = "mesh.sync() brings it back"
+
+Fence: TypeAlias = Literal["view change", "own stall"]
+"""Why nothing is delivered: V3, or V8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,47 +41,85 @@ class Result:
 
 
 class LocalRank:
-    """A rank whose trainer is connected here. Its op task runs ops, the views steer it."""
+    """A trainer of a job, connected here. Its op task runs ops, the views steer it."""
 
-    def __init__(self, roster: Roster, rank: Rank, arenas: SessionArenas, program: str) -> None:
+    def __init__(
+        self, roster: Roster, trainer: Trainer, arenas: SessionArenas, program: str
+    ) -> None:
         self.roster = roster
-        self.rank = rank
+        self.trainer = trainer
         self.arenas = arenas
         self.program = program
-        self.ledger = Ledger()
+        self.ledger = Ledger(stable=trainer.enters - 1)
+        self.world: tuple[TrainerId, ...] = () if trainer.enters else roster.ids
+        """O5: who rank i is for the trainer; it changes only when a call returns."""
         self.fingerprint = 0
+        self.synced = -1
+        self.stopped = False
+        """Whether the trainer's process has been stopped, as by SIGSTOP."""
         self.concern: Concern | None = None
         self.over: Verdict | None = None
-        """Why the whole job has ended for this rank."""
+        """Why the job has ended for this trainer."""
         self.owed: Verdict | None = None
         """Of an op that had already returned here when it failed: raised by the next call (I5)."""
-        self.leaving: tuple[str, float] | None = None
-        """Why, and since when, the trainer is gone."""
+        self.leaving: str | None = None
+        """Why the trainer is gone."""
+        self.leaving_since = 0.0
         self.busy_since: float | None = None
         """Since when the op that runs has been running."""
         self.progress: tuple[tuple[int, int], float] | None = None
         """What had moved on its lanes, and since when no more, while an op waits for them."""
+        self.halted_since: float | None = None
+        """Since when the op under way has not gone on, once a view change interrupts it."""
         self.released = trio.Event()
-        """The job is over, so nobody will ask for results."""
+        """The job is over for this trainer, so nobody will ask for its results."""
         self.stable_moved = trio.Event()
         self.data_sent_bytes = 0
         self.data_received_bytes = 0
+        self._names = {t.id: t.name for t in roster.trainers}
         self._outcomes = {outcome.op: outcome for outcome in roster.outcomes}
         self._results: dict[OpNumber, Result] = {}
+        self._fences: set[Fence] = set()
         self._unfenced = trio.Event()
-        self._unfenced.set()
         self._attempt: trio.CancelScope | None = None
         self._running: OpNumber | None = None
+        self.serving: set[trio.CancelScope] = set()
+        """What sends results to other ranks: it must end before the result's memory is reused."""
         self._to_next: Lane | None = None
         self._from_previous: Lane | None = None
 
     def __repr__(self) -> str:
-        return f"<LocalRank {self.rank} of {self.roster.job!r}, roster {self.roster.number}>"
+        return f"<LocalRank {self.trainer.id} of {self.roster.job!r}, roster {self.roster.number}>"
+
+    @property
+    def id(self) -> TrainerId:
+        """Its number within the job."""
+        return self.trainer.id
+
+    @property
+    def rank(self) -> Rank | None:
+        """Its place in the ring; None if the others go on without it."""
+        return self.roster.rank_of(self.trainer.id)
 
     @property
     def size(self) -> int:
-        """The number of ranks, lost ones included: an op's ring does not shrink."""
+        """How many ranks the ring has."""
         return len(self.roster.trainers)
+
+    @property
+    def superseded(self) -> Verdict | None:
+        """Why the trainer has no part in the job any more, though it may come back (O6)."""
+        if self.over is None and self.rank is None:
+            job = self.roster.job
+            return Verdict(
+                "HistorySuperseded", f"job {job!r} goes on without this rank; {COME_BACK}"
+            )
+        return self.over
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether somebody may still ask for its results (O2)."""
+        return self.over is None and (self.rank is not None or bool(self._results))
 
     @property
     def retained_bytes(self) -> int:
@@ -85,20 +130,36 @@ class LocalRank:
 
     def report(self) -> JobReport:
         """For the flush answer (V3)."""
-        roster, ranks = self.roster, (ledgers.report(self.ledger, self.rank),)
+        roster, ranks = self.roster, (ledgers.report(self.ledger, self.id),)
         return JobReport(roster.job, roster.born, roster.number, fenced=False, ranks=ranks)
 
     def marks(self) -> RankMarks:
         """For every heartbeat (O2)."""
         roster, ledger = self.roster, self.ledger
         return RankMarks(
-            roster.job, roster.number, self.rank, ledger.started, ledger.ended, self.fingerprint
+            roster.job,
+            roster.number,
+            self.id,
+            ledger.started,
+            ledger.ended,
+            self.fingerprint,
+            self.synced,
+            self.stopped,
         )
 
-    def fence(self) -> None:
-        """V3: from here on no completion is delivered, until a view is installed."""
-        if self._unfenced.is_set():
+    def fence(self, why: Fence) -> None:
+        """From here on no completion is delivered: V3, until a view is installed; or V8."""
+        if not self._fences:
             self._unfenced = trio.Event()
+        self._fences.add(why)
+        if self._running is not None and self.halted_since is None:
+            self.halted_since = self.progress[1] if self.progress else trio.current_time()
+
+    def lift(self, fence: Fence) -> None:
+        """What the fence was for is known."""
+        self._fences.discard(fence)
+        if not self._fences:
+            self._unfenced.set()
 
     async def unfenced(self) -> None:
         """Wait until a completion may be delivered. Returns at once while there is no fence.
@@ -106,17 +167,19 @@ class LocalRank:
         The view that ends the fence may cancel the attempt that waits here, which then must not go
         on, also if it was about to run already.
         """
-        while not self._unfenced.is_set():
+        while self._fences:
             await self._unfenced.wait()
         await trio.lowlevel.checkpoint_if_cancelled()
 
     def follow(self, roster: Roster, desk: LaneDesk) -> None:
         """A view has been installed that has this job."""
         if roster.number == self.roster.number:
-            self._unfenced.set()
+            self.halted_since = None
+            self.lift("view change")
             return
         self.roster = roster
         self.concern = None
+        self._names |= {t.id: t.name for t in roster.trainers}
         self._outcomes = {outcome.op: outcome for outcome in roster.outcomes}
         for outcome in roster.outcomes:
             if outcome.verdict is not None and self._has_returned(outcome.op):
@@ -126,9 +189,11 @@ class LocalRank:
         self.begin_lanes(desk)
 
     def end(self, verdict: Verdict) -> None:
-        """The job is over for this rank: another history of it goes on, or none."""
+        """The job is over for this trainer: the others go on without it, or not at all."""
         self.over = self.over or verdict
         self._stop_attempt()
+        for op in list(self._results):
+            self.let_go(self._results.pop(op))
         self.released.set()
 
     def _has_returned(self, op: OpNumber) -> bool:
@@ -139,8 +204,28 @@ class LocalRank:
     def _stop_attempt(self) -> None:
         if self._attempt is not None:
             self._attempt.cancel()
-        self._unfenced.set()
+        for scope in self.serving:
+            scope.cancel()
+        self.lift("view change")
         self.close_lanes()
+
+    # --- what its trainer sees
+
+    def describe_world(self) -> World:
+        """The ranks as the trainer sees them (O5)."""
+        rank = self.world.index(self.id) if self.id in self.world else -1
+        names = tuple(self._names.get(trainer, "a lost machine") for trainer in self.world)
+        return World(rank, self.world, names)
+
+    def see(self, contributors: tuple[TrainerId, ...]) -> World | None:
+        """A call returns that these have taken part in; None if the world is as it was (O5)."""
+        if contributors == self.world:
+            return None
+        self.world = contributors
+        self._names = {
+            t: name for t, name in self._names.items() if t in contributors or t in self.roster.ids
+        }
+        return self.describe_world()
 
     # --- what the op task asks
 
@@ -149,19 +234,17 @@ class LocalRank:
         self._attempt = trio.CancelScope()
         return self._attempt
 
-    def verdict_on(self, op: OpNumber) -> Verdict | None:
-        """Why the op fails; None while it may succeed."""
+    def failure_of(self, op: OpNumber) -> OpOutcome | None:
+        """Why the op fails, and for whom; None while it may succeed."""
+        if self.superseded is not None:
+            return OpOutcome(op, self.world, verdict=self.superseded)
         outcome = self._outcomes.get(op)
-        if outcome is not None:
-            return outcome.verdict
-        if self.roster.lost:
-            return self.roster.lost[0]
-        return self.over
+        return outcome if outcome is not None and outcome.verdict is not None else None
 
-    def holders_of(self, op: OpNumber) -> tuple[Rank, ...]:
-        """Who has the result of an op that others completed; empty if it must be run."""
+    def result_elsewhere(self, op: OpNumber) -> OpOutcome | None:
+        """Who has the result of an op that others completed; None if it must be run."""
         outcome = self._outcomes.get(op)
-        return () if outcome is None else outcome.holders
+        return outcome if outcome is not None and outcome.holders else None
 
     def start(self, op: OpNumber, call: Call) -> None:
         """The trainer has called the op."""
@@ -175,16 +258,16 @@ class LocalRank:
         others = {number: r for number, r in self.ledger.ops.items() if number != op}
         self.ledger = replace(self.ledger, ops=others)
 
-    def complete(self, op: OpNumber, result: Result) -> None:
+    def complete(self, op: OpNumber, result: Result, contributors: tuple[TrainerId, ...]) -> None:
         """The op's result is there, and may be delivered."""
         self._running = None
-        self.ledger = ledgers.complete(self.ledger, op)
+        self.ledger = ledgers.complete(self.ledger, op, contributors)
         self._results[op] = result
 
-    def fail(self, op: OpNumber, verdict: Verdict) -> None:
+    def fail(self, outcome: OpOutcome) -> None:
         """The op has failed, here as everywhere."""
         self._running = None
-        self.ledger = ledgers.fail(self.ledger, op, verdict)
+        self.ledger = ledgers.fail(self.ledger, outcome)
 
     def result_of(self, op: OpNumber) -> Result | None:
         """The retained result of an op."""
@@ -219,34 +302,45 @@ class LocalRank:
 
     # --- lanes
 
-    def edge(self, from_rank: int, to_rank: int, op: int = -1) -> Edge:
+    def edge(self, sender: TrainerId, receiver: TrainerId, op: int = -1) -> Edge:
         """The name of a lane under the current number."""
         roster = self.roster
-        return Edge(roster.job, roster.born, roster.number, Rank(from_rank), Rank(to_rank), op)
+        return Edge(roster.job, roster.born, roster.number, sender, receiver, op)
 
     def begin_lanes(self, desk: LaneDesk) -> None:
         """Have the lane to the next rank opened; the previous rank offers us the other."""
         desk.forget(self.roster.job, below=self.roster.number)
-        if self.size > 1 and not self.roster.lost:
-            after = (self.rank + 1) % self.size
-            desk.offer(self.edge(self.rank, after), self.roster.trainers[after].member)
+        if self.rank is not None and self.size > 1:
+            after = self._neighbour(1)
+            desk.offer(self.edge(self.id, after.id), after.member)
 
     async def ring(self, desk: LaneDesk) -> RingPosition:
         """This rank's place in the ring, as soon as both its lanes are open."""
-        number = self.roster.number
+        roster, rank = self.roster, self.rank
+        if rank is None:  # V2: the view without us is about to end the attempt
+            await trio.sleep_forever()
+            raise AssertionError("nobody wakes it")
         if self.size > 1 and self._to_next is None:
-            after = (self.rank + 1) % self.size
-            self._to_next = await desk.take(End(self.edge(self.rank, after), sending=True))
+            edge = self.edge(self.id, self._neighbour(1).id)
+            self._to_next = await desk.take(End(edge, sending=True))
         if self.size > 1 and self._from_previous is None:
-            before = (self.rank - 1) % self.size
-            self._from_previous = await desk.take(End(self.edge(before, self.rank), sending=False))
+            edge = self.edge(self._neighbour(-1).id, self.id)
+            self._from_previous = await desk.take(End(edge, sending=False))
         return RingPosition(
-            rank=self.rank,
+            rank=rank,
             size=self.size,
-            roster=number,
+            roster=roster.number,
             to_next=self._to_next,
             from_previous=self._from_previous,
         )
+
+    def neighbours(self) -> tuple[Trainer, Trainer]:
+        """Before and after us in the ring; only while we are in it."""
+        return self._neighbour(-1), self._neighbour(1)
+
+    def _neighbour(self, distance: int) -> Trainer:
+        place = self.roster.ids.index(self.id) + distance
+        return self.roster.trainers[place % self.size]
 
     def close_lanes(self) -> None:
         """Their roster is over, or one of them broke."""

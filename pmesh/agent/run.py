@@ -8,6 +8,7 @@ import random
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from importlib.metadata import version
 
 import structlog
@@ -15,7 +16,8 @@ import trio
 
 from pmesh.agent.announcements import describe_change
 from pmesh.agent.config import Settings
-from pmesh.agent.jobs import Jobs
+from pmesh.agent.events import Chronicle, Event, encode_events
+from pmesh.agent.jobs import LOOK_S, Jobs
 from pmesh.agent.lane_desk import LaneDesk
 from pmesh.agent.membership import Membership
 from pmesh.agent.parsing import host_port_text
@@ -24,14 +26,22 @@ from pmesh.agent.picture import Sources, take_picture
 from pmesh.agent.status import Status as Picture
 from pmesh.agent.status import encode_status
 from pmesh.agent.strangers import Strangers
-from pmesh.agent.trainers import LOOK_S, serve_trainer
+from pmesh.agent.trainers import serve_trainer
 from pmesh.client.home import socket_path
 from pmesh.core.addresses import told_to_others
 from pmesh.core.advertisement import Advertisement
 from pmesh.core.certificates import issue_credentials
 from pmesh.core.identity import MeshKey, NodeKey, namespace_tag
 from pmesh.core.messages import PROTOCOL_VERSION, Hello
-from pmesh.core.session import AskStatus, Connect, Status, StopAgent, Stopping
+from pmesh.core.session import (
+    AskEvents,
+    AskStatus,
+    Connect,
+    Events,
+    Status,
+    StopAgent,
+    Stopping,
+)
 from pmesh.core.views import View
 from pmesh.errors import ConfigError, PortTaken, ProtocolError
 from pmesh.ids import Incarnation, Member
@@ -103,6 +113,13 @@ class Agent:
         self._lags: deque[tuple[float, float]] = deque()
         self._began = trio.current_time()
         self._port = settings.listen.port
+        self._chronicle = Chronicle(
+            self._me,
+            settings.name,
+            clock=trio.current_time,
+            wall_clock=lambda: datetime.now().astimezone(),
+            listener=self._say,
+        )
 
     async def run(
         self, task_status: trio.TaskStatus[trio.CancelScope] = trio.TASK_STATUS_IGNORED
@@ -136,7 +153,7 @@ class Agent:
                 task_status.started(scope)
 
     def _assemble(self, nursery: trio.Nursery) -> None:
-        self.jobs = Jobs(self._me, nursery, min_peers=self._settings.min_peers)
+        self.jobs = Jobs(self._me, nursery, self._chronicle, min_peers=self._settings.min_peers)
         self.peers = Peers(
             self._hello,
             contexts=self._contexts,
@@ -189,8 +206,12 @@ class Agent:
             self._announce(f"jobs begin when {self._settings.min_peers} peers are here")
 
     def _show_change(self, before: View, after: View, losses: Mapping[Member, str]) -> None:
-        for line in describe_change(before, after, losses, me=self._me):
-            self._announce(line)
+        for news in describe_change(before, after, losses, me=self._me):
+            self._chronicle.tell(news)
+
+    def _say(self, event: Event) -> None:
+        if event.is_announced:
+            self._announce(event.text)
 
     def _judge(self, stall: Stall) -> None:
         now = trio.current_time()
@@ -211,6 +232,8 @@ class Agent:
                 await serve_trainer(session, request, self.jobs)
             case AskStatus():
                 await session.send(Status(encode_status(self._picture())))
+            case AskEvents(after):
+                await session.send(Events(encode_events(self._chronicle.since(after))))
             case StopAgent():
                 await session.send(Stopping(os.getpid()))
                 self._stopped.set()

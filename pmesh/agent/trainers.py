@@ -2,12 +2,14 @@
 
 import math
 
+import msgspec
 import trio
 
-from pmesh.agent.jobs import Candidate, Jobs
-from pmesh.agent.ops import run_op
-from pmesh.agent.ranks import LocalRank
+from pmesh.agent.jobs import LEFT, Candidate, Jobs
+from pmesh.agent.ops import describe_shortage, run_op
+from pmesh.agent.ranks import COME_BACK, LocalRank
 from pmesh.core.session import (
+    ENTERS,
     SESSION_VERSION,
     ArenaGone,
     ArenaGranted,
@@ -15,36 +17,36 @@ from pmesh.core.session import (
     DropArena,
     Joined,
     Leave,
+    OpFailed,
     Refused,
     StartOp,
     StillWaiting,
     WantArena,
+    World,
 )
 from pmesh.core.views import Verdict
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import JobName, OpNumber
 from pmesh.net.arena_pools import SessionArenas
 from pmesh.net.arenas import Arena
+from pmesh.net.processes import is_stopped
 from pmesh.net.sessions import Session
 
-LOOK_S = 0.25  # how soon a trainer's death is seen while it waits; costs nothing per op
+LOOK_S = 0.02  # how soon a trainer's death is seen while it waits: costs 2 us each time
+LOOKS_A_STATE = 25  # twice a second: whether its process is stopped, which costs 30 us
 SAY_EVERY_S = 10.0  # I6: a line that says on whom a call waits
 PREDECESSOR_S = 2.0  # a job of the same name that is just ending makes way in this time
 
 
 async def serve_trainer(session: Session, request: Connect, jobs: Jobs) -> None:
-    """A trainer's session: it waits for its job to begin, then runs ops until it leaves."""
+    """A trainer's session: it waits for its job, then runs ops until it leaves."""
     arenas = SessionArenas()
+    trainer = _Trainer(session, request, arenas, jobs)
     try:
         if request.version != SESSION_VERSION:
             await _refuse(session, "ProtocolVersionMismatch", _other_version(request.version))
-            return
-        if not await _previous_run_ended(JobName(request.job), request.timeout_s, jobs):
-            await _refuse(session, "JobRunning", _why_running(JobName(request.job), jobs))
-            return
-        rank = await _wait_for_job(session, request, arenas, jobs)
-        if rank is not None:
-            await _serve_rank(session, rank, jobs)
+        elif await trainer.join():
+            await trainer.serve()
     finally:
         for abandoned in [r for r in jobs.ranks if r.arenas is arenas]:
             abandoned.give_up_results()  # the agent ends
@@ -63,67 +65,238 @@ def _other_version(version: int) -> str:
     )
 
 
-async def _previous_run_ended(job: JobName, timeout_s: float, jobs: Jobs) -> bool:
-    """A run that has lost ranks is ending: wait for that. One that is whole goes on."""
-    now = trio.current_time()
-    whole_until, over_at = now + min(PREDECESSOR_S, timeout_s), now + min(timeout_s, 1e9)
-    while (roster := jobs.membership.view.roster_of(job)) is not None:
-        now = trio.current_time()
-        if now >= over_at or (not roster.lost and now >= whole_until):
+class _Trainer:
+    """One trainer: in its job, about to enter it, or left behind by it."""
+
+    def __init__(
+        self, session: Session, request: Connect, arenas: SessionArenas, jobs: Jobs
+    ) -> None:
+        self._session = session
+        self._request = request
+        self._arenas = arenas
+        self._jobs = jobs
+        self._job = JobName(request.job)
+        self._rank: LocalRank | None = None
+        self._granted: set[int] = set()  # output arenas that the trainer has mapped
+        self._waits_since: float | None = None
+
+    async def join(self) -> bool:
+        """Wait until the job begins, unless it runs; False if the trainer was refused or has gone.
+
+        A job that runs is entered later, in a `sync`, so that nobody waits while its state is
+        being set up (O6).
+        """
+        if self._jobs.membership.view.roster_of(self._job) is None:
+            refusal = await self._enlist(self._request.timeout_s)
+            if refusal is not None:
+                await self._session.send(Refused(refusal))
+                return False
+            if self._rank is None and self._session.trainer_gone():
+                return False
+        elif not await self._can_be_entered():
+            await self._session.send(Refused(Verdict("JobRunning", _never_syncs(self._job))))
             return False
-        await trio.sleep(LOOK_S / 5)
-    return True
+        return True
+
+    async def serve(self) -> None:
+        """Ops one after the other, in a straight line; then results are kept until nobody asks."""
+        why, garbage = "is lost: its trainer died", list[BaseException]()
+        try:
+            await self._session.send(Joined(self._world(), self._jobs.membership.view))
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch, nursery.cancel_scope)
+                await self._serve_requests()
+                why = LEFT
+                nursery.cancel_scope.cancel()
+        except* ProtocolError as e:
+            why = "is lost: its trainer sent garbage"
+            garbage += e.exceptions
+        except* (trio.EndOfChannel, trio.BrokenResourceError):
+            pass
+        finally:
+            if self._rank is not None:
+                self._jobs.depart(self._rank, why)
+        await self._session.aclose()
+        if self._rank is not None:
+            await self._rank.released.wait()  # until then the others may ask for its results (O2)
+        if garbage:
+            raise ProtocolError(str(garbage[0]))
+
+    # --- before it has a rank
+
+    async def _can_be_entered(self) -> bool:
+        """Whether the job calls `sync`. One that ends just now makes way for the next run."""
+        deadline = trio.current_time() + min(PREDECESSOR_S, self._request.timeout_s)
+        while self._jobs.runs_without_sync(self._job):
+            if trio.current_time() >= deadline:
+                return False
+            await trio.sleep(LOOK_S)
+        return True
+
+    async def _enlist(self, timeout_s: float) -> Verdict | None:
+        """Wait for a rank; the reason if there is none in time."""
+        candidate = self._jobs.enlist(self._request, self._arenas)
+        try:
+            refusal = await self._wait_as_candidate(candidate, timeout_s)
+        except BaseException:  # the trainer is gone, or the agent ends
+            self._jobs.withdraw(candidate)
+            raise
+        self._rank = candidate.rank
+        if self._rank is None:
+            self._jobs.withdraw(candidate)  # first: while we tell it, the job might begin with it
+        return refusal
+
+    async def _wait_as_candidate(self, candidate: Candidate, timeout_s: float) -> Verdict | None:
+        began = said_at = trio.current_time()
+        while candidate.rank is None and not self._session.trainer_gone():
+            now = trio.current_time()
+            if now - began >= timeout_s:
+                return Verdict("NotEnoughRanks", _too_few(candidate, timeout_s, self._jobs))
+            if self._jobs.runs_without_sync(self._job):
+                return Verdict("JobRunning", _never_syncs(self._job))
+            if now - said_at >= SAY_EVERY_S:
+                said_at = now
+                absent = _without(candidate, self._jobs)
+                await self._session.send(StillWaiting(ENTERS, now - began, absent))
+            with trio.move_on_after(min(LOOK_S, began + timeout_s - now)):
+                await candidate.joined.wait()
+        return None
+
+    # --- requests
+
+    async def _serve_requests(self) -> None:
+        while True:
+            match request := await self._session.receive():
+                case StartOp():
+                    await self._serve_op(request)
+                case WantArena(nbytes):
+                    await _grant_input(self._session, self._arenas, nbytes)
+                case DropArena(number):
+                    self._arenas.inputs.drop(number)
+                case Leave():
+                    return
+                case _:
+                    raise ProtocolError(f"a trainer that has joined sent {type(request).__name__}")
+
+    async def _serve_op(self, request: StartOp) -> None:
+        if request.op == ENTERS:
+            if request.call.kind != "sync":
+                raise ProtocolError(f"a trainer enters by {request.call}")
+            refusal = await self._come_in(request.timeout_s)
+            if self._rank is None:
+                await self._session.send(OpFailed(OpNumber(ENTERS), refusal or _not_in(self._job)))
+                return
+            number = OpNumber(self._rank.ledger.started + 1)
+            request = msgspec.structs.replace(request, op=number)
+        if self._rank is None:
+            raise ProtocolError("an op before the sync in which the trainer enters its job")
+        await self._run(self._rank, request)
+
+    async def _come_in(self, timeout_s: float) -> Verdict | None:
+        """O6: get a rank, unless the view has given us one already; for a new history, another."""
+        if self._rank is not None and self._rank.superseded is None:
+            return None
+        if self._rank is not None:
+            left_behind, self._rank = self._rank, None
+            await left_behind.released.wait()
+        return await self._enlist(timeout_s)
+
+    async def _run(self, rank: LocalRank, request: StartOp) -> None:
+        rank.busy_since = trio.current_time()
+        try:
+            reply, arena = await run_op(rank, request, self._jobs)
+        finally:
+            rank.busy_since = None
+        for number in self._arenas.outputs.take_gone():
+            self._granted.discard(number)
+            await self._session.send(ArenaGone(number))
+        if arena is not None and arena.number not in self._granted:
+            self._granted.add(arena.number)
+            await _grant(self._session, arena)
+        await self._session.send(reply)
+
+    def _world(self) -> World:
+        if self._rank is not None:
+            return self._rank.describe_world()
+        roster = self._jobs.membership.view.roster_of(self._job)
+        trainers = () if roster is None else roster.trainers
+        return World(-1, tuple(t.id for t in trainers), tuple(t.name for t in trainers))
+
+    # --- what the op's own straight line can't see while it waits for the network
+
+    async def _watch(self, scope: trio.CancelScope) -> None:
+        process = TrainerProcess(self._session.pid)
+        said, turn = 1, 0
+        while True:
+            await trio.sleep(LOOK_S)
+            turn = (turn + 1) % LOOKS_A_STATE
+            rank = self._rank
+            if rank is not None and turn == 0:
+                self._look_at(rank, process)
+            if rank is None or rank.busy_since is None:
+                said = 1
+                continue
+            if self._session.trainer_gone():
+                scope.cancel()
+                return
+            waited_s = trio.current_time() - rank.busy_since
+            if waited_s >= said * SAY_EVERY_S:
+                said = math.floor(waited_s / SAY_EVERY_S) + 1
+                await self._say_on_whom(rank, waited_s)
+
+    def _look_at(self, rank: LocalRank, process: "TrainerProcess") -> None:
+        """Whether the trainer's process has been stopped; for how long the others bear it."""
+        stopped_s = process.stopped_for_s(trio.current_time())
+        if rank.stopped != (stopped_s is not None):
+            rank.stopped = stopped_s is not None
+            self._note_state(rank)
+            self._jobs.beat()
+        patience_s = self._request.straggler_after_s
+        if stopped_s is not None and stopped_s >= patience_s:
+            self._jobs.depart(rank, f"is lost: its trainer has been stopped for {patience_s:g} s")
+
+    def _note_state(self, rank: LocalRank) -> None:
+        name = rank.roster.describe(rank.id)
+        if rank.stopped:
+            text = f"the process of {name} has been stopped; the others wait for it"
+            self._jobs.chronicle.note("trainer stopped", text, job=self._job)
+        else:
+            text = f"the process of {name} runs again"
+            self._jobs.chronicle.note("trainer continued", text, job=self._job)
+
+    async def _say_on_whom(self, rank: LocalRank, waited_s: float) -> None:
+        op = OpNumber(rank.ledger.started)
+        shortage = describe_shortage(rank, self._jobs.newcomers(rank))
+        names = (shortage,) if shortage else tuple(self._jobs.describe_late(rank, op))
+        await self._session.send(StillWaiting(op, waited_s, names))
 
 
-def _why_running(job: JobName, jobs: Jobs) -> str:
-    roster = jobs.membership.view.roster_of(job)
-    if roster is None or not roster.lost:
-        return f"job {job!r} is running already; nobody can join it while it runs"
-    left = [i for i in range(len(roster.trainers)) if i not in roster.lost_ranks]
-    names = ", ".join(f"rank {i} ({roster.names[i]})" for i in left)
-    return f"an earlier run of job {job!r} has failed but not ended: stop the scripts of {names}"
+class TrainerProcess:
+    """The process at the other end of a session, as the system sees it."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._stopped_since: float | None = None
+
+    def stopped_for_s(self, now: float) -> float | None:
+        """Since when it has been seen to be stopped, as by SIGSTOP; None while it may run."""
+        if not is_stopped(self._pid):
+            self._stopped_since = None
+            return None
+        if self._stopped_since is None:
+            self._stopped_since = now
+        return now - self._stopped_since
 
 
-async def _wait_for_job(
-    session: Session, request: Connect, arenas: SessionArenas, jobs: Jobs
-) -> LocalRank | None:
-    """Wait until the roster is committed; None if the trainer was refused or has gone."""
-    candidate = jobs.enlist(JobName(request.job), request.wait_for, request.program, arenas)
-    try:
-        refusal = await _wait_as_candidate(session, request, candidate, jobs)
-    except BaseException:  # the trainer is gone, or the agent ends
-        jobs.withdraw(candidate)
-        raise
-    if candidate.rank is None:
-        jobs.withdraw(candidate)  # first: while we tell the trainer, the job might begin with it
-    if refusal is not None:
-        await session.send(refusal)
-    return candidate.rank
+def _never_syncs(job: JobName) -> str:
+    return (
+        f"job {job!r} is running and never calls mesh.sync(), in which others could enter it; "
+        "wait for its end, or choose another name"
+    )
 
 
-async def _wait_as_candidate(
-    session: Session, request: Connect, candidate: Candidate, jobs: Jobs
-) -> Refused | None:
-    began = said_at = trio.current_time()
-    while candidate.rank is None and not session.trainer_gone():
-        now = trio.current_time()
-        if now - began >= request.timeout_s:
-            text = _too_few(candidate, request.timeout_s, jobs)
-            return Refused(Verdict("NotEnoughRanks", text))
-        if _has_begun(candidate.job, jobs):
-            return Refused(Verdict("JobRunning", _why_running(candidate.job, jobs)))
-        if now - said_at >= SAY_EVERY_S:
-            said_at = now
-            await session.send(StillWaiting(-1, now - began, _without(candidate, jobs)))
-        with trio.move_on_after(min(LOOK_S, began + request.timeout_s - now)):
-            await candidate.joined.wait()
-    return None
-
-
-def _has_begun(job: JobName, jobs: Jobs) -> bool:
-    """The job has begun without one that came too late for the view that began it."""
-    roster = jobs.membership.view.roster_of(job)
-    return roster is not None and not roster.lost
+def _not_in(job: JobName) -> Verdict:
+    return Verdict("HistorySuperseded", f"this trainer is not in job {job!r}; {COME_BACK}")
 
 
 def _without(candidate: Candidate, jobs: Jobs) -> tuple[str, ...]:
@@ -132,6 +305,9 @@ def _without(candidate: Candidate, jobs: Jobs) -> tuple[str, ...]:
 
 
 def _too_few(candidate: Candidate, timeout_s: float, jobs: Jobs) -> str:
+    roster = jobs.membership.view.roster_of(candidate.job)
+    if roster is not None:
+        return f"job {candidate.job!r} has not called mesh.sync() within {timeout_s:g} s"
     counts = jobs.waiting_for(candidate.job)
     idle = ", ".join(_without(candidate, jobs))
     machines = f"machines without one: {idle}" if idle else "every machine of the mesh has one"
@@ -139,64 +315,6 @@ def _too_few(candidate: Candidate, timeout_s: float, jobs: Jobs) -> str:
         f"{sum(counts.values())} of {candidate.wait_for} trainers of job {candidate.job!r} came "
         f"within {timeout_s:g} s; {machines}"
     )
-
-
-async def _serve_rank(session: Session, rank: LocalRank, jobs: Jobs) -> None:
-    """Ops one after the other, in a straight line; then results are kept until nobody asks."""
-    view = jobs.membership.view
-    why = "is lost: its trainer died"
-    garbage: ProtocolError | None = None
-    try:
-        await session.send(Joined(rank.rank, rank.size, rank.roster.names, view))
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_watch, session, rank, jobs)
-            await _serve_requests(session, rank, jobs)
-            why = "has left the job"
-            nursery.cancel_scope.cancel()
-    except* ProtocolError as e:
-        why = "is lost: its trainer sent garbage"
-        garbage = ProtocolError(str(e.exceptions[0]))
-    except* (trio.EndOfChannel, trio.BrokenResourceError):
-        pass
-    finally:
-        rank.leaving = rank.leaving or (why, trio.current_time())
-    await session.aclose()
-    await rank.released.wait()  # until then the others may ask for its results (O2)
-    if garbage is not None:
-        raise garbage
-
-
-async def _serve_requests(session: Session, rank: LocalRank, jobs: Jobs) -> None:
-    granted: set[int] = set()  # output arenas that the trainer has mapped
-    while True:
-        match request := await session.receive():
-            case StartOp():
-                await _serve_op(session, rank, request, jobs, granted)
-            case WantArena(nbytes):
-                await _grant_input(session, rank.arenas, nbytes)
-            case DropArena(number):
-                rank.arenas.inputs.drop(number)
-            case Leave():
-                return
-            case _:
-                raise ProtocolError(f"a trainer that has joined sent {type(request).__name__}")
-
-
-async def _serve_op(
-    session: Session, rank: LocalRank, request: StartOp, jobs: Jobs, granted: set[int]
-) -> None:
-    rank.busy_since = trio.current_time()
-    try:
-        reply, arena = await run_op(rank, request, jobs)
-    finally:
-        rank.busy_since = None
-    for number in rank.arenas.outputs.take_gone():
-        granted.discard(number)
-        await session.send(ArenaGone(number))
-    if arena is not None and arena.number not in granted:
-        granted.add(arena.number)
-        await _grant(session, arena)
-    await session.send(reply)
 
 
 async def _grant_input(session: Session, arenas: SessionArenas, nbytes: int) -> None:
@@ -211,22 +329,3 @@ async def _grant_input(session: Session, arenas: SessionArenas, nbytes: int) -> 
 async def _grant(session: Session, arena: Arena) -> None:
     granted = ArenaGranted(arena.number, arena.kind, arena.nbytes)
     await session.send(granted, (arena.descriptor,))
-
-
-async def _watch(session: Session, rank: LocalRank, jobs: Jobs) -> None:
-    """What the op's own straight line can't see while it waits for the network."""
-    said = 1
-    while True:
-        await trio.sleep(LOOK_S)
-        if rank.busy_since is None:
-            said = 1
-            continue
-        if session.trainer_gone() and rank.leaving is None:
-            rank.leaving = ("is lost: its trainer died in the middle of an op", trio.current_time())
-        waited_s = trio.current_time() - rank.busy_since
-        if waited_s >= said * SAY_EVERY_S:
-            said = math.floor(waited_s / SAY_EVERY_S) + 1
-            op = OpNumber(rank.ledger.started)
-            late = jobs.late_ranks(rank, op)
-            names = tuple(f"rank {r} ({rank.roster.names[r]})" for r in late)
-            await session.send(StillWaiting(op, waited_s, names))

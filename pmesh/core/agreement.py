@@ -15,6 +15,7 @@ from pmesh.core.messages import (
     AgreementMessage,
     AskToJoin,
     AskView,
+    Attempt,
     Commit,
     Flushed,
     Heartbeat,
@@ -184,9 +185,10 @@ def _flush(state: State, sender: Member, message: Propose, facts: Facts, now: fl
     same_base = message.base.epoch == state.view.epoch
     jobs = tuple(r.job for r in facts.reports if r.job in message.jobs or not same_base)
     reports = tuple(_fenced(report) if report.job in jobs else report for report in facts.reports)
-    answer = Flushed(message.epoch, state.name, state.view, reports, facts.waiting)
+    answer = Flushed(message.epoch, state.name, state.view, reports, facts.waiting, state.attempts)
     state = replace(
         state,
+        attempts=_note_attempt(state, message),
         promised=message.epoch,
         highest_counter=max(state.highest_counter, message.epoch.counter),
         flushed_at=now,
@@ -194,6 +196,19 @@ def _flush(state: State, sender: Member, message: Propose, facts: Facts, now: fl
     if sender == state.me:
         return Step(proposals.begin(state, message, answer, now), (Fence(jobs),))
     return Step(state, (Fence(jobs), Send(sender, answer)))
+
+
+def _note_attempt(state: State, message: Propose) -> tuple[Attempt, ...]:
+    """V10: until we see otherwise, what we promise may be installed elsewhere and go on."""
+    if all(roster.terms.quorum == "any" for roster in state.view.rosters):
+        return ()
+    return (*state.attempts, Attempt(message.epoch, message.members))
+
+
+def _unresolved(attempts: tuple[Attempt, ...], view: View) -> tuple[Attempt, ...]:
+    """V10: a roster with a quorum has resolved all attempts before it."""
+    since = [r.primary.epoch for r in view.rosters if r.terms.quorum == "majority"]
+    return tuple(a for a in attempts if since and a.epoch > min(since) and a.epoch != view.epoch)
 
 
 def _fenced(report: JobReport) -> JobReport:
@@ -257,6 +272,7 @@ def _install(state: State, view: View, now: float) -> Step:
         flushed_at=None,
         installed_at=now,
         proposal=None,
+        attempts=_unresolved(state.attempts, view),
         highest_counter=max(state.highest_counter, view.epoch.counter),
         joining={m: at for m, at in state.joining.items() if m not in view.members},
         losses={m: why for m, why in state.losses.items() if m in view.members},

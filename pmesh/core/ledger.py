@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from pmesh.core.messages import Call, OpReport, RankReport
-from pmesh.core.views import OpOutcome, Verdict
-from pmesh.ids import OpNumber, Rank
+from pmesh.core.views import OpOutcome
+from pmesh.ids import OpNumber, TrainerId
 
 NONE_YET = -1
 """The mark before op 0."""
@@ -42,15 +42,21 @@ def start(ledger: Ledger, op: OpNumber, call: Call) -> Ledger:
     return replace(ledger, ops={**ledger.ops, op: OpReport(op, call)})
 
 
-def complete(ledger: Ledger, op: OpNumber) -> Ledger:
-    """The op's result stands in its output region."""
-    report = msgspec.structs.replace(ledger.ops[op], completed=True)
+def complete(ledger: Ledger, op: OpNumber, contributors: tuple[TrainerId, ...]) -> Ledger:
+    """The op's result, made of what these have given, stands in its output region."""
+    report = msgspec.structs.replace(ledger.ops[op], completed=True, contributors=contributors)
     return replace(ledger, ops={**ledger.ops, op: report})
 
 
-def fail(ledger: Ledger, op: OpNumber, verdict: Verdict) -> Ledger:
+def fail(ledger: Ledger, outcome: OpOutcome) -> Ledger:
     """The op has failed, here as everywhere; it keeps its number (O3)."""
-    report = msgspec.structs.replace(ledger.ops[op], completed=False, verdict=verdict)
+    op = outcome.op
+    report = msgspec.structs.replace(
+        ledger.ops[op],
+        completed=False,
+        verdict=outcome.verdict,
+        contributors=outcome.contributors,
+    )
     return replace(ledger, ops={**ledger.ops, op: report})
 
 
@@ -58,7 +64,7 @@ def apply_failures(ledger: Ledger, outcomes: Iterable[OpOutcome]) -> Ledger:
     """Note what a view change has failed, also of ops that had ended here (I5)."""
     for outcome in outcomes:
         if outcome.verdict is not None and outcome.op in ledger.ops:
-            ledger = fail(ledger, outcome.op, outcome.verdict)
+            ledger = fail(ledger, outcome)
     return ledger
 
 
@@ -70,6 +76,7 @@ def stabilize(ledger: Ledger, mark: int) -> Ledger:
     return Ledger(stable=mark, ops={op: r for op, r in ledger.ops.items() if op > mark})
 
 
-def report(ledger: Ledger, rank: Rank) -> RankReport:
+def report(ledger: Ledger, trainer: TrainerId) -> RankReport:
     """This rank's part of a flush answer (V3): the set of ops, not only the last."""
-    return RankReport(rank, tuple(ledger.ops[op] for op in sorted(ledger.ops)))
+    ops = tuple(ledger.ops[op] for op in sorted(ledger.ops))
+    return RankReport(trainer, ledger.stable, ops)

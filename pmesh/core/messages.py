@@ -196,6 +196,14 @@ class Propose(_Message, frozen=True, tag=6):
     """Whose ops must stop; the others run on (V7)."""
 
 
+class Attempt(msgspec.Struct, frozen=True, array_like=True):
+    """A view that its sender has promised and not seen installed (V10)."""
+
+    epoch: Epoch
+    members: tuple[Member, ...]
+    """The most senior first."""
+
+
 class Flushed(_Message, frozen=True, tag=7):
     """A promise: nothing below this epoch will be installed or, for its jobs, delivered."""
 
@@ -206,6 +214,8 @@ class Flushed(_Message, frozen=True, tag=7):
     """What the sender has installed."""
     jobs: tuple[JobReport, ...]
     waiting: tuple[Waiting, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
+    """Only where a job asks for a quorum."""
 
 
 class Refuse(_Message, frozen=True, tag=8):

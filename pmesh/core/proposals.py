@@ -36,6 +36,7 @@ def propose(state: State, facts: Facts, now: float) -> Propose | None:
     )
     if not (len(kept) < len(state.view.seats) or joined or jobs or _stale(state, kept, now)):
         return None
+    jobs = tuple(sorted({*jobs, *rosters.jobs_without_quorum(state.view)}))
     # V1: a fresh counter above all seen, for each attempt.
     epoch = Epoch(state.highest_counter + 1, *state.me)
     return Propose(epoch, state.view, kept + joined, kept, jobs)
@@ -76,15 +77,14 @@ def decide(state: State, facts: Facts) -> Commit | None:
     )
     ring = ring_order(tuple(answers), costs)
     seats = tuple(_seat(member, base, continuing, answers[member], epoch) for member in ring)
-    after = rosters.next_rosters(
-        base,
-        epoch,
+    change = rosters.Change(
+        epoch=epoch,
         ring=ring,
-        continuing=continuing,
         answers=answers,
         concerns=known_concerns(state, facts),
         reasons=state.losses,
     )
+    after = rosters.next_rosters(base, change, continuing=continuing)
     return Commit(View(epoch, seats, after), costs)
 
 
@@ -131,12 +131,27 @@ def _clique(
 
 
 def _candidates(state: State, now: float) -> tuple[Member, ...]:
-    """Who asked to be taken in, and follows a lighter view."""
-    return tuple(
+    """Who asked to be taken in, and follows a lighter view, with all whom we hear of that view.
+
+    V9: a job that runs among them shall come whole.
+    """
+    asked = [
         member
         for member, asked_at in sorted(state.joining.items())
-        if now - asked_at < JOIN_REQUEST_S
-        and hears_me(state, member)
+        if now - asked_at < JOIN_REQUEST_S and _may_join(state, member)
+    ]
+    views = {state.peers[member.node].view.epoch for member in asked}
+    others = [
+        peer.member
+        for _, peer in sorted(state.peers.items())
+        if peer.view.epoch in views and peer.member not in asked and _may_join(state, peer.member)
+    ]
+    return (*asked, *others)
+
+
+def _may_join(state: State, member: Member) -> bool:
+    return (
+        hears_me(state, member)
         and state.view.seat_of(member) is None
         and state.view.weight > state.peers[member.node].view.weight
     )

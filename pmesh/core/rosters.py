@@ -1,12 +1,34 @@
-"""Which jobs begin, and how a view change resolves the ops of those that run (O3, I4)."""
+"""Which jobs begin, who is in them, and how they go through a view change (O3, I4, O6, V9)."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
-from pmesh.core.messages import Call, Concern, Flushed, JobReport, OpReport, Waiting
-from pmesh.core.views import OpOutcome, Roster, Trainer, Verdict, View
-from pmesh.ids import Epoch, JobName, Member, OpNumber, Rank
+from pmesh.core.messages import Concern, Flushed, JobReport, Waiting
+from pmesh.core.op_outcomes import (
+    Knowledge,
+    gather,
+    lost_results,
+    op_to_enter,
+    resolve_ops,
+)
+from pmesh.core.quorum import has_quorum
+from pmesh.core.views import Primary, Roster, Terms, Trainer, Verdict, View
+from pmesh.ids import Epoch, JobName, Member, OpNumber, TrainerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A view change whose flush answers are all there."""
+
+    epoch: Epoch
+    ring: Sequence[Member]
+    """The members of the new view, in ring order."""
+    answers: Mapping[Member, Flushed]
+    concerns: Sequence[Concern]
+    reasons: Mapping[Member, str]
+    """Why members were lost, as far as the leader knows."""
 
 
 def jobs_to_settle(
@@ -21,64 +43,50 @@ def jobs_to_settle(
         roster.job
         for roster in view.rosters
         if (roster.job, roster.born, roster.number) in concerned
-        or _gone_ranks(roster, kept)
-        or _lost_results(roster, kept)
+        or _gone(roster, kept)
+        or lost_results(roster, kept)
     }
     known = {roster.job for roster in view.rosters}
     ready = {job for job in _ready_jobs(waiting) if job not in known}
     return tuple(sorted(running | ready))
 
 
+def jobs_without_quorum(view: View) -> tuple[JobName, ...]:
+    """The jobs that any view change might help (V10)."""
+    return tuple(roster.job for roster in view.rosters if not roster.quorate)
+
+
 def next_rosters(
-    base: View,
-    epoch: Epoch,
-    *,
-    ring: Sequence[Member],
-    continuing: Collection[Member],
-    answers: Mapping[Member, Flushed],
-    concerns: Sequence[Concern],
-    reasons: Mapping[Member, str],
+    base: View, change: Change, *, continuing: Collection[Member]
 ) -> tuple[Roster, ...]:
-    """The rosters of the view that `epoch` names, from the flush answers of its members."""
-    rosters: dict[JobName, Roster] = {}
-    for roster in base.rosters:
-        after = _continue_roster(
-            roster,
-            epoch,
-            continuing=continuing,
-            answers=answers,
-            concerns=concerns,
-            reasons=reasons,
-        )
-        if len(after.lost_ranks) < len(after.trainers):  # a job without ranks has ended
-            rosters[after.job] = after
-    newcomers = [member for member in answers if member not in continuing]
-    for roster in _whole_rosters(newcomers, answers):
-        rosters.setdefault(roster.job, roster)
-    waiting = {member: answers[member].waiting for member in ring}
+    """The rosters of the view that `change.epoch` names."""
+    histories: dict[JobName, list[_History]] = {}
+    for view, members in _lineages(base, continuing, change):
+        for roster in view.rosters:
+            history = _go_on(roster, members, change)
+            if history is not None:
+                histories.setdefault(roster.job, []).append(history)
+    # V9: where histories of a job meet, one goes on.
+    rosters = {job: max(several, key=_History.weight).roster for job, several in histories.items()}
+    waiting = {member: change.answers[member].waiting for member in change.ring}
     for job in _ready_jobs(waiting):
         if job not in rosters:
-            rosters[job] = _first_roster(job, epoch, waiting, answers)
+            rosters[job] = _first_roster(job, change, waiting)
     return tuple(rosters[job] for job in sorted(rosters))
 
 
-def outcome_of(roster: Roster, op: OpNumber) -> OpOutcome | None:
-    """How the last view change resolved the op; None: it runs on, or again."""
-    return next((outcome for outcome in roster.outcomes if outcome.op == op), None)
-
-
-def is_same_history(before: Roster, after: Roster, rank: Rank) -> bool:
-    """Whether a rank that follows `before` goes on in `after` (V9).
+def is_same_history(before: Roster, after: Roster, trainer: Trainer) -> bool:
+    """Whether a trainer that follows `before` goes on in `after` (V9).
 
     The two sides of a partition may both settle a job. Where they meet, the other side's roster has
-    the same birth, but another number, or the same number and other contents, or counts this very
-    rank as lost; it never continues ours.
+    the same birth, but another number, or the same number and other contents, or has lost this very
+    trainer; it never continues ours.
     """
     if after.born != before.born or after.number < before.number:
         return False
     if after.number == before.number:
         return after == before
-    return rank not in after.lost_ranks or rank in before.lost_ranks
+    return trainer in after.trainers or trainer in after.witnesses
 
 
 def keep_local_rosters(view: View, member: Member) -> tuple[Roster, ...]:
@@ -90,22 +98,129 @@ def keep_local_rosters(view: View, member: Member) -> tuple[Roster, ...]:
     )
 
 
-def _gone_ranks(roster: Roster, kept: Collection[Member]) -> tuple[Rank, ...]:
-    return tuple(
-        Rank(i)
-        for i, trainer in enumerate(roster.trainers)
-        if i not in roster.lost_ranks and trainer.member not in kept
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _History:
+    """A job's roster as it would go on, and how far its ops have come."""
+
+    roster: Roster
+    stable: int
+
+    def weight(self) -> tuple[bool, int, int, int, int]:
+        """V9: of two that meet, the heavier one goes on."""
+        roster = self.roster
+        older = -roster.born.counter, -roster.number
+        return (roster.quorate, len(roster.trainers), self.stable, *older)
+
+
+def _lineages(
+    base: View, continuing: Collection[Member], change: Change
+) -> list[tuple[View, list[Member]]]:
+    """The base with those who continue it, and each view that newcomers have had in common."""
+    found = {base.epoch: (base, list(continuing))}
+    for member in change.answers:
+        if member not in continuing:
+            view = change.answers[member].view
+            found.setdefault(view.epoch, (view, []))[1].append(member)
+    return list(found.values())
+
+
+def _go_on(roster: Roster, members: Collection[Member], change: Change) -> _History | None:
+    """The roster after the change, among these members; None if no rank is left."""
+    hosts = {trainer.member for trainer in roster.trainers + roster.witnesses} & set(members)
+    reports = [r for host in hosts if (r := _report_on(roster, change.answers[host])) is not None]
+    known = gather(reports)
+    gone = _gone(roster, members)
+    about = [c for c in change.concerns if _is_about(c, roster)]
+    cause = gone or about or lost_results(roster, members) or not roster.quorate
+    if not cause or any(not report.fenced for report in reports):
+        # V7: it runs on; V3: what is not fenced everywhere waits for the next view.
+        return _History(roster=roster, stable=known.stable)
+    left = {t for c in about if c.op < 0 and c.verdict for t in c.verdict.trainers}
+    losses = [_loss(roster, trainer, change.reasons) for trainer in gone]
+    losses += [c.verdict for c in about if c.op < 0 and c.verdict]
+    staying = [t for t in roster.trainers if t not in gone and t.id not in left]
+    if not staying:
+        return None
+    settled = msgspec.structs.replace(
+        roster,
+        number=change.epoch.counter,
+        trainers=_in_ring_order(staying, change.ring),
+        losses=_once(losses),
+    )
+    outcomes = resolve_ops(roster, settled, known, about)
+    holding = {holder for outcome in outcomes for holder in outcome.holders}
+    witnesses = tuple(
+        t
+        for t in roster.trainers + roster.witnesses
+        if t.id in holding and t not in settled.trainers and t.member in members
+    )
+    settled = msgspec.structs.replace(settled, outcomes=outcomes, witnesses=witnesses)
+    settled = _let_in(settled, known, change)
+    return _History(roster=_vote(settled, change), stable=known.stable)
+
+
+def _gone(roster: Roster, kept: Collection[Member]) -> tuple[Trainer, ...]:
+    return tuple(trainer for trainer in roster.trainers if trainer.member not in kept)
+
+
+def _is_about(concern: Concern, roster: Roster) -> bool:
+    return (concern.job, concern.born, concern.number) == (roster.job, roster.born, roster.number)
+
+
+def _report_on(roster: Roster, answer: Flushed) -> JobReport | None:
+    """None: the member never installed the roster, so it has started nothing under it."""
+    return next((r for r in answer.jobs if (r.job, r.born) == (roster.job, roster.born)), None)
+
+
+def _loss(roster: Roster, trainer: Trainer, reasons: Mapping[Member, str]) -> Verdict:
+    why = reasons.get(trainer.member, "its agent is gone")
+    text = f"{roster.describe(trainer.id)} is lost: {why}"
+    return Verdict("RankLost", text, (trainer.id,))
+
+
+def _once(losses: Iterable[Verdict]) -> tuple[Verdict, ...]:
+    """A trainer that has left on a machine that is gone is lost once."""
+    first = {verdict.trainers: verdict for verdict in reversed(list(losses))}
+    return tuple(first[trainers] for trainers in sorted(first))
+
+
+def _in_ring_order(trainers: Iterable[Trainer], ring: Sequence[Member]) -> tuple[Trainer, ...]:
+    """The view's ring order, a machine's trainers side by side; begun with the oldest.
+
+    A ring may begin anywhere, and who is rank 0 stays it for as long as it lives.
+    """
+    ordered = sorted(trainers, key=lambda trainer: (ring.index(trainer.member), trainer.id))
+    first = min(range(len(ordered)), key=lambda i: ordered[i].id)
+    return tuple(ordered[first:] + ordered[:first])
+
+
+def _let_in(roster: Roster, known: Knowledge, change: Change) -> Roster:
+    """O6: who waits for a running job enters it in a `sync`."""
+    op = op_to_enter(known, roster)
+    waiting = {member: change.answers[member].waiting for member in change.ring}
+    if op is None:
+        return roster
+    entering = _trainers_waiting(roster.job, op, roster.next_id, change, waiting)
+    return msgspec.structs.replace(
+        roster,
+        trainers=_in_ring_order([*roster.trainers, *entering], change.ring),
+        next_id=TrainerId(roster.next_id + len(entering)),
+        terms=_join_terms(roster.terms, roster.job, waiting),
     )
 
 
-def _lost_results(roster: Roster, kept: Collection[Member]) -> tuple[OpNumber, ...]:
-    """Ops whose every holder is gone, perhaps after its rank was lost: nobody can fetch them."""
-    return tuple(
-        outcome.op
-        for outcome in roster.outcomes
-        if outcome.holders
-        and not any(roster.trainers[holder].member in kept for holder in outcome.holders)
-    )
+def _vote(roster: Roster, change: Change) -> Roster:
+    """V10: whether this side may go on."""
+    if roster.terms.quorum == "majority":
+        attempts = [attempt for answer in change.answers.values() for attempt in answer.attempts]
+        if not has_quorum(roster.primary, change.answers.keys(), attempts, change.epoch):
+            return msgspec.structs.replace(roster, quorate=False)
+    primary = Primary(change.epoch, _voters(roster.trainers))
+    return msgspec.structs.replace(roster, quorate=True, primary=primary)
+
+
+def _voters(trainers: Iterable[Trainer]) -> tuple[Member, ...]:
+    return tuple(trainer.member for trainer in sorted(trainers, key=lambda t: t.id))
 
 
 def _ready_jobs(waiting: Mapping[Member, Sequence[Waiting]]) -> tuple[JobName, ...]:
@@ -117,111 +232,43 @@ def _ready_jobs(waiting: Mapping[Member, Sequence[Waiting]]) -> tuple[JobName, .
 
 
 def _first_roster(
-    job: JobName,
-    epoch: Epoch,
-    waiting: Mapping[Member, Sequence[Waiting]],
-    answers: Mapping[Member, Flushed],
+    job: JobName, change: Change, waiting: Mapping[Member, Sequence[Waiting]]
 ) -> Roster:
     """Ranks are the view's ring order restricted to the job, a machine's trainers side by side."""
-    trainers = [
-        Trainer(member, trainer.slot)
+    trainers = _trainers_waiting(job, OpNumber(0), TrainerId(0), change, waiting)
+    return Roster(
+        job=job,
+        born=change.epoch,
+        number=change.epoch.counter,
+        trainers=tuple(trainers),
+        primary=Primary(change.epoch, _voters(trainers)),
+        next_id=TrainerId(len(trainers)),
+        terms=_join_terms(Terms(), job, waiting),
+    )
+
+
+def _trainers_waiting(
+    job: JobName,
+    op: OpNumber,
+    first: TrainerId,
+    change: Change,
+    waiting: Mapping[Member, Sequence[Waiting]],
+) -> list[Trainer]:
+    found = [
+        (member, trainer.slot)
         for member, theirs in waiting.items()
         for trainer in sorted(theirs, key=lambda t: t.slot)
         if trainer.job == job
     ]
-    names = tuple(answers[trainer.member].name for trainer in trainers)
-    return Roster(job, epoch, epoch.counter, tuple(trainers), names)
-
-
-def _whole_rosters(newcomers: Sequence[Member], answers: Mapping[Member, Flushed]) -> list[Roster]:
-    """The running jobs that newcomers bring along with all ranks and results (V9)."""
-    found: list[Roster] = []
-    for member in newcomers:
-        view = answers[member].view
-        together = [other for other in newcomers if answers[other].view.epoch == view.epoch]
-        found += [
-            roster
-            for roster in view.rosters
-            if not _gone_ranks(roster, together) and not _lost_results(roster, together)
-        ]
-    return sorted(found, key=lambda roster: (-len(roster.trainers), roster.born))
-
-
-def _continue_roster(
-    roster: Roster,
-    epoch: Epoch,
-    *,
-    continuing: Collection[Member],
-    answers: Mapping[Member, Flushed],
-    concerns: Sequence[Concern],
-    reasons: Mapping[Member, str],
-) -> Roster:
-    gone = _gone_ranks(roster, continuing)
-    about = [
-        c for c in concerns if (c.job, c.born, c.number) == (roster.job, roster.born, roster.number)
+    return [
+        Trainer(TrainerId(first + i), member, slot, change.answers[member].name, op)
+        for i, (member, slot) in enumerate(found)
     ]
-    hosts = {trainer.member for trainer in roster.trainers} & set(continuing)
-    reports = {host: _report_on(roster, answers[host]) for host in hosts}
-    cause = gone or about or _lost_results(roster, continuing)
-    if not cause or any(r is not None and not r.fenced for r in reports.values()):
-        return roster  # V7: it runs on; V3: what is not fenced everywhere waits for the next view
-    lost = [_loss(roster, rank, reasons) for rank in gone]
-    lost += [concern.verdict for concern in about if concern.op < 0 and concern.verdict]
-    settled = msgspec.structs.replace(roster, number=epoch.counter, lost=roster.lost + tuple(lost))
-    outcomes = _resolve_ops(settled, [r for r in reports.values() if r is not None], about)
-    return msgspec.structs.replace(settled, outcomes=outcomes)
 
 
-def _report_on(roster: Roster, answer: Flushed) -> JobReport | None:
-    """None: the member never installed the roster, so it has started nothing under it."""
-    return next((r for r in answer.jobs if (r.job, r.born) == (roster.job, roster.born)), None)
-
-
-def _loss(roster: Roster, rank: Rank, reasons: Mapping[Member, str]) -> Verdict:
-    member = roster.trainers[rank].member
-    why = reasons.get(member, "its agent is gone")
-    return Verdict("RankLost", f"rank {rank} ({roster.names[rank]}) is lost: {why}", (rank,))
-
-
-def _resolve_ops(
-    roster: Roster, reports: Sequence[JobReport], concerns: Sequence[Concern]
-) -> tuple[OpOutcome, ...]:
-    known: dict[OpNumber, dict[Rank, OpReport]] = {}
-    for report in reports:
-        for rank_report in report.ranks:
-            for op in rank_report.ops:
-                known.setdefault(op.op, {})[rank_report.rank] = op
-    stuck = {OpNumber(c.op): c.verdict for c in concerns if c.op >= 0 and c.verdict}
-    outcomes: list[OpOutcome] = []
-    for number in sorted(known.keys() | stuck.keys()):
-        outcome = _resolve_op(roster, number, known.get(number, {}), stuck.get(number))
-        if outcome is not None:
-            outcomes.append(outcome)
-    return tuple(outcomes)
-
-
-def _resolve_op(
-    roster: Roster, op: OpNumber, reports: Mapping[Rank, OpReport], stuck: Verdict | None
-) -> OpOutcome | None:
-    """One verdict for all (O3). None: nobody has an end of it, so it runs again (O1)."""
-    failed = [report.verdict for _, report in sorted(reports.items()) if report.verdict]
-    if failed:
-        return OpOutcome(op, verdict=failed[0])
-    calls = {rank: report.call for rank, report in sorted(reports.items())}
-    if len(set(calls.values())) > 1:
-        return OpOutcome(op, verdict=_mismatch(roster, op, calls))  # I5
-    # I4: what one survivor completed, every survivor completes.
-    holders = tuple(rank for rank, report in sorted(reports.items()) if report.completed)
-    if holders:
-        return OpOutcome(op, holders=holders)
-    verdict = roster.lost[0] if roster.lost else stuck
-    return None if verdict is None else OpOutcome(op, verdict=verdict)
-
-
-def _mismatch(roster: Roster, op: OpNumber, calls: Mapping[Rank, Call]) -> Verdict:
-    said = "; ".join(
-        f"rank {rank} ({name}): {calls.get(Rank(rank), 'not called yet')}"
-        for rank, name in enumerate(roster.names)
-        if rank in calls or rank not in roster.lost_ranks
-    )
-    return Verdict("OpMismatch", f"op {op} of job {roster.job!r} differs: {said}", tuple(calls))
+def _join_terms(terms: Terms, job: JobName, waiting: Mapping[Member, Sequence[Waiting]]) -> Terms:
+    for theirs in waiting.values():
+        for trainer in theirs:
+            if trainer.job == job:
+                terms = terms.joined_with(trainer.terms)
+    return terms

@@ -177,7 +177,9 @@ class Stopping(_Message, frozen=True, tag="stopping"):
     pid: int
 
 
-Request: TypeAlias = Connect | WantArena | DropArena | StartOp | Leave | AskStatus | AskEvents | StopAgent
+Request: TypeAlias = (
+    Connect | WantArena | DropArena | StartOp | Leave | AskStatus | AskEvents | StopAgent
+)
 Reply: TypeAlias = (
     Joined
     | Refused

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from pmesh.core.messages import (
     AgreementMessage,
+    Attempt,
     Concern,
     Flushed,
     Heartbeat,
@@ -88,6 +89,8 @@ class State:
     losses: Mapping[Member, str] = field(default_factory=dict[Member, str])
     """Why each lost member was lost, for messages."""
     proposal: Proposal | None = None
+    attempts: tuple[Attempt, ...] = ()
+    """V10: views promised and not seen installed; kept only where a job asks for a quorum."""
     quiet_until: float = 0.0
     asked_to_join_at: float = 0.0
 

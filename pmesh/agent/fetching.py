@@ -1,0 +1,110 @@
+"""O2: a rank that missed the end of an op takes its result from one that did not."""
+
+import itertools
+
+import trio
+
+from pmesh.agent.lane_desk import End
+from pmesh.agent.ranks import LocalRank, Result
+from pmesh.agent.surroundings import Surroundings
+from pmesh.core.messages import AskResult, Call
+from pmesh.core.records import fingerprint
+from pmesh.core.views import OpOutcome
+from pmesh.errors import LaneBroken
+from pmesh.ids import OpNumber
+from pmesh.net.collectives import CallsDiffer, RingPosition, broadcast
+from pmesh.net.lanes import Lane
+
+COPIED_BYTES = 1024 * 1024  # at once: some 0.1 ms, so that the event loop stays responsive
+ASK_AGAIN_S = 1.0  # five heartbeats: a holder that is one view behind has caught up
+
+
+async def fetch_result(
+    rank: LocalRank, call: Call, target: memoryview, outcome: OpOutcome, around: Surroundings
+) -> None:
+    """Take the result of an op that others have completed from one of them.
+
+    Raises:
+        CallsDiffer: what they have completed is another call.
+        LaneBroken: the connection is gone.
+    """
+    near = around.neighbour(rank, outcome.holders[0])
+    if near is not None:
+        await _copy(near, outcome.op, call, target)
+        return
+    lane = await _ask_for_lane(rank, outcome, around)
+    try:
+        ring = RingPosition(rank=1, size=2, roster=rank.roster.number, from_previous=lane)
+        await broadcast(
+            ring,
+            op=outcome.op,
+            fingerprint=rank.fingerprint,
+            completed=rank.ledger.ended,
+            root=0,
+            buffer=target,
+        )
+    finally:
+        rank.count(lane)
+        lane.close()
+
+
+async def _ask_for_lane(rank: LocalRank, outcome: OpOutcome, around: Surroundings) -> Lane:
+    """Ask one holder after the other: one that has not installed our view yet does not answer."""
+    for holder in itertools.cycle(outcome.holders):
+        edge = rank.edge(holder, rank.id, outcome.op)
+        ask = AskResult(edge.job, edge.born, edge.number, outcome.op, holder, rank.id)
+        host = rank.roster.trainer(holder)
+        if host is not None:
+            around.ask(host.member, ask)
+        with trio.move_on_after(ASK_AGAIN_S):
+            return await around.desk.take(End(edge, sending=False))
+    raise AssertionError("a cycle has no end")
+
+
+async def _copy(near: LocalRank, op: OpNumber, call: Call, target: memoryview) -> None:
+    """The result of a rank on this machine."""
+    retained, report = near.result_of(op), near.ledger.ops.get(op)
+    if report is not None and report.call != call:
+        raise CallsDiffer(op, repr(near))
+    if retained is None or retained.nbytes != target.nbytes:
+        raise LaneBroken(f"the result of op {op} is gone")
+    source = retained.memory
+    for begin in range(0, target.nbytes, COPIED_BYTES):
+        target[begin : begin + COPIED_BYTES] = source[begin : begin + COPIED_BYTES]
+        await trio.lowlevel.checkpoint()
+
+
+async def serve_result(rank: LocalRank, ask: AskResult, around: Surroundings) -> None:
+    """O2: send a retained result to a rank that missed the end of its op."""
+    retained = rank.result_of(ask.op)
+    report = rank.ledger.ops.get(ask.op)
+    asker = rank.roster.trainer(ask.receiver)
+    if retained is None or report is None or asker is None or ask.number != rank.roster.number:
+        return  # another view has come: the asker will ask again under its number
+    edge = rank.edge(rank.id, ask.receiver, ask.op)
+    with trio.CancelScope() as scope:
+        rank.serving.add(scope)
+        try:
+            around.desk.offer(edge, asker.member)
+            lane = await around.desk.take(End(edge, sending=True))
+            await _send_result(rank, ask.op, report.call, retained, lane)
+        finally:
+            rank.serving.discard(scope)
+
+
+async def _send_result(
+    rank: LocalRank, op: OpNumber, call: Call, retained: Result, lane: Lane
+) -> None:
+    try:
+        ring = RingPosition(rank=0, size=2, roster=rank.roster.number, to_next=lane)
+        await broadcast(
+            ring,
+            op=op,
+            fingerprint=fingerprint(call),
+            completed=rank.ledger.ended,
+            root=0,
+            buffer=retained.memory,
+        )
+    finally:
+        rank.count(lane)
+        lane.close()

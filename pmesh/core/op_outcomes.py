@@ -1,0 +1,132 @@
+"""How a view change resolves the ops that are not yet stable: completed, failed, or run again."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from pmesh.core.messages import Concern, JobReport, OpReport
+from pmesh.core.views import OpOutcome, Roster, Verdict
+from pmesh.ids import OpNumber, TrainerId
+
+Reports = Mapping[OpNumber, Mapping[TrainerId, OpReport]]
+"""What is known of each op that is not stable, by whom."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knowledge:
+    """What the flush answers tell of one job."""
+
+    ops: Reports
+    highest: int
+    """The highest op that anybody has started; -1 before the first."""
+    stable: int
+    """The highest op that is known to have ended at all ranks."""
+
+
+def gather(reports: Sequence[JobReport]) -> Knowledge:
+    """Read the flush answers of one job."""
+    ops: dict[OpNumber, dict[TrainerId, OpReport]] = {}
+    stable = -1
+    for rank in (rank for report in reports for rank in report.ranks):
+        stable = max(stable, rank.stable)
+        for op in rank.ops:
+            ops.setdefault(op.op, {})[rank.trainer] = op
+    return Knowledge(ops=ops, highest=max([stable, *ops]), stable=stable)
+
+
+def resolve_ops(
+    before: Roster,
+    after: Roster,
+    known: Knowledge,
+    concerns: Sequence[Concern],
+) -> tuple[OpOutcome, ...]:
+    """The outcome of every op that has one; the others run on, or again (O1).
+
+    Args:
+        before: the roster under which the ops were called.
+        after: the roster that is being settled, without those who are lost.
+        known: what its trainers, and those lost ones whose agents live, have told.
+        concerns: what is asked of the leader about this roster.
+    """
+    stuck = {OpNumber(c.op): c.verdict for c in concerns if c.op >= 0 and c.verdict}
+    if after.losses and after.terms.on_loss == "raise":
+        stuck |= dict.fromkeys(_ops_that_a_loss_fails(after, known), after.losses[0])
+    outcomes = [outcome for outcome in before.outcomes if outcome.op > known.highest]
+    settled = {outcome.op for outcome in outcomes}
+    for number in sorted((known.ops.keys() | stuck.keys()) - settled):
+        outcome = _resolve_op(after, number, known.ops.get(number, {}), stuck.get(number))
+        if outcome is not None:
+            outcomes.append(outcome)
+    return tuple(outcomes)
+
+
+def outcome_of(roster: Roster, op: OpNumber) -> OpOutcome | None:
+    """How the last view change resolved the op; None: it runs on, or again."""
+    return next((outcome for outcome in roster.outcomes if outcome.op == op), None)
+
+
+def op_to_enter(known: Knowledge, after: Roster) -> OpNumber | None:
+    """O6: the `sync` that is under way, with which newcomers may begin; None if there is none.
+
+    Whoever has called it has ended all ops before, so the newcomer misses nothing; and nobody has
+    its result, so it runs again, with the newcomer.
+    """
+    number = OpNumber(known.highest)
+    reports = known.ops.get(number, {})
+    open_sync = reports and all(
+        report.call.kind == "sync" and not report.completed and report.verdict is None
+        for report in reports.values()
+    )
+    return number if open_sync and outcome_of(after, number) is None else None
+
+
+def lost_results(roster: Roster, kept: Collection[object]) -> tuple[OpNumber, ...]:
+    """Ops whose every holder is gone, perhaps after its rank was lost: nobody can fetch them."""
+    members = {t.id: t.member for t in roster.trainers + roster.witnesses}
+    return tuple(
+        outcome.op
+        for outcome in roster.outcomes
+        if outcome.holders and not any(members.get(h) in kept for h in outcome.holders)
+    )
+
+
+def _ops_that_a_loss_fails(after: Roster, known: Knowledge) -> list[OpNumber]:
+    """Where a loss is to raise: the ops under way, and if there is none, the next one."""
+    under_way = [
+        number
+        for number, reports in known.ops.items()
+        if not any(report.completed or report.verdict for report in reports.values())
+        and set(reports) & set(after.ids)
+    ]
+    return under_way or [OpNumber(known.highest + 1)]
+
+
+def _resolve_op(
+    after: Roster, op: OpNumber, reports: Mapping[TrainerId, OpReport], stuck: Verdict | None
+) -> OpOutcome | None:
+    """One verdict for all (O3). None: nobody has an end of it, so it runs again (O1)."""
+    in_order = [report for _, report in sorted(reports.items())]
+    for report in in_order:
+        if report.verdict is not None:
+            return OpOutcome(op, report.contributors, verdict=report.verdict)
+    holders = _holders(after, reports)
+    asked = {t: r for t, r in sorted(reports.items()) if t in after.ids or t in holders}
+    if len({report.call for report in asked.values()}) > 1:
+        return OpOutcome(op, after.ids, verdict=_mismatch(after, op, asked))  # I5
+    if holders:  # I4: what one survivor completed, every survivor completes.
+        return OpOutcome(op, reports[holders[0]].contributors, holders=holders)
+    return None if stuck is None else OpOutcome(op, after.ids, verdict=stuck)
+
+
+def _holders(after: Roster, reports: Mapping[TrainerId, OpReport]) -> tuple[TrainerId, ...]:
+    """Who has the result: ranks, or if none has, lost trainers whose agents live (O2)."""
+    completed = [trainer for trainer, report in sorted(reports.items()) if report.completed]
+    return tuple(t for t in completed if t in after.ids) or tuple(completed)
+
+
+def _mismatch(roster: Roster, op: OpNumber, asked: Mapping[TrainerId, OpReport]) -> Verdict:
+    said = "; ".join(
+        f"rank {rank} ({trainer.name}): "
+        f"{asked[trainer.id].call if trainer.id in asked else 'not called yet'}"
+        for rank, trainer in enumerate(roster.trainers)
+    )
+    return Verdict("OpMismatch", f"op {op} of job {roster.job!r} differs: {said}", tuple(asked))
