@@ -13,6 +13,7 @@ import trio
 from pmesh.agent.events import Chronicle
 from pmesh.agent.fetching import serve_result
 from pmesh.agent.lane_desk import LaneDesk
+from pmesh.agent.marks import Marks, of_job
 from pmesh.agent.membership import Membership
 from pmesh.agent.ranks import COME_BACK, LocalRank
 from pmesh.core.health import WIRED
@@ -68,7 +69,7 @@ class Jobs:
         self._next_slot = 0
         self.candidates: dict[Slot, Candidate] = {}
         self.ranks: list[LocalRank] = []
-        self._marks: dict[tuple[JobName, TrainerId], RankMarks] = {}
+        self.marks = Marks(self.ranks)
         self._serving: set[AskResult] = set()
         self._absent: list[Concern] = []
         self._ended_traffic = (0, 0)
@@ -120,7 +121,7 @@ class Jobs:
         """What the local jobs want and have."""
         return Facts(
             reports=tuple(self._reports()),
-            waiting=self._waiting() if self._enough_peers() else (),
+            waiting=self._waiting(),
             concerns=tuple(self._concerns()),
             marks=tuple(rank.marks() for rank in self.ranks),
         )
@@ -149,14 +150,14 @@ class Jobs:
             for trainer in roster.trainers_at(self._me):
                 self._begin_if_new(roster, trainer)
         self._absent = [c for c in self._absent if self._is_open(c, view)]
-        self._marks = {at: m for at, m in self._marks.items() if view.roster_of(at[0]) is not None}
+        self.marks.forget(view)
 
     def marked(self, member: Member, heartbeat: Heartbeat) -> None:
         """A peer has told how far its ranks have come."""
         for mark in heartbeat.marks:
             if not self._concerns_us(member, heartbeat, mark):
                 continue  # it has ended here; or is about to begin, and the next one tells again
-            self._marks[mark.job, mark.trainer] = mark
+            self.marks.hear(mark)
             for rank in self.ranks:
                 if rank.roster.job == mark.job:
                     self._compare(rank, mark)
@@ -210,48 +211,20 @@ class Jobs:
 
     def neighbour(self, rank: LocalRank, other: TrainerId) -> LocalRank | None:
         """Another trainer of the same job, if it lives here too."""
-        return next((r for r in self._of_job(rank.roster) if r.id == other), None)
-
-    def late_ranks(self, rank: LocalRank, op: OpNumber) -> tuple[TrainerId, ...]:
-        """The ranks that are not known to have started the op."""
-        marks = {other: self.mark_of(rank.roster, other) for other in rank.roster.ids}
-        return tuple(
-            other
-            for other, mark in marks.items()
-            if other != rank.id and (mark is None or mark.started < op)
-        )
-
-    def describe_late(self, rank: LocalRank, op: OpNumber) -> Iterator[str]:
-        """On whom an op waits, for a person."""
-        for other in self.late_ranks(rank, op):
-            mark = self.mark_of(rank.roster, other)
-            stopped = mark is not None and mark.stopped
-            yield rank.roster.describe(other) + ", whose process is stopped" * stopped
+        return next((r for r in of_job(self.ranks, rank.roster) if r.id == other), None)
 
     def newcomers(self, rank: LocalRank) -> int:
         """How many trainers wait to enter the job."""
         return sum(self.waiting_for(rank.roster.job).values())
 
-    def stable_mark(self, roster: Roster) -> int:
-        """Every rank is known to have ended the ops up to this one (O2)."""
-        marks = [(trainer, self.mark_of(roster, trainer.id)) for trainer in roster.trainers]
-        return min(t.enters - 1 if mark is None else mark.completed for t, mark in marks)
-
     def mark_of(self, roster: Roster, trainer: TrainerId) -> RankMarks | None:
         """How far any trainer of a job is known to have come; None while nothing is known."""
-        for local in self._of_job(roster):
-            if local.id == trainer:
-                return local.marks()
-        mark = self._marks.get((roster.job, trainer))
-        return None if mark is None or mark.number < roster.born.counter else mark
+        return self.marks.of(roster, trainer)
 
     def runs_without_sync(self, job: JobName) -> bool:
         """O6: the job has begun to run ops, and has never called `sync`: nobody can enter it."""
         roster = self.membership.view.roster_of(job)
-        if roster is None:
-            return False
-        marks = [m for id_ in roster.ids if (m := self.mark_of(roster, id_)) is not None]
-        return any(m.started >= 0 for m in marks) and all(m.synced < 0 for m in marks)
+        return roster is not None and self.marks.show_no_sync(roster)
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -269,23 +242,18 @@ class Jobs:
 
     # --- inside
 
-    def _of_job(self, roster: Roster) -> Iterator[LocalRank]:
-        wanted = roster.job, roster.born
-        return (r for r in self.ranks if (r.roster.job, r.roster.born) == wanted)
-
     def _stabilize(self) -> None:
         for rank in self.ranks:
-            rank.stabilize(self.stable_mark(rank.roster))
+            rank.stabilize(self.marks.stable(rank.roster))
 
     def _waiting(self) -> tuple[Waiting, ...]:
+        if len(self.membership.view.seats) <= self._min_peers:
+            return ()
         return tuple(
             Waiting(c.job, c.slot, c.wait_for, c.terms)
             for c in self.candidates.values()
             if c.rank is None
         )
-
-    def _enough_peers(self) -> bool:
-        return len(self.membership.view.seats) > self._min_peers
 
     def _reports(self) -> Iterator[JobReport]:
         merged: dict[tuple[object, ...], JobReport] = {}
@@ -322,7 +290,7 @@ class Jobs:
             self.desk.forget(rank.roster.job, below=rank.roster.number + 1)
 
     def _begin_if_new(self, roster: Roster, trainer: Trainer) -> None:
-        if any(r.trainer == trainer for r in self._of_job(roster)):
+        if any(r.trainer == trainer for r in of_job(self.ranks, roster)):
             return
         candidate = self.candidates.pop(trainer.slot, None)
         if candidate is None or candidate.job != roster.job:
@@ -384,7 +352,7 @@ class Jobs:
         """V6: lanes without progress are broken, even while heartbeats flow: the op runs again."""
         op = OpNumber(rank.ledger.started)
         waits = rank.size > 1 and rank.ledger.ended < op and rank.concern is None
-        if not waits or rank.rank is None or self.late_ranks(rank, op):
+        if not waits or rank.rank is None or self.marks.late(rank, op):
             rank.progress = None  # on whom it waits is no matter of lanes
             return
         now, moved = trio.current_time(), rank.traffic

@@ -342,7 +342,7 @@ def _timed_out(rank: LocalRank, op: _Op, around: Surroundings) -> Verdict:
     too_few = describe_shortage(rank, around.newcomers(rank))
     if too_few:
         return Verdict("NotEnoughRanks", what + too_few)
-    late = around.late_ranks(rank, op.number)
+    late = around.marks.late(rank, op.number)
     names = ", ".join(map(rank.roster.describe, late))
     why = f"not started by {names}" if late else "every rank has started it: the network is slow"
     return Verdict("OpTimedOut", what + why, late)

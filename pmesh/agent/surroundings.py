@@ -4,9 +4,10 @@ from typing import Protocol
 
 from pmesh.agent.events import Chronicle
 from pmesh.agent.lane_desk import LaneDesk
+from pmesh.agent.marks import Marks
 from pmesh.agent.ranks import LocalRank
 from pmesh.core.messages import AskResult
-from pmesh.ids import Member, OpNumber, TrainerId
+from pmesh.ids import Member, TrainerId
 
 
 class Surroundings(Protocol):
@@ -14,6 +15,7 @@ class Surroundings(Protocol):
 
     desk: LaneDesk
     chronicle: Chronicle
+    marks: Marks
 
     def poke(self) -> None:
         """A concern has arisen."""
@@ -29,10 +31,6 @@ class Surroundings(Protocol):
 
     def neighbour(self, rank: LocalRank, other: TrainerId) -> LocalRank | None:
         """Another trainer of the same job, if it lives here too."""
-        ...
-
-    def late_ranks(self, rank: LocalRank, op: OpNumber) -> tuple[TrainerId, ...]:
-        """The ranks that are not known to have started the op."""
         ...
 
     def newcomers(self, rank: LocalRank) -> int:

@@ -267,7 +267,7 @@ class _Trainer:
     async def _say_on_whom(self, rank: LocalRank, waited_s: float) -> None:
         op = OpNumber(rank.ledger.started)
         shortage = describe_shortage(rank, self._jobs.newcomers(rank))
-        names = (shortage,) if shortage else tuple(self._jobs.describe_late(rank, op))
+        names = (shortage,) if shortage else tuple(self._jobs.marks.describe_late(rank, op))
         await self._session.send(StillWaiting(op, waited_s, names))
 
 

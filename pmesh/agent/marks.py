@@ -1,0 +1,66 @@
+"""How far all ranks of all jobs have come, as heartbeats tell: what is stable, on whom one waits."""
+
+from collections.abc import Iterator
+
+from pmesh.agent.ranks import LocalRank
+from pmesh.core.messages import RankMarks
+from pmesh.core.views import Roster, View
+from pmesh.ids import JobName, OpNumber, TrainerId
+
+
+def of_job(ranks: list[LocalRank], roster: Roster) -> Iterator[LocalRank]:
+    """The local ranks of this run of a job."""
+    wanted = roster.job, roster.born
+    return (rank for rank in ranks if (rank.roster.job, rank.roster.born) == wanted)
+
+
+class Marks:
+    """What others have last told, beside what the local ranks know."""
+
+    def __init__(self, ranks: list[LocalRank]) -> None:
+        """`ranks` are the local ones, a list that its owner changes."""
+        self._ranks = ranks
+        self._told: dict[tuple[JobName, TrainerId], RankMarks] = {}
+
+    def hear(self, mark: RankMarks) -> None:
+        """A peer has told how far one of its ranks has come."""
+        self._told[mark.job, mark.trainer] = mark
+
+    def forget(self, view: View) -> None:
+        """Keep only what is of the view's jobs."""
+        self._told = {at: m for at, m in self._told.items() if view.roster_of(at[0]) is not None}
+
+    def of(self, roster: Roster, trainer: TrainerId) -> RankMarks | None:
+        """How far any trainer of a job is known to have come; None while nothing is known."""
+        for local in of_job(self._ranks, roster):
+            if local.id == trainer:
+                return local.marks()
+        mark = self._told.get((roster.job, trainer))
+        earlier_job = mark is not None and mark.number < roster.born.counter
+        return None if earlier_job else mark
+
+    def stable(self, roster: Roster) -> int:
+        """Every rank is known to have ended the ops up to this one (O2)."""
+        marks = [(trainer, self.of(roster, trainer.id)) for trainer in roster.trainers]
+        return min(t.enters - 1 if mark is None else mark.completed for t, mark in marks)
+
+    def late(self, rank: LocalRank, op: OpNumber) -> tuple[TrainerId, ...]:
+        """The other ranks that are not known to have started the op."""
+        marks = {other: self.of(rank.roster, other) for other in rank.roster.ids}
+        return tuple(
+            other
+            for other, mark in marks.items()
+            if other != rank.id and (mark is None or mark.started < op)
+        )
+
+    def describe_late(self, rank: LocalRank, op: OpNumber) -> Iterator[str]:
+        """On whom an op waits, for a person."""
+        for other in self.late(rank, op):
+            mark = self.of(rank.roster, other)
+            stopped = mark is not None and mark.stopped
+            yield rank.roster.describe(other) + ", whose process is stopped" * stopped
+
+    def show_no_sync(self, roster: Roster) -> bool:
+        """O6: whether the job has run ops, but none in which others could enter it."""
+        marks = [mark for trainer in roster.ids if (mark := self.of(roster, trainer)) is not None]
+        return any(m.started >= 0 for m in marks) and all(m.synced < 0 for m in marks)
