@@ -1,4 +1,4 @@
-"""How far all ranks of all jobs have come, as heartbeats tell: what is stable, on whom one waits."""
+"""How far all ranks have come, as heartbeats tell: what is stable, and on whom an op waits."""
 
 from collections.abc import Iterator
 
