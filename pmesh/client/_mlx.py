@@ -7,7 +7,9 @@ import mlx.core as mx
 import numpy as np
 
 from pmesh.client.leaves import Leaf, check_dtype
+from pmesh.client.raw_arrays import RawArray, check_size
 from pmesh.core.reductions import Values
+from pmesh.errors import ProtocolError
 
 
 def evaluate(arrays: Sequence[object]) -> None:
@@ -29,3 +31,31 @@ def describe(x: object, where: str) -> Leaf:
         return mx.array(native, dtype=array.dtype)  # else float64 would become float32
 
     return Leaf(dtype=dtype, values=values, rebuild=rebuild, rebuild_copies=True)
+
+
+def to_raw(x: object, where: str) -> RawArray:
+    """An evaluated array as its bytes."""
+    del where  # there is none that has no bytes
+    array = cast("mx.array", x)
+    viewed = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    values = np.ascontiguousarray(cast("Values", np.array(viewed, copy=False))).reshape(-1)
+    return RawArray(
+        library="mlx",
+        dtype=str(array.dtype).removeprefix("mlx.core."),
+        shape=array.shape,
+        data=values.view(np.uint8) if values.size else np.empty(0, np.uint8),
+    )
+
+
+def from_raw(dtype: str, shape: tuple[int, ...], data: Values, like: object) -> mx.array:
+    """An array of a copy of these bytes; ProtocolError if none is like that."""
+    del like  # its memory is everyone's
+    found = getattr(mx, "bool_" if dtype == "bool" else dtype, None)
+    if not isinstance(found, mx.Dtype):
+        raise ProtocolError(f"no MLX array has the dtype {dtype!r}")
+    check_size(data, found.size, shape)
+    same_bits = np.dtype("uint16" if found == mx.bfloat16 else dtype)
+    values = data.view(same_bits) if data.size else np.empty(0, same_bits)
+    if found == mx.bfloat16:
+        return mx.array(values.reshape(shape)).view(mx.bfloat16)
+    return mx.array(values.reshape(shape), dtype=found)  # else float64 would become float32

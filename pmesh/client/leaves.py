@@ -92,7 +92,7 @@ def describe(tree: Tree) -> list[Leaf]:
     Raises:
         UnsupportedArray: a leaf is no array, or of a dtype that does not travel.
     """
-    _evaluate_mlx(tree.leaves)
+    evaluate_mlx(tree.leaves)
     return [_describe(x, path) for path, x in zip(tree.paths, tree.leaves, strict=True)]
 
 
@@ -100,11 +100,11 @@ def _describe(x: object, path: str) -> Leaf:
     where = f"{path}: " if path else ""
     if isinstance(x, np.ndarray | np.generic):
         leaf = _numpy_leaf(cast("Values | np.generic", x), where)
-    elif _is_of("mlx.core", "array", x):
+    elif is_of("mlx.core", "array", x):
         from pmesh.client import _mlx  # noqa: PLC0415 - MLX is there, as the user has an array
 
         leaf = _mlx.describe(x, where)
-    elif _is_of("torch", "Tensor", x):
+    elif is_of("torch", "Tensor", x):
         from pmesh.client import _torch  # noqa: PLC0415 - likewise
 
         leaf = _torch.describe(x, where)
@@ -139,15 +139,16 @@ def _numpy_leaf(x: "Values | np.generic", where: str) -> Leaf:
     return Leaf(dtype=dtype.name, values=values, rebuild=rebuild)
 
 
-def _evaluate_mlx(leaves: Sequence[object]) -> None:
-    found = [x for x in leaves if _is_of("mlx.core", "array", x)]
+def evaluate_mlx(leaves: Sequence[object]) -> None:
+    """Compute the MLX arrays among these, all in one go."""
+    found = [x for x in leaves if is_of("mlx.core", "array", x)]
     if found:
         from pmesh.client import _mlx  # noqa: PLC0415 - MLX is there, as the user has arrays of it
 
         _mlx.evaluate(found)
 
 
-def _is_of(module: str, name: str, x: object) -> bool:
+def is_of(module: str, name: str, x: object) -> bool:
     """Whether x is of that class, without importing its library for those who don't use it."""
     kind = getattr(sys.modules.get(module), name, None)
     return isinstance(kind, type) and isinstance(x, kind)
