@@ -24,7 +24,8 @@ from pmesh.errors import (
 
 if TYPE_CHECKING:
     from pmesh.client.calls import LastOp
-    from pmesh.client.mesh import Mesh, connect
+    from pmesh.client.connecting import connect
+    from pmesh.client.mesh import Mesh
 
 __all__ = [
     "AgentNotRunning",
@@ -51,7 +52,7 @@ _LATER = MappingProxyType(
     {
         "LastOp": "pmesh.client.calls",
         "Mesh": "pmesh.client.mesh",
-        "connect": "pmesh.client.mesh",
+        "connect": "pmesh.client.connecting",
     }
 )
 """Imported when first asked for: `pmesh status` needs no numpy, nor does who imports one module."""

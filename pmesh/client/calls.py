@@ -2,16 +2,20 @@
 
 from dataclasses import dataclass
 
-from pmesh.client.buckets import Bucket, fill, plan_buckets, read
+import numpy as np
+
+from pmesh.client.buckets import fill, plan_buckets, read
 from pmesh.client.leaves import Leaf, describe
 from pmesh.client.session import TrainerSession
 from pmesh.client.trees import Tree, digest, flatten
 from pmesh.core.messages import Call
-from pmesh.core.reductions import check_reduction
-from pmesh.errors import UnsupportedArray, UsageError
-from pmesh.ids import OpNumber, Rank
+from pmesh.core.reductions import WIRE_DTYPES, check_reduction
+from pmesh.core.session import World
+from pmesh.errors import RankLost, UnsupportedArray, UsageError
+from pmesh.ids import OpNumber, Rank, TrainerId
 
-_WEIGHT_BYTES = 8  # a weight travels as a value of the first bucket
+_WEIGHT_BYTES = 8  # a weight travels as a value of its bucket
+ALONE = OpNumber(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +23,18 @@ class LastOp:
     """What the last collective call came to."""
 
     op: OpNumber
-    """The number of its op; of the last, where a tree took several."""
+    """The number of its op; of the last, where a tree took several. -1: this rank was alone."""
     contributors: tuple[Rank, ...]
-    """Whose values are in the result."""
+    """Whose values are in the result: all ranks that the job had left at the end of that op."""
+    names: tuple[str, ...]
+    """For each of them the name of its machine."""
     bytes: int
     """What the values took in shared memory, over all ops of the call."""
+
+    @classmethod
+    def among(cls, op: OpNumber, world: World, nbytes: int) -> "LastOp":
+        """An op that completed in this world."""
+        return cls(op, tuple(Rank(i) for i in range(len(world.names))), world.names, nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,31 +81,58 @@ def run_collective(
 ) -> tuple[object, LastOp | None]:
     """Run the ops; returns the user's tree of results, and what it came to (None: nothing to do).
 
-    In an average, the first op also adds up the weights, as its last value.
+    In an average each op also adds up the weights, as its last value: ranks may be lost between one
+    op and the next, and each bucket is divided by what was contributed to it.
     """
     leaves = arrays.leaves
     results: list[object] = [None] * len(leaves)
     buckets = plan_buckets(leaves, bucket_bytes=wanted.bucket_bytes)
     room_bytes = max((bucket.nbytes for bucket in buckets), default=0) + _WEIGHT_BYTES
     label = _label(wanted, arrays)
-    total: float | None = None
+    root = session.world.trainers[wanted.root] if wanted.root >= 0 else None  # O5: for all buckets
     nbytes = 0
     last: LastOp | None = None
     for bucket in buckets:
-        adds_weights = wanted.weight is not None and total is None
-        count = bucket.count + adds_weights
-        if wanted.kind != "broadcast" or wanted.root == session.rank:
+        count = bucket.count + (wanted.weight is not None)
+        root_rank = _rank_of(root, session.world)
+        if wanted.kind != "broadcast" or root_rank == session.world.rank:
             region = session.input_values(bucket.wire, count, room_bytes=room_bytes)
             fill(bucket, leaves, region, wanted.weight)
-        call = _call(wanted, bucket, count, label) if label else _bare_call(wanted, leaves[0])
-        done, region = session.run_op(call, bucket.wire, count, timeout_s=wanted.timeout_s)
-        if adds_weights:
-            total = _checked_total(float(region[-1]))
-        for index, array in read(bucket, leaves, region, total):
+        if label:
+            call = Call(wanted.kind, bucket.wire, (count,), wanted.reduction, root_rank, tree=label)
+        else:
+            leaf = leaves[0]
+            call = Call(wanted.kind, leaf.dtype, leaf.values.shape, wanted.reduction, root_rank)
+        done = session.run_op(call, bucket.wire, count, timeout_s=wanted.timeout_s)
+        total = None if wanted.weight is None else _checked_total(float(done.values[-1]))
+        for index, array in read(bucket, leaves, done.values, total):
             results[index] = array
-        nbytes += region.nbytes
-        last = LastOp(done.op, done.contributors, nbytes)
+        nbytes += done.values.nbytes
+        last = LastOp.among(done.op, done.world, nbytes)
     return arrays.tree.rebuild(results), last
+
+
+def run_alone(wanted: Collective, arrays: Arrays, world: World) -> tuple[object, LastOp]:
+    """The same without an op, for a rank that is alone for the time being: its own values."""
+    if wanted.weight is not None:
+        _checked_total(wanted.weight)
+    results: list[object] = []
+    nbytes = 0
+    for leaf in arrays.leaves:
+        region = np.empty(leaf.values.size, WIRE_DTYPES[leaf.wire])
+        leaf.fill(region)
+        results.append(leaf.like(region))
+        nbytes += region.nbytes
+    return arrays.tree.rebuild(results), LastOp.among(ALONE, world, nbytes)
+
+
+def _rank_of(root: TrainerId | None, world: World) -> int:
+    """-1 if there is none; RankLost if it was lost between two ops, which all ranks see alike."""
+    if root is None:
+        return -1
+    if root not in world.trainers:
+        raise RankLost("the root of this broadcast is lost; some of its arrays had not been sent")
+    return world.trainers.index(root)
 
 
 def _label(wanted: Collective, arrays: Arrays) -> str:
@@ -102,14 +140,6 @@ def _label(wanted: Collective, arrays: Arrays) -> str:
     if wanted.weight is not None:
         return f"average_gradients {arrays.digest()}"
     return "" if arrays.tree.is_bare else f"tree {arrays.digest()}"
-
-
-def _bare_call(wanted: Collective, leaf: Leaf) -> Call:
-    return Call(wanted.kind, leaf.dtype, leaf.values.shape, wanted.reduction, wanted.root)
-
-
-def _call(wanted: Collective, bucket: Bucket, count: int, label: str) -> Call:
-    return Call(wanted.kind, bucket.wire, (count,), wanted.reduction, wanted.root, tree=label)
 
 
 def _checked_total(total: float) -> float:

@@ -19,6 +19,8 @@ from pmesh.client.connection import AgentConnection
 from pmesh.core.messages import Call
 from pmesh.core.reductions import WIRE_DTYPES, Values
 from pmesh.core.session import (
+    ENTERS,
+    SYNC_VALUES,
     ArenaGone,
     ArenaGranted,
     Connect,
@@ -33,12 +35,31 @@ from pmesh.core.session import (
     StartOp,
     StillWaiting,
     WantArena,
+    World,
 )
 from pmesh.core.views import Verdict
-from pmesh.errors import AgentStopped, MeshClosed, PmeshError, ProtocolError, RunError
-from pmesh.ids import OpNumber, Rank
+from pmesh.errors import (
+    AgentStopped,
+    HistorySuperseded,
+    MeshClosed,
+    PmeshError,
+    ProtocolError,
+    RunError,
+)
+from pmesh.ids import OpNumber
 
 _logger = logging.getLogger("pmesh")
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An op that has completed."""
+
+    op: OpNumber
+    world: World
+    """Whose values are in the result (O5)."""
+    values: Values
+    """The result, to be read before the next call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +76,20 @@ class TrainerSession:
 
     def __init__(self, connection: AgentConnection) -> None:
         self._connection = connection
-        self.rank = Rank(-1)
+        self.world = World(-1, (), ())
         self._input: _Mapped | None = None
         self._input_retained = False
         self._outputs: dict[int, _Mapped] = {}
         self._next_op = OpNumber(0)
+        self._enters = False
         self._ended: str | None = None
 
     def join(self, request: Connect) -> Joined:
-        """Join a job; returns when it begins, raises what the agent says if it does not."""
+        """Join a job; returns when it begins or if it runs already; raises what the agent says."""
         reply = self._exchange(request)
         if isinstance(reply, Joined):
-            self.rank = reply.rank
+            self.world = reply.world
+            self._enters = reply.world.rank < 0
             return reply
         raise self._answer_error(reply)
 
@@ -99,35 +122,44 @@ class TrainerSession:
         with self._unless_it_fails():
             return _values(self._input, dtype, count)
 
-    def run_op(
-        self, call: Call, dtype: str, count: int, *, timeout_s: float
-    ) -> tuple[OpDone, Values]:
+    def run_op(self, call: Call, dtype: str, count: int, *, timeout_s: float) -> Done:
         """Run one op, on the values that `input_values` was filled with if it has any here.
 
-        Returns:
-            The agent's word, and the result, to be read before the next call.
+        A `sync` takes the trainer into the job, or back, if it is not in it (O6).
 
         Raises:
             PmeshError: the op failed, with the same error at all ranks, and the session goes on;
                 or AgentStopped, and it does not.
         """
-        number, is_root = self._next_op, call.kind == "broadcast" and call.root == self.rank
+        enters = self._enters and call.kind == "sync"
+        number = OpNumber(ENTERS) if enters else self._next_op
+        is_root = call.kind == "broadcast" and call.root == self.world.rank
         source = None if call.kind == "broadcast" and not is_root else self._input
         arena = source.number if count and source is not None else -1
         self._input_retained = self._input_retained or is_root
         wire = cast('Literal["float32", "float64", "int32", "int64", "bool"]', dtype)
         reply = self._exchange(StartOp(number, call, wire, count, arena, timeout_s))
         match reply:
-            case OpDone(op, output) if op == number:
-                self._next_op = OpNumber(number + 1)
+            case OpDone(op, output) if op == number or (enters and op >= 0):
+                self._op_has_ended(reply, consumed=True)
+                if call.kind == "sync":
+                    count = SYNC_VALUES * len(self.world.trainers)
                 with self._unless_it_fails():
                     region = source if is_root else self._outputs.get(output)
-                    return reply, _values(region, dtype, count)
-            case OpFailed(op, verdict, consumed) if op == number:
-                self._next_op = OpNumber(number + consumed)
-                raise error_of(verdict)
+                    return Done(op, self.world, _values(region, dtype, count))
+            case OpFailed(op, verdict, consumed) if op == number or enters:
+                self._op_has_ended(reply, consumed=consumed)
+                error = error_of(verdict)
+                self._enters = self._enters or isinstance(error, HistorySuperseded)
+                raise error
             case _:
                 raise self._answer_error(reply)
+
+    def _op_has_ended(self, reply: OpDone | OpFailed, *, consumed: bool) -> None:
+        if reply.op >= 0:  # else it has not entered yet
+            self._next_op = OpNumber(reply.op + consumed)
+            self._enters = False
+        self.world = reply.world or self.world
 
     def check_open(self) -> None:
         """Raises MeshClosed, with the reason, if the session has ended."""
@@ -235,6 +267,6 @@ def error_of(verdict: Verdict) -> PmeshError:
 
 
 def _describe(waiting: StillWaiting) -> str:
-    what = "the job to begin" if waiting.op < 0 else f"op {waiting.op}"
+    what = "the job" if waiting.op < 0 else f"op {waiting.op}"
     on = ", ".join(waiting.on) or "nobody in particular"
     return f"waiting for {what} for {waiting.waited_s:.0f} s; missing: {on}"

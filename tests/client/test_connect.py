@@ -6,15 +6,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import pmesh
 from pmesh.client.connection import AgentConnection
 from pmesh.core.session import Connect, Refused
-from pmesh.core.views import Verdict
+from pmesh.core.views import Terms, Verdict
 from pmesh.ids import JobName
-from tests.client.fake_agent import FakeAgent, ScriptedAgent, Trainer, joins, replies
+from tests.client.fake_agent import FakeAgent
+from tests.client.scripted_agent import ScriptedAgent, Trainer, joins, replies
 
 
 def test_without_an_agent_the_error_names_the_socket_and_the_remedy(tmp_path: Path) -> None:
@@ -106,10 +108,41 @@ def test_the_agent_is_told_what_runs_and_on_what_terms(
 
     monkeypatch.setattr(sys, "argv", ["/home/me/train.py", "--fast"])
     with ScriptedAgent(tmp_path, look):
-        pmesh.connect("digits", wait_for=3, timeout_s=7, home=tmp_path).close()
+        pmesh.connect(
+            "digits",
+            wait_for=3,
+            timeout_s=7,
+            home=tmp_path,
+            min_ranks=2,
+            on_loss="raise",
+            quorum="majority",
+            straggler_after_s=5,
+        ).close()
     assert seen == [
-        Connect(version=1, job=JobName("digits"), wait_for=3, timeout_s=7.0, program="train.py")
+        Connect(
+            version=2,
+            job=JobName("digits"),
+            wait_for=3,
+            timeout_s=7.0,
+            program="train.py",
+            terms=Terms(min_ranks=2, on_loss="raise", quorum="majority"),
+            straggler_after_s=5.0,
+        )
     ]
+
+
+def test_without_other_wishes_a_job_goes_on_with_whoever_is_left(tmp_path: Path) -> None:
+    seen: list[object] = []
+
+    def look(trainer: Trainer, request: object) -> None:
+        seen.append(request)
+        joins(trainer, request)  # type: ignore[arg-type] # a Connect
+
+    with ScriptedAgent(tmp_path, look):
+        pmesh.connect("digits", home=tmp_path).close()
+    (request,) = seen
+    assert isinstance(request, Connect)
+    assert (request.terms, request.straggler_after_s) == (Terms(1, "continue", "any"), 60.0)
 
 
 @pytest.mark.parametrize("argv", [[], [""], ["x" * 300], [os.fsdecode(b"caf\xe9.py")]])
@@ -129,6 +162,25 @@ def test_terms_without_meaning_are_refused_before_anyone_is_asked(
 ) -> None:
     with pytest.raises(pmesh.UsageError) as caught:
         pmesh.connect(job, wait_for, timeout_s, tmp_path)
+    assert type(caught.value) is pmesh.UsageError
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_ranks": 0}, "min_ranks is at least 1 and at most 1024, not 0"),
+        ({"min_ranks": 1025}, "min_ranks is at least 1 and at most 1024, not 1025"),
+        ({"on_loss": "ignore"}, "on_loss is 'continue' or 'raise', not 'ignore'"),
+        ({"quorum": "all"}, "quorum is 'any' or 'majority', not 'all'"),
+        ({"on_superseded": "continue"}, "on_superseded is 'raise' or 'sync', not 'continue'"),
+        ({"straggler_after_s": 0}, "straggler_after_s is more than 0, not 0"),
+    ],
+)
+def test_options_without_meaning_are_refused_with_what_is_allowed(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(pmesh.UsageError, match=f"^{message}$") as caught:
+        pmesh.connect("job", home=tmp_path, **options)
     assert type(caught.value) is pmesh.UsageError
 
 

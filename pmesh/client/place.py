@@ -1,0 +1,201 @@
+"""A trainer's place in its job: in it, about to enter it, or apart from it until the next sync."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from pmesh.client.connection import AgentConnection
+from pmesh.client.elections import Offer
+from pmesh.client.session import TrainerSession
+from pmesh.client.states import Packed
+from pmesh.client.syncs import Synced, run_sync
+from pmesh.core.session import Connect, World
+from pmesh.errors import (
+    AgentNotRunning,
+    AgentStopped,
+    HistorySuperseded,
+    MeshClosed,
+    UsageError,
+)
+
+_TRY_AGAIN_S = 0.1  # an agent starts within a second: little is lost, and little is asked for
+
+_logger = logging.getLogger("pmesh")
+R = TypeVar("R")
+
+
+class Place:
+    """Runs calls in the job, or alone; one at a time but for `interrupt`.
+
+    A trainer is apart from its job when its agent has stopped, or belongs to a history of the job
+    that has ended (HistorySuperseded). Its next `sync` brings it back.
+    """
+
+    def __init__(self, path: Path, request: Connect, *, goes_on_alone: bool) -> None:
+        """Join the job; raises what the agent says if that fails."""
+        self._path = path
+        self._request = request
+        self._goes_on_alone = goes_on_alone
+        self._closing = threading.Event()
+        self._session = TrainerSession(AgentConnection(path))
+        try:
+            joined = self._session.join(request)
+        except BaseException:
+            self._session.end("the job did not begin")
+            raise
+        self.view = joined.view
+        self.world = joined.world
+        """As calls have seen it last: it changes only when one returns (O5)."""
+        self.step = 0
+        self._must_sync = joined.world.rank < 0
+        self._apart: HistorySuperseded | AgentStopped | None = None
+        self._lost_agent = False
+        self._veteran = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether calls return as if this rank were alone."""
+        return self._apart is not None and self._goes_on_alone and not self._must_sync
+
+    def check_open(self) -> None:
+        """Raises MeshClosed, with the reason, unless a call can do something."""
+        if self._closing.is_set():
+            raise MeshClosed("this mesh has ended: it was closed")
+        if not self._lost_agent:
+            self._session.check_open()
+
+    def check_synced(self) -> None:
+        """Raises what is in the way of anything but a `sync`."""
+        if self._apart is not None and not self._goes_on_alone:
+            raise type(self._apart)(f"{self._apart}; mesh.sync(state) comes back to the job")
+        if self._must_sync:
+            raise UsageError(
+                "this job runs already, and a trainer enters it in mesh.sync: call "
+                "'state = mesh.sync(state)' first, at the top of the training loop"
+            )
+
+    def run(self, ops: Callable[[TrainerSession], R], alone: Callable[[World], R]) -> R:
+        """The result of ops in the job, or of what a rank does that is alone."""
+        self.check_synced()
+        if not self.is_alone:
+            try:
+                result = ops(self._session)
+            except (HistorySuperseded, AgentStopped) as e:
+                self._fall_apart(e)
+                if not self.is_alone:
+                    raise
+            else:
+                self._veteran = True
+                return result
+            finally:
+                self._see_the_world()
+        return alone(self.world)
+
+    def sync(self, packed: Packed, *, timeout_s: float) -> Synced:
+        """Agree with all ranks on a state, in the job; who is not in it enters it, or comes back.
+
+        Raises:
+            HistorySuperseded: by default; if it goes on alone, it is back instead.
+            AgentStopped: likewise; or no agent has come back in time.
+            PmeshError: what `run_sync` raises.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                if self._lost_agent:
+                    self._reconnect(deadline)
+                synced = run_sync(self._session, packed, self._offer(packed), timeout_s=timeout_s)
+            except (HistorySuperseded, AgentStopped) as e:
+                self._fall_apart(e)
+                if not self._goes_on_alone or self._pause(deadline):
+                    raise
+            else:
+                self._apart, self._must_sync, self._veteran = None, False, True
+                self.step = synced.step + 1
+                return synced
+            finally:
+                self._see_the_world()
+
+    def leave(self) -> None:
+        """End on purpose."""
+        self._closing.set()
+        self._session.leave()
+
+    def end(self, reason: str) -> None:
+        """End as a crash."""
+        self._closing.set()
+        self._session.end(reason)
+
+    def interrupt(self) -> None:
+        """Make a call of another thread raise MeshClosed."""
+        self._closing.set()
+        self._session.interrupt("it was closed")
+
+    def end_if_interrupted(self) -> None:
+        """After a call: close what `interrupt` had to leave open."""
+        self._session.end_if_interrupted()
+
+    def _offer(self, packed: Packed) -> Offer:
+        return Offer(
+            digest=packed.digest,
+            nbytes=packed.nbytes,
+            step=self.step,
+            veteran=self._veteran,
+            raises_on_loss=self._request.terms.on_loss == "raise",
+        )
+
+    def _fall_apart(self, why: HistorySuperseded | AgentStopped) -> None:
+        was_alone = self.is_alone
+        # A copy: with the traceback of the original, arenas would stay mapped.
+        self._apart, self._veteran = type(why)(str(why)), False
+        self._lost_agent = self._lost_agent or isinstance(why, AgentStopped)
+        if self.is_alone and not was_alone:
+            _logger.warning("%s; this rank goes on alone until mesh.sync brings it back", why)
+
+    def _see_the_world(self) -> None:
+        world = self.world
+        if not self.is_alone:
+            self.world = self._session.world
+        elif len(world.trainers) > 1:
+            rank = world.rank
+            self.world = World(0, (world.trainers[rank],), (world.names[rank],))
+
+    def _reconnect(self, deadline: float) -> None:
+        """A new session, as soon as an agent runs.
+
+        Raises:
+            AgentNotRunning: none has come in time.
+            AgentStopped: it came, and went, for the whole time.
+            PmeshError: it refuses.
+        """
+        self._session.end("its agent stopped")
+        while True:
+            try:
+                session = self._session = TrainerSession(AgentConnection(self._path))
+                self._join_again(session, deadline)
+            except (AgentNotRunning, AgentStopped):
+                if self._pause(deadline):
+                    raise
+            else:
+                self._lost_agent = False
+                return
+
+    def _join_again(self, session: TrainerSession, deadline: float) -> None:
+        left_s = max(deadline - time.monotonic(), _TRY_AGAIN_S)
+        try:
+            self.check_open()  # `close` may have come before there was a session to interrupt
+            self.view = session.join(msgspec.structs.replace(self._request, timeout_s=left_s)).view
+        except BaseException:
+            session.end("it could not come back to its job")
+            raise
+
+    def _pause(self, deadline: float) -> bool:
+        """Wait a moment before another attempt; returns whether the time is over."""
+        if self._closing.wait(max(0.0, min(_TRY_AGAIN_S, deadline - time.monotonic()))):
+            raise MeshClosed("this mesh has ended: it was closed")
+        return time.monotonic() >= deadline
