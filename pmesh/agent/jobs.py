@@ -35,6 +35,7 @@ from pmesh.net.arena_pools import SessionArenas
 from pmesh.net.lanes import CallsDiffer
 
 LOOK_S = 0.25  # how often to look for what no message tells
+FIND_OTHERS_S = 2.0  # after its start an agent finds its mesh, where the job may run already
 LEAVE_GRACE_S = 1.0  # the others mostly end a leaver's last op by themselves; then they are told
 LEFT = "has left the job"
 
@@ -66,6 +67,7 @@ class Jobs:
         self._nursery = nursery
         self.chronicle = chronicle
         self._min_peers = min_peers
+        self._began = trio.current_time()
         self._next_slot = 0
         self.candidates: dict[Slot, Candidate] = {}
         self.ranks: list[LocalRank] = []
@@ -247,7 +249,9 @@ class Jobs:
             rank.stabilize(self.marks.stable(rank.roster))
 
     def _waiting(self) -> tuple[Waiting, ...]:
-        if len(self.membership.view.seats) <= self._min_peers:
+        peers = len(self.membership.view.seats) - 1
+        finds_others = peers == 0 and trio.current_time() - self._began < FIND_OTHERS_S
+        if peers < self._min_peers or finds_others:
             return ()
         return tuple(
             Waiting(c.job, c.slot, c.wait_for, c.terms)
