@@ -202,11 +202,13 @@ class NetLab:
         self._cut("delete", one, others, one_way=False)
 
     def _cut(self, verb: str, one: Host, others: Sequence[Host], *, one_way: bool) -> None:
-        for other in others or [host for host in self.hosts if host != one]:
-            pairs = f"{one.name} . {other.name}"
-            if not one_way:
-                pairs += f", {other.name} . {one.name}"
-            self._in_switch("nft -f -", stdin=f"{verb} element bridge lab cut {{ {pairs} }}\n")
+        others = others or [host for host in self.hosts if host != one]
+        pairs = [f"{one.name} . {other.name}" for other in others]
+        if not one_way:
+            pairs += [f"{other.name} . {one.name}" for other in others]
+        if pairs:  # in one transaction: all of them at the same instant
+            elements = ", ".join(pairs)
+            self._in_switch("nft -f -", stdin=f"{verb} element bridge lab cut {{ {elements} }}\n")
 
     def unplug(self, host: Host) -> None:
         """Pull the cable: unlike with `cut` the host's interface loses its carrier."""

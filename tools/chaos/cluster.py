@@ -1,0 +1,326 @@
+"""Hosts on a virtual network with an agent and a trainer each, which campaigns kill and restart."""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from pmesh.client.control import ask_status
+from pmesh.client.home import socket_path
+from pmesh.core.identity import MeshKey, mesh_key_text
+from pmesh.errors import PmeshError
+from tools.chaos.oplog import Life, Report, decode_report
+from tools.chaos.trainer import Options
+from tools.chaos.warm import Order, WarmStart
+from tools.virtual_lan import Host, NetLab
+
+PATIENCE_S = 30.0  # for what must happen; what takes longer has hung
+TRAINER = "tools.chaos.trainer"
+
+
+class CampaignError(Exception):
+    """The cluster has not come to where the campaign wants it; says what it has printed."""
+
+
+@dataclass(slots=True)
+class Process:
+    """An agent or a trainer, and what it has printed, each line with the time of its arrival."""
+
+    name: str
+    pid: int
+    lines: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
+    life: Life | None = None
+    """What it has reported, if it is a trainer."""
+    ended: bool = False
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal, unless it has ended."""
+        if not self.ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def printed(self, *, since: float = 0.0) -> list[str]:
+        """Its lines from this time on."""
+        return [line for at, line in list(self.lines) if at >= since]
+
+
+@dataclass(slots=True)
+class Node:
+    """One machine of the cluster."""
+
+    host: Host
+    home: Path
+    warm: WarmStart
+    agent: Process | None = None
+    trainer: Process | None = None
+
+    @property
+    def name(self) -> str:
+        """What pmesh calls it."""
+        return f"mac-{self.host.number}"
+
+    @property
+    def life(self) -> Life:
+        """Of its present trainer."""
+        if self.trainer is None or self.trainer.life is None:
+            raise CampaignError(f"{self.name} has no trainer")
+        return self.trainer.life
+
+    def kill(self, *parts: str) -> None:
+        """SIGKILL to its `agent` and its `trainer`, or to one of them."""
+        for part in parts:
+            process = self.agent if part == "agent" else self.trainer
+            if process is not None:
+                process.send(signal.SIGKILL)
+
+    def status(self) -> dict[str, Any]:
+        """Its agent's picture, as `pmesh status --json` has it; empty if it does not answer."""
+        try:
+            picture: dict[str, Any] = json.loads(ask_status(socket_path(self.home), timeout_s=2.0))
+        except PmeshError:
+            return {}
+        return picture
+
+
+class Cluster:
+    """`count` nodes, from `with` to its end; nothing of them is left, however that comes.
+
+    Args:
+        count: How many nodes.
+        options: Of their trainers; each gets its own number.
+        patch: Source that runs in each agent first.
+        environment: Further variables of the processes of a node, by its number.
+        logs: Where to write what all have printed.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        options: Options,
+        *,
+        patch: str = "",
+        environment: Callable[[int], dict[str, str]] = lambda _: {},
+        logs: Path | None = None,
+    ) -> None:
+        self.lab = NetLab(count)
+        self.options = options
+        self.nodes: list[Node] = []
+        self._patch = patch
+        self._logs = logs
+        self._processes: list[Process] = []
+        self._changed = threading.Condition()
+        self._stack = contextlib.ExitStack()
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PMESH_")}
+        self._environment = inherited | {
+            "PMESH_KEY": mesh_key_text(MeshKey(secrets.token_bytes(32))),
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            "OPENBLAS_NUM_THREADS": "1",  # a fork of a process with threads is asking for trouble
+        }
+        self._environment_of = environment
+
+    def __enter__(self) -> Self:
+        try:
+            # Short: a Unix socket's path may have 103 bytes.
+            folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-"))
+            self._stack.callback(self._write_logs)
+            self._stack.enter_context(self.lab)
+            for host in self.lab.hosts:
+                home = Path(folder) / f"h{host.number}"
+                home.mkdir(mode=0o700)
+                warm = WarmStart(host, self._environment | self._environment_of(host.number))
+                self._stack.callback(warm.close)
+                self.nodes.append(Node(host, home, warm))
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def start_agent(self, node: Node) -> None:
+        """`pmesh up` in the node's host; they find each other by mDNS."""
+        up = ("up", "--name", node.name)
+        node.agent = self._start(
+            node, Order(kind="agent", arguments=up, environment=self._home(node), patch=self._patch)
+        )
+
+    def start_trainer(self, node: Node, module: str = TRAINER, **changed: Any) -> None:  # noqa: ANN401 - of Options
+        """The training script; `changed` are options that differ for this one."""
+        options = msgspec.structs.replace(self.options, number=node.host.number, **changed)
+        text = msgspec.json.encode(options).decode()
+        node.trainer = self._start(
+            node, Order(kind="trainer", arguments=(module, text), environment=self._home(node))
+        )
+
+    def start(self, nodes: Iterable[Node] | None = None) -> None:
+        """The agents and trainers that don't run; a trainer as soon as its agent answers."""
+        nodes = list(self.nodes if nodes is None else nodes)
+        for node in nodes:
+            if node.agent is None or node.agent.ended:
+                self.start_agent(node)
+        for node in nodes:
+            self.await_agent(node)
+            if node.trainer is None or node.trainer.ended:
+                self.start_trainer(node)
+
+    def await_agent(self, node: Node) -> None:
+        """Until the node's agent answers at its socket."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not node.status():
+            if time.monotonic() > deadline or node.agent is None or node.agent.ended:
+                raise CampaignError(f"{node.name}'s agent does not answer\n{self.tail()}")
+            time.sleep(0.02)
+
+    def restart_all(self) -> None:
+        """Begin anew: for after something has hung."""
+        for node in self.nodes:
+            node.kill("agent", "trainer")
+            self.lab.mend(node.host)
+        self.await_ends(*self.nodes)
+        self.start()
+
+    def await_ends(self, *nodes: Node) -> None:
+        """Until nothing of these nodes runs any more."""
+        parts = [p for node in nodes for p in (node.agent, node.trainer) if p is not None]
+        self.wait_for(lambda: all(part.ended for part in parts), "the end of killed processes")
+
+    def leader(self) -> Node:
+        """The node whose agent leads the view."""
+        status = next(filter(None, (node.status() for node in self.nodes)), None)
+        leader = status["view"]["leader"] if status else None
+        for node in self.nodes:
+            if (node.status().get("node") or {}).get("id") == leader:
+                return node
+        raise CampaignError("nobody leads")
+
+    def await_ops(
+        self, count: int, nodes: Sequence[Node] | None = None, *, timeout_s: float = PATIENCE_S
+    ) -> float:
+        """Until each of these trainers has done so many ops with all of them; when that began."""
+        nodes = self.nodes if nodes is None else nodes
+        everybody = {node.name for node in nodes}
+        began = time.monotonic()
+
+        def steady() -> bool:
+            for node in nodes:
+                ops = node.life.ops.values()
+                all_there = [op for op in ops if op.called >= began and set(op.names) == everybody]
+                if len(all_there) < count:
+                    return False
+            return True
+
+        self.wait_for(steady, f"{count} ops of {', '.join(sorted(everybody))}", timeout_s=timeout_s)
+        return began
+
+    def await_called(self, nodes: Sequence[Node]) -> None:
+        """Until all of them are in the middle of the same op, which has just begun."""
+        step = 1 + max((max(node.life.calls, default=-1) for node in nodes), default=-1)
+        self.wait_for(lambda: all(step in node.life.calls for node in nodes), f"step {step}")
+
+    def wait_for(
+        self, holds: Callable[[], bool], what: str, *, timeout_s: float = PATIENCE_S
+    ) -> None:
+        """Until this holds, looked at after each line that anybody prints.
+
+        Raises:
+            CampaignError: It does not in time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(holds, timeout_s):
+                raise CampaignError(f"{what} did not come within {timeout_s:g} s\n{self.tail()}")
+
+    def forget_ops(self, *, before: float) -> None:
+        """Drop what has been checked, so that a long campaign stays quick."""
+        with self._changed:
+            for process in self._processes:
+                if process.life is not None:
+                    process.life.forget(before=before)
+            self._processes = [p for p in self._processes if not p.ended or self._logs]
+
+    def tail(self) -> str:
+        """The last lines of everybody."""
+        parts = [p for node in self.nodes for p in (node.agent, node.trainer) if p is not None]
+        return "\n".join(
+            f"--- {part.name}{' (ended)' * part.ended}\n" + "\n".join(part.printed()[-6:])
+            for part in parts
+        )
+
+    def start_cold_agent(self, node: Node) -> None:
+        """`pmesh up` as a user starts it, imports and all."""
+        reading, writing = os.pipe()
+        command = [sys.executable, "-m", "pmesh.cli", "up", "--name", node.name]
+        with os.fdopen(writing, "wb") as output:
+            started = node.host.popen(
+                command,
+                env=self._home(node),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        node.agent = self._follow(
+            Process(f"agent of {node.name} ({started.pid})", started.pid), reading
+        )
+        self._stack.callback(started.wait)
+        self._stack.callback(started.kill)
+
+    def _home(self, node: Node) -> dict[str, str]:
+        own = self._environment_of(node.host.number)
+        return self._environment | own | {"PMESH_HOME": str(node.home)}
+
+    def _start(self, node: Node, order: Order) -> Process:
+        reading, writing = os.pipe()
+        try:
+            pid = node.warm.start(order, writing)
+        finally:
+            os.close(writing)
+        process = Process(f"{order.kind} of {node.name} ({pid})", pid)
+        if order.kind == "trainer":
+            process.life = Life(node.name)
+        return self._follow(process, reading)
+
+    def _follow(self, process: Process, reading: int) -> Process:
+        self._processes.append(process)
+        threading.Thread(target=self._read, args=(process, reading), daemon=True).start()
+        return process
+
+    def _read(self, process: Process, reading: int) -> None:
+        with os.fdopen(reading, encoding="utf-8", errors="replace") as stream:
+            for line in stream:
+                with self._changed:
+                    self._hear(process, line.rstrip("\n"))
+                    self._changed.notify_all()
+        with self._changed:
+            process.ended = True
+            self._changed.notify_all()
+
+    @staticmethod
+    def _hear(process: Process, line: str) -> None:
+        report: Report | None = None
+        if process.life is not None:
+            report = decode_report(line)
+            if report is not None:
+                process.life.hear(report)
+        if report is None or report.what not in {"called", "done"}:
+            process.lines.append((time.monotonic(), line))
+
+    def _write_logs(self) -> None:
+        if self._logs is not None:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            for process in self._processes:
+                text = "\n".join(f"{at:.3f} {line}" for at, line in process.lines)
+                (self._logs / f"{process.name}.log").write_text(f"{text}\n", encoding="utf-8")

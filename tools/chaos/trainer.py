@@ -1,0 +1,129 @@
+"""The training script of the campaigns: the elastic loop, with an op whose result can be checked.
+
+Started in a trainer process by `tools.chaos.warm`, or as `python -m tools.chaos.trainer OPTIONS`,
+with a job's options as JSON. Each call and each result is a line on standard output.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+import pmesh
+from tools.chaos.oplog import Report, encode_report
+from tools.chaos.pattern import Pattern, digest
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What one trainer does."""
+
+    number: int
+    """Of its machine, from 1: what it gives to each op depends on it."""
+    wait_for: int
+    op_bytes: int
+    job: str = "chaos"
+    state_bytes: int = 0
+    """Of weights that `sync` hands to newcomers."""
+    pause_s: float = 0.0
+    """What a forward and a backward pass take, before each op."""
+    min_ranks: int = 1
+    quorum: Literal["any", "majority"] = "any"
+    on_superseded: Literal["raise", "sync"] = "sync"
+    straggler_after_s: float = 60.0
+    compute_at_step: int = -1
+    """In this step it computes for `compute_s`, without a call."""
+    compute_s: float = 0.0
+    epochs: int = 0
+    """For how long `tools.chaos.digits` learns."""
+
+
+def say(what: str, **more: Any) -> None:  # noqa: ANN401 - a Report's own fields
+    """One line, at once, in one write: lines of threads don't mix."""
+    at = more.pop("at", None) or time.monotonic()
+    os.write(sys.stdout.fileno(), encode_report(Report(what=what, at=at, **more)) + b"\n")
+
+
+class _Waits(logging.Handler):
+    """Passes on what pmesh says while an op waits."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say("waiting", says=record.getMessage())
+
+
+def numbers_of(names: tuple[str, ...]) -> list[int]:
+    """Of the machines `mac-1`, `mac-2`, ...
+
+    >>> numbers_of(("mac-3", "mac-1"))
+    [3, 1]
+    """
+    return [int(name.rpartition("-")[2]) for name in names]
+
+
+def work(seconds: float) -> None:
+    """Compute for so long: busy, not asleep, as a trainer is."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+
+
+def train(mesh: pmesh.Mesh, options: Options) -> None:
+    """One op after the other, until the process is killed or an op fails."""
+    pattern = Pattern(options.op_bytes)
+    weights = np.zeros(options.state_bytes // 4, np.float32)
+    state: dict[str, Any] = {"position": 0, "weights": weights}
+    expected = -1
+    while True:
+        began = time.monotonic()
+        try:
+            state = mesh.sync(state)
+        except pmesh.HistorySuperseded as e:
+            say("superseded", says=str(e))
+            continue  # the next sync brings the other history
+        step = int(state["position"])
+        if step != expected:  # its first, or another history's
+            say("entered", step=step, names=mesh.names, value=time.monotonic() - began)
+        work(options.compute_s if step == options.compute_at_step else options.pause_s)
+        values = pattern.input(step, options.number)
+        say("called", step=step)
+        try:
+            result = mesh.all_reduce(values)
+        except pmesh.HistorySuperseded as e:
+            say("superseded", step=step, says=str(e))
+            continue
+        done = time.monotonic()
+        right = pattern.is_right(result, step, numbers_of(mesh.names))
+        say("done", at=done, step=step, names=mesh.names, digest=digest(result), right=right)
+        expected = state["position"] = step + 1
+
+
+def main(options_text: str, run: Callable[[pmesh.Mesh, Options], None] = train) -> int:
+    """Join the job and train; the exit code is 1 if a call has raised."""
+    options = msgspec.json.decode(options_text, type=Options)
+    logger = logging.getLogger("pmesh")
+    logger.addHandler(_Waits())
+    logger.propagate = False
+    say("connecting")
+    try:
+        with pmesh.connect(
+            job=options.job,
+            wait_for=options.wait_for,
+            min_ranks=options.min_ranks,
+            quorum=options.quorum,
+            on_superseded=options.on_superseded,
+            straggler_after_s=options.straggler_after_s,
+        ) as mesh:
+            say("joined")
+            run(mesh, options)
+    except pmesh.PmeshError as e:
+        say("error", says=f"{type(e).__name__}: {e}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
