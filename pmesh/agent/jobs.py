@@ -113,9 +113,10 @@ class Jobs:
         counts = dict.fromkeys(self.membership.view.members, 0)
         for member in counts:
             beat = peers[member.node].heartbeat if member.node in peers else None
-            theirs = self._waiting() if member == self._me else beat.waiting if beat else ()
+            theirs = beat.waiting if beat else ()
             counts[member] = sum(waiting.job == job for waiting in theirs)
-        return counts
+        ours = [c for c in self.candidates.values() if c.job == job and c.rank is None]
+        return counts | {self._me: len(ours)}
 
     # --- what the agreement reads and decides
 
@@ -217,7 +218,10 @@ class Jobs:
 
     def newcomers(self, rank: LocalRank) -> int:
         """How many trainers wait to enter the job."""
-        return sum(self.waiting_for(rank.roster.job).values())
+        counts = self.waiting_for(rank.roster.job)
+        if not self._may_begin():
+            del counts[self._me]
+        return sum(counts.values())
 
     def mark_of(self, roster: Roster, trainer: TrainerId) -> RankMarks | None:
         """How far any trainer of a job is known to have come; None while nothing is known."""
@@ -249,15 +253,19 @@ class Jobs:
             rank.stabilize(self.marks.stable(rank.roster))
 
     def _waiting(self) -> tuple[Waiting, ...]:
-        peers = len(self.membership.view.seats) - 1
-        finds_others = peers == 0 and trio.current_time() - self._began < FIND_OTHERS_S
-        if peers < self._min_peers or finds_others:
+        if not self._may_begin():
             return ()
         return tuple(
             Waiting(c.job, c.slot, c.wait_for, c.terms)
             for c in self.candidates.values()
             if c.rank is None
         )
+
+    def _may_begin(self) -> bool:
+        """Whether our trainers may take part, or enough peers are still to be found."""
+        peers = len(self.membership.view.seats) - 1
+        finds_others = peers == 0 and trio.current_time() - self._began < FIND_OTHERS_S
+        return peers >= self._min_peers and not finds_others
 
     def _reports(self) -> Iterator[JobReport]:
         merged: dict[tuple[object, ...], JobReport] = {}

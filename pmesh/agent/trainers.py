@@ -86,17 +86,18 @@ class _Trainer:
         A job that runs is entered later, in a `sync`, so that nobody waits while its state is
         being set up (O6).
         """
-        if self._jobs.membership.view.roster_of(self._job) is None:
-            refusal = await self._enlist(self._request.timeout_s)
-            if refusal is not None:
-                await self._session.send(Refused(refusal))
+        deadline = trio.current_time() + min(PREDECESSOR_S, self._request.timeout_s)
+        while self._jobs.membership.view.roster_of(self._job) is not None:
+            if not self._jobs.runs_without_sync(self._job):
+                return True
+            if trio.current_time() >= deadline:
+                await self._session.send(Refused(Verdict("JobRunning", _never_syncs(self._job))))
                 return False
-            if self._rank is None and self._session.trainer_gone():
-                return False
-        elif not await self._can_be_entered():
-            await self._session.send(Refused(Verdict("JobRunning", _never_syncs(self._job))))
-            return False
-        return True
+            await trio.sleep(LOOK_S)  # one that ends just now makes way for the next run
+        refusal = await self._enlist(self._request.timeout_s)
+        if refusal is not None:
+            await self._session.send(Refused(refusal))
+        return self._rank is not None
 
     async def serve(self) -> None:
         """Ops one after the other, in a straight line; then results are kept until nobody asks."""
@@ -123,15 +124,6 @@ class _Trainer:
             raise ProtocolError(str(garbage[0]))
 
     # --- before it has a rank
-
-    async def _can_be_entered(self) -> bool:
-        """Whether the job calls `sync`. One that ends just now makes way for the next run."""
-        deadline = trio.current_time() + min(PREDECESSOR_S, self._request.timeout_s)
-        while self._jobs.runs_without_sync(self._job):
-            if trio.current_time() >= deadline:
-                return False
-            await trio.sleep(LOOK_S)
-        return True
 
     async def _enlist(self, timeout_s: float) -> Verdict | None:
         """Wait for a rank; the reason if there is none in time."""

@@ -28,6 +28,7 @@ import pmesh
 
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 with pmesh.connect(job=sys.argv[1], wait_for=int(sys.argv[2])) as mesh:
+    mesh.barrier()
     print("began", mesh.rank, flush=True)
     signal.sigwait([signal.SIGUSR1])
     mesh.barrier()
@@ -81,7 +82,7 @@ def test_a_name_is_free_again_as_soon_as_its_job_has_ended(
         agent.await_status(lambda status: not status.jobs)
 
 
-def test_nobody_enters_a_running_job(two: tuple[Fleet, Agent, Agent]) -> None:
+def test_nobody_enters_a_running_job_that_never_syncs(two: tuple[Fleet, Agent, Agent]) -> None:
     fleet, one, other = two
     holders = [fleet.start_trainer(at, HOLDER, "held", "2") for at in (one, other)]
     for holder in holders:
@@ -89,7 +90,7 @@ def test_nobody_enters_a_running_job(two: tuple[Fleet, Agent, Agent]) -> None:
 
     refused = fleet.start_trainer(other, HASTY, "held", "2").await_end()
 
-    assert refused.startswith("JobRunning: job 'held' is running")
+    assert refused.startswith("JobRunning: job 'held' is running and never calls mesh.sync()")
     for holder in holders:
         holder.send_signal(signal.SIGUSR1)
     for holder in holders:

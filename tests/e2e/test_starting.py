@@ -15,7 +15,7 @@ from tests.e2e.harness import Agent, Fleet
 CONNECT = """
 import pmesh
 try:
-    with pmesh.connect(job="x", timeout_s=1) as mesh:
+    with pmesh.connect(job="x", timeout_s=10) as mesh:
         print("rank", mesh.rank)
 except pmesh.PmeshError as e:
     print(f"{type(e).__name__}: {e}")
