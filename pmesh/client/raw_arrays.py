@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import re
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -12,7 +13,8 @@ from pmesh.core.reductions import Values
 from pmesh.errors import ProtocolError, UnsupportedArray, UsageError
 
 _ADAPTERS = {"mlx": "pmesh.client._mlx", "torch": "pmesh.client._torch"}
-_EXTENSION = "ml_dtypes"  # numpy knows bfloat16 and its like by name once this is imported
+_NOTATION = re.compile(r"[<>|][biufcmMSUV]\d{1,9}(\[\d{0,9}[a-zA-Z]{1,2}\])?")  # but no objects
+_EXTENSION = "ml_dtypes"  # where numpy has bfloat16 and its like from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +103,7 @@ def _numpy_to_raw(x: "Values | np.generic", where: str) -> RawArray:
     dtype = x.dtype
     named = (name for name in (dtype.str, dtype.name) if _dtype_named(name) == dtype)
     name = next(named, None)
-    if name is None or dtype.hasobject:
+    if name is None:
         raise UnsupportedArray(f"{where}an array of {dtype} is more than its bytes")
     flat = np.ascontiguousarray(x).reshape(-1)
     library = "numpy" if kind is np.ndarray else "scalar"
@@ -111,19 +113,21 @@ def _numpy_to_raw(x: "Values | np.generic", where: str) -> RawArray:
 
 def _numpy_from_raw(dtype: str, shape: tuple[int, ...], data: Values) -> Values:
     found = _dtype_named(dtype)
-    if found is None or found.hasobject:
+    if found is None:
         raise ProtocolError(f"no numpy array has the dtype {dtype!r}")
     check_size(data, found.itemsize, shape)
     return data.view(found).reshape(shape) if data.size else np.empty(shape, found)
 
 
 def _dtype_named(name: str) -> "np.dtype[np.generic] | None":
+    """By numpy's own notation, which has the byte order in it, or from the extension."""
     try:
-        return np.dtype(name)
-    except (TypeError, ValueError):
-        pass
-    try:
+        if _NOTATION.fullmatch(name):
+            return np.dtype(name)
         found: object = getattr(importlib.import_module(_EXTENSION), name, None)
-        return np.dtype(cast("type[np.generic]", found)) if isinstance(found, type) else None
-    except (ImportError, TypeError):
+        if not isinstance(found, type):
+            return None
+        dtype: np.dtype[np.generic] = np.dtype(found)
+    except (ImportError, TypeError, ValueError):
         return None
+    return None if dtype.hasobject else dtype  # as of every class that is no dtype's

@@ -61,6 +61,7 @@ class Op:
 @dataclass
 class Job:
     roster: list[TrainerId] = field(default_factory=list)
+    founders: tuple[TrainerId, ...] = ()
     ops: dict[int, Op] = field(default_factory=dict)
     entering: dict[TrainerId, tuple[StartOp, Numbers]] = field(default_factory=dict)
     trainers: dict[TrainerId, Trainer] = field(default_factory=dict)
@@ -114,7 +115,8 @@ class FakeAgent(Listening):
             if not job.began:
                 trainer.send(Refused(Verdict("NotEnoughRanks", "1 of 2 came; mac-2 has none")))
                 return
-            trainer.told = job.world(trainer.id, job.roster)
+            running = trainer.id not in job.founders
+            trainer.told = job.world(trainer.id, job.roster if running else job.founders)
             trainer.send(Joined(trainer.told, VIEW))
         self._serve_rank(trainer, job)
 
@@ -135,7 +137,7 @@ class FakeAgent(Listening):
     def _wait_for_job(self, trainer: Trainer, request: Connect, job: Job) -> None:
         job.roster.append(trainer.id)
         if len(job.roster) >= request.wait_for:
-            job.began = True
+            job.began, job.founders = True, tuple(job.roster)
         self._changed.notify_all()
         if not self._changed.wait_for(lambda: job.began, min(request.timeout_s, PATIENCE_S)):
             job.roster.remove(trainer.id)
