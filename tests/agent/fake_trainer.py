@@ -18,8 +18,10 @@ from pmesh.core.framing import FrameReader, frame
 from pmesh.core.messages import Call
 from pmesh.core.reductions import WIRE_DTYPES, Values
 from pmesh.core.session import (
+    ENTERS,
     MAX_SESSION_MESSAGE_BYTES,
     SESSION_VERSION,
+    SYNC_VALUES,
     ArenaGone,
     ArenaGranted,
     Connect,
@@ -34,13 +36,16 @@ from pmesh.core.session import (
     StartOp,
     StillWaiting,
     WantArena,
+    World,
     decode_reply_untrusted,
     encode,
 )
-from pmesh.core.views import Verdict
+from pmesh.core.views import Terms, Verdict
 from pmesh.ids import JobName, OpNumber
 
 PATIENCE_S = 60.0  # beyond every deadline of ours, on the clock that jumps
+
+ANY = Terms()
 
 T = TypeVar("T")
 
@@ -89,10 +94,12 @@ class Trainer:
     def __init__(self, stream: trio.SocketStream) -> None:
         self.stream = stream
         self.joined: Joined | None = None
+        self.world = World(-1, (), ())
         self.waits: list[StillWaiting] = []
         self.gone: list[int] = []
         self.maps: dict[int, mmap.mmap] = {}
         self.next_op = 0
+        self.superseded = False
         self._reader = FrameReader(max_bytes=MAX_SESSION_MESSAGE_BYTES)
         self._descriptors: deque[int] = deque()
         self._input: tuple[int, int] | None = None
@@ -103,8 +110,11 @@ class Trainer:
 
     @property
     def rank(self) -> int:
-        assert self.joined is not None
-        return self.joined.rank
+        return self.world.rank
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.world.names
 
     async def send(self, request: Request) -> None:
         await self.stream.send_all(frame(encode(request)))
@@ -148,13 +158,25 @@ class Trainer:
         return await self.receive()
 
     async def join(
-        self, job: str, wait_for: int, *, timeout_s: float = 30.0, version: int = SESSION_VERSION
+        self,
+        job: str,
+        wait_for: int,
+        *,
+        timeout_s: float = 30.0,
+        version: int = SESSION_VERSION,
+        terms: Terms = ANY,
+        straggler_after_s: float = 60.0,
     ) -> Joined:
-        reply = await self.ask(Connect(version, JobName(job), wait_for, timeout_s, "test.py"))
+        connect = Connect(
+            version, JobName(job), wait_for, timeout_s, "test.py", terms, straggler_after_s
+        )
+        return self.has_joined(await self.ask(connect))
+
+    def has_joined(self, reply: Reply) -> Joined:
         if isinstance(reply, Refused):
             raise RefusedError(reply.verdict)
         assert isinstance(reply, Joined)
-        self.joined = reply
+        self.joined, self.world = reply, reply.world
         return reply
 
     async def input_arena(self, nbytes: int) -> int:
@@ -188,20 +210,31 @@ class Trainer:
             arena = await self.input_arena(values.nbytes)
             self.maps[arena][: values.nbytes] = values.tobytes()
             count = values.size
-        request = StartOp(OpNumber(self.next_op), call, dtype, count, arena, timeout_s)  # type: ignore[arg-type] # a key of WIRE_DTYPES
+        enters = call.kind == "sync" and (self.superseded or self.rank < 0)
+        number = OpNumber(ENTERS if enters else self.next_op)
+        request = StartOp(number, call, dtype, count, arena, timeout_s)  # type: ignore[arg-type] # a key of WIRE_DTYPES
         match reply := await self.ask(request):
             case OpDone(op, output):
-                assert op == self.next_op
-                self.next_op += 1
+                self._has_ended(reply, number)
+                if call.kind == "sync":
+                    count = len(self.names) * SYNC_VALUES
                 if output < 0:
                     return None
                 return np.frombuffer(self.maps[output], WIRE_DTYPES[dtype], count).copy()
-            case OpFailed(op, consumed=consumed):
-                assert op == self.next_op
-                self.next_op += consumed
+            case OpFailed(op):
+                self.superseded |= reply.verdict.error == "HistorySuperseded"
+                if op != ENTERS:
+                    self._has_ended(reply, number)
                 raise OpError(reply)
             case _:
                 raise AssertionError(reply)
+
+    def _has_ended(self, reply: OpDone | OpFailed, number: OpNumber) -> None:
+        assert number in (reply.op, ENTERS)
+        self.next_op = reply.op + (not isinstance(reply, OpFailed) or reply.consumed)
+        self.world = reply.world or self.world
+        if isinstance(reply, OpDone):
+            self.superseded = False
 
     async def reduce(self, values: Values, op: str = "sum", timeout_s: float = 1800.0) -> Values:
         call = Call("all_reduce", values.dtype.name, values.shape, op)
@@ -219,6 +252,16 @@ class Trainer:
         result = await self.run(call, None, count=values.size, dtype=values.dtype.name)
         assert result is not None
         return result
+
+    async def sync(self, value: int = 0, timeout_s: float = 1800.0) -> list[int]:
+        """What each rank has given, by rank. Enters the job, or comes back, if it must."""
+        values = np.full(SYNC_VALUES, value, np.int64)
+        call = Call("sync", "int64", (SYNC_VALUES,))
+        result = await self.run(call, values, dtype="int64", timeout_s=timeout_s)
+        assert result is not None
+        rows = result.reshape(-1, SYNC_VALUES)
+        assert (rows == rows[:, :1]).all()
+        return [int(value) for value in rows[:, 0]]
 
     async def barrier(self, timeout_s: float = 1800.0) -> None:
         await self.run(Call("barrier", "float32", (0,)), None, timeout_s=timeout_s)

@@ -19,10 +19,11 @@ from pmesh.agent.parsing import Listen
 from pmesh.agent.run import Agent
 from pmesh.core.identity import MeshKey, NodeKey
 from pmesh.core.messages import Address, OfferLane
+from pmesh.core.views import Terms
 from pmesh.errors import NetworkError
 from pmesh.ids import Member
 from pmesh.net.lanes import Lane
-from tests.agent.fake_trainer import Trainer, together, until
+from tests.agent.fake_trainer import ANY, Trainer, together, until
 
 MESH = MeshKey(b"m" * 32)
 
@@ -172,10 +173,22 @@ class Village:
         self.trainers.append(trainer)
         return trainer
 
-    async def job(self, *machines: Machine, name: str = "digits") -> list[Trainer]:
+    async def job(
+        self,
+        *machines: Machine,
+        name: str = "digits",
+        terms: Terms = ANY,
+        straggler_after_s: float = 60.0,
+    ) -> list[Trainer]:
         """A trainer on each of the machines, joined; in the order of their ranks."""
         trainers = [await self.trainer(machine) for machine in machines]
-        await together(*[partial(t.join, name, len(trainers)) for t in trainers])
+
+        async def join(trainer: Trainer) -> None:
+            await trainer.join(
+                name, len(trainers), terms=terms, straggler_after_s=straggler_after_s
+            )
+
+        await together(*[partial(join, trainer) for trainer in trainers])
         return sorted(trainers, key=lambda trainer: trainer.rank)
 
 
