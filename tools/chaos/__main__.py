@@ -80,7 +80,7 @@ def run(
             _print(measured)
             met = met and is_met(measured)
             if json is not None:
-                _keep(json, measured)
+                keep(json, measured)
     return 0 if met else 1
 
 
@@ -115,7 +115,7 @@ def _measure(campaign: Campaign, order: Run) -> Measured:
     )
 
 
-def _keep(path: Path, measured: Measured) -> None:
+def keep(path: Path, measured: Measured) -> None:
     """Add to the file, in the place of what was measured of the same before."""
     old = read_results(path) if path.exists() else Results()
     this = measured.fault, measured.op_bytes

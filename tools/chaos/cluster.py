@@ -21,7 +21,7 @@ from pmesh.client.control import ask_status
 from pmesh.client.home import socket_path
 from pmesh.core.identity import MeshKey, mesh_key_text
 from pmesh.errors import PmeshError
-from tools.chaos.oplog import Life, Report, decode_report
+from tools.chaos.oplog import Life, Report, decode_report, recovery_s
 from tools.chaos.trainer import Options
 from tools.chaos.warm import Order, WarmStart
 from tools.virtual_lan import Host, NetLab
@@ -182,7 +182,8 @@ class Cluster:
         deadline = time.monotonic() + PATIENCE_S
         while not node.status():
             if time.monotonic() > deadline or node.agent is None or node.agent.ended:
-                raise CampaignError(f"{node.name}'s agent does not answer\n{self.tail()}")
+                last = node.agent.printed()[-1:] if node.agent is not None else []
+                raise CampaignError(f"{node.name}'s agent does not answer; it printed {last}")
             time.sleep(0.02)
 
     def restart_all(self) -> None:
@@ -226,6 +227,13 @@ class Cluster:
         self.wait_for(steady, f"{count} ops of {', '.join(sorted(everybody))}", timeout_s=timeout_s)
         return began
 
+    def await_recovery(
+        self, lives: Sequence[Life], at: float, what: str, *, timeout_s: float = PATIENCE_S
+    ) -> float:
+        """Until all of these have done the next op after a fault; how long that took."""
+        self.wait_for(lambda: recovery_s(lives, at) is not None, what, timeout_s=timeout_s)
+        return recovery_s(lives, at) or 0.0
+
     def await_called(self, nodes: Sequence[Node]) -> None:
         """Until all of them are in the middle of the same op, which has just begun."""
         step = 1 + max((max(node.life.calls, default=-1) for node in nodes), default=-1)
@@ -241,7 +249,9 @@ class Cluster:
         """
         with self._changed:
             if not self._changed.wait_for(holds, timeout_s):
-                raise CampaignError(f"{what} did not come within {timeout_s:g} s\n{self.tail()}")
+                ended = [part.name for part in self._parts() if part.ended]
+                dead = f"; ended: {', '.join(ended)}" if ended else ""
+                raise CampaignError(f"{what} did not come within {timeout_s:g} s{dead}")
 
     def forget_ops(self, *, before: float) -> None:
         """Drop what has been checked, so that a long campaign stays quick."""
@@ -251,13 +261,8 @@ class Cluster:
                     process.life.forget(before=before)
             self._processes = [p for p in self._processes if not p.ended or self._logs]
 
-    def tail(self) -> str:
-        """The last lines of everybody."""
-        parts = [p for node in self.nodes for p in (node.agent, node.trainer) if p is not None]
-        return "\n".join(
-            f"--- {part.name}{' (ended)' * part.ended}\n" + "\n".join(part.printed()[-6:])
-            for part in parts
-        )
+    def _parts(self) -> list[Process]:
+        return [p for node in self.nodes for p in (node.agent, node.trainer) if p is not None]
 
     def start_cold_agent(self, node: Node) -> None:
         """`pmesh up` as a user starts it, imports and all."""
@@ -308,14 +313,13 @@ class Cluster:
             process.ended = True
             self._changed.notify_all()
 
-    @staticmethod
-    def _hear(process: Process, line: str) -> None:
+    def _hear(self, process: Process, line: str) -> None:
         report: Report | None = None
         if process.life is not None:
             report = decode_report(line)
             if report is not None:
                 process.life.hear(report)
-        if report is None or report.what not in {"called", "done"}:
+        if self._logs or report is None or report.what not in {"called", "done"}:
             process.lines.append((time.monotonic(), line))
 
     def _write_logs(self) -> None:

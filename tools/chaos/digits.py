@@ -33,7 +33,7 @@ def load() -> tuple[Array, NDArray[np.int64]]:
         raise pmesh.UsageError("the digits ship with scikit-learn: install it")
     file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
     digits = np.loadtxt(file, delimiter=",", dtype=np.float32)
-    return digits[:, :64] / 16, digits[:, 64].astype(np.int64)
+    return (digits[:, :64] / 16).astype(np.float32), digits[:, 64].astype(np.int64)
 
 
 def loss_of(weights: Array, pixels: Array, labels: NDArray[np.int64]) -> tuple[float, Array]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tools.chaos.cluster import CampaignError, Cluster, Node
 from tools.chaos.faults import Fault, Struck
-from tools.chaos.oplog import Op, clean_ops_s, find_violations, next_step, recovery_s
+from tools.chaos.oplog import Op, clean_ops_s, find_violations, next_step
 from tools.chaos.trainer import Options
 
 CLEAN_OPS = 3  # before each fault
@@ -62,7 +62,8 @@ def run_episodes(cluster: Cluster, fault: Fault, count: int, random: Random) -> 
     cluster.await_ops(CLEAN_OPS)
     for number in range(count):
         try:
-            _run_episode(cluster, fault, random, tally)
+            found = _run_episode(cluster, fault, random, tally)
+            tally.violations += [f"episode {number}, {violation}" for violation in found]
         except CampaignError as e:
             tally.hangs += 1
             tally.violations.append(f"episode {number}: {e}")
@@ -74,7 +75,8 @@ def run_episodes(cluster: Cluster, fault: Fault, count: int, random: Random) -> 
     return tally
 
 
-def _run_episode(cluster: Cluster, fault: Fault, random: Random, tally: Tally) -> None:
+def _run_episode(cluster: Cluster, fault: Fault, random: Random, tally: Tally) -> list[str]:
+    """Count what was measured; return what was violated."""
     began = cluster.await_ops(CLEAN_OPS)
     before = {node.name: node.life for node in cluster.nodes}
     clean = clean_ops_s(list(before.values()), since=began, until=time.monotonic())
@@ -83,13 +85,13 @@ def _run_episode(cluster: Cluster, fault: Fault, random: Random, tally: Tally) -
     struck = fault.strike(cluster, random)
     survivors = [node for node in cluster.nodes if node not in struck.victims]
     lives = [node.life for node in survivors]
-    cluster.wait_for(
-        lambda: recovery_s(lives, struck.at) is not None,
-        f"after {type(fault).__name__} of {', '.join(v.name for v in struck.victims)}: "
-        f"the next op on {', '.join(node.name for node in survivors)}",
+    took = cluster.await_recovery(
+        lives,
+        struck.at,
+        f"after {type(fault).__name__} of {', '.join(v.name for v in struck.victims)} at "
+        f"{struck.at:.3f}: the next op on {', '.join(node.name for node in survivors)}",
         timeout_s=fault.patience_s,
     )
-    took = recovery_s(lives, struck.at)
     step = next_step(lives, struck.at)
     if all(life.calls.get(step, struck.at) < struck.at for life in lives):
         tally.in_flight += 1
@@ -97,17 +99,19 @@ def _run_episode(cluster: Cluster, fault: Fault, random: Random, tally: Tally) -
     fault.mend(cluster, struck)
     cluster.await_ops(1)
     tally.clean_s += clean
-    tally.recovery_s += [took] if took is not None else []
+    tally.recovery_s.append(took)
     ops = _ops_to_compare(cluster, struck, began, mended)
     ops |= {
         f"{v.name} before": _ops_of_the_lost(before[v.name].ops, fault, struck, began)
         for v in struck.victims
     }
     tally.ops_checked += sum(map(len, ops.values()))
-    tally.violations += find_violations(ops, survivors=[node.name for node in survivors])
+    found = find_violations(ops, survivors=[node.name for node in survivors])
     for life in lives:
-        tally.violations += [f"{life.name}: {error.says}" for error in life.errors(began)]
+        found += [f"{life.name}: {error.says}" for error in life.errors(began)]
     cluster.forget_ops(before=began)
+    what = f"{', '.join(v.name for v in struck.victims)} at {struck.at:.3f}"
+    return [f"{what}: {violation}" for violation in found]
 
 
 def _ops_to_compare(

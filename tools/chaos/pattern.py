@@ -55,4 +55,4 @@ class Pattern:
 
 def digest(result: Values) -> str:
     """128 bits that differ where two results differ in any bit."""
-    return xxhash.xxh3_128_hexdigest(result)
+    return xxhash.xxh3_128_hexdigest(result.data)

@@ -13,7 +13,7 @@ from pathlib import Path
 from tools.chaos.cluster import Cluster, Node
 from tools.chaos.episodes import CLEAN_OPS, Run, Tally
 from tools.chaos.faults import Part
-from tools.chaos.oplog import clean_ops_s, find_violations, longest_gap_s, recovery_s
+from tools.chaos.oplog import clean_ops_s, find_violations, longest_gap_s
 
 PAUSE_S = 1.0
 MINUTE_S = 60.0
@@ -73,8 +73,7 @@ def run_pauses(run: Run) -> Tally:
             time.sleep(PAUSE_S)
             _signal(victim, parts, signal.SIGCONT)
             what = f"the next op, after a pause of {' and '.join(parts)} of {victim.name}"
-            cluster.wait_for(lambda at=at, lives=lives: recovery_s(lives, at) is not None, what)  # type: ignore[misc]
-            tally.recovery_s += [took for took in [recovery_s(lives, at)] if took is not None]
+            tally.recovery_s.append(cluster.await_recovery(lives, at, what))
             check_undisturbed(cluster, tally, since=began)
             cluster.forget_ops(before=began)
     return tally

@@ -7,7 +7,7 @@ import time
 from tools.chaos.cluster import Cluster, Node
 from tools.chaos.episodes import CLEAN_OPS, Run, Tally
 from tools.chaos.faults import restart
-from tools.chaos.oplog import Op, clean_ops_s, find_violations, recovery_s
+from tools.chaos.oplog import Op, clean_ops_s, find_violations
 from tools.chaos.steady import check_undisturbed
 
 STRAGGLER_AFTER_S = 4.0
@@ -34,8 +34,11 @@ def run_stopped_trainers(run: Run) -> Tally:
             at = time.monotonic()
             if victim.trainer is not None:
                 victim.trainer.send(signal.SIGSTOP)
-            _await_next_op(cluster, others, at, victim)
-            tally.recovery_s.append(recovery_s([node.life for node in others], at) or 0.0)
+            lives = [node.life for node in others]
+            what = f"the next op without {victim.name}, which is stopped"
+            patience_s = STRAGGLER_AFTER_S + 15.0
+            took = cluster.await_recovery(lives, at, what, timeout_s=patience_s)
+            tally.recovery_s.append(took)
             told += [_told_s(node, victim, at) for node in others]
             restart(cluster, [victim], ("trainer",))
             cluster.await_ops(1)
@@ -65,8 +68,8 @@ def run_computing_trainers(run: Run) -> Tally:
             for node in cluster.nodes:
                 cluster.await_agent(node)
                 slow = node is cluster.nodes[1]
-                computes = {"compute_at_step": _STEP, "compute_s": COMPUTES_S} if slow else {}
-                cluster.start_trainer(node, **computes)
+                computes_s = COMPUTES_S if slow else 0.0
+                cluster.start_trainer(node, compute_at_step=_STEP, compute_s=computes_s)
             lives = [node.life for node in cluster.nodes]
             cluster.wait_for(
                 lambda lives=lives: all(_STEP + 2 in life.ops for life in lives),  # type: ignore[misc]
@@ -77,15 +80,6 @@ def run_computing_trainers(run: Run) -> Tally:
             check_undisturbed(cluster, tally, since=0.0)
     tally.facts = {"straggler_after, s": STRAGGLER_AFTER_S, "computed, s": COMPUTES_S}
     return tally
-
-
-def _await_next_op(cluster: Cluster, others: list[Node], at: float, victim: Node) -> None:
-    lives = [node.life for node in others]
-    cluster.wait_for(
-        lambda: recovery_s(lives, at) is not None,
-        f"the next op without {victim.name}, which is stopped",
-        timeout_s=STRAGGLER_AFTER_S + 15.0,
-    )
 
 
 def _told_s(node: Node, victim: Node, at: float) -> float:

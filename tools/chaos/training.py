@@ -8,7 +8,7 @@ import psutil
 
 from tools.chaos.cluster import Cluster, Node, Process
 from tools.chaos.episodes import Run, Tally
-from tools.chaos.oplog import Report, find_violations, recovery_s
+from tools.chaos.oplog import Life, Report, find_violations
 
 MODULE = "tools.chaos.digits"
 PAUSE_S = 0.02  # of each step, as if it computed for so long
@@ -71,11 +71,13 @@ def _train(run: Run, tally: Tally, epochs: int, *, kills: int) -> list[Report]:
             _kill_again_and_again(cluster, tally, kills, run)
             lives = [node.life for node in cluster.nodes]
         cluster.wait_for(
-            lambda: all(any(r.what == "ended" for r in life.others) for life in lives),
-            "the end of the training",
-            timeout_s=300.0,
+            lambda: all(map(_end_of, lives)), "the end of the training", timeout_s=300.0
         )
-        return [r for life in lives for r in life.others if r.what == "ended"]
+        return [end for life in lives for end in _end_of(life)]
+
+
+def _end_of(life: Life) -> list[Report]:
+    return [report for report in life.others if report.what == "ended"]
 
 
 def _kill_again_and_again(cluster: Cluster, tally: Tally, kills: int, run: Run) -> None:
@@ -90,10 +92,7 @@ def _kill_again_and_again(cluster: Cluster, tally: Tally, kills: int, run: Run) 
         at = time.monotonic()
         victim.kill("agent", "trainer")
         lives = [node.life for node in survivors]
-        cluster.wait_for(
-            lambda at=at, lives=lives: recovery_s(lives, at) is not None, "the next op"
-        )  # type: ignore[misc]
-        tally.recovery_s += [took for took in [recovery_s(lives, at)] if took is not None]
+        tally.recovery_s.append(cluster.await_recovery(lives, at, "the next op"))
         cluster.await_ends(victim)
         cluster.start_agent(victim)
         cluster.await_agent(victim)

@@ -1,0 +1,53 @@
+"""The campaigns' short form: a few kills of each kind, on real agents and real trainers."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.chaos.results import read_results
+from tools.virtual_lan import labs
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.e2e, pytest.mark.netns]
+
+
+def chaos(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tools.chaos", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_a_few_kills_of_each_kind_tear_nothing(tmp_path: Path) -> None:
+    results = tmp_path / "short.json"
+    with chaos("run", "--short", "--json", str(results)) as process:
+        output, _ = process.communicate(timeout=100)
+
+    # Nothing wrong is asserted; how long it took is printed: this machine may be busy.
+    measured = {m.fault: m for m in read_results(results).measured}
+    assert [m.violations for m in measured.values() if m.violations] == [], output
+    assert all(m.ops_checked > 0 for m in measured.values()), output
+    assert {"kill-agent", "kill-trainer", "kill-node", "kill-leader", "torn"} < set(measured)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing_behind(number: signal.Signals) -> None:
+    before = labs()
+    with chaos("run", "kill-node", "--episodes", "1000", "--size-mb", "1") as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # it says what it does, then begins
+        while not (started := set(labs()) - set(before)):
+            assert process.poll() is None
+        process.send_signal(number)
+        process.communicate(timeout=60)
+
+    assert process.returncode in {130, 143}
+    assert not started & set(labs())

@@ -1,0 +1,149 @@
+"""What is measured is judged by its bar, kept in files, and printed as it is."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.docs.pages import DOCS, read, table_rows
+from tools.chaos import __main__ as chaos
+from tools.chaos.bars import CAMPAIGNS, find_campaign, is_met
+from tools.chaos.report import render
+from tools.chaos.results import (
+    Measured,
+    Results,
+    Table,
+    figures_of,
+    percentile,
+    read_results,
+    write_results,
+)
+
+PAGE = DOCS / "explanation" / "reliability.md"
+RESULTS = DOCS / "explanation" / "reliability"
+
+
+def measured(fault: str = "kill-node", **more: object) -> Measured:
+    known: dict[str, object] = {
+        "command": f"python -m tools.chaos run {fault}",
+        "commit": "0123abc",
+        "machine": "2 cores",
+        "nodes": 4,
+        "op_bytes": 16 << 20,
+        "seed": 1,
+        "ops_checked": 100,
+    }
+    return Measured(fault=fault, **(known | more))  # type: ignore[arg-type]
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    values = [float(n) for n in range(100, 0, -1)]
+
+    assert [percentile(values, p) for p in (50, 95, 99, 100)] == [50.0, 95.0, 99.0, 100.0]
+    assert percentile([3.0], 99) == 3.0
+
+
+def test_figures_are_of_all_values_and_none_of_nothing() -> None:
+    figures = figures_of([3.0, 1.0, 2.0, 10.0])
+
+    assert figures is not None
+    assert (figures.count, figures.median, figures.p95, figures.maximum) == (4, 2.5, 10.0, 10.0)
+    assert figures_of([]) is None
+
+
+@pytest.mark.parametrize(
+    ("recovery_s", "met"),
+    [
+        ((0.15,) * 20, True),
+        ((0.17,) * 20, False),  # its median is more than 60 ms above the clean op's
+        ((0.15,) * 19 + (9.0,), True),  # one in twenty is beyond the 95th percentile
+        ((0.15,) * 18 + (0.41,) * 2, False),
+        ((), False),
+    ],
+)
+def test_a_kill_is_measured_against_the_clean_op_of_its_run(
+    recovery_s: tuple[float, ...],
+    met: bool,  # noqa: FBT001 - a table of cases
+) -> None:
+    assert is_met(measured(recovery_s=recovery_s, clean_s=(0.1, 0.1, 0.5))) is met
+    assert not is_met(measured(recovery_s=recovery_s))
+
+
+def test_a_violation_misses_the_bar_whatever_the_times_are() -> None:
+    good = measured(recovery_s=(0.1,), clean_s=(0.1,))
+
+    assert is_met(good)
+    assert not is_met(msgspec.structs.replace(good, violations=("step 3 is torn",)))
+
+
+@pytest.mark.parametrize("fault", [campaign.name for campaign in CAMPAIGNS])
+def test_a_campaign_that_measured_nothing_has_met_nothing(fault: str) -> None:
+    assert not is_met(measured(fault, ops_checked=0))
+
+
+def test_a_stopped_trainer_must_be_named_soon_and_left_behind_neither_early_nor_late() -> None:
+    def met(*, told: float = 1.0, first: float = 4.1, last: float = 6.0) -> bool:
+        facts = {
+            "straggler_after, s": 4.0,
+            "slowest to be told by name, s": told,
+            "first to go on, s": first,
+        }
+        return is_met(measured("stop-trainer", facts=facts, recovery_s=(first, last)))
+
+    assert met()
+    assert not met(told=2.6)
+    assert not met(first=3.9)
+    assert not met(last=6.6)
+
+
+def test_results_come_back_as_they_were_written(tmp_path: Path) -> None:
+    table = Table(title="T", text="x", command="c", columns=("a",), rows=(("1",),))
+    results = Results(measured=(measured(facts={"a": 1.5}),), tables=(table,))
+
+    write_results(tmp_path / "r.json", results)
+
+    assert read_results(tmp_path / "r.json") == results
+
+
+def test_the_page_prints_what_was_measured_what_was_missed_and_what_was_not_measured() -> None:
+    good = measured(recovery_s=(0.1, 0.2), clean_s=(0.09, 0.11))
+    bad = measured("torn", violations=("step 3 is torn\nlog",), facts={"struck": 3.0})
+    table = Table(title="Scale", text="By simulation.", command="c", columns=("n",), rows=(("8",),))
+
+    page = render([Results(measured=(bad, good)), Results(tables=(table,))])
+
+    rows = {row[0]: row[1:] for row in table_rows(page)}
+    assert rows["SIGKILL of a whole node"] == [
+        *("16 MB", "2", "0.100", "0.150", "0.200", "0.200", "0.200", "100"),
+        "median ≤ clean + 60 ms, p95 ≤ clean + 300 ms",
+        "met",
+    ]
+    assert rows["torn ops: kills of agents, trainers and nodes"][-1] == "**MISSED**"
+    assert "1 of 2 bars met. Missed: torn. Not measured: kill-agent, " in page
+    assert "step 3 is torn" in page
+    assert "## Scale" in page
+    assert "python -m tools.chaos run kill-node   # at 0123abc" in page
+
+
+def test_the_names_of_campaigns_are_unique_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert chaos.main(["list"]) == 0
+
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == [campaign.name for campaign in CAMPAIGNS]
+    assert len(set(listed)) == len(listed)
+    assert find_campaign("churn").episodes == 20
+
+
+def test_a_result_takes_the_place_of_an_older_one_of_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    for seed, op_bytes in ((1, 16), (2, 64), (3, 16)):
+        chaos.keep(path, measured(seed=seed, op_bytes=op_bytes))
+
+    assert [m.seed for m in read_results(path).measured] == [2, 3]
+
+
+@pytest.mark.skipif(not RESULTS.exists(), reason="nothing has been measured yet")
+def test_the_page_is_what_the_tool_writes_of_the_results_beside_it() -> None:
+    files = [read_results(path) for path in sorted(RESULTS.glob("*.json"))]
+
+    assert read(PAGE) == render(files)
