@@ -18,6 +18,7 @@ from pmesh.agent.limits import raise_open_files
 from pmesh.agent.logs import set_up_logs
 from pmesh.cli.detach import start_detached
 from pmesh.cli.keys import find_mesh_key
+from pmesh.cli.signals import ending_signals
 from pmesh.cli.terminal import complain, say
 from pmesh.client.home import home_directory, socket_path
 from pmesh.core.identity import MeshKey, NodeKey
@@ -74,7 +75,7 @@ async def run_until_signal(agent: Callable[[], Awaitable[None]]) -> int:
 
     async def await_signal(task_status: trio.TaskStatus[None]) -> None:
         nonlocal code
-        with trio.open_signal_receiver(*_ending_signals()) as signals:
+        with trio.open_signal_receiver(*ending_signals()) as signals:
             task_status.started()
             number = await anext(aiter(signals))
         code = 128 + number if number == signal.SIGINT else 0
@@ -85,9 +86,3 @@ async def run_until_signal(agent: Callable[[], Awaitable[None]]) -> int:
         await agent()
         nursery.cancel_scope.cancel()
     return code
-
-
-def _ending_signals() -> tuple[signal.Signals, ...]:
-    """A closed terminal is a leave too, unless `nohup` says otherwise."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    return tuple(s for s in signals if signal.getsignal(s) != signal.SIG_IGN)

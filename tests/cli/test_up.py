@@ -18,6 +18,7 @@ from pmesh.agent.key_files import load_mesh_key, store_mesh_key
 from pmesh.agent.parsing import Listen
 from pmesh.cli import up
 from pmesh.cli.app import run
+from pmesh.cli.signals import ending_signals
 from pmesh.core.identity import MeshKey, NodeKey, mesh_key_text
 from pmesh.core.messages import Address
 from pmesh.errors import ConfigError, PeerUnreachable, PortTaken
@@ -235,6 +236,7 @@ async def run_agent(settings, mesh_key, node_key, announce):
 sys.modules["pmesh.agent.run"] = types.ModuleType("pmesh.agent.run")
 sys.modules["pmesh.agent.run"].run_agent = run_agent
 from pmesh.cli.app import run
+from pmesh.cli.signals import ending_signals
 sys.exit(run(["up"]))
 """
 
@@ -274,10 +276,9 @@ def test_a_second_ctrl_c_ends_an_agent_that_hangs_while_it_leaves() -> None:
     assert (err, process.returncode) == ("", 130)
 
 
-async def test_a_signal_that_nohup_ignores_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_nohup_ignores_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     def disposition(number: int) -> signal.Handlers:
         return signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL
 
     monkeypatch.setattr(signal, "getsignal", disposition)
-    ending = up._ending_signals()  # noqa: SLF001 - else a test would have to hang up a terminal
-    assert ending == (signal.SIGINT, signal.SIGTERM)
+    assert ending_signals() == (signal.SIGINT, signal.SIGTERM)

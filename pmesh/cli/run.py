@@ -1,0 +1,136 @@
+"""`pmesh run`: a command that is started again when it crashes, so that its machine comes back."""
+
+import errno
+import functools
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import trio
+
+from pmesh.cli.groups import Child, start_group
+from pmesh.cli.signals import ending_signals
+from pmesh.cli.terminal import complain
+from pmesh.errors import ConfigError, UsageError
+
+FIRST_WAIT_S = 1.0
+LONGEST_WAIT_S = 30.0  # a machine that has come to its senses should not be missed for long
+STEADY_S = 60.0  # who ran for so long had started well: its failure is a new one
+
+# The machine lacks something just now, perhaps because of what has just crashed.
+_PASSING_ERRORS = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
+
+
+def wait_before_start(previous_s: float, *, ran_s: float) -> float:
+    """How long to wait before the command that has failed is started again.
+
+    Args:
+        previous_s: the wait before this run; 0 before the first.
+        ran_s: how long it ran.
+
+    >>> wait_before_start(0, ran_s=0.1)
+    1.0
+    >>> wait_before_start(16, ran_s=59), wait_before_start(16, ran_s=60)
+    (30.0, 1.0)
+    """
+    if previous_s == 0 or ran_s >= STEADY_S:
+        return FIRST_WAIT_S
+    return min(2 * previous_s, LONGEST_WAIT_S)
+
+
+Starter = Callable[[], AbstractAsyncContextManager[Child]]
+
+
+def run_command(command: Sequence[str]) -> int:
+    """Run the command until it ends well or a signal ends it; returns the exit code.
+
+    Raises:
+        ConfigError: there is no command.
+        UsageError: it can't be started, now or ever.
+    """
+    if not command:
+        raise ConfigError("which command? As in: pmesh run -- python train.py")
+    return trio.run(keep_running, functools.partial(start_group, command), _name_of(command))
+
+
+async def keep_running(start: Starter, name: str) -> int:
+    """Start it, and again when it fails, until it ends well or a signal has come."""
+    runner = Runner(start, name)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(runner.pass_signals_on)
+        code = await runner.run()
+        nursery.cancel_scope.cancel()
+    return code
+
+
+class Runner:
+    """The command, run after run."""
+
+    def __init__(self, start: Starter, name: str) -> None:
+        self._start = start
+        self._name = name
+        self._child: Child | None = None
+        self._told = trio.Event()
+        self._signal = 0
+
+    async def pass_signals_on(
+        self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Every one: a command may end at the first, or only get ready to end."""
+        with trio.open_signal_receiver(*ending_signals()) as signals:
+            task_status.started()
+            async for number in signals:
+                self._signal = self._signal or number
+                self._told.set()
+                if self._child is not None:
+                    self._child.send_signal(number)
+
+    async def run(self) -> int:
+        """The exit code: 0 if the command has ended well, else that of the signal."""
+        wait_s = 0.0
+        while True:
+            began = trio.current_time()
+            code, ending = await self._run_once(first=wait_s == 0)
+            if code == 0:
+                return 0
+            if not self._told.is_set():
+                wait_s = wait_before_start(wait_s, ran_s=trio.current_time() - began)
+                complain(f"{self._name} {ending}; starting it again in {wait_s:g} s")
+                with trio.move_on_after(wait_s):
+                    await self._told.wait()
+            if self._told.is_set():
+                return 128 + self._signal  # as shells have it
+
+    async def _run_once(self, *, first: bool) -> tuple[int, str]:
+        try:
+            async with self._start() as self._child:
+                if self._told.is_set():
+                    self._child.send_signal(self._signal)  # it came while the command was started
+                code = await self._child.wait()
+        except OSError as e:
+            if first or e.errno not in _PASSING_ERRORS:
+                what = str(e.filename or self._name)
+                raise UsageError(
+                    f"can't start {what!r}: {e.strerror}; what stands after 'pmesh run --' must "
+                    "run by itself"
+                ) from e
+            return 1, f"could not be started: {e.strerror}"
+        finally:
+            self._child = None
+        return code, _describe_end(code)
+
+
+def _name_of(command: Sequence[str]) -> str:
+    """What a person calls it: the script, if it is Python's."""
+    script = next((word for word in command if word.endswith(".py")), command[0])
+    return Path(script).name
+
+
+def _describe_end(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"ended by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"ended by signal {-code}"
