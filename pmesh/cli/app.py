@@ -11,7 +11,8 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 
 from pmesh.agent.parsing import LogLevel
-from pmesh.cli import keys, watching
+from pmesh.cli import keys, telling, watching
+from pmesh.cli.run import run_command
 from pmesh.cli.terminal import complain, complain_of, say
 from pmesh.cli.up import bring_up
 from pmesh.core.messages import PROTOCOL_VERSION
@@ -114,6 +115,33 @@ def status(
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
     return watching.show_status(home, watch=watch, as_json=json)
+
+
+@app.command
+def events(
+    *,
+    follow: Annotated[bool, Parameter(negative="")] = False,
+    json: Annotated[bool, Parameter(negative="")] = False,
+    home: Home = None,
+) -> int:
+    """Show what has happened: who came and who was lost, and what that did to jobs.
+
+    Args:
+        follow: Go on with what happens, until Ctrl-C.
+        json: Print JSON, by the schema in docs/reference/events.schema.json.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    return telling.show_events(home, follow=follow, as_json=json)
+
+
+@app.command(name="run")
+def run_(*command: str) -> int:
+    """Run a command, and start it again when it fails: 'pmesh run -- python train.py'.
+
+    Args:
+        command: The command with its arguments.
+    """
+    return run_command(command)
 
 
 @app.command

@@ -1,11 +1,20 @@
-"""What `pmesh status` and `pmesh down` ask of the local agent: one question, one answer."""
+"""What `pmesh status`, `events` and `down` ask of the local agent: one question, one answer."""
 
 from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
 from pmesh.client.connection import AgentConnection
-from pmesh.core.session import AskStatus, Reply, Request, Status, StopAgent, Stopping
+from pmesh.core.session import (
+    AskEvents,
+    AskStatus,
+    Events,
+    Reply,
+    Request,
+    Status,
+    StopAgent,
+    Stopping,
+)
 from pmesh.errors import ProtocolError
 
 ReplyT = TypeVar("ReplyT", bound=Reply)
@@ -20,6 +29,22 @@ def ask_status(path: Path, *, timeout_s: float = 5.0) -> bytes:
     """
     with closing(AgentConnection(path, silence_s=timeout_s)) as connection:
         return _ask(connection, AskStatus(), Status).json
+
+
+def ask_events(path: Path, after: int = -1, *, timeout_s: float = 5.0) -> bytes:
+    """What has happened at the agent that listens at `path`, as JSON.
+
+    Args:
+        path: Of the agent's socket.
+        after: The number of the last event that the caller has; -1 for all that are kept.
+        timeout_s: How long the agent may stay silent.
+
+    Raises:
+        AgentNotRunning: Nobody listens there.
+        AgentStopped: The agent went away, or stayed silent for `timeout_s`.
+    """
+    with closing(AgentConnection(path, silence_s=timeout_s)) as connection:
+        return _ask(connection, AskEvents(after), Events).json
 
 
 def stop_agent(path: Path, *, timeout_s: float = 10.0) -> int:

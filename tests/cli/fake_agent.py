@@ -1,19 +1,23 @@
-"""An agent as `pmesh status` and `pmesh down` see one: a Unix socket that answers.
+"""An agent as `pmesh status`, `events` and `down` see one: a Unix socket that answers.
 
 Run as a program, it stands in for a detached agent: SOCKET, then what to do there.
 """
 
 import contextlib
+import itertools
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from pmesh.agent.events import Chronicle, encode_events
 from pmesh.agent.status import (
     DoorStatus,
     EpochStatus,
@@ -28,8 +32,16 @@ from pmesh.agent.status import (
     encode_status,
 )
 from pmesh.core.framing import FrameReader, frame
-from pmesh.core.session import AskStatus, Stopping, decode_request_untrusted, encode
+from pmesh.core.session import (
+    AskEvents,
+    AskStatus,
+    Events,
+    Stopping,
+    decode_request_untrusted,
+    encode,
+)
 from pmesh.core.session import Status as StatusReply
+from pmesh.ids import Incarnation, Member, NodeId
 
 IDS = ["a" * 52, "b" * 52, "c" * 52]
 NAMES = ["mac-1", "mac-2", "studio"]
@@ -104,7 +116,26 @@ MINIMAL = msgspec.structs.replace(PICTURE, peers=(), jobs=())
 Answer = Callable[[socket.socket], None]
 
 
-def answer_well(connection: socket.socket) -> None:
+def make_chronicle(incarnation: int = 1) -> Chronicle:
+    """Of an agent at whose start it was noon; an event happens every second."""
+    noon, seconds = datetime(2026, 11, 22, 12, tzinfo=UTC), itertools.count()
+    chronicle = Chronicle(
+        Member(NodeId(b"a" * 32), Incarnation(incarnation)),
+        "mac-1",
+        clock=lambda: 0.0,
+        wall_clock=lambda: noon + timedelta(seconds=next(seconds)),
+        listener=lambda _: None,
+    )
+    chronicle.note("agent started", "mac-1 is up")
+    return chronicle
+
+
+def answer_with(chronicle: Chronicle) -> Answer:
+    """Answer one request as the agent of these events does."""
+    return partial(answer_well, chronicle=chronicle)
+
+
+def answer_well(connection: socket.socket, chronicle: Chronicle | None = None) -> None:
     """Answer one request as an agent does."""
     reader = FrameReader(max_bytes=1 << 20)
     while (message := reader.next_message_untrusted()) is None:
@@ -115,6 +146,9 @@ def answer_well(connection: socket.socket) -> None:
     match decode_request_untrusted(message):
         case AskStatus():
             connection.sendall(frame(encode(StatusReply(encode_status(PICTURE)))))
+        case AskEvents(after):
+            page = (chronicle or make_chronicle()).since(after)
+            connection.sendall(frame(encode(Events(encode_events(page)))))
         case _:
             connection.sendall(frame(encode(Stopping(pid=2**22 + 1))))  # above any pid
 

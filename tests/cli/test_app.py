@@ -38,6 +38,8 @@ def test_help_is_no_error(words: list[str], capsys: pytest.CaptureFixture[str]) 
         ["up", "--log-level", "loud"],
         ["status", "now"],
         ["up", "--name"],
+        ["events", "--watch"],
+        ["run", "python", "train.py", "--fast"],  # whose option? '--' would tell
     ],
 )
 def test_a_misused_command_is_one_line_and_exit_code_2(
@@ -100,4 +102,4 @@ def test_a_terminal_without_utf_8_gets_question_marks() -> None:
 
 
 def test_every_command_of_the_issue_is_there() -> None:
-    assert {"key", "up", "status", "down", "version"} <= set(app)
+    assert {"key", "up", "status", "events", "run", "down", "version"} <= set(app)

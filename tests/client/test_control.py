@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from pmesh.client.control import ask_status, stop_agent
+from pmesh.agent.events import decode_events
+from pmesh.client.control import ask_events, ask_status, stop_agent
 from pmesh.core.framing import frame
 from pmesh.core.session import Leave, Status, Stopping, encode
 from pmesh.errors import AgentNotRunning, AgentStopped, ProtocolError
-from tests.cli.fake_agent import agent_at, answer_well
+from tests.cli.fake_agent import agent_at, answer_well, answer_with, make_chronicle
 
 Ask = Callable[[Path], object]
 
 
-@pytest.fixture(params=[ask_status, stop_agent])
+@pytest.fixture(params=[ask_status, ask_events, stop_agent])
 def ask(request: pytest.FixtureRequest) -> Ask:
     question: Ask = request.param
     return question
@@ -37,6 +38,15 @@ def test_an_answer_in_many_pieces_is_read_whole(tmp_path: Path) -> None:
 
     with agent_at(tmp_path / "s", answer):
         assert ask_status(tmp_path / "s") == b"{}"
+
+
+@pytest.mark.parametrize(("after", "told"), [(-1, [0, 1]), (0, [1]), (1, [])])
+def test_events_are_asked_from_a_number_on(tmp_path: Path, after: int, told: list[int]) -> None:
+    chronicle = make_chronicle()
+    chronicle.note("peer joined", "mac-2 joined")
+    with agent_at(tmp_path / "s", answer_with(chronicle)):
+        page = decode_events(ask_events(tmp_path / "s", after))
+    assert [event.number for event in page.events] == told
 
 
 def test_stopping_returns_when_the_agent_has_left(tmp_path: Path) -> None:
