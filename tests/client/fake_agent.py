@@ -56,6 +56,8 @@ class Op:
     started: dict[TrainerId, tuple[StartOp, Numbers]] = field(default_factory=dict)
     root: TrainerId | None = None
     outcome: Outcome | None = None
+    witnessed: bool = False
+    """Its lost root's agent still holds the result (O2)."""
 
 
 @dataclass
@@ -232,7 +234,8 @@ class FakeAgent(Listening):
     def _end(self, job: Job, number: int, op: Op) -> None:
         calls = {t: op.started[t][0].call for t in job.roster}
         verdict = None
-        if job.lost or (op.root is not None and op.root not in job.roster):
+        root_is_lost = op.root is not None and op.root not in job.roster and not op.witnessed
+        if job.lost or root_is_lost:
             verdict, job.lost = Verdict("RankLost", "rank 0 (mac-0) is lost"), False
         elif len({*calls.values()}) > 1:
             text = " but ".join(f"rank {job.roster.index(t)}: {call}" for t, call in calls.items())
@@ -251,9 +254,11 @@ class FakeAgent(Listening):
         request = op.started[trainer.id][0]
         output = -1
         if request.count and op.root != trainer.id:
-            inputs = [op.started[t][1] for t in outcome.trainers]
-            root = -1 if op.root is None else outcome.trainers.index(op.root)
-            output = self._write(trainer, request.call, inputs, root)
+            if op.root is None:
+                result = _reduce(request.call, [op.started[t][1] for t in outcome.trainers])
+            else:
+                result = op.started[op.root][1]
+            output = self._write(trainer, result)
         trainer.send(StillWaiting(number, 10.0, ("rank 1 (mac-1)",)))
         trainer.send(OpDone(number, output, news))
 
@@ -268,20 +273,19 @@ class FakeAgent(Listening):
             self.retained.append((memory, bytes(memory)))
         return np.frombuffer(memory, dtype).copy()
 
-    def _write(self, trainer: Trainer, call: Call, inputs: list[Numbers], root: int) -> int:
-        with np.errstate(all="ignore"):
-            result = inputs[root] if root >= 0 else _reduce(call, inputs)
+    def _write(self, trainer: Trainer, result: Numbers) -> int:
         if not trainer.outputs or trainer.outputs[-1].nbytes < result.nbytes:
             trainer.outputs.append(self.grant(trainer, "output", result.nbytes))
         output = trainer.outputs[-1]
-        np.frombuffer(output.memory, inputs[0].dtype, result.size)[:] = result
+        np.frombuffer(output.memory, result.dtype, result.size)[:] = result
         return output.number
 
 
 def _reduce(call: Call, inputs: list[Numbers]) -> Numbers:
     if call.kind == "sync":
         return np.concatenate(inputs)
-    total = functools.reduce(UFUNCS[call.reduction], inputs)
+    with np.errstate(all="ignore"):
+        total = functools.reduce(UFUNCS[call.reduction], inputs)
     return total / len(inputs) if call.reduction == "mean" else total
 
 
@@ -295,3 +299,16 @@ def run_ranks(home: Path, size: int, program: Callable[[pmesh.Mesh], T]) -> list
     with ThreadPoolExecutor(size) as pool:
         results: Sequence[tuple[int, T]] = list(pool.map(rank, range(size)))
     return [result for _, result in sorted(results, key=lambda pair: pair[0])]
+
+
+def loses(
+    agent: FakeAgent, losses: dict[int, TrainerId], *, superseded: bool = False
+) -> Callable[[Job, int, Call], None]:
+    """For `before_op`: before each number's op is run, a trainer is expelled."""
+
+    def before_op(job: Job, number: int, call: Call) -> None:
+        del call
+        if number in losses:
+            agent.expel(job, losses.pop(number), superseded=superseded)
+
+    return before_op
