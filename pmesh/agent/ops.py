@@ -92,21 +92,23 @@ async def run_op(
             # I6: not raised here alone (O3); the op is settled by the next view.
             _raise_concern(rank, op, _timed_out(rank, op, around), around)
             await trio.sleep_forever()
-    if rank.superseded is None:
+    consumed = rank.superseded is None
+    if consumed:
         rank.fail(failure)
     else:
         rank.take_back(number)  # how the op ends is the others' matter
     _let_go(rank, op, keep=None)
-    cause = rank.owed or failure.verdict  # an earlier op's failure is this one's cause
+    cause = (rank.owed or failure).verdict  # an earlier op's failure is this one's cause
     assert cause is not None  # noqa: S101 - `failure_of` gives only outcomes that have one
     rank.owed = None
-    return OpFailed(number, cause, world=rank.see(failure.contributors)), None
+    return OpFailed(number, cause, consumed, rank.see(failure.contributors)), None
 
 
 def _tell_late(rank: LocalRank, number: OpNumber) -> OpFailed:
     owed, rank.owed = rank.owed, None
     assert owed is not None  # noqa: S101 - the callers have looked
-    return OpFailed(number, owed, consumed=False, world=rank.see(rank.roster.ids))
+    assert owed.verdict is not None  # noqa: S101 - likewise
+    return OpFailed(number, owed.verdict, consumed=False, world=rank.see(owed.contributors))
 
 
 def _check(rank: LocalRank, request: StartOp) -> None:
@@ -199,7 +201,7 @@ async def _attempt(rank: LocalRank, op: _Op, around: Surroundings) -> None:
     """One try. Whatever can't go on waits here for the view change that cancels it."""
     try:
         if op.doomed is not None:
-            _raise_concern(rank, op, op.doomed, around)
+            _give_up(rank, op, op.doomed, around)
             await trio.sleep_forever()
         await _wait_for_room(rank, around)
         elsewhere = rank.result_elsewhere(op.number)
@@ -217,6 +219,16 @@ async def _attempt(rank: LocalRank, op: _Op, around: Surroundings) -> None:
         await trio.sleep_forever()
     except LaneBroken as e:
         await _replace_lanes(rank, op, e, around)
+
+
+def _give_up(rank: LocalRank, op: _Op, doomed: Verdict, around: Surroundings) -> None:
+    """The op fails everywhere; unless others have completed it (I4), who go on without us then."""
+    if rank.result_elsewhere(op.number) is None:
+        _raise_concern(rank, op, doomed, around)
+        return
+    text = f"{rank.roster.describe(rank.id)} is lost: it can't take op {op.number}: "
+    lost = Verdict("RankLost", text + doomed.message, (rank.id,))
+    _raise_concern(rank, op, lost, around, number=OpNumber(-1))
 
 
 def _note_retry(rank: LocalRank, op: _Op, around: Surroundings, *, fetches: bool) -> None:

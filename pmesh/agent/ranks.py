@@ -60,7 +60,7 @@ class LocalRank:
         self.concern: Concern | None = None
         self.over: Verdict | None = None
         """Why the job has ended for this trainer."""
-        self.owed: Verdict | None = None
+        self.owed: OpOutcome | None = None
         """Of an op that had already returned here when it failed: raised by the next call (I5)."""
         self.leaving: str | None = None
         """Why the trainer is gone."""
@@ -79,12 +79,16 @@ class LocalRank:
         self._names = {t.id: t.name for t in roster.trainers}
         self._outcomes = {outcome.op: outcome for outcome in roster.outcomes}
         self._results: dict[OpNumber, Result] = {}
+        self._failed: set[OpNumber] = set()
+        """What the trainer has been told to have failed, or will be by `owed`: told once."""
         self._fences: set[Fence] = set()
         self._unfenced = trio.Event()
         self._attempt: trio.CancelScope | None = None
         self._running: OpNumber | None = None
         self.serving: set[trio.CancelScope] = set()
         """What sends results to other ranks: it must end before the result's memory is reused."""
+        self._carrying: set[Lane] = set()
+        """Lanes that bring or take results."""
         self._to_next: Lane | None = None
         self._from_previous: Lane | None = None
 
@@ -181,9 +185,13 @@ class LocalRank:
         self.concern = None
         self._names |= {t.id: t.name for t in roster.trainers}
         self._outcomes = {outcome.op: outcome for outcome in roster.outcomes}
+        self._failed = {
+            op for op in self._failed if op in self._outcomes or op > self.ledger.stable
+        }
         for outcome in roster.outcomes:
             if outcome.verdict is not None and self._has_returned(outcome.op):
-                self.owed = outcome.verdict
+                self.owed = outcome
+                self._failed.add(outcome.op)
         self.ledger = ledgers.apply_failures(self.ledger, roster.outcomes)
         self._stop_attempt()
         self.begin_lanes(desk)
@@ -198,6 +206,8 @@ class LocalRank:
 
     def _has_returned(self, op: OpNumber) -> bool:
         """Whether the trainer took the op for a success. A stable one would not fail otherwise."""
+        if op < self.trainer.enters or op in self._failed:
+            return False
         report = self.ledger.ops.get(op)
         return op <= self.ledger.stable if report is None else report.completed
 
@@ -249,6 +259,7 @@ class LocalRank:
     def start(self, op: OpNumber, call: Call) -> None:
         """The trainer has called the op."""
         self._running = op
+        self.halted_since = None
         self.fingerprint = fingerprint(call)
         self.ledger = ledgers.start(self.ledger, op, call)
 
@@ -267,6 +278,7 @@ class LocalRank:
     def fail(self, outcome: OpOutcome) -> None:
         """The op has failed, here as everywhere."""
         self._running = None
+        self._failed.add(outcome.op)
         self.ledger = ledgers.fail(self.ledger, outcome)
 
     def result_of(self, op: OpNumber) -> Result | None:
@@ -350,15 +362,21 @@ class LocalRank:
                 lane.close()
         self._to_next = self._from_previous = None
 
+    def carry(self, lane: Lane) -> None:
+        """A result travels on this lane: what it moves is progress, until `count`."""
+        self._carrying.add(lane)
+
     def count(self, lane: Lane) -> None:
         """Add a lane that ends to this rank's traffic."""
+        self._carrying.discard(lane)
         self.data_sent_bytes += lane.bytes_sent
         self.data_received_bytes += lane.bytes_received
 
     @property
     def traffic(self) -> tuple[int, int]:
         """Bytes of tensor data sent and received at the sockets, headers in."""
-        lanes = [lane for lane in (self._to_next, self._from_previous) if lane is not None]
+        ring = self._to_next, self._from_previous
+        lanes = [*self._carrying, *(lane for lane in ring if lane is not None)]
         return (
             self.data_sent_bytes + sum(lane.bytes_sent for lane in lanes),
             self.data_received_bytes + sum(lane.bytes_received for lane in lanes),

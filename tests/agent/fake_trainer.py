@@ -41,7 +41,7 @@ from pmesh.core.session import (
     encode,
 )
 from pmesh.core.views import Terms, Verdict
-from pmesh.ids import JobName, OpNumber
+from pmesh.ids import JobName, OpNumber, TrainerId
 
 PATIENCE_S = 60.0  # beyond every deadline of ours, on the clock that jumps
 
@@ -111,6 +111,10 @@ class Trainer:
     @property
     def rank(self) -> int:
         return self.world.rank
+
+    @property
+    def id(self) -> TrainerId:
+        return self.world.trainers[self.rank]
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -9,28 +9,54 @@ from trio.testing import wait_all_tasks_blocked
 from pmesh.agent.lane_desk import LaneDesk
 from pmesh.agent.ranks import LocalRank, Result
 from pmesh.core.messages import Call, Concern
-from pmesh.core.views import OpOutcome, Roster, Trainer, Verdict
-from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, Rank, Slot
+from pmesh.core.views import OpOutcome, Primary, Roster, Trainer, Verdict
+from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, Slot, TrainerId
 from pmesh.net.arena_pools import SessionArenas
 from tests.agent.fakes import NoReach
 
 A, B = (Member(NodeId(bytes([i]) * 32), Incarnation(i)) for i in (1, 2))
 BARRIER = Call("barrier", "float32", (0,))
-FAILED = Verdict("OpTimedOut", "too late", (Rank(1),))
-ZERO, ONE = OpNumber(0), OpNumber(1)
+ME, OTHER, THIRD = (TrainerId(i) for i in range(3))
+FAILED = Verdict("OpTimedOut", "too late", (OTHER,))
+ZERO, ONE, TWO = (OpNumber(i) for i in range(3))
+NOTHING = Result(arena=None, nbytes=0)
 
 
-def roster(number: int, *outcomes: OpOutcome, lost: Sequence[Verdict] = ()) -> Roster:
-    trainers = Trainer(A, Slot(0)), Trainer(A, Slot(1))
+def trainer(number: TrainerId, enters: OpNumber = ZERO) -> Trainer:
+    return Trainer(number, A, Slot(number), f"mac-{number}", enters)
+
+
+def roster(
+    number: int,
+    *outcomes: OpOutcome,
+    trainers: Sequence[Trainer] = (trainer(ME), trainer(OTHER)),
+    witnesses: Sequence[Trainer] = (),
+) -> Roster:
     born = Epoch(2, *A)
-    names = ("a", "a")
-    return Roster(JobName("digits"), born, number, trainers, names, outcomes, tuple(lost))
+    return Roster(
+        JobName("digits"),
+        born,
+        number,
+        tuple(trainers),
+        Primary(born, (A,)),
+        TrainerId(9),
+        outcomes=outcomes,
+        witnesses=tuple(witnesses),
+    )
+
+
+def failed(op: OpNumber, verdict: Verdict = FAILED) -> OpOutcome:
+    return OpOutcome(op, (ME, OTHER), verdict=verdict)
 
 
 @asynccontextmanager
-async def rank_of(*outcomes: OpOutcome) -> AsyncGenerator[tuple[LocalRank, LaneDesk]]:
+async def rank_of(
+    *outcomes: OpOutcome, enters: OpNumber = ZERO
+) -> AsyncGenerator[tuple[LocalRank, LaneDesk]]:
     arenas = SessionArenas(limit_bytes=2**20)
-    rank = LocalRank(roster(2, *outcomes), Rank(0), arenas, "test.py")
+    me = trainer(ME, enters)
+    first = roster(2, *outcomes, trainers=[me, trainer(OTHER)])
+    rank = LocalRank(first, me, arenas, "test.py")
     async with trio.open_nursery() as nursery:
         desk = LaneDesk(A, NoReach(), nursery, bytes)
         try:
@@ -48,8 +74,8 @@ async def test_what_waits_behind_a_fence_is_delivered_when_the_roster_stays() ->
     async with rank_of() as (rank, desk):
         rank.start(ZERO, BARRIER)
         with rank.attempt() as attempt:
-            rank.fence()
-            rank.fence()  # a second proposal
+            rank.fence("view change")
+            rank.fence("view change")  # a second proposal
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(rank.unfenced)
                 await wait_all_tasks_blocked()
@@ -68,7 +94,7 @@ async def test_what_waits_behind_a_fence_is_never_delivered_under_another_number
 
     async with rank_of() as (rank, desk):
         rank.start(ZERO, BARRIER)
-        rank.fence()
+        rank.fence("view change")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(deliver, rank)
             await wait_all_tasks_blocked()
@@ -99,10 +125,10 @@ async def test_nor_is_what_was_about_to_run_when_the_view_came() -> None:
 async def test_a_failed_op_is_kept_until_its_trainer_has_been_told() -> None:
     async with rank_of() as (rank, desk):
         rank.start(ZERO, BARRIER)
-        rank.follow(roster(3, OpOutcome(ZERO, verdict=FAILED)), desk)
+        rank.follow(roster(3, failed(ZERO)), desk)
         rank.stabilize(0)  # the others have told theirs
-        assert rank.verdict_on(ZERO) == FAILED
-        rank.fail(ZERO, FAILED)
+        assert rank.failure_of(ZERO) == failed(ZERO)
+        rank.fail(failed(ZERO))
         rank.stabilize(0)
         assert rank.ledger.stable == 0
 
@@ -110,7 +136,7 @@ async def test_a_failed_op_is_kept_until_its_trainer_has_been_told() -> None:
 async def test_an_op_in_question_is_kept_until_the_leader_has_compared_the_calls() -> None:
     async with rank_of() as (rank, _):
         rank.start(ZERO, BARRIER)
-        rank.complete(ZERO, Result(arena=None, nbytes=0))
+        rank.complete(ZERO, NOTHING, (ME, OTHER))
         rank.concern = Concern(JobName("digits"), rank.roster.born, 2, FAILED, 0)
         rank.stabilize(0)
         assert rank.report().ranks[0].ops
@@ -123,21 +149,42 @@ async def test_an_op_that_had_returned_is_owed_to_the_trainer_also_when_it_is_st
     for stable in (False, True):
         async with rank_of() as (rank, desk):
             rank.start(ZERO, BARRIER)
-            rank.complete(ZERO, Result(arena=None, nbytes=0))
+            rank.complete(ZERO, NOTHING, (ME, OTHER))
             if stable:
                 rank.stabilize(0)
-            rank.follow(roster(3, OpOutcome(ZERO, verdict=FAILED)), desk)
-            assert rank.owed == FAILED
+            rank.follow(roster(3, failed(ZERO)), desk)
+            assert rank.owed == failed(ZERO)
             rank.owed = None
-            if not stable:
-                rank.follow(roster(4, OpOutcome(ZERO, verdict=FAILED)), desk)
-                assert rank.owed is None  # once
+            rank.follow(roster(4, failed(ZERO)), desk)
+            assert rank.owed is None  # once
+
+
+async def test_what_the_trainer_knows_to_have_failed_is_not_owed_when_a_later_view_repeats_it() -> (
+    None
+):
+    async with rank_of() as (rank, desk):
+        rank.start(ZERO, BARRIER)
+        rank.follow(roster(3, failed(ZERO)), desk)
+        rank.fail(failed(ZERO))
+        rank.start(ONE, BARRIER)
+        rank.stabilize(0)
+        rank.follow(roster(4, failed(ZERO)), desk)  # another rank has not made it stable yet
+        assert rank.ledger.stable == 0
+        assert rank.owed is None
+
+
+async def test_what_failed_before_a_trainer_entered_is_no_matter_of_its_own() -> None:
+    async with rank_of(failed(ZERO), enters=ONE) as (rank, desk):
+        rank.start(ONE, BARRIER)
+        both = [rank.trainer, trainer(OTHER)]
+        rank.follow(roster(3, failed(ZERO), trainers=both), desk)
+        assert rank.owed is None
 
 
 async def test_a_call_that_is_taken_back_was_never_made() -> None:
     async with rank_of() as (rank, _):
         rank.start(ZERO, BARRIER)
-        rank.complete(ZERO, Result(arena=None, nbytes=0))
+        rank.complete(ZERO, NOTHING, (ME, OTHER))
         rank.start(ONE, BARRIER)
         rank.take_back(ONE)
         assert rank.ledger.started == 0
@@ -146,23 +193,134 @@ async def test_a_call_that_is_taken_back_was_never_made() -> None:
 
 
 async def test_each_view_resolves_the_ops_anew() -> None:
-    async with rank_of(OpOutcome(ZERO, holders=(Rank(1),))) as (rank, desk):
-        assert rank.holders_of(ZERO) == (1,)  # it missed the view in which its job began
+    async with rank_of(OpOutcome(ZERO, (ME, OTHER), holders=(OTHER,))) as (rank, desk):
+        outcome = rank.result_elsewhere(ZERO)  # it missed the view in which its job began
+        assert outcome is not None
+        assert outcome.holders == (OTHER,)
         rank.follow(roster(3), desk)
-        assert rank.holders_of(ZERO) == ()
-        lost = Verdict("RankLost", "rank 1 is lost", (Rank(1),))
-        rank.follow(roster(4, lost=[lost]), desk)
-        assert rank.verdict_on(ZERO) == lost
+        assert rank.result_elsewhere(ZERO) is None
+        rank.follow(roster(4, failed(ZERO)), desk)
+        assert rank.failure_of(ZERO) == failed(ZERO)
+        assert rank.failure_of(ONE) is None
+        assert rank.result_elsewhere(ZERO) is None
+
+
+async def test_the_first_reason_for_the_end_of_a_job_stays() -> None:
+    async with rank_of() as (rank, _):
         rank.end(FAILED)
-        rank.end(lost)
+        rank.end(Verdict("RankLost", "rank 1 is lost"))
         assert rank.over == FAILED
         assert rank.released.is_set()
+        failure = rank.failure_of(ZERO)
+        assert failure is not None
+        assert failure.verdict == FAILED
+
+
+async def test_a_rank_that_the_others_go_on_without_is_superseded_and_serves_what_it_holds() -> (
+    None
+):
+    async with rank_of() as (rank, desk):
+        rank.start(ZERO, BARRIER)
+        rank.complete(ZERO, await output(rank), (ME, OTHER))
+        rank.start(ONE, BARRIER)
+        others = [trainer(OTHER), trainer(THIRD)]
+        rank.follow(roster(3, trainers=others, witnesses=[rank.trainer]), desk)
+        assert rank.rank is None
+        failure = rank.failure_of(ONE)
+        assert failure is not None
+        assert failure.verdict is not None
+        assert failure.verdict.error == "HistorySuperseded"
+        assert rank.result_of(ZERO) is not None
+        assert rank.is_needed
+        rank.take_back(ONE)
+        rank.stabilize(0)  # the others have ended it
+        assert not rank.is_needed
+
+
+async def test_the_world_changes_when_a_call_returns_and_is_told_once() -> None:
+    async with rank_of() as (rank, desk):
+        rank.follow(roster(3, trainers=[trainer(ME), trainer(THIRD)]), desk)
+        assert rank.world == (ME, OTHER)
+        assert rank.describe_world().names == ("mac-0", "mac-1")
+        assert rank.see((ME, OTHER)) is None
+        seen = rank.see((ME, THIRD))
+        assert seen is not None
+        assert (seen.rank, seen.trainers, seen.names) == (0, (ME, THIRD), ("mac-0", "mac-2"))
+        left = rank.see((THIRD,))
+        assert left is not None
+        assert left.rank == -1
+
+
+async def test_who_has_just_entered_sees_nobody_yet() -> None:
+    async with rank_of(enters=ONE) as (rank, _):
+        assert rank.ledger.started == 0
+        assert rank.world == ()
+        assert rank.describe_world().rank == -1
+
+
+async def test_after_an_own_stall_only_trust_ends_the_fence() -> None:
+    async with rank_of() as (rank, desk):
+        delivered = False
+
+        async def deliver() -> None:
+            nonlocal delivered
+            await rank.unfenced()
+            delivered = True
+
+        rank.start(ZERO, BARRIER)
+        rank.fence("own stall")
+        rank.fence("view change")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(deliver)
+            rank.follow(roster(3), desk)
+            await wait_all_tasks_blocked()
+            assert not delivered
+            rank.lift("own stall")
+        assert delivered
+
+
+async def test_a_view_change_stops_what_serves_results_of_the_last_roster() -> None:
+    async with rank_of() as (rank, desk):
+        serving = trio.CancelScope()
+        rank.serving.add(serving)
+        rank.follow(roster(2), desk)
+        assert not serving.cancel_called
+        rank.follow(roster(3), desk)
+        assert serving.cancel_called
+
+
+async def test_how_long_an_op_stands_still_counts_from_its_own_fence() -> None:
+    async with rank_of() as (rank, desk):
+        rank.fence("view change")  # between two ops
+        assert rank.halted_since is None
+        rank.start(ZERO, BARRIER)
+        rank.fence("view change")
+        assert rank.halted_since is not None
+        rank.follow(roster(2), desk)  # it was not concerned
+        assert rank.halted_since is None
+        rank.progress = (0, 0), 7.0
+        rank.fence("view change")
+        assert rank.halted_since == 7.0
+        rank.fail(failed(ZERO))
+        rank.start(ONE, BARRIER)
+        assert rank.halted_since is None
+
+
+async def test_a_rank_without_a_place_waits_for_the_view_that_says_so() -> None:
+    async with rank_of() as (rank, desk):
+        rank.follow(roster(3, trainers=[trainer(OTHER), trainer(THIRD)]), desk)
+        with rank.attempt() as attempt:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(rank.ring, desk)
+                await wait_all_tasks_blocked()
+                rank.end(FAILED)
+        assert attempt.cancelled_caught
 
 
 async def test_results_are_held_until_stable_and_then_given_back() -> None:
     async with rank_of() as (rank, _):
         rank.start(ZERO, BARRIER)
-        rank.complete(ZERO, await output(rank))
+        rank.complete(ZERO, await output(rank), (ME, OTHER))
         assert rank.retained_bytes == 8
         held = rank.result_of(ZERO)
         rank.stabilize(0)
@@ -171,12 +329,12 @@ async def test_results_are_held_until_stable_and_then_given_back() -> None:
         assert held is not None
         assert again.arena is held.arena  # reused
         rank.start(ONE, BARRIER)
-        rank.complete(ONE, again)
+        rank.complete(ONE, again, (ME, OTHER))
         rank.give_up_results()  # the session's memory goes
         rank.stabilize(1)
         assert rank.result_of(ONE) is None
 
 
 def test_a_rank_says_which_it_is() -> None:
-    rank = LocalRank(roster(2), Rank(1), SessionArenas(limit_bytes=1), "test.py")
+    rank = LocalRank(roster(2), trainer(OTHER), SessionArenas(limit_bytes=1), "test.py")
     assert repr(rank) == "<LocalRank 1 of 'digits', roster 2>"
