@@ -33,6 +33,7 @@ async def fetch_result(
         await _copy(near, outcome.op, call, target)
         return
     lane = await _ask_for_lane(rank, outcome, around)
+    rank.carry(lane)
     try:
         ring = RingPosition(rank=1, size=2, roster=rank.roster.number, from_previous=lane)
         await broadcast(
@@ -95,6 +96,7 @@ async def serve_result(rank: LocalRank, ask: AskResult, around: Surroundings) ->
 async def _send_result(
     rank: LocalRank, op: OpNumber, call: Call, retained: Result, lane: Lane
 ) -> None:
+    rank.carry(lane)
     try:
         ring = RingPosition(rank=0, size=2, roster=rank.roster.number, to_next=lane)
         await broadcast(

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 import msgspec
 import trio
 
+from pmesh.agent.edges import lanes_stand_still
 from pmesh.agent.events import Chronicle
 from pmesh.agent.fetching import serve_result
 from pmesh.agent.lane_desk import LaneDesk
 from pmesh.agent.marks import Marks, of_job
 from pmesh.agent.membership import Membership
 from pmesh.agent.ranks import COME_BACK, LocalRank
-from pmesh.core.health import WIRED
 from pmesh.core.messages import (
     AskResult,
     Concern,
@@ -109,12 +109,14 @@ class Jobs:
 
     def waiting_for(self, job: JobName) -> dict[Member, int]:
         """How many trainers wait for the job at each member of the view."""
-        peers = self.membership.state.peers
+        peers, roster = self.membership.state.peers, self.membership.view.roster_of(job)
+        inside = {(t.member, t.slot) for t in roster.trainers} if roster else set()
         counts = dict.fromkeys(self.membership.view.members, 0)
         for member in counts:
             beat = peers[member.node].heartbeat if member.node in peers else None
             theirs = beat.waiting if beat else ()
-            counts[member] = sum(waiting.job == job for waiting in theirs)
+            # It has a place by our view, and does not know it yet.
+            counts[member] = sum(w.job == job and (member, w.slot) not in inside for w in theirs)
         ours = [c for c in self.candidates.values() if c.job == job and c.rank is None]
         return counts | {self._me: len(ours)}
 
@@ -154,6 +156,8 @@ class Jobs:
                 self._begin_if_new(roster, trainer)
         self._absent = [c for c in self._absent if self._is_open(c, view)]
         self.marks.forget(view)
+        for rank in self.ranks:
+            self._announce_leave(rank)  # the view may not have known of it
 
     def marked(self, member: Member, heartbeat: Heartbeat) -> None:
         """A peer has told how far its ranks have come."""
@@ -179,7 +183,7 @@ class Jobs:
 
     def look(self) -> None:
         """Every quarter of a second: what no message tells."""
-        for rank in self.ranks:
+        for rank in list(self.ranks):
             for other in self.ranks:
                 if other is not rank and other.roster.job == rank.roster.job:
                     self._compare(rank, other.marks())
@@ -334,10 +338,11 @@ class Jobs:
         """
         op = OpNumber(rank.ledger.started)
         report = rank.ledger.ops.get(op)
+        both = {rank.id, mark.trainer} <= set(rank.roster.ids)
         in_question = report is not None and report.verdict is None and mark.started == op
         same_roster = mark.number == rank.roster.number
         differs = mark.fingerprint != rank.fingerprint
-        if in_question and same_roster and differs and rank.concern is None:
+        if both and in_question and same_roster and differs and rank.concern is None:
             roster = rank.roster
             verdict = Verdict("OpMismatch", f"op {op} of job {roster.job!r} differs", ())
             rank.concern = Concern(roster.job, roster.born, roster.number, verdict, op)
@@ -361,25 +366,12 @@ class Jobs:
         self.poke()
 
     def _watch_edges(self, rank: LocalRank) -> None:
-        """V6: lanes without progress are broken, even while heartbeats flow: the op runs again."""
-        op = OpNumber(rank.ledger.started)
-        waits = rank.size > 1 and rank.ledger.ended < op and rank.concern is None
-        if not waits or rank.rank is None or self.marks.late(rank, op):
-            rank.progress = None  # on whom it waits is no matter of lanes
-            return
-        now, moved = trio.current_time(), rank.traffic
-        if rank.progress is None or rank.progress[0] != moved:
-            rank.progress = moved, now
-        elif now - rank.progress[1] >= self._patience_s(rank):
-            roster = rank.roster
+        """V6: the op runs again, over new lanes."""
+        newcomers, marks = self.newcomers(rank), self.marks
+        if lanes_stand_still(rank, newcomers, marks=marks, membership=self.membership):
+            roster, op = rank.roster, rank.ledger.started
             rank.concern = Concern(roster.job, roster.born, roster.number, None, op)
             self.poke()
-
-    def _patience_s(self, rank: LocalRank) -> float:
-        """How long the peer at the slower of the two edges may be silent before it is gone."""
-        peers = [trainer.member.node for trainer in rank.neighbours()]
-        known = [health for peer in peers if (health := self.membership.health_of(peer))]
-        return max((h.thresholds.gone_after_s for h in known), default=WIRED.gone_after_s)
 
     async def _serve(self, rank: LocalRank, ask: AskResult) -> None:
         self._serving.add(ask)

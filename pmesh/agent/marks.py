@@ -27,8 +27,9 @@ class Marks:
         self._told[mark.job, mark.trainer] = mark
 
     def forget(self, view: View) -> None:
-        """Keep only what is of the view's jobs."""
-        self._told = {at: m for at, m in self._told.items() if view.roster_of(at[0]) is not None}
+        """Keep only what is of the view's jobs, and of who is still in them."""
+        kept = {(roster.job, trainer) for roster in view.rosters for trainer in roster.ids}
+        self._told = {at: mark for at, mark in self._told.items() if at in kept}
 
     def of(self, roster: Roster, trainer: TrainerId) -> RankMarks | None:
         """How far any trainer of a job is known to have come; None while nothing is known."""

@@ -118,8 +118,8 @@ class _Trainer:
             if self._rank is not None:
                 self._jobs.depart(self._rank, why)
         await self._session.aclose()
-        if self._rank is not None:
-            await self._rank.released.wait()  # until then the others may ask for its results (O2)
+        for rank in [rank for rank in self._jobs.ranks if rank.arenas is self._arenas]:
+            await rank.released.wait()  # until then the others may ask for its results (O2)
         if garbage:
             raise ProtocolError(str(garbage[0]))
 
@@ -188,10 +188,11 @@ class _Trainer:
         """O6: get a rank, unless the view has given us one already; for a new history, another."""
         if self._rank is not None and self._rank.superseded is None:
             return None
+        self._rank = None  # what it has left behind serves on, until nobody asks
+        refusal = await self._enlist(timeout_s)
         if self._rank is not None:
-            left_behind, self._rank = self._rank, None
-            await left_behind.released.wait()
-        return await self._enlist(timeout_s)
+            self._rank.world = ()  # it is told who is in the job when the sync returns (O5)
+        return refusal
 
     async def _run(self, rank: LocalRank, request: StartOp) -> None:
         rank.busy_since = trio.current_time()

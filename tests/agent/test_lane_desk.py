@@ -15,7 +15,7 @@ from pmesh.agent.lane_desk import MAX_EXPECTED, Edge, End, LaneDesk
 from pmesh.core.messages import OfferLane
 from pmesh.core.records import LANE_ID_BYTES, PREAMBLE_BYTES
 from pmesh.errors import LaneBroken, NetworkError, PeerUnreachable, ProtocolError
-from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Rank
+from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId
 from pmesh.net.lane_opening import dial_lane
 from pmesh.net.lanes import Lane
 
@@ -24,7 +24,7 @@ JOB = JobName("digits")
 
 
 def edge(number: int = 5, op: int = -1) -> Edge:
-    return Edge(JOB, Epoch(1, *A), number, Rank(0), Rank(1), op)
+    return Edge(JOB, Epoch(1, *A), number, TrainerId(0), TrainerId(1), op)
 
 
 class Side:
@@ -197,8 +197,8 @@ async def test_ranks_of_one_agent_need_no_network() -> None:
     async with two_sides() as (ada, _):
         ada.desk.offer(edge(), A)
         sending, receiving = await take(ada, sending=True), await take(ada, sending=False)
-        assert sending.peer == "rank 1 (ada)"
-        assert receiving.peer == "rank 0 (ada)"
+        assert sending.peer == "trainer 1 (ada)"
+        assert receiving.peer == "trainer 0 (ada)"
         sending.close()
         receiving.close()
         assert not ada.offers

@@ -34,6 +34,12 @@ class Follower:
     def fence(self, jobs: tuple[JobName, ...]) -> None:
         self.told.append(f"fence {list(jobs)}")
 
+    def doubt(self) -> None:
+        self.told.append("doubt")
+
+    def trust(self) -> None:
+        self.told.append("trust")
+
     def install(self, view: View) -> None:
         self.told.append(f"install {[seat.name for seat in view.seats]}")
         if self.membership is not None:  # as an op task would: in the middle of an action
