@@ -89,7 +89,7 @@ def run_collective(
     buckets = plan_buckets(leaves, bucket_bytes=wanted.bucket_bytes)
     room_bytes = max((bucket.nbytes for bucket in buckets), default=0) + _WEIGHT_BYTES
     label = _label(wanted, arrays)
-    root = session.world.trainers[wanted.root] if wanted.root >= 0 else None  # O5: for all buckets
+    root = _trainer_at(wanted.root, session.world) if wanted.kind == "broadcast" else None
     nbytes = 0
     last: LastOp | None = None
     for bucket in buckets:
@@ -124,6 +124,13 @@ def run_alone(wanted: Collective, arrays: Arrays, world: World) -> tuple[object,
         results.append(leaf.like(region))
         nbytes += region.nbytes
     return arrays.tree.rebuild(results), LastOp.among(ALONE, world, nbytes)
+
+
+def _trainer_at(root: int, world: World) -> TrainerId:
+    """O5: who is the root of all buckets, while ranks may change between them."""
+    if not 0 <= root < len(world.trainers):
+        raise UsageError(f"there is no rank {root}: this job has ranks 0 to {len(world.names) - 1}")
+    return world.trainers[root]
 
 
 def _rank_of(root: TrainerId | None, world: World) -> int:

@@ -201,8 +201,6 @@ class Mesh:
         Raises:
             PmeshError: as for `all_reduce`.
         """
-        if not 0 <= root < self.size and not self._place.is_alone:
-            raise UsageError(f"there is no rank {root}: this job has ranks 0 to {self.size - 1}")
         wanted = Collective(
             kind="broadcast",
             root=root,

@@ -150,6 +150,11 @@ class ScriptedAgent(Listening):
         for step in self.steps:
             step(trainer, trainer.receive())
 
+    def wait_until_closed(self) -> None:
+        """Until its thread has come to the end of the script."""
+        while self.connections[-1].fileno() >= 0:
+            threading.Event().wait(0.001)
+
     def grants(self, kind: ArenaKind, nbytes: int, *, claim: int | None = None) -> Step:
         """A step that grants an arena, perhaps claiming another size."""
 

@@ -61,12 +61,6 @@ def open_descriptors() -> int:
     return count
 
 
-def until_closed(scripted: ScriptedAgent) -> None:
-    """Wait until the agent's thread has come to the end of its script."""
-    while scripted.connections[0].fileno() >= 0:
-        threading.Event().wait(0.001)
-
-
 GARBAGE: dict[str, Step] = {
     "4 GiB": says(b"\xff\xff\xff\xff"),
     "not msgpack": says(frame(b"\xc1")),
@@ -138,7 +132,7 @@ def test_nothing_is_left_open_by_a_mesh_that_ends_badly(scripted: ScriptedAgent)
     mesh = pmesh.connect("job", home=scripted.home)
     with pytest.raises(pmesh.AgentStopped):
         mesh.all_reduce(ONE)
-    until_closed(scripted)
+    scripted.wait_until_closed()
     assert open_descriptors() == before
 
 
@@ -154,7 +148,7 @@ def test_an_agent_that_goes_away_in_mid_call_is_named(scripted: ScriptedAgent, s
 
 def test_an_agent_that_has_gone_between_calls_is_named(scripted: ScriptedAgent) -> None:
     mesh = pmesh.connect("job", home=scripted.home)
-    until_closed(scripted)
+    scripted.wait_until_closed()
     with pytest.raises(pmesh.AgentStopped):
         mesh.all_reduce(ONE)
     mesh.close()
@@ -162,7 +156,7 @@ def test_an_agent_that_has_gone_between_calls_is_named(scripted: ScriptedAgent) 
 
 def test_leaving_an_agent_that_has_gone_is_no_error(scripted: ScriptedAgent) -> None:
     mesh = pmesh.connect("job", home=scripted.home)
-    until_closed(scripted)
+    scripted.wait_until_closed()
     mesh.close()
     mesh.close()
 
