@@ -50,7 +50,12 @@ def resolve_ops(
     stuck = {OpNumber(c.op): c.verdict for c in concerns if c.op >= 0 and c.verdict}
     if after.losses and after.terms.on_loss == "raise":
         stuck |= dict.fromkeys(_ops_that_a_loss_fails(after, known), after.losses[0])
-    outcomes = [outcome for outcome in before.outcomes if outcome.op > known.highest]
+    # What has failed stays so, also for those who missed the view that said it, or come to it yet.
+    outcomes = [
+        outcome
+        for outcome in before.outcomes
+        if outcome.verdict and (outcome.op in known.ops or outcome.op > known.highest)
+    ]
     settled = {outcome.op for outcome in outcomes}
     for number in sorted((known.ops.keys() | stuck.keys()) - settled):
         outcome = _resolve_op(after, number, known.ops.get(number, {}), stuck.get(number))
@@ -91,13 +96,18 @@ def lost_results(roster: Roster, kept: Collection[object]) -> tuple[OpNumber, ..
 
 def _ops_that_a_loss_fails(after: Roster, known: Knowledge) -> list[OpNumber]:
     """Where a loss is to raise: the ops under way, and if there is none, the next one."""
+    completed = {n for n, reports in known.ops.items() if any(map(_is_complete, reports.values()))}
+    started = {n for n, reports in known.ops.items() if reports.keys() & set(after.ids)}
     under_way = [
         number
-        for number, reports in known.ops.items()
-        if not any(report.completed or report.verdict for report in reports.values())
-        and set(reports) & set(after.ids)
+        for number in started - completed
+        if not any(report.verdict for report in known.ops[number].values())
     ]
-    return under_way or [OpNumber(known.highest + 1)]
+    return sorted(under_way) or [OpNumber(max([known.stable, *started, *completed]) + 1)]
+
+
+def _is_complete(report: OpReport) -> bool:
+    return report.completed
 
 
 def _resolve_op(

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from pmesh.core.messages import (
+    Attempt,
     Call,
     Concern,
     Flushed,
@@ -14,8 +15,8 @@ from pmesh.core.messages import (
     Waiting,
 )
 from pmesh.core.standing import Peer, State
-from pmesh.core.views import OpOutcome, Roster, Seat, Trainer, Verdict, View
-from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, Rank, Slot
+from pmesh.core.views import OpOutcome, Primary, Roster, Seat, Terms, Trainer, Verdict, View
+from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, Slot, TrainerId
 
 DIGITS = JobName("digits")
 FACES = JobName("faces")
@@ -53,56 +54,89 @@ def make_view(
     return View(make_epoch(counter, leader or members[0]), tuple(seats), tuple(rosters))
 
 
+def make_trainer(id_: int, member: Member, *, slot: int = 0, enters: int = 0) -> Trainer:
+    return Trainer(TrainerId(id_), member, Slot(slot), name_of(member), OpNumber(enters))
+
+
 def make_roster(
     *members: Member,
+    ids: Iterable[int] | None = None,
     job: JobName = DIGITS,
     born: Epoch | None = None,
     number: int = 5,
-    lost: Iterable[Verdict] = (),
+    terms: Terms | None = None,
+    quorate: bool = True,
+    primary: Primary | None = None,
     outcomes: Iterable[OpOutcome] = (),
+    witnesses: Iterable[Trainer] = (),
+    losses: Iterable[Verdict] = (),
 ) -> Roster:
-    """One trainer for each member named, ranks in that order."""
+    """One trainer for each member named, ranks in that order, and numbered so unless said."""
     slots: dict[Member, int] = {}
     trainers: list[Trainer] = []
-    for member in members:
-        trainers.append(Trainer(member, Slot(slots.get(member, 0))))
+    numbers = range(len(members)) if ids is None else ids
+    for id_, member in zip(numbers, members, strict=True):
+        trainers.append(make_trainer(id_, member, slot=slots.get(member, 0)))
         slots[member] = slots.get(member, 0) + 1
+    witnesses = tuple(witnesses)
+    known = [trainer.id for trainer in (*trainers, *witnesses)]
     return Roster(
         job=job,
         born=born or make_epoch(5),
         number=number,
         trainers=tuple(trainers),
-        names=tuple(map(name_of, members)),
+        primary=primary or Primary(born or make_epoch(5), members),
+        next_id=TrainerId(max(known, default=-1) + 1),
+        terms=terms or Terms(),
+        quorate=quorate,
         outcomes=tuple(outcomes),
-        lost=tuple(lost),
+        witnesses=witnesses,
+        losses=tuple(losses),
     )
+
+
+def ids_of(*ids: int) -> tuple[TrainerId, ...]:
+    return tuple(map(TrainerId, ids))
 
 
 def make_call(kind: str = "all_reduce", shape: tuple[int, ...] = (3,)) -> Call:
     return Call(kind, "float32", shape, reduction="sum")
 
 
-def make_verdict(error: str = "OpTimedOut", *ranks: int) -> Verdict:
-    return Verdict(error, f"{error} because the test says so", tuple(map(Rank, ranks)))
+def make_verdict(error: str = "OpTimedOut", *trainers: int) -> Verdict:
+    return Verdict(error, f"{error} because the test says so", ids_of(*trainers))
+
+
+def make_outcome(
+    op: int, *contributors: int, holders: Iterable[int] = (), verdict: Verdict | None = None
+) -> OpOutcome:
+    return OpOutcome(OpNumber(op), ids_of(*contributors), ids_of(*holders), verdict)
 
 
 def running(op: int, call: Call | None = None) -> OpReport:
     return OpReport(OpNumber(op), call or make_call())
 
 
-def completed(op: int, call: Call | None = None) -> OpReport:
-    return OpReport(OpNumber(op), call or make_call(), completed=True)
+def completed(op: int, *contributors: int, call: Call | None = None) -> OpReport:
+    """Ended with what these have given; of all three ranks of a trio, unless said."""
+    given = ids_of(*(contributors or (0, 1, 2)))
+    return OpReport(OpNumber(op), call or make_call(), completed=True, contributors=given)
 
 
-def failed(op: int, verdict: Verdict) -> OpReport:
-    return OpReport(OpNumber(op), make_call(), verdict=verdict)
+def failed(op: int, verdict: Verdict, *contributors: int) -> OpReport:
+    given = ids_of(*(contributors or (0, 1, 2)))
+    return OpReport(OpNumber(op), make_call(), verdict=verdict, contributors=given)
 
 
 def make_report(
-    roster: Roster, ranks: Mapping[int, Iterable[OpReport]], *, fenced: bool = True
+    roster: Roster,
+    ranks: Mapping[int, Iterable[OpReport]],
+    *,
+    fenced: bool = True,
+    stable: int = -1,
 ) -> JobReport:
-    """What a member says of its ranks of a job."""
-    told = tuple(RankReport(Rank(rank), tuple(ops)) for rank, ops in ranks.items())
+    """What a member says of its trainers of a job."""
+    told = tuple(RankReport(TrainerId(id_), stable, tuple(ops)) for id_, ops in ranks.items())
     return JobReport(roster.job, roster.born, roster.number, fenced, told)
 
 
@@ -113,10 +147,16 @@ def make_flushed(
     epoch: Epoch | None = None,
     jobs: Iterable[JobReport] = (),
     waiting: Iterable[Waiting] = (),
+    attempts: Iterable[Attempt] = (),
 ) -> Flushed:
     """The member's flush answer: what it has installed, and what it knows of its ops."""
     return Flushed(
-        epoch or make_epoch(9), name_of(member), view, tuple(jobs), waiting=tuple(waiting)
+        epoch or make_epoch(9),
+        name_of(member),
+        view,
+        tuple(jobs),
+        tuple(waiting),
+        tuple(attempts),
     )
 
 
@@ -124,8 +164,10 @@ def make_concern(roster: Roster, verdict: Verdict | None, op: int = -1) -> Conce
     return Concern(roster.job, roster.born, roster.number, verdict, op)
 
 
-def make_waiting(wait_for: int, slot: int = 0, job: JobName = DIGITS) -> Waiting:
-    return Waiting(job, Slot(slot), wait_for)
+def make_waiting(
+    wait_for: int, slot: int = 0, job: JobName = DIGITS, terms: Terms | None = None
+) -> Waiting:
+    return Waiting(job, Slot(slot), wait_for, terms or Terms())
 
 
 def make_heartbeat(

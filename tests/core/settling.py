@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from pmesh.core.messages import Concern, Flushed, JobReport
-from pmesh.core.rosters import next_rosters
+from pmesh.core.rosters import Change, next_rosters
 from pmesh.core.views import Roster, View
 from pmesh.ids import Member
 from tests.core.builders import (
@@ -33,15 +33,15 @@ def settle(
     reasons: Mapping[Member, str] | None = None,
 ) -> tuple[Roster, ...]:
     """The rosters of the next view; unless said otherwise, all who answered continue."""
-    return next_rosters(
-        base,
-        NEXT,
+    change = Change(
+        epoch=NEXT,
         ring=tuple(answers),
-        continuing=tuple(answers) if continuing is None else tuple(continuing),
         answers=answers,
         concerns=tuple(concerns),
         reasons=reasons or {},
     )
+    kept = tuple(answers) if continuing is None else tuple(continuing)
+    return next_rosters(base, change, continuing=kept)
 
 
 def settle_trio(

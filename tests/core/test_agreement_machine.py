@@ -120,7 +120,7 @@ class ThreeAgents(RuleBasedStateMachine):
             self.circle.facts[member] = Facts(
                 concerns=(make_concern(roster, make_verdict(), op=0),),
                 reports=(
-                    make_report(roster, {rank: [running(0)] for rank in roster.ranks_of(member)}),
+                    make_report(roster, {t.id: [running(0)] for t in roster.trainers_at(member)}),
                 ),
             )
 

@@ -80,8 +80,8 @@ class TestTogether:
         circle.pass_time(1.0)
         (roster,) = circle.agreed_view().rosters
         for member in circle.states:
-            (rank,) = roster.ranks_of(member)
-            report = make_report(roster, {rank: [running(0)]}, fenced=False)
+            (trainer,) = roster.trainers_at(member)
+            report = make_report(roster, {trainer.id: [running(0)]}, fenced=False)
             circle.facts[member] = Facts(reports=(report,))
         circle.facts[BERT] = replace(
             circle.facts[BERT],

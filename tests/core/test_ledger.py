@@ -16,9 +16,17 @@ from pmesh.core.ledger import (
     start,
 )
 from pmesh.core.messages import OpReport, RankReport
-from pmesh.core.views import OpOutcome, Verdict
-from pmesh.ids import OpNumber, Rank
-from tests.core.builders import completed, failed, make_call, make_verdict, running
+from pmesh.core.views import Verdict
+from pmesh.ids import OpNumber, TrainerId
+from tests.core.builders import (
+    completed,
+    failed,
+    ids_of,
+    make_call,
+    make_outcome,
+    make_verdict,
+    running,
+)
 
 TIMED_OUT = make_verdict("OpTimedOut")
 
@@ -34,7 +42,7 @@ def op(number: int) -> OpNumber:
 def test_before_op_0_nothing_is_started_ended_or_stable() -> None:
     ledger = Ledger()
     assert (ledger.started, ledger.ended, ledger.stable) == (-1, -1, -1)
-    assert report(ledger, Rank(2)) == RankReport(Rank(2), ())
+    assert report(ledger, TrainerId(2)) == RankReport(TrainerId(2), -1, ())
 
 
 def test_an_op_that_was_called_is_started_but_has_not_ended() -> None:
@@ -45,7 +53,8 @@ def test_an_op_that_was_called_is_started_but_has_not_ended() -> None:
 
 def test_an_op_ends_well_or_badly() -> None:
     both = ledger_of(running(0), running(1))
-    ended = fail(complete(both, op(0)), op(1), TIMED_OUT)
+    ended = complete(both, op(0), ids_of(0, 1, 2))
+    ended = fail(ended, make_outcome(1, 0, 1, 2, verdict=TIMED_OUT))
     assert ended.ended == 1
     assert ended == ledger_of(completed(0), failed(1, TIMED_OUT))
 
@@ -79,33 +88,36 @@ def test_a_mark_that_is_old_news_changes_nothing(mark: int) -> None:
 
 def test_a_report_lists_every_op_that_is_not_stable_in_order_of_number() -> None:
     ledger = ledger_of(completed(7), running(5), failed(6, TIMED_OUT), stable=4)
-    assert report(ledger, Rank(1)) == RankReport(
-        Rank(1), (running(5), failed(6, TIMED_OUT), completed(7))
+    assert report(ledger, TrainerId(1)) == RankReport(
+        TrainerId(1), 4, (running(5), failed(6, TIMED_OUT), completed(7))
     )
 
 
 def test_what_a_view_change_failed_fails_here_even_if_it_had_ended() -> None:
     mismatch = make_verdict("OpMismatch", 0, 1)
     ledger = ledger_of(completed(0), running(1), completed(2))
-    outcomes = [OpOutcome(op(0), verdict=mismatch), OpOutcome(op(1), verdict=TIMED_OUT)]
+    outcomes = [
+        make_outcome(0, 0, 2, verdict=mismatch),
+        make_outcome(1, 0, 2, verdict=TIMED_OUT),
+    ]
     assert apply_failures(ledger, outcomes) == ledger_of(
-        failed(0, mismatch), failed(1, TIMED_OUT), completed(2)
+        failed(0, mismatch, 0, 2), failed(1, TIMED_OUT, 0, 2), completed(2)
     )
 
 
 def test_outcomes_of_completed_ops_and_of_ops_unknown_here_change_nothing() -> None:
     ledger = ledger_of(running(3), stable=2)
     outcomes = [
-        OpOutcome(op(1), verdict=TIMED_OUT),
-        OpOutcome(op(3), holders=(Rank(1),)),
-        OpOutcome(op(4), verdict=TIMED_OUT),
+        make_outcome(1, 0, 1, 2, verdict=TIMED_OUT),
+        make_outcome(3, 0, 1, 2, holders=[1]),
+        make_outcome(4, 0, 1, 2, verdict=TIMED_OUT),
     ]
     assert apply_failures(ledger, outcomes) is ledger
 
 
 def test_a_ledger_is_a_value() -> None:
     before = ledger_of(running(0))
-    complete(before, op(0))
+    complete(before, op(0), ids_of(0))
     assert before == ledger_of(running(0))
     with pytest.raises(dataclasses.FrozenInstanceError):
         before.stable = 3  # type: ignore[misc]
@@ -134,14 +146,14 @@ class LedgerOfOneRank(RuleBasedStateMachine):
     def complete_an_op(self, data: st.DataObject) -> None:
         number = self.pick(data)
         if self.ends[number] is False:
-            self.ledger = complete(self.ledger, number)
+            self.ledger = complete(self.ledger, number, ids_of(0))
             self.ends[number] = True
 
     @precondition(lambda self: self.stable + 1 < len(self.ends))
     @rule(data=st.data())
     def fail_an_op_by_a_view_change(self, data: st.DataObject) -> None:
         number = self.pick(data)
-        self.ledger = apply_failures(self.ledger, [OpOutcome(number, verdict=TIMED_OUT)])
+        self.ledger = apply_failures(self.ledger, [make_outcome(number, 0, verdict=TIMED_OUT)])
         self.ends[number] = TIMED_OUT
 
     @rule(mark=st.integers(-1, 12))
@@ -164,7 +176,7 @@ class LedgerOfOneRank(RuleBasedStateMachine):
 
     @invariant()
     def the_report_says_of_each_unstable_op_how_it_ended(self) -> None:
-        told = {op.op: op.verdict or op.completed for op in report(self.ledger, Rank(0)).ops}
+        told = {op.op: op.verdict or op.completed for op in report(self.ledger, TrainerId(0)).ops}
         assert list(told) == list(range(self.stable + 1, len(self.ends)))
         assert list(told.values()) == self.ends[self.stable + 1 :]
 

@@ -1,84 +1,144 @@
-"""What becomes of an op whose holders all go away before everyone has its result."""
+"""Results that only a lost trainer's agent still holds, and what becomes of them when it goes."""
 
 import msgspec
 
-from pmesh.core.messages import Call, Flushed, JobReport, OpReport, RankReport
-from pmesh.core.rosters import jobs_to_settle, next_rosters, outcome_of
-from pmesh.core.views import OpOutcome, Roster, Seat, Trainer, Verdict, View
-from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, Rank, Slot
-
-A, B, C = (Member(NodeId(bytes([n]) * 32), Incarnation(n)) for n in (1, 2, 3))
-JOB, OP, SLOT = JobName("digits"), OpNumber(3), Slot(0)
-BORN, NOW, NEXT = (Epoch(counter, *A) for counter in (2, 3, 4))
-LEFT = Verdict("RankLost", "rank 1 (b) is lost: its trainer left", (Rank(1),))
-ROSTER = Roster(
-    JOB,
-    BORN,
-    NOW.counter,
-    tuple(Trainer(member, SLOT) for member in (A, B, C)),
-    ("a", "b", "c"),
-    (OpOutcome(OP, holders=(Rank(1),)),),
-    (LEFT,),
+from pmesh.core.messages import Flushed, JobReport
+from pmesh.core.rosters import jobs_to_settle
+from pmesh.core.views import Roster, View
+from pmesh.ids import Member
+from tests.core.builders import (
+    ANNA,
+    BERT,
+    CARA,
+    DIGITS,
+    DORA,
+    completed,
+    make_concern,
+    make_flushed,
+    make_outcome,
+    make_report,
+    make_roster,
+    make_trainer,
+    make_verdict,
+    make_view,
+    running,
 )
-"""Rank 1's trainer has left; its agent holds the result of the op that the others lack."""
+from tests.core.settling import TRIO, settle, settle_trio
 
-VIEW = View(NOW, tuple(Seat(member, "x", BORN, BORN) for member in (A, B, C)), (ROSTER,))
+CARAS = make_trainer(2, CARA)
+ENDED = make_verdict("RankLost", 2)
+HURT = make_roster(
+    ANNA,
+    BERT,
+    witnesses=[CARAS],
+    outcomes=[make_outcome(4, 0, 1, 2, holders=[2])],
+    losses=[ENDED],
+)
+"""Cara's trainer has ended; its agent holds the result of the op that the others lack."""
 
-
-def test_a_job_is_settled_when_the_agent_of_a_lost_rank_takes_the_last_result_along() -> None:
-    assert jobs_to_settle(VIEW, (A, C), (), {}) == (JOB,)
-
-
-def test_a_job_is_left_alone_while_one_holder_of_each_result_is_there() -> None:
-    assert jobs_to_settle(VIEW, (A, B, C), (), {}) == ()
-
-
-def test_the_op_then_fails_at_all_ranks_with_what_the_job_was_lost_for() -> None:
-    def answer(member: Member, rank: int) -> Flushed:
-        ops = (OpReport(OP, Call("barrier", "float32", ())),)
-        report = JobReport(
-            JOB, BORN, NOW.counter, fenced=True, ranks=(RankReport(Rank(rank), ops),)
-        )
-        return Flushed(Epoch(4, *A), member.node.hex()[:2], VIEW, (report,))
-
-    answers = {A: answer(A, 0), C: answer(C, 2)}
-    (after,) = next_rosters(
-        VIEW,
-        NEXT,
-        ring=(A, C),
-        continuing=(A, C),
-        answers=answers,
-        concerns=(),
-        reasons={},
-    )
-    assert after.number == NEXT.counter
-    assert outcome_of(after, OP) == OpOutcome(OP, verdict=LEFT)
-    assert jobs_to_settle(View(NEXT, VIEW.seats[::2], (after,)), (A, C), (), {}) == ()
+BASE = make_view(5, ANNA, BERT, CARA, rosters=[HURT])
 
 
-def test_a_job_is_not_brought_along_without_the_agent_that_holds_a_result() -> None:
-    """Its agent came earlier, alone, and gave the job up: it would be asked in vain."""
-    base = View(Epoch(5, *B), (Seat(B, "b", Epoch(5, *B), None),))
-    answers = {
-        B: Flushed(Epoch(6, *B), "b", base, ()),
-        A: Flushed(Epoch(6, *B), "a", VIEW, ()),
-        C: Flushed(Epoch(6, *B), "c", VIEW, ()),
+def answers_of(*reports: JobReport) -> dict[Member, Flushed]:
+    return {
+        m: make_flushed(m, BASE, jobs=[report])
+        for m, report in zip((ANNA, BERT, CARA), reports, strict=False)
     }
 
-    def brought_along(outcomes: tuple[OpOutcome, ...]) -> tuple[Roster, ...]:
-        view = View(NOW, VIEW.seats, (msgspec.structs.replace(ROSTER, outcomes=outcomes),))
-        told = {
-            m: msgspec.structs.replace(a, view=view) if m != B else a for m, a in answers.items()
-        }
-        return next_rosters(
-            base,
-            Epoch(6, *B),
-            ring=(A, B, C),
-            continuing=(B,),
-            answers=told,
-            concerns=(),
-            reasons={},
-        )
 
-    assert brought_along(ROSTER.outcomes) == ()
-    assert [r.job for r in brought_along((OpOutcome(OP, holders=(Rank(1), Rank(2))),))] == [JOB]
+class TestAWitness:
+    """O2: whoever has the result serves it, be its own trainer dead."""
+
+    def settle(self, anna: JobReport, cara: JobReport) -> Roster:
+        reports: dict[Member, JobReport | None] = {
+            ANNA: anna,
+            BERT: make_report(TRIO, {1: [running(4)]}),
+            CARA: cara,
+        }
+        return settle_trio(reports, make_concern(TRIO, ENDED))
+
+    def test_is_a_lost_trainer_whose_agent_alone_has_a_result(self) -> None:
+        after = self.settle(
+            make_report(TRIO, {0: [running(4)]}), make_report(TRIO, {2: [completed(4)]})
+        )
+        assert (after.ids, after.witnesses) == ((0, 1), (CARAS,))
+        assert after.outcomes == (make_outcome(4, 0, 1, 2, holders=[2]),)
+
+    def test_is_not_needed_where_a_rank_has_the_result_too(self) -> None:
+        after = self.settle(
+            make_report(TRIO, {0: [completed(4)]}), make_report(TRIO, {2: [completed(4)]})
+        )
+        assert after.witnesses == ()
+        assert after.outcomes == (make_outcome(4, 0, 1, 2, holders=[0]),)
+
+    def test_is_nobody_who_has_no_result(self) -> None:
+        after = self.settle(
+            make_report(TRIO, {0: [running(4)]}), make_report(TRIO, {2: [running(4)]})
+        )
+        assert (after.witnesses, after.outcomes) == ((), ())
+
+    def test_has_a_say_in_the_view_changes_that_follow(self) -> None:
+        idle = make_concern(HURT, None, op=4)
+        answers = answers_of(
+            make_report(HURT, {0: [running(4)]}),
+            make_report(HURT, {1: [running(4)]}),
+            make_report(HURT, {2: [completed(4)]}),
+        )
+        (after,) = settle(BASE, answers, concerns=[idle])
+        assert (after.witnesses, after.outcomes) == (HURT.witnesses, HURT.outcomes)
+
+    def test_is_forgotten_once_a_rank_has_fetched_what_it_held(self) -> None:
+        answers = answers_of(
+            make_report(HURT, {0: [completed(4)]}),
+            make_report(HURT, {1: [running(4)]}),
+            make_report(HURT, {2: [completed(4)]}),
+        )
+        (after,) = settle(BASE, answers, concerns=[make_concern(HURT, None, op=4)])
+        assert after.witnesses == ()
+        assert after.outcomes == (make_outcome(4, 0, 1, 2, holders=[0]),)
+
+
+class TestTheLastHolderOfAResult:
+    """... takes it along when its agent goes."""
+
+    def test_concerns_the_job_though_it_has_no_rank_in_it(self) -> None:
+        assert jobs_to_settle(BASE, (ANNA, BERT), (), {}) == (DIGITS,)
+
+    def test_leaves_the_job_in_peace_while_its_agent_stays(self) -> None:
+        assert jobs_to_settle(BASE, BASE.members, (), {}) == ()
+
+    def test_may_go_where_another_holder_is_known(self) -> None:
+        both = msgspec.structs.replace(HURT, outcomes=(make_outcome(4, 0, 1, 2, holders=[0, 2]),))
+        view = make_view(5, ANNA, BERT, CARA, rosters=[both])
+        assert jobs_to_settle(view, (ANNA, BERT), (), {}) == ()
+
+    def test_leaves_an_op_that_runs_again(self) -> None:
+        running_still = [make_report(HURT, {i: [running(4)]}) for i in (0, 1)]
+        (after,) = settle(BASE, answers_of(*running_still))
+        assert (after.ids, after.outcomes, after.witnesses) == ((0, 1), (), ())
+
+    def test_leaves_an_op_that_runs_again_also_before_anybody_else_has_called_it(self) -> None:
+        """Or it would be asked for, and the job settled, for ever."""
+        not_called = [make_report(HURT, {i: []}, stable=3) for i in (0, 1)]
+        (after,) = settle(BASE, answers_of(*not_called))
+        assert after.outcomes == ()
+        assert jobs_to_settle(make_view(9, ANNA, BERT, rosters=[after]), (ANNA, BERT), (), {}) == ()
+
+    def test_may_go_once_another_has_fetched_it(self) -> None:
+        answers = answers_of(
+            make_report(HURT, {0: [completed(4)]}), make_report(HURT, {1: [running(4)]})
+        )
+        (after,) = settle(BASE, answers)
+        assert after.outcomes == (make_outcome(4, 0, 1, 2, holders=[0]),)
+
+    def test_is_missed_also_where_the_job_comes_along_without_it(self) -> None:
+        """V9: newcomers that bring the job bring no result that they do not have."""
+        base = make_view(7, DORA)
+        newcomers: View = make_view(6, ANNA, BERT, CARA, rosters=[HURT])
+        answers = {DORA: make_flushed(DORA, base)}
+        answers |= {
+            m: make_flushed(m, newcomers, jobs=[make_report(HURT, {i: [running(4)]})])
+            for i, m in enumerate((ANNA, BERT))
+        }
+        (after,) = settle(base, answers, continuing=[DORA])
+        assert (after.ids, after.outcomes) == ((0, 1), ())

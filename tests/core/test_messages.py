@@ -23,7 +23,7 @@ from pmesh.core.messages import (
 )
 from pmesh.core.views import View
 from pmesh.errors import ProtocolError
-from pmesh.ids import Incarnation, JobName, Member, NodeId, Rank
+from pmesh.ids import Incarnation, JobName, Member, NodeId, TrainerId
 from tests.core.builders import (
     ANNA,
     BERT,
@@ -85,7 +85,7 @@ def test_garbage_of_every_kind_is_a_protocol_error(data: bytes) -> None:
 
 
 def offer(lane: bytes = bytes(16), key: bytes = bytes(32), job: JobName = DIGITS) -> OfferLane:
-    return OfferLane(lane, job, make_epoch(1), 1, Rank(0), Rank(1), key, bytes(32))
+    return OfferLane(lane, job, make_epoch(1), 1, TrainerId(0), TrainerId(1), key, bytes(32))
 
 
 @pytest.mark.parametrize(

@@ -380,7 +380,7 @@ class TestTheCommit:
         view = make_view(5, ANNA, BERT, rosters=[roster])
         state = replace(make_state(ANNA, view), losses={BERT: "silent for 2.0 s"})
         (after,) = committed(state, {ANNA: make_flushed(ANNA, view)}).rosters
-        assert after.lost[0].message == "rank 1 (mac-b) is lost: silent for 2.0 s"
+        assert after.losses[0].message == "rank 1 (mac-b) is lost: silent for 2.0 s"
 
 
 def test_concerns_come_in_one_order_whoever_was_heard_first() -> None:

@@ -1,13 +1,11 @@
-"""Jobs through a view change: which begin, which run on, which are brought along."""
+"""Jobs through a view change: which begin, which run on, which it can help."""
 
 from collections.abc import Iterable, Mapping
 
-import pytest
-
 from pmesh.core.messages import Concern, Waiting
-from pmesh.core.rosters import jobs_to_settle, keep_local_rosters, outcome_of
-from pmesh.core.views import OpOutcome, Roster, Trainer, View
-from pmesh.ids import JobName, Member, OpNumber, Slot
+from pmesh.core.rosters import jobs_to_settle, keep_local_rosters
+from pmesh.core.views import Primary, Roster, Terms
+from pmesh.ids import JobName, Member, TrainerId
 from tests.core.builders import (
     ANNA,
     BERT,
@@ -20,7 +18,7 @@ from tests.core.builders import (
     make_flushed,
     make_report,
     make_roster,
-    make_verdict,
+    make_trainer,
     make_view,
     make_waiting,
     running,
@@ -47,8 +45,9 @@ class TestAJobBegins:
             job=DIGITS,
             born=NEXT,
             number=NEXT.counter,
-            trainers=tuple(Trainer(m, Slot(0)) for m in (CARA, ANNA, BERT)),
-            names=("mac-c", "mac-a", "mac-b"),
+            trainers=tuple(make_trainer(i, m) for i, m in enumerate((CARA, ANNA, BERT))),
+            primary=Primary(NEXT, (CARA, ANNA, BERT)),
+            next_id=TrainerId(3),
         )
 
     def test_with_the_trainers_of_one_machine_side_by_side_in_order_of_slot(self) -> None:
@@ -56,11 +55,19 @@ class TestAJobBegins:
             {ANNA: [make_waiting(3, slot=7), make_waiting(3, slot=2)], BERT: [make_waiting(3)]}
         )
         assert roster.trainers == (
-            Trainer(ANNA, Slot(2)),
-            Trainer(ANNA, Slot(7)),
-            Trainer(BERT, Slot(0)),
+            make_trainer(0, ANNA, slot=2),
+            make_trainer(1, ANNA, slot=7),
+            make_trainer(2, BERT),
         )
-        assert roster.names == ("mac-a", "mac-a", "mac-b")
+        assert roster.primary.voters == (ANNA, ANNA, BERT)
+
+    def test_on_the_strictest_terms_that_any_of_them_asks_for(self) -> None:
+        lax, wary = Terms(min_ranks=2), Terms(on_loss="raise", quorum="majority")
+        (roster,) = self.begin(
+            {ANNA: [make_waiting(2, terms=lax)], BERT: [make_waiting(2, terms=wary)]}
+        )
+        assert roster.terms == Terms(2, "raise", "majority")
+        assert roster.quorate
 
     def test_not_while_one_of_them_waits_for_more(self) -> None:
         assert self.begin({ANNA: [make_waiting(2)], BERT: [make_waiting(3)]}) == ()
@@ -109,66 +116,6 @@ class TestAJobRunsOn:
         assert settle_trio(reports, make_concern(TRIO, TIMED_OUT, op=4)) is TRIO
 
 
-class TestNewcomers:
-    """V9: idle or whole, they lose nothing."""
-
-    BASE = make_view(5, ANNA, BERT)
-
-    def merge(self, base: View, theirs: View, *newcomers: Member) -> tuple[Roster, ...]:
-        answers = {m: make_flushed(m, base) for m in base.members}
-        answers |= {m: make_flushed(m, theirs) for m in newcomers}
-        return settle(base, answers, continuing=base.members)
-
-    def test_bring_along_a_job_whose_ranks_all_come(self) -> None:
-        job = make_roster(CARA, DORA)
-        theirs = make_view(6, CARA, DORA, rosters=[job])
-        assert self.merge(self.BASE, theirs, CARA, DORA) == (job,)
-
-    def test_leave_behind_a_job_of_which_a_rank_stays_away(self) -> None:
-        theirs = make_view(6, CARA, DORA, rosters=[make_roster(CARA, DORA)])
-        assert self.merge(self.BASE, theirs, CARA) == ()
-
-    def test_bring_along_a_job_whose_missing_rank_was_lost_before(self) -> None:
-        job = make_roster(CARA, DORA, lost=[make_verdict("RankLost", 1)])
-        theirs = make_view(6, CARA, rosters=[job])
-        assert self.merge(self.BASE, theirs, CARA) == (job,)
-
-    def test_give_way_to_the_job_of_that_name_that_runs_here(self) -> None:
-        ours, theirs = make_roster(ANNA), make_roster(CARA, DORA)
-        base = make_view(5, ANNA, BERT, rosters=[ours])
-        view = make_view(6, CARA, DORA, rosters=[theirs])
-        assert self.merge(base, view, CARA, DORA) == (ours,)
-
-    @pytest.mark.parametrize("first", [CARA, DORA])
-    def test_of_two_histories_the_one_with_more_ranks_goes_on_then_the_older(
-        self, first: Member
-    ) -> None:
-        def bring(cara: Roster, dora: Roster) -> Roster:
-            views = {
-                CARA: make_view(6, CARA, rosters=[cara]),
-                DORA: make_view(7, DORA, rosters=[dora]),
-            }
-            second = DORA if first == CARA else CARA
-            answers = {ANNA: make_flushed(ANNA, self.BASE)}
-            answers |= {m: make_flushed(m, views[m]) for m in (first, second)}
-            (after,) = settle(self.BASE, answers, continuing=[ANNA])
-            return after
-
-        young, old = make_roster(CARA, born=make_epoch(4)), make_roster(DORA, born=make_epoch(3))
-        twins = make_roster(CARA, CARA, born=make_epoch(4))
-        assert bring(young, old) == old
-        assert bring(twins, old) == twins
-
-    def test_of_different_views_do_not_make_a_job_whole_together(self) -> None:
-        split = make_roster(CARA, DORA)
-        answers = {
-            ANNA: make_flushed(ANNA, self.BASE),
-            CARA: make_flushed(CARA, make_view(6, CARA, rosters=[split])),
-            DORA: make_flushed(DORA, make_view(7, DORA, rosters=[split])),
-        }
-        assert settle(self.BASE, answers, continuing=[ANNA]) == ()
-
-
 class TestJobsToSettle:
     """What a view change would help; the others run on (V7)."""
 
@@ -187,6 +134,11 @@ class TestJobsToSettle:
 
     def test_are_those_that_lost_a_rank(self) -> None:
         assert self.settle(kept=[ANNA, BERT]) == (DIGITS,)
+
+    def test_are_not_those_whose_lost_rank_an_earlier_view_has_lost_already(self) -> None:
+        hurt = make_roster(ANNA, BERT, ids=[0, 2])
+        view = make_view(5, ANNA, BERT, CARA, rosters=[hurt])
+        assert jobs_to_settle(view, (ANNA, BERT), (), {}) == ()
 
     def test_are_those_of_a_concern_that_is_still_open(self) -> None:
         settled = make_concern(make_roster(ANNA, number=2, job=FACES), None)
@@ -207,12 +159,6 @@ class TestJobsToSettle:
         poems, arias = JobName("poems"), JobName("arias")
         waiting = {ANNA: (make_waiting(1, job=poems), make_waiting(1, job=arias))}
         assert self.settle(make_concern(TRIO, None), waiting=waiting) == (arias, DIGITS, poems)
-
-
-def test_an_op_without_an_outcome_runs_on_or_again() -> None:
-    roster = make_roster(ANNA, outcomes=[OpOutcome(OpNumber(3), verdict=TIMED_OUT)])
-    assert outcome_of(roster, OpNumber(3)) == OpOutcome(OpNumber(3), verdict=TIMED_OUT)
-    assert outcome_of(roster, OpNumber(4)) is None
 
 
 def test_alone_an_agent_keeps_only_the_jobs_that_are_all_its_own() -> None:

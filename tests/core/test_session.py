@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from pmesh.core.messages import Call
 from pmesh.core.session import (
+    SESSION_VERSION,
     AskStatus,
     Connect,
     Joined,
@@ -101,7 +102,7 @@ def test_garbage_of_every_kind_is_a_protocol_error(data: bytes) -> None:
 def connect(
     job: str = "digits", wait_for: int = 1, timeout_s: float = 1.0, program: str = ""
 ) -> Connect:
-    return Connect(1, JobName(job), wait_for, timeout_s, program)
+    return Connect(SESSION_VERSION, JobName(job), wait_for, timeout_s, program)
 
 
 def start_op(timeout_s: float = 1.0, count: int = 1) -> StartOp:
@@ -156,5 +157,5 @@ def test_messages_carry_the_names_of_their_fields() -> None:
 
 
 def test_a_field_that_is_missing_is_named() -> None:
-    with pytest.raises(ProtocolError, match="missing required field `rank`"):
+    with pytest.raises(ProtocolError, match="missing required field `world`"):
         decode_reply_untrusted(msgspec.msgpack.encode({"type": Joined.__struct_config__.tag}))

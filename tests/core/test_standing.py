@@ -16,7 +16,7 @@ from pmesh.core.standing import (
     heartbeat_of,
     needs_epoch,
 )
-from pmesh.ids import Rank
+from pmesh.ids import TrainerId
 from tests.core.builders import (
     ANNA,
     BERT,
@@ -207,7 +207,7 @@ class TestHeartbeat:
         facts = Facts(
             waiting=(make_waiting(2),),
             concerns=(make_concern(roster, make_verdict()),),
-            marks=(RankMarks(DIGITS, 5, Rank(0), started=4, completed=3),),
+            marks=(RankMarks(DIGITS, 5, TrainerId(0), started=4, completed=3),),
         )
         beat = heartbeat_of(make_state(ANNA, TRIO), facts, NOW)
         assert (beat.waiting, beat.concerns, beat.marks) == (

@@ -1,5 +1,5 @@
-from pmesh.core.views import Roster, Seat, Trainer, View
-from pmesh.ids import Epoch, Member, Rank, Slot
+from pmesh.core.views import Roster, Seat, Terms, View
+from pmesh.ids import Epoch, Member, TrainerId
 from tests.core.builders import (
     ANNA,
     BERT,
@@ -10,7 +10,7 @@ from tests.core.builders import (
     make_member,
     make_roster,
     make_seat,
-    make_verdict,
+    make_trainer,
     make_view,
 )
 
@@ -79,19 +79,41 @@ def test_an_agent_that_met_nobody_is_alone_the_first_in_its_view() -> None:
     assert View.of_one(ANNA, "mac-a", make_epoch(1)).rosters == ()
 
 
-def test_the_lost_ranks_of_a_job_are_those_of_all_its_verdicts() -> None:
-    roster = make_roster(
-        ANNA, BERT, CARA, lost=[make_verdict("RankLost", 0), make_verdict("RankLost", 2)]
-    )
-    assert roster.lost_ranks == {0, 2}
-    assert make_roster(ANNA).lost_ranks == frozenset()
+HURT = make_roster(CARA, ANNA, ids=[2, 7], witnesses=[make_trainer(4, BERT)])
+"""Trainers 2 and 7 are left; trainer 4 is lost, and its agent holds a result."""
 
 
-def test_a_member_with_several_trainers_has_several_ranks() -> None:
+def test_a_rank_is_a_place_in_the_ring_and_a_trainer_keeps_its_number() -> None:
+    assert HURT.ids == (2, 7)
+    assert [HURT.rank_of(TrainerId(id_)) for id_ in (2, 4, 7)] == [0, None, 1]
+
+
+def test_a_trainer_is_found_by_its_number_also_when_only_its_agent_lives() -> None:
+    assert HURT.trainer(TrainerId(7)) == make_trainer(7, ANNA)
+    assert HURT.trainer(TrainerId(4)) == make_trainer(4, BERT)
+    assert HURT.trainer(TrainerId(3)) is None
+
+
+def test_a_trainer_is_described_by_its_rank_while_it_has_one() -> None:
+    assert HURT.describe(TrainerId(7)) == "rank 1 (mac-a)"
+    assert HURT.describe(TrainerId(4)) == "a lost rank (mac-b)"
+    assert HURT.describe(TrainerId(3)) == "a lost rank"
+
+
+def test_a_member_may_have_several_trainers() -> None:
     roster = make_roster(ANNA, BERT, ANNA)
-    assert roster.ranks_of(ANNA) == (Rank(0), Rank(2))
-    assert roster.ranks_of(BERT) == (Rank(1),)
-    assert roster.ranks_of(CARA) == ()
+    assert [t.id for t in roster.trainers_at(ANNA)] == [0, 2]
+    assert [t.slot for t in roster.trainers_at(ANNA)] == [0, 1]
+    assert [t.id for t in roster.trainers_at(BERT)] == [1]
+    assert roster.trainers_at(CARA) == ()
+
+
+def test_of_two_trainers_terms_the_stricter_holds_in_each_point() -> None:
+    lax, strict = Terms(), Terms(3, "raise", "majority")
+    assert lax.joined_with(strict) == strict.joined_with(lax) == strict
+    assert lax.joined_with(lax) == lax
+    mixed = Terms(2, "raise", "any").joined_with(Terms(4, "continue", "majority"))
+    assert mixed == Terms(4, "raise", "majority")
 
 
 def test_values_can_be_compared_and_hashed_but_not_changed() -> None:
@@ -99,4 +121,4 @@ def test_values_can_be_compared_and_hashed_but_not_changed() -> None:
         return make_epoch(1, member), make_roster(member), make_view(1, member)
 
     assert {one(ANNA), one(ANNA), one(BERT)} == {one(BERT), one(ANNA)}
-    assert Trainer(ANNA, Slot(0)) != Trainer(ANNA, Slot(1))
+    assert make_trainer(0, ANNA) != make_trainer(0, ANNA, slot=1)
