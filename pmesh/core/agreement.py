@@ -206,9 +206,16 @@ def _note_attempt(state: State, message: Propose) -> tuple[Attempt, ...]:
 
 
 def _unresolved(attempts: tuple[Attempt, ...], view: View) -> tuple[Attempt, ...]:
-    """V10: a roster with a quorum has resolved all attempts before it."""
+    """V10: a roster with a quorum has resolved all attempts before it.
+
+    So has who led an attempt, once it is in our view: it has shown what it had installed.
+    """
     since = [r.primary.epoch for r in view.rosters if r.terms.quorum == "majority"]
-    return tuple(a for a in attempts if since and a.epoch > min(since) and a.epoch != view.epoch)
+    return tuple(
+        attempt
+        for attempt in attempts
+        if since and attempt.epoch > min(since) and attempt.leader not in view.members
+    )
 
 
 def _fenced(report: JobReport) -> JobReport:

@@ -203,6 +203,11 @@ class Attempt(msgspec.Struct, frozen=True, array_like=True):
     members: tuple[Member, ...]
     """The most senior first."""
 
+    @property
+    def leader(self) -> Member:
+        """Who alone could have committed it."""
+        return Member(self.epoch.leader, self.epoch.incarnation)
+
 
 class Flushed(_Message, frozen=True, tag=7):
     """A promise: nothing below this epoch will be installed or, for its jobs, delivered."""

@@ -9,32 +9,31 @@ from collections.abc import Collection, Iterable, Sequence
 
 from pmesh.core.messages import Attempt
 from pmesh.core.views import Primary
-from pmesh.ids import Epoch, Member
+from pmesh.ids import Member
 
 
-def has_quorum(
-    primary: Primary, present: Collection[Member], attempts: Iterable[Attempt], epoch: Epoch
-) -> bool:
-    """Whether those present may form the next primary roster, in the view `epoch`.
+def has_quorum(primary: Primary, voting: Collection[Member], attempts: Iterable[Attempt]) -> bool:
+    """Whether those voting may form the next primary roster.
 
     Args:
         primary: the last roster that had a quorum.
-        present: who has flushed for this view.
-        attempts: views that somebody of them has promised and not seen: any of these may have been
-            installed elsewhere, and have gone on without us.
-        epoch: of this attempt itself, which counts for nothing.
+        voting: who has flushed for this view, and has a rank in the job.
+        attempts: views that somebody here has promised and not seen: any of these may have been
+            installed elsewhere, and have gone on without us. Machines without a rank had no vote.
     """
     unresolved = [
-        attempt.members
+        [voter for voter in primary.voters if voter in attempt.members]
         for attempt in attempts
         if attempt.epoch > primary.epoch
-        and attempt.epoch != epoch
-        and Member(attempt.epoch.leader, attempt.epoch.incarnation) not in present
     ]
-    return all(_is_majority(present, voters) for voters in [primary.voters, *unresolved])
+    return all(_is_majority(voting, voters) for voters in [primary.voters, *unresolved])
 
 
-def _is_majority(present: Collection[Member], voters: Sequence[Member]) -> bool:
-    """More than half; of two equal halves that of the most senior, who comes first."""
-    twice = 2 * sum(voter in present for voter in voters)
-    return twice > len(voters) or (twice == len(voters) and voters[0] in present)
+def _is_majority(voting: Collection[Member], voters: Sequence[Member]) -> bool:
+    """More than half; of two equal halves that of the most senior, who comes first.
+
+    Nobody can have gone on where nobody had a vote.
+    """
+    twice = 2 * sum(voter in voting for voter in voters)
+    tied = twice == len(voters)
+    return twice > len(voters) or (tied and (not voters or voters[0] in voting))

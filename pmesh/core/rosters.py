@@ -15,7 +15,7 @@ from pmesh.core.op_outcomes import (
 )
 from pmesh.core.quorum import has_quorum
 from pmesh.core.views import Primary, Roster, Terms, Trainer, Verdict, View
-from pmesh.ids import Epoch, JobName, Member, OpNumber, TrainerId
+from pmesh.ids import Epoch, JobName, Member, OpNumber, Slot, TrainerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,9 @@ def _lineages(
 
 
 def _go_on(roster: Roster, members: Collection[Member], change: Change) -> _History | None:
-    """The roster after the change, among these members; None if no rank is left."""
+    """The roster after the change, among these members; None if it can't go on."""
+    if _is_overtaken(roster, change):
+        return None
     hosts = {trainer.member for trainer in roster.trainers + roster.witnesses} & set(members)
     reports = [r for host in hosts if (r := _report_on(roster, change.answers[host])) is not None]
     known = gather(reports)
@@ -156,7 +158,7 @@ def _go_on(roster: Roster, members: Collection[Member], change: Change) -> _Hist
     )
     settled = msgspec.structs.replace(settled, outcomes=outcomes, witnesses=witnesses)
     settled = _let_in(settled, known, change)
-    return _History(roster=_vote(settled, change), stable=known.stable)
+    return _History(roster=_vote(settled, change, staying), stable=known.stable)
 
 
 def _gone(roster: Roster, kept: Collection[Member]) -> tuple[Trainer, ...]:
@@ -195,12 +197,17 @@ def _in_ring_order(trainers: Iterable[Trainer], ring: Sequence[Member]) -> tuple
 
 
 def _let_in(roster: Roster, known: Knowledge, change: Change) -> Roster:
-    """O6: who waits for a running job enters it in a `sync`."""
+    """O6: who waits for a running job enters it in a `sync`.
+
+    Who is in it already may still wait, if it has missed the view that took it in.
+    """
     op = op_to_enter(known, roster)
     waiting = {member: change.answers[member].waiting for member in change.ring}
     if op is None:
         return roster
-    entering = _trainers_waiting(roster.job, op, roster.next_id, change, waiting)
+    inside = {(trainer.member, trainer.slot) for trainer in roster.trainers}
+    slots = [slot for slot in _slots_waiting(roster.job, waiting) if slot not in inside]
+    entering = _enter(slots, op, roster.next_id, change)
     return msgspec.structs.replace(
         roster,
         trainers=_in_ring_order([*roster.trainers, *entering], change.ring),
@@ -209,14 +216,40 @@ def _let_in(roster: Roster, known: Knowledge, change: Change) -> Roster:
     )
 
 
-def _vote(roster: Roster, change: Change) -> Roster:
-    """V10: whether this side may go on."""
+def _vote(roster: Roster, change: Change, staying: Iterable[Trainer]) -> Roster:
+    """V10: whether this side may go on.
+
+    Who has no rank in the job has no vote: it might have gone on with others since, and have
+    forgotten it. But who gives up a history of its own for this one votes for it.
+    """
     if roster.terms.quorum == "majority":
-        attempts = [attempt for answer in change.answers.values() for attempt in answer.attempts]
-        if not has_quorum(roster.primary, change.answers.keys(), attempts, change.epoch):
+        voting = {trainer.member for trainer in staying}
+        voting |= {m for m, answer in change.answers.items() if _has_rank(m, answer.view, roster)}
+        attempts = [
+            attempt
+            for answer in change.answers.values()
+            for attempt in answer.attempts
+            if attempt.leader not in change.answers  # else it has told what became of it
+        ]
+        if not has_quorum(roster.primary, voting, attempts):
             return msgspec.structs.replace(roster, quorate=False)
     primary = Primary(change.epoch, _voters(roster.trainers))
     return msgspec.structs.replace(roster, quorate=True, primary=primary)
+
+
+def _is_overtaken(roster: Roster, change: Change) -> bool:
+    """V10: somebody here knows a later roster of the job that had a quorum."""
+    known = (r for a in change.answers.values() for r in a.view.rosters if _is_same_job(r, roster))
+    asks = roster.terms.quorum == "majority"
+    return asks and any(other.primary.epoch > roster.primary.epoch for other in known)
+
+
+def _has_rank(member: Member, view: View, roster: Roster) -> bool:
+    return any(r.trainers_at(member) for r in view.rosters if _is_same_job(r, roster))
+
+
+def _is_same_job(one: Roster, other: Roster) -> bool:
+    return (one.job, one.born) == (other.job, other.born)
 
 
 def _voters(trainers: Iterable[Trainer]) -> tuple[Member, ...]:
@@ -235,7 +268,7 @@ def _first_roster(
     job: JobName, change: Change, waiting: Mapping[Member, Sequence[Waiting]]
 ) -> Roster:
     """Ranks are the view's ring order restricted to the job, a machine's trainers side by side."""
-    trainers = _trainers_waiting(job, OpNumber(0), TrainerId(0), change, waiting)
+    trainers = _enter(_slots_waiting(job, waiting), OpNumber(0), TrainerId(0), change)
     return Roster(
         job=job,
         born=change.epoch,
@@ -247,22 +280,23 @@ def _first_roster(
     )
 
 
-def _trainers_waiting(
-    job: JobName,
-    op: OpNumber,
-    first: TrainerId,
-    change: Change,
-    waiting: Mapping[Member, Sequence[Waiting]],
-) -> list[Trainer]:
-    found = [
+def _slots_waiting(
+    job: JobName, waiting: Mapping[Member, Sequence[Waiting]]
+) -> list[tuple[Member, Slot]]:
+    return [
         (member, trainer.slot)
         for member, theirs in waiting.items()
         for trainer in sorted(theirs, key=lambda t: t.slot)
         if trainer.job == job
     ]
+
+
+def _enter(
+    slots: Iterable[tuple[Member, Slot]], op: OpNumber, first: TrainerId, change: Change
+) -> list[Trainer]:
     return [
         Trainer(TrainerId(first + i), member, slot, change.answers[member].name, op)
-        for i, (member, slot) in enumerate(found)
+        for i, (member, slot) in enumerate(slots)
     ]
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from pmesh.core.agreement import lose
 from pmesh.core.messages import (
+    Attempt,
     Commit,
     Flushed,
     Propose,
@@ -19,8 +20,10 @@ from pmesh.core.standing import (
     Fence,
     Install,
     Send,
+    State,
     Step,
 )
+from pmesh.core.views import Primary, Roster, Terms
 from pmesh.errors import ProtocolError
 from pmesh.ids import Member
 from tests.core.builders import (
@@ -178,6 +181,68 @@ class TestAProposalIsAnswered:
     ) -> None:
         with pytest.raises(ProtocolError, match="in another's name, or sent to one whom it leaves"):
             told(BERTS, sender, proposal)
+
+
+class TestAnAttempt:
+    """V10: what was promised may be installed elsewhere, and a job there go on without us."""
+
+    JOB = make_roster(ANNA, BERT, CARA, terms=Terms(quorum="majority"))
+    VIEW = make_view(5, ANNA, BERT, CARA, rosters=[JOB])
+    BERTS = all_hearing_each_other(BERT, VIEW, ANNA, CARA)
+    PROMISED = Attempt(make_epoch(6), (ANNA, BERT, CARA))
+
+    def promise(self, counter: int, leader: Member = ANNA, state: State = BERTS) -> Step:
+        return told(state, leader, make_proposal(leader, counter, self.VIEW, ANNA, BERT, CARA))
+
+    def test_is_told_with_the_next_answer_and_not_with_its_own(self) -> None:
+        first = self.promise(6)
+        second = self.promise(8, state=first.state)
+        answers = [message for step in (first, second) for _, message in sent(step)]
+        assert [a.attempts for a in answers if isinstance(a, Flushed)] == [(), (self.PROMISED,)]
+        later = Attempt(make_epoch(8), (ANNA, BERT, CARA))
+        assert second.state.attempts == (self.PROMISED, later)
+
+    def test_is_not_noted_where_no_job_asks_for_a_majority(self) -> None:
+        state = replace(BERTS, attempts=(self.PROMISED,))
+        assert told(state, ANNA, make_proposal(ANNA, 7, TRIO, *TRIO.members)).state.attempts == ()
+
+    def test_is_resolved_by_the_view_that_it_becomes(self) -> None:
+        assert self.install(self.promise(6).state, 6, ANNA, BERT, CARA) == ()
+
+    def test_is_resolved_by_a_view_of_whoever_led_it(self) -> None:
+        """It has shown what it had installed."""
+        state = self.promise(7, CARA, state=self.promise(6).state).state
+        assert self.install(state, 7, ANNA, BERT, CARA, leader=CARA) == ()
+
+    def test_is_kept_in_views_without_whoever_led_it(self) -> None:
+        state = self.promise(7, CARA, state=self.promise(6).state).state
+        assert self.install(state, 7, BERT, CARA, leader=CARA) == (self.PROMISED,)
+
+    def test_is_resolved_by_a_later_roster_that_has_a_quorum(self) -> None:
+        state = self.promise(7, CARA, state=self.promise(6).state).state
+        settled = make_roster(
+            BERT, CARA, terms=self.JOB.terms, primary=Primary(make_epoch(7, CARA), (BERT, CARA))
+        )
+        assert self.install(state, 7, BERT, CARA, leader=CARA, roster=settled) == ()
+
+    def test_is_forgotten_with_the_last_job_that_asks_for_a_majority(self) -> None:
+        state = self.promise(7, CARA, state=self.promise(6).state).state
+        lax = make_roster(BERT, CARA)
+        assert self.install(state, 7, BERT, CARA, leader=CARA, roster=lax) == ()
+
+    def install(
+        self,
+        state: State,
+        counter: int,
+        *members: Member,
+        leader: Member = ANNA,
+        roster: Roster = JOB,
+    ) -> tuple[Attempt, ...]:
+        """Bert's attempts once this view is in force, in which the job stands so."""
+        view = make_view(counter, *members, leader=leader, previous=TRIO.epoch, rosters=[roster])
+        step = told(replace(state, quiet_until=NOW + 9), leader, commit(view))
+        assert step.actions == (Install(view),)
+        return step.state.attempts
 
 
 class TestACommitIsInstalled:
