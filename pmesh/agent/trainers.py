@@ -78,7 +78,6 @@ class _Trainer:
         self._job = JobName(request.job)
         self._rank: LocalRank | None = None
         self._granted: set[int] = set()  # output arenas that the trainer has mapped
-        self._waits_since: float | None = None
 
     async def join(self) -> bool:
         """Wait until the job begins, unless it runs; False if the trainer was refused or has gone.

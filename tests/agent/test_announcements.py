@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from pmesh.agent.announcements import describe_change, describe_standstill
+from pmesh.agent.announcements import describe_change
 from pmesh.agent.events import News
 from pmesh.core.views import OpOutcome, Primary, Roster, Seat, Terms, Trainer, Verdict, View
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, Slot, TrainerId
@@ -170,14 +170,3 @@ def test_an_op_that_a_view_fails_is_told_once_with_its_verdict() -> None:
         "job 'digits': op 3 failed: OpTimedOut: rank 1 (mini (2)) has not called it"
     )
     assert not told(after, replace(after, number=12))
-
-
-def test_how_long_a_ring_stood_still_is_told_to_the_millisecond() -> None:
-    news = describe_standstill(DIGITS, OpNumber(17), 0.13449)
-    assert news.text == ("job 'digits': the ring stood still for 0.134 s, until op 17 was complete")
-    assert (news.kind, news.job, news.op, news.duration_s) == (
-        "ring stood still",
-        "digits",
-        17,
-        0.13449,
-    )

@@ -2,19 +2,19 @@
 
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 import trio
 from trio.testing import MockClock
 
 from pmesh.agent import jobs as jobs_module
-from pmesh.agent.ranks import LocalRank
-from pmesh.core.messages import AskResult, Heartbeat, RankMarks
-from pmesh.core.views import Roster
+from pmesh.core.messages import AskResult, RankMarks
 from pmesh.errors import LaneBroken
-from pmesh.ids import Epoch, JobName, OpNumber, Rank
+from pmesh.ids import Epoch, JobName, OpNumber, TrainerId
 from tests.agent.fake_trainer import Trainer, together, until
 from tests.agent.fakes import Machine, village
+from tests.agent.ops import enter, ranks_of
 
 
 async def reduce_all(trainers: list[Trainer]) -> list[float]:
@@ -23,37 +23,45 @@ async def reduce_all(trainers: list[Trainer]) -> list[float]:
     return [float(r[0]) for r in results]
 
 
-async def cut(one: Machine, other: Machine) -> None:
-    """No link between them, and none that could come up."""
-    for machine in (one, other):
+async def cut(one: Machine, *others: Machine) -> None:
+    """No link between it and them, and none that could come up."""
+    for machine in (one, *others):
         machine.agent.peers._leaving = True  # noqa: SLF001 - then it lets nobody in
     for live in list(one.agent.peers.links.values()):
         await live.link.aclose()
-    await until(lambda: all(len(m.names) == 1 for m in (one, other)))
+    sizes = {one.settings.name: 1} | {m.settings.name: len(others) for m in others}
+    await until(lambda: all(len(m.names) == sizes[m.settings.name] for m in (one, *others)))
 
 
-def mend(one: Machine, other: Machine) -> None:
-    for machine in (one, other):
+def mend(*machines: Machine) -> None:
+    for machine in machines:
         machine.agent.peers._leaving = False  # noqa: SLF001
 
 
-async def test_a_cut_mesh_loses_ranks_on_both_sides_and_meets_again(clock: MockClock) -> None:
-    async with village(clock, 2) as here:
-        one, two = here.machines
-        trainers = await here.job(one, two)
-        assert await reduce_all(trainers) == [2.0, 2.0]
-        await cut(one, two)
-        for trainer in trainers:
-            assert (await trainer.verdict_of(trainer.barrier())).error == "RankLost"
-        mend(one, two)
-        await here.settle(one, two)
-        await trio.sleep(3)
-        for trainer in trainers:  # the first verdict stays, also where this side has given way
-            assert (await trainer.verdict_of(trainer.barrier())).error == "RankLost"
-        assert [len(m.agent.jobs.ranks) for m in here.machines].count(0) == 1
-        for trainer in trainers:
-            await trainer.leave()
-        assert await reduce_all(await here.job(one, two)) == [2.0, 2.0]
+async def test_both_sides_of_a_cut_go_on_and_one_history_wins_when_they_meet(
+    clock: MockClock,
+) -> None:
+    """V9: the other's trainers hear it at their next op, and come back by a sync."""
+    async with village(clock, 3) as here:
+        one, two, three = here.machines
+        trainers = await here.job(one, two, three)
+        assert await together(*[t.sync for t in trainers]) == [[0, 0, 0]] * 3
+        alone = next(t for t in trainers if t.names[t.rank] == "mac-2")
+        pair = [t for t in trainers if t is not alone]
+        await cut(three, one, two)
+        assert await reduce_all(pair) == [2.0, 2.0]
+        assert await reduce_all([alone]) == [1.0]
+        assert alone.names == ("mac-2",)
+        mend(one, two, three)
+        await here.settle(one, two, three)
+        for _ in range(2):  # a call that fails so does not use up its number
+            verdict = await alone.verdict_of(alone.barrier())
+            assert verdict.error == "HistorySuperseded"
+            assert "mesh.sync()" in verdict.message
+        assert await reduce_all(pair) == [2.0, 2.0]
+        await enter(here, [alone], pair)
+        assert alone.rank == 2
+        assert await reduce_all([*pair, alone]) == [3.0] * 3
 
 
 async def test_a_job_on_one_machine_outlives_every_cut(clock: MockClock) -> None:
@@ -92,11 +100,12 @@ async def test_another_run_under_the_same_name_ends_the_older_rank(clock: MockCl
         jobs = one.agent.jobs
         (rank,) = jobs.ranks
         born = Epoch(9, *one.agent.membership.state.me)
-        other = Roster(JobName("digits"), born, 9, (), ())
+        other = msgspec.structs.replace(rank.roster, born=born, number=9)
         jobs._follow(rank, other)  # noqa: SLF001 - as where two meshes meet
         verdict = await trainer.verdict_of(trainer.barrier())
         assert verdict.error == "HistorySuperseded"
-        assert "another run of job 'digits' goes on" in verdict.message
+        assert "job 'digits' goes on without this rank" in verdict.message
+        assert not jobs.ranks
 
 
 async def test_marks_of_jobs_that_have_ended_are_forgotten(clock: MockClock) -> None:
@@ -106,11 +115,23 @@ async def test_marks_of_jobs_that_have_ended_are_forgotten(clock: MockClock) -> 
             await reduce_all(trainers)
             await trio.sleep(1)
             for machine in here.machines:
-                assert len(machine.agent.jobs._marks) == 1  # noqa: SLF001
+                assert len(machine.agent.jobs.marks._told) == 1  # noqa: SLF001
             for trainer in trainers:
                 await trainer.leave()
         await until(lambda: not any(m.agent.jobs.ranks for m in here.machines))
-        assert not any(m.agent.jobs._marks for m in here.machines)  # noqa: SLF001
+        assert not any(m.agent.jobs.marks._told for m in here.machines)  # noqa: SLF001
+
+
+async def test_marks_of_ranks_that_are_lost_are_forgotten(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        await reduce_all(trainers)
+        gone = trainers.pop(1)
+        await gone.leave()
+        await until(lambda: all(len(t.roster.trainers) == 2 for t in ranks_of(here)))
+        told = [set(m.agent.jobs.marks._told) for m in here.machines]  # noqa: SLF001
+        assert ("digits", gone.id) not in set.union(*told)
+        assert await reduce_all(trainers) == [2.0] * 2
 
 
 async def test_marks_of_an_earlier_run_mean_nothing(clock: MockClock) -> None:
@@ -118,13 +139,13 @@ async def test_marks_of_an_earlier_run_mean_nothing(clock: MockClock) -> None:
         trainers = await here.job(*here.machines)
         agent = here.machines[0].agent
         (rank,) = agent.jobs.ranks
-        other = Rank(1 - rank.rank)
-        stale = RankMarks(JobName("digits"), rank.roster.born.counter - 1, other, 7, 7, 1)
-        epoch = agent.membership.view.epoch
-        beat = Heartbeat(epoch, epoch, False, False, False, {}, marks=(stale,))  # noqa: FBT003
-        agent.jobs.marked(rank.roster.trainers[other].member, beat)
-        assert agent.jobs.mark_of(rank.roster, other) == (-1, -1)
-        assert agent.jobs.late_ranks(rank, OpNumber(0)) == (other,)
+        roster = rank.roster
+        (other,) = [trainer for trainer in roster.trainers if trainer != rank.trainer]
+        marks = agent.jobs.marks
+        marks.hear(RankMarks(JobName("digits"), roster.born.counter - 1, other.id, 7, 7, 1))
+        assert agent.jobs.mark_of(roster, other.id) is None
+        assert marks.stable(roster) == -1
+        assert marks.late(rank, OpNumber(0)) == (other.id,)
         assert await reduce_all(trainers) == [2.0, 2.0]
 
 
@@ -141,8 +162,8 @@ async def test_a_fetch_that_breaks_on_its_way_ends_nobody(
         jobs = here.machines[0].agent.jobs
         (rank,) = jobs.ranks
         r = rank.roster
-        other = Rank(1 - rank.rank)
-        jobs.answer(AskResult(r.job, r.born, r.number, OpNumber(0), rank.rank, other))
+        (other,) = [trainer for trainer in r.ids if trainer != rank.id]
+        jobs.answer(AskResult(r.job, r.born, r.number, OpNumber(0), rank.id, other))
         assert await reduce_all(trainers) == [2.0, 2.0]
 
 
@@ -151,9 +172,9 @@ async def test_ranks_on_one_machine_find_each_other(clock: MockClock) -> None:
         (one,) = here.machines
         await here.job(one, one)
         jobs = one.agent.jobs
-        ranks: list[LocalRank] = sorted(jobs.ranks, key=lambda r: r.rank)
-        assert jobs.neighbour(ranks[0], Rank(1)) is ranks[1]
-        assert jobs.neighbour(ranks[0], Rank(2)) is None
+        ranks = sorted(jobs.ranks, key=lambda rank: rank.id)
+        assert jobs.neighbour(ranks[0], TrainerId(1)) is ranks[1]
+        assert jobs.neighbour(ranks[0], TrainerId(2)) is None
 
 
 async def test_six_trainers_on_three_machines_survive_a_storm_of_broken_lanes(

@@ -12,7 +12,7 @@ from pmesh.agent.peers import Live
 from pmesh.core.identity import NodeKey
 from pmesh.core.messages import Address, AskResult, Hello, KnownPeers, LinkMessage, OfferLane
 from pmesh.errors import NodeKeyCopied, PeerUnreachable, PmeshError
-from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, Rank, short_node
+from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, TrainerId, short_node
 from pmesh.net.dialer import dial
 from tests.agent.fake_trainer import together, until
 from tests.agent.fakes import Machine, village
@@ -203,7 +203,7 @@ async def test_a_peer_that_breaks_the_protocol_is_dropped_and_shown(
             epoch = Epoch(1, two.key.node, Incarnation(1))
             for i in range(1025):
                 job, lane = JobName("x"), i.to_bytes(16, "big")
-                ranks = Rank(0), Rank(1)
+                ranks = TrainerId(0), TrainerId(1)
                 link.send(OfferLane(lane, job, epoch, 9, *ranks, bytes(32), bytes(32)))
         gone = "mac-1 is gone: it broke the protocol: "
         await until(lambda: any(line.startswith(gone) for line in one.lines))
@@ -292,7 +292,7 @@ async def test_names_and_messages_for_members_without_a_link(clock: MockClock) -
         assert peers.name_of(old) == "mac-1"
         assert not peers.we_dialled(stranger)
         epoch = Epoch(1, stranger.node, Incarnation(1))
-        ask = AskResult(JobName("x"), epoch, 1, OpNumber(0), Rank(0), Rank(1))
+        ask = AskResult(JobName("x"), epoch, 1, OpNumber(0), TrainerId(0), TrainerId(1))
         live_to(one, two).link.send(ask)  # of a job that nobody knows
         peers.send(stranger, ask)
         peers.send(old, ask)  # of an incarnation that is gone

@@ -6,9 +6,10 @@ import numpy as np
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.status import Status, decode_status
+from pmesh.agent.status import Status, TermsStatus, decode_status
 from pmesh.core.session import AskStatus
 from pmesh.core.session import Status as StatusReply
+from pmesh.core.views import Terms
 from pmesh.ids import node_text
 from tests.agent.fake_trainer import Trainer, together, until
 from tests.agent.fakes import Machine, village
@@ -20,6 +21,10 @@ async def status_of(machine: Machine) -> Status:
     assert isinstance(reply, StatusReply)
     await trainer.die()
     return decode_status(reply.json)
+
+
+def picture_of(machine: Machine) -> Status:
+    return machine.agent._picture()  # noqa: SLF001 - without a session, at this instant
 
 
 async def test_both_machines_show_one_ring_with_its_leader_and_round_trips(
@@ -48,7 +53,7 @@ async def test_a_member_whose_link_is_gone_is_shown_as_gone(clock: MockClock) ->
         one, two = here.machines
         one.agent.peers.links.clear()
         one.agent.membership._contacts.clear()  # noqa: SLF001 - between a loss and its view
-        (other,) = [m for m in one.agent._picture().view.members if m.health != "self"]  # noqa: SLF001
+        (other,) = [m for m in picture_of(one).view.members if m.health != "self"]
         assert (other.health, other.rtt_ms, other.addresses) == ("gone", None, ())
         assert other.id == node_text(two.key.node)
 
@@ -80,15 +85,84 @@ async def test_jobs_are_shown_with_how_far_each_rank_is(clock: MockClock) -> Non
             assert programs == {"mac-0": "test.py", "mac-1": None}
             assert picture.traffic.data_sent_bytes > 3 * x.nbytes
             assert picture.traffic.data_received_bytes > 3 * x.nbytes
+            assert [(r.rank, r.trainer) for r in jobs["red"].ranks] == [(0, 0), (1, 1)]
+            assert jobs["red"].terms == TermsStatus(min_ranks=1, on_loss="continue", quorum="any")
             nursery.cancel_scope.cancel()
-        await blue[1].die()
-        await until(
-            lambda: any(job.state == "failed" for job in one.agent._picture().jobs)  # noqa: SLF001
+        assert len(blue) == 2
+
+
+async def test_a_rank_that_is_lost_is_gone_from_its_job_with_the_reason(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, _ = here.machines
+        trainers = await here.job(*here.machines, terms=Terms(min_ranks=2))
+        (whole,) = (await status_of(one)).jobs
+        assert (whole.state, whole.reason, whole.losses) == ("running", None, ())
+        await trainers[0].die()
+        await until(lambda: len(picture_of(one).jobs[0].ranks) == 1)
+        (left,) = (await status_of(one)).jobs
+        assert (left.state, left.reason) == (
+            "below_min_ranks",
+            "it has 1 of the 2 ranks that it wants at least",
         )
-        (failed,) = [job for job in (await status_of(one)).jobs if job.state == "failed"]
-        assert failed.name == "blue"
-        assert "is lost: its trainer died" in (failed.reason or "")
-        assert [r.lost for r in failed.ranks] == [False, True]
+        assert [(r.rank, r.trainer, r.name) for r in left.ranks] == [(0, 1, trainers[0].names[1])]
+        (loss,) = left.losses
+        assert "is lost: its trainer died" in loss
+
+
+async def test_who_waits_for_a_job_is_shown_on_every_machine_until_it_has_entered(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 3) as here:
+        one, two, three = here.machines
+        runs = await here.job(one, two)
+        newcomer = await here.trainer(three)
+        await newcomer.join("digits", 1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(newcomer.sync)
+            for machine, program in ((one, None), (three, "test.py")):
+                await until(lambda: bool(picture_of(machine).jobs[0].newcomers))  # noqa: B023 - called in its turn
+                (job,) = picture_of(machine).jobs
+                assert (job.state, len(job.ranks)) == ("running", 2)
+                assert [(n.name, n.program) for n in job.newcomers] == [("mac-2", program)]
+            await together(*[trainer.sync for trainer in runs])
+        for machine in here.machines:
+            (job,) = picture_of(machine).jobs
+            assert [r.trainer for r in job.ranks] == sorted(r.trainer for r in job.ranks)
+            assert (len(job.ranks), job.newcomers) == (3, ())
+
+
+async def test_trainers_that_wait_elsewhere_for_a_job_to_begin_are_shown(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        async with trio.open_nursery() as nursery:
+            for machine, wanted in ((two, 3), (two, 5), (one, 4)):
+                trainer = await here.trainer(machine)
+                nursery.start_soon(trainer.join, "green", wanted)
+            await until(lambda: [len(j.newcomers) for j in picture_of(one).jobs] == [3])
+            (green,) = (await status_of(one)).jobs
+            assert (green.name, green.state, green.wait_for) == ("green", "waiting", 5)
+            assert sorted(n.name for n in green.newcomers) == ["mac-0", "mac-1", "mac-1"]
+            nursery.cancel_scope.cancel()
+
+
+async def test_a_job_on_the_smaller_side_shows_that_it_has_no_quorum(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        trainers = await here.job(*here.machines, terms=Terms(quorum="majority"))
+        senior, other = sorted(
+            here.machines, key=lambda machine: machine.settings.name != trainers[0].names[0]
+        )
+        await senior.kill()
+        await until(lambda: [j.state for j in picture_of(other).jobs] == ["no_quorum"])
+        assert "not a majority" in (picture_of(other).jobs[0].reason or "")
+
+
+async def test_a_stopped_trainer_is_marked(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        await here.job(here.machines[0])
+        (rank,) = here.machines[0].agent.jobs.ranks
+        assert [r.stopped for r in picture_of(here.machines[0]).jobs[0].ranks] == [False]
+        rank.stopped = True
+        assert [r.stopped for r in picture_of(here.machines[0]).jobs[0].ranks] == [True]
 
 
 async def test_bytes_of_jobs_that_have_ended_stay_counted(clock: MockClock) -> None:

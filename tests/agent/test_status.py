@@ -38,7 +38,7 @@ def test_a_field_of_a_later_pmesh_is_ignored() -> None:
     assert decode_status(json.dumps(later).encode()) == PICTURE
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b'{"schema": 2}'])
+@pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b'{"schema": 1}'])
 def test_another_schema_says_what_to_do(data: bytes) -> None:
     with pytest.raises(UsageError, match="restart the agent"):
         decode_status(data)
