@@ -1,6 +1,7 @@
 """Train a classifier of handwritten digits on all your machines, with MLX.
 
-On each machine: `pmesh up`, then `python train_mlx.py 3` where 3 trainers shall take part.
+On each machine: `pmesh up`, then `python train_mlx.py 3` where 3 trainers shall take part. Stop one
+and the others go on; start it again and it takes part again.
 """
 
 import sys
@@ -12,7 +13,7 @@ from sklearn.datasets import load_digits
 
 import pmesh
 
-BATCH, STEPS, RATE = 96, 400, 0.5
+BATCH, STEPS, RATE = 96, 400, 0.1
 
 
 def mean_loss(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
@@ -25,22 +26,28 @@ def main(ranks: int) -> None:
     """Every rank takes its share of each batch; the averaged gradient is that of the whole."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
-    rng = np.random.default_rng(0)  # the same on every rank: all draw the same batches
+    x, y = images[:1500], labels[:1500]
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    optimizer = optimizers.SGD(learning_rate=RATE)
+    optimizer = optimizers.SGD(learning_rate=RATE, momentum=0.9)
     loss_and_gradients = nn.value_and_grad(model, mean_loss)
-    with pmesh.connect(job="digits", wait_for=ranks) as mesh:
-        model.update(mesh.broadcast(model.trainable_parameters()))  # everyone starts alike
-        for step in range(STEPS):
-            mine = rng.integers(0, 1500, BATCH)[mesh.rank :: mesh.size]
-            loss, gradients = loss_and_gradients(
-                model, mx.array(images[mine]), mx.array(labels[mine])
-            )
+    epoch = position = 0
+    with pmesh.connect(job="digits", wait_for=ranks, on_superseded="sync") as mesh:
+        while mesh.step < STEPS:
+            # Everyone starts alike; who comes later enters here, with what the others have.
+            state = mesh.sync((model.parameters(), optimizer.state, epoch, position))
+            parameters, optimizer.state, epoch, position = state
+            model.update(parameters)
+            share = BATCH // mesh.size
+            mine = mesh.shard(len(x), epoch=epoch, position=position)[:share]
+            position += share * mesh.size  # here, as the next op may lose a rank
+            loss, gradients = loss_and_gradients(model, mx.array(x[mine]), mx.array(y[mine]))
             gradients = mesh.average_gradients(gradients, weight=len(mine))
             optimizer.update(model, gradients)
-            mx.eval(model.parameters())
-            if step % 100 == 0:
-                print(f"rank {mesh.rank} of {mesh.size}: step {step}, loss {loss.item():.3f}")
+            mx.eval(model.parameters(), optimizer.state)
+            if position + BATCH > len(x):
+                epoch, position = epoch + 1, 0
+            if mesh.step % 100 == 0:
+                print(f"rank {mesh.rank} of {mesh.size}: step {mesh.step}, loss {loss.item():.3f}")
         found = model(mx.array(images[1500:])).argmax(axis=1)
         print(f"rank {mesh.rank}: accuracy {(np.array(found) == labels[1500:]).mean():.1%}")
 

@@ -1,6 +1,7 @@
 """Train a classifier of handwritten digits on all your machines, with nothing but numpy.
 
-On each machine: `pmesh up`, then `python train_numpy.py 3` where 3 trainers shall take part.
+On each machine: `pmesh up`, then `python train_numpy.py 3` where 3 trainers shall take part. Stop
+one and the others go on; start it again and it takes part again.
 """
 
 import sys
@@ -34,22 +35,29 @@ def main(ranks: int) -> None:
     """Every rank takes its share of each batch; the averaged gradient is that of the whole."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
-    rng = np.random.default_rng(0)  # the same on every rank: all draw the same batches
-    with pmesh.connect(job="digits", wait_for=ranks) as mesh:
-        p: Parameters = {
-            "w1": rng.normal(0, 0.1, (64, 64)).astype(np.float32),
-            "b1": np.zeros(64, np.float32),
-            "w2": rng.normal(0, 0.1, (64, 10)).astype(np.float32),
-            "b2": np.zeros(10, np.float32),
-        }
-        p = mesh.broadcast(p)  # everyone starts alike
-        for step in range(STEPS):
-            mine = rng.integers(0, 1500, BATCH)[mesh.rank :: mesh.size]
-            loss, gradients = loss_and_gradients(p, images[mine], labels[mine])
+    x, y = images[:1500], labels[:1500]
+    rng = np.random.default_rng()
+    p: Parameters = {
+        "w1": rng.normal(0, 0.1, (64, 64)).astype(np.float32),
+        "b1": np.zeros(64, np.float32),
+        "w2": rng.normal(0, 0.1, (64, 10)).astype(np.float32),
+        "b2": np.zeros(10, np.float32),
+    }
+    epoch = position = 0
+    with pmesh.connect(job="digits", wait_for=ranks, on_superseded="sync") as mesh:
+        while mesh.step < STEPS:
+            # Everyone starts alike; who comes later enters here, with what the others have.
+            p, epoch, position = mesh.sync((p, epoch, position))
+            share = BATCH // mesh.size
+            mine = mesh.shard(len(x), epoch=epoch, position=position)[:share]
+            position += share * mesh.size  # here, as the next op may lose a rank
+            loss, gradients = loss_and_gradients(p, x[mine], y[mine])
             gradients = mesh.average_gradients(gradients, weight=len(mine))
             p = {name: value - RATE * gradients[name] for name, value in p.items()}
-            if step % 100 == 0:
-                print(f"rank {mesh.rank} of {mesh.size}: step {step}, loss {loss:.3f}")
+            if position + BATCH > len(x):
+                epoch, position = epoch + 1, 0
+            if mesh.step % 100 == 0:
+                print(f"rank {mesh.rank} of {mesh.size}: step {mesh.step}, loss {loss:.3f}")
         scores = np.maximum(images[1500:] @ p["w1"] + p["b1"], 0) @ p["w2"] + p["b2"]
         print(f"rank {mesh.rank}: accuracy {(scores.argmax(axis=1) == labels[1500:]).mean():.1%}")
 

@@ -38,4 +38,4 @@ def test_an_example_trains_to_what_it_should_on_two_ranks(
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")))
 def test_an_example_can_be_read_at_one_sitting(script: Path) -> None:
-    assert len(script.read_text().splitlines()) < 60
+    assert len(script.read_text().splitlines()) < 70
