@@ -8,9 +8,9 @@ import pytest
 
 from pmesh.core.messages import Commit, Flushed
 from pmesh.core.proposals import begin, collect, decide, known_concerns, propose, ring_order
-from pmesh.core.standing import FLUSH_DEADLINE_S, JOIN_REQUEST_S, PATIENCE_S, Facts, State
+from pmesh.core.standing import FLUSH_DEADLINE_S, PATIENCE_S, Facts, State
 from pmesh.core.topology import round_trip_cost
-from pmesh.core.views import Seat, View
+from pmesh.core.views import Seat, Terms, View
 from pmesh.ids import Member
 from tests.core.builders import (
     ANNA,
@@ -47,6 +47,15 @@ class TestAProposalIsMade:
     def test_without_a_member_that_is_lost(self) -> None:
         message = propose(WITHOUT_CARA, FACTS, NOW)
         assert message == make_proposal(ANNA, 6, TRIO, ANNA, BERT)
+
+    def test_naming_also_the_jobs_that_lack_a_quorum_and_not_for_them_alone(self) -> None:
+        """V10: any view change might help them; to try for ever would help nobody."""
+        waiting = make_roster(ANNA, terms=Terms(quorum="majority"), quorate=False)
+        view = make_view(5, ANNA, BERT, CARA, rosters=[waiting])
+        message = propose(all_hearing_each_other(ANNA, view, BERT), FACTS, NOW)
+        assert message is not None
+        assert message.jobs == (DIGITS,)
+        assert propose(all_hearing_each_other(ANNA, view, BERT, CARA), FACTS, NOW) is None
 
     def test_naming_the_jobs_that_lose_a_rank(self) -> None:
         here, gone = make_roster(ANNA, BERT), make_roster(CARA, job=DIGITS)
@@ -156,59 +165,6 @@ class TestTheCliqueIsKept:
         assert message is not None
         assert message.members == (ANNA, CARA)
         assert propose(state, FACTS, NOW + 1) is None
-
-
-class TestWhoAskedToJoin:
-    DORAS = make_view(3, DORA)
-
-    def leader(self, dora: View = DORAS, *heard: Member, asked_at: float = NOW) -> State:
-        peers = [
-            make_peer(BERT, TRIO, make_heartbeat(TRIO, ANNA, DORA)),
-            make_peer(DORA, dora, make_heartbeat(dora, *(heard or (ANNA, BERT)))),
-        ]
-        view = make_view(5, ANNA, BERT)
-        state = make_state(ANNA, view, replace(peers[0], view=view), peers[1])
-        return replace(state, joining={DORA: asked_at})
-
-    def test_is_taken_in_as_a_newcomer(self) -> None:
-        message = propose(self.leader(), FACTS, NOW)
-        assert message is not None
-        assert message.members == (ANNA, BERT, DORA)
-        assert message.continuing == (ANNA, BERT)
-
-    def test_must_have_asked_lately(self) -> None:
-        state = self.leader(asked_at=NOW - JOIN_REQUEST_S)
-        assert propose(state, FACTS, NOW) is None
-        assert propose(state, FACTS, NOW - 0.1) is not None
-
-    def test_must_come_from_a_lighter_view(self) -> None:
-        heavier = make_view(4, DORA, make_member("e"), make_member("f"))
-        assert propose(self.leader(heavier), FACTS, NOW) is None
-
-    def test_must_hear_the_leader(self) -> None:
-        assert propose(self.leader(self.DORAS, BERT), FACTS, NOW) is None
-
-    def test_must_hear_the_other_members(self) -> None:
-        assert propose(self.leader(self.DORAS, ANNA), FACTS, NOW) is None
-
-    def test_must_still_be_linked(self) -> None:
-        state = self.leader()
-        alone = {node: peer for node, peer in state.peers.items() if node != DORA.node}
-        assert propose(replace(state, peers=alone), FACTS, NOW) is None
-
-    def test_is_no_newcomer_if_it_has_a_seat(self) -> None:
-        state = replace(WITHOUT_CARA, joining={BERT: NOW})
-        message = propose(state, FACTS, NOW)
-        assert message is not None
-        assert message.members == (ANNA, BERT)
-
-    def test_may_bring_the_trainer_that_a_job_lacks(self) -> None:
-        state = self.leader()
-        beat = make_heartbeat(self.DORAS, ANNA, BERT, waiting=[make_waiting(2)])
-        peers = {**state.peers, DORA.node: make_peer(DORA, self.DORAS, beat)}
-        message = propose(replace(state, peers=peers), Facts(waiting=(make_waiting(2),)), NOW)
-        assert message is not None
-        assert message.jobs == (DIGITS,)
 
 
 class TestCollect:
