@@ -6,13 +6,14 @@ from dataclasses import asdict, dataclass
 
 from pmesh.agent import status
 from pmesh.agent.jobs import Jobs
+from pmesh.agent.jobs_picture import describe_jobs
 from pmesh.agent.membership import Membership
 from pmesh.agent.peers import Peers
 from pmesh.agent.status import Status
 from pmesh.agent.strangers import Strangers
 from pmesh.agent.targets import Refusal
 from pmesh.core.messages import PROTOCOL_VERSION, Address, Hello
-from pmesh.core.views import Roster, Seat
+from pmesh.core.views import Seat
 from pmesh.errors import (
     MeshKeyMismatch,
     NodeKeyCopied,
@@ -20,7 +21,7 @@ from pmesh.errors import (
     PmeshError,
     ProtocolVersionMismatch,
 )
-from pmesh.ids import Member, NodeId, Rank, node_text
+from pmesh.ids import Member, NodeId, node_text
 from pmesh.net.door import DoorCounters
 from pmesh.net.interfaces import AddressWatch
 
@@ -71,7 +72,7 @@ def take_picture(sources: Sources) -> Status:
             ),
         ),
         peers=tuple(_peers(sources)),
-        jobs=tuple(_jobs(sources)),
+        jobs=tuple(describe_jobs(sources.membership, sources.jobs, me=sources.me)),
         traffic=_traffic(sources),
         loop_lag_ms=round(sources.loop_lag_s * 1e3, 3),
         door=status.DoorStatus(**asdict(sources.door)),
@@ -188,41 +189,6 @@ def _state_of(error: PmeshError) -> status.PeerState:
             return "unreachable"
         case _:
             return "refused"
-
-
-def _jobs(sources: Sources) -> Iterator[status.JobStatus]:
-    jobs, view = sources.jobs, sources.membership.view
-    for roster in view.rosters:
-        lost = roster.lost
-        yield status.JobStatus(
-            name=roster.job,
-            state="failed" if lost else "running",
-            wait_for=None,
-            ranks=tuple(_ranks(roster, jobs)),
-            roster=roster.number,
-            stable=min(jobs.mark_of(roster, Rank(i))[1] for i in range(len(roster.trainers))),
-            reason=lost[0].message if lost else None,
-        )
-    waiting = {candidate.job: candidate.wait_for for candidate in jobs.candidates.values()}
-    for job, wait_for in waiting.items():
-        yield status.JobStatus(name=job, state="waiting", wait_for=wait_for, ranks=())
-
-
-def _ranks(roster: Roster, jobs: Jobs) -> Iterator[status.RankStatus]:
-    job = roster.job, roster.born
-    here = {r.rank: r for r in jobs.ranks if (r.roster.job, r.roster.born) == job}
-    for i, trainer in enumerate(roster.trainers):
-        rank = Rank(i)
-        started, completed = jobs.mark_of(roster, rank)
-        yield status.RankStatus(
-            rank=i,
-            node=node_text(trainer.member.node),
-            name=roster.names[i],
-            started=started,
-            completed=completed,
-            lost=rank in roster.lost_ranks,
-            program=here[rank].program if rank in here else None,
-        )
 
 
 def _traffic(sources: Sources) -> status.TrafficStatus:

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from pmesh.errors import UsageError
 
-SCHEMA_VERSION: Literal[1] = 1
+SCHEMA_VERSION: Literal[2] = 2
 _JSON_SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 
 Health: TypeAlias = Literal["self", "healthy", "degraded", "suspect", "gone"]
@@ -25,7 +25,7 @@ PeerState: TypeAlias = Literal[
     "other_version",
     "node_key_copied",
 ]
-JobState: TypeAlias = Literal["waiting", "running", "failed"]
+JobState: TypeAlias = Literal["waiting", "running", "below_min_ranks", "no_quorum"]
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,17 +95,38 @@ class PeerStatus(_Part, frozen=True, kw_only=True):
 class RankStatus(_Part, frozen=True, kw_only=True):
     """One trainer of a job."""
 
-    rank: int
+    rank: Annotated[int, Meta(description="Its place in the job's ring; it changes as ranks go.")]
+    trainer: Annotated[int, Meta(description="Its number within the job; never given twice.")]
     node: str
     name: Annotated[str, Meta(description="Of its machine.")]
     started: Annotated[
         int, Meta(description="The highest op that it started; -1 before the first.")
     ]
     completed: int
-    lost: bool = False
+    stopped: Annotated[bool, Meta(description="Its process has been stopped, as by SIGSTOP.")] = (
+        False
+    )
     program: Annotated[
         str | None, Meta(description="What runs, for trainers on the machine that was asked.")
     ] = None
+
+
+class NewcomerStatus(_Part, frozen=True, kw_only=True):
+    """A trainer that waits for its job to begin, or to enter it at the next sync."""
+
+    node: str
+    name: Annotated[str, Meta(description="Of its machine.")]
+    program: Annotated[
+        str | None, Meta(description="What runs, for trainers on the machine that was asked.")
+    ] = None
+
+
+class TermsStatus(_Part, frozen=True, kw_only=True):
+    """What the trainers of a job have asked for; the strictest holds for all."""
+
+    min_ranks: Annotated[int, Meta(description="With fewer, ops wait.")]
+    on_loss: Literal["continue", "raise"]
+    quorum: Literal["any", "majority"]
 
 
 class JobStatus(_Part, frozen=True, kw_only=True):
@@ -117,13 +138,18 @@ class JobStatus(_Part, frozen=True, kw_only=True):
         int | None, Meta(description="How many trainers it waits for; null once it runs.")
     ]
     ranks: tuple[RankStatus, ...]
+    newcomers: tuple[NewcomerStatus, ...]
     roster: Annotated[
         int | None, Meta(description="Number of its roster; null while it waits.")
     ] = None
     stable: Annotated[
         int, Meta(description="The highest op that every rank is known to have completed.")
     ] = -1
-    reason: Annotated[str | None, Meta(description="Why it failed.")] = None
+    terms: Annotated[TermsStatus | None, Meta(description="null while it waits to begin.")] = None
+    losses: Annotated[
+        tuple[str, ...], Meta(description="Whom the last change of its ranks lost, and why.")
+    ] = ()
+    reason: Annotated[str | None, Meta(description="Why its ops wait.")] = None
 
 
 class TrafficStatus(_Part, frozen=True, kw_only=True):
@@ -161,7 +187,7 @@ class DoorStatus(_Part, frozen=True, kw_only=True):
 class Status(_Part, frozen=True, kw_only=True):
     """What `pmesh status --json` prints."""
 
-    schema: Literal[1]
+    schema: Literal[2]
     version: Annotated[str, Meta(description="Of pmesh.")]
     protocol: int
     pid: int

@@ -1,5 +1,7 @@
 """The agent's picture as a person reads it."""
 
+from collections.abc import Iterator
+
 from rich.box import SIMPLE
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -96,20 +98,24 @@ def _peers(peers: list[PeerStatus]) -> Table:
 def _jobs(jobs: tuple[JobStatus, ...]) -> Table:
     table = Table("job", "state", "ranks", "ops", "stable", "why", box=SIMPLE, title="Jobs")
     for job in jobs:
-        ranks = "\n".join(
-            f"{rank.rank} {printable(rank.name)}{' lost' if rank.lost else ''}"
-            for rank in job.ranks
-        )
         waiting = "" if job.wait_for is None else f" for {job.wait_for}"
         table.add_row(
             Text(printable(job.name)),
-            f"{job.state}{waiting}",
-            Text(ranks),
+            f"{job.state.replace('_', ' ')}{waiting}",
+            Text("\n".join(_rank_lines(job))),
             "\n".join(str(rank.completed + 1) for rank in job.ranks),
             str(job.stable + 1),
-            Text(printable(job.reason or "")),
+            Text("\n".join(printable(line) for line in (job.reason, *job.losses) if line)),
         )
     return table
+
+
+def _rank_lines(job: JobStatus) -> Iterator[str]:
+    for rank in job.ranks:
+        yield f"{rank.rank} {printable(rank.name)}{' stopped' if rank.stopped else ''}"
+    for newcomer in job.newcomers:
+        waits = "waits" if job.wait_for is not None else "enters at the next sync"
+        yield f"{printable(newcomer.name)} {waits}"
 
 
 def _footer(status: Status) -> Text:

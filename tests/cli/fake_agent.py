@@ -23,10 +23,12 @@ from pmesh.agent.status import (
     EpochStatus,
     JobStatus,
     MemberStatus,
+    NewcomerStatus,
     NodeStatus,
     PeerStatus,
     RankStatus,
     Status,
+    TermsStatus,
     TrafficStatus,
     ViewStatus,
     encode_status,
@@ -47,7 +49,7 @@ IDS = ["a" * 52, "b" * 52, "c" * 52]
 NAMES = ["mac-1", "mac-2", "studio"]
 
 PICTURE = Status(
-    schema=1,
+    schema=2,
     version="0.1.0",
     protocol=1,
     pid=4242,
@@ -81,16 +83,34 @@ PICTURE = Status(
     jobs=(
         JobStatus(
             name="digits",
-            state="running",
+            state="below_min_ranks",
             wait_for=None,
-            roster=1,
+            roster=9,
             stable=40,
             ranks=(
-                RankStatus(rank=0, node=IDS[0], name="mac-1", started=42, completed=41),
-                RankStatus(rank=1, node=IDS[1], name="mac-2", started=42, completed=40, lost=True),
+                RankStatus(rank=0, trainer=0, node=IDS[0], name="mac-1", started=42, completed=41),
+                RankStatus(
+                    rank=1,
+                    trainer=2,
+                    node=IDS[1],
+                    name="mac-2",
+                    started=42,
+                    completed=40,
+                    stopped=True,
+                ),
             ),
+            newcomers=(NewcomerStatus(node=IDS[2], name="stu\x1bdio"),),
+            terms=TermsStatus(min_ranks=3, on_loss="continue", quorum="any"),
+            losses=("rank 1 (studio) is lost: silent",),
+            reason="it has 2 of the 3",
         ),
-        JobStatus(name="late", state="waiting", wait_for=3, ranks=()),
+        JobStatus(
+            name="late",
+            state="waiting",
+            wait_for=3,
+            ranks=(),
+            newcomers=(NewcomerStatus(node=IDS[0], name="mac-1", program="late.py"),),
+        ),
     ),
     traffic=TrafficStatus(
         control_sent_bytes=1500,

@@ -44,10 +44,13 @@ def test_the_status_page_explains_every_field_and_no_other(name: str) -> None:
     assert sorted(first_cells(fields)) == sorted(STRUCTS[name].__struct_fields__)
 
 
-def test_the_status_page_explains_every_state_of_a_peer() -> None:
-    states = sections(STATUS)["PeerStatus"].partition("| `state` | meaning |")[2]
+@pytest.mark.parametrize(
+    ("section", "known"), [("PeerStatus", status.PeerState), ("JobStatus", status.JobState)]
+)
+def test_the_status_page_explains_every_state(section: str, known: object) -> None:
+    states = sections(STATUS)[section].partition("| `state` | meaning |")[2]
 
-    assert set(first_cells(f"| `state` | meaning |{states}")) == set(get_args(status.PeerState))
+    assert set(first_cells(f"| `state` | meaning |{states}")) == set(get_args(known))
 
 
 def test_the_status_page_names_every_health_and_the_version() -> None:
