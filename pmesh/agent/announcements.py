@@ -27,18 +27,6 @@ def describe_change(
     yield from _describe_jobs(before, after)
 
 
-def describe_standstill(job: JobName, op: OpNumber, duration_s: float) -> News:
-    """The ring of a job ran again.
-
-    Args:
-        job: its name.
-        op: the first that was completed after the loss.
-        duration_s: how long nothing was, from when the loss was noticed.
-    """
-    text = f"job {job!r}: the ring stood still for {duration_s:.3f} s, until op {op} was complete"
-    return News(kind="ring stood still", text=text, job=job, op=op, duration_s=duration_s)
-
-
 def _describe_members(before: View, after: View, losses: Mapping[Member, str]) -> Iterator[News]:
     old = {seat.member: seat.name for seat in before.seats}
     new = {seat.member: seat.name for seat in after.seats}
