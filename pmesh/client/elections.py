@@ -46,7 +46,7 @@ class Plan:
     receivers: tuple[TrainerId, ...]
     """Who has another one."""
     corrected: tuple[TrainerId, ...]
-    """Those receivers who should have had it: no newcomers."""
+    """Those receivers who should have had it: they have synced before, and stayed in the job."""
     raises_on_loss: bool
 
     def root(self, living: Sequence[TrainerId]) -> TrainerId | None:
@@ -77,7 +77,9 @@ def elect(trainers: Sequence[TrainerId], offers: Sequence[Offer]) -> Plan:
         best=best,
         holders=tuple(trainers[rank] for rank in range(len(offers)) if equal[rank]),
         receivers=tuple(trainers[rank] for rank in receivers),
-        corrected=tuple(trainers[rank] for rank in receivers if offers[rank].veteran),
+        corrected=tuple(
+            trainers[rank] for rank in receivers if offers[rank].veteran and offers[rank].step > 0
+        ),
         raises_on_loss=any(offer.raises_on_loss for offer in offers),
     )
 

@@ -51,7 +51,8 @@ def test_everyone_either_holds_the_best_state_or_receives_it(
     assert sorted(plan.holders + plan.receivers) == sorted(trainers)
     for trainer, theirs in zip(trainers, offers, strict=True):
         assert (theirs.digest == plan.best.digest) == (trainer in plan.holders)
-        assert (trainer in plan.corrected) == (theirs.veteran and trainer in plan.receivers)
+        knew_better = theirs.veteran and theirs.step > 0
+        assert (trainer in plan.corrected) == (knew_better and trainer in plan.receivers)
     assert plan.raises_on_loss == any(theirs.raises_on_loss for theirs in offers)
 
 

@@ -275,8 +275,12 @@ def test_a_veteran_that_had_to_be_corrected_is_named_by_all(
 def test_who_begins_with_other_weights_is_not_called_wrong(
     agent: FakeAgent, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def program(mesh: pmesh.Mesh) -> None:
+        mesh.barrier()
+        mesh.sync(state_of(mesh.rank))
+
     with caplog.at_level(logging.WARNING, "pmesh"):
-        run_ranks(agent.home, 2, lambda mesh: mesh.sync(state_of(mesh.rank)))
+        run_ranks(agent.home, 2, program)
     assert "another state" not in caplog.text
 
 
