@@ -1,5 +1,6 @@
 """Peers that come and go at random, up to eight and never fewer than two (PCCL's stress regime)."""
 
+import math
 import threading
 import time
 from collections import defaultdict
@@ -35,7 +36,7 @@ class _Churn:
         self._cluster = cluster
         self._random = random
         self._trainers: list[Process] = []
-        self._orphans: set[int] = set()  # pids of trainers whose agents were killed
+        self._orphans: dict[int, float] = {}  # pids of trainers whose agents were killed, and when
         self._starting: dict[str, threading.Thread] = {}
         self._failures: list[str] = []
         self._completed: list[float] = []
@@ -45,6 +46,8 @@ class _Churn:
     def begin(self) -> None:
         """Three of them, in the middle of ops."""
         first = self._cluster.nodes[: FEWEST + 1]
+        self._cluster.start(first[:FEWEST])
+        self._cluster.await_ops(1, first[:FEWEST])  # before it has synced, nobody may enter a job
         self._cluster.start(first)
         self._trainers += [node.trainer for node in first if node.trainer is not None]
         self._cluster.await_ops(3, first)
@@ -62,7 +65,7 @@ class _Churn:
             parts = self._random.choice([("agent",), ("trainer",), ("agent", "trainer")])
             victim = self._random.choice(productive)
             if victim.trainer is not None and "agent" in parts:
-                self._orphans.add(victim.trainer.pid)
+                self._orphans[victim.trainer.pid] = time.monotonic()
             victim.kill(*parts)
             self._changes[f"kills of {' and '.join(parts)}"] += 1
         if time.monotonic() > self._checked_until + _CHECK_S:
@@ -79,23 +82,21 @@ class _Churn:
         return self.tally
 
     def _works(self, node: Node) -> bool:
-        return (
-            node.name not in self._starting
-            and node.trainer is not None
-            and not node.trainer.ended
-            and node.agent is not None
-            and not node.agent.ended
-            and node.life.last is not None
-        )
+        """Whether it has done an op with others, by its present agent."""
+        if node.name in self._starting or not _runs(node.trainer) or not _runs(node.agent):
+            return False
+        last = node.life.last
+        since = node.agent.started if node.agent is not None else 0.0
+        return last is not None and last.done > since and len(last.names) > 1
 
     def _is_free(self, node: Node) -> bool:
-        return node.name not in self._starting and (node.trainer is None or node.trainer.ended)
+        return node.name not in self._starting and not (_runs(node.trainer) and _runs(node.agent))
 
     def _spawn(self, node: Node) -> None:
         def start() -> None:
             try:
                 self._cluster.start([node])
-                if node.trainer is not None:
+                if node.trainer is not None and node.trainer not in self._trainers:
                     self._trainers.append(node.trainer)
             except CampaignError as e:
                 self._failures.append(str(e))
@@ -116,7 +117,13 @@ class _Churn:
             done = sorted(trainer.life.ops.values(), key=lambda op: op.done)
             if trainer.ended:
                 done = done[:-1]  # perhaps it alone had the last result, and took it along
-            ops[trainer.name] = [op for op in done if self._checked_until < op.done <= until]
+            orphan_since = self._orphans.get(trainer.pid, math.inf)
+            ops[trainer.name] = [
+                op
+                for op in done
+                if self._checked_until < op.done <= until
+                and not (op.done > orphan_since and len(op.names) == 1)  # alone, as it was told
+            ]
             if trainer.pid not in self._orphans:
                 errors = trainer.life.errors(self._checked_until)
                 self.tally.violations += [f"{trainer.name}: {error.says}" for error in errors]
@@ -127,3 +134,7 @@ class _Churn:
         self._failures.clear()
         self._cluster.forget_ops(before=until)
         self._checked_until = until
+
+
+def _runs(process: Process | None) -> bool:
+    return process is not None and not process.ended

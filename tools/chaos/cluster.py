@@ -34,7 +34,7 @@ class CampaignError(Exception):
     """The cluster has not come to where the campaign wants it; says what it has printed."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Process:
     """An agent or a trainer, and what it has printed, each line with the time of its arrival."""
 
@@ -44,6 +44,7 @@ class Process:
     life: Life | None = None
     """What it has reported, if it is a trainer."""
     ended: bool = False
+    started: float = field(default_factory=time.monotonic)
 
     def send(self, number: signal.Signals) -> None:
         """A signal, unless it has ended."""
@@ -56,7 +57,7 @@ class Process:
         return [line for at, line in list(self.lines) if at >= since]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Node:
     """One machine of the cluster."""
 
@@ -178,13 +179,13 @@ class Cluster:
                 self.start_trainer(node)
 
     def await_agent(self, node: Node) -> None:
-        """Until the node's agent answers at its socket."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not node.status():
-            if time.monotonic() > deadline or node.agent is None or node.agent.ended:
-                last = node.agent.printed()[-1:] if node.agent is not None else []
-                raise CampaignError(f"{node.name}'s agent does not answer; it printed {last}")
-            time.sleep(0.02)
+        """Until the node's agent says that it is up."""
+
+        def is_up() -> bool:
+            lines = node.agent.printed() if node.agent is not None else []
+            return any(" is up, listening" in line for line in lines)
+
+        self.wait_for(is_up, f"{node.name}'s agent")
 
     def restart_all(self) -> None:
         """Begin anew: for after something has hung."""
@@ -200,11 +201,17 @@ class Cluster:
         self.wait_for(lambda: all(part.ended for part in parts), "the end of killed processes")
 
     def leader(self) -> Node:
-        """The node whose agent leads the view."""
-        status = next(filter(None, (node.status() for node in self.nodes)), None)
-        leader = status["view"]["leader"] if status else None
+        """The node whose agent leads the view, as the last line about the ring has it."""
+        rings = [
+            (at, line)
+            for node in self.nodes
+            if node.agent is not None
+            for at, line in node.agent.lines
+            if line.startswith("ring: ") and "; leader " in line
+        ]
+        leader = max(rings)[1].rpartition("; leader ")[2] if rings else ""
         for node in self.nodes:
-            if (node.status().get("node") or {}).get("id") == leader:
+            if node.name == leader:
                 return node
         raise CampaignError("nobody leads")
 

@@ -6,7 +6,7 @@ from tools.chaos.cluster import Cluster, Node
 from tools.chaos.episodes import Run, Tally
 
 AGENTS = 8
-APART_S = 0.5
+APART_S = 1.0
 """Between two starts, at most."""
 WATCHED_S = 3.0
 

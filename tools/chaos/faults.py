@@ -74,8 +74,6 @@ class Kill:
         victims = random.sample(cluster.nodes, self.count)
         if self.whom == "leader":
             victims = [cluster.leader()]
-            cluster.await_called(cluster.nodes)  # asking has taken some milliseconds of the op
-            time.sleep(random.uniform(0.0, 0.02))
         at = time.monotonic()
         for index, victim in enumerate(victims):
             if index:
