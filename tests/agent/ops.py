@@ -1,20 +1,73 @@
 """Calls that several trainers make together."""
 
+import contextlib
+from collections.abc import Awaitable, Collection
 from functools import partial
+from typing import Any
 
 import numpy as np
+import pytest
+import trio
 
+from pmesh.agent import ops
 from pmesh.agent.ranks import LocalRank
 from pmesh.core.reductions import Values
 from pmesh.core.views import Terms, Verdict
+from pmesh.net import collectives
+from pmesh.net.collectives import RingPosition
 from tests.agent.fake_trainer import Trainer, together, until
-from tests.agent.fakes import Village
+from tests.agent.fakes import Machine, Village
 
 RAISE = Terms(on_loss="raise")
 
 
 def ones(count: int) -> Values:
     return np.ones(count, np.float32)
+
+
+def machine_of(here: Village, trainer: Trainer) -> Machine:
+    """Where it runs, in a village whose machines have one trainer each."""
+    name = trainer.names[trainer.rank]
+    return next(m for m in here.machines if m.settings.name == name)
+
+
+def kinds_of_events(machine: Machine) -> list[str]:
+    """What its agent has noted, in order."""
+    return [event.kind for event in machine.agent._chronicle.since(-1).events]  # noqa: SLF001
+
+
+def hold_all_reduces(
+    monkeypatch: pytest.MonkeyPatch, *, size: int, ranks: Collection[int], complete: bool
+) -> list[int]:
+    """In rings of this size, these ranks never come to the end of an all-reduce.
+
+    Returns a list that grows by each rank that is held.
+
+    Args:
+        monkeypatch: what it is undone by.
+        size: of the ring; with fewer ranks all is well.
+        ranks: who is held.
+        complete: whether they have sent and received everything by then.
+    """
+    real, held = collectives.all_reduce, list[int]()
+
+    async def all_reduce(ring: RingPosition, **call: Any) -> None:  # noqa: ANN401 - passed on
+        stays = ring.size == size and ring.rank in ranks
+        if complete or not stays:
+            await real(ring, **call)
+        if stays:
+            call["result"][:] = b"\xff" * len(call["result"])  # what it has must not be believed
+            held.append(ring.rank)
+            await trio.sleep_forever()
+
+    monkeypatch.setattr(ops, "all_reduce", all_reduce)
+    return held
+
+
+async def swallow(call: Awaitable[object]) -> None:
+    """A call that is under way when its trainer, or its agent, is killed."""
+    with contextlib.suppress(trio.ClosedResourceError, OSError, trio.EndOfChannel):
+        await call
 
 
 async def verdicts_of_all(*calls: "tuple[Trainer, object]") -> list[Verdict]:
