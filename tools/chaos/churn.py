@@ -65,7 +65,7 @@ class _Churn:
             parts = self._random.choice([("agent",), ("trainer",), ("agent", "trainer")])
             victim = self._random.choice(productive)
             if victim.trainer is not None and "agent" in parts:
-                self._orphans[victim.trainer.pid] = time.monotonic()
+                self._orphans.setdefault(victim.trainer.pid, time.monotonic())
             victim.kill(*parts)
             self._changes[f"kills of {' and '.join(parts)}"] += 1
         if time.monotonic() > self._checked_until + _CHECK_S:
