@@ -86,17 +86,22 @@ class _Trainer:
         being set up (O6).
         """
         deadline = trio.current_time() + min(PREDECESSOR_S, self._request.timeout_s)
-        while self._jobs.membership.view.roster_of(self._job) is not None:
-            if not self._jobs.runs_without_sync(self._job):
-                return True
-            if trio.current_time() >= deadline:
-                await self._session.send(Refused(Verdict("JobRunning", _never_syncs(self._job))))
+        while self._rank is None:
+            refusal = None
+            if not self._job_runs():
+                refusal = await self._enlist(self._request.timeout_s, begins=True)
+                if self._rank is None and self._session.trainer_gone():
+                    return False
+            elif not self._jobs.runs_without_sync(self._job):
+                break
+            elif trio.current_time() >= deadline:
+                refusal = Verdict("JobRunning", _never_syncs(self._job))
+            else:
+                await trio.sleep(LOOK_S)  # one that ends just now makes way for the next run
+            if refusal is not None:
+                await self._session.send(Refused(refusal))
                 return False
-            await trio.sleep(LOOK_S)  # one that ends just now makes way for the next run
-        refusal = await self._enlist(self._request.timeout_s)
-        if refusal is not None:
-            await self._session.send(Refused(refusal))
-        return self._rank is not None
+        return True
 
     async def serve(self) -> None:
         """Ops one after the other, in a straight line; then results are kept until nobody asks."""
@@ -124,11 +129,18 @@ class _Trainer:
 
     # --- before it has a rank
 
-    async def _enlist(self, timeout_s: float) -> Verdict | None:
-        """Wait for a rank; the reason if there is none in time."""
+    def _job_runs(self) -> bool:
+        return self._jobs.membership.view.roster_of(self._job) is not None
+
+    async def _enlist(self, timeout_s: float, *, begins: bool) -> Verdict | None:
+        """Wait for a rank; the reason if there is none in time.
+
+        Who wants to begin the job has none either if that turns out to run: on machines that this
+        one has met only now.
+        """
         candidate = self._jobs.enlist(self._request, self._arenas)
         try:
-            refusal = await self._wait_as_candidate(candidate, timeout_s)
+            refusal = await self._wait_as_candidate(candidate, timeout_s, begins=begins)
         except BaseException:  # the trainer is gone, or the agent ends
             self._jobs.withdraw(candidate)
             raise
@@ -137,7 +149,9 @@ class _Trainer:
             self._jobs.withdraw(candidate)  # first: while we tell it, the job might begin with it
         return refusal
 
-    async def _wait_as_candidate(self, candidate: Candidate, timeout_s: float) -> Verdict | None:
+    async def _wait_as_candidate(
+        self, candidate: Candidate, timeout_s: float, *, begins: bool
+    ) -> Verdict | None:
         began = said_at = trio.current_time()
         while candidate.rank is None and not self._session.trainer_gone():
             now = trio.current_time()
@@ -145,6 +159,8 @@ class _Trainer:
                 return Verdict("NotEnoughRanks", _too_few(candidate, timeout_s, self._jobs))
             if self._jobs.runs_without_sync(self._job):
                 return Verdict("JobRunning", _never_syncs(self._job))
+            if begins and self._job_runs():
+                return None
             if now - said_at >= SAY_EVERY_S:
                 said_at = now
                 absent = _without(candidate, self._jobs)
@@ -188,7 +204,7 @@ class _Trainer:
         if self._rank is not None and self._rank.superseded is None:
             return None
         self._rank = None  # what it has left behind serves on, until nobody asks
-        refusal = await self._enlist(timeout_s)
+        refusal = await self._enlist(timeout_s, begins=False)
         if self._rank is not None:
             self._rank.world = ()  # it is told who is in the job when the sync returns (O5)
         return refusal
@@ -208,7 +224,7 @@ class _Trainer:
         await self._session.send(reply)
 
     def _world(self) -> World:
-        if self._rank is not None:
+        if self._rank is not None and self._rank.world:
             return self._rank.describe_world()
         roster = self._jobs.membership.view.roster_of(self._job)
         trainers = () if roster is None else roster.trainers
