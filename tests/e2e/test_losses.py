@@ -191,7 +191,7 @@ def test_a_restarted_machine_is_training_again_by_itself(fleet: Fleet) -> None:
     trainers[2].await_end(code=1)
     for trainer in trainers[:2]:
         trainer.await_line("^2 ranks")
-    again = fleet.start_agent("mac-3")
+    again = fleet.start_agent("mac-3", "--no-mdns", "--peer", agents[0].address)
     fleet.await_view(*agents[:2], again)
     trainers[2] = fleet.start_trainer(again, ELASTIC, "1")
 
