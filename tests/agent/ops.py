@@ -36,6 +36,21 @@ def kinds_of_events(machine: Machine) -> list[str]:
     return [event.kind for event in machine.agent._chronicle.since(-1).events]  # noqa: SLF001
 
 
+async def cut(one: Machine, *others: Machine) -> None:
+    """No link between it and them, and none that could come up."""
+    for machine in (one, *others):
+        machine.agent.peers._leaving = True  # noqa: SLF001 - then it lets nobody in
+    for live in list(one.agent.peers.links.values()):
+        await live.link.aclose()
+    sizes = {one.settings.name: 1} | {m.settings.name: len(others) for m in others}
+    await until(lambda: all(len(m.names) == sizes[m.settings.name] for m in (one, *others)))
+
+
+def mend(*machines: Machine) -> None:
+    for machine in machines:
+        machine.agent.peers._leaving = False  # noqa: SLF001
+
+
 def hold_all_reduces(
     monkeypatch: pytest.MonkeyPatch, *, size: int, ranks: Collection[int], complete: bool
 ) -> list[int]:

@@ -13,29 +13,14 @@ from pmesh.core.messages import AskResult, RankMarks
 from pmesh.errors import LaneBroken
 from pmesh.ids import Epoch, JobName, OpNumber, TrainerId
 from tests.agent.fake_trainer import Trainer, together, until
-from tests.agent.fakes import Machine, village
-from tests.agent.ops import enter, ranks_of
+from tests.agent.fakes import village
+from tests.agent.ops import cut, enter, mend, ranks_of
 
 
 async def reduce_all(trainers: list[Trainer]) -> list[float]:
     x = np.ones(100, np.float32)
     results = await together(*[partial(t.reduce, x) for t in trainers])
     return [float(r[0]) for r in results]
-
-
-async def cut(one: Machine, *others: Machine) -> None:
-    """No link between it and them, and none that could come up."""
-    for machine in (one, *others):
-        machine.agent.peers._leaving = True  # noqa: SLF001 - then it lets nobody in
-    for live in list(one.agent.peers.links.values()):
-        await live.link.aclose()
-    sizes = {one.settings.name: 1} | {m.settings.name: len(others) for m in others}
-    await until(lambda: all(len(m.names) == sizes[m.settings.name] for m in (one, *others)))
-
-
-def mend(*machines: Machine) -> None:
-    for machine in machines:
-        machine.agent.peers._leaving = False  # noqa: SLF001
 
 
 async def test_both_sides_of_a_cut_go_on_and_one_history_wins_when_they_meet(
