@@ -173,7 +173,6 @@ class Place:
             AgentStopped: it came, and went, for the whole time.
             PmeshError: it refuses.
         """
-        self._session.end("its agent stopped")
         while True:
             try:
                 session = self._session = TrainerSession(AgentConnection(self._path))

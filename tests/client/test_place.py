@@ -17,7 +17,7 @@ from pmesh.core.session import ENTERS, Connect, Joined, OpFailed, Refused, Reque
 from pmesh.core.views import Verdict
 from pmesh.ids import OpNumber, TrainerId
 from tests.client.fake_agent import FakeAgent, loses
-from tests.client.scripted_agent import ALONE, VIEW, ScriptedAgent, Trainer, joins, op_done, replies
+from tests.client.scripted_agent import VIEW, ScriptedAgent, Trainer, joins, op_done, replies
 
 ONE = np.ones(1)
 APART = TrainerId(0)
@@ -193,6 +193,34 @@ def test_a_restarted_agent_is_waited_for_and_begins_the_job_anew_where_it_was(
     assert [job.founders for job in second.jobs.values()] == [(0,)]
 
 
+BEGINNINGS: dict[str, tuple[Callable[[pmesh.Mesh], object], str, int]] = {
+    "it has synced": (lambda mesh: mesh.sync({"of": "the job"}), "the job", 2),
+    "it has done something": (lambda mesh: mesh.barrier(), "the job", 1),
+    "it has just begun": (lambda mesh: mesh.rank, "another history", 4),
+}
+
+
+@pytest.mark.parametrize(("begin", "winner", "step"), BEGINNINGS.values(), ids=BEGINNINGS.keys())
+def test_who_comes_back_from_a_history_that_came_further_takes_the_state_of_a_job_that_has_one(
+    tmp_path: Path, begin: Callable[[pmesh.Mesh], object], winner: str, step: int
+) -> None:
+    with FakeAgent(tmp_path) as first:
+        back = pmesh.connect("job", home=tmp_path, on_superseded="sync")
+        for _ in range(3):
+            back.sync({"of": "another history"})
+        cut_off(first)
+    with restart(first) as second, ThreadPoolExecutor(1) as pool:
+        mesh = pmesh.connect("job", home=tmp_path)
+        begin(mesh)
+        entering = pool.submit(back.sync, {"of": "another history"})
+        second.wait_until(lambda: bool(second.jobs["job"].entering))
+        assert mesh.sync({"of": "the job"}) == {"of": winner}
+        assert entering.result() == {"of": winner}
+        assert mesh.step == back.step == step
+        mesh.close()
+        back.close()
+
+
 def test_no_agent_in_time_is_an_error_and_the_next_sync_tries_again(tmp_path: Path) -> None:
     with FakeAgent(tmp_path) as first:
         mesh = pmesh.connect("job", home=tmp_path)
@@ -296,7 +324,7 @@ def test_closing_ends_a_reconnection_that_has_just_been_made(
 def newcomer(trainer: Trainer, request: Request | None) -> None:
     """A step: the job runs already."""
     assert isinstance(request, Connect)
-    trainer.send(Joined(World(-1, ALONE.trainers, ALONE.names), VIEW))
+    trainer.send(Joined(World(-1, (TrainerId(0), TrainerId(3)), ("a", "b")), VIEW))
 
 
 TIMED_OUT = Verdict("OpTimedOut", "nobody synced in time")
@@ -334,7 +362,7 @@ def test_a_newcomer_whose_agent_stops_is_not_alone_but_nowhere(tmp_path: Path) -
         mesh = pmesh.connect("job", home=tmp_path, on_superseded="sync")
         with pytest.raises(pmesh.AgentStopped):
             mesh.sync({}, timeout_s=0.02)
-        assert mesh.rank == -1
+        assert (mesh.rank, mesh.size) == (-1, 2)
         with pytest.raises(pmesh.UsageError, match="enters it in"):
             mesh.barrier()
         mesh.close()

@@ -264,6 +264,13 @@ def test_torch_tensors_survive(name: str, shape: tuple[int, ...]) -> None:
     result.zero_()
 
 
+def test_torch_tensors_that_are_lazily_negated_or_conjugated_survive() -> None:
+    torch: Any = pytest.importorskip("torch")
+    x = torch.complex(torch.ones(2), torch.ones(2)).conj()
+    assert copy_of([x, x.imag])[0].tolist() == [1 - 1j, 1 - 1j]
+    assert copy_of([x, x.imag])[1].tolist() == [-1, -1]
+
+
 def test_a_torch_optimizer_that_has_not_begun_takes_the_state_of_one_that_has() -> None:
     torch: Any = pytest.importorskip("torch")
 

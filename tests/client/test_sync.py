@@ -80,6 +80,7 @@ def test_a_state_travels_in_chunks_that_only_a_holder_fills(agent: FakeAgent) ->
     assert sum(sizes) >= 600
     assert chunks(agent) == [(f"sync {i * CHUNK_BYTES}", 0) for i in range(len(sizes))]
     assert nbytes == [3 * 64 + sum(sizes)] * 3
+    assert len(agent.wanted) == 3 + len(sizes) - 1  # the root's first has held its offer before
     assert len(agent.retained) == len(sizes)
     assert all(bytes(memory) == was for memory, was in agent.retained)  # O2
 
@@ -256,6 +257,24 @@ def test_who_wants_to_hear_of_losses_hears_of_them_in_a_sync_too(agent: FakeAgen
         states = [state for state in pool.map(program, range(3)) if state is not None]
     assert len(states) == 2
     assert states[0]["position"] == states[1]["position"] > 0
+
+
+def test_a_loss_that_does_not_concern_the_source_is_not_taken_for_its_own(
+    agent: FakeAgent,
+) -> None:
+    def before_op(job: Job, number: int, call: Call) -> None:
+        del call
+        job.lost = number == 2
+
+    agent.before_op = before_op
+
+    def program(mesh: pmesh.Mesh) -> int:
+        with pytest.raises(pmesh.RankLost):
+            mesh.sync(state_of(mesh.rank))
+        mesh.sync(state_of(mesh.rank))
+        return mesh.step
+
+    assert run_ranks(agent.home, 2, program) == [1, 1]
 
 
 def test_a_veteran_that_had_to_be_corrected_is_named_by_all(
