@@ -175,17 +175,19 @@ def answer_well(connection: socket.socket, chronicle: Chronicle | None = None) -
 
 @contextlib.contextmanager
 def agent_at(path: Path, *answers: Answer) -> Iterator[None]:
-    """Answer one connection by each of `answers`, in order, then close the socket and its file."""
+    """Answer one connection by each of `answers`, in order; nobody can connect any more then."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(path))
         listener.listen()
 
         def serve() -> None:
-            for answer in answers:
+            for left, answer in zip(range(len(answers) - 1, -1, -1), answers, strict=True):
                 connection, _ = listener.accept()
+                if not left:  # before the answer: who has it may ask again at once
+                    path.unlink()
+                    listener.close()
                 with connection, contextlib.suppress(OSError):
                     answer(connection)
-            path.unlink()
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
