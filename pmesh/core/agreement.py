@@ -114,13 +114,14 @@ def _receive(  # noqa: C901, PLR0911 - one arm for each message
 
 
 def _receive_heartbeat(state: State, sender: Member, beat: Heartbeat, now: float) -> Step:
-    state = replace(state, highest_counter=max(state.highest_counter, beat.promised.counter))
+    seen = max(state.highest_counter, beat.promised.counter)
     view = _known_view(state, sender.node, beat.view)
     if view is None:
         unplaced = {**state.unplaced, sender.node: beat}
-        return Step(replace(state, unplaced=unplaced), (Send(sender, AskView(beat.view)),))
+        state = replace(state, highest_counter=seen, unplaced=unplaced)
+        return Step(state, (Send(sender, AskView(beat.view)),))
     peer = Peer(member=sender, heartbeat=beat, view=view)
-    state = replace(state, peers={**state.peers, sender.node: peer})
+    state = replace(state, highest_counter=seen, peers={**state.peers, sender.node: peer})
     if state.flushed_at is not None and view.epoch == state.promised > state.view.epoch:
         return _install(state, view, now)  # V6: the commit itself was lost; who has it shows it
     return _leave_if_superseded(state, sender, view, now)

@@ -15,6 +15,7 @@ from pmesh.core.standing import (
     continuing_members,
     hear_each_other,
     hears_me,
+    is_acting,
     needs_epoch,
 )
 from pmesh.core.topology import Costs, measure_costs, measured_graph, plan_ring
@@ -24,12 +25,11 @@ from pmesh.ids import Epoch, Member
 
 def propose(state: State, facts: Facts, now: float) -> Propose | None:
     """The proposal that this member should make now; None if there is no cause."""
-    continuing = continuing_members(state, now)
-    if continuing[0] != state.me or state.proposal is not None or now < state.quiet_until:
+    if state.proposal is not None or now < state.quiet_until or not is_acting(state, now):
         return None
     if _someone_else_leads(state, now):
         return None
-    kept = _clique(state, (state.me,), continuing[1:], now)
+    kept = _clique(state, (state.me,), continuing_members(state, now)[1:], now)
     joined = _clique(state, kept, _candidates(state, now), now)[len(kept) :]
     jobs = rosters.jobs_to_settle(
         state.view, kept, known_concerns(state, facts), _known_waiting(state, facts, kept + joined)

@@ -165,6 +165,16 @@ def continuing_members(state: State, now: float) -> tuple[Member, ...]:
     )
 
 
+def is_acting(state: State, now: float) -> bool:
+    """Whether we are the most senior of our view that goes on, and so lead it.
+
+    The first of `continuing_members` is the same; this is asked at each message.
+    """
+    order = state.view.by_seniority
+    seniors = order[: order.index(state.me)]
+    return not any(hears_me(state, senior) and follows(state, senior, now) for senior in seniors)
+
+
 def needs_epoch(state: State, now: float) -> bool:
     """V6: who promised and hears no more of it asks for a new epoch."""
     return state.flushed_at is not None and now - state.flushed_at > PATIENCE_S
@@ -176,7 +186,7 @@ def heartbeat_of(state: State, facts: Facts, now: float) -> Heartbeat:
         view=state.view.epoch,
         promised=state.promised,
         flushed=state.flushed_at is not None,
-        acting=continuing_members(state, now)[0] == state.me,
+        acting=is_acting(state, now),
         needs_epoch=needs_epoch(state, now),
         heard={
             peer.member.incarnation: facts.round_trips.get(peer.member.incarnation, 0)
