@@ -10,7 +10,7 @@ import trio
 from pmesh.core.messages import OfferLane
 from pmesh.core.records import RecordHeader
 from pmesh.core.reductions import Values
-from pmesh.ids import Epoch, Incarnation, JobName, NodeId, Rank
+from pmesh.ids import Epoch, Incarnation, JobName, NodeId, TrainerId
 from pmesh.net.collectives import RingPosition, all_reduce
 from pmesh.net.lane_opening import local_lanes
 from pmesh.net.lanes import Lane
@@ -25,8 +25,8 @@ def offer_between(sender: int, receiver: int, *, number: int = 1, dial: bool = F
         job=JobName("digits"),
         born=BORN,
         number=number,
-        from_rank=Rank(sender),
-        to_rank=Rank(receiver),
+        sender=TrainerId(sender),
+        receiver=TrainerId(receiver),
         key=bytes([1, sender]) * 16,
         return_key=bytes([2, receiver]) * 16,
         dial=dial,
