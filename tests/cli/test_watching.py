@@ -51,6 +51,21 @@ def test_watching_goes_on_until_the_agent_has_gone(
     assert "mac-1" in shown.out
 
 
+def test_watching_on_a_terminal_draws_over_what_stands_there(
+    socket: Path,
+    slept: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    with agent_at(socket, answer_well, answer_well):
+        assert run(["status", "--watch"]) == 1
+    assert len(slept) == 2
+    shown = capsys.readouterr().out
+    assert shown.count("View 7") == 2
+    assert "\x1b[?1049h" in shown, "on the alternate screen"
+
+
 def test_watching_ends_by_ctrl_c(
     socket: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
