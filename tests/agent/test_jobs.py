@@ -9,9 +9,11 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent import jobs as jobs_module
-from pmesh.core.messages import AskResult, RankMarks
+from pmesh.agent.membership import DOUBT_S
+from pmesh.core.messages import AskResult, LinkMessage, RankMarks
 from pmesh.errors import LaneBroken
 from pmesh.ids import Epoch, JobName, OpNumber, TrainerId
+from pmesh.net.stalls import Stall
 from tests.agent.fake_trainer import Trainer, together, until
 from tests.agent.fakes import village
 from tests.agent.ops import cut, enter, mend, ranks_of
@@ -76,6 +78,32 @@ async def test_jobs_that_a_change_does_not_concern_run_on(clock: MockClock) -> N
         assert await reduce_all(ours) == [2.0, 2.0]
         lanes = [lane for machine in pair for lane in machine.lanes()]
         assert not before or lanes == before
+
+
+async def test_after_an_own_stall_an_op_ends_only_when_the_others_confirm_the_view(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V8."""
+    async with village(clock, 2) as here:
+        one, _ = here.machines
+        trainers = await here.job(*here.machines)
+        await reduce_all(trainers)
+        (rank,) = one.agent.jobs.ranks
+        (live,) = one.agent.peers.links.values()
+        unsent = list[LinkMessage]()
+        with monkeypatch.context() as patch:
+            patch.setattr(live.link, "send", unsent.append)  # nobody is asked yet
+            one.agent.membership.judge(Stall(late_s=DOUBT_S, slept_s=0.0))
+        theirs = next(t for t in trainers if t.names[t.rank] == "mac-0")
+        async with trio.open_nursery() as nursery:
+            for trainer in trainers:
+                nursery.start_soon(trainer.barrier)
+            await trio.sleep(0.1)
+            assert theirs.next_op == 1
+            assert rank.ledger.started == 1
+            for message in unsent:
+                live.link.send(message)
+        assert theirs.next_op == 2
 
 
 async def test_another_run_under_the_same_name_ends_the_older_rank(clock: MockClock) -> None:

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.membership import HEARTBEAT_S, Membership
+from pmesh.agent.membership import DOUBT_S, HEARTBEAT_S, Membership
 from pmesh.core.health import WIRED, Condition
 from pmesh.core.messages import Heartbeat, LinkMessage, Propose, TellView, Waiting
 from pmesh.core.standing import Facts
@@ -198,6 +199,75 @@ async def test_a_stall_of_our_own_is_not_held_against_others(autojump_clock: Moc
     assert one.membership.health_of(B.node) is not None
     assert not one.dropped
     assert autojump_clock.current_time() > 10
+
+
+def last_word(side: Side) -> str:
+    """Whether it may deliver."""
+    return [told for told in side.follower.told if told in {"doubt", "trust"}][-1]
+
+
+async def test_after_an_own_stall_nothing_is_delivered_until_a_fresh_echo_names_our_view(
+    autojump_clock: MockClock,
+) -> None:
+    """V8."""
+    world = await two_in_a_view()
+    one, two = (world.sides[member] for member in (A, B))
+    two.membership.beat()  # it was on its way when we fell asleep, so it proves nothing
+    one.membership.judge(Stall(late_s=0.0, slept_s=DOUBT_S))
+    for _, message in one.inbox:
+        one.membership.hear(B, message)  # type: ignore[arg-type] # all are of the agreement
+    one.inbox.clear()
+    assert last_word(one) == "doubt"
+    await world.deliver()  # our question
+    two.membership.beat()
+    await world.deliver()
+    assert last_word(one) == "trust"
+    assert autojump_clock.current_time() < 2
+
+
+async def test_an_echo_that_names_another_view_is_no_reason_to_go_on(
+    autojump_clock: MockClock,
+) -> None:
+    world = await two_in_a_view()
+    one, two = (world.sides[member] for member in (A, B))
+    one.membership.judge(Stall(late_s=DOUBT_S, slept_s=0.0))
+    await world.deliver()
+    two.membership.beat()
+    ((_, beat),) = [m for m in one.inbox if isinstance(m[1], Heartbeat)][-1:]
+    assert isinstance(beat, Heartbeat)
+    one.inbox.clear()
+    later = beat.view._replace(counter=beat.view.counter + 1)
+    one.membership.hear(B, msgspec.structs.replace(beat, view=later, promised=later))
+    assert last_word(one) == "doubt"
+    one.membership.hear(B, beat)
+    assert last_word(one) == "trust"
+    assert autojump_clock.current_time() < 2
+
+
+async def test_a_member_that_is_lost_meanwhile_need_not_confirm_the_view(
+    autojump_clock: MockClock,
+) -> None:
+    world = await two_in_a_view()
+    one = world.sides[A]
+    one.links.clear()
+    one.membership.judge(Stall(late_s=DOUBT_S, slept_s=0.0))
+    assert last_word(one) == "doubt"
+    one.membership.lose(B.node, "its connection was closed")
+    assert one.view.members == (A,)
+    assert one.follower.told[-2:] == ["install ['mac-1']", "trust"]
+    assert autojump_clock.current_time() < 2
+
+
+async def test_who_is_alone_has_nobody_to_ask_and_a_short_stall_needs_no_question(
+    autojump_clock: MockClock,
+) -> None:
+    world = World(A)
+    world.sides[A].membership.judge(Stall(late_s=100.0, slept_s=0.0))
+    assert world.sides[A].follower.told == []
+    both = await two_in_a_view()
+    both.sides[A].membership.judge(Stall(late_s=DOUBT_S - 0.1, slept_s=0.0))
+    assert "doubt" not in both.sides[A].follower.told
+    assert autojump_clock.current_time() < 2
 
 
 async def test_a_suspect_that_is_no_member_yet_is_a_stranger() -> None:

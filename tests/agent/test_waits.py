@@ -72,7 +72,7 @@ async def test_with_too_few_ranks_a_sync_goes_on_when_somebody_comes_to_it(
         async with trio.open_nursery() as nursery:
             for trainer in (a, b):
                 nursery.start_soon(trainer.sync, trainer.id)
-            await trio.sleep(100)
+            await trio.sleep(20)
             assert a.next_op == b.next_op == 1
             late = await here.trainer(machine_of(here, c))
             assert (await late.join("digits", 1)).world.rank == -1
@@ -227,7 +227,7 @@ async def test_who_merely_computes_is_waited_for(clock: MockClock, stopped: set[
         a, b = await here.job(*here.machines, straggler_after_s=5.0)
 
         async def compute_first() -> None:
-            await trio.sleep(50)
+            await trio.sleep(15)
             await b.barrier()
 
         await together(a.barrier, compute_first)
@@ -245,6 +245,6 @@ async def test_a_trainer_that_waits_to_enter_and_is_stopped_holds_up_nobody(
         late = await here.trainer(here.machines[1])
         await late.join("digits", 1)
         stopped.add("mac-1")
-        await trio.sleep(100)
+        await trio.sleep(20)
         assert await a.sync(3) == [3]
         assert late.rank == -1
