@@ -37,6 +37,32 @@ def test_the_ten_lines_print_on_both_ranks_what_the_readme_shows(fleet: Fleet) -
     assert [round(float(w), 3) for w in re.findall(r"[\d.]+", weights.pop())] == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.e2e
+def test_the_script_of_the_how_to_loses_a_rank_and_takes_in_another(fleet: Fleet) -> None:
+    page = read(ROOT / "docs" / "how-to" / "machines-that-come-and-go.md")
+    script = page.split("```python\n")[1].split("```")[0]
+    script = script.replace("STEPS = 32, 1000", "STEPS = 32, 60").replace(
+        "wait_for=2,", "wait_for=2, min_ranks=2,"
+    )
+    assert script.count("min_ranks=2") == script.count("32, 60") == 1
+    dies = script.replace(
+        "gradients = loss", "import os; mesh.step == 30 and os._exit(9); gradients = loss"
+    )
+    assert dies.count("os._exit") == 1
+    agent = fleet.start_agent("mac-1", "--no-mdns")
+    agent.await_status(lambda _: True)
+
+    survivor, dying = fleet.start_trainer(agent, script), fleet.start_trainer(agent, dies)
+    dying.await_end(code=9)
+    newcomer = fleet.start_trainer(agent, script)  # until it comes, ops wait
+
+    ended = [
+        trainer.await_end().splitlines()[-1].partition(": ") for trainer in (survivor, newcomer)
+    ]
+    assert [rank for rank, _, _ in ended] == ["rank 0 of 2", "rank 1 of 2"]
+    assert len({weights for _, _, weights in ended}) == 1
+
+
 def test_the_ten_lines_are_ten() -> None:
     script = README.split("```python\n")[1].split("```")[0]
 
