@@ -40,6 +40,10 @@ class Mesh:
     alike on every rank, and leave their arguments as they were. Every rank must make the same calls
     in the same order, whatever the library its arrays are of.
 
+    Machines come and go: an op in flight goes on among the ranks that are left, and `rank`, `size`
+    and `last_op` say afterwards who took part. Call `sync` at the top of the training loop, and who
+    comes, or comes back, takes part too.
+
     Dtypes: float64, float32, float16, bfloat16 (both added as float32), int64, int32 and bool.
 
     Any thread may call; one call runs at a time. Close it, or use it in a `with` statement: leaving
@@ -179,8 +183,11 @@ class Mesh:
         Raises:
             UnsupportedArray: x, its dtype or op has no meaning here.
             OpMismatch: another rank called something else.
-            RankLost: another rank is gone.
+            RankLost: another rank is gone, and some rank has connected with `on_loss="raise"`.
+            NotEnoughRanks: fewer than `min_ranks` were left for all the time.
             OpTimedOut: some rank did not call in time.
+            HistorySuperseded: the job has gone on without this rank; `sync` comes back to it.
+            AgentStopped: the agent on this machine is gone; `sync` comes back through another.
         """
         wanted = Collective(
             kind="all_reduce",
@@ -195,10 +202,11 @@ class Mesh:
 
         Args:
             x: of the same shapes and dtypes on every rank; only the root's values matter.
-            root: whose.
+            root: whose; while ranks change, it stays the same trainer.
             timeout_s: for each op; a tree takes one for each 32 MiB of a dtype.
 
         Raises:
+            RankLost: the root is gone.
             PmeshError: as for `all_reduce`.
         """
         wanted = Collective(
@@ -231,7 +239,8 @@ class Mesh:
         """The mean of every rank's gradients, each rank counting by its weight.
 
         With the number of samples as weight the result is the gradient of the mean loss over the
-        union of all batches.
+        union of all batches. What a lost rank did not contribute does not count, nor does its
+        weight.
 
         Args:
             grads: a tree of floating-point arrays.
