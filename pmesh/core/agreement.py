@@ -31,6 +31,7 @@ from pmesh.core.rosters import keep_local_rosters
 from pmesh.core.standing import (
     BACK_OFF_S,
     JOIN_REQUEST_S,
+    NOTICE_S,
     SKIP_S,
     Action,
     Facts,
@@ -69,15 +70,22 @@ def lose(state: State, node: NodeId, why: str, facts: Facts, *, now: float) -> S
     proposal = state.proposal
     if proposal is not None and any(member.node == node for member in proposal.message.members):
         proposal = None  # it will not be answered, and may leave out who knew of the loss before us
+    led_us = peer is not None and _is_senior(state, peer.member)
     state = replace(
         state,
         proposal=proposal,
+        noticing_until=now + NOTICE_S if led_us else state.noticing_until,
         peers={other: p for other, p in state.peers.items() if other != node},
         told={other: view for other, view in state.told.items() if other != node},
         unplaced={other: beat for other, beat in state.unplaced.items() if other != node},
         losses=losses,
     )
     return _consider(Step(state), facts, now)
+
+
+def _is_senior(state: State, member: Member) -> bool:
+    order = state.view.by_seniority
+    return member in order[: order.index(state.me)]
 
 
 def pass_time(state: State, facts: Facts, *, now: float) -> Step:

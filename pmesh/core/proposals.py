@@ -27,7 +27,7 @@ def propose(state: State, facts: Facts, now: float) -> Propose | None:
     """The proposal that this member should make now; None if there is no cause."""
     if state.proposal is not None or now < state.quiet_until or not is_acting(state, now):
         return None
-    if _someone_else_leads(state, now):
+    if _someone_else_leads(state, now) or _others_may_still_hear_our_leader(state, now):
         return None
     kept = _clique(state, (state.me,), continuing_members(state, now)[1:], now)
     joined = _clique(state, kept, _candidates(state, now), now)[len(kept) :]
@@ -117,6 +117,16 @@ def _someone_else_leads(state: State, now: float) -> bool:
     ):
         return False
     return hears_me(state, Member(state.promised.leader, state.promised.incarnation))
+
+
+def _others_may_still_hear_our_leader(state: State, now: float) -> bool:
+    """Then they would veto us for passing over it; they mostly say within milliseconds, too."""
+    if now >= state.noticing_until:
+        return False
+    order = state.view.by_seniority
+    seniors = {member.incarnation for member in order[: order.index(state.me)]}
+    others = continuing_members(state, now)[1:]
+    return any(seniors & state.peers[other.node].heartbeat.heard.keys() for other in others)
 
 
 def _clique(

@@ -29,6 +29,10 @@ SKIP_S = 1.0
 JOIN_REQUEST_S = 1.0
 """How long a request to be taken in counts; it is repeated four times as often."""
 
+NOTICE_S = 0.2
+"""Who has lost its leader waits at most this long for the others to say that they have lost it too:
+they mostly notice within milliseconds, and would veto before."""
+
 BACK_OFF_S = 0.4
 """At most this long a refused leader waits, so that two do not refuse each other for ever."""
 
@@ -92,6 +96,8 @@ class State:
     attempts: tuple[Attempt, ...] = ()
     """V10: views promised and not seen installed; kept only where a job asks for a quorum."""
     quiet_until: float = 0.0
+    noticing_until: float = 0.0
+    """Until then the others may still have to notice that our leader is gone."""
     asked_to_join_at: float = 0.0
 
 

@@ -19,6 +19,7 @@ from tests.core.builders import (
     BERT,
     CARA,
     all_hearing_each_other,
+    make_heartbeat,
     make_proposal,
     make_view,
 )
@@ -27,6 +28,9 @@ NOW = 100.0
 TRIO = make_view(5, ANNA, BERT, CARA)
 BERTS = all_hearing_each_other(BERT, TRIO, ANNA, CARA)
 """Bert in peace, with Anna who leads and Cara who comes after him."""
+
+CARA_LOST_ANNA = hear(BERTS, CARA, make_heartbeat(TRIO, BERT), Facts(), now=NOW).state
+"""Cara has noticed already that Anna, who leads, is gone; Bert is about to."""
 
 
 def told(

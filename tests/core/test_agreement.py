@@ -20,6 +20,7 @@ from pmesh.core.standing import (
     BACK_OFF_S,
     FLUSH_DEADLINE_S,
     JOIN_REQUEST_S,
+    NOTICE_S,
     PATIENCE_S,
     SKIP_S,
     Facts,
@@ -49,7 +50,17 @@ from tests.core.builders import (
     make_waiting,
 )
 from tests.core.circle import gathered
-from tests.core.one_member import BERTS, NOW, TRIO, commit, installed, promising, sent, told
+from tests.core.one_member import (
+    BERTS,
+    CARA_LOST_ANNA,
+    NOW,
+    TRIO,
+    commit,
+    installed,
+    promising,
+    sent,
+    told,
+)
 
 
 def test_a_process_that_has_just_started_is_alone_in_a_view_of_its_own() -> None:
@@ -159,7 +170,7 @@ class TestBeingSuperseded:
 class TestARefusal:
     def leading(self) -> State:
         """Bert, who leads since Anna is lost, and waits for Cara's answer."""
-        return lose(BERTS, ANNA.node, "closed", Facts(), now=NOW).state
+        return lose(CARA_LOST_ANNA, ANNA.node, "closed", Facts(), now=NOW).state
 
     def test_ends_the_attempt_and_keeps_quiet_for_a_moment(self) -> None:
         state = self.leading()
@@ -197,9 +208,9 @@ class TestARefusal:
         def quiet_s(incarnation: int) -> float:
             me = Member(BERT.node, Incarnation(incarnation))
             view = make_view(5, ANNA, me, CARA)
-            state = lose(
-                all_hearing_each_other(me, view, ANNA, CARA), ANNA.node, "", Facts(), now=NOW
-            ).state
+            all_well = all_hearing_each_other(me, view, ANNA, CARA)
+            noticed = told(all_well, CARA, make_heartbeat(view, me)).state
+            state = lose(noticed, ANNA.node, "", Facts(), now=NOW).state
             return told(state, CARA, Veto(state.promised)).state.quiet_until - NOW
 
         waits = {quiet_s(incarnation) for incarnation in range(1, 40)}
@@ -219,7 +230,20 @@ class TestALostPeer:
         assert lose(BERTS, DORA.node, "closed", Facts(), now=NOW) == Step(BERTS)
 
     def test_that_led_is_followed_by_the_next_in_line(self) -> None:
-        step = lose(BERTS, ANNA.node, "closed", Facts(), now=NOW)
+        step = lose(CARA_LOST_ANNA, ANNA.node, "closed", Facts(), now=NOW)
+        assert sent(step) == [(CARA, make_proposal(BERT, 6, TRIO, BERT, CARA))]
+
+    def test_that_led_is_missed_by_all_before_another_leads(self) -> None:
+        """Who still hears it would veto; mostly it notices a moment later, and says so."""
+        alone = lose(BERTS, ANNA.node, "closed", Facts(), now=NOW)
+        assert sent(alone) == []
+        step = told(alone.state, CARA, make_heartbeat(TRIO, BERT))
+        assert sent(step) == [(CARA, make_proposal(BERT, 6, TRIO, BERT, CARA))]
+
+    def test_that_led_is_followed_after_a_moment_by_one_whom_it_alone_no_longer_hears(self) -> None:
+        alone = lose(BERTS, ANNA.node, "closed", Facts(), now=NOW).state
+        assert pass_time(alone, Facts(), now=NOW + NOTICE_S - 0.01) == Step(alone)
+        step = pass_time(alone, Facts(), now=NOW + NOTICE_S)
         assert sent(step) == [(CARA, make_proposal(BERT, 6, TRIO, BERT, CARA))]
 
     def test_that_led_is_followed_by_nobody_else(self) -> None:
@@ -246,7 +270,7 @@ class TestALostPeer:
 
     def test_is_waited_for_no_longer(self) -> None:
         """Its answer can't come: a proposal that counts on it is withdrawn and made anew."""
-        leading = lose(BERTS, ANNA.node, "closed", Facts(), now=NOW).state
+        leading = lose(CARA_LOST_ANNA, ANNA.node, "closed", Facts(), now=NOW).state
         step = lose(leading, CARA.node, "closed", Facts(), now=NOW)
         (view,) = installed(step)
         assert view.members == (BERT,)
@@ -257,7 +281,7 @@ class TestDeadlines:
     """V6: nothing waits for ever."""
 
     def test_who_does_not_answer_in_time_is_left_out_for_a_while(self) -> None:
-        leading = lose(BERTS, ANNA.node, "closed", Facts(), now=NOW).state
+        leading = lose(CARA_LOST_ANNA, ANNA.node, "closed", Facts(), now=NOW).state
         before = pass_time(leading, Facts(), now=NOW + FLUSH_DEADLINE_S - 0.01)
         assert before == Step(leading)
         after = pass_time(leading, Facts(), now=NOW + FLUSH_DEADLINE_S).state
@@ -357,7 +381,7 @@ def test_a_farewell_changes_nothing_until_the_link_ends() -> None:
 
 
 def test_the_commit_follows_the_last_answer_in_one_step() -> None:
-    leading = lose(BERTS, ANNA.node, "closed", Facts(), now=NOW).state
+    leading = lose(CARA_LOST_ANNA, ANNA.node, "closed", Facts(), now=NOW).state
     answer = make_flushed(CARA, TRIO, epoch=leading.promised)
     step = told(leading, CARA, answer)
     (view,) = installed(step)

@@ -47,7 +47,7 @@ from tests.core.builders import (
     make_waiting,
     running,
 )
-from tests.core.one_member import BERTS, NOW, TRIO, commit, promising, sent, told
+from tests.core.one_member import BERTS, CARA_LOST_ANNA, NOW, TRIO, commit, promising, sent, told
 
 
 class TestAProposalIsAnswered:
@@ -96,7 +96,7 @@ class TestAProposalIsAnswered:
 
     def test_with_a_promise_to_whoever_has_the_higher_epoch(self) -> None:
         """V1: a later promise replaces the earlier one, and ends an attempt of one's own."""
-        leading = lose(BERTS, ANNA.node, "closed", Facts(), now=NOW).state
+        leading = lose(CARA_LOST_ANNA, ANNA.node, "closed", Facts(), now=NOW).state
         assert leading.proposal is not None
         step = told(leading, CARA, make_proposal(CARA, 9, TRIO, BERT, CARA))
         assert step.state.promised == make_epoch(9, CARA)
