@@ -121,10 +121,15 @@ def _resolve_op(
     holders = _holders(after, reports)
     asked = {t: r for t, r in sorted(reports.items()) if t in after.ids or t in holders}
     if len({report.call for report in asked.values()}) > 1:
-        return OpOutcome(op, after.ids, verdict=_mismatch(after, op, asked))  # I5
+        return OpOutcome(op, _who_was_in(after, op), verdict=_mismatch(after, op, asked))  # I5
     if holders:  # I4: what one survivor completed, every survivor completes.
         return OpOutcome(op, reports[holders[0]].contributors, holders=holders)
-    return None if stuck is None else OpOutcome(op, after.ids, verdict=stuck)
+    return None if stuck is None else OpOutcome(op, _who_was_in(after, op), verdict=stuck)
+
+
+def _who_was_in(roster: Roster, op: OpNumber) -> tuple[TrainerId, ...]:
+    """O6: who has entered later had no part in it, and is not in the world that follows it (O5)."""
+    return tuple(trainer.id for trainer in roster.trainers if trainer.enters <= op)
 
 
 def _holders(after: Roster, reports: Mapping[TrainerId, OpReport]) -> tuple[TrainerId, ...]:
@@ -138,5 +143,6 @@ def _mismatch(roster: Roster, op: OpNumber, asked: Mapping[TrainerId, OpReport])
         f"rank {rank} ({trainer.name}): "
         f"{asked[trainer.id].call if trainer.id in asked else 'not called yet'}"
         for rank, trainer in enumerate(roster.trainers)
+        if trainer.enters <= op
     )
     return Verdict("OpMismatch", f"op {op} of job {roster.job!r} differs: {said}", tuple(asked))

@@ -1,0 +1,60 @@
+"""What seeds of the simulated cluster have found in the core (`pmesh.testing`)."""
+
+import msgspec
+
+from pmesh.core.op_outcomes import outcome_of
+from pmesh.core.views import Verdict
+from pmesh.ids import OpNumber
+from tests.core.builders import (
+    ANNA,
+    BERT,
+    CARA,
+    completed,
+    ids_of,
+    make_call,
+    make_concern,
+    make_report,
+    make_roster,
+    make_trainer,
+    make_verdict,
+    running,
+)
+from tests.core.settling import settle_trio
+
+LATE = make_trainer(2, CARA, enters=5)
+PAIR = make_roster(ANNA, BERT)
+WITH_A_NEWCOMER = msgspec.structs.replace(PAIR, trainers=(*PAIR.trainers, LATE))
+
+
+class TestAnOpThatFailsAfterSomebodyHasEntered:
+    """O5, O6: a broadcast's root may be some ops ahead, and others enter at the sync after it."""
+
+    CONCERN = make_concern(WITH_A_NEWCOMER, make_verdict("OpMismatch"), op=4)
+
+    def verdict_of_op_4(self, call: str) -> Verdict:
+        reports = {
+            ANNA: make_report(WITH_A_NEWCOMER, {0: [completed(4), running(5)]}),
+            BERT: make_report(WITH_A_NEWCOMER, {1: [running(4, make_call(call))]}),
+            CARA: make_report(WITH_A_NEWCOMER, {2: [running(5)]}, stable=4),
+        }
+        outcome = outcome_of(
+            settle_trio(reports, self.CONCERN, roster=WITH_A_NEWCOMER), OpNumber(4)
+        )
+        assert outcome is not None
+        assert outcome.verdict is not None
+        assert outcome.contributors == ids_of(0, 1)
+        return outcome.verdict
+
+    def test_is_followed_by_the_world_of_those_who_could_have_called_it(self) -> None:
+        assert "mac-c" not in self.verdict_of_op_4("barrier").message
+
+    def test_also_when_nobody_has_its_result(self) -> None:
+        reports = {
+            ANNA: make_report(WITH_A_NEWCOMER, {0: [running(4)]}),
+            BERT: make_report(WITH_A_NEWCOMER, {1: [running(4)]}),
+            CARA: make_report(WITH_A_NEWCOMER, {2: []}, stable=4),
+        }
+        after = settle_trio(reports, self.CONCERN, roster=WITH_A_NEWCOMER)
+        outcome = outcome_of(after, OpNumber(4))
+        assert outcome is not None
+        assert outcome.contributors == ids_of(0, 1)
