@@ -49,7 +49,7 @@ def resolve_ops(
     """
     stuck = {OpNumber(c.op): c.verdict for c in concerns if c.op >= 0 and c.verdict}
     if after.losses and after.terms.on_loss == "raise":
-        stuck |= dict.fromkeys(_ops_that_a_loss_fails(after, known), after.losses[0])
+        stuck |= dict.fromkeys(_ops_that_a_loss_fails(known), after.losses[0])
     # What has failed stays so, also for those who missed the view that said it, or come to it yet.
     outcomes = [
         outcome
@@ -72,16 +72,13 @@ def outcome_of(roster: Roster, op: OpNumber) -> OpOutcome | None:
 def op_to_enter(known: Knowledge, after: Roster) -> OpNumber | None:
     """O6: the `sync` that is under way, with which newcomers may begin; None if there is none.
 
-    Whoever has called it has ended all ops before, so the newcomer misses nothing; and nobody has
-    its result, so it runs again, with the newcomer.
+    Whoever has called it has ended all ops before, so that the others can fetch these, and the
+    newcomer misses nothing. Nobody has its result, so it runs again, with the newcomer.
     """
     number = OpNumber(known.highest)
     reports = known.ops.get(number, {})
-    open_sync = reports and all(
-        report.call.kind == "sync" and not report.completed and report.verdict is None
-        for report in reports.values()
-    )
-    return number if open_sync and outcome_of(after, number) is None else None
+    is_sync = reports and all(report.call.kind == "sync" for report in reports.values())
+    return number if is_sync and outcome_of(after, number) is None else None
 
 
 def lost_results(roster: Roster, kept: Collection[object]) -> tuple[OpNumber, ...]:
@@ -94,20 +91,14 @@ def lost_results(roster: Roster, kept: Collection[object]) -> tuple[OpNumber, ..
     )
 
 
-def _ops_that_a_loss_fails(after: Roster, known: Knowledge) -> list[OpNumber]:
+def _ops_that_a_loss_fails(known: Knowledge) -> list[OpNumber]:
     """Where a loss is to raise: the ops under way, and if there is none, the next one."""
-    completed = {n for n, reports in known.ops.items() if any(map(_is_complete, reports.values()))}
-    started = {n for n, reports in known.ops.items() if reports.keys() & set(after.ids)}
     under_way = [
         number
-        for number in started - completed
-        if not any(report.verdict for report in known.ops[number].values())
+        for number, reports in known.ops.items()
+        if not any(report.completed or report.verdict for report in reports.values())
     ]
-    return sorted(under_way) or [OpNumber(max([known.stable, *started, *completed]) + 1)]
-
-
-def _is_complete(report: OpReport) -> bool:
-    return report.completed
+    return under_way or [OpNumber(known.highest + 1)]
 
 
 def _resolve_op(
@@ -124,12 +115,21 @@ def _resolve_op(
         return OpOutcome(op, _who_was_in(after, op), verdict=_mismatch(after, op, asked))  # I5
     if holders:  # I4: what one survivor completed, every survivor completes.
         return OpOutcome(op, reports[holders[0]].contributors, holders=holders)
+    if stuck is None and len(_who_was_in(after, op)) < len(after.trainers):
+        stuck = _gone_with_its_holders(after, op)
     return None if stuck is None else OpOutcome(op, _who_was_in(after, op), verdict=stuck)
 
 
 def _who_was_in(roster: Roster, op: OpNumber) -> tuple[TrainerId, ...]:
     """O6: who has entered later had no part in it, and is not in the world that follows it (O5)."""
     return tuple(trainer.id for trainer in roster.trainers if trainer.enters <= op)
+
+
+def _gone_with_its_holders(roster: Roster, op: OpNumber) -> Verdict:
+    """O6: somebody had ended it, or nobody would have entered since, whom it can't run with."""
+    text = f"op {op} of job {roster.job!r} can't run again: its result is lost, and others entered"
+    lost = (trainer for loss in roster.losses for trainer in loss.trainers)
+    return Verdict("RankLost", text, tuple(lost))
 
 
 def _holders(after: Roster, reports: Mapping[TrainerId, OpReport]) -> tuple[TrainerId, ...]:

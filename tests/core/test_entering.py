@@ -197,6 +197,32 @@ class TestASyncLetsNobodyIn:
         assert settle(BASE, answers) == (PAIR,)
 
 
+class TestAnOpBeforeTheSync:
+    """... was ended by whoever called the sync; the others fetch it, since it can't run again."""
+
+    PAIR = settle_with(
+        {CARA: [make_waiting(1)]}, {ANNA: [completed(5, 0, 1), SYNC], BERT: [running(5)]}
+    )
+    VIEW = make_view(9, ANNA, BERT, CARA, rosters=[PAIR])
+
+    def test_is_fetched_also_while_somebody_enters(self) -> None:
+        assert self.PAIR.ids == (0, 1, 2)
+        assert self.PAIR.outcomes == (make_outcome(5, 0, 1, holders=[0]),)
+
+    def test_fails_if_its_result_is_lost(self) -> None:
+        """With the newcomer in the ring, which has no part in it, it would wait for ever."""
+        reports = {BERT: {1: [running(5)]}, CARA: {2: [SYNC]}}
+        answers = {
+            m: make_flushed(m, self.VIEW, jobs=[make_report(self.PAIR, ops, stable=3)])
+            for m, ops in reports.items()
+        }
+        (after,) = settle(self.VIEW, answers)
+        (outcome,) = after.outcomes
+        assert (outcome.op, outcome.contributors) == (5, (1,))
+        assert outcome.verdict is not None
+        assert (outcome.verdict.error, outcome.verdict.trainers) == ("RankLost", (0,))
+
+
 def test_the_op_to_enter_is_the_highest_that_anybody_has_called() -> None:
     reports = [make_report(PAIR, {0: [SYNC]}), make_report(PAIR, {1: [running(5)]})]
     assert op_to_enter(gather(reports), PAIR) == 6

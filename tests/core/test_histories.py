@@ -109,6 +109,12 @@ class TestOfTwoHistories:
             == trio
         )
 
+    def test_more_ranks_count_for_more_than_more_ops(self) -> None:
+        pair = make_roster(ANNA, BERT, born=make_epoch(8), number=8)
+        one = make_roster(CARA, born=make_epoch(7), number=7)
+        sides = side(8, ANNA, BERT, roster=pair), side(7, CARA, roster=one)
+        assert self.winner(*sides, stable={CARA: 8}) == pair
+
     def test_only_ranks_that_are_still_there_count(self) -> None:
         pair = make_roster(ANNA, BERT, born=make_epoch(8), number=8)
         trio = make_roster(CARA, DORA, EMMA, born=make_epoch(9), number=9)

@@ -16,6 +16,7 @@ from tests.core.builders import (
     make_concern,
     make_epoch,
     make_flushed,
+    make_outcome,
     make_report,
     make_roster,
     make_trainer,
@@ -138,6 +139,11 @@ class TestJobsToSettle:
     def test_are_not_those_whose_lost_rank_an_earlier_view_has_lost_already(self) -> None:
         hurt = make_roster(ANNA, BERT, ids=[0, 2])
         view = make_view(5, ANNA, BERT, CARA, rosters=[hurt])
+        assert jobs_to_settle(view, (ANNA, BERT), (), {}) == ()
+
+    def test_are_not_those_that_have_told_of_a_failed_op(self) -> None:
+        told = make_roster(ANNA, BERT, outcomes=[make_outcome(3, 0, 1, verdict=TIMED_OUT)])
+        view = make_view(5, ANNA, BERT, rosters=[told])
         assert jobs_to_settle(view, (ANNA, BERT), (), {}) == ()
 
     def test_are_those_of_a_concern_that_is_still_open(self) -> None:
