@@ -190,8 +190,10 @@ class Jobs:
             self._announce_leave(rank)
             self._watch_edges(rank)
         self._stabilize()
-        for witness in [rank for rank in self.ranks if not rank.is_needed]:
-            self._end(witness, "nobody asks for its results any more")
+        for rank in list(self.ranks):
+            why = rank.superseded
+            if why is not None and not rank.is_needed:
+                self._end(rank, why)  # nobody asks for its results any more
 
     # --- what surrounds an op
 
@@ -296,10 +298,10 @@ class Jobs:
             reason = f"job {rank.roster.job!r} has ended here: this machine fell out of its view"
         else:
             reason = f"job {rank.roster.job!r} goes on without this rank"
-        self._end(rank, f"{reason}; {COME_BACK}")
+        self._end(rank, Verdict("HistorySuperseded", f"{reason}; {COME_BACK}"))
 
-    def _end(self, rank: LocalRank, reason: str) -> None:
-        rank.end(Verdict("HistorySuperseded", reason))
+    def _end(self, rank: LocalRank, why: Verdict) -> None:
+        rank.end(why)
         self.ranks.remove(rank)
         self._ended_traffic = _sum_of(self._ended_traffic, rank.traffic)
         if all(other.roster.job != rank.roster.job for other in self.ranks):
@@ -338,11 +340,17 @@ class Jobs:
         """
         op = OpNumber(rank.ledger.started)
         report = rank.ledger.ops.get(op)
-        both = {rank.id, mark.trainer} <= set(rank.roster.ids)
+        entered = {t.id for t in rank.roster.trainers if t.enters <= op}
         in_question = report is not None and report.verdict is None and mark.started == op
         same_roster = mark.number == rank.roster.number
         differs = mark.fingerprint != rank.fingerprint
-        if both and in_question and same_roster and differs and rank.concern is None:
+        if (
+            {rank.id, mark.trainer} <= entered
+            and in_question
+            and same_roster
+            and differs
+            and rank.concern is None
+        ):
             roster = rank.roster
             verdict = Verdict("OpMismatch", f"op {op} of job {roster.job!r} differs", ())
             rank.concern = Concern(roster.job, roster.born, roster.number, verdict, op)

@@ -164,17 +164,14 @@ def _let_go(rank: LocalRank, op: _Op, *, keep: Result | None) -> None:
 
 def _deliver(rank: LocalRank, op: _Op, around: Surroundings) -> tuple[OpDone, Arena | None]:
     """V3: no await lies between the end of the fence and the ledger's entry."""
-    kind = op.request.call.kind
     rank.complete(op.number, op.result, op.contributors)
     _let_go(rank, op, keep=op.result)
-    if kind == "sync":
-        rank.synced = op.number
     if rank.size == 1:
         rank.stabilize(op.number)
-    elif kind != "broadcast":
+    elif op.request.call.kind != "broadcast":
         # O2: nobody gets through without everyone having started, and so ended what was before.
         rank.stabilize(op.number - 1)
-    if len(rank.ledger.ops) % TELL_AFTER_OPS == 0:
+    if rank.ledger.ops and len(rank.ledger.ops) % TELL_AFTER_OPS == 0:
         around.beat()
     if rank.halted_since is not None:
         _note_halt(rank, op, around)
@@ -214,6 +211,7 @@ async def _attempt(rank: LocalRank, op: _Op, around: Surroundings) -> None:
             await _run_ring(rank, op, around)
         await rank.unfenced()
     except CallsDiffer as e:
+        await trio.lowlevel.checkpoint_if_cancelled()  # by a view: it has settled what differed
         verdict = Verdict("OpMismatch", f"op {e.op} of job {rank.roster.job!r}: {e}", (rank.id,))
         _raise_concern(rank, op, verdict, around, number=OpNumber(e.op))
         await trio.sleep_forever()
@@ -325,6 +323,7 @@ async def _fetch(rank: LocalRank, op: _Op, outcome: OpOutcome, around: Surroundi
 
 async def _replace_lanes(rank: LocalRank, op: _Op, error: LaneBroken, around: Surroundings) -> None:
     """Wait for the view without the lost neighbour; if it lives, ask for new lanes."""
+    await trio.lowlevel.checkpoint_if_cancelled()  # by a view: it has closed the lane
     around.chronicle.note("lane broken", str(error), job=rank.roster.job, op=op.number)
     await trio.sleep(LANE_GRACE_S)
     op.broken += 1

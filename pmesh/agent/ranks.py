@@ -262,6 +262,8 @@ class LocalRank:
         self.halted_since = None
         self.fingerprint = fingerprint(call)
         self.ledger = ledgers.start(self.ledger, op, call)
+        if call.kind == "sync":
+            self.synced = op
 
     def take_back(self, op: OpNumber) -> None:
         """The call is as if it had never been made."""

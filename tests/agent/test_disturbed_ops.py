@@ -17,9 +17,18 @@ from pmesh.core.views import OpOutcome
 from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber, TrainerId
 from pmesh.net import collectives
-from tests.agent.fake_trainer import together
+from pmesh.net.lanes import CallsDiffer
+from tests.agent.fake_trainer import together, until
 from tests.agent.fakes import village
-from tests.agent.ops import RAISE, ones, ranks_of, reduce_all, verdicts_of_all
+from tests.agent.ops import (
+    RAISE,
+    kinds_of_events,
+    ones,
+    ranks_of,
+    reduce_all,
+    swallow,
+    verdicts_of_all,
+)
 
 # --- lanes
 
@@ -91,6 +100,40 @@ async def test_lanes_that_break_again_and_again_fail_the_op(
         assert {v.error for v in verdicts} == {"LaneBroken"}
         assert verdicts[0] == verdicts[1]
         assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
+
+
+@pytest.mark.parametrize("error", [LaneBroken("it was closed"), CallsDiffer(0, "mac-1")], ids=str)
+async def test_what_breaks_because_a_view_has_come_is_no_news(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The view closes the lanes while the op is about to read from them."""
+    async with village(clock, 3) as here:
+        a, b, c = await here.job(*here.machines)
+        real = collectives.all_reduce
+
+        async def break_with_the_view(ring: collectives.RingPosition, **call: object) -> None:
+            if ring.size == 2:
+                await real(ring, **call)  # type: ignore[arg-type]
+                return
+            try:
+                await trio.sleep_forever()
+            finally:
+                raise error
+
+        monkeypatch.setattr(ops, "all_reduce", break_with_the_view)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(swallow, c.reduce(ones(1000)))
+
+            async def lose_one() -> None:
+                await until(lambda: all(rank.busy_since is not None for rank in ranks_of(here)))
+                await trio.sleep(0.1)
+                await c.die()
+
+            nursery.start_soon(lose_one)
+            results = await reduce_all([a, b])
+        assert [r[0] for r in results] == [2.0] * 2
+        for machine in here.machines[:2]:
+            assert "lane broken" not in kinds_of_events(machine)
 
 
 # --- retained results (O2)

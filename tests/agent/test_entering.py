@@ -1,18 +1,20 @@
 """Trainers that enter a running job in one of its syncs, or come back to it (O6)."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
+import msgspec
 import numpy as np
 import pytest
 import trio
 from trio.testing import MockClock
 
 from pmesh.agent import trainers as trainers_module
-from pmesh.core.messages import Call
+from pmesh.core.messages import Call, Waiting
 from pmesh.core.session import ENTERS, SYNC_VALUES, OpFailed, StartOp
-from pmesh.ids import OpNumber
+from pmesh.ids import JobName, OpNumber, Slot
 from tests.agent.fake_trainer import Trainer, together, until
 from tests.agent.fakes import Machine, Village, village
 from tests.agent.ops import (
@@ -89,6 +91,26 @@ async def test_a_newcomer_costs_the_others_one_view(clock: MockClock) -> None:
         assert here.machines[0].agent.membership.view.epoch.counter == before + 1
         reruns = [kinds_of_events(machine).count("op rerun") for machine in here.machines]
         assert max(reruns) == 1
+
+
+async def test_who_is_in_the_job_is_no_newcomer_though_its_last_heartbeat_says_so(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        inside = await syncing_job(here, one)
+        late = await newcomer(here, two)
+        await enter(here, [late], inside)
+        state = one.agent.membership.state
+        peer = state.peers[two.key.node]
+        slot = ranks_of(here)[1].trainer.slot
+        for told, newcomers in ((slot, 0), (slot + 1, 1)):
+            waiting = (Waiting(JobName("digits"), Slot(told), 1),)
+            beat = msgspec.structs.replace(peer.heartbeat, waiting=waiting)
+            peers = {two.key.node: replace(peer, heartbeat=beat)}
+            one.agent.membership.state = replace(state, peers=peers)
+            assert one.agent.jobs.newcomers(one.agent.jobs.ranks[0]) == newcomers
+        one.agent.membership.state = state
 
 
 async def test_several_newcomers_enter_in_one_sync_two_of_them_on_one_machine(
@@ -361,6 +383,23 @@ async def test_who_comes_back_goes_on_serving_what_it_has_left_behind(
         assert a.id == 3
         await until(lambda: [rank.id for rank in ranks_of(here)] == [1, 2, 3])
         assert [r[0] for r in await reduce_all([a, b, c])] == [3.0] * 3
+
+
+async def test_who_was_expelled_hears_why_also_when_nobody_needs_its_results_any_more(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 2) as here:
+        a, b = await syncing_job(here, *here.machines)
+        x = np.arange(9, dtype=np.float32)
+        await a.broadcast(x)
+        await supersede(here, a)
+        assert np.array_equal(await b.broadcast(x), x)
+        await until(lambda: len(ranks_of(here)) == 1)
+        verdict = await a.verdict_of(a.barrier())
+        assert verdict.error == "HistorySuperseded"
+        assert verdict.message == (
+            "job 'digits' goes on without this rank; mesh.sync() brings it back"
+        )
 
 
 async def test_the_only_rank_of_a_job_that_is_given_up_begins_the_next_run(

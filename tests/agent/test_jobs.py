@@ -10,13 +10,16 @@ from trio.testing import MockClock
 
 from pmesh.agent import jobs as jobs_module
 from pmesh.agent.membership import DOUBT_S
-from pmesh.core.messages import AskResult, LinkMessage, RankMarks
+from pmesh.core.ledger import Ledger
+from pmesh.core.messages import AskResult, Call, LinkMessage, OpReport, RankMarks
 from pmesh.errors import LaneBroken
 from pmesh.ids import Epoch, JobName, OpNumber, TrainerId
 from pmesh.net.stalls import Stall
 from tests.agent.fake_trainer import Trainer, together, until
 from tests.agent.fakes import village
 from tests.agent.ops import cut, enter, mend, ranks_of
+
+REPORT = OpReport(OpNumber(0), Call("all_reduce", "float32", (100,), "sum"), completed=True)
 
 
 async def reduce_all(trainers: list[Trainer]) -> list[float]:
@@ -160,6 +163,41 @@ async def test_marks_of_an_earlier_run_mean_nothing(clock: MockClock) -> None:
         assert marks.stable(roster) == -1
         assert marks.late(rank, OpNumber(0)) == (other.id,)
         assert await reduce_all(trainers) == [2.0, 2.0]
+
+
+async def test_only_those_who_are_in_an_op_are_compared(clock: MockClock) -> None:
+    """Who has just entered has called nothing, and what a lost rank has called does not matter."""
+    async with village(clock, 2) as here:
+        trainers = await here.job(*here.machines)
+        await reduce_all(trainers)
+        jobs = here.machines[0].agent.jobs
+        (rank,) = jobs.ranks
+        (other,) = [trainer for trainer in rank.roster.trainers if trainer != rank.trainer]
+        rank.ledger = Ledger(stable=-1, ops=rank.ledger.ops or {OpNumber(0): REPORT})
+        r = rank.roster
+        for trainers_now in (
+            (rank.trainer,),
+            (other,),
+            (rank.trainer, msgspec.structs.replace(other, enters=OpNumber(1))),
+        ):
+            rank.roster = msgspec.structs.replace(r, trainers=trainers_now)
+            jobs._compare(rank, RankMarks(r.job, r.number, other.id, 0, 0, 0))  # noqa: SLF001
+            assert rank.concern is None
+        rank.roster = r
+        jobs._compare(rank, RankMarks(r.job, r.number, other.id, 0, 0, 0))  # noqa: SLF001
+        assert rank.concern is not None
+
+
+async def test_the_only_rank_of_a_job_does_not_tell_its_peers_of_each_op(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 2) as here:
+        (trainer,) = await here.job(here.machines[0])
+        beats: list[object] = []
+        monkeypatch.setattr(here.machines[0].agent.jobs, "beat", lambda: beats.append(1))
+        for _ in range(20):
+            await trainer.barrier()
+        assert not beats
 
 
 async def test_a_fetch_that_breaks_on_its_way_ends_nobody(

@@ -8,6 +8,7 @@ from trio.testing import MockClock
 from pmesh.agent.jobs import LEAVE_GRACE_S, Jobs
 from pmesh.core.messages import AskResult
 from pmesh.core.reductions import Values
+from pmesh.core.views import View
 from pmesh.ids import TrainerId
 from pmesh.net.arena_pools import OutputPool
 from pmesh.net.arenas import Arena
@@ -358,15 +359,16 @@ async def test_one_lost_while_another_loss_is_being_agreed_on_is_told_with_the_n
         trainers = await here.job(*here.machines)
         a, b, c = trainers
         await reduce_all(trainers)
-        real = Jobs.fence
+        real = Jobs.install
 
-        def die_now(jobs: Jobs, names: tuple[str, ...]) -> None:
-            real(jobs, names)  # type: ignore[arg-type] # JobName
+        def die_as_the_view_comes(jobs: Jobs, view: View) -> None:
             for rank in jobs.ranks:
                 if rank.id == b.id and rank.leaving is None:
                     jobs.depart(rank, "is lost: its trainer died")
+            real(jobs, view)
 
-        monkeypatch.setattr(Jobs, "fence", die_now)
+        monkeypatch.setattr(Jobs, "install", die_as_the_view_comes)
+        monkeypatch.setattr(Jobs, "look", lambda _: None)  # which would tell it again, but later
         began = clock.current_time()
         await c.die()
         await until(lambda: [rank.size for rank in ranks_of(here) if rank.rank == 0] == [1])

@@ -17,12 +17,14 @@ from tests.agent.fakes import village
 from tests.agent.ops import (
     cut,
     enter,
+    hold_all_reduces,
     kinds_of_events,
     machine_of,
     mend,
     ones,
     ranks_of,
     reduce_all,
+    swallow,
     verdicts_of_all,
 )
 
@@ -78,6 +80,26 @@ async def test_with_too_few_ranks_a_sync_goes_on_when_somebody_comes_to_it(
             assert (await late.join("digits", 1)).world.rank == -1
             assert sorted(await late.sync(7)) == [0, 1, 7]
         assert [r[0] for r in await reduce_all([a, b, late])] == [3.0] * 3
+
+
+async def test_a_job_that_has_come_no_further_than_its_first_sync_can_be_entered(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 3) as here:
+        a, b, c = await here.job(*here.machines, terms=Terms(min_ranks=3))
+        held = hold_all_reduces(monkeypatch, size=3, ranks=[2], complete=False)
+        async with trio.open_nursery() as nursery:
+            for trainer in (a, b):
+                nursery.start_soon(trainer.sync, trainer.id)
+            nursery.start_soon(swallow, c.sync())
+            await until(lambda: held == [2])
+            await c.die()
+            await trio.sleep(5)
+            monkeypatch.undo()
+            late = await here.trainer(machine_of(here, c))
+            await late.join("digits", 1)
+            assert sorted(await late.sync(7)) == [0, 1, 7]
+        assert a.names == b.names == late.names
 
 
 async def test_who_waits_for_the_next_sync_counts_or_it_might_never_come(
