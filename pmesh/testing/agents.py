@@ -1,12 +1,16 @@
-"""A simulated agent: drives the real agreement as the real agent does, on simulated time."""
+"""A simulated agent: drives the real agreement as the real agent does, on simulated time.
+
+The counterpart of `pmesh.agent.membership` and `.peers`.
+"""
 
 from collections.abc import Callable, Mapping
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from pmesh.core import agreement
 from pmesh.core.messages import (
     PROTOCOL_VERSION,
+    AgreementMessage,
     AskResult,
     Commit,
     Heartbeat,
@@ -15,25 +19,19 @@ from pmesh.core.messages import (
     LinkMessage,
     OfferLane,
     TellView,
-    decode_untrusted,
-    encode,
 )
 from pmesh.core.standing import Facts, Fence, Install, Send, State, Step, heartbeat_of
 from pmesh.core.views import Roster, View
-from pmesh.ids import Incarnation, JobName, Member, NodeId, OpNumber, Rank
-from pmesh.testing.jobs import LocalJob
-from pmesh.testing.lane_messages import (
-    LaneMessage,
-    Retained,
-    decode_lane_message,
-    encode_lane_message,
-)
-from pmesh.testing.links import Link, Links
+from pmesh.ids import Incarnation, Member, NodeId, OpNumber
+from pmesh.testing import ops
+from pmesh.testing.lane_messages import LaneMessage, Retained, Token
+from pmesh.testing.links import Link, Links, Message
 from pmesh.testing.local_jobs import LocalJobs
 from pmesh.testing.network import Network
+from pmesh.testing.ranks import LocalRank
 from pmesh.testing.timeline import Timeline
 from pmesh.testing.traces import describe
-from pmesh.testing.trainers import Habits, Trainer
+from pmesh.testing.trainers import Habits, Trainer, chance
 
 if TYPE_CHECKING:
     from pmesh.testing.invariants import Invariants
@@ -42,11 +40,11 @@ HEARTBEAT_S = 0.2
 GONE_AFTER_S = 2.0
 """Silence after which a peer is gone (`pmesh.core.health`, WIRED)."""
 
-STALL_S = GONE_AFTER_S / 2
-"""V8: a stall of our own of this length is not held against others."""
+DOUBT_S = GONE_AFTER_S / 2
+"""V8: after a stall of our own of this length, somebody may have given us up."""
 
 BACK_AFTER_S = 1.0
-"""On average this long after its trainer has left, a machine starts another."""
+"""On average this long after its trainer has gone, a machine starts another."""
 
 
 class Agent:
@@ -58,7 +56,7 @@ class Agent:
         member: Member,
         *,
         timeline: Timeline,
-        network: Network,
+        network: Network[Message],
         random: Random,
         invariants: "Invariants",
         habits: tuple[Habits, ...],
@@ -70,6 +68,7 @@ class Agent:
         self.state: State = agreement.first_state(member, self.name, now=timeline.now)
         self.before_commit: Callable[[Agent], None] | None = None
         """Called when this agent is about to send a commit: where faults hurt most."""
+        self.greeting = Hello(PROTOCOL_VERSION, member, self.name)
         self._timeline = timeline
         self._network = network
         self._random = random
@@ -80,12 +79,14 @@ class Agent:
         """The other hosts' numbers, each with the round trip to it in microseconds."""
         self._links = Links(network, number)
         self._round_trips: dict[Incarnation, int] = {}
-        self._local = LocalJobs(self, member)
+        self.jobs = LocalJobs(self)
+        self._trainers: list[Trainer] = []
         self._facts: Facts | None = None
-        self._shown: Heartbeat | None = None
-        self._stepping = False
+        self._shown: object = None
+        self._showing = False
         self._running = True
-        self._ticked_at = timeline.now
+        self._awake_us = 0
+        self._unconfirmed: set[Member] = set()
         invariants.installed(member, self.state.view)
         network.attach(number, self)
         timeline.after(random.random() * HEARTBEAT_S, self._tick)
@@ -103,47 +104,42 @@ class Agent:
         return self._network.is_frozen(self.number)
 
     @property
-    def greeting(self) -> bytes:
-        """The Hello."""
-        return encode(Hello(PROTOCOL_VERSION, self.state.me, self.name))
-
-    @property
-    def trainers(self) -> tuple[Trainer, ...]:
+    def trainers(self) -> list[Trainer]:
         """The training processes that are connected to this agent."""
-        return self._local.trainers
-
-    @property
-    def jobs(self) -> dict[JobName, LocalJob]:
-        """The running jobs that have ranks here."""
-        return self._local.running
+        return [trainer for trainer in self._trainers if trainer.alive]
 
     def crash(self) -> None:
         """The process is killed, and the trainers' connections with it."""
         self._running = False
         self._network.detach(self.number)
-        for trainer in self.trainers:
-            trainer.leave()
+        for trainer in self._trainers:
+            trainer.lose_agent()
 
     def drop(self, peer: int) -> None:
         """The connection with a peer breaks, as if a router had forgotten it."""
         self._network.close(self.number, peer)
         self.disconnected(peer)
 
+    def wake(self, slept_s: float) -> None:
+        """The machine goes on; what has arrived is read after the stall has been noticed (V8)."""
+        self._links.forgive(slept_s, self.now)
+        self._network.thaw(self.number, self._doubt if slept_s >= DOUBT_S else None)
+
     # --- what the network brings
 
-    def connected(self, peer: int, greeting: bytes) -> None:
+    def connected(self, peer: int, greeting: Message) -> None:
         """A link is up."""
-        hello = decode_untrusted(greeting)
-        assert isinstance(hello, Hello)  # noqa: S101 - the network brings what `greeting` gave
+        assert isinstance(greeting, Hello)  # noqa: S101 - the network brings what `greeting` gave
         old = self._links.remove(peer)
         if old is not None:
-            self._break_lanes(old)
-            if old.member != hello.member:  # V6: the redial has met another incarnation
+            self.jobs.lane_broke(old.member)
+            if old.member != greeting.member:  # V6: the redial has met another incarnation
                 self._lose(old, "it has restarted")
-        self._links.add(peer, hello.member, self.now)
-        self._round_trips[hello.member.incarnation] = self._peers[peer]
-        self._links.tell(hello.member, TellView(self.state.view))
-        self._links.tell(hello.member, self._heartbeat())
+        self._links.add(peer, greeting.member, self.now)
+        self._round_trips[greeting.member.incarnation] = self._peers[peer]
+        self._facts = None
+        self._links.tell(greeting.member, TellView(self.state.view))
+        self._links.tell(greeting.member, self._heartbeat())
 
     def unreachable(self, peer: int) -> None:
         """A dial has failed."""
@@ -155,61 +151,95 @@ class Agent:
         """V6: the end of a connection means gone only if a redial at once fails."""
         link = self._links.get(peer)
         if link is not None:
-            self._break_lanes(link)
+            self.jobs.lane_broke(link.member)
             self._links.dial(peer, self.now)
 
-    def received(self, peer: int, channel: str, data: bytes) -> None:
+    def received(self, peer: int, channel: str, message: Message) -> None:  # noqa: ARG002 - Host's
         """A message has arrived, on the link or on a job's lane."""
-        if channel != "link":
-            self._local.receive(decode_lane_message(data))
+        if isinstance(message, Token | Retained):
+            self.jobs.receive(message)
             return
         link = self._links.get(peer)
-        if link is None:
-            return
-        link.heard_at = self.now
-        self._receive_on_link(link.member, decode_untrusted(data))
+        if link is not None:
+            link.heard_at = self.now
+            self._receive_on_link(link, message)
 
-    def _receive_on_link(self, sender: Member, message: LinkMessage) -> None:
+    def _receive_on_link(self, link: Link, message: LinkMessage) -> None:
         match message:
+            case Heartbeat():
+                link.sent_us = message.sent_us
+                if self._is_new(link.member, message):
+                    self._hear(link.member, message)
+                if message.view == self.state.view.epoch and message.echo_us >= self._awake_us:
+                    self._confirm({link.member})
+                self.jobs.marked(link.member, message)
             case AskResult():
                 self._answer(message)
             case Hello() | OfferLane() | KnownPeers():
                 raise AssertionError(f"no simulated agent sends {message}")
             case _:
-                self._perform(
-                    agreement.hear(self.state, sender, message, self._known(), now=self.now)
-                )
+                self._hear(link.member, message)
 
     # --- what the agreement wants done
 
+    def _is_new(self, sender: Member, beat: Heartbeat) -> bool:
+        """Else nothing follows from it that the next tick would not do: it saves half the time."""
+        peer = self.state.peers.get(sender.node)
+        return peer is None or peer.member != sender or content(peer.heartbeat) != content(beat)
+
+    def _hear(self, sender: Member, message: AgreementMessage) -> None:
+        self._perform(agreement.hear(self.state, sender, message, self._known(), now=self.now))
+
     def _perform(self, step: Step) -> None:
+        unchanged = step.state is self.state
         self.state = step.state
         for action in step.actions:
             match action:
-                case Send():
-                    if isinstance(action.message, Commit) and self.before_commit is not None:
+                case Send(to, message):
+                    if isinstance(message, Commit) and self.before_commit is not None:
                         self.before_commit(self)
                     if not self._running:
                         return
-                    self._links.tell(action.to, action.message)
-                case Fence():
-                    self._note(self.number, f"fences {action.jobs} for {self.state.promised[0]}")
-                    for name in action.jobs:
-                        if name in self.jobs:
-                            self.jobs[name].fence()
-                case Install():
-                    self._install(action.view)
-        self._invariants.promised(self.state.me, self.state.promised)
-        self._show()
+                    self._links.tell(to, message)
+                case Fence(jobs):
+                    self._note(self.number, f"fences {jobs} for {self.state.promised[0]}")
+                    self.jobs.fence(jobs)
+                case Install(view):
+                    self._install(view)
+                case _:
+                    assert_never(action)
+        if not unchanged or step.actions:
+            self._invariants.promised(self.state.me, self.state.promised)
+            self._show()
 
     def _install(self, view: View) -> None:
         self._note(self.number, describe(view))
         self._invariants.installed(self.state.me, view)
-        self._local.install(view)
+        again = self.jobs.install(view)
         self._facts = None
-        for job in list(self.jobs.values()):
-            self._invariants.agree(job)
-        self._local.receive_early()
+        for rank in self.jobs.ranks:
+            self._invariants.agree(rank)
+        self._confirm(self._unconfirmed - set(view.members))
+        for rank in again:
+            ops.go_on(rank)
+        for rank in list(self.jobs.ranks):
+            ops.unfenced(rank)
+        self.jobs.receive_early()
+
+    def _doubt(self) -> None:
+        """V8: while we slept the others may have gone on without us; ask them."""
+        self._awake_us = round(self.now * 1e6)
+        self._unconfirmed = set(self.state.view.members) - {self.state.me}
+        if self._unconfirmed:
+            self.jobs.doubt()
+            self._beat()
+
+    def _confirm(self, members: set[Member]) -> None:
+        """V8: these have given a fresh echo that names our epoch, or are no longer of our view."""
+        if self._unconfirmed:
+            self._unconfirmed -= members
+            if not self._unconfirmed:
+                self.jobs.trust()
 
     # --- time
 
@@ -219,108 +249,136 @@ class Agent:
         self._timeline.after(HEARTBEAT_S * (0.9 + 0.2 * self._random.random()), self._tick)
         if self.asleep:
             return
-        if self.now - self._ticked_at > STALL_S:
-            self._links.forgive(self.now)
-        self._ticked_at = self.now
         for link in self._links.close_silent(self.now - GONE_AFTER_S):
-            self._break_lanes(link)
+            self.jobs.lane_broke(link.member)
             self._lose(link, f"silent for {GONE_AFTER_S} s")
         self._links.dial_missing(self._peers, self.now)
-        share = HEARTBEAT_S / BACK_AFTER_S
-        self._local.employ(self._habits, share, self._timeline, self._random)
-        self._local.pass_time(self._known().marks, self.state.peers.values())
+        self._employ()
+        for trainer in self.trainers:
+            trainer.look()
+        self.jobs.look()
         self._perform(agreement.pass_time(self.state, self._known(), now=self.now))
         self._beat()
+
+    def _employ(self) -> None:
+        """Each job that this machine takes part in gets its trainer back, sooner or later."""
+        self._trainers = self.trainers
+        for habits in self._habits:
+            employed = any(trainer.habits is habits for trainer in self._trainers)
+            if not employed and chance(self._random, HEARTBEAT_S / BACK_AFTER_S):
+                trainer = Trainer(self._timeline, self._random, self, self.jobs, habits)
+                self._trainers.append(trainer)
 
     # --- what a job needs
 
     def facts_changed(self) -> None:
         """What is reported, or wanted, is no longer what it was: others hear of it at once."""
         self._facts = None
-        if not self._stepping:
-            self._stepping = True
+        if not self._showing:
+            self._showing = True
             self._timeline.after(0.0, self._show_later)
 
     def send_on_lane(self, to: Member, message: LaneMessage) -> None:
         """To a rank's agent, which may be this one."""
-        data = encode_lane_message(message)
+        channel = f"lane {message.job}"
         if to == self.state.me:
-            self._network.send(self.number, self.number, f"lane {message.job}", data)
-        self._links.send(to, f"lane {message.job}", data)
-
-    def ask_result(self, roster: Roster, op: OpNumber, holder: Rank, to_rank: Rank) -> None:
-        """Ask the holder's agent for the op's retained result (O2)."""
-        ask = AskResult(roster.job, roster.born, roster.number, op, holder, to_rank)
-        host = roster.trainers[holder].member
-        if host == self.state.me:
-            self._timeline.after(0.0, self._answer, ask)
+            self._network.send(self.number, self.number, channel, message)
         else:
-            self._links.tell(host, ask)
+            self._links.send(to, channel, message)
 
-    def op_ended(self, job: LocalJob, rank: Rank, op: OpNumber) -> None:
-        """An op has ended at a local rank."""
-        self._note(self.number, f"{job.roster.job} op {op} at rank {rank}: {job.ends[rank, op]}")
-        self._invariants.ended(job, rank, op)
+    def ask(self, to: Member, message: AskResult) -> None:
+        """Ask a holder's agent, which may be this one, for a retained result (O2)."""
+        if to == self.state.me:
+            self._timeline.after(0.0, self._answer, message)
+        else:
+            self._links.tell(to, message)
 
     def _answer(self, ask: AskResult) -> None:
-        job = self._local.asked_of(ask)
-        if job is None:
+        rank = self.jobs.asked_of(ask)
+        if rank is None:
             return  # they ask again
-        kept = job.retained(ask.holder, ask.op)
-        if kept is None:
-            self._invariants.lost_result(job, ask)
-            return
-        retained = Retained(ask.job, ask.born, ask.number, ask.to_rank, ask.op, *kept)
-        self.send_on_lane(job.roster.trainers[ask.to_rank].member, retained)
+        retained, asker = ops.serve(rank, ask), rank.roster.trainer(ask.receiver)
+        if retained is None:
+            self._invariants.lost_result(rank, ask)
+        elif asker is not None:
+            self.send_on_lane(asker.member, retained)
+
+    # --- what the invariants see
+
+    def rank_began(self, rank: LocalRank) -> None:
+        """A trainer has entered its job."""
+        self._invariants.began(rank)
+
+    def op_called(self, rank: LocalRank, op: OpNumber) -> None:
+        """A rank's trainer has called an op."""
+        self._invariants.called(rank, op)
+
+    def op_ended(self, rank: LocalRank, op: OpNumber) -> None:
+        """An op has ended at a local rank."""
+        self._note(self.number, f"{rank.roster.job} op {op} at {rank.id}: {rank.ends[op]}")
+        self._invariants.ended(rank, op)
+
+    def roster_settled(self, rank: LocalRank, after: Roster) -> None:
+        """A rank is about to follow a roster of another number."""
+        self._invariants.settled(rank, after, self.state.view)
+
+    def superseded(self, rank: LocalRank) -> None:
+        """A rank is told that the others go on without it."""
+        self._note(self.number, f"{rank.roster.job}: {rank.id} is superseded")
 
     # --- what we know, and say
 
     def _known(self) -> Facts:
         if self._facts is None:
-            self._facts = self._local.facts(self.state.view, self._round_trips)
+            facts = self.jobs.facts()
+            self._facts = Facts(
+                reports=facts.reports,
+                waiting=facts.waiting,
+                concerns=facts.concerns,
+                marks=facts.marks,
+                round_trips=self._round_trips,
+            )
         return self._facts
 
     def _heartbeat(self) -> Heartbeat:
         return heartbeat_of(self.state, self._known(), self.now)
 
     def _show_later(self) -> None:
-        self._stepping = False
+        self._showing = False
         if self._running and not self.asleep:
             self._show()
 
     def _show(self) -> None:
         """A heartbeat at once whenever it says anything new; marks ride on the regular ones."""
-        beat, shown = self._heartbeat(), self._shown
-        if shown is None or _content(beat) != _content(shown):
+        beat = self._heartbeat()
+        if self._shown != content(beat):
             self._beat(beat)
 
     def _beat(self, beat: Heartbeat | None = None) -> None:
-        self._shown = beat or self._heartbeat()
-        self._links.tell_all(self._shown)
+        beat = beat or self._heartbeat()
+        self._shown = content(beat)
+        self._links.beat(beat, self.now)
 
     def _lose(self, link: Link, why: str) -> None:
         self._note(self.number, f"loses {link.member.node.hex()[-1:]}: {why}")
         step = agreement.lose(self.state, link.member.node, why, self._known(), now=self.now)
         self._perform(step)
 
-    def _break_lanes(self, link: Link) -> None:
-        for job in self.jobs.values():
-            job.lane_broke(link.member)
-
 
 def node_of(number: int) -> NodeId:
     """The node id of a simulated host."""
-    return NodeId(bytes(31) + bytes([number]))
+    return NodeId(bytes(30) + number.to_bytes(2))
 
 
-def _content(beat: Heartbeat) -> tuple[object, ...]:
+def content(beat: Heartbeat) -> tuple[object, ...]:
+    """What others act on."""
     return (
         beat.view,
         beat.promised,
         beat.flushed,
         beat.acting,
         beat.needs_epoch,
-        sorted(beat.heard),
+        beat.heard.keys(),
         beat.waiting,
         beat.concerns,
     )

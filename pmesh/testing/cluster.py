@@ -4,23 +4,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from pmesh.core.quorum import has_quorum
+from pmesh.core.views import Roster
 from pmesh.errors import ProtocolError
-from pmesh.ids import Incarnation, JobName, Member
+from pmesh.ids import Epoch, Incarnation, JobName, Member, TrainerId
 from pmesh.testing.agents import Agent, node_of
-from pmesh.testing.invariants import Invariants, Violation
+from pmesh.testing.drawing import draw_conditions, draw_habits, draw_round_trips, draw_size
+from pmesh.testing.invariants import Invariants
+from pmesh.testing.links import Message
 from pmesh.testing.network import Conditions, Network
 from pmesh.testing.timeline import Timeline
-from pmesh.testing.trainers import Habits, chance
+from pmesh.testing.trainers import Habits
+from pmesh.testing.violations import Violation
 
 FAULTS_UNTIL_S = 16.0
 CALM_FROM_S = 17.0
-SETTLED_BY_S = 30.0
+SETTLED_BY_S = 47.0
 """Long enough for every deadline in a row after the last fault: gone 2, flushes 1 each with
-skips of 1, joins pairwise, an op's 4, trainers back after 1. The
-longest in 3,000 seeds took 8 s."""
+skips of 1, joins pairwise, an op's 4, a stopped trainer 3, an enlistment's 6, trainers back
+after 1."""
 
 AHEAD = 4
 """After the faults each job must end this many more ops at all its ranks."""
+
+Progress = dict[tuple[JobName, Epoch, TrainerId, Member], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +40,8 @@ class Outcome:
     installs: int
     ops_ended: int
     ops_failed: int
+    entered: int
+    """How many trainers have entered a job that was running."""
     messages: int
 
 
@@ -51,19 +60,20 @@ class Cluster:
         """What is not given is drawn; `habits` are those of one trainer on each node."""
         self.random = Random(seed)  # noqa: S311 - the seed replays the history
         self.timeline = Timeline()
-        self.size = size or self.random.choice([2, 3, 3, 4, 4, 5])
+        self.size = size or draw_size(self.random)
         self.conditions = conditions or draw_conditions(self.random)
-        self.network = Network(self.timeline, self.random, self.conditions)
-        self.invariants = Invariants(
-            lambda: (job for agent in self.agents.values() for job in agent.jobs.values())
-        )
+        self.network: Network[Message] = Network(self.timeline, self.random, self.conditions)
         self.agents: dict[int, Agent] = {}
+        self.invariants = Invariants(
+            lambda: (rank for agent in self.agents.values() for rank in agent.jobs.ranks)
+        )
         self.on_start: Callable[[Agent], None] | None = None
         """Called for each agent that starts."""
         self._trace = trace
-        drawn = draw_habits(self.random, self.size)
+        drawn = draw_habits(self.random, self.size, until_s=CALM_FROM_S)
         self._habits = [(habits,)] * self.size if habits else drawn
         self._round_trips = draw_round_trips(self.random, self.size)
+        self._asleep_since: dict[int, float] = {}
 
     def start(self, number: int) -> None:
         """Start a node's agent, if none runs."""
@@ -89,8 +99,22 @@ class Cluster:
         """Kill a node's agent, and the trainers with it."""
         agent = self.agents.pop(number, None)
         if agent is not None:
+            self._asleep_since.pop(number, None)
             self.note(number, "crashes")
             agent.crash()
+
+    def sleep(self, number: int) -> None:
+        """A node's agent stands still, and its trainers with it."""
+        self._asleep_since.setdefault(number, self.timeline.now)
+        self.network.freeze(number)
+
+    def wake(self, number: int) -> None:
+        """It goes on, and reads what has come meanwhile."""
+        since = self._asleep_since.pop(number, None)
+        agent = self.agents.get(number)
+        if since is not None and agent is not None:
+            self.note(number, "wakes up")
+            agent.wake(self.timeline.now - since)
 
     def note(self, number: int, event: str) -> None:
         """A line of the trace."""
@@ -102,7 +126,7 @@ class Cluster:
         self.network.conditions = Conditions(latency_s=self.conditions.latency_s)
         self.network.heal()
         for number in range(self.size):
-            self.network.thaw(number)
+            self.wake(number)
             self.start(number)
 
     def run_until(self, end: float) -> None:
@@ -114,16 +138,19 @@ class Cluster:
 
     def settle(self) -> Outcome:
         """After `calm`: until one view holds everyone and each job gets on; else a Violation."""
-        goals: dict[tuple[JobName, object, int], int] | None = None
+        goals: Progress | None = None
         while self.timeline.now < SETTLED_BY_S:
             self.run_until(self.timeline.now + 0.5)
-            if not self.is_one_view():
+            progress = self.progress()
+            if not self.is_one_view() or self._who_waits():
                 goals = None
-            elif goals is None or goals.keys() != self.progress().keys():
-                goals = {key: mark + AHEAD for key, mark in self.progress().items()}
-            elif all(mark >= goals[key] for key, mark in self.progress().items()):
+            elif goals is None or goals.keys() != progress.keys():
+                goals = {key: mark + AHEAD for key, mark in progress.items()}
+            elif all(mark >= goals[key] for key, mark in progress.items()):
+                self.invariants.finish()
                 return self._outcome()
-        raise Violation("no convergence: " + "; ".join(map(_standing, self.agents.values())))
+        standing = "; ".join(map(_standing, self.agents.values()))
+        raise Violation(f"no convergence: {self._who_waits()} wait; {standing}")
 
     def is_one_view(self) -> bool:
         """Whether all live agents are members of the view that all have installed."""
@@ -134,15 +161,39 @@ class Cluster:
             for agent in live
         )
 
-    def progress(self) -> dict[tuple[JobName, object, int], int]:
-        """Of each rank of each job that has its trainer: the op up to which all have ended."""
+    def progress(self) -> Progress:
+        """Of each rank that has its trainer and may go on: the op up to which all have ended."""
         return {
-            (job.roster.job, job.roster.born, rank): ledger.ended
+            (rank.roster.job, rank.roster.born, rank.id, rank.trainer.member): rank.ledger.ended
             for agent in self.agents.values()
-            for job in agent.jobs.values()
-            for rank, ledger in job.ledgers.items()
-            if job.trainers[rank].alive
+            for rank in agent.jobs.ranks
+            if rank.leaving is None and not self._has_lost_its_quorum(rank.roster)
         }
+
+    def _who_waits(self) -> list[str]:
+        """Trainers that have not entered yet, but where the job itself stands still for good."""
+        view = next(iter(self.agents.values())).state.view
+        return [
+            f"a trainer of {trainer.habits.job} on {agent.name}"
+            for agent in self.agents.values()
+            for trainer in agent.trainers
+            if trainer.waits
+            and not self._is_stuck(view.roster_of(trainer.habits.job), trainer.habits)
+        ]
+
+    def _is_stuck(self, roster: Roster | None, habits: Habits) -> bool:
+        if roster is not None:
+            return self._has_lost_its_quorum(roster)
+        employed = sum(t.habits.job == habits.job for a in self.agents.values() for t in a.trainers)
+        return employed < habits.wait_for
+
+    def _has_lost_its_quorum(self, roster: Roster) -> bool:
+        """V10: a restarted agent has no vote, so a job may have to wait for ever."""
+        if roster.quorate:
+            return False
+        voting = {agent.state.me for agent in self.agents.values()}
+        attempts = [a for agent in self.agents.values() for a in agent.state.attempts]
+        return not has_quorum(roster.primary, voting, attempts)
 
     def _outcome(self) -> Outcome:
         return Outcome(
@@ -151,58 +202,17 @@ class Cluster:
             installs=self.invariants.installs,
             ops_ended=self.invariants.ops_ended,
             ops_failed=self.invariants.ops_failed,
+            entered=self.invariants.entered,
             messages=self.network.delivered,
         )
-
-
-def draw_conditions(random: Random) -> Conditions:
-    """A network between a quiet switch and a bad Wi-Fi."""
-    return Conditions(
-        latency_s=random.choice([0.01, 0.05, 0.2]),
-        late_chance=random.choice([0.0, 0.05]),
-        loss=random.choice([0.0, 0.0, 0.02, 0.1]),
-        repeats=random.choice([0.0, 0.0, 0.05]),
-    )
-
-
-def draw_habits(random: Random, size: int) -> list[tuple[Habits, ...]]:
-    """One or two jobs, on all or some of the nodes, now and then two trainers of one on a node."""
-    habits: list[list[Habits]] = [[] for _ in range(size)]
-    for name in ("digits", "words")[: random.choice([1, 1, 2])]:
-        hosts = [n for n in range(size) if chance(random, 0.8)] or [0]
-        hosts += [hosts[0]] * chance(random, 0.2)
-        wait_for = random.choice([len(hosts), max(1, len(hosts) - 1), min(2, len(hosts))])
-        mistakes = random.choice([0.0, 0.0, 0.02, 0.3])
-        think_s = random.choice([0.02, 0.1, 0.3])
-        for host in hosts:
-            habit = Habits(
-                job=JobName(name),
-                wait_for=wait_for,
-                think_s=think_s,
-                in_flight=random.choice([1, 2]),
-                mistakes=mistakes,
-                pauses=random.choice([0.0, 0.0, 0.02]),
-                until_s=CALM_FROM_S,
-                ops=random.choice([1000, 30]),
-            )
-            habits[host].append(habit)
-    return [tuple(theirs) for theirs in habits]
-
-
-def draw_round_trips(random: Random, size: int) -> list[list[int]]:
-    """Microseconds; equal, or so that the ring is not the order of the node ids."""
-    if chance(random, 0.7):  # planning costs time
-        return [[0] * size for _ in range(size)]
-    trips = [[random.choice([300, 1000, 5000]) for _ in range(size)] for _ in range(size)]
-    return [[trips[min(a, b)][max(a, b)] for b in range(size)] for a in range(size)]
 
 
 def _standing(agent: Agent) -> str:
     state = agent.state
     jobs = ",".join(
-        f"{job.roster.job}#{job.roster.number}{'F' * job.fenced}"
-        f"{[(ledger.ended, ledger.started) for ledger in job.ledgers.values()]}"
-        for job in agent.jobs.values()
+        f"{rank.roster.job}#{rank.roster.number}:{rank.id}{'F' * bool(rank.fences)}"
+        f"({rank.ledger.ended},{rank.ledger.started}{rank.op and rank.op.phase})"
+        for rank in agent.jobs.ranks
     )
     return (
         f"{agent.name} {state.view.epoch.counter}/{len(state.view.seats)}"

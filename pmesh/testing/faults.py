@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from pmesh.testing.agents import GONE_AFTER_S, Agent
 from pmesh.testing.cluster import CALM_FROM_S, FAULTS_UNTIL_S, Cluster, Outcome
-from pmesh.testing.invariants import Violation
 from pmesh.testing.network import Conditions
-from pmesh.testing.trainers import chance
+from pmesh.testing.trainers import STRAGGLER_AFTER_S, chance
+from pmesh.testing.violations import Violation
 
 AIMED = 0.2
 """The share of commits that a fault is aimed at: a half-sent commit is the hardest case."""
@@ -31,7 +31,8 @@ class Faults:
             self._cut: 0.1,
             self._hold_up: 0.15,
             self._drop: 0.1,
-            self._kill_trainer: 0.1,
+            self._kill_trainer: 0.15,
+            self._stop_trainer: 0.05,
             self._heal: 0.1,
         }
         if self.crashes_only:
@@ -67,8 +68,8 @@ class Faults:
     def _sleep(self, number: int) -> None:
         duration_s = self._random.choice([0.3, 0.9, 1.5, 4.0])
         self._cluster.note(number, f"sleeps for {duration_s} s")
-        self._cluster.network.freeze(number)
-        self._after(duration_s, lambda: self._cluster.network.thaw(number))
+        self._cluster.sleep(number)
+        self._after(duration_s, lambda: self._cluster.wake(number))
 
     def _partition(self, number: int) -> None:
         others = [n for n in range(self._cluster.size) if chance(self._random, 0.5)]
@@ -103,7 +104,14 @@ class Faults:
         trainers = self._cluster.agents[number].trainers
         if trainers:
             self._cluster.note(number, "loses a trainer")
-            self._random.choice(trainers).leave()
+            self._random.choice(trainers).die()
+
+    def _stop_trainer(self, number: int) -> None:
+        trainers = self._cluster.agents[number].trainers
+        if trainers:
+            duration_s = self._random.choice([1.0, 2 * STRAGGLER_AFTER_S])
+            self._cluster.note(number, f"has a trainer stopped for {duration_s} s")
+            self._random.choice(trainers).stop(duration_s)
 
     def _heal(self, number: int) -> None:
         self._cluster.note(number, "is healed, as all others")

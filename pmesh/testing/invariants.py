@@ -1,34 +1,40 @@
-"""The design's invariants I1 to I5 over a whole simulated cluster; the first breach raises."""
+"""The design's invariants over a whole simulated cluster; the first breach raises."""
 
 from collections.abc import Callable, Iterable
 
 from pmesh.core.messages import AskResult
-from pmesh.core.views import Roster, Verdict, View
-from pmesh.ids import Epoch, JobName, Member, OpNumber, Rank
-from pmesh.testing.jobs import LocalJob
+from pmesh.core.op_outcomes import outcome_of
+from pmesh.core.rosters import is_same_history
+from pmesh.core.views import Roster, Trainer, Verdict, View
+from pmesh.ids import Epoch, JobName, Member, OpNumber
+from pmesh.testing.descent import Descent
 from pmesh.testing.lane_messages import OpResult
-
-
-class Violation(AssertionError):  # noqa: N818 - what is found, as in "I3 violation"
-    """An invariant of the design does not hold."""
+from pmesh.testing.ranks import End, LocalRank
+from pmesh.testing.violations import Violation
 
 
 class Invariants:
     """Watches what agents install and how ops end."""
 
-    def __init__(self, jobs: Callable[[], Iterable[LocalJob]]) -> None:
-        """`jobs` gives the local jobs of all live agents."""
+    def __init__(self, ranks: Callable[[], Iterable[LocalRank]]) -> None:
+        """`ranks` gives all ranks of all live agents."""
         self.installs = 0
         self.ops_ended = 0
         self.ops_failed = 0
         self.resets = 0
         """How often a member of a view with others had to begin anew, as a newcomer or alone."""
-        self._jobs = jobs
+        self.entered = 0
+        """How many trainers have entered a running job."""
+        self.superseded = 0
+        self.descent = Descent()
+        self._ranks = ranks
         self._views: dict[Epoch, View] = {}
         self._last: dict[Member, View] = {}
         self._promised: dict[Member, Epoch] = {}
-        self._results: dict[tuple[JobName, Epoch, OpNumber], OpResult] = {}
-        self._ends: dict[tuple[JobName, Epoch, OpNumber, Rank], OpResult | Verdict] = {}
+        self._ends: dict[tuple[JobName, Epoch, OpNumber, Trainer], End] = {}
+        self._asleep: dict[Member, tuple[float, float]] = {}
+
+    # --- views
 
     def promised(self, member: Member, epoch: Epoch) -> None:
         """V1: a promise is never taken back."""
@@ -39,7 +45,8 @@ class Invariants:
     def installed(self, member: Member, view: View) -> None:
         """I1 and I2, and V1: nothing is installed below a promise; V2: the lineage is true."""
         self.installs += 1
-        if self._views.setdefault(view.epoch, view) != view:
+        first = self._views.setdefault(view.epoch, view)
+        if first is not view and first != view:
             raise Violation(f"I1: two views {view.epoch}")
         last = self._last.get(member)
         if member not in view.members or (last is not None and view.epoch <= last.epoch):
@@ -51,6 +58,7 @@ class Invariants:
             raise Violation(f"V2: {member} installs {view} after {last.epoch}")
         self._check_lineage(view)
         self.resets += last is not None and previous is None and len(last.seats) > 1
+        self.descent.installed(member, view, self._last)
         self._last[member] = view
 
     def _check_lineage(self, view: View) -> None:
@@ -62,52 +70,120 @@ class Invariants:
                 if epoch not in (base.epoch, base.previous_epoch_of(member)):
                     raise Violation(f"V2: {member} continues from {epoch} beside {base.epoch}")
 
-    def ended(self, job: LocalJob, rank: Rank, op: OpNumber) -> None:
-        """I3, whoever sees whom: one op has one result. Then what `agree` checks, for this op."""
-        outcome = job.ends[rank, op]
+    # --- ops
+
+    def began(self, rank: LocalRank) -> None:
+        """O6: whoever is there has ended all ops before a newcomer's first, and none after."""
+        enters = rank.trainer.enters
+        if not enters:
+            return
+        self.entered += 1
+        for other in self._beside(rank):
+            if other.rank is None:
+                continue  # a witness
+            first = max(other.trainer.enters, other.ledger.ended + 1)
+            if any(outcome_of(other.roster, OpNumber(op)) is None for op in range(first, enters)):
+                raise Violation(f"O6: {rank.id} enters at {enters}, {other.id} has not come so far")
+            if other.ledger.ended >= enters:
+                raise Violation(f"O6: {rank.id} enters at {enters}, {other.id} has ended it")
+
+    def called(self, rank: LocalRank, op: OpNumber) -> None:
+        """O6 and O5: a newcomer begins with the sync; rank i is the same trainer for all."""
+        call = rank.ledger.ops[op].call
+        if rank.trainer.enters and not rank.ends and not _fails(rank, op):
+            if (op, call.kind) != (rank.trainer.enters, "sync"):
+                raise Violation(f"O6: {rank.id} enters at {rank.trainer.enters} with {op} {call}")
+            return
+        for other in self._beside(rank):
+            same_op = other.op is not None and other.op.number == op
+            if same_op and other.ends and other.world and rank.world not in ((), other.world):
+                raise Violation(f"O5: {rank.id} sees {rank.world}, {other.id} {other.world}")
+
+    def ended(self, rank: LocalRank, op: OpNumber) -> None:
+        """I4: what has ended has ended. I3 and I5: for those beside us likewise."""
+        end = rank.ends[op]
         self.ops_ended += 1
-        if isinstance(outcome, OpResult):
-            key = (job.roster.job, job.roster.born, op)
-            if self._results.setdefault(key, outcome) != outcome:
-                raise Violation(f"I3: {key}: {outcome} at rank {rank}, {self._results[key]} before")
-        else:
-            self.ops_failed += 1
-        earlier = self._ends.setdefault((job.roster.job, job.roster.born, op, rank), outcome)
-        told_late = isinstance(outcome, Verdict) and outcome.error == "OpMismatch"  # I5 allows it
-        if earlier != outcome and not told_late:
-            raise Violation(f"I4: op {op} at rank {rank} ends as {outcome} after {earlier}")
-        self._compare(job, [op])
+        self.ops_failed += isinstance(end.outcome, Verdict)
+        if rank.superseded is not None:
+            raise Violation(f"O6: {rank.id} ends op {op}, and the others go on without it")
+        if isinstance(end.outcome, OpResult) and not rank.roster.quorate:
+            raise Violation(f"V10: {rank.id} completes op {op} without a quorum")
+        key = (rank.roster.job, rank.roster.born, op, rank.trainer)
+        earlier = self._ends.setdefault(key, end)
+        if earlier != end:
+            raise Violation(f"I4: op {op} at {rank.id} ends as {end} after {earlier}")
+        self._compare(rank, [op])
 
-    def agree(self, job: LocalJob) -> None:
-        """I4 and I5: ranks under one roster ended the same ops in the same way."""
-        self._compare(job, sorted({op for ledger in job.ledgers.values() for op in ledger.ops}))
-
-    def lost_result(self, job: LocalJob, ask: AskResult) -> None:
-        """O2: whoever is named as a holder has the result."""
-        raise Violation(f"O2: rank {ask.holder} of {job.roster.job} no longer has op {ask.op}")
-
-    def _compare(self, job: LocalJob, ops: list[OpNumber]) -> None:
-        for other in self._jobs():
-            if not _same(job.roster, other.roster):
+    def agree(self, rank: LocalRank) -> None:
+        """I3, I4 and I5: ranks under one roster have ended the same ops in the same way."""
+        self._compare(rank, sorted(op for op in rank.ledger.ops if op in rank.ends))
+        for outcome in rank.roster.outcomes:
+            if rank.id not in outcome.holders or outcome.op <= rank.ledger.stable:
                 continue
+            if outcome.op not in rank.results:
+                raise Violation(f"O2: {rank.id} is named to hold op {outcome.op}")
+
+    def settled(self, rank: LocalRank, after: Roster, view: View) -> None:
+        """I4 and O2: what one who goes on has completed, the settled roster says is complete."""
+        if view.previous_epoch_of(rank.trainer.member) is None:
+            return
+        if not is_same_history(rank.roster, after, rank.trainer):
+            return
+        outcomes = {outcome.op: outcome for outcome in after.outcomes}
+        for op, report in rank.ledger.ops.items():
+            if not report.completed:
+                continue
+            outcome = outcomes.get(op)
+            if outcome is None or (outcome.holders and outcome.contributors != report.contributors):
+                raise Violation(f"I4: {rank.id} has completed op {op}, resolved as {outcome}")
+        living = set(after.ids)
+        for outcome in after.outcomes:
+            if living & set(outcome.holders) and not set(outcome.holders) <= living:
+                raise Violation(f"O2: a lost holder beside living ones: {outcome}")
+
+    def lost_result(self, rank: LocalRank, ask: AskResult) -> None:
+        """O2: whoever is named as a holder has the result for as long as somebody lacks it."""
+        asker = next((other for other in self._beside(rank) if other.id == ask.receiver), None)
+        if asker is not None and ask.op not in asker.ends:
+            raise Violation(f"O2: {ask.holder} of {rank.roster.job} no longer has op {ask.op}")
+
+    def finish(self) -> None:
+        """When a history is over: what all have seen, from the beginning."""
+        for rank in self._ranks():
+            self._compare(rank, sorted(rank.ends))
+        self.descent.check()
+
+    # --- inside
+
+    def _beside(self, rank: LocalRank) -> Iterable[LocalRank]:
+        """The other ranks that live under the same roster."""
+        for other in self._ranks():
+            if other is not rank and _same(rank.roster, other.roster):
+                yield other
+
+    def _compare(self, rank: LocalRank, ops: list[OpNumber]) -> None:
+        for other in self._beside(rank):
             for op in ops:
-                ends = [
-                    (rank, at.ends[rank, op])
-                    for at in (job, other)
-                    for rank in at.trainers
-                    if (rank, op) in at.ends
-                ]
-                if any(end != ends[0][1] for _, end in ends):
-                    raise Violation(f"{_broken(ends)}: {job.roster.job} op {op}: {ends}")
+                ours, theirs = rank.ends[op], other.ends.get(op)
+                if theirs is None or theirs == ours:
+                    continue
+                raise Violation(f"{_broken(ours, theirs)}: op {op} at {rank.id}: {ours}; {theirs}")
 
 
-def _broken(ends: list[tuple[Rank, OpResult | Verdict]]) -> str:
-    """Results beside verdicts break I4; verdicts that differ, I5."""
-    return "I4" if any(isinstance(end, OpResult) for _, end in ends) else "I5"
+def _fails(rank: LocalRank, op: OpNumber) -> bool:
+    return rank.failure_of(op) is not None
+
+
+def _broken(ours: End, theirs: End) -> str:
+    """Results that differ break I3; results beside verdicts I4; verdicts that differ, I5."""
+    results = isinstance(ours.outcome, OpResult) + isinstance(theirs.outcome, OpResult)
+    if ours.outcome == theirs.outcome:
+        return "O5"
+    return ("I5", "I4", "I3")[results]
 
 
 def _same(roster: Roster, other: Roster) -> bool:
-    return (
+    return roster is other or (
         roster.number == other.number
         and roster.job == other.job
         and roster.born == other.born

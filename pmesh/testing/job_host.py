@@ -1,17 +1,21 @@
-"""What a simulated job needs of the agent that it runs on."""
+"""What the simulated ranks need of the agent that they live on."""
 
 from typing import TYPE_CHECKING, Protocol
 
+from pmesh.core.messages import AskResult
+from pmesh.core.standing import State
 from pmesh.core.views import Roster
-from pmesh.ids import Member, OpNumber, Rank
+from pmesh.ids import Member, OpNumber, TrainerId
 from pmesh.testing.lane_messages import LaneMessage
 
 if TYPE_CHECKING:
-    from pmesh.testing.jobs import LocalJob
+    from pmesh.testing.ranks import LocalRank
 
 
 class JobHost(Protocol):
-    """What a job needs of its agent."""
+    """What jobs need of their agent."""
+
+    state: State
 
     @property
     def now(self) -> float:
@@ -24,17 +28,49 @@ class JobHost(Protocol):
         ...
 
     def facts_changed(self) -> None:
-        """What the job reports, or wants settled, is no longer what it was."""
+        """What is reported, or wanted, is no longer what it was."""
         ...
 
     def send_on_lane(self, to: Member, message: LaneMessage) -> None:
         """To a rank's agent, which may be this one."""
         ...
 
-    def ask_result(self, roster: Roster, op: OpNumber, holder: Rank, to_rank: Rank) -> None:
-        """Ask the holder's agent for the op's retained result."""
+    def ask(self, to: Member, message: AskResult) -> None:
+        """Ask a holder's agent, which may be this one, for a retained result."""
         ...
 
-    def op_ended(self, job: "LocalJob", rank: Rank, op: OpNumber) -> None:
-        """`job.ends` has a new entry."""
+    def rank_began(self, rank: "LocalRank") -> None:
+        """A trainer has entered its job."""
+        ...
+
+    def op_called(self, rank: "LocalRank", op: OpNumber) -> None:
+        """A rank's trainer has called an op."""
+        ...
+
+    def op_ended(self, rank: "LocalRank", op: OpNumber) -> None:
+        """`rank.ends` has a new entry."""
+        ...
+
+    def roster_settled(self, rank: "LocalRank", after: Roster) -> None:
+        """A rank is about to follow a roster of another number."""
+        ...
+
+    def superseded(self, rank: "LocalRank") -> None:
+        """A rank is told that the others go on without it."""
+        ...
+
+
+class Siblings(Protocol):
+    """What a rank needs of the other ranks."""
+
+    def newcomers(self, rank: "LocalRank") -> int:
+        """How many trainers wait to enter the job."""
+        ...
+
+    def neighbour(self, rank: "LocalRank", other: TrainerId) -> "LocalRank | None":
+        """Another trainer of the same job, if it lives here too."""
+        ...
+
+    def all_started(self, rank: "LocalRank", op: OpNumber) -> bool:
+        """Whether all ranks are known to have started the op."""
         ...

@@ -6,7 +6,7 @@ import msgspec
 
 from pmesh.core.messages import Call
 from pmesh.core.views import Roster
-from pmesh.ids import Epoch, JobName, OpNumber, Rank
+from pmesh.ids import Epoch, JobName, OpNumber, TrainerId
 
 
 class OpResult(msgspec.Struct, frozen=True, array_like=True):
@@ -14,8 +14,10 @@ class OpResult(msgspec.Struct, frozen=True, array_like=True):
 
     number: int
     """The roster's number under which it came about."""
+    contributors: tuple[TrainerId, ...]
+    """In ring order: who took part."""
     values: tuple[int, ...]
-    """What the ranks put in, in the order of the ranks; of a broadcast, only the root's."""
+    """What each contributor put in; of a broadcast, only the root's."""
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -24,9 +26,9 @@ class Token(msgspec.Struct, frozen=True, array_like=True, tag=1):
     job: JobName
     born: Epoch
     number: int
-    to_rank: Rank
+    receiver: TrainerId
     op: OpNumber
-    origin: Rank
+    origin: TrainerId
     call: Call
     value: int
 
@@ -37,7 +39,7 @@ class Retained(msgspec.Struct, frozen=True, array_like=True, tag=2):
     job: JobName
     born: Epoch
     number: int
-    to_rank: Rank
+    receiver: TrainerId
     op: OpNumber
     call: Call
     """What the holder called: who fetches compares it too, as with any record (O8)."""
@@ -46,23 +48,9 @@ class Retained(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 LaneMessage: TypeAlias = Token | Retained
 
-_decoder: msgspec.msgpack.Decoder[LaneMessage] = msgspec.msgpack.Decoder(LaneMessage)
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode_lane_message(message: LaneMessage) -> bytes:
-    """The message as bytes."""
-    return _encoder.encode(message)
-
-
-def decode_lane_message(data: bytes) -> LaneMessage:
-    """The reverse of `encode_lane_message`."""
-    return _decoder.decode(data)
-
 
 def age(message: LaneMessage, roster: Roster | None) -> int:
     """V4: below 0 the message is late, and dropped; above 0 it is early, and waits."""
-    if roster is None:
+    if roster is None or message.number > roster.number:
         return 1
-    theirs, ours = (message.born, message.number), (roster.born, roster.number)
-    return (theirs > ours) - (theirs < ours)
+    return 0 if (message.born, message.number) == (roster.born, roster.number) else -1

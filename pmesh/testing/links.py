@@ -3,12 +3,18 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pmesh.core.messages import LinkMessage, encode
+import msgspec
+
+from pmesh.core.messages import Heartbeat, LinkMessage
 from pmesh.ids import Member
+from pmesh.testing.lane_messages import LaneMessage
 from pmesh.testing.network import Network
 
 REDIAL_S = 1.0
 """How often a peer that is gone is dialled."""
+
+Message = LinkMessage | LaneMessage
+"""What simulated agents tell each other; values that nobody changes, so they travel as they are."""
 
 
 @dataclass(slots=True)
@@ -17,12 +23,14 @@ class Link:
 
     member: Member
     heard_at: float
+    sent_us: int = 0
+    """The peer's clock in the last heartbeat that came from it."""
 
 
 class Links:
     """By the number of the other host."""
 
-    def __init__(self, network: Network, number: int) -> None:
+    def __init__(self, network: Network[Message], number: int) -> None:
         self._network = network
         self._number = number
         self._up: dict[int, Link] = {}
@@ -40,10 +48,10 @@ class Links:
         """The link with a host is over; there may have been none."""
         return self._up.pop(peer, None)
 
-    def forgive(self, now: float) -> None:
-        """V8: we have not listened, so nobody was silent."""
+    def forgive(self, stalled_s: float, now: float) -> None:
+        """V8: for so long we have not listened, so nobody was silent."""
         for link in self._up.values():
-            link.heard_at = now
+            link.heard_at = min(now, link.heard_at + stalled_s)
 
     def close_silent(self, since: float) -> list[Link]:
         """Close the links on which nothing has come since then."""
@@ -66,16 +74,20 @@ class Links:
 
     def tell(self, to: Member, message: LinkMessage) -> None:
         """Send a control message to a member, if there is a link."""
-        self.send(to, "link", encode(message))
+        self.send(to, "link", message)
 
-    def tell_all(self, message: LinkMessage) -> None:
-        """Send a control message on all links."""
-        data = encode(message)
-        for peer in self._up:
-            self._network.send(self._number, peer, "link", data)
+    def beat(self, beat: Heartbeat, now: float) -> None:
+        """Send a heartbeat on all links, with the echo of what has come on each."""
+        now_us = round(now * 1e6)
+        for peer, link in self._up.items():
+            held_us = round((now - link.heard_at) * 1e6)
+            message = msgspec.structs.replace(
+                beat, sent_us=now_us, echo_us=link.sent_us, held_us=held_us
+            )
+            self._network.send(self._number, peer, "link", message)
 
-    def send(self, to: Member, channel: str, data: bytes) -> None:
-        """Send bytes on a channel to a member, if there is a link."""
+    def send(self, to: Member, channel: str, message: Message) -> None:
+        """Send a message on a channel to a member, if there is a link."""
         for peer, link in self._up.items():
             if link.member == to:
-                self._network.send(self._number, peer, channel, data)
+                self._network.send(self._number, peer, channel, message)

@@ -8,27 +8,28 @@ neither: what an agent says on a link must bear it.
 
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
-from typing import Protocol, TypeVarTuple
+from typing import Generic, Protocol, TypeVar, TypeVarTuple
 
 from pmesh.testing.timeline import Timeline
 
 _Arguments = TypeVarTuple("_Arguments")
+_Message = TypeVar("_Message")
 
 HANDSHAKE_TIMEOUT_S = 1.0
 """After this long a dial that nobody answers has failed."""
 
 
-class Host(Protocol):
+class Host(Protocol[_Message]):
     """What lives at a number of the network."""
 
     @property
-    def greeting(self) -> bytes:
+    def greeting(self) -> _Message:
         """What the other end of a new connection is told: the Hello."""
         ...
 
-    def connected(self, peer: int, greeting: bytes) -> None:
+    def connected(self, peer: int, greeting: _Message) -> None:
         """A connection is up; an earlier one with this peer is gone."""
         ...
 
@@ -36,7 +37,7 @@ class Host(Protocol):
         """A dial has failed."""
         ...
 
-    def received(self, peer: int, channel: str, data: bytes) -> None:
+    def received(self, peer: int, channel: str, message: _Message) -> None:
         """A message has arrived."""
         ...
 
@@ -63,36 +64,36 @@ class Conditions:
     lossy: Collection[str] = ("link",)
 
 
-@dataclass(slots=True)
-class _Stream:
-    queue: deque[tuple[float, bytes]] = field(default_factory=deque[tuple[float, bytes]])
-    last_due: float = 0.0
-
-
-class _Connection:
+class _Stream(Generic[_Message]):
     def __init__(self) -> None:
-        self.streams: dict[tuple[int, str], _Stream] = {}
+        self.queue: deque[tuple[float, _Message]] = deque()
+        self.last_due = 0.0
 
 
-class Network:
+class _Connection(Generic[_Message]):
+    def __init__(self) -> None:
+        self.streams: dict[tuple[int, str], _Stream[_Message]] = {}
+
+
+class Network(Generic[_Message]):
     """Connections of numbered hosts under a seed; all faults are methods."""
 
     def __init__(self, timeline: Timeline, random: Random, conditions: Conditions) -> None:
         self.conditions = conditions
         self.delivered = 0
-        self.swallow: Callable[[int, int, str, bytes], bool] | None = None
+        self.swallow: Callable[[int, int, str, _Message], bool] | None = None
         """Whether a message from one to the other, on a channel, is lost: to aim at one."""
         self._timeline = timeline
         self._random = random
-        self._hosts: dict[int, Host] = {}
-        self._connections: dict[tuple[int, int], _Connection] = {}
+        self._hosts: dict[int, Host[_Message]] = {}
+        self._connections: dict[tuple[int, int], _Connection[_Message]] = {}
         self._cuts: set[tuple[int, int]] = set()
         self._frozen: dict[int, list[Callable[[], None]]] = {}
 
-    def attach(self, number: int, host: Host) -> None:
+    def attach(self, number: int, host: Host[_Message]) -> None:
         """A host starts; it is connected with itself only."""
         self._hosts[number] = host
-        self._connections[number, number] = _Connection()
+        self._connections[number, number] = _Connection[_Message]()
 
     def detach(self, number: int) -> None:
         """A host stops: the system closes its connections."""
@@ -110,31 +111,30 @@ class Network:
         connection = self._connections.pop(_pair(number, peer), None)
         if connection is None or (number, peer) in self._cuts:
             return
-        rest: list[tuple[str, bytes]] = []
+        rest: list[tuple[str, _Message]] = []
         if self._random.random() < self.conditions.orderly:
             for (to, channel), stream in connection.streams.items():
                 if to == peer:
-                    rest += [(channel, data) for _, data in stream.queue]
+                    rest += [(channel, message) for _, message in stream.queue]
         host = self._hosts.get(peer)
         self._timeline.after(self._delay(), self._end, number, peer, host, rest)
 
-    def send(self, number: int, peer: int, channel: str, data: bytes) -> None:
+    def send(self, number: int, peer: int, channel: str, message: _Message) -> None:
         """Send a message; without a connection it goes nowhere, as into a dead socket."""
         connection = self._connections.get(_pair(number, peer))
         if connection is None:
             return
-        if self.swallow is not None and self.swallow(number, peer, channel, data):
+        if self.swallow is not None and self.swallow(number, peer, channel, message):
             return
         copies = 1
         if channel in self.conditions.lossy and number != peer:
             draw = self._random.random()
             copies += (draw < self.conditions.repeats) - (draw > 1 - self.conditions.loss)
-        stream = connection.streams.setdefault((peer, channel), _Stream())
+        stream = connection.streams.setdefault((peer, channel), _Stream[_Message]())
         for _ in range(copies):
             stream.last_due = max(stream.last_due, self._timeline.now + self._delay())
-            stream.queue.append((stream.last_due, data))
-            delay = stream.last_due - self._timeline.now
-            self._timeline.after(delay, self._pump, connection, number, peer, channel)
+            stream.queue.append((stream.last_due, message))
+            self._timeline.at(stream.last_due, self._pump, connection, number, peer, channel)
 
     def cut(self, number: int, peer: int) -> None:
         """From now on nothing gets from the one to the other; the reverse does."""
@@ -169,9 +169,12 @@ class Network:
         """Whether the host's process stands still."""
         return number in self._frozen
 
-    def thaw(self, number: int) -> None:
-        """The host's process goes on, with all that has arrived."""
-        for event in self._frozen.pop(number, []):
+    def thaw(self, number: int, first: Callable[[], None] | None = None) -> None:
+        """The host's process goes on: with what it does `first`, then with all that has arrived."""
+        arrived = self._frozen.pop(number, [])
+        if first is not None:
+            first()
+        for event in arrived:
             if number in self._hosts:
                 event()
 
@@ -181,7 +184,9 @@ class Network:
             delay += self._random.random() * self.conditions.late_s
         return delay
 
-    def _pump(self, connection: _Connection, number: int, peer: int, channel: str) -> None:
+    def _pump(
+        self, connection: _Connection[_Message], number: int, peer: int, channel: str
+    ) -> None:
         queue = connection.streams[peer, channel].queue
         while (
             queue
@@ -189,11 +194,11 @@ class Network:
             and self._connections.get(_pair(number, peer)) is connection
             and (number, peer) not in self._cuts
         ):
-            _, data = queue.popleft()
+            _, message = queue.popleft()
             self.delivered += 1
-            self._hand(peer, self._hosts[peer].received, number, channel, data)
+            self._hand(peer, self._hosts[peer].received, number, channel, message)
 
-    def _answer(self, number: int, peer: int, dialler: Host) -> None:
+    def _answer(self, number: int, peer: int, dialler: Host[_Message]) -> None:
         if self._hosts.get(number) is not dialler or _pair(number, peer) in self._connections:
             return
         host = self._hosts.get(peer)
@@ -202,22 +207,22 @@ class Network:
         elif {(number, peer), (peer, number)} & self._cuts or peer in self._frozen:
             self._timeline.after(HANDSHAKE_TIMEOUT_S, self._time_out, number, peer, dialler)
         else:
-            self._connections[_pair(number, peer)] = _Connection()
+            self._connections[_pair(number, peer)] = _Connection[_Message]()
             self._hand(number, dialler.connected, peer, host.greeting)
             self._hand(peer, host.connected, number, dialler.greeting)
 
-    def _time_out(self, number: int, peer: int, dialler: Host) -> None:
+    def _time_out(self, number: int, peer: int, dialler: Host[_Message]) -> None:
         if self._hosts.get(number) is dialler and _pair(number, peer) not in self._connections:
             self._hand(number, dialler.unreachable, peer)
 
     def _end(
-        self, number: int, peer: int, host: Host | None, rest: list[tuple[str, bytes]]
+        self, number: int, peer: int, host: Host[_Message] | None, rest: list[tuple[str, _Message]]
     ) -> None:
         if host is None or _pair(number, peer) in self._connections:
             return
-        for channel, data in rest:
+        for channel, message in rest:
             if self._hosts.get(peer) is host:  # what it read may have ended it
-                self._hand(peer, host.received, number, channel, data)
+                self._hand(peer, host.received, number, channel, message)
         if self._hosts.get(peer) is host:
             self._hand(peer, host.disconnected, number)
 

@@ -19,7 +19,7 @@ import cyclopts
 
 from pmesh.testing.cluster import Outcome
 from pmesh.testing.faults import run
-from pmesh.testing.invariants import Violation
+from pmesh.testing.violations import Violation
 
 Mutation: TypeAlias = Callable[[], AbstractContextManager[None]]
 """Takes one rule out of the core while its context is open."""

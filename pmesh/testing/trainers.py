@@ -1,27 +1,28 @@
-"""A simulated trainer: joins a job, calls op after op, and leaves when the job has failed."""
+"""A simulated trainer: connects, calls op after op, stops, dies, and comes back by a sync."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING
 
 from pmesh.core.messages import Call
-from pmesh.core.views import Roster, Verdict
-from pmesh.ids import JobName, OpNumber, Rank, Slot
-from pmesh.testing.lane_messages import OpResult
+from pmesh.core.views import Terms, Verdict
+from pmesh.ids import JobName, OpNumber
+from pmesh.testing import ops
+from pmesh.testing.job_host import JobHost
+from pmesh.testing.local_jobs import LEFT, Candidate, LocalJobs
+from pmesh.testing.ranks import LocalRank
 from pmesh.testing.timeline import Timeline
-
-if TYPE_CHECKING:
-    from pmesh.testing.jobs import LocalJob
-
-FATAL = ("RankLost", "HistorySuperseded")
-"""Errors after which a job does not go on; after the others the trainer calls its next op."""
 
 LONG_THOUGHT_S = 6.0
 """Longer than an op may take."""
 
-ASLEEP_S = 0.1
-"""How often a trainer of a sleeping machine looks whether it is awake."""
+LOOK_S = 0.1
+"""How often a trainer that stands still looks whether it may go on."""
+
+STRAGGLER_AFTER_S = 3.0
+"""How long the others bear a trainer whose process is stopped."""
+
+CONNECT_TIMEOUT_S = 6.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +31,11 @@ class Habits:
 
     job: JobName
     wait_for: int
+    terms: Terms = field(default_factory=Terms)
+    comes_back: bool = True
+    """Whether it syncs when the others have gone on without it; else it ends."""
     think_s: float = 0.3
     """At most this long a trainer computes between two ops."""
-    in_flight: int = 1
-    """How many ops it has under way at once."""
     mistakes: float = 0.0
     """The share of ops that a rank calls in another shape than the others."""
     pauses: float = 0.0
@@ -45,86 +47,181 @@ class Habits:
 
 
 class Trainer:
-    """One training process; the calls it makes follow from its job, rank and op number."""
+    """One training process, and its session with the agent (`pmesh.agent.trainers`)."""
 
-    def __init__(self, timeline: Timeline, random: Random, slot: Slot, habits: Habits) -> None:
-        self.slot = slot
+    def __init__(
+        self,
+        timeline: Timeline,
+        random: Random,
+        host: JobHost,
+        jobs: LocalJobs,
+        habits: Habits,
+    ) -> None:
         self.habits = habits
         self.alive = True
-        self.job: LocalJob | None = None
-        self.rank = Rank(-1)
+        self.rank: LocalRank | None = None
         self._timeline = timeline
         self._random = random
+        self._host = host
+        self._jobs = jobs
         self._seed = random.getrandbits(40)
-        self._next = 0
-        self._under_way: set[OpNumber] = set()
-        self._thinking = False
-
-    @property
-    def waiting(self) -> bool:
-        """Whether it waits for its job to begin."""
-        return self.alive and self.job is None
-
-    def begin(self, job: "LocalJob", rank: Rank) -> None:
-        """`connect` returns."""
-        self.job, self.rank = job, rank
-        self._think()
-
-    def ended(self, op: OpNumber, outcome: OpResult | Verdict) -> None:
-        """A call returns or raises."""
-        self._under_way.discard(op)
-        if isinstance(outcome, Verdict) and outcome.error in FATAL:
-            self.leave()
-        elif self.alive:
+        self._candidate: Candidate | None = None
+        self._stopped_at: float | None = None
+        self._enters = False
+        """Its next op must be the sync in which it enters, or comes back."""
+        self._calls = 0
+        if host.state.view.roster_of(habits.job) is None:
+            self._enlist()
+        else:
+            self._enters = True
             self._think()
 
-    def leave(self) -> None:
-        """The process ends, in order or not; its agent sees the same."""
-        if self.alive:
-            self.alive = False
-            if self.job is not None:
-                self.job.changed()
+    def __repr__(self) -> str:
+        return f"<Trainer of {self.habits.job!r}, {self.rank}>"
 
-    def value(self, op: OpNumber) -> int:
-        """What it puts into the op: no two trainers or ops put in the same."""
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for its job to begin, or to enter it."""
+        return self.alive and (self._candidate is not None or self._enters)
+
+    # --- what goes wrong
+
+    def die(self) -> None:
+        """The process is killed, perhaps in the middle of a call."""
+        self._end("is lost: its trainer died")
+
+    def leave(self) -> None:
+        """The process ends in order, between two calls."""
+        self._end(LEFT)
+
+    def lose_agent(self) -> None:
+        """The agent has gone: so does the trainer."""
+        self.alive = False
+
+    def stop(self, duration_s: float) -> None:
+        """SIGSTOP, and SIGCONT later; its agent runs on."""
+        if self._stopped_at is None:
+            self._stopped_at = self._host.now
+            self._timeline.after(duration_s, self._continue)
+
+    def look(self) -> None:
+        """Its agent looks at its process."""
+        rank, since = self.rank, self._stopped_at
+        if rank is None or not self.alive:
+            return
+        if rank.stopped != (since is not None):
+            rank.stopped = since is not None
+            self._host.facts_changed()
+        if since is not None and self._host.now - since >= STRAGGLER_AFTER_S:
+            self._jobs.depart(rank, "is lost: its trainer has been stopped")
+
+    # --- inside
+
+    def _end(self, why: str) -> None:
+        if not self.alive:
+            return
+        self.alive = False
+        if self._candidate is not None:
+            self._jobs.withdraw(self._candidate)
+        if self.rank is not None:
+            ops.abandon(self.rank)
+            self._jobs.depart(self.rank, why)
+
+    def _continue(self) -> None:
+        self._stopped_at = None
+
+    def _value(self, op: OpNumber) -> int:
         return self._seed * 10_000 + op
 
-    def _think(self) -> None:
-        if self._thinking or len(self._under_way) >= self.habits.in_flight:
+    def _enlist(self) -> None:
+        if not self.alive:
             return
-        self._thinking = True
+        habits = self.habits
+        self._candidate = self._jobs.enlist(
+            habits.job, habits.wait_for, habits.terms, self._value, self._joined
+        )
+        self._timeline.after(CONNECT_TIMEOUT_S, self._give_up, self._candidate)
+
+    def _give_up(self, candidate: Candidate) -> None:
+        if not self.alive or self._candidate is not candidate:
+            return
+        if self._stands_still():
+            self._timeline.after(LOOK_S, self._give_up, candidate)
+        else:
+            self.leave()
+
+    def _joined(self, rank: LocalRank) -> None:
+        self.rank = rank
+        rank.replied = self._replied
+        if self._enters:
+            rank.world = ()  # it is told who is in the job when the sync returns (O5)
+            self._timeline.after(0.0, self._call_entering)
+        else:
+            self._candidate = None
+            self._think()
+
+    def _call_entering(self) -> None:
+        self._candidate = None
+        if self.alive:
+            self._call_op()
+
+    def _think(self) -> None:
         delay = self._random.random() * self.habits.think_s
         if self._misbehaves(self.habits.pauses):
             delay += LONG_THOUGHT_S
         self._timeline.after(delay, self._call)
 
+    def _stands_still(self) -> bool:
+        return self._host.asleep or self._stopped_at is not None
+
     def _call(self) -> None:
-        if not self.alive or self.job is None:
+        if not self.alive:
             return
-        if self.job.asleep:  # the whole machine is
-            self._timeline.after(ASLEEP_S, self._call)
-            return
-        self._thinking = False
-        if self._next < self.habits.ops or self._timeline.now > self.habits.until_s:
-            op = OpNumber(self._next)
-            self._next += 1
-            self._under_way.add(op)
-            mistaken = self._misbehaves(self.habits.mistakes)
-            self.job.start(self.rank, op, call_of(op, self.job.roster, mistaken=mistaken))
-            self._think()
-        elif not self._under_way:
+        if self._stands_still():
+            self._timeline.after(LOOK_S, self._call)
+        elif self._calls >= self.habits.ops and self._timeline.now < self.habits.until_s:
             self.leave()
+        elif self._enters:
+            self._come_in()
+        else:
+            self._call_op()
+
+    def _come_in(self) -> None:
+        """O6: get a rank; what an earlier one has left behind serves on, until nobody asks."""
+        self.rank = None
+        self._enlist()
+
+    def _call_op(self) -> None:
+        rank = self.rank
+        assert rank is not None  # noqa: S101 - it enters otherwise
+        self._calls += 1
+        number = OpNumber(rank.ledger.started + 1)
+        mistaken = not self._enters and self._misbehaves(self.habits.mistakes)
+        call = call_of(number, len(rank.world), mistaken=mistaken)
+        rank.replied = self._replied
+        ops.call_op(rank, call)
+
+    def _replied(self, error: Verdict | None) -> None:
+        self._enters = error is not None and error.error == "HistorySuperseded"
+        if self._enters and not self.habits.comes_back:
+            self.leave()
+        else:
+            self._think()
 
     def _misbehaves(self, share: float) -> bool:
         return chance(self._random, share) and self._timeline.now < self.habits.until_s
 
 
-def call_of(op: OpNumber, roster: Roster, *, mistaken: bool) -> Call:
-    """Each fourth op is a broadcast, with a root that varies; the others are all-reduces."""
+KINDS = ("sync", "all_reduce", "broadcast", "barrier")
+
+
+def call_of(op: OpNumber, size: int, *, mistaken: bool) -> Call:
+    """Which op the script calls under this number, the same at all ranks unless it is mistaken."""
+    kind = KINDS[op % len(KINDS)]
     shape = (8 + mistaken,)
-    if op % 4 == 3:  # noqa: PLR2004 - the fourth
-        return Call("broadcast", "float32", shape, root=7 * op % len(roster.trainers))
-    return Call("all_reduce", "float32", shape, reduction="sum")
+    if kind == "broadcast":
+        return Call(kind, "float32", shape, root=7 * op % size)
+    return Call(kind, "float32", shape, reduction="sum")
 
 
 def chance(random: Random, share: float) -> bool:
