@@ -51,7 +51,9 @@ async def fetch_result(
 
 async def _ask_for_lane(rank: LocalRank, outcome: OpOutcome, around: Surroundings) -> Lane:
     """Ask one holder after the other: one that has not installed our view yet does not answer."""
-    for holder in itertools.cycle(outcome.holders):
+    holders = itertools.cycle(outcome.holders)
+    while True:
+        holder = next(holders)
         edge = rank.edge(holder, rank.id, outcome.op)
         ask = AskResult(edge.job, edge.born, edge.number, outcome.op, holder, rank.id)
         host = rank.roster.trainer(holder)
@@ -59,7 +61,6 @@ async def _ask_for_lane(rank: LocalRank, outcome: OpOutcome, around: Surrounding
             around.ask(host.member, ask)
         with trio.move_on_after(ASK_AGAIN_S):
             return await around.desk.take(End(edge, sending=False))
-    raise AssertionError("a cycle has no end")
 
 
 async def _copy(near: LocalRank, op: OpNumber, call: Call, target: memoryview) -> None:
@@ -110,3 +111,31 @@ async def _send_result(
     finally:
         rank.count(lane)
         lane.close()
+
+
+class ResultServer:
+    """Answers those who ask for results that are retained here."""
+
+    def __init__(self, nursery: trio.Nursery, ranks: list[LocalRank], around: Surroundings) -> None:
+        """`ranks` are the local ones, a list that its owner changes."""
+        self._nursery = nursery
+        self._ranks = ranks
+        self._around = around
+        self._serving: set[AskResult] = set()
+
+    def answer(self, ask: AskResult) -> None:
+        """A peer's rank asks (O2)."""
+        for rank in self._ranks:
+            same_job = (rank.roster.job, rank.roster.born) == (ask.job, ask.born)
+            asked = same_job and rank.id == ask.holder
+            if asked and ask not in self._serving:  # they ask again if it takes long
+                self._nursery.start_soon(self._serve, rank, ask)
+
+    async def _serve(self, rank: LocalRank, ask: AskResult) -> None:
+        self._serving.add(ask)
+        try:
+            await serve_result(rank, ask, self._around)
+        except (LaneBroken, CallsDiffer):
+            return  # the asker notices, and asks for a view in which it may ask again
+        finally:
+            self._serving.discard(ask)

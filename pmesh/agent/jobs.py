@@ -12,7 +12,7 @@ import trio
 
 from pmesh.agent.edges import lanes_stand_still
 from pmesh.agent.events import Chronicle
-from pmesh.agent.fetching import serve_result
+from pmesh.agent.fetching import ResultServer
 from pmesh.agent.lane_desk import LaneDesk
 from pmesh.agent.marks import Marks, of_job
 from pmesh.agent.membership import Membership
@@ -29,10 +29,8 @@ from pmesh.core.rosters import is_same_history
 from pmesh.core.session import Connect
 from pmesh.core.standing import Facts
 from pmesh.core.views import Roster, Terms, Trainer, Verdict, View
-from pmesh.errors import LaneBroken
 from pmesh.ids import JobName, Member, OpNumber, Slot, TrainerId
 from pmesh.net.arena_pools import SessionArenas
-from pmesh.net.lanes import CallsDiffer
 
 LOOK_S = 0.25  # how often to look for what no message tells
 FIND_OTHERS_S = 2.0  # after its start an agent finds its mesh, where the job may run already
@@ -72,7 +70,7 @@ class Jobs:
         self.candidates: dict[Slot, Candidate] = {}
         self.ranks: list[LocalRank] = []
         self.marks = Marks(self.ranks)
-        self._serving: set[AskResult] = set()
+        self.results = ResultServer(nursery, self.ranks, self)
         self._absent: list[Concern] = []
         self._ended_traffic = (0, 0)
 
@@ -164,11 +162,25 @@ class Jobs:
         for mark in heartbeat.marks:
             if not self._concerns_us(member, heartbeat, mark):
                 continue  # it has ended here; or is about to begin, and the next one tells again
-            self.marks.hear(mark)
+            before = self.marks.hear(mark)
+            if mark.stopped != (before is not None and before.stopped):
+                self.note_stop(mark)
             for rank in self.ranks:
                 if rank.roster.job == mark.job:
                     self._compare(rank, mark)
         self._stabilize()
+
+    def note_stop(self, mark: RankMarks) -> None:
+        """A trainer's process has been stopped, here or elsewhere, or runs again."""
+        roster = self.membership.view.roster_of(mark.job)
+        if roster is None:
+            return
+        name = f"job {mark.job!r}: the process of {roster.describe(mark.trainer)}"
+        if mark.stopped:
+            text = f"{name} has been stopped; the others wait for it"
+            self.chronicle.note("trainer stopped", text, job=mark.job)
+        else:
+            self.chronicle.note("trainer continued", f"{name} runs again", job=mark.job)
 
     def _concerns_us(self, member: Member, heartbeat: Heartbeat, mark: RankMarks) -> bool:
         """Whether the mark is of a job of ours, and not of its name's other run elsewhere."""
@@ -188,6 +200,7 @@ class Jobs:
                 if other is not rank and other.roster.job == rank.roster.job:
                     self._compare(rank, other.marks())
             self._announce_leave(rank)
+            rank.look_at_lanes()
             self._watch_edges(rank)
         self._stabilize()
         for rank in list(self.ranks):
@@ -209,14 +222,6 @@ class Jobs:
     def ask(self, member: Member, message: AskResult) -> None:
         """Send on the link to the member."""
         self.membership.send(member, message)
-
-    def answer(self, ask: AskResult) -> None:
-        """A peer's rank asks for a result that is retained here (O2)."""
-        for rank in self.ranks:
-            same_job = (rank.roster.job, rank.roster.born) == (ask.job, ask.born)
-            asked = same_job and rank.id == ask.holder
-            if asked and ask not in self._serving:  # they ask again if it takes long
-                self._nursery.start_soon(self._serve, rank, ask)
 
     def neighbour(self, rank: LocalRank, other: TrainerId) -> LocalRank | None:
         """Another trainer of the same job, if it lives here too."""
@@ -369,6 +374,7 @@ class Jobs:
             return
         roster = rank.roster
         text = f"{roster.describe(rank.id)} {rank.leaving}"
+        self.chronicle.note("loss noticed", f"job {roster.job!r}: {text}", job=roster.job)
         verdict = Verdict("RankLost", text, (rank.id,))
         rank.concern = Concern(roster.job, roster.born, roster.number, verdict)
         self.poke()
@@ -380,15 +386,6 @@ class Jobs:
             roster, op = rank.roster, rank.ledger.started
             rank.concern = Concern(roster.job, roster.born, roster.number, None, op)
             self.poke()
-
-    async def _serve(self, rank: LocalRank, ask: AskResult) -> None:
-        self._serving.add(ask)
-        try:
-            await serve_result(rank, ask, self)
-        except (LaneBroken, CallsDiffer):
-            return  # the asker notices, and asks for a view in which it may ask again
-        finally:
-            self._serving.discard(ask)
 
 
 def _sum_of(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:

@@ -22,9 +22,11 @@ class Marks:
         self._ranks = ranks
         self._told: dict[tuple[JobName, TrainerId], RankMarks] = {}
 
-    def hear(self, mark: RankMarks) -> None:
-        """A peer has told how far one of its ranks has come."""
+    def hear(self, mark: RankMarks) -> RankMarks | None:
+        """A peer has told how far one of its ranks has come; returns what it told before."""
+        before = self._told.get((mark.job, mark.trainer))
         self._told[mark.job, mark.trainer] = mark
+        return before
 
     def forget(self, view: View) -> None:
         """Keep only what is of the view's jobs, and of who is still in them."""
@@ -54,12 +56,19 @@ class Marks:
             if other != rank.id and (mark is None or mark.started < op)
         )
 
+    def stopped(self, rank: LocalRank, op: OpNumber) -> frozenset[TrainerId]:
+        """Those on whom an op waits, and whose processes have been stopped."""
+        return frozenset(
+            other
+            for other in self.late(rank, op)
+            if (mark := self.of(rank.roster, other)) is not None and mark.stopped
+        )
+
     def describe_late(self, rank: LocalRank, op: OpNumber) -> Iterator[str]:
         """On whom an op waits, for a person."""
+        stopped = self.stopped(rank, op)
         for other in self.late(rank, op):
-            mark = self.of(rank.roster, other)
-            stopped = mark is not None and mark.stopped
-            yield rank.roster.describe(other) + ", whose process is stopped" * stopped
+            yield rank.roster.describe(other) + ", whose process is stopped" * (other in stopped)
 
     def show_no_sync(self, roster: Roster) -> bool:
         """O6: whether the job has run ops, but none in which others could enter it."""

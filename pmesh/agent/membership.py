@@ -7,7 +7,7 @@ answer (V3).
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 import structlog
@@ -76,12 +76,14 @@ class Membership:
         send: Callable[[Member, LinkMessage], None],
         drop: Callable[[NodeId, str], None],
         installed: Callable[[View, View, Mapping[Member, str]], None],
+        noticed: Callable[[Literal["peer silent", "loss noticed"], str], None],
     ) -> None:
         self.state: State = agreement.first_state(me, name, now=trio.current_time())
         self._follower = follower
         self.send = send
         self._drop = drop
         self._installed = installed
+        self._noticed = noticed
         self._contacts: dict[NodeId, _Contact] = {}
         self._losses: dict[Member, str] = {}
         self._inputs: deque[Callable[[Facts, float], Step]] = deque()
@@ -117,6 +119,7 @@ class Membership:
         contact = self._contacts.pop(node, None)
         if contact is not None:
             self._losses[contact.member] = why
+            self._noticed("loss noticed", f"{self._name_of(node)} is lost: {why}")
             self._step(lambda facts, now: agreement.lose(self.state, node, why, facts, now=now))
 
     def hear(self, member: Member, message: AgreementMessage) -> None:
@@ -165,7 +168,9 @@ class Membership:
             step = health.pass_time(forgiven, now=now)
             contact.health = step.health
             if step.changed_to is Condition.SUSPECT:
-                _log.warning("peer is silent", peer=self._name_of(node))
+                name, silence_s = self._name_of(node), now - contact.health.last_heard
+                _log.warning("peer is silent", peer=name)
+                self._noticed("peer silent", f"{name} has been silent for {silence_s:.1f} s")
             if step.changed_to is Condition.GONE:
                 self._drop(node, f"silent for {now - contact.health.last_heard:.1f} s")
 

@@ -186,8 +186,8 @@ def _note_halt(rank: LocalRank, op: _Op, around: Surroundings) -> None:
     halted_s = trio.current_time() - (since or 0.0)
     around.chronicle.note(
         "ring stood still",
-        f"job {rank.roster.job!r} stood still for {halted_s:.2f} s, until op {op.number} had ended "
-        f"among {len(op.contributors)} ranks",
+        f"job {rank.roster.job!r} stood still for {halted_s:.3f} s, until op {op.number} had ended "
+        f"among {_ranks(len(op.contributors))}",
         job=rank.roster.job,
         op=op.number,
         duration_s=halted_s,
@@ -202,7 +202,6 @@ async def _attempt(rank: LocalRank, op: _Op, around: Surroundings) -> None:
             await trio.sleep_forever()
         await _wait_for_room(rank, around)
         elsewhere = rank.result_elsewhere(op.number)
-        _note_retry(rank, op, around, fetches=elsewhere is not None)
         if elsewhere is not None:
             await _fetch(rank, op, elsewhere, around)
         else:
@@ -229,15 +228,16 @@ def _give_up(rank: LocalRank, op: _Op, doomed: Verdict, around: Surroundings) ->
     _raise_concern(rank, op, lost, around, number=OpNumber(-1))
 
 
-def _note_retry(rank: LocalRank, op: _Op, around: Surroundings, *, fetches: bool) -> None:
+def _note_run(rank: LocalRank, op: _Op, around: Surroundings) -> None:
     op.attempts += 1
-    what, job = f"op {op.number} of job {rank.roster.job!r}", rank.roster.job
-    if fetches:
-        text = f"{what} had ended elsewhere: its result is fetched"
-        around.chronicle.note("op fetched", text, job=job, op=op.number)
-    elif op.attempts > 1:
-        text = f"{what} runs again, among {rank.size} ranks"
+    if op.attempts > 1:
+        job = rank.roster.job
+        text = f"op {op.number} of job {job!r} runs again, among {_ranks(rank.size)}"
         around.chronicle.note("op rerun", text, job=job, op=op.number)
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 async def _wait_for_room(rank: LocalRank, around: Surroundings) -> None:
@@ -268,6 +268,7 @@ async def _run_ring(rank: LocalRank, op: _Op, around: Surroundings) -> None:
     if op.root is not None and root is None:
         _raise_concern(rank, op, _without_root(rank, op), around)
         await trio.sleep_forever()
+    _note_run(rank, op, around)
     ring = await rank.ring(around.desk)
     op.contributors = rank.roster.ids
     if root is not None:
@@ -318,14 +319,16 @@ async def _fetch(rank: LocalRank, op: _Op, outcome: OpOutcome, around: Surroundi
         return  # a broadcast's root had the result all along, and I8: its input is never written
     if op.request.call.kind == "sync":
         op.result = replace(op.result, nbytes=len(op.contributors) * _SYNC_BYTES)
+    job = rank.roster.job
+    text = f"op {op.number} of job {job!r} had ended elsewhere: its result is fetched"
+    around.chronicle.note("op fetched", text, job=job, op=op.number)
     await fetch_result(rank, op.request.call, op.result.memory, outcome, around)
 
 
 async def _replace_lanes(rank: LocalRank, op: _Op, error: LaneBroken, around: Surroundings) -> None:
     """Wait for the view without the lost neighbour; if it lives, ask for new lanes."""
-    await trio.lowlevel.checkpoint_if_cancelled()  # by a view: it has closed the lane
-    around.chronicle.note("lane broken", str(error), job=rank.roster.job, op=op.number)
     await trio.sleep(LANE_GRACE_S)
+    around.chronicle.note("lane broken", str(error), job=rank.roster.job, op=op.number)
     op.broken += 1
     give_up = op.broken >= LANE_ATTEMPTS
     verdict = Verdict("LaneBroken", str(error), (rank.id,)) if give_up else None

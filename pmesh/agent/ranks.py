@@ -89,6 +89,8 @@ class LocalRank:
         """What sends results to other ranks: it must end before the result's memory is reused."""
         self._carrying: set[Lane] = set()
         """Lanes that bring or take results."""
+        self._moved = (0, 0), 0.0
+        """What its lanes had moved when that last changed, and when."""
         self._to_next: Lane | None = None
         self._from_previous: Lane | None = None
 
@@ -157,7 +159,7 @@ class LocalRank:
             self._unfenced = trio.Event()
         self._fences.add(why)
         if self._running is not None and self.halted_since is None:
-            self.halted_since = self.progress[1] if self.progress else trio.current_time()
+            self.halted_since = max(self._moved[1], self.busy_since or 0.0)
 
     def lift(self, fence: Fence) -> None:
         """What the fence was for is known."""
@@ -373,6 +375,11 @@ class LocalRank:
         self._carrying.discard(lane)
         self.data_sent_bytes += lane.bytes_sent
         self.data_received_bytes += lane.bytes_received
+
+    def look_at_lanes(self) -> None:
+        """Note when something was last seen to move: since then the ring has stood still."""
+        if self.traffic != self._moved[0]:
+            self._moved = self.traffic, trio.current_time()
 
     @property
     def traffic(self) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from pmesh.agent.config import Settings
 from pmesh.agent.events import Chronicle, Event, encode_events
 from pmesh.agent.jobs import LOOK_S, Jobs
 from pmesh.agent.lane_desk import LaneDesk
-from pmesh.agent.membership import Membership
+from pmesh.agent.membership import DOUBT_S, Membership
 from pmesh.agent.parsing import host_port_text
 from pmesh.agent.peers import Peers
 from pmesh.agent.picture import Sources, take_picture
@@ -161,7 +161,7 @@ class Agent:
             nursery=nursery,
             jitter=random.random,
             on_offer=lambda member, offer: self.jobs.desk.accept(member, offer),  # noqa: PLW0108 - the desk comes later
-            on_ask=self.jobs.answer,
+            on_ask=self.jobs.results.answer,
         )
         self.membership = Membership(
             self._me,
@@ -170,6 +170,7 @@ class Agent:
             send=self.peers.send,
             drop=self.peers.drop,
             installed=self._show_change,
+            noticed=self._chronicle.note,
         )
         self.peers.membership = self.jobs.membership = self.membership
         self.jobs.desk = LaneDesk(self._me, self.peers, nursery, secrets.token_bytes)
@@ -201,7 +202,9 @@ class Agent:
 
     def _say_ready(self) -> None:
         where = host_port_text(self._settings.listen.host, self._port)
-        self._announce(f"{self._settings.name} is up, listening at {where}")
+        text = f"{self._settings.name} is up, listening at {where}"
+        self._announce(text)
+        self._chronicle.note("agent started", text)
         if self._settings.min_peers:
             self._announce(f"jobs begin when {self._settings.min_peers} peers are here")
 
@@ -215,6 +218,9 @@ class Agent:
 
     def _judge(self, stall: Stall) -> None:
         now = trio.current_time()
+        if stall.total_s >= DOUBT_S:
+            text = f"this machine or its agent stood still for {stall.total_s:.1f} s"
+            self._chronicle.note("agent stalled", text, duration_s=stall.total_s)
         self._lags.append((now, stall.late_s))
         while self._lags[0][0] < now - LAG_WINDOW_S:
             self._lags.popleft()

@@ -26,7 +26,7 @@ from pmesh.core.session import (
 )
 from pmesh.core.views import Verdict
 from pmesh.errors import ProtocolError, UsageError
-from pmesh.ids import JobName, OpNumber
+from pmesh.ids import JobName, OpNumber, TrainerId
 from pmesh.net.arena_pools import SessionArenas
 from pmesh.net.arenas import Arena
 from pmesh.net.processes import is_stopped
@@ -234,7 +234,7 @@ class _Trainer:
 
     async def _watch(self, scope: trio.CancelScope) -> None:
         process = TrainerProcess(self._session.pid)
-        said, turn = 1, 0
+        said, turn, stopped = 1, 0, frozenset[TrainerId]()
         while True:
             await trio.sleep(LOOK_S)
             turn = (turn + 1) % LOOKS_A_STATE
@@ -248,7 +248,11 @@ class _Trainer:
                 scope.cancel()
                 return
             waited_s = trio.current_time() - rank.busy_since
-            if waited_s >= said * SAY_EVERY_S:
+            known, news = stopped, False
+            if turn == 0:
+                stopped = self._jobs.marks.stopped(rank, OpNumber(rank.ledger.started))
+                news = not stopped <= known
+            if news or waited_s >= said * SAY_EVERY_S:
                 said = math.floor(waited_s / SAY_EVERY_S) + 1
                 await self._say_on_whom(rank, waited_s)
 
@@ -257,25 +261,20 @@ class _Trainer:
         stopped_s = process.stopped_for_s(trio.current_time())
         if rank.stopped != (stopped_s is not None):
             rank.stopped = stopped_s is not None
-            self._note_state(rank)
+            self._jobs.note_stop(rank.marks())
             self._jobs.beat()
         patience_s = self._request.straggler_after_s
         if stopped_s is not None and stopped_s >= patience_s:
             self._jobs.depart(rank, f"is lost: its trainer has been stopped for {patience_s:g} s")
 
-    def _note_state(self, rank: LocalRank) -> None:
-        name = rank.roster.describe(rank.id)
-        if rank.stopped:
-            text = f"the process of {name} has been stopped; the others wait for it"
-            self._jobs.chronicle.note("trainer stopped", text, job=self._job)
-        else:
-            text = f"the process of {name} runs again"
-            self._jobs.chronicle.note("trainer continued", text, job=self._job)
-
     async def _say_on_whom(self, rank: LocalRank, waited_s: float) -> None:
         op = OpNumber(rank.ledger.started)
         shortage = describe_shortage(rank, self._jobs.newcomers(rank))
-        names = (shortage,) if shortage else tuple(self._jobs.marks.describe_late(rank, op))
+        names = (
+            (f"more ranks: {shortage}",)
+            if shortage
+            else tuple(self._jobs.marks.describe_late(rank, op))
+        )
         await self._session.send(StillWaiting(op, waited_s, names))
 
 
