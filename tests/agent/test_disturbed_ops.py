@@ -8,7 +8,7 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent import ops
-from pmesh.agent.jobs import Jobs
+from pmesh.agent.fetching import ResultServer
 from pmesh.core.health import WIRED
 from pmesh.core.messages import AskResult, Call
 from pmesh.core.reductions import Values
@@ -205,7 +205,9 @@ async def test_nobody_is_served_what_is_not_retained(clock: MockClock) -> None:
             (0, rank.id, TrainerId(7), roster.number),
             (0, other, rank.id, roster.number),
         ):
-            jobs.answer(AskResult(roster.job, roster.born, number, OpNumber(op), holder, asker))
+            jobs.results.answer(
+                AskResult(roster.job, roster.born, number, OpNumber(op), holder, asker)
+            )
         await wait_all_tasks_blocked()
         assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
 
@@ -214,21 +216,21 @@ async def test_a_holder_that_does_not_answer_is_asked_again(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be one view behind, and then it does not know what it is asked for."""
-    real, asked, misses = Jobs.answer, 0, iter([True])
+    real, asked, misses = ResultServer.answer, 0, iter([True])
     real_all_reduce = collectives.all_reduce
 
-    def answer(jobs: Jobs, ask: AskResult) -> None:
+    def answer(server: ResultServer, ask: AskResult) -> None:
         nonlocal asked
         asked += 1
         if asked > 1:
-            real(jobs, ask)
+            real(server, ask)
 
     async def miss_the_end(ring: collectives.RingPosition, **call: object) -> None:
         await real_all_reduce(ring, **call)  # type: ignore[arg-type]
         if ring.rank == 1 and next(misses, False):
             raise LaneBroken("its last record never arrived")
 
-    monkeypatch.setattr(Jobs, "answer", answer)
+    monkeypatch.setattr(ResultServer, "answer", answer)
     async with village(clock, 2) as here:
         trainers = await here.job(*here.machines)
         monkeypatch.setattr(ops, "all_reduce", miss_the_end)

@@ -10,10 +10,11 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent import fetching
-from pmesh.agent.jobs import Jobs
+from pmesh.agent.fetching import ResultServer
 from pmesh.core.messages import AskResult
 from pmesh.core.reductions import Values
-from pmesh.ids import OpNumber
+from pmesh.core.views import OpOutcome
+from pmesh.ids import OpNumber, TrainerId
 from pmesh.net import collectives
 from pmesh.net.collectives import RingPosition
 from tests.agent.fake_trainer import Trainer, together, until
@@ -173,14 +174,14 @@ async def test_a_holder_whose_lane_breaks_is_asked_again(
 async def test_a_second_holder_is_asked_when_the_first_does_not_answer(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, asked = Jobs.answer, list[AskResult]()
+    real, asked = ResultServer.answer, list[AskResult]()
 
-    def answer(jobs: Jobs, ask: AskResult) -> None:
+    def answer(server: ResultServer, ask: AskResult) -> None:
         asked.append(ask)
         if ask.holder != 0:
-            real(jobs, ask)
+            real(server, ask)
 
-    monkeypatch.setattr(Jobs, "answer", answer)
+    monkeypatch.setattr(ResultServer, "answer", answer)
     async with village(clock, 4) as here:
         trainers = await here.job(*here.machines)
         held = hold_all_reduces(monkeypatch, size=4, ranks=[2, 3], complete=True)
@@ -197,6 +198,20 @@ async def test_a_second_holder_is_asked_when_the_first_does_not_answer(
             results = await together(*[lambda t=t: t.reduce(x) for t in trainers[:3]])
         assert [r[0] for r in results] == [4.0] * 3
         assert [ask.holder for ask in asked][:2] == [0, 1]
+
+
+@pytest.mark.parametrize(("machines", "holder"), [(1, 0), (2, 0), (2, 7)])
+async def test_a_result_that_is_nowhere_is_computed_after_all(
+    clock: MockClock, machines: int, holder: int
+) -> None:
+    """Whoever is said to hold it does not; the next view knows better."""
+    async with village(clock, machines) as here:
+        a, b = await here.job(here.machines[0], here.machines[-1])
+        asker = ranks_of(here)[1]
+        outcome = OpOutcome(OpNumber(0), asker.roster.ids, holders=(TrainerId(holder),))
+        asker._outcomes[OpNumber(0)] = outcome  # noqa: SLF001 - as a view change would
+        assert [r[0] for r in await reduce_all([a, b])] == [2.0] * 2
+        assert asker.roster.number > asker.roster.born.counter
 
 
 async def test_what_is_stable_is_let_go_of_everywhere(clock: MockClock) -> None:

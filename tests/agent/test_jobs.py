@@ -8,7 +8,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent import jobs as jobs_module
+from pmesh.agent import fetching
 from pmesh.agent.membership import DOUBT_S
 from pmesh.core.ledger import Ledger
 from pmesh.core.messages import AskResult, Call, LinkMessage, OpReport, RankMarks
@@ -207,14 +207,14 @@ async def test_a_fetch_that_breaks_on_its_way_ends_nobody(
         await trio.lowlevel.checkpoint()
         raise LaneBroken("the data connection to mac-1 ended")
 
-    monkeypatch.setattr(jobs_module, "serve_result", breaks)
+    monkeypatch.setattr(fetching, "serve_result", breaks)
     async with village(clock, 2) as here:
         trainers = await here.job(*here.machines)
         jobs = here.machines[0].agent.jobs
         (rank,) = jobs.ranks
         r = rank.roster
         (other,) = [trainer for trainer in r.ids if trainer != rank.id]
-        jobs.answer(AskResult(r.job, r.born, r.number, OpNumber(0), rank.id, other))
+        jobs.results.answer(AskResult(r.job, r.born, r.number, OpNumber(0), rank.id, other))
         assert await reduce_all(trainers) == [2.0, 2.0]
 
 

@@ -5,6 +5,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from pmesh.agent.fetching import ResultServer
 from pmesh.agent.jobs import LEAVE_GRACE_S, Jobs
 from pmesh.core.messages import AskResult
 from pmesh.core.reductions import Values
@@ -158,7 +159,7 @@ async def test_when_the_only_holder_dies_before_it_is_asked_the_op_runs_again(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[AskResult] = []
-    monkeypatch.setattr(Jobs, "answer", lambda _, ask: asked.append(ask))
+    monkeypatch.setattr(ResultServer, "answer", lambda _, ask: asked.append(ask))
     async with village(clock, 3) as here:
         trainers = await here.job(*here.machines)
         a, b, c = trainers

@@ -1,5 +1,6 @@
 """The driver of the agreement: what it sends, what it does with what comes, and in which order."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -83,6 +84,7 @@ class Side:
         self.links: set[Member] = set()
         self.inbox: list[tuple[Member, LinkMessage]] = []
         self.dropped: list[str] = []
+        self.noticed: list[tuple[str, str]] = []
         self.changes: list[tuple[int, Mapping[Member, str]]] = []
         self.follower = Follower()
         self.membership = Membership(
@@ -92,6 +94,7 @@ class Side:
             send=self.send,
             drop=self.drop,
             installed=self.installed,
+            noticed=lambda kind, text: self.noticed.append((kind, text)),
         )
         self.follower.membership = self.membership
 
@@ -112,16 +115,21 @@ class Side:
 
 
 async def two_in_a_view() -> World:
-    world = World(A, B)
-    world.link(A, B)
+    return await in_a_view(A, B)
+
+
+async def in_a_view(*members: Member) -> World:
+    world = World(*members)
+    for one, other in itertools.combinations(members, 2):
+        world.link(one, other)
     for _ in range(4):
         for side in world.sides.values():
             side.membership.poke()
             side.membership.beat()
         await world.deliver()
         await trio.sleep(HEARTBEAT_S)
-    assert world.sides[A].view == world.sides[B].view
-    assert len(world.sides[A].view.seats) == 2
+    assert len({side.view.epoch for side in world.sides.values()}) == 1
+    assert len(world.sides[A].view.seats) == len(members)
     return world
 
 
@@ -186,6 +194,10 @@ async def test_silence_is_suspected_and_then_ends_the_membership(
         health = one.membership.health_of(B.node)
         assert (health.condition if health else None) is condition
     assert one.dropped == ["silent for 2.4 s"]
+    assert one.noticed == [
+        ("peer silent", "mac-2 has been silent for 1.4 s"),
+        ("loss noticed", "mac-2 is lost: silent for 2.4 s"),
+    ]
     assert one.view.members == (A,)
     assert one.changes[-1] == (1, {B: "silent for 2.4 s"})
     assert autojump_clock.current_time() < 4
@@ -241,6 +253,18 @@ async def test_an_echo_that_names_another_view_is_no_reason_to_go_on(
     assert last_word(one) == "doubt"
     one.membership.hear(B, beat)
     assert last_word(one) == "trust"
+    assert autojump_clock.current_time() < 2
+
+
+async def test_everybody_must_confirm_the_view(autojump_clock: MockClock) -> None:
+    world = await in_a_view(A, B, C)
+    one = world.sides[A]
+    one.membership.judge(Stall(late_s=DOUBT_S, slept_s=0.0))
+    await world.deliver()
+    for member, word in ((B, "doubt"), (C, "trust")):
+        world.sides[member].membership.beat()
+        await world.deliver()
+        assert last_word(one) == word
     assert autojump_clock.current_time() < 2
 
 

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
 import trio
-from trio.testing import wait_all_tasks_blocked
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent.lane_desk import LaneDesk
 from pmesh.agent.ranks import LocalRank, Result
@@ -289,18 +289,25 @@ async def test_a_view_change_stops_what_serves_results_of_the_last_roster() -> N
         assert serving.cancel_called
 
 
-async def test_how_long_an_op_stands_still_counts_from_its_own_fence() -> None:
+async def test_an_op_stands_still_since_something_last_moved_but_not_before_it_began(
+    autojump_clock: MockClock,
+) -> None:
     async with rank_of() as (rank, desk):
         rank.fence("view change")  # between two ops
         assert rank.halted_since is None
+        await trio.sleep(1)
+        rank.busy_since = autojump_clock.current_time()
         rank.start(ZERO, BARRIER)
         rank.fence("view change")
-        assert rank.halted_since is not None
+        assert rank.halted_since == 1.0
         rank.follow(roster(2), desk)  # it was not concerned
         assert rank.halted_since is None
-        rank.progress = (0, 0), 7.0
+        for _ in range(2):
+            await trio.sleep(1)
+            rank.data_sent_bytes = 5  # by the first look, and no more after it
+            rank.look_at_lanes()
         rank.fence("view change")
-        assert rank.halted_since == 7.0
+        assert rank.halted_since == 2.0
         rank.fail(failed(ZERO))
         rank.start(ONE, BARRIER)
         assert rank.halted_since is None

@@ -14,13 +14,14 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent import run
 from pmesh.agent.config import Settings
+from pmesh.agent.events import decode_events
 from pmesh.agent.parsing import Listen
 from pmesh.agent.peers import Peers
 from pmesh.agent.run import open_listeners, run_agent
 from pmesh.client.home import socket_path
 from pmesh.core.advertisement import Advertisement
 from pmesh.core.identity import NodeKey
-from pmesh.core.session import Leave, StopAgent, Stopping
+from pmesh.core.session import AskEvents, Events, Leave, StopAgent, Stopping
 from pmesh.errors import AgentAlreadyRunning, ConfigError, PmeshError, PortTaken
 from pmesh.ids import Incarnation
 from pmesh.net.discovery import Discovered, Found
@@ -286,6 +287,20 @@ async def test_a_goodbye_that_hangs_is_cut_short(
         began = trio.current_time()
         nursery.cancel_scope.cancel()
     assert trio.current_time() - began < 1
+
+
+async def test_what_has_happened_is_told_to_who_asks(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        asker = await here.trainer(here.machines[0])
+        reply = await asker.ask(AskEvents(after=-1))
+        assert isinstance(reply, Events)
+        events = decode_events(reply.json).events
+        assert [event.kind for event in events][:2] == ["agent started", "peer joined"]
+        await asker.die()
+        asker = await here.trainer(here.machines[0])
+        reply = await asker.ask(AskEvents(after=events[-1].number))
+        assert isinstance(reply, Events)
+        assert decode_events(reply.json).events == ()
 
 
 async def test_it_says_how_many_peers_jobs_wait_for(clock: MockClock) -> None:

@@ -59,7 +59,7 @@ async def test_with_too_few_ranks_ops_wait_say_so_and_end_at_their_deadline(
         for trainer in (a, b):
             assert [round(wait.waited_s) for wait in trainer.waits] == [10, 20]
             assert {wait.on for wait in trainer.waits} == {
-                ("2 of at least 3 ranks (min_ranks) are here",)
+                ("more ranks: 2 of at least 3 ranks (min_ranks) are here",)
             }
 
 
@@ -149,7 +149,7 @@ async def test_only_the_side_with_the_majority_goes_on_and_then_all_do(clock: Mo
         assert verdict.error == "NotEnoughRanks"
         why = "this side of a partition has 1 of 3 ranks, which is no majority"
         assert why in verdict.message
-        assert [wait.on for wait in alone.waits] == [(why,)]
+        assert [wait.on for wait in alone.waits] == [(f"more ranks: {why}",)]
         mend(one, two, three)
         await here.settle(one, two, three)
         assert (await alone.verdict_of(alone.barrier())).error == "HistorySuperseded"
