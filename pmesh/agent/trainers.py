@@ -242,7 +242,7 @@ class _Trainer:
             if rank is not None and turn == 0:
                 self._look_at(rank, process)
             if rank is None or rank.busy_since is None:
-                said = 1
+                said, stopped = 1, frozenset()
                 continue
             if self._session.trainer_gone():
                 scope.cancel()

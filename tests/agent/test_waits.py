@@ -244,6 +244,24 @@ async def test_a_trainer_that_was_stopped_for_a_while_is_neither_lost_nor_forgot
         assert rank.size == 2
 
 
+async def test_who_waits_is_told_soon_that_another_is_stopped_in_each_op_anew(
+    clock: MockClock, stopped: set[str]
+) -> None:
+    async with village(clock, 2) as here:
+        a, b = await here.job(*here.machines)
+        machine = machine_of(here, b)
+        for times in (1, 2):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(a.barrier)
+                await trio.sleep(3)
+                stopped.add(machine.settings.name)
+                await trio.sleep(3)
+                assert len(a.waits) == times
+                assert a.waits[-1].waited_s < 5
+                assert a.waits[-1].on == (f"rank 1 ({b.names[1]}), whose process is stopped",)
+                await b.barrier()  # which its agent does for it
+
+
 async def test_who_merely_computes_is_waited_for(clock: MockClock, stopped: set[str]) -> None:
     async with village(clock, 2) as here:
         a, b = await here.job(*here.machines, straggler_after_s=5.0)
