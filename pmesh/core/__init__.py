@@ -7,8 +7,9 @@ finding         advertisement (what mDNS carries), addresses (whom to try first)
 at the door     first_bytes (link, lane or garbage), greeting (the first message of any version)
 on a link       framing (lengths), messages (what is said), health (who is here)
 views           views (the values), standing (what one member knows), agreement (what follows from
-                a message), proposals (the leader's half), rosters (jobs and the ops of a view
-                change), topology (the order of the ring)
+                a message), proposals (the leader's half), rosters (jobs in a view change),
+                op_outcomes (their ops), quorum (which side may go on), topology (the order
+                of the ring)
 ops             session (what a trainer asks), ledger (what a rank knows of its ops), schedule (who
                 sends what when), reductions (adding up), records (sealing it)
 

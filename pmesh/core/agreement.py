@@ -10,7 +10,7 @@ from typing import assert_never
 
 import msgspec
 
-from pmesh.core import proposals
+from pmesh.core import proposals, quorum
 from pmesh.core.messages import (
     AgreementMessage,
     AskToJoin,
@@ -32,16 +32,20 @@ from pmesh.core.standing import (
     BACK_OFF_S,
     JOIN_REQUEST_S,
     NOTICE_S,
+    PATIENCE_S,
     SKIP_S,
     Action,
     Facts,
     Fence,
     Install,
+    JoinRequest,
     Peer,
     Send,
     State,
     Step,
+    continuing_members,
     follows,
+    hear_each_other,
     hears_me,
 )
 from pmesh.core.views import View
@@ -104,7 +108,8 @@ def _receive(  # noqa: C901, PLR0911 - one arm for each message
         case TellView():
             return _receive_view(state, sender, message.view, now)
         case AskToJoin():
-            return Step(replace(state, joining={**state.joining, sender: now}))
+            request = JoinRequest(now, message.whole)
+            return Step(replace(state, joining={**state.joining, sender: request}))
         case Propose():
             return _receive_proposal(state, sender, message, facts, now)
         case Flushed():
@@ -194,7 +199,15 @@ def _flush(state: State, sender: Member, message: Propose, facts: Facts, now: fl
     same_base = message.base.epoch == state.view.epoch
     jobs = tuple(r.job for r in facts.reports if r.job in message.jobs or not same_base)
     reports = tuple(_fenced(report) if report.job in jobs else report for report in facts.reports)
-    answer = Flushed(message.epoch, state.name, state.view, reports, facts.waiting, state.attempts)
+    answer = Flushed(
+        epoch=message.epoch,
+        name=state.name,
+        view=state.view,
+        jobs=reports,
+        waiting=facts.waiting,
+        attempts=state.attempts,
+        primaries=state.primaries,
+    )
     state = replace(
         state,
         attempts=_note_attempt(state, message),
@@ -209,22 +222,9 @@ def _flush(state: State, sender: Member, message: Propose, facts: Facts, now: fl
 
 def _note_attempt(state: State, message: Propose) -> tuple[Attempt, ...]:
     """V10: until we see otherwise, what we promise may be installed elsewhere and go on."""
-    if all(roster.terms.quorum == "any" for roster in state.view.rosters):
+    if not state.primaries:
         return ()
     return (*state.attempts, Attempt(message.epoch, message.members))
-
-
-def _unresolved(attempts: tuple[Attempt, ...], view: View) -> tuple[Attempt, ...]:
-    """V10: a roster with a quorum has resolved all attempts before it.
-
-    So has who led an attempt, once it is in our view: it has shown what it had installed.
-    """
-    since = [r.primary.epoch for r in view.rosters if r.terms.quorum == "majority"]
-    return tuple(
-        attempt
-        for attempt in attempts
-        if since and attempt.epoch > min(since) and attempt.leader not in view.members
-    )
 
 
 def _fenced(report: JobReport) -> JobReport:
@@ -282,15 +282,17 @@ def _install(state: State, view: View, now: float) -> Step:
     """I2: only upwards, and only where we are a member."""
     if view.epoch <= state.view.epoch or state.me not in view.members:
         raise ProtocolError(f"a view that can't follow: {view.epoch.counter}")
+    primaries = quorum.remember(state.primaries, state.attempts, state.view, view, state.me)
     state = replace(
         state,
         view=view,
         flushed_at=None,
         installed_at=now,
         proposal=None,
-        attempts=_unresolved(state.attempts, view),
+        attempts=quorum.unresolved(state.attempts, primaries, view),
+        primaries=primaries,
         highest_counter=max(state.highest_counter, view.epoch.counter),
-        joining={m: at for m, at in state.joining.items() if m not in view.members},
+        joining={m: asked for m, asked in state.joining.items() if m not in view.members},
         losses={m: why for m, why in state.losses.items() if m in view.members},
     )
     return Step(state, (Install(view),))
@@ -326,8 +328,6 @@ def _consider(step: Step, facts: Facts, now: float) -> Step:
 
 def _ask_to_join(state: State, now: float) -> Step:
     """A lighter view's member asks the leader of the heaviest one that it hears (V9)."""
-    if state.proposal is not None or now - state.asked_to_join_at < JOIN_REQUEST_S / 4:
-        return Step(state)
     leaders = [
         peer
         for peer in state.peers.values()
@@ -337,8 +337,26 @@ def _ask_to_join(state: State, now: float) -> Step:
         and state.me not in peer.view.members
         and peer.view.weight > state.view.weight
     ]
-    if not leaders:
+    met_at = None
+    if leaders:
+        met_at = now if state.met_at is None else state.met_at
+    if met_at != state.met_at:
+        state = replace(state, met_at=met_at)
+    if met_at is None or state.proposal is not None:
         return Step(state)
     best = max(leaders, key=lambda peer: peer.view.weight)
+    whole = _can_come_whole(state, best.view, now)
+    asked_lately = now - state.asked_to_join_at < JOIN_REQUEST_S / 4
+    if asked_lately or not (whole or now - met_at >= PATIENCE_S):
+        return Step(state)
     state = replace(state, asked_to_join_at=now)
-    return Step(state, (Send(best.member, AskToJoin(state.view.epoch)),))
+    return Step(state, (Send(best.member, AskToJoin(state.view.epoch, whole)),))
+
+
+def _can_come_whole(state: State, view: View, now: float) -> bool:
+    """V9: those who go on with us all hear, and are heard by, all of the other view.
+
+    A job that runs among them would be torn if some came before the others.
+    """
+    ours = continuing_members(state, now)
+    return all(hear_each_other(state, mine, theirs) for mine in ours for theirs in view.members)

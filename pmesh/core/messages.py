@@ -14,7 +14,7 @@ from pmesh.core.views import Terms, Verdict, View
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, OpNumber, Slot, TrainerId
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; more is an attack
 
@@ -181,6 +181,8 @@ class AskToJoin(_Message, frozen=True, tag=5):
     """Asks the leader of a heavier view to be taken in."""
 
     view: Epoch
+    whole: bool = False
+    """With all of its view, so that no job is torn; else it has waited for that for too long."""
 
 
 class Propose(_Message, frozen=True, tag=6):
@@ -209,6 +211,14 @@ class Attempt(msgspec.Struct, frozen=True, array_like=True):
         return Member(self.epoch.leader, self.epoch.incarnation)
 
 
+class KnownPrimary(msgspec.Struct, frozen=True, array_like=True):
+    """The last roster with a quorum that its sender knows of a job, perhaps from before (V10)."""
+
+    job: _Job
+    born: Epoch
+    epoch: Epoch
+
+
 class Flushed(_Message, frozen=True, tag=7):
     """A promise: nothing below this epoch will be installed or, for its jobs, delivered."""
 
@@ -220,7 +230,8 @@ class Flushed(_Message, frozen=True, tag=7):
     jobs: tuple[JobReport, ...]
     waiting: tuple[Waiting, ...] = ()
     attempts: tuple[Attempt, ...] = ()
-    """Only where a job asks for a quorum."""
+    primaries: tuple[KnownPrimary, ...] = ()
+    """Both only where a job asks for a quorum."""
 
 
 class Refuse(_Message, frozen=True, tag=8):

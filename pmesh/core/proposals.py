@@ -10,6 +10,7 @@ from pmesh.core.standing import (
     JOIN_REQUEST_S,
     PATIENCE_S,
     Facts,
+    JoinRequest,
     Proposal,
     State,
     continuing_members,
@@ -31,6 +32,7 @@ def propose(state: State, facts: Facts, now: float) -> Propose | None:
         return None
     kept = _clique(state, (state.me,), continuing_members(state, now)[1:], now)
     joined = _clique(state, kept, _candidates(state, now), now)[len(kept) :]
+    joined = _whole_views(state, joined, now)
     jobs = rosters.jobs_to_settle(
         state.view, kept, known_concerns(state, facts), _known_waiting(state, facts, kept + joined)
     )
@@ -145,11 +147,7 @@ def _candidates(state: State, now: float) -> tuple[Member, ...]:
 
     V9: a job that runs among them shall come whole.
     """
-    asked = [
-        member
-        for member, asked_at in sorted(state.joining.items())
-        if now - asked_at < JOIN_REQUEST_S and _may_join(state, member)
-    ]
+    asked = [member for member in sorted(_requests(state, now)) if _may_join(state, member)]
     views = {state.peers[member.node].view.epoch for member in asked}
     others = [
         peer.member
@@ -157,6 +155,26 @@ def _candidates(state: State, now: float) -> tuple[Member, ...]:
         if peer.view.epoch in views and peer.member not in asked and _may_join(state, peer.member)
     ]
     return (*asked, *others)
+
+
+def _requests(state: State, now: float) -> dict[Member, JoinRequest]:
+    return {m: asked for m, asked in state.joining.items() if now - asked.asked_at < JOIN_REQUEST_S}
+
+
+def _whole_views(state: State, joined: tuple[Member, ...], now: float) -> tuple[Member, ...]:
+    """V9: those whose whole view can come, or who have waited for that for long enough."""
+    views = {member: state.peers[member.node].view for member in joined}
+    requests = _requests(state, now)
+    impatient = {
+        view.epoch
+        for member, view in views.items()
+        if member in requests and not requests[member].whole
+    }
+    return tuple(
+        member
+        for member, view in views.items()
+        if view.epoch in impatient or set(view.members) <= set(joined)
+    )
 
 
 def _may_join(state: State, member: Member) -> bool:

@@ -105,11 +105,13 @@ class _History:
     roster: Roster
     stable: int
 
-    def weight(self) -> tuple[bool, int, int, int, int]:
-        """V9: of two that meet, the heavier one goes on."""
+    def weight(self) -> tuple[int, ...]:
+        """V9: of two that meet, the heavier one goes on; V10: the one that had a quorum last."""
         roster = self.roster
+        votes = roster.terms.quorum == "majority"
+        primary = roster.primary.epoch.counter if votes else 0
         older = -roster.born.counter, -roster.number
-        return (roster.quorate, len(roster.trainers), self.stable, *older)
+        return (roster.quorate, primary, len(roster.trainers), self.stable, *older)
 
 
 def _lineages(
@@ -125,9 +127,7 @@ def _lineages(
 
 
 def _go_on(roster: Roster, members: Collection[Member], change: Change) -> _History | None:
-    """The roster after the change, among these members; None if it can't go on."""
-    if _is_overtaken(roster, change):
-        return None
+    """The roster after the change, among these members; None if no rank is left."""
     hosts = {trainer.member for trainer in roster.trainers + roster.witnesses} & set(members)
     reports = [r for host in hosts if (r := _report_on(roster, change.answers[host])) is not None]
     known = gather(reports)
@@ -158,7 +158,7 @@ def _go_on(roster: Roster, members: Collection[Member], change: Change) -> _Hist
     )
     settled = msgspec.structs.replace(settled, outcomes=outcomes, witnesses=witnesses)
     settled = _let_in(settled, known, change)
-    return _History(roster=_vote(settled, change, staying), stable=known.stable)
+    return _History(roster=_vote(settled, change), stable=known.stable)
 
 
 def _gone(roster: Roster, kept: Collection[Member]) -> tuple[Trainer, ...]:
@@ -216,22 +216,17 @@ def _let_in(roster: Roster, known: Knowledge, change: Change) -> Roster:
     )
 
 
-def _vote(roster: Roster, change: Change, staying: Iterable[Trainer]) -> Roster:
-    """V10: whether this side may go on.
-
-    Who has no rank in the job has no vote: it might have gone on with others since, and have
-    forgotten it. But who gives up a history of its own for this one votes for it.
-    """
+def _vote(roster: Roster, change: Change) -> Roster:
+    """V10: whether this side may go on."""
     if roster.terms.quorum == "majority":
-        voting = {trainer.member for trainer in staying}
-        voting |= {m for m, answer in change.answers.items() if _has_rank(m, answer.view, roster)}
         attempts = [
             attempt
             for answer in change.answers.values()
             for attempt in answer.attempts
             if attempt.leader not in change.answers  # else it has told what became of it
         ]
-        if not has_quorum(roster.primary, voting, attempts):
+        voters = change.answers.keys()
+        if _is_overtaken(roster, change) or not has_quorum(roster.primary, voters, attempts):
             return msgspec.structs.replace(roster, quorate=False)
     primary = Primary(change.epoch, _voters(roster.trainers))
     return msgspec.structs.replace(roster, quorate=True, primary=primary)
@@ -239,17 +234,12 @@ def _vote(roster: Roster, change: Change, staying: Iterable[Trainer]) -> Roster:
 
 def _is_overtaken(roster: Roster, change: Change) -> bool:
     """V10: somebody here knows a later roster of the job that had a quorum."""
-    known = (r for a in change.answers.values() for r in a.view.rosters if _is_same_job(r, roster))
-    asks = roster.terms.quorum == "majority"
-    return asks and any(other.primary.epoch > roster.primary.epoch for other in known)
-
-
-def _has_rank(member: Member, view: View, roster: Roster) -> bool:
-    return any(r.trainers_at(member) for r in view.rosters if _is_same_job(r, roster))
-
-
-def _is_same_job(one: Roster, other: Roster) -> bool:
-    return (one.job, one.born) == (other.job, other.born)
+    known = (primary for answer in change.answers.values() for primary in answer.primaries)
+    return any(
+        (primary.job, primary.born) == (roster.job, roster.born)
+        and primary.epoch > roster.primary.epoch
+        for primary in known
+    )
 
 
 def _voters(trainers: Iterable[Trainer]) -> tuple[Member, ...]:

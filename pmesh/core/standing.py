@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pmesh.core.messages import (
     AgreementMessage,
@@ -10,6 +11,7 @@ from pmesh.core.messages import (
     Flushed,
     Heartbeat,
     JobReport,
+    KnownPrimary,
     Propose,
     RankMarks,
     Waiting,
@@ -59,6 +61,14 @@ class Peer:
     """The view that the heartbeat names."""
 
 
+class JoinRequest(NamedTuple):
+    """A member of a lighter view has asked to be taken in."""
+
+    asked_at: float
+    whole: bool
+    """Only together with all of its view."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
     """A leader's attempt at the next view."""
@@ -86,8 +96,8 @@ class State:
     """The last view that each peer showed."""
     unplaced: Mapping[NodeId, Heartbeat] = field(default_factory=dict[NodeId, Heartbeat])
     """Heartbeats that name a view not seen yet."""
-    joining: Mapping[Member, float] = field(default_factory=dict[Member, float])
-    """Who asked to be taken in, and when."""
+    joining: Mapping[Member, JoinRequest] = field(default_factory=dict[Member, JoinRequest])
+    """Who asked to be taken in."""
     skipped: Mapping[Member, float] = field(default_factory=dict[Member, float])
     """Who did not answer a proposal, and until when it is left out."""
     losses: Mapping[Member, str] = field(default_factory=dict[Member, str])
@@ -95,10 +105,14 @@ class State:
     proposal: Proposal | None = None
     attempts: tuple[Attempt, ...] = ()
     """V10: views promised and not seen installed; kept only where a job asks for a quorum."""
+    primaries: tuple[KnownPrimary, ...] = ()
+    """V10: what makes a vote one: not to have forgotten with whom the job has gone on."""
     quiet_until: float = 0.0
     noticing_until: float = 0.0
     """Until then the others may still have to notice that our leader is gone."""
     asked_to_join_at: float = 0.0
+    met_at: float | None = None
+    """Since when a heavier view has been there to join; None while there is none."""
 
 
 @dataclass(frozen=True, slots=True)

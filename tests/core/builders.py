@@ -9,6 +9,7 @@ from pmesh.core.messages import (
     Flushed,
     Heartbeat,
     JobReport,
+    KnownPrimary,
     OpReport,
     Propose,
     RankReport,
@@ -148,8 +149,12 @@ def make_flushed(
     jobs: Iterable[JobReport] = (),
     waiting: Iterable[Waiting] = (),
     attempts: Iterable[Attempt] = (),
+    primaries: Iterable[KnownPrimary] | None = None,
 ) -> Flushed:
-    """The member's flush answer: what it has installed, and what it knows of its ops."""
+    """The member's flush answer: what it has installed, and what it knows of its ops.
+
+    Unless said otherwise it remembers no primary rosters but those of its view.
+    """
     return Flushed(
         epoch or make_epoch(9),
         name_of(member),
@@ -157,7 +162,18 @@ def make_flushed(
         tuple(jobs),
         tuple(waiting),
         tuple(attempts),
+        known_from(view) if primaries is None else tuple(primaries),
     )
+
+
+def known_from(view: View) -> tuple[KnownPrimary, ...]:
+    """What a member remembers that has always been in this view's line."""
+    known = (
+        KnownPrimary(roster.job, roster.born, roster.primary.epoch)
+        for roster in view.rosters
+        if roster.terms.quorum == "majority"
+    )
+    return tuple(sorted(known, key=lambda k: k.epoch))
 
 
 def make_concern(roster: Roster, verdict: Verdict | None, op: int = -1) -> Concern:

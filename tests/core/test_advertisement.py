@@ -91,7 +91,7 @@ def test_an_entry_that_is_missing_or_empty_is_refused(key: bytes) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        (b"v", b"2"),
+        (b"v", b"%d" % (PROTOCOL_VERSION + 1)),
         (b"tag", b"00" * 8),
         (b"inc", b"8"),
         (b"port", b"24161"),

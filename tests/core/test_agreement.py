@@ -6,11 +6,8 @@ import pytest
 
 from pmesh.core.agreement import first_state, lose, pass_time
 from pmesh.core.messages import (
-    AskToJoin,
     AskView,
-    Heartbeat,
     Leaving,
-    Propose,
     Refuse,
     Superseded,
     TellView,
@@ -19,7 +16,6 @@ from pmesh.core.messages import (
 from pmesh.core.standing import (
     BACK_OFF_S,
     FLUSH_DEADLINE_S,
-    JOIN_REQUEST_S,
     NOTICE_S,
     PATIENCE_S,
     SKIP_S,
@@ -45,7 +41,6 @@ from tests.core.builders import (
     make_peer,
     make_proposal,
     make_roster,
-    make_state,
     make_view,
     make_waiting,
 )
@@ -306,69 +301,6 @@ class TestDeadlines:
     def test_a_promise_is_kept_while_its_leader_is_heard(self) -> None:
         state = promising(6)
         assert pass_time(state, Facts(), now=NOW + PATIENCE_S).actions == ()
-
-
-class TestAskingToJoin:
-    BIG = make_view(5, ANNA, BERT)
-    BEAT = make_heartbeat(BIG, DORA, acting=True)
-    ALONE = make_state(DORA, make_view(9, DORA))
-
-    def meet(self, beat: Heartbeat, state: State = ALONE) -> Step:
-        state = told(state, ANNA, TellView(self.BIG)).state
-        return told(state, ANNA, beat)
-
-    def test_is_asked_of_the_leader_of_a_heavier_view(self) -> None:
-        step = self.meet(self.BEAT)
-        assert sent(step) == [(ANNA, AskToJoin(self.ALONE.view.epoch))]
-        assert step.state.asked_to_join_at == NOW
-
-    def test_is_repeated_but_not_with_every_heartbeat(self) -> None:
-        state = self.meet(self.BEAT).state
-        again = JOIN_REQUEST_S / 4
-        assert pass_time(state, Facts(), now=NOW + again - 0.01).actions == ()
-        assert len(pass_time(state, Facts(), now=NOW + again).actions) == 1
-
-    @pytest.mark.parametrize(
-        "beat",
-        [
-            pytest.param(make_heartbeat(BIG, DORA), id="it does not lead"),
-            pytest.param(make_heartbeat(BIG, BERT, acting=True), id="it does not hear us"),
-            pytest.param(make_heartbeat(BIG, DORA, acting=True, flushed=True), id="it is busy"),
-        ],
-    )
-    def test_is_not_asked_of_one_who_could_not_take_us_in(self, beat: Heartbeat) -> None:
-        assert sent(self.meet(beat)) == []
-
-    def test_is_not_asked_of_a_lighter_view(self) -> None:
-        trio = make_state(DORA, make_view(9, DORA, make_member("e"), make_member("f")))
-        trio = replace(trio, quiet_until=NOW + 9)
-        assert sent(self.meet(self.BEAT, trio)) == []
-
-    def test_is_not_asked_of_a_view_that_has_us_already(self) -> None:
-        view = make_view(5, ANNA, DORA, BERT)
-        anna = make_peer(ANNA, view, make_heartbeat(view, DORA, acting=True))
-        state = replace(make_state(DORA, make_view(4, DORA), anna), quiet_until=NOW + 9)
-        assert sent(pass_time(state, Facts(), now=NOW)) == []
-
-    def test_is_asked_of_the_heaviest(self) -> None:
-        bigger = make_view(4, CARA, make_member("e"), make_member("f"))
-        cara = make_peer(CARA, bigger, make_heartbeat(bigger, DORA, acting=True))
-        anna = make_peer(ANNA, self.BIG, self.BEAT)
-        state = make_state(DORA, make_view(9, DORA), anna, cara)
-        assert [to for to, _ in sent(pass_time(state, Facts(), now=NOW))] == [CARA]
-
-    def test_waits_while_a_proposal_of_ours_is_out(self) -> None:
-        anna = make_peer(ANNA, self.BIG, self.BEAT)
-        cara = make_peer(CARA, make_view(1, CARA), make_heartbeat(make_view(1, CARA), DORA))
-        state = make_state(DORA, make_view(9, DORA), anna, cara)
-        state = replace(state, joining={CARA: NOW})
-        ((to, message),) = sent(pass_time(state, Facts(), now=NOW))
-        assert to == CARA
-        assert isinstance(message, Propose)
-
-    def test_is_noted_by_who_is_asked(self) -> None:
-        step = told(BERTS, DORA, AskToJoin(make_epoch(1, DORA)))
-        assert step.state.joining == {DORA: NOW}
 
 
 def test_who_asks_for_a_view_is_shown_the_one_in_force() -> None:

@@ -125,12 +125,13 @@ class TestOfTwoHistories:
     def test_the_one_that_may_run_goes_before_a_larger_one_that_may_not(self) -> None:
         """V10."""
         majority = Terms(quorum="majority")
-        one = make_roster(CARA, born=make_epoch(9), number=9, terms=majority)
+        finn = make_member("f")
+        one = make_roster(finn, born=make_epoch(9), number=9, terms=majority)
         pair = make_roster(
             ANNA, BERT, CARA, DORA, EMMA, born=make_epoch(8), number=8, terms=majority
         )
         theirs = make_view(8, ANNA, BERT, CARA, DORA, EMMA, rosters=[pair])
-        assert self.winner((theirs, (ANNA, BERT)), side(9, CARA, roster=one)) == one
+        assert self.winner((theirs, (ANNA, BERT)), side(9, finn, roster=one)) == one
 
     def test_of_as_many_ranks_the_one_whose_ops_have_come_further(self) -> None:
         young = make_roster(ANNA, BERT, born=make_epoch(9), number=9)

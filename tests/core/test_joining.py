@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from pmesh.core.proposals import propose
-from pmesh.core.standing import JOIN_REQUEST_S, Facts, State
+from pmesh.core.standing import JOIN_REQUEST_S, PATIENCE_S, Facts, JoinRequest, State
 from pmesh.core.views import View
 from pmesh.ids import Member
 from tests.core.builders import (
@@ -20,8 +20,11 @@ from tests.core.builders import (
     make_view,
     make_waiting,
 )
+from tests.core.circle import Circle, gathered
 
 NOW = 100.0
+ASKED = JoinRequest(NOW, whole=False)
+ASKED_WHOLE = JoinRequest(NOW, whole=True)
 FACTS = Facts()
 TRIO = make_view(5, ANNA, BERT, CARA)
 WITHOUT_CARA = all_hearing_each_other(ANNA, TRIO, BERT)
@@ -37,7 +40,7 @@ class TestWhoAskedToJoin:
         ]
         view = make_view(5, ANNA, BERT)
         state = make_state(ANNA, view, replace(peers[0], view=view), peers[1])
-        return replace(state, joining={DORA: asked_at})
+        return replace(state, joining={DORA: JoinRequest(asked_at, whole=False)})
 
     def test_is_taken_in_as_a_newcomer(self) -> None:
         message = propose(self.leader(), FACTS, NOW)
@@ -66,7 +69,7 @@ class TestWhoAskedToJoin:
         assert propose(replace(state, peers=alone), FACTS, NOW) is None
 
     def test_is_no_newcomer_if_it_has_a_seat(self) -> None:
-        state = replace(WITHOUT_CARA, joining={BERT: NOW})
+        state = replace(WITHOUT_CARA, joining={BERT: ASKED})
         message = propose(state, FACTS, NOW)
         assert message is not None
         assert message.members == (ANNA, BERT)
@@ -86,15 +89,25 @@ class TestWhoComesAlong:
     EMMA = make_member("e")
     TWINS = make_view(3, DORA, EMMA)
 
-    def members(self, emma: View, *, heard: bool = True, asked: bool = True) -> tuple[Member, ...]:
-        """Whom Anna, Bert and Cara would take in when Dora asks, and Emma does not."""
+    def members(
+        self,
+        emma: View,
+        *,
+        dora: View = TWINS,
+        heard: bool = True,
+        asked: JoinRequest | None = ASKED,
+        emma_asked: JoinRequest | None = None,
+    ) -> tuple[Member, ...]:
+        """Whom Anna, Bert and Cara would take in when Dora asks, and Emma mostly does not."""
         trio = (ANNA, BERT, CARA)
         peers = [make_peer(m, TRIO, make_heartbeat(TRIO, *trio, DORA, self.EMMA)) for m in trio[1:]]
         peers += [
-            make_peer(DORA, self.TWINS, make_heartbeat(self.TWINS, *trio, self.EMMA)),
+            make_peer(DORA, dora, make_heartbeat(dora, *trio, self.EMMA)),
             make_peer(self.EMMA, emma, make_heartbeat(emma, *trio[heard is False :], DORA)),
         ]
-        state = replace(make_state(ANNA, TRIO, *peers), joining={DORA: NOW} if asked else {})
+        requests = {DORA: asked, self.EMMA: emma_asked}
+        joining = {member: request for member, request in requests.items() if request}
+        state = replace(make_state(ANNA, TRIO, *peers), joining=joining)
         message = propose(state, FACTS, NOW)
         return () if message is None else message.members[3:]
 
@@ -108,4 +121,82 @@ class TestWhoComesAlong:
         assert self.members(self.TWINS, heard=False) == (DORA,)
 
     def test_is_nobody_while_none_of_them_asks(self) -> None:
-        assert self.members(self.TWINS, asked=False) == ()
+        assert self.members(self.TWINS, asked=None) == ()
+
+    def test_is_everyone_or_nobody_if_that_is_what_was_asked(self) -> None:
+        """Else the job of the two would be torn, and one half of its work lost."""
+        assert self.members(self.TWINS, asked=ASKED_WHOLE) == (DORA, self.EMMA)
+        assert self.members(self.TWINS, asked=ASKED_WHOLE, heard=False) == ()
+        assert self.members(make_view(4, self.EMMA), asked=ASKED_WHOLE) == ()
+
+    def test_is_whoever_can_as_soon_as_one_of_the_view_has_waited_for_too_long(self) -> None:
+        members = self.members(self.TWINS, asked=ASKED_WHOLE, emma_asked=ASKED)
+        assert members == (DORA, self.EMMA)
+        assert self.members(self.TWINS, asked=ASKED, emma_asked=ASKED_WHOLE, heard=False) == (DORA,)
+
+    def test_is_not_torn_by_the_impatience_of_another_view(self) -> None:
+        doras, emmas = make_view(3, DORA, make_member("f")), make_view(4, self.EMMA)
+        members = self.members(emmas, dora=doras, asked=ASKED_WHOLE, emma_asked=ASKED)
+        assert members == (self.EMMA,)
+
+    def test_is_not_torn_by_an_impatience_of_long_ago(self) -> None:
+        """Whoever is still impatient asks again."""
+        trio = make_view(3, DORA, self.EMMA, make_member("f"))
+        long_ago = JoinRequest(NOW - JOIN_REQUEST_S, whole=False)
+        quartet = make_view(5, ANNA, BERT, CARA, make_member("g"))
+        peers = [
+            make_peer(m, trio, make_heartbeat(trio, ANNA, DORA, self.EMMA))
+            for m in (DORA, self.EMMA)
+        ]
+        state = make_state(ANNA, quartet, *peers)
+        for dora in (ASKED, long_ago):
+            asked = replace(state, joining={DORA: dora, self.EMMA: ASKED_WHOLE})
+            message = propose(asked, FACTS, NOW)
+            assert message is not None
+            assert message.members == ((ANNA, DORA, self.EMMA) if dora == ASKED else (ANNA,))
+
+
+class TestTwoViewsThatMeet:
+    """V9: links come one after the other, and the views merge in one step all the same."""
+
+    EMMA = make_member("e")
+    PAIR = DORA, EMMA
+
+    def circle(self) -> Circle:
+        """A trio and a pair that have not met."""
+        circle = gathered(ANNA, BERT, CARA)
+        for member in self.PAIR:
+            circle.start(member)
+        circle.link(*self.PAIR)
+        circle.deliver_all()
+        circle.pass_time(4.0)
+        circle.agreed_view(self.PAIR)
+        return circle
+
+    def meet(self, circle: Circle) -> None:
+        """All links but one."""
+        for ours in (ANNA, BERT, CARA):
+            for theirs in self.PAIR:
+                if (ours, theirs) != (CARA, self.EMMA):
+                    circle.link(ours, theirs)
+        circle.deliver_all()
+
+    def test_wait_for_the_last_link(self) -> None:
+        circle = self.circle()
+        self.meet(circle)
+        circle.pass_time(PATIENCE_S - 0.4)
+        assert circle.agreed_view(self.PAIR).members == self.PAIR
+        circle.link(CARA, self.EMMA)
+        circle.deliver_all()
+        circle.pass_time(0.4)
+        before = {view.members for view in circle.views.values()}
+        assert set(circle.agreed_view().members) == {ANNA, BERT, CARA, *self.PAIR}
+        assert not any(
+            DORA in members and ANNA in members and self.EMMA not in members for members in before
+        )
+
+    def test_do_not_wait_for_ever(self) -> None:
+        circle = self.circle()
+        self.meet(circle)
+        circle.pass_time(PATIENCE_S + 2.0)
+        assert any(set(view.members) == {ANNA, BERT, CARA, DORA} for view in circle.views.values())

@@ -9,11 +9,14 @@ from pmesh.core import messages
 from pmesh.core.messages import (
     MAX_MESSAGE_BYTES,
     Address,
+    AskToJoin,
     Call,
     Commit,
+    Flushed,
     Heartbeat,
     Hello,
     KnownPeers,
+    KnownPrimary,
     LinkMessage,
     OfferLane,
     Refuse,
@@ -105,13 +108,30 @@ def test_values_beyond_their_limits_are_refused(message: LinkMessage) -> None:
         decode_untrusted(encode(message))
 
 
-def test_the_bytes_of_version_one_do_not_change_unnoticed() -> None:
+def test_the_bytes_of_version_two_do_not_change_unnoticed() -> None:
     nobody = Member(NodeId(b"n"), Incarnation(7))
-    assert messages.PROTOCOL_VERSION == 1
+    assert messages.PROTOCOL_VERSION == 2
     assert encode(Hello(1, nobody, "mac", (Address("h", 9),))).hex() == (
         "95 01 01 92 c4 01 6e 07 a3 6d6163 91 92 a1 68 09".replace(" ", "")
     )
+    assert msgspec.msgpack.decode(encode(AskToJoin(make_epoch(1), whole=True))) == [
+        5,
+        list(make_epoch(1)),
+        True,
+    ]
     view = View(make_epoch(1), ())
+    known = KnownPrimary(DIGITS, make_epoch(1), make_epoch(3))
+    flushed = Flushed(make_epoch(4), "mac", view, (), primaries=(known,))
+    assert msgspec.msgpack.decode(encode(flushed)) == [
+        7,
+        list(make_epoch(4)),
+        "mac",
+        [list(make_epoch(1)), [], []],
+        [],
+        [],
+        [],
+        [["digits", list(make_epoch(1)), list(make_epoch(3))]],
+    ]
     assert msgspec.msgpack.decode(encode(Commit(view, ((0,),)))) == [
         11,
         [list(make_epoch(1)), [], []],
@@ -119,7 +139,7 @@ def test_the_bytes_of_version_one_do_not_change_unnoticed() -> None:
     ]
 
 
-def test_the_tags_are_those_of_version_one() -> None:
+def test_the_tags_are_those_of_version_two() -> None:
     tags = {kind.__struct_config__.tag: kind.__name__ for kind in KINDS}
     assert tags == {
         1: "Hello",

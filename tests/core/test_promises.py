@@ -19,6 +19,7 @@ from pmesh.core.standing import (
     Facts,
     Fence,
     Install,
+    JoinRequest,
     Send,
     State,
     Step,
@@ -34,6 +35,7 @@ from tests.core.builders import (
     DORA,
     FACES,
     all_hearing_each_other,
+    known_from,
     make_epoch,
     make_flushed,
     make_heartbeat,
@@ -183,12 +185,15 @@ class TestAProposalIsAnswered:
             told(BERTS, sender, proposal)
 
 
+ASKED = JoinRequest(NOW, whole=False)
+
+
 class TestAnAttempt:
     """V10: what was promised may be installed elsewhere, and a job there go on without us."""
 
     JOB = make_roster(ANNA, BERT, CARA, terms=Terms(quorum="majority"))
     VIEW = make_view(5, ANNA, BERT, CARA, rosters=[JOB])
-    BERTS = all_hearing_each_other(BERT, VIEW, ANNA, CARA)
+    BERTS = replace(all_hearing_each_other(BERT, VIEW, ANNA, CARA), primaries=known_from(VIEW))
     PROMISED = Attempt(make_epoch(6), (ANNA, BERT, CARA))
 
     def promise(self, counter: int, leader: Member = ANNA, state: State = BERTS) -> Step:
@@ -227,8 +232,14 @@ class TestAnAttempt:
 
     def test_is_forgotten_with_the_last_job_that_asks_for_a_majority(self) -> None:
         state = self.promise(7, CARA, state=self.promise(6).state).state
-        lax = make_roster(BERT, CARA)
-        assert self.install(state, 7, BERT, CARA, leader=CARA, roster=lax) == ()
+        assert self.install(state, 7, BERT, CARA, leader=CARA, roster=None) == ()
+
+    def test_is_remembered_by_one_who_falls_out_of_the_view(self) -> None:
+        """Or its vote would not be worth anything when it is back."""
+        promised = self.promise(6, CARA)
+        after = told(promised.state, ANNA, Superseded(make_view(9, ANNA, previous=TRIO.epoch)))
+        assert after.state.view.members == (BERT,)
+        assert after.state.attempts == (Attempt(make_epoch(6, CARA), (ANNA, BERT, CARA)),)
 
     def install(
         self,
@@ -236,10 +247,11 @@ class TestAnAttempt:
         counter: int,
         *members: Member,
         leader: Member = ANNA,
-        roster: Roster = JOB,
+        roster: Roster | None = JOB,
     ) -> tuple[Attempt, ...]:
         """Bert's attempts once this view is in force, in which the job stands so."""
-        view = make_view(counter, *members, leader=leader, previous=TRIO.epoch, rosters=[roster])
+        rosters = () if roster is None else (roster,)
+        view = make_view(counter, *members, leader=leader, previous=TRIO.epoch, rosters=rosters)
         step = told(replace(state, quiet_until=NOW + 9), leader, commit(view))
         assert step.actions == (Install(view),)
         return step.state.attempts
@@ -271,11 +283,11 @@ class TestACommitIsInstalled:
     def test_and_forgets_what_it_has_settled(self) -> None:
         state = replace(
             promising(6),
-            joining={CARA: NOW, DORA: NOW},
+            joining={CARA: ASKED, DORA: ASKED},
             losses={CARA: "closed", DORA: "closed"},
         )
         after = told(state, ANNA, commit(self.VIEW)).state
-        assert after.joining == {DORA: NOW}
+        assert after.joining == {DORA: ASKED}
         assert after.losses == {CARA: "closed"}
 
     @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pmesh.core.messages import Attempt, Flushed, JobReport
+from pmesh.core.messages import Attempt, Flushed, JobReport, KnownPrimary
 from pmesh.core.quorum import has_quorum
 from pmesh.core.rosters import jobs_without_quorum
 from pmesh.core.views import Primary, Roster, Terms, View
@@ -18,6 +18,7 @@ from tests.core.builders import (
     DIGITS,
     DORA,
     FACES,
+    known_from,
     make_call,
     make_concern,
     make_epoch,
@@ -240,18 +241,36 @@ class TestASideThatMayNotGoOn:
         assert (after.ids, after.quorate) == ((1,), True)
         assert after.primary == Primary(NEXT, (BERT,))
 
-    def test_is_not_helped_by_one_who_has_no_rank_in_it_any_more(self) -> None:
-        """It may have gone on with others since, and have forgotten it."""
-        base = make_view(
-            8,
-            BERT,
-            rosters=[
-                make_roster(BERT, ids=[1], terms=MAJORITY, quorate=False, primary=JOB.primary)
-            ],
-        )
-        answers = {BERT: make_flushed(BERT, base), CARA: make_flushed(CARA, make_view(7, CARA))}
+    def settle_berts(self, caras: Iterable[KnownPrimary]) -> Roster:
+        """Bert waits for a majority; Cara comes, who has no rank any more, and remembers this."""
+        berts = make_roster(BERT, ids=[1], terms=MAJORITY, quorate=False, primary=JOB.primary)
+        base = make_view(8, BERT, rosters=[berts])
+        caras_answer = make_flushed(CARA, make_view(7, CARA), primaries=caras)
+        answers = {BERT: make_flushed(BERT, base), CARA: caras_answer}
         (after,) = settle(base, answers, continuing=[BERT])
-        assert not after.quorate
+        return after
+
+    def test_is_helped_by_one_who_has_fallen_out_of_it_and_is_back(self) -> None:
+        """A machine that slept: it remembers with whom the job had gone on."""
+        after = self.settle_berts(known_from(make_view(5, rosters=[JOB], leader=ANNA)))
+        assert (after.ids, after.quorate) == ((1,), True)
+        assert after.primary == Primary(NEXT, (BERT,))
+
+    def test_is_not_helped_by_one_who_knows_that_others_have_gone_on(self) -> None:
+        after = self.settle_berts([KnownPrimary(DIGITS, JOB.born, make_epoch(7))])
+        assert (after.ids, after.quorate, after.primary) == ((1,), False, JOB.primary)
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            pytest.param(KnownPrimary(FACES, JOB.born, make_epoch(7)), id="of another name"),
+            pytest.param(KnownPrimary(DIGITS, make_epoch(6), make_epoch(7)), id="of another run"),
+        ],
+    )
+    def test_is_helped_by_one_who_knows_that_another_job_has_gone_on(
+        self, other: KnownPrimary
+    ) -> None:
+        assert self.settle_berts([other]).quorate
 
     def test_is_helped_a_last_time_by_one_whose_trainer_ends(self) -> None:
         pair = make_roster(ANNA, BERT, terms=MAJORITY, primary=Primary(PRIMARY, (ANNA, BERT)))
@@ -277,7 +296,7 @@ class TestASideThatMayNotGoOn:
         (after,) = settle(views[CARA], answers, continuing=[CARA, DORA])
         assert after.ids == (0,)
 
-    def test_gives_way_also_to_one_of_which_only_a_trace_is_left(self) -> None:
+    def test_waits_for_a_later_primary_roster_of_which_only_a_trace_is_left(self) -> None:
         ours = make_roster(
             CARA, DORA, ids=[2, 3], terms=MAJORITY, quorate=False, primary=JOB.primary
         )
@@ -287,7 +306,27 @@ class TestASideThatMayNotGoOn:
         base = make_view(8, CARA, DORA, rosters=[ours])
         answers = {m: make_flushed(m, base) for m in (CARA, DORA)}
         answers[EMMA] = make_flushed(EMMA, make_view(7, ANNA, BERT, EMMA, rosters=[theirs]))
-        assert settle(base, answers, continuing=[CARA, DORA]) == ()
+        (after,) = settle(base, answers, continuing=[CARA, DORA])
+        assert (after.ids, after.quorate, after.primary) == ((2, 3), False, JOB.primary)
+
+    def test_gives_way_to_a_later_primary_roster_that_waits_too(self) -> None:
+        """Its work is later; more ranks that had been left behind are worth nothing."""
+        ours = make_roster(
+            CARA, DORA, ids=[2, 3], terms=MAJORITY, quorate=False, primary=JOB.primary
+        )
+        theirs = make_roster(
+            BERT,
+            ids=[1],
+            terms=MAJORITY,
+            number=8,
+            quorate=False,
+            primary=Primary(make_epoch(7), (ANNA, BERT)),
+        )
+        base = make_view(8, CARA, DORA, rosters=[ours])
+        answers = {m: make_flushed(m, base) for m in (CARA, DORA)}
+        answers[BERT] = make_flushed(BERT, make_view(8, BERT, rosters=[theirs]))
+        (after,) = settle(base, answers, continuing=[CARA, DORA])
+        assert (after.ids, after.quorate) == ((1,), False)
 
     def test_does_not_give_way_where_nobody_asks_for_a_majority(self) -> None:
         """V9: more ranks count then, not later ones."""
