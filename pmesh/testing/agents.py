@@ -4,6 +4,7 @@ The counterpart of `pmesh.agent.membership` and `.peers`.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, assert_never
 
@@ -20,7 +21,7 @@ from pmesh.core.messages import (
     OfferLane,
     TellView,
 )
-from pmesh.core.standing import Facts, Fence, Install, Send, State, Step, heartbeat_of
+from pmesh.core.standing import Facts, Fence, Install, Peer, Send, State, Step, heartbeat_of
 from pmesh.core.views import Roster, View
 from pmesh.ids import Incarnation, Member, NodeId, OpNumber
 from pmesh.testing import ops
@@ -115,6 +116,20 @@ class Agent:
         for trainer in self._trainers:
             trainer.lose_agent()
 
+    def dismiss(self) -> None:
+        """The user ends the trainers of this machine, and starts no others."""
+        self._habits = ()
+        for trainer in self.trainers:
+            trainer.leave()
+
+    def adopt(self, view: View, peers: Mapping[NodeId, Peer]) -> None:
+        """Begin as a member of a view, as if it had been agreed on with these peers."""
+        counter = view.epoch.counter
+        self.state = replace(
+            self.state, view=view, promised=view.epoch, highest_counter=counter, peers=peers
+        )
+        self._invariants.installed(self.state.me, view)
+
     def drop(self, peer: int) -> None:
         """The connection with a peer breaks, as if a router had forgotten it."""
         self._network.close(self.number, peer)
@@ -123,7 +138,10 @@ class Agent:
     def wake(self, slept_s: float) -> None:
         """The machine goes on; what has arrived is read after the stall has been noticed (V8)."""
         self._links.forgive(slept_s, self.now)
-        self._network.thaw(self.number, self._doubt if slept_s >= DOUBT_S else None)
+        long = slept_s >= DOUBT_S
+        if long:
+            self._invariants.slept(self.state.me, self.now - slept_s)
+        self._network.thaw(self.number, self._doubt if long else None)
 
     # --- what the network brings
 

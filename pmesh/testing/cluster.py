@@ -65,14 +65,15 @@ class Cluster:
         self.network: Network[Message] = Network(self.timeline, self.random, self.conditions)
         self.agents: dict[int, Agent] = {}
         self.invariants = Invariants(
-            lambda: (rank for agent in self.agents.values() for rank in agent.jobs.ranks)
+            self.timeline,
+            lambda: (rank for agent in self.agents.values() for rank in agent.jobs.ranks),
         )
         self.on_start: Callable[[Agent], None] | None = None
         """Called for each agent that starts."""
         self._trace = trace
         drawn = draw_habits(self.random, self.size, until_s=CALM_FROM_S)
         self._habits = [(habits,)] * self.size if habits else drawn
-        self._round_trips = draw_round_trips(self.random, self.size)
+        self.round_trips = draw_round_trips(self.random, self.size)
         self._asleep_since: dict[int, float] = {}
 
     def start(self, number: int) -> None:
@@ -89,7 +90,7 @@ class Cluster:
             random=self.random,
             invariants=self.invariants,
             habits=self._habits[number],
-            peers={n: rtt for n, rtt in enumerate(self._round_trips[number]) if n != number},
+            peers={n: rtt for n, rtt in enumerate(self.round_trips[number]) if n != number},
             note=self.note,
         )
         if self.on_start is not None:
@@ -188,9 +189,16 @@ class Cluster:
         return employed < habits.wait_for
 
     def _has_lost_its_quorum(self, roster: Roster) -> bool:
-        """V10: a restarted agent has no vote, so a job may have to wait for ever."""
+        """V10: who was restarted has no vote, so a job may have to wait for ever."""
         if roster.quorate:
             return False
+        known = [primary for agent in self.agents.values() for primary in agent.state.primaries]
+        if any(
+            (primary.job, primary.born) == (roster.job, roster.born)
+            and primary.epoch > roster.primary.epoch
+            for primary in known
+        ):
+            return True
         voting = {agent.state.me for agent in self.agents.values()}
         attempts = [a for agent in self.agents.values() for a in agent.state.attempts]
         return not has_quorum(roster.primary, voting, attempts)

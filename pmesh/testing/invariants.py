@@ -4,20 +4,21 @@ from collections.abc import Callable, Iterable
 
 from pmesh.core.messages import AskResult
 from pmesh.core.op_outcomes import outcome_of
-from pmesh.core.rosters import is_same_history
 from pmesh.core.views import Roster, Trainer, Verdict, View
 from pmesh.ids import Epoch, JobName, Member, OpNumber
 from pmesh.testing.descent import Descent
 from pmesh.testing.lane_messages import OpResult
 from pmesh.testing.ranks import End, LocalRank
+from pmesh.testing.timeline import Timeline
 from pmesh.testing.violations import Violation
 
 
 class Invariants:
     """Watches what agents install and how ops end."""
 
-    def __init__(self, ranks: Callable[[], Iterable[LocalRank]]) -> None:
+    def __init__(self, timeline: Timeline, ranks: Callable[[], Iterable[LocalRank]]) -> None:
         """`ranks` gives all ranks of all live agents."""
+        self._timeline = timeline
         self.installs = 0
         self.ops_ended = 0
         self.ops_failed = 0
@@ -32,7 +33,8 @@ class Invariants:
         self._last: dict[Member, View] = {}
         self._promised: dict[Member, Epoch] = {}
         self._ends: dict[tuple[JobName, Epoch, OpNumber, Trainer], End] = {}
-        self._asleep: dict[Member, tuple[float, float]] = {}
+        self._left_out: dict[tuple[Member, Epoch], float] = {}
+        self._slept: dict[Member, tuple[float, float]] = {}
 
     # --- views
 
@@ -59,7 +61,14 @@ class Invariants:
         self._check_lineage(view)
         self.resets += last is not None and previous is None and len(last.seats) > 1
         self.descent.installed(member, view, self._last)
+        if last is not None and previous is not None:
+            for other in set(last.members) - set(view.members):
+                self._left_out.setdefault((other, last.epoch), self._timeline.now)
         self._last[member] = view
+
+    def slept(self, member: Member, since: float) -> None:
+        """A member wakes up, after so long that others may have gone on without it."""
+        self._slept[member] = since, self._timeline.now
 
     def _check_lineage(self, view: View) -> None:
         """V2: all who continue come from one base, or from what it says they had before it."""
@@ -84,8 +93,9 @@ class Invariants:
             first = max(other.trainer.enters, other.ledger.ended + 1)
             if any(outcome_of(other.roster, OpNumber(op)) is None for op in range(first, enters)):
                 raise Violation(f"O6: {rank.id} enters at {enters}, {other.id} has not come so far")
-            if other.ledger.ended >= enters:
-                raise Violation(f"O6: {rank.id} enters at {enters}, {other.id} has ended it")
+            end = other.ends.get(enters)
+            if end is not None and isinstance(end.outcome, OpResult) and rank.id not in end.world:
+                raise Violation(f"O6: {rank.id} enters at {enters}, {other.id} has completed it")
 
     def called(self, rank: LocalRank, op: OpNumber) -> None:
         """O6 and O5: a newcomer begins with the sync; rank i is the same trainer for all."""
@@ -108,11 +118,21 @@ class Invariants:
             raise Violation(f"O6: {rank.id} ends op {op}, and the others go on without it")
         if isinstance(end.outcome, OpResult) and not rank.roster.quorate:
             raise Violation(f"V10: {rank.id} completes op {op} without a quorum")
+        self._check_sleep(rank, op)
         key = (rank.roster.job, rank.roster.born, op, rank.trainer)
         earlier = self._ends.setdefault(key, end)
         if earlier != end:
             raise Violation(f"I4: op {op} at {rank.id} ends as {end} after {earlier}")
         self._compare(rank, [op])
+
+    def _check_sleep(self, rank: LocalRank, op: OpNumber) -> None:
+        """V8: who has slept ends nothing in a view that was left meanwhile, without it."""
+        member = rank.trainer.member
+        since, until = self._slept.get(member, (0.0, 0.0))
+        left_at = self._left_out.get((member, self._last[member].epoch))
+        result = isinstance(rank.ends[op].outcome, OpResult)
+        if result and left_at is not None and since < left_at < until:
+            raise Violation(f"V8: {rank.id} ends op {op}, and was left behind while it slept")
 
     def agree(self, rank: LocalRank) -> None:
         """I3, I4 and I5: ranks under one roster have ended the same ops in the same way."""
@@ -127,8 +147,8 @@ class Invariants:
         """I4 and O2: what one who goes on has completed, the settled roster says is complete."""
         if view.previous_epoch_of(rank.trainer.member) is None:
             return
-        if not is_same_history(rank.roster, after, rank.trainer):
-            return
+        if rank.roster.born != after.born or not set(rank.roster.trainers) & set(after.trainers):
+            return  # V9: another history of the job goes on
         outcomes = {outcome.op: outcome for outcome in after.outcomes}
         for op, report in rank.ledger.ops.items():
             if not report.completed:
@@ -165,9 +185,15 @@ class Invariants:
         for other in self._beside(rank):
             for op in ops:
                 ours, theirs = rank.ends[op], other.ends.get(op)
-                if theirs is None or theirs == ours:
+                if theirs is None or (theirs.outcome, theirs.world) == (ours.outcome, ours.world):
                     continue
+                if ours.call != theirs.call and not _is_stable(op, rank, other):
+                    continue  # I5: one that had returned is told at its next call
                 raise Violation(f"{_broken(ours, theirs)}: op {op} at {rank.id}: {ours}; {theirs}")
+
+
+def _is_stable(op: OpNumber, *ranks: LocalRank) -> bool:
+    return all(op <= rank.ledger.stable for rank in ranks)
 
 
 def _fails(rank: LocalRank, op: OpNumber) -> bool:

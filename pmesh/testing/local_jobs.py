@@ -123,6 +123,8 @@ class LocalJobs:
         for rank in list(self.ranks):
             roster = view.roster_of(rank.roster.job)
             if roster is None or not is_same_history(rank.roster, roster, rank.trainer):
+                if roster is not None:
+                    self._host.roster_settled(rank, roster)
                 self._end(rank, "the job goes on without this rank")
                 again.append(rank)
             elif rank.follow(roster):

@@ -243,7 +243,7 @@ def _deliver(rank: LocalRank, op: Op, result: OpResult) -> None:
     if op.call.kind == "sync":
         rank.synced = op.number
     rank.see(op.contributors)
-    _end(rank, op.number, result)
+    _end(rank, op, result)
     if rank.size == 1:
         rank.stabilize(op.number)
     elif op.call.kind != "broadcast":
@@ -259,7 +259,7 @@ def _fail(rank: LocalRank, op: Op, failure: OpOutcome) -> None:
     rank.see(failure.contributors)
     if consumed and failure.verdict is not None:
         rank.fail(failure)
-        _end(rank, op.number, failure.verdict)
+        _end(rank, op, failure.verdict)
     else:
         rank.take_back(op.number)
         rank.host.superseded(rank)
@@ -275,9 +275,9 @@ def _tell_late(rank: LocalRank) -> None:
         _reply(rank, owed.verdict)
 
 
-def _end(rank: LocalRank, number: OpNumber, outcome: OpResult | Verdict) -> None:
-    rank.ends[number] = End(outcome, rank.world)
-    rank.host.op_ended(rank, number)
+def _end(rank: LocalRank, op: Op, outcome: OpResult | Verdict) -> None:
+    rank.ends[op.number] = End(op.call, outcome, rank.world)
+    rank.host.op_ended(rank, op.number)
 
 
 def _reply(rank: LocalRank, error: Verdict | None) -> None:

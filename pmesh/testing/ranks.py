@@ -26,6 +26,7 @@ Fence: TypeAlias = Literal["view change", "own stall"]
 class End:
     """How an op has ended for a trainer."""
 
+    call: Call
     outcome: OpResult | Verdict
     world: tuple[TrainerId, ...]
     """Who rank i is from then on (O5)."""
@@ -157,7 +158,8 @@ class LocalRank:
         for outcome in roster.outcomes:
             if outcome.verdict is not None and self._has_returned(outcome.op):
                 self.owed = outcome
-                self.ends[outcome.op] = End(outcome.verdict, outcome.contributors)
+                call = self.ends[outcome.op].call
+                self.ends[outcome.op] = End(call, outcome.verdict, outcome.contributors)
         self.ledger = ledgers.apply_failures(self.ledger, roster.outcomes)
         self._stop_attempt()
         return True

@@ -4,22 +4,26 @@ from collections.abc import Callable
 
 import msgspec
 
-from pmesh.core.messages import AskResult, Call, Commit, Heartbeat, decode_untrusted
-from pmesh.core.views import Verdict
-from pmesh.ids import Epoch, JobName, OpNumber, Rank
+from pmesh.core.messages import AskResult, Call, Commit, Heartbeat
+from pmesh.core.views import Terms, Verdict
+from pmesh.ids import Epoch, JobName, OpNumber, TrainerId
+from pmesh.testing import ops
 from pmesh.testing.agents import GONE_AFTER_S, Agent
 from pmesh.testing.cluster import Cluster
-from pmesh.testing.jobs import OP_TIMEOUT_S
+from pmesh.testing.lane_messages import OpResult
+from pmesh.testing.links import Message
 from pmesh.testing.network import Conditions
+from pmesh.testing.ops import OP_TIMEOUT_S
+from pmesh.testing.ranks import LocalRank
 from pmesh.testing.trainers import Habits
 
 JOB = JobName("digits")
 STEP_S = 0.01
 
 
-def formed_cluster(size: int, *, think_s: float = 0.3) -> Cluster:
+def formed_cluster(size: int, *, think_s: float = 0.3, terms: Terms | None = None) -> Cluster:
     """A quiet network on which one view holds all agents, and one job runs."""
-    habits = Habits(job=JOB, wait_for=size, think_s=think_s)
+    habits = Habits(job=JOB, wait_for=size, think_s=think_s, terms=terms or Terms())
     cluster = Cluster(0, size=size, conditions=Conditions(), habits=habits)
     for number in range(size):
         cluster.start(number)
@@ -42,6 +46,16 @@ def by_seniority(cluster: Cluster) -> list[Agent]:
     return [agents[member] for member in view.by_seniority]
 
 
+def ranks_of(cluster: Cluster) -> dict[TrainerId, LocalRank]:
+    """The ranks of the job, by their trainers' numbers."""
+    return {rank.id: rank for agent in cluster.agents.values() for rank in agent.jobs.ranks}
+
+
+def agent_of(cluster: Cluster, rank: LocalRank) -> Agent:
+    """Where a rank lives."""
+    return next(agent for agent in cluster.agents.values() if rank in agent.jobs.ranks)
+
+
 def two_who_cannot_hear_each_other_are_not_in_one_view() -> None:
     """V5: both hear the leader, and could go on with it for ever without an op ending."""
     cluster = formed_cluster(3)
@@ -62,8 +76,7 @@ def a_lost_commit_is_made_up_for_by_the_next_heartbeat() -> None:
     junior = by_seniority(cluster)[1]
     lost: list[Epoch] = []
 
-    def swallow(_from: int, to: int, channel: str, data: bytes) -> bool:
-        message = decode_untrusted(data) if channel == "link" else None
+    def swallow(_from: int, to: int, _channel: str, message: Message) -> bool:
         if to == junior.number and isinstance(message, Commit):
             lost.append(message.view.epoch)
             return True
@@ -75,78 +88,13 @@ def a_lost_commit_is_made_up_for_by_the_next_heartbeat() -> None:
     run_until(cluster, lambda: junior.state.view.epoch == lost[0], 0.3)
 
 
-def a_result_that_went_away_with_its_last_holder_is_not_waited_for() -> None:
-    """I6: the root's trainer leaves, then its agent dies; the receiver still hears of it."""
-    cluster = formed_cluster(2)
-    root = next(a for a in cluster.agents.values() if Rank(1) in a.jobs[JOB].trainers)
-    other = next(a for a in cluster.agents.values() if a is not root)
-    job, op = other.jobs[JOB], OpNumber(7)  # a broadcast from rank 1
-
-    def swallow(from_: int, _to: int, channel: str, data: bytes) -> bool:
-        if channel == "link":
-            return isinstance(decode_untrusted(data), AskResult)
-        return from_ == root.number and (Rank(1), op) in root.jobs[JOB].ends
-
-    while (Rank(0), OpNumber(6)) not in job.ends:
-        cluster.run_until(cluster.timeline.now + STEP_S)
-    cluster.network.swallow = swallow
-    assert (Rank(1), op) not in root.jobs[JOB].ends
-    _swallow_broadcast(cluster, root, op, swallow)
-    run_until(cluster, lambda: (Rank(1), op) in root.jobs[JOB].ends, 2.0)
-    run_until(cluster, lambda: op in job.ledgers[Rank(0)].ops, 2.0)
-    number = job.roster.number
-    root.trainers[0].leave()
-    run_until(cluster, lambda: job.roster.number > number, 2.0)
-    assert (Rank(0), op) not in job.ends
-    cluster.crash(root.number)
-    run_until(cluster, lambda: (Rank(0), op) in job.ends, GONE_AFTER_S)
-
-
-def _swallow_broadcast(
-    cluster: Cluster,
-    root: Agent,
-    op: OpNumber,
-    after: Callable[[int, int, str, bytes], bool],
-) -> None:
-    """The root sends before its own op has ended: swallow from its start on."""
-
-    def swallow(from_: int, to: int, channel: str, data: bytes) -> bool:
-        started = op in root.jobs[JOB].ledgers[Rank(1)].ops if JOB in root.jobs else True
-        if channel != "link" and from_ == root.number and started:
-            return True
-        return after(from_, to, channel, data)
-
-    cluster.network.swallow = swallow
-
-
-def a_late_and_different_call_is_noticed_when_it_fetches() -> None:
-    """O8, I5: no token of the op is under way any more; the result itself must say what it is."""
-    cluster = formed_cluster(2, think_s=1e6)  # the trainers call nothing: we do
-    jobs = {rank: a.jobs[JOB] for a in cluster.agents.values() for rank in a.jobs[JOB].trainers}
-    broadcast, all_reduce = OpNumber(0), OpNumber(1)
-    call = Call("broadcast", "float32", (8,), root=1)
-    jobs[Rank(1)].start(Rank(1), broadcast, call)
-    jobs[Rank(1)].start(Rank(1), all_reduce, Call("all_reduce", "float32", (8,), "sum"))
-    # Nobody joins in, so it times out; the view that settles it says who holds the broadcast.
-    run_until(cluster, lambda: (Rank(1), all_reduce) in jobs[Rank(1)].ends, 2 * OP_TIMEOUT_S)
-    run_until(cluster, lambda: bool(jobs[Rank(0)].roster.outcomes), 1.0)
-    jobs[Rank(0)].start(Rank(0), broadcast, msgspec.structs.replace(call, shape=(9,)))
-    run_until(cluster, lambda: (Rank(0), broadcast) in jobs[Rank(0)].ends, 1.0)
-    cluster.run_until(cluster.timeline.now + 1.0)
-    for rank, job in jobs.items():
-        end = job.ends[rank, broadcast]
-        assert isinstance(end, Verdict)
-        assert end.error == "OpMismatch"
-
-
 def a_half_sent_commit_is_what_the_next_leader_builds_on() -> None:
     """V2: the leader dies; the next one lacks its last view, which the third has installed."""
     cluster = formed_cluster(3)
     leader, second, third = by_seniority(cluster)
     sent: list[Epoch] = []
 
-    def swallow(from_: int, to: int, channel: str, data: bytes) -> bool:
-        message = decode_untrusted(data) if channel == "link" else None
+    def swallow(from_: int, to: int, _channel: str, message: Message) -> bool:
         if isinstance(message, Commit) and from_ == leader.number and to == second.number:
             sent.append(message.view.epoch)
             return True
@@ -156,9 +104,180 @@ def a_half_sent_commit_is_what_the_next_leader_builds_on() -> None:
 
     resets = cluster.invariants.resets
     cluster.network.swallow = swallow
-    third.trainers[0].leave()
+    third.trainers[0].die()
     run_until(cluster, lambda: bool(sent) and third.state.view.epoch == sent[0], 2.0)
     cluster.crash(leader.number)
     run_until(cluster, lambda: second.state.view.epoch > sent[0], GONE_AFTER_S)
     run_until(cluster, cluster.is_one_view, GONE_AFTER_S)
     assert cluster.invariants.resets == resets
+
+
+def _swallow_results_of(cluster: Cluster, root: LocalRank, op: OpNumber) -> None:
+    """Nobody gets what the root sends of a broadcast, nor its retained result."""
+    host = agent_of(cluster, root).number
+
+    def swallow(from_: int, _to: int, channel: str, message: Message) -> bool:
+        if channel == "link":
+            return isinstance(message, AskResult)
+        return from_ == host and getattr(message, "op", None) == op
+
+    cluster.network.swallow = swallow
+
+
+def _next_broadcast(cluster: Cluster, root: TrainerId) -> OpNumber:
+    """Let the job run until its next op is a broadcast from this trainer, of two."""
+    ranks = ranks_of(cluster)
+
+    def is_next() -> bool:
+        number = OpNumber(ranks[root].ledger.started + 1)
+        return number % 4 == 2 and 7 * number % 2 == ranks[root].rank  # noqa: PLR2004 - call_of
+
+    run_until(cluster, is_next, 10.0)
+    return OpNumber(ranks[root].ledger.started + 1)
+
+
+def a_result_that_went_away_with_its_last_holder_is_not_waited_for() -> None:
+    """I6: the root's trainer dies, then its agent; the receiver still hears of it."""
+    cluster = formed_cluster(2)
+    ranks = ranks_of(cluster)
+    # 7 * op % 2 is 0 for each op that is a broadcast.
+    root, other = ranks[TrainerId(0)], ranks[TrainerId(1)]
+    op = _next_broadcast(cluster, root.id)
+    _swallow_results_of(cluster, root, op)
+    run_until(cluster, lambda: op in root.ends and op in other.ledger.ops, 4.0)
+    number, host = other.roster.number, agent_of(cluster, root)
+    host.trainers[0].die()
+    run_until(cluster, lambda: other.roster.number > number, 2.0)
+    assert op not in other.ends
+    cluster.crash(host.number)
+    run_until(cluster, lambda: op in other.ends, GONE_AFTER_S)
+
+
+def what_a_dead_trainer_has_completed_is_fetched_from_its_agent() -> None:
+    """O2: the root's trainer dies; its agent is a witness, and serves the result."""
+    cluster = formed_cluster(2)
+    ranks = ranks_of(cluster)
+    root, other = ranks[TrainerId(0)], ranks[TrainerId(1)]
+    op = _next_broadcast(cluster, root.id)
+    _swallow_results_of(cluster, root, op)
+    run_until(cluster, lambda: op in root.ends and op in other.ledger.ops, 4.0)
+    agent_of(cluster, root).trainers[0].die()
+    run_until(cluster, lambda: other.roster.rank_of(root.id) is None, 2.0)
+    cluster.network.swallow = None
+    run_until(cluster, lambda: op in other.ends, 2.0)
+    assert other.ends[op].outcome == root.ends[op].outcome
+
+
+def a_late_and_different_call_is_noticed_when_it_fetches() -> None:
+    """O8, I5: no token of the op is under way any more; the result itself must say what it is."""
+    cluster = formed_cluster(2, think_s=1e6)  # the trainers call nothing: we do
+    late, root = (rank for _, rank in sorted(ranks_of(cluster).items()))
+    broadcast, all_reduce = OpNumber(0), OpNumber(1)
+    call = Call("broadcast", "float32", (8,), root=1)
+    ops.call_op(root, call)
+    ops.call_op(root, Call("all_reduce", "float32", (8,), "sum"))
+    # Nobody joins in, so it times out; the view that settles it says who holds the broadcast.
+    run_until(cluster, lambda: all_reduce in root.ends, 2 * OP_TIMEOUT_S)
+    run_until(cluster, lambda: bool(late.roster.outcomes), 1.0)
+    ops.call_op(late, msgspec.structs.replace(call, shape=(9,)))
+    run_until(cluster, lambda: broadcast in late.ends, 1.0)
+    cluster.run_until(cluster.timeline.now + 1.0)
+    for rank in (late, root):
+        outcome = rank.ends[broadcast].outcome
+        assert isinstance(outcome, Verdict)
+        assert outcome.error == "OpMismatch"
+
+
+def broadcasts_of_two_roots_fail_at_both() -> None:
+    """I5: neither root waits for anybody, so no data tells them; their heartbeats do."""
+    cluster = formed_cluster(2, think_s=1e6)
+    ranks = [rank for _, rank in sorted(ranks_of(cluster).items())]
+    for root, rank in enumerate(ranks):
+        ops.call_op(rank, Call("broadcast", "float32", (8,), root=root))
+    cluster.run_until(cluster.timeline.now + 2.0)
+    for rank in ranks:
+        assert isinstance(rank.ends[OpNumber(0)].outcome, Verdict)
+
+
+def a_lane_that_swallows_everything_is_replaced() -> None:
+    """V6: heartbeats flow, and tokens do not; the op runs again, and nobody is lost."""
+    cluster = formed_cluster(2)
+    rank = ranks_of(cluster)[TrainerId(0)]
+    cluster.network.swallow = lambda _from, _to, channel, _message: channel != "link"
+    cluster.run_until(cluster.timeline.now + 0.5)
+    cluster.network.swallow = None
+    stuck = rank.ledger.started
+    run_until(cluster, lambda: rank.ledger.ended >= stuck, OP_TIMEOUT_S - 1.0)
+    assert isinstance(rank.ends[OpNumber(stuck)].outcome, OpResult)
+    assert len(rank.roster.trainers) == len(cluster.agents)
+
+
+def below_min_ranks_ops_wait_until_somebody_is_back() -> None:
+    """The survivors neither go on nor fail, while their deadline has not come."""
+    cluster = formed_cluster(3, terms=Terms(min_ranks=3))
+    *survivors, lost = by_seniority(cluster)
+    cluster.crash(lost.number)
+    ranks = [rank for agent in survivors for rank in agent.jobs.ranks]
+    run_until(cluster, lambda: all(len(rank.roster.trainers) == 2 for rank in ranks), 1.0)  # noqa: PLR2004
+    cluster.run_until(cluster.timeline.now + 0.5)  # what was complete somewhere is fetched
+    before = [rank.ledger.ended for rank in ranks]
+    cluster.run_until(cluster.timeline.now + 1.0)
+    assert [rank.ledger.ended for rank in ranks] == before
+    cluster.start(lost.number)
+    run_until(cluster, lambda: all(rank.ledger.ended > min(before) + 4 for rank in ranks), 12.0)
+
+
+def a_loss_is_raised_where_the_job_asks_for_it() -> None:
+    """on_loss="raise": one op fails with RankLost at all survivors, and the next ones do not."""
+    cluster = formed_cluster(3, terms=Terms(on_loss="raise"))
+    *survivors, lost = by_seniority(cluster)
+    ranks = [rank for agent in survivors for rank in agent.jobs.ranks]
+    cluster.crash(lost.number)
+    cluster.run_until(cluster.timeline.now + 3.0)
+    for rank in ranks:
+        failed = [end.outcome for end in rank.ends.values() if isinstance(end.outcome, Verdict)]
+        assert [verdict.error for verdict in failed] == ["RankLost"]
+
+
+def the_history_of_more_ranks_goes_on() -> None:
+    """V9: two of three trainers go on with theirs, though the view of the third is heavier."""
+    cluster = _parted(3)
+    heavier = cluster.agents[0].jobs.ranks[0]
+    pair = [cluster.agents[number].jobs.ranks[0] for number in (3, 4)]
+    cluster.network.heal()
+    run_until(cluster, cluster.is_one_view, 10.0)
+    assert heavier.over is not None
+    for rank in pair:
+        assert rank.over is None
+        assert rank.rank is not None
+
+
+def _parted(size: int) -> Cluster:
+    """Five agents, three trainers of which two are cut off from a view of three."""
+    cluster = formed_cluster(size + 2)
+    job = {agent.number: agent.jobs.ranks[0] for agent in cluster.agents.values()}
+    for number in (1, 2):
+        cluster.agents[number].dismiss()
+    run_until(cluster, lambda: len(job[0].roster.trainers) == size, 3.0)
+    cluster.network.partition([0, 1, 2], [3, 4])
+    run_until(cluster, lambda: len(job[0].roster.trainers) == 1, 2 * GONE_AFTER_S)
+    run_until(cluster, lambda: len(job[3].roster.trainers) == 2, 2 * GONE_AFTER_S)  # noqa: PLR2004
+    return cluster
+
+
+def who_slept_through_its_expulsion_ends_nothing_old() -> None:
+    """V8: all that the others had put into an op is there when it wakes, and too late."""
+    cluster = formed_cluster(3, think_s=1e6)  # the trainers call nothing: we do
+    sleeper = by_seniority(cluster)[2]
+    rank = sleeper.jobs.ranks[0]
+    others = [other for other in ranks_of(cluster).values() if other is not rank]
+    barrier = Call("barrier", "float32", ())
+    cluster.sleep(sleeper.number)
+    for other in others:
+        ops.call_op(other, barrier)
+    run_until(cluster, lambda: all(OpNumber(0) in other.ends for other in others), 5.0)
+    cluster.wake(sleeper.number)
+    ops.call_op(rank, barrier)
+    cluster.run_until(cluster.timeline.now + 1.0)
+    assert rank.over is not None
+    assert not rank.ends

@@ -13,14 +13,16 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from pmesh.core import agreement, ledger, proposals, rosters, standing
+from pmesh.core import agreement, ledger, op_outcomes, proposals, quorum, rosters, standing
 from pmesh.core.ledger import Ledger
 from pmesh.core.messages import Propose
 from pmesh.core.standing import Fence, Install, Peer, State, Step
-from pmesh.core.views import Verdict
-from pmesh.ids import Epoch, Incarnation, Member
-from pmesh.testing import lane_messages
-from pmesh.testing.jobs import LocalJob
+from pmesh.core.views import OpOutcome, Roster, Trainer
+from pmesh.ids import Epoch, Incarnation, Member, OpNumber
+from pmesh.testing import lane_messages, ops
+from pmesh.testing.agents import Agent
+from pmesh.testing.local_jobs import LocalJobs
+from pmesh.testing.ranks import LocalRank
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -89,9 +91,9 @@ def _same_incarnation(me: Member, *rest: Any, **named: Any) -> State:
 _next_rosters = rosters.next_rosters
 
 
-def _believe_foreign_reports(base: Any, *rest: Any, answers: Any, **named: Any) -> Any:
-    named["continuing"] = [member for member in base.members if member in answers]
-    return _next_rosters(base, *rest, answers=answers, **named)
+def _believe_foreign_reports(base: Any, change: Any, **named: Any) -> Any:
+    named["continuing"] = [member for member in base.members if member in change.answers]
+    return _next_rosters(base, change, **named)
 
 
 def _take_for_continuing(base: Any, answers: Any) -> list[Member]:
@@ -114,12 +116,9 @@ def _flush_without_fence(*arguments: Any) -> Step:
     return Step(step.state, tuple(a for a in step.actions if not isinstance(a, Fence)))
 
 
-def _report_last_only(known: Ledger, rank: Any) -> Any:
-    last = max((op for op, report in known.ops.items() if report.completed), default=-1)
-    for op in known.ops:
-        if op <= last and not known.ops[op].verdict:
-            known = ledger.complete(known, op)
-    return _report(known, rank)
+def _report_highest_only(known: Ledger, trainer: Any) -> Any:
+    told = _report(known, trainer)
+    return msgspec.structs.replace(told, ops=told.ops[-1:])
 
 
 def _take_for_fenced(*arguments: Any) -> Any:
@@ -163,41 +162,128 @@ def _expel_on_old_evidence(state: State, member: Member, now: float) -> bool:
     return peer.view.epoch in of_our_line or state.me in peer.view.members
 
 
+# --- V9 and V10
+
+_weight = rosters._History.weight
+_has_quorum = quorum.has_quorum
+
+
+def _lighter_wins(history: Any) -> tuple[int, ...]:
+    return tuple(-part for part in _weight(history))
+
+
+def _follow_either_side(before: Roster, after: Roster, trainer: Trainer) -> bool:
+    return after.born == before.born and after.number >= before.number
+
+
+def _forget_attempts(primary: Any, present: Any, attempts: Any) -> bool:
+    return _has_quorum(primary, present, ())
+
+
+def _count_restarted(primary: Any, present: Any, attempts: Any) -> bool:
+    nodes = {member.node for member in present}
+    voters = [voter for voter in primary.voters if voter.node in nodes]
+    return _has_quorum(primary, {*present, *voters}, attempts)
+
+
 # --- ops
 
 _stabilize = ledger.stabilize
-_resolve_op = rosters._resolve_op
+_resolve_op = op_outcomes._resolve_op
+_op_to_enter = op_outcomes.op_to_enter
+_follow = LocalRank.follow
+_attempt = ops._attempt
 
 
-def _fail_alone(job: LocalJob, op: Any, verdict: Verdict | None) -> None:
-    for rank, known in job.ledgers.items():
-        report = known.ops.get(op)
-        if verdict and report and not (report.completed or report.verdict):
-            job.ledgers[rank] = ledger.fail(known, op, verdict)
-            job._end(rank, op, verdict)
+def _fail_alone(rank: LocalRank, op: Any, verdict: Any) -> None:
+    if verdict is None:
+        rank.raise_concern(None, op.number)
+    else:
+        ops._fail(rank, op, OpOutcome(op.number, rank.roster.ids, verdict=verdict))
 
 
-def _fetch_whatever(job: LocalJob, message: Any) -> None:
-    if (message.to_rank, message.op) in job._asked:
-        job._complete(message.to_rank, message.op, message.result)
+def _fetch_whatever(rank: LocalRank, op: Any, call: Any, result: Any) -> None:
+    ops._ready(rank, op, result)
 
 
-def _prefer_verdict(roster: Any, op: Any, reports: Any, stuck: Any) -> Any:
-    verdict = roster.lost[0] if roster.lost else stuck
+def _prefer_verdict(after: Roster, op: Any, reports: Any, stuck: Any) -> Any:
+    verdict = after.losses[0] if after.losses else stuck
     if verdict is not None:
         reports = {
-            r: msgspec.structs.replace(report, completed=False) for r, report in reports.items()
+            t: msgspec.structs.replace(report, completed=False) for t, report in reports.items()
         }
-    return _resolve_op(roster, op, reports, stuck)
+    return _resolve_op(after, op, reports, stuck)
 
 
-def _forget_verdicts(roster: Any, op: Any, reports: Any, stuck: Any) -> Any:
-    reports = {r: msgspec.structs.replace(report, verdict=None) for r, report in reports.items()}
-    return _resolve_op(roster, op, reports, stuck)
+def _forget_verdicts(after: Roster, op: Any, reports: Any, stuck: Any) -> Any:
+    reports = {t: msgspec.structs.replace(report, verdict=None) for t, report in reports.items()}
+    return _resolve_op(after, op, reports, stuck)
+
+
+def _name_survivors(after: Roster, op: Any, reports: Any, stuck: Any) -> Any:
+    outcome = _resolve_op(after, op, reports, stuck)
+    if outcome is None:
+        return None
+    return msgspec.structs.replace(outcome, contributors=after.ids)
+
+
+def _living_holders(after: Roster, reports: Any) -> Any:
+    return tuple(t for t, report in sorted(reports.items()) if report.completed and t in after.ids)
+
+
+def _all_holders(after: Roster, reports: Any) -> Any:
+    return tuple(t for t, report in sorted(reports.items()) if report.completed)
+
+
+def _enter_at_any_op(known: Any, after: Any) -> OpNumber:
+    return OpNumber(known.highest + 1)
+
+
+def _enter_a_completed_sync(known: Any, after: Any) -> OpNumber | None:
+    reports = known.ops.get(known.highest, {}).values()
+    is_sync = any(report.call.kind == "sync" for report in reports)
+    return OpNumber(known.highest) if is_sync else None
+
+
+def _enter_without_sync(rank: LocalRank, call: Any) -> None:
+    if rank.trainer.enters and not rank.ends:
+        call = msgspec.structs.replace(call, kind="barrier")
+    _call_op(rank, call)
+
+
+_call_op = ops.call_op
+
+
+def _see_at_install(rank: LocalRank, roster: Roster) -> bool:
+    again = _follow(rank, roster)
+    rank.world = rank.roster.ids
+    return again
+
+
+def _bind_root_late(rank: LocalRank, op: Any) -> None:
+    if op.root is not None:
+        op.root = rank.roster.ids[op.call.root % rank.size]
+    _attempt(rank, op)
 
 
 def _nothing(*arguments: Any, **named: Any) -> tuple[()]:
     return ()
+
+
+def _no_list(*arguments: Any, **named: Any) -> list[Any]:
+    return []
+
+
+def _none(*arguments: Any, **named: Any) -> None:
+    return None
+
+
+def _zero(*arguments: Any, **named: Any) -> int:
+    return 0
+
+
+def _many(*arguments: Any, **named: Any) -> int:
+    return 99
 
 
 def _unchanged(state: State, *arguments: Any) -> State:
@@ -214,6 +300,15 @@ def _never(*arguments: Any) -> bool:
 
 def _own_view(state: State, answers: Any) -> Any:
     return state.view
+
+
+def _only_who_asked(state: State, now: float) -> tuple[Member, ...]:
+    asked = proposals._requests(state, now)
+    return tuple(member for member in sorted(asked) if proposals._may_join(state, member))
+
+
+def _as_they_come(state: State, joined: Any, now: float) -> Any:
+    return joined
 
 
 def _stable_at_once(known: Ledger, mark: int) -> Ledger:
@@ -253,7 +348,9 @@ MUTATIONS = {
     "no_fence": Mutation(
         "V3: after the answer nothing is delivered", (_flush, _flush_without_fence)
     ),
-    "last_op_only": Mutation("V3: the answer lists the set of ops", (_report, _report_last_only)),
+    "highest_op_only": Mutation(
+        "V3: the answer lists the set of ops", (_report, _report_highest_only)
+    ),
     "unfenced_settled": Mutation(
         "V3: what is not fenced everywhere waits", (_report_on, _take_for_fenced)
     ),
@@ -276,23 +373,101 @@ MUTATIONS = {
     "no_needs": Mutation(
         "V6: who waits in vain asks for a new epoch", (standing.needs_epoch, _never)
     ),
+    "no_edge_watch": Mutation(
+        "V6: a lane without progress is a broken edge",
+        (LocalJobs._watch_edges, _none),
+        owner=LocalJobs,
+    ),
+    "no_doubt": Mutation(
+        "V8: who has slept delivers nothing before it is confirmed",
+        (Agent._doubt, _none),
+        owner=Agent,
+    ),
+    "join_in_parts": Mutation(
+        "V9: a view's members come together",
+        (proposals._candidates, _only_who_asked),
+        (proposals._whole_views, _as_they_come),
+    ),
+    "lighter_history": Mutation(
+        "V9: the history of more live ranks goes on",
+        (_weight, _lighter_wins),
+        owner=rosters._History,
+    ),
+    "either_side": Mutation(
+        "V9: a trainer follows one side only", (rosters.is_same_history, _follow_either_side)
+    ),
+    "no_quorum": Mutation("V10: a majority of the last primary", (_has_quorum, _yes)),
+    "no_attempts": Mutation(
+        "V10: a majority also of each attempt that may have been installed",
+        (_has_quorum, _forget_attempts),
+    ),
+    "restarted_votes": Mutation(
+        "V10: a restarted agent has no vote", (_has_quorum, _count_restarted)
+    ),
+    "never_overtaken": Mutation(
+        "V10: a roster gives way to a later one with a quorum", (rosters._is_overtaken, _never)
+    ),
     "no_retention": Mutation("O2: results are kept until stable", (_stabilize, _stable_at_once)),
-    "one_sided": Mutation(
-        "O3: nobody fails alone", (LocalJob._trouble, _fail_alone), owner=LocalJob
+    "no_witnesses": Mutation(
+        "O2: a lost trainer's agent still holds its results",
+        (op_outcomes._holders, _living_holders),
+    ),
+    "all_holders": Mutation(
+        "O2: who lives is asked before who is lost", (op_outcomes._holders, _all_holders)
+    ),
+    "one_sided": Mutation("O3: nobody fails alone", (ops._stick, _fail_alone)),
+    "forget_verdicts": Mutation("O3: a failed op stays failed", (_resolve_op, _forget_verdicts)),
+    "bind_root_late": Mutation(
+        "O4, O5: a root is bound to its trainer at the call", (_attempt, _bind_root_late)
+    ),
+    "see_at_install": Mutation(
+        "O5: a trainer sees another world only when a call returns",
+        (_follow, _see_at_install),
+        owner=LocalRank,
+    ),
+    "name_survivors": Mutation(
+        "O5: contributors are those of the attempt that succeeded", (_resolve_op, _name_survivors)
+    ),
+    "enter_at_any_op": Mutation(
+        "O6: who enters does so in a sync", (_op_to_enter, _enter_at_any_op)
+    ),
+    "enter_a_completed_sync": Mutation(
+        "O6: nobody enters in a sync that somebody has completed",
+        (_op_to_enter, _enter_a_completed_sync),
+    ),
+    "enter_without_sync": Mutation(
+        "O6: who enters begins with the sync", (_call_op, _enter_without_sync)
+    ),
+    "nobody_let_in": Mutation(
+        "O6: a sync waits for who wants to enter", (LocalJobs.newcomers, _zero), owner=LocalJobs
+    ),
+    "no_announcement": Mutation(
+        "a trainer that is gone is told to the others",
+        (LocalJobs._announce_leave, _none),
+        owner=LocalJobs,
+    ),
+    "no_min_ranks": Mutation(
+        "min_ranks: with fewer, ops wait", (LocalJobs.newcomers, _many), owner=LocalJobs
+    ),
+    "no_raise": Mutation(
+        'on_loss="raise": what is under way fails', (op_outcomes._ops_that_a_loss_fails, _no_list)
     ),
     "unchecked_fetch": Mutation(
         "O8: a fetched result is checked against the call, as any record",
-        (LocalJob._take_retained, _fetch_whatever),
-        owner=LocalJob,
+        (ops._take_retained, _fetch_whatever),
+    ),
+    "uncompared": Mutation(
+        "I5: calls are compared also where no data flows",
+        (LocalJobs._compare, _none),
+        owner=LocalJobs,
     ),
     "prefer_verdict": Mutation(
         "I4: what one completed, all complete", (_resolve_op, _prefer_verdict)
     ),
     "always_rerun": Mutation(
-        "I4: what one completed is not run again", (rosters._resolve_ops, _nothing)
+        "I4: what one completed is not run again", (op_outcomes.resolve_ops, _nothing)
     ),
-    "forget_verdicts": Mutation("O3: a failed op stays failed", (_resolve_op, _forget_verdicts)),
     "lost_results": Mutation(
-        "I6: who waits for a result that is gone is told", (rosters._lost_results, _nothing)
+        "I6: who waits for a result that is gone is told", (op_outcomes.lost_results, _nothing)
     ),
 }
