@@ -234,7 +234,7 @@ class _Trainer:
 
     async def _watch(self, scope: trio.CancelScope) -> None:
         process = TrainerProcess(self._session.pid)
-        said, turn, stopped = 1, 0, frozenset[TrainerId]()
+        began, said, turn, stopped = 0.0, 1, 0, frozenset[TrainerId]()
         while True:
             await trio.sleep(LOOK_S)
             turn = (turn + 1) % LOOKS_A_STATE
@@ -242,12 +242,13 @@ class _Trainer:
             if rank is not None and turn == 0:
                 self._look_at(rank, process)
             if rank is None or rank.busy_since is None:
-                said, stopped = 1, frozenset()
                 continue
+            if rank.busy_since != began:
+                began, said, stopped = rank.busy_since, 1, frozenset()
             if self._session.trainer_gone():
                 scope.cancel()
                 return
-            waited_s = trio.current_time() - rank.busy_since
+            waited_s = trio.current_time() - began
             known, news = stopped, False
             if turn == 0:
                 stopped = self._jobs.marks.stopped(rank, OpNumber(rank.ledger.started))

@@ -203,6 +203,25 @@ async def test_a_waiting_call_says_every_ten_seconds_on_whom_it_waits(clock: Moc
         assert {(w.op, w.on) for w in a.waits} == {(0, (f"rank 1 ({a.names[1]})",))}
 
 
+async def test_each_of_two_calls_in_a_row_says_so_from_its_own_beginning(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 2) as here:
+        a, b = await here.job(*here.machines)
+
+        async def call_late() -> None:
+            for _ in range(2):
+                await trio.sleep(25)
+                await b.barrier()
+
+        async def call_at_once() -> None:
+            for _ in range(2):
+                await a.barrier()
+
+        await together(call_late, call_at_once)
+        assert [(w.op, round(w.waited_s)) for w in a.waits] == [(0, 10), (0, 20), (1, 10), (1, 20)]
+
+
 async def test_an_arena_too_large_is_refused_and_the_session_goes_on(clock: MockClock) -> None:
     async with village(clock, 1) as here:
         (trainer,) = await here.job(here.machines[0])
