@@ -98,6 +98,14 @@ def ranks_of(here: Village) -> list[LocalRank]:
     return sorted(ranks, key=lambda rank: rank.id)
 
 
+async def syncing_job(here: Village, *machines: Machine) -> list[Trainer]:
+    """A job that has begun to run, and whose scripts call sync."""
+    trainers = await here.job(*machines)
+    await together(*[partial(t.sync, t.rank) for t in trainers])
+    await trio.sleep(1)  # a few heartbeats tell everyone so
+    return trainers
+
+
 async def enter(here: Village, newcomers: list[Trainer], inside: list[Trainer]) -> list[list[int]]:
     """A sync in which the newcomers enter: those inside call it when they have heard of them."""
 
