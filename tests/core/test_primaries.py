@@ -24,7 +24,7 @@ from tests.core.builders import (
     make_waiting,
 )
 from tests.core.circle import Circle, gathered
-from tests.core.one_member import BERTS, sent, told
+from tests.core.one_member import BERTS, commit, promising, sent, told
 
 MAJORITY = Terms(quorum="majority")
 TRIO = Primary(make_epoch(5), (ANNA, BERT, CARA))
@@ -71,6 +71,7 @@ class TestAPrimaryRoster:
 
     def test_is_remembered_by_one_who_is_taken_in_elsewhere(self) -> None:
         assert remembered(make_view(8, DORA, BERT)) == KNOWN
+        assert remembered(make_view(8, ANNA, BERT)) == KNOWN, "there it may have gone on since"
 
     def test_is_forgotten_when_the_job_has_ended_before_a_majority(self) -> None:
         assert remembered(going_on(ANNA, BERT)) == ()
@@ -125,6 +126,13 @@ class TestAnAttempt:
         assert unresolved([self.ATTEMPT], KNOWN, make_view(8, BERT, ANNA)) == ()
 
 
+def test_a_member_remembers_with_the_install_of_a_view_what_that_tells() -> None:
+    view = going_on(*TRIO.voters, rosters=[JOB])
+    state = told(promising(8), ANNA, commit(view)).state
+    assert state.view == view
+    assert state.primaries == KNOWN
+
+
 def test_a_member_tells_with_its_answer_what_it_remembers() -> None:
     state = replace(BERTS, view=BEFORE, primaries=KNOWN)
     state = told(state, ANNA, Superseded(going_on(ANNA, CARA))).state
@@ -175,6 +183,25 @@ class TestAMachineThatSlept:
         after = self.job(circle, second)
         assert after.quorate
         assert [t.member for t in after.trainers] == [second]
+
+    def test_votes_for_no_side_if_it_knows_that_another_has_gone_on(self) -> None:
+        """Without memory there would be two: it and the third are two of the first three."""
+        circle = self.running()
+        first = self.job(circle, ANNA).trainers[0].member
+        second, third = (m for m in (ANNA, BERT, CARA) if m != first)
+        self.sleep(circle, third)
+        self.sleep(circle, second)
+        circle.link(first, second)
+        while circle.states[second].view.members != (second,):  # until it has fallen out
+            circle.deliver(first, second)
+        circle.unlink(first, second)
+        circle.lose(third, first)
+        circle.link(second, third)
+        circle.deliver_all()
+        circle.pass_time(4.0)
+        assert set(circle.agreed_view((second, third)).members) == {second, third}
+        assert self.job(circle, first).quorate
+        assert not self.job(circle, third).quorate
 
     def test_has_no_vote_if_its_agent_was_started_anew(self) -> None:
         circle = self.running()
