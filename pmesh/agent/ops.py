@@ -16,7 +16,7 @@ from pmesh.core.reductions import WIRE_DTYPES, check_reduction
 from pmesh.core.session import SYNC_VALUES, OpDone, OpFailed, StartOp
 from pmesh.core.views import OpOutcome, Verdict
 from pmesh.errors import LaneBroken, ProtocolError, UsageError
-from pmesh.ids import OpNumber, TrainerId
+from pmesh.ids import OpNumber, Rank, TrainerId
 from pmesh.net.arenas import Arena
 from pmesh.net.collectives import CallsDiffer, RingPosition, all_reduce, broadcast
 
@@ -43,6 +43,10 @@ class _Op:
     result: Result
     root: TrainerId | None = None
     """Of a broadcast: who it is, whatever its rank becomes (O5)."""
+    receivers: tuple[TrainerId, ...] = ()
+    """Of a broadcast: likewise."""
+    holds: bool = True
+    """Whether the last attempt has brought the result here."""
     contributors: tuple[TrainerId, ...] = ()
     """Whose values the last attempt has put into the result."""
     attempts: int = 0
@@ -118,6 +122,7 @@ def _check(rank: LocalRank, request: StartOp) -> None:
     if (
         call.kind not in KINDS
         or (call.kind == "broadcast" and not 0 <= call.root < len(rank.world))
+        or not all(0 <= receiver < len(rank.world) for receiver in call.receivers)
         or (sync and (request.wire_dtype, request.count) != ("int64", SYNC_VALUES))
         or not (sync or rank.world)  # O6: who has just entered begins with the sync
     ):
@@ -134,6 +139,7 @@ async def _lay_out(rank: LocalRank, request: StartOp) -> _Op:
     kind = request.call.kind
     nbytes = request.count * WIRE_DTYPES[request.wire_dtype].itemsize
     root = rank.world[request.call.root] if kind == "broadcast" else None
+    receivers = tuple(rank.world[r] for r in request.call.receivers)
     is_root = root == rank.id
     needs_input = nbytes > 0 and (is_root or kind != "broadcast")
     if needs_input != (request.arena >= 0):
@@ -151,7 +157,14 @@ async def _lay_out(rank: LocalRank, request: StartOp) -> _Op:
             if source is not None:
                 rank.let_go(source)
             raise
-    return _Op(number=request.op, request=request, source=source, result=result, root=root)
+    return _Op(
+        number=request.op,
+        request=request,
+        source=source,
+        result=result,
+        root=root,
+        receivers=receivers or rank.world,
+    )
 
 
 def _let_go(rank: LocalRank, op: _Op, *, keep: Result | None) -> None:
@@ -164,7 +177,7 @@ def _let_go(rank: LocalRank, op: _Op, *, keep: Result | None) -> None:
 
 def _deliver(rank: LocalRank, op: _Op, around: Surroundings) -> tuple[OpDone, Arena | None]:
     """V3: no await lies between the end of the fence and the ledger's entry."""
-    rank.complete(op.number, op.result, op.contributors)
+    rank.complete(op.number, op.result, op.contributors, holds=op.holds)
     _let_go(rank, op, keep=op.result)
     if rank.size == 1:
         rank.stabilize(op.number)
@@ -272,14 +285,7 @@ async def _run_ring(rank: LocalRank, op: _Op, around: Surroundings) -> None:
     ring = await rank.ring(around.desk)
     op.contributors = rank.roster.ids
     if root is not None:
-        await broadcast(
-            ring,
-            op=op.number,
-            fingerprint=rank.fingerprint,
-            completed=mark,
-            root=root,
-            buffer=op.result.memory,
-        )
+        await _broadcast(rank, op, ring, root)
         return
     source = memoryview(b"") if op.source is None else op.source.memory.toreadonly()
     if request.call.kind == "sync":
@@ -295,6 +301,21 @@ async def _run_ring(rank: LocalRank, op: _Op, around: Surroundings) -> None:
         dtype=request.wire_dtype,
         reduction=request.call.reduction or "sum",
     )
+
+
+async def _broadcast(rank: LocalRank, op: _Op, ring: RingPosition, root: Rank) -> None:
+    """Along the ring as far as somebody lacks it; those beyond only hear that it has got there."""
+    places = [rank.roster.rank_of(receiver) for receiver in op.receivers]
+    reach = max(((place - root) % ring.size for place in places if place is not None), default=0)
+    distance = (ring.rank - root) % ring.size
+    op.holds = distance <= reach
+    of_op = {"op": op.number, "fingerprint": rank.fingerprint, "completed": rank.ledger.ended}
+    if distance <= reach:
+        near = replace(ring, rank=distance, size=reach + 1)
+        await broadcast(near, root=0, buffer=op.result.memory, **of_op)
+    if reach <= distance and reach < ring.size - 1:
+        beyond = replace(ring, rank=distance - reach, size=ring.size - reach)
+        await broadcast(beyond, root=0, buffer=memoryview(b""), **of_op)
 
 
 def _table_of(own: memoryview, ring: RingPosition) -> memoryview:
@@ -314,7 +335,7 @@ def _without_root(rank: LocalRank, op: _Op) -> Verdict:
 
 async def _fetch(rank: LocalRank, op: _Op, outcome: OpOutcome, around: Surroundings) -> None:
     """O2: the op has been completed by others."""
-    op.contributors = outcome.contributors
+    op.contributors, op.holds = outcome.contributors, True
     if op.result.is_input:
         return  # a broadcast's root had the result all along, and I8: its input is never written
     if op.request.call.kind == "sync":

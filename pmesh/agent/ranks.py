@@ -273,10 +273,17 @@ class LocalRank:
         others = {number: r for number, r in self.ledger.ops.items() if number != op}
         self.ledger = replace(self.ledger, ops=others)
 
-    def complete(self, op: OpNumber, result: Result, contributors: tuple[TrainerId, ...]) -> None:
-        """The op's result is there, and may be delivered."""
+    def complete(
+        self,
+        op: OpNumber,
+        result: Result,
+        contributors: tuple[TrainerId, ...],
+        *,
+        holds: bool = True,
+    ) -> None:
+        """The op's result is there, if it is for this rank at all, and may be delivered."""
         self._running = None
-        self.ledger = ledgers.complete(self.ledger, op, contributors)
+        self.ledger = ledgers.complete(self.ledger, op, contributors, holds=holds)
         self._results[op] = result
 
     def fail(self, outcome: OpOutcome) -> None:

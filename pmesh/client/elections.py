@@ -42,7 +42,7 @@ class Plan:
 
     best: Offer
     holders: tuple[TrainerId, ...]
-    """Who has the best state, in the order in which they are to send it; never empty."""
+    """Who has the best state; never empty."""
     receivers: tuple[TrainerId, ...]
     """Who has another one."""
     corrected: tuple[TrainerId, ...]
@@ -50,12 +50,26 @@ class Plan:
     raises_on_loss: bool
 
     def root(self, living: Sequence[TrainerId]) -> TrainerId | None:
-        """Who sends the next chunk; None if no holder is left."""
-        return next((holder for holder in self.holders if holder in living), None)
+        """Who sends the next chunk, over the fewest edges of the ring; None if no holder is left.
+
+        Args:
+            living: all ranks, in order: each sends to the next.
+        """
+        receivers = self.receivers_among(living)
+
+        def reach(holder: TrainerId) -> int:
+            rank = living.index(holder)
+            return max(((receiver - rank) % len(living) for receiver in receivers), default=0)
+
+        return min((h for h in self.holders if h in living), key=reach, default=None)
+
+    def receivers_among(self, living: Sequence[TrainerId]) -> tuple[Rank, ...]:
+        """The ranks that lack the best state."""
+        return tuple(rank_of(r, living) for r in self.receivers if r in living)
 
     def is_settled(self, living: Sequence[TrainerId]) -> bool:
         """Whether nobody who is still there lacks the best state."""
-        return not any(receiver in living for receiver in self.receivers)
+        return not self.receivers_among(living)
 
 
 def elect(trainers: Sequence[TrainerId], offers: Sequence[Offer]) -> Plan:

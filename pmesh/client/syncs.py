@@ -15,7 +15,7 @@ from pmesh.core.session import SYNC_VALUES, World
 from pmesh.errors import RankLost, RunError
 from pmesh.ids import TrainerId
 
-CHUNK_BYTES = 32 * 1024 * 1024  # what is sent again if its source dies; 0.3 s of a 1 Gbit/s link
+CHUNK_BYTES = 8 * 1024 * 1024  # what is sent again if its source dies; a few such regions are reused all the time
 _WIRE_BYTES = 4  # chunks travel as int32
 
 _logger = logging.getLogger("pmesh")
@@ -113,7 +113,9 @@ class _Transfer:
             # A fresh region for each chunk: what a root has sent, others may still fetch (O2).
             region = session.input_values("int32", count, room_bytes=0)
             self._packed.copy_to(region.view(np.uint8)[:size], start)
-        call = Call("broadcast", "int32", (count,), root=rank, tree=f"sync {start}")
+        receivers = self._plan.receivers_among(self._living)
+        tree = f"sync {start}"
+        call = Call("broadcast", "int32", (count,), root=rank, tree=tree, receivers=receivers)
         self.last = session.run_op(call, "int32", count, timeout_s=timeout_s)
         self.nbytes += self.last.values.nbytes
         if self._into is not None:  # who has it already only passes it on

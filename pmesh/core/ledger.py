@@ -42,9 +42,13 @@ def start(ledger: Ledger, op: OpNumber, call: Call) -> Ledger:
     return replace(ledger, ops={**ledger.ops, op: OpReport(op, call)})
 
 
-def complete(ledger: Ledger, op: OpNumber, contributors: tuple[TrainerId, ...]) -> Ledger:
-    """The op's result, made of what these have given, stands in its output region."""
-    report = msgspec.structs.replace(ledger.ops[op], completed=True, contributors=contributors)
+def complete(
+    ledger: Ledger, op: OpNumber, contributors: tuple[TrainerId, ...], *, holds: bool = True
+) -> Ledger:
+    """The op's result, made of what these have given, stands here if it is for this rank."""
+    report = msgspec.structs.replace(
+        ledger.ops[op], completed=True, contributors=contributors, holds=holds
+    )
     return replace(ledger, ops={**ledger.ops, op: report})
 
 

@@ -61,10 +61,13 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     tree: _Name = ""
     """For a bucket of a tree: a digest of all its paths, shapes and dtypes, because trees that
     differ may well have buckets of one size (I5)."""
+    receivers: tuple[int, ...] = ()
+    """Of a broadcast: the ranks that lack the root's values; none named: all but the root."""
 
     def __str__(self) -> str:
         words = [word for word in (self.reduction, self.compression, self.tree) if word]
         words += [f"root={self.root}"] * (self.root >= 0)
+        words += [f"to={self.receivers}"] * bool(self.receivers)
         shape = "x".join(map(str, self.shape)) or "scalar"
         return f"{self.kind}({', '.join([self.dtype, shape, *words])})"
 
@@ -78,6 +81,8 @@ class OpReport(msgspec.Struct, frozen=True, array_like=True):
     verdict: Verdict | None = None
     contributors: tuple[TrainerId, ...] = ()
     """As in `OpOutcome`, once it has ended."""
+    holds: bool = True
+    """Once it has completed: it has the result too, which a broadcast does not bring to all."""
 
 
 class RankReport(msgspec.Struct, frozen=True, array_like=True):

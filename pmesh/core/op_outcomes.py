@@ -134,8 +134,8 @@ def _gone_with_its_holders(roster: Roster, op: OpNumber) -> Verdict:
 
 def _holders(after: Roster, reports: Mapping[TrainerId, OpReport]) -> tuple[TrainerId, ...]:
     """Who has the result: ranks, or if none has, lost trainers whose agents live (O2)."""
-    completed = [trainer for trainer, report in sorted(reports.items()) if report.completed]
-    return tuple(t for t in completed if t in after.ids) or tuple(completed)
+    holding = [t for t, report in sorted(reports.items()) if report.completed and report.holds]
+    return tuple(t for t in holding if t in after.ids) or tuple(holding)
 
 
 def _mismatch(roster: Roster, op: OpNumber, asked: Mapping[TrainerId, OpReport]) -> Verdict:

@@ -79,8 +79,31 @@ def test_a_holder_sends_until_nobody_who_is_left_lacks_the_state(
     root = plan.root(living)
     assert root is None or (root in living and root in plan.holders)
     assert (root is None) == (not {*plan.holders} & {*living})
-    assert plan.root([*reversed(living)]) == root  # whatever the order in which they are known
-    assert plan.is_settled(living) == (not {*plan.receivers} & {*living})
+    receivers = {living[rank] for rank in plan.receivers_among(living)}
+    assert receivers == {*plan.receivers} & {*living}
+    assert plan.is_settled(living) == (not receivers)
+
+
+@given(jobs(), st.data())
+def test_the_bytes_go_over_as_few_edges_of_the_ring_as_they_can(
+    job: tuple[list[TrainerId], list[Offer]], data: st.DataObject
+) -> None:
+    trainers, offers = job
+    plan = elect(trainers, offers)
+    ring: Sequence[TrainerId] = data.draw(st.permutations(trainers))
+    size = len(ring)
+
+    def edges(root: TrainerId) -> int:
+        """Along the ring from the root until all who lack the state have been reached."""
+        behind, lacking, count = ring.index(root), set(plan.receivers), 0
+        while lacking:
+            count += 1
+            lacking.discard(ring[(behind + count) % size])
+        return count
+
+    root = plan.root(ring)
+    assert root is not None
+    assert edges(root) == min(map(edges, plan.holders))
 
 
 def test_a_newcomer_never_overrules_the_job_however_far_it_came_elsewhere() -> None:

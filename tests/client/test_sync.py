@@ -195,25 +195,25 @@ def unless_lost(mesh: pmesh.Mesh, state: dict[str, Any]) -> dict[str, Any] | Non
 
 
 def test_when_a_source_dies_another_goes_on_where_it_was(agent: FakeAgent) -> None:
-    agent.before_op = loses(agent, {3: TrainerId(0)})
+    agent.before_op = loses(agent, {3: TrainerId(1)})
 
     def program(mesh: pmesh.Mesh) -> tuple[Any, ...]:
         state = unless_lost(mesh, state_of(0 if mesh.rank < 2 else 2))
         return state, mesh.rank, mesh.size
 
-    lost, second, third = run_ranks(agent.home, 3, program)
+    first, lost, third = run_ranks(agent.home, 3, program)
     assert lost[0] is None
-    for state, rank, size in (second, third):
+    for state, rank, size in (first, third):
         assert_is_state_of(0, state)
         assert size == 2
-        assert rank == (0 if state is second[0] else 1)
+        assert rank == (0 if state is first[0] else 1)
     roots = [
         (call.tree, job_op.root)
         for job_op in agent.jobs["job"].ops.values()
         for call in [next(iter(job_op.started.values()))[0].call]
         if call.kind == "broadcast"
     ]
-    assert roots[:4] == [("sync 0", 0), ("sync 256", 0), ("sync 512", 0), ("sync 512", 1)]
+    assert roots[:4] == [("sync 0", 1), ("sync 256", 1), ("sync 512", 1), ("sync 512", 0)]
     assert [tree for tree, _ in roots[4:]] == [
         f"sync {768 + 256 * i}" for i in range(len(roots) - 4)
     ]
