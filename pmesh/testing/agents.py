@@ -83,7 +83,7 @@ class Agent:
         self.jobs = LocalJobs(self)
         self._trainers: list[Trainer] = []
         self._facts: Facts | None = None
-        self._shown: object = None
+        self._shown: Heartbeat | None = None
         self._showing = False
         self._running = True
         self._awake_us = 0
@@ -203,7 +203,7 @@ class Agent:
     def _is_new(self, sender: Member, beat: Heartbeat) -> bool:
         """Else nothing follows from it that the next tick would not do: it saves half the time."""
         peer = self.state.peers.get(sender.node)
-        return peer is None or peer.member != sender or content(peer.heartbeat) != content(beat)
+        return peer is None or peer.member != sender or not says_the_same(peer.heartbeat, beat)
 
     def _hear(self, sender: Member, message: AgreementMessage) -> None:
         self._perform(agreement.hear(self.state, sender, message, self._known(), now=self.now))
@@ -369,12 +369,12 @@ class Agent:
     def _show(self) -> None:
         """A heartbeat at once whenever it says anything new; marks ride on the regular ones."""
         beat = self._heartbeat()
-        if self._shown != content(beat):
+        if self._shown is None or not says_the_same(self._shown, beat):
             self._beat(beat)
 
     def _beat(self, beat: Heartbeat | None = None) -> None:
         beat = beat or self._heartbeat()
-        self._shown = content(beat)
+        self._shown = beat
         self._links.beat(beat, self.now)
 
     def _lose(self, link: Link, why: str) -> None:
@@ -388,15 +388,15 @@ def node_of(number: int) -> NodeId:
     return NodeId(bytes(30) + number.to_bytes(2))
 
 
-def content(beat: Heartbeat) -> tuple[object, ...]:
-    """What others act on."""
+def says_the_same(beat: Heartbeat, other: Heartbeat) -> bool:
+    """Whether both say the same of what others act on: all but clocks and marks."""
     return (
-        beat.view,
-        beat.promised,
-        beat.flushed,
-        beat.acting,
-        beat.needs_epoch,
-        beat.heard.keys(),
-        beat.waiting,
-        beat.concerns,
+        beat.view == other.view
+        and beat.promised == other.promised
+        and beat.flushed == other.flushed
+        and beat.acting == other.acting
+        and beat.needs_epoch == other.needs_epoch
+        and beat.heard.keys() == other.heard.keys()
+        and beat.waiting == other.waiting
+        and beat.concerns == other.concerns
     )

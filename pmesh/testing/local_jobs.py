@@ -144,9 +144,9 @@ class LocalJobs:
         """A peer has told how far its ranks have come."""
         moved = False
         for mark in heartbeat.marks:
-            if not self._concerns_us(member, heartbeat, mark):
-                continue
             if self._marks.get((mark.job, mark.trainer)) == mark:
+                continue
+            if not self._concerns_us(member, heartbeat, mark):
                 continue
             moved = True
             self._marks[mark.job, mark.trainer] = mark

@@ -196,13 +196,14 @@ def table(scales: list[Scale]) -> str:
         "a commit, KiB",
         "planning the ring, s",
     ]
-    rows = [[row.nodes, *_figures(row)] for row in scales]
+    rows = [_figures(row) for row in scales]
     lines = [head, ["---:"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _figures(row: Scale) -> list[str]:
     return [
+        f"{row.nodes}",
         f"{row.messages_per_s:.0f}",
         f"{row.bytes_per_s / 1024:.1f}",
         f"{row.heartbeat_s * 1e6:.0f}",

@@ -27,7 +27,8 @@ Mutation: TypeAlias = Callable[[], AbstractContextManager[None]]
 MUTATIONS = "tests.testing.mutations"
 """Where a mutation that is named without its module stands: in this repository's tests."""
 
-CHUNK = 10  # seeds handed to a process at once: about a second
+CHUNK = 10  # seeds handed to a process at once: some seconds
+TELL_EVERY = 1000  # seeds: some minutes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,12 +118,14 @@ def main(
         else:
             simulated += verdict.outcome.simulated_s
             settled = max(settled, verdict.outcome.settled_s)
-    elapsed = time.monotonic() - began
-    _print(
-        f"{seeds} seeds, {failed} violations, {elapsed:.1f} s:"
-        f" {seeds / elapsed:.1f} seeds/s, {simulated / elapsed:.0f} simulated s/s;"
-        f" settled at most {settled:.1f} s after the last fault"
-    )
+        done = verdict.seed - first + 1
+        if done % TELL_EVERY == 0 or done == seeds:
+            elapsed = time.monotonic() - began
+            _print(
+                f"{done} seeds, {failed} violations, {elapsed:.1f} s:"
+                f" {done / elapsed:.1f} seeds/s, {simulated / elapsed:.0f} simulated s/s;"
+                f" settled at most {settled:.1f} s after the last fault"
+            )
     return 1 if failed else 0
 
 

@@ -130,7 +130,7 @@ def _next_broadcast(cluster: Cluster, root: TrainerId) -> OpNumber:
 
     def is_next() -> bool:
         number = OpNumber(ranks[root].ledger.started + 1)
-        return number % 4 == 2 and 7 * number % 2 == ranks[root].rank  # noqa: PLR2004 - call_of
+        return number % 4 == 2 and 7 * number % 2 == ranks[root].rank
 
     run_until(cluster, is_next, 10.0)
     return OpNumber(ranks[root].ledger.started + 1)
@@ -218,7 +218,7 @@ def below_min_ranks_ops_wait_until_somebody_is_back() -> None:
     *survivors, lost = by_seniority(cluster)
     cluster.crash(lost.number)
     ranks = [rank for agent in survivors for rank in agent.jobs.ranks]
-    run_until(cluster, lambda: all(len(rank.roster.trainers) == 2 for rank in ranks), 1.0)  # noqa: PLR2004
+    run_until(cluster, lambda: all(len(rank.roster.trainers) == 2 for rank in ranks), 1.0)
     cluster.run_until(cluster.timeline.now + 0.5)  # what was complete somewhere is fetched
     before = [rank.ledger.ended for rank in ranks]
     cluster.run_until(cluster.timeline.now + 1.0)
@@ -261,7 +261,7 @@ def _parted(size: int) -> Cluster:
     run_until(cluster, lambda: len(job[0].roster.trainers) == size, 3.0)
     cluster.network.partition([0, 1, 2], [3, 4])
     run_until(cluster, lambda: len(job[0].roster.trainers) == 1, 2 * GONE_AFTER_S)
-    run_until(cluster, lambda: len(job[3].roster.trainers) == 2, 2 * GONE_AFTER_S)  # noqa: PLR2004
+    run_until(cluster, lambda: len(job[3].roster.trainers) == 2, 2 * GONE_AFTER_S)
     return cluster
 
 

@@ -29,7 +29,7 @@ class Pair:
 
     def __init__(self, conditions: Conditions) -> None:
         self.timeline = Timeline()
-        self.network = Network(self.timeline, Random(1), conditions)  # noqa: S311 - replays
+        self.network: Network[bytes] = Network(self.timeline, Random(1), conditions)  # noqa: S311 - replays
         self.a, self.b = RecordingHost("a"), RecordingHost("b")
         self.network.attach(0, self.a)
         self.network.attach(1, self.b)
