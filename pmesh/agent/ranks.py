@@ -46,7 +46,7 @@ class LocalRank:
     def __init__(
         self, roster: Roster, trainer: Trainer, arenas: SessionArenas, program: str
     ) -> None:
-        self.roster = roster
+        self.roster: Roster = roster
         self.trainer = trainer
         self.arenas = arenas
         self.program = program
@@ -263,7 +263,8 @@ class LocalRank:
         self._running = op
         self.halted_since = None
         self.fingerprint = fingerprint(call)
-        self.ledger = ledgers.start(self.ledger, op, call)
+        is_root = call.kind == "broadcast" and self.world[call.root] == self.id
+        self.ledger = ledgers.start(self.ledger, op, call, is_root=is_root)
         if call.kind == "sync":
             self.synced = op
 

@@ -234,7 +234,8 @@ class _Trainer:
 
     async def _watch(self, scope: trio.CancelScope) -> None:
         process = TrainerProcess(self._session.pid)
-        began, said, turn, stopped = 0.0, 1, 0, frozenset[TrainerId]()
+        began, said, turn = 0.0, 1, 0
+        stopped: frozenset[TrainerId] = frozenset()
         while True:
             await trio.sleep(LOOK_S)
             turn = (turn + 1) % LOOKS_A_STATE

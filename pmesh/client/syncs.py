@@ -15,7 +15,7 @@ from pmesh.core.session import SYNC_VALUES, World
 from pmesh.errors import RankLost, RunError
 from pmesh.ids import TrainerId
 
-CHUNK_BYTES = 8 * 1024 * 1024  # what is sent again if its source dies; a few such regions are reused all the time
+CHUNK_BYTES = 8 * 1024 * 1024  # a few such regions are used again and again
 _WIRE_BYTES = 4  # chunks travel as int32
 
 _logger = logging.getLogger("pmesh")
