@@ -247,8 +247,12 @@ class Trainer:
         assert result is not None
         return result
 
-    async def broadcast(self, values: Values, root: int = 0) -> Values:
-        call = Call("broadcast", values.dtype.name, values.shape, root=root)
+    async def broadcast(
+        self, values: Values, root: int = 0, receivers: tuple[int, ...] = ()
+    ) -> Values:
+        """The root's values; garbage at a rank that is no receiver."""
+        dtype = values.dtype.name
+        call = Call("broadcast", dtype, values.shape, root=root, receivers=receivers)
         if root == self.rank:
             await self.run(call, values, dtype=values.dtype.name)
             await self.drop_input()
