@@ -37,9 +37,9 @@ class Ledger:
         return mark
 
 
-def start(ledger: Ledger, op: OpNumber, call: Call) -> Ledger:
-    """The trainer has called the op."""
-    return replace(ledger, ops={**ledger.ops, op: OpReport(op, call)})
+def start(ledger: Ledger, op: OpNumber, call: Call, *, is_root: bool = False) -> Ledger:
+    """The trainer has called the op, perhaps as a broadcast's root."""
+    return replace(ledger, ops={**ledger.ops, op: OpReport(op, call, is_root=is_root)})
 
 
 def complete(

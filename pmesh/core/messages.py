@@ -83,6 +83,8 @@ class OpReport(msgspec.Struct, frozen=True, array_like=True):
     """As in `OpOutcome`, once it has ended."""
     holds: bool = True
     """Once it has completed: it has the result too, which a broadcast does not bring to all."""
+    is_root: bool = False
+    """Of a broadcast: what it sends is the result, and it has it from the beginning."""
 
 
 class RankReport(msgspec.Struct, frozen=True, array_like=True):

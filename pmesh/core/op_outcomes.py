@@ -114,7 +114,8 @@ def _resolve_op(
     if len({report.call for report in asked.values()}) > 1:
         return OpOutcome(op, _who_was_in(after, op), verdict=_mismatch(after, op, asked))  # I5
     if holders:  # I4: what one survivor completed, every survivor completes.
-        return OpOutcome(op, reports[holders[0]].contributors, holders=holders)
+        contributors = next(report.contributors for report in in_order if report.completed)
+        return OpOutcome(op, contributors, holders=holders)
     if stuck is None and len(_who_was_in(after, op)) < len(after.trainers):
         stuck = _gone_with_its_holders(after, op)
     return None if stuck is None else OpOutcome(op, _who_was_in(after, op), verdict=stuck)
@@ -133,8 +134,15 @@ def _gone_with_its_holders(roster: Roster, op: OpNumber) -> Verdict:
 
 
 def _holders(after: Roster, reports: Mapping[TrainerId, OpReport]) -> tuple[TrainerId, ...]:
-    """Who has the result: ranks, or if none has, lost trainers whose agents live (O2)."""
-    holding = [t for t, report in sorted(reports.items()) if report.completed and report.holds]
+    """Who has the result of an op that has completed somewhere; nobody if it may run again.
+
+    Ranks, or if none has it, lost trainers whose agents live (O2). Where only ranks have completed
+    that a broadcast brings nothing to, its root, who is about to complete (I4).
+    """
+    told = sorted(reports.items())
+    holding = [t for t, report in told if report.completed and report.holds]
+    if not holding and any(report.completed for _, report in told):
+        return tuple(t for t, report in told if report.is_root and t in after.ids)
     return tuple(t for t in holding if t in after.ids) or tuple(holding)
 
 
