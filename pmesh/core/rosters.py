@@ -154,7 +154,7 @@ def _go_on(roster: Roster, members: Collection[Member], change: Change) -> _Hist
     witnesses = tuple(
         t
         for t in roster.trainers + roster.witnesses
-        if t.id in holding and t not in settled.trainers and t.member in members
+        if t.id in holding and t not in settled.trainers
     )
     settled = msgspec.structs.replace(settled, outcomes=outcomes, witnesses=witnesses)
     settled = _let_in(settled, known, change)

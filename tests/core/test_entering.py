@@ -104,6 +104,8 @@ class TestATrainerThatWaits:
         strict = Terms(2, "raise", "majority")
         after = settle_with({CARA: [make_waiting(1, terms=strict)]})
         assert after.terms == strict
+        elsewhere = make_waiting(2, slot=1, job=FACES, terms=strict)
+        assert settle_with({CARA: [make_waiting(1), elsewhere]}).terms == Terms()
 
     def test_comes_in_also_with_a_newcomer_to_the_view(self) -> None:
         base = make_view(5, ANNA, BERT, rosters=[PAIR])

@@ -120,6 +120,21 @@ class TestWhoComesAlong:
     def test_is_nobody_who_does_not_hear_the_leader(self) -> None:
         assert self.members(self.TWINS, heard=False) == (DORA,)
 
+    def test_is_nobody_who_has_a_seat(self) -> None:
+        """It has gone another way; what it brings back is judged when it has lost the seat."""
+        view = make_view(5, ANNA, BERT, CARA, self.EMMA)
+        everyone = (*view.members, DORA)
+        peers = [make_peer(m, view, make_heartbeat(view, *everyone)) for m in (BERT, CARA)]
+        peers += [
+            make_peer(m, self.TWINS, make_heartbeat(self.TWINS, *everyone))
+            for m in (DORA, self.EMMA)
+        ]
+        message = propose(
+            replace(make_state(ANNA, view, *peers), joining={DORA: ASKED}), FACTS, NOW
+        )
+        assert message is not None
+        assert message.members == (ANNA, BERT, CARA, DORA)
+
     def test_is_nobody_while_none_of_them_asks(self) -> None:
         assert self.members(self.TWINS, asked=None) == ()
 

@@ -166,8 +166,11 @@ class TestASideThatMayGoOn:
         assert after.primary == Primary(NEXT, (BERT, CARA))
 
     def test_names_its_voters_in_the_order_of_their_entering(self) -> None:
-        roster = make_roster(CARA, ANNA, BERT, ids=[2, 7, 1], terms=MAJORITY)
-        assert settle_among(ANNA, CARA, roster=roster).primary.voters == (CARA, ANNA)
+        """... which is not the ring's: here Cara has entered after Anna, and before Bert."""
+        roster = make_roster(ANNA, BERT, CARA, DORA, ids=[1, 7, 2, 0], terms=MAJORITY)
+        after = settle_among(ANNA, BERT, CARA, roster=roster)
+        assert after.ids == (1, 7, 2)
+        assert after.primary.voters == (ANNA, CARA, BERT)
 
     def test_may_be_any_where_nobody_asks_for_more(self) -> None:
         after = settle_among(CARA, roster=make_roster(ANNA, BERT, CARA))
