@@ -29,6 +29,7 @@ from pmesh.net.interfaces import AddressWatch
 from pmesh.net.stalls import Stall
 from tests.agent.fake_trainer import Trainer, until
 from tests.agent.fakes import MESH, village
+from tests.agent.ops import kinds_of_events
 
 KEY = NodeKey.from_seed(b"k" * 32)
 
@@ -195,6 +196,9 @@ async def test_the_longest_stall_of_the_last_ten_seconds_is_shown(clock: MockClo
         assert one.agent._picture().loop_lag_ms >= 500  # noqa: SLF001
         await trio.sleep(11)
         assert one.agent._picture().loop_lag_ms < 500  # noqa: SLF001
+        assert "agent stalled" not in kinds_of_events(one)
+        one.agent._judge(Stall(late_s=0.0, slept_s=600.0))  # noqa: SLF001
+        assert "agent stalled" in kinds_of_events(one)
 
 
 async def test_nothing_is_left_open_when_an_agent_is_killed_in_the_middle_of_an_op(
