@@ -108,7 +108,8 @@ class Jobs:
     def waiting_for(self, job: JobName) -> dict[Member, int]:
         """How many trainers wait for the job at each member of the view."""
         peers, roster = self.membership.state.peers, self.membership.view.roster_of(job)
-        inside = {(t.member, t.slot) for t in roster.trainers} if roster else set()
+        trainers = () if roster is None else roster.trainers
+        inside = {(t.member, t.slot) for t in trainers}
         counts = dict.fromkeys(self.membership.view.members, 0)
         for member in counts:
             beat = peers[member.node].heartbeat if member.node in peers else None

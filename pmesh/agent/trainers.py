@@ -235,7 +235,7 @@ class _Trainer:
     async def _watch(self, scope: trio.CancelScope) -> None:
         process = TrainerProcess(self._session.pid)
         began, said, turn = 0.0, 1, 0
-        stopped: frozenset[TrainerId] = frozenset()
+        stopped: frozenset[TrainerId] = frozenset[TrainerId]()
         while True:
             await trio.sleep(LOOK_S)
             turn = (turn + 1) % LOOKS_A_STATE
@@ -245,7 +245,7 @@ class _Trainer:
             if rank is None or rank.busy_since is None:
                 continue
             if rank.busy_since != began:
-                began, said, stopped = rank.busy_since, 1, frozenset()
+                began, said, stopped = rank.busy_since, 1, frozenset[TrainerId]()
             if self._session.trainer_gone():
                 scope.cancel()
                 return
