@@ -125,6 +125,12 @@ class TestAQuorum:
         assert has_quorum(primary, [BERT], ())
         assert not has_quorum(primary, [ANNA], ())
 
+    def test_is_not_asked_of_what_was_promised_before_the_last_primary(self) -> None:
+        primary = Primary(PRIMARY, (ANNA, BERT, CARA))
+        earlier, later = (Attempt(make_epoch(counter), (ANNA,)) for counter in (4, 6))
+        assert has_quorum(primary, [BERT, CARA], [earlier])
+        assert not has_quorum(primary, [BERT, CARA], [later])
+
     def test_is_not_asked_of_machines_that_had_no_vote(self) -> None:
         """Or an idle machine could outvote the one rank that went on with the attempt."""
         primary = Primary(PRIMARY, (ANNA, BERT, CARA))
