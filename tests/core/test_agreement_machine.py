@@ -5,6 +5,7 @@ failure too. In the end the network heals, and all must come together in one vie
 """
 
 import itertools
+from typing import Literal
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pmesh.core.messages import Commit, Flushed, Propose, Waiting
 from pmesh.core.standing import Facts
-from pmesh.ids import Incarnation, JobName, Member, NodeId, Slot
+from pmesh.core.views import Roster, Terms
+from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot
 from tests.core.builders import make_concern, make_report, make_verdict, running
 from tests.core.circle import Circle, gathered
 
@@ -20,6 +22,7 @@ NODES = [NodeId(letter * 32) for letter in (b"a", b"b", b"c")]
 NODE = st.sampled_from(NODES)
 PAIRS = list(itertools.permutations(NODES, 2))
 PAIR = st.sampled_from(PAIRS)
+QUORUM = st.sampled_from(["any", "majority"])
 PAUSE_S = st.sampled_from([0.0, 0.2, 0.2, 0.5, 1.1, 2.1])
 RECOVERY_S = 12.0  # several flushes that time out, and quiet times between them
 
@@ -33,6 +36,8 @@ class ThreeAgents(RuleBasedStateMachine):
         super().__init__()
         self.starts = itertools.count(1)
         self.now_running: dict[NodeId, Member] = {}
+        self.primaries: dict[tuple[JobName, Epoch], Epoch] = {}
+        """The last roster that could run ops, of each job that asks for a majority."""
         self.restarts_left = 2  # more, and little else would happen
 
     @initialize(strangers=st.booleans())
@@ -105,12 +110,22 @@ class ThreeAgents(RuleBasedStateMachine):
         self.circle.start(self.next_start_of(node))
         self.restarts_left -= 1
 
-    @rule(node=NODE, wait_for=st.integers(1, 3))
-    def a_trainer_waits(self, node: NodeId, wait_for: int) -> None:
-        job = JobName(f"for {wait_for}")
+    @rule(node=NODE, wait_for=st.integers(1, 3), quorum=QUORUM)
+    def a_trainer_waits(
+        self, node: NodeId, wait_for: int, quorum: Literal["any", "majority"]
+    ) -> None:
+        job, terms = JobName(f"for {wait_for}"), Terms(quorum=quorum)
         self.circle.facts[self.now_running[node]] = Facts(
-            waiting=(Waiting(job, Slot(0), wait_for),)
+            waiting=(Waiting(job, Slot(0), wait_for, terms),)
         )
+
+    @rule()
+    def a_job_begins_on_all_that_asks_for_a_majority(self) -> None:
+        for node in NODES:
+            self.a_trainer_waits(node, len(NODES), "majority")
+        self.circle.link_everyone()
+        for _ in range(5):
+            self.circle.pass_time(0.2)
 
     @precondition(lambda self: any(state.view.rosters for state in self.circle.states.values()))
     @rule(node=NODE)
@@ -137,6 +152,26 @@ class ThreeAgents(RuleBasedStateMachine):
     def a_view_has_one_roster_for_each_job(self) -> None:
         for view in self.circle.views.values():
             assert len({roster.job for roster in view.rosters}) == len(view.rosters)
+
+    @invariant()
+    def of_a_job_that_asks_for_a_majority_one_side_goes_on(self) -> None:
+        """V10: ops run where all ranks have installed a roster with a quorum, and promised none."""
+        running: dict[tuple[JobName, Epoch], Roster] = {}
+        for state in self.circle.states.values():
+            for roster in filter(self.may_run, state.view.rosters):
+                first = running.setdefault((roster.job, roster.born), roster)
+                assert first == roster, "two sides go on"
+        for job, roster in running.items():
+            assert roster.primary.epoch >= self.primaries.get(job, roster.primary.epoch), "undone"
+            self.primaries[job] = roster.primary.epoch
+
+    def may_run(self, roster: Roster) -> bool:
+        hosts = [self.circle.states.get(trainer.member) for trainer in roster.trainers]
+        asks = roster.terms.quorum == "majority"
+        return asks and all(
+            state is not None and state.flushed_at is None and roster in state.view.rosters
+            for state in (hosts if roster.quorate else [None])
+        )
 
     def teardown(self) -> None:
         if not hasattr(self, "circle"):
