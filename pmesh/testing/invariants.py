@@ -151,8 +151,8 @@ class Invariants:
             return  # V9: another history of the job goes on
         outcomes = {outcome.op: outcome for outcome in after.outcomes}
         for op, report in rank.ledger.ops.items():
-            if not report.completed:
-                continue
+            if not (report.completed and report.holds):
+                continue  # who has no result can't serve it: then the op may fail, also here
             outcome = outcomes.get(op)
             if outcome is None or (outcome.holders and outcome.contributors != report.contributors):
                 raise Violation(f"I4: {rank.id} has completed op {op}, resolved as {outcome}")

@@ -30,8 +30,9 @@ def call_op(rank: LocalRank, call: Call) -> None:
         _tell_late(rank)
         return
     root = rank.world[call.root] if call.kind == "broadcast" else None
-    rank.start(number, call)
-    rank.op = Op(number, call, root, rank.host.now + OP_TIMEOUT_S)
+    receivers = tuple(rank.world[receiver] for receiver in call.receivers) or rank.world
+    rank.start(number, call, is_root=root == rank.id)
+    rank.op = Op(number, call, root, receivers, rank.host.now + OP_TIMEOUT_S)
     rank.host.op_called(rank, number)
     rank.host.facts_changed()
     go_on(rank)
@@ -68,6 +69,8 @@ def unfenced(rank: LocalRank) -> None:
     op = rank.op
     if op is not None and op.phase == "ready" and op.result is not None:
         _ready(rank, op, op.result)
+    elif op is not None and op.phase == "waiting" and rank.roster.quorate:
+        _attempt(rank, op)
 
 
 def pass_time(rank: LocalRank) -> None:
@@ -122,16 +125,33 @@ def serve(rank: LocalRank, ask: AskResult) -> Retained | None:
 def _attempt(rank: LocalRank, op: Op) -> None:
     """V10 and `min_ranks` wait; O6 and a lost root are for a view; else the ring runs."""
     op.phase, op.result, op.broken_at = "waiting", None, None
+    if rank.fences:
+        return  # V3: the flush answer has not named it, so nothing of it may reach others either
     newcomers = rank.siblings.newcomers(rank)
-    if rank.size + newcomers < rank.roster.terms.min_ranks:
+    if _too_few(rank, newcomers):
         return
     if op.call.kind == "sync" and newcomers:
         _stick(rank, op, None)
     elif op.root is not None and rank.roster.rank_of(op.root) is None:
         _stick(rank, op, Verdict("RankLost", f"op {op.number}: its root is lost"))
     else:
-        op.phase, op.contributors = "ring", rank.roster.ids
+        op.phase, op.contributors, op.holds = "ring", rank.roster.ids, _will_hold(rank, op)
         _run_ring(rank, op)
+
+
+def _too_few(rank: LocalRank, newcomers: int) -> bool:
+    """Those who wait for the next sync count, or it might never come."""
+    return rank.size + newcomers < rank.roster.terms.min_ranks
+
+
+def _will_hold(rank: LocalRank, op: Op) -> bool:
+    """A broadcast goes along the ring as far as somebody lacks it; beyond goes only the news."""
+    if op.root is None:
+        return True
+    ids = rank.roster.ids
+    root = ids.index(op.root)
+    reach = max((ids.index(r) - root) % rank.size for r in (op.root, *op.receivers) if r in ids)
+    return (ids.index(rank.id) - root) % rank.size <= reach
 
 
 def _run_ring(rank: LocalRank, op: Op) -> None:
@@ -191,7 +211,7 @@ def _look_whether_all_came(rank: LocalRank, op: Op) -> None:
 def _fetch(rank: LocalRank, op: Op, outcome: OpOutcome) -> None:
     """O2: the op has been completed by others."""
     op.phase, op.result, op.broken_at = "fetching", None, None
-    op.contributors, op.asked = outcome.contributors, 0
+    op.contributors, op.holds, op.asked = outcome.contributors, True, 0
     if op.root == rank.id:  # I8: its input is never written, and has the result all along
         value = rank.value(op.number)
         _ready(rank, op, OpResult(ANY_ATTEMPT, outcome.contributors, (value,)))
@@ -239,7 +259,7 @@ def _ready(rank: LocalRank, op: Op, result: OpResult) -> None:
 
 def _deliver(rank: LocalRank, op: Op, result: OpResult) -> None:
     rank.op = None
-    rank.complete(op.number, result, op.contributors)
+    rank.complete(op, result)
     if op.call.kind == "sync":
         rank.synced = op.number
     rank.see(op.contributors)

@@ -40,10 +40,14 @@ class Op:
     call: Call
     root: TrainerId | None
     """Of a broadcast: who it is, whatever its rank becomes (O5)."""
+    receivers: tuple[TrainerId, ...]
+    """Of a broadcast: likewise, who lacks what it brings."""
     deadline: float
     phase: Literal["waiting", "ring", "fetching", "stuck", "ready"] = "waiting"
     contributors: tuple[TrainerId, ...] = ()
     result: OpResult | None = None
+    holds: bool = True
+    """Whether the attempt has brought the result here, or only the news of it."""
     asked: int = 0
     """How many holders have been asked for its result."""
     asked_at: float = 0.0
@@ -198,11 +202,11 @@ class LocalRank:
         outcome = self._outcomes.get(op)
         return outcome if outcome is not None and outcome.holders else None
 
-    def start(self, op: OpNumber, call: Call) -> None:
-        """The trainer has called the op."""
+    def start(self, op: OpNumber, call: Call, *, is_root: bool) -> None:
+        """The trainer has called the op, perhaps as a broadcast's root."""
         self._running = op
         self.fingerprint = fingerprint(call)
-        self.ledger = ledgers.start(self.ledger, op, call)
+        self.ledger = ledgers.start(self.ledger, op, call, is_root=is_root)
 
     def take_back(self, op: OpNumber) -> None:
         """The call is as if it had never been made."""
@@ -210,11 +214,12 @@ class LocalRank:
         others = {number: r for number, r in self.ledger.ops.items() if number != op}
         self.ledger = replace(self.ledger, ops=others)
 
-    def complete(self, op: OpNumber, result: OpResult, contributors: tuple[TrainerId, ...]) -> None:
-        """The op's result is there, and may be delivered."""
+    def complete(self, op: Op, result: OpResult) -> None:
+        """The op's result is there, if it is for this rank at all, and may be delivered."""
         self._running = None
-        self.ledger = ledgers.complete(self.ledger, op, contributors)
-        self.results[op] = result
+        self.ledger = ledgers.complete(self.ledger, op.number, op.contributors, holds=op.holds)
+        if op.holds:
+            self.results[op.number] = result
 
     def fail(self, outcome: OpOutcome) -> None:
         """The op has failed, here as everywhere."""

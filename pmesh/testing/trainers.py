@@ -220,7 +220,8 @@ def call_of(op: OpNumber, size: int, *, mistaken: bool) -> Call:
     kind = KINDS[op % len(KINDS)]
     shape = (8 + mistaken,)
     if kind == "broadcast":
-        return Call(kind, "float32", shape, root=7 * op % size)
+        receivers = ((7 * op + 1) % size,) * (op % 8 == 6)  # noqa: PLR2004 - each second one
+        return Call(kind, "float32", shape, root=7 * op % size, receivers=receivers)
     return Call(kind, "float32", shape, reduction="sum")
 
 

@@ -281,3 +281,107 @@ def who_slept_through_its_expulsion_ends_nothing_old() -> None:
     cluster.run_until(cluster.timeline.now + 1.0)
     assert rank.over is not None
     assert not rank.ends
+
+
+def what_comes_before_its_view_is_not_lost() -> None:
+    """V4: the ring runs again at once, although one rank learns last that it does."""
+    cluster = formed_cluster(3)
+    leader, junior, lost = by_seniority(cluster)
+    view = leader.state.view.epoch
+
+    def swallow(_from: int, to: int, _channel: str, message: Message) -> bool:
+        late = isinstance(message, Commit) or (isinstance(message, Heartbeat) and bool(held))
+        return to == junior.number and late
+
+    held: list[bool] = [True]
+    cluster.network.swallow = swallow
+    cluster.crash(lost.number)
+    run_until(cluster, lambda: leader.state.view.epoch > view, 1.0)
+    rank, early = leader.jobs.ranks[0], junior.jobs.ranks[0]
+    run_until(cluster, lambda: rank.op is not None and rank.op.phase == "ring", 1.0)
+    op = rank.ledger.started
+    cluster.run_until(cluster.timeline.now + 0.1)  # its token is there
+    held.clear()
+    run_until(cluster, lambda: min(rank.ledger.ended, early.ledger.ended) >= op, 1.0)
+
+
+def a_root_is_the_trainer_that_it_was_at_the_call() -> None:
+    """O4, O5: rank 1 is the root; when rank 0 is lost, it is rank 0 and still the root."""
+    cluster = formed_cluster(3, think_s=1e6)  # the trainers call nothing: we do
+    lost, root, receiver = (rank for _, rank in sorted(ranks_of(cluster).items()))
+    call = Call("broadcast", "float32", (8,), root=1)
+    ops.call_op(receiver, call)
+    cluster.crash(agent_of(cluster, lost).number)
+    run_until(cluster, lambda: len(receiver.roster.trainers) == 2, 2.0)
+    assert receiver.roster.ids.index(root.id) == 0
+    ops.call_op(root, call)
+    run_until(cluster, lambda: OpNumber(0) in receiver.ends, 1.0)
+    outcome = receiver.ends[OpNumber(0)].outcome
+    assert isinstance(outcome, OpResult)
+    assert outcome.values == (root.value(OpNumber(0)),)
+
+
+def _sides_that_go_on(cluster: Cluster) -> list[Agent]:
+    """The agents that have a rank whose ops may run."""
+    return [
+        agent
+        for agent in cluster.agents.values()
+        if any(rank.roster.quorate and rank.rank is not None for rank in agent.jobs.ranks)
+    ]
+
+
+def an_attempt_that_may_have_been_installed_has_a_vote() -> None:
+    """V10: b has promised a view that a and c have installed; with d and e it can't know."""
+    cluster = formed_cluster(5, terms=Terms(quorum="majority"))
+    a, b, c, d, e = by_seniority(cluster)
+    numbers = [agent.number for agent in (a, b, c, d, e)]
+    sent: list[Epoch] = []
+
+    def swallow(_from: int, to: int, _channel: str, message: Message) -> bool:
+        if isinstance(message, Commit) and to == b.number:
+            sent.append(message.view.epoch)
+        return bool(sent) and to == b.number
+
+    cluster.network.swallow = swallow
+    cluster.network.partition(numbers[:3], numbers[3:])
+    run_until(cluster, lambda: bool(sent) and c.state.view.epoch == sent[0], 5.0)
+    cluster.network.heal()
+    cluster.network.partition([a.number, c.number], [b.number, d.number, e.number])
+    cluster.network.swallow = None
+    cluster.run_until(cluster.timeline.now + 5.0)
+    assert {agent.number for agent in _sides_that_go_on(cluster)} == {a.number, c.number}
+    cluster.invariants.finish()
+
+
+def who_knows_of_a_later_primary_does_not_help_an_earlier_one() -> None:
+    """V10: b was of the primary {a, b}, which a alone goes on with; b and c are no majority."""
+    cluster = formed_cluster(3, terms=Terms(quorum="majority"))
+    a, b, c = (agent_of(cluster, rank) for _, rank in sorted(ranks_of(cluster).items()))
+    cluster.network.partition([c.number], [a.number, b.number])
+    cluster.run_until(cluster.timeline.now + 2 * GONE_AFTER_S)
+    assert _sides_that_go_on(cluster) == [a, b] or _sides_that_go_on(cluster) == [b, a]
+    cluster.network.partition([a.number], [b.number])
+    cluster.run_until(cluster.timeline.now + 2 * GONE_AFTER_S)
+    assert _sides_that_go_on(cluster) == [a]
+    cluster.network.mend(b.number, c.number)
+    cluster.network.mend(c.number, b.number)
+    cluster.run_until(cluster.timeline.now + 2 * GONE_AFTER_S)
+    assert len(b.state.view.seats) == 2
+    assert _sides_that_go_on(cluster) == [a]
+
+
+def nobody_enters_a_sync_that_somebody_has_completed() -> None:
+    """O6: the other rank still lacks the result, and fetches it; the newcomer waits."""
+    cluster = formed_cluster(2, think_s=1e6)  # the trainers call nothing: we do
+    done, late = (rank for _, rank in sorted(ranks_of(cluster).items()))
+    host = agent_of(cluster, late)
+    cluster.network.swallow = lambda _from, to, channel, _message: (
+        channel != "link" and to == host.number
+    )
+    for rank in (done, late):
+        ops.call_op(rank, Call("sync", "float32", (8,), "sum"))
+    run_until(cluster, lambda: OpNumber(0) in done.ends, 1.0)
+    waiting = host.jobs.enlist(JOB, 1, Terms(), int, lambda _rank: None)
+    cluster.network.swallow = None
+    run_until(cluster, lambda: OpNumber(0) in late.ends, 2 * GONE_AFTER_S)
+    assert waiting.rank is None

@@ -220,6 +220,13 @@ def _forget_verdicts(after: Roster, op: Any, reports: Any, stuck: Any) -> Any:
     return _resolve_op(after, op, reports, stuck)
 
 
+def _forget_outcomes(before: Roster, *rest: Any) -> Any:
+    return _resolve_ops(msgspec.structs.replace(before, outcomes=()), *rest)
+
+
+_resolve_ops = op_outcomes.resolve_ops
+
+
 def _name_survivors(after: Roster, op: Any, reports: Any, stuck: Any) -> Any:
     outcome = _resolve_op(after, op, reports, stuck)
     if outcome is None:
@@ -280,10 +287,6 @@ def _none(*arguments: Any, **named: Any) -> None:
 
 def _zero(*arguments: Any, **named: Any) -> int:
     return 0
-
-
-def _many(*arguments: Any, **named: Any) -> int:
-    return 99
 
 
 def _unchanged(state: State, *arguments: Any) -> State:
@@ -416,7 +419,11 @@ MUTATIONS = {
         "O2: who lives is asked before who is lost", (op_outcomes._holders, _all_holders)
     ),
     "one_sided": Mutation("O3: nobody fails alone", (ops._stick, _fail_alone)),
-    "forget_verdicts": Mutation("O3: a failed op stays failed", (_resolve_op, _forget_verdicts)),
+    "forget_verdicts": Mutation(
+        "O3: a failed op stays failed, by the roster and by each who has seen it fail",
+        (_resolve_op, _forget_verdicts),
+        (_resolve_ops, _forget_outcomes),
+    ),
     "bind_root_late": Mutation(
         "O4, O5: a root is bound to its trainer at the call", (_attempt, _bind_root_late)
     ),
@@ -446,9 +453,7 @@ MUTATIONS = {
         (LocalJobs._announce_leave, _none),
         owner=LocalJobs,
     ),
-    "no_min_ranks": Mutation(
-        "min_ranks: with fewer, ops wait", (LocalJobs.newcomers, _many), owner=LocalJobs
-    ),
+    "no_min_ranks": Mutation("min_ranks: with fewer, ops wait", (ops._too_few, _never)),
     "no_raise": Mutation(
         'on_loss="raise": what is under way fails', (op_outcomes._ops_that_a_loss_fails, _no_list)
     ),

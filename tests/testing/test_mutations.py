@@ -4,51 +4,74 @@ from collections.abc import Callable
 
 import pytest
 
-from pmesh.testing.invariants import Violation
 from pmesh.testing.simulate import judge_many
+from pmesh.testing.violations import Violation
 from tests.testing import histories
 from tests.testing.mutations import MUTATIONS
 
 SEEDS = 150
-"""Ten times what the rarest of RANDOM took when it was measured, on the average."""
+"""Twice what the rarest of RANDOM took when it was measured."""
 
-RANDOM = (
-    "no_refusal",
-    "same_counter",
-    "commit_any",
-    "same_incarnation",
-    "no_lineage",
-    "no_fence",
-    "last_op_only",
-    "drop_early",
-    "old_evidence",
-    "no_flush_deadline",
-    "no_retention",
-    "one_sided",
-    "prefer_verdict",
-    "always_rerun",
-    "forget_verdicts",
-)
+RANDOM = {
+    "no_refusal": 7,
+    "same_counter": 1,
+    "commit_any": 4,
+    "same_incarnation": 1,
+    "no_lineage": 21,
+    "no_fence": 75,
+    "highest_op_only": 6,
+    "old_evidence": 1,
+    "no_flush_deadline": 17,
+    "no_quorum": 4,
+    "no_retention": 20,
+    "one_sided": 3,
+    "prefer_verdict": 6,
+    "always_rerun": 3,
+    "see_at_install": 7,
+    "name_survivors": 6,
+    "enter_at_any_op": 2,
+    "enter_without_sync": 2,
+    "nobody_let_in": 2,
+    "no_announcement": 1,
+}
+"""With the seeds that each took when it was measured; any change of the code gives others."""
 
 AIMED = {
     "own_view_base": histories.a_half_sent_commit_is_what_the_next_leader_builds_on,
+    "drop_early": histories.what_comes_before_its_view_is_not_lost,
     "no_clique": histories.two_who_cannot_hear_each_other_are_not_in_one_view,
     "no_forward": histories.a_lost_commit_is_made_up_for_by_the_next_heartbeat,
+    "no_edge_watch": histories.a_lane_that_swallows_everything_is_replaced,
+    "no_doubt": histories.who_slept_through_its_expulsion_ends_nothing_old,
+    "lighter_history": histories.the_history_of_more_ranks_goes_on,
+    "join_in_parts": histories.the_history_of_more_ranks_goes_on,
+    "no_attempts": histories.an_attempt_that_may_have_been_installed_has_a_vote,
+    "never_overtaken": histories.who_knows_of_a_later_primary_does_not_help_an_earlier_one,
+    "no_witnesses": histories.what_a_dead_trainer_has_completed_is_fetched_from_its_agent,
+    "bind_root_late": histories.a_root_is_the_trainer_that_it_was_at_the_call,
+    "enter_a_completed_sync": histories.nobody_enters_a_sync_that_somebody_has_completed,
+    "no_min_ranks": histories.below_min_ranks_ops_wait_until_somebody_is_back,
+    "no_raise": histories.a_loss_is_raised_where_the_job_asks_for_it,
     "unchecked_fetch": histories.a_late_and_different_call_is_noticed_when_it_fetches,
+    "uncompared": histories.broadcasts_of_two_roots_fail_at_both,
     "lost_results": histories.a_result_that_went_away_with_its_last_holder_is_not_waited_for,
 }
 
-COVERED = {
-    "foreign_reports": "a lost rank fails all that nobody has completed, so there is little to say",
+RARE = {
+    "foreign_reports": "none of 120: who comes back has another number, and no ops to tell of",
     "false_lineage": "covered by the member's own check; without both: no_lineage",
     "follow_anyone": "covered by the leader's own check; without both: no_lineage",
-    "never_superseded": "its own next proposal leaves it alone too, only later",
-    "unfenced_settled": "a job is settled unfenced only where a leader's list was short",
-    "hears_is_enough": "a connection that one side closes is closed for both",
-    "no_veto": "who is left out by a junior proposes itself, and the higher epoch wins",
-    "no_needs": "2 of 500 seeds; mostly a silent leader is gone before",
+    "never_superseded": "none of 120: its own next proposal leaves it alone too, only later",
+    "unfenced_settled": "1 of 120: a job is settled unfenced only where a leader's list was short",
+    "hears_is_enough": "none of 120: a connection that one side closes is closed for both",
+    "no_veto": "none of 120: who is left out proposes itself, and the higher epoch wins",
+    "no_needs": "none of 120; mostly a silent leader is gone before",
+    "either_side": "1 of 120: two sides of a partition seldom have one number",
+    "restarted_votes": "1 of 120",
+    "all_holders": "2 of 51",
+    "forget_verdicts": "none of 120: the roster and each who has seen it fail say so too",
 }
-"""Not noticed in 150 seeds, and why. What the single decision says is tested in tests/core."""
+"""Too rare for each run of the tests; what the single decision says is tested in tests/core."""
 
 
 @pytest.mark.parametrize("name", RANDOM)
@@ -57,7 +80,7 @@ def test_random_histories_notice_that_a_rule_is_missing(name: str) -> None:
     assert any(verdict.outcome is None for verdict in verdicts), MUTATIONS[name].rule
 
 
-@pytest.mark.parametrize("history", AIMED.values())
+@pytest.mark.parametrize("history", dict.fromkeys(AIMED.values()))
 def test_an_aimed_history_goes_well(history: Callable[[], None]) -> None:
     history()
 
@@ -69,4 +92,4 @@ def test_an_aimed_history_notices_that_a_rule_is_missing(name: str) -> None:
 
 
 def test_each_mutation_is_accounted_for() -> None:
-    assert {*RANDOM, *AIMED, *COVERED} == set(MUTATIONS)
+    assert {*RANDOM, *AIMED, *RARE} == set(MUTATIONS)
