@@ -1,7 +1,4 @@
-"""A simulated agent: drives the real agreement as the real agent does, on simulated time.
-
-The counterpart of `pmesh.agent.membership` and `.peers`.
-"""
+"""A simulated agent: drives the real agreement as `pmesh.agent` does, on simulated time."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -17,12 +17,13 @@ from pmesh.core import agreement, ledger, op_outcomes, proposals, quorum, roster
 from pmesh.core.ledger import Ledger
 from pmesh.core.messages import Propose
 from pmesh.core.standing import Fence, Install, Peer, State, Step
-from pmesh.core.views import OpOutcome, Roster, Trainer
-from pmesh.ids import Epoch, Incarnation, Member, OpNumber
+from pmesh.core.views import Roster, Trainer
+from pmesh.ids import Epoch, Incarnation, Member
 from pmesh.testing import lane_messages, ops
 from pmesh.testing.agents import Agent
 from pmesh.testing.local_jobs import LocalJobs
 from pmesh.testing.ranks import LocalRank
+from tests.testing import op_rules as without
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -186,138 +187,6 @@ def _count_restarted(primary: Any, present: Any, attempts: Any) -> bool:
     return _has_quorum(primary, {*present, *voters}, attempts)
 
 
-# --- ops
-
-_stabilize = ledger.stabilize
-_resolve_op = op_outcomes._resolve_op
-_op_to_enter = op_outcomes.op_to_enter
-_follow = LocalRank.follow
-_attempt = ops._attempt
-
-
-def _fail_alone(rank: LocalRank, op: Any, verdict: Any) -> None:
-    if verdict is None:
-        rank.raise_concern(None, op.number)
-    else:
-        ops._fail(rank, op, OpOutcome(op.number, rank.roster.ids, verdict=verdict))
-
-
-def _fetch_whatever(rank: LocalRank, op: Any, call: Any, result: Any) -> None:
-    ops._ready(rank, op, result)
-
-
-def _prefer_verdict(after: Roster, op: Any, reports: Any, stuck: Any) -> Any:
-    verdict = after.losses[0] if after.losses else stuck
-    if verdict is not None:
-        reports = {
-            t: msgspec.structs.replace(report, completed=False) for t, report in reports.items()
-        }
-    return _resolve_op(after, op, reports, stuck)
-
-
-def _forget_verdicts(after: Roster, op: Any, reports: Any, stuck: Any) -> Any:
-    reports = {t: msgspec.structs.replace(report, verdict=None) for t, report in reports.items()}
-    return _resolve_op(after, op, reports, stuck)
-
-
-def _forget_outcomes(before: Roster, *rest: Any) -> Any:
-    return _resolve_ops(msgspec.structs.replace(before, outcomes=()), *rest)
-
-
-_resolve_ops = op_outcomes.resolve_ops
-
-
-def _name_survivors(after: Roster, op: Any, reports: Any, stuck: Any) -> Any:
-    outcome = _resolve_op(after, op, reports, stuck)
-    if outcome is None:
-        return None
-    return msgspec.structs.replace(outcome, contributors=after.ids)
-
-
-def _living_holders(after: Roster, reports: Any) -> Any:
-    return tuple(t for t, report in sorted(reports.items()) if report.completed and t in after.ids)
-
-
-def _all_holders(after: Roster, reports: Any) -> Any:
-    return tuple(t for t, report in sorted(reports.items()) if report.completed)
-
-
-def _enter_at_any_op(known: Any, after: Any) -> OpNumber:
-    return OpNumber(known.highest + 1)
-
-
-def _enter_a_completed_sync(known: Any, after: Any) -> OpNumber | None:
-    reports = known.ops.get(known.highest, {}).values()
-    is_sync = any(report.call.kind == "sync" for report in reports)
-    return OpNumber(known.highest) if is_sync else None
-
-
-def _enter_without_sync(rank: LocalRank, call: Any) -> None:
-    if rank.trainer.enters and not rank.ends:
-        call = msgspec.structs.replace(call, kind="barrier")
-    _call_op(rank, call)
-
-
-_call_op = ops.call_op
-
-
-def _see_at_install(rank: LocalRank, roster: Roster) -> bool:
-    again = _follow(rank, roster)
-    rank.world = rank.roster.ids
-    return again
-
-
-def _bind_root_late(rank: LocalRank, op: Any) -> None:
-    if op.root is not None:
-        op.root = rank.roster.ids[op.call.root % rank.size]
-    _attempt(rank, op)
-
-
-def _nothing(*arguments: Any, **named: Any) -> tuple[()]:
-    return ()
-
-
-def _no_list(*arguments: Any, **named: Any) -> list[Any]:
-    return []
-
-
-def _none(*arguments: Any, **named: Any) -> None:
-    return None
-
-
-def _zero(*arguments: Any, **named: Any) -> int:
-    return 0
-
-
-def _unchanged(state: State, *arguments: Any) -> State:
-    return state
-
-
-def _no_step(state: State, *arguments: Any) -> Step:
-    return Step(state)
-
-
-def _never(*arguments: Any) -> bool:
-    return False
-
-
-def _own_view(state: State, answers: Any) -> Any:
-    return state.view
-
-
-def _only_who_asked(state: State, now: float) -> tuple[Member, ...]:
-    asked = proposals._requests(state, now)
-    return tuple(member for member in sorted(asked) if proposals._may_join(state, member))
-
-
-def _as_they_come(state: State, joined: Any, now: float) -> Any:
-    return joined
-
-
-def _stable_at_once(known: Ledger, mark: int) -> Ledger:
-    return _stabilize(known, known.ended)
-
-
 MUTATIONS = {
     "no_refusal": Mutation(
         "V1: a proposal must exceed the promise", (_receive_proposal, _accept_below_promise)
@@ -332,7 +201,9 @@ MUTATIONS = {
     "foreign_reports": Mutation(
         "V2: a newcomer's reports are ignored", (_next_rosters, _believe_foreign_reports)
     ),
-    "own_view_base": Mutation("V2: the base is the highest view", (proposals._base, _own_view)),
+    "own_view_base": Mutation(
+        "V2: the base is the highest view", (proposals._base, without.own_view)
+    ),
     "false_lineage": Mutation(
         "V2: only who installed the base, or what came before it, continues",
         (proposals._continuing, _take_for_continuing),
@@ -346,7 +217,7 @@ MUTATIONS = {
         "V2: only a proposer of our line is followed", (agreement._of_one_line, _yes)
     ),
     "never_superseded": Mutation(
-        "V2: who is left behind starts anew", (agreement._leave_if_superseded, _no_step)
+        "V2: who is left behind starts anew", (agreement._leave_if_superseded, without.no_step)
     ),
     "no_fence": Mutation(
         "V3: after the answer nothing is delivered", (_flush, _flush_without_fence)
@@ -365,31 +236,32 @@ MUTATIONS = {
         (standing.follows, _expel_on_old_evidence),
     ),
     "no_veto": Mutation(
-        "V5: a junior leaves out no living senior", (agreement._passes_over_a_senior, _never)
+        "V5: a junior leaves out no living senior",
+        (agreement._passes_over_a_senior, without.never),
     ),
     "no_flush_deadline": Mutation(
-        "V6: flush answers have a deadline", (agreement._give_up_on_silent, _unchanged)
+        "V6: flush answers have a deadline", (agreement._give_up_on_silent, without.unchanged)
     ),
     "no_forward": Mutation(
         "V6: a lost commit is forwarded", (_receive_heartbeat, _wait_for_commit)
     ),
     "no_needs": Mutation(
-        "V6: who waits in vain asks for a new epoch", (standing.needs_epoch, _never)
+        "V6: who waits in vain asks for a new epoch", (standing.needs_epoch, without.never)
     ),
     "no_edge_watch": Mutation(
         "V6: a lane without progress is a broken edge",
-        (LocalJobs._watch_edges, _none),
+        (LocalJobs._watch_edges, without.none),
         owner=LocalJobs,
     ),
     "no_doubt": Mutation(
         "V8: who has slept delivers nothing before it is confirmed",
-        (Agent._doubt, _none),
+        (Agent._doubt, without.none),
         owner=Agent,
     ),
     "join_in_parts": Mutation(
         "V9: a view's members come together",
-        (proposals._candidates, _only_who_asked),
-        (proposals._whole_views, _as_they_come),
+        (proposals._candidates, without.only_who_asked),
+        (proposals._whole_views, without.as_they_come),
     ),
     "lighter_history": Mutation(
         "V9: the history of more live ranks goes on",
@@ -408,71 +280,80 @@ MUTATIONS = {
         "V10: a restarted agent has no vote", (_has_quorum, _count_restarted)
     ),
     "never_overtaken": Mutation(
-        "V10: a roster gives way to a later one with a quorum", (rosters._is_overtaken, _never)
+        "V10: a roster gives way to a later one with a quorum",
+        (rosters._is_overtaken, without.never),
     ),
-    "no_retention": Mutation("O2: results are kept until stable", (_stabilize, _stable_at_once)),
+    "no_retention": Mutation(
+        "O2: results are kept until stable", (without.stabilize, without.stable_at_once)
+    ),
     "no_witnesses": Mutation(
         "O2: a lost trainer's agent still holds its results",
-        (op_outcomes._holders, _living_holders),
+        (op_outcomes._holders, without.living_holders),
     ),
     "all_holders": Mutation(
-        "O2: who lives is asked before who is lost", (op_outcomes._holders, _all_holders)
+        "O2: who lives is asked before who is lost", (op_outcomes._holders, without.all_holders)
     ),
-    "one_sided": Mutation("O3: nobody fails alone", (ops._stick, _fail_alone)),
+    "one_sided": Mutation("O3: nobody fails alone", (ops._stick, without.fail_alone)),
     "forget_verdicts": Mutation(
         "O3: a failed op stays failed, by the roster and by each who has seen it fail",
-        (_resolve_op, _forget_verdicts),
-        (_resolve_ops, _forget_outcomes),
+        (without.resolve_op, without.forget_verdicts),
+        (without.resolve_ops, without.forget_outcomes),
     ),
     "bind_root_late": Mutation(
-        "O4, O5: a root is bound to its trainer at the call", (_attempt, _bind_root_late)
+        "O4, O5: a root is bound to its trainer at the call",
+        (without.attempt, without.bind_root_late),
     ),
     "see_at_install": Mutation(
         "O5: a trainer sees another world only when a call returns",
-        (_follow, _see_at_install),
+        (without.follow, without.see_at_install),
         owner=LocalRank,
     ),
     "name_survivors": Mutation(
-        "O5: contributors are those of the attempt that succeeded", (_resolve_op, _name_survivors)
+        "O5: contributors are those of the attempt that succeeded",
+        (without.resolve_op, without.name_survivors),
     ),
     "enter_at_any_op": Mutation(
-        "O6: who enters does so in a sync", (_op_to_enter, _enter_at_any_op)
+        "O6: who enters does so in a sync", (without.op_to_enter, without.enter_at_any_op)
     ),
     "enter_a_completed_sync": Mutation(
         "O6: nobody enters in a sync that somebody has completed",
-        (_op_to_enter, _enter_a_completed_sync),
+        (without.op_to_enter, without.enter_a_completed_sync),
     ),
     "enter_without_sync": Mutation(
-        "O6: who enters begins with the sync", (_call_op, _enter_without_sync)
+        "O6: who enters begins with the sync", (without.call_op, without.enter_without_sync)
     ),
     "nobody_let_in": Mutation(
-        "O6: a sync waits for who wants to enter", (LocalJobs.newcomers, _zero), owner=LocalJobs
+        "O6: a sync waits for who wants to enter",
+        (LocalJobs.newcomers, without.zero),
+        owner=LocalJobs,
     ),
     "no_announcement": Mutation(
         "a trainer that is gone is told to the others",
-        (LocalJobs._announce_leave, _none),
+        (LocalJobs._announce_leave, without.none),
         owner=LocalJobs,
     ),
-    "no_min_ranks": Mutation("min_ranks: with fewer, ops wait", (ops._too_few, _never)),
+    "no_min_ranks": Mutation("min_ranks: with fewer, ops wait", (ops._too_few, without.never)),
     "no_raise": Mutation(
-        'on_loss="raise": what is under way fails', (op_outcomes._ops_that_a_loss_fails, _no_list)
+        'on_loss="raise": what is under way fails',
+        (op_outcomes._ops_that_a_loss_fails, without.no_list),
     ),
     "unchecked_fetch": Mutation(
         "O8: a fetched result is checked against the call, as any record",
-        (ops._take_retained, _fetch_whatever),
+        (ops._take_retained, without.fetch_whatever),
     ),
     "uncompared": Mutation(
         "I5: calls are compared also where no data flows",
-        (LocalJobs._compare, _none),
+        (LocalJobs._compare, without.none),
         owner=LocalJobs,
     ),
     "prefer_verdict": Mutation(
-        "I4: what one completed, all complete", (_resolve_op, _prefer_verdict)
+        "I4: what one completed, all complete", (without.resolve_op, without.prefer_verdict)
     ),
     "always_rerun": Mutation(
-        "I4: what one completed is not run again", (op_outcomes.resolve_ops, _nothing)
+        "I4: what one completed is not run again", (op_outcomes.resolve_ops, without.nothing)
     ),
     "lost_results": Mutation(
-        "I6: who waits for a result that is gone is told", (op_outcomes.lost_results, _nothing)
+        "I6: who waits for a result that is gone is told",
+        (op_outcomes.lost_results, without.nothing),
     ),
 }
