@@ -23,7 +23,7 @@ from pmesh.core.views import Roster, View
 from pmesh.ids import Incarnation, Member, NodeId, OpNumber
 from pmesh.testing import ops
 from pmesh.testing.lane_messages import LaneMessage, Retained, Token
-from pmesh.testing.links import Link, Links, Message
+from pmesh.testing.links import Link, Links, Message, says_the_same
 from pmesh.testing.local_jobs import LocalJobs
 from pmesh.testing.network import Network
 from pmesh.testing.ranks import LocalRank
@@ -383,17 +383,3 @@ class Agent:
 def node_of(number: int) -> NodeId:
     """The node id of a simulated host."""
     return NodeId(bytes(30) + number.to_bytes(2))
-
-
-def says_the_same(beat: Heartbeat, other: Heartbeat) -> bool:
-    """Whether both say the same of what others act on: all but clocks and marks."""
-    return (
-        beat.view == other.view
-        and beat.promised == other.promised
-        and beat.flushed == other.flushed
-        and beat.acting == other.acting
-        and beat.needs_epoch == other.needs_epoch
-        and beat.heard.keys() == other.heard.keys()
-        and beat.waiting == other.waiting
-        and beat.concerns == other.concerns
-    )

@@ -91,3 +91,17 @@ class Links:
         for peer, link in self._up.items():
             if link.member == to:
                 self._network.send(self._number, peer, channel, message)
+
+
+def says_the_same(beat: Heartbeat, other: Heartbeat) -> bool:
+    """Whether both say the same of what others act on: all but clocks and marks."""
+    return (
+        beat.view == other.view
+        and beat.promised == other.promised
+        and beat.flushed == other.flushed
+        and beat.acting == other.acting
+        and beat.needs_epoch == other.needs_epoch
+        and beat.heard.keys() == other.heard.keys()
+        and beat.waiting == other.waiting
+        and beat.concerns == other.concerns
+    )
