@@ -8,8 +8,9 @@ from tests.e2e.harness import Agent, Fleet
 
 # An agent that has imported all it needs, and starts when it is told to.
 ON_SIGNAL = """
-import signal, pmesh.agent.run
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # first: threads of imports inherit it
+import pmesh.agent.run
 print("ready", flush=True)
 signal.sigwait([signal.SIGUSR1])
 """
