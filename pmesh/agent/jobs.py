@@ -72,6 +72,7 @@ class Jobs:
         self.marks = Marks(self.ranks)
         self.results = ResultServer(nursery, self.ranks, self)
         self._absent: list[Concern] = []
+        self._doubts = False
         self._ended_traffic = (0, 0)
 
     # --- trainers come and go (`pmesh.agent.trainers`)
@@ -138,11 +139,13 @@ class Jobs:
 
     def doubt(self) -> None:
         """V8: we have slept; deliver nothing until it is known that nobody went on without us."""
+        self._doubts = True
         for rank in self.ranks:
             rank.fence("own stall")
 
     def trust(self) -> None:
         """V8: our view is still everybody's."""
+        self._doubts = False
         for rank in self.ranks:
             rank.lift("own stall")
 
@@ -321,6 +324,8 @@ class Jobs:
             self._report_absent(roster, trainer)
             return
         rank = LocalRank(roster, trainer, candidate.arenas, candidate.program)
+        if self._doubts:
+            rank.fence("own stall")
         self.ranks.append(rank)
         candidate.rank = rank
         rank.begin_lanes(self.desk)

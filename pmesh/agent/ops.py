@@ -220,6 +220,7 @@ async def _attempt(rank: LocalRank, op: _Op, around: Surroundings) -> None:
         else:
             await _wait_for_ranks(rank, around)
             await _let_newcomers_in(rank, op, around)
+            await rank.unfenced()  # V3: our flush answer did not name this op, so nothing leaves
             await _run_ring(rank, op, around)
         await rank.unfenced()
     except CallsDiffer as e:
