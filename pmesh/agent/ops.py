@@ -112,7 +112,9 @@ def _tell_late(rank: LocalRank, number: OpNumber) -> OpFailed:
     owed, rank.owed = rank.owed, None
     assert owed is not None  # noqa: S101 - the callers have looked
     assert owed.verdict is not None  # noqa: S101 - likewise
-    return OpFailed(number, owed.verdict, consumed=False, world=rank.see(owed.contributors))
+    # O5: once a later op has ended here, the world is that op's.
+    world = rank.see(owed.contributors) if owed.op == rank.ledger.started else None
+    return OpFailed(number, owed.verdict, consumed=False, world=world)
 
 
 def _check(rank: LocalRank, request: StartOp) -> None:
