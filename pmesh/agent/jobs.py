@@ -238,10 +238,6 @@ class Jobs:
             del counts[self._me]
         return sum(counts.values())
 
-    def mark_of(self, roster: Roster, trainer: TrainerId) -> RankMarks | None:
-        """How far any trainer of a job is known to have come; None while nothing is known."""
-        return self.marks.of(roster, trainer)
-
     def runs_without_sync(self, job: JobName) -> bool:
         """O6: the job has begun to run ops, and has never called `sync`: nobody can enter it."""
         roster = self.membership.view.roster_of(job)

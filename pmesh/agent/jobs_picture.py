@@ -92,7 +92,7 @@ def _ranks(roster: Roster, jobs: Jobs) -> Iterator[status.RankStatus]:
     job = roster.job, roster.born
     here = {r.id: r for r in jobs.ranks if (r.roster.job, r.roster.born) == job}
     for rank, trainer in enumerate(roster.trainers):
-        mark = jobs.mark_of(roster, trainer.id)
+        mark = jobs.marks.of(roster, trainer.id)
         yield status.RankStatus(
             rank=rank,
             trainer=trainer.id,

@@ -159,7 +159,7 @@ async def test_marks_of_an_earlier_run_mean_nothing(clock: MockClock) -> None:
         (other,) = [trainer for trainer in roster.trainers if trainer != rank.trainer]
         marks = agent.jobs.marks
         marks.hear(RankMarks(JobName("digits"), roster.born.counter - 1, other.id, 7, 7, 1))
-        assert agent.jobs.mark_of(roster, other.id) is None
+        assert agent.jobs.marks.of(roster, other.id) is None
         assert marks.stable(roster) == -1
         assert marks.late(rank, OpNumber(0)) == (other.id,)
         assert await reduce_all(trainers) == [2.0, 2.0]
