@@ -111,14 +111,18 @@ def _known_waiting(
 
 
 def _someone_else_leads(state: State, now: float) -> bool:
-    """We have promised a leader that is still heard: its commit may come."""
+    """We have promised a leader that is still there: its commit may come.
+
+    That it hears us is shown by its proposal, which overtakes the heartbeat that says so.
+    """
     if (
         state.flushed_at is None
         or needs_epoch(state, now)
         or state.promised.leader == state.me.node
     ):
         return False
-    return hears_me(state, Member(state.promised.leader, state.promised.incarnation))
+    leader = state.peers.get(state.promised.leader)
+    return leader is not None and leader.member.incarnation == state.promised.incarnation
 
 
 def _others_may_still_hear_our_leader(state: State, now: float) -> bool:

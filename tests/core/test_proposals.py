@@ -148,6 +148,19 @@ class TestNoProposalIsMade:
         assert propose(state, FACTS, NOW + PATIENCE_S + 0.1) is not None
         assert propose(replace(state, peers={}), FACTS, NOW) is not None
 
+    def test_while_the_leader_that_was_promised_has_not_yet_said_that_it_hears_us(self) -> None:
+        """Its proposal overtakes the heartbeat: two that meet must not tear each other apart."""
+        dora = make_peer(DORA, make_view(6, DORA), make_heartbeat(make_view(6, DORA)))
+        bert = make_peer(BERT, make_view(4, BERT), make_heartbeat(make_view(4, BERT), ANNA))
+        state = make_state(ANNA, make_view(5, ANNA), dora, bert)
+        state = replace(
+            state,
+            promised=make_epoch(7, DORA),
+            flushed_at=NOW,
+            joining={BERT: JoinRequest(NOW, whole=True)},
+        )
+        assert propose(state, FACTS, NOW) is None
+
 
 class TestTheCliqueIsKept:
     """V5: greedily, the most senior first."""

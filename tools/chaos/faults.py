@@ -23,6 +23,8 @@ class Struck:
     at: float
     """When: before the first of its signals or packet rules, of the last victim."""
     victims: tuple[Node, ...]
+    parts: tuple[Part, ...] = ()
+    """What of each victim was killed."""
 
 
 class Fault(Protocol):
@@ -80,7 +82,7 @@ class Kill:
                 time.sleep(random.uniform(0.0, self.apart_s))
                 at = time.monotonic() if self.apart_s else at
             victim.kill(*self.parts)
-        return Struck(at, tuple(victims))
+        return Struck(at, tuple(victims), self.parts)
 
     def mend(self, cluster: Cluster, struck: Struck) -> None:
         """See `Fault`."""
@@ -102,9 +104,8 @@ class AnyKill:
 
     def mend(self, cluster: Cluster, struck: Struck) -> None:
         """See `Fault`."""
-        dead = [v for v in struck.victims if v.agent is None or v.agent.ended]
-        restart(cluster, dead, ("agent", "trainer"))
-        restart(cluster, [v for v in struck.victims if v not in dead], ("trainer",))
+        # Not what has ended: a process that was killed may take a moment to.
+        restart(cluster, struck.victims, struck.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,6 +62,7 @@ def run_pauses(run: Run) -> Tally:
     tally = Tally()
     with Cluster(4, run.options(), logs=run.logs) as cluster:
         cluster.start()
+        cluster.await_ops(1)  # before, views come and go: they find each other one by one
         for number in range(run.episodes):
             began = cluster.await_ops(CLEAN_OPS)
             lives = [node.life for node in cluster.nodes]
@@ -143,6 +144,7 @@ def _run_disturbed(
     gaps: list[float] = []
     with Cluster(4, run.options(), environment=environment, logs=run.logs) as cluster:
         cluster.start()
+        cluster.await_ops(1)
         for _ in range(run.episodes):
             began = cluster.await_ops(10)
             lives = [node.life for node in cluster.nodes]
