@@ -8,7 +8,7 @@ import pytest
 
 from pmesh.core.messages import Commit, Flushed
 from pmesh.core.proposals import begin, collect, decide, known_concerns, propose, ring_order
-from pmesh.core.standing import FLUSH_DEADLINE_S, PATIENCE_S, Facts, State
+from pmesh.core.standing import FLUSH_DEADLINE_S, PATIENCE_S, Facts, JoinRequest, State
 from pmesh.core.topology import round_trip_cost
 from pmesh.core.views import Seat, Terms, View
 from pmesh.ids import Member
