@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pmesh.errors import (
     AgentNotRunning,
     AgentStopped,
+    GroupBroken,
     HistorySuperseded,
     JobRunning,
     MeshClosed,
@@ -17,6 +18,7 @@ from pmesh.errors import (
     PeerError,
     PmeshError,
     RankLost,
+    RosterChanged,
     RunError,
     UnsupportedArray,
     UsageError,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AgentNotRunning",
     "AgentStopped",
+    "GroupBroken",
     "HistorySuperseded",
     "JobRunning",
     "LastOp",
@@ -42,6 +45,7 @@ __all__ = [
     "PeerError",
     "PmeshError",
     "RankLost",
+    "RosterChanged",
     "RunError",
     "UnsupportedArray",
     "UsageError",

@@ -110,6 +110,14 @@ class RankLost(RunError):
     """A rank of the job is gone."""
 
 
+class RosterChanged(RunError):
+    """A rank was lost in an op whose result depends on who takes part, as a gather's does (O4)."""
+
+
+class GroupBroken(RunError):
+    """A group has lost a rank, or its job has ended: make another group of those who are left."""
+
+
 class OpTimedOut(RunError, TimeoutError):
     """An op did not end within its time."""
 

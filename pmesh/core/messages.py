@@ -63,9 +63,13 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     differ may well have buckets of one size (I5)."""
     receivers: tuple[int, ...] = ()
     """Of a broadcast: the ranks that lack the root's values; none named: all but the root."""
+    strategy: _Name = ""
+    """How an all-reduce is to run: one of `pmesh.core.costs`; none named: as the costs say."""
 
     def __str__(self) -> str:
-        words = [word for word in (self.reduction, self.compression, self.tree) if word]
+        words = [
+            word for word in (self.reduction, self.compression, self.strategy, self.tree) if word
+        ]
         words += [f"root={self.root}"] * (self.root >= 0)
         words += [f"to={self.receivers}"] * bool(self.receivers)
         shape = "x".join(map(str, self.shape)) or "scalar"

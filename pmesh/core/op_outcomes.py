@@ -7,6 +7,10 @@ from pmesh.core.messages import Concern, JobReport, OpReport
 from pmesh.core.views import OpOutcome, Roster, Verdict
 from pmesh.ids import OpNumber, TrainerId
 
+BOUND_KINDS = frozenset({"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"})
+"""O4: what a rank gets depends on who takes part, and nobody else has it: these neither run again
+among others, nor can they be fetched."""
+
 Reports = Mapping[OpNumber, Mapping[TrainerId, OpReport]]
 """What is known of each op that is not stable, by whom."""
 
@@ -58,7 +62,13 @@ def resolve_ops(
     ]
     settled = {outcome.op for outcome in outcomes}
     for number in sorted((known.ops.keys() | stuck.keys()) - settled):
-        outcome = _resolve_op(after, number, known.ops.get(number, {}), stuck.get(number))
+        reports = known.ops.get(number, {})
+        verdict = stuck.get(number)
+        if _is_torn(before, after, number, reports):
+            verdict = verdict or _roster_changed(after, number)
+            outcome = OpOutcome(number, _who_was_in(after, number), verdict=verdict)
+        else:
+            outcome = _resolve_op(after, number, reports, verdict)
         if outcome is not None:
             outcomes.append(outcome)
     return tuple(outcomes)
@@ -119,6 +129,27 @@ def _resolve_op(
     if stuck is None and len(_who_was_in(after, op)) < len(after.trainers):
         stuck = _gone_with_its_holders(after, op)
     return None if stuck is None else OpOutcome(op, _who_was_in(after, op), verdict=stuck)
+
+
+def _is_torn(
+    before: Roster, after: Roster, op: OpNumber, reports: Mapping[TrainerId, OpReport]
+) -> bool:
+    """O4: whether an op that is bound to its ranks has ended at some of them, or has lost some."""
+    told = reports.values()
+    if not any(r.call.kind in BOUND_KINDS for r in told) or any(r.verdict for r in told):
+        return False
+    if len({report.call for report in told}) > 1:
+        return False  # a mismatch, which says more
+    ended = {trainer for trainer, report in reports.items() if report.completed}
+    left = set(_who_was_in(after, op))
+    return not left <= ended and (bool(ended) or left != set(_who_was_in(before, op)))
+
+
+def _roster_changed(after: Roster, op: OpNumber) -> Verdict:
+    lost = tuple(trainer for loss in after.losses for trainer in loss.trainers)
+    why = "; ".join(loss.message for loss in after.losses) or "its ring was built anew"
+    text = f"op {op} of job {after.job!r} depends on who takes part, and did not end at all: {why}"
+    return Verdict("RosterChanged", text, lost)
 
 
 def _who_was_in(roster: Roster, op: OpNumber) -> tuple[TrainerId, ...]:
