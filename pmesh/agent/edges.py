@@ -29,7 +29,7 @@ def lanes_stand_still(
     if not runs or rank.concern or marks.late(rank, op) or describe_shortage(rank, newcomers):
         rank.progress = None
         return False
-    now, moved = trio.current_time(), rank.traffic
+    now, moved = trio.current_time(), rank.lanes.traffic
     if rank.progress is None or rank.progress[0] != moved:
         rank.progress = moved, now
         return False

@@ -33,7 +33,7 @@ async def fetch_result(
         await _copy(near, outcome.op, call, target)
         return
     lane = await _ask_for_lane(rank, outcome, around)
-    rank.carry(lane)
+    rank.lanes.carry(lane)
     try:
         ring = RingPosition(rank=1, size=2, roster=rank.roster.number, from_previous=lane)
         await broadcast(
@@ -45,7 +45,7 @@ async def fetch_result(
             buffer=target,
         )
     finally:
-        rank.count(lane)
+        rank.lanes.count(lane)
         lane.close()
 
 
@@ -54,7 +54,7 @@ async def _ask_for_lane(rank: LocalRank, outcome: OpOutcome, around: Surrounding
     holders = itertools.cycle(outcome.holders)
     while True:
         holder = next(holders)
-        edge = rank.edge(holder, rank.id, outcome.op)
+        edge = rank.lanes.edge(holder, rank.id, outcome.op)
         ask = AskResult(edge.job, edge.born, edge.number, outcome.op, holder, rank.id)
         host = rank.roster.trainer(holder)
         if host is not None:
@@ -83,7 +83,7 @@ async def serve_result(rank: LocalRank, ask: AskResult, around: Surroundings) ->
     asker = rank.roster.trainer(ask.receiver)
     if retained is None or report is None or asker is None or ask.number != rank.roster.number:
         return  # another view has come: the asker will ask again under its number
-    edge = rank.edge(rank.id, ask.receiver, ask.op)
+    edge = rank.lanes.edge(rank.id, ask.receiver, ask.op)
     with trio.CancelScope() as scope:
         rank.serving.add(scope)
         try:
@@ -97,7 +97,7 @@ async def serve_result(rank: LocalRank, ask: AskResult, around: Surroundings) ->
 async def _send_result(
     rank: LocalRank, op: OpNumber, call: Call, retained: Result, lane: Lane
 ) -> None:
-    rank.carry(lane)
+    rank.lanes.carry(lane)
     try:
         ring = RingPosition(rank=0, size=2, roster=rank.roster.number, to_next=lane)
         await broadcast(
@@ -109,7 +109,7 @@ async def _send_result(
             buffer=retained.memory,
         )
     finally:
-        rank.count(lane)
+        rank.lanes.count(lane)
         lane.close()
 
 

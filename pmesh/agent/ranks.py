@@ -5,7 +5,8 @@ from typing import Literal, TypeAlias
 
 import trio
 
-from pmesh.agent.lane_desk import Edge, End, LaneDesk
+from pmesh.agent.lane_desk import LaneDesk
+from pmesh.agent.rank_lanes import RankLanes
 from pmesh.core import ledger as ledgers
 from pmesh.core.ledger import Ledger
 from pmesh.core.messages import Call, Concern, JobReport, RankMarks
@@ -16,7 +17,6 @@ from pmesh.ids import OpNumber, Rank, TrainerId
 from pmesh.net.arena_pools import SessionArenas
 from pmesh.net.arenas import Arena
 from pmesh.net.collectives import RingPosition
-from pmesh.net.lanes import Lane
 
 COME_BACK = "mesh.sync() brings it back"
 
@@ -74,8 +74,7 @@ class LocalRank:
         self.released = trio.Event()
         """The job is over for this trainer, so nobody will ask for its results."""
         self.stable_moved = trio.Event()
-        self.data_sent_bytes = 0
-        self.data_received_bytes = 0
+        self.lanes = RankLanes(trainer.id, roster)
         self._names = {t.id: t.name for t in roster.trainers}
         self._outcomes = {outcome.op: outcome for outcome in roster.outcomes}
         self._results: dict[OpNumber, Result] = {}
@@ -87,12 +86,6 @@ class LocalRank:
         self._running: OpNumber | None = None
         self.serving: set[trio.CancelScope] = set()
         """What sends results to other ranks: it must end before the result's memory is reused."""
-        self._carrying: set[Lane] = set()
-        """Lanes that bring or take results."""
-        self._moved = (0, 0), 0.0
-        """What its lanes had moved when that last changed, and when."""
-        self._to_next: Lane | None = None
-        self._from_previous: Lane | None = None
 
     def __repr__(self) -> str:
         return f"<LocalRank {self.trainer.id} of {self.roster.job!r}, roster {self.roster.number}>"
@@ -159,7 +152,7 @@ class LocalRank:
             self._unfenced = trio.Event()
         self._fences.add(why)
         if self._running is not None and self.halted_since is None:
-            self.halted_since = max(self._moved[1], self.busy_since or 0.0)
+            self.halted_since = max(self.lanes.moved_at, self.busy_since or 0.0)
 
     def lift(self, fence: Fence) -> None:
         """What the fence was for is known."""
@@ -196,7 +189,7 @@ class LocalRank:
                 self._failed.add(outcome.op)
         self.ledger = ledgers.apply_failures(self.ledger, roster.outcomes)
         self._stop_attempt()
-        self.begin_lanes(desk)
+        self.lanes.begin(roster, desk)
 
     def end(self, verdict: Verdict) -> None:
         """The job is over for this trainer: the others go on without it, or not at all."""
@@ -219,7 +212,7 @@ class LocalRank:
         for scope in self.serving:
             scope.cancel()
         self.lift("view change")
-        self.close_lanes()
+        self.lanes.close()
 
     # --- what its trainer sees
 
@@ -326,75 +319,25 @@ class LocalRank:
 
     # --- lanes
 
-    def edge(self, sender: TrainerId, receiver: TrainerId, op: int = -1) -> Edge:
-        """The name of a lane under the current number."""
-        roster = self.roster
-        return Edge(roster.job, roster.born, roster.number, sender, receiver, op)
-
-    def begin_lanes(self, desk: LaneDesk) -> None:
-        """Have the lane to the next rank opened; the previous rank offers us the other."""
-        desk.forget(self.roster.job, below=self.roster.number)
-        if self.rank is not None and self.size > 1:
-            after = self._neighbour(1)
-            desk.offer(self.edge(self.id, after.id), after.member)
-
     async def ring(self, desk: LaneDesk) -> RingPosition:
         """This rank's place in the ring, as soon as both its lanes are open."""
         roster, rank = self.roster, self.rank
         if rank is None:  # V2: the view without us is about to end the attempt
             await trio.sleep_forever()
             raise AssertionError("nobody wakes it")
-        if self.size > 1 and self._to_next is None:
-            edge = self.edge(self.id, self._neighbour(1).id)
-            self._to_next = await desk.take(End(edge, sending=True))
-        if self.size > 1 and self._from_previous is None:
-            edge = self.edge(self._neighbour(-1).id, self.id)
-            self._from_previous = await desk.take(End(edge, sending=False))
+        if self.size == 1:
+            return RingPosition(rank=rank, size=1, roster=roster.number)
+        previous, following = (trainer.id for trainer in self.neighbours())
+        to, from_ = await self.lanes.open([following], [previous], desk)
         return RingPosition(
             rank=rank,
             size=self.size,
             roster=roster.number,
-            to_next=self._to_next,
-            from_previous=self._from_previous,
+            to_next=to[following],
+            from_previous=from_[previous],
         )
 
     def neighbours(self) -> tuple[Trainer, Trainer]:
         """Before and after us in the ring; only while we are in it."""
-        return self._neighbour(-1), self._neighbour(1)
-
-    def _neighbour(self, distance: int) -> Trainer:
-        place = self.roster.ids.index(self.id) + distance
-        return self.roster.trainers[place % self.size]
-
-    def close_lanes(self) -> None:
-        """Their roster is over, or one of them broke."""
-        for lane in (self._to_next, self._from_previous):
-            if lane is not None:
-                self.count(lane)
-                lane.close()
-        self._to_next = self._from_previous = None
-
-    def carry(self, lane: Lane) -> None:
-        """A result travels on this lane: what it moves is progress, until `count`."""
-        self._carrying.add(lane)
-
-    def count(self, lane: Lane) -> None:
-        """Add a lane that ends to this rank's traffic."""
-        self._carrying.discard(lane)
-        self.data_sent_bytes += lane.bytes_sent
-        self.data_received_bytes += lane.bytes_received
-
-    def look_at_lanes(self) -> None:
-        """Note when something was last seen to move: since then the ring has stood still."""
-        if self.traffic != self._moved[0]:
-            self._moved = self.traffic, trio.current_time()
-
-    @property
-    def traffic(self) -> tuple[int, int]:
-        """Bytes of tensor data sent and received at the sockets, headers in."""
-        ring = self._to_next, self._from_previous
-        lanes = [*self._carrying, *(lane for lane in ring if lane is not None)]
-        return (
-            self.data_sent_bytes + sum(lane.bytes_sent for lane in lanes),
-            self.data_received_bytes + sum(lane.bytes_received for lane in lanes),
-        )
+        place = self.roster.ids.index(self.id)
+        return self.roster.trainers[place - 1], self.roster.trainers[(place + 1) % self.size]

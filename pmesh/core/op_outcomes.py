@@ -64,6 +64,7 @@ def resolve_ops(
     for number in sorted((known.ops.keys() | stuck.keys()) - settled):
         reports = known.ops.get(number, {})
         verdict = stuck.get(number)
+        outcome: OpOutcome | None
         if _is_torn(before, after, number, reports):
             verdict = verdict or _roster_changed(after, number)
             outcome = OpOutcome(number, _who_was_in(after, number), verdict=verdict)

@@ -114,12 +114,7 @@ class Machine:
 
     def lanes(self) -> list[Lane]:
         """The lanes of all ranks here."""
-        found = [
-            lane
-            for rank in self.agent.jobs.ranks
-            for lane in (rank._to_next, rank._from_previous)  # noqa: SLF001 - to break them
-        ]
-        return [lane for lane in found if lane is not None]
+        return [lane for rank in self.agent.jobs.ranks for lane in rank.lanes.all_open()]
 
 
 class Village:

@@ -47,11 +47,10 @@ async def test_a_forged_record_costs_a_lane_and_not_the_op(clock: MockClock) -> 
         trainers = await here.job(*here.machines)
         await reduce_all(trainers)
         (rank,) = here.machines[0].agent.jobs.ranks
-        sending = rank._to_next  # noqa: SLF001 - as somebody on the network would
-        assert sending is not None
-        sending._socket.send(b"\0" * 200)  # noqa: SLF001 - likewise
+        sending = rank.lanes.all_open()[0]
+        sending._socket.send(b"\0" * 200)  # noqa: SLF001 - as somebody on the network would
         assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
-        assert rank._to_next is not sending  # noqa: SLF001 - it is another one
+        assert sending not in rank.lanes.all_open()
 
 
 async def test_a_lane_that_swallows_what_it_is_given_is_replaced_while_heartbeats_flow(
@@ -61,12 +60,11 @@ async def test_a_lane_that_swallows_what_it_is_given_is_replaced_while_heartbeat
         trainers = await here.job(*here.machines)
         await reduce_all(trainers)
         (rank,) = here.machines[0].agent.jobs.ranks
-        sending = rank._to_next  # noqa: SLF001 - as a router that has forgotten the connection
-        assert sending is not None
+        sending = rank.lanes.all_open()[0]  # to a router that has forgotten the connection
         monkeypatch.setattr(sending, "_send_some", lambda: setattr(sending, "_unsent", b""))
         began = clock.current_time()
         assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
-        assert rank._to_next is not sending  # noqa: SLF001 - it is another one
+        assert sending not in rank.lanes.all_open()
         assert clock.current_time() - began >= WIRED.gone_after_s
 
 

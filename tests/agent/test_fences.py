@@ -13,15 +13,15 @@ async def test_an_op_that_is_called_behind_a_fence_sends_nothing(clock: MockCloc
         trainers = await here.job(*here.machines)
         await reduce_all(trainers)
         (rank,) = here.machines[0].agent.jobs.ranks
-        before = rank.traffic[0]
+        before = rank.lanes.traffic[0]
         rank.fence("own stall")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(reduce_all, trainers)
             await trio.sleep(1)
             assert rank.ledger.started > rank.ledger.ended  # it has been called
-            assert rank.traffic[0] == before
+            assert rank.lanes.traffic[0] == before
             rank.lift("own stall")
-        assert rank.traffic[0] > before
+        assert rank.lanes.traffic[0] > before
 
 
 async def test_a_rank_that_begins_while_its_agent_doubts_delivers_nothing(clock: MockClock) -> None:

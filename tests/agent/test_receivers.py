@@ -40,11 +40,11 @@ async def test_the_values_go_along_the_ring_to_the_last_who_lacks_them(
     async with village(clock, 4) as here:
         trainers = await here.job(*here.machines)
         await reduce_all(trainers, ones(4))
-        before = [rank.traffic[0] for rank in ranks_of(here)]
+        before = [rank.lanes.traffic[0] for rank in ranks_of(here)]
         results = await broadcast_all(trainers, root, receivers)
         for receiver in receivers:
             assert np.array_equal(results[receiver], X)
-        sent = [rank.traffic[0] - b for rank, b in zip(ranks_of(here), before, strict=True)]
+        sent = [rank.lanes.traffic[0] - b for rank, b in zip(ranks_of(here), before, strict=True)]
         assert [rank for rank, nbytes in enumerate(sent) if nbytes > X.nbytes] == sorted(senders)
         assert [r[0] for r in await reduce_all(trainers)] == [4.0] * 4
 
