@@ -204,7 +204,7 @@ class Jobs:
                 if other is not rank and other.roster.job == rank.roster.job:
                     self._compare(rank, other.marks())
             self._announce_leave(rank)
-            rank.look_at_lanes()
+            rank.lanes.look()
             self._watch_edges(rank)
         self._stabilize()
         for rank in list(self.ranks):
@@ -248,13 +248,13 @@ class Jobs:
         """Bytes of tensor data sent and received at the sockets since the agent's start."""
         total = self._ended_traffic
         for rank in self.ranks:
-            total = _sum_of(total, rank.traffic)
+            total = _sum_of(total, rank.lanes.traffic)
         return total
 
     def close(self) -> None:
         """The agent ends: so do all lanes."""
         for rank in self.ranks:
-            rank.close_lanes()
+            rank.lanes.close()
         self.desk.close()
 
     # --- inside
@@ -308,7 +308,7 @@ class Jobs:
     def _end(self, rank: LocalRank, why: Verdict) -> None:
         rank.end(why)
         self.ranks.remove(rank)
-        self._ended_traffic = _sum_of(self._ended_traffic, rank.traffic)
+        self._ended_traffic = _sum_of(self._ended_traffic, rank.lanes.traffic)
         if all(other.roster.job != rank.roster.job for other in self.ranks):
             self.desk.forget(rank.roster.job, below=rank.roster.number + 1)
 
@@ -324,7 +324,7 @@ class Jobs:
             rank.fence("own stall")
         self.ranks.append(rank)
         candidate.rank = rank
-        rank.begin_lanes(self.desk)
+        rank.lanes.begin(roster, self.desk)
         candidate.joined.set()
 
     def _report_absent(self, roster: Roster, trainer: Trainer) -> None:
