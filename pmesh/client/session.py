@@ -10,17 +10,18 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
+import msgspec
 import numpy as np
 
 from pmesh import errors
 from pmesh.client.connection import AgentConnection
+from pmesh.core.extents import Extent, extent_of
 from pmesh.core.messages import Call
 from pmesh.core.reductions import WIRE_DTYPES, Values
 from pmesh.core.session import (
     ENTERS,
-    SYNC_VALUES,
     ArenaGone,
     ArenaGranted,
     Connect,
@@ -35,6 +36,7 @@ from pmesh.core.session import (
     StartOp,
     StillWaiting,
     WantArena,
+    WireDtype,
     World,
 )
 from pmesh.core.views import Verdict
@@ -122,10 +124,20 @@ class TrainerSession:
         with self._unless_it_fails():
             return _values(self._input, dtype, count)
 
-    def run_op(self, call: Call, dtype: str, count: int, *, timeout_s: float) -> Done:
+    def run_op(
+        self,
+        call: Call,
+        dtype: str,
+        count: int,
+        *,
+        timeout_s: float,
+        parts: tuple[int, ...] = (),
+        parts_in: tuple[int, ...] = (),
+    ) -> Done:
         """Run one op, on the values that `input_values` was filled with if it has any here.
 
-        A `sync` takes the trainer into the job, or back, if it is not in it (O6).
+        A `sync` takes the trainer into the job, or back, if it is not in it (O6). For the arguments
+        see `StartOp`.
 
         Raises:
             PmeshError: the op failed, with the same error at all ranks, and the session goes on;
@@ -133,20 +145,21 @@ class TrainerSession:
         """
         enters = self._enters and call.kind == "sync"
         number = OpNumber(ENTERS) if enters else self._next_op
+        wire = cast("WireDtype", dtype)
+        request = StartOp(number, call, wire, count, -1, timeout_s, parts, parts_in)
+        source = self._input if self._extent(request).gives else None
+        if source is not None:
+            request = msgspec.structs.replace(request, arena=source.number)
         is_root = call.kind == "broadcast" and call.root == self.world.rank
-        source = None if call.kind == "broadcast" and not is_root else self._input
-        arena = source.number if count and source is not None else -1
         self._input_retained = self._input_retained or is_root
-        wire = cast('Literal["float32", "float64", "int32", "int64", "bool"]', dtype)
-        reply = self._exchange(StartOp(number, call, wire, count, arena, timeout_s))
+        reply = self._exchange(request)
         match reply:
             case OpDone(op, output) if op == number or (enters and op >= 0):
                 self._op_has_ended(reply, consumed=True)
-                if call.kind == "sync":
-                    count = SYNC_VALUES * len(self.world.trainers)
+                gets = self._extent(request).gets
                 with self._unless_it_fails():
                     region = source if is_root else self._outputs.get(output)
-                    return Done(op, self.world, _values(region, dtype, count))
+                    return Done(op, self.world, _values(region, dtype, gets))
             case OpFailed(op, verdict, consumed) if op == number or enters:
                 self._op_has_ended(reply, consumed=consumed)
                 error = error_of(verdict)
@@ -154,6 +167,9 @@ class TrainerSession:
                 raise error
             case _:
                 raise self._answer_error(reply)
+
+    def _extent(self, request: StartOp) -> Extent:
+        return extent_of(request, rank=self.world.rank, size=len(self.world.trainers))
 
     def _op_has_ended(self, reply: OpDone | OpFailed, *, consumed: bool) -> None:
         if reply.op >= 0:  # else it has not entered yet

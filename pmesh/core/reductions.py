@@ -8,9 +8,10 @@ import numpy as np
 Values: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[Any]]"
 
 WIRE_DTYPES = MappingProxyType(
-    {name: np.dtype(name) for name in ("float32", "float64", "int32", "int64", "bool")}
+    {name: np.dtype(name) for name in ("float32", "float64", "int32", "int64", "bool", "uint8")}
 )
-"""What travels. float16 and bfloat16 are widened to float32 by the client, so that sums keep it."""
+"""What travels. float16 and bfloat16 are widened to float32 by the client, so that sums keep it;
+uint8 are bytes of any dtype, which are moved and not reduced."""
 
 _UFUNCS = MappingProxyType(
     {
@@ -24,7 +25,7 @@ _UFUNCS = MappingProxyType(
 _FOR_FLOATS = ("sum", "mean", "max", "min", "prod")
 _FOR_INTEGERS = ("sum", "max", "min", "prod")  # a mean of integers is not an integer
 _FOR_BOOLS = ("max", "min", "prod")  # any, all, all; how many is a sum of integers
-_ALLOWED = MappingProxyType({"f": _FOR_FLOATS, "i": _FOR_INTEGERS, "b": _FOR_BOOLS})
+_ALLOWED = MappingProxyType({"f": _FOR_FLOATS, "i": _FOR_INTEGERS, "b": _FOR_BOOLS, "u": ()})
 
 
 def check_reduction(reduction: str, dtype: str) -> None:

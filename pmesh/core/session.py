@@ -14,14 +14,22 @@ from pmesh.core.views import Terms, Verdict, View
 from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, OpNumber, TrainerId
 
-SESSION_VERSION = 2
+SESSION_VERSION = 3
 SYNC_VALUES = 8
 """How many int64 each rank gives to a `sync`; its result has as many for every rank, in order."""
+
+TABLE_KINDS = frozenset({"sync", "exchange"})
+"""Each rank gives a row of int64, all get the table; nobody enters a job in an `exchange`."""
+
+MAX_ROW_VALUES = 4096
 
 ENTERS = -1
 """In the place of an op's number: the next `sync` of the job, in which the trainer enters it."""
 
 MAX_SESSION_MESSAGE_BYTES = 1024 * 1024  # a status of 64 peers is 60 KiB
+
+WireDtype: TypeAlias = Literal["float32", "float64", "int32", "int64", "bool", "uint8"]
+"""uint8: bytes of any dtype, which are moved and not added."""
 
 ArenaKind: TypeAlias = Literal["input", "output"]
 
@@ -63,12 +71,18 @@ class StartOp(_Message, frozen=True, tag="start_op"):
     """ENTERS for the `sync` in which the trainer enters its job, or comes back to it (O6)."""
     call: Call
     """`shape` is what the user passed; the arena holds it flat, in `wire_dtype`."""
-    wire_dtype: Literal["float32", "float64", "int32", "int64", "bool"]
+    wire_dtype: WireDtype
     count: Annotated[int, Meta(ge=0)]
-    """Values in the input; the output has as many, but for a `sync` (SYNC_VALUES)."""
+    """Values of this rank; where there are `parts`, they say it. See `pmesh.core.extents`."""
     arena: int
     """The input arena, filled; -1 when this rank has no input (a broadcast's other ranks)."""
     timeout_s: Annotated[float, Meta(gt=0)]
+    parts: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    """By rank, how many values: what each gives to a `gather` or an `all_gather`, what each gets of
+    a `scatter` or a `reduce_scatter`, and of an `all_to_all` what this rank gives to each. They lie
+    one behind the other."""
+    parts_in: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    """Of an `all_to_all`: what this rank gets from each."""
 
 
 class Leave(_Message, frozen=True, tag="leave"):

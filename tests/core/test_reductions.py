@@ -20,6 +20,7 @@ ALLOWED = {
     "int32": {"sum", "max", "min", "prod"},
     "int64": {"sum", "max", "min", "prod"},
     "bool": {"max", "min", "prod"},
+    "uint8": set[str](),
 }
 
 
