@@ -104,6 +104,19 @@ def _plan_all_reduce(rank: int, size: int, count: int, itemsize: int) -> Plan:
     )
 
 
+def segments(
+    begin: int, end: int, *, segment_bytes: int = SEGMENT_BYTES
+) -> tuple[tuple[int, int], ...]:
+    """The offset and length of each record that carries the bytes from `begin` to `end`.
+
+    At least one, if need be an empty one.
+
+    >>> segments(0, 10, segment_bytes=4), segments(7, 7)
+    (((0, 4), (4, 4), (8, 2)), ((7, 0),))
+    """
+    offsets = range(begin, end, segment_bytes) or (begin,)
+    return tuple((offset, min(segment_bytes, end - offset)) for offset in offsets)
+
+
 def _cut(begin: int, end: int, *, step: int) -> tuple[Piece, ...]:
-    offsets = range(begin, end, SEGMENT_BYTES) or (begin,)
-    return tuple(Piece(step, offset, min(SEGMENT_BYTES, end - offset)) for offset in offsets)
+    return tuple(Piece(step, *segment) for segment in segments(begin, end))
