@@ -1,6 +1,7 @@
 """One collective call: a tree, checked, cut into buckets, run as ops, and put together again."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from pmesh.client.leaves import Leaf, describe
 from pmesh.client.session import TrainerSession
 from pmesh.client.trees import Tree, digest, flatten
 from pmesh.core.messages import Call
-from pmesh.core.reductions import WIRE_DTYPES, check_reduction
+from pmesh.core.reductions import WIRE_DTYPES, Values, check_reduction
 from pmesh.core.session import World
 from pmesh.errors import RankLost, UnsupportedArray, UsageError
 from pmesh.ids import OpNumber, Rank, TrainerId
@@ -43,7 +44,9 @@ class Collective:
 
     kind: str
     reduction: str = ""
-    root: int = -1
+    root: TrainerId | None = None
+    """Who it is, whatever its rank becomes (O5)."""
+    strategy: str = ""
     weight: float | None = None
     """This rank's, in an average; the reduction is a sum then."""
     bucket_bytes: int
@@ -62,6 +65,15 @@ class Arrays:
         named = zip(self.tree.paths, self.leaves, strict=True)
         return digest([f"{path} {leaf.dtype} {leaf.values.shape}" for path, leaf in named])
 
+    def detached(self) -> "Arrays":
+        """The same, whose results are numpy's as yet: for a thread that is not the user's."""
+        plain = (replace(leaf, rebuild=_as_it_is, rebuild_copies=False) for leaf in self.leaves)
+        return Arrays(self.tree, tuple(plain))
+
+    def attach(self, results: Sequence[Values]) -> list[object]:
+        """The user's arrays from the results of `detached`."""
+        return [leaf.rebuild(values) for leaf, values in zip(self.leaves, results, strict=True)]
+
 
 def take_apart(x: object, *, reduction: str = "") -> Arrays:
     """The arrays of a tree; raises UnsupportedArray for what can't travel, or be reduced so."""
@@ -78,8 +90,8 @@ def take_apart(x: object, *, reduction: str = "") -> Arrays:
 
 def run_collective(
     session: TrainerSession, wanted: Collective, arrays: Arrays
-) -> tuple[object, LastOp | None]:
-    """Run the ops; returns the user's tree of results, and what it came to (None: nothing to do).
+) -> tuple[list[object], LastOp | None]:
+    """Run the ops; returns the leaves of the result, and what it came to (None: nothing to do).
 
     In an average each op also adds up the weights, as its last value: ranks may be lost between one
     op and the next, and each bucket is divided by what was contributed to it.
@@ -89,30 +101,38 @@ def run_collective(
     buckets = plan_buckets(leaves, bucket_bytes=wanted.bucket_bytes)
     room_bytes = max((bucket.nbytes for bucket in buckets), default=0) + _WEIGHT_BYTES
     label = _label(wanted, arrays)
-    root = _trainer_at(wanted.root, session.world) if wanted.kind == "broadcast" else None
     nbytes = 0
     last: LastOp | None = None
     for bucket in buckets:
         count = bucket.count + (wanted.weight is not None)
-        root_rank = _rank_of(root, session.world)
-        if wanted.kind != "broadcast" or root_rank == session.world.rank:
+        root = _rank_of(wanted.root, session.world)
+        if wanted.kind != "broadcast" or root == session.world.rank:
             region = session.input_values(bucket.wire, count, room_bytes=room_bytes)
             fill(bucket, leaves, region, wanted.weight)
-        if label:
-            call = Call(wanted.kind, bucket.wire, (count,), wanted.reduction, root_rank, tree=label)
-        else:
-            leaf = leaves[0]
-            call = Call(wanted.kind, leaf.dtype, leaf.values.shape, wanted.reduction, root_rank)
+        shape: tuple[int, ...] = (count,)
+        dtype = bucket.wire
+        if not label:
+            dtype, shape = leaves[0].dtype, leaves[0].values.shape
+        call = Call(
+            wanted.kind,
+            dtype,
+            shape,
+            wanted.reduction,
+            root,
+            tree=label,
+            strategy=wanted.strategy,
+        )
         done = session.run_op(call, bucket.wire, count, timeout_s=wanted.timeout_s)
-        total = None if wanted.weight is None else _checked_total(float(done.values[-1]))
-        for index, array in read(bucket, leaves, done.values, total):
-            results[index] = array
-        nbytes += done.values.nbytes
+        if done.values.size or not count:  # else it is for the root of a reduce
+            total = None if wanted.weight is None else _checked_total(float(done.values[-1]))
+            for index, array in read(bucket, leaves, done.values, total):
+                results[index] = array
+        nbytes += count * WIRE_DTYPES[bucket.wire].itemsize
         last = LastOp.among(done.op, done.world, nbytes)
-    return arrays.tree.rebuild(results), last
+    return results, last
 
 
-def run_alone(wanted: Collective, arrays: Arrays, world: World) -> tuple[object, LastOp]:
+def run_alone(wanted: Collective, arrays: Arrays, world: World) -> tuple[list[object], LastOp]:
     """The same without an op, for a rank that is alone for the time being: its own values."""
     if wanted.weight is not None:
         _checked_total(wanted.weight)
@@ -123,14 +143,7 @@ def run_alone(wanted: Collective, arrays: Arrays, world: World) -> tuple[object,
         leaf.fill(region)
         results.append(leaf.like(region))
         nbytes += region.nbytes
-    return arrays.tree.rebuild(results), LastOp.among(ALONE, world, nbytes)
-
-
-def _trainer_at(root: int, world: World) -> TrainerId:
-    """O5: who is the root of all buckets, while ranks may change between them."""
-    if not 0 <= root < len(world.trainers):
-        raise UsageError(f"there is no rank {root}: this job has ranks 0 to {len(world.names) - 1}")
-    return world.trainers[root]
+    return results, LastOp.among(ALONE, world, nbytes)
 
 
 def _rank_of(root: TrainerId | None, world: World) -> int:
@@ -138,7 +151,7 @@ def _rank_of(root: TrainerId | None, world: World) -> int:
     if root is None:
         return -1
     if root not in world.trainers:
-        raise RankLost("the root of this broadcast is lost; some of its arrays had not been sent")
+        raise RankLost("the root of this call is lost; some of its arrays had not been sent")
     return world.trainers.index(root)
 
 
@@ -153,3 +166,7 @@ def _checked_total(total: float) -> float:
     if total == 0:  # on every rank alike, so all of them stop at the same op
         raise UsageError("nothing to average: the weights of all ranks add up to 0")
     return total
+
+
+def _as_it_is(values: Values) -> object:
+    return values

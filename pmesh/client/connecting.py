@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 from typing import Literal, get_args
 
+from pmesh.client.caller import check_timeout
 from pmesh.client.home import home_directory, socket_path
-from pmesh.client.mesh import Mesh, check_timeout
+from pmesh.client.mesh import Mesh
 from pmesh.client.place import Place
 from pmesh.core.session import SESSION_VERSION, Connect
 from pmesh.core.views import Terms

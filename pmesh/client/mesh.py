@@ -1,38 +1,25 @@
-"""What `pmesh.connect` returns: a rank among others, and the collectives that it can call."""
+"""What `pmesh.connect` returns: a rank among others, and all that it can call."""
 
-import math
-import os
-import threading
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, cast
 
-from pmesh.client.calls import (
-    ALONE,
-    Arrays,
-    Collective,
-    LastOp,
-    run_alone,
-    run_collective,
-    take_apart,
-)
+from pmesh.client.caller import check_timeout
+from pmesh.client.calls import LastOp
+from pmesh.client.collectives import Collectives
+from pmesh.client.groups import Group, Groups, check_ranks, ranks_by_color
 from pmesh.client.place import Place
-from pmesh.client.session import TrainerSession
+from pmesh.client.reducing import DEFAULT_TIMEOUT_S
 from pmesh.client.shards import Indices, check_shard, deal, order_of
 from pmesh.client.states import pack, unpack_untrusted
-from pmesh.core.messages import Call
+from pmesh.core.reductions import Values
 from pmesh.core.views import View
-from pmesh.errors import MeshClosed, ProtocolError, RunError, UsageError
-from pmesh.ids import Rank
-
-DEFAULT_BUCKET_BYTES = 32 * 1024 * 1024  # large enough that latency is nothing, small to hold
-DEFAULT_TIMEOUT_S = 1800.0  # I6: a slow peer that is alive gets this long
+from pmesh.errors import ProtocolError, RunError, UsageError
 
 T = TypeVar("T")
 
 
-class Mesh:
+class Mesh(Collectives):
     """This trainer among the ranks of its job. Get one from `pmesh.connect`.
 
     Collective calls block until the result is there, and take an array of numpy, MLX or torch, or a
@@ -51,34 +38,13 @@ class Mesh:
     """
 
     def __init__(self, place: Place, *, job: str) -> None:
-        self._place = place
+        super().__init__(place)
         self._job = job
-        self._last_op: LastOp | None = None
-        self._order: tuple[tuple[int, int, int], Indices] | None = None
-        self._lock = threading.Lock()
-        self._process = os.getpid()
+        self._shard_order: tuple[tuple[int, int, int], Indices] | None = None
+        self._groups = Groups(place, job)
 
     def __repr__(self) -> str:
         return f"<Mesh {self._job!r}, rank {self.rank} of {self.size}>"
-
-    @property
-    def rank(self) -> Rank:
-        """The number of this trainer among all of its job, from 0; -1 before it has entered.
-
-        Machines come and go, so this, `size` and `names` change, but only while a call runs: after
-        it they say who took part in it. Rank 0 is the one that has been in the job for longest.
-        """
-        return Rank(self._place.world.rank)
-
-    @property
-    def size(self) -> int:
-        """How many ranks the job has."""
-        return len(self._place.world.names)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """For each rank the name of its machine."""
-        return self._place.world.names
 
     @property
     def step(self) -> int:
@@ -93,11 +59,6 @@ class Mesh:
     def view(self) -> View:
         """What the agents had agreed on when this trainer joined: machines, ring order, ranks."""
         return self._place.view
-
-    @property
-    def last_op(self) -> LastOp | None:
-        """What the last collective call came to; None before the first."""
-        return self._last_op
 
     def sync(self, state: T, timeout_s: float = DEFAULT_TIMEOUT_S) -> T:
         """Let all ranks have the same state; the place where trainers enter a running job.
@@ -127,15 +88,16 @@ class Mesh:
             RunError: what has arrived is not what was sent.
             PmeshError: as for `all_reduce`; the state is as it was, the next `sync` begins anew.
         """
-        with self._calling() as place:
-            synced = place.sync(pack(state), timeout_s=check_timeout(timeout_s))
-            self._last_op = LastOp.among(synced.last.op, synced.last.world, synced.nbytes)
-        if synced.received is None:
-            return state
-        try:
-            return cast("T", unpack_untrusted(synced.received, state))
-        except ProtocolError as e:
-            raise RunError(f"the state that has arrived can't be read: {e}") from e
+        timeout_s = check_timeout(timeout_s)
+        packed = pack(state)
+
+        def run(place: Place) -> tuple[Callable[[], T], LastOp]:
+            synced = place.sync(packed, timeout_s=timeout_s)
+            last = LastOp.among(synced.last.op, synced.last.world, synced.nbytes)
+            received = synced.received
+            return lambda: state if received is None else _unpacked(received, state), last
+
+        return cast("T", self._do(run))
 
     def shard(
         self, dataset_len: int, *, epoch: int = 0, position: int = 0, seed: int = 0
@@ -167,107 +129,54 @@ class Mesh:
         self._place.check_synced()
         check_shard(dataset_len, epoch=epoch, position=position, seed=seed)
         key = (dataset_len, epoch, seed)
-        if self._order is None or self._order[0] != key:
-            self._order = key, order_of(dataset_len, epoch=epoch, seed=seed)
-        world = self._place.world
-        return deal(self._order[1], position=position, rank=world.rank, size=len(world.names))
+        if self._shard_order is None or self._shard_order[0] != key:
+            self._shard_order = key, order_of(dataset_len, epoch=epoch, seed=seed)
+        world = self._world
+        return deal(self._shard_order[1], position=position, rank=world.rank, size=len(world.names))
 
-    def all_reduce(self, x: T, op: str = "sum", timeout_s: float = DEFAULT_TIMEOUT_S) -> T:
-        """Combine every rank's values; all get the result.
+    def group(self, ranks: Sequence[int], timeout_s: float = 30.0) -> Group | None:
+        """A group of some ranks, with collectives of its own.
+
+        Every rank of it must call this, with the same ranks in the same order; the others may, and
+        get None. Who enters the job later is in no group that was made before.
 
         Args:
-            x: of the same shapes and dtypes on every rank.
-            op: sum, mean (floats only), max, min or prod; for bool max (any), min or prod (all).
-            timeout_s: for each op; a tree takes one for each 32 MiB of a dtype.
+            ranks: of the mesh, each once. The group counts its ranks in this order.
+            timeout_s: how long to wait for the others.
 
         Raises:
-            UnsupportedArray: x, its dtype or op has no meaning here.
-            OpMismatch: another rank called something else.
-            RankLost: another rank is gone, and some rank has connected with `on_loss="raise"`.
-            NotEnoughRanks: fewer than `min_ranks` were left for all the time.
-            OpTimedOut: some rank did not call in time.
-            HistorySuperseded: the job has gone on without this rank; `sync` comes back to it.
-            AgentStopped: the agent on this machine is gone; `sync` comes back through another.
+            UsageError: these can't be a group.
+            NotEnoughRanks: some did not call in time.
         """
-        wanted = Collective(
-            kind="all_reduce",
-            reduction=op,
-            bucket_bytes=DEFAULT_BUCKET_BYTES,
-            timeout_s=check_timeout(timeout_s),
-        )
-        return cast("T", self._run(wanted, take_apart(x, reduction=op)))
+        self._place.check_synced()
+        check_ranks(ranks, self.size)
+        if self.rank not in ranks:
+            return None
+        trainers = tuple(self._world.trainers[rank] for rank in ranks)
+        return self._groups.make(trainers, ranks, check_timeout(timeout_s))
 
-    def broadcast(self, x: T, root: int = 0, timeout_s: float = DEFAULT_TIMEOUT_S) -> T:
-        """Give every rank the values of one.
+    def split(self, color: int | None, key: int = 0, timeout_s: float = 30.0) -> Group | None:
+        """Divide the mesh into groups; every rank must call this.
 
         Args:
-            x: of the same shapes and dtypes on every rank; only the root's values matter.
-            root: whose; while ranks change, it stays the same trainer.
-            timeout_s: for each op; a tree takes one for each 32 MiB of a dtype.
+            color: ranks with the same one, at least 0, get into one group; with None into none.
+            key: the group counts its ranks by this, and where it is the same as the mesh does.
+            timeout_s: how long to wait for the others.
 
         Raises:
-            RankLost: the root is gone.
+            UsageError: the color is below 0.
+            NotEnoughRanks: some did not come in time.
             PmeshError: as for `all_reduce`.
         """
-        wanted = Collective(
-            kind="broadcast",
-            root=root,
-            bucket_bytes=DEFAULT_BUCKET_BYTES,
-            timeout_s=check_timeout(timeout_s),
-        )
-        return cast("T", self._run(wanted, take_apart(x)))
-
-    def barrier(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Wait until every rank has called this; raises as `all_reduce` does."""
-        call = Call("barrier", "float32", (0,))
-        timeout_s = check_timeout(timeout_s)
-
-        def in_job(session: TrainerSession) -> LastOp:
-            done = session.run_op(call, "float32", 0, timeout_s=timeout_s)
-            return LastOp.among(done.op, done.world, 0)
-
-        with self._calling() as place:
-            self._last_op = place.run(in_job, lambda world: LastOp.among(ALONE, world, 0))
-
-    def average_gradients(
-        self,
-        grads: T,
-        weight: float = 1.0,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> T:
-        """The mean of every rank's gradients, each rank counting by its weight.
-
-        With the number of samples as weight the result is the gradient of the mean loss over the
-        union of all batches. What a lost rank did not contribute does not count, nor does its
-        weight.
-
-        Args:
-            grads: a tree of floating-point arrays.
-            weight: at least 0; with 0 this rank's gradients are not looked at.
-            bucket_bytes: how much is averaged as one op; an array is never divided.
-            timeout_s: for each op.
-
-        Raises:
-            UsageError: the weights of all ranks add up to 0.
-            PmeshError: as for `all_reduce`.
-        """
-        if not (math.isfinite(weight) and weight >= 0):
-            raise UsageError(f"a weight is a number of samples, at least 0, not {weight}")
-        if bucket_bytes < 1:
-            raise UsageError(f"bucket_bytes is at least 1, not {bucket_bytes}")
-        wanted = Collective(
-            kind="all_reduce",
-            reduction="sum",
-            weight=float(weight),
-            bucket_bytes=bucket_bytes,
-            timeout_s=check_timeout(timeout_s),
-        )
-        return cast("T", self._run(wanted, take_apart(grads, reduction="mean")))
+        if color is not None and color < 0:
+            raise UsageError(f"a color is at least 0, or None, not {color}")
+        told = self.all_gather_object([-1 if color is None else color, key], timeout_s)
+        return None if color is None else self.group(ranks_by_color(told, color), timeout_s)
 
     def close(self) -> None:
-        """Leave the job. A call in which another thread waits raises MeshClosed there."""
-        self._stop(crashed=None)
+        """Leave the job, and all groups. A call in which another thread waits raises MeshClosed."""
+        self._groups.close()
+        super().close()
 
     def __enter__(self) -> Self:
         return self
@@ -280,43 +189,9 @@ class Mesh:
     ) -> None:
         self._stop(crashed=error)
 
-    def _stop(self, *, crashed: BaseException | None) -> None:
-        if os.getpid() != self._process:
-            return  # a forked child's copy: the rank is the parent's
-        if self._lock.acquire(blocking=False):
-            try:
-                if crashed is None:
-                    self._place.leave()
-                else:
-                    self._place.end(f"{type(crashed).__name__}: {crashed}")
-            finally:
-                self._lock.release()
-        else:
-            self._place.interrupt()
 
-    def _run(self, wanted: Collective, arrays: Arrays) -> object:
-        with self._calling() as place:
-            result, last = place.run(
-                lambda session: run_collective(session, wanted, arrays),
-                lambda world: run_alone(wanted, arrays, world),
-            )
-            self._last_op = last or self._last_op
-        return result
-
-    @contextmanager
-    def _calling(self) -> Generator[Place]:
-        if os.getpid() != self._process:
-            raise MeshClosed("this process was forked from the trainer; call connect() in it")
-        with self._lock:
-            self._place.check_open()
-            try:
-                yield self._place
-            finally:
-                self._place.end_if_interrupted()
-
-
-def check_timeout(timeout_s: float, name: str = "timeout_s") -> float:
-    """The time as a float; raises UsageError if it is none."""
-    if not timeout_s > 0:
-        raise UsageError(f"{name} is more than 0, not {timeout_s}")
-    return float(timeout_s)
+def _unpacked(received: Values, state: T) -> T:
+    try:
+        return cast("T", unpack_untrusted(received, state))
+    except ProtocolError as e:
+        raise RunError(f"the state that has arrived can't be read: {e}") from e

@@ -22,6 +22,7 @@ from pmesh.errors import (
     MeshClosed,
     UsageError,
 )
+from pmesh.ids import JobName
 
 _TRY_AGAIN_S = 0.1  # an agent starts within a second: little is lost, and little is asked for
 
@@ -120,6 +121,14 @@ class Place:
                 return synced
             finally:
                 self._see_the_world()
+
+    def open(self, job: JobName, wait_for: int, timeout_s: float) -> "Place":
+        """A place in another job on the same terms, but for one that does not outlive a loss."""
+        terms = msgspec.structs.replace(self._request.terms, on_loss="raise", min_ranks=1)
+        request = msgspec.structs.replace(
+            self._request, job=job, wait_for=wait_for, timeout_s=timeout_s, terms=terms
+        )
+        return Place(self._path, request, goes_on_alone=False)
 
     def leave(self) -> None:
         """End on purpose."""

@@ -120,7 +120,7 @@ def test_the_agent_is_told_what_runs_and_on_what_terms(
         ).close()
     assert seen == [
         Connect(
-            version=2,
+            version=3,
             job=JobName("digits"),
             wait_for=3,
             timeout_s=7.0,

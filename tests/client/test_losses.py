@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pmesh
-from pmesh.client import mesh as mesh_module
+from pmesh.client import reducing
 from pmesh.core.messages import Call
 from pmesh.ids import OpNumber, Rank, TrainerId
 from tests.client.fake_agent import FakeAgent, Job, loses, run_ranks
@@ -56,7 +56,7 @@ def test_an_op_goes_on_among_the_survivors_who_see_it_when_their_call_returns(
 def test_a_mesh_changes_its_ranks_only_when_the_whole_call_has_returned(
     agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mesh_module, "DEFAULT_BUCKET_BYTES", 8)
+    monkeypatch.setattr(reducing, "DEFAULT_BUCKET_BYTES", 8)
     seen: list[tuple[int, int]] = []
     meshes: dict[int, pmesh.Mesh] = {}
 
@@ -118,7 +118,7 @@ def test_a_broadcast_whose_root_is_lost_fails_everywhere_and_the_job_goes_on(
 def test_a_root_stays_the_same_trainer_while_ranks_change_between_buckets(
     agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mesh_module, "DEFAULT_BUCKET_BYTES", 8)
+    monkeypatch.setattr(reducing, "DEFAULT_BUCKET_BYTES", 8)
     agent.before_op = loses(agent, {0: LOST})
 
     def program(mesh: pmesh.Mesh) -> list[float]:
@@ -131,7 +131,7 @@ def test_a_root_stays_the_same_trainer_while_ranks_change_between_buckets(
 def test_a_root_that_is_lost_between_buckets_fails_the_rest_without_an_op(
     agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mesh_module, "DEFAULT_BUCKET_BYTES", 8)
+    monkeypatch.setattr(reducing, "DEFAULT_BUCKET_BYTES", 8)
 
     def before_op(job: Job, number: int, call: Call) -> None:
         del call

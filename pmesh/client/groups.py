@@ -1,0 +1,135 @@
+"""Groups: some ranks of a mesh, with collectives of their own. A group is a job of its own."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from pmesh.client.caller import Run
+from pmesh.client.calls import LastOp
+from pmesh.client.collectives import Collectives
+from pmesh.client.line import Handle
+from pmesh.client.orders import Order
+from pmesh.client.place import Place
+from pmesh.client.session import TrainerSession
+from pmesh.client.trees import digest
+from pmesh.core.messages import Call
+from pmesh.core.session import World
+from pmesh.errors import (
+    AgentStopped,
+    GroupBroken,
+    HistorySuperseded,
+    RankLost,
+    RosterChanged,
+    UsageError,
+)
+from pmesh.ids import JobName, TrainerId
+
+T = TypeVar("T")
+
+_NAME_CHARACTERS = 40  # of the job's name, in the group's
+_BREAKS = (RankLost, RosterChanged, HistorySuperseded, AgentStopped)
+
+
+class Group(Collectives):
+    """Some ranks of a mesh. Get one from `Mesh.group`, `Mesh.split` or a `DeviceMesh`.
+
+    Its ranks count from 0 in the order in which they were named. Groups run at the same time as
+    each other and as the mesh. When a rank of it is lost, its calls raise GroupBroken from then on,
+    on all that are left.
+    """
+
+    def __init__(self, place: Place, order: Order, ranks: Sequence[int]) -> None:
+        super().__init__(place, order)
+        self._ranks = tuple(ranks)
+        self._broken: str | None = None
+
+    def __repr__(self) -> str:
+        return f"<Group of ranks {list(self._ranks)}, rank {self.rank} of {self.size}>"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The mesh's ranks that it was made of, in the group's order."""
+        return self._ranks
+
+    def _do(self, run: Run[T], *, async_op: bool = False) -> T | Handle[T]:
+        def run_whole(place: Place) -> tuple[Callable[[], T], LastOp | None]:
+            if self._broken is not None:
+                raise GroupBroken(self._broken)
+            try:
+                return run(place)
+            except _BREAKS as e:
+                self._broken = f"this group of ranks {list(self._ranks)} is broken: {e}"
+                raise GroupBroken(self._broken) from e
+
+        return super()._do(run_whole, async_op=async_op)
+
+
+class Groups:
+    """Those that one trainer has made of its mesh."""
+
+    def __init__(self, place: Place, job: str) -> None:
+        self._place = place
+        self._job = job
+        self._made: Counter[tuple[TrainerId, ...]] = Counter()
+        self._open: list[Group] = []
+
+    def make(
+        self, trainers: tuple[TrainerId, ...], ranks: Sequence[int], timeout_s: float
+    ) -> Group:
+        """A group of these, in this order; returns when all have come.
+
+        All of them make the same groups in the same order, so that they give them one name.
+        """
+        self._made[trainers] += 1
+        which = f"{digest([str(trainers)])[:12]}.{self._made[trainers]}"
+        name = JobName(f"{self._job[:_NAME_CHARACTERS]}/{which}")
+        place = self._place.open(name, len(trainers), timeout_s)
+        try:
+            group = Group(place, _order_of(place, trainers.index(self._me()), timeout_s), ranks)
+        except BaseException:
+            place.leave()
+            raise
+        self._open.append(group)
+        return group
+
+    def close(self) -> None:
+        """Leave them all."""
+        for group in self._open:
+            group.close()
+
+    def _me(self) -> TrainerId:
+        world = self._place.world
+        return world.trainers[world.rank]
+
+
+def check_ranks(ranks: Sequence[int], size: int) -> None:
+    """Raises UsageError unless they are different ranks of a mesh of this size."""
+    if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(size)):
+        raise UsageError(
+            f"a group is of different ranks from 0 to {size - 1}, at least one, not {list(ranks)}"
+        )
+
+
+def ranks_by_color(told: Sequence[Sequence[int]], color: int) -> list[int]:
+    """Who has given this color, by key, those with the same key by rank.
+
+    >>> ranks_by_color([[0, 5], [1, 0], [0, 2]], 0)
+    [2, 0]
+    """
+    mine = [(key, rank) for rank, (theirs, key) in enumerate(told) if theirs == color]
+    return [rank for _, rank in sorted(mine)]
+
+
+def _order_of(place: Place, index: int, timeout_s: float) -> Order:
+    """Each tells its place in the group: the agents' ring is in another order."""
+
+    def ops(session: TrainerSession) -> tuple[TrainerId, ...]:
+        session.input_values("int64", 1, room_bytes=0)[:] = index
+        done = session.run_op(Call("exchange", "int64", (1,)), "int64", 1, timeout_s=timeout_s)
+        told = done.values.tolist()
+        return tuple(done.world.trainers[told.index(i)] for i in range(len(told)))
+
+    def alone(world: World) -> tuple[TrainerId, ...]:
+        return world.trainers
+
+    return Order(place.run(ops, alone))

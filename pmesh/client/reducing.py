@@ -1,0 +1,321 @@
+"""The collectives on trees of arrays, which run bucket by bucket, and reduce_scatter."""
+
+import math
+from typing import Any, Literal, TypeVar, cast, get_args, overload
+
+from pmesh.client.caller import Caller, check_timeout
+from pmesh.client.calls import (
+    Arrays,
+    Collective,
+    LastOp,
+    run_alone,
+    run_collective,
+    take_apart,
+)
+from pmesh.client.line import Handle
+from pmesh.client.orders import Order
+from pmesh.client.outputs import written_into
+from pmesh.client.scattering import reduce_scatter_alone, run_reduce_scatter
+from pmesh.client.session import TrainerSession
+from pmesh.core.session import World
+from pmesh.errors import UsageError
+
+DEFAULT_BUCKET_BYTES = 32 * 1024 * 1024  # large enough that latency is nothing, small to hold
+DEFAULT_TIMEOUT_S = 1800.0  # I6: a slow peer that is alive gets this long
+
+T = TypeVar("T")
+Strategy = Literal["auto", "ring", "tree", "centralized", "hierarchical"]
+
+
+class Reducing(Caller):
+    """all_reduce, average_gradients, broadcast, reduce and reduce_scatter."""
+
+    @overload
+    def all_reduce(
+        self,
+        x: T,
+        op: str = ...,
+        timeout_s: float = ...,
+        *,
+        out: T | None = ...,
+        strategy: Strategy = ...,
+        async_op: Literal[False] = ...,
+    ) -> T: ...
+    @overload
+    def all_reduce(
+        self,
+        x: T,
+        op: str = ...,
+        timeout_s: float = ...,
+        *,
+        out: T | None = ...,
+        strategy: Strategy = ...,
+        async_op: Literal[True],
+    ) -> Handle[T]: ...
+    def all_reduce(
+        self,
+        x: T,
+        op: str = "sum",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        out: T | None = None,
+        strategy: Strategy = "auto",
+        async_op: bool = False,
+    ) -> T | Handle[T]:
+        """Combine every rank's values; all get the result.
+
+        Args:
+            x: of the same shapes and dtypes on every rank.
+            op: sum, mean (floats only), max, min or prod; for bool max (any), min or prod (all).
+            timeout_s: for each op; a tree takes one for each 32 MiB of a dtype.
+            out: arrays like x for the result, numpy's or torch's on the CPU; may be x itself.
+            strategy: "ring" sends least, "tree" and "centralized" wait least often, "hierarchical"
+                reduces first among those with fast links. "auto" takes the one that costs least by
+                what was measured on the links.
+            async_op: return a handle at once.
+
+        Raises:
+            UnsupportedArray: x, its dtype or op has no meaning here.
+            OpMismatch: another rank called something else.
+            RankLost: another rank is gone, and some rank has connected with `on_loss="raise"`.
+            NotEnoughRanks: fewer than `min_ranks` were left for all the time.
+            OpTimedOut: some rank did not call in time.
+            HistorySuperseded: the job has gone on without this rank; `sync` comes back to it.
+            AgentStopped: the agent on this machine is gone; `sync` comes back through another.
+            GroupBroken: in a group, instead of what a lost rank would raise.
+        """
+        if strategy not in get_args(Strategy):
+            raise UsageError(f"strategy is one of {get_args(Strategy)}, not {strategy!r}")
+        wanted = Collective(
+            kind="all_reduce",
+            reduction=op,
+            strategy="" if strategy == "auto" else strategy,
+            bucket_bytes=DEFAULT_BUCKET_BYTES,
+            timeout_s=check_timeout(timeout_s),
+        )
+        arrays = take_apart(x, reduction=op)
+        if out is not None:
+            arrays = written_into(arrays, out)
+        return cast("T", self._run(wanted, arrays, async_op=async_op))
+
+    @overload
+    def broadcast(
+        self, x: T, root: int = ..., timeout_s: float = ..., *, async_op: Literal[False] = ...
+    ) -> T: ...
+    @overload
+    def broadcast(
+        self, x: T, root: int = ..., timeout_s: float = ..., *, async_op: Literal[True]
+    ) -> Handle[T]: ...
+    def broadcast(
+        self,
+        x: T,
+        root: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        async_op: bool = False,
+    ) -> T | Handle[T]:
+        """Give every rank the values of one.
+
+        Args:
+            x: of the same shapes and dtypes on every rank; only the root's values matter.
+            root: whose; while ranks change, it stays the same trainer.
+            timeout_s: for each op; a tree takes one for each 32 MiB of a dtype.
+            async_op: return a handle at once.
+
+        Raises:
+            RankLost: the root is gone.
+            PmeshError: as for `all_reduce`.
+        """
+        wanted = Collective(
+            kind="broadcast",
+            root=self._trainer_at(root),
+            bucket_bytes=DEFAULT_BUCKET_BYTES,
+            timeout_s=check_timeout(timeout_s),
+        )
+        return cast("T | Handle[T]", self._run(wanted, take_apart(x), async_op=async_op))
+
+    @overload
+    def reduce(
+        self,
+        x: T,
+        root: int = ...,
+        op: str = ...,
+        timeout_s: float = ...,
+        *,
+        async_op: Literal[False] = ...,
+    ) -> T | None: ...
+    @overload
+    def reduce(
+        self,
+        x: T,
+        root: int = ...,
+        op: str = ...,
+        timeout_s: float = ...,
+        *,
+        async_op: Literal[True],
+    ) -> Handle[T | None]: ...
+    def reduce(
+        self,
+        x: T,
+        root: int = 0,
+        op: str = "sum",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        async_op: bool = False,
+    ) -> T | Handle[T | None] | None:
+        """Combine every rank's values; one rank gets the result, the others None.
+
+        Args:
+            x: of the same shapes and dtypes on every rank.
+            root: who gets it; while ranks change, it stays the same trainer.
+            op: as for `all_reduce`.
+            timeout_s: likewise.
+            async_op: return a handle at once.
+
+        Raises:
+            RankLost: the root is gone.
+            PmeshError: as for `all_reduce`.
+        """
+        wanted = Collective(
+            kind="reduce",
+            reduction=op,
+            root=self._trainer_at(root),
+            bucket_bytes=DEFAULT_BUCKET_BYTES,
+            timeout_s=check_timeout(timeout_s),
+        )
+        result = self._run(
+            wanted, take_apart(x, reduction=op), async_op=async_op, keep=root == self.rank
+        )
+        return cast("T | None", result)
+
+    @overload
+    def reduce_scatter(
+        self, x: T, op: str = ..., timeout_s: float = ..., *, async_op: Literal[False] = ...
+    ) -> T: ...
+    @overload
+    def reduce_scatter(
+        self, x: T, op: str = ..., timeout_s: float = ..., *, async_op: Literal[True]
+    ) -> Handle[T]: ...
+    def reduce_scatter(
+        self,
+        x: T,
+        op: str = "sum",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        async_op: bool = False,
+    ) -> T | Handle[T]:
+        """Combine every rank's values; each rank gets a part of the result.
+
+        Args:
+            x: one array with a first dimension, of the same shape and dtype on every rank.
+            op: as for `all_reduce`.
+            timeout_s: for the op.
+            async_op: return a handle at once.
+
+        Returns:
+            This rank's part of the first dimension, as `numpy.array_split` cuts it into `size`
+            parts: the first `len(x) % size` ranks get one row more.
+
+        Raises:
+            RosterChanged: a rank was lost in the op.
+            PmeshError: as for `all_reduce`.
+        """
+        arrays = take_apart(x, reduction=op)
+        if not arrays.tree.is_bare or not arrays.leaves[0].values.ndim:
+            raise UsageError("reduce_scatter takes one array, with at least one dimension")
+        timeout_s = check_timeout(timeout_s)
+        plain = arrays.detached()
+
+        def ops(session: TrainerSession, order: Order) -> tuple[Any, LastOp]:
+            part, last = run_reduce_scatter(
+                session, order, plain.leaves[0], reduction=op, timeout_s=timeout_s
+            )
+            return lambda: arrays.leaves[0].rebuild(part), last
+
+        def alone(world: World) -> tuple[Any, LastOp]:
+            part, last = reduce_scatter_alone(plain.leaves[0], world)
+            return lambda: arrays.leaves[0].rebuild(part), last
+
+        return cast("T | Handle[T]", self._call(ops, alone, async_op=async_op))
+
+    @overload
+    def average_gradients(
+        self,
+        grads: T,
+        weight: float = ...,
+        bucket_bytes: int = ...,
+        timeout_s: float = ...,
+        *,
+        async_op: Literal[False] = ...,
+    ) -> T: ...
+    @overload
+    def average_gradients(
+        self,
+        grads: T,
+        weight: float = ...,
+        bucket_bytes: int = ...,
+        timeout_s: float = ...,
+        *,
+        async_op: Literal[True],
+    ) -> Handle[T]: ...
+    def average_gradients(
+        self,
+        grads: T,
+        weight: float = 1.0,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        async_op: bool = False,
+    ) -> T | Handle[T]:
+        """The mean of every rank's gradients, each rank counting by its weight.
+
+        With the number of samples as weight the result is the gradient of the mean loss over the
+        union of all batches. What a lost rank did not contribute does not count, nor does its
+        weight.
+
+        Args:
+            grads: a tree of floating-point arrays.
+            weight: at least 0; with 0 this rank's gradients are not looked at.
+            bucket_bytes: how much is averaged as one op; an array is never divided.
+            timeout_s: for each op.
+            async_op: return a handle at once.
+
+        Raises:
+            UsageError: the weights of all ranks add up to 0.
+            PmeshError: as for `all_reduce`.
+        """
+        if not (math.isfinite(weight) and weight >= 0):
+            raise UsageError(f"a weight is a number of samples, at least 0, not {weight}")
+        if bucket_bytes < 1:
+            raise UsageError(f"bucket_bytes is at least 1, not {bucket_bytes}")
+        wanted = Collective(
+            kind="all_reduce",
+            reduction="sum",
+            weight=float(weight),
+            bucket_bytes=bucket_bytes,
+            timeout_s=check_timeout(timeout_s),
+        )
+        result = self._run(wanted, take_apart(grads, reduction="mean"), async_op=async_op)
+        return cast("T | Handle[T]", result)
+
+    def _run(
+        self, wanted: Collective, arrays: Arrays, *, async_op: bool, keep: bool = True
+    ) -> object:
+        """Run an op for each bucket of a tree; the result is a tree like it, or a handle of one."""
+        late = async_op or not self._line.idle
+        laid = arrays.detached() if late else arrays
+
+        def finished(leaves: list[Any]) -> object:
+            if not keep:
+                return None
+            return arrays.tree.rebuild(arrays.attach(leaves) if late else leaves)
+
+        def ops(session: TrainerSession, _order: Order) -> tuple[Any, LastOp | None]:
+            leaves, last = run_collective(session, wanted, laid)
+            return lambda: finished(leaves), last
+
+        def alone(world: World) -> tuple[Any, LastOp]:
+            leaves, last = run_alone(wanted, laid, world)
+            return lambda: finished(leaves), last
+
+        return self._call(ops, alone, async_op=async_op)
