@@ -159,10 +159,13 @@ class Jobs:
         self._absent = [c for c in self._absent if self._is_open(c, view)]
         self.marks.forget(view)
         for rank in self.ranks:
+            rank.learn(self.membership.state.primaries)
             self._announce_leave(rank)  # the view may not have known of it
 
     def marked(self, member: Member, heartbeat: Heartbeat) -> None:
-        """A peer has told how far its ranks have come."""
+        """A peer has told how far its ranks have come, and what it has installed."""
+        for rank in self.ranks:
+            rank.learn(self.membership.state.primaries)
         for mark in heartbeat.marks:
             if not self._concerns_us(member, heartbeat, mark):
                 continue  # it has ended here; or is about to begin, and the next one tells again

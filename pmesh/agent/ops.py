@@ -216,6 +216,7 @@ async def _attempt(rank: LocalRank, op: _Op, around: Surroundings) -> None:
             _give_up(rank, op, op.doomed, around)
             await trio.sleep_forever()
         await _wait_for_room(rank, around)
+        await rank.quorum()
         elsewhere = rank.result_elsewhere(op.number)
         if elsewhere is not None:
             await _fetch(rank, op, elsewhere, around)
@@ -264,9 +265,7 @@ async def _wait_for_room(rank: LocalRank, around: Surroundings) -> None:
 
 
 async def _wait_for_ranks(rank: LocalRank, around: Surroundings) -> None:
-    """V10, and `min_ranks`: those who wait for the next sync count, or it might never come."""
-    if not rank.roster.quorate:
-        await trio.sleep_forever()  # the view that restores the quorum begins the next attempt
+    """`min_ranks`: those who wait for the next sync count, or it might never come."""
     while rank.size + around.newcomers(rank) < rank.roster.terms.min_ranks:  # noqa: ASYNC110 - who waits is told by heartbeats, five a second
         await trio.sleep(LOOK_AGAIN_S)
 
@@ -392,6 +391,8 @@ def describe_shortage(rank: LocalRank, newcomers: int) -> str:
     if not roster.quorate:
         voters = len(roster.primary.voters)
         return f"this side of a partition has {rank.size} of {voters} ranks, which is no majority"
+    if not rank.in_force.is_set():
+        return "a majority, which has not been seen to have agreed to the last change"
     if rank.size + newcomers < roster.terms.min_ranks:
         return f"{rank.size} of at least {roster.terms.min_ranks} ranks (min_ranks) are here"
     return ""

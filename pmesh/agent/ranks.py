@@ -1,5 +1,6 @@
 """One rank that lives on this machine: its ledger, fence, lanes and retained results."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -9,7 +10,8 @@ from pmesh.agent.lane_desk import LaneDesk
 from pmesh.agent.rank_lanes import RankLanes
 from pmesh.core import ledger as ledgers
 from pmesh.core.ledger import Ledger
-from pmesh.core.messages import Call, Concern, JobReport, RankMarks
+from pmesh.core.messages import Call, Concern, JobReport, KnownPrimary, RankMarks
+from pmesh.core.quorum import is_in_force
 from pmesh.core.records import fingerprint
 from pmesh.core.session import World
 from pmesh.core.views import OpOutcome, Roster, Trainer, Verdict
@@ -74,6 +76,9 @@ class LocalRank:
         self.released = trio.Event()
         """The job is over for this trainer, so nobody will ask for its results."""
         self.stable_moved = trio.Event()
+        self.in_force = trio.Event()
+        """Whether those whose votes the roster needed are known to have installed it (V10)."""
+        self.learn(())
         self.lanes = RankLanes(trainer.id, roster)
         self._names = {t.id: t.name for t in roster.trainers}
         self._outcomes = {outcome.op: outcome for outcome in roster.outcomes}
@@ -170,6 +175,21 @@ class LocalRank:
             await self._unfenced.wait()
         await trio.lowlevel.checkpoint_if_cancelled()
 
+    def learn(self, known: Collection[KnownPrimary]) -> None:
+        """What the agent knows of rosters with a quorum: perhaps that ours is in force (V10)."""
+        if is_in_force(self.roster, known):
+            self.in_force.set()
+
+    async def quorum(self) -> None:
+        """V10: wait until this side has a majority, and that is known to have installed the roster.
+
+        Returns at once where nobody asks for one.
+        """
+        if not self.roster.quorate:
+            await trio.sleep_forever()  # the view that restores the quorum begins the next attempt
+        if not self.in_force.is_set():
+            await self.in_force.wait()
+
     def follow(self, roster: Roster, desk: LaneDesk) -> None:
         """A view has been installed that has this job."""
         if roster.number == self.roster.number:
@@ -177,6 +197,8 @@ class LocalRank:
             self.lift("view change")
             return
         self.roster = roster
+        self.in_force = trio.Event()
+        self.learn(())
         self.concern = None
         self._names |= {t.id: t.name for t in roster.trainers}
         self._outcomes = {outcome.op: outcome for outcome in roster.outcomes}

@@ -15,7 +15,6 @@ from pmesh.core.messages import (
     AgreementMessage,
     AskToJoin,
     AskView,
-    Attempt,
     Commit,
     Flushed,
     Heartbeat,
@@ -137,7 +136,7 @@ def _receive_heartbeat(state: State, sender: Member, beat: Heartbeat, now: float
     state = replace(state, highest_counter=seen, peers={**state.peers, sender.node: peer})
     if state.flushed_at is not None and view.epoch == state.promised > state.view.epoch:
         return _install(state, view, now)  # V6: the commit itself was lost; who has it shows it
-    return _leave_if_superseded(state, sender, view, now)
+    return _leave_if_superseded(_confirm_primaries(state), sender, view, now)
 
 
 def _known_view(state: State, node: NodeId, epoch: Epoch) -> View | None:
@@ -205,12 +204,10 @@ def _flush(state: State, sender: Member, message: Propose, facts: Facts, now: fl
         view=state.view,
         jobs=reports,
         waiting=facts.waiting,
-        attempts=state.attempts,
         primaries=state.primaries,
     )
     state = replace(
         state,
-        attempts=_note_attempt(state, message),
         promised=message.epoch,
         highest_counter=max(state.highest_counter, message.epoch.counter),
         flushed_at=now,
@@ -218,13 +215,6 @@ def _flush(state: State, sender: Member, message: Propose, facts: Facts, now: fl
     if sender == state.me:
         return Step(proposals.begin(state, message, answer, now), (Fence(jobs),))
     return Step(state, (Fence(jobs), Send(sender, answer)))
-
-
-def _note_attempt(state: State, message: Propose) -> tuple[Attempt, ...]:
-    """V10: until we see otherwise, what we promise may be installed elsewhere and go on."""
-    if not state.primaries:
-        return ()
-    return (*state.attempts, Attempt(message.epoch, message.members))
 
 
 def _fenced(report: JobReport) -> JobReport:
@@ -282,20 +272,29 @@ def _install(state: State, view: View, now: float) -> Step:
     """I2: only upwards, and only where we are a member."""
     if view.epoch <= state.view.epoch or state.me not in view.members:
         raise ProtocolError(f"a view that can't follow: {view.epoch.counter}")
-    primaries = quorum.remember(state.primaries, state.attempts, state.view, view, state.me)
     state = replace(
         state,
         view=view,
         flushed_at=None,
         installed_at=now,
         proposal=None,
-        attempts=quorum.unresolved(state.attempts, primaries, view),
-        primaries=primaries,
+        primaries=quorum.remember(state.primaries, view),
         highest_counter=max(state.highest_counter, view.epoch.counter),
         joining={m: asked for m, asked in state.joining.items() if m not in view.members},
         losses={m: why for m, why in state.losses.items() if m in view.members},
     )
-    return Step(state, (Install(view),))
+    return Step(_confirm_primaries(state), (Install(view),))
+
+
+def _confirm_primaries(state: State) -> State:
+    """V10: rosters come into force by what we see others to have installed, or are told."""
+    if all(quorum.is_in_force(roster, state.primaries) for roster in state.view.rosters):
+        return state
+    installed = {peer.member: peer.view.epoch for peer in state.peers.values()}
+    installed[state.me] = state.view.epoch
+    told = {known for peer in state.peers.values() for known in peer.heartbeat.in_force}
+    known = quorum.confirm(state.primaries, state.view, installed, told)
+    return state if known is state.primaries else replace(state, primaries=known)
 
 
 def _give_up_on_silent(state: State, now: float) -> State:

@@ -14,7 +14,7 @@ from pmesh.core.views import Terms, Verdict, View
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, OpNumber, Slot, TrainerId
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; more is an attack
 
@@ -152,6 +152,16 @@ class Concern(msgspec.Struct, frozen=True, array_like=True):
     """The op concerned; -1 when ranks are lost."""
 
 
+class KnownPrimary(msgspec.Struct, frozen=True, array_like=True):
+    """The last roster with a quorum that its sender knows of a job, perhaps from before (V10)."""
+
+    job: _Job
+    born: Epoch
+    epoch: Epoch
+    in_force: bool = False
+    """A majority of all whose votes it needed has been seen to have installed it."""
+
+
 class Heartbeat(_Message, frozen=True, tag=2):
     """Where a member stands. Self-contained: a lost one is repaired by the next."""
 
@@ -174,6 +184,8 @@ class Heartbeat(_Message, frozen=True, tag=2):
     """The last `sent_us` that came from the receiver."""
     held_us: int = 0
     """How long ago that was."""
+    in_force: tuple[KnownPrimary, ...] = ()
+    """Of the jobs in its view: others may have missed what the sender has seen (V10)."""
 
 
 class AskView(_Message, frozen=True, tag=3):
@@ -209,27 +221,6 @@ class Propose(_Message, frozen=True, tag=6):
     """Whose ops must stop; the others run on (V7)."""
 
 
-class Attempt(msgspec.Struct, frozen=True, array_like=True):
-    """A view that its sender has promised and not seen installed (V10)."""
-
-    epoch: Epoch
-    members: tuple[Member, ...]
-    """The most senior first."""
-
-    @property
-    def leader(self) -> Member:
-        """Who alone could have committed it."""
-        return Member(self.epoch.leader, self.epoch.incarnation)
-
-
-class KnownPrimary(msgspec.Struct, frozen=True, array_like=True):
-    """The last roster with a quorum that its sender knows of a job, perhaps from before (V10)."""
-
-    job: _Job
-    born: Epoch
-    epoch: Epoch
-
-
 class Flushed(_Message, frozen=True, tag=7):
     """A promise: nothing below this epoch will be installed or, for its jobs, delivered."""
 
@@ -240,9 +231,8 @@ class Flushed(_Message, frozen=True, tag=7):
     """What the sender has installed."""
     jobs: tuple[JobReport, ...]
     waiting: tuple[Waiting, ...] = ()
-    attempts: tuple[Attempt, ...] = ()
     primaries: tuple[KnownPrimary, ...] = ()
-    """Both only where a job asks for a quorum."""
+    """Only of jobs that ask for a quorum."""
 
 
 class Refuse(_Message, frozen=True, tag=8):

@@ -38,7 +38,7 @@ def propose(state: State, facts: Facts, now: float) -> Propose | None:
     )
     if not (len(kept) < len(state.view.seats) or joined or jobs or _stale(state, kept, now)):
         return None
-    jobs = tuple(sorted({*jobs, *rosters.jobs_without_quorum(state.view)}))
+    jobs = tuple(sorted({*jobs, *rosters.jobs_to_vote_on(state.view, state.primaries)}))
     # V1: a fresh counter above all seen, for each attempt.
     epoch = Epoch(state.highest_counter + 1, *state.me)
     return Propose(epoch, state.view, kept + joined, kept, jobs)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pmesh.core.messages import Concern, Flushed, JobReport, Waiting
+from pmesh.core.messages import Concern, Flushed, JobReport, KnownPrimary, Waiting
 from pmesh.core.op_outcomes import (
     Knowledge,
     gather,
@@ -13,7 +13,7 @@ from pmesh.core.op_outcomes import (
     op_to_enter,
     resolve_ops,
 )
-from pmesh.core.quorum import has_quorum
+from pmesh.core.quorum import Voters, has_majorities, may_run, needed_voters
 from pmesh.core.views import Primary, Roster, Terms, Trainer, Verdict, View
 from pmesh.ids import Epoch, JobName, Member, OpNumber, Slot, TrainerId
 
@@ -51,9 +51,9 @@ def jobs_to_settle(
     return tuple(sorted(running | ready))
 
 
-def jobs_without_quorum(view: View) -> tuple[JobName, ...]:
-    """The jobs that any view change might help (V10)."""
-    return tuple(roster.job for roster in view.rosters if not roster.quorate)
+def jobs_to_vote_on(view: View, known: Collection[KnownPrimary]) -> tuple[JobName, ...]:
+    """V10: the jobs that any view change might help, and those that it might keep from running."""
+    return tuple(roster.job for roster in view.rosters if not may_run(roster, known))
 
 
 def next_rosters(
@@ -133,7 +133,8 @@ def _go_on(roster: Roster, members: Collection[Member], change: Change) -> _Hist
     known = gather(reports)
     gone = _gone(roster, members)
     about = [c for c in change.concerns if _is_about(c, roster)]
-    cause = gone or about or lost_results(roster, members) or not roster.quorate
+    runs = may_run(roster, _known_primaries(change))
+    cause = gone or about or lost_results(roster, members) or not runs
     if not cause or any(not report.fenced for report in reports):
         # V7: it runs on; V3: what is not fenced everywhere waits for the next view.
         return _History(roster=roster, stable=known.stable)
@@ -218,27 +219,31 @@ def _let_in(roster: Roster, known: Knowledge, change: Change) -> Roster:
 
 def _vote(roster: Roster, change: Change) -> Roster:
     """V10: whether this side may go on."""
+    needed: tuple[Voters, ...] = ()
     if roster.terms.quorum == "majority":
-        attempts = [
-            attempt
-            for answer in change.answers.values()
-            for attempt in answer.attempts
-            if attempt.leader not in change.answers  # else it has told what became of it
-        ]
-        voters = change.answers.keys()
-        if _is_overtaken(roster, change) or not has_quorum(roster.primary, voters, attempts):
+        needed = needed_voters(roster, _known_primaries(change))
+        present = change.answers.keys()
+        if _is_overtaken(roster, needed, change) or not has_majorities(present, needed):
             return msgspec.structs.replace(roster, quorate=False)
-    primary = Primary(change.epoch, _voters(roster.trainers))
+    primary = Primary(change.epoch, _voters(roster.trainers), needed)
     return msgspec.structs.replace(roster, quorate=True, primary=primary)
 
 
-def _is_overtaken(roster: Roster, change: Change) -> bool:
-    """V10: somebody here knows a later roster of the job that had a quorum."""
-    known = (primary for answer in change.answers.values() for primary in answer.primaries)
+def _known_primaries(change: Change) -> set[KnownPrimary]:
+    return {primary for answer in change.answers.values() for primary in answer.primaries}
+
+
+def _is_overtaken(roster: Roster, needed: Iterable[Voters], change: Change) -> bool:
+    """V10: one of those whose votes count knows a later roster of the job that had a quorum.
+
+    What only others know of was installed by too few of these to come into force.
+    """
+    voters = {voter for several in needed for voter in several}
     return any(
         (primary.job, primary.born) == (roster.job, roster.born)
         and primary.epoch > roster.primary.epoch
-        for primary in known
+        for voter in voters & change.answers.keys()
+        for primary in change.answers[voter].primaries
     )
 
 

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from pmesh.core.messages import (
     AgreementMessage,
-    Attempt,
     Concern,
     Flushed,
     Heartbeat,
@@ -103,8 +102,6 @@ class State:
     losses: Mapping[Member, str] = field(default_factory=dict[Member, str])
     """Why each lost member was lost, for messages."""
     proposal: Proposal | None = None
-    attempts: tuple[Attempt, ...] = ()
-    """V10: views promised and not seen installed; kept only where a job asks for a quorum."""
     primaries: tuple[KnownPrimary, ...] = ()
     """V10: what makes a vote one: not to have forgotten with whom the job has gone on."""
     quiet_until: float = 0.0
@@ -215,4 +212,10 @@ def heartbeat_of(state: State, facts: Facts, now: float) -> Heartbeat:
         waiting=facts.waiting,
         concerns=facts.concerns,
         marks=facts.marks,
+        in_force=_in_force(state),
     )
+
+
+def _in_force(state: State) -> tuple[KnownPrimary, ...]:
+    here = {(roster.job, roster.born) for roster in state.view.rosters}
+    return tuple(k for k in state.primaries if k.in_force and (k.job, k.born) in here)

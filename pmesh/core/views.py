@@ -70,6 +70,9 @@ class Primary(msgspec.Struct, frozen=True, array_like=True):
     epoch: Epoch
     voters: tuple[Member, ...]
     """The machines of its trainers, in the order of their entering."""
+    needed: tuple[tuple[Member, ...], ...] = ()
+    """The voters of whom a majority each has let it go on. Ops run once as many are seen to have
+    installed it; at once if none were needed, as for a job's first."""
 
 
 class Roster(msgspec.Struct, frozen=True, array_like=True):
@@ -88,7 +91,7 @@ class Roster(msgspec.Struct, frozen=True, array_like=True):
     """For the next trainer that enters."""
     terms: Terms = Terms()
     quorate: bool = True
-    """Whether its ops may run (V10)."""
+    """Whether it has a quorum; where one is asked for, its ops run once it is in force (V10)."""
     outcomes: tuple[OpOutcome, ...] = ()
     witnesses: tuple[Trainer, ...] = ()
     """Lost trainers whose agents alone still hold results (O2)."""

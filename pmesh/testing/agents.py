@@ -207,6 +207,7 @@ class Agent:
 
     def _perform(self, step: Step) -> None:
         unchanged = step.state is self.state
+        primaries = self.state.primaries
         self.state = step.state
         for action in step.actions:
             match action:
@@ -223,6 +224,8 @@ class Agent:
                     self._install(view)
                 case _:
                     assert_never(action)
+        if self.state.primaries is not primaries:
+            self._look_who_may_run()
         if not unchanged or step.actions:
             self._invariants.promised(self.state.me, self.state.promised)
             self._show()
@@ -238,8 +241,15 @@ class Agent:
         for rank in again:
             ops.go_on(rank)
         for rank in list(self.jobs.ranks):
-            ops.unfenced(rank)
+            ops.unhindered(rank)
         self.jobs.receive_early()
+
+    def _look_who_may_run(self) -> None:
+        """V10: another roster is known to have a majority, or to be in force."""
+        for rank in list(self.jobs.ranks):
+            if rank.may_run:
+                self._invariants.goes_on(rank)
+                ops.unhindered(rank)
 
     def _doubt(self) -> None:
         """V8: while we slept the others may have gone on without us; ask them."""

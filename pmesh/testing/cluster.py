@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from pmesh.core.quorum import has_quorum
+from pmesh.core.quorum import has_majorities, needed_voters
 from pmesh.core.views import Roster
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, TrainerId
@@ -200,8 +200,7 @@ class Cluster:
         ):
             return True
         voting = {agent.state.me for agent in self.agents.values()}
-        attempts = [a for agent in self.agents.values() for a in agent.state.attempts]
-        return not has_quorum(roster.primary, voting, attempts)
+        return not has_majorities(voting, needed_voters(roster, known))
 
     def _outcome(self) -> Outcome:
         return Outcome(

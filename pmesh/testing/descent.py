@@ -1,55 +1,61 @@
-"""V10 over a whole history: the rosters of a job that had a quorum lie on one line of descent."""
+"""V10 over a whole history: all rosters of a job under which ops have run lie on one line."""
 
 from collections.abc import Mapping
 from itertools import pairwise
+from typing import TypeAlias
 
 from pmesh.core.views import Roster, View
 from pmesh.ids import Epoch, JobName, Member
 from pmesh.testing.violations import Violation
 
+Run: TypeAlias = tuple[JobName, Epoch]
+"""A job, from its beginning to its end."""
+
 
 class Descent:
-    """From which views each view comes, and who has installed it."""
+    """Of each job that asks for a majority: which roster with a quorum follows which."""
 
     def __init__(self) -> None:
-        self._parents: dict[Epoch, set[Epoch]] = {}
-        self._installed: dict[Epoch, set[Member]] = {}
-        self._primaries: dict[tuple[JobName, Epoch], dict[Epoch, tuple[Member, ...]]] = {}
-        """Of each run of a job that asks for a majority: the views with a quorum, and whose
-        trainers are in them."""
-        self._last_primary: dict[tuple[Member, JobName], Epoch] = {}
+        self._followed: dict[Run, dict[Epoch, set[Epoch]]] = {}
+        self._running: dict[Run, set[Epoch]] = {}
+        """Those under which ops have run, or might have."""
 
-    def installed(self, member: Member, view: View, last: Mapping[Member, View]) -> None:
-        """A member installs a view; `last` is what each member had installed until now."""
-        self._installed.setdefault(view.epoch, set()).add(member)
-        parents = self._parents.setdefault(view.epoch, set())
-        if view.epoch.leader == member.node:  # all are flushed, and have installed nothing since
-            parents |= {last[m].epoch for m in view.members if m in last}
+    def agreed(self, view: View, last: Mapping[Member, View]) -> None:
+        """Somebody installs a view; `last` is what each member had installed until now."""
         for roster in view.rosters:
-            if roster.terms.quorum == "majority" and roster.quorate:
-                self._note_primary(member, view, roster)
+            followed = self._followed.setdefault(_run_of(roster), {})
+            asks = roster.terms.quorum == "majority"
+            if asks and roster.primary.epoch == view.epoch and view.epoch not in followed:
+                # The first to install it: all are flushed, and have hardly installed another since.
+                before = [last[m].roster_of(roster.job) for m in view.members if m in last]
+                followed[view.epoch] = {b.primary.epoch for b in before if b and _may_be(b, roster)}
 
-    def _note_primary(self, member: Member, view: View, roster: Roster) -> None:
-        before = self._last_primary.get((member, roster.job))
-        if before is not None:
-            self._parents[view.epoch].add(before)
-        self._last_primary[member, roster.job] = view.epoch
-        voters = tuple(dict.fromkeys(trainer.member for trainer in roster.trainers))
-        self._primaries.setdefault((roster.job, roster.born), {})[view.epoch] = voters
+    def goes_on(self, roster: Roster) -> None:
+        """Ops of the roster may run."""
+        if roster.terms.quorum == "majority":
+            self._running.setdefault(_run_of(roster), set()).add(roster.primary.epoch)
 
     def check(self) -> None:
-        """Of two views with a quorum that all their trainers' agents installed, one is above."""
-        for run, views in self._primaries.items():
-            full = sorted(e for e, voters in views.items() if set(voters) <= self._installed[e])
-            for low, high in pairwise(full):
-                if low not in self._ancestors(high):
-                    raise Violation(f"V10: {run}: two primaries, {low} and {high}")
+        """Of two under which ops have run, the later one follows from the earlier one."""
+        for run, epochs in self._running.items():
+            for low, high in pairwise(sorted(epochs)):
+                if low not in self._before(run, high):
+                    raise Violation(f"V10: {run}: two sides have gone on, {low} and {high}")
 
-    def _ancestors(self, epoch: Epoch) -> set[Epoch]:
+    def _before(self, run: Run, epoch: Epoch) -> set[Epoch]:
         found, todo = set[Epoch](), [epoch]
         while todo:
-            for parent in self._parents.get(todo.pop(), ()):
-                if parent not in found:
-                    found.add(parent)
-                    todo.append(parent)
+            for earlier in self._followed[run].get(todo.pop(), ()):
+                if earlier not in found:
+                    found.add(earlier)
+                    todo.append(earlier)
         return found
+
+
+def _run_of(roster: Roster) -> Run:
+    return roster.job, roster.born
+
+
+def _may_be(before: Roster, roster: Roster) -> bool:
+    """Whether a roster is the one that another has been voted on to follow."""
+    return _run_of(before) == _run_of(roster) and before.primary.voters in roster.primary.needed[:1]

@@ -60,7 +60,7 @@ class Invariants:
             raise Violation(f"V2: {member} installs {view} after {last.epoch}")
         self._check_lineage(view)
         self.resets += last is not None and previous is None and len(last.seats) > 1
-        self.descent.installed(member, view, self._last)
+        self.descent.agreed(view, self._last)
         if last is not None and previous is not None:
             for other in set(last.members) - set(view.members):
                 self._left_out.setdefault((other, last.epoch), self._timeline.now)
@@ -116,14 +116,20 @@ class Invariants:
         self.ops_failed += isinstance(end.outcome, Verdict)
         if rank.superseded is not None:
             raise Violation(f"O6: {rank.id} ends op {op}, and the others go on without it")
-        if isinstance(end.outcome, OpResult) and not rank.roster.quorate:
-            raise Violation(f"V10: {rank.id} completes op {op} without a quorum")
+        if isinstance(end.outcome, OpResult):
+            if not rank.may_run:
+                raise Violation(f"V10: {rank.id} completes op {op} without a quorum")
+            self.goes_on(rank)
         self._check_sleep(rank, op)
         key = (rank.roster.job, rank.roster.born, op, rank.trainer)
         earlier = self._ends.setdefault(key, end)
         if earlier != end:
             raise Violation(f"I4: op {op} at {rank.id} ends as {end} after {earlier}")
         self._compare(rank, [op])
+
+    def goes_on(self, rank: LocalRank) -> None:
+        """V10: its ops may run, as far as its agent knows."""
+        self.descent.goes_on(rank.roster)
 
     def _check_sleep(self, rank: LocalRank, op: OpNumber) -> None:
         """V8: who has slept ends nothing in a view that was left meanwhile, without it."""

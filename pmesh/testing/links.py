@@ -104,4 +104,5 @@ def says_the_same(beat: Heartbeat, other: Heartbeat) -> bool:
         and beat.heard.keys() == other.heard.keys()
         and beat.waiting == other.waiting
         and beat.concerns == other.concerns
+        and beat.in_force == other.in_force
     )

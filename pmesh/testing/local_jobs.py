@@ -118,7 +118,7 @@ class LocalJobs:
         for rank in self.ranks:
             rank.lift("own stall")
         for rank in list(self.ranks):
-            ops.unfenced(rank)
+            ops.unhindered(rank)
 
     def install(self, view: View) -> list[LocalRank]:
         """The view is in force; those are returned whose op under way must begin anew."""

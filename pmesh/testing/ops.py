@@ -49,7 +49,7 @@ def go_on(rank: LocalRank) -> None:
     elif rank.owed is not None and elsewhere is None:
         rank.take_back(op.number)
         _tell_late(rank)
-    elif not rank.roster.quorate:
+    elif not rank.may_run:
         op.phase = "waiting"  # V10: also for what others had completed while all were together
     elif elsewhere is not None:
         op.deadline = rank.host.now + OP_TIMEOUT_S
@@ -64,13 +64,13 @@ def abandon(rank: LocalRank) -> None:
     rank.replied = None
 
 
-def unfenced(rank: LocalRank) -> None:
-    """A fence has been lifted: what waited behind it is delivered, if it was the last."""
+def unhindered(rank: LocalRank) -> None:
+    """A fence has been lifted, or the roster has come into force: what waited for that goes on."""
     op = rank.op
     if op is not None and op.phase == "ready" and op.result is not None:
         _ready(rank, op, op.result)
-    elif op is not None and op.phase == "waiting" and rank.roster.quorate:
-        _attempt(rank, op)
+    elif op is not None and op.phase == "waiting":
+        go_on(rank)
 
 
 def pass_time(rank: LocalRank) -> None:
@@ -82,8 +82,8 @@ def pass_time(rank: LocalRank) -> None:
         _stick(rank, op, Verdict("OpTimedOut", f"op {op.number} at {rank.id}", (rank.id,)))
     elif op.broken_at is not None and now - op.broken_at > LANE_GRACE_S and op.phase != "stuck":
         _lane_is_broken(rank, op)
-    elif op.phase == "waiting" and rank.roster.quorate:
-        _attempt(rank, op)
+    elif op.phase == "waiting":
+        go_on(rank)
     elif op.phase == "fetching" and now - op.asked_at > ASK_AGAIN_S:
         _ask(rank, op)
 

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 from pmesh.core import ledger as ledgers
 from pmesh.core.ledger import Ledger
 from pmesh.core.messages import Call, Concern, JobReport, RankMarks
+from pmesh.core.quorum import may_run
 from pmesh.core.records import fingerprint
 from pmesh.core.views import OpOutcome, Roster, Trainer, Verdict
 from pmesh.ids import OpNumber, Rank, TrainerId
@@ -107,6 +108,11 @@ class LocalRank:
     def size(self) -> int:
         """How many ranks the ring has."""
         return len(self.roster.trainers)
+
+    @property
+    def may_run(self) -> bool:
+        """V10: whether its side has a majority, and the majority has installed its roster."""
+        return may_run(self.roster, self.host.state.primaries)
 
     @property
     def superseded(self) -> Verdict | None:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 
 from pmesh.core.messages import (
-    Attempt,
     Call,
     Concern,
     Flushed,
@@ -148,7 +147,6 @@ def make_flushed(
     epoch: Epoch | None = None,
     jobs: Iterable[JobReport] = (),
     waiting: Iterable[Waiting] = (),
-    attempts: Iterable[Attempt] = (),
     primaries: Iterable[KnownPrimary] | None = None,
 ) -> Flushed:
     """The member's flush answer: what it has installed, and what it knows of its ops.
@@ -161,15 +159,14 @@ def make_flushed(
         view,
         tuple(jobs),
         tuple(waiting),
-        tuple(attempts),
         known_from(view) if primaries is None else tuple(primaries),
     )
 
 
-def known_from(view: View) -> tuple[KnownPrimary, ...]:
+def known_from(view: View, *, in_force: bool = False) -> tuple[KnownPrimary, ...]:
     """What a member remembers that has always been in this view's line."""
     known = (
-        KnownPrimary(roster.job, roster.born, roster.primary.epoch)
+        KnownPrimary(roster.job, roster.born, roster.primary.epoch, in_force)
         for roster in view.rosters
         if roster.terms.quorum == "majority"
     )
@@ -195,6 +192,7 @@ def make_heartbeat(
     needs_epoch: bool = False,
     waiting: Iterable[Waiting] = (),
     concerns: Iterable[Concern] = (),
+    in_force: Iterable[KnownPrimary] = (),
 ) -> Heartbeat:
     """A heartbeat of a member that has installed the view and hears these."""
     return Heartbeat(
@@ -206,6 +204,7 @@ def make_heartbeat(
         heard={member.incarnation: 0 for member in heard},
         waiting=tuple(waiting),
         concerns=tuple(concerns),
+        in_force=tuple(in_force),
     )
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pmesh.core.messages import Commit, Flushed, Propose, Waiting
+from pmesh.core.quorum import may_run
 from pmesh.core.standing import Facts
 from pmesh.core.views import Roster, Terms
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot
@@ -155,7 +156,7 @@ class ThreeAgents(RuleBasedStateMachine):
 
     @invariant()
     def of_a_job_that_asks_for_a_majority_one_side_goes_on(self) -> None:
-        """V10: ops run where all ranks have installed a roster with a quorum, and promised none."""
+        """V10: ops run where all ranks know their roster to be in force, and have promised none."""
         running: dict[tuple[JobName, Epoch], Roster] = {}
         for state in self.circle.states.values():
             for roster in filter(self.may_run, state.view.rosters):
@@ -169,8 +170,11 @@ class ThreeAgents(RuleBasedStateMachine):
         hosts = [self.circle.states.get(trainer.member) for trainer in roster.trainers]
         asks = roster.terms.quorum == "majority"
         return asks and all(
-            state is not None and state.flushed_at is None and roster in state.view.rosters
-            for state in (hosts if roster.quorate else [None])
+            state is not None
+            and state.flushed_at is None
+            and roster in state.view.rosters
+            and may_run(roster, state.primaries)
+            for state in hosts
         )
 
     def teardown(self) -> None:

@@ -108,9 +108,9 @@ def test_values_beyond_their_limits_are_refused(message: LinkMessage) -> None:
         decode_untrusted(encode(message))
 
 
-def test_the_bytes_of_version_two_do_not_change_unnoticed() -> None:
+def test_the_bytes_of_version_three_do_not_change_unnoticed() -> None:
     nobody = Member(NodeId(b"n"), Incarnation(7))
-    assert messages.PROTOCOL_VERSION == 2
+    assert messages.PROTOCOL_VERSION == 3
     assert encode(Hello(1, nobody, "mac", (Address("h", 9),))).hex() == (
         "95 01 01 92 c4 01 6e 07 a3 6d6163 91 92 a1 68 09".replace(" ", "")
     )
@@ -129,8 +129,7 @@ def test_the_bytes_of_version_two_do_not_change_unnoticed() -> None:
         [list(make_epoch(1)), [], []],
         [],
         [],
-        [],
-        [["digits", list(make_epoch(1)), list(make_epoch(3))]],
+        [["digits", list(make_epoch(1)), list(make_epoch(3)), False]],
     ]
     assert msgspec.msgpack.decode(encode(Commit(view, ((0,),)))) == [
         11,
@@ -139,7 +138,7 @@ def test_the_bytes_of_version_two_do_not_change_unnoticed() -> None:
     ]
 
 
-def test_the_tags_are_those_of_version_two() -> None:
+def test_the_tags_are_those_of_version_three() -> None:
     tags = {kind.__struct_config__.tag: kind.__name__ for kind in KINDS}
     assert tags == {
         1: "Hello",
@@ -184,7 +183,7 @@ def test_an_idle_heartbeat_of_eight_members_fits_one_packet() -> None:
 def test_a_heartbeat_says_nothing_of_jobs_unless_told() -> None:
     beat = make_heartbeat(make_view(3, ANNA, BERT), BERT)
     assert isinstance(beat, Heartbeat)
-    assert (beat.waiting, beat.concerns, beat.marks) == ((), (), ())
+    assert (beat.waiting, beat.concerns, beat.marks, beat.in_force) == ((), (), (), ())
 
 
 def test_known_peers_are_told_as_they_introduced_themselves() -> None:

@@ -4,10 +4,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import msgspec
+import pytest
 
-from pmesh.core.messages import Attempt, Flushed, KnownPrimary, Superseded
-from pmesh.core.quorum import MAX_REMEMBERED, remember, unresolved
-from pmesh.core.standing import Facts
+from pmesh.core.agreement import lose
+from pmesh.core.messages import Flushed, KnownPrimary, Propose, Superseded, TellView
+from pmesh.core.quorum import MAX_REMEMBERED, confirm, remember
+from pmesh.core.standing import Facts, State, heartbeat_of
 from pmesh.core.views import Primary, Roster, Terms, View
 from pmesh.ids import Incarnation, JobName, Member
 from tests.core.builders import (
@@ -16,15 +18,17 @@ from tests.core.builders import (
     CARA,
     DIGITS,
     DORA,
+    all_hearing_each_other,
     known_from,
     make_epoch,
+    make_heartbeat,
     make_proposal,
     make_roster,
     make_view,
     make_waiting,
 )
 from tests.core.circle import Circle, gathered
-from tests.core.one_member import BERTS, commit, promising, sent, told
+from tests.core.one_member import BERTS, NOW, commit, promising, sent, told
 
 MAJORITY = Terms(quorum="majority")
 TRIO = Primary(make_epoch(5), (ANNA, BERT, CARA))
@@ -34,20 +38,9 @@ KNOWN = known_from(BEFORE)
 LATER = KnownPrimary(DIGITS, JOB.born, make_epoch(7))
 
 
-def going_on(*members: Member, rosters: Iterable[Roster] = ()) -> View:
-    """The next view of the same line."""
-    return make_view(8, *members, previous=BEFORE.epoch, rosters=rosters)
-
-
-def remembered(
-    after: View,
-    *,
-    known: Iterable[KnownPrimary] = KNOWN,
-    attempts: tuple[Attempt, ...] = (),
-    before: View = BEFORE,
-) -> tuple[KnownPrimary, ...]:
-    """By Bert."""
-    return remember(known, attempts, before, after, BERT)
+def remembered(after: View, *, known: Iterable[KnownPrimary] = KNOWN) -> tuple[KnownPrimary, ...]:
+    """By whoever installs the view."""
+    return remember(known, after)
 
 
 class TestAPrimaryRoster:
@@ -59,12 +52,16 @@ class TestAPrimaryRoster:
 
     def test_is_replaced_by_a_later_one(self) -> None:
         later = msgspec.structs.replace(JOB, primary=Primary(LATER.epoch, (ANNA, BERT)))
-        assert remembered(going_on(ANNA, BERT, rosters=[later])) == (LATER,)
+        assert remembered(make_view(8, ANNA, BERT, rosters=[later])) == (LATER,)
 
     def test_is_not_replaced_by_an_earlier_one_that_is_overtaken(self) -> None:
         """Else this side would have a quorum in the view after, beside the one that went on."""
         overtaken = msgspec.structs.replace(JOB, quorate=False)
-        assert remembered(going_on(BERT, CARA, rosters=[overtaken]), known=[LATER]) == (LATER,)
+        assert remembered(make_view(8, BERT, CARA, rosters=[overtaken]), known=[LATER]) == (LATER,)
+
+    def test_is_still_known_to_be_in_force_in_the_next_view_that_has_it(self) -> None:
+        confirmed = known_from(BEFORE, in_force=True)
+        assert remembered(make_view(8, ANNA, BERT, rosters=[JOB]), known=confirmed) == confirmed
 
     def test_is_remembered_by_one_who_falls_out_of_the_view(self) -> None:
         assert remembered(View.of_one(BERT, "mac-b", make_epoch(8, BERT))) == KNOWN
@@ -73,30 +70,12 @@ class TestAPrimaryRoster:
         assert remembered(make_view(8, DORA, BERT)) == KNOWN
         assert remembered(make_view(8, ANNA, BERT)) == KNOWN, "there it may have gone on since"
 
-    def test_is_forgotten_when_the_job_has_ended_before_a_majority(self) -> None:
-        assert remembered(going_on(ANNA, BERT)) == ()
-
-    def test_is_remembered_where_the_job_may_go_on_among_others(self) -> None:
-        """The last rank here has left, and Anna and Cara are not here."""
-        assert remembered(going_on(BERT)) == KNOWN
-
-    def test_is_remembered_where_the_job_has_been_waiting_for_others(self) -> None:
-        waiting = msgspec.structs.replace(JOB, quorate=False)
-        before = make_view(5, *TRIO.voters, rosters=[waiting])
-        assert remembered(going_on(ANNA, BERT), before=before, known=[LATER]) == (LATER,)
-
-    def test_is_remembered_where_a_view_that_was_promised_may_have_it(self) -> None:
-        attempt = Attempt(make_epoch(6, CARA), (CARA, BERT))
-        assert remembered(going_on(ANNA, BERT), attempts=(attempt,)) == ()
-        attempt = Attempt(make_epoch(6, CARA), (CARA,))
-        assert remembered(going_on(ANNA, BERT), attempts=(attempt,)) == KNOWN
-
     def test_of_another_job_is_remembered_beside_it(self) -> None:
         other = KnownPrimary(JobName("other"), make_epoch(2), make_epoch(3))
         again = KnownPrimary(DIGITS, make_epoch(2), make_epoch(4))
         known = [other, again, *KNOWN]
-        assert remembered(going_on(ANNA, BERT), known=known) == (other, again)
-        assert remembered(going_on(ANNA, BERT, rosters=[JOB]), known=known) == tuple(known)
+        assert remembered(make_view(8, ANNA, BERT), known=known) == tuple(known)
+        assert remembered(make_view(8, ANNA, BERT, rosters=[JOB]), known=known) == tuple(known)
 
     def test_of_long_ago_is_forgotten_before_one_of_late(self) -> None:
         many = [
@@ -106,28 +85,106 @@ class TestAPrimaryRoster:
         after = remembered(make_view(8, DORA, BERT), known=[*many, *KNOWN])
         assert after == tuple(many)
 
+    def test_is_remembered_for_as_long_as_its_job_runs_here(self) -> None:
+        many = [
+            KnownPrimary(JobName(f"job {i}"), make_epoch(i), make_epoch(i))
+            for i in range(100, 100 + MAX_REMEMBERED)
+        ]
+        after = remembered(make_view(8, DORA, BERT, rosters=[JOB]), known=[*many, *KNOWN])
+        assert after == (*KNOWN, *many)
 
-class TestAnAttempt:
-    """... may still matter while some primary roster is older."""
 
-    ATTEMPT = Attempt(make_epoch(6), (ANNA, BERT))
-    ALONE = make_view(8, BERT)
+PAIR = make_roster(
+    BERT,
+    CARA,
+    number=8,
+    terms=MAJORITY,
+    primary=Primary(make_epoch(8), (BERT, CARA), (TRIO.voters,)),
+)
+NEXT = make_view(8, BERT, CARA, previous=BEFORE.epoch, leader=ANNA, rosters=[PAIR])
+VOTED = known_from(NEXT)
+IN_FORCE = known_from(NEXT, in_force=True)
 
-    def test_is_kept_while_it_is_later_than_one_primary_roster(self) -> None:
-        assert unresolved([self.ATTEMPT], [LATER, *KNOWN], self.ALONE) == (self.ATTEMPT,)
 
-    def test_is_resolved_when_all_are_later(self) -> None:
-        assert unresolved([self.ATTEMPT], [LATER], self.ALONE) == ()
+class TestARosterWithAQuorum:
+    """... comes into force for a member by what it sees and is told."""
 
-    def test_is_resolved_when_there_are_none(self) -> None:
-        assert unresolved([self.ATTEMPT], [], self.ALONE) == ()
+    def confirmed(
+        self, *there: Member, told: Iterable[KnownPrimary] = (), view: View = NEXT
+    ) -> tuple[KnownPrimary, ...]:
+        """What is known once these have installed the view that settled the roster."""
+        installed = dict.fromkeys(there, NEXT.epoch) | {DORA: NEXT.epoch, ANNA: BEFORE.epoch}
+        return confirm(VOTED, view, installed, set(told))
 
-    def test_is_resolved_by_whoever_led_it(self) -> None:
-        assert unresolved([self.ATTEMPT], KNOWN, make_view(8, BERT, ANNA)) == ()
+    def test_when_a_majority_of_whom_it_needed_has_installed_its_view(self) -> None:
+        assert self.confirmed(BERT, CARA) == IN_FORCE
+
+    def test_not_while_only_others_have(self) -> None:
+        assert self.confirmed(BERT) is VOTED
+
+    def test_not_by_a_later_view_that_it_is_still_in(self) -> None:
+        """Who installs that one may have promised another roster between the two."""
+        later = make_view(9, BERT, CARA, leader=ANNA, rosters=[PAIR])
+        installed = dict.fromkeys((BERT, CARA), later.epoch)
+        assert confirm(VOTED, later, installed, set()) is VOTED
+
+    def test_when_somebody_else_says_so(self) -> None:
+        assert self.confirmed(told=IN_FORCE) == IN_FORCE
+
+    def test_not_when_somebody_says_so_of_another(self) -> None:
+        assert self.confirmed(told=known_from(BEFORE, in_force=True)) is VOTED
+
+    def test_beside_others_that_it_does_not_change(self) -> None:
+        other = KnownPrimary(JobName("other"), make_epoch(2), make_epoch(3))
+        installed = dict.fromkeys((BERT, CARA), NEXT.epoch)
+        assert confirm((other, *VOTED), NEXT, installed, set()) == (other, *IN_FORCE)
+
+    def test_never_where_a_later_one_is_known(self) -> None:
+        later = KnownPrimary(DIGITS, JOB.born, make_epoch(9))
+        installed = dict.fromkeys((BERT, CARA), NEXT.epoch)
+        assert confirm((later,), NEXT, installed, set()) == (later,)
+
+
+class TestAMember:
+    def install(self) -> State:
+        state = replace(promising(8), primaries=KNOWN)
+        view = make_view(8, *TRIO.voters, previous=BEFORE.epoch, rosters=[PAIR])
+        return told(state, ANNA, commit(view)).state
+
+    def test_waits_until_it_has_seen_the_others_install_its_view(self) -> None:
+        state = self.install()
+        assert state.primaries == VOTED
+        assert heartbeat_of(state, Facts(), NOW).in_force == ()
+        state = told(state, CARA, make_heartbeat(state.view, BERT)).state
+        assert state.primaries == IN_FORCE
+        assert heartbeat_of(state, Facts(), NOW).in_force == IN_FORCE
+
+    def test_is_told_by_whoever_has_seen_it(self) -> None:
+        state = self.install()
+        other = make_view(9, ANNA, CARA)
+        state = told(state, CARA, TellView(other)).state
+        state = told(state, CARA, make_heartbeat(other, BERT, in_force=IN_FORCE)).state
+        assert state.primaries == IN_FORCE
+
+    def test_tells_nobody_of_a_job_that_is_not_in_its_view(self) -> None:
+        state = replace(self.install(), primaries=IN_FORCE, view=make_view(9, BERT))
+        assert heartbeat_of(state, Facts(), NOW).in_force == ()
+
+    @pytest.mark.parametrize(("known", "jobs"), [(VOTED, (DIGITS,)), (IN_FORCE, ())])
+    def test_has_a_job_stopped_for_any_view_until_it_is_in_force(
+        self, known: tuple[KnownPrimary, ...], jobs: tuple[JobName, ...]
+    ) -> None:
+        """V7: from then on a view that does not concern it lets it run."""
+        view = make_view(8, BERT, CARA, DORA, rosters=[PAIR])
+        state = replace(all_hearing_each_other(BERT, view, CARA, DORA), primaries=known)
+        step = lose(state, DORA.node, "closed", Facts(), now=NOW)
+        ((_, proposal),) = sent(step)
+        assert isinstance(proposal, Propose)
+        assert proposal.jobs == jobs
 
 
 def test_a_member_remembers_with_the_install_of_a_view_what_that_tells() -> None:
-    view = going_on(*TRIO.voters, rosters=[JOB])
+    view = make_view(8, *TRIO.voters, previous=BEFORE.epoch, rosters=[JOB])
     state = told(promising(8), ANNA, commit(view)).state
     assert state.view == view
     assert state.primaries == KNOWN
@@ -135,7 +192,8 @@ def test_a_member_remembers_with_the_install_of_a_view_what_that_tells() -> None
 
 def test_a_member_tells_with_its_answer_what_it_remembers() -> None:
     state = replace(BERTS, view=BEFORE, primaries=KNOWN)
-    state = told(state, ANNA, Superseded(going_on(ANNA, CARA))).state
+    after = make_view(8, ANNA, CARA, previous=BEFORE.epoch)
+    state = told(state, ANNA, Superseded(after)).state
     assert state.view.members == (BERT,)
     base = make_view(9, ANNA, CARA)
     proposal = make_proposal(ANNA, 20, base, ANNA, CARA, BERT, continuing=[ANNA, CARA])

@@ -6,7 +6,6 @@ import pytest
 
 from pmesh.core.agreement import lose
 from pmesh.core.messages import (
-    Attempt,
     Commit,
     Flushed,
     Propose,
@@ -21,10 +20,8 @@ from pmesh.core.standing import (
     Install,
     JoinRequest,
     Send,
-    State,
     Step,
 )
-from pmesh.core.views import Primary, Roster, Terms
 from pmesh.errors import ProtocolError
 from pmesh.ids import Member
 from tests.core.builders import (
@@ -35,7 +32,6 @@ from tests.core.builders import (
     DORA,
     FACES,
     all_hearing_each_other,
-    known_from,
     make_epoch,
     make_flushed,
     make_heartbeat,
@@ -186,75 +182,6 @@ class TestAProposalIsAnswered:
 
 
 ASKED = JoinRequest(NOW, whole=False)
-
-
-class TestAnAttempt:
-    """V10: what was promised may be installed elsewhere, and a job there go on without us."""
-
-    JOB = make_roster(ANNA, BERT, CARA, terms=Terms(quorum="majority"))
-    VIEW = make_view(5, ANNA, BERT, CARA, rosters=[JOB])
-    BERTS = replace(all_hearing_each_other(BERT, VIEW, ANNA, CARA), primaries=known_from(VIEW))
-    PROMISED = Attempt(make_epoch(6), (ANNA, BERT, CARA))
-
-    def promise(self, counter: int, leader: Member = ANNA, state: State = BERTS) -> Step:
-        return told(state, leader, make_proposal(leader, counter, self.VIEW, ANNA, BERT, CARA))
-
-    def test_is_told_with_the_next_answer_and_not_with_its_own(self) -> None:
-        first = self.promise(6)
-        second = self.promise(8, state=first.state)
-        answers = [message for step in (first, second) for _, message in sent(step)]
-        assert [a.attempts for a in answers if isinstance(a, Flushed)] == [(), (self.PROMISED,)]
-        later = Attempt(make_epoch(8), (ANNA, BERT, CARA))
-        assert second.state.attempts == (self.PROMISED, later)
-
-    def test_is_not_noted_where_no_job_asks_for_a_majority(self) -> None:
-        state = replace(BERTS, attempts=(self.PROMISED,))
-        assert told(state, ANNA, make_proposal(ANNA, 7, TRIO, *TRIO.members)).state.attempts == ()
-
-    def test_is_resolved_by_the_view_that_it_becomes(self) -> None:
-        assert self.install(self.promise(6).state, 6, ANNA, BERT, CARA) == ()
-
-    def test_is_resolved_by_a_view_of_whoever_led_it(self) -> None:
-        """It has shown what it had installed."""
-        state = self.promise(7, CARA, state=self.promise(6).state).state
-        assert self.install(state, 7, ANNA, BERT, CARA, leader=CARA) == ()
-
-    def test_is_kept_in_views_without_whoever_led_it(self) -> None:
-        state = self.promise(7, CARA, state=self.promise(6).state).state
-        assert self.install(state, 7, BERT, CARA, leader=CARA) == (self.PROMISED,)
-
-    def test_is_resolved_by_a_later_roster_that_has_a_quorum(self) -> None:
-        state = self.promise(7, CARA, state=self.promise(6).state).state
-        settled = make_roster(
-            BERT, CARA, terms=self.JOB.terms, primary=Primary(make_epoch(7, CARA), (BERT, CARA))
-        )
-        assert self.install(state, 7, BERT, CARA, leader=CARA, roster=settled) == ()
-
-    def test_is_forgotten_with_the_last_job_that_asks_for_a_majority(self) -> None:
-        state = self.promise(7, CARA, state=self.promise(6).state).state
-        assert self.install(state, 7, BERT, CARA, leader=CARA, roster=None) == ()
-
-    def test_is_remembered_by_one_who_falls_out_of_the_view(self) -> None:
-        """Or its vote would not be worth anything when it is back."""
-        promised = self.promise(6, CARA)
-        after = told(promised.state, ANNA, Superseded(make_view(9, ANNA, previous=TRIO.epoch)))
-        assert after.state.view.members == (BERT,)
-        assert after.state.attempts == (Attempt(make_epoch(6, CARA), (ANNA, BERT, CARA)),)
-
-    def install(
-        self,
-        state: State,
-        counter: int,
-        *members: Member,
-        leader: Member = ANNA,
-        roster: Roster | None = JOB,
-    ) -> tuple[Attempt, ...]:
-        """Bert's attempts once this view is in force, in which the job stands so."""
-        rosters = () if roster is None else (roster,)
-        view = make_view(counter, *members, leader=leader, previous=TRIO.epoch, rosters=rosters)
-        step = told(replace(state, quiet_until=NOW + 9), leader, commit(view))
-        assert step.actions == (Install(view),)
-        return step.state.attempts
 
 
 class TestACommitIsInstalled:

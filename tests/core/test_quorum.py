@@ -2,13 +2,14 @@
 
 from collections.abc import Collection, Iterable, Mapping
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pmesh.core.messages import Attempt, Flushed, JobReport, KnownPrimary
-from pmesh.core.quorum import has_quorum
-from pmesh.core.rosters import jobs_without_quorum
+from pmesh.core.messages import Flushed, JobReport, KnownPrimary
+from pmesh.core.quorum import has_majorities, may_run, needed_voters
+from pmesh.core.rosters import jobs_to_vote_on
 from pmesh.core.views import Primary, Roster, Terms, View
 from pmesh.ids import Member
 from tests.core.builders import (
@@ -42,19 +43,6 @@ VOTERS = st.lists(st.sampled_from(EVERYONE), min_size=1, max_size=7).map(tuple)
 SIDE = st.sets(st.sampled_from(EVERYONE))
 
 
-ATTEMPT = st.builds(
-    lambda counter, everyone, count: Attempt(
-        make_epoch(counter, everyone[0]), tuple(everyone[:count])
-    ),
-    st.integers(3, 8),
-    st.permutations(EVERYONE),
-    st.integers(1, 5),
-)
-"""A view that somebody has promised, before or after the last primary roster."""
-
-ATTEMPTS = st.lists(ATTEMPT, max_size=3)
-
-
 def wins(voters: tuple[Member, ...], side: Collection[Member]) -> bool:
     """By the book: more votes than the others, or as many and the first one's."""
     ours = [voter for voter in voters if voter in side]
@@ -64,104 +52,138 @@ def wins(voters: tuple[Member, ...], side: Collection[Member]) -> bool:
 
 class TestAQuorum:
     @given(VOTERS, SIDE)
-    def test_is_of_exactly_one_of_two_sides_while_nothing_is_unresolved(
+    def test_is_of_exactly_one_of_two_sides(
         self, voters: tuple[Member, ...], side: set[Member]
     ) -> None:
-        primary = Primary(PRIMARY, voters)
-        assert has_quorum(primary, side, ()) == wins(voters, side)
-        assert has_quorum(primary, side, ()) != has_quorum(primary, set(EVERYONE) - side, ())
+        assert has_majorities(side, [voters]) == wins(voters, side)
+        assert has_majorities(side, [voters]) != has_majorities(set(EVERYONE) - side, [voters])
 
-    @given(VOTERS, SIDE, ATTEMPTS)
-    def test_is_never_of_a_side_from_which_an_unresolved_attempt_could_have_parted(
-        self, voters: tuple[Member, ...], side: set[Member], promised: list[Attempt]
+    @given(st.lists(VOTERS, max_size=3), SIDE)
+    def test_is_a_majority_of_each_of_several_voters(
+        self, needed: list[tuple[Member, ...]], side: set[Member]
     ) -> None:
-        """If the attempt has become a primary roster, no majority of it is elsewhere."""
-        if not has_quorum(Primary(PRIMARY, voters), side, promised):
-            return
-        for attempt in promised:
-            then = tuple(voter for voter in voters if voter in attempt.members)
-            if attempt.epoch > PRIMARY and then:
-                assert not wins(then, set(EVERYONE) - side)
+        assert has_majorities(side, needed) == all(wins(voters, side) for voters in needed)
 
-    @given(VOTERS, SIDE, ATTEMPTS)
-    def test_is_a_majority_of_the_last_primary_and_of_each_later_attempt(
-        self, voters: tuple[Member, ...], side: set[Member], promised: list[Attempt]
+    @given(st.lists(VOTERS, max_size=3), SIDE, SIDE)
+    def test_is_not_lost_by_those_who_come(
+        self, needed: list[tuple[Member, ...]], side: set[Member], more: set[Member]
     ) -> None:
-        elections = [voters]
-        for attempt in promised:
-            then = tuple(voter for voter in voters if voter in attempt.members)
-            if attempt.epoch > PRIMARY:
-                elections += [then] if then else []
-        expected = all(wins(election, side) for election in elections)
-        assert has_quorum(Primary(PRIMARY, voters), side, promised) == expected
-
-    @given(VOTERS, SIDE, SIDE, ATTEMPTS)
-    def test_is_not_lost_by_those_who_come_nor_won_by_what_was_promised(
-        self,
-        voters: tuple[Member, ...],
-        side: set[Member],
-        more: set[Member],
-        promised: list[Attempt],
-    ) -> None:
-        primary = Primary(PRIMARY, voters)
-        if has_quorum(primary, side, promised):
-            assert has_quorum(primary, side | more, promised)
-            assert has_quorum(primary, side, promised[1:])
+        if has_majorities(side, needed):
+            assert has_majorities(side | more, needed)
 
     @pytest.mark.parametrize(("side", "expected"), [([ANNA], True), ([BERT], False)])
     def test_of_two_halves_goes_to_that_of_the_most_senior(
         self, side: list[Member], *, expected: bool
     ) -> None:
-        assert has_quorum(Primary(PRIMARY, (ANNA, BERT)), side, ()) == expected
+        assert has_majorities(side, [(ANNA, BERT)]) == expected
 
     def test_counts_no_restarted_agent(self) -> None:
         again = make_member("b", incarnation=99)
-        primary = Primary(PRIMARY, (ANNA, BERT, CARA))
-        assert has_quorum(primary, [BERT, CARA], ())
-        assert not has_quorum(primary, [again, CARA], ())
+        assert has_majorities([BERT, CARA], [(ANNA, BERT, CARA)])
+        assert not has_majorities([again, CARA], [(ANNA, BERT, CARA)])
 
     def test_counts_a_machine_as_often_as_it_has_trainers(self) -> None:
-        primary = Primary(PRIMARY, (ANNA, BERT, BERT))
-        assert has_quorum(primary, [BERT], ())
-        assert not has_quorum(primary, [ANNA], ())
+        assert has_majorities([BERT], [(ANNA, BERT, BERT)])
+        assert not has_majorities([ANNA], [(ANNA, BERT, BERT)])
 
-    def test_is_not_asked_of_what_was_promised_before_the_last_primary(self) -> None:
-        primary = Primary(PRIMARY, (ANNA, BERT, CARA))
-        earlier, later = (Attempt(make_epoch(counter), (ANNA,)) for counter in (4, 6))
-        assert has_quorum(primary, [BERT, CARA], [earlier])
-        assert not has_quorum(primary, [BERT, CARA], [later])
-
-    def test_is_not_asked_of_machines_that_had_no_vote(self) -> None:
-        """Or an idle machine could outvote the one rank that went on with the attempt."""
-        primary = Primary(PRIMARY, (ANNA, BERT, CARA))
-        with_dora = Attempt(make_epoch(6), (ANNA, BERT, DORA))
-        assert not has_quorum(primary, [BERT, CARA, DORA], [with_dora])
-        idle = Attempt(make_epoch(6, DORA), (DORA, EMMA))
-        assert has_quorum(primary, [BERT, CARA], [idle])
+    def test_is_of_nobody_where_nobody_may_vote(self) -> None:
+        """No honest leader says so."""
+        assert not has_majorities([ANNA], [()])
 
 
 JOB = make_roster(ANNA, BERT, CARA, terms=MAJORITY, primary=Primary(PRIMARY, (ANNA, BERT, CARA)))
 
+PAIR = make_roster(
+    ANNA,
+    BERT,
+    terms=MAJORITY,
+    number=6,
+    primary=Primary(make_epoch(6), (ANNA, BERT), ((ANNA, BERT, CARA),)),
+)
+"""What has become of the job where Cara was lost."""
+
+PAIR_IN_FORCE = KnownPrimary(DIGITS, PAIR.born, PAIR.primary.epoch, in_force=True)
+
+
+class TestARosterInForce:
+    def test_lets_the_voters_before_it_go(self) -> None:
+        assert needed_voters(PAIR, {PAIR_IN_FORCE}) == ((ANNA, BERT),)
+
+    def test_is_a_job_s_first_at_once(self) -> None:
+        assert may_run(JOB, ())
+        assert needed_voters(JOB, ()) == ((ANNA, BERT, CARA),)
+
+    def test_is_any_where_nobody_asks_for_a_majority(self) -> None:
+        assert may_run(make_roster(ANNA, BERT), ())
+
+    def test_is_not_one_that_is_known_and_not_confirmed(self) -> None:
+        known = msgspec.structs.replace(PAIR_IN_FORCE, in_force=False)
+        assert not may_run(PAIR, {known})
+        assert may_run(PAIR, {PAIR_IN_FORCE})
+
+    def test_does_not_run_without_a_quorum(self) -> None:
+        """It is the roster before that has been in force."""
+        waiting = msgspec.structs.replace(PAIR, quorate=False)
+        assert not may_run(waiting, {PAIR_IN_FORCE})
+        assert needed_voters(waiting, {PAIR_IN_FORCE}) == ((ANNA, BERT),)
+
+    def test_is_not_another_of_the_same_epoch(self) -> None:
+        """One view may settle several jobs, and a job's name may come again."""
+        for other in ({"job": FACES}, {"born": make_epoch(2)}, {"epoch": make_epoch(7)}):
+            assert not may_run(PAIR, {msgspec.structs.replace(PAIR_IN_FORCE, **other)})
+
+
+class TestARosterThatIsNotInForce:
+    def test_hands_on_whose_votes_it_has_needed(self) -> None:
+        assert needed_voters(PAIR, ()) == ((ANNA, BERT), (ANNA, BERT, CARA))
+
+    def test_hands_on_no_voters_twice(self) -> None:
+        again = Primary(make_epoch(7), (ANNA, BERT), ((ANNA, BERT), (ANNA, BERT, CARA)))
+        roster = msgspec.structs.replace(PAIR, primary=again)
+        assert needed_voters(roster, ()) == ((ANNA, BERT), (ANNA, BERT, CARA))
+
+    def test_is_voted_on_anew_in_each_view(self) -> None:
+        """So that whoever installs that view installs it as a roster of that epoch."""
+        base = make_view(6, ANNA, BERT, DORA, rosters=[PAIR])
+        (after,) = settle(base, answers_of(base, ANNA, BERT, DORA))
+        assert after.number == NEXT.counter
+        needed = ((ANNA, BERT), (ANNA, BERT, CARA))
+        assert after.primary == Primary(NEXT, (ANNA, BERT), needed)
+
+    def test_runs_on_once_anybody_knows_it_to_be_in_force(self) -> None:
+        base = make_view(6, ANNA, BERT, DORA, rosters=[PAIR])
+        (after,) = settle(base, answers_of(base, ANNA, BERT, DORA, primaries=[PAIR_IN_FORCE]))
+        assert after == PAIR
+
+    def test_needs_all_voters_that_it_has_needed(self) -> None:
+        """Cara may have gone on with Bert, who then has not installed it."""
+        base = make_view(6, ANNA, BERT, DORA, rosters=[PAIR])
+        (after,) = settle(base, answers_of(base, ANNA, DORA))
+        assert (after.quorate, after.primary) == (False, PAIR.primary)
+
+    def test_needs_them_no_more_once_anybody_knows_it_to_be_in_force(self) -> None:
+        base = make_view(6, ANNA, BERT, DORA, rosters=[PAIR])
+        (after,) = settle(base, answers_of(base, ANNA, DORA, primaries=[PAIR_IN_FORCE]))
+        assert after.primary == Primary(NEXT, (ANNA,), ((ANNA, BERT),))
+
 
 def answers_of(
-    view: View, *members: Member, attempts: Iterable[Attempt] = ()
+    view: View, *members: Member, primaries: Iterable[KnownPrimary] | None = None
 ) -> dict[Member, Flushed]:
-    """Their flush answers; the first of them has promised these."""
+    """Their flush answers; the last of them knows these primary rosters."""
     reports: dict[Member, list[JobReport]] = {
         m: [make_report(r, {t.id: [running(4)] for t in r.trainers_at(m)}) for r in view.rosters]
         for m in members
     }
     return {
-        m: make_flushed(m, view, jobs=reports[m], attempts=attempts if m == members[0] else ())
+        m: make_flushed(m, view, jobs=reports[m], primaries=primaries if m == members[-1] else None)
         for m in members
     }
 
 
-def settle_among(
-    *members: Member, roster: Roster = JOB, attempts: Iterable[Attempt] = ()
-) -> Roster:
+def settle_among(*members: Member, roster: Roster = JOB) -> Roster:
     base = make_view(5, ANNA, BERT, CARA, DORA, rosters=[roster])
-    (after,) = settle(base, answers_of(base, *members, attempts=attempts))
+    (after,) = settle(base, answers_of(base, *members))
     return after
 
 
@@ -169,7 +191,7 @@ class TestASideThatMayGoOn:
     def test_forms_the_primary_roster_that_the_next_vote_is_about(self) -> None:
         after = settle_among(BERT, CARA)
         assert after.quorate
-        assert after.primary == Primary(NEXT, (BERT, CARA))
+        assert after.primary == Primary(NEXT, (BERT, CARA), ((ANNA, BERT, CARA),))
 
     def test_names_its_voters_in_the_order_of_their_entering(self) -> None:
         """... which is not the ring's: here Cara has entered after Anna, and before Bert."""
@@ -192,18 +214,17 @@ class TestASideThatMayGoOn:
         }
         answers[DORA] = make_flushed(DORA, base, waiting=[make_waiting(1)])
         (after,) = settle(base, answers)
-        assert after.primary == Primary(NEXT, (BERT, CARA, DORA))
+        assert after.primary == Primary(NEXT, (BERT, CARA, DORA), (JOB.primary.voters,))
         alone = {m: a for m, a in answers.items() if m != BERT}
         (after,) = settle(base, alone)
         assert (after.ids, after.quorate) == ((2, 3), False)
 
     def test_shrinks_step_by_step(self) -> None:
         """Dynamic voting: of three that became two, one half is enough."""
-        pair = settle_among(ANNA, BERT)
-        base = make_view(6, ANNA, BERT, rosters=[pair])
-        (last,) = settle(base, answers_of(base, ANNA))
+        base = make_view(6, ANNA, BERT, rosters=[PAIR])
+        (last,) = settle(base, answers_of(base, ANNA, primaries=[PAIR_IN_FORCE]))
         assert last.quorate
-        (other,) = settle(base, answers_of(base, BERT))
+        (other,) = settle(base, answers_of(base, BERT, primaries=[PAIR_IN_FORCE]))
         assert not other.quorate
 
 
@@ -214,20 +235,10 @@ class TestASideThatMayNotGoOn:
         assert not after.quorate
         assert after.primary == JOB.primary
 
-    def test_waits_where_an_attempt_may_have_gone_on_elsewhere(self) -> None:
-        attempt = Attempt(make_epoch(6), (ANNA, BERT))
-        assert settle_among(BERT, CARA).quorate
-        assert not settle_among(BERT, CARA, attempts=[attempt]).quorate
-
-    def test_does_not_wait_for_what_its_leader_can_tell(self) -> None:
-        by_dora = Attempt(make_epoch(6, DORA), (DORA, ANNA, CARA))
-        assert not settle_among(CARA, BERT, attempts=[by_dora]).quorate
-        assert settle_among(CARA, BERT, DORA, attempts=[by_dora]).quorate
-
     def test_has_its_ops_settled_with_every_view_that_might_help(self) -> None:
         waiting = make_roster(ANNA, terms=MAJORITY, quorate=False)
         view = make_view(5, ANNA, BERT, rosters=[waiting, make_roster(ANNA, job=FACES)])
-        assert jobs_without_quorum(view) == (DIGITS,)
+        assert jobs_to_vote_on(view, ()) == (DIGITS,)
         (after, _) = settle(view, answers_of(view, ANNA, BERT))
         assert after.number == NEXT.counter
 
@@ -248,7 +259,7 @@ class TestASideThatMayNotGoOn:
         answers = {m: make_flushed(m, view) for m, view in alone.items()}
         (after,) = settle(alone[BERT], answers, continuing=[BERT])
         assert (after.ids, after.quorate) == ((1,), True)
-        assert after.primary == Primary(NEXT, (BERT,))
+        assert after.primary == Primary(NEXT, (BERT,), (JOB.primary.voters,))
 
     def settle_berts(self, caras: Iterable[KnownPrimary]) -> Roster:
         """Bert waits for a majority; Cara comes, who has no rank any more, and remembers this."""
@@ -263,7 +274,7 @@ class TestASideThatMayNotGoOn:
         """A machine that slept: it remembers with whom the job had gone on."""
         after = self.settle_berts(known_from(make_view(5, rosters=[JOB], leader=ANNA)))
         assert (after.ids, after.quorate) == ((1,), True)
-        assert after.primary == Primary(NEXT, (BERT,))
+        assert after.primary == Primary(NEXT, (BERT,), (JOB.primary.voters,))
 
     def test_is_not_helped_by_one_who_knows_that_others_have_gone_on(self) -> None:
         after = self.settle_berts([KnownPrimary(DIGITS, JOB.born, make_epoch(7))])
@@ -280,6 +291,13 @@ class TestASideThatMayNotGoOn:
         self, other: KnownPrimary
     ) -> None:
         assert self.settle_berts([other]).quorate
+
+    def test_is_helped_by_one_without_a_vote_whatever_it_knows_of_others(self) -> None:
+        """None of the voters here has installed that roster, so that it can't be in force."""
+        base = make_view(5, ANNA, BERT, CARA, DORA, rosters=[JOB])
+        later = KnownPrimary(DIGITS, JOB.born, make_epoch(7))
+        (after,) = settle(base, answers_of(base, BERT, CARA, DORA, primaries=[later]))
+        assert after.quorate
 
     def test_is_helped_a_last_time_by_one_whose_trainer_ends(self) -> None:
         pair = make_roster(ANNA, BERT, terms=MAJORITY, primary=Primary(PRIMARY, (ANNA, BERT)))

@@ -166,7 +166,7 @@ def _expel_on_old_evidence(state: State, member: Member, now: float) -> bool:
 # --- V9 and V10
 
 _weight = rosters._History.weight
-_has_quorum = quorum.has_quorum
+_has_majorities = quorum.has_majorities
 
 
 def _lighter_wins(history: Any) -> tuple[int, ...]:
@@ -177,14 +177,14 @@ def _follow_either_side(before: Roster, after: Roster, trainer: Trainer) -> bool
     return after.born == before.born and after.number >= before.number
 
 
-def _forget_attempts(primary: Any, present: Any, attempts: Any) -> bool:
-    return _has_quorum(primary, present, ())
+def _last_voters_only(roster: Roster, known: Any) -> Any:
+    return (roster.primary.voters,)
 
 
-def _count_restarted(primary: Any, present: Any, attempts: Any) -> bool:
+def _count_restarted(present: Any, needed: Any) -> bool:
     nodes = {member.node for member in present}
-    voters = [voter for voter in primary.voters if voter.node in nodes]
-    return _has_quorum(primary, {*present, *voters}, attempts)
+    voters = {voter for several in needed for voter in several if voter.node in nodes}
+    return _has_majorities({*present, *voters}, needed)
 
 
 MUTATIONS = {
@@ -271,13 +271,17 @@ MUTATIONS = {
     "either_side": Mutation(
         "V9: a trainer follows one side only", (rosters.is_same_history, _follow_either_side)
     ),
-    "no_quorum": Mutation("V10: a majority of the last primary", (_has_quorum, _yes)),
-    "no_attempts": Mutation(
-        "V10: a majority also of each attempt that may have been installed",
-        (_has_quorum, _forget_attempts),
+    "no_quorum": Mutation("V10: a majority of the last primary", (_has_majorities, _yes)),
+    "in_force_at_once": Mutation(
+        "V10: ops run once a majority is seen to have installed the roster",
+        (quorum.is_in_force, _yes),
+    ),
+    "last_voters_only": Mutation(
+        "V10: a roster that is not in force hands on whose votes it has needed",
+        (quorum.needed_voters, _last_voters_only),
     ),
     "restarted_votes": Mutation(
-        "V10: a restarted agent has no vote", (_has_quorum, _count_restarted)
+        "V10: a restarted agent has no vote", (_has_majorities, _count_restarted)
     ),
     "never_overtaken": Mutation(
         "V10: a roster gives way to a later one with a quorum",
