@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pmesh.core.plans import Need, PlanMaker, RankPlan, Receive, Region, Send, Then, remembered
-from pmesh.core.schedule import SEGMENT_BYTES, chunk_bounds, segments
+from pmesh.core.schedule import SEGMENT_BYTES, chunk_bounds, halvings, segments
 
 _Needs = tuple[Need, ...]
 
@@ -97,8 +97,8 @@ def plan_tree(
         return _alone(count * itemsize)
     bounds = [value * itemsize for value in chunk_bounds(count, size)]
     blocks = _Blocks(bounds, split=size // 2, segment_bytes=segment_bytes)
-    halvings = list(_halvings(size))
-    for step, (half, below) in enumerate(halvings):
+    ways = tuple(halvings(size))
+    for step, (half, below) in enumerate(ways):
         to, from_, before = (rank + half) % size, (rank - half) % size, maker.landed()
         for record in blocks.cut(rank, range(half, below)):
             is_sum = step > 0 and (record.chunk - rank) % size < size // 2
@@ -111,7 +111,7 @@ def plan_tree(
             else:
                 added = _add_source(step, record, finishes=finishes)
             maker.receive(from_, added)
-    for step, (half, below) in enumerate(reversed(halvings), start=len(halvings)):
+    for step, (half, below) in enumerate(reversed(ways), start=len(ways)):
         to, from_, before = (rank - half) % size, (rank + half) % size, maker.landed()
         for record in blocks.cut(rank, range(below - half)):
             maker.send(to, _send(step, Region.RESULT, record, before))
@@ -238,18 +238,6 @@ def _backwards(chunks: Sequence[Sequence[_Record]], first: int) -> Iterator[_Rec
     """The records in the order in which a ring needs or finishes them."""
     for step in range(len(chunks)):
         yield from chunks[(first - step) % len(chunks)]
-
-
-def _halvings(size: int) -> Iterator[tuple[int, int]]:
-    """For each halving step, `half` and `below`: blocks half to below - 1 are given away.
-
-    >>> list(_halvings(8)), list(_halvings(5))
-    ([(4, 8), (2, 4), (1, 2)], [(3, 5), (2, 3), (1, 2)])
-    """
-    while size > 1:
-        half = (size + 1) // 2
-        yield half, size
-        size = half
 
 
 class _Blocks:

@@ -12,6 +12,7 @@ Chunks travel in pieces (segments). Every chunk has at least one piece, if need 
 that no rank completes an op that another has not started: that is also the barrier.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -116,6 +117,20 @@ def segments(
     """
     offsets = range(begin, end, segment_bytes) or (begin,)
     return tuple((offset, min(segment_bytes, end - offset)) for offset in offsets)
+
+
+def halvings(size: int) -> Iterator[tuple[int, int]]:
+    """The halvings from `size` blocks to one: those from the first number on are given away.
+
+    As many as the logarithm of `size` to base 2, rounded up.
+
+    >>> list(halvings(8)), list(halvings(5))
+    ([(4, 8), (2, 4), (1, 2)], [(3, 5), (2, 3), (1, 2)])
+    """
+    while size > 1:
+        half = (size + 1) // 2
+        yield half, size
+        size = half
 
 
 def _cut(begin: int, end: int, *, step: int) -> tuple[Piece, ...]:
