@@ -4,8 +4,10 @@ What a rank only passes on goes through a few places in its scratch, one after t
 no tensor's room for that, and what it adds to is still in the cache.
 """
 
+import itertools
+
 from pmesh.core.plans import Need, PlanMaker, RankPlan, Receive, Region, Send, Then, remembered
-from pmesh.core.schedule import SEGMENT_BYTES, chunk_bounds, segments
+from pmesh.core.schedule import SEGMENT_BYTES, segments
 
 WINDOW = 4
 """Records that may be on their way through a rank: 2 MiB cover 16 ms at 1 Gbit/s."""
@@ -50,9 +52,9 @@ def plan_reduce(
 
 @remembered
 def plan_reduce_scatter(
-    *, rank: int, size: int, count: int, itemsize: int, segment_bytes: int = SEGMENT_BYTES
+    *, rank: int, size: int, nbytes: tuple[int, ...], segment_bytes: int = SEGMENT_BYTES
 ) -> RankPlan:
-    """Each rank gets the sum of its own part, as `numpy.array_split` cuts. A barrier.
+    """Each rank gets the sum of its own part. A barrier.
 
     The first half of the ring all-reduce, one chunk further, so that rank r ends with chunk r:
 
@@ -65,12 +67,12 @@ def plan_reduce_scatter(
     Args:
         rank: whose plan.
         size: how many ranks.
-        count: values of the whole tensor, which is the source; the result is the own part.
-        itemsize: bytes of a value.
-        segment_bytes: at most so many in a record, the same at all ranks; a multiple of `itemsize`.
+        nbytes: of each rank's part: the source is all of them in the order of ranks, the result the
+            own. Whole values.
+        segment_bytes: at most so many in a record, the same at all ranks; whole values too.
     """
     maker = PlanMaker(size=size)
-    bounds = [value * itemsize for value in chunk_bounds(count, size)]
+    bounds = [0, *itertools.accumulate(nbytes)]
     if size == 1:
         maker.copy(source=0, result=0, nbytes=bounds[1])
         return maker.plan()
@@ -78,8 +80,8 @@ def plan_reduce_scatter(
     chunks = [segments(bounds[c], bounds[c + 1], segment_bytes=segment_bytes) for c in range(size)]
     # A rank passes on a record of a batch only once it has sent its own of that batch: with fewer
     # places than two batches all ranks might wait for each other.
-    window = _Window(nbytes=min(bounds[1], segment_bytes), places=2 * WINDOW)
-    for begin in range(0, len(chunks[0]), WINDOW):  # the first chunk is the largest
+    window = _Window(nbytes=min(max(nbytes), segment_bytes), places=2 * WINDOW)
+    for begin in range(0, max(map(len, chunks)), WINDOW):
         batch = slice(begin, begin + WINDOW)
         passing: list[tuple[int, Need]] = []
         for step in range(size - 1):
