@@ -47,7 +47,7 @@ from pmesh.core.standing import (
     hear_each_other,
     hears_me,
 )
-from pmesh.core.views import View
+from pmesh.core.views import Seat, View
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Member, NodeId
 
@@ -238,11 +238,12 @@ def _jitter(state: State) -> float:
 
 def _leave_if_superseded(state: State, sender: Member, view: View, now: float) -> Step:
     """V2: our view's next has been installed without us: we stay behind, alone."""
+    next_of_ours = view.previous_epoch_of(sender) == state.view.epoch
     proof = (
         view.epoch > state.view.epoch
         and state.me not in view.members
         and sender in state.view.members
-        and view.previous_epoch_of(sender) == state.view.epoch
+        and (next_of_ours or _all_have_gone_on(state, sender, view, now))
     )
     if not proof:
         return Step(state)
@@ -251,6 +252,20 @@ def _leave_if_superseded(state: State, sender: Member, view: View, now: float) -
     kept = keep_local_rosters(state.view, state.me)
     alone = View.of_one(state.me, state.name, epoch, kept)
     return _install(replace(state, promised=epoch), alone, now)
+
+
+def _all_have_gone_on(state: State, sender: Member, view: View, now: float) -> bool:
+    """We have slept through more than one view: the sender, and all whom we hear, are in this one.
+
+    Who was admitted when our view says so has been in one line of views ever since.
+    """
+    gone_on = {seat.member for seat in state.view.seats if _keeps_its_place(seat, view)}
+    return sender in gone_on and {*gone_on, state.me}.issuperset(continuing_members(state, now))
+
+
+def _keeps_its_place(seat: Seat, view: View) -> bool:
+    later = view.seat_of(seat.member)
+    return later is not None and later.admitted == seat.admitted
 
 
 def _receive_commit(state: State, sender: Member, message: Commit, now: float) -> Step:

@@ -41,6 +41,7 @@ from tests.core.builders import (
     make_peer,
     make_proposal,
     make_roster,
+    make_seat,
     make_view,
     make_waiting,
 )
@@ -160,6 +161,32 @@ class TestBeingSuperseded:
     def test_is_not_believed_without_proof(self) -> None:
         other_line = make_view(9, ANNA, CARA, previous=make_epoch(3))
         assert told(BERTS, ANNA, Superseded(other_line)) == Step(BERTS)
+
+    LATER = View(
+        make_epoch(9), (make_seat(ANNA, 1, make_epoch(8)), make_seat(CARA, 3, make_epoch(8)))
+    )
+    """Two views on: Anna and Cara have been in it from the beginning."""
+
+    @pytest.mark.parametrize("linked", [True, False])
+    def test_happens_to_one_who_has_slept_through_several_views(self, *, linked: bool) -> None:
+        """Cara may not have told him yet: Anna's view says that she has gone on, too."""
+        state = BERTS if linked else lose(BERTS, CARA.node, "silent", Facts(), now=NOW).state
+        (alone,) = installed(told(state, ANNA, Superseded(self.LATER)))
+        assert alone.members == (BERT,)
+
+    def test_does_not_happen_while_somebody_goes_on_with_us(self) -> None:
+        """Anna may have been cut off, and have gone on by herself."""
+        view = make_view(9, ANNA, previous=make_epoch(8))
+        assert told(BERTS, ANNA, Superseded(view)) == Step(BERTS)
+        alone = lose(BERTS, CARA.node, "silent", Facts(), now=NOW).state
+        assert [v.members for v in installed(told(alone, ANNA, Superseded(view)))] == [(BERT,)]
+
+    def test_does_not_happen_by_one_who_has_been_taken_in_anew(self) -> None:
+        """She had fallen out as well."""
+        alone = lose(BERTS, CARA.node, "silent", Facts(), now=NOW).state
+        seat = make_seat(ANNA, 7, make_epoch(8))
+        view = View(make_epoch(9, DORA), (make_seat(DORA, 1, make_epoch(8)), seat))
+        assert installed(told(alone, ANNA, Superseded(view))) == []
 
 
 class TestARefusal:

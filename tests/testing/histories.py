@@ -283,6 +283,22 @@ def who_slept_through_its_expulsion_ends_nothing_old() -> None:
     assert not rank.ends
 
 
+def who_slept_through_several_views_does_not_go_on_alone() -> None:
+    """V2: what the others show is not the next view after its own, and they have gone on."""
+    cluster = formed_cluster(3)
+    leader, other, sleeper = by_seniority(cluster)
+    rank = sleeper.jobs.ranks[0]
+    cluster.sleep(sleeper.number)
+    run_until(cluster, lambda: len(leader.state.view.seats) == 2, 2 * GONE_AFTER_S)
+    epoch = leader.state.view.epoch
+    other.trainers[0].die()
+    run_until(cluster, lambda: leader.state.view.epoch > epoch, 1.0)
+    cluster.wake(sleeper.number)
+    run_until(cluster, lambda: rank.over is not None, 1.0)
+    ends = [end.outcome for end in rank.ends.values() if isinstance(end.outcome, OpResult)]
+    assert all(len(result.contributors) > 1 for result in ends)
+
+
 def what_comes_before_its_view_is_not_lost() -> None:
     """V4: the ring runs again at once, although one rank learns last that it does."""
     cluster = formed_cluster(3)

@@ -38,6 +38,7 @@ RANDOM = {
 
 AIMED = {
     "own_view_base": histories.a_half_sent_commit_is_what_the_next_leader_builds_on,
+    "never_superseded": histories.who_slept_through_several_views_does_not_go_on_alone,
     "drop_early": histories.what_comes_before_its_view_is_not_lost,
     "no_clique": histories.two_who_cannot_hear_each_other_are_not_in_one_view,
     "no_forward": histories.a_lost_commit_is_made_up_for_by_the_next_heartbeat,
@@ -62,7 +63,6 @@ RARE = {
     "foreign_reports": "none of 120: who comes back has another number, and no ops to tell of",
     "false_lineage": "covered by the member's own check; without both: no_lineage",
     "follow_anyone": "covered by the leader's own check; without both: no_lineage",
-    "never_superseded": "none of 120: its own next proposal leaves it alone too, only later",
     "unfenced_settled": "1 of 120: a job is settled unfenced only where a leader's list was short",
     "hears_is_enough": "none of 120: a connection that one side closes is closed for both",
     "no_veto": "none of 120: who is left out proposes itself, and the higher epoch wins",
