@@ -4,55 +4,31 @@ A straight line from the request to the reply. Nothing here decides that an op h
 goes wrong becomes a concern, and the view change that it causes says the same to all ranks (O3).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import trio
 
 from pmesh.agent.fetching import fetch_result
-from pmesh.agent.ranks import LocalRank, Result
+from pmesh.agent.op_layouts import NOTHING, Op, check_request, lay_out, let_go
+from pmesh.agent.op_runs import run_on_network
+from pmesh.agent.ranks import LocalRank
 from pmesh.agent.surroundings import Surroundings
 from pmesh.core.messages import Concern
-from pmesh.core.reductions import WIRE_DTYPES, check_reduction
-from pmesh.core.session import SYNC_VALUES, OpDone, OpFailed, StartOp
+from pmesh.core.op_outcomes import BOUND_KINDS
+from pmesh.core.session import OpDone, OpFailed, StartOp
 from pmesh.core.views import OpOutcome, Verdict
 from pmesh.errors import LaneBroken, ProtocolError, UsageError
-from pmesh.ids import OpNumber, Rank, TrainerId
+from pmesh.ids import OpNumber
 from pmesh.net.arenas import Arena
-from pmesh.net.collectives import CallsDiffer, RingPosition, all_reduce, broadcast
+from pmesh.net.collectives import CallsDiffer
 
 MAX_UNSTABLE_OPS = 32  # half of the arenas that a session may have; beyond it a start waits (O2)
 MAX_UNSTABLE_BYTES = 256 * 1024 * 1024  # likewise; one op may always be retained, of any size
 TELL_AFTER_OPS = 8  # so often a heartbeat goes ahead of time, while nothing else tells the marks
 LANE_GRACE_S = 1.0  # a lane ends before its machine's link does: wait for the better reason
-KINDS = ("all_reduce", "broadcast", "barrier", "sync")
+NO_BARRIERS = frozenset({"broadcast", "gather", "scatter", "all_to_all"})
 LOOK_AGAIN_S = 0.1  # while there are too few ranks: half a heartbeat
 LANE_ATTEMPTS = 3  # an op that breaks its lanes thrice fails
-
-_NOTHING = Result(arena=None, nbytes=0)
-_SYNC_BYTES = SYNC_VALUES * WIRE_DTYPES["int64"].itemsize
-_SYNC_ROOM_BYTES = 1024 * _SYNC_BYTES  # for more ranks than a job can wait for
-
-
-@dataclass(slots=True, kw_only=True)
-class _Op:
-    """A request, its regions, and how often its lanes have broken."""
-
-    number: OpNumber
-    request: StartOp
-    source: Result | None
-    result: Result
-    root: TrainerId | None = None
-    """Of a broadcast: who it is, whatever its rank becomes (O5)."""
-    receivers: tuple[TrainerId, ...] = ()
-    """Of a broadcast: likewise."""
-    holds: bool = True
-    """Whether the last attempt has brought the result here."""
-    contributors: tuple[TrainerId, ...] = ()
-    """Whose values the last attempt has put into the result."""
-    attempts: int = 0
-    broken: int = 0
-    doomed: Verdict | None = None
-    """Why this rank can't run it at all: a matter for all ranks (O3)."""
 
 
 async def run_op(
@@ -70,12 +46,12 @@ async def run_op(
         return _tell_late(rank, number), None
     if number != rank.ledger.started + 1:
         raise ProtocolError(f"op {number} after op {rank.ledger.started}")
-    _check(rank, request)
+    check_request(rank, request)
     try:
-        op = await _lay_out(rank, request)
+        op = await lay_out(rank, request)
     except (UsageError, OSError) as e:  # OSError: the system has no memory or descriptor left
         doomed = Verdict("UsageError", f"rank {rank.rank}: {e}", (rank.id,))
-        op = _Op(number=number, request=request, source=None, result=_NOTHING, doomed=doomed)
+        op = Op(number=number, request=request, source=None, result=NOTHING, doomed=doomed)
     rank.start(number, request.call)
     patience_s = min(request.timeout_s, 1e9)
     deadline = trio.current_time() + patience_s
@@ -85,7 +61,7 @@ async def run_op(
             # I5: the view has told us of it after this call began. Nobody has this op's result, and
             # nothing of an attempt under the new number has been sent: it has not begun.
             rank.take_back(number)
-            _let_go(rank, op, keep=None)
+            let_go(rank, op, keep=None)
             return _tell_late(rank, number), None
         if elsewhere is not None:  # it can't fail any more: a late fetch is only tried again
             deadline = trio.current_time() + patience_s
@@ -101,7 +77,7 @@ async def run_op(
         rank.fail(failure)
     else:
         rank.take_back(number)  # how the op ends is the others' matter
-    _let_go(rank, op, keep=None)
+    let_go(rank, op, keep=None)
     cause = (rank.owed or failure).verdict  # an earlier op's failure is this one's cause
     assert cause is not None  # noqa: S101 - `failure_of` gives only outcomes that have one
     rank.owed = None
@@ -117,73 +93,13 @@ def _tell_late(rank: LocalRank, number: OpNumber) -> OpFailed:
     return OpFailed(number, owed.verdict, consumed=False, world=world)
 
 
-def _check(rank: LocalRank, request: StartOp) -> None:
-    """Refuse what no client of ours sends: a trainer must not be able to end its agent."""
-    call = request.call
-    sync = call.kind == "sync"
-    if (
-        call.kind not in KINDS
-        or (call.kind == "broadcast" and not 0 <= call.root < len(rank.world))
-        or not all(0 <= receiver < len(rank.world) for receiver in call.receivers)
-        or (sync and (request.wire_dtype, request.count) != ("int64", SYNC_VALUES))
-        or not (sync or rank.world)  # O6: who has just entered begins with the sync
-    ):
-        raise ProtocolError(f"op {request.op} is {call}")
-    try:
-        if call.kind != "broadcast":
-            check_reduction(call.reduction or "sum", request.wire_dtype)
-    except ValueError as e:
-        raise ProtocolError(f"op {request.op} is {call}: {e}") from e
-
-
-async def _lay_out(rank: LocalRank, request: StartOp) -> _Op:
-    """Find the input region, and a free output region where the op has one."""
-    kind = request.call.kind
-    nbytes = request.count * WIRE_DTYPES[request.wire_dtype].itemsize
-    root = rank.world[request.call.root] if kind == "broadcast" else None
-    receivers = tuple(rank.world[r] for r in request.call.receivers)
-    is_root = root == rank.id
-    needs_input = nbytes > 0 and (is_root or kind != "broadcast")
-    if needs_input != (request.arena >= 0):
-        raise ProtocolError(f"op {request.op} comes with arena {request.arena}")
-    source = None
-    if needs_input:
-        arena = rank.arenas.inputs.hold(request.arena, nbytes)
-        source = Result(arena=arena, nbytes=nbytes, is_input=True)
-    result = (source or _NOTHING) if is_root else _NOTHING
-    if nbytes and not is_root:
-        room_bytes = _SYNC_ROOM_BYTES if kind == "sync" else nbytes
-        try:
-            result = Result(arena=await rank.arenas.outputs.acquire(room_bytes), nbytes=nbytes)
-        except (UsageError, OSError):
-            if source is not None:
-                rank.let_go(source)
-            raise
-    return _Op(
-        number=request.op,
-        request=request,
-        source=source,
-        result=result,
-        root=root,
-        receivers=receivers or rank.world,
-    )
-
-
-def _let_go(rank: LocalRank, op: _Op, *, keep: Result | None) -> None:
-    """Give the op's regions back, but for the one that holds its result."""
-    regions = [op.result] if op.source is None or op.source is op.result else [op.source, op.result]
-    for region in regions:
-        if region is not keep:
-            rank.let_go(region)
-
-
-def _deliver(rank: LocalRank, op: _Op, around: Surroundings) -> tuple[OpDone, Arena | None]:
+def _deliver(rank: LocalRank, op: Op, around: Surroundings) -> tuple[OpDone, Arena | None]:
     """V3: no await lies between the end of the fence and the ledger's entry."""
     rank.complete(op.number, op.result, op.contributors, holds=op.holds)
-    _let_go(rank, op, keep=op.result)
+    let_go(rank, op, keep=op.result)
     if rank.size == 1:
         rank.stabilize(op.number)
-    elif op.request.call.kind != "broadcast":
+    elif op.kind not in NO_BARRIERS:
         # O2: nobody gets through without everyone having started, and so ended what was before.
         rank.stabilize(op.number - 1)
     if rank.ledger.ops and len(rank.ledger.ops) % TELL_AFTER_OPS == 0:
@@ -195,7 +111,7 @@ def _deliver(rank: LocalRank, op: _Op, around: Surroundings) -> tuple[OpDone, Ar
     return OpDone(op.number, number, rank.see(op.contributors)), arena
 
 
-def _note_halt(rank: LocalRank, op: _Op, around: Surroundings) -> None:
+def _note_halt(rank: LocalRank, op: Op, around: Surroundings) -> None:
     """An op has ended that a view change had interrupted."""
     since, rank.halted_since = rank.halted_since, None
     halted_s = trio.current_time() - (since or 0.0)
@@ -209,7 +125,7 @@ def _note_halt(rank: LocalRank, op: _Op, around: Surroundings) -> None:
     )
 
 
-async def _attempt(rank: LocalRank, op: _Op, around: Surroundings) -> None:
+async def _attempt(rank: LocalRank, op: Op, around: Surroundings) -> None:
     """One try. Whatever can't go on waits here for the view change that cancels it."""
     try:
         if op.doomed is not None:
@@ -224,7 +140,7 @@ async def _attempt(rank: LocalRank, op: _Op, around: Surroundings) -> None:
             await _wait_for_ranks(rank, around)
             await _let_newcomers_in(rank, op, around)
             await rank.unfenced()  # V3: our flush answer did not name this op, so nothing leaves
-            await _run_ring(rank, op, around)
+            await _run(rank, op, around)
         await rank.unfenced()
     except CallsDiffer as e:
         await trio.lowlevel.checkpoint_if_cancelled()  # by a view: it has settled what differed
@@ -235,7 +151,7 @@ async def _attempt(rank: LocalRank, op: _Op, around: Surroundings) -> None:
         await _replace_lanes(rank, op, e, around)
 
 
-def _give_up(rank: LocalRank, op: _Op, doomed: Verdict, around: Surroundings) -> None:
+def _give_up(rank: LocalRank, op: Op, doomed: Verdict, around: Surroundings) -> None:
     """The op fails everywhere; unless others have completed it (I4), who go on without us then."""
     if rank.result_elsewhere(op.number) is None:
         _raise_concern(rank, op, doomed, around)
@@ -245,7 +161,7 @@ def _give_up(rank: LocalRank, op: _Op, doomed: Verdict, around: Surroundings) ->
     _raise_concern(rank, op, lost, around, number=OpNumber(-1))
 
 
-def _note_run(rank: LocalRank, op: _Op, around: Surroundings) -> None:
+def _note_run(rank: LocalRank, op: Op, around: Surroundings) -> None:
     op.attempts += 1
     if op.attempts > 1:
         job = rank.roster.job
@@ -270,64 +186,26 @@ async def _wait_for_ranks(rank: LocalRank, around: Surroundings) -> None:
         await trio.sleep(LOOK_AGAIN_S)
 
 
-async def _let_newcomers_in(rank: LocalRank, op: _Op, around: Surroundings) -> None:
+async def _let_newcomers_in(rank: LocalRank, op: Op, around: Surroundings) -> None:
     """O6: a sync under way is where they enter, by a view change; it runs again with them."""
-    if op.request.call.kind == "sync" and around.newcomers(rank):
+    if op.kind == "sync" and around.newcomers(rank):
         _raise_concern(rank, op, None, around)
         await trio.sleep_forever()
 
 
-async def _run_ring(rank: LocalRank, op: _Op, around: Surroundings) -> None:
-    request, mark = op.request, rank.ledger.ended
+async def _run(rank: LocalRank, op: Op, around: Surroundings) -> None:
     root = None if op.root is None else rank.roster.rank_of(op.root)
     if op.root is not None and root is None:
         _raise_concern(rank, op, _without_root(rank, op), around)
         await trio.sleep_forever()
+    if op.kind in BOUND_KINDS and rank.world != rank.roster.ids:
+        _raise_concern(rank, op, _without_some(rank, op), around)
+        await trio.sleep_forever()
     _note_run(rank, op, around)
-    ring = await rank.ring(around.desk)
-    op.contributors = rank.roster.ids
-    if root is not None:
-        await _broadcast(rank, op, ring, root)
-        return
-    source = memoryview(b"") if op.source is None else op.source.memory.toreadonly()
-    if request.call.kind == "sync":
-        op.result = replace(op.result, nbytes=ring.size * _SYNC_BYTES)
-        source = _table_of(source, ring)
-    await all_reduce(
-        ring,
-        op=op.number,
-        fingerprint=rank.fingerprint,
-        completed=mark,
-        source=source,
-        result=op.result.memory,
-        dtype=request.wire_dtype,
-        reduction=request.call.reduction or "sum",
-    )
+    await run_on_network(rank, op, root, around.desk)
 
 
-async def _broadcast(rank: LocalRank, op: _Op, ring: RingPosition, root: Rank) -> None:
-    """Along the ring as far as somebody lacks it; those beyond only hear that it has got there."""
-    places = [rank.roster.rank_of(receiver) for receiver in op.receivers]
-    reach = max(((place - root) % ring.size for place in places if place is not None), default=0)
-    distance = (ring.rank - root) % ring.size
-    op.holds = distance <= reach
-    of_op = {"op": op.number, "fingerprint": rank.fingerprint, "completed": rank.ledger.ended}
-    if distance <= reach:
-        near = replace(ring, rank=distance, size=reach + 1)
-        await broadcast(near, root=0, buffer=op.result.memory, **of_op)
-    if reach <= distance and reach < ring.size - 1:
-        beyond = replace(ring, rank=distance - reach, size=ring.size - reach)
-        await broadcast(beyond, root=0, buffer=memoryview(b""), **of_op)
-
-
-def _table_of(own: memoryview, ring: RingPosition) -> memoryview:
-    """A row for each rank, all zeros but our own: their sum is what each rank has given."""
-    table = bytearray(ring.size * _SYNC_BYTES)
-    table[ring.rank * _SYNC_BYTES : (ring.rank + 1) * _SYNC_BYTES] = own
-    return memoryview(table).toreadonly()
-
-
-def _without_root(rank: LocalRank, op: _Op) -> Verdict:
+def _without_root(rank: LocalRank, op: Op) -> Verdict:
     call = op.request.call
     text = (
         f"op {op.number} ({call}) of job {rank.roster.job!r}: its root, rank {call.root}, is lost"
@@ -335,20 +213,27 @@ def _without_root(rank: LocalRank, op: _Op) -> Verdict:
     return Verdict("RankLost", text)
 
 
-async def _fetch(rank: LocalRank, op: _Op, outcome: OpOutcome, around: Surroundings) -> None:
+def _without_some(rank: LocalRank, op: Op) -> Verdict:
+    """O4: who is to give and get how much has been said for ranks that are not all there now."""
+    lost = tuple(trainer for trainer in rank.world if trainer not in rank.roster.ids)
+    text = f"op {op.number} ({op.request.call}) of job {rank.roster.job!r}: its ranks have changed"
+    return Verdict("RosterChanged", text, lost)
+
+
+async def _fetch(rank: LocalRank, op: Op, outcome: OpOutcome, around: Surroundings) -> None:
     """O2: the op has been completed by others."""
-    op.contributors, op.holds = outcome.contributors, True
-    if op.result.is_input:
+    op.contributors, op.holds = outcome.contributors, op.gets
+    if op.result.is_input or not op.gets:
         return  # a broadcast's root had the result all along, and I8: its input is never written
-    if op.request.call.kind == "sync":
-        op.result = replace(op.result, nbytes=len(op.contributors) * _SYNC_BYTES)
+    if op.is_table:
+        op.result = replace(op.result, nbytes=len(op.contributors) * op.row_bytes)
     job = rank.roster.job
     text = f"op {op.number} of job {job!r} had ended elsewhere: its result is fetched"
     around.chronicle.note("op fetched", text, job=job, op=op.number)
     await fetch_result(rank, op.request.call, op.result.memory, outcome, around)
 
 
-async def _replace_lanes(rank: LocalRank, op: _Op, error: LaneBroken, around: Surroundings) -> None:
+async def _replace_lanes(rank: LocalRank, op: Op, error: LaneBroken, around: Surroundings) -> None:
     """Wait for the view without the lost neighbour; if it lives, ask for new lanes."""
     await trio.sleep(LANE_GRACE_S)
     around.chronicle.note("lane broken", str(error), job=rank.roster.job, op=op.number)
@@ -361,7 +246,7 @@ async def _replace_lanes(rank: LocalRank, op: _Op, error: LaneBroken, around: Su
 
 def _raise_concern(
     rank: LocalRank,
-    op: _Op,
+    op: Op,
     verdict: Verdict | None,
     around: Surroundings,
     *,
@@ -373,7 +258,7 @@ def _raise_concern(
     around.poke()
 
 
-def _timed_out(rank: LocalRank, op: _Op, around: Surroundings) -> Verdict:
+def _timed_out(rank: LocalRank, op: Op, around: Surroundings) -> Verdict:
     what = f"op {op.number} ({op.request.call}) of job {rank.roster.job!r} did not end "
     what += f"within {op.request.timeout_s:g} s: "
     too_few = describe_shortage(rank, around.newcomers(rank))

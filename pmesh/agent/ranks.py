@@ -8,6 +8,7 @@ import trio
 
 from pmesh.agent.lane_desk import LaneDesk
 from pmesh.agent.rank_lanes import RankLanes
+from pmesh.agent.ring_costs import RingCosts
 from pmesh.core import ledger as ledgers
 from pmesh.core.ledger import Ledger
 from pmesh.core.messages import Call, Concern, JobReport, KnownPrimary, RankMarks
@@ -80,6 +81,7 @@ class LocalRank:
         """Whether those whose votes the roster needed are known to have installed it (V10)."""
         self.learn(())
         self.lanes = RankLanes(trainer.id, roster)
+        self.costs = RingCosts()
         self._names = {t.id: t.name for t in roster.trainers}
         self._outcomes = {outcome.op: outcome for outcome in roster.outcomes}
         self._results: dict[OpNumber, Result] = {}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import trio
 
-from pmesh.agent import ops
+from pmesh.agent import op_runs
 from pmesh.agent.ranks import LocalRank
 from pmesh.core.reductions import Values
 from pmesh.core.views import Terms, Verdict
@@ -75,7 +75,7 @@ def hold_all_reduces(
             held.append(ring.rank)
             await trio.sleep_forever()
 
-    monkeypatch.setattr(ops, "all_reduce", all_reduce)
+    monkeypatch.setattr(op_runs, "all_reduce", all_reduce)
     return held
 
 

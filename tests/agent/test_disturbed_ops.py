@@ -7,7 +7,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from pmesh.agent import ops
+from pmesh.agent import op_runs, ops
 from pmesh.agent.fetching import ResultServer
 from pmesh.core.health import WIRED
 from pmesh.core.messages import AskResult, Call
@@ -93,7 +93,7 @@ async def test_lanes_that_break_again_and_again_fail_the_op(
     async with village(clock, 2) as here:
         trainers = await here.job(*here.machines)
         with monkeypatch.context() as patch:
-            patch.setattr(ops, "all_reduce", breaks)
+            patch.setattr(op_runs, "all_reduce", breaks)
             verdicts = await verdicts_of_all(*[(t, t.reduce(ones(9))) for t in trainers])
         assert {v.error for v in verdicts} == {"LaneBroken"}
         assert verdicts[0] == verdicts[1]
@@ -118,7 +118,7 @@ async def test_what_breaks_because_a_view_has_come_is_no_news(
             finally:
                 raise error
 
-        monkeypatch.setattr(ops, "all_reduce", break_with_the_view)
+        monkeypatch.setattr(op_runs, "all_reduce", break_with_the_view)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(swallow, c.reduce(ones(1000)))
 
@@ -161,7 +161,7 @@ async def test_a_rank_that_missed_the_end_fetches_the_same_bits(
             fetched += 1
             await real_fetch(*arguments)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(ops, "all_reduce", miss_the_end)
+        monkeypatch.setattr(op_runs, "all_reduce", miss_the_end)
         monkeypatch.setattr(ops, "_fetch", count_fetches)
         results = await reduce_all(trainers, x)
         assert fetched == 1
@@ -183,7 +183,7 @@ async def test_a_root_whose_broadcast_was_interrupted_has_its_result_already(
 
     async with village(clock, 2) as here:
         a, b = await here.job(*here.machines)
-        monkeypatch.setattr(ops, "broadcast", break_at_the_end)
+        monkeypatch.setattr(op_runs, "broadcast", break_at_the_end)
         x = np.arange(9, dtype=np.float32)
         results = await together(lambda: a.broadcast(x), lambda: b.broadcast(x))
         assert np.array_equal(results[1], x)
@@ -231,7 +231,7 @@ async def test_a_holder_that_does_not_answer_is_asked_again(
     monkeypatch.setattr(ResultServer, "answer", answer)
     async with village(clock, 2) as here:
         trainers = await here.job(*here.machines)
-        monkeypatch.setattr(ops, "all_reduce", miss_the_end)
+        monkeypatch.setattr(op_runs, "all_reduce", miss_the_end)
         assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
         assert asked == 2
 

@@ -7,7 +7,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent import ops
+from pmesh.agent import op_runs, ops
 from pmesh.core.messages import Call, Concern
 from pmesh.net.arena_pools import OutputPool
 from pmesh.net.arenas import Arena
@@ -204,7 +204,7 @@ async def test_a_timeout_where_all_have_started_blames_the_network(
     async def never(*_: object, **__: object) -> None:
         await trio.sleep_forever()
 
-    monkeypatch.setattr(ops, "all_reduce", never)
+    monkeypatch.setattr(op_runs, "all_reduce", never)
     async with village(clock, 2) as here:
         a, b = await here.job(*here.machines)
         verdicts = await verdicts_of_all(

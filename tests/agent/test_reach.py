@@ -8,7 +8,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent import fetching, ops
+from pmesh.agent import fetching, op_runs, ops
+from pmesh.agent.op_layouts import Op
 from pmesh.agent.ranks import LocalRank
 from pmesh.agent.surroundings import Surroundings
 from pmesh.core.messages import Call
@@ -60,9 +61,9 @@ def hold_broadcasts(
     monkeypatch: pytest.MonkeyPatch, *, size: int, ranks: Collection[int], complete: bool
 ) -> list[int]:
     """As `hold_all_reduces`: in rings of this size, these ranks never come to the end."""
-    real, held = ops._broadcast, list[int]()  # noqa: SLF001 - the net's are numbered from the root
+    real, held = op_runs.broadcast_along, list[int]()
 
-    async def broadcast(rank: LocalRank, op: ops._Op, ring: RingPosition, root: Rank) -> None:
+    async def broadcast(rank: LocalRank, op: Op, ring: RingPosition, root: Rank) -> None:
         stays = ring.size == size and ring.rank in ranks
         if complete or not stays:
             await real(rank, op, ring, root)
@@ -72,7 +73,7 @@ def hold_broadcasts(
             held.append(ring.rank)
             await trio.sleep_forever()
 
-    monkeypatch.setattr(ops, "_broadcast", broadcast)
+    monkeypatch.setattr(op_runs, "broadcast_along", broadcast)
     return held
 
 
@@ -128,9 +129,9 @@ async def test_the_edges_beyond_carry_an_empty_record_and_the_last_one_nothing(
     async with village(clock, 4) as here:
         trainers = await here.job(*here.machines)
         await reduce_all(trainers)  # the lanes are open, and greeted
-        before = [rank.traffic[0] for rank in ranks_of(here)]
+        before = [rank.lanes.traffic[0] for rank in ranks_of(here)]
         await together(*[partial(send_to, receivers, t) for t in trainers])
-        after = [rank.traffic[0] for rank in ranks_of(here)]
+        after = [rank.lanes.traffic[0] for rank in ranks_of(here)]
         sent = [now - earlier for now, earlier in zip(after, before, strict=True)]
         assert all(STATE.nbytes < count < 1.01 * STATE.nbytes for count in sent[:edges])
         assert sent[edges:] == [OVERHEAD_BYTES] * (3 - edges) + [0]
@@ -159,15 +160,15 @@ async def test_those_beyond_complete_only_after_the_last_receiver_has_got_it(
 ) -> None:
     async with village(clock, 4) as here:
         trainers = await here.job(*here.machines)
-        go_on, real, waiting = trio.Event(), ops._broadcast, list[int]()  # noqa: SLF001 - as above
+        go_on, real, waiting = trio.Event(), op_runs.broadcast_along, list[int]()
 
-        async def late(rank: LocalRank, op: ops._Op, ring: RingPosition, root: Rank) -> None:
+        async def late(rank: LocalRank, op: Op, ring: RingPosition, root: Rank) -> None:
             if ring.rank == 2:
                 waiting.append(ring.rank)
                 await go_on.wait()
             await real(rank, op, ring, root)
 
-        monkeypatch.setattr(ops, "_broadcast", late)
+        monkeypatch.setattr(op_runs, "broadcast_along", late)
         async with trio.open_nursery() as nursery:
             for trainer in trainers:
                 nursery.start_soon(send_to, [1, 2], trainer)

@@ -5,7 +5,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent import ops
+from pmesh.agent import op_runs
+from pmesh.agent.op_layouts import Op
 from pmesh.agent.ranks import LocalRank
 from pmesh.core.reductions import Values
 from pmesh.errors import LaneBroken
@@ -71,9 +72,9 @@ async def test_who_missed_it_fetches_it_from_who_has_it_and_not_from_who_heard_o
     async with village(clock, 3) as here:
         a, b, c = await here.job(*here.machines)  # b sends to c, and a hears of it
         await reduce_all([a, b, c])
-        real, misses = ops._broadcast, iter([True])  # noqa: SLF001
+        real, misses = op_runs.broadcast_along, iter([True])
 
-        async def miss_the_end(rank: LocalRank, op: ops._Op, *more: object) -> None:
+        async def miss_the_end(rank: LocalRank, op: Op, *more: object) -> None:
             await real(rank, op, *more)  # type: ignore[arg-type] # as they came
             if rank.id == c.id and next(misses, False):
                 op.result.memory[:] = bytes(len(op.result.memory))
@@ -83,7 +84,7 @@ async def test_who_missed_it_fetches_it_from_who_has_it_and_not_from_who_heard_o
                     await trio.sleep_forever()
                 raise LaneBroken("its last record never arrived")
 
-        monkeypatch.setattr(ops, "_broadcast", miss_the_end)
+        monkeypatch.setattr(op_runs, "broadcast_along", miss_the_end)
         _, _, got = await together(
             lambda: a.broadcast(X, 1, (2,)),
             lambda: b.broadcast(X, 1, (2,)),
