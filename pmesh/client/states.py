@@ -5,8 +5,10 @@ then every array's memory, aligned. Two states are the same if their bytes are.
 """
 
 import copy
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, Any, TypeAlias, assert_never, cast
 
 import msgspec
@@ -77,18 +79,19 @@ class Packed:
 
     pieces: tuple[Values, ...]
     """Flat uint8; together they are the bytes of the state."""
+    starts: tuple[int, ...]
+    """Of each piece among them."""
     nbytes: int
     digest: tuple[int, int]
     """Of all bytes, as two int64."""
 
     def copy_to(self, region: Values, start: int) -> None:
         """Copy the bytes from `start` on into a region (flat uint8), to its end or theirs."""
-        position = 0
-        for piece in self.pieces:
-            begin, end = max(position, start), min(position + piece.size, start + region.size)
-            if begin < end:
-                region[begin - start : end - start] = piece[begin - position : end - position]
-            position += piece.size
+        stop = start + region.size
+        touched = slice(bisect_right(self.starts, start) - 1, bisect_left(self.starts, stop))
+        for position, piece in zip(self.starts[touched], self.pieces[touched], strict=True):
+            begin, end = max(position, start), min(position + piece.size, stop)
+            region[begin - start : end - start] = piece[begin - position : end - position]
 
 
 def pack(state: object) -> Packed:
@@ -112,8 +115,10 @@ def pack(state: object) -> Packed:
     hasher = xxhash.xxh3_128()
     for piece in pieces:
         hasher.update(piece.data)
-    nbytes = sum(piece.size for piece in pieces)
-    return Packed(pieces=tuple(pieces), nbytes=nbytes, digest=digest_of(hasher))
+    *starts, nbytes = accumulate((piece.size for piece in pieces), initial=0)
+    return Packed(
+        pieces=tuple(pieces), starts=tuple(starts), nbytes=nbytes, digest=digest_of(hasher)
+    )
 
 
 def digest_of(hasher: xxhash.xxh3_128) -> tuple[int, int]:

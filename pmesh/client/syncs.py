@@ -1,11 +1,12 @@
 """One `sync`: all ranks say what they have, and who has something else gets the best."""
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 
+from pmesh.client.arrivals import Arrival
 from pmesh.client.elections import Offer, Plan, elect, offers_of, rank_of
 from pmesh.client.session import Done, TrainerSession
 from pmesh.client.states import Packed, digest_of
@@ -15,7 +16,8 @@ from pmesh.core.session import SYNC_VALUES, World
 from pmesh.errors import RankLost, RunError
 from pmesh.ids import TrainerId
 
-CHUNK_BYTES = 8 * 1024 * 1024  # a few such regions are used again and again
+CHUNK_BYTES = 4 * 1024 * 1024
+"""Small, so that between two of them the sockets' buffers keep the line busy; each costs an op."""
 _WIRE_BYTES = 4  # chunks travel as int32
 
 _logger = logging.getLogger("pmesh")
@@ -73,11 +75,16 @@ class _Transfer:
         self.last = last
         self.nbytes = last.values.nbytes
         me = last.world.trainers[last.world.rank]
-        self._into = np.empty(plan.best.nbytes, np.uint8) if me in plan.receivers else None
-        self._hasher = xxhash.xxh3_128()
+        self._arrival: Arrival | None = None
+        if me in plan.receivers:  # who has it already only passes it on
+            self._arrival = Arrival(plan.best.nbytes, chunk_bytes=CHUNK_BYTES)
 
     def run(self, *, timeout_s: float) -> bool:
         """Send all chunks, from another holder if one is lost; False if none is left."""
+        with self._arrival or nullcontext():
+            return self._send_chunks(timeout_s)
+
+    def _send_chunks(self, timeout_s: float) -> bool:
         start = 0
         while start < self._plan.best.nbytes and not self._plan.is_settled(self._living):
             root = self._plan.root(self._living)
@@ -95,12 +102,14 @@ class _Transfer:
 
     def received(self) -> "Values | None":
         """The bytes that this rank has lacked; RunError if they are not what was offered."""
-        if self._into is not None and digest_of(self._hasher) != self._plan.best.digest:
+        if self._arrival is None:
+            return None
+        if digest_of(self._arrival.hasher) != self._plan.best.digest:
             raise RunError(
                 "the state that has arrived is not the one that was offered: its hash differs; "
                 "a program on the sending machine has changed it meanwhile, or its memory is faulty"
             )
-        return self._into
+        return self._arrival.values
 
     @property
     def _living(self) -> tuple[TrainerId, ...]:
@@ -118,10 +127,8 @@ class _Transfer:
         call = Call("broadcast", "int32", (count,), root=rank, tree=tree, receivers=receivers)
         self.last = session.run_op(call, "int32", count, timeout_s=timeout_s)
         self.nbytes += self.last.values.nbytes
-        if self._into is not None:  # who has it already only passes it on
-            chunk = self._into[start : start + size]
-            np.copyto(chunk, self.last.values.view(np.uint8)[:size])
-            self._hasher.update(chunk.data)
+        if self._arrival is not None:
+            self._arrival.take(self.last.values.view(np.uint8)[:size])
 
 
 def _tell_of_corrections(plan: Plan, world: World) -> None:
