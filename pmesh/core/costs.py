@@ -68,10 +68,10 @@ def islands_of(edges: Edges) -> Islands:
     last = [rank for rank in range(size) if times[rank] * ISLAND_FACTOR > slowest]
     if not 1 < len(last) < size:
         return ()
-    islands = []
-    for before, end in zip([last[-1] - size, *last], last, strict=False):
-        islands.append(tuple(rank % size for rank in range(before + 1, end + 1)))
-    return tuple(islands)
+    return tuple(
+        tuple(rank % size for rank in range(before + 1, end + 1))
+        for before, end in itertools.pairwise([last[-1] - size, *last])
+    )
 
 
 def predict_ns(strategy: Strategy, edges: Edges, nbytes: int) -> int:
