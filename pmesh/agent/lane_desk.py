@@ -35,7 +35,7 @@ class Edge(NamedTuple):
     sender: TrainerId
     receiver: TrainerId
     op: int = -1
-    """-1: the ring; else the retained result of this op (O2)."""
+    """-1: the ring; the retained result of this op (O2); below -1: letters (O4)."""
 
 
 class End(NamedTuple):
@@ -101,6 +101,7 @@ class LaneDesk:
         self._expected: dict[bytes, _Expected] = {}
         self._news = trio.Event()
         self._over: dict[JobName, int] = {}  # every roster below this number
+        self._given_up: set[End] = set()
 
     def offer(self, edge: Edge, to: Member) -> None:
         """Open an edge whose sending end is ours; `take` gives it."""
@@ -159,9 +160,19 @@ class LaneDesk:
             raise place.failure or LaneBroken("somebody else has taken the lane")
         return lane
 
+    def give_up(self, end: End) -> None:
+        """Nobody wants this lane any more, though its roster goes on."""
+        if not self._is_over(end):
+            self._given_up.add(end)
+            self._drop_what_is_over()
+
     def forget(self, job: JobName, *, below: int) -> None:
         """The job's rosters below this number are over: so are their lanes."""
         self._over[job] = max(below, self._over.get(job, below))
+        self._drop_what_is_over()
+        self._given_up = {end for end in self._given_up if not self._is_of_the_past(end)}
+
+    def _drop_what_is_over(self) -> None:
         for lane, expected in list(self._expected.items()):
             if self._is_over(expected.end):
                 del self._expected[lane]
@@ -176,6 +187,9 @@ class LaneDesk:
             _give_up(place, LaneBroken("the agent ends"))
 
     def _is_over(self, end: End) -> bool:
+        return self._is_of_the_past(end) or end in self._given_up
+
+    def _is_of_the_past(self, end: End) -> bool:
         return end.edge.number < self._over.get(end.edge.job, 0)
 
     def _place(self, end: End) -> _Place:

@@ -16,6 +16,8 @@ from pmesh.core.messages import (
     Hello,
     KnownPeers,
     Leaving,
+    LetterMessage,
+    LetterNews,
     LinkMessage,
     OfferLane,
 )
@@ -73,6 +75,7 @@ class Peers:
         jitter: Callable[[], float],
         on_offer: Callable[[Member, OfferLane], None],
         on_ask: Callable[[AskResult], None],
+        on_letter: Callable[[Member, LetterNews], None],
     ) -> None:
         self._hello = hello
         self._contexts = contexts
@@ -80,6 +83,7 @@ class Peers:
         self._nursery = nursery
         self._on_offer = on_offer
         self._on_ask = on_ask
+        self._on_letter = on_letter
         self.links: dict[NodeId, Live] = {}
         self.targets = Targets(self._dial_target, nursery=nursery, jitter=jitter)
         self._ended_bytes = (0, 0)
@@ -264,6 +268,8 @@ class Peers:
                 self._on_offer(live.member, message)
             case AskResult():
                 self._on_ask(message)
+            case LetterMessage():
+                self._on_letter(live.member, message)
             case Leaving():
                 live.leaving = True
                 self._end(live, "its agent was stopped")

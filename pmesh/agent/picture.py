@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pmesh.agent import status
 from pmesh.agent.jobs import Jobs
 from pmesh.agent.jobs_picture import describe_jobs
+from pmesh.agent.mail import MailRoom
 from pmesh.agent.membership import Membership
 from pmesh.agent.peers import Peers
 from pmesh.agent.status import Status
@@ -38,6 +39,7 @@ class Sources:
     membership: Membership
     peers: Peers
     jobs: Jobs
+    mail: MailRoom
     strangers: Strangers
     door: DoorCounters
     watch: AddressWatch
@@ -192,10 +194,11 @@ def _state_of(error: PmeshError) -> status.PeerState:
 
 
 def _traffic(sources: Sources) -> status.TrafficStatus:
-    control, data = sources.peers.control_bytes, sources.jobs.traffic
+    control, letters = sources.peers.control_bytes, sources.mail.traffic
+    ops = sources.jobs.traffic
     return status.TrafficStatus(
         control_sent_bytes=control[0],
         control_received_bytes=control[1],
-        data_sent_bytes=data[0],
-        data_received_bytes=data[1],
+        data_sent_bytes=ops[0] + letters[0],
+        data_received_bytes=ops[1] + letters[1],
     )

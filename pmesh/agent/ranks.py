@@ -53,6 +53,8 @@ class LocalRank:
         self.trainer = trainer
         self.arenas = arenas
         self.program = program
+        self.pid = -1
+        """Of the trainer's process, once its session knows this rank."""
         self.ledger = Ledger(stable=trainer.enters - 1)
         self.world: tuple[TrainerId, ...] = () if trainer.enters else roster.ids
         """O5: who rank i is for the trainer; it changes only when a call returns."""

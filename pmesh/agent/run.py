@@ -19,6 +19,8 @@ from pmesh.agent.config import Settings
 from pmesh.agent.events import Chronicle, Event, encode_events
 from pmesh.agent.jobs import LOOK_S, Jobs
 from pmesh.agent.lane_desk import LaneDesk
+from pmesh.agent.mail import MailRoom
+from pmesh.agent.mail_sessions import serve_mail
 from pmesh.agent.membership import DOUBT_S, Membership
 from pmesh.agent.parsing import host_port_text
 from pmesh.agent.peers import Peers
@@ -36,6 +38,7 @@ from pmesh.core.messages import PROTOCOL_VERSION, Hello
 from pmesh.core.session import (
     AskEvents,
     AskStatus,
+    Attach,
     Connect,
     Events,
     Status,
@@ -91,6 +94,7 @@ class Agent:
     peers: Peers
     membership: Membership
     jobs: Jobs
+    mail: MailRoom
 
     def __init__(
         self,
@@ -134,6 +138,7 @@ class Agent:
                 await nursery.start(self._watch.run)
                 self._assemble(nursery)
                 leftovers.callback(self.jobs.close)
+                leftovers.callback(self.mail.close)
                 door = Door[trio.SocketStream](
                     on_link=self.peers.welcome, on_lane=self.jobs.desk.welcome
                 )
@@ -162,6 +167,7 @@ class Agent:
             jitter=random.random,
             on_offer=lambda member, offer: self.jobs.desk.accept(member, offer),  # noqa: PLW0108 - the desk comes later
             on_ask=self.jobs.results.answer,
+            on_letter=lambda member, message: self.mail.hear(member, message),  # noqa: PLW0108 - likewise
         )
         self.membership = Membership(
             self._me,
@@ -169,11 +175,12 @@ class Agent:
             follower=self.jobs,
             send=self.peers.send,
             drop=self.peers.drop,
-            installed=self._show_change,
+            installed=self._installed,
             noticed=self._chronicle.note,
         )
         self.peers.membership = self.jobs.membership = self.membership
         self.jobs.desk = LaneDesk(self._me, self.peers, nursery, secrets.token_bytes)
+        self.mail = MailRoom(self._me, self.jobs.ranks, self.jobs.desk, self.peers.send)
 
     async def _start_sessions(self, nursery: trio.Nursery) -> None:
         path = socket_path(self._settings.home)
@@ -208,7 +215,8 @@ class Agent:
         if self._settings.min_peers:
             self._announce(f"jobs begin when {self._settings.min_peers} peers are here")
 
-    def _show_change(self, before: View, after: View, losses: Mapping[Member, str]) -> None:
+    def _installed(self, before: View, after: View, losses: Mapping[Member, str]) -> None:
+        self.mail.follow()
         for news in describe_change(before, after, losses, me=self._me):
             self._chronicle.tell(news)
 
@@ -236,6 +244,8 @@ class Agent:
         match request := await session.receive():
             case Connect():
                 await serve_trainer(session, request, self.jobs)
+            case Attach():
+                await serve_mail(session, request, self.mail)
             case AskStatus():
                 await session.send(Status(encode_status(self._picture())))
             case AskEvents(after):
@@ -258,6 +268,7 @@ class Agent:
                 membership=self.membership,
                 peers=self.peers,
                 jobs=self.jobs,
+                mail=self.mail,
                 strangers=self._strangers,
                 door=self._door.counters,
                 watch=self._watch,

@@ -147,6 +147,8 @@ class _Trainer:
         self._rank = candidate.rank
         if self._rank is None:
             self._jobs.withdraw(candidate)  # first: while we tell it, the job might begin with it
+        else:
+            self._rank.pid = self._session.pid
         return refusal
 
     async def _wait_as_candidate(

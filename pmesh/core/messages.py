@@ -296,6 +296,62 @@ class AskResult(_Message, frozen=True, tag=21):
     receiver: TrainerId
 
 
+class Letter(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank sends to one other: an array, of which this is all but the values (O4)."""
+
+    tag: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    """Only a receive of the same tag takes it."""
+    dtype: _Name
+    shape: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=64)]
+    nbytes: Annotated[int, Meta(ge=0)]
+
+
+class LetterAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Which letter of a job: no two ever have the same address, whatever views come (O4)."""
+
+    job: _Job
+    born: Epoch
+    sender: TrainerId
+    receiver: TrainerId
+    sequence: Annotated[int, Meta(ge=0)]
+    """Its number among all from this sender to this receiver, from 0, whatever their tags."""
+
+
+class LetterMessage(_Message, frozen=True):
+    """What two agents say of a letter."""
+
+    address: LetterAddress
+
+
+class AnnounceLetter(LetterMessage, frozen=True, tag=23):
+    """The sender keeps a letter for the receiver; said again and again until it is settled."""
+
+    letter: Letter
+    first: int
+    """Every letter of this pair below this number is settled: delivered, or withdrawn."""
+    before: int
+    """The one of the same tag to be delivered before it; -1 if all of them are settled."""
+
+
+class AskLetter(LetterMessage, frozen=True, tag=24):
+    """The receiver has somebody who waits for the letter: its values may come."""
+
+    number: int
+    """The roster's, as in OfferLane."""
+    lane: Annotated[int, Meta(ge=0)]
+    """Which of the lanes that this pair has one after the other under this number; from 0."""
+    transfer: Annotated[int, Meta(ge=0)]
+    """Its place among the letters on this lane, from 0."""
+
+
+class LetterDelivered(LetterMessage, frozen=True, tag=25):
+    """The receiver's trainer has it: the send is over."""
+
+
+class LetterWithdrawn(LetterMessage, frozen=True, tag=26):
+    """The sender no longer keeps it."""
+
+
 class KnownPeers(_Message, frozen=True, tag=22):
     """Whom the sender has links with, and where they listen: one address meets everyone."""
 
@@ -315,7 +371,8 @@ AgreementMessage: TypeAlias = (
     | Commit
     | Leaving
 )
-LinkMessage: TypeAlias = Hello | AgreementMessage | OfferLane | AskResult | KnownPeers
+LetterNews: TypeAlias = AnnounceLetter | AskLetter | LetterDelivered | LetterWithdrawn
+LinkMessage: TypeAlias = Hello | AgreementMessage | OfferLane | AskResult | LetterNews | KnownPeers
 
 _decoder: msgspec.msgpack.Decoder[LinkMessage] = msgspec.msgpack.Decoder(LinkMessage)
 _encoder = msgspec.msgpack.Encoder()

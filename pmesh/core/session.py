@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from pmesh.core.messages import Call
+from pmesh.core.messages import Call, Letter
 from pmesh.core.views import Terms, Verdict, View
 from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, OpNumber, TrainerId
@@ -59,7 +59,7 @@ class WantArena(_Message, frozen=True, tag="want_arena"):
 
 
 class DropArena(_Message, frozen=True, tag="drop_arena"):
-    """The trainer is done with an input arena."""
+    """The trainer is done with an input arena; or with the output arena of a letter."""
 
     arena: int
 
@@ -87,6 +87,40 @@ class StartOp(_Message, frozen=True, tag="start_op"):
 
 class Leave(_Message, frozen=True, tag="leave"):
     """The trainer ends on purpose; without it a closed socket is a crash."""
+
+
+class Attach(_Message, frozen=True, tag="attach"):
+    """Another connection of a trainer that has joined, for its letters; before any other request.
+
+    Answered by Attached or Refused. Then SendLetter and ReceiveLetter, several at a time, each
+    answered in its time: beside one another, and beside the ops of the trainer's first connection.
+    """
+
+    version: int
+    job: Annotated[JobName, Meta(max_length=64)]
+    trainer: TrainerId
+
+
+class SendLetter(_Message, frozen=True, tag="send"):
+    """Sends an array to one rank; answered by LetterSent once that has received it."""
+
+    call: int
+    """The trainer's number for this call: the answer names it."""
+    to: TrainerId
+    letter: Letter
+    arena: int
+    """The input arena, filled; -1 when there are no values."""
+    timeout_s: Annotated[float, Meta(gt=0)]
+
+
+class ReceiveLetter(_Message, frozen=True, tag="receive"):
+    """Receives an array; answered by LetterReceived."""
+
+    call: int
+    sources: Annotated[tuple[TrainerId, ...], Meta(max_length=1024)]
+    """Whose letters will do."""
+    tag: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    timeout_s: Annotated[float, Meta(gt=0)]
 
 
 class AskStatus(_Message, frozen=True, tag="ask_status"):
@@ -173,6 +207,41 @@ class StillWaiting(_Message, frozen=True, tag="still_waiting"):
     on: tuple[str, ...]
 
 
+class Attached(_Message, frozen=True, tag="attached"):
+    """The connection is the trainer's, too."""
+
+
+class LetterSent(_Message, frozen=True, tag="sent"):
+    """The receiver has it."""
+
+    call: int
+
+
+class LetterReceived(_Message, frozen=True, tag="received"):
+    """The values lie in an output arena, to be read until DropArena."""
+
+    call: int
+    source: TrainerId
+    letter: Letter
+    arena: int
+    """-1 when there are no values."""
+
+
+class LetterFailed(_Message, frozen=True, tag="letter_failed"):
+    """The send or receive failed, which the other side need not know: a letter has no verdict."""
+
+    call: int
+    verdict: Verdict
+
+
+class LetterWaits(_Message, frozen=True, tag="letter_waits"):
+    """Every 10 s while a send or receive waits: for how long, and on whom (I6)."""
+
+    call: int
+    waited_s: float
+    on: tuple[str, ...]
+
+
 class Status(_Message, frozen=True, tag="status"):
     """The agent's picture, as the JSON that `pmesh status --json` prints."""
 
@@ -192,7 +261,17 @@ class Stopping(_Message, frozen=True, tag="stopping"):
 
 
 Request: TypeAlias = (
-    Connect | WantArena | DropArena | StartOp | Leave | AskStatus | AskEvents | StopAgent
+    Connect
+    | WantArena
+    | DropArena
+    | StartOp
+    | Leave
+    | Attach
+    | SendLetter
+    | ReceiveLetter
+    | AskStatus
+    | AskEvents
+    | StopAgent
 )
 Reply: TypeAlias = (
     Joined
@@ -202,6 +281,11 @@ Reply: TypeAlias = (
     | OpDone
     | OpFailed
     | StillWaiting
+    | Attached
+    | LetterSent
+    | LetterReceived
+    | LetterFailed
+    | LetterWaits
     | Status
     | Events
     | Stopping

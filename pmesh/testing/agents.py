@@ -14,6 +14,7 @@ from pmesh.core.messages import (
     Heartbeat,
     Hello,
     KnownPeers,
+    LetterMessage,
     LinkMessage,
     OfferLane,
     TellView,
@@ -190,7 +191,7 @@ class Agent:
                 self.jobs.marked(link.member, message)
             case AskResult():
                 self._answer(message)
-            case Hello() | OfferLane() | KnownPeers():
+            case Hello() | OfferLane() | KnownPeers() | LetterMessage():
                 raise AssertionError(f"no simulated agent sends {message}")
             case _:
                 self._hear(link.member, message)

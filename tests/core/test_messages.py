@@ -156,6 +156,10 @@ def test_the_tags_are_those_of_version_three() -> None:
         20: "OfferLane",
         21: "AskResult",
         22: "KnownPeers",
+        23: "AnnounceLetter",
+        24: "AskLetter",
+        25: "LetterDelivered",
+        26: "LetterWithdrawn",
     }
 
 

@@ -1,0 +1,143 @@
+"""Trainers' connections for letters, and what they send and receive on them."""
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+import trio
+
+from pmesh.core.messages import Letter
+from pmesh.core.reductions import Values
+from pmesh.core.session import (
+    SESSION_VERSION,
+    ArenaGranted,
+    Attach,
+    Attached,
+    DropArena,
+    LetterFailed,
+    LetterReceived,
+    LetterSent,
+    LetterWaits,
+    ReceiveLetter,
+    Reply,
+    SendLetter,
+    WantArena,
+)
+from pmesh.core.views import Verdict
+from pmesh.ids import JobName, TrainerId
+from tests.agent.fake_trainer import Trainer, until
+from tests.agent.fakes import Machine, Village
+
+
+class LetterError(Exception):
+    """The agent's verdict on a letter."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.error, verdict.message)
+        self.verdict = verdict
+
+
+@dataclass
+class Got:
+    """A letter that has come."""
+
+    source: TrainerId
+    letter: Letter
+    values: Values
+
+
+@dataclass(eq=False)
+class Letters:
+    """One attached connection. `reader` must run while calls are under way."""
+
+    trainer: Trainer
+    """Its socket, and no rank."""
+    id: TrainerId
+    answers: dict[int, Reply] = field(default_factory=dict)
+    waits: list[LetterWaits] = field(default_factory=list)
+    granted: list[ArenaGranted] = field(default_factory=list)
+    calls: "itertools.count[int]" = field(default_factory=itertools.count)
+    arenas: trio.Lock = field(default_factory=trio.Lock)
+
+    async def reader(self) -> None:
+        while True:
+            try:
+                reply = await self.trainer.receive()
+            except (trio.EndOfChannel, trio.ClosedResourceError, OSError):
+                return
+            match reply:
+                case LetterSent(call) | LetterReceived(call) | LetterFailed(call):
+                    self.answers[call] = reply
+                case LetterWaits():
+                    self.waits.append(reply)
+                case ArenaGranted():
+                    self.granted.append(reply)
+                case _:
+                    raise AssertionError(reply)
+
+    async def begin_send(
+        self, to: TrainerId, values: Values, *, tag: int = 0, timeout_s: float = 50.0
+    ) -> int:
+        arena = -1
+        if values.nbytes:
+            async with self.arenas:
+                count = len(self.granted)
+                await self.trainer.send(WantArena(values.nbytes))
+                await until(lambda: len(self.granted) > count)
+                arena = self.granted[-1].arena
+            self.trainer.maps[arena][: values.nbytes] = values.tobytes()
+        call = next(self.calls)
+        letter = Letter(tag, values.dtype.name, values.shape, values.nbytes)
+        await self.trainer.send(SendLetter(call, to, letter, arena, timeout_s))
+        return call
+
+    async def begin_receive(
+        self, *sources: TrainerId, tag: int = 0, timeout_s: float = 50.0
+    ) -> int:
+        call = next(self.calls)
+        await self.trainer.send(ReceiveLetter(call, sources, tag, timeout_s))
+        return call
+
+    async def end(self, call: int) -> Got | None:
+        """What has come; nothing for a send. Raises LetterError."""
+        await until(lambda: call in self.answers)
+        reply = self.answers.pop(call)
+        if isinstance(reply, LetterFailed):
+            raise LetterError(reply.verdict)
+        if isinstance(reply, LetterSent):
+            return None
+        assert isinstance(reply, LetterReceived)
+        letter = reply.letter
+        data = b""
+        if reply.arena >= 0:
+            data = self.trainer.maps[reply.arena][: letter.nbytes]
+            await self.trainer.send(DropArena(reply.arena))
+        values = np.frombuffer(data, letter.dtype).reshape(letter.shape)
+        return Got(reply.source, letter, values)
+
+    async def send(
+        self, to: TrainerId, values: Values, *, tag: int = 0, timeout_s: float = 50.0
+    ) -> None:
+        await self.end(await self.begin_send(to, values, tag=tag, timeout_s=timeout_s))
+
+    async def receive(self, *sources: TrainerId, tag: int = 0, timeout_s: float = 50.0) -> Got:
+        got = await self.end(await self.begin_receive(*sources, tag=tag, timeout_s=timeout_s))
+        assert got is not None
+        return got
+
+    async def verdict_of(self, call: int) -> Verdict:
+        try:
+            await self.end(call)
+        except LetterError as e:
+            return e.verdict
+        raise AssertionError("it succeeded")
+
+
+async def attach(here: Village, machine: Machine, trainer: Trainer, job: str = "digits") -> Letters:
+    """Another connection of the trainer, for letters."""
+    connection = await here.trainer(machine)
+    request = Attach(SESSION_VERSION, JobName(job), trainer.id)
+    assert await connection.ask(request) == Attached()
+    letters = Letters(connection, trainer.id)
+    here.nursery.start_soon(letters.reader)
+    return letters
