@@ -110,11 +110,12 @@ class RankPlan:
     copies: tuple[Copy, ...]
     scratch_bytes: int
     in_line: tuple[int, ...]
-    """If every record is at most SMALL_BYTES: whose is awaited next, one entry for each receive.
+    """For a small plan, whose record is awaited next, one entry for each receive.
 
-    By steps: so nobody waits for a record whose sender waits for a later one of ours, as long as
-    all that may be sent has been sent. Empty for a plan with a larger record."""
+    Who waits in this order, and first sends all that it may, never waits for a record whose sender
+    waits for a later one of ours. Empty for others."""
     small: bool
+    """Every record, and every copy, has at most SMALL_BYTES."""
 
     @property
     def peers_to(self) -> tuple[int, ...]:
@@ -140,13 +141,13 @@ class RankPlan:
 
 
 class PlanMaker:
-    """Writes down one rank's plan, lane by lane in the order of calls."""
+    """Writes down one rank's plan: each lane in its order, and what is received by steps."""
 
     def __init__(self, *, size: int) -> None:
         self._size = size
         self._sends: dict[int, list[Send]] = {}
         self._receives: dict[int, list[Receive]] = {}
-        self._arrivals: list[tuple[int, int]] = []
+        self._arrivals: list[int] = []
         self._copies: list[Copy] = []
         self._scratch_bytes = 0
 
@@ -161,7 +162,7 @@ class PlanMaker:
         """The next record from `from_`; returns what is waited for until it has landed."""
         receives = self._receives.setdefault(from_, [])
         receives.append(receive)
-        self._arrivals.append((receive.step, from_))
+        self._arrivals.append(from_)
         self._use(receive.region, receive.offset + receive.nbytes)
         return Need(from_, len(receives))
 
@@ -180,14 +181,13 @@ class PlanMaker:
         sizes += [receive.nbytes for receives in self._receives.values() for receive in receives]
         sizes += [copy.nbytes for copy in self._copies]
         small = max(sizes, default=0) <= SMALL_BYTES
-        arrivals = sorted(self._arrivals, key=lambda arrival: arrival[0]) if small else ()
         return RankPlan(
             size=self._size,
             sends={peer: tuple(sends) for peer, sends in self._sends.items()},
             receives={peer: tuple(receives) for peer, receives in self._receives.items()},
             copies=tuple(self._copies),
             scratch_bytes=self._scratch_bytes,
-            in_line=tuple(peer for _, peer in arrivals),
+            in_line=tuple(self._arrivals) if small else (),
             small=small,
         )
 

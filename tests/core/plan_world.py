@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ class _Lane:
     received: int = 0
     sending: bool = False
     receiving: bool = False
-    landing: bool = False
+    landing: Literal["not yet", "partly", "wholly"] = "not yet"
     records: list[bytes] = field(default_factory=list)
 
 
@@ -47,7 +47,8 @@ class Order:
 
 class PlanWorld:
     """Every rank with its regions. A send may read its place at any time until it ends, a record
-    spoil the place where it lands as soon as it is on its way there."""
+    spoil the place where it lands as soon as it is on its way there; it is added some time later.
+    """
 
     def __init__(
         self, plans: Sequence[RankPlan], sources: Sequence[Values], *, reduction: str = "sum"
@@ -123,14 +124,17 @@ class PlanWorld:
             return lane.receiving
         if not lane.records:
             return False
-        if not lane.landing:
+        if lane.landing == "not yet":
             place[:] = GARBAGE
-            lane.landing = True
-            return True
-        place[:] = np.frombuffer(lane.records.pop(0), np.uint8)
-        self._add(lane.receiver, receive)
-        lane.received += 1
-        lane.receiving = lane.landing = False
+            lane.landing = "partly"
+        elif lane.landing == "partly":
+            place[:] = np.frombuffer(lane.records[0], np.uint8)
+            lane.landing = "wholly"
+        else:
+            lane.records.pop(0)
+            self._add(lane.receiver, receive)
+            lane.received += 1
+            lane.receiving, lane.landing = False, "not yet"
         return True
 
     def _is_next(self, lane: _Lane) -> bool:

@@ -72,6 +72,12 @@ def test_a_slow_edge_across_the_ring_is_no_reason_to_leave_it() -> None:
     assert {choose(edges, nbytes) for nbytes in (0, 1024, MIB)} == {"ring"}
 
 
+def test_the_tree_goes_over_each_of_its_edges_in_both_directions() -> None:
+    slow_back = EdgeCost(alpha_ns=10**9, beta_ps=8_000)
+    edges = tuple(tuple(slow_back if (b + 1) % 4 == a else LAN for b in range(4)) for a in range(4))
+    assert predict_ns("ring", edges, 0) < predict_ns("tree", edges, 0) == 4 * 10**9
+
+
 def test_two_machines_with_several_ranks_each_are_islands() -> None:
     edges = edges_of(6, (0, 1, 2), (3, 4, 5))
     assert islands_of(edges) == ((0, 1, 2), (3, 4, 5))
