@@ -25,7 +25,7 @@ from pmesh.core.messages import (
     LetterNews,
     LetterWithdrawn,
 )
-from pmesh.core.views import Verdict
+from pmesh.core.views import Roster, Verdict
 from pmesh.errors import LaneBroken, PmeshError, UsageError
 from pmesh.ids import TrainerId
 from pmesh.net.arena_pools import OutputPool
@@ -85,7 +85,7 @@ class Mailbox:
     ) -> None:
         self._rank = rank
         self._tell = tell
-        self._roster = rank.roster
+        self._roster: Roster = rank.roster
         self._outboxes: dict[TrainerId, Outbox] = {}
         self._inbox = Inbox()
         self._sends: dict[tuple[TrainerId, int], Sending] = {}

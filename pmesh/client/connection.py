@@ -3,6 +3,7 @@
 import array
 import contextlib
 import os
+import select
 import socket
 import time
 from collections import deque
@@ -80,6 +81,17 @@ class AgentConnection:
         while (message := self._reader.next_message_untrusted()) is None:
             self._reader.receive_data(self._receive_data())
         return decode_reply_untrusted(message)
+
+    def receive_within(self, timeout_s: float | None) -> Reply | None:
+        """The next reply; None if nothing comes in so many seconds. Raises as `receive`."""
+        message = self._reader.next_message_untrusted()
+        if message is not None:
+            return decode_reply_untrusted(message)
+        poll = select.poll()  # not select: that knows no descriptor above 1,023
+        poll.register(self._socket.fileno(), select.POLLIN)
+        if timeout_s is not None and not poll.poll(1000 * timeout_s):
+            return None
+        return self.receive()
 
     def await_end(self) -> None:
         """Wait until the agent has closed the connection; AgentStopped if it only falls silent."""

@@ -11,10 +11,10 @@ import msgspec
 
 from pmesh.client.connection import AgentConnection
 from pmesh.client.elections import Offer
-from pmesh.client.session import TrainerSession
+from pmesh.client.session import TrainerSession, error_of
 from pmesh.client.states import Packed
 from pmesh.client.syncs import Synced, run_sync
-from pmesh.core.session import Connect, World
+from pmesh.core.session import SESSION_VERSION, Attach, Connect, Refused, World
 from pmesh.errors import (
     AgentNotRunning,
     AgentStopped,
@@ -129,6 +129,26 @@ class Place:
             self._request, job=job, wait_for=wait_for, timeout_s=timeout_s, terms=terms
         )
         return Place(self._path, request, goes_on_alone=False)
+
+    def attach(self) -> AgentConnection:
+        """Another connection of this trainer to its agent, for letters; the caller closes it.
+
+        Raises:
+            HistorySuperseded: the agent does not know this trainer any more.
+            AgentNotRunning: there is none.
+        """
+        me = self.world.trainers[self.world.rank]
+        connection = AgentConnection(self._path)
+        try:
+            connection.send(Attach(SESSION_VERSION, self._request.job, me))
+            reply = connection.receive()
+        except BaseException:
+            connection.close()
+            raise
+        if isinstance(reply, Refused):
+            connection.close()
+            raise error_of(reply.verdict)
+        return connection
 
     def leave(self) -> None:
         """End on purpose."""

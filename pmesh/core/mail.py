@@ -11,7 +11,6 @@ not grow with the number of tags. Their order within a tag follows from `before`
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from pmesh.core.messages import Letter
@@ -23,10 +22,6 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-def _nothing() -> Mapping[K, V]:
-    return MappingProxyType({})
-
-
 # --- the sender's side
 
 
@@ -35,7 +30,7 @@ class Outbox:
     """What one rank has sent to another and is not settled."""
 
     next_sequence: int = 0
-    kept: Mapping[int, Letter] = field(default_factory=_nothing)
+    kept: Mapping[int, Letter] = field(default_factory=dict[int, Letter])
     """By sequence, in its order."""
 
 
@@ -75,8 +70,8 @@ class Noted(NamedTuple):
 class Source:
     """What is known of the letters of one sender."""
 
-    noted: Mapping[int, Noted] = field(default_factory=_nothing)
-    delivered: Mapping[int, int] = field(default_factory=_nothing)
+    noted: Mapping[int, Noted] = field(default_factory=dict[int, Noted])
+    delivered: Mapping[int, int] = field(default_factory=dict[int, int])
     """By tag the last letter that was delivered, while its acknowledgement may have been lost."""
     first: int = 0
     """The sender has settled every letter below this."""
@@ -112,10 +107,10 @@ class Transfer(NamedTuple):
 class Inbox:
     """What one rank is to receive."""
 
-    sources: Mapping[TrainerId, Source] = field(default_factory=_nothing)
-    wanted: Mapping[int, Wanted] = field(default_factory=_nothing)
+    sources: Mapping[TrainerId, Source] = field(default_factory=dict[TrainerId, Source])
+    wanted: Mapping[int, Wanted] = field(default_factory=dict[int, Wanted])
     """By the number of the call, in the order in which they came."""
-    under_way: Mapping[int, Transfer] = field(default_factory=_nothing)
+    under_way: Mapping[int, Transfer] = field(default_factory=dict[int, Transfer])
     """By the number of the call that it is for."""
     arrivals: int = 0
 
