@@ -134,6 +134,47 @@ def events(
     return telling.show_events(home, follow=follow, as_json=json)
 
 
+@app.command
+def bench(
+    *,
+    min_size: str = "1KiB",
+    max_size: str = "256MiB",
+    collective: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    strategy: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    seconds: float = 1.0,
+    wait_for: int | None = None,
+    json: Annotated[bool, Parameter(negative="")] = False,
+    plot: Path | None = None,
+    home: Home = None,
+) -> int:
+    """Measure the collectives on this mesh: run it on each machine, rank 0 shows the table.
+
+    Args:
+        min_size: The smallest array, in bytes, KiB, MiB or GiB; each next is four times as large.
+        max_size: The largest.
+        collective: Only this one; may be repeated.
+        strategy: Only this one, of collectives that have several; may be repeated.
+        seconds: How long to measure each row, but at least three calls.
+        wait_for: How many trainers to wait for; default one on each machine of the mesh.
+        json: Print JSON, on each machine that is told so.
+        plot: A file for a plot of time and bandwidth over size, .png or .svg.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    from pmesh.cli.bench import Wishes, run_bench  # noqa: PLC0415 - numpy, which others don't need
+
+    wishes = Wishes(
+        min_size=min_size,
+        max_size=max_size,
+        collectives=collective,
+        strategies=strategy,
+        seconds=seconds,
+        wait_for=wait_for,
+        as_json=json,
+        plot=plot,
+    )
+    return run_bench(home, wishes)
+
+
 @app.command(name="run")
 def run_(*command: str) -> int:
     """Run a command, and start it again when it fails: 'pmesh run -- python train.py'.

@@ -1,0 +1,115 @@
+"""Measures one collective with one size; the same numbers come out at every rank."""
+
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from pmesh.cli.bench_collectives import Collective, Trial
+from pmesh.client.mesh import Mesh
+
+VALUE_BYTES = 4  # float32
+WARM_CALLS = 2
+LEAST_CALLS = 3  # a median of fewer says nothing
+MOST_CALLS = 1000  # enough for a 99th percentile
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One collective, strategy and size."""
+
+    collective: str
+    strategy: str | None
+    bytes: int
+    calls: int
+    min_s: float
+    """Each call counts as long as it took at its slowest rank."""
+    median_s: float
+    p99_s: float
+    algorithm_bytes_per_s: float | None
+    """Bytes over the median; null where there are none."""
+    bus_bytes_per_s: float | None
+    correct: bool
+    """Whether each call's result was right at each rank."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What `pmesh bench --json` prints."""
+
+    schema: int
+    version: str
+    names: tuple[str, ...]
+    """For each rank the name of its machine."""
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What all ranks do; it must be the same at each."""
+
+    sizes: tuple[int, ...]
+    collectives: tuple[Collective, ...]
+    strategies: tuple[str, ...]
+    seconds: float
+
+    def steps(self) -> Iterator[tuple[Collective, str, int]]:
+        """Each row, in order; strategies that a collective does not have are left out."""
+        for collective in self.collectives:
+            for strategy in collective.strategies:
+                if not strategy or strategy in self.strategies:
+                    for size in self.sizes if collective.has_sizes else (0,):
+                        yield collective, strategy, size
+
+    def describe(self) -> str:
+        """The same text on two machines only if they do the same."""
+        rows = [f"{c.name} {strategy} {size}" for c, strategy, size in self.steps()]
+        return f"{self.seconds:g} s for each of {'; '.join(rows)}"
+
+
+def measure_row(
+    mesh: Mesh, collective: Collective, strategy: str, nbytes: int, *, seconds: float
+) -> Row:
+    """Make the call for about so long, but a few times at least.
+
+    Raises:
+        PmeshError: as the collective does.
+    """
+    trial = collective.prepare(mesh, nbytes // VALUE_BYTES, strategy)
+    warm = _slowest(mesh, _time_calls(trial, WARM_CALLS)[0])
+    times = min(MOST_CALLS, max(LEAST_CALLS, math.ceil(seconds / max(min(warm), 1e-9))))
+    own, all_right = _time_calls(trial, times)
+    wrong = mesh.all_reduce(np.array([not all_right]), "max")
+    took = sorted(_slowest(mesh, own))
+    median_s = statistics.median(took)
+    speed = nbytes / median_s if nbytes else None
+    return Row(
+        collective=collective.name,
+        strategy=strategy or None,
+        bytes=nbytes,
+        calls=times,
+        min_s=took[0],
+        median_s=median_s,
+        p99_s=took[math.ceil(times * 0.99) - 1],
+        algorithm_bytes_per_s=speed,
+        bus_bytes_per_s=None if speed is None else speed * collective.bus_factor(mesh.size),
+        correct=not wrong[0],
+    )
+
+
+def _time_calls(trial: Trial, times: int) -> tuple[list[float], bool]:
+    seconds: list[float] = []
+    all_right = True
+    for _ in range(times):
+        began = time.perf_counter()
+        result = trial.call()
+        seconds.append(time.perf_counter() - began)
+        all_right = trial.is_right(result) and all_right
+    return seconds, all_right
+
+
+def _slowest(mesh: Mesh, seconds: list[float]) -> list[float]:
+    """For each call the longest that a rank has waited; alike at all ranks."""
+    return [float(s) for s in mesh.all_reduce(np.array(seconds), "max")]

@@ -1,0 +1,404 @@
+"""`pmesh bench`: what it measures, what it shows, and what it says when it can't."""
+
+import functools
+import io
+import itertools
+import json
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from pmesh.cli import bench
+from pmesh.cli.app import run
+from pmesh.cli.bench import check_alike, parse_size
+from pmesh.cli.bench_collectives import COLLECTIVES, Collective
+from pmesh.cli.bench_plot import draw
+from pmesh.cli.bench_rows import LEAST_CALLS, MOST_CALLS, Plan, Row, measure_row
+from pmesh.cli.bench_table import bench_table, time_text
+from pmesh.client.home import home_directory, socket_path
+from pmesh.client.mesh import Mesh
+from pmesh.errors import UsageError
+from tests.cli.fake_agent import agent_at, answer_well
+from tests.cli.fake_mesh import FakeMesh, Meeting, make_meeting, on_each_rank
+
+PNG = b"\x89PNG"
+
+
+@pytest.fixture
+def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PMESH_HOME", str(tmp_path))
+    return socket_path(home_directory())
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> Meeting:
+    """A job of two ranks: the command is rank 0, and `beside` lets another rank run."""
+    meeting = make_meeting(2)
+    ranks = itertools.count()
+    monkeypatch.setattr(bench, "connect", lambda *_: FakeMesh(meeting, next(ranks)))
+    return meeting
+
+
+def run_both(*options: str, other: tuple[str, ...] | None = None) -> list[int]:
+    """The exit codes of two machines, the first that connects being rank 0."""
+    codes: list[int] = [-1, -1]
+
+    def one(number: int, arguments: tuple[str, ...]) -> None:
+        codes[number] = run(["bench", "--wait-for", "2", *arguments])
+
+    second = threading.Thread(target=one, args=(1, options if other is None else other))
+    second.start()
+    one(0, options)
+    second.join()
+    return codes
+
+
+def row(**more: object) -> Row:
+    known: dict[str, object] = {
+        "collective": "all_reduce",
+        "strategy": "ring",
+        "bytes": 1 << 20,
+        "calls": 12,
+        "min_s": 0.001,
+        "median_s": 0.002,
+        "p99_s": 0.0123,
+        "algorithm_bytes_per_s": 524_288_000.0,
+        "bus_bytes_per_s": 786_432_000.0,
+        "correct": True,
+    }
+    return Row(**(known | more))  # type: ignore[arg-type]
+
+
+def shown(*rows: Row) -> list[str]:
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    console.print(bench_table(["mac-1", "ma\x1bc-2"], rows))
+    return cast("io.StringIO", console.file).getvalue().splitlines()
+
+
+def clock(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
+    """Every reading of the time is so much later than the last."""
+    readings = itertools.count()
+    lock = threading.Lock()
+
+    def read() -> float:
+        with lock:
+            return next(readings) * step_s
+
+    monkeypatch.setattr("time.perf_counter", read)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES, ids=lambda c: c.name)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_right_mesh_is_found_right_with_any_number_of_values(
+    collective: Collective, ranks: int
+) -> None:
+    for strategy, nbytes in itertools.product(collective.strategies, (4, 28, 40_000)):
+        measure = functools.partial(
+            measure_row, collective=collective, strategy=strategy, nbytes=nbytes, seconds=1e-9
+        )
+        rows = on_each_rank(make_meeting(ranks), measure)
+        assert rows[0].correct
+        assert rows == [rows[0]] * ranks, "all ranks have measured the same"
+        assert rows[0].calls == LEAST_CALLS
+
+
+@pytest.mark.parametrize(
+    "collective", [c for c in COLLECTIVES if c.has_sizes], ids=lambda c: c.name
+)
+def test_one_wrong_value_at_one_rank_is_found(collective: Collective) -> None:
+    meeting = make_meeting(2)
+
+    def spoil(call: str, rank: int, result: Any) -> Any:  # noqa: ANN401 - what the call returns
+        victim = 1 if call in {"all_gather", "broadcast"} else 0  # of some calls rank 0 is the root
+        if call == "max" or rank != victim:
+            return result
+        wrong = np.array(result[-1] if isinstance(result, list) else result)
+        wrong[-1] += 1
+        return [*result[:-1], wrong] if isinstance(result, list) else wrong
+
+    meeting.spoil = spoil
+    rows = on_each_rank(meeting, lambda mesh: measure_row(mesh, collective, "", 64, seconds=1e-9))
+    assert [found.correct for found in rows] == [False, False]
+
+
+@pytest.mark.parametrize("name", ["reduce", "gather"])
+def test_whoever_gets_a_result_that_is_the_roots_is_found_wrong(name: str) -> None:
+    (collective,) = (c for c in COLLECTIVES if c.name == name)
+    meeting = make_meeting(2)
+    meeting.spoil = lambda _, rank, result: np.zeros(8) if rank and result is None else result
+
+    found, _ = on_each_rank(
+        meeting, lambda mesh: measure_row(mesh, collective, "", 64, seconds=1e-9)
+    )
+    assert not found.correct
+
+
+@pytest.mark.parametrize(
+    ("name", "factors"),
+    [
+        ("all_reduce", [1.0, 1.5]),
+        ("reduce", [1.0, 1.0]),
+        ("broadcast", [1.0, 1.0]),
+        ("all_gather", [0.5, 0.75]),
+        ("gather", [0.5, 0.75]),
+        ("scatter", [0.5, 0.75]),
+        ("reduce_scatter", [0.5, 0.75]),
+        ("all_to_all", [0.5, 0.75]),
+    ],
+)
+def test_bus_bandwidth_is_that_of_nccl_tests(name: str, factors: list[float]) -> None:
+    (collective,) = (c for c in COLLECTIVES if c.name == name)
+
+    assert [collective.bus_factor(n) for n in (2, 4)] == factors
+
+
+def test_a_row_tells_the_slowest_rank_and_both_bandwidths(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = {0: [9.0, 9.0, 1.0, 2.0, 3.0, 4.0], 1: [9.0, 9.0, 2.0, 1.0, 5.0, 1.0]}
+    reads = {rank: [t for s in times for t in (0.0, s)] for rank, times in took.items()}
+    here = threading.local()
+    monkeypatch.setattr("time.perf_counter", lambda: reads[here.rank].pop(0))
+
+    def program(mesh: Mesh) -> Row:
+        here.rank = mesh.rank
+        return measure_row(mesh, COLLECTIVES[0], "ring", 800, seconds=9.0 * 4)
+
+    found, _ = on_each_rank(make_meeting(2), program)
+
+    assert (found.calls, found.min_s, found.median_s, found.p99_s) == (4, 2.0, 3.0, 5.0)
+    assert found.algorithm_bytes_per_s == found.bus_bytes_per_s == 800 / 3.0
+
+
+def test_a_row_of_quick_calls_ends_after_a_thousand(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock(monkeypatch, 1e-7)
+    found, _ = on_each_rank(
+        make_meeting(2), lambda mesh: measure_row(mesh, COLLECTIVES[-1], "", 0, seconds=1.0)
+    )
+    assert found.calls == MOST_CALLS
+    assert found.bus_bytes_per_s is None
+
+
+def test_the_table_fits_a_terminal_and_names_what_is_wrong() -> None:
+    barrier = row(
+        collective="barrier",
+        strategy=None,
+        bytes=0,
+        algorithm_bytes_per_s=None,
+        bus_bytes_per_s=None,
+        correct=False,
+    )
+    longest = row(strategy="hierarchical", bytes=256 << 20, calls=1000, median_s=0.01234)
+    lines = shown(row(), longest, barrier)
+
+    assert lines[0].rstrip() == "2 ranks: mac-1, ma�c-2; bandwidth in MB/s"
+    cells = [" ".join(line.split()) for line in lines[-3:]]
+    assert cells == [
+        "all_reduce ring 1 MiB 12 1 ms 2 ms 12.3 ms 524 786 yes",
+        "all_reduce hierarchical 256 MiB 1000 1 ms 12.3 ms 12.3 ms 524 786 yes",
+        "barrier 12 1 ms 2 ms 12.3 ms NO",
+    ]
+    assert all("…" not in line and len(line) <= 80 for line in lines)
+
+
+def test_times_never_show_a_thousand_of_a_unit() -> None:
+    assert [time_text(s) for s in (0.0009996, 0.9996, 100.0)] == ["1 ms", "1 s", "100 s"]
+
+
+def test_rank_0_shows_the_table_and_the_others_say_who_does(
+    meeting: Meeting, capsys: pytest.CaptureFixture[str]
+) -> None:
+    some = ("all_reduce", "broadcast", "barrier")
+    options = ("--max-size", "4k", "--strategy", "ring", "--seconds", "1e-9")
+
+    assert run_both(*options, *(word for name in some for word in ("--collective", name))) == [0, 0]
+
+    captured = capsys.readouterr()
+    first = [line.split()[:3] for line in captured.out.splitlines() if " KiB" in line]
+    assert first == [
+        ["all_reduce", "ring", "1"],
+        ["all_reduce", "ring", "4"],
+        ["broadcast", "1", "KiB"],
+        ["broadcast", "4", "KiB"],
+    ]
+    assert captured.out.count("barrier") == 1
+    assert captured.err == "measured; rank 0, on mac-1, shows the table\n"
+    assert {call.split()[-1] for call in meeting.calls if " sum" in call} == {"ring"}
+
+
+@pytest.mark.usefixtures("meeting")
+def test_whoever_asks_for_json_or_a_plot_gets_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ("--min-size", "4", "--max-size", "64", "--seconds", "1e-9")
+    plot = tmp_path / "plot.png"
+
+    codes = run_both(*small, "--json", other=(*small, "--json", "--plot", str(plot)))
+
+    assert codes == [0, 0]
+    one, other = map(json.loads, capsys.readouterr().out.splitlines())
+    assert one == other
+    assert (one["schema"], one["names"]) == (1, ["mac-1", "mac-2"])
+    assert {r["collective"] for r in one["rows"]} == {c.name for c in COLLECTIVES}
+    assert [r["bytes"] for r in one["rows"]][:3] == [4, 16, 64]
+    assert plot.read_bytes().startswith(PNG)
+
+
+def test_a_plot_has_a_line_for_each_collective_and_strategy(tmp_path: Path) -> None:
+    path = tmp_path / "plot.svg"
+    barrier = row(collective="barrier", bytes=0, bus_bytes_per_s=None)
+    other = row(collective="broadcast", strategy=None)
+
+    draw(path, ["mac-1", "mac-2"], [row(), row(bytes=1 << 22), other, barrier])
+
+    drawn = path.read_text()
+    assert drawn.count("<!-- all_reduce ring -->") == drawn.count("<!-- broadcast -->") == 1
+    assert "barrier" not in drawn
+
+
+@pytest.mark.usefixtures("meeting")
+def test_machines_that_were_asked_for_different_rows_both_learn_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_both("--max-size", "1KiB", other=("--max-size", "4KiB")) == [1, 1]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [lines[0]] * 2
+    assert lines[0].startswith("UsageError: the machines were asked for different sizes, ")
+
+
+def test_equal_plans_are_alike_however_they_were_written() -> None:
+    def wishes(largest: str) -> Plan:
+        return bench.plan_of(
+            bench.Wishes(
+                min_size="1KiB",
+                max_size=largest,
+                collectives=(),
+                strategies=(),
+                seconds=1.0,
+                wait_for=None,
+                as_json=False,
+                plot=None,
+            )
+        )
+
+    def program(mesh: Mesh) -> None:
+        check_alike(mesh, wishes("1MiB" if mesh.rank else "1048576"))
+
+    on_each_rank(make_meeting(2), program)
+    with pytest.raises(UsageError):
+        on_each_rank(
+            make_meeting(2), lambda mesh: check_alike(mesh, wishes("4k" if mesh.rank else "1k"))
+        )
+
+
+def test_a_wrong_result_is_shown_and_fails_the_command(
+    meeting: Meeting, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meeting.spoil = lambda call, _, x: x + 1 if call == "broadcast" else x
+
+    assert run_both("--max-size", "1KiB", "--seconds", "1e-9") == [1, 1]
+
+    captured = capsys.readouterr()
+    assert [line.split()[0] for line in captured.out.splitlines() if "NO" in line] == ["broadcast"]
+    assert "RunError: 1 of 13 rows had wrong results: broadcast; report this" in captured.err
+
+
+def test_a_lost_machine_ends_the_measurement_by_name(
+    meeting: Meeting, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def spoil(call: str, _: int, result: Any) -> Any:  # noqa: ANN401 - an array
+        if call == "broadcast":
+            meeting.names = ("mac-1",)
+        return result
+
+    meeting.spoil = spoil
+    assert run_both("--max-size", "1KiB", "--seconds", "1e-9") == [1, 1]
+    assert "RankLost: mac-2 is lost: " in capsys.readouterr().err
+
+
+def test_without_a_number_it_waits_for_all_machines_of_the_mesh_and_names_them(
+    socket: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[object] = []
+
+    def connect(*arguments: object) -> FakeMesh:
+        asked.extend(arguments)
+        return FakeMesh(make_meeting(1), 0)
+
+    monkeypatch.setattr(bench, "connect", connect)
+    with agent_at(socket, answer_well):
+        assert run(["bench", "--max-size", "1KiB", "--seconds", "1e-9"]) == 0
+    assert asked == ["bench", 3, 300.0, socket.parent]
+    assert capsys.readouterr().err == "waiting until 'pmesh bench' runs on mac-1, mac-2, studio\n"
+
+
+def test_an_agent_that_is_alone_is_told_what_to_do(
+    socket: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import msgspec  # noqa: PLC0415
+
+    from pmesh.agent.status import decode_status  # noqa: PLC0415
+
+    def alone(data: bytes) -> object:
+        status = decode_status(data)
+        view = msgspec.structs.replace(status.view, members=status.view.members[:1])
+        return msgspec.structs.replace(status, view=view)
+
+    monkeypatch.setattr(bench, "decode_status", alone)
+    with agent_at(socket, answer_well):
+        assert run(["bench"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("UsageError: this agent has met no other machine")
+    assert "'pmesh bench --wait-for 2' twice" in error
+
+
+@pytest.mark.parametrize("options", [[], ["--wait-for", "2"]])
+def test_without_an_agent_the_socket_and_the_command_are_named(
+    socket: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", *options]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"AgentNotRunning: no agent listens at {socket}")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-size", "1TB"], "--max-size is a number of bytes, at least 4, such as 4096, "),
+        (["--min-size", "3"], "--min-size is a number of bytes, at least 4, "),
+        (["--min-size", "2MiB", "--max-size", "1MiB"], "--min-size 2MiB is above --max-size 1MiB"),
+        (["--collective", "sum"], "--collective is one of all_reduce, reduce, broadcast, "),
+        (["--strategy", "star"], "--strategy is one of auto, ring, tree, "),
+        (["--seconds", "0"], "--seconds is more than 0 and at most 3600, not 0"),
+        (["--plot", "/no/such/plot.png"], "--plot /no/such/plot.png can't be written: No such "),
+        (["--plot", "plot.doc"], "--plot plot.doc: its name says what it becomes, and must end "),
+    ],
+)
+def test_what_it_can_not_do_is_said_before_anybody_waits(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"ConfigError: {message}")
+    assert error.count("\n") == 1
+
+
+def test_without_matplotlib_the_command_that_gets_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pmesh.cli.bench_plot.find_spec", lambda _: None)
+
+    assert run(["bench", "--plot", "plot.png"]) == 2
+    assert capsys.readouterr().err == (
+        "ConfigError: --plot needs matplotlib: pip install 'pmesh[bench]'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("4", 4), ("64KiB", 65536), ("3 MB", 3 << 20), ("1g", 1 << 30)]
+)
+def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
+    assert parse_size("--max-size", text) == size
