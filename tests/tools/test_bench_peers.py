@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.docs.pages import table_rows
+from tests.docs.pages import DOCS, read, table_rows
 from tools.bench_peers import __main__ as bench
 from tools.bench_peers.cases import (
     CASES,
@@ -27,6 +27,9 @@ from tools.bench_peers.report import render, time_text
 from tools.bench_peers.results import Measured, Results, Series, keep, read_results
 from tools.bench_peers.systems import BenchError, Process
 from tools.bench_peers.worker import System, Values, carry_out
+
+PAGE = DOCS / "explanation" / "benchmarks.md"
+RESULTS = DOCS / "explanation" / "benchmarks"
 
 
 def measured(case: str = "loopback-2", op_bytes: int = 16 * MIB, **more: object) -> Measured:
@@ -213,6 +216,12 @@ def test_the_page_prints_what_was_measured_what_was_missed_and_what_was_not_meas
     assert "**2 of 4 bars met; 2 missed. Not measured: loopback-4, gigabit-2, " in page
     assert "loop lag p99, ms: 3.25." in page
     assert "python -m tools.bench_peers run loopback-2   # 3 turns, at 0123abc, 2 cores" in page
+
+
+def test_the_page_is_what_the_tool_writes_of_the_results_beside_it() -> None:
+    files = [read_results(path) for path in sorted(RESULTS.glob("*.json"))]
+
+    assert read(PAGE) == render(files)
 
 
 def test_times_have_three_digits_and_a_unit() -> None:

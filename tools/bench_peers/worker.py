@@ -5,9 +5,9 @@
 Orders come on standard input, answers go to standard output. Each system gets its own kind of
 array and its own call, blocking, until the result can be read:
 
-- pmesh: `mesh.all_reduce` of a numpy array into a new one, through the agent.
-- gloo: `torch.distributed.all_reduce` in place; the copy that this costs its user is not counted.
-- mlx: `mx.distributed.all_sum` and `mx.eval`, on the CPU.
+- pmesh: `mesh.all_reduce(x, out=x)` of a numpy array, through the agent.
+- gloo: `torch.distributed.all_reduce`, which works in place too.
+- mlx: `mx.distributed.all_sum` and `mx.eval`, on the CPU; its arrays can't be written to.
 """
 
 import importlib
@@ -54,7 +54,7 @@ def join_pmesh(_: int, size: int) -> System:
     return System(
         rank=mesh.rank,
         own=np.copy,
-        all_reduce=mesh.all_reduce,
+        all_reduce=lambda x: mesh.all_reduce(x, out=x),
         barrier=mesh.barrier,
         leave=mesh.close,
         average=lambda tree: mesh.average_gradients(list(tree)),
