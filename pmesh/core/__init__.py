@@ -11,7 +11,8 @@ views           views (the values), standing (what one member knows), agreement 
                 op_outcomes (their ops), quorum (which side may go on), topology (the order
                 of the ring)
 ops             session (what a trainer asks), ledger (what a rank knows of its ops), schedule (who
-                sends what when), reductions (adding up), records (sealing it)
+                sends what when, along the ring), plans and plans_* (likewise, between any ranks),
+                costs (which of them is the fastest), reductions (adding up), records (sealing it)
 
 Two shapes: byte protocols are objects that take bytes and give events; decisions are frozen states
 and functions, to which time and entropy are arguments.
