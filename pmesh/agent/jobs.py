@@ -4,7 +4,7 @@ It follows the views (`pmesh.agent.membership.Follower`) and surrounds the ops
 (`pmesh.agent.surroundings`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,7 +16,9 @@ from pmesh.agent.fetching import ResultServer
 from pmesh.agent.lane_desk import LaneDesk
 from pmesh.agent.marks import Marks, of_job
 from pmesh.agent.membership import Membership
+from pmesh.agent.rank_lanes import sum_of
 from pmesh.agent.ranks import COME_BACK, LocalRank
+from pmesh.agent.ring_costs import EdgeBook
 from pmesh.core.messages import (
     AskResult,
     Concern,
@@ -70,6 +72,7 @@ class Jobs:
         self.candidates: dict[Slot, Candidate] = {}
         self.ranks: list[LocalRank] = []
         self.marks = Marks(self.ranks)
+        self.edge_book = EdgeBook()
         self.results = ResultServer(nursery, self.ranks, self)
         self._absent: list[Concern] = []
         self._doubts = False
@@ -230,6 +233,10 @@ class Jobs:
         """Send on the link to the member."""
         self.membership.send(member, message)
 
+    def round_trips_s(self, members: Iterable[Member]) -> dict[Member, float]:
+        """To those of these that have been measured."""
+        return self.membership.round_trips_s(members)
+
     def neighbour(self, rank: LocalRank, other: TrainerId) -> LocalRank | None:
         """Another trainer of the same job, if it lives here too."""
         return next((r for r in of_job(self.ranks, rank.roster) if r.id == other), None)
@@ -251,7 +258,7 @@ class Jobs:
         """Bytes of tensor data sent and received at the sockets since the agent's start."""
         total = self._ended_traffic
         for rank in self.ranks:
-            total = _sum_of(total, rank.lanes.traffic)
+            total = sum_of(total, rank.lanes.traffic)
         return total
 
     def close(self) -> None:
@@ -311,7 +318,7 @@ class Jobs:
     def _end(self, rank: LocalRank, why: Verdict) -> None:
         rank.end(why)
         self.ranks.remove(rank)
-        self._ended_traffic = _sum_of(self._ended_traffic, rank.lanes.traffic)
+        self._ended_traffic = sum_of(self._ended_traffic, rank.lanes.traffic)
         if all(other.roster.job != rank.roster.job for other in self.ranks):
             self.desk.forget(rank.roster.job, below=rank.roster.number + 1)
 
@@ -391,7 +398,3 @@ class Jobs:
             roster, op = rank.roster, rank.ledger.started
             rank.concern = Concern(roster.job, roster.born, roster.number, None, op)
             self.poke()
-
-
-def _sum_of(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    return one[0] + other[0], one[1] + other[1]

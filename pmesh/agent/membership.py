@@ -6,7 +6,7 @@ answer (V3).
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, Protocol
 
 import msgspec
@@ -102,6 +102,15 @@ class Membership:
         """How a linked peer is; None when it is not linked."""
         contact = self._contacts.get(node)
         return None if contact is None else contact.health
+
+    def round_trips_s(self, members: Iterable[Member]) -> dict[Member, float]:
+        """To those of these that have been measured."""
+        known = {member: self.health_of(member.node) for member in members}
+        return {
+            member: health.round_trip_s
+            for member, health in known.items()
+            if health is not None and health.round_trip_s is not None
+        }
 
     def link_up(self, member: Member, thresholds: Thresholds) -> None:
         """A link with a peer is up, a new one or another in the place of one that ended."""

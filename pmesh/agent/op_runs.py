@@ -5,6 +5,8 @@ from dataclasses import replace
 from pmesh.agent.lane_desk import LaneDesk
 from pmesh.agent.op_layouts import REDUCING, Op
 from pmesh.agent.ranks import LocalRank
+from pmesh.agent.ring_costs import agree_on_costs
+from pmesh.agent.surroundings import Surroundings
 from pmesh.core.plans import RankPlan
 from pmesh.core.plans_all_reduce import plan_centralized, plan_hierarchical, plan_tree
 from pmesh.core.plans_moving import plan_all_gather, plan_all_to_all, plan_gather, plan_scatter
@@ -16,20 +18,27 @@ from pmesh.net.collectives import RingPosition, all_reduce, broadcast
 from pmesh.net.transfers import run_plan
 
 
-async def run_on_network(rank: LocalRank, op: Op, root: Rank | None, desk: LaneDesk) -> None:
+async def run_on_network(rank: LocalRank, op: Op, root: Rank | None, around: Surroundings) -> None:
     """One attempt at the op, in the present roster.
 
     Args:
         rank: ours.
         op: laid out.
         root: its root's place in the ring, if it has one.
-        desk: where lanes come from.
+        around: the rest of the agent.
 
     Raises:
         CallsDiffer: another rank called something else.
         LaneBroken: a lane is gone.
     """
-    op.contributors = rank.roster.ids
+    op.contributors, desk = rank.roster.ids, around.desk
+    if _leaves_the_choice(rank, op):
+        ring = await rank.ring(desk)
+        members = tuple(trainer.member for trainer in rank.roster.trainers)
+        times = around.round_trips_s(members)
+        rank.costs.edges = await agree_on_costs(
+            ring, _header(rank, op), members, times, around.edge_book
+        )
     if op.kind == "broadcast" and root is not None:
         await broadcast_along(rank, op, await rank.ring(desk), root)
     elif op.is_table:
@@ -77,17 +86,23 @@ async def _run_plan(rank: LocalRank, op: Op, plan: RankPlan, desk: LaneDesk) -> 
     to, from_ = await rank.lanes.open(
         [ids[peer] for peer in plan.peers_to], [ids[peer] for peer in plan.peers_from], desk
     )
-    header = RecordHeader(0, rank.roster.number, op.number, 0, rank.fingerprint, rank.ledger.ended)
     await run_plan(
         plan,
         {peer: to[ids[peer]] for peer in plan.peers_to},
         {peer: from_[ids[peer]] for peer in plan.peers_from},
-        header,
+        _header(rank, op),
         source=_source_of(op),
         result=op.result.memory,
         dtype=op.request.wire_dtype if op.kind in REDUCING else "",
         reduction=op.request.call.reduction or "sum",
     )
+
+
+def _leaves_the_choice(rank: LocalRank, op: Op) -> bool:
+    """Whether the ranks are to find out what is quickest; of two ranks, each way is the same."""
+    chosen = op.request.call.strategy
+    asks = op.kind in {"all_reduce", "barrier"} and chosen in {"", "hierarchical"}
+    return asks and rank.size > 2 and rank.costs.edges is None  # noqa: PLR2004 - as it says
 
 
 def _plan_of(rank: LocalRank, op: Op, root: Rank | None) -> RankPlan | None:
@@ -144,6 +159,10 @@ def _table_of(op: Op, ring: RingPosition) -> memoryview:
     table = bytearray(ring.size * op.row_bytes)
     table[ring.rank * op.row_bytes : (ring.rank + 1) * op.row_bytes] = _source_of(op)
     return memoryview(table).toreadonly()
+
+
+def _header(rank: LocalRank, op: Op) -> RecordHeader:
+    return RecordHeader(0, rank.roster.number, op.number, 0, rank.fingerprint, rank.ledger.ended)
 
 
 def _of(rank: LocalRank, op: Op) -> dict[str, int]:

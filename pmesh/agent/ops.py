@@ -202,7 +202,7 @@ async def _run(rank: LocalRank, op: Op, around: Surroundings) -> None:
         _raise_concern(rank, op, _without_some(rank, op), around)
         await trio.sleep_forever()
     _note_run(rank, op, around)
-    await run_on_network(rank, op, root, around.desk)
+    await run_on_network(rank, op, root, around)
 
 
 def _without_root(rank: LocalRank, op: Op) -> Verdict:

@@ -80,8 +80,7 @@ class RankLanes:
     def count(self, lane: Lane) -> None:
         """Add a lane that ends to this rank's traffic."""
         self._carrying.discard(lane)
-        sent, received = self.ended_traffic
-        self.ended_traffic = sent + lane.bytes_sent, received + lane.bytes_received
+        self.ended_traffic = sum_of(self.ended_traffic, (lane.bytes_sent, lane.bytes_received))
 
     def look(self) -> None:
         """Note when something was last seen to move: since then the ring has stood still."""
@@ -108,3 +107,8 @@ class RankLanes:
         if trainer is not None and peer not in self._offered:
             self._offered.add(peer)
             desk.offer(self.edge(self._me, peer), trainer.member)
+
+
+def sum_of(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    """Traffic, sent and received, of both."""
+    return one[0] + other[0], one[1] + other[1]

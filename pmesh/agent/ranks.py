@@ -203,6 +203,7 @@ class LocalRank:
         self.roster = roster
         self.in_force = trio.Event()
         self.learn(())
+        self.costs = RingCosts()
         self.concern = None
         self._names |= {t.id: t.name for t in roster.trainers}
         self._outcomes = {outcome.op: outcome for outcome in roster.outcomes}

@@ -1,11 +1,13 @@
 """What an op of one rank needs of the rest of its agent."""
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from pmesh.agent.events import Chronicle
 from pmesh.agent.lane_desk import LaneDesk
 from pmesh.agent.marks import Marks
 from pmesh.agent.ranks import LocalRank
+from pmesh.agent.ring_costs import EdgeBook
 from pmesh.core.messages import AskResult
 from pmesh.ids import Member, TrainerId
 
@@ -16,6 +18,12 @@ class Surroundings(Protocol):
     desk: LaneDesk
     chronicle: Chronicle
     marks: Marks
+
+    edge_book: EdgeBook
+
+    def round_trips_s(self, members: Iterable[Member]) -> dict[Member, float]:
+        """To those of these that have been measured."""
+        ...
 
     def poke(self) -> None:
         """A concern has arisen."""
