@@ -19,6 +19,7 @@ from pmesh.core.session import (
     LetterSent,
     LetterWaits,
     ReceiveLetter,
+    Refused,
     Reply,
     SendLetter,
     WantArena,
@@ -55,7 +56,7 @@ class Letters:
     id: TrainerId
     answers: dict[int, Reply] = field(default_factory=dict)
     waits: list[LetterWaits] = field(default_factory=list)
-    granted: list[ArenaGranted] = field(default_factory=list)
+    granted: list[ArenaGranted | Refused] = field(default_factory=list)
     calls: "itertools.count[int]" = field(default_factory=itertools.count)
     arenas: trio.Lock = field(default_factory=trio.Lock)
 
@@ -70,7 +71,7 @@ class Letters:
                     self.answers[call] = reply
                 case LetterWaits():
                     self.waits.append(reply)
-                case ArenaGranted():
+                case ArenaGranted() | Refused():
                     self.granted.append(reply)
                 case _:
                     raise AssertionError(reply)
@@ -84,12 +85,20 @@ class Letters:
                 count = len(self.granted)
                 await self.trainer.send(WantArena(values.nbytes))
                 await until(lambda: len(self.granted) > count)
-                arena = self.granted[-1].arena
+                granted = self.granted[-1]
+                assert isinstance(granted, ArenaGranted), granted.verdict.message
+                arena = granted.arena
             self.trainer.maps[arena][: values.nbytes] = values.tobytes()
         call = next(self.calls)
         letter = Letter(tag, values.dtype.name, values.shape, values.nbytes)
         await self.trainer.send(SendLetter(call, to, letter, arena, timeout_s))
         return call
+
+    async def drop_input(self) -> None:
+        """Let go of the arena that was granted last."""
+        granted = self.granted[-1]
+        assert isinstance(granted, ArenaGranted)
+        await self.trainer.send(DropArena(granted.arena))
 
     async def begin_receive(
         self, *sources: TrainerId, tag: int = 0, timeout_s: float = 50.0
