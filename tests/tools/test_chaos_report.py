@@ -142,6 +142,20 @@ def test_a_result_takes_the_place_of_an_older_one_of_the_same(tmp_path: Path) ->
     assert [m.seed for m in read_results(path).measured] == [2, 3]
 
 
+def test_a_long_campaign_may_be_measured_in_parts(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    parts = ({"took, s": 2.0, "longest, s": 3.0}, {"took, s": 5.0, "longest, s": 1.0, "ops": 1.0})
+    for seed, facts in enumerate(parts):
+        part = measured(recovery_s=(0.1 + seed,), clean_s=(0.2,), violations=("v",), facts=facts)
+        chaos.keep(path, part, add=True)
+
+    (whole,) = read_results(path).measured
+    assert whole.recovery_s == (0.1, 1.1)
+    assert (whole.ops_checked, whole.violations, whole.clean_s) == (200, ("v", "v"), (0.2, 0.2))
+    assert whole.facts == {"took, s": 7.0, "longest, s": 3.0, "ops": 1.0}
+    assert whole.command.splitlines() == ["python -m tools.chaos run kill-node"] * 2
+
+
 def test_the_page_is_what_the_tool_writes_of_the_results_beside_it() -> None:
     files = [read_results(path) for path in sorted(RESULTS.glob("*.json"))]
 

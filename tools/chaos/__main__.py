@@ -8,6 +8,7 @@ Linux, root.
 """
 
 import contextlib
+import functools
 import shlex
 import signal
 import sys
@@ -52,6 +53,7 @@ def run(
     size_mb: Annotated[tuple[float, ...], cyclopts.Parameter(negative="")] = (16.0,),
     seed: int = 1,
     short: Annotated[bool, cyclopts.Parameter(negative="")] = False,
+    add: Annotated[bool, cyclopts.Parameter(negative="")] = False,
     json: Path | None = None,
     logs: Path | None = None,
 ) -> int:
@@ -63,6 +65,7 @@ def run(
         size_mb: Of the ops; may be repeated.
         seed: Of the dice.
         short: A few of each, with small ops, for CI.
+        add: To what `json` holds of the same, with other dice: a long campaign in parts.
         json: Where the results go; what it holds of other faults or sizes stays.
         logs: A folder for what all processes have printed.
     """
@@ -80,7 +83,7 @@ def run(
             _print(measured)
             met = met and is_met(measured)
             if json is not None:
-                keep(json, measured)
+                keep(json, measured, add=add)
     return 0 if met else 1
 
 
@@ -115,11 +118,14 @@ def _measure(campaign: Campaign, order: Run) -> Measured:
     )
 
 
-def keep(path: Path, measured: Measured) -> None:
-    """Add to the file, in the place of what was measured of the same before."""
+def keep(path: Path, measured: Measured, *, add: bool = False) -> None:
+    """Into the file, in the place of what was measured of the same before, or with it."""
     old = read_results(path) if path.exists() else Results()
     this = measured.fault, measured.op_bytes
     others = tuple(m for m in old.measured if (m.fault, m.op_bytes) != this)
+    if add:
+        same = (m for m in old.measured if (m.fault, m.op_bytes) == this)
+        measured = functools.reduce(lambda new, before: before.with_more(new), same, measured)
     write_results(path, Results(measured=(*others, measured), tables=old.tables))
 
 

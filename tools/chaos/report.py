@@ -175,4 +175,5 @@ def _table(table: Table) -> str:
 
 def _commands(measured: Sequence[Measured]) -> Iterator[str]:
     for m in dict.fromkeys((m.command, m.commit, m.machine) for m in measured):
-        yield f"    {m[0]}   # at {m[1]}, {m[2]}"
+        lines = m[0].replace("\n", "\n    ")
+        yield f"    {lines}   # at {m[1]}, {m[2]}"

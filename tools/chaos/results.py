@@ -44,6 +44,10 @@ def figures_of(values: Sequence[float]) -> Figures | None:
     )
 
 
+_COUNTED = frozenset({"took, s", "struck in the middle of an op", "ops meanwhile"})
+"""Facts that add up; of the others the worst counts."""
+
+
 class Measured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One fault, as often as it was tried in one run."""
 
@@ -66,6 +70,23 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     facts: dict[str, float] = {}
     """What else the bar asks for, by name."""
     notes: tuple[str, ...] = ()
+
+    def with_more(self, other: "Measured") -> "Measured":
+        """Both parts of a campaign, which ran with different dice."""
+        facts = {name: self._both(name, other) for name in self.facts | other.facts}
+        return msgspec.structs.replace(
+            self,
+            command=f"{self.command}\n{other.command}",
+            recovery_s=self.recovery_s + other.recovery_s,
+            clean_s=self.clean_s + other.clean_s,
+            ops_checked=self.ops_checked + other.ops_checked,
+            violations=self.violations + other.violations,
+            facts=facts,
+        )
+
+    def _both(self, name: str, other: "Measured") -> float:
+        values = [facts[name] for facts in (self.facts, other.facts) if name in facts]
+        return sum(values) if name in _COUNTED else max(values)
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
