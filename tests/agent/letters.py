@@ -1,12 +1,17 @@
 """Trainers' connections for letters, and what they send and receive on them."""
 
 import itertools
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import trio
+from trio.testing import MockClock
 
-from pmesh.core.messages import Letter
+from pmesh.agent.mail import MailRoom
+from pmesh.core.messages import Letter, LetterNews
 from pmesh.core.reductions import Values
 from pmesh.core.session import (
     SESSION_VERSION,
@@ -25,9 +30,10 @@ from pmesh.core.session import (
     WantArena,
 )
 from pmesh.core.views import Verdict
-from pmesh.ids import JobName, TrainerId
+from pmesh.ids import JobName, Member, TrainerId
 from tests.agent.fake_trainer import Trainer, until
-from tests.agent.fakes import Machine, Village
+from tests.agent.fakes import Machine, Village, village
+from tests.agent.ops import machine_of
 
 
 class LetterError(Exception):
@@ -150,3 +156,62 @@ async def attach(here: Village, machine: Machine, trainer: Trainer, job: str = "
     letters = Letters(connection, trainer.id)
     here.nursery.start_soon(letters.reader)
     return letters
+
+
+X = np.arange(300_000.0)  # five records
+
+
+@dataclass
+class Some:
+    """Ranks on as many machines, with their connections for letters."""
+
+    here: Village
+    trainers: list[Trainer]
+    letters: list[Letters]
+
+    async def deliver(self, values: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]") -> None:
+        """From rank 0 to rank 1, which gets it once."""
+        one, other = self.letters[:2]
+        sent = await one.begin_send(other.id, values)
+        got = await other.receive(one.id)
+        assert got.values.tobytes() == values.tobytes()
+        assert await one.end(sent) is None
+
+    async def check_that_nothing_is_left(self) -> None:
+        """No letter of before is delivered again."""
+        await self.deliver(np.array([-1.0]))
+
+
+@asynccontextmanager
+async def some(clock: MockClock, count: int = 2) -> AsyncGenerator[Some]:
+    async with village(clock, count) as here:
+        trainers = await here.job(*here.machines)
+        yield Some(here, trainers, [await attach(here, machine_of(here, t), t) for t in trainers])
+
+
+def lose_first(
+    monkeypatch: pytest.MonkeyPatch, kind: type[LetterNews], count: int
+) -> list[LetterNews]:
+    """The first messages of a kind don't arrive; returns those."""
+    real, lost = MailRoom.hear, list[LetterNews]()
+
+    def hear(room: MailRoom, member: Member, message: LetterNews) -> None:
+        if isinstance(message, kind) and len(lost) < count:
+            lost.append(message)
+        else:
+            real(room, member, message)
+
+    monkeypatch.setattr(MailRoom, "hear", hear)
+    return lost
+
+
+def told(monkeypatch: pytest.MonkeyPatch) -> list[LetterNews]:
+    """What agents tell each other from now on."""
+    real, heard = MailRoom.hear, list[LetterNews]()
+
+    def hear(room: MailRoom, member: Member, message: LetterNews) -> None:
+        heard.append(message)
+        real(room, member, message)
+
+    monkeypatch.setattr(MailRoom, "hear", hear)
+    return heard
