@@ -39,6 +39,7 @@ def run_joins(run: Run) -> Tally:
     """Each time the raw transfer of the same bytes over the same lines, then the newcomer."""
     tally = Tally()
     raw: list[float] = []
+    ready: list[float] = []
     still: list[float] = []
     options = run.options(state_bytes=STATE_BYTES, pause_s=PAUSE_S)
     with Cluster(5, options, logs=run.logs) as cluster:
@@ -54,12 +55,13 @@ def run_joins(run: Run) -> Tally:
             cluster.start([newcomer])
             cluster.wait_for(lambda: newcomer.life.last is not None, "the newcomer's first op")
             last = newcomer.life.last
-            connecting = [r.at for r in newcomer.life.others if r.what == "connecting"]
-            if last is None or not connecting:
-                raise CampaignError("the newcomer has not said when it connected")
-            tally.recovery_s.append(last.done - connecting[0])
+            said = {r.what: r.at for r in reversed(newcomer.life.others)}  # each first
+            if last is None or not {"connecting", "entered"} <= said.keys():
+                raise CampaignError("the newcomer has not said when it connected and entered")
+            tally.recovery_s.append(last.done - said["connecting"])
+            ready.append(said["entered"] - said["connecting"])
             done = [op.done for life in lives for op in life.ops.values()]
-            still.append(longest_gap_s(done, since=connecting[0], until=last.done))
+            still.append(longest_gap_s(done, since=said["connecting"], until=last.done))
             cluster.await_ops(1)
             ops = {
                 node.name: sorted(node.life.ops.values(), key=lambda op: op.step)
@@ -73,6 +75,7 @@ def run_joins(run: Run) -> Tally:
             cluster.forget_ops(before=began)
     tally.facts = {
         "raw transfer of the same bytes, s": statistics.median(raw),
+        "until it computes its first step / raw": statistics.median(ready) / statistics.median(raw),
         "newcomer / raw": statistics.median(tally.recovery_s) / statistics.median(raw),
         "the others stood still for, s": statistics.median(still),
     }
