@@ -1,4 +1,5 @@
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -70,6 +71,43 @@ async def test_a_lane_comes_up_whoever_dials(*, receiver_dials: bool) -> None:
         into = bytearray(4)
         await receiving.receive(header(4, roster=7), memoryview(into))
         assert into == b"data"
+
+
+def send_buffers_of(lanes: list[Lane]) -> set[int]:
+    """What the system says, which is not always what it was asked for."""
+    return {
+        lane._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)  # noqa: SLF001 - only it knows
+        for lane in lanes
+    }
+
+
+async def test_between_agents_of_one_machine_little_is_queued() -> None:
+    offer = offer_between(0, 1)
+    with socket.socket() as asked:
+        asked.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 256 * 1024)
+        expected = asked.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    async with opened(offer, offer) as lanes:
+        assert len(lanes) == 2
+        assert send_buffers_of(lanes) == {expected}
+
+
+async def test_between_machines_the_system_says_how_much_is_queued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_options: list[tuple[int, int]] = []
+    real = socket.socket.setsockopt
+
+    def spy(self: socket.socket, level: int, option: int, value: int) -> None:
+        set_options.append((level, option))
+        real(self, level, option, value)
+
+    monkeypatch.setattr(socket.socket, "getpeername", lambda _: ("192.0.2.1", 24160))
+    monkeypatch.setattr(socket.socket, "setsockopt", spy)
+    offer = offer_between(0, 1)
+    async with opened(offer, offer) as lanes:
+        assert len(lanes) == 2
+    assert (socket.SOL_SOCKET, socket.SO_SNDBUF) not in set_options
+    assert (socket.IPPROTO_TCP, socket.TCP_NODELAY) in set_options
 
 
 Opening = Callable[..., Awaitable[Lane]]
