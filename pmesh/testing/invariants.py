@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from pmesh.core.messages import AskResult
-from pmesh.core.op_outcomes import outcome_of
+from pmesh.core.op_outcomes import BOUND_KINDS, outcome_of
 from pmesh.core.views import Roster, Trainer, Verdict, View
 from pmesh.ids import Epoch, JobName, Member, OpNumber
 from pmesh.testing.descent import Descent
@@ -160,6 +160,8 @@ class Invariants:
             if not (report.completed and report.holds):
                 continue  # who has no result can't serve it: then the op may fail, also here
             outcome = outcomes.get(op)
+            if outcome is not None and outcome.verdict and report.call.kind in BOUND_KINDS:
+                continue  # O4: it has not ended everywhere; told at the next call
             if outcome is None or (outcome.holders and outcome.contributors != report.contributors):
                 raise Violation(f"I4: {rank.id} has completed op {op}, resolved as {outcome}")
         living = set(after.ids)
@@ -193,13 +195,20 @@ class Invariants:
                 ours, theirs = rank.ends[op], other.ends.get(op)
                 if theirs is None or (theirs.outcome, theirs.world) == (ours.outcome, ours.world):
                     continue
-                if ours.call != theirs.call and not _is_stable(op, rank, other):
-                    continue  # I5: one that had returned is told at its next call
+                told_late = ours.call != theirs.call or _is_torn(ours, theirs)
+                if told_late and not _is_stable(op, rank, other):
+                    continue  # I5 and O4: one that had returned is told at its next call
                 raise Violation(f"{_broken(ours, theirs)}: op {op} at {rank.id}: {ours}; {theirs}")
 
 
 def _is_stable(op: OpNumber, *ranks: LocalRank) -> bool:
     return all(op <= rank.ledger.stable for rank in ranks)
+
+
+def _is_torn(ours: End, theirs: End) -> bool:
+    """O4: what is bound to its ranks fails everywhere if it has not ended everywhere."""
+    one_failed = isinstance(ours.outcome, Verdict) != isinstance(theirs.outcome, Verdict)
+    return one_failed and ours.call.kind in BOUND_KINDS
 
 
 def _fails(rank: LocalRank, op: OpNumber) -> bool:

@@ -6,6 +6,7 @@ phase here: nothing waits but for a message, a view or the next tick.
 """
 
 from pmesh.core.messages import AskResult, Call
+from pmesh.core.op_outcomes import BOUND_KINDS
 from pmesh.core.views import OpOutcome, Verdict
 from pmesh.ids import Member, OpNumber
 from pmesh.testing.lane_messages import LaneMessage, OpResult, Retained, Token
@@ -132,6 +133,8 @@ def _attempt(rank: LocalRank, op: Op) -> None:
         return
     if op.call.kind == "sync" and newcomers:
         _stick(rank, op, None)
+    elif op.call.kind in BOUND_KINDS and rank.world != rank.roster.ids:
+        _stick(rank, op, Verdict("RosterChanged", f"op {op.number}: its ranks have changed"))
     elif op.root is not None and rank.roster.rank_of(op.root) is None:
         _stick(rank, op, Verdict("RankLost", f"op {op.number}: its root is lost"))
     else:
