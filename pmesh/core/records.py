@@ -10,6 +10,7 @@ Each direction of a lane has a random key of its own, so the record's number is 
 
 import hashlib
 import struct
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -78,6 +79,7 @@ def lane_of_preamble_untrusted(data: bytes) -> bytes:
     return data[len(_PREAMBLE_MAGIC) :]
 
 
+@lru_cache(maxsize=256)  # a training step makes the same few calls again and again
 def fingerprint(call: Call) -> int:
     """64 bits that tell one call from another; equal on every machine (O8)."""
     digest = hashlib.sha3_256(msgspec.msgpack.encode(call)).digest()
