@@ -137,7 +137,7 @@ class MailSession:
     def _end(self, why: BaseException) -> None:
         with self._news:
             if self._ended is None:
-                what = f"the connection for messages has ended: {why or type(why).__name__}"
+                what = f"the connection for messages has ended: {str(why) or type(why).__name__}"
                 self._ended = why if isinstance(why, PmeshError) else MeshClosed(what)
             if self._reading:
                 self._connection.interrupt()  # the reader closes it

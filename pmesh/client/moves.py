@@ -91,7 +91,7 @@ def _plain_name(raw: RawArray) -> str | None:
 def build(head: Head, data: Values, like: object) -> object:
     """An array of these bytes, which it may keep; of the library of `like`, if that is an array."""
     dtype = head.dtype
-    if head.library == "numpy" and dtype in np.sctypeDict:
+    if head.library == "numpy" and dtype in np.sctypeDict and np.dtype(dtype).kind in "biufc":
         dtype = np.dtype(dtype).str
     return from_raw(head.library, dtype, head.shape, data, like=like)
 
