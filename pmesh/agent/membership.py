@@ -233,6 +233,7 @@ class Membership:
                     self._confirm(self._unconfirmed - set(view.members))
                     self._installed(before.view, view, self._losses)
                     self._losses = {m: w for m, w in self._losses.items() if m in view.members}
+                    self.poke()  # after this step: the facts are others now
 
     def _facts(self) -> Facts:
         round_trips = {

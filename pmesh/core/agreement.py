@@ -322,7 +322,13 @@ def _give_up_on_silent(state: State, now: float) -> State:
 
 
 def _consider(step: Step, facts: Facts, now: float) -> Step:
-    """After every input: commit, propose or ask to join, if it is time."""
+    """After every input: commit, propose or ask to join, if it is time.
+
+    Not with a view that is only now installed: what there is to tell of the jobs is known once they
+    have followed it (V3), and then the driver lets time pass again.
+    """
+    if any(isinstance(action, Install) for action in step.actions):
+        return step
     state, actions = step.state, list[Action](step.actions)
     message = proposals.propose(state, facts, now)
     if message is not None:

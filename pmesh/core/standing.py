@@ -129,7 +129,7 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class Install:
-    """The view is in force."""
+    """The view is in force. Once the jobs have followed it, time is to pass again."""
 
     view: View
 

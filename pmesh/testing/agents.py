@@ -227,6 +227,8 @@ class Agent:
                     assert_never(action)
         if self.state.primaries is not primaries:
             self._look_who_may_run()
+        if any(isinstance(action, Install) for action in step.actions):
+            self._timeline.after(0.0, self._poke)
         if not unchanged or step.actions:
             self._invariants.promised(self.state.me, self.state.promised)
             self._show()
@@ -283,8 +285,12 @@ class Agent:
         for trainer in self.trainers:
             trainer.look()
         self.jobs.look()
-        self._perform(agreement.pass_time(self.state, self._known(), now=self.now))
+        self._poke()
         self._beat()
+
+    def _poke(self) -> None:
+        if self._running:
+            self._perform(agreement.pass_time(self.state, self._known(), now=self.now))
 
     def _employ(self) -> None:
         """Each job that this machine takes part in gets its trainer back, sooner or later."""
@@ -389,8 +395,3 @@ class Agent:
         self._note(self.number, f"loses {link.member.node.hex()[-1:]}: {why}")
         step = agreement.lose(self.state, link.member.node, why, self._known(), now=self.now)
         self._perform(step)
-
-
-def node_of(number: int) -> NodeId:
-    """The node id of a simulated host."""
-    return NodeId(bytes(30) + number.to_bytes(2))

@@ -7,8 +7,8 @@ from random import Random
 from pmesh.core.quorum import has_majorities, needed_voters
 from pmesh.core.views import Roster
 from pmesh.errors import ProtocolError
-from pmesh.ids import Epoch, Incarnation, JobName, Member, TrainerId
-from pmesh.testing.agents import Agent, node_of
+from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId
+from pmesh.testing.agents import Agent
 from pmesh.testing.drawing import draw_conditions, draw_habits, draw_round_trips, draw_size
 from pmesh.testing.invariants import Invariants
 from pmesh.testing.links import Message
@@ -225,3 +225,8 @@ def _standing(agent: Agent) -> str:
         f"{agent.name} {state.view.epoch.counter}/{len(state.view.seats)}"
         f" promised {state.promised.counter} flushed {state.flushed_at} {jobs}"
     )
+
+
+def node_of(number: int) -> NodeId:
+    """The node id of a simulated host."""
+    return NodeId(bytes(30) + number.to_bytes(2))

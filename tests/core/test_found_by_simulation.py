@@ -1,10 +1,16 @@
 """What seeds of the simulated cluster have found in the core (`pmesh.testing`)."""
 
+from dataclasses import replace
+
 import msgspec
 
+from pmesh.core.agreement import hear, pass_time
+from pmesh.core.messages import Commit
 from pmesh.core.op_outcomes import outcome_of
-from pmesh.core.views import Verdict
-from pmesh.ids import OpNumber
+from pmesh.core.proposals import ring_order
+from pmesh.core.standing import Facts, Fence, Install
+from pmesh.core.views import Verdict, View
+from pmesh.ids import Member, OpNumber
 from tests.core.builders import (
     ANNA,
     BERT,
@@ -13,10 +19,13 @@ from tests.core.builders import (
     ids_of,
     make_call,
     make_concern,
+    make_epoch,
     make_report,
     make_roster,
+    make_state,
     make_trainer,
     make_verdict,
+    make_view,
     running,
 )
 from tests.core.settling import settle_trio
@@ -58,3 +67,22 @@ class TestAnOpThatFailsAfterSomebodyHasEntered:
         outcome = outcome_of(after, OpNumber(4))
         assert outcome is not None
         assert outcome.contributors == ids_of(0, 1)
+
+
+def test_what_follows_from_a_view_waits_until_the_jobs_have_followed_it() -> None:
+    """V3: the flush answer would tell of the jobs as they were before it (seed 201628)."""
+    after = make_view(6, ANNA, BERT, leader=BERT, previous=make_epoch(5))
+    state = replace(
+        make_state(ANNA, make_view(5, ANNA, BERT)), promised=after.epoch, flushed_at=100.0
+    )
+    ring = ring_order((ANNA, BERT), ((0, 20), (20, 0)))
+    commit = Commit(replace_seats(after, ring), ((0, 20), (20, 0)))
+    step = hear(state, BERT, commit, Facts(), now=100.0)  # Bert is not heard any more
+    assert step.actions == (Install(commit.view),)
+    later = pass_time(step.state, Facts(), now=100.0)
+    assert [type(action) for action in later.actions] == [Fence, Install]
+
+
+def replace_seats(view: View, ring: tuple[Member, ...]) -> View:
+    seats = tuple(seat for member in ring if (seat := view.seat_of(member)) is not None)
+    return msgspec.structs.replace(view, seats=seats)
