@@ -27,12 +27,18 @@ from pmesh.errors import (
 if TYPE_CHECKING:
     from pmesh.client.calls import LastOp
     from pmesh.client.connecting import connect
+    from pmesh.client.device_mesh import DeviceMesh
+    from pmesh.client.groups import Group
+    from pmesh.client.line import Handle
     from pmesh.client.mesh import Mesh
 
 __all__ = [
     "AgentNotRunning",
     "AgentStopped",
+    "DeviceMesh",
+    "Group",
     "GroupBroken",
+    "Handle",
     "HistorySuperseded",
     "JobRunning",
     "LastOp",
@@ -54,6 +60,9 @@ __all__ = [
 
 _LATER = MappingProxyType(
     {
+        "DeviceMesh": "pmesh.client.device_mesh",
+        "Group": "pmesh.client.groups",
+        "Handle": "pmesh.client.line",
         "LastOp": "pmesh.client.calls",
         "Mesh": "pmesh.client.mesh",
         "connect": "pmesh.client.connecting",
