@@ -137,7 +137,7 @@ def test_a_reduce_brings_the_sum_to_its_root_alone(
     assert results[root].tobytes() == reduced(sources, reduction).tobytes()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.integers(0, 60), min_size=1, max_size=9),
     SEGMENTS,
