@@ -7,8 +7,9 @@ uint16 with the same bits.
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -72,12 +73,12 @@ class Leaf:
         for the dtype becomes infinite.
         """
         shaped = region.reshape(self.values.shape)
+        if divisor is None and self.dtype == self.wire:
+            return self.rebuild(shaped if self.rebuild_copies else shaped.copy())
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             if self.dtype == "bfloat16":
                 quotient = shaped if divisor is None else np.divide(shaped, divisor)
                 return self.rebuild(_bfloat16_bits(quotient))
-            if divisor is None and self.dtype == self.wire and self.rebuild_copies:
-                return self.rebuild(shaped)
             fresh = np.empty(shaped.shape, np.dtype(self.dtype))
             if divisor is None:
                 np.copyto(fresh, shaped, casting="same_kind")
@@ -128,15 +129,20 @@ def _numpy_leaf(x: "Values | np.generic", where: str) -> Leaf:
             f"{where}a {kind.__name__} means more than its values; pass numpy.asarray(x)"
         )
     array = np.asarray(x)
-    dtype = array.dtype
-    check_dtype(dtype.name, where)
+    dtype, name = array.dtype, _name_of(array.dtype)
+    check_dtype(name, where)
 
     def rebuild(fresh: Values) -> object:
-        typed = fresh.view(dtype) if dtype.name == "bfloat16" else fresh.astype(dtype, copy=False)
+        typed = fresh.view(dtype) if name == "bfloat16" else fresh.astype(dtype, copy=False)
         return typed if kind is np.ndarray else typed[()]
 
-    values = array.view(np.uint16) if dtype.name == "bfloat16" else array
-    return Leaf(dtype=dtype.name, values=values, rebuild=rebuild)
+    values = array.view(np.uint16) if name == "bfloat16" else array
+    return Leaf(dtype=name, values=values, rebuild=rebuild)
+
+
+@lru_cache(maxsize=64)  # numpy puts the name together each time, which takes 2 us
+def _name_of(dtype: "np.dtype[Any]") -> str:
+    return dtype.name
 
 
 def evaluate_mlx(leaves: Sequence[object]) -> None:
