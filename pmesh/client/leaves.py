@@ -140,7 +140,7 @@ def _numpy_leaf(x: "Values | np.generic", where: str) -> Leaf:
     return Leaf(dtype=name, values=values, rebuild=rebuild)
 
 
-@lru_cache(maxsize=64)  # numpy puts the name together each time, which takes 2 us
+@lru_cache(maxsize=64)  # numpy puts the name together anew each time, slowly
 def _name_of(dtype: "np.dtype[Any]") -> str:
     return dtype.name
 
