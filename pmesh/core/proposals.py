@@ -139,11 +139,23 @@ def _clique(
     state: State, kept: tuple[Member, ...], candidates: tuple[Member, ...], now: float
 ) -> tuple[Member, ...]:
     """V5: greedily, in the order given, those whom everyone kept so far hears, and vice versa."""
-    for member in candidates:
-        answering = state.skipped.get(member, 0.0) <= now
-        if answering and all(hear_each_other(state, member, other) for other in kept):
+    answering = tuple(m for m in candidates if state.skipped.get(m, 0.0) <= now)
+    # So it is as a rule: the leader asks at each message, and to look at each pair is dear.
+    if _all_hear_all(state, kept + answering):
+        return kept + answering
+    for member in answering:
+        if all(hear_each_other(state, member, other) for other in kept):
             kept = (*kept, member)
     return kept
+
+
+def _all_hear_all(state: State, members: tuple[Member, ...]) -> bool:
+    everyone = {member.incarnation for member in members}
+    return all(
+        member == state.me
+        or everyone.difference(state.peers[member.node].heartbeat.heard) <= {member.incarnation}
+        for member in members
+    )
 
 
 def _candidates(state: State, now: float) -> tuple[Member, ...]:

@@ -4,6 +4,7 @@ Values only. How a view comes about is `pmesh.core.agreement`.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Literal, Self
 
 import msgspec
@@ -135,7 +136,7 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
     """The epoch that it had installed before this one (V2); None for a newcomer."""
 
 
-class View(msgspec.Struct, frozen=True, array_like=True):
+class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """What the members agree on; installed views with one epoch are identical (I1)."""
 
     epoch: Epoch
@@ -143,12 +144,12 @@ class View(msgspec.Struct, frozen=True, array_like=True):
     """In ring order."""
     rosters: tuple[Roster, ...] = ()
 
-    @property
+    @cached_property  # these two are asked for at each message
     def members(self) -> tuple[Member, ...]:
         """The members in ring order."""
         return tuple(seat.member for seat in self.seats)
 
-    @property
+    @cached_property
     def by_seniority(self) -> tuple[Member, ...]:
         """The members, the most senior first: who leads next if the first is lost."""
         ordered = sorted(self.seats, key=lambda seat: (seat.admitted, seat.member))

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pmesh.core.messages import Commit, Flushed
 from pmesh.core.proposals import begin, collect, decide, known_concerns, propose, ring_order
@@ -40,6 +42,7 @@ NOW = 100.0
 FACTS = Facts()
 TRIO = make_view(5, ANNA, BERT, CARA)
 IN_PEACE = all_hearing_each_other(ANNA, TRIO, BERT, CARA)
+OTHERS = st.sampled_from([BERT, CARA, DORA])
 WITHOUT_CARA = all_hearing_each_other(ANNA, TRIO, BERT)
 
 
@@ -178,6 +181,22 @@ class TestTheCliqueIsKept:
         assert message is not None
         assert message.members == (ANNA, CARA)
         assert propose(state, FACTS, NOW + 1) is None
+
+    @given(st.sets(st.tuples(OTHERS, OTHERS).filter(lambda pair: pair[0] != pair[1])))
+    def test_greedily_whoever_does_not_hear_whom(self, deaf: set[tuple[Member, Member]]) -> None:
+        everyone = (ANNA, BERT, CARA, DORA)
+        view = make_view(5, *everyone)
+        beats = {
+            a: make_heartbeat(view, *(b for b in everyone if b != a and (a, b) not in deaf))
+            for a in everyone[1:]
+        }
+        state = make_state(ANNA, view, *(make_peer(m, view, b) for m, b in beats.items()))
+        kept = [ANNA]
+        for member in everyone[1:]:
+            if not any((a, b) in deaf for k in kept for a, b in ((k, member), (member, k))):
+                kept.append(member)
+        message = propose(state, FACTS, NOW)
+        assert (message.members if message else everyone) == tuple(kept)
 
 
 class TestCollect:
