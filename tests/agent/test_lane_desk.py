@@ -273,6 +273,27 @@ async def test_lanes_of_a_roster_that_is_over_are_closed_and_who_waits_is_told(
         assert autojump_clock.current_time() < 1
 
 
+async def test_a_lane_that_is_given_up_is_closed_and_offered_in_vain(
+    autojump_clock: MockClock,
+) -> None:
+    async with two_sides() as (ada, bob):
+        given_up = edge(op=-2)
+        ada.desk.offer(given_up, B)
+        await trio.sleep(0.1)
+        (place,) = bob.desk._places.values()  # noqa: SLF001
+        lane = place.lane
+        bob.desk.give_up(End(given_up, sending=False))
+        assert lane is not None
+        assert lane._socket.fileno() == -1  # noqa: SLF001
+        bob.desk.accept(A, ada.desk._make_offer(given_up, dial=False))  # noqa: SLF001
+        assert not bob.desk._places  # noqa: SLF001
+        assert not bob.desk._expected  # noqa: SLF001
+        bob.desk.forget(JOB, below=6)
+        assert not bob.desk._given_up  # noqa: SLF001 - nor is it remembered for longer
+        ada.desk.close()
+    assert autojump_clock.current_time() < 1
+
+
 async def _expect_over(side: Side, number: int) -> None:
     with pytest.raises(LaneBroken, match="its roster is over"):
         await take(side, sending=False, of=edge(number))

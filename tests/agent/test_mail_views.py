@@ -48,7 +48,7 @@ async def test_a_view_that_comes_while_a_letter_travels_has_it_sent_again_once(
             await real(lane, header, *rest)
 
         monkeypatch.setattr(Lane, name, hold_once)
-        monkeypatch.setattr(letter_lanes, "ASK_AGAIN_S", 40.0)
+        monkeypatch.setattr(letter_lanes, "ASK_AGAIN_S", 3.0)
         sent = await one.begin_send(other.id, X)
         call = await other.begin_receive(one.id)
         await until(lambda: bool(held))
@@ -137,8 +137,8 @@ async def test_a_connection_that_ends_takes_its_letters_with_it(clock: MockClock
             ranks.here, machine_of(ranks.here, ranks.trainers[0]), ranks.trainers[0]
         )
         await one.begin_send(other.id, X, tag=1)
+        await other.end(waits)
         await one.trainer.die()
-        await other.end(waits)  # it was delivered before
         waits = await other.begin_receive(one.id, tag=1, timeout_s=2)
         assert (await other.verdict_of(waits)).error == "OpTimedOut"
         sent = await again.begin_send(other.id, -X, tag=1)
