@@ -164,7 +164,8 @@ def _facts(measured: Measured) -> Iterator[str]:
 def _commands(measured: Sequence[Measured]) -> Iterator[str]:
     for m in measured:
         turns = max((len(s.seconds) for s in m.series.values()), default=0)
-        yield f"    {m.command}   # {turns} turns, at {m.commit}, {m.machine}"
+        note = f"; {m.note}" if m.note else ""
+        yield f"    {m.command}   # {turns} turns, at {m.commit}, {m.machine}{note}"
 
 
 def _median(values: Sequence[float]) -> float:

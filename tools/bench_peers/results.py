@@ -53,6 +53,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Bytes a second of the plain stream, or of iperf3 in one direction of two; one each turn."""
     facts: dict[str, float] = {}
     """What else a bar asks for, by name."""
+    note: str = ""
+    """Where it was not measured as the page says."""
 
     def __add__(self, other: "Measured") -> "Measured":
         """More turns of the same."""
