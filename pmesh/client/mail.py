@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Literal, TypeVar, cast, overload
 
 from pmesh.client.caller import Caller, check_timeout
+from pmesh.client.job_place import JobPlace, LetterSession
 from pmesh.client.leaves import evaluate_mlx
 from pmesh.client.line import Handle
-from pmesh.client.mail_session import Arrived, MailSession
+from pmesh.client.mail_session import Arrived
 from pmesh.client.moves import Head, block_of, build
 from pmesh.client.orders import Order
-from pmesh.client.place import Place
 from pmesh.client.reducing import DEFAULT_TIMEOUT_S
 from pmesh.core.messages import Letter
 from pmesh.core.reductions import Values
@@ -34,9 +34,9 @@ class Messages(Caller):
     go between. A rank that is lost fails the calls that wait for it, and no others.
     """
 
-    def __init__(self, place: Place, order: Order | None = None) -> None:
+    def __init__(self, place: JobPlace, order: Order | None = None) -> None:
         super().__init__(place, order)
-        self._mail: tuple[TrainerId, MailSession] | None = None
+        self._mail: tuple[TrainerId, LetterSession] | None = None
         self._opening = threading.Lock()
         self._last = threading.local()
 
@@ -308,7 +308,7 @@ class Messages(Caller):
         trainers = self._world.trainers
         return Rank(trainers.index(trainer) if trainer in trainers else -1)
 
-    def _attached(self) -> MailSession:
+    def _attached(self) -> LetterSession:
         """The connection for messages, opened with the first; another for a trainer come anew."""
         if os.getpid() != self._process:
             raise MeshClosed("this process was forked from the trainer; call connect() in it")
@@ -319,7 +319,7 @@ class Messages(Caller):
                 self._mail[1].close("this trainer has entered its job anew")
                 self._mail = None
             if self._mail is None:
-                self._mail = me, MailSession(self._place.attach())
+                self._mail = me, self._place.attach()
             return self._mail[1]
 
     def _stop(self, *, crashed: BaseException | None) -> None:
@@ -339,7 +339,7 @@ def _head_of(x: object) -> Head:
     return block_of(x, "like").head
 
 
-def _handle(session: MailSession, call: int, take: Callable[[float | None], T]) -> Handle[T]:
+def _handle(session: LetterSession, call: int, take: Callable[[float | None], T]) -> Handle[T]:
     failures: list[PmeshError] = []
 
     def take_or_fail_again(wait_s: float | None) -> T:

@@ -11,6 +11,7 @@ import msgspec
 
 from pmesh.client.connection import AgentConnection
 from pmesh.client.elections import Offer
+from pmesh.client.mail_session import MailSession
 from pmesh.client.session import TrainerSession, error_of
 from pmesh.client.states import Packed
 from pmesh.client.syncs import Synced, run_sync
@@ -130,8 +131,8 @@ class Place:
         )
         return Place(self._path, request, goes_on_alone=False)
 
-    def attach(self) -> AgentConnection:
-        """Another connection of this trainer to its agent, for letters; the caller closes it.
+    def attach(self) -> MailSession:
+        """A session for letters, over another connection to the agent; the caller closes it.
 
         Raises:
             HistorySuperseded: the agent does not know this trainer any more.
@@ -148,7 +149,7 @@ class Place:
         if isinstance(reply, Refused):
             connection.close()
             raise error_of(reply.verdict)
-        return connection
+        return MailSession(connection)
 
     def leave(self) -> None:
         """End on purpose."""

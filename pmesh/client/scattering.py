@@ -7,8 +7,8 @@ import numpy as np
 
 from pmesh.client.calls import ALONE, LastOp
 from pmesh.client.leaves import Leaf
+from pmesh.client.op_session import OpSession
 from pmesh.client.orders import Order
-from pmesh.client.session import TrainerSession
 from pmesh.core.messages import Call
 from pmesh.core.reductions import WIRE_DTYPES, Values
 from pmesh.core.schedule import chunk_bounds
@@ -16,7 +16,7 @@ from pmesh.core.session import World
 
 
 def run_reduce_scatter(
-    session: TrainerSession, order: Order, leaf: Leaf, *, reduction: str, timeout_s: float
+    session: OpSession, order: Order, leaf: Leaf, *, reduction: str, timeout_s: float
 ) -> tuple[Values, LastOp]:
     """This rank's part, as `numpy.array_split` cuts the first dimension."""
     world = session.world

@@ -8,7 +8,8 @@ import numpy as np
 
 from pmesh.client.arrivals import Arrival
 from pmesh.client.elections import Offer, Plan, elect, offers_of, rank_of
-from pmesh.client.session import Done, TrainerSession
+from pmesh.client.op_session import OpSession
+from pmesh.client.session import Done
 from pmesh.client.states import Packed, digest_of
 from pmesh.core.messages import Call
 from pmesh.core.reductions import Values
@@ -37,7 +38,7 @@ class Synced:
     """What the values took in shared memory, over all ops."""
 
 
-def run_sync(session: TrainerSession, packed: Packed, offer: Offer, *, timeout_s: float) -> Synced:
+def run_sync(session: OpSession, packed: Packed, offer: Offer, *, timeout_s: float) -> Synced:
     """Agree on the best state, and take it if this rank has another one.
 
     Every decision follows from the offers and from who was left after each op, so all ranks decide
@@ -68,7 +69,7 @@ def run_sync(session: TrainerSession, packed: Packed, offer: Offer, *, timeout_s
 class _Transfer:
     """The best state on its way to those who lack it, chunk by chunk; all ranks pass it on."""
 
-    def __init__(self, session: TrainerSession, packed: Packed, plan: Plan, last: Done) -> None:
+    def __init__(self, session: OpSession, packed: Packed, plan: Plan, last: Done) -> None:
         self._session = session
         self._packed = packed
         self._plan = plan
