@@ -45,6 +45,8 @@ def go_on(rank: LocalRank) -> None:
     if op is None:
         return
     failure, elsewhere = rank.failure_of(op.number), rank.result_elsewhere(op.number)
+    if elsewhere is not None:  # it can't fail any more, so nothing is gained by a view
+        op.deadline = rank.host.now + OP_TIMEOUT_S
     if failure is not None:
         _fail(rank, op, failure)
     elif rank.owed is not None and elsewhere is None:
@@ -53,7 +55,6 @@ def go_on(rank: LocalRank) -> None:
     elif not rank.may_run:
         op.phase = "waiting"  # V10: also for what others had completed while all were together
     elif elsewhere is not None:
-        op.deadline = rank.host.now + OP_TIMEOUT_S
         _fetch(rank, op, elsewhere)
     else:
         _attempt(rank, op)
@@ -70,7 +71,7 @@ def unhindered(rank: LocalRank) -> None:
     op = rank.op
     if op is not None and op.phase == "ready" and op.result is not None:
         _ready(rank, op, op.result)
-    elif op is not None and op.phase == "waiting":
+    elif op is not None and op.phase == "waiting" and rank.may_run:
         go_on(rank)
 
 
@@ -83,7 +84,7 @@ def pass_time(rank: LocalRank) -> None:
         _stick(rank, op, Verdict("OpTimedOut", f"op {op.number} at {rank.id}", (rank.id,)))
     elif op.broken_at is not None and now - op.broken_at > LANE_GRACE_S and op.phase != "stuck":
         _lane_is_broken(rank, op)
-    elif op.phase == "waiting":
+    elif op.phase == "waiting" and rank.may_run:
         go_on(rank)
     elif op.phase == "fetching" and now - op.asked_at > ASK_AGAIN_S:
         _ask(rank, op)
