@@ -7,7 +7,8 @@ import numpy as np
 
 from pmesh.client.buckets import fill, plan_buckets, read
 from pmesh.client.leaves import Leaf, describe
-from pmesh.client.session import TrainerSession
+from pmesh.client.op_session import OpSession
+from pmesh.client.orders import Order
 from pmesh.client.trees import Tree, digest, flatten
 from pmesh.core.messages import Call
 from pmesh.core.reductions import WIRE_DTYPES, Values, check_reduction
@@ -89,7 +90,7 @@ def take_apart(x: object, *, reduction: str = "") -> Arrays:
 
 
 def run_collective(
-    session: TrainerSession, wanted: Collective, arrays: Arrays
+    session: OpSession, order: Order, wanted: Collective, arrays: Arrays
 ) -> tuple[list[object], LastOp | None]:
     """Run the ops; returns the leaves of the result, and what it came to (None: nothing to do).
 
@@ -128,7 +129,7 @@ def run_collective(
             for index, array in read(bucket, leaves, done.values, total):
                 results[index] = array
         nbytes += count * WIRE_DTYPES[bucket.wire].itemsize
-        last = LastOp.among(done.op, done.world, nbytes)
+        last = LastOp.among(done.op, order.seen(done.world), nbytes)
     return results, last
 
 

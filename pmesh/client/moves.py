@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pmesh.client.calls import LastOp
+from pmesh.client.op_session import OpSession
 from pmesh.client.orders import Order
 from pmesh.client.raw_arrays import RawArray, from_raw, to_raw
-from pmesh.client.session import Done, TrainerSession
+from pmesh.client.session import Done
 from pmesh.client.trees import digest
 from pmesh.core.messages import Call
 from pmesh.core.reductions import Values
@@ -134,17 +135,28 @@ class Table:
 
 
 def exchange(
-    session: TrainerSession,
+    session: OpSession,
     order: Order,
     head: Head | None,
     counts: Sequence[int] = (),
     *,
+    what: str,
     timeout_s: float,
 ) -> Table:
-    """Tell all what this rank has, and hear it of all; as many counts on each rank."""
+    """Tell all what this rank has, and hear it of all.
+
+    Args:
+        session: runs the op.
+        order: of the ranks.
+        head: of this rank's array, if it gives one.
+        counts: further integers, as many on each rank.
+        what: the call, alike on all ranks: who calls something else learns of it here (I5), not in
+            the second op, which some might not reach.
+        timeout_s: for the op.
+    """
     row = [*(_NONE if head is None else head.to_row()), *counts]
     session.input_values("int64", len(row), room_bytes=0)[:] = row
-    call = Call("exchange", "int64", (len(row),))
+    call = Call("exchange", "int64", (len(row),), tree=what)
     done = session.run_op(call, "int64", len(row), timeout_s=timeout_s)
     rows: list[list[int]] = done.values.reshape(-1, len(row)).tolist()
     rows = [rows[place] for place in order.places(done.world)]
@@ -165,7 +177,7 @@ class Moved(NamedTuple):
 
 
 def move(
-    session: TrainerSession,
+    session: OpSession,
     table: Table,
     kind: str,
     gives: Sequence[Values],
@@ -188,8 +200,6 @@ def move(
         parts_in: likewise.
         timeout_s: for the op.
     """
-    if session.world.trainers != table.done.world.trainers:
-        raise RosterChanged("ranks were lost between the two ops of a call")
     places = table.places
     count = sum(block.size for block in gives)
     region = session.input_values("uint8", count, room_bytes=0)
@@ -274,6 +284,11 @@ def check_count(xs: Sequence[Any], size: int, what: str) -> None:
     """Raises UsageError unless there is one for each rank."""
     if len(xs) != size:
         raise UsageError(f"{what} takes one array for each of {size} ranks, not {len(xs)}")
+
+
+def with_root(what: str, session: OpSession, order: Order, trainer: TrainerId) -> str:
+    """The call with its root, for `exchange`; RosterChanged, on all ranks alike, if it is lost."""
+    return f"{what} root={rank_of(order, session.world, trainer)}"
 
 
 def rank_of(order: Order, world: World, trainer: TrainerId) -> int:

@@ -18,10 +18,11 @@ from pmesh.client.moves import (
     exchange,
     move,
     rank_of,
+    with_root,
 )
+from pmesh.client.op_session import OpSession
 from pmesh.client.orders import Order
 from pmesh.client.reducing import DEFAULT_TIMEOUT_S
-from pmesh.client.session import TrainerSession
 from pmesh.core.session import World
 from pmesh.errors import RosterChanged, UsageError
 
@@ -148,11 +149,12 @@ class Moving(Caller):
             blocks = self._blocks(xs, "scatter")
         firsts = [(block.data.size, *block.head.shape[:1]) for block in blocks]
 
-        def ops(session: TrainerSession, order: Order) -> tuple[Any, LastOp]:
+        def ops(session: OpSession, order: Order) -> tuple[Any, LastOp]:
             # Only the root knows how much there is: the bytes for each, and the first dimension.
             told = [n for first in firsts for n in (*first, 0)[:2]] if is_root else [0] * 2 * size
             head = blocks[0].head if is_root else None
-            table = exchange(session, order, head, told, timeout_s=timeout_s)
+            what = with_root("scatter", session, order, trainer)
+            table = exchange(session, order, head, told, what=what, timeout_s=timeout_s)
             at = rank_of(order, table.done.world, trainer)
             counts, like = table.counts[at], table.heads[at]
             if table.size != size or like is None:
@@ -173,7 +175,7 @@ class Moving(Caller):
         def alone(world: World) -> tuple[Any, LastOp]:
             if not is_root:
                 raise RosterChanged("the root of this scatter is not here")
-            return lambda: xs and xs[root], LastOp.among(ALONE, world, 0)
+            return lambda: _copy_of(blocks[root]), LastOp.among(ALONE, world, 0)
 
         return cast("T | Handle[T]", self._call(ops, alone, async_op=async_op))
 
@@ -210,9 +212,10 @@ class Moving(Caller):
         blocks, rank, size = self._blocks(xs, "all_to_all"), self.rank, self.size
         timeout_s = check_timeout(timeout_s)
 
-        def ops(session: TrainerSession, order: Order) -> tuple[Any, LastOp]:
+        def ops(session: OpSession, order: Order) -> tuple[Any, LastOp]:
             told = [n for b in blocks for n in (b.data.size, *b.head.shape[:1], 0)[:2]]
-            table = exchange(session, order, blocks[0].head, told, timeout_s=timeout_s)
+            head, like = blocks[0].head, blocks[0].like
+            table = exchange(session, order, head, told, what="all_to_all", timeout_s=timeout_s)
             if table.size != size:
                 raise RosterChanged("a rank was lost before an array for each could be sent")
             check_alike(table, whole=False, what="all_to_all")
@@ -227,7 +230,6 @@ class Moving(Caller):
                 parts_in=sizes,
                 timeout_s=timeout_s,
             )
-            head, like = blocks[0].head, blocks[0].like
             heads = [_with_rows(head, rows) for _, rows in mine]
             pieces = cut(moved.data, sizes)
             return lambda: [
@@ -235,7 +237,7 @@ class Moving(Caller):
             ], moved.last
 
         def alone(world: World) -> tuple[Any, LastOp]:
-            return lambda: [xs[rank]], LastOp.among(ALONE, world, 0)
+            return lambda: [_copy_of(blocks[rank])], LastOp.among(ALONE, world, 0)
 
         return cast("list[T] | Handle[list[T]]", self._call(ops, alone, async_op=async_op))
 
@@ -252,8 +254,16 @@ class Moving(Caller):
         what = "all_gather" if root is None else "gather"
         timeout_s = check_timeout(timeout_s)
 
-        def ops(session: TrainerSession, order: Order) -> tuple[Any, LastOp]:
-            table = exchange(session, order, block.head, [block.data.size], timeout_s=timeout_s)
+        def ops(session: OpSession, order: Order) -> tuple[Any, LastOp]:
+            named = what if trainer is None else with_root(what, session, order, trainer)
+            table = exchange(
+                session,
+                order,
+                block.head,
+                [block.data.size],
+                what=f"{named} stacked" if stacked else named,
+                timeout_s=timeout_s,
+            )
             check_alike(table, whole=stacked, what=what)
             at = -1 if trainer is None else rank_of(order, table.done.world, trainer)
             sizes = [counts[0] for counts in table.counts]
@@ -293,6 +303,10 @@ class Moving(Caller):
                     f"{list(block.head.shape)}"
                 )
         return blocks
+
+
+def _copy_of(block: Block) -> object:
+    return build(block.head, block.data.copy(), block.like)
 
 
 def _with_rows(head: Head, rows: int) -> Head:

@@ -8,10 +8,10 @@ import numpy as np
 
 from pmesh.client.caller import Caller, check_timeout
 from pmesh.client.calls import ALONE, LastOp
-from pmesh.client.moves import Head, cut, exchange, move, rank_of
+from pmesh.client.moves import Head, cut, exchange, move, rank_of, with_root
+from pmesh.client.op_session import OpSession
 from pmesh.client.orders import Order
 from pmesh.client.reducing import DEFAULT_TIMEOUT_S
-from pmesh.client.session import TrainerSession
 from pmesh.core.messages import Call
 from pmesh.core.reductions import Values
 from pmesh.core.session import World
@@ -26,7 +26,7 @@ class Objects(Caller):
 
         Args:
             obj: None, bool, int (64 bits), float, str, bytes, and lists, tuples and dicts of these.
-                Tuples arrive as lists.
+                Tuples and sets arrive as lists, dataclasses as dicts, dates as text.
             timeout_s: for each of two ops.
 
         Returns:
@@ -40,9 +40,9 @@ class Objects(Caller):
         data = _packed(obj)
         timeout_s = check_timeout(timeout_s)
 
-        def ops(session: TrainerSession, order: Order) -> tuple[Any, LastOp]:
+        def ops(session: OpSession, order: Order) -> tuple[Any, LastOp]:
             head = Head("numpy", "uint8", (data.size,))
-            table = exchange(session, order, head, timeout_s=timeout_s)
+            table = exchange(session, order, head, what="all_gather_object", timeout_s=timeout_s)
             sizes = [told.shape[0] for told in table.heads if told is not None]
             moved = move(session, table, "all_gather", [data], parts=sizes, timeout_s=timeout_s)
             return lambda: [_unpacked(piece) for piece in cut(moved.data, sizes)], moved.last
@@ -60,9 +60,10 @@ class Objects(Caller):
         data = _packed(obj) if is_root else np.empty(0, np.uint8)
         timeout_s = check_timeout(timeout_s)
 
-        def ops(session: TrainerSession, order: Order) -> tuple[Any, LastOp]:
+        def ops(session: OpSession, order: Order) -> tuple[Any, LastOp]:
             head = Head("numpy", "uint8", (data.size,)) if is_root else None
-            table = exchange(session, order, head, timeout_s=timeout_s)
+            what = with_root("broadcast_object", session, order, trainer)
+            table = exchange(session, order, head, what=what, timeout_s=timeout_s)
             told = table.heads[rank_of(order, table.done.world, trainer)]
             size = 0 if told is None else told.shape[0]
             if is_root:
@@ -82,7 +83,7 @@ class Objects(Caller):
         """Wait until every rank has called this; raises as `all_reduce` does."""
         timeout_s = check_timeout(timeout_s)
 
-        def ops(session: TrainerSession, order: Order) -> tuple[Callable[[], None], LastOp]:
+        def ops(session: OpSession, order: Order) -> tuple[Callable[[], None], LastOp]:
             call = Call("barrier", "float32", (0,))
             done = session.run_op(call, "float32", 0, timeout_s=timeout_s)
             return _nothing, LastOp.among(done.op, order.seen(done.world), 0)

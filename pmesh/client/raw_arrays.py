@@ -79,7 +79,7 @@ def from_raw(
         adapter = _adapter(library)
     except ImportError as e:
         raise UsageError(
-            f"the state holds {library} arrays, and {library} is not installed here"
+            f"what has arrived holds {library} arrays, and {library} is not installed here"
         ) from e
     return adapter.from_raw(dtype, shape, data, like)
 

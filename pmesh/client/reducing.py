@@ -13,10 +13,10 @@ from pmesh.client.calls import (
     take_apart,
 )
 from pmesh.client.line import Handle
+from pmesh.client.op_session import OpSession
 from pmesh.client.orders import Order
 from pmesh.client.outputs import written_into
 from pmesh.client.scattering import reduce_scatter_alone, run_reduce_scatter
-from pmesh.client.session import TrainerSession
 from pmesh.core.session import World
 from pmesh.errors import UsageError
 
@@ -226,7 +226,7 @@ class Reducing(Caller):
         timeout_s = check_timeout(timeout_s)
         plain = arrays.detached()
 
-        def ops(session: TrainerSession, order: Order) -> tuple[Any, LastOp]:
+        def ops(session: OpSession, order: Order) -> tuple[Any, LastOp]:
             part, last = run_reduce_scatter(
                 session, order, plain.leaves[0], reduction=op, timeout_s=timeout_s
             )
@@ -310,8 +310,8 @@ class Reducing(Caller):
                 return None
             return arrays.tree.rebuild(arrays.attach(leaves) if late else leaves)
 
-        def ops(session: TrainerSession, _order: Order) -> tuple[Any, LastOp | None]:
-            leaves, last = run_collective(session, wanted, laid)
+        def ops(session: OpSession, order: Order) -> tuple[Any, LastOp | None]:
+            leaves, last = run_collective(session, order, wanted, laid)
             return lambda: finished(leaves), last
 
         def alone(world: World) -> tuple[Any, LastOp]:

@@ -1,18 +1,19 @@
 """An agent for n trainers in one process: real sockets and arenas, threads, numpy for the ring."""
 
-import functools
 import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 import pmesh
+from pmesh.core.extents import extent_of
 from pmesh.core.messages import Call
+from pmesh.core.op_outcomes import BOUND_KINDS
 from pmesh.core.session import (
     ENTERS,
     ArenaGone,
@@ -30,17 +31,11 @@ from pmesh.core.session import (
 )
 from pmesh.core.views import Verdict
 from pmesh.ids import OpNumber, TrainerId
+from tests.client.fake_ops import Given, Numbers, result_of
 from tests.client.scripted_agent import PATIENCE_S, VIEW, Listening, Trainer
 
 T = TypeVar("T")
-Numbers: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[Any]]"
-UFUNCS: dict[str, Callable[..., Any]] = {
-    "sum": np.add,
-    "mean": np.add,
-    "max": np.maximum,
-    "min": np.minimum,
-    "prod": np.multiply,
-}
+_ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 
 
 @dataclass
@@ -53,7 +48,7 @@ class Outcome:
 
 @dataclass
 class Op:
-    started: dict[TrainerId, tuple[StartOp, Numbers]] = field(default_factory=dict)
+    started: dict[TrainerId, Given] = field(default_factory=dict)
     root: TrainerId | None = None
     outcome: Outcome | None = None
     witnessed: bool = False
@@ -65,7 +60,7 @@ class Job:
     roster: list[TrainerId] = field(default_factory=list)
     founders: tuple[TrainerId, ...] = ()
     ops: dict[int, Op] = field(default_factory=dict)
-    entering: dict[TrainerId, tuple[StartOp, Numbers]] = field(default_factory=dict)
+    entering: dict[TrainerId, Given] = field(default_factory=dict)
     trainers: dict[TrainerId, Trainer] = field(default_factory=dict)
     began: bool = False
     raises: bool = False
@@ -179,12 +174,12 @@ class FakeAgent(Listening):
             if number == ENTERS:
                 assert request.call.kind == "sync"
                 trainer.superseded = False
-                job.entering[trainer.id] = (request, values)
+                job.entering[trainer.id] = Given(request, values)
             elif not trainer.superseded:
                 assert number == trainer.next_op
                 op = job.op(number)
-                op.started[trainer.id] = (request, values)
-                if request.call.kind == "broadcast" and op.root is None:
+                op.started[trainer.id] = Given(request, values)
+                if request.call.kind in _ROOTED and op.root is None:
                     op.root = trainer.told.trainers[request.call.root]
             self._settle(job)
             number = self._await_outcome(trainer, job, number)
@@ -216,7 +211,7 @@ class FakeAgent(Listening):
         for number, op in [*job.ops.items()]:
             while op.outcome is None and job.roster and {*job.roster} <= op.started.keys():
                 self._enter(job, op)
-                call = next(iter(op.started.values()))[0].call
+                call = next(iter(op.started.values())).request.call
                 before = [*job.roster]
                 self.before_op(job, number, call)
                 if job.roster == before or not job.roster:
@@ -225,51 +220,60 @@ class FakeAgent(Listening):
 
     def _enter(self, job: Job, op: Op) -> None:
         if all(request.call.kind == "sync" for request, _ in op.started.values()):
-            for trainer, (request, values) in job.entering.items():
+            for trainer, given in job.entering.items():
                 job.roster.append(trainer)
-                op.started[trainer] = (request, values)
+                op.started[trainer] = given
                 self.entered.append(trainer)
             job.entering.clear()
 
     def _end(self, job: Job, number: int, op: Op) -> None:
-        calls = {t: op.started[t][0].call for t in job.roster}
+        calls = {t: op.started[t].request.call for t in job.roster}
         verdict = None
         root_is_lost = op.root is not None and op.root not in job.roster and not op.witnessed
+        is_bound = any(call.kind in BOUND_KINDS for call in calls.values())
+        expected = {job.trainers[t].told.trainers for t in job.roster}
         if job.lost or root_is_lost:
             verdict, job.lost = Verdict("RankLost", "rank 0 (mac-0) is lost"), False
         elif len({*calls.values()}) > 1:
             text = " but ".join(f"rank {job.roster.index(t)}: {call}" for t, call in calls.items())
             verdict = Verdict("OpMismatch", f"op {number}: {text}")
+        elif is_bound and expected != {tuple(job.roster)}:  # O4
+            verdict = Verdict("RosterChanged", f"op {number} depends on who takes part")
         op.outcome = Outcome(tuple(job.roster), verdict)
 
     def _answer(
         self, trainer: Trainer, job: Job, number: OpNumber, outcome: Outcome, op: Op
     ) -> None:
+        if trainer.id not in outcome.trainers:
+            return  # it was lost, and does not listen any more
         world = job.world(trainer.id, outcome.trainers)
         news = world if world != trainer.told else None
         trainer.told = world
         if outcome.verdict is not None:
             trainer.send(OpFailed(number, outcome.verdict, world=news))
             return
-        request = op.started[trainer.id][0]
-        output = -1
-        if request.count and op.root != trainer.id:
-            if op.root is None:
-                result = _reduce(request.call, [op.started[t][1] for t in outcome.trainers])
-            else:
-                result = op.started[op.root][1]
-            output = self._write(trainer, result)
+        root = None
+        if op.root is not None:
+            # A lost root's result was witnessed: it stands where the first rank's would.
+            root = outcome.trainers.index(op.root) if op.root in outcome.trainers else 0
+        given = [op.started[t] for t in outcome.trainers]
+        if op.witnessed and op.root is not None:
+            given[0] = op.started[op.root]
+        result = result_of(given, outcome.trainers.index(trainer.id), root)
+        is_source = given[0].request.call.kind == "broadcast" and op.root == trainer.id
+        output = self._write(trainer, result) if result.size and not is_source else -1
         trainer.send(StillWaiting(number, 10.0, ("rank 1 (mac-1)",)))
         trainer.send(OpDone(number, output, news))
 
     def _input(self, trainer: Trainer, request: StartOp) -> Numbers:
         dtype = np.dtype(request.wire_dtype)
-        if not request.count or (request.call.kind == "broadcast" and request.arena == -1):
+        told = trainer.told
+        gives = extent_of(request, rank=told.rank, size=len(told.trainers)).gives
+        if not gives:
             assert request.arena == -1
-            return np.zeros(request.count, dtype)
-        memory = trainer.inputs[request.arena].memory[: request.count * dtype.itemsize]
+            return np.zeros(0, dtype)
+        memory = trainer.inputs[request.arena].memory[: gives * dtype.itemsize]
         if request.call.kind == "broadcast":
-            assert request.call.root == trainer.told.rank
             self.retained.append((memory, bytes(memory)))
         return np.frombuffer(memory, dtype).copy()
 
@@ -279,14 +283,6 @@ class FakeAgent(Listening):
         output = trainer.outputs[-1]
         np.frombuffer(output.memory, result.dtype, result.size)[:] = result
         return output.number
-
-
-def _reduce(call: Call, inputs: list[Numbers]) -> Numbers:
-    if call.kind == "sync":
-        return np.concatenate(inputs)
-    with np.errstate(all="ignore"):
-        total = functools.reduce(UFUNCS[call.reduction], inputs)
-    return total / len(inputs) if call.reduction == "mean" else total
 
 
 def run_ranks(home: Path, size: int, program: Callable[[pmesh.Mesh], T]) -> list[T]:
