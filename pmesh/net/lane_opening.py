@@ -94,5 +94,5 @@ def _keep_what_is_queued_in_the_cache(sock: socket.socket) -> None:
     It grows with what is under way; a size that is set does not.
     """
     with contextlib.suppress(OSError):  # it was reset: the first call will say so
-        if sock.getsockname()[0] == sock.getpeername()[0]:
+        if sock.family != socket.AF_UNIX and sock.getsockname()[0] == sock.getpeername()[0]:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_MACHINE_BUFFER_BYTES)
