@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     from pmesh.client.device_mesh import DeviceMesh
     from pmesh.client.groups import Group
     from pmesh.client.line import Handle
+    from pmesh.client.mail import ANY
     from pmesh.client.mesh import Mesh
 
 __all__ = [
+    "ANY",
     "AgentNotRunning",
     "AgentStopped",
     "DeviceMesh",
@@ -60,6 +62,7 @@ __all__ = [
 
 _LATER = MappingProxyType(
     {
+        "ANY": "pmesh.client.mail",
         "DeviceMesh": "pmesh.client.device_mesh",
         "Group": "pmesh.client.groups",
         "Handle": "pmesh.client.line",
