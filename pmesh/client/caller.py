@@ -1,5 +1,6 @@
 """How the calls of a mesh or a group run: at once, or in line behind those under way."""
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Generator
@@ -7,19 +8,19 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from pmesh.client.calls import LastOp
+from pmesh.client.job_place import JobPlace
 from pmesh.client.line import Handle, Line
+from pmesh.client.op_session import OpSession
 from pmesh.client.orders import Order
-from pmesh.client.place import Place
-from pmesh.client.session import TrainerSession
 from pmesh.core.session import World
 from pmesh.errors import MeshClosed, UsageError
 from pmesh.ids import Rank, TrainerId
 
 T = TypeVar("T")
-Ops = Callable[[TrainerSession, Order], tuple[T, LastOp | None]]
+Ops = Callable[[OpSession, Order], tuple[T, LastOp | None]]
 """What a call does in the job; returns what it has come to. May run in another thread."""
 
-Run = Callable[[Place], tuple[Callable[[], T], LastOp | None]]
+Run = Callable[[JobPlace], tuple[Callable[[], T], LastOp | None]]
 """Both, as the place has it. The last step is for the thread that waits for the result: MLX's
 arrays belong to threads."""
 
@@ -30,12 +31,12 @@ Alone = Callable[[World], tuple[T, LastOp | None]]
 class Caller:
     """A rank among others, and how it calls. What it can call is in the classes that follow."""
 
-    def __init__(self, place: Place, order: Order | None = None) -> None:
+    def __init__(self, place: JobPlace, order: Order | None = None) -> None:
         self._place = place
         self._order = order or Order()
         self._line = Line()
         self._lock = threading.Lock()
-        self._calls = 0
+        self._numbers = itertools.count()
         self._seen = -1
         self._world = self._order.seen(place.world)
         """As of the last call that has returned, or was waited for (O5)."""
@@ -85,14 +86,13 @@ class Caller:
     ) -> T | Handle[T]:
         """Run a call, or line it up."""
 
-        def run(place: Place) -> tuple[Callable[[], T], LastOp | None]:
+        def run(place: JobPlace) -> tuple[Callable[[], T], LastOp | None]:
             return place.run(lambda session: ops(session, self._order), alone)
 
         return self._do(run, async_op=async_op)
 
     def _do(self, run: Run[T], *, async_op: bool = False) -> T | Handle[T]:
-        self._calls += 1
-        number = self._calls
+        number = next(self._numbers)
         worlds: list[World] = []
 
         def work() -> tuple[Callable[[], T], LastOp | None]:
@@ -131,9 +131,10 @@ class Caller:
                 self._lock.release()
         else:
             self._place.interrupt()
+        self._line.end()
 
     @contextmanager
-    def _calling(self) -> Generator[Place]:
+    def _calling(self) -> Generator[JobPlace]:
         if os.getpid() != self._process:
             raise MeshClosed("this process was forked from the trainer; call connect() in it")
         with self._lock:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Generic, TypeVar
 
-from pmesh.errors import OpTimedOut, UsageError
+from pmesh.errors import OpTimedOut, PmeshError, UsageError
 
 T = TypeVar("T")
 
@@ -43,16 +43,19 @@ class Handle(Generic[T]):
             OpTimedOut: it is still under way.
             PmeshError: what the call raises.
         """
-        with self._lock:
+        seconds = -1 if timeout_s is None else max(timeout_s, 0)
+        if not self._lock.acquire(timeout=seconds):  # another thread waits for it, too
+            raise OpTimedOut(f"the call is still under way after {seconds:g} s")
+        try:
             if not self._result:
-                try:
-                    self._result.append(self._take(timeout_s))
-                except FutureTimeoutError as e:
-                    if self.done():
-                        raise
-                    text = f"the call is still under way after {timeout_s:g} s"
-                    raise OpTimedOut(text) from e
+                self._result.append(self._take(timeout_s))
             return self._result[0]
+        except FutureTimeoutError as e:
+            if isinstance(e, PmeshError):
+                raise  # the call's own
+            raise OpTimedOut(f"the call is still under way after {seconds:g} s") from e
+        finally:
+            self._lock.release()
 
     def result(self) -> T:
         """The result of a call that is done; raises what the call raises.
@@ -69,10 +72,11 @@ class Line:
     """Runs what it is given in order, in one thread that begins with the first."""
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._under_way = 0
+        self._ended = False
 
     @property
     def idle(self) -> bool:
@@ -95,17 +99,26 @@ class Line:
 
         with self._lock:
             self._under_way += 1
-            self._waiting.put(work)
-            if self._thread is None:
-                # It must not keep a program that has ended from ending.
-                self._thread = threading.Thread(target=self._work, name="pmesh", daemon=True)
-                self._thread.start()
+            if not self._ended:
+                self._waiting.put(work)
+                if self._thread is None:
+                    # It must not keep a program that has ended from ending.
+                    self._thread = threading.Thread(target=self._work, name="pmesh", daemon=True)
+                    self._thread.start()
+                return future
+        work()
         return future
+
+    def end(self) -> None:
+        """Let the thread end once it has run what it was given; what comes later runs at once."""
+        with self._lock:
+            self._ended = True
+            self._waiting.put(None)
 
     def _end(self) -> None:
         with self._lock:
             self._under_way -= 1
 
     def _work(self) -> None:
-        while True:
-            self._waiting.get()()
+        while (work := self._waiting.get()) is not None:
+            work()
