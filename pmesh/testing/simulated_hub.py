@@ -1,0 +1,152 @@
+"""Where the ranks of a simulated mesh meet: each op is computed once all of them have called it."""
+
+import functools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from threading import Condition
+
+import numpy as np
+
+from pmesh.client.session import error_of
+from pmesh.core.reductions import WIRE_DTYPES, Values, accumulate, finish
+from pmesh.core.session import StartOp
+from pmesh.core.views import Verdict
+from pmesh.ids import TrainerId
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What one rank has called."""
+
+    request: StartOp
+    values: Values
+    """Its own copy."""
+
+
+@dataclass(slots=True)
+class _Op:
+    given: dict[TrainerId, Given] = field(default_factory=dict[TrainerId, Given])
+    verdict: Verdict | None = None
+    ended: tuple[TrainerId, ...] = ()
+    """Who was in it."""
+
+
+class Hub:
+    """One job, or one group, of threads."""
+
+    def __init__(self, size: int) -> None:
+        self.changed = Condition()
+        self.came: list[TrainerId] = []
+        """In order; some may be lost since."""
+        self.ranks: list[TrainerId] = []
+        """Those who are not."""
+        self.lost = ""
+        """Who was lost last, and why; empty: nobody."""
+        self._size = size
+        self._ops: dict[int, _Op] = {}
+
+    def join(self, me: TrainerId, timeout_s: float) -> bool:
+        """Wait until as many have come as there are to be; False: not in time."""
+        with self.changed:
+            self.came = sorted([*self.came, me])
+            self.ranks = sorted([*self.ranks, me])
+            self.changed.notify_all()
+            return self.changed.wait_for(lambda: len(self.came) >= self._size, timeout_s)
+
+    def lose(self, rank: TrainerId, why: str) -> None:
+        """A rank is gone: what the others wait for, or call later, fails with RankLost."""
+        with self.changed:
+            if rank in self.ranks:
+                self.ranks.remove(rank)
+                self.lost = self.lost or f"rank {rank} is lost: {why}"
+                self.changed.notify_all()
+
+    def run(self, number: int, me: TrainerId, given: Given) -> tuple[Values, tuple[TrainerId, ...]]:
+        """This rank's result of an op, and who was in it.
+
+        Raises:
+            PmeshError: the op has failed, on all ranks alike.
+        """
+        deadline = time.monotonic() + given.request.timeout_s
+        with self.changed:
+            op = self._ops.setdefault(number, _Op())
+            op.given[me] = given
+            self._settle(number, op)
+            left_s = max(0.0, deadline - time.monotonic())
+            self.changed.wait_for(lambda: bool(op.ended) or bool(self.lost), left_s)
+            if not op.ended:
+                self._fail(number, op)
+            if op.verdict is not None:
+                raise error_of(op.verdict)
+            given_in_order = [op.given[rank] for rank in op.ended]
+        return result_of(given_in_order, op.ended.index(me)), op.ended
+
+    def _settle(self, number: int, op: _Op) -> None:
+        if op.ended or self.lost or not set(self.ranks) <= op.given.keys():
+            return
+        op.ended = tuple(self.ranks)
+        calls = {rank: op.given[rank].request.call for rank in self.ranks}
+        if len(set(calls.values())) > 1:
+            said = "; ".join(f"rank {rank}: {call}" for rank, call in calls.items())
+            op.verdict = Verdict("OpMismatch", f"op {number} differs: {said}")
+        self.changed.notify_all()
+
+    def _fail(self, number: int, op: _Op) -> None:
+        """One verdict for all, also for those who call it later."""
+        op.ended = tuple(op.given)
+        if self.lost:
+            op.verdict = Verdict("RankLost", f"op {number}: {self.lost}")
+        else:
+            call = next(iter(op.given.values())).request
+            late = ", ".join(f"rank {rank}" for rank in self.ranks if rank not in op.given)
+            text = f"op {number} ({call.call}) did not end within {call.timeout_s:g} s: "
+            op.verdict = Verdict("OpTimedOut", f"{text}not started by {late}")
+        self.changed.notify_all()
+
+
+def result_of(given: Sequence[Given], rank: int) -> Values:
+    """What a rank gets of an op, flat and its own; summed in the order of ranks.
+
+    Args:
+        given: by rank.
+        rank: whose result.
+    """
+    request = given[rank].request
+    kind, root = request.call.kind, request.call.root
+    values = [one.values for one in given]
+    result: Values = np.empty(0, WIRE_DTYPES[request.wire_dtype])
+    match kind:
+        case "broadcast":
+            result = values[root].copy()
+        case "reduce" if rank != root:
+            pass
+        case "all_reduce" | "reduce":
+            result = _reduced(request.call.reduction, values)
+        case "reduce_scatter":
+            result = _cut(_reduced(request.call.reduction, values), request.parts)[rank].copy()
+        case "scatter":
+            result = _cut(values[root], given[root].request.parts)[rank].copy()
+        case "all_to_all":
+            result = np.concatenate([_cut(one.values, one.request.parts)[rank] for one in given])
+        case "gather" if rank != root:
+            pass
+        case _ if kind != "barrier":  # all_gather, gather and the tables
+            result = np.concatenate(values)
+        case _:
+            pass
+    return result
+
+
+def _reduced(reduction: str, values: Sequence[Values]) -> Values:
+    def add(total: Values, more: Values) -> Values:
+        accumulate(reduction, total, more)
+        return total
+
+    total = functools.reduce(add, values[1:], values[0].copy())
+    finish(reduction, total, len(values))
+    return total
+
+
+def _cut(values: Values, parts: Sequence[int]) -> list[Values]:
+    return list(np.split(values, np.cumsum(parts)[:-1].tolist()))

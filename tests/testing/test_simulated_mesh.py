@@ -1,0 +1,173 @@
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pmesh
+from pmesh.testing import SimulatedMesh
+from tests.docs.pages import DOCS, read
+
+SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
+PATIENCE_S = 20.0
+
+
+def values(rank: int) -> Any:  # noqa: ANN401 - an array
+    return np.random.default_rng(rank).random((5, 3)).astype(np.float32)
+
+
+@SIZES
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "min", "prod"])
+def test_reductions_are_what_numpy_says_bit_for_bit_on_all_ranks(size: int, op: str) -> None:
+    def train(mesh: pmesh.Mesh) -> tuple[Any, Any, Any]:
+        x = values(mesh.rank)
+        root = mesh.size - 1
+        return mesh.all_reduce(x, op), mesh.reduce(x, root, op), mesh.reduce_scatter(x, op)
+
+    results = SimulatedMesh(size).run(train)
+
+    expected = getattr(np, op)([values(rank) for rank in range(size)], axis=0)
+    assert len({everywhere.tobytes() for everywhere, _, _ in results}) == 1
+    np.testing.assert_allclose(results[0][0], expected, rtol=1e-6)
+    np.testing.assert_array_equal(results[-1][1], results[0][0])
+    assert all(rooted is None for _, rooted, _ in results[:-1])
+    for (everywhere, _, part), rows in zip(results, np.array_split(range(5), size), strict=True):
+        np.testing.assert_array_equal(part, everywhere[rows])
+
+
+@SIZES
+def test_arrays_are_moved_to_whom_they_are_for(size: int) -> None:
+    def train(mesh: pmesh.Mesh) -> list[Any]:
+        rank, root = mesh.rank, mesh.size - 1
+        own = np.full((rank + 1, 2), rank)
+        to_all = [np.full(rank + to, 10 * rank + to) for to in range(mesh.size)]
+        xs = [np.full(to, to) for to in range(mesh.size)] if rank == root else None
+        return [
+            mesh.broadcast(own[:1], root),
+            mesh.all_gather(own),
+            mesh.gather(own, root),
+            mesh.scatter(xs, root),
+            mesh.all_to_all(to_all),
+            mesh.all_gather_object({"rank": rank}),
+            mesh.broadcast_object(rank, root),
+            mesh.sync({"w": own}),
+        ]
+
+    results = SimulatedMesh(size).run(train)
+
+    everything = np.concatenate([np.full((rank + 1, 2), rank) for rank in range(size)])
+    for rank, (sent, all_, gathered, part, exchanged, told, said, state) in enumerate(results):
+        np.testing.assert_array_equal(sent, np.full((1, 2), size - 1))
+        np.testing.assert_array_equal(all_, everything)
+        if rank == size - 1:
+            np.testing.assert_array_equal(gathered, everything)
+        else:
+            assert gathered is None
+        np.testing.assert_array_equal(part, np.full(rank, rank))
+        for from_, x in enumerate(exchanged):
+            np.testing.assert_array_equal(x, np.full(from_ + rank, 10 * from_ + rank))
+        assert told == [{"rank": other} for other in range(size)]
+        assert said == size - 1
+        np.testing.assert_array_equal(state["w"], np.full((1, 2), 0))
+
+
+def test_groups_have_ranks_of_their_own_and_handles_come_in_any_order() -> None:
+    def train(mesh: pmesh.Mesh) -> tuple[float, float]:
+        group = mesh.split(mesh.rank % 2)
+        assert group is not None
+        first = mesh.all_reduce(np.float32(mesh.rank), async_op=True)
+        second = group.all_reduce(np.float32(mesh.rank), async_op=True)
+        return float(second.wait()), float(first.wait())
+
+    assert SimulatedMesh(4).run(train) == [(2.0, 6.0), (4.0, 6.0), (2.0, 6.0), (4.0, 6.0)]
+
+
+def test_calls_that_differ_fail_on_all_ranks_and_both_are_named() -> None:
+    def train(mesh: pmesh.Mesh) -> float:
+        with pytest.raises(pmesh.OpMismatch, match=r"rank 0: all_reduce.*rank 1: barrier"):
+            mesh.all_reduce(np.ones(2)) if mesh.rank == 0 else mesh.barrier()
+        return float(mesh.all_reduce(np.float32(1)))  # and they go on
+
+    assert SimulatedMesh(2).run(train) == [2.0, 2.0]
+
+
+def test_a_timeout_names_who_is_late_who_hears_of_it_too() -> None:
+    def train(mesh: pmesh.Mesh) -> None:
+        if mesh.rank == 1:
+            told.wait(PATIENCE_S)
+        with pytest.raises(pmesh.OpTimedOut, match="not started by rank 1"):
+            mesh.barrier(timeout_s=0.01)
+        told.set()
+
+    told = threading.Event()
+    SimulatedMesh(2).run(train)
+    assert told.is_set()
+
+
+def fails(mesh: pmesh.Mesh) -> None:
+    if mesh.rank == 1:
+        raise ValueError("mine")
+    mesh.barrier(PATIENCE_S)
+
+
+def leaves(mesh: pmesh.Mesh) -> None:
+    if mesh.rank == 1:
+        return
+    mesh.barrier(PATIENCE_S)
+
+
+@pytest.mark.parametrize(("train", "error"), [(fails, ValueError), (leaves, pmesh.RankLost)])
+def test_nobody_waits_for_a_rank_that_has_ended(
+    train: Callable[[pmesh.Mesh], None], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        SimulatedMesh(3).run(train)
+
+
+def test_different_errors_come_in_a_group() -> None:
+    def train(mesh: pmesh.Mesh) -> None:
+        raise ValueError(str(mesh.rank))
+
+    with pytest.raises(ExceptionGroup) as caught:
+        SimulatedMesh(2).run(train)
+
+    assert [str(e) for e in caught.value.exceptions] == ["0", "1"]
+
+
+def test_a_rank_can_be_lost_on_purpose() -> None:
+    simulated = SimulatedMesh(2)
+
+    def train(mesh: pmesh.Mesh) -> str:
+        if mesh.rank == 1:
+            simulated.lose(1)
+        with pytest.raises(pmesh.RankLost, match="rank 1 is lost") as caught:
+            mesh.barrier(PATIENCE_S)
+        return str(caught.value)
+
+    assert len(set(simulated.run(train))) == 1
+
+
+def test_a_mesh_has_at_least_one_rank() -> None:
+    with pytest.raises(pmesh.UsageError, match="at least 1 rank"):
+        SimulatedMesh(0)
+
+
+def test_it_needs_no_event_loop() -> None:
+    code = "import sys, pmesh.testing; sys.exit('trio' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_script_of_the_how_to_passes() -> None:
+    page = read(DOCS / "how-to" / "test-your-script.md")
+    found: dict[str, Any] = {}
+
+    exec(page.split("```python\n")[1].split("```")[0], found)  # noqa: S102 - our own page
+
+    tests = [value for name, value in found.items() if name.startswith("test_")]
+    assert tests
+    for test in tests:
+        test()
