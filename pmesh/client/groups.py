@@ -7,13 +7,12 @@ from typing import TypeVar
 from pmesh.client.caller import Run
 from pmesh.client.calls import LastOp
 from pmesh.client.collectives import Collectives
+from pmesh.client.job_place import JobPlace
 from pmesh.client.line import Handle
+from pmesh.client.op_session import OpSession
 from pmesh.client.orders import Order
-from pmesh.client.place import Place
-from pmesh.client.session import TrainerSession
 from pmesh.client.trees import digest
 from pmesh.core.messages import Call
-from pmesh.core.session import World
 from pmesh.errors import (
     AgentStopped,
     GroupBroken,
@@ -38,7 +37,7 @@ class Group(Collectives):
     on all that are left.
     """
 
-    def __init__(self, place: Place, order: Order, ranks: Sequence[int]) -> None:
+    def __init__(self, place: JobPlace, order: Order, ranks: Sequence[int]) -> None:
         super().__init__(place, order)
         self._ranks = tuple(ranks)
         self._broken: str | None = None
@@ -52,13 +51,13 @@ class Group(Collectives):
         return self._ranks
 
     def _do(self, run: Run[T], *, async_op: bool = False) -> T | Handle[T]:
-        def run_whole(place: Place) -> tuple[Callable[[], T], LastOp | None]:
+        def run_whole(place: JobPlace) -> tuple[Callable[[], T], LastOp | None]:
             if self._broken is not None:
                 raise GroupBroken(self._broken)
             try:
                 return run(place)
             except _BREAKS as e:
-                self._broken = f"this group of ranks {list(self._ranks)} is broken: {e}"
+                self._broken = _broken(self._ranks, e)
                 raise GroupBroken(self._broken) from e
 
         return super()._do(run_whole, async_op=async_op)
@@ -67,7 +66,7 @@ class Group(Collectives):
 class Groups:
     """Those that one trainer has made of its mesh."""
 
-    def __init__(self, place: Place, job: str) -> None:
+    def __init__(self, place: JobPlace, job: str) -> None:
         self._place = place
         self._job = job
         self._made: Counter[tuple[TrainerId, ...]] = Counter()
@@ -81,21 +80,24 @@ class Groups:
         All of them make the same groups in the same order, so that they give them one name.
         """
         self._made[trainers] += 1
-        which = f"{digest([str(trainers)])[:12]}.{self._made[trainers]}"
+        which = f"{digest([self._job, str(trainers)])}.{self._made[trainers]}"
         name = JobName(f"{self._job[:_NAME_CHARACTERS]}/{which}")
         place = self._place.open(name, len(trainers), timeout_s)
         try:
-            group = Group(place, _order_of(place, trainers.index(self._me()), timeout_s), ranks)
-        except BaseException:
+            order = _order_of(place, trainers.index(self._me()), timeout_s)
+        except BaseException as e:
             place.leave()
+            if isinstance(e, _BREAKS):
+                raise GroupBroken(_broken(ranks, e)) from e
             raise
+        group = Group(place, order, ranks)
         self._open.append(group)
         return group
 
-    def close(self) -> None:
-        """Leave them all."""
+    def stop(self, *, crashed: BaseException | None) -> None:
+        """Leave them all, or end them as a crash."""
         for group in self._open:
-            group.close()
+            group._stop(crashed=crashed)  # noqa: SLF001 - a mesh ends its groups as it ends itself
 
     def _me(self) -> TrainerId:
         world = self._place.world
@@ -104,10 +106,14 @@ class Groups:
 
 def check_ranks(ranks: Sequence[int], size: int) -> None:
     """Raises UsageError unless they are different ranks of a mesh of this size."""
-    if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(size)):
+    if len(ranks) == 0 or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(size)):
         raise UsageError(
             f"a group is of different ranks from 0 to {size - 1}, at least one, not {list(ranks)}"
         )
+
+
+def _broken(ranks: Sequence[int], why: BaseException) -> str:
+    return f"this group of ranks {list(ranks)} is broken: {why}"
 
 
 def ranks_by_color(told: Sequence[Sequence[int]], color: int) -> list[int]:
@@ -120,16 +126,13 @@ def ranks_by_color(told: Sequence[Sequence[int]], color: int) -> list[int]:
     return [rank for _, rank in sorted(mine)]
 
 
-def _order_of(place: Place, index: int, timeout_s: float) -> Order:
+def _order_of(place: JobPlace, index: int, timeout_s: float) -> Order:
     """Each tells its place in the group: the agents' ring is in another order."""
 
-    def ops(session: TrainerSession) -> tuple[TrainerId, ...]:
+    def ops(session: OpSession) -> tuple[TrainerId, ...]:
         session.input_values("int64", 1, room_bytes=0)[:] = index
         done = session.run_op(Call("exchange", "int64", (1,)), "int64", 1, timeout_s=timeout_s)
         told = done.values.tolist()
         return tuple(done.world.trainers[told.index(i)] for i in range(len(told)))
 
-    def alone(world: World) -> tuple[TrainerId, ...]:
-        return world.trainers
-
-    return Order(place.run(ops, alone))
+    return Order(place.run(ops, lambda world: world.trainers))

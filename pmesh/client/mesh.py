@@ -8,7 +8,7 @@ from pmesh.client.caller import check_timeout
 from pmesh.client.calls import LastOp
 from pmesh.client.collectives import Collectives
 from pmesh.client.groups import Group, Groups, check_ranks, ranks_by_color
-from pmesh.client.place import Place
+from pmesh.client.job_place import JobPlace
 from pmesh.client.reducing import DEFAULT_TIMEOUT_S
 from pmesh.client.shards import Indices, check_shard, deal, order_of
 from pmesh.client.states import pack, unpack_untrusted
@@ -37,7 +37,7 @@ class Mesh(Collectives):
     that by an exception counts as a crash of this rank, so that the others learn of it.
     """
 
-    def __init__(self, place: Place, *, job: str) -> None:
+    def __init__(self, place: JobPlace, *, job: str) -> None:
         super().__init__(place)
         self._job = job
         self._shard_order: tuple[tuple[int, int, int], Indices] | None = None
@@ -91,7 +91,7 @@ class Mesh(Collectives):
         timeout_s = check_timeout(timeout_s)
         packed = pack(state)
 
-        def run(place: Place) -> tuple[Callable[[], T], LastOp]:
+        def run(place: JobPlace) -> tuple[Callable[[], T], LastOp]:
             synced = place.sync(packed, timeout_s=timeout_s)
             last = LastOp.among(synced.last.op, synced.last.world, synced.nbytes)
             received = synced.received
@@ -147,6 +147,7 @@ class Mesh(Collectives):
         Raises:
             UsageError: these can't be a group.
             NotEnoughRanks: some did not call in time.
+            GroupBroken: one was lost meanwhile.
         """
         self._place.check_synced()
         check_ranks(ranks, self.size)
@@ -175,8 +176,7 @@ class Mesh(Collectives):
 
     def close(self) -> None:
         """Leave the job, and all groups. A call in which another thread waits raises MeshClosed."""
-        self._groups.close()
-        super().close()
+        self._stop(crashed=None)
 
     def __enter__(self) -> Self:
         return self
@@ -188,6 +188,10 @@ class Mesh(Collectives):
         traceback: TracebackType | None,
     ) -> None:
         self._stop(crashed=error)
+
+    def _stop(self, *, crashed: BaseException | None) -> None:
+        self._groups.stop(crashed=crashed)
+        super()._stop(crashed=crashed)
 
 
 def _unpacked(received: Values, state: T) -> T:
