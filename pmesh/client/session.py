@@ -22,6 +22,7 @@ from pmesh.core.messages import Call
 from pmesh.core.reductions import WIRE_DTYPES, Values
 from pmesh.core.session import (
     ENTERS,
+    TABLE_KINDS,
     ArenaGone,
     ArenaGranted,
     Connect,
@@ -147,7 +148,8 @@ class TrainerSession:
         number = OpNumber(ENTERS) if enters else self._next_op
         wire = cast("WireDtype", dtype)
         request = StartOp(number, call, wire, count, -1, timeout_s, parts, parts_in)
-        source = self._input if self._extent(request).gives else None
+        before = self._extent(request)
+        source = self._input if before.gives else None
         if source is not None:
             request = msgspec.structs.replace(request, arena=source.number)
         is_root = call.kind == "broadcast" and call.root == self.world.rank
@@ -156,7 +158,8 @@ class TrainerSession:
         match reply:
             case OpDone(op, output) if op == number or (enters and op >= 0):
                 self._op_has_ended(reply, consumed=True)
-                gets = self._extent(request).gets
+                # A table has a row of each who is there now; a root is counted as it was then.
+                gets = (self._extent(request) if call.kind in TABLE_KINDS else before).gets
                 with self._unless_it_fails():
                     region = source if is_root else self._outputs.get(output)
                     return Done(op, self.world, _values(region, dtype, gets))
