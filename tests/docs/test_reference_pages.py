@@ -7,7 +7,9 @@ import pytest
 import pmesh
 from pmesh import errors
 from pmesh.agent import status
+from pmesh.client.collectives import Collectives
 from pmesh.client.leaves import WIRE_OF
+from pmesh.client.mail import Messages
 from tests.docs.pages import DOCS, code_in, read, sections, table_rows
 
 STATUS = read(DOCS / "reference" / "status.md")
@@ -88,3 +90,19 @@ def test_every_dtype_that_travels_stands_on_the_page_with_what_it_travels_as() -
 def test_every_public_name_is_on_the_page() -> None:
     for name in pmesh.__all__:
         assert f"pmesh.{name}" in CLIENT or f"`{name}`" in CLIENT, name
+
+
+def test_every_call_stands_in_the_table_with_whether_it_can_wait_for_later() -> None:
+    rows = list(table_rows(sections(CLIENT)["The calls"]))
+    later = {
+        name.partition("(")[0]: row[2].startswith(("yes", "all")) and f"`{name}`" not in row[2]
+        for row in rows
+        for name in code_in(row[0])
+    }
+
+    assert later == {
+        name: "async_op" in inspect.signature(member).parameters
+        for kind in (Collectives, Messages)
+        for name, member in inspect.getmembers(kind, inspect.isfunction)
+        if not name.startswith("_") and name != "close"
+    }
