@@ -1,0 +1,155 @@
+"""Every kind of collective across whole agents, and the requests that no client makes."""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+from trio.testing import MockClock
+
+from pmesh.agent.op_layouts import check_request
+from pmesh.agent.ranks import LocalRank
+from pmesh.core.extents import extent_of
+from pmesh.core.messages import Call
+from pmesh.core.reductions import WIRE_DTYPES, Values
+from pmesh.core.session import OpDone, OpFailed, StartOp
+from pmesh.errors import ProtocolError
+from pmesh.ids import OpNumber, TrainerId
+from tests.agent.fake_trainer import OpError, Trainer, together
+from tests.agent.fakes import village
+from tests.agent.ops import ones, reduce_all
+
+
+async def run(
+    trainer: Trainer,
+    call: Call,
+    values: Values,
+    parts: tuple[int, ...] = (),
+    parts_in: tuple[int, ...] = (),
+) -> Values:
+    """One op; what this rank gets of it, which may be nothing."""
+    arena, name = -1, values.dtype.name
+    if values.size:
+        arena = await trainer.input_arena(values.nbytes)
+        trainer.maps[arena][: values.nbytes] = values.tobytes()
+    number = OpNumber(trainer.next_op)
+    request = StartOp(number, call, name, values.size, arena, 60.0, parts, parts_in)  # type: ignore[arg-type] # a key of WIRE_DTYPES
+    gets = extent_of(request, rank=trainer.rank, size=len(trainer.names)).gets
+    reply = await trainer.ask(request)
+    assert isinstance(reply, OpDone | OpFailed)
+    trainer._has_ended(reply, number)  # noqa: SLF001 - what `Trainer.run` does
+    if isinstance(reply, OpFailed):
+        raise OpError(reply)
+    if reply.arena < 0:
+        return np.empty(0, WIRE_DTYPES[name])
+    return np.frombuffer(trainer.maps[reply.arena], WIRE_DTYPES[name], gets).copy()
+
+
+def block(rank: int, size: int) -> Values:
+    return np.full(size, rank, np.float32)
+
+
+@pytest.mark.parametrize("places", [(0, 1), (0, 1, 2), (0, 1, 0, 1)])
+async def test_every_kind_brings_each_rank_what_is_its(
+    clock: MockClock, places: tuple[int, ...]
+) -> None:
+    async with village(clock, max(places) + 1) as here:
+        trainers = await here.job(*[here.machines[place] for place in places])
+        size = len(trainers)
+        sizes = tuple(3 * rank + 1 for rank in range(size))
+        whole = np.concatenate([block(rank, sizes[rank]) for rank in range(size)])
+
+        async def call(trainer: Trainer, root: int) -> None:
+            rank = trainer.rank
+            own, nothing = block(rank, sizes[rank]), block(0, 0)
+            summed = ones(7) * sum(range(size))
+
+            def rooted(kind: str, reduction: str = "") -> Call:
+                return Call(kind, "float32", (), reduction, root)
+
+            np.testing.assert_array_equal(
+                await run(trainer, Call("all_gather", "float32", ()), own, sizes), whole
+            )
+            got = await run(trainer, rooted("gather"), own, sizes)
+            np.testing.assert_array_equal(got, whole if rank == root else nothing)
+            given = whole if rank == root else nothing
+            got = await run(trainer, rooted("scatter"), given, sizes)
+            np.testing.assert_array_equal(got, own)
+            got = await run(trainer, rooted("reduce", "sum"), block(rank, 7))
+            np.testing.assert_array_equal(got, summed if rank == root else nothing)
+            scattering = Call("reduce_scatter", "float32", (), "sum")
+            got = await run(trainer, scattering, block(rank, whole.size), sizes)
+            np.testing.assert_array_equal(got, np.full(sizes[rank], summed[0]))
+            to = tuple(rank + other for other in range(size))
+            xs = np.concatenate([block(10 * rank + other, to[other]) for other in range(size)])
+            got = await run(trainer, Call("all_to_all", "float32", ()), xs, to, to)
+            expected = [block(10 * other + rank, to[other]) for other in range(size)]
+            np.testing.assert_array_equal(got, np.concatenate(expected))
+            for strategy in ("ring", "tree", "centralized", "hierarchical"):
+                reducing = Call("all_reduce", "float32", (7,), "sum", strategy=strategy)
+                np.testing.assert_array_equal(await run(trainer, reducing, block(rank, 7)), summed)
+
+        for root in range(size):
+            await together(*[partial(call, trainer, root) for trainer in trainers])
+
+
+async def test_a_loss_in_an_all_gather_fails_it_for_all_who_are_left_and_they_go_on(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        *left, lost = trainers
+        gather = Call("all_gather", "float32", ())
+
+        async def fail(trainer: Trainer) -> str:
+            with pytest.raises(OpError) as caught:
+                await run(trainer, gather, ones(1), (1, 1, 1))
+            return caught.value.verdict.error
+
+        errors = await together(*[partial(fail, trainer) for trainer in left], partial(die, lost))
+        assert errors[:2] == ["RosterChanged"] * 2
+        assert [x[0] for x in await reduce_all(left)] == [2.0, 2.0]
+
+
+async def die(trainer: Trainer) -> str:
+    await trainer.die()
+    return ""
+
+
+GOOD = StartOp(OpNumber(0), Call("all_gather", "uint8", ()), "uint8", 1, 0, 1.0, (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("call", "dtype", "count", "parts"),
+    [
+        (Call("transpose", "float32", ()), "float32", 1, ()),
+        (Call("gather", "uint8", (), root=2), "uint8", 1, (1, 1)),
+        (Call("broadcast", "uint8", (), root=-1), "uint8", 1, ()),
+        (Call("broadcast", "uint8", (), root=0, receivers=(2,)), "uint8", 1, ()),
+        (Call("exchange", "int64", ()), "int32", 1, ()),
+        (Call("exchange", "int64", ()), "int64", 4097, ()),
+        (Call("sync", "int64", ()), "int64", 7, ()),
+        (Call("all_gather", "uint8", ()), "uint8", 1, (1,)),
+        (Call("all_to_all", "uint8", ()), "uint8", 1, (1, 1)),
+        (Call("all_reduce", "uint8", (), "sum"), "uint8", 1, ()),
+        (Call("reduce_scatter", "int64", (), "mean"), "int64", 2, (1, 1)),
+    ],
+)
+def test_what_no_client_sends_is_refused(
+    call: Call, dtype: str, count: int, parts: tuple[int, ...]
+) -> None:
+    rank = cast("LocalRank", SimpleNamespace(world=(TrainerId(0), TrainerId(1)), id=TrainerId(0)))
+    check_request(rank, GOOD)
+    request = StartOp(OpNumber(0), call, dtype, count, 0, 1.0, parts)  # type: ignore[arg-type] # a key of WIRE_DTYPES
+
+    with pytest.raises(ProtocolError, match=f"op 0 is {call.kind}"):
+        check_request(rank, request)
+
+
+def test_who_has_not_entered_can_only_sync() -> None:
+    rank = cast("LocalRank", SimpleNamespace(world=(), id=TrainerId(0)))
+    with pytest.raises(ProtocolError, match="before the sync"):
+        check_request(
+            rank, StartOp(OpNumber(0), Call("barrier", "float32", ()), "float32", 0, -1, 1.0)
+        )
