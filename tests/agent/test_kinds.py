@@ -16,7 +16,7 @@ from pmesh.core.reductions import WIRE_DTYPES, Values
 from pmesh.core.session import OpDone, OpFailed, StartOp
 from pmesh.errors import ProtocolError
 from pmesh.ids import OpNumber, TrainerId
-from tests.agent.fake_trainer import OpError, Trainer, together
+from tests.agent.fake_trainer import OpError, Trainer, together, until
 from tests.agent.fakes import village
 from tests.agent.ops import ones, reduce_all
 
@@ -115,6 +115,50 @@ async def test_a_loss_in_an_all_gather_fails_it_for_all_who_are_left_and_they_go
 async def die(trainer: Trainer) -> str:
     await trainer.die()
     return ""
+
+
+@pytest.mark.parametrize("loses_root", [False, True])
+async def test_a_reduce_runs_again_among_the_rest_unless_its_root_is_lost(
+    clock: MockClock, *, loses_root: bool
+) -> None:
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        lost = trainers[2]
+        left = trainers[:2]
+        call = Call("reduce", "float32", (5,), "sum", 2 if loses_root else 0)
+
+        async def attempt(trainer: Trainer) -> str:
+            try:
+                got = await run(trainer, call, ones(5))
+            except OpError as e:
+                return e.verdict.error
+            return str(got.tolist())
+
+        ended = await together(*[partial(attempt, trainer) for trainer in left], partial(die, lost))
+        expected = ["RankLost"] * 2 if loses_root else [str([2.0] * 5), "[]"]
+        assert ended[:2] == expected
+        assert [x[0] for x in await reduce_all(left)] == [2.0, 2.0]
+
+
+async def test_a_loss_between_two_ops_fails_one_whose_parts_are_for_the_ranks_before(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 3) as here:
+        *left, lost = await here.job(*here.machines)
+        await reduce_all([*left, lost])
+        await lost.die()
+        await until(
+            lambda: all(rank.size == 2 for m in here.machines for rank in m.agent.jobs.ranks)
+        )
+        gather = Call("gather", "float32", (), root=1)
+
+        async def fail(trainer: Trainer) -> str:
+            with pytest.raises(OpError) as caught:
+                await run(trainer, gather, ones(1), (1, 1, 1))
+            return caught.value.verdict.error
+
+        assert await together(*[partial(fail, t) for t in left]) == ["RosterChanged"] * 2
+        assert [x[0] for x in await reduce_all(left)] == [2.0, 2.0]
 
 
 GOOD = StartOp(OpNumber(0), Call("all_gather", "uint8", ()), "uint8", 1, 0, 1.0, (1, 1))
