@@ -36,7 +36,7 @@ def result_of(given: Sequence[Given], rank: int, root: int | None) -> Numbers:
     """
     request = given[rank].request
     call, values = request.call, [one.values for one in given]
-    result = np.empty(0, request.wire_dtype)
+    result: Numbers = np.empty(0, request.wire_dtype)
     match call.kind:
         case "barrier":
             pass

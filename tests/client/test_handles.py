@@ -188,18 +188,16 @@ def test_the_world_and_the_last_op_change_when_a_call_is_waited_for(agent: FakeA
 def test_mlx_arrays_are_made_in_the_thread_that_waits(
     mesh: pmesh.Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("mlx.core")
-    from pmesh.client import _mlx  # noqa: PLC0415 - MLX may be absent
-
+    mx: Any = pytest.importorskip("mlx.core")
     makers: list[str] = []
-    array = _mlx.mx.array
+    array = mx.array
 
     def noted(*args: Any, **options: Any) -> Any:  # noqa: ANN401
         makers.append(threading.current_thread().name)
         return array(*args, **options)
 
     xs = [make("mlx", dtype, [1, 2]) for dtype in ("float32", "bfloat16")]
-    calls = [
+    calls: list[Callable[[], Handle[Any]]] = [
         lambda: mesh.all_reduce(xs, async_op=True),
         lambda: mesh.broadcast(xs, async_op=True),
         lambda: mesh.reduce(xs, async_op=True),
@@ -207,7 +205,7 @@ def test_mlx_arrays_are_made_in_the_thread_that_waits(
         lambda: mesh.average_gradients(xs, async_op=True),
     ]
     handles = [call() for call in calls]
-    monkeypatch.setattr(_mlx.mx, "array", noted)
+    monkeypatch.setattr(mx, "array", noted)
     for handle in handles:
         handle.wait()
     assert len(makers) == 9

@@ -180,7 +180,7 @@ def test_a_rank_that_is_alone_gets_copies_of_what_it_gives(
     home = agent.home / "alone"
     home.mkdir()
     with ScriptedAgent(home, joins) as scripted:
-        mesh = pmesh.connect("job", home=home, on_superseded="sync")
+        mesh: Any = pmesh.connect("job", home=home, on_superseded="sync")
         scripted.wait_until_closed()
 
         def ended(result: Any) -> Any:
