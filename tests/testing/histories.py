@@ -337,56 +337,6 @@ def a_root_is_the_trainer_that_it_was_at_the_call() -> None:
     assert outcome.values == (root.value(OpNumber(0)),)
 
 
-def _sides_that_go_on(cluster: Cluster) -> list[Agent]:
-    """The agents that have a rank whose ops may run."""
-    return [
-        agent
-        for agent in cluster.agents.values()
-        if any(rank.may_run and rank.rank is not None for rank in agent.jobs.ranks)
-    ]
-
-
-def what_too_few_have_installed_does_not_run() -> None:
-    """V10: a, b and c vote for a view that b does not install; it votes again, with d and e."""
-    cluster = formed_cluster(5, terms=Terms(quorum="majority"))
-    a, b, c, d, e = by_seniority(cluster)
-    numbers = [agent.number for agent in (a, b, c, d, e)]
-    sent: list[Epoch] = []
-
-    def swallow(_from: int, to: int, _channel: str, message: Message) -> bool:
-        if isinstance(message, Commit) and to == b.number:
-            sent.append(message.view.epoch)
-        return bool(sent) and to == b.number
-
-    cluster.network.swallow = swallow
-    cluster.network.partition(numbers[:3], numbers[3:])
-    run_until(cluster, lambda: bool(sent) and c.state.view.epoch == sent[0], 5.0)
-    cluster.network.heal()
-    cluster.network.partition([a.number, c.number], [b.number, d.number, e.number])
-    cluster.network.swallow = None
-    cluster.run_until(cluster.timeline.now + 5.0)
-    going_on = {agent.number for agent in _sides_that_go_on(cluster)}
-    assert going_on == {b.number, d.number, e.number}
-    cluster.invariants.finish()
-
-
-def who_knows_of_a_later_primary_does_not_help_an_earlier_one() -> None:
-    """V10: b was of the primary {a, b}, which a alone goes on with; b and c are no majority."""
-    cluster = formed_cluster(3, terms=Terms(quorum="majority"))
-    a, b, c = (agent_of(cluster, rank) for _, rank in sorted(ranks_of(cluster).items()))
-    cluster.network.partition([c.number], [a.number, b.number])
-    cluster.run_until(cluster.timeline.now + 2 * GONE_AFTER_S)
-    assert _sides_that_go_on(cluster) == [a, b] or _sides_that_go_on(cluster) == [b, a]
-    cluster.network.partition([a.number], [b.number])
-    cluster.run_until(cluster.timeline.now + 2 * GONE_AFTER_S)
-    assert _sides_that_go_on(cluster) == [a]
-    cluster.network.mend(b.number, c.number)
-    cluster.network.mend(c.number, b.number)
-    cluster.run_until(cluster.timeline.now + 2 * GONE_AFTER_S)
-    assert len(b.state.view.seats) == 2
-    assert _sides_that_go_on(cluster) == [a]
-
-
 def nobody_enters_a_sync_that_somebody_has_completed() -> None:
     """O6: the other rank still lacks the result, and fetches it; the newcomer waits."""
     cluster = formed_cluster(2, think_s=1e6)  # the trainers call nothing: we do

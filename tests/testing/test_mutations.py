@@ -6,7 +6,7 @@ import pytest
 
 from pmesh.testing.simulate import judge_many
 from pmesh.testing.violations import Violation
-from tests.testing import histories
+from tests.testing import histories, quorum_histories
 from tests.testing.mutations import MUTATIONS
 
 SEEDS = 150
@@ -46,9 +46,9 @@ AIMED = {
     "no_doubt": histories.who_slept_through_its_expulsion_ends_nothing_old,
     "lighter_history": histories.the_history_of_more_ranks_goes_on,
     "join_in_parts": histories.the_history_of_more_ranks_goes_on,
-    "in_force_at_once": histories.what_too_few_have_installed_does_not_run,
-    "last_voters_only": histories.what_too_few_have_installed_does_not_run,
-    "never_overtaken": histories.who_knows_of_a_later_primary_does_not_help_an_earlier_one,
+    "in_force_at_once": quorum_histories.what_too_few_have_installed_does_not_run,
+    "last_voters_only": quorum_histories.what_too_few_have_installed_does_not_run,
+    "never_overtaken": quorum_histories.who_knows_of_a_later_primary_does_not_help_an_earlier_one,
     "no_witnesses": histories.what_a_dead_trainer_has_completed_is_fetched_from_its_agent,
     "bind_root_late": histories.a_root_is_the_trainer_that_it_was_at_the_call,
     "enter_a_completed_sync": histories.nobody_enters_a_sync_that_somebody_has_completed,
