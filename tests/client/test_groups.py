@@ -62,6 +62,7 @@ def test_every_call_counts_ranks_in_the_groups_order(
         group.barrier()
         assert group.names == group.last_op.names
         assert group.average_gradients(np.array(r * 1.0)) == 1
+        assert group.names == group.last_op.names
 
     run_ranks(agent.home, RANKS, program)
 
