@@ -50,6 +50,10 @@ class Group(Collectives):
         """The mesh's ranks that it was made of, in the group's order."""
         return self._ranks
 
+    def stop_with_mesh(self, *, crashed: BaseException | None) -> None:
+        """Leave the group, or end as a crash, as the mesh does that it is of."""
+        self._stop(crashed=crashed)
+
     def _do(self, run: Run[T], *, async_op: bool = False) -> T | Handle[T]:
         def run_whole(place: JobPlace) -> tuple[Callable[[], T], LastOp | None]:
             if self._broken is not None:
@@ -97,7 +101,7 @@ class Groups:
     def stop(self, *, crashed: BaseException | None) -> None:
         """Leave them all, or end them as a crash."""
         for group in self._open:
-            group._stop(crashed=crashed)  # noqa: SLF001 - a mesh ends its groups as it ends itself
+            group.stop_with_mesh(crashed=crashed)
 
     def _me(self) -> TrainerId:
         world = self._place.world
@@ -132,7 +136,7 @@ def _order_of(place: JobPlace, index: int, timeout_s: float) -> Order:
     def ops(session: OpSession) -> tuple[TrainerId, ...]:
         session.input_values("int64", 1, room_bytes=0)[:] = index
         done = session.run_op(Call("exchange", "int64", (1,)), "int64", 1, timeout_s=timeout_s)
-        told = done.values.tolist()
+        told: list[int] = done.values.tolist()
         return tuple(done.world.trainers[told.index(i)] for i in range(len(told)))
 
     return Order(place.run(ops, lambda world: world.trainers))

@@ -242,7 +242,7 @@ class Moving(Caller):
         return cast("list[T] | Handle[list[T]]", self._call(ops, alone, async_op=async_op))
 
     def _gather(
-        self, x: T, root: int | None, *, stacked: bool, timeout_s: float, async_op: bool
+        self, x: object, root: int | None, *, stacked: bool, timeout_s: float, async_op: bool
     ) -> object:
         evaluate_mlx([x])
         block = block_of(x)
