@@ -67,7 +67,8 @@ def train(mesh: pmesh.Mesh | None) -> tuple[Any, dict[str, Any]]:
     for step, chosen in enumerate(batches(len(labels) - HELD_OUT, rank, size), 1):
         loss, grads = loss_and_grad(model, chosen)
         if mesh:
-            grads = mesh.average_gradients(grads, weight=len(chosen))
+            # Named: each strategy adds in an order of its own, and training follows each rounding.
+            grads = mesh.average_gradients(grads, weight=len(chosen), strategy="ring")
         optimizer.update(model, grads)
         mx.eval(model.parameters(), optimizer.state)
         if step % 10 == 0:

@@ -18,10 +18,10 @@ def bench_table(names: Sequence[str], rows: Iterable[Row]) -> Table:
     table = Table(
         title=title, title_justify="left", box=SIMPLE, show_edge=False, pad_edge=False, padding=0
     )
-    table.add_column("collective", no_wrap=True)
+    table.add_column("collective")  # the one to wrap where numbers are long
     for head in ("size", "calls", "min", "median", "p99", "alg.", "bus"):
         table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("ok?")
+    table.add_column("ok?", no_wrap=True, min_width=3)
     for row in rows:
         table.add_row(
             f"{row.collective} {row.strategy or ''}",

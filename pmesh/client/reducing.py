@@ -71,7 +71,8 @@ class Reducing(Caller):
             out: arrays like x for the result, numpy's or torch's on the CPU; may be x itself.
             strategy: "ring" sends least, "tree" and "centralized" wait least often, "hierarchical"
                 reduces first among those with fast links. "auto" takes the one that costs least by
-                what was measured on the links.
+                what was measured on the links. Each adds in an order of its own: name one, and two
+                runs with the same ring give the same bits.
             async_op: return a handle at once.
 
         Raises:
@@ -84,12 +85,10 @@ class Reducing(Caller):
             AgentStopped: the agent on this machine is gone; `sync` comes back through another.
             GroupBroken: in a group, instead of what a lost rank would raise.
         """
-        if strategy not in get_args(Strategy):
-            raise UsageError(f"strategy is one of {get_args(Strategy)}, not {strategy!r}")
         wanted = Collective(
             kind="all_reduce",
             reduction=op,
-            strategy="" if strategy == "auto" else strategy,
+            strategy=_named(strategy),
             bucket_bytes=DEFAULT_BUCKET_BYTES,
             timeout_s=check_timeout(timeout_s),
         )
@@ -246,6 +245,7 @@ class Reducing(Caller):
         bucket_bytes: int = ...,
         timeout_s: float = ...,
         *,
+        strategy: Strategy = ...,
         async_op: Literal[False] = ...,
     ) -> T: ...
     @overload
@@ -256,6 +256,7 @@ class Reducing(Caller):
         bucket_bytes: int = ...,
         timeout_s: float = ...,
         *,
+        strategy: Strategy = ...,
         async_op: Literal[True],
     ) -> Handle[T]: ...
     def average_gradients(
@@ -265,6 +266,7 @@ class Reducing(Caller):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         *,
+        strategy: Strategy = "auto",
         async_op: bool = False,
     ) -> T | Handle[T]:
         """The mean of every rank's gradients, each rank counting by its weight.
@@ -278,6 +280,7 @@ class Reducing(Caller):
             weight: at least 0; with 0 this rank's gradients are not looked at.
             bucket_bytes: how much is averaged as one op; an array is never divided.
             timeout_s: for each op.
+            strategy: as for `all_reduce`.
             async_op: return a handle at once.
 
         Raises:
@@ -291,6 +294,7 @@ class Reducing(Caller):
         wanted = Collective(
             kind="all_reduce",
             reduction="sum",
+            strategy=_named(strategy),
             weight=float(weight),
             bucket_bytes=bucket_bytes,
             timeout_s=check_timeout(timeout_s),
@@ -319,3 +323,10 @@ class Reducing(Caller):
             return lambda: finished(leaves), last
 
         return self._call(ops, alone, async_op=async_op)
+
+
+def _named(strategy: Strategy) -> str:
+    """As a call says it; nothing leaves it to the agents."""
+    if strategy not in get_args(Strategy):
+        raise UsageError(f"strategy is one of {get_args(Strategy)}, not {strategy!r}")
+    return "" if strategy == "auto" else strategy
