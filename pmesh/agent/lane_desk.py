@@ -225,6 +225,8 @@ class LaneDesk:
     async def _keep_offering(self, edge: Edge, to: Member) -> None:
         """Offer, again if it fails, until the lane is open, given up or forgotten."""
         end = End(edge, sending=True)
+        if self._is_over(end):
+            return  # before this task has had its first turn
         place = self._place(end)
         for _ in range(ATTEMPTS):
             offer = self._make_offer(edge, dial=not self._reach.we_dialled(to))

@@ -368,3 +368,15 @@ async def test_whoever_still_waits_at_the_end_is_told() -> None:
         nursery.start_soon(wait)
         await wait_all_tasks_blocked()
         ada.desk.close()
+
+
+async def test_an_offer_whose_roster_is_over_before_its_turn_is_never_made(
+    autojump_clock: MockClock,
+) -> None:
+    async with two_sides() as (ada, _):
+        ada.desk.offer(edge(), B)
+        ada.desk.forget(JOB, below=6)
+        await trio.sleep(0.1)
+        assert ada.offers == []
+        assert not ada.desk._places  # noqa: SLF001
+        assert autojump_clock.current_time() < 1
