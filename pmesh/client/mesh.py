@@ -79,7 +79,7 @@ class Mesh(Collectives):
                 in new arrays, of the source's library, torch tensors on the device of those that
                 they replace, else on the CPU. Order in a dict counts. Named tuples and
                 subclasses of dict come out as such where the receiver has the same.
-            timeout_s: for each op; one that moves state takes one op for each 32 MiB. For a trainer
+            timeout_s: for each op; one that moves state takes one op for each 4 MiB. For a trainer
                 without an agent also how long it waits for one.
 
         Raises:
