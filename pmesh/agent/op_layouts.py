@@ -70,13 +70,13 @@ def check_request(rank: LocalRank, request: StartOp) -> None:
         ProtocolError: it is such a request.
     """
     call = request.call
-    sync = call.kind == "sync"
+    enters = call.kind == "sync"  # O6: with it begins who has just entered
+    if not _fits(rank, request):
+        raise ProtocolError(f"op {request.op} is {call}")
+    if not (enters or rank.world):
+        raise ProtocolError(f"op {request.op} is {call}, before the sync")
     try:
-        if not _fits(rank, request):
-            raise ValueError("no op")  # noqa: TRY301 - it says the same as the others
-        if not (sync or rank.world):  # O6: who has just entered begins with the sync
-            raise ValueError("before the sync")  # noqa: TRY301 - likewise
-        if not sync:
+        if not enters:
             _extent(rank, request)
         if call.kind in _ADDING:
             check_reduction(call.reduction or "sum", request.wire_dtype)
@@ -86,13 +86,13 @@ def check_request(rank: LocalRank, request: StartOp) -> None:
 
 def _fits(rank: LocalRank, request: StartOp) -> bool:
     call, ranks = request.call, range(len(rank.world))
-    is_table = call.kind in TABLE_KINDS
-    values = {"sync": SYNC_VALUES}.get(call.kind, min(request.count, MAX_ROW_VALUES))
+    exact = request.count == SYNC_VALUES
+    row_fits = exact if call.kind == "sync" else request.count <= MAX_ROW_VALUES
     return (
         call.kind in KINDS
         and (call.kind not in ROOTED or call.root in ranks)
         and all(receiver in ranks for receiver in call.receivers)
-        and (not is_table or (request.wire_dtype, request.count) == (_TABLE_DTYPE, values))
+        and (call.kind not in TABLE_KINDS or (row_fits and request.wire_dtype == _TABLE_DTYPE))
     )
 
 
