@@ -156,6 +156,15 @@ def test_a_long_campaign_may_be_measured_in_parts(tmp_path: Path) -> None:
     assert whole.command.splitlines() == ["python -m tools.chaos run kill-node"] * 2
 
 
+def test_a_bar_that_was_met_in_fewer_tries_than_it_asks_for_says_so() -> None:
+    few = measured("loss", command="python -m tools.chaos run loss --episodes 1")
+    enough = measured("clocks", command="python -m tools.chaos run clocks --episodes 1")
+    page = render([Results(measured=(few, enough))])
+
+    assert "| met, in 1 of 3 |" in page
+    assert "2 of 2 bars met. In fewer tries than the bar asks for: loss. Not measured" in page
+
+
 def test_the_page_is_what_the_tool_writes_of_the_results_beside_it() -> None:
     files = [read_results(path) for path in sorted(RESULTS.glob("*.json"))]
 

@@ -1,5 +1,6 @@
 """docs/explanation/reliability.md, made of what was measured."""
 
+import re
 from collections.abc import Iterator, Sequence
 
 from tools.chaos.bars import CAMPAIGNS, find_campaign, is_met
@@ -88,6 +89,9 @@ def render(results: Sequence[Results]) -> str:
 def _verdict(measured: Sequence[Measured], missed: Sequence[Measured]) -> str:
     unmeasured = [c.name for c in CAMPAIGNS if c.name not in {m.fault for m in measured}]
     said = f"{len(measured) - len(missed)} of {len(measured)} bars met."
+    short = [m.fault for m in measured if is_met(m) and _missing_tries(m)]
+    if short:
+        said += f" In fewer tries than the bar asks for: {', '.join(dict.fromkeys(short))}."
     if missed:
         said += f" Missed: {', '.join(dict.fromkeys(m.fault for m in missed))}."
     if unmeasured:
@@ -107,9 +111,23 @@ def _row(measured: Measured) -> str:
         *_times(took),
         f"{measured.ops_checked:,}",
         campaign.bar,
-        "met" if is_met(measured) else "**MISSED**",
+        _judged(measured),
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _judged(measured: Measured) -> str:
+    if not is_met(measured):
+        return "**MISSED**"
+    missing = _missing_tries(measured)
+    planned = find_campaign(measured.fault).episodes
+    return f"met, in {planned - missing:,} of {planned:,}" if missing else "met"
+
+
+def _missing_tries(measured: Measured) -> int:
+    """How many fewer episodes (minutes, for some) were run than the bar asks for."""
+    run = [int(count) for count in re.findall(r"--episodes (\d+)", measured.command)]
+    return max(0, find_campaign(measured.fault).episodes - sum(run)) if run else 0
 
 
 def _tried(measured: Measured) -> int:
