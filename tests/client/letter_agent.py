@@ -74,9 +74,9 @@ class LetterAgent(FakeAgent):
         if self.refuses is not None:
             trainer.send(Refused(self.refuses))
             return
-        trainer.send(Attached())
         connection = Connection(trainer, first.trainer)
         self.attached.append(connection)
+        trainer.send(Attached())
         while (request := trainer.receive()) is not None:
             with connection.sending:
                 self._take_arena_request(connection, request)
