@@ -13,7 +13,8 @@ import msgspec
 import structlog
 import trio
 
-from pmesh.core import agreement, health
+from pmesh.core import agreement, doubts, health
+from pmesh.core.doubts import Doubts
 from pmesh.core.health import WIRED, Condition, Health, Thresholds
 from pmesh.core.messages import AgreementMessage, Heartbeat, LinkMessage, TellView
 from pmesh.core.standing import Facts, Fence, Install, Send, State, Step, heartbeat_of
@@ -89,9 +90,7 @@ class Membership:
         self._inputs: deque[Callable[[Facts, float], Step]] = deque()
         self._draining = False
         self._told: object = None
-        self._awake_us = 0
-        self._unconfirmed: set[Member] = set()
-        """V8: who has not told us since we slept that our view is still theirs."""
+        self._doubts = Doubts()
 
     @property
     def view(self) -> View:
@@ -147,8 +146,7 @@ class Membership:
         ).health
         self._step(lambda facts, now: agreement.hear(self.state, member, message, facts, now=now))
         if isinstance(message, Heartbeat):
-            if message.view == self.view.epoch and message.echo_us >= self._awake_us:
-                self._confirm({member})
+            self._doubt(doubts.hear(self._doubts, self.state, member, message))
             self._follower.marked(member, message)
 
     def poke(self) -> None:
@@ -171,7 +169,8 @@ class Membership:
         """Judge the silence of all peers, a stall of our own not held against them."""
         now = trio.current_time()
         if stall.total_s >= DOUBT_S:
-            self._doubt(now)
+            self._doubt(doubts.wake(self.state, now_us=_microseconds(now)))
+            self.beat()  # to be answered
         for node, contact in list(self._contacts.items()):
             forgiven = health.forgive_stall(contact.health, stalled_s=stall.total_s, now=now)
             step = health.pass_time(forgiven, now=now)
@@ -183,20 +182,13 @@ class Membership:
             if step.changed_to is Condition.GONE:
                 self._drop(node, f"silent for {now - contact.health.last_heard:.1f} s")
 
-    def _doubt(self, now: float) -> None:
-        """V8: while we slept the others may have gone on without us; ask them."""
-        self._awake_us = _microseconds(now)
-        self._unconfirmed = set(self.view.members) - {self.state.me}
-        if self._unconfirmed:
+    def _doubt(self, after: Doubts) -> None:
+        """V8: deliver nothing while we don't know whether the others have gone on without us."""
+        doubted, self._doubts = bool(self._doubts.unconfirmed), after
+        if after.unconfirmed and not doubted:
             self._follower.doubt()
-            self.beat()
-
-    def _confirm(self, members: set[Member]) -> None:
-        """V8: these have given a fresh echo that names our epoch, or are no longer of our view."""
-        if self._unconfirmed:
-            self._unconfirmed -= members
-            if not self._unconfirmed:
-                self._follower.trust()
+        if doubted and not after.unconfirmed:
+            self._follower.trust()
 
     def _name_of(self, node: NodeId) -> str:
         seats = (seat.name for seat in self.view.seats if seat.member.node == node)
@@ -229,8 +221,11 @@ class Membership:
                 case Fence(jobs):
                     self._follower.fence(jobs)
                 case Install(view):
+                    after = doubts.install(self._doubts, before, view)
+                    if after.unconfirmed:
+                        self._doubt(after)  # before anything can be delivered in this view
                     self._follower.install(view)
-                    self._confirm(self._unconfirmed - set(view.members))
+                    self._doubt(after)
                     self._installed(before.view, view, self._losses)
                     self._losses = {m: w for m, w in self._losses.items() if m in view.members}
                     self.poke()  # after this step: the facts are others now

@@ -5,7 +5,8 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, assert_never
 
-from pmesh.core import agreement
+from pmesh.core import agreement, doubts
+from pmesh.core.doubts import Doubts
 from pmesh.core.messages import (
     PROTOCOL_VERSION,
     AgreementMessage,
@@ -84,8 +85,7 @@ class Agent:
         self._shown: Heartbeat | None = None
         self._showing = False
         self._running = True
-        self._awake_us = 0
-        self._unconfirmed: set[Member] = set()
+        self._doubts = Doubts()
         invariants.installed(member, self.state.view)
         network.attach(number, self)
         timeline.after(random.random() * HEARTBEAT_S, self._tick)
@@ -139,7 +139,7 @@ class Agent:
         long = slept_s >= DOUBT_S
         if long:
             self._invariants.slept(self.state.me, self.now - slept_s)
-        self._network.thaw(self.number, self._doubt if long else None)
+        self._network.thaw(self.number, self._doubt_all if long else None)
 
     # --- what the network brings
 
@@ -186,8 +186,7 @@ class Agent:
                 link.sent_us = message.sent_us
                 if self._is_new(link.member, message):
                     self._hear(link.member, message)
-                if message.view == self.state.view.epoch and message.echo_us >= self._awake_us:
-                    self._confirm({link.member})
+                self._doubt(doubts.hear(self._doubts, self.state, link.member, message))
                 self.jobs.marked(link.member, message)
             case AskResult():
                 self._answer(message)
@@ -207,8 +206,7 @@ class Agent:
         self._perform(agreement.hear(self.state, sender, message, self._known(), now=self.now))
 
     def _perform(self, step: Step) -> None:
-        unchanged = step.state is self.state
-        primaries = self.state.primaries
+        before = self.state
         self.state = step.state
         for action in step.actions:
             match action:
@@ -222,25 +220,28 @@ class Agent:
                     self._note(self.number, f"fences {jobs} for {self.state.promised[0]}")
                     self.jobs.fence(jobs)
                 case Install(view):
-                    self._install(view)
+                    self._install(before, view)
                 case _:
                     assert_never(action)
-        if self.state.primaries is not primaries:
+        if self.state.primaries is not before.primaries:
             self._look_who_may_run()
         if any(isinstance(action, Install) for action in step.actions):
             self._timeline.after(0.0, self._poke)
-        if not unchanged or step.actions:
+        if self.state is not before or step.actions:
             self._invariants.promised(self.state.me, self.state.promised)
             self._show()
 
-    def _install(self, view: View) -> None:
+    def _install(self, before: State, view: View) -> None:
         self._note(self.number, describe(view))
         self._invariants.installed(self.state.me, view)
+        after = doubts.install(self._doubts, before, view)
+        if after.unconfirmed:
+            self._doubt(after)
         again = self.jobs.install(view)
         self._facts = None
         for rank in self.jobs.ranks:
             self._invariants.agree(rank)
-        self._confirm(self._unconfirmed - set(view.members))
+        self._doubt(after)
         for rank in again:
             ops.go_on(rank)
         for rank in list(self.jobs.ranks):
@@ -254,20 +255,17 @@ class Agent:
                 self._invariants.goes_on(rank)
                 ops.unhindered(rank)
 
-    def _doubt(self) -> None:
-        """V8: while we slept the others may have gone on without us; ask them."""
-        self._awake_us = round(self.now * 1e6)
-        self._unconfirmed = set(self.state.view.members) - {self.state.me}
-        if self._unconfirmed:
-            self.jobs.doubt()
-            self._beat()
+    def _doubt_all(self) -> None:
+        self._doubt(doubts.wake(self.state, now_us=round(self.now * 1e6)))
+        self._beat()
 
-    def _confirm(self, members: set[Member]) -> None:
-        """V8: these have given a fresh echo that names our epoch, or are no longer of our view."""
-        if self._unconfirmed:
-            self._unconfirmed -= members
-            if not self._unconfirmed:
-                self.jobs.trust()
+    def _doubt(self, after: Doubts) -> None:
+        """V8: deliver nothing while it is not known whether the others have gone on without us."""
+        doubted, self._doubts = bool(self._doubts.unconfirmed), after
+        if after.unconfirmed and not doubted:
+            self.jobs.doubt()
+        if doubted and not after.unconfirmed:
+            self.jobs.trust()
 
     # --- time
 

@@ -11,7 +11,7 @@ from trio.testing import MockClock
 
 from pmesh.agent.membership import DOUBT_S, HEARTBEAT_S, Membership
 from pmesh.core.health import WIRED, Condition
-from pmesh.core.messages import Heartbeat, LinkMessage, Propose, TellView, Waiting
+from pmesh.core.messages import Commit, Heartbeat, LinkMessage, Propose, TellView, Waiting
 from pmesh.core.standing import Facts
 from pmesh.core.views import View
 from pmesh.errors import ProtocolError
@@ -280,6 +280,36 @@ async def test_a_member_that_is_lost_meanwhile_need_not_confirm_the_view(
     assert one.view.members == (A,)
     assert one.follower.told[-2:] == ["install ['mac-1']", "trust"]
     assert autojump_clock.current_time() < 2
+
+
+async def test_a_view_promised_before_a_sleep_is_doubted_before_it_is_followed(
+    autojump_clock: MockClock,
+) -> None:
+    """V8: its commit was under way when we fell asleep; the others may have left it since."""
+    world = World(A, B)
+    sides = [world.sides[member] for member in (A, B)]
+    world.link(A, B)
+    while not (late := [(s, m) for side in sides for s, m in side.inbox if isinstance(m, Commit)]):
+        for side in sides:
+            inbox, side.inbox = side.inbox, []
+            for sender, message in inbox:
+                side.membership.hear(sender, message)  # type: ignore[arg-type] # all are
+            side.membership.poke()
+            side.membership.beat()
+        await trio.sleep(HEARTBEAT_S)
+    ((leader, commit),) = late
+    (sleeper,) = (side for side in sides if side.me != leader)
+    sleeper.inbox.clear()
+    await trio.sleep(DOUBT_S)
+    sleeper.membership.judge(Stall(late_s=0.0, slept_s=DOUBT_S))
+    assert "doubt" not in sleeper.follower.told  # it is alone in its view
+    sleeper.membership.hear(leader, commit)
+    assert sleeper.follower.told[-2:] == ["doubt", "install ['mac-1', 'mac-2']"]
+    await world.deliver()
+    world.sides[leader].membership.beat()
+    await world.deliver()
+    assert last_word(sleeper) == "trust"
+    assert autojump_clock.current_time() < 4
 
 
 async def test_who_is_alone_has_nobody_to_ask_and_a_short_stall_needs_no_question(
