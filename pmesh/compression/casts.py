@@ -1,0 +1,98 @@
+"""fp16 and bf16 on the wire: two bytes a value, rounded to nearest, ties to even (IEEE 754).
+
+What becomes of values at the ends of the range:
+
+| | fp16 | bf16 |
+|---|---|---|
+| denormal | rounded to a multiple of 2^-24 | rounded to a multiple of 2^-133 |
+| rounds beyond the largest | clipped to ±65504, and counted | infinity, as IEEE 754 says |
+| infinity, NaN | itself | itself |
+
+A value that was clipped leaves what was cut off in the residual.
+"""
+
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+
+from pmesh.compression.arrays import Bytes, Float32s, Halves
+from pmesh.compression.hops import hop_in_parts
+
+_FP16_MAX = np.float32(65504)
+_ROUNDS_BEYOND = np.float32(65520)  # from here on, to nearest even is 2^16, which there is not
+
+
+class Cast:
+    """The codec `fp16` or `bf16`."""
+
+    block = 1
+
+    def __init__(self, name: Literal["fp16", "bf16"]) -> None:
+        self.name = name
+        self.divides_first = name == "fp16"
+        """A sum of n values reaches the end of fp16's range n times as early as their mean."""
+        self._dtype = np.dtype(np.float16 if name == "fp16" else ml_dtypes.bfloat16)
+
+    def wire_bytes(self, count: int) -> int:
+        """Two for each value, and two more after an odd number of them."""
+        return (2 * count + 3) // 4 * 4
+
+    def hop(
+        self,
+        incoming: Bytes | None,
+        own: Float32s,
+        outgoing: Bytes,
+        *,
+        own_scale: float = 1.0,
+        divisor: int = 1,
+        residual: Float32s | None = None,
+        residual_out: Float32s | None = None,
+        draw: int = 0,
+    ) -> int:
+        """See `Codec.hop`; no lots are drawn."""
+        del draw
+        incoming_halves = None if incoming is None else self._piece(incoming, len(own))
+        outgoing[2 * len(own) :] = 0
+        return hop_in_parts(
+            incoming_halves,
+            own,
+            self._piece(outgoing, len(own)),
+            own_scale=own_scale,
+            divisor=divisor,
+            residual=residual,
+            residual_out=residual_out,
+        )
+
+    def decode(self, wire: Bytes, out: Float32s) -> None:
+        """See `Codec.decode`."""
+        self._piece(wire, len(out)).load(0, out)
+
+    def _piece(self, wire: Bytes, count: int) -> "_Halves":
+        return (_Fp16s if self.name == "fp16" else _Halves)(wire.view(self._dtype)[:count])
+
+
+class _Halves:
+    def __init__(self, halves: Halves) -> None:
+        self._halves = halves
+
+    def load(self, start: int, into: Float32s) -> None:
+        np.copyto(into, self._halves[start : start + len(into)])
+
+    def store(self, start: int, values: Float32s, image: Float32s) -> int:
+        halves = self._halves[start : start + len(values)]
+        np.copyto(halves, values, casting="same_kind")
+        np.copyto(image, halves)
+        return 0
+
+
+class _Fp16s(_Halves):
+    def store(self, start: int, values: Float32s, image: Float32s) -> int:
+        """Clips what is finite; where nothing is to be clipped that costs one more reading."""
+        np.abs(values, out=image)
+        if np.maximum.reduce(image) < _ROUNDS_BEYOND:  # not so if it is NaN
+            return super().store(start, values, image)
+        clipped = np.isfinite(values) & (image >= _ROUNDS_BEYOND)
+        clamped = np.where(clipped, np.copysign(_FP16_MAX, values), values)
+        super().store(start, clamped, image)
+        return int(np.count_nonzero(clipped))

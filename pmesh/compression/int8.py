@@ -1,0 +1,142 @@
+"""int8 on the wire: blocks of 256 values, one fp32 scale each; symmetric.
+
+A piece is ceil(count / 256) scales, little-endian fp32, then count int8 codes, then up to 3 zeros.
+With `largest` the largest magnitude of a block (Dettmers et al. 2022, block-wise quantization):
+
+    scale = max(largest / 127, 2^-126)
+    code = round(value / scale)            -127 to 127, ties to even
+    decoded = code * scale                 an error of at most scale / 2
+
+| a block that holds | decodes to |
+|---|---|
+| zeros | +0 |
+| nothing above 127 * 2^-126 (denormals, and a little more) | multiples of 2^-126 |
+| an infinity or a NaN | NaN, all of it |
+
+Stochastic rounding takes floor(value / scale + u), with u from `draws`: its error is up to `scale`,
+but what it decodes to is the value on average.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from pmesh.compression.arrays import Bytes, Float32s, Int8s, Rows
+from pmesh.compression.draws import draw_uniform
+from pmesh.compression.hops import PART, hop_in_parts
+
+BLOCK = 256
+_LEVELS = np.float32(127)  # -128 would make the range lopsided, and a mean of many ranks with it
+_SMALLEST_SCALE = np.float32(2.0**-126)  # below it scales are denormal, and coarse themselves
+_LARGEST_SCALE = np.nextafter(np.finfo(np.float32).max / _LEVELS, np.float32(0))
+"""One more, and 127 times it would be infinity."""
+
+
+class Int8:
+    """The codec `int8` or `int8-stochastic`."""
+
+    block = BLOCK
+    divides_first = False
+
+    def __init__(self, *, stochastic: bool) -> None:
+        self.name = "int8-stochastic" if stochastic else "int8"
+        self._stochastic = stochastic
+
+    def wire_bytes(self, count: int) -> int:
+        """One for each value, four for each block, rounded up to a multiple of four."""
+        return 4 * _blocks(count) + (count + 3) // 4 * 4
+
+    def hop(
+        self,
+        incoming: Bytes | None,
+        own: Float32s,
+        outgoing: Bytes,
+        *,
+        own_scale: float = 1.0,
+        divisor: int = 1,
+        residual: Float32s | None = None,
+        residual_out: Float32s | None = None,
+        draw: int = 0,
+    ) -> int:
+        """See `Codec.hop`; nothing is clipped."""
+        incoming_blocks = None if incoming is None else _Blocks(incoming, len(own))
+        sent = _Blocks(outgoing, len(own), draw=draw if self._stochastic else None)
+        sent.rest[:] = 0
+        return hop_in_parts(
+            incoming_blocks,
+            own,
+            sent,
+            own_scale=own_scale,
+            divisor=divisor,
+            residual=residual,
+            residual_out=residual_out,
+        )
+
+    def decode(self, wire: Bytes, out: Float32s) -> None:
+        """See `Codec.decode`."""
+        blocks = _Blocks(wire, len(out))
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # as forged scales may
+            for start in range(0, len(out), PART):
+                blocks.load(start, out[start : start + PART])
+
+
+class _Blocks:
+    """A piece; parts of it begin where a block does."""
+
+    def __init__(self, wire: Bytes, count: int, *, draw: int | None = None) -> None:
+        codes_from = 4 * _blocks(count)
+        self.scales: Float32s = wire[:codes_from].view("<f4")
+        self.codes: Int8s = wire[codes_from : codes_from + count].view(np.int8)
+        self.rest = wire[codes_from + count :]
+        self._draw = draw
+
+    def load(self, start: int, into: Float32s) -> None:
+        np.copyto(into, self.codes[start : start + len(into)])
+        self._multiply_by_scales(start, into)
+
+    def store(self, start: int, values: Float32s, image: Float32s) -> int:
+        block = start // BLOCK
+        for rows, quotients in zip(_rows(values), _rows(image), strict=True):
+            _divide_by_scales(rows, quotients, self.scales[block : block + len(rows)])
+            block += len(rows)
+        if self._draw is None:
+            np.rint(image, out=image)
+        else:
+            np.add(image, draw_uniform(self._draw, start, len(image)), out=image)
+            np.floor(image, out=image)
+            np.minimum(image, _LEVELS, out=image)  # the quotient of the largest may be 127.00001
+        np.copyto(self.codes[start : start + len(image)], image, casting="unsafe")
+        self._multiply_by_scales(start, image)
+        return 0
+
+    def _multiply_by_scales(self, start: int, values: Float32s) -> None:
+        block = start // BLOCK
+        for rows in _rows(values):
+            np.multiply(rows, self.scales[block : block + len(rows), None], out=rows)
+            block += len(rows)
+
+
+def _blocks(count: int) -> int:
+    return -(-count // BLOCK)
+
+
+def _rows(values: Float32s) -> Iterator[Rows]:
+    """The whole blocks, then what is left over: float32[blocks, 256], float32[1, rest]."""
+    whole = len(values) // BLOCK * BLOCK
+    if whole:
+        yield values[:whole].reshape(-1, BLOCK)
+    if whole < len(values):
+        yield values[None, whole:]
+
+
+def _divide_by_scales(rows: Rows, quotients: Rows, scales: Float32s) -> None:
+    """Choose each row's scale; quotients = rows / scale, 0 where the scale is NaN."""
+    np.abs(rows, out=quotients)
+    np.maximum.reduce(quotients, axis=1, out=scales)
+    np.divide(scales, _LEVELS, out=scales)
+    finite = np.isfinite(scales)
+    np.clip(scales, _SMALLEST_SCALE, _LARGEST_SCALE, out=scales)
+    np.divide(rows, scales[:, None], out=quotients)
+    if not finite.all():
+        scales[~finite] = np.nan
+        quotients[~finite] = 0
