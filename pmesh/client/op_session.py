@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from pmesh.client.residuals import Residuals
 from pmesh.client.session import Done
 from pmesh.core.messages import Call
 from pmesh.core.reductions import Values
@@ -20,6 +21,18 @@ class OpSession(Protocol):
         """Memory to put an op's values in; the next op reads it."""
         ...
 
+    def residuals(self, count: int) -> Residuals:
+        """A residual of so many zeros, for ops of this session."""
+        ...
+
+    def has(self, residuals: Residuals) -> bool:
+        """Whether they are this session's; else their values are to be copied into new ones."""
+        ...
+
+    def drop(self, residuals: Residuals) -> None:
+        """They are needed no more; nothing happens if they are not this session's."""
+        ...
+
     def run_op(
         self,
         call: Call,
@@ -29,6 +42,7 @@ class OpSession(Protocol):
         timeout_s: float,
         parts: tuple[int, ...] = (),
         parts_in: tuple[int, ...] = (),
+        residuals: Residuals | None = None,
     ) -> Done:
         """Run one op to its end, the same for all ranks."""
         ...

@@ -17,6 +17,7 @@ import numpy as np
 
 from pmesh import errors
 from pmesh.client.connection import AgentConnection
+from pmesh.client.residuals import Kept, Residuals
 from pmesh.core.extents import Extent, extent_of
 from pmesh.core.messages import Call
 from pmesh.core.reductions import WIRE_DTYPES, Values
@@ -48,8 +49,11 @@ from pmesh.errors import (
     PmeshError,
     ProtocolError,
     RunError,
+    UsageError,
 )
 from pmesh.ids import OpNumber
+
+_RESIDUAL_BYTES = 4  # float32
 
 _logger = logging.getLogger("pmesh")
 
@@ -63,6 +67,8 @@ class Done:
     """Whose values are in the result (O5)."""
     values: Values
     """The result, to be read before the next call."""
+    clipped: int = 0
+    """Finite values that the compression has clipped on this rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,7 @@ class TrainerSession:
         self._input: _Mapped | None = None
         self._input_retained = False
         self._outputs: dict[int, _Mapped] = {}
+        self._residuals: set[Residuals] = set()
         self._next_op = OpNumber(0)
         self._enters = False
         self._ended: str | None = None
@@ -113,17 +120,41 @@ class TrainerSession:
         nbytes = count * WIRE_DTYPES[dtype].itemsize
         if self._input is not None and (self._input_retained or self._input.nbytes < nbytes):
             number, self._input = self._input.number, None
-            with self._unless_it_fails():
-                self._connection.send(DropArena(number))
+            self._drop_arena(number)
         if self._input is None:
-            reply = self._exchange(WantArena(max(nbytes, room_bytes)))
-            if not isinstance(reply, ArenaGranted):
-                raise self._answer_error(reply)
-            with self._unless_it_fails():
-                self._input = self._map(reply)
+            self._input = self._want_arena(max(nbytes, room_bytes))
             self._input_retained = False
         with self._unless_it_fails():
             return _values(self._input, dtype, count)
+
+    def residuals(self, count: int) -> Residuals:
+        """Two arenas, zeroed, for what compressed all-reduces of `count` values round away.
+
+        Raises:
+            UsageError: the agent has no room for them.
+        """
+        committed = self._zeros(count)
+        try:
+            attempt = self._zeros(count)
+        except UsageError:
+            self._drop_arena(committed.arena)
+            raise
+        made = Residuals(committed, attempt)
+        self._residuals.add(made)
+        return made
+
+    def has(self, residuals: Residuals) -> bool:
+        """Whether they are this session's, and have not been dropped."""
+        return residuals in self._residuals
+
+    def drop(self, residuals: Residuals) -> None:
+        """Give their arenas back; nothing happens if they are not this session's."""
+        if not self.has(residuals):
+            return
+        self._residuals.remove(residuals)
+        for kept in (residuals.committed, residuals.attempt):
+            if kept.arena >= 0:
+                self._drop_arena(kept.arena)
 
     def run_op(
         self,
@@ -134,20 +165,24 @@ class TrainerSession:
         timeout_s: float,
         parts: tuple[int, ...] = (),
         parts_in: tuple[int, ...] = (),
+        residuals: Residuals | None = None,
     ) -> Done:
         """Run one op, on the values that `input_values` was filled with if it has any here.
 
         A `sync` takes the trainer into the job, or back, if it is not in it (O6). For the arguments
-        see `StartOp`.
+        see `StartOp`; of a compressed all-reduce the residuals are added to the values, and become
+        what it has rounded away here, but only if it succeeds (O9).
 
         Raises:
+            ValueError: the residuals are another session's, or not as many as the values.
             PmeshError: the op failed, with the same error at all ranks, and the session goes on;
                 or AgentStopped, and it does not.
         """
         enters = self._enters and call.kind == "sync"
         number = OpNumber(ENTERS) if enters else self._next_op
         wire = cast("WireDtype", dtype)
-        request = StartOp(number, call, wire, count, -1, timeout_s, parts, parts_in)
+        kept = (-1, -1) if residuals is None else self._arenas_of(residuals, count)
+        request = StartOp(number, call, wire, count, -1, timeout_s, parts, parts_in, *kept)
         before = self._extent(request)
         source = self._input if before.gives else None
         if source is not None:
@@ -158,11 +193,14 @@ class TrainerSession:
         match reply:
             case OpDone(op, output) if op == number or (enters and op >= 0):
                 self._op_has_ended(reply, consumed=True)
+                if residuals is not None and self.world.rank >= 0:
+                    residuals.swap()  # O9: also if the result was fetched
                 # A table has a row of each who is there now; a root is counted as it was then.
                 gets = (self._extent(request) if call.kind in TABLE_KINDS else before).gets
                 with self._unless_it_fails():
                     region = source if is_root else self._outputs.get(output)
-                    return Done(op, self.world, _values(region, dtype, gets))
+                    values = _values(region, dtype, gets)
+                return Done(op, self.world, values, reply.clipped)
             case OpFailed(op, verdict, consumed) if op == number or enters:
                 self._op_has_ended(reply, consumed=consumed)
                 error = error_of(verdict)
@@ -170,6 +208,31 @@ class TrainerSession:
                 raise error
             case _:
                 raise self._answer_error(reply)
+
+    def _arenas_of(self, residuals: Residuals, count: int) -> tuple[int, int]:
+        if not self.has(residuals):
+            raise ValueError("residuals of another session: copy their values into new ones")
+        if residuals.values.size != count:
+            raise ValueError(f"{residuals.values.size} residuals of {count} values")
+        return residuals.committed.arena, residuals.attempt.arena
+
+    def _zeros(self, count: int) -> Kept:
+        arena = self._want_arena(count * _RESIDUAL_BYTES) if count else None
+        with self._unless_it_fails():
+            values = _values(arena, "float32", count)
+        values.fill(0)  # the agent gives out arenas again as they are
+        return Kept(-1 if arena is None else arena.number, values)
+
+    def _want_arena(self, nbytes: int) -> _Mapped:
+        reply = self._exchange(WantArena(nbytes))
+        if not isinstance(reply, ArenaGranted):
+            raise self._answer_error(reply)
+        with self._unless_it_fails():
+            return self._map(reply)
+
+    def _drop_arena(self, number: int) -> None:
+        with self._unless_it_fails():
+            self._connection.send(DropArena(number))
 
     def _extent(self, request: StartOp) -> Extent:
         return extent_of(request, rank=self.world.rank, size=len(self.world.trainers))
@@ -200,6 +263,7 @@ class TrainerSession:
         self._connection.close()
         self._input = None
         self._outputs.clear()
+        self._residuals.clear()
 
     def interrupt(self, reason: str) -> None:
         """Make the call of another thread raise MeshClosed."""

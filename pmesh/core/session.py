@@ -14,12 +14,16 @@ from pmesh.core.views import Terms, Verdict, View
 from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, OpNumber, TrainerId
 
-SESSION_VERSION = 3
+SESSION_VERSION = 4
 SYNC_VALUES = 8
 """How many int64 each rank gives to a `sync`; its result has as many for every rank, in order."""
 
-TABLE_KINDS = frozenset({"sync", "exchange"})
+SUMMED_TABLES = frozenset({"sync", "exchange"})
 """Each rank gives a row of int64, all get the table; nobody enters a job in an `exchange`."""
+
+TABLE_KINDS = SUMMED_TABLES | {"collect"}
+"""All get a row of each rank that is there; after a loss it runs again among who is left. The rows
+of a `collect` are bytes, of any one length."""
 
 MAX_ROW_VALUES = 4096
 
@@ -83,6 +87,11 @@ class StartOp(_Message, frozen=True, tag="start_op"):
     one behind the other."""
     parts_in: tuple[Annotated[int, Meta(ge=0)], ...] = ()
     """Of an `all_to_all`: what this rank gets from each."""
+    residual: int = -1
+    """Of a compressed all-reduce: an input arena with `count` float32, which are added to this
+    rank's values. -1: none."""
+    residual_out: int = -1
+    """Likewise, another: each attempt writes there what it rounds away here. -1: it is lost."""
 
 
 class Leave(_Message, frozen=True, tag="leave"):
@@ -185,6 +194,8 @@ class OpDone(_Message, frozen=True, tag="op_done"):
     """-1 when there is nothing to read (a barrier, no values, a broadcast's root)."""
     world: World | None = None
     """If it has changed: whose values are in the result, and who rank i is from now on (O5)."""
+    clipped: int = 0
+    """Of a compressed all-reduce: how many finite values became the largest that fp16 has here."""
 
 
 class OpFailed(_Message, frozen=True, tag="op_failed"):

@@ -5,14 +5,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Condition
+from typing import NamedTuple
 
 import numpy as np
 
 from pmesh.client.session import error_of
+from pmesh.compression.codecs import Float32s, codec_of
+from pmesh.core.coded_rings import ring_codec_name
 from pmesh.core.reductions import WIRE_DTYPES, Values, accumulate, finish
 from pmesh.core.session import StartOp
 from pmesh.core.views import Verdict
-from pmesh.ids import TrainerId
+from pmesh.ids import OpNumber, TrainerId
+from pmesh.testing.simulated_rings import Coded, reduce_coded
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,19 @@ class Given:
     request: StartOp
     values: Values
     """Its own copy."""
+    residual: Float32s | None = None
+    """Likewise."""
+    residual_out: Float32s | None = None
+    """Written before any rank has the result."""
+
+
+class Got(NamedTuple):
+    """What an op has come to for one rank."""
+
+    values: Values
+    trainers: tuple[TrainerId, ...]
+    """Who was in it."""
+    clipped: int
 
 
 @dataclass(slots=True)
@@ -30,6 +47,8 @@ class _Op:
     verdict: Verdict | None = None
     ended: tuple[TrainerId, ...] = ()
     """Who was in it."""
+    coded: tuple[Float32s, list[int]] | None = None
+    """Of a compressed all-reduce: computed once, for all."""
 
 
 class Hub:
@@ -62,8 +81,8 @@ class Hub:
                 self.lost = self.lost or f"rank {rank} is lost: {why}"
                 self.changed.notify_all()
 
-    def run(self, number: int, me: TrainerId, given: Given) -> tuple[Values, tuple[TrainerId, ...]]:
-        """This rank's result of an op, and who was in it.
+    def run(self, number: OpNumber, me: TrainerId, given: Given) -> Got:
+        """This rank's result of an op.
 
         Raises:
             PmeshError: the op has failed, on all ranks alike.
@@ -80,9 +99,14 @@ class Hub:
             if op.verdict is not None:
                 raise error_of(op.verdict)
             given_in_order = [op.given[rank] for rank in op.ended]
-        return result_of(given_in_order, op.ended.index(me)), op.ended
+            rank = op.ended.index(me)
+            if given.request.call.kind == "all_reduce" and _codec_name(given):
+                op.coded = op.coded or _reduced_by_codec(number, given_in_order)
+                result, clipped = op.coded
+                return Got(result.copy(), op.ended, clipped[rank])
+        return Got(result_of(given_in_order, rank), op.ended, 0)
 
-    def _settle(self, number: int, op: _Op) -> None:
+    def _settle(self, number: OpNumber, op: _Op) -> None:
         if op.ended or self.lost or not set(self.ranks) <= op.given.keys():
             return
         op.ended = tuple(self.ranks)
@@ -92,7 +116,7 @@ class Hub:
             op.verdict = Verdict("OpMismatch", f"op {number} differs: {said}")
         self.changed.notify_all()
 
-    def _fail(self, number: int, op: _Op) -> None:
+    def _fail(self, number: OpNumber, op: _Op) -> None:
         """One verdict for all, also for those who call it later."""
         op.ended = tuple(op.given)
         if self.lost:
@@ -136,6 +160,16 @@ def result_of(given: Sequence[Given], rank: int) -> Values:
         case _:
             pass
     return result
+
+
+def _codec_name(given: Given) -> str:
+    return ring_codec_name(given.request.call.compression)
+
+
+def _reduced_by_codec(number: OpNumber, given: Sequence[Given]) -> tuple[Float32s, list[int]]:
+    ranks = [Coded(one.values, one.residual, one.residual_out) for one in given]
+    codec, call = codec_of(_codec_name(given[0])), given[0].request.call
+    return reduce_coded(codec, ranks, reduction=call.reduction, op=number)
 
 
 def _reduced(reduction: str, values: Sequence[Values]) -> Values:

@@ -9,6 +9,7 @@ import numpy as np
 from pmesh.client.elections import Offer
 from pmesh.client.job_place import LetterSession
 from pmesh.client.op_session import OpSession
+from pmesh.client.residuals import Kept, Residuals
 from pmesh.client.session import Done
 from pmesh.client.states import Packed
 from pmesh.client.syncs import Synced, run_sync
@@ -65,6 +66,18 @@ class SimulatedSession:
         self._input = np.empty(count, WIRE_DTYPES[dtype])
         return self._input
 
+    def residuals(self, count: int) -> Residuals:
+        """A residual of so many zeros."""
+        return Residuals(*[Kept(-1, np.zeros(count, np.float32)) for _ in range(2)])
+
+    def has(self, residuals: Residuals) -> bool:
+        """There is only one session."""
+        del residuals
+        return True
+
+    def drop(self, residuals: Residuals) -> None:
+        """They are ordinary arrays."""
+
     def run_op(
         self,
         call: Call,
@@ -74,6 +87,7 @@ class SimulatedSession:
         timeout_s: float,
         parts: tuple[int, ...] = (),
         parts_in: tuple[int, ...] = (),
+        residuals: Residuals | None = None,
     ) -> Done:
         """Run one op, on a copy of what lies in the input; see `TrainerSession`."""
         number = OpNumber(self._next_op)
@@ -83,9 +97,14 @@ class SimulatedSession:
         size = len(self.world.trainers)
         gives = extent_of(request, rank=self.world.rank, size=size).gives
         given = Given(request, self._input[:gives].copy())
-        values, trainers = self.hub.run(number, self.me, given)
-        self.world = self._world_of(trainers)
-        return Done(number, self.world, values)
+        if residuals is not None:
+            kept = (residuals.values.copy(), residuals.attempt.values)
+            given = Given(request, given.values, *kept)
+        got = self.hub.run(number, self.me, given)
+        if residuals is not None:
+            residuals.swap()
+        self.world = self._world_of(got.trainers)
+        return Done(number, self.world, got.values, got.clipped)
 
     def _world_of(self, trainers: tuple[TrainerId, ...]) -> World:
         names = tuple(f"simulated-{trainer}" for trainer in trainers)
