@@ -48,6 +48,13 @@ class UnsupportedArray(UsageError, TypeError):
     """A value, dtype or reduction that this collective has no meaning for."""
 
 
+class UnsupportedCompression(UsageError, ValueError):
+    """A compression, or an option of one, that does not exist, or has no meaning for these values.
+
+    Also a ValueError, which is what Python raises for such options.
+    """
+
+
 class OpMismatch(UsageError):
     """Ranks called one op with different kind, shape, dtype, reduction or compression."""
 
