@@ -43,9 +43,16 @@ class Marks:
         return None if earlier_job else mark
 
     def stable(self, roster: Roster) -> int:
-        """Every rank is known to have ended the ops up to this one (O2)."""
+        """Every rank is known to have ended the ops up to this one (O2).
+
+        Under this roster, or one before it: what has ended under a later one may have failed there,
+        and a rank of ours that took it for a success is still to be told (I5).
+        """
         marks = [(trainer, self.of(roster, trainer.id)) for trainer in roster.trainers]
-        return min(t.enters - 1 if mark is None else mark.completed for t, mark in marks)
+        return min(
+            t.enters - 1 if mark is None or mark.number > roster.number else mark.completed
+            for t, mark in marks
+        )
 
     def late(self, rank: LocalRank, op: OpNumber) -> tuple[TrainerId, ...]:
         """The other ranks that are not known to have started the op."""

@@ -233,9 +233,12 @@ class LocalJobs:
             rank.stabilize(self._stable_mark(rank.roster))
 
     def _stable_mark(self, roster: Roster) -> int:
-        """Every rank is known to have ended the ops up to this one (O2)."""
+        """Every rank is known to have ended the ops up to this one, under this roster (O2)."""
         marks = [(trainer, self._mark_of(roster, trainer.id)) for trainer in roster.trainers]
-        return min(t.enters - 1 if mark is None else mark.completed for t, mark in marks)
+        return min(
+            t.enters - 1 if mark is None or mark.number > roster.number else mark.completed
+            for t, mark in marks
+        )
 
     def _mark_of(self, roster: Roster, trainer: TrainerId) -> RankMarks | None:
         for local in self.ranks:

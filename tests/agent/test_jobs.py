@@ -165,6 +165,22 @@ async def test_marks_of_an_earlier_run_mean_nothing(clock: MockClock) -> None:
         assert await reduce_all(trainers) == [2.0, 2.0]
 
 
+async def test_what_has_ended_under_a_later_roster_is_not_stable_here_yet(
+    clock: MockClock,
+) -> None:
+    """O2, I5: it may have failed there, and we are still to be told (seed 236502)."""
+    async with village(clock, 2) as here:
+        trainers = await here.job(*here.machines)
+        await reduce_all(trainers)
+        jobs = here.machines[0].agent.jobs
+        (rank,) = jobs.ranks
+        (other,) = [trainer for trainer in rank.roster.trainers if trainer != rank.trainer]
+        for later, stable in ((1, -1), (0, 0)):
+            number = rank.roster.number + later
+            jobs.marks.hear(RankMarks(JobName("digits"), number, other.id, 0, 0))
+            assert jobs.marks.stable(rank.roster) == stable
+
+
 async def test_only_those_who_are_in_an_op_are_compared(clock: MockClock) -> None:
     """Who has just entered has called nothing, and what a lost rank has called does not matter."""
     async with village(clock, 2) as here:
