@@ -13,13 +13,16 @@ from tools.chaos.oplog import Life, Report, find_violations
 MODULE = "tools.chaos.digits"
 PAUSE_S = 0.02  # of each step, as if it computed for so long
 EPOCHS_PER_KILL = 10  # of 19 steps each: longer than a kill, a restart and a return take
-# On SIGUSR2 an agent counts what runs in it.
+# On SIGUSR2 an agent counts its tasks, from the root: those that have ended, and that the collector
+# of garbage has not yet looked at, are none.
 COUNT_TASKS = """
-import gc, signal, trio
+import signal, trio
 
 def count(*_):
-    tasks = [t for t in gc.get_objects() if isinstance(t, trio.lowlevel.Task)]
-    print("chaos: tasks", sum(task.parent_nursery is not None for task in tasks), flush=True)
+    tasks = [trio.lowlevel.current_root_task()]
+    for task in tasks:
+        tasks += [child for nursery in task.child_nurseries for child in nursery.child_tasks]
+    print("chaos: tasks", len(tasks), flush=True)
 
 signal.signal(signal.SIGUSR2, count)
 """
