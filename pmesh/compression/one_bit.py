@@ -11,20 +11,20 @@ On the wire: float32[blocks] mean magnitudes, little-endian, then a bit for each
 the lowest bit of the first byte, 1 where it is below 0; padded with 0 to a multiple of 4 bytes.
 """
 
-from typing import TypeAlias
-
 import numpy as np
 
-Float32s: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.float32]]"
-Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
+from pmesh.compression.arrays import Bytes, Float32s
+from pmesh.compression.parts import PART, Words32, add_residual, drop_not_finite, parts
 
 BLOCK = 1024
 """Values with one magnitude: 31 times less than fp32; 256 would be 28 times, 4096 31.8 times."""
 
+_SIGN = np.uint32(1 << 31)
+
 
 def wire_bytes(count: int) -> int:
     """What `count` values take on the wire; a multiple of 4."""
-    raise NotImplementedError
+    return 4 * _blocks(count) + 4 * -(-count // 32)
 
 
 def compress(
@@ -36,7 +36,7 @@ def compress(
 ) -> None:
     """Write the signs and mean magnitudes of own + residual, and keep the rest.
 
-    Zeros count as positive; a block of zeros comes out as zeros. A block with a NaN or an infinity
+    A block of zeros comes out as zeros. A block with a NaN or an infinity
     comes out as NaN or infinity everywhere; so does one whose magnitudes add up to more than fp32
     holds.
 
@@ -48,7 +48,21 @@ def compress(
             Finite: 0 where own + residual or its image is not. May be `residual` itself. None: no
             feedback; then `residual` is None, too.
     """
-    raise NotImplementedError
+    magnitudes, signs = _fields(wire, len(own))
+    signs[-(-len(own) // 8) :] = 0
+    scratch = np.empty(min(PART, len(own)), np.float32)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for part in parts(len(own)):
+            values = add_residual(own, residual, residual_out, part)
+            image = scratch[: len(values)]
+            means = magnitudes[part.start // BLOCK : _blocks(part.stop)]
+            _mean_magnitudes(values, means, scratch=image)
+            bits = np.packbits(values.view(np.int32) < 0, bitorder="little")
+            signs[part.start // 8 : part.start // 8 + len(bits)] = bits
+            if residual_out is not None:
+                np.bitwise_and(values.view(np.uint32), _SIGN, out=image.view(np.uint32))
+                _with_magnitudes(image.view(np.uint32), means)
+                drop_not_finite(np.subtract(values, image, out=values))
 
 
 def accumulate(wire: Bytes, into: Float32s) -> None:
@@ -58,4 +72,46 @@ def accumulate(wire: Bytes, into: Float32s) -> None:
         wire: uint8[wire_bytes(count)].
         into: float32[count], added to in place.
     """
-    raise NotImplementedError
+    magnitudes, signs = _fields(wire, len(into))
+    image = np.empty((min(PART, len(into)) + 7) // 8 * 8, np.uint32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for part in parts(len(into)):
+            bits = signs[part.start // 8 : -(-part.stop // 8)]
+            np.take(_SIGNS_OF, bits, axis=0, out=image[: 8 * len(bits)].reshape(-1, 8), mode="clip")
+            values = image[: part.stop - part.start]
+            _with_magnitudes(values, magnitudes[part.start // BLOCK : _blocks(part.stop)])
+            np.add(into[part], values.view(np.float32), out=into[part])
+
+
+_BITS_OF = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_SIGNS_OF = _BITS_OF.astype(np.uint32) << np.uint32(31)
+"""For each byte the sign bits of its eight values, as uint32[256, 8]."""
+
+
+def _blocks(count: int) -> int:
+    return -(-count // BLOCK)
+
+
+def _fields(wire: Bytes, count: int) -> tuple[Float32s, Bytes]:
+    """The mean magnitudes and the bytes of signs, as views."""
+    return wire[: 4 * _blocks(count)].view("<f4"), wire[4 * _blocks(count) :]
+
+
+def _mean_magnitudes(values: Float32s, means: Float32s, *, scratch: Float32s) -> None:
+    """Of each block, the last of which may be shorter."""
+    np.abs(values, out=scratch)
+    whole = len(values) // BLOCK
+    np.add.reduce(scratch[: whole * BLOCK].reshape(whole, BLOCK), axis=1, out=means[:whole])
+    means[:whole] /= BLOCK
+    if whole < len(means):
+        means[whole] = np.add.reduce(scratch[whole * BLOCK :]) / (len(values) - whole * BLOCK)
+
+
+def _with_magnitudes(signs: Words32, means: Float32s) -> None:
+    """Make values of sign bits, in place."""
+    bits = means.view(np.uint32)
+    whole = len(signs) // BLOCK
+    blocks = signs[: whole * BLOCK].reshape(whole, BLOCK)
+    np.bitwise_or(blocks, bits[:whole, None], out=blocks)
+    if whole < len(means):
+        signs[whole * BLOCK :] |= bits[whole]

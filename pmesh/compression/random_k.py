@@ -11,32 +11,54 @@ are scaled by count/k, so that the mean over all draws is the value (Wangni et a
 once overshoot: what comes out again from the residual has been sent count/k times already.
 """
 
-from typing import TypeAlias
+import hashlib
 
 import numpy as np
 
-Float32s: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.float32]]"
-Indices: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
+from pmesh.compression.arrays import Float32s
+from pmesh.compression.draws import draw_words
+from pmesh.compression.parts import Indices, add_residual, drop_not_finite, parts
+
+_END = 1 << 32  # products of two numbers below it fit in 64 bits
+_KEY_BYTES = 8
 
 
 def draw_key(seed: int, job: str, op: int, bucket: int) -> int:
     """64 bits that differ for different arguments: what a draw is a function of."""
-    raise NotImplementedError
+    named = f"{seed}/{op}/{bucket}/{job}".encode()
+    return int.from_bytes(hashlib.blake2b(named, digest_size=_KEY_BYTES).digest(), "little")
 
 
 def draw_indices(count: int, k: int, key: int) -> Indices:
-    """k distinct indices below `count`; each value is drawn with probability k/count.
+    """Distinct indices below `count`; each value is drawn with probability k/count.
 
     The values are cut into k runs of equal length (but for 1), at a drawn offset, and one is drawn
     from each run: distinct by construction, and in the order in which they lie in memory.
 
+    Args:
+        count: how many values there are.
+        k: how many are drawn, from 0 to count.
+        key: 64 bits.
+
     Returns:
-        int64[k].
+        int64[k], ascending but for the one place where the last run goes on at the beginning.
 
     Raises:
         ValueError: k is not in 0..count, or count not below 2**32.
     """
-    raise NotImplementedError
+    if not 0 <= k <= count < _END:
+        raise ValueError(f"k is from 0 to count, and count below 2**32, not {k} of {count}")
+    if k == 0:
+        return np.empty(0, np.int64)
+    lots = draw_words(key, 0, k + 1) >> np.uint64(32)
+    starts = np.arange(k + 1, dtype=np.uint64) * np.uint64(count) // np.uint64(k)
+    lengths = np.diff(starts)
+    drawn = starts[:-1] + (lots[:k] * lengths >> np.uint64(32))
+    indices = drawn.view(np.int64)
+    # Else the values of a longer run would be drawn a little less often than the others.
+    indices += int(lots[k]) * count >> 32
+    indices[indices >= count] -= count
+    return indices
 
 
 def compress(
@@ -60,7 +82,22 @@ def compress(
         residual_out: float32[count], written: own + residual, 0 at `indices` and where that is not
             finite. May be `residual` itself. None: no feedback; then `residual` is None, too.
     """
-    raise NotImplementedError
+    clean = True
+    with np.errstate(over="ignore", invalid="ignore"):
+        for part in parts(len(own)):
+            values = add_residual(own, residual, residual_out, part)
+            # One sum tells of a whole part; one that overflows is looked at again below.
+            clean = clean and bool(np.isfinite(np.add.reduce(values)))
+        values = own if residual_out is None else residual_out
+        sent[:] = values[indices]
+        if not clean and _count_not_finite(values) > _count_not_finite(sent):
+            sent[:1] = np.nan
+        if residual_out is None:
+            sent *= np.float32(len(own) / max(1, len(sent)))
+            return
+    residual_out[indices] = 0
+    if not clean:
+        drop_not_finite(residual_out)
 
 
 def decompress(values: Float32s, indices: Indices, out: Float32s) -> None:
@@ -71,4 +108,9 @@ def decompress(values: Float32s, indices: Indices, out: Float32s) -> None:
         indices: int64[k].
         out: float32[count], written.
     """
-    raise NotImplementedError
+    out.fill(0)
+    out[indices] = values
+
+
+def _count_not_finite(values: Float32s) -> int:
+    return len(values) - int(np.count_nonzero(np.isfinite(values)))

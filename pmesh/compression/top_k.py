@@ -16,12 +16,14 @@ Two forms on the wire, little-endian, beginning at a multiple of 4 bytes:
   depend on the values, as it would with an escape for gaps above 65,535.)
 """
 
-from typing import TypeAlias
-
 import numpy as np
 
-Float32s: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.float32]]"
-Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
+from pmesh.compression.arrays import Bytes, Float32s
+from pmesh.compression.largest import add_and_choose
+from pmesh.compression.parts import drop_not_finite
+from pmesh.compression.sparse_wire import decode, encode, wire_bytes
+
+__all__ = ["accumulate", "compress", "kept", "wire_bytes"]
 
 
 def kept(count: int, ratio: float) -> int:
@@ -31,15 +33,6 @@ def kept(count: int, ratio: float) -> int:
     (10, 1, 0)
     """
     return min(count, max(1, round(count * ratio)))
-
-
-def wire_bytes(count: int, k: int, *, compact: bool = False) -> int:
-    """What k of `count` values take on the wire.
-
-    Raises:
-        ValueError: k is not in 0..count, or count not below 2**32.
-    """
-    raise NotImplementedError
 
 
 def compress(
@@ -61,14 +54,24 @@ def compress(
     Args:
         own: float32[count]; only read.
         wire: uint8[wire_bytes(count, k)], written.
-        k: how many, in 0..count.
+        k: how many, from 0 to count.
         compact: the form.
         residual: float32[count], as an earlier call left it, only read; None for zeros.
         residual_out: float32[count], written: own + residual - what `accumulate` reads from wire.
             Finite: 0 where own + residual or its image is not. May be `residual` itself. None: no
             feedback; then `residual` is None, too.
     """
-    raise NotImplementedError
+    values, indices, more_not_finite = add_and_choose(own, k, residual, residual_out)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        sent = values[indices]
+        image = encode(wire, len(own), indices, sent, compact=compact)
+        if residual_out is None:
+            return
+        left = np.subtract(sent, image, out=sent)
+    drop_not_finite(left)
+    residual_out[indices] = left
+    if more_not_finite:
+        drop_not_finite(residual_out)
 
 
 def accumulate(wire: Bytes, into: Float32s, *, k: int, compact: bool = False) -> None:
@@ -81,6 +84,8 @@ def accumulate(wire: Bytes, into: Float32s, *, k: int, compact: bool = False) ->
         compact: the form.
 
     Raises:
-        ValueError: an index is not below `count`, or they do not ascend; nothing was added.
+        ValueError: the indices do not ascend, or not all are below `count`; nothing was added.
     """
-    raise NotImplementedError
+    indices, values = decode(wire, len(into), k, compact=compact)
+    with np.errstate(over="ignore", invalid="ignore"):
+        into[indices] += values
