@@ -25,6 +25,8 @@ class Arrival:
     """
 
     def __init__(self, nbytes: int, *, chunk_bytes: int) -> None:
+        self.arrived = 0
+        """How many bytes have."""
         self.values: Values = np.empty(nbytes, np.uint8)
         """Flat; what has not arrived is garbage."""
         self.hasher = xxhash.xxh3_128()
@@ -55,6 +57,7 @@ class Arrival:
         self._touch_next()
         np.copyto(into, chunk)
         self.hasher.update(into.data)
+        self.arrived += chunk.size
 
     def _touch_next(self) -> None:
         if self._untouched:

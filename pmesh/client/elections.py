@@ -24,16 +24,20 @@ class Offer(NamedTuple):
     """It has done an op of the job since it entered, so its state is the job's."""
     raises_on_loss: bool
     """It wants `RankLost` for every loss, also in the middle of a transfer."""
+    arriving: int = 0
+    """Of a state that has begun to arrive, the first half of its digest."""
+    arrived: int = 0
+    """How many of its bytes have: from there the transfer goes on if its source is lost."""
 
     def to_values(self) -> list[int]:
-        """As `SYNC_VALUES` int64; the last two are spare."""
-        return [*self.digest, self.nbytes, self.step, self.veteran, self.raises_on_loss, 0, 0]
+        """As `SYNC_VALUES` int64."""
+        return [*self.digest, *self[1:]]
 
     @classmethod
     def from_values(cls, values: Sequence[int]) -> "Offer":
         """The reverse of `to_values`."""
-        first, second, nbytes, step, veteran, raises_on_loss, *_ = values
-        return cls((first, second), nbytes, step, veteran != 0, raises_on_loss != 0)
+        first, second, nbytes, step, veteran, raises_on_loss, *arrival = values
+        return cls((first, second), nbytes, step, veteran != 0, raises_on_loss != 0, *arrival)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +52,11 @@ class Plan:
     corrected: tuple[TrainerId, ...]
     """Those receivers who should have had it: they have synced before, and stayed in the job."""
     raises_on_loss: bool
+    start: int
+    """In bytes: what is before has arrived at all receivers."""
 
     def root(self, living: Sequence[TrainerId]) -> TrainerId | None:
-        """Who sends the next chunk, over the fewest edges of the ring; None if no holder is left.
+        """Who sends the chunks, over the fewest edges of the ring; None if no holder is left.
 
         Args:
             living: all ranks, in order: each sends to the next.
@@ -95,7 +101,12 @@ def elect(trainers: Sequence[TrainerId], offers: Sequence[Offer]) -> Plan:
             trainers[rank] for rank in receivers if offers[rank].veteran and offers[rank].step > 0
         ),
         raises_on_loss=any(offer.raises_on_loss for offer in offers),
+        start=min((_arrived_of(best, offers[rank]) for rank in receivers), default=0),
     )
+
+
+def _arrived_of(best: Offer, offer: Offer) -> int:
+    return offer.arrived if offer.arriving == best.digest[0] else 0
 
 
 def offers_of(values: Sequence[int]) -> list[Offer]:

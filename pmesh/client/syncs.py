@@ -1,7 +1,7 @@
 """One `sync`: all ranks say what they have, and who has something else gets the best."""
 
 import logging
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,48 +48,86 @@ def run_sync(session: OpSession, packed: Packed, offer: Offer, *, timeout_s: flo
         RunError: what has arrived is not what was offered.
         PmeshError: an op failed, on all ranks.
     """
-    while True:
-        values = session.input_values("int64", SYNC_VALUES, room_bytes=0)
-        values[:] = offer.to_values()
-        call = Call("sync", "int64", (SYNC_VALUES,))
-        done = session.run_op(call, "int64", SYNC_VALUES, timeout_s=timeout_s)
-        plan = elect(done.world.trainers, offers_of(done.values.tolist()))
-        _tell_of_corrections(plan, done.world)
-        transfer = _Transfer(session, packed, plan, done)
-        if transfer.run(timeout_s=timeout_s):
-            return Synced(
-                step=plan.best.step,
-                received=transfer.received(),
-                last=transfer.last,
-                nbytes=transfer.nbytes,
+    with ExitStack() as until_it_ends:
+        arrival: _Arriving | None = None
+        while True:
+            done = _exchange(session, _with_progress(offer, arrival), timeout_s)
+            plan = elect(done.world.trainers, offers_of(done.values.tolist()))
+            _tell_of_corrections(plan, done.world)
+            if done.world.trainers[done.world.rank] not in plan.receivers:
+                arrival = None  # who has the state already only passes it on
+            elif arrival is None or arrival.best.digest != plan.best.digest:
+                arriving = Arrival(plan.best.nbytes, chunk_bytes=CHUNK_BYTES)
+                arrival = _Arriving(plan.best, until_it_ends.enter_context(arriving))
+            memory = None if arrival is None else arrival.memory
+            transfer = _Transfer(session, packed, plan, done, memory)
+            if transfer.run(timeout_s=timeout_s):
+                break
+            if not {*plan.holders} & {*session.world.trainers}:
+                _logger.warning(
+                    "all who had the newest state are lost; the best of what is left is taken"
+                )
+    return Synced(
+        step=plan.best.step,
+        received=None if arrival is None else arrival.checked(),
+        last=transfer.last,
+        nbytes=transfer.nbytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """The best state, as far as it has come to a rank that lacks it."""
+
+    best: Offer
+    memory: Arrival
+
+    def checked(self) -> Values:
+        """All its bytes; RunError if they are not what was offered."""
+        if digest_of(self.memory.hasher) != self.best.digest:
+            raise RunError(
+                "the state that has arrived is not the one that was offered: its hash differs; "
+                "a program on the sending machine has changed it meanwhile, or its memory is faulty"
             )
-        _logger.warning("all who had the newest state are lost; the best of what is left is taken")
+        return self.memory.values
+
+
+def _with_progress(offer: Offer, arriving: _Arriving | None) -> Offer:
+    if arriving is None:
+        return offer
+    return offer._replace(arriving=arriving.best.digest[0], arrived=arriving.memory.arrived)
+
+
+def _exchange(session: OpSession, offer: Offer, timeout_s: float) -> Done:
+    values = session.input_values("int64", SYNC_VALUES, room_bytes=0)
+    values[:] = offer.to_values()
+    call = Call("sync", "int64", (SYNC_VALUES,))
+    return session.run_op(call, "int64", SYNC_VALUES, timeout_s=timeout_s)
 
 
 class _Transfer:
     """The best state on its way to those who lack it, chunk by chunk; all ranks pass it on."""
 
-    def __init__(self, session: OpSession, packed: Packed, plan: Plan, last: Done) -> None:
+    def __init__(
+        self, session: OpSession, packed: Packed, plan: Plan, last: Done, arrival: Arrival | None
+    ) -> None:
         self._session = session
         self._packed = packed
         self._plan = plan
+        self._arrival = arrival
         self.last = last
         self.nbytes = last.values.nbytes
-        me = last.world.trainers[last.world.rank]
-        self._arrival: Arrival | None = None
-        if me in plan.receivers:  # who has it already only passes it on
-            self._arrival = Arrival(plan.best.nbytes, chunk_bytes=CHUNK_BYTES)
 
     def run(self, *, timeout_s: float) -> bool:
-        """Send all chunks, from another holder if one is lost; False if none is left."""
-        with self._arrival or nullcontext():
-            return self._send_chunks(timeout_s)
+        """Send all chunks, as long as somebody lacks them; False if their source is lost.
 
-    def _send_chunks(self, timeout_s: float) -> bool:
-        start = 0
+        Which chunk each rank had come to is not known then (one may have been told of the failure
+        of a chunk when it had called the next, I5): all ask each other again.
+        """
+        start = self._plan.start
+        root = self._plan.root(self._living)
         while start < self._plan.best.nbytes and not self._plan.is_settled(self._living):
-            root = self._plan.root(self._living)
-            if root is None:
+            if root not in self._living:
                 return False
             size = min(CHUNK_BYTES, self._plan.best.nbytes - start)
             try:
@@ -97,20 +135,9 @@ class _Transfer:
             except RankLost:
                 if self._plan.raises_on_loss or root in self._living:
                     raise
-            else:
-                start += size
+                return False
+            start += size
         return True
-
-    def received(self) -> "Values | None":
-        """The bytes that this rank has lacked; RunError if they are not what was offered."""
-        if self._arrival is None:
-            return None
-        if digest_of(self._arrival.hasher) != self._plan.best.digest:
-            raise RunError(
-                "the state that has arrived is not the one that was offered: its hash differs; "
-                "a program on the sending machine has changed it meanwhile, or its memory is faulty"
-            )
-        return self._arrival.values
 
     @property
     def _living(self) -> tuple[TrainerId, ...]:
@@ -128,7 +155,7 @@ class _Transfer:
         call = Call("broadcast", "int32", (count,), root=rank, tree=tree, receivers=receivers)
         self.last = session.run_op(call, "int32", count, timeout_s=timeout_s)
         self.nbytes += self.last.values.nbytes
-        if self._arrival is not None:
+        if self._arrival is not None and self._arrival.arrived == start:
             self._arrival.take(self.last.values.view(np.uint8)[:size])
 
 
