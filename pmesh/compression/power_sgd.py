@@ -4,68 +4,50 @@ Of a matrix M, the mean over all ranks, one step of a power iteration gives P an
 M ≈ P Q^T (their algorithm 1), and what that leaves of each rank's own stays in its residual (their
 algorithm 2). M itself is nowhere: both products are linear in it, so two ordinary all-reduces do.
 
-    own + residual ──▶ compress ──▶ p ──▶ all-reduce (mean) ──▶ orthogonalize, in place
-          │                                                        │
-          └─────▶ residual_out, for now own + residual ──▶ project ─┴─▶ q ──▶ all-reduce (mean)
-                                                                                  │
-          warm_up, for the next step ◀── decompress ──▶ out, residual_out  ◀───────┘
+    own + residual ──▶ compress ──▶ p ──▶ all-reduce, mean ──▶ orthogonalize, in place
+          │                                                                │
+          └──▶ residual_out, for now own + residual ──▶ project ◀──────────┤
+                                                           │               │
+                                   all-reduce, mean ◀── q ─┘               │
+                                           │                               │
+             warm_up, for the next step ◀──┴──▶ decompress ◀───────────────┘
+                                                    └──▶ out, residual_out
 
-p holds the P's of all matrices, each (rows, rank), one behind the other, and then all values that
-go uncompressed; q the Q's, each (columns, rank). Every rank computes `orthogonalize`, `decompress`
-and `warm_up` for itself from the same sums, so these use elementwise IEEE arithmetic in a stated
-order and no BLAS: their bits are the same on every machine. `compress` and `project` are this
-rank's own part of a sum, and use BLAS.
+p holds the P's of all matrices, each as (rank, rows), one behind the other, and then all values
+that go uncompressed; q the Q's, each as (rank, columns). Every rank computes `orthogonalize`,
+`decompress` and `warm_up` for itself from the same sums, so these use elementwise IEEE arithmetic
+in a stated order and no BLAS: their bits are the same on every machine. `compress` and `project`
+are this rank's own part of a sum, and use BLAS.
 
-If ranks come with different Q's (one is new) or leave between the two all-reduces, the result is
-still P P^T M of one P and of the M of those who gave their Q part, so residuals account for it.
+If ranks come with different Q's (one is new), or leave between the two all-reduces, the result is
+still P P^T M, for one P and the M of those who gave to the second: the residuals account for it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import numpy as np
 
-Float32s: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.float32]]"
+from pmesh.compression.arrays import Float32s, Rows
+from pmesh.compression.draws import draw_words
+from pmesh.compression.matrices import Matrix, Plan, plan_matrices
+from pmesh.compression.parts import PART, add_residual, drop_not_finite, parts
 
+__all__ = [
+    "Plan",
+    "compress",
+    "decompress",
+    "orthogonalize",
+    "plan_matrices",
+    "project",
+    "warm_up",
+]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Matrix:
-    """Consecutive values of a bucket that are compressed as a matrix, row by row."""
+Float64s: TypeAlias = np.ndarray[tuple[Any, ...], np.dtype[np.float64]]
+Thin: TypeAlias = np.ndarray[tuple[int, int, int], np.dtype[np.float32]]
 
-    start: int
-    rows: int
-    columns: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How a bucket is compressed; the same on all ranks."""
-
-    count: int
-    """Values of the bucket."""
-    rank: int
-    matrices: tuple[Matrix, ...]
-    rest: tuple[tuple[int, int], ...]
-    """What goes uncompressed: runs of values, each from its first to before its last."""
-    p_count: int
-    """Values in the first all-reduce: all P's, then the rest."""
-    q_count: int
-    """Values in the second: all Q's. 0: there is no second."""
-
-
-def plan(shapes: Sequence[tuple[int, ...]], *, rank: int, min_rate: float = 2.0) -> Plan:
-    """Which of the arrays of a bucket are compressed, and how they lie in it.
-
-    Those where it pays: (rows + columns) * rank * min_rate <= rows * columns. More than two
-    dimensions are folded to two where rows + columns is least; vectors and scalars are the rest.
-
-    Args:
-        shapes: of the arrays, in the order in which they lie in the bucket.
-        rank: of P and Q; at least 1.
-        min_rate: at least 1; how many times smaller P and Q together are to be.
-    """
-    raise NotImplementedError
+_DEPENDENT = 2.0**-60  # of a column's squared length; beyond it float64 would see only noise
+_LOW_BITS = np.uint64(40)  # of a lot; 24 are left, as many as fp32 holds
 
 
 def warm_up(plan: Plan, q: Float32s, *, key: int) -> None:
@@ -80,7 +62,15 @@ def warm_up(plan: Plan, q: Float32s, *, key: int) -> None:
         q: float32[q_count].
         key: 64 bits of which columns are drawn; the same on all ranks.
     """
-    raise NotImplementedError
+    for matrix in plan.matrices:
+        for i, column in enumerate(plan.q_of(matrix, q)):
+            largest = np.abs(column).max()
+            if largest > 0 and np.isfinite(largest):
+                np.ldexp(column, 1 - np.frexp(largest)[1], out=column)
+            else:
+                first = matrix.q_start + i * matrix.columns
+                lots = draw_words(key, first, matrix.columns) >> _LOW_BITS
+                column[:] = lots.astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
 
 
 def compress(
@@ -103,21 +93,42 @@ def compress(
         residual_out: float32[count], written: own + residual. May be `residual` itself. None: no
             feedback; then `residual` is None, too.
     """
-    raise NotImplementedError
+    # What is not finite is a result; Accelerate's products also raise flags of their own.
+    with np.errstate(all="ignore"):
+        for matrix in plan.matrices:
+            thin_p, thin_q = plan.p_of(matrix, p), plan.q_of(matrix, q)
+            for rows in _row_parts(matrix):
+                values = add_residual(own, residual, residual_out, _flat(matrix, rows))
+                block = values.reshape(-1, matrix.columns)
+                np.matmul(thin_q, block.T, out=thin_p[:, rows])
+        for start, end in plan.rest:
+            add_residual(own, residual, residual_out, slice(start, end))
+    plan.copy_rest(own if residual_out is None else residual_out, p)
 
 
 def orthogonalize(plan: Plan, p: Float32s) -> None:
     """Make the columns of each P orthonormal, in place; the rest stays as it is.
 
     Modified Gram-Schmidt in float64, columns from first to last. A column that depends on those
-    before it (to 2**-30) becomes zero. A P with a value that is not finite becomes NaN, at least
-    where that was.
+    before it (to 2^-30 of its length) becomes zero. A P that is not finite everywhere comes out
+    with NaN at least where it was not.
 
     Args:
         plan: of the bucket.
         p: float32[p_count], the mean.
     """
-    raise NotImplementedError
+    with np.errstate(all="ignore"):
+        for matrix in plan.matrices:
+            thin = plan.p_of(matrix, p)
+            columns = thin.astype(np.float64)
+            lengths = _ordered_sums(columns * columns)
+            for i, column in enumerate(columns):
+                length = _ordered_sums(column * column)
+                depends = length <= lengths[i] * _DEPENDENT and np.isfinite(length)
+                np.multiply(column, 0 if depends else 1 / np.sqrt(length), out=column)
+                others = columns[i + 1 :]
+                others -= _ordered_sums(others * column)[:, None] * column
+            thin[:] = columns
 
 
 def project(plan: Plan, values: Float32s, p: Float32s, q: Float32s) -> None:
@@ -129,7 +140,9 @@ def project(plan: Plan, values: Float32s, p: Float32s, q: Float32s) -> None:
         p: float32[p_count], of `orthogonalize`; only read.
         q: float32[q_count], written; to be all-reduced, as a mean.
     """
-    raise NotImplementedError
+    with np.errstate(all="ignore"):
+        for matrix in plan.matrices:
+            np.matmul(plan.p_of(matrix, p), matrix.of(values), out=plan.q_of(matrix, q))
 
 
 def decompress(
@@ -142,7 +155,7 @@ def decompress(
 ) -> None:
     """Write the mean, P Q^T for each matrix and the rest as it is; keep what it leaves of our own.
 
-    A matrix that some rank gave a NaN or an infinity in comes out as NaN or infinity at least there.
+    A matrix in which some rank has a NaN or an infinity comes out as NaN.
 
     Args:
         plan: of the bucket.
@@ -152,4 +165,55 @@ def decompress(
         residual_out: float32[count], of `compress`; becomes itself minus out, and 0 where that is
             not finite, and 0 in the rest. None: no feedback.
     """
-    raise NotImplementedError
+    with np.errstate(all="ignore"):
+        for matrix in plan.matrices:
+            thin_p, thin_q = plan.p_of(matrix, p), plan.q_of(matrix, q)
+            whole = matrix.of(out)
+            scratch = np.empty((_rows_of_part(matrix), matrix.columns), np.float32)
+            for rows in _row_parts(matrix):
+                _multiply(thin_p[:, rows, None], thin_q[:, None], whole[rows], scratch)
+                if residual_out is not None:
+                    left = residual_out[_flat(matrix, rows)]
+                    np.subtract(left, whole[rows].reshape(-1), out=left)
+                    drop_not_finite(left)
+    plan.restore_rest(p, out)
+    if residual_out is not None:
+        for start, end in plan.rest:
+            residual_out[start:end] = 0
+
+
+def _row_parts(matrix: Matrix) -> Iterator[slice]:
+    """The rows in parts that fit in a cache."""
+    return parts(matrix.rows, _rows_of_part(matrix))
+
+
+def _rows_of_part(matrix: Matrix) -> int:
+    return min(matrix.rows, max(1, PART // matrix.columns))
+
+
+def _flat(matrix: Matrix, rows: slice) -> slice:
+    """Where these rows lie in the bucket."""
+    return slice(
+        matrix.start + rows.start * matrix.columns, matrix.start + rows.stop * matrix.columns
+    )
+
+
+def _ordered_sums(terms: Float64s) -> Float64s:
+    """Over the last axis, from first to last: np.sum's order depends on the machine."""
+    sums: Float64s = np.add.accumulate(terms, axis=-1)[..., -1]
+    return sums
+
+
+def _multiply(thin_p: Thin, thin_q: Thin, out: Rows, scratch: Rows) -> None:
+    """Set `out` to P Q^T, adding up the columns from first to last.
+
+    Args:
+        thin_p: float32[rank, rows, 1].
+        thin_q: float32[rank, 1, columns].
+        out: float32[rows, columns], written.
+        scratch: as large as `out`, or larger.
+    """
+    np.multiply(thin_p[0], thin_q[0], out=out)
+    for p_column, q_column in zip(thin_p[1:], thin_q[1:], strict=True):
+        product = np.multiply(p_column, q_column, out=scratch[: len(out)])
+        np.add(out, product, out=out)
