@@ -11,9 +11,10 @@ rounds away in an op is one array of the tensor's size.
 """
 
 import itertools
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from pmesh.compression.codecs import Codec
 from pmesh.core.records import MAX_BODY_BYTES
@@ -56,6 +57,8 @@ class CodedPlan:
     receives: tuple[CodedPiece, ...]
     own: int
     encoded: int
+    decoded: int
+    """Pieces of the tensor: this rank decodes each once."""
     small: bool
     """One piece a step, and each at most SMALL_BYTES."""
 
@@ -75,7 +78,6 @@ class CodedPlan:
         return max((piece.nbytes for piece in self.sends + self.receives), default=0)
 
 
-@lru_cache(maxsize=16)  # a training step repeats a few shapes
 def plan_coded_ring(*, rank: int, size: int, count: int, codec: Codec) -> CodedPlan:
     """The plan of one rank.
 
@@ -88,6 +90,11 @@ def plan_coded_ring(*, rank: int, size: int, count: int, codec: Codec) -> CodedP
         count: values of the tensor.
         codec: what encodes them.
     """
+    return _plan_coded_ring(rank, size, count, cast("Hashable", codec))  # as every object is
+
+
+@lru_cache(maxsize=16)  # a training step repeats a few shapes
+def _plan_coded_ring(rank: int, size: int, count: int, codec: Codec) -> CodedPlan:
     chunks = coded_chunks(size=size, count=count, codec=codec)
 
     def at(number: int, step: int) -> list[CodedPiece]:
@@ -101,6 +108,7 @@ def plan_coded_ring(*, rank: int, size: int, count: int, codec: Codec) -> CodedP
         sends=tuple(piece for step in steps for piece in at(rank - step, step)),
         receives=receives,
         own=own,
+        decoded=sum(map(len, chunks)) if size > 1 else 0,
         encoded=own + sum(piece.step < size - 1 for piece in receives),
         small=all(len(chunk) == 1 and chunk[0].nbytes <= SMALL_BYTES for chunk in chunks),
     )

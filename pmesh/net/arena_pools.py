@@ -18,6 +18,7 @@ from pmesh.net.arenas import Arena, arena_bytes, create_arena
 TOO_LARGE_FACTOR = 4  # an arena this much larger than asked for stays free for larger ops
 IDLE_S = 10.0  # training steps come faster: what rests longer belongs to a past phase
 MAX_ARENAS = 64  # each costs a descriptor on both sides; a training loop needs 2 or 3
+MAX_INPUT_ARENAS = 256  # likewise; compression keeps two for each bucket, of which it has dozens
 INLINE_BYTES = 1024 * 1024  # making and closing takes less than 0.5 ms up to here: no thread
 
 
@@ -28,6 +29,7 @@ class OutputPool:
     """
 
     _kind: ArenaKind = "output"
+    _most = MAX_ARENAS
 
     def __init__(self, numbers: Iterator[int], *, limit_bytes: int) -> None:
         self._numbers = numbers
@@ -85,7 +87,7 @@ class OutputPool:
 
     def _has_room(self, size: int) -> bool:
         count = len(self._in_use) + len(self._free)
-        return count < MAX_ARENAS and self.nbytes + size <= self._limit_bytes
+        return count < self._most and self.nbytes + size <= self._limit_bytes
 
     async def _close(self, arenas: list[Arena]) -> None:
         for arena in arenas:
@@ -103,6 +105,7 @@ class OutputPool:
 
 class _InputPool(OutputPool):
     _kind: ArenaKind = "input"
+    _most = MAX_INPUT_ARENAS
 
 
 class InputArenas:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pmesh.client.session import error_of
-from pmesh.compression.codecs import Float32s, codec_of
+from pmesh.compression.arrays import Float32s
+from pmesh.compression.codecs import codec_of
 from pmesh.core.coded_rings import ring_codec_name
 from pmesh.core.reductions import WIRE_DTYPES, Values, accumulate, finish
 from pmesh.core.session import StartOp

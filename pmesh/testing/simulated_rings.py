@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pmesh.compression.codecs import Codec, Float32s
+from pmesh.compression.arrays import Float32s
+from pmesh.compression.codecs import Codec
 from pmesh.core.coded_rings import coded_chunks, draw_key, hop_terms
 
 
