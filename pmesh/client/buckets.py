@@ -23,26 +23,33 @@ class Bucket:
         return self.count * WIRE_DTYPES[self.wire].itemsize
 
 
-def plan_buckets(leaves: Sequence[Leaf], *, bucket_bytes: int) -> list[Bucket]:
+def plan_buckets(
+    leaves: Sequence[Leaf], *, bucket_bytes: float, wire: str | None = None
+) -> list[Bucket]:
     """Cut the arrays into buckets of at most `bucket_bytes`; a larger array has its own.
 
     The order is the same for all ranks: by the dtype that travels, the widest first (so that the
     weights of an average are added in the best precision there is), then as in the tree.
+
+    Args:
+        leaves: the tree's.
+        bucket_bytes: may be infinite.
+        wire: what all of them travel as; None: each as its dtype does.
     """
     buckets: list[Bucket] = []
-    for wire in _WIDEST_FIRST:
-        room = bucket_bytes // WIRE_DTYPES[wire].itemsize
+    for dtype in _WIDEST_FIRST:
+        room = bucket_bytes / WIRE_DTYPES[dtype].itemsize
         run: list[int] = []
         count = 0
-        for index in (i for i, leaf in enumerate(leaves) if leaf.wire == wire):
+        for index in (i for i, leaf in enumerate(leaves) if (wire or leaf.wire) == dtype):
             size = leaves[index].values.size
             if run and count + size > room:
-                buckets.append(Bucket(wire, tuple(run), count))
+                buckets.append(Bucket(dtype, tuple(run), count))
                 run, count = [], 0
             run.append(index)
             count += size
         if run:
-            buckets.append(Bucket(wire, tuple(run), count))
+            buckets.append(Bucket(dtype, tuple(run), count))
     return buckets
 
 

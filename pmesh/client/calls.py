@@ -10,6 +10,7 @@ from pmesh.client.leaves import Leaf, describe
 from pmesh.client.op_session import OpSession
 from pmesh.client.orders import Order
 from pmesh.client.trees import Tree, digest, flatten
+from pmesh.compression.schemes import Scheme
 from pmesh.core.messages import Call
 from pmesh.core.reductions import WIRE_DTYPES, Values, check_reduction
 from pmesh.core.session import World
@@ -32,11 +33,33 @@ class LastOp:
     """For each of them the name of its machine."""
     bytes: int
     """What the values took in shared memory, over all ops of the call."""
+    compression: str = "none"
+    """How they were compressed, as `pmesh.compression.schemes.spec` names it."""
+    why: str = ""
+    """Why so, where it is not what the call has named."""
+    compressed_bytes: int = 0
+    """What this rank's values took once compressed; 0: they were not."""
+    residual_norm: float | None = None
+    """The L2 norm of all that compression has left out on this rank, to be added next time; None
+    without error feedback."""
+    clipped: int = 0
+    """How many values on this rank were too large for fp16, and were cut to its largest."""
 
     @classmethod
     def among(cls, op: OpNumber, world: World, nbytes: int) -> "LastOp":
         """An op that completed in this world."""
         return cls(op, tuple(Rank(i) for i in range(len(world.names))), world.names, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """How a call's values are compressed."""
+
+    scheme: Scheme
+    feeds_back: bool
+    """Whether what is left out goes into the next call."""
+    why: str = ""
+    """Who has said so, if not the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +73,7 @@ class Collective:
     strategy: str = ""
     weight: float | None = None
     """This rank's, in an average; the reduction is a sum then."""
+    compression: Compression | None = None
     bucket_bytes: int
     timeout_s: float
 
@@ -125,7 +149,7 @@ def run_collective(
         )
         done = session.run_op(call, bucket.wire, count, timeout_s=wanted.timeout_s)
         if done.values.size or not count:  # else it is for the root of a reduce
-            total = None if wanted.weight is None else _checked_total(float(done.values[-1]))
+            total = None if wanted.weight is None else checked_total(float(done.values[-1]))
             for index, array in read(bucket, leaves, done.values, total):
                 results[index] = array
         nbytes += count * WIRE_DTYPES[bucket.wire].itemsize
@@ -136,7 +160,7 @@ def run_collective(
 def run_alone(wanted: Collective, arrays: Arrays, world: World) -> tuple[list[object], LastOp]:
     """The same without an op, for a rank that is alone for the time being: its own values."""
     if wanted.weight is not None:
-        _checked_total(wanted.weight)
+        checked_total(wanted.weight)
     results: list[object] = []
     nbytes = 0
     for leaf in arrays.leaves:
@@ -163,7 +187,8 @@ def _label(wanted: Collective, arrays: Arrays) -> str:
     return "" if arrays.tree.is_bare else f"tree {arrays.digest()}"
 
 
-def _checked_total(total: float) -> float:
+def checked_total(total: float) -> float:
+    """The sum of all weights; raises UsageError if there is nothing to divide by."""
     if total == 0:  # on every rank alike, so all of them stop at the same op
         raise UsageError("nothing to average: the weights of all ranks add up to 0")
     return total

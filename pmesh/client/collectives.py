@@ -1,12 +1,12 @@
 """All that a rank of a mesh or a group can call."""
 
+from pmesh.client.averaging import Averaging
 from pmesh.client.mail import Messages
 from pmesh.client.moving import Moving
 from pmesh.client.objects import Objects
-from pmesh.client.reducing import Reducing
 
 
-class Collectives(Reducing, Moving, Objects, Messages):
+class Collectives(Averaging, Moving, Objects, Messages):
     """The collectives, under the names of `torch.distributed` where they mean the same.
 
     They block until the result is there, and take an array of numpy, MLX or torch, where it makes

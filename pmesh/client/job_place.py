@@ -59,6 +59,11 @@ class JobPlace(Protocol):
         ...
 
     @property
+    def compression(self) -> str:
+        """The agent's default for gradients; empty: none."""
+        ...
+
+    @property
     def step(self) -> int:
         """How many times the job has synced."""
         ...

@@ -73,7 +73,7 @@ class Leaf:
         for the dtype becomes infinite.
         """
         shaped = region.reshape(self.values.shape)
-        if divisor is None and self.dtype == self.wire:
+        if divisor is None and self.dtype == _name_of(shaped.dtype):
             return self.rebuild(shaped if self.rebuild_copies else shaped.copy())
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             if self.dtype == "bfloat16":

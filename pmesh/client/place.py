@@ -51,6 +51,7 @@ class Place:
             self._session.end("the job did not begin")
             raise
         self.view = joined.view
+        self.compression = joined.compression
         self.world = joined.world
         """As calls have seen it last: it changes only when one returns (O5)."""
         self.step = 0

@@ -1,6 +1,5 @@
 """The collectives on trees of arrays, which run bucket by bucket, and reduce_scatter."""
 
-import math
 from typing import Any, Literal, TypeVar, cast, get_args, overload
 
 from pmesh.client.caller import Caller, check_timeout
@@ -9,14 +8,18 @@ from pmesh.client.calls import (
     Collective,
     LastOp,
     run_alone,
-    run_collective,
     take_apart,
 )
+from pmesh.client.choosing import chosen
+from pmesh.client.compressing import run_compressed
+from pmesh.client.feedback import Feedback
+from pmesh.client.job_place import JobPlace
 from pmesh.client.line import Handle
 from pmesh.client.op_session import OpSession
 from pmesh.client.orders import Order
 from pmesh.client.outputs import written_into
 from pmesh.client.scattering import reduce_scatter_alone, run_reduce_scatter
+from pmesh.compression.schemes import Scheme
 from pmesh.core.session import World
 from pmesh.errors import UsageError
 
@@ -28,7 +31,11 @@ Strategy = Literal["auto", "ring", "tree", "centralized", "hierarchical"]
 
 
 class Reducing(Caller):
-    """all_reduce, average_gradients, broadcast, reduce and reduce_scatter."""
+    """all_reduce, broadcast, reduce and reduce_scatter."""
+
+    def __init__(self, place: JobPlace, order: Order | None = None) -> None:
+        super().__init__(place, order)
+        self._feedback = Feedback()
 
     @overload
     def all_reduce(
@@ -39,6 +46,7 @@ class Reducing(Caller):
         *,
         out: T | None = ...,
         strategy: Strategy = ...,
+        compression: Scheme | str | None = ...,
         async_op: Literal[False] = ...,
     ) -> T: ...
     @overload
@@ -50,6 +58,7 @@ class Reducing(Caller):
         *,
         out: T | None = ...,
         strategy: Strategy = ...,
+        compression: Scheme | str | None = ...,
         async_op: Literal[True],
     ) -> Handle[T]: ...
     def all_reduce(
@@ -60,6 +69,7 @@ class Reducing(Caller):
         *,
         out: T | None = None,
         strategy: Strategy = "auto",
+        compression: Scheme | str | None = None,
         async_op: bool = False,
     ) -> T | Handle[T]:
         """Combine every rank's values; all get the result.
@@ -73,9 +83,13 @@ class Reducing(Caller):
                 reduces first among those with fast links. "auto" takes the one that costs least by
                 what was measured on the links. Each adds in an order of its own: name one, and two
                 runs with the same ring give the same bits.
+            compression: "int8", PowerSGD(rank=4) and so on (`pmesh.compression.schemes`): fewer
+                bytes for a result that is less exact, still with the same bits on every rank. For
+                sums and means of floats, which are compressed from float32.
             async_op: return a handle at once.
 
         Raises:
+            UnsupportedCompression: the compression, or one for such values.
             UnsupportedArray: x, its dtype or op has no meaning here.
             OpMismatch: another rank called something else.
             RankLost: another rank is gone, and some rank has connected with `on_loss="raise"`.
@@ -85,14 +99,16 @@ class Reducing(Caller):
             AgentStopped: the agent on this machine is gone; `sync` comes back through another.
             GroupBroken: in a group, instead of what a lost rank would raise.
         """
+        arrays = take_apart(x, reduction=op)
+        named = named_strategy(strategy)
         wanted = Collective(
             kind="all_reduce",
             reduction=op,
-            strategy=_named(strategy),
+            strategy=named,
+            compression=chosen(compression, arrays, reduction=op, strategy=named),
             bucket_bytes=DEFAULT_BUCKET_BYTES,
             timeout_s=check_timeout(timeout_s),
         )
-        arrays = take_apart(x, reduction=op)
         if out is not None:
             arrays = written_into(arrays, out)
         return cast("T", self._run(wanted, arrays, async_op=async_op))
@@ -237,71 +253,6 @@ class Reducing(Caller):
 
         return cast("T | Handle[T]", self._call(ops, alone, async_op=async_op))
 
-    @overload
-    def average_gradients(
-        self,
-        grads: T,
-        weight: float = ...,
-        bucket_bytes: int = ...,
-        timeout_s: float = ...,
-        *,
-        strategy: Strategy = ...,
-        async_op: Literal[False] = ...,
-    ) -> T: ...
-    @overload
-    def average_gradients(
-        self,
-        grads: T,
-        weight: float = ...,
-        bucket_bytes: int = ...,
-        timeout_s: float = ...,
-        *,
-        strategy: Strategy = ...,
-        async_op: Literal[True],
-    ) -> Handle[T]: ...
-    def average_gradients(
-        self,
-        grads: T,
-        weight: float = 1.0,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        *,
-        strategy: Strategy = "auto",
-        async_op: bool = False,
-    ) -> T | Handle[T]:
-        """The mean of every rank's gradients, each rank counting by its weight.
-
-        With the number of samples as weight the result is the gradient of the mean loss over the
-        union of all batches. What a lost rank did not contribute does not count, nor does its
-        weight.
-
-        Args:
-            grads: a tree of floating-point arrays.
-            weight: at least 0; with 0 this rank's gradients are not looked at.
-            bucket_bytes: how much is averaged as one op; an array is never divided.
-            timeout_s: for each op.
-            strategy: as for `all_reduce`.
-            async_op: return a handle at once.
-
-        Raises:
-            UsageError: the weights of all ranks add up to 0.
-            PmeshError: as for `all_reduce`.
-        """
-        if not (math.isfinite(weight) and weight >= 0):
-            raise UsageError(f"a weight is a number of samples, at least 0, not {weight}")
-        if bucket_bytes < 1:
-            raise UsageError(f"bucket_bytes is at least 1, not {bucket_bytes}")
-        wanted = Collective(
-            kind="all_reduce",
-            reduction="sum",
-            strategy=_named(strategy),
-            weight=float(weight),
-            bucket_bytes=bucket_bytes,
-            timeout_s=check_timeout(timeout_s),
-        )
-        result = self._run(wanted, take_apart(grads, reduction="mean"), async_op=async_op)
-        return cast("T | Handle[T]", result)
-
     def _run(
         self, wanted: Collective, arrays: Arrays, *, async_op: bool, keep: bool = True
     ) -> object:
@@ -315,7 +266,7 @@ class Reducing(Caller):
             return arrays.tree.rebuild(arrays.attach(leaves) if late else leaves)
 
         def ops(session: OpSession, order: Order) -> tuple[Any, LastOp | None]:
-            leaves, last = run_collective(session, order, wanted, laid)
+            leaves, last = run_compressed(session, order, wanted, laid, self._feedback)
             return lambda: finished(leaves), last
 
         def alone(world: World) -> tuple[Any, LastOp]:
@@ -325,7 +276,7 @@ class Reducing(Caller):
         return self._call(ops, alone, async_op=async_op)
 
 
-def _named(strategy: Strategy) -> str:
+def named_strategy(strategy: Strategy) -> str:
     """As a call says it; nothing leaves it to the agents."""
     if strategy not in get_args(Strategy):
         raise UsageError(f"strategy is one of {get_args(Strategy)}, not {strategy!r}")

@@ -152,6 +152,13 @@ class Auto(Scheme):
         object.__setattr__(self, "allow", schemes)
 
     @property
+    def feeds_back(self) -> bool:
+        """As any of the allowed does: what one has left out goes along with the next."""
+        if self.error_feedback is not None:
+            return self.error_feedback
+        return any(each.feeds_back for each in self.schemes)
+
+    @property
     def schemes(self) -> tuple[Scheme, ...]:
         """What is allowed, as objects."""
         return tuple(scheme_of(each) for each in self.allow)

@@ -164,6 +164,8 @@ class Joined(_Message, frozen=True, tag="joined"):
     world: World
     """Its rank is -1 if the job runs already: the first op must be a `sync` then."""
     view: View
+    compression: Annotated[str, Meta(max_length=64)] = ""
+    """How gradients are compressed where the trainer does not say it; empty: not at all."""
 
 
 class Refused(_Message, frozen=True, tag="refused"):

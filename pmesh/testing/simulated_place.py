@@ -121,6 +121,7 @@ class SimulatedPlace:
         self.world = self._session.world
         self.step = 0
         self.view = _VIEW
+        self.compression = ""
         self.is_alone = False
 
     def check_open(self) -> None:

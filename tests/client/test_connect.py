@@ -12,7 +12,7 @@ import pytest
 
 import pmesh
 from pmesh.client.connection import AgentConnection
-from pmesh.core.session import Connect, Refused
+from pmesh.core.session import SESSION_VERSION, Connect, Refused
 from pmesh.core.views import Terms, Verdict
 from pmesh.ids import JobName
 from tests.client.fake_agent import FakeAgent
@@ -120,7 +120,7 @@ def test_the_agent_is_told_what_runs_and_on_what_terms(
         ).close()
     assert seen == [
         Connect(
-            version=3,
+            version=SESSION_VERSION,
             job=JobName("digits"),
             wait_for=3,
             timeout_s=7.0,

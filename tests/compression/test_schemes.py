@@ -103,6 +103,8 @@ def test_errors_are_fed_back_by_default_but_for_16_bit_floats() -> None:
     assert {name for name in NAMES if not named(name).feeds_back} == {"fp16", "bf16"}
     assert BF16(error_feedback=True).feeds_back
     assert not TopK(error_feedback=False).feeds_back
+    assert not Auto(allow=["bf16"]).feeds_back
+    assert Auto(allow=["bf16"], error_feedback=True).feeds_back
 
 
 def test_what_auto_may_use_is_named_or_given() -> None:

@@ -1,0 +1,214 @@
+"""What each scheme does with the values of one bucket, as a straight line over a session's ops.
+
+Nothing of a rank's residual is lost if an op fails: each kernel writes the new one beside the old,
+and they change places when the last op of the bucket is done (O9).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, cast
+
+import numpy as np
+
+from pmesh.client.buckets import Bucket, fill
+from pmesh.client.feedback import Feedback
+from pmesh.client.leaves import Leaf
+from pmesh.client.op_session import OpSession
+from pmesh.client.residuals import Residuals
+from pmesh.client.session import Done
+from pmesh.compression import one_bit, random_k, top_k
+from pmesh.compression.arrays import Bytes, Float32s
+from pmesh.compression.codecs import codec_of
+from pmesh.compression.schemes import RandomK, TopK
+from pmesh.core.messages import Call
+from pmesh.core.reductions import Values
+from pmesh.core.session import World
+from pmesh.errors import RunError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One bucket of a call, and how it is to be added up."""
+
+    session: OpSession
+    feedback: Feedback
+    leaves: Sequence[Leaf]
+    bucket: Bucket
+    label: str
+    """Of the call, alike on all ranks (I5)."""
+    spec: str
+    reduction: str
+    """sum or mean."""
+    strategy: str
+    factor: float | None
+    """Of this rank's values."""
+    correction: Callable[[World], float]
+    """What a mean over these ranks is to be multiplied by."""
+    residuals: Residuals | None
+    step: int
+    """How often such values have been compressed, the same on all ranks."""
+    number: int
+    """Of the bucket in its call."""
+    timeout_s: float
+
+    @property
+    def count(self) -> int:
+        """How many values."""
+        return self.bucket.count
+
+    def fill(self, region: Values) -> None:
+        """Lay this rank's values into memory for them."""
+        with np.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite
+            fill(self.bucket, self.leaves, region, self.factor)
+
+    def own(self) -> Float32s:
+        """This rank's values, in memory of its own, which is the next bucket's, too."""
+        values = self.feedback.scratch(self.count)
+        self.fill(values)
+        return values
+
+    def kernel_residuals(self) -> dict[str, Float32s | None]:
+        """As the kernels take them."""
+        if self.residuals is None:
+            return {"residual": None, "residual_out": None}
+        committed, attempt = self.residuals.committed.values, self.residuals.attempt.values
+        return {
+            "residual": cast("Float32s", committed),
+            "residual_out": cast("Float32s", attempt),
+        }
+
+    def commit(self) -> None:
+        """All ops are done: the new residual is the one that holds."""
+        if self.residuals is not None:
+            self.residuals.swap()
+
+    def run_op(
+        self,
+        kind: str,
+        dtype: str,
+        count: int,
+        *,
+        reduction: str = "",
+        residuals: Residuals | None = None,
+    ) -> Done:
+        """Run an op on what lies in the input."""
+        call = Call(
+            kind,
+            dtype,
+            (count,),
+            reduction,
+            tree=self.label,
+            compression=self.spec,
+            strategy=self.strategy,
+        )
+        return self.session.run_op(
+            call, dtype, count, timeout_s=self.timeout_s, residuals=residuals
+        )
+
+
+class Summed(NamedTuple):
+    """What the ops of a piece have come to."""
+
+    values: Float32s
+    """To be read before the next call."""
+    divisor: float | None
+    """What they are to be divided by; the same on all ranks."""
+    done: Done
+    """The last op."""
+    nbytes: int
+    """What this rank has given, compressed."""
+    clipped: int = 0
+
+
+def add_uncompressed(piece: Piece) -> Summed:
+    """An ordinary all-reduce; what was left out before goes along, and nothing is left out."""
+    region = piece.session.input_values("float32", piece.count, room_bytes=0)
+    piece.fill(region)
+    if piece.residuals is not None:
+        np.add(region, piece.residuals.values, out=region)
+        piece.residuals.attempt.values.fill(0)
+    plain = replace(piece, spec="")
+    done = plain.run_op("all_reduce", "float32", piece.count, reduction=piece.reduction)
+    piece.commit()
+    values = cast("Float32s", done.values)
+    return Summed(values, inverse(piece.correction(done.world)), done, values.nbytes)
+
+
+def add_in_ring(piece: Piece) -> Summed:
+    """The agents compress at every hop (`pmesh.core.coded_rings`)."""
+    region = piece.session.input_values("float32", piece.count, room_bytes=0)
+    piece.fill(region)
+    done = piece.run_op(
+        "all_reduce",
+        "float32",
+        piece.count,
+        reduction=piece.reduction,
+        residuals=piece.residuals,
+    )
+    nbytes = codec_of(piece.spec).wire_bytes(piece.count)
+    divisor = inverse(piece.correction(done.world))
+    return Summed(cast("Float32s", done.values), divisor, done, nbytes, done.clipped)
+
+
+def add_top_k(piece: Piece, scheme: TopK) -> Summed:
+    """All ranks get the k largest values of each, and add them up in the order of ranks (I3)."""
+    k = top_k.kept(piece.count, scheme.ratio)
+    nbytes = top_k.wire_bytes(piece.count, k, compact=scheme.compact)
+
+    def compress(own: Float32s, wire: Bytes) -> None:
+        top_k.compress(own, wire, k=k, compact=scheme.compact, **piece.kernel_residuals())
+
+    def accumulate(wire: Bytes, into: Float32s) -> None:
+        top_k.accumulate(wire, into, k=k, compact=scheme.compact)
+
+    return _add_collected(piece, nbytes, compress, accumulate)
+
+
+def add_one_bit(piece: Piece) -> Summed:
+    """Likewise with the signs of each, and mean magnitudes."""
+
+    def compress(own: Float32s, wire: Bytes) -> None:
+        one_bit.compress(own, wire, **piece.kernel_residuals())
+
+    return _add_collected(piece, one_bit.wire_bytes(piece.count), compress, one_bit.accumulate)
+
+
+def add_random_k(piece: Piece, scheme: RandomK) -> Summed:
+    """An ordinary all-reduce of k values, at places that all ranks draw alike."""
+    k = top_k.kept(piece.count, scheme.ratio)
+    key = random_k.draw_key(scheme.seed, piece.label, piece.step, piece.number)
+    indices = random_k.draw_indices(piece.count, k, key)
+    region = cast("Float32s", piece.session.input_values("float32", k, room_bytes=0))
+    own = piece.own()
+    random_k.compress(own, indices, region, **piece.kernel_residuals())
+    done = piece.run_op("all_reduce", "float32", k, reduction=piece.reduction)
+    random_k.decompress(cast("Float32s", done.values), indices, own)
+    piece.commit()
+    return Summed(own, inverse(piece.correction(done.world)), done, 4 * k)
+
+
+def _add_collected(
+    piece: Piece,
+    nbytes: int,
+    compress: Callable[[Float32s, Bytes], None],
+    accumulate: Callable[[Bytes, Float32s], None],
+) -> Summed:
+    own = piece.own()
+    wire = cast("Bytes", piece.session.input_values("uint8", nbytes, room_bytes=0))
+    compress(own, wire)
+    done = piece.run_op("collect", "uint8", nbytes)
+    total = own
+    total.fill(0)
+    for payload in done.values.reshape(-1, nbytes):
+        try:
+            accumulate(cast("Bytes", payload), total)
+        except ValueError as e:  # the same bytes everywhere: all ranks see it
+            raise RunError(f"a rank has sent what is not {piece.spec}: {e}") from e
+    piece.commit()
+    ranks = len(done.world.trainers) if piece.reduction == "mean" else 1
+    return Summed(total, inverse(piece.correction(done.world) / ranks), done, nbytes)
+
+
+def inverse(factor: float) -> float | None:
+    """What to divide by; None: nothing changes."""
+    return None if factor == 1 else 1 / factor
