@@ -53,12 +53,18 @@ def add_and_choose(
     return values, found[chosen], bool(least >= _INFINITE)
 
 
+def sampled_places(count: int) -> Indices:
+    """Where the sample is taken: at random, as what is laid out in rows may have a period."""
+    lots = draw_words(0, 0, _SAMPLE) >> np.uint64(32)
+    return (lots * np.uint64(count) >> np.uint64(32)).astype(np.int64)
+
+
 def _sampled_threshold(own: Float32s, residual: Float32s | None, k: int) -> np.uint32:
     """A magnitude that very likely at least k values reach, and not many more."""
     count = len(own)
     if count <= 4 * _SAMPLE:
         return _NOT_ZERO
-    places = ((draw_words(0, 0, _SAMPLE) >> 32) * np.uint64(count) >> 32).astype(np.int64)
+    places = sampled_places(count)
     with np.errstate(over="ignore", invalid="ignore"):
         sample = own[places] if residual is None else own[places] + residual[places]
     expected = _SAMPLE * k / count

@@ -36,6 +36,8 @@ def add_residual(
 
 def drop_not_finite(residual: Float32s) -> None:
     """Set to 0 what is not finite: a residual must not carry a NaN from step to step."""
-    # One sum tells of all: only where something is not finite is more to be done.
-    if not np.isfinite(np.add.reduce(residual)):
+    # One sum tells of all: only where that is not finite is more to be done.
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = np.add.reduce(residual)
+    if not np.isfinite(total):
         residual[~np.isfinite(residual)] = 0
