@@ -8,7 +8,7 @@ from pmesh.core.messages import AskResult, Call, Commit, Heartbeat
 from pmesh.core.views import Terms, Verdict
 from pmesh.ids import Epoch, JobName, OpNumber, TrainerId
 from pmesh.testing import ops
-from pmesh.testing.agents import GONE_AFTER_S, Agent
+from pmesh.testing.agents import DOUBT_S, GONE_AFTER_S, Agent
 from pmesh.testing.cluster import Cluster
 from pmesh.testing.lane_messages import OpResult
 from pmesh.testing.links import Message
@@ -281,6 +281,39 @@ def who_slept_through_its_expulsion_ends_nothing_old() -> None:
     cluster.run_until(cluster.timeline.now + 1.0)
     assert rank.over is not None
     assert not rank.ends
+
+
+def who_promised_before_its_sleep_ends_nothing_in_the_view_that_it_wakes_up_to() -> None:
+    """V8: its commit was read only after the sleep, and the others had left that view by then."""
+    habits = Habits(job=JOB, wait_for=1, think_s=1e6)  # the trainers call nothing: we do
+    cluster = Cluster(0, size=3, conditions=Conditions(), habits=habits)
+    cluster.start(0)
+    cluster.start(1)
+    run_until(cluster, cluster.is_one_view, 5.0)
+    leader, other = by_seniority(cluster)
+    leader.dismiss()
+    other.dismiss()
+    cluster.network.partition([0, 1], [2])
+    cluster.start(2)
+    sleeper = cluster.agents[2]
+    run_until(cluster, lambda: len(sleeper.jobs.ranks) == 1, 5.0)
+    (rank,) = sleeper.jobs.ranks
+    cluster.network.heal()
+
+    def fall_asleep(_: Agent) -> None:
+        leader.before_commit = None
+        ops.call_op(rank, Call("barrier", "float32", ()))  # it waits for the view (V3)
+        cluster.sleep(sleeper.number)
+
+    leader.before_commit = fall_asleep
+    run_until(cluster, lambda: len(other.state.view.seats) == 3, 5.0)
+    for agent in (leader, other):
+        agent.drop(sleeper.number)
+    cluster.run_until(cluster.timeline.now + DOUBT_S)  # less, and nobody need doubt anything
+    run_until(cluster, lambda: len(leader.state.view.seats) == 2, 0.8)
+    assert not rank.ends
+    cluster.wake(sleeper.number)
+    cluster.run_until(cluster.timeline.now + 1.0)
 
 
 def who_slept_through_several_views_does_not_go_on_alone() -> None:

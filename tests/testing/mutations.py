@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from pmesh.core import agreement, ledger, op_outcomes, proposals, quorum, rosters, standing
+from pmesh.core import agreement, doubts, ledger, op_outcomes, proposals, quorum, rosters, standing
 from pmesh.core.ledger import Ledger
 from pmesh.core.messages import Propose
 from pmesh.core.standing import Fence, Install, Peer, State, Step
-from pmesh.core.views import Roster, Trainer
+from pmesh.core.views import Roster, Trainer, View
 from pmesh.ids import Epoch, Incarnation, Member
 from pmesh.testing import lane_messages, ops
 from pmesh.testing.agents import Agent
@@ -163,6 +163,13 @@ def _expel_on_old_evidence(state: State, member: Member, now: float) -> bool:
     return peer.view.epoch in of_our_line or state.me in peer.view.members
 
 
+# --- V8
+
+
+def _keep_doubts(before: doubts.Doubts, _: State, view: View) -> doubts.Doubts:
+    return replace(before, unconfirmed=before.unconfirmed.intersection(view.members))
+
+
 # --- V9 and V10
 
 _weight = rosters._History.weight
@@ -185,6 +192,11 @@ def _count_restarted(present: Any, needed: Any) -> bool:
     nodes = {member.node for member in present}
     voters = {voter for several in needed for voter in several if voter.node in nodes}
     return _has_majorities({*present, *voters}, needed)
+
+
+def _count_later_marks(jobs: LocalJobs, roster: Roster) -> int:
+    marks = [(trainer, jobs._mark_of(roster, trainer.id)) for trainer in roster.trainers]
+    return min(t.enters - 1 if mark is None else mark.completed for t, mark in marks)
 
 
 MUTATIONS = {
@@ -257,6 +269,9 @@ MUTATIONS = {
         "V8: who has slept delivers nothing before it is confirmed",
         (Agent._doubt, without.none),
         owner=Agent,
+    ),
+    "trust_old_promises": Mutation(
+        "V8: a view that was promised before the sleep is as old", (doubts.install, _keep_doubts)
     ),
     "join_in_parts": Mutation(
         "V9: a view's members come together",
@@ -355,6 +370,11 @@ MUTATIONS = {
     ),
     "always_rerun": Mutation(
         "I4: what one completed is not run again", (op_outcomes.resolve_ops, without.nothing)
+    ),
+    "later_marks": Mutation(
+        "O2: stable under our roster is what has ended under it",
+        (LocalJobs._stable_mark, _count_later_marks),
+        owner=LocalJobs,
     ),
     "lost_results": Mutation(
         "I6: who waits for a result that is gone is told",

@@ -44,6 +44,9 @@ AIMED = {
     "no_forward": histories.a_lost_commit_is_made_up_for_by_the_next_heartbeat,
     "no_edge_watch": histories.a_lane_that_swallows_everything_is_replaced,
     "no_doubt": histories.who_slept_through_its_expulsion_ends_nothing_old,
+    "trust_old_promises": (
+        histories.who_promised_before_its_sleep_ends_nothing_in_the_view_that_it_wakes_up_to
+    ),
     "lighter_history": histories.the_history_of_more_ranks_goes_on,
     "join_in_parts": histories.the_history_of_more_ranks_goes_on,
     "in_force_at_once": quorum_histories.what_too_few_have_installed_does_not_run,
@@ -69,6 +72,7 @@ RARE = {
     "no_needs": "none of 120; mostly a silent leader is gone before",
     "either_side": "1 of 120: two sides of a partition seldom have one number",
     "restarted_votes": "1 of 120",
+    "later_marks": "1 of 13,000 (236502)",
     "all_holders": "2 of 51",
     "forget_verdicts": "none of 120: the roster and each who has seen it fail say so too",
 }
