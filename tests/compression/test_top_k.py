@@ -85,8 +85,8 @@ def test_nothing_that_is_not_finite_is_lost_or_stays(
     wire = compressed(values, k, compact=compact, residual_out=residual)
     image = read(wire, len(values), k, compact=compact)
     assert np.isfinite(residual).all()
-    bad = np.count_nonzero(~np.isfinite(values))
-    assert np.count_nonzero(~np.isfinite(image)) >= min(k, bad)
+    bad = int(np.count_nonzero(~np.isfinite(values)))
+    assert int(np.count_nonzero(~np.isfinite(image))) >= min(k, bad)
 
 
 @pytest.mark.parametrize(
