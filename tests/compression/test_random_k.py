@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from pmesh.compression import random_k
 from pmesh.compression.arrays import Float32s
+from pmesh.compression.parts import Indices
 from tests.compression.values import dyadic, float32s, gaussian
 
 keys = st.integers(0, 2**64 - 1)
@@ -12,7 +13,7 @@ keys = st.integers(0, 2**64 - 1)
 
 def compressed(
     own: Float32s,
-    indices: random_k.Indices,
+    indices: Indices,
     *,
     residual: Float32s | None = None,
     residual_out: Float32s | None = None,
@@ -23,7 +24,7 @@ def compressed(
     return sent
 
 
-def read(sent: Float32s, indices: random_k.Indices, count: int) -> Float32s:
+def read(sent: Float32s, indices: Indices, count: int) -> Float32s:
     out = np.full(count, np.nan, np.float32)
     random_k.decompress(sent, indices, out)
     return out
