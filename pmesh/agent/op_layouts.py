@@ -3,10 +3,18 @@
 from dataclasses import dataclass
 
 from pmesh.agent.ranks import LocalRank, Result
+from pmesh.compression.codecs import Codec, codec_of
+from pmesh.core.coded_rings import ring_codec_name
 from pmesh.core.extents import Extent, extent_of
 from pmesh.core.op_outcomes import BOUND_KINDS
 from pmesh.core.reductions import WIRE_DTYPES, check_reduction
-from pmesh.core.session import MAX_ROW_VALUES, SYNC_VALUES, TABLE_KINDS, StartOp
+from pmesh.core.session import (
+    MAX_ROW_VALUES,
+    SUMMED_TABLES,
+    SYNC_VALUES,
+    TABLE_KINDS,
+    StartOp,
+)
 from pmesh.core.views import Verdict
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import OpNumber, TrainerId
@@ -14,10 +22,12 @@ from pmesh.ids import OpNumber, TrainerId
 REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 KINDS = REDUCING | ROOTED | BOUND_KINDS | TABLE_KINDS | {"barrier"}
-_ADDING = REDUCING | TABLE_KINDS | {"barrier"}
+_ADDING = REDUCING | SUMMED_TABLES | {"barrier"}
 NOTHING = Result(arena=None, nbytes=0)
 
 _TABLE_DTYPE = "int64"
+_BYTES = "uint8"
+_CODED_DTYPE = "float32"
 _MOST_RANKS = 1024  # that a job can wait for: newcomers may make a sync's table longer
 
 
@@ -29,6 +39,12 @@ class Op:
     request: StartOp
     source: Result | None
     result: Result
+    codec: Codec | None = None
+    """Of a compressed all-reduce."""
+    residual: Result | None = None
+    residual_out: Result | None = None
+    clipped: int = 0
+    """By the codec, in the last attempt."""
     root: TrainerId | None = None
     """Who it is, whatever its rank becomes (O5)."""
     receivers: tuple[TrainerId, ...] = ()
@@ -55,7 +71,7 @@ class Op:
     @property
     def row_bytes(self) -> int:
         """Of a table: what each rank gives."""
-        return self.request.count * WIRE_DTYPES[_TABLE_DTYPE].itemsize
+        return self.request.count * WIRE_DTYPES[self.request.wire_dtype].itemsize
 
     @property
     def gets(self) -> bool:
@@ -80,20 +96,43 @@ def check_request(rank: LocalRank, request: StartOp) -> None:
             _extent(rank, request)
         if call.kind in _ADDING:
             check_reduction(call.reduction or "sum", request.wire_dtype)
+        _check_coding(request)
     except ValueError as e:
         raise ProtocolError(f"op {request.op} is {call}: {e}") from e
 
 
 def _fits(rank: LocalRank, request: StartOp) -> bool:
     call, ranks = request.call, range(len(rank.world))
-    exact = request.count == SYNC_VALUES
-    row_fits = exact if call.kind == "sync" else request.count <= MAX_ROW_VALUES
+    row_fits = {
+        "sync": request.count == SYNC_VALUES and request.wire_dtype == _TABLE_DTYPE,
+        "exchange": request.count <= MAX_ROW_VALUES and request.wire_dtype == _TABLE_DTYPE,
+        "collect": request.wire_dtype == _BYTES,
+    }
     return (
         call.kind in KINDS
         and (call.kind not in ROOTED or call.root in ranks)
         and all(receiver in ranks for receiver in call.receivers)
-        and (call.kind not in TABLE_KINDS or (row_fits and request.wire_dtype == _TABLE_DTYPE))
+        and row_fits.get(call.kind, True)
     )
+
+
+def _check_coding(request: StartOp) -> None:
+    """Raises ValueError if what is asked of the ring's codec, or without one, has no meaning."""
+    call, name = request.call, ring_codec_name(request.call.compression)
+    arenas = [a for a in (request.arena, request.residual, request.residual_out) if a >= 0]
+    if len(set(arenas)) < len(arenas):
+        raise ValueError("values and residuals in one arena")
+    if not name:
+        if request.residual >= 0 or request.residual_out >= 0:
+            raise ValueError("residuals of what is not compressed")
+        return
+    codec_of(name)
+    if call.kind != "all_reduce" or request.wire_dtype != _CODED_DTYPE:
+        raise ValueError(f"{name} is for an all_reduce of {_CODED_DTYPE}")
+    if call.reduction not in {"sum", "mean"}:
+        raise ValueError(f"{name} is for a sum or a mean")
+    if call.strategy not in {"", "ring"}:
+        raise ValueError(f"{name} is for the ring")
 
 
 def _extent(rank: LocalRank, request: StartOp) -> Extent:
@@ -115,36 +154,44 @@ async def lay_out(rank: LocalRank, request: StartOp) -> Op:
     needs_input = extent.gives > 0
     if needs_input != (request.arena >= 0):
         raise ProtocolError(f"op {request.op} comes with arena {request.arena}")
-    source = None
-    if needs_input:
-        nbytes = extent.gives * itemsize
-        arena = rank.arenas.inputs.hold(request.arena, nbytes)
-        source = Result(arena=arena, nbytes=nbytes, is_input=True)
+    codec = ring_codec_name(call.compression)
     op = Op(
         number=request.op,
         request=request,
-        source=source,
+        source=_hold(rank, request.arena, extent.gives * itemsize),
         result=NOTHING,
+        codec=codec_of(codec) if codec else None,
+        residual=_hold(rank, request.residual, request.count * itemsize),
+        residual_out=_hold(rank, request.residual_out, request.count * itemsize),
         root=root,
         receivers=tuple(rank.world[r] for r in call.receivers) or rank.world,
     )
     if kind == "broadcast" and root == rank.id:
-        op.result = source or NOTHING
+        op.result = op.source or NOTHING
     elif extent.gets or op.is_table:
         room_bytes = op.row_bytes * (_MOST_RANKS if kind == "sync" else len(rank.world))
         try:
             arena = await rank.arenas.outputs.acquire(max(room_bytes, extent.gets * itemsize))
         except (UsageError, OSError):
-            if source is not None:
-                rank.let_go(source)
+            let_go(rank, op, keep=None)
             raise
         op.result = Result(arena=arena, nbytes=extent.gets * itemsize)
     return op
 
 
+def _hold(rank: LocalRank, number: int, nbytes: int) -> Result | None:
+    """An input region; None if the request names none."""
+    if number < 0:
+        return None
+    arena = rank.arenas.inputs.hold(number, nbytes)
+    return Result(arena=arena, nbytes=nbytes, is_input=True)
+
+
 def let_go(rank: LocalRank, op: Op, *, keep: Result | None) -> None:
     """Give the op's regions back, but for the one that holds its result."""
-    regions = [op.result] if op.source is None or op.source is op.result else [op.source, op.result]
+    regions = [op.result, op.residual, op.residual_out]
+    if op.source is not op.result:
+        regions.append(op.source)
     for region in regions:
-        if region is not keep:
+        if region is not None and region is not keep:
             rank.let_go(region)

@@ -2,18 +2,24 @@
 
 from dataclasses import replace
 
+import numpy as np
+
 from pmesh.agent.lane_desk import LaneDesk
 from pmesh.agent.op_layouts import REDUCING, Op
 from pmesh.agent.ranks import LocalRank
 from pmesh.agent.ring_costs import agree_on_costs
 from pmesh.agent.surroundings import Surroundings
+from pmesh.compression.arrays import Float32s
+from pmesh.compression.codecs import Codec
 from pmesh.core.plans import RankPlan
 from pmesh.core.plans_all_reduce import plan_centralized, plan_hierarchical, plan_tree
 from pmesh.core.plans_moving import plan_all_gather, plan_all_to_all, plan_gather, plan_scatter
 from pmesh.core.plans_reduce import plan_reduce, plan_reduce_scatter
 from pmesh.core.records import RecordHeader
 from pmesh.core.reductions import WIRE_DTYPES
+from pmesh.core.session import SUMMED_TABLES
 from pmesh.ids import Rank
+from pmesh.net.coded_ring import Tensors, all_reduce_coded
 from pmesh.net.collectives import RingPosition, all_reduce, broadcast
 from pmesh.net.transfers import run_plan
 
@@ -41,13 +47,17 @@ async def run_on_network(rank: LocalRank, op: Op, root: Rank | None, around: Sur
         )
     if op.kind == "broadcast" and root is not None:
         await broadcast_along(rank, op, await rank.ring(desk), root)
-    elif op.is_table:
+    elif op.codec is not None:
+        await _all_reduce_coded(rank, op, op.codec, await rank.ring(desk))
+    elif op.kind in SUMMED_TABLES:
         ring = await rank.ring(desk)
         op.result = replace(op.result, nbytes=ring.size * op.row_bytes)
         await _all_reduce(rank, op, ring, _table_of(op, ring))
     elif (plan := _plan_of(rank, op, root)) is None:
         await _all_reduce(rank, op, await rank.ring(desk), _source_of(op))
     else:
+        if op.is_table:
+            op.result = replace(op.result, nbytes=plan.size * op.row_bytes)
         await _run_plan(rank, op, plan, desk)
         if op.kind == "reduce" and root is not None:
             # Nobody has ended it before the root has, so that it can run again among others.
@@ -81,6 +91,22 @@ async def _all_reduce(rank: LocalRank, op: Op, ring: RingPosition, source: memor
     )
 
 
+async def _all_reduce_coded(rank: LocalRank, op: Op, codec: Codec, ring: RingPosition) -> None:
+    tensors = Tensors(
+        own=_float32s(_source_of(op)),
+        result=_float32s(op.result.memory),
+        residual=None if op.residual is None else _float32s(op.residual.memory.toreadonly()),
+        residual_out=None if op.residual_out is None else _float32s(op.residual_out.memory),
+    )
+    op.clipped = await all_reduce_coded(
+        ring, tensors=tensors, codec=codec, reduction=op.request.call.reduction, **_of(rank, op)
+    )
+
+
+def _float32s(memory: memoryview) -> Float32s:
+    return np.frombuffer(memory, np.float32)
+
+
 async def _run_plan(rank: LocalRank, op: Op, plan: RankPlan, desk: LaneDesk) -> None:
     ids = rank.roster.ids
     to, from_ = await rank.lanes.open(
@@ -102,7 +128,8 @@ def _leaves_the_choice(rank: LocalRank, op: Op) -> bool:
     """Whether the ranks are to find out what is quickest; of two ranks, each way is the same."""
     chosen = op.request.call.strategy
     asks = op.kind in {"all_reduce", "barrier"} and chosen in {"", "hierarchical"}
-    return asks and rank.size > 2 and rank.costs.edges is None  # noqa: PLR2004 - as it says
+    knows = rank.costs.edges is not None or op.codec is not None
+    return asks and rank.size > 2 and not knows  # noqa: PLR2004 - as it says
 
 
 def _plan_of(rank: LocalRank, op: Op, root: Rank | None) -> RankPlan | None:
@@ -115,6 +142,8 @@ def _plan_of(rank: LocalRank, op: Op, root: Rank | None) -> RankPlan | None:
             plan = plan_reduce(**at, root=root or 0, nbytes=request.count * itemsize)
         case "all_gather":
             plan = plan_all_gather(**at, nbytes=parts)
+        case "collect":
+            plan = plan_all_gather(**at, nbytes=(op.row_bytes,) * rank.size)
         case "gather":
             plan = plan_gather(**at, root=root or 0, nbytes=parts)
         case "scatter":

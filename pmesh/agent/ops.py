@@ -108,7 +108,7 @@ def _deliver(rank: LocalRank, op: Op, around: Surroundings) -> tuple[OpDone, Are
         _note_halt(rank, op, around)
     arena = None if op.result.is_input else op.result.arena
     number = -1 if arena is None else arena.number
-    return OpDone(op.number, number, rank.see(op.contributors)), arena
+    return OpDone(op.number, number, rank.see(op.contributors), op.clipped), arena
 
 
 def _note_halt(rank: LocalRank, op: Op, around: Surroundings) -> None:

@@ -2,23 +2,25 @@
 
 from functools import partial
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from trio.testing import MockClock
 
+from pmesh.agent import op_runs
 from pmesh.agent.op_layouts import check_request
 from pmesh.agent.ranks import LocalRank
 from pmesh.core.extents import extent_of
 from pmesh.core.messages import Call
 from pmesh.core.reductions import WIRE_DTYPES, Values
 from pmesh.core.session import OpDone, OpFailed, StartOp
-from pmesh.errors import ProtocolError
+from pmesh.errors import LaneBroken, ProtocolError
 from pmesh.ids import OpNumber, TrainerId
+from pmesh.net import transfers
 from tests.agent.fake_trainer import OpError, Trainer, together, until
 from tests.agent.fakes import village
-from tests.agent.ops import ones, reduce_all
+from tests.agent.ops import ones, ranks_of, reduce_all, verdicts_of_all
 
 
 async def run(
@@ -86,6 +88,8 @@ async def test_every_kind_brings_each_rank_what_is_its(
             got = await run(trainer, Call("all_to_all", "float32", ()), xs, to, to)
             expected = [block(10 * other + rank, to[other]) for other in range(size)]
             np.testing.assert_array_equal(got, np.concatenate(expected))
+            table = await run(trainer, collecting(9), np.full(9, rank, np.uint8))
+            np.testing.assert_array_equal(table.reshape(size, 9)[:, 0], range(size))
             for strategy in ("ring", "tree", "centralized", "hierarchical"):
                 reducing = Call("all_reduce", "float32", (7,), "sum", strategy=strategy)
                 np.testing.assert_array_equal(await run(trainer, reducing, block(rank, 7)), summed)
@@ -110,6 +114,69 @@ async def test_a_loss_in_an_all_gather_fails_it_for_all_who_are_left_and_they_go
         errors = await together(*[partial(fail, trainer) for trainer in left], partial(die, lost))
         assert errors[:2] == ["RosterChanged"] * 2
         assert [x[0] for x in await reduce_all(left)] == [2.0, 2.0]
+
+
+def collecting(count: int) -> Call:
+    return Call("collect", "uint8", (count,), compression="topk(0.1)")
+
+
+@pytest.mark.parametrize("count", [0, 5, 200_000])
+async def test_a_collect_that_loses_a_rank_runs_again_among_the_rest(
+    clock: MockClock, count: int
+) -> None:
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        first, lost, last = trainers
+        dice = np.random.default_rng(1)
+        rows = {t.id: dice.integers(0, 256, count).astype(np.uint8) for t in trainers}
+
+        async def collect(trainer: Trainer) -> Values:
+            return await run(trainer, collecting(count), rows[trainer.id])
+
+        async def lose() -> Values:
+            await until(
+                lambda: all(rank.busy_since for rank in (ranks_of(here)[0], *ranks_of(here)[2:]))
+            )
+            await lost.die()
+            return np.empty(0)
+
+        tables = await together(partial(collect, first), partial(collect, last), lose)
+        expected = np.concatenate([rows[first.id], rows[last.id]])
+        for table, trainer in zip(tables[:2], (first, last), strict=True):
+            assert len(trainer.names) == 2
+            assert table[: 2 * count].tobytes() == expected.tobytes()
+
+
+async def test_who_missed_the_end_of_a_collect_fetches_it(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    misses, real = iter([True]), transfers.run_plan
+
+    async def miss_the_end(*plan: Any, result: memoryview, **call: Any) -> None:  # noqa: ANN401 - passed on
+        await real(*plan, result=result, **call)
+        if next(misses, False):
+            result[:] = bytes(len(result))
+            raise LaneBroken("its last record never arrived")
+
+    monkeypatch.setattr(op_runs, "run_plan", miss_the_end)
+    async with village(clock, 2) as here:
+        trainers = await here.job(*here.machines)
+        calls = [partial(run, t, collecting(9), np.full(9, t.rank, np.uint8)) for t in trainers]
+        for table in await together(*calls):
+            np.testing.assert_array_equal(table, np.repeat([0, 1], 9))
+
+
+async def test_payloads_of_different_lengths_are_a_mismatch(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        trainers = await here.job(*here.machines)
+        calls = [
+            (
+                trainer,
+                run(trainer, collecting(9 + trainer.rank), np.zeros(9 + trainer.rank, np.uint8)),
+            )
+            for trainer in trainers
+        ]
+        assert {v.error for v in await verdicts_of_all(*calls)} == {"OpMismatch"}
 
 
 async def die(trainer: Trainer) -> str:
@@ -172,6 +239,8 @@ GOOD = StartOp(OpNumber(0), Call("all_gather", "uint8", ()), "uint8", 1, 0, 1.0,
         (Call("broadcast", "uint8", (), root=-1), "uint8", 1, ()),
         (Call("broadcast", "uint8", (), root=0, receivers=(2,)), "uint8", 1, ()),
         (Call("exchange", "int64", ()), "int32", 1, ()),
+        (Call("collect", "float32", ()), "float32", 1, ()),
+        (Call("collect", "uint8", (), compression="int8"), "uint8", 1, ()),
         (Call("exchange", "int64", ()), "int64", 4097, ()),
         (Call("sync", "int64", ()), "int64", 7, ()),
         (Call("all_gather", "uint8", ()), "uint8", 1, (1,)),

@@ -22,6 +22,9 @@ class Plain:
     block = 4
     divides_first = False
 
+    def prepare(self) -> bool:
+        return False
+
     def wire_bytes(self, count: int) -> int:
         return 4 * count
 

@@ -5,7 +5,7 @@ import trio
 import trio.testing
 
 from pmesh.errors import ProtocolError, UsageError
-from pmesh.net.arena_pools import IDLE_S, MAX_ARENAS, InputArenas, OutputPool, SessionArenas
+from pmesh.net.arena_pools import IDLE_S, MAX_ARENAS, MAX_INPUT_ARENAS, InputArenas, OutputPool, SessionArenas
 from pmesh.net.arenas import SMALLEST_BYTES
 
 MIB = 1024 * 1024
@@ -79,11 +79,17 @@ async def test_free_arenas_give_way_before_the_limit_refuses_an_op() -> None:
 
 async def test_a_trainer_cannot_use_up_the_descriptors() -> None:
     arenas = input_arenas()
-    for _ in range(MAX_ARENAS):
+    for _ in range(MAX_INPUT_ARENAS):  # two for the residuals of each bucket, and the values
         await arenas.create(1)
     with pytest.raises(UsageError):
         await arenas.create(1)
     await arenas.aclose()
+    pool = output_pool()
+    for _ in range(MAX_ARENAS):
+        await pool.acquire(1)
+    with pytest.raises(UsageError):
+        await pool.acquire(1)
+    await pool.aclose()
 
 
 async def test_a_claim_of_a_terabyte_is_refused_before_any_memory_is_touched() -> None:

@@ -2,6 +2,7 @@
 
 import threading
 import tracemalloc
+from functools import partial
 
 import numpy as np
 import pytest
@@ -237,7 +238,7 @@ async def test_after_a_cancelled_op_a_new_roster_goes_on_over_the_same_lanes(cou
             with trio.CancelScope() as scope:
                 async with trio.open_nursery() as nursery:
                     started = ring[: roster % 3 + 1]
-                    nursery.start_soon(reduce_coded_all, started, fresh(xs), codec)
+                    nursery.start_soon(partial(reduce_coded_all, started, fresh(xs), codec))
                     for _ in range(roster * 7):
                         await trio.lowlevel.checkpoint()
                     scope.cancel()
@@ -263,7 +264,7 @@ async def test_a_cancelled_op_has_no_worker_when_it_returns() -> None:
     with ring_of(2) as ring:
         async with trio.open_nursery() as nursery:
             xs = noise(2, 3 * PIECE_VALUES)
-            nursery.start_soon(reduce_coded_all, ring, fresh(xs), Slow())
+            nursery.start_soon(partial(reduce_coded_all, ring, fresh(xs), Slow()))
             await trio.to_thread.run_sync(began.wait, 20)
             nursery.cancel_scope.cancel()
             go_on.set()
