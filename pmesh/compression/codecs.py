@@ -19,7 +19,8 @@ class Codec(Protocol):
     """Turns fp32 values into bytes and back. Thread-safe: it keeps nothing of a call.
 
     A *piece* is what one call takes: `count` consecutive values of a tensor, and their
-    `wire_bytes(count)` bytes, which begin at an address that is a multiple of 4.
+    `wire_bytes(count)` bytes. Every array is contiguous; bytes that begin at a multiple of 4 are
+    faster.
     """
 
     @property
@@ -35,6 +36,17 @@ class Codec(Protocol):
     @property
     def divides_first(self) -> bool:
         """A mean scales each rank's own values by 1/n, and the owner does not divide."""
+        ...
+
+    def prepare(self) -> bool:
+        """Compile the twin in numba, which from then on gives the same bits in less time.
+
+        To be called in a thread that may take its time: 5 s at the first time on a machine, 1 s
+        after that, most of it numba's import. Other threads go on with numpy meanwhile.
+
+        Returns:
+            Whether there is a twin now; no, where numba is not installed or does not fit numpy.
+        """
         ...
 
     def wire_bytes(self, count: int) -> int:
@@ -71,10 +83,14 @@ class Codec(Protocol):
             divisor: of the sum; at least 1.
             residual: float32[count], as an earlier call left it; only read.
             residual_out: float32[count], written; may be the same memory as `residual`.
-            draw: 64 bits, of which the codecs that draw lots make them: the same, the same bytes.
+            draw: 64 bits, from which the codecs that draw lots make them: the same, the same bytes.
+                Hops on the way of one chunk need different ones, or their errors add up.
 
         Returns:
             How many finite values were clipped.
+
+        Raises:
+            ValueError: an array has another length than stands here.
         """
         ...
 

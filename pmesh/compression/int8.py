@@ -18,17 +18,20 @@ but what it decodes to is the value on average.
 """
 
 from collections.abc import Iterator
+from types import ModuleType
 
 import numpy as np
 
+from pmesh.compression import fast
 from pmesh.compression.arrays import Bytes, Float32s, Int8s, Rows
-from pmesh.compression.draws import draw_uniform
-from pmesh.compression.hops import PART, hop_in_parts
+from pmesh.compression.draws import draw_uniform, start_of
+from pmesh.compression.hops import PART, Terms, check_wire, hop_in_parts
+from pmesh.compression.parts import parts
 
 BLOCK = 256
-_LEVELS = np.float32(127)  # -128 would make the range lopsided, and a mean of many ranks with it
-_SMALLEST_SCALE = np.float32(2.0**-126)  # below it scales are denormal, and coarse themselves
-_LARGEST_SCALE = np.nextafter(np.finfo(np.float32).max / _LEVELS, np.float32(0))
+LEVELS = np.float32(127)  # -128 would make the range lopsided, and a mean of many ranks with it
+SMALLEST_SCALE = np.float32(2.0**-126)  # below it scales are denormal, and coarse themselves
+LARGEST_SCALE = np.nextafter(np.finfo(np.float32).max / LEVELS, np.float32(0))
 """One more, and 127 times it would be infinity."""
 
 
@@ -41,6 +44,12 @@ class Int8:
     def __init__(self, *, stochastic: bool) -> None:
         self.name = "int8-stochastic" if stochastic else "int8"
         self._stochastic = stochastic
+        self._twin: ModuleType | None = None
+
+    def prepare(self) -> bool:
+        """See `Codec.prepare`."""
+        self._twin = fast.load("rings")
+        return self._twin is not None
 
     def wire_bytes(self, count: int) -> int:
         """One for each value, four for each block, rounded up to a multiple of four."""
@@ -59,25 +68,34 @@ class Int8:
         draw: int = 0,
     ) -> int:
         """See `Codec.hop`; nothing is clipped."""
-        incoming_blocks = None if incoming is None else _Blocks(incoming, len(own))
+        terms = Terms(own, own_scale, divisor, residual, residual_out)
+        terms.check(self.wire_bytes(len(own)), incoming, outgoing)
+        arrived = None if incoming is None else _Blocks(incoming, len(own))
         sent = _Blocks(outgoing, len(own), draw=draw if self._stochastic else None)
         sent.rest[:] = 0
-        return hop_in_parts(
-            incoming_blocks,
-            own,
-            sent,
-            own_scale=own_scale,
-            divisor=divisor,
-            residual=residual,
-            residual_out=residual_out,
+        if self._twin is None:
+            return hop_in_parts(arrived, terms, sent)
+        self._twin.hop_int8(
+            sent.scales[:0] if arrived is None else arrived.scales,
+            sent.codes[:0] if arrived is None else arrived.codes,
+            sent.scales,
+            sent.codes,
+            *terms.for_twin(),
+            self._stochastic,
+            np.uint64(start_of(draw)),
         )
+        return 0
 
     def decode(self, wire: Bytes, out: Float32s) -> None:
         """See `Codec.decode`."""
+        check_wire(wire, self.wire_bytes(len(out)), len(out))
         blocks = _Blocks(wire, len(out))
+        if self._twin is not None:
+            self._twin.decode_int8(blocks.scales, blocks.codes, out)
+            return
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # as forged scales may
-            for start in range(0, len(out), PART):
-                blocks.load(start, out[start : start + PART])
+            for part in parts(len(out), PART):
+                blocks.load(part.start, out[part])
 
 
 class _Blocks:
@@ -104,10 +122,12 @@ class _Blocks:
         else:
             np.add(image, draw_uniform(self._draw, start, len(image)), out=image)
             np.floor(image, out=image)
-            np.minimum(image, _LEVELS, out=image)  # the quotient of the largest may be 127.00001
+            np.minimum(image, LEVELS, out=image)  # the quotient of the largest may be 127.00001
         np.copyto(self.codes[start : start + len(image)], image, casting="unsafe")
-        self._multiply_by_scales(start, image)
         return 0
+
+    def load_stored(self, start: int, image: Float32s) -> None:
+        self._multiply_by_scales(start, image)
 
     def _multiply_by_scales(self, start: int, values: Float32s) -> None:
         block = start // BLOCK
@@ -131,11 +151,13 @@ def _rows(values: Float32s) -> Iterator[Rows]:
 
 def _divide_by_scales(rows: Rows, quotients: Rows, scales: Float32s) -> None:
     """Choose each row's scale; quotients = rows / scale, 0 where the scale is NaN."""
-    np.abs(rows, out=quotients)
-    np.maximum.reduce(quotients, axis=1, out=scales)
-    np.divide(scales, _LEVELS, out=scales)
+    # The magnitudes of floats are ordered as their bits are, and integers compare faster.
+    bits = quotients.view(np.uint32)
+    np.bitwise_and(rows.view(np.uint32), 0x7FFFFFFF, out=bits)
+    np.maximum.reduce(bits, axis=1, out=scales.view(np.uint32))
+    np.divide(scales, LEVELS, out=scales)
     finite = np.isfinite(scales)
-    np.clip(scales, _SMALLEST_SCALE, _LARGEST_SCALE, out=scales)
+    np.clip(scales, SMALLEST_SCALE, LARGEST_SCALE, out=scales)
     np.divide(rows, scales[:, None], out=quotients)
     if not finite.all():
         scales[~finite] = np.nan
