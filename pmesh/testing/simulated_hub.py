@@ -9,13 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pmesh.client.mail_session import Arrived
 from pmesh.client.session import error_of
 from pmesh.compression.arrays import Float32s
 from pmesh.compression.codecs import codec_of
 from pmesh.core.coded_rings import ring_codec_name
+from pmesh.core.messages import Letter
 from pmesh.core.reductions import WIRE_DTYPES, Values, accumulate, finish
 from pmesh.core.session import StartOp
 from pmesh.core.views import Verdict
+from pmesh.errors import PmeshError
 from pmesh.ids import OpNumber, TrainerId
 from pmesh.testing.simulated_rings import Coded, reduce_coded
 
@@ -52,6 +55,26 @@ class _Op:
     """Of a compressed all-reduce: computed once, for all."""
 
 
+@dataclass(slots=True, eq=False)
+class Transit:
+    """One send or one receive."""
+
+    wanted: tuple[TrainerId, ...]
+    """Whom it may meet."""
+    tag: int
+    deadline: float
+    letter: Letter | None = None
+    """Of a send."""
+    data: "Values | None" = None
+    met: Arrived | None = None
+    failed: PmeshError | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has met its other side, or can't any more."""
+        return self.met is not None or self.failed is not None
+
+
 class Hub:
     """One job, or one group, of threads."""
 
@@ -63,6 +86,8 @@ class Hub:
         """Those who are not."""
         self.lost = ""
         """Who was lost last, and why; empty: nobody."""
+        self.transits: list[tuple[TrainerId, Transit]] = []
+        """Sends and receives that have not met yet, and whose they are; in order."""
         self._size = size
         self._ops: dict[int, _Op] = {}
 

@@ -18,9 +18,10 @@ from pmesh.core.messages import Call
 from pmesh.core.reductions import WIRE_DTYPES, Values
 from pmesh.core.session import StartOp, WireDtype, World
 from pmesh.core.views import View
-from pmesh.errors import MeshClosed, NotEnoughRanks, RankLost, UsageError
+from pmesh.errors import MeshClosed, NotEnoughRanks, RankLost
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, TrainerId
 from pmesh.testing.simulated_hub import Given, Hub
+from pmesh.testing.simulated_mail import SimulatedMail
 
 R = TypeVar("R")
 _NODE = NodeId(bytes(32))
@@ -77,6 +78,9 @@ class SimulatedSession:
 
     def drop(self, residuals: Residuals) -> None:
         """They are ordinary arrays."""
+
+    def show_compression(self, text: str) -> None:
+        """Nobody is told."""
 
     def run_op(
         self,
@@ -164,8 +168,8 @@ class SimulatedPlace:
         return SimulatedPlace(self._hubs, hub, self._session.me, timeout_s)
 
     def attach(self) -> LetterSession:
-        """Raises UsageError: messages between two ranks are not simulated."""
-        raise UsageError("a simulated mesh has the collectives, not send and recv")
+        """Its messages, among the ranks of the hub."""
+        return SimulatedMail(self._session.hub, self._session.me)
 
     def leave(self) -> None:
         """End on purpose: a call that the others make from now on fails."""
