@@ -100,6 +100,14 @@ def _all_to_all(mesh: Mesh, count: int, _: str) -> Trial:
     return Trial(lambda: mesh.all_to_all(mine), lambda got: _equals(right)(np.concatenate(got)))
 
 
+def _sendrecv(mesh: Mesh, count: int, _: str) -> Trial:
+    following, previous = (mesh.rank + 1) % mesh.size, (mesh.rank - 1) % mesh.size
+    mine, right = input_of(count, mesh.rank), input_of(count, previous)
+    if mesh.size == 1:
+        return Trial(mine.copy, _equals(right))  # nobody sends to itself
+    return Trial(lambda: mesh.sendrecv(mine, following, previous), _equals(right))
+
+
 def _barrier(mesh: Mesh, _count: int, _strategy: str) -> Trial:
     return Trial(mesh.barrier, lambda _: True)
 
@@ -143,6 +151,7 @@ COLLECTIVES: Final[Sequence[Collective]] = (
     Collective(name="scatter", prepare=_scatter, bus_factor=_all_but_own),
     Collective(name="reduce_scatter", prepare=_reduce_scatter, bus_factor=_all_but_own),
     Collective(name="all_to_all", prepare=_all_to_all, bus_factor=_all_but_own),
+    Collective(name="sendrecv", prepare=_sendrecv, bus_factor=_one_way),
     Collective(name="barrier", prepare=_barrier, bus_factor=lambda _: 0.0, has_sizes=False),
 )
 STRATEGIES: Final = tuple(dict.fromkeys(s for c in COLLECTIVES for s in c.strategies if s))

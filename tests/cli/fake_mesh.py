@@ -98,6 +98,10 @@ class FakeMesh:
     def all_to_all(self, xs: Any) -> Any:  # noqa: ANN401
         return self._out("all_to_all", [each[self.rank] for each in self._call("all_to_all", xs)])
 
+    def sendrecv(self, x: Any, to: int, from_: int) -> Any:  # noqa: ANN401
+        assert to != self.rank
+        return self._out("sendrecv", self._call("sendrecv", x)[from_])
+
     def barrier(self) -> None:
         self._call("barrier", None)
 

@@ -138,6 +138,7 @@ def test_whoever_gets_a_result_that_is_the_roots_is_found_wrong(name: str) -> No
         ("scatter", [0.5, 0.75]),
         ("reduce_scatter", [0.5, 0.75]),
         ("all_to_all", [0.5, 0.75]),
+        ("sendrecv", [1.0, 1.0]),
     ],
 )
 def test_bus_bandwidth_is_that_of_nccl_tests(name: str, factors: list[float]) -> None:
@@ -254,7 +255,7 @@ def test_a_wrong_result_is_shown_and_fails_the_command(
 
     captured = capsys.readouterr()
     assert [line.split()[0] for line in captured.out.splitlines() if "NO" in line] == ["broadcast"]
-    assert "RunError: 1 of 13 rows had wrong results: broadcast; report this" in captured.err
+    assert "RunError: 1 of 14 rows had wrong results: broadcast; report this" in captured.err
 
 
 def test_a_lost_machine_ends_the_measurement_by_name(

@@ -75,7 +75,7 @@ def agent(home: Path, monkeypatch: pytest.MonkeyPatch) -> FakeAgent:
 
 def test_every_option_reaches_the_agent(agent: FakeAgent, home: Path) -> None:
     options = "--name studio --listen 127.0.0.1:0 --peer a:1 --peer [::1]:2 --no-mdns --min-peers 2"
-    more = "--log-level debug --log-json"
+    more = "--compression topk --log-level debug --log-json"
     assert run(["up", *options.split(), *more.split()]) == 0
     assert agent.starts[0].settings == Settings(
         home=home,
@@ -84,6 +84,7 @@ def test_every_option_reaches_the_agent(agent: FakeAgent, home: Path) -> None:
         peers=(Address("a", 1), Address("::1", 2)),
         mdns=False,
         min_peers=2,
+        compression="topk",
         log_level="debug",
         log_json=True,
     )
