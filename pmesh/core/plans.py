@@ -139,6 +139,12 @@ class RankPlan:
         """The bytes of values that this rank sends: the beta of its cost."""
         return sum(send.nbytes for sends in self.sends.values() for send in sends)
 
+    @property
+    def moving_bytes(self) -> int:
+        """The bytes of values that this rank sends or receives."""
+        received = (receive.nbytes for receives in self.receives.values() for receive in receives)
+        return self.bytes_sent + sum(received)
+
 
 class PlanMaker:
     """Writes down one rank's plan: each lane in its order, and what is received by steps."""

@@ -55,6 +55,11 @@ class Plan:
         """The tensor's bytes that this rank sends: the beta of its cost."""
         return sum(piece.nbytes for piece in self.sends)
 
+    @property
+    def moving_bytes(self) -> int:
+        """The tensor's bytes that this rank sends or receives."""
+        return self.bytes_sent + sum(piece.nbytes for piece in self.receives)
+
 
 def chunk_bounds(count: int, chunks: int) -> tuple[int, ...]:
     """Where the chunks of `count` values begin, and the end; as `numpy.array_split` cuts.

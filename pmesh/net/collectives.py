@@ -5,7 +5,7 @@ they belong. While pieces are large the sending and the receiving half of that l
 tasks; small ones fit the socket buffers, and switching tasks would cost more than the network.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +14,8 @@ import trio
 from pmesh.core.records import RecordHeader
 from pmesh.core.reductions import WIRE_DTYPES, accumulate, check_reduction, finish
 from pmesh.core.schedule import SEGMENT_BYTES, Piece, Plan, plan_all_reduce, plan_broadcast
-from pmesh.errors import LaneBroken
-from pmesh.net.lanes import CallsDiffer, Lane
+from pmesh.net.crews import Crew, Part
+from pmesh.net.lanes import CallsDiffer, Lane, Steps, Wait
 
 __all__ = ["CallsDiffer", "RingPosition", "all_reduce", "broadcast"]
 
@@ -139,69 +139,57 @@ class _Op:
         self._landed = landed
         self._sent = 0
         self._received = 0
-        self._progress = trio.lowlevel.ParkingLot()
+        self._crew = Crew()
 
     async def run(self) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
         if self._plan.small:
             await self._run_in_line()
-        if self._plan.sends and self._received < len(self._plan.receives):
-            await self._run_both()
-        else:  # at most one half has anything left
-            await self._receive_all()
-            await self._send_all()
+        parts: list[Part] = []
+        if self._plan.sends:
+            lane = _present(self._to_next)
+            if self._sent < len(self._plan.sends) or not lane.idle:
+                parts.append(Part(self._send_all(lane), lane))
+        if self._received < len(self._plan.receives):
+            lane = _present(self._from_previous)
+            parts.append(Part(self._receive_all(lane), lane))
+        if parts:
+            await self._crew.run(parts, moving_bytes=self._plan.moving_bytes)
 
     async def _run_in_line(self) -> None:
         """Send and receive in turn, until done or until a record does not fit the socket's buffer.
 
-        Then every rank might wait for the next to receive: the rest takes two tasks.
+        Then every rank might wait for the next to receive: the rest takes a crew.
         """
         while self._received < len(self._plan.receives):
             while self._may_send():
                 lane = _present(self._to_next)
                 if not lane.idle or not lane.post(*self._take_record()):
                     return
-            await self._receive_one()
+            lane = _present(self._from_previous)
+            for wait in self._receive_one(lane):
+                await lane.wait_for(wait)
 
-    async def _run_both(self) -> None:
-        failures: list[LaneBroken | CallsDiffer] = []
-
-        async def run_half(half: Callable[[], Awaitable[None]]) -> None:
-            try:
-                await half()
-            except (LaneBroken, CallsDiffer) as e:  # one plain error, where a nursery makes a group
-                failures.append(e)
-                nursery.cancel_scope.cancel()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(run_half, self._send_all)
-            await run_half(self._receive_all)
-        if failures:
-            raise failures[0]
-
-    async def _send_all(self) -> None:
-        if not self._plan.sends:
-            return
-        lane = _present(self._to_next)
-        await lane.flush()
+    def _send_all(self, lane: Lane) -> Steps:
+        yield from lane.flushes()
         while self._sent < len(self._plan.sends):
             if self._may_send():
-                await lane.send(*self._take_record())
+                yield from lane.sends(*self._take_record())
             else:
-                await self._progress.park()
+                yield Wait.PROGRESS
 
-    async def _receive_all(self) -> None:
+    def _receive_all(self, lane: Lane) -> Steps:
         while self._received < len(self._plan.receives):
-            await self._receive_one()
+            yield from self._receive_one(lane)
 
-    async def _receive_one(self) -> None:
+    def _receive_one(self, lane: Lane) -> Steps:
         piece = self._plan.receives[self._received]
         expected = self._header._replace(body_bytes=piece.nbytes, segment=self._received)
         into = self._result[piece.offset : piece.offset + piece.nbytes]
-        await _present(self._from_previous).receive(expected, into)
+        yield from lane.receives(expected, into)
         self._landed(piece)
         self._received += 1
-        self._progress.unpark_all()
+        self._crew.note_progress()
 
     def _may_send(self) -> bool:
         ready = self._plan.own + self._received  # send own + i forwards what receive i brought

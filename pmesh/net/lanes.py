@@ -3,13 +3,20 @@
 A lane has one direction for data. The other carries one record, the receiver's greeting: each side
 proves that it has read the offer before the other trusts it with anything.
 
-A lane's calls may be cancelled at any await: what was half sent or half received is finished by the
+A lane's calls may be cancelled at any wait: what was half sent or half received is finished by the
 next call, so a lane survives a view change if its edge does (V7). One task may send while another
 receives; two may not do the same.
+
+What a lane does is written once, as steps that say what they wait for. `send` and `receive` wait in
+the event loop; a `Crew` (`pmesh.net.crews`) lets the steps of large ops wait in threads.
 """
 
 import contextlib
+import select
 import socket
+from collections.abc import Callable, Generator
+from enum import Enum, auto
+from typing import TypeAlias
 
 import trio
 
@@ -36,6 +43,25 @@ class CallsDiffer(PmeshError):  # noqa: N818 - a state, as in pmesh.errors
         super().__init__(f"{peer} called something else as op {op}")
         self.op = op
         """The first op in which the two differ."""
+
+
+class Wait(Enum):
+    """What must be before the next step."""
+
+    READABLE = auto()
+    """Something has arrived."""
+    WRITABLE = auto()
+    """The system takes more."""
+    CLOSED = auto()
+    """Nothing can be done until the lane is closed, or the call cancelled."""
+    PROGRESS = auto()
+    """Another part of the same crew has got further."""
+    TURN = auto()
+    """Nothing; but others on the event loop, which a fast network must not starve, come first."""
+
+
+Steps: TypeAlias = Generator[Wait, None, None]
+"""Goes on when what it has yielded has come true, or perhaps has; may be closed at any yield."""
 
 
 class Lane:
@@ -67,13 +93,41 @@ class Lane:
         self._unsent = self._out[:0]
         self._in = memoryview(bytearray(greeting if sending else full))
         self._filled = 0  # bytes of _in that hold what has arrived
+        self._stop_thread: Callable[[], None] | None = None
 
     def close(self) -> None:
         """Close the connection; whoever waits on it gets LaneBroken."""
+        self._closed.set()
+        if self._stop_thread is not None:
+            self._stop_thread()  # its socket's number must not become another's under its hands
+            return
         if self._socket.fileno() != -1:
             trio.lowlevel.notify_closing(self._socket)
         self._socket.close()
-        self._closed.set()
+
+    def lend(self, stop: Callable[[], None]) -> None:
+        """Until `take_back` a thread works with the lane; `stop` makes it end soon.
+
+        Raises:
+            LaneBroken: it has been closed.
+        """
+        self.check_open()
+        self._stop_thread = stop
+
+    def take_back(self) -> None:
+        """The thread has ended. If the lane was to be closed meanwhile, it is closed now."""
+        self._stop_thread = None
+        if self._closed.is_set():
+            self.close()
+
+    def register(self, poll: select.poll) -> None:
+        """In a thread: `poll` is to return when the lane's steps may go on."""
+        poll.register(self._socket, select.POLLOUT if self.sending else select.POLLIN)
+
+    def check_open(self) -> None:
+        """Raises LaneBroken if the lane has been closed."""
+        if self._closed.is_set():
+            raise self._broken("was closed")
 
     def __repr__(self) -> str:
         arrow = "to" if self.sending else "from"
@@ -81,11 +135,16 @@ class Lane:
 
     async def send(self, header: RecordHeader, body: bytes | memoryview) -> None:
         """Seal and send one record; `body` may be reused when this returns or is cancelled."""
-        await self.flush()
+        for wait in self.sends(header, body):
+            await self.wait_for(wait)
+
+    def sends(self, header: RecordHeader, body: bytes | memoryview) -> Steps:
+        """The steps of `send`."""
+        yield from self.flushes()
         if self.post(header, body):
-            await trio.lowlevel.checkpoint()  # a fast network must not keep the loop from others
+            yield Wait.TURN
         else:
-            await self.flush()
+            yield from self.flushes()
 
     def post(self, header: RecordHeader, body: bytes | memoryview) -> bool:
         """Seal a record and hand over what the system takes at once; True if that was all.
@@ -104,11 +163,13 @@ class Lane:
 
     async def flush(self) -> None:
         """Send what `post`, or a call that was cancelled, has left."""
+        for wait in self.flushes():
+            await self.wait_for(wait)
+
+    def flushes(self) -> Steps:
+        """The steps of `flush`."""
         while self._unsent:
-            try:
-                await trio.lowlevel.wait_writable(self._socket)
-            except (trio.ClosedResourceError, ValueError, OSError) as e:
-                raise self._broken("was closed") from e
+            yield Wait.WRITABLE
             self._send_some()
 
     def _send_some(self) -> None:
@@ -136,38 +197,42 @@ class Lane:
             CallsDiffer: the peer's op, or its call, is another.
             LaneBroken: the connection ended, or what it brought is no record of this lane.
         """
+        for wait in self.receives(expected, into):
+            await self.wait_for(wait)
+
+    def receives(self, expected: RecordHeader, into: memoryview) -> Steps:
+        """The steps of `receive`."""
         waited = False
         while True:
-            waited |= await self._fill(HEADER_BYTES, OVERHEAD_BYTES + expected.body_bytes)
+            waited |= yield from self._fill(HEADER_BYTES, OVERHEAD_BYTES + expected.body_bytes)
             header = self._header()
-            if header.roster > expected.roster:
-                await self._closed.wait()
-                raise self._broken("was closed")
+            while header.roster > expected.roster:
+                yield Wait.CLOSED
             if header[:5] == expected[:5]:
                 break
-            await self._refuse(header, expected)
+            yield from self._refuse(header, expected)
         end = OVERHEAD_BYTES + header.body_bytes
-        waited |= await self._fill(end, end)
+        waited |= yield from self._fill(end, end)
         self._open(end, into)
         self.peer_completed = header.completed
         if not waited:
-            await trio.lowlevel.checkpoint()  # a fast network must not keep the loop from others
+            yield Wait.TURN
 
-    async def _refuse(self, header: RecordHeader, expected: RecordHeader) -> None:
+    def _refuse(self, header: RecordHeader, expected: RecordHeader) -> Steps:
         """Drop a record that comes too late; raise for any other that is not the expected one."""
         same_call = (header.op, header.fingerprint) == (expected.op, expected.fingerprint)
         if header.roster == expected.roster and same_call:
             raise self._broken("brought a record out of its place")
         end = OVERHEAD_BYTES + header.body_bytes
-        await self._fill(end, end)
+        yield from self._fill(end, end)
         self._open(end, bytearray(header.body_bytes))
         if header.roster == expected.roster:
             # Lower: that op ended here without reading it. Higher: there without sending it.
             raise CallsDiffer(min(header.op, expected.op), self.peer)
         self.records_dropped += 1
-        await trio.lowlevel.checkpoint()
+        yield Wait.TURN
 
-    async def _fill(self, enough: int, limit: int) -> bool:
+    def _fill(self, enough: int, limit: int) -> Generator[Wait, None, bool]:
         """Receive until `_in` holds `enough`, at most `limit`; True if that took a wait."""
         waited = False
         while self._filled < enough:
@@ -175,7 +240,7 @@ class Lane:
                 count = self._socket.recv_into(self._in[self._filled : limit])
             except BlockingIOError:
                 waited = True
-                await self._wait_readable()
+                yield Wait.READABLE
                 continue
             except OSError as e:
                 raise self._broken(f"broke: {e.strerror}") from e
@@ -185,9 +250,19 @@ class Lane:
             self.bytes_received += count
         return waited
 
-    async def _wait_readable(self) -> None:
+    async def wait_for(self, wait: Wait) -> None:
+        """Wait, in the event loop, for what a step of this lane has yielded."""
         try:
-            await trio.lowlevel.wait_readable(self._socket)
+            match wait:
+                case Wait.READABLE:
+                    await trio.lowlevel.wait_readable(self._socket)
+                case Wait.WRITABLE:
+                    await trio.lowlevel.wait_writable(self._socket)
+                case Wait.CLOSED:
+                    await self._closed.wait()
+                    self.check_open()
+                case _:
+                    await trio.lowlevel.checkpoint()
         except (trio.ClosedResourceError, ValueError, OSError) as e:
             raise self._broken("was closed") from e
 

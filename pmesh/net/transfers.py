@@ -1,12 +1,11 @@
 """Runs the plan of any collective (`pmesh.core.plans`), over lanes to and from any ranks.
 
-Each lane's records go in their order, and wait for what the plan says. While they are large, every
-lane has a task of its own; small ones fit the sockets' buffers and go in line, because switching
+Each lane's records go in their order, and wait for what the plan says. While they are large, a crew
+has a member for every lane; small ones fit the sockets' buffers and go in line, because switching
 tasks would cost more than the network.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import trio
@@ -15,8 +14,8 @@ from pmesh.core.plans import Copy, Need, RankPlan, Receive, Region, Then
 from pmesh.core.records import RecordHeader
 from pmesh.core.reductions import WIRE_DTYPES, accumulate, finish
 from pmesh.core.schedule import SEGMENT_BYTES
-from pmesh.errors import LaneBroken
-from pmesh.net.lanes import CallsDiffer, Lane
+from pmesh.net.crews import Crew, Part
+from pmesh.net.lanes import Lane, Steps, Wait
 
 
 async def run_plan(
@@ -109,29 +108,31 @@ class _Run:
         self._sent = dict.fromkeys(plan.sends, 0)
         self._received = dict.fromkeys(plan.receives, 0)
         self._copied = 0
-        self._progress = trio.lowlevel.ParkingLot()
+        self._crew = Crew()
 
     async def run(self) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
         if self._plan.small:
             await self._run_in_line()
-        left: list[Callable[[], Awaitable[None]]] = []
+        parts: list[Part] = []
         if self._copied < len(self._plan.copies):
-            left.append(self._copy_all)
+            parts.append(Part(self._copy_all()))
         for peer, lane in self._lanes_to.items():
             if self._sent[peer] < len(self._plan.sends[peer]) or not lane.idle:
-                left.append(partial(self._send_all, peer))
+                parts.append(Part(self._send_all(peer), lane))
         for peer, received in self._received.items():
             if received < len(self._plan.receives[peer]):
-                left.append(partial(self._receive_all, peer))
-        if left or not self._received:  # else it has let others run while it received
-            await _run_together(left)
+                parts.append(Part(self._receive_all(peer), self._lanes_from[peer]))
+        if parts:
+            await self._crew.run(parts, moving_bytes=self._plan.moving_bytes)
+        elif not self._received:  # else it has let others run while it received
+            await trio.lowlevel.checkpoint()
 
     async def _run_in_line(self) -> None:
         """Receive in the plan's order, and before each receive send all that may be sent.
 
         Up to a record that doesn't fit its socket's buffer: then every rank might wait for another
-        to receive, and the rest takes tasks.
+        to receive, and the rest takes a crew.
         """
         for copy in self._plan.copies:
             self._copy(copy, 0, copy.nbytes)
@@ -139,7 +140,8 @@ class _Run:
         if not self._post_all():
             return
         for peer in self._plan.in_line:
-            await self._receive_one(peer)
+            for wait in self._receive_one(peer):
+                await self._lanes_from[peer].wait_for(wait)
             if not self._post_all():
                 return
 
@@ -159,11 +161,11 @@ class _Run:
         number, sends = self._sent[peer], self._plan.sends[peer]
         return number < len(sends) and self._has(sends[number].needs)
 
-    async def _copy_all(self) -> None:
+    def _copy_all(self) -> Steps:
         for copy in self._plan.copies:
             for begin in range(0, copy.nbytes, SEGMENT_BYTES):
                 self._copy(copy, begin, min(begin + SEGMENT_BYTES, copy.nbytes))
-                await trio.lowlevel.checkpoint()
+                yield Wait.TURN
 
     def _copy(self, copy: Copy, begin: int, end: int) -> None:
         source, result = self._regions[Region.SOURCE], self._regions[Region.RESULT]
@@ -171,14 +173,15 @@ class _Run:
             copy.source + begin : copy.source + end
         ]
 
-    async def _send_all(self, peer: int) -> None:
+    def _send_all(self, peer: int) -> Steps:
         lane, sends = self._lanes_to[peer], self._plan.sends[peer]
-        await lane.flush()
+        yield from lane.flushes()
         while self._sent[peer] < len(sends):
-            await self._wait_for(sends[self._sent[peer]].needs)
-            await lane.send(*self._record(peer))
+            while not self._has(sends[self._sent[peer]].needs):
+                yield Wait.PROGRESS
+            yield from lane.sends(*self._record(peer))
             self._sent[peer] += 1
-            self._progress.unpark_all()
+            self._crew.note_progress()
 
     def _record(self, peer: int) -> tuple[RecordHeader, memoryview]:
         number = self._sent[peer]
@@ -186,45 +189,24 @@ class _Run:
         header = self._header._replace(body_bytes=send.nbytes, segment=number)
         return header, self._regions[send.region][send.offset : send.offset + send.nbytes]
 
-    async def _receive_all(self, peer: int) -> None:
+    def _receive_all(self, peer: int) -> Steps:
         for _ in range(self._received[peer], len(self._plan.receives[peer])):
-            await self._receive_one(peer)
+            yield from self._receive_one(peer)
 
-    async def _receive_one(self, peer: int) -> None:
+    def _receive_one(self, peer: int) -> Steps:
         number = self._received[peer]
         receive = self._plan.receives[peer][number]
-        await self._wait_for(receive.needs)
+        while not self._has(receive.needs):
+            yield Wait.PROGRESS
         expected = self._header._replace(body_bytes=receive.nbytes, segment=number)
         into = self._regions[receive.region][receive.offset : receive.offset + receive.nbytes]
-        await self._lanes_from[peer].receive(expected, into)
+        yield from self._lanes_from[peer].receives(expected, into)
         self._landed(receive)
         self._received[peer] += 1
-        self._progress.unpark_all()
-
-    async def _wait_for(self, needs: Sequence[Need]) -> None:
-        while not self._has(needs):
-            await self._progress.park()
+        self._crew.note_progress()
 
     def _has(self, needs: Sequence[Need]) -> bool:
         return all(
             (self._sent if need.sent else self._received)[need.peer] >= need.number
             for need in needs
         )
-
-
-async def _run_together(parts: Sequence[Callable[[], Awaitable[None]]]) -> None:
-    """Run them all; the first that fails ends the others, as one plain error."""
-    failures: list[LaneBroken | CallsDiffer] = []
-
-    async def run_part(part: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await part()
-        except (LaneBroken, CallsDiffer) as e:
-            failures.append(e)
-            nursery.cancel_scope.cancel()
-
-    async with trio.open_nursery() as nursery:
-        for part in parts:
-            nursery.start_soon(run_part, part)
-    if failures:
-        raise failures[0]

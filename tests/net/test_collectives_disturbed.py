@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import trio
@@ -5,8 +7,17 @@ from trio.testing import wait_all_tasks_blocked
 
 from pmesh.core.schedule import SEGMENT_BYTES
 from pmesh.errors import LaneBroken
+from pmesh.net import crews
 from pmesh.net.collectives import CallsDiffer, RingPosition
 from tests.net.rings import header, inputs_of, reduce_all, ring_of
+
+
+@pytest.fixture(autouse=True, params=["threads", "tasks"])
+def tasks_for_large_ops_too(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if request.param == "tasks":
+        monkeypatch.setattr(crews, "THREADS_FROM_BYTES", math.inf)
 
 
 @pytest.mark.parametrize("count", [10, 2_000_000])
