@@ -1,6 +1,5 @@
 """What holds for every ring codec, in numpy and in numba."""
 
-import sys
 import tracemalloc
 
 import numpy as np
@@ -8,49 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pmesh.compression import fast
-from pmesh.compression.arrays import Bytes, Float32s
-from pmesh.compression.casts import Cast
+from pmesh.compression.arrays import Float32s
 from pmesh.compression.codecs import Codec, codec_of
 from pmesh.compression.hops import PART
-from pmesh.compression.int8 import Int8
+from tests.compression.every_codec import COUNTS, IN_NUMBA, NAMES, decoded, encoded, every_codec
 from tests.compression.rings import all_reduce
 from tests.compression.values import float32s, gaussian
-
-NAMES = ("fp16", "bf16", "int8", "int8-stochastic")
-COUNTS = st.sampled_from([0, 1, 3, 255, 256, 300])
-
-
-def make(name: str) -> Codec:
-    """One of its own, without a twin."""
-    if name.startswith("int8"):
-        return Int8(stochastic=name != "int8")
-    return Cast("fp16") if name == "fp16" else Cast("bf16")
-
-
-def prepared(name: str) -> Codec:
-    codec = make(name)
-    assert codec.prepare()
-    return codec
-
-
-IN_NUMPY = {name: make(name) for name in NAMES}
-IN_NUMBA = {name: prepared(name) for name in NAMES}
-ALL = [*IN_NUMPY.values(), *IN_NUMBA.values()]
-IDS = [f"{name} in {where}" for where in ("numpy", "numba") for name in NAMES]
-every_codec = pytest.mark.parametrize("codec", ALL, ids=IDS)
-
-
-def encoded(codec: Codec, values: Float32s) -> Bytes:
-    wire = np.full(codec.wire_bytes(len(values)), 0xEE, np.uint8)
-    codec.hop(None, values, wire)
-    return wire
-
-
-def decoded(codec: Codec, wire: Bytes, count: int) -> Float32s:
-    values = np.full(count, 77, np.float32)
-    codec.decode(wire, values)
-    return values
 
 
 @every_codec
@@ -109,46 +71,6 @@ def test_nothing_that_is_not_finite_is_swallowed(
         codec.hop(incoming, np.zeros_like(values), wire, divisor=2)
     image = decoded(codec, wire, len(values))
     assert not np.isfinite(image[~np.isfinite(values)]).any()
-
-
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=30)
-@given(data=st.data(), scale=st.sampled_from([1.0, 1 / 3]), divisor=st.integers(1, 3))
-def test_numba_gives_the_same_bits_as_numpy(
-    name: str, data: st.DataObject, scale: float, divisor: int
-) -> None:
-    count = data.draw(COUNTS)
-    sizes = st.just(count)
-    own = data.draw(float32s(sizes, finite=False))
-    residual = data.draw(st.none() | float32s(sizes))
-    arrived = data.draw(st.none() | float32s(sizes, finite=False))
-    draw = data.draw(st.integers(0, 2**64 - 1))
-    incoming = None if arrived is None else encoded(IN_NUMPY[name], arrived)
-    found: list[tuple[int, Bytes, Float32s, Float32s]] = []
-    for codec in (IN_NUMPY[name], IN_NUMBA[name]):
-        wire = np.full(codec.wire_bytes(count), 0xEE, np.uint8)
-        kept = np.full(count, 77, np.float32)
-        clipped = codec.hop(
-            incoming,
-            own,
-            wire,
-            own_scale=scale,
-            divisor=divisor,
-            residual=residual,
-            residual_out=kept,
-            draw=draw,
-        )
-        found.append((clipped, wire, kept, decoded(codec, wire, count)))
-    (clipped, wire, kept, image), (clipped_there, wire_there, kept_there, image_there) = found
-    assert clipped == clipped_there
-    np.testing.assert_array_equal(kept.view(np.uint32), kept_there.view(np.uint32))
-    # Which NaN it is depends on the processor's order of operands: only that it is one counts.
-    np.testing.assert_array_equal(image, image_there)
-    np.testing.assert_array_equal(
-        np.signbit(image)[image == 0], np.signbit(image_there)[image == 0]
-    )
-    if not np.isnan(image).any():
-        np.testing.assert_array_equal(wire, wire_there)
 
 
 @every_codec
@@ -260,14 +182,3 @@ def test_a_name_has_one_codec_which_says_it(name: str) -> None:
 def test_an_unknown_name_is_refused_with_what_there_is() -> None:
     with pytest.raises(ValueError, match="no ring codec 'int4'; there are: fp16, bf16, int8, int8"):
         codec_of("int4")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_without_numba_a_codec_goes_on_in_numpy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pmesh.compression.fast.rings", None)  # as if it had failed
-    codec = make(name)
-    assert not codec.prepare()
-    np.testing.assert_array_equal(
-        encoded(codec, np.ones(3, np.float32)), encoded(IN_NUMPY[name], np.ones(3, np.float32))
-    )
-    assert fast.load("rings") is None
