@@ -98,17 +98,40 @@ async def test_every_kind_brings_each_rank_what_is_its(
             await together(*[partial(call, trainer, root) for trainer in trainers])
 
 
-async def test_a_loss_in_an_all_gather_fails_it_for_all_who_are_left_and_they_go_on(
+ONES = (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "gives", "parts", "parts_in"),
+    [
+        (Call("all_gather", "float32", ()), (1, 1), ONES, ()),
+        (Call("gather", "float32", (), root=0), (1, 1), ONES, ()),
+        (Call("scatter", "float32", (), root=0), (3, 0), ONES, ()),
+        (Call("reduce_scatter", "float32", (), "sum"), (3, 3), ONES, ()),
+        (Call("all_to_all", "float32", ()), (3, 3), ONES, ONES),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Call) else "",
+)
+async def test_what_is_bound_to_its_ranks_fails_for_all_who_are_left_and_they_go_on(
     clock: MockClock,
+    call: Call,
+    gives: tuple[int, ...],
+    parts: tuple[int, ...],
+    parts_in: tuple[int, ...],
 ) -> None:
+    """O4; also for who had its part already, and is told at its next call."""
     async with village(clock, 3) as here:
         trainers = await here.job(*here.machines)
         *left, lost = trainers
-        gather = Call("all_gather", "float32", ())
+
+        async def call_and_call_again(trainer: Trainer) -> None:
+            await run(trainer, call, ones(gives[trainer.rank]), parts, parts_in)
+            await until(lambda: all(rank.size == 2 for rank in ranks_of(here)))
+            await reduce_all([trainer])
 
         async def fail(trainer: Trainer) -> str:
             with pytest.raises(OpError) as caught:
-                await run(trainer, gather, ones(1), (1, 1, 1))
+                await call_and_call_again(trainer)
             return caught.value.verdict.error
 
         errors = await together(*[partial(fail, trainer) for trainer in left], partial(die, lost))
