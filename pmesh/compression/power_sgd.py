@@ -124,7 +124,8 @@ def orthogonalize(plan: Plan, p: Float32s) -> None:
             lengths = _ordered_sums(columns * columns)
             for i, column in enumerate(columns):
                 length = _ordered_sums(column * column)
-                depends = length <= lengths[i] * _DEPENDENT and np.isfinite(length)
+                depends = length <= lengths[i] * _DEPENDENT
+                # What is infinite becomes NaN, by either.
                 np.multiply(column, 0 if depends else 1 / np.sqrt(length), out=column)
                 others = columns[i + 1 :]
                 others -= _ordered_sums(others * column)[:, None] * column

@@ -165,6 +165,17 @@ def test_a_matrix_that_is_not_finite_comes_out_so_and_does_not_stay(bad: float) 
     assert np.isfinite(q).all()
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 0.0])
+def test_a_column_that_is_zero_or_not_finite_is_drawn_anew(bad: float) -> None:
+    plan = power_sgd.plan_matrices([(40, 30)], rank=2)
+    first, q = first_q(plan), gaussian(60, seed=13)
+    q[30:] *= 0
+    q[40] = bad
+    power_sgd.warm_up(plan, q, key=1)
+    np.testing.assert_array_equal(q[30:], first[30:])
+    assert not np.array_equal(q[:30], first[:30])
+
+
 def test_a_first_q_is_drawn_by_its_key_and_warm_ones_keep_their_direction() -> None:
     plan = power_sgd.plan_matrices([(40, 30), (30, 40)], rank=2)
     q, other = first_q(plan), np.zeros(plan.q_count, np.float32)
