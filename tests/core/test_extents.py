@@ -20,6 +20,7 @@ def start(kind: str, root: int = -1, parts: tuple[int, ...] = (), **more: object
         (start("barrier"), (7, 7), (7, 7)),
         (start("exchange"), (7, 21), (7, 21)),
         (start("sync"), (7, 21), (7, 21)),
+        (start("collect"), (7, 21), (7, 21)),
         (start("broadcast", 1), (0, 7), (7, 7)),
         (start("reduce", 1), (7, 0), (7, 7)),
         (start("all_gather", parts=(1, 2, 3)), (1, 6), (2, 6)),
