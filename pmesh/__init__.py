@@ -21,6 +21,7 @@ from pmesh.errors import (
     RosterChanged,
     RunError,
     UnsupportedArray,
+    UnsupportedCompression,
     UsageError,
 )
 
@@ -32,11 +33,25 @@ if TYPE_CHECKING:
     from pmesh.client.line import Handle
     from pmesh.client.mail import ANY
     from pmesh.client.mesh import Mesh
+    from pmesh.compression.schemes import (
+        BF16,
+        FP16,
+        INT8,
+        Auto,
+        OneBit,
+        PowerSGD,
+        RandomK,
+        TopK,
+    )
 
 __all__ = [
     "ANY",
+    "BF16",
+    "FP16",
+    "INT8",
     "AgentNotRunning",
     "AgentStopped",
+    "Auto",
     "DeviceMesh",
     "Group",
     "GroupBroken",
@@ -48,14 +63,19 @@ __all__ = [
     "MeshClosed",
     "NetworkError",
     "NotEnoughRanks",
+    "OneBit",
     "OpMismatch",
     "OpTimedOut",
     "PeerError",
     "PmeshError",
+    "PowerSGD",
+    "RandomK",
     "RankLost",
     "RosterChanged",
     "RunError",
+    "TopK",
     "UnsupportedArray",
+    "UnsupportedCompression",
     "UsageError",
     "connect",
 ]
@@ -63,6 +83,10 @@ __all__ = [
 _LATER = MappingProxyType(
     {
         "ANY": "pmesh.client.mail",
+        **dict.fromkeys(
+            ("Auto", "BF16", "FP16", "INT8", "OneBit", "PowerSGD", "RandomK", "TopK"),
+            "pmesh.compression.schemes",
+        ),
         "DeviceMesh": "pmesh.client.device_mesh",
         "Group": "pmesh.client.groups",
         "Handle": "pmesh.client.line",

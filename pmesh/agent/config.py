@@ -33,6 +33,8 @@ class Settings:
     mdns: bool = True
     min_peers: int = 0
     """How many peers must be there before a job may begin."""
+    compression: str = ""
+    """Of gradients, for trainers here that do not say it; empty: none."""
     log_level: LogLevel = "info"
     log_json: bool = False
     key_file: Path | None = None
@@ -82,6 +84,7 @@ def as_environment(settings: Settings) -> dict[str, str]:
         "PMESH_PEERS": ",".join(host_port_text(p.host, p.port) for p in settings.peers),
         "PMESH_MDNS": str(settings.mdns).lower(),
         "PMESH_MIN_PEERS": str(settings.min_peers),
+        "PMESH_COMPRESSION": settings.compression,
         "PMESH_LOG_LEVEL": settings.log_level,
         "PMESH_LOG_JSON": str(settings.log_json).lower(),
         "PMESH_KEY_FILE": str(settings.key_file or ""),

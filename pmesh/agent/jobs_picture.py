@@ -102,4 +102,5 @@ def _ranks(roster: Roster, jobs: Jobs) -> Iterator[status.RankStatus]:
             completed=-1 if mark is None else mark.completed,
             stopped=mark is not None and mark.stopped,
             program=here[trainer.id].program if trainer.id in here else None,
+            compression=here[trainer.id].compression if trainer.id in here else None,
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, TypeAlias, cast, get_args
 
+from pmesh.compression.schemes import NAMES
 from pmesh.core.messages import Address
 
 DEFAULT_PORT = 24160  # outside 32768 to 65535, which kernels hand out to outgoing connections
@@ -110,6 +111,15 @@ def _count(value: object) -> int:
     return value
 
 
+def _compression(value: object) -> str:
+    text = _text(value).strip().lower()
+    if text in ("", "none"):
+        return ""
+    if text not in NAMES:
+        raise ValueError(f"must be none or one of {', '.join(NAMES)}")
+    return text
+
+
 def _log_level(value: object) -> LogLevel:
     text = _text(value).lower()
     if text not in get_args(LogLevel):
@@ -128,6 +138,7 @@ PARSERS: Final[Mapping[str, Callable[[object], object]]] = MappingProxyType(
         "peers": _peers,
         "mdns": _truth,
         "min_peers": _count,
+        "compression": _compression,
         "log_level": _log_level,
         "log_json": _truth,
         "key_file": _path,

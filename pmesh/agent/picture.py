@@ -34,6 +34,7 @@ class Sources:
     version: str
     me: Member
     name: str
+    compression: str
     uptime_s: float
     hello: Hello
     membership: Membership
@@ -58,6 +59,7 @@ def take_picture(sources: Sources) -> Status:
         node=status.NodeStatus(
             id=node_text(sources.me.node),
             name=sources.name,
+            compression=sources.compression or None,
             incarnation=f"{sources.me.incarnation:016x}",
             addresses=_texts(sources.hello.addresses),
         ),

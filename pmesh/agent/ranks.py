@@ -53,6 +53,8 @@ class LocalRank:
         self.trainer = trainer
         self.arenas = arenas
         self.program = program
+        self.compression: str | None = None
+        """How its values are compressed, as its trainer says."""
         self.pid = -1
         """Of the trainer's process, once its session knows this rank."""
         self.ledger = Ledger(stable=trainer.enters - 1)

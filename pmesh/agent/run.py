@@ -243,7 +243,7 @@ class Agent:
         """One local program: a trainer, or a command that asks something."""
         match request := await session.receive():
             case Connect():
-                await serve_trainer(session, request, self.jobs)
+                await serve_trainer(session, request, self.jobs, self._settings.compression)
             case Attach():
                 await serve_mail(session, request, self.mail)
             case AskStatus():
@@ -263,6 +263,7 @@ class Agent:
                 version=version("pmesh"),
                 me=self._me,
                 name=self._settings.name,
+                compression=self._settings.compression,
                 uptime_s=trio.current_time() - self._began,
                 hello=self._hello(),
                 membership=self.membership,

@@ -41,6 +41,10 @@ class NodeStatus(_Part, frozen=True, kw_only=True):
         str, Meta(description="16 hexadecimal digits: JSON numbers are not exact beyond 2^53.")
     ]
     addresses: Annotated[tuple[str, ...], Meta(description="HOST:PORT, where others can dial it.")]
+    compression: Annotated[
+        str | None,
+        Meta(description="Of gradients, where a trainer here does not say it; null: none."),
+    ] = None
 
 
 class EpochStatus(_Part, frozen=True, kw_only=True):
@@ -108,6 +112,13 @@ class RankStatus(_Part, frozen=True, kw_only=True):
     )
     program: Annotated[
         str | None, Meta(description="What runs, for trainers on the machine that was asked.")
+    ] = None
+    compression: Annotated[
+        str | None,
+        Meta(
+            description="How its values were compressed last, and why so, for trainers on the "
+            "machine that was asked; null if they never were."
+        ),
     ] = None
 
 

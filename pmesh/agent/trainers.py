@@ -13,6 +13,7 @@ from pmesh.core.session import (
     SESSION_VERSION,
     ArenaGone,
     ArenaGranted,
+    Compresses,
     Connect,
     DropArena,
     Joined,
@@ -38,15 +39,24 @@ SAY_EVERY_S = 10.0  # I6: a line that says on whom a call waits
 PREDECESSOR_S = 2.0  # a job of the same name that is just ending makes way in this time
 
 
-async def serve_trainer(session: Session, request: Connect, jobs: Jobs) -> None:
-    """A trainer's session: it waits for its job, then runs ops until it leaves."""
+async def serve_trainer(
+    session: Session, request: Connect, jobs: Jobs, compression: str = ""
+) -> None:
+    """A trainer's session: it waits for its job, then runs ops until it leaves.
+
+    Args:
+        session: with the program.
+        request: its first.
+        jobs: of this agent.
+        compression: of gradients, where the trainer does not say it; empty: none.
+    """
     arenas = SessionArenas()
     trainer = _Trainer(session, request, arenas, jobs)
     try:
         if request.version != SESSION_VERSION:
             await _refuse(session, "ProtocolVersionMismatch", _other_version(request.version))
         elif await trainer.join():
-            await trainer.serve()
+            await trainer.serve(compression)
     finally:
         for abandoned in [r for r in jobs.ranks if r.arenas is arenas]:
             abandoned.give_up_results()  # the agent ends
@@ -103,11 +113,12 @@ class _Trainer:
                 return False
         return True
 
-    async def serve(self) -> None:
+    async def serve(self, compression: str) -> None:
         """Ops one after the other, in a straight line; then results are kept until nobody asks."""
         why, garbage = "is lost: its trainer died", list[BaseException]()
         try:
-            await self._session.send(Joined(self._world(), self._jobs.membership.view))
+            view = self._jobs.membership.view
+            await self._session.send(Joined(self._world(), view, compression))
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch, nursery.cancel_scope)
                 await self._serve_requests()
@@ -182,6 +193,9 @@ class _Trainer:
                     await _grant_input(self._session, self._arenas, nbytes)
                 case DropArena(number):
                     self._arenas.inputs.drop(number)
+                case Compresses(text):
+                    if self._rank is not None:
+                        self._rank.compression = text
                 case Leave():
                     return
                 case _:

@@ -67,6 +67,7 @@ def up(
     peer: Annotated[tuple[str, ...] | None, Parameter(negative="")] = None,
     mdns: bool | None = None,
     min_peers: int | None = None,
+    compression: str | None = None,
     home: Home = None,
     key_file: Path | None = None,
     log_level: LogLevel | None = None,
@@ -81,6 +82,8 @@ def up(
         peer: HOST:PORT of another agent, for networks without multicast; may be repeated.
         mdns: Look for other agents by mDNS.
         min_peers: How many peers must be there before a job may begin.
+        compression: Of gradients, for trainers here that do not say it, such as int8 or auto; the
+            same on all machines of a job. Default none.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
         key_file: The file that holds the mesh key, if it is not in the home.
         log_level: How much the log says; default info.
@@ -93,6 +96,7 @@ def up(
         "peers": peer,
         "mdns": mdns,
         "min_peers": min_peers,
+        "compression": compression,
         "key_file": key_file,
         "log_level": log_level,
         "log_json": log_json,

@@ -46,6 +46,7 @@ def _headline(status: Status) -> Text:
         (printable(node.name), "bold"),
         f" {node.id[:SHORT_ID]} · {', '.join(map(printable, node.addresses)) or 'not listening'}",
         f" · pid {status.pid}, up {status.uptime_s:.0f} s · pmesh {printable(status.version)}",
+        f" · compression {printable(node.compression)}" if node.compression else "",
     )
 
 
@@ -105,7 +106,7 @@ def _jobs(jobs: tuple[JobStatus, ...]) -> Table:
             Text("\n".join(_rank_lines(job))),
             "\n".join(str(rank.completed + 1) for rank in job.ranks),
             str(job.stable + 1),
-            Text("\n".join(printable(line) for line in (job.reason, *job.losses) if line)),
+            Text("\n".join(map(printable, _reasons(job)))),
         )
     return table
 
@@ -116,6 +117,15 @@ def _rank_lines(job: JobStatus) -> Iterator[str]:
     for newcomer in job.newcomers:
         waits = "waits" if job.wait_for is not None else "enters at the next sync"
         yield f"{printable(newcomer.name)} {waits}"
+
+
+def _reasons(job: JobStatus) -> Iterator[str]:
+    if job.reason is not None:
+        yield job.reason
+    yield from job.losses
+    for text in dict.fromkeys(rank.compression for rank in job.ranks):
+        if text is not None:
+            yield f"compression {text}"
 
 
 def _footer(status: Status) -> Text:

@@ -61,6 +61,7 @@ def run_compressed(
     began_ns = time.perf_counter_ns()
     results, summed = call.run(picked, shares)
     call.succeeded(picked, time.perf_counter_ns() - began_ns)
+    session.show_compression(picked.shown(compression.why))
     clipped = sum(each.clipped for each in summed)
     feedback.note_clipped(clipped, picked.name)
     done = summed[-1].done
@@ -86,7 +87,14 @@ class _Picked:
 
     @property
     def name(self) -> str:
+        """The scheme's, for people and for the other ranks."""
         return "none" if self.scheme is None else spec(self.scheme)
+
+    def shown(self, why: str) -> str:
+        """For `pmesh status`, which is told only when it changes."""
+        if self.trials is not None:
+            return "auto(): each is tried in turn"
+        return f"{self.name}: {self.why or why}".rstrip(": ")
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,10 @@ class OpSession(Protocol):
         """They are needed no more; nothing happens if they are not this session's."""
         ...
 
+    def show_compression(self, text: str) -> None:
+        """What `pmesh status` is to say of how values are compressed."""
+        ...
+
     def run_op(
         self,
         call: Call,

@@ -23,9 +23,11 @@ from pmesh.core.messages import Call
 from pmesh.core.reductions import WIRE_DTYPES, Values
 from pmesh.core.session import (
     ENTERS,
+    MAX_COMPRESSION_TEXT,
     TABLE_KINDS,
     ArenaGone,
     ArenaGranted,
+    Compresses,
     Connect,
     DropArena,
     Joined,
@@ -91,6 +93,7 @@ class TrainerSession:
         self._outputs: dict[int, _Mapped] = {}
         self._residuals: set[Residuals] = set()
         self._next_op = OpNumber(0)
+        self._compression = ""
         self._enters = False
         self._ended: str | None = None
 
@@ -208,6 +211,14 @@ class TrainerSession:
                 raise error
             case _:
                 raise self._answer_error(reply)
+
+    def show_compression(self, text: str) -> None:
+        """What `pmesh status` is to say of how values are compressed; sent when it changes."""
+        if text != self._compression:
+            self.check_open()
+            with self._unless_it_fails():
+                self._connection.send(Compresses(text[:MAX_COMPRESSION_TEXT]))
+            self._compression = text
 
     def _arenas_of(self, residuals: Residuals, count: int) -> tuple[int, int]:
         if not self.has(residuals):

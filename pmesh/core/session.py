@@ -27,6 +27,8 @@ of a `collect` are bytes, of any one length."""
 
 MAX_ROW_VALUES = 4096
 
+MAX_COMPRESSION_TEXT = 256
+
 ENTERS = -1
 """In the place of an op's number: the next `sync` of the job, in which the trainer enters it."""
 
@@ -92,6 +94,12 @@ class StartOp(_Message, frozen=True, tag="start_op"):
     rank's values. -1: none."""
     residual_out: int = -1
     """Likewise, another: each attempt writes there what it rounds away here. -1: it is lost."""
+
+
+class Compresses(_Message, frozen=True, tag="compresses"):
+    """How the trainer's values are compressed from now on, for `pmesh status`; not answered."""
+
+    text: Annotated[str, Meta(max_length=MAX_COMPRESSION_TEXT)]
 
 
 class Leave(_Message, frozen=True, tag="leave"):
@@ -278,6 +286,7 @@ Request: TypeAlias = (
     | WantArena
     | DropArena
     | StartOp
+    | Compresses
     | Leave
     | Attach
     | SendLetter

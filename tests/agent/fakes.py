@@ -134,6 +134,7 @@ class Village:
         peers: Sequence[Address] = (),
         key: NodeKey | None = None,
         min_peers: int = 0,
+        compression: str = "",
         port: int = 0,
         mesh: bytes = MESH,
         mdns: bool = False,
@@ -147,6 +148,7 @@ class Village:
             peers=tuple(peers),
             mdns=mdns,
             min_peers=min_peers,
+            compression=compression,
         )
         number = len(self.machines)
         key = key or NodeKey.from_seed(bytes([number + 1]) * 32)

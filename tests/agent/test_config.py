@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pmesh.agent.config import Settings, as_environment, load_settings
 from pmesh.agent.parsing import DEFAULT_PORT, Listen, host_port_text, parse_host_port
+from pmesh.compression.schemes import NAMES
 from pmesh.core.messages import Address
 from pmesh.errors import ConfigError
 
@@ -48,7 +49,7 @@ def test_flags_win_over_variables_over_the_file(tmp_path: Path) -> None:
 def test_every_setting_can_stand_in_the_file(tmp_path: Path) -> None:
     file = (
         'name = "studio"\nlisten = "127.0.0.1:0"\npeers = ["a:1", "[::1]:2"]\nmdns = false\n'
-        'min_peers = 3\nlog_level = "debug"\nlog_json = true\nkey_file = "the.key"\n'
+        'min_peers = 3\ncompression = "int8"\nlog_level = "debug"\nlog_json = true\nkey_file = "the.key"\n'
     )
     assert load(tmp_path, file=file) == Settings(
         home=tmp_path,
@@ -57,6 +58,7 @@ def test_every_setting_can_stand_in_the_file(tmp_path: Path) -> None:
         peers=(Address("a", 1), Address("::1", 2)),
         mdns=False,
         min_peers=3,
+        compression="int8",
         log_level="debug",
         log_json=True,
         key_file=tmp_path / "the.key",
@@ -111,6 +113,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("min_peers", -1),
         ("min_peers", "many"),
         ("min_peers", True),
+        ("compression", "gzip"),
+        ("compression", 8),
         ("log_level", "loud"),
         ("key_file", 1),
     ],
@@ -139,6 +143,13 @@ def test_the_mesh_key_is_taken_from_the_flag_then_pmesh_key_then_other_files(
     assert "secret" not in repr(from_variable)
 
 
+@pytest.mark.parametrize("given", ["none", "None", " "])
+def test_compression_may_be_named_none(tmp_path: Path, given: str) -> None:
+    file = 'compression = "int8"\n'
+    assert load(tmp_path, file=file).compression == "int8"
+    assert load(tmp_path, file=file, compression=given).compression == ""
+
+
 hosts = st.sampled_from(["a", "10.0.0.1", "::1", "fe80::1%en0", "mac-1.local"])
 names = st.text(min_size=1, max_size=15).filter(
     lambda text: text.isprintable() and text.strip() == text
@@ -154,6 +165,7 @@ names = st.text(min_size=1, max_size=15).filter(
         peers=st.lists(st.builds(Address, hosts, st.integers(1, 65535))).map(tuple),
         mdns=st.booleans(),
         min_peers=st.integers(0, 10**6),
+        compression=st.sampled_from(["", *NAMES]),
         log_level=st.sampled_from(["debug", "info", "warning", "error"]),
         log_json=st.booleans(),
         key_file=st.none() | st.just(Path("/k")),

@@ -7,7 +7,7 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.status import Status, TermsStatus, decode_status
-from pmesh.core.session import AskStatus
+from pmesh.core.session import AskStatus, Compresses
 from pmesh.core.session import Status as StatusReply
 from pmesh.core.views import Terms
 from pmesh.ids import node_text
@@ -89,6 +89,25 @@ async def test_jobs_are_shown_with_how_far_each_rank_is(clock: MockClock) -> Non
             assert jobs["red"].terms == TermsStatus(min_ranks=1, on_loss="continue", quorum="any")
             nursery.cancel_scope.cancel()
         assert len(blue) == 2
+
+
+async def test_trainers_hear_of_the_agents_compression_and_say_what_they_do(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 0) as here:
+        machine = here.new_machine("mac", compression="int8")
+        await machine.start()
+        trainer = await here.trainer(machine)
+        joined = await trainer.join("digits", 1)
+        assert joined.compression == "int8"
+        before = await status_of(machine)
+        assert before.node.compression == "int8"
+        assert [rank.compression for rank in before.jobs[0].ranks] == [None]
+        await trainer.send(Compresses("bf16: it was fastest"))
+        await trainer.barrier()
+        after = await status_of(machine)
+        assert [rank.compression for rank in after.jobs[0].ranks] == ["bf16: it was fastest"]
+        await trainer.leave()
 
 
 async def test_a_rank_that_is_lost_is_gone_from_its_job_with_the_reason(clock: MockClock) -> None:

@@ -54,7 +54,13 @@ PICTURE = Status(
     protocol=1,
     pid=4242,
     uptime_s=61.5,
-    node=NodeStatus(id=IDS[0], name="mac-1", incarnation="0" * 16, addresses=("10.0.0.1:24160",)),
+    node=NodeStatus(
+        id=IDS[0],
+        name="mac-1",
+        incarnation="0" * 16,
+        addresses=("10.0.0.1:24160",),
+        compression="auto",
+    ),
     view=ViewStatus(
         epoch=EpochStatus(counter=7, leader=IDS[0], incarnation="0" * 16),
         leader=IDS[0],
@@ -88,7 +94,15 @@ PICTURE = Status(
             roster=9,
             stable=40,
             ranks=(
-                RankStatus(rank=0, trainer=0, node=IDS[0], name="mac-1", started=42, completed=41),
+                RankStatus(
+                    rank=0,
+                    trainer=0,
+                    node=IDS[0],
+                    name="mac-1",
+                    started=42,
+                    completed=41,
+                    compression="in\x1bt8: why",
+                ),
                 RankStatus(
                     rank=1,
                     trainer=2,

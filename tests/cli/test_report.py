@@ -20,7 +20,8 @@ def shown(status: Status) -> str:
 @pytest.mark.parametrize(
     "words",
     [
-        "mac-1 aaaaaaaa · 10.0.0.1:24160 · pid 4242, up 62 s · pmesh 0.1.0",
+        "mac-1 aaaaaaaa · 10.0.0.1:24160 · pid 4242, up 62 s · pmesh 0.1.0 · compression auto",
+        "compression in�t8: why",
         "View 7, 3 in the ring",
         "╭─▶ ● mac-1 ★ ──▶ ● mac-2",
         "0.50 ms",

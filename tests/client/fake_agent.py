@@ -11,12 +11,14 @@ from typing import TypeVar
 import numpy as np
 
 import pmesh
+from pmesh.core.coded_rings import ring_codec_name
 from pmesh.core.extents import extent_of
 from pmesh.core.messages import Call
 from pmesh.core.op_outcomes import BOUND_KINDS
 from pmesh.core.session import (
     ENTERS,
     ArenaGone,
+    Compresses,
     Connect,
     DropArena,
     Joined,
@@ -31,7 +33,7 @@ from pmesh.core.session import (
 )
 from pmesh.core.views import Verdict
 from pmesh.ids import OpNumber, TrainerId
-from tests.client.fake_ops import Given, Numbers, result_of
+from tests.client.fake_ops import Given, Numbers, coded_result_of, result_of
 from tests.client.scripted_agent import PATIENCE_S, VIEW, Listening, Trainer
 
 T = TypeVar("T")
@@ -96,6 +98,10 @@ class FakeAgent(Listening):
         self.before_op: Callable[[Job, int, Call], None] = lambda *_: None
         """Called when all ranks have started an op, before it is run; may expel some."""
         self.entered: list[TrainerId] = []
+        self.compression = ""
+        """Of gradients, where trainers don't say it."""
+        self.shown: list[str] = []
+        """What trainers say of their compression."""
 
     def serve(self, trainer: Trainer) -> None:
         request = trainer.receive()
@@ -114,7 +120,7 @@ class FakeAgent(Listening):
                 return
             running = trainer.id not in job.founders
             trainer.told = job.world(trainer.id, job.roster if running else job.founders)
-            trainer.send(Joined(trainer.told, VIEW))
+            trainer.send(Joined(trainer.told, VIEW, self.compression))
         self._serve_rank(trainer, job)
 
     def expel(self, job: Job, trainer: TrainerId, *, superseded: bool = False) -> None:
@@ -148,6 +154,8 @@ class FakeAgent(Listening):
                     trainer.inputs[arena.number] = arena
                 case DropArena(number):
                     del trainer.inputs[number]
+                case Compresses(text):
+                    self.shown.append(text)
                 case StartOp():
                     if self.evict and trainer.outputs:
                         trainer.send(ArenaGone(trainer.outputs.pop().number))
@@ -166,7 +174,7 @@ class FakeAgent(Listening):
             self._settle(job)
 
     def _run_op(self, trainer: Trainer, job: Job, request: StartOp) -> None:
-        values = self._input(trainer, request)
+        given = self._given(trainer, request)
         with self._changed:
             if trainer.id == 0:
                 self.calls.append(request.call)
@@ -174,11 +182,11 @@ class FakeAgent(Listening):
             if number == ENTERS:
                 assert request.call.kind == "sync"
                 trainer.superseded = False
-                job.entering[trainer.id] = Given(request, values)
+                job.entering[trainer.id] = given
             elif not trainer.superseded:
                 assert number == trainer.next_op
                 op = job.op(number)
-                op.started[trainer.id] = Given(request, values)
+                op.started[trainer.id] = given
                 if request.call.kind in _ROOTED and op.root is None:
                     op.root = trainer.told.trainers[request.call.root]
             self._settle(job)
@@ -219,7 +227,7 @@ class FakeAgent(Listening):
         self._changed.notify_all()
 
     def _enter(self, job: Job, op: Op) -> None:
-        if all(request.call.kind == "sync" for request, _ in op.started.values()):
+        if all(request.call.kind == "sync" for request, *_ in op.started.values()):
             for trainer, given in job.entering.items():
                 job.roster.append(trainer)
                 op.started[trainer] = given
@@ -259,11 +267,26 @@ class FakeAgent(Listening):
         given = [op.started[t] for t in outcome.trainers]
         if op.witnessed and op.root is not None:
             given[0] = op.started[op.root]
-        result = result_of(given, outcome.trainers.index(trainer.id), root)
+        rank, clipped = outcome.trainers.index(trainer.id), 0
+        call = given[rank].request.call
+        if call.kind == "all_reduce" and ring_codec_name(call.compression):
+            result, clipped = coded_result_of(given, rank)
+        else:
+            result = result_of(given, rank, root)
         is_source = given[0].request.call.kind == "broadcast" and op.root == trainer.id
         output = self._write(trainer, result) if result.size and not is_source else -1
         trainer.send(StillWaiting(number, 10.0, ("rank 1 (mac-1)",)))
-        trainer.send(OpDone(number, output, news))
+        trainer.send(OpDone(number, output, news, clipped))
+
+    def _given(self, trainer: Trainer, request: StartOp) -> Given:
+        values = self._input(trainer, request)
+        if request.residual < 0:
+            return Given(request, values)
+        read, write = (
+            np.frombuffer(trainer.inputs[number].memory, np.float32, request.count)
+            for number in (request.residual, request.residual_out)
+        )
+        return Given(request, values, read.copy(), write)
 
     def _input(self, trainer: Trainer, request: StartOp) -> Numbers:
         dtype = np.dtype(request.wire_dtype)

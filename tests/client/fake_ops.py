@@ -2,12 +2,16 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
+from pmesh.compression.arrays import Float32s
+from pmesh.compression.codecs import codec_of
+from pmesh.core.coded_rings import ring_codec_name
 from pmesh.core.messages import Call
 from pmesh.core.session import TABLE_KINDS, StartOp
+from pmesh.testing.simulated_rings import Coded, reduce_coded
 
 Numbers: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[Any]]"
 UFUNCS: dict[str, Callable[..., Any]] = {
@@ -24,6 +28,34 @@ class Given(NamedTuple):
 
     request: StartOp
     values: Numbers
+    residual: "Numbers | None" = None
+    """Its own copy."""
+    residual_out: "Numbers | None" = None
+    """The arena itself."""
+
+
+def coded_result_of(given: Sequence[Given], rank: int) -> tuple[Numbers, int]:
+    """What one rank gets of an all-reduce that is compressed at every hop, and its clipped values.
+
+    Its new residual is written; those of the others when they get theirs.
+    """
+    request = given[rank].request
+    codec = codec_of(ring_codec_name(request.call.compression))
+    ranks = [
+        Coded(
+            as_float32(one.values),
+            None if one.residual is None else as_float32(one.residual),
+            None if one.residual_out is None or i != rank else as_float32(one.residual_out),
+        )
+        for i, one in enumerate(given)
+    ]
+    reduction = request.call.reduction
+    result, clipped = reduce_coded(codec, ranks, reduction=reduction, op=request.op)
+    return result, clipped[rank]
+
+
+def as_float32(values: Numbers) -> Float32s:
+    return cast("Float32s", values)
 
 
 def result_of(given: Sequence[Given], rank: int, root: int | None) -> Numbers:

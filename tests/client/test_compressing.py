@@ -1,0 +1,461 @@
+# ruff: noqa: ANN401 - arrays of libraries that have no common type
+"""What comes out of compressed calls, on all ranks, with ranks that are lost, and what is kept."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pmesh
+from pmesh.compression.schemes import BF16, FP16, INT8, OneBit, PowerSGD, RandomK, Scheme, TopK
+from pmesh.core.messages import Call
+from pmesh.errors import UnsupportedCompression
+from pmesh.ids import TrainerId
+from tests.client.every_array import make
+from tests.client.fake_agent import FakeAgent, Job, loses, run_ranks
+
+RANKS = 3
+FEEDBACK: list[Scheme] = [
+    FP16(error_feedback=True),
+    BF16(error_feedback=True),
+    INT8(),
+    INT8(stochastic=True),
+    TopK(0.05),
+    TopK(0.05, compact=True),
+    RandomK(0.1),
+    PowerSGD(2, start_step=1),
+    OneBit(),
+]
+EVERY = pytest.mark.parametrize("scheme", FEEDBACK, ids=str)
+
+
+def gradients(rank: int, step: int) -> dict[str, Any]:
+    """A matrix that pays, one that does not, vectors and nothing."""
+    lots = np.random.default_rng([rank, step])
+    return {
+        "matrix": lots.standard_normal((40, 30)).astype(np.float32) + 1,
+        "small": lots.standard_normal((2, 3)).astype(np.float32),
+        "bias": lots.standard_normal(300).astype(np.float32),
+        "empty": np.empty((0, 4), np.float32),
+    }
+
+
+def flat(tree: dict[str, Any]) -> Any:
+    return np.concatenate([np.ravel(tree[key]) for key in sorted(tree)]).astype(np.float64)
+
+
+def residual_of(mesh: pmesh.Mesh) -> Any:
+    (found,) = [v for k, v in mesh.error_feedback_state().items() if k.endswith("|residual")]
+    return found.astype(np.float64)
+
+
+def at_once(scheme: Scheme) -> Scheme:
+    return replace(scheme, start_step=0) if isinstance(scheme, PowerSGD) else scheme
+
+
+@EVERY
+@pytest.mark.parametrize("bucket_bytes", [1000, 2**20])
+def test_what_came_out_and_what_is_left_is_what_went_in_to_the_last_bit_alike(
+    agent: FakeAgent, scheme: Scheme, bucket_bytes: int
+) -> None:
+    weights = [1.0, 2.0, 5.0]
+
+    def program(mesh: pmesh.Mesh) -> tuple[list[bytes], Any, Any]:
+        bits, came_out = [], 0
+        for step in range(5):
+            out = mesh.average_gradients(
+                gradients(mesh.rank, step),
+                weights[mesh.rank],
+                bucket_bytes,
+                compression=scheme,
+            )
+            bits.append(flat(out).tobytes())
+            came_out = came_out + flat(out)
+        return bits, came_out, residual_of(mesh)
+
+    results = run_ranks(agent.home, RANKS, program)
+    assert results[0][0] == results[1][0] == results[2][0]  # I3
+    went_in: Any = 0
+    for step in range(5):
+        mean = sum(w * flat(gradients(r, step)) for r, w in enumerate(weights)) / sum(weights)
+        went_in = went_in + mean
+    left = sum(residual for _, _, residual in results) / RANKS
+    np.testing.assert_allclose(results[0][1] + left, went_in, atol=2e-5)
+    assert np.abs(left).max() > 1e-5  # else nothing was compressed
+
+
+LOSSES = [(scheme, op) for scheme in FEEDBACK for op in (0, 1)]
+
+
+@pytest.mark.parametrize(("scheme", "lost_in"), [*LOSSES, (PowerSGD(2), 2)], ids=str)
+def test_a_lost_rank_takes_along_its_own_part_and_its_weight(
+    agent: FakeAgent, scheme: Scheme, lost_in: int
+) -> None:
+    """In the exchange of weights, in the first op of values, or between the two of PowerSGD."""
+    agent.before_op = loses(agent, {lost_in: TrainerId(1)})
+    weights = np.array([1.0, 2.0, 5.0])
+
+    def program(mesh: pmesh.Mesh) -> tuple[Any, Any] | None:
+        me = mesh.rank
+        try:
+            out = mesh.average_gradients(gradients(me, 0), weights[me], compression=at_once(scheme))
+        except pmesh.AgentStopped:
+            return None
+        assert mesh.size == 2
+        return flat(out), residual_of(mesh)
+
+    first, lost, last = run_ranks(agent.home, RANKS, program)
+    assert lost is None
+    assert first is not None
+    assert last is not None
+    assert first[0].tobytes() == last[0].tobytes()  # I3
+    told = [0, 2] if lost_in == 0 else [0, 1, 2]
+    correction = sum(weights[told]) * 2 / (len(told) * sum(weights[[0, 2]]))
+    left = correction * (first[1] + last[1]) / 2
+    mean = (flat(gradients(0, 0)) + 5 * flat(gradients(2, 0))) / 6
+    if lost_in == 2:  # what PowerSGD sends uncompressed was complete in the op before
+        all_three = sum(w * flat(gradients(r, 0)) for r, w in enumerate(weights)) / 8
+        is_matrix = slice(300, 1500)
+        all_three[is_matrix] = mean[is_matrix]
+        mean = all_three
+    np.testing.assert_allclose(first[0] + left, mean, atol=1e-5)
+
+
+@EVERY
+def test_an_op_that_fails_leaves_the_residuals_as_they_were(
+    agent: FakeAgent, scheme: Scheme
+) -> None:
+    def program(mesh: pmesh.Mesh) -> None:
+        for step in range(2):
+            mesh.average_gradients(gradients(mesh.rank, step), compression=scheme)
+        before = mesh.error_feedback_state()
+        grads = gradients(mesh.rank, 2) if mesh.rank else np.ones(3)
+        with pytest.raises(pmesh.OpMismatch):
+            mesh.average_gradients(grads, compression=scheme)
+        after = mesh.error_feedback_state()
+        for key, value in before.items():
+            np.testing.assert_array_equal(value, after[key])
+
+    run_ranks(agent.home, 2, program)
+
+
+def fails_in(number: int) -> Callable[[Job, int, Call], None]:
+    """The op of that number fails at all ranks."""
+
+    def before_op(job: Job, op: int, call: Call) -> None:
+        del call
+        job.lost = op == number
+
+    return before_op
+
+
+@EVERY
+def test_who_calls_again_after_a_failure_in_the_middle_sends_nothing_twice(
+    agent: FakeAgent, scheme: Scheme
+) -> None:
+    last_op_of_the_second_call = 4 if isinstance(scheme, PowerSGD) else 3
+    agent.before_op = fails_in(last_op_of_the_second_call)
+
+    def program(mesh: pmesh.Mesh) -> Any:
+        first = mesh.average_gradients(gradients(mesh.rank, 0), compression=scheme)
+        before = mesh.error_feedback_state()
+        with pytest.raises(pmesh.RankLost):
+            mesh.average_gradients(gradients(mesh.rank, 1), compression=scheme)
+        after = mesh.error_feedback_state()
+        for key, value in before.items():
+            np.testing.assert_array_equal(value, after[key])
+        second = mesh.average_gradients(gradients(mesh.rank, 1), compression=scheme)
+        return flat(first) + flat(second), residual_of(mesh)
+
+    results = run_ranks(agent.home, 2, program)
+    went_in = sum(flat(gradients(rank, step)) for rank in (0, 1) for step in (0, 1)) / 2
+    left = (results[0][1] + results[1][1]) / 2
+    np.testing.assert_allclose(results[0][0] + left, went_in, atol=1e-5)
+
+
+@EVERY
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_all_reduce_keeps_nothing_unless_it_is_asked_to(
+    agent: FakeAgent, scheme: Scheme, op: str
+) -> None:
+    plain = replace(scheme, error_feedback=None)
+
+    def program(mesh: pmesh.Mesh) -> Any:
+        x = np.random.default_rng(mesh.rank).standard_normal((50, 40)).astype(np.float32)
+        results = [mesh.all_reduce(x, op, compression=plain) for _ in range(2)]
+        state = mesh.error_feedback_state()
+        assert [key for key in state if key.endswith("|residual")] == []
+        kept = mesh.all_reduce(x, op, compression=replace(scheme, error_feedback=True))
+        assert mesh.last_op is not None
+        assert mesh.last_op.residual_norm is not None
+        return [r.tobytes() for r in (*results, kept)], kept, residual_of(mesh)
+
+    results = run_ranks(agent.home, RANKS, program)
+    assert results[0][0] == results[1][0] == results[2][0]
+    x = [np.random.default_rng(r).standard_normal((50, 40)) for r in range(RANKS)]
+    left = sum(residual.reshape(50, 40) for _, _, residual in results)
+    ranks = RANKS if op == "mean" else 1
+    np.testing.assert_allclose(results[0][1] + left / ranks, sum(x) / ranks, atol=1e-5)
+
+
+def test_random_k_is_scaled_only_where_nothing_is_fed_back(agent: FakeAgent) -> None:
+    def program(mesh: pmesh.Mesh) -> tuple[float, float]:
+        ones = np.ones(1000, np.float32)
+        scaled = mesh.all_reduce(ones, "mean", compression=RandomK(0.1))
+        plain = mesh.average_gradients(ones, compression=RandomK(0.1))
+        return float(scaled.max()), float(plain.max())
+
+    assert run_ranks(agent.home, 2, program) == [(10.0, 1.0)] * 2
+
+
+def test_random_k_takes_other_places_in_each_call_the_same_on_all_ranks(agent: FakeAgent) -> None:
+    def program(mesh: pmesh.Mesh) -> list[list[int]]:
+        ones = np.ones(100, np.float32)
+        return [
+            np.flatnonzero(mesh.all_reduce(ones, compression=RandomK(0.1))).tolist()
+            for _ in range(3)
+        ]
+
+    first, second = run_ranks(agent.home, 2, program)
+    assert first == second
+    assert len({str(places) for places in first}) == 3
+
+
+def test_residuals_go_along_with_another_scheme(agent: FakeAgent) -> None:
+    schemes = [TopK(0.05), INT8(), PowerSGD(1, start_step=0), OneBit(), TopK(0.05)]
+
+    def program(mesh: pmesh.Mesh) -> Any:
+        came_out: Any = 0
+        for step, scheme in enumerate(schemes):
+            out = mesh.average_gradients(
+                gradients(mesh.rank, step), bucket_bytes=1000, compression=scheme
+            )
+            came_out = came_out + flat(out)
+        return came_out, residual_of(mesh)
+
+    results = run_ranks(agent.home, 2, program)
+    went_in = sum(flat(gradients(rank, step)) for rank in (0, 1) for step in range(5)) / 2
+    left = (results[0][1] + results[1][1]) / 2
+    np.testing.assert_allclose(results[0][0] + left, went_in, atol=1e-4)
+
+
+def test_other_shapes_get_a_fresh_residual_and_a_note(
+    agent: FakeAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    def program(mesh: pmesh.Mesh) -> None:
+        for length in (100, 120):
+            mesh.average_gradients([np.ones(length, np.float32)], compression=TopK(0.1))
+            assert residual_of(mesh).size == length
+            mesh.average_gradients([np.ones(length, np.float32)], compression=TopK(0.1))
+
+    run_ranks(agent.home, 2, program)
+    notes = [r.message for r in caplog.records if "other shapes" in r.message]
+    assert len(notes) == 2  # one on each rank
+    assert "name it" in notes[0]
+
+
+def test_models_of_other_names_have_residuals_of_their_own(agent: FakeAgent) -> None:
+    def program(mesh: pmesh.Mesh) -> tuple[Any, Any]:
+        actor, critic = TopK(0.5, model="actor"), TopK(0.5, model="critic")
+        mesh.average_gradients(np.array([1, 8], np.float32), compression=actor)
+        clean = mesh.average_gradients(np.array([2, 0], np.float32), compression=critic)
+        return clean.tolist(), sorted(k.partition("|")[0] for k in mesh.error_feedback_state())
+
+    assert (
+        run_ranks(agent.home, 2, program) == [([2, 0], ["actor", "actor", "critic", "critic"])] * 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("int8", "bf16"),
+        ("int8", None),
+        ("topk", "onebit"),
+        (TopK(0.5), TopK(0.25)),
+        (PowerSGD(1, start_step=0), PowerSGD(2, start_step=0)),
+        (RandomK(0.5), RandomK(0.5, seed=1)),
+        ("topk", TopK(error_feedback=False)),
+    ],
+)
+def test_ranks_that_compress_differently_hear_of_it(
+    agent: FakeAgent, one: Scheme | str, other: Scheme | str | None
+) -> None:
+    def program(mesh: pmesh.Mesh) -> None:
+        x = np.ones((8, 8), np.float32)
+        scheme = one if mesh.rank else other
+        with pytest.raises(pmesh.OpMismatch):
+            mesh.average_gradients(x, compression=scheme)
+        if isinstance(one, str):
+            with pytest.raises(pmesh.OpMismatch, match=one):
+                mesh.all_reduce(x, compression=scheme)
+
+    run_ranks(agent.home, 2, program)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m, x: m.all_reduce(x, "max", compression="int8"), "sum or mean, not 'max'"),
+        (lambda m, x: m.all_reduce(x, compression="int9"), "no compression 'int9'; there are"),
+        (lambda m, x: m.all_reduce(x, compression=8), "a compression is one of"),
+        (lambda m, _: m.all_reduce(np.ones(2, int), compression="bf16"), "not int64"),
+        (
+            lambda m, x: m.all_reduce([x, np.ones(1, np.int32)], compression="bf16"),
+            "1: float32, float16, bfloat16 and float64",
+        ),
+        (lambda m, x: m.all_reduce(x, compression="topk", strategy="tree"), "TopK goes round"),
+        (lambda m, x: m.average_gradients(x, compression="fp8"), "no compression 'fp8'"),
+        (
+            lambda m, x: m.average_gradients(x, compression="int8", strategy="centralized"),
+            "strategy is 'auto' or 'ring', not 'centralized'",
+        ),
+    ],
+)
+def test_what_can_not_be_compressed_is_a_value_error_before_an_op_starts(
+    agent: FakeAgent, call: Callable[[Any, Any], object], message: str
+) -> None:
+    with pmesh.connect("job", home=agent.home) as mesh:
+        with pytest.raises(ValueError, match=message) as raised:
+            call(mesh, np.ones(2, np.float32))
+        assert isinstance(raised.value, UnsupportedCompression)
+    assert agent.calls == []
+
+
+@pytest.mark.parametrize("strategy", ["tree", "centralized"])
+def test_what_ordinary_ops_do_may_be_done_by_any_strategy(agent: FakeAgent, strategy: Any) -> None:
+    def program(mesh: pmesh.Mesh) -> None:
+        for scheme in (RandomK(0.5), PowerSGD(1)):
+            mesh.all_reduce(np.ones((8, 8), np.float32), compression=scheme, strategy=strategy)
+
+    run_ranks(agent.home, 2, program)
+    assert {call.strategy for call in agent.calls if call.kind == "all_reduce"} == {strategy}
+
+
+@pytest.mark.parametrize("scheme", [*FEEDBACK, pmesh.Auto()], ids=str)
+def test_a_rank_that_is_alone_gets_its_own_values(agent: FakeAgent, scheme: Scheme) -> None:
+    with pmesh.connect("job", home=agent.home) as mesh:
+        x = gradients(0, 0)
+        for result in (
+            mesh.average_gradients(x, 2.0, compression=scheme),
+            mesh.all_reduce(x, compression=scheme),
+        ):
+            np.testing.assert_array_equal(flat(result), flat(x))
+        assert mesh.last_op is not None
+        assert (mesh.last_op.compression, mesh.last_op.why) == ("none", "alone: nothing is sent")
+        assert mesh.error_feedback_state() == {}
+
+
+def test_no_arrays_are_no_op(agent: FakeAgent) -> None:
+    def program(mesh: pmesh.Mesh) -> None:
+        assert mesh.average_gradients({}, compression="int8") == {}
+        assert mesh.last_op is None
+
+    run_ranks(agent.home, 2, program)
+    assert agent.calls == []
+
+
+@EVERY
+def test_a_weight_of_zero_hides_what_can_not_be_averaged(agent: FakeAgent, scheme: Scheme) -> None:
+    def program(mesh: pmesh.Mesh) -> None:
+        x = np.full(500, 3.0 if mesh.rank else np.nan, np.float32)
+        out = mesh.average_gradients(x, mesh.rank, compression=scheme)
+        assert np.isfinite(out).all()
+        with pytest.raises(pmesh.UsageError, match="weights of all ranks add up to 0"):
+            mesh.average_gradients(x, 0, compression=scheme)
+
+    run_ranks(agent.home, 2, program)
+
+
+@EVERY
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_comes_out_and_does_not_stay(
+    agent: FakeAgent, scheme: Scheme, bad: float
+) -> None:
+    def program(mesh: pmesh.Mesh) -> None:
+        x = np.ones((40, 30), np.float32)
+        mesh.average_gradients(x, compression=scheme)
+        x[7, 7] = bad
+        out = mesh.average_gradients(x, compression=scheme)
+        assert not np.isfinite(out).all() or isinstance(scheme, RandomK)
+        assert np.isfinite(residual_of(mesh)).all()
+        x[7, 7] = 1
+        for _ in range(2):
+            out = mesh.average_gradients(x, compression=scheme)
+        assert np.isfinite(out).all()
+
+    with np.errstate(all="ignore"):
+        run_ranks(agent.home, 2, program)
+
+
+def test_fp16_warns_of_what_it_clips_and_again_when_that_has_doubled(
+    agent: FakeAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    def program(mesh: pmesh.Mesh) -> list[int]:
+        counts = []
+        for large in (0, 3, 1, 1, 1):
+            x = np.ones(20, np.float32)
+            x[:large] = 1e6
+            mesh.all_reduce(x, compression="fp16")
+            assert mesh.last_op is not None
+            counts.append(mesh.last_op.clipped)
+        return counts
+
+    counts = run_ranks(agent.home, 2, program)
+    assert sum(first + second for first, second in zip(*counts, strict=True)) > 0
+    notes = [r.message for r in caplog.records if "clipped" in r.message]
+    assert 1 <= len(notes) < 8
+    assert "were larger than 65504 and were clipped by fp16 in this call" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("library", "dtype"),
+    [
+        ("numpy", "float64"),
+        ("numpy", "float16"),
+        ("numpy", "bfloat16"),
+        ("mlx", "bfloat16"),
+        ("torch", "float64"),
+        ("torch", "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_arrays_of_every_library_and_float_come_back_as_they_are(
+    agent: FakeAgent, library: str, dtype: str, *, late: bool
+) -> None:
+    def program(mesh: pmesh.Mesh) -> None:
+        x = make(library, dtype, [1.0, 2.0])
+        if late:
+            out = mesh.all_reduce(x, "mean", compression="bf16", async_op=True).wait()
+        else:
+            out = mesh.average_gradients(x, compression="bf16")
+        assert type(out) is type(x)
+        assert out.dtype == x.dtype
+        assert out.tolist() == [1, 2]
+
+    run_ranks(agent.home, 2, program)
+
+
+def test_a_float64_that_float32_can_not_hold_is_infinite(agent: FakeAgent) -> None:
+    def program(mesh: pmesh.Mesh) -> list[float]:
+        return list(mesh.all_reduce(np.array([1e300, 1.0]), "mean", compression="bf16"))
+
+    assert run_ranks(agent.home, 2, program) == [[np.inf, 1.0]] * 2
+
+
+def test_results_go_into_out_and_through_handles_in_groups_too(agent: FakeAgent) -> None:
+    def program(mesh: pmesh.Mesh) -> None:
+        group = mesh.group([1, 0])
+        assert group is not None
+        x = np.full(300, group.rank, np.float32)
+        handle = group.all_reduce(x, out=x, compression="int8", async_op=True)
+        again = group.average_gradients(np.ones(5, np.float32), compression="onebit")
+        assert handle.wait() is x
+        assert x.tolist() == [1.0] * 300
+        assert again.tolist() == [1.0] * 5
+        assert [k for k in group.error_feedback_state() if k.endswith("residual")]
+        assert mesh.error_feedback_state() == {}
+
+    run_ranks(agent.home, 2, program)

@@ -1,0 +1,400 @@
+# ruff: noqa: ANN401 - arrays, and what is none
+"""What is kept from call to call: saved, loaded, told to newcomers and to `pmesh status`."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pmesh
+from pmesh.client.calls import take_apart
+from pmesh.client.compressing import _comparison
+from pmesh.client.feedback import Feedback
+from pmesh.client.shares import Told
+from pmesh.client.trials import ROUNDS, Trials
+from pmesh.compression import top_k
+from pmesh.compression.schemes import BF16, INT8, Auto, PowerSGD, Scheme, TopK
+from pmesh.ids import TrainerId
+from pmesh.testing import SimulatedMesh
+from tests.client.fake_agent import FakeAgent, run_ranks
+
+
+def gradient(rank: int, step: int) -> Any:
+    return np.random.default_rng([rank, step]).standard_normal((60, 50)).astype(np.float32)
+
+
+@pytest.mark.parametrize("scheme", [INT8(), TopK(0.1), PowerSGD(2, start_step=1)], ids=str)
+def test_a_training_goes_on_from_its_saved_state_as_if_nothing_had_happened(
+    scheme: Scheme,
+) -> None:
+    def steps(mesh: pmesh.Mesh, first: int, last: int) -> list[bytes]:
+        return [
+            mesh.average_gradients(gradient(mesh.rank, step), compression=scheme).tobytes()
+            for step in range(first, last)
+        ]
+
+    def whole(mesh: pmesh.Mesh) -> tuple[list[bytes], Any]:
+        steps(mesh, 0, 3)
+        state = mesh.error_feedback_state()
+        return steps(mesh, 3, 6), state
+
+    expected = SimulatedMesh(2).run(whole)
+
+    def resumed(mesh: pmesh.Mesh) -> list[bytes]:
+        mesh.load_error_feedback_state(expected[mesh.rank][1])
+        return steps(mesh, 3, 6)
+
+    assert SimulatedMesh(2).run(resumed) == [bits for bits, _ in expected]
+
+
+def test_the_state_is_a_copy_both_ways() -> None:
+    def program(mesh: pmesh.Mesh) -> None:
+        mesh.average_gradients(gradient(mesh.rank, 0), compression="topk")
+        state = mesh.error_feedback_state()
+        (key,) = [key for key in state if key.endswith("|residual")]
+        kept = state[key].copy()
+        state[key].fill(7)
+        assert mesh.error_feedback_state()[key].tobytes() == kept.tobytes()
+        mesh.load_error_feedback_state(state)
+        state[key].fill(8)
+        assert (mesh.error_feedback_state()[key] == 7).all()
+
+    SimulatedMesh(2).run(program)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        {"": np.ones(1)},
+        {"a|b|c|two|residual": np.ones(2)},
+        {"a|b|c|2|residual": np.ones(3)},
+        {"a|b|c|2|residual": np.ones((1, 2))},
+        {"a|b|c|2|residual": np.array([1, np.nan])},
+        {"a|b|c|2|residual": "text"},
+        {"a|b|c|2|step": np.ones(3)},
+        {3: np.ones(3)},
+        [np.ones(3)],
+    ],
+)
+def test_what_is_no_such_state_is_refused_and_changes_nothing(garbage: Any) -> None:
+    def program(mesh: pmesh.Mesh) -> None:
+        mesh.average_gradients(gradient(mesh.rank, 0), compression="topk")
+        before = mesh.error_feedback_state()
+        with pytest.raises(pmesh.UsageError, match="not what error_feedback_state"):
+            mesh.load_error_feedback_state(garbage)
+        assert before.keys() == mesh.error_feedback_state().keys()
+
+    SimulatedMesh(2).run(program)
+
+
+def test_a_loaded_state_of_other_shapes_is_dropped_with_a_note(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one, other = take_apart([np.zeros(4, np.float32)]), take_apart([np.zeros(5, np.float32)])
+    feedback = Feedback()
+    feedback.load({f"{_key_of(one)}|4|residual": np.arange(4)})
+    assert feedback.of("", one).norm() == pytest.approx(14**0.5)
+    assert feedback.of("", other).norm() is None
+    assert ["dropped" in record.message for record in caplog.records] == [True]
+    feedback.load({f"{_key_of(one)}|3|residual": np.zeros(3)})  # edited by hand
+    assert feedback.of("", one).residuals == []
+
+
+def _key_of(arrays: Any) -> str:
+    feedback = Feedback()
+    feedback.of("", arrays)
+    (key,) = feedback.state()
+    return key.rsplit("|", 2)[0]
+
+
+def test_residuals_move_to_the_arenas_of_another_session() -> None:
+    """As after an agent was restarted."""
+
+    def program(mesh: pmesh.Mesh) -> None:
+        mesh.average_gradients(gradient(mesh.rank, 0), compression="topk")
+        (memory,) = mesh._feedback._memories.values()  # noqa: SLF001 - what it stands on
+        before = memory.residual()
+        asked: list[int] = []
+
+        class Other:
+            def has(self, _: object) -> bool:
+                return bool(asked)
+
+            def residuals(self, count: int) -> Any:
+                asked.append(count)
+                return mesh._place._session.residuals(count)  # type: ignore[attr-defined] # noqa: SLF001 - likewise
+
+            def drop(self, _: object) -> None:
+                raise AssertionError
+
+        memory.divide((3000,), Other(), in_arenas=True)  # type: ignore[arg-type] # a part of one
+        assert asked == [3000]
+        np.testing.assert_array_equal(memory.residual(), before)
+
+    SimulatedMesh(2).run(program)
+
+
+def test_the_agents_default_holds_for_gradients_that_name_nothing(agent: FakeAgent) -> None:
+    agent.compression = "int8"
+
+    def program(mesh: pmesh.Mesh) -> list[tuple[str, str]]:
+        x = np.ones(300, np.float32)
+        told: list[tuple[str, str]] = []
+
+        def note() -> None:
+            assert mesh.last_op is not None
+            told.append((mesh.last_op.compression, mesh.last_op.why))
+
+        mesh.average_gradients(x)
+        note()
+        mesh.average_gradients(x, compression="none")
+        note()
+        mesh.average_gradients(x, compression="bf16")
+        note()
+        mesh.average_gradients(x, strategy="tree")
+        note()
+        mesh.all_reduce(x)
+        note()
+        group = mesh.group([0, 1])
+        assert group is not None
+        group.average_gradients(x)
+        assert group.last_op is not None
+        assert group.last_op.compression == "int8"
+        return told
+
+    assert (
+        run_ranks(agent.home, 2, program)
+        == [
+            [
+                ("int8", "the default of this machine's agent"),
+                ("none", ""),
+                ("bf16", ""),
+                ("none", ""),
+                ("none", ""),
+            ]
+        ]
+        * 2
+    )
+    assert sorted(agent.shown) == sorted(
+        ["int8: the default of this machine's agent", "bf16"] * 2
+        + ["int8: the default of this machine's agent"] * 2  # the group's
+    )
+
+
+def test_ranks_whose_agents_have_other_defaults_hear_of_it(agent: FakeAgent) -> None:
+    def program(mesh: pmesh.Mesh) -> None:
+        mesh._place.compression = "int8" if mesh.rank else ""  # type: ignore[misc] # noqa: SLF001 - of two agents
+        with pytest.raises(pmesh.OpMismatch, match="int8"):
+            mesh.average_gradients(np.ones(3, np.float32))
+
+    run_ranks(agent.home, 2, program)
+
+
+def test_the_last_op_says_what_compression_came_to(agent: FakeAgent) -> None:
+    def program(mesh: pmesh.Mesh) -> list[Any]:
+        seen: list[Any] = []
+        for step in range(3):
+            x = gradient(mesh.rank, step)
+            mesh.average_gradients(x, compression=PowerSGD(2, start_step=2))
+            last = mesh.last_op
+            assert last is not None
+            assert last.bytes == x.nbytes
+            if last.residual_norm is not None:
+                (left,) = [
+                    v for k, v in mesh.error_feedback_state().items() if k.endswith("|residual")
+                ]
+                assert last.residual_norm == pytest.approx(float(np.linalg.norm(left)))
+            seen.append((last.compression, last.why, last.compressed_bytes))
+        return seen
+
+    nothing = ("none", "uncompressed before step 2", 0)
+    expected = [nothing, nothing, ("powersgd(2, min_rate 2.0)", "", 2 * 4 * (60 + 50))]
+    assert run_ranks(agent.home, 2, program) == [expected] * 2
+    assert sorted(agent.shown) == sorted(
+        ["none: uncompressed before step 2", "powersgd(2, min_rate 2.0)"] * 2
+    )
+
+
+def test_who_has_seen_fewer_steps_goes_on_with_the_others() -> None:
+    """As a newcomer does: it neither begins uncompressed, nor draws the places of a first call."""
+    schemes = (PowerSGD(1, start_step=3), pmesh.RandomK(0.1, model="other"))
+
+    def steps(mesh: pmesh.Mesh, first: int, last: int) -> list[tuple[bytes, str]]:
+        seen: list[tuple[bytes, str]] = []
+        for step in range(first, last):
+            for scheme in schemes:
+                out = mesh.average_gradients(gradient(mesh.rank, step), compression=scheme)
+                assert mesh.last_op is not None
+                seen.append((out.tobytes(), mesh.last_op.compression))
+        return seen
+
+    def founders(mesh: pmesh.Mesh) -> dict[str, Any]:
+        steps(mesh, 0, 4)
+        return mesh.error_feedback_state()
+
+    state, _ = SimulatedMesh(2).run(founders)
+
+    def with_a_newcomer(mesh: pmesh.Mesh) -> list[tuple[bytes, str]]:
+        if mesh.rank == 0:
+            mesh.load_error_feedback_state(state)
+        return steps(mesh, 4, 6)
+
+    first, second = SimulatedMesh(2).run(with_a_newcomer)
+    assert first == second
+    assert {name for _, name in first[::2]} == {"powersgd(1, min_rate 2.0)"}
+
+
+def test_where_no_matrix_pays_power_sgd_is_one_ordinary_op(agent: FakeAgent) -> None:
+    def program(mesh: pmesh.Mesh) -> list[float]:
+        return list(mesh.all_reduce(np.ones(3, np.float32), compression=PowerSGD(4)))
+
+    assert run_ranks(agent.home, 2, program) == [[2.0] * 3] * 2
+    assert [call.kind for call in agent.calls] == ["all_reduce"]
+
+
+def test_garbage_among_the_payloads_is_an_error_on_all_ranks(
+    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def accumulate(*_: object, **__: object) -> None:
+        raise ValueError("an index too large")
+
+    monkeypatch.setattr(top_k, "accumulate", accumulate)
+
+    def program(mesh: pmesh.Mesh) -> None:
+        with pytest.raises(pmesh.RunError, match=r"not topk\(0.01\): an index too large"):
+            mesh.all_reduce(np.ones(3, np.float32), compression="topk")
+
+    run_ranks(agent.home, 2, program)
+
+
+rows = st.builds(
+    Told,
+    st.floats(0, allow_infinity=False),
+    st.integers(0, 2**62),
+    st.integers(0, 2**62),
+    st.integers(0, 2**62),
+)
+
+
+@given(rows)
+def test_what_is_told_is_what_is_heard(told: Told) -> None:
+    assert Told.of_row(np.array(told.to_row(), np.int64).tolist()) == told
+
+
+# --- Auto
+
+A, B, C = (TrainerId(i) for i in range(3))
+
+
+def tried(trials: Trials, times_ns: list[tuple[int, int]]) -> None:
+    """Two ranks go through trials that take them so long."""
+    for mine, theirs in times_ns:
+        trials.tried(mine)
+        trials.hear((A, B), [(trials.begun, mine), (trials.begun, theirs)])
+
+
+def test_the_winner_is_who_is_fastest_on_the_slowest_rank_without_the_first_round() -> None:
+    trials = Trials((A, B), 3)
+    tried(trials, [(9, 9), (1, 1), (90, 90)])  # does not count
+    tried(trials, [(50, 60), (20, 40), (30, 30)])
+    tried(trials, [(60, 50), (10, 45), (30, 35)])
+    assert trials.are_over
+    assert trials.best_ns() == [60, 40, 30]
+    assert trials.winner(1.2) == 2
+    assert trials.winner(2.0) == 2
+    assert trials.winner(2.1) == 0
+
+
+@pytest.mark.parametrize(
+    ("trainers", "their_begun"), [((A, C), 1), ((A,), 1), ((A, B, C), 1), ((A, B), 0)]
+)
+def test_trials_begin_anew_with_other_ranks_or_one_that_has_not_seen_them(
+    trainers: tuple[TrainerId, ...], their_begun: int
+) -> None:
+    trials = Trials((A, B), 2)
+    trials.tried(5)
+    trials.hear(trainers, [(1, 5), (their_begun, 5)])
+    assert (trials.trainers, trials.begun, trials.agreed_ns) == (trainers, 0, [])
+
+
+def test_a_trial_that_failed_is_made_again() -> None:
+    trials = Trials((A, B), 2)
+    trials.hear((A, B), [(0, 0), (0, 0)])
+    assert (trials.next_way, trials.progress()) == (0, "1 of 6")
+    trials.hear((A, B), [(0, 0), (0, 0)])
+    assert trials.next_way == 0
+
+
+def test_auto_tries_all_ways_and_then_stays_with_one_on_all_ranks() -> None:
+    auto = Auto(allow=("bf16", TopK(0.1)))
+
+    def program(mesh: pmesh.Mesh) -> list[tuple[str, str]]:
+        seen: list[tuple[str, str]] = []
+        for step in range(ROUNDS * 3 + 2):
+            mesh.average_gradients(gradient(mesh.rank, step), compression=auto)
+            assert mesh.last_op is not None
+            seen.append((mesh.last_op.compression, mesh.last_op.why))
+        return seen
+
+    results = SimulatedMesh(2).run(program)
+    assert results[0] == results[1]
+    names = [name for name, _ in results[0]]
+    assert names[:9] == ["none", "bf16", "topk(0.1)"] * 3
+    assert names[9] == names[10]
+    assert results[0][0][1] == "trial 1 of 9"
+    assert results[0][9][1].startswith("tried on these ranks: none ")
+
+
+@pytest.mark.parametrize("picked", ["none", "bf16", "topk(0.1)"])
+def test_auto_takes_what_was_fastest(picked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = ["none", "bf16", "topk(0.1)"]
+    best_ns = [100 if way == picked else 1000 for way in ways]
+    monkeypatch.setattr(Trials, "best_ns", lambda _: best_ns)
+
+    def program(mesh: pmesh.Mesh) -> Any:
+        for step in range(10):
+            mesh.all_reduce(gradient(mesh.rank, step), compression=Auto(allow=[*ways[1:2], "topk"]))
+        assert mesh.last_op is not None
+        return mesh.last_op.compression
+
+    expected = "topk(0.01)" if picked.startswith("topk") else picked
+    assert SimulatedMesh(2).run(program) == [expected] * 2
+
+
+def test_auto_waits_until_all_that_is_allowed_may_begin() -> None:
+    auto = Auto(allow=["int8", PowerSGD(1, start_step=2)])
+
+    def program(mesh: pmesh.Mesh) -> list[str]:
+        seen: list[str] = []
+        for step in range(5):
+            mesh.average_gradients(gradient(mesh.rank, step), compression=auto)
+            assert mesh.last_op is not None
+            seen.append(mesh.last_op.compression)
+        return seen
+
+    expected = ["none", "none", "none", "int8", "powersgd(1, min_rate 2.0)"]
+    assert SimulatedMesh(2).run(program) == [expected] * 2
+
+
+def test_what_one_trial_left_out_goes_along_with_the_next() -> None:
+    auto = Auto(allow=[TopK(0.1), "bf16", INT8()])
+
+    def program(mesh: pmesh.Mesh) -> tuple[Any, Any]:
+        came_out: Any = 0
+        for step in range(7):
+            came_out = came_out + mesh.average_gradients(
+                gradient(mesh.rank, step), compression=auto
+            ).astype(np.float64)
+        (left,) = [v for k, v in mesh.error_feedback_state().items() if k.endswith("|residual")]
+        return came_out, left.reshape(60, 50)
+
+    (came_out, left), (_, theirs) = SimulatedMesh(2).run(program)
+    went_in = sum(gradient(r, s).astype(np.float64) for r in range(2) for s in range(7)) / 2
+    np.testing.assert_allclose(came_out + (left + theirs) / 2, went_in, atol=1e-5)
+
+
+def test_the_comparison_is_for_people() -> None:
+    text = _comparison((None, BF16()), (60_000_000, 21_200_000))
+    assert text == "tried on these ranks: none 60 ms, bf16 21.2 ms"
