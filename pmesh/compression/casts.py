@@ -11,10 +11,10 @@ What becomes of values at the ends of the range:
 A value that was clipped leaves what was cut off in the residual.
 """
 
+from functools import cache
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
 
 from pmesh.compression import fast
@@ -34,7 +34,6 @@ class Cast:
         self.name = name
         self.divides_first = name == "fp16"
         """A sum of n values reaches the end of fp16's range n times as early as their mean."""
-        self._dtype = np.dtype(np.float16 if name == "fp16" else ml_dtypes.bfloat16)
         self._twin: ModuleType | None = None
 
     def prepare(self) -> bool:
@@ -84,7 +83,16 @@ class Cast:
             self._halves(wire, len(out)).load(0, out)
 
     def _halves(self, wire: Bytes, count: int) -> "_Halves":
-        return (_Fp16s if self.name == "fp16" else _Halves)(wire.view(self._dtype)[:count])
+        return (_Fp16s if self.name == "fp16" else _Halves)(wire.view(_dtype_of(self.name))[:count])
+
+
+@cache
+def _dtype_of(name: str) -> np.dtype[Any]:
+    if name == "fp16":
+        return np.dtype(np.float16)
+    import ml_dtypes  # noqa: PLC0415 - 28 ms, which who imports pmesh need not wait for
+
+    return np.dtype(ml_dtypes.bfloat16)
 
 
 class _Halves:

@@ -122,7 +122,7 @@ class _Blocks:
         else:
             np.add(image, draw_uniform(self._draw, start, len(image)), out=image)
             np.floor(image, out=image)
-            np.minimum(image, LEVELS, out=image)  # the quotient of the largest may be 127.00001
+            np.clip(image, -LEVELS, LEVELS, out=image)  # the largest quotient may be 127.00001
         np.copyto(self.codes[start : start + len(image)], image, casting="unsafe")
         return 0
 

@@ -43,3 +43,8 @@ def decoded(codec: Codec, wire: Bytes, count: int) -> Float32s:
     values = np.full(count, 77, np.float32)
     codec.decode(wire, values)
     return values
+
+
+def float32(*values: float) -> Float32s:
+    """These, as an array."""
+    return np.array(values, np.float32)

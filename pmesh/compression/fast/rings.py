@@ -94,7 +94,7 @@ def _quantize(image: Float32s, total: Float32s, scale: np.float32) -> None:
 @jit.inlined
 def _quantize_by_lot(image: Float32s, total: Float32s, scale: np.float32, lots: Float32s) -> None:
     for i in range(len(total)):
-        image[i] = min(np.floor(total[i] / scale + lots[i]), LEVELS)
+        image[i] = max(-LEVELS, min(np.floor(total[i] / scale + lots[i]), LEVELS))
 
 
 @jit.inlined
