@@ -101,11 +101,10 @@ def _warm_up(running: dict[str, Running], orders: dict[str, Order]) -> Iterator[
 
 
 def _one_turn(system: Running, order: Order, times: int) -> Series:
-    agents_s = system.agents_cpu_s()
     answers = system.carry_out(
         Order(what=order.what, count=order.count, arrays=order.arrays, times=times)
     )
-    cpu_s = system.agents_cpu_s() - agents_s + sum(answer.cpu_s for answer in answers)
+    cpu_s = sum(answer.cpu_s for answer in answers)
     return Series(
         seconds=(round(statistics.median(slowest(answers)), 7),),
         cpu_s_per_gb=(round(cpu_s / (times * order.count * VALUE_BYTES / 1e9), 4),),

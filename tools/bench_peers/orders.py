@@ -26,6 +26,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     seconds: tuple[float, ...] = ()
     """Of each call, from the call to the result."""
     cpu_s: float = 0.0
-    """Of this process with all its threads, over all calls, the checks not counted."""
+    """Of this process, and its agent if it has one, over all calls, the checks not counted."""
     wrong: int = 0
     """How many of the results were not what they had to be."""

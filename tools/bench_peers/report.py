@@ -39,7 +39,7 @@ compares this page with them.
 - **Bus bandwidth** is that of nccl-tests: 2(n-1)/n · bytes / time for n ranks, what each rank must
   send and receive. It can be compared with the line, whatever n is.
 - **CPU seconds per GB**: of all processes of a system, the agents' included, for 10⁹ bytes of one
-  rank's array.
+  rank's array, while the calls run.
 - **Checked**: every result of every rank is compared, value by value, with the right sum.
 - All ranks share the cores of one machine. On loopback that favours who computes least; the hosts
   of a lab are network namespaces, whose lines are shaped by the kernel in both directions.

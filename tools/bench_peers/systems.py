@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 import msgspec
-import psutil
 
 from pmesh.client.control import ask_status
 from pmesh.client.home import socket_path
@@ -26,6 +25,7 @@ from tools.bench_peers.places import Place
 PATIENCE_S = 60.0
 LOG_LINES = 20
 AGENT = "from pmesh.cli import main; main()"
+WORKER = "tools.bench_peers.worker"
 
 
 class BenchError(Exception):
@@ -123,11 +123,6 @@ class Running:
             for worker in self.workers
         )
 
-    def agents_cpu_s(self) -> float:
-        """What the agents have used since they started."""
-        times = [psutil.Process(agent.pid).cpu_times() for agent in self.agents]
-        return sum(each.user + each.system for each in times)
-
     def traffic(self) -> list[dict[str, int]]:
         """Of each agent, as `pmesh status --json` has it."""
         return [picture["traffic"] for picture in self.pictures()]
@@ -144,9 +139,22 @@ Start = Callable[[Place, Path, contextlib.ExitStack], Running]
 
 
 def start_pmesh(
-    place: Place, folder: Path, stack: contextlib.ExitStack, *, patch: str = ""
+    place: Place,
+    folder: Path,
+    stack: contextlib.ExitStack,
+    *,
+    patch: str = "",
+    program: str = WORKER,
 ) -> Running:
-    """An agent and a trainer for each rank; `patch` is source that each agent runs first."""
+    """An agent and a trainer for each rank.
+
+    Args:
+        place: where they run.
+        folder: for the agents' homes and all that is said.
+        stack: ends them.
+        patch: source that each agent runs first.
+        program: the trainer's module; its first line says that it has joined.
+    """
     key = mesh_key_text(MeshKey(secrets.token_bytes(32)))
     ours: list[tuple[Path, dict[str, str]]] = []
     for rank in range(place.ranks):
@@ -166,17 +174,24 @@ def start_pmesh(
         )
     for agent, (home, _) in zip(agents, ours, strict=True):
         _await_picture(home, agent, members=place.ranks)
-    workers = _start_workers(place, "pmesh", folder, stack, [e for _, e in ours])
+    environments = [
+        environment | {"BENCH_AGENT": str(agent.pid)}
+        for agent, (_, environment) in zip(agents, ours, strict=True)
+    ]
+    workers = _start_workers(place, "pmesh", folder, stack, environments, program=program)
     running = Running(workers, agents)
     running.homes = tuple(home for home, _ in ours)
     return running
 
 
-def start_gloo(place: Place, folder: Path, stack: contextlib.ExitStack) -> Running:
+def start_gloo(
+    place: Place, folder: Path, stack: contextlib.ExitStack, *, program: str = WORKER
+) -> Running:
     """A process for each rank, which find each other by a file."""
     store = folder / "gloo"
     environment = {"GLOO_SOCKET_IFNAME": place.interface, "BENCH_STORE": str(store)}
-    return Running(_start_workers(place, "gloo", folder, stack, [environment] * place.ranks))
+    environments = [environment] * place.ranks
+    return Running(_start_workers(place, "gloo", folder, stack, environments, program=program))
 
 
 def start_mlx(place: Place, folder: Path, stack: contextlib.ExitStack) -> Running:
@@ -204,12 +219,13 @@ def _start_workers(
     folder: Path,
     stack: contextlib.ExitStack,
     environments: Sequence[Mapping[str, str]],
+    *,
+    program: str = WORKER,
 ) -> list[Process]:
-    program = [sys.executable, "-m", "tools.bench_peers.worker", system]
     root = str(Path(__file__).parents[2])
     workers: list[Process] = []
     for rank, environment in enumerate(environments):
-        command = [*program, str(rank), str(place.ranks)]
+        command = [sys.executable, "-m", program, system, str(rank), str(place.ranks)]
         log = folder / f"{system}-{rank}.log"
         python_path = {"PYTHONPATH": root, **environment}
         workers.append(
