@@ -157,6 +157,8 @@ class FakeAgent(Listening):
                 case Compresses(text):
                     self.shown.append(text)
                 case StartOp():
+                    if ring_codec_name(request.call.compression):
+                        assert request.call.kind == "all_reduce"
                     if self.evict and trainer.outputs:
                         trainer.send(ArenaGone(trainer.outputs.pop().number))
                     self._run_op(trainer, job, request)
