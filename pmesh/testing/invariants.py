@@ -120,6 +120,7 @@ class Invariants:
             if not rank.may_run:
                 raise Violation(f"V10: {rank.id} completes op {op} without a quorum")
             self.goes_on(rank)
+            _check_residual(rank, end, end.outcome)
         self._check_sleep(rank, op)
         key = (rank.roster.job, rank.roster.born, op, rank.trainer)
         earlier = self._ends.setdefault(key, end)
@@ -199,6 +200,15 @@ class Invariants:
                 if told_late and not _is_stable(op, rank, other):
                     continue  # I5 and O4: one that had returned is told at its next call
                 raise Violation(f"{_broken(ours, theirs)}: op {op} at {rank.id}: {ours}; {theirs}")
+
+
+def _check_residual(rank: LocalRank, end: End, result: OpResult) -> None:
+    """O9: what a rank keeps of its last attempt is what that result lacks, also if it fetched it.
+
+    So a trainer need not be told which attempt it was.
+    """
+    if end.call.kind == "all_reduce" and end.staged != result.number:
+        raise Violation(f"O9: {rank.id} keeps the residual of {end.staged}, and got {result}")
 
 
 def _is_stable(op: OpNumber, *ranks: LocalRank) -> bool:

@@ -159,6 +159,7 @@ def _will_hold(rank: LocalRank, op: Op) -> bool:
 
 
 def _run_ring(rank: LocalRank, op: Op) -> None:
+    op.staged = rank.roster.number
     if op.root in (None, rank.id):
         rank.tokens.setdefault(op.number, {})[rank.id] = _token(rank, op)
     # All are handed on before any can end the op: the others need them too.
@@ -300,7 +301,7 @@ def _tell_late(rank: LocalRank) -> None:
 
 
 def _end(rank: LocalRank, op: Op, outcome: OpResult | Verdict) -> None:
-    rank.ends[op.number] = End(op.call, outcome, rank.world)
+    rank.ends[op.number] = End(op.call, outcome, rank.world, op.staged)
     rank.host.op_ended(rank, op.number)
 
 

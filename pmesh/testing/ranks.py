@@ -31,6 +31,8 @@ class End:
     outcome: OpResult | Verdict
     world: tuple[TrainerId, ...]
     """Who rank i is from then on (O5)."""
+    staged: int = -1
+    """The number of the roster of the last attempt here, whose residual is committed now (O9)."""
 
 
 @dataclass(slots=True)
@@ -49,6 +51,8 @@ class Op:
     result: OpResult | None = None
     holds: bool = True
     """Whether the attempt has brought the result here, or only the news of it."""
+    staged: int = -1
+    """The number of the roster of the last attempt: what it rounds away is kept meanwhile."""
     asked: int = 0
     """How many holders have been asked for its result."""
     asked_at: float = 0.0

@@ -212,14 +212,15 @@ class Trainer:
         return chance(self._random, share) and self._timeline.now < self.habits.until_s
 
 
-KINDS = ("sync", "all_reduce", "broadcast", "barrier")
+KINDS = (
+    *("sync", "all_reduce", "broadcast", "barrier"),
+    *("sync", "collect", "broadcast", "all_gather"),
+)
 
 
 def call_of(op: OpNumber, size: int, *, mistaken: bool) -> Call:
     """Which op the script calls under this number, the same at all ranks unless it is mistaken."""
     kind = KINDS[op % len(KINDS)]
-    if op % 8 == 7:  # noqa: PLR2004 - each second barrier
-        kind = "all_gather"
     shape = (8 + mistaken,)
     if kind == "broadcast":
         receivers = ((7 * op + 1) % size,) * (op % 8 == 6)  # noqa: PLR2004 - each second one

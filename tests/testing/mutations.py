@@ -356,6 +356,10 @@ MUTATIONS = {
         'on_loss="raise": what is under way fails',
         (op_outcomes._ops_that_a_loss_fails, without.no_list),
     ),
+    "stage_anew": Mutation(
+        "O9: who fetches a result keeps the residual of its own part in it",
+        (ops._fetch, without.stage_anew),
+    ),
     "unchecked_fetch": Mutation(
         "O8: a fetched result is checked against the call, as any record",
         (ops._take_retained, without.fetch_whatever),

@@ -23,6 +23,7 @@ resolve_op = op_outcomes._resolve_op
 op_to_enter = op_outcomes.op_to_enter
 follow = LocalRank.follow
 attempt = ops._attempt
+fetch = ops._fetch
 
 
 def fail_alone(rank: LocalRank, op: Any, verdict: Any) -> None:
@@ -34,6 +35,11 @@ def fail_alone(rank: LocalRank, op: Any, verdict: Any) -> None:
 
 def fetch_whatever(rank: LocalRank, op: Any, call: Any, result: Any) -> None:
     ops._ready(rank, op, result)
+
+
+def stage_anew(rank: LocalRank, op: Any, outcome: OpOutcome) -> None:
+    op.staged = rank.roster.number
+    fetch(rank, op, outcome)
 
 
 def prefer_verdict(after: Roster, op: Any, reports: Any, stuck: Any) -> Any:

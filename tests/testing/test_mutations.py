@@ -6,7 +6,7 @@ import pytest
 
 from pmesh.testing.simulate import judge_many
 from pmesh.testing.violations import Violation
-from tests.testing import histories, quorum_histories
+from tests.testing import histories, quorum_histories, residual_histories
 from tests.testing.mutations import MUTATIONS
 
 SEEDS = 150
@@ -58,6 +58,7 @@ AIMED = {
     "no_min_ranks": histories.below_min_ranks_ops_wait_until_somebody_is_back,
     "no_raise": histories.a_loss_is_raised_where_the_job_asks_for_it,
     "unchecked_fetch": histories.a_late_and_different_call_is_noticed_when_it_fetches,
+    "stage_anew": residual_histories.who_fetches_a_sum_keeps_the_residual_of_its_own_part_in_it,
     "uncompared": histories.broadcasts_of_two_roots_fail_at_both,
     "lost_results": histories.a_result_that_went_away_with_its_last_holder_is_not_waited_for,
 }
