@@ -77,12 +77,12 @@ def test_numba_gives_the_same_bits_as_numpy(
 @pytest.mark.parametrize("name", NAMES)
 def test_every_magnitude_is_rounded_alike(name: str) -> None:
     halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
-    ties = (halves[1:] + halves[:-1]) / 2  # exact
+    ties = (halves[1:] + halves[:-1]) * np.float32(0.5)  # exact
     beside = np.nextafter(ties, np.float32(0))
     anywhere = np.arange(0, 0x7F800000, 40_009, dtype=np.uint32).view(np.float32)
     bf16_ties = (np.arange(0x7F80, dtype=np.uint32) << 16 | 0x8000).view(np.float32)
-    for values in (halves, ties, beside, anywhere, bf16_ties):
-        # In order, so that the values of a block are alike; of both signs.
+    magnitudes: list[Float32s] = [halves, ties, beside, anywhere, bf16_ties]
+    for values in magnitudes:
         signed = values.copy()
         signed[::2] *= -1
         assert_same_bits(name, signed, arrived=None)

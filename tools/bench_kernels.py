@@ -1,0 +1,143 @@
+"""Prints how long the compression's kernels take here, on one thread: numpy, and numba's twins.
+
+    $ OPENBLAS_NUM_THREADS=1 python -m tools.bench_kernels
+    $ python -m tools.bench_kernels --values 4000000 --rounds 9 int8 bf16
+
+All runs of a codec or scheme take turns, so that what else the machine does hits them alike; each
+figure is the shortest of its rounds, with the median of the rounds behind it. What counts is the
+thread's own time, not what it waits for a processor. `copy` stands beside them: it reads and writes
+as many fp32 values, and says how fast memory is just then, which others use, too.
+
+A kernel is added by a function in KERNELS that takes the number of values and returns its runs.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeAlias
+
+import numpy as np
+
+from pmesh.compression.arrays import Float32s
+from pmesh.compression.casts import Cast
+from pmesh.compression.codecs import Codec
+from pmesh.compression.int8 import Int8
+
+VALUES = 25_000_000  # 100 MB of fp32: no cache holds it
+ROUNDS = 5
+NUMPY, NUMBA = "numpy", "numba"
+
+Run: TypeAlias = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One kernel."""
+
+    name: str
+    runs: Mapping[str, Run]
+    """By NUMPY and NUMBA; the second is missing where there is no twin."""
+
+
+def gaussian(count: int, *, seed: int) -> Float32s:
+    """float32[count] that look like gradients."""
+    return np.random.default_rng(seed).standard_normal(count, np.float32)
+
+
+def codec_rows(make: Callable[[], Codec], count: int) -> list[Row]:
+    """A first hop, a later one, one with feedback, and decoding."""
+    codecs = {NUMPY: make()}
+    twin = make()
+    if twin.prepare():
+        codecs[NUMBA] = twin
+    own, residual = gaussian(count, seed=0), gaussian(count, seed=1)
+    residual *= np.float32(0.01)
+    kept, out = np.zeros_like(own), np.zeros_like(own)
+    incoming, outgoing = np.zeros((2, twin.wire_bytes(count)), np.uint8)
+    twin.hop(None, own, incoming)
+
+    def encode(codec: Codec) -> Run:
+        return lambda: codec.hop(None, own, outgoing)
+
+    def hop(codec: Codec) -> Run:
+        return lambda: codec.hop(incoming, own, outgoing)
+
+    def hop_with_feedback(codec: Codec) -> Run:
+        return lambda: codec.hop(incoming, own, outgoing, residual=residual, residual_out=kept)
+
+    def decode(codec: Codec) -> Run:
+        return lambda: codec.decode(incoming, out)
+
+    steps = {
+        "encode": encode,
+        "hop": hop,
+        "hop with feedback": hop_with_feedback,
+        "decode": decode,
+    }
+    return [
+        *(
+            Row(name=step, runs={where: run(codec) for where, codec in codecs.items()})
+            for step, run in steps.items()
+        ),
+        Row(name="copy", runs={NUMPY: lambda: np.copyto(out, own)}),
+    ]
+
+
+KERNELS: Mapping[str, Callable[[int], list[Row]]] = MappingProxyType(
+    {
+        "int8": lambda count: codec_rows(lambda: Int8(stochastic=False), count),
+        "int8-stochastic": lambda count: codec_rows(lambda: Int8(stochastic=True), count),
+        "bf16": lambda count: codec_rows(lambda: Cast("bf16"), count),
+        "fp16": lambda count: codec_rows(lambda: Cast("fp16"), count),
+    }
+)
+
+
+def measure(rows: Sequence[Row], rounds: int) -> dict[tuple[str, str], list[float]]:
+    """Milliseconds of each round, by row and place; the runs of a round in turn, one unmeasured."""
+    taken: dict[tuple[str, str], list[float]] = {}
+    for number in range(rounds + 1):
+        for row in rows:
+            for where, run in row.runs.items():
+                started = time.thread_time()
+                run()
+                ended = time.thread_time()
+                if number:
+                    taken.setdefault((row.name, where), []).append((ended - started) * 1e3)
+    return taken
+
+
+def line(row: Row, taken: Mapping[tuple[str, str], list[float]]) -> str:
+    """One of the table: the shortest and the median of each, and how many times as fast."""
+    text = f"  {row.name:20}"
+    for where in (NUMPY, NUMBA):
+        found = taken.get((row.name, where))
+        text += f"{min(found):8.1f} ({statistics.median(found):6.1f})" if found else " " * 17
+    if NUMBA in row.runs:
+        text += f"{min(taken[row.name, NUMPY]) / min(taken[row.name, NUMBA]):7.1f} x"
+    return text.rstrip()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a table for each kernel."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", choices=[*KERNELS, []], help="all unless named")
+    parser.add_argument("--values", type=int, default=VALUES, help="fp32 values of the tensor")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of which the shortest counts")
+    options = parser.parse_args(arguments)
+    print(f"{options.values:,} fp32 values, ms: the shortest of {options.rounds} (their median)")
+    for name in options.names or KERNELS:
+        rows = KERNELS[name](options.values)
+        taken = measure(rows, options.rounds)
+        print(f"{name:22}{NUMPY:^17}{NUMBA:^17}")
+        for row in rows:
+            print(line(row, taken))
+
+
+if __name__ == "__main__":
+    main()
