@@ -73,6 +73,11 @@ class CodedPlan:
         return sum(piece.nbytes for piece in self.sends)
 
     @property
+    def moving_bytes(self) -> int:
+        """Encoded bytes that this rank sends or receives."""
+        return self.bytes_sent + sum(piece.nbytes for piece in self.receives)
+
+    @property
     def largest(self) -> int:
         """Bytes of the largest piece."""
         return max((piece.nbytes for piece in self.sends + self.receives), default=0)

@@ -1,14 +1,13 @@
 """The ring all-reduce with a codec at every hop (`pmesh.core.coded_rings`), from arena to arena.
 
-Large tensors take four tasks: one receives, one sends, one has hops computed and one has finished
-values decoded, each piece in a worker thread. Partial sums arrive in a few places that are used
-again and again; they wait for no other machine there, so that all ranks get on. What is to be sent
-is kept in the result, where its values will be: encoded ones need less room. They are decoded once
-they have been sent on. Small tensors are done in line.
+Large tensors take a crew of four threads: one receives, one sends, one computes hops, one decodes
+finished values. Partial sums arrive in a few places that are used again and again; they wait for no
+other machine there, so that all ranks get on. What is to be sent is kept in the result, where its
+values will be: encoded ones need less room. They are decoded once they have been sent on. Small
+tensors are done in line.
 """
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,15 +24,15 @@ from pmesh.core.coded_rings import (
     plan_coded_ring,
 )
 from pmesh.core.records import RecordHeader
-from pmesh.errors import LaneBroken
 from pmesh.net.collectives import RingPosition
-from pmesh.net.lanes import CallsDiffer
+from pmesh.net.crews import Crew, Part
+from pmesh.net.lanes import Steps, Wait
 
 _VALUE_BYTES = 4
 SLOTS = 3  # one is received while another is worked on, and one lies ready
 
 _Job: TypeAlias = tuple[int, Bytes | None]
-"""The number of a send or of a receive, and the slot in which something has arrived for it."""
+"""The number of a send or of a receive, and the place in which something has arrived for it."""
 
 
 class Tensors(NamedTuple):
@@ -172,7 +171,10 @@ def _values_of(piece: CodedPiece) -> slice:
 
 
 class _Run:
-    """One op under way: how much of its plan is done."""
+    """One op under way: how much of its plan is done.
+
+    Each count is changed by one member of the crew alone, after what it counts has been done.
+    """
 
     def __init__(
         self, ring: RingPosition, plan: CodedPlan, header: RecordHeader, kernels: _Kernels
@@ -192,33 +194,33 @@ class _Run:
         self._hopped = 0
         self._decoded = 0
         self._clipped = 0
-        self._progress = trio.lowlevel.ParkingLot()
+        self._crew = Crew()
 
     async def run(self) -> int:
         await trio.lowlevel.checkpoint_if_cancelled()
-        plan, parts = self._plan, list[Callable[[], Awaitable[None]]]()
+        plan, parts = self._plan, list[Part]()
         if plan.small:
             await self._run_in_line()
         if self._hopped < plan.encoded:
-            parts.append(self._hop_all)
+            parts.append(Part(self._hop_all()))
         if self._sent < len(plan.sends) or not self._to_next.idle:
-            parts.append(self._send_all)
+            parts.append(Part(self._send_all(), self._to_next))
         if self._received < len(plan.receives):
-            parts.append(self._receive_all)
+            parts.append(Part(self._receive_all(), self._from_previous))
         if self._decoded < plan.decoded:
-            parts.append(self._decode_all)
+            parts.append(Part(self._decode_all()))
         if parts:
-            await _run_together(parts)
+            await self._crew.run(parts, moving_bytes=plan.moving_bytes)
         return self._clipped
 
     async def _run_in_line(self) -> None:
         """Send and receive in turn, until done or until a record does not fit the socket's buffer.
 
-        Then every rank might wait for the next to receive: the rest takes tasks.
+        Then every rank might wait for the next to receive: the rest takes a crew.
         """
         while True:
             while (hop := self._next_hop()) is not None:
-                self._hop_is_done(hop, self._kernels.hop(*hop))
+                self._hop(hop)
             while self._may_send():
                 if not self._to_next.idle:
                     return
@@ -227,47 +229,46 @@ class _Run:
                 if not whole:
                     return
             while self._finished:
-                job = self._finished.popleft()
-                self._kernels.finish(*job)
-                self._decode_is_done(job)
+                self._decode(self._finished.popleft())
             if self._received == len(self._plan.receives):
                 return
-            await self._receive_one()
+            for wait in self._receive_one():
+                await self._from_previous.wait_for(wait)
 
-    # --- what tasks do
+    # --- what the crew does
 
-    async def _hop_all(self) -> None:
+    def _hop_all(self) -> Steps:
         while self._hopped < self._plan.encoded:
             hop = self._next_hop()
             if hop is None:
-                await self._progress.park()
-                continue
-            self._hop_is_done(hop, await trio.to_thread.run_sync(self._kernels.hop, *hop))
+                yield Wait.PROGRESS
+            else:
+                self._hop(hop)
+                yield Wait.TURN
 
-    async def _send_all(self) -> None:
-        await self._to_next.flush()
+    def _send_all(self) -> Steps:
+        yield from self._to_next.flushes()
         while self._sent < len(self._plan.sends):
             if self._may_send():
-                await self._to_next.send(*self._record())
+                yield from self._to_next.sends(*self._record())
                 self._has_sent()
             else:
-                await self._progress.park()
+                yield Wait.PROGRESS
 
-    async def _receive_all(self) -> None:
+    def _receive_all(self) -> Steps:
         while self._received < len(self._plan.receives):
             if self._free or self._is_forwarded(self._received):
-                await self._receive_one()
+                yield from self._receive_one()
             else:
-                await self._progress.park()
+                yield Wait.PROGRESS
 
-    async def _decode_all(self) -> None:
+    def _decode_all(self) -> Steps:
         while self._decoded < self._plan.decoded:
-            if not self._finished:
-                await self._progress.park()
-                continue
-            job = self._finished.popleft()
-            await trio.to_thread.run_sync(self._kernels.finish, *job)
-            self._decode_is_done(job)
+            if self._finished:
+                self._decode(self._finished.popleft())
+                yield Wait.TURN
+            else:
+                yield Wait.PROGRESS
 
     # --- one step each
 
@@ -276,19 +277,20 @@ class _Run:
             return self._hopped, None
         return (self._hopped, self._arrived.popleft()) if self._arrived else None
 
-    def _hop_is_done(self, hop: _Job, clipped: int) -> None:
-        self._give_back(hop)
-        self._clipped += clipped
+    def _hop(self, hop: _Job) -> None:
+        self._clipped += self._kernels.hop(*hop)
         self._hopped += 1
+        self._give_back(hop)
 
-    def _decode_is_done(self, job: _Job) -> None:
-        self._give_back(job)
+    def _decode(self, job: _Job) -> None:
+        self._kernels.finish(*job)
         self._decoded += 1
+        self._give_back(job)
 
     def _give_back(self, job: _Job) -> None:
         if job[1] is not None:
             self._free.append(job[1])
-        self._progress.unpark_all()
+        self._crew.note_progress()
 
     def _may_send(self) -> bool:
         number, plan = self._sent, self._plan
@@ -304,39 +306,21 @@ class _Run:
         if self._plan.sends[self._sent].step >= self._plan.size - 1:
             self._finished.append((self._sent, None))
         self._sent += 1
-        self._progress.unpark_all()
+        self._crew.note_progress()
 
     def _is_forwarded(self, number: int) -> bool:
         """Whether a receive brings finished values that others still want."""
         return self._plan.encoded <= self._plan.own + number < len(self._plan.sends)
 
-    async def _receive_one(self) -> None:
+    def _receive_one(self) -> Steps:
         number = self._received
         piece, forwarded = self._plan.receives[number], self._is_forwarded(number)
         into = self._kernels.place_of(self._plan.own + number) if forwarded else self._free.pop()
         expected = self._header._replace(body_bytes=piece.nbytes, segment=number)
-        await self._from_previous.receive(expected, into[: piece.nbytes].data)
+        yield from self._from_previous.receives(expected, into[: piece.nbytes].data)
         if piece.step < self._plan.size - 1:
             self._arrived.append(into)
         elif not forwarded:
             self._finished.append((number, into))
         self._received += 1
-        self._progress.unpark_all()
-
-
-async def _run_together(parts: Sequence[Callable[[], Awaitable[None]]]) -> None:
-    """Run them all; the first that fails ends the others, as one plain error."""
-    failures: list[LaneBroken | CallsDiffer] = []
-
-    async def run_part(part: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await part()
-        except (LaneBroken, CallsDiffer) as e:
-            failures.append(e)
-            nursery.cancel_scope.cancel()
-
-    async with trio.open_nursery() as nursery:
-        for part in parts:
-            nursery.start_soon(run_part, part)
-    if failures:
-        raise failures[0]
+        self._crew.note_progress()
