@@ -5,9 +5,11 @@ import math
 import msgspec
 import trio
 
+from pmesh.agent.compiling import Compiler
 from pmesh.agent.jobs import LEFT, Candidate, Jobs
 from pmesh.agent.ops import describe_shortage, run_op
 from pmesh.agent.ranks import COME_BACK, LocalRank
+from pmesh.core.coded_rings import ring_codec_name
 from pmesh.core.session import (
     ENTERS,
     SESSION_VERSION,
@@ -121,7 +123,7 @@ class _Trainer:
             await self._session.send(Joined(self._world(), view, compression))
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch, nursery.cancel_scope)
-                await self._serve_requests()
+                await self._serve_requests(Compiler(nursery))
                 why = LEFT
                 nursery.cancel_scope.cancel()
         except* ProtocolError as e:
@@ -184,11 +186,13 @@ class _Trainer:
 
     # --- requests
 
-    async def _serve_requests(self) -> None:
+    async def _serve_requests(self, compiler: Compiler) -> None:
         while True:
             match request := await self._session.receive():
                 case StartOp():
                     await self._serve_op(request)
+                    if codec := ring_codec_name(request.call.compression):
+                        compiler.want(codec)
                 case WantArena(nbytes):
                     await _grant_input(self._session, self._arenas, nbytes)
                 case DropArena(number):

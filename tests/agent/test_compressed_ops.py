@@ -10,6 +10,7 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent import op_runs
+from pmesh.agent.compiling import Compiler
 from pmesh.compression.arrays import Float32s
 from pmesh.compression.codecs import codec_of
 from pmesh.core.messages import Call
@@ -25,6 +26,12 @@ from tests.agent.fakes import village
 from tests.agent.ops import RAISE, ranks_of, reduce_all, verdicts_of_all
 
 COUNT = 3000
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take seconds, for the same bits."""
+    monkeypatch.setattr(Compiler, "want", lambda _self, _codec: None)
 
 
 def noise(size: int, *, seed: int) -> list[Float32s]:

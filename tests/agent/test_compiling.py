@@ -1,0 +1,43 @@
+import threading
+
+import numpy as np
+import pytest
+import trio
+from trio.testing import MockClock
+
+from pmesh.agent.compiling import Compiler
+from pmesh.compression.casts import Cast
+from pmesh.compression.int8 import Int8
+from tests.agent.buckets import Bucket, reduce_buckets
+from tests.agent.fakes import village
+from tests.agent.ops import reduce_all
+
+
+async def test_what_an_op_uses_is_compiled_once_in_another_thread_while_ops_go_on(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here_thread, compiled, done = threading.get_ident(), list[str](), threading.Event()
+
+    def prepare(codec: Int8 | Cast) -> bool:
+        assert threading.get_ident() != here_thread
+        compiled.append(codec.name)
+        return done.wait(20)
+
+    for kind in (Int8, Cast):
+        monkeypatch.setattr(kind, "prepare", prepare)
+    async with village(clock, 1) as here:
+        trainers = await here.job(here.machines[0])
+        await reduce_all(trainers)
+        assert compiled == []
+        xs = [np.ones(10, np.float32)]
+        buckets = [Bucket(trainer, 10) for trainer in trainers]
+        for name in ("int8", "bf16", "int8", "randomk(0.5)"):
+            await reduce_buckets(buckets, xs, name, "sum")
+        await trainers[0].leave()  # and waits for no compiler
+    done.set()
+    assert sorted(compiled) == ["bf16", "int8"]
+
+
+async def test_a_codec_that_there_is_not_ends_nothing() -> None:
+    async with trio.open_nursery() as nursery:
+        Compiler(nursery).want("int9")
