@@ -15,6 +15,7 @@ import numpy as np
 
 from pmesh.compression.arrays import Bytes, Float32s
 from pmesh.compression.parts import PART, Words32, add_residual, drop_not_finite, parts
+from pmesh.compression.twins import twins
 
 BLOCK = 1024
 """Values with one magnitude: 31 times less than fp32; 256 would be 28 times, 4096 31.8 times."""
@@ -48,20 +49,27 @@ def compress(
             Finite: 0 where own + residual or its image is not. May be `residual` itself. None: no
             feedback; then `residual` is None, too.
     """
-    magnitudes, signs = _fields(wire, len(own))
+    means, signs = _fields(wire, len(own))
+    compiled = twins()
+    if compiled is not None:
+        nothing = np.empty(0, np.float32)
+        before = nothing if residual is None else residual
+        after = nothing if residual_out is None else residual_out
+        compiled.compress_one_bit(own, before, after, means, signs.view(np.float32))
+        return
     signs[-(-len(own) // 8) :] = 0
-    scratch = np.empty(min(PART, len(own)), np.float32)
+    scratch = np.empty(min(PART, _blocks(len(own)) * BLOCK), np.float32)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for part in parts(len(own)):
             values = add_residual(own, residual, residual_out, part)
-            image = scratch[: len(values)]
-            means = magnitudes[part.start // BLOCK : _blocks(part.stop)]
-            _mean_magnitudes(values, means, scratch=image)
+            means_here = means[part.start // BLOCK : _blocks(part.stop)]
+            _mean_magnitudes(values, means_here, scratch=scratch)
             bits = np.packbits(values.view(np.int32) < 0, bitorder="little")
             signs[part.start // 8 : part.start // 8 + len(bits)] = bits
             if residual_out is not None:
+                image = scratch[: len(values)]
                 np.bitwise_and(values.view(np.uint32), _SIGN, out=image.view(np.uint32))
-                _with_magnitudes(image.view(np.uint32), means)
+                _with_magnitudes(image.view(np.uint32), means_here)
                 drop_not_finite(np.subtract(values, image, out=values))
 
 
@@ -72,14 +80,18 @@ def accumulate(wire: Bytes, into: Float32s) -> None:
         wire: uint8[wire_bytes(count)].
         into: float32[count], added to in place.
     """
-    magnitudes, signs = _fields(wire, len(into))
+    means, signs = _fields(wire, len(into))
+    compiled = twins()
+    if compiled is not None:
+        compiled.accumulate_one_bit(means, signs.view(np.float32), into)
+        return
     image = np.empty((min(PART, len(into)) + 7) // 8 * 8, np.uint32)
     with np.errstate(over="ignore", invalid="ignore"):
         for part in parts(len(into)):
             bits = signs[part.start // 8 : -(-part.stop // 8)]
             np.take(_SIGNS_OF, bits, axis=0, out=image[: 8 * len(bits)].reshape(-1, 8), mode="clip")
             values = image[: part.stop - part.start]
-            _with_magnitudes(values, magnitudes[part.start // BLOCK : _blocks(part.stop)])
+            _with_magnitudes(values, means[part.start // BLOCK : _blocks(part.stop)])
             np.add(into[part], values.view(np.float32), out=into[part])
 
 
@@ -98,13 +110,18 @@ def _fields(wire: Bytes, count: int) -> tuple[Float32s, Bytes]:
 
 
 def _mean_magnitudes(values: Float32s, means: Float32s, *, scratch: Float32s) -> None:
-    """Of each block, the last of which may be shorter."""
-    np.abs(values, out=scratch)
-    whole = len(values) // BLOCK
-    np.add.reduce(scratch[: whole * BLOCK].reshape(whole, BLOCK), axis=1, out=means[:whole])
-    means[:whole] /= BLOCK
-    if whole < len(means):
-        means[whole] = np.add.reduce(scratch[whole * BLOCK :]) / (len(values) - whole * BLOCK)
+    """Of each block, the last of which may be shorter; added up by halves, as the twin does."""
+    filled = len(means) * BLOCK
+    np.abs(values, out=scratch[: len(values)])
+    scratch[len(values) : filled] = 0
+    blocks = scratch[:filled].reshape(-1, BLOCK)
+    half = BLOCK // 2
+    while half:
+        np.add(blocks[:, :half], blocks[:, half : 2 * half], out=blocks[:, :half])
+        half //= 2
+    np.divide(blocks[:, 0], np.float32(BLOCK), out=means)
+    if len(values) < filled:
+        means[-1] = blocks[-1, 0] / np.float32(BLOCK - (filled - len(values)))
 
 
 def _with_magnitudes(signs: Words32, means: Float32s) -> None:

@@ -23,15 +23,15 @@ If ranks come with different Q's (one is new), or leave between the two all-redu
 still P P^T M, for one P and the M of those who gave to the second: the residuals account for it.
 """
 
-from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from pmesh.compression.arrays import Float32s, Rows
 from pmesh.compression.draws import draw_words
-from pmesh.compression.matrices import Matrix, Plan, plan_matrices
+from pmesh.compression.matrices import Plan, plan_matrices
 from pmesh.compression.parts import PART, add_residual, drop_not_finite, parts
+from pmesh.compression.twins import twins
 
 __all__ = [
     "Plan",
@@ -44,7 +44,6 @@ __all__ = [
 ]
 
 Float64s: TypeAlias = np.ndarray[tuple[Any, ...], np.dtype[np.float64]]
-Thin: TypeAlias = np.ndarray[tuple[int, int, int], np.dtype[np.float32]]
 
 _DEPENDENT = 2.0**-60  # of a column's squared length; beyond it float64 would see only noise
 _LOW_BITS = np.uint64(40)  # of a lot; 24 are left, as many as fp32 holds
@@ -97,8 +96,12 @@ def compress(
     with np.errstate(all="ignore"):
         for matrix in plan.matrices:
             thin_p, thin_q = plan.p_of(matrix, p), plan.q_of(matrix, q)
-            for rows in _row_parts(matrix):
-                values = add_residual(own, residual, residual_out, _flat(matrix, rows))
+            for rows in parts(matrix.rows, _rows_of_part(matrix.rows, matrix.columns)):
+                part = slice(
+                    matrix.start + rows.start * matrix.columns,
+                    matrix.start + rows.stop * matrix.columns,
+                )
+                values = add_residual(own, residual, residual_out, part)
                 block = values.reshape(-1, matrix.columns)
                 np.matmul(thin_q, block.T, out=thin_p[:, rows])
         for start, end in plan.rest:
@@ -168,35 +171,18 @@ def decompress(
     """
     with np.errstate(all="ignore"):
         for matrix in plan.matrices:
-            thin_p, thin_q = plan.p_of(matrix, p), plan.q_of(matrix, q)
-            whole = matrix.of(out)
-            scratch = np.empty((_rows_of_part(matrix), matrix.columns), np.float32)
-            for rows in _row_parts(matrix):
-                _multiply(thin_p[:, rows, None], thin_q[:, None], whole[rows], scratch)
-                if residual_out is not None:
-                    left = residual_out[_flat(matrix, rows)]
-                    np.subtract(left, whole[rows].reshape(-1), out=left)
-                    drop_not_finite(left)
+            values = slice(matrix.start, matrix.end)
+            left = None if residual_out is None else residual_out[values]
+            _multiply(plan.p_of(matrix, p), plan.q_of(matrix, q), out[values], left)
     plan.restore_rest(p, out)
     if residual_out is not None:
         for start, end in plan.rest:
             residual_out[start:end] = 0
 
 
-def _row_parts(matrix: Matrix) -> Iterator[slice]:
-    """The rows in parts that fit in a cache."""
-    return parts(matrix.rows, _rows_of_part(matrix))
-
-
-def _rows_of_part(matrix: Matrix) -> int:
-    return min(matrix.rows, max(1, PART // matrix.columns))
-
-
-def _flat(matrix: Matrix, rows: slice) -> slice:
-    """Where these rows lie in the bucket."""
-    return slice(
-        matrix.start + rows.start * matrix.columns, matrix.start + rows.stop * matrix.columns
-    )
+def _rows_of_part(rows: int, columns: int) -> int:
+    """How many rows fit in a cache, at least one."""
+    return min(rows, max(1, PART // columns))
 
 
 def _ordered_sums(terms: Float64s) -> Float64s:
@@ -205,16 +191,28 @@ def _ordered_sums(terms: Float64s) -> Float64s:
     return sums
 
 
-def _multiply(thin_p: Thin, thin_q: Thin, out: Rows, scratch: Rows) -> None:
+def _multiply(thin_p: Rows, thin_q: Rows, out: Float32s, left: Float32s | None) -> None:
     """Set `out` to P Q^T, adding up the columns from first to last.
 
     Args:
-        thin_p: float32[rank, rows, 1].
-        thin_q: float32[rank, 1, columns].
-        out: float32[rows, columns], written.
-        scratch: as large as `out`, or larger.
+        thin_p: float32[rank, rows].
+        thin_q: float32[rank, columns].
+        out: float32[rows * columns], written.
+        left: float32[rows * columns], from which it is subtracted in place; None: nothing is.
     """
-    np.multiply(thin_p[0], thin_q[0], out=out)
-    for p_column, q_column in zip(thin_p[1:], thin_q[1:], strict=True):
-        product = np.multiply(p_column, q_column, out=scratch[: len(out)])
-        np.add(out, product, out=out)
+    compiled = twins()
+    if compiled is not None:
+        kept = np.empty(0, np.float32) if left is None else left
+        compiled.multiply(thin_p.reshape(-1), thin_q.reshape(-1), len(thin_p), out, kept)
+        return
+    columns = thin_q.shape[1]
+    scratch = np.empty((_rows_of_part(thin_p.shape[1], columns), columns), np.float32)
+    for rows in parts(thin_p.shape[1], len(scratch)):
+        part = slice(rows.start * columns, rows.stop * columns)
+        whole = out[part].reshape(-1, columns)
+        np.multiply(thin_p[0, rows, None], thin_q[0], out=whole)
+        for p_column, q_column in zip(thin_p[1:, rows, None], thin_q[1:], strict=True):
+            product = np.multiply(p_column, q_column, out=scratch[: len(whole)])
+            np.add(whole, product, out=whole)
+        if left is not None:
+            drop_not_finite(np.subtract(left[part], out[part], out=left[part]))

@@ -16,8 +16,9 @@ import hashlib
 import numpy as np
 
 from pmesh.compression.arrays import Float32s
-from pmesh.compression.draws import draw_words
+from pmesh.compression.draws import draw_words, start_of
 from pmesh.compression.parts import Indices, add_residual, drop_not_finite, parts
+from pmesh.compression.twins import twins
 
 _END = 1 << 32  # products of two numbers below it fit in 64 bits
 _KEY_BYTES = 8
@@ -50,13 +51,20 @@ def draw_indices(count: int, k: int, key: int) -> Indices:
         raise ValueError(f"k is from 0 to count, and count below 2**32, not {k} of {count}")
     if k == 0:
         return np.empty(0, np.int64)
-    lots = draw_words(key, 0, k + 1) >> np.uint64(32)
+    # Without an offset the values of longer runs would be drawn a little less often than others.
+    offset = (int(draw_words(key, k, 1)[0]) >> 32) * count >> 32
+    compiled = twins()
+    if compiled is not None:
+        indices = np.empty(k, np.int64)
+        compiled.draw_indices(
+            np.uint64(start_of(key)), np.uint64(count), np.uint64(offset), indices
+        )
+        return indices
+    lots = draw_words(key, 0, k) >> np.uint64(32)
     starts = np.arange(k + 1, dtype=np.uint64) * np.uint64(count) // np.uint64(k)
     lengths = np.diff(starts)
-    drawn = starts[:-1] + (lots[:k] * lengths >> np.uint64(32))
-    indices = drawn.view(np.int64)
-    # Else the values of a longer run would be drawn a little less often than the others.
-    indices += int(lots[k]) * count >> 32
+    drawn = starts[:-1] + (lots * lengths >> np.uint64(32))
+    indices = drawn.view(np.int64) + offset
     indices[indices >= count] -= count
     return indices
 
@@ -82,19 +90,15 @@ def compress(
         residual_out: float32[count], written: own + residual, 0 at `indices` and where that is not
             finite. May be `residual` itself. None: no feedback; then `residual` is None, too.
     """
-    clean = True
-    with np.errstate(over="ignore", invalid="ignore"):
-        for part in parts(len(own)):
-            values = add_residual(own, residual, residual_out, part)
-            # One sum tells of a whole part; one that overflows is looked at again below.
-            clean = clean and bool(np.isfinite(np.add.reduce(values)))
+    clean = _add_and_take(own, indices, sent, residual, residual_out)
+    if not clean:
         values = own if residual_out is None else residual_out
-        sent[:] = values[indices]
-        if not clean and _count_not_finite(values) > _count_not_finite(sent):
+        if _count_not_finite(values) > _count_not_finite(sent):
             sent[:1] = np.nan
-        if residual_out is None:
+    if residual_out is None:
+        with np.errstate(over="ignore", invalid="ignore"):
             sent *= np.float32(len(own) / max(1, len(sent)))
-            return
+        return
     residual_out[indices] = 0
     if not clean:
         drop_not_finite(residual_out)
@@ -110,6 +114,29 @@ def decompress(values: Float32s, indices: Indices, out: Float32s) -> None:
     """
     out.fill(0)
     out[indices] = values
+
+
+def _add_and_take(
+    own: Float32s,
+    indices: Indices,
+    sent: Float32s,
+    residual: Float32s | None,
+    residual_out: Float32s | None,
+) -> bool:
+    """Take from own + residual; false, if that may not be finite everywhere."""
+    compiled = twins()
+    if compiled is not None and residual_out is not None:
+        before = np.empty(0, np.float32) if residual is None else residual
+        return bool(compiled.take(own, before, residual_out, indices, sent))
+    clean = True
+    with np.errstate(over="ignore", invalid="ignore"):
+        for part in parts(len(own)):
+            values = add_residual(own, residual, residual_out, part)
+            # One sum tells of a whole part.
+            clean = clean and bool(np.isfinite(np.add.reduce(values)))
+    values = own if residual_out is None else residual_out
+    sent[:] = values[indices]
+    return clean
 
 
 def _count_not_finite(values: Float32s) -> int:
