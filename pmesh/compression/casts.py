@@ -80,7 +80,8 @@ class Cast:
         if self._twin is not None and self.name == "fp16":  # of bf16's it would be no faster
             self._twin.decode_fp16(wire.view(np.uint16), out)
         else:
-            self._halves(wire, len(out)).load(0, out)
+            with np.errstate(invalid="ignore"):  # as a signalling NaN may be, if it is forged
+                self._halves(wire, len(out)).load(0, out)
 
     def _halves(self, wire: Bytes, count: int) -> "_Halves":
         return (_Fp16s if self.name == "fp16" else _Halves)(wire.view(_dtype_of(self.name))[:count])

@@ -82,7 +82,7 @@ class Int8:
             sent.codes,
             *terms.for_twin(),
             self._stochastic,
-            np.uint64(start_of(draw)),
+            np.uint64(start_of(draw) if self._stochastic else 0),
         )
         return 0
 
