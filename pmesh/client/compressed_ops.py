@@ -61,11 +61,28 @@ class Piece:
         with np.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite
             fill(self.bucket, self.leaves, region, self.factor)
 
+    @property
+    def only_leaf(self) -> Leaf | None:
+        """The only array, if it is one of float32: then the kernels may work where it lies."""
+        if len(self.bucket.leaves) != 1:
+            return None
+        leaf = self.leaves[self.bucket.leaves[0]]
+        return leaf if leaf.values.dtype == np.float32 else None
+
     def own(self) -> Float32s:
-        """This rank's values, in memory of its own, which is the next bucket's, too."""
+        """This rank's values, only to be read; until `room` is asked for."""
+        leaf = self.only_leaf
+        if leaf is not None and self.factor is None and leaf.values.flags.c_contiguous:
+            return cast("Float32s", leaf.values.reshape(-1))
         values = self.feedback.scratch(self.count)
         self.fill(values)
         return values
+
+    def room(self) -> Float32s:
+        """Memory for the result: to become the user's array, or the same at each call."""
+        if self.only_leaf is not None:
+            return np.empty(self.count, np.float32)
+        return self.feedback.scratch(self.count)
 
     def kernel_residuals(self) -> dict[str, Float32s | None]:
         """As the kernels take them."""
@@ -118,6 +135,8 @@ class Summed(NamedTuple):
     nbytes: int
     """What this rank has given, compressed."""
     clipped: int = 0
+    in_room: bool = False
+    """The values lie in what `Piece.room` gave; of an only array that may be kept."""
 
 
 def add_uncompressed(piece: Piece) -> Summed:
@@ -182,9 +201,10 @@ def add_random_k(piece: Piece, scheme: RandomK) -> Summed:
     own = piece.own()
     random_k.compress(own, indices, region, **piece.kernel_residuals())
     done = piece.run_op("all_reduce", "float32", k, reduction=piece.reduction)
-    random_k.decompress(cast("Float32s", done.values), indices, own)
+    out = piece.room()
+    random_k.decompress(cast("Float32s", done.values), indices, out)
     piece.commit()
-    return Summed(own, inverse(piece.correction(done.world)), done, 4 * k)
+    return Summed(out, inverse(piece.correction(done.world)), done, 4 * k, in_room=True)
 
 
 def _add_collected(
@@ -193,11 +213,10 @@ def _add_collected(
     compress: Callable[[Float32s, Bytes], None],
     accumulate: Callable[[Bytes, Float32s], None],
 ) -> Summed:
-    own = piece.own()
     wire = cast("Bytes", piece.session.input_values("uint8", nbytes, room_bytes=0))
-    compress(own, wire)
+    compress(piece.own(), wire)
     done = piece.run_op("collect", "uint8", nbytes)
-    total = own
+    total = piece.room()
     total.fill(0)
     for payload in done.values.reshape(-1, nbytes):
         try:
@@ -206,7 +225,8 @@ def _add_collected(
             raise RunError(f"a rank has sent what is not {piece.spec}: {e}") from e
     piece.commit()
     ranks = len(done.world.trainers) if piece.reduction == "mean" else 1
-    return Summed(total, inverse(piece.correction(done.world) / ranks), done, nbytes)
+    divisor = inverse(piece.correction(done.world) / ranks)
+    return Summed(total, divisor, done, nbytes, in_room=True)
 
 
 def inverse(factor: float) -> float | None:

@@ -2,8 +2,10 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from pmesh.client.buckets import plan_buckets, read
 from pmesh.client.calls import Arrays, Collective, Compression, LastOp, run_collective
@@ -194,7 +196,7 @@ class _Call:
                 timeout_s=self.wanted.timeout_s,
             )
             came = self._add(piece, picked.scheme)
-            for index, array in read(bucket, self.arrays.leaves, came.values, came.divisor):
+            for index, array in _arrays_of(piece, came):
                 results[index] = array
             summed.append(came)
         return results, summed
@@ -223,6 +225,17 @@ class _Call:
         self.memory.step += 1
         if picked.trials is not None:
             picked.trials.tried(took_ns)
+
+
+def _arrays_of(piece: Piece, came: Summed) -> Iterable[tuple[int, object]]:
+    """The user's arrays, each with its index."""
+    leaf = piece.only_leaf
+    if leaf is None or not came.in_room:
+        return read(piece.bucket, piece.leaves, came.values, came.divisor)
+    if came.divisor is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.divide(came.values, np.float32(came.divisor), out=came.values)
+    return [(piece.bucket.leaves[0], leaf.rebuild(came.values.reshape(leaf.values.shape)))]
 
 
 def _no_correction(_: World) -> float:

@@ -43,13 +43,14 @@ def add_low_rank(piece: Piece, scheme: PowerSGD, memory: Memory | None) -> Summe
         q = cast("Float32s", second.values.copy())
     factor = _factor(piece, second)
     p[plan.rest_start :] *= np.float32(_factor(piece, first) / factor)
-    power_sgd.decompress(plan, p, q, own, residual_out=piece.kernel_residuals()["residual_out"])
+    out = piece.room()
+    power_sgd.decompress(plan, p, q, out, residual_out=piece.kernel_residuals()["residual_out"])
     piece.commit()
     if memory is not None:
         power_sgd.warm_up(plan, q, key=key)
         memory.warm[piece.spec] = q
     nbytes = 4 * (plan.p_count + plan.q_count)
-    return Summed(own, inverse(factor), second, nbytes)
+    return Summed(out, inverse(factor), second, nbytes, in_room=True)
 
 
 def _begin(memory: Memory | None, spec: str, plan: Plan, key: int) -> Float32s:

@@ -219,10 +219,11 @@ class Place:
         left_s = max(deadline - time.monotonic(), _TRY_AGAIN_S)
         try:
             self.check_open()  # `close` may have come before there was a session to interrupt
-            self.view = session.join(msgspec.structs.replace(self._request, timeout_s=left_s)).view
+            joined = session.join(msgspec.structs.replace(self._request, timeout_s=left_s))
         except BaseException:
             session.end("it could not come back to its job")
             raise
+        self.view, self.compression = joined.view, joined.compression
 
     def _pause(self, deadline: float) -> bool:
         """Wait a moment before another attempt; returns whether the time is over."""
