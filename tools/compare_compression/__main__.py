@@ -15,8 +15,10 @@ from pmesh.compression.schemes import Scheme
 from tools.chaos.results import describe_commit, describe_machine
 from tools.compare_compression.cases import CASES, UNCOMPRESSED
 from tools.compare_compression.models import MODELS, Model
+from tools.compare_compression.page import render
+from tools.compare_compression.plot import draw
 from tools.compare_compression.report import table_of, verdicts
-from tools.compare_compression.results import Measured, Row, finite, write_results
+from tools.compare_compression.results import Measured, Row, finite, read_results, write_results
 from tools.compare_compression.training import RANKS, train
 
 SEEDS = (1, 2, 3)
@@ -29,15 +31,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; all if none is named")
     parser.add_argument("--json", type=Path, help="write what was measured to this file")
+    parser.add_argument("--plot", type=Path, help="draw it into this file: .svg, .png, .pdf")
+    parser.add_argument("--page", type=Path, help="write the page of the documentation")
+    parser.add_argument("--read", type=Path, nargs="+", help="take results instead of training")
     parser.add_argument("--short", action="store_true", help="a few steps: does it work at all?")
     options = parser.parse_args(argv)
     if unknown := set(options.models) - set(MODELS):
         parser.error(f"no model {', '.join(sorted(unknown))}; there are: {', '.join(MODELS)}")
-    names = options.models or list(MODELS)
-    measured = [measure(MODELS[name](), short=options.short) for name in names]
+    if options.read:
+        measured = [each for file in options.read for each in read_results(file)]
+    else:
+        names = options.models or list(MODELS)
+        measured = [measure(MODELS[name](), short=options.short) for name in names]
     print(verdicts(measured))
     if options.json is not None:
         write_results(options.json, measured)
+    if options.page is not None:
+        options.page.write_text(render(measured), encoding="utf-8")
+    if options.plot is not None:
+        draw(options.plot, measured)
     met = all(r.is_met(m.plain) for m in measured for r in m.rows if r.feedback and r.is_judged)
     return 0 if met or options.short else 1
 

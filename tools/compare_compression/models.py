@@ -105,13 +105,14 @@ def digits_mlp() -> Model:
 
 
 def digits_convolutional() -> Model:
-    """Two layers of 3x3 filters, of which the second halves the picture, and a dense one."""
+    """As LeCun et al. 1998: two layers of filters, of which the second halves, two dense ones."""
 
     def logits(weights: Weights, x: mx.array) -> mx.array:
         x = x.reshape(-1, 8, 8, 1)
         x = mx.maximum(mx.conv2d(x, weights["w1"], padding=1) + weights["b1"], 0)
         x = mx.maximum(mx.conv2d(x, weights["w2"], stride=2, padding=1) + weights["b2"], 0)
-        return x.reshape(len(x), -1) @ weights["w3"] + weights["b3"]
+        x = mx.maximum(x.reshape(len(x), -1) @ weights["w3"] + weights["b3"], 0)
+        return x @ weights["w4"] + weights["b4"]
 
     return Model(
         name="convolutional",
@@ -121,14 +122,16 @@ def digits_convolutional() -> Model:
             "b1": (8,),
             "w2": (24, 3, 3, 8),
             "b2": (24,),
-            "w3": (4 * 4 * 24, 10),
-            "b3": (10,),
+            "w3": (4 * 4 * 24, 64),
+            "b3": (64,),
+            "w4": (64, 10),
+            "b4": (10,),
         },
         logits=logits,
         draw=_draw_digits,
         batch=16,
-        steps=800,
-        rate=0.2,
+        steps=900,
+        rate=0.1,
     )
 
 
