@@ -12,6 +12,7 @@ A kernel is added by a function in KERNELS that takes the number of values and r
 """
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from pmesh.compression.arrays import Float32s
+from pmesh.compression import one_bit, power_sgd, random_k, top_k, twins
+from pmesh.compression.arrays import Bytes, Float32s
 from pmesh.compression.casts import Cast
 from pmesh.compression.codecs import Codec
 from pmesh.compression.int8 import Int8
@@ -86,12 +88,113 @@ def codec_rows(make: Callable[[], Codec], count: int) -> list[Row]:
     ]
 
 
+def in_both(run: Run) -> dict[str, Run]:
+    """A kernel whose twin is for all threads."""
+
+    def by_numpy() -> None:
+        with twins.computed_by(None):
+            run()
+
+    return {NUMPY: by_numpy, NUMBA: run} if twins.prepare() else {NUMPY: by_numpy}
+
+
+def top_k_rows(count: int) -> list[Row]:
+    """One percent; beside it what finds the same values without a sampled threshold."""
+    k = top_k.kept(count, 0.01)
+    own, before = gaussian(count, seed=0), gaussian(count, seed=1)
+    after = np.zeros_like(own)
+    wide = np.zeros(top_k.wire_bytes(count, k), np.uint8)
+    compact = np.zeros(top_k.wire_bytes(count, k, compact=True), np.uint8)
+
+    def with_feedback(wire: Bytes, *, compact: bool) -> None:
+        top_k.compress(own, wire, k=k, compact=compact, residual=before, residual_out=after)
+
+    runs: dict[str, Run] = {
+        "compress": lambda: top_k.compress(own, wide, k=k),
+        "with feedback": lambda: with_feedback(wide, compact=False),
+        "compact, feedback": lambda: with_feedback(compact, compact=True),
+        "accumulate": lambda: top_k.accumulate(wide, after, k=k),
+        "accumulate compact": lambda: top_k.accumulate(compact, after, k=k, compact=True),
+        "argpartition": lambda: np.argpartition(np.abs(own), count - k),
+        "copy": lambda: np.copyto(after, own),
+    }
+    return [Row(name=name, runs={NUMPY: run}) for name, run in runs.items()]
+
+
+def random_k_rows(count: int) -> list[Row]:
+    """Ten percent."""
+    k = top_k.kept(count, 0.1)
+    own, before = gaussian(count, seed=0), gaussian(count, seed=1)
+    after, sent = np.zeros_like(own), np.zeros(k, np.float32)
+    indices = random_k.draw_indices(count, k, 1)
+    feedback = {"residual": before, "residual_out": after}
+    runs: dict[str, Run] = {
+        "draw": lambda: random_k.draw_indices(count, k, 1),
+        "compress": lambda: random_k.compress(own, indices, sent),
+        "with feedback": lambda: random_k.compress(own, indices, sent, **feedback),
+        "decompress": lambda: random_k.decompress(sent, indices, after),
+        "copy": lambda: np.copyto(after, own),
+    }
+    alike = ("compress", "decompress", "copy")
+    return [
+        Row(name=name, runs={NUMPY: run} if name in alike else in_both(run))
+        for name, run in runs.items()
+    ]
+
+
+def one_bit_rows(count: int) -> list[Row]:
+    """Signs, and a mean magnitude for each block."""
+    own, before = gaussian(count, seed=0), gaussian(count, seed=1)
+    after, wire = np.zeros_like(own), np.zeros(one_bit.wire_bytes(count), np.uint8)
+    feedback = {"residual": before, "residual_out": after}
+    return [
+        Row(name="compress", runs=in_both(lambda: one_bit.compress(own, wire))),
+        Row(name="with feedback", runs=in_both(lambda: one_bit.compress(own, wire, **feedback))),
+        Row(name="accumulate", runs=in_both(lambda: one_bit.accumulate(wire, after))),
+        Row(name="copy", runs={NUMPY: lambda: np.copyto(after, own)}),
+    ]
+
+
+def power_sgd_rows(count: int) -> list[Row]:
+    """Rank 4 of a square matrix, with feedback; its two products with a vector are BLAS's."""
+    side = math.isqrt(count)
+    plan = power_sgd.plan_matrices([(side, side)], rank=4)
+    own, before = gaussian(plan.count, seed=0), gaussian(plan.count, seed=1)
+    after, out = np.zeros((2, plan.count), np.float32)
+    p, q = gaussian(plan.p_count, seed=2), gaussian(plan.q_count, seed=3)
+    feedback = {"residual": before, "residual_out": after}
+
+    def compress() -> None:
+        power_sgd.compress(plan, own, q, p, **feedback)
+        power_sgd.orthogonalize(plan, p)
+        power_sgd.project(plan, after, p, q)
+        power_sgd.warm_up(plan, q, key=1)
+
+    def decompress() -> None:
+        power_sgd.decompress(plan, p, q, out, residual_out=after)
+
+    def whole() -> None:
+        compress()
+        decompress()
+
+    return [
+        Row(name="compress", runs={NUMPY: compress}),
+        Row(name="decompress", runs=in_both(decompress)),
+        Row(name="both", runs=in_both(whole)),
+        Row(name="copy", runs={NUMPY: lambda: np.copyto(out, own)}),
+    ]
+
+
 KERNELS: Mapping[str, Callable[[int], list[Row]]] = MappingProxyType(
     {
         "int8": lambda count: codec_rows(lambda: Int8(stochastic=False), count),
         "int8-stochastic": lambda count: codec_rows(lambda: Int8(stochastic=True), count),
         "bf16": lambda count: codec_rows(lambda: Cast("bf16"), count),
         "fp16": lambda count: codec_rows(lambda: Cast("fp16"), count),
+        "topk": top_k_rows,
+        "randomk": random_k_rows,
+        "onebit": one_bit_rows,
+        "powersgd": power_sgd_rows,
     }
 )
 

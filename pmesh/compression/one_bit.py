@@ -58,7 +58,7 @@ def compress(
         compiled.compress_one_bit(own, before, after, means, signs.view(np.float32))
         return
     signs[-(-len(own) // 8) :] = 0
-    scratch = np.empty(min(PART, _blocks(len(own)) * BLOCK), np.float32)
+    scratch = np.empty(2 * min(PART, _blocks(len(own)) * BLOCK), np.float32)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for part in parts(len(own)):
             values = add_residual(own, residual, residual_out, part)
@@ -110,18 +110,25 @@ def _fields(wire: Bytes, count: int) -> tuple[Float32s, Bytes]:
 
 
 def _mean_magnitudes(values: Float32s, means: Float32s, *, scratch: Float32s) -> None:
-    """Of each block, the last of which may be shorter; added up by halves, as the twin does."""
+    """Of each block, the last of which may be shorter; added up by halves, as the twin does.
+
+    Args:
+        values: of whole blocks but for the last.
+        means: one for each, written.
+        scratch: for two times as many values, those of the last block filled up.
+    """
     filled = len(means) * BLOCK
+    sums, free = scratch[:filled].reshape(-1, BLOCK), scratch[filled:]
     np.abs(values, out=scratch[: len(values)])
     scratch[len(values) : filled] = 0
-    blocks = scratch[:filled].reshape(-1, BLOCK)
     half = BLOCK // 2
-    while half:
-        np.add(blocks[:, :half], blocks[:, half : 2 * half], out=blocks[:, :half])
+    while half:  # each in memory of its own: numpy would copy what overlaps
+        halves = free[: half * len(means)].reshape(-1, half)
+        sums, free = np.add(sums[:, :half], sums[:, half:], out=halves), free[halves.size :]
         half //= 2
-    np.divide(blocks[:, 0], np.float32(BLOCK), out=means)
+    np.divide(sums[:, 0], np.float32(BLOCK), out=means)
     if len(values) < filled:
-        means[-1] = blocks[-1, 0] / np.float32(BLOCK - (filled - len(values)))
+        means[-1] = sums[-1, 0] / np.float32(BLOCK - (filled - len(values)))
 
 
 def _with_magnitudes(signs: Words32, means: Float32s) -> None:

@@ -1,5 +1,7 @@
 """Whether the trainers' schemes are computed by their twins in numba."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import ModuleType
 
 from pmesh.compression import fast
@@ -17,11 +19,22 @@ def prepare() -> bool:
         Whether there are twins now; no, where numba is not installed or does not fit numpy.
     """
     module = fast.load("schemes")
-    if module is not None and module not in _compiled:
-        _compiled.append(module)
-    return bool(_compiled)
+    if module is not None:
+        _compiled[:] = [module]
+    return module is not None
 
 
 def twins() -> ModuleType | None:
     """The module `fast.schemes`, if it is compiled."""
     return _compiled[0] if _compiled else None
+
+
+@contextmanager
+def computed_by(module: ModuleType | None) -> Generator[None]:
+    """Compare the two: meanwhile this module computes in all threads; None: numpy does."""
+    before = _compiled[:]
+    _compiled[:] = [] if module is None else [module]
+    try:
+        yield
+    finally:
+        _compiled[:] = before
