@@ -50,6 +50,21 @@ def accumulate(reduction: str, into: Values, other: Values) -> None:
         _UFUNCS[reduction](into, other, out=into)
 
 
+def is_exact(reduction: str, dtype: str) -> bool:
+    """Whether all processors reduce two values to the same bits, if NaN are made equal.
+
+    IEEE 754 says what every bit of a sum or product is, but for NaN. The greater of 0 and -0 may be
+    either.
+    """
+    return WIRE_DTYPES[dtype].kind != "f" or reduction not in {"max", "min"}
+
+
+def make_nan_equal(values: Values) -> None:
+    """Replace every NaN by the same one, in place: its sign and its payload are the processor's."""
+    if values.dtype.kind == "f":
+        np.copyto(values, np.nan, where=np.isnan(values))
+
+
 def finish(reduction: str, into: Values, contributors: int) -> None:
     """Make the mean of a sum, in place; every other reduction is finished as it is."""
     if reduction == "mean":

@@ -79,6 +79,16 @@ def plan_all_reduce(*, rank: int, size: int, count: int, itemsize: int) -> Plan:
     return _plan_all_reduce(rank, size, count, itemsize)
 
 
+@lru_cache(maxsize=16)  # as the ring's
+def plan_exchange(nbytes: int) -> Plan:
+    """Two ranks send each other all they have: as many bytes as along their ring, in one step.
+
+    Both add, so that must be exact. It takes twice the additions: for small tensors.
+    """
+    pieces = _cut(0, nbytes, step=0)
+    return Plan(sends=pieces, receives=pieces, own=len(pieces), small=nbytes <= SMALL_BYTES)
+
+
 def plan_broadcast(*, rank: int, size: int, root: int, nbytes: int) -> Plan:
     """The root's tensor along the ring, each piece forwarded as soon as it has arrived."""
     distance = (rank - root) % size

@@ -12,6 +12,7 @@ from pmesh.core.schedule import (
     chunk_bounds,
     plan_all_reduce,
     plan_broadcast,
+    plan_exchange,
 )
 
 SIZES = st.integers(1, 9)
@@ -97,6 +98,18 @@ def test_a_broadcast_goes_once_around_and_stops_before_the_root(
     assert plans[root].receives == ()
     assert max(plan.steps for plan in plans) == size - 1
     assert all(bool(plan.sends) == (rank != (root - 1) % size) for rank, plan in enumerate(plans))
+
+
+@given(st.integers(0, 3 * SEGMENT_BYTES))
+def test_an_exchange_sends_what_the_ring_of_two_would_in_one_step(nbytes: int) -> None:
+    plan = plan_exchange(nbytes)
+    (ring, _) = all_reduce_plans(2, nbytes // 4)
+    assert (plan.steps, plan.bytes_sent) == (1, nbytes)
+    assert abs(plan.bytes_sent - ring.bytes_sent) < 8
+    assert plan.sends == plan.receives
+    assert plan.own == len(plan.sends)
+    assert plan.small == (nbytes <= SMALL_BYTES)
+    assert plan.moving_bytes == 2 * nbytes
 
 
 def test_a_ring_of_one_has_nothing_to_do() -> None:
