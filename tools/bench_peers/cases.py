@@ -115,7 +115,7 @@ def judge(measured: Measured) -> list[Verdict]:
     verdicts = list(_JUDGES[case.kind](case, measured))
     wrong = sum(series.wrong for series in measured.series.values())
     if wrong:
-        verdicts.append(_at_most("wrong results", wrong, goal=0, form="{:.0f}"))
+        verdicts.append(at_most("wrong results", wrong, goal=0, form="{:.0f}"))
     return verdicts
 
 
@@ -132,7 +132,7 @@ def judge_flatness(measured: Sequence[Measured]) -> Iterator[Verdict]:
             hosts = ", ".join(map(str, sorted(found)))
             what = f"slowest over fastest of {hosts} hosts, {link / 1e6:,.0f} Mbit/s, "
             share = min(found.values()) / max(found.values())
-            yield _at_least(f"{what}{size_text(op_bytes)}", share, goal=0.95)
+            yield at_least(f"{what}{size_text(op_bytes)}", share, goal=0.95)
 
 
 def size_text(nbytes: int) -> str:
@@ -150,38 +150,38 @@ def _judge_peers(case: Case, measured: Measured) -> Iterator[Verdict]:
         yield from _judge_lan(case, measured)
     elif measured.op_bytes < MIB:
         if case.ranks == 2:  # noqa: PLR2004 - as the bar has it
-            yield _at_most("latency over gloo's", measured.ratio("pmesh", "gloo"), goal=1.0)
+            yield at_most("latency over gloo's", measured.ratio("pmesh", "gloo"), goal=1.0)
     else:
         speed = 1 / measured.ratio("pmesh", "gloo")
-        yield _at_least("speed over gloo's", speed, goal=1.0, floor=0.8)
-        yield _at_least("speed over MLX's", 1 / measured.ratio("pmesh", "mlx"), goal=1.3)
+        yield at_least("speed over gloo's", speed, goal=1.0, floor=0.8)
+        yield at_least("speed over MLX's", 1 / measured.ratio("pmesh", "mlx"), goal=1.3)
         if case.ranks == 2:  # noqa: PLR2004 - as the bar has it
             cpu = measured.cpu_ratio("pmesh", "gloo")
-            yield _at_most("CPU seconds per GB over gloo's", cpu, goal=1.5, floor=2.0)
+            yield at_most("CPU seconds per GB over gloo's", cpu, goal=1.5, floor=2.0)
 
 
 def _judge_lan(case: Case, measured: Measured) -> Iterator[Verdict]:
     if case.ranks <= 4:  # noqa: PLR2004 - eight hosts are judged by flatness
         share = measured.share_of_ceiling("pmesh")
-        yield _at_least("bus bandwidth over iperf3's", share, goal=0.97)
+        yield at_least("bus bandwidth over iperf3's", share, goal=0.97)
     control = measured.facts[CONTROL_SHARE]
-    yield _at_most(CONTROL_SHARE, control * 100, goal=0.1, form="{:.3f} %")
+    yield at_most(CONTROL_SHARE, control * 100, goal=0.1, form="{:.3f} %")
 
 
 def _judge_gradients(_: Case, measured: Measured) -> Iterator[Verdict]:
     ratio = measured.ratio("average_gradients", "all_reduce")
-    yield _at_most("average_gradients over all_reduce", ratio, goal=1.15)
+    yield at_most("average_gradients over all_reduce", ratio, goal=1.15)
 
 
 def _judge_memory(_: Case, measured: Measured) -> Iterator[Verdict]:
     most = (3 * measured.op_bytes + LEAST_MEMORY_BYTES) / MIB
-    yield _at_most(PSS, measured.facts[PSS], goal=most, form="{:.0f}")
+    yield at_most(PSS, measured.facts[PSS], goal=most, form="{:.0f}")
     growth = MOST_GROWTH_BYTES_PER_OP / KIB
-    yield _at_most(GROWTH, measured.facts[GROWTH], goal=growth)
+    yield at_most(GROWTH, measured.facts[GROWTH], goal=growth)
 
 
 def _judge_lag(_: Case, measured: Measured) -> Iterator[Verdict]:
-    yield _at_most(LAG_P99, measured.facts[LAG_P99], goal=20.0, form="{:.1f}")
+    yield at_most(LAG_P99, measured.facts[LAG_P99], goal=20.0, form="{:.1f}")
 
 
 _JUDGES: Mapping[Kind, Callable[[Case, Measured], Iterator[Verdict]]] = {
@@ -192,17 +192,19 @@ _JUDGES: Mapping[Kind, Callable[[Case, Measured], Iterator[Verdict]]] = {
 }
 
 
-def _at_least(
+def at_least(
     what: str, value: float, *, goal: float, floor: float | None = None, form: str = "{:.2f}"
 ) -> Verdict:
+    """A bar that is met from `goal` up, and kept from `floor` up."""
     bar = f"≥ {form.format(goal)}" + ("" if floor is None else f", floor {form.format(floor)}")
     met, kept = value >= goal, floor is not None and value >= floor
     return _verdict(what, bar, form.format(value), met=met, kept=kept)
 
 
-def _at_most(
+def at_most(
     what: str, value: float, *, goal: float, floor: float | None = None, form: str = "{:.2f}"
 ) -> Verdict:
+    """A bar that is met up to `goal`, and kept up to `floor`."""
     bar = f"≤ {form.format(goal)}" + ("" if floor is None else f", floor {form.format(floor)}")
     met, kept = value <= goal, floor is not None and value <= floor
     return _verdict(what, bar, form.format(value), met=met, kept=kept)

@@ -53,8 +53,11 @@ def loopback(ranks: int) -> Iterator[Place]:
 
 
 @contextlib.contextmanager
-def shaped_lan(ranks: int, *, bits_per_s: int) -> Iterator[Place]:
-    """A host for each rank, each with a line of so many bits a second in either direction."""
+def shaped_lan(ranks: int, *, bits_per_s: int | None) -> Iterator[Place]:
+    """A host for each rank, each with a line of so many bits a second in either direction.
+
+    None: as fast as the kernel is.
+    """
     with NetLab(ranks) as lab:
         for host in lab.hosts:
             lab.shape(host, bits_per_s=bits_per_s)
