@@ -26,7 +26,7 @@ def prepare() -> bool:
 
 def twins() -> ModuleType | None:
     """The module `fast.schemes`, if it is compiled."""
-    return _compiled[0] if _compiled else None
+    return next(iter(_compiled), None)
 
 
 @contextmanager
