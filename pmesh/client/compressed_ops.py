@@ -88,10 +88,9 @@ class Piece:
         """As the kernels take them."""
         if self.residuals is None:
             return {"residual": None, "residual_out": None}
-        committed, attempt = self.residuals.committed.values, self.residuals.attempt.values
         return {
-            "residual": cast("Float32s", committed),
-            "residual_out": cast("Float32s", attempt),
+            "residual": self.residuals.committed.values,
+            "residual_out": self.residuals.attempt.values,
         }
 
     def commit(self) -> None:

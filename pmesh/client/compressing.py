@@ -22,17 +22,16 @@ from pmesh.client.feedback import Feedback, Memory
 from pmesh.client.low_rank import add_low_rank
 from pmesh.client.op_session import OpSession
 from pmesh.client.orders import Order
+from pmesh.client.preparing import prepare_twins
 from pmesh.client.shares import Shares, Told, tell
 from pmesh.client.trees import digest
 from pmesh.client.trials import Trials
 from pmesh.compression.schemes import (
-    BF16,
-    FP16,
-    INT8,
     Auto,
     OneBit,
     PowerSGD,
     RandomK,
+    RingScheme,
     Scheme,
     TopK,
     spec,
@@ -58,6 +57,8 @@ def run_compressed(
         return leaves, last and replace(last, why=ALONE)
     memory = feedback.of(compression.scheme.model, arrays)
     call = _Call(session, wanted, compression, arrays, feedback, memory)
+    if not all(isinstance(each, RingScheme) for each in call.allowed):
+        prepare_twins(memory.count, wait=isinstance(compression.scheme, Auto))
     shares = call.tell() if call.must_tell else None
     picked = call.pick(shares)
     began_ns = time.perf_counter_ns()
@@ -109,6 +110,12 @@ class _Call:
     memory: Memory
 
     @property
+    def allowed(self) -> tuple[Scheme, ...]:
+        """What it may take."""
+        scheme = self.compression.scheme
+        return scheme.schemes if isinstance(scheme, Auto) else (scheme,)
+
+    @property
     def averages(self) -> bool:
         """Whether it is of gradients, with weights."""
         return self.wanted.weight is not None
@@ -143,8 +150,7 @@ class _Call:
     def pick(self, shares: Shares | None) -> _Picked:
         """What all ranks take."""
         scheme = self.compression.scheme
-        allowed = scheme.schemes if isinstance(scheme, Auto) else (scheme,)
-        starts = [each.start_step for each in allowed if isinstance(each, PowerSGD)]
+        starts = [each.start_step for each in self.allowed if isinstance(each, PowerSGD)]
         if self.averages and self.memory.step < max(starts, default=0):
             return _Picked(None, f"uncompressed before step {max(starts)}")
         if not isinstance(scheme, Auto) or shares is None:
@@ -173,7 +179,7 @@ class _Call:
         keeps = self.compression.feeds_back and bool(picked.scheme or self.memory.residuals)
         if keeps:
             counts = tuple(bucket.count for bucket in buckets)
-            in_ring = isinstance(picked.scheme, FP16 | BF16 | INT8)
+            in_ring = isinstance(picked.scheme, RingScheme)
             self.memory.divide(counts, self.session, in_arenas=in_ring)
         factor = shares.factor(self.session.world) if shares and self.averages else None
         results: list[object] = [None] * len(self.arrays.leaves)
@@ -245,8 +251,8 @@ def _no_correction(_: World) -> float:
 def _comparison(ways: Sequence[Scheme | None], best_ns: Sequence[int]) -> str:
     """What each way took, for a person.
 
-    >>> _comparison((None, INT8()), (60_000_000, 21_000_000))
-    'tried on these ranks: none 60 ms, int8 21 ms'
+    >>> _comparison((None, OneBit()), (60_000_000, 21_000_000))
+    'tried on these ranks: none 60 ms, onebit() 21 ms'
     """
     names = ["none" if way is None else spec(way) for way in ways]
     pairs = zip(names, best_ns, strict=True)

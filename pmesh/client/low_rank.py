@@ -38,7 +38,7 @@ def add_low_rank(piece: Piece, scheme: PowerSGD, memory: Memory | None) -> Summe
     if plan.q_count:
         left = own if piece.residuals is None else piece.residuals.attempt.values
         region = cast("Float32s", piece.session.input_values("float32", plan.q_count, room_bytes=0))
-        power_sgd.project(plan, cast("Float32s", left), p, region)
+        power_sgd.project(plan, left, p, region)
         second = piece.run_op("all_reduce", "float32", plan.q_count, reduction="mean")
         q = cast("Float32s", second.values.copy())
     factor = _factor(piece, second)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from pmesh.errors import UnsupportedCompression
 
@@ -164,7 +164,7 @@ class Auto(Scheme):
         return tuple(scheme_of(each) for each in self.allow)
 
 
-RingScheme = FP16 | BF16 | INT8
+RingScheme: TypeAlias = FP16 | BF16 | INT8
 """What the agents do at every hop of the ring; the others are computed by the trainers."""
 
 NAMES: Final[Mapping[str, Callable[[], Scheme]]] = MappingProxyType(

@@ -1,6 +1,8 @@
 # ruff: noqa: ANN401 - arrays, and what is none
 """What is kept from call to call: saved, loaded, told to newcomers and to `pmesh status`."""
 
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pmesh
+from pmesh.client import preparing
 from pmesh.client.calls import take_apart
 from pmesh.client.compressing import _comparison
 from pmesh.client.feedback import Feedback
 from pmesh.client.shares import Told
 from pmesh.client.trials import ROUNDS, Trials
-from pmesh.compression import top_k
+from pmesh.compression import top_k, twins
 from pmesh.compression.schemes import BF16, INT8, Auto, PowerSGD, Scheme, TopK
 from pmesh.ids import TrainerId
 from pmesh.testing import SimulatedMesh
@@ -281,6 +284,43 @@ rows = st.builds(
 @given(rows)
 def test_what_is_told_is_what_is_heard(told: Told) -> None:
     assert Told.of_row(np.array(told.to_row(), np.int64).tolist()) == told
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Where the twins were compiled: the names of the threads."""
+    seen: list[str] = []
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(preparing, "_threads", threads)
+    monkeypatch.setattr(twins, "prepare", lambda: seen.append(threading.current_thread().name))
+    yield seen
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "count", "expected"),
+    [
+        (TopK(0.01), preparing.PAYS_VALUES, ["pmesh-compile"]),
+        (TopK(0.01), preparing.PAYS_VALUES - 1, []),
+        (INT8(), preparing.PAYS_VALUES, []),
+        (Auto(), preparing.PAYS_VALUES, []),
+        (Auto(allow=["bf16", "onebit"]), preparing.PAYS_VALUES, ["pmesh-compile"]),
+    ],
+)
+def test_kernels_are_compiled_once_beside_the_training_where_it_pays(
+    compiled: list[str], scheme: Scheme, count: int, expected: list[str]
+) -> None:
+    def program(mesh: pmesh.Mesh) -> None:
+        for _ in range(2):
+            mesh.all_reduce(np.ones(count, np.float32), compression=scheme)
+            if isinstance(scheme, Auto):
+                assert compiled == expected  # before anything is measured
+
+    SimulatedMesh(2).run(program)
+    for thread in preparing._threads:  # noqa: SLF001 - to wait for it
+        thread.join()
+    assert compiled == expected
 
 
 # --- Auto
