@@ -381,3 +381,36 @@ async def test_garbage_raises_exactly_protocol_error() -> None:
         await session.receive()
     program.close()
     await session.aclose()
+
+
+async def test_a_reply_for_which_there_is_no_room_waits_for_it() -> None:
+    session, program = await connected()
+    program.settimeout(0)
+    ahead, reply = Status(json=b"x" * 2_000_000), frame(encode(Status(json=b"y")))
+    received = 0
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(session.send, ahead)  # fills the socket's buffer
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(session.send, Status(json=b"y"))
+        await trio.testing.wait_all_tasks_blocked()
+        with trio.fail_after(5):
+            while not (data := program.recv(1 << 20)).endswith(reply):
+                received += len(data)
+                await trio.lowlevel.wait_readable(program)
+    assert 0 < received < 2_000_000
+    program.close()
+    await session.aclose()
+
+
+async def test_who_is_cancelled_sends_nothing() -> None:
+    session, program = await connected()
+    program.settimeout(0)
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await session.send(Status(json=b"late"))
+    with pytest.raises(BlockingIOError):
+        program.recv(1)
+    program.close()
+    await session.aclose()
