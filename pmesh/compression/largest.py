@@ -5,15 +5,12 @@ of those the k largest are chosen. Whatever the sample says, the choice is the s
 """
 
 import math
-from typing import TypeAlias
 
 import numpy as np
 
-from pmesh.compression.arrays import Float32s
+from pmesh.compression.arrays import Float32s, UInt32s
 from pmesh.compression.draws import draw_words
 from pmesh.compression.parts import PART, Indices, add_residual, parts
-
-Keys: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 _MAGNITUDE = np.uint32(0x7FFFFFFF)  # of the bits of an fp32 all but the sign; as integers they
 # ascend with the magnitude, infinity is above all numbers, and NaN above infinity
@@ -82,12 +79,12 @@ def _reaching(
     own: Float32s,
     residual: Float32s | None,
     residual_out: Float32s | None,
-) -> tuple[Indices, Keys]:
+) -> tuple[Indices, UInt32s]:
     """Add the residual; where the sum reaches the threshold, and the magnitudes there."""
     bits = np.empty(min(PART, len(own)), np.uint32)
     reaches = np.empty(len(bits), np.bool_)
     found: list[Indices] = [np.empty(0, np.int64)]
-    keys: list[Keys] = [np.empty(0, np.uint32)]
+    keys: list[UInt32s] = [np.empty(0, np.uint32)]
     with np.errstate(over="ignore", invalid="ignore"):
         for part in parts(len(own)):
             values = add_residual(own, residual, residual_out, part)

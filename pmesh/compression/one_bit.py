@@ -8,13 +8,14 @@ Karimireddy et al. 2019, Error Feedback Fixes SignSGD).
                           └──▶ residual_out
 
 On the wire: float32[blocks] mean magnitudes, little-endian, then a bit for each value, the first in
-the lowest bit of the first byte, 1 where it is below 0; padded with 0 to a multiple of 4 bytes.
+the lowest bit of the first byte, 1 where it is negative or -0; padded with 0 to a multiple of 4
+bytes.
 """
 
 import numpy as np
 
-from pmesh.compression.arrays import Bytes, Float32s
-from pmesh.compression.parts import PART, Words32, add_residual, drop_not_finite, parts
+from pmesh.compression.arrays import Bytes, Float32s, UInt32s
+from pmesh.compression.parts import PART, add_residual, drop_not_finite, parts
 from pmesh.compression.twins import twins
 
 BLOCK = 1024
@@ -131,7 +132,7 @@ def _mean_magnitudes(values: Float32s, means: Float32s, *, scratch: Float32s) ->
         means[-1] = sums[-1, 0] / np.float32(BLOCK - (filled - len(values)))
 
 
-def _with_magnitudes(signs: Words32, means: Float32s) -> None:
+def _with_magnitudes(signs: UInt32s, means: Float32s) -> None:
     """Make values of sign bits, in place."""
     bits = means.view(np.uint32)
     whole = len(signs) // BLOCK

@@ -7,7 +7,6 @@ import numpy as np
 
 from pmesh.compression.arrays import Float32s
 
-Words32: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint32]]
 Indices: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 PART = 32 * 1024

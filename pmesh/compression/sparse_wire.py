@@ -5,7 +5,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from pmesh.compression.arrays import Bytes, Float32s, Halves
+from pmesh.compression.arrays import Bytes, Float32s, Halves, UInt16s, UInt32s
 from pmesh.compression.parts import Indices
 
 _RUN = 1 << 16  # so many values does a 16-bit position tell apart
@@ -69,7 +69,7 @@ def _sized_runs(count: int) -> int:
     return max(0, count - 1) // _RUN
 
 
-def _starts(sizes: np.ndarray[tuple[int], np.dtype[np.uint32]], k: int) -> Indices:
+def _starts(sizes: UInt32s, k: int) -> Indices:
     """For each position the index at which its run begins."""
     ends = np.minimum(np.cumsum(sizes, dtype=np.int64), k)
     last = k - int(ends[-1]) if len(ends) else k
@@ -78,7 +78,7 @@ def _starts(sizes: np.ndarray[tuple[int], np.dtype[np.uint32]], k: int) -> Indic
 
 
 class _Wide(NamedTuple):
-    indices: np.ndarray[tuple[int], np.dtype[np.uint32]]
+    indices: UInt32s
     values: Float32s
 
     @classmethod
@@ -87,8 +87,8 @@ class _Wide(NamedTuple):
 
 
 class _Compact(NamedTuple):
-    sizes: np.ndarray[tuple[int], np.dtype[np.uint32]]
-    positions: np.ndarray[tuple[int], np.dtype[np.uint16]]
+    sizes: UInt32s
+    positions: UInt16s
     values: Halves
 
     @classmethod
