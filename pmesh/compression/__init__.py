@@ -1,6 +1,6 @@
 """Compression: pure kernels, from numpy arrays to bytes and back. No I/O, no clock, no dice.
 
-Ring codecs are run by the agent at every hop; the other schemes by the trainer, around ordinary ops:
+The agent runs ring codecs at every hop; the trainer runs the other schemes around ordinary ops:
 
 what            arrays (the types), parts (pieces that fit in a cache)
 ring codecs     codecs (what a hop computes, and which there are), casts (fp16, bf16) and int8, both
