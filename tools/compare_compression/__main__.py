@@ -6,23 +6,22 @@ python -m tools.compare_compression mlp --json mlp.json --plot mlp.svg
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
-from pmesh.compression.schemes import Scheme
 from tools.chaos.results import describe_commit, describe_machine
-from tools.compare_compression.cases import CASES, UNCOMPRESSED
+from tools.compare_compression.cases import CASES, UNCOMPRESSED, Case
 from tools.compare_compression.models import MODELS, Model
 from tools.compare_compression.page import render
 from tools.compare_compression.plot import draw
 from tools.compare_compression.report import table_of, verdicts
 from tools.compare_compression.results import Measured, Row, finite, read_results, write_results
-from tools.compare_compression.training import RANKS, train
+from tools.compare_compression.training import RANKS, Choice, train
 
 SEEDS = (1, 2, 3)
-SHORT_SEEDS = (1,)
 SHORT_STEPS = 12
 
 
@@ -30,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 if all bars were met, or with --short, which measures nothing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; all if none is named")
-    parser.add_argument("--json", type=Path, help="write what was measured to this file")
+    parser.add_argument("--json", type=Path, help="write what was measured, after each scheme")
     parser.add_argument("--plot", type=Path, help="draw it into this file: .svg, .png, .pdf")
     parser.add_argument("--page", type=Path, help="write the page of the documentation")
     parser.add_argument("--read", type=Path, nargs="+", help="take results instead of training")
@@ -41,11 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.read:
         measured = [each for file in options.read for each in read_results(file)]
     else:
-        names = options.models or list(MODELS)
-        measured = [measure(MODELS[name](), short=options.short) for name in names]
-    print(verdicts(measured))
-    if options.json is not None:
-        write_results(options.json, measured)
+        measured = []
+        for name in options.models or MODELS:
+            for so_far in measure(MODELS[name](), short=options.short):
+                if options.json is not None:
+                    write_results(options.json, [*measured, so_far])
+            measured.append(so_far)
+    for each in measured:
+        print("\n".join([f"\n{each.model}: {each.what}\n", *table_of(each)]))
+    print(f"\n{verdicts(measured)}")
     if options.page is not None:
         options.page.write_text(render(measured), encoding="utf-8")
     if options.plot is not None:
@@ -54,28 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if met or options.short else 1
 
 
-def measure(model: Model, *, short: bool) -> Measured:
-    """Train it with all schemes; prints its table."""
-    seeds, steps = (SHORT_SEEDS, SHORT_STEPS) if short else (SEEDS, model.steps)
+def measure(model: Model, *, short: bool = False) -> Iterator[Measured]:
+    """Train a model with all schemes; what is known after each of them.
+
+    Those with feedback come first; without it the first seed does, as that is not judged.
+    """
+    seeds, steps = (SEEDS[:1], SHORT_STEPS) if short else (SEEDS, model.steps)
     began = time.process_time()
-
-    def row(
-        name: str,
-        compression: Callable[[int, int], Scheme | str],
-        *,
-        feedback: bool,
-        is_judged: bool,
-    ) -> Row:
-        print(f"{model.name}: {name}{', with feedback' if feedback else ''} …", file=sys.stderr)
-        trained = [train(model, seed, steps=steps, compression=compression) for seed in seeds]
-        return Row(
-            case=name,
-            feedback=feedback,
-            is_judged=is_judged,
-            losses=tuple(finite(loss) for loss, _ in trained),
-            curve=tuple(map(finite, np.mean([curve for _, curve in trained], axis=0))),
-        )
-
     measured = Measured(
         model=model.name,
         what=model.what,
@@ -88,22 +76,44 @@ def measure(model: Model, *, short: bool) -> Measured:
         command=f"python -m tools.compare_compression {model.name}{' --short' if short else ''}",
         commit=describe_commit(),
         machine=describe_machine(),
-        plain=row(UNCOMPRESSED, lambda *_: UNCOMPRESSED, feedback=False, is_judged=False),
-        rows=tuple(
-            row(
-                case.name,
-                case.compression(feedback=feedback),
-                feedback=feedback,
-                is_judged=case.is_judged,
-            )
-            for case in CASES
-            for feedback in (True, False)
-        ),
-        took_cpu_s=round(time.process_time() - began),
+        plain=_row(model, seeds, steps, lambda *_: UNCOMPRESSED),
     )
-    print(f"\n{model.name}: {model.what}, {model.count:,} weights, {steps} steps\n")
-    print("\n".join([*table_of(measured), ""]), flush=True)
-    return measured
+    judged = [case for case in CASES if case.is_judged]
+    beside = [case for case in CASES if not case.is_judged]
+    for case, feedback in (
+        *((case, True) for case in judged),
+        *((case, False) for case in judged),
+        *((case, True) for case in beside),
+    ):
+        choice = case.compression(feedback=feedback)
+        mine = seeds if feedback else seeds[:1]
+        row = _row(model, mine, steps, choice, case=case, feedback=feedback)
+        took_s = round(time.process_time() - began)
+        measured = msgspec.structs.replace(measured, rows=(*measured.rows, row), took_cpu_s=took_s)
+        yield measured
+
+
+def _row(
+    model: Model,
+    seeds: Sequence[int],
+    steps: int,
+    choice: Choice,
+    *,
+    case: Case | None = None,
+    feedback: bool = False,
+) -> Row:
+    name = UNCOMPRESSED if case is None else case.name
+    trained = [train(model, seed, steps=steps, compression=choice) for seed in seeds]
+    row = Row(
+        case=name,
+        feedback=feedback,
+        is_judged=case is not None and case.is_judged,
+        losses=tuple(finite(loss) for loss, _ in trained),
+        curve=tuple(map(finite, np.mean([curve for _, curve in trained], axis=0))),
+    )
+    how = ", with feedback" if feedback else ""
+    print(f"{model.name}: {name}{how}: {row.mean:.4f}", file=sys.stderr, flush=True)
+    return row
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def digits_convolutional() -> Model:
         logits=logits,
         draw=_draw_digits,
         batch=16,
-        steps=900,
+        steps=400,
         rate=0.1,
     )
 
@@ -156,7 +156,7 @@ def characters() -> Model:
         logits=logits,
         draw=_draw_text,
         batch=32,
-        steps=600,
+        steps=500,
         rate=1.0,
     )
 

@@ -3,23 +3,32 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from tools.compare_compression.cases import CASES
 from tools.compare_compression.results import Measured, Row
 
 _HEAD = (
-    "| scheme | with feedback | ratio | worst seed | without | ratio | worst seed | bar |",
-    "|---|---|---|---|---|---|---|---|",
+    "| scheme | with feedback | ratio | worst seed | without | ratio | bar |",
+    "|---|---|---|---|---|---|---|",
 )
+_NOTHING = "-"
 
 
 def table_of(measured: Measured) -> Iterator[str]:
     """One model's, with a row for each scheme."""
     yield from _HEAD
-    yield f"| uncompressed | {measured.plain.mean:.4f} | | | | | | |"
-    found = {(row.case, row.feedback): row for row in measured.rows}
-    for case in dict.fromkeys(row.case for row in measured.rows):
-        fed, bare = found[case, True], found[case, False]
-        cells = [case, *_cells(fed, measured.plain), *_cells(bare, measured.plain)]
-        yield f"| {' | '.join([*cells, verdict_of(fed, measured.plain)])} |"
+    cells = [_text(measured.plain.mean), *[_NOTHING] * 5]
+    yield f"| uncompressed | {' | '.join(cells)} |"
+    for case in CASES:
+        fed = measured.found(case.name, feedback=True)
+        bare = measured.found(case.name, feedback=False)
+        if fed is None and bare is None:
+            continue
+        cells = [
+            *_cells(fed, measured.plain),
+            *_cells(bare, measured.plain)[:2],
+            _NOTHING if fed is None else verdict_of(fed, measured.plain),
+        ]
+        yield f"| {case.name} | {' | '.join(cells)} |"
 
 
 def verdict_of(row: Row, plain: Row) -> str:
@@ -30,17 +39,25 @@ def verdict_of(row: Row, plain: Row) -> str:
 
 
 def verdicts(measured: Sequence[Measured]) -> str:
-    """How many bars were met, and which were not."""
+    """How many bars were met, which were not, and what was not measured."""
     judged = [(m, row) for m in measured for row in m.rows if row.feedback and row.is_judged]
     missed = [f"{row.case} on {m.model}" for m, row in judged if not row.is_met(m.plain)]
+    unmeasured = [
+        f"{case.name} on {m.model}"
+        for m in measured
+        for case in CASES
+        if case.is_judged and m.found(case.name, feedback=True) is None
+    ]
     said = f"{len(judged) - len(missed)} of {len(judged)} bars met."
-    return f"{said} Missed: {', '.join(missed)}." if missed else said
+    if missed:
+        said += f" Missed: {', '.join(missed)}."
+    return f"{said} Not measured: {', '.join(unmeasured)}." if unmeasured else said
 
 
-def _cells(row: Row, plain: Row) -> Iterator[str]:
-    yield _text(row.mean)
-    yield _text(row.ratio_to(plain))
-    yield _text(row.worst_ratio_to(plain))
+def _cells(row: Row | None, plain: Row) -> list[str]:
+    if row is None:
+        return [_NOTHING] * 3
+    return [_text(x) for x in (row.mean, row.ratio_to(plain), row.worst_ratio_to(plain))]
 
 
 def _text(value: float) -> str:

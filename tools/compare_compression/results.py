@@ -18,7 +18,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     feedback: bool
     is_judged: bool
     losses: tuple[float | None, ...]
-    """At the end, for each seed; None: it was not a finite number."""
+    """At the end, for the first seeds; None: it was not a finite number."""
     curve: tuple[float | None, ...]
     """Mean losses of the batches on the way, over all seeds."""
 
@@ -28,17 +28,20 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return statistics.fmean(map(_number, self.losses))
 
     def ratio_to(self, plain: "Row") -> float:
-        """Of the means."""
-        return self.mean / plain.mean
+        """Of the means over the seeds that this row has."""
+        return sum(map(_number, self.losses)) / sum(its for _, its in self._pairs(plain))
 
     def worst_ratio_to(self, plain: "Row") -> float:
         """Of the same seeds."""
-        pairs = zip(map(_number, self.losses), map(_number, plain.losses), strict=True)
-        return max(mine / its for mine, its in pairs)
+        return max(mine / its for mine, its in self._pairs(plain))
 
     def is_met(self, plain: "Row") -> bool:
         """Whether the mean is within the bar."""
         return self.ratio_to(plain) <= BAR
+
+    def _pairs(self, plain: "Row") -> list[tuple[float, float]]:
+        its = plain.losses[: len(self.losses)]
+        return list(zip(map(_number, self.losses), map(_number, its), strict=True))
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,11 +61,16 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Repeats it."""
     commit: str
     machine: str
-    took_cpu_s: float
+    took_cpu_s: float = 0
     plain: Row
     """Uncompressed."""
-    rows: tuple[Row, ...]
-    """In the table's order, with feedback before without."""
+    rows: tuple[Row, ...] = ()
+    """As many as were measured."""
+
+    def found(self, case: str, *, feedback: bool) -> Row | None:
+        """The row of a scheme, if it was measured."""
+        rows = (row for row in self.rows if (row.case, row.feedback) == (case, feedback))
+        return next(rows, None)
 
 
 def write_results(path: Path, measured: Sequence[Measured]) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable
+from typing import TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -18,13 +19,13 @@ MEASURED_SAMPLES = 8192  # the mean of fewer would follow single samples
 _MEASURED_SEED = 2**31  # of samples that no training draws by the same numbers
 _WARM_UP = 0.05  # of the steps, in which the learning rate rises
 
-Trained = tuple[float, tuple[float, ...]]
+Choice: TypeAlias = Callable[[int, int], Scheme | str]
+"""The compression of a call, by its step and by how many there are."""
+Trained: TypeAlias = tuple[float, tuple[float, ...]]
 """The final loss, and the mean losses of the batches on the way."""
 
 
-def train(
-    model: Model, seed: int, *, steps: int, compression: Callable[[int, int], Scheme | str]
-) -> Trained:
+def train(model: Model, seed: int, *, steps: int, compression: Choice) -> Trained:
     """Train, and measure the loss at the end on samples that are the same for all.
 
     Raises:
@@ -52,7 +53,7 @@ def _train_rank(
     model: Model,
     seed: int,
     steps: int,
-    compression: Callable[[int, int], Scheme | str],
+    compression: Choice,
 ) -> tuple[Weights, list[float]]:
     # Each rank has arrays of its own: MLX's belong to the thread that computes them.
     weights = model.begin(seed)
