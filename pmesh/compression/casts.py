@@ -93,7 +93,8 @@ def _dtype_of(name: str) -> np.dtype[Any]:
         return np.dtype(np.float16)
     import ml_dtypes  # noqa: PLC0415 - 28 ms, which who imports pmesh need not wait for
 
-    return np.dtype(ml_dtypes.bfloat16)
+    bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return bfloat16
 
 
 class _Halves:
