@@ -124,10 +124,6 @@ def _add_and_take(
     residual_out: Float32s | None,
 ) -> bool:
     """Take from own + residual; false, if that may not be finite everywhere."""
-    compiled = twins()
-    if compiled is not None and residual_out is not None:
-        before = np.empty(0, np.float32) if residual is None else residual
-        return bool(compiled.take(own, before, residual_out, indices, sent))
     clean = True
     with np.errstate(over="ignore", invalid="ignore"):
         for part in parts(len(own)):

@@ -1,6 +1,6 @@
 """The twins of what trainers compute around ops: RandomK, OneBit and PowerSGD.
 
-TopK has none: what it does is a pass over memory in numpy, too, and a few values after it. See
+TopK has none, and of RandomK only the draw has: the rest is one pass over memory in numpy, too. See
 `rings` for what keeps loops vector instructions. An array that is optional is an empty one here.
 """
 
@@ -16,7 +16,6 @@ BLOCK = 1024
 LARGEST = np.finfo(np.float32).max
 
 INDICES = jit.FLOAT32S.copy(dtype=jit.COUNT)
-INDICES_READ = jit.FLOAT32S_READ.copy(dtype=jit.COUNT)
 
 
 @jit.inlined
@@ -55,32 +54,6 @@ def draw_indices(counter: np.uint64, count: np.uint64, offset: np.uint64, indice
         place = start + ((word >> np.uint64(32)) * length >> np.uint64(32)) + offset
         indices[i] = place - np.uint64(place >= count) * count
         start += length
-
-
-@jit.compiled(
-    jit.FLAG,
-    *(jit.FLOAT32S_READ, jit.FLOAT32S_READ, jit.FLOAT32S),
-    *(INDICES_READ, jit.FLOAT32S),
-)
-def take(
-    own: Float32s,
-    residual: Float32s,
-    residual_out: Float32s,
-    indices: Indices,
-    sent: Float32s,
-) -> bool:
-    """Add the residual, and copy the values at `indices`; whether the sum is finite everywhere."""
-    largest = np.int32(0)
-    for start in range(0, len(own), BLOCK):
-        part = slice(start, min(start + BLOCK, len(own)))
-        values = residual_out[part]
-        _add(own[part], residual[part], values)
-        bits = values.view(np.uint32)
-        for i in range(len(bits)):
-            largest = max(largest, np.int32(bits[i] & np.uint32(0x7FFFFFFF)))
-    for i in range(len(indices)):
-        sent[i] = residual_out[indices[i]]
-    return bool(largest < np.int32(0x7F800000))
 
 
 @jit.inlined
