@@ -1,10 +1,8 @@
 """What a compressed all-reduce has rounded away here, to be added to the next one's values."""
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-import numpy as np
-
-Float32s: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.float32]]"
+from pmesh.compression.arrays import Float32s
 
 
 class Kept(NamedTuple):

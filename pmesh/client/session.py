@@ -18,6 +18,7 @@ import numpy as np
 from pmesh import errors
 from pmesh.client.connection import AgentConnection
 from pmesh.client.residuals import Kept, Residuals
+from pmesh.compression.arrays import Float32s
 from pmesh.core.extents import Extent, extent_of
 from pmesh.core.messages import Call
 from pmesh.core.reductions import WIRE_DTYPES, Values
@@ -232,7 +233,7 @@ class TrainerSession:
         with self._unless_it_fails():
             values = _values(arena, "float32", count)
         values.fill(0)  # the agent gives out arenas again as they are
-        return Kept(-1 if arena is None else arena.number, values)
+        return Kept(-1 if arena is None else arena.number, cast("Float32s", values))
 
     def _want_arena(self, nbytes: int) -> _Mapped:
         reply = self._exchange(WantArena(nbytes))

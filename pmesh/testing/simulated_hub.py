@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Condition
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -193,7 +193,7 @@ def _codec_name(given: Given) -> str:
 
 
 def _reduced_by_codec(number: OpNumber, given: Sequence[Given]) -> tuple[Float32s, list[int]]:
-    ranks = [Coded(one.values, one.residual, one.residual_out) for one in given]
+    ranks = [Coded(cast("Float32s", one.values), one.residual, one.residual_out) for one in given]
     codec, call = codec_of(_codec_name(given[0])), given[0].request.call
     return reduce_coded(codec, ranks, reduction=call.reduction, op=number)
 
