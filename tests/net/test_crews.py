@@ -101,12 +101,18 @@ async def test_a_part_that_waits_can_be_cancelled(moving_bytes: int, wait: Wait)
         lane = lanes[0] if sends else lanes[1]
         if sends:  # until the socket takes no more
             lane.post(header(len(BODY)), BODY)
-        steps = wait_for_ever(wait)
+        steps, ended = wait_for_ever(wait), list[str]()
+
+        async def run() -> None:
+            parts = [Part(steps, lane), Part(wait_for_ever(Wait.PROGRESS))]
+            await Crew().run(parts, moving_bytes=moving_bytes)
+            ended.append("as if the op were complete")
+
         async with trio.open_nursery() as nursery:
-            run = partial(Crew().run, [Part(steps, lane), Part(wait_for_ever(Wait.PROGRESS))])
-            nursery.start_soon(partial(run, moving_bytes=moving_bytes))
+            nursery.start_soon(run)
             await wait_all_tasks_blocked()
             nursery.cancel_scope.cancel()
+        assert ended == []
         steps.close()  # ValueError if a thread still worked on it
         assert (lane.idle, sends) in {(True, False), (False, True)}
 
