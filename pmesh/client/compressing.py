@@ -197,7 +197,7 @@ class _Call:
                 factor=factor,
                 correction=shares.correction if shares and self.averages else _no_correction,
                 residuals=self.memory.residuals[number] if keeps else None,
-                step=self.memory.step,
+                step=self.memory.step if self.must_tell else 0,
                 number=number,
                 timeout_s=self.wanted.timeout_s,
             )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import pmesh
+from pmesh.compression import top_k
 from pmesh.compression.schemes import BF16, FP16, INT8, OneBit, PowerSGD, RandomK, Scheme, TopK
 from pmesh.core.messages import Call
 from pmesh.errors import UnsupportedCompression
@@ -256,6 +257,40 @@ def test_other_shapes_get_a_fresh_residual_and_a_note(
     assert "name it" in notes[0]
 
 
+def test_arrays_turned_over_are_other_arrays(
+    agent: FakeAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    def program(mesh: pmesh.Mesh) -> None:
+        x = np.arange(12, dtype=np.float32).reshape(3, 4)
+        mesh.average_gradients(x, compression=TopK(0.1))
+        out = mesh.average_gradients(x.T * 0, compression=TopK(0.1))
+        assert not out.any()
+
+    run_ranks(agent.home, 2, program)
+    assert ["other shapes" in r.message for r in caplog.records if "dropped" in r.message] == [
+        True,
+        True,
+    ]
+
+
+def test_arrays_that_lie_apart_are_put_together_for_the_kernels(
+    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compress = top_k.compress
+
+    def checked(own: Any, wire: Any, **options: Any) -> None:
+        assert own.flags.c_contiguous
+        compress(own, wire, **options)
+
+    monkeypatch.setattr(top_k, "compress", checked)
+
+    def program(mesh: pmesh.Mesh) -> list[float]:
+        x = np.arange(8, dtype=np.float32)[::2]
+        return list(mesh.all_reduce(x, compression=TopK(1.0)))
+
+    assert run_ranks(agent.home, 2, program) == [[0, 4, 8, 12]] * 2
+
+
 def test_models_of_other_names_have_residuals_of_their_own(agent: FakeAgent) -> None:
     def program(mesh: pmesh.Mesh) -> tuple[Any, Any]:
         actor, critic = TopK(0.5, model="actor"), TopK(0.5, model="critic")
@@ -279,6 +314,7 @@ def test_models_of_other_names_have_residuals_of_their_own(agent: FakeAgent) -> 
         (RandomK(0.5), RandomK(0.5, seed=1)),
         ("topk", TopK(error_feedback=False)),
     ],
+    ids=str,
 )
 def test_ranks_that_compress_differently_hear_of_it(
     agent: FakeAgent, one: Scheme | str, other: Scheme | str | None
@@ -291,6 +327,19 @@ def test_ranks_that_compress_differently_hear_of_it(
         if isinstance(one, str):
             with pytest.raises(pmesh.OpMismatch, match=one):
                 mesh.all_reduce(x, compression=scheme)
+
+    run_ranks(agent.home, 2, program)
+
+
+@EVERY
+def test_trees_with_other_names_for_the_same_shapes_are_a_mismatch(
+    agent: FakeAgent, scheme: Scheme
+) -> None:
+    def program(mesh: pmesh.Mesh) -> None:
+        x = {"ab"[mesh.rank]: np.ones((20, 20), np.float32)}
+        for call in (mesh.all_reduce, mesh.average_gradients):
+            with pytest.raises(pmesh.OpMismatch):
+                call(x, compression=scheme)
 
     run_ranks(agent.home, 2, program)
 

@@ -120,6 +120,7 @@ def test_residuals_move_to_the_arenas_of_another_session() -> None:
         (memory,) = mesh._feedback._memories.values()  # noqa: SLF001 - what it stands on
         before = memory.residual()
         asked: list[int] = []
+        dropped: list[int] = []
 
         class Other:
             def has(self, _: object) -> bool:
@@ -129,11 +130,15 @@ def test_residuals_move_to_the_arenas_of_another_session() -> None:
                 asked.append(count)
                 return mesh._place._session.residuals(count)  # type: ignore[attr-defined] # noqa: SLF001 - likewise
 
-            def drop(self, _: object) -> None:
-                raise AssertionError
+            def drop(self, residuals: Any) -> None:
+                dropped.append(residuals.values.size)
 
-        memory.divide((3000,), Other(), in_arenas=True)  # type: ignore[arg-type] # a part of one
-        assert asked == [3000]
+        session: Any = Other()
+        memory.divide((3000,), session, in_arenas=True)
+        assert (asked, dropped) == ([3000], [])
+        np.testing.assert_array_equal(memory.residual(), before)
+        memory.divide((1000, 2000), session, in_arenas=False)
+        assert (asked, dropped) == ([3000], [3000])  # the agent's memory is given back
         np.testing.assert_array_equal(memory.residual(), before)
 
     SimulatedMesh(2).run(program)
@@ -257,6 +262,57 @@ def test_where_no_matrix_pays_power_sgd_is_one_ordinary_op(agent: FakeAgent) -> 
     assert [call.kind for call in agent.calls] == ["all_reduce"]
 
 
+def test_power_sgd_goes_on_from_its_last_call_where_that_was_of_the_same_arrays() -> None:
+    """The same matrix again and again, and no feedback: the power iteration alone gets better."""
+    rough = PowerSGD(1, start_step=0, error_feedback=False)
+
+    def program(mesh: pmesh.Mesh) -> tuple[list[float], set[bytes]]:
+        x = gradient(0, 0)
+        errors = [
+            float(np.linalg.norm(mesh.average_gradients(x, compression=rough) - x))
+            for _ in range(20)
+        ]
+        assert mesh.last_op is not None
+        assert mesh.last_op.residual_norm is None
+        apart = {mesh.all_reduce(x, "mean", compression=PowerSGD(1)).tobytes() for _ in range(3)}
+        assert mesh.last_op.compression == "powersgd(1, min_rate 2.0)"  # at once
+        return errors, apart
+
+    for errors, apart in SimulatedMesh(2).run(program):
+        assert errors[-1] < errors[1] < errors[0]
+        assert len(apart) == 1
+
+
+def test_a_warm_start_of_another_size_is_not_used() -> None:
+    scheme = PowerSGD(1, start_step=0)
+
+    def program(mesh: pmesh.Mesh, *, garbled: bool) -> bytes:
+        mesh.average_gradients(gradient(mesh.rank, 0), compression=scheme)
+        state = mesh.error_feedback_state()
+        (key,) = [key for key in state if key.endswith("powersgd(1, min_rate 2.0)")]
+        state[key].fill(3)
+        assert (mesh.error_feedback_state()[key] != 3).any()  # a copy
+        state = mesh.error_feedback_state()
+        if garbled:
+            state[key] = state[key][:7]
+        mesh.load_error_feedback_state(state)
+        return bytes(mesh.average_gradients(gradient(mesh.rank, 1), compression=scheme))
+
+    def both(*, garbled: bool) -> list[bytes]:
+        return SimulatedMesh(2).run(lambda mesh: program(mesh, garbled=garbled))
+
+    assert len({*both(garbled=True), *both(garbled=False)}) == 2
+
+
+def test_power_sgd_takes_two_ops_however_large_the_tree(agent: FakeAgent) -> None:
+    def program(mesh: pmesh.Mesh) -> None:
+        grads = [gradient(mesh.rank, step) for step in range(4)]
+        mesh.average_gradients(grads, bucket_bytes=1000, compression=PowerSGD(1, start_step=0))
+
+    run_ranks(agent.home, 2, program)
+    assert [call.kind for call in agent.calls] == ["exchange", "all_reduce", "all_reduce"]
+
+
 def test_garbage_among_the_payloads_is_an_error_on_all_ranks(
     agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,14 +404,15 @@ def test_the_winner_is_who_is_fastest_on_the_slowest_rank_without_the_first_roun
 
 
 @pytest.mark.parametrize(
-    ("trainers", "their_begun"), [((A, C), 1), ((A,), 1), ((A, B, C), 1), ((A, B), 0)]
+    ("trainers", "their_begun"), [((A, C), 2), ((A,), 2), ((A, B, C), 2), ((A, B), 0)]
 )
 def test_trials_begin_anew_with_other_ranks_or_one_that_has_not_seen_them(
     trainers: tuple[TrainerId, ...], their_begun: int
 ) -> None:
     trials = Trials((A, B), 2)
+    tried(trials, [(5, 5)])
     trials.tried(5)
-    trials.hear(trainers, [(1, 5), (their_begun, 5)])
+    trials.hear(trainers, [(2, 5), (their_begun, 5)])
     assert (trials.trainers, trials.begun, trials.agreed_ns) == (trainers, 0, [])
 
 
@@ -416,6 +473,22 @@ def test_auto_waits_until_all_that_is_allowed_may_begin() -> None:
 
     expected = ["none", "none", "none", "int8", "powersgd(1, min_rate 2.0)"]
     assert SimulatedMesh(2).run(program) == [expected] * 2
+
+
+def test_what_was_left_out_goes_along_uncompressed_where_none_is_tried() -> None:
+    def program(mesh: pmesh.Mesh) -> list[float | None]:
+        norms: list[float | None] = []
+        for step in range(4):
+            mesh.average_gradients(gradient(mesh.rank, step), compression=Auto(allow=["topk"]))
+            assert mesh.last_op is not None
+            norms.append(mesh.last_op.residual_norm)
+        return norms
+
+    for before, first, flushed, again in SimulatedMesh(2).run(program):
+        assert (before, flushed) == (None, 0)
+        assert first is not None
+        assert again is not None
+        assert min(first, again) > 1
 
 
 def test_what_one_trial_left_out_goes_along_with_the_next() -> None:
