@@ -1,4 +1,4 @@
-"""What an agent says to a program: replies, whole and in order, with descriptors where they go."""
+"""One session, with the program's end in the test's hands: replies, descriptors and the end."""
 
 import os
 import socket
@@ -10,14 +10,19 @@ import trio.testing
 from pmesh.core.framing import FrameReader, frame
 from pmesh.core.session import (
     ArenaGranted,
+    AskStatus,
     Reply,
     Status,
+    Stopping,
     decode_reply_untrusted,
     encode,
 )
+from pmesh.errors import ProtocolError
 from pmesh.net.arenas import create_arena
 from pmesh.net.peer_credentials import PeerCredentials
 from pmesh.net.sessions import Session
+
+ASK = frame(encode(AskStatus()))
 
 
 async def connected() -> tuple[Session, socket.socket]:
