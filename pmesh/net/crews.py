@@ -26,7 +26,7 @@ class Part(NamedTuple):
 
     steps: Steps
     lane: Lane | None = None
-    """Whose waits the steps yield, all of one direction; None if they yield only TURN."""
+    """Whose waits the steps yield, all of one direction; None if only for PROGRESS or a TURN."""
 
 
 class Crew:
