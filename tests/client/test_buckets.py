@@ -1,3 +1,4 @@
+import math
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,12 @@ def test_arrays_go_together_by_the_dtype_that_travels_the_widest_first() -> None
     leaves = leaves_of(((2,), "int32"), ((3,), "float16"), ((1,), "float64"), ((4,), "float32"))
     planned = [(b.wire, b.leaves, b.count) for b in plan_buckets(leaves, bucket_bytes=1000)]
     assert planned == [("float64", (2,), 1), ("float32", (1, 3), 7), ("int32", (0,), 2)]
+
+
+def test_arrays_that_all_travel_as_one_dtype_stay_in_the_trees_order() -> None:
+    leaves = leaves_of(((2,), "float32"), ((3,), "float64"), ((1,), "float16"))
+    (bucket,) = plan_buckets(leaves, bucket_bytes=math.inf, wire="float32")
+    assert (bucket.wire, bucket.leaves, bucket.count) == ("float32", (0, 1, 2), 6)
 
 
 def test_a_bucket_is_full_before_the_next_begins_and_arrays_are_not_divided() -> None:

@@ -10,7 +10,17 @@ import pytest
 
 import pmesh
 from pmesh.compression import top_k
-from pmesh.compression.schemes import BF16, FP16, INT8, OneBit, PowerSGD, RandomK, Scheme, TopK
+from pmesh.compression.schemes import (
+    BF16,
+    FP16,
+    INT8,
+    OneBit,
+    PowerSGD,
+    RandomK,
+    Scheme,
+    TopK,
+    spec,
+)
 from pmesh.core.messages import Call
 from pmesh.errors import UnsupportedCompression
 from pmesh.ids import TrainerId
@@ -185,11 +195,13 @@ def test_all_reduce_keeps_nothing_unless_it_is_asked_to(
 
     def program(mesh: pmesh.Mesh) -> Any:
         x = np.random.default_rng(mesh.rank).standard_normal((50, 40)).astype(np.float32)
-        results = [mesh.all_reduce(x, op, compression=plain) for _ in range(2)]
+        results = [mesh.all_reduce(x, op, compression=plain)]
+        assert mesh.last_op is not None
+        assert mesh.last_op.compression == spec(plain)  # at once, whatever start_step says
+        results.append(mesh.all_reduce(x, op, compression=plain))
         state = mesh.error_feedback_state()
         assert [key for key in state if key.endswith("|residual")] == []
         kept = mesh.all_reduce(x, op, compression=replace(scheme, error_feedback=True))
-        assert mesh.last_op is not None
         assert mesh.last_op.residual_norm is not None
         return [r.tobytes() for r in (*results, kept)], kept, residual_of(mesh)
 
