@@ -182,7 +182,8 @@ async def _wait_for_room(rank: LocalRank, around: Surroundings) -> None:
 
 async def _wait_for_ranks(rank: LocalRank, around: Surroundings) -> None:
     """`min_ranks`: those who wait for the next sync count, or it might never come."""
-    while rank.size + around.newcomers(rank) < rank.roster.terms.min_ranks:  # noqa: ASYNC110 - who waits is told by heartbeats, five a second
+    least = rank.roster.terms.min_ranks
+    while rank.size < least and rank.size + around.newcomers(rank) < least:  # noqa: ASYNC110 - who waits is told by heartbeats, five a second
         await trio.sleep(LOOK_AGAIN_S)
 
 
