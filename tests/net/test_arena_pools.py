@@ -5,7 +5,14 @@ import trio
 import trio.testing
 
 from pmesh.errors import ProtocolError, UsageError
-from pmesh.net.arena_pools import IDLE_S, MAX_ARENAS, MAX_INPUT_ARENAS, InputArenas, OutputPool, SessionArenas
+from pmesh.net.arena_pools import (
+    IDLE_S,
+    MAX_ARENAS,
+    MAX_INPUT_ARENAS,
+    InputArenas,
+    OutputPool,
+    SessionArenas,
+)
 from pmesh.net.arenas import SMALLEST_BYTES
 
 MIB = 1024 * 1024
