@@ -49,7 +49,8 @@ def test_flags_win_over_variables_over_the_file(tmp_path: Path) -> None:
 def test_every_setting_can_stand_in_the_file(tmp_path: Path) -> None:
     file = (
         'name = "studio"\nlisten = "127.0.0.1:0"\npeers = ["a:1", "[::1]:2"]\nmdns = false\n'
-        'min_peers = 3\ncompression = "int8"\nlog_level = "debug"\nlog_json = true\nkey_file = "the.key"\n'
+        'min_peers = 3\ncompression = "int8"\n'
+        'log_level = "debug"\nlog_json = true\nkey_file = "the.key"\n'
     )
     assert load(tmp_path, file=file) == Settings(
         home=tmp_path,
