@@ -1,5 +1,5 @@
 # ruff: noqa: ANN401 - arrays of libraries that have no common type
-"""What comes out of compressed calls and what is kept, with losses too: all that went in."""
+"""What comes out of compressed calls, and what is kept: all that went in, whoever is lost."""
 
 from collections.abc import Callable
 from dataclasses import replace
