@@ -127,7 +127,7 @@ class _Transfer:
         start = self._plan.start
         root = self._plan.root(self._living)
         while start < self._plan.best.nbytes and not self._plan.is_settled(self._living):
-            if root not in self._living:
+            if root is None or root not in self._living:
                 return False
             size = min(CHUNK_BYTES, self._plan.best.nbytes - start)
             try:
