@@ -257,7 +257,7 @@ class _Run:
 
     def _receive_all(self) -> Steps:
         while self._received < len(self._plan.receives):
-            if self._free or self._is_forwarded(self._received):
+            if self._free:
                 yield from self._receive_one()
             else:
                 yield Wait.PROGRESS

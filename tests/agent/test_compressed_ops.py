@@ -74,6 +74,7 @@ async def test_every_rank_gets_the_same_bits_and_keeps_what_it_rounded_away(
             xs = noise(len(places), seed=op)
             results = await reduce_buckets(buckets, xs, name, reduction)
             check(buckets, results, model, model.reduce(xs, op, name, reduction))
+        assert not any(rank.costs.edges for rank in ranks_of(here))  # it is a ring, never a choice
         assert [x[0] for x in await reduce_all(trainers)] == [float(len(places))] * len(places)
 
 

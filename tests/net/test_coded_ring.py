@@ -31,10 +31,15 @@ def garbage(xs: list[Float32s]) -> list[Float32s]:
 
 
 async def check_against_hops(
-    codec: Codec, size: int, count: int, reduction: str, *, op: int = 3
-) -> None:
-    """Every rank has the bits of the hops done one after the other, and keeps what it rounded."""
+    codec: Codec, size: int, count: int, reduction: str, *, factor: float = 1.0
+) -> list[int]:
+    """Every rank has the bits of the hops done one after the other, and keeps what it rounded.
+
+    Returns how many values each has clipped.
+    """
+    op = 3
     xs, residuals = noise(size, count), noise(size, count, seed=2)
+    xs = [np.multiply(x, factor, dtype=np.float32) for x in xs]
     for array in xs + residuals:
         array.setflags(write=False)  # I8, O9
     results, kept, expected_kept = garbage(xs), garbage(xs), garbage(xs)
@@ -46,6 +51,7 @@ async def check_against_hops(
     assert [result.tobytes() for result in results] == [expected.tobytes()] * size  # I3
     assert [x.tobytes() for x in kept] == [x.tobytes() for x in expected_kept]
     assert clipped == expected_clipped
+    return clipped
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -65,6 +71,11 @@ async def test_every_rank_gets_what_the_hops_come_to(
 @pytest.mark.parametrize("size", [2, 3, 5])
 async def test_so_they_do_when_chunks_take_several_pieces(size: int, name: str) -> None:
     await check_against_hops(codec_of(name), size, size * 3 * PIECE_VALUES // 2 + 1, "mean")
+
+
+@pytest.mark.parametrize("count", [1000, 5 * PIECE_VALUES])
+async def test_what_each_rank_clips_is_counted(count: int) -> None:
+    assert all(await check_against_hops(codec_of("fp16"), 2, count, "sum", factor=1e5))
 
 
 @pytest.mark.parametrize("count", [3 * 256 * 30, 3 * 32 * 1024, 3 * 32 * 1024 + 900])
