@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import trio
 from trio.testing import MockClock
 
 from pmesh.agent import op_runs
@@ -13,6 +14,7 @@ from pmesh.agent.op_layouts import check_request
 from pmesh.agent.ranks import LocalRank
 from pmesh.core.extents import extent_of
 from pmesh.core.messages import Call
+from pmesh.core.plans import RankPlan
 from pmesh.core.reductions import WIRE_DTYPES, Values
 from pmesh.core.session import OpDone, OpFailed, StartOp
 from pmesh.errors import LaneBroken, ProtocolError
@@ -20,7 +22,7 @@ from pmesh.ids import OpNumber, TrainerId
 from pmesh.net import transfers
 from tests.agent.fake_trainer import OpError, Trainer, together, until
 from tests.agent.fakes import village
-from tests.agent.ops import ones, ranks_of, reduce_all, verdicts_of_all
+from tests.agent.ops import ones, ranks_of, reduce_all, swallow, verdicts_of_all
 
 
 async def run(
@@ -170,23 +172,39 @@ async def test_a_collect_that_loses_a_rank_runs_again_among_the_rest(
             assert table[: 2 * count].tobytes() == expected.tobytes()
 
 
-async def test_who_missed_the_end_of_a_collect_fetches_it(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("together_on_one", [False, True])
+async def test_who_missed_the_end_of_a_collect_fetches_the_rows_of_those_who_were_left(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, *, together_on_one: bool
 ) -> None:
-    misses, real = iter([True]), transfers.run_plan
+    misses, held, real = iter([True]), list[int](), transfers.run_plan
 
-    async def miss_the_end(*plan: Any, result: memoryview, **call: Any) -> None:  # noqa: ANN401 - passed on
-        await real(*plan, result=result, **call)
+    async def miss_the_end(plan: RankPlan, *lanes: Any, result: memoryview, **call: Any) -> None:  # noqa: ANN401 - passed on
+        if plan.size > 2:
+            held.append(plan.size)
+            await trio.sleep_forever()  # until one is lost
+        await real(plan, *lanes, result=result, **call)
         if next(misses, False):
             result[:] = bytes(len(result))
             raise LaneBroken("its last record never arrived")
 
     monkeypatch.setattr(op_runs, "run_plan", miss_the_end)
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
-        calls = [partial(run, t, collecting(9), np.full(9, t.rank, np.uint8)) for t in trainers]
-        for table in await together(*calls):
-            np.testing.assert_array_equal(table, np.repeat([0, 1], 9))
+    async with village(clock, 3) as here:
+        one, two, three = here.machines
+        *left, lost = await here.job(*([one, one, one] if together_on_one else [one, two, three]))
+
+        async def lose() -> Values:
+            await swallow(run(lost, collecting(9), np.full(9, 7, np.uint8)))
+            return np.empty(0)
+
+        async def kill() -> Values:
+            await until(lambda: len(held) == 3)
+            await lost.die()
+            return np.empty(0)
+
+        calls = [partial(run, t, collecting(9), np.full(9, t.rank, np.uint8)) for t in left]
+        for table in (await together(*calls, lose, kill))[:2]:
+            np.testing.assert_array_equal(table[:18], np.repeat([0, 1], 9))
+        assert next(misses, None) is None
 
 
 async def test_payloads_of_different_lengths_are_a_mismatch(clock: MockClock) -> None:
