@@ -213,6 +213,8 @@ class MailSession:
             self._connection.send(request)
         except BaseException as e:
             self._end(e)
+            if isinstance(e, AgentStopped):  # perhaps because another thread has closed it
+                self._check_open()
             raise
 
     def _await(self, call: int, timeout_s: float | None) -> Reply:
