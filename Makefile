@@ -24,7 +24,7 @@ demo: .venv/.for-demo
 # Doctests count as tests; client/_torch.py can't be imported where torch, which is optional, is not.
 test: .venv/.for-work
 	@rm -f .coverage .coverage.*   # of processes that an earlier run has killed
-	$(BIN)/pytest -n logical --dist loadgroup --doctest-modules --doctest-ignore-import-errors --cov --cov-report= pmesh tests
+	$(BIN)/pytest -n logical --dist loadscope --doctest-modules --doctest-ignore-import-errors --cov --cov-report= pmesh tests
 	@$(BIN)/python tools/check_coverage.py
 
 check: .venv/.for-work

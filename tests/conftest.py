@@ -2,10 +2,14 @@
 
 import functools
 import os
+from typing import Any
 
 import pytest
+from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from tools.virtual_lan import why_not
+
+NEEDS_THE_MACHINE = ("tests/e2e/", "tests/tools/", "tests/docs/test_readme.py")
 
 
 @functools.cache
@@ -13,11 +17,17 @@ def _why_no_network_namespaces() -> str | None:
     return why_not()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests run in several processes; those with agents of their own go one after the other."""
-    for item in items:
-        if item.get_closest_marker("e2e") or item.get_closest_marker("netns"):
-            item.add_marker(pytest.mark.xdist_group("machine"))
+class _OneMachine(LoadScopeScheduling):  # type: ignore[misc] # it has no types
+    """A file's tests stay together; those with agents of their own go one after the other."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return "the machine" if path.startswith(NEEDS_THE_MACHINE) else path
+
+
+@pytest.hookimpl(optionalhook=True)  # where xdist is not used
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:  # noqa: ANN401 - xdist's own, without a name
+    return _OneMachine(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
