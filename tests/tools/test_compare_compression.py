@@ -5,6 +5,7 @@ import itertools
 import math
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -192,6 +193,29 @@ def test_results_come_back_as_they_were_written(tmp_path: Path) -> None:
     write_results(tmp_path / "r.json", results)
 
     assert read_results(tmp_path / "r.json") == results
+
+
+def test_a_measurement_goes_on_where_it_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[object] = []
+
+    def trained(_: Model, seed: int, **more: object) -> tuple[float, tuple[float, ...]]:
+        began.append((seed, more["steps"]))
+        return 1.0, (1.0,)
+
+    monkeypatch.setattr(tool, "train", trained)
+    model = MODELS["mlp"]()
+    *_, whole = tool.measure(model)
+    rows = len(whole.rows)
+    assert len(began) == 3 * (rows + 1) - 2 * sum(case.is_judged for case in CASES)
+    part = msgspec.structs.replace(whole, rows=whole.rows[:-1])
+    other = msgspec.structs.replace(whole, steps=model.steps + 1)
+
+    began.clear()
+    *_, again = tool.measure(model, [other, part])
+
+    assert began == [(seed, model.steps) for seed in tool.SEEDS]  # of the last row
+    assert again.rows == whole.rows
+    assert list(tool.measure(model, [whole])) == [whole]
 
 
 def test_a_model_that_there_is_not_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,13 +23,18 @@ from tools.compare_compression.training import RANKS, Choice, train
 
 SEEDS = (1, 2, 3)
 SHORT_STEPS = 12
+_ORDER = (
+    *((case, True) for case in CASES if case.is_judged),
+    *((case, False) for case in CASES if case.is_judged),
+    *((case, True) for case in CASES if not case.is_judged),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if all bars were met, or with --short, which measures nothing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; all if none is named")
-    parser.add_argument("--json", type=Path, help="write what was measured, after each scheme")
+    parser.add_argument("--json", type=Path, help="write after each scheme; go on with what it has")
     parser.add_argument("--plot", type=Path, help="draw it into this file: .svg, .png, .pdf")
     parser.add_argument("--page", type=Path, help="write the page of the documentation")
     parser.add_argument("--read", type=Path, nargs="+", help="take results instead of training")
@@ -41,8 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured = [each for file in options.read for each in read_results(file)]
     else:
         measured = []
+        old = read_results(options.json) if options.json and options.json.exists() else ()
         for name in options.models or MODELS:
-            for so_far in measure(MODELS[name](), short=options.short):
+            for so_far in measure(MODELS[name](), old, short=options.short):
                 if options.json is not None:
                     write_results(options.json, [*measured, so_far])
             measured.append(so_far)
@@ -57,14 +63,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if met or options.short else 1
 
 
-def measure(model: Model, *, short: bool = False) -> Iterator[Measured]:
-    """Train a model with all schemes; what is known after each of them.
+def measure(
+    model: Model, old: Sequence[Measured] = (), *, short: bool = False
+) -> Iterator[Measured]:
+    """Train a model with all schemes; what is known at first, and after each of them.
 
     Those with feedback come first; without it the first seed does, as that is not judged.
+
+    Args:
+        model: what is trained.
+        old: what an earlier run has written; of the same training it is taken as it is.
+        short: one seed, a few steps.
     """
     seeds, steps = (SEEDS[:1], SHORT_STEPS) if short else (SEEDS, model.steps)
     began = time.process_time()
-    measured = Measured(
+    measured = next((m for m in old if _is_of(m, model, seeds, steps)), None)
+    measured = measured or Measured(
         model=model.name,
         what=model.what,
         weights=model.count,
@@ -78,19 +92,24 @@ def measure(model: Model, *, short: bool = False) -> Iterator[Measured]:
         machine=describe_machine(),
         plain=_row(model, seeds, steps, lambda *_: UNCOMPRESSED),
     )
-    judged = [case for case in CASES if case.is_judged]
-    beside = [case for case in CASES if not case.is_judged]
-    for case, feedback in (
-        *((case, True) for case in judged),
-        *((case, False) for case in judged),
-        *((case, True) for case in beside),
-    ):
+    yield measured
+    before_s = measured.took_cpu_s
+    for case, feedback in _ORDER:
+        if measured.found(case.name, feedback=feedback) is not None:
+            continue
         choice = case.compression(feedback=feedback)
         mine = seeds if feedback else seeds[:1]
         row = _row(model, mine, steps, choice, case=case, feedback=feedback)
-        took_s = round(time.process_time() - began)
+        took_s = before_s + round(time.process_time() - began)
         measured = msgspec.structs.replace(measured, rows=(*measured.rows, row), took_cpu_s=took_s)
         yield measured
+
+
+def _is_of(measured: Measured, model: Model, seeds: tuple[int, ...], steps: int) -> bool:
+    """Whether it is the same training."""
+    same = (model.name, model.count, model.batch, steps, model.rate, seeds)
+    m = measured
+    return (m.model, m.weights, m.batch, m.steps, m.rate, m.seeds) == same
 
 
 def _row(
