@@ -42,16 +42,21 @@ def verdicts(measured: Sequence[Measured]) -> str:
     """How many bars were met, which were not, and what was not measured."""
     judged = [(m, row) for m in measured for row in m.rows if row.feedback and row.is_judged]
     missed = [f"{row.case} on {m.model}" for m, row in judged if not row.is_met(m.plain)]
+    judged_cases = [case for case in CASES if case.is_judged]
     unmeasured = [
         f"{case.name} on {m.model}"
         for m in measured
-        for case in CASES
-        if case.is_judged and m.found(case.name, feedback=True) is None
+        for case in judged_cases
+        if m.found(case.name, feedback=True) is None
     ]
     said = f"{len(judged) - len(missed)} of {len(judged)} bars met."
     if missed:
         said += f" Missed: {', '.join(missed)}."
-    return f"{said} Not measured: {', '.join(unmeasured)}." if unmeasured else said
+    if unmeasured:
+        said += f" Not measured: {', '.join(unmeasured)}."
+    if any(m.found(case.name, feedback=False) is None for m in measured for case in judged_cases):
+        said += " Without feedback not all was measured: a dash stands for that."
+    return said
 
 
 def _cells(row: Row | None, plain: Row) -> list[str]:
