@@ -80,7 +80,8 @@ class Piece:
 
     def room(self) -> Float32s:
         """Memory for the result: to become the user's array, or the same at each call."""
-        if self.only_leaf is not None:
+        leaf = self.only_leaf
+        if leaf is not None and not leaf.rebuild_copies:
             return np.empty(self.count, np.float32)
         return self.feedback.scratch(self.count)
 
