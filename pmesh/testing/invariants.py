@@ -160,6 +160,8 @@ class Invariants:
         for op, report in rank.ledger.ops.items():
             if not (report.completed and report.holds):
                 continue  # who has no result can't serve it: then the op may fail, also here
+            if rank.id not in after.ids and not self._is_lacked(op, after):
+                continue  # its trainer is lost, and the others have ended it: perhaps as failed
             outcome = outcomes.get(op)
             if outcome is not None and outcome.verdict and report.call.kind in BOUND_KINDS:
                 continue  # O4: it has not ended everywhere; told at the next call
@@ -189,6 +191,15 @@ class Invariants:
         for other in self._ranks():
             if other is not rank and _same(rank.roster, other.roster):
                 yield other
+
+    def _is_lacked(self, op: OpNumber, roster: Roster) -> bool:
+        """Whether some rank of the roster has not ended the op."""
+        return any(
+            op not in rank.ends and rank.trainer.enters <= op
+            for rank in self._ranks()
+            if rank.id in roster.ids
+            and (rank.roster.job, rank.roster.born) == (roster.job, roster.born)
+        )
 
     def _compare(self, rank: LocalRank, ops: list[OpNumber]) -> None:
         for other in self._beside(rank):
