@@ -12,8 +12,6 @@ network lab.
 import importlib.util
 import math
 import os
-import shlex
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -38,9 +36,9 @@ from tools.bench_compression.results import (
 )
 from tools.bench_compression.schemes import find_way
 from tools.bench_compression.training import PARAMETERS
+from tools.bench_peers.commands import run_commands
 from tools.bench_peers.systems import BenchError
 from tools.chaos.results import describe_commit, describe_machine
-from tools.virtual_lan import NetLabError, clean, why_not
 
 ROUNDS = 3
 SHORT_SIDE = 256
@@ -142,22 +140,9 @@ def _check(case: Case, turns: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; a Ctrl-C or a kill ends all that was started, too."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    """The command line; returns the exit code."""
     os.environ.update(ONE_THREAD)
-    try:
-        if arguments[:1] == ["run"] and why_not() is None:
-            clean()  # what a run that was killed has left
-        app(arguments, result_action="return_int_as_exit_code_else_zero")
-    except (BenchError, NetLabError, ValueError) as e:
-        print(f"bench_compression: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"bench_compression: interrupted: {shlex.join(arguments)}", file=sys.stderr)
-        return 130
-    return 0
+    return run_commands(app, "bench_compression", arguments)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ It needs torch and MLX (`pip install 'pmesh[torch,mlx]'`), a network lab also ip
 """
 
 import importlib.util
-import shlex
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,13 +19,13 @@ from typing import Annotated
 import cyclopts
 
 from tools.bench_peers.cases import CASES, KIB, SOAK_OPS, Case, find_case, size_text
+from tools.bench_peers.commands import run_commands
 from tools.bench_peers.measuring import Turns, take_turns
 from tools.bench_peers.report import lines_of, render
 from tools.bench_peers.results import Measured, keep, read_results
 from tools.bench_peers.soaking import soak
 from tools.bench_peers.systems import BenchError
 from tools.chaos.results import describe_commit, describe_machine
-from tools.virtual_lan import NetLabError, clean, why_not
 
 ROUNDS = 5
 SHORT_BYTES = 64 * KIB
@@ -118,21 +116,8 @@ def _check_modules(case: Case) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; a Ctrl-C or a kill ends all that was started, too."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    try:
-        if arguments[:1] == ["run"] and why_not() is None:
-            clean()  # what a run that was killed has left
-        app(arguments, result_action="return_int_as_exit_code_else_zero")
-    except (BenchError, NetLabError, ValueError) as e:
-        print(f"bench_peers: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"bench_peers: interrupted: {shlex.join(arguments)}", file=sys.stderr)
-        return 130
-    return 0
+    """The command line; returns the exit code."""
+    return run_commands(app, "bench_peers", arguments)
 
 
 if __name__ == "__main__":
