@@ -225,7 +225,6 @@ def test_a_model_that_there_is_not_is_named(capsys: pytest.CaptureFixture[str]) 
     assert "no model resnet; there are: mlp, convolutional, characters" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not PAGE.exists(), reason="it is written once it was measured")
 def test_the_page_is_what_the_tool_writes_of_the_results_beside_it() -> None:
     found = [each for path in sorted(RESULTS.glob("*.json")) for each in read_results(path)]
 
