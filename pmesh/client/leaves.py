@@ -66,25 +66,27 @@ class Leaf:
         else:
             _multiply(self.values, weight, shaped)
 
-    def like(self, region: Values, divisor: float | None = None) -> object:
-        """An array like the user's with the values of the region, divided if asked for.
+    def may_keep(self, dtype: "np.dtype[Any]") -> bool:
+        """Whether the array that `of` makes of values of this dtype has them as its memory."""
+        return not self.rebuild_copies and self.dtype == _name_of(dtype)
 
-        It shares no memory with the region. Rounds to the nearest, ties to even; what is too large
-        for the dtype becomes infinite.
+    def of(self, values: Values) -> object:
+        """An array like the user's with these values, which become its memory if they can.
+
+        Rounds to the nearest, ties to even; what is too large for the dtype becomes infinite.
+
+        Args:
+            values: flat, of the dtype that travels.
         """
-        shaped = region.reshape(self.values.shape)
-        if divisor is None and self.dtype == _name_of(shaped.dtype):
-            return self.rebuild(shaped if self.rebuild_copies else shaped.copy())
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            if self.dtype == "bfloat16":
-                quotient = shaped if divisor is None else np.divide(shaped, divisor)
-                return self.rebuild(_bfloat16_bits(quotient))
-            fresh = np.empty(shaped.shape, np.dtype(self.dtype))
-            if divisor is None:
-                np.copyto(fresh, shaped, casting="same_kind")
-            else:
-                np.divide(shaped, divisor, out=fresh, dtype=shaped.dtype, casting="same_kind")
-        return self.rebuild(fresh)
+        shaped = values.reshape(self.values.shape)
+        if self.dtype == "bfloat16":
+            return self.rebuild(_bfloat16_bits(shaped))
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self.rebuild(shaped.astype(self.dtype, casting="same_kind", copy=False))
+
+    def like(self, region: Values) -> object:
+        """The same, which shares no memory with the region."""
+        return self.of(region.copy() if self.may_keep(region.dtype) else region)
 
 
 def describe(tree: Tree) -> list[Leaf]:

@@ -1,7 +1,9 @@
 import math
-from typing import Any
+from typing import Any, cast
 
+import ml_dtypes
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,3 +63,38 @@ def test_what_is_filled_is_read_back_and_the_weight_comes_last() -> None:
     found: dict[int, Any] = dict(read(bucket, leaves, region, 2.0))
     np.testing.assert_array_equal(found[0], x[0])
     np.testing.assert_array_equal(found[1], x[1])
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", ml_dtypes.bfloat16])
+def test_what_is_read_is_divided_and_of_the_users_dtype(dtype: str) -> None:
+    x = [np.arange(6.0).reshape(2, 3).astype(dtype), np.full((), 5).astype(dtype)]
+    leaves = describe(flatten(x))
+    (bucket,) = plan_buckets(leaves, bucket_bytes=1000)
+    region = np.empty(8, bucket.wire)
+    fill(bucket, leaves, region, 3.0)
+    region.flags.writeable = False  # as an output arena is
+    found: dict[int, Any] = dict(read(bucket, leaves, region, 6.0))
+    for index, array in enumerate(x):
+        assert (found[index].dtype, found[index].shape) == (array.dtype, array.shape)
+        np.testing.assert_array_equal(found[index].astype("f8"), array.astype("f8") / 2)
+
+
+@pytest.mark.parametrize("divisor", [None, 1.0])
+def test_the_arrays_of_a_bucket_share_one_block_which_is_not_the_arena(
+    divisor: float | None,
+) -> None:
+    leaves = leaves_of(((2,), "float32"), ((3, 1), "float32"))
+    (bucket,) = plan_buckets(leaves, bucket_bytes=1000)
+    region = np.arange(5, dtype=np.float32)
+    (_, first), (_, second) = cast("list[tuple[int, Any]]", read(bucket, leaves, region, divisor))
+    assert first.base is second.base
+    assert not np.shares_memory(first, region)
+    first[:] = 7
+    assert second.tolist() == [[2], [3], [4]]
+
+
+def test_a_mean_of_nothing_is_nan_without_a_warning() -> None:
+    leaves = leaves_of(((2,), "float32"))
+    (bucket,) = plan_buckets(leaves, bucket_bytes=1000)
+    found: dict[int, Any] = dict(read(bucket, leaves, np.array([0, 1], np.float32), 0.0))
+    np.testing.assert_array_equal(found[0], [np.nan, np.inf])
