@@ -1,6 +1,7 @@
 """O2: a rank that missed the end of an op takes its result from one that did not."""
 
 import itertools
+from collections import deque
 
 import trio
 
@@ -16,7 +17,8 @@ from pmesh.net.collectives import CallsDiffer, RingPosition, broadcast
 from pmesh.net.lanes import Lane
 
 COPIED_BYTES = 1024 * 1024  # at once: some 0.1 ms, so that the event loop stays responsive
-ASK_AGAIN_S = 1.0  # five heartbeats: a holder that is one view behind has caught up
+ASK_AGAIN_S = 1.0  # five heartbeats: the question, or the link, has been lost
+MAX_EARLY = 64  # a few jobs and ranks; who asks more asks again
 
 
 async def fetch_result(
@@ -50,7 +52,7 @@ async def fetch_result(
 
 
 async def _ask_for_lane(rank: LocalRank, outcome: OpOutcome, around: Surroundings) -> Lane:
-    """Ask one holder after the other: one that has not installed our view yet does not answer."""
+    """Ask one holder after the other: one may be gone, or have let go of it."""
     holders = itertools.cycle(outcome.holders)
     while True:
         holder = next(holders)
@@ -82,7 +84,7 @@ async def serve_result(rank: LocalRank, ask: AskResult, around: Surroundings) ->
     report = rank.ledger.ops.get(ask.op)
     asker = rank.roster.trainer(ask.receiver)
     if retained is None or report is None or asker is None or ask.number != rank.roster.number:
-        return  # another view has come: the asker will ask again under its number
+        return  # a later view has come: the asker will ask again under its number
     edge = rank.lanes.edge(rank.id, ask.receiver, ask.op)
     with trio.CancelScope() as scope:
         rank.serving.add(scope)
@@ -122,17 +124,28 @@ class ResultServer:
         self._ranks = ranks
         self._around = around
         self._serving: set[AskResult] = set()
+        self._early: deque[AskResult] = deque(maxlen=MAX_EARLY)
 
     def answer(self, ask: AskResult) -> None:
-        """A peer's rank asks (O2)."""
+        """A peer's rank asks (O2); of a view that is not installed here yet, answered by then."""
         for rank in self._ranks:
             same_job = (rank.roster.job, rank.roster.born) == (ask.job, ask.born)
-            asked = same_job and rank.id == ask.holder
-            if asked and ask not in self._serving:  # they ask again if it takes long
+            if not same_job or rank.id != ask.holder:
+                continue
+            if ask.number > rank.roster.number:  # V4: early is not late
+                self._early.append(ask)
+            elif ask not in self._serving:  # they ask again if it takes long
+                self._serving.add(ask)
                 self._nursery.start_soon(self._serve, rank, ask)
 
+    def look_again(self) -> None:
+        """A view has been installed."""
+        early = list(self._early)
+        self._early.clear()
+        for ask in early:
+            self.answer(ask)
+
     async def _serve(self, rank: LocalRank, ask: AskResult) -> None:
-        self._serving.add(ask)
         try:
             await serve_result(rank, ask, self._around)
         except (LaneBroken, CallsDiffer):

@@ -164,6 +164,7 @@ class Jobs:
         for rank in self.ranks:
             rank.learn(self.membership.state.primaries)
             self._announce_leave(rank)  # the view may not have known of it
+        self.results.look_again()
 
     def marked(self, member: Member, heartbeat: Heartbeat) -> None:
         """A peer has told how far its ranks have come, and what it has installed."""
@@ -360,12 +361,11 @@ class Jobs:
         entered = {t.id for t in rank.roster.trainers if t.enters <= op}
         in_question = report is not None and report.verdict is None and mark.started == op
         same_roster = mark.number == rank.roster.number
-        differs = mark.fingerprint != rank.fingerprint
         if (
             {rank.id, mark.trainer} <= entered
             and in_question
             and same_roster
-            and differs
+            and mark.fingerprint != rank.fingerprint
             and rank.concern is None
         ):
             roster = rank.roster

@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import pytest
 import trio
@@ -169,6 +170,40 @@ async def test_a_holder_whose_lane_breaks_is_asked_again(
     monkeypatch.setattr(fetching, "broadcast", break_once)
     async with a_missed_end(clock, monkeypatch, ranks=3, count=1000) as missed:
         await missed.end()
+
+
+async def test_a_holder_that_is_asked_before_its_view_comes_answers_as_soon_as_it_has_it(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked_at = ResultServer.answer, list[float]()
+
+    def answer_early(server: ResultServer, ask: AskResult) -> None:
+        asked_at.append(trio.current_time())
+        (holder,) = jobs.ranks
+        roster = holder.roster
+        holder.roster = msgspec.structs.replace(roster, number=ask.number - 1)
+        real(server, ask)
+        holder.roster = roster
+        monkeypatch.setattr(ResultServer, "answer", real)
+        jobs.install(jobs.membership.view)
+
+    monkeypatch.setattr(ResultServer, "answer", answer_early)
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        held = hold_all_reduces(monkeypatch, size=3, ranks=[1, 2], complete=True)
+        jobs = machine_of(here, trainers[0]).agent.jobs
+        x = np.ones(9, np.float32)
+
+        async def lose_one() -> None:
+            await until(lambda: len(held) == 2 and jobs.ranks[0].ledger.ended == 0)
+            await trainers[2].die()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lose_one)
+            nursery.start_soon(swallow, trainers[2].reduce(x))
+            results = await together(*[lambda t=t: t.reduce(x) for t in trainers[:2]])
+        assert [r[0] for r in results] == [3.0] * 2
+        assert trio.current_time() - asked_at[0] < fetching.ASK_AGAIN_S
 
 
 async def test_a_second_holder_is_asked_when_the_first_does_not_answer(
