@@ -21,6 +21,7 @@ from pmesh.core.records import MAX_BODY_BYTES
 
 SEGMENT_BYTES = MAX_BODY_BYTES
 SMALL_BYTES = 32 * 1024  # fits the socket buffers of every system: no task is needed to send it
+IN_LINE_BYTES = SEGMENT_BYTES  # fits those between two agents of one machine, and often others
 
 
 class Piece(NamedTuple):
@@ -42,8 +43,8 @@ class Plan:
     sends: tuple[Piece, ...]
     receives: tuple[Piece, ...]
     own: int
-    small: bool
-    """One piece a step, and each at most SMALL_BYTES."""
+    in_line: bool
+    """One piece a step: to send it and to receive the next in turn is quicker than two tasks."""
 
     @property
     def steps(self) -> int:
@@ -86,7 +87,7 @@ def plan_exchange(nbytes: int) -> Plan:
     Both add, so that must be exact. It takes twice the additions: for small tensors.
     """
     pieces = _cut(0, nbytes, step=0)
-    return Plan(sends=pieces, receives=pieces, own=len(pieces), small=nbytes <= SMALL_BYTES)
+    return Plan(sends=pieces, receives=pieces, own=len(pieces), in_line=nbytes <= IN_LINE_BYTES)
 
 
 def plan_broadcast(*, rank: int, size: int, root: int, nbytes: int) -> Plan:
@@ -100,7 +101,7 @@ def plan_broadcast(*, rank: int, size: int, root: int, nbytes: int) -> Plan:
         sends=sends,
         receives=receives,
         own=0 if distance else len(sends),
-        small=nbytes <= SMALL_BYTES,
+        in_line=nbytes <= IN_LINE_BYTES,
     )
 
 
@@ -116,7 +117,7 @@ def _plan_all_reduce(rank: int, size: int, count: int, itemsize: int) -> Plan:
         sends=tuple(piece for step in steps for piece in chunk(rank - step, step)),
         receives=tuple(piece for step in steps for piece in chunk(rank - step - 1, step)),
         own=len(chunk(rank, 0)) if size > 1 else 0,
-        small=bounds[1] <= SMALL_BYTES,  # the first chunk is the largest
+        in_line=bounds[1] <= IN_LINE_BYTES,  # the first chunk is the largest
     )
 
 

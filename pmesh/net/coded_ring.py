@@ -210,7 +210,7 @@ class _Run:
         if self._decoded < plan.decoded:
             parts.append(Part(self._decode_all()))
         if parts:
-            await self._crew.run(parts, moving_bytes=plan.moving_bytes)
+            await self._crew.run(parts, moving_bytes=plan.moving_bytes, computing=True)
         return self._clipped
 
     async def _run_in_line(self) -> None:

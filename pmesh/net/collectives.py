@@ -170,7 +170,7 @@ class _Op:
 
     async def run(self) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
-        if self._plan.small:
+        if self._plan.in_line:
             await self._run_in_line()
         parts: list[Part] = []
         if self._plan.sends:

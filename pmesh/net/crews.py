@@ -3,7 +3,8 @@
 A part is written once, as steps that say what they wait for. The parts of a small op wait as tasks
 of the event loop. Those of a large one work in threads: system calls, the cryptography and numpy
 give up Python's lock, so one part receives while another sends, a wait costs one call of the system
-instead of a round through the event loop, and heartbeats are not held up.
+instead of a round through the event loop, and heartbeats are not held up. What computes besides, as
+compression does, is soon too long for the event loop.
 """
 
 import select
@@ -18,7 +19,8 @@ import trio
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes import CallsDiffer, Lane, Steps, Wait
 
-THREADS_FROM_BYTES = 128 * 1024  # what is less goes in line; no thread for what a socket refused
+THREADS_FROM_BYTES = 16 * 1024 * 1024  # below, to start them costs more than they save
+COMPUTING_THREADS_FROM_BYTES = 128 * 1024
 
 
 class Part(NamedTuple):
@@ -43,7 +45,9 @@ class Crew:
         else:
             self._threads.note_progress()
 
-    async def run(self, parts: Sequence[Part], *, moving_bytes: int) -> None:
+    async def run(
+        self, parts: Sequence[Part], *, moving_bytes: int, computing: bool = False
+    ) -> None:
         """Run them all to their ends; the first that fails ends the others.
 
         When this returns, raises or is cancelled, no part is at work any more (V3).
@@ -51,12 +55,14 @@ class Crew:
         Args:
             parts: no two on the same lane.
             moving_bytes: how much they send and receive together, roughly: many bytes take threads.
+            computing: whether they do more with them than to add.
 
         Raises:
             CallsDiffer: as the part that failed.
             LaneBroken: likewise; or a lane was closed meanwhile.
         """
-        if moving_bytes < THREADS_FROM_BYTES:
+        threads_from = COMPUTING_THREADS_FROM_BYTES if computing else THREADS_FROM_BYTES
+        if moving_bytes < threads_from:
             await self._run_in_tasks(parts)
             return
         try:

@@ -18,3 +18,4 @@ def clock() -> MockClock:
 def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that jumps when no task has anything to do doesn't see that threads have."""
     monkeypatch.setattr(crews, "THREADS_FROM_BYTES", math.inf)
+    monkeypatch.setattr(crews, "COMPUTING_THREADS_FROM_BYTES", math.inf)

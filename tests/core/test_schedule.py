@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.core.schedule import (
+    IN_LINE_BYTES,
     SEGMENT_BYTES,
-    SMALL_BYTES,
     Plan,
     chunk_bounds,
     plan_all_reduce,
@@ -59,9 +59,9 @@ def test_every_step_carries_at_least_one_record_and_no_record_is_too_large(
         steps = 2 * (size - 1)
         assert {piece.step for piece in plan.sends} == set(range(steps))
         assert all(0 <= piece.nbytes <= SEGMENT_BYTES for piece in plan.sends)
-        if plan.small and size > 1:
+        if plan.in_line and size > 1:
             assert len(plan.sends) == len(plan.receives) == steps
-            assert all(piece.nbytes <= SMALL_BYTES for piece in plan.sends)
+            assert all(piece.nbytes <= IN_LINE_BYTES for piece in plan.sends)
 
 
 @pytest.mark.parametrize("size", range(1, 10))
@@ -108,7 +108,7 @@ def test_an_exchange_sends_what_the_ring_of_two_would_in_one_step(nbytes: int) -
     assert abs(plan.bytes_sent - ring.bytes_sent) < 8
     assert plan.sends == plan.receives
     assert plan.own == len(plan.sends)
-    assert plan.small == (nbytes <= SMALL_BYTES)
+    assert plan.in_line == (nbytes <= IN_LINE_BYTES)
     assert plan.moving_bytes == 2 * nbytes
 
 

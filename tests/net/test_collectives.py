@@ -11,7 +11,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from pmesh.core.records import OVERHEAD_BYTES
 from pmesh.core.reductions import WIRE_DTYPES, check_reduction
-from pmesh.core.schedule import SEGMENT_BYTES, SMALL_BYTES, plan_all_reduce
+from pmesh.core.schedule import IN_LINE_BYTES, SEGMENT_BYTES, SMALL_BYTES, plan_all_reduce
 from pmesh.net.collectives import RingPosition, all_reduce, broadcast
 from tests.net.rings import (
     EMPTY,
@@ -71,7 +71,9 @@ async def test_so_they_do_when_chunks_take_several_odd_segments(
     await check_all_reduce(size, size * 5 * SEGMENT_BYTES // (2 * itemsize) + 1, reduction, dtype)
 
 
-@pytest.mark.parametrize("nbytes", [3 * SMALL_BYTES - 4, 3 * SMALL_BYTES, 3 * SMALL_BYTES + 4])
+@pytest.mark.parametrize(
+    "nbytes", [3 * IN_LINE_BYTES - 4, 3 * IN_LINE_BYTES, 3 * IN_LINE_BYTES + 4]
+)
 async def test_the_line_and_the_two_tasks_agree_where_they_meet(nbytes: int) -> None:
     await check_all_reduce(3, nbytes // 4, "sum", "float32")
 
@@ -263,7 +265,7 @@ async def test_a_segment_is_forwarded_while_the_next_has_not_been_sent() -> None
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 6), st.data(), st.sampled_from([0, 1, 999, SMALL_BYTES + 1, 1_200_001]))
+@given(st.integers(1, 6), st.data(), st.sampled_from([0, 1, 999, IN_LINE_BYTES + 1, 1_200_001]))
 async def test_a_broadcast_brings_the_roots_bytes_to_all(
     size: int, data: st.DataObject, nbytes: int
 ) -> None:

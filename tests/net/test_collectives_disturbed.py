@@ -16,8 +16,7 @@ from tests.net.rings import header, inputs_of, reduce_all, ring_of
 def tasks_for_large_ops_too(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if request.param == "tasks":
-        monkeypatch.setattr(crews, "THREADS_FROM_BYTES", math.inf)
+    monkeypatch.setattr(crews, "THREADS_FROM_BYTES", 0 if request.param == "threads" else math.inf)
 
 
 @pytest.mark.parametrize("count", [10, 2_000_000])
