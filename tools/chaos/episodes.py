@@ -49,9 +49,10 @@ class Run:
         return Random(self.seed)  # noqa: S311 - repeats a run
 
 
-def run_faults(run: Run, fault: Fault, *, nodes: int = 4) -> Tally:
-    """A campaign of episodes with one kind of fault."""
-    with Cluster(nodes, run.options(nodes), patch=fault.patch, logs=run.logs) as cluster:
+def run_faults(run: Run, fault: Fault, *, nodes: int = 4, calls: str = "sum") -> Tally:
+    """A campaign of episodes with one kind of fault; for the calls see `tools.chaos.calls`."""
+    options = run.options(nodes, calls=calls)
+    with Cluster(nodes, options, patch=fault.patch, logs=run.logs) as cluster:
         return run_episodes(cluster, fault, run.episodes, run.random())
 
 

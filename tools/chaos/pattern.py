@@ -30,6 +30,15 @@ def own_value(step: int, number: int) -> float:
     return step % _STEPS + _TRAINER * (1 << number - 1)
 
 
+def numbers_of(names: tuple[str, ...]) -> list[int]:
+    """Of the machines `mac-1`, `mac-2`, ...
+
+    >>> numbers_of(("mac-3", "mac-1"))
+    [3, 1]
+    """
+    return [int(name.rpartition("-")[2]) for name in names]
+
+
 class Pattern:
     """The inputs of one trainer, and the right results, for ops of about `nbytes`."""
 

@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 
 import pmesh
+from tools.chaos.calls import At, prepare
 from tools.chaos.oplog import Report, encode_report
-from tools.chaos.pattern import Pattern, digest
+from tools.chaos.pattern import Pattern
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +27,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Of its machine, from 1: what it gives to each op depends on it."""
     wait_for: int
     op_bytes: int
+    calls: Literal["sum", "collectives", "compressed"] = "sum"
     job: str = "chaos"
     state_bytes: int = 0
     """Of weights that `sync` hands to newcomers."""
@@ -55,15 +57,6 @@ class _Waits(logging.Handler):
         say("waiting", says=record.getMessage())
 
 
-def numbers_of(names: tuple[str, ...]) -> list[int]:
-    """Of the machines `mac-1`, `mac-2`, ...
-
-    >>> numbers_of(("mac-3", "mac-1"))
-    [3, 1]
-    """
-    return [int(name.rpartition("-")[2]) for name in names]
-
-
 def work(seconds: float) -> None:
     """Compute for so long: busy, not asleep, as a trainer is."""
     until = time.monotonic() + seconds
@@ -88,16 +81,15 @@ def train(mesh: pmesh.Mesh, options: Options) -> None:
         if step != expected:  # its first, or another history's
             say("entered", step=step, names=mesh.names, value=time.monotonic() - began)
         work(options.compute_s if step == options.compute_at_step else options.pause_s)
-        values = pattern.input(step, options.number)
+        trial = prepare(options.calls, At(mesh, pattern, options.number, step))
         say("called", step=step)
         try:
-            result = mesh.all_reduce(values)
+            result = trial.call()
         except pmesh.HistorySuperseded as e:
             say("superseded", step=step, says=str(e))
             continue
         done = time.monotonic()
-        right = pattern.is_right(result, step, numbers_of(mesh.names))
-        say("done", at=done, step=step, names=mesh.names, digest=digest(result), right=right)
+        say("done", at=done, step=step, names=mesh.names, **trial.judge(result)._asdict())
         expected = state["position"] = step + 1
 
 

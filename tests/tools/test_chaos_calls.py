@@ -1,0 +1,63 @@
+"""The calls of the campaigns: right among ranks that are all there, and wrong values are seen."""
+
+import pytest
+
+import pmesh
+from pmesh.testing import SimulatedMesh
+from tools.chaos import calls
+from tools.chaos.calls import CALLS, At, Outcome, Trial, prepare
+from tools.chaos.pattern import Pattern, numbers_of
+
+NBYTES = 1 << 18
+SIZE = 3
+EACH = [(kind, step) for kind, each in CALLS.items() for step in range(len(each))]
+
+
+@pytest.fixture(autouse=True)
+def _from_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated machines count from 0, those of a campaign from 1."""
+    monkeypatch.setattr(calls, "numbers_of", lambda names: [n + 1 for n in numbers_of(names)])
+
+
+def trial_of(mesh: pmesh.Mesh, kind: str, step: int) -> Trial:
+    return prepare(kind, At(mesh, Pattern(NBYTES), mesh.rank + 1, step))
+
+
+@pytest.mark.parametrize(("kind", "step"), EACH)
+def test_each_call_is_right_and_alike_on_all_ranks(kind: str, step: int) -> None:
+    def train(mesh: pmesh.Mesh) -> Outcome:
+        trial = trial_of(mesh, kind, step)
+        return trial.judge(trial.call())
+
+    outcomes = SimulatedMesh(SIZE).run(train)
+    assert all(outcome.right for outcome in outcomes), outcomes
+    assert len({outcome.digest for outcome in outcomes}) == 1
+
+
+@pytest.mark.parametrize(("kind", "step"), EACH)
+def test_what_other_ranks_would_give_is_seen(kind: str, step: int) -> None:
+    def train(mesh: pmesh.Mesh) -> bool:
+        trial = prepare(kind, At(mesh, Pattern(NBYTES), mesh.rank + 2, step))
+        return trial.judge(trial.call()).right
+
+    assert not all(SimulatedMesh(SIZE).run(train))
+
+
+def test_a_call_that_is_bound_to_its_ranks_may_end_with_an_error_and_a_sum_may_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lose() -> None:
+        raise pmesh.RosterChanged("a rank was lost")
+
+    def trial(at: At) -> Trial:
+        return Trial(lose, lambda _: Outcome(f"never at {at.step}", right=False))
+
+    monkeypatch.setattr(calls, "CALLS", {"sum": [trial], "collectives": [trial]})
+
+    def train(mesh: pmesh.Mesh) -> Outcome:
+        with pytest.raises(pmesh.RosterChanged):
+            trial_of(mesh, "sum", 0).call()
+        bound = trial_of(mesh, "collectives", 0)
+        return bound.judge(bound.call())
+
+    assert SimulatedMesh(2).run(train) == [Outcome("RosterChanged", right=True)] * 2

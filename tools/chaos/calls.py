@@ -1,0 +1,306 @@
+"""The calls of the campaigns, each with inputs of which any result can be checked.
+
+A call that can't be done again without a lost rank raises at all others alike (O3, O4): that is a
+right outcome too, and one that all must agree on.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import pmesh
+from tools.chaos.pattern import PERIOD, Pattern, Values, digest, numbers_of, own_value
+
+RATIO = 0.01
+PIECE_VALUES = 1 << 20
+"""At most so many go to another rank in one call: what all get together is as large as a sum."""
+GROUP_BYTES = 1 << 18
+LIGHT = 2.0**-10  # of values that pass float16 in range
+MATRIX_NOISE, BLOCK_NOISE, HOP_NOISE = 1e-3, 1e-5, 0.03
+
+LOST = (pmesh.RankLost, pmesh.RosterChanged)
+
+
+class Outcome(NamedTuple):
+    """What a call has come to on one rank."""
+
+    digest: str
+    """Alike on all ranks."""
+    right: bool
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """One trainer in one step."""
+
+    mesh: pmesh.Mesh
+    pattern: Pattern
+    number: int
+    step: int
+
+    @property
+    def numbers(self) -> list[int]:
+        """Before a call: who takes part; after it: whose values are in the result."""
+        return numbers_of(self.mesh.names)
+
+    def total(self) -> float:
+        """What they have added up to, but for the places."""
+        return sum(own_value(self.step, number) for number in self.numbers)
+
+    def mine(self) -> float:
+        """What this trainer adds to that."""
+        return own_value(self.step, self.number)
+
+    def input(self, number: int | None = None) -> Values:
+        """What a trainer, this one unless told otherwise, gives to a sum; a copy."""
+        return self.pattern.input(self.step, self.number if number is None else number).copy()
+
+    def is_sum(self, result: Values) -> bool:
+        """Whether it is the sum over those who have contributed, in every bit."""
+        return self.pattern.is_right(result, self.step, self.numbers)
+
+    def whole(self) -> Values:
+        """That sum."""
+        places = np.arange(PERIOD, dtype=np.float32) * np.float32(len(self.numbers))
+        rows = self.pattern.nbytes // (4 * PERIOD)
+        return np.tile(places + np.float32(self.total()), (rows, 1))
+
+
+class Trial(NamedTuple):
+    """A call that is ready to be made, and judged."""
+
+    call: Callable[[], Any]
+    judge: Callable[[Any], Outcome]
+
+
+def _sum(at: At, **more: Any) -> Trial:  # noqa: ANN401 - of all_reduce
+    x = at.pattern.input(at.step, at.number)
+    return Trial(
+        lambda: at.mesh.all_reduce(x, **more),
+        lambda result: Outcome(digest(result), at.is_sum(result)),
+    )
+
+
+def _reduce(at: At) -> Trial:
+    root, x = at.step % at.mesh.size, at.input()
+    return Trial(
+        lambda: at.mesh.reduce(x, root=root),
+        lambda result: Outcome("reduced", result is None or at.is_sum(result)),
+    )
+
+
+def _broadcast(at: At) -> Trial:
+    root, x = at.step % at.mesh.size, at.input()
+    right = at.input(at.numbers[root])
+    return Trial(
+        lambda: at.mesh.broadcast(x, root=root),
+        lambda result: Outcome(digest(result), np.array_equal(result, right)),
+    )
+
+
+def _reduce_scatter(at: At) -> Trial:
+    x = at.input().reshape(-1)
+
+    def judge(result: Values) -> Outcome:
+        own = np.array_split(at.whole().reshape(-1), at.mesh.size)[at.mesh.rank]
+        return Outcome("scattered", np.array_equal(result, own))
+
+    return Trial(lambda: at.mesh.reduce_scatter(x), judge)
+
+
+def _all_gather(at: At) -> Trial:
+    x = _piece(at.input())
+    right = np.concatenate([_piece(at.input(number)) for number in at.numbers])
+    return Trial(
+        lambda: at.mesh.all_gather(x),
+        lambda result: Outcome(digest(result), np.array_equal(result, right)),
+    )
+
+
+def _gather(at: At) -> Trial:
+    root, x = at.step % at.mesh.size, _piece(at.input())
+    right = np.stack([_piece(at.input(number)) for number in at.numbers])
+    return Trial(
+        lambda: at.mesh.gather(x, root=root, stacked=True),
+        lambda result: Outcome("gathered", result is None or np.array_equal(result, right)),
+    )
+
+
+def _scatter(at: At) -> Trial:
+    root, rank, size = at.step % at.mesh.size, at.mesh.rank, at.mesh.size
+    xs = np.array_split(at.input().reshape(-1), size) if rank == root else None
+    right = np.array_split(at.input(at.numbers[root]).reshape(-1), size)[rank]
+    return Trial(
+        lambda: at.mesh.scatter(xs, root=root),
+        lambda result: Outcome("scattered", np.array_equal(result, right)),
+    )
+
+
+def _all_to_all(at: At) -> Trial:
+    size, rank = at.mesh.size, at.mesh.rank
+    xs = np.array_split(_piece(at.input()), size)
+    right = [np.array_split(_piece(at.input(number)), size)[rank] for number in at.numbers]
+
+    def judge(results: list[Values]) -> Outcome:
+        return Outcome("exchanged", all(map(np.array_equal, results, right)))
+
+    return Trial(lambda: at.mesh.all_to_all(xs), judge)
+
+
+def _objects(at: At) -> Trial:
+    right = [{"number": number, "step": at.step} for number in at.numbers]
+    return Trial(
+        lambda: at.mesh.all_gather_object({"number": at.number, "step": at.step}),
+        lambda told: Outcome(str(told), told == right),
+    )
+
+
+def _group(at: At) -> Trial:
+    """Even and odd ranks, each for themselves: one group may break, and the other not."""
+    small = Pattern(GROUP_BYTES)  # groups live as long as the mesh, and so do their arenas
+    x = small.input(at.step, at.number)
+
+    def call() -> tuple[Values, list[int]] | None:
+        with suppress(pmesh.GroupBroken):
+            if group := at.mesh.split(at.mesh.rank % 2):
+                return group.all_reduce(x), numbers_of(group.names)
+        return None
+
+    def judge(got: tuple[Values, list[int]] | None) -> Outcome:
+        return Outcome("grouped", got is None or small.is_right(got[0], at.step, got[1]))
+
+    return Trial(call, judge)
+
+
+def _cast(at: At, compression: str) -> Trial:
+    """What rounds every value, at each hop or once."""
+    x = at.input() * np.float32(LIGHT)
+    return Trial(
+        lambda: at.mesh.all_reduce(x, compression=compression),
+        lambda result: _near(result, at.whole() * np.float32(LIGHT), HOP_NOISE),
+    )
+
+
+def _average(at: At) -> Trial:
+    """What feedback adds to a mean is what the call before has rounded away: as little."""
+    grads = {"w": at.input() * np.float32(LIGHT), "b": np.full(3, 4, np.float32)}
+
+    def judge(result: Mapping[str, Values]) -> Outcome:
+        mean = at.whole() * np.float32(LIGHT / at.mesh.size)
+        near = _near(result["w"], mean, HOP_NOISE)
+        return near._replace(right=near.right and np.allclose(result["b"], 4, rtol=HOP_NOISE))
+
+    return Trial(lambda: at.mesh.average_gradients(grads, compression="int8"), judge)
+
+
+def _top_k(at: At) -> Trial:
+    """As many values as are kept, in places that all share: nothing is left out."""
+    values = np.zeros(at.pattern.nbytes // 4, np.float32)
+    places = (np.arange(int(values.size * RATIO)) * 97 + at.step) % values.size
+    values[places] = 1
+    x = values * np.float32(at.mine())
+    return Trial(
+        lambda: at.mesh.all_reduce(x, compression=pmesh.TopK(RATIO)),
+        lambda result: _near(result, values * np.float32(at.total()), BLOCK_NOISE),
+    )
+
+
+def _random_k(at: At) -> Trial:
+    """What is kept is the sum, as many times as large as there are places for each that is kept."""
+    x = at.input()
+
+    def judge(result: Values) -> Outcome:
+        kept = np.nonzero(result)
+        right = at.whole()[kept] * np.float32(result.size / max(1, kept[0].size))
+        enough = 0.09 * result.size < kept[0].size < 0.11 * result.size
+        return Outcome(digest(result), enough and _near(result[kept], right, BLOCK_NOISE).right)
+
+    return Trial(lambda: at.mesh.all_reduce(x, compression=pmesh.RandomK(0.1)), judge)
+
+
+def _one_bit(at: At) -> Trial:
+    """All values of one magnitude: the mean magnitude of a block is theirs."""
+    signs = np.where(at.input(1) % 3 == 0, np.float32(-1), np.float32(1))
+    x = signs * np.float32(at.mine())
+    return Trial(
+        lambda: at.mesh.all_reduce(x, compression="onebit"),
+        lambda result: _near(result, signs * np.float32(at.total()), BLOCK_NOISE),
+    )
+
+
+def _power_sgd(at: At) -> Trial:
+    """A matrix of rank 1, as is a sum of them."""
+    row = at.input(1)[:1] * np.float32(LIGHT)
+    base = row * np.arange(1, at.input().shape[0] + 1, dtype=np.float32)[:, None]
+    x = base * np.float32(at.mine())
+    return Trial(
+        lambda: at.mesh.all_reduce(x, compression=pmesh.PowerSGD(2)),
+        lambda result: _near(result, base * np.float32(at.total()), MATRIX_NOISE),
+    )
+
+
+def _near(result: Values, right: Values, limit: float) -> Outcome:
+    error = np.linalg.norm((result - right).reshape(-1)) / np.linalg.norm(right.reshape(-1))
+    return Outcome(digest(result), result.shape == right.shape and bool(error <= limit))
+
+
+def _piece(x: Values) -> Values:
+    return x.reshape(-1)[:PIECE_VALUES]
+
+
+_STRATEGIES = ("tree", "centralized", "hierarchical")
+CALLS: Mapping[str, Sequence[Callable[[At], Trial]]] = MappingProxyType(
+    {
+        "sum": (_sum,),
+        "collectives": (
+            _reduce,
+            _broadcast,
+            _reduce_scatter,
+            _all_gather,
+            _gather,
+            _scatter,
+            _all_to_all,
+            _objects,
+            _group,
+            *(partial(_sum, strategy=name) for name in _STRATEGIES),
+        ),
+        "compressed": (
+            *(partial(_cast, compression=name) for name in ("bf16", "fp16", "int8")),
+            _average,
+            _top_k,
+            _random_k,
+            _one_bit,
+            _power_sgd,
+        ),
+    }
+)
+"""What a campaign's trainers call, in turn, step by step."""
+
+
+def prepare(kind: str, at: At) -> Trial:
+    """The call of this step.
+
+    A sum goes on without who is lost. Of the others some can't: that they raise is an outcome too.
+    """
+    calls = CALLS[kind]
+    trial = calls[at.step % len(calls)](at)
+    if kind == "sum":
+        return trial
+
+    def call() -> Any:  # noqa: ANN401 - whatever a collective returns
+        try:
+            return trial.call()
+        except LOST as e:
+            return e
+
+    def judge(result: Any) -> Outcome:  # noqa: ANN401 - likewise
+        if isinstance(result, Exception):
+            return Outcome(type(result).__name__, right=True)
+        return trial.judge(result)
+
+    return Trial(call, judge)
