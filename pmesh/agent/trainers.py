@@ -174,6 +174,8 @@ class _Trainer:
                 return Verdict("NotEnoughRanks", _too_few(candidate, timeout_s, self._jobs))
             if self._jobs.runs_without_sync(self._job):
                 return Verdict("JobRunning", _never_syncs(self._job))
+            if (broken := self._broken_group()) is not None:
+                return broken
             if begins and self._job_runs():
                 return None
             if now - said_at >= SAY_EVERY_S:
@@ -183,6 +185,20 @@ class _Trainer:
             with trio.move_on_after(min(LOOK_S, began + timeout_s - now)):
                 await candidate.joined.wait()
         return None
+
+    def _broken_group(self) -> Verdict | None:
+        """Why the group that the trainer makes can't come together any more."""
+        group = self._request.group_of
+        if group is None:
+            return None
+        roster = self._jobs.membership.view.roster_of(group.job)
+        gone = set(group.members).difference(() if roster is None else roster.ids)
+        if not gone:
+            return None
+        losses = () if roster is None else roster.losses
+        told = (loss.message for loss in losses if gone.intersection(loss.trainers))
+        why = next(told, "one of its ranks is lost")
+        return Verdict("RankLost", f"{why}; not all of its ranks had come", tuple(sorted(gone)))
 
     # --- requests
 

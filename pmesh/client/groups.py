@@ -86,7 +86,10 @@ class Groups:
         self._made[trainers] += 1
         which = f"{digest([self._job, str(trainers)])}.{self._made[trainers]}"
         name = JobName(f"{self._job[:_NAME_CHARACTERS]}/{which}")
-        place = self._place.open(name, len(trainers), timeout_s)
+        try:
+            place = self._place.open(name, trainers, timeout_s)
+        except _BREAKS as e:
+            raise GroupBroken(_broken(ranks, e)) from e
         try:
             order = _order_of(place, trainers.index(self._me()), timeout_s)
         except BaseException as e:

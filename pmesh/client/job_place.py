@@ -89,8 +89,12 @@ class JobPlace(Protocol):
         """Agree with all ranks on a state."""
         ...
 
-    def open(self, job: JobName, wait_for: int, timeout_s: float) -> "JobPlace":
-        """A place in another job on the same terms."""
+    def open(self, job: JobName, members: tuple[TrainerId, ...], timeout_s: float) -> "JobPlace":
+        """A place in a job of these ranks, on the same terms but that a loss ends it.
+
+        Raises:
+            RankLost: one of them was lost before all had come.
+        """
         ...
 
     def attach(self) -> LetterSession:

@@ -15,7 +15,7 @@ from pmesh.client.mail_session import MailSession
 from pmesh.client.session import TrainerSession, error_of
 from pmesh.client.states import Packed
 from pmesh.client.syncs import Synced, run_sync
-from pmesh.core.session import SESSION_VERSION, Attach, Connect, Refused, World
+from pmesh.core.session import SESSION_VERSION, Attach, Connect, GroupOf, Refused, World
 from pmesh.errors import (
     AgentNotRunning,
     AgentStopped,
@@ -23,7 +23,7 @@ from pmesh.errors import (
     MeshClosed,
     UsageError,
 )
-from pmesh.ids import JobName
+from pmesh.ids import JobName, TrainerId
 
 _TRY_AGAIN_S = 0.1  # an agent starts within a second: little is lost, and little is asked for
 
@@ -124,11 +124,16 @@ class Place:
             finally:
                 self._see_the_world()
 
-    def open(self, job: JobName, wait_for: int, timeout_s: float) -> "Place":
-        """A place in another job on the same terms, but for one that does not outlive a loss."""
+    def open(self, job: JobName, members: tuple[TrainerId, ...], timeout_s: float) -> "Place":
+        """A place in a job of these, on the same terms but for one: it does not outlive a loss."""
         terms = msgspec.structs.replace(self._request.terms, on_loss="raise", min_ranks=1)
         request = msgspec.structs.replace(
-            self._request, job=job, wait_for=wait_for, timeout_s=timeout_s, terms=terms
+            self._request,
+            job=job,
+            wait_for=len(members),
+            timeout_s=timeout_s,
+            terms=terms,
+            group_of=GroupOf(self._request.job, members),
         )
         return Place(self._path, request, goes_on_alone=False)
 

@@ -14,7 +14,7 @@ from pmesh.core.views import Terms, Verdict, View
 from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, OpNumber, TrainerId
 
-SESSION_VERSION = 4
+SESSION_VERSION = 5
 SYNC_VALUES = 8
 """How many int64 each rank gives to a `sync`; its result has as many for every rank, in order."""
 
@@ -44,6 +44,13 @@ class _Message(msgspec.Struct, frozen=True):
     pass
 
 
+class GroupOf(msgspec.Struct, frozen=True, array_like=True):
+    """Which ranks of another job come together as a job of their own."""
+
+    job: JobName
+    members: Annotated[tuple[TrainerId, ...], Meta(max_length=1024)]
+
+
 class Connect(_Message, frozen=True, tag="connect"):
     """A trainer joins a job; answered by Joined or Refused, with StillWaiting between."""
 
@@ -56,6 +63,8 @@ class Connect(_Message, frozen=True, tag="connect"):
     terms: Terms = Terms()
     straggler_after_s: Annotated[float, Meta(gt=0)] = 60.0
     """How long the others wait for this trainer while its process is stopped."""
+    group_of: GroupOf | None = None
+    """If the job is a group's: it can't begin any more when one of these is lost."""
 
 
 class WantArena(_Message, frozen=True, tag="want_arena"):

@@ -162,9 +162,11 @@ class SimulatedPlace:
         self.step = synced.step + 1
         return synced
 
-    def open(self, job: JobName, wait_for: int, timeout_s: float) -> "SimulatedPlace":
+    def open(
+        self, job: JobName, members: tuple[TrainerId, ...], timeout_s: float
+    ) -> "SimulatedPlace":
         """A place in the group of that name."""
-        hub = self._hubs.named(job, wait_for)
+        hub = self._hubs.named(job, len(members))
         return SimulatedPlace(self._hubs, hub, self._session.me, timeout_s)
 
     def attach(self) -> LetterSession:

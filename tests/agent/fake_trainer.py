@@ -26,6 +26,7 @@ from pmesh.core.session import (
     ArenaGranted,
     Connect,
     DropArena,
+    GroupOf,
     Joined,
     Leave,
     OpDone,
@@ -170,9 +171,17 @@ class Trainer:
         version: int = SESSION_VERSION,
         terms: Terms = ANY,
         straggler_after_s: float = 60.0,
+        group_of: GroupOf | None = None,
     ) -> Joined:
         connect = Connect(
-            version, JobName(job), wait_for, timeout_s, "test.py", terms, straggler_after_s
+            version,
+            JobName(job),
+            wait_for,
+            timeout_s,
+            "test.py",
+            terms,
+            straggler_after_s,
+            group_of,
         )
         return self.has_joined(await self.ask(connect))
 

@@ -13,6 +13,7 @@ from pmesh.core.session import (
     SESSION_VERSION,
     AskStatus,
     Connect,
+    GroupOf,
     Leave,
     Refused,
     Status,
@@ -24,7 +25,7 @@ from pmesh.net import arena_pools
 from pmesh.net.arenas import Arena
 from tests.agent.fake_trainer import ANY, RefusedError, Trainer, together, until
 from tests.agent.fakes import Village, village
-from tests.agent.ops import RAISE, ranks_of
+from tests.agent.ops import RAISE, machine_of, ranks_of
 
 
 def connect_as(program: str, terms: Terms = ANY) -> Connect:
@@ -107,6 +108,36 @@ async def test_who_misses_the_view_that_begins_the_job_is_told_too(clock: MockCl
         reply = await late.receive()
         assert isinstance(reply, Refused)
         assert reply.verdict.error == "JobRunning"
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_a_group_one_of_whose_ranks_is_lost_never_begins(
+    clock: MockClock, *, ends: bool
+) -> None:
+    """Nor does it wait for its timeout; also if nothing is left of the job that it is of."""
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        group = GroupOf(JobName("digits"), tuple(trainer.id for trainer in trainers[:2]))
+        verdicts: list[Verdict] = []
+
+        async def make() -> None:
+            waiting = await here.trainer(machine_of(here, trainers[0]))
+            with pytest.raises(RefusedError) as raised:
+                await waiting.join("digits/1", 2, timeout_s=1000.0, group_of=group)
+            verdicts.append(raised.value.verdict)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(make)
+            await trio.sleep(1.0)
+            assert not verdicts
+            await trainers[1].die()
+            if ends:
+                await trainers[0].die()
+                await trainers[2].die()
+        (verdict,) = verdicts
+        assert verdict.error == "RankLost"
+        assert verdict.message.endswith("; not all of its ranks had come")
+        assert verdict.trainers[-1] == trainers[1].id
 
 
 async def test_the_name_of_a_job_that_has_ended_can_be_used_again(clock: MockClock) -> None:

@@ -116,7 +116,10 @@ class FakeAgent(Listening):
             if not job.began:
                 self._wait_for_job(trainer, request, job)
             if not job.began:
-                trainer.send(Refused(Verdict("NotEnoughRanks", "1 of 2 came; mac-2 has none")))
+                refusal = Verdict("NotEnoughRanks", "1 of 2 came; mac-2 has none")
+                if self._is_broken(request):
+                    refusal = Verdict("RankLost", "rank 0 (mac-0) is lost; not all had come")
+                trainer.send(Refused(refusal))
                 return
             running = trainer.id not in job.founders
             trainer.told = job.world(trainer.id, job.roster if running else job.founders)
@@ -126,6 +129,7 @@ class FakeAgent(Listening):
     def expel(self, job: Job, trainer: TrainerId, *, superseded: bool = False) -> None:
         """Lose a rank: its connection ends, or it is told that it was superseded."""
         job.roster.remove(trainer)
+        self._changed.notify_all()
         job.lost = job.raises
         lost = job.trainers[trainer]
         lost.superseded = superseded
@@ -142,8 +146,16 @@ class FakeAgent(Listening):
         if len(job.roster) >= request.wait_for:
             job.began, job.founders = True, tuple(job.roster)
         self._changed.notify_all()
-        if not self._changed.wait_for(lambda: job.began, min(request.timeout_s, PATIENCE_S)):
+        self._changed.wait_for(
+            lambda: job.began or self._is_broken(request), min(request.timeout_s, PATIENCE_S)
+        )
+        if not job.began:
             job.roster.remove(trainer.id)
+
+    def _is_broken(self, request: Connect) -> bool:
+        """Whether it is of a group one of whose ranks is lost."""
+        group = request.group_of
+        return group is not None and not {*group.members} <= {*self.jobs[group.job].roster}
 
     def _serve_rank(self, trainer: Trainer, job: Job) -> None:
         while True:

@@ -217,6 +217,21 @@ def test_a_rank_that_is_lost_while_a_group_is_made_breaks_it(agent: FakeAgent) -
     assert run_ranks(agent.home, RANKS, program) == ["in step"] * RANKS
 
 
+def test_a_group_one_of_whose_ranks_is_lost_before_it_comes_is_broken(agent: FakeAgent) -> None:
+    def program(mesh: pmesh.Mesh) -> str:
+        mesh.barrier()
+        if mesh.rank == 0:
+            agent.wait_until(lambda: sum(len(job.roster) for job in group_jobs(agent)) == 2)
+            mesh.close()
+            return "gone"
+        with pytest.raises(pmesh.GroupBroken, match=r"\[0, 1, 2\] is broken: rank 0 .* is lost"):
+            mesh.group([0, 1, 2])
+        mesh.barrier()
+        return "in step"
+
+    assert run_ranks(agent.home, RANKS, program) == ["gone", "in step", "in step"]
+
+
 def test_leaving_a_mesh_leaves_its_groups(agent: FakeAgent) -> None:
     with pmesh.connect("job", home=agent.home) as mesh:
         group = mesh.group([0])

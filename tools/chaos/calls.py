@@ -5,7 +5,7 @@ right outcome too, and one that all must agree on.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -162,13 +162,14 @@ def _objects(at: At) -> Trial:
 
 def _group(at: At) -> Trial:
     """Even and odd ranks, each for themselves: one group may break, and the other not."""
-    small = Pattern(GROUP_BYTES)  # groups live as long as the mesh, and so do their arenas
+    small = Pattern(GROUP_BYTES)
     x = small.input(at.step, at.number)
 
     def call() -> tuple[Values, list[int]] | None:
         with suppress(pmesh.GroupBroken):
             if group := at.mesh.split(at.mesh.rank % 2):
-                return group.all_reduce(x), numbers_of(group.names)
+                with closing(group):
+                    return group.all_reduce(x), numbers_of(group.names)
         return None
 
     def judge(got: tuple[Values, list[int]] | None) -> Outcome:
@@ -299,8 +300,11 @@ def prepare(kind: str, at: At) -> Trial:
             return e
 
     def judge(result: Any) -> Outcome:  # noqa: ANN401 - likewise
-        if isinstance(result, Exception):
-            return Outcome(type(result).__name__, right=True)
-        return trial.judge(result)
+        return failed(result) if isinstance(result, Exception) else trial.judge(result)
 
     return Trial(call, judge)
+
+
+def failed(why: Exception) -> Outcome:
+    """Of a call that is bound to its ranks: right, if all say the same."""
+    return Outcome(type(why).__name__, right=True)

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 import pmesh
-from tools.chaos.calls import At, prepare
+from tools.chaos.calls import LOST, At, failed, prepare
 from tools.chaos.oplog import Report, encode_report
 from tools.chaos.pattern import Pattern
 
@@ -77,6 +77,13 @@ def train(mesh: pmesh.Mesh, options: Options) -> None:
         except pmesh.HistorySuperseded as e:
             say("superseded", says=str(e))
             continue  # the next sync brings the other history
+        except LOST as e:
+            if options.calls == "sum":
+                raise
+            # I5: the call before has failed, though it had returned here.
+            late = failed(e)
+            say("done", step=expected - 1, names=mesh.names, **late._asdict())
+            continue
         step = int(state["position"])
         if step != expected:  # its first, or another history's
             say("entered", step=step, names=mesh.names, value=time.monotonic() - began)
