@@ -191,6 +191,10 @@ class _Trainer:
         group = self._request.group_of
         if group is None:
             return None
+        of_this = (r for r in self._jobs.ranks if r.roster.job == group.job)
+        rank = next((r for r in of_this if r.id == group.trainer), None)
+        if rank is not None and rank.owed is not None:
+            return rank.owed.verdict  # others have it already, and don't come
         roster = self._jobs.membership.view.roster_of(group.job)
         gone = set(group.members).difference(() if roster is None else roster.ids)
         if not gone:

@@ -133,7 +133,7 @@ class Place:
             wait_for=len(members),
             timeout_s=timeout_s,
             terms=terms,
-            group_of=GroupOf(self._request.job, members),
+            group_of=GroupOf(self._request.job, members, self.world.trainers[self.world.rank]),
         )
         return Place(self._path, request, goes_on_alone=False)
 

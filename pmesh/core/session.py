@@ -49,6 +49,8 @@ class GroupOf(msgspec.Struct, frozen=True, array_like=True):
 
     job: JobName
     members: Annotated[tuple[TrainerId, ...], Meta(max_length=1024)]
+    trainer: TrainerId
+    """Which of them connects."""
 
 
 class Connect(_Message, frozen=True, tag="connect"):
@@ -64,7 +66,8 @@ class Connect(_Message, frozen=True, tag="connect"):
     straggler_after_s: Annotated[float, Meta(gt=0)] = 60.0
     """How long the others wait for this trainer while its process is stopped."""
     group_of: GroupOf | None = None
-    """If the job is a group's: it can't begin any more when one of these is lost."""
+    """If the job is a group's: it can't begin any more when one of these is lost, or has been told
+    that the call failed in which they named each other."""
 
 
 class WantArena(_Message, frozen=True, tag="want_arena"):

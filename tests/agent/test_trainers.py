@@ -19,8 +19,8 @@ from pmesh.core.session import (
     Status,
     WantArena,
 )
-from pmesh.core.views import Terms, Verdict
-from pmesh.ids import JobName, Slot
+from pmesh.core.views import OpOutcome, Terms, Verdict
+from pmesh.ids import JobName, OpNumber, Slot
 from pmesh.net import arena_pools
 from pmesh.net.arenas import Arena
 from tests.agent.fake_trainer import ANY, RefusedError, Trainer, together, until
@@ -117,7 +117,7 @@ async def test_a_group_one_of_whose_ranks_is_lost_never_begins(
     """Nor does it wait for its timeout; also if nothing is left of the job that it is of."""
     async with village(clock, 3) as here:
         trainers = await here.job(*here.machines)
-        group = GroupOf(JobName("digits"), tuple(trainer.id for trainer in trainers[:2]))
+        group = GroupOf(JobName("digits"), tuple(t.id for t in trainers[:2]), trainers[0].id)
         verdicts: list[Verdict] = []
 
         async def make() -> None:
@@ -138,6 +138,28 @@ async def test_a_group_one_of_whose_ranks_is_lost_never_begins(
         assert verdict.error == "RankLost"
         assert verdict.message.endswith("; not all of its ranks had come")
         assert verdict.trainers[-1] == trainers[1].id
+
+
+async def test_a_group_never_begins_whose_ranks_did_not_all_end_the_call_before(
+    clock: MockClock,
+) -> None:
+    """I5: the others have been told that it failed, and don't come; this one is about to be."""
+    async with village(clock, 2) as here:
+        trainers = await here.job(*here.machines)
+        (rank,) = machine_of(here, trainers[0]).agent.jobs.ranks
+        group = GroupOf(JobName("digits"), rank.roster.ids, rank.id)
+        verdict = Verdict("RosterChanged", "op 3 of job 'digits' did not end at all")
+        waiting = await here.trainer(machine_of(here, trainers[0]))
+
+        async def owe() -> None:
+            await trio.sleep(1.0)
+            rank.owed = OpOutcome(OpNumber(3), rank.roster.ids, verdict=verdict)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(owe)
+            with pytest.raises(RefusedError) as raised:
+                await waiting.join("digits/1", 2, timeout_s=1000.0, group_of=group)
+        assert raised.value.verdict == verdict
 
 
 async def test_the_name_of_a_job_that_has_ended_can_be_used_again(clock: MockClock) -> None:

@@ -115,20 +115,22 @@ def _reduce_scatter(at: At) -> Trial:
 
 def _all_gather(at: At) -> Trial:
     x = _piece(at.input())
-    right = np.concatenate([_piece(at.input(number)) for number in at.numbers])
-    return Trial(
-        lambda: at.mesh.all_gather(x),
-        lambda result: Outcome(digest(result), np.array_equal(result, right)),
-    )
+
+    def judge(result: Values) -> Outcome:
+        right = np.concatenate([_piece(at.input(number)) for number in at.numbers])
+        return Outcome(digest(result), np.array_equal(result, right))
+
+    return Trial(lambda: at.mesh.all_gather(x), judge)
 
 
 def _gather(at: At) -> Trial:
     root, x = at.step % at.mesh.size, _piece(at.input())
-    right = np.stack([_piece(at.input(number)) for number in at.numbers])
-    return Trial(
-        lambda: at.mesh.gather(x, root=root, stacked=True),
-        lambda result: Outcome("gathered", result is None or np.array_equal(result, right)),
-    )
+
+    def judge(result: Values | None) -> Outcome:
+        right = np.stack([_piece(at.input(number)) for number in at.numbers])
+        return Outcome("gathered", result is None or np.array_equal(result, right))
+
+    return Trial(lambda: at.mesh.gather(x, root=root, stacked=True), judge)
 
 
 def _scatter(at: At) -> Trial:
@@ -153,11 +155,11 @@ def _all_to_all(at: At) -> Trial:
 
 
 def _objects(at: At) -> Trial:
-    right = [{"number": number, "step": at.step} for number in at.numbers]
-    return Trial(
-        lambda: at.mesh.all_gather_object({"number": at.number, "step": at.step}),
-        lambda told: Outcome(str(told), told == right),
-    )
+    def judge(told: list[dict[str, int]]) -> Outcome:
+        right = [{"number": number, "step": at.step} for number in at.numbers]
+        return Outcome(str(told), told == right)
+
+    return Trial(lambda: at.mesh.all_gather_object({"number": at.number, "step": at.step}), judge)
 
 
 def _group(at: At) -> Trial:
