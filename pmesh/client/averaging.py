@@ -79,6 +79,10 @@ class Averaging(Reducing):
                 this machine's agent was started with, if anything; "none": nothing.
             async_op: return a handle at once.
 
+        Returns:
+            A tree like `grads`. Arrays of numpy and torch that were averaged as one op are views of
+            one block of memory, which lives as long as any of them; nothing else writes to it.
+
         Raises:
             UnsupportedCompression: the compression.
             UsageError: the weights of all ranks add up to 0.

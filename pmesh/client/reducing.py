@@ -88,6 +88,10 @@ class Reducing(Caller):
                 sums and means of floats, which are compressed from float32.
             async_op: return a handle at once.
 
+        Returns:
+            What `x` is; a tree's arrays of numpy and torch may be views of one block of memory, as
+            those of `average_gradients`.
+
         Raises:
             UnsupportedCompression: the compression, or one for such values.
             UnsupportedArray: x, its dtype or op has no meaning here.

@@ -32,6 +32,16 @@ def test_a_line_comes_back_as_it_was_said_and_anything_else_is_no_report() -> No
     assert decode_report('{"what": 3}') is None
 
 
+def test_who_was_told_so_is_alone_from_then_on() -> None:
+    one = life(op(3, done=1.0, names="a"))
+    told = Report(what="waiting", at=2.0, says="h1 has ended; this rank goes on alone until sync")
+    one.hear(told)
+
+    assert not one.knew_to_be_alone(op(3, done=1.0, names="a"))
+    assert one.knew_to_be_alone(op(4, done=2.5, names="a"))
+    assert not one.knew_to_be_alone(op(4, done=2.5, names="ab"))
+
+
 def test_an_op_is_a_call_and_its_result_and_all_else_is_kept_apart() -> None:
     one = Life("mac-1")
     for report in (

@@ -1,6 +1,5 @@
 """Peers that come and go at random, up to eight and never fewer than two (PCCL's stress regime)."""
 
-import math
 import threading
 import time
 from collections import defaultdict
@@ -36,7 +35,7 @@ class _Churn:
         self._cluster = cluster
         self._random = random
         self._trainers: list[Process] = []
-        self._orphans: dict[int, float] = {}  # pids of trainers whose agents were killed, and when
+        self._orphans: set[int] = set()  # pids of trainers whose agents were killed
         self._starting: dict[str, threading.Thread] = {}
         self._failures: list[str] = []
         self._completed: list[float] = []
@@ -65,7 +64,7 @@ class _Churn:
             parts = self._random.choice([("agent",), ("trainer",), ("agent", "trainer")])
             victim = self._random.choice(productive)
             if victim.trainer is not None and "agent" in parts:
-                self._orphans.setdefault(victim.trainer.pid, time.monotonic())
+                self._orphans.add(victim.trainer.pid)
             victim.kill(*parts)
             self._changes[f"kills of {' and '.join(parts)}"] += 1
         if time.monotonic() > self._checked_until + _CHECK_S:
@@ -117,12 +116,10 @@ class _Churn:
             done = sorted(trainer.life.ops.values(), key=lambda op: op.done)
             if trainer.ended:
                 done = done[:-1]  # perhaps it alone had the last result, and took it along
-            orphan_since = self._orphans.get(trainer.pid, math.inf)
             ops[trainer.name] = [
                 op
                 for op in done
-                if self._checked_until < op.done <= until
-                and not (op.done > orphan_since and len(op.names) == 1)  # alone, as it was told
+                if self._checked_until < op.done <= until and not trainer.life.knew_to_be_alone(op)
             ]
             if trainer.pid not in self._orphans:
                 errors = trainer.life.errors(self._checked_until)

@@ -3,12 +3,15 @@
 All times are CLOCK_MONOTONIC, which is one clock for all processes of a machine.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import msgspec
+
+GOES_ON_ALONE = "goes on alone"  # as pmesh says it: for lack of an agent, or of its history
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -86,6 +89,14 @@ class Life:
         """Drop the ops that were done before this time, but for the last."""
         self.ops = {s: op for s, op in self.ops.items() if op.done >= before or op is self.last}
         self.calls = {s: at for s, at in self.calls.items() if at >= before}
+
+    def knew_to_be_alone(self, op: Op) -> bool:
+        """Whether the op was its own alone, and its trainer had been told so: no history counts it.
+
+        Its next `sync` brings it the state of the others.
+        """
+        told = (r.at for r in self.others if r.what == "waiting" and GOES_ON_ALONE in r.says)
+        return len(op.names) == 1 and min(told, default=math.inf) <= op.done
 
     def errors(self, since: float) -> list[Report]:
         """What its calls have raised."""
