@@ -167,6 +167,7 @@ class Mesh(Collectives):
         Raises:
             UsageError: the color is below 0.
             NotEnoughRanks: some did not come in time.
+            GroupBroken: one of this rank's color was lost meanwhile.
             PmeshError: as for `all_reduce`.
         """
         if color is not None and color < 0:
