@@ -21,7 +21,7 @@ from pmesh.core.records import MAX_BODY_BYTES
 
 SEGMENT_BYTES = MAX_BODY_BYTES
 SMALL_BYTES = 32 * 1024  # fits the socket buffers of every system: no task is needed to send it
-IN_LINE_BYTES = 512 * 1024  # fits those between two agents of one machine, and often others
+IN_LINE_BYTES = SEGMENT_BYTES  # fits those between two agents of one machine, and often others
 
 
 class Piece(NamedTuple):

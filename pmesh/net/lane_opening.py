@@ -17,7 +17,7 @@ from pmesh.core.records import encode_preamble
 from pmesh.net.lanes import Lane
 
 _LOCAL_BUFFER_BYTES = 1024 * 1024  # macOS gives a socket pair 8 KiB: 64 switches a segment
-_SAME_MACHINE_BUFFER_BYTES = 512 * 1024  # `IN_LINE_BYTES`, in pages that a core has next time
+_SAME_MACHINE_BUFFER_BYTES = 512 * 1024  # a segment, in pages that a core still has next time
 
 
 async def dial_lane(stream: trio.SocketStream, offer: OfferLane, *, peer: str) -> Lane:

@@ -44,7 +44,7 @@ def test_an_edge_costs_its_latency_for_each_step_and_its_bandwidth_for_each_byte
 def test_latency_hides_behind_the_bandwidth_of_steps_that_have_many_records() -> None:
     edge = EdgeCost(alpha_ns=1000, beta_ps=1000)
     assert edge.predict_flow_ns(steps=3, nbytes=500) == 3 * 1500
-    assert edge.predict_flow_ns(steps=3, nbytes=2 * MIB) == 6 * MIB + 1000
+    assert edge.predict_flow_ns(steps=3, nbytes=MIB) == 3 * MIB + 1000
     assert edge.predict_flow_ns(steps=0, nbytes=MIB) == 0
 
 
