@@ -226,7 +226,8 @@ CAMPAIGNS = (
     ),
     Campaign(
         name="churn",
-        what="starts and SIGKILLs every 0.5 to 2 s among 2 to 8 peers, for 20 minutes",
+        what="starts and SIGKILLs every 0.5 to 2 s among 2 to 8 peers, for 20 minutes: the "
+        "longest gap between ops, of each second",
         bar=f"never {LONGEST_GAP_S:g} s without a completed op",
         holds=fact_within("longest time without a completed op, s", LONGEST_GAP_S),
         run=run_churn,

@@ -74,10 +74,14 @@ class _Churn:
         """What it has come to."""
         self._check(margin_s=0.5)
         done = sorted(self._completed)
-        gaps = [later - earlier for earlier, later in pairwise(done)]
-        self.tally.recovery_s = gaps
+        longest: dict[int, float] = defaultdict(float)  # that ends in each second
+        for earlier, later in pairwise(done):
+            longest[int(later)] = max(longest[int(later)], later - earlier)
+        self.tally.recovery_s = list(longest.values())
         self.tally.facts |= {name: float(count) for name, count in self._changes.items()}
-        self.tally.facts["longest time without a completed op, s"] = max(gaps, default=0.0)
+        self.tally.facts["longest time without a completed op, s"] = max(
+            longest.values(), default=0.0
+        )
         return self.tally
 
     def _works(self, node: Node) -> bool:
