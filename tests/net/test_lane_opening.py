@@ -84,7 +84,7 @@ def send_buffers_of(lanes: list[Lane]) -> set[int]:
 async def test_between_agents_of_one_machine_little_is_queued() -> None:
     offer = offer_between(0, 1)
     with socket.socket() as asked:
-        asked.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 256 * 1024)
+        asked.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 512 * 1024)
         expected = asked.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
     async with opened(offer, offer) as lanes:
         assert len(lanes) == 2
