@@ -220,6 +220,7 @@ def test_the_last_op_says_what_compression_came_to(agent: FakeAgent) -> None:
     nothing = ("none", "uncompressed before step 2", 0)
     expected = [nothing, nothing, ("powersgd(2, min_rate 2.0)", "", 2 * 4 * (60 + 50))]
     assert run_ranks(agent.home, 2, program) == [expected] * 2
+    agent.wait_until(lambda: len(agent.left) == 2)  # each has read all that came before
     assert sorted(agent.shown) == sorted(
         ["none: uncompressed before step 2", "powersgd(2, min_rate 2.0)"] * 2
     )
