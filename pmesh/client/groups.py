@@ -88,15 +88,13 @@ class Groups:
         name = JobName(f"{self._job[:_NAME_CHARACTERS]}/{which}")
         try:
             place = self._place.open(name, trainers, timeout_s)
+            try:
+                order = _order_of(place, trainers.index(self._me()), timeout_s)
+            except BaseException:
+                place.leave()
+                raise
         except _BREAKS as e:
             raise GroupBroken(_broken(ranks, e)) from e
-        try:
-            order = _order_of(place, trainers.index(self._me()), timeout_s)
-        except BaseException as e:
-            place.leave()
-            if isinstance(e, _BREAKS):
-                raise GroupBroken(_broken(ranks, e)) from e
-            raise
         group = Group(place, order, ranks)
         self._open.append(group)
         return group
