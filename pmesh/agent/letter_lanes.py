@@ -15,7 +15,8 @@ from pmesh.agent.lane_desk import Edge, End, LaneDesk
 from pmesh.agent.ranks import LocalRank
 from pmesh.core.mail import Transfer
 from pmesh.core.messages import AskLetter, Letter, LetterAddress
-from pmesh.core.records import MAX_BODY_BYTES, RecordHeader
+from pmesh.core.records import RecordHeader
+from pmesh.core.schedule import SEGMENT_BYTES
 from pmesh.errors import LaneBroken
 from pmesh.ids import TrainerId
 from pmesh.net.collectives import CallsDiffer
@@ -196,8 +197,8 @@ class LanesIn(_Lanes):
 
 def _pieces(values: memoryview) -> list[memoryview]:
     """One record each; also of a letter without values one."""
-    begins = range(0, max(values.nbytes, 1), MAX_BODY_BYTES)
-    return [values[begin : begin + MAX_BODY_BYTES] for begin in begins]
+    begins = range(0, max(values.nbytes, 1), SEGMENT_BYTES)
+    return [values[begin : begin + SEGMENT_BYTES] for begin in begins]
 
 
 def _header(asked: AskLetter, letter: Letter) -> RecordHeader:

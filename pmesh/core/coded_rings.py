@@ -17,8 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple, cast
 
 from pmesh.compression.codecs import Codec
-from pmesh.core.records import MAX_BODY_BYTES
-from pmesh.core.schedule import SMALL_BYTES, chunk_bounds
+from pmesh.core.schedule import SEGMENT_BYTES, SMALL_BYTES, chunk_bounds
 
 PIECE_VALUES = 128 * 1024
 """In one record, at most: it keeps a worker thread busy for 0.5 ms, ten times what it takes to get
@@ -138,7 +137,7 @@ def _cut(chunk: tuple[int, int], count: int, codec: Codec) -> list[int]:
     """Where the pieces of a chunk, given in blocks, begin, and the end."""
     first, blocks = chunk[0], chunk[1] - chunk[0]
     most = max(PIECE_VALUES // codec.block, 1)
-    while most > 1 and codec.wire_bytes(most * codec.block) > MAX_BODY_BYTES:
+    while most > 1 and codec.wire_bytes(most * codec.block) > SEGMENT_BYTES:
         most //= 2
     bounds = chunk_bounds(blocks, max(-(-blocks // most), 1))
     return [min((first + bound) * codec.block, count) for bound in bounds]

@@ -14,7 +14,7 @@ from pmesh.core.views import Terms, Verdict, View
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, OpNumber, Slot, TrainerId
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; more is an attack
 

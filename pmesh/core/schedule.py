@@ -19,7 +19,9 @@ from typing import NamedTuple
 
 from pmesh.core.records import MAX_BODY_BYTES
 
-SEGMENT_BYTES = MAX_BODY_BYTES
+SEGMENT_BYTES = 512 * 1024
+LARGE_SEGMENT_BYTES = MAX_BODY_BYTES  # fewer records; to fill the ring with them takes longer
+LARGE_CHUNK_BYTES = 16 * LARGE_SEGMENT_BYTES  # so that what it takes longer is little
 SMALL_BYTES = 32 * 1024  # fits the socket buffers of every system: no task is needed to send it
 IN_LINE_BYTES = SEGMENT_BYTES  # fits those between two agents of one machine, and often others
 
@@ -109,15 +111,18 @@ def plan_broadcast(*, rank: int, size: int, root: int, nbytes: int) -> Plan:
 def _plan_all_reduce(rank: int, size: int, count: int, itemsize: int) -> Plan:
     bounds = [value * itemsize for value in chunk_bounds(count, size)]
 
+    large = bounds[1] >= LARGE_CHUNK_BYTES  # the first chunk is the largest
+    most = LARGE_SEGMENT_BYTES if large else SEGMENT_BYTES
+
     def chunk(number: int, step: int) -> tuple[Piece, ...]:
-        return _cut(bounds[number % size], bounds[number % size + 1], step=step)
+        return _cut(bounds[number % size], bounds[number % size + 1], step=step, most=most)
 
     steps = range(2 * (size - 1))
     return Plan(
         sends=tuple(piece for step in steps for piece in chunk(rank - step, step)),
         receives=tuple(piece for step in steps for piece in chunk(rank - step - 1, step)),
         own=len(chunk(rank, 0)) if size > 1 else 0,
-        in_line=bounds[1] <= IN_LINE_BYTES,  # the first chunk is the largest
+        in_line=bounds[1] <= IN_LINE_BYTES,
     )
 
 
@@ -149,5 +154,5 @@ def halvings(size: int) -> Iterator[tuple[int, int]]:
         size = half
 
 
-def _cut(begin: int, end: int, *, step: int) -> tuple[Piece, ...]:
-    return tuple(Piece(step, *segment) for segment in segments(begin, end))
+def _cut(begin: int, end: int, *, step: int, most: int = SEGMENT_BYTES) -> tuple[Piece, ...]:
+    return tuple(Piece(step, *segment) for segment in segments(begin, end, segment_bytes=most))

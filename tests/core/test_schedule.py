@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from pmesh.core.schedule import (
     IN_LINE_BYTES,
+    LARGE_CHUNK_BYTES,
+    LARGE_SEGMENT_BYTES,
     SEGMENT_BYTES,
     Plan,
     chunk_bounds,
@@ -62,6 +64,15 @@ def test_every_step_carries_at_least_one_record_and_no_record_is_too_large(
         if plan.in_line and size > 1:
             assert len(plan.sends) == len(plan.receives) == steps
             assert all(piece.nbytes <= IN_LINE_BYTES for piece in plan.sends)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_only_large_chunks_travel_in_large_segments(size: int) -> None:
+    least = size * LARGE_CHUNK_BYTES // 4
+    for count, most in ((least, LARGE_SEGMENT_BYTES), (least - size, SEGMENT_BYTES)):
+        for plan in all_reduce_plans(size, count):
+            assert {piece.nbytes for piece in plan.sends[:16]} == {most}
+            assert plan.bytes_sent == 2 * (size - 1) * 4 * count // size
 
 
 @pytest.mark.parametrize("size", range(1, 10))

@@ -145,7 +145,7 @@ async def test_a_record_out_of_its_place_breaks_the_lane_before_its_body_is_read
 async def test_a_claim_of_4_gib_breaks_the_lane_before_its_body_is_read() -> None:
     with raw_receiving_lane() as (peer, lane):
         peer.sendall(b"\xff" * 36)
-        with pytest.raises(LaneBroken, match="claims 4294967295 bytes, 524288 are allowed"):
+        with pytest.raises(LaneBroken, match="claims 4294967295 bytes, 1048576 are allowed"):
             await received(lane, header(3))
 
 
