@@ -169,9 +169,11 @@ async def lay_out(rank: LocalRank, request: StartOp) -> Op:
     if kind == "broadcast" and root == rank.id:
         op.result = op.source or NOTHING
     elif extent.gets or op.is_table:
-        room_bytes = op.row_bytes * (_MOST_RANKS if kind == "sync" else len(rank.world))
+        rows = (_MOST_RANKS if kind == "sync" else len(rank.world)) if op.is_table else 0
         try:
-            arena = await rank.arenas.outputs.acquire(max(room_bytes, extent.gets * itemsize))
+            arena = await rank.arenas.outputs.acquire(
+                max(rows * op.row_bytes, extent.gets * itemsize)
+            )
         except (UsageError, OSError):
             let_go(rank, op, keep=None)
             raise

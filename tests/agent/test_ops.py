@@ -10,7 +10,7 @@ from trio.testing import MockClock
 from pmesh.agent import op_runs, ops
 from pmesh.core.messages import Call, Concern
 from pmesh.net.arena_pools import OutputPool
-from pmesh.net.arenas import Arena
+from pmesh.net.arenas import Arena, arena_bytes
 from tests.agent.fake_trainer import Trainer, together, until
 from tests.agent.fakes import village
 from tests.agent.ops import ones, reduce_all, verdicts_of_all
@@ -268,3 +268,12 @@ async def test_no_room_in_shared_memory_fails_the_op_at_all_ranks(
         assert verdicts[0].error == "UsageError"
         assert "Cannot allocate memory" in verdicts[0].message
         assert [r[0] for r in await reduce_all([a, b])] == [2.0, 2.0]
+
+
+async def test_a_result_takes_no_more_shared_memory_than_its_values(clock: MockClock) -> None:
+    count = 100_000
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        await reduce_all(trainers, ones(count))
+        pools = [m.agent.jobs.ranks[0].arenas.outputs for m in here.machines]
+        assert {pool.nbytes for pool in pools} == {arena_bytes(4 * count)}
