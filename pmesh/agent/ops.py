@@ -36,7 +36,7 @@ async def run_op(
 ) -> tuple[OpDone | OpFailed, Arena | None]:
     """Run the op to its end, the same at all ranks.
 
-    Returns the reply, and the output arena that it names; it stays as it is until the next call.
+    Returns the reply, and the output arena that it names; it stays until the next op has ended.
 
     Raises:
         ProtocolError: no pmesh client would send this request.

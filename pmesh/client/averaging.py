@@ -9,6 +9,7 @@ from pmesh.client.calls import Collective, LastOp, take_apart
 from pmesh.client.choosing import chosen_for_gradients
 from pmesh.client.job_place import JobPlace
 from pmesh.client.line import Handle
+from pmesh.client.outputs import written_into
 from pmesh.client.reducing import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_TIMEOUT_S,
@@ -34,6 +35,7 @@ class Averaging(Reducing):
         bucket_bytes: int = ...,
         timeout_s: float = ...,
         *,
+        out: T | None = ...,
         strategy: Strategy = ...,
         compression: Scheme | str | None = ...,
         async_op: Literal[False] = ...,
@@ -46,6 +48,7 @@ class Averaging(Reducing):
         bucket_bytes: int = ...,
         timeout_s: float = ...,
         *,
+        out: T | None = ...,
         strategy: Strategy = ...,
         compression: Scheme | str | None = ...,
         async_op: Literal[True],
@@ -57,6 +60,7 @@ class Averaging(Reducing):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         *,
+        out: T | None = None,
         strategy: Strategy = "auto",
         compression: Scheme | str | None = None,
         async_op: bool = False,
@@ -72,6 +76,7 @@ class Averaging(Reducing):
             weight: at least 0; with 0 this rank's gradients are not looked at.
             bucket_bytes: how much is averaged as one op; an array is never divided.
             timeout_s: for each op.
+            out: as for `all_reduce`; may be `grads`, and saves the time that new arrays take.
             strategy: as for `all_reduce`.
             compression: as for `all_reduce`, but what it leaves out of a call is added to the
                 gradients of the next one with the same paths and shapes (see
@@ -104,6 +109,8 @@ class Averaging(Reducing):
             bucket_bytes=bucket_bytes,
             timeout_s=check_timeout(timeout_s),
         )
+        if out is not None:
+            arrays = written_into(arrays, out)
         result = self._run(wanted, arrays, async_op=async_op)
         return cast("T | Handle[T]", result)
 

@@ -81,15 +81,24 @@ def read(
     twice as much, and results of one call are mostly dropped together.
     """
     values = region[: bucket.count]
-    if divisor is not None:
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            values = np.divide(values, divisor)
-    elif any(leaves[index].may_keep(values.dtype) for index in bucket.leaves):
-        values = values.copy()
+    if any(leaves[index].may_keep(values.dtype) for index in bucket.leaves):
+        values, divisor = _divided(values, divisor), None
     found: list[tuple[int, object]] = []
     start = 0
     for index in bucket.leaves:
         end = start + leaves[index].values.size
-        found.append((index, leaves[index].of(values[start:end])))
+        part = values[start:end]
+        if divisor is not None:
+            part = _divided(part, divisor)
+        found.append((index, leaves[index].of(part)))
         start = end
     return found
+
+
+def _divided(values: Values, divisor: float | None) -> Values:
+    """In fresh memory."""
+    if divisor is None:
+        return values.copy()
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        quotients: Values = np.divide(values, divisor)
+    return quotients

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import zip_longest
 
 import numpy as np
 
-from pmesh.client.buckets import fill, plan_buckets, read
+from pmesh.client.buckets import Bucket, fill, plan_buckets, read
 from pmesh.client.leaves import Leaf, describe
 from pmesh.client.op_session import OpSession
 from pmesh.client.orders import Order
@@ -122,18 +124,16 @@ def run_collective(
     op and the next, and each bucket is divided by what was contributed to it.
     """
     leaves = arrays.leaves
-    results: list[object] = [None] * len(leaves)
     buckets = plan_buckets(leaves, bucket_bytes=wanted.bucket_bytes)
-    room_bytes = max((bucket.nbytes for bucket in buckets), default=0) + _WEIGHT_BYTES
+    overlap = _Overlap(session, wanted, leaves, buckets)
     label = _label(wanted, arrays)
     nbytes = 0
     last: LastOp | None = None
-    for bucket in buckets:
-        count = bucket.count + (wanted.weight is not None)
+    for bucket, following in zip_longest(buckets, buckets[1:]):
+        count = overlap.count(bucket)
         root = _rank_of(wanted.root, session.world)
         if wanted.kind != "broadcast" or root == session.world.rank:
-            region = session.input_values(bucket.wire, count, room_bytes=room_bytes)
-            fill(bucket, leaves, region, wanted.weight)
+            overlap.lay_out(bucket)
         shape: tuple[int, ...] = (count,)
         dtype = bucket.wire
         if not label:
@@ -147,14 +147,77 @@ def run_collective(
             tree=label,
             strategy=wanted.strategy,
         )
-        done = session.run_op(call, bucket.wire, count, timeout_s=wanted.timeout_s)
+        done = session.run_op(
+            call,
+            bucket.wire,
+            count,
+            timeout_s=wanted.timeout_s,
+            meanwhile=partial(overlap.meanwhile, following),
+        )
         if done.values.size or not count:  # else it is for the root of a reduce
-            total = None if wanted.weight is None else checked_total(float(done.values[-1]))
-            for index, array in read(bucket, leaves, done.values, total):
-                results[index] = array
+            overlap.came(bucket, done.values)
         nbytes += count * WIRE_DTYPES[bucket.wire].itemsize
         last = LastOp.among(done.op, order.seen(done.world), nbytes)
-    return results, last
+    overlap.read()
+    return overlap.results, last
+
+
+class _Overlap:
+    """While the op of a bucket runs, the next one is laid out and the one before is read."""
+
+    def __init__(
+        self,
+        session: OpSession,
+        wanted: Collective,
+        leaves: Sequence[Leaf],
+        buckets: Sequence[Bucket],
+    ) -> None:
+        self.results: list[object] = [None] * len(leaves)
+        self._session = session
+        self._wanted = wanted
+        self._leaves = leaves
+        self._room_bytes = max((bucket.nbytes for bucket in buckets), default=0) + _WEIGHT_BYTES
+        # A large array, in a bucket of its own, would take as much memory again.
+        ahead = [b.nbytes for b in buckets[1:] if b.nbytes <= wanted.bucket_bytes]
+        # A broadcast's root can't: what it has sent is kept, and memory is asked for anew (O2).
+        self._ahead_bytes = 0 if wanted.kind == "broadcast" or not ahead else max(ahead)
+        session.prepare_ahead(self._ahead_bytes and self._ahead_bytes + _WEIGHT_BYTES)
+        self._laid_out: Bucket | None = None
+        self._unread: tuple[Bucket, Values, float | None] | None = None
+
+    def count(self, bucket: Bucket) -> int:
+        """The values of its op."""
+        return bucket.count + (self._wanted.weight is not None)
+
+    def lay_out(self, bucket: Bucket) -> None:
+        """Fill the input of the next op, if that was not done ahead."""
+        if bucket is not self._laid_out:
+            count = self.count(bucket)
+            region = self._session.input_values(bucket.wire, count, room_bytes=self._room_bytes)
+            fill(bucket, self._leaves, region, self._wanted.weight)
+
+    def meanwhile(self, following: Bucket | None) -> None:
+        """What there is to do while an op runs."""
+        if following is not None and following.nbytes <= self._ahead_bytes:
+            region = self._session.values_ahead(following.wire, self.count(following))
+            fill(following, self._leaves, region, self._wanted.weight)
+            self._laid_out = following
+        self.read()
+
+    def came(self, bucket: Bucket, values: Values) -> None:
+        """The result of an op; UsageError if it can't be averaged."""
+        total = None if self._wanted.weight is None else checked_total(float(values[-1]))
+        self._unread = bucket, values, total
+        if not self._ahead_bytes:
+            self.read()
+
+    def read(self) -> None:
+        """Take the arrays out of the last result that came."""
+        if self._unread is not None:
+            bucket, values, total = self._unread
+            self._unread = None
+            for index, array in read(bucket, self._leaves, values, total):
+                self.results[index] = array
 
 
 def run_alone(wanted: Collective, arrays: Arrays, world: World) -> tuple[list[object], LastOp]:

@@ -1,5 +1,6 @@
 """What runs the ops of a call: an agent's session, or a simulation of all ranks."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from pmesh.client.residuals import Residuals
@@ -19,6 +20,14 @@ class OpSession(Protocol):
 
     def input_values(self, dtype: str, count: int, *, room_bytes: int) -> Values:
         """Memory to put an op's values in; the next op reads it."""
+        ...
+
+    def prepare_ahead(self, nbytes: int) -> None:
+        """Before the first op of a call: later ones will take so many bytes of `values_ahead`."""
+        ...
+
+    def values_ahead(self, dtype: str, count: int) -> Values:
+        """In a `meanwhile`: memory to put the next op's values in."""
         ...
 
     def residuals(self, count: int) -> Residuals:
@@ -47,6 +56,7 @@ class OpSession(Protocol):
         parts: tuple[int, ...] = (),
         parts_in: tuple[int, ...] = (),
         residuals: Residuals | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Done:
         """Run one op to its end, the same for all ranks."""
         ...

@@ -7,7 +7,7 @@ next. The session then ends, and says at each later call what had happened.
 import logging
 import mmap
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -69,7 +69,7 @@ class Done:
     world: World
     """Whose values are in the result (O5)."""
     values: Values
-    """The result, to be read before the next call."""
+    """The result, to be read before the next op, or in its `meanwhile`."""
     clipped: int = 0
     """Finite values that the compression has clipped on this rank."""
 
@@ -91,6 +91,8 @@ class TrainerSession:
         self.world = World(-1, (), ())
         self._input: _Mapped | None = None
         self._input_retained = False
+        self._ahead: _Mapped | None = None
+        self._ahead_is_filled = False
         self._outputs: dict[int, _Mapped] = {}
         self._residuals: set[Residuals] = set()
         self._next_op = OpNumber(0)
@@ -131,6 +133,21 @@ class TrainerSession:
         with self._unless_it_fails():
             return _values(self._input, dtype, count)
 
+    def prepare_ahead(self, nbytes: int) -> None:
+        """Ask for memory for `values_ahead`, as no op runs yet."""
+        if self._ahead is not None and self._ahead.nbytes < nbytes:
+            number, self._ahead = self._ahead.number, None
+            self._drop_arena(number)
+        if self._ahead is None and nbytes:
+            self._ahead = self._want_arena(nbytes)
+
+    def values_ahead(self, dtype: str, count: int) -> Values:
+        """While an op runs, shared memory for the next one's values; if this one succeeds."""
+        with self._unless_it_fails():
+            values = _values(self._ahead, dtype, count)
+        self._ahead_is_filled = True
+        return values
+
     def residuals(self, count: int) -> Residuals:
         """Two arenas, zeroed, for what compressed all-reduces of `count` values round away.
 
@@ -170,8 +187,12 @@ class TrainerSession:
         parts: tuple[int, ...] = (),
         parts_in: tuple[int, ...] = (),
         residuals: Residuals | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Done:
         """Run one op, on the values that `input_values` was filled with if it has any here.
+
+        If the `meanwhile` of the op before has filled `values_ahead`, then on those. What it raises
+        ends the session: it is for work that can't fail.
 
         A `sync` takes the trainer into the job, or back, if it is not in it (O6). For the arguments
         see `StartOp`; of a compressed all-reduce the residuals are added to the values, and become
@@ -193,10 +214,13 @@ class TrainerSession:
             request = msgspec.structs.replace(request, arena=source.number)
         is_root = call.kind == "broadcast" and call.root == self.world.rank
         self._input_retained = self._input_retained or is_root
-        reply = self._exchange(request)
+        self._ahead_is_filled = False
+        reply = self._exchange(request, meanwhile)
         match reply:
             case OpDone(op, output) if op == number or (enters and op >= 0):
                 self._op_has_ended(reply, consumed=True)
+                if self._ahead_is_filled:
+                    self._input, self._ahead = self._ahead, self._input
                 if residuals is not None and self.world.rank >= 0:
                     residuals.swap()  # O9: also if the result was fetched
                 # A table has a row of each who is there now; a root is counted as it was then.
@@ -273,7 +297,7 @@ class TrainerSession:
         """End at once; without `leave`, the others see a crash."""
         self._ended = self._ended or reason
         self._connection.close()
-        self._input = None
+        self._input = self._ahead = None
         self._outputs.clear()
         self._residuals.clear()
 
@@ -287,11 +311,13 @@ class TrainerSession:
         if self._ended is not None:
             self.end(self._ended)
 
-    def _exchange(self, request: Request) -> Reply:
+    def _exchange(self, request: Request, meanwhile: Callable[[], None] | None = None) -> Reply:
         """Send a request and wait for the reply that ends it."""
         self.check_open()
         with self._unless_it_fails():
             self._connection.send(request)
+            if meanwhile is not None:
+                meanwhile()
             while True:
                 match reply := self._connection.receive():
                     case StillWaiting():

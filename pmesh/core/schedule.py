@@ -21,7 +21,7 @@ from pmesh.core.records import MAX_BODY_BYTES
 
 SEGMENT_BYTES = 512 * 1024
 LARGE_SEGMENT_BYTES = MAX_BODY_BYTES  # fewer records; to fill the ring with them takes longer
-LARGE_CHUNK_BYTES = 16 * LARGE_SEGMENT_BYTES  # so that what it takes longer is little
+LARGE_CHUNK_BYTES = 12 * LARGE_SEGMENT_BYTES  # so that what it takes longer is little
 SMALL_BYTES = 32 * 1024  # fits the socket buffers of every system: no task is needed to send it
 IN_LINE_BYTES = SEGMENT_BYTES  # fits those between two agents of one machine, and often others
 

@@ -14,7 +14,7 @@ from pmesh.core.views import Terms, Verdict, View
 from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, OpNumber, TrainerId
 
-SESSION_VERSION = 5
+SESSION_VERSION = 6
 SYNC_VALUES = 8
 """How many int64 each rank gives to a `sync`; its result has as many for every rank, in order."""
 
@@ -209,7 +209,7 @@ class ArenaGone(_Message, frozen=True, tag="arena_gone"):
 
 
 class OpDone(_Message, frozen=True, tag="op_done"):
-    """The op's result lies in an output arena, to be read until the next call of this trainer."""
+    """The op's result lies in an output arena, to be read until the trainer's next op has ended."""
 
     op: OpNumber
     arena: int

@@ -25,11 +25,14 @@ INLINE_BYTES = 1024 * 1024  # making and closing takes less than 0.5 ms up to he
 class OutputPool:
     """The output arenas of one session: an op's, until its result is stable (O2).
 
+    Nobody gets the last one again at once: the trainer may read a result while its next op runs.
+
     Raises from `acquire`: UsageError where `limit_bytes` or MAX_ARENAS would be exceeded.
     """
 
     _kind: ArenaKind = "output"
     _most = MAX_ARENAS
+    _spares_the_last = True
 
     def __init__(self, numbers: Iterator[int], *, limit_bytes: int) -> None:
         self._numbers = numbers
@@ -37,6 +40,7 @@ class OutputPool:
         self._in_use: set[Arena] = set()
         self._free: dict[Arena, float] = {}  # since when
         self._gone: list[int] = []
+        self._last: Arena | None = None
 
     @property
     def nbytes(self) -> int:
@@ -46,13 +50,15 @@ class OutputPool:
     async def acquire(self, nbytes: int) -> Arena:
         """An arena of at least `nbytes` that nobody else uses, until `release`."""
         size = arena_bytes(nbytes)
-        fitting = (a for a in self._free if size <= a.nbytes <= size * TOO_LARGE_FACTOR)
-        arena = min(fitting, key=lambda a: a.nbytes, default=None)
+        free = (arena for arena in self._free if arena is not self._last)
+        fitting = (arena for arena in free if size <= arena.nbytes <= size * TOO_LARGE_FACTOR)
+        arena = min(fitting, key=lambda arena: arena.nbytes, default=None)
         if arena is None:
             arena = await self._create(size)
         else:
             del self._free[arena]
         self._in_use.add(arena)
+        self._last = arena if self._spares_the_last else None
         return arena
 
     def release(self, arena: Arena) -> None:
@@ -106,6 +112,7 @@ class OutputPool:
 class _InputPool(OutputPool):
     _kind: ArenaKind = "input"
     _most = MAX_INPUT_ARENAS
+    _spares_the_last = False
 
 
 class InputArenas:

@@ -59,6 +59,7 @@ class SimulatedSession:
             raise NotEnoughRanks(f"{len(hub.came)} came within {timeout_s:g} s")
         self.world = self._world_of(tuple(hub.came))
         self._input: Values = np.empty(0, np.uint8)
+        self._ahead: Values | None = None
         self._next_op = 0
 
     def input_values(self, dtype: str, count: int, *, room_bytes: int) -> Values:
@@ -66,6 +67,14 @@ class SimulatedSession:
         del room_bytes
         self._input = np.empty(count, WIRE_DTYPES[dtype])
         return self._input
+
+    def prepare_ahead(self, nbytes: int) -> None:
+        """Memory is taken as it is needed."""
+
+    def values_ahead(self, dtype: str, count: int) -> Values:
+        """Memory for the next op's values."""
+        self._ahead = np.empty(count, WIRE_DTYPES[dtype])
+        return self._ahead
 
     def residuals(self, count: int) -> Residuals:
         """A residual of so many zeros."""
@@ -92,6 +101,7 @@ class SimulatedSession:
         parts: tuple[int, ...] = (),
         parts_in: tuple[int, ...] = (),
         residuals: Residuals | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Done:
         """Run one op, on a copy of what lies in the input; see `TrainerSession`."""
         number = OpNumber(self._next_op)
@@ -104,7 +114,10 @@ class SimulatedSession:
         if residuals is not None:
             kept = (residuals.values.copy(), residuals.attempt.values)
             given = Given(request, given.values, *kept)
+        if meanwhile is not None:
+            meanwhile()
         got = self.hub.run(number, self.me, given)
+        self._input, self._ahead = self._input if self._ahead is None else self._ahead, None
         if residuals is not None:
             residuals.swap()
         self.world = self._world_of(got.trainers)

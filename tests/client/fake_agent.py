@@ -315,9 +315,10 @@ class FakeAgent(Listening):
         return np.frombuffer(memory, dtype).copy()
 
     def _write(self, trainer: Trainer, result: Numbers) -> int:
-        if not trainer.outputs or trainer.outputs[-1].nbytes < result.nbytes:
-            trainer.outputs.append(self.grant(trainer, "output", result.nbytes))
-        output = trainer.outputs[-1]
+        # Not the last one: its result may be read until this op has ended.
+        free = [arena for arena in trainer.outputs[:-1] if arena.nbytes >= result.nbytes]
+        output = free[0] if free else self.grant(trainer, "output", result.nbytes)
+        trainer.outputs = [*(arena for arena in trainer.outputs if arena is not output), output]
         np.frombuffer(output.memory, result.dtype, result.size)[:] = result
         return output.number
 

@@ -187,3 +187,21 @@ def test_a_call_without_meaning_raises_before_an_op_starts(
     with pmesh.connect("job", home=agent.home) as mesh, pytest.raises(error, match=message):
         call(mesh)
     assert agent.calls == []
+
+
+@pytest.mark.parametrize("bucket_bytes", [8, 1 << 20])
+def test_gradients_are_averaged_into_arrays_of_the_users(
+    agent: FakeAgent, bucket_bytes: int
+) -> None:
+    def program(mesh: pmesh.Mesh) -> bool:
+        w, b = np.full((2, 3), mesh.rank, np.float32), np.full(2, 4.0 * mesh.rank)
+        grads = {"w": w, "b": b}
+        averaged = mesh.average_gradients(grads, out=grads, bucket_bytes=bucket_bytes)
+        return (
+            averaged["w"] is w
+            and averaged["b"] is b
+            and bool((w == 0.5).all())
+            and b.tolist() == [2.0, 2.0]
+        )
+
+    assert run_ranks(agent.home, 2, program) == [True, True]

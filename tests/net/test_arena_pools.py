@@ -36,9 +36,21 @@ async def test_a_released_arena_serves_the_next_op_of_its_size() -> None:
     await pool.aclose()
 
 
+async def test_what_a_trainer_may_still_read_is_not_written_by_its_next_op() -> None:
+    pool = output_pool()
+    read = await pool.acquire(100_000)
+    pool.release(read)  # it is stable already
+    written = await pool.acquire(100_000)
+    assert written is not read
+    pool.release(written)
+    assert await pool.acquire(100_000) is read
+    await pool.aclose()
+
+
 async def test_the_smallest_that_fits_is_taken() -> None:
     pool = output_pool()
     large, small = await pool.acquire(3 * SMALLEST_BYTES), await pool.acquire(2 * SMALLEST_BYTES)
+    await pool.acquire(SMALLEST_BYTES)
     pool.release(large)
     pool.release(small)
     assert await pool.acquire(2 * SMALLEST_BYTES) is small

@@ -28,8 +28,8 @@ compares this page with them.
   can be read there. pmesh runs as users have it: agents that were started by `pmesh up`, trainers
   that reach them through the Unix socket and shared memory, AES-256-GCM between the agents. gloo
   and MLX's ring run inside the training processes, and encrypt nothing.
-- **In place**, where that is possible: `mesh.all_reduce(x, out=x)`, and gloo knows no other way.
-  MLX's arrays can't be written to; its result is a new one.
+- **In place**, where that is possible: `mesh.all_reduce(x, out=x)`, likewise `average_gradients`,
+  and gloo knows no other way. MLX's arrays can't be written to; its result is a new one.
 - **In turns.** All systems have been started; then pmesh, gloo, MLX's ring and the bare line have
   their turns, one after the other, again and again. What is compared are neighbouring turns: a
   ratio is the median of the turns' ratios. A turn is as many calls as take about 0.4 s, its time

@@ -61,7 +61,7 @@ def join_pmesh(_: int, size: int) -> System:
         barrier=mesh.barrier,
         leave=mesh.close,
         cpu_s=_with(int(os.environ["BENCH_AGENT"])),
-        average=lambda tree: mesh.average_gradients(list(tree)),
+        average=lambda tree: mesh.average_gradients(list(tree), out=list(tree)),
     )
 
 
