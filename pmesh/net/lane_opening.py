@@ -14,7 +14,7 @@ import trio
 
 from pmesh.core.messages import OfferLane
 from pmesh.core.records import encode_preamble
-from pmesh.net.lanes import Lane
+from pmesh.net.lanes import WAKE_UP_BYTES, Lane
 
 _LOCAL_BUFFER_BYTES = 1024 * 1024  # macOS gives a socket pair 8 KiB: 64 switches a segment
 _SAME_MACHINE_BUFFER_BYTES = 512 * 1024  # a segment, in pages that a core still has next time
@@ -84,15 +84,16 @@ def local_lanes(offer: OfferLane, *, peers: tuple[str, str]) -> tuple[Lane, Lane
 def _lane_over(stream: trio.SocketStream, offer: OfferLane, *, sending: bool, peer: str) -> Lane:
     # Below trio's sockets: theirs always yield, and `post` must send without giving up its turn.
     sock = socket.socket(fileno=stream.socket.detach())
-    _keep_what_is_queued_in_the_cache(sock)
+    if not _is_within_one_machine(sock):
+        return Lane(sock, offer, sending=sending, peer=peer, wake_up_bytes=WAKE_UP_BYTES)
+    # To another machine the system's own size is better: it grows with what is under way.
+    with contextlib.suppress(OSError):  # it was reset: the first call will say so
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_MACHINE_BUFFER_BYTES)
     return Lane(sock, offer, sending=sending, peer=peer)
 
 
-def _keep_what_is_queued_in_the_cache(sock: socket.socket) -> None:
-    """Between two agents of one machine. On the way to another, the system's own size is better.
-
-    It grows with what is under way; a size that is set does not.
-    """
-    with contextlib.suppress(OSError):  # it was reset: the first call will say so
-        if sock.family != socket.AF_UNIX and sock.getsockname()[0] == sock.getpeername()[0]:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_MACHINE_BUFFER_BYTES)
+def _is_within_one_machine(sock: socket.socket) -> bool:
+    try:
+        return sock.family == socket.AF_UNIX or sock.getsockname()[0] == sock.getpeername()[0]
+    except OSError:  # it was reset
+        return False

@@ -33,6 +33,7 @@ from pmesh.core.records import (
 )
 from pmesh.errors import LaneBroken, PmeshError, ProtocolError
 
+WAKE_UP_BYTES = 128 * 1024  # 1 ms at 1 Gbit/s, where else each packet would wake a thread
 GREETING_TIMEOUT_S = 5.0  # as for every connection that has not proven what it is
 
 
@@ -67,7 +68,15 @@ Steps: TypeAlias = Generator[Wait, None, None]
 class Lane:
     """One end of a lane. It owns its socket."""
 
-    def __init__(self, sock: socket.socket, offer: OfferLane, *, sending: bool, peer: str) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        offer: OfferLane,
+        *,
+        sending: bool,
+        peer: str,
+        wake_up_bytes: int = 1,
+    ) -> None:
         sock.setblocking(False)  # noqa: FBT003 - it takes no names
         if sock.family != socket.AF_UNIX:
             with contextlib.suppress(OSError):  # macOS: it was reset; the first send will say so
@@ -93,6 +102,7 @@ class Lane:
         self._unsent = self._out[:0]
         self._in = memoryview(bytearray(greeting if sending else full))
         self._filled = 0  # bytes of _in that hold what has arrived
+        self._most_asked, self._asked = wake_up_bytes, 1
         self._stop_thread: Callable[[], None] | None = None
 
     def close(self) -> None:
@@ -240,6 +250,7 @@ class Lane:
                 count = self._socket.recv_into(self._in[self._filled : limit])
             except BlockingIOError:
                 waited = True
+                self._ask_for(enough - self._filled)
                 yield Wait.READABLE
                 continue
             except OSError as e:
@@ -249,6 +260,14 @@ class Lane:
             self._filled += count
             self.bytes_received += count
         return waited
+
+    def _ask_for(self, nbytes: int) -> None:
+        """The system is to say READABLE when so many bytes are there, or what is worth a wakeup."""
+        asked = min(nbytes, self._most_asked)
+        if asked != self._asked:
+            with contextlib.suppress(OSError):  # macOS: it was reset; the next read will say so
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, asked)
+            self._asked = asked
 
     async def wait_for(self, wait: Wait) -> None:
         """Wait, in the event loop, for what a step of this lane has yielded."""

@@ -108,6 +108,7 @@ async def test_between_machines_the_system_says_how_much_is_queued(
         assert len(lanes) == 2
     assert (socket.SOL_SOCKET, socket.SO_SNDBUF) not in set_options
     assert (socket.IPPROTO_TCP, socket.TCP_NODELAY) in set_options
+    assert (socket.SOL_SOCKET, socket.SO_RCVLOWAT) in set_options
 
 
 Opening = Callable[..., Awaitable[Lane]]

@@ -9,9 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import wait_all_tasks_blocked
 
-from pmesh.core.records import MAX_BODY_BYTES, OVERHEAD_BYTES, RecordHeader, Sealer
+from pmesh.core.records import (
+    HEADER_BYTES,
+    MAX_BODY_BYTES,
+    OVERHEAD_BYTES,
+    RecordHeader,
+    Sealer,
+)
 from pmesh.errors import LaneBroken
-from pmesh.net.lanes import CallsDiffer, Lane
+from pmesh.net.lanes import CallsDiffer, Lane, Wait
 from tests.net.rings import header, lane_pair, offer_between, raw_receiving_lane
 
 
@@ -262,3 +268,47 @@ async def test_a_fast_lane_lets_other_tasks_run() -> None:
                 await received(receiving, header(1, segment=segment))
             assert turns >= 80
             nursery.cancel_scope.cancel()
+
+
+async def test_a_lane_wakes_up_for_a_header_for_much_of_a_body_and_for_its_rest() -> None:
+    ours, theirs = socket.socketpair()
+    lane = Lane(ours, offer_between(0, 1), sending=False, peer="mac-0", wake_up_bytes=1000)
+    head = header(2500)
+    data = record(head, bytes(range(250)) * 10)
+    into = bytearray(2500)
+    steps = lane.receives(head, memoryview(into))
+
+    def asked_for() -> int:
+        assert next(steps) is Wait.READABLE
+        return ours.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+
+    with theirs:
+        assert asked_for() == HEADER_BYTES
+        theirs.sendall(data[:HEADER_BYTES])
+        assert asked_for() == 1000
+        theirs.sendall(data[HEADER_BYTES:-300])
+        assert asked_for() == 300
+        theirs.sendall(data[-300:])
+        assert list(steps) == []
+    assert into == bytes(range(250)) * 10
+    lane.close()
+
+
+async def test_a_body_arrives_by_and_by_over_a_network_that_wakes_up_rarely() -> None:
+    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    theirs = await trio.open_tcp_stream(*listener.socket.getsockname())
+    accepted = await listener.accept()
+    ours = socket.socket(fileno=accepted.socket.detach())
+    lane = Lane(ours, offer_between(0, 1), sending=False, peer="mac-0", wake_up_bytes=30_000)
+    head, body = header(100_000), bytes(range(250)) * 400
+
+    async def trickle() -> None:
+        data = record(head, body)
+        for begin in range(0, len(data), 7_000):
+            await theirs.send_all(data[begin : begin + 7_000])
+            await wait_all_tasks_blocked()
+
+    async with listener, theirs, trio.open_nursery() as nursery:
+        nursery.start_soon(trickle)
+        assert await received(lane, head) == body
+    lane.close()
