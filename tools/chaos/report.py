@@ -43,8 +43,8 @@ processes for each other, and no cable. The trainers run the elastic loop of the
   before each fault in the same run. Bars that say *clean* mean its median.
 - Killed processes are started again by forks of one that has imported pmesh already, so that a
   thousand kills take an hour; but for the row on cold starts, where agents are started as users do.
-- Beside some rows tests and other campaigns ran on the same cores, the tests at the lowest priority.
-  That makes times longer, never shorter.
+- Beside some rows tests and other campaigns ran on the same cores, tests at a low priority. That
+  makes times longer, not shorter.
 
 ## The table
 
