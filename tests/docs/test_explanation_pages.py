@@ -3,7 +3,7 @@ from pmesh.agent.ops import MAX_UNSTABLE_BYTES, MAX_UNSTABLE_OPS
 from pmesh.core.dialling import FIRST_DELAY_S, LONGEST_DELAY_S
 from pmesh.core.health import WIFI, WIRED
 from pmesh.core.records import KEY_BYTES
-from pmesh.core.schedule import SEGMENT_BYTES
+from pmesh.core.schedule import LARGE_CHUNK_BYTES, LARGE_SEGMENT_BYTES, SEGMENT_BYTES
 from pmesh.core.topology import EXACT_UP_TO
 from pmesh.net.door import MAX_PENDING, MAX_PENDING_PER_ADDRESS, PENDING_TIMEOUT_S
 from tests.docs.pages import DOCS, read, sections, table_rows
@@ -36,7 +36,9 @@ def test_the_numbers_in_the_design_are_those_of_the_code() -> None:
     assert f"up to {EXACT_UP_TO} members" in whole
     bounds = f"in number ({MAX_UNSTABLE_OPS}) and bytes ({MAX_UNSTABLE_BYTES // MIB} MiB)"
     assert bounds in whole
-    assert f"segments of at most {SEGMENT_BYTES // 1024} KiB" in whole
+    small, large = f"{SEGMENT_BYTES // 1024} KiB", f"{LARGE_SEGMENT_BYTES // MIB} MiB"
+    chunks = f"chunks of {LARGE_CHUNK_BYTES // MIB} MiB and more"
+    assert f"segments of at most {small}, or {large} in {chunks}" in whole
     assert "2³⁸ bytes" in whole
     assert KEY_BYTES == 2**38
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -216,6 +217,24 @@ def test_the_page_prints_what_was_measured_what_was_missed_and_what_was_not_meas
     assert f"- 4 hosts, 1 Gbit/s, 25 M: Auto of bf16, int8 took {why}." in page
     assert "**2 of 3 bars met; 1 missed. Not measured: 100mbit, loopback, wire, resn" in page
     assert "    python -m tools.bench_compression run 1gbit   # at 0123abc, 2 cores" in page
+
+
+def test_the_picture_has_a_bar_for_each_scheme_on_each_link_that_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    slow = measured("100mbit", {"none": turn(1.0), "int8": turn(0.25), "auto": turn(0.25)})
+    fast = measured("1gbit", {"none": turn(1.0), "int8": turn(0.4), "bf16": turn(0.8)})
+    json, plot = tmp_path / "m.json", tmp_path / "m.svg"
+    write_results(json, Results(measured=(slow, fast)))
+
+    assert bench.main(["report", str(json), "--plot", str(plot)]) == 0
+
+    assert capsys.readouterr().out.startswith("# What compression gains")
+    texts = re.findall(r">([^<>]+)</text>", plot.read_text(encoding="utf-8"))
+    assert {"int8", "bf16", "4", "2.5", "1.2"} <= set(texts)
+    assert {"4 hosts, 100 Mbit/s", "4 hosts, 1 Gbit/s"} <= set(texts)
+    assert not any(text.startswith("Auto") for text in texts)
 
 
 def test_the_page_is_what_the_tool_writes_of_the_results_beside_it() -> None:

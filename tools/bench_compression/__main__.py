@@ -90,9 +90,19 @@ def run(
 
 
 @app.command
-def report(*files: Path) -> None:
-    """Write the page, from the results in these files, to standard output."""
-    print(render([read_results(file) for file in files]), end="")
+def report(*files: Path, plot: Path | None = None) -> None:
+    """Write the page, from the results in these files, to standard output.
+
+    Args:
+        files: As `run --json` has written them.
+        plot: Where a picture of the speeds goes: .svg, .png or .pdf.
+    """
+    results = [read_results(file) for file in files]
+    print(render(results), end="")
+    if plot is not None:
+        from tools.bench_compression.plot import draw  # noqa: PLC0415 - who asks has matplotlib
+
+        draw(plot, [measured for each in results for measured in each.measured])
 
 
 def _measure(
