@@ -135,6 +135,9 @@ class TrainerSession:
 
     def prepare_ahead(self, nbytes: int) -> None:
         """Ask for memory for `values_ahead`, as no op runs yet."""
+        if nbytes and self._input_retained and self._input is not None:
+            number, self._input = self._input.number, None  # or it would become the next one ahead
+            self._drop_arena(number)
         if self._ahead is not None and self._ahead.nbytes < nbytes:
             number, self._ahead = self._ahead.number, None
             self._drop_arena(number)

@@ -175,6 +175,21 @@ def test_memory_for_the_next_bucket_is_kept_until_a_larger_one_comes(agent: Fake
     assert len(agent.wanted) == 2 * 4  # two arenas in the first call, two larger ones in the last
 
 
+def test_what_a_root_has_sent_is_never_filled_ahead(agent: FakeAgent) -> None:
+    """Also if the first bucket has nothing to lay out, and so asks for no memory."""
+    grads = [np.empty(0), *tree(4, 1.0)]
+
+    def program(mesh: pmesh.Mesh) -> None:
+        mesh.broadcast(np.full(100, 7, np.float32), root=0)
+        for _ in range(2):
+            mesh.all_reduce(grads)  # two buckets: the first has no values
+            mesh.average_gradients(tree(4, 1.0), bucket_bytes=16)
+
+    run_ranks(agent.home, 2, program)
+    assert agent.retained
+    assert all(bytes(memory) == was for memory, was in agent.retained)
+
+
 def test_what_was_laid_out_for_an_op_that_never_ran_is_not_the_next_calls(
     agent: FakeAgent,
 ) -> None:
