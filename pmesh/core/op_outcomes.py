@@ -65,7 +65,9 @@ def resolve_ops(
         reports = known.ops.get(number, {})
         verdict = stuck.get(number)
         outcome: OpOutcome | None
-        if _is_torn(before, after, number, reports):
+        # O2: who does not report a stable op any more has ended it, too.
+        is_past = number <= known.stable and all(report.completed for report in reports.values())
+        if not is_past and _is_torn(before, after, number, reports):
             verdict = verdict or _roster_changed(after, number)
             outcome = OpOutcome(number, _who_was_in(after, number), verdict=verdict)
         else:

@@ -110,3 +110,14 @@ def test_the_ops_of_every_other_kind_run_again() -> None:
         {m: make_report(TRIO, {i: [running(4)]}) for i, m in ((0, ANNA), (1, BERT))}
     )
     assert outcome_of(after, OpNumber(4)) is None
+
+
+def test_it_has_ended_also_where_it_is_stable_and_not_reported_any_more() -> None:
+    """O2: Anna is in the next op; Bert has not heard that everybody has ended this one."""
+    after = settle_trio(
+        {
+            ANNA: make_report(TRIO, {0: [running(5)]}, stable=4),
+            BERT: make_report(TRIO, {1: [completed(4, call=GATHER)]}, stable=3),
+        }
+    )
+    assert outcome_of(after, OpNumber(4)) == make_outcome(4, 0, 1, 2, holders=[1])
