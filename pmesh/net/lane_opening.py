@@ -85,8 +85,8 @@ def _lane_over(stream: trio.SocketStream, offer: OfferLane, *, sending: bool, pe
     # Below trio's sockets: theirs always yield, and `post` must send without giving up its turn.
     sock = socket.socket(fileno=stream.socket.detach())
     if not _is_within_one_machine(sock):
+        # The system's own send buffer is better there: it grows with what is under way.
         return Lane(sock, offer, sending=sending, peer=peer, wake_up_bytes=WAKE_UP_BYTES)
-    # To another machine the system's own size is better: it grows with what is under way.
     with contextlib.suppress(OSError):  # it was reset: the first call will say so
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_MACHINE_BUFFER_BYTES)
     return Lane(sock, offer, sending=sending, peer=peer)
