@@ -360,12 +360,12 @@ class Jobs:
         report = rank.ledger.ops.get(op)
         entered = {t.id for t in rank.roster.trainers if t.enters <= op}
         in_question = report is not None and report.verdict is None and mark.started == op
-        same_roster = mark.number == rank.roster.number
         if (
             {rank.id, mark.trainer} <= entered
             and in_question
-            and same_roster
+            and mark.number == rank.roster.number
             and mark.fingerprint != rank.fingerprint
+            and 0 not in {mark.fingerprint, rank.fingerprint}
             and rank.concern is None
         ):
             roster = rank.roster

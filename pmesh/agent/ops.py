@@ -58,9 +58,8 @@ async def run_op(
     while (failure := rank.failure_of(number)) is None:
         elsewhere = rank.result_elsewhere(number)
         if rank.owed is not None and elsewhere is None:
-            # I5: the view has told us of it after this call began. Nobody has this op's result, and
-            # nothing of an attempt under the new number has been sent: it has not begun.
-            rank.take_back(number)
+            # I5: the view has told us of it after this call began, and has taken the call back:
+            # nobody has its result, and nothing of an attempt under the new number has been sent.
             let_go(rank, op, keep=None)
             return _tell_late(rank, number), None
         if elsewhere is not None:  # it can't fail any more: a late fetch is only tried again

@@ -61,6 +61,7 @@ class LocalRank:
         self.world: tuple[TrainerId, ...] = () if trainer.enters else roster.ids
         """O5: who rank i is for the trainer; it changes only when a call returns."""
         self.fingerprint = 0
+        """Of the last call; 0 while there is none that may be compared."""
         self.synced = -1
         self.stopped = False
         """Whether the trainer's process has been stopped, as by SIGSTOP."""
@@ -217,6 +218,11 @@ class LocalRank:
                 self.owed = outcome
                 self._failed.add(outcome.op)
         self.ledger = ledgers.apply_failures(self.ledger, roster.outcomes)
+        running = self._running
+        if self.owed is not None and running is not None and running not in self._outcomes:
+            # I5: its trainer will call another op instead, so nobody may hear of this one: what
+            # could, was under the number before.
+            self.take_back(running)
         self._stop_attempt()
         self.lanes.begin(roster, desk)
 
@@ -293,6 +299,7 @@ class LocalRank:
     def take_back(self, op: OpNumber) -> None:
         """The call is as if it had never been made."""
         self._running = None
+        self.fingerprint = 0
         others = {number: r for number, r in self.ledger.ops.items() if number != op}
         self.ledger = replace(self.ledger, ops=others)
 

@@ -122,7 +122,7 @@ class RankMarks(msgspec.Struct, frozen=True, array_like=True):
     completed: int
     """Every op up to this one has ended; -1 before the first."""
     fingerprint: int = 0
-    """Of the call of op `started` (O8): compared even where no data flows."""
+    """Of the call of op `started` (O8), 0 for none: compared even where no data flows."""
     synced: int = -1
     """The last op that was a `sync`, in which others may enter (O6); -1 before the first."""
     stopped: bool = False

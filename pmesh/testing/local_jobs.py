@@ -300,7 +300,8 @@ class LocalJobs:
         report = rank.ledger.ops.get(op)
         in_question = report is not None and report.verdict is None and mark.started == op
         same_roster = mark.number == rank.roster.number
-        differs = mark.fingerprint != rank.fingerprint
+        known = 0 not in {mark.fingerprint, rank.fingerprint}
+        differs = known and mark.fingerprint != rank.fingerprint
         both = {rank.id, mark.trainer} <= set(rank.roster.ids)
         if both and in_question and same_roster and differs and rank.concern is None:
             rank.raise_concern(Verdict("OpMismatch", f"op {op} differs"), op)

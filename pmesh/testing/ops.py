@@ -50,7 +50,6 @@ def go_on(rank: LocalRank) -> None:
     if failure is not None:
         _fail(rank, op, failure)
     elif rank.owed is not None and elsewhere is None:
-        rank.take_back(op.number)
         _tell_late(rank)
     elif not rank.may_run:
         op.phase = "waiting"  # V10: also for what others had completed while all were together

@@ -175,6 +175,9 @@ class LocalRank:
                 call = self.ends[outcome.op].call
                 self.ends[outcome.op] = End(call, outcome.verdict, outcome.contributors)
         self.ledger = ledgers.apply_failures(self.ledger, roster.outcomes)
+        running = self._running
+        if self.owed is not None and running is not None and running not in self._outcomes:
+            self.take_back(running)
         self._stop_attempt()
         return True
 
@@ -221,6 +224,7 @@ class LocalRank:
     def take_back(self, op: OpNumber) -> None:
         """The call is as if it had never been made."""
         self._running = None
+        self.fingerprint = 0
         others = {number: r for number, r in self.ledger.ops.items() if number != op}
         self.ledger = replace(self.ledger, ops=others)
 

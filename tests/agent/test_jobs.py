@@ -197,11 +197,29 @@ async def test_only_those_who_are_in_an_op_are_compared(clock: MockClock) -> Non
             (rank.trainer, msgspec.structs.replace(other, enters=OpNumber(1))),
         ):
             rank.roster = msgspec.structs.replace(r, trainers=trainers_now)
-            jobs._compare(rank, RankMarks(r.job, r.number, other.id, 0, 0, 0))  # noqa: SLF001
+            jobs._compare(rank, RankMarks(r.job, r.number, other.id, 0, 0, 1))  # noqa: SLF001
             assert rank.concern is None
         rank.roster = r
-        jobs._compare(rank, RankMarks(r.job, r.number, other.id, 0, 0, 0))  # noqa: SLF001
+        jobs._compare(rank, RankMarks(r.job, r.number, other.id, 0, 0, 1))  # noqa: SLF001
         assert rank.concern is not None
+
+
+@pytest.mark.parametrize(("ours", "theirs", "differ"), [(1, 2, True), (0, 2, False), (1, 0, False)])
+async def test_what_has_been_taken_back_is_not_compared(
+    clock: MockClock, ours: int, theirs: int, *, differ: bool
+) -> None:
+    """I5: 0 stands for no call."""
+    async with village(clock, 2) as here:
+        trainers = await here.job(*here.machines)
+        await reduce_all(trainers)
+        jobs = here.machines[0].agent.jobs
+        (rank,) = jobs.ranks
+        (other,) = [trainer for trainer in rank.roster.trainers if trainer != rank.trainer]
+        rank.ledger = Ledger(stable=-1, ops={OpNumber(0): REPORT})
+        rank.fingerprint = ours
+        mark = RankMarks(rank.roster.job, rank.roster.number, other.id, 0, 0, theirs)
+        jobs._compare(rank, mark)  # noqa: SLF001
+        assert (rank.concern is not None) == differ
 
 
 async def test_the_only_rank_of_a_job_does_not_tell_its_peers_of_each_op(

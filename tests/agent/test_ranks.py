@@ -192,6 +192,33 @@ async def test_a_call_that_is_taken_back_was_never_made() -> None:
         assert rank.ledger.stable == 0
 
 
+async def test_a_late_failure_takes_the_running_call_back_before_anybody_hears_of_it_again() -> (
+    None
+):
+    """I5: the others may be in another call of the same number by then, which would differ."""
+    async with rank_of() as (rank, desk):
+        rank.start(ZERO, BARRIER)
+        rank.complete(ZERO, NOTHING, (ME, OTHER))
+        rank.start(ONE, BARRIER)
+        rank.follow(roster(3, failed(ZERO)), desk)
+        assert rank.owed == failed(ZERO)
+        assert [report.op for report in rank.report().ranks[0].ops] == [ZERO]
+        mark = rank.marks()
+        assert (mark.started, mark.fingerprint) == (0, 0)
+
+
+async def test_a_late_failure_leaves_alone_what_others_have_completed() -> None:
+    """I4: the result is fetched, and the failure is told by the next call."""
+    async with rank_of() as (rank, desk):
+        rank.start(ZERO, BARRIER)
+        rank.complete(ZERO, NOTHING, (ME, OTHER))
+        rank.start(ONE, BARRIER)
+        elsewhere = OpOutcome(ONE, (ME, OTHER), holders=(OTHER,))
+        rank.follow(roster(3, failed(ZERO), elsewhere), desk)
+        assert rank.owed == failed(ZERO)
+        assert rank.marks().started == 1
+
+
 async def test_each_view_resolves_the_ops_anew() -> None:
     async with rank_of(OpOutcome(ZERO, (ME, OTHER), holders=(OTHER,))) as (rank, desk):
         outcome = rank.result_elsewhere(ZERO)  # it missed the view in which its job began
