@@ -65,9 +65,7 @@ def resolve_ops(
         reports = known.ops.get(number, {})
         verdict = stuck.get(number)
         outcome: OpOutcome | None
-        # O2: who does not report a stable op any more has ended it, too.
-        is_past = number <= known.stable and all(report.completed for report in reports.values())
-        if not is_past and _is_torn(before, after, number, reports):
+        if not _is_past(number, known) and _is_torn(before, after, number, reports):
             verdict = verdict or _roster_changed(after, number)
             outcome = OpOutcome(number, _who_was_in(after, number), verdict=verdict)
         else:
@@ -132,6 +130,12 @@ def _resolve_op(
     if stuck is None and len(_who_was_in(after, op)) < len(after.trainers):
         stuck = _gone_with_its_holders(after, op)
     return None if stuck is None else OpOutcome(op, _who_was_in(after, op), verdict=stuck)
+
+
+def _is_past(op: OpNumber, known: Knowledge) -> bool:
+    """O2: for somebody it is stable, and so it has ended also where it is not reported any more."""
+    reports = known.ops.get(op, {})
+    return op <= known.stable and all(report.completed for report in reports.values())
 
 
 def _is_torn(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 from pmesh.core.messages import AskResult
 from pmesh.core.op_outcomes import BOUND_KINDS, outcome_of
-from pmesh.core.views import Roster, Trainer, Verdict, View
+from pmesh.core.views import OpOutcome, Roster, Trainer, Verdict, View
 from pmesh.ids import Epoch, JobName, Member, OpNumber
 from pmesh.testing.descent import Descent
 from pmesh.testing.lane_messages import OpResult
@@ -164,8 +164,10 @@ class Invariants:
                 continue  # its trainer is lost, and the others have ended it: perhaps as failed
             outcome = outcomes.get(op)
             if outcome is not None and outcome.verdict and report.call.kind in BOUND_KINDS:
-                continue  # O4: it has not ended everywhere; told at the next call
-            if outcome is None or (outcome.holders and outcome.contributors != report.contributors):
+                self._check_torn(outcome, after)  # told at the next call
+            elif outcome is None or (
+                outcome.holders and outcome.contributors != report.contributors
+            ):
                 raise Violation(f"I4: {rank.id} has completed op {op}, resolved as {outcome}")
         living = set(after.ids)
         for outcome in after.outcomes:
@@ -200,6 +202,19 @@ class Invariants:
             if rank.id in roster.ids
             and (rank.roster.job, rank.roster.born) == (roster.job, roster.born)
         )
+
+    def _check_torn(self, outcome: OpOutcome, roster: Roster) -> None:
+        """O4: an op that is bound to its ranks fails only if some of them have not ended it."""
+        op = outcome.op
+        ended = {
+            rank.id
+            for rank in self._ranks()
+            if (rank.roster.job, rank.roster.born) == (roster.job, roster.born)
+            and op in rank.ends
+            and isinstance(rank.ends[op].outcome, OpResult)
+        }
+        if all(t.id in ended for t in roster.trainers if t.enters <= op):
+            raise Violation(f"O4: op {op} has ended at all, and fails as {outcome}")
 
     def _compare(self, rank: LocalRank, ops: list[OpNumber]) -> None:
         for other in self._beside(rank):

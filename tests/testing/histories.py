@@ -8,7 +8,7 @@ from pmesh.core.messages import AskResult, Call, Commit, Heartbeat
 from pmesh.core.views import Terms, Verdict
 from pmesh.ids import Epoch, JobName, OpNumber, TrainerId
 from pmesh.testing import ops
-from pmesh.testing.agents import DOUBT_S, GONE_AFTER_S, Agent
+from pmesh.testing.agents import GONE_AFTER_S, Agent
 from pmesh.testing.cluster import Cluster
 from pmesh.testing.lane_messages import OpResult
 from pmesh.testing.links import Message
@@ -168,6 +168,25 @@ def what_a_dead_trainer_has_completed_is_fetched_from_its_agent() -> None:
     assert other.ends[op].outcome == root.ends[op].outcome
 
 
+def what_one_rank_has_forgotten_has_ended_at_all() -> None:
+    """O2, O4: one rank has heard that all have ended the all-gather, another has not; one dies."""
+    cluster = formed_cluster(3, think_s=1e6)  # the trainers call nothing: we do
+    lost, ahead, behind = (rank for _, rank in sorted(ranks_of(cluster).items()))
+    host = agent_of(cluster, behind)
+    cluster.network.swallow = lambda _from, to, _channel, message: (
+        to == host.number and isinstance(message, Heartbeat)
+    )
+    for rank in (lost, ahead, behind):
+        ops.call_op(rank, Call("all_gather", "float32", (8,)))
+    run_until(cluster, lambda: ahead.ledger.stable == 0, 1.0)
+    assert behind.ledger.stable < 0
+    ops.call_op(ahead, Call("all_reduce", "float32", (8,), "sum"))
+    cluster.crash(agent_of(cluster, lost).number)
+    run_until(cluster, lambda: len(behind.roster.trainers) == 2, 1.0)
+    for rank in (ahead, behind):
+        assert isinstance(rank.ends[OpNumber(0)].outcome, OpResult)
+
+
 def a_late_and_different_call_is_noticed_when_it_fetches() -> None:
     """O8, I5: no token of the op is under way any more; the result itself must say what it is."""
     cluster = formed_cluster(2, think_s=1e6)  # the trainers call nothing: we do
@@ -263,73 +282,6 @@ def _parted(size: int) -> Cluster:
     run_until(cluster, lambda: len(job[0].roster.trainers) == 1, 2 * GONE_AFTER_S)
     run_until(cluster, lambda: len(job[3].roster.trainers) == 2, 2 * GONE_AFTER_S)
     return cluster
-
-
-def who_slept_through_its_expulsion_ends_nothing_old() -> None:
-    """V8: all that the others had put into an op is there when it wakes, and too late."""
-    cluster = formed_cluster(3, think_s=1e6)  # the trainers call nothing: we do
-    sleeper = by_seniority(cluster)[2]
-    rank = sleeper.jobs.ranks[0]
-    others = [other for other in ranks_of(cluster).values() if other is not rank]
-    barrier = Call("barrier", "float32", ())
-    cluster.sleep(sleeper.number)
-    for other in others:
-        ops.call_op(other, barrier)
-    run_until(cluster, lambda: all(OpNumber(0) in other.ends for other in others), 5.0)
-    cluster.wake(sleeper.number)
-    ops.call_op(rank, barrier)
-    cluster.run_until(cluster.timeline.now + 1.0)
-    assert rank.over is not None
-    assert not rank.ends
-
-
-def who_promised_before_its_sleep_ends_nothing_in_the_view_that_it_wakes_up_to() -> None:
-    """V8: its commit was read only after the sleep, and the others had left that view by then."""
-    habits = Habits(job=JOB, wait_for=1, think_s=1e6)  # the trainers call nothing: we do
-    cluster = Cluster(0, size=3, conditions=Conditions(), habits=habits)
-    cluster.start(0)
-    cluster.start(1)
-    run_until(cluster, cluster.is_one_view, 5.0)
-    leader, other = by_seniority(cluster)
-    leader.dismiss()
-    other.dismiss()
-    cluster.network.partition([0, 1], [2])
-    cluster.start(2)
-    sleeper = cluster.agents[2]
-    run_until(cluster, lambda: len(sleeper.jobs.ranks) == 1, 5.0)
-    (rank,) = sleeper.jobs.ranks
-    cluster.network.heal()
-
-    def fall_asleep(_: Agent) -> None:
-        leader.before_commit = None
-        ops.call_op(rank, Call("barrier", "float32", ()))  # it waits for the view (V3)
-        cluster.sleep(sleeper.number)
-
-    leader.before_commit = fall_asleep
-    run_until(cluster, lambda: len(other.state.view.seats) == 3, 5.0)
-    for agent in (leader, other):
-        agent.drop(sleeper.number)
-    cluster.run_until(cluster.timeline.now + DOUBT_S)  # less, and nobody need doubt anything
-    run_until(cluster, lambda: len(leader.state.view.seats) == 2, 0.8)
-    assert not rank.ends
-    cluster.wake(sleeper.number)
-    cluster.run_until(cluster.timeline.now + 1.0)
-
-
-def who_slept_through_several_views_does_not_go_on_alone() -> None:
-    """V2: what the others show is not the next view after its own, and they have gone on."""
-    cluster = formed_cluster(3)
-    leader, other, sleeper = by_seniority(cluster)
-    rank = sleeper.jobs.ranks[0]
-    cluster.sleep(sleeper.number)
-    run_until(cluster, lambda: len(leader.state.view.seats) == 2, 2 * GONE_AFTER_S)
-    epoch = leader.state.view.epoch
-    other.trainers[0].die()
-    run_until(cluster, lambda: leader.state.view.epoch > epoch, 1.0)
-    cluster.wake(sleeper.number)
-    run_until(cluster, lambda: rank.over is not None, 1.0)
-    ends = [end.outcome for end in rank.ends.values() if isinstance(end.outcome, OpResult)]
-    assert all(len(result.contributors) > 1 for result in ends)
 
 
 def what_comes_before_its_view_is_not_lost() -> None:

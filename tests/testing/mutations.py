@@ -309,6 +309,9 @@ MUTATIONS = {
         "O2: a lost trainer's agent still holds its results",
         (op_outcomes._holders, without.living_holders),
     ),
+    "torn_when_forgotten": Mutation(
+        "O2, O4: who has forgotten a stable op has ended it", (op_outcomes._is_past, without.never)
+    ),
     "all_holders": Mutation(
         "O2: who lives is asked before who is lost", (op_outcomes._holders, without.all_holders)
     ),

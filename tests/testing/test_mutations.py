@@ -6,7 +6,7 @@ import pytest
 
 from pmesh.testing.simulate import judge_many
 from pmesh.testing.violations import Violation
-from tests.testing import histories, quorum_histories, residual_histories
+from tests.testing import histories, quorum_histories, residual_histories, sleep_histories
 from tests.testing.mutations import MUTATIONS
 
 SEEDS = 150
@@ -38,14 +38,14 @@ RANDOM = {
 
 AIMED = {
     "own_view_base": histories.a_half_sent_commit_is_what_the_next_leader_builds_on,
-    "never_superseded": histories.who_slept_through_several_views_does_not_go_on_alone,
+    "never_superseded": sleep_histories.who_slept_through_several_views_does_not_go_on_alone,
     "drop_early": histories.what_comes_before_its_view_is_not_lost,
     "no_clique": histories.two_who_cannot_hear_each_other_are_not_in_one_view,
     "no_forward": histories.a_lost_commit_is_made_up_for_by_the_next_heartbeat,
     "no_edge_watch": histories.a_lane_that_swallows_everything_is_replaced,
-    "no_doubt": histories.who_slept_through_its_expulsion_ends_nothing_old,
+    "no_doubt": sleep_histories.who_slept_through_its_expulsion_ends_nothing_old,
     "trust_old_promises": (
-        histories.who_promised_before_its_sleep_ends_nothing_in_the_view_that_it_wakes_up_to
+        sleep_histories.who_promised_before_its_sleep_ends_nothing_in_the_view_that_it_wakes_up_to
     ),
     "lighter_history": histories.the_history_of_more_ranks_goes_on,
     "join_in_parts": histories.the_history_of_more_ranks_goes_on,
@@ -53,6 +53,7 @@ AIMED = {
     "last_voters_only": quorum_histories.what_too_few_have_installed_does_not_run,
     "never_overtaken": quorum_histories.who_knows_of_a_later_primary_does_not_help_an_earlier_one,
     "no_witnesses": histories.what_a_dead_trainer_has_completed_is_fetched_from_its_agent,
+    "torn_when_forgotten": histories.what_one_rank_has_forgotten_has_ended_at_all,
     "bind_root_late": histories.a_root_is_the_trainer_that_it_was_at_the_call,
     "enter_a_completed_sync": histories.nobody_enters_a_sync_that_somebody_has_completed,
     "no_min_ranks": histories.below_min_ranks_ops_wait_until_somebody_is_back,
