@@ -6,6 +6,7 @@ from typing import NamedTuple
 from pmesh.agent import status
 from pmesh.agent.jobs import Jobs
 from pmesh.agent.membership import Membership
+from pmesh.core.quorum import is_in_force
 from pmesh.core.views import Roster
 from pmesh.ids import JobName, Member, Slot, node_text
 
@@ -25,7 +26,8 @@ def describe_jobs(membership: Membership, jobs: Jobs, *, me: Member) -> Iterator
         waiters.setdefault(waiter.job, []).append(waiter)
     for roster in membership.view.rosters:
         newcomers = tuple(waiter.shown for waiter in waiters.pop(roster.job, []))
-        yield _job(roster, newcomers, jobs)
+        in_force = is_in_force(roster, membership.state.primaries)
+        yield _job(roster, newcomers, jobs, in_force=in_force)
     for job, waiting in waiters.items():
         yield status.JobStatus(
             name=job,
@@ -59,10 +61,10 @@ def _waiting_at(
 
 
 def _job(
-    roster: Roster, newcomers: tuple[status.NewcomerStatus, ...], jobs: Jobs
+    roster: Roster, newcomers: tuple[status.NewcomerStatus, ...], jobs: Jobs, *, in_force: bool
 ) -> status.JobStatus:
     ranks, terms = tuple(_ranks(roster, jobs)), roster.terms
-    state, reason = _state_of_job(roster)
+    state, reason = _state_of_job(roster, in_force=in_force)
     return status.JobStatus(
         name=roster.job,
         state=state,
@@ -79,9 +81,11 @@ def _job(
     )
 
 
-def _state_of_job(roster: Roster) -> tuple[status.JobState, str | None]:
+def _state_of_job(roster: Roster, *, in_force: bool) -> tuple[status.JobState, str | None]:
     if not roster.quorate:
         return "no_quorum", "the ranks here are not a majority of those that last had one"
+    if not in_force:  # V10
+        return "no_quorum", "a majority has not been seen to have agreed to the last change"
     count, wanted = len(roster.trainers), roster.terms.min_ranks
     if count < wanted:
         return "below_min_ranks", f"it has {count} of the {wanted} ranks that it wants at least"

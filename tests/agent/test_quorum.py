@@ -16,6 +16,7 @@ from pmesh.ids import Member
 from tests.agent.fake_trainer import Trainer, together, until
 from tests.agent.fakes import village
 from tests.agent.ops import hold_all_reduces, machine_of, ones, ranks_of, reduce_all, swallow
+from tests.agent.test_picture import picture_of
 
 MAJORITY = Terms(quorum="majority")
 
@@ -101,6 +102,9 @@ async def test_who_waits_for_a_majority_says_so(
         with nobody_seen_to_install(monkeypatch):
             await machine_of(here, c).kill()
             await until(lambda: all(rank.size == 2 for rank in ranks_of(here)[:2]))
+            (job,) = picture_of(here.machines[0]).jobs
+            assert job.state == "no_quorum"
+            assert job.reason == "a majority has not been seen to have agreed to the last change"
             verdict = await a.verdict_of(a.barrier(timeout_s=1))
         assert verdict.error == "NotEnoughRanks"
         assert "a majority, which has not been seen to have agreed" in verdict.message
