@@ -32,6 +32,9 @@ class Edge(NamedTuple):
     job: JobName
     born: Epoch
     number: int
+    host: Member | None
+    """The sender's agent, which alone may offer it (V4): two views may each settle a roster under
+    one number, and give one trainer's number to two trainers. None: the roster has no such one."""
     sender: TrainerId
     receiver: TrainerId
     op: int = -1
@@ -114,7 +117,7 @@ class LaneDesk:
         """A peer offers the receiving end of an edge. ProtocolError: beyond all reason."""
         if max(len(self._expected), len(self._places)) >= MAX_EXPECTED:
             raise ProtocolError("more lanes are offered than any job needs")
-        end = End(_edge_of(offer), sending=False)
+        end = End(_edge_of(offer, member), sending=False)
         if self._is_over(end):
             return  # on its way while a view was installed here
         if offer.dial:
@@ -257,16 +260,21 @@ class LaneDesk:
 
     def _make_offer(self, edge: Edge, *, dial: bool) -> OfferLane:
         return OfferLane(
+            job=edge.job,
+            born=edge.born,
+            number=edge.number,
+            sender=edge.sender,
+            receiver=edge.receiver,
+            op=edge.op,
             lane=self._entropy(LANE_ID_BYTES),
             key=self._entropy(_KEY_BYTES),
             return_key=self._entropy(_KEY_BYTES),
             dial=dial,
-            **edge._asdict(),
         )
 
 
-def _edge_of(offer: OfferLane) -> Edge:
-    return Edge(offer.job, offer.born, offer.number, offer.sender, offer.receiver, offer.op)
+def _edge_of(offer: OfferLane, host: Member) -> Edge:
+    return Edge(offer.job, offer.born, offer.number, host, offer.sender, offer.receiver, offer.op)
 
 
 def _give_up(place: _Place, failure: LaneBroken) -> None:

@@ -37,8 +37,9 @@ class RankLanes:
 
     def edge(self, sender: TrainerId, receiver: TrainerId, op: int = -1) -> Edge:
         """The name of a lane under the current number."""
-        roster = self._roster
-        return Edge(roster.job, roster.born, roster.number, sender, receiver, op)
+        roster, trainer = self._roster, self._roster.trainer(sender)
+        host = None if trainer is None else trainer.member
+        return Edge(roster.job, roster.born, roster.number, host, sender, receiver, op)
 
     async def open(
         self, to: Iterable[TrainerId], from_: Iterable[TrainerId], desk: LaneDesk

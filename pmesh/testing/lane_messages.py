@@ -6,7 +6,7 @@ import msgspec
 
 from pmesh.core.messages import Call
 from pmesh.core.views import Roster
-from pmesh.ids import Epoch, JobName, OpNumber, TrainerId
+from pmesh.ids import Epoch, JobName, Member, OpNumber, TrainerId
 
 
 class OpResult(msgspec.Struct, frozen=True, array_like=True):
@@ -26,6 +26,8 @@ class Token(msgspec.Struct, frozen=True, array_like=True, tag=1):
     job: JobName
     born: Epoch
     number: int
+    host: Member
+    """Whose lane brings it: that of the rank before."""
     receiver: TrainerId
     op: OpNumber
     origin: TrainerId
@@ -39,6 +41,8 @@ class Retained(msgspec.Struct, frozen=True, array_like=True, tag=2):
     job: JobName
     born: Epoch
     number: int
+    host: Member
+    """Whose lane brings it: the holder's."""
     receiver: TrainerId
     op: OpNumber
     call: Call

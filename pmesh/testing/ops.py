@@ -11,6 +11,7 @@ from pmesh.core.views import OpOutcome, Verdict
 from pmesh.ids import Member, OpNumber
 from pmesh.testing.lane_messages import LaneMessage, OpResult, Retained, Token
 from pmesh.testing.ranks import End, LocalRank, Op
+from pmesh.testing.violations import Violation
 
 OP_TIMEOUT_S = 4.0
 """How long a call may take before its rank asks for a verdict."""
@@ -94,19 +95,22 @@ def lane_broke(rank: LocalRank, peer: Member) -> None:
     op = rank.op
     if op is None or op.phase not in ("ring", "fetching") or rank.rank is None:
         return
-    before = rank.roster.trainers[rank.roster.ids.index(rank.id) - 1]
+    before = rank.previous_in_ring()
     if peer in (before.member, rank.next_in_ring().member) and op.broken_at is None:
         op.broken_at = rank.host.now
 
 
 def receive(rank: LocalRank, message: LaneMessage) -> None:
     """A lane has brought a message of this roster's number."""
-    rank.moved += 1
     op = rank.op
     if isinstance(message, Retained):
+        rank.moved += 1
         if op is not None and op.phase == "fetching" and op.number == message.op:
             _take_retained(rank, op, message.call, message.result)
         return
+    if not _is_of_our_ring(rank, message):
+        return
+    rank.moved += 1
     rank.tokens.setdefault(message.op, {})[message.origin] = message
     if op is not None and op.phase == "ring" and op.number == message.op:
         _take(rank, op, message)
@@ -117,7 +121,13 @@ def serve(rank: LocalRank, ask: AskResult) -> Retained | None:
     result, report = rank.results.get(ask.op), rank.ledger.ops.get(ask.op)
     if result is None or report is None:
         return None
-    return Retained(ask.job, ask.born, ask.number, ask.receiver, ask.op, report.call, result)
+    host = rank.trainer.member
+    return Retained(ask.job, ask.born, ask.number, host, ask.receiver, ask.op, report.call, result)
+
+
+def _is_of_our_ring(rank: LocalRank, token: Token) -> bool:
+    """V4: two views may settle a roster under one number; we are in one, and in both rosters."""
+    return token.host == rank.previous_in_ring().member
 
 
 # --- one attempt
@@ -170,7 +180,15 @@ def _run_ring(rank: LocalRank, op: Op) -> None:
 def _token(rank: LocalRank, op: Op) -> Token:
     roster, value = rank.roster, rank.value(op.number)
     return Token(
-        roster.job, roster.born, roster.number, rank.id, op.number, rank.id, op.call, value
+        roster.job,
+        roster.born,
+        roster.number,
+        rank.trainer.member,
+        rank.id,
+        op.number,
+        rank.id,
+        op.call,
+        value,
     )
 
 
@@ -191,6 +209,7 @@ def _hand_on(rank: LocalRank, op: Op, token: Token) -> None:
             token.job,
             token.born,
             token.number,
+            rank.trainer.member,
             following.id,
             token.op,
             token.origin,
@@ -209,6 +228,8 @@ def _look_whether_all_came(rank: LocalRank, op: Op) -> None:
         if op.root in tokens:
             _ready(rank, op, OpResult(ANY_ATTEMPT, ids, (tokens[op.root].value,)))
     elif len(tokens) == rank.size:
+        if set(tokens) != set(ids):
+            raise Violation(f"I3: op {op.number} at {rank.id} mixes {set(tokens)} into {ids}")
         _ready(rank, op, OpResult(number, ids, tuple(tokens[id_].value for id_ in ids)))
 
 

@@ -255,6 +255,10 @@ class LocalRank:
             self._outcomes.pop(OpNumber(op), None)
         self.host.facts_changed()
 
+    def previous_in_ring(self) -> Trainer:
+        """Before us; only while we are in the ring."""
+        return self.roster.trainers[self.roster.ids.index(self.id) - 1]
+
     def next_in_ring(self) -> Trainer:
         """After us; only while we are in the ring."""
         place = self.roster.ids.index(self.id) + 1

@@ -19,12 +19,12 @@ from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId
 from pmesh.net.lane_opening import dial_lane
 from pmesh.net.lanes import Lane
 
-A, B = (Member(NodeId(bytes([i]) * 32), Incarnation(i)) for i in (1, 2))
+A, B, C = (Member(NodeId(bytes([i]) * 32), Incarnation(i)) for i in (1, 2, 3))
 JOB = JobName("digits")
 
 
-def edge(number: int = 5, op: int = -1) -> Edge:
-    return Edge(JOB, Epoch(1, *A), number, TrainerId(0), TrainerId(1), op)
+def edge(number: int = 5, op: int = -1, *, host: Member = A) -> Edge:
+    return Edge(JOB, Epoch(1, *A), number, host, TrainerId(0), TrainerId(1), op)
 
 
 class Side:
@@ -271,6 +271,18 @@ async def test_lanes_of_a_roster_that_is_over_are_closed_and_who_waits_is_told(
                 await trio.sleep(0.1)
                 bob.desk.forget(JOB, below=number + 1)
         assert autojump_clock.current_time() < 1
+
+
+async def test_a_lane_is_only_taken_from_its_senders_own_agent(autojump_clock: MockClock) -> None:
+    """V4: of two views that settled a job at once, either may have called another trainer 0."""
+    async with two_sides() as (ada, bob):
+        ada.desk.offer(edge(host=A), B)
+        with trio.move_on_after(10) as waited:
+            await bob.desk.take(End(edge(host=C), sending=False))
+        assert waited.cancelled_caught
+        (await take(bob, sending=False, of=edge(host=A))).close()
+        (await take(ada, sending=True, of=edge(host=A))).close()
+    assert autojump_clock.current_time() >= 10
 
 
 async def test_a_lane_that_is_given_up_is_closed_and_offered_in_vain(

@@ -240,6 +240,9 @@ MUTATIONS = {
     "unfenced_settled": Mutation(
         "V3: what is not fenced everywhere waits", (_report_on, _take_for_fenced)
     ),
+    "lanes_of_anyone": Mutation(
+        "V4: a lane is taken from its sender's own agent only", (ops._is_of_our_ring, _yes)
+    ),
     "drop_early": Mutation("V4: early is not late", (_age, _drop_early)),
     "hears_is_enough": Mutation("V5: it hears me, and says so", (standing.hears_me, _hears)),
     "no_clique": Mutation("V5: members hear each other", (standing.hear_each_other, _yes)),
