@@ -1,8 +1,9 @@
 """How a view change resolves the ops that are not yet stable: completed, failed, or run again."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from pmesh.core.ledger import NONE_YET
 from pmesh.core.messages import Concern, JobReport, OpReport
 from pmesh.core.views import OpOutcome, Roster, Verdict
 from pmesh.ids import OpNumber, TrainerId
@@ -23,18 +24,21 @@ class Knowledge:
     highest: int
     """The highest op that anybody has started; -1 before the first."""
     stable: int
-    """The highest op that is known to have ended at all ranks."""
+    """The highest op that has ended at all ranks, or that a newcomer had no part in."""
+    marks: Mapping[TrainerId, int]
+    """Up to which op each has told it so; of who has told nothing, none."""
 
 
 def gather(reports: Sequence[JobReport]) -> Knowledge:
     """Read the flush answers of one job."""
     ops: dict[OpNumber, dict[TrainerId, OpReport]] = {}
-    stable = -1
+    marks: dict[TrainerId, int] = {}
     for rank in (rank for report in reports for rank in report.ranks):
-        stable = max(stable, rank.stable)
+        marks[rank.trainer] = rank.stable
         for op in rank.ops:
             ops.setdefault(op.op, {})[rank.trainer] = op
-    return Knowledge(ops=ops, highest=max([stable, *ops]), stable=stable)
+    stable = max(marks.values(), default=NONE_YET)
+    return Knowledge(ops=ops, highest=max([stable, *ops]), stable=stable, marks=marks)
 
 
 def resolve_ops(
@@ -54,21 +58,25 @@ def resolve_ops(
     stuck = {OpNumber(c.op): c.verdict for c in concerns if c.op >= 0 and c.verdict}
     if after.losses and after.terms.on_loss == "raise":
         stuck |= dict.fromkeys(_ops_that_a_loss_fails(known), after.losses[0])
-    # What has failed stays so, also for those who missed the view that said it, or come to it yet.
+    # O3: what has failed stays so, also for those who missed the view that said it, or come to it
+    # yet: until each of those who had a part in it knows that all have ended it.
     outcomes = [
         outcome
         for outcome in before.outcomes
-        if outcome.verdict and (outcome.op in known.ops or outcome.op > known.highest)
+        if outcome.verdict and not all(_stable_marks(outcome.op, after, known))
     ]
     settled = {outcome.op for outcome in outcomes}
     for number in sorted((known.ops.keys() | stuck.keys()) - settled):
         reports = known.ops.get(number, {})
         verdict = stuck.get(number)
         outcome: OpOutcome | None
-        if not _is_past(number, known) and _is_torn(before, after, number, reports):
+        is_past = _is_past(number, before, known)
+        if not is_past and _is_torn(before, after, number, reports):
             verdict = verdict or _roster_changed(after, number)
             outcome = OpOutcome(number, _who_was_in(after, number), verdict=verdict)
         else:
+            if not is_past and _is_out_of_reach(after, number, reports):
+                verdict = verdict or _gone_with_its_holders(after, number)
             outcome = _resolve_op(after, number, reports, verdict)
         if outcome is not None:
             outcomes.append(outcome)
@@ -132,10 +140,15 @@ def _resolve_op(
     return None if stuck is None else OpOutcome(op, _who_was_in(after, op), verdict=stuck)
 
 
-def _is_past(op: OpNumber, known: Knowledge) -> bool:
+def _stable_marks(op: OpNumber, roster: Roster, known: Knowledge) -> Iterator[bool]:
+    """For which ranks the op is stable, of those who had a part in it (O6)."""
+    return (known.marks.get(t.id, NONE_YET) >= op for t in roster.trainers if t.enters <= op)
+
+
+def _is_past(op: OpNumber, roster: Roster, known: Knowledge) -> bool:
     """O2: for somebody it is stable, and so it has ended also where it is not reported any more."""
-    reports = known.ops.get(op, {})
-    return op <= known.stable and all(report.completed for report in reports.values())
+    completed = (report.completed for report in known.ops.get(op, {}).values())
+    return any(_stable_marks(op, roster, known)) and all(completed)
 
 
 def _is_torn(
@@ -152,6 +165,19 @@ def _is_torn(
     return not left <= ended and (bool(ended) or left != set(_who_was_in(before, op)))
 
 
+def _is_out_of_reach(after: Roster, op: OpNumber, reports: Mapping[TrainerId, OpReport]) -> bool:
+    """O6: some ranks have ended it and may be in a later op, so it can't run again; others lack it.
+
+    So it is with a broadcast whose root is lost, and with it all whom it had brought anything.
+    """
+    ended = {trainer for trainer in _who_was_in(after, op) if _has_ended(reports.get(trainer))}
+    return 0 < len(ended) < len(_who_was_in(after, op)) and not _holders(after, reports)
+
+
+def _has_ended(report: OpReport | None) -> bool:
+    return report is not None and report.completed
+
+
 def _roster_changed(after: Roster, op: OpNumber) -> Verdict:
     lost = tuple(trainer for loss in after.losses for trainer in loss.trainers)
     why = "; ".join(loss.message for loss in after.losses) or "its ring was built anew"
@@ -165,8 +191,8 @@ def _who_was_in(roster: Roster, op: OpNumber) -> tuple[TrainerId, ...]:
 
 
 def _gone_with_its_holders(roster: Roster, op: OpNumber) -> Verdict:
-    """O6: somebody had ended it, or nobody would have entered since, whom it can't run with."""
-    text = f"op {op} of job {roster.job!r} can't run again: its result is lost, and others entered"
+    """O6: it can't run with those who have ended it, nor with those who have entered since."""
+    text = f"op {op} of job {roster.job!r} can't run again: its result is lost, and others went on"
     lost = (trainer for loss in roster.losses for trainer in loss.trainers)
     return Verdict("RankLost", text, tuple(lost))
 

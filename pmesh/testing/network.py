@@ -71,7 +71,9 @@ class _Stream(Generic[_Message]):
 
 
 class _Connection(Generic[_Message]):
-    def __init__(self) -> None:
+    def __init__(self, *ends: int) -> None:
+        self.ends = set(ends)
+        """The hosts that know of it, and may send on it: one that is frozen does so later."""
         self.streams: dict[tuple[int, str], _Stream[_Message]] = {}
 
 
@@ -93,7 +95,7 @@ class Network(Generic[_Message]):
     def attach(self, number: int, host: Host[_Message]) -> None:
         """A host starts; it is connected with itself only."""
         self._hosts[number] = host
-        self._connections[number, number] = _Connection[_Message]()
+        self._connections[number, number] = _Connection[_Message](number)
 
     def detach(self, number: int) -> None:
         """A host stops: the system closes its connections."""
@@ -122,7 +124,7 @@ class Network(Generic[_Message]):
     def send(self, number: int, peer: int, channel: str, message: _Message) -> None:
         """Send a message; without a connection it goes nowhere, as into a dead socket."""
         connection = self._connections.get(_pair(number, peer))
-        if connection is None:
+        if connection is None or number not in connection.ends:
             return
         if self.swallow is not None and self.swallow(number, peer, channel, message):
             return
@@ -207,9 +209,20 @@ class Network(Generic[_Message]):
         elif {(number, peer), (peer, number)} & self._cuts or peer in self._frozen:
             self._timeline.after(HANDSHAKE_TIMEOUT_S, self._time_out, number, peer, dialler)
         else:
-            self._connections[_pair(number, peer)] = _Connection[_Message]()
-            self._hand(number, dialler.connected, peer, host.greeting)
-            self._hand(peer, host.connected, number, dialler.greeting)
+            connection = self._connections[_pair(number, peer)] = _Connection[_Message]()
+            self._hand(number, self._begin, connection, number, dialler, peer, host.greeting)
+            self._hand(peer, self._begin, connection, peer, host, number, dialler.greeting)
+
+    def _begin(
+        self,
+        connection: _Connection[_Message],
+        number: int,
+        host: Host[_Message],
+        peer: int,
+        greeting: _Message,
+    ) -> None:
+        connection.ends.add(number)
+        host.connected(peer, greeting)
 
     def _time_out(self, number: int, peer: int, dialler: Host[_Message]) -> None:
         if self._hosts.get(number) is dialler and _pair(number, peer) not in self._connections:

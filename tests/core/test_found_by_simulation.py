@@ -20,6 +20,7 @@ from tests.core.builders import (
     make_call,
     make_concern,
     make_epoch,
+    make_outcome,
     make_report,
     make_roster,
     make_state,
@@ -67,6 +68,43 @@ class TestAnOpThatFailsAfterSomebodyHasEntered:
         outcome = outcome_of(after, OpNumber(4))
         assert outcome is not None
         assert outcome.contributors == ids_of(0, 1)
+
+
+class TestWhatANewcomerHadNoPartIn:
+    """O6: its first op is a later sync, so all before is stable for it; that tells nothing."""
+
+    def test_stays_failed_for_who_has_not_come_to_it_yet(self) -> None:
+        """O3: else that rank calls it, and waits for others who have gone on (seed 604662)."""
+        failed = make_outcome(4, 0, 1, verdict=make_verdict("OpTimedOut"))
+        roster = msgspec.structs.replace(WITH_A_NEWCOMER, outcomes=(failed,))
+        reports = {
+            BERT: make_report(roster, {1: [running(3)]}, stable=2),
+            CARA: make_report(roster, {2: [running(5)]}, stable=4),
+        }
+        assert failed in settle_trio(reports, roster=roster).outcomes
+
+    def test_is_forgotten_once_it_is_stable_for_all_others(self) -> None:
+        failed = make_outcome(4, 0, 1, verdict=make_verdict("OpTimedOut"))
+        roster = msgspec.structs.replace(WITH_A_NEWCOMER, outcomes=(failed,))
+        reports = {
+            BERT: make_report(roster, {1: [running(5)]}, stable=4),
+            CARA: make_report(roster, {2: [running(5)]}, stable=4),
+        }
+        assert settle_trio(reports, roster=roster).outcomes == ()
+
+    def test_has_not_ended_for_it(self) -> None:
+        """O4: Bert has not called the gather that has ended at Anna."""
+        gather = make_call("gather")
+        reports = {
+            ANNA: make_report(WITH_A_NEWCOMER, {0: [completed(4, call=gather)]}, stable=3),
+            BERT: make_report(WITH_A_NEWCOMER, {1: []}, stable=3),
+            CARA: make_report(WITH_A_NEWCOMER, {2: [running(5)]}, stable=4),
+        }
+        concern = make_concern(WITH_A_NEWCOMER, None, op=5)
+        outcome = outcome_of(settle_trio(reports, concern, roster=WITH_A_NEWCOMER), OpNumber(4))
+        assert outcome is not None
+        assert outcome.verdict is not None
+        assert outcome.verdict.error == "RosterChanged"
 
 
 def test_what_follows_from_a_view_waits_until_the_jobs_have_followed_it() -> None:
