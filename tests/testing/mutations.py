@@ -312,6 +312,14 @@ MUTATIONS = {
         "O2: a lost trainer's agent still holds its results",
         (op_outcomes._holders, without.living_holders),
     ),
+    "stable_for_newcomers": Mutation(
+        "O3, O6: what a newcomer had no part in is not stable for all",
+        (op_outcomes._stable_marks, without.stable_for_anybody),
+    ),
+    "out_of_reach": Mutation(
+        "O6: nobody enters beyond an op that somebody lacks and nobody can give",
+        (op_outcomes._is_out_of_reach, without.never),
+    ),
     "torn_when_forgotten": Mutation(
         "O2, O4: who has forgotten a stable op has ended it", (op_outcomes._is_past, without.never)
     ),

@@ -56,6 +56,10 @@ def forget_verdicts(after: Roster, op: Any, reports: Any, stuck: Any) -> Any:
     return resolve_op(after, op, reports, stuck)
 
 
+def stable_for_anybody(op: OpNumber, roster: Roster, known: Any) -> Any:
+    return [known.stable >= op and op not in known.ops]
+
+
 def forget_outcomes(before: Roster, *rest: Any) -> Any:
     return resolve_ops(msgspec.structs.replace(before, outcomes=()), *rest)
 

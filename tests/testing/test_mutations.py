@@ -70,6 +70,8 @@ RARE = {
     "follow_anyone": "covered by the leader's own check; without both: no_lineage",
     "unfenced_settled": "1 of 120: a job is settled unfenced only where a leader's list was short",
     "lanes_of_anyone": "1 of 3,200 (502522): two views at once must both let a trainer in",
+    "stable_for_newcomers": "1 of 6,000 (604662)",
+    "out_of_reach": "1 of 6,000 (606131)",
     "hears_is_enough": "none of 120: a connection that one side closes is closed for both",
     "no_veto": "none of 120: who is left out proposes itself, and the higher epoch wins",
     "no_needs": "none of 120; mostly a silent leader is gone before",
