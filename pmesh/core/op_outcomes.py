@@ -193,6 +193,7 @@ def _who_was_in(roster: Roster, op: OpNumber) -> tuple[TrainerId, ...]:
 def _gone_with_its_holders(roster: Roster, op: OpNumber) -> Verdict:
     """O6: it can't run with those who have ended it, nor with those who have entered since."""
     text = f"op {op} of job {roster.job!r} can't run again: its result is lost, and others went on"
+    text = "; ".join([text, *(loss.message for loss in roster.losses)])
     lost = (trainer for loss in roster.losses for trainer in loss.trainers)
     return Verdict("RankLost", text, tuple(lost))
 

@@ -1,6 +1,11 @@
 """What the system says of another process of this machine."""
 
+import os
+import select
+import sys
+
 import psutil
+import trio
 
 
 def is_stopped(pid: int) -> bool:
@@ -12,3 +17,35 @@ def is_stopped(pid: int) -> bool:
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     except psutil.Error:
         return False
+
+
+async def wait_for_exit(pid: int) -> None:
+    """Return when the process has ended: costs nothing until then.
+
+    By then the system has closed its sockets.
+
+    Raises:
+        OSError: no descriptor is left, or the kernel (Linux before 5.3) can't tell.
+    """
+    try:
+        if sys.platform == "darwin":
+            queue = trio.lowlevel.current_kqueue()
+
+            def tell(flags: int) -> None:
+                event = select.kevent(pid, select.KQ_FILTER_PROC, flags, select.KQ_NOTE_EXIT)
+                queue.control([event], 0)
+
+            def give_up(_: object) -> trio.lowlevel.Abort:
+                tell(select.KQ_EV_DELETE)
+                return trio.lowlevel.Abort.SUCCEEDED
+
+            tell(select.KQ_EV_ADD | select.KQ_EV_ONESHOT)
+            await trio.lowlevel.wait_kevent(pid, select.KQ_FILTER_PROC, give_up)
+        else:
+            descriptor = os.pidfd_open(pid)
+            try:
+                await trio.lowlevel.wait_readable(descriptor)
+            finally:
+                os.close(descriptor)
+    except ProcessLookupError:  # it has ended before
+        await trio.lowlevel.checkpoint()

@@ -187,6 +187,9 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     names: set[str] = set()
     pids: dict[int, str] = {}
 
+    async def never(_: int) -> None:
+        await trio.sleep_forever()
+
     def credentials_of(connection: trio.socket.SocketType) -> PeerCredentials:
         name = Path(connection.getsockname()).parent.name
         pid = 10_000 + int(name.removeprefix("mac-"))
@@ -195,6 +198,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     monkeypatch.setattr(sessions, "credentials_of", credentials_of)
     monkeypatch.setattr(trainers_module, "is_stopped", lambda pid: pids[pid] in names)
+    monkeypatch.setattr(trainers_module, "wait_for_exit", never)
     return names
 
 

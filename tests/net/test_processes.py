@@ -1,15 +1,19 @@
-"""Whether another process has been stopped: of real ones, and by macOS's words."""
+"""Whether another process has been stopped or has ended: of real ones, and by macOS's words."""
 
+import errno
 import os
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import psutil
 import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
 
-from pmesh.net.processes import is_stopped
+from pmesh.net.processes import is_stopped, wait_for_exit
 
 
 @pytest.fixture
@@ -66,3 +70,67 @@ def test_a_process_that_may_not_be_looked_at_is_not_stopped(
 
     monkeypatch.setattr(psutil.Process, "status", refuse)
     assert not is_stopped(os.getpid())
+
+
+async def test_a_process_is_waited_for_until_it_ends(process: "subprocess.Popen[bytes]") -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait_for_exit, process.pid)
+        await wait_all_tasks_blocked()
+        assert len(nursery.child_tasks) == 1
+        process.kill()
+    process.wait()
+    await wait_for_exit(process.pid)  # nobody has this number now
+
+
+async def test_where_no_descriptor_is_left_nobody_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with pytest.raises(OSError, match="Too many"):
+        await wait_for_exit(os.getpid())
+
+
+class Queue:
+    """As much of macOS's kqueue as is asked of it."""
+
+    def __init__(self, *, gone: bool) -> None:
+        self.gone = gone
+        self.told: list[tuple[int, ...]] = []
+
+    def control(self, events: list[tuple[int, ...]], most: int) -> None:
+        assert most == 0
+        if self.gone:
+            raise ProcessLookupError
+        self.told += events
+
+
+@pytest.mark.parametrize("gone", [False, True])
+async def test_on_macos_the_kernel_queue_tells(
+    monkeypatch: pytest.MonkeyPatch, *, gone: bool
+) -> None:
+    """`man kqueue`: EVFILT_PROC with NOTE_EXIT, once; ESRCH if there is no such process."""
+    queue, waited = Queue(gone=gone), list[tuple[int, int]]()
+
+    async def wait_kevent(
+        ident: int, kind: int, abort: Callable[[object], trio.lowlevel.Abort]
+    ) -> None:
+        waited.append((ident, kind))
+        await trio.lowlevel.wait_task_rescheduled(abort)
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(trio.lowlevel, "current_kqueue", lambda: queue, raising=False)
+    monkeypatch.setattr(trio.lowlevel, "wait_kevent", wait_kevent, raising=False)
+    monkeypatch.setattr(select, "kevent", lambda *event: event, raising=False)
+    filter_, exit_, add, oneshot, delete = -5, 0x80000000, 1, 16, 2  # sys/event.h
+    names = {"FILTER_PROC": filter_, "NOTE_EXIT": exit_}
+    names |= {"EV_ADD": add, "EV_ONESHOT": oneshot, "EV_DELETE": delete}
+    for name, value in names.items():
+        monkeypatch.setattr(select, f"KQ_{name}", value, raising=False)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait_for_exit, 77)
+        await wait_all_tasks_blocked()
+        assert waited == [(77, filter_)] * (not gone)
+        nursery.cancel_scope.cancel()
+    asked = [(77, filter_, add | oneshot, exit_), (77, filter_, delete, exit_)]
+    assert queue.told == ([] if gone else asked)

@@ -317,8 +317,7 @@ MUTATIONS = {
         (op_outcomes._stable_marks, without.stable_for_anybody),
     ),
     "out_of_reach": Mutation(
-        "O6: nobody enters beyond an op that somebody lacks and nobody can give",
-        (op_outcomes._is_out_of_reach, without.never),
+        "O6: what nobody can give any more fails", (op_outcomes._is_out_of_reach, without.never)
     ),
     "torn_when_forgotten": Mutation(
         "O2, O4: who has forgotten a stable op has ended it", (op_outcomes._is_past, without.never)
