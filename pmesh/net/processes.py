@@ -1,5 +1,6 @@
 """What the system says of another process of this machine."""
 
+import errno
 import os
 import select
 import sys
@@ -25,7 +26,7 @@ async def wait_for_exit(pid: int) -> None:
     By then the system has closed its sockets.
 
     Raises:
-        OSError: no descriptor is left, or the kernel (Linux before 5.3) can't tell.
+        OSError: no descriptor is left; Linux before 5.3 can't tell; macOS tells one task only.
     """
     try:
         if sys.platform == "darwin":
@@ -49,3 +50,5 @@ async def wait_for_exit(pid: int) -> None:
                 os.close(descriptor)
     except ProcessLookupError:  # it has ended before
         await trio.lowlevel.checkpoint()
+    except trio.BusyResourceError as e:
+        raise OSError(errno.EBUSY, "another task waits for the same process") from e

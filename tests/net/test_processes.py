@@ -91,11 +91,20 @@ async def test_where_no_descriptor_is_left_nobody_can_wait(monkeypatch: pytest.M
         await wait_for_exit(os.getpid())
 
 
+SYS_EVENT_H = {
+    "FILTER_PROC": -5,
+    "NOTE_EXIT": 0x80000000,
+    "EV_ADD": 0x1,
+    "EV_DELETE": 0x2,
+    "EV_ONESHOT": 0x10,
+}
+
+
 class Queue:
     """As much of macOS's kqueue as is asked of it."""
 
-    def __init__(self, *, gone: bool) -> None:
-        self.gone = gone
+    def __init__(self) -> None:
+        self.gone = False
         self.told: list[tuple[int, ...]] = []
 
     def control(self, events: list[tuple[int, ...]], most: int) -> None:
@@ -105,32 +114,54 @@ class Queue:
         self.told += events
 
 
-@pytest.mark.parametrize("gone", [False, True])
-async def test_on_macos_the_kernel_queue_tells(
-    monkeypatch: pytest.MonkeyPatch, *, gone: bool
-) -> None:
-    """`man kqueue`: EVFILT_PROC with NOTE_EXIT, once; ESRCH if there is no such process."""
-    queue, waited = Queue(gone=gone), list[tuple[int, int]]()
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    """This is macOS, as far as `wait_for_exit` sees."""
+    found, waiting = Queue(), set[tuple[int, int]]()
 
     async def wait_kevent(
         ident: int, kind: int, abort: Callable[[object], trio.lowlevel.Abort]
     ) -> None:
-        waited.append((ident, kind))
+        if (ident, kind) in waiting:  # as trio says it
+            raise trio.BusyResourceError
+        waiting.add((ident, kind))
         await trio.lowlevel.wait_task_rescheduled(abort)
 
     monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(trio.lowlevel, "current_kqueue", lambda: queue, raising=False)
+    monkeypatch.setattr(trio.lowlevel, "current_kqueue", lambda: found, raising=False)
     monkeypatch.setattr(trio.lowlevel, "wait_kevent", wait_kevent, raising=False)
     monkeypatch.setattr(select, "kevent", lambda *event: event, raising=False)
-    filter_, exit_, add, oneshot, delete = -5, 0x80000000, 1, 16, 2  # sys/event.h
-    names = {"FILTER_PROC": filter_, "NOTE_EXIT": exit_}
-    names |= {"EV_ADD": add, "EV_ONESHOT": oneshot, "EV_DELETE": delete}
-    for name, value in names.items():
+    for name, value in SYS_EVENT_H.items():
         monkeypatch.setattr(select, f"KQ_{name}", value, raising=False)
+    return found
+
+
+async def test_on_macos_the_kernel_queue_tells(queue: Queue) -> None:
+    """`man kqueue`: EVFILT_PROC with NOTE_EXIT, once."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(wait_for_exit, 77)
         await wait_all_tasks_blocked()
-        assert waited == [(77, filter_)] * (not gone)
+        assert len(nursery.child_tasks) == 1
         nursery.cancel_scope.cancel()
-    asked = [(77, filter_, add | oneshot, exit_), (77, filter_, delete, exit_)]
-    assert queue.told == ([] if gone else asked)
+    once = SYS_EVENT_H["EV_ADD"] | SYS_EVENT_H["EV_ONESHOT"]
+    flags = (once, SYS_EVENT_H["EV_DELETE"])
+    kind, note = SYS_EVENT_H["FILTER_PROC"], SYS_EVENT_H["NOTE_EXIT"]
+    assert queue.told == [(77, kind, flag, note) for flag in flags]
+
+
+async def test_on_macos_a_process_that_has_ended_before_is_not_waited_for(queue: Queue) -> None:
+    """`man kqueue`: ESRCH."""
+    queue.gone = True
+    await wait_for_exit(77)
+    assert not queue.told
+
+
+async def test_on_macos_one_task_only_can_wait_for_a_process(queue: Queue) -> None:
+    """A program with two connections: the second's end is seen by looking."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait_for_exit, 77)
+        await wait_all_tasks_blocked()
+        with pytest.raises(OSError, match="another task"):
+            await wait_for_exit(77)
+        assert queue.told
+        nursery.cancel_scope.cancel()
