@@ -9,14 +9,17 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent import fetching
+from pmesh.agent.jobs import Jobs
 from pmesh.agent.membership import DOUBT_S
+from pmesh.agent.ranks import LocalRank
+from pmesh.core import views
 from pmesh.core.ledger import Ledger
 from pmesh.core.messages import AskResult, Call, LinkMessage, OpReport, RankMarks
 from pmesh.errors import LaneBroken
 from pmesh.ids import Epoch, JobName, OpNumber, TrainerId
 from pmesh.net.stalls import Stall
 from tests.agent.fake_trainer import Trainer, together, until
-from tests.agent.fakes import village
+from tests.agent.fakes import Village, village
 from tests.agent.ops import cut, enter, mend, ranks_of
 
 REPORT = OpReport(OpNumber(0), Call("all_reduce", "float32", (100,), "sum"), completed=True)
@@ -165,6 +168,14 @@ async def test_marks_of_an_earlier_run_mean_nothing(clock: MockClock) -> None:
         assert await reduce_all(trainers) == [2.0, 2.0]
 
 
+def _first_of_two(here: Village) -> tuple[Jobs, LocalRank, views.Trainer]:
+    """The jobs of the first machine, its rank, and the other machine's trainer."""
+    jobs = here.machines[0].agent.jobs
+    (rank,) = jobs.ranks
+    (other,) = [trainer for trainer in rank.roster.trainers if trainer != rank.trainer]
+    return jobs, rank, other
+
+
 async def test_what_has_ended_under_a_later_roster_is_not_stable_here_yet(
     clock: MockClock,
 ) -> None:
@@ -172,9 +183,7 @@ async def test_what_has_ended_under_a_later_roster_is_not_stable_here_yet(
     async with village(clock, 2) as here:
         trainers = await here.job(*here.machines)
         await reduce_all(trainers)
-        jobs = here.machines[0].agent.jobs
-        (rank,) = jobs.ranks
-        (other,) = [trainer for trainer in rank.roster.trainers if trainer != rank.trainer]
+        jobs, rank, other = _first_of_two(here)
         for later, stable in ((1, -1), (0, 0)):
             number = rank.roster.number + later
             jobs.marks.hear(RankMarks(JobName("digits"), number, other.id, 0, 0))
@@ -186,9 +195,7 @@ async def test_only_those_who_are_in_an_op_are_compared(clock: MockClock) -> Non
     async with village(clock, 2) as here:
         trainers = await here.job(*here.machines)
         await reduce_all(trainers)
-        jobs = here.machines[0].agent.jobs
-        (rank,) = jobs.ranks
-        (other,) = [trainer for trainer in rank.roster.trainers if trainer != rank.trainer]
+        jobs, rank, other = _first_of_two(here)
         rank.ledger = Ledger(stable=-1, ops=rank.ledger.ops or {OpNumber(0): REPORT})
         r = rank.roster
         for trainers_now in (
@@ -212,9 +219,7 @@ async def test_what_has_been_taken_back_is_not_compared(
     async with village(clock, 2) as here:
         trainers = await here.job(*here.machines)
         await reduce_all(trainers)
-        jobs = here.machines[0].agent.jobs
-        (rank,) = jobs.ranks
-        (other,) = [trainer for trainer in rank.roster.trainers if trainer != rank.trainer]
+        jobs, rank, other = _first_of_two(here)
         rank.ledger = Ledger(stable=-1, ops={OpNumber(0): REPORT})
         rank.fingerprint = ours
         mark = RankMarks(rank.roster.job, rank.roster.number, other.id, 0, 0, theirs)
