@@ -2,6 +2,8 @@
 
 import functools
 import os
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,6 +30,14 @@ class _OneMachine(LoadScopeScheduling):  # type: ignore[misc] # it has no types
 @pytest.hookimpl(optionalhook=True)  # where xdist is not used
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:  # noqa: ANN401 - xdist's own, without a name
     return _OneMachine(config, log)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c_works() -> Iterator[None]:
+    """Also in a shell's background, where children would inherit that it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -177,6 +177,7 @@ def test_a_root_stays_the_same_trainer_when_ranks_before_it_are_lost(agent: Fake
 def test_a_rank_that_is_alone_gets_copies_of_what_it_gives(
     agent: FakeAgent, library: str, *, late: bool
 ) -> None:
+    x = make(library, "bfloat16", [1, 2])
     home = agent.home / "alone"
     home.mkdir()
     with ScriptedAgent(home, joins) as scripted:
@@ -186,7 +187,6 @@ def test_a_rank_that_is_alone_gets_copies_of_what_it_gives(
         def ended(result: Any) -> Any:
             return result.wait() if late else result
 
-        x = make(library, "bfloat16", [1, 2])
         as_it_is: list[Any] = [
             mesh.all_reduce(x, async_op=late),
             mesh.reduce(x, async_op=late),

@@ -2,9 +2,6 @@
 
 import signal
 import time
-from collections.abc import Iterator
-
-import pytest
 
 from tests.e2e.harness import Agent, Fleet
 
@@ -23,14 +20,6 @@ try:
 except pmesh.PmeshError as e:
     print(f"{type(e).__name__}: {e}")
 """
-
-
-@pytest.fixture(autouse=True)
-def _ctrl_c_works() -> Iterator[None]:
-    """Also in a shell's background, where children would inherit that it is ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def end(agent: Agent, number: signal.Signals, *peers: Agent, code: int) -> None:
