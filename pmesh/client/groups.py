@@ -81,13 +81,15 @@ class Groups:
     ) -> Group:
         """A group of these, in this order; returns when all have come.
 
-        All of them make the same groups in the same order, so that they give them one name.
+        All of them make the same groups in the same order, so that they give them one name. What
+        did not come together does not count: some may not have tried, as when a `split` failed at
+        some of its ranks and had returned at others (O4).
         """
-        self._made[trainers] += 1
         which = f"{digest([self._job, str(trainers)])}.{self._made[trainers]}"
         name = JobName(f"{self._job[:_NAME_CHARACTERS]}/{which}")
         try:
             place = self._place.open(name, trainers, timeout_s)
+            self._made[trainers] += 1  # at all of them: it began in one view
             try:
                 order = _order_of(place, trainers.index(self._me()), timeout_s)
             except BaseException:

@@ -92,12 +92,16 @@ class Hub:
         self._ops: dict[int, _Op] = {}
 
     def join(self, me: TrainerId, timeout_s: float) -> bool:
-        """Wait until as many have come as there are to be; False: not in time."""
+        """Wait until as many have come as there are to be; False: not in time, and it is undone."""
         with self.changed:
             self.came = sorted([*self.came, me])
             self.ranks = sorted([*self.ranks, me])
             self.changed.notify_all()
-            return self.changed.wait_for(lambda: len(self.came) >= self._size, timeout_s)
+            if self.changed.wait_for(lambda: len(self.came) >= self._size, timeout_s):
+                return True
+            self.came = [other for other in self.came if other != me]
+            self.ranks = [other for other in self.ranks if other != me]
+            return False
 
     def lose(self, rank: TrainerId, why: str) -> None:
         """A rank is gone: what the others wait for, or call later, fails with RankLost."""

@@ -56,7 +56,7 @@ class SimulatedSession:
         self.hub = hub
         self.me = me
         if not hub.join(me, timeout_s):
-            raise NotEnoughRanks(f"{len(hub.came)} came within {timeout_s:g} s")
+            raise NotEnoughRanks(f"{len(hub.came) + 1} came within {timeout_s:g} s")
         self.world = self._world_of(tuple(hub.came))
         self._input: Values = np.empty(0, np.uint8)
         self._ahead: Values | None = None

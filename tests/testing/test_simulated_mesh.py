@@ -86,6 +86,19 @@ def test_groups_have_ranks_of_their_own_and_handles_come_in_any_order() -> None:
     assert SimulatedMesh(4).run(train) == [(2.0, 6.0), (4.0, 6.0), (2.0, 6.0), (4.0, 6.0)]
 
 
+def test_a_group_for_which_a_rank_has_waited_in_vain_comes_together_later() -> None:
+    def train(mesh: pmesh.Mesh) -> Any:  # noqa: ANN401 - an array
+        if mesh.rank == 0:
+            with pytest.raises(pmesh.NotEnoughRanks, match=r"1 came within 0.01 s"):
+                mesh.group([0, 1], timeout_s=0.01)
+        mesh.barrier()
+        group = mesh.group([0, 1])
+        assert group is not None
+        return float(group.all_reduce(np.array(1.0)))
+
+    assert SimulatedMesh(2).run(train) == [2, 2]
+
+
 def test_calls_that_differ_fail_on_all_ranks_and_both_are_named() -> None:
     def train(mesh: pmesh.Mesh) -> float:
         with pytest.raises(pmesh.OpMismatch, match=r"rank 0: all_reduce.*rank 1: barrier"):
