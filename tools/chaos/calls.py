@@ -4,6 +4,7 @@ A call that can't be done again without a lost rank raises at all others alike (
 right outcome too, and one that all must agree on.
 """
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -163,21 +164,73 @@ def _objects(at: At) -> Trial:
 
 
 def _group(at: At) -> Trial:
-    """Even and odd ranks, each for themselves: one group may break, and the other not."""
+    """Even and odd ranks, each for themselves: one group may break at all its ranks, or none."""
     small = Pattern(GROUP_BYTES)
     x = small.input(at.step, at.number)
 
-    def call() -> tuple[Values, list[int]] | None:
+    def call() -> tuple[Values | None, list[int], bool]:
+        color, got, numbers = at.mesh.rank % 2, None, list[int]()
         with suppress(pmesh.GroupBroken):
-            if group := at.mesh.split(at.mesh.rank % 2):
+            if group := at.mesh.split(color):
                 with closing(group):
-                    return group.all_reduce(x), numbers_of(group.names)
-        return None
+                    got = group.all_reduce(x)
+                    numbers = numbers_of(group.names)
+        return got, numbers, _all_of_one_mind(at.mesh, color, "" if got is None else digest(got))
 
-    def judge(got: tuple[Values, list[int]] | None) -> Outcome:
-        return Outcome("grouped", got is None or small.is_right(got[0], at.step, got[1]))
+    def judge(result: tuple[Values | None, list[int], bool]) -> Outcome:
+        got, numbers, alike = result
+        right = got is None or small.is_right(got, at.step, numbers)
+        return Outcome("grouped", alike and right)
 
     return Trial(call, judge)
+
+
+def _all_of_one_mind(mesh: pmesh.Mesh, color: int, what: str) -> bool:
+    """Whether all ranks of a color say the same, of those that are left; for any reason alike."""
+    said = zlib.crc32(what.encode())
+    votes = np.full((2, 2), -(1 << 62), np.int64)
+    votes[color] = said, -said
+    most = mesh.all_reduce(votes, op="max")
+    return all(high == -low for high, low in most if high >= 0)
+
+
+def _letters(at: At) -> Trial:
+    """To the next trainer and from the previous one, each once and in order, or it is lost.
+
+    The all-reduces tell all that are left the same ring: from who was there before the letters, and
+    who is afterwards.
+    """
+    x = _piece(at.input())
+
+    def call() -> tuple[Values | None, int, bool]:
+        mesh, sending, got = at.mesh, None, None
+        ring = _contributors(mesh)
+        own = ring.index(mesh.names[mesh.rank])
+        to, from_ = ring[(own + 1) % len(ring)], ring[own - 1]
+        with suppress(pmesh.RankLost):
+            if to in mesh.names and len(ring) > 1:
+                sending = mesh.send(x, mesh.names.index(to), async_op=True)
+        with suppress(pmesh.RankLost):
+            if from_ in mesh.names and len(ring) > 1:
+                got = mesh.recv_like(x, mesh.names.index(from_))
+        with suppress(pmesh.RankLost):
+            if sending is not None:
+                sending.wait()
+        (number,) = numbers_of((from_,))
+        return got, number, from_ in _contributors(mesh) and len(ring) > 1
+
+    def judge(result: tuple[Values | None, int, bool]) -> Outcome:
+        got, number, due = result
+        right = not due if got is None else np.array_equal(got, _piece(at.input(number)))
+        return Outcome("told", right)
+
+    return Trial(call, judge)
+
+
+def _contributors(mesh: pmesh.Mesh) -> tuple[str, ...]:
+    mesh.all_reduce(np.ones(1, np.float32))
+    assert mesh.last_op is not None  # noqa: S101 - as of just now
+    return mesh.last_op.names
 
 
 def _cast(at: At, compression: str) -> Trial:
@@ -270,6 +323,7 @@ CALLS: Mapping[str, Sequence[Callable[[At], Trial]]] = MappingProxyType(
             _all_to_all,
             _objects,
             _group,
+            _letters,
             *(partial(_sum, strategy=name) for name in _STRATEGIES),
         ),
         "compressed": (
