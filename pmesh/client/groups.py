@@ -37,9 +37,16 @@ class Group(Collectives):
     on all that are left.
     """
 
-    def __init__(self, place: JobPlace, order: Order, ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        place: JobPlace,
+        order: Order,
+        ranks: Sequence[int],
+        forget: "Callable[[Group], None]",
+    ) -> None:
         super().__init__(place, order)
         self._ranks = tuple(ranks)
+        self._forget = forget
         self._broken: str | None = None
 
     def __repr__(self) -> str:
@@ -49,6 +56,11 @@ class Group(Collectives):
     def ranks(self) -> tuple[int, ...]:
         """The mesh's ranks that it was made of, in the group's order."""
         return self._ranks
+
+    def close(self) -> None:
+        """Leave the group. A call in which another thread waits raises MeshClosed there."""
+        super().close()
+        self._forget(self)
 
     def stop_with_mesh(self, *, crashed: BaseException | None) -> None:
         """Leave the group, or end as a crash, as the mesh does that it is of."""
@@ -74,7 +86,7 @@ class Groups:
         self._place = place
         self._job = job
         self._made: Counter[tuple[TrainerId, ...]] = Counter()
-        self._open: list[Group] = []
+        self._open: set[Group] = set()
 
     def make(
         self, trainers: tuple[TrainerId, ...], ranks: Sequence[int], timeout_s: float
@@ -97,13 +109,13 @@ class Groups:
                 raise
         except _BREAKS as e:
             raise GroupBroken(_broken(ranks, e)) from e
-        group = Group(place, order, ranks)
-        self._open.append(group)
+        group = Group(place, order, ranks, self._open.discard)
+        self._open.add(group)
         return group
 
     def stop(self, *, crashed: BaseException | None) -> None:
         """Leave them all, or end them as a crash."""
-        for group in self._open:
+        for group in tuple(self._open):
             group.stop_with_mesh(crashed=crashed)
 
     def _me(self) -> TrainerId:

@@ -1,7 +1,9 @@
 # ruff: noqa: ANN401 - arrays of libraries that have no common type
 """Groups: some ranks of a mesh, in their own order, with collectives of their own."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import Any
@@ -234,6 +236,17 @@ def test_leaving_a_mesh_leaves_its_groups(agent: FakeAgent) -> None:
     agent.wait_until(lambda: len(agent.left) == 2)
     with pytest.raises(pmesh.MeshClosed, match="it was closed"):
         group.barrier()
+
+
+def test_a_group_that_is_closed_leaves_no_memory_behind(agent: FakeAgent) -> None:
+    with pmesh.connect("job", home=agent.home) as mesh:
+        group = mesh.group([0])
+        assert group is not None
+        left = weakref.ref(group)
+        group.close()
+        del group
+        gc.collect()
+        assert left() is None
 
 
 def test_a_crash_of_the_mesh_is_one_of_its_groups(agent: FakeAgent) -> None:
