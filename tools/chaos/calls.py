@@ -163,6 +163,22 @@ def _objects(at: At) -> Trial:
     return Trial(lambda: at.mesh.all_gather_object({"number": at.number, "step": at.step}), judge)
 
 
+def _object(at: At) -> Trial:
+    """Behind a barrier, which goes on without who is lost."""
+    root = at.step % at.mesh.size
+    told = {"number": at.number, "step": at.step}
+    right = {"number": at.numbers[root], "step": at.step}
+
+    def call() -> object:
+        root_name = at.mesh.names[root]
+        at.mesh.barrier()
+        if root_name not in at.mesh.names:
+            raise pmesh.RankLost(f"{root_name} was to tell it")
+        return at.mesh.broadcast_object(told, root=at.mesh.names.index(root_name))
+
+    return Trial(call, lambda result: Outcome(str(result), result == right))
+
+
 def _group(at: At) -> Trial:
     """Even and odd ranks, each for themselves: one group may break at all its ranks, or none."""
     small = Pattern(GROUP_BYTES)
@@ -322,6 +338,7 @@ CALLS: Mapping[str, Sequence[Callable[[At], Trial]]] = MappingProxyType(
             _scatter,
             _all_to_all,
             _objects,
+            _object,
             _group,
             _letters,
             *(partial(_sum, strategy=name) for name in _STRATEGIES),
