@@ -18,6 +18,7 @@ class DeviceMesh:
     Raises:
         UsageError: the shape does not hold as many ranks as there are, or the names do not fit it.
         NotEnoughRanks: some rank did not make it in time.
+        GroupBroken: one of a group was lost meanwhile.
     """
 
     def __init__(
@@ -33,10 +34,13 @@ class DeviceMesh:
             )
         self._shape = tuple(shape)
         self._rank = mesh.rank
-        self._groups = {
-            name: _made(mesh.group(self._line(dimension), timeout_s))
-            for dimension, name in enumerate(names)
-        }
+        self._groups: dict[str, Group] = {}
+        try:
+            for dimension, name in enumerate(names):
+                self._groups[name] = _made(mesh.group(self._line(dimension), timeout_s))
+        except BaseException:
+            self.close()
+            raise
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={group.size}" for name, group in self._groups.items())
@@ -53,6 +57,11 @@ class DeviceMesh:
                 f"this grid has the dimensions {', '.join(self._groups)}, not {name!r}"
             )
         return self._groups[name]
+
+    def close(self) -> None:
+        """Leave its groups. Those that it does not leave stay until the mesh is closed."""
+        for group in self._groups.values():
+            group.close()
 
     @property
     def shape(self) -> tuple[int, ...]:

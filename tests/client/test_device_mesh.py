@@ -56,3 +56,20 @@ def test_a_dimension_that_does_not_exist_is_named_with_those_that_do(agent: Fake
             grid["tensor"]
 
     run_ranks(agent.home, 2, ask)
+
+
+def test_a_grid_that_is_closed_or_does_not_come_about_leaves_its_groups(agent: FakeAgent) -> None:
+    def make(mesh: Mesh) -> None:
+        if mesh.rank == 0:  # its column is a group already when nobody comes to its row
+            with pytest.raises(pmesh.NotEnoughRanks):
+                DeviceMesh(mesh, (1, 2), ("data", "model"), timeout_s=0.01)
+            agent.wait_until(lambda: len(agent.left) == 1)
+        mesh.barrier()
+        grid = DeviceMesh(mesh, (1, 2), ("data", "model"))
+        grid.close()
+        for name in grid.names:
+            with pytest.raises(pmesh.MeshClosed):
+                grid[name].barrier()
+        mesh.barrier()
+
+    run_ranks(agent.home, 2, make)
