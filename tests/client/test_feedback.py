@@ -185,6 +185,7 @@ def test_the_agents_default_holds_for_gradients_that_name_nothing(agent: FakeAge
         ]
         * 2
     )
+    agent.wait_until(lambda: len(agent.left) == 4)  # the mesh's and the group's have read all
     assert sorted(agent.shown) == sorted(
         ["int8: the default of this machine's agent", "bf16"] * 2
         + ["int8: the default of this machine's agent"] * 2  # the group's
