@@ -59,7 +59,7 @@ class DeviceMesh:
         return self._groups[name]
 
     def close(self) -> None:
-        """Leave its groups. Those that it does not leave stay until the mesh is closed."""
+        """Leave its groups, which otherwise stay until the mesh is closed."""
         for group in self._groups.values():
             group.close()
 
