@@ -5,7 +5,15 @@ import pytest
 import pmesh
 from pmesh.testing import SimulatedMesh
 from tools.chaos import calls
-from tools.chaos.calls import CALLS, At, Outcome, Trial, prepare
+from tools.chaos.calls import (
+    CALLS,
+    At,
+    Outcome,
+    Trial,
+    _group,
+    _letters,
+    prepare,
+)
 from tools.chaos.pattern import Pattern, numbers_of
 
 NBYTES = 1 << 18
@@ -41,6 +49,28 @@ def test_what_other_ranks_would_give_is_seen(kind: str, step: int) -> None:
         return trial.judge(trial.call()).right
 
     assert not all(SimulatedMesh(SIZE).run(train))
+
+
+def test_a_group_that_breaks_and_a_letter_that_is_lost_without_a_loss_are_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def breaks(*_: object) -> None:
+        raise pmesh.GroupBroken("for no reason")
+
+    def loses(*_: object) -> None:
+        raise pmesh.RankLost("for no reason")
+
+    monkeypatch.setattr(pmesh.Mesh, "split", breaks)
+    monkeypatch.setattr(pmesh.Mesh, "recv_like", loses)
+    # Who does not receive does not end the other's send.
+    monkeypatch.setattr(pmesh.Mesh, "send", lambda *_, **__: None)
+
+    def train(mesh: pmesh.Mesh) -> list[Outcome]:
+        trials = [make(At(mesh, Pattern(NBYTES), mesh.rank + 1, 0)) for make in (_group, _letters)]
+        return [trial.judge(trial.call()) for trial in trials]
+
+    wrong = [Outcome("grouped", right=False), Outcome("told", right=False)]
+    assert SimulatedMesh(SIZE).run(train) == [wrong] * SIZE
 
 
 def test_a_call_that_is_bound_to_its_ranks_may_end_with_an_error_and_a_sum_may_not(

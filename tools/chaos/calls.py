@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 import pmesh
 from tools.chaos.pattern import PERIOD, Pattern, Values, digest, numbers_of, own_value
@@ -180,18 +181,19 @@ def _object(at: At) -> Trial:
 
 
 def _group(at: At) -> Trial:
-    """Even and odd ranks, each for themselves: one group may break at all its ranks, or none."""
+    """Even and odd ranks, each for themselves: a loss breaks a group at all its ranks, or not."""
     small = Pattern(GROUP_BYTES)
     x = small.input(at.step, at.number)
 
     def call() -> tuple[Values | None, list[int], bool]:
-        color, got, numbers = at.mesh.rank % 2, None, list[int]()
+        before, color, got, numbers = at.mesh.names, at.mesh.rank % 2, None, list[int]()
         with suppress(pmesh.GroupBroken):
             if group := at.mesh.split(color):
                 with closing(group):
                     got = group.all_reduce(x)
                     numbers = numbers_of(group.names)
-        return got, numbers, _all_of_one_mind(at.mesh, color, "" if got is None else digest(got))
+        agreed, left = _all_say(at.mesh, color, "broken" if got is None else digest(got))
+        return got, numbers, agreed and (got is not None or left != before)
 
     def judge(result: tuple[Values | None, list[int], bool]) -> Outcome:
         got, numbers, alike = result
@@ -201,13 +203,13 @@ def _group(at: At) -> Trial:
     return Trial(call, judge)
 
 
-def _all_of_one_mind(mesh: pmesh.Mesh, color: int, what: str) -> bool:
-    """Whether all ranks of a color say the same, of those that are left; for any reason alike."""
+def _all_say(mesh: pmesh.Mesh, color: int, what: str) -> tuple[bool, tuple[str, ...]]:
+    """Whether all ranks of each color that are left say the same, and who is left."""
     said = zlib.crc32(what.encode())
     votes = np.full((2, 2), -(1 << 62), np.int64)
     votes[color] = said, -said
-    most = mesh.all_reduce(votes, op="max")
-    return all(high == -low for high, low in most if high >= 0)
+    most, left = _all_reduced(mesh, votes)
+    return all(high == -low for high, low in most if high >= 0), left
 
 
 def _letters(at: At) -> Trial:
@@ -216,24 +218,27 @@ def _letters(at: At) -> Trial:
     The all-reduces tell all that are left the same ring: from who was there before the letters, and
     who is afterwards.
     """
-    x = _piece(at.input())
+    x, nothing = _piece(at.input()), np.zeros(1, np.int64)
 
     def call() -> tuple[Values | None, int, bool]:
         mesh, sending, got = at.mesh, None, None
-        ring = _contributors(mesh)
+        _, ring = _all_reduced(mesh, nothing)
+        if len(ring) == 1:
+            return None, at.number, False
         own = ring.index(mesh.names[mesh.rank])
         to, from_ = ring[(own + 1) % len(ring)], ring[own - 1]
         with suppress(pmesh.RankLost):
-            if to in mesh.names and len(ring) > 1:
+            if to in mesh.names:
                 sending = mesh.send(x, mesh.names.index(to), async_op=True)
         with suppress(pmesh.RankLost):
-            if from_ in mesh.names and len(ring) > 1:
+            if from_ in mesh.names:
                 got = mesh.recv_like(x, mesh.names.index(from_))
         with suppress(pmesh.RankLost):
             if sending is not None:
                 sending.wait()
+        _, left = _all_reduced(mesh, nothing)
         (number,) = numbers_of((from_,))
-        return got, number, from_ in _contributors(mesh) and len(ring) > 1
+        return got, number, from_ in left
 
     def judge(result: tuple[Values | None, int, bool]) -> Outcome:
         got, number, due = result
@@ -243,10 +248,13 @@ def _letters(at: At) -> Trial:
     return Trial(call, judge)
 
 
-def _contributors(mesh: pmesh.Mesh) -> tuple[str, ...]:
-    mesh.all_reduce(np.ones(1, np.float32))
+def _all_reduced(
+    mesh: pmesh.Mesh, x: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """The largest of each value, and whose values they are of: alike at all that are left (I3)."""
+    most = mesh.all_reduce(x, op="max")
     assert mesh.last_op is not None  # noqa: S101 - as of just now
-    return mesh.last_op.names
+    return most, mesh.last_op.names
 
 
 def _cast(at: At, compression: str) -> Trial:
