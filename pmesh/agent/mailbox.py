@@ -28,7 +28,7 @@ from pmesh.core.messages import (
 from pmesh.core.views import Roster, Verdict
 from pmesh.errors import LaneBroken, PmeshError, UsageError
 from pmesh.ids import TrainerId
-from pmesh.net.arena_pools import OutputPool
+from pmesh.net.arena_pools import OutputArenas
 from pmesh.net.arenas import Arena
 
 AGAIN_S = 0.05  # a lost announcement costs so much; each further one twice as much
@@ -184,7 +184,7 @@ class Mailbox:
         self._update(mail.want(self._inbox, receiving.call, Wanted(present, tag)))
         return receiving
 
-    async def end_receive(self, receiving: Receiving, outputs: OutputPool) -> Received:
+    async def end_receive(self, receiving: Receiving, outputs: OutputArenas) -> Received:
         """Wait for the letter, in an arena of this pool.
 
         Raises:
@@ -207,7 +207,7 @@ class Mailbox:
             self._update(mail.give_up(self._inbox, receiving.call))
 
     async def _bring(
-        self, receiving: Receiving, transfer: Transfer, outputs: OutputPool
+        self, receiving: Receiving, transfer: Transfer, outputs: OutputArenas
     ) -> Received | None:
         """Have the letter brought and deliver it; None if it is to be tried anew."""
         arena, nbytes = None, transfer.letter.nbytes

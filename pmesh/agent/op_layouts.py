@@ -152,13 +152,15 @@ async def lay_out(rank: LocalRank, request: StartOp) -> Op:
     root = rank.world[call.root] if kind in ROOTED else None
     extent, itemsize = _extent(rank, request), WIRE_DTYPES[request.wire_dtype].itemsize
     needs_input = extent.gives > 0
-    if needs_input != (request.arena >= 0):
-        raise ProtocolError(f"op {request.op} comes with arena {request.arena}")
+    if needs_input != (request.arena >= 0) or request.offset % itemsize:
+        raise ProtocolError(
+            f"op {request.op} comes with arena {request.arena}, from byte {request.offset}"
+        )
     codec = ring_codec_name(call.compression)
     op = Op(
         number=request.op,
         request=request,
-        source=_hold(rank, request.arena, extent.gives * itemsize),
+        source=_hold(rank, request.arena, extent.gives * itemsize, request.offset),
         result=NOTHING,
         codec=codec_of(codec) if codec else None,
         residual=_hold(rank, request.residual, request.count * itemsize),
@@ -181,12 +183,12 @@ async def lay_out(rank: LocalRank, request: StartOp) -> Op:
     return op
 
 
-def _hold(rank: LocalRank, number: int, nbytes: int) -> Result | None:
+def _hold(rank: LocalRank, number: int, nbytes: int, offset: int = 0) -> Result | None:
     """An input region; None if the request names none."""
     if number < 0:
         return None
-    arena = rank.arenas.inputs.hold(number, nbytes)
-    return Result(arena=arena, nbytes=nbytes, is_input=True)
+    arena = rank.arenas.inputs.hold(number, nbytes, offset=offset)
+    return Result(arena=arena, nbytes=nbytes, is_input=True, offset=offset)
 
 
 def let_go(rank: LocalRank, op: Op, *, keep: Result | None) -> None:

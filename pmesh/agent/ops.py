@@ -95,6 +95,8 @@ def _tell_late(rank: LocalRank, number: OpNumber) -> OpFailed:
 def _deliver(rank: LocalRank, op: Op, around: Surroundings) -> tuple[OpDone, Arena | None]:
     """V3: no await lies between the end of the fence and the ledger's entry."""
     rank.complete(op.number, op.result, op.contributors, holds=op.holds)
+    arena = None if op.result.is_input else op.result.arena
+    lent = arena is not None and op.request.borrows and rank.arenas.outputs.lend(arena)
     let_go(rank, op, keep=op.result)
     if rank.size == 1:
         rank.stabilize(op.number)
@@ -105,9 +107,8 @@ def _deliver(rank: LocalRank, op: Op, around: Surroundings) -> tuple[OpDone, Are
         around.beat()
     if rank.halted_since is not None:
         _note_halt(rank, op, around)
-    arena = None if op.result.is_input else op.result.arena
     number = -1 if arena is None else arena.number
-    return OpDone(op.number, number, rank.see(op.contributors), op.clipped), arena
+    return OpDone(op.number, number, rank.see(op.contributors), op.clipped, lent), arena
 
 
 def _note_halt(rank: LocalRank, op: Op, around: Surroundings) -> None:

@@ -36,11 +36,15 @@ class Result:
     nbytes: int
     is_input: bool = False
     """It is the trainer's own input: a broadcast's root."""
+    offset: int = 0
+    """Where in the arena it begins."""
 
     @property
     def memory(self) -> memoryview:
         """The bytes of the result."""
-        return memoryview(b"") if self.arena is None else self.arena.memory[: self.nbytes]
+        if self.arena is None:
+            return memoryview(b"")
+        return self.arena.memory[self.offset : self.offset + self.nbytes]
 
 
 class LocalRank:

@@ -218,7 +218,7 @@ class _Trainer:
                 case WantArena(nbytes):
                     await _grant_input(self._session, self._arenas, nbytes)
                 case DropArena(number):
-                    self._arenas.inputs.drop(number)
+                    self._arenas.drop(number)
                 case Compresses(text):
                     if self._rank is not None:
                         self._rank.compression = text

@@ -72,16 +72,28 @@ def fill(bucket: Bucket, leaves: Sequence[Leaf], region: Values, weight: float |
         region[start] = weight
 
 
+def may_be_lent(bucket: Bucket, leaves: Sequence[Leaf]) -> bool:
+    """Whether its arrays would be views of a region that can't be written to, and may be."""
+    dtype = WIRE_DTYPES[bucket.wire]
+    own = (leaves[index] for index in bucket.leaves)
+    return all(leaf.takes_read_only and leaf.may_keep(dtype) for leaf in own)
+
+
 def read(
-    bucket: Bucket, leaves: Sequence[Leaf], region: Values, divisor: float | None
+    bucket: Bucket,
+    leaves: Sequence[Leaf],
+    region: Values,
+    divisor: float | None,
+    *,
+    lent: bool = False,
 ) -> list[tuple[int, object]]:
     """Arrays like the user's from a region laid out by `fill`, each with its index.
 
     Those of numpy and torch share one block of memory: the first touch of many small ones costs
-    twice as much, and results of one call are mostly dropped together.
+    twice as much, and results of one call are mostly dropped together. What is lent is that memory.
     """
     values = region[: bucket.count]
-    if any(leaves[index].may_keep(values.dtype) for index in bucket.leaves):
+    if not lent and any(leaves[index].may_keep(values.dtype) for index in bucket.leaves):
         values, divisor = _divided(values, divisor), None
     found: list[tuple[int, object]] = []
     start = 0

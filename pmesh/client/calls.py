@@ -7,10 +7,12 @@ from itertools import zip_longest
 
 import numpy as np
 
-from pmesh.client.buckets import Bucket, fill, plan_buckets, read
+from pmesh.client.arenas import Region
+from pmesh.client.buckets import Bucket, fill, may_be_lent, plan_buckets, read
 from pmesh.client.leaves import Leaf, describe
 from pmesh.client.op_session import OpSession
 from pmesh.client.orders import Order
+from pmesh.client.session import Done
 from pmesh.client.trees import Tree, digest, flatten
 from pmesh.compression.schemes import Scheme
 from pmesh.core.messages import Call
@@ -78,6 +80,8 @@ class Collective:
     compression: Compression | None = None
     bucket_bytes: int
     timeout_s: float
+    borrows: bool = False
+    """Whether numpy's arrays may stay in shared memory, where they can't be written to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,8 @@ def run_collective(
     for bucket, following in zip_longest(buckets, buckets[1:]):
         count = overlap.count(bucket)
         root = _rank_of(wanted.root, session.world)
-        if wanted.kind != "broadcast" or root == session.world.rank:
+        region = overlap.region(bucket)
+        if region is None and (wanted.kind != "broadcast" or root == session.world.rank):
             overlap.lay_out(bucket)
         shape: tuple[int, ...] = (count,)
         dtype = bucket.wire
@@ -153,9 +158,11 @@ def run_collective(
             count,
             timeout_s=wanted.timeout_s,
             meanwhile=partial(overlap.meanwhile, following),
+            region=region,
+            borrows=wanted.borrows and may_be_lent(bucket, leaves),
         )
         if done.values.size or not count:  # else it is for the root of a reduce
-            overlap.came(bucket, done.values)
+            overlap.came(bucket, done)
         nbytes += count * WIRE_DTYPES[bucket.wire].itemsize
         last = LastOp.among(done.op, order.seen(done.world), nbytes)
     overlap.read()
@@ -183,11 +190,20 @@ class _Overlap:
         self._ahead_bytes = 0 if wanted.kind == "broadcast" or not ahead else max(ahead)
         session.prepare_ahead(self._ahead_bytes and self._ahead_bytes + _WEIGHT_BYTES)
         self._laid_out: Bucket | None = None
-        self._unread: tuple[Bucket, Values, float | None] | None = None
+        self._unread: tuple[Bucket, Done, float | None] | None = None
 
     def count(self, bucket: Bucket) -> int:
         """The values of its op."""
         return bucket.count + (self._wanted.weight is not None)
+
+    def region(self, bucket: Bucket) -> Region | None:
+        """Where its values are already, if the user has put them into shared memory."""
+        # O2: what a broadcast's root has sent is retained, and the user's may change.
+        if self._wanted.kind == "broadcast" or self._wanted.weight is not None:
+            return None
+        if len(bucket.leaves) != 1:
+            return None
+        return self._session.region_of(self._leaves[bucket.leaves[0]].values, bucket.wire)
 
     def lay_out(self, bucket: Bucket) -> None:
         """Fill the input of the next op, if that was not done ahead."""
@@ -198,25 +214,26 @@ class _Overlap:
 
     def meanwhile(self, following: Bucket | None) -> None:
         """What there is to do while an op runs."""
-        if following is not None and following.nbytes <= self._ahead_bytes:
+        fits = following is not None and following.nbytes <= self._ahead_bytes
+        if following is not None and fits and self.region(following) is None:
             region = self._session.values_ahead(following.wire, self.count(following))
             fill(following, self._leaves, region, self._wanted.weight)
             self._laid_out = following
         self.read()
 
-    def came(self, bucket: Bucket, values: Values) -> None:
+    def came(self, bucket: Bucket, done: Done) -> None:
         """The result of an op; UsageError if it can't be averaged."""
-        total = None if self._wanted.weight is None else checked_total(float(values[-1]))
-        self._unread = bucket, values, total
+        total = None if self._wanted.weight is None else checked_total(float(done.values[-1]))
+        self._unread = bucket, done, total
         if not self._ahead_bytes:
             self.read()
 
     def read(self) -> None:
         """Take the arrays out of the last result that came."""
         if self._unread is not None:
-            bucket, values, total = self._unread
+            bucket, done, total = self._unread
             self._unread = None
-            for index, array in read(bucket, self._leaves, values, total):
+            for index, array in read(bucket, self._leaves, done.values, total, lent=done.lent):
                 self.results[index] = array
 
 

@@ -85,6 +85,10 @@ class JobPlace(Protocol):
         """The result of ops in the job, or of what a rank does that is alone."""
         ...
 
+    def empty(self, dtype: str, count: int) -> Values:
+        """Flat values for the user to fill, and to reduce where they lie."""
+        ...
+
     def sync(self, packed: Packed, *, timeout_s: float) -> Synced:
         """Agree with all ranks on a state."""
         ...

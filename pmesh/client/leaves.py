@@ -42,6 +42,8 @@ class Leaf:
     """An array like the user's, from native values of the same dtype and shape."""
     rebuild_copies: bool = False
     """Whether `rebuild` leaves alone what it is given, so that it may be an arena."""
+    takes_read_only: bool = False
+    """Whether the array may be one that can't be written to."""
 
     @property
     def wire(self) -> str:
@@ -139,7 +141,7 @@ def _numpy_leaf(x: "Values | np.generic", where: str) -> Leaf:
         return typed if kind is np.ndarray else typed[()]
 
     values = array.view(np.uint16) if name == "bfloat16" else array
-    return Leaf(dtype=name, values=values, rebuild=rebuild)
+    return Leaf(dtype=name, values=values, rebuild=rebuild, takes_read_only=True)
 
 
 @lru_cache(maxsize=64)  # numpy puts the name together anew each time, slowly

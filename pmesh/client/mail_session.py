@@ -4,14 +4,13 @@ Whoever waits first reads, for all: an answer that is another's wakes that one u
 """
 
 import logging
-import mmap
-import os
 import threading
 import time
 from dataclasses import dataclass
 
 import numpy as np
 
+from pmesh.client.arenas import Mapped, map_arena
 from pmesh.client.connection import AgentConnection
 from pmesh.client.session import error_of
 from pmesh.core.messages import Letter
@@ -43,14 +42,6 @@ _ARENA = -1
 _logger = logging.getLogger("pmesh")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Mapped:
-    """An arena in this process. It is unmapped when the last array over it is gone."""
-
-    number: int
-    memory: mmap.mmap
-
-
 @dataclass(frozen=True, slots=True)
 class Arrived:
     """A letter that has been received."""
@@ -73,9 +64,9 @@ class MailSession:
         self._calls = 0
         self._sending = threading.Lock()
         self._wanting = threading.Lock()
-        self._inputs: list[_Mapped] = []
-        self._lent: dict[int, _Mapped] = {}
-        self._maps: dict[int, _Mapped] = {}
+        self._inputs: list[Mapped] = []
+        self._lent: dict[int, Mapped] = {}
+        self._maps: dict[int, Mapped] = {}
         self._ended: PmeshError | None = None
 
     @property
@@ -149,11 +140,11 @@ class MailSession:
 
     # --- arenas
 
-    def _take_input(self, nbytes: int) -> _Mapped:
+    def _take_input(self, nbytes: int) -> Mapped:
         with self._wanting:
-            fitting = [arena for arena in self._inputs if len(arena.memory) >= nbytes]
+            fitting = [arena for arena in self._inputs if arena.nbytes >= nbytes]
             if fitting:
-                best = min(fitting, key=lambda arena: len(arena.memory))
+                best = min(fitting, key=lambda arena: arena.nbytes)
                 self._inputs.remove(best)
                 return best
             with self._sending:
@@ -172,7 +163,7 @@ class MailSession:
             return
         self._inputs.append(arena)
         if len(self._inputs) > KEPT_INPUTS:
-            smallest = min(self._inputs, key=lambda arena: len(arena.memory))
+            smallest = min(self._inputs, key=lambda arena: arena.nbytes)
             self._inputs.remove(smallest)
             with self._sending:
                 self._send(DropArena(smallest.number))
@@ -182,7 +173,7 @@ class MailSession:
         if not letter.nbytes:
             return Arrived(reply.source, letter, np.empty(0, np.uint8))
         arena = self._maps.get(reply.arena)
-        if arena is None or len(arena.memory) < letter.nbytes:
+        if arena is None or arena.nbytes < letter.nbytes:
             raise self._nonsense("a message in an arena that was not granted")
         data = np.frombuffer(arena.memory, np.uint8, letter.nbytes).copy()
         with self._sending:
@@ -190,15 +181,7 @@ class MailSession:
         return Arrived(reply.source, letter, data)
 
     def _map(self, granted: ArenaGranted) -> None:
-        descriptor = self._connection.take_descriptor()
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if granted.kind == "input" else 0)
-        try:
-            memory = mmap.mmap(descriptor, granted.nbytes, prot=access)
-        except (OSError, ValueError, OverflowError) as e:
-            raise ProtocolError(f"arena {granted.arena} can't be mapped: {e}") from e
-        finally:
-            os.close(descriptor)
-        self._maps[granted.arena] = _Mapped(granted.arena, memory)
+        self._maps[granted.arena] = map_arena(granted, self._connection.take_descriptor())
 
     # --- messages
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
+from pmesh.client.arenas import Region
 from pmesh.client.residuals import Residuals
 from pmesh.client.session import Done
 from pmesh.core.messages import Call
@@ -20,6 +21,10 @@ class OpSession(Protocol):
 
     def input_values(self, dtype: str, count: int, *, room_bytes: int) -> Values:
         """Memory to put an op's values in; the next op reads it."""
+        ...
+
+    def region_of(self, values: Values, wire: str) -> Region | None:
+        """Where an op can read these values without a copy; None: nowhere."""
         ...
 
     def prepare_ahead(self, nbytes: int) -> None:
@@ -57,6 +62,8 @@ class OpSession(Protocol):
         parts_in: tuple[int, ...] = (),
         residuals: Residuals | None = None,
         meanwhile: Callable[[], None] | None = None,
+        region: Region | None = None,
+        borrows: bool = False,
     ) -> Done:
         """Run one op to its end, the same for all ranks."""
         ...

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from pmesh.client.connection import AgentConnection
 from pmesh.client.elections import Offer
@@ -15,6 +16,7 @@ from pmesh.client.mail_session import MailSession
 from pmesh.client.session import TrainerSession, error_of
 from pmesh.client.states import Packed
 from pmesh.client.syncs import Synced, run_sync
+from pmesh.core.reductions import Values
 from pmesh.core.session import SESSION_VERSION, Attach, Connect, GroupOf, Refused, World
 from pmesh.errors import (
     AgentNotRunning,
@@ -98,6 +100,22 @@ class Place:
             finally:
                 self._see_the_world()
         return alone(self.world)
+
+    def empty(self, dtype: str, count: int) -> Values:
+        """Flat values in memory that the agent shares; without an agent in ordinary memory.
+
+        Raises:
+            UsageError: the agent has no room for them.
+            AgentStopped: it has just gone.
+        """
+        if not self._lost_agent:
+            try:
+                return self._session.empty(dtype, count)
+            except AgentStopped as e:
+                self._fall_apart(e)
+                if not self._goes_on_alone:
+                    raise
+        return np.empty(count, dtype)
 
     def sync(self, packed: Packed, *, timeout_s: float) -> Synced:
         """Agree with all ranks on a state, in the job; who is not in it enters it, or comes back.

@@ -1,6 +1,11 @@
 """The collectives on trees of arrays, which run bucket by bucket, and reduce_scatter."""
 
+import math
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast, get_args, overload
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 from pmesh.client.caller import Caller, check_timeout
 from pmesh.client.calls import (
@@ -14,6 +19,7 @@ from pmesh.client.choosing import chosen
 from pmesh.client.compressing import run_compressed
 from pmesh.client.feedback import Feedback
 from pmesh.client.job_place import JobPlace
+from pmesh.client.leaves import WIRE_OF
 from pmesh.client.line import Handle
 from pmesh.client.op_session import OpSession
 from pmesh.client.orders import Order
@@ -21,7 +27,7 @@ from pmesh.client.outputs import written_into
 from pmesh.client.scattering import reduce_scatter_alone, run_reduce_scatter
 from pmesh.compression.schemes import Scheme
 from pmesh.core.session import World
-from pmesh.errors import UsageError
+from pmesh.errors import UnsupportedArray, UsageError
 
 DEFAULT_BUCKET_BYTES = 32 * 1024 * 1024  # large enough that latency is nothing, small to hold
 DEFAULT_TIMEOUT_S = 1800.0  # I6: a slow peer that is alive gets this long
@@ -37,6 +43,40 @@ class Reducing(Caller):
         super().__init__(place, order)
         self._feedback = Feedback()
 
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
+        """A numpy array in memory that the agent shares: what it holds is not copied to be reduced.
+
+        Fill it, and pass it, or a contiguous part of it, or a torch tensor made of it by
+        `torch.from_numpy`, to `all_reduce` or `reduce` of this mesh; for any other call, and once
+        its agent has stopped, it is an array like others. As with every collective, it must stay
+        as it is until the call is done. With `copy=False` the result is not copied either:
+
+            >>> x = mesh.empty(25_000_000)  # doctest: +SKIP
+            >>> x[:] = gradients  # doctest: +SKIP
+            >>> mean = mesh.all_reduce(x, "mean", copy=False)  # doctest: +SKIP
+
+        Args:
+            shape: as for `numpy.empty`; likewise what it holds at first is anything.
+            dtype: one that travels as it is: float64, float32, int64, int32 or bool.
+
+        Raises:
+            UnsupportedArray: another dtype.
+            UsageError: there is no room; the agent gives a trainer a quarter of its memory.
+        """
+        wire = np.dtype(dtype)
+        if WIRE_OF.get(wire.name) != wire.name or not wire.isnative:
+            own = ", ".join(name for name, travels_as in WIRE_OF.items() if name == travels_as)
+            raise UnsupportedArray(f"{wire} does not travel as it is; empty() makes {own}")
+        sizes = shape if isinstance(shape, tuple) else (shape,)
+        if any(size < 0 for size in sizes):
+            raise UsageError(f"a shape has no negative numbers, as {shape} has")
+
+        def run(place: JobPlace) -> tuple[Callable[[], NDArray[Any]], None]:
+            values = place.empty(wire.name, math.prod(sizes))
+            return lambda: values.reshape(shape), None
+
+        return cast("NDArray[Any]", self._do(run))
+
     @overload
     def all_reduce(
         self,
@@ -45,6 +85,7 @@ class Reducing(Caller):
         timeout_s: float = ...,
         *,
         out: T | None = ...,
+        copy: bool = ...,
         strategy: Strategy = ...,
         compression: Scheme | str | None = ...,
         async_op: Literal[False] = ...,
@@ -57,6 +98,7 @@ class Reducing(Caller):
         timeout_s: float = ...,
         *,
         out: T | None = ...,
+        copy: bool = ...,
         strategy: Strategy = ...,
         compression: Scheme | str | None = ...,
         async_op: Literal[True],
@@ -68,6 +110,7 @@ class Reducing(Caller):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         *,
         out: T | None = None,
+        copy: bool = True,
         strategy: Strategy = "auto",
         compression: Scheme | str | None = None,
         async_op: bool = False,
@@ -79,6 +122,8 @@ class Reducing(Caller):
             op: sum, mean (floats only), max, min or prod; for bool max (any), min or prod (all).
             timeout_s: for each op; a tree takes one for each 32 MiB of a dtype.
             out: arrays like x for the result, numpy's or torch's on the CPU; may be x itself.
+            copy: with False numpy arrays may stay where the agent has put them: they can't be
+                written to, and are yours for as long as you keep them. See `empty`.
             strategy: "ring" sends least, "tree" and "centralized" wait least often, "hierarchical"
                 reduces first among those with fast links. "auto" takes the one that costs least by
                 what was measured on the links. Each adds in an order of its own: name one, and two
@@ -112,8 +157,11 @@ class Reducing(Caller):
             compression=chosen(compression, arrays, reduction=op, strategy=named),
             bucket_bytes=DEFAULT_BUCKET_BYTES,
             timeout_s=check_timeout(timeout_s),
+            borrows=not copy,
         )
         if out is not None:
+            if not copy:
+                raise UsageError("out= is where the result is copied to: not with copy=False")
             arrays = written_into(arrays, out)
         return cast("T", self._run(wanted, arrays, async_op=async_op))
 

@@ -5,8 +5,6 @@ next. The session then ends, and says at each later call what had happened.
 """
 
 import logging
-import mmap
-import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ import msgspec
 import numpy as np
 
 from pmesh import errors
+from pmesh.client.arenas import Mapped, Region, UsersArrays, map_arena, values_in
 from pmesh.client.connection import AgentConnection
 from pmesh.client.residuals import Kept, Residuals
 from pmesh.compression.arrays import Float32s
@@ -72,15 +71,8 @@ class Done:
     """The result, to be read before the next op, or in its `meanwhile`."""
     clipped: int = 0
     """Finite values that the compression has clipped on this rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Mapped:
-    """An arena in this process. It is unmapped when the last array over it is gone."""
-
-    number: int
-    nbytes: int
-    memory: mmap.mmap
+    lent: bool = False
+    """Whether the values are the caller's to keep."""
 
 
 class TrainerSession:
@@ -89,12 +81,13 @@ class TrainerSession:
     def __init__(self, connection: AgentConnection) -> None:
         self._connection = connection
         self.world = World(-1, (), ())
-        self._input: _Mapped | None = None
+        self._input: Mapped | None = None
         self._input_retained = False
-        self._ahead: _Mapped | None = None
+        self._ahead: Mapped | None = None
         self._ahead_is_filled = False
-        self._outputs: dict[int, _Mapped] = {}
+        self._outputs: dict[int, Mapped] = {}
         self._residuals: set[Residuals] = set()
+        self._users = UsersArrays()
         self._next_op = OpNumber(0)
         self._compression = ""
         self._enters = False
@@ -131,7 +124,23 @@ class TrainerSession:
             self._input = self._want_arena(max(nbytes, room_bytes))
             self._input_retained = False
         with self._unless_it_fails():
-            return _values(self._input, dtype, count)
+            return values_in(self._input, dtype, count)
+
+    def empty(self, dtype: str, count: int) -> Values:
+        """Flat values for the user to fill, and to reduce where they lie; dropped when they are.
+
+        Raises:
+            UsageError: the agent has no room for them.
+        """
+        if count == 0:
+            return np.empty(0, WIRE_DTYPES[dtype])
+        arena = self._want_arena(count * WIRE_DTYPES[dtype].itemsize)
+        with self._unless_it_fails():
+            return self._users.input(arena, values_in(arena, dtype, count))
+
+    def region_of(self, values: Values, wire: str) -> Region | None:
+        """Where an op can read these values without a copy; None: nowhere."""
+        return self._users.region_of(values, wire)
 
     def prepare_ahead(self, nbytes: int) -> None:
         """Ask for memory for `values_ahead`, as no op runs yet."""
@@ -147,7 +156,7 @@ class TrainerSession:
     def values_ahead(self, dtype: str, count: int) -> Values:
         """While an op runs, shared memory for the next one's values; if this one succeeds."""
         with self._unless_it_fails():
-            values = _values(self._ahead, dtype, count)
+            values = values_in(self._ahead, dtype, count)
         self._ahead_is_filled = True
         return values
 
@@ -191,11 +200,14 @@ class TrainerSession:
         parts_in: tuple[int, ...] = (),
         residuals: Residuals | None = None,
         meanwhile: Callable[[], None] | None = None,
+        region: Region | None = None,
+        borrows: bool = False,
     ) -> Done:
         """Run one op, on the values that `input_values` was filled with if it has any here.
 
         If the `meanwhile` of the op before has filled `values_ahead`, then on those. What it raises
-        ends the session: it is for work that can't fail.
+        ends the session: it is for work that can't fail. With a `region`, on the values there;
+        not for a broadcast's root. With `borrows` the result may be the caller's to keep.
 
         A `sync` takes the trainer into the job, or back, if it is not in it (O6). For the arguments
         see `StartOp`; of a compressed all-reduce the residuals are added to the values, and become
@@ -210,11 +222,15 @@ class TrainerSession:
         number = OpNumber(ENTERS) if enters else self._next_op
         wire = cast("WireDtype", dtype)
         kept = (-1, -1) if residuals is None else self._arenas_of(residuals, count)
-        request = StartOp(number, call, wire, count, -1, timeout_s, parts, parts_in, *kept)
+        request = StartOp(
+            number, call, wire, count, -1, timeout_s, parts, parts_in, *kept, borrows=borrows
+        )
         before = self._extent(request)
         source = self._input if before.gives else None
-        if source is not None:
-            request = msgspec.structs.replace(request, arena=source.number)
+        if region is None and source is not None:
+            region = Region(source.number, 0)
+        if region is not None:
+            request = msgspec.structs.replace(request, arena=region.arena, offset=region.offset)
         is_root = call.kind == "broadcast" and call.root == self.world.rank
         self._input_retained = self._input_retained or is_root
         self._ahead_is_filled = False
@@ -228,10 +244,12 @@ class TrainerSession:
                     residuals.swap()  # O9: also if the result was fetched
                 # A table has a row of each who is there now; a root is counted as it was then.
                 gets = (self._extent(request) if call.kind in TABLE_KINDS else before).gets
+                arena = source if is_root else self._outputs.get(output)
                 with self._unless_it_fails():
-                    region = source if is_root else self._outputs.get(output)
-                    values = _values(region, dtype, gets)
-                return Done(op, self.world, values, reply.clipped)
+                    values = values_in(arena, dtype, gets)
+                    if reply.lent and arena is not None:
+                        values = self._users.result(arena, values)
+                return Done(op, self.world, values, reply.clipped, reply.lent)
             case OpFailed(op, verdict, consumed) if op == number or enters:
                 self._op_has_ended(reply, consumed=consumed)
                 error = error_of(verdict)
@@ -258,11 +276,11 @@ class TrainerSession:
     def _zeros(self, count: int) -> Kept:
         arena = self._want_arena(count * _RESIDUAL_BYTES) if count else None
         with self._unless_it_fails():
-            values = _values(arena, "float32", count)
+            values = values_in(arena, "float32", count)
         values.fill(0)  # the agent gives out arenas again as they are
         return Kept(-1 if arena is None else arena.number, cast("Float32s", values))
 
-    def _want_arena(self, nbytes: int) -> _Mapped:
+    def _want_arena(self, nbytes: int) -> Mapped:
         reply = self._exchange(WantArena(nbytes))
         if not isinstance(reply, ArenaGranted):
             raise self._answer_error(reply)
@@ -303,6 +321,7 @@ class TrainerSession:
         self._input = self._ahead = None
         self._outputs.clear()
         self._residuals.clear()
+        self._users = UsersArrays()
 
     def interrupt(self, reason: str) -> None:
         """Make the call of another thread raise MeshClosed."""
@@ -318,6 +337,8 @@ class TrainerSession:
         """Send a request and wait for the reply that ends it."""
         self.check_open()
         with self._unless_it_fails():
+            for number in self._users.take_dropped():
+                self._connection.send(DropArena(number))
             self._connection.send(request)
             if meanwhile is not None:
                 meanwhile()
@@ -346,17 +367,8 @@ class TrainerSession:
                 raise self._talks_nonsense(str(e)) from e
             raise
 
-    def _map(self, granted: ArenaGranted) -> _Mapped:
-        descriptor = self._connection.take_descriptor()
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if granted.kind == "input" else 0)
-        try:
-            # The size is the message's: macOS rounds what fstat says up to a page.
-            memory = mmap.mmap(descriptor, granted.nbytes, prot=access)
-        except (OSError, ValueError, OverflowError) as e:
-            raise ProtocolError(f"arena {granted.arena} can't be mapped: {e}") from e
-        finally:
-            os.close(descriptor)
-        return _Mapped(granted.arena, granted.nbytes, memory)
+    def _map(self, granted: ArenaGranted) -> Mapped:
+        return map_arena(granted, self._connection.take_descriptor())
 
     def _answer_error(self, reply: Reply) -> PmeshError:
         if isinstance(reply, Refused):
@@ -369,17 +381,6 @@ class TrainerSession:
             f"the agent at {self._connection.path} sent what no agent sends ({what}); "
             "if you have just updated pmesh, restart it: 'pmesh down', then 'pmesh up'"
         )
-
-
-def _values(arena: _Mapped | None, dtype: str, count: int) -> Values:
-    """The first values in an arena; raises ProtocolError if they can't lie there."""
-    if count == 0:
-        return np.empty(0, WIRE_DTYPES[dtype])
-    if arena is None:
-        raise ProtocolError("a result in an arena that was not granted")
-    if count * WIRE_DTYPES[dtype].itemsize > arena.nbytes:
-        raise ProtocolError(f"{count} values of {dtype} in an arena of {arena.nbytes} bytes")
-    return np.frombuffer(arena.memory, WIRE_DTYPES[dtype], count)
 
 
 def error_of(verdict: Verdict) -> PmeshError:

@@ -14,7 +14,7 @@ from pmesh.core.views import Terms, Verdict, View
 from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, OpNumber, TrainerId
 
-SESSION_VERSION = 6
+SESSION_VERSION = 7
 SYNC_VALUES = 8
 """How many int64 each rank gives to a `sync`; its result has as many for every rank, in order."""
 
@@ -77,7 +77,7 @@ class WantArena(_Message, frozen=True, tag="want_arena"):
 
 
 class DropArena(_Message, frozen=True, tag="drop_arena"):
-    """The trainer is done with an input arena; or with the output arena of a letter."""
+    """The trainer is done with an input arena; or with an output arena: a letter's, or lent."""
 
     arena: int
 
@@ -106,6 +106,10 @@ class StartOp(_Message, frozen=True, tag="start_op"):
     rank's values. -1: none."""
     residual_out: int = -1
     """Likewise, another: each attempt writes there what it rounds away here. -1: it is lost."""
+    offset: Annotated[int, Meta(ge=0)] = 0
+    """Where in the input arena the values begin, in bytes: a multiple of what a value takes."""
+    borrows: bool = False
+    """Whether the trainer would keep the result where it lies, until DropArena."""
 
 
 class Compresses(_Message, frozen=True, tag="compresses"):
@@ -209,7 +213,10 @@ class ArenaGone(_Message, frozen=True, tag="arena_gone"):
 
 
 class OpDone(_Message, frozen=True, tag="op_done"):
-    """The op's result lies in an output arena, to be read until the trainer's next op has ended."""
+    """The op's result lies in an output arena, to be read until the trainer's next op has ended.
+
+    Or, if it is lent, until DropArena.
+    """
 
     op: OpNumber
     arena: int
@@ -218,6 +225,8 @@ class OpDone(_Message, frozen=True, tag="op_done"):
     """If it has changed: whose values are in the result, and who rank i is from now on (O5)."""
     clipped: int = 0
     """Of a compressed all-reduce: how many finite values became the largest that fp16 has here."""
+    lent: bool = False
+    """Never unless the trainer would borrow it; not if it has borrowed much already."""
 
 
 class OpFailed(_Message, frozen=True, tag="op_failed"):

@@ -19,22 +19,28 @@ TOO_LARGE_FACTOR = 4  # an arena this much larger than asked for stays free for 
 IDLE_S = 10.0  # training steps come faster: what rests longer belongs to a past phase
 MAX_ARENAS = 64  # each costs a descriptor on both sides; a training loop needs 2 or 3
 MAX_INPUT_ARENAS = 256  # likewise; compression keeps two for each bucket, of which it has dozens
+MAX_LENT = 16  # results that a trainer keeps; with those that are unstable, half of the arenas
 INLINE_BYTES = 1024 * 1024  # making and closing takes less than 0.5 ms up to here: no thread
 
 
-class OutputPool:
-    """The output arenas of one session: an op's, until its result is stable (O2).
+class _Pool:
+    """Arenas of one kind that are used, and used again.
 
-    Nobody gets the last one again at once: the trainer may read a result while its next op runs.
-
-    Raises from `acquire`: UsageError where `limit_bytes` or MAX_ARENAS would be exceeded.
+    Raises from `acquire`: UsageError where `limit_bytes` or `most` would be exceeded.
     """
 
-    _kind: ArenaKind = "output"
-    _most = MAX_ARENAS
-    _spares_the_last = True
-
-    def __init__(self, numbers: Iterator[int], *, limit_bytes: int) -> None:
+    def __init__(
+        self,
+        kind: ArenaKind,
+        numbers: Iterator[int],
+        *,
+        limit_bytes: int,
+        most: int,
+        spares_the_last: bool,
+    ) -> None:
+        self._kind: ArenaKind = kind
+        self._most = most
+        self._spares_the_last = spares_the_last
         self._numbers = numbers
         self._limit_bytes = limit_bytes
         self._in_use: set[Arena] = set()
@@ -109,55 +115,30 @@ class OutputPool:
                 await trio.to_thread.run_sync(_close_all, large)
 
 
-class _InputPool(OutputPool):
-    _kind: ArenaKind = "input"
-    _most = MAX_INPUT_ARENAS
-    _spares_the_last = False
+class _Held:
+    """Arenas that ops hold, and the trainer; each goes back to its pool when nobody does."""
 
-
-class InputArenas:
-    """The input arenas of one session: the trainer's to fill, and an op's to read.
-
-    The trainer may drop one that an op still needs: a broadcast's root does so at once, because its
-    input is the retained result (O2). It goes back to the pool when both are done with it.
-    """
-
-    def __init__(self, numbers: Iterator[int], *, limit_bytes: int) -> None:
-        self._pool = _InputPool(numbers, limit_bytes=limit_bytes)
+    def __init__(self, pool: _Pool) -> None:
+        self._pool = pool
         self._trainers: dict[int, Arena] = {}
-        self._holds: dict[Arena, int] = {}
+        self._ops: dict[Arena, int] = {}
+
+    def __contains__(self, number: int) -> bool:
+        """Whether the trainer holds it."""
+        return number in self._trainers
 
     @property
     def nbytes(self) -> int:
         """Bytes of shared memory, in use or waiting."""
         return self._pool.nbytes
 
-    async def create(self, nbytes: int) -> Arena:
-        """An arena for the trainer (`WantArena`); raises UsageError beyond the limits."""
-        arena = await self._pool.acquire(nbytes)
-        self._trainers[arena.number] = arena
-        self._holds[arena] = 0
-        return arena
-
-    def hold(self, number: int, nbytes: int) -> Arena:
-        """The arena whose first `nbytes` an op will read, until `release`.
-
-        Raises:
-            ProtocolError: the trainer has no such arena, or it is smaller.
-        """
-        arena = self._of_trainer(number)
-        if nbytes > arena.nbytes:
-            raise ProtocolError(f"an op of {nbytes} bytes in an arena of {arena.nbytes}")
-        self._holds[arena] += 1
-        return arena
-
     def release(self, arena: Arena) -> None:
-        """An op needs its input no more."""
-        self._holds[arena] -= 1
+        """An op needs it no more."""
+        self._ops[arena] -= 1
         self._recycle(arena)
 
     def drop(self, number: int) -> None:
-        """The trainer needs it no more (`DropArena`); raises ProtocolError if it has no such."""
+        """The trainer needs it no more; raises ProtocolError if it holds no such."""
         arena = self._of_trainer(number)
         del self._trainers[number]
         self._recycle(arena)
@@ -165,19 +146,84 @@ class InputArenas:
     async def aclose(self) -> None:
         """Close every arena, also those in use."""
         self._trainers.clear()
-        self._holds.clear()
+        self._ops.clear()
         await self._pool.aclose()
 
     def _of_trainer(self, number: int) -> Arena:
         arena = self._trainers.get(number)
         if arena is None:
-            raise ProtocolError(f"the trainer has no input arena {number}")
+            raise ProtocolError(f"the trainer holds no arena {number}")
         return arena
 
     def _recycle(self, arena: Arena) -> None:
-        if self._holds[arena] == 0 and arena.number not in self._trainers:
-            del self._holds[arena]
+        if self._ops[arena] == 0 and arena.number not in self._trainers:
+            del self._ops[arena]
             self._pool.release(arena)
+
+
+class InputArenas(_Held):
+    """The input arenas of one session: the trainer's to fill, and an op's to read.
+
+    The trainer may drop one that an op still needs: a broadcast's root does so at once, because its
+    input is the retained result (O2).
+    """
+
+    def __init__(self, numbers: Iterator[int], *, limit_bytes: int) -> None:
+        most = MAX_INPUT_ARENAS
+        pool = _Pool("input", numbers, limit_bytes=limit_bytes, most=most, spares_the_last=False)
+        super().__init__(pool)
+
+    async def create(self, nbytes: int) -> Arena:
+        """An arena for the trainer (`WantArena`); raises UsageError beyond the limits."""
+        arena = await self._pool.acquire(nbytes)
+        self._trainers[arena.number] = arena
+        self._ops[arena] = 0
+        return arena
+
+    def hold(self, number: int, nbytes: int, *, offset: int = 0) -> Arena:
+        """The arena of which an op will read `nbytes`, from `offset` on, until `release`.
+
+        Raises:
+            ProtocolError: the trainer has no such arena, or it is smaller.
+        """
+        arena = self._of_trainer(number)
+        if not 0 <= offset <= arena.nbytes - nbytes:
+            text = f"an op of {nbytes} bytes at {offset} in an arena of {arena.nbytes}"
+            raise ProtocolError(text)
+        self._ops[arena] += 1
+        return arena
+
+
+class OutputArenas(_Held):
+    """The output arenas of one session: an op's, until its result is stable (O2).
+
+    Nobody gets the last one again at once: the trainer may read a result while its next op runs.
+    Those that it is lent it may read for as long as it likes.
+    """
+
+    def __init__(self, numbers: Iterator[int], *, limit_bytes: int) -> None:
+        most = MAX_ARENAS
+        pool = _Pool("output", numbers, limit_bytes=limit_bytes, most=most, spares_the_last=True)
+        super().__init__(pool)
+        self._most_lent_bytes = limit_bytes // 2
+
+    async def acquire(self, nbytes: int) -> Arena:
+        """An arena that nobody else uses, until `release`; raises UsageError beyond the limits."""
+        arena = await self._pool.acquire(nbytes)
+        self._ops[arena] = 1
+        return arena
+
+    def lend(self, arena: Arena) -> bool:
+        """Let the trainer hold it too, unless it holds too much: ops need arenas of their own."""
+        lent_bytes = sum(lent.nbytes for lent in self._trainers.values())
+        if len(self._trainers) >= MAX_LENT or lent_bytes + arena.nbytes > self._most_lent_bytes:
+            return False
+        self._trainers[arena.number] = arena
+        return True
+
+    def take_gone(self) -> tuple[int, ...]:
+        """The numbers of arenas closed since the last call: the trainer shall unmap them."""
+        return self._pool.take_gone()
 
 
 class SessionArenas:
@@ -187,7 +233,12 @@ class SessionArenas:
         limit = psutil.virtual_memory().total // 4 if limit_bytes is None else limit_bytes
         numbers = itertools.count()
         self.inputs = InputArenas(numbers, limit_bytes=limit)
-        self.outputs = OutputPool(numbers, limit_bytes=limit)
+        self.outputs = OutputArenas(numbers, limit_bytes=limit)
+
+    def drop(self, number: int) -> None:
+        """The trainer needs an arena no more (`DropArena`); ProtocolError if it holds no such."""
+        held = self.outputs if number in self.outputs else self.inputs
+        held.drop(number)
 
     async def aclose(self) -> None:
         """Close every arena, also those in use: the trainer is gone, or the agent ends."""

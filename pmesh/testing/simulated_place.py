@@ -6,6 +6,7 @@ from typing import NoReturn, TypeVar
 
 import numpy as np
 
+from pmesh.client.arenas import Region
 from pmesh.client.elections import Offer
 from pmesh.client.job_place import LetterSession
 from pmesh.client.op_session import OpSession
@@ -68,6 +69,11 @@ class SimulatedSession:
         self._input = np.empty(count, WIRE_DTYPES[dtype])
         return self._input
 
+    def region_of(self, values: Values, wire: str) -> Region | None:
+        """There is no agent to read them where they lie."""
+        del values, wire
+        return None
+
     def prepare_ahead(self, nbytes: int) -> None:
         """Memory is taken as it is needed."""
 
@@ -102,8 +108,11 @@ class SimulatedSession:
         parts_in: tuple[int, ...] = (),
         residuals: Residuals | None = None,
         meanwhile: Callable[[], None] | None = None,
+        region: Region | None = None,
+        borrows: bool = False,
     ) -> Done:
         """Run one op, on a copy of what lies in the input; see `TrainerSession`."""
+        del region  # of nothing
         number = OpNumber(self._next_op)
         self._next_op += 1
         wire: WireDtype = dtype  # type: ignore[assignment] # a key of WIRE_DTYPES
@@ -121,7 +130,9 @@ class SimulatedSession:
         if residuals is not None:
             residuals.swap()
         self.world = self._world_of(got.trainers)
-        return Done(number, self.world, got.values, got.clipped)
+        if borrows:
+            got.values.flags.writeable = False  # as through an agent
+        return Done(number, self.world, got.values, got.clipped, lent=borrows)
 
     def _world_of(self, trainers: tuple[TrainerId, ...]) -> World:
         names = tuple(f"simulated-{trainer}" for trainer in trainers)
@@ -159,6 +170,10 @@ class SimulatedPlace:
             raise
         finally:
             self.world = self._session.world
+
+    def empty(self, dtype: str, count: int) -> Values:
+        """Ordinary memory."""
+        return np.empty(count, dtype)
 
     def sync(self, packed: Packed, *, timeout_s: float) -> Synced:
         """Agree with all ranks on a state, as through an agent."""

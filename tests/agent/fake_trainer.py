@@ -12,6 +12,7 @@ from typing import Self, TypeVar
 
 import numpy as np
 import trio
+from msgspec.structs import replace
 
 from pmesh.client.home import socket_path
 from pmesh.core.framing import FrameReader, frame
@@ -98,6 +99,7 @@ class Trainer:
         self.world = World(-1, (), ())
         self.waits: list[StillWaiting] = []
         self.gone: list[int] = []
+        self.lent: list[int] = []
         self.maps: dict[int, mmap.mmap] = {}
         self.next_op = 0
         self.superseded = False
@@ -216,19 +218,23 @@ class Trainer:
         count: int = 0,
         dtype: str = "float32",
         timeout_s: float = 1800.0,
+        offset: int = 0,
+        borrows: bool = False,
     ) -> "Values | None":
         """One op; a copy of its result, None where the agent has none. Raises OpError."""
         arena = -1
         if values is not None:
-            arena = await self.input_arena(values.nbytes)
-            self.maps[arena][: values.nbytes] = values.tobytes()
+            arena = await self.input_arena(offset + values.nbytes)
+            self.maps[arena][offset : offset + values.nbytes] = values.tobytes()
             count = values.size
         enters = call.kind == "sync" and (self.superseded or self.rank < 0)
         number = OpNumber(ENTERS if enters else self.next_op)
         request = StartOp(number, call, dtype, count, arena, timeout_s)  # type: ignore[arg-type] # a key of WIRE_DTYPES
+        request = replace(request, offset=offset, borrows=borrows)
         match reply := await self.ask(request):
             case OpDone(op, output):
                 self._has_ended(reply, number)
+                self.lent += [output] if reply.lent else []
                 if call.kind == "sync":
                     count = len(self.names) * SYNC_VALUES
                 if output < 0:

@@ -88,7 +88,7 @@ async def test_it_works_without_residuals_and_the_arenas_are_free_again(clock: M
         assert {result.tobytes() for result in results} == {expected.tobytes()}
         await reduce_buckets(await buckets_of(trainers, COUNT), xs)
         for rank in ranks_of(here):
-            held = rank.arenas.inputs._holds  # noqa: SLF001 - nothing else shows it
+            held = rank.arenas.inputs._ops  # noqa: SLF001 - nothing else shows it
             assert set(held.values()) == {0}
 
 

@@ -12,7 +12,7 @@ from pmesh.core.messages import AskResult
 from pmesh.core.reductions import Values
 from pmesh.core.views import View
 from pmesh.ids import TrainerId
-from pmesh.net.arena_pools import OutputPool
+from pmesh.net.arena_pools import OutputArenas
 from pmesh.net.arenas import Arena
 from tests.agent.fake_trainer import Trainer, together, until
 from tests.agent.fakes import Village, village
@@ -296,9 +296,9 @@ async def test_who_has_no_room_for_what_others_have_completed_leaves_the_ring(
         a, b, c = trainers
         await together(*[t.sync for t in trainers])
         poor = ranks_of(here)[1].arenas.outputs
-        acquire = OutputPool.acquire
+        acquire = OutputArenas.acquire
 
-        async def no_memory(self: OutputPool, nbytes: int) -> Arena:
+        async def no_memory(self: OutputArenas, nbytes: int) -> Arena:
             if self is poor:
                 raise OSError(12, "Cannot allocate memory")
             return await acquire(self, nbytes)
@@ -306,7 +306,7 @@ async def test_who_has_no_room_for_what_others_have_completed_leaves_the_ring(
         x = np.arange(9, dtype=np.float32)
         await a.broadcast(x)
         with monkeypatch.context() as patch:
-            patch.setattr(OutputPool, "acquire", no_memory)
+            patch.setattr(OutputArenas, "acquire", no_memory)
             began = clock.current_time()
             verdicts: list[str] = []
 

@@ -9,7 +9,7 @@ from trio.testing import MockClock
 
 from pmesh.agent import op_runs, ops
 from pmesh.core.messages import Call, Concern
-from pmesh.net.arena_pools import OutputPool
+from pmesh.net.arena_pools import OutputArenas
 from pmesh.net.arenas import Arena, arena_bytes
 from tests.agent.fake_trainer import Trainer, together, until
 from tests.agent.fakes import village
@@ -254,15 +254,15 @@ async def test_no_room_in_shared_memory_fails_the_op_at_all_ranks(
         a, b = await here.job(*here.machines)
         pool = here.machines[0].agent.jobs.ranks[0].arenas.outputs
 
-        acquire = OutputPool.acquire
+        acquire = OutputArenas.acquire
 
-        async def no_memory(self: OutputPool, nbytes: int) -> Arena:
+        async def no_memory(self: OutputArenas, nbytes: int) -> Arena:
             if self is pool:
                 raise OSError(12, "Cannot allocate memory")
             return await acquire(self, nbytes)
 
         with monkeypatch.context() as patch:
-            patch.setattr(OutputPool, "acquire", no_memory)
+            patch.setattr(OutputArenas, "acquire", no_memory)
             verdicts = await verdicts_of_all((a, a.reduce(ones(9))), (b, b.reduce(ones(9))))
         assert verdicts[0] == verdicts[1]
         assert verdicts[0].error == "UsageError"

@@ -243,9 +243,10 @@ async def test_another_version_of_the_client_is_refused_with_both(clock: MockClo
     async with village(clock, 1) as here:
         trainer = await here.trainer(here.machines[0])
         with pytest.raises(RefusedError) as raised:
-            await trainer.join("digits", 1, version=7)
+            await trainer.join("digits", 1, version=SESSION_VERSION + 1)
         assert raised.value.verdict.error == "ProtocolVersionMismatch"
-        assert "version 7" in raised.value.verdict.message
+        versions = f"version {SESSION_VERSION + 1}, the agent {SESSION_VERSION}"
+        assert versions in raised.value.verdict.message
 
 
 async def test_a_waiting_call_says_every_ten_seconds_on_whom_it_waits(clock: MockClock) -> None:

@@ -91,6 +91,8 @@ class FakeAgent(Listening):
         self.crashed: list[TrainerId] = []
         self.wanted: list[int] = []
         """The sizes of input arenas asked for."""
+        self.lends = True
+        """Whether a result stays where it is, if the trainer would have it so."""
         self.evict = False
         """Whether each output arena is taken back before the next op."""
         self.retained: list[tuple[memoryview, bytes]] = []
@@ -164,6 +166,8 @@ class FakeAgent(Listening):
                     self.wanted.append(nbytes)
                     arena = self.grant(trainer, "input", nbytes)
                     trainer.inputs[arena.number] = arena
+                case DropArena(number) if number in trainer.lent:
+                    trainer.outputs.insert(0, trainer.lent.pop(number))
                 case DropArena(number):
                     del trainer.inputs[number]
                 case Compresses(text):
@@ -290,7 +294,10 @@ class FakeAgent(Listening):
         is_source = given[0].request.call.kind == "broadcast" and op.root == trainer.id
         output = self._write(trainer, result) if result.size and not is_source else -1
         trainer.send(StillWaiting(number, 10.0, ("rank 1 (mac-1)",)))
-        trainer.send(OpDone(number, output, news, clipped))
+        lent = self.lends and output >= 0 and op.started[trainer.id].request.borrows
+        if lent:
+            trainer.lent[output] = trainer.outputs.pop()
+        trainer.send(OpDone(number, output, news, clipped, lent))
 
     def _given(self, trainer: Trainer, request: StartOp) -> Given:
         values = self._input(trainer, request)
@@ -309,7 +316,9 @@ class FakeAgent(Listening):
         if not gives:
             assert request.arena == -1
             return np.zeros(0, dtype)
-        memory = trainer.inputs[request.arena].memory[: gives * dtype.itemsize]
+        assert request.offset % dtype.itemsize == 0
+        end = request.offset + gives * dtype.itemsize
+        memory = trainer.inputs[request.arena].memory[request.offset : end]
         if request.call.kind == "broadcast":
             self.retained.append((memory, bytes(memory)))
         return np.frombuffer(memory, dtype).copy()

@@ -45,6 +45,7 @@ class Trainer:
         self.superseded = False
         self.inputs: dict[int, Arena] = {}
         self.outputs: list[Arena] = []
+        self.lent: dict[int, Arena] = {}
 
     def receive(self) -> Request | None:
         while (message := self.reader.next_message_untrusted()) is None:

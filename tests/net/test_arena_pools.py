@@ -9,8 +9,9 @@ from pmesh.net.arena_pools import (
     IDLE_S,
     MAX_ARENAS,
     MAX_INPUT_ARENAS,
+    MAX_LENT,
     InputArenas,
-    OutputPool,
+    OutputArenas,
     SessionArenas,
 )
 from pmesh.net.arenas import SMALLEST_BYTES
@@ -18,8 +19,8 @@ from pmesh.net.arenas import SMALLEST_BYTES
 MIB = 1024 * 1024
 
 
-def output_pool(limit_bytes: int = 64 * MIB) -> OutputPool:
-    return OutputPool(itertools.count(), limit_bytes=limit_bytes)
+def output_arenas(limit_bytes: int = 64 * MIB) -> OutputArenas:
+    return OutputArenas(itertools.count(), limit_bytes=limit_bytes)
 
 
 def input_arenas(limit_bytes: int = 64 * MIB) -> InputArenas:
@@ -27,7 +28,7 @@ def input_arenas(limit_bytes: int = 64 * MIB) -> InputArenas:
 
 
 async def test_a_released_arena_serves_the_next_op_of_its_size() -> None:
-    pool = output_pool()
+    pool = output_arenas()
     first = await pool.acquire(100_000)
     second = await pool.acquire(100_000)
     assert second is not first
@@ -37,7 +38,7 @@ async def test_a_released_arena_serves_the_next_op_of_its_size() -> None:
 
 
 async def test_what_a_trainer_may_still_read_is_not_written_by_its_next_op() -> None:
-    pool = output_pool()
+    pool = output_arenas()
     read = await pool.acquire(100_000)
     pool.release(read)  # it is stable already
     written = await pool.acquire(100_000)
@@ -48,7 +49,7 @@ async def test_what_a_trainer_may_still_read_is_not_written_by_its_next_op() -> 
 
 
 async def test_the_smallest_that_fits_is_taken() -> None:
-    pool = output_pool()
+    pool = output_arenas()
     large, small = await pool.acquire(3 * SMALLEST_BYTES), await pool.acquire(2 * SMALLEST_BYTES)
     await pool.acquire(SMALLEST_BYTES)
     pool.release(large)
@@ -58,7 +59,7 @@ async def test_the_smallest_that_fits_is_taken() -> None:
 
 
 async def test_one_more_than_four_times_too_large_stays_free_for_larger_ops() -> None:
-    pool = output_pool()
+    pool = output_arenas()
     large = await pool.acquire(5 * SMALLEST_BYTES)
     pool.release(large)
     assert await pool.acquire(10) is not large
@@ -69,7 +70,7 @@ async def test_one_more_than_four_times_too_large_stays_free_for_larger_ops() ->
 async def test_idle_arenas_go_when_a_new_one_is_made(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    pool = output_pool()
+    pool = output_arenas()
     old = await pool.acquire(10)
     pool.release(old)
     autojump_clock.jump(IDLE_S / 2)
@@ -85,7 +86,7 @@ async def test_idle_arenas_go_when_a_new_one_is_made(
 
 
 async def test_free_arenas_give_way_before_the_limit_refuses_an_op() -> None:
-    pool = output_pool(limit_bytes=4 * MIB)
+    pool = output_arenas(limit_bytes=4 * MIB)
     first = await pool.acquire(3 * MIB)
     with pytest.raises(UsageError, match="hold 3 MiB, 4 MiB are allowed"):
         await pool.acquire(2 * MIB)
@@ -103,7 +104,7 @@ async def test_a_trainer_cannot_use_up_the_descriptors() -> None:
     with pytest.raises(UsageError):
         await arenas.create(1)
     await arenas.aclose()
-    pool = output_pool()
+    pool = output_arenas()
     for _ in range(MAX_ARENAS):
         await pool.acquire(1)
     with pytest.raises(UsageError):
@@ -131,7 +132,7 @@ async def test_numbers_are_unique_across_both_kinds() -> None:
 
 
 async def test_closing_completes_though_cancelled() -> None:
-    pool = output_pool()
+    pool = output_arenas()
     arena = await pool.acquire(2 * MIB)
     with trio.CancelScope() as scope:
         scope.cancel()
@@ -164,12 +165,60 @@ async def test_the_trainer_keeps_an_input_whose_op_has_ended() -> None:
 async def test_an_input_that_the_trainer_does_not_have_is_refused() -> None:
     arenas = input_arenas()
     arena = await arenas.create(10)
-    with pytest.raises(ProtocolError, match="no input arena 99"):
+    with pytest.raises(ProtocolError, match="no arena 99"):
         arenas.hold(99, 0)
-    with pytest.raises(ProtocolError, match="in an arena of"):
-        arenas.hold(arena.number, arena.nbytes + 1)
+    for nbytes, offset in ((arena.nbytes + 1, 0), (8, arena.nbytes - 7), (8, -1), (0, 2**70)):
+        with pytest.raises(ProtocolError, match="in an arena of"):
+            arenas.hold(arena.number, nbytes, offset=offset)
     arenas.drop(arena.number)
     for use in (arenas.drop, lambda number: arenas.hold(number, 0)):
         with pytest.raises(ProtocolError):
             use(arena.number)
+    await arenas.aclose()
+
+
+async def test_what_is_lent_serves_no_other_op_until_it_comes_back() -> None:
+    arenas = output_arenas()
+    arena, last = await arenas.acquire(10), await arenas.acquire(10)
+    assert arenas.lend(arena)
+    arenas.release(arena)  # it is stable
+    assert await arenas.acquire(10) not in {arena, last}
+    assert arena.number in arenas
+    arenas.drop(arena.number)
+    assert await arenas.acquire(10) is arena
+    with pytest.raises(ProtocolError):
+        arenas.drop(arena.number)
+    await arenas.aclose()
+
+
+async def test_what_others_may_still_fetch_stays_though_the_trainer_has_dropped_it() -> None:
+    arenas = output_arenas()
+    arena = await arenas.acquire(10)
+    assert arenas.lend(arena)
+    arenas.drop(arena.number)
+    await arenas.acquire(10)
+    assert await arenas.acquire(10) is not arena
+    arenas.release(arena)
+    assert await arenas.acquire(10) is arena
+    await arenas.aclose()
+
+
+async def test_a_trainer_that_keeps_all_results_leaves_arenas_for_ops() -> None:
+    arenas = output_arenas()
+    lent = [arenas.lend(await arenas.acquire(1)) for _ in range(MAX_ARENAS)]
+    assert lent == [True] * MAX_LENT + [False] * (MAX_ARENAS - MAX_LENT)
+    await arenas.aclose()
+    arenas = output_arenas(limit_bytes=8 * MIB)
+    assert [arenas.lend(await arenas.acquire(3 * MIB)) for _ in range(2)] == [True, False]
+    await arenas.aclose()
+
+
+async def test_the_trainer_drops_an_arena_of_either_kind() -> None:
+    arenas = SessionArenas(limit_bytes=64 * MIB)
+    given, lent = await arenas.inputs.create(1), await arenas.outputs.acquire(1)
+    assert arenas.outputs.lend(lent)
+    for arena in (given, lent):
+        arenas.drop(arena.number)
+        with pytest.raises(ProtocolError, match="holds no arena"):
+            arenas.drop(arena.number)
     await arenas.aclose()

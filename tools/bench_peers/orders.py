@@ -4,7 +4,8 @@ from typing import Literal
 
 import msgspec
 
-What = Literal["all_reduce", "average_gradients", "end"]
+What = Literal["all_reduce", "all_reduce_shared", "average_gradients", "end"]
+"""all_reduce_shared: of arrays in the memory that pmesh's trainers share with their agents."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):

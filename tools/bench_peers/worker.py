@@ -5,7 +5,8 @@
 Orders come on standard input, answers go to standard output. Each system gets its own kind of
 array and its own call, blocking, until the result can be read:
 
-- pmesh: `mesh.all_reduce(x, out=x)` of a numpy array, through the agent.
+- pmesh: `mesh.all_reduce(x, copy=False)` of arrays made by `mesh.empty`, through the agent; and
+  `mesh.all_reduce(x, out=x)` of ordinary numpy arrays.
 - gloo: `torch.distributed.all_reduce`, which works in place too.
 - mlx: `mx.distributed.all_sum` and `mx.eval`, on the CPU; its arrays can't be written to.
 """
@@ -45,6 +46,10 @@ class System:
     leave: Callable[[], object] = lambda: None
     cpu_s: Callable[[], float] = time.process_time
     """What this rank has used so far, in all its processes."""
+    empty: Callable[[tuple[int, int]], Values] | None = None
+    """Arrays, one behind the other, that need not be copied to be reduced, where there are such."""
+    all_reduce_shared: Callable[[Values], Values] | None = None
+    """The sum of such an array."""
     average: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     """The mean of a tree of gradients, where the library has that call."""
 
@@ -61,6 +66,8 @@ def join_pmesh(_: int, size: int) -> System:
         barrier=mesh.barrier,
         leave=mesh.close,
         cpu_s=_with(int(os.environ["BENCH_AGENT"])),
+        empty=mesh.empty,
+        all_reduce_shared=lambda x: mesh.all_reduce(x, copy=False),
         average=lambda tree: mesh.average_gradients(list(tree), out=list(tree)),
     )
 
@@ -170,8 +177,12 @@ def _prepare(
     """What is called, and with what, each time with new arrays: gloo writes into them."""
     if order.what == "all_reduce":
         return system.all_reduce, [system.own(mine) for _ in range(times)]
-    if system.average is None:
-        raise ValueError("this system has no average_gradients")
+    if order.what == "all_reduce_shared" and system.empty and system.all_reduce_shared:
+        inputs = system.empty((times, order.count))
+        inputs[:] = mine
+        return system.all_reduce_shared, list(inputs)
+    if order.what != "average_gradients" or system.average is None:
+        raise ValueError(f"this system has no {order.what}")
     cuts = [order.count * i // order.arrays for i in range(1, order.arrays)]
     trees = [[system.own(x) for x in np.split(mine, cuts)] for _ in range(times)]
     return system.average, trees
