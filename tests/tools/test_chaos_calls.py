@@ -4,17 +4,15 @@ import pytest
 
 import pmesh
 from pmesh.testing import SimulatedMesh
-from tools.chaos import calls
+from tools.chaos import calls, trials
 from tools.chaos.calls import (
     CALLS,
-    At,
-    Outcome,
-    Trial,
     _group,
     _letters,
     prepare,
 )
 from tools.chaos.pattern import Pattern, numbers_of
+from tools.chaos.trials import At, Outcome, Trial
 
 NBYTES = 1 << 18
 SIZE = 3
@@ -24,7 +22,8 @@ EACH = [(kind, step) for kind, each in CALLS.items() for step in range(len(each)
 @pytest.fixture(autouse=True)
 def _from_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated machines count from 0, those of a campaign from 1."""
-    monkeypatch.setattr(calls, "numbers_of", lambda names: [n + 1 for n in numbers_of(names)])
+    for module in (calls, trials):
+        monkeypatch.setattr(module, "numbers_of", lambda names: [n + 1 for n in numbers_of(names)])
 
 
 def trial_of(mesh: pmesh.Mesh, kind: str, step: int) -> Trial:

@@ -7,77 +7,23 @@ right outcome too, and one that all must agree on.
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import pmesh
-from tools.chaos.pattern import PERIOD, Pattern, Values, digest, numbers_of, own_value
+from tools.chaos.compressed_calls import average, cast, one_bit, power_sgd, random_k, top_k
+from tools.chaos.pattern import Pattern, Values, digest, numbers_of
+from tools.chaos.trials import At, Outcome, Trial
 
-RATIO = 0.01
 PIECE_VALUES = 1 << 20
 """At most so many go to another rank in one call: what all get together is as large as a sum."""
 GROUP_BYTES = 1 << 18
-LIGHT = 2.0**-10  # of values that pass float16 in range
-MATRIX_NOISE, BLOCK_NOISE, HOP_NOISE = 1e-3, 1e-5, 0.03
 
 LOST = (pmesh.RankLost, pmesh.RosterChanged)
-
-
-class Outcome(NamedTuple):
-    """What a call has come to on one rank."""
-
-    digest: str
-    """Alike on all ranks."""
-    right: bool
-
-
-@dataclass(frozen=True, slots=True)
-class At:
-    """One trainer in one step."""
-
-    mesh: pmesh.Mesh
-    pattern: Pattern
-    number: int
-    step: int
-
-    @property
-    def numbers(self) -> list[int]:
-        """Before a call: who takes part; after it: whose values are in the result."""
-        return numbers_of(self.mesh.names)
-
-    def total(self) -> float:
-        """What they have added up to, but for the places."""
-        return sum(own_value(self.step, number) for number in self.numbers)
-
-    def mine(self) -> float:
-        """What this trainer adds to that."""
-        return own_value(self.step, self.number)
-
-    def input(self, number: int | None = None) -> Values:
-        """What a trainer, this one unless told otherwise, gives to a sum; a copy."""
-        return self.pattern.input(self.step, self.number if number is None else number).copy()
-
-    def is_sum(self, result: Values) -> bool:
-        """Whether it is the sum over those who have contributed, in every bit."""
-        return self.pattern.is_right(result, self.step, self.numbers)
-
-    def whole(self) -> Values:
-        """That sum."""
-        places = np.arange(PERIOD, dtype=np.float32) * np.float32(len(self.numbers))
-        rows = self.pattern.nbytes // (4 * PERIOD)
-        return np.tile(places + np.float32(self.total()), (rows, 1))
-
-
-class Trial(NamedTuple):
-    """A call that is ready to be made, and judged."""
-
-    call: Callable[[], Any]
-    judge: Callable[[Any], Outcome]
 
 
 def _sum(at: At, **more: Any) -> Trial:  # noqa: ANN401 - of all_reduce
@@ -86,6 +32,23 @@ def _sum(at: At, **more: Any) -> Trial:  # noqa: ANN401 - of all_reduce
         lambda: at.mesh.all_reduce(x, **more),
         lambda result: Outcome(digest(result), at.is_sum(result)),
     )
+
+
+def _shared(at: At) -> Trial:
+    """Without copies, twice: what the first call has brought stays while the second runs."""
+    x = at.mesh.empty(at.input().shape)
+    x[:] = at.input()
+
+    def call() -> tuple[Values, str, Values]:
+        first = at.mesh.all_reduce(x, copy=False)
+        before = digest(first)
+        return first, before, at.mesh.all_reduce(x, copy=False)
+
+    def judge(results: tuple[Values, str, Values]) -> Outcome:
+        first, before, second = results
+        return Outcome(digest(second), digest(first) == before and at.is_sum(second))
+
+    return Trial(call, judge)
 
 
 def _reduce(at: At) -> Trial:
@@ -257,78 +220,6 @@ def _all_reduced(
     return most, mesh.last_op.names
 
 
-def _cast(at: At, compression: str) -> Trial:
-    """What rounds every value, at each hop or once."""
-    x = at.input() * np.float32(LIGHT)
-    return Trial(
-        lambda: at.mesh.all_reduce(x, compression=compression),
-        lambda result: _near(result, at.whole() * np.float32(LIGHT), HOP_NOISE),
-    )
-
-
-def _average(at: At) -> Trial:
-    """What feedback adds to a mean is what the call before has rounded away: as little."""
-    grads = {"w": at.input() * np.float32(LIGHT), "b": np.full(3, 4, np.float32)}
-
-    def judge(result: Mapping[str, Values]) -> Outcome:
-        mean = at.whole() * np.float32(LIGHT / at.mesh.size)
-        near = _near(result["w"], mean, HOP_NOISE)
-        return near._replace(right=near.right and np.allclose(result["b"], 4, rtol=HOP_NOISE))
-
-    return Trial(lambda: at.mesh.average_gradients(grads, compression="int8"), judge)
-
-
-def _top_k(at: At) -> Trial:
-    """As many values as are kept, in places that all share: nothing is left out."""
-    values = np.zeros(at.pattern.nbytes // 4, np.float32)
-    places = (np.arange(int(values.size * RATIO)) * 97 + at.step) % values.size
-    values[places] = 1
-    x = values * np.float32(at.mine())
-    return Trial(
-        lambda: at.mesh.all_reduce(x, compression=pmesh.TopK(RATIO)),
-        lambda result: _near(result, values * np.float32(at.total()), BLOCK_NOISE),
-    )
-
-
-def _random_k(at: At) -> Trial:
-    """What is kept is the sum, as many times as large as there are places for each that is kept."""
-    x = at.input()
-
-    def judge(result: Values) -> Outcome:
-        kept = np.nonzero(result)
-        right = at.whole()[kept] * np.float32(result.size / max(1, kept[0].size))
-        enough = 0.09 * result.size < kept[0].size < 0.11 * result.size
-        return Outcome(digest(result), enough and _near(result[kept], right, BLOCK_NOISE).right)
-
-    return Trial(lambda: at.mesh.all_reduce(x, compression=pmesh.RandomK(0.1)), judge)
-
-
-def _one_bit(at: At) -> Trial:
-    """All values of one magnitude: the mean magnitude of a block is theirs."""
-    signs = np.where(at.input(1) % 3 == 0, np.float32(-1), np.float32(1))
-    x = signs * np.float32(at.mine())
-    return Trial(
-        lambda: at.mesh.all_reduce(x, compression="onebit"),
-        lambda result: _near(result, signs * np.float32(at.total()), BLOCK_NOISE),
-    )
-
-
-def _power_sgd(at: At) -> Trial:
-    """A matrix of rank 1, as is a sum of them."""
-    row = at.input(1)[:1] * np.float32(LIGHT)
-    base = row * np.arange(1, at.input().shape[0] + 1, dtype=np.float32)[:, None]
-    x = base * np.float32(at.mine())
-    return Trial(
-        lambda: at.mesh.all_reduce(x, compression=pmesh.PowerSGD(2)),
-        lambda result: _near(result, base * np.float32(at.total()), MATRIX_NOISE),
-    )
-
-
-def _near(result: Values, right: Values, limit: float) -> Outcome:
-    error = np.linalg.norm((result - right).reshape(-1)) / np.linalg.norm(right.reshape(-1))
-    return Outcome(digest(result), result.shape == right.shape and bool(error <= limit))
-
-
 def _piece(x: Values) -> Values:
     return x.reshape(-1)[:PIECE_VALUES]
 
@@ -349,15 +240,16 @@ CALLS: Mapping[str, Sequence[Callable[[At], Trial]]] = MappingProxyType(
             _object,
             _group,
             _letters,
+            _shared,
             *(partial(_sum, strategy=name) for name in _STRATEGIES),
         ),
         "compressed": (
-            *(partial(_cast, compression=name) for name in ("bf16", "fp16", "int8")),
-            _average,
-            _top_k,
-            _random_k,
-            _one_bit,
-            _power_sgd,
+            *(partial(cast, compression=name) for name in ("bf16", "fp16", "int8")),
+            average,
+            top_k,
+            random_k,
+            one_bit,
+            power_sgd,
         ),
     }
 )

@@ -15,9 +15,10 @@ import msgspec
 import numpy as np
 
 import pmesh
-from tools.chaos.calls import LOST, At, failed, prepare
+from tools.chaos.calls import LOST, failed, prepare
 from tools.chaos.oplog import Report, encode_report
 from tools.chaos.pattern import Pattern
+from tools.chaos.trials import At
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
