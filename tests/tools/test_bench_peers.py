@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,31 @@ def test_a_worker_deals_values_over_the_arrays_of_a_tree() -> None:
     assert answer.wrong == 0
 
 
+def test_a_worker_takes_arrays_that_need_not_be_copied_where_there_are_such() -> None:
+    shapes: list[tuple[int, int]] = []
+
+    def empty(shape: tuple[int, int]) -> Values:
+        shapes.append(shape)
+        return np.empty(shape, np.float32)
+
+    plain = alone(lambda x: x)
+    ours = replace(plain, empty=empty, all_reduce_shared=lambda x: x + (x[3] == 0))
+    order = Order(what="all_reduce_shared", count=100, times=5)
+
+    answer = carry_out(ours, 1, order)
+    assert (shapes, len(answer.seconds), answer.wrong) == ([(5, 100)], 5, 0)
+    with pytest.raises(ValueError, match="no all_reduce_shared"):
+        carry_out(plain, 1, order)
+
+
+def test_the_bars_are_held_against_ordinary_arrays_too() -> None:
+    found = {"pmesh": series(1.0), "ordinary": series(1.3), "gloo": series(1.0), "mlx": series(1.5)}
+    m = measured(series=found)
+
+    assert outcomes(m) == ["met", "met", "met"]
+    assert [v.outcome for v in judge(m, "ordinary")] == ["MISSED", "MISSED", "met"]
+
+
 def test_a_worker_that_dies_is_named_with_what_it_said(tmp_path: Path) -> None:
     command = ["sh", "-c", "read line; echo $line is too much >&2; exit 3"]
     log = tmp_path / "gloo-1.log"
@@ -203,7 +229,12 @@ def test_new_results_replace_those_of_the_same_case_and_size_or_are_added(tmp_pa
 
 
 def test_the_page_prints_what_was_measured_what_was_missed_and_what_was_not_measured() -> None:
-    found = {"pmesh": series(0.02, 3.0), "gloo": series(0.01), "mlx": series(0.03)}
+    found = {
+        "pmesh": series(0.02, 3.0),
+        "ordinary": series(0.025, 2.0),
+        "gloo": series(0.01),
+        "mlx": series(0.03),
+    }
     slow = measured(series=found, ceiling=(2e9,) * 3)
     busy = measured("lag", 256 * MIB, facts={LAG_P99: 3.25})
 
@@ -211,9 +242,14 @@ def test_the_page_prints_what_was_measured_what_was_missed_and_what_was_not_meas
 
     rows = list(table_rows(page))
     assert ["2 ranks on loopback", "16 MiB", "speed over gloo's", *rows[0][3:]] == rows[0]
-    assert rows[0][3:] == ["≥ 1.00, floor 0.80", "0.50", "**MISSED**"]
+    assert rows[0][3:] == ["≥ 1.00, floor 0.80", "0.50", "**MISSED**", "0.40, **MISSED**"]
+    assert rows[2][5:] == ["**MISSED**", "2.00, **goal missed**"]
+    assert rows[3][4:] == ["3.2", "met", ""]
     assert ["2 ranks on loopback", "16 MiB", "pmesh", "20 ms", "838.9 MB/s", "0.42", "3.00"] in rows
-    assert "**2 of 4 bars met; 2 missed. Not measured: loopback-4, gigabit-2, " in page
+    assert (
+        "**2 of 4 bars met; 2 missed. With ordinary arrays 1 of 4 bars met; 1 more reach their "
+        "floor, not their goal; 2 missed. Not measured: loopback-4, gigabit-2, " in page
+    )
     assert "loop lag p99, ms: 3.25." in page
     assert "python -m tools.bench_peers run loopback-2   # 3 turns, at 0123abc, 2 cores" in page
 
@@ -264,7 +300,7 @@ def test_the_short_form_runs_all_systems_and_finds_their_results_right(tmp_path:
 
     # How long it took is printed, nothing of it is asserted: this machine may be busy.
     assert set(found) == {"loopback-2", "gradients", "memory", "lag"}
-    assert set(found["loopback-2"].series) == {"pmesh", "gloo", "mlx"}
+    assert set(found["loopback-2"].series) == {"pmesh", "ordinary", "gloo", "mlx"}
     assert all(s.checked > 0 for m in found.values() for s in m.series.values())
     assert all(s.wrong == 0 for m in found.values() for s in m.series.values())
     assert len(found["loopback-2"].ceiling) == 2

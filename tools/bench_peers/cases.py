@@ -20,6 +20,9 @@ LAG_P99 = "loop lag p99, ms"
 PSS = "PSS beyond the caller's arrays, MiB"
 GROWTH = "growth, KiB for each op"
 
+PMESH, ORDINARY = "pmesh", "ordinary"
+"""pmesh's series: with the arrays that its users should take for large ops, and with any others."""
+
 Kind = Literal["peers", "gradients", "memory", "lag"]
 Outcome = Literal["met", "goal missed", "MISSED"]
 
@@ -109,17 +112,17 @@ def find_case(name: str) -> Case:
     raise ValueError(f"no case {name!r}; there are: {', '.join(case.name for case in CASES)}")
 
 
-def judge(measured: Measured) -> list[Verdict]:
-    """What the bars say of one measurement."""
+def judge(measured: Measured, ours: str = PMESH) -> list[Verdict]:
+    """What the bars say of one measurement, by one of pmesh's series; only once what is of both."""
     case = find_case(measured.case)
-    verdicts = list(_JUDGES[case.kind](case, measured))
+    verdicts = list(_JUDGES[case.kind](case, measured, ours))
     wrong = sum(series.wrong for series in measured.series.values())
-    if wrong:
+    if wrong and ours == PMESH:
         verdicts.append(at_most("wrong results", wrong, goal=0, form="{:.0f}"))
     return verdicts
 
 
-def judge_flatness(measured: Sequence[Measured]) -> Iterator[Verdict]:
+def judge_flatness(measured: Sequence[Measured], ours: str = PMESH) -> Iterator[Verdict]:
     """Bus bandwidth with the number of hosts, for each link and size with several numbers."""
     kinds: dict[tuple[int, int], list[Measured]] = {}
     for m in measured:
@@ -128,7 +131,7 @@ def judge_flatness(measured: Sequence[Measured]) -> Iterator[Verdict]:
             kinds.setdefault((link, m.op_bytes), []).append(m)
     for (link, op_bytes), group in sorted(kinds.items(), reverse=True):
         if len(group) > 1:
-            found = {m.ranks: m.bus_bytes_per_s("pmesh") for m in group}
+            found = {m.ranks: m.bus_bytes_per_s(ours) for m in group}
             hosts = ", ".join(map(str, sorted(found)))
             what = f"slowest over fastest of {hosts} hosts, {link / 1e6:,.0f} Mbit/s, "
             share = min(found.values()) / max(found.values())
@@ -145,46 +148,47 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes / unit:.3g} {name}"
 
 
-def _judge_peers(case: Case, measured: Measured) -> Iterator[Verdict]:
+def _judge_peers(case: Case, measured: Measured, ours: str) -> Iterator[Verdict]:
     if case.link_bits_per_s is not None:
-        yield from _judge_lan(case, measured)
+        yield from _judge_lan(case, measured, ours)
     elif measured.op_bytes < MIB:
         if case.ranks == 2:  # noqa: PLR2004 - as the bar has it
-            yield at_most("latency over gloo's", measured.ratio("pmesh", "gloo"), goal=1.0)
+            yield at_most("latency over gloo's", measured.ratio(ours, "gloo"), goal=1.0)
     else:
-        speed = 1 / measured.ratio("pmesh", "gloo")
+        speed = 1 / measured.ratio(ours, "gloo")
         yield at_least("speed over gloo's", speed, goal=1.0, floor=0.8)
-        yield at_least("speed over MLX's", 1 / measured.ratio("pmesh", "mlx"), goal=1.3)
+        yield at_least("speed over MLX's", 1 / measured.ratio(ours, "mlx"), goal=1.3)
         if case.ranks == 2:  # noqa: PLR2004 - as the bar has it
-            cpu = measured.cpu_ratio("pmesh", "gloo")
+            cpu = measured.cpu_ratio(ours, "gloo")
             yield at_most("CPU seconds per GB over gloo's", cpu, goal=1.5, floor=2.0)
 
 
-def _judge_lan(case: Case, measured: Measured) -> Iterator[Verdict]:
+def _judge_lan(case: Case, measured: Measured, ours: str) -> Iterator[Verdict]:
     if case.ranks <= 4:  # noqa: PLR2004 - eight hosts are judged by flatness
-        share = measured.share_of_ceiling("pmesh")
+        share = measured.share_of_ceiling(ours)
         yield at_least("bus bandwidth over iperf3's", share, goal=0.97)
-    control = measured.facts[CONTROL_SHARE]
-    yield at_most(CONTROL_SHARE, control * 100, goal=0.1, form="{:.3f} %")
+    if ours == PMESH:
+        control = measured.facts[CONTROL_SHARE]
+        yield at_most(CONTROL_SHARE, control * 100, goal=0.1, form="{:.3f} %")
 
 
-def _judge_gradients(_: Case, measured: Measured) -> Iterator[Verdict]:
+def _judge_gradients(_: Case, measured: Measured, __: str) -> Iterator[Verdict]:
     ratio = measured.ratio("average_gradients", "all_reduce")
     yield at_most("average_gradients over all_reduce", ratio, goal=1.15)
 
 
-def _judge_memory(_: Case, measured: Measured) -> Iterator[Verdict]:
+def _judge_memory(_: Case, measured: Measured, __: str) -> Iterator[Verdict]:
     most = (3 * measured.op_bytes + LEAST_MEMORY_BYTES) / MIB
     yield at_most(PSS, measured.facts[PSS], goal=most, form="{:.0f}")
     growth = MOST_GROWTH_BYTES_PER_OP / KIB
     yield at_most(GROWTH, measured.facts[GROWTH], goal=growth)
 
 
-def _judge_lag(_: Case, measured: Measured) -> Iterator[Verdict]:
+def _judge_lag(_: Case, measured: Measured, __: str) -> Iterator[Verdict]:
     yield at_most(LAG_P99, measured.facts[LAG_P99], goal=20.0, form="{:.1f}")
 
 
-_JUDGES: Mapping[Kind, Callable[[Case, Measured], Iterator[Verdict]]] = {
+_JUDGES: Mapping[Kind, Callable[[Case, Measured, str], Iterator[Verdict]]] = {
     "peers": _judge_peers,
     "gradients": _judge_gradients,
     "memory": _judge_memory,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.bench_peers.cases import CONTROL_SHARE, GRADIENT_ARRAYS, Case
+from tools.bench_peers.cases import CONTROL_SHARE, GRADIENT_ARRAYS, ORDINARY, PMESH, Case
 from tools.bench_peers.ceilings import Ceiling, ceiling_of
 from tools.bench_peers.orders import Answer, Order
 from tools.bench_peers.places import Place, loopback, shaped_lan
@@ -82,10 +82,11 @@ def _with_size(
 
 
 def _orders(case: Case, op_bytes: int) -> dict[str, Order]:
-    """What has its turns: each system, or each of two calls of pmesh."""
+    """What has its turns: each system, and each of two calls of pmesh."""
     plain = Order(what="all_reduce", count=op_bytes // VALUE_BYTES)
     if case.kind == "peers":
-        return dict.fromkeys(case.systems, plain)
+        shared = Order(what="all_reduce_shared", count=plain.count)
+        return {PMESH: shared, ORDINARY: plain, **dict.fromkeys(case.systems[1:], plain)}
     tree = Order(what="average_gradients", count=plain.count, arrays=GRADIENT_ARRAYS)
     return {"all_reduce": plain, "average_gradients": tree}
 

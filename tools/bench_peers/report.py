@@ -1,9 +1,11 @@
 """docs/explanation/benchmarks.md, made of what was measured."""
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 from tools.bench_peers.cases import (
     CASES,
+    ORDINARY,
     Verdict,
     find_case,
     judge,
@@ -28,8 +30,12 @@ compares this page with them.
   can be read there. pmesh runs as users have it: agents that were started by `pmesh up`, trainers
   that reach them through the Unix socket and shared memory, AES-256-GCM between the agents. gloo
   and MLX's ring run inside the training processes, and encrypt nothing.
-- **In place**, where that is possible: `mesh.all_reduce(x, out=x)`, likewise `average_gradients`,
-  and gloo knows no other way. MLX's arrays can't be written to; its result is a new one.
+- **pmesh** is `mesh.all_reduce(x, copy=False)` of an array made by `mesh.empty`: it lies in memory
+  that the trainer shares with its agent, and neither it nor the result is copied. **Ordinary
+  arrays** are `mesh.all_reduce(x, out=x)` of any numpy array, which is copied there and back. Both
+  are held against the bars, in the same run; all other cases are of ordinary arrays.
+- **In place**, where that is possible: `out=x`, likewise `average_gradients`, and gloo knows no
+  other way. MLX's arrays can't be written to; its result is a new one.
 - **In turns.** All systems have been started; then pmesh, gloo, MLX's ring and the bare line have
   their turns, one after the other, again and again. What is compared are neighbouring turns: a
   ratio is the median of the turns' ratios. A turn is as many calls as take about 0.4 s, its time
@@ -60,13 +66,17 @@ From a clone after `make venv`, with torch and, for the labs, as root on Linux w
 
 {commands}
 """
-_BARS = ("| case | size | what | bar | measured | verdict |", "|---|---|---|---|---|---|")
+_BARS = (
+    "| case | size | what | bar | measured | verdict | ordinary arrays |",
+    "|---|---|---|---|---|---|---|",
+)
 _SPEEDS = (
     "| case | size | system | time | bus bandwidth | of the line | CPU s per GB |",
     "|---|---|---|---|---|---|---|",
 )
+_Row = tuple[str, str, Verdict, Verdict | None]
 _ORDER = {case.name: number for number, case in enumerate(CASES)}
-_LABELS = {"mlx": "MLX's ring"}
+_LABELS = {"mlx": "MLX's ring", ORDINARY: "pmesh, ordinary arrays"}
 
 
 def render(results: Sequence[Results]) -> str:
@@ -74,8 +84,10 @@ def render(results: Sequence[Results]) -> str:
     measured = sorted(
         (m for file in results for m in file.measured), key=lambda m: (_ORDER[m.case], m.op_bytes)
     )
-    judged = [(m.case, size_text(m.op_bytes), verdict) for m in measured for verdict in judge(m)]
-    judged += [("flat", "", verdict) for verdict in judge_flatness(measured)]
+    judged = [row for m in measured for row in _judged(m)]
+    with_ordinary = [m for m in measured if ORDINARY in m.series]
+    flat, ordinary = judge_flatness(measured), judge_flatness(with_ordinary, ORDINARY)
+    judged += [("flat", "", *each) for each in zip_longest(flat, ordinary)]
     return FRAME.format(
         verdict=_verdict(judged, measured),
         verdicts="\n".join([*_BARS, *(_bar_row(*each) for each in judged)]),
@@ -116,23 +128,40 @@ def time_text(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def _verdict(judged: Sequence[tuple[str, str, Verdict]], measured: Sequence[Measured]) -> str:
-    outcomes = [verdict.outcome for _, _, verdict in judged]
+def _judged(measured: Measured) -> Iterator[_Row]:
+    """Each bar, and what it says of ordinary arrays where they were measured."""
+    case, size = measured.case, size_text(measured.op_bytes)
+    ordinary = judge(measured, ORDINARY) if ORDINARY in measured.series else ()
+    for verdict, beside in zip_longest(judge(measured), ordinary):
+        yield case, size, verdict, beside
+
+
+def _verdict(judged: Sequence[_Row], measured: Sequence[Measured]) -> str:
+    said = _counts([verdict for _, _, verdict, _ in judged])
+    said += f" With ordinary arrays {_counts([beside or both for *_, both, beside in judged])}"
+    unmeasured = [case.name for case in CASES if case.name not in {m.case for m in measured}]
+    return f"{said} Not measured: {', '.join(unmeasured)}." if unmeasured else said
+
+
+def _counts(verdicts: Sequence[Verdict]) -> str:
+    outcomes = [verdict.outcome for verdict in verdicts]
     said = f"{outcomes.count('met')} of {len(outcomes)} bars met"
     if halfway := outcomes.count("goal missed"):
         said += f"; {halfway} more reach their floor, not their goal"
     if missed := outcomes.count("MISSED"):
         said += f"; {missed} missed"
-    unmeasured = [case.name for case in CASES if case.name not in {m.case for m in measured}]
-    said += "."
-    return f"{said} Not measured: {', '.join(unmeasured)}." if unmeasured else said
+    return f"{said}."
 
 
-def _bar_row(case: str, size: str, verdict: Verdict) -> str:
+def _bar_row(case: str, size: str, verdict: Verdict, ordinary: Verdict | None) -> str:
     what = find_case(case).what if case in _ORDER else "all numbers of hosts"
-    outcome = verdict.outcome if verdict.outcome == "met" else f"**{verdict.outcome}**"
-    cells = (what, size, verdict.what, verdict.bar, verdict.value, outcome)
+    beside = "" if ordinary is None else f"{ordinary.value}, {_shown(ordinary)}"
+    cells = (what, size, verdict.what, verdict.bar, verdict.value, _shown(verdict), beside)
     return f"| {' | '.join(cells)} |"
+
+
+def _shown(verdict: Verdict) -> str:
+    return verdict.outcome if verdict.outcome == "met" else f"**{verdict.outcome}**"
 
 
 def _speed_rows(measured: Measured) -> Iterator[str]:
