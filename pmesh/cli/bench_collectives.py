@@ -61,6 +61,13 @@ def _all_reduce(mesh: Mesh, count: int, strategy: str) -> Trial:
     return Trial(lambda: mesh.all_reduce(mine, strategy=chosen), _equals(right))
 
 
+def _all_reduce_shared(mesh: Mesh, count: int, _: str) -> Trial:
+    """What lies in memory that the agent shares: neither it nor the result is copied."""
+    mine, right = mesh.empty(count), sum_of(count, mesh.size)
+    mine[:] = input_of(count, mesh.rank)
+    return Trial(lambda: mesh.all_reduce(mine, copy=False), _equals(right))
+
+
 def _broadcast(mesh: Mesh, count: int, _: str) -> Trial:
     mine, right = input_of(count, mesh.rank), input_of(count, 0)
     return Trial(lambda: mesh.broadcast(mine), _equals(right))
@@ -143,6 +150,9 @@ COLLECTIVES: Final[Sequence[Collective]] = (
         prepare=_all_reduce,
         bus_factor=lambda n: 2 * (n - 1) / n,
         strategies=get_args(Strategy),
+    ),
+    Collective(
+        name="all_reduce_shared", prepare=_all_reduce_shared, bus_factor=lambda n: 2 * (n - 1) / n
     ),
     Collective(name="reduce", prepare=_reduce, bus_factor=_one_way),
     Collective(name="broadcast", prepare=_broadcast, bus_factor=_one_way),

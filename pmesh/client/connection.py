@@ -64,10 +64,10 @@ class AgentConnection:
             else:
                 return
 
-    def send(self, request: Request) -> None:
-        """Send a request; raises AgentStopped if the agent is gone."""
+    def send(self, *requests: Request) -> None:
+        """Send requests, in one write; raises AgentStopped if the agent is gone."""
         try:
-            self._socket.sendall(frame(encode(request)))
+            self._socket.sendall(b"".join(frame(encode(request)) for request in requests))
         except OSError as e:
             raise self._stopped(e) from e
 

@@ -337,9 +337,8 @@ class TrainerSession:
         """Send a request and wait for the reply that ends it."""
         self.check_open()
         with self._unless_it_fails():
-            for number in self._users.take_dropped():
-                self._connection.send(DropArena(number))
-            self._connection.send(request)
+            dropped = [DropArena(number) for number in self._users.take_dropped()]
+            self._connection.send(*dropped, request)
             if meanwhile is not None:
                 meanwhile()
             while True:

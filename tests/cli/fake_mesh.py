@@ -69,8 +69,11 @@ class FakeMesh:
         if kind is not None:
             self.meeting.fail()
 
-    def all_reduce(self, x: Any, op: str = "sum", *, strategy: str = "auto") -> Any:  # noqa: ANN401
-        each = self._call(f"all_reduce {op} {strategy}", x)
+    def empty(self, count: int) -> Any:  # noqa: ANN401
+        return np.full(count, np.nan, np.float32)
+
+    def all_reduce(self, x: Any, op: str = "sum", **how: Any) -> Any:  # noqa: ANN401
+        each = self._call(f"all_reduce {op} {how.get('strategy', 'auto')}", x)
         ufunc = {"sum": np.add, "max": np.maximum}[op]
         return self._out("all_reduce" if op == "sum" else "max", ufunc.reduce(each))
 

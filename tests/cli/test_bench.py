@@ -131,6 +131,7 @@ def test_whoever_gets_a_result_that_is_the_roots_is_found_wrong(name: str) -> No
     ("name", "factors"),
     [
         ("all_reduce", [1.0, 1.5]),
+        ("all_reduce_shared", [1.0, 1.5]),
         ("reduce", [1.0, 1.0]),
         ("broadcast", [1.0, 1.0]),
         ("all_gather", [0.5, 0.75]),
@@ -255,7 +256,7 @@ def test_a_wrong_result_is_shown_and_fails_the_command(
 
     captured = capsys.readouterr()
     assert [line.split()[0] for line in captured.out.splitlines() if "NO" in line] == ["broadcast"]
-    assert "RunError: 1 of 14 rows had wrong results: broadcast; report this" in captured.err
+    assert "RunError: 1 of 15 rows had wrong results: broadcast; report this" in captured.err
 
 
 def test_a_lost_machine_ends_the_measurement_by_name(
@@ -323,7 +324,7 @@ def test_without_an_agent_the_socket_and_the_command_are_named(
         (["--max-size", "1TB"], "--max-size is a number of bytes, at least 4, such as 4096, "),
         (["--min-size", "3"], "--min-size is a number of bytes, at least 4, "),
         (["--min-size", "2MiB", "--max-size", "1MiB"], "--min-size 2MiB is above --max-size 1MiB"),
-        (["--collective", "sum"], "--collective is one of all_reduce, reduce, broadcast, "),
+        (["--collective", "sum"], "--collective is one of all_reduce, all_reduce_shared, reduce, "),
         (["--strategy", "star"], "--strategy is one of auto, ring, tree, "),
         (["--seconds", "0"], "--seconds is more than 0 and at most 3600, not 0"),
         (["--plot", "/no/such/plot.png"], "--plot /no/such/plot.png can't be written: No such "),
