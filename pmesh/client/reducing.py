@@ -49,11 +49,7 @@ class Reducing(Caller):
         Fill it, and pass it, or a contiguous part of it, or a torch tensor made of it by
         `torch.from_numpy`, to `all_reduce` or `reduce` of this mesh; for any other call, and once
         its agent has stopped, it is an array like others. As with every collective, it must stay
-        as it is until the call is done. With `copy=False` the result is not copied either:
-
-            >>> x = mesh.empty(25_000_000)  # doctest: +SKIP
-            >>> x[:] = gradients  # doctest: +SKIP
-            >>> mean = mesh.all_reduce(x, "mean", copy=False)  # doctest: +SKIP
+        as it is until the call is done. With `copy=False` the result is not copied either.
 
         Args:
             shape: as for `numpy.empty`; likewise what it holds at first is anything.
