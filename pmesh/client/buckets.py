@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from pmesh.client.leaves import Leaf
+from pmesh.client.leaves import Leaf, divided
 from pmesh.core.reductions import WIRE_DTYPES, Values
 
 
@@ -94,23 +92,14 @@ def read(
     """
     values = region[: bucket.count]
     if not lent and any(leaves[index].may_keep(values.dtype) for index in bucket.leaves):
-        values, divisor = _divided(values, divisor), None
+        values = values.copy() if divisor is None else divided(values, divisor)
+        divisor = None
     found: list[tuple[int, object]] = []
     start = 0
     for index in bucket.leaves:
         end = start + leaves[index].values.size
-        part = values[start:end]
-        if divisor is not None:
-            part = _divided(part, divisor)
-        found.append((index, leaves[index].of(part)))
+        leaf, part = leaves[index], values[start:end]
+        array = leaf.of(part) if divisor is None else leaf.quotient(part, divisor)
+        found.append((index, array))
         start = end
     return found
-
-
-def _divided(values: Values, divisor: float | None) -> Values:
-    """In fresh memory."""
-    if divisor is None:
-        return values.copy()
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        quotients: Values = np.divide(values, divisor)
-    return quotients

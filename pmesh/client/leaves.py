@@ -42,6 +42,8 @@ class Leaf:
     """An array like the user's, from native values of the same dtype and shape."""
     rebuild_copies: bool = False
     """Whether `rebuild` leaves alone what it is given, so that it may be an arena."""
+    target: "Values | None" = None
+    """What `rebuild` writes to, if it is of the dtype that travels."""
     takes_read_only: bool = False
     """Whether the array may be one that can't be written to."""
 
@@ -86,9 +88,23 @@ class Leaf:
         with np.errstate(over="ignore", invalid="ignore"):
             return self.rebuild(shaped.astype(self.dtype, casting="same_kind", copy=False))
 
+    def quotient(self, values: Values, divisor: float) -> object:
+        """The same with the quotients of these values; straight into the array that is there."""
+        if self.target is None:
+            return self.of(divided(values, divisor))
+        divided(values.reshape(self.values.shape), divisor, out=self.target)
+        return self.rebuild(self.target)
+
     def like(self, region: Values) -> object:
         """The same, which shares no memory with the region."""
         return self.of(region.copy() if self.may_keep(region.dtype) else region)
+
+
+def divided(values: Values, divisor: float, *, out: "Values | None" = None) -> Values:
+    """The quotients, in fresh memory unless told otherwise; what is 0 / 0 is NaN."""
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        quotients: Values = np.divide(values, divisor, out=out)
+    return quotients
 
 
 def describe(tree: Tree) -> list[Leaf]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from pmesh.client.calls import Arrays, take_apart
 from pmesh.client.leaves import Leaf, is_of
-from pmesh.core.reductions import Values
+from pmesh.core.reductions import WIRE_DTYPES, Values
 from pmesh.errors import UnsupportedArray, UsageError
 
 
@@ -23,7 +23,9 @@ def written_into(arrays: Arrays, out: object) -> Arrays:
     if targets.digest() != arrays.digest():
         raise UsageError("out= is to have the paths, shapes and dtypes of what is reduced")
     leaves = tuple(
-        replace(leaf, rebuild=_writer(target, x, path), rebuild_copies=True)
+        replace(
+            leaf, rebuild=_writer(target, x, path), rebuild_copies=True, target=_divisible(target)
+        )
         for leaf, target, x, path in zip(
             arrays.leaves, targets.leaves, targets.tree.leaves, targets.tree.paths, strict=True
         )
@@ -39,10 +41,16 @@ def _writer(target: Leaf, x: object, path: str) -> Callable[[Values], object]:
         )
 
     def write(values: Values) -> object:
-        np.copyto(target.values, values)
+        if values is not target.values:
+            np.copyto(target.values, values)
         return x
 
     return write
+
+
+def _divisible(target: Leaf) -> "Values | None":
+    """The array, if quotients need no rounding on their way into it."""
+    return target.values if target.values.dtype == WIRE_DTYPES[target.wire] else None
 
 
 def _can_be_written(x: object) -> bool:

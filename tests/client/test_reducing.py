@@ -205,3 +205,30 @@ def test_gradients_are_averaged_into_arrays_of_the_users(
         )
 
     assert run_ranks(agent.home, 2, program) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("library", "dtype"),
+    [(library, dtype) for library, dtype in KINDS if library != "mlx" and "int" not in dtype],
+)
+def test_averages_of_any_dtype_are_rounded_as_those_of_new_arrays(
+    agent: FakeAgent, library: str, dtype: str
+) -> None:
+    def program(mesh: pmesh.Mesh) -> bool:
+        x = make(library, dtype, [[1, 10 * mesh.rank, 1 / 3]])
+        out = make(library, dtype, [[0, 0, 0]])
+        (fresh,) = mesh.average_gradients([x], weight=mesh.rank + 1)
+        (given,) = mesh.average_gradients([x], weight=mesh.rank + 1, out=[out])
+        return given is out and seen(fresh) == seen(out)
+
+    assert run_ranks(agent.home, RANKS, program) == [True] * RANKS
+
+
+def test_averages_are_written_when_they_are_waited_for(agent: FakeAgent) -> None:
+    with pmesh.connect("job", home=agent.home) as mesh:
+        out = np.zeros(3, np.float32)
+        handle = mesh.average_gradients([np.ones(3, np.float32)], out=[out], async_op=True)
+        mesh.barrier()  # behind it
+        assert out.tolist() == [0] * 3
+        assert handle.wait()[0] is out
+        assert out.tolist() == [1] * 3
