@@ -98,10 +98,7 @@ class Arrays:
 
     def detached(self) -> "Arrays":
         """The same, whose results are numpy's as yet: for a thread that is not the user's."""
-        plain = (
-            replace(leaf, rebuild=_as_it_is, rebuild_copies=False, target=None)
-            for leaf in self.leaves
-        )
+        plain = (replace(leaf, rebuild=_as_it_is, rebuild_copies=False) for leaf in self.leaves)
         return Arrays(self.tree, tuple(plain))
 
     def attach(self, results: Sequence[Values]) -> list[object]:
