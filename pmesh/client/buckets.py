@@ -36,6 +36,8 @@ def plan_buckets(
         bucket_bytes: may be infinite.
         wire: what all of them travel as; None: each as its dtype does.
     """
+    if len(leaves) == 1:
+        return [Bucket(wire or leaves[0].wire, (0,), leaves[0].values.size)]
     buckets: list[Bucket] = []
     for dtype in _WIDEST_FIRST:
         room = bucket_bytes / WIRE_DTYPES[dtype].itemsize

@@ -96,6 +96,13 @@ class Arrays:
         named = zip(self.tree.paths, self.leaves, strict=True)
         return digest([f"{path} {leaf.dtype} {leaf.values.shape}" for path, leaf in named])
 
+    def is_like(self, other: "Arrays") -> bool:
+        """Whether all paths, dtypes and shapes are the same."""
+        pairs = zip(self.leaves, other.leaves, strict=False)
+        return self.tree.paths == other.tree.paths and all(
+            one.dtype == two.dtype and one.values.shape == two.values.shape for one, two in pairs
+        )
+
     def detached(self) -> "Arrays":
         """The same, whose results are numpy's as yet: for a thread that is not the user's."""
         plain = (replace(leaf, rebuild=_as_it_is, rebuild_copies=False) for leaf in self.leaves)
