@@ -1,7 +1,9 @@
 """The collectives on trees of arrays, which run bucket by bucket, and reduce_scatter."""
 
 import math
-from collections.abc import Callable
+import operator
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, cast, get_args, overload
 
 import numpy as np
@@ -30,6 +32,7 @@ from pmesh.core.session import World
 from pmesh.errors import UnsupportedArray, UsageError
 
 DEFAULT_BUCKET_BYTES = 32 * 1024 * 1024  # large enough that latency is nothing, small to hold
+_MOST_VALUES = sys.maxsize // 8  # of 8 bytes, that an address space holds
 DEFAULT_TIMEOUT_S = 1800.0  # I6: a slow peer that is alive gets this long
 
 T = TypeVar("T")
@@ -43,7 +46,7 @@ class Reducing(Caller):
         super().__init__(place, order)
         self._feedback = Feedback()
 
-    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> NDArray[Any]:
         """A numpy array in memory that the agent shares: what it holds is not copied to be reduced.
 
         Fill it, and pass it, or a contiguous part of it, or a torch tensor made of it by
@@ -57,19 +60,21 @@ class Reducing(Caller):
 
         Raises:
             UnsupportedArray: another dtype.
+            TypeError: the shape is of something else than whole numbers.
             UsageError: there is no room; the agent gives a trainer a quarter of its memory.
         """
         wire = np.dtype(dtype)
         if WIRE_OF.get(wire.name) != wire.name or not wire.isnative:
             own = ", ".join(name for name, travels_as in WIRE_OF.items() if name == travels_as)
             raise UnsupportedArray(f"{wire} does not travel as it is; empty() makes {own}")
-        sizes = shape if isinstance(shape, tuple) else (shape,)
-        if any(size < 0 for size in sizes):
-            raise UsageError(f"a shape has no negative numbers, as {shape} has")
+        sizes = tuple(map(operator.index, shape if isinstance(shape, Sequence) else (shape,)))
+        count = math.prod(sizes)
+        if any(size < 0 for size in sizes) or count > _MOST_VALUES:
+            raise UsageError(f"no array has the shape {shape}")
 
         def run(place: JobPlace) -> tuple[Callable[[], NDArray[Any]], None]:
-            values = place.empty(wire.name, math.prod(sizes))
-            return lambda: values.reshape(shape), None
+            values = place.empty(wire.name, count)
+            return lambda: values.reshape(sizes), None
 
         return cast("NDArray[Any]", self._do(run))
 

@@ -19,7 +19,7 @@ TOO_LARGE_FACTOR = 4  # an arena this much larger than asked for stays free for 
 IDLE_S = 10.0  # training steps come faster: what rests longer belongs to a past phase
 MAX_ARENAS = 64  # each costs a descriptor on both sides; a training loop needs 2 or 3
 MAX_INPUT_ARENAS = 256  # likewise; compression keeps two for each bucket, of which it has dozens
-MAX_LENT = 16  # results that a trainer keeps; with those that are unstable, half of the arenas
+MAX_LENT = 16  # results that a trainer keeps; beside those that are unstable (32) others find room
 INLINE_BYTES = 1024 * 1024  # making and closing takes less than 0.5 ms up to here: no thread
 
 

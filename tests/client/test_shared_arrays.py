@@ -182,6 +182,7 @@ def test_in_a_group_the_arrays_of_the_mesh_are_ordinary_ones(agent: FakeAgent) -
 
 
 def test_an_empty_one_and_one_without_dimensions(agent: FakeAgent, mesh: pmesh.Mesh) -> None:
+    assert mesh.empty([0, 3]).shape == (0, 3)
     assert mesh.all_reduce(mesh.empty((0, 3))).shape == (0, 3)
     x = mesh.empty(())
     x[()] = 5
@@ -195,7 +196,9 @@ def test_an_empty_one_and_one_without_dimensions(agent: FakeAgent, mesh: pmesh.M
         (3, "float16", pmesh.UnsupportedArray, "float16 does not travel as it is; empty.. makes f"),
         (3, ">f4", pmesh.UnsupportedArray, ">f4"),
         (3, "int8", pmesh.UnsupportedArray, "int8"),
-        ((2, -1), "float32", pmesh.UsageError, "negative"),
+        ((2, -1), "float32", pmesh.UsageError, r"no array has the shape \(2, -1\)"),
+        (10**19, "bool", pmesh.UsageError, "no array has the shape 10000000000000000000"),
+        ((2, 2.5), "float32", TypeError, "float"),
     ],
 )
 def test_what_can_not_be_had_says_so(
@@ -203,6 +206,7 @@ def test_what_can_not_be_had_says_so(
 ) -> None:
     with pytest.raises(error, match=text):
         mesh.empty(shape, dtype)
+    assert mesh.empty(np.int64(3)).shape == (3,)  # type: ignore[arg-type] # numpy's own integers
 
 
 def test_a_closed_mesh_has_none(mesh: pmesh.Mesh) -> None:
