@@ -144,16 +144,19 @@ def _all_but_own(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
+def _there_and_back(ranks: int) -> float:
+    """Each part is gathered at one rank, and sent to all."""
+    return 2 * _all_but_own(ranks)
+
+
 COLLECTIVES: Final[Sequence[Collective]] = (
     Collective(
         name="all_reduce",
         prepare=_all_reduce,
-        bus_factor=lambda n: 2 * (n - 1) / n,
+        bus_factor=_there_and_back,
         strategies=get_args(Strategy),
     ),
-    Collective(
-        name="all_reduce_shared", prepare=_all_reduce_shared, bus_factor=lambda n: 2 * (n - 1) / n
-    ),
+    Collective(name="all_reduce_shared", prepare=_all_reduce_shared, bus_factor=_there_and_back),
     Collective(name="reduce", prepare=_reduce, bus_factor=_one_way),
     Collective(name="broadcast", prepare=_broadcast, bus_factor=_one_way),
     Collective(name="all_gather", prepare=_all_gather, bus_factor=_all_but_own),
