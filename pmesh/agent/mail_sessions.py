@@ -79,7 +79,6 @@ class _Letters:
         self._arenas = arenas
         self._nursery = nursery
         self._granted: set[int] = set()  # output arenas that the trainer has mapped
-        self._read: dict[int, Arena] = {}  # those that it reads
         self._waiting: dict[int, _Waiting] = {}
 
     async def run(self) -> None:
@@ -91,7 +90,7 @@ class _Letters:
                 case WantArena(nbytes):
                     await self._grant_input(nbytes)
                 case DropArena(number):
-                    self._drop(number)
+                    self._arenas.drop(number)
                 case _:
                     raise ProtocolError(f"a trainer's letters began {type(request).__name__}")
 
@@ -183,7 +182,8 @@ class _Letters:
             self._granted.discard(number)
             await self._session.send(ArenaGone(number))
         if arena is not None:
-            self._read[arena.number] = arena
+            self._arenas.outputs.give(arena)
+            self._arenas.outputs.release(arena)
             if arena.number not in self._granted:
                 self._granted.add(arena.number)
                 await self._grant(arena)
@@ -203,13 +203,6 @@ class _Letters:
     async def _grant(self, arena: Arena) -> None:
         granted = ArenaGranted(arena.number, arena.kind, arena.nbytes)
         await self._session.send(granted, (arena.descriptor,))
-
-    def _drop(self, number: int) -> None:
-        read = self._read.pop(number, None)
-        if read is None:
-            self._arenas.inputs.drop(number)
-        else:
-            self._arenas.outputs.release(read)
 
 
 _Call = SendLetter | ReceiveLetter

@@ -218,8 +218,12 @@ class OutputArenas(_Held):
         lent_bytes = sum(lent.nbytes for lent in self._trainers.values())
         if len(self._trainers) >= MAX_LENT or lent_bytes + arena.nbytes > self._most_lent_bytes:
             return False
-        self._trainers[arena.number] = arena
+        self.give(arena)
         return True
+
+    def give(self, arena: Arena) -> None:
+        """Let the trainer hold it too, in any case."""
+        self._trainers[arena.number] = arena
 
     def take_gone(self) -> tuple[int, ...]:
         """The numbers of arenas closed since the last call: the trainer shall unmap them."""
