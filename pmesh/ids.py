@@ -25,6 +25,11 @@ Slot = NewType("Slot", int)
 """The number of a trainer's connection within one incarnation of its agent."""
 
 
+MAX_COUNTER = 2**62
+"""No epoch has a higher counter. It grows by 2^20 a message at most, however a member lies: so it
+never comes near this (`pmesh.core.reach`)."""
+
+
 class Member(NamedTuple):
     """One process start of one node."""
 
@@ -35,8 +40,8 @@ class Member(NamedTuple):
 class Epoch(NamedTuple):
     """The name of a view, totally ordered; two proposals never share one (V1)."""
 
-    counter: Annotated[int, Meta(ge=1, le=2**32 - 1)]
-    """Grows with each proposal; it travels as 32 bits in a record's header."""
+    counter: Annotated[int, Meta(ge=1, le=MAX_COUNTER)]
+    """Grows with each proposal."""
     leader: Annotated[NodeId, Meta(min_length=32, max_length=32)]
     incarnation: Annotated[Incarnation, Meta(ge=1, le=2**63 - 1)]
 

@@ -5,7 +5,8 @@ In the order in which things pass through them:
 who is who      identity (node key, mesh key), certificates (the mesh's authority)
 finding         advertisement (what mDNS carries), addresses (whom to try first), dialling (when)
 at the door     first_bytes (link, lane or garbage), greeting (the first message of any version)
-on a link       framing (lengths), messages (what is said), health (who is here)
+on a link       framing (lengths), messages (what is said), validation (what no honest member would
+                say), health (who is here)
 views           views (the values), standing (what one member knows), agreement (what follows from
                 a message), proposals (the leader's half), rosters (jobs in a view change),
                 op_outcomes (their ops), quorum (which side may go on), topology (the order

@@ -47,6 +47,7 @@ from pmesh.core.standing import (
     hear_each_other,
     hears_me,
 )
+from pmesh.core.validation import check_message
 from pmesh.core.views import Seat, View
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Member, NodeId
@@ -63,6 +64,7 @@ def hear(
     state: State, sender: Member, message: AgreementMessage, facts: Facts, *, now: float
 ) -> Step:
     """A message from an authenticated peer. ProtocolError: no honest member would send it."""
+    check_message(sender, message)
     return _consider(_receive(state, sender, message, facts, now), facts, now)
 
 
@@ -118,7 +120,7 @@ def _receive(  # noqa: C901, PLR0911 - one arm for each message
         case Superseded():
             return _leave_if_superseded(state, sender, message.view, now)
         case Commit():
-            return _receive_commit(state, sender, message, now)
+            return _receive_commit(state, message, now)
         case Leaving():
             return Step(state)  # the driver calls `lose`: it knows that the link ends
         case _:
@@ -158,8 +160,8 @@ def _receive_view(state: State, sender: Member, view: View, now: float) -> Step:
 def _receive_proposal(
     state: State, sender: Member, message: Propose, facts: Facts, now: float
 ) -> Step:
-    if message.epoch[1:] != sender or state.me not in message.members:
-        raise ProtocolError("a proposal in another's name, or sent to one whom it leaves out")
+    if state.me not in message.members:
+        raise ProtocolError("a proposal sent to a machine that it leaves out")
     if message.epoch == state.promised:  # delivered twice
         return Step(state)
     if message.epoch < state.promised:  # V1: a proposal must exceed the promise
@@ -268,18 +270,14 @@ def _keeps_its_place(seat: Seat, view: View) -> bool:
     return later is not None and later.admitted == seat.admitted
 
 
-def _receive_commit(state: State, sender: Member, message: Commit, now: float) -> Step:
+def _receive_commit(state: State, message: Commit, now: float) -> Step:
     view = message.view
-    if view.epoch[1:] != sender or state.me not in view.members:
-        raise ProtocolError("a commit in another's name, or sent to one whom it leaves out")
-    if len(message.costs) != len(view.seats) or {len(row) for row in message.costs} != {
-        len(view.seats)
-    }:
-        raise ProtocolError("a commit whose costs do not fit its members")
-    if proposals.ring_order(view.members, message.costs) != view.members:
-        raise ProtocolError("a commit whose ring does not follow from its costs")
+    if state.me not in view.members:
+        raise ProtocolError("a commit sent to a machine that it leaves out")
     if view.epoch != state.promised or state.flushed_at is None:  # V1: only what was promised
         return Step(state)
+    if proposals.ring_order(view.members, message.costs) != view.members:
+        raise ProtocolError("a commit whose ring does not follow from its costs")
     return _install(state, view, now)
 
 

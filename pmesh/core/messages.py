@@ -1,7 +1,7 @@
 """Control messages between two agents, as they travel on a link.
 
 MessagePack arrays, tagged by a short number; msgspec validates them while it decodes. What a
-message means is decided in `pmesh.core.agreement` (views), `pmesh.core.lane_offers` (lanes) and
+message means is decided in `pmesh.core.agreement` (views), `pmesh.agent.lane_desk` (lanes) and
 `pmesh.net.links` (Hello).
 """
 
@@ -10,16 +10,34 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from pmesh.core.views import Terms, Verdict, View
+from pmesh.core.views import (
+    MAX_MEMBERS,
+    MAX_TRAINERS,
+    Id,
+    Ids,
+    Job,
+    Name,
+    Op,
+    RosterNumber,
+    Terms,
+    Verdict,
+    View,
+)
 from pmesh.errors import ProtocolError
-from pmesh.ids import Epoch, Incarnation, JobName, Member, OpNumber, Slot, TrainerId
+from pmesh.ids import Epoch, Incarnation, Member, Slot
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; more is an attack
 
-_Name = Annotated[str, Meta(max_length=64)]
-_Job = Annotated[JobName, Meta(max_length=64)]
+MAX_TOLD = 1024  # of anything that one member tells about its own jobs in one message
+
+_OpOrNone = Annotated[int, Meta(ge=-1, le=2**62)]
+_Cost = Annotated[int, Meta(ge=0, le=1000)]  # half octaves of microseconds: 126 for 2^63
+_CostRow = Annotated[tuple[_Cost, ...], Meta(max_length=MAX_MEMBERS)]
+_Count = Annotated[int, Meta(ge=0, le=2**62)]
+_Microseconds = Annotated[int, Meta(ge=0, le=2**62)]
+_Seats = Annotated[tuple[Member, ...], Meta(max_length=MAX_MEMBERS)]
 _Key = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
@@ -41,29 +59,29 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 class Hello(_Message, frozen=True, tag=1):
     """The first message on a link, from both sides."""
 
-    protocol: int
+    protocol: Annotated[int, Meta(ge=0, le=2**16 - 1)]
     member: Member
-    name: _Name
+    name: Name
     """What the user calls the machine."""
-    addresses: tuple[Address, ...] = ()
+    addresses: Annotated[tuple[Address, ...], Meta(max_length=MAX_TOLD)] = ()
     """Where others can dial the sender."""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
     """What a rank called as an op; all ranks must have called the same (I5, O8)."""
 
-    kind: _Name
-    dtype: _Name
-    shape: tuple[int, ...]
-    reduction: _Name = ""
-    root: int = -1
-    compression: _Name = ""
-    tree: _Name = ""
+    kind: Name
+    dtype: Name
+    shape: Annotated[tuple[_Count, ...], Meta(max_length=64)]
+    reduction: Name = ""
+    root: Annotated[int, Meta(ge=-1, le=MAX_TRAINERS)] = -1
+    compression: Name = ""
+    tree: Name = ""
     """For a bucket of a tree: a digest of all its paths, shapes and dtypes, because trees that
     differ may well have buckets of one size (I5)."""
-    receivers: tuple[int, ...] = ()
+    receivers: Annotated[tuple[_Count, ...], Meta(max_length=MAX_TRAINERS)] = ()
     """Of a broadcast: the ranks that lack the root's values; none named: all but the root."""
-    strategy: _Name = ""
+    strategy: Name = ""
     """How an all-reduce is to run: one of `pmesh.core.costs`; none named: as the costs say."""
 
     def __str__(self) -> str:
@@ -79,11 +97,11 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 class OpReport(msgspec.Struct, frozen=True, array_like=True):
     """What one rank knows of an op that is not yet stable."""
 
-    op: OpNumber
+    op: Op
     call: Call
     completed: bool = False
     verdict: Verdict | None = None
-    contributors: tuple[TrainerId, ...] = ()
+    contributors: Ids = ()
     """As in `OpOutcome`, once it has ended."""
     holds: bool = True
     """Once it has completed: it has the result too, which a broadcast does not bring to all."""
@@ -94,36 +112,36 @@ class OpReport(msgspec.Struct, frozen=True, array_like=True):
 class RankReport(msgspec.Struct, frozen=True, array_like=True):
     """The flush answer's part for one rank of a job (V3)."""
 
-    trainer: TrainerId
-    stable: int
+    trainer: Id
+    stable: _OpOrNone
     """Every op up to this one has ended at all ranks; -1 before the first."""
-    ops: tuple[OpReport, ...]
+    ops: Annotated[tuple[OpReport, ...], Meta(max_length=MAX_TOLD)]
 
 
 class JobReport(msgspec.Struct, frozen=True, array_like=True):
     """The flush answer's part for one job: its identity, and each local rank's ops."""
 
-    job: _Job
+    job: Job
     born: Epoch
-    number: int
+    number: RosterNumber
     fenced: bool
     """Nothing of this roster's number reaches a trainer any more."""
-    ranks: tuple[RankReport, ...]
+    ranks: Annotated[tuple[RankReport, ...], Meta(max_length=MAX_TRAINERS)]
 
 
 class RankMarks(msgspec.Struct, frozen=True, array_like=True):
     """How far a rank has come, on every heartbeat: the stable mark is made of these (O2)."""
 
-    job: _Job
-    number: int
-    trainer: TrainerId
-    started: int
+    job: Job
+    number: RosterNumber
+    trainer: Id
+    started: _OpOrNone
     """The highest op started; -1 before the first."""
-    completed: int
+    completed: _OpOrNone
     """Every op up to this one has ended; -1 before the first."""
-    fingerprint: int = 0
+    fingerprint: Annotated[int, Meta(ge=0)] = 0
     """Of the call of op `started` (O8), 0 for none: compared even where no data flows."""
-    synced: int = -1
+    synced: _OpOrNone = -1
     """The last op that was a `sync`, in which others may enter (O6); -1 before the first."""
     stopped: bool = False
     """The trainer's process has been stopped, as by SIGSTOP: it is not merely computing."""
@@ -132,30 +150,30 @@ class RankMarks(msgspec.Struct, frozen=True, array_like=True):
 class Waiting(msgspec.Struct, frozen=True, array_like=True):
     """A trainer that waits for its job to begin, or in a `sync` to enter it (O6)."""
 
-    job: _Job
-    slot: Slot
-    wait_for: int
+    job: Job
+    slot: Annotated[Slot, Meta(ge=0, le=2**62)]
+    wait_for: Annotated[int, Meta(ge=1, le=MAX_TRAINERS)]
     terms: Terms = Terms()
 
 
 class Concern(msgspec.Struct, frozen=True, array_like=True):
     """Something that only a view change can settle: a request to the leader (O3)."""
 
-    job: _Job
+    job: Job
     born: Epoch
-    number: int
+    number: RosterNumber
     """The roster's number when the concern arose; a higher one has settled it."""
     verdict: Verdict | None
     """What the op concerned shall fail with, or who is lost and why; None: the op runs again, over
     new lanes, and if it is a `sync` then with those who wait to enter (O6)."""
-    op: int = -1
+    op: _OpOrNone = -1
     """The op concerned; -1 when ranks are lost."""
 
 
 class KnownPrimary(msgspec.Struct, frozen=True, array_like=True):
     """The last roster with a quorum that its sender knows of a job, perhaps from before (V10)."""
 
-    job: _Job
+    job: Job
     born: Epoch
     epoch: Epoch
     in_force: bool = False
@@ -173,18 +191,21 @@ class Heartbeat(_Message, frozen=True, tag=2):
     """It is the most senior of its view that it can hear."""
     needs_epoch: bool
     """It has been flushed for too long and asks for a new proposal (V6)."""
-    heard: dict[Incarnation, int]
+    heard: Annotated[
+        dict[Annotated[Incarnation, Meta(ge=1, le=2**63 - 1)], _Microseconds],
+        Meta(max_length=MAX_TOLD),
+    ]
     """Whom it hears (V5), with the round trip in microseconds, 0 while unknown."""
-    waiting: tuple[Waiting, ...] = ()
-    concerns: tuple[Concern, ...] = ()
-    marks: tuple[RankMarks, ...] = ()
-    sent_us: int = 0
+    waiting: Annotated[tuple[Waiting, ...], Meta(max_length=MAX_TOLD)] = ()
+    concerns: Annotated[tuple[Concern, ...], Meta(max_length=MAX_TOLD)] = ()
+    marks: Annotated[tuple[RankMarks, ...], Meta(max_length=MAX_TOLD)] = ()
+    sent_us: _Microseconds = 0
     """The sender's monotonic clock; only the sender reads it again."""
-    echo_us: int = 0
+    echo_us: _Microseconds = 0
     """The last `sent_us` that came from the receiver."""
-    held_us: int = 0
+    held_us: _Microseconds = 0
     """How long ago that was."""
-    in_force: tuple[KnownPrimary, ...] = ()
+    in_force: Annotated[tuple[KnownPrimary, ...], Meta(max_length=MAX_TOLD)] = ()
     """Of the jobs in its view: others may have missed what the sender has seen (V10)."""
 
 
@@ -214,10 +235,10 @@ class Propose(_Message, frozen=True, tag=6):
     epoch: Epoch
     base: View
     """The view that the leader has installed."""
-    members: tuple[Member, ...]
-    continuing: tuple[Member, ...]
+    members: _Seats
+    continuing: _Seats
     """Those of `members` that the leader takes to be of its lineage."""
-    jobs: tuple[_Job, ...]
+    jobs: Annotated[tuple[Job, ...], Meta(max_length=MAX_TOLD)]
     """Whose ops must stop; the others run on (V7)."""
 
 
@@ -225,13 +246,13 @@ class Flushed(_Message, frozen=True, tag=7):
     """A promise: nothing below this epoch will be installed or, for its jobs, delivered."""
 
     epoch: Epoch
-    name: _Name
+    name: Name
     """What the user calls the sender's machine."""
     view: View
     """What the sender has installed."""
-    jobs: tuple[JobReport, ...]
-    waiting: tuple[Waiting, ...] = ()
-    primaries: tuple[KnownPrimary, ...] = ()
+    jobs: Annotated[tuple[JobReport, ...], Meta(max_length=MAX_TOLD)]
+    waiting: Annotated[tuple[Waiting, ...], Meta(max_length=MAX_TOLD)] = ()
+    primaries: Annotated[tuple[KnownPrimary, ...], Meta(max_length=MAX_TOLD)] = ()
     """Only of jobs that ask for a quorum."""
 
 
@@ -258,7 +279,7 @@ class Commit(_Message, frozen=True, tag=11):
     """The decision. Install it if its epoch is what you promised (V1)."""
 
     view: View
-    costs: tuple[tuple[int, ...], ...]
+    costs: Annotated[tuple[_CostRow, ...], Meta(max_length=MAX_MEMBERS)]
     """What the ring was planned from: a row for each member in the order of `sorted`."""
 
 
@@ -270,17 +291,18 @@ class OfferLane(_Message, frozen=True, tag=20):
     """The sender of an edge's data offers a lane: one key for each direction, used once."""
 
     lane: Annotated[bytes, Meta(min_length=16, max_length=16)]
-    job: _Job
+    job: Job
     born: Epoch
-    number: int
-    sender: TrainerId
-    receiver: TrainerId
+    number: RosterNumber
+    sender: Id
+    receiver: Id
     key: _Key
     """Seals what the offering side writes."""
     return_key: _Key
     """Seals what the accepting side writes: its proof of having read this offer."""
-    op: int = -1
-    """-1: the ring edge. Else the lane brings the retained output of this op (O2)."""
+    op: Annotated[int, Meta(ge=-(2**62), le=2**62)] = -1
+    """-1: the ring edge; below that the lanes of messages between two ranks. Else the lane brings
+    the retained output of this op (O2)."""
     dial: bool = False
     """The receiver of this message dials; otherwise the sender does."""
 
@@ -288,12 +310,12 @@ class OfferLane(_Message, frozen=True, tag=20):
 class AskResult(_Message, frozen=True, tag=21):
     """A survivor that missed the end of an op asks a holder for its result (O2)."""
 
-    job: _Job
+    job: Job
     born: Epoch
-    number: int
-    op: OpNumber
-    holder: TrainerId
-    receiver: TrainerId
+    number: RosterNumber
+    op: Op
+    holder: Id
+    receiver: Id
 
 
 class Letter(msgspec.Struct, frozen=True, array_like=True):
@@ -301,19 +323,19 @@ class Letter(msgspec.Struct, frozen=True, array_like=True):
 
     tag: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     """Only a receive of the same tag takes it."""
-    dtype: _Name
-    shape: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=64)]
-    nbytes: Annotated[int, Meta(ge=0)]
+    dtype: Name
+    shape: Annotated[tuple[_Count, ...], Meta(max_length=64)]
+    nbytes: _Count
 
 
 class LetterAddress(msgspec.Struct, frozen=True, array_like=True):
     """Which letter of a job: no two ever have the same address, whatever views come (O4)."""
 
-    job: _Job
+    job: Job
     born: Epoch
-    sender: TrainerId
-    receiver: TrainerId
-    sequence: Annotated[int, Meta(ge=0)]
+    sender: Id
+    receiver: Id
+    sequence: _Count
     """Its number among all from this sender to this receiver, from 0, whatever their tags."""
 
 
@@ -327,20 +349,20 @@ class AnnounceLetter(LetterMessage, frozen=True, tag=23):
     """The sender keeps a letter for the receiver; said again and again until it is settled."""
 
     letter: Letter
-    first: int
+    first: _Count
     """Every letter of this pair below this number is settled: delivered, or withdrawn."""
-    before: int
+    before: _OpOrNone
     """The one of the same tag to be delivered before it; -1 if all of them are settled."""
 
 
 class AskLetter(LetterMessage, frozen=True, tag=24):
     """The receiver has somebody who waits for the letter: its values may come."""
 
-    number: int
+    number: RosterNumber
     """The roster's, as in OfferLane."""
-    lane: Annotated[int, Meta(ge=0)]
+    lane: _Count
     """Which of the lanes that this pair has one after the other under this number; from 0."""
-    transfer: Annotated[int, Meta(ge=0)]
+    transfer: _Count
     """Its place among the letters on this lane, from 0."""
 
 
@@ -355,7 +377,7 @@ class LetterWithdrawn(LetterMessage, frozen=True, tag=26):
 class KnownPeers(_Message, frozen=True, tag=22):
     """Whom the sender has links with, and where they listen: one address meets everyone."""
 
-    peers: tuple[Hello, ...]
+    peers: Annotated[tuple[Hello, ...], Meta(max_length=MAX_TOLD)]
 
 
 AgreementMessage: TypeAlias = (

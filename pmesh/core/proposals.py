@@ -20,7 +20,7 @@ from pmesh.core.standing import (
     needs_epoch,
 )
 from pmesh.core.topology import Costs, measure_costs, measured_graph, plan_ring
-from pmesh.core.views import Seat, View
+from pmesh.core.views import MAX_MEMBERS, Seat, View
 from pmesh.ids import Epoch, Member
 
 
@@ -31,7 +31,7 @@ def propose(state: State, facts: Facts, now: float) -> Propose | None:
     if _someone_else_leads(state, now) or _others_may_still_hear_our_leader(state, now):
         return None
     kept = _clique(state, (state.me,), continuing_members(state, now)[1:], now)
-    joined = _clique(state, kept, _candidates(state, now), now)[len(kept) :]
+    joined = _clique(state, kept, _candidates(state, now), now)[len(kept) : MAX_MEMBERS]
     joined = _whole_views(state, joined, now)
     jobs = rosters.jobs_to_settle(
         state.view, kept, known_concerns(state, facts), _known_waiting(state, facts, kept + joined)

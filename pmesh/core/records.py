@@ -1,6 +1,6 @@
 """Lane records: a header in clear, a body sealed with AES-256-GCM; buffers in, buffers out.
 
-    bytes   0        4        8       16       20            28          36      36+body      +16
+    bytes   0        4        12      20       24            32          40      40+body      +16
             │ body   │ roster │ op    │ segment│ fingerprint │ completed │ sealed body │ tag │
             └────────────────── header, authenticated ───────────────────┘
 
@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from pmesh.core.messages import Call
 from pmesh.errors import ProtocolError
 
-_HEADER = struct.Struct(">IIQIQq")
+_HEADER = struct.Struct(">IQQIQq")
 HEADER_BYTES = _HEADER.size
 TAG_BYTES = 16
 OVERHEAD_BYTES = HEADER_BYTES + TAG_BYTES

@@ -14,7 +14,7 @@ from pmesh.core.op_outcomes import (
     resolve_ops,
 )
 from pmesh.core.quorum import Voters, has_majorities, may_run, needed_voters
-from pmesh.core.views import Primary, Roster, Terms, Trainer, Verdict, View
+from pmesh.core.views import MAX_JOBS, MAX_TRAINERS, Primary, Roster, Terms, Trainer, Verdict, View
 from pmesh.ids import Epoch, JobName, Member, OpNumber, Slot, TrainerId
 
 
@@ -48,7 +48,7 @@ def jobs_to_settle(
     }
     known = {roster.job for roster in view.rosters}
     ready = {job for job in _ready_jobs(waiting) if job not in known}
-    return tuple(sorted(running | ready))
+    return tuple(sorted(running | (ready if len(known) < MAX_JOBS else set())))
 
 
 def jobs_to_vote_on(view: View, known: Collection[KnownPrimary]) -> tuple[JobName, ...]:
@@ -70,7 +70,7 @@ def next_rosters(
     rosters = {job: max(several, key=_History.weight).roster for job, several in histories.items()}
     waiting = {member: change.answers[member].waiting for member in change.ring}
     for job in _ready_jobs(waiting):
-        if job not in rosters:
+        if job not in rosters and len(rosters) < MAX_JOBS:
             rosters[job] = _first_roster(job, change, waiting)
     return tuple(rosters[job] for job in sorted(rosters))
 
@@ -208,6 +208,7 @@ def _let_in(roster: Roster, known: Knowledge, change: Change) -> Roster:
         return roster
     inside = {(trainer.member, trainer.slot) for trainer in roster.trainers}
     slots = [slot for slot in _slots_waiting(roster.job, waiting) if slot not in inside]
+    slots = slots[: MAX_TRAINERS - len(roster.trainers)]
     entering = _enter(slots, op, roster.next_id, change)
     return msgspec.structs.replace(
         roster,
@@ -263,7 +264,9 @@ def _first_roster(
     job: JobName, change: Change, waiting: Mapping[Member, Sequence[Waiting]]
 ) -> Roster:
     """Ranks are the view's ring order restricted to the job, a machine's trainers side by side."""
-    trainers = _enter(_slots_waiting(job, waiting), OpNumber(0), TrainerId(0), change)
+    trainers = _enter(
+        _slots_waiting(job, waiting)[:MAX_TRAINERS], OpNumber(0), TrainerId(0), change
+    )
     return Roster(
         job=job,
         born=change.epoch,

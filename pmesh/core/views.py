@@ -5,30 +5,44 @@ Values only. How a view comes about is `pmesh.core.agreement`.
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Literal, Self
+from typing import Annotated, Literal, Self, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
-from pmesh.ids import Epoch, JobName, Member, OpNumber, Rank, Slot, TrainerId
+from pmesh.ids import MAX_COUNTER, Epoch, JobName, Member, OpNumber, Rank, Slot, TrainerId
+
+MAX_MEMBERS = 64  # a mesh at home has 8
+MAX_TRAINERS = 1024  # of one job
+MAX_JOBS = 256  # no more begin while so many run in the view, groups of ranks included
+
+# What travels is bounded where it is read. Numbers stay far enough below 2^63 to count on from.
+Name: TypeAlias = Annotated[str, Meta(max_length=64)]
+Job: TypeAlias = Annotated[JobName, Meta(max_length=64)]
+Op: TypeAlias = Annotated[OpNumber, Meta(ge=0, le=2**62)]
+Id: TypeAlias = Annotated[TrainerId, Meta(ge=0, le=2**62)]
+Ids: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_TRAINERS)]
+Members: TypeAlias = Annotated[tuple[Member, ...], Meta(max_length=MAX_TRAINERS)]
+RosterNumber: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_COUNTER)]
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
     """Why an op or a job failed, in a form that travels; the same for all ranks (O3)."""
 
-    error: str
+    error: Name
     """The name of a class in `pmesh.errors`."""
-    message: str
-    trainers: tuple[TrainerId, ...] = ()
+    message: Annotated[str, Meta(max_length=64 * 1024)]
+    trainers: Ids = ()
     """Those at fault: lost, late, or calling something else."""
 
 
 class OpOutcome(msgspec.Struct, frozen=True, array_like=True):
     """How a view change resolved one op that was not yet stable (I4)."""
 
-    op: OpNumber
-    contributors: tuple[TrainerId, ...]
+    op: Op
+    contributors: Ids
     """In ring order: whose values are in the result, or who was left when it failed (O5)."""
-    holders: tuple[TrainerId, ...] = ()
+    holders: Ids = ()
     """Who completed it and holds its result; empty when it failed."""
     verdict: Verdict | None = None
     """Why it failed; None when it completed."""
@@ -37,19 +51,19 @@ class OpOutcome(msgspec.Struct, frozen=True, array_like=True):
 class Trainer(msgspec.Struct, frozen=True, array_like=True):
     """A training process: the connection `slot` of one agent's incarnation."""
 
-    id: TrainerId
+    id: Id
     member: Member
-    slot: Slot
-    name: str
+    slot: Annotated[Slot, Meta(ge=0, le=2**62)]
+    name: Name
     """Of its machine, for messages."""
-    enters: OpNumber = OpNumber(0)
+    enters: Op = OpNumber(0)
     """Its first op: a job's first, or the `sync` in which it has entered (O6)."""
 
 
 class Terms(msgspec.Struct, frozen=True, array_like=True):
     """What the trainers of a job have asked for; where they differ, the strictest holds for all."""
 
-    min_ranks: int = 1
+    min_ranks: Annotated[int, Meta(ge=1, le=MAX_TRAINERS)] = 1
     """With fewer, ops wait for somebody to come back."""
     on_loss: Literal["continue", "raise"] = "continue"
     """Whether an op in flight goes on among the survivors, or fails with RankLost."""
@@ -69,9 +83,9 @@ class Primary(msgspec.Struct, frozen=True, array_like=True):
     """The last roster of a job that had a quorum (V10)."""
 
     epoch: Epoch
-    voters: tuple[Member, ...]
+    voters: Members
     """The machines of its trainers, in the order of their entering."""
-    needed: tuple[tuple[Member, ...], ...] = ()
+    needed: Annotated[tuple[Members, ...], Meta(max_length=MAX_TRAINERS)] = ()
     """The voters of whom a majority each has let it go on. Ops run once as many are seen to have
     installed it; at once if none were needed, as for a job's first."""
 
@@ -79,16 +93,16 @@ class Primary(msgspec.Struct, frozen=True, array_like=True):
 class Roster(msgspec.Struct, frozen=True, array_like=True):
     """The trainers of a job in ring order: rank i sends to rank i + 1."""
 
-    job: JobName
+    job: Job
     born: Epoch
     """The view in which the job began: with the name, the job's identity."""
-    number: int
+    number: RosterNumber
     """The counter of the epoch that last resolved its ops: it grows, also from one job to the
     next of the same name, and lanes carry it (V4)."""
-    trainers: tuple[Trainer, ...]
+    trainers: Annotated[tuple[Trainer, ...], Meta(max_length=MAX_TRAINERS)]
     """Rank 0 is the one that has been in the job for the longest time."""
     primary: Primary
-    next_id: TrainerId
+    next_id: Id
     """For the next trainer that enters."""
     terms: Terms = Terms()
     quorate: bool = True
@@ -129,7 +143,7 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
     """One member's place in a view."""
 
     member: Member
-    name: str
+    name: Name
     admitted: Epoch
     """The epoch in which it joined this lineage: earlier is more senior."""
     previous: Epoch | None
@@ -140,9 +154,9 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """What the members agree on; installed views with one epoch are identical (I1)."""
 
     epoch: Epoch
-    seats: tuple[Seat, ...]
+    seats: Annotated[tuple[Seat, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
     """In ring order."""
-    rosters: tuple[Roster, ...] = ()
+    rosters: Annotated[tuple[Roster, ...], Meta(max_length=4 * MAX_JOBS)] = ()
 
     @cached_property  # these two are asked for at each message
     def members(self) -> tuple[Member, ...]:

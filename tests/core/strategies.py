@@ -34,8 +34,9 @@ def _strategy(info: inspect.Type) -> Strategy:  # noqa: C901, PLR0911 - one arm 
             return st.binary(min_size=shortest or 0, max_size=longest or LONGEST_TEXT)
         case inspect.LiteralType(values=values):
             return st.sampled_from(values)
-        case inspect.VarTupleType(item_type=item):
-            return st.lists(_strategy(item), max_size=LONGEST_TUPLE).map(tuple)
+        case inspect.VarTupleType(item_type=item, min_length=shortest):
+            items = st.lists(_strategy(item), min_size=shortest or 0, max_size=LONGEST_TUPLE)
+            return items.map(tuple)
         case inspect.DictType(key_type=key, value_type=value):
             return st.dictionaries(_strategy(key), _strategy(value), max_size=LONGEST_TUPLE)
         case inspect.UnionType(types=types):

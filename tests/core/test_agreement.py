@@ -137,7 +137,9 @@ class TestAHeartbeat:
     @pytest.mark.parametrize(
         ("sender", "view"),
         [
-            pytest.param(ANNA, make_view(4, ANNA, CARA, previous=TRIO.epoch), id="a lower epoch"),
+            pytest.param(
+                ANNA, make_view(4, ANNA, CARA, previous=make_epoch(3)), id="a lower epoch"
+            ),
             pytest.param(ANNA, make_view(9, ANNA, BERT, previous=TRIO.epoch), id="we have a seat"),
             pytest.param(DORA, make_view(9, ANNA, DORA, previous=TRIO.epoch), id="of a stranger"),
             pytest.param(ANNA, make_view(9, ANNA, CARA, previous=make_epoch(4)), id="another line"),

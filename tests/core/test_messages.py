@@ -108,9 +108,9 @@ def test_values_beyond_their_limits_are_refused(message: LinkMessage) -> None:
         decode_untrusted(encode(message))
 
 
-def test_the_bytes_of_version_five_do_not_change_unnoticed() -> None:
+def test_the_bytes_of_version_six_do_not_change_unnoticed() -> None:
     nobody = Member(NodeId(b"n"), Incarnation(7))
-    assert messages.PROTOCOL_VERSION == 5
+    assert messages.PROTOCOL_VERSION == 6
     assert encode(Hello(1, nobody, "mac", (Address("h", 9),))).hex() == (
         "95 01 01 92 c4 01 6e 07 a3 6d6163 91 92 a1 68 09".replace(" ", "")
     )
@@ -138,7 +138,7 @@ def test_the_bytes_of_version_five_do_not_change_unnoticed() -> None:
     ]
 
 
-def test_the_tags_are_those_of_version_five() -> None:
+def test_the_tags_are_those_of_version_six() -> None:
     tags = {kind.__struct_config__.tag: kind.__name__ for kind in KINDS}
     assert tags == {
         1: "Hello",

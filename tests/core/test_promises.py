@@ -47,6 +47,8 @@ from tests.core.builders import (
 )
 from tests.core.one_member import BERTS, CARA_LOST_ANNA, NOW, TRIO, commit, promising, sent, told
 
+CARAS = all_hearing_each_other(CARA, TRIO, ANNA, BERT)
+
 
 class TestAProposalIsAnswered:
     PROPOSAL = make_proposal(ANNA, 6, TRIO, ANNA, BERT, CARA)
@@ -96,11 +98,12 @@ class TestAProposalIsAnswered:
         """V1: a later promise replaces the earlier one, and ends an attempt of one's own."""
         leading = lose(CARA_LOST_ANNA, ANNA.node, "closed", Facts(), now=NOW).state
         assert leading.proposal is not None
-        step = told(leading, CARA, make_proposal(CARA, 9, TRIO, BERT, CARA))
+        base = make_view(6, CARA, BERT, previous=TRIO.epoch)
+        step = told(leading, CARA, make_proposal(CARA, 9, base, CARA, BERT))
         assert step.state.promised == make_epoch(9, CARA)
         assert step.state.proposal is None
 
-    @pytest.mark.parametrize("counter", [5, 7])
+    @pytest.mark.parametrize("counter", [6, 7])
     def test_with_a_refusal_that_carries_the_promise_if_that_is_higher(self, counter: int) -> None:
         """V1: a proposal must exceed the promise, not only what is installed."""
         state = promising(8)
@@ -122,29 +125,30 @@ class TestAProposalIsAnswered:
         assert step.state.promised == make_epoch(9, DORA)
 
     def test_with_a_veto_if_it_passes_over_a_senior_who_is_heard(self) -> None:
-        step = told(BERTS, CARA, make_proposal(CARA, 6, TRIO, CARA, BERT))
-        assert sent(step) == [(CARA, Veto(make_epoch(6, CARA)))]
-        assert step.state == BERTS
+        step = told(CARAS, BERT, make_proposal(BERT, 6, TRIO, BERT, CARA))
+        assert sent(step) == [(BERT, Veto(make_epoch(6, BERT)))]
+        assert step.state == CARAS
 
     def test_without_a_veto_if_that_senior_is_not_heard(self) -> None:
-        state = all_hearing_each_other(BERT, TRIO, CARA)
+        state = all_hearing_each_other(CARA, TRIO, BERT)
         step = told(
-            replace(state, quiet_until=NOW + 9), CARA, make_proposal(CARA, 6, TRIO, CARA, BERT)
+            replace(state, quiet_until=NOW + 9), BERT, make_proposal(BERT, 6, TRIO, BERT, CARA)
         )
-        assert step.state.promised == make_epoch(6, CARA)
+        assert step.state.promised == make_epoch(6, BERT)
 
     def test_without_a_veto_if_that_senior_has_gone_another_way(self) -> None:
         elsewhere = make_view(7, ANNA, DORA)
-        anna = make_peer(ANNA, elsewhere, make_heartbeat(elsewhere, BERT))
-        cara = BERTS.peers[CARA.node]
-        state = replace(make_state(BERT, TRIO, anna, cara), quiet_until=NOW + 9)
-        step = told(state, CARA, make_proposal(CARA, 8, TRIO, CARA, BERT))
-        assert step.state.promised == make_epoch(8, CARA)
+        anna = make_peer(ANNA, elsewhere, make_heartbeat(elsewhere, CARA))
+        bert = CARAS.peers[BERT.node]
+        state = replace(make_state(CARA, TRIO, anna, bert), quiet_until=NOW + 9)
+        step = told(state, BERT, make_proposal(BERT, 8, TRIO, BERT, CARA))
+        assert step.state.promised == make_epoch(8, BERT)
 
     def test_without_a_veto_if_the_senior_who_is_passed_over_is_oneself(self) -> None:
-        """One who asks to lead the others does not lack a leader."""
-        step = told(BERTS, CARA, make_proposal(CARA, 6, TRIO, CARA, BERT, ANNA))
-        assert step.state.promised == make_epoch(6, CARA)
+        """The proposer's view has another order: one whom it asks does not lack a leader."""
+        base = make_view(6, CARA, BERT, ANNA, previous=TRIO.epoch)
+        step = told(BERTS, CARA, make_proposal(CARA, 7, base, CARA, BERT, ANNA))
+        assert step.state.promised == make_epoch(7, CARA)
 
     def test_by_a_newcomer_if_the_view_that_takes_it_in_is_heavier(self) -> None:
         anna = make_peer(ANNA, TRIO, make_heartbeat(TRIO, DORA))
@@ -165,19 +169,24 @@ class TestAProposalIsAnswered:
         assert sent(step) == [(ANNA, Veto(make_epoch(6)))]
 
     @pytest.mark.parametrize(
-        ("sender", "proposal"),
+        ("sender", "proposal", "why"),
         [
-            pytest.param(CARA, PROPOSAL, id="in another's name"),
+            pytest.param(CARA, PROPOSAL, "another's name", id="in another's name"),
             pytest.param(
-                make_member("a", incarnation=99), PROPOSAL, id="in the name of a former process"
+                make_member("a", incarnation=99),
+                PROPOSAL,
+                "another's name",
+                id="in the name of a former process",
             ),
-            pytest.param(ANNA, make_proposal(ANNA, 6, TRIO, ANNA, CARA), id="not meant for us"),
+            pytest.param(
+                ANNA, make_proposal(ANNA, 6, TRIO, ANNA, CARA), "leaves out", id="not meant for us"
+            ),
         ],
     )
     def test_with_a_protocol_error_if_no_honest_leader_would_send_it(
-        self, sender: Member, proposal: Propose
+        self, sender: Member, proposal: Propose, why: str
     ) -> None:
-        with pytest.raises(ProtocolError, match="in another's name, or sent to one whom it leaves"):
+        with pytest.raises(ProtocolError, match=why):
             told(BERTS, sender, proposal)
 
 

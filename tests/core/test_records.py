@@ -45,7 +45,7 @@ def test_bodies_come_out_as_they_went_in_and_in_order(bodies: list[bytes]) -> No
     assert [opened(opener, sealed(sealer, body)) for body in bodies] == bodies
 
 
-@given(st.builds(RecordHeader, st.integers(0, MAX_BODY_BYTES), U32, U64, U32, U64, st.just(-1)))
+@given(st.builds(RecordHeader, st.integers(0, MAX_BODY_BYTES), U64, U64, U32, U64, st.just(-1)))
 def test_a_header_is_read_as_it_was_written(header: RecordHeader) -> None:
     buffer = memoryview(bytearray(header.body_bytes + OVERHEAD_BYTES))
     Sealer(KEY).seal(header, bytes(header.body_bytes), buffer)
@@ -53,10 +53,12 @@ def test_a_header_is_read_as_it_was_written(header: RecordHeader) -> None:
 
 
 def test_the_layout_is_the_documented_one() -> None:
-    assert (HEADER_BYTES, OVERHEAD_BYTES, PREAMBLE_BYTES) == (36, 52, 21)
+    assert (HEADER_BYTES, OVERHEAD_BYTES, PREAMBLE_BYTES) == (40, 56, 21)
     buffer = memoryview(bytearray(OVERHEAD_BYTES))
     Sealer(KEY).seal(RecordHeader(0, 1, 2, 3, 4, -1), b"", buffer)
-    expected = "00000000 00000001 0000000000000002 00000003 0000000000000004 ffffffffffffffff"
+    expected = (
+        "00000000 0000000000000001 0000000000000002 00000003 0000000000000004 ffffffffffffffff"
+    )
     assert buffer[:HEADER_BYTES] == bytes.fromhex(expected)
 
 

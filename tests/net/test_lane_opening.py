@@ -9,7 +9,12 @@ import trio
 import trio.testing
 
 from pmesh.core.messages import OfferLane
-from pmesh.core.records import PREAMBLE_BYTES, Sealer, lane_of_preamble_untrusted
+from pmesh.core.records import (
+    OVERHEAD_BYTES,
+    PREAMBLE_BYTES,
+    Sealer,
+    lane_of_preamble_untrusted,
+)
 from pmesh.errors import LaneBroken
 from pmesh.net.lane_opening import dial_lane, welcome_lane
 from pmesh.net.lanes import Lane
@@ -119,9 +124,9 @@ Opening = Callable[..., Awaitable[Lane]]
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        (bytes(52), "fails authentication"),
-        (b"\xff" * 52, "claims 4294967295 bytes"),
-        (bytes(7) + b"\1" + bytes(44), "fails authentication|out of its place"),
+        (bytes(OVERHEAD_BYTES), "fails authentication"),
+        (b"\xff" * OVERHEAD_BYTES, "claims 4294967295 bytes"),
+        (bytes(7) + b"\1" + bytes(OVERHEAD_BYTES - 8), "fails authentication|out of its place"),
     ],
 )
 async def test_who_does_not_know_the_offer_gets_no_lane(
@@ -170,7 +175,7 @@ async def test_with_a_key_of_another_offer_there_is_no_lane(*, dial: bool, key: 
 async def test_what_is_no_greeting_breaks_the_lane() -> None:
     offer = offer_between(0, 1)
     async with connection() as (ours, theirs):
-        buffer = memoryview(bytearray(52))
+        buffer = memoryview(bytearray(OVERHEAD_BYTES))
         Sealer(offer.key).seal(header(0, op=3), b"", buffer)
         await theirs.send_all(buffer)
         with pytest.raises(LaneBroken, match="mac-9 was never greeted"):

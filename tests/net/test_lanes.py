@@ -132,7 +132,7 @@ async def test_another_call_is_reported_with_the_first_op_that_differs(
 async def test_nobody_is_accused_on_the_word_of_a_forged_header() -> None:
     with raw_receiving_lane() as (peer, lane):
         forged = bytearray(record(header(3), b"..."))
-        forged[27] ^= 1  # the fingerprint
+        forged[31] ^= 1  # the fingerprint
         peer.sendall(forged)
         with pytest.raises(LaneBroken, match="from mac-0 broke: a record fails authentication"):
             await received(lane, header(3))
@@ -143,14 +143,14 @@ async def test_a_record_out_of_its_place_breaks_the_lane_before_its_body_is_read
     sent: RecordHeader,
 ) -> None:
     with raw_receiving_lane() as (peer, lane):
-        peer.sendall(record(sent, b"..."[: sent.body_bytes])[:36])
+        peer.sendall(record(sent, b"..."[: sent.body_bytes])[:HEADER_BYTES])
         with pytest.raises(LaneBroken, match="out of its place"):
             await received(lane, header(3))
 
 
 async def test_a_claim_of_4_gib_breaks_the_lane_before_its_body_is_read() -> None:
     with raw_receiving_lane() as (peer, lane):
-        peer.sendall(b"\xff" * 36)
+        peer.sendall(b"\xff" * HEADER_BYTES)
         with pytest.raises(LaneBroken, match="claims 4294967295 bytes, 1048576 are allowed"):
             await received(lane, header(3))
 
