@@ -26,10 +26,12 @@ from pmesh.core.messages import (
     TellView,
     Veto,
 )
+from pmesh.core.reach import is_within_reach
 from pmesh.core.rosters import keep_local_rosters
 from pmesh.core.standing import (
     BACK_OFF_S,
     JOIN_REQUEST_S,
+    MOST_PROMISES,
     NOTICE_S,
     PATIENCE_S,
     SKIP_S,
@@ -71,7 +73,9 @@ def hear(
 def lose(state: State, node: NodeId, why: str, facts: Facts, *, now: float) -> Step:
     """The peer is gone: its connection is closed and a redial failed, or it fell silent (V6)."""
     peer = state.peers.get(node)
-    losses = state.losses if peer is None else {**state.losses, peer.member: why}
+    losses = state.losses
+    if peer is not None and peer.member in state.view.members:
+        losses = {**losses, peer.member: why}
     proposal = state.proposal
     if proposal is not None and any(member.node == node for member in proposal.message.members):
         proposal = None  # it will not be answered, and may leave out who knew of the loss before us
@@ -116,7 +120,7 @@ def _receive(  # noqa: C901, PLR0911 - one arm for each message
         case Flushed():
             return Step(proposals.collect(state, sender, message))
         case Refuse() | Veto():
-            return Step(_withdraw(state, message, now))
+            return Step(_withdraw(state, sender, message, now))
         case Superseded():
             return _leave_if_superseded(state, sender, message.view, now)
         case Commit():
@@ -128,17 +132,28 @@ def _receive(  # noqa: C901, PLR0911 - one arm for each message
 
 
 def _receive_heartbeat(state: State, sender: Member, beat: Heartbeat, now: float) -> Step:
-    seen = max(state.highest_counter, beat.promised.counter)
     view = _known_view(state, sender.node, beat.view)
     if view is None:
         unplaced = {**state.unplaced, sender.node: beat}
-        state = replace(state, highest_counter=seen, unplaced=unplaced)
-        return Step(state, (Send(sender, AskView(beat.view)),))
+        return Step(replace(state, unplaced=unplaced), (Send(sender, AskView(beat.view)),))
+    seen = _follow_counter(state, beat.promised.counter, view)
     peer = Peer(member=sender, heartbeat=beat, view=view)
     state = replace(state, highest_counter=seen, peers={**state.peers, sender.node: peer})
-    if state.flushed_at is not None and view.epoch == state.promised > state.view.epoch:
-        return _install(state, view, now)  # V6: the commit itself was lost; who has it shows it
+    if (
+        state.flushed_at is not None
+        and view.epoch == state.promised > state.view.epoch
+        and (view.epoch[1:] == sender or view.epoch.leader not in state.peers)
+    ):
+        # V6: the commit itself was lost. Its leader shows it, or if that is gone whoever has it.
+        return _install(state, view, now)
     return _leave_if_superseded(_confirm_primaries(state), sender, view, now)
+
+
+def _follow_counter(state: State, counter: int, shown: View) -> int:
+    """The highest counter seen, this one included; raises ProtocolError if it is out of reach."""
+    if not is_within_reach(state, counter, shown):
+        raise ProtocolError(f"an epoch counter of {counter}, which no honest member reaches")
+    return max(state.highest_counter, counter)
 
 
 def _known_view(state: State, node: NodeId, epoch: Epoch) -> View | None:
@@ -166,6 +181,7 @@ def _receive_proposal(
         return Step(state)
     if message.epoch < state.promised:  # V1: a proposal must exceed the promise
         return Step(state, (Send(sender, Refuse(message.epoch, state.promised)),))
+    _follow_counter(state, message.epoch.counter, message.base)
     if state.me not in message.continuing:
         if message.base.weight <= state.view.weight:
             return Step(state, (Send(sender, Veto(message.epoch)),))
@@ -211,6 +227,7 @@ def _flush(state: State, sender: Member, message: Propose, facts: Facts, now: fl
     state = replace(
         state,
         promised=message.epoch,
+        promises=(*state.promises, message.epoch)[-MOST_PROMISES:],
         highest_counter=max(state.highest_counter, message.epoch.counter),
         flushed_at=now,
     )
@@ -223,9 +240,11 @@ def _fenced(report: JobReport) -> JobReport:
     return msgspec.structs.replace(report, fenced=True)
 
 
-def _withdraw(state: State, answer: Refuse | Veto, now: float) -> State:
+def _withdraw(state: State, sender: Member, answer: Refuse | Veto, now: float) -> State:
     if isinstance(answer, Refuse):
-        seen = max(state.highest_counter, answer.promised.counter)
+        peer = state.peers.get(sender.node)
+        shown = state.view if peer is None else peer.view
+        seen = _follow_counter(state, answer.promised.counter, shown)
         state = replace(state, highest_counter=seen)
     if state.proposal is None or state.proposal.message.epoch != answer.epoch:
         return state
@@ -288,6 +307,7 @@ def _install(state: State, view: View, now: float) -> Step:
     state = replace(
         state,
         view=view,
+        promises=(),
         flushed_at=None,
         installed_at=now,
         proposal=None,
@@ -316,7 +336,8 @@ def _give_up_on_silent(state: State, now: float) -> State:
     if proposal is None or now < proposal.deadline:
         return state
     silent = {m: now + SKIP_S for m in proposal.message.members if m not in proposal.answers}
-    return replace(state, proposal=None, skipped={**state.skipped, **silent})
+    earlier = {m: until for m, until in state.skipped.items() if until > now}
+    return replace(state, proposal=None, skipped={**earlier, **silent})
 
 
 def _consider(step: Step, facts: Facts, now: float) -> Step:

@@ -213,12 +213,15 @@ def _stale(state: State, kept: tuple[Member, ...], now: float) -> bool:
 
 
 def _base(state: State, answers: Mapping[Member, Flushed]) -> View:
-    """V2: the highest view among the answers that has the leader as a continuing member."""
+    """V2: the highest view among the answers that has the leader as a continuing member.
+
+    The leader has promised its epoch, else nobody could have counted it among the members.
+    """
     base = state.view
     for answer in answers.values():
         view = answer.view
-        ours = state.view.epoch in (view.epoch, view.previous_epoch_of(state.me))
-        if view.epoch > base.epoch and ours:
+        ours = view.previous_epoch_of(state.me) == state.view.epoch
+        if view.epoch > base.epoch and ours and view.epoch in state.promises:
             base = view
     return base
 

@@ -38,6 +38,11 @@ BACK_OFF_S = 0.4
 """At most this long a refused leader waits, so that two do not refuse each other for ever."""
 
 
+MOST_PROMISES = 64
+"""How many epochs a member remembers that it promised since its last install: each took its leader
+at least a round trip, and PATIENCE_S is soon over."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What the local agent knows at this instant: arguments, since the core reads nothing."""
@@ -85,6 +90,8 @@ class State:
     name: str
     view: View
     promised: Epoch
+    promises: tuple[Epoch, ...] = ()
+    """All that it has promised since it installed its view; the last ones, if they are many."""
     flushed_at: float | None = None
     """Since when a promise waits for its commit; None when none does."""
     installed_at: float = 0.0

@@ -254,7 +254,7 @@ def test_an_epoch_that_could_not_follow_is_never_installed() -> None:
     view = make_view(6, ANNA, CARA)
     state = replace(promising(6), view=make_view(4, ANNA, BERT))
     with pytest.raises(ProtocolError, match="a view that can't follow"):
-        told(told(state, CARA, TellView(view)).state, CARA, make_heartbeat(view, BERT))
+        told(told(state, ANNA, TellView(view)).state, ANNA, make_heartbeat(view, BERT))
     same = replace(promising(6), view=make_view(6, *TRIO.members))
     with pytest.raises(ProtocolError, match="a view that can't follow"):
         told(same, ANNA, commit(same.view))

@@ -304,7 +304,7 @@ class TestTheCommit:
         """V2: the leader itself may have missed the last commit."""
         ahead = make_view(7, BERT, ANNA, previous=TRIO.epoch)
         answers = {ANNA: make_flushed(ANNA, TRIO), BERT: make_flushed(BERT, ahead)}
-        view = committed(WITHOUT_CARA, answers)
+        view = committed(replace(WITHOUT_CARA, promises=(ahead.epoch,)), answers)
         assert view.by_seniority == (BERT, ANNA)
         assert view.previous_epoch_of(BERT) == ahead.epoch
         assert view.previous_epoch_of(ANNA) == TRIO.epoch
@@ -318,7 +318,14 @@ class TestTheCommit:
     )
     def test_does_not_go_on_from_a_higher_view_of_others(self, ahead: View) -> None:
         answers = {ANNA: make_flushed(ANNA, TRIO), BERT: make_flushed(BERT, ahead)}
-        view = committed(WITHOUT_CARA, answers)
+        view = committed(replace(WITHOUT_CARA, promises=(ahead.epoch,)), answers)
+        assert view.previous_epoch_of(BERT) is None
+
+    def test_does_not_go_on_from_an_invented_view(self) -> None:
+        """V2: nobody could have committed it without a promise of the leader's."""
+        invented = make_view(7, BERT, ANNA, previous=TRIO.epoch)
+        answers = {ANNA: make_flushed(ANNA, TRIO), BERT: make_flushed(BERT, invented)}
+        view = committed(replace(WITHOUT_CARA, promises=(make_epoch(6),)), answers)
         assert view.previous_epoch_of(BERT) is None
 
     def test_puts_the_ring_through_the_fast_edges(self) -> None:

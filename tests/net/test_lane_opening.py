@@ -126,7 +126,7 @@ Opening = Callable[..., Awaitable[Lane]]
     [
         (bytes(OVERHEAD_BYTES), "fails authentication"),
         (b"\xff" * OVERHEAD_BYTES, "claims 4294967295 bytes"),
-        (bytes(7) + b"\1" + bytes(OVERHEAD_BYTES - 8), "fails authentication|out of its place"),
+        (bytes(11) + b"\1" + bytes(OVERHEAD_BYTES - 12), "fails authentication|out of its place"),
     ],
 )
 async def test_who_does_not_know_the_offer_gets_no_lane(

@@ -77,10 +77,10 @@ def _reuse_counter(state: State, *rest: Any) -> Propose | None:
     return msgspec.structs.replace(message, epoch=epoch)
 
 
-def _install_any(state: State, sender: Member, message: Any, now: float) -> Step:
+def _install_any(state: State, message: Any, now: float) -> Step:
     if message.view.epoch > state.view.epoch:
         state = replace(state, promised=message.view.epoch, flushed_at=now)
-    return _receive_commit(state, sender, message, now)
+    return _receive_commit(state, message, now)
 
 
 def _same_incarnation(me: Member, *rest: Any, **named: Any) -> State:
