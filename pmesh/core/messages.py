@@ -24,7 +24,7 @@ from pmesh.core.views import (
     View,
 )
 from pmesh.errors import ProtocolError
-from pmesh.ids import Epoch, Incarnation, Member, Slot
+from pmesh.ids import PRINTABLE, Epoch, Incarnation, Member, Slot
 
 PROTOCOL_VERSION = 6
 
@@ -39,6 +39,10 @@ _Count = Annotated[int, Meta(ge=0, le=2**62)]
 _Microseconds = Annotated[int, Meta(ge=0, le=2**62)]
 _Seats = Annotated[tuple[Member, ...], Meta(max_length=MAX_MEMBERS)]
 _Key = Annotated[bytes, Meta(min_length=32, max_length=32)]
+_Index = Annotated[int, Meta(ge=0, le=MAX_TRAINERS - 1)]
+"""A rank as a call counts it: a job has at most 1024."""
+_Shape = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**48)], ...], Meta(max_length=64)]
+"""numpy knows at most 64 dimensions; 2^48 values are more than a processor can address."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
@@ -72,14 +76,14 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
     kind: Name
     dtype: Name
-    shape: Annotated[tuple[_Count, ...], Meta(max_length=64)]
+    shape: _Shape
     reduction: Name = ""
-    root: Annotated[int, Meta(ge=-1, le=MAX_TRAINERS)] = -1
+    root: Annotated[int, Meta(ge=-1, le=MAX_TRAINERS - 1)] = -1
     compression: Name = ""
     tree: Name = ""
     """For a bucket of a tree: a digest of all its paths, shapes and dtypes, because trees that
     differ may well have buckets of one size (I5)."""
-    receivers: Annotated[tuple[_Count, ...], Meta(max_length=MAX_TRAINERS)] = ()
+    receivers: Annotated[tuple[_Index, ...], Meta(max_length=MAX_TRAINERS)] = ()
     """Of a broadcast: the ranks that lack the root's values; none named: all but the root."""
     strategy: Name = ""
     """How an all-reduce is to run: one of `pmesh.core.costs`; none named: as the costs say."""
@@ -324,8 +328,8 @@ class Letter(msgspec.Struct, frozen=True, array_like=True):
     tag: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     """Only a receive of the same tag takes it."""
     dtype: Name
-    shape: Annotated[tuple[_Count, ...], Meta(max_length=64)]
-    nbytes: _Count
+    shape: _Shape
+    nbytes: Annotated[int, Meta(ge=0, le=2**48)]
 
 
 class LetterAddress(msgspec.Struct, frozen=True, array_like=True):

@@ -10,15 +10,25 @@ from typing import Annotated, Literal, Self, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from pmesh.ids import MAX_COUNTER, Epoch, JobName, Member, OpNumber, Rank, Slot, TrainerId
+from pmesh.ids import (
+    MAX_COUNTER,
+    PRINTABLE,
+    Epoch,
+    JobName,
+    Member,
+    OpNumber,
+    Rank,
+    Slot,
+    TrainerId,
+)
 
 MAX_MEMBERS = 64  # a mesh at home has 8
 MAX_TRAINERS = 1024  # of one job
 MAX_JOBS = 256  # no more begin while so many run in the view, groups of ranks included
 
 # What travels is bounded where it is read. Numbers stay far enough below 2^63 to count on from.
-Name: TypeAlias = Annotated[str, Meta(max_length=64)]
-Job: TypeAlias = Annotated[JobName, Meta(max_length=64)]
+Name: TypeAlias = Annotated[str, Meta(max_length=64, pattern=PRINTABLE)]
+Job: TypeAlias = Annotated[JobName, Meta(max_length=64, pattern=PRINTABLE)]
 Op: TypeAlias = Annotated[OpNumber, Meta(ge=0, le=2**62)]
 Id: TypeAlias = Annotated[TrainerId, Meta(ge=0, le=2**62)]
 Ids: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_TRAINERS)]
