@@ -1,11 +1,13 @@
 """The one link that this agent keeps with each peer: which of two stays, what its end means."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
 import trio
 
+from pmesh.agent.containment import Contain
 from pmesh.agent.membership import Membership
 from pmesh.agent.targets import Targets
 from pmesh.core.addresses import in_dialling_order
@@ -39,7 +41,11 @@ from pmesh.net.tls import TlsContexts
 
 REDIAL_S = 1.0  # V6: an immediate redial that is not even refused in this time has failed
 PROOF_OF_LIFE_S = 1.0  # five heartbeats: an older incarnation that is silent for these is dead
-MAX_INTRODUCED = 64  # at a time; a mesh has 8
+MAX_LINKS = 64  # as many as a view has members
+MAX_LINKS_PER_ADDRESS = 16  # one machine that makes up names leaves room for others
+BANNED_S = 2.0  # after the first message that no honest member would send; then twice as long
+LONGEST_BANNED_S = 300.0
+MAX_BANNED = 256
 
 _log = structlog.get_logger()
 
@@ -60,6 +66,27 @@ class Live:
         return self.link.peer.member
 
 
+class Bans:
+    """Who has sent what no honest member would, and for how long it gets no link."""
+
+    def __init__(self) -> None:
+        self._bans: dict[NodeId, tuple[float, float]] = {}  # until when, and for how long in all
+
+    def add(self, node: NodeId, *, now: float) -> None:
+        """Each time for twice as long, unless the node has behaved for five minutes since."""
+        until, lasted_s = self._bans.pop(node, (-math.inf, 0.0))
+        again = now < until + LONGEST_BANNED_S
+        lasts_s = min(2 * lasted_s, LONGEST_BANNED_S) if again else BANNED_S
+        self._bans[node] = now + lasts_s, lasts_s
+        if len(self._bans) > MAX_BANNED:
+            del self._bans[next(iter(self._bans))]
+
+    def left_s(self, node: NodeId, *, now: float) -> float:
+        """For how long; 0 for who is welcome."""
+        until, _ = self._bans.get(node, (now, 0.0))
+        return max(0.0, until - now)
+
+
 class Peers:
     """All links of one agent."""
 
@@ -76,6 +103,7 @@ class Peers:
         on_offer: Callable[[Member, OfferLane], None],
         on_ask: Callable[[AskResult], None],
         on_letter: Callable[[Member, LetterNews], None],
+        contain: Contain,
     ) -> None:
         self._hello = hello
         self._contexts = contexts
@@ -84,13 +112,15 @@ class Peers:
         self._on_offer = on_offer
         self._on_ask = on_ask
         self._on_letter = on_letter
+        self._contain = contain
+        self._bans = Bans()
         self.links: dict[NodeId, Live] = {}
         self.targets = Targets(self._dial_target, nursery=nursery, jitter=jitter)
         self._ended_bytes = (0, 0)
         self._leaving = False
 
     def found(self, node: NodeId, addresses: tuple[Address, ...]) -> None:
-        """Somebody names a node of this mesh; our own, where a home may have been copied."""
+        """MDNS names a node of this mesh; our own, where a home may have been copied."""
         self.targets.name(node, addresses, linked=node in self.links)
 
     @property
@@ -160,6 +190,10 @@ class Peers:
             if link.peer.member != own:
                 raise _copied_from(self._hello(), link.peer, link)
             return
+        refusal = self._refusal_of(link)
+        if refusal is not None:
+            await link.aclose()
+            raise refusal
         current = self.links.get(link.node)
         if current is not None and current.member != live.member:
             await self._judge_incarnations(current, live)
@@ -174,6 +208,21 @@ class Peers:
         self._nursery.start_soon(self._run, live)
         self.membership.link_up(live.member, self._thresholds(link))
         self._introduce(live)
+
+    def _refusal_of(self, link: Link) -> PmeshError | None:
+        """Why there can't be one more link, however well it has proven itself."""
+        banned_s = self._bans.left_s(link.node, now=trio.current_time())
+        if banned_s > 0:
+            text = f"{link} sent what no honest member would; it may come back in {banned_s:.0f} s"
+            return ProtocolError(text)
+        if link.node in self.links:
+            return None
+        host = link.remote_address.host
+        here = sum(live.link.remote_address.host == host for live in self.links.values())
+        if len(self.links) >= MAX_LINKS or here >= MAX_LINKS_PER_ADDRESS:
+            text = f"{link} gets no link: there are {len(self.links)} already, {here} from {host}"
+            return PeerUnreachable(text)
+        return None
 
     async def _judge_incarnations(self, current: Live, new: Live) -> None:
         """A restarted agent comes back under its node key; so does a copied home."""
@@ -242,9 +291,16 @@ class Peers:
 
     async def _read(self, live: Live) -> tuple[str, bool]:
         """Read until the link ends. Returns why, and whether the peer is gone by its own word."""
+        errors: list[str] = []
         try:
-            while True:
-                self._hear(live, await live.link.receive())
+            while not errors:
+                message = await live.link.receive()
+                with self._contain(
+                    f"the link to {live.link.peer.name}", errors.append, passing=(PmeshError,)
+                ):
+                    self._hear(live, message)
+            self._bans.add(live.link.node, now=trio.current_time())
+            return errors[0], True
         except trio.EndOfChannel:
             return ("it left", True) if live.leaving else ("its connection was closed", False)
         except trio.ClosedResourceError:
@@ -252,6 +308,7 @@ class Peers:
         except PeerUnreachable:
             return "its connection broke", False
         except ProtocolError as e:
+            self._bans.add(live.link.node, now=trio.current_time())
             _log.error("a peer broke the protocol", peer=live.link.peer.name, reason=str(e))
             self.targets.refuse(live.link.node, e, live.link.remote_address)
             return f"it broke the protocol: {e}", True
@@ -261,9 +318,9 @@ class Peers:
             case Hello():
                 raise ProtocolError("a second Hello")
             case KnownPeers(peers):
-                for peer in peers[:MAX_INTRODUCED]:
+                for peer in peers:
                     if peer.member.node not in self.links and peer.addresses:
-                        self.found(peer.member.node, peer.addresses)
+                        self.targets.introduce(live.link.node, peer.member.node, peer.addresses)
             case OfferLane():
                 self._on_offer(live.member, message)
             case AskResult():
@@ -299,6 +356,7 @@ class Peers:
         if self.links.get(node) not in {None, live}:
             return
         self.links.pop(node, None)
+        self.targets.forget(node)
         self.targets.link_lost(node)
         self.membership.lose(node, why)
 

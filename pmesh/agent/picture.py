@@ -140,7 +140,7 @@ def _peers(sources: Sources) -> Iterator[status.PeerStatus]:
         if whom is not None:
             shown.add(whom)
     for key, addresses in targets.wanted.items():
-        whom = NodeId(key) if isinstance(key, bytes) else None
+        whom = targets.node_of(key)
         if whom not in shown and key not in targets.refusals:
             yield status.PeerStatus(
                 id=None if whom is None else node_text(whom),

@@ -170,6 +170,7 @@ class Agent:
             on_offer=lambda member, offer: self.jobs.desk.accept(member, offer),  # noqa: PLW0108 - the desk comes later
             on_ask=self.jobs.results.answer,
             on_letter=lambda member, message: self.mail.hear(member, message),  # noqa: PLW0108 - likewise
+            contain=self._containment.contain,
         )
         self.membership = Membership(
             self._me,

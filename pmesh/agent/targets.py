@@ -1,7 +1,8 @@
 """Whom this agent dials and when, and who can't be linked with and why.
 
-When is `pmesh.core.dialling`'s decision; this keeps one target for each machine that mDNS, a peer
-or the user has named, and runs the dials.
+When is `pmesh.core.dialling`'s decision; this keeps a target for each machine that mDNS, a peer or
+the user has named, and runs the dials. Whoever names machines, there are never many targets, and
+few dials at once; what a peer has named has the least worth, and is forgotten with it.
 """
 
 import math
@@ -18,12 +19,21 @@ from pmesh.core.messages import Address
 from pmesh.errors import PeerUnreachable, PmeshError
 from pmesh.ids import NodeId
 
+MAX_DIALS = 8  # at once; each has two sockets at most
+MAX_UNPROVEN_DIALS = 4  # of those to machines that have never answered
+MAX_TARGETS = 128  # beside those of `--peer`; a mesh has 8
+MAX_INTRODUCED = 16  # by one peer, and never linked
+
 MAX_REFUSALS = 64  # the latest; what `pmesh status` shows of those who are turned away
 
 _log = structlog.get_logger()
 
-Key: TypeAlias = NodeId | Address | str
-"""What a target or a refusal is known by: its node, a `--peer` address, or a stranger's host."""
+Introduction: TypeAlias = tuple[NodeId, NodeId]
+"""Which peer has named which machine."""
+
+Key: TypeAlias = NodeId | Address | Introduction | str
+"""What a target or a refusal is known by: its node, a `--peer` address, who named it and its node,
+or a stranger's host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +61,7 @@ class Targets:
         self._targets: dict[Key, Target] = {}
         self._node_of: dict[Key, NodeId] = {}
         self._changed = trio.Event()
+        self._dials: set[Key] = set()
         self.refusals: dict[Key, Refusal] = {}
 
     @property
@@ -62,19 +73,41 @@ class Targets:
             if target.phase in {Phase.WAITING, Phase.DIALLING}
         }
 
+    def node_of(self, key: Key) -> NodeId | None:
+        """Whom the key names; None while nobody knows who is at an address."""
+        return self._node_of.get(key) or (NodeId(key) if isinstance(key, bytes) else None)
+
     def aim_at(self, address: Address) -> None:
         """`--peer`: an address that is dialled for ever."""
         self._set(address, dialling.aim_at((address,), forever=True, now=trio.current_time()))
 
     def name(self, node: NodeId, addresses: tuple[Address, ...], *, linked: bool) -> None:
-        """MDNS or a peer names a node of this mesh."""
+        """MDNS names a node of this mesh."""
         now, target = trio.current_time(), self._targets.get(node)
-        self._node_of[node] = node
         if target is not None:
             self._set(node, dialling.name_again(target, addresses, now=now))
             return
+        self._make_room(invented=False)
+        self._node_of[node] = node
         target = dialling.aim_at(addresses, forever=False, now=now)
         self._set(node, dialling.link_up(target, now=now) if linked else target)
+
+    def introduce(self, by: NodeId, node: NodeId, addresses: tuple[Address, ...]) -> None:
+        """A peer names a node of this mesh; it counts only where nobody better has named it."""
+        key, now = (by, node), trio.current_time()
+        if node in self._targets:
+            return
+        if key in self._targets:
+            self._set(key, dialling.name_again(self._targets[key], addresses, now=now))
+        elif len(self._introduced(by)) < MAX_INTRODUCED and self._make_room(invented=True):
+            self._node_of[key] = node
+            target = dialling.aim_at(addresses, forever=False, introduced=True, now=now)
+            self._set(key, target)
+
+    def forget(self, introducer: NodeId) -> None:
+        """The peer is gone, and its word for others with it."""
+        for key in self._introduced(introducer):
+            self._remove(key)
 
     def withdraw(self, node: NodeId) -> None:
         """Its mDNS advertisement has ended."""
@@ -99,8 +132,7 @@ class Targets:
     def refuse(self, key: Key, error: PmeshError, address: Address) -> None:
         """Remember why there is no link, and say it once."""
         before = self.refusals.pop(key, None)
-        node = self._node_of.get(key) or (NodeId(key) if isinstance(key, bytes) else None)
-        self.refusals[key] = Refusal(error, address, node)
+        self.refusals[key] = Refusal(error, address, self.node_of(key))
         if len(self.refusals) > MAX_REFUSALS:
             del self.refusals[next(iter(self.refusals))]
         if before is None or type(before.error) is not type(error):
@@ -112,35 +144,91 @@ class Targets:
     async def run(self) -> None:
         """Dial whoever is due, until cancelled."""
         while True:
-            deadlines = [dialling.next_deadline(target) for target in self._targets.values()]
-            with trio.move_on_at(min((d for d in deadlines if d is not None), default=math.inf)):
+            now = trio.current_time()
+            waiting = [
+                (_worth(target), due, key)
+                for key, target in self._targets.items()
+                if (due := dialling.next_deadline(target)) is not None
+            ]
+            for _, due, key in sorted(waiting, key=lambda entry: entry[:2]):
+                if due <= now and self._has_turn(self._targets[key]):
+                    self._targets[key] = dialling.begin_dial(self._targets[key])
+                    self._dials.add(key)
+                    self._nursery.start_soon(self._dial_one, key)
+            # Who is due and has no turn gets it when a dial ends.
+            deadlines = (due for _, due, key in waiting if self._has_turn(self._targets[key]))
+            with trio.move_on_at(min((due for due in deadlines if due > now), default=math.inf)):
                 await self._changed.wait()
             self._changed = trio.Event()
-            now = trio.current_time()
-            for key, target in list(self._targets.items()):
-                due = dialling.next_deadline(target)
-                if due is not None and due <= now:
-                    self._targets[key] = dialling.begin_dial(target)
-                    self._nursery.start_soon(self._dial_one, key)
+
+    def _has_turn(self, target: Target) -> bool:
+        others = [self._targets[key] for key in self._dials if key in self._targets]
+        inventions = sum(_may_be_invented(other) for other in others)
+        room = not _may_be_invented(target) or inventions < MAX_UNPROVEN_DIALS
+        return len(self._dials) < MAX_DIALS and room
 
     async def _dial_one(self, key: Key) -> None:
         addresses = self._targets[key].addresses
         try:
             node = await self._dial(addresses)
         except PmeshError as e:
-            self.refuse(key, e, addresses[0])
-            target = self._targets[key]
-            if target.phase is Phase.DIALLING:  # else the peer's own dial has come and gone since
-                now, jitter = trio.current_time(), self._jitter()
-                self._set(key, dialling.dial_failed(target, now=now, jitter=jitter))
-            return
-        self._node_of[key] = node
-        self.refusals.pop(key, None)
-        self._set(key, dialling.link_up(self._targets[key], now=trio.current_time()))
+            self._fail(key, e, addresses[0])
+        else:
+            self._node_of[key] = node
+            self.refusals.pop(key, None)
+            if key in self._targets:
+                self._set(key, dialling.link_up(self._targets[key], now=trio.current_time()))
+        finally:
+            self._dials.discard(key)
+            self._changed.set()
+
+    def _fail(self, key: Key, error: PmeshError, address: Address) -> None:
+        target = self._targets.get(key)
+        if target is None:
+            return  # it was forgotten meanwhile
+        self.refuse(key, error, address)
+        if target.phase is Phase.DIALLING:  # else the peer's own dial has come and gone since
+            now, jitter = trio.current_time(), self._jitter()
+            self._set(key, dialling.dial_failed(target, now=now, jitter=jitter))
+
+    def _make_room(self, *, invented: bool) -> bool:
+        """Whether one more target may be kept; for a better one the worst makes way."""
+        targets = {k: t for k, t in self._targets.items() if not isinstance(k, Address)}
+        if len(targets) < MAX_TARGETS:
+            return True
+        worst = max(targets, key=lambda key: (*_worth(targets[key]), targets[key].failures))
+        if invented and not _may_be_invented(targets[worst]):
+            return False
+        self._remove(worst)
+        return True
+
+    def _introduced(self, by: NodeId) -> list[Key]:
+        """The machines that only this peer has named, and that were never linked."""
+        return [
+            key
+            for key, target in self._targets.items()
+            if isinstance(key, tuple) and key[0] == by and _may_be_invented(target)
+        ]
 
     def _targets_of(self, node: NodeId) -> list[tuple[Key, Target]]:
         return [(k, target) for k, target in self._targets.items() if self._node_of.get(k) == node]
 
     def _set(self, key: Key, target: Target) -> None:
         self._targets[key] = target
+        if target.phase is Phase.OVER:
+            self._remove(key)
         self._changed.set()
+
+    def _remove(self, key: Key) -> None:
+        del self._targets[key]
+        self._node_of.pop(key, None)
+        self.refusals.pop(key, None)
+
+
+def _may_be_invented(target: Target) -> bool:
+    return target.introduced and not target.proven
+
+
+def _worth(target: Target) -> tuple[bool, bool]:
+    """Whom to dial first: who has answered before, and whom nobody can have invented."""
+    return _may_be_invented(target), not (target.proven or target.forever)

@@ -1,5 +1,6 @@
 """When to dial whom: one `Target` for each machine that mDNS, a peer or the user has named."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -9,6 +10,8 @@ from pmesh.core.messages import Address
 
 FIRST_DELAY_S: Final = 0.1
 LONGEST_DELAY_S: Final = 10.0  # how long a machine that comes back may have to wait for us
+LONGEST_UNPROVEN_DELAY_S: Final = 300.0  # what has never answered may be an invention
+UNPROVEN_S: Final = 120.0  # how long a peer's word for a machine counts: it may dial us, too
 STEADY_AFTER_S: Final = 1.0  # a link that ends sooner has been refused rather than lost
 GRACE_S: Final = 60.0  # a machine that withdraws its advertisement may be restarting or waking
 
@@ -56,6 +59,11 @@ class Target:
     addresses: tuple[Address, ...]
     forever: bool
     """Named by `--peer`: it is never given up."""
+    introduced: bool = False
+    """Named by a peer, which may have invented it."""
+    named_at: float = 0.0
+    proven: bool = False
+    """There has been a link with it."""
     phase: Phase = Phase.WAITING
     due: float
     """When to dial, while WAITING."""
@@ -66,9 +74,13 @@ class Target:
     """Set when it was withdrawn."""
 
 
-def aim_at(addresses: tuple[Address, ...], *, forever: bool, now: float) -> Target:
+def aim_at(
+    addresses: tuple[Address, ...], *, forever: bool, now: float, introduced: bool = False
+) -> Target:
     """A new target, to be dialled at once."""
-    return Target(addresses=addresses, forever=forever, due=now)
+    return Target(
+        addresses=addresses, forever=forever, introduced=introduced, named_at=now, due=now
+    )
 
 
 def next_deadline(target: Target) -> float | None:
@@ -90,18 +102,30 @@ def dial_failed(target: Target, *, now: float, jitter: float) -> Target:
         jitter: From 0 up to 1, drawn anew each time: machines that lost one another together
             must not dial in step for ever.
     """
-    if target.give_up_at is not None and now >= target.give_up_at:
+    end = _end_of(target)
+    if now >= end:
         return _apply(target, Signal.ABANDONED)
-    longest_s = min(FIRST_DELAY_S * 2.0 ** min(target.failures, 10), LONGEST_DELAY_S)
-    failed = replace(target, failures=target.failures + 1, due=now + longest_s * (1 + jitter) / 2)
+    steady = target.proven or target.forever
+    limit_s = LONGEST_DELAY_S if steady else LONGEST_UNPROVEN_DELAY_S
+    longest_s = min(FIRST_DELAY_S * 2.0 ** min(target.failures, 20), limit_s)
+    due = min(now + longest_s * (1 + jitter) / 2, end)  # the last one is worth a dial
+    failed = replace(target, failures=target.failures + 1, due=due)
     return _apply(failed, Signal.FAILED)
+
+
+def _end_of(target: Target) -> float:
+    """When a failure is its last."""
+    if target.give_up_at is not None:
+        return target.give_up_at
+    invented = target.introduced and not target.proven
+    return target.named_at + UNPROVEN_S if invented else math.inf
 
 
 def link_up(target: Target, *, now: float) -> Target:
     """A link with it is up, whoever dialled."""
     if target.phase is Phase.LINKED:
         return target
-    return _apply(replace(target, linked_since=now), Signal.LINKED)
+    return _apply(replace(target, linked_since=now, proven=True), Signal.LINKED)
 
 
 def link_lost(target: Target, *, now: float, jitter: float) -> Target:
@@ -114,7 +138,9 @@ def link_lost(target: Target, *, now: float, jitter: float) -> Target:
 
 def name_again(target: Target, addresses: tuple[Address, ...], *, now: float) -> Target:
     """Somebody names it: other addresses are worth a dial at once, the same ones are no news."""
-    named = _apply(replace(target, addresses=addresses, give_up_at=None), Signal.NAMED)
+    named_at = now if target.introduced else target.named_at
+    named = replace(target, addresses=addresses, give_up_at=None, named_at=named_at)
+    named = _apply(named, Signal.NAMED)
     if addresses == target.addresses and target.phase is not Phase.OVER:
         return named
     return replace(named, due=now, failures=0)

@@ -24,7 +24,7 @@ from pmesh.core.views import (
     View,
 )
 from pmesh.errors import ProtocolError
-from pmesh.ids import PRINTABLE, Epoch, Incarnation, Member, Slot
+from pmesh.ids import Epoch, Incarnation, Member, Slot
 
 PROTOCOL_VERSION = 6
 

@@ -13,6 +13,7 @@ from pmesh.errors import LocalNetworkDenied, NetworkError, PeerUnreachable
 
 DIAL_TIMEOUT_S: Final = 5.0  # a lost SYN is sent again after 1 s and 3 s
 STAGGER_S: Final = 0.25  # RFC 8305 section 8: between the starts of two attempts
+AT_ONCE: Final = 4  # each costs a descriptor, and a machine may name addresses that do not exist
 
 
 async def dial(address: Address, *, timeout_s: float = DIAL_TIMEOUT_S) -> trio.SocketStream:
@@ -39,8 +40,8 @@ async def dial_any(
 ) -> tuple[trio.SocketStream, Address]:
     """The first connection that any of these addresses accepts, and which that was.
 
-    They are tried in order, each next one 0.25 s later or as soon as the one before has failed: a
-    machine may tell of interfaces that can't be reached from here.
+    They are tried in order, each next one 0.25 s later or as soon as the one before has failed,
+    four at once at most: a machine may tell of interfaces that can't be reached from here.
 
     Args:
         addresses: At least one, the best first.
@@ -52,6 +53,7 @@ async def dial_any(
     """
     winner: tuple[trio.SocketStream, Address] | None = None
     failures: list[NetworkError] = []
+    turns = trio.Semaphore(AT_ONCE)
 
     async def attempt(address: Address, failed: trio.Event, race: trio.CancelScope) -> None:
         nonlocal winner
@@ -60,6 +62,7 @@ async def dial_any(
         except (PeerUnreachable, LocalNetworkDenied) as e:
             failures.append(e)
             failed.set()
+            turns.release()
             return
         if winner is None:
             winner = stream, address
@@ -70,6 +73,7 @@ async def dial_any(
     try:
         async with trio.open_nursery() as nursery:
             for address in addresses:
+                await turns.acquire()
                 failed = trio.Event()
                 nursery.start_soon(attempt, address, failed, nursery.cancel_scope)
                 with trio.move_on_after(STAGGER_S):

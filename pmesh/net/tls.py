@@ -140,8 +140,12 @@ class TlsProtocol:
         return self._end
 
     def send(self, data: bytes) -> None:
-        """Encrypt; the result is in `data_to_send`. Only after HandshakeCompleted."""
-        self._tls.write(data)  # into memory: always all of it
+        """Encrypt; the result is in `data_to_send`. Only after HandshakeCompleted.
+
+        After the other side's end there is nobody to encrypt for: the data are dropped.
+        """
+        with suppress(ssl.SSLEOFError, ssl.SSLZeroReturnError):
+            self._tls.write(data)  # into memory: always all of it
 
     def say_goodbye(self) -> None:
         """Tell the other side that nothing more comes, if it can still be told."""

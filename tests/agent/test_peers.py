@@ -8,9 +8,19 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.peers import Live
+from pmesh.agent.peers import BANNED_S, MAX_BANNED, Bans, Live
 from pmesh.core.identity import NodeKey
-from pmesh.core.messages import Address, AskResult, Hello, KnownPeers, LinkMessage, OfferLane
+from pmesh.core.messages import (
+    Address,
+    AgreementMessage,
+    AskResult,
+    AskView,
+    Commit,
+    Hello,
+    KnownPeers,
+    LinkMessage,
+    OfferLane,
+)
 from pmesh.errors import NodeKeyCopied, PeerUnreachable, PmeshError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, TrainerId, short_node
 from pmesh.net.dialer import dial
@@ -339,3 +349,68 @@ async def test_a_node_found_by_name_is_dialled_and_bytes_are_counted(clock: Mock
         await live_to(one, two).link.aclose()
         await until(lambda: linked(one, two))
         assert two.agent.peers.control_bytes > (sent, received)
+
+
+def links_in_use(machine: Machine) -> set[NodeId]:
+    return set(machine.agent.peers.links)
+
+
+async def test_what_no_honest_member_would_send_is_answered_by_a_ban_that_grows(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        for _ in range(3):
+            liar = live_to(two, one).link
+            liar.send(Commit(two.agent.membership.view, ()))
+            await until(lambda: not links_in_use(one))
+            gone_at = trio.current_time()
+            while not links_in_use(one):  # noqa: ASYNC110 - as `until`, with more patience
+                await trio.sleep(0.1)
+        assert trio.current_time() - gone_at >= 4 * BANNED_S
+        await here.settle(one, two)
+
+
+def test_who_behaves_for_five_minutes_is_banned_for_as_short_a_time_as_at_first() -> None:
+    bans, node = Bans(), NodeId(b"a" * 32)
+    assert bans.left_s(node, now=0.0) == 0.0
+    bans.add(node, now=0.0)
+    bans.add(node, now=BANNED_S)
+    assert bans.left_s(node, now=BANNED_S) == 2 * BANNED_S
+    bans.add(node, now=1000.0)
+    assert bans.left_s(node, now=1000.0) == BANNED_S
+    for number in range(2 * MAX_BANNED):
+        bans.add(NodeId(number.to_bytes(32, "big")), now=1000.0)
+    assert bans.left_s(node, now=1000.0) == 0.0
+
+
+async def test_an_error_of_ours_ends_one_link_and_the_agent_goes_on(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 3) as here:
+        one, two, three = here.machines
+        heard = one.agent.membership.hear
+
+        def stumble(member: Member, message: AgreementMessage) -> None:
+            if member == two.agent.membership.state.me and isinstance(message, AskView):
+                raise ZeroDivisionError("of ours")
+            heard(member, message)
+
+        monkeypatch.setattr(one.agent.membership, "hear", stumble)
+        live_to(two, one).link.send(AskView(two.agent.membership.view.epoch))
+        await until(lambda: two.key.node not in links_in_use(one))
+        assert three.key.node in links_in_use(one)
+        assert [line for line in one.lines if "internal error" in line or "inside pmesh" in line]
+        await here.settle(*here.machines)
+
+
+async def test_one_machine_that_makes_up_names_leaves_room_for_others(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pmesh.agent.peers.MAX_LINKS_PER_ADDRESS", 1)
+    async with village(clock, 2) as here:
+        one, _ = here.machines
+        third = here.new_machine("mac-2", peers=[one.address])
+        await third.start()
+        await until(lambda: any("gets no link" in str(error) for error in refusals(one)))
+        assert len(links_in_use(one)) == 1

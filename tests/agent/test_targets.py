@@ -2,12 +2,21 @@
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import trio
 from structlog.testing import capture_logs
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from pmesh.agent.targets import MAX_REFUSALS, Refusal, Targets
+from pmesh.agent.targets import (
+    MAX_DIALS,
+    MAX_INTRODUCED,
+    MAX_REFUSALS,
+    MAX_TARGETS,
+    MAX_UNPROVEN_DIALS,
+    Refusal,
+    Targets,
+)
 from pmesh.core.messages import Address
 from pmesh.errors import MeshKeyMismatch, PeerUnreachable, PmeshError, ProtocolVersionMismatch
 from pmesh.ids import NodeId
@@ -241,3 +250,133 @@ async def test_only_the_latest_refusals_are_kept(clock: MockClock) -> None:
         assert len(targets.refusals) == MAX_REFUSALS
         assert "host-6" not in targets.refusals
         assert list(targets.refusals)[-2:] == ["host-5", "host-new"]
+
+
+def an_address(number: int) -> Address:
+    return Address(f"10.1.{number // 256}.{number % 256}", 24160)
+
+
+def a_node(number: int) -> NodeId:
+    return NodeId(number.to_bytes(32, "big"))
+
+
+async def test_what_one_peer_names_is_bounded_and_forgotten_with_it(clock: MockClock) -> None:
+    async with running(clock) as (targets, board):
+        board.before_answer = trio.sleep_forever
+        for number in range(100):
+            targets.introduce(A, a_node(number), (an_address(number),))
+        targets.introduce(B, a_node(500), (OFFICE,))
+        assert len(targets.wanted) == MAX_INTRODUCED + 1
+        targets.forget(A)
+        assert targets.wanted == {(B, a_node(500)): (OFFICE,)}
+        targets.introduce(A, a_node(501), (HOME,))
+        assert len(targets.wanted) == 2
+
+
+async def test_inventions_are_dialled_a_few_at_a_time_and_leave_room_for_others(
+    clock: MockClock,
+) -> None:
+    async with running(clock) as (targets, board):
+        board.before_answer = trio.sleep_forever
+        for number in range(10):
+            targets.introduce(A, a_node(number), (an_address(number),))
+        await wait_all_tasks_blocked()
+        assert len(board.calls) == MAX_UNPROVEN_DIALS
+        for number in range(20, 40):
+            targets.name(a_node(number), (an_address(number),), linked=False)
+        await wait_all_tasks_blocked()
+        assert len(board.calls) == MAX_DIALS
+        found = {(an_address(number),) for number in range(20, 40)}
+        assert {addresses for _, addresses in board.calls[MAX_UNPROVEN_DIALS:]} <= found
+
+
+async def test_who_must_wait_for_a_turn_gets_it_when_a_dial_ends(clock: MockClock) -> None:
+    async with running(clock) as (targets, board):
+        board.before_answer = partial(trio.sleep, 5)
+        for number in range(2 * MAX_DIALS):
+            board.answers[an_address(number)] = a_node(number)
+            targets.name(a_node(number), (an_address(number),), linked=False)
+        await trio.sleep(4)
+        assert len(board.calls) == MAX_DIALS
+        await trio.sleep(4)
+        assert len(board.calls) == 2 * MAX_DIALS
+
+
+async def test_who_has_answered_before_is_dialled_before_who_has_not(clock: MockClock) -> None:
+    async with running(clock) as (targets, board):
+        board.before_answer = trio.sleep_forever
+        targets.name(A, (HOME,), linked=True)
+        await trio.sleep(2)
+        for number in range(MAX_DIALS):
+            targets.name(a_node(number), (an_address(number),), linked=False)
+        targets.link_lost(A)
+        await wait_all_tasks_blocked()
+        assert len(board.calls) == MAX_DIALS
+        assert (HOME,) in [addresses for _, addresses in board.calls]
+
+
+async def test_a_peers_word_does_not_change_what_mdns_has_said(clock: MockClock) -> None:
+    async with running(clock) as (targets, board):
+        board.before_answer = trio.sleep_forever
+        targets.name(A, (HOME,), linked=False)
+        targets.introduce(B, A, (OFFICE,))
+        assert targets.wanted == {A: (HOME,)}
+
+
+async def test_two_introductions_of_one_machine_stand_side_by_side(clock: MockClock) -> None:
+    """The first may be a lie; the second leads to it."""
+    async with running(clock) as (targets, board):
+        board.answers[OFFICE] = A
+        targets.introduce(a_node(1), A, (HOME,))
+        targets.introduce(a_node(2), A, (OFFICE,))
+        await trio.sleep(1)
+        targets.link_up(A)
+        assert targets.wanted == {}
+        targets.forget(a_node(2))
+        targets.link_lost(A)
+        assert (OFFICE,) in targets.wanted.values()
+
+
+async def test_an_introduction_may_be_told_again_with_other_addresses(clock: MockClock) -> None:
+    async with running(clock) as (targets, board):
+        board.answers[OFFICE] = A
+        targets.introduce(B, A, (HOME,))
+        await trio.sleep(1)
+        targets.introduce(B, A, (OFFICE,))
+        await trio.sleep(1)
+        assert targets.wanted == {}
+
+
+async def test_of_too_many_machines_the_one_that_fails_most_makes_way(clock: MockClock) -> None:
+    async with running(clock) as (targets, _):
+        targets.name(A, (HOME,), linked=False)
+        await trio.sleep(1)
+        for number in range(MAX_TARGETS):
+            targets.name(a_node(number), (an_address(number),), linked=True)
+        assert A not in targets.wanted
+        targets.introduce(B, a_node(999), (OFFICE,))
+        assert targets.wanted == {}
+        targets.aim_at(HOME)
+        assert targets.wanted == {HOME: (HOME,)}
+
+
+async def test_an_invention_makes_way_for_another_and_its_late_answer_counts_for_nothing(
+    clock: MockClock,
+) -> None:
+    async with running(clock) as (targets, board):
+        answering = trio.Event()
+        board.before_answer = answering.wait
+        targets.introduce(a_node(1000), A, (HOME,))
+        targets.introduce(a_node(1001), B, (OFFICE,))
+        board.answers[OFFICE] = B
+        await wait_all_tasks_blocked()
+        targets.forget(a_node(1000))
+        targets.forget(a_node(1001))
+        answering.set()
+        await wait_all_tasks_blocked()
+        assert (targets.wanted, targets.refusals) == ({}, {})
+        for number in range(MAX_TARGETS):
+            targets.introduce(a_node(2000 + number), a_node(number), (an_address(number),))
+        targets.introduce(a_node(5000), a_node(500), (an_address(500),))
+        assert len(targets.wanted) <= MAX_TARGETS
+        assert (a_node(5000), a_node(500)) in targets.wanted

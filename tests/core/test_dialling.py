@@ -8,6 +8,7 @@ from pmesh.core.dialling import (
     FIRST_DELAY_S,
     GRACE_S,
     LONGEST_DELAY_S,
+    UNPROVEN_S,
     Phase,
     Target,
     aim_at,
@@ -48,20 +49,66 @@ def test_nothing_is_due_while_a_dial_runs_or_a_link_is_up() -> None:
     assert next_deadline(linked_target()) is None
 
 
-def test_pauses_double_from_a_tenth_of_a_second_up_to_ten() -> None:
-    target, pauses = a_target(), list[float]()
-    for _ in range(9):
+def pauses_of(target: Target, count: int) -> list[float]:
+    pauses = list[float]()
+    for _ in range(count):
         before = target.due
         target = fail_once(target)
         pauses.append(target.due - before)
-    assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0])
+    return pauses
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(replace(a_target(), proven=True), id="it has answered before"),
+        pytest.param(a_target(forever=True), id="the user has named it"),
+    ],
+)
+def test_pauses_double_from_a_tenth_of_a_second_up_to_ten(target: Target) -> None:
+    expected = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
+    assert pauses_of(target, 9) == pytest.approx(expected)
+
+
+def test_pauses_grow_to_minutes_for_what_has_never_answered() -> None:
+    pauses = pauses_of(a_target(), 14)
+    assert pauses[6:] == pytest.approx([6.4, 12.8, 25.6, 51.2, 102.4, 204.8, 300.0, 300.0])
+
+
+def test_a_link_proves_that_a_machine_is_no_invention() -> None:
+    lost = link_lost(linked_target(), now=50.0, jitter=1.0)
+    assert pauses_of(replace(lost, failures=20), 1) == [LONGEST_DELAY_S]
 
 
 @given(failures=st.integers(0, 10**6), jitter=st.floats(0, 1))
 def test_a_pause_is_between_half_and_all_of_its_length(failures: int, jitter: float) -> None:
-    target = begin_dial(replace(a_target(), failures=failures))
+    target = begin_dial(replace(a_target(), failures=failures, proven=True))
     pause = dial_failed(target, now=0.0, jitter=jitter).due
     assert FIRST_DELAY_S / 2 <= pause <= LONGEST_DELAY_S
+
+
+def an_introduction() -> Target:
+    return aim_at(HERE, forever=False, introduced=True, now=0.0)
+
+
+def test_a_peers_word_for_a_machine_counts_for_two_minutes() -> None:
+    target = an_introduction()
+    while target.phase is not Phase.OVER:
+        last = target.due
+        target = fail_once(target)
+    assert last == UNPROVEN_S
+
+
+def test_a_peers_word_that_comes_again_counts_anew() -> None:
+    again = name_again(an_introduction(), HERE, now=100.0)
+    again = replace(again, due=150.0)
+    assert fail_once(again).phase is Phase.WAITING
+
+
+def test_an_introduction_that_has_led_to_a_link_does_not_expire() -> None:
+    linked = link_up(begin_dial(an_introduction()), now=5.0)
+    lost = link_lost(linked, now=1000.0, jitter=1.0)
+    assert fail_once(lost).phase is Phase.WAITING
 
 
 def test_a_lost_link_is_redialled_at_once_and_then_with_pauses() -> None:
@@ -97,7 +144,7 @@ def test_a_withdrawn_target_is_given_up_when_it_fails_after_the_grace() -> None:
     target = withdraw(a_target(), now=0.0)
     while target.phase is not Phase.OVER:
         target = fail_once(target)
-    assert GRACE_S <= target.due + LONGEST_DELAY_S < GRACE_S + 2 * LONGEST_DELAY_S
+    assert target.due == GRACE_S
     assert next_deadline(target) is None
 
 

@@ -9,7 +9,7 @@ import trio.testing
 from pmesh.core.messages import Address
 from pmesh.errors import LocalNetworkDenied, PeerUnreachable
 from pmesh.net import dialer
-from pmesh.net.dialer import dial, dial_any
+from pmesh.net.dialer import AT_ONCE, DIAL_TIMEOUT_S, dial, dial_any
 
 Connect = Callable[[str, int], Awaitable[trio.SocketStream]]
 
@@ -158,3 +158,26 @@ async def test_when_one_may_have_been_denied_the_error_says_so(
 def test_an_address_is_described_as_a_person_writes_it() -> None:
     assert str(Address("fe80::1%en0", 24160)) == "[fe80::1%en0]:24160"
     assert str(Address("mac.local", 24160)) == "mac.local:24160"
+
+
+async def test_four_addresses_at_once_are_dialled_at_most(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A machine may name many that do not exist; each attempt costs a descriptor."""
+    under_way = most = 0
+
+    async def connect(_host: str, _port: int) -> trio.SocketStream:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        try:
+            await trio.sleep_forever()
+        finally:
+            under_way -= 1
+        raise AssertionError
+
+    monkeypatch.setattr(trio, "open_tcp_stream", connect)
+    with pytest.raises(PeerUnreachable):
+        await dial_any([Address(f"10.0.0.{n}", 7) for n in range(16)])
+    assert most == AT_ONCE
+    assert autojump_clock.current_time() < 4 * DIAL_TIMEOUT_S + 1
