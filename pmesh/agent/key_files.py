@@ -65,7 +65,7 @@ def _parse_mesh_key(path: Path, text: bytes) -> MeshKey:
     except ValueError as e:  # a UnicodeDecodeError is one too
         raise KeyFileError(
             f"{path} holds no mesh key ({e}); run: {_move_away(path)},"
-            " then 'pmesh key set' with the text that 'pmesh key show' prints elsewhere"
+            " then 'pmesh key set', and paste what 'pmesh key show' prints elsewhere"
         ) from e
 
 

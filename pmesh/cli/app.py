@@ -44,19 +44,21 @@ def new(*, home: Home = None) -> int:
 
 @key_app.command
 def show(*, home: Home = None) -> int:
-    """Print the mesh key, alone on the last line."""
+    """Print the mesh key, and nothing else on standard output."""
     return keys.show(home)
 
 
 @key_app.command(name="set")
-def set_(*text: Annotated[str, Parameter(allow_leading_hyphen=True)], home: Home = None) -> int:
-    """Take the mesh key of another machine.
+def set_(
+    *words: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)], home: Home = None
+) -> int:
+    """Take the mesh key of another machine: asks for it, or reads standard input.
 
     Args:
-        text: What 'pmesh key show' printed there; without it, it is read from standard input.
+        words: Refused, and not repeated: they may be a key.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    return keys.take(text, home)
+    return keys.take(words, home)
 
 
 @app.command
