@@ -16,7 +16,7 @@ from pmesh.agent.key_files import (
     store_mesh_key,
 )
 from pmesh.cli.terminal import complain, say
-from pmesh.client.home import home_directory
+from pmesh.client.home import check_home, home_directory
 from pmesh.core.identity import MeshKey, mesh_key_from_text, mesh_key_text
 from pmesh.errors import ConfigError, KeyFileError
 
@@ -43,6 +43,7 @@ def show(home: Path | None) -> int:
     The key alone goes to standard output, so that a pipe carries nothing else to `pmesh key set`.
     """
     directory = home_directory(home)
+    check_home(directory, holds_keys=True)
     text = os.environ.get("PMESH_KEY")
     key = _parse(text, "PMESH_KEY") if text else load_mesh_key(directory)
     if key is None:
