@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pmesh.agent.own_files import open_own_file
 from pmesh.cli.terminal import say
 from pmesh.client.control import ask_status
 from pmesh.errors import AgentNotRunning, AgentStopped
@@ -25,8 +26,9 @@ def start_detached(
 
     Raises:
         AgentStopped: It neither answers nor ends; it has been killed.
+        ConfigError: The log can't be written, or is not this user's own.
     """
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    descriptor = open_own_file(log, os.O_APPEND)
     with open(descriptor, "wb") as output:  # noqa: PTH123 - a descriptor has no path
         begin = os.fstat(descriptor).st_size
         process = subprocess.Popen(  # noqa: S603 - our own program
