@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pmesh.agent.own_files import open_own_file
-from pmesh.cli.terminal import say
+from pmesh.cli.terminal import complain, say
 from pmesh.client.control import ask_status
 from pmesh.errors import AgentNotRunning, AgentStopped
 
@@ -43,7 +43,10 @@ def start_detached(
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            sys.stderr.write(log.read_bytes()[begin:].decode(errors="replace"))
+            said = log.read_bytes()[begin:].decode(errors="replace")
+            sys.stderr.write(said)
+            if not said:  # where the disk is full, not even the reason can be written
+                complain(f"the agent ended, and could not say why in {log}; 'pmesh up' shows it")
             return process.returncode or 1  # it should have stayed
         if _answers(socket):
             process.returncode = 0  # nobody will wait for it; Popen would warn of that
