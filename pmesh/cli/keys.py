@@ -68,8 +68,10 @@ def take(words: Sequence[str], home: Path | None) -> int:
             "a key that you typed, delete that line of the history, and better change to a new "
             "key: 'pmesh key new' on the first machine"
         )
-    directory = open_home(home_directory(home))
-    store_mesh_key(directory, _ask_key())
+    directory = home_directory(home)
+    check_home(directory, holds_keys=True)  # before the user is asked for anything
+    key = _ask_key()
+    store_mesh_key(open_home(directory), key)
     say(f"The mesh key is in {directory / MESH_KEY_NAME}. An agent takes it when it starts.")
     return 0
 
