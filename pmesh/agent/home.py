@@ -3,15 +3,14 @@
 import contextlib
 import fcntl
 import os
-import shlex
-import stat
 from collections.abc import Generator
 from pathlib import Path
 
+from pmesh.agent.own_files import is_full, open_own_file, reason
+from pmesh.client.home import check_home
 from pmesh.errors import AgentAlreadyRunning, ConfigError
 
 LOCK_NAME = "agent.lock"
-_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def open_home(home: Path) -> Path:
@@ -23,14 +22,10 @@ def open_home(home: Path) -> Path:
     """
     try:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = home.stat()
     except OSError as e:
-        raise ConfigError(f"can't use {home} as home: {e.strerror}; choose one by --home") from e
-    if status.st_uid != os.geteuid():
-        raise ConfigError(f"{home} belongs to another user; choose another home by --home")
-    if status.st_mode & _OTHERS:
-        mend = f"chmod 700 {shlex.quote(str(home))}"
-        raise ConfigError(f"{home} holds keys, and other users can enter it; run: {mend}")
+        cure = "" if is_full(e) else "; choose another by --home"
+        raise ConfigError(f"can't use {home} as home: {reason(e)}{cure}") from e
+    check_home(home, holds_keys=True)
     return home
 
 
@@ -43,31 +38,27 @@ def hold_home(home: Path) -> Generator[None]:
 
     Raises:
         AgentAlreadyRunning: Another process holds it; names its pid.
-        ConfigError: The lock file can't be written.
+        ConfigError: The lock file can't be written, or is not this user's own.
     """
-    descriptor = _open_lock(home)
+    path = home / LOCK_NAME
+    descriptor = open_own_file(path)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()}\n".encode())
         except BlockingIOError:
             pid = os.read(descriptor, 32).decode(errors="replace").strip()
             raise AgentAlreadyRunning(
                 f"an agent runs in {home} already: {f'pid {pid}' if pid else 'it is just starting'}"
                 "; stop it with 'pmesh down', or choose another home by --home"
             ) from None
-        os.truncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
+        except OSError as e:
+            raise ConfigError(f"can't write {path}: {reason(e)}") from e
         try:
             yield
         finally:
-            os.truncate(descriptor, 0)
+            with contextlib.suppress(OSError):  # the pid of an ended process harms nobody
+                os.truncate(descriptor, 0)
     finally:
         os.close(descriptor)
-
-
-def _open_lock(home: Path) -> int:
-    path = home / LOCK_NAME
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as e:
-        raise ConfigError(f"can't write {path}: {e.strerror}") from e

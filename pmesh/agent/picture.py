@@ -155,8 +155,8 @@ def _stranger(node: NodeId, sources: Sources) -> status.PeerStatus:
     theirs = found.advertisement
     other_mesh = sources.strangers.is_of_other_mesh(found)
     reason = (
-        "it holds another mesh key; if it should be one of yours, type on it 'pmesh key set' "
-        "with the key that 'pmesh key show' prints here"
+        "it holds another mesh key; if it should be one of yours, run 'pmesh key set' on it and "
+        "paste what 'pmesh key show' prints here"
         if other_mesh
         else f"it speaks protocol {theirs.protocol}, this machine {PROTOCOL_VERSION}; "
         "install the same version of pmesh on both"

@@ -10,13 +10,14 @@ from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
+from pmesh.agent.own_files import is_full, reason
 from pmesh.agent.parsing import LogLevel
 from pmesh.cli import keys, telling, watching
 from pmesh.cli.run import run_command
 from pmesh.cli.terminal import complain, complain_of, say
 from pmesh.cli.up import bring_up
 from pmesh.core.messages import PROTOCOL_VERSION
-from pmesh.errors import ConfigError, PmeshError
+from pmesh.errors import ConfigError, PmeshError, UsageError
 
 FAILED = 1
 MISUSED = 2
@@ -44,19 +45,21 @@ def new(*, home: Home = None) -> int:
 
 @key_app.command
 def show(*, home: Home = None) -> int:
-    """Print the mesh key, alone on the last line."""
+    """Print the mesh key, and nothing else on standard output."""
     return keys.show(home)
 
 
 @key_app.command(name="set")
-def set_(*text: Annotated[str, Parameter(allow_leading_hyphen=True)], home: Home = None) -> int:
-    """Take the mesh key of another machine.
+def set_(
+    *words: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)], home: Home = None
+) -> int:
+    """Take the mesh key of another machine: asks for it, or reads standard input.
 
     Args:
-        text: What 'pmesh key show' printed there; without it, it is read from standard input.
+        words: Refused, and not repeated: they may be a key.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    return keys.take(text, home)
+    return keys.take(words, home)
 
 
 @app.command
@@ -216,8 +219,8 @@ def run(arguments: Sequence[str]) -> int:
         return MISUSED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        return _reader_gone()
+    except OSError as e:
+        return _output_lost(e)
     except PmeshError as e:
         complain_of(e)
         return _code_of(e)
@@ -253,8 +256,13 @@ def _code_of(error: PmeshError) -> int:
     return MISUSED if isinstance(error, ConfigError) else FAILED
 
 
-def _reader_gone() -> int:
-    """`pmesh status | head`: Python would complain once more when it flushes at its end."""
+def _output_lost(error: OSError) -> int:
+    """`pmesh status | head` is nobody's fault; that a disk is full is said."""
+    if is_full(error):
+        complain_of(UsageError(f"can't write the output: {reason(error)}"))
+    elif not isinstance(error, BrokenPipeError):
+        raise error
+    # Python would complain once more when it flushes at its end.
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return FAILED

@@ -7,7 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pmesh.cli.terminal import say
+from pmesh.agent.own_files import open_own_file
+from pmesh.cli.terminal import complain, say
 from pmesh.client.control import ask_status
 from pmesh.errors import AgentNotRunning, AgentStopped
 
@@ -25,8 +26,9 @@ def start_detached(
 
     Raises:
         AgentStopped: It neither answers nor ends; it has been killed.
+        ConfigError: The log can't be written, or is not this user's own.
     """
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    descriptor = open_own_file(log, os.O_APPEND)
     with open(descriptor, "wb") as output:  # noqa: PTH123 - a descriptor has no path
         begin = os.fstat(descriptor).st_size
         process = subprocess.Popen(  # noqa: S603 - our own program
@@ -41,7 +43,10 @@ def start_detached(
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            sys.stderr.write(log.read_bytes()[begin:].decode(errors="replace"))
+            said = log.read_bytes()[begin:].decode(errors="replace")
+            sys.stderr.write(said)
+            if not said:  # where the disk is full, not even the reason can be written
+                complain(f"the agent ended, and could not say why in {log}; 'pmesh up' shows it")
             return process.returncode or 1  # it should have stayed
         if _answers(socket):
             process.returncode = 0  # nobody will wait for it; Popen would warn of that

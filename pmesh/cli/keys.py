@@ -1,5 +1,6 @@
 """`pmesh key`, and how a command finds the mesh key."""
 
+import getpass
 import os
 import secrets
 import sys
@@ -14,12 +15,14 @@ from pmesh.agent.key_files import (
     read_mesh_key,
     store_mesh_key,
 )
-from pmesh.cli.terminal import say
-from pmesh.client.home import home_directory
+from pmesh.cli.terminal import complain, say
+from pmesh.client.home import check_home, home_directory
 from pmesh.core.identity import MeshKey, mesh_key_from_text, mesh_key_text
 from pmesh.errors import ConfigError, KeyFileError
 
 MESH_KEY_BYTES = 32
+_PROMPT = "Paste the mesh key (it is not shown) and press Return: "
+_LONGEST_INPUT_CHARACTERS = 4096  # a key is one line; a film that was piped here is not read
 
 
 def make(home: Path | None) -> int:
@@ -35,28 +38,40 @@ def make(home: Path | None) -> int:
 
 
 def show(home: Path | None) -> int:
-    """`pmesh key show`. Raises KeyFileError if there is none."""
+    """`pmesh key show`. Raises KeyFileError if there is none.
+
+    The key alone goes to standard output, so that a pipe carries nothing else to `pmesh key set`.
+    """
     directory = home_directory(home)
+    check_home(directory, holds_keys=True)
     text = os.environ.get("PMESH_KEY")
     key = _parse(text, "PMESH_KEY") if text else load_mesh_key(directory)
     if key is None:
         raise KeyFileError(f"{directory} holds no mesh key; 'pmesh key new' makes one")
-    say("Whoever holds this key is a member of the mesh; other machines take it by 'pmesh key set'")
+    complain(
+        "Whoever holds this key is a member of the mesh; other machines take it by 'pmesh key set'"
+    )
     say(mesh_key_text(key))
     return 0
 
 
 def take(words: Sequence[str], home: Path | None) -> int:
-    """`pmesh key set`: the key may come in several words, as a terminal has broken it."""
+    """`pmesh key set`.
+
+    Raises:
+        ConfigError: The key stands on the command line, or what was read is none.
+    """
     if words:
-        text = " ".join(words)
-    else:
-        if sys.stdin.isatty():
-            say("Paste the mesh key, then press Return and Ctrl-D:")
-        text = sys.stdin.read()
-    key = _parse(text, "TEXT")
-    directory = open_home(home_directory(home))
-    store_mesh_key(directory, key)
+        raise ConfigError(
+            "'pmesh key set' takes no key on the command line, where other users and the shell's "
+            "history see it; type 'pmesh key set' alone, and paste the key when it asks. If it was "
+            "a key that you typed, delete that line of the history, and better change to a new "
+            "key: 'pmesh key new' on the first machine"
+        )
+    directory = home_directory(home)
+    check_home(directory, holds_keys=True)  # before the user is asked for anything
+    key = _ask_key()
+    store_mesh_key(open_home(directory), key)
     say(f"The mesh key is in {directory / MESH_KEY_NAME}. An agent takes it when it starts.")
     return 0
 
@@ -81,8 +96,17 @@ def find_mesh_key(settings: Settings) -> MeshKey:
 
 def invitation(key: MeshKey) -> str:
     """What the user does next with a new key."""
-    command = f"pmesh key set {mesh_key_text(key)}"
-    return f"A new mesh key. On each other machine type:\n\n    {command}\n"
+    to_do = "On each other machine run 'pmesh key set', and paste this line when it asks:"
+    return f"A new mesh key. {to_do}\n\n    {mesh_key_text(key)}\n"
+
+
+def _ask_key() -> MeshKey:
+    asks = sys.stdin.isatty()
+    try:
+        text = getpass.getpass(_PROMPT) if asks else sys.stdin.read(_LONGEST_INPUT_CHARACTERS)
+    except (EOFError, UnicodeDecodeError):  # Ctrl-D; a file that is no text
+        text = ""
+    return _parse(text, "what was pasted" if asks else "standard input")
 
 
 def _new_key(home: Path) -> MeshKey:

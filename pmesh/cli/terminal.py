@@ -1,6 +1,8 @@
 """Text out: to a person's terminal, so nothing that a stranger chose may steer it."""
 
+import contextlib
 import sys
+from typing import TextIO, cast
 
 from pmesh.errors import PmeshError
 
@@ -24,6 +26,37 @@ def complain(text: str) -> None:
     """Print one line to standard error."""
     sys.stderr.write(printable(" ".join(text.split("\n"))) + "\n")
     sys.stderr.flush()
+
+
+def announce(text: str) -> None:
+    """Print lines as `say` does, or drop them.
+
+    An agent outlives a full disk under its output, and a terminal or a reader that has gone.
+    """
+    with contextlib.suppress(OSError):
+        say(text)
+
+
+def dropping_lines(stream: TextIO) -> TextIO:
+    """The stream for an agent's log; what can't be written is dropped, as by `announce`."""
+    return cast("TextIO", _DroppingLines(stream))
+
+
+class _DroppingLines:
+    """What loggers use of a stream."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.isatty = stream.isatty
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 def complain_of(error: PmeshError) -> None:

@@ -19,7 +19,7 @@ from pmesh.agent.logs import set_up_logs
 from pmesh.cli.detach import start_detached
 from pmesh.cli.keys import find_mesh_key
 from pmesh.cli.signals import ending_signals
-from pmesh.cli.terminal import complain, say
+from pmesh.cli.terminal import announce, complain, dropping_lines
 from pmesh.client.home import home_directory, socket_path
 from pmesh.core.identity import MeshKey, NodeKey
 
@@ -41,11 +41,12 @@ def _run_here(settings: Settings) -> int:
     complaint = raise_open_files()
     if complaint is not None:
         complain(complaint)
-    set_up_logs(level=settings.log_level, as_json=settings.log_json, stream=sys.stderr)
+    log = dropping_lines(sys.stderr)
+    set_up_logs(level=settings.log_level, as_json=settings.log_json, stream=log)
     with hold_home(settings.home):
         mesh_key, node_key = _keys(settings)
         return trio.run(
-            run_until_signal, functools.partial(run_agent, settings, mesh_key, node_key, say)
+            run_until_signal, functools.partial(run_agent, settings, mesh_key, node_key, announce)
         )
 
 

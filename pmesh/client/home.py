@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import shlex
 import stat
 from pathlib import Path
 
@@ -14,15 +15,77 @@ MAX_SOCKET_PATH_BYTES = 103  # macOS: 104 with the closing NUL; Linux allows 4 m
 # trainer's, and both must arrive at the same path. macOS and Linux both have this one.
 SYSTEM_TEMPORARY = Path("/tmp")  # noqa: S108 - the directory made in it is 0700 and checked
 
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_OTHERS_PASS = stat.S_IXGRP | stat.S_IXOTH
+
 
 def home_directory(home: Path | str | None = None) -> Path:
     """The agent's home: `home` if given, else PMESH_HOME, else `~/.pmesh`.
 
     The path is absolute and without symbolic links, so that every way to name a home leads to the
-    same socket. Nothing is created.
+    same socket. Nothing is created, and the home need not exist.
+
+    Raises:
+        ConfigError: others can write to the home, or it belongs to another user: whatever lies in
+            it may be theirs.
     """
     chosen = home or os.environ.get("PMESH_HOME") or "~/.pmesh"
-    return Path(chosen).expanduser().resolve()
+    directory = Path(chosen).expanduser().resolve()
+    check_home(directory)
+    return directory
+
+
+def check_home(home: Path, *, holds_keys: bool = False) -> None:
+    """Refuse a home that is not under its user's control; one that does not exist is fine.
+
+    Args:
+        home: As from `home_directory`.
+        holds_keys: Also refuse a home that others can enter.
+
+    Raises:
+        ConfigError: With the command that mends it, where there is one.
+    """
+    try:
+        found = home.stat()
+        if not stat.S_ISDIR(found.st_mode):
+            raise ConfigError(f"{home} is not a directory; choose another home by --home")
+        if found.st_uid != os.geteuid():
+            raise ConfigError(
+                f"{home} belongs to another user; run pmesh as that user, or choose another home "
+                "by --home"
+            )
+        _check_above(home)
+    except FileNotFoundError:
+        return
+    except OSError as e:
+        raise ConfigError(
+            f"can't use {home} as home: {e.strerror}; choose another by --home"
+        ) from e
+    mend = f"chmod 700 {shlex.quote(str(home))}"
+    if found.st_mode & _OTHERS_WRITE:
+        raise ConfigError(
+            f"other users can change the files in {home}; look whether they are yours, then run: "
+            f"{mend}"
+        )
+    if holds_keys and found.st_mode & _OTHERS:
+        raise ConfigError(f"{home} holds keys, and other users can enter it; run: {mend}")
+
+
+def _check_above(home: Path) -> None:
+    """Refuse a path on which every user could put another directory in the place of the home.
+
+    A directory that a group can write to is accepted: on Linux that is often its user's own group.
+    """
+    for directory in reversed(home.parents):
+        mode = directory.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise ConfigError(
+                f"every user can rename what is in {directory}, and so replace {home}; run: "
+                f"chmod +t {shlex.quote(str(directory))}"
+            )
+        if not mode & _OTHERS_PASS:
+            return  # others don't come any further
 
 
 def socket_path(home: Path) -> Path:
@@ -32,13 +95,19 @@ def socket_path(home: Path) -> Path:
     user's under the system's temporary directory, which this makes if need be.
 
     Raises:
-        ConfigError: that directory is not this user's alone.
+        ConfigError: that directory is not this user's alone, or something else than a socket of
+            this user's lies at the path.
     """
     path = home / "agent.sock"
-    if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
-        return path
-    name = hashlib.sha3_256(os.fsencode(home)).hexdigest()[:16]
-    return _private_directory() / f"{name}.sock"
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        name = hashlib.sha3_256(os.fsencode(home)).hexdigest()[:16]
+        path = _private_directory() / f"{name}.sock"
+    with contextlib.suppress(OSError):  # there is none yet
+        found = path.lstat()
+        if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+            quoted = shlex.quote(str(path))
+            raise ConfigError(f"{path} is not a socket of yours; run: mv {quoted} {quoted}.bad")
+    return path
 
 
 def _private_directory() -> Path:

@@ -3,6 +3,7 @@
 import errno
 import os
 import shlex
+import socket
 import subprocess
 from pathlib import Path
 
@@ -86,9 +87,10 @@ def test_a_key_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_a_key_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
-    (tmp_path / NODE_KEY_NAME).symlink_to(NODE_KEY_NAME)  # a loop: root can't open it either
-    with pytest.raises(KeyFileError, match="can't read"):
-        load_node_key(tmp_path, entropy=SEED)
+    with socket.socket(socket.AF_UNIX) as unreadable:  # for root too
+        unreadable.bind(str(tmp_path / NODE_KEY_NAME))
+        with pytest.raises(KeyFileError, match="can't read"):
+            load_node_key(tmp_path, entropy=SEED)
 
 
 def test_a_home_without_room_leaves_no_half_key(
@@ -104,5 +106,5 @@ def test_a_home_without_room_leaves_no_half_key(
 
 
 def test_a_home_that_is_gone_is_named(tmp_path: Path) -> None:
-    with pytest.raises(KeyFileError, match="can't write in"):
+    with pytest.raises(KeyFileError, match=r"can't write .*gone/mesh_key: No such file"):
         store_mesh_key(tmp_path / "gone", KEY)

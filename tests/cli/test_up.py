@@ -112,7 +112,7 @@ def test_a_first_up_makes_a_key_and_prints_the_line_for_the_next_machine(
     assert run(["up"]) == 0
     key = agent.starts[0].mesh_key
     assert key == load_mesh_key(home) != KEY
-    assert f"\n    pmesh key set {mesh_key_text(key)}\n" in capsys.readouterr().out
+    assert f"\n    {mesh_key_text(key)}\n" in capsys.readouterr().out
 
 
 def test_the_mesh_key_may_come_from_a_file_or_a_variable(

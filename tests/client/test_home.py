@@ -1,4 +1,5 @@
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,42 @@ def test_a_file_in_place_of_the_directory_is_refused(temporary: Path) -> None:
     (temporary / f"pmesh-{os.getuid()}").write_text("")
     with pytest.raises(ConfigError, match="remove it"):
         socket_path(long_home(temporary))
+
+
+def test_a_home_need_not_exist(tmp_path: Path) -> None:
+    assert home_directory(tmp_path / "none" / "yet") == tmp_path / "none" / "yet"
+
+
+def test_a_home_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is not a directory"):
+        home_directory(tmp_path / "file")
+    with pytest.raises(ConfigError, match="as home: Not a directory; choose another by --home"):
+        home_directory(tmp_path / "file" / "home")
+
+
+def test_a_link_to_a_home_is_judged_by_where_it_leads(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    assert home_directory(tmp_path / "link") == tmp_path / "real"
+    (tmp_path / "real").chmod(0o770)
+    with pytest.raises(ConfigError, match=f"run: chmod 700 {tmp_path}/real$"):
+        home_directory(tmp_path / "link")
+
+
+def test_a_home_that_others_can_read_is_refused_only_where_it_holds_keys(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    home.check_home(tmp_path)
+    with pytest.raises(ConfigError, match="holds keys, and other users can enter it"):
+        home.check_home(tmp_path, holds_keys=True)
+
+
+def test_a_socket_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX) as somebody:
+        somebody.bind(str(tmp_path / "agent.sock"))
+        assert socket_path(tmp_path) == tmp_path / "agent.sock"
+        monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+        with pytest.raises(ConfigError, match=r"is not a socket of yours; run: mv .*\.bad$"):
+            socket_path(tmp_path)

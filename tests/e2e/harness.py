@@ -232,12 +232,14 @@ class Fleet:
         command = [sys.executable, *program, *arguments]
         return self._start(name, command, host=agent.host, home=agent.home)
 
-    def pmesh(self, *arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
+    def pmesh(
+        self, *arguments: str, home: Path, piped: str = ""
+    ) -> subprocess.CompletedProcess[str]:
         """A command such as `pmesh status`, ended; its streams apart."""
         return subprocess.run(
             [sys.executable, "-m", "pmesh.cli", *arguments],
             env=_environment(home),
-            stdin=subprocess.DEVNULL,
+            input=piped,
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,12 +40,11 @@ def test_from_a_first_up_without_a_key_to_two_machines_and_back(
 ) -> None:
     first, home = two_homes
 
-    # The first start makes a key, and prints the line to type on the next machine.
-    line = first.process.await_line(r"^ +pmesh (key set pmesh-.*)$")[1]
-    taken = fleet.pmesh(*shlex.split(line), home=home)
+    # The first start makes a key, and prints the line to paste on the next machine.
+    key = first.process.await_line(r"^ +(pmesh-\S*)$")[1]
+    taken = fleet.pmesh("key", "set", home=home, piped=f"{key}\n")
     assert (taken.returncode, taken.stderr) == (0, "")
-    shown = fleet.pmesh("key", "show", home=home).stdout.splitlines()[-1]
-    assert shown == line.removeprefix("key set ").strip("'")
+    assert fleet.pmesh("key", "show", home=home).stdout == f"{key}\n"
 
     # In the background.
     options = ("--no-mdns", "--listen", "127.0.0.1:0", "--name", "mac-2", "--peer", first.address)

@@ -123,3 +123,21 @@ def test_too_few_open_files_are_raised_or_said_at_start(running: tuple[Fleet, Ag
     )
     fleet.await_view(soft, hard)  # it works all the same
     assert "files may be open" not in soft.process.output
+
+
+def test_an_agent_outlives_a_full_disk_under_its_log(running: tuple[Fleet, Agent]) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("only Linux has a device that is always full")
+    fleet, _ = running
+    into_full = ("sh", "-c", 'exec "$@" >/dev/full 2>&1', "sh")
+    nobody = ("--peer", "127.0.0.1:1")  # for a line in the log
+    mute = fleet.start_agent("mute", "--no-mdns", *nobody, under=into_full)
+    mute.await_status(lambda _: True)
+    other = fleet.start_agent("other", "--no-mdns", "--peer", mute.address)
+    fleet.await_view(mute, other)  # both have said so
+
+    assert fleet.start_trainer(mute, CONNECT).await_end() == "rank 0"
+    fleet.pmesh("down", home=other.home)
+    fleet.await_view(mute)
+    mute.process.send_signal(signal.SIGTERM)
+    mute.process.await_end()
