@@ -64,14 +64,14 @@ def measure_costs(
 ) -> Costs:
     """The cost of each edge from what both its ends report, the worse of the two."""
     ordered = sorted(members)
-
-    def cost(a: Member, b: Member) -> int:
-        return max(
-            round_trip_cost(heard.get(a, {}).get(b.incarnation, 0)),
-            round_trip_cost(heard.get(b, {}).get(a.incarnation, 0)),
+    reports = [heard.get(member, {}) for member in ordered]
+    costs = [[0] * len(ordered) for _ in ordered]
+    for (i, a), (j, b) in itertools.combinations(enumerate(ordered), 2):
+        costs[i][j] = costs[j][i] = max(
+            round_trip_cost(reports[i].get(b.incarnation, 0)),
+            round_trip_cost(reports[j].get(a.incarnation, 0)),
         )
-
-    return tuple(tuple(0 if a == b else cost(a, b) for b in ordered) for a in ordered)
+    return tuple(map(tuple, costs))
 
 
 def measured_graph(members: Sequence[Member], costs: Costs) -> "nx.Graph[Member]":
