@@ -128,8 +128,13 @@ def _lineages(
 
 def _go_on(roster: Roster, members: Collection[Member], change: Change) -> _History | None:
     """The roster after the change, among these members; None if no rank is left."""
-    hosts = {trainer.member for trainer in roster.trainers + roster.witnesses} & set(members)
-    reports = [r for host in hosts if (r := _report_on(roster, change.answers[host])) is not None]
+    homes = {trainer.id: trainer.member for trainer in roster.trainers + roster.witnesses}
+    hosts = set(homes.values()) & set(members)
+    reports = [
+        _about_its_own(report, host, homes)
+        for host in hosts
+        if (report := _report_on(roster, change.answers[host])) is not None
+    ]
     known = gather(reports)
     gone = _gone(roster, members)
     about = [c for c in change.concerns if _is_about(c, roster)]
@@ -173,6 +178,12 @@ def _is_about(concern: Concern, roster: Roster) -> bool:
 def _report_on(roster: Roster, answer: Flushed) -> JobReport | None:
     """None: the member never installed the roster, so it has started nothing under it."""
     return next((r for r in answer.jobs if (r.job, r.born) == (roster.job, roster.born)), None)
+
+
+def _about_its_own(report: JobReport, host: Member, homes: Mapping[TrainerId, Member]) -> JobReport:
+    """What a member says of another's trainers is a lie, and may be long."""
+    ranks = tuple(rank for rank in report.ranks if homes.get(rank.trainer, host) == host)
+    return msgspec.structs.replace(report, ranks=ranks)
 
 
 def _loss(roster: Roster, trainer: Trainer, reasons: Mapping[Member, str]) -> Verdict:

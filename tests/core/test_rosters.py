@@ -13,6 +13,7 @@ from tests.core.builders import (
     DIGITS,
     DORA,
     FACES,
+    completed,
     make_concern,
     make_epoch,
     make_flushed,
@@ -115,6 +116,12 @@ class TestAJobRunsOn:
         """V3: what still reaches a trainer can't be resolved."""
         reports = running_everywhere() | {BERT: make_report(TRIO, {1: [running(4)]}, fenced=False)}
         assert settle_trio(reports, make_concern(TRIO, TIMED_OUT, op=4)) is TRIO
+
+
+def test_what_a_member_reports_of_the_trainers_of_others_counts_for_nothing() -> None:
+    lies = make_report(TRIO, {2: [running(4)], 0: [completed(5)], 1: [completed(5)]})
+    after = settle_trio(running_everywhere() | {CARA: lies}, make_concern(TRIO, None, op=4))
+    assert after.outcomes == ()
 
 
 class TestJobsToSettle:
