@@ -38,6 +38,7 @@ def jobs_to_settle(
     waiting: Mapping[Member, Sequence[Waiting]],
 ) -> tuple[JobName, ...]:
     """The jobs that a view change can help: a rank is lost, an op is stuck, or one may begin."""
+    kept = frozenset(kept)  # each trainer of each job is looked up, at each message
     concerned = {(c.job, c.born, c.number) for c in concerns}
     running = {
         roster.job
@@ -63,7 +64,7 @@ def next_rosters(
     histories: dict[JobName, list[_History]] = {}
     for view, members in _lineages(base, continuing, change):
         for roster in view.rosters:
-            history = _go_on(roster, members, change)
+            history = _go_on(roster, frozenset(members), change)
             if history is not None:
                 histories.setdefault(roster.job, []).append(history)
     # V9: where histories of a job meet, one goes on.
@@ -126,10 +127,10 @@ def _lineages(
     return list(found.values())
 
 
-def _go_on(roster: Roster, members: Collection[Member], change: Change) -> _History | None:
+def _go_on(roster: Roster, members: frozenset[Member], change: Change) -> _History | None:
     """The roster after the change, among these members; None if no rank is left."""
     homes = {trainer.id: trainer.member for trainer in roster.trainers + roster.witnesses}
-    hosts = set(homes.values()) & set(members)
+    hosts = members & set(homes.values())
     reports = [
         _about_its_own(report, host, homes)
         for host in hosts
