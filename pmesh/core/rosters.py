@@ -132,7 +132,7 @@ def _go_on(roster: Roster, members: frozenset[Member], change: Change) -> _Histo
     homes = {trainer.id: trainer.member for trainer in roster.trainers + roster.witnesses}
     hosts = members & set(homes.values())
     reports = [
-        _about_its_own(report, host, homes)
+        _about_its_own(report, host, homes, roster.next_id)
         for host in hosts
         if (report := _report_on(roster, change.answers[host])) is not None
     ]
@@ -181,9 +181,18 @@ def _report_on(roster: Roster, answer: Flushed) -> JobReport | None:
     return next((r for r in answer.jobs if (r.job, r.born) == (roster.job, roster.born)), None)
 
 
-def _about_its_own(report: JobReport, host: Member, homes: Mapping[TrainerId, Member]) -> JobReport:
-    """What a member says of another's trainers is a lie, and may be long."""
-    ranks = tuple(rank for rank in report.ranks if homes.get(rank.trainer, host) == host)
+def _about_its_own(
+    report: JobReport, host: Member, homes: Mapping[TrainerId, Member], next_id: TrainerId
+) -> JobReport:
+    """The report without what it says of other members' trainers, and of trainers to come.
+
+    A trainer whose home is no longer known is a lost one, perhaps of this member.
+    """
+    ranks = tuple(
+        rank
+        for rank in report.ranks
+        if rank.trainer < next_id and homes.get(rank.trainer, host) == host
+    )
     return msgspec.structs.replace(report, ranks=ranks)
 
 

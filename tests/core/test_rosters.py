@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 
+import pytest
+
 from pmesh.core.messages import Concern, Waiting
 from pmesh.core.rosters import jobs_to_settle, keep_local_rosters
 from pmesh.core.views import Primary, Roster, Terms
@@ -118,8 +120,11 @@ class TestAJobRunsOn:
         assert settle_trio(reports, make_concern(TRIO, TIMED_OUT, op=4)) is TRIO
 
 
-def test_what_a_member_reports_of_the_trainers_of_others_counts_for_nothing() -> None:
-    lies = make_report(TRIO, {2: [running(4)], 0: [completed(5)], 1: [completed(5)]})
+@pytest.mark.parametrize("other", [0, 1, TRIO.next_id, 1000])
+def test_what_a_member_reports_of_trainers_that_are_not_its_own_counts_for_nothing(
+    other: int,
+) -> None:
+    lies = make_report(TRIO, {2: [running(4)], other: [completed(5)]})
     after = settle_trio(running_everywhere() | {CARA: lies}, make_concern(TRIO, None, op=4))
     assert after.outcomes == ()
 
