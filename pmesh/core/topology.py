@@ -44,7 +44,7 @@ prolong them hold the event loop for 35 ms; without this bound for 100."""
 
 SEARCH_BUDGET = 1 << 23
 """Pairs of nodes that a search compares at most, n^2 in a round: above 362 nodes plans get coarser,
-and one for 1,024 nodes takes less than a second."""
+and one for 1,024 nodes takes a second."""
 
 LONGEST_MOVED = 3
 """The nodes of a path that is moved, at most; as in Or's work."""
