@@ -19,7 +19,7 @@ from pmesh.core.standing import (
     is_acting,
     needs_epoch,
 )
-from pmesh.core.topology import Costs, measure_costs, measured_graph, plan_ring
+from pmesh.core.topology import Costs, measure_costs, plan_ring
 from pmesh.core.views import MAX_MEMBERS, Seat, View
 from pmesh.ids import Epoch, Member
 
@@ -92,7 +92,7 @@ def decide(state: State, facts: Facts) -> Commit | None:
 
 def ring_order(members: tuple[Member, ...], costs: Costs) -> tuple[Member, ...]:
     """The ring that follows from the costs: the leader plans with it, the others check with it."""
-    return plan_ring(measured_graph(members, costs))
+    return plan_ring(members, costs)
 
 
 def known_concerns(state: State, facts: Facts) -> tuple[Concern, ...]:

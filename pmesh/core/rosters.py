@@ -38,6 +38,7 @@ def jobs_to_settle(
     waiting: Mapping[Member, Sequence[Waiting]],
 ) -> tuple[JobName, ...]:
     """The jobs that a view change can help: a rank is lost, an op is stuck, or one may begin."""
+    kept = frozenset(kept)  # each trainer of each job is looked up, at each message
     concerned = {(c.job, c.born, c.number) for c in concerns}
     running = {
         roster.job
@@ -63,7 +64,7 @@ def next_rosters(
     histories: dict[JobName, list[_History]] = {}
     for view, members in _lineages(base, continuing, change):
         for roster in view.rosters:
-            history = _go_on(roster, members, change)
+            history = _go_on(roster, frozenset(members), change)
             if history is not None:
                 histories.setdefault(roster.job, []).append(history)
     # V9: where histories of a job meet, one goes on.
@@ -126,10 +127,15 @@ def _lineages(
     return list(found.values())
 
 
-def _go_on(roster: Roster, members: Collection[Member], change: Change) -> _History | None:
+def _go_on(roster: Roster, members: frozenset[Member], change: Change) -> _History | None:
     """The roster after the change, among these members; None if no rank is left."""
-    hosts = {trainer.member for trainer in roster.trainers + roster.witnesses} & set(members)
-    reports = [r for host in hosts if (r := _report_on(roster, change.answers[host])) is not None]
+    homes = {trainer.id: trainer.member for trainer in roster.trainers + roster.witnesses}
+    hosts = members & set(homes.values())
+    reports = [
+        _about_its_own(report, host, homes, roster.next_id)
+        for host in hosts
+        if (report := _report_on(roster, change.answers[host])) is not None
+    ]
     known = gather(reports)
     gone = _gone(roster, members)
     about = [c for c in change.concerns if _is_about(c, roster)]
@@ -173,6 +179,21 @@ def _is_about(concern: Concern, roster: Roster) -> bool:
 def _report_on(roster: Roster, answer: Flushed) -> JobReport | None:
     """None: the member never installed the roster, so it has started nothing under it."""
     return next((r for r in answer.jobs if (r.job, r.born) == (roster.job, roster.born)), None)
+
+
+def _about_its_own(
+    report: JobReport, host: Member, homes: Mapping[TrainerId, Member], next_id: TrainerId
+) -> JobReport:
+    """The report without what it says of other members' trainers, and of trainers to come.
+
+    A trainer whose home is no longer known is a lost one, perhaps of this member.
+    """
+    ranks = tuple(
+        rank
+        for rank in report.ranks
+        if rank.trainer < next_id and homes.get(rank.trainer, host) == host
+    )
+    return msgspec.structs.replace(report, ranks=ranks)
 
 
 def _loss(roster: Roster, trainer: Trainer, reasons: Mapping[Member, str]) -> Verdict:

@@ -1,4 +1,4 @@
-"""The measured network as a graph, and the ring through it.
+"""What the measured network costs, and the ring through it.
 
 The leader plans, the others check: the same costs give the same ring on every node.
 """
@@ -6,13 +6,21 @@ The leader plans, the others check: the same costs give the same ring on every n
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
 from pmesh.ids import Incarnation, Member
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+Weights: TypeAlias = NDArray[np.int64]
+"""Costs as a symmetric matrix of n x n, in which a search sets a price on what it is to avoid."""
+
+Tour: TypeAlias = NDArray[np.intp]
+"""The indices of all nodes, in the order of a cycle through them."""
 
 Costs: TypeAlias = tuple[tuple[int, ...], ...]
 """A symmetric matrix; row and column i belong to the i-th of the sorted members."""
@@ -23,8 +31,23 @@ UNMEASURED_COST = 20
 EXACT_UP_TO = 9
 """Nodes for which every cycle is considered: 2^8 * 8 * 9 costs twice, 2 ms."""
 
-TWO_OPT_ROUNDS = 20
-"""Bound of the heuristic above EXACT_UP_TO; each round is n^2 exchanges."""
+AVOIDED = 1 << 40
+"""Added to the cost of an edge that a search is to avoid. In a commit no cost is above 1,000, so a
+whole cycle costs less."""
+
+STARTS = 5
+"""Searches for one plan, each from another node: with 20 nodes the last four better every other."""
+
+ROUNDS = 64
+"""Changes that a search tries at most. With 64 nodes most searches end after 20. Costs invented to
+prolong them hold the event loop for 35 ms; without this bound for 100."""
+
+SEARCH_BUDGET = 1 << 23
+"""Pairs of nodes that a search compares at most, n^2 in a round: above 362 nodes plans get coarser,
+and one for 1,024 nodes takes a second."""
+
+LONGEST_MOVED = 3
+"""The nodes of a path that is moved, at most; as in Or's work."""
 
 
 def round_trip_cost(round_trip_us: int) -> int:
@@ -41,18 +64,20 @@ def measure_costs(
 ) -> Costs:
     """The cost of each edge from what both its ends report, the worse of the two."""
     ordered = sorted(members)
-
-    def cost(a: Member, b: Member) -> int:
-        return max(
-            round_trip_cost(heard.get(a, {}).get(b.incarnation, 0)),
-            round_trip_cost(heard.get(b, {}).get(a.incarnation, 0)),
+    reports = [heard.get(member, {}) for member in ordered]
+    costs = [[0] * len(ordered) for _ in ordered]
+    for (i, a), (j, b) in itertools.combinations(enumerate(ordered), 2):
+        costs[i][j] = costs[j][i] = max(
+            round_trip_cost(reports[i].get(b.incarnation, 0)),
+            round_trip_cost(reports[j].get(a.incarnation, 0)),
         )
-
-    return tuple(tuple(0 if a == b else cost(a, b) for b in ordered) for a in ordered)
+    return tuple(map(tuple, costs))
 
 
 def measured_graph(members: Sequence[Member], costs: Costs) -> "nx.Graph[Member]":
     """The complete graph of the members with `cost` on each edge."""
+    import networkx as nx  # noqa: PLC0415 - 0.1 s, which an agent's start need not wait for
+
     ordered = sorted(members)
     graph: nx.Graph[Member] = nx.Graph()
     graph.add_nodes_from(ordered)
@@ -61,23 +86,32 @@ def measured_graph(members: Sequence[Member], costs: Costs) -> "nx.Graph[Member]
     return graph
 
 
-def plan_ring(graph: "nx.Graph[Member]") -> tuple[Member, ...]:
+def plan_ring(members: Sequence[Member], costs: Costs) -> tuple[Member, ...]:
     """The cycle whose slowest edge is fastest, then of the least total cost.
 
-    Among equals the one that comes first when written from its smallest node. Exact for up to
-    EXACT_UP_TO nodes (Held and Karp 1962, once for the bottleneck and once for the sum); above,
-    nearest neighbour and 2-opt.
+    Exact for up to EXACT_UP_TO nodes (Held and Karp 1962, once for the bottleneck and once for the
+    sum); of several best cycles it is the one that comes first when written from its smallest node.
+    With more nodes a local search reverses paths (2-opt, Croes 1958) and moves short ones (Or-opt,
+    Or 1976). It computes with integers and prefers the lower index, so every machine finds the same
+    ring.
     """
-    nodes = sorted(graph.nodes)
-    weights = [[graph.edges[a, b]["cost"] if a != b else 0 for b in nodes] for a in nodes]
-    if len({weight for i, row in enumerate(weights) for weight in row[i + 1 :]}) <= 1:
+    nodes = sorted(members)
+    weights = _weights(len(nodes), costs)
+    edges = weights[np.triu_indices(len(nodes), 1)]
+    if not edges.size or edges.min() == edges.max():
         return tuple(nodes)
-    tour = _exact_tour(weights) if len(nodes) <= EXACT_UP_TO else _heuristic_tour(weights)
+    tour = _exact_tour(weights) if len(nodes) <= EXACT_UP_TO else _searched_tour(weights)
     return tuple(nodes[i] for i in tour)
 
 
-def _exact_tour(weights: Sequence[Sequence[int]]) -> list[int]:
-    matrix = np.array(weights, np.float64)
+def _weights(size: int, costs: Costs) -> Weights:
+    """What stands above the diagonal; a liar's matrix need not be symmetric."""
+    upper = np.triu(np.array(costs, np.int64).reshape(size, size), 1)
+    return upper + upper.T
+
+
+def _exact_tour(weights: Weights) -> list[int]:
+    matrix = weights.astype(np.float64)
     left = (1 << len(weights)) - 2
     bottleneck = _held_karp(matrix, np.maximum)[left, 0]
     matrix[matrix > bottleneck] = math.inf
@@ -112,25 +146,95 @@ def _held_karp(weights: NDArray[np.float64], combine: np.ufunc) -> NDArray[np.fl
     return best
 
 
-def _heuristic_tour(weights: Sequence[Sequence[int]]) -> list[int]:
-    tour, left = [0], set(range(1, len(weights)))
-    while left:
-        after = min(left, key=lambda j: (weights[tour[-1]][j], j))
+def _searched_tour(weights: Weights) -> list[int]:
+    rounds = min(ROUNDS, SEARCH_BUDGET // weights.size)
+    found = [_search(weights, start, rounds) for start in range(STARTS)]
+    return min((*_worth(tour, weights), _from_smallest(tour)) for tour in found)[-1]
+
+
+def _search(weights: Weights, start: int, rounds: int) -> Tour:
+    """Shorten a tour until no change does; then avoid its slowest edges, and begin again.
+
+    The search ends when it can't avoid them all. Fewer edges to avoid are worth any total.
+    """
+    best = tour = _nearest_neighbours(weights, start)
+    limit = _worth(tour, weights)[0]
+    priced = weights + AVOIDED * (weights > limit)
+    for _ in range(rounds):
+        better = _improved(tour, priced)
+        if better is not None:
+            tour = better
+        elif _worth(tour, weights)[0] > limit:
+            return best
+        else:
+            best, limit = tour, _worth(tour, weights)[0] - 1
+            priced = weights + AVOIDED * (weights > limit)
+    return min(best, tour, key=lambda found: _worth(found, weights))
+
+
+def _nearest_neighbours(weights: Weights, start: int) -> Tour:
+    apart = weights.copy()
+    apart[:, start] = AVOIDED
+    tour = [start]
+    for _ in range(len(weights) - 1):
+        after = int(apart[tour[-1]].argmin())
+        apart[:, after] = AVOIDED
         tour.append(after)
-        left.remove(after)
-    for _ in range(TWO_OPT_ROUNDS):
-        better = min(_reversals(tour), key=lambda candidate: _worth(candidate, weights))
-        if _worth(better, weights) >= _worth(tour, weights):
+    return np.array(tour)
+
+
+def _improved(tour: Tour, weights: Weights) -> Tour | None:
+    better = _reverse_path(tour, weights)
+    for length in range(1, LONGEST_MOVED + 1):
+        if better is not None:
             break
-        tour = better
-    return tour
+        better = _move_path(tour, weights, length)
+    return better
 
 
-def _reversals(tour: list[int]) -> list[list[int]]:
-    pairs = itertools.combinations(range(1, len(tour) + 1), 2)
-    return [tour[:i] + tour[i:j][::-1] + tour[j:] for i, j in pairs]
+def _reverse_path(tour: Tour, weights: Weights) -> Tour | None:
+    """The best of the tours in which one path runs the other way; None if none is better."""
+    after = _from(tour, 1)
+    edges = weights[tour, after]
+    change = weights[tour[:, None], tour] + weights[after[:, None], after] - edges[:, None] - edges
+    np.fill_diagonal(change, 0)
+    i, j = divmod(int(change.argmin()), len(tour))  # the first of equals: i < j
+    if change[i, j] >= 0:
+        return None
+    return np.concatenate([tour[: i + 1], tour[i + 1 : j + 1][::-1], tour[j + 1 :]])
 
 
-def _worth(tour: Sequence[int], weights: Sequence[Sequence[int]]) -> tuple[int, int, Sequence[int]]:
-    edges = [weights[a][b] for a, b in itertools.pairwise([*tour, tour[0]])]
-    return max(edges), sum(edges), tour
+def _move_path(tour: Tour, weights: Weights, length: int) -> Tour | None:
+    """The best of the tours in which a path of this many nodes stands elsewhere; None likewise."""
+    size = len(tour)
+    before, after, last, behind = (_from(tour, k) for k in (-1, 1, length - 1, length))
+    saved = weights[before, tour] + weights[last, behind] - weights[before, behind]
+    # At [i, j]: the path that begins with tour[i] goes between tour[j] and after[j].
+    ahead = weights[tour[:, None], tour] + weights[last[:, None], after]
+    turned = weights[last[:, None], tour] + weights[tour[:, None], after]
+    change = np.minimum(ahead, turned) - saved[:, None] - weights[tour, after]
+    at = np.arange(size)
+    for k in range(-1, length):
+        change[at, (at + k) % size] = 0  # there it stands already
+    i, j = divmod(int(change.argmin()), size)
+    if change[i, j] >= 0:
+        return None
+    path, rest = np.split(_from(tour, i), [length])
+    cut = (j - i - length) % size + 1
+    path = path[::-1] if turned[i, j] < ahead[i, j] else path
+    return np.concatenate([rest[:cut], path, rest[cut:]])
+
+
+def _from(tour: Tour, place: int) -> Tour:
+    return np.concatenate([tour[place:], tour[:place]])  # np.roll takes five times as long
+
+
+def _from_smallest(tour: Tour) -> list[int]:
+    """The same cycle from node 0 on, towards the smaller of its neighbours."""
+    first = _from(tour, int(tour.argmin())).tolist()
+    return min(first, [0, *reversed(first[1:])])
+
+
+def _worth(tour: Tour, weights: Weights) -> tuple[int, int]:
+    edges = weights[tour, _from(tour, 1)]
+    return int(edges.max()), int(edges.sum())

@@ -100,7 +100,7 @@ class Primary(msgspec.Struct, frozen=True, array_like=True):
     installed it; at once if none were needed, as for a job's first."""
 
 
-class Roster(msgspec.Struct, frozen=True, array_like=True):
+class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """The trainers of a job in ring order: rank i sends to rank i + 1."""
 
     job: Job
@@ -123,7 +123,7 @@ class Roster(msgspec.Struct, frozen=True, array_like=True):
     losses: tuple[Verdict, ...] = ()
     """Whom the view that settled it has lost, and why."""
 
-    @property
+    @cached_property  # asked for by each rank's report on each op in a view change
     def ids(self) -> tuple[TrainerId, ...]:
         """Of all ranks, in ring order."""
         return tuple(trainer.id for trainer in self.trainers)

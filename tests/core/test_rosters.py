@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 
+import pytest
+
 from pmesh.core.messages import Concern, Waiting
 from pmesh.core.rosters import jobs_to_settle, keep_local_rosters
 from pmesh.core.views import Primary, Roster, Terms
@@ -13,6 +15,7 @@ from tests.core.builders import (
     DIGITS,
     DORA,
     FACES,
+    completed,
     make_concern,
     make_epoch,
     make_flushed,
@@ -115,6 +118,15 @@ class TestAJobRunsOn:
         """V3: what still reaches a trainer can't be resolved."""
         reports = running_everywhere() | {BERT: make_report(TRIO, {1: [running(4)]}, fenced=False)}
         assert settle_trio(reports, make_concern(TRIO, TIMED_OUT, op=4)) is TRIO
+
+
+@pytest.mark.parametrize("other", [0, 1, TRIO.next_id, 1000])
+def test_what_a_member_reports_of_trainers_that_are_not_its_own_counts_for_nothing(
+    other: int,
+) -> None:
+    lies = make_report(TRIO, {2: [running(4)], other: [completed(5)]})
+    after = settle_trio(running_everywhere() | {CARA: lies}, make_concern(TRIO, None, op=4))
+    assert after.outcomes == ()
 
 
 class TestJobsToSettle:

@@ -1,3 +1,5 @@
+from msgspec.structs import replace
+
 from pmesh.core.views import Roster, Seat, Terms, View
 from pmesh.ids import Epoch, Member, TrainerId
 from tests.core.builders import (
@@ -85,6 +87,8 @@ HURT = make_roster(CARA, ANNA, ids=[2, 7], witnesses=[make_trainer(4, BERT)])
 
 def test_a_rank_is_a_place_in_the_ring_and_a_trainer_keeps_its_number() -> None:
     assert HURT.ids == (2, 7)
+    assert HURT.ids is HURT.ids, "each rank's report on each op asks for them"
+    assert replace(HURT, trainers=HURT.trainers[:1]).ids == (2,)
     assert [HURT.rank_of(TrainerId(id_)) for id_ in (2, 4, 7)] == [0, None, 1]
 
 
