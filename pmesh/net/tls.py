@@ -142,9 +142,10 @@ class TlsProtocol:
     def send(self, data: bytes) -> None:
         """Encrypt; the result is in `data_to_send`. Only after HandshakeCompleted.
 
-        After the other side's end there is nobody to encrypt for: the data are dropped.
+        Where either side has ended there is nobody to encrypt for, and the data are dropped: what
+        the end was is for `next_event` to tell.
         """
-        with suppress(ssl.SSLEOFError, ssl.SSLZeroReturnError):
+        with suppress(ssl.SSLError):
             self._tls.write(data)  # into memory: always all of it
 
     def say_goodbye(self) -> None:

@@ -367,7 +367,7 @@ async def test_what_no_honest_member_would_send_is_answered_by_a_ban_that_grows(
             gone_at = trio.current_time()
             while not links_in_use(one):  # noqa: ASYNC110 - as `until`, with more patience
                 await trio.sleep(0.1)
-        assert trio.current_time() - gone_at >= 4 * BANNED_S
+        assert trio.current_time() - gone_at > 3 * BANNED_S
         await here.settle(one, two)
 
 

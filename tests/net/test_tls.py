@@ -254,3 +254,17 @@ def test_keys_reach_openssl_without_a_file_and_leave_no_descriptor() -> None:
     after = os.dup(0)
     os.close(after)
     assert before == after
+
+
+def test_what_is_sent_after_a_goodbye_is_dropped() -> None:
+    pair = Pair(
+        TlsProtocol(ADAS, server_side=False),
+        TlsProtocol(BOBS, server_side=True),
+    )
+    pair.converse()
+    pair.client.say_goodbye()
+    pair.server.say_goodbye()
+    pair.converse()
+    pair.client.send(b"too late")
+    assert pair.client.data_to_send() == b""
+    assert GoodbyeReceived() in pair.at_server
