@@ -119,9 +119,14 @@ class Peers:
         self._ended_bytes = (0, 0)
         self._leaving = False
 
-    def found(self, node: NodeId, addresses: tuple[Address, ...]) -> None:
-        """MDNS names a node of this mesh; our own, where a home may have been copied."""
-        self.targets.name(node, addresses, linked=node in self.links)
+    def found(self, node: NodeId, addresses: tuple[Address, ...], *, fresh: bool = True) -> None:
+        """MDNS names a node of this mesh; our own, where a home may have been copied.
+
+        What is not fresh may be replayed: it counts only where nothing else is known of the node.
+        A machine whose clock is wrong is found so, too.
+        """
+        if fresh or not self.targets.knows(node):
+            self.targets.name(node, addresses, linked=node in self.links)
 
     @property
     def control_bytes(self) -> tuple[int, int]:

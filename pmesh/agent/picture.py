@@ -165,7 +165,7 @@ def _stranger(node: NodeId, sources: Sources) -> status.PeerStatus:
         id=node_text(node),
         name=theirs.name,
         state="other_mesh_key" if other_mesh else "other_version",
-        addresses=_texts(found.addresses),
+        addresses=_texts(theirs.addresses),
         reason=reason,
         protocol=theirs.protocol,
     )

@@ -34,7 +34,7 @@ from pmesh.client.home import socket_path
 from pmesh.core.addresses import told_to_others
 from pmesh.core.advertisement import Advertisement
 from pmesh.core.certificates import issue_credentials
-from pmesh.core.identity import MeshKey, NodeKey, namespace_tag
+from pmesh.core.identity import AdvertisementKey, MeshKey, NodeKey
 from pmesh.core.messages import PROTOCOL_VERSION, Hello
 from pmesh.core.session import (
     AskEvents,
@@ -50,7 +50,7 @@ from pmesh.core.views import View
 from pmesh.errors import ConfigError, PortTaken, ProtocolError
 from pmesh.ids import Incarnation, Member
 from pmesh.net.dialer import error_numbers
-from pmesh.net.discovery import Discovered, discover
+from pmesh.net.discovery import Discovered, discover, minute_of_now
 from pmesh.net.door import Door
 from pmesh.net.interfaces import AddressWatch
 from pmesh.net.sessions import ENDS_OF_A_SESSION, Session, SessionCounters, serve_sessions
@@ -107,13 +107,13 @@ class Agent:
     ) -> None:
         self._settings = settings
         self._node_key = node_key
-        self._tag = namespace_tag(mesh_key)
+        self._advertisement_key = AdvertisementKey.of(mesh_key)
         self._contexts = TlsContexts.of(issue_credentials(mesh_key, node_key))
         self._announce = announce
         self._stopped = stopped
         self._me = Member(node_key.node, Incarnation(secrets.randbits(62) + 1))
         self._watch = AddressWatch(settings.listen.host)
-        self._strangers = Strangers(self._tag)
+        self._strangers = Strangers(self._advertisement_key.tag, minute=minute_of_now)
         self._sessions = SessionCounters()
         self._lags: deque[tuple[float, float]] = deque()
         self._began = trio.current_time()
@@ -192,7 +192,7 @@ class Agent:
 
     async def _start_discovery(self, nursery: trio.Nursery) -> None:
         own = Advertisement(
-            tag=self._tag,
+            tag=self._advertisement_key.tag,
             node=self._me.node,
             incarnation=self._me.incarnation,
             port=self._port,
@@ -201,7 +201,14 @@ class Agent:
         found, findings = trio.open_memory_channel[Discovered](FOUND_AHEAD)
 
         async def announce_ourselves() -> None:
-            await discover(own, node_key=self._node_key, watch=self._watch, found=found)
+            await discover(
+                own,
+                node_key=self._node_key,
+                key=self._advertisement_key,
+                watch=self._watch,
+                found=found,
+                counters=self._strangers.counters,
+            )
 
         nursery.start_soon(announce_ourselves)
         nursery.start_soon(self._strangers.sort, findings, self.peers)

@@ -1,12 +1,14 @@
 """What mDNS finds, sorted: peers of this mesh are dialled, all others only shown."""
 
+from collections.abc import Callable
+
 import structlog
 import trio
 
 from pmesh.agent.peers import Peers
 from pmesh.core.messages import PROTOCOL_VERSION
 from pmesh.ids import NodeId
-from pmesh.net.discovery import Deaf, Discovered, Found, Gone
+from pmesh.net.discovery import Deaf, Discovered, DiscoveryCounters, Found, Gone
 
 _log = structlog.get_logger()
 
@@ -14,8 +16,11 @@ _log = structlog.get_logger()
 class Strangers:
     """Agents of another mesh or of another protocol version, for `pmesh status`."""
 
-    def __init__(self, tag: bytes) -> None:
+    def __init__(self, tag: bytes, *, minute: Callable[[], int]) -> None:
+        """`minute` is that of now, in Unix time."""
         self._tag = tag
+        self._minute = minute
+        self.counters = DiscoveryCounters()
         self.seen: dict[NodeId, Found] = {}
         self.deaf: str | None = None
         """Why mDNS can't be used now."""
@@ -32,11 +37,12 @@ class Strangers:
 
     def _sort_one(self, finding: Discovered, peers: Peers) -> None:
         match finding:
-            case Found(advertisement=theirs, addresses=addresses):
+            case Found(advertisement=theirs):
                 self.deaf = None
                 self.seen.pop(theirs.node, None)
                 if theirs.tag == self._tag and theirs.protocol == PROTOCOL_VERSION:
-                    peers.found(theirs.node, addresses)
+                    fresh = theirs.is_fresh(minute=self._minute())
+                    peers.found(theirs.node, theirs.addresses, fresh=fresh)
                 else:
                     self.seen[theirs.node] = finding
             case Gone(node=node):

@@ -77,6 +77,10 @@ class Targets:
         """Whom the key names; None while nobody knows who is at an address."""
         return self._node_of.get(key) or (NodeId(key) if isinstance(key, bytes) else None)
 
+    def knows(self, node: NodeId) -> bool:
+        """Whether mDNS has named the node."""
+        return node in self._targets
+
     def aim_at(self, address: Address) -> None:
         """`--peer`: an address that is dialled for ever."""
         self._set(address, dialling.aim_at((address,), forever=True, now=trio.current_time()))

@@ -1,32 +1,43 @@
-"""What an agent says of itself by mDNS, signed by its node key: claims that others can check.
+"""What an agent says of itself by mDNS: claims that others can check before they dial.
 
-A forged advertisement is refused here. A replayed one only names an address at which TLS will then
-find the wrong key, so neither needs more than being ignored.
+An advertisement is authenticated twice, over all its fields, addresses included: by a key derived
+from the mesh key, which whoever is outside the mesh lacks, and by the node key, which other members
+lack. The minute at which it was made tells a replayed one.
 """
 
 import base64
 import binascii
+import hashlib
+import hmac
+import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from pmesh.core.identity import NodeKey, verify
-from pmesh.core.messages import PROTOCOL_VERSION
-from pmesh.errors import ProtocolError
+from pmesh.core.identity import AdvertisementKey, NodeKey, verify
+from pmesh.core.messages import PROTOCOL_VERSION, Address
+from pmesh.errors import ForgedAdvertisement, ProtocolError
 from pmesh.ids import Incarnation, Member, NodeId, node_from_text, node_text
 
 SERVICE_TYPE: Final = "_pmesh._tcp.local."
 
 TAG_BYTES: Final = 8
 MAX_NAME_BYTES: Final = 128  # a TXT entry holds 255 bytes, its key included
+MAX_ADDRESSES: Final = (
+    14  # likewise, each with 17 bytes; a Mac with every port in use has about ten
+)
+FRESH_MINUTES: Final = 10  # clocks at home differ by less, where they are set at all
 
+_MAC: Final = b"mac"
+_MAC_BYTES: Final = 16  # nobody can try 2^128
 _SIGNATURE: Final = b"sig"
 _LABEL: Final = b"pmesh advertisement\0"  # so that the signature means nothing elsewhere
 _SIGNATURE_BYTES: Final = 64  # Ed25519, RFC 8032 section 5.1.6
 _MAX_PROTOCOL: Final = 2**16 - 1
 _MAX_PORT: Final = 2**16 - 1
 _MAX_INCARNATION: Final = 2**63 - 1
+_MAX_MINUTE: Final = 2**32 - 1
 _DIGITS: Final = re.compile(rb"[0-9]{1,19}")  # int() alone takes signs, spaces and underscores
 
 
@@ -41,12 +52,31 @@ class Advertisement:
     port: int
     name: str
     """What the user calls the machine, cut to 128 bytes of UTF-8 when it travels."""
+    hosts: tuple[str, ...] = ()
+    """Its IP addresses without scopes; the first 14 travel."""
+    minute: int = 1
+    """When it was made, in minutes of Unix time by its own clock."""
     protocol: int = PROTOCOL_VERSION
 
     @property
     def member(self) -> Member:
         """Who advertises."""
         return Member(self.node, self.incarnation)
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """Where it can be dialled."""
+        return tuple(Address(host, self.port) for host in self.hosts)
+
+    def is_fresh(self, *, minute: int) -> bool:
+        """Whether it was made just now, and so is no replay.
+
+        It may be fresh and look old: a clock at home may be wrong by years.
+
+        Args:
+            minute: now, in minutes of Unix time by our own clock.
+        """
+        return abs(minute - self.minute) <= FRESH_MINUTES
 
 
 def instance_name(node: NodeId) -> str:
@@ -67,15 +97,18 @@ def node_of_instance_untrusted(instance: str) -> NodeId:
         raise ProtocolError(f"not an instance of ours: {instance[:80]!r}") from e
 
 
-def encode(advertisement: Advertisement, node_key: NodeKey) -> dict[bytes, bytes]:
-    """The advertisement as the entries of an mDNS TXT record, signed.
+def encode(
+    advertisement: Advertisement, node_key: NodeKey, key: AdvertisementKey
+) -> dict[bytes, bytes]:
+    """The advertisement as the entries of an mDNS TXT record, authenticated and signed.
 
     Raises:
-        ValueError: The key is another node's.
+        ValueError: The node key is another node's.
     """
     if node_key.node != advertisement.node:
         raise ValueError("an advertisement is signed by the node that it names")
     name = advertisement.name.encode()[:MAX_NAME_BYTES].decode(errors="ignore")
+    packed = [ipaddress.ip_address(host).packed for host in advertisement.hosts[:MAX_ADDRESSES]]
     entries = {
         b"v": b"%d" % advertisement.protocol,
         b"tag": advertisement.tag.hex().encode(),
@@ -83,36 +116,62 @@ def encode(advertisement: Advertisement, node_key: NodeKey) -> dict[bytes, bytes
         b"inc": b"%d" % advertisement.incarnation,
         b"port": b"%d" % advertisement.port,
         b"name": name.encode(),
+        b"at": b"%d" % advertisement.minute,
+        b"addr": b"".join(bytes([len(host)]) + host for host in packed),
     }
-    signature = node_key.sign(_signed_bytes(entries))
+    entries[_MAC] = base64.b64encode(_mac(entries, key))
+    signature = node_key.sign(_labelled(entries))
     return entries | {_SIGNATURE: base64.b64encode(signature)}
 
 
-def decode_untrusted(entries: Mapping[bytes, bytes | None], *, instance: str) -> Advertisement:
-    """The reverse of `encode`; raises ProtocolError for anything else, forged ones too.
+def decode_untrusted(
+    entries: Mapping[bytes, bytes | None], *, instance: str, key: AdvertisementKey
+) -> Advertisement:
+    """The reverse of `encode`, of any mesh and version.
 
     Entries that it doesn't know are covered by the signature and otherwise ignored: so an agent of
-    another protocol version can still be shown by its name.
+    another protocol version can still be shown by its name. Whoever advertises our tag and version
+    holds our mesh key; of another mesh's only the signature is checked.
 
     Args:
         entries: The TXT record's keys and values, in which mDNS allows a key without a value.
         instance: The instance name under which the record stood; it must be the signer's.
+        key: our mesh's.
+
+    Raises:
+        ForgedAdvertisement: it has our tag, and was made without our mesh key.
+        ProtocolError: it is none, or its node has not signed it.
     """
-    filled = {key: value for key, value in entries.items() if value is not None}
+    filled = {name: value for name, value in entries.items() if value is not None}
     node = node_of_instance_untrusted(instance)
     try:
-        advertisement = _read(filled)
+        protocol = _number(filled[b"v"], most=_MAX_PROTOCOL)
+        advertisement = _read(filled, protocol)
         signature = base64.b64decode(filled.pop(_SIGNATURE), validate=True)
+        if protocol == PROTOCOL_VERSION and advertisement.tag == key.tag:
+            _check_mac(filled, key)
     except (KeyError, ValueError, binascii.Error) as e:
         raise ProtocolError(f"not an advertisement of ours: {e}") from e
     if advertisement.node != node:
         raise ProtocolError("an advertisement under another node's instance name")
-    if len(signature) != _SIGNATURE_BYTES or not verify(node, _signed_bytes(filled), signature):
+    if len(signature) != _SIGNATURE_BYTES or not verify(node, _labelled(filled), signature):
         raise ProtocolError("an advertisement that its node has not signed")
     return advertisement
 
 
-def _read(entries: Mapping[bytes, bytes]) -> Advertisement:
+def _check_mac(entries: Mapping[bytes, bytes], key: AdvertisementKey) -> None:
+    mac = base64.b64decode(entries[_MAC], validate=True)
+    rest = {name: value for name, value in entries.items() if name != _MAC}
+    if not hmac.compare_digest(mac, _mac(rest, key)):
+        raise ForgedAdvertisement("an advertisement with our tag, made without our mesh key")
+
+
+def _mac(entries: Mapping[bytes, bytes], key: AdvertisementKey) -> bytes:
+    return hmac.digest(key.secret, _labelled(entries), hashlib.sha256)[:_MAC_BYTES]
+
+
+def _read(entries: Mapping[bytes, bytes], protocol: int) -> Advertisement:
+    """Of another version only what has been there from the first."""
     tag = bytes.fromhex(entries[b"tag"].decode("ascii"))
     if len(tag) != TAG_BYTES:
         raise ValueError(f"a tag of {len(tag)} bytes")
@@ -120,13 +179,24 @@ def _read(entries: Mapping[bytes, bytes]) -> Advertisement:
     if len(entries[b"name"]) > MAX_NAME_BYTES:
         raise ValueError("a name that is too long")
     return Advertisement(
-        protocol=_number(entries[b"v"], most=_MAX_PROTOCOL),
+        protocol=protocol,
         tag=tag,
         node=node_from_text(entries[b"node"].decode("ascii")),
         incarnation=Incarnation(_number(entries[b"inc"], most=_MAX_INCARNATION)),
         port=_number(entries[b"port"], most=_MAX_PORT),
         name=name,
+        hosts=_hosts(entries[b"addr"]) if protocol == PROTOCOL_VERSION else (),
+        minute=_number(entries[b"at"], most=_MAX_MINUTE) if protocol == PROTOCOL_VERSION else 1,
     )
+
+
+def _hosts(packed: bytes) -> tuple[str, ...]:
+    hosts: list[str] = []
+    while packed:
+        end = 1 + packed[0]
+        hosts.append(str(ipaddress.ip_address(packed[1:end])))  # ValueError if it is none
+        packed = packed[end:]
+    return tuple(hosts)
 
 
 def _number(text: bytes, *, most: int) -> int:
@@ -135,7 +205,7 @@ def _number(text: bytes, *, most: int) -> int:
     return int(text)
 
 
-def _signed_bytes(entries: Mapping[bytes, bytes]) -> bytes:
+def _labelled(entries: Mapping[bytes, bytes]) -> bytes:
     """All entries in one order, each behind its length, so that no two sets look alike."""
     parts = [_LABEL]
     for key in sorted(entries):

@@ -3,7 +3,7 @@
 import base64
 import hashlib
 from dataclasses import dataclass, field
-from typing import NewType, Self
+from typing import NamedTuple, NewType, Self
 
 import nacl.exceptions
 import nacl.signing
@@ -68,6 +68,18 @@ def derive(mesh_key: MeshKey, label: bytes) -> bytes:
 def namespace_tag(mesh_key: MeshKey) -> bytes:
     """The 8 bytes by which agents of one mesh know each other in mDNS; tells nothing of the key."""
     return hashlib.sha3_256(derive(mesh_key, b"namespace tag")).digest()[:TAG_BYTES]
+
+
+class AdvertisementKey(NamedTuple):
+    """What a mesh's agents know each other by in mDNS: a name that all can read, and a secret."""
+
+    tag: bytes
+    secret: bytes
+
+    @classmethod
+    def of(cls, mesh_key: MeshKey) -> Self:
+        """Of the mesh."""
+        return cls(namespace_tag(mesh_key), derive(mesh_key, b"advertisement"))
 
 
 def mesh_key_text(key: MeshKey) -> str:

@@ -1,33 +1,40 @@
 """Finds agents on the local network by mDNS: the only file that knows zeroconf.
 
 zeroconf needs an asyncio loop. It gets one, in one thread, that ends when `discover` does.
+
+Anybody on the network can announce anything, as often as he likes. What lacks our mesh key ends in
+this thread; of other meshes a few are reported, to be shown. zeroconf keeps every record that it
+hears for as long as the record says, so what it keeps is thrown away when that becomes much.
 """
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import trio
-from zeroconf import DNSQuestionType, IPVersion, ServiceStateChange, Zeroconf
+from zeroconf import DNSQuestionType, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from pmesh.core import advertisement as adverts
 from pmesh.core.addresses import LocalAddress
 from pmesh.core.advertisement import SERVICE_TYPE, Advertisement
-from pmesh.core.identity import NodeKey
-from pmesh.core.messages import Address
-from pmesh.errors import ProtocolError
+from pmesh.core.identity import AdvertisementKey, NodeKey
+from pmesh.errors import ForgedAdvertisement, ProtocolError
 from pmesh.ids import NodeId
 from pmesh.net.interfaces import AddressWatch
 
 RETRY_S: Final = 5.0  # after the system has refused us port 5353 or multicast
 BROWSE_AGAIN_S: Final = 60.0  # a mended switch gives no sign, and zeroconf soon asks once an hour
 SETTLE_S: Final = 10.0  # after a change of addresses, for those known before to answer again
+RENEW_S: Final = 240.0  # an advertisement says its minute, and counts as fresh for ten
 RESOLVE_MS: Final = 3000
-MAX_INSTANCES: Final = 256  # a mesh has 8; a flood of names on the network ends here
-MAX_ADDRESSES: Final = 32
+MAX_RESOLVING: Final = 32  # names without a TXT record; whoever announces himself sends it along
+MAX_FOUND: Final = 64  # of our mesh, and as many others; a mesh has 8
+MAX_CACHED_NAMES: Final = 512  # a home with 8 agents and 50 printers and televisions has 150
+LOOK_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +46,6 @@ class Found:
     """
 
     advertisement: Advertisement
-    addresses: tuple[Address, ...]
-    """Not covered by the signature: TLS proves who answers there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,18 +65,38 @@ class Deaf:
 Discovered: TypeAlias = Found | Gone | Deaf
 
 
+@dataclass(slots=True)
+class DiscoveryCounters:
+    """What was heard and not reported, since the agent's start; for `pmesh status`."""
+
+    forged: int = 0
+    """Announcements with our tag, of somebody who lacks our mesh key."""
+    not_shown: int = 0
+    """Announcements of other meshes and versions, beyond those that are shown."""
+    purges: int = 0
+    """How often what zeroconf keeps had become too much."""
+
+
+def minute_of_now() -> int:
+    """In minutes of Unix time."""
+    return int(time.time() // 60)
+
+
 async def discover(
     own: Advertisement,
     *,
     node_key: NodeKey,
+    key: AdvertisementKey,
     watch: AddressWatch,
     found: trio.MemorySendChannel[Discovered],
+    counters: DiscoveryCounters,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Announce this agent on all its addresses and report the others, until cancelled.
 
     When cancelled it takes a quarter of a second to say goodbye. It is started when the first
-    announcement has been sent, or could not be.
+    announcement has been sent, or could not be. Addresses and the minute are added to `own` here;
+    what is not reported is counted in `counters`.
     """
     mailbox = _Mailbox()
     token = trio.lowlevel.current_trio_token()
@@ -82,7 +107,9 @@ async def discover(
         loop = runner.get_loop()
         conversation = _Conversation(
             own,
-            entries=adverts.encode(own, node_key),
+            node_key=node_key,
+            key=key,
+            counters=counters,
             report=lambda key, event: token.run_sync_soon(mailbox.put, key, event),
             ready=lambda: token.run_sync_soon(ready.set, idempotent=True),
         )
@@ -136,12 +163,16 @@ class _Conversation:
         self,
         own: Advertisement,
         *,
-        entries: dict[bytes, bytes],
+        node_key: NodeKey,
+        key: AdvertisementKey,
+        counters: DiscoveryCounters,
         report: Callable[[str, Discovered], None],
         ready: Callable[[], None],
     ) -> None:
         self._own = own
-        self._entries = entries
+        self._node_key = node_key
+        self._key = key
+        self._counters = counters
         self._report = report
         self._ready = ready
         self._addresses: tuple[LocalAddress, ...] = ()
@@ -178,31 +209,59 @@ class _Conversation:
         try:
             # The other two announcements, half a second long, go on by themselves.
             await zeroconf.async_register_service(  # pyright: ignore[reportUnknownMemberType] - an Awaitable of nothing
-                _service(self._own, self._entries, self._addresses),
+                self._service(),
                 cooperating_responders=True,  # the name is a public key: no probing, 0.5 s saved
             )
             self._ready()
             self._confirmed.clear()
             settled = asyncio.get_running_loop().call_later(SETTLE_S, self._forget_unconfirmed)
             try:
-                await self._browse(zeroconf.zeroconf)
+                await self._browse(zeroconf)
             finally:
                 settled.cancel()
                 await self._end_resolving()
         finally:
             await zeroconf.async_close()
 
-    async def _browse(self, zeroconf: Zeroconf) -> None:
+    async def _browse(self, zeroconf: AsyncZeroconf) -> None:
+        """Ask who is there, again and again; a flood of records makes it begin from scratch."""
+        loop = asyncio.get_running_loop()
+        renewed_at = loop.time()
         while not self._moved.is_set():
             browser = AsyncServiceBrowser(
-                zeroconf,
+                zeroconf.zeroconf,
                 SERVICE_TYPE,
                 handlers=[self._on_change],
                 # Unicast answers go astray where several programs share port 5353.
                 question_type=DNSQuestionType.QM,
             )
-            await self._wait_for_move(BROWSE_AGAIN_S)
+            again_at = loop.time() + BROWSE_AGAIN_S
+            while not self._moved.is_set() and loop.time() < again_at:
+                await self._wait_for_move(min(LOOK_S, BROWSE_AGAIN_S))
+                if _keeps_much(zeroconf.zeroconf):
+                    break
             await browser.async_cancel()
+            if _keeps_much(zeroconf.zeroconf):
+                self._purge(zeroconf.zeroconf)
+            if loop.time() - renewed_at >= RENEW_S:
+                renewed_at = loop.time()
+                await zeroconf.async_update_service(self._service())  # pyright: ignore[reportUnknownMemberType] - likewise
+
+    def _purge(self, zeroconf: Zeroconf) -> None:
+        """Let zeroconf forget all but what belongs to the agents that we know."""
+        cache = zeroconf.cache
+        self._counters.purges += 1
+        nodes = [found.advertisement.node for found in self._known.values()]
+        kept = {name.lower() for name in self._known} | {adverts.host_name(n) for n in nodes}
+        cache.async_remove_records(
+            [
+                record
+                for name in cache.names()
+                if name not in kept
+                for record in cache.async_entries_with_name(name)
+                if getattr(record, "alias", "").lower() not in kept  # what a pointer leads to
+            ]
+        )
 
     async def _wait_for_move(self, timeout_s: float | None) -> None:
         try:
@@ -222,7 +281,16 @@ class _Conversation:
             earlier.cancel()
         if state_change is ServiceStateChange.Removed:
             self._forget(name)
-        elif name in self._known or len(self._known) + len(self._resolving) < MAX_INSTANCES:
+        else:
+            self._look_up(zeroconf, name)
+
+    def _look_up(self, zeroconf: Zeroconf, name: str) -> None:
+        """Read the TXT record, which came along as a rule; else ask for it."""
+        info = AsyncServiceInfo(SERVICE_TYPE, name)
+        info.load_from_cache(zeroconf)
+        if info.text:
+            self._judge(name, info)
+        elif len(self._resolving) < MAX_RESOLVING:
             # Not in a task group: should a packet make zeroconf raise, asyncio logs it, and that
             # one name is not resolved; a stranger's packet must not end the discovery.
             self._resolving[name] = asyncio.ensure_future(self._resolve(zeroconf, name))
@@ -230,29 +298,42 @@ class _Conversation:
     async def _resolve(self, zeroconf: Zeroconf, name: str) -> None:
         info = AsyncServiceInfo(SERVICE_TYPE, name)
         try:
-            complete = await info.async_request(
-                zeroconf, RESOLVE_MS, question_type=DNSQuestionType.QM
-            )
+            await info.async_request(zeroconf, RESOLVE_MS, question_type=DNSQuestionType.QM)
         finally:
             if self._resolving.get(name) is asyncio.current_task():
                 del self._resolving[name]
-        if complete:
-            self._judge(name, info)
+        self._judge(name, info)
 
     def _judge(self, name: str, info: AsyncServiceInfo) -> None:
         try:
-            theirs = adverts.decode_untrusted(info.properties, instance=name)
+            theirs = adverts.decode_untrusted(info.properties, instance=name, key=self._key)
+        except ForgedAdvertisement:
+            self._counters.forged += 1
+            return
         except ProtocolError:
-            return  # forged, or another program's service of this name: not our business
+            return  # another program's service of this name: not our business
         if theirs.member == self._own.member:
             return
-        hosts = info.parsed_scoped_addresses(IPVersion.All)[:MAX_ADDRESSES]
-        addresses = tuple(Address(host, theirs.port) for host in sorted(set(hosts)))
-        found = Found(advertisement=theirs, addresses=addresses)
+        found = Found(advertisement=theirs)
         self._confirmed.add(name)
-        if self._known.get(name) != found:
-            self._known[name] = found
-            self._report(name, found)
+        if found == self._known.get(name) or not self._has_room_for(name, theirs):
+            return
+        self._known[name] = found
+        self._report(name, found)
+
+    def _has_room_for(self, name: str, theirs: Advertisement) -> bool:
+        """One of ours takes the place of the one that came first; one of another mesh does not."""
+        ours = theirs.tag == self._key.tag
+        alike = [
+            n for n, f in self._known.items() if (f.advertisement.tag == self._key.tag) == ours
+        ]
+        if name in self._known or len(alike) < MAX_FOUND:
+            return True
+        if ours:
+            del self._known[alike[0]]
+        else:
+            self._counters.not_shown += 1
+        return ours
 
     def _forget(self, name: str) -> None:
         known = self._known.pop(name, None)
@@ -262,6 +343,18 @@ class _Conversation:
     def _forget_unconfirmed(self) -> None:
         for name in self._known.keys() - self._confirmed:
             self._forget(name)
+
+    def _service(self) -> AsyncServiceInfo:
+        hosts = tuple(dict.fromkeys(address.host for address in self._addresses))
+        own = replace(self._own, hosts=hosts, minute=minute_of_now())
+        return AsyncServiceInfo(
+            SERVICE_TYPE,
+            adverts.instance_name(own.node),
+            port=own.port,
+            properties=adverts.encode(own, self._node_key, self._key),
+            server=adverts.host_name(own.node),
+            parsed_addresses=list(hosts),
+        )
 
     async def _end_resolving(self) -> None:
         tasks = list(self._resolving.values())
@@ -281,14 +374,6 @@ def _sockets_for(addresses: tuple[LocalAddress, ...]) -> list[str] | list[int]:
     return v4 or sorted({socket.if_nametoindex(address.interface) for address in addresses})
 
 
-def _service(
-    own: Advertisement, entries: dict[bytes, bytes], addresses: tuple[LocalAddress, ...]
-) -> AsyncServiceInfo:
-    return AsyncServiceInfo(
-        SERVICE_TYPE,
-        adverts.instance_name(own.node),
-        port=own.port,
-        properties=entries,
-        server=adverts.host_name(own.node),
-        parsed_addresses=list(dict.fromkeys(address.host for address in addresses)),
-    )
+def _keeps_much(zeroconf: Zeroconf) -> bool:
+    pointers = zeroconf.cache.async_entries_with_name(SERVICE_TYPE)
+    return len(zeroconf.cache.names()) + len(pointers) > MAX_CACHED_NAMES

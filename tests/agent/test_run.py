@@ -20,11 +20,11 @@ from pmesh.agent.peers import Peers
 from pmesh.agent.run import open_listeners, run_agent
 from pmesh.client.home import socket_path
 from pmesh.core.advertisement import Advertisement
-from pmesh.core.identity import NodeKey
+from pmesh.core.identity import AdvertisementKey, NodeKey
 from pmesh.core.session import AskEvents, Events, Leave, StopAgent, Stopping
 from pmesh.errors import AgentAlreadyRunning, ConfigError, PmeshError, PortTaken
 from pmesh.ids import Incarnation
-from pmesh.net.discovery import Discovered, Found
+from pmesh.net.discovery import Discovered, DiscoveryCounters, Found, minute_of_now
 from pmesh.net.interfaces import AddressWatch
 from pmesh.net.stalls import Stall
 from tests.agent.fake_trainer import Trainer, until
@@ -163,10 +163,14 @@ async def test_mdns_finds_a_peer(clock: MockClock, monkeypatch: pytest.MonkeyPat
             advertisement: Advertisement,
             *,
             node_key: NodeKey,
+            key: AdvertisementKey,
             watch: AddressWatch,
             found: trio.MemorySendChannel[Discovered],
+            counters: DiscoveryCounters,
         ) -> None:
             assert node_key == KEY
+            assert key == AdvertisementKey.of(MESH)
+            assert counters.forged == 0
             assert watch.current
             own.append(advertisement)
             theirs = Advertisement(
@@ -175,9 +179,11 @@ async def test_mdns_finds_a_peer(clock: MockClock, monkeypatch: pytest.MonkeyPat
                 incarnation=Incarnation(1),
                 port=one.port,
                 name="mac-0",
+                hosts=(one.address.host,),
+                minute=minute_of_now(),
             )
             async with found:
-                await found.send(Found(advertisement=theirs, addresses=(one.address,)))
+                await found.send(Found(advertisement=theirs))
                 await trio.sleep_forever()
 
         monkeypatch.setattr(run, "discover", discover_one)

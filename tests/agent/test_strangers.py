@@ -15,7 +15,7 @@ from pmesh.errors import (
     ProtocolVersionMismatch,
 )
 from pmesh.ids import Incarnation, NodeId, node_text
-from pmesh.net.discovery import Deaf, Found, Gone
+from pmesh.net.discovery import Deaf, Found, Gone, minute_of_now
 from tests.agent.fake_trainer import until
 from tests.agent.fakes import Machine, village
 
@@ -23,11 +23,24 @@ NODE = NodeId(b"n" * 32)
 WHERE = Address("192.0.2.9", 24160)
 
 
-def found(tag: bytes, *, protocol: int = PROTOCOL_VERSION, where: Address = WHERE) -> Found:
+def found(
+    tag: bytes,
+    *,
+    protocol: int = PROTOCOL_VERSION,
+    where: Address = WHERE,
+    minute: int | None = None,
+) -> Found:
     advertisement = Advertisement(
-        tag=tag, node=NODE, incarnation=Incarnation(1), port=24160, name="air", protocol=protocol
+        tag=tag,
+        node=NODE,
+        incarnation=Incarnation(1),
+        port=where.port,
+        name="air",
+        protocol=protocol,
+        hosts=(where.host,),
+        minute=minute_of_now() if minute is None else minute,
     )
-    return Found(advertisement=advertisement, addresses=(where,))
+    return Found(advertisement=advertisement)
 
 
 def hear(machine: Machine, finding: Found | Gone | Deaf) -> None:
@@ -53,7 +66,7 @@ async def test_another_mesh_is_shown_and_never_dialled(clock: MockClock) -> None
 async def test_another_version_is_shown_with_both(clock: MockClock) -> None:
     async with village(clock, 1) as here:
         (one,) = here.machines
-        hear(one, found(one.agent._tag, protocol=99))  # noqa: SLF001
+        hear(one, found(one.agent._advertisement_key.tag, protocol=99))  # noqa: SLF001
         (peer,) = shown(one)
         assert peer.state == "other_version"
         assert f"it speaks protocol 99, this machine {PROTOCOL_VERSION}" in (peer.reason or "")
@@ -63,7 +76,7 @@ async def test_another_version_is_shown_with_both(clock: MockClock) -> None:
 async def test_one_of_ours_is_dialled_and_shown_as_what_came_of_it(clock: MockClock) -> None:
     async with village(clock, 1) as here:
         (one,) = here.machines
-        hear(one, found(one.agent._tag, where=Address("127.0.0.1", 1)))  # noqa: SLF001
+        hear(one, found(one.agent._advertisement_key.tag, where=Address("127.0.0.1", 1)))  # noqa: SLF001
         (peer,) = shown(one)
         assert (peer.state, peer.name, peer.id) == ("connecting", None, node_text(NODE))
         await until(lambda: bool(one.agent.peers.targets.refusals))
@@ -126,6 +139,20 @@ async def test_a_stranger_that_is_given_our_mesh_key_is_dialled(clock: MockClock
     async with village(clock, 1) as here:
         (one,) = here.machines
         hear(one, found(b"another!"))
-        hear(one, found(one.agent._tag))  # noqa: SLF001
+        hear(one, found(one.agent._advertisement_key.tag))  # noqa: SLF001
         assert [peer.state for peer in shown(one)] == ["connecting"]
+        assert one.agent.peers.targets.wanted == {NODE: (WHERE,)}
+
+
+async def test_a_replayed_advertisement_counts_only_where_nothing_else_is_known(
+    clock: MockClock,
+) -> None:
+    """A machine whose clock is wrong by years is found all the same."""
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        tag, elsewhere = one.agent._advertisement_key.tag, Address("192.0.2.66", 24160)  # noqa: SLF001
+        hear(one, found(tag, where=elsewhere, minute=7))
+        assert one.agent.peers.targets.wanted == {NODE: (elsewhere,)}
+        hear(one, found(tag))
+        hear(one, found(tag, where=elsewhere, minute=7))
         assert one.agent.peers.targets.wanted == {NODE: (WHERE,)}

@@ -17,13 +17,22 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
 from pmesh.core import advertisement as adverts
 from pmesh.core.addresses import LocalAddress
 from pmesh.core.advertisement import Advertisement, encode, host_name, instance_name
-from pmesh.core.identity import NodeKey
-from pmesh.core.messages import Address
+from pmesh.core.identity import AdvertisementKey, MeshKey, NodeKey
+from pmesh.core.messages import PROTOCOL_VERSION
 from pmesh.ids import Incarnation
 from pmesh.net import discovery
-from pmesh.net.discovery import Deaf, Discovered, Found, Gone, discover
+from pmesh.net.discovery import (
+    Deaf,
+    Discovered,
+    DiscoveryCounters,
+    Found,
+    Gone,
+    discover,
+)
 from pmesh.net.interfaces import AddressWatch
 
+MESH = AdvertisementKey.of(MeshKey(b"m" * 32))
+OTHER_MESH = AdvertisementKey.of(MeshKey(b"o" * 32))
 LOOPBACK = LocalAddress(interface="lo", host="127.0.0.1", prefix_bits=8, kind="loopback")
 TIMEOUT_S = 15.0  # a hang fails; usually it takes a tenth of a second
 
@@ -32,6 +41,7 @@ TIMEOUT_S = 15.0  # a hang fails; usually it takes a tenth of a second
 def service_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents of other programs and of other test runs on this machine are not heard."""
     service_type = f"_pmesh-{os.getpid()}._tcp.local."
+    monkeypatch.setattr(discovery, "minute_of_now", lambda: 5)
     monkeypatch.setattr(adverts, "SERVICE_TYPE", service_type)
     monkeypatch.setattr(discovery, "SERVICE_TYPE", service_type)
 
@@ -64,7 +74,11 @@ class Addresses(AddressWatch):
 
 
 def advertisement(
-    number: int, *, incarnation: int = 1, tag: bytes = b"meshmesh", protocol: int = 1
+    number: int,
+    *,
+    incarnation: int = 1,
+    tag: bytes = MESH.tag,
+    protocol: int = PROTOCOL_VERSION,
 ) -> Advertisement:
     return Advertisement(
         tag=tag,
@@ -73,6 +87,8 @@ def advertisement(
         port=1000 + number,
         name=f"mac-{number}",
         protocol=protocol,
+        hosts=("127.0.0.1",) if protocol == PROTOCOL_VERSION else (),
+        minute=5 if protocol == PROTOCOL_VERSION else 1,
     )
 
 
@@ -81,18 +97,33 @@ def key(number: int) -> NodeKey:
 
 
 def found(theirs: Advertisement) -> Found:
-    return Found(advertisement=theirs, addresses=(Address("127.0.0.1", theirs.port),))
+    return Found(advertisement=theirs)
 
 
 @asynccontextmanager
 async def running(
-    own: Advertisement, number: int, *, watch: AddressWatch | None = None
+    own: Advertisement,
+    number: int,
+    *,
+    watch: AddressWatch | None = None,
+    mesh: AdvertisementKey = MESH,
+    counters: DiscoveryCounters | None = None,
 ) -> AsyncIterator[Agent]:
     send, receive = trio.open_memory_channel[Discovered](0)
     watch = watch or Addresses(LOOPBACK)
     async with receive, trio.open_nursery() as nursery:
         await nursery.start(watch.run)
-        await nursery.start(partial(discover, own, node_key=key(number), watch=watch, found=send))
+        await nursery.start(
+            partial(
+                discover,
+                own,
+                node_key=key(number),
+                key=mesh,
+                watch=watch,
+                found=send,
+                counters=counters or DiscoveryCounters(),
+            )
+        )
         yield Agent(own, receive)
         nursery.cancel_scope.cancel()
 
@@ -107,9 +138,13 @@ async def test_two_agents_find_each_other_and_a_goodbye_is_heard() -> None:
 
 
 async def test_other_meshes_and_other_versions_are_reported_too() -> None:
-    stranger = advertisement(4, tag=b"stranger")
-    newer = advertisement(5, protocol=2)
-    async with running(advertisement(3), 3) as one, running(stranger, 4), running(newer, 5):
+    stranger = advertisement(4, tag=OTHER_MESH.tag)
+    newer = advertisement(5, protocol=PROTOCOL_VERSION + 1)
+    async with (
+        running(advertisement(3), 3) as one,
+        running(stranger, 4, mesh=OTHER_MESH),
+        running(newer, 5),
+    ):
         awaited: set[Discovered] = {found(stranger), found(newer)}
         while awaited:
             awaited -= {await one.next_event()}
@@ -130,8 +165,8 @@ async def test_a_forged_advertisement_is_not_reported(
 ) -> None:
     liar, honest = advertisement(8), advertisement(10)
 
-    def forge(own: Advertisement, node_key: NodeKey) -> dict[bytes, bytes]:
-        entries = encode(own, node_key)
+    def forge(own: Advertisement, node_key: NodeKey, key: AdvertisementKey) -> dict[bytes, bytes]:
+        entries = encode(own, node_key, key)
         return entries | {b"port": b"6666"} if own == liar else entries
 
     monkeypatch.setattr(adverts, "encode", forge)
@@ -152,7 +187,15 @@ async def test_an_agent_without_addresses_waits_for_one() -> None:
         async with receive, trio.open_nursery() as nursery:
             await nursery.start(nowhere.run)
             nursery.start_soon(
-                partial(discover, theirs, node_key=key(12), watch=nowhere, found=send)
+                partial(
+                    discover,
+                    theirs,
+                    node_key=key(12),
+                    key=MESH,
+                    watch=nowhere,
+                    found=send,
+                    counters=DiscoveryCounters(),
+                )
             )
             await trio.testing.wait_all_tasks_blocked()
             await nowhere.become(LOOPBACK)
@@ -195,13 +238,77 @@ async def test_who_does_not_answer_after_a_change_of_addresses_is_gone(
         await one.hears(Gone(node=theirs.node))
 
 
-async def test_a_flood_of_names_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "MAX_INSTANCES", 1)
-    async with running(advertisement(17), 17) as one:
-        async with running(advertisement(18), 18), running(advertisement(19), 19):
-            first = await one.next_event()
-            assert isinstance(first, Found)
-        assert await one.next_event() == Gone(node=first.advertisement.node)
+async def test_with_our_tag_and_without_our_key_one_is_counted_and_not_reported() -> None:
+    impostor, honest = advertisement(24), advertisement(25)
+    lacks_key, counters = AdvertisementKey(MESH.tag, b"guessed"), DiscoveryCounters()
+    async with running(advertisement(26), 26, counters=counters) as one:
+        async with running(impostor, 24, mesh=lacks_key), running(honest, 25):
+            await one.hears(found(honest))
+            with trio.fail_after(TIMEOUT_S):
+                while not counters.forged:  # noqa: ASYNC110 - counted in another thread
+                    await trio.sleep(0.01)
+        assert await one.next_event() == Gone(node=honest.node)
+
+
+async def test_of_other_meshes_as_many_are_reported_as_can_be_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(discovery, "MAX_FOUND", 1)
+    counters = DiscoveryCounters()
+    others = [advertisement(number, tag=OTHER_MESH.tag) for number in (18, 19)]
+    async with running(advertisement(17), 17, counters=counters) as one:
+        async with running(others[0], 18, mesh=OTHER_MESH):
+            await one.hears(found(others[0]))
+            async with running(others[1], 19, mesh=OTHER_MESH):
+                with trio.fail_after(TIMEOUT_S):
+                    while not counters.not_shown:  # noqa: ASYNC110 - likewise
+                        await trio.sleep(0.01)
+        assert await one.next_event() == Gone(node=others[0].node)
+
+
+async def test_of_too_many_of_our_mesh_the_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member may announce what does not exist; who comes after it is found all the same."""
+    monkeypatch.setattr(discovery, "MAX_FOUND", 1)
+    first, second = advertisement(28), advertisement(29)
+    async with running(advertisement(27), 27) as one, running(first, 28):
+        await one.hears(found(first))
+        async with running(second, 29):
+            await one.hears(found(second))
+        await one.hears(Gone(node=second.node))
+
+
+async def test_what_zeroconf_keeps_is_thrown_away_but_for_the_agents_that_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(discovery, "MAX_CACHED_NAMES", 0)
+    monkeypatch.setattr(discovery, "LOOK_S", 0.05)
+    counters = DiscoveryCounters()
+    theirs, late = advertisement(31), advertisement(32)
+    async with running(advertisement(30), 30, counters=counters) as one:
+        async with running(theirs, 31):
+            await one.hears(found(theirs))
+            with trio.fail_after(TIMEOUT_S):
+                while counters.purges < 3:  # noqa: ASYNC110 - likewise
+                    await trio.sleep(0.01)
+            async with running(late, 32):
+                await one.hears(found(late))
+            await one.hears(Gone(node=late.node))
+        await one.hears(Gone(node=theirs.node))
+
+
+async def test_an_advertisement_is_renewed_with_the_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    minutes = iter(range(5, 10_000))
+    monkeypatch.setattr(discovery, "minute_of_now", lambda: next(minutes))
+    monkeypatch.setattr(discovery, "RENEW_S", 0.0)
+    monkeypatch.setattr(discovery, "BROWSE_AGAIN_S", 0.1)
+    seen: set[int] = set()
+    async with running(advertisement(33), 33) as one, running(advertisement(34), 34):
+        while len(seen) < 2:
+            event = await one.next_event()
+            assert isinstance(event, Found)
+            seen.add(event.advertisement.minute)
 
 
 async def test_browsing_again_reports_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +354,17 @@ def test_v6_is_spoken_only_where_there_is_no_v4() -> None:
 
 
 def test_names_on_the_network_are_those_of_the_node() -> None:
-    service = discovery._service(advertisement(1), {}, (LOOPBACK,))  # noqa: SLF001 - likewise
-    node = advertisement(1).node
+    own = advertisement(1)
+    conversation = discovery._Conversation(  # noqa: SLF001 - likewise
+        own,
+        node_key=key(1),
+        key=MESH,
+        counters=DiscoveryCounters(),
+        report=lambda *_: None,
+        ready=lambda: None,
+    )
+    conversation.move_to((LOOPBACK,))
+    service = conversation._service()  # noqa: SLF001 - likewise
+    node = own.node
     assert (service.name, service.server) == (instance_name(node), host_name(node))
     assert service.type == adverts.SERVICE_TYPE
