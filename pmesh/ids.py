@@ -18,6 +18,10 @@ Rank = NewType("Rank", int)
 OpNumber = NewType("OpNumber", int)
 """The number of a collective call within its job, from 0 in call order."""
 
+PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]*\Z"
+"""A pattern for text that others chose: it ends up in logs, events and terminals, so nothing in it
+may begin a line, steer a terminal, or turn the direction of what follows."""
+
 TrainerId = NewType("TrainerId", int)
 """A trainer's number within its job: given when it enters and never again, while ranks change."""
 

@@ -183,7 +183,8 @@ class Chronicle:
         first = self._next - len(self._events)
         events: list[Event] = []
         room = PAGE_BYTES
-        for event in islice(self._events, max(0, after + 1 - first), None):
+        skipped = min(max(0, after + 1 - first), len(self._events))
+        for event in islice(self._events, skipped, None):
             if room < 0:
                 break
             events.append(event)

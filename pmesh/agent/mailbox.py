@@ -178,7 +178,8 @@ class Mailbox:
         failure = self._failure_among(sources)
         if failure is not None:
             raise LetterLost(failure)
-        present = tuple(source for source in sources if source in self._roster.ids)
+        ids = self._roster.ids
+        present = tuple(source for source in dict.fromkeys(sources) if source in ids)
         receiving = Receiving(next(self._calls))
         self._receives[receiving.call] = receiving
         self._update(mail.want(self._inbox, receiving.call, Wanted(present, tag)))

@@ -112,6 +112,7 @@ def _fits(rank: LocalRank, request: StartOp) -> bool:
         call.kind in KINDS
         and (call.kind not in ROOTED or call.root in ranks)
         and all(receiver in ranks for receiver in call.receivers)
+        and len(set(call.receivers)) == len(call.receivers)  # views report calls: they stay small
         and row_fits.get(call.kind, True)
     )
 

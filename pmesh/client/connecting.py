@@ -1,6 +1,7 @@
 """`pmesh.connect`: what a user asks for, checked, and then the way to the agent."""
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Literal, get_args
@@ -12,7 +13,7 @@ from pmesh.client.place import Place
 from pmesh.core.session import SESSION_VERSION, Connect
 from pmesh.core.views import Terms
 from pmesh.errors import UsageError
-from pmesh.ids import JobName
+from pmesh.ids import PRINTABLE, JobName
 
 _MAX_RANKS = 1024  # what core.session allows
 
@@ -64,8 +65,8 @@ def connect(
         NotEnoughRanks: fewer than `wait_for` trainers came in time.
         JobRunning: the job runs without ever calling `mesh.sync`, so nobody can enter it.
     """
-    if not 1 <= len(job) <= 64:  # noqa: PLR2004 - what core.session allows
-        raise UsageError(f"a job's name has 1 to 64 characters: {job!r}")
+    if not 1 <= len(job) <= 64 or not re.search(PRINTABLE, job):  # noqa: PLR2004 - what core.session allows
+        raise UsageError(f"a job's name has 1 to 64 characters, all of which print: {job!r}")
     _check_count("wait_for", wait_for)
     _check_count("min_ranks", min_ranks)
     _check_choice("on_loss", on_loss, get_args(OnLoss))
@@ -95,6 +96,7 @@ def _check_choice(name: str, choice: str, allowed: tuple[str, ...]) -> None:
 
 
 def _program() -> str:
-    """What runs, for `pmesh status`: the script's name, cut to what the message allows."""
+    """What runs, for `pmesh status`: the script's name, made to be what the message allows."""
     path = Path(sys.argv[0] if sys.argv and sys.argv[0] else sys.executable)
-    return os.fsencode(path.name).decode(errors="replace")[:256]
+    name = os.fsencode(path.name).decode(errors="replace")[:256]
+    return "".join(c if re.search(PRINTABLE, c) else "�" for c in name)

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from pmesh.core.views import Terms, Verdict, View
 from pmesh.errors import ProtocolError
-from pmesh.ids import Epoch, Incarnation, JobName, Member, OpNumber, Slot, TrainerId
+from pmesh.ids import PRINTABLE, Epoch, Incarnation, JobName, Member, OpNumber, Slot, TrainerId
 
 PROTOCOL_VERSION = 5
 
@@ -21,6 +21,11 @@ MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; m
 _Name = Annotated[str, Meta(max_length=64)]
 _Job = Annotated[JobName, Meta(max_length=64)]
 _Key = Annotated[bytes, Meta(min_length=32, max_length=32)]
+_Word = Annotated[str, Meta(max_length=64, pattern=PRINTABLE)]
+_Index = Annotated[int, Meta(ge=0, le=1023)]
+"""A rank as a call counts it: a job has at most 1024."""
+_Shape = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**48)], ...], Meta(max_length=64)]
+"""numpy knows at most 64 dimensions; 2^48 values are more than a processor can address."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
@@ -52,18 +57,18 @@ class Hello(_Message, frozen=True, tag=1):
 class Call(msgspec.Struct, frozen=True, array_like=True):
     """What a rank called as an op; all ranks must have called the same (I5, O8)."""
 
-    kind: _Name
-    dtype: _Name
-    shape: tuple[int, ...]
-    reduction: _Name = ""
-    root: int = -1
-    compression: _Name = ""
-    tree: _Name = ""
+    kind: _Word
+    dtype: _Word
+    shape: _Shape
+    reduction: _Word = ""
+    root: Annotated[int, Meta(ge=-1, le=1023)] = -1
+    compression: _Word = ""
+    tree: _Word = ""
     """For a bucket of a tree: a digest of all its paths, shapes and dtypes, because trees that
     differ may well have buckets of one size (I5)."""
-    receivers: tuple[int, ...] = ()
+    receivers: Annotated[tuple[_Index, ...], Meta(max_length=1024)] = ()
     """Of a broadcast: the ranks that lack the root's values; none named: all but the root."""
-    strategy: _Name = ""
+    strategy: _Word = ""
     """How an all-reduce is to run: one of `pmesh.core.costs`; none named: as the costs say."""
 
     def __str__(self) -> str:
@@ -301,9 +306,9 @@ class Letter(msgspec.Struct, frozen=True, array_like=True):
 
     tag: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     """Only a receive of the same tag takes it."""
-    dtype: _Name
-    shape: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=64)]
-    nbytes: Annotated[int, Meta(ge=0)]
+    dtype: _Word
+    shape: _Shape
+    nbytes: Annotated[int, Meta(ge=0, le=2**48)]
 
 
 class LetterAddress(msgspec.Struct, frozen=True, array_like=True):

@@ -12,7 +12,7 @@ from msgspec import Meta
 from pmesh.core.messages import Call, Letter
 from pmesh.core.views import Terms, Verdict, View
 from pmesh.errors import ProtocolError
-from pmesh.ids import JobName, OpNumber, TrainerId
+from pmesh.ids import PRINTABLE, JobName, OpNumber, TrainerId
 
 SESSION_VERSION = 7
 SYNC_VALUES = 8
@@ -33,11 +33,28 @@ ENTERS = -1
 """In the place of an op's number: the next `sync` of the job, in which the trainer enters it."""
 
 MAX_SESSION_MESSAGE_BYTES = 1024 * 1024  # a status of 64 peers is 60 KiB
+MAX_REQUEST_BYTES = 64 * 1024  # the largest, an all_to_all among 1024 ranks, takes 22 KiB
+
+_MOST = 2**48  # bytes or values: more than a processor can address, and sums of 1024 stay small
 
 WireDtype: TypeAlias = Literal["float32", "float64", "int32", "int64", "bool", "uint8"]
 """uint8: bytes of any dtype, which are moved and not added."""
 
 ArenaKind: TypeAlias = Literal["input", "output"]
+
+_Version = Annotated[int, Meta(ge=0, le=2**16 - 1)]
+_Job = Annotated[JobName, Meta(min_length=1, max_length=64, pattern=PRINTABLE)]
+_Trainer = Annotated[TrainerId, Meta(ge=0, le=2**32 - 1)]
+"""Each entry into a job uses up one number: one a millisecond would take 50 days."""
+_Trainers = Annotated[tuple[_Trainer, ...], Meta(max_length=1024)]
+_Seconds = Annotated[float, Meta(gt=0)]
+"""May be infinite, which is for ever; a NaN is not greater than 0."""
+_Amount = Annotated[int, Meta(ge=0, le=_MOST)]
+_Amounts = Annotated[tuple[_Amount, ...], Meta(max_length=1024)]
+_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+"""Of calls, which a script numbers from 0 on: it has no reason to get near the end."""
+_Arena = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_ArenaOrNone = Annotated[int, Meta(ge=-1, le=2**63 - 1)]
 
 
 class _Message(msgspec.Struct, frozen=True):
@@ -47,23 +64,23 @@ class _Message(msgspec.Struct, frozen=True):
 class GroupOf(msgspec.Struct, frozen=True, array_like=True):
     """Which ranks of another job come together as a job of their own."""
 
-    job: JobName
-    members: Annotated[tuple[TrainerId, ...], Meta(max_length=1024)]
-    trainer: TrainerId
+    job: _Job
+    members: _Trainers
+    trainer: _Trainer
     """Which of them connects."""
 
 
 class Connect(_Message, frozen=True, tag="connect"):
     """A trainer joins a job; answered by Joined or Refused, with StillWaiting between."""
 
-    version: int
-    job: Annotated[JobName, Meta(min_length=1, max_length=64)]
+    version: _Version
+    job: _Job
     wait_for: Annotated[int, Meta(ge=1, le=1024)]
-    timeout_s: Annotated[float, Meta(gt=0)]
-    program: Annotated[str, Meta(max_length=256)]
+    timeout_s: _Seconds
+    program: Annotated[str, Meta(max_length=256, pattern=PRINTABLE)]
     """What runs, for `pmesh status`."""
     terms: Terms = Terms()
-    straggler_after_s: Annotated[float, Meta(gt=0)] = 60.0
+    straggler_after_s: _Seconds = 60.0
     """How long the others wait for this trainer while its process is stopped."""
     group_of: GroupOf | None = None
     """If the job is a group's: it can't begin any more when one of these is lost, or has been told
@@ -73,40 +90,40 @@ class Connect(_Message, frozen=True, tag="connect"):
 class WantArena(_Message, frozen=True, tag="want_arena"):
     """Asks for an input arena of at least this size; answered by ArenaGranted or Refused."""
 
-    nbytes: Annotated[int, Meta(ge=0)]
+    nbytes: _Amount
 
 
 class DropArena(_Message, frozen=True, tag="drop_arena"):
     """The trainer is done with an input arena; or with an output arena: a letter's, or lent."""
 
-    arena: int
+    arena: _Arena
 
 
 class StartOp(_Message, frozen=True, tag="start_op"):
     """A collective call; answered by OpDone or OpFailed with the same number."""
 
-    op: OpNumber
+    op: Annotated[OpNumber, Meta(ge=ENTERS, le=2**63 - 1)]
     """ENTERS for the `sync` in which the trainer enters its job, or comes back to it (O6)."""
     call: Call
     """`shape` is what the user passed; the arena holds it flat, in `wire_dtype`."""
     wire_dtype: WireDtype
-    count: Annotated[int, Meta(ge=0)]
+    count: _Amount
     """Values of this rank; where there are `parts`, they say it. See `pmesh.core.extents`."""
-    arena: int
+    arena: _ArenaOrNone
     """The input arena, filled; -1 when this rank has no input (a broadcast's other ranks)."""
-    timeout_s: Annotated[float, Meta(gt=0)]
-    parts: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    timeout_s: _Seconds
+    parts: _Amounts = ()
     """By rank, how many values: what each gives to a `gather` or an `all_gather`, what each gets of
     a `scatter` or a `reduce_scatter`, and of an `all_to_all` what this rank gives to each. They lie
     one behind the other."""
-    parts_in: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    parts_in: _Amounts = ()
     """Of an `all_to_all`: what this rank gets from each."""
-    residual: int = -1
+    residual: _ArenaOrNone = -1
     """Of a compressed all-reduce: an input arena with `count` float32, which are added to this
     rank's values. -1: none."""
-    residual_out: int = -1
+    residual_out: _ArenaOrNone = -1
     """Likewise, another: each attempt writes there what it rounds away here. -1: it is lost."""
-    offset: Annotated[int, Meta(ge=0)] = 0
+    offset: _Amount = 0
     """Where in the input arena the values begin, in bytes: a multiple of what a value takes."""
     borrows: bool = False
     """Whether the trainer would keep the result where it lies, until DropArena."""
@@ -115,7 +132,7 @@ class StartOp(_Message, frozen=True, tag="start_op"):
 class Compresses(_Message, frozen=True, tag="compresses"):
     """How the trainer's values are compressed from now on, for `pmesh status`; not answered."""
 
-    text: Annotated[str, Meta(max_length=MAX_COMPRESSION_TEXT)]
+    text: Annotated[str, Meta(max_length=MAX_COMPRESSION_TEXT, pattern=PRINTABLE)]
 
 
 class Leave(_Message, frozen=True, tag="leave"):
@@ -129,31 +146,31 @@ class Attach(_Message, frozen=True, tag="attach"):
     answered in its time: beside one another, and beside the ops of the trainer's first connection.
     """
 
-    version: int
-    job: Annotated[JobName, Meta(max_length=64)]
-    trainer: TrainerId
+    version: _Version
+    job: _Job
+    trainer: _Trainer
 
 
 class SendLetter(_Message, frozen=True, tag="send"):
     """Sends an array to one rank; answered by LetterSent once that has received it."""
 
-    call: int
+    call: _Count
     """The trainer's number for this call: the answer names it."""
-    to: TrainerId
+    to: _Trainer
     letter: Letter
-    arena: int
+    arena: _ArenaOrNone
     """The input arena, filled; -1 when there are no values."""
-    timeout_s: Annotated[float, Meta(gt=0)]
+    timeout_s: _Seconds
 
 
 class ReceiveLetter(_Message, frozen=True, tag="receive"):
     """Receives an array; answered by LetterReceived."""
 
-    call: int
-    sources: Annotated[tuple[TrainerId, ...], Meta(max_length=1024)]
+    call: _Count
+    sources: _Trainers
     """Whose letters will do."""
     tag: Annotated[int, Meta(ge=0, le=2**63 - 1)]
-    timeout_s: Annotated[float, Meta(gt=0)]
+    timeout_s: _Seconds
 
 
 class AskStatus(_Message, frozen=True, tag="ask_status"):
@@ -163,7 +180,7 @@ class AskStatus(_Message, frozen=True, tag="ask_status"):
 class AskEvents(_Message, frozen=True, tag="ask_events"):
     """Asks what has happened; answered by Events."""
 
-    after: int
+    after: Annotated[int, Meta(ge=-1, le=2**48)]
     """The number of the last event that the asker has; -1 for all that are kept."""
 
 

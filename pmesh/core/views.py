@@ -5,9 +5,10 @@ Values only. How a view comes about is `pmesh.core.agreement`.
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import msgspec
+from msgspec import Meta
 
 from pmesh.ids import Epoch, JobName, Member, OpNumber, Rank, Slot, TrainerId
 
@@ -49,7 +50,7 @@ class Trainer(msgspec.Struct, frozen=True, array_like=True):
 class Terms(msgspec.Struct, frozen=True, array_like=True):
     """What the trainers of a job have asked for; where they differ, the strictest holds for all."""
 
-    min_ranks: int = 1
+    min_ranks: Annotated[int, Meta(ge=1, le=1024)] = 1
     """With fewer, ops wait for somebody to come back."""
     on_loss: Literal["continue", "raise"] = "continue"
     """Whether an op in flight goes on among the survivors, or fails with RankLost."""

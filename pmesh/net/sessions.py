@@ -20,7 +20,7 @@ import trio
 
 from pmesh.core.framing import FrameReader, frame
 from pmesh.core.session import (
-    MAX_SESSION_MESSAGE_BYTES,
+    MAX_REQUEST_BYTES,
     Reply,
     Request,
     decode_request_untrusted,
@@ -40,7 +40,7 @@ class Session:
 
     def __init__(self, stream: trio.SocketStream, credentials: PeerCredentials) -> None:
         self._stream = stream
-        self._reader = FrameReader(max_bytes=MAX_SESSION_MESSAGE_BYTES)
+        self._reader = FrameReader(max_bytes=MAX_REQUEST_BYTES)
         self._sending = trio.Lock()
         self._first: Request | None = None
         self._poll = select.poll()

@@ -108,6 +108,13 @@ def test_the_last_thousand_events_are_kept_and_told_from_any_number_on(
     assert told == [(number, str(number)) for number in kept if number > after]
 
 
+@pytest.mark.parametrize("after", [2**63 - 1, 2**100, -(2**100)])
+def test_a_number_beyond_all_events_is_no_harm(after: int) -> None:
+    events = chronicle()
+    events.note("view", "one")
+    assert len(events.since(after).events) == (after < 0)
+
+
 def test_no_page_exceeds_what_a_session_may_carry_and_asking_again_gives_the_rest() -> None:
     events = chronicle()
     for number in range(KEPT):

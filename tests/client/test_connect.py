@@ -145,7 +145,9 @@ def test_without_other_wishes_a_job_goes_on_with_whoever_is_left(tmp_path: Path)
     assert (request.terms, request.straggler_after_s) == (Terms(1, "continue", "any"), 60.0)
 
 
-@pytest.mark.parametrize("argv", [[], [""], ["x" * 300], [os.fsdecode(b"caf\xe9.py")]])
+@pytest.mark.parametrize(
+    "argv", [[], [""], ["x" * 300], [os.fsdecode(b"caf\xe9.py")], ["a\n\x1b[2J.py"]]
+)
 def test_any_program_name_will_do(
     agent: FakeAgent, monkeypatch: pytest.MonkeyPatch, argv: list[str]
 ) -> None:
@@ -155,7 +157,15 @@ def test_any_program_name_will_do(
 
 @pytest.mark.parametrize(
     ("job", "wait_for", "timeout_s"),
-    [("", 1, 1), ("x" * 65, 1, 1), ("job", 0, 1), ("job", 1025, 1), ("job", 1, 0), ("job", 1, -1)],
+    [
+        ("", 1, 1),
+        ("x" * 65, 1, 1),
+        ("a\nb", 1, 1),
+        ("job", 0, 1),
+        ("job", 1025, 1),
+        ("job", 1, 0),
+        ("job", 1, -1),
+    ],
 )
 def test_terms_without_meaning_are_refused_before_anyone_is_asked(
     tmp_path: Path, job: str, wait_for: int, timeout_s: float

@@ -9,6 +9,8 @@ Strategy = st.SearchStrategy[Any]
 
 LONGEST_TUPLE = 2  # enough for none, one and several
 LONGEST_TEXT = 40  # limits of length have tests of their own
+ANY_TEXT = st.characters(exclude_categories=["Cs"])
+PRINTED_TEXT = st.characters(exclude_categories=["Cs", "Cc", "Cf", "Zl", "Zp"])  # `ids.PRINTABLE`
 
 
 def values_of(type_: object) -> Strategy:
@@ -26,9 +28,11 @@ def _strategy(info: inspect.Type) -> Strategy:  # noqa: C901, PLR0911 - one arm 
             return st.integers(-(2**63) if ge is None else ge, 2**64 - 1 if le is None else le)
         case inspect.FloatType(gt=gt):
             return st.floats(gt, exclude_min=gt is not None, allow_nan=False)
-        case inspect.StrType(min_length=shortest, max_length=longest):
+        case inspect.StrType(min_length=shortest, max_length=longest, pattern=pattern):
             return st.text(
-                min_size=shortest or 0, max_size=min(longest or LONGEST_TEXT, LONGEST_TEXT)
+                ANY_TEXT if pattern is None else PRINTED_TEXT,
+                min_size=shortest or 0,
+                max_size=min(longest or LONGEST_TEXT, LONGEST_TEXT),
             )
         case inspect.BytesType(min_length=shortest, max_length=longest):
             return st.binary(min_size=shortest or 0, max_size=longest or LONGEST_TEXT)

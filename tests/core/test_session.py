@@ -1,17 +1,26 @@
+import math
 import typing
+from collections.abc import Iterator
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import inspect
+from msgspec.structs import replace
 
 from pmesh.core.messages import Call
 from pmesh.core.session import (
+    MAX_REQUEST_BYTES,
     SESSION_VERSION,
+    AskEvents,
     AskStatus,
+    Compresses,
     Connect,
+    GroupOf,
     Joined,
     Leave,
+    ReceiveLetter,
     Refused,
     Reply,
     Request,
@@ -23,9 +32,9 @@ from pmesh.core.session import (
     decode_request_untrusted,
     encode,
 )
-from pmesh.core.views import Verdict
+from pmesh.core.views import Terms, Verdict
 from pmesh.errors import ProtocolError
-from pmesh.ids import JobName, OpNumber
+from pmesh.ids import JobName, OpNumber, TrainerId
 from tests.core.strategies import garbled, values_of
 
 REQUESTS: tuple[type[msgspec.Struct], ...] = typing.get_args(Request)
@@ -105,8 +114,8 @@ def connect(
     return Connect(SESSION_VERSION, JobName(job), wait_for, timeout_s, program)
 
 
-def start_op(timeout_s: float = 1.0, count: int = 1) -> StartOp:
-    call = Call("all_reduce", "float32", (count,), "sum")
+def start_op(timeout_s: float = 1.0, count: int = 1, **of_the_call: object) -> StartOp:
+    call = replace(Call("all_reduce", "float32", (1,), "sum"), **of_the_call)
     return StartOp(OpNumber(0), call, "float32", count, 0, timeout_s)
 
 
@@ -120,6 +129,22 @@ def start_op(timeout_s: float = 1.0, count: int = 1) -> StartOp:
         pytest.param(connect(timeout_s=0.0), id="no time to connect"),
         pytest.param(connect(timeout_s=float("nan")), id="a time that is no number"),
         pytest.param(connect(program="x" * 257), id="a program's name of 257 characters"),
+        pytest.param(connect(job="a\nb"), id="a job's name of two lines"),
+        pytest.param(connect(job="\x1b[2J"), id="a job's name that clears the screen"),
+        pytest.param(connect(job="a\u202eb"), id="a job's name that turns the direction"),
+        pytest.param(connect(program="a\x9bb"), id="a program's name that steers a terminal"),
+        pytest.param(Compresses("int8\r"), id="a compression that begins a line anew"),
+        pytest.param(AskEvents(2**63 - 1), id="events after the largest number that there is"),
+        pytest.param(WantArena(2**63), id="an arena of 8 EiB"),
+        pytest.param(replace(connect(), straggler_after_s=math.nan), id="patience of no number"),
+        pytest.param(replace(connect(), terms=Terms(2**62)), id="2^62 ranks at least"),
+        pytest.param(replace(connect(), terms=Terms(0)), id="no ranks at least"),
+        pytest.param(replace(start_op(), parts=(0,) * 1025), id="parts for 1025 ranks"),
+        pytest.param(start_op(shape=(1,) * 65), id="65 dimensions"),
+        pytest.param(start_op(shape=(-1,)), id="-1 rows"),
+        pytest.param(start_op(root=1024), id="a root beyond all ranks"),
+        pytest.param(start_op(receivers=(-1,)), id="a receiver before all ranks"),
+        pytest.param(start_op(tree="\n"), id="a digest of a line's end"),
         pytest.param(WantArena(-1), id="an arena of -1 bytes"),
         pytest.param(start_op(timeout_s=-1.0), id="no time for the op"),
         pytest.param(start_op(count=-1), id="-1 values"),
@@ -128,6 +153,52 @@ def start_op(timeout_s: float = 1.0, count: int = 1) -> StartOp:
 def test_values_beyond_their_limits_are_refused(request_: Request) -> None:
     with pytest.raises(ProtocolError):
         decode_request_untrusted(encode(request_))
+
+
+@pytest.mark.parametrize("request_", [connect(timeout_s=math.inf), start_op(timeout_s=math.inf)])
+def test_a_program_may_wait_for_ever(request_: Request) -> None:
+    assert decode_request_untrusted(encode(request_)) == request_
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_nothing_in_a_request_is_without_bounds(kind: type[Request]) -> None:
+    assert list(unbounded(inspect.type_info(kind), kind.__name__)) == []
+
+
+def unbounded(info: inspect.Type, where: str) -> Iterator[str]:
+    """The places in a type whose values may be of any size."""
+    match info:
+        case inspect.StructType(fields=fields):
+            for field in fields:
+                yield from unbounded(field.type, f"{where}.{field.name}")
+        case inspect.UnionType(types=types):
+            for type_ in types:
+                yield from unbounded(type_, where)
+        case inspect.VarTupleType(item_type=item, max_length=longest):
+            yield from [where] * (longest is None)
+            yield from unbounded(item, f"{where}[]")
+        case inspect.IntType(ge=least, le=most):
+            yield from [where] * (least is None or most is None)
+        case inspect.FloatType(gt=least):  # a NaN is greater than nothing
+            yield from [where] * (least is None)
+        case inspect.StrType(max_length=longest, pattern=pattern):
+            yield from [where] * (longest is None or pattern is None)
+        case inspect.LiteralType() | inspect.BoolType() | inspect.NoneType():
+            pass
+        case _:
+            yield where
+
+
+def test_the_largest_requests_fit_into_what_an_agent_reads() -> None:
+    ranks, word = tuple(range(1024)), "\U0001f40d" * 64
+    call = Call(word, word, (2**48,) * 64, word, 1023, word, word, ranks, word)
+    parts = (2**48,) * 1024
+    largest = replace(start_op(), call=call, parts=parts, parts_in=parts)
+    some = tuple(TrainerId(2**32 - rank - 1) for rank in ranks)
+    group = replace(connect(), group_of=GroupOf(JobName(word), some, some[0]))
+    for request in (largest, group, ReceiveLetter(2**62, some, 2**62, 1.0)):
+        assert decode_request_untrusted(encode(request)) == request
+        assert len(encode(request)) < MAX_REQUEST_BYTES
 
 
 def test_a_dtype_that_has_no_wire_form_is_refused() -> None:
