@@ -17,7 +17,7 @@ from msgspec import Meta
 from pmesh.errors import UsageError
 from pmesh.ids import JobName, Member, OpNumber, node_text
 
-EVENTS_SCHEMA_VERSION: Literal[1] = 1
+EVENTS_SCHEMA_VERSION: Literal[2] = 2
 _JSON_SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 
 KEPT = 1000  # a day of a quiet mesh, an hour of one whose machines come and go all the time
@@ -29,6 +29,7 @@ EventKind: TypeAlias = Literal[
     # this agent and its peers
     "agent started",
     "agent stalled",
+    "internal error",
     "peer joined",
     "peer silent",
     "loss noticed",
@@ -97,7 +98,7 @@ class Event(News, frozen=True, kw_only=True):
 class EventPage(msgspec.Struct, frozen=True, kw_only=True):
     """What `pmesh events --json` prints."""
 
-    schema: Literal[1]
+    schema: Literal[2]
     node: Annotated[str, Meta(description="The node id of the agent that was asked.")]
     name: Annotated[str, Meta(description="Of its machine.")]
     incarnation: Annotated[

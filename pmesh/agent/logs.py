@@ -48,9 +48,15 @@ def set_up_logs(*, level: LogLevel, as_json: bool, stream: TextIO) -> None:
 def _renderer(*, as_json: bool, colors: bool) -> structlog.typing.Processor:
     if as_json:
         return structlog.processors.JSONRenderer()
-    return structlog.dev.ConsoleRenderer(colors=colors)
+    return structlog.dev.ConsoleRenderer(
+        colors=colors, exception_formatter=structlog.dev.plain_traceback
+    )
 
 
 def _exceptions(*, as_json: bool) -> list[structlog.typing.Processor]:
-    """JSON carries a traceback as data; the console renderer formats it itself."""
-    return [structlog.processors.dict_tracebacks] if as_json else []
+    """JSON carries a traceback as data; the console renderer formats it itself.
+
+    Neither shows the values of variables, which both would by default: some are keys.
+    """
+    tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+    return [structlog.processors.ExceptionRenderer(tracebacks)] if as_json else []

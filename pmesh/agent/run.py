@@ -16,6 +16,7 @@ import trio
 
 from pmesh.agent.announcements import describe_change
 from pmesh.agent.config import Settings
+from pmesh.agent.containment import Containment
 from pmesh.agent.events import Chronicle, Event, encode_events
 from pmesh.agent.jobs import LOOK_S, Jobs
 from pmesh.agent.lane_desk import LaneDesk
@@ -28,7 +29,7 @@ from pmesh.agent.picture import Sources, take_picture
 from pmesh.agent.status import Status as Picture
 from pmesh.agent.status import encode_status
 from pmesh.agent.strangers import Strangers
-from pmesh.agent.trainers import serve_trainer
+from pmesh.agent.trainers import serve_trainer, tell_errors
 from pmesh.client.home import socket_path
 from pmesh.core.addresses import told_to_others
 from pmesh.core.advertisement import Advertisement
@@ -52,7 +53,7 @@ from pmesh.net.dialer import error_numbers
 from pmesh.net.discovery import Discovered, discover
 from pmesh.net.door import Door
 from pmesh.net.interfaces import AddressWatch
-from pmesh.net.sessions import Session, SessionCounters, serve_sessions
+from pmesh.net.sessions import ENDS_OF_A_SESSION, Session, SessionCounters, serve_sessions
 from pmesh.net.stalls import Stall, tick
 from pmesh.net.tls import TlsContexts
 
@@ -124,6 +125,7 @@ class Agent:
             wall_clock=lambda: datetime.now().astimezone(),
             listener=self._say,
         )
+        self._containment = Containment(self._chronicle, clock=trio.current_time)
 
     async def run(
         self, task_status: trio.TaskStatus[trio.CancelScope] = trio.TASK_STATUS_IGNORED
@@ -240,10 +242,19 @@ class Agent:
             self.jobs.look()
 
     async def _serve_program(self, session: Session) -> None:
-        """One local program: a trainer, or a command that asks something."""
+        """One local program; an error of ours ends its session, and not the agent."""
+        errors = list[str]()
+        contain = self._containment.contain
+        with contain("a local program's session", errors.append, passing=ENDS_OF_A_SESSION):
+            await self._answer(session)
+        await tell_errors(session, errors)
+
+    async def _answer(self, session: Session) -> None:
+        """A trainer, or a command that asks something."""
         match request := await session.receive():
             case Connect():
-                await serve_trainer(session, request, self.jobs, self._settings.compression)
+                contain, compression = self._containment.contain, self._settings.compression
+                await serve_trainer(session, request, self.jobs, contain, compression=compression)
             case Attach():
                 await serve_mail(session, request, self.mail)
             case AskStatus():

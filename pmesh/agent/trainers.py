@@ -7,6 +7,7 @@ import msgspec
 import trio
 
 from pmesh.agent.compiling import Compiler
+from pmesh.agent.containment import Contain
 from pmesh.agent.jobs import LEFT, Candidate, Jobs
 from pmesh.agent.ops import describe_shortage, run_op
 from pmesh.agent.ranks import COME_BACK, LocalRank
@@ -34,16 +35,17 @@ from pmesh.ids import JobName, OpNumber, TrainerId
 from pmesh.net.arena_pools import SessionArenas
 from pmesh.net.arenas import Arena
 from pmesh.net.processes import is_stopped, wait_for_exit
-from pmesh.net.sessions import Session
+from pmesh.net.sessions import ENDS_OF_A_SESSION, Session
 
 LOOK_S = 0.02  # while a trainer waits for its job
 WATCH_S = 0.5  # once it has one: each look costs 0.3 ms, and its end is told without any
 SAY_EVERY_S = 10.0  # I6: a line that says on whom a call waits
+TELL_S = 1.0  # a program that does not read this is told by the end of its session
 PREDECESSOR_S = 2.0  # a job of the same name that is just ending makes way in this time
 
 
 async def serve_trainer(
-    session: Session, request: Connect, jobs: Jobs, compression: str = ""
+    session: Session, request: Connect, jobs: Jobs, contain: Contain, *, compression: str = ""
 ) -> None:
     """A trainer's session: it waits for its job, then runs ops until it leaves.
 
@@ -51,10 +53,11 @@ async def serve_trainer(
         session: with the program.
         request: its first.
         jobs: of this agent.
+        contain: for what nobody foresaw.
         compression: of gradients, where the trainer does not say it; empty: none.
     """
     arenas = SessionArenas()
-    trainer = _Trainer(session, request, arenas, jobs)
+    trainer = _Trainer(session, request, arenas, jobs, contain)
     try:
         if request.version != SESSION_VERSION:
             await _refuse(session, "ProtocolVersionMismatch", _other_version(request.version))
@@ -65,6 +68,16 @@ async def serve_trainer(
             abandoned.give_up_results()  # the agent ends
         with trio.CancelScope(shield=True):
             await arenas.aclose()
+
+
+async def tell_errors(session: Session, errors: list[str]) -> None:
+    """Tell the program why its session ends, if it is there to read it.
+
+    To the program it is as if the whole agent had ended: mesh.sync comes back by a new session.
+    """
+    with trio.move_on_after(TELL_S), contextlib.suppress(trio.BrokenResourceError):
+        for error in errors[:1]:
+            await _refuse(session, "AgentStopped", f"{error}; the agent's log has its traceback")
 
 
 async def _refuse(session: Session, error: str, message: str) -> None:
@@ -82,12 +95,18 @@ class _Trainer:
     """One trainer: in its job, about to enter it, or left behind by it."""
 
     def __init__(
-        self, session: Session, request: Connect, arenas: SessionArenas, jobs: Jobs
+        self,
+        session: Session,
+        request: Connect,
+        arenas: SessionArenas,
+        jobs: Jobs,
+        contain: Contain,
     ) -> None:
         self._session = session
         self._request = request
         self._arenas = arenas
         self._jobs = jobs
+        self._contain = contain
         self._job = JobName(request.job)
         self._rank: LocalRank | None = None
         self._granted: set[int] = set()  # output arenas that the trainer has mapped
@@ -118,24 +137,29 @@ class _Trainer:
 
     async def serve(self, compression: str) -> None:
         """Ops one after the other, in a straight line; then results are kept until nobody asks."""
-        why, garbage = "is lost: its trainer died", list[BaseException]()
+        why, garbage, bugs = "is lost: its trainer died", list[BaseException](), list[str]()
+        what = f"a trainer of job {self._job!r}"
         try:
-            view = self._jobs.membership.view
-            await self._session.send(Joined(self._world(), view, compression))
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._watch, nursery.cancel_scope)
-                nursery.start_soon(self._await_end, nursery.cancel_scope)
-                await self._serve_requests(Compiler(nursery))
-                why = LEFT
-                nursery.cancel_scope.cancel()
+            with self._contain(what, bugs.append, passing=ENDS_OF_A_SESSION):
+                view = self._jobs.membership.view
+                await self._session.send(Joined(self._world(), view, compression))
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._watch, nursery.cancel_scope)
+                    nursery.start_soon(self._await_end, nursery.cancel_scope)
+                    await self._serve_requests(Compiler(nursery, self._contain))
+                    why = LEFT
+                    nursery.cancel_scope.cancel()
         except* ProtocolError as e:
             why = "is lost: its trainer sent garbage"
             garbage += e.exceptions
         except* (trio.EndOfChannel, trio.BrokenResourceError):
             pass
         finally:
+            if bugs:
+                why = "is lost: its agent has made an error; the log there says which"
             if self._rank is not None:
                 self._jobs.depart(self._rank, why)
+        await tell_errors(self._session, bugs)
         await self._session.aclose()
         for rank in [rank for rank in self._jobs.ranks if rank.arenas is self._arenas]:
             await rank.released.wait()  # until then the others may ask for its results (O2)

@@ -23,6 +23,7 @@ _KIND_CELLS = max(map(len, get_args(EventKind)))
 
 _BAD: frozenset[EventKind] = frozenset(
     {
+        "internal error",
         "peer lost",
         "rank lost",
         "trainer stopped",

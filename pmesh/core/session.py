@@ -90,7 +90,8 @@ class Connect(_Message, frozen=True, tag="connect"):
 class WantArena(_Message, frozen=True, tag="want_arena"):
     """Asks for an input arena of at least this size; answered by ArenaGranted or Refused."""
 
-    nbytes: _Amount
+    nbytes: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    """A script may ask for what no machine has: it is told so by name."""
 
 
 class DropArena(_Message, frozen=True, tag="drop_arena"):

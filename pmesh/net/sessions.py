@@ -136,6 +136,9 @@ class SessionCounters:
 
 Handler: TypeAlias = Callable[[Session], Awaitable[object]]
 
+ENDS_OF_A_SESSION = (ProtocolError, trio.EndOfChannel, trio.BrokenResourceError)
+"""What a handler may raise: the program has sent garbage, or is gone."""
+
 
 async def serve_sessions(
     path: Path,

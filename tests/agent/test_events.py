@@ -153,7 +153,7 @@ def test_a_field_of_a_later_pmesh_is_ignored() -> None:
     assert decode_events(msgspec.json.encode(later)) == page
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b'{"schema": 2}'])
+@pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b'{"schema": 1}'])
 def test_another_schema_says_what_to_do(data: bytes) -> None:
     with pytest.raises(UsageError, match=rf"\({EVENTS_SCHEMA_VERSION}\).*restart the agent"):
         decode_events(data)

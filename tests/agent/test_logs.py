@@ -44,6 +44,19 @@ def test_text_lines_are_for_a_person() -> None:
     assert "\x1b" not in stream.getvalue()  # a file gets no colours
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_no_traceback_shows_the_values_of_variables(*, as_json: bool) -> None:
+    stream = io.StringIO()
+    set_up_logs(level="info", as_json=as_json, stream=stream)
+    mesh_key = "correct horse battery staple".upper()
+    try:
+        raise ValueError(len(mesh_key))  # noqa: TRY301 - something to log
+    except ValueError as e:
+        structlog.get_logger().error("internal error", exc_info=e)
+    assert "ValueError" in stream.getvalue()
+    assert mesh_key not in stream.getvalue()
+
+
 def test_what_is_below_the_level_is_not_written() -> None:
     stream = io.StringIO()
     set_up_logs(level="error", as_json=False, stream=stream)

@@ -1,0 +1,132 @@
+"""What nobody foresaw ends one link or one session, and not the agent."""
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import structlog
+from structlog.typing import FilteringBoundLogger
+
+from pmesh.agent.events import Chronicle
+
+AGAIN_S = 60.0  # the same error says nothing new, and who provokes it must not fill the disk
+MAX_PLACES = 256  # the program has only so many lines that raise; a program's text is in none
+
+_log: FilteringBoundLogger = structlog.get_logger()
+
+_Place: TypeAlias = tuple[str, str, int]
+"""The error's type, and the file and line that raised it."""
+
+
+class Contain(Protocol):
+    """`Containment.contain`, for those who need no more of it."""
+
+    def __call__(
+        self,
+        what: str,
+        on_error: Callable[[str], None] | None = None,
+        *,
+        passing: tuple[type[Exception], ...] = (),
+    ) -> contextlib.AbstractContextManager[None]:
+        """See `Containment.contain`."""
+        ...
+
+
+@dataclass(slots=True)
+class _Seen:
+    """How often one place has raised since it was last told of."""
+
+    told_at: float
+    since: int = 0
+
+
+class Containment:
+    """Ends what raises an exception that nobody foresaw, and tells of it.
+
+    The log gets the traceback and the chronicle an event, once a minute for the same type of error
+    from the same line; the next time both say how often it came meanwhile.
+    """
+
+    def __init__(self, chronicle: Chronicle, *, clock: Callable[[], float]) -> None:
+        self._chronicle = chronicle
+        self._clock = clock
+        self._seen: OrderedDict[_Place, _Seen] = OrderedDict()
+
+    @contextlib.contextmanager
+    def contain(
+        self,
+        what: str,
+        on_error: Callable[[str], None] | None = None,
+        *,
+        passing: tuple[type[Exception], ...] = (),
+    ) -> Generator[None]:
+        """Let no `Exception` out of the block, be it synchronous or of a task.
+
+        Cancellation, KeyboardInterrupt and SystemExit pass, also out of a group with others.
+
+        Args:
+            what: ends by the error, such as "the link to mac-2".
+            on_error: is told of the error in a sentence, when it has been logged.
+            passing: what the caller has foreseen, and handles.
+        """
+        errors, others = list[Exception](), None
+        try:
+            yield
+        except BaseExceptionGroup as group:
+            unforeseen, others = group.split(lambda e: _is_unforeseen(e, passing))
+            errors = list(_leaves(unforeseen))
+        except Exception as e:
+            if isinstance(e, passing):
+                raise
+            errors = [e]
+        for error in errors:
+            sentence = self._tell(what, error)
+            if on_error is not None:
+                on_error(sentence)
+        if others is not None:
+            raise others
+
+    def _tell(self, what: str, error: Exception) -> str:
+        sentence = f"{what} has ended by an error inside pmesh ({type(error).__name__}: {error})"
+        place, now = _place_of(error), self._clock()
+        seen = self._seen.pop(place, None)
+        if seen is not None and now - seen.told_at < AGAIN_S:
+            seen.since += 1
+        else:
+            before = 0 if seen is None else seen.since
+            again = f", {before} times more in the last minutes" if before else ""
+            _log.error(f"internal error{again}", what=what, exc_info=error)
+            self._chronicle.note("internal error", f"{sentence}{again}; the log has its traceback")
+            seen = _Seen(now)
+        self._seen[place] = seen
+        if len(self._seen) > MAX_PLACES:
+            self._seen.popitem(last=False)
+        return sentence
+
+
+def _is_unforeseen(error: BaseException, passing: tuple[type[Exception], ...]) -> bool:
+    one = not isinstance(error, BaseExceptionGroup)
+    return one and isinstance(error, Exception) and not isinstance(error, passing)
+
+
+def _leaves(error: BaseException | None) -> Iterator[Exception]:
+    match error:
+        case BaseExceptionGroup(exceptions=errors):
+            for inner in errors:
+                yield from _leaves(inner)
+        case Exception():
+            yield error
+        case _:
+            return
+
+
+def _place_of(error: Exception) -> _Place:
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    kind = type(error).__name__
+    if traceback is None:  # it was never raised: somebody has made a group of it
+        return kind, "", 0
+    return kind, traceback.tb_frame.f_code.co_filename, traceback.tb_lineno

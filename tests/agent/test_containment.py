@@ -1,0 +1,283 @@
+"""What nobody foresaw ends one thing, is told once, and leaves what was meant to pass alone."""
+
+from datetime import UTC, datetime
+from typing import NoReturn
+
+import pytest
+import trio
+from structlog.testing import capture_logs
+from trio.testing import MockClock
+
+from pmesh.agent import mail_sessions, trainers
+from pmesh.agent.containment import AGAIN_S, MAX_PLACES, Containment
+from pmesh.agent.events import Chronicle
+from pmesh.agent.ranks import LocalRank
+from pmesh.agent.run import Agent
+from pmesh.core.session import (
+    SESSION_VERSION,
+    AskStatus,
+    Attach,
+    Attached,
+    ReceiveLetter,
+    Refused,
+    Status,
+)
+from pmesh.errors import ProtocolError
+from pmesh.ids import Incarnation, JobName, Member, NodeId, TrainerId
+from tests.agent.fake_trainer import RefusedError, together
+from tests.agent.fakes import Machine, Village, village
+from tests.agent.ops import kinds_of_events, machine_of, ones, reduce_all
+
+ME = Member(NodeId(b"a" * 32), Incarnation(1))
+
+
+class Watched:
+    """A containment, what it has told, and a clock moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.chronicle = Chronicle(
+            ME,
+            "studio",
+            clock=lambda: self.now,
+            wall_clock=lambda: datetime.now(UTC),
+            listener=lambda _: None,
+        )
+        containment = Containment(self.chronicle, clock=lambda: self.now)
+        self.contain = containment.contain
+        self.containment = containment
+
+    @property
+    def events(self) -> list[str]:
+        return [event.text for event in self.chronicle.since(-1).events]
+
+
+def fail(*_: object, **__: object) -> NoReturn:
+    raise ZeroDivisionError("division by zero")
+
+
+def test_an_error_ends_the_block_and_is_told_with_its_traceback() -> None:
+    watched, heard = Watched(), list[str]()
+    with capture_logs() as logs, watched.contain("the link to mac-2", heard.append):
+        fail()
+    text = (
+        "the link to mac-2 has ended by an error inside pmesh (ZeroDivisionError: division by zero)"
+    )
+    assert heard == [text]
+    assert watched.events == [f"{text}; the log has its traceback"]
+    ((entry),) = logs
+    assert (entry["event"], entry["what"]) == ("internal error", "the link to mac-2")
+    assert isinstance(entry["exc_info"], ZeroDivisionError)
+
+
+def test_the_same_error_is_told_once_a_minute_and_counted_meanwhile() -> None:
+    watched, heard = Watched(), list[str]()
+    with capture_logs() as logs:
+        for second in range(100):
+            watched.now = float(second)
+            with watched.contain("a link", heard.append):
+                fail()
+        with watched.contain("a link"):
+            raise KeyError
+    assert AGAIN_S == 60.0
+    assert len(heard) == 100
+    assert [entry["event"] for entry in logs] == [
+        "internal error",
+        "internal error, 59 times more in the last minutes",
+        "internal error",
+    ]
+    assert len(watched.events) == 3
+
+
+def test_errors_from_many_places_are_not_remembered_for_ever() -> None:
+    watched = Watched()
+    kinds = [type(f"Error{number}", (Exception,), {}) for number in range(MAX_PLACES + 5)]
+    with capture_logs():
+        for kind in [*kinds, kinds[0], kinds[-1]]:
+            with watched.contain("a link"):
+                raise kind
+    assert len(watched.events) == len(kinds) + 1  # the first was forgotten, the last was not
+    assert len(watched.containment._seen) == MAX_PLACES  # noqa: SLF001 - what it is about
+
+
+def test_what_the_caller_has_foreseen_passes() -> None:
+    watched = Watched()
+    with pytest.raises(ProtocolError), watched.contain("a link", passing=(ProtocolError,)):
+        raise ProtocolError("garbage")
+    assert watched.events == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_ends_the_whole_program_passes(error: type[BaseException]) -> None:
+    watched = Watched()
+    with pytest.raises(error), watched.contain("a link"):
+        raise error
+    assert watched.events == []
+
+
+async def test_cancellation_passes_and_the_tasks_of_the_block_end() -> None:
+    watched, ended = Watched(), list[str]()
+
+    async def wait(name: str) -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            ended.append(name)
+
+    with trio.CancelScope() as scope, watched.contain("a link"):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait, "one")
+            nursery.start_soon(wait, "other")
+            await trio.testing.wait_all_tasks_blocked()
+            scope.cancel()
+    assert scope.cancelled_caught
+    assert sorted(ended) == ["one", "other"]
+    assert watched.events == []
+
+
+async def test_an_error_while_the_block_is_cancelled_is_told_and_the_cancellation_passes() -> None:
+    watched = Watched()
+
+    async def fail_at_the_end() -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            fail()
+
+    with trio.CancelScope() as scope:
+        with capture_logs(), watched.contain("a link"):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(fail_at_the_end)
+                nursery.start_soon(trio.sleep_forever)
+                await trio.testing.wait_all_tasks_blocked()
+                scope.cancel()
+        raise AssertionError("the block was cancelled, and what is behind it runs")
+    assert scope.cancelled_caught
+    assert len(watched.events) == 1
+
+
+async def test_of_several_errors_at_once_each_is_told_and_what_was_foreseen_passes() -> None:
+    watched, heard = Watched(), list[str]()
+
+    def groups() -> NoReturn:
+        inner = ExceptionGroup("of a nursery", [KeyError("a"), ProtocolError("garbage")])
+        raise BaseExceptionGroup("of another", [inner, ValueError("b")])
+
+    with (
+        capture_logs(),
+        pytest.raises(ExceptionGroup) as caught,
+        watched.contain("a link", heard.append, passing=(ProtocolError,)),
+    ):
+        groups()
+    assert caught.group_contains(ProtocolError)
+    assert not caught.group_contains((KeyError, ValueError))
+    assert [text.partition("(")[2][:8] for text in heard] == ["KeyError", "ValueErr"]
+
+
+# --- sessions of local programs
+
+
+async def still_serves(here: Village, machine: Machine) -> None:
+    asker = await here.trainer(machine)
+    assert isinstance(await asker.ask(AskStatus()), Status)
+
+
+async def test_an_error_in_a_command_ends_its_session_and_the_program_is_told(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 1) as here:
+        (machine,) = here.machines
+        with capture_logs() as logs, monkeypatch.context() as patch:
+            patch.setattr(Agent, "_picture", fail)
+            for _ in range(3):
+                asker = await here.trainer(machine)
+                reply = await asker.ask(AskStatus())
+                assert isinstance(reply, Refused)
+                assert reply.verdict.error == "AgentStopped"
+                assert "ZeroDivisionError" in reply.verdict.message
+                with pytest.raises(trio.EndOfChannel):
+                    await asker.receive()
+        assert len(logs) == 1
+        assert kinds_of_events(machine).count("internal error") == 1
+        await still_serves(here, machine)
+
+
+async def test_an_error_before_a_trainer_has_joined_leaves_nobody_waiting(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 1) as here:
+        (machine,) = here.machines
+        with capture_logs(), monkeypatch.context() as patch:
+            patch.setattr(trainers, "_without", fail)  # asked after 10 s
+            with pytest.raises(RefusedError, match="ZeroDivisionError"):
+                await (await here.trainer(machine)).join("digits", 2)
+        assert machine.agent.jobs.candidates == {}
+        await reduce_all(await here.job(machine, machine))
+
+
+def fails_for(patch: pytest.MonkeyPatch, whom: TrainerId, where: object, name: str) -> None:
+    """What is called for a rank fails for this one."""
+    real = getattr(where, name)
+
+    def call(*arguments: object) -> object:
+        if any(isinstance(a, LocalRank) and a.id == whom for a in arguments):
+            fail()
+        return real(*arguments)
+
+    patch.setattr(where, name, call)
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        pytest.param(trainers, "run_op", id="in an op"),
+        pytest.param(trainers._Trainer, "_look_at", id="beside an op"),  # noqa: SLF001 - a task of its own
+    ],
+)
+async def test_an_error_in_a_trainers_session_makes_it_depart_and_the_others_go_on(
+    clock: MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    where: object,
+    name: str,
+) -> None:
+    async with village(clock, 3) as here:
+        everyone = await here.job(*here.machines)
+        await reduce_all(everyone)
+        lost, *others = everyone
+        machine = machine_of(here, lost)
+
+        async def meet_the_error() -> None:
+            with monkeypatch.context() as patch:
+                fails_for(patch, lost.id, where, name)
+                with pytest.raises(AssertionError) as caught:  # no reply to an op
+                    await lost.reduce(ones(1000))
+            (reply,) = caught.value.args
+            assert isinstance(reply, Refused)
+            assert reply.verdict.error == "AgentStopped"
+
+        with capture_logs():
+            await meet_the_error()
+        sums = await reduce_all(others)
+        assert [list(x[:1]) for x in sums] == [[2.0], [2.0]]
+        assert "internal error" in kinds_of_events(machine)
+        (loss,) = machine_of(here, others[0]).agent.membership.view.rosters[0].losses
+        assert "its agent has made an error" in loss.message
+        assert machine.agent.jobs.ranks == []
+        await still_serves(here, machine)
+
+
+async def test_an_error_in_the_session_for_letters_leaves_the_trainer_its_ops(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 2) as here:
+        pair = await here.job(*here.machines)
+        machine = machine_of(here, pair[0])
+        letters = await here.trainer(machine)
+        attach = Attach(SESSION_VERSION, JobName("digits"), pair[0].id)
+        assert await letters.ask(attach) == Attached()
+        with capture_logs(), monkeypatch.context() as patch:
+            patch.setattr(mail_sessions, "_Waiting", fail)
+            reply = await letters.ask(ReceiveLetter(0, (pair[1].id,), 0, 5.0))
+        assert isinstance(reply, Refused)
+        assert reply.verdict.error == "AgentStopped"
+        await together(*[t.barrier for t in pair])
