@@ -32,7 +32,7 @@ from pmesh.core.session import (
 from pmesh.core.views import Verdict
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import JobName, OpNumber, TrainerId
-from pmesh.net.arena_pools import SessionArenas
+from pmesh.net.arena_pools import ArenaShare, SessionArenas
 from pmesh.net.arenas import Arena
 from pmesh.net.processes import is_stopped, wait_for_exit
 from pmesh.net.sessions import ENDS_OF_A_SESSION, Session
@@ -45,7 +45,13 @@ PREDECESSOR_S = 2.0  # a job of the same name that is just ending makes way in t
 
 
 async def serve_trainer(
-    session: Session, request: Connect, jobs: Jobs, contain: Contain, *, compression: str = ""
+    session: Session,
+    request: Connect,
+    jobs: Jobs,
+    share: ArenaShare,
+    contain: Contain,
+    *,
+    compression: str = "",
 ) -> None:
     """A trainer's session: it waits for its job, then runs ops until it leaves.
 
@@ -53,10 +59,11 @@ async def serve_trainer(
         session: with the program.
         request: its first.
         jobs: of this agent.
+        share: of shared memory, its program's.
         contain: for what nobody foresaw.
         compression: of gradients, where the trainer does not say it; empty: none.
     """
-    arenas = SessionArenas()
+    arenas = SessionArenas(share)
     trainer = _Trainer(session, request, arenas, jobs, contain)
     try:
         if request.version != SESSION_VERSION:

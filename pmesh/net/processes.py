@@ -13,10 +13,11 @@ def is_stopped(pid: int) -> bool:
     """Whether it has been stopped, as by SIGSTOP or Ctrl-Z; False also when it is gone.
 
     Linux calls this state T, macOS SSTOP; psutil knows both. Who merely computes is not stopped.
+    Nor is, for all that can be told, a process for whose state there is no file descriptor left.
     """
     try:
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    except psutil.Error:
+    except (psutil.Error, OSError):
         return False
 
 
