@@ -9,6 +9,7 @@ from trio.testing import MockClock
 
 from pmesh.agent.admission import Admission
 from pmesh.agent.limits import plan_files
+from pmesh.agent.peers import Peers
 from pmesh.core.framing import frame
 from pmesh.core.session import (
     SESSION_VERSION,
@@ -21,14 +22,17 @@ from pmesh.core.session import (
     ReceiveLetter,
     Refused,
     Status,
+    StopAgent,
+    Stopping,
     WantArena,
     encode,
 )
 from pmesh.errors import UsageError
 from pmesh.ids import JobName
+from pmesh.net.sessions import VISIT_S
 from tests.agent.fake_trainer import together, until
 from tests.agent.fakes import Machine, village
-from tests.agent.ops import ones, reduce_all
+from tests.agent.ops import machine_of, ones, reduce_all
 
 MIB = 2**20
 
@@ -123,7 +127,7 @@ async def test_who_reads_no_replies_to_its_letters_is_not_read_from_either(
 ) -> None:
     async with village(clock, 2) as here:
         pair = await here.job(*here.machines)
-        machine = next(m for m in here.machines if m.settings.name == pair[0].names[0])
+        machine = machine_of(here, pair[0])
         deaf = await here.trainer(machine)
         assert await deaf.ask(Attach(SESSION_VERSION, JobName("digits"), pair[0].id)) == Attached()
         before = trio.lowlevel.current_statistics().tasks_living
@@ -142,6 +146,35 @@ async def test_who_reads_no_replies_to_its_letters_is_not_read_from_either(
         assert sent > 400
         assert trio.lowlevel.current_statistics().tasks_living <= before + 60
         await together(*[t.barrier for t in pair])
+
+
+async def test_a_source_named_again_and_again_is_one(clock: MockClock) -> None:
+    """What a letter is chosen by grows with the ranks of the job, not with the request."""
+    async with village(clock, 2) as here:
+        pair = await here.job(*here.machines)
+        machine = machine_of(here, pair[0])
+        letters = await here.trainer(machine)
+        await letters.ask(Attach(SESSION_VERSION, JobName("digits"), pair[0].id))
+        await letters.send(ReceiveLetter(0, (pair[1].id,) * 1024, 0, 5.0))
+        box = machine.agent.mail.box_of(machine.agent.jobs.ranks[0])
+        await until(lambda: bool(box._inbox.wanted))  # noqa: SLF001
+        assert box._inbox.wanted[0].sources == (pair[1].id,)  # noqa: SLF001
+
+
+async def test_who_stops_the_agent_sees_its_end_however_long_it_takes(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def leave(_: Peers) -> None:
+        await trio.sleep(2 * VISIT_S)
+
+    monkeypatch.setattr(Peers, "leave", leave)
+    async with village(clock, 1) as here:
+        asker = await here.trainer(here.machines[0])
+        began = trio.current_time()
+        assert isinstance(await asker.ask(StopAgent()), Stopping)
+        with pytest.raises(trio.EndOfChannel):
+            await asker.receive()
+        assert trio.current_time() - began >= 2 * VISIT_S
 
 
 async def test_events_after_any_number_are_answered(clock: MockClock) -> None:

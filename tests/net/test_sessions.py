@@ -315,7 +315,6 @@ async def test_a_system_out_of_descriptors_costs_the_oldest_visitor_and_a_moment
             raise failures.pop()
         return await real(listener)
 
-    del autojump_clock
     monkeypatch.setattr(trio.SocketListener, "accept", accept)
     async with serving(path) as counters, await trio.open_unix_socket(path) as good:
         await good.send_all(ASK)
@@ -328,6 +327,7 @@ async def test_a_system_out_of_descriptors_costs_the_oldest_visitor_and_a_moment
                 await late.send_all(ASK)
                 await reply_on(late)
         assert (counters.out_of_files, counters.silent) == (2, 1)
+        assert autojump_clock.current_time() < 1
         await good.send_all(ASK)  # who stays is not pushed out
         await reply_on(good)
 
