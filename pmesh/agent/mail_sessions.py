@@ -8,6 +8,7 @@ import trio
 from pmesh.agent.mail import MailRoom
 from pmesh.agent.mailbox import LetterLost, Mailbox, Received
 from pmesh.agent.ranks import COME_BACK
+from pmesh.agent.refusals import refuse
 from pmesh.core.session import (
     SESSION_VERSION,
     ArenaGone,
@@ -20,7 +21,6 @@ from pmesh.core.session import (
     LetterSent,
     LetterWaits,
     ReceiveLetter,
-    Refused,
     SendLetter,
     WantArena,
 )
@@ -41,11 +41,11 @@ async def serve_mail(session: Session, request: Attach, room: MailRoom, share: A
     rank = room.rank_of(request.job, request.trainer, pid=session.pid)
     if request.version != SESSION_VERSION:
         text = f"the trainer speaks session version {request.version}, the agent {SESSION_VERSION}"
-        await session.send(Refused(Verdict("ProtocolVersionMismatch", text)))
+        await refuse(session, "ProtocolVersionMismatch", text)
         return
     if rank is None:
         text = f"this trainer is not in job {request.job!r}; {COME_BACK}"
-        await session.send(Refused(Verdict("HistorySuperseded", text)))
+        await refuse(session, "HistorySuperseded", text)
         return
     await session.send(Attached())
     arenas = SessionArenas(share)
@@ -197,7 +197,7 @@ class _Letters:
         try:
             arena = await self._arenas.inputs.create(nbytes)
         except (UsageError, OSError) as e:  # OSError: the system has no memory or descriptor left
-            await self._session.send(Refused(Verdict("UsageError", str(e))))
+            await refuse(self._session, "UsageError", str(e))
             return
         await self._grant(arena)
 

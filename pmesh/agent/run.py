@@ -29,10 +29,11 @@ from pmesh.agent.membership import DOUBT_S, Membership
 from pmesh.agent.parsing import host_port_text
 from pmesh.agent.peers import Peers
 from pmesh.agent.picture import Sources, take_picture
+from pmesh.agent.refusals import refuse, tell_errors
 from pmesh.agent.status import Status as Picture
 from pmesh.agent.status import encode_status
 from pmesh.agent.strangers import Strangers
-from pmesh.agent.trainers import serve_trainer, tell_errors
+from pmesh.agent.trainers import serve_trainer
 from pmesh.client.home import socket_path
 from pmesh.core.addresses import told_to_others
 from pmesh.core.advertisement import Advertisement
@@ -45,12 +46,11 @@ from pmesh.core.session import (
     Attach,
     Connect,
     Events,
-    Refused,
     Status,
     StopAgent,
     Stopping,
 )
-from pmesh.core.views import Verdict, View
+from pmesh.core.views import View
 from pmesh.errors import ConfigError, PortTaken, ProtocolError, UsageError
 from pmesh.ids import Incarnation, Member
 from pmesh.net.dialer import error_numbers
@@ -281,7 +281,7 @@ class Agent:
             try:
                 share = admitted.enter_context(self._admission.admit(session.pid))
             except UsageError as e:
-                await session.send(Refused(Verdict("UsageError", str(e))))
+                await refuse(session, "UsageError", str(e))
                 return
             session.stay()
             if isinstance(request, Attach):

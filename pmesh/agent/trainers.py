@@ -11,6 +11,7 @@ from pmesh.agent.containment import Contain
 from pmesh.agent.jobs import LEFT, Candidate, Jobs
 from pmesh.agent.ops import describe_shortage, run_op
 from pmesh.agent.ranks import COME_BACK, LocalRank
+from pmesh.agent.refusals import refuse, tell_errors
 from pmesh.core.coded_rings import ring_codec_name
 from pmesh.core.session import (
     ENTERS,
@@ -40,7 +41,6 @@ from pmesh.net.sessions import ENDS_OF_A_SESSION, Session
 LOOK_S = 0.02  # while a trainer waits for its job
 WATCH_S = 0.5  # once it has one: each look costs 0.3 ms, and its end is told without any
 SAY_EVERY_S = 10.0  # I6: a line that says on whom a call waits
-TELL_S = 1.0  # a program that does not read this is told by the end of its session
 PREDECESSOR_S = 2.0  # a job of the same name that is just ending makes way in this time
 
 
@@ -67,7 +67,7 @@ async def serve_trainer(
     trainer = _Trainer(session, request, arenas, jobs, contain)
     try:
         if request.version != SESSION_VERSION:
-            await _refuse(session, "ProtocolVersionMismatch", _other_version(request.version))
+            await refuse(session, "ProtocolVersionMismatch", _other_version(request.version))
         elif await trainer.join():
             await trainer.serve(compression)
     finally:
@@ -75,20 +75,6 @@ async def serve_trainer(
             abandoned.give_up_results()  # the agent ends
         with trio.CancelScope(shield=True):
             await arenas.aclose()
-
-
-async def tell_errors(session: Session, errors: list[str]) -> None:
-    """Tell the program why its session ends, if it is there to read it.
-
-    To the program it is as if the whole agent had ended: mesh.sync comes back by a new session.
-    """
-    with trio.move_on_after(TELL_S), contextlib.suppress(trio.BrokenResourceError):
-        for error in errors[:1]:
-            await _refuse(session, "AgentStopped", f"{error}; the agent's log has its traceback")
-
-
-async def _refuse(session: Session, error: str, message: str) -> None:
-    await session.send(Refused(Verdict(error, message)))
 
 
 def _other_version(version: int) -> str:
@@ -409,7 +395,7 @@ async def _grant_input(session: Session, arenas: SessionArenas, nbytes: int) -> 
     try:
         arena = await arenas.inputs.create(nbytes)
     except (UsageError, OSError) as e:  # OSError: the system has no memory or descriptor left
-        await _refuse(session, "UsageError", str(e))
+        await refuse(session, "UsageError", str(e))
         return
     await _grant(session, arena)
 

@@ -72,7 +72,8 @@ async def test_where_no_descriptor_is_left_addresses_stay_and_are_looked_at_late
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     del autojump_clock
-    readings = iter([(V4,), OSError(errno.EMFILE, "Too many open files"), (V4, V6)])
+    no_file = OSError(errno.EMFILE, "Too many open files")
+    readings: Iterator[tuple[LocalAddress, ...] | OSError] = iter([(V4,), no_file, (V4, V6)])
 
     def read() -> tuple[LocalAddress, ...]:
         found = next(readings)
