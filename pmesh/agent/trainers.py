@@ -35,7 +35,7 @@ from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import JobName, OpNumber, TrainerId
 from pmesh.net.arena_pools import ArenaShare, SessionArenas
 from pmesh.net.arenas import Arena
-from pmesh.net.processes import is_stopped, wait_for_exit
+from pmesh.net.processes import TrainerProcess, wait_for_exit
 from pmesh.net.sessions import ENDS_OF_A_SESSION, Session
 
 LOOK_S = 0.02  # while a trainer waits for its job
@@ -323,7 +323,7 @@ class _Trainer:
                 said = math.floor(waited_s / SAY_EVERY_S) + 1
                 await self._say_on_whom(rank, waited_s)
 
-    def _look_at(self, rank: LocalRank, process: "TrainerProcess") -> None:
+    def _look_at(self, rank: LocalRank, process: TrainerProcess) -> None:
         """Whether the trainer's process has been stopped; for how long the others bear it."""
         stopped_s = process.stopped_for_s(trio.current_time())
         if rank.stopped != (stopped_s is not None):
@@ -343,23 +343,6 @@ class _Trainer:
             else tuple(self._jobs.marks.describe_late(rank, op))
         )
         await self._session.send(StillWaiting(op, waited_s, names))
-
-
-class TrainerProcess:
-    """The process at the other end of a session, as the system sees it."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._stopped_since: float | None = None
-
-    def stopped_for_s(self, now: float) -> float | None:
-        """Since when it has been seen to be stopped, as by SIGSTOP; None while it may run."""
-        if not is_stopped(self._pid):
-            self._stopped_since = None
-            return None
-        if self._stopped_since is None:
-            self._stopped_since = now
-        return now - self._stopped_since
 
 
 def _never_syncs(job: JobName) -> str:

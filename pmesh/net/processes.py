@@ -21,6 +21,23 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
+class TrainerProcess:
+    """The process at the other end of a session, as the system sees it."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._stopped_since: float | None = None
+
+    def stopped_for_s(self, now: float) -> float | None:
+        """Since when it has been seen to be stopped, as by SIGSTOP; None while it may run."""
+        if not is_stopped(self._pid):
+            self._stopped_since = None
+            return None
+        if self._stopped_since is None:
+            self._stopped_since = now
+        return now - self._stopped_since
+
+
 async def wait_for_exit(pid: int) -> None:
     """Return when the process has ended: costs nothing until then.
 
