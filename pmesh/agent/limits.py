@@ -28,9 +28,12 @@ class FilePlan:
 
     def describe_trainers(self) -> str:
         """Why there can't be another trainer, and what to do."""
-        text = f"this agent serves {self.trainers} connections of trainers at most"
+        text = (
+            f"this agent serves {self.trainers} connections of trainers at most, of which one "
+            "program gets half of what the others leave"
+        )
         if self.trainers == MAX_TRAINERS:
-            return f"{text}, of which one program gets half of what the others leave"
+            return text
         return (
             f"{text}, as only {self.limit} files may be open at once; raise that with "
             f"'ulimit -n {FEW_OPEN_FILES}' before 'pmesh up'"

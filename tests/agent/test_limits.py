@@ -92,8 +92,9 @@ def test_local_programs_leave_half_of_the_files_to_the_agent(limit: int) -> None
 def test_what_a_user_can_change_about_too_few_files_is_said() -> None:
     few, many = plan_files(256), plan_files(OPEN_FILES)
     assert few.describe_trainers().startswith(
-        "this agent serves 16 connections of trainers at most, as only 256 files may be open"
+        "this agent serves 16 connections of trainers at most, of which one program gets half"
     )
+    assert "as only 256 files may be open" in few.describe_trainers()
     assert "ulimit -n 1024" in few.describe_trainers()
     assert "ulimit" not in many.describe_trainers()
 
