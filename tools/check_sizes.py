@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDERS = ("pmesh", "tests", "tools", "examples")
-FILE_CEILING = 400  # lines; ask yourself at 300
+FILE_CEILING = 600  # lines; ask yourself at 400
 FILE_MEDIAN = 150
 FUNCTION_MEDIAN = 10
 FUNCTION_PERCENTILE_95 = 45

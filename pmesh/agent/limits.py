@@ -1,9 +1,62 @@
-"""Limits of the system that an agent asks to be raised when it starts."""
+"""The system's limit of open files: raised when the agent starts, and dealt out after."""
 
 import resource
+from dataclasses import dataclass
+
+from pmesh.net.sessions import MAX_VISITORS
 
 OPEN_FILES = 10_240  # macOS starts programs with 256 and allows this many (OPEN_MAX)
 FEW_OPEN_FILES = 1024  # 64 pending connections, 8 links, lanes and arenas of a few jobs, with room
+
+MAX_TRAINERS = 128  # what a heartbeat tells of them takes half of a control message
+
+_FILES_OF_A_TRAINER = 2  # its connection, and what tells of the end of its process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePlan:
+    """What local programs may use of the open files, so that the agent's own always suffice."""
+
+    limit: int
+    """Of this process."""
+    visitors: int
+    """Connections that have not said that they are a trainer's."""
+    trainers: int
+    """Connections of trainers: for their ops, for their letters, and for each group."""
+    arenas: int
+    """Of all trainers together."""
+
+    def describe_trainers(self) -> str:
+        """Why there can't be another trainer, and what to do."""
+        text = (
+            f"this agent serves {self.trainers} connections of trainers at most, of which one "
+            "program gets half of what the others leave"
+        )
+        if self.trainers == MAX_TRAINERS:
+            return text
+        return (
+            f"{text}, as only {self.limit} files may be open at once; raise that with "
+            f"'ulimit -n {FEW_OPEN_FILES}' before 'pmesh up'"
+        )
+
+
+def plan_files(limit: int) -> FilePlan:
+    """Half for the agent itself: listeners, links, lanes, dials, the door. The rest as here.
+
+    >>> plan_files(256)
+    FilePlan(limit=256, visitors=32, trainers=16, arenas=64)
+    """
+    local = limit // 2
+    visitors = max(min(MAX_VISITORS, local // 4), 1)
+    trainers = max(min(MAX_TRAINERS, local // 8), 1)
+    arenas = max(local - visitors - _FILES_OF_A_TRAINER * trainers, 0)
+    return FilePlan(limit=limit, visitors=visitors, trainers=trainers, arenas=arenas)
+
+
+def open_files_limit() -> int:
+    """How many files this process may have open; OPEN_FILES where nothing limits it."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def raise_open_files() -> str | None:

@@ -8,6 +8,7 @@ import trio
 from pmesh.agent.mail import MailRoom
 from pmesh.agent.mailbox import LetterLost, Mailbox, Received
 from pmesh.agent.ranks import COME_BACK
+from pmesh.agent.refusals import refuse
 from pmesh.core.session import (
     SESSION_VERSION,
     ArenaGone,
@@ -20,14 +21,13 @@ from pmesh.core.session import (
     LetterSent,
     LetterWaits,
     ReceiveLetter,
-    Refused,
     SendLetter,
     WantArena,
 )
 from pmesh.core.views import Verdict
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import TrainerId
-from pmesh.net.arena_pools import SessionArenas
+from pmesh.net.arena_pools import ArenaShare, SessionArenas
 from pmesh.net.arenas import Arena
 from pmesh.net.sessions import Session
 
@@ -36,19 +36,19 @@ SAY_EVERY_S = 10.0  # I6: a line that says on whom a call waits
 _LOOK_S = 1.0
 
 
-async def serve_mail(session: Session, request: Attach, room: MailRoom) -> None:
-    """Letters of one trainer, until it closes this connection."""
+async def serve_mail(session: Session, request: Attach, room: MailRoom, share: ArenaShare) -> None:
+    """Letters of one trainer, in memory of its program's share, until it closes this connection."""
     rank = room.rank_of(request.job, request.trainer, pid=session.pid)
     if request.version != SESSION_VERSION:
         text = f"the trainer speaks session version {request.version}, the agent {SESSION_VERSION}"
-        await session.send(Refused(Verdict("ProtocolVersionMismatch", text)))
+        await refuse(session, "ProtocolVersionMismatch", text)
         return
     if rank is None:
         text = f"this trainer is not in job {request.job!r}; {COME_BACK}"
-        await session.send(Refused(Verdict("HistorySuperseded", text)))
+        await refuse(session, "HistorySuperseded", text)
         return
     await session.send(Attached())
-    arenas = SessionArenas()
+    arenas = SessionArenas(share)
     try:
         async with trio.open_nursery() as nursery:
             serving = _Letters(session, room.box_of(rank), arenas, nursery)
@@ -84,6 +84,7 @@ class _Letters:
     async def run(self) -> None:
         """Requests, in order: what is sent first is numbered, and received, first."""
         while True:
+            await self._session.all_sent()  # or who reads no replies would have ever more of them
             match request := await self._session.receive():
                 case SendLetter() | ReceiveLetter():
                     await self._begin(request)
@@ -196,7 +197,7 @@ class _Letters:
         try:
             arena = await self._arenas.inputs.create(nbytes)
         except (UsageError, OSError) as e:  # OSError: the system has no memory or descriptor left
-            await self._session.send(Refused(Verdict("UsageError", str(e))))
+            await refuse(self._session, "UsageError", str(e))
             return
         await self._grant(arena)
 

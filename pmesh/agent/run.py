@@ -11,25 +11,29 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from importlib.metadata import version
 
+import psutil
 import structlog
 import trio
 
+from pmesh.agent.admission import Admission
 from pmesh.agent.announcements import describe_change
 from pmesh.agent.config import Settings
 from pmesh.agent.containment import Containment
 from pmesh.agent.events import Chronicle, Event, encode_events
 from pmesh.agent.jobs import LOOK_S, Jobs
 from pmesh.agent.lane_desk import LaneDesk
+from pmesh.agent.limits import open_files_limit, plan_files
 from pmesh.agent.mail import MailRoom
 from pmesh.agent.mail_sessions import serve_mail
 from pmesh.agent.membership import DOUBT_S, Membership
 from pmesh.agent.parsing import host_port_text
 from pmesh.agent.peers import Peers
 from pmesh.agent.picture import Sources, take_picture
+from pmesh.agent.refusals import refuse, tell_errors
 from pmesh.agent.status import Status as Picture
 from pmesh.agent.status import encode_status
 from pmesh.agent.strangers import Strangers
-from pmesh.agent.trainers import serve_trainer, tell_errors
+from pmesh.agent.trainers import serve_trainer
 from pmesh.client.home import socket_path
 from pmesh.core.addresses import told_to_others
 from pmesh.core.advertisement import Advertisement
@@ -47,7 +51,7 @@ from pmesh.core.session import (
     Stopping,
 )
 from pmesh.core.views import View
-from pmesh.errors import ConfigError, PortTaken, ProtocolError
+from pmesh.errors import ConfigError, PortTaken, ProtocolError, UsageError
 from pmesh.ids import Incarnation, Member
 from pmesh.net.dialer import error_numbers
 from pmesh.net.discovery import Discovered, discover, minute_of_now
@@ -125,6 +129,10 @@ class Agent:
             wall_clock=lambda: datetime.now().astimezone(),
             listener=self._say,
         )
+        self._version = version("pmesh")  # it opens files, for which there may be none left later
+        self._files = plan_files(open_files_limit())
+        memory_bytes = psutil.virtual_memory().total
+        self._admission = Admission(self._files, memory_bytes=memory_bytes)
         self._containment = Containment(self._chronicle, clock=trio.current_time)
 
     async def run(
@@ -187,7 +195,9 @@ class Agent:
 
     async def _start_sessions(self, nursery: trio.Nursery) -> None:
         path = socket_path(self._settings.home)
-        serve = functools.partial(serve_sessions, counters=self._sessions)
+        serve = functools.partial(
+            serve_sessions, counters=self._sessions, most_visitors=self._files.visitors
+        )
         await nursery.start(serve, path, self._serve_program)
 
     async def _start_discovery(self, nursery: trio.Nursery) -> None:
@@ -260,26 +270,40 @@ class Agent:
     async def _answer(self, session: Session) -> None:
         """A trainer, or a command that asks something."""
         match request := await session.receive():
-            case Connect():
-                contain, compression = self._containment.contain, self._settings.compression
-                await serve_trainer(session, request, self.jobs, contain, compression=compression)
-            case Attach():
-                await serve_mail(session, request, self.mail)
+            case Connect() | Attach():
+                await self._serve_trainer(session, request)
             case AskStatus():
                 await session.send(Status(encode_status(self._picture())))
             case AskEvents(after):
                 await session.send(Events(encode_events(self._chronicle.since(after))))
             case StopAgent():
+                session.stay()
                 await session.send(Stopping(os.getpid()))
                 self._stopped.set()
                 await trio.sleep_forever()  # closed last: its end tells that the agent has ended
             case _:
                 raise ProtocolError(f"a session began with {type(request).__name__}")
 
+    async def _serve_trainer(self, session: Session, request: Connect | Attach) -> None:
+        with contextlib.ExitStack() as admitted:
+            try:
+                share = admitted.enter_context(self._admission.admit(session.pid))
+            except UsageError as e:
+                await refuse(session, "UsageError", str(e))
+                return
+            session.stay()
+            if isinstance(request, Attach):
+                await serve_mail(session, request, self.mail, share)
+                return
+            contain, compression = self._containment.contain, self._settings.compression
+            await serve_trainer(
+                session, request, self.jobs, share, contain, compression=compression
+            )
+
     def _picture(self) -> Picture:
         return take_picture(
             Sources(
-                version=version("pmesh"),
+                version=self._version,
                 me=self._me,
                 name=self._settings.name,
                 compression=self._settings.compression,

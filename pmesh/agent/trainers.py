@@ -11,6 +11,7 @@ from pmesh.agent.containment import Contain
 from pmesh.agent.jobs import LEFT, Candidate, Jobs
 from pmesh.agent.ops import describe_shortage, run_op
 from pmesh.agent.ranks import COME_BACK, LocalRank
+from pmesh.agent.refusals import refuse, tell_errors
 from pmesh.core.coded_rings import ring_codec_name
 from pmesh.core.session import (
     ENTERS,
@@ -32,9 +33,9 @@ from pmesh.core.session import (
 from pmesh.core.views import Verdict
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import JobName, OpNumber, TrainerId
-from pmesh.net.arena_pools import SessionArenas
+from pmesh.net.arena_pools import ArenaShare, SessionArenas
 from pmesh.net.arenas import Arena
-from pmesh.net.processes import is_stopped, wait_for_exit
+from pmesh.net.processes import TrainerProcess, wait_for_exit
 from pmesh.net.sessions import ENDS_OF_A_SESSION, Session
 
 LOOK_S = 0.02  # while a trainer waits for its job
@@ -45,7 +46,13 @@ PREDECESSOR_S = 2.0  # a job of the same name that is just ending makes way in t
 
 
 async def serve_trainer(
-    session: Session, request: Connect, jobs: Jobs, contain: Contain, *, compression: str = ""
+    session: Session,
+    request: Connect,
+    jobs: Jobs,
+    share: ArenaShare,
+    contain: Contain,
+    *,
+    compression: str = "",
 ) -> None:
     """A trainer's session: it waits for its job, then runs ops until it leaves.
 
@@ -53,14 +60,15 @@ async def serve_trainer(
         session: with the program.
         request: its first.
         jobs: of this agent.
+        share: of shared memory, its program's.
         contain: for what nobody foresaw.
         compression: of gradients, where the trainer does not say it; empty: none.
     """
-    arenas = SessionArenas()
+    arenas = SessionArenas(share)
     trainer = _Trainer(session, request, arenas, jobs, contain)
     try:
         if request.version != SESSION_VERSION:
-            await _refuse(session, "ProtocolVersionMismatch", _other_version(request.version))
+            await refuse(session, "ProtocolVersionMismatch", _other_version(request.version))
         elif await trainer.join():
             await trainer.serve(compression)
     finally:
@@ -68,20 +76,6 @@ async def serve_trainer(
             abandoned.give_up_results()  # the agent ends
         with trio.CancelScope(shield=True):
             await arenas.aclose()
-
-
-async def tell_errors(session: Session, errors: list[str]) -> None:
-    """Tell the program why its session ends, if it is there to read it.
-
-    To the program it is as if the whole agent had ended: mesh.sync comes back by a new session.
-    """
-    with trio.move_on_after(TELL_S), contextlib.suppress(trio.BrokenResourceError):
-        for error in errors[:1]:
-            await _refuse(session, "AgentStopped", f"{error}; the agent's log has its traceback")
-
-
-async def _refuse(session: Session, error: str, message: str) -> None:
-    await session.send(Refused(Verdict(error, message)))
 
 
 def _other_version(version: int) -> str:
@@ -330,7 +324,7 @@ class _Trainer:
                 said = math.floor(waited_s / SAY_EVERY_S) + 1
                 await self._say_on_whom(rank, waited_s)
 
-    def _look_at(self, rank: LocalRank, process: "TrainerProcess") -> None:
+    def _look_at(self, rank: LocalRank, process: TrainerProcess) -> None:
         """Whether the trainer's process has been stopped; for how long the others bear it."""
         stopped_s = process.stopped_for_s(trio.current_time())
         if rank.stopped != (stopped_s is not None):
@@ -350,23 +344,6 @@ class _Trainer:
             else tuple(self._jobs.marks.describe_late(rank, op))
         )
         await self._session.send(StillWaiting(op, waited_s, names))
-
-
-class TrainerProcess:
-    """The process at the other end of a session, as the system sees it."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._stopped_since: float | None = None
-
-    def stopped_for_s(self, now: float) -> float | None:
-        """Since when it has been seen to be stopped, as by SIGSTOP; None while it may run."""
-        if not is_stopped(self._pid):
-            self._stopped_since = None
-            return None
-        if self._stopped_since is None:
-            self._stopped_since = now
-        return now - self._stopped_since
 
 
 def _never_syncs(job: JobName) -> str:
@@ -402,7 +379,7 @@ async def _grant_input(session: Session, arenas: SessionArenas, nbytes: int) -> 
     try:
         arena = await arenas.inputs.create(nbytes)
     except (UsageError, OSError) as e:  # OSError: the system has no memory or descriptor left
-        await _refuse(session, "UsageError", str(e))
+        await refuse(session, "UsageError", str(e))
         return
     await _grant(session, arena)
 

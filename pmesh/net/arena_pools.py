@@ -8,9 +8,9 @@ when a new one is made.
 import itertools
 from collections.abc import Iterator
 
-import psutil
 import trio
 
+from pmesh.core.budgets import Budget
 from pmesh.core.session import ArenaKind
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.net.arenas import Arena, arena_bytes, create_arena
@@ -23,30 +23,97 @@ MAX_LENT = 16  # results that a trainer keeps; beside those that are unstable (3
 INLINE_BYTES = 1024 * 1024  # making and closing takes less than 0.5 ms up to here: no thread
 
 
+class ArenaBudget:
+    """What the arenas of all local programs may take together: memory, and descriptors.
+
+    A program may have half of what the others leave, over all its sessions: else one that opens
+    session after session would have everything.
+    """
+
+    def __init__(self, *, files: int, nbytes: int) -> None:
+        self.files = Budget[int](limit=files)
+        self.memory = Budget[int](limit=nbytes)
+        self.pools: set[_Pool] = set()
+
+
+class ArenaShare:
+    """What one program has of the budget."""
+
+    def __init__(self, budget: ArenaBudget, pid: int) -> None:
+        self._files, self._memory, self._pid = budget.files, budget.memory, pid
+        self.pools = budget.pools
+        """Of all programs: what rests in them makes way."""
+
+    @property
+    def allowed_bytes(self) -> int:
+        """The most that it may hold now."""
+        return self._memory.allowed(self._pid)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether `take` would succeed."""
+        return self._lack(nbytes) is None
+
+    def take(self, nbytes: int) -> None:
+        """Another arena of this size; raises UsageError if it is too much."""
+        lack = self._lack(nbytes)
+        if lack is not None:
+            raise UsageError(lack)
+        self._memory.take(self._pid, nbytes)
+        self._files.take(self._pid, 1)
+
+    def give_back(self, nbytes: int) -> None:
+        """An arena of this size is closed."""
+        self._memory.give_back(self._pid, nbytes)
+        self._files.give_back(self._pid, 1)
+
+    def _lack(self, nbytes: int) -> str | None:
+        held, allowed = self._memory.held_by(self._pid), self.allowed_bytes
+        if held + nbytes > allowed:
+            return (
+                f"no shared memory for {_mib(nbytes)} more: this program's arenas hold "
+                f"{_mib(held)}, {_mib(allowed)} are allowed, which is half of what other programs "
+                f"leave of {_mib(self._memory.limit)}; pass smaller arrays or buckets"
+            )
+        held, allowed = self._files.held_by(self._pid), self._files.allowed(self._pid)
+        if held + 1 > allowed:
+            return (
+                f"no file descriptor for one more arena: this program has {held}, {allowed} are "
+                f"allowed, which is half of what other programs leave of {self._files.limit}; "
+                "raise the limit of open files with 'ulimit -n' before 'pmesh up'"
+            )
+        return None
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.0f} MiB"
+
+
 class _Pool:
     """Arenas of one kind that are used, and used again.
 
-    Raises from `acquire`: UsageError where `limit_bytes` or `most` would be exceeded.
+    Raises from `acquire`: UsageError where the share or `most` would be exceeded.
     """
 
     def __init__(
         self,
         kind: ArenaKind,
         numbers: Iterator[int],
+        share: ArenaShare,
         *,
-        limit_bytes: int,
         most: int,
         spares_the_last: bool,
     ) -> None:
         self._kind: ArenaKind = kind
+        self._share = share
+        self._count = 0  # with those that are being made
         self._most = most
         self._spares_the_last = spares_the_last
         self._numbers = numbers
-        self._limit_bytes = limit_bytes
         self._in_use: set[Arena] = set()
         self._free: dict[Arena, float] = {}  # since when
         self._gone: list[int] = []
         self._last: Arena | None = None
+        share.pools.add(self)
 
     @property
     def nbytes(self) -> int:
@@ -79,33 +146,48 @@ class _Pool:
 
     async def aclose(self) -> None:
         """Close every arena, also those in use."""
+        self._share.pools.discard(self)
         await self._close([*self._in_use, *self._free])
 
-    async def _create(self, size: int) -> Arena:
+    async def close_idle(self) -> None:
+        """Close what has rested for long."""
         now = trio.current_time()
         await self._close([a for a, since in self._free.items() if now - since >= IDLE_S])
-        if not self._has_room(size):
+
+    async def _create(self, size: int) -> Arena:
+        await self.close_idle()
+        if not self._share.has_room(size):
+            for other in list(self._share.pools):
+                await other.close_idle()
+        if self._count >= self._most or not self._share.has_room(size):
             await self._close(list(self._free))
-        if not self._has_room(size):
-            raise UsageError(
-                f"no shared memory for {size / 2**20:,.0f} MiB more: this trainer's {self._kind} "
-                f"arenas hold {self.nbytes / 2**20:,.0f} MiB, "
-                f"{self._limit_bytes / 2**20:,.0f} MiB are allowed; pass smaller arrays or buckets"
-            )
+        if self._count >= self._most:
+            raise UsageError(f"this trainer has {self._most} {self._kind} arenas: drop some arrays")
+        self._share.take(size)  # now: while the arena is being made, others ask too
+        self._count += 1
+        try:
+            return await self._make(size)
+        except BaseException:
+            self._forget(size)
+            raise
+
+    async def _make(self, size: int) -> Arena:
         number = next(self._numbers)
         if size <= INLINE_BYTES:
+            await trio.lowlevel.checkpoint()  # a program may ask for hundreds at once
             return create_arena(self._kind, number, size)
         return await trio.to_thread.run_sync(create_arena, self._kind, number, size)
 
-    def _has_room(self, size: int) -> bool:
-        count = len(self._in_use) + len(self._free)
-        return count < self._most and self.nbytes + size <= self._limit_bytes
+    def _forget(self, size: int) -> None:
+        self._share.give_back(size)
+        self._count -= 1
 
     async def _close(self, arenas: list[Arena]) -> None:
         for arena in arenas:
             self._in_use.discard(arena)
             self._free.pop(arena, None)
             self._gone.append(arena.number)
+            self._forget(arena.nbytes)
         small = [arena for arena in arenas if arena.nbytes <= INLINE_BYTES]
         large = [arena for arena in arenas if arena.nbytes > INLINE_BYTES]
         for arena in small:
@@ -168,10 +250,10 @@ class InputArenas(_Held):
     input is the retained result (O2).
     """
 
-    def __init__(self, numbers: Iterator[int], *, limit_bytes: int) -> None:
-        most = MAX_INPUT_ARENAS
-        pool = _Pool("input", numbers, limit_bytes=limit_bytes, most=most, spares_the_last=False)
-        super().__init__(pool)
+    def __init__(self, numbers: Iterator[int], share: ArenaShare) -> None:
+        super().__init__(
+            _Pool("input", numbers, share, most=MAX_INPUT_ARENAS, spares_the_last=False)
+        )
 
     async def create(self, nbytes: int) -> Arena:
         """An arena for the trainer (`WantArena`); raises UsageError beyond the limits."""
@@ -201,11 +283,9 @@ class OutputArenas(_Held):
     Those that it is lent it may read for as long as it likes.
     """
 
-    def __init__(self, numbers: Iterator[int], *, limit_bytes: int) -> None:
-        most = MAX_ARENAS
-        pool = _Pool("output", numbers, limit_bytes=limit_bytes, most=most, spares_the_last=True)
-        super().__init__(pool)
-        self._most_lent_bytes = limit_bytes // 2
+    def __init__(self, numbers: Iterator[int], share: ArenaShare) -> None:
+        super().__init__(_Pool("output", numbers, share, most=MAX_ARENAS, spares_the_last=True))
+        self._share = share
 
     async def acquire(self, nbytes: int) -> Arena:
         """An arena that nobody else uses, until `release`; raises UsageError beyond the limits."""
@@ -216,7 +296,8 @@ class OutputArenas(_Held):
     def lend(self, arena: Arena) -> bool:
         """Let the trainer hold it too, unless it holds too much: ops need arenas of their own."""
         lent_bytes = sum(lent.nbytes for lent in self._trainers.values())
-        if len(self._trainers) >= MAX_LENT or lent_bytes + arena.nbytes > self._most_lent_bytes:
+        most_bytes = self._share.allowed_bytes // 2
+        if len(self._trainers) >= MAX_LENT or lent_bytes + arena.nbytes > most_bytes:
             return False
         self.give(arena)
         return True
@@ -231,13 +312,12 @@ class OutputArenas(_Held):
 
 
 class SessionArenas:
-    """All shared memory of one session; each kind may hold a quarter of the machine's memory."""
+    """All shared memory of one session, out of its program's share."""
 
-    def __init__(self, *, limit_bytes: int | None = None) -> None:
-        limit = psutil.virtual_memory().total // 4 if limit_bytes is None else limit_bytes
+    def __init__(self, share: ArenaShare) -> None:
         numbers = itertools.count()
-        self.inputs = InputArenas(numbers, limit_bytes=limit)
-        self.outputs = OutputArenas(numbers, limit_bytes=limit)
+        self.inputs = InputArenas(numbers, share)
+        self.outputs = OutputArenas(numbers, share)
 
     def drop(self, number: int) -> None:
         """The trainer needs an arena no more (`DropArena`); ProtocolError if it holds no such."""

@@ -5,7 +5,6 @@ away first, and no TLS object before the first bytes look like pmesh. 64 of the 
 less than 16 MiB (tests/net/test_door_memory.py measures it).
 """
 
-import errno
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,15 +17,13 @@ from pmesh.core.first_bytes import FIRST_BYTES, FirstBytes, recognize
 from pmesh.core.records import lane_of_preamble_untrusted
 from pmesh.errors import PeerUnreachable, PmeshError
 from pmesh.net.endpoints import remote_address_of
+from pmesh.net.shortage import OUT_OF_RESOURCES, RETRY_S
 
 PENDING_TIMEOUT_S: Final = 5.0  # a Mac that has just woken answers within 2 s
 MAX_PENDING: Final = 64
 MAX_PENDING_PER_ADDRESS: Final = 8  # leaves room for seven others while one floods
 HANDSHAKE_INTERVAL_S: Final = 0.02  # at 3 ms of CPU each, strangers get 15 % of one core
 HANDSHAKE_BURST: Final = 16  # a mesh of 8, all dialling at once after a power cut, twice over
-
-_FULL_RETRY_S = 0.1  # as trio.serve_listeners
-_OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 StreamT = TypeVar("StreamT", bound=trio.abc.HalfCloseableStream)
 Authenticated: TypeAlias = Callable[[], None]
@@ -123,7 +120,7 @@ class Door(Generic[StreamT]):
                 try:
                     stream = await listener.accept()
                 except OSError as e:
-                    if e.errno not in _OUT_OF_RESOURCES:
+                    if e.errno not in OUT_OF_RESOURCES:
                         raise
                     await self._wait_for_resources()
                 else:
@@ -133,7 +130,7 @@ class Door(Generic[StreamT]):
         self._counts["out_of_files"] += 1
         if self._pending:
             self._drop(self._pending[0])  # a stranger holds what a peer may need
-        await trio.sleep(_FULL_RETRY_S)
+        await trio.sleep(RETRY_S)
 
     def _admit(self, stream: StreamT) -> _Visitor:
         """Note a newcomer, for whom the oldest may have to leave."""

@@ -1,5 +1,6 @@
 """The addresses of this machine's real interfaces, and when they change."""
 
+import contextlib
 import ipaddress
 import re
 import subprocess
@@ -86,7 +87,8 @@ class AddressWatch:
         task_status.started()
         while True:
             await trio.sleep(POLL_S)
-            await self._look()
+            with contextlib.suppress(OSError):  # no descriptor is left: later there may be one
+                await self._look()
 
     async def changed_from(self, seen: tuple[LocalAddress, ...]) -> tuple[LocalAddress, ...]:
         """The current addresses, as soon as they differ from those."""

@@ -13,11 +13,29 @@ def is_stopped(pid: int) -> bool:
     """Whether it has been stopped, as by SIGSTOP or Ctrl-Z; False also when it is gone.
 
     Linux calls this state T, macOS SSTOP; psutil knows both. Who merely computes is not stopped.
+    Nor is, for all that can be told, a process for whose state there is no file descriptor left.
     """
     try:
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    except psutil.Error:
+    except (psutil.Error, OSError):
         return False
+
+
+class TrainerProcess:
+    """The process at the other end of a session, as the system sees it."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._stopped_since: float | None = None
+
+    def stopped_for_s(self, now: float) -> float | None:
+        """Since when it has been seen to be stopped, as by SIGSTOP; None while it may run."""
+        if not is_stopped(self._pid):
+            self._stopped_since = None
+            return None
+        if self._stopped_since is None:
+            self._stopped_since = now
+        return now - self._stopped_since
 
 
 async def wait_for_exit(pid: int) -> None:

@@ -7,6 +7,7 @@ kernel's word, but may still send garbage, send nothing, or vanish.
 import array
 import contextlib
 import errno
+import math
 import os
 import select
 import socket
@@ -28,9 +29,10 @@ from pmesh.core.session import (
 )
 from pmesh.errors import AgentAlreadyRunning, ConfigError, ProtocolError
 from pmesh.net.peer_credentials import PeerCredentials, credentials_of
+from pmesh.net.shortage import OUT_OF_RESOURCES, RETRY_S
 
-FIRST_REQUEST_S = 5.0  # every program of ours speaks at once
-MAX_UNDECIDED = 64  # sessions without a first request; beyond, the oldest is closed
+VISIT_S = 5.0  # every program of ours speaks at once, and reads its answer
+MAX_VISITORS = 64  # programs that do not stay; beyond, the oldest is closed
 BACKLOG = 128
 _RECEIVE_BYTES = 64 * 1024
 
@@ -42,14 +44,14 @@ class Session:
         self._stream = stream
         self._reader = FrameReader(max_bytes=MAX_REQUEST_BYTES)
         self._sending = trio.Lock()
-        self._first: Request | None = None
+        self.on_stay: Callable[[], None] = _do_nothing
         self._poll = select.poll()
         self._poll.register(stream.socket.fileno(), select.POLLIN)  # macOS: nothing asked, no HUP
         self.pid = credentials.pid
 
-    async def await_first_request(self) -> None:
-        """Wait until `receive` has something to return; raises as it does."""
-        self._first = await self.receive()
+    def stay(self) -> None:
+        """It is no visitor's: from here on nothing but its handler ends it."""
+        self.on_stay()
 
     async def receive(self) -> Request:
         """The next request.
@@ -58,9 +60,6 @@ class Session:
             ProtocolError: something else arrived; the session is of no more use.
             trio.EndOfChannel: the program has closed its end, or is gone.
         """
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
         while (message := self._reader.next_message_untrusted()) is None:
             try:
                 data = await self._stream.receive_some(_RECEIVE_BYTES)
@@ -97,6 +96,12 @@ class Session:
         finally:
             self._sending.release()
 
+    async def all_sent(self) -> None:
+        """Wait until no reply is on its way; returns at once in the usual case."""
+        if self._sending.locked():
+            async with self._sending:
+                pass
+
     async def _send(self, data: bytes) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
         try:
@@ -130,8 +135,10 @@ class SessionCounters:
     refused: int = 0
     """Another user's."""
     silent: int = 0
-    """No request within FIRST_REQUEST_S, or the oldest of too many that had made none."""
+    """Neither stayed nor went within VISIT_S, or the oldest of too many visitors."""
     garbage: int = 0
+    out_of_files: int = 0
+    """The system had no descriptor or memory for one more."""
 
 
 Handler: TypeAlias = Callable[[Session], Awaitable[object]]
@@ -145,12 +152,15 @@ async def serve_sessions(
     handler: Handler,
     *,
     counters: SessionCounters,
+    most_visitors: int = MAX_VISITORS,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
-) -> NoReturn:
-    """Listen at `path`, and run `handler` for each program that has made a valid request.
+) -> None:
+    """Listen at `path` until cancelled, and run `handler` for each program of this user.
 
-    The session is closed when its handler returns. A ProtocolError, and the program's going away,
-    end that session alone; anything else that a handler raises is a bug and ends the server.
+    The session is closed when its handler returns. Until the handler calls `Session.stay` the
+    program is a visitor: limited in number, and for VISIT_S. A ProtocolError, and the program's
+    going away, end that session alone; anything else that a handler raises is a bug and ends the
+    server. Where the system has no descriptor for another connection, programs wait.
 
     Raises:
         AgentAlreadyRunning: someone listens there.
@@ -158,16 +168,37 @@ async def serve_sessions(
     """
     with _listening(path) as listener:
         task_status.started()
-        await trio.serve_listeners(_Sessions(handler, counters).serve, [listener])
+        async with trio.open_nursery() as nursery:
+            await _Sessions(handler, counters, most_visitors).accept(listener, nursery)
 
 
 class _Sessions:
-    def __init__(self, handler: Handler, counters: SessionCounters) -> None:
+    def __init__(self, handler: Handler, counters: SessionCounters, most_visitors: int) -> None:
         self._handler = handler
         self._counters = counters
-        self._undecided: list[trio.CancelScope] = []  # oldest first
+        self._most_visitors = most_visitors
+        self._visits: list[trio.CancelScope] = []  # oldest first
 
-    async def serve(self, stream: trio.SocketStream) -> None:
+    async def accept(self, listener: trio.SocketListener, nursery: trio.Nursery) -> NoReturn:
+        while True:
+            try:
+                stream = await listener.accept()
+            except OSError as e:
+                if e.errno not in OUT_OF_RESOURCES:
+                    raise
+                self._counters.out_of_files += 1
+                self._end_oldest_visit()  # who is silent holds what another may need
+                await trio.sleep(RETRY_S)
+            else:
+                nursery.start_soon(self._serve, stream)
+
+    async def _serve(self, stream: trio.SocketStream) -> None:
+        try:
+            await self._meet(stream)
+        finally:
+            await trio.aclose_forcefully(stream)
+
+    async def _meet(self, stream: trio.SocketStream) -> None:
         self._counters.accepted += 1
         try:
             credentials = credentials_of(stream.socket)
@@ -178,26 +209,40 @@ class _Sessions:
             return
         session = Session(stream, credentials)
         try:
-            if await self._speaks(session):
+            with self._visit(session):
                 await self._handler(session)
         except* ProtocolError:
             self._counters.garbage += 1
         except* (trio.EndOfChannel, trio.BrokenResourceError):
             pass
 
-    async def _speaks(self, session: Session) -> bool:
-        if len(self._undecided) >= MAX_UNDECIDED:
-            self._undecided.pop(0).cancel()
-        with trio.move_on_after(FIRST_REQUEST_S) as scope:
-            self._undecided.append(scope)
+    @contextlib.contextmanager
+    def _visit(self, session: Session) -> Generator[None]:
+        """The time of a visitor, until it stays or is pushed out by others."""
+        if len(self._visits) >= self._most_visitors:
+            self._end_oldest_visit()
+        with trio.move_on_after(VISIT_S) as scope:
+            self._visits.append(scope)
+
+            def end() -> None:
+                if scope in self._visits:
+                    self._visits.remove(scope)
+
+            def stay() -> None:
+                end()
+                scope.deadline = math.inf
+
+            session.on_stay = stay
             try:
-                await session.await_first_request()
+                yield
             finally:
-                with contextlib.suppress(ValueError):  # dropped above already
-                    self._undecided.remove(scope)
-            return True
-        self._counters.silent += 1
-        return False
+                end()
+        if scope.cancelled_caught:
+            self._counters.silent += 1
+
+    def _end_oldest_visit(self) -> None:
+        if self._visits:
+            self._visits.pop(0).cancel()
 
 
 @contextlib.contextmanager
@@ -217,6 +262,9 @@ def _listening(path: Path) -> Generator[trio.SocketListener]:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(path.lstat(), made):  # or another agent has made its own
                     path.unlink()
+
+
+def _do_nothing() -> None: ...
 
 
 def _remove_stale(path: Path) -> None:

@@ -6,7 +6,15 @@ import resource
 
 import pytest
 
-from pmesh.agent.limits import FEW_OPEN_FILES, OPEN_FILES, raise_open_files
+from pmesh.agent.limits import (
+    FEW_OPEN_FILES,
+    MAX_TRAINERS,
+    OPEN_FILES,
+    open_files_limit,
+    plan_files,
+    raise_open_files,
+)
+from pmesh.net.sessions import MAX_VISITORS
 
 
 class System:
@@ -70,3 +78,30 @@ def test_too_few_files_are_said(
 
 def test_a_refusal_above_what_is_needed_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
     assert start_on(System(2048, 4096, fails=True), monkeypatch) is None
+
+
+@pytest.mark.parametrize("limit", [8, 64, 100, 256, 1024, 4096, OPEN_FILES, 2**20])
+def test_local_programs_leave_half_of_the_files_to_the_agent(limit: int) -> None:
+    plan = plan_files(limit)
+    assert plan.visitors + 2 * plan.trainers + plan.arenas <= limit // 2
+    assert 1 <= plan.visitors <= MAX_VISITORS
+    assert 1 <= plan.trainers <= MAX_TRAINERS
+    assert plan.arenas >= plan.trainers or limit < 64
+
+
+def test_what_a_user_can_change_about_too_few_files_is_said() -> None:
+    few, many = plan_files(256), plan_files(OPEN_FILES)
+    assert few.describe_trainers().startswith(
+        "this agent serves 16 connections of trainers at most, of which one program gets half"
+    )
+    assert "as only 256 files may be open" in few.describe_trainers()
+    assert "ulimit -n 1024" in few.describe_trainers()
+    assert "ulimit" not in many.describe_trainers()
+
+
+@pytest.mark.parametrize(("soft", "limit"), [(77, 77), (resource.RLIM_INFINITY, OPEN_FILES)])
+def test_an_unlimited_number_of_files_is_planned_as_what_is_asked_for(
+    soft: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", System(soft, soft).getrlimit)
+    assert open_files_limit() == limit

@@ -28,6 +28,7 @@ from tests.agent.fake_trainer import Trainer, together, until
 from tests.agent.fakes import Village, village
 from tests.agent.letters import LetterError, Letters, attach
 from tests.agent.ops import hold_all_reduces, machine_of, ones, ranks_of, reduce_all, swallow
+from tests.net.shares import share_of_one
 
 X = np.arange(6.0).reshape(2, 3)
 
@@ -313,7 +314,7 @@ async def test_memory_that_is_not_there_fails_the_one_call_and_the_letter_is_the
 ) -> None:
     limits = iter((2**30, 2**20, 2**30))
     monkeypatch.setattr(
-        mail_sessions, "SessionArenas", lambda: SessionArenas(limit_bytes=next(limits))
+        mail_sessions, "SessionArenas", lambda _: SessionArenas(share_of_one(next(limits)))
     )
     async with a_pair(clock) as pair:
         sent = await pair.one.begin_send(pair.other.id, np.zeros(2**18))

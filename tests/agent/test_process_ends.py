@@ -11,7 +11,7 @@ from trio.testing import MockClock
 from pmesh.agent import trainers as trainers_module
 from pmesh.agent.trainers import WATCH_S
 from pmesh.core.session import Leave
-from pmesh.net import sessions
+from pmesh.net import processes, sessions
 from pmesh.net.peer_credentials import PeerCredentials
 from tests.agent.fake_trainer import until
 from tests.agent.fakes import Village, village
@@ -39,7 +39,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
 
     monkeypatch.setattr(sessions, "credentials_of", credentials_of)
     monkeypatch.setattr(trainers_module, "wait_for_exit", wait_for_exit)
-    monkeypatch.setattr(trainers_module, "is_stopped", lambda _: False)
+    monkeypatch.setattr(processes, "is_stopped", lambda _: False)
     return found
 
 

@@ -13,6 +13,7 @@ from pmesh.core.views import OpOutcome, Primary, Roster, Trainer, Verdict
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, Slot, TrainerId
 from pmesh.net.arena_pools import SessionArenas
 from tests.agent.fakes import NoReach
+from tests.net.shares import share_of_one
 
 A, B = (Member(NodeId(bytes([i]) * 32), Incarnation(i)) for i in (1, 2))
 BARRIER = Call("barrier", "float32", (0,))
@@ -53,7 +54,7 @@ def failed(op: OpNumber, verdict: Verdict = FAILED) -> OpOutcome:
 async def rank_of(
     *outcomes: OpOutcome, enters: OpNumber = ZERO
 ) -> AsyncGenerator[tuple[LocalRank, LaneDesk]]:
-    arenas = SessionArenas(limit_bytes=2**20)
+    arenas = SessionArenas(share_of_one(2**20))
     me = trainer(ME, enters)
     first = roster(2, *outcomes, trainers=[me, trainer(OTHER)])
     rank = LocalRank(first, me, arenas, "test.py")
@@ -371,5 +372,5 @@ async def test_results_are_held_until_stable_and_then_given_back() -> None:
 
 
 def test_a_rank_says_which_it_is() -> None:
-    rank = LocalRank(roster(2), trainer(OTHER), SessionArenas(limit_bytes=1), "test.py")
+    rank = LocalRank(roster(2), trainer(OTHER), SessionArenas(share_of_one(1)), "test.py")
     assert repr(rank) == "<LocalRank 1 of 'digits', roster 2>"

@@ -10,7 +10,7 @@ from trio.testing import MockClock
 
 from pmesh.agent import trainers as trainers_module
 from pmesh.core.views import Terms
-from pmesh.net import sessions
+from pmesh.net import processes, sessions
 from pmesh.net.peer_credentials import PeerCredentials
 from tests.agent.fake_trainer import together, until
 from tests.agent.fakes import village
@@ -197,7 +197,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         return PeerCredentials(uid=os.getuid(), pid=pid)
 
     monkeypatch.setattr(sessions, "credentials_of", credentials_of)
-    monkeypatch.setattr(trainers_module, "is_stopped", lambda pid: pids[pid] in names)
+    monkeypatch.setattr(processes, "is_stopped", lambda pid: pids[pid] in names)
     monkeypatch.setattr(trainers_module, "wait_for_exit", never)
     return names
 

@@ -57,7 +57,7 @@ def an_advertisement(
     hosts=st.lists(st.ip_addresses().map(str), max_size=MAX_ADDRESSES).map(tuple),
     minute=st.integers(1, 2**32 - 1),
 )
-def test_what_is_advertised_is_read(
+def test_what_is_advertised_is_read(  # noqa: PLR0917 - Hypothesis names them
     name: str, port: int, incarnation: int, tag: bytes, hosts: tuple[str, ...], minute: int
 ) -> None:
     said = an_advertisement(

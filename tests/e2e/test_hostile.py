@@ -93,6 +93,63 @@ class Watched:
             pass
 
 
+ALONE = """
+import numpy as np
+import pmesh
+with pmesh.connect(job="alone") as mesh:
+    print("sum", mesh.all_reduce(np.ones(1000, np.float32))[0])
+"""
+
+GREEDY = """
+import time
+import pmesh
+with pmesh.connect(job="greedy") as mesh:
+    kept, count = [], 2**40
+    while count > 2**18:
+        try:
+            kept.append(mesh.empty(count))
+        except pmesh.UsageError as e:
+            print(e)
+            count //= 2
+    print("has all", flush=True)
+    time.sleep(60)
+"""
+
+SMALL_MACHINE = """
+import psutil
+total = psutil.virtual_memory()._replace(total=512 * 2**20)
+psutil.virtual_memory = lambda: total
+"""
+
+
+def test_silent_programs_cost_an_agent_with_few_descriptors_nothing(fleet: Fleet) -> None:
+    few = ("sh", "-c", 'ulimit -n 64; exec "$@"', "sh")
+    agent = fleet.start_agent("mac-1", "--no-mdns", under=few)
+    agent.await_status(lambda _: True)
+    with ExitStack() as stack:
+        for _ in range(300):
+            connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+            connection.settimeout(0)
+            with contextlib.suppress(BlockingIOError):  # as many wait as the system lets
+                connection.connect(str(socket_path(agent.home)))
+        fleet.start_trainer(agent, ALONE).await_line("sum 1.0")
+        agent.status()
+    assert agent.process.alive
+
+
+def test_programs_that_want_all_memory_leave_some_to_others(fleet: Fleet) -> None:
+    agent = fleet.start_agent("mac-1", "--no-mdns", patch=SMALL_MACHINE)
+    agent.await_status(lambda _: True)
+    process = psutil.Process(agent.process.pid)
+    before = process.memory_info().rss
+    for number in (1, 2):
+        greedy = fleet.start_trainer(agent, GREEDY.replace("greedy", f"greedy {number}"))
+        greedy.await_line("has all")
+        assert "no shared memory" in greedy.output
+    fleet.start_trainer(agent, ALONE).await_line("sum 1.0")
+    assert process.memory_info().rss - before < 256 * 2**20  # half of it
+
+
 @pytest.mark.usefixtures("many_files")
 def test_strangers_take_little_memory_and_no_job_notices(fleet: Fleet) -> None:
     one, two = fleet.start_ring("mac-1", "mac-2")

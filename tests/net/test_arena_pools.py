@@ -1,3 +1,4 @@
+import errno
 import itertools
 
 import pytest
@@ -10,21 +11,24 @@ from pmesh.net.arena_pools import (
     MAX_ARENAS,
     MAX_INPUT_ARENAS,
     MAX_LENT,
+    ArenaBudget,
+    ArenaShare,
     InputArenas,
     OutputArenas,
     SessionArenas,
 )
 from pmesh.net.arenas import SMALLEST_BYTES
+from tests.net.shares import share_of_one
 
 MIB = 1024 * 1024
 
 
 def output_arenas(limit_bytes: int = 64 * MIB) -> OutputArenas:
-    return OutputArenas(itertools.count(), limit_bytes=limit_bytes)
+    return OutputArenas(itertools.count(), share_of_one(limit_bytes))
 
 
 def input_arenas(limit_bytes: int = 64 * MIB) -> InputArenas:
-    return InputArenas(itertools.count(), limit_bytes=limit_bytes)
+    return InputArenas(itertools.count(), share_of_one(limit_bytes))
 
 
 async def test_a_released_arena_serves_the_next_op_of_its_size() -> None:
@@ -113,7 +117,7 @@ async def test_a_trainer_cannot_use_up_the_descriptors() -> None:
 
 
 async def test_a_claim_of_a_terabyte_is_refused_before_any_memory_is_touched() -> None:
-    arenas = SessionArenas()
+    arenas = SessionArenas(share_of_one(2**32))
     with pytest.raises(UsageError, match="smaller arrays"):
         await arenas.inputs.create(2**50)
     assert arenas.inputs.nbytes == 0
@@ -121,7 +125,7 @@ async def test_a_claim_of_a_terabyte_is_refused_before_any_memory_is_touched() -
 
 
 async def test_numbers_are_unique_across_both_kinds() -> None:
-    arenas = SessionArenas(limit_bytes=MIB)
+    arenas = SessionArenas(share_of_one(MIB))
     numbers = [
         (await arenas.inputs.create(1)).number,
         (await arenas.outputs.acquire(1)).number,
@@ -214,7 +218,7 @@ async def test_a_trainer_that_keeps_all_results_leaves_arenas_for_ops() -> None:
 
 
 async def test_the_trainer_drops_an_arena_of_either_kind() -> None:
-    arenas = SessionArenas(limit_bytes=64 * MIB)
+    arenas = SessionArenas(share_of_one(64 * MIB))
     given, lent = await arenas.inputs.create(1), await arenas.outputs.acquire(1)
     assert arenas.outputs.lend(lent)
     for arena in (given, lent):
@@ -222,3 +226,94 @@ async def test_the_trainer_drops_an_arena_of_either_kind() -> None:
         with pytest.raises(ProtocolError, match="holds no arena"):
             arenas.drop(arena.number)
     await arenas.aclose()
+
+
+# --- what all programs have together
+
+
+async def test_a_program_has_half_of_what_the_others_leave_over_all_its_sessions() -> None:
+    budget = ArenaBudget(files=1000, nbytes=24 * MIB)
+    one, again = (SessionArenas(ArenaShare(budget, 1)) for _ in range(2))
+    other = SessionArenas(ArenaShare(budget, 2))
+    await one.inputs.create(8 * MIB)
+    await again.outputs.acquire(4 * MIB)
+    with pytest.raises(UsageError, match="hold 12 MiB, 12 MiB are allowed"):
+        await again.inputs.create(MIB)
+    await other.inputs.create(6 * MIB)
+    with pytest.raises(UsageError, match="half of what other programs leave of 24 MiB"):
+        await other.inputs.create(MIB)
+    await one.aclose()
+    await again.aclose()
+    await other.outputs.acquire(6 * MIB)
+    await other.aclose()
+    assert (budget.memory.held, budget.files.held) == (0, 0)
+
+
+async def test_descriptors_of_all_sessions_together_are_bounded_and_named() -> None:
+    budget = ArenaBudget(files=8, nbytes=2**40)
+    everyone = [SessionArenas(ArenaShare(budget, pid)) for pid in range(20)]
+    refusals = list[str]()
+    for arenas in everyone:
+        for _ in range(10):
+            try:
+                await arenas.inputs.create(1)
+            except UsageError as e:
+                refusals.append(str(e))
+    assert budget.files.held == 8
+    assert refusals[0].startswith("no file descriptor for one more arena: this program has 4, 4 ")
+    assert "ulimit -n" in refusals[0]
+    for arenas in everyone:
+        await arenas.aclose()
+    assert budget.files.held == 0
+
+
+async def test_what_rests_in_another_program_makes_way(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    budget = ArenaBudget(files=1000, nbytes=24 * MIB)
+    one, other = (SessionArenas(ArenaShare(budget, pid)) for pid in (1, 2))
+    resting = await one.outputs.acquire(12 * MIB)
+    one.outputs.release(resting)
+    with pytest.raises(UsageError):
+        await other.outputs.acquire(12 * MIB)
+    autojump_clock.jump(IDLE_S)
+    await other.outputs.acquire(12 * MIB)
+    assert one.outputs.take_gone() == (resting.number,)
+    await one.aclose()
+    await other.aclose()
+
+
+async def test_memory_that_is_being_made_counts_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = ArenaBudget(files=1000, nbytes=16 * MIB)
+    arenas = SessionArenas(ArenaShare(budget, 1))
+    made, go_on = trio.Event(), trio.Event()
+
+    async def slow(*_: object) -> None:
+        made.set()
+        await go_on.wait()
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    async def ask() -> None:
+        with pytest.raises(OSError, match="Cannot allocate"):
+            await arenas.inputs.create(8 * MIB)
+
+    async with trio.open_nursery() as nursery:
+        with monkeypatch.context() as patch:
+            patch.setattr(trio.to_thread, "run_sync", slow)
+            nursery.start_soon(ask)
+            await made.wait()
+        with pytest.raises(UsageError):
+            await arenas.inputs.create(MIB)
+        go_on.set()
+    assert (budget.memory.held, budget.files.held) == (0, 0)
+    await arenas.inputs.create(8 * MIB)
+    await arenas.aclose()
+
+
+async def test_too_many_arenas_of_one_session_are_named_as_such() -> None:
+    pool = output_arenas()
+    for _ in range(MAX_ARENAS):
+        await pool.acquire(1)
+    with pytest.raises(UsageError, match="has 64 output arenas"):
+        await pool.acquire(1)
+    await pool.aclose()

@@ -1,3 +1,4 @@
+import errno
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,6 +66,27 @@ def local(host: str, kind: InterfaceKind = "wired") -> LocalAddress:
 
 LOOPBACK = local("127.0.0.1", "loopback")
 V4, V6 = local("192.168.1.5"), local("fd00::5")
+
+
+async def test_where_no_descriptor_is_left_addresses_stay_and_are_looked_at_later(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    del autojump_clock
+    no_file = OSError(errno.EMFILE, "Too many open files")
+    readings: Iterator[tuple[LocalAddress, ...] | OSError] = iter([(V4,), no_file, (V4, V6)])
+
+    def read() -> tuple[LocalAddress, ...]:
+        found = next(readings)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    watch = AddressWatch(read=read)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(watch.run)
+        assert watch.current == (V4,)
+        assert await watch.changed_from((V4,)) == (V4, V6)
+        nursery.cancel_scope.cancel()
 
 
 def test_this_machine_has_its_loopback_address() -> None:

@@ -72,6 +72,16 @@ def test_a_process_that_may_not_be_looked_at_is_not_stopped(
     assert not is_stopped(os.getpid())
 
 
+def test_where_no_descriptor_is_left_nobody_is_taken_to_be_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: psutil.Process) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(psutil.Process, "status", refuse)
+    assert not is_stopped(os.getpid())
+
+
 async def test_a_process_is_waited_for_until_it_ends(process: "subprocess.Popen[bytes]") -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(wait_for_exit, process.pid)

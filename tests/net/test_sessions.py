@@ -25,13 +25,18 @@ from pmesh.core.session import (
 from pmesh.errors import AgentAlreadyRunning, ConfigError
 from pmesh.net import sessions
 from pmesh.net.peer_credentials import PeerCredentials
-from pmesh.net.sessions import MAX_UNDECIDED, Session, SessionCounters, serve_sessions
+from pmesh.net.sessions import MAX_VISITORS, Session, SessionCounters, serve_sessions
 
 ASK = frame(encode(AskStatus()))
 
 
 async def echo(session: Session) -> None:
     """Answers each AskStatus with a Status, until the program leaves."""
+    first = await session.receive()
+    session.stay()
+    if isinstance(first, Leave):
+        return
+    await session.send(Status(json=b"{}"))
     while not isinstance(await session.receive(), Leave):
         await session.send(Status(json=b"{}"))
 
@@ -224,7 +229,7 @@ async def test_who_says_nothing_is_closed_after_a_while(
     async with serving(path) as counters, await trio.open_unix_socket(path) as stream:
         start = trio.current_time()
         assert await stream.receive_some() == b""
-        assert trio.current_time() - start == sessions.FIRST_REQUEST_S
+        assert trio.current_time() - start == sessions.VISIT_S
         assert counters == SessionCounters(accepted=1, silent=1)
 
 
@@ -244,7 +249,7 @@ async def test_many_that_never_speak_push_each_other_out_and_nobody_else(path: P
     async with serving(path) as counters, await trio.open_unix_socket(path) as good:
         await good.send_all(ASK)
         await reply_on(good)
-        silent = [await trio.open_unix_socket(path) for _ in range(MAX_UNDECIDED + 3)]
+        silent = [await trio.open_unix_socket(path) for _ in range(MAX_VISITORS + 3)]
         for stream in silent[:3]:
             assert await stream.receive_some() == b""
         await good.send_all(ASK)
@@ -254,6 +259,90 @@ async def test_many_that_never_speak_push_each_other_out_and_nobody_else(path: P
         await reply_on(silent[-1])
         for stream in silent:
             await stream.aclose()
+
+
+async def test_who_does_not_read_its_answer_is_closed_after_a_while(
+    path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    async def answer_at_length(session: Session) -> None:
+        await session.receive()
+        await session.send(Status(json=bytes(2**20 - 100)))
+
+    del autojump_clock
+    async with serving(path, answer_at_length) as counters:
+        stream = await trio.open_unix_socket(path)
+        await stream.send_all(ASK)
+        await trio.sleep(sessions.VISIT_S + 0.1)
+        assert counters.silent == 1
+        await stream.aclose()
+
+
+async def test_who_is_pushed_out_while_it_decides_to_stay_is_gone(path: Path) -> None:
+    ended = trio.Event()
+
+    async def stay_late(session: Session) -> None:
+        try:
+            with trio.CancelScope(shield=True):
+                await session.receive()
+            session.stay()
+            await trio.sleep_forever()
+        finally:
+            ended.set()
+
+    async with serving(path, stay_late):
+        late = await trio.open_unix_socket(path)
+        others = [await trio.open_unix_socket(path) for _ in range(MAX_VISITORS)]
+        await trio.testing.wait_all_tasks_blocked()
+        await late.send_all(ASK)
+        await ended.wait()
+        for stream in (late, *others):
+            await stream.aclose()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
+async def test_a_system_out_of_descriptors_costs_the_oldest_visitor_and_a_moment(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    autojump_clock: trio.testing.MockClock,
+    number: int,
+) -> None:
+    failures = list[OSError]()
+    real = trio.SocketListener.accept
+
+    async def accept(listener: trio.SocketListener) -> trio.SocketStream:
+        await trio.lowlevel.wait_readable(listener.socket)
+        if failures:
+            raise failures.pop()
+        return await real(listener)
+
+    monkeypatch.setattr(trio.SocketListener, "accept", accept)
+    async with serving(path) as counters, await trio.open_unix_socket(path) as good:
+        await good.send_all(ASK)
+        await reply_on(good)
+        async with await trio.open_unix_socket(path) as silent:
+            await trio.testing.wait_all_tasks_blocked()
+            failures += [OSError(number, "too many")] * 2
+            async with await trio.open_unix_socket(path) as late:
+                assert await silent.receive_some() == b""
+                await late.send_all(ASK)
+                await reply_on(late)
+        assert (counters.out_of_files, counters.silent) == (2, 1)
+        assert autojump_clock.current_time() < 1
+        await good.send_all(ASK)  # who stays is not pushed out
+        await reply_on(good)
+
+
+async def test_a_broken_listener_ends_the_server(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(_: trio.SocketListener) -> trio.SocketStream:
+        await trio.lowlevel.checkpoint()
+        raise OSError(errno.EBADF, "bad file descriptor")
+
+    monkeypatch.setattr(trio.SocketListener, "accept", broken)
+    with pytest.raises(ExceptionGroup) as caught:
+        await serve_sessions(path, echo, counters=SessionCounters())
+    assert caught.group_contains(OSError, match="bad file")
 
 
 async def test_a_bug_in_a_handler_is_not_hidden(path: Path) -> None:

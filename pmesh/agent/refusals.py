@@ -1,0 +1,27 @@
+"""How a local program is told that its request, or its whole session, has come to nothing."""
+
+import contextlib
+from collections.abc import Sequence
+
+import trio
+
+from pmesh.core.session import Refused
+from pmesh.core.views import Verdict
+from pmesh.net.sessions import Session
+
+TELL_S = 1.0  # a program that does not read this is told by the end of its session
+
+
+async def refuse(session: Session, error: str, message: str) -> None:
+    """Refuse a request: `error` is the name of a class in `pmesh.errors`."""
+    await session.send(Refused(Verdict(error, message)))
+
+
+async def tell_errors(session: Session, errors: Sequence[str]) -> None:
+    """Tell the program why its session ends, if it is there to read it.
+
+    To the program it is as if the whole agent had ended: mesh.sync comes back by a new session.
+    """
+    with trio.move_on_after(TELL_S), contextlib.suppress(trio.BrokenResourceError):
+        for error in errors[:1]:
+            await refuse(session, "AgentStopped", f"{error}; the agent's log has its traceback")
