@@ -141,7 +141,3 @@ class ProtocolError(PmeshError):
     """Bytes that no pmesh would send; the one error of every `_untrusted` function."""
 
     fault = "peer"
-
-
-class ForgedAdvertisement(ProtocolError):
-    """An mDNS announcement with our mesh's tag, of somebody who lacks its key."""

@@ -30,6 +30,7 @@ EventKind: TypeAlias = Literal[
     "agent started",
     "agent stalled",
     "internal error",
+    "turned away",
     "peer joined",
     "peer silent",
     "loss noticed",

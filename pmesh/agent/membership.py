@@ -17,6 +17,7 @@ from pmesh.core import agreement, doubts, health
 from pmesh.core.doubts import Doubts
 from pmesh.core.health import WIRED, Condition, Health, Thresholds
 from pmesh.core.messages import AgreementMessage, Heartbeat, LinkMessage, TellView
+from pmesh.core.reach import is_led_astray
 from pmesh.core.standing import Facts, Fence, Install, Send, State, Step, heartbeat_of
 from pmesh.core.views import View
 from pmesh.ids import JobName, Member, NodeId
@@ -78,6 +79,7 @@ class Membership:
         drop: Callable[[NodeId, str], None],
         installed: Callable[[View, View, Mapping[Member, str]], None],
         noticed: Callable[[Literal["peer silent", "loss noticed"], str], None],
+        led_astray: Callable[[], None],
     ) -> None:
         self.state: State = agreement.first_state(me, name, now=trio.current_time())
         self._follower = follower
@@ -85,6 +87,7 @@ class Membership:
         self._drop = drop
         self._installed = installed
         self._noticed = noticed
+        self._led_astray = led_astray
         self._contacts: dict[NodeId, _Contact] = {}
         self._losses: dict[Member, str] = {}
         self._inputs: deque[Callable[[Facts, float], Step]] = deque()
@@ -126,7 +129,8 @@ class Membership:
         """The peer is gone; its link, if it has one still, is closed by the caller."""
         contact = self._contacts.pop(node, None)
         if contact is not None:
-            self._losses[contact.member] = why
+            if contact.member in self.view.members:
+                self._losses[contact.member] = why
             self._noticed("loss noticed", f"{self._name_of(node)} is lost: {why}")
             self._step(lambda facts, now: agreement.lose(self.state, node, why, facts, now=now))
 
@@ -163,6 +167,8 @@ class Membership:
         while True:
             self.poke()
             self.beat()
+            if is_led_astray(self.state, now=trio.current_time()):
+                self._led_astray()
             await trio.sleep(HEARTBEAT_S)
 
     def judge(self, stall: Stall) -> None:

@@ -11,6 +11,7 @@ from pmesh.agent.containment import Contain
 from pmesh.agent.membership import Membership
 from pmesh.agent.targets import Targets
 from pmesh.core.addresses import in_dialling_order
+from pmesh.core.dialling import STEADY_AFTER_S
 from pmesh.core.health import WIFI, WIRED, Thresholds
 from pmesh.core.messages import (
     Address,
@@ -58,6 +59,9 @@ class Live:
     dialled: Address | None
     """Where we dialled it; None if the peer dialled us."""
     leaving: bool = False
+    again: bool = False
+    """It was dialled at once when another had ended (V6)."""
+    since: float = field(default_factory=trio.current_time)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
     @property
@@ -114,6 +118,8 @@ class Peers:
         self._on_letter = on_letter
         self._contain = contain
         self._bans = Bans()
+        self.broken_links = 0
+        """How many ended because the peer sent what no honest member would."""
         self.links: dict[NodeId, Live] = {}
         self.targets = Targets(self._dial_target, nursery=nursery, jitter=jitter)
         self._ended_bytes = (0, 0)
@@ -184,9 +190,9 @@ class Peers:
         except PmeshError as e:
             self.targets.refuse(link.node, e, address)
 
-    async def _admit(self, link: Link, *, dialled: Address | None) -> None:
+    async def _admit(self, link: Link, *, dialled: Address | None, again: bool = False) -> None:
         """Keep the link if it is the one of its pair to be kept, and start its tasks."""
-        live, own = Live(link, dialled), self._hello().member
+        live, own = Live(link, dialled, again=again), self._hello().member
         if self._leaving:
             await link.aclose()
             return
@@ -289,7 +295,8 @@ class Peers:
         self._ended_bytes = sent + live.link.bytes_sent, received + live.link.bytes_received
         if self.links.get(live.link.node) is not live:
             return  # another link has taken its place, or the peer was given up
-        if gone:
+        refused = live.again and trio.current_time() - live.since < STEADY_AFTER_S
+        if gone or refused:
             self._end(live, why)
         else:
             await self._redial(live, why)
@@ -304,7 +311,7 @@ class Peers:
                     f"the link to {live.link.peer.name}", errors.append, passing=(PmeshError,)
                 ):
                     self._hear(live, message)
-            self._bans.add(live.link.node, now=trio.current_time())
+            self._ban(live.link.node)
             return errors[0], True
         except trio.EndOfChannel:
             return ("it left", True) if live.leaving else ("its connection was closed", False)
@@ -313,10 +320,14 @@ class Peers:
         except PeerUnreachable:
             return "its connection broke", False
         except ProtocolError as e:
-            self._bans.add(live.link.node, now=trio.current_time())
+            self._ban(live.link.node)
             _log.error("a peer broke the protocol", peer=live.link.peer.name, reason=str(e))
             self.targets.refuse(live.link.node, e, live.link.remote_address)
             return f"it broke the protocol: {e}", True
+
+    def _ban(self, node: NodeId) -> None:
+        self.broken_links += 1
+        self._bans.add(node, now=trio.current_time())
 
     def _hear(self, live: Live, message: LinkMessage) -> None:
         match message:
@@ -348,7 +359,7 @@ class Peers:
             with trio.move_on_after(REDIAL_S):
                 found = await self._dial(ordered)
             if found is not None:  # in its own time: it may have to wait for proof of life
-                await self._admit(found[0], dialled=found[1])
+                await self._admit(found[0], dialled=found[1], again=True)
         except PmeshError as e:
             why = f"{why}, and a redial failed ({e})"
         if live.link.node not in self.links:

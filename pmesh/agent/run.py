@@ -34,6 +34,8 @@ from pmesh.agent.status import Status as Picture
 from pmesh.agent.status import encode_status
 from pmesh.agent.strangers import Strangers
 from pmesh.agent.trainers import serve_trainer
+from pmesh.agent.turned_away import TurnedAway
+from pmesh.agent.turned_away import watch as watch_turned_away
 from pmesh.client.home import socket_path
 from pmesh.core.addresses import told_to_others
 from pmesh.core.advertisement import Advertisement
@@ -61,6 +63,8 @@ from pmesh.net.sessions import ENDS_OF_A_SESSION, Session, SessionCounters, serv
 from pmesh.net.stalls import Stall, tick
 from pmesh.net.tls import TlsContexts
 
+MOST_FALLS = 3  # within ten minutes; what falls so often does not get up
+FALLS_WINDOW_S = 600.0
 LEAVE_S = 0.8  # a clean leave is over within 1 s, whatever the peers do
 LAG_WINDOW_S = 10.0
 FOUND_AHEAD = 16  # what mDNS may find before we look; it keeps the rest itself
@@ -80,12 +84,28 @@ async def run_agent(
         PortTaken: something else listens at the port.
         ConfigError: the address to listen at is none of this machine's.
     """
-    stopped = trio.Event()
+    falls = deque[float](maxlen=MOST_FALLS)
+    while True:
+        agent = Agent(settings, mesh_key, node_key, announce, trio.Event())
+        try:
+            await _run_until_stopped(agent)
+        except Exception:  # nobody foresaw it, so nobody has contained it
+            falls.append(trio.current_time())
+            too_often = len(falls) == MOST_FALLS and falls[-1] - falls[0] < FALLS_WINDOW_S
+            if not agent.has_started or too_often:
+                raise
+            _log.exception("the agent fell, and begins anew")
+            agent.begin_anew("an error inside pmesh, whose traceback the log has")
+        if agent.begins_anew is None:
+            return
+        announce(f"{settings.name} begins anew: {agent.begins_anew}")
+
+
+async def _run_until_stopped(agent: "Agent") -> None:
     async with trio.open_nursery() as outer:
-        agent = Agent(settings, mesh_key, node_key, announce, stopped)
         scope = await outer.start(agent.run)
         try:
-            await stopped.wait()
+            await agent.stopped.wait()
         finally:
             with trio.move_on_after(LEAVE_S) as leaving:
                 leaving.shield = True
@@ -114,7 +134,10 @@ class Agent:
         self._advertisement_key = AdvertisementKey.of(mesh_key)
         self._contexts = TlsContexts.of(issue_credentials(mesh_key, node_key))
         self._announce = announce
-        self._stopped = stopped
+        self.stopped = stopped
+        self.has_started = False
+        self.begins_anew: str | None = None
+        """Why this agent is to be followed by another, with another incarnation, if it is."""
         self._me = Member(node_key.node, Incarnation(secrets.randbits(62) + 1))
         self._watch = AddressWatch(settings.listen.host)
         self._strangers = Strangers(self._advertisement_key.tag, minute=minute_of_now)
@@ -163,9 +186,18 @@ class Agent:
                 nursery.start_soon(self.membership.run)
                 nursery.start_soon(tick, self._judge)
                 nursery.start_soon(self._look)
+                nursery.start_soon(
+                    watch_turned_away, self._count_turned_away, door.take_hosts, self._chronicle
+                )
                 self._say_ready()
                 scope.shield = True  # not before: until it has started, nobody else can cancel it
+                self.has_started = True
                 task_status.started(scope)
+
+    def begin_anew(self, why: str) -> None:
+        """End, and be followed by another agent in this process, as if it had been restarted."""
+        self.begins_anew = why
+        self.stopped.set()
 
     def _assemble(self, nursery: trio.Nursery) -> None:
         self.jobs = Jobs(self._me, nursery, self._chronicle, min_peers=self._settings.min_peers)
@@ -188,6 +220,7 @@ class Agent:
             drop=self.peers.drop,
             installed=self._installed,
             noticed=self._chronicle.note,
+            led_astray=lambda: self.begin_anew("a member had led its epoch counter astray"),
         )
         self.peers.membership = self.jobs.membership = self.membership
         self.jobs.desk = LaneDesk(self._me, self.peers, nursery, secrets.token_bytes)
@@ -279,7 +312,7 @@ class Agent:
             case StopAgent():
                 session.stay()
                 await session.send(Stopping(os.getpid()))
-                self._stopped.set()
+                self.stopped.set()
                 await trio.sleep_forever()  # closed last: its end tells that the agent has ended
             case _:
                 raise ProtocolError(f"a session began with {type(request).__name__}")
@@ -300,6 +333,16 @@ class Agent:
                 session, request, self.jobs, share, contain, compression=compression
             )
 
+    def _count_turned_away(self) -> TurnedAway:
+        heard, programs = self._strangers.counters, self._sessions
+        return TurnedAway(
+            connections=self._door.counters.turned_away,
+            forged_announcements=heard.forged,
+            foreign_announcements=heard.not_shown,
+            broken_links=self.peers.broken_links,
+            programs=programs.refused + programs.silent + programs.garbage,
+        )
+
     def _picture(self) -> Picture:
         return take_picture(
             Sources(
@@ -315,6 +358,7 @@ class Agent:
                 mail=self.mail,
                 strangers=self._strangers,
                 door=self._door.counters,
+                turned_away=self._count_turned_away(),
                 watch=self._watch,
                 loop_lag_s=max((late for _, late in self._lags), default=0.0),
             )

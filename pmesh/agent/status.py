@@ -195,6 +195,24 @@ class DoorStatus(_Part, frozen=True, kw_only=True):
     ]
 
 
+class TurnedAwayStatus(_Part, frozen=True, kw_only=True):
+    """What was refused since the agent started."""
+
+    connections: Annotated[int, Meta(description="Of strangers, to the agent's port.")]
+    forged_announcements: Annotated[
+        int, Meta(description="By mDNS with this mesh's tag, of somebody who lacks its key.")
+    ]
+    foreign_announcements: Annotated[
+        int, Meta(description="By mDNS of other meshes, beyond those that are shown.")
+    ]
+    broken_links: Annotated[
+        int, Meta(description="Ended because a member sent what no honest one would.")
+    ]
+    programs: Annotated[
+        int, Meta(description="Local ones: another user's, or such that sent garbage or nothing.")
+    ]
+
+
 class Status(_Part, frozen=True, kw_only=True):
     """What `pmesh status --json` prints."""
 
@@ -212,6 +230,7 @@ class Status(_Part, frozen=True, kw_only=True):
         float, Meta(description="The longest that the event loop was held up in the last 10 s.")
     ]
     door: DoorStatus
+    turned_away: TurnedAwayStatus
 
 
 def encode_status(status: Status) -> bytes:

@@ -8,7 +8,8 @@ import trio
 from pmesh.agent.peers import Peers
 from pmesh.core.messages import PROTOCOL_VERSION
 from pmesh.ids import NodeId
-from pmesh.net.discovery import Deaf, Discovered, DiscoveryCounters, Found, Gone
+from pmesh.net.discovery import Deaf, Discovered, Found, Gone
+from pmesh.net.packet_filter import DiscoveryCounters
 
 _log = structlog.get_logger()
 

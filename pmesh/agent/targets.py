@@ -91,7 +91,8 @@ class Targets:
         if target is not None:
             self._set(node, dialling.name_again(target, addresses, now=now))
             return
-        self._make_room(invented=False)
+        if not self._make_room(invented=False):
+            return
         self._node_of[node] = node
         target = dialling.aim_at(addresses, forever=False, now=now)
         self._set(node, dialling.link_up(target, now=now) if linked else target)
@@ -158,7 +159,7 @@ class Targets:
                 if due <= now and self._has_turn(self._targets[key]):
                     self._targets[key] = dialling.begin_dial(self._targets[key])
                     self._dials.add(key)
-                    self._nursery.start_soon(self._dial_one, key)
+                    self._nursery.start_soon(self._dial_one, key, self._targets[key].addresses)
             # Who is due and has no turn gets it when a dial ends.
             deadlines = (due for _, due, key in waiting if self._has_turn(self._targets[key]))
             with trio.move_on_at(min((due for due in deadlines if due > now), default=math.inf)):
@@ -171,8 +172,7 @@ class Targets:
         room = not _may_be_invented(target) or inventions < MAX_UNPROVEN_DIALS
         return len(self._dials) < MAX_DIALS and room
 
-    async def _dial_one(self, key: Key) -> None:
-        addresses = self._targets[key].addresses
+    async def _dial_one(self, key: Key, addresses: tuple[Address, ...]) -> None:
         try:
             node = await self._dial(addresses)
         except PmeshError as e:
@@ -197,9 +197,12 @@ class Targets:
 
     def _make_room(self, *, invented: bool) -> bool:
         """Whether one more target may be kept; for a better one the worst makes way."""
-        targets = {k: t for k, t in self._targets.items() if not isinstance(k, Address)}
-        if len(targets) < MAX_TARGETS:
+        others = {k: t for k, t in self._targets.items() if not isinstance(k, Address)}
+        if len(others) < MAX_TARGETS:
             return True
+        targets = {k: t for k, t in others.items() if t.phase is Phase.WAITING}
+        if not targets:
+            return False
         worst = max(targets, key=lambda key: (*_worth(targets[key]), targets[key].failures))
         if invented and not _may_be_invented(targets[worst]):
             return False

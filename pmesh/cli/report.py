@@ -129,12 +129,20 @@ def _reasons(job: JobStatus) -> Iterator[str]:
 
 
 def _footer(status: Status) -> Text:
-    traffic, door = status.traffic, status.door
-    refused = door.garbage + door.timed_out + door.dropped + door.refused
+    traffic, door, away = status.traffic, status.door, status.turned_away
     data = f"data {_both(traffic.data_sent_bytes, traffic.data_received_bytes)}"
     control = f"control {_both(traffic.control_sent_bytes, traffic.control_received_bytes)}"
     lag = f"loop lag {status.loop_lag_ms:.1f} ms"
-    came = f"{door.accepted} connections came, {refused} turned away, {door.pending} pending"
+    came = (
+        f"{door.accepted} connections came, {away.connections} turned away, {door.pending} pending"
+    )
+    others = {
+        "forged announcements": away.forged_announcements,
+        "links of members that broke the protocol": away.broken_links,
+        "local programs": away.programs,
+    }
+    if refused := [f"{count} {what}" for what, count in others.items() if count]:
+        came += f"\nalso turned away: {', '.join(refused)}"
     return Text(f"{data}; {control}\n{lag}; {came}", "dim")
 
 

@@ -24,6 +24,7 @@ _KIND_CELLS = max(map(len, get_args(EventKind)))
 _BAD: frozenset[EventKind] = frozenset(
     {
         "internal error",
+        "turned away",
         "peer lost",
         "rank lost",
         "trainer stopped",

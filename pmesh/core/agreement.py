@@ -26,7 +26,7 @@ from pmesh.core.messages import (
     TellView,
     Veto,
 )
-from pmesh.core.reach import is_within_reach
+from pmesh.core.reach import STEP, is_within_reach
 from pmesh.core.rosters import keep_local_rosters
 from pmesh.core.standing import (
     BACK_OFF_S,
@@ -84,12 +84,11 @@ def lose(state: State, node: NodeId, why: str, facts: Facts, *, now: float) -> S
         state,
         proposal=proposal,
         noticing_until=now + NOTICE_S if led_us else state.noticing_until,
-        peers={other: p for other, p in state.peers.items() if other != node},
         told={other: view for other, view in state.told.items() if other != node},
         unplaced={other: beat for other, beat in state.unplaced.items() if other != node},
         losses=losses,
     )
-    return _consider(Step(state), facts, now)
+    return _consider(Step(_without(state, node)), facts, now)
 
 
 def _is_senior(state: State, member: Member) -> bool:
@@ -136,9 +135,10 @@ def _receive_heartbeat(state: State, sender: Member, beat: Heartbeat, now: float
     if view is None:
         unplaced = {**state.unplaced, sender.node: beat}
         return Step(replace(state, unplaced=unplaced), (Send(sender, AskView(beat.view)),))
-    seen = _follow_counter(state, beat.promised.counter, view)
+    if not _is_credible(state, beat.promised.counter, view):
+        return Step(_without(state, sender.node))
     peer = Peer(member=sender, heartbeat=beat, view=view)
-    state = replace(state, highest_counter=seen, peers={**state.peers, sender.node: peer})
+    state = replace(state, peers={**state.peers, sender.node: peer})
     if (
         state.flushed_at is not None
         and view.epoch == state.promised > state.view.epoch
@@ -149,11 +149,21 @@ def _receive_heartbeat(state: State, sender: Member, beat: Heartbeat, now: float
     return _leave_if_superseded(_confirm_primaries(state), sender, view, now)
 
 
-def _follow_counter(state: State, counter: int, shown: View) -> int:
-    """The highest counter seen, this one included; raises ProtocolError if it is out of reach."""
-    if not is_within_reach(state, counter, shown):
+def _is_credible(state: State, counter: int, shown: View) -> bool:
+    """Whether the counter is within reach.
+
+    Whoever shows a view without jobs may have been led astray, and begins anew once it hears us.
+    Raises ProtocolError if it shows one with jobs: no honest member follows a counter from there.
+    """
+    if is_within_reach(state, counter, shown):
+        return True
+    if shown.rosters:
         raise ProtocolError(f"an epoch counter of {counter}, which no honest member reaches")
-    return max(state.highest_counter, counter)
+    return False
+
+
+def _without(state: State, node: NodeId) -> State:
+    return replace(state, peers={other: p for other, p in state.peers.items() if other != node})
 
 
 def _known_view(state: State, node: NodeId, epoch: Epoch) -> View | None:
@@ -179,17 +189,25 @@ def _receive_proposal(
         raise ProtocolError("a proposal sent to a machine that it leaves out")
     if message.epoch == state.promised:  # delivered twice
         return Step(state)
-    if message.epoch < state.promised:  # V1: a proposal must exceed the promise
-        return Step(state, (Send(sender, Refuse(message.epoch, state.promised)),))
-    _follow_counter(state, message.epoch.counter, message.base)
-    if state.me not in message.continuing:
-        if message.base.weight <= state.view.weight:
-            return Step(state, (Send(sender, Veto(message.epoch)),))
-    elif not _of_one_line(state, sender, message):
-        return Step(state, (Send(sender, Superseded(state.view)),))
-    elif _passes_over_a_senior(state, sender, message, now):
-        return Step(state, (Send(sender, Veto(message.epoch)),))
+    answer = _objection(state, sender, message, now)
+    if answer is not None:
+        return Step(state, (Send(sender, answer),))
     return _flush(replace(state, proposal=None), sender, message, facts, now)
+
+
+def _objection(
+    state: State, sender: Member, message: Propose, now: float
+) -> Refuse | Veto | Superseded | None:
+    if message.epoch < state.promised:  # V1: a proposal must exceed the promise
+        return Refuse(message.epoch, state.promised)
+    # A step more than what is heard: a lie may have reached the leader alone.
+    if not _is_credible(state, message.epoch.counter - STEP, message.base):
+        return Veto(message.epoch)
+    if state.me not in message.continuing:
+        return Veto(message.epoch) if message.base.weight <= state.view.weight else None
+    if not _of_one_line(state, sender, message):
+        return Superseded(state.view)
+    return Veto(message.epoch) if _passes_over_a_senior(state, sender, message, now) else None
 
 
 def _of_one_line(state: State, sender: Member, message: Propose) -> bool:
@@ -244,8 +262,9 @@ def _withdraw(state: State, sender: Member, answer: Refuse | Veto, now: float) -
     if isinstance(answer, Refuse):
         peer = state.peers.get(sender.node)
         shown = state.view if peer is None else peer.view
-        seen = _follow_counter(state, answer.promised.counter, shown)
-        state = replace(state, highest_counter=seen)
+        if _is_credible(state, answer.promised.counter, shown):
+            seen = max(state.highest_counter, answer.promised.counter)
+            state = replace(state, highest_counter=seen)
     if state.proposal is None or state.proposal.message.epoch != answer.epoch:
         return state
     return replace(state, proposal=None, quiet_until=now + BACK_OFF_S * _jitter(state))
@@ -312,7 +331,7 @@ def _install(state: State, view: View, now: float) -> Step:
         installed_at=now,
         proposal=None,
         primaries=quorum.remember(state.primaries, view),
-        highest_counter=max(state.highest_counter, view.epoch.counter),
+        highest_counter=view.epoch.counter,  # what was seen elsewhere before does not count
         joining={m: asked for m, asked in state.joining.items() if m not in view.members},
         losses={m: why for m, why in state.losses.items() if m in view.members},
     )

@@ -364,7 +364,7 @@ class AskLetter(LetterMessage, frozen=True, tag=24):
 
     number: RosterNumber
     """The roster's, as in OfferLane."""
-    lane: _Count
+    lane: Annotated[int, Meta(ge=0, le=2**61)]
     """Which of the lanes that this pair has one after the other under this number; from 0."""
     transfer: _Count
     """Its place among the letters on this lane, from 0."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from pmesh.core import rosters
 from pmesh.core.messages import Commit, Concern, Flushed, Propose, Waiting
+from pmesh.core.reach import is_within_reach
 from pmesh.core.standing import (
     FLUSH_DEADLINE_S,
     JOIN_REQUEST_S,
@@ -39,9 +40,18 @@ def propose(state: State, facts: Facts, now: float) -> Propose | None:
     if not (len(kept) < len(state.view.seats) or joined or jobs or _stale(state, kept, now)):
         return None
     jobs = tuple(sorted({*jobs, *rosters.jobs_to_vote_on(state.view, state.primaries)}))
-    # V1: a fresh counter above all seen, for each attempt.
-    epoch = Epoch(state.highest_counter + 1, *state.me)
+    epoch = Epoch(highest_counter(state) + 1, *state.me)
     return Propose(epoch, state.view, kept + joined, kept, jobs)
+
+
+def highest_counter(state: State) -> int:
+    """V1: a proposal takes a fresh counter above all seen, of those within reach."""
+    promised = [
+        peer.heartbeat.promised.counter
+        for peer in state.peers.values()
+        if is_within_reach(state, peer.heartbeat.promised.counter, peer.view)
+    ]
+    return max([state.highest_counter, *promised])
 
 
 def collect(state: State, sender: Member, answer: Flushed) -> State:

@@ -8,7 +8,7 @@ where it was led astray its members begin anew, as if their agents had been rest
 
 from typing import Final
 
-from pmesh.core.standing import State
+from pmesh.core.standing import PATIENCE_S, State
 from pmesh.core.views import View
 from pmesh.ids import MAX_COUNTER
 
@@ -20,7 +20,9 @@ SOUND: Final = 2**32
 
 
 def is_within_reach(state: State, counter: int, shown: View) -> bool:
-    """Whether this member may follow a counter.
+    """Whether this member may follow a counter that it is told of.
+
+    What a leader then proposes may be one step further: a lie may have reached it alone.
 
     Args:
         state: this member's.
@@ -33,7 +35,14 @@ def is_within_reach(state: State, counter: int, shown: View) -> bool:
     return not state.view.rosters and counter <= most
 
 
-def is_led_astray(state: State) -> bool:
-    """Whether this member must begin anew, since those who were not led astray can't follow it."""
-    waits = state.flushed_at is not None
-    return state.promised.counter > SOUND and not state.view.rosters and not waits
+def is_led_astray(state: State, *, now: float) -> bool:
+    """Whether this member must begin anew, since a view with jobs can't follow it.
+
+    Not while a commit may come, and not twice in PATIENCE_S, whoever provokes it.
+    """
+    if state.view.rosters or state.flushed_at is not None:
+        return False
+    working = [peer for peer in state.peers.values() if peer.view.rosters]
+    lowest = min((peer.heartbeat.promised.counter for peer in working), default=SOUND)
+    beyond = state.promised.counter > min(SOUND, lowest + STEP)
+    return beyond and now - state.installed_at > PATIENCE_S

@@ -96,6 +96,7 @@ class State:
     """Since when a promise waits for its commit; None when none does."""
     installed_at: float = 0.0
     highest_counter: int = 0
+    """What the next proposal must exceed, as far as this member has promised or was refused."""
     peers: Mapping[NodeId, Peer] = field(default_factory=dict[NodeId, Peer])
     """Who is heard: `pmesh.core.health` says when one is no longer."""
     told: Mapping[NodeId, View] = field(default_factory=dict[NodeId, View])

@@ -10,6 +10,7 @@ hears for as long as the record says, so what it keeps is thrown away when that 
 import asyncio
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
@@ -22,9 +23,10 @@ from pmesh.core import advertisement as adverts
 from pmesh.core.addresses import LocalAddress
 from pmesh.core.advertisement import SERVICE_TYPE, Advertisement
 from pmesh.core.identity import AdvertisementKey, NodeKey
-from pmesh.errors import ForgedAdvertisement, ProtocolError
+from pmesh.errors import ProtocolError
 from pmesh.ids import NodeId
 from pmesh.net.interfaces import AddressWatch
+from pmesh.net.packet_filter import DiscoveryCounters, FilteringLoop, PacketFilter
 
 RETRY_S: Final = 5.0  # after the system has refused us port 5353 or multicast
 BROWSE_AGAIN_S: Final = 60.0  # a mended switch gives no sign, and zeroconf soon asks once an hour
@@ -33,6 +35,7 @@ RENEW_S: Final = 240.0  # an advertisement says its minute, and counts as fresh 
 RESOLVE_MS: Final = 3000
 MAX_RESOLVING: Final = 32  # names without a TXT record; whoever announces himself sends it along
 MAX_FOUND: Final = 64  # of our mesh, and as many others; a mesh has 8
+NEW_FOUND_S: Final = 60.0  # as many in this time at most
 MAX_CACHED_NAMES: Final = 512  # a home with 8 agents and 50 printers and televisions has 150
 LOOK_S: Final = 1.0
 
@@ -65,18 +68,6 @@ class Deaf:
 Discovered: TypeAlias = Found | Gone | Deaf
 
 
-@dataclass(slots=True)
-class DiscoveryCounters:
-    """What was heard and not reported, since the agent's start; for `pmesh status`."""
-
-    forged: int = 0
-    """Announcements with our tag, of somebody who lacks our mesh key."""
-    not_shown: int = 0
-    """Announcements of other meshes and versions, beyond those that are shown."""
-    purges: int = 0
-    """How often what zeroconf keeps had become too much."""
-
-
 def minute_of_now() -> int:
     """In minutes of Unix time."""
     return int(time.time() // 60)
@@ -103,7 +94,8 @@ async def discover(
     ready = trio.Event()
 
     # The loop is made here, so that it can be spoken to before its thread runs.
-    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+    packets = PacketFilter(SERVICE_TYPE, own.node, key, counters, clock=time.monotonic)
+    with asyncio.Runner(loop_factory=lambda: FilteringLoop(packets.passes)) as runner:
         loop = runner.get_loop()
         conversation = _Conversation(
             own,
@@ -181,6 +173,7 @@ class _Conversation:
         self._known: dict[str, Found] = {}
         self._confirmed: set[str] = set()
         self._resolving: dict[str, asyncio.Task[None]] = {}
+        self._new_at = deque[float](maxlen=MAX_FOUND)
 
     def move_to(self, addresses: tuple[LocalAddress, ...]) -> None:
         self._addresses = addresses
@@ -307,7 +300,7 @@ class _Conversation:
     def _judge(self, name: str, info: AsyncServiceInfo) -> None:
         try:
             theirs = adverts.decode_untrusted(info.properties, instance=name, key=self._key)
-        except ForgedAdvertisement:
+        except adverts.ForgedAdvertisement:
             self._counters.forged += 1
             return
         except ProtocolError:
@@ -327,13 +320,26 @@ class _Conversation:
         alike = [
             n for n, f in self._known.items() if (f.advertisement.tag == self._key.tag) == ours
         ]
-        if name in self._known or len(alike) < MAX_FOUND:
+        if name in self._known:
             return True
         if ours:
-            del self._known[alike[0]]
-        else:
+            return self._has_time_for_one() and (len(alike) < MAX_FOUND or self._drop(alike[0]))
+        if len(alike) >= MAX_FOUND:
             self._counters.not_shown += 1
-        return ours
+            return False
+        return True
+
+    def _has_time_for_one(self) -> bool:
+        """A member may announce what does not exist, but not keep the agents busy by it."""
+        now = asyncio.get_running_loop().time()
+        if len(self._new_at) == MAX_FOUND and now - self._new_at[0] < NEW_FOUND_S:
+            return False
+        self._new_at.append(now)
+        return True
+
+    def _drop(self, name: str) -> bool:
+        del self._known[name]
+        return True
 
     def _forget(self, name: str) -> None:
         known = self._known.pop(name, None)

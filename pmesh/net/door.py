@@ -24,6 +24,8 @@ MAX_PENDING: Final = 64
 MAX_PENDING_PER_ADDRESS: Final = 8  # leaves room for seven others while one floods
 HANDSHAKE_INTERVAL_S: Final = 0.02  # at 3 ms of CPU each, strangers get 15 % of one core
 HANDSHAKE_BURST: Final = 16  # a mesh of 8, all dialling at once after a power cut, twice over
+MAX_HOSTS: Final = 64  # whose connections are counted one by one
+OTHER_HOSTS: Final = "other addresses"
 
 StreamT = TypeVar("StreamT", bound=trio.abc.HalfCloseableStream)
 Authenticated: TypeAlias = Callable[[], None]
@@ -50,6 +52,11 @@ class DoorCounters:
     """The system had no descriptor or memory for one more."""
     pending: int = 0
     """At the door right now."""
+
+    @property
+    def turned_away(self) -> int:
+        """All that have come and gone without proving anything."""
+        return self.garbage + self.closed_early + self.timed_out + self.dropped + self.refused
 
 
 @dataclass(eq=False, slots=True)
@@ -91,6 +98,12 @@ class Door(Generic[StreamT]):
         self._counts: Counter[str] = Counter()  # by the names of DoorCounters
         self._pending: list[_Visitor] = []  # the oldest first
         self._pace = _Pace()
+        self._hosts: Counter[str] = Counter()
+
+    def take_hosts(self) -> Counter[str]:
+        """How many connections each address has had turned away since the last call."""
+        taken, self._hosts = self._hosts, Counter()
+        return taken
 
     @property
     def counters(self) -> DoorCounters:
@@ -161,6 +174,8 @@ class Door(Generic[StreamT]):
                 self._pending.remove(visitor)
                 self._counts["timed_out" if visitor.scope.cancel_called else outcome] += 1
             if not visitor.authenticated:
+                known = visitor.host in self._hosts or len(self._hosts) < MAX_HOSTS
+                self._hosts[visitor.host if known else OTHER_HOSTS] += 1
                 await trio.aclose_forcefully(stream)
 
     async def _let_in(self, stream: StreamT, visitor: _Visitor) -> _Outcome:

@@ -95,6 +95,8 @@ class Wire:
         data = self.tls.data_to_send()
         if not data:
             return
+        if self._half_sent:  # the rest of a record is lost: anything after it would be garbage
+            raise PeerUnreachable(f"the connection to {self.remote} was given up")
         self._half_sent = True
         try:
             await self.stream.send_all(data)

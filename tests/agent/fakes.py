@@ -88,16 +88,20 @@ class Machine:
     async def _run(self, *, task_status: trio.TaskStatus[None]) -> None:
         """As `run_agent`, but it can also be killed."""
         try:
-            async with trio.open_nursery() as outer:
-                self.agent = Agent(
-                    self.settings, self.mesh, self.key, self.lines.append, self._stop
-                )
-                self._scope = await outer.start(self.agent.run)
-                task_status.started()
-                await self._stop.wait()
-                if not self._killed:
-                    await self.agent.peers.leave()
-                self._scope.cancel()
+            while True:
+                async with trio.open_nursery() as outer:
+                    self.agent = Agent(
+                        self.settings, self.mesh, self.key, self.lines.append, self._stop
+                    )
+                    self._scope = await outer.start(self.agent.run)
+                    task_status.started()
+                    await self._stop.wait()
+                    if not self._killed:
+                        await self.agent.peers.leave()
+                    self._scope.cancel()
+                if self.agent.begins_anew is None:
+                    return
+                self._stop, task_status = trio.Event(), trio.TASK_STATUS_IGNORED
         finally:
             self._ended.set()
 

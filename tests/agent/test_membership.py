@@ -95,6 +95,7 @@ class Side:
             drop=self.drop,
             installed=self.installed,
             noticed=lambda kind, text: self.noticed.append((kind, text)),
+            led_astray=lambda: self.noticed.append(("led astray", "")),
         )
         self.follower.membership = self.membership
 

@@ -69,6 +69,7 @@ async def test_a_link_that_ends_is_dialled_again_and_nobody_is_gone(clock: MockC
         one, two = here.machines
         epoch = one.agent.membership.view.epoch
         for machine, other in ((one, two), (two, one)):
+            await trio.sleep(1)  # a link that ends sooner has been refused
             before = live_to(machine, other)
             await before.link.aclose()
             await until(
@@ -333,6 +334,7 @@ async def test_jobs_run_on_while_a_link_is_replaced(clock: MockClock) -> None:
         for _ in range(3):
             results = await together(*[partial(t.reduce, x) for t in trainers])
             assert [r[0] for r in results] == [2.0, 2.0]
+            await trio.sleep(1)  # a link that ends sooner has been refused
             await live_to(one, two).link.aclose()
             await until(lambda: linked(one, two))
 

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -17,15 +18,18 @@ from pmesh.agent.config import Settings
 from pmesh.agent.events import decode_events
 from pmesh.agent.parsing import Listen
 from pmesh.agent.peers import Peers
-from pmesh.agent.run import open_listeners, run_agent
+from pmesh.agent.run import MOST_FALLS, Agent, open_listeners, run_agent
 from pmesh.client.home import socket_path
 from pmesh.core.advertisement import Advertisement
 from pmesh.core.identity import AdvertisementKey, NodeKey
+from pmesh.core.reach import SOUND
 from pmesh.core.session import AskEvents, Events, Leave, StopAgent, Stopping
+from pmesh.core.views import View
 from pmesh.errors import AgentAlreadyRunning, ConfigError, PmeshError, PortTaken
-from pmesh.ids import Incarnation
-from pmesh.net.discovery import Discovered, DiscoveryCounters, Found, minute_of_now
+from pmesh.ids import Epoch, Incarnation
+from pmesh.net.discovery import Discovered, Found, minute_of_now
 from pmesh.net.interfaces import AddressWatch
+from pmesh.net.packet_filter import DiscoveryCounters
 from pmesh.net.stalls import Stall
 from tests.agent.fake_trainer import Trainer, until
 from tests.agent.fakes import MESH, village
@@ -331,3 +335,64 @@ async def test_a_session_that_does_not_begin_with_a_beginning_is_closed(clock: M
         with pytest.raises(trio.EndOfChannel):
             await trainer.receive()
         assert one.agent._sessions.garbage == 1  # noqa: SLF001
+
+
+async def test_an_agent_whose_counter_was_led_astray_begins_anew(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        await two.stop()
+        await here.settle(one)
+        before = one.agent.membership.state
+        far = Epoch(SOUND + 1, *before.me)
+        one.agent.membership.state = replace(
+            before, promised=far, view=View.of_one(before.me, "mac-0", far)
+        )
+        await until(lambda: one.agent._me != before.me and one.agent.has_started)  # noqa: SLF001 - likewise
+        assert one.agent.membership.state.promised.counter < SOUND
+        two = here.new_machine("mac-1", peers=[one.address])
+        await two.start()
+        await here.settle(one, two)
+
+
+async def test_an_agent_that_falls_gets_up_again_under_another_incarnation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    agents: list[Agent] = []
+    looks = 0
+
+    class Stumbles(Agent):
+        def __init__(self, *args: Any) -> None:  # noqa: ANN401 - handed on
+            super().__init__(*args)
+            agents.append(self)
+
+        async def _look(self) -> None:
+            nonlocal looks
+            looks += 1
+            if looks == 1:
+                raise ZeroDivisionError("nobody foresaw it")
+            await trio.sleep_forever()
+
+    monkeypatch.setattr(run, "Agent", Stumbles)
+    lines: list[str] = []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run_agent, settings_in(tmp_path), MESH, KEY, lines.append)
+        await until(lambda: len(agents) == 2 and agents[1].has_started)
+        nursery.cancel_scope.cancel()
+    assert agents[0]._me.incarnation != agents[1]._me.incarnation  # noqa: SLF001 - what makes it another
+    assert [line for line in lines if "begins anew: an error inside pmesh" in line]
+
+
+async def test_an_agent_that_falls_again_and_again_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Falls(Agent):
+        async def _look(self) -> None:
+            await trio.lowlevel.checkpoint()
+            raise ZeroDivisionError("nobody foresaw it")
+
+    monkeypatch.setattr(run, "Agent", Falls)
+    lines: list[str] = []
+    with pytest.raises(ExceptionGroup) as fall:
+        await run_agent(settings_in(tmp_path), MESH, KEY, lines.append)
+    assert fall.group_contains(ZeroDivisionError, depth=None)
+    assert len([line for line in lines if "begins anew" in line]) == MOST_FALLS - 1

@@ -30,6 +30,7 @@ from pmesh.agent.status import (
     Status,
     TermsStatus,
     TrafficStatus,
+    TurnedAwayStatus,
     ViewStatus,
     encode_status,
 )
@@ -143,6 +144,13 @@ PICTURE = Status(
         dropped=1,
         refused=2,
         out_of_files=0,
+    ),
+    turned_away=TurnedAwayStatus(
+        connections=6,
+        forged_announcements=0,
+        foreign_announcements=0,
+        broken_links=2,
+        programs=0,
     ),
 )
 MINIMAL = msgspec.structs.replace(PICTURE, peers=(), jobs=())

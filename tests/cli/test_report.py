@@ -37,6 +37,7 @@ def shown(status: Status) -> str:
         "rank 1 (studio) is lost: silent",
         "data 2.5 MB sent, 0 B received; control 1.5 kB sent, 999 B received",
         "loop lag 1.2 ms; 9 connections came, 6 turned away, 1 pending",
+        "also turned away: 2 links of members that broke the protocol",
     ],
 )
 def test_the_picture_shows(words: str) -> None:

@@ -9,6 +9,7 @@ from pmesh.core.advertisement import (
     MAX_ADDRESSES,
     MAX_NAME_BYTES,
     Advertisement,
+    ForgedAdvertisement,
     decode_untrusted,
     encode,
     host_name,
@@ -17,7 +18,7 @@ from pmesh.core.advertisement import (
 )
 from pmesh.core.identity import AdvertisementKey, MeshKey, NodeKey
 from pmesh.core.messages import PROTOCOL_VERSION, Address
-from pmesh.errors import ForgedAdvertisement, ProtocolError
+from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, Member
 
 KEY = NodeKey.from_seed(bytes(range(32)))

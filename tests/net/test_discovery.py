@@ -24,12 +24,12 @@ from pmesh.net import discovery
 from pmesh.net.discovery import (
     Deaf,
     Discovered,
-    DiscoveryCounters,
     Found,
     Gone,
     discover,
 )
 from pmesh.net.interfaces import AddressWatch
+from pmesh.net.packet_filter import DiscoveryCounters
 
 MESH = AdvertisementKey.of(MeshKey(b"m" * 32))
 OTHER_MESH = AdvertisementKey.of(MeshKey(b"o" * 32))
@@ -269,12 +269,25 @@ async def test_of_other_meshes_as_many_are_reported_as_can_be_shown(
 async def test_of_too_many_of_our_mesh_the_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A member may announce what does not exist; who comes after it is found all the same."""
     monkeypatch.setattr(discovery, "MAX_FOUND", 1)
+    monkeypatch.setattr(discovery, "NEW_FOUND_S", 0.0)
     first, second = advertisement(28), advertisement(29)
     async with running(advertisement(27), 27) as one, running(first, 28):
         await one.hears(found(first))
         async with running(second, 29):
             await one.hears(found(second))
         await one.hears(Gone(node=second.node))
+
+
+async def test_a_member_can_announce_only_so_many_machines_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(discovery, "MAX_FOUND", 1)
+    first, second = advertisement(35), advertisement(36)
+    async with running(advertisement(37), 37) as one, running(first, 35):
+        await one.hears(found(first))
+        async with running(second, 36) as two:
+            await two.next_event()
+        assert one.heard.statistics().current_buffer_used == 0
 
 
 async def test_what_zeroconf_keeps_is_thrown_away_but_for_the_agents_that_are_known(

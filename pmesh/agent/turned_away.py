@@ -1,0 +1,76 @@
+"""Who was turned away: counted for `pmesh status`, and told once a minute while it is many."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Final, NoReturn
+
+import structlog
+import trio
+
+from pmesh.agent.events import Chronicle
+
+INTERVAL_S: Final = 60.0
+FEW: Final = 8  # a neighbour's port scan, or a machine with another mesh key, is no attack
+MAX_HOSTS_TOLD: Final = 3
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnedAway:
+    """What an agent has refused since its start."""
+
+    connections: int
+    """Of strangers to its port: garbage, silence, another mesh key, or too many."""
+    forged_announcements: int
+    """By mDNS with the tag of this mesh, of somebody who lacks its key."""
+    foreign_announcements: int
+    """By mDNS of other meshes and versions, beyond those that are shown."""
+    broken_links: int
+    """Ended because a member sent what no honest one would."""
+    programs: int
+    """Local ones: another user's, or such that sent garbage or nothing."""
+
+
+def describe(
+    before: TurnedAway, after: TurnedAway, hosts: Mapping[str, int], *, interval_s: float
+) -> str | None:
+    """One line on what came in between; None if it was little.
+
+    Args:
+        before: the counts at the last look.
+        after: the counts now.
+        hosts: how many connections each address has made in between.
+        interval_s: how long that was.
+    """
+    were = asdict(before)
+    new = {name: count - were[name] for name, count in asdict(after).items()}
+    if sum(new.values()) < FEW and not new["broken_links"]:
+        return None
+    most = Counter(hosts).most_common(MAX_HOSTS_TOLD)
+    where = f" ({', '.join(f'{count} from {host}' for host, count in most)})" if most else ""
+    words = {
+        "connections": f"connections of strangers{where}",
+        "forged_announcements": "forged announcements",
+        "foreign_announcements": "announcements of other meshes",
+        "broken_links": "links of members that broke the protocol",
+        "programs": "local programs",
+    }
+    parts = [f"{new[name]} {what}" for name, what in words.items() if new[name]]
+    return f"turned away in the last {interval_s:.0f} s: {', '.join(parts)}"
+
+
+async def watch(
+    count: Callable[[], TurnedAway], take_hosts: Callable[[], Mapping[str, int]], news: Chronicle
+) -> NoReturn:
+    """Tell of it once a minute, for as long as the agent lives."""
+    before = count()
+    while True:
+        await trio.sleep(INTERVAL_S)
+        after = count()
+        text = describe(before, after, take_hosts(), interval_s=INTERVAL_S)
+        before = after
+        if text is not None:
+            _log.warning(text)
+            news.note("turned away", text)
