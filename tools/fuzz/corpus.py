@@ -25,12 +25,12 @@ class Recorder:
     """Writes what is sent into a file, so that it is there however the process ends."""
 
     def __init__(self, file: Path) -> None:
-        self._file = file.open("ab")
+        self._file = file
 
     def __call__(self, message: object) -> None:
         """Add one message."""
-        self._file.write(frame(msgspec.msgpack.encode(message)))
-        self._file.flush()
+        with self._file.open("ab") as file:
+            file.write(frame(msgspec.msgpack.encode(message)))
 
 
 def recorded(file: Path) -> tuple[bytes, ...]:

@@ -1,8 +1,7 @@
 """Changes a valid message in any field at any depth.
 
 Messages are msgspec structs, which check their fields when they are decoded and not when they are
-made: so a changed message can break its type too, and only its receiver sees that. Choices come
-from a `random.Random`; Hypothesis has one of its own (`strategies.randoms`), which it can shrink.
+made: so a changed message can break its type too, and only its receiver sees that.
 """
 
 from collections import defaultdict, deque
