@@ -21,7 +21,7 @@ from pmesh.ids import TrainerId
 from pmesh.net.links import Link
 from tests.agent.fake_trainer import OpError, RefusedError, Trainer, together, until
 from tests.agent.fakes import Machine, Village, village
-from tests.agent.ops import machine_of
+from tests.agent.ops import kinds_of_events, machine_of
 from tools.fuzz.agent import lying
 from tools.fuzz.agent import new_liar as new_lying_member
 from tools.fuzz.liar import Liar
@@ -107,6 +107,7 @@ async def check_that_all_is_well(here: Village, honest: list[Machine]) -> None:
     await here.settle(*honest)
     for machine in honest:
         check_tables(machine)
+        assert "internal error" not in kinds_of_events(machine)
     trainers = await here.job(*honest, name="afterwards")
     for result in await together(*[partial(t.reduce, np.ones(5)) for t in trainers]):
         assert set(result) == {2.0}
