@@ -16,13 +16,14 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from pmesh.agent import peers
 from pmesh.client.home import socket_path
 from pmesh.ids import TrainerId
 from pmesh.net.links import Link
 from tests.agent.fake_trainer import OpError, RefusedError, Trainer, together, until
 from tests.agent.fakes import Machine, Village, village
 from tests.agent.ops import kinds_of_events, machine_of
-from tools.fuzz.agent import lying
+from tools.fuzz.agent import SHORT_BAN_S, lying
 from tools.fuzz.agent import new_liar as new_lying_member
 from tools.fuzz.liar import Liar
 from tools.fuzz.trainer import lie_to_agent
@@ -87,6 +88,8 @@ async def lie(monkeypatch: pytest.MonkeyPatch, here: Village, hostile: Machine, 
     def is_his(link: Link) -> bool:
         return any(live.link is link for live in hostile.agent.peers.links.values())
 
+    monkeypatch.setattr(peers, "BANNED_S", SHORT_BAN_S)
+    monkeypatch.setattr(peers, "LONGEST_BANNED_S", SHORT_BAN_S)
     send = lying(Link.send, liar, on=is_his, tell=lambda _: None)
     monkeypatch.setattr(Link, "send", send)
     with trio.move_on_after(LIES_FOR_S):

@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from pmesh.agent import peers
 from pmesh.agent.home import open_home
 from pmesh.agent.key_files import load_node_key
 from pmesh.cli import main
@@ -22,6 +23,7 @@ from pmesh.net.links import Link
 from tools.fuzz.corpus import Recorder, load, raw
 from tools.fuzz.liar import Liar
 
+SHORT_BAN_S = 0.2  # who is banned can't lie; bans have tests of their own
 REPLAYED_AT_ONCE = 3  # with each heartbeat: many at once would all go to a link that ends
 
 Send = Callable[[Link, Any], None]
@@ -62,8 +64,7 @@ def lying(
             liar.hear(message)
             send(link, message)
             return
-        more = liar.interrupt() if isinstance(message, Heartbeat) else []
-        for said in (*liar.say(message), *more):
+        for said in (*liar.say(message), *(isinstance(message, Heartbeat) * liar.interrupt())):
             if said is not message:
                 tell(said)
             send(link, said)
@@ -96,6 +97,7 @@ def _listening(receive: Callable[[Link], Any], liar: Liar) -> Callable[[Link], A
 def _be(order: Order) -> None:
     home = open_home(Path(os.environ["PMESH_HOME"]))
     load_node_key(home, entropy=order.number.to_bytes(32, "big"))
+    peers.BANNED_S = peers.LONGEST_BANNED_S = SHORT_BAN_S
     secrets.randbits = lambda k: order.number % 2**k  # the agent's incarnation is drawn so
     if order.replay:
         Link.send = _replaying(Link.send, Path(order.replay))  # type: ignore[method-assign, assignment]
