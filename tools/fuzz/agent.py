@@ -38,6 +38,8 @@ class Order(msgspec.Struct, frozen=True):
     """Of its lies; -1: it is honest."""
     log: str = ""
     """The file into which its lies go."""
+    begin: str = ""
+    """It is honest until this file exists."""
     replay: str = ""
     """A case, whose messages it sends first."""
 
@@ -72,11 +74,11 @@ def lying(
     return lie
 
 
-def _replaying(send: Send, file: Path) -> Send:
-    left = raw(load(file).messages)
+def _replaying(send: Send, order: Order) -> Send:
+    left = raw(load(Path(order.replay)).messages)
 
     def replay(link: Link, message: LinkMessage) -> None:
-        if isinstance(message, Heartbeat):
+        if isinstance(message, Heartbeat) and Path(order.begin).exists():
             for said in left[:REPLAYED_AT_ONCE]:
                 send(link, said)
             del left[:REPLAYED_AT_ONCE]
@@ -100,10 +102,10 @@ def _be(order: Order) -> None:
     peers.BANNED_S = peers.LONGEST_BANNED_S = SHORT_BAN_S
     secrets.randbits = lambda k: order.number % 2**k  # the agent's incarnation is drawn so
     if order.replay:
-        Link.send = _replaying(Link.send, Path(order.replay))  # type: ignore[method-assign, assignment]
+        Link.send = _replaying(Link.send, order)  # type: ignore[method-assign, assignment]
     if order.seed >= 0:
-        liar, tell = new_liar(order.seed), Recorder(Path(order.log))
-        Link.send = lying(Link.send, liar, on=lambda _: True, tell=tell)  # type: ignore[method-assign, assignment]
+        liar, tell, begin = new_liar(order.seed), Recorder(Path(order.log)), Path(order.begin)
+        Link.send = lying(Link.send, liar, on=lambda _: begin.exists(), tell=tell)  # type: ignore[method-assign, assignment]
         Link.receive = _listening(Link.receive, liar)  # type: ignore[method-assign, assignment]
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from pmesh.client.home import socket_path
 from pmesh.core.identity import MeshKey, mesh_key_text
 from pmesh.errors import PmeshError
 from tools.fuzz.agent import Order
-from tools.fuzz.corpus import Case, recorded
+from tools.fuzz.corpus import Case, load, recorded
 
 LIES_FOR_S = 20.0
 PATIENCE_S = 30.0
@@ -42,6 +43,7 @@ LIMITS = {
 }
 CONTAINED = "internal error"  # ended one link or session only, and is a defect all the same
 NAMES = ("honest-1", "honest-2")
+LIAR = "liar"
 LIAR_NUMBER = 1000  # plus its seed: each liar is another member
 
 
@@ -144,8 +146,11 @@ class Arena:
     def run(self, seed: int, *, lies_for_s: float = LIES_FOR_S, replay: Path | None = None) -> None:
         """Raises FindingError."""
         try:
-            self._start_honest()
-            self._start_liars(seed, replay)
+            self._start_agents()
+            begin = self._start_lying_member(seed, replay)
+            self._start_trainers(seed)
+            begin.touch()
+            self._start_lying_trainer(seed, replay)
             self._watch_for(lies_for_s)
             self._end_liars(seed)
             self._check_afterwards()
@@ -160,26 +165,43 @@ class Arena:
         messages = recorded(self._path / f"{liar}-{seed}.lies")
         return Case(liar=liar, seed=seed, finding=finding, messages=messages)
 
-    def _start_honest(self) -> None:
+    def _start_agents(self) -> None:
         for number, name in enumerate(NAMES):
             if name not in self._agents:
                 peer = ("--peer", self._address(NAMES[0])) if number else ()
                 order = Order(number + 1)
                 self._agents[name] = self._start_agent(name, order, *peer, runner=self._runner)
         self._await(self._agree, "the agents do not meet")
-        for name in NAMES:
-            self._trainers[name] = self._start(f"trainer of {name}", name, "tools.fuzz.honest")
+
+    def _start_trainers(self, seed: int) -> None:
+        """The liar's machine has a rank in every other episode: its lies are about results, too."""
+        names = (*NAMES, *[LIAR] * (seed % 2))
+        for name in names:
+            self._trainers[name] = self._start(
+                f"trainer of {name}", name, "tools.fuzz.honest", str(len(names))
+            )
         self._await(lambda: all(self._ops(name) for name in NAMES), "the trainers do not begin")
 
-    def _start_liars(self, seed: int, replay: Path | None) -> None:
-        case = str(replay) if replay else ""
-        by = msgspec.msgpack.decode(replay.read_bytes(), type=Case).liar if replay else ""
-        log = str(self._path / f"member-{seed}.lies")
-        order = Order(LIAR_NUMBER + seed, seed, log, case if by == "member" else "")
+    def _start_lying_member(self, seed: int, replay: Path | None) -> Path:
+        """Returns the file with which it begins to lie."""
+        begin = self._path / f"begin-{seed}"
+        begin.unlink(missing_ok=True)
+        order = Order(
+            LIAR_NUMBER + seed,
+            seed,
+            str(self._path / f"member-{seed}.lies"),
+            str(begin),
+            str(replay) if replay and load(replay).liar == "member" else "",
+        )
+        shutil.rmtree(self._home(LIAR), ignore_errors=True)  # another seed is another member
         peers = [word for name in NAMES for word in ("--peer", self._address(name))]
-        self._liars["member"] = self._start_agent(f"liar-{seed}", order, *peers)
+        self._liars["member"] = self._start_agent(LIAR, order, *peers)
+        return begin
+
+    def _start_lying_trainer(self, seed: int, replay: Path | None) -> None:
         log = str(self._path / f"trainer-{seed}.lies")
-        arguments = [str(self._socket(NAMES[0])), str(seed), log, *[case] * (by == "trainer")]
+        case = [str(replay)] if replay and load(replay).liar == "trainer" else []
+        arguments = (str(self._socket(NAMES[0])), str(seed), log, *case)
         self._liars["trainer"] = self._start(
             f"lying trainer {seed}", NAMES[0], "tools.fuzz.trainer", *arguments
         )

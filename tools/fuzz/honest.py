@@ -1,4 +1,7 @@
-"""An honest trainer: its results are right, or it has an error; a line for every few ops."""
+"""An honest trainer: its results are right, or it has an error; a line for every few ops.
+
+$ python -m tools.fuzz.honest RANKS
+"""
 
 import sys
 import time
@@ -15,7 +18,7 @@ PAUSE_S = 0.02  # two cores are for all
 
 def main() -> int:
     """Add ones until stopped; 3 if a sum is wrong."""
-    with pmesh.connect(job=JOB, wait_for=2) as mesh:
+    with pmesh.connect(job=JOB, wait_for=int(sys.argv[1])) as mesh:
         while True:
             total = mesh.all_reduce(np.ones(1000, np.float32))
             op = mesh.last_op
