@@ -7,11 +7,13 @@ LOG gets all that is said. Of the CASE the messages are sent first.
 
 import contextlib
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 import trio
 
 from pmesh.core.framing import FrameReader, frame
@@ -38,11 +40,14 @@ from pmesh.core.session import (
     encode,
 )
 from pmesh.ids import JobName, OpNumber, TrainerId
-from tools.fuzz.corpus import Recorder, load, raw
+from tools.fuzz.corpus import Case, Recorder, load
 from tools.fuzz.liar import Liar
 
 REQUESTS = tuple(kind for kind in get_args(Request) if kind is not StopAgent)  # which is obeyed
 PAUSE_S = 0.05
+Tell = Callable[[tuple[int, Any]], None]
+"""Called with each request before it is sent, and the number of its session."""
+
 JOB = JobName("a lie")
 ARENA_BYTES = 4096
 BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, OSError)
@@ -79,20 +84,40 @@ def honest_sessions() -> Iterator[tuple[Request, ...]]:
         yield (attach, want, SendLetter(0, me, letter, 0, 2.0), ReceiveLetter(1, (me,), 0, 2.0))
 
 
-async def lie_to_agent(
-    path: Path, liar: Liar, *, tell: Callable[[Any], None] = lambda _: None
-) -> None:
-    """Session after session, two at a time, until cancelled; `tell` gets each request first."""
-    sessions = honest_sessions()
+async def lie_to_agent(path: Path, liar: Liar, *, tell: Tell = lambda _: None) -> None:
+    """Session after session, until cancelled."""
 
-    async def lie_on() -> None:
-        while True:
-            said = (s for r in next(sessions) for s in (*liar.say(r), *liar.interrupt()))
-            await _speak(path, liar, said, tell)
+    def sessions() -> Iterator[Iterator[Any]]:
+        for session in honest_sessions():
+            yield (s for r in session for s in (*liar.say(r), *liar.interrupt()))
+
+    await _hold(path, liar, enumerate(sessions()), tell)
+
+
+async def _replay(path: Path, liar: Liar, case: Case, tell: Tell) -> None:
+    """The case's sessions, as `lie_to_agent` has told of them."""
+    sessions: dict[int, list[msgspec.Raw]] = defaultdict(list)
+    for message in case.messages:
+        number, request = msgspec.msgpack.decode(message, type=tuple[int, msgspec.Raw])
+        sessions[number].append(request)
+    await _hold(path, liar, iter([(n, iter(s)) for n, s in sessions.items()]), tell)
+
+
+async def _hold(
+    path: Path, liar: Liar, sessions: Iterator[tuple[int, Iterator[Any]]], tell: Tell
+) -> None:
+    """Two sessions at a time, until there are no more."""
+
+    async def go_on() -> None:
+        for number, said in sessions:
+            await _speak(path, liar, said, partial(tell_of, number))
+
+    def tell_of(number: int, request: object) -> None:
+        tell((number, request))
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(lie_on)
-        nursery.start_soon(lie_on)
+        nursery.start_soon(go_on)
+        nursery.start_soon(go_on)
 
 
 async def _speak(
@@ -124,9 +149,8 @@ async def _learn(stream: trio.SocketStream, liar: Liar) -> None:
 
 async def _main(path: str, seed: str, log: str, replay: str = "") -> None:
     liar, tell = new_liar(int(seed)), Recorder(Path(log))
-    left = raw(load(Path(replay)).messages) if replay else []
-    while left:  # a session that is ended takes one message with it
-        await _speak(Path(path), liar, (left.pop(0) for _ in range(len(left))), tell)
+    if replay:
+        await _replay(Path(path), liar, load(Path(replay)), tell)
     await lie_to_agent(Path(path), liar, tell=tell)
 
 
