@@ -1,0 +1,125 @@
+"""The fuzzer's dice and its memory: it changes what it should, and nothing that would go astray."""
+
+from pathlib import Path
+from random import Random
+from typing import Any, get_args
+
+import pytest
+from msgspec import inspect
+
+from pmesh.core.messages import (
+    Address,
+    Commit,
+    Hello,
+    KnownPeers,
+    LinkMessage,
+    TellView,
+    decode_untrusted,
+    encode,
+)
+from pmesh.core.session import decode_request_untrusted
+from pmesh.core.session import encode as encode_request
+from pmesh.ids import Member
+from tests.core.builders import ANNA, BERT, CARA, make_roster, make_view
+from tools.fuzz.agent import new_liar
+from tools.fuzz.corpus import Case, Recorder, keep, load, recorded
+from tools.fuzz.liar import example
+from tools.fuzz.mutate import HOSTS, Seen, children, mutate, substitute
+from tools.fuzz.trainer import REQUESTS, honest_sessions
+
+VIEW = make_view(3, ANNA, BERT, rosters=[make_roster(ANNA, BERT)])
+COMMIT = Commit(VIEW, ((0, 1), (1, 0)))
+PEERS = KnownPeers((Hello(5, ANNA, "mac-a", (Address("127.0.0.1", 7000),)),))
+
+
+def new_dice(seed: int) -> Random:
+    return Random(seed)  # noqa: S311 - no secret
+
+
+def leaves(value: object, path: str = "") -> dict[str, object]:
+    """Everything in a value that has no parts, by its place."""
+    parts = children(value)
+    if not parts:
+        return {path: value}
+    return {p: v for place, part in parts for p, v in leaves(part, f"{path}.{place}").items()}
+
+
+def changed_fields(message: object, count: int) -> set[str]:
+    dice, seen = new_dice(1), Seen()
+    seen.learn(message)
+    before, changed = leaves(message), set[str]()
+    for _ in range(count):
+        after = leaves(mutate(message, dice, seen))
+        changed |= {place for place in before if before[place] != after.get(place)}
+    return changed
+
+
+def test_every_field_at_every_depth_is_changed_sooner_or_later() -> None:
+    assert changed_fields(COMMIT, 4000) == set(leaves(COMMIT))
+
+
+def test_no_lie_names_a_host_beyond_this_machine() -> None:
+    said = [lie for seed in range(8) for lie in lies_of(seed)]
+    addresses = [leaf for lie in said for leaf in leaves(lie).values() if isinstance(leaf, Address)]
+    assert {address.host for address in addresses} == set(HOSTS)
+
+
+def test_a_value_is_replaced_in_all_its_places() -> None:
+    lie = substitute(TellView(VIEW), BERT, CARA)
+    assert CARA in lie.view.members
+    assert bytes(BERT.node) not in encode(lie)
+
+
+def test_examples_of_all_messages_and_requests_can_be_decoded() -> None:
+    for seed in range(20):
+        for kind in get_args(LinkMessage):
+            message = example(inspect.type_info(kind), new_dice(seed))
+            assert decode_untrusted(encode(message)) == message
+        for kind in REQUESTS:
+            request = example(inspect.type_info(kind), new_dice(seed))
+            assert decode_request_untrusted(encode_request(request)) == request
+
+
+def test_what_an_honest_trainer_says_is_valid() -> None:
+    sessions = honest_sessions()
+    for _ in range(6):
+        for request in next(sessions):
+            assert decode_request_untrusted(encode_request(request)) == request
+
+
+def lies_of(seed: int) -> list[Any]:
+    liar = new_liar(seed)
+    liar.hear(PEERS)
+    return [lie for _ in range(300) for lie in (*liar.say(COMMIT), *liar.interrupt())]
+
+
+def test_a_seed_tells_the_same_lies_again() -> None:
+    assert lies_of(3) == lies_of(3)
+    assert lies_of(3) != lies_of(4)
+
+
+def test_a_liar_says_the_truth_too_and_invents_all_kinds_of_messages() -> None:
+    said = [lie for seed in range(20) for lie in lies_of(seed)]
+    assert COMMIT in said
+    assert {type(lie) for lie in said} == set(get_args(LinkMessage))
+
+
+def test_a_case_is_kept_with_all_that_was_sent(tmp_path: Path) -> None:
+    record = Recorder(tmp_path / "lies")
+    record(COMMIT)
+    record(PEERS)
+    messages = recorded(tmp_path / "lies")
+    assert [decode_untrusted(message) for message in messages] == [COMMIT, PEERS]
+    case = Case(liar="member", seed=7, finding="it died", messages=messages)
+    assert load(keep(tmp_path / "corpus", case)) == case
+
+
+def test_a_liar_that_has_said_nothing_has_an_empty_case(tmp_path: Path) -> None:
+    assert recorded(tmp_path / "none") == ()
+
+
+@pytest.mark.parametrize("value", [ANNA, VIEW])
+def test_a_part_is_replaced_by_one_of_its_type(value: Member) -> None:
+    seen = Seen()
+    seen.learn(COMMIT)
+    assert type(seen.another(value, new_dice(0))) is type(value)

@@ -1,0 +1,114 @@
+"""An agent whose identity is known beforehand, so that messages to it can be sent once more.
+
+And the hostile member: such an agent whose links carry what a liar makes of its messages.
+
+    $ PMESH_HOME=... python -m tools.fuzz.agent '{"number": 3, "seed": 7, "log": "lies"}' up ...
+"""
+
+import os
+import secrets
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from pmesh.agent import peers
+from pmesh.agent.home import open_home
+from pmesh.agent.key_files import load_node_key
+from pmesh.cli import main
+from pmesh.core.messages import Heartbeat, LinkMessage, decode_untrusted, encode
+from pmesh.net.links import Link
+from tools.fuzz.corpus import Recorder, load, raw
+from tools.fuzz.liar import Liar
+
+SHORT_BAN_S = 0.2  # who is banned can't lie; bans have tests of their own
+REPLAYED_AT_ONCE = 3  # with each heartbeat: many at once would all go to a link that ends
+
+Send = Callable[[Link, Any], None]
+
+
+class Order(msgspec.Struct, frozen=True):
+    """Which agent to be."""
+
+    number: int
+    """Gives it its node key and its incarnation."""
+    seed: int = -1
+    """Of its lies; -1: it is honest."""
+    log: str = ""
+    """The file into which its lies go."""
+    begin: str = ""
+    """It is honest until this file exists."""
+    replay: str = ""
+    """A case, whose messages it sends first."""
+
+
+def new_liar(seed: int) -> Liar:
+    """One that speaks to other members."""
+    return Liar(seed, get_args(LinkMessage), lambda message: decode_untrusted(encode(message)))
+
+
+def lying(
+    send: Send, liar: Liar, *, on: Callable[[Link], bool], tell: Callable[[Any], None]
+) -> Send:
+    """`Link.send`, but on these links the liar has its say; from the others it learns.
+
+    Args:
+        send: The honest one.
+        liar: It speaks up with each heartbeat, too.
+        on: Whether the link is the liar's.
+        tell: Called with each lie before it is sent.
+    """
+
+    def lie(link: Link, message: LinkMessage) -> None:
+        if not on(link):
+            liar.hear(message)
+            send(link, message)
+            return
+        for said in (*liar.say(message), *(isinstance(message, Heartbeat) * liar.interrupt())):
+            if said is not message:
+                tell(said)
+            send(link, said)
+
+    return lie
+
+
+def _replaying(send: Send, order: Order) -> Send:
+    left = raw(load(Path(order.replay)).messages)
+
+    def replay(link: Link, message: LinkMessage) -> None:
+        if isinstance(message, Heartbeat) and Path(order.begin).exists():
+            for said in left[:REPLAYED_AT_ONCE]:
+                send(link, said)
+            del left[:REPLAYED_AT_ONCE]
+        send(link, message)
+
+    return replay
+
+
+def _listening(receive: Callable[[Link], Any], liar: Liar) -> Callable[[Link], Any]:
+    async def listen(link: Link) -> LinkMessage:
+        message: LinkMessage = await receive(link)
+        liar.hear(message)
+        return message
+
+    return listen
+
+
+def _be(order: Order) -> None:
+    home = open_home(Path(os.environ["PMESH_HOME"]))
+    load_node_key(home, entropy=order.number.to_bytes(32, "big"))
+    peers.BANNED_S = peers.LONGEST_BANNED_S = SHORT_BAN_S
+    secrets.randbits = lambda k: order.number % 2**k  # the agent's incarnation is drawn so
+    if order.replay:
+        Link.send = _replaying(Link.send, order)  # type: ignore[method-assign, assignment]
+    if order.seed >= 0:
+        liar, tell, begin = new_liar(order.seed), Recorder(Path(order.log)), Path(order.begin)
+        Link.send = lying(Link.send, liar, on=lambda _: begin.exists(), tell=tell)  # type: ignore[method-assign, assignment]
+        Link.receive = _listening(Link.receive, liar)  # type: ignore[method-assign, assignment]
+
+
+if __name__ == "__main__":
+    _be(msgspec.json.decode(sys.argv.pop(1), type=Order))
+    main()

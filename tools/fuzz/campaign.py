@@ -1,0 +1,338 @@
+"""Real agents and trainers on loopback, a hostile member and a hostile trainer, and what to watch.
+
+An episode: two agents with a trainer each; liars of one seed for a while; then they are gone, and
+the agents must agree, and the trainers go on or have an error. Agents live for many episodes.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import msgspec
+import psutil
+
+from pmesh.client.control import ask_status, stop_agent
+from pmesh.client.home import socket_path
+from pmesh.core.identity import MeshKey, mesh_key_text
+from pmesh.errors import PmeshError
+from tools.fuzz.agent import Order
+from tools.fuzz.corpus import Case, load, recorded
+
+LIES_FOR_S = 20.0
+PATIENCE_S = 30.0
+LOOK_EVERY_S = 0.5
+BUSY_MS = 50.0  # of lag of our own: then the machine was busy, and the agent is not to blame
+LAG_WINDOW_S = 11.0  # an agent's lag is the worst of its last 10 s
+LIMITS = {
+    "private MiB": 300,  # an agent with two trainers takes 60
+    "shared MiB": 4096,  # arenas, which any local program may have
+    "descriptors": 512,
+    "lag ms": 200,
+}
+CONTAINED = "internal error"  # ended one link or session only, and is a defect all the same
+NAMES = ("honest-1", "honest-2")
+LIAR = "liar"
+LIAR_NUMBER = 1000  # plus its seed: each liar is another member
+
+
+class FindingError(Exception):
+    """What must not happen has happened."""
+
+
+class Busyness:
+    """How late this process wakes up: what an agent's lag is compared with."""
+
+    def __init__(self) -> None:
+        self._late: list[tuple[float, float]] = []
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            due = time.monotonic() + 0.02
+            time.sleep(0.02)
+            now = time.monotonic()
+            self._late = [(at, ms) for at, ms in self._late if at > now - LAG_WINDOW_S]
+            self._late.append((now, (now - due) * 1000))
+
+    @property
+    def lag_ms(self) -> float:
+        """The worst of the last seconds."""
+        return max((late for _, late in list(self._late)), default=0.0)
+
+
+class Process:
+    """A program whose output goes into a file."""
+
+    def __init__(self, log: Path, command: list[str], environment: dict[str, str]) -> None:
+        self.log = log
+        with log.open("ab") as output:
+            self._popen = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        self.pid = self._popen.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._popen.poll() is None
+
+    @property
+    def output(self) -> str:
+        """All that it has printed."""
+        return self.log.read_text(errors="replace")
+
+    def end(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """By a signal; waits for the end."""
+        self._popen.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(PATIENCE_S)
+        self._popen.kill()
+        self._popen.wait()
+
+
+class Arena:
+    """Two honest agents with their trainers, and whoever lies to them.
+
+    Args:
+        runner: What runs a module: `python`, or coverage.
+    """
+
+    def __init__(self, runner: tuple[str, ...] = ()) -> None:
+        self._runner = runner
+        self._folder = tempfile.TemporaryDirectory(prefix="pmesh-fuzz-")
+        self._path = Path(self._folder.name)
+        self._key = mesh_key_text(MeshKey(secrets.token_bytes(32)))
+        self._busy = Busyness()
+        self._agents: dict[str, Process] = {}
+        self._trainers: dict[str, Process] = {}
+        self._liars: dict[Literal["member", "trainer"], Process] = {}
+        self.worst: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing of it is left."""
+        self.end_all()
+        self._folder.cleanup()
+
+    def end_all(self) -> None:
+        """End all processes; the agents as a user would, so that what they measure is written."""
+        for process in (*self._liars.values(), *self._trainers.values()):
+            process.end()
+        for name, agent in self._agents.items():
+            with contextlib.suppress(PmeshError):
+                stop_agent(self._socket(name))
+            agent.end(signal.SIGTERM)
+        self._liars, self._trainers, self._agents = {}, {}, {}
+
+    # --- an episode
+
+    def run(self, seed: int, *, lies_for_s: float = LIES_FOR_S, replay: Path | None = None) -> None:
+        """Raises FindingError."""
+        try:
+            self._start_agents()
+            begin = self._start_lying_member(seed, replay)
+            self._start_trainers(seed)
+            begin.touch()
+            self._start_lying_trainer(seed, replay)
+            self._watch_for(lies_for_s)
+            self._end_liars(seed)
+            self._check_afterwards()
+        except FindingError as e:
+            raise FindingError(f"{e}\n{self._last_words()}") from e
+        finally:
+            for process in (*self._liars.values(), *self._trainers.values()):
+                process.end()
+
+    def case(self, liar: Literal["member", "trainer"], seed: int, finding: str) -> Case:
+        """What this liar has sent in the episode of this seed."""
+        messages = recorded(self._path / f"{liar}-{seed}.lies")
+        return Case(liar=liar, seed=seed, finding=finding, messages=messages)
+
+    def _start_agents(self) -> None:
+        for number, name in enumerate(NAMES):
+            if name not in self._agents:
+                peer = ("--peer", self._address(NAMES[0])) if number else ()
+                order = Order(number + 1)
+                self._agents[name] = self._start_agent(name, order, *peer, runner=self._runner)
+        self._await(self._agree, "the agents do not meet")
+
+    def _start_trainers(self, seed: int) -> None:
+        """The liar's machine has a rank in every other episode: its lies are about results, too."""
+        names = (*NAMES, *[LIAR] * (seed % 2))
+        for name in names:
+            self._trainers[name] = self._start(
+                f"trainer of {name}", name, "tools.fuzz.honest", str(len(names))
+            )
+        self._await(lambda: all(self._ops(name) for name in NAMES), "the trainers do not begin")
+
+    def _start_lying_member(self, seed: int, replay: Path | None) -> Path:
+        """Returns the file with which it begins to lie."""
+        begin = self._path / f"begin-{seed}"
+        begin.unlink(missing_ok=True)
+        order = Order(
+            LIAR_NUMBER + seed,
+            seed,
+            str(self._path / f"member-{seed}.lies"),
+            str(begin),
+            str(replay) if replay and load(replay).liar == "member" else "",
+        )
+        shutil.rmtree(self._home(LIAR), ignore_errors=True)  # another seed is another member
+        peers = [word for name in NAMES for word in ("--peer", self._address(name))]
+        self._liars["member"] = self._start_agent(LIAR, order, *peers)
+        return begin
+
+    def _start_lying_trainer(self, seed: int, replay: Path | None) -> None:
+        log = str(self._path / f"trainer-{seed}.lies")
+        case = [str(replay)] if replay and load(replay).liar == "trainer" else []
+        arguments = (str(self._socket(NAMES[0])), str(seed), log, *case)
+        self._liars["trainer"] = self._start(
+            f"lying trainer {seed}", NAMES[0], "tools.fuzz.trainer", *arguments
+        )
+
+    def _end_liars(self, seed: int) -> None:
+        self._liars["member"].end(signal.SIGTERM if seed % 2 else signal.SIGKILL)
+        self._liars["trainer"].end()
+        self._liars = {}
+
+    def _watch_for(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            time.sleep(LOOK_EVERY_S)
+            self._look()
+
+    def _look(self) -> None:
+        """Raises FindingError for what no liar may cause."""
+        for name, agent in self._agents.items():
+            if not agent.alive:
+                raise FindingError(f"{name}'s agent has died")
+            if CONTAINED in agent.output:
+                raise FindingError(f"{name}: {agent.output.partition(CONTAINED)[2][:4000]}")
+            self._measure(name, agent)
+        for name in NAMES:
+            output = self._trainers[name].output
+            if "WRONG" in output or "Traceback" in output:
+                raise FindingError(f"{name}'s trainer: {output[-500:]}")
+
+    def _measure(self, name: str, agent: Process) -> None:
+        process = psutil.Process(agent.pid)
+        memory, lag_ms = process.memory_info(), self._status(name)["loop_lag_ms"]
+        measured = {
+            "private MiB": (memory.rss - memory.shared) / (1 << 20),
+            "shared MiB": memory.shared / (1 << 20),
+            "descriptors": process.num_fds(),
+            "lag ms": lag_ms if self._busy.lag_ms < BUSY_MS and not self._runner else 0.0,
+        }
+        for what, value in measured.items():
+            self.worst[what] = max(self.worst.get(what, 0.0), value)
+            if value > LIMITS[what]:
+                raise FindingError(f"{name}: {what} {value:,.0f}")
+
+    def _check_afterwards(self) -> None:
+        self._await(self._agree, "the agents do not agree again")
+        before = {name: self._ops(name) for name in NAMES}
+        self._await(
+            lambda: all(self._failed(n) or self._ops(n) > before[n] for n in NAMES),
+            "a trainer neither goes on nor has an error",
+        )
+        if any(self._last_size(n) == 1 and not self._failed(n) for n in NAMES) and not any(
+            self._failed(name) for name in NAMES
+        ):
+            raise FindingError("a trainer goes on alone, and nobody has an error")
+
+    # --- what is to be seen
+
+    def _agree(self) -> bool:
+        views = [self._status(name)["view"] for name in NAMES]
+        names = [sorted(member["name"] for member in view["members"]) for view in views]
+        return views[0]["epoch"] == views[1]["epoch"] and names[0] == sorted(NAMES)
+
+    def _status(self, name: str) -> dict[str, Any]:
+        try:
+            picture: dict[str, Any] = json.loads(ask_status(self._socket(name)))
+        except PmeshError as e:
+            raise FindingError(f"{name}'s agent does not answer: {e}") from e
+        return picture
+
+    def _ops(self, name: str) -> int:
+        return len(re.findall(r"^op ", self._trainers[name].output, re.MULTILINE))
+
+    def _failed(self, name: str) -> bool:
+        return "ERROR" in self._trainers[name].output
+
+    def _last_size(self, name: str) -> int:
+        return int(re.findall(r"^op \d+ of (\d+)", self._trainers[name].output, re.MULTILINE)[-1])
+
+    def _await(self, holds: Callable[[], bool], otherwise: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not holds():
+            if time.monotonic() > deadline:
+                raise FindingError(otherwise)
+            time.sleep(LOOK_EVERY_S)
+            self._look_if_up()
+
+    def _look_if_up(self) -> None:
+        if all(name in self._trainers for name in NAMES):
+            self._look()
+
+    def _last_words(self) -> str:
+        dead = [agent for agent in self._agents.values() if not agent.alive]
+        return "\n".join("\n".join(agent.output.splitlines()[-12:]) for agent in dead)
+
+    # --- processes
+
+    def _home(self, name: str) -> Path:
+        return self._path / name
+
+    def _socket(self, name: str) -> Path:
+        return socket_path(self._home(name))
+
+    def _address(self, name: str) -> str:
+        """Where the agent listens, once it does."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(PmeshError):
+                picture = json.loads(ask_status(self._socket(name)))
+                return str(picture["node"]["addresses"][0])
+            time.sleep(0.1)
+        raise FindingError(f"{name}'s agent does not start")
+
+    def _start_agent(
+        self, name: str, order: Order, *options: str, runner: tuple[str, ...] = ()
+    ) -> Process:
+        text = msgspec.json.encode(order).decode()
+        up = ("up", "--name", name, "--no-mdns", "--listen", "127.0.0.1:0", *options)
+        agent = self._start(name, name, "tools.fuzz.agent", text, *up, runner=runner)
+        self._address(name)
+        return agent
+
+    def _start(
+        self, label: str, home: str, module: str, *arguments: str, runner: tuple[str, ...] = ()
+    ) -> Process:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("PMESH_")}
+        environment = kept | {
+            "PMESH_HOME": str(self._home(home)),
+            "PMESH_KEY": self._key,
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
+        }
+        log = self._path / f"{label}.log"
+        log.unlink(missing_ok=True)
+        command = [sys.executable, *runner, "-m", module, *arguments]
+        return Process(log, command, environment)

@@ -1,0 +1,39 @@
+"""An honest trainer: its results are right, or it has an error; a line for every few ops.
+
+$ python -m tools.fuzz.honest RANKS
+"""
+
+import sys
+import time
+
+import numpy as np
+
+import pmesh
+from pmesh.errors import PmeshError
+
+JOB = "honest"
+SAY_EVERY = 10
+PAUSE_S = 0.02  # two cores are for all
+
+
+def main() -> int:
+    """Add ones until stopped; 3 if a sum is wrong."""
+    with pmesh.connect(job=JOB, wait_for=int(sys.argv[1])) as mesh:
+        while True:
+            total = mesh.all_reduce(np.ones(1000, np.float32))
+            op = mesh.last_op
+            assert op is not None  # noqa: S101 - one has just ended
+            ranks = len(op.contributors)
+            if not (total == ranks).all():
+                print(f"WRONG at op {op.op}: {set(total)} from {op.names}")
+                return 3
+            if op.op % SAY_EVERY == 0:
+                print(f"op {op.op} of {ranks}", flush=True)
+            time.sleep(PAUSE_S)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except PmeshError as e:
+        print(f"ERROR {type(e).__name__}: {e}", flush=True)
