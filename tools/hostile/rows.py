@@ -87,6 +87,7 @@ ROWS = (
         seconds=20.0,
         per_second=1280,
         least_ratio=0.8,
+        most_join_s=math.inf,
         most_rest_s=5.0,
     ),
     Row(
