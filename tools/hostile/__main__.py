@@ -34,8 +34,10 @@ def run(
     turns: int = 3,
     seconds: float | None = None,
     views: int = 1000,
+    seed: int = 1,
     short: Annotated[bool, cyclopts.Parameter(negative="")] = False,
     json: Path | None = None,
+    logs: Path | None = None,
 ) -> int:
     """Run the rows of these names, or all; exits with 1 if a bar was missed.
 
@@ -44,8 +46,10 @@ def run(
         turns: How often the attack and its control follow each other; medians count.
         seconds: Of each attack and each control, if not as the bar says.
         views: That the lying member tells.
+        seed: Of the lying member and the kills.
         short: One turn of 5 seconds, 60 views, for CI: its figures say little.
         json: Where the table goes, for `python -m tools.chaos report`.
+        logs: A folder for what the machines beside the lying member have printed.
     """
     if short:
         turns, seconds, views = 1, SHORT_S, 60
@@ -57,7 +61,7 @@ def run(
     if not names or LIES in names:
         what = f"{views:,} views of a lying member, with kills"
         print(f"{LIES}: {what} …", flush=True)
-        rows.append(_tell(what, run_lies(views)))
+        rows.append(_tell(what, run_lies(views, seed, logs)))
     if json is not None:
         write_results(json, Results(tables=(_table(rows),)))
     return int(any(cells[-1] != "met" for cells in rows))

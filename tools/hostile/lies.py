@@ -1,6 +1,7 @@
 """A member that lies to all, while honest machines are killed and come back."""
 
 import time
+from pathlib import Path
 from random import Random
 
 from tools.chaos.cluster import CampaignError, Cluster, Process
@@ -17,14 +18,14 @@ HEALED_S = 30.0  # together again, with the liar or after it has gone
 MOST_HANGS = 3
 
 
-def run_lies(views: int, seed: int = 1) -> list[Judged]:
+def run_lies(views: int, seed: int, logs: Path | None) -> list[Judged]:
     """Until it has told so many false views, or the honest ones did not come together 3 times."""
     options = Options(number=0, wait_for=HONEST, op_bytes=OP_BYTES)
 
     def environment(number: int) -> dict[str, str]:
         return {SEED_VARIABLE: str(seed)} if number == LIAR else {}
 
-    with Cluster(LIAR, options, patch=PATCH, environment=environment) as cluster:
+    with Cluster(LIAR, options, patch=PATCH, environment=environment, logs=logs) as cluster:
         campaign = _Lies(cluster, Random(seed))  # noqa: S311 - repeats a run
         campaign.begin()
         while campaign.told < views and len(campaign.hangs) < MOST_HANGS:
