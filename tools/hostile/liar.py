@@ -22,7 +22,7 @@ from pmesh.core.messages import (
     Veto,
 )
 from pmesh.core.views import Roster, Seat, Trainer, View
-from pmesh.ids import Epoch, Incarnation, Member, NodeId
+from pmesh.ids import MAX_COUNTER, Epoch, Incarnation, Member, NodeId
 from pmesh.net.links import Link
 
 SEED_VARIABLE: Final = "HOSTILE_SEED"
@@ -33,7 +33,8 @@ if "{SEED_VARIABLE}" in os.environ:
     lie(int(os.environ["{SEED_VARIABLE}"]))
 """
 EVERY: Final = 10
-LIMIT: Final = 2**32 - 1
+HIGHEST: Final = (2**32 - 1, 2**40, MAX_COUNTER)
+STEPS: Final = (1, 1, 1, 1, 2, 1000, 2**20)
 
 Twist: TypeAlias = Callable[[View, Member], View]
 TWISTS: Final[dict[str, Twist]] = {
@@ -104,20 +105,20 @@ class Liar:
         if self._view is None:
             return
         random = self._random
-        counter = min(LIMIT, self._counter + random.choice((1, 1, 1, 1, 2, 1000)))
+        counter = min(MAX_COUNTER, self._counter + random.choice(STEPS))
         epoch = Epoch(counter, me.node, me.incarnation)
+        highest = Epoch(random.choice(HIGHEST), me.node, me.incarnation)
         view = random.choice(list(TWISTS.values()))(replace(self._view, epoch=epoch), you)
         self.told += 1
         match random.randrange(12):
             case 0:
-                highest = Epoch(LIMIT, me.node, me.incarnation)
                 yield random.choice((replace(beat, view=highest), replace(beat, promised=highest)))
             case 1:
                 yield TellView(view)
             case 2:
                 yield Superseded(view)
             case 3:
-                yield Refuse(self._view.epoch, Epoch(LIMIT, me.node, me.incarnation))
+                yield Refuse(self._view.epoch, highest)
                 yield Veto(self._view.epoch)
             case 4:
                 yield AskToJoin(epoch, whole=random.random() < 0.5)  # noqa: PLR2004 - a coin

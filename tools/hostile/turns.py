@@ -34,6 +34,8 @@ SAMPLE_S = 0.25
 READY_S = 60.0
 REST_S = 30.0  # how long is waited for the figures of before; what takes longer is told as this
 AT_REST = 0.95  # of the ops/s of before
+SETTLED_S = 6.0
+SETTLED = 0.8  # of the ops/s of before: other programs of this machine come and go
 SPARE_DESCRIPTORS = 2  # a question about the status is one
 # All that is sent there vanishes: it is asked for by hardware address, and dropped at once.
 _BLACK_HOLE = f"""
@@ -192,6 +194,8 @@ class _Turn:
         self._attacker = attacker
         self._base: list[Weight] = []
         self._most = Weight(0, 0)
+        self._few_again = math.inf
+        """When the descriptors were as few as before."""
         self._join_s = math.inf
 
     def run(self) -> Turn:
@@ -207,8 +211,8 @@ class _Turn:
         self._cluster.start_agent(self._third)
         self._watch(began + self._seconds)
         most, ended = self._most, time.monotonic()
-        self._watch(ended + REST_S, lambda: self._rests(clean))
-        rest_s = time.monotonic() - ended
+        self._watch(ended + REST_S, lambda: self._has_settled(ended, clean))
+        rest_s = self._rest_s(ended, clean)
         self._watch(ended + REST_S, lambda: self._join_s < math.inf)
         turn = Turn(
             ops_per_s=self._ops_per_s(began, ended),
@@ -242,11 +246,22 @@ class _Turn:
             self._join_s = max(at for at, _ in rings) - third.started
             third.send(signal.SIGTERM)  # the two are at rest when they are alone again
 
-    def _rests(self, clean: float) -> bool:
+    def _has_settled(self, ended: float, clean: float) -> bool:
         now = time.monotonic()
         weights = zip(map(weigh, self._pair), self._base, strict=True)
-        few = all(w.descriptors <= b.descriptors + SPARE_DESCRIPTORS for w, b in weights)
-        return few and self._ops_per_s(now - 1.0, now) >= AT_REST * clean
+        if all(w.descriptors <= b.descriptors + SPARE_DESCRIPTORS for w, b in weights):
+            self._few_again = min(self._few_again, now)
+        settled = self._ops_per_s(now - SETTLED_S / 2, now) >= SETTLED * clean
+        return now >= max(ended + SETTLED_S, self._few_again) and settled
+
+    def _rest_s(self, ended: float, clean: float) -> float:
+        """Until the first second with the ops/s of before, or of afterwards if those are fewer."""
+        now = time.monotonic()
+        rest = AT_REST * min(clean, self._ops_per_s(now - SETTLED_S / 2, now))
+        at = max(ended, self._few_again)
+        while at < now - 1.0 and self._ops_per_s(at, at + 1.0) < rest:
+            at += SAMPLE_S
+        return min(at, now) - ended if now < ended + REST_S else REST_S
 
     def _done(self) -> list[float]:
         """When the slower of the two trainers has done its ops."""
