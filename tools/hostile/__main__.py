@@ -49,7 +49,7 @@ def run(
         seed: Of the lying member and the kills.
         short: One turn of 5 seconds, 60 views, for CI: its figures say little.
         json: Where the table goes, for `python -m tools.chaos report`.
-        logs: A folder for what the machines beside the lying member have printed.
+        logs: A folder for what all machines have printed.
     """
     if short:
         turns, seconds, views = 1, SHORT_S, 60
@@ -57,7 +57,7 @@ def run(
     for row in ROWS:
         if not names or row.name in names:
             print(f"{row.name}: {row.what} …", flush=True)
-            rows.append(_tell(row.what, _measure(row, turns, seconds)))
+            rows.append(_tell(row.what, _measure(row, turns, seconds, logs)))
     if not names or LIES in names:
         what = f"{views:,} views of a lying member, with kills"
         print(f"{LIES}: {what} …", flush=True)
@@ -67,9 +67,9 @@ def run(
     return int(any(cells[-1] != "met" for cells in rows))
 
 
-def _measure(row: Row, turns: int, seconds: float | None) -> list[Judged]:
+def _measure(row: Row, turns: int, seconds: float | None, logs: Path | None) -> list[Judged]:
     try:
-        return list(row.judge(*run_turns(row.plan(seconds=seconds, turns=turns))))
+        return list(row.judge(*run_turns(row.plan(seconds=seconds, turns=turns), logs)))
     except CampaignError as e:
         return [Judged("hung", str(e), met=False)]
 

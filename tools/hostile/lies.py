@@ -9,7 +9,7 @@ from tools.chaos.oplog import Op, find_violations
 from tools.chaos.trainer import Options
 from tools.hostile.liar import EVERY, PATCH, SEED_VARIABLE
 from tools.hostile.rows import Judged
-from tools.hostile.turns import OP_BYTES
+from tools.hostile.turns import OP_BYTES, last_words
 
 HONEST = 3
 LIAR = HONEST + 1
@@ -108,7 +108,7 @@ class _Lies:
     def _note_deaths(self) -> None:
         for node in self._honest:
             if node.agent is not None and node.agent.ended:
-                self._deaths.append(f"{node.name}: {' '.join(node.agent.printed()[-1:])}")
+                self._deaths.append(f"{node.name}: {last_words(node.agent)}")
 
     def _check(self) -> None:
         until = time.monotonic() - 0.5  # later ops may still be reported by others

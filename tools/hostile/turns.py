@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -106,7 +107,7 @@ class Plan:
     patch: str = SOFT_LIMIT
 
 
-def run_turns(plan: Plan, say: Callable[[str], None] = print) -> tuple[Turn, Turn]:
+def run_turns(plan: Plan, logs: Path | None = None) -> tuple[Turn, Turn]:
     """The medians of the control and of the attack."""
     key = mesh_key_text(MeshKey(os.urandom(32)))
     options = Options(number=0, wait_for=2, op_bytes=OP_BYTES)
@@ -115,7 +116,9 @@ def run_turns(plan: Plan, say: Callable[[str], None] = print) -> tuple[Turn, Tur
         "PMESH_KEY": key,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
-    with Cluster(4, options, patch=plan.patch, environment=lambda _: {"PMESH_KEY": key}) as cluster:
+    with Cluster(
+        4, options, patch=plan.patch, environment=lambda _: {"PMESH_KEY": key}, logs=logs
+    ) as cluster:
         _prepare(cluster.nodes[3].host, plan.kind)
         for number in range(2 * plan.turns):
             control = number % 2 == 0
@@ -124,12 +127,11 @@ def run_turns(plan: Plan, say: Callable[[str], None] = print) -> tuple[Turn, Tur
             with _start(cluster, order, environment) as attacker:
                 turn = _Turn(cluster, order, attacker).run()
             measured[control].append(turn)
-            say(f"  {'control' if control else 'attack '} {_line(turn)}")
+            print(
+                f"  {'control' if control else 'attack '} {msgspec.json.encode(turn).decode()}",
+                flush=True,
+            )
     return Turn.median_of(measured[True]), Turn.median_of(measured[False])
-
-
-def _line(turn: Turn) -> str:
-    return msgspec.json.encode(turn).decode()
 
 
 def _prepare(host: Host, kind: str) -> None:
@@ -274,7 +276,7 @@ class _Turn:
         expected = [*self._pair] if self._join_s < math.inf else [*self._pair, self._third]
         for node in expected:
             if node.agent is not None and node.agent.ended:
-                yield f"{node.name}'s agent has died: {' '.join(node.agent.printed()[-1:])}"
+                yield f"{node.name}'s agent has died: {last_words(node.agent)}"
         for node in self._pair:
             yield from (f"{node.name}: {error.says}" for error in node.life.errors(since))
             yield from (
@@ -282,6 +284,12 @@ class _Turn:
             )
         if facts.get("refused", True) is not True:
             yield "another user was let in"
+
+
+def last_words(process: Process) -> str:
+    """The last line that it printed, but for the frames of a traceback."""
+    words = [line.strip(" |+-") for line in process.printed()]
+    return next((line for line in reversed(words) if line), "")
 
 
 def weigh(node: Node) -> Weight:
