@@ -20,7 +20,7 @@ import msgspec
 import trio
 
 from pmesh.core.certificates import issue_credentials
-from pmesh.core.identity import NodeKey, mesh_key_from_text, namespace_tag
+from pmesh.core.identity import AdvertisementKey, NodeKey, mesh_key_from_text
 from pmesh.core.messages import PROTOCOL_VERSION, Address, Heartbeat, Hello, KnownPeers, Leaving
 from pmesh.ids import Epoch, Incarnation, Member, NodeId
 from pmesh.net.links import Link, shake_hands
@@ -47,7 +47,7 @@ GARBAGE = (
 )
 
 
-Mix: TypeAlias = Literal["all", "invented", "junk"]
+Mix: TypeAlias = Literal["all", "invented", "junk", "member"]
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mdns(order: Order) -> None:
-    """Announce and withdraw machines; a few packets are junk, altered copies or replays."""
+    """Announce and withdraw machines, or send junk, altered copies and replays: see `Mix`."""
     random = Random(order.seed)  # noqa: S311 - repeats a run
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         sender.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -84,11 +84,15 @@ def mdns(order: Order) -> None:
 
 
 def _packets(order: Order, random: Random, real: list[bytes]) -> Iterator[bytes]:
-    tag = namespace_tag(mesh_key_from_text(os.environ["PMESH_KEY"]))  # the real ones show it too
+    ours = AdvertisementKey.of(mesh_key_from_text(os.environ["PMESH_KEY"]))
+    made_up = AdvertisementKey(ours.tag, random.randbytes(32))  # the tag can be heard
+    other_mesh = AdvertisementKey(random.randbytes(8), random.randbytes(32))
+    keys = {"member": ours, "other mesh": other_mesh}
     to_withdraw: deque[bytes] = deque()
     kinds = {
-        "all": ["invented"] * 8 + ["staying", "names", "replay", "mutated", "unsigned"],
+        "all": ["invented"] * 8 + ["staying", "names", "replay", "mutated", "other mesh"],
         "invented": ["invented"],
+        "member": ["member"],
         "junk": ["mutated", "mutated", "mutated", "garbage"],
     }[order.mix]
     for _ in range(min(order.count, MOST_PACKETS)):
@@ -96,7 +100,7 @@ def _packets(order: Order, random: Random, real: list[bytes]) -> Iterator[bytes]
         if len(to_withdraw) > WITHDRAWN_AFTER:
             yield to_withdraw.popleft()
             continue
-        machine = invent(random, tag, signed=kind != "unsigned")
+        machine = invent(random, keys.get(kind, made_up))
         match kind:
             case "names":
                 yield name_only(random)
@@ -107,7 +111,7 @@ def _packets(order: Order, random: Random, real: list[bytes]) -> Iterator[bytes]
                 yield random.randbytes(random.randrange(1, 1400))
             case _:
                 yield announce(machine)
-                if kind == "invented":
+                if kind in {"invented", "member"}:
                     to_withdraw.append(announce(machine, withdrawn=True))
 
 

@@ -83,6 +83,8 @@ class Liar:
         self._me: Member | None = None
         self._view: View | None = None
         self._counter = 1
+        self._beats = random.randrange(30)
+        """For so many heartbeats it is honest: so it comes into the view, and may come to lead."""
         self.told = 0
         """How many views."""
 
@@ -102,7 +104,8 @@ class Liar:
         """What to say now: some of it in order, so that it is believed."""
         # An agent's first heartbeat is of the view that it has alone, which it leads.
         me = self._me = self._me or Member(beat.view.leader, beat.view.incarnation)
-        if self._view is None:
+        self._beats -= 1
+        if self._view is None or self._beats > 0:
             return
         random = self._random
         counter = min(MAX_COUNTER, self._counter + random.choice(STEPS))

@@ -1,6 +1,7 @@
 """What a stranger says by mDNS: machines that it invents, junk, and copies of what it has heard."""
 
 import ipaddress
+import time
 from dataclasses import dataclass
 from random import Random
 from typing import Final
@@ -10,7 +11,7 @@ from zeroconf._protocol.outgoing import DNSOutgoing
 
 from pmesh.core import advertisement as adverts
 from pmesh.core.advertisement import SERVICE_TYPE, Advertisement
-from pmesh.core.identity import NodeKey
+from pmesh.core.identity import AdvertisementKey, NodeKey
 from pmesh.ids import Incarnation, NodeId
 
 GROUP: Final = ("224.0.0.251", 5353)
@@ -39,29 +40,21 @@ class Machine:
     hosts: tuple[str, ...]
 
 
-def invent(random: Random, tag: bytes, *, signed: bool = True) -> Machine:
-    """A machine with the mesh's public tag, signed by a node key of its own."""
-    key = NodeKey.from_seed(random.randbytes(32))
-    port = random.randrange(1024, 65536)
-    advertisement = Advertisement(
-        tag=tag,
-        node=key.node,
-        incarnation=Incarnation(random.randrange(1, 2**63)),
-        port=port,
-        name=f"mac-{random.randrange(1000)}",
-    )
-    entries = stranger_entries(advertisement, key)
-    if not signed:
-        entries = {
-            name: value[::-1] if name == b"sig" else value for name, value in entries.items()
-        }
+def invent(random: Random, key: AdvertisementKey) -> Machine:
+    """A machine with the mesh's public tag; whoever lacks the mesh key makes up the secret."""
+    node_key = NodeKey.from_seed(random.randbytes(32))
     hosts = random.sample(BLACK_HOLES, ADDRESSES * 3 // 4) + random.sample(NOBODY, ADDRESSES // 4)
-    return Machine(key.node, entries, port, tuple(hosts))
-
-
-def stranger_entries(advertisement: Advertisement, key: NodeKey) -> dict[bytes, bytes]:
-    """What somebody without the mesh key can make of an advertisement."""
-    return adverts.encode(advertisement, key)
+    advertisement = Advertisement(
+        tag=key.tag,
+        node=node_key.node,
+        incarnation=Incarnation(random.randrange(1, 2**63)),
+        port=random.randrange(1024, 65536),
+        name=f"mac-{random.randrange(1000)}",
+        hosts=tuple(hosts),
+        minute=int(time.time() // 60),
+    )
+    entries = adverts.encode(advertisement, node_key, key)
+    return Machine(node_key.node, entries, advertisement.port, tuple(hosts))
 
 
 def announce(machine: Machine, *, withdrawn: bool = False) -> bytes:

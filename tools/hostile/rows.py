@@ -91,6 +91,16 @@ ROWS = (
         most_rest_s=5.0,
     ),
     Row(
+        name="announced",
+        what="a member announces and withdraws 100 machines a second by mDNS",
+        kind="mdns",
+        mix="member",
+        seconds=20.0,
+        per_second=200,
+        least_ratio=0.8,
+        most_rest_s=5.0,
+    ),
+    Row(
         name="door",
         what="5,000 connections of strangers that are silent, slow or send garbage",
         kind="knock",
