@@ -144,8 +144,8 @@ def lie(seed: int) -> None:
     def lying_send(link: Link, message: LinkMessage) -> None:
         liar.see(message)
         send(link, message)
-        if isinstance(message, Heartbeat):
-            before = liar.told
+        before = liar.told
+        if isinstance(message, Heartbeat) and link.messages_received:  # the peer has taken it on
             for said in liar.lies(message, link.peer.member):
                 send(link, said)
             if liar.told // EVERY > before // EVERY:

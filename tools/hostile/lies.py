@@ -1,5 +1,6 @@
 """A member that lies to all, while honest machines are killed and come back."""
 
+import statistics
 import time
 from pathlib import Path
 from random import Random
@@ -13,7 +14,8 @@ from tools.hostile.turns import OP_BYTES, last_words
 
 HONEST = 3
 LIAR = HONEST + 1
-KILL_EVERY_S = 3.0
+LIARS = 3  # at most, between two kills: who is banned comes back under another node key
+LIES_S = 1.0
 HEALED_S = 30.0  # together again, with the liar or after it has gone
 MOST_HANGS = 3
 
@@ -45,6 +47,8 @@ class _Lies:
         self._errors: list[str] = []
         self._wrong: list[str] = []
         self._kills = self._stops = self._checked = 0
+        self._clean_rate = 0.0
+        self._rates: list[float] = []
         self._checked_until = 0.0
 
     @property
@@ -56,12 +60,19 @@ class _Lies:
     def begin(self) -> None:
         """The honest ones train before the liar comes."""
         self._start_honest()
-        self._cluster.await_ops(20, self._honest)
+        since = self._cluster.await_ops(20, self._honest)
+        time.sleep(LIARS * LIES_S)
+        self._clean_rate = self._ops_per_s(since)
         self._start_liar()
 
     def kill_one(self) -> None:
         """Kill an honest machine and start it again; if they do not come together, the liar too."""
-        time.sleep(KILL_EVERY_S)
+        since = time.monotonic()
+        for _ in range(LIARS):
+            time.sleep(LIES_S)
+            if self._random.random() < 0.5:  # noqa: PLR2004 - a coin
+                self._renew_liar()
+        self._rates.append(self._ops_per_s(since))
         victim = self._random.choice(self._honest)
         self._note_deaths()
         victim.kill("agent", "trainer")
@@ -74,7 +85,7 @@ class _Lies:
             self._stops += 1
             self._go_on_without_liar()
         if self._liar.agent is None or self._liar.agent.ended:
-            self._start_liar()
+            self._renew_liar()
         self._check()
 
     def _go_on_without_liar(self) -> None:
@@ -99,6 +110,18 @@ class _Lies:
         self._cluster.start(self._honest)
         running = [node.trainer for node in self._honest if node.trainer is not None]
         self._trainers += [trainer for trainer in running if trainer not in self._trainers]
+
+    def _renew_liar(self) -> None:
+        """Under another node key, which whoever holds the mesh key can make at will."""
+        self._liar.kill("agent")
+        self._cluster.await_ends(self._liar)
+        (self._liar.home / "node_key").unlink(missing_ok=True)
+        self._start_liar()
+
+    def _ops_per_s(self, since: float) -> float:
+        now = time.monotonic()
+        ops = list(self._honest[0].life.ops.values())
+        return sum(op.done > since for op in ops) / (now - since)
 
     def _start_liar(self) -> None:
         self._cluster.start_agent(self._liar)
@@ -141,8 +164,12 @@ class _Lies:
         self._note_deaths()
         for kind in (self._deaths, self.hangs, self._wrong, self._errors):
             print("\n".join(f"    {fault}" for fault in kind[:3]))
+        rate = statistics.median(self._rates or [0.0])
         return [
             Judged("views", f"{self.told:,}", met=self.told >= views),
+            Judged(
+                "ops/s", f"{self._clean_rate:.0f} → {rate:.0f}", met=2 * rate >= self._clean_rate
+            ),
             Judged("kills", f"{self._kills}", met=True),
             Judged("ops checked", f"{self._checked:,}", met=self._checked > 0),
             Judged("stopped until it was gone", f"{self._stops} times", met=True),
