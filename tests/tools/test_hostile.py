@@ -131,11 +131,11 @@ def test_a_flood_is_judged_by_each_figure_beside_its_control(
     assert [figure.name for figure in figures if not figure.met] == missed
 
 
-def test_a_row_plans_as_many_packets_as_its_seconds_ask_for() -> None:
+def test_a_row_orders_as_many_packets_as_its_seconds_ask_for() -> None:
     row = replace(ROWS[0], per_second=50)
 
-    assert row.plan(seconds=None, turns=3).count == 3000
-    assert row.plan(seconds=2.0, turns=3).count == 100
+    assert row.order(seconds=None).count == 3000
+    assert row.order(seconds=2.0).count == 100
 
 
 def test_medians_are_of_each_figure_and_no_fault_is_lost() -> None:

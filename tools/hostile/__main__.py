@@ -47,12 +47,12 @@ def run(
         seconds: Of each attack and each control, if not as the bar says.
         views: That the lying member tells.
         seed: Of the lying member and the kills.
-        short: One turn of 5 seconds, 60 views, for CI: its figures say little.
+        short: One turn of 5 seconds, 20 views, for CI: its figures say little.
         json: Where the table goes, for `python -m tools.chaos report`.
         logs: A folder for what all machines have printed.
     """
     if short:
-        turns, seconds, views = 1, SHORT_S, 60
+        turns, seconds, views = 1, SHORT_S, 20
     rows: list[tuple[str, ...]] = []
     for row in ROWS:
         if not names or row.name in names:
@@ -69,7 +69,7 @@ def run(
 
 def _measure(row: Row, turns: int, seconds: float | None, logs: Path | None) -> list[Judged]:
     try:
-        return list(row.judge(*run_turns(row.plan(seconds=seconds, turns=turns), logs)))
+        return list(row.judge(*run_turns(row.order(seconds=seconds), turns, logs)))
     except CampaignError as e:
         return [Judged("hung", str(e), met=False)]
 

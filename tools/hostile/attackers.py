@@ -58,7 +58,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     count: int
     """Packets, names or connections, evenly over these seconds."""
-    control: bool
+    control: bool = False
     """The same to a port of nobody, or by somebody who does no harm."""
     peers: tuple[Address, ...] = ()
     """The doors of the mesh's agents."""

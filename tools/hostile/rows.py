@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tools.hostile.attackers import Mix
-from tools.hostile.turns import Plan, Turn
+from tools.hostile.attackers import Mix, Order
+from tools.hostile.turns import Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +28,11 @@ class Row:
     most_join_s: float = 10.0
     most_rest_s: float = math.inf
 
-    def plan(self, *, seconds: float | None, turns: int) -> Plan:
-        """How it is measured."""
+    def order(self, *, seconds: float | None) -> Order:
+        """What the attacker does."""
         seconds = seconds or self.seconds
         count = round(self.per_second * seconds)
-        return Plan(kind=self.kind, seconds=seconds, count=count, turns=turns, mix=self.mix)
+        return Order(kind=self.kind, seconds=seconds, count=count, mix=self.mix)
 
     def judge(self, control: Turn, attack: Turn) -> Iterator["Judged"]:
         """Each figure with its limit, as the table shows them."""

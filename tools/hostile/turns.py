@@ -10,12 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import msgspec
 import psutil
+from msgspec.structs import replace
 
 from pmesh.client.home import socket_path
 from pmesh.core.identity import MeshKey, mesh_key_text
@@ -23,7 +23,7 @@ from pmesh.core.messages import Address
 from tools.chaos.cluster import CampaignError, Cluster, Node, Process
 from tools.chaos.oplog import longest_gap_s
 from tools.chaos.trainer import Options
-from tools.hostile.attackers import Mix, Order
+from tools.hostile.attackers import Order
 from tools.hostile.packets import BLACK_HOLE_SUBNET, BLACK_HOLES
 from tools.virtual_lan import Host
 
@@ -94,43 +94,23 @@ class Weight(NamedTuple):
         return Weight(max(w.descriptors for w in weights), max(w.nbytes for w in weights))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How a row is measured."""
-
-    kind: str
-    seconds: float
-    count: int
-    turns: int
-    seed: int = 1
-    mix: Mix = "all"
-    patch: str = SOFT_LIMIT
-
-
-def run_turns(plan: Plan, logs: Path | None = None) -> tuple[Turn, Turn]:
-    """The medians of the control and of the attack."""
+def run_turns(order: Order, turns: int, logs: Path | None = None) -> tuple[Turn, Turn]:
+    """The medians of so many turns, of the control and of the attack."""
     key = mesh_key_text(MeshKey(os.urandom(32)))
+    shared = {"PMESH_KEY": key, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     options = Options(number=0, wait_for=2, op_bytes=OP_BYTES)
     measured: dict[bool, list[Turn]] = {True: [], False: []}
-    environment = os.environ | {
-        "PMESH_KEY": key,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    with Cluster(
-        4, options, patch=plan.patch, environment=lambda _: {"PMESH_KEY": key}, logs=logs
-    ) as cluster:
-        _prepare(cluster.nodes[3].host, plan.kind)
-        for number in range(2 * plan.turns):
-            control = number % 2 == 0
+    with Cluster(4, options, patch=SOFT_LIMIT, environment=lambda _: shared, logs=logs) as cluster:
+        _prepare(cluster.nodes[3].host, order.kind)
+        for number in range(2 * turns):
             _revive(cluster)
-            order = _order(cluster, plan, control=control, seed=plan.seed + number)
-            with _start(cluster, order, environment) as attacker:
-                turn = _Turn(cluster, order, attacker).run()
-            measured[control].append(turn)
-            print(
-                f"  {'control' if control else 'attack '} {msgspec.json.encode(turn).decode()}",
-                flush=True,
-            )
+            now = replace(order, control=number % 2 == 0, seed=order.seed + number)
+            now = replace(now, peers=_doors(cluster), path=str(socket_path(cluster.nodes[0].home)))
+            with _start(cluster, now, os.environ | shared) as attacker:
+                turn = _Turn(cluster, now, attacker).run()
+            measured[now.control].append(turn)
+            who = "control" if now.control else "attack "
+            print(f"  {who} {msgspec.json.encode(turn).decode()}", flush=True)
     return Turn.median_of(measured[True]), Turn.median_of(measured[False])
 
 
@@ -169,22 +149,13 @@ def _start(
             attacker.kill()
 
 
-def _order(cluster: Cluster, plan: Plan, *, control: bool, seed: int) -> Order:
-    doors = []
+def _doors(cluster: Cluster) -> tuple[Address, ...]:
+    doors: list[Address] = []
     for node in cluster.nodes[:2]:
-        addresses = node.status()["node"]["addresses"]
+        addresses: list[str] = node.status()["node"]["addresses"]
         own = next(a for a in addresses if a.startswith(f"{node.host.ipv4}:"))
         doors.append(Address(node.host.ipv4, int(own.rpartition(":")[2])))
-    return Order(
-        kind=plan.kind,
-        seconds=plan.seconds,
-        count=plan.count,
-        control=control,
-        peers=tuple(doors),
-        path=str(socket_path(cluster.nodes[0].home)),
-        seed=seed,
-        mix=plan.mix,
-    )
+    return tuple(doors)
 
 
 class _Turn:
