@@ -1,0 +1,25 @@
+"""Strangers and members that flood two machines which train; what only a quiet machine can show,
+such as ops/s, is measured by `python -m tools.hostile`."""
+
+import pytest
+
+from tools.hostile.rows import ROWS
+from tools.hostile.turns import run_turns
+from tools.virtual_lan import clean
+
+pytestmark = pytest.mark.netns
+SECONDS = 4.0
+
+
+@pytest.mark.parametrize("name", ["mdns-300", "names"])
+def test_a_flood_of_machines_that_do_not_exist_kills_nobody_and_takes_no_descriptors(
+    name: str,
+) -> None:
+    clean()  # what a run that was killed has left
+    row = next(row for row in ROWS if row.name == name)
+
+    _, attack = run_turns(row.order(seconds=SECONDS), turns=1)
+
+    assert attack.faults == ()
+    assert attack.more_descriptors <= 20
+    assert attack.join_s < 30.0, "the third machine never joined"

@@ -1,0 +1,148 @@
+"""What the attackers say is what it is meant to be, and figures are judged by their bars."""
+
+from dataclasses import replace
+from random import Random
+
+import msgspec
+import pytest
+from zeroconf._protocol.incoming import DNSIncoming
+
+from pmesh.core import advertisement as adverts
+from pmesh.core.identity import AdvertisementKey
+from pmesh.core.messages import Commit, Heartbeat, LinkMessage, Propose, encode
+from pmesh.core.views import Primary, Roster, Seat, Trainer, View
+from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot, TrainerId
+from tools.hostile.liar import TWISTS, Liar, Twist
+from tools.hostile.packets import (
+    RECORDS,
+    announce,
+    invent,
+    mutate,
+    name_only,
+    question,
+)
+from tools.hostile.rows import ROWS
+from tools.hostile.turns import Turn
+
+KEY = AdvertisementKey(b"meshmesh", bytes(32))
+ME, YOU = (Member(NodeId(bytes([n]) * 32), Incarnation(n)) for n in (1, 2))
+EPOCH = Epoch(1, ME.node, ME.incarnation)
+RESTING = Turn(ops_per_s=100, slowest_s=0.1, more_descriptors=1, more_mib=1, join_s=1, rest_s=1)
+
+
+@pytest.fixture
+def random() -> Random:
+    return Random(1)  # noqa: S311 - the same each time
+
+
+def view() -> View:
+    """Both, with a job of one rank at each."""
+    trainers = tuple(
+        Trainer(TrainerId(n), member, Slot(1), f"mac-{n}") for n, member in enumerate((ME, YOU))
+    )
+    job = Roster(JobName("job"), EPOCH, 1, trainers, Primary(EPOCH, (ME, YOU)), TrainerId(2))
+    seats = tuple(Seat(member, "mac", EPOCH, None) for member in (ME, YOU))
+    return View(EPOCH, seats, (job,))
+
+
+def beat() -> Heartbeat:
+    return Heartbeat(EPOCH, EPOCH, flushed=False, acting=True, needs_epoch=False, heard={})
+
+
+def test_an_invented_machine_is_announced_and_withdrawn_in_one_packet_each(
+    random: Random,
+) -> None:
+    machine = invent(random, KEY)
+
+    for withdrawn in (False, True):
+        read = DNSIncoming(announce(machine, withdrawn=withdrawn))
+        answers = read.answers()
+        assert read.valid
+        assert len(answers) == RECORDS
+        assert {answer.ttl == 0 for answer in answers} == {withdrawn}
+    assert KEY.tag.hex().encode() in machine.entries.values()
+    assert adverts.instance_name(machine.node) in {answer.name for answer in answers}
+
+
+def test_a_packet_of_names_brings_nothing_but_names(random: Random) -> None:
+    answers = DNSIncoming(name_only(random)).answers()
+
+    assert {answer.name for answer in answers} == {adverts.SERVICE_TYPE}
+    assert len({answer.alias for answer in answers}) == RECORDS  # type: ignore[attr-defined]
+
+
+def test_the_question_asks_for_the_agents_of_all_meshes() -> None:
+    (asked,) = DNSIncoming(question()).questions
+
+    assert (asked.name, asked.type) == (adverts.SERVICE_TYPE, 12)
+
+
+def test_mutants_differ_from_what_they_are_made_of(random: Random) -> None:
+    packet = announce(invent(random, KEY))
+
+    assert all(mutate(packet, random) != packet for _ in range(100))
+
+
+@pytest.mark.parametrize("twist", TWISTS.values(), ids=TWISTS)
+def test_each_twist_makes_another_view_that_can_still_be_sent(twist: Twist) -> None:
+    twisted = twist(view(), YOU)
+
+    assert twisted != view()
+    assert encode(Commit(twisted, ()))
+
+
+def test_a_liar_proposes_before_it_commits_and_begins_when_it_has_seen_a_view(
+    random: Random,
+) -> None:
+    liar = Liar(random)
+    assert list(liar.lies(beat(), YOU)) == []
+    liar.see(Commit(view(), ()))
+
+    said: list[LinkMessage] = []
+    while not any(isinstance(message, Commit) for message in said):
+        said = list(liar.lies(beat(), YOU))
+
+    proposal, commit = said
+    assert isinstance(proposal, Propose)
+    assert isinstance(commit, Commit)
+    assert proposal.epoch == commit.view.epoch > EPOCH
+    assert YOU in proposal.members
+    assert liar.told > 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "missed"),
+    [
+        ({}, []),
+        ({"ops_per_s": 80}, ["ratio"]),
+        ({"slowest_s": 0.4}, ["slowest op"]),
+        ({"more_descriptors": 21, "more_mib": 11}, ["descriptors", "memory"]),
+        ({"join_s": 11, "rest_s": 6}, ["join", "at rest"]),
+        ({"faults": ("an agent has died",)}, ["faults"]),
+    ],
+)
+def test_a_flood_is_judged_by_each_figure_beside_its_control(
+    changed: dict[str, object], missed: list[str]
+) -> None:
+    attack = msgspec.structs.replace(RESTING, **changed)
+
+    figures = list(ROWS[0].judge(RESTING, attack))
+
+    assert [figure.name for figure in figures if not figure.met] == missed
+
+
+def test_a_row_orders_as_many_packets_as_its_seconds_ask_for() -> None:
+    row = replace(ROWS[0], per_second=50)
+
+    assert row.order(seconds=None).count == 3000
+    assert row.order(seconds=2.0).count == 100
+
+
+def test_medians_are_of_each_figure_and_no_fault_is_lost() -> None:
+    turns = [
+        msgspec.structs.replace(RESTING, ops_per_s=ops, faults=(f"fault {ops}",))
+        for ops in (1.0, 9.0, 2.0)
+    ]
+
+    assert Turn.median_of(turns).ops_per_s == 2.0
+    assert len(Turn.median_of(turns).faults) == 3

@@ -1,0 +1,110 @@
+"""Attacks on real agents that train, and what the training notices.
+
+    $ sudo .venv/bin/python -m tools.hostile                      # all rows: an hour and a half
+    $ sudo .venv/bin/python -m tools.hostile mdns-1000 --json hostile.json
+    $ sudo .venv/bin/python -m tools.hostile --short
+
+Linux, root.
+"""
+
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import cyclopts
+
+from tools.chaos.cluster import CampaignError
+from tools.chaos.results import Results, Table, describe_commit, describe_machine, write_results
+from tools.hostile.lies import run_lies
+from tools.hostile.rows import ROWS, Judged, Row
+from tools.hostile.turns import run_turns
+from tools.virtual_lan import clean, why_not
+
+SHORT_S = 5.0
+LIES = "lies"
+app = cyclopts.App(name="hostile", help=__doc__, help_format="plaintext", version_flags=[])
+
+
+@app.default
+def run(
+    *names: str,
+    turns: int = 3,
+    seconds: float | None = None,
+    views: int = 1000,
+    seed: int = 1,
+    short: Annotated[bool, cyclopts.Parameter(negative="")] = False,
+    json: Path | None = None,
+    logs: Path | None = None,
+) -> int:
+    """Run the rows of these names, or all; exits with 1 if a bar was missed.
+
+    Args:
+        names: Of rows.
+        turns: How often the attack and its control follow each other; medians count.
+        seconds: Of each attack and each control, if not as the bar says.
+        views: That the lying member tells.
+        seed: Of the lying member and the kills.
+        short: One turn of 5 seconds, 20 views, for CI: its figures say little.
+        json: Where the table goes, for `python -m tools.chaos report`.
+        logs: A folder for what all machines have printed.
+    """
+    if short:
+        turns, seconds, views = 1, SHORT_S, 20
+    rows: list[tuple[str, ...]] = []
+    for row in ROWS:
+        if not names or row.name in names:
+            print(f"{row.name}: {row.what} …", flush=True)
+            rows.append(_tell(row.what, _measure(row, turns, seconds, logs)))
+    if not names or LIES in names:
+        what = f"{views:,} views of a lying member, with kills"
+        print(f"{LIES}: {what} …", flush=True)
+        rows.append(_tell(what, run_lies(views, seed, logs)))
+    if json is not None:
+        write_results(json, Results(tables=(_table(rows),)))
+    return int(any(cells[-1] != "met" for cells in rows))
+
+
+def _measure(row: Row, turns: int, seconds: float | None, logs: Path | None) -> list[Judged]:
+    try:
+        return list(row.judge(*run_turns(row.order(seconds=seconds), turns, logs)))
+    except CampaignError as e:
+        return [Judged("hung", str(e), met=False)]
+
+
+def _tell(what: str, figures: Sequence[Judged]) -> tuple[str, ...]:
+    missed = ", ".join(figure.name for figure in figures if not figure.met)
+    verdict = f"MISSED: {missed}" if missed else "met"
+    figures_text = "; ".join(f"{figure.name} {figure.value}" for figure in figures)
+    print(f"  {figures_text}: {verdict}", flush=True)
+    return what, figures_text, verdict
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> Table:
+    return Table(
+        title="Hostile neighbours",
+        text="Each attack beside a control that sends the same to nobody, in turn; medians. The "
+        "descriptors and the memory are of the agent that took most more of them; `join` is until "
+        "a third machine was in everybody's view while the attack went on; `at rest` is from its "
+        f"end until the ops/s were 95 % of before. At {describe_commit()}, {describe_machine()}.",
+        command=f"sudo .venv/bin/python -m tools.hostile {shlex.join(sys.argv[1:])}".rstrip(),
+        columns=("attack", "control → attack", "verdict"),
+        rows=tuple(rows),
+    )
+
+
+def main() -> int:
+    """The command line; a kill ends all that was started, too."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    if (reason := why_not()) is not None:
+        print(f"hostile: {reason}", file=sys.stderr)
+        return 1
+    clean()  # what a run that was killed has left
+    return app(result_action="return_int_as_exit_code_else_zero") or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

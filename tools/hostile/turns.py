@@ -1,0 +1,296 @@
+"""Attacks of so many seconds, each beside its control in the same start, in turn; medians count."""
+
+import contextlib
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import msgspec
+import psutil
+from msgspec.structs import replace
+
+from pmesh.client.home import socket_path
+from pmesh.core.identity import MeshKey, mesh_key_text
+from pmesh.core.messages import Address
+from tools.chaos.cluster import CampaignError, Cluster, Node, Process
+from tools.chaos.oplog import longest_gap_s
+from tools.chaos.trainer import Options
+from tools.hostile.attackers import Order
+from tools.hostile.packets import BLACK_HOLE_SUBNET, BLACK_HOLES
+from tools.virtual_lan import Host
+
+SOFT_LIMIT = (
+    "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (256, r.getrlimit(r.RLIMIT_NOFILE)[1]))"
+)
+OP_BYTES = 16 * 1024
+SAMPLE_S = 0.25
+READY_S = 60.0
+REST_S = 30.0  # how long is waited for the figures of before; what takes longer is told as this
+AT_REST = 0.95  # of the ops/s of before
+SETTLED_S = 6.0
+SETTLED = 0.8  # of the ops/s of before: other programs of this machine come and go
+SPARE_DESCRIPTORS = 2  # a question about the status is one
+# All that is sent there vanishes: it is asked for by hardware address, and dropped at once.
+_BLACK_HOLE = f"""
+ip link add sink type veth peer name drain
+ip link set sink arp off up
+ip link set drain arp off up
+echo 1 > /proc/sys/net/ipv4/ip_forward
+echo 1 > /proc/sys/net/ipv4/conf/eth0/proxy_arp
+echo 0 > /proc/sys/net/ipv4/neigh/eth0/proxy_delay
+ip route add {BLACK_HOLE_SUBNET} dev sink
+"""
+_MANY_ADDRESSES = "\n".join(f"ip addr add {host}/24 dev eth0" for host in BLACK_HOLES)
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured while an attack, or its control, went on."""
+
+    ops_per_s: float
+    slowest_s: float
+    """The longest time between the ends of two ops."""
+    more_descriptors: float
+    more_mib: float
+    """Of an agent and its children, their share of shared pages counted in part (PSS)."""
+    join_s: float
+    """Until a third machine was in the view of all."""
+    rest_s: float
+    """From the end until ops/s and descriptors were as before."""
+    faults: tuple[str, ...] = ()
+    """Agents that died, errors that trainers raised."""
+
+    @classmethod
+    def median_of(cls, turns: Sequence[Self]) -> Self:
+        """Of each figure; all faults."""
+        figures = {
+            name: statistics.median(getattr(turn, name) for turn in turns)
+            for name in cls.__struct_fields__
+            if name != "faults"
+        }
+        return cls(**figures, faults=tuple(fault for turn in turns for fault in turn.faults))
+
+
+class Weight(NamedTuple):
+    """What an agent has taken of the machine."""
+
+    descriptors: int
+    nbytes: int
+
+    def above(self, base: "Weight") -> "Weight":
+        """How much more that is."""
+        return Weight(self.descriptors - base.descriptors, self.nbytes - base.nbytes)
+
+    @staticmethod
+    def most_of(weights: Sequence["Weight"]) -> "Weight":
+        """The most of each."""
+        return Weight(max(w.descriptors for w in weights), max(w.nbytes for w in weights))
+
+
+def run_turns(order: Order, turns: int, logs: Path | None = None) -> tuple[Turn, Turn]:
+    """The medians of so many turns, of the control and of the attack."""
+    key = mesh_key_text(MeshKey(os.urandom(32)))
+    shared = {"PMESH_KEY": key, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    options = Options(number=0, wait_for=2, op_bytes=OP_BYTES)
+    measured: dict[bool, list[Turn]] = {True: [], False: []}
+    with Cluster(4, options, patch=SOFT_LIMIT, environment=lambda _: shared, logs=logs) as cluster:
+        _prepare(cluster.nodes[3].host, order.kind)
+        for number in range(2 * turns):
+            _revive(cluster)
+            now = replace(order, control=number % 2 == 0, seed=order.seed + number)
+            now = replace(now, peers=_doors(cluster), path=str(socket_path(cluster.nodes[0].home)))
+            with _start(cluster, now, os.environ | shared) as attacker:
+                turn = _Turn(cluster, now, attacker).run()
+            measured[now.control].append(turn)
+            who = "control" if now.control else "attack "
+            print(f"  {who} {msgspec.json.encode(turn).decode()}", flush=True)
+    return Turn.median_of(measured[True]), Turn.median_of(measured[False])
+
+
+def _prepare(host: Host, kind: str) -> None:
+    host.run(["sh", "-ec", _MANY_ADDRESSES if kind == "knock" else _BLACK_HOLE])
+
+
+def _revive(cluster: Cluster) -> None:
+    """Two machines that train; what the turn before has broken is started again."""
+    pair = cluster.nodes[:2]
+    if any(part is None or part.ended for node in pair for part in (node.agent, node.trainer)):
+        for node in pair:
+            node.kill("agent", "trainer")
+        cluster.await_ends(*pair)
+    cluster.start(pair)
+    cluster.await_ops(20, pair)
+
+
+@contextlib.contextmanager
+def _start(
+    cluster: Cluster, order: Order, environment: dict[str, str]
+) -> Iterator[subprocess.Popen[str]]:
+    """The attacker: a host of its own, or for what is done at a Unix socket, the first machine."""
+    host = cluster.nodes[0 if order.kind == "local" else 3].host
+    command = [sys.executable, "-m", "tools.hostile.attackers"]
+    with host.popen(
+        [*command, msgspec.json.encode(order).decode()],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as attacker:
+        try:
+            yield attacker
+            attacker.wait(READY_S)
+        finally:
+            attacker.kill()
+
+
+def _doors(cluster: Cluster) -> tuple[Address, ...]:
+    doors: list[Address] = []
+    for node in cluster.nodes[:2]:
+        addresses: list[str] = node.status()["node"]["addresses"]
+        own = next(a for a in addresses if a.startswith(f"{node.host.ipv4}:"))
+        doors.append(Address(node.host.ipv4, int(own.rpartition(":")[2])))
+    return tuple(doors)
+
+
+class _Turn:
+    def __init__(self, cluster: Cluster, order: Order, attacker: subprocess.Popen[str]) -> None:
+        self._cluster = cluster
+        self._pair = cluster.nodes[:2]
+        self._third = cluster.nodes[2]
+        self._seconds = order.seconds
+        self._attacker = attacker
+        self._base: list[Weight] = []
+        self._most = Weight(0, 0)
+        self._few_again = math.inf
+        """When the descriptors were as few as before."""
+        self._join_s = math.inf
+
+    def run(self) -> Turn:
+        """The control or the attack; a third machine joins when a fifth of it is over."""
+        facts = _line_of(self._attacker)
+        before = time.monotonic()
+        time.sleep(max(2.0, self._seconds / 6))
+        clean = self._ops_per_s(before, time.monotonic())
+        self._base = [weigh(node) for node in self._pair]
+        began = time.monotonic()
+        _send_line(self._attacker)
+        self._watch(began + self._seconds / 5)
+        self._cluster.start_agent(self._third)
+        self._watch(began + self._seconds)
+        most, ended = self._most, time.monotonic()
+        self._watch(ended + REST_S, lambda: self._has_settled(ended, clean))
+        rest_s = self._rest_s(ended, clean)
+        self._watch(ended + REST_S, lambda: self._join_s < math.inf)
+        turn = Turn(
+            ops_per_s=self._ops_per_s(began, ended),
+            slowest_s=longest_gap_s(self._done(), since=began, until=ended),
+            more_descriptors=most.descriptors,
+            more_mib=most.nbytes / 2**20,
+            join_s=min(self._join_s, self._seconds + REST_S),
+            rest_s=rest_s,
+            faults=tuple(self._faults(began, facts)),
+        )
+        self._third.kill("agent")
+        self._cluster.await_ends(self._third)
+        self._cluster.forget_ops(before=ended)
+        return turn
+
+    def _watch(self, until: float, holds: Callable[[], bool] = lambda: False) -> None:
+        """Weigh the agents again and again, until then or until this holds."""
+        while time.monotonic() < until and not holds():
+            more = [w.above(b) for w, b in zip(map(weigh, self._pair), self._base, strict=True)]
+            self._most = Weight.most_of([self._most, *more])
+            self._look_for_third()
+            time.sleep(SAMPLE_S)
+
+    def _look_for_third(self) -> None:
+        agents = [node.agent for node in self._cluster.nodes[:3]]
+        third = self._third.agent
+        if third is None or self._join_s < math.inf:
+            return
+        rings = [_last_ring(agent, since=third.started) for agent in agents]
+        if all(all(node.name in line for node in self._cluster.nodes[:3]) for _, line in rings):
+            self._join_s = max(at for at, _ in rings) - third.started
+            third.send(signal.SIGTERM)  # the two are at rest when they are alone again
+
+    def _has_settled(self, ended: float, clean: float) -> bool:
+        now = time.monotonic()
+        weights = zip(map(weigh, self._pair), self._base, strict=True)
+        if all(w.descriptors <= b.descriptors + SPARE_DESCRIPTORS for w, b in weights):
+            self._few_again = min(self._few_again, now)
+        settled = self._ops_per_s(now - SETTLED_S / 2, now) >= SETTLED * clean
+        return now >= max(ended + SETTLED_S, self._few_again) and settled
+
+    def _rest_s(self, ended: float, clean: float) -> float:
+        """Until the first second with the ops/s of before, or of afterwards if those are fewer."""
+        now = time.monotonic()
+        rest = AT_REST * min(clean, self._ops_per_s(now - SETTLED_S / 2, now))
+        at = max(ended, self._few_again)
+        while at < now - 1.0 and self._ops_per_s(at, at + 1.0) < rest:
+            at += SAMPLE_S
+        return min(at, now) - ended if now < ended + REST_S else REST_S
+
+    def _done(self) -> list[float]:
+        """When the slower of the two trainers has done its ops."""
+        return [op.done for op in list(self._pair[0].life.ops.values())]
+
+    def _ops_per_s(self, since: float, until: float) -> float:
+        return sum(since < at <= until for at in self._done()) / (until - since)
+
+    def _faults(self, since: float, facts: dict[str, Any]) -> Iterator[str]:
+        expected = [*self._pair] if self._join_s < math.inf else [*self._pair, self._third]
+        for node in expected:
+            if node.agent is not None and node.agent.ended:
+                yield f"{node.name}'s agent has died: {last_words(node.agent)}"
+        for node in self._pair:
+            yield from (f"{node.name}: {error.says}" for error in node.life.errors(since))
+            yield from (
+                f"{node.name}: a wrong sum" for op in list(node.life.ops.values()) if not op.right
+            )
+        if facts.get("refused", True) is not True:
+            yield "another user was let in"
+
+
+def last_words(process: Process) -> str:
+    """The last line that it printed, but for the frames of a traceback."""
+    words = [line.strip(" |+-") for line in process.printed()]
+    return next((line for line in reversed(words) if line), "")
+
+
+def weigh(node: Node) -> Weight:
+    """The node's agent and its children, now; nothing if it has died."""
+    if node.agent is None:
+        return Weight(0, 0)
+    try:
+        agent = psutil.Process(node.agent.pid)
+        family = [agent, *agent.children(recursive=True)]
+        nbytes = sum(process.memory_full_info().pss for process in family)
+        return Weight(agent.num_fds(), nbytes)
+    except psutil.Error:
+        return Weight(0, 0)
+
+
+def _last_ring(agent: Process | None, *, since: float) -> tuple[float, str]:
+    lines = [] if agent is None else list(agent.lines)
+    rings = [(at, line) for at, line in lines if at >= since and line.startswith("ring: ")]
+    return rings[-1] if rings else (0.0, "")
+
+
+def _line_of(attacker: subprocess.Popen[str]) -> dict[str, Any]:
+    line = attacker.stdout.readline() if attacker.stdout is not None else ""
+    if not line:
+        raise CampaignError("the attacker has died; its traceback is above")
+    facts: dict[str, Any] = json.loads(line)
+    return facts
+
+
+def _send_line(attacker: subprocess.Popen[str]) -> None:
+    if attacker.stdin is not None:
+        attacker.stdin.write("go\n")
+        attacker.stdin.flush()
