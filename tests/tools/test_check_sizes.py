@@ -31,20 +31,20 @@ def test_empty_files_do_not_flatter_the_median(tmp_path: Path) -> None:
     assert list(check_sizes.measure(tmp_path).files.values()) == [10]
 
 
-def test_a_file_of_400_lines_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, "a.py", 400)
+def test_a_file_of_600_lines_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "a.py", 600)
 
     assert check_sizes.main([str(tmp_path)]) == 0
-    assert "400" in capsys.readouterr().out
+    assert "600" in capsys.readouterr().out
 
 
-def test_a_file_of_401_lines_fails_and_is_named(
+def test_a_file_of_601_lines_fails_and_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(tmp_path, "long.py", 401)
+    write(tmp_path, "long.py", 601)
 
     assert check_sizes.main([str(tmp_path)]) == 1
-    assert "long.py: 401 lines" in capsys.readouterr().out
+    assert "long.py: 601 lines" in capsys.readouterr().out
 
 
 def test_a_folder_without_code_is_left_out(

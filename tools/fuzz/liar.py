@@ -132,8 +132,8 @@ def example(info: inspect.Type, dice: Random) -> Any:  # noqa: ANN401, C901, PLR
             return bytes([dice.randrange(256)]) * (shortest or 0)
         case inspect.LiteralType(values=values):
             return dice.choice(values)
-        case inspect.VarTupleType(item_type=item):
-            return tuple(example(item, dice) for _ in range(dice.randrange(3)))
+        case inspect.VarTupleType(item_type=item, min_length=shortest):
+            return tuple(example(item, dice) for _ in range((shortest or 0) + dice.randrange(3)))
         case inspect.DictType(key_type=key, value_type=value):
             return {example(key, dice): example(value, dice) for _ in range(dice.randrange(3))}
         case inspect.UnionType(types=types):
