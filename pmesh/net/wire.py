@@ -151,6 +151,8 @@ class Wire:
                 return MeshKeyMismatch(
                     f"{self.remote} holds another mesh key; copy this one with 'pmesh key show'"
                 )
+            case TlsFailed() if self._judged:  # by somebody on the way: the peer is not to blame
+                return PeerUnreachable(f"the connection to {self.remote} is garbled: {end.detail}")
             case TlsFailed():
                 return ProtocolError(f"{self.remote} does not speak pmesh: {end.detail}")
         assert_never(end)
