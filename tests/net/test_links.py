@@ -194,7 +194,7 @@ async def test_a_member_that_sends_garbage_is_named(data: bytes) -> None:
 async def test_a_forged_record_ends_the_link_and_is_not_blamed_on_the_peer() -> None:
     async with linked() as (ada, bob):
         await ada._wire.stream.send_all(b"\x17\x03\x03\x00\x20" + bytes(32))  # noqa: SLF001
-        with pytest.raises(PeerUnreachable, match="is garbled: .*bad record mac"):
+        with pytest.raises(PeerUnreachable, match=r"is garbled: .*bad record mac"):
             await bob.receive()
 
 
