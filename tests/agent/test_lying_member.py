@@ -121,6 +121,7 @@ async def test_a_commit_that_no_leader_could_have_made_ends_the_liars_link_and_n
             liar.link.send(bad_commit(epoch, of(one)))
             await until(lambda: liar.ended)
         assert one.agent.peers.broken_links == 1
+        assert not [line for line in one.lines if "inside pmesh" in line]
         two = here.new_machine("mac-1", peers=[one.address])
         await two.start()
         await here.settle(one, two)
@@ -137,6 +138,7 @@ async def test_a_counter_that_no_honest_member_reaches_leaves_the_others_togethe
             liar.link.send(TellView(view))
             liar.link.send(make_heartbeat(view, of(one)))
             await until(lambda: liar.ended)
+        assert one.agent.peers.broken_links == 1
         assert one.agent.membership.state.highest_counter < 100
         await trainers[0].die()
         await until(lambda: len(two.agent.jobs.ranks) <= 1)
