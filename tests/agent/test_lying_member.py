@@ -23,14 +23,14 @@ from pmesh.core.messages import (
     Refuse,
     TellView,
 )
-from pmesh.core.views import Roster, View
+from pmesh.core.views import Roster, Seat, View
 from pmesh.errors import PeerUnreachable, ProtocolError
 from pmesh.ids import MAX_COUNTER, Epoch, Incarnation, Member, NodeId
 from pmesh.net.links import Link, shake_hands
 from pmesh.net.tls import TlsContexts
 from tests.agent.fake_trainer import until
 from tests.agent.fakes import MESH, Machine, village
-from tests.core.builders import make_heartbeat, make_member, make_roster, make_seat, make_view
+from tests.core.builders import make_heartbeat, make_member, make_roster, make_view
 
 KEY = NodeKey.from_seed(b"l" * 32)
 LIAR = Member(KEY.node, Incarnation(666))
@@ -87,7 +87,8 @@ def of(machine: Machine) -> Member:
 
 def commit(epoch: Epoch, *members: Member, rosters: tuple[Roster, ...] = ()) -> Commit:
     """In the ring order that follows from equal costs: only the view is bad."""
-    view = View(epoch, tuple(map(make_seat, sorted(members))), rosters)
+    seats = tuple(Seat(member, "mac", epoch, None) for member in sorted(members))
+    view = View(epoch, seats, rosters)
     size = len(view.seats)
     return Commit(view, tuple(tuple(20 * (a != b) for b in range(size)) for a in range(size)))
 
