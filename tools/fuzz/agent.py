@@ -23,7 +23,7 @@ from pmesh.net.links import Link
 from tools.fuzz.corpus import Recorder, load, raw
 from tools.fuzz.liar import Liar
 
-SHORT_BAN_S = 0.2  # who is banned can't lie; bans have tests of their own
+SHORT_BAN_S = 1.0  # who is banned can't lie; bans have tests of their own
 REPLAYED_AT_ONCE = 3  # with each heartbeat: many at once would all go to a link that ends
 
 Send = Callable[[Link, Any], None]
