@@ -37,7 +37,8 @@ BUSY_MS = 50.0  # of lag of our own: then the machine was busy, and the agent is
 LAG_WINDOW_S = 11.0  # an agent's lag is the worst of its last 10 s
 LIMITS = {
     "private MiB": 300,  # an agent with two trainers takes 60
-    "shared MiB": 4096,  # arenas, which any local program may have
+    # Arenas: half of the machine's memory for all programs, and what the others trained in.
+    "shared MiB": psutil.virtual_memory().total / (1 << 20) / 2 + 256,
     "descriptors": 512,
     "lag ms": 200,
 }
