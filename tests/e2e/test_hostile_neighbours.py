@@ -18,7 +18,7 @@ def test_a_flood_of_machines_that_do_not_exist_kills_nobody_and_takes_no_descrip
     clean()  # what a run that was killed has left
     row = next(row for row in ROWS if row.name == name)
 
-    _, attack = run_turns(row.order(seconds=SECONDS), turns=1)
+    (attack,) = run_turns(row.order(seconds=SECONDS), turns=1).attacks
 
     assert attack.faults == ()
     assert attack.more_descriptors <= 20

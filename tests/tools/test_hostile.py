@@ -22,7 +22,7 @@ from tools.hostile.packets import (
     question,
 )
 from tools.hostile.rows import ROWS
-from tools.hostile.turns import Turn
+from tools.hostile.turns import Measured, Turn
 
 KEY = AdvertisementKey(b"meshmesh", bytes(32))
 ME, YOU = (Member(NodeId(bytes([n]) * 32), Incarnation(n)) for n in (1, 2))
@@ -126,7 +126,7 @@ def test_a_flood_is_judged_by_each_figure_beside_its_control(
 ) -> None:
     attack = msgspec.structs.replace(RESTING, **changed)
 
-    figures = list(ROWS[0].judge(RESTING, attack))
+    figures = list(ROWS[0].judge(Measured([RESTING], [attack])))
 
     assert [figure.name for figure in figures if not figure.met] == missed
 
@@ -146,3 +146,10 @@ def test_medians_are_of_each_figure_and_no_fault_is_lost() -> None:
 
     assert Turn.median_of(turns).ops_per_s == 2.0
     assert len(Turn.median_of(turns).faults) == 3
+
+
+def test_each_attack_is_compared_with_its_own_control() -> None:
+    slow, fast = (msgspec.structs.replace(RESTING, ops_per_s=ops) for ops in (50.0, 200.0))
+    half = [msgspec.structs.replace(turn, ops_per_s=turn.ops_per_s / 2) for turn in (slow, fast)]
+
+    assert Measured([slow, fast, slow], [*half, slow]).ratio == 0.5

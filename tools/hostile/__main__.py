@@ -69,7 +69,7 @@ def run(
 
 def _measure(row: Row, turns: int, seconds: float | None, logs: Path | None) -> list[Judged]:
     try:
-        return list(row.judge(*run_turns(row.order(seconds=seconds), turns, logs)))
+        return list(row.judge(run_turns(row.order(seconds=seconds), turns, logs)))
     except CampaignError as e:
         return [Judged("hung", str(e), met=False)]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tools.hostile.attackers import Mix, Order
-from tools.hostile.turns import Turn
+from tools.hostile.turns import Measured, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +34,11 @@ class Row:
         count = round(self.per_second * seconds)
         return Order(kind=self.kind, seconds=seconds, count=count, mix=self.mix)
 
-    def judge(self, control: Turn, attack: Turn) -> Iterator["Judged"]:
+    def judge(self, measured: Measured) -> Iterator["Judged"]:
         """Each figure with its limit, as the table shows them."""
-        ratio = attack.ops_per_s / control.ops_per_s if control.ops_per_s else 0.0
+        control, attack = map(Turn.median_of, measured)
         yield Judged("ops/s", f"{control.ops_per_s:.0f} → {attack.ops_per_s:.0f}", met=True)
-        yield Judged("ratio", f"{ratio:.2f}", ratio >= self.least_ratio)
+        yield Judged("ratio", f"{measured.ratio:.2f}", measured.ratio >= self.least_ratio)
         slower = attack.slowest_s - control.slowest_s
         yield Judged("slowest op", f"{slower:+.2f} s", slower <= self.most_slower_s)
         more = attack.more_descriptors

@@ -94,8 +94,21 @@ class Weight(NamedTuple):
         return Weight(max(w.descriptors for w in weights), max(w.nbytes for w in weights))
 
 
-def run_turns(order: Order, turns: int, logs: Path | None = None) -> tuple[Turn, Turn]:
-    """The medians of so many turns, of the control and of the attack."""
+class Measured(NamedTuple):
+    """What came of a row."""
+
+    controls: list[Turn]
+    attacks: list[Turn]
+
+    @property
+    def ratio(self) -> float:
+        """The median of each attack's ops/s by its own control's: other programs come and go."""
+        pairs = zip(self.attacks, self.controls, strict=True)
+        return statistics.median(a.ops_per_s / max(c.ops_per_s, 1e-9) for a, c in pairs)
+
+
+def run_turns(order: Order, turns: int, logs: Path | None = None) -> Measured:
+    """So many turns, each a control and an attack."""
     key = mesh_key_text(MeshKey(os.urandom(32)))
     shared = {"PMESH_KEY": key, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     options = Options(number=0, wait_for=2, op_bytes=OP_BYTES)
@@ -111,7 +124,7 @@ def run_turns(order: Order, turns: int, logs: Path | None = None) -> tuple[Turn,
             measured[now.control].append(turn)
             who = "control" if now.control else "attack "
             print(f"  {who} {msgspec.json.encode(turn).decode()}", flush=True)
-    return Turn.median_of(measured[True]), Turn.median_of(measured[False])
+    return Measured(measured[True], measured[False])
 
 
 def _prepare(host: Host, kind: str) -> None:
