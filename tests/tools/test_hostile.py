@@ -95,7 +95,7 @@ def test_a_liar_proposes_before_it_commits_and_begins_when_it_has_seen_a_view(
     random: Random,
 ) -> None:
     liar = Liar(random)
-    assert list(liar.lies(beat(), YOU)) == []
+    assert not [said for _ in range(50) for said in liar.lies(beat(), YOU)]
     liar.see(Commit(view(), ()))
 
     said: list[LinkMessage] = []
