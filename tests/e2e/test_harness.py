@@ -109,7 +109,7 @@ def test_settings_of_a_developer_do_not_reach_the_processes(
 def test_commands_know_the_home(fleet: Fleet) -> None:
     home = fleet.home("mac-1")
 
-    taken = fleet.pmesh("key", "set", fleet.mesh_key, home=home)
+    taken = fleet.pmesh("key", "set", home=home, piped=fleet.mesh_key)
     shown = fleet.pmesh("key", "show", home=home)
 
     assert taken.returncode == 0, taken.stderr
