@@ -5,6 +5,7 @@ the lane too, since that direction is known to pass firewalls. Whoever waits for
 end, and an offer may come before the taker has installed the roster (V4: early is not late).
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -20,7 +21,8 @@ from pmesh.net.lanes import Lane
 
 ATTEMPTS = 3  # a connection that fails thrice in a row is for the leader to judge
 RETRY_S = 0.2
-MAX_EXPECTED = 1024  # 8 peers, a few jobs and ranks; more is an attack
+MAX_OFFERED = 1024  # by one peer, and not yet taken: a few jobs and ranks; more is an attack
+MAX_DIALS = 16  # at once as one peer asks; each costs a descriptor
 ATTEMPT_S = 5.0  # as long as a connection may take to authenticate
 OFFER_PATIENCE_S = 2.0  # a connection may overtake the offer that it belongs to
 _KEY_BYTES = 32
@@ -102,6 +104,8 @@ class LaneDesk:
         self._entropy = entropy
         self._places: dict[End, _Place] = {}
         self._expected: dict[bytes, _Expected] = {}
+        self._dials: Counter[Member] = Counter()  # under way, as this peer has asked
+        self._turns: dict[Member, trio.CapacityLimiter] = {}
         self._news = trio.Event()
         self._over: dict[JobName, int] = {}  # every roster below this number
         self._given_up: set[End] = set()
@@ -115,15 +119,32 @@ class LaneDesk:
 
     def accept(self, member: Member, offer: OfferLane) -> None:
         """A peer offers the receiving end of an edge. ProtocolError: beyond all reason."""
-        if max(len(self._expected), len(self._places)) >= MAX_EXPECTED:
+        if self._offered_by(member) >= MAX_OFFERED:
             raise ProtocolError("more lanes are offered than any job needs")
         end = End(_edge_of(offer, member), sending=False)
         if self._is_over(end):
             return  # on its way while a view was installed here
         if offer.dial:
-            self._nursery.start_soon(self._dial, end, offer, member)
+            self._dials[member] += 1
+            self._nursery.start_soon(self._dial_as_asked, end, offer, member)
         else:
             self._expect(end, offer, member)
+
+    def _offered_by(self, member: Member) -> int:
+        """What this peer has made us keep; what others have offered does not count against it."""
+        expected = sum(expected.member == member for expected in self._expected.values())
+        places = sum(e.edge.host == member and not e.sending for e in self._places)
+        return max(expected, places) + self._dials[member]
+
+    async def _dial_as_asked(self, end: End, offer: OfferLane, member: Member) -> None:
+        turns = self._turns.setdefault(member, trio.CapacityLimiter(MAX_DIALS))
+        try:
+            async with turns:
+                await self._dial(end, offer, member)
+        finally:
+            self._dials[member] -= 1
+            if not self._dials[member]:
+                del self._dials[member], self._turns[member]
 
     async def welcome(
         self, stream: trio.SocketStream, lane: bytes, authenticated: Callable[[], None]

@@ -11,7 +11,7 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent import lane_desk
-from pmesh.agent.lane_desk import MAX_EXPECTED, Edge, End, LaneDesk
+from pmesh.agent.lane_desk import MAX_DIALS, MAX_OFFERED, Edge, End, LaneDesk
 from pmesh.core.messages import OfferLane
 from pmesh.core.records import LANE_ID_BYTES, PREAMBLE_BYTES
 from pmesh.errors import LaneBroken, NetworkError, PeerUnreachable, ProtocolError
@@ -359,15 +359,45 @@ async def test_a_lane_that_opens_after_its_roster_is_over_is_closed(
         assert autojump_clock.current_time() < 3
 
 
-async def test_more_offers_than_any_job_needs_are_an_attack() -> None:
+@pytest.mark.parametrize("dial", [False, True])
+async def test_more_offers_than_any_job_needs_are_an_attack_by_who_makes_them(
+    dial: bool,  # noqa: FBT001 - a parameter of the test
+) -> None:
     async with two_sides(ada_dials=True) as (ada, bob):
         make: Callable[[int], OfferLane] = lambda number: ada.desk._make_offer(  # noqa: E731, SLF001
-            edge(number), dial=False
+            edge(number), dial=dial
         )
-        for number in range(MAX_EXPECTED):
+        for number in range(MAX_OFFERED):
             bob.desk.accept(A, make(number))
         with pytest.raises(ProtocolError, match="more lanes"):
-            bob.desk.accept(A, make(MAX_EXPECTED))
+            bob.desk.accept(A, make(MAX_OFFERED))
+        bob.desk.accept(C, ada.desk._make_offer(edge(1), dial=False))  # noqa: SLF001
+
+
+async def test_a_peer_can_not_make_an_agent_dial_without_end(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """Each connection costs a descriptor, and may be to where nobody answers."""
+    under_way = most = 0
+
+    async def nobody_answers(_: Member) -> trio.SocketStream:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await trio.sleep(5)
+        under_way -= 1
+        raise PeerUnreachable("nobody answers")
+
+    async with two_sides(ada_dials=True) as (ada, bob):
+        monkeypatch.setattr(bob, "dial_member", nobody_answers)
+        for number in range(3 * MAX_DIALS):
+            bob.desk.accept(A, ada.desk._make_offer(edge(number), dial=True))  # noqa: SLF001
+        await trio.sleep(1)
+        assert under_way == MAX_DIALS
+        await trio.sleep(60)
+        assert (under_way, most) == (0, MAX_DIALS)
+        assert not bob.desk._turns  # noqa: SLF001 - what it keeps of a peer
+        assert autojump_clock.current_time() > 60
 
 
 async def test_whoever_still_waits_at_the_end_is_told() -> None:
