@@ -271,11 +271,9 @@ class Peers:
 
     def _introduce(self, live: Live) -> None:
         """Peers tell each other whom they know, so that one address is enough."""
-        others = [other.link.peer for other in self.links.values() if other is not live]
-        if others:
-            live.link.send(KnownPeers(tuple(others)))
         for other in self.links.values():
-            if other is not live:
+            if other is not live:  # one a message: what they say of themselves may be long
+                live.link.send(KnownPeers((other.link.peer,)))
                 other.link.send(KnownPeers((live.link.peer,)))
 
     # --- links run and end

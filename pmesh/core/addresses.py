@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from pmesh.core.messages import Address
+from pmesh.core.messages import MAX_ADDRESSES, Address
 
 InterfaceKind: TypeAlias = Literal["thunderbolt", "wired", "wifi", "loopback"]
 
@@ -48,10 +48,10 @@ class LocalAddress:
 def told_to_others(local: Iterable[LocalAddress], *, port: int) -> tuple[Address, ...]:
     """This machine's addresses as its Hello carries them, the best kind of interface first.
 
-    Without scopes: `%en0` names an interface of this machine, and nothing anywhere else.
+    Without scopes: `%en0` names an interface of this machine, and nothing anywhere else. At most 64.
     """
     ordered = sorted(local, key=lambda own: _PREFERENCE[own.kind])
-    return tuple(dict.fromkeys(Address(own.host, port) for own in ordered))
+    return tuple(dict.fromkeys(Address(own.host, port) for own in ordered))[:MAX_ADDRESSES]
 
 
 def in_dialling_order(

@@ -30,6 +30,7 @@ PROTOCOL_VERSION = 6
 
 MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; more is an attack
 
+MAX_ADDRESSES = 64  # of one machine; a Mac with every port in use has about ten
 MAX_TOLD = 1024  # of anything that one member tells about its own jobs in one message
 
 _OpOrNone = Annotated[int, Meta(ge=-1, le=2**62)]
@@ -67,7 +68,7 @@ class Hello(_Message, frozen=True, tag=1):
     member: Member
     name: Name
     """What the user calls the machine."""
-    addresses: Annotated[tuple[Address, ...], Meta(max_length=MAX_TOLD)] = ()
+    addresses: Annotated[tuple[Address, ...], Meta(max_length=MAX_ADDRESSES)] = ()
     """Where others can dial the sender."""
 
 

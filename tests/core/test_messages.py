@@ -98,6 +98,7 @@ def offer(lane: bytes = bytes(16), key: bytes = bytes(32), job: JobName = DIGITS
         pytest.param(Hello(1, ANNA, "", (Address("h" * 256, 1),)), id="a host name too long"),
         pytest.param(Hello(1, ANNA, "", (Address("host", 0),)), id="port 0"),
         pytest.param(Hello(1, ANNA, "", (Address("host", 65536),)), id="port 65536"),
+        pytest.param(Hello(1, ANNA, "", (Address("host", 1),) * 65), id="65 addresses"),
         pytest.param(offer(lane=bytes(15)), id="a lane id of 15 bytes"),
         pytest.param(offer(key=bytes(33)), id="a key of 33 bytes"),
         pytest.param(offer(job=JobName("x" * 65)), id="a job's name of 65 characters"),
