@@ -48,7 +48,8 @@ class LocalAddress:
 def told_to_others(local: Iterable[LocalAddress], *, port: int) -> tuple[Address, ...]:
     """This machine's addresses as its Hello carries them, the best kind of interface first.
 
-    Without scopes: `%en0` names an interface of this machine, and nothing anywhere else. At most 64.
+    Without scopes: `%en0` names an interface of this machine, and nothing anywhere else. The first
+    64 are returned.
     """
     ordered = sorted(local, key=lambda own: _PREFERENCE[own.kind])
     return tuple(dict.fromkeys(Address(own.host, port) for own in ordered))[:MAX_ADDRESSES]
