@@ -165,12 +165,12 @@ def decode_untrusted(
     return advertisement
 
 
-def judge_untrusted(packet: bytes, *, key: AdvertisementKey) -> Literal["ours", "forged", "other"]:
+def judge_untrusted(packet: bytes, *, key: AdvertisementKey) -> bytes | Literal["forged", "other"]:
     """What an mDNS packet carries, at a glance: in microseconds, without parsing it.
 
     Returns:
-        "ours": an advertisement that was made with our mesh key; "forged": one with our tag and
-        without the key; "other": anything else.
+        The authentication code of an advertisement that was made with our mesh key; "forged" for
+        one with our tag and without the key; "other" for anything else.
     """
     entries = _find_entries(packet)
     if entries.get(b"tag") != key.tag.hex().encode() or entries.get(b"v") != _OUR_VERSION:
@@ -180,7 +180,7 @@ def judge_untrusted(packet: bytes, *, key: AdvertisementKey) -> Literal["ours", 
         _check_mac(entries, key)
     except (KeyError, ValueError, binascii.Error, ForgedAdvertisement):
         return "forged"
-    return "ours"
+    return entries[_MAC]
 
 
 def _find_entries(packet: bytes) -> dict[bytes, bytes]:

@@ -7,13 +7,15 @@ read. Whoever announces a thousand machines a second would have half a core of e
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, assert_never
+from typing import Any, Final
 
 from pmesh.core import advertisement as adverts
 from pmesh.core.identity import AdvertisementKey
 from pmesh.ids import NodeId, node_text
 
 PACKETS_PER_S: Final = 20.0  # of strangers, and of questions; 8 agents that start together send 40
+REPEATS_PER_S: Final = 2.0  # an agent announces itself three times in a second, and answers others
+MAX_HEARD: Final = 128
 _FLAGS_AT: Final = 2  # RFC 1035, section 4.1.1
 _IS_RESPONSE: Final = 0x80
 
@@ -31,7 +33,7 @@ class DiscoveryCounters:
 
 
 class PacketFilter:
-    """Lets pass what carries an advertisement made with our mesh key.
+    """Lets pass what carries an advertisement made with our mesh key, each twice a second.
 
     Of all else that concerns pmesh a few packets a second pass: questions, and announcements of
     other meshes, which `pmesh status` shows.
@@ -47,6 +49,8 @@ class PacketFilter:
         clock: Callable[[], float],
     ) -> None:
         """`clock` is monotonic, in seconds."""
+        self._clock = clock
+        self._heard: dict[bytes, _Allowance] = {}
         self._labels = service_type.partition(".")[0].encode(), node_text(node).encode()
         self._key = key
         self._counters = counters
@@ -59,15 +63,22 @@ class PacketFilter:
             return False  # of printers and televisions
         if not packet[_FLAGS_AT] & _IS_RESPONSE:
             return self._questions.take()
-        match kind := adverts.judge_untrusted(packet, key=self._key):
-            case "ours":
-                return True
+        match code := adverts.judge_untrusted(packet, key=self._key):
             case "forged":
                 self._counters.forged += 1
                 return False
             case "other":
                 return self._others.take()
-        assert_never(kind)
+            case _:
+                return self._is_news(code)
+
+    def _is_news(self, code: bytes) -> bool:
+        """Whoever has heard an advertisement can send it again, and change what is around it."""
+        if code not in self._heard:
+            self._heard[code] = _Allowance(REPEATS_PER_S, self._clock)
+            if len(self._heard) > MAX_HEARD:
+                del self._heard[next(iter(self._heard))]
+        return self._heard[code].take()
 
 
 class FilteringLoop(asyncio.SelectorEventLoop):

@@ -22,6 +22,7 @@ from pmesh.core.messages import PROTOCOL_VERSION
 from pmesh.ids import Incarnation
 from pmesh.net.packet_filter import (
     PACKETS_PER_S,
+    REPEATS_PER_S,
     DiscoveryCounters,
     FilteringLoop,
     PacketFilter,
@@ -83,8 +84,19 @@ class Filter:
         return sum(self.filter.passes(packet) for _ in range(count))
 
 
-def test_announcements_of_our_mesh_always_pass() -> None:
-    assert Filter().passed(announcement(), 1000) == 1000
+def test_each_announcement_of_our_mesh_passes_however_many_others_come() -> None:
+    filter_ = Filter()
+    for minute in range(1, 1000):
+        assert filter_.passed(announcement(replace(THEIRS, minute=minute)), 1) == 1
+
+
+def test_an_announcement_that_is_sent_again_and_again_passes_twice_a_second() -> None:
+    """Whoever has heard it can change what is around it, so that it looks new."""
+    filter_ = Filter()
+    packets = [number.to_bytes(2, "big") + announcement()[2:] for number in range(1000)]
+    assert sum(filter_.passed(packet, 1) for packet in packets) == 2 * REPEATS_PER_S
+    filter_.now = 1.0
+    assert sum(filter_.passed(packet, 1) for packet in packets) == REPEATS_PER_S
 
 
 def test_announcements_with_our_tag_and_without_our_key_are_counted_and_dropped() -> None:
@@ -129,7 +141,7 @@ def test_no_packet_makes_it_raise(noise: bytes, at: int) -> None:
     place = at % len(packet)
     for forged in (noise, packet[:place] + noise + packet[place + len(noise) :], packet[:place]):
         Filter().filter.passes(forged)
-        assert judge_untrusted(forged, key=MESH) in {"ours", "forged", "other"}
+        judge_untrusted(forged, key=MESH)
 
 
 def test_a_loop_hands_on_only_what_passes() -> None:
