@@ -83,5 +83,5 @@ async def linked(streams: Streams | None = None) -> AsyncIterator[tuple[Link, Li
 def known(size: int) -> KnownPeers:
     """A message of about so many bytes, up to 200 KiB."""
     hello = hello_of(BOB, "bob")
-    addresses = (Address("h" * 250, 1),) * (size // 256)
-    return KnownPeers((msgspec.structs.replace(hello, addresses=addresses),))
+    addresses = (Address("h" * 250, 1),) * 8
+    return KnownPeers((msgspec.structs.replace(hello, addresses=addresses),) * (size // 2048))
