@@ -13,7 +13,6 @@ from pmesh.agent.peers import Peers
 from pmesh.agent.status import Status
 from pmesh.agent.strangers import Strangers
 from pmesh.agent.targets import Refusal
-from pmesh.agent.turned_away import TurnedAway
 from pmesh.core.messages import PROTOCOL_VERSION, Address, Hello
 from pmesh.core.views import Seat
 from pmesh.errors import (
@@ -44,7 +43,7 @@ class Sources:
     mail: MailRoom
     strangers: Strangers
     door: DoorCounters
-    turned_away: TurnedAway
+    turned_away: status.TurnedAwayStatus
     watch: AddressWatch
     loop_lag_s: float
 
@@ -82,7 +81,7 @@ def take_picture(sources: Sources) -> Status:
         traffic=_traffic(sources),
         loop_lag_ms=round(sources.loop_lag_s * 1e3, 3),
         door=status.DoorStatus(**asdict(sources.door)),
-        turned_away=status.TurnedAwayStatus(**asdict(sources.turned_away)),
+        turned_away=sources.turned_away,
     )
 
 

@@ -31,10 +31,9 @@ from pmesh.agent.peers import Peers
 from pmesh.agent.picture import Sources, take_picture
 from pmesh.agent.refusals import refuse, tell_errors
 from pmesh.agent.status import Status as Picture
-from pmesh.agent.status import encode_status
+from pmesh.agent.status import TurnedAwayStatus, encode_status
 from pmesh.agent.strangers import Strangers
 from pmesh.agent.trainers import serve_trainer
-from pmesh.agent.turned_away import TurnedAway
 from pmesh.agent.turned_away import watch as watch_turned_away
 from pmesh.client.home import socket_path
 from pmesh.core.addresses import told_to_others
@@ -333,9 +332,9 @@ class Agent:
                 session, request, self.jobs, share, contain, compression=compression
             )
 
-    def _count_turned_away(self) -> TurnedAway:
+    def _count_turned_away(self) -> TurnedAwayStatus:
         heard, programs = self._strangers.counters, self._sessions
-        return TurnedAway(
+        return TurnedAwayStatus(
             connections=self._door.counters.turned_away,
             forged_announcements=heard.forged,
             foreign_announcements=heard.not_shown,

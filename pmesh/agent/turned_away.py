@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from typing import Final, NoReturn
 
+import msgspec
 import structlog
 import trio
 
 from pmesh.agent.events import Chronicle
+from pmesh.agent.status import TurnedAwayStatus
 
 INTERVAL_S: Final = 60.0
 FEW: Final = 8  # a neighbour's port scan, or a machine with another mesh key, is no attack
@@ -17,24 +18,12 @@ MAX_HOSTS_TOLD: Final = 3
 _log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnedAway:
-    """What an agent has refused since its start."""
-
-    connections: int
-    """Of strangers to its port: garbage, silence, another mesh key, or too many."""
-    forged_announcements: int
-    """By mDNS with the tag of this mesh, of somebody who lacks its key."""
-    foreign_announcements: int
-    """By mDNS of other meshes and versions, beyond those that are shown."""
-    broken_links: int
-    """Ended because a member sent what no honest one would."""
-    programs: int
-    """Local ones: another user's, or such that sent garbage or nothing."""
-
-
 def describe(
-    before: TurnedAway, after: TurnedAway, hosts: Mapping[str, int], *, interval_s: float
+    before: TurnedAwayStatus,
+    after: TurnedAwayStatus,
+    hosts: Mapping[str, int],
+    *,
+    interval_s: float,
 ) -> str | None:
     """One line on what came in between; None if it was little.
 
@@ -44,8 +33,8 @@ def describe(
         hosts: how many connections each address has made in between.
         interval_s: how long that was.
     """
-    were = asdict(before)
-    new = {name: count - were[name] for name, count in asdict(after).items()}
+    were, are = msgspec.structs.asdict(before), msgspec.structs.asdict(after)
+    new: dict[str, int] = {name: count - were[name] for name, count in are.items()}
     if sum(new.values()) < FEW and not new["broken_links"]:
         return None
     most = Counter(hosts).most_common(MAX_HOSTS_TOLD)
@@ -62,7 +51,9 @@ def describe(
 
 
 async def watch(
-    count: Callable[[], TurnedAway], take_hosts: Callable[[], Mapping[str, int]], news: Chronicle
+    count: Callable[[], TurnedAwayStatus],
+    take_hosts: Callable[[], Mapping[str, int]],
+    news: Chronicle,
 ) -> NoReturn:
     """Tell of it once a minute, for as long as the agent lives."""
     before = count()

@@ -1,16 +1,15 @@
 """What an agent has refused is counted, and told once a minute while it is much."""
 
-from dataclasses import replace
-
 import msgspec
 import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.turned_away import FEW, TurnedAway, describe
+from pmesh.agent.status import TurnedAwayStatus
+from pmesh.agent.turned_away import FEW, describe
 from tests.agent.fakes import Machine, village
 
-NOTHING = TurnedAway(
+NOTHING = TurnedAwayStatus(
     connections=0,
     forged_announcements=0,
     foreign_announcements=0,
@@ -19,22 +18,22 @@ NOTHING = TurnedAway(
 )
 
 
-def told(now: TurnedAway, **hosts: int) -> str | None:
+def told(now: TurnedAwayStatus, **hosts: int) -> str | None:
     return describe(NOTHING, now, hosts, interval_s=60.0)
 
 
 def test_little_is_not_worth_a_line() -> None:
     assert told(NOTHING) is None
-    assert told(replace(NOTHING, connections=FEW - 1)) is None
+    assert told(msgspec.structs.replace(NOTHING, connections=FEW - 1)) is None
 
 
 def test_a_member_that_broke_the_protocol_always_is() -> None:
     text = "turned away in the last 60 s: 1 links of members that broke the protocol"
-    assert told(replace(NOTHING, broken_links=1)) == text
+    assert told(msgspec.structs.replace(NOTHING, broken_links=1)) == text
 
 
 def test_much_is_told_with_where_most_of_it_came_from() -> None:
-    now = replace(NOTHING, connections=5000, forged_announcements=700, programs=3)
+    now = msgspec.structs.replace(NOTHING, connections=5000, forged_announcements=700, programs=3)
     assert told(now, a=3000, b=1500, c=400, d=100) == (
         "turned away in the last 60 s: 5000 connections of strangers (3000 from a, 1500 from b, "
         "400 from c), 700 forged announcements, 3 local programs"
@@ -42,8 +41,8 @@ def test_much_is_told_with_where_most_of_it_came_from() -> None:
 
 
 def test_only_what_came_since_the_last_look_counts() -> None:
-    before = replace(NOTHING, foreign_announcements=90)
-    after = replace(NOTHING, foreign_announcements=100)
+    before = msgspec.structs.replace(NOTHING, foreign_announcements=90)
+    after = msgspec.structs.replace(NOTHING, foreign_announcements=100)
     text = describe(before, after, {}, interval_s=60.0)
     assert text == "turned away in the last 60 s: 10 announcements of other meshes"
 
@@ -66,4 +65,4 @@ async def test_an_attack_is_one_line_a_minute_and_stands_in_the_status(clock: Mo
         line = "turned away in the last 60 s: 10 connections of strangers (10 from 127.0.0.1)"
         assert lines_of(one) == [line, line]
         picture = one.agent._picture()  # noqa: SLF001 - as `pmesh status` does
-        assert msgspec.structs.asdict(picture.turned_away)["connections"] == 20
+        assert picture.turned_away.connections == 20
