@@ -1,12 +1,18 @@
 """Logs: lines for a person, or JSON lines for a machine, from the same calls."""
 
 import logging
-from collections.abc import Mapping
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Final, TextIO
 
 import structlog
 
 from pmesh.agent.parsing import LogLevel
+
+MOST_LINES: Final = 30  # of one kind in a minute
+THROTTLE_S: Final = 60.0
+MAX_KINDS: Final = 256
 
 _LEVELS: Final[Mapping[LogLevel, int]] = {
     "debug": logging.DEBUG,
@@ -29,7 +35,7 @@ def set_up_logs(*, level: LogLevel, as_json: bool, stream: TextIO) -> None:
     renderer = _renderer(as_json=as_json, colors=stream.isatty())
     last: list[structlog.typing.Processor] = [*_exceptions(as_json=as_json), renderer]
     structlog.configure(
-        processors=[*shared, *last],
+        processors=[Throttle(clock=time.monotonic), *shared, *last],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
         logger_factory=structlog.WriteLoggerFactory(stream),
         cache_logger_on_first_use=False,  # tests set up more than once; no logger is on a hot path
@@ -43,6 +49,36 @@ def set_up_logs(*, level: LogLevel, as_json: bool, stream: TextIO) -> None:
     )
     logging.basicConfig(handlers=[handler], level=max(_LEVELS[level], logging.WARNING), force=True)
     logging.getLogger("zeroconf").setLevel(logging.NOTSET)  # it sets its own when it is imported
+
+
+class Throttle:
+    """Drops lines of one kind beyond thirty a minute: what a peer does must not fill the disk.
+
+    The first line of the next minute says how many were dropped.
+    """
+
+    def __init__(self, *, clock: Callable[[], float]) -> None:
+        """`clock` is monotonic, in seconds."""
+        self._clock = clock
+        self._lines: OrderedDict[str, tuple[float, int]] = OrderedDict()  # since when, how many
+
+    def __call__(
+        self, logger: object, method: str, event: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
+        """A processor of structlog's; raises DropEvent."""
+        del logger, method
+        kind, now = str(event.get("event")), self._clock()
+        since, count = self._lines.pop(kind, (now, 0))
+        if now - since >= THROTTLE_S:
+            if count > MOST_LINES:
+                event["dropped"] = count - MOST_LINES
+            since, count = now, 0
+        self._lines[kind] = since, count + 1
+        if len(self._lines) > MAX_KINDS:
+            self._lines.popitem(last=False)
+        if count >= MOST_LINES:
+            raise structlog.DropEvent
+        return event
 
 
 def _renderer(*, as_json: bool, colors: bool) -> structlog.typing.Processor:

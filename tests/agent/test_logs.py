@@ -1,5 +1,6 @@
 """Logs: one call, two forms."""
 
+import contextlib
 import io
 import json
 import logging
@@ -8,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from pmesh.agent.logs import set_up_logs
+from pmesh.agent.logs import MAX_KINDS, MOST_LINES, Throttle, set_up_logs
 
 
 @pytest.fixture(autouse=True)
@@ -63,3 +64,32 @@ def test_what_is_below_the_level_is_not_written() -> None:
     structlog.get_logger().warning("quiet")
     logging.getLogger("zeroconf").warning("quiet")
     assert not stream.getvalue()
+
+
+def test_a_hundred_lines_of_one_kind_are_thirty_and_the_next_minute_says_so() -> None:
+    now = 0.0
+    throttle = Throttle(clock=lambda: now)
+
+    def said(kind: str, count: int) -> list[structlog.typing.EventDict]:
+        lines = list[structlog.typing.EventDict]()
+        for _ in range(count):
+            with contextlib.suppress(structlog.DropEvent):
+                lines.append(throttle(None, "error", {"event": kind}))
+        return lines
+
+    assert len(said("a peer broke the protocol", 100)) == MOST_LINES
+    assert said("peer is silent", 1) == [{"event": "peer is silent"}]
+    now = 60.0
+    first, second = said("a peer broke the protocol", 2)
+    assert (first.get("dropped"), second.get("dropped")) == (70, None)
+    for number in range(2 * MAX_KINDS):
+        said(str(number), 1)
+    assert len(said("a peer broke the protocol", 100)) == MOST_LINES
+
+
+def test_what_is_dropped_is_not_written() -> None:
+    stream = io.StringIO()
+    set_up_logs(level="info", as_json=True, stream=stream)
+    for _ in range(2 * MOST_LINES):
+        structlog.get_logger().info("again")
+    assert len(stream.getvalue().splitlines()) == MOST_LINES
