@@ -40,13 +40,20 @@ def describe(
     most = Counter(hosts).most_common(MAX_HOSTS_TOLD)
     where = f" ({', '.join(f'{count} from {host}' for host, count in most)})" if most else ""
     words = {
-        "connections": f"connections of strangers{where}",
-        "forged_announcements": "forged announcements",
-        "foreign_announcements": "announcements of other meshes",
-        "broken_links": "links of members that broke the protocol",
-        "programs": "local programs",
+        "connections": (f"connection of a stranger{where}", f"connections of strangers{where}"),
+        "forged_announcements": ("forged announcement", "forged announcements"),
+        "foreign_announcements": ("announcement of another mesh", "announcements of other meshes"),
+        "broken_links": (
+            "link of a member that broke the protocol",
+            "links of members that broke the protocol",
+        ),
+        "programs": ("local program", "local programs"),
     }
-    parts = [f"{new[name]} {what}" for name, what in words.items() if new[name]]
+    parts = [
+        f"{new[name]} {one if new[name] == 1 else many}"
+        for name, (one, many) in words.items()
+        if new[name]
+    ]
     return f"turned away in the last {interval_s:.0f} s: {', '.join(parts)}"
 
 

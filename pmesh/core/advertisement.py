@@ -25,7 +25,7 @@ SERVICE_TYPE: Final = "_pmesh._tcp.local."
 TAG_BYTES: Final = 8
 MAX_NAME_BYTES: Final = 128  # a TXT entry holds 255 bytes, its key included
 MAX_ADDRESSES: Final = (
-    14  # likewise, each with 17 bytes; a Mac with every port in use has about ten
+    14  # of 17 bytes each at most, in one TXT entry; a Mac with every port in use has about ten
 )
 FRESH_MINUTES: Final = 10  # clocks at home differ by less, where they are set at all
 

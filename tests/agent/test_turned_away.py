@@ -28,7 +28,7 @@ def test_little_is_not_worth_a_line() -> None:
 
 
 def test_a_member_that_broke_the_protocol_always_is() -> None:
-    text = "turned away in the last 60 s: 1 links of members that broke the protocol"
+    text = "turned away in the last 60 s: 1 link of a member that broke the protocol"
     assert told(msgspec.structs.replace(NOTHING, broken_links=1)) == text
 
 
