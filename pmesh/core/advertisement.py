@@ -24,9 +24,7 @@ SERVICE_TYPE: Final = "_pmesh._tcp.local."
 
 TAG_BYTES: Final = 8
 MAX_NAME_BYTES: Final = 128  # a TXT entry holds 255 bytes, its key included
-MAX_ADDRESSES: Final = (
-    14  # of 17 bytes each at most, in one TXT entry; a Mac with every port in use has about ten
-)
+MAX_ADDRESSES: Final = 14  # with 17 bytes each they fill an entry; a Mac has about ten
 FRESH_MINUTES: Final = 10  # clocks at home differ by less, where they are set at all
 
 _MAC: Final = b"mac"

@@ -205,7 +205,7 @@ def _reverse_path(tour: Tour, weights: Weights) -> Tour | None:
 
 
 def _move_path(tour: Tour, weights: Weights, length: int) -> Tour | None:
-    """The best of the tours in which a path of this many nodes stands elsewhere; None if none is better."""
+    """The best of the tours in which a path of so many nodes is moved; None if none is better."""
     size = len(tour)
     before, after, last, behind = (_from(tour, k) for k in (-1, 1, length - 1, length))
     saved = weights[before, tour] + weights[last, behind] - weights[before, behind]
