@@ -13,7 +13,7 @@ import msgspec
 import structlog
 import trio
 
-from pmesh.core import agreement, doubts, health
+from pmesh.core import agreement, doubts, health, leading
 from pmesh.core.doubts import Doubts
 from pmesh.core.health import WIRED, Condition, Health, Thresholds
 from pmesh.core.messages import AgreementMessage, Heartbeat, LinkMessage, TellView
@@ -77,6 +77,7 @@ class Membership:
         follower: Follower,
         send: Callable[[Member, LinkMessage], None],
         drop: Callable[[NodeId, str], None],
+        ban: Callable[[NodeId, str], None],
         installed: Callable[[View, View, Mapping[Member, str]], None],
         noticed: Callable[[Literal["peer silent", "loss noticed"], str], None],
         led_astray: Callable[[], None],
@@ -85,6 +86,7 @@ class Membership:
         self._follower = follower
         self.send = send
         self._drop = drop
+        self._ban = ban
         self._installed = installed
         self._noticed = noticed
         self._led_astray = led_astray
@@ -131,7 +133,7 @@ class Membership:
         if contact is not None:
             if contact.member in self.view.members:
                 self._losses[contact.member] = why
-            self._noticed("loss noticed", f"{self._name_of(node)} is lost: {why}")
+            self._noticed("loss noticed", f"{self.name_of(node)} is lost: {why}")
             self._step(lambda facts, now: agreement.lose(self.state, node, why, facts, now=now))
 
     def hear(self, member: Member, message: AgreementMessage) -> None:
@@ -182,11 +184,14 @@ class Membership:
             step = health.pass_time(forgiven, now=now)
             contact.health = step.health
             if step.changed_to is Condition.SUSPECT:
-                name, silence_s = self._name_of(node), now - contact.health.last_heard
+                name, silence_s = self.name_of(node), now - contact.health.last_heard
                 _log.warning("peer is silent", peer=name)
                 self._noticed("peer silent", f"{name} has been silent for {silence_s:.1f} s")
             if step.changed_to is Condition.GONE:
                 self._drop(node, f"silent for {now - contact.health.last_heard:.1f} s")
+        leader = leading.who_holds_up(self.state)
+        if leader is not None:
+            self._ban(leader.node, f"it made no view for {leading.HELD_UP_S:.0f} s")
 
     def _doubt(self, after: Doubts) -> None:
         """V8: deliver nothing while we don't know whether the others have gone on without us."""
@@ -196,7 +201,8 @@ class Membership:
         if doubted and not after.unconfirmed:
             self._follower.trust()
 
-    def _name_of(self, node: NodeId) -> str:
+    def name_of(self, node: NodeId) -> str:
+        """What the user calls a machine of the view."""
         seats = (seat.name for seat in self.view.seats if seat.member.node == node)
         return next(seats, "a stranger")
 

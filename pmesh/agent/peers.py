@@ -323,6 +323,12 @@ class Peers:
             self.targets.refuse(live.link.node, e, live.link.remote_address)
             return f"it broke the protocol: {e}", True
 
+    def ban(self, node: NodeId, why: str) -> None:
+        """The peer has done what no honest member would; it gets no link for a while."""
+        _log.error("a peer broke the protocol", peer=self.membership.name_of(node), reason=why)
+        self._ban(node)
+        self.drop(node, why)
+
     def _ban(self, node: NodeId) -> None:
         self.broken_links += 1
         self._bans.add(node, now=trio.current_time())

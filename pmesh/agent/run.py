@@ -217,6 +217,7 @@ class Agent:
             follower=self.jobs,
             send=self.peers.send,
             drop=self.peers.drop,
+            ban=self.peers.ban,
             installed=self._installed,
             noticed=self._chronicle.note,
             led_astray=lambda: self.begin_anew("a member had led its epoch counter astray"),

@@ -10,7 +10,7 @@ from typing import assert_never
 
 import msgspec
 
-from pmesh.core import proposals, quorum
+from pmesh.core import leading, proposals, quorum
 from pmesh.core.messages import (
     AgreementMessage,
     AskToJoin,
@@ -31,6 +31,7 @@ from pmesh.core.rosters import keep_local_rosters
 from pmesh.core.standing import (
     BACK_OFF_S,
     JOIN_REQUEST_S,
+    LONGEST_SKIP_S,
     MOST_PROMISES,
     NOTICE_S,
     PATIENCE_S,
@@ -42,6 +43,7 @@ from pmesh.core.standing import (
     JoinRequest,
     Peer,
     Send,
+    Skip,
     State,
     Step,
     continuing_members,
@@ -98,6 +100,7 @@ def _is_senior(state: State, member: Member) -> bool:
 
 def pass_time(state: State, facts: Facts, *, now: float) -> Step:
     """To be called at each heartbeat, 0.2 s: the deadlines here are five times that and more."""
+    state = replace(state, owed=leading.note_need(state, now))
     return _consider(Step(_give_up_on_silent(state, now)), facts, now)
 
 
@@ -189,6 +192,7 @@ def _receive_proposal(
         raise ProtocolError("a proposal sent to a machine that it leaves out")
     if message.epoch == state.promised:  # delivered twice
         return Step(state)
+    leading.check_pace(state, sender, now)
     answer = _objection(state, sender, message, now)
     if answer is not None:
         return Step(state, (Send(sender, answer),))
@@ -247,6 +251,7 @@ def _flush(state: State, sender: Member, message: Propose, facts: Facts, now: fl
         promised=message.epoch,
         promises=(*state.promises, message.epoch)[-MOST_PROMISES:],
         highest_counter=max(state.highest_counter, message.epoch.counter),
+        promised_to=leading.note_promise(state, sender, now),
         flushed_at=now,
     )
     if sender == state.me:
@@ -328,6 +333,7 @@ def _install(state: State, view: View, now: float) -> Step:
         view=view,
         promises=(),
         flushed_at=None,
+        owed=None,
         installed_at=now,
         proposal=None,
         primaries=quorum.remember(state.primaries, view),
@@ -354,8 +360,13 @@ def _give_up_on_silent(state: State, now: float) -> State:
     proposal = state.proposal
     if proposal is None or now < proposal.deadline:
         return state
-    silent = {m: now + SKIP_S for m in proposal.message.members if m not in proposal.answers}
-    earlier = {m: until for m, until in state.skipped.items() if until > now}
+    earlier = {m: s for m, s in state.skipped.items() if s.until + LONGEST_SKIP_S > now}
+    silent = dict[Member, Skip]()
+    for member in proposal.message.members:
+        if member not in proposal.answers:
+            before = earlier.get(member)
+            lasts_s = SKIP_S if before is None else min(2 * before.lasts_s, LONGEST_SKIP_S)
+            silent[member] = Skip(now + lasts_s, lasts_s)
     return replace(state, proposal=None, skipped={**earlier, **silent})
 
 

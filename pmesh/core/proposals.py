@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pmesh.core import rosters
+from pmesh.core.leading import may_propose
 from pmesh.core.messages import Commit, Concern, Flushed, Propose, Waiting
 from pmesh.core.reach import is_within_reach
 from pmesh.core.standing import (
     FLUSH_DEADLINE_S,
     JOIN_REQUEST_S,
-    PATIENCE_S,
     Facts,
     JoinRequest,
     Proposal,
@@ -18,6 +18,7 @@ from pmesh.core.standing import (
     hear_each_other,
     hears_me,
     is_acting,
+    is_stale,
     needs_epoch,
 )
 from pmesh.core.topology import Costs, measure_costs, plan_ring
@@ -29,6 +30,8 @@ def propose(state: State, facts: Facts, now: float) -> Propose | None:
     """The proposal that this member should make now; None if there is no cause."""
     if state.proposal is not None or now < state.quiet_until or not is_acting(state, now):
         return None
+    if not may_propose(state, now):
+        return None
     if _someone_else_leads(state, now) or _others_may_still_hear_our_leader(state, now):
         return None
     kept = _clique(state, (state.me,), continuing_members(state, now)[1:], now)
@@ -37,7 +40,7 @@ def propose(state: State, facts: Facts, now: float) -> Propose | None:
     jobs = rosters.jobs_to_settle(
         state.view, kept, known_concerns(state, facts), _known_waiting(state, facts, kept + joined)
     )
-    if not (len(kept) < len(state.view.seats) or joined or jobs or _stale(state, kept, now)):
+    if not (len(kept) < len(state.view.seats) or joined or jobs or is_stale(state, kept, now)):
         return None
     jobs = tuple(sorted({*jobs, *rosters.jobs_to_vote_on(state.view, state.primaries)}))
     epoch = Epoch(highest_counter(state) + 1, *state.me)
@@ -107,8 +110,19 @@ def ring_order(members: tuple[Member, ...], costs: Costs) -> tuple[Member, ...]:
 
 def known_concerns(state: State, facts: Facts) -> tuple[Concern, ...]:
     """What we and those who are heard want settled, in an order that does not vary."""
-    theirs = (peer.heartbeat.concerns for _, peer in sorted(state.peers.items()))
-    return (*facts.concerns, *(concern for concerns in theirs for concern in concerns))
+    theirs = (
+        concern
+        for _, peer in sorted(state.peers.items())
+        for concern in peer.heartbeat.concerns
+        if _is_concerned(state, peer.member, concern)
+    )
+    return (*facts.concerns, *theirs)
+
+
+def _is_concerned(state: State, member: Member, concern: Concern) -> bool:
+    """Nobody can disturb a job of others."""
+    roster = next((r for r in state.view.rosters if r.job == concern.job), None)
+    return roster is None or any(t.member == member for t in roster.trainers + roster.witnesses)
 
 
 def _known_waiting(
@@ -149,7 +163,8 @@ def _clique(
     state: State, kept: tuple[Member, ...], candidates: tuple[Member, ...], now: float
 ) -> tuple[Member, ...]:
     """V5: greedily, in the order given, those whom everyone kept so far hears, and vice versa."""
-    answering = tuple(m for m in candidates if state.skipped.get(m, 0.0) <= now)
+    skipped = {member for member, skip in state.skipped.items() if skip.until > now}
+    answering = tuple(member for member in candidates if member not in skipped)
     # So it is as a rule: the leader asks at each message, and to look at each pair is dear.
     if _all_hear_all(state, kept + answering):
         return kept + answering
@@ -208,17 +223,6 @@ def _may_join(state: State, member: Member) -> bool:
         hears_me(state, member)
         and state.view.seat_of(member) is None
         and state.view.weight > state.peers[member.node].view.weight
-    )
-
-
-def _stale(state: State, kept: tuple[Member, ...], now: float) -> bool:
-    """Someone missed the last install, or was left flushed: the same members need a new epoch."""
-    overdue = now - state.installed_at > PATIENCE_S
-    return state.flushed_at is not None or any(
-        state.peers[member.node].heartbeat.needs_epoch
-        or (overdue and state.peers[member.node].view.epoch != state.view.epoch)
-        for member in kept
-        if member != state.me
     )
 
 

@@ -25,7 +25,9 @@ FLUSH_DEADLINE_S = 1.0
 """How long a leader waits for a flush answer: half of PATIENCE_S, so that it can try again."""
 
 SKIP_S = 1.0
-"""How long who did not answer is left out of proposals."""
+"""How long who did not answer is left out of proposals; twice as long each time in a row."""
+
+LONGEST_SKIP_S = 32.0
 
 JOIN_REQUEST_S = 1.0
 """How long a request to be taken in counts; it is repeated four times as often."""
@@ -63,6 +65,30 @@ class Peer:
     heartbeat: Heartbeat
     view: View
     """The view that the heartbeat names."""
+
+
+class Promise(NamedTuple):
+    """An epoch that was promised to a leader, perhaps ourselves."""
+
+    at: float
+    leader: Member
+    broken: bool = False
+    """The leader has asked for another instead of a commit."""
+
+
+class Skip(NamedTuple):
+    """A member did not answer a proposal."""
+
+    until: float
+    lasts_s: float
+
+
+class Debt(NamedTuple):
+    """A leader owes a view to this member, or to another of its view."""
+
+    leader: Member
+    waited_s: float
+    at: float
 
 
 class JoinRequest(NamedTuple):
@@ -105,8 +131,11 @@ class State:
     """Heartbeats that name a view not seen yet."""
     joining: Mapping[Member, JoinRequest] = field(default_factory=dict[Member, JoinRequest])
     """Who asked to be taken in."""
-    skipped: Mapping[Member, float] = field(default_factory=dict[Member, float])
-    """Who did not answer a proposal, and until when it is left out."""
+    skipped: Mapping[Member, Skip] = field(default_factory=dict[Member, Skip])
+    """Who did not answer a proposal, and is left out for a while."""
+    promised_to: tuple[Promise, ...] = ()
+    """The last promises, in views before this one, too."""
+    owed: Debt | None = None
     losses: Mapping[Member, str] = field(default_factory=dict[Member, str])
     """Why each lost member was lost, for messages."""
     proposal: Proposal | None = None
@@ -203,6 +232,17 @@ def is_acting(state: State, now: float) -> bool:
 def needs_epoch(state: State, now: float) -> bool:
     """V6: who promised and hears no more of it asks for a new epoch."""
     return state.flushed_at is not None and now - state.flushed_at > PATIENCE_S
+
+
+def is_stale(state: State, kept: tuple[Member, ...], now: float) -> bool:
+    """Someone missed the last install, or was left flushed: the same members need a new epoch."""
+    overdue = now - state.installed_at > PATIENCE_S
+    return state.flushed_at is not None or any(
+        state.peers[member.node].heartbeat.needs_epoch
+        or (overdue and state.peers[member.node].view.epoch != state.view.epoch)
+        for member in kept
+        if member != state.me
+    )
 
 
 def heartbeat_of(state: State, facts: Facts, now: float) -> Heartbeat:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, assert_never
 
-from pmesh.core import agreement, doubts
+from pmesh.core import agreement, doubts, leading
 from pmesh.core.doubts import Doubts
 from pmesh.core.messages import (
     PROTOCOL_VERSION,
@@ -32,6 +32,7 @@ from pmesh.testing.ranks import LocalRank
 from pmesh.testing.timeline import Timeline
 from pmesh.testing.traces import describe
 from pmesh.testing.trainers import Habits, Trainer, chance
+from pmesh.testing.violations import Violation
 
 if TYPE_CHECKING:
     from pmesh.testing.invariants import Invariants
@@ -285,6 +286,8 @@ class Agent:
         self.jobs.look()
         self._poke()
         self._beat()
+        if leading.who_holds_up(self.state):
+            raise Violation(f"{self.number} blames its leader, which is honest")
 
     def _poke(self) -> None:
         if self._running:

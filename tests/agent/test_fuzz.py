@@ -18,6 +18,8 @@ from trio.testing import MockClock
 
 from pmesh.agent import peers
 from pmesh.client.home import socket_path
+from pmesh.core.leading import TOLERATED
+from pmesh.core.views import Terms
 from pmesh.ids import TrainerId
 from pmesh.net.links import Link
 from tests.agent.fake_trainer import OpError, RefusedError, Trainer, together, until
@@ -33,9 +35,10 @@ FIRST, _, LAST = os.environ.get("PMESH_FUZZ_SEEDS", "0-3").partition("-")
 SEEDS = range(int(FIRST), int(LAST or FIRST) + 1)
 LIES_FOR_S = 20.0
 OP_EVERY_S = 0.1
+TERMS = (Terms(), Terms(quorum="majority"))
 INTERRUPTS_EVERY_S = 0.3
 BEGINS_EVERY_S = 0.5
-LARGEST_TABLE = 64  # of an agent that knows three
+LARGEST_TABLE = TOLERATED  # of an agent that knows three
 
 
 @contextmanager
@@ -140,7 +143,8 @@ async def test_a_lying_member_breaks_nothing_for_good(
             honest = [machine for machine in here.machines if machine is not hostile]
             in_job = here.machines if seed % 2 else honest
             all_trainings = [
-                Training(t, 2.0**number) for number, t in enumerate(await here.job(*in_job))
+                Training(t, 2.0**number)
+                for number, t in enumerate(await here.job(*in_job, terms=TERMS[seed // 2 % 2]))
             ]
             trainings = [t for t in all_trainings if machine_of(here, t.trainer) is not hostile]
             gave = {t.trainer.id: t.gives for t in all_trainings}

@@ -148,6 +148,27 @@ async def test_a_counter_that_no_honest_member_reaches_leaves_the_others_togethe
         await here.settle(one, two)
 
 
+async def test_a_leader_that_never_commits_is_left_out_and_gets_no_link_for_a_while(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = Link.send
+    async with village(clock, 3) as here:
+        leader = here.machines[0].agent.membership.view.by_seniority[0]
+        (liar,) = (m for m in here.machines if of(m) == leader)
+        honest = [m for m in here.machines if m is not liar]
+
+        def withhold(link: Link, message: LinkMessage) -> None:
+            theirs = {live.link for live in liar.agent.peers.links.values()}
+            if not (link in theirs and isinstance(message, Commit | TellView)):
+                send(link, message)
+
+        monkeypatch.setattr(Link, "send", withhold)
+        trainers = await here.job(*honest)
+        assert {t.world.trainers for t in trainers} == {(0, 1)}
+        assert any("it made no view for 15 s" in line for m in honest for line in m.lines)
+        assert liar.settings.name not in honest[0].names
+
+
 async def test_agents_without_jobs_that_were_led_astray_come_together_again(
     clock: MockClock,
 ) -> None:

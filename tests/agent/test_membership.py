@@ -93,6 +93,7 @@ class Side:
             follower=self.follower,
             send=self.send,
             drop=self.drop,
+            ban=self.drop,
             installed=self.installed,
             noticed=lambda kind, text: self.noticed.append((kind, text)),
             led_astray=lambda: self.noticed.append(("led astray", "")),

@@ -23,6 +23,7 @@ from pmesh.core.standing import (
     Facts,
     Peer,
     Send,
+    Skip,
     State,
     Step,
 )
@@ -319,7 +320,7 @@ class TestDeadlines:
         before = pass_time(leading, Facts(), now=NOW + FLUSH_DEADLINE_S - 0.01)
         assert before == Step(leading)
         after = pass_time(leading, Facts(), now=NOW + FLUSH_DEADLINE_S).state
-        assert after.skipped == {CARA: NOW + FLUSH_DEADLINE_S + SKIP_S}
+        assert after.skipped == {CARA: Skip(NOW + FLUSH_DEADLINE_S + SKIP_S, SKIP_S)}
         assert after.view.members == (BERT,)
 
     def test_who_promised_a_leader_that_fell_silent_asks_the_next_for_an_epoch(self) -> None:

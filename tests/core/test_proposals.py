@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pmesh.core.messages import Commit, Flushed
 from pmesh.core.proposals import begin, collect, decide, known_concerns, propose, ring_order
-from pmesh.core.standing import FLUSH_DEADLINE_S, PATIENCE_S, Facts, JoinRequest, State
+from pmesh.core.standing import FLUSH_DEADLINE_S, PATIENCE_S, Facts, JoinRequest, Skip, State
 from pmesh.core.topology import round_trip_cost
 from pmesh.core.views import Seat, Terms, View
 from pmesh.ids import Member
@@ -176,7 +176,7 @@ class TestTheCliqueIsKept:
         assert message.members == message.continuing == (ANNA, BERT)
 
     def test_who_did_not_answer_is_left_out_for_a_while(self) -> None:
-        state = replace(IN_PEACE, skipped={BERT: NOW + 1})
+        state = replace(IN_PEACE, skipped={BERT: Skip(NOW + 1, 1)})
         message = propose(state, FACTS, NOW)
         assert message is not None
         assert message.members == (ANNA, CARA)

@@ -8,11 +8,14 @@ And the hostile member: such an agent whose links carry what a liar makes of its
 import os
 import secrets
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
+import trio
 
 from pmesh.agent import peers
 from pmesh.agent.home import open_home
@@ -25,6 +28,27 @@ from tools.fuzz.liar import Liar
 
 SHORT_BAN_S = 1.0  # who is banned can't lie; bans have tests of their own
 REPLAYED_AT_ONCE = 3  # with each heartbeat: many at once would all go to a link that ends
+
+LONG_STEP = "a step of the event loop took"
+LONGEST_STEP_S = 0.2  # of processor time, so that other programs have no part in it
+
+
+class Steps(trio.abc.Instrument):
+    """Tells of steps of the event loop that are too long."""
+
+    def __init__(self) -> None:
+        self._began_s = 0.0
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:  # noqa: ARG002 - trio's
+        """Trio runs a task until its next await."""
+        self._began_s = time.thread_time()
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        """Trio has run it."""
+        took_s = time.thread_time() - self._began_s
+        if took_s > LONGEST_STEP_S:
+            print(f"{LONG_STEP} {took_s:.3f} s: {task}", file=sys.stderr, flush=True)
+
 
 Send = Callable[[Link, Any], None]
 
@@ -101,6 +125,7 @@ def _be(order: Order) -> None:
     load_node_key(home, entropy=order.number.to_bytes(32, "big"))
     peers.BANNED_S = peers.LONGEST_BANNED_S = SHORT_BAN_S
     secrets.randbits = lambda k: order.number % 2**k  # the agent's incarnation is drawn so
+    trio.run = partial(trio.run, instruments=[Steps()])  # type: ignore[assignment]
     if order.replay:
         Link.send = _replaying(Link.send, order)  # type: ignore[method-assign, assignment]
     if order.seed >= 0:

@@ -18,16 +18,17 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import msgspec
 import psutil
 
+from pmesh.client.connecting import Quorum
 from pmesh.client.control import ask_status, stop_agent
 from pmesh.client.home import socket_path
 from pmesh.core.identity import MeshKey, mesh_key_text
 from pmesh.errors import PmeshError
-from tools.fuzz.agent import Order
+from tools.fuzz.agent import LONG_STEP, Order
 from tools.fuzz.corpus import Case, load, recorded
 
 LIES_FOR_S = 20.0
@@ -43,8 +44,10 @@ LIMITS = {
     "lag ms": 200,
 }
 CONTAINED = "internal error"  # ended one link or session only, and is a defect all the same
+DEFECTS = (CONTAINED, LONG_STEP)
 NAMES = ("honest-1", "honest-2")
 LIAR = "liar"
+QUORUMS = get_args(Quorum)
 LIAR_NUMBER = 1000  # plus its seed: each liar is another member
 
 
@@ -177,9 +180,10 @@ class Arena:
     def _start_trainers(self, seed: int) -> None:
         """The liar's machine has a rank in every other episode: its lies are about results, too."""
         names = (*NAMES, *[LIAR] * (seed % 2))
+        quorum = QUORUMS[seed // 2 % 2]
         for name in names:
             self._trainers[name] = self._start(
-                f"trainer of {name}", name, "tools.fuzz.honest", str(len(names))
+                f"trainer of {name}", name, "tools.fuzz.honest", str(len(names)), quorum
             )
         self._await(lambda: all(self._ops(name) for name in NAMES), "the trainers do not begin")
 
@@ -223,8 +227,11 @@ class Arena:
         for name, agent in self._agents.items():
             if not agent.alive:
                 raise FindingError(f"{name}'s agent has died")
-            if CONTAINED in agent.output:
-                raise FindingError(f"{name}: {agent.output.partition(CONTAINED)[2][:4000]}")
+            for defect in DEFECTS:
+                if defect in agent.output:
+                    raise FindingError(
+                        f"{name}: {defect}{agent.output.partition(defect)[2][:4000]}"
+                    )
             self._measure(name, agent)
         for name in NAMES:
             output = self._trainers[name].output

@@ -1,14 +1,16 @@
 """An honest trainer: its results are right, or it has an error; a line for every few ops.
 
-$ python -m tools.fuzz.honest RANKS
+$ python -m tools.fuzz.honest RANKS QUORUM
 """
 
 import sys
 import time
+from typing import cast
 
 import numpy as np
 
 import pmesh
+from pmesh.client.connecting import Quorum
 from pmesh.errors import PmeshError
 
 JOB = "honest"
@@ -18,7 +20,8 @@ PAUSE_S = 0.02  # two cores are for all
 
 def main() -> int:
     """Add ones until stopped; 3 if a sum is wrong."""
-    with pmesh.connect(job=JOB, wait_for=int(sys.argv[1])) as mesh:
+    quorum = cast("Quorum", sys.argv[2])
+    with pmesh.connect(job=JOB, wait_for=int(sys.argv[1]), quorum=quorum) as mesh:
         while True:
             total = mesh.all_reduce(np.ones(1000, np.float32))
             op = mesh.last_op
