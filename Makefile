@@ -21,10 +21,10 @@ help:
 demo: .venv/.for-demo
 	@$(BIN)/python tools/demo.py
 
-# Doctests count as tests; client/_torch.py can't be imported where torch, which is optional, is not.
+# Doctests count as tests; client/trees/torch.py can't be imported where torch, which is optional, is not.
 test: .venv/.for-work
 	@rm -f .coverage .coverage.*   # of processes that an earlier run has killed
-	$(BIN)/pytest -n logical --dist loadscope --doctest-modules --doctest-ignore-import-errors --cov --cov-report= pmesh tests
+	$(BIN)/pytest -n logical --dist loadscope --doctest-modules --doctest-ignore-import-errors --cov --cov-report= pmesh simulation tests
 	@$(BIN)/python tools/check_coverage.py
 
 check: .venv/.for-work

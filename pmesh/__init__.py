@@ -26,12 +26,12 @@ from pmesh.errors import (
 )
 
 if TYPE_CHECKING:
-    from pmesh.client.calls import LastOp
-    from pmesh.client.connecting import connect
+    from pmesh.client.calls.point_to_point import ANY
+    from pmesh.client.calls.queue import Handle
+    from pmesh.client.collective.bucketed import LastOp
+    from pmesh.client.connect import connect
     from pmesh.client.device_mesh import DeviceMesh
-    from pmesh.client.groups import Group
-    from pmesh.client.line import Handle
-    from pmesh.client.mail import ANY
+    from pmesh.client.group import Group
     from pmesh.client.mesh import Mesh
     from pmesh.compression.schemes import (
         BF16,
@@ -82,17 +82,17 @@ __all__ = [
 
 _LATER = MappingProxyType(
     {
-        "ANY": "pmesh.client.mail",
+        "ANY": "pmesh.client.calls.point_to_point",
         **dict.fromkeys(
             ("Auto", "BF16", "FP16", "INT8", "OneBit", "PowerSGD", "RandomK", "TopK"),
             "pmesh.compression.schemes",
         ),
         "DeviceMesh": "pmesh.client.device_mesh",
-        "Group": "pmesh.client.groups",
-        "Handle": "pmesh.client.line",
-        "LastOp": "pmesh.client.calls",
+        "Group": "pmesh.client.group",
+        "Handle": "pmesh.client.calls.queue",
+        "LastOp": "pmesh.client.collective.bucketed",
         "Mesh": "pmesh.client.mesh",
-        "connect": "pmesh.client.connecting",
+        "connect": "pmesh.client.connect",
     }
 )
 """Imported when first asked for: `pmesh status` needs no numpy, nor does who imports one module."""

@@ -31,7 +31,7 @@ Slot = NewType("Slot", int)
 
 MAX_COUNTER = 2**62
 """No epoch has a higher counter. It grows by 2^20 a message at most, however a member lies: so it
-never comes near this (`pmesh.core.reach`)."""
+never comes near this (`pmesh.core.views.limits`)."""
 
 
 class Member(NamedTuple):

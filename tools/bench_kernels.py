@@ -23,7 +23,7 @@ from typing import TypeAlias
 import numpy as np
 
 from pmesh.compression import one_bit, power_sgd, random_k, top_k, twins
-from pmesh.compression.arrays import Bytes, Float32s
+from pmesh.compression.blocks import Bytes, Float32s
 from pmesh.compression.casts import Cast
 from pmesh.compression.codecs import Codec
 from pmesh.compression.int8 import Int8

@@ -42,12 +42,15 @@ class Measured:
 
 
 def package_of(path: str) -> str:
-    """The package or module directly below pmesh.
+    """The package or module directly below pmesh; or another top-level package.
 
-    >>> package_of("pmesh/net/door.py"), package_of("pmesh/ids.py"), package_of("pmesh/__init__.py")
-    ('net', 'ids', '__init__')
+    >>> package_of("pmesh/net/links/acceptor.py"), package_of("pmesh/ids.py")
+    ('net', 'ids')
+    >>> package_of("simulation/cluster.py")
+    'simulation'
     """
-    return Path(path).parts[1].removesuffix(".py")
+    top, below = Path(path).parts[:2]
+    return below.removesuffix(".py") if top == "pmesh" else top
 
 
 def floor_of(package: str) -> int:

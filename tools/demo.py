@@ -26,13 +26,12 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pmesh.agent.status import Status, decode_status
-from pmesh.cli.report import bytes_text
-from pmesh.cli.ring import RingNode, draw_ring
+from pmesh.agent.status.schema import Status, decode_status
+from pmesh.cli.status import RingNode, bytes_text, draw_ring
 from pmesh.client.control import ask_status
-from pmesh.client.home import socket_path
-from pmesh.core.identity import MeshKey, mesh_key_text
+from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.errors import PmeshError
+from pmesh.paths import socket_path
 
 CLONE = Path(__file__).resolve().parent.parent
 NAMES = ("mac-1", "mac-2", "mac-3")

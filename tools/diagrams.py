@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Self, TypeVar
 
-from pmesh.core import dialling, health
+from pmesh.core.links import dialing, health
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path("docs/explanation")  # below ROOT
@@ -70,10 +70,10 @@ class Machine:
 
 MACHINES = {
     "health": Machine.of(
-        "What is thought of a peer", "pmesh.core.health", health.Signal, health.TRANSITIONS
+        "What is thought of a peer", "pmesh.core.links.health", health.Signal, health.TRANSITIONS
     ),
     "dialling": Machine.of(
-        "When a machine is dialled", "pmesh.core.dialling", dialling.Signal, dialling.TRANSITIONS
+        "When a machine is dialled", "pmesh.core.links.dialing", dialing.Signal, dialing.TRANSITIONS
     ),
 }
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from pmesh.agent.events import events_schema
-from pmesh.agent.status import status_schema
+from pmesh.agent.status.events import events_schema
+from pmesh.agent.status.schema import status_schema
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 

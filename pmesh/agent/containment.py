@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 import structlog
 from structlog.typing import FilteringBoundLogger
 
-from pmesh.agent.events import Chronicle
+from pmesh.agent.status.events import Chronicle
 
 AGAIN_S = 60.0  # the same error says nothing new, and who provokes it must not fill the disk
 MAX_PLACES = 256  # the program has only so many lines that raise; a program's text is in none

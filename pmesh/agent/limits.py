@@ -1,9 +1,14 @@
-"""The system's limit of open files: raised when the agent starts, and dealt out after."""
+"""What an agent may use of the system's descriptors and memory, and which trainers fit in."""
 
+import contextlib
 import resource
+from collections.abc import Generator
 from dataclasses import dataclass
 
-from pmesh.net.sessions import MAX_VISITORS
+from pmesh.core.budgets import Budget
+from pmesh.errors import UsageError
+from pmesh.net.local.arena_pools import ArenaBudget, ArenaShare
+from pmesh.net.local.sessions import MAX_VISITORS
 
 OPEN_FILES = 10_240  # macOS starts programs with 256 and allows this many (OPEN_MAX)
 FEW_OPEN_FILES = 1024  # 64 pending connections, 8 links, lanes and arenas of a few jobs, with room
@@ -77,3 +82,26 @@ def raise_open_files() -> str | None:
         f"only {allowed} files may be open at once ({why}): connections may be refused;"
         f" raise it with 'ulimit -n {FEW_OPEN_FILES}' before 'pmesh up'"
     )
+
+
+class Admission:
+    """The budgets of one agent for all programs on its machine."""
+
+    def __init__(self, files: FilePlan, *, memory_bytes: int) -> None:
+        """`memory_bytes` are the machine's: arenas may take half of them."""
+        self._files = files
+        self._trainers = Budget[int](limit=files.trainers)
+        self._arenas = ArenaBudget(files=files.arenas, nbytes=memory_bytes // 2)
+
+    @contextlib.contextmanager
+    def admit(self, pid: int) -> Generator[ArenaShare]:
+        """A connection of a trainer, and its program's share of memory; UsageError if full."""
+        if not self._trainers.take(pid, 1):
+            count = (
+                f"{self._trainers.held} are in use, {self._trainers.held_by(pid)} by this program"
+            )
+            raise UsageError(f"{self._files.describe_trainers()}; {count}")
+        try:
+            yield ArenaShare(self._arenas, pid)
+        finally:
+            self._trainers.give_back(pid, 1)

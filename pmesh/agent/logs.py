@@ -8,7 +8,7 @@ from typing import Final, TextIO
 
 import structlog
 
-from pmesh.agent.parsing import LogLevel
+from pmesh.agent.config import LogLevel
 
 MOST_LINES: Final = 30  # of one kind in a minute
 THROTTLE_S: Final = 60.0

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import trio
 
-from pmesh.core.session import Refused
-from pmesh.core.views import Verdict
-from pmesh.net.sessions import Session
+from pmesh.core.values import Verdict
+from pmesh.core.wire.local import Refused
+from pmesh.net.local.sessions import Session
 
 TELL_S = 1.0  # a program that does not read this is told by the end of its session
 

@@ -15,33 +15,31 @@ import psutil
 import structlog
 import trio
 
-from pmesh.agent.admission import Admission
-from pmesh.agent.announcements import describe_change
-from pmesh.agent.config import Settings
+from pmesh.agent.config import Settings, host_port_text
 from pmesh.agent.containment import Containment
-from pmesh.agent.events import Chronicle, Event, encode_events
-from pmesh.agent.jobs import LOOK_S, Jobs
-from pmesh.agent.lane_desk import LaneDesk
-from pmesh.agent.limits import open_files_limit, plan_files
-from pmesh.agent.mail import MailRoom
-from pmesh.agent.mail_sessions import serve_mail
-from pmesh.agent.membership import DOUBT_S, Membership
-from pmesh.agent.parsing import host_port_text
-from pmesh.agent.peers import Peers
-from pmesh.agent.picture import Sources, take_picture
+from pmesh.agent.jobs.driver import LOOK_S, Jobs
+from pmesh.agent.jobs.trainer import serve_trainer
+from pmesh.agent.lanes.rendezvous import LaneDesk
+from pmesh.agent.limits import Admission, open_files_limit, plan_files
+from pmesh.agent.mesh.foreign_agents import Strangers
+from pmesh.agent.mesh.foreign_agents import watch as watch_turned_away
+from pmesh.agent.mesh.membership import DOUBT_S, Membership
+from pmesh.agent.mesh.peers import Peers
+from pmesh.agent.p2p.calls import serve_mail
+from pmesh.agent.p2p.router import MailRoom
 from pmesh.agent.refusals import refuse, tell_errors
-from pmesh.agent.status import Status as Picture
-from pmesh.agent.status import TurnedAwayStatus, encode_status
-from pmesh.agent.strangers import Strangers
-from pmesh.agent.trainers import serve_trainer
-from pmesh.agent.turned_away import watch as watch_turned_away
-from pmesh.client.home import socket_path
-from pmesh.core.addresses import told_to_others
-from pmesh.core.advertisement import Advertisement
-from pmesh.core.certificates import issue_credentials
-from pmesh.core.identity import AdvertisementKey, MeshKey, NodeKey
-from pmesh.core.messages import PROTOCOL_VERSION, Hello
-from pmesh.core.session import (
+from pmesh.agent.status.events import Chronicle, Event, encode_events
+from pmesh.agent.status.narration import describe_change
+from pmesh.agent.status.schema import Status as Picture
+from pmesh.agent.status.schema import TurnedAwayStatus, encode_status
+from pmesh.agent.status.snapshot import Sources, take_picture
+from pmesh.core.identity.advertisement import Advertisement
+from pmesh.core.identity.certificates import issue_credentials
+from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
+from pmesh.core.links.addresses import told_to_others
+from pmesh.core.values import View
+from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
+from pmesh.core.wire.local import (
     AskEvents,
     AskStatus,
     Attach,
@@ -51,16 +49,16 @@ from pmesh.core.session import (
     StopAgent,
     Stopping,
 )
-from pmesh.core.views import View
 from pmesh.errors import ConfigError, PortTaken, ProtocolError, UsageError
 from pmesh.ids import Incarnation, Member
-from pmesh.net.dialer import error_numbers
-from pmesh.net.discovery import Discovered, discover, minute_of_now
-from pmesh.net.door import Door
-from pmesh.net.interfaces import AddressWatch
-from pmesh.net.sessions import ENDS_OF_A_SESSION, Session, SessionCounters, serve_sessions
-from pmesh.net.stalls import Stall, tick
-from pmesh.net.tls import TlsContexts
+from pmesh.net.links.acceptor import Door
+from pmesh.net.links.dialer import error_numbers
+from pmesh.net.links.discovery import Discovered, discover, minute_of_now
+from pmesh.net.links.interfaces import AddressWatch
+from pmesh.net.links.tls import TlsContexts
+from pmesh.net.local.clocks import Stall, tick
+from pmesh.net.local.sessions import ENDS_OF_A_SESSION, Session, SessionCounters, serve_sessions
+from pmesh.paths import socket_path
 
 MOST_FALLS = 3  # within ten minutes; what falls so often does not get up
 FALLS_WINDOW_S = 600.0

@@ -10,13 +10,15 @@ from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
-from pmesh.agent.own_files import is_full, reason
-from pmesh.agent.parsing import LogLevel
-from pmesh.cli import keys, telling, watching
+from pmesh.agent.config import LogLevel
+from pmesh.agent.home import is_full, reason
+from pmesh.cli import keys
+from pmesh.cli.events import show_events
 from pmesh.cli.run import run_command
+from pmesh.cli.status import bring_down, show_status
 from pmesh.cli.terminal import complain, complain_of, say
 from pmesh.cli.up import bring_up
-from pmesh.core.messages import PROTOCOL_VERSION
+from pmesh.core.wire.link import PROTOCOL_VERSION
 from pmesh.errors import ConfigError, PmeshError, UsageError
 
 FAILED = 1
@@ -121,7 +123,7 @@ def status(
         json: Print JSON, by the schema in docs/reference/status.schema.json.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    return watching.show_status(home, watch=watch, as_json=json)
+    return show_status(home, watch=watch, as_json=json)
 
 
 @app.command
@@ -138,7 +140,7 @@ def events(
         json: Print JSON, by the schema in docs/reference/events.schema.json.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    return telling.show_events(home, follow=follow, as_json=json)
+    return show_events(home, follow=follow, as_json=json)
 
 
 @app.command
@@ -195,7 +197,7 @@ def run_(*command: str) -> int:
 @app.command
 def down(*, home: Home = None) -> int:
     """Stop the local agent cleanly: its peers see a leave, not a failure."""
-    return watching.bring_down(home)
+    return bring_down(home)
 
 
 @app.command

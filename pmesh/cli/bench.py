@@ -14,17 +14,16 @@ import numpy as np
 from rich.console import Console
 from rich.live import Live
 
-from pmesh.agent.status import decode_status
-from pmesh.cli.bench_collectives import COLLECTIVES, STRATEGIES
+from pmesh.agent.status.schema import decode_status
+from pmesh.cli.bench_calls import COLLECTIVES, STRATEGIES
 from pmesh.cli.bench_plot import check_plot_file, draw
-from pmesh.cli.bench_rows import VALUE_BYTES, Plan, Report, Row, measure_row
-from pmesh.cli.bench_table import bench_table
+from pmesh.cli.bench_rows import VALUE_BYTES, Plan, Report, Row, bench_table, measure_row
 from pmesh.cli.terminal import complain
-from pmesh.client.connecting import connect
+from pmesh.client.connect import connect
 from pmesh.client.control import ask_status
-from pmesh.client.home import home_directory, socket_path
 from pmesh.client.mesh import Mesh
 from pmesh.errors import ConfigError, RankLost, RunError, UsageError
+from pmesh.paths import home_directory, socket_path
 
 JOB = "bench"
 PATIENCE_S = 300.0  # a person goes from machine to machine

@@ -1,6 +1,7 @@
 """Text out: to a person's terminal, so nothing that a stranger chose may steer it."""
 
 import contextlib
+import signal
 import sys
 from typing import TextIO, cast
 
@@ -62,3 +63,9 @@ class _DroppingLines:
 def complain_of(error: PmeshError) -> None:
     """Print an error as its name and its message, which says what to do."""
     complain(f"{type(error).__name__}: {error}")
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """A closed terminal is an end too, unless `nohup` says otherwise."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return tuple(s for s in signals if signal.getsignal(s) != signal.SIG_IGN)

@@ -1,27 +1,82 @@
-"""`pmesh up`: from options to a running agent, in the foreground or not."""
+"""`pmesh up`: from options to a running agent, in the foreground or detached."""
 
 import functools
 import os
 import secrets
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import trio
 
 from pmesh.agent.config import Settings, as_environment, load_settings
-from pmesh.agent.home import hold_home, open_home
-from pmesh.agent.key_files import NODE_KEY_BYTES, load_node_key
+from pmesh.agent.home import NODE_KEY_BYTES, hold_home, load_node_key, open_home, open_own_file
 from pmesh.agent.limits import raise_open_files
 from pmesh.agent.logs import set_up_logs
-from pmesh.cli.detach import start_detached
 from pmesh.cli.keys import find_mesh_key
-from pmesh.cli.signals import ending_signals
-from pmesh.cli.terminal import announce, complain, dropping_lines
-from pmesh.client.home import home_directory, socket_path
-from pmesh.core.identity import MeshKey, NodeKey
+from pmesh.cli.terminal import announce, complain, dropping_lines, ending_signals, say
+from pmesh.client.control import ask_status
+from pmesh.core.identity.keys import MeshKey, NodeKey
+from pmesh.errors import AgentNotRunning, AgentStopped
+from pmesh.paths import home_directory, socket_path
+
+START_TIMEOUT_S = 15.0  # imports on a slow, cold disk take 5 s
+_POLL_INTERVAL_S = 0.05
+
+
+def start_detached(
+    command: Sequence[str], *, environment: Mapping[str, str], socket: Path, log: Path
+) -> int:
+    """Start the command in a session of its own; returns when an agent answers at the socket.
+
+    Its output goes to the end of the log. Where it fails to start, what it wrote is shown, and its
+    exit code is returned.
+
+    Raises:
+        AgentStopped: It neither answers nor ends; it has been killed.
+        ConfigError: The log can't be written, or is not this user's own.
+    """
+    descriptor = open_own_file(log, os.O_APPEND)
+    with open(descriptor, "wb") as output:  # noqa: PTH123 - a descriptor has no path
+        begin = os.fstat(descriptor).st_size
+        process = subprocess.Popen(  # noqa: S603 - our own program
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd=log.parent,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            said = log.read_bytes()[begin:].decode(errors="replace")
+            sys.stderr.write(said)
+            if not said:  # where the disk is full, not even the reason can be written
+                complain(f"the agent ended, and could not say why in {log}; 'pmesh up' shows it")
+            return process.returncode or 1  # it should have stayed
+        if _answers(socket):
+            process.returncode = 0  # nobody will wait for it; Popen would warn of that
+            say(f"The agent runs: pid {process.pid}, log {log}")
+            return 0
+        time.sleep(_POLL_INTERVAL_S)
+    process.kill()
+    process.wait()
+    raise AgentStopped(f"the agent did not start within {START_TIMEOUT_S:g} s; see {log}")
+
+
+def _answers(socket: Path) -> bool:
+    try:
+        ask_status(socket, timeout_s=1.0)
+    except (AgentNotRunning, AgentStopped):
+        return False
+    return True
+
 
 LOG_NAME = "agent.log"
 

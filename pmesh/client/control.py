@@ -4,8 +4,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
-from pmesh.client.connection import AgentConnection
-from pmesh.core.session import (
+from pmesh.client.link.connection import AgentConnection
+from pmesh.core.wire.local import (
     AskEvents,
     AskStatus,
     Events,

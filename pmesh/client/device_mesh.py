@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from pmesh.client.groups import Group
+from pmesh.client.group import Group
 from pmesh.client.mesh import Mesh
 from pmesh.errors import UsageError
 

@@ -1,20 +1,49 @@
-"""What `pmesh.connect` returns: a rank among others, and all that it can call."""
+"""What `pmesh.connect` returns: a rank among others, all its calls, its share of the data."""
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self, TypeVar, cast
+from typing import Self, TypeAlias, TypeVar, cast
 
-from pmesh.client.caller import check_timeout
-from pmesh.client.calls import LastOp
-from pmesh.client.collectives import Collectives
-from pmesh.client.groups import Group, Groups, check_ranks, ranks_by_color
-from pmesh.client.job_place import JobPlace
-from pmesh.client.reducing import DEFAULT_TIMEOUT_S
-from pmesh.client.shards import Indices, check_shard, deal, order_of
-from pmesh.client.states import pack, unpack_untrusted
-from pmesh.core.reductions import Values
-from pmesh.core.views import View
+import numpy as np
+
+from pmesh.client.calls.queue import check_timeout
+from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
+from pmesh.client.collective.bucketed import LastOp
+from pmesh.client.elastic.membership import JobPlace
+from pmesh.client.group import Collectives, Group, Groups, check_ranks, ranks_by_color
+from pmesh.client.trees.state import pack, unpack_untrusted
+from pmesh.core.ops.reductions import Values
+from pmesh.core.values import View
 from pmesh.errors import ProtocolError, RunError, UsageError
+
+Indices: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
+
+
+def order_of(dataset_len: int, *, epoch: int, seed: int) -> Indices:
+    """A permutation of 0 to `dataset_len` - 1, the same on every machine; read-only int64.
+
+    The samples are sorted by random numbers of a counter-based generator (Philox 4x64-10: Salmon et
+    al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with the key (seed, epoch). Not
+    `Generator.permutation`, whose order may change with numpy's version, unlike a bit generator's.
+    """
+    generator = np.random.Philox(key=np.array([seed, epoch], np.uint64))
+    order = np.argsort(generator.random_raw(dataset_len), kind="stable").astype(np.int64)
+    order.flags.writeable = False  # it is kept, and what ranks get are views of it
+    return order
+
+
+def deal(order: Indices, *, position: int, rank: int, size: int) -> Indices:
+    """A rank's part of what follows `position`: every `size`-th, from the `rank`-th on."""
+    return order[position + rank :: size]
+
+
+def check_shard(dataset_len: int, *, epoch: int, position: int, seed: int) -> None:
+    """Raises UsageError unless these can be a data set, an epoch, a position and a seed."""
+    numbers = {"dataset_len": dataset_len, "epoch": epoch, "position": position, "seed": seed}
+    for name, number in numbers.items():
+        if not 0 <= number < 2**63:
+            raise UsageError(f"{name} is at least 0 and less than 2**63, not {number}")
+
 
 T = TypeVar("T")
 

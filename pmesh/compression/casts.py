@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pmesh.compression import fast
-from pmesh.compression.arrays import Bytes, Float32s, Halves
+from pmesh.compression.blocks import Bytes, Float32s, Halves
 from pmesh.compression.hops import Terms, check_wire, hop_in_parts
 
 _FP16_MAX = np.float32(65504)

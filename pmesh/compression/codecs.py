@@ -10,7 +10,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from pmesh.compression.arrays import Bytes, Float32s
+from pmesh.compression.blocks import Bytes, Float32s
 from pmesh.compression.casts import Cast
 from pmesh.compression.int8 import Int8
 

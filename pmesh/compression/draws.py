@@ -6,7 +6,7 @@ pseudorandom number generators", figure 14), which passes BigCrush. Not for secr
 
 import numpy as np
 
-from pmesh.compression.arrays import Float32s, Words64
+from pmesh.compression.blocks import Float32s, Words64
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, odd
 _FIRST = 0xBF58476D1CE4E5B9

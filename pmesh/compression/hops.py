@@ -8,8 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pmesh.compression.arrays import Bytes, Float32s
-from pmesh.compression.parts import drop_not_finite, parts
+from pmesh.compression.blocks import Bytes, Float32s, drop_not_finite, parts
 
 PART = 64 * 1024
 """Values at a time: two arrays of 256 KiB stay in the second level cache, and Python's 20 us for a

@@ -23,10 +23,9 @@ from types import ModuleType
 import numpy as np
 
 from pmesh.compression import fast
-from pmesh.compression.arrays import Bytes, Float32s, Int8s, Rows
+from pmesh.compression.blocks import Bytes, Float32s, Int8s, Rows, parts
 from pmesh.compression.draws import draw_uniform, start_of
 from pmesh.compression.hops import PART, Terms, check_wire, hop_in_parts
-from pmesh.compression.parts import parts
 
 BLOCK = 256
 LEVELS = np.float32(127)  # -128 would make the range lopsided, and a mean of many ranks with it

@@ -14,8 +14,15 @@ bytes.
 
 import numpy as np
 
-from pmesh.compression.arrays import Bytes, Float32s, UInt32s
-from pmesh.compression.parts import PART, add_residual, drop_not_finite, parts
+from pmesh.compression.blocks import (
+    PART,
+    Bytes,
+    Float32s,
+    UInt32s,
+    add_residual,
+    drop_not_finite,
+    parts,
+)
 from pmesh.compression.twins import twins
 
 BLOCK = 1024

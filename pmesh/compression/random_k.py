@@ -15,9 +15,8 @@ import hashlib
 
 import numpy as np
 
-from pmesh.compression.arrays import Float32s
+from pmesh.compression.blocks import Float32s, Indices, add_residual, drop_not_finite, parts
 from pmesh.compression.draws import draw_words, start_of
-from pmesh.compression.parts import Indices, add_residual, drop_not_finite, parts
 from pmesh.compression.twins import twins
 
 _END = 1 << 32  # products of two numbers below it fit in 64 bits

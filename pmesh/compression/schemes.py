@@ -1,7 +1,7 @@
 """What a user says to have values compressed: a scheme with its options, checked at once.
 
 A scheme says what is to be done, and holds nothing of what has been: residuals and warm starts are
-the mesh's (`pmesh.client.feedback`).
+the mesh's (`pmesh.client.feedback.memory`).
 """
 
 import math
@@ -215,7 +215,7 @@ def spec(scheme: Scheme) -> str:
     """The scheme in at most 64 characters: alike on two ranks only if both send the same bytes.
 
     A ring codec has the name that `pmesh.compression.codecs` knows it by; what the trainers compute
-    has parentheses (`pmesh.core.coded_rings.ring_codec_name`).
+    has parentheses (`pmesh.core.ops.coded.ring_codec_name`).
 
     >>> spec(INT8()), spec(TopK(0.05, compact=True)), spec(PowerSGD(rank=2))
     ('int8', 'topk(0.05, compact)', 'powersgd(2, min_rate 2.0)')

@@ -7,6 +7,10 @@ Compression; Stich et al. 2018, Sparsified SGD with Memory).
     own + residual ──▶ compress ──▶ wire (the same length on every rank) ──▶ accumulate, n times
                           └──▶ residual_out
 
+The choice is exact, in about the time of reading the values once: a threshold is taken from a
+sample, a little low, so that a few more than k values reach it, and the k largest of those are
+chosen. Whatever the sample says, the choice is the same.
+
 Two forms on the wire, little-endian, beginning at a multiple of 4 bytes:
 
 - wide: uint32[k] indices, ascending, then float32[k] values; 8 bytes each.
@@ -16,12 +20,25 @@ Two forms on the wire, little-endian, beginning at a multiple of 4 bytes:
   depend on the values, as it would with an escape for gaps above 65,535.)
 """
 
+import math
+from typing import NamedTuple
+
+import ml_dtypes
 import numpy as np
 
-from pmesh.compression.arrays import Bytes, Float32s
-from pmesh.compression.largest import add_and_choose
-from pmesh.compression.parts import drop_not_finite
-from pmesh.compression.sparse_wire import decode, encode, wire_bytes
+from pmesh.compression.blocks import (
+    PART,
+    Bytes,
+    Float32s,
+    Halves,
+    Indices,
+    UInt16s,
+    UInt32s,
+    add_residual,
+    drop_not_finite,
+    parts,
+)
+from pmesh.compression.draws import draw_words
 
 __all__ = ["accumulate", "compress", "kept", "wire_bytes"]
 
@@ -89,3 +106,187 @@ def accumulate(wire: Bytes, into: Float32s, *, k: int, compact: bool = False) ->
     indices, values = decode(wire, len(into), k, compact=compact)
     with np.errstate(over="ignore", invalid="ignore"):
         into[indices] += values
+
+
+_MAGNITUDE = np.uint32(0x7FFFFFFF)  # of the bits of an fp32 all but the sign; as integers they
+# ascend with the magnitude, infinity is above all numbers, and NaN above infinity
+_INFINITE = np.uint32(0x7F800000)
+_NONE = np.uint32(0xFFFFFFFF)  # above all
+_NOT_ZERO = np.uint32(1)
+_SAMPLE = 1 << 15  # values: of 1 % of them 328 are above the threshold, give or take 18
+_SPREADS = 4  # standard deviations: one array in 30,000 has to be read again
+
+
+def add_and_choose(
+    own: Float32s, k: int, residual: Float32s | None, residual_out: Float32s | None
+) -> tuple[Float32s, Indices, bool]:
+    """Add the residual, and find the k of largest magnitude; of equal ones the first.
+
+    Args:
+        own: float32[count]; only read.
+        k: from 0 to count.
+        residual: float32[count]; only read; None for zeros.
+        residual_out: float32[count], set to their sum; None: there is no residual.
+
+    Returns:
+        The sum (`residual_out` or `own`), int64[k] ascending indices, and whether values that are
+        not finite may be left besides those k.
+    """
+    threshold = _sampled_threshold(own, residual, k)
+    found, keys = _reaching(threshold, own, residual, residual_out)
+    values = own if residual_out is None else residual_out
+    if len(found) < k and threshold > _NOT_ZERO:
+        found, keys = _reaching(_NOT_ZERO, values, None, None)
+    if len(found) <= k:
+        return values, _filled(found, k), False
+    least = np.partition(keys, len(keys) - k)[len(keys) - k] if k else _NONE
+    chosen = keys > least
+    ties = np.flatnonzero(keys == least)
+    chosen[ties[: k - np.count_nonzero(chosen)]] = True
+    return values, found[chosen], bool(least >= _INFINITE)
+
+
+def sampled_places(count: int) -> Indices:
+    """Where the sample is taken: at random, as what is laid out in rows may have a period."""
+    lots = draw_words(0, 0, _SAMPLE) >> np.uint64(32)
+    return (lots * np.uint64(count) >> np.uint64(32)).astype(np.int64)
+
+
+def _sampled_threshold(own: Float32s, residual: Float32s | None, k: int) -> np.uint32:
+    """A magnitude that very likely at least k values reach, and not many more."""
+    count = len(own)
+    if count <= 4 * _SAMPLE:
+        return _NOT_ZERO
+    places = sampled_places(count)
+    with np.errstate(over="ignore", invalid="ignore"):
+        sample = own[places] if residual is None else own[places] + residual[places]
+    expected = _SAMPLE * k / count
+    above = int(expected + _SPREADS * math.sqrt(expected) + _SPREADS)
+    if above > _SAMPLE:
+        return _NOT_ZERO
+    keys = sample.view(np.uint32) & _MAGNITUDE
+    keys.partition(_SAMPLE - above)
+    # Whatever is not finite reaches it, so that none of these is overlooked.
+    return min(max(keys[_SAMPLE - above], _NOT_ZERO), _INFINITE)
+
+
+def _reaching(
+    threshold: np.uint32,
+    own: Float32s,
+    residual: Float32s | None,
+    residual_out: Float32s | None,
+) -> tuple[Indices, UInt32s]:
+    """Add the residual; where the sum reaches the threshold, and the magnitudes there."""
+    bits = np.empty(min(PART, len(own)), np.uint32)
+    reaches = np.empty(len(bits), np.bool_)
+    found: list[Indices] = [np.empty(0, np.int64)]
+    keys: list[UInt32s] = [np.empty(0, np.uint32)]
+    with np.errstate(over="ignore", invalid="ignore"):
+        for part in parts(len(own)):
+            values = add_residual(own, residual, residual_out, part)
+            magnitudes = np.bitwise_and(values.view(np.uint32), _MAGNITUDE, out=bits[: len(values)])
+            np.greater_equal(magnitudes, threshold, out=reaches[: len(values)])
+            here = np.flatnonzero(reaches[: len(values)])
+            keys.append(magnitudes[here])
+            found.append(np.add(here, part.start, out=here))
+    return np.concatenate(found), np.concatenate(keys)
+
+
+def _filled(found: Indices, k: int) -> Indices:
+    """So many indices, those found and the first of the others, in order."""
+    free = np.ones(k, np.bool_)  # among the first k are enough, even if all found are among them
+    free[found[found < k]] = False
+    return np.sort(np.concatenate([found, np.flatnonzero(free)[: k - len(found)]]))
+
+
+_RUN = 1 << 16  # so many values does a 16-bit position tell apart
+_END = 1 << 32  # so many a 32-bit index
+_WIDE = 8  # bytes of an index and a value
+_COMPACT = 4  # likewise
+
+
+def wire_bytes(count: int, k: int, *, compact: bool = False) -> int:
+    """What k of `count` values take on the wire; a multiple of 4.
+
+    Raises:
+        ValueError: k is not from 0 to count, or count not below 2**32.
+    """
+    if not 0 <= k <= count < _END:
+        raise ValueError(f"k is from 0 to count, and count below 2**32, not {k} of {count}")
+    return 4 * _sized_runs(count) + _COMPACT * k if compact else _WIDE * k
+
+
+def encode(
+    wire: Bytes, count: int, indices: Indices, values: Float32s, *, compact: bool
+) -> Float32s:
+    """Write values and their indices; returns the values as `decode` reads them."""
+    k = len(indices)
+    if not compact:
+        wide = _Wide.of(wire, k)
+        wide.indices[:] = indices
+        wide.values[:] = values
+        return values
+    form = _Compact.of(wire, count, k)
+    runs = indices >> 16
+    form.sizes[:] = np.bincount(runs, minlength=len(form.sizes) + 1)[: len(form.sizes)]
+    form.positions[:] = indices & (_RUN - 1)
+    np.copyto(form.values, values, casting="same_kind")
+    return form.values.astype(np.float32)
+
+
+def decode(wire: Bytes, count: int, k: int, *, compact: bool) -> tuple[Indices, Float32s]:
+    """The indices, ascending, and the values.
+
+    The bytes come from another machine.
+
+    Raises:
+        ValueError: the indices do not ascend, or not all are below `count`.
+    """
+    if compact:
+        form = _Compact.of(wire, count, k)
+        values = form.values.astype(np.float32)
+        indices = _starts(form.sizes, k) + form.positions
+    else:
+        wide = _Wide.of(wire, k)
+        values = wide.values
+        indices = wide.indices.astype(np.int64)
+    if k and (indices[-1] >= count or np.less_equal(indices[1:], indices[:-1]).any()):
+        raise ValueError(f"indices of {k} of {count} values do not ascend, or go beyond the last")
+    return indices, values
+
+
+def _sized_runs(count: int) -> int:
+    """All runs but the last, whose size follows from k."""
+    return max(0, count - 1) // _RUN
+
+
+def _starts(sizes: UInt32s, k: int) -> Indices:
+    """For each position the index at which its run begins."""
+    ends = np.minimum(np.cumsum(sizes, dtype=np.int64), k)
+    last = k - int(ends[-1]) if len(ends) else k
+    lengths = np.append(np.diff(ends, prepend=0), last)
+    return np.repeat(np.arange(len(lengths), dtype=np.int64) * _RUN, lengths)
+
+
+class _Wide(NamedTuple):
+    indices: UInt32s
+    values: Float32s
+
+    @classmethod
+    def of(cls, wire: Bytes, k: int) -> "_Wide":
+        return cls(wire[: 4 * k].view("<u4"), wire[4 * k :].view("<f4"))
+
+
+class _Compact(NamedTuple):
+    sizes: UInt32s
+    positions: UInt16s
+    values: Halves
+
+    @classmethod
+    def of(cls, wire: Bytes, count: int, k: int) -> "_Compact":
+        first = 4 * _sized_runs(count)
+        return cls(
+            wire[:first].view("<u4"),
+            wire[first : first + 2 * k].view("<u2"),
+            wire[first + 2 * k :].view(ml_dtypes.bfloat16),
+        )

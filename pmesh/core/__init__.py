@@ -2,18 +2,20 @@
 
 In the order in which things pass through them:
 
-who is who      identity (node key, mesh key), certificates (the mesh's authority)
-finding         advertisement (what mDNS carries), addresses (whom to try first), dialling (when)
-at the door     first_bytes (link, lane or garbage), greeting (the first message of any version)
-on a link       framing (lengths), messages (what is said), validation (what no honest member would
-                say), health (who is here)
-views           views (the values), standing (what one member knows), agreement (what follows from
-                a message), proposals (the leader's half), rosters (jobs in a view change),
-                op_outcomes (their ops), quorum (which side may go on), topology (the order
-                of the ring)
-ops             session (what a trainer asks), ledger (what a rank knows of its ops), schedule (who
-                sends what when, along the ring), plans and plans_* (likewise, between any ranks),
-                costs (which of them is the fastest), reductions (adding up), records (sealing it)
+identity    keys, certificates (the mesh's authority), advertisement (what mDNS carries)
+links       addresses (which to try first), dialing (when), health (what a silence means)
+wire        framing (lengths, first bytes), link (messages between agents), local (messages between
+            trainer and agent), records (sealed lane records)
+values      views, rosters, trainers, verdicts: the values that agents agree on
+views       state (what one member knows), agreement (what follows from a message), leader (the
+            leader half), rosters (jobs through a view change), outcomes (their ops), quorum (which
+            side may go on), ring (its order), stall_guard (after a stall), validation and limits
+            (what no honest member would send)
+jobs        op_log (what a rank knows of its ops)
+ops         kinds, plan and schedule (who sends what when), all_reduce, reduce, moving, coded (the
+            plans), cost (which is the fastest), reductions (adding up)
+p2p         messages between two ranks, each exactly once
+budgets     shares of what is scarce
 
 Two shapes: byte protocols are objects that take bytes and give events; decisions are frozen states
 and functions, to which time and entropy are arguments.

@@ -1,4 +1,7 @@
-"""Where the ranks of a simulated mesh meet: each op is computed once all of them have called it."""
+"""Where the ranks of a simulated mesh meet: each op is computed once all of them have called it.
+
+A compressed all-reduce gives the bits that a real ring gives, hop after hop.
+"""
 
 import functools
 import time
@@ -9,18 +12,73 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from pmesh.client.mail_session import Arrived
-from pmesh.client.session import error_of
-from pmesh.compression.arrays import Float32s
-from pmesh.compression.codecs import codec_of
-from pmesh.core.coded_rings import ring_codec_name
-from pmesh.core.messages import Letter
-from pmesh.core.reductions import WIRE_DTYPES, Values, accumulate, finish
-from pmesh.core.session import StartOp
-from pmesh.core.views import Verdict
+from pmesh.client.link.p2p_session import Arrived
+from pmesh.client.link.session import error_of
+from pmesh.compression.blocks import Float32s
+from pmesh.compression.codecs import Codec, codec_of
+from pmesh.core.ops.coded import coded_chunks, draw_key, hop_terms, ring_codec_name
+from pmesh.core.ops.reductions import WIRE_DTYPES, Values, accumulate, finish
+from pmesh.core.values import Verdict
+from pmesh.core.wire.link import Letter
+from pmesh.core.wire.local import StartOp
 from pmesh.errors import PmeshError
 from pmesh.ids import OpNumber, TrainerId
-from pmesh.testing.simulated_rings import Coded, reduce_coded
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """One rank's part."""
+
+    own: Float32s
+    residual: Float32s | None = None
+    residual_out: Float32s | None = None
+    """Written."""
+
+
+def reduce_coded(
+    codec: Codec, ranks: Sequence[Coded], *, reduction: str, op: int
+) -> tuple[Float32s, list[int]]:
+    """The result, the same for all ranks, and how many values each has clipped.
+
+    Args:
+        codec: what encodes at every hop.
+        ranks: in ring order; of one rank alone nothing is encoded.
+        reduction: sum or mean.
+        op: its number, for codecs that draw lots.
+    """
+    size, count = len(ranks), len(ranks[0].own)
+    result, clipped = np.empty(count, np.float32), [0] * size
+    if size == 1:
+        add_residual(ranks[0], result)
+        return result, clipped
+    for chunk, pieces in enumerate(coded_chunks(size=size, count=count, codec=codec)):
+        for piece in pieces:
+            values, arrived = slice(piece.begin, piece.begin + piece.length), None
+            for hop in range(size):
+                rank = (chunk + hop) % size
+                mine, outgoing = ranks[rank], np.empty(piece.nbytes, np.uint8)
+                terms = hop_terms(codec, reduction, size=size, owner=hop == size - 1)
+                clipped[rank] += codec.hop(
+                    arrived,
+                    mine.own[values],
+                    outgoing,
+                    own_scale=terms.own_scale,
+                    divisor=terms.divisor,
+                    residual=None if mine.residual is None else mine.residual[values],
+                    residual_out=None if mine.residual_out is None else mine.residual_out[values],
+                    draw=draw_key(op=op, rank=rank, begin=piece.begin, codec=codec),
+                )
+                arrived = outgoing
+            assert arrived is not None  # noqa: S101 - there are at least two hops
+            codec.decode(arrived, result[values])
+    return result, clipped
+
+
+def add_residual(alone: Coded, result: Float32s) -> None:
+    """What a rank that is alone gets: nothing is encoded, and nothing is owed any more."""
+    np.add(alone.own, 0 if alone.residual is None else alone.residual, out=result)
+    if alone.residual_out is not None:
+        alone.residual_out.fill(0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pmesh.agent.config import Settings, as_environment, load_settings
-from pmesh.agent.parsing import DEFAULT_PORT, Listen, host_port_text, parse_host_port
+from pmesh.agent.config import (
+    DEFAULT_PORT,
+    Listen,
+    Settings,
+    as_environment,
+    host_port_text,
+    load_settings,
+    parse_host_port,
+)
 from pmesh.compression.schemes import NAMES
-from pmesh.core.messages import Address
+from pmesh.core.wire.link import Address
 from pmesh.errors import ConfigError
 
 

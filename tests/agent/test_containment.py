@@ -8,12 +8,13 @@ import trio
 from structlog.testing import capture_logs
 from trio.testing import MockClock
 
-from pmesh.agent import mail_sessions, trainers
 from pmesh.agent.containment import AGAIN_S, MAX_PLACES, Containment
-from pmesh.agent.events import Chronicle
-from pmesh.agent.ranks import LocalRank
+from pmesh.agent.jobs import trainer
+from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.agent.p2p import calls
 from pmesh.agent.run import Agent
-from pmesh.core.session import (
+from pmesh.agent.status.events import Chronicle
+from pmesh.core.wire.local import (
     SESSION_VERSION,
     AskStatus,
     Attach,
@@ -24,9 +25,9 @@ from pmesh.core.session import (
 )
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, JobName, Member, NodeId, TrainerId
-from tests.agent.fake_trainer import RefusedError, together
-from tests.agent.fakes import Machine, Village, village
-from tests.agent.ops import kinds_of_events, machine_of, ones, reduce_all
+from tests.worlds.trainer import RefusedError, together
+from tests.worlds.village import Machine, Village, village
+from tests.worlds.village_ops import kinds_of_events, machine_of, ones, reduce_all
 
 ME = Member(NodeId(b"a" * 32), Incarnation(1))
 
@@ -208,7 +209,7 @@ async def test_an_error_before_a_trainer_has_joined_leaves_nobody_waiting(
     async with village(clock, 1) as here:
         (machine,) = here.machines
         with capture_logs(), monkeypatch.context() as patch:
-            patch.setattr(trainers, "_without", fail)  # asked after 10 s
+            patch.setattr(trainer, "_without", fail)  # asked after 10 s
             with pytest.raises(RefusedError, match="ZeroDivisionError"):
                 await (await here.trainer(machine)).join("digits", 2)
         assert machine.agent.jobs.candidates == {}
@@ -230,8 +231,8 @@ def fails_for(patch: pytest.MonkeyPatch, whom: TrainerId, where: object, name: s
 @pytest.mark.parametrize(
     ("where", "name"),
     [
-        pytest.param(trainers, "run_op", id="in an op"),
-        pytest.param(trainers._Trainer, "_look_at", id="beside an op"),  # noqa: SLF001 - a task of its own
+        pytest.param(trainer, "run_op", id="in an op"),
+        pytest.param(trainer._Trainer, "_look_at", id="beside an op"),  # noqa: SLF001 - a task of its own
     ],
 )
 async def test_an_error_in_a_trainers_session_makes_it_depart_and_the_others_go_on(
@@ -276,7 +277,7 @@ async def test_an_error_in_the_session_for_letters_leaves_the_trainer_its_ops(
         attach = Attach(SESSION_VERSION, JobName("digits"), pair[0].id)
         assert await letters.ask(attach) == Attached()
         with capture_logs(), monkeypatch.context() as patch:
-            patch.setattr(mail_sessions, "_Waiting", fail)
+            patch.setattr(calls, "_Waiting", fail)
             reply = await letters.ask(ReceiveLetter(0, (pair[1].id,), 0, 5.0))
         assert isinstance(reply, Refused)
         assert reply.verdict.error == "AgentStopped"

@@ -1,14 +1,31 @@
-"""The home directory and its lock: rows of the failure table."""
+"""Key files: private, whole, and refused otherwise with the command that mends them.
 
+The home directory and its lock: rows of the failure table.
+"""
+
+import errno
 import os
+import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from pmesh.agent.home import LOCK_NAME, hold_home, open_home
-from pmesh.errors import AgentAlreadyRunning, ConfigError
+from pmesh.agent.home import (
+    LOCK_NAME,
+    MESH_KEY_NAME,
+    NODE_KEY_NAME,
+    hold_home,
+    load_mesh_key,
+    load_node_key,
+    open_home,
+    read_mesh_key,
+    store_mesh_key,
+)
+from pmesh.core.identity.keys import MeshKey
+from pmesh.errors import AgentAlreadyRunning, ConfigError, KeyFileError
 
 
 def test_a_home_is_made_for_its_user_alone(tmp_path: Path) -> None:
@@ -72,3 +89,93 @@ def test_a_lock_that_cannot_be_written_is_a_config_error(tmp_path: Path) -> None
     (tmp_path / LOCK_NAME).mkdir()
     with pytest.raises(ConfigError, match=LOCK_NAME), hold_home(tmp_path):
         pass
+
+
+SEED = bytes(range(32))
+OTHER = bytes(32)
+KEY = MeshKey(bytes(range(32, 64)))
+
+
+def test_a_node_key_is_made_once_and_private(tmp_path: Path) -> None:
+    made = load_node_key(tmp_path, entropy=SEED)
+    path = tmp_path / NODE_KEY_NAME
+    assert path.read_bytes() == SEED
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert load_node_key(tmp_path, entropy=OTHER).node == made.node
+    assert os.listdir(tmp_path) == [NODE_KEY_NAME]  # noqa: PTH208 - no temporary file is left
+
+
+def test_a_mesh_key_survives_its_file(tmp_path: Path) -> None:
+    assert load_mesh_key(tmp_path) is None
+    store_mesh_key(tmp_path, MeshKey(SEED))
+    store_mesh_key(tmp_path, KEY)
+    assert load_mesh_key(tmp_path) == KEY
+    assert read_mesh_key(tmp_path / MESH_KEY_NAME) == KEY
+    assert (tmp_path / MESH_KEY_NAME).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_key_readable_by_others_is_refused_and_the_command_mends_it(
+    tmp_path: Path, mode: int
+) -> None:
+    load_node_key(tmp_path, entropy=SEED)
+    (tmp_path / NODE_KEY_NAME).chmod(mode)
+    with pytest.raises(KeyFileError, match="other users can read") as caught:
+        load_node_key(tmp_path, entropy=SEED)
+    subprocess.run(shlex.split(str(caught.value).partition("run: ")[2]), check=True)
+    assert load_node_key(tmp_path, entropy=OTHER).seed == SEED
+
+
+@pytest.mark.parametrize("content", [b"", SEED[:31], SEED + b"\n"])
+def test_a_truncated_node_key_is_refused_and_the_command_mends_it(
+    tmp_path: Path, content: bytes
+) -> None:
+    load_node_key(tmp_path, entropy=SEED)
+    (tmp_path / NODE_KEY_NAME).write_bytes(content)
+    with pytest.raises(KeyFileError, match=f"holds {len(content)} bytes") as caught:
+        load_node_key(tmp_path, entropy=SEED)
+    subprocess.run(shlex.split(str(caught.value).partition("after: ")[2]), check=True)
+    assert load_node_key(tmp_path, entropy=OTHER).seed == OTHER
+
+
+@pytest.mark.parametrize("content", [b"", b"pmesh-", b"\xff\xfe", b"a" * 10_000])
+def test_what_is_not_a_mesh_key_is_refused(tmp_path: Path, content: bytes) -> None:
+    store_mesh_key(tmp_path, KEY)
+    (tmp_path / MESH_KEY_NAME).write_bytes(content)
+    with pytest.raises(KeyFileError, match=r"holds no mesh key .*; run: mv .* 'pmesh key set'"):
+        load_mesh_key(tmp_path)
+
+
+def test_a_key_file_that_is_not_a_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / MESH_KEY_NAME, 0o600)  # a plain open would wait for a writer
+    with pytest.raises(KeyFileError, match="not a file"):
+        load_mesh_key(tmp_path)
+
+
+def test_a_key_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(KeyFileError, match=f"no key file {tmp_path}/absent"):
+        read_mesh_key(tmp_path / "absent")
+
+
+def test_a_key_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as unreadable:  # for root too
+        unreadable.bind(str(tmp_path / NODE_KEY_NAME))
+        with pytest.raises(KeyFileError, match="can't read"):
+            load_node_key(tmp_path, entropy=SEED)
+
+
+def test_a_home_without_room_leaves_no_half_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(KeyFileError, match="No space left"):
+        load_node_key(tmp_path, entropy=SEED)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_home_that_is_gone_is_named(tmp_path: Path) -> None:
+    with pytest.raises(KeyFileError, match=r"can't write .*gone/mesh_key: No such file"):
+        store_mesh_key(tmp_path / "gone", KEY)

@@ -1,20 +1,51 @@
-"""The limit of open files, on systems of three kinds; only the system calls are faked."""
+"""Which trainers an agent takes in, and what extreme requests of theirs may cost.
+
+The limit of open files, on systems of three kinds; only the system calls are faked.
+"""
 
 import errno
+import math
 import os
 import resource
+from contextlib import ExitStack
 
 import pytest
+import trio
+from trio.testing import MockClock
 
 from pmesh.agent.limits import (
     FEW_OPEN_FILES,
     MAX_TRAINERS,
     OPEN_FILES,
+    Admission,
     open_files_limit,
     plan_files,
     raise_open_files,
 )
-from pmesh.net.sessions import MAX_VISITORS
+from pmesh.agent.mesh.peers import Peers
+from pmesh.core.wire.framing import frame
+from pmesh.core.wire.local import (
+    SESSION_VERSION,
+    ArenaGranted,
+    AskEvents,
+    AskStatus,
+    Attach,
+    Attached,
+    Connect,
+    ReceiveLetter,
+    Refused,
+    Status,
+    StopAgent,
+    Stopping,
+    WantArena,
+    encode,
+)
+from pmesh.errors import UsageError
+from pmesh.ids import JobName
+from pmesh.net.local.sessions import MAX_VISITORS, VISIT_S
+from tests.worlds.trainer import together, until
+from tests.worlds.village import Machine, village
+from tests.worlds.village_ops import machine_of, ones, reduce_all
 
 
 class System:
@@ -105,3 +136,156 @@ def test_an_unlimited_number_of_files_is_planned_as_what_is_asked_for(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", System(soft, soft).getrlimit)
     assert open_files_limit() == limit
+
+
+MIB = 2**20
+
+
+def limit(machine: Machine, *, files: int = 10_240, memory_bytes: int = 2**30) -> None:
+    """Its agent believes in so many open files, and so much memory."""
+    machine.agent._admission = Admission(plan_files(files), memory_bytes=memory_bytes)  # noqa: SLF001 - the machine is as it is
+
+
+def test_a_program_has_half_of_the_connections_that_others_leave() -> None:
+    admission = Admission(plan_files(256), memory_bytes=2**30)
+    with ExitStack() as sessions:
+        for _ in range(8):
+            sessions.enter_context(admission.admit(1))
+        with pytest.raises(UsageError, match=r"16 .* at most.*; 8 are in use, 8 by this program"):
+            sessions.enter_context(admission.admit(1))
+        for _ in range(4):
+            sessions.enter_context(admission.admit(2))
+
+
+async def test_who_does_not_fit_is_refused_by_name_and_commands_are_answered(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 1) as here:
+        (machine,) = here.machines
+        limit(machine, files=64)
+        trainers = await here.job(machine, machine)
+        for request in (
+            Connect(SESSION_VERSION, JobName("words"), 1, 5.0, "test.py"),
+            Attach(SESSION_VERSION, JobName("digits"), trainers[0].id),
+        ):
+            reply = await (await here.trainer(machine)).ask(request)
+            assert isinstance(reply, Refused)
+            assert reply.verdict.error == "UsageError"
+            assert "only 64 files may be open" in reply.verdict.message
+        assert isinstance(await (await here.trainer(machine)).ask(AskStatus()), Status)
+        await reduce_all(trainers)
+        await trainers[1].die()
+        await until(lambda: len(machine.agent.jobs.ranks) == 1)
+        await (await here.trainer(machine)).join("words", 1)
+
+
+async def test_what_trainers_hold_is_bounded_over_all_of_them(clock: MockClock) -> None:
+    """Each asks for the largest arena there is, again and again, and gives none back."""
+    async with village(clock, 1) as here:
+        (machine,) = here.machines
+        limit(machine, memory_bytes=64 * MIB)
+        refusals = list[str]()
+        for number in range(3):
+            trainer = await here.trainer(machine)
+            clock.autojump_threshold = 0
+            await trainer.join(f"job {number}", 1)
+            clock.autojump_threshold = math.inf  # arenas are made in threads
+            size = 2**62
+            while size > MIB:
+                reply = await trainer.ask(WantArena(size))
+                if isinstance(reply, Refused):
+                    refusals.append(reply.verdict.message)
+                    size //= 2
+                else:
+                    assert isinstance(reply, ArenaGranted)
+        held = machine.agent._admission._arenas.memory.held  # noqa: SLF001
+        assert held == 16 * MIB, "all are of one process"
+        assert "hold 16 MiB, 16 MiB are allowed" in refusals[-1]
+
+
+async def test_a_result_too_large_for_the_share_fails_the_op_by_name(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        (machine,) = here.machines
+        limit(machine, memory_bytes=4 * MIB)
+        (trainer,) = await here.job(machine)
+        verdict = await trainer.verdict_of(trainer.reduce(ones(200_000)))
+        assert verdict.error == "UsageError"
+        assert "no shared memory" in verdict.message
+        assert (await trainer.reduce(ones(4)))[0] == 1.0
+
+
+async def test_memory_comes_back_when_a_trainer_ends(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        (machine,) = here.machines
+        limit(machine, memory_bytes=4 * MIB)
+        for _ in range(5):
+            (trainer,) = await here.job(machine)
+            await trainer.reduce(ones(100_000))
+            await trainer.die()
+            await until(lambda: not machine.agent.membership.view.rosters)
+        await until(lambda: machine.agent._admission._arenas.memory.held == 0)  # noqa: SLF001
+
+
+async def test_who_reads_no_replies_to_its_letters_is_not_read_from_either(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 2) as here:
+        pair = await here.job(*here.machines)
+        machine = machine_of(here, pair[0])
+        deaf = await here.trainer(machine)
+        assert await deaf.ask(Attach(SESSION_VERSION, JobName("digits"), pair[0].id)) == Attached()
+        before = trio.lowlevel.current_statistics().tasks_living
+        sent = 0
+
+        async def send_for_ever() -> None:
+            nonlocal sent
+            while True:
+                requests = [ReceiveLetter(sent + i, (pair[1].id,), 0, 1e-9) for i in range(40)]
+                await deaf.stream.send_all(b"".join(frame(encode(r)) for r in requests))
+                sent += 40
+                await trio.sleep(0.01)
+
+        with trio.move_on_after(60):
+            await send_for_ever()
+        assert sent > 400
+        assert trio.lowlevel.current_statistics().tasks_living <= before + 60
+        await together(*[t.barrier for t in pair])
+
+
+async def test_a_source_named_again_and_again_is_one(clock: MockClock) -> None:
+    """What a letter is chosen by grows with the ranks of the job, not with the request."""
+    async with village(clock, 2) as here:
+        pair = await here.job(*here.machines)
+        machine = machine_of(here, pair[0])
+        letters = await here.trainer(machine)
+        await letters.ask(Attach(SESSION_VERSION, JobName("digits"), pair[0].id))
+        await letters.send(ReceiveLetter(0, (pair[1].id,) * 1024, 0, 5.0))
+        box = machine.agent.mail.box_of(machine.agent.jobs.ranks[0])
+        await until(lambda: bool(box._inbox.wanted))  # noqa: SLF001
+        assert box._inbox.wanted[0].sources == (pair[1].id,)  # noqa: SLF001
+
+
+async def test_who_stops_the_agent_sees_its_end_however_long_it_takes(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def leave(_: Peers) -> None:
+        await trio.sleep(2 * VISIT_S)
+
+    monkeypatch.setattr(Peers, "leave", leave)
+    async with village(clock, 1) as here:
+        asker = await here.trainer(here.machines[0])
+        began = trio.current_time()
+        assert isinstance(await asker.ask(StopAgent()), Stopping)
+        with pytest.raises(trio.EndOfChannel):
+            await asker.receive()
+        assert trio.current_time() - began >= 2 * VISIT_S
+
+
+async def test_events_after_any_number_are_answered(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        (machine,) = here.machines
+        asker = await here.trainer(machine)
+        await asker.send(AskEvents(2**63 - 1))
+        with pytest.raises(trio.EndOfChannel):
+            await asker.receive()
+        assert isinstance(await (await here.trainer(machine)).ask(AskStatus()), Status)

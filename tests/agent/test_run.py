@@ -14,26 +14,25 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent import run
-from pmesh.agent.config import Settings
-from pmesh.agent.events import decode_events
-from pmesh.agent.parsing import Listen
-from pmesh.agent.peers import Peers
+from pmesh.agent.config import Listen, Settings
+from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.run import MOST_FALLS, Agent, open_listeners, run_agent
-from pmesh.client.home import socket_path
-from pmesh.core.advertisement import Advertisement
-from pmesh.core.identity import AdvertisementKey, NodeKey
-from pmesh.core.reach import SOUND
-from pmesh.core.session import AskEvents, Events, Leave, StopAgent, Stopping
-from pmesh.core.views import View
+from pmesh.agent.status.events import decode_events
+from pmesh.core.identity.advertisement import Advertisement
+from pmesh.core.identity.keys import AdvertisementKey, NodeKey
+from pmesh.core.values import View
+from pmesh.core.views.limits import SOUND
+from pmesh.core.wire.local import AskEvents, Events, Leave, StopAgent, Stopping
 from pmesh.errors import AgentAlreadyRunning, ConfigError, PmeshError, PortTaken
 from pmesh.ids import Epoch, Incarnation
-from pmesh.net.discovery import Discovered, Found, minute_of_now
-from pmesh.net.interfaces import AddressWatch
-from pmesh.net.packet_filter import DiscoveryCounters
-from pmesh.net.stalls import Stall
-from tests.agent.fake_trainer import Trainer, until
-from tests.agent.fakes import MESH, village
-from tests.agent.ops import kinds_of_events
+from pmesh.net.links.discovery import Discovered, Found, minute_of_now
+from pmesh.net.links.interfaces import AddressWatch
+from pmesh.net.links.packet_filter import DiscoveryCounters
+from pmesh.net.local.clocks import Stall
+from pmesh.paths import socket_path
+from tests.worlds.trainer import Trainer, until
+from tests.worlds.village import MESH, village
+from tests.worlds.village_ops import kinds_of_events
 
 KEY = NodeKey.from_seed(b"k" * 32)
 

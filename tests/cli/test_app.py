@@ -10,7 +10,7 @@ import pytest
 
 import pmesh.cli
 from pmesh.cli.app import app, run
-from pmesh.core.messages import PROTOCOL_VERSION
+from pmesh.core.wire.link import PROTOCOL_VERSION
 
 VERSION = f"pmesh {version('pmesh')}, protocol {PROTOCOL_VERSION}\n"
 

@@ -13,13 +13,13 @@ import pytest
 from pmesh.cli import bench
 from pmesh.cli.app import run
 from pmesh.cli.bench import check_alike, parse_size
-from pmesh.cli.bench_collectives import COLLECTIVES, Collective
+from pmesh.cli.bench_calls import COLLECTIVES, Collective
 from pmesh.cli.bench_rows import LEAST_CALLS, MOST_CALLS, WARM_CALLS, Plan, Row, measure_row
-from pmesh.client.home import home_directory, socket_path
 from pmesh.client.mesh import Mesh
 from pmesh.errors import UsageError
-from tests.cli.fake_agent import agent_at, answer_well
-from tests.cli.fake_mesh import FakeMesh, Meeting, make_meeting, on_each_rank
+from pmesh.paths import home_directory, socket_path
+from tests.worlds.fake_mesh import FakeMesh, Meeting, make_meeting, on_each_rank
+from tests.worlds.fake_status_agent import agent_at, answer_well
 
 PNG = b"\x89PNG"
 
@@ -293,7 +293,7 @@ def test_an_agent_that_is_alone_is_told_what_to_do(
 ) -> None:
     import msgspec  # noqa: PLC0415
 
-    from pmesh.agent.status import decode_status  # noqa: PLC0415
+    from pmesh.agent.status.schema import decode_status  # noqa: PLC0415
 
     def alone(data: bytes) -> object:
         status = decode_status(data)

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from pmesh.cli import detach
-from pmesh.cli.detach import start_detached
+from pmesh.cli import up
+from pmesh.cli.up import start_detached
 from pmesh.client.control import ask_status
 from pmesh.errors import AgentStopped
-from tests.cli import fake_agent
+from tests.worlds import fake_status_agent
 
 
 def start(directory: Path, deed: str) -> int:
     return start_detached(
-        [sys.executable, fake_agent.__file__, str(directory / "s"), deed],
+        [sys.executable, fake_status_agent.__file__, str(directory / "s"), deed],
         environment=dict(os.environ, PMESH_NAME="studio", PYTHONPATH=os.pathsep.join(sys.path)),
         socket=directory / "s",
         log=directory / "agent.log",
@@ -50,6 +50,6 @@ def test_an_agent_that_just_ends_is_a_failure(tmp_path: Path) -> None:
 def test_an_agent_that_does_not_answer_is_killed_and_its_log_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(detach, "START_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(up, "START_TIMEOUT_S", 0.1)
     with pytest.raises(AgentStopped, match=r"within 0\.1 s; see .*agent\.log"):
         start(tmp_path, "hang")

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from pmesh.agent.home import hold_home
-from pmesh.agent.key_files import load_mesh_key, load_node_key, store_mesh_key
+from pmesh.agent.home import hold_home, load_mesh_key, load_node_key, store_mesh_key
 from pmesh.cli import up
 from pmesh.cli.app import run
-from pmesh.cli.detach import start_detached
 from pmesh.cli.terminal import dropping_lines
-from pmesh.core.identity import MeshKey, mesh_key_text
+from pmesh.cli.up import start_detached
+from pmesh.core.identity.keys import MeshKey, mesh_key_text
 
 OLD = MeshKey(bytes(range(32)))
 NEW = MeshKey(bytes(range(32, 64)))

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 import pmesh
-from pmesh.agent.key_files import load_mesh_key, store_mesh_key
+from pmesh.agent.home import load_mesh_key, store_mesh_key
 from pmesh.cli import up
 from pmesh.cli.app import run
-from pmesh.core.identity import MeshKey, mesh_key_text
+from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.errors import ConfigError
 
 KEY = MeshKey(bytes(range(32)))

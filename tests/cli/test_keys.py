@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pmesh.agent.key_files import load_mesh_key
+from pmesh.agent.home import load_mesh_key
 from pmesh.cli.app import run
-from pmesh.core.identity import MeshKey, mesh_key_text
+from pmesh.core.identity.keys import MeshKey, mesh_key_text
 
 KEY = MeshKey(bytes(range(32)))
 

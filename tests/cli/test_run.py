@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.cli.app import run
-from pmesh.cli.groups import Child
-from pmesh.cli.run import LONGEST_WAIT_S, STEADY_S, keep_running, wait_before_start
+from pmesh.cli.run import LONGEST_WAIT_S, STEADY_S, Child, keep_running, wait_before_start
 from pmesh.errors import UsageError
 
 TERM = signal.SIGTERM

@@ -12,15 +12,13 @@ from typing import NamedTuple
 import pytest
 import trio
 
-from pmesh.agent.config import Settings
-from pmesh.agent.home import hold_home
-from pmesh.agent.key_files import load_mesh_key, store_mesh_key
-from pmesh.agent.parsing import Listen
+from pmesh.agent.config import Listen, Settings
+from pmesh.agent.home import hold_home, load_mesh_key, store_mesh_key
 from pmesh.cli import up
 from pmesh.cli.app import run
-from pmesh.cli.signals import ending_signals
-from pmesh.core.identity import MeshKey, NodeKey, mesh_key_text
-from pmesh.core.messages import Address
+from pmesh.cli.terminal import ending_signals
+from pmesh.core.identity.keys import MeshKey, NodeKey, mesh_key_text
+from pmesh.core.wire.link import Address
 from pmesh.errors import ConfigError, PeerUnreachable, PortTaken
 
 KEY = MeshKey(bytes(range(32)))
@@ -237,7 +235,7 @@ async def run_agent(settings, mesh_key, node_key, announce):
 sys.modules["pmesh.agent.run"] = types.ModuleType("pmesh.agent.run")
 sys.modules["pmesh.agent.run"].run_agent = run_agent
 from pmesh.cli.app import run
-from pmesh.cli.signals import ending_signals
+from pmesh.cli.terminal import ending_signals
 sys.exit(run(["up"]))
 """
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.client.fake_agent import FakeAgent
+from tests.worlds.fake_agent import FakeAgent
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import pmesh
-from pmesh.client.connection import AgentConnection
-from pmesh.core.session import SESSION_VERSION, Connect, Refused
-from pmesh.core.views import Terms, Verdict
+from pmesh.client.link.connection import AgentConnection
+from pmesh.core.values import Terms, Verdict
+from pmesh.core.wire.local import SESSION_VERSION, Connect, Refused
 from pmesh.ids import JobName
-from tests.client.fake_agent import FakeAgent
-from tests.client.scripted_agent import ScriptedAgent, Trainer, joins, replies
+from tests.worlds.fake_agent import FakeAgent
+from tests.worlds.scripted_agent import ScriptedAgent, Trainer, joins, replies
 
 
 def test_without_an_agent_the_error_names_the_socket_and_the_remedy(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pmesh.agent.events import decode_events
+from pmesh.agent.status.events import decode_events
 from pmesh.client.control import ask_events, ask_status, stop_agent
-from pmesh.core.framing import frame
-from pmesh.core.session import Leave, Status, Stopping, encode
+from pmesh.core.wire.framing import frame
+from pmesh.core.wire.local import Leave, Status, Stopping, encode
 from pmesh.errors import AgentNotRunning, AgentStopped, ProtocolError
-from tests.cli.fake_agent import agent_at, answer_well, answer_with, make_chronicle
+from tests.worlds.fake_status_agent import agent_at, answer_well, answer_with, make_chronicle
 
 Ask = Callable[[Path], object]
 

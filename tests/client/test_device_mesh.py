@@ -5,7 +5,7 @@ import pytest
 
 import pmesh
 from pmesh import DeviceMesh, Mesh
-from tests.client.fake_agent import FakeAgent, run_ranks
+from tests.worlds.fake_agent import FakeAgent, run_ranks
 
 
 def test_a_rank_has_the_group_of_its_row_and_of_its_column(agent: FakeAgent) -> None:

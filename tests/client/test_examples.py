@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.client.fake_agent import FakeAgent
+from tests.worlds.fake_agent import FakeAgent
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import pmesh
-from pmesh.core.messages import Call
+from pmesh.core.wire.link import Call
 from pmesh.ids import OpNumber, Rank
-from tests.client.fake_agent import FakeAgent, run_ranks
+from tests.worlds.fake_agent import FakeAgent, run_ranks
 
 UFUNCS: dict[str, Any] = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 FLOATS = ["float64", "float32", "float16", "bfloat16"]

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pmesh.compression.arrays import Float32s
+from pmesh.compression.blocks import Float32s
 from pmesh.compression.codecs import Codec, codec_of
 from pmesh.compression.hops import PART
-from tests.compression.every_codec import COUNTS, IN_NUMBA, NAMES, decoded, encoded, every_codec
-from tests.compression.rings import all_reduce
-from tests.compression.values import float32s, gaussian
+from tests.worlds.every_codec import COUNTS, IN_NUMBA, NAMES, decoded, encoded, every_codec
+from tests.worlds.ring_of_codecs import all_reduce
+from tests.worlds.values import float32s, gaussian
 
 
 @every_codec

@@ -6,17 +6,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from pmesh.compression.arrays import Float32s
+from pmesh.compression.blocks import Float32s
 from pmesh.compression.power_sgd import plan_matrices
-from tests.compression.meshes import (
-    ByPowerSGD,
-    ByRandomK,
-    ByRank,
-    ByTopK,
-    Scheme,
-    by_one_bit,
-    exact_sum,
-)
+from tests.worlds.meshes import ByPowerSGD, ByRandomK, ByRank, ByTopK, Scheme, by_one_bit, exact_sum
 
 STEPS = 1000
 COUNT = 240

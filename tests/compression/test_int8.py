@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pmesh.compression.arrays import Float32s
+from pmesh.compression.blocks import Float32s
 from pmesh.compression.codecs import Codec
-from tests.compression.every_codec import IN_NUMBA, IN_NUMPY, decoded, encoded, float32
-from tests.compression.rings import all_reduce
-from tests.compression.values import gaussian
+from tests.worlds.every_codec import IN_NUMBA, IN_NUMPY, decoded, encoded, float32
+from tests.worlds.ring_of_codecs import all_reduce
+from tests.worlds.values import gaussian
 
 LARGEST = float(np.finfo(np.float32).max)
 int8 = pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.compression import power_sgd
-from pmesh.compression.arrays import Float32s
+from pmesh.compression.blocks import Float32s
 from pmesh.compression.draws import draw_uniform
 from pmesh.compression.power_sgd import Plan
-from tests.compression.values import gaussian
+from tests.worlds.values import gaussian
 
 SHAPES = [(7,), (40, 30), (), (5, 3), (3, 3, 25, 20), (2,), (0, 4)]
 

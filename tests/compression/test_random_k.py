@@ -4,9 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.compression import random_k
-from pmesh.compression.arrays import Float32s
-from pmesh.compression.parts import Indices
-from tests.compression.values import dyadic, float32s, gaussian
+from pmesh.compression.blocks import Float32s, Indices
+from tests.worlds.values import dyadic, float32s, gaussian
 
 keys = st.integers(0, 2**64 - 1)
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pmesh.compression import fast, one_bit, power_sgd, random_k, twins
-from pmesh.compression.arrays import Float32s
+from pmesh.compression.blocks import Float32s
 from pmesh.compression.fast import schemes
 from pmesh.compression.twins import computed_by
-from tests.compression.values import float32s, gaussian
+from tests.worlds.values import float32s, gaussian
 
 Results = list[Float32s]
 

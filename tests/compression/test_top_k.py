@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.compression import top_k
-from pmesh.compression.arrays import Bytes, Float32s
-from pmesh.compression.largest import sampled_places
-from tests.compression.values import dyadic, float32s, gaussian
+from pmesh.compression.blocks import Bytes, Float32s
+from pmesh.compression.top_k import sampled_places
+from tests.worlds.values import dyadic, float32s, gaussian
 
 both_forms = pytest.mark.parametrize("compact", [False, True])
 

@@ -4,8 +4,7 @@ from pathlib import Path
 import cyclopts
 import pytest
 
-from pmesh.agent.config import Settings, variable_of
-from pmesh.agent.parsing import DEFAULT_PORT, PARSERS
+from pmesh.agent.config import DEFAULT_PORT, PARSERS, Settings, variable_of
 from pmesh.cli.app import FAILED, INTERRUPTED, MISUSED, app
 from tests.docs.pages import DOCS, PAGES, ROOT, code_in, read, sections, shown_commands, table_rows
 

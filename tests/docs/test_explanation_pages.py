@@ -1,11 +1,11 @@
-from pmesh.agent.membership import HEARTBEAT_S
-from pmesh.agent.ops import MAX_UNSTABLE_BYTES, MAX_UNSTABLE_OPS
-from pmesh.core.dialling import FIRST_DELAY_S, LONGEST_DELAY_S
-from pmesh.core.health import WIFI, WIRED
-from pmesh.core.records import KEY_BYTES
-from pmesh.core.schedule import LARGE_CHUNK_BYTES, LARGE_SEGMENT_BYTES, SEGMENT_BYTES
-from pmesh.core.topology import EXACT_UP_TO
-from pmesh.net.door import MAX_PENDING, MAX_PENDING_PER_ADDRESS, PENDING_TIMEOUT_S
+from pmesh.agent.jobs.op_task import MAX_UNSTABLE_BYTES, MAX_UNSTABLE_OPS
+from pmesh.agent.mesh.membership import HEARTBEAT_S
+from pmesh.core.links.dialing import FIRST_DELAY_S, LONGEST_DELAY_S
+from pmesh.core.links.health import WIFI, WIRED
+from pmesh.core.ops.schedule import LARGE_CHUNK_BYTES, LARGE_SEGMENT_BYTES, SEGMENT_BYTES
+from pmesh.core.views.ring import EXACT_UP_TO
+from pmesh.core.wire.records import KEY_BYTES
+from pmesh.net.links.acceptor import MAX_PENDING, MAX_PENDING_PER_ADDRESS, PENDING_TIMEOUT_S
 from tests.docs.pages import DOCS, read, sections, table_rows
 
 DESIGN = sections(read(DOCS / "explanation" / "design.md"))

@@ -6,10 +6,10 @@ import pytest
 
 import pmesh
 from pmesh import errors
-from pmesh.agent import status
-from pmesh.client.collectives import Collectives
-from pmesh.client.leaves import WIRE_OF
-from pmesh.client.mail import Messages
+from pmesh.agent.status import schema
+from pmesh.client.calls.point_to_point import Messages
+from pmesh.client.group import Collectives
+from pmesh.client.trees.arrays import WIRE_OF
 from tests.docs.pages import DOCS, code_in, read, sections, table_rows
 
 STATUS = read(DOCS / "reference" / "status.md")
@@ -17,10 +17,10 @@ CLIENT = read(DOCS / "reference" / "client.md")
 
 STRUCTS = {
     name: struct
-    for name, struct in vars(status).items()
+    for name, struct in vars(schema).items()
     if inspect.isclass(struct)
     and issubclass(struct, msgspec.Struct)
-    and struct.__module__ == status.__name__
+    and struct.__module__ == schema.__name__
     and not name.startswith("_")
 }
 ERRORS = {
@@ -47,7 +47,7 @@ def test_the_status_page_explains_every_field_and_no_other(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "known"), [("PeerStatus", status.PeerState), ("JobStatus", status.JobState)]
+    ("section", "known"), [("PeerStatus", schema.PeerState), ("JobStatus", schema.JobState)]
 )
 def test_the_status_page_explains_every_state(section: str, known: object) -> None:
     states = sections(STATUS)[section].partition("| `state` | meaning |")[2]
@@ -58,8 +58,8 @@ def test_the_status_page_explains_every_state(section: str, known: object) -> No
 def test_the_status_page_names_every_health_and_the_version() -> None:
     members = sections(STATUS)["MemberStatus"]
 
-    assert all(f"`{health}`" in members for health in get_args(status.Health))
-    assert f"now {status.SCHEMA_VERSION}." in STATUS
+    assert all(f"`{health}`" in members for health in get_args(schema.Health))
+    assert f"now {schema.SCHEMA_VERSION}." in STATUS
 
 
 def test_every_error_stands_once_under_the_one_at_fault() -> None:

@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
-from pmesh.agent.status import EpochStatus, Status, decode_status
+from pmesh.agent.status.schema import EpochStatus, Status, decode_status
 from pmesh.client.control import ask_status
-from pmesh.client.home import socket_path
-from pmesh.core.identity import MeshKey, mesh_key_text
+from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.errors import AgentNotRunning, AgentStopped
+from pmesh.paths import socket_path
 from tools.virtual_lan import Host
 
 TIMEOUT_S = 30.0  # imports of several processes on two busy cores take 5 s

@@ -2,7 +2,7 @@
 
 import json
 
-from pmesh.cli.bench_collectives import COLLECTIVES
+from pmesh.cli.bench_calls import COLLECTIVES
 from tests.e2e.harness import Fleet
 
 TINY = ("--min-size", "4", "--max-size", "4KiB", "--seconds", "0.001")

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 import psutil
 import pytest
 
-from pmesh.client.home import socket_path
+from pmesh.paths import socket_path
 from tests.e2e.harness import Agent, Fleet, Running
 
 MOST_MORE_BYTES = 16 * 1024 * 1024  # for all who have not authenticated

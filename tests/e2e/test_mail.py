@@ -9,7 +9,7 @@ TRAINER = """
 import json
 import numpy as np
 import pmesh
-from pmesh.client.mail import ANY, Messages
+from pmesh.client.calls.point_to_point import ANY, Messages
 
 with pmesh.connect(job="mail", wait_for=3) as mesh:
     mail = mesh if isinstance(mesh, Messages) else Messages(mesh._place)

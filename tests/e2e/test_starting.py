@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pmesh.client.home import socket_path
+from pmesh.paths import socket_path
 from tests.e2e.harness import Agent, Fleet
 
 CONNECT = """

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from pmesh.agent.status import PeerStatus
-from pmesh.core.identity import MeshKey, mesh_key_text
-from pmesh.core.messages import PROTOCOL_VERSION
+from pmesh.agent.status.schema import PeerStatus
+from pmesh.core.identity.keys import MeshKey, mesh_key_text
+from pmesh.core.wire.link import PROTOCOL_VERSION
 from tests.e2e.harness import Agent, Fleet
 
 OTHER_VERSION = f"""
-import pmesh.core.messages
-pmesh.core.messages.PROTOCOL_VERSION = {PROTOCOL_VERSION + 41}
+import pmesh.core.wire.link
+pmesh.core.wire.link.PROTOCOL_VERSION = {PROTOCOL_VERSION + 41}
 """
 
 # Without any header, which a machine that has a compiler need not have.

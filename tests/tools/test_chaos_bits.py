@@ -5,7 +5,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from pmesh.core.records import HEADER_BYTES, Opener
+from pmesh.core.wire.records import HEADER_BYTES, Opener
 from tools.chaos import bits
 from tools.chaos.episodes import Run
 

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 from msgspec import inspect
 
-from pmesh.core.messages import (
+from pmesh.core.wire.link import (
     Address,
     Commit,
     Hello,
@@ -17,10 +17,10 @@ from pmesh.core.messages import (
     decode_untrusted,
     encode,
 )
-from pmesh.core.session import decode_request_untrusted
-from pmesh.core.session import encode as encode_request
+from pmesh.core.wire.local import decode_request_untrusted
+from pmesh.core.wire.local import encode as encode_request
 from pmesh.ids import Member
-from tests.core.builders import ANNA, BERT, CARA, make_roster, make_view
+from tests.worlds.builders import ANNA, BERT, CARA, make_roster, make_view
 from tools.fuzz.agent import new_liar
 from tools.fuzz.corpus import Case, Recorder, keep, load, recorded
 from tools.fuzz.liar import example

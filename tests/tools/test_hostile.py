@@ -7,10 +7,10 @@ import msgspec
 import pytest
 from zeroconf._protocol.incoming import DNSIncoming
 
-from pmesh.core import advertisement as adverts
-from pmesh.core.identity import AdvertisementKey
-from pmesh.core.messages import Commit, Heartbeat, LinkMessage, Propose, encode
-from pmesh.core.views import Primary, Roster, Seat, Trainer, View
+from pmesh.core.identity import advertisement as adverts
+from pmesh.core.identity.keys import AdvertisementKey
+from pmesh.core.values import Primary, Roster, Seat, Trainer, View
+from pmesh.core.wire.link import Commit, Heartbeat, LinkMessage, Propose, encode
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot, TrainerId
 from tools.hostile.liar import TWISTS, Liar, Twist
 from tools.hostile.packets import (

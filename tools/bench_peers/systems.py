@@ -16,9 +16,9 @@ from typing import IO, Any, Self
 import msgspec
 
 from pmesh.client.control import ask_status
-from pmesh.client.home import socket_path
-from pmesh.core.identity import MeshKey, mesh_key_text
+from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.errors import PmeshError
+from pmesh.paths import socket_path
 from tools.bench_peers.orders import Answer, Order
 from tools.bench_peers.places import Place
 

@@ -10,10 +10,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pmesh.core.certificates import issue_credentials
-from pmesh.core.framing import FrameReader, frame
-from pmesh.core.identity import MeshKey, NodeKey
-from pmesh.core.records import (
+from pmesh.core.identity.certificates import issue_credentials
+from pmesh.core.identity.keys import MeshKey, NodeKey
+from pmesh.core.wire.framing import FrameReader, frame
+from pmesh.core.wire.records import (
     HEADER_BYTES,
     OVERHEAD_BYTES,
     Opener,
@@ -22,7 +22,7 @@ from pmesh.core.records import (
     read_header_untrusted,
 )
 from pmesh.errors import ProtocolError
-from pmesh.net.tls import DataReceived, TlsContexts, TlsFailed, TlsProtocol
+from pmesh.net.links.tls import DataReceived, TlsContexts, TlsFailed, TlsProtocol
 from tools.chaos.episodes import Run, Tally
 
 Sums: TypeAlias = list[NDArray[np.float32]]

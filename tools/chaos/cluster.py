@@ -18,9 +18,9 @@ from typing import Any, Self
 import msgspec
 
 from pmesh.client.control import ask_status
-from pmesh.client.home import socket_path
-from pmesh.core.identity import MeshKey, mesh_key_text
+from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.errors import PmeshError
+from pmesh.paths import socket_path
 from tools.chaos.oplog import Life, Report, decode_report, recovery_s
 from tools.chaos.trainer import Options
 from tools.chaos.warm import Order, WarmStart

@@ -11,8 +11,8 @@ from tools.chaos.cluster import Cluster, Node
 
 Part = Literal["agent", "trainer"]
 WIFI_PATCH = """
-import pmesh.net.interfaces
-pmesh.net.interfaces._linux_kind = lambda interface: "wifi"
+import pmesh.net.links.interfaces
+pmesh.net.links.interfaces._linux_kind = lambda interface: "wifi"
 """  # a veth has no radio; all that follows from the kind of an interface follows from this
 
 

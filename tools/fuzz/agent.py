@@ -17,12 +17,11 @@ from typing import Any, get_args
 import msgspec
 import trio
 
-from pmesh.agent import peers
-from pmesh.agent.home import open_home
-from pmesh.agent.key_files import load_node_key
+from pmesh.agent.home import load_node_key, open_home
+from pmesh.agent.mesh import peers
 from pmesh.cli import main
-from pmesh.core.messages import Heartbeat, LinkMessage, decode_untrusted, encode
-from pmesh.net.links import Link
+from pmesh.core.wire.link import Heartbeat, LinkMessage, decode_untrusted, encode
+from pmesh.net.links.link import Link
 from tools.fuzz.corpus import Recorder, load, raw
 from tools.fuzz.liar import Liar
 

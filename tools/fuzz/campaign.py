@@ -23,11 +23,11 @@ from typing import Any, Literal, Self, get_args
 import msgspec
 import psutil
 
-from pmesh.client.connecting import Quorum
+from pmesh.client.connect import Quorum
 from pmesh.client.control import ask_status, stop_agent
-from pmesh.client.home import socket_path
-from pmesh.core.identity import MeshKey, mesh_key_text
+from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.errors import PmeshError
+from pmesh.paths import socket_path
 from tools.fuzz.agent import LONG_STEP, Order
 from tools.fuzz.corpus import Case, load, recorded
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from pmesh.core.framing import FrameReader, frame
+from pmesh.core.wire.framing import FrameReader, frame
 
 ANY_SIZE = 1 << 30
 LAST = 2000  # messages: what has broken something was among the last

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 
 import pmesh
-from pmesh.client.connecting import Quorum
+from pmesh.client.connect import Quorum
 from pmesh.errors import PmeshError
 
 JOB = "honest"

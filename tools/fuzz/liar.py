@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import inspect
 
-from pmesh.core.messages import Address
+from pmesh.core.wire.link import Address
 from pmesh.errors import ProtocolError
 from tools.fuzz.mutate import HOSTS, PORTS, Seen, graft, mutate
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pmesh.core.messages import Address
+from pmesh.core.wire.link import Address
 
 T = TypeVar("T")
 

@@ -16,9 +16,9 @@ from typing import Any, get_args
 import msgspec
 import trio
 
-from pmesh.core.framing import FrameReader, frame
-from pmesh.core.messages import Call, Letter
-from pmesh.core.session import (
+from pmesh.core.wire.framing import FrameReader, frame
+from pmesh.core.wire.link import Call, Letter
+from pmesh.core.wire.local import (
     ENTERS,
     MAX_SESSION_MESSAGE_BYTES,
     SESSION_VERSION,

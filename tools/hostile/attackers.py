@@ -19,12 +19,12 @@ from typing import Literal, TypeAlias
 import msgspec
 import trio
 
-from pmesh.core.certificates import issue_credentials
-from pmesh.core.identity import AdvertisementKey, NodeKey, mesh_key_from_text
-from pmesh.core.messages import PROTOCOL_VERSION, Address, Heartbeat, Hello, KnownPeers, Leaving
+from pmesh.core.identity.certificates import issue_credentials
+from pmesh.core.identity.keys import AdvertisementKey, NodeKey, mesh_key_from_text
+from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Heartbeat, Hello, KnownPeers, Leaving
 from pmesh.ids import Epoch, Incarnation, Member, NodeId
-from pmesh.net.links import Link, shake_hands
-from pmesh.net.tls import TlsContexts
+from pmesh.net.links.link import Link, shake_hands
+from pmesh.net.links.tls import TlsContexts
 from tools.hostile.packets import BLACK_HOLES, GROUP, announce, invent, mutate, name_only, question
 
 PORT_OF_NOBODY = 9  # discard: neither an agent nor zeroconf listens there

@@ -10,7 +10,8 @@ from typing import Final, TypeAlias
 
 from msgspec.structs import replace
 
-from pmesh.core.messages import (
+from pmesh.core.values import Roster, Seat, Trainer, View
+from pmesh.core.wire.link import (
     AskToJoin,
     Commit,
     Heartbeat,
@@ -21,9 +22,8 @@ from pmesh.core.messages import (
     TellView,
     Veto,
 )
-from pmesh.core.views import Roster, Seat, Trainer, View
 from pmesh.ids import MAX_COUNTER, Epoch, Incarnation, Member, NodeId
-from pmesh.net.links import Link
+from pmesh.net.links.link import Link
 
 SEED_VARIABLE: Final = "HOSTILE_SEED"
 PATCH: Final = f"""

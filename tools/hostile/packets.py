@@ -9,9 +9,9 @@ from typing import Final
 from zeroconf._dns import DNSAddress, DNSPointer, DNSRecord, DNSService, DNSText
 from zeroconf._protocol.outgoing import DNSOutgoing
 
-from pmesh.core import advertisement as adverts
-from pmesh.core.advertisement import SERVICE_TYPE, Advertisement
-from pmesh.core.identity import AdvertisementKey, NodeKey
+from pmesh.core.identity import advertisement as adverts
+from pmesh.core.identity.advertisement import SERVICE_TYPE, Advertisement
+from pmesh.core.identity.keys import AdvertisementKey, NodeKey
 from pmesh.ids import Incarnation, NodeId
 
 GROUP: Final = ("224.0.0.251", 5353)

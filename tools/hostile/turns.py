@@ -17,9 +17,9 @@ import msgspec
 import psutil
 from msgspec.structs import replace
 
-from pmesh.client.home import socket_path
-from pmesh.core.identity import MeshKey, mesh_key_text
-from pmesh.core.messages import Address
+from pmesh.core.identity.keys import MeshKey, mesh_key_text
+from pmesh.core.wire.link import Address
+from pmesh.paths import socket_path
 from tools.chaos.cluster import CampaignError, Cluster, Node, Process
 from tools.chaos.oplog import longest_gap_s
 from tools.chaos.trainer import Options

@@ -9,7 +9,7 @@ An array that is optional in `Codec.hop` is an empty one here.
 
 import numpy as np
 
-from pmesh.compression.arrays import Float32s, Int8s, UInt16s
+from pmesh.compression.blocks import Float32s, Int8s, UInt16s
 from pmesh.compression.fast import jit
 
 # What follows is compiled in, and numba looks at this file alone to see whether what it has

@@ -6,9 +6,8 @@ TopK has none, and of RandomK only the draw has: the rest is one pass over memor
 
 import numpy as np
 
-from pmesh.compression.arrays import Float32s, UInt32s
+from pmesh.compression.blocks import Float32s, Indices, UInt32s
 from pmesh.compression.fast import jit
-from pmesh.compression.parts import Indices
 
 # They stand here again because numba looks at this file alone to see whether what it has compiled
 # is still right; a test compares them.

@@ -1,0 +1,1 @@
+"""Jobs of this machine: their ranks, trainers and ops."""

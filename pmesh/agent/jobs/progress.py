@@ -1,0 +1,83 @@
+"""How far all ranks have come, as heartbeats tell: what is stable, and on whom an op waits."""
+
+from collections.abc import Iterator
+
+from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.core.values import Roster, View
+from pmesh.core.wire.link import RankMarks
+from pmesh.ids import JobName, OpNumber, TrainerId
+
+
+def of_job(ranks: list[LocalRank], roster: Roster) -> Iterator[LocalRank]:
+    """The local ranks of this run of a job."""
+    wanted = roster.job, roster.born
+    return (rank for rank in ranks if (rank.roster.job, rank.roster.born) == wanted)
+
+
+class Marks:
+    """What others have last told, beside what the local ranks know."""
+
+    def __init__(self, ranks: list[LocalRank]) -> None:
+        """`ranks` are the local ones, a list that its owner changes."""
+        self._ranks = ranks
+        self._told: dict[tuple[JobName, TrainerId], RankMarks] = {}
+
+    def hear(self, mark: RankMarks) -> RankMarks | None:
+        """A peer has told how far one of its ranks has come; returns what it told before."""
+        before = self._told.get((mark.job, mark.trainer))
+        self._told[mark.job, mark.trainer] = mark
+        return before
+
+    def forget(self, view: View) -> None:
+        """Keep only what is of the view's jobs, and of who is still in them."""
+        kept = {(roster.job, trainer) for roster in view.rosters for trainer in roster.ids}
+        self._told = {at: mark for at, mark in self._told.items() if at in kept}
+
+    def of(self, roster: Roster, trainer: TrainerId) -> RankMarks | None:
+        """How far any trainer of a job is known to have come; None while nothing is known."""
+        for local in of_job(self._ranks, roster):
+            if local.id == trainer:
+                return local.marks()
+        mark = self._told.get((roster.job, trainer))
+        earlier_job = mark is not None and mark.number < roster.born.counter
+        return None if earlier_job else mark
+
+    def stable(self, roster: Roster) -> int:
+        """Every rank is known to have ended the ops up to this one (O2).
+
+        Under this roster, or one before it: what has ended under a later one may have failed there,
+        and a rank of ours that took it for a success is still to be told (I5).
+        """
+        marks = [(trainer, self.of(roster, trainer.id)) for trainer in roster.trainers]
+        return min(
+            t.enters - 1 if mark is None or mark.number > roster.number else mark.completed
+            for t, mark in marks
+        )
+
+    def late(self, rank: LocalRank, op: OpNumber) -> tuple[TrainerId, ...]:
+        """The other ranks that are not known to have started the op."""
+        marks = {other: self.of(rank.roster, other) for other in rank.roster.ids}
+        return tuple(
+            other
+            for other, mark in marks.items()
+            if other != rank.id and (mark is None or mark.started < op)
+        )
+
+    def stopped(self, rank: LocalRank, op: OpNumber) -> frozenset[TrainerId]:
+        """Those on whom an op waits, and whose processes have been stopped."""
+        return frozenset(
+            other
+            for other in self.late(rank, op)
+            if (mark := self.of(rank.roster, other)) is not None and mark.stopped
+        )
+
+    def describe_late(self, rank: LocalRank, op: OpNumber) -> Iterator[str]:
+        """On whom an op waits, for a person."""
+        stopped = self.stopped(rank, op)
+        for other in self.late(rank, op):
+            yield rank.roster.describe(other) + ", whose process is stopped" * (other in stopped)
+
+    def show_no_sync(self, roster: Roster) -> bool:
+        """O6: whether the job has run ops, but none in which others could enter it."""
+        marks = [mark for trainer in roster.ids if (mark := self.of(roster, trainer)) is not None]
+        return any(m.started >= 0 for m in marks) and all(m.synced < 0 for m in marks)

@@ -1,0 +1,154 @@
+"""O2: a rank that missed the end of an op takes its result from one that did not."""
+
+import itertools
+from collections import deque
+
+import trio
+
+from pmesh.agent.jobs.ranks import LocalRank, Result
+from pmesh.agent.jobs.surroundings import Surroundings
+from pmesh.agent.lanes.rendezvous import End
+from pmesh.core.values import OpOutcome
+from pmesh.core.wire.link import AskResult, Call
+from pmesh.core.wire.records import fingerprint
+from pmesh.errors import LaneBroken
+from pmesh.ids import OpNumber
+from pmesh.net.lanes.collectives import CallsDiffer, RingPosition, broadcast
+from pmesh.net.lanes.lane import Lane
+
+COPIED_BYTES = 1024 * 1024  # at once: some 0.1 ms, so that the event loop stays responsive
+ASK_AGAIN_S = 1.0  # five heartbeats: the question, or the link, has been lost
+MAX_EARLY = 64  # a few jobs and ranks; who asks more asks again
+
+
+async def fetch_result(
+    rank: LocalRank, call: Call, target: memoryview, outcome: OpOutcome, around: Surroundings
+) -> None:
+    """Take the result of an op that others have completed from one of them.
+
+    Raises:
+        CallsDiffer: what they have completed is another call.
+        LaneBroken: the connection is gone.
+    """
+    near = around.neighbour(rank, outcome.holders[0])
+    if near is not None:
+        await _copy(near, outcome.op, call, target)
+        return
+    lane = await _ask_for_lane(rank, outcome, around)
+    rank.lanes.carry(lane)
+    try:
+        ring = RingPosition(rank=1, size=2, roster=rank.roster.number, from_previous=lane)
+        await broadcast(
+            ring,
+            op=outcome.op,
+            fingerprint=rank.fingerprint,
+            completed=rank.ledger.ended,
+            root=0,
+            buffer=target,
+        )
+    finally:
+        rank.lanes.count(lane)
+        lane.close()
+
+
+async def _ask_for_lane(rank: LocalRank, outcome: OpOutcome, around: Surroundings) -> Lane:
+    """Ask one holder after the other: one may be gone, or have let go of it."""
+    holders = itertools.cycle(outcome.holders)
+    while True:
+        holder = next(holders)
+        edge = rank.lanes.edge(holder, rank.id, outcome.op)
+        ask = AskResult(edge.job, edge.born, edge.number, outcome.op, holder, rank.id)
+        host = rank.roster.trainer(holder)
+        if host is not None:
+            around.ask(host.member, ask)
+        with trio.move_on_after(ASK_AGAIN_S):
+            return await around.desk.take(End(edge, sending=False))
+
+
+async def _copy(near: LocalRank, op: OpNumber, call: Call, target: memoryview) -> None:
+    """The result of a rank on this machine."""
+    retained, report = near.result_of(op), near.ledger.ops.get(op)
+    if report is not None and report.call != call:
+        raise CallsDiffer(op, repr(near))
+    if retained is None or retained.nbytes != target.nbytes:
+        raise LaneBroken(f"the result of op {op} is gone")
+    source = retained.memory
+    for begin in range(0, target.nbytes, COPIED_BYTES):
+        target[begin : begin + COPIED_BYTES] = source[begin : begin + COPIED_BYTES]
+        await trio.lowlevel.checkpoint()
+
+
+async def serve_result(rank: LocalRank, ask: AskResult, around: Surroundings) -> None:
+    """O2: send a retained result to a rank that missed the end of its op."""
+    retained = rank.result_of(ask.op)
+    report = rank.ledger.ops.get(ask.op)
+    asker = rank.roster.trainer(ask.receiver)
+    if retained is None or report is None or asker is None or ask.number != rank.roster.number:
+        return  # a later view has come: the asker will ask again under its number
+    edge = rank.lanes.edge(rank.id, ask.receiver, ask.op)
+    with trio.CancelScope() as scope:
+        rank.serving.add(scope)
+        try:
+            around.desk.offer(edge, asker.member)
+            lane = await around.desk.take(End(edge, sending=True))
+            await _send_result(rank, ask.op, report.call, retained, lane)
+        finally:
+            rank.serving.discard(scope)
+
+
+async def _send_result(
+    rank: LocalRank, op: OpNumber, call: Call, retained: Result, lane: Lane
+) -> None:
+    rank.lanes.carry(lane)
+    try:
+        ring = RingPosition(rank=0, size=2, roster=rank.roster.number, to_next=lane)
+        await broadcast(
+            ring,
+            op=op,
+            fingerprint=fingerprint(call),
+            completed=rank.ledger.ended,
+            root=0,
+            buffer=retained.memory,
+        )
+    finally:
+        rank.lanes.count(lane)
+        lane.close()
+
+
+class ResultServer:
+    """Answers those who ask for results that are retained here."""
+
+    def __init__(self, nursery: trio.Nursery, ranks: list[LocalRank], around: Surroundings) -> None:
+        """`ranks` are the local ones, a list that its owner changes."""
+        self._nursery = nursery
+        self._ranks = ranks
+        self._around = around
+        self._serving: set[AskResult] = set()
+        self._early: deque[AskResult] = deque(maxlen=MAX_EARLY)
+
+    def answer(self, ask: AskResult) -> None:
+        """A peer's rank asks (O2); of a view that is not installed here yet, answered by then."""
+        for rank in self._ranks:
+            same_job = (rank.roster.job, rank.roster.born) == (ask.job, ask.born)
+            if not same_job or rank.id != ask.holder:
+                continue
+            if ask.number > rank.roster.number:  # V4: early is not late
+                self._early.append(ask)
+            elif ask not in self._serving:  # they ask again if it takes long
+                self._serving.add(ask)
+                self._nursery.start_soon(self._serve, rank, ask)
+
+    def look_again(self) -> None:
+        """A view has been installed."""
+        early = list(self._early)
+        self._early.clear()
+        for ask in early:
+            self.answer(ask)
+
+    async def _serve(self, rank: LocalRank, ask: AskResult) -> None:
+        try:
+            await serve_result(rank, ask, self._around)
+        except (LaneBroken, CallsDiffer):
+            return  # the asker notices, and asks for a view in which it may ask again
+        finally:
+            self._serving.discard(ask)

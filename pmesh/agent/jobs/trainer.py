@@ -1,0 +1,420 @@
+"""One session of a local program, from its first request to its end.
+
+The first op that uses a codec starts the compilation of its faster kernels in a thread, and runs
+without them.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable
+
+import msgspec
+import trio
+
+from pmesh.agent.containment import Contain
+from pmesh.agent.jobs.driver import LEFT, Candidate, Jobs
+from pmesh.agent.jobs.op_task import describe_shortage, run_op
+from pmesh.agent.jobs.ranks import COME_BACK, LocalRank
+from pmesh.agent.refusals import refuse, tell_errors
+from pmesh.compression.codecs import codec_of
+from pmesh.core.ops.coded import ring_codec_name
+from pmesh.core.values import Verdict
+from pmesh.core.wire.local import (
+    ENTERS,
+    SESSION_VERSION,
+    ArenaGone,
+    ArenaGranted,
+    Compresses,
+    Connect,
+    DropArena,
+    Joined,
+    Leave,
+    OpFailed,
+    Refused,
+    StartOp,
+    StillWaiting,
+    WantArena,
+    World,
+)
+from pmesh.errors import ProtocolError, UsageError
+from pmesh.ids import JobName, OpNumber, TrainerId
+from pmesh.net.local.arena_pools import ArenaShare, SessionArenas
+from pmesh.net.local.arenas import Arena
+from pmesh.net.local.processes import TrainerProcess, wait_for_exit
+from pmesh.net.local.sessions import ENDS_OF_A_SESSION, Session
+
+
+class Compiler:
+    """Compiles for one session; its nursery is that of the session, and may be cancelled."""
+
+    def __init__(self, nursery: trio.Nursery, contain: Contain) -> None:
+        self._nursery = nursery
+        self._contain = contain
+        self._asked: set[str] = set()
+
+    def want(self, codec: str) -> None:
+        """An op has been called that uses the codec of that name, and more will."""
+        if codec in self._asked:
+            return
+        self._asked.add(codec)
+        try:
+            prepare = codec_of(codec).prepare
+        except ValueError:
+            return  # an earlier op's failure was told instead; called again, it is refused
+        self._nursery.start_soon(self._compile, codec, prepare)
+
+    async def _compile(self, codec: str, prepare: Callable[[], bool]) -> None:
+        with self._contain(f"the compilation of {codec}"):  # ops do without it
+            # It takes seconds: nobody who leaves, or ends the agent, waits for it.
+            await trio.to_thread.run_sync(prepare, abandon_on_cancel=True)
+
+
+LOOK_S = 0.02  # while a trainer waits for its job
+WATCH_S = 0.5  # once it has one: each look costs 0.3 ms, and its end is told without any
+SAY_EVERY_S = 10.0  # I6: a line that says on whom a call waits
+TELL_S = 1.0  # a program that does not read this is told by the end of its session
+PREDECESSOR_S = 2.0  # a job of the same name that is just ending makes way in this time
+
+
+async def serve_trainer(
+    session: Session,
+    request: Connect,
+    jobs: Jobs,
+    share: ArenaShare,
+    contain: Contain,
+    *,
+    compression: str = "",
+) -> None:
+    """A trainer's session: it waits for its job, then runs ops until it leaves.
+
+    Args:
+        session: with the program.
+        request: its first.
+        jobs: of this agent.
+        share: of shared memory, its program's.
+        contain: for what nobody foresaw.
+        compression: of gradients, where the trainer does not say it; empty: none.
+    """
+    arenas = SessionArenas(share)
+    trainer = _Trainer(session, request, arenas, jobs, contain)
+    try:
+        if request.version != SESSION_VERSION:
+            await refuse(session, "ProtocolVersionMismatch", _other_version(request.version))
+        elif await trainer.join():
+            await trainer.serve(compression)
+    finally:
+        for abandoned in [r for r in jobs.ranks if r.arenas is arenas]:
+            abandoned.give_up_results()  # the agent ends
+        with trio.CancelScope(shield=True):
+            await arenas.aclose()
+
+
+def _other_version(version: int) -> str:
+    return (
+        f"the trainer speaks session version {version}, the agent {SESSION_VERSION}: "
+        "install the same pmesh for both, then 'pmesh down' and 'pmesh up'"
+    )
+
+
+class _Trainer:
+    """One trainer: in its job, about to enter it, or left behind by it."""
+
+    def __init__(
+        self,
+        session: Session,
+        request: Connect,
+        arenas: SessionArenas,
+        jobs: Jobs,
+        contain: Contain,
+    ) -> None:
+        self._session = session
+        self._request = request
+        self._arenas = arenas
+        self._jobs = jobs
+        self._contain = contain
+        self._job = JobName(request.job)
+        self._rank: LocalRank | None = None
+        self._granted: set[int] = set()  # output arenas that the trainer has mapped
+
+    async def join(self) -> bool:
+        """Wait until the job begins, unless it runs; False if the trainer was refused or has gone.
+
+        A job that runs is entered later, in a `sync`, so that nobody waits while its state is
+        being set up (O6).
+        """
+        deadline = trio.current_time() + min(PREDECESSOR_S, self._request.timeout_s)
+        while self._rank is None:
+            refusal = None
+            if not self._job_runs():
+                refusal = await self._enlist(self._request.timeout_s, begins=True)
+                if self._rank is None and self._session.trainer_gone():
+                    return False
+            elif not self._jobs.runs_without_sync(self._job):
+                break
+            elif trio.current_time() >= deadline:
+                refusal = Verdict("JobRunning", _never_syncs(self._job))
+            else:
+                await trio.sleep(LOOK_S)  # one that ends just now makes way for the next run
+            if refusal is not None:
+                await self._session.send(Refused(refusal))
+                return False
+        return True
+
+    async def serve(self, compression: str) -> None:
+        """Ops one after the other, in a straight line; then results are kept until nobody asks."""
+        why, garbage, bugs = "is lost: its trainer died", list[BaseException](), list[str]()
+        what = f"a trainer of job {self._job!r}"
+        try:
+            with self._contain(what, bugs.append, passing=ENDS_OF_A_SESSION):
+                view = self._jobs.membership.view
+                await self._session.send(Joined(self._world(), view, compression))
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._watch, nursery.cancel_scope)
+                    nursery.start_soon(self._await_end, nursery.cancel_scope)
+                    await self._serve_requests(Compiler(nursery, self._contain))
+                    why = LEFT
+                    nursery.cancel_scope.cancel()
+        except* ProtocolError as e:
+            why = "is lost: its trainer sent garbage"
+            garbage += e.exceptions
+        except* (trio.EndOfChannel, trio.BrokenResourceError):
+            pass
+        finally:
+            if bugs:
+                why = "is lost: its agent has made an error; the log there says which"
+            if self._rank is not None:
+                self._jobs.depart(self._rank, why)
+        await tell_errors(self._session, bugs)
+        await self._session.aclose()
+        for rank in [rank for rank in self._jobs.ranks if rank.arenas is self._arenas]:
+            await rank.released.wait()  # until then the others may ask for its results (O2)
+        if garbage:
+            raise ProtocolError(str(garbage[0]))
+
+    # --- before it has a rank
+
+    def _job_runs(self) -> bool:
+        return self._jobs.membership.view.roster_of(self._job) is not None
+
+    async def _enlist(self, timeout_s: float, *, begins: bool) -> Verdict | None:
+        """Wait for a rank; the reason if there is none in time.
+
+        Who wants to begin the job has none either if that turns out to run: on machines that this
+        one has met only now.
+        """
+        candidate = self._jobs.enlist(self._request, self._arenas)
+        try:
+            refusal = await self._wait_as_candidate(candidate, timeout_s, begins=begins)
+        except BaseException:  # the trainer is gone, or the agent ends
+            self._jobs.withdraw(candidate)
+            raise
+        self._rank = candidate.rank
+        if self._rank is None:
+            self._jobs.withdraw(candidate)  # first: while we tell it, the job might begin with it
+        else:
+            self._rank.pid = self._session.pid
+        return refusal
+
+    async def _wait_as_candidate(
+        self, candidate: Candidate, timeout_s: float, *, begins: bool
+    ) -> Verdict | None:
+        began = said_at = trio.current_time()
+        while candidate.rank is None and not self._session.trainer_gone():
+            now = trio.current_time()
+            if now - began >= timeout_s:
+                return Verdict("NotEnoughRanks", _too_few(candidate, timeout_s, self._jobs))
+            if self._jobs.runs_without_sync(self._job):
+                return Verdict("JobRunning", _never_syncs(self._job))
+            if (broken := self._broken_group()) is not None:
+                return broken
+            if begins and self._job_runs():
+                return None
+            if now - said_at >= SAY_EVERY_S:
+                said_at = now
+                absent = _without(candidate, self._jobs)
+                await self._session.send(StillWaiting(ENTERS, now - began, absent))
+            with trio.move_on_after(min(LOOK_S, began + timeout_s - now)):
+                await candidate.joined.wait()
+        return None
+
+    def _broken_group(self) -> Verdict | None:
+        """Why the group that the trainer makes can't come together any more."""
+        group = self._request.group_of
+        if group is None:
+            return None
+        of_this = (r for r in self._jobs.ranks if r.roster.job == group.job)
+        rank = next((r for r in of_this if r.id == group.trainer), None)
+        if rank is not None and rank.owed is not None:
+            return rank.owed.verdict  # others have it already, and don't come
+        roster = self._jobs.membership.view.roster_of(group.job)
+        gone = set(group.members).difference(() if roster is None else roster.ids)
+        if not gone:
+            return None
+        losses = () if roster is None else roster.losses
+        told = (loss.message for loss in losses if gone.intersection(loss.trainers))
+        why = next(told, "one of its ranks is lost")
+        return Verdict("RankLost", f"{why}; not all of its ranks had come", tuple(sorted(gone)))
+
+    # --- requests
+
+    async def _serve_requests(self, compiler: Compiler) -> None:
+        while True:
+            match request := await self._session.receive():
+                case StartOp():
+                    await self._serve_op(request)
+                    if codec := ring_codec_name(request.call.compression):
+                        compiler.want(codec)
+                case WantArena(nbytes):
+                    await _grant_input(self._session, self._arenas, nbytes)
+                case DropArena(number):
+                    self._arenas.drop(number)
+                case Compresses(text):
+                    if self._rank is not None:
+                        self._rank.compression = text
+                case Leave():
+                    return
+                case _:
+                    raise ProtocolError(f"a trainer that has joined sent {type(request).__name__}")
+
+    async def _serve_op(self, request: StartOp) -> None:
+        if request.op == ENTERS:
+            if request.call.kind != "sync":
+                raise ProtocolError(f"a trainer enters by {request.call}")
+            refusal = await self._come_in(request.timeout_s)
+            if self._rank is None:
+                await self._session.send(OpFailed(OpNumber(ENTERS), refusal or _not_in(self._job)))
+                return
+            number = OpNumber(self._rank.ledger.started + 1)
+            request = msgspec.structs.replace(request, op=number)
+        if self._rank is None:
+            raise ProtocolError("an op before the sync in which the trainer enters its job")
+        await self._run(self._rank, request)
+
+    async def _come_in(self, timeout_s: float) -> Verdict | None:
+        """O6: get a rank, unless the view has given us one already; for a new history, another."""
+        if self._rank is not None and self._rank.superseded is None:
+            return None
+        self._rank = None  # what it has left behind serves on, until nobody asks
+        refusal = await self._enlist(timeout_s, begins=False)
+        if self._rank is not None:
+            self._rank.world = ()  # it is told who is in the job when the sync returns (O5)
+        return refusal
+
+    async def _run(self, rank: LocalRank, request: StartOp) -> None:
+        rank.busy_since = trio.current_time()
+        try:
+            reply, arena = await run_op(rank, request, self._jobs)
+        finally:
+            rank.busy_since = None
+        for number in self._arenas.outputs.take_gone():
+            self._granted.discard(number)
+            await self._session.send(ArenaGone(number))
+        if arena is not None and arena.number not in self._granted:
+            self._granted.add(arena.number)
+            await _grant(self._session, arena)
+        await self._session.send(reply)
+
+    def _world(self) -> World:
+        if self._rank is not None and self._rank.world:
+            return self._rank.describe_world()
+        roster = self._jobs.membership.view.roster_of(self._job)
+        trainers = () if roster is None else roster.trainers
+        return World(-1, tuple(t.id for t in trainers), tuple(t.name for t in trainers))
+
+    # --- what the op's own straight line can't see while it waits for the network
+
+    async def _await_end(self, scope: trio.CancelScope) -> None:
+        """The process ends: the others hear of it at once, also if a child keeps its connection."""
+        with contextlib.suppress(OSError):  # then `_watch` sees it
+            await wait_for_exit(self._session.pid)
+            if self._rank is None or self._rank.busy_since is None:
+                await trio.sleep(WATCH_S)  # its last words are read first: perhaps it has left
+            scope.cancel()
+
+    async def _watch(self, scope: trio.CancelScope) -> None:
+        process = TrainerProcess(self._session.pid)
+        began, said = 0.0, 1
+        stopped: frozenset[TrainerId] = frozenset[TrainerId]()
+        while True:
+            await trio.sleep(WATCH_S)
+            rank = self._rank
+            if rank is None:
+                continue
+            self._look_at(rank, process)
+            if rank.busy_since is None:
+                continue
+            if self._session.trainer_gone():  # its connection is, if not its process
+                scope.cancel()
+                return
+            if rank.busy_since != began:
+                began, said, stopped = rank.busy_since, 1, frozenset[TrainerId]()
+            waited_s = trio.current_time() - began
+            known = stopped
+            stopped = self._jobs.marks.stopped(rank, OpNumber(rank.ledger.started))
+            if not stopped <= known or waited_s >= said * SAY_EVERY_S:
+                said = math.floor(waited_s / SAY_EVERY_S) + 1
+                await self._say_on_whom(rank, waited_s)
+
+    def _look_at(self, rank: LocalRank, process: TrainerProcess) -> None:
+        """Whether the trainer's process has been stopped; for how long the others bear it."""
+        stopped_s = process.stopped_for_s(trio.current_time())
+        if rank.stopped != (stopped_s is not None):
+            rank.stopped = stopped_s is not None
+            self._jobs.note_stop(rank.marks())
+            self._jobs.beat()
+        patience_s = self._request.straggler_after_s
+        if stopped_s is not None and stopped_s >= patience_s:
+            self._jobs.depart(rank, f"is lost: its trainer has been stopped for {patience_s:g} s")
+
+    async def _say_on_whom(self, rank: LocalRank, waited_s: float) -> None:
+        op = OpNumber(rank.ledger.started)
+        shortage = describe_shortage(rank, self._jobs.newcomers(rank))
+        names = (
+            (f"more ranks: {shortage}",)
+            if shortage
+            else tuple(self._jobs.marks.describe_late(rank, op))
+        )
+        await self._session.send(StillWaiting(op, waited_s, names))
+
+
+def _never_syncs(job: JobName) -> str:
+    return (
+        f"job {job!r} is running and never calls mesh.sync(), in which others could enter it; "
+        "wait for its end, or choose another name"
+    )
+
+
+def _not_in(job: JobName) -> Verdict:
+    return Verdict("HistorySuperseded", f"this trainer is not in job {job!r}; {COME_BACK}")
+
+
+def _without(candidate: Candidate, jobs: Jobs) -> tuple[str, ...]:
+    counts = jobs.waiting_for(candidate.job)
+    return tuple(seat.name for seat in jobs.membership.view.seats if not counts.get(seat.member, 0))
+
+
+def _too_few(candidate: Candidate, timeout_s: float, jobs: Jobs) -> str:
+    roster = jobs.membership.view.roster_of(candidate.job)
+    if roster is not None:
+        return f"job {candidate.job!r} has not called mesh.sync() within {timeout_s:g} s"
+    counts = jobs.waiting_for(candidate.job)
+    idle = ", ".join(_without(candidate, jobs))
+    machines = f"machines without one: {idle}" if idle else "every machine of the mesh has one"
+    return (
+        f"{sum(counts.values())} of {candidate.wait_for} trainers of job {candidate.job!r} came "
+        f"within {timeout_s:g} s; {machines}"
+    )
+
+
+async def _grant_input(session: Session, arenas: SessionArenas, nbytes: int) -> None:
+    try:
+        arena = await arenas.inputs.create(nbytes)
+    except (UsageError, OSError) as e:  # OSError: the system has no memory or descriptor left
+        await refuse(session, "UsageError", str(e))
+        return
+    await _grant(session, arena)
+
+
+async def _grant(session: Session, arena: Arena) -> None:
+    granted = ArenaGranted(arena.number, arena.kind, arena.nbytes)
+    await session.send(granted, (arena.descriptor,))

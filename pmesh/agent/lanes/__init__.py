@@ -1,0 +1,1 @@
+"""Lanes: how two agents open one, which a rank has, and what its edges cost."""

@@ -1,0 +1,163 @@
+"""What the edges between a job's ranks cost, measured, and the same table at all ranks.
+
+The first all-reduce of a roster with more than two ranks, if it leaves the choice to us, begins
+with an agreement: each rank tells the next how fast the edge between them is, if that is known
+already, or sends a probe by which the next finds out; then the tables of all are added up. It takes
+two turns of the ring and 256 KiB an edge, so 20 ms at 100 Mbit/s, and no op is under way meanwhile.
+"""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import trio
+
+from pmesh.core.ops.cost import EdgeCost, Edges, Islands, Strategy, choose, islands_of
+from pmesh.core.ops.reductions import Values
+from pmesh.core.wire.records import RecordHeader
+from pmesh.errors import LaneBroken
+from pmesh.ids import Member
+from pmesh.net.lanes.collectives import CallsDiffer, RingPosition, all_reduce
+
+PROBE_BYTES = 256 * 1024  # 2 ms at 1 Gbit/s: some times what a busy machine is late
+MEASURED_FOR_S = 600.0  # then an edge is measured again, when a roster changes
+_WORD_BYTES = 8
+
+
+class EdgeBook:
+    """What one agent knows of edges between members, from earlier agreements."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Member, Member], tuple[int, float]] = {}
+
+    def beta_ps(self, edge: tuple[Member, Member]) -> int:
+        """Picoseconds for a byte; 0 if it is not known, or was measured too long ago."""
+        beta_ps, measured_at = self._known.get(edge, (0, -math.inf))
+        return beta_ps if trio.current_time() - measured_at < MEASURED_FOR_S else 0
+
+    def note(self, edge: tuple[Member, Member], beta_ps: int) -> None:
+        """An agreement has told it; a repeated one does not make it younger."""
+        if not self.beta_ps(edge):
+            self._known[edge] = beta_ps, trio.current_time()
+
+
+class RingCosts:
+    """The table that all ranks of a roster share; before they have one, they use the ring."""
+
+    def __init__(self) -> None:
+        self.edges: Edges | None = None
+
+    def choose(self, nbytes: int) -> Strategy:
+        """How to all-reduce so many bytes: the same on every rank."""
+        return "ring" if self.edges is None else choose(self.edges, nbytes)
+
+    @property
+    def islands(self) -> Islands:
+        """Ranks with fast edges between them; without any, each rank is one."""
+        return islands_of(self.edges) if self.edges is not None else ()
+
+
+async def agree_on_costs(
+    ring: RingPosition,
+    header: RecordHeader,
+    members: tuple[Member, ...],
+    round_trips_s: Mapping[Member, float],
+    book: EdgeBook,
+) -> Edges:
+    """What each edge costs; the same at every rank, because all call this as part of one op.
+
+    Args:
+        ring: where this rank stands, among at least two.
+        header: of the op's records.
+        members: whose each rank is, in ring order.
+        round_trips_s: to other members, where it has been measured.
+        book: what is known from earlier.
+
+    Raises:
+        CallsDiffer: a neighbour called something else.
+        LaneBroken: the edge to or from a neighbour is gone.
+    """
+    size, me = ring.size, ring.rank
+    before, after = (me - 1) % size, (me + 1) % size
+    table = np.zeros((size, size, 2), np.int64)
+    for rank, member in enumerate(members):
+        table[me, rank, 0] = round(round_trips_s.get(member, 0.0) / 2 * 1e9)
+    known_ps = book.beta_ps((members[me], members[after]))
+    table[me, after, 1] = known_ps
+    measured_ps = await _probe(ring, header, sends=not known_ps)
+    table[before, me, 1] += measured_ps
+    result = np.empty_like(table)
+    await all_reduce(
+        ring,
+        op=header.op,
+        fingerprint=header.fingerprint,
+        completed=header.completed,
+        source=table.reshape(-1).data.cast("B"),
+        result=result.reshape(-1).data.cast("B"),
+        dtype="int64",
+        reduction="sum",
+    )
+    for rank in range(size):
+        edge = members[rank], members[(rank + 1) % size]
+        book.note(edge, int(result[rank, (rank + 1) % size, 1]))
+    return _edges_of(result)
+
+
+def _edges_of(table: Values) -> Edges:
+    """Edges across the ring were not measured: they are as slow as the slowest along it."""
+    slowest_ps = int(table[:, :, 1].max())
+    alphas = table[:, :, 0]
+    return tuple(
+        tuple(
+            EdgeCost(int(alpha_ns), int(beta_ps) or slowest_ps)
+            for alpha_ns, beta_ps in zip(
+                alphas[rank].tolist(), table[rank, :, 1].tolist(), strict=True
+            )
+        )
+        for rank in range(len(table))
+    )
+
+
+async def _probe(ring: RingPosition, header: RecordHeader, *, sends: bool) -> int:
+    """How many picoseconds a byte from the previous rank takes; 0 if that one knows it."""
+    to_next, from_previous = ring.to_next, ring.from_previous
+    assert to_next is not None  # noqa: S101 - there are at least two ranks
+    assert from_previous is not None  # noqa: S101 - likewise
+    failures: list[LaneBroken | CallsDiffer] = []
+
+    async def send() -> None:
+        nbytes = PROBE_BYTES if sends else 0
+        announced = header._replace(body_bytes=_WORD_BYTES, segment=0)
+        try:
+            await to_next.send(announced, nbytes.to_bytes(_WORD_BYTES, "big"))
+            if sends:
+                await to_next.send(header._replace(body_bytes=nbytes, segment=1), bytes(nbytes))
+        except (LaneBroken, CallsDiffer) as e:  # one plain error, where a nursery makes a group
+            failures.append(e)
+
+    async def receive() -> int:
+        word = bytearray(_WORD_BYTES)
+        announced = header._replace(body_bytes=_WORD_BYTES, segment=0)
+        await from_previous.receive(announced, memoryview(word))
+        nbytes = int.from_bytes(word, "big")
+        if not nbytes:
+            return 0
+        if nbytes != PROBE_BYTES:
+            raise LaneBroken(f"{from_previous.peer} announced a probe of {nbytes} bytes")
+        began = trio.current_time()
+        await from_previous.receive(
+            header._replace(body_bytes=nbytes, segment=1), memoryview(bytearray(nbytes))
+        )
+        return max(1, round((trio.current_time() - began) / nbytes * 1e12))
+
+    measured_ps = 0
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(send)
+        try:
+            measured_ps = await receive()
+        except (LaneBroken, CallsDiffer) as e:
+            failures.append(e)
+            nursery.cancel_scope.cancel()
+    if failures:
+        raise failures[0]
+    return measured_ps

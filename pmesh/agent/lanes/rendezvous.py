@@ -1,0 +1,306 @@
+"""Brings lanes about: offers over links, connections through the door or dialled, one result.
+
+A lane is known at both ends by its `Edge`. Who sends the tensors offers; who dialled the link dials
+the lane too, since that direction is known to pass firewalls. Whoever waits for it takes it by its
+end, and an offer may come before the taker has installed the roster (V4: early is not late).
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import trio
+
+from pmesh.core.wire.link import OfferLane
+from pmesh.core.wire.records import LANE_ID_BYTES
+from pmesh.errors import LaneBroken, NetworkError, ProtocolError
+from pmesh.ids import Epoch, JobName, Member, TrainerId
+from pmesh.net.lanes.lane import Lane
+from pmesh.net.lanes.opening import dial_lane, local_lanes, welcome_lane
+
+ATTEMPTS = 3  # a connection that fails thrice in a row is for the leader to judge
+RETRY_S = 0.2
+MAX_OFFERED = 1024  # by one peer, and not yet taken: a few jobs and ranks; more is an attack
+MAX_DIALS = 16  # at once as one peer asks; each costs a descriptor
+ATTEMPT_S = 5.0  # as long as a connection may take to authenticate
+OFFER_PATIENCE_S = 2.0  # a connection may overtake the offer that it belongs to
+_KEY_BYTES = 32
+
+
+class Edge(NamedTuple):
+    """What a lane is for: the data of a roster from one trainer to another."""
+
+    job: JobName
+    born: Epoch
+    number: int
+    host: Member | None
+    """The sender's agent, which alone may offer it (V4): two views may each settle a roster under
+    one number, and give one trainer's number to two trainers. None: the roster has no such one."""
+    sender: TrainerId
+    receiver: TrainerId
+    op: int = -1
+    """-1: the ring; the retained result of this op (O2); below -1: letters (O4)."""
+
+
+class End(NamedTuple):
+    """One of an edge's two ends; both may be of one agent."""
+
+    edge: Edge
+    sending: bool
+
+
+class Reach(Protocol):
+    """What the desk needs of the links (`pmesh.agent.mesh.peers`)."""
+
+    def send(self, member: Member, message: OfferLane) -> None:
+        """Send on the link to the member, if there is one."""
+        ...
+
+    def we_dialled(self, member: Member) -> bool:
+        """Whether the link to the member was dialled from here."""
+        ...
+
+    async def dial_member(self, member: Member) -> trio.SocketStream:
+        """A new connection to the member's door; NetworkError if there is none."""
+        ...
+
+    def name_of(self, member: Member) -> str:
+        """What the user calls the member's machine."""
+        ...
+
+    def complain(self, member: Member, error: NetworkError) -> None:
+        """Show that a connection to the member failed."""
+        ...
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where one end's lane appears."""
+
+    lane: Lane | None = None
+    failure: LaneBroken | None = None
+    filled: trio.Event = field(default_factory=trio.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """A lane that somebody else dials."""
+
+    end: End
+    offer: OfferLane
+    member: Member
+
+
+class LaneDesk:
+    """All lanes of one agent that are being opened, and those not yet taken."""
+
+    def __init__(
+        self, me: Member, reach: Reach, nursery: trio.Nursery, entropy: Callable[[int], bytes]
+    ) -> None:
+        self._me = me
+        self._reach = reach
+        self._nursery = nursery
+        self._entropy = entropy
+        self._places: dict[End, _Place] = {}
+        self._expected: dict[bytes, _Expected] = {}
+        self._dials: Counter[Member] = Counter()  # under way, as this peer has asked
+        self._turns: dict[Member, trio.CapacityLimiter] = {}
+        self._news = trio.Event()
+        self._over: dict[JobName, int] = {}  # every roster below this number
+        self._given_up: set[End] = set()
+
+    def offer(self, edge: Edge, to: Member) -> None:
+        """Open an edge whose sending end is ours; `take` gives it."""
+        if to == self._me:
+            self._join_locally(edge)
+        else:
+            self._nursery.start_soon(self._keep_offering, edge, to)
+
+    def accept(self, member: Member, offer: OfferLane) -> None:
+        """A peer offers the receiving end of an edge. ProtocolError: beyond all reason."""
+        if self._offered_by(member) >= MAX_OFFERED:
+            raise ProtocolError("more lanes are offered than any job needs")
+        end = End(_edge_of(offer, member), sending=False)
+        if self._is_over(end):
+            return  # on its way while a view was installed here
+        if offer.dial:
+            self._dials[member] += 1
+            self._nursery.start_soon(self._dial_as_asked, end, offer, member)
+        else:
+            self._expect(end, offer, member)
+
+    def _offered_by(self, member: Member) -> int:
+        """What this peer has made us keep; what others have offered does not count against it."""
+        expected = sum(expected.member == member for expected in self._expected.values())
+        places = sum(e.edge.host == member and not e.sending for e in self._places)
+        return max(expected, places) + self._dials[member]
+
+    async def _dial_as_asked(self, end: End, offer: OfferLane, member: Member) -> None:
+        turns = self._turns.setdefault(member, trio.CapacityLimiter(MAX_DIALS))
+        try:
+            async with turns:
+                await self._dial(end, offer, member)
+        finally:
+            self._dials[member] -= 1
+            if not self._dials[member]:
+                del self._dials[member], self._turns[member]
+
+    async def welcome(
+        self, stream: trio.SocketStream, lane: bytes, authenticated: Callable[[], None]
+    ) -> None:
+        """A connection through the door that names a lane; LaneBroken if nobody has offered it."""
+        with trio.move_on_after(OFFER_PATIENCE_S):
+            while lane not in self._expected:
+                await self._news.wait()
+        expected = self._expected.get(lane)
+        if expected is None:
+            raise LaneBroken("a connection names a lane that nobody has offered")
+        name = self._reach.name_of(expected.member)
+        opened = await welcome_lane(stream, expected.offer, peer=name)
+        try:
+            authenticated()
+        except NetworkError:
+            opened.close()
+            raise
+        # Not before: the lane's id was in clear, and whoever overheard it must not use it up.
+        self._expected.pop(lane, None)
+        self._fill(expected.end, opened)
+
+    async def take(self, end: End) -> Lane:
+        """The lane of one of our ends, as soon as it is open.
+
+        Raises:
+            LaneBroken: it could not be opened in three attempts, or its roster is over.
+        """
+        if self._is_over(end):
+            raise LaneBroken("its roster is over")
+        place = self._place(end)
+        await place.filled.wait()
+        if self._places.get(end) is place:
+            del self._places[end]
+        lane, place.lane = place.lane, None
+        if lane is None:
+            raise place.failure or LaneBroken("somebody else has taken the lane")
+        return lane
+
+    def give_up(self, end: End) -> None:
+        """Nobody wants this lane any more, though its roster goes on."""
+        if not self._is_over(end):
+            self._given_up.add(end)
+            self._drop_what_is_over()
+
+    def forget(self, job: JobName, *, below: int) -> None:
+        """The job's rosters below this number are over: so are their lanes."""
+        self._over[job] = max(below, self._over.get(job, below))
+        self._drop_what_is_over()
+        self._given_up = {end for end in self._given_up if not self._is_of_the_past(end)}
+
+    def _drop_what_is_over(self) -> None:
+        for lane, expected in list(self._expected.items()):
+            if self._is_over(expected.end):
+                del self._expected[lane]
+        for end, place in list(self._places.items()):
+            if self._is_over(end):
+                del self._places[end]
+                _give_up(place, LaneBroken("its roster is over"))
+
+    def close(self) -> None:
+        """Close what nobody has taken."""
+        for place in self._places.values():
+            _give_up(place, LaneBroken("the agent ends"))
+
+    def _is_over(self, end: End) -> bool:
+        return self._is_of_the_past(end) or end in self._given_up
+
+    def _is_of_the_past(self, end: End) -> bool:
+        return end.edge.number < self._over.get(end.edge.job, 0)
+
+    def _place(self, end: End) -> _Place:
+        return self._places.setdefault(end, _Place())
+
+    def _fill(self, end: End, lane: Lane) -> None:
+        if self._is_over(end):
+            lane.close()
+            return
+        place = self._place(end)
+        if place.lane is not None:
+            place.lane.close()  # an earlier attempt, of which the other side has heard no end
+        place.lane = lane
+        place.filled.set()
+
+    def _expect(self, end: End, offer: OfferLane, member: Member) -> None:
+        self._expected[offer.lane] = _Expected(end, offer, member)
+        self._news.set()
+        self._news = trio.Event()
+
+    def _join_locally(self, edge: Edge) -> None:
+        me = self._reach.name_of(self._me)
+        names = f"trainer {edge.receiver} ({me})", f"trainer {edge.sender} ({me})"
+        try:
+            sending, receiving = local_lanes(self._make_offer(edge, dial=False), peers=names)
+        except OSError as e:  # no descriptor is left: a matter for all ranks, not for this agent
+            failure = LaneBroken(f"no data connection within {me}: {e.strerror}")
+            _give_up(self._place(End(edge, sending=True)), failure)
+            return
+        self._fill(End(edge, sending=True), sending)
+        self._fill(End(edge, sending=False), receiving)
+
+    async def _keep_offering(self, edge: Edge, to: Member) -> None:
+        """Offer, again if it fails, until the lane is open, given up or forgotten."""
+        end = End(edge, sending=True)
+        if self._is_over(end):
+            return  # before this task has had its first turn
+        place = self._place(end)
+        for _ in range(ATTEMPTS):
+            offer = self._make_offer(edge, dial=not self._reach.we_dialled(to))
+            if offer.dial:
+                self._expect(end, offer, to)
+            self._reach.send(to, offer)
+            if offer.dial:
+                with trio.move_on_after(ATTEMPT_S):
+                    await place.filled.wait()
+                self._expected.pop(offer.lane, None)
+            else:
+                await self._dial(end, offer, to)
+            if place.filled.is_set() or self._places.get(end) is not place:
+                return
+            await trio.sleep(RETRY_S)
+        name = self._reach.name_of(to)
+        _give_up(place, LaneBroken(f"no data connection to {name} can be made"))
+
+    async def _dial(self, end: End, offer: OfferLane, member: Member) -> None:
+        """Dial the lane of an offer; whoever offered it tries again if that fails."""
+        try:
+            stream = await self._reach.dial_member(member)
+            lane = await dial_lane(stream, offer, peer=self._reach.name_of(member))
+        except NetworkError as e:
+            self._reach.complain(member, e)
+            return
+        self._fill(end, lane)
+
+    def _make_offer(self, edge: Edge, *, dial: bool) -> OfferLane:
+        return OfferLane(
+            job=edge.job,
+            born=edge.born,
+            number=edge.number,
+            sender=edge.sender,
+            receiver=edge.receiver,
+            op=edge.op,
+            lane=self._entropy(LANE_ID_BYTES),
+            key=self._entropy(_KEY_BYTES),
+            return_key=self._entropy(_KEY_BYTES),
+            dial=dial,
+        )
+
+
+def _edge_of(offer: OfferLane, host: Member) -> Edge:
+    return Edge(offer.job, offer.born, offer.number, host, offer.sender, offer.receiver, offer.op)
+
+
+def _give_up(place: _Place, failure: LaneBroken) -> None:
+    """Nobody shall get this lane; who waits for it hears why."""
+    if place.lane is not None:
+        place.lane.close()
+    place.lane, place.failure = None, failure
+    place.filled.set()

@@ -1,0 +1,241 @@
+"""Whom this agent dials and when, and who can't be linked with and why.
+
+When is `pmesh.core.links.dialing`'s decision; this keeps a target for each machine that mDNS,
+a peer or the user has named, and runs the dials. Whoever names machines, there are never many
+targets, and few dials at once; what a peer has named has the least worth, and is forgotten with it.
+"""
+
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import structlog
+import trio
+
+from pmesh.core.links import dialing
+from pmesh.core.links.dialing import Phase, Target
+from pmesh.core.wire.link import Address
+from pmesh.errors import PeerUnreachable, PmeshError
+from pmesh.ids import NodeId
+
+MAX_DIALS = 8  # at once; each has two sockets at most
+MAX_UNPROVEN_DIALS = 4  # of those to machines that have never answered
+MAX_TARGETS = 128  # beside those of `--peer`; a mesh has 8
+MAX_INTRODUCED = 16  # by one peer, and never linked
+
+MAX_REFUSALS = 64  # the latest; what `pmesh status` shows of those who are turned away
+
+_log = structlog.get_logger()
+
+Introduction: TypeAlias = tuple[NodeId, NodeId]
+"""Which peer has named which machine."""
+
+Key: TypeAlias = NodeId | Address | Introduction | str
+"""What a target or a refusal is known by: its node, a `--peer` address, who named it and its node,
+or a stranger's host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Somebody with whom no link is possible, and why; for `pmesh status`."""
+
+    error: PmeshError
+    address: Address
+    node: NodeId | None = None
+
+
+class Targets:
+    """All machines that are to be linked with."""
+
+    def __init__(
+        self,
+        dial: Callable[[tuple[Address, ...]], Awaitable[NodeId]],
+        *,
+        nursery: trio.Nursery,
+        jitter: Callable[[], float],
+    ) -> None:
+        self._dial = dial
+        self._nursery = nursery
+        self._jitter = jitter
+        self._targets: dict[Key, Target] = {}
+        self._node_of: dict[Key, NodeId] = {}
+        self._changed = trio.Event()
+        self._dials: set[Key] = set()
+        self.refusals: dict[Key, Refusal] = {}
+
+    @property
+    def wanted(self) -> dict[Key, tuple[Address, ...]]:
+        """Who is being dialled, or will be."""
+        return {
+            key: target.addresses
+            for key, target in self._targets.items()
+            if target.phase in {Phase.WAITING, Phase.DIALLING}
+        }
+
+    def node_of(self, key: Key) -> NodeId | None:
+        """Whom the key names; None while nobody knows who is at an address."""
+        return self._node_of.get(key) or (NodeId(key) if isinstance(key, bytes) else None)
+
+    def knows(self, node: NodeId) -> bool:
+        """Whether mDNS has named the node."""
+        return node in self._targets
+
+    def aim_at(self, address: Address) -> None:
+        """`--peer`: an address that is dialled for ever."""
+        self._set(address, dialing.aim_at((address,), forever=True, now=trio.current_time()))
+
+    def name(self, node: NodeId, addresses: tuple[Address, ...], *, linked: bool) -> None:
+        """MDNS names a node of this mesh."""
+        now, target = trio.current_time(), self._targets.get(node)
+        if target is not None:
+            self._set(node, dialing.name_again(target, addresses, now=now))
+            return
+        if not self._make_room(invented=False):
+            return
+        self._node_of[node] = node
+        target = dialing.aim_at(addresses, forever=False, now=now)
+        self._set(node, dialing.link_up(target, now=now) if linked else target)
+
+    def introduce(self, by: NodeId, node: NodeId, addresses: tuple[Address, ...]) -> None:
+        """A peer names a node of this mesh; it counts only where nobody better has named it."""
+        key, now = (by, node), trio.current_time()
+        if node in self._targets:
+            return
+        if key in self._targets:
+            self._set(key, dialing.name_again(self._targets[key], addresses, now=now))
+        elif len(self._introduced(by)) < MAX_INTRODUCED and self._make_room(invented=True):
+            self._node_of[key] = node
+            target = dialing.aim_at(addresses, forever=False, introduced=True, now=now)
+            self._set(key, target)
+
+    def forget(self, introducer: NodeId) -> None:
+        """The peer is gone, and its word for others with it."""
+        for key in self._introduced(introducer):
+            self._remove(key)
+
+    def withdraw(self, node: NodeId) -> None:
+        """Its mDNS advertisement has ended."""
+        if node in self._targets:
+            self._set(node, dialing.withdraw(self._targets[node], now=trio.current_time()))
+
+    def link_up(self, node: NodeId) -> None:
+        """A link with the node is up, whoever dialled."""
+        now = trio.current_time()
+        for key, target in self._targets_of(node):
+            self._set(key, dialing.link_up(target, now=now))
+        for key in [key for key, refusal in self.refusals.items() if refusal.node == node]:
+            del self.refusals[key]
+
+    def link_lost(self, node: NodeId) -> None:
+        """The link with the node has ended."""
+        now = trio.current_time()
+        for key, target in self._targets_of(node):
+            if target.phase is Phase.LINKED:
+                self._set(key, dialing.link_lost(target, now=now, jitter=self._jitter()))
+
+    def refuse(self, key: Key, error: PmeshError, address: Address) -> None:
+        """Remember why there is no link, and say it once."""
+        before = self.refusals.pop(key, None)
+        self.refusals[key] = Refusal(error, address, self.node_of(key))
+        if len(self.refusals) > MAX_REFUSALS:
+            del self.refusals[next(iter(self.refusals))]
+        if before is None or type(before.error) is not type(error):
+            # Who was found but is off is no news; who was asked for by name is.
+            asked_for = isinstance(key, Address) or not isinstance(error, PeerUnreachable)
+            say = _log.warning if asked_for else _log.debug
+            say("no link", error=type(error).__name__, reason=str(error))
+
+    async def run(self) -> None:
+        """Dial whoever is due, until cancelled."""
+        while True:
+            now = trio.current_time()
+            waiting = [
+                (_worth(target), due, key)
+                for key, target in self._targets.items()
+                if (due := dialing.next_deadline(target)) is not None
+            ]
+            for _, due, key in sorted(waiting, key=lambda entry: entry[:2]):
+                if due <= now and self._has_turn(self._targets[key]):
+                    self._targets[key] = dialing.begin_dial(self._targets[key])
+                    self._dials.add(key)
+                    self._nursery.start_soon(self._dial_one, key, self._targets[key].addresses)
+            # Who is due and has no turn gets it when a dial ends.
+            deadlines = (due for _, due, key in waiting if self._has_turn(self._targets[key]))
+            with trio.move_on_at(min((due for due in deadlines if due > now), default=math.inf)):
+                await self._changed.wait()
+            self._changed = trio.Event()
+
+    def _has_turn(self, target: Target) -> bool:
+        others = [self._targets[key] for key in self._dials if key in self._targets]
+        inventions = sum(_may_be_invented(other) for other in others)
+        room = not _may_be_invented(target) or inventions < MAX_UNPROVEN_DIALS
+        return len(self._dials) < MAX_DIALS and room
+
+    async def _dial_one(self, key: Key, addresses: tuple[Address, ...]) -> None:
+        try:
+            node = await self._dial(addresses)
+        except PmeshError as e:
+            self._fail(key, e, addresses[0])
+        else:
+            self._node_of[key] = node
+            self.refusals.pop(key, None)
+            if key in self._targets:
+                self._set(key, dialing.link_up(self._targets[key], now=trio.current_time()))
+        finally:
+            self._dials.discard(key)
+            self._changed.set()
+
+    def _fail(self, key: Key, error: PmeshError, address: Address) -> None:
+        target = self._targets.get(key)
+        if target is None:
+            return  # it was forgotten meanwhile
+        self.refuse(key, error, address)
+        if target.phase is Phase.DIALLING:  # else the peer's own dial has come and gone since
+            now, jitter = trio.current_time(), self._jitter()
+            self._set(key, dialing.dial_failed(target, now=now, jitter=jitter))
+
+    def _make_room(self, *, invented: bool) -> bool:
+        """Whether one more target may be kept; for a better one the worst makes way."""
+        others = {k: t for k, t in self._targets.items() if not isinstance(k, Address)}
+        if len(others) < MAX_TARGETS:
+            return True
+        targets = {k: t for k, t in others.items() if t.phase is Phase.WAITING}
+        if not targets:
+            return False
+        worst = max(targets, key=lambda key: (*_worth(targets[key]), targets[key].failures))
+        if invented and not _may_be_invented(targets[worst]):
+            return False
+        self._remove(worst)
+        return True
+
+    def _introduced(self, by: NodeId) -> list[Key]:
+        """The machines that only this peer has named, and that were never linked."""
+        return [
+            key
+            for key, target in self._targets.items()
+            if isinstance(key, tuple) and key[0] == by and _may_be_invented(target)
+        ]
+
+    def _targets_of(self, node: NodeId) -> list[tuple[Key, Target]]:
+        return [(k, target) for k, target in self._targets.items() if self._node_of.get(k) == node]
+
+    def _set(self, key: Key, target: Target) -> None:
+        self._targets[key] = target
+        if target.phase is Phase.OVER:
+            self._remove(key)
+        self._changed.set()
+
+    def _remove(self, key: Key) -> None:
+        del self._targets[key]
+        self._node_of.pop(key, None)
+        self.refusals.pop(key, None)
+
+
+def _may_be_invented(target: Target) -> bool:
+    return target.introduced and not target.proven
+
+
+def _worth(target: Target) -> tuple[bool, bool]:
+    """Whom to dial first: who has answered before, and whom nobody can have invented."""
+    return _may_be_invented(target), not (target.proven or target.forever)

@@ -1,0 +1,124 @@
+"""Who does not belong here: agents of other meshes that mDNS finds, and who was turned away.
+
+Both are counted for `pmesh status`; many refusals are told once a minute.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Final, NoReturn
+
+import msgspec
+import structlog
+import trio
+
+from pmesh.agent.mesh.peers import Peers
+from pmesh.agent.status.events import Chronicle
+from pmesh.agent.status.schema import TurnedAwayStatus
+from pmesh.core.wire.link import PROTOCOL_VERSION
+from pmesh.ids import NodeId
+from pmesh.net.links.discovery import Deaf, Discovered, Found, Gone
+from pmesh.net.links.packet_filter import DiscoveryCounters
+
+_log = structlog.get_logger()
+
+
+class Strangers:
+    """Agents of another mesh or of another protocol version, for `pmesh status`."""
+
+    def __init__(self, tag: bytes, *, minute: Callable[[], int]) -> None:
+        """`minute` is that of now, in Unix time."""
+        self._tag = tag
+        self._minute = minute
+        self.counters = DiscoveryCounters()
+        self.seen: dict[NodeId, Found] = {}
+        self.deaf: str | None = None
+        """Why mDNS can't be used now."""
+
+    async def sort(self, findings: trio.MemoryReceiveChannel[Discovered], peers: Peers) -> None:
+        """Sort what is found for as long as the agent lives."""
+        async with findings:
+            async for finding in findings:
+                self._sort_one(finding, peers)
+
+    def is_of_other_mesh(self, found: Found) -> bool:
+        """Whether it advertises another mesh key's tag."""
+        return found.advertisement.tag != self._tag
+
+    def _sort_one(self, finding: Discovered, peers: Peers) -> None:
+        match finding:
+            case Found(advertisement=theirs):
+                self.deaf = None
+                self.seen.pop(theirs.node, None)
+                if theirs.tag == self._tag and theirs.protocol == PROTOCOL_VERSION:
+                    fresh = theirs.is_fresh(minute=self._minute())
+                    peers.found(theirs.node, theirs.addresses, fresh=fresh)
+                else:
+                    self.seen[theirs.node] = finding
+            case Gone(node=node):
+                self.seen.pop(node, None)
+                peers.targets.withdraw(node)
+            case Deaf(reason=reason):
+                if self.deaf != reason:
+                    _log.warning("discovery is deaf", reason=reason)
+                self.deaf = reason
+
+
+INTERVAL_S: Final = 60.0
+FEW: Final = 8  # a neighbour's port scan, or a machine with another mesh key, is no attack
+MAX_HOSTS_TOLD: Final = 3
+
+
+def describe(
+    before: TurnedAwayStatus,
+    after: TurnedAwayStatus,
+    hosts: Mapping[str, int],
+    *,
+    interval_s: float,
+) -> str | None:
+    """One line on what came in between; None if it was little.
+
+    Args:
+        before: the counts at the last look.
+        after: the counts now.
+        hosts: how many connections each address has made in between.
+        interval_s: how long that was.
+    """
+    were, are = msgspec.structs.asdict(before), msgspec.structs.asdict(after)
+    new: dict[str, int] = {name: count - were[name] for name, count in are.items()}
+    if sum(new.values()) < FEW and not new["broken_links"]:
+        return None
+    most = Counter(hosts).most_common(MAX_HOSTS_TOLD)
+    where = f" ({', '.join(f'{count} from {host}' for host, count in most)})" if most else ""
+    words = {
+        "connections": (f"connection of a stranger{where}", f"connections of strangers{where}"),
+        "forged_announcements": ("forged announcement", "forged announcements"),
+        "foreign_announcements": ("announcement of another mesh", "announcements of other meshes"),
+        "broken_links": (
+            "link of a member that broke the protocol",
+            "links of members that broke the protocol",
+        ),
+        "programs": ("local program", "local programs"),
+    }
+    parts = [
+        f"{new[name]} {one if new[name] == 1 else many}"
+        for name, (one, many) in words.items()
+        if new[name]
+    ]
+    return f"turned away in the last {interval_s:.0f} s: {', '.join(parts)}"
+
+
+async def watch(
+    count: Callable[[], TurnedAwayStatus],
+    take_hosts: Callable[[], Mapping[str, int]],
+    news: Chronicle,
+) -> NoReturn:
+    """Tell of it once a minute, for as long as the agent lives."""
+    before = count()
+    while True:
+        await trio.sleep(INTERVAL_S)
+        after = count()
+        text = describe(before, after, take_hosts(), interval_s=INTERVAL_S)
+        before = after
+        if text is not None:
+            _log.warning(text)
+            news.note("turned away", text)

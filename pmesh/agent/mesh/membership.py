@@ -1,0 +1,278 @@
+"""Drives the agreement: heartbeats out, messages in, views to whoever lives by them.
+
+Everything here happens between two awaits of the event loop: facts are read, the core decides, and
+its actions are carried out before anyone else runs. So a fence holds from the instant of the flush
+answer (V3).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal, Protocol
+
+import msgspec
+import structlog
+import trio
+
+from pmesh.core.links import health
+from pmesh.core.links.health import WIRED, Condition, Health, Thresholds
+from pmesh.core.values import View
+from pmesh.core.views import agreement, limits, stall_guard
+from pmesh.core.views.limits import is_led_astray
+from pmesh.core.views.stall_guard import Doubts
+from pmesh.core.views.state import Facts, Fence, Install, Send, State, Step, heartbeat_of
+from pmesh.core.wire.link import AgreementMessage, Heartbeat, LinkMessage, TellView
+from pmesh.ids import JobName, Member, NodeId
+from pmesh.net.local.clocks import Stall
+
+HEARTBEAT_S = 0.2  # a fifth of the shortest silence that means anything
+DOUBT_S = WIRED.gone_after_s / 2  # V8: after a stall of so long, somebody may have given us up
+_log = structlog.get_logger()
+
+
+class Follower(Protocol):
+    """Gives the facts, and is told what follows from them (`pmesh.agent.jobs.driver`)."""
+
+    def facts(self) -> Facts:
+        """What the local jobs want and have; without round trips."""
+        ...
+
+    def fence(self, jobs: tuple[JobName, ...]) -> None:
+        """Deliver nothing more of these jobs until the next install (V3)."""
+        ...
+
+    def doubt(self) -> None:
+        """Deliver nothing of any job until `trust` (V8)."""
+        ...
+
+    def trust(self) -> None:
+        """Our view is still everybody's (V8)."""
+        ...
+
+    def install(self, view: View) -> None:
+        """The view is in force."""
+        ...
+
+    def marked(self, member: Member, heartbeat: Heartbeat) -> None:
+        """A peer has told how far its ranks have come."""
+        ...
+
+
+class _Contact:
+    """What this agent measures of one linked peer."""
+
+    def __init__(self, member: Member, thresholds: Thresholds, now: float) -> None:
+        self.member = member
+        self.health: Health = health.begin(thresholds, now=now)
+        self.last_sent_us = 0
+        self.last_heard_at = now
+
+
+class Membership:
+    """One agent's standing among its peers."""
+
+    def __init__(
+        self,
+        me: Member,
+        name: str,
+        *,
+        follower: Follower,
+        send: Callable[[Member, LinkMessage], None],
+        drop: Callable[[NodeId, str], None],
+        ban: Callable[[NodeId, str], None],
+        installed: Callable[[View, View, Mapping[Member, str]], None],
+        noticed: Callable[[Literal["peer silent", "loss noticed"], str], None],
+        led_astray: Callable[[], None],
+    ) -> None:
+        self.state: State = agreement.first_state(me, name, now=trio.current_time())
+        self._follower = follower
+        self.send = send
+        self._drop = drop
+        self._ban = ban
+        self._installed = installed
+        self._noticed = noticed
+        self._led_astray = led_astray
+        self._contacts: dict[NodeId, _Contact] = {}
+        self._losses: dict[Member, str] = {}
+        self._inputs: deque[Callable[[Facts, float], Step]] = deque()
+        self._draining = False
+        self._told: object = None
+        self._doubts = Doubts()
+
+    @property
+    def view(self) -> View:
+        """What is installed."""
+        return self.state.view
+
+    def health_of(self, node: NodeId) -> Health | None:
+        """How a linked peer is; None when it is not linked."""
+        contact = self._contacts.get(node)
+        return None if contact is None else contact.health
+
+    def round_trips_s(self, members: Iterable[Member]) -> dict[Member, float]:
+        """To those of these that have been measured."""
+        known = {member: self.health_of(member.node) for member in members}
+        return {
+            member: health.round_trip_s
+            for member, health in known.items()
+            if health is not None and health.round_trip_s is not None
+        }
+
+    def link_up(self, member: Member, thresholds: Thresholds) -> None:
+        """A link with a peer is up, a new one or another in the place of one that ended."""
+        contact = self._contacts.get(member.node)
+        if contact is not None and contact.member != member:
+            self.lose(member.node, "it was restarted")
+        if contact is None or contact.member != member:
+            contact = _Contact(member, thresholds, trio.current_time())
+            self._contacts[member.node] = contact
+        self.send(member, TellView(self.state.view))
+        self.send(member, self._heartbeat_for(contact))
+
+    def lose(self, node: NodeId, why: str) -> None:
+        """The peer is gone; its link, if it has one still, is closed by the caller."""
+        contact = self._contacts.pop(node, None)
+        if contact is not None:
+            if contact.member in self.view.members:
+                self._losses[contact.member] = why
+            self._noticed("loss noticed", f"{self.name_of(node)} is lost: {why}")
+            self._step(lambda facts, now: agreement.lose(self.state, node, why, facts, now=now))
+
+    def hear(self, member: Member, message: AgreementMessage) -> None:
+        """A message on the peer's link. Raises ProtocolError if no honest member would send it."""
+        contact = self._contacts.get(member.node)
+        if contact is None or contact.member != member:
+            return  # the last words of a link that was given up
+        now, round_trip_s = trio.current_time(), None
+        if isinstance(message, Heartbeat):
+            contact.last_sent_us, contact.last_heard_at = message.sent_us, now
+            round_trip_s = health.measure_round_trip_s(
+                now_us=_microseconds(now), echo_us=message.echo_us, held_us=message.held_us
+            )
+        contact.health = health.heard_from(
+            contact.health, now=now, round_trip_s=round_trip_s
+        ).health
+        self._step(lambda facts, now: agreement.hear(self.state, member, message, facts, now=now))
+        if isinstance(message, Heartbeat):
+            self._doubt(stall_guard.hear(self._doubts, self.state, member, message))
+            self._follower.marked(member, message)
+
+    def poke(self) -> None:
+        """A fact has changed: look whether something follows from it."""
+        self._step(lambda facts, now: agreement.pass_time(self.state, facts, now=now))
+
+    def beat(self) -> None:
+        """Send a heartbeat to every linked peer."""
+        for contact in self._contacts.values():
+            self.send(contact.member, self._heartbeat_for(contact))
+
+    async def run(self) -> None:
+        """Heartbeats for as long as the agent lives."""
+        while True:
+            self.poke()
+            self.beat()
+            if is_led_astray(self.state, now=trio.current_time()):
+                self._led_astray()
+            await trio.sleep(HEARTBEAT_S)
+
+    def judge(self, stall: Stall) -> None:
+        """Judge the silence of all peers, a stall of our own not held against them."""
+        now = trio.current_time()
+        if stall.total_s >= DOUBT_S:
+            self._doubt(stall_guard.wake(self.state, now_us=_microseconds(now)))
+            self.beat()  # to be answered
+        for node, contact in list(self._contacts.items()):
+            forgiven = health.forgive_stall(contact.health, stalled_s=stall.total_s, now=now)
+            step = health.pass_time(forgiven, now=now)
+            contact.health = step.health
+            if step.changed_to is Condition.SUSPECT:
+                name, silence_s = self.name_of(node), now - contact.health.last_heard
+                _log.warning("peer is silent", peer=name)
+                self._noticed("peer silent", f"{name} has been silent for {silence_s:.1f} s")
+            if step.changed_to is Condition.GONE:
+                self._drop(node, f"silent for {now - contact.health.last_heard:.1f} s")
+        leader = limits.who_holds_up(self.state)
+        if leader is not None:
+            self._ban(leader.node, f"it made no view for {limits.HELD_UP_S:.0f} s")
+
+    def _doubt(self, after: Doubts) -> None:
+        """V8: deliver nothing while we don't know whether the others have gone on without us."""
+        doubted, self._doubts = bool(self._doubts.unconfirmed), after
+        if after.unconfirmed and not doubted:
+            self._follower.doubt()
+        if doubted and not after.unconfirmed:
+            self._follower.trust()
+
+    def name_of(self, node: NodeId) -> str:
+        """What the user calls a machine of the view."""
+        seats = (seat.name for seat in self.view.seats if seat.member.node == node)
+        return next(seats, "a stranger")
+
+    def _step(self, decide: Callable[[Facts, float], Step]) -> None:
+        """Queue an input; an action may bring the next one while the first is being carried out."""
+        self._inputs.append(decide)
+        if self._draining:
+            return
+        self._draining = True
+        try:
+            while self._inputs:
+                self._advance(self._inputs.popleft())
+        finally:
+            self._draining = False
+            self._inputs.clear()
+        if self._told != self._worth_telling():
+            self.beat()
+            self._told = self._worth_telling()
+
+    def _advance(self, decide: Callable[[Facts, float], Step]) -> None:
+        before = self.state
+        step = decide(self._facts(), trio.current_time())
+        self.state = step.state
+        for action in step.actions:
+            match action:
+                case Send(to, message):
+                    self.send(to, message)
+                case Fence(jobs):
+                    self._follower.fence(jobs)
+                case Install(view):
+                    after = stall_guard.install(self._doubts, before, view)
+                    if after.unconfirmed:
+                        self._doubt(after)  # before anything can be delivered in this view
+                    self._follower.install(view)
+                    self._doubt(after)
+                    self._installed(before.view, view, self._losses)
+                    self._losses = {m: w for m, w in self._losses.items() if m in view.members}
+                    self.poke()  # after this step: the facts are others now
+
+    def _facts(self) -> Facts:
+        round_trips = {
+            contact.member.incarnation: _microseconds(contact.health.round_trip_s)
+            for contact in self._contacts.values()
+            if contact.health.round_trip_s is not None
+        }
+        facts = self._follower.facts()
+        return Facts(
+            reports=facts.reports,
+            waiting=facts.waiting,
+            concerns=facts.concerns,
+            marks=facts.marks,
+            round_trips=round_trips,
+        )
+
+    def _worth_telling(self) -> object:
+        """What the others must learn at once; the rest can wait for the next heartbeat."""
+        beat = heartbeat_of(self.state, self._facts(), trio.current_time())
+        return msgspec.structs.replace(beat, heard=dict.fromkeys(beat.heard, 0), marks=())
+
+    def _heartbeat_for(self, contact: _Contact) -> Heartbeat:
+        now = trio.current_time()
+        beat = heartbeat_of(self.state, self._facts(), now)
+        return msgspec.structs.replace(
+            beat,
+            sent_us=_microseconds(now),
+            echo_us=contact.last_sent_us,
+            held_us=_microseconds(now - contact.last_heard_at),
+        )
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)

@@ -1,0 +1,1 @@
+"""`send` and `recv`: messages between two ranks."""

@@ -1,0 +1,220 @@
+"""A trainer's second connection, for its letters: several sends and receives at a time."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import trio
+
+from pmesh.agent.jobs.ranks import COME_BACK
+from pmesh.agent.p2p.endpoint import LetterLost, Mailbox, Received
+from pmesh.agent.p2p.router import MailRoom
+from pmesh.agent.refusals import refuse
+from pmesh.core.values import Verdict
+from pmesh.core.wire.local import (
+    SESSION_VERSION,
+    ArenaGone,
+    ArenaGranted,
+    Attach,
+    Attached,
+    DropArena,
+    LetterFailed,
+    LetterReceived,
+    LetterSent,
+    LetterWaits,
+    ReceiveLetter,
+    SendLetter,
+    WantArena,
+)
+from pmesh.errors import ProtocolError, UsageError
+from pmesh.ids import TrainerId
+from pmesh.net.local.arena_pools import ArenaShare, SessionArenas
+from pmesh.net.local.arenas import Arena
+from pmesh.net.local.sessions import Session
+
+MAX_CALLS = 48  # at a time: a session may have 64 arenas of a kind, some of them idle
+SAY_EVERY_S = 10.0  # I6: a line that says on whom a call waits
+_LOOK_S = 1.0
+
+
+async def serve_mail(session: Session, request: Attach, room: MailRoom, share: ArenaShare) -> None:
+    """Letters of one trainer, in memory of its program's share, until it closes this connection."""
+    rank = room.rank_of(request.job, request.trainer, pid=session.pid)
+    if request.version != SESSION_VERSION:
+        text = f"the trainer speaks session version {request.version}, the agent {SESSION_VERSION}"
+        await refuse(session, "ProtocolVersionMismatch", text)
+        return
+    if rank is None:
+        text = f"this trainer is not in job {request.job!r}; {COME_BACK}"
+        await refuse(session, "HistorySuperseded", text)
+        return
+    await session.send(Attached())
+    arenas = SessionArenas(share)
+    try:
+        async with trio.open_nursery() as nursery:
+            serving = _Letters(session, room.box_of(rank), arenas, nursery)
+            nursery.start_soon(serving.say_on_whom)
+            await serving.run()
+    finally:
+        with trio.CancelScope(shield=True):
+            await arenas.aclose()
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A call that has not ended."""
+
+    since: float
+    said: int
+    on: tuple[str, ...]
+
+
+class _Letters:
+    """The calls of one connection."""
+
+    def __init__(
+        self, session: Session, box: Mailbox, arenas: SessionArenas, nursery: trio.Nursery
+    ) -> None:
+        self._session = session
+        self._box = box
+        self._arenas = arenas
+        self._nursery = nursery
+        self._granted: set[int] = set()  # output arenas that the trainer has mapped
+        self._waiting: dict[int, _Waiting] = {}
+
+    async def run(self) -> None:
+        """Requests, in order: what is sent first is numbered, and received, first."""
+        while True:
+            await self._session.all_sent()  # or who reads no replies would have ever more of them
+            match request := await self._session.receive():
+                case SendLetter() | ReceiveLetter():
+                    await self._begin(request)
+                case WantArena(nbytes):
+                    await self._grant_input(nbytes)
+                case DropArena(number):
+                    self._arenas.drop(number)
+                case _:
+                    raise ProtocolError(f"a trainer's letters began {type(request).__name__}")
+
+    async def say_on_whom(self) -> None:
+        """I6: while calls wait."""
+        while True:
+            await trio.sleep(_LOOK_S)
+            now = trio.current_time()
+            for call, waiting in list(self._waiting.items()):
+                if now - waiting.since >= waiting.said * SAY_EVERY_S:
+                    waiting.said += 1
+                    await self._session.send(LetterWaits(call, now - waiting.since, waiting.on))
+
+    # --- calls
+
+    async def _begin(self, request: "_Call") -> None:
+        """Take the call's place among all others now, and wait for its end in a task."""
+        if request.call in self._waiting:
+            raise ProtocolError(f"call {request.call} is under way already")
+        on: tuple[TrainerId, ...]
+        try:
+            self._check_room()
+            if isinstance(request, SendLetter):
+                ending, on = self._begin_send(request), (request.to,)
+            else:
+                ending, on = self._begin_receive(request), request.sources
+        except LetterLost as e:
+            await self._session.send(LetterFailed(request.call, e.verdict))
+            return
+        waiting = _Waiting(trio.current_time(), 1, self._box.describe(on))
+        self._waiting[request.call] = waiting
+        self._nursery.start_soon(self._end, request, ending, waiting)
+
+    async def _end(self, request: "_Call", ending: "_Ending", waiting: _Waiting) -> None:
+        call = request.call
+        reply: LetterSent | LetterFailed | Received
+        reply = LetterFailed(call, _timed_out(request, waiting.on))
+        try:
+            with trio.move_on_after(min(request.timeout_s, 1e9)):
+                reply = await ending()
+        except LetterLost as e:
+            reply = LetterFailed(call, e.verdict)
+        del self._waiting[call]
+        if isinstance(reply, Received):
+            await self._tell_received(call, reply)
+        else:
+            await self._session.send(reply)
+
+    def _check_room(self) -> None:
+        if len(self._waiting) >= MAX_CALLS:
+            text = f"at most {MAX_CALLS} sends and receives at a time: wait for some of them"
+            raise LetterLost(Verdict("UsageError", text))
+
+    def _begin_send(self, request: SendLetter) -> "_Ending":
+        nbytes = request.letter.nbytes
+        if (nbytes > 0) != (request.arena >= 0):
+            raise ProtocolError(f"a letter of {nbytes} bytes with arena {request.arena}")
+        inputs = self._arenas.inputs
+        arena = inputs.hold(request.arena, nbytes) if nbytes else None
+        try:
+            sending = self._box.begin_send(request.to, request.letter)
+        except LetterLost:
+            if arena is not None:
+                inputs.release(arena)
+            raise
+
+        async def end() -> LetterSent:
+            values = memoryview(b"") if arena is None else arena.memory[:nbytes].toreadonly()
+            try:
+                await self._box.end_send(sending, values)
+            finally:
+                if arena is not None:
+                    inputs.release(arena)
+            return LetterSent(request.call)
+
+        return end
+
+    def _begin_receive(self, request: ReceiveLetter) -> "_Ending":
+        receiving = self._box.begin_receive(request.sources, request.tag)
+
+        async def end() -> Received:
+            return await self._box.end_receive(receiving, self._arenas.outputs)
+
+        return end
+
+    async def _tell_received(self, call: int, received: Received) -> None:
+        arena = received.arena
+        for number in self._arenas.outputs.take_gone():
+            self._granted.discard(number)
+            await self._session.send(ArenaGone(number))
+        if arena is not None:
+            self._arenas.outputs.give(arena)
+            self._arenas.outputs.release(arena)
+            if arena.number not in self._granted:
+                self._granted.add(arena.number)
+                await self._grant(arena)
+        number = -1 if arena is None else arena.number
+        await self._session.send(LetterReceived(call, received.source, received.letter, number))
+
+    # --- arenas
+
+    async def _grant_input(self, nbytes: int) -> None:
+        try:
+            arena = await self._arenas.inputs.create(nbytes)
+        except (UsageError, OSError) as e:  # OSError: the system has no memory or descriptor left
+            await refuse(self._session, "UsageError", str(e))
+            return
+        await self._grant(arena)
+
+    async def _grant(self, arena: Arena) -> None:
+        granted = ArenaGranted(arena.number, arena.kind, arena.nbytes)
+        await self._session.send(granted, (arena.descriptor,))
+
+
+_Call = SendLetter | ReceiveLetter
+_Ending = Callable[[], Awaitable[LetterSent | Received]]
+
+
+def _timed_out(request: _Call, on: tuple[str, ...]) -> Verdict:
+    names = " or ".join(on)
+    if isinstance(request, SendLetter):
+        tag = request.letter.tag
+        text = f"{names} did not receive a message with tag {tag} within {request.timeout_s:g} s"
+        return Verdict("OpTimedOut", text, (request.to,))
+    text = f"no message with tag {request.tag} came from {names} within {request.timeout_s:g} s"
+    return Verdict("OpTimedOut", text, request.sources)

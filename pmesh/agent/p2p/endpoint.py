@@ -1,0 +1,339 @@
+"""The letters of one rank that lives here: what it sends, what it receives, and their lanes (O4).
+
+What is delivered, and in which order, is decided in `pmesh.core.p2p`. Each send and each receive
+is a straight line of its own task here; news of the other side wakes it up.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import trio
+
+from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.agent.lanes.rendezvous import LaneDesk
+from pmesh.agent.p2p.lanes import LanesIn, LanesOut
+from pmesh.core import p2p
+from pmesh.core.p2p import Inbox, Outbox, Transfer, Wanted
+from pmesh.core.values import Roster, Verdict
+from pmesh.core.wire.link import (
+    AnnounceLetter,
+    AskLetter,
+    Letter,
+    LetterAddress,
+    LetterDelivered,
+    LetterNews,
+    LetterWithdrawn,
+)
+from pmesh.errors import LaneBroken, PmeshError, UsageError
+from pmesh.ids import TrainerId
+from pmesh.net.local.arena_pools import OutputArenas
+from pmesh.net.local.arenas import Arena
+
+AGAIN_S = 0.05  # a lost announcement costs so much; each further one twice as much
+SELDOM_S = 1.0  # while the other side does not call
+BROKEN_S = 0.2  # before another lane is tried, as at the lane desk
+
+
+class LetterLost(PmeshError):  # noqa: N818 - a state, as in pmesh.errors
+    """A send or a receive fails here, for this reason."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.message)
+        self.verdict = verdict
+
+
+@dataclass(slots=True, eq=False)
+class Sending:
+    """A send that waits to be received."""
+
+    to: TrainerId
+    sequence: int
+    letter: Letter
+    asked: AskLetter | None = None
+    delivered: bool = False
+    failure: Verdict | None = None
+    news: trio.Event = field(default_factory=trio.Event)
+
+
+@dataclass(slots=True, eq=False)
+class Receiving:
+    """A receive that waits for a letter."""
+
+    call: int
+    failure: Verdict | None = None
+    news: trio.Event = field(default_factory=trio.Event)
+    bringing: tuple[Transfer, trio.CancelScope] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A letter that is there."""
+
+    source: TrainerId
+    letter: Letter
+    arena: Arena | None
+    """The receiver's to release; None when there are no values."""
+
+
+class Mailbox:
+    """What one rank sends and receives. `tell` brings a message to the agent of a trainer."""
+
+    def __init__(
+        self, rank: LocalRank, desk: LaneDesk, tell: Callable[[TrainerId, LetterNews], None]
+    ) -> None:
+        self._rank = rank
+        self._tell = tell
+        self._roster: Roster = rank.roster
+        self._outboxes: dict[TrainerId, Outbox] = {}
+        self._inbox = Inbox()
+        self._sends: dict[tuple[TrainerId, int], Sending] = {}
+        self._receives: dict[int, Receiving] = {}
+        self._calls = itertools.count()
+        self._lanes_in = LanesIn(rank, desk, tell)
+        self._lanes_out = LanesOut(rank, desk)
+        self._names = {trainer: rank.roster.describe(trainer) for trainer in rank.roster.ids}
+
+    def describe(self, trainers: Iterable[TrainerId]) -> tuple[str, ...]:
+        """For messages: ranks with the names of their machines, also of those that are lost."""
+        return tuple(self._names.get(trainer, "a lost rank") for trainer in trainers)
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received at the sockets of its lanes, headers in."""
+        return self._lanes_out.bytes, self._lanes_in.bytes
+
+    # --- sends
+
+    def begin_send(self, to: TrainerId, letter: Letter) -> Sending:
+        """Keep a letter and announce it; `end_send` must follow. The order of calls counts.
+
+        Raises:
+            LetterLost: the receiver is lost, or too much waits for it.
+        """
+        failure = self._failure_among((to,))
+        if failure is not None:
+            raise LetterLost(failure)
+        try:
+            self._outboxes[to], sequence = p2p.keep(self._outboxes.get(to, Outbox()), letter)
+        except ValueError as e:
+            (name,) = self.describe((to,))
+            raise LetterLost(Verdict("UsageError", f"{e} for {name} to receive them")) from e
+        sending = self._sends[to, sequence] = Sending(to, sequence, letter)
+        self._announce(sending)
+        return sending
+
+    async def end_send(self, sending: Sending, values: memoryview) -> None:
+        """Wait until the letter is delivered; cancelled, it is withdrawn.
+
+        Raises:
+            LetterLost: it can't be.
+        """
+        try:
+            await self._send(sending, values)
+        finally:
+            del self._sends[sending.to, sending.sequence]
+            if sending.to in self._outboxes:
+                outbox = p2p.settle(self._outboxes[sending.to], sending.sequence)
+                self._outboxes[sending.to] = outbox
+            if not sending.delivered:
+                address = self._address(self._rank.id, sending.to, sending.sequence)
+                self._tell(sending.to, LetterWithdrawn(address))
+        await self._rank.unfenced()  # V3: the trainer may hear of it
+        if self._rank.superseded is not None:
+            raise LetterLost(self._rank.superseded)
+
+    async def _send(self, sending: Sending, values: memoryview) -> None:
+        pause_s = AGAIN_S
+        while not sending.delivered:
+            if sending.failure is not None:
+                raise LetterLost(sending.failure)
+            if sending.asked is not None:
+                asked, sending.asked = sending.asked, None
+                with contextlib.suppress(LaneBroken):  # the receiver notices, and asks again
+                    await self._rank.unfenced()  # V3: behind a fence nothing is sent
+                    await self._lanes_out.transmit(sending.to, asked, sending.letter, values)
+                continue
+            sending.news = trio.Event()
+            with trio.move_on_after(pause_s) as waiting:
+                await sending.news.wait()
+            if waiting.cancelled_caught and sending.failure is None:
+                self._announce(sending)
+                pause_s = min(2 * pause_s, SELDOM_S)
+
+    def _announce(self, sending: Sending) -> None:
+        first, before = p2p.standing(self._outboxes[sending.to], sending.sequence)
+        address = self._address(self._rank.id, sending.to, sending.sequence)
+        self._tell(sending.to, AnnounceLetter(address, sending.letter, first, before))
+
+    # --- receives
+
+    def begin_receive(self, sources: tuple[TrainerId, ...], tag: int) -> Receiving:
+        """Wait for a letter of one of these; `end_receive` must follow. The order of calls counts.
+
+        Raises:
+            LetterLost: none of them is left.
+        """
+        failure = self._failure_among(sources)
+        if failure is not None:
+            raise LetterLost(failure)
+        ids = self._roster.ids
+        present = tuple(source for source in dict.fromkeys(sources) if source in ids)
+        receiving = Receiving(next(self._calls))
+        self._receives[receiving.call] = receiving
+        self._update(p2p.want(self._inbox, receiving.call, Wanted(present, tag)))
+        return receiving
+
+    async def end_receive(self, receiving: Receiving, outputs: OutputArenas) -> Received:
+        """Wait for the letter, in an arena of this pool.
+
+        Raises:
+            LetterLost: there can't come any.
+        """
+        try:
+            while True:
+                if receiving.failure is not None:
+                    raise LetterLost(receiving.failure)
+                transfer = self._inbox.under_way.get(receiving.call)
+                if transfer is None:
+                    receiving.news = trio.Event()
+                    await receiving.news.wait()
+                    continue
+                received = await self._bring(receiving, transfer, outputs)
+                if received is not None:
+                    return received
+        finally:
+            del self._receives[receiving.call]
+            self._update(p2p.give_up(self._inbox, receiving.call))
+
+    async def _bring(
+        self, receiving: Receiving, transfer: Transfer, outputs: OutputArenas
+    ) -> Received | None:
+        """Have the letter brought and deliver it; None if it is to be tried anew."""
+        arena, nbytes = None, transfer.letter.nbytes
+        if nbytes:
+            try:
+                arena = await outputs.acquire(nbytes)
+            except (UsageError, OSError) as e:  # OSError: the system has no memory left
+                raise LetterLost(Verdict("UsageError", str(e))) from e
+        target = memoryview(b"") if arena is None else arena.memory[:nbytes]
+        delivered = False
+        try:
+            address = self._address(transfer.sender, self._rank.id, transfer.sequence)
+            with trio.CancelScope() as scope:
+                receiving.bringing = transfer, scope
+                if self._inbox.under_way.get(receiving.call) != transfer:
+                    return None  # it was withdrawn while memory was made
+                await self._lanes_in.bring(transfer, address, target)
+                await self._rank.quorum()
+                await self._rank.unfenced()  # V3; from here on nothing awaits
+                receiving.bringing = None
+                self._update(p2p.deliver(self._inbox, receiving.call))
+                self._tell(transfer.sender, LetterDelivered(address))
+                delivered = True
+        except LaneBroken:
+            await trio.sleep(BROKEN_S)
+        finally:
+            receiving.bringing = None
+            if arena is not None and not delivered:
+                outputs.release(arena)
+        return Received(transfer.sender, transfer.letter, arena) if delivered else None
+
+    # --- what the other side and the views say
+
+    def hear(self, peer: TrainerId, message: LetterNews) -> None:
+        """A message of the agent of another rank of the job."""
+        sequence = message.address.sequence
+        match message:
+            case AnnounceLetter(address, letter, first, before):
+                inbox, again = p2p.note(
+                    self._inbox, peer, sequence, letter, first=first, before=before
+                )
+                self._update(inbox)
+                if again:
+                    self._tell(peer, LetterDelivered(address))
+            case LetterWithdrawn():
+                self._update(p2p.withdraw(self._inbox, peer, sequence))
+            case AskLetter(address):
+                sending = self._sends.get((peer, sequence))
+                if sending is None or sending.delivered:
+                    self._tell(peer, LetterWithdrawn(address))
+                elif self._lanes_out.is_new(peer, message):
+                    sending.asked = message
+                    sending.news.set()
+            case LetterDelivered():
+                sending = self._sends.get((peer, sequence))
+                if sending is not None:
+                    sending.delivered = True
+                    sending.news.set()
+
+    def follow(self) -> None:
+        """A view has been installed."""
+        roster, over = self._rank.roster, self._rank.superseded
+        if over is not None:
+            self._fail_all(over)
+        elif roster.number != self._roster.number:
+            self._roster = roster
+            self._names |= {trainer: roster.describe(trainer) for trainer in roster.ids}
+            self.close()  # their roster is over; what they were bringing comes on others
+            self._lose_the_lost()
+            self._stop_bringing()
+
+    def close(self) -> None:
+        """Close all lanes."""
+        self._lanes_in.close()
+        self._lanes_out.close()
+
+    def _fail_all(self, verdict: Verdict) -> None:
+        every: list[Sending | Receiving] = [*self._sends.values(), *self._receives.values()]
+        for waiting in every:
+            waiting.failure = waiting.failure or verdict
+            waiting.news.set()
+        self.close()
+        self._stop_bringing()
+
+    def _stop_bringing(self) -> None:
+        for receiving in self._receives.values():
+            if receiving.bringing is not None:
+                receiving.bringing[1].cancel()
+
+    def _lose_the_lost(self) -> None:
+        wanted = {source for w in self._inbox.wanted.values() for source in w.sources}
+        lost = (wanted | set(self._inbox.sources) | set(self._outboxes)) - set(self._roster.ids)
+        inbox = self._inbox
+        for peer in lost:
+            self._outboxes.pop(peer, None)
+            inbox = p2p.lose(inbox, peer)
+            for sending in [s for s in self._sends.values() if s.to == peer]:
+                sending.failure = self._failure_among((peer,))
+                sending.news.set()
+        for call in inbox.hopeless():
+            receiving, sources = self._receives[call], self._inbox.wanted[call].sources
+            receiving.failure = receiving.failure or self._failure_among(sources)
+            receiving.news.set()
+        self._update(inbox)
+
+    def _failure_among(self, peers: tuple[TrainerId, ...]) -> Verdict | None:
+        """Why nothing can come of a call with these; None while one of them is left."""
+        if self._rank.superseded is not None:
+            return self._rank.superseded
+        if any(peer in self._roster.ids for peer in peers):
+            return None
+        told = {trainer: v.message for v in self._roster.losses for trainer in v.trainers}
+        names = dict(zip(peers, self.describe(peers), strict=True))
+        texts = [told.get(peer, f"{name} is lost") for peer, name in names.items()]
+        return Verdict("RankLost", "; ".join(texts), peers)
+
+    def _update(self, inbox: Inbox) -> None:
+        """Wake those up who have something to do now, and stop what is not to be done any more."""
+        self._inbox = inbox
+        for call, receiving in self._receives.items():
+            transfer = inbox.under_way.get(call)
+            if receiving.bringing is not None and receiving.bringing[0] != transfer:
+                receiving.bringing[1].cancel()
+            if transfer is not None:
+                receiving.news.set()
+
+    def _address(self, sender: TrainerId, receiver: TrainerId, sequence: int) -> LetterAddress:
+        return LetterAddress(self._roster.job, self._roster.born, sender, receiver, sequence)

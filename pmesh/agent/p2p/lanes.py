@@ -1,0 +1,207 @@
+"""The lanes on which letters travel: one per pair, and letters one after the other on it.
+
+The receiver asks for each letter, and names the lane and the letter's place on it. When a lane has
+broken, or a letter on it was given up half way, the next question names the next lane.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import trio
+import xxhash
+
+from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.agent.lanes.rendezvous import Edge, End, LaneDesk
+from pmesh.core.ops.schedule import SEGMENT_BYTES
+from pmesh.core.p2p import Transfer
+from pmesh.core.wire.link import AskLetter, Letter, LetterAddress
+from pmesh.core.wire.records import RecordHeader
+from pmesh.errors import LaneBroken
+from pmesh.ids import TrainerId
+from pmesh.net.lanes.collectives import CallsDiffer
+from pmesh.net.lanes.lane import Lane
+
+ASK_AGAIN_S = 0.2  # a question may have been lost, or have come before its view
+STALL_S = 5.0  # a lane that brings nothing for so long is broken: as long as Wi-Fi may be silent
+_FIRST_EDGE = -2  # in the place of an op: the pair's first lane, then -3 and so on
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """A lane of a pair under the present roster, open or to be opened."""
+
+    end: End
+    number: int
+    transfers: int = 0
+    """Letters that were asked for on it."""
+    lane: Lane | None = None
+    closed: bool = False
+    turn: trio.Lock = field(default_factory=trio.Lock)
+
+
+class _Lanes:
+    """The lanes of one direction."""
+
+    def __init__(self, rank: LocalRank, desk: LaneDesk) -> None:
+        self._rank = rank
+        self._desk = desk
+        self._lanes: dict[TrainerId, _Lane] = {}
+        self._ended_bytes = 0
+
+    @property
+    def bytes(self) -> int:
+        """What has moved at the sockets, headers in."""
+        return self._ended_bytes + sum(map(_moved, self._lanes.values()))
+
+    def close(self) -> None:
+        """The roster is over, or the agent ends: the next lanes are of the next roster."""
+        for entry in self._lanes.values():
+            self._end(entry)
+        self._lanes.clear()
+
+    def _edge(self, sender: TrainerId, receiver: TrainerId, number: int) -> Edge:
+        return self._rank.lanes.edge(sender, receiver, _FIRST_EDGE - number)
+
+    async def _open(self, entry: _Lane) -> Lane:
+        """The entry's lane, as soon as it is there; LaneBroken if it is closed meanwhile."""
+        if entry.lane is None and not entry.closed:
+            entry.lane = await self._desk.take(entry.end)
+        if entry.closed:
+            self._end(entry)
+        if entry.lane is None:
+            raise LaneBroken("this data connection was given up")
+        return entry.lane
+
+    def _end(self, entry: _Lane) -> None:
+        entry.closed = True
+        if entry.lane is not None:
+            self._ended_bytes += _moved(entry)
+            entry.lane.close()
+            entry.lane = None
+        self._desk.give_up(entry.end)
+
+
+def _moved(entry: _Lane) -> int:
+    lane = entry.lane
+    return 0 if lane is None else lane.bytes_sent + lane.bytes_received
+
+
+class LanesOut(_Lanes):
+    """The lanes on which a rank sends letters."""
+
+    def is_new(self, to: TrainerId, asked: AskLetter) -> bool:
+        """Whether the question is to be answered: it may be an old one, or of another roster."""
+        if asked.number != self._rank.roster.number:
+            return False  # the receiver asks again, under the number that both have
+        entry = self._lanes.get(to)
+        if entry is not None and asked.lane > entry.number:
+            self._end(entry)
+            entry = None
+        if entry is None:
+            edge = self._edge(self._rank.id, to, asked.lane)
+            entry = self._lanes[to] = _Lane(End(edge, sending=True), asked.lane)
+            trainer = self._rank.roster.trainer(to)
+            if trainer is not None:
+                self._desk.offer(edge, trainer.member)
+        elif asked.lane < entry.number or asked.transfer < entry.transfers:
+            return False
+        entry.transfers = asked.transfer + 1
+        return True
+
+    async def transmit(
+        self, to: TrainerId, asked: AskLetter, letter: Letter, values: memoryview
+    ) -> None:
+        """Send the values, as they were asked for.
+
+        Raises:
+            LaneBroken: the connection is gone, or the question is.
+        """
+        entry = self._lanes.get(to)
+        if entry is None or (entry.end.edge.number, entry.number) != (asked.number, asked.lane):
+            raise LaneBroken("the question is out of date")
+        async with entry.turn:
+            try:
+                lane = await self._open(entry)
+                header = _header(asked, letter)
+                for segment, piece in enumerate(_pieces(values)):
+                    sent = header._replace(body_bytes=piece.nbytes, segment=segment)
+                    await lane.send(sent, piece)
+            except BaseException:  # half a letter: nothing else may follow it
+                self._end(entry)
+                raise
+
+
+class LanesIn(_Lanes):
+    """The lanes on which a rank receives letters. `tell` brings a question to the sender."""
+
+    def __init__(
+        self, rank: LocalRank, desk: LaneDesk, tell: Callable[[TrainerId, AskLetter], None]
+    ) -> None:
+        super().__init__(rank, desk)
+        self._tell = tell
+
+    async def bring(self, transfer: Transfer, address: LetterAddress, target: memoryview) -> None:
+        """Ask for a letter and receive its values.
+
+        Raises:
+            LaneBroken: the connection is gone, or brings nothing.
+        """
+        sender, number = transfer.sender, self._rank.roster.number
+        entry = self._lanes.get(sender)
+        if entry is None or entry.closed:
+            lane = 0 if entry is None else entry.number + 1
+            end = End(self._edge(sender, self._rank.id, lane), sending=False)
+            entry = self._lanes[sender] = _Lane(end, lane)
+        asked = AskLetter(address, number, entry.number, entry.transfers)
+        entry.transfers += 1
+        header = _header(asked, transfer.letter)
+        try:
+            self._tell(sender, asked)
+            await self._await_lane(entry, asked)
+            for segment, piece in enumerate(_pieces(target)):
+                expected = header._replace(body_bytes=piece.nbytes, segment=segment)
+                await self._receive(entry, asked, expected, piece)
+        except CallsDiffer as e:
+            self._end(entry)
+            raise LaneBroken(str(e)) from e
+        except BaseException:  # the rest of it may still come, and nobody reads it
+            self._end(entry)
+            raise
+
+    async def _await_lane(self, entry: _Lane, asked: AskLetter) -> None:
+        deadline = trio.current_time() + STALL_S
+        while trio.current_time() < deadline:
+            with trio.move_on_after(ASK_AGAIN_S):
+                await self._open(entry)
+                return
+            self._tell(asked.address.sender, asked)
+        raise LaneBroken("no data connection comes")
+
+    async def _receive(
+        self, entry: _Lane, asked: AskLetter, expected: RecordHeader, into: memoryview
+    ) -> None:
+        lane = await self._open(entry)
+        moved, since = lane.bytes_received, trio.current_time()
+        while True:
+            with trio.move_on_after(ASK_AGAIN_S):
+                await lane.receive(expected, into)
+                return
+            now = trio.current_time()
+            if lane.bytes_received != moved:
+                moved, since = lane.bytes_received, now
+            elif now - since >= STALL_S:
+                raise LaneBroken(f"the data connection from {lane.peer} brings nothing")
+            self._tell(asked.address.sender, asked)
+
+
+def _pieces(values: memoryview) -> list[memoryview]:
+    """One record each; also of a letter without values one."""
+    begins = range(0, max(values.nbytes, 1), SEGMENT_BYTES)
+    return [values[begin : begin + SEGMENT_BYTES] for begin in begins]
+
+
+def _header(asked: AskLetter, letter: Letter) -> RecordHeader:
+    """Of every record of a letter, but for its segment."""
+    digest = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode((asked.address, letter)))
+    return RecordHeader(0, asked.number, asked.transfer, 0, digest, -1)

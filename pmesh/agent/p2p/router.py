@@ -1,0 +1,93 @@
+"""Brings letters to the ranks that live here, and tells their mailboxes what views come (O4)."""
+
+from collections.abc import Callable, Sequence
+
+from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.agent.lanes.rendezvous import LaneDesk
+from pmesh.agent.p2p.endpoint import Mailbox
+from pmesh.core.wire.link import AnnounceLetter, LetterNews, LetterWithdrawn
+from pmesh.ids import JobName, Member, TrainerId
+
+
+class MailRoom:
+    """The mailboxes of one agent's ranks; each is made when it is first needed."""
+
+    def __init__(
+        self,
+        me: Member,
+        ranks: Sequence[LocalRank],
+        desk: LaneDesk,
+        send: Callable[[Member, LetterNews], None],
+    ) -> None:
+        """`ranks` are the local ones, a list that its owner changes; `send` uses the links."""
+        self._me = me
+        self._ranks = ranks
+        self._desk = desk
+        self._send = send
+        self._boxes: dict[LocalRank, Mailbox] = {}
+        self._ended_traffic = (0, 0)
+
+    def rank_of(self, job: JobName, trainer: TrainerId, *, pid: int) -> LocalRank | None:
+        """The rank of a trainer that is connected here, if this process is the trainer's."""
+        for rank in self._ranks:
+            if (rank.roster.job, rank.id, rank.pid) == (job, trainer, pid):
+                return rank
+        return None
+
+    def box_of(self, rank: LocalRank) -> Mailbox:
+        """The rank's mailbox."""
+        if rank not in self._boxes:
+
+            def tell(peer: TrainerId, message: LetterNews) -> None:
+                trainer = rank.roster.trainer(peer)
+                if trainer is None:
+                    return  # it is lost
+                if trainer.member == self._me:
+                    self.hear(self._me, message)
+                else:
+                    self._send(trainer.member, message)
+
+            self._boxes[rank] = Mailbox(rank, self._desk, tell)
+        return self._boxes[rank]
+
+    def hear(self, member: Member, message: LetterNews) -> None:
+        """A message from the agent of a rank of one of our jobs.
+
+        One that is lost, or comes before its view, is said again.
+        """
+        address = message.address
+        own, peer = address.sender, address.receiver
+        if isinstance(message, AnnounceLetter | LetterWithdrawn):
+            own, peer = peer, own
+        for rank in self._ranks:
+            roster = rank.roster
+            if (roster.job, roster.born, rank.id) != (address.job, address.born, own):
+                continue
+            trainer = roster.trainer(peer)
+            if peer in roster.ids and trainer is not None and trainer.member == member:
+                self.box_of(rank).hear(peer, message)
+
+    def follow(self) -> None:
+        """A view has been installed."""
+        for rank, box in list(self._boxes.items()):
+            box.follow()
+            if rank not in self._ranks:
+                del self._boxes[rank]
+                self._ended_traffic = _sum_of(self._ended_traffic, box.traffic)
+
+    def close(self) -> None:
+        """The agent ends: so do all lanes."""
+        for box in self._boxes.values():
+            box.close()
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes of letters sent and received at the sockets since the agent's start."""
+        total = self._ended_traffic
+        for box in self._boxes.values():
+            total = _sum_of(total, box.traffic)
+        return total
+
+
+def _sum_of(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return one[0] + other[0], one[1] + other[1]

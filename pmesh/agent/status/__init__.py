@@ -1,0 +1,1 @@
+"""What the agent tells people and programs: status, events, log lines."""

@@ -1,0 +1,308 @@
+"""Takes the snapshot of this agent that `pmesh status` shows."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from pmesh.agent.jobs.driver import Jobs
+from pmesh.agent.mesh.dial_targets import Refusal
+from pmesh.agent.mesh.foreign_agents import Strangers
+from pmesh.agent.mesh.membership import Membership
+from pmesh.agent.mesh.peers import Peers
+from pmesh.agent.p2p.router import MailRoom
+from pmesh.agent.status import schema
+from pmesh.agent.status.schema import Status
+from pmesh.core.values import Roster, Seat
+from pmesh.core.views.quorum import is_in_force
+from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Hello
+from pmesh.errors import (
+    MeshKeyMismatch,
+    NodeKeyCopied,
+    PeerUnreachable,
+    PmeshError,
+    ProtocolVersionMismatch,
+)
+from pmesh.ids import JobName, Member, NodeId, Slot, node_text
+from pmesh.net.links.acceptor import DoorCounters
+from pmesh.net.links.interfaces import AddressWatch
+
+
+class _Waiter(NamedTuple):
+    """A trainer that waits, on any machine of the view."""
+
+    job: JobName
+    wait_for: int
+    shown: schema.NewcomerStatus
+
+
+def describe_jobs(membership: Membership, jobs: Jobs, *, me: Member) -> Iterator[schema.JobStatus]:
+    """Those that run, and those for which trainers of any machine wait."""
+    waiters: dict[JobName, list[_Waiter]] = {}
+    for waiter in _waiters(membership, jobs, me):
+        waiters.setdefault(waiter.job, []).append(waiter)
+    for roster in membership.view.rosters:
+        newcomers = tuple(waiter.shown for waiter in waiters.pop(roster.job, []))
+        in_force = is_in_force(roster, membership.state.primaries)
+        yield _job(roster, newcomers, jobs, in_force=in_force)
+    for job, waiting in waiters.items():
+        yield schema.JobStatus(
+            name=job,
+            state="waiting",
+            wait_for=max(waiter.wait_for for waiter in waiting),
+            ranks=(),
+            newcomers=tuple(waiter.shown for waiter in waiting),
+        )
+
+
+def _waiters(membership: Membership, jobs: Jobs, me: Member) -> Iterator[_Waiter]:
+    inside = {(t.member, t.slot) for roster in membership.view.rosters for t in roster.trainers}
+    for seat in membership.view.seats:
+        for job, slot, wait_for, program in _waiting_at(seat.member, membership, jobs, me):
+            if (seat.member, slot) not in inside:  # heartbeats are older than the view at times
+                node = node_text(seat.member.node)
+                shown = schema.NewcomerStatus(node=node, name=seat.name, program=program)
+                yield _Waiter(job, wait_for, shown)
+
+
+def _waiting_at(
+    member: Member, membership: Membership, jobs: Jobs, me: Member
+) -> Iterator[tuple[JobName, Slot, int, str | None]]:
+    if member == me:
+        for candidate in jobs.candidates.values():
+            yield candidate.job, candidate.slot, candidate.wait_for, candidate.program
+        return
+    peer = membership.state.peers.get(member.node)
+    for waiting in peer.heartbeat.waiting if peer is not None else ():
+        yield waiting.job, waiting.slot, waiting.wait_for, None
+
+
+def _job(
+    roster: Roster, newcomers: tuple[schema.NewcomerStatus, ...], jobs: Jobs, *, in_force: bool
+) -> schema.JobStatus:
+    ranks, terms = tuple(_ranks(roster, jobs)), roster.terms
+    state, reason = _state_of_job(roster, in_force=in_force)
+    return schema.JobStatus(
+        name=roster.job,
+        state=state,
+        wait_for=None,
+        ranks=ranks,
+        newcomers=newcomers,
+        roster=roster.number,
+        stable=min(rank.completed for rank in ranks),
+        terms=schema.TermsStatus(
+            min_ranks=terms.min_ranks, on_loss=terms.on_loss, quorum=terms.quorum
+        ),
+        losses=tuple(verdict.message for verdict in roster.losses),
+        reason=reason,
+    )
+
+
+def _state_of_job(roster: Roster, *, in_force: bool) -> tuple[schema.JobState, str | None]:
+    if not roster.quorate:
+        return "no_quorum", "the ranks here are not a majority of those that last had one"
+    if not in_force:  # V10
+        return "no_quorum", "a majority has not been seen to have agreed to the last change"
+    count, wanted = len(roster.trainers), roster.terms.min_ranks
+    if count < wanted:
+        return "below_min_ranks", f"it has {count} of the {wanted} ranks that it wants at least"
+    return "running", None
+
+
+def _ranks(roster: Roster, jobs: Jobs) -> Iterator[schema.RankStatus]:
+    job = roster.job, roster.born
+    here = {r.id: r for r in jobs.ranks if (r.roster.job, r.roster.born) == job}
+    for rank, trainer in enumerate(roster.trainers):
+        mark = jobs.marks.of(roster, trainer.id)
+        yield schema.RankStatus(
+            rank=rank,
+            trainer=trainer.id,
+            node=node_text(trainer.member.node),
+            name=trainer.name,
+            started=-1 if mark is None else mark.started,
+            completed=-1 if mark is None else mark.completed,
+            stopped=mark is not None and mark.stopped,
+            program=here[trainer.id].program if trainer.id in here else None,
+            compression=here[trainer.id].compression if trainer.id in here else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """What the picture is taken of."""
+
+    version: str
+    me: Member
+    name: str
+    compression: str
+    uptime_s: float
+    hello: Hello
+    membership: Membership
+    peers: Peers
+    jobs: Jobs
+    mail: MailRoom
+    strangers: Strangers
+    door: DoorCounters
+    turned_away: schema.TurnedAwayStatus
+    watch: AddressWatch
+    loop_lag_s: float
+
+
+def take_picture(sources: Sources) -> Status:
+    """The agent as it stands at this instant."""
+    epoch = sources.membership.view.epoch
+    return Status(
+        schema=schema.SCHEMA_VERSION,
+        version=sources.version,
+        protocol=PROTOCOL_VERSION,
+        pid=os.getpid(),
+        uptime_s=sources.uptime_s,
+        node=schema.NodeStatus(
+            id=node_text(sources.me.node),
+            name=sources.name,
+            compression=sources.compression or None,
+            incarnation=f"{sources.me.incarnation:016x}",
+            addresses=_texts(sources.hello.addresses),
+        ),
+        view=schema.ViewStatus(
+            epoch=schema.EpochStatus(
+                counter=epoch.counter,
+                leader=node_text(epoch.leader),
+                incarnation=f"{epoch.incarnation:016x}",
+            ),
+            leader=node_text(epoch.leader),
+            members=tuple(
+                _member(rank, seat, sources)
+                for rank, seat in enumerate(sources.membership.view.seats)
+            ),
+        ),
+        peers=tuple(_peers(sources)),
+        jobs=tuple(describe_jobs(sources.membership, sources.jobs, me=sources.me)),
+        traffic=_traffic(sources),
+        loop_lag_ms=round(sources.loop_lag_s * 1e3, 3),
+        door=schema.DoorStatus(**asdict(sources.door)),
+        turned_away=sources.turned_away,
+    )
+
+
+def _texts(addresses: tuple[Address, ...]) -> tuple[str, ...]:
+    return tuple(str(address) for address in addresses)
+
+
+def _member(rank: int, seat: Seat, sources: Sources) -> schema.MemberStatus:
+    node = seat.member.node
+    if seat.member == sources.me:
+        return schema.MemberStatus(
+            id=node_text(node),
+            name=seat.name,
+            rank=rank,
+            health="self",
+            rtt_ms=None,
+            addresses=_texts(sources.hello.addresses),
+        )
+    health, live = sources.membership.health_of(node), sources.peers.links.get(node)
+    trip = None if health is None else health.round_trip_s
+    return schema.MemberStatus(
+        id=node_text(node),
+        name=seat.name,
+        rank=rank,
+        health="gone" if health is None else health.condition.value,
+        rtt_ms=None if trip is None else round(trip * 1e3, 3),
+        addresses=() if live is None else _texts(live.link.peer.addresses),
+        interface=None if live is None else _interface(live.link.local_address, sources),
+    )
+
+
+def _interface(local: Address, sources: Sources) -> str | None:
+    host = local.host.partition("%")[0]
+    return next((own.interface for own in sources.watch.current if own.host == host), None)
+
+
+def _peers(sources: Sources) -> Iterator[schema.PeerStatus]:
+    """Whoever was seen: linked, wanted, refused, or of another mesh or version."""
+    shown: set[NodeId] = set()
+    for node, live in sources.peers.links.items():
+        shown.add(node)
+        hello = live.link.peer
+        yield schema.PeerStatus(
+            id=node_text(node),
+            name=hello.name,
+            state="linked",
+            addresses=_texts(hello.addresses),
+            protocol=hello.protocol,
+        )
+    for node, found in sources.strangers.seen.items():
+        shown.add(node)
+        yield _stranger(found.advertisement.node, sources)
+    targets = sources.peers.targets
+    for refusal in targets.refusals.values():
+        whom = refusal.node
+        if whom is None or whom not in shown or isinstance(refusal.error, NodeKeyCopied):
+            yield _refused(refusal)
+        if whom is not None:
+            shown.add(whom)
+    for key, addresses in targets.wanted.items():
+        whom = targets.node_of(key)
+        if whom not in shown and key not in targets.refusals:
+            yield schema.PeerStatus(
+                id=None if whom is None else node_text(whom),
+                name=None,
+                state="connecting",
+                addresses=_texts(addresses),
+            )
+
+
+def _stranger(node: NodeId, sources: Sources) -> schema.PeerStatus:
+    found = sources.strangers.seen[node]
+    theirs = found.advertisement
+    other_mesh = sources.strangers.is_of_other_mesh(found)
+    reason = (
+        "it holds another mesh key; if it should be one of yours, run 'pmesh key set' on it and "
+        "paste what 'pmesh key show' prints here"
+        if other_mesh
+        else f"it speaks protocol {theirs.protocol}, this machine {PROTOCOL_VERSION}; "
+        "install the same version of pmesh on both"
+    )
+    return schema.PeerStatus(
+        id=node_text(node),
+        name=theirs.name,
+        state="other_mesh_key" if other_mesh else "other_version",
+        addresses=_texts(theirs.addresses),
+        reason=reason,
+        protocol=theirs.protocol,
+    )
+
+
+def _refused(refusal: Refusal) -> schema.PeerStatus:
+    return schema.PeerStatus(
+        id=None if refusal.node is None else node_text(refusal.node),
+        name=None,
+        state=_state_of(refusal.error),
+        addresses=(str(refusal.address),),
+        reason=f"{type(refusal.error).__name__}: {refusal.error}",
+    )
+
+
+def _state_of(error: PmeshError) -> schema.PeerState:
+    match error:
+        case MeshKeyMismatch():
+            return "other_mesh_key"
+        case ProtocolVersionMismatch():
+            return "other_version"
+        case NodeKeyCopied():
+            return "node_key_copied"
+        case PeerUnreachable():
+            return "unreachable"
+        case _:
+            return "refused"
+
+
+def _traffic(sources: Sources) -> schema.TrafficStatus:
+    control, letters = sources.peers.control_bytes, sources.mail.traffic
+    ops = sources.jobs.traffic
+    return schema.TrafficStatus(
+        control_sent_bytes=control[0],
+        control_received_bytes=control[1],
+        data_sent_bytes=ops[0] + letters[0],
+        data_received_bytes=ops[1] + letters[1],
+    )

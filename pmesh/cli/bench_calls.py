@@ -1,0 +1,170 @@
+"""What `pmesh bench` measures: for each collective a call, its right result, and its bus factor."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, cast, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pmesh.client.calls.reducing import Strategy
+from pmesh.client.mesh import Mesh
+
+Values: TypeAlias = NDArray[np.float32]
+PERIOD: Final = 4099  # a prime: a segment that went astray changes the phase
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One call, to be made again and again with the same input."""
+
+    call: Callable[[], object]
+    is_right: Callable[[Any], bool]
+
+
+Prepare: TypeAlias = Callable[[Mesh, int, str], Trial]
+"""For a mesh, a number of float32 values (of the largest array that any rank holds), a strategy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One row of the table."""
+
+    name: str
+    prepare: Prepare
+    bus_factor: Callable[[int], float]
+    """For n ranks: what a link must carry, over the bytes; as nccl-tests defines it."""
+    strategies: tuple[str, ...] = ("",)
+    """Those of its own keyword; "" where it has none."""
+    has_sizes: bool = True
+
+
+def input_of(count: int, rank: int) -> Values:
+    """Whole numbers, so that float32 adds up those of all ranks without rounding.
+
+    >>> input_of(3, 1)
+    array([0., 2., 4.], dtype=float32)
+    """
+    values: Values = np.resize(np.arange(PERIOD, dtype=np.float32), count)
+    values *= np.float32(rank + 1)
+    return values
+
+
+def sum_of(count: int, ranks: int) -> Values:
+    """What the inputs of all ranks add up to."""
+    return input_of(count, ranks * (ranks + 1) // 2 - 1)
+
+
+def _all_reduce(mesh: Mesh, count: int, strategy: str) -> Trial:
+    mine, right = input_of(count, mesh.rank), sum_of(count, mesh.size)
+    chosen = cast("Strategy", strategy)  # of this collective's row in the table
+    return Trial(lambda: mesh.all_reduce(mine, strategy=chosen), _equals(right))
+
+
+def _all_reduce_shared(mesh: Mesh, count: int, _: str) -> Trial:
+    """What lies in memory that the agent shares: neither it nor the result is copied."""
+    mine, right = mesh.empty(count), sum_of(count, mesh.size)
+    mine[:] = input_of(count, mesh.rank)
+    return Trial(lambda: mesh.all_reduce(mine, copy=False), _equals(right))
+
+
+def _broadcast(mesh: Mesh, count: int, _: str) -> Trial:
+    mine, right = input_of(count, mesh.rank), input_of(count, 0)
+    return Trial(lambda: mesh.broadcast(mine), _equals(right))
+
+
+def _reduce(mesh: Mesh, count: int, _: str) -> Trial:
+    mine, right = input_of(count, mesh.rank), sum_of(count, mesh.size)
+    return Trial(lambda: mesh.reduce(mine), _at_root(mesh, right))
+
+
+def _all_gather(mesh: Mesh, count: int, _: str) -> Trial:
+    mine, right = _parts(mesh, count)[mesh.rank], np.concatenate(_parts(mesh, count))
+    return Trial(lambda: mesh.all_gather(mine), _equals(right))
+
+
+def _gather(mesh: Mesh, count: int, _: str) -> Trial:
+    mine, right = _parts(mesh, count)[mesh.rank], np.concatenate(_parts(mesh, count))
+    return Trial(lambda: mesh.gather(mine), _at_root(mesh, right))
+
+
+def _scatter(mesh: Mesh, count: int, _: str) -> Trial:
+    parts = _parts(mesh, count)
+    given = None if mesh.rank else parts
+    return Trial(lambda: mesh.scatter(given), _equals(parts[mesh.rank]))
+
+
+def _reduce_scatter(mesh: Mesh, count: int, _: str) -> Trial:
+    mine = input_of(count, mesh.rank)
+    right = np.array_split(sum_of(count, mesh.size), mesh.size)[mesh.rank]
+    return Trial(lambda: mesh.reduce_scatter(mine), _equals(right))
+
+
+def _all_to_all(mesh: Mesh, count: int, _: str) -> Trial:
+    mine = np.array_split(input_of(count, mesh.rank), mesh.size)
+    others = (np.array_split(input_of(count, rank), mesh.size) for rank in range(mesh.size))
+    right = np.concatenate([parts[mesh.rank] for parts in others])
+    return Trial(lambda: mesh.all_to_all(mine), lambda got: _equals(right)(np.concatenate(got)))
+
+
+def _sendrecv(mesh: Mesh, count: int, _: str) -> Trial:
+    following, previous = (mesh.rank + 1) % mesh.size, (mesh.rank - 1) % mesh.size
+    mine, right = input_of(count, mesh.rank), input_of(count, previous)
+    if mesh.size == 1:
+        return Trial(mine.copy, _equals(right))  # nobody sends to itself
+    return Trial(lambda: mesh.sendrecv(mine, following, previous), _equals(right))
+
+
+def _barrier(mesh: Mesh, _count: int, _strategy: str) -> Trial:
+    return Trial(mesh.barrier, lambda _: True)
+
+
+def _parts(mesh: Mesh, count: int) -> list[Values]:
+    """One array cut into a part for each rank; each rank's is another multiple of it."""
+    parts = np.array_split(input_of(count, 0), mesh.size)
+    return [part * np.float32(rank + 1) for rank, part in enumerate(parts)]
+
+
+def _equals(right: Values) -> Callable[[Any], bool]:
+    return lambda result: np.array_equal(result, right)
+
+
+def _at_root(mesh: Mesh, right: Values) -> Callable[[Any], bool]:
+    """Rank 0 gets the result, the others nothing."""
+    return (lambda result: result is None) if mesh.rank else _equals(right)
+
+
+def _one_way(_: int) -> float:
+    """All bytes of the array cross one link."""
+    return 1.0
+
+
+def _all_but_own(ranks: int) -> float:
+    """Each rank's part is at home already."""
+    return (ranks - 1) / ranks
+
+
+def _there_and_back(ranks: int) -> float:
+    """Each part is gathered at one rank, and sent to all."""
+    return 2 * _all_but_own(ranks)
+
+
+COLLECTIVES: Final[Sequence[Collective]] = (
+    Collective(
+        name="all_reduce",
+        prepare=_all_reduce,
+        bus_factor=_there_and_back,
+        strategies=get_args(Strategy),
+    ),
+    Collective(name="all_reduce_shared", prepare=_all_reduce_shared, bus_factor=_there_and_back),
+    Collective(name="reduce", prepare=_reduce, bus_factor=_one_way),
+    Collective(name="broadcast", prepare=_broadcast, bus_factor=_one_way),
+    Collective(name="all_gather", prepare=_all_gather, bus_factor=_all_but_own),
+    Collective(name="gather", prepare=_gather, bus_factor=_all_but_own),
+    Collective(name="scatter", prepare=_scatter, bus_factor=_all_but_own),
+    Collective(name="reduce_scatter", prepare=_reduce_scatter, bus_factor=_all_but_own),
+    Collective(name="all_to_all", prepare=_all_to_all, bus_factor=_all_but_own),
+    Collective(name="sendrecv", prepare=_sendrecv, bus_factor=_one_way),
+    Collective(name="barrier", prepare=_barrier, bus_factor=lambda _: 0.0, has_sizes=False),
+)
+STRATEGIES: Final = tuple(dict.fromkeys(s for c in COLLECTIVES for s in c.strategies if s))

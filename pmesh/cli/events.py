@@ -1,0 +1,133 @@
+"""`pmesh events`: what has happened, at once or as it happens."""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pmesh.agent.status.events import Event, EventKind, EventPage, decode_events, encode_events
+from pmesh.cli.terminal import complain, printable
+from pmesh.client.control import ask_events
+from pmesh.errors import AgentNotRunning, AgentStopped
+from pmesh.paths import home_directory, socket_path
+
+POLL_INTERVAL_S = 0.5
+_KIND_CELLS = max(map(len, get_args(EventKind)))
+
+_BAD: frozenset[EventKind] = frozenset(
+    {
+        "internal error",
+        "turned away",
+        "peer lost",
+        "rank lost",
+        "trainer stopped",
+        "job waits",
+        "quorum lost",
+        "superseded",
+        "op failed",
+    }
+)
+_GOOD: frozenset[EventKind] = frozenset(
+    {
+        "peer joined",
+        "job began",
+        "job goes on",
+        "rank entered",
+        "trainer continued",
+        "quorum regained",
+    }
+)
+
+
+def show_events(home: Path | None, *, follow: bool, as_json: bool) -> int:
+    """Print what the agent has kept; then, if asked to follow, what happens until Ctrl-C."""
+    reader = Reader(socket_path(home_directory(home)))
+    console = Console(highlight=False)
+    for page in _follow(reader) if follow else [reader.read()]:
+        if as_json:
+            sys.stdout.write(encode_events(page).decode() + "\n")
+        elif console.is_terminal and not follow:
+            console.print(_table(page))
+        else:
+            for event in page.events:
+                console.print(_line(event), soft_wrap=True)
+        sys.stdout.flush()
+    return 0
+
+
+class Reader:
+    """Reads what agents at one socket have noted: each event once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._incarnation = ""
+        self._after = -1
+
+    def read(self) -> EventPage:
+        """All that is new.
+
+        Raises:
+            AgentNotRunning: Nobody listens there.
+            AgentStopped: The agent went away, or does not answer.
+        """
+        events: list[Event] = []
+        while True:
+            page = decode_events(ask_events(self._path, self._after))
+            asked_another = page.incarnation != self._incarnation and self._after >= 0
+            self._incarnation = page.incarnation
+            if asked_another:  # numbers have begun anew: these are not all that we lack
+                self._after = -1
+                events.clear()
+                continue
+            events += page.events
+            self._after = events[-1].number if events else self._after
+            if self._after + 1 >= page.next:
+                return msgspec.structs.replace(page, events=tuple(events))
+
+
+def _follow(reader: Reader) -> Iterator[EventPage]:
+    """As `tail -F`: an agent that ends may be followed by another."""
+    yield reader.read()
+    answers = True
+    while True:
+        time.sleep(POLL_INTERVAL_S)
+        try:
+            page = reader.read()
+        except (AgentNotRunning, AgentStopped) as e:
+            if answers:
+                complain(f"{e}; waiting for the next")
+            answers = False
+            continue
+        answers = True
+        if page.events:
+            yield page
+
+
+def _table(page: EventPage) -> Table:
+    table = Table("time", "event", "what happened", box=SIMPLE)
+    for event in page.events:
+        table.add_row(_time(event), _kind(event), Text(printable(event.text)))
+    return table
+
+
+def _line(event: Event) -> Text:
+    kind = _kind(event)
+    kind.pad_right(_KIND_CELLS - kind.cell_len)
+    return Text.assemble(_time(event), "  ", kind, "  ", printable(event.text))
+
+
+def _time(event: Event) -> Text:
+    local = event.time.astimezone()
+    return Text(f"{local:%Y-%m-%d %H:%M:%S}.{local.microsecond // 1000:03}", "dim")
+
+
+def _kind(event: Event) -> Text:
+    color = "red" if event.kind in _BAD else "green" if event.kind in _GOOD else ""
+    return Text(event.kind, color)

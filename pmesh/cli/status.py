@@ -1,0 +1,306 @@
+"""`pmesh status` and `pmesh down`: the agent's state as a person reads it, and its ring.
+
+╭─▶ ● mac-1 ★ ──▶ ● mac-2   ──╮
+│                             │
+╰────────────── ● mac-3   ◀───╯
+"""
+
+import contextlib
+import itertools
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+import psutil
+from rich.box import SIMPLE
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from pmesh.agent.status.schema import (
+    Health,
+    JobStatus,
+    MemberStatus,
+    PeerStatus,
+    Status,
+    decode_status,
+)
+from pmesh.cli.terminal import printable, say
+from pmesh.client.control import ask_status, stop_agent
+from pmesh.paths import home_directory, socket_path
+
+# Shape and colour both tell, for terminals and eyes without colours.
+HEALTH_MARKS: Final[Mapping[Health, tuple[str, str]]] = MappingProxyType(
+    {
+        "self": ("●", "green"),
+        "healthy": ("●", "green"),
+        "degraded": ("◐", "yellow"),
+        "suspect": ("○", "red"),
+        "gone": ("✕", "red"),
+    }
+)
+_EDGE_CELLS = 5
+_SIDES_CELLS = 8
+_SHORTEST_LABEL_CELLS = 7  # "● mac …": a narrower terminal wraps the picture
+
+
+class RingNode(NamedTuple):
+    """One member, as it is drawn."""
+
+    name: str
+    health: Health = "healthy"
+    leader: bool = False
+    here: bool = False
+    """The machine on which the picture is shown."""
+
+
+def draw_ring(nodes: Sequence[RingNode], *, width: int = 80, beat: int | None = None) -> Text:
+    """Draw the members in ring order, clockwise.
+
+    Args:
+        nodes: At least one.
+        width: Cells of the terminal; names are shortened to fit.
+        beat: Lights up one edge; counted up by the caller, the light runs around the ring.
+    """
+    if len(nodes) == 1:
+        return Text.assemble(_label(nodes[0], width), (" alone", "dim"))
+    columns = (len(nodes) + 1) // 2
+    room = (width - _SIDES_CELLS - _EDGE_CELLS * (columns - 1)) // columns
+    cells = min(max(_label(node, width).cell_len for node in nodes), room)
+    labels = [_label(node, max(cells, _SHORTEST_LABEL_CELLS)) for node in nodes]
+    label_cells = max(label.cell_len for label in labels)
+    for label in labels:
+        label.pad_right(label_cells - label.cell_len)
+    lit = None if beat is None else beat % len(nodes)
+    styles = ["bold cyan" if edge == lit else "dim" for edge in range(len(nodes))]
+    turn, back = styles[columns - 1], styles[-1]  # the edges down the right and up the left side
+    top = _top_row(labels[:columns], styles)
+    inside = " " * (top.cell_len - 2)
+    middle = Text.assemble(("│", back), inside, ("│", turn))
+    bottom = _bottom_row(labels[columns:], styles[columns:], turn, missing=len(nodes) % 2)
+    return Text("\n").join([top, middle, bottom])
+
+
+def _top_row(labels: Sequence[Text], styles: Sequence[str]) -> Text:
+    row = Text.assemble(("╭─▶ ", styles[-1]))
+    for index, label in enumerate(labels):
+        last = index == len(labels) - 1
+        row.append_text(label).append(" ──╮" if last else " ──▶ ", styles[index])
+    return row
+
+
+def _bottom_row(labels: Sequence[Text], styles: Sequence[str], turn: str, *, missing: int) -> Text:
+    """From right to left; an odd ring has one label less here, and a longer edge."""
+    row = Text.assemble(("╰── ", styles[-1]))
+    for index in reversed(range(len(labels))):
+        row.append_text(labels[index])
+        if index > 0:
+            row.append(" ◀── ", styles[index - 1])
+    longer = "─" * (missing * (labels[0].cell_len + _EDGE_CELLS))
+    return row.append(f" ◀{longer}─╯", turn)
+
+
+def _label(node: RingNode, cells: int) -> Text:
+    mark, color = HEALTH_MARKS[node.health]
+    star = " ★" if node.leader else ""
+    name = printable(node.name)
+    room = cells - cell_len(f"{mark} {star}")
+    if cell_len(name) > room:
+        name = f"{set_cell_size(name, room - 1).rstrip()}…"
+    return Text.assemble((mark, color), " ", (name, "bold" if node.here else ""), star)
+
+
+SHORT_ID = 8  # as `pmesh.ids.short_node`
+_UNIT_STEP = 1000
+
+
+def render_status(status: Status, *, width: int = 80, beat: int | None = None) -> RenderableType:
+    """The whole picture; `beat` lets a light run around the ring (see `draw_ring`)."""
+    parts: list[RenderableType] = [_headline(status), _ring(status, width, beat), _members(status)]
+    strangers = [peer for peer in status.peers if peer.state != "linked"]
+    if strangers:
+        parts.append(_peers(strangers))
+    if status.jobs:
+        parts.append(_jobs(status.jobs))
+    return Group(*parts, _footer(status))
+
+
+def bytes_text(count: int) -> str:
+    """A number of bytes in the largest unit that leaves at least 1.
+
+    >>> bytes_text(999), bytes_text(1_250_000)
+    ('999 B', '1.2 MB')
+    """
+    value, units = float(count), ["B", "kB", "MB", "GB", "TB", "PB"]
+    while value >= _UNIT_STEP and len(units) > 1:
+        value /= _UNIT_STEP
+        del units[0]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def _headline(status: Status) -> Text:
+    node = status.node
+    return Text.assemble(
+        (printable(node.name), "bold"),
+        f" {node.id[:SHORT_ID]} · {', '.join(map(printable, node.addresses)) or 'not listening'}",
+        f" · pid {status.pid}, up {status.uptime_s:.0f} s · pmesh {printable(status.version)}",
+        f" · compression {printable(node.compression)}" if node.compression else "",
+    )
+
+
+def _ring(status: Status, width: int, beat: int | None) -> RenderableType:
+    view = status.view
+    leader = view.leader
+    nodes = [
+        RingNode(m.name, m.health, leader=m.id == leader, here=m.id == status.node.id)
+        for m in view.members
+    ]
+    title = Text(f"View {view.epoch.counter}, {len(nodes)} in the ring, ★ leads", "dim")
+    return Padding(Group(title, draw_ring(nodes, width=width, beat=beat)), (1, 0, 0, 0))
+
+
+def _members(status: Status) -> Table:
+    table = Table(
+        "rank", "name", "id", "health", "round trip", "interface", "addresses", box=SIMPLE
+    )
+    for member in status.view.members:
+        table.add_row(*_member_row(member))
+    return table
+
+
+def _member_row(member: MemberStatus) -> tuple[str | Text, ...]:
+    mark, color = HEALTH_MARKS[member.health]
+    return (
+        str(member.rank),
+        Text(printable(member.name)),
+        member.id[:SHORT_ID],
+        Text(f"{mark} {member.health}", color),
+        "" if member.rtt_ms is None else f"{member.rtt_ms:.2f} ms",
+        Text(printable(member.interface or "")),
+        _lines(member.addresses),
+    )
+
+
+def _peers(peers: list[PeerStatus]) -> Table:
+    table = Table("peer", "id", "state", "addresses", "why", box=SIMPLE, title="Not linked")
+    for peer in peers:
+        table.add_row(
+            Text(printable(peer.name or "")),
+            Text(printable((peer.id or "")[:SHORT_ID])),
+            peer.state.replace("_", " "),
+            _lines(peer.addresses),
+            Text(printable(peer.reason or "")),
+        )
+    return table
+
+
+def _jobs(jobs: tuple[JobStatus, ...]) -> Table:
+    table = Table("job", "state", "ranks", "ops", "stable", "why", box=SIMPLE, title="Jobs")
+    for job in jobs:
+        waiting = "" if job.wait_for is None else f" for {job.wait_for}"
+        table.add_row(
+            Text(printable(job.name)),
+            f"{job.state.replace('_', ' ')}{waiting}",
+            Text("\n".join(_rank_lines(job))),
+            "\n".join(str(rank.completed + 1) for rank in job.ranks),
+            str(job.stable + 1),
+            Text("\n".join(map(printable, _reasons(job)))),
+        )
+    return table
+
+
+def _rank_lines(job: JobStatus) -> Iterator[str]:
+    for rank in job.ranks:
+        yield f"{rank.rank} {printable(rank.name)}{' stopped' if rank.stopped else ''}"
+    for newcomer in job.newcomers:
+        waits = "waits" if job.wait_for is not None else "enters at the next sync"
+        yield f"{printable(newcomer.name)} {waits}"
+
+
+def _reasons(job: JobStatus) -> Iterator[str]:
+    if job.reason is not None:
+        yield job.reason
+    yield from job.losses
+    for text in dict.fromkeys(rank.compression for rank in job.ranks):
+        if text is not None:
+            yield f"compression {text}"
+
+
+def _footer(status: Status) -> Text:
+    traffic, door, away = status.traffic, status.door, status.turned_away
+    data = f"data {_both(traffic.data_sent_bytes, traffic.data_received_bytes)}"
+    control = f"control {_both(traffic.control_sent_bytes, traffic.control_received_bytes)}"
+    lag = f"loop lag {status.loop_lag_ms:.1f} ms"
+    came = (
+        f"{door.accepted} connections came, {away.connections} turned away, {door.pending} pending"
+    )
+    others = {
+        "forged announcements": away.forged_announcements,
+        "links of members that broke the protocol": away.broken_links,
+        "local programs": away.programs,
+    }
+    if refused := [f"{count} {what}" for what, count in others.items() if count]:
+        came += f"\nalso turned away: {', '.join(refused)}"
+    return Text(f"{data}; {control}\n{lag}; {came}", "dim")
+
+
+def _both(sent: int, received: int) -> str:
+    return f"{bytes_text(sent)} sent, {bytes_text(received)} received"
+
+
+def _lines(addresses: tuple[str, ...]) -> Text:
+    return Text("\n".join(map(printable, addresses)))
+
+
+WATCH_INTERVAL_S = 1.0
+EXIT_TIMEOUT_S = 5.0
+
+
+def show_status(home: Path | None, *, watch: bool, as_json: bool) -> int:
+    """Print the agent's picture: once, or every second until Ctrl-C or the agent's end."""
+    path = socket_path(home_directory(home))
+    if as_json:
+        _print_json(path, watch=watch)
+        return 0
+    console = Console(highlight=False)
+    if not watch:
+        console.print(render_status(decode_status(ask_status(path)), width=console.width))
+    elif not console.is_terminal:  # where Live shows nothing before its end
+        for picture in _pictures(path, console):
+            console.print(picture)
+    else:
+        with Live(console=console, auto_refresh=False, screen=True) as live:
+            for picture in _pictures(path, console):
+                live.update(picture, refresh=True)
+    return 0
+
+
+def _pictures(path: Path, console: Console) -> Iterator[RenderableType]:
+    for beat in itertools.count():
+        status = decode_status(ask_status(path))
+        yield render_status(status, width=console.width, beat=beat)
+        time.sleep(WATCH_INTERVAL_S)
+
+
+def bring_down(home: Path | None) -> int:
+    """Stop the agent, and return when its process has ended: its home is free then."""
+    pid = stop_agent(socket_path(home_directory(home)))
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+        psutil.Process(pid).wait(EXIT_TIMEOUT_S)
+    say(f"The agent has left the mesh (pid {pid}).")
+    return 0
+
+
+def _print_json(path: Path, *, watch: bool) -> None:
+    while True:
+        sys.stdout.write(ask_status(path).decode() + "\n")
+        sys.stdout.flush()
+        if not watch:
+            return
+        time.sleep(WATCH_INTERVAL_S)

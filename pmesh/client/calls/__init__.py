@@ -1,0 +1,1 @@
+"""The calls of a mesh, as users see them."""

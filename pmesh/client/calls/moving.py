@@ -1,0 +1,418 @@
+"""The collectives that move arrays or objects as they are, and those that only wait."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar, cast, overload
+
+import msgspec
+import numpy as np
+
+from pmesh.client.calls.queue import Caller, Handle, check_timeout
+from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
+from pmesh.client.collective.bucketed import ALONE, LastOp
+from pmesh.client.collective.gather_ops import (
+    Block,
+    Head,
+    block_of,
+    build,
+    check_alike,
+    check_count,
+    cut,
+    exchange,
+    move,
+    rank_of,
+    with_root,
+)
+from pmesh.client.collective.rank_order import Order
+from pmesh.client.link.session import OpSession
+from pmesh.client.trees.arrays import evaluate_mlx
+from pmesh.core.ops.reductions import Values
+from pmesh.core.wire.link import Call
+from pmesh.core.wire.local import World
+from pmesh.errors import RosterChanged, UsageError
+
+T = TypeVar("T")
+
+
+class Moving(Caller):
+    """all_gather, gather, scatter and all_to_all."""
+
+    @overload
+    def all_gather(
+        self,
+        x: T,
+        timeout_s: float = ...,
+        *,
+        stacked: bool = ...,
+        async_op: Literal[False] = ...,
+    ) -> T: ...
+    @overload
+    def all_gather(
+        self, x: T, timeout_s: float = ..., *, stacked: bool = ..., async_op: Literal[True]
+    ) -> Handle[T]: ...
+    def all_gather(
+        self,
+        x: T,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        stacked: bool = False,
+        async_op: bool = False,
+    ) -> T | Handle[T]:
+        """Give every rank the arrays of all.
+
+        Args:
+            x: one array, of any dtype of numbers. Ranks may differ in its first dimension.
+            timeout_s: for each of two ops.
+            stacked: all of one shape, along a new first dimension; else one behind the other along
+                the first dimension, in the order of ranks.
+            async_op: return a handle at once.
+
+        Raises:
+            OpMismatch: the arrays don't fit together.
+            RosterChanged: a rank was lost in the call.
+            PmeshError: as for `all_reduce`.
+        """
+        result = self._gather(x, None, stacked=stacked, timeout_s=timeout_s, async_op=async_op)
+        return cast("T | Handle[T]", result)
+
+    @overload
+    def gather(
+        self,
+        x: T,
+        root: int = ...,
+        timeout_s: float = ...,
+        *,
+        stacked: bool = ...,
+        async_op: Literal[False] = ...,
+    ) -> T | None: ...
+    @overload
+    def gather(
+        self,
+        x: T,
+        root: int = ...,
+        timeout_s: float = ...,
+        *,
+        stacked: bool = ...,
+        async_op: Literal[True],
+    ) -> Handle[T | None]: ...
+    def gather(
+        self,
+        x: T,
+        root: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        stacked: bool = False,
+        async_op: bool = False,
+    ) -> T | Handle[T | None] | None:
+        """Give one rank the arrays of all; the others get None. For the rest see `all_gather`."""
+        result = self._gather(x, root, stacked=stacked, timeout_s=timeout_s, async_op=async_op)
+        return cast("T | Handle[T | None] | None", result)
+
+    @overload
+    def scatter(
+        self,
+        xs: Sequence[T] | None,
+        root: int = ...,
+        timeout_s: float = ...,
+        *,
+        async_op: Literal[False] = ...,
+    ) -> T: ...
+    @overload
+    def scatter(
+        self,
+        xs: Sequence[T] | None,
+        root: int = ...,
+        timeout_s: float = ...,
+        *,
+        async_op: Literal[True],
+    ) -> Handle[T]: ...
+    def scatter(
+        self,
+        xs: Sequence[T] | None,
+        root: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        async_op: bool = False,
+    ) -> T | Handle[T]:
+        """Give every rank its array of those that one rank has.
+
+        Args:
+            xs: at the root one array for each rank, alike but for their first dimension; elsewhere
+                None.
+            root: who has them.
+            timeout_s: for each of two ops.
+            async_op: return a handle at once.
+
+        Raises:
+            RosterChanged: a rank was lost in the call.
+            PmeshError: as for `all_reduce`.
+        """
+        size, is_root, trainer = self.size, root == self.rank, self._trainer_at(root)
+        timeout_s = check_timeout(timeout_s)
+        blocks: list[Block] = []
+        if is_root:
+            blocks = self._blocks(xs, "scatter")
+        firsts = [(block.data.size, *block.head.shape[:1]) for block in blocks]
+
+        def ops(session: OpSession, order: Order) -> tuple[Any, LastOp]:
+            # Only the root knows how much there is: the bytes for each, and the first dimension.
+            told = [n for first in firsts for n in (*first, 0)[:2]] if is_root else [0] * 2 * size
+            head = blocks[0].head if is_root else None
+            what = with_root("scatter", session, order, trainer)
+            table = exchange(session, order, head, told, what=what, timeout_s=timeout_s)
+            at = rank_of(order, table.done.world, trainer)
+            counts, like = table.counts[at], table.heads[at]
+            if table.size != size or like is None:
+                raise RosterChanged("a rank was lost before an array for each could be sent")
+            moved = move(
+                session,
+                table,
+                "scatter",
+                [block.data for block in blocks],
+                root=at,
+                parts=counts[::2],
+                timeout_s=timeout_s,
+            )
+            shape = (*counts[2 * table.rank + 1 :][: len(like.shape[:1])], *like.shape[1:])
+            mine = like._replace(shape=shape)
+            return lambda: build(mine, moved.data, None), moved.last
+
+        def alone(world: World) -> tuple[Any, LastOp]:
+            if not is_root:
+                raise RosterChanged("the root of this scatter is not here")
+            return lambda: _copy_of(blocks[root]), LastOp.among(ALONE, world, 0)
+
+        return cast("T | Handle[T]", self._call(ops, alone, async_op=async_op))
+
+    @overload
+    def all_to_all(
+        self, xs: Sequence[T], timeout_s: float = ..., *, async_op: Literal[False] = ...
+    ) -> list[T]: ...
+    @overload
+    def all_to_all(
+        self, xs: Sequence[T], timeout_s: float = ..., *, async_op: Literal[True]
+    ) -> Handle[list[T]]: ...
+    def all_to_all(
+        self,
+        xs: Sequence[T],
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        async_op: bool = False,
+    ) -> list[T] | Handle[list[T]]:
+        """Give each rank one array, and get one from each.
+
+        Args:
+            xs: one array for each rank, alike on all ranks but for their first dimensions.
+            timeout_s: for each of two ops.
+            async_op: return a handle at once.
+
+        Returns:
+            The array of each rank for this one, in the order of ranks.
+
+        Raises:
+            OpMismatch: the arrays of two ranks are not alike.
+            RosterChanged: a rank was lost in the call.
+            PmeshError: as for `all_reduce`.
+        """
+        blocks, rank, size = self._blocks(xs, "all_to_all"), self.rank, self.size
+        timeout_s = check_timeout(timeout_s)
+
+        def ops(session: OpSession, order: Order) -> tuple[Any, LastOp]:
+            told = [n for b in blocks for n in (b.data.size, *b.head.shape[:1], 0)[:2]]
+            head, like = blocks[0].head, blocks[0].like
+            table = exchange(session, order, head, told, what="all_to_all", timeout_s=timeout_s)
+            if table.size != size:
+                raise RosterChanged("a rank was lost before an array for each could be sent")
+            check_alike(table, whole=False, what="all_to_all")
+            mine = [counts[2 * table.rank :][:2] for counts in table.counts]
+            sizes = [nbytes for nbytes, _ in mine]
+            moved = move(
+                session,
+                table,
+                "all_to_all",
+                [block.data for block in blocks],
+                parts=[block.data.size for block in blocks],
+                parts_in=sizes,
+                timeout_s=timeout_s,
+            )
+            heads = [_with_rows(head, rows) for _, rows in mine]
+            pieces = cut(moved.data, sizes)
+            return lambda: [
+                build(h, piece, like) for h, piece in zip(heads, pieces, strict=True)
+            ], moved.last
+
+        def alone(world: World) -> tuple[Any, LastOp]:
+            return lambda: [_copy_of(blocks[rank])], LastOp.among(ALONE, world, 0)
+
+        return cast("list[T] | Handle[list[T]]", self._call(ops, alone, async_op=async_op))
+
+    def _gather(
+        self, x: object, root: int | None, *, stacked: bool, timeout_s: float, async_op: bool
+    ) -> object:
+        evaluate_mlx([x])
+        block = block_of(x)
+        if not stacked and not block.head.shape:
+            raise UsageError(
+                "an array without dimensions can't be laid behind another; stacked=True can"
+            )
+        trainer = None if root is None else self._trainer_at(root)
+        what = "all_gather" if root is None else "gather"
+        timeout_s = check_timeout(timeout_s)
+
+        def ops(session: OpSession, order: Order) -> tuple[Any, LastOp]:
+            named = what if trainer is None else with_root(what, session, order, trainer)
+            table = exchange(
+                session,
+                order,
+                block.head,
+                [block.data.size],
+                what=f"{named} stacked" if stacked else named,
+                timeout_s=timeout_s,
+            )
+            check_alike(table, whole=stacked, what=what)
+            at = -1 if trainer is None else rank_of(order, table.done.world, trainer)
+            sizes = [counts[0] for counts in table.counts]
+            moved = move(
+                session, table, what, [block.data], root=at, parts=sizes, timeout_s=timeout_s
+            )
+            if at not in (-1, table.rank):
+                return lambda: None, moved.last
+            if stacked:
+                head = block.head._replace(shape=(table.size, *block.head.shape))
+            else:
+                rows = sum(told.shape[0] for told in table.heads if told is not None)
+                head = _with_rows(block.head, rows)
+            return lambda: build(head, moved.data, x), moved.last
+
+        def alone(world: World) -> tuple[Any, LastOp]:
+            shape = (1, *block.head.shape) if stacked else block.head.shape
+            last = LastOp.among(ALONE, world, block.data.size)
+            return lambda: build(block.head._replace(shape=shape), block.data.copy(), x), last
+
+        return self._call(ops, alone, async_op=async_op)
+
+    def _blocks(self, xs: Sequence[object] | None, what: str) -> list[Block]:
+        """The bytes of an array for each rank; they must be alike."""
+        if xs is None:
+            raise UsageError(f"{what} takes one array for each rank")
+        check_count(xs, self.size, what)
+        evaluate_mlx(list(xs))
+        blocks = [block_of(x, f"[{i}]") for i, x in enumerate(xs)]
+        first = blocks[0].head
+        for i, block in enumerate(blocks):
+            same = _with_rows(block.head, 0) == _with_rows(first, 0)
+            if not same or (not first.shape and block.head.shape):
+                raise UsageError(
+                    f"{what} takes arrays that differ in their first dimension only: [0] is "
+                    f"{first.dtype} {list(first.shape)}, [{i}] is {block.head.dtype} "
+                    f"{list(block.head.shape)}"
+                )
+        return blocks
+
+
+def _copy_of(block: Block) -> object:
+    return build(block.head, block.data.copy(), block.like)
+
+
+def _with_rows(head: Head, rows: int) -> Head:
+    return head._replace(shape=(rows, *head.shape[1:])) if head.shape else head
+
+
+class Objects(Caller):
+    """all_gather_object, broadcast_object and barriers."""
+
+    def all_gather_object(self, obj: object, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
+        """Give every rank an object of each: data that MessagePack can say, never code.
+
+        Args:
+            obj: None, bool, int (64 bits), float, str, bytes, and lists, tuples and dicts of these.
+                Tuples and sets arrive as lists, dataclasses as dicts, dates as text.
+            timeout_s: for each of two ops.
+
+        Returns:
+            The objects in the order of ranks.
+
+        Raises:
+            UsageError: the object holds something else.
+            RosterChanged: a rank was lost in the call.
+            PmeshError: as for `all_reduce`.
+        """
+        data = _packed(obj)
+        timeout_s = check_timeout(timeout_s)
+
+        def ops(session: OpSession, order: Order) -> tuple[Any, LastOp]:
+            head = Head("numpy", "uint8", (data.size,))
+            table = exchange(session, order, head, what="all_gather_object", timeout_s=timeout_s)
+            sizes = [told.shape[0] for told in table.heads if told is not None]
+            moved = move(session, table, "all_gather", [data], parts=sizes, timeout_s=timeout_s)
+            return lambda: [_unpacked(piece) for piece in cut(moved.data, sizes)], moved.last
+
+        def alone(world: World) -> tuple[Any, LastOp]:
+            return lambda: [_unpacked(data)], LastOp.among(ALONE, world, data.size)
+
+        return cast("list[Any]", self._call(ops, alone, async_op=False))
+
+    def broadcast_object(
+        self, obj: object = None, root: int = 0, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> Any:  # noqa: ANN401 - the root's object
+        """Give every rank the object of one; see `all_gather_object`. `obj` matters at the root."""
+        is_root, trainer = root == self.rank, self._trainer_at(root)
+        data = _packed(obj) if is_root else np.empty(0, np.uint8)
+        timeout_s = check_timeout(timeout_s)
+
+        def ops(session: OpSession, order: Order) -> tuple[Any, LastOp]:
+            head = Head("numpy", "uint8", (data.size,)) if is_root else None
+            what = with_root("broadcast_object", session, order, trainer)
+            table = exchange(session, order, head, what=what, timeout_s=timeout_s)
+            told = table.heads[rank_of(order, table.done.world, trainer)]
+            size = 0 if told is None else told.shape[0]
+            if is_root:
+                session.input_values("uint8", size, room_bytes=0)[:] = data
+            place = session.world.trainers.index(trainer)
+            call = Call("broadcast", "uint8", (size,), root=place)
+            done = session.run_op(call, "uint8", size, timeout_s=timeout_s)
+            arrived = done.values.copy()
+            return lambda: _unpacked(arrived), LastOp.among(done.op, order.seen(done.world), size)
+
+        def alone(world: World) -> tuple[Any, LastOp]:
+            return lambda: _unpacked(data) if is_root else obj, LastOp.among(ALONE, world, 0)
+
+        return self._call(ops, alone, async_op=False)
+
+    def barrier(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Wait until every rank has called this; raises as `all_reduce` does."""
+        timeout_s = check_timeout(timeout_s)
+
+        def ops(session: OpSession, order: Order) -> tuple[Callable[[], None], LastOp]:
+            call = Call("barrier", "float32", (0,))
+            done = session.run_op(call, "float32", 0, timeout_s=timeout_s)
+            return _nothing, LastOp.among(done.op, order.seen(done.world), 0)
+
+        self._call(ops, lambda world: (_nothing, LastOp.among(ALONE, world, 0)), async_op=False)
+
+    def monitored_barrier(self, timeout_s: float) -> None:
+        """Wait until every rank has called this, for a time after which it says who has not.
+
+        Args:
+            timeout_s: how long.
+
+        Raises:
+            OpTimedOut: names every rank that did not come; on all that did, and on the others when
+                they come.
+            PmeshError: as for `all_reduce`.
+        """
+        self.barrier(timeout_s)
+
+
+def _packed(obj: object) -> Values:
+    try:
+        return np.frombuffer(msgspec.msgpack.encode(obj), np.uint8)
+    except (TypeError, OverflowError, RecursionError, ValueError) as e:
+        raise UsageError(f"not data that MessagePack can say: {e}") from e
+
+
+def _unpacked(data: Values) -> Any:  # noqa: ANN401 - whatever was sent
+    return msgspec.msgpack.decode(data.tobytes())
+
+
+def _nothing() -> None:
+    """What a call returns that only waits."""

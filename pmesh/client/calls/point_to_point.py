@@ -1,0 +1,364 @@
+"""Messages between two ranks: what one sends, the other receives."""
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Literal, TypeVar, cast, overload
+
+from pmesh.client.calls.queue import Caller, Handle, check_timeout
+from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
+from pmesh.client.collective.gather_ops import Head, block_of, build
+from pmesh.client.collective.rank_order import Order
+from pmesh.client.elastic.membership import JobPlace, LetterSession
+from pmesh.client.link.p2p_session import Arrived
+from pmesh.client.trees.arrays import evaluate_mlx
+from pmesh.core.ops.reductions import Values
+from pmesh.core.wire.link import Letter
+from pmesh.errors import MeshClosed, PmeshError, ProtocolError, UsageError
+from pmesh.ids import Rank, TrainerId
+
+ANY = -1
+"""As the source of a `recv`: whoever sends first."""
+
+MAX_TAG = 2**31 - 1  # what MPI and torch have at most
+
+T = TypeVar("T")
+
+
+class Messages(Caller):
+    """send, recv, recv_like and sendrecv.
+
+    They run beside each other and beside collectives, in any number of threads. Messages of one
+    pair and tag arrive in the order in which they were sent, each once, also if machines come and
+    go between. A rank that is lost fails the calls that wait for it, and no others.
+    """
+
+    def __init__(self, place: JobPlace, order: Order | None = None) -> None:
+        super().__init__(place, order)
+        self._mail: tuple[TrainerId, LetterSession] | None = None
+        self._opening = threading.Lock()
+        self._last = threading.local()
+
+    @property
+    def last_source(self) -> Rank | None:
+        """Whom the last message came from that this thread has received; None before the first.
+
+        Of a `recv` with `async_op=True` once it was waited for. Ranks are those of the mesh at that
+        time; -1 if the sender is none any more.
+        """
+        source: Rank | None = getattr(self._last, "source", None)
+        return source
+
+    @overload
+    def send(
+        self,
+        x: object,
+        to: int,
+        tag: int = ...,
+        timeout_s: float = ...,
+        *,
+        async_op: Literal[False] = ...,
+    ) -> None: ...
+    @overload
+    def send(
+        self,
+        x: object,
+        to: int,
+        tag: int = ...,
+        timeout_s: float = ...,
+        *,
+        async_op: Literal[True],
+    ) -> Handle[None]: ...
+    def send(
+        self,
+        x: object,
+        to: int,
+        tag: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        async_op: bool = False,
+    ) -> Handle[None] | None:
+        """Send an array to one rank; returns when that has received it.
+
+        So two ranks that first send to each other and then receive wait for each other until both
+        time out: use `sendrecv`, or `async_op=True`.
+
+        Args:
+            x: an array of numpy, MLX or torch, of any dtype of numbers. It travels as it is, with
+                its dtype and shape: nothing is converted.
+            to: whom; while ranks change, it stays the same trainer.
+            tag: from 0 to 2^31 - 1; only a receive with the same one takes it.
+            timeout_s: for the whole call.
+            async_op: return a handle at once. x may be changed as soon as this returns.
+
+        Raises:
+            UsageError: there is no such rank or tag, or it is this rank.
+            UnsupportedArray: x is no array of numbers.
+            RankLost: the receiver is gone.
+            OpTimedOut: it did not receive in time; if it was just doing so, it may have x.
+            HistorySuperseded: the job has gone on without this rank; `sync` comes back to it.
+            AgentStopped: the agent on this machine is gone.
+        """
+        check_tag(tag)
+        timeout_s = check_timeout(timeout_s)
+        receiver = self._peer(to, "to")
+        evaluate_mlx([x])
+        block = block_of(x)
+        letter = Letter(tag, block.head.dtype, block.head.shape, block.data.size)
+        session = self._attached()
+        call = session.begin_send(receiver, letter, block.data, timeout_s)
+
+        def take(wait_s: float | None) -> None:
+            session.end(call, wait_s)
+
+        if async_op:
+            return _handle(session, call, take)
+        take(None)
+        return None
+
+    @overload
+    def recv(
+        self,
+        from_: int,
+        tag: int = ...,
+        timeout_s: float = ...,
+        *,
+        async_op: Literal[False] = ...,
+    ) -> Values: ...
+    @overload
+    def recv(
+        self,
+        from_: int,
+        tag: int = ...,
+        timeout_s: float = ...,
+        *,
+        like: T,
+        async_op: Literal[False] = ...,
+    ) -> T: ...
+    @overload
+    def recv(
+        self, from_: int, tag: int = ..., timeout_s: float = ..., *, async_op: Literal[True]
+    ) -> Handle[Values]: ...
+    @overload
+    def recv(
+        self,
+        from_: int,
+        tag: int = ...,
+        timeout_s: float = ...,
+        *,
+        like: T,
+        async_op: Literal[True],
+    ) -> Handle[T]: ...
+    def recv(
+        self,
+        from_: int,
+        tag: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        like: object = None,
+        async_op: bool = False,
+    ) -> object:
+        """Receive an array from one rank, whatever its shape and dtype.
+
+        Args:
+            from_: from whom; or ANY: whose message was the first to be announced here.
+                `last_source` says who it was.
+            tag: as the sender has it.
+            timeout_s: for the whole call.
+            like: an array of the library that the result shall be of, torch tensors on its device;
+                by default numpy.
+            async_op: return a handle at once. Receives of one source and tag take messages in the
+                order in which they were called.
+
+        Raises:
+            UsageError: there is no such rank or tag, or the library has no such dtype.
+            RankLost: the sender is gone; with ANY, all of them.
+            OpTimedOut: no such message came in time.
+            PmeshError: as for `send`.
+        """
+        library = "numpy" if like is None else _head_of(like).library
+
+        def finish(arrived: Arrived) -> object:
+            return _array(arrived, library, like)
+
+        return self._receive(from_, tag, timeout_s, finish, async_op=async_op)
+
+    @overload
+    def recv_like(
+        self,
+        x: T,
+        from_: int,
+        tag: int = ...,
+        timeout_s: float = ...,
+        *,
+        async_op: Literal[False] = ...,
+    ) -> T: ...
+    @overload
+    def recv_like(
+        self,
+        x: T,
+        from_: int,
+        tag: int = ...,
+        timeout_s: float = ...,
+        *,
+        async_op: Literal[True],
+    ) -> Handle[T]: ...
+    def recv_like(
+        self,
+        x: T,
+        from_: int,
+        tag: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        async_op: bool = False,
+    ) -> T | Handle[T]:
+        """Receive an array of the library, dtype and shape of x, which stays as it is.
+
+        Raises:
+            UsageError: what came is of another dtype or shape. It is received all the same.
+            PmeshError: as for `recv`.
+        """
+        head = _head_of(x)
+
+        def finish(arrived: Arrived) -> object:
+            came = arrived.letter
+            if (came.dtype, came.shape) != (head.dtype, head.shape):
+                rank = self._rank_of(arrived.source)
+                raise UsageError(
+                    f"rank {rank} has sent {came.dtype} of shape {came.shape} with tag {tag}, not "
+                    f"{head.dtype} of shape {head.shape}"
+                )
+            return _array(arrived, head.library, x)
+
+        result = self._receive(from_, tag, timeout_s, finish, async_op=async_op)
+        return cast("T | Handle[T]", result)
+
+    def sendrecv(
+        self,
+        x: T,
+        to: int,
+        from_: int,
+        tag: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> T:
+        """Send an array and receive one at the same time: neither waits for the other.
+
+        Args:
+            x: what to send; what comes is of its library, whatever its dtype and shape.
+            to: as for `send`.
+            from_: as for `recv`.
+            tag: of both messages.
+            timeout_s: for each of the two.
+
+        Raises:
+            PmeshError: as for `send` and `recv`; the other half goes on to its end.
+        """
+        receiving: Handle[T] = self.recv(from_, tag, timeout_s, like=x, async_op=True)
+        self.send(x, to, tag, timeout_s)
+        return receiving.wait()
+
+    # --- inside
+
+    def _receive(
+        self,
+        from_: int,
+        tag: int,
+        timeout_s: float,
+        finish: Callable[[Arrived], object],
+        *,
+        async_op: bool,
+    ) -> object:
+        check_tag(tag)
+        timeout_s = check_timeout(timeout_s)
+        sources = self._others() if from_ == ANY else (self._peer(from_, "from_"),)
+        session = self._attached()
+        call = session.begin_receive(sources, tag, timeout_s)
+
+        def take(wait_s: float | None) -> object:
+            arrived = session.end(call, wait_s)
+            if arrived is None:
+                raise ProtocolError("a receive has ended as a send does")
+            self._last.source = self._rank_of(arrived.source)
+            return finish(arrived)
+
+        return _handle(session, call, take) if async_op else take(None)
+
+    def _peer(self, rank: int, name: str) -> TrainerId:
+        """O5: who that rank is, at the call."""
+        self._place.check_synced()
+        others = self._others()
+        if not 0 <= rank < self.size:
+            raise UsageError(
+                f"{name}={rank}: there is no such rank, there are ranks 0 to {self.size - 1}"
+            )
+        if rank == self.rank or not others:
+            raise UsageError(f"{name}={rank} is this rank: nobody sends messages to itself")
+        return self._world.trainers[rank]
+
+    def _others(self) -> tuple[TrainerId, ...]:
+        self._place.check_synced()
+        world = self._place.world if self._place.is_alone else self._world
+        others = tuple(t for rank, t in enumerate(world.trainers) if rank != world.rank)
+        if not others:
+            raise UsageError("there is no other rank to send to, or to receive from")
+        return others
+
+    def _rank_of(self, trainer: TrainerId) -> Rank:
+        trainers = self._world.trainers
+        return Rank(trainers.index(trainer) if trainer in trainers else -1)
+
+    def _attached(self) -> LetterSession:
+        """The connection for messages, opened with the first; another for a trainer come anew."""
+        if os.getpid() != self._process:
+            raise MeshClosed("this process was forked from the trainer; call connect() in it")
+        self._place.check_open()
+        me = self._place.world.trainers[self._place.world.rank]
+        with self._opening:
+            if self._mail is not None and (self._mail[0] != me or self._mail[1].has_ended):
+                self._mail[1].close("this trainer has entered its job anew")
+                self._mail = None
+            if self._mail is None:
+                self._mail = me, self._place.attach()
+            return self._mail[1]
+
+    def _stop(self, *, crashed: BaseException | None) -> None:
+        if os.getpid() == self._process and self._mail is not None:
+            self._mail[1].close("it was closed")
+        super()._stop(crashed=crashed)
+
+
+def check_tag(tag: int) -> None:
+    """Raises UsageError unless the tag is one."""
+    if not 0 <= tag <= MAX_TAG:
+        raise UsageError(f"a tag is from 0 to {MAX_TAG}, not {tag}")
+
+
+def _head_of(x: object) -> Head:
+    evaluate_mlx([x])
+    return block_of(x, "like").head
+
+
+def _handle(session: LetterSession, call: int, take: Callable[[float | None], T]) -> Handle[T]:
+    failures: list[PmeshError] = []
+
+    def take_or_fail_again(wait_s: float | None) -> T:
+        if failures:
+            raise failures[0]
+        try:
+            return take(wait_s)
+        except PmeshError as e:
+            failures.append(e)
+            raise
+
+    return Handle(lambda: session.done(call), take_or_fail_again)
+
+
+def _array(arrived: Arrived, library: str, like: object) -> object:
+    letter = arrived.letter
+    try:
+        return build(Head(library, letter.dtype, letter.shape), arrived.data, like)
+    except ProtocolError as e:
+        raise UsageError(
+            f"a message of {letter.dtype} of shape {letter.shape} can't be an array of {library} "
+            f"here: {e}; name another library by like="
+        ) from e

@@ -1,0 +1,505 @@
+"""The collectives that reduce trees of arrays, bucket by bucket; average_gradients among them."""
+
+import math
+import operator
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeVar, cast, get_args, overload
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from pmesh.client.calls.queue import Caller, Handle, check_timeout
+from pmesh.client.collective.bucketed import (
+    ALONE,
+    Arrays,
+    Collective,
+    LastOp,
+    run_alone,
+    take_apart,
+    written_into,
+)
+from pmesh.client.collective.rank_order import Order
+from pmesh.client.elastic.membership import JobPlace
+from pmesh.client.feedback.call import chosen, chosen_for_gradients, run_compressed
+from pmesh.client.feedback.memory import Feedback
+from pmesh.client.link.session import OpSession
+from pmesh.client.trees.arrays import WIRE_OF, Leaf
+from pmesh.compression.schemes import Scheme
+from pmesh.core.ops.reductions import WIRE_DTYPES, Values
+from pmesh.core.ops.schedule import chunk_bounds
+from pmesh.core.wire.link import Call
+from pmesh.core.wire.local import World
+from pmesh.errors import UnsupportedArray, UsageError
+
+
+def run_reduce_scatter(
+    session: OpSession, order: Order, leaf: Leaf, *, reduction: str, timeout_s: float
+) -> tuple[Values, LastOp]:
+    """This rank's part, as `numpy.array_split` cuts the first dimension."""
+    world = session.world
+    places = order.places(world)
+    rows = leaf.values.shape[0]
+    bounds = chunk_bounds(rows, len(places))
+    width = leaf.values.size // rows if rows else 0
+    ranks = sorted(range(len(places)), key=places.__getitem__)  # of each place
+    region = session.input_values(leaf.wire, leaf.values.size, room_bytes=0)
+    begin = 0
+    for rank in ranks:
+        part = _part_of(leaf, bounds[rank], bounds[rank + 1])
+        part.fill(region[begin : begin + part.values.size])
+        begin += part.values.size
+    call = Call("reduce_scatter", leaf.dtype, leaf.values.shape, reduction)
+    done = session.run_op(
+        call,
+        leaf.wire,
+        leaf.values.size,
+        timeout_s=timeout_s,
+        parts=tuple((bounds[rank + 1] - bounds[rank]) * width for rank in ranks),
+    )
+    seen = order.seen(done.world)
+    own = _part_of(leaf, bounds[seen.rank], bounds[seen.rank + 1])
+    return cast("Values", own.like(done.values)), LastOp.among(done.op, seen, region.nbytes)
+
+
+def reduce_scatter_alone(leaf: Leaf, world: World) -> tuple[Values, LastOp]:
+    """The part of a rank that is alone: the whole."""
+    region = np.empty(leaf.values.size, WIRE_DTYPES[leaf.wire])
+    leaf.fill(region)
+    return cast("Values", leaf.like(region)), LastOp.among(ALONE, world, region.nbytes)
+
+
+def _part_of(leaf: Leaf, begin: int, end: int) -> Leaf:
+    return replace(leaf, values=leaf.values[begin:end])
+
+
+DEFAULT_BUCKET_BYTES = 32 * 1024 * 1024  # large enough that latency is nothing, small to hold
+_MOST_VALUES = sys.maxsize // 8  # of 8 bytes, that an address space holds
+DEFAULT_TIMEOUT_S = 1800.0  # I6: a slow peer that is alive gets this long
+
+T = TypeVar("T")
+Strategy = Literal["auto", "ring", "tree", "centralized", "hierarchical"]
+
+
+class Reducing(Caller):
+    """all_reduce, broadcast, reduce and reduce_scatter."""
+
+    def __init__(self, place: JobPlace, order: Order | None = None) -> None:
+        super().__init__(place, order)
+        self._feedback = Feedback()
+
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> NDArray[Any]:
+        """A numpy array in memory that the agent shares: what it holds is not copied to be reduced.
+
+        Fill it, and pass it, or a contiguous part of it, or a torch tensor made of it by
+        `torch.from_numpy`, to `all_reduce` or `reduce` of this mesh; for any other call, and once
+        its agent has stopped, it is an array like others. As with every collective, it must stay
+        as it is until the call is done. With `copy=False` the result is not copied either.
+
+        Args:
+            shape: as for `numpy.empty`; likewise what it holds at first is anything.
+            dtype: one that travels as it is: float64, float32, int64, int32 or bool.
+
+        Raises:
+            UnsupportedArray: another dtype.
+            TypeError: the shape is of something else than whole numbers.
+            UsageError: there is no room; the agent gives a trainer a quarter of its memory.
+        """
+        wire = np.dtype(dtype)
+        if WIRE_OF.get(wire.name) != wire.name or not wire.isnative:
+            own = ", ".join(name for name, travels_as in WIRE_OF.items() if name == travels_as)
+            raise UnsupportedArray(f"{wire} does not travel as it is; empty() makes {own}")
+        sizes = tuple(map(operator.index, shape if isinstance(shape, Sequence) else (shape,)))
+        count = math.prod(sizes)
+        if any(size < 0 for size in sizes) or count > _MOST_VALUES:
+            raise UsageError(f"no array has the shape {shape}")
+
+        def run(place: JobPlace) -> tuple[Callable[[], NDArray[Any]], None]:
+            values = place.empty(wire.name, count)
+            return lambda: values.reshape(sizes), None
+
+        return cast("NDArray[Any]", self._do(run))
+
+    @overload
+    def all_reduce(
+        self,
+        x: T,
+        op: str = ...,
+        timeout_s: float = ...,
+        *,
+        out: T | None = ...,
+        copy: bool = ...,
+        strategy: Strategy = ...,
+        compression: Scheme | str | None = ...,
+        async_op: Literal[False] = ...,
+    ) -> T: ...
+    @overload
+    def all_reduce(
+        self,
+        x: T,
+        op: str = ...,
+        timeout_s: float = ...,
+        *,
+        out: T | None = ...,
+        copy: bool = ...,
+        strategy: Strategy = ...,
+        compression: Scheme | str | None = ...,
+        async_op: Literal[True],
+    ) -> Handle[T]: ...
+    def all_reduce(
+        self,
+        x: T,
+        op: str = "sum",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        out: T | None = None,
+        copy: bool = True,
+        strategy: Strategy = "auto",
+        compression: Scheme | str | None = None,
+        async_op: bool = False,
+    ) -> T | Handle[T]:
+        """Combine every rank's values; all get the result.
+
+        Args:
+            x: of the same shapes and dtypes on every rank.
+            op: sum, mean (floats only), max, min or prod; for bool max (any), min or prod (all).
+            timeout_s: for each op; a tree takes one for each 32 MiB of a dtype.
+            out: arrays like x for the result, numpy's or torch's on the CPU; may be x itself.
+            copy: with False numpy arrays may stay where the agent has put them: they can't be
+                written to, and are yours for as long as you keep them. See `empty`.
+            strategy: "ring" sends least, "tree" and "centralized" wait least often, "hierarchical"
+                reduces first among those with fast links. "auto" takes the one that costs least by
+                what was measured on the links. Each adds in an order of its own: name one, and two
+                runs with the same ring give the same bits.
+            compression: "int8", PowerSGD(rank=4) and so on (`pmesh.compression.schemes`): fewer
+                bytes for a result that is less exact, still with the same bits on every rank. For
+                sums and means of floats, which are compressed from float32.
+            async_op: return a handle at once.
+
+        Returns:
+            What `x` is; a tree's arrays of numpy and torch may be views of one block of memory, as
+            those of `average_gradients`.
+
+        Raises:
+            UnsupportedCompression: the compression, or one for such values.
+            UnsupportedArray: x, its dtype or op has no meaning here.
+            OpMismatch: another rank called something else.
+            RankLost: another rank is gone, and some rank has connected with `on_loss="raise"`.
+            NotEnoughRanks: fewer than `min_ranks` were left for all the time.
+            OpTimedOut: some rank did not call in time.
+            HistorySuperseded: the job has gone on without this rank; `sync` comes back to it.
+            AgentStopped: the agent on this machine is gone; `sync` comes back through another.
+            GroupBroken: in a group, instead of what a lost rank would raise.
+        """
+        arrays = take_apart(x, reduction=op)
+        named = named_strategy(strategy)
+        wanted = Collective(
+            kind="all_reduce",
+            reduction=op,
+            strategy=named,
+            compression=chosen(compression, arrays, reduction=op, strategy=named),
+            bucket_bytes=DEFAULT_BUCKET_BYTES,
+            timeout_s=check_timeout(timeout_s),
+            borrows=not copy,
+        )
+        if out is not None:
+            if not copy:
+                raise UsageError("out= is where the result is copied to: not with copy=False")
+            arrays = written_into(arrays, out)
+        return cast("T", self._run(wanted, arrays, async_op=async_op))
+
+    @overload
+    def broadcast(
+        self, x: T, root: int = ..., timeout_s: float = ..., *, async_op: Literal[False] = ...
+    ) -> T: ...
+    @overload
+    def broadcast(
+        self, x: T, root: int = ..., timeout_s: float = ..., *, async_op: Literal[True]
+    ) -> Handle[T]: ...
+    def broadcast(
+        self,
+        x: T,
+        root: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        async_op: bool = False,
+    ) -> T | Handle[T]:
+        """Give every rank the values of one.
+
+        Args:
+            x: of the same shapes and dtypes on every rank; only the root's values matter.
+            root: whose; while ranks change, it stays the same trainer.
+            timeout_s: for each op; a tree takes one for each 32 MiB of a dtype.
+            async_op: return a handle at once.
+
+        Raises:
+            RankLost: the root is gone.
+            PmeshError: as for `all_reduce`.
+        """
+        wanted = Collective(
+            kind="broadcast",
+            root=self._trainer_at(root),
+            bucket_bytes=DEFAULT_BUCKET_BYTES,
+            timeout_s=check_timeout(timeout_s),
+        )
+        return cast("T | Handle[T]", self._run(wanted, take_apart(x), async_op=async_op))
+
+    @overload
+    def reduce(
+        self,
+        x: T,
+        root: int = ...,
+        op: str = ...,
+        timeout_s: float = ...,
+        *,
+        async_op: Literal[False] = ...,
+    ) -> T | None: ...
+    @overload
+    def reduce(
+        self,
+        x: T,
+        root: int = ...,
+        op: str = ...,
+        timeout_s: float = ...,
+        *,
+        async_op: Literal[True],
+    ) -> Handle[T | None]: ...
+    def reduce(
+        self,
+        x: T,
+        root: int = 0,
+        op: str = "sum",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        async_op: bool = False,
+    ) -> T | Handle[T | None] | None:
+        """Combine every rank's values; one rank gets the result, the others None.
+
+        Args:
+            x: of the same shapes and dtypes on every rank.
+            root: who gets it; while ranks change, it stays the same trainer.
+            op: as for `all_reduce`.
+            timeout_s: likewise.
+            async_op: return a handle at once.
+
+        Raises:
+            RankLost: the root is gone.
+            PmeshError: as for `all_reduce`.
+        """
+        wanted = Collective(
+            kind="reduce",
+            reduction=op,
+            root=self._trainer_at(root),
+            bucket_bytes=DEFAULT_BUCKET_BYTES,
+            timeout_s=check_timeout(timeout_s),
+        )
+        result = self._run(
+            wanted, take_apart(x, reduction=op), async_op=async_op, keep=root == self.rank
+        )
+        return cast("T | None", result)
+
+    @overload
+    def reduce_scatter(
+        self, x: T, op: str = ..., timeout_s: float = ..., *, async_op: Literal[False] = ...
+    ) -> T: ...
+    @overload
+    def reduce_scatter(
+        self, x: T, op: str = ..., timeout_s: float = ..., *, async_op: Literal[True]
+    ) -> Handle[T]: ...
+    def reduce_scatter(
+        self,
+        x: T,
+        op: str = "sum",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        async_op: bool = False,
+    ) -> T | Handle[T]:
+        """Combine every rank's values; each rank gets a part of the result.
+
+        Args:
+            x: one array with a first dimension, of the same shape and dtype on every rank.
+            op: as for `all_reduce`.
+            timeout_s: for the op.
+            async_op: return a handle at once.
+
+        Returns:
+            This rank's part of the first dimension, as `numpy.array_split` cuts it into `size`
+            parts: the first `len(x) % size` ranks get one row more.
+
+        Raises:
+            RosterChanged: a rank was lost in the op.
+            PmeshError: as for `all_reduce`.
+        """
+        arrays = take_apart(x, reduction=op)
+        if not arrays.tree.is_bare or not arrays.leaves[0].values.ndim:
+            raise UsageError("reduce_scatter takes one array, with at least one dimension")
+        timeout_s = check_timeout(timeout_s)
+        plain = arrays.detached()
+
+        def ops(session: OpSession, order: Order) -> tuple[Any, LastOp]:
+            part, last = run_reduce_scatter(
+                session, order, plain.leaves[0], reduction=op, timeout_s=timeout_s
+            )
+            return lambda: arrays.leaves[0].rebuild(part), last
+
+        def alone(world: World) -> tuple[Any, LastOp]:
+            part, last = reduce_scatter_alone(plain.leaves[0], world)
+            return lambda: arrays.leaves[0].rebuild(part), last
+
+        return cast("T | Handle[T]", self._call(ops, alone, async_op=async_op))
+
+    def _run(
+        self, wanted: Collective, arrays: Arrays, *, async_op: bool, keep: bool = True
+    ) -> object:
+        """Run an op for each bucket of a tree; the result is a tree like it, or a handle of one."""
+        late = async_op or not self._line.idle
+        laid = arrays.detached() if late else arrays
+
+        def finished(leaves: list[Any]) -> object:
+            if not keep:
+                return None
+            return arrays.tree.rebuild(arrays.attach(leaves) if late else leaves)
+
+        def ops(session: OpSession, order: Order) -> tuple[Any, LastOp | None]:
+            leaves, last = run_compressed(session, order, wanted, laid, self._feedback)
+            return lambda: finished(leaves), last
+
+        def alone(world: World) -> tuple[Any, LastOp]:
+            leaves, last = run_alone(wanted, laid, world)
+            return lambda: finished(leaves), last
+
+        return self._call(ops, alone, async_op=async_op)
+
+
+def named_strategy(strategy: Strategy) -> str:
+    """As a call says it; nothing leaves it to the agents."""
+    if strategy not in get_args(Strategy):
+        raise UsageError(f"strategy is one of {get_args(Strategy)}, not {strategy!r}")
+    return "" if strategy == "auto" else strategy
+
+
+class Averaging(Reducing):
+    """Gradients."""
+
+    @overload
+    def average_gradients(
+        self,
+        grads: T,
+        weight: float = ...,
+        bucket_bytes: int = ...,
+        timeout_s: float = ...,
+        *,
+        out: T | None = ...,
+        strategy: Strategy = ...,
+        compression: Scheme | str | None = ...,
+        async_op: Literal[False] = ...,
+    ) -> T: ...
+    @overload
+    def average_gradients(
+        self,
+        grads: T,
+        weight: float = ...,
+        bucket_bytes: int = ...,
+        timeout_s: float = ...,
+        *,
+        out: T | None = ...,
+        strategy: Strategy = ...,
+        compression: Scheme | str | None = ...,
+        async_op: Literal[True],
+    ) -> Handle[T]: ...
+    def average_gradients(
+        self,
+        grads: T,
+        weight: float = 1.0,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        out: T | None = None,
+        strategy: Strategy = "auto",
+        compression: Scheme | str | None = None,
+        async_op: bool = False,
+    ) -> T | Handle[T]:
+        """The mean of every rank's gradients, each rank counting by its weight.
+
+        With the number of samples as weight the result is the gradient of the mean loss over the
+        union of all batches. What a lost rank did not contribute does not count, nor does its
+        weight.
+
+        Args:
+            grads: a tree of floating-point arrays.
+            weight: at least 0; with 0 this rank's gradients are not looked at.
+            bucket_bytes: how much is averaged as one op; an array is never divided.
+            timeout_s: for each op.
+            out: as for `all_reduce`; may be `grads`, and saves the time that new arrays take.
+            strategy: as for `all_reduce`.
+            compression: as for `all_reduce`, but what it leaves out of a call is added to the
+                gradients of the next one with the same paths and shapes (see
+                `Scheme.error_feedback`), and PowerSGD begins after its `start_step`. None: what
+                this machine's agent was started with, if anything; "none": nothing.
+            async_op: return a handle at once.
+
+        Returns:
+            A tree like `grads`. Arrays of numpy and torch that were averaged as one op are views of
+            one block of memory, which lives as long as any of them; nothing else writes to it.
+
+        Raises:
+            UnsupportedCompression: the compression.
+            UsageError: the weights of all ranks add up to 0.
+            PmeshError: as for `all_reduce`.
+        """
+        if not (math.isfinite(weight) and weight >= 0):
+            raise UsageError(f"a weight is a number of samples, at least 0, not {weight}")
+        if bucket_bytes < 1:
+            raise UsageError(f"bucket_bytes is at least 1, not {bucket_bytes}")
+        arrays = take_apart(grads, reduction="mean")
+        named = named_strategy(strategy)
+        default = self._place.compression
+        wanted = Collective(
+            kind="all_reduce",
+            reduction="sum",
+            strategy=named,
+            weight=float(weight),
+            compression=chosen_for_gradients(compression, default, arrays, strategy=named),
+            bucket_bytes=bucket_bytes,
+            timeout_s=check_timeout(timeout_s),
+        )
+        if out is not None:
+            arrays = written_into(arrays, out)
+        result = self._run(wanted, arrays, async_op=async_op)
+        return cast("T | Handle[T]", result)
+
+    def error_feedback_state(self) -> dict[str, Values]:
+        """What compression has left out on this rank so far, for a checkpoint of this rank.
+
+        It is another one on each rank, so it does not belong into what `sync` gets. Calls that are
+        under way end first.
+
+        Returns:
+            Arrays of numpy by name, copies; empty if nothing was compressed with feedback.
+        """
+
+        def run(_: JobPlace) -> tuple[Callable[[], dict[str, Values]], LastOp | None]:
+            state = self._feedback.state()
+            return lambda: state, None
+
+        return cast("dict[str, Values]", self._do(run))
+
+    def load_error_feedback_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `error_feedback_state` has returned, on this rank or another.
+
+        The sum over all ranks counts: where there are fewer ranks than before, what the others had
+        left out is lost. Calls that are under way end first.
+
+        Args:
+            state: the arrays, of numpy or what `numpy.asarray` takes; they are copied.
+
+        Raises:
+            UsageError: it is something else; then nothing has changed.
+        """
+
+        def run(_: JobPlace) -> tuple[Callable[[], None], LastOp | None]:
+            self._feedback.load(state)
+            return lambda: None, None
+
+        self._do(run)

@@ -1,0 +1,1 @@
+"""How a call becomes ops on buckets."""

@@ -1,0 +1,433 @@
+"""One collective call: a tree, checked, cut into buckets, run as ops, and put together again."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import zip_longest
+from typing import Any, cast
+
+import numpy as np
+
+from pmesh.client.collective.rank_order import Order
+from pmesh.client.link.arenas import Region
+from pmesh.client.link.session import Done, OpSession
+from pmesh.client.trees.arrays import Leaf, describe, divided, is_of
+from pmesh.client.trees.pytree import Tree, digest, flatten
+from pmesh.compression.schemes import Scheme
+from pmesh.core.ops.reductions import WIRE_DTYPES, Values, check_reduction
+from pmesh.core.wire.link import Call
+from pmesh.core.wire.local import World
+from pmesh.errors import RankLost, UnsupportedArray, UsageError
+from pmesh.ids import OpNumber, Rank, TrainerId
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A run of arrays that travel as one dtype, as one op."""
+
+    wire: str
+    leaves: tuple[int, ...]
+    """Their indices in the tree."""
+    count: int
+    """Values, all in all."""
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in an arena."""
+        return self.count * WIRE_DTYPES[self.wire].itemsize
+
+
+def plan_buckets(
+    leaves: Sequence[Leaf], *, bucket_bytes: float, wire: str | None = None
+) -> list[Bucket]:
+    """Cut the arrays into buckets of at most `bucket_bytes`; a larger array has its own.
+
+    The order is the same for all ranks: by the dtype that travels, the widest first (so that the
+    weights of an average are added in the best precision there is), then as in the tree.
+
+    Args:
+        leaves: the tree's.
+        bucket_bytes: may be infinite.
+        wire: what all of them travel as; None: each as its dtype does.
+    """
+    if len(leaves) == 1:
+        return [Bucket(wire or leaves[0].wire, (0,), leaves[0].values.size)]
+    buckets: list[Bucket] = []
+    for dtype in _WIDEST_FIRST:
+        room = bucket_bytes / WIRE_DTYPES[dtype].itemsize
+        run: list[int] = []
+        count = 0
+        for index in (i for i, leaf in enumerate(leaves) if (wire or leaf.wire) == dtype):
+            size = leaves[index].values.size
+            if run and count + size > room:
+                buckets.append(Bucket(dtype, tuple(run), count))
+                run, count = [], 0
+            run.append(index)
+            count += size
+        if run:
+            buckets.append(Bucket(dtype, tuple(run), count))
+    return buckets
+
+
+_WIDEST_FIRST = ("float64", "float32", "int64", "int32", "bool")
+
+
+def fill(bucket: Bucket, leaves: Sequence[Leaf], region: Values, weight: float | None) -> None:
+    """Lay the bucket's arrays one behind the other into a region of an arena.
+
+    Where the region has one value more than the bucket, that is the weight itself.
+    """
+    start = 0
+    for index in bucket.leaves:
+        end = start + leaves[index].values.size
+        leaves[index].fill(region[start:end], weight)
+        start = end
+    if start < region.size:
+        region[start] = weight
+
+
+def may_be_lent(bucket: Bucket, leaves: Sequence[Leaf]) -> bool:
+    """Whether its arrays would be views of a region that can't be written to, and may be."""
+    dtype = WIRE_DTYPES[bucket.wire]
+    own = (leaves[index] for index in bucket.leaves)
+    return all(leaf.takes_read_only and leaf.may_keep(dtype) for leaf in own)
+
+
+def read(
+    bucket: Bucket,
+    leaves: Sequence[Leaf],
+    region: Values,
+    divisor: float | None,
+    *,
+    lent: bool = False,
+) -> list[tuple[int, object]]:
+    """Arrays like the user's from a region laid out by `fill`, each with its index.
+
+    Those of numpy and torch share one block of memory: the first touch of many small ones costs
+    twice as much, and results of one call are mostly dropped together. What is lent is that memory.
+    """
+    values = region[: bucket.count]
+    if not lent and any(leaves[index].may_keep(values.dtype) for index in bucket.leaves):
+        values = values.copy() if divisor is None else divided(values, divisor)
+        divisor = None
+    found: list[tuple[int, object]] = []
+    start = 0
+    for index in bucket.leaves:
+        end = start + leaves[index].values.size
+        leaf, part = leaves[index], values[start:end]
+        array = leaf.of(part) if divisor is None else leaf.quotient(part, divisor)
+        found.append((index, array))
+        start = end
+    return found
+
+
+_WEIGHT_BYTES = 8  # a weight travels as a value of its bucket
+ALONE = OpNumber(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class LastOp:
+    """What the last collective call came to."""
+
+    op: OpNumber
+    """The number of its op; of the last, where a tree took several. -1: this rank was alone."""
+    contributors: tuple[Rank, ...]
+    """Whose values are in the result: all ranks that the job had left at the end of that op."""
+    names: tuple[str, ...]
+    """For each of them the name of its machine."""
+    bytes: int
+    """What the values took in shared memory, over all ops of the call."""
+    compression: str = "none"
+    """How they were compressed, as `pmesh.compression.schemes.spec` names it."""
+    why: str = ""
+    """Why so, where it is not what the call has named."""
+    compressed_bytes: int = 0
+    """What this rank's values took once compressed; 0: they were not."""
+    residual_norm: float | None = None
+    """The L2 norm of all that compression has left out on this rank, to be added next time; None
+    without error feedback."""
+    clipped: int = 0
+    """How many values on this rank were too large for fp16, and were cut to its largest."""
+
+    @classmethod
+    def among(cls, op: OpNumber, world: World, nbytes: int) -> "LastOp":
+        """An op that completed in this world."""
+        return cls(op, tuple(Rank(i) for i in range(len(world.names))), world.names, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """How a call's values are compressed."""
+
+    scheme: Scheme
+    feeds_back: bool
+    """Whether what is left out goes into the next call."""
+    why: str = ""
+    """Who has said so, if not the call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """What is to be done with an array, or with each bucket of a tree."""
+
+    kind: str
+    reduction: str = ""
+    root: TrainerId | None = None
+    """Who it is, whatever its rank becomes (O5)."""
+    strategy: str = ""
+    weight: float | None = None
+    """This rank's, in an average; the reduction is a sum then."""
+    compression: Compression | None = None
+    bucket_bytes: int
+    timeout_s: float
+    borrows: bool = False
+    """Whether numpy's arrays may stay in shared memory, where they can't be written to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """A tree of the user's, with its leaves as numpy sees them."""
+
+    tree: Tree
+    leaves: tuple[Leaf, ...]
+
+    def digest(self) -> str:
+        """Alike on two ranks only if all paths, dtypes and shapes are (I5)."""
+        named = zip(self.tree.paths, self.leaves, strict=True)
+        return digest([f"{path} {leaf.dtype} {leaf.values.shape}" for path, leaf in named])
+
+    def is_like(self, other: "Arrays") -> bool:
+        """Whether all paths, dtypes and shapes are the same."""
+        pairs = zip(self.leaves, other.leaves, strict=False)
+        return self.tree.paths == other.tree.paths and all(
+            one.dtype == two.dtype and one.values.shape == two.values.shape for one, two in pairs
+        )
+
+    def detached(self) -> "Arrays":
+        """The same, whose results are numpy's as yet: for a thread that is not the user's."""
+        plain = (replace(leaf, rebuild=_as_it_is, rebuild_copies=False) for leaf in self.leaves)
+        return Arrays(self.tree, tuple(plain))
+
+    def attach(self, results: Sequence[Values]) -> list[object]:
+        """The user's arrays from the results of `detached`."""
+        return [leaf.rebuild(values) for leaf, values in zip(self.leaves, results, strict=True)]
+
+
+def take_apart(x: object, *, reduction: str = "") -> Arrays:
+    """The arrays of a tree; raises UnsupportedArray for what can't travel, or be reduced so."""
+    tree = flatten(x)
+    leaves = tuple(describe(tree))
+    for path, leaf in zip(tree.paths, leaves, strict=True):
+        try:
+            if reduction:
+                check_reduction(reduction, leaf.wire)
+        except ValueError as e:
+            raise UnsupportedArray(f"{path}: {e}" if path else str(e)) from e
+    return Arrays(tree, leaves)
+
+
+def run_collective(
+    session: OpSession, order: Order, wanted: Collective, arrays: Arrays
+) -> tuple[list[object], LastOp | None]:
+    """Run the ops; returns the leaves of the result, and what it came to (None: nothing to do).
+
+    In an average each op also adds up the weights, as its last value: ranks may be lost between one
+    op and the next, and each bucket is divided by what was contributed to it.
+    """
+    leaves = arrays.leaves
+    buckets = plan_buckets(leaves, bucket_bytes=wanted.bucket_bytes)
+    overlap = _Overlap(session, wanted, leaves, buckets)
+    label = _label(wanted, arrays)
+    nbytes = 0
+    last: LastOp | None = None
+    for bucket, following in zip_longest(buckets, buckets[1:]):
+        count = overlap.count(bucket)
+        root = _rank_of(wanted.root, session.world)
+        region = overlap.region(bucket)
+        if region is None and (wanted.kind != "broadcast" or root == session.world.rank):
+            overlap.lay_out(bucket)
+        shape: tuple[int, ...] = (count,)
+        dtype = bucket.wire
+        if not label:
+            dtype, shape = leaves[0].dtype, leaves[0].values.shape
+        call = Call(
+            wanted.kind,
+            dtype,
+            shape,
+            wanted.reduction,
+            root,
+            tree=label,
+            strategy=wanted.strategy,
+        )
+        done = session.run_op(
+            call,
+            bucket.wire,
+            count,
+            timeout_s=wanted.timeout_s,
+            meanwhile=partial(overlap.meanwhile, following),
+            region=region,
+            borrows=wanted.borrows and may_be_lent(bucket, leaves),
+        )
+        if done.values.size or not count:  # else it is for the root of a reduce
+            overlap.came(bucket, done)
+        nbytes += count * WIRE_DTYPES[bucket.wire].itemsize
+        last = LastOp.among(done.op, order.seen(done.world), nbytes)
+    overlap.read()
+    return overlap.results, last
+
+
+class _Overlap:
+    """While the op of a bucket runs, the next one is laid out and the one before is read."""
+
+    def __init__(
+        self,
+        session: OpSession,
+        wanted: Collective,
+        leaves: Sequence[Leaf],
+        buckets: Sequence[Bucket],
+    ) -> None:
+        self.results: list[object] = [None] * len(leaves)
+        self._session = session
+        self._wanted = wanted
+        self._leaves = leaves
+        self._room_bytes = max((bucket.nbytes for bucket in buckets), default=0) + _WEIGHT_BYTES
+        # A large array, in a bucket of its own, would take as much memory again.
+        ahead = [b.nbytes for b in buckets[1:] if b.nbytes <= wanted.bucket_bytes]
+        # A broadcast's root can't: what it has sent is kept, and memory is asked for anew (O2).
+        self._ahead_bytes = 0 if wanted.kind == "broadcast" or not ahead else max(ahead)
+        session.prepare_ahead(self._ahead_bytes and self._ahead_bytes + _WEIGHT_BYTES)
+        self._laid_out: Bucket | None = None
+        self._unread: tuple[Bucket, Done, float | None] | None = None
+
+    def count(self, bucket: Bucket) -> int:
+        """The values of its op."""
+        return bucket.count + (self._wanted.weight is not None)
+
+    def region(self, bucket: Bucket) -> Region | None:
+        """Where its values are already, if the user has put them into shared memory."""
+        # O2: what a broadcast's root has sent is retained, and the user's may change.
+        if self._wanted.kind == "broadcast" or self._wanted.weight is not None:
+            return None
+        if len(bucket.leaves) != 1:
+            return None
+        return self._session.region_of(self._leaves[bucket.leaves[0]].values, bucket.wire)
+
+    def lay_out(self, bucket: Bucket) -> None:
+        """Fill the input of the next op, if that was not done ahead."""
+        if bucket is not self._laid_out:
+            count = self.count(bucket)
+            region = self._session.input_values(bucket.wire, count, room_bytes=self._room_bytes)
+            fill(bucket, self._leaves, region, self._wanted.weight)
+
+    def meanwhile(self, following: Bucket | None) -> None:
+        """What there is to do while an op runs."""
+        fits = following is not None and following.nbytes <= self._ahead_bytes
+        if following is not None and fits and self.region(following) is None:
+            region = self._session.values_ahead(following.wire, self.count(following))
+            fill(following, self._leaves, region, self._wanted.weight)
+            self._laid_out = following
+        self.read()
+
+    def came(self, bucket: Bucket, done: Done) -> None:
+        """The result of an op; UsageError if it can't be averaged."""
+        total = None if self._wanted.weight is None else checked_total(float(done.values[-1]))
+        self._unread = bucket, done, total
+        if not self._ahead_bytes:
+            self.read()
+
+    def read(self) -> None:
+        """Take the arrays out of the last result that came."""
+        if self._unread is not None:
+            bucket, done, total = self._unread
+            self._unread = None
+            for index, array in read(bucket, self._leaves, done.values, total, lent=done.lent):
+                self.results[index] = array
+
+
+def run_alone(wanted: Collective, arrays: Arrays, world: World) -> tuple[list[object], LastOp]:
+    """The same without an op, for a rank that is alone for the time being: its own values."""
+    if wanted.weight is not None:
+        checked_total(wanted.weight)
+    results: list[object] = []
+    nbytes = 0
+    for leaf in arrays.leaves:
+        region = np.empty(leaf.values.size, WIRE_DTYPES[leaf.wire])
+        leaf.fill(region)
+        results.append(leaf.like(region))
+        nbytes += region.nbytes
+    return results, LastOp.among(ALONE, world, nbytes)
+
+
+def _rank_of(root: TrainerId | None, world: World) -> int:
+    """-1 if there is none; RankLost if it was lost between two ops, which all ranks see alike."""
+    if root is None:
+        return -1
+    if root not in world.trainers:
+        raise RankLost("the root of this call is lost; some of its arrays had not been sent")
+    return world.trainers.index(root)
+
+
+def _label(wanted: Collective, arrays: Arrays) -> str:
+    """What a bucket is called on all ranks; nothing for a single array."""
+    if wanted.weight is not None:
+        return f"average_gradients {arrays.digest()}"
+    return "" if arrays.tree.is_bare else f"tree {arrays.digest()}"
+
+
+def checked_total(total: float) -> float:
+    """The sum of all weights; raises UsageError if there is nothing to divide by."""
+    if total == 0:  # on every rank alike, so all of them stop at the same op
+        raise UsageError("nothing to average: the weights of all ranks add up to 0")
+    return total
+
+
+def _as_it_is(values: Values) -> object:
+    return values
+
+
+def written_into(arrays: Arrays, out: object) -> Arrays:
+    """The same arrays, whose results go into those of `out`.
+
+    Raises:
+        UnsupportedArray: an array of `out` can't be written to.
+        UsageError: its paths, shapes or dtypes are others.
+    """
+    targets = take_apart(out)
+    if not targets.is_like(arrays):
+        raise UsageError("out= is to have the paths, shapes and dtypes of what is reduced")
+    leaves = tuple(
+        replace(
+            leaf, rebuild=_writer(target, x, path), rebuild_copies=True, target=_divisible(target)
+        )
+        for leaf, target, x, path in zip(
+            arrays.leaves, targets.leaves, targets.tree.leaves, targets.tree.paths, strict=True
+        )
+    )
+    return Arrays(targets.tree, leaves)
+
+
+def _writer(target: Leaf, x: object, path: str) -> Callable[[Values], object]:
+    if not _can_be_written(x):
+        where = f"{path}: " if path else ""
+        raise UnsupportedArray(
+            f"{where}out= takes numpy arrays that may be written to and torch tensors on the CPU"
+        )
+
+    def write(values: Values) -> object:
+        if values is not target.values:
+            np.copyto(target.values, values)
+        return x
+
+    return write
+
+
+def _divisible(target: Leaf) -> "Values | None":
+    """The array, if quotients need no rounding on their way into it."""
+    return target.values if target.values.dtype == WIRE_DTYPES[target.wire] else None
+
+
+def _can_be_written(x: object) -> bool:
+    if isinstance(x, np.ndarray):
+        return bool(x.flags.writeable)
+    tensor = cast("Any", x)  # torch has no types here
+    return is_of("torch", "Tensor", x) and tensor.device.type == "cpu" and not tensor.is_neg()

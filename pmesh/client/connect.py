@@ -1,0 +1,102 @@
+"""`pmesh.connect`: what a user asks for, checked, and then the way to the agent."""
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Literal, get_args
+
+from pmesh.client.calls.queue import check_timeout
+from pmesh.client.elastic.membership import Place
+from pmesh.client.mesh import Mesh
+from pmesh.core.values import Terms
+from pmesh.core.wire.local import SESSION_VERSION, Connect
+from pmesh.errors import UsageError
+from pmesh.ids import PRINTABLE, JobName
+from pmesh.paths import home_directory, socket_path
+
+_MAX_RANKS = 1024  # what core.session allows
+
+OnLoss = Literal["continue", "raise"]
+Quorum = Literal["any", "majority"]
+OnSuperseded = Literal["raise", "sync"]
+
+
+def connect(
+    job: str,
+    wait_for: int = 1,
+    timeout_s: float = 30.0,
+    home: Path | str | None = None,
+    *,
+    min_ranks: int = 1,
+    on_loss: OnLoss = "continue",
+    quorum: Quorum = "any",
+    on_superseded: OnSuperseded = "raise",
+    straggler_after_s: float = 60.0,
+) -> Mesh:
+    """Join a job through the agent on this machine; returns when it begins.
+
+    If the job runs already, this returns at once; `mesh.rank` is -1 then, and the trainer enters in
+    its first `mesh.sync`.
+
+    Where trainers of one job ask for different `min_ranks`, `on_loss` or `quorum`, the strictest
+    holds for all of them.
+
+    Args:
+        job: a name of your choice; whoever gives the same one trains together.
+        wait_for: how many trainers to wait for before the job begins.
+        timeout_s: how long.
+        home: the agent's home, if it is neither PMESH_HOME nor `~/.pmesh`.
+        min_ranks: with fewer than these left, ops wait for somebody to come back.
+        on_loss: "continue": when a rank is lost, the op in flight goes on among the others.
+            "raise": it fails on all of them with RankLost; the ops after it go on.
+        quorum: which side goes on when the network falls in two: "any" side, or only the one with
+            the "majority" of the machines.
+        on_superseded: what to do when the job has gone on elsewhere without this trainer, or its
+            agent has stopped. "raise": the next call raises HistorySuperseded or AgentStopped.
+            "sync": calls return as if this rank were alone, with rank 0 and size 1. Either way the
+            next `mesh.sync` comes back to the job, also through another agent at the same home.
+        straggler_after_s: how long the others wait for this trainer while its process is stopped,
+            as by SIGSTOP; one that merely computes is waited for.
+
+    Raises:
+        UsageError: one of these can't be.
+        AgentNotRunning: start one with `pmesh up`.
+        NotEnoughRanks: fewer than `wait_for` trainers came in time.
+        JobRunning: the job runs without ever calling `mesh.sync`, so nobody can enter it.
+    """
+    if not 1 <= len(job) <= 64 or not re.search(PRINTABLE, job):  # noqa: PLR2004 - what core.session allows
+        raise UsageError(f"a job's name has 1 to 64 characters, all of which print: {job!r}")
+    _check_count("wait_for", wait_for)
+    _check_count("min_ranks", min_ranks)
+    _check_choice("on_loss", on_loss, get_args(OnLoss))
+    _check_choice("quorum", quorum, get_args(Quorum))
+    _check_choice("on_superseded", on_superseded, get_args(OnSuperseded))
+    request = Connect(
+        SESSION_VERSION,
+        JobName(job),
+        wait_for,
+        check_timeout(timeout_s),
+        _program(),
+        Terms(min_ranks, on_loss, quorum),
+        check_timeout(straggler_after_s, "straggler_after_s"),
+    )
+    path = socket_path(home_directory(home))
+    return Mesh(Place(path, request, goes_on_alone=on_superseded == "sync"), job=job)
+
+
+def _check_count(name: str, count: int) -> None:
+    if not 1 <= count <= _MAX_RANKS:
+        raise UsageError(f"{name} is at least 1 and at most {_MAX_RANKS}, not {count}")
+
+
+def _check_choice(name: str, choice: str, allowed: tuple[str, ...]) -> None:
+    if choice not in allowed:
+        raise UsageError(f"{name} is {' or '.join(map(repr, allowed))}, not {choice!r}")
+
+
+def _program() -> str:
+    """What runs, for `pmesh status`: the script's name, made to be what the message allows."""
+    path = Path(sys.argv[0] if sys.argv and sys.argv[0] else sys.executable)
+    name = os.fsencode(path.name).decode(errors="replace")[:256]
+    return "".join(c if re.search(PRINTABLE, c) else "�" for c in name)

@@ -1,0 +1,1 @@
+"""How a trainer enters its job, leaves it and comes back."""

@@ -1,0 +1,365 @@
+"""A trainer's place in its job: in it, about to enter it, or apart from it until the next sync."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import msgspec
+import numpy as np
+
+from pmesh.client.elastic.source import Offer
+from pmesh.client.elastic.sync import Synced, run_sync
+from pmesh.client.link.connection import AgentConnection
+from pmesh.client.link.p2p_session import Arrived, MailSession
+from pmesh.client.link.session import OpSession, TrainerSession, error_of
+from pmesh.client.trees.state import Packed
+from pmesh.core.ops.reductions import Values
+from pmesh.core.values import View
+from pmesh.core.wire.link import Letter
+from pmesh.core.wire.local import SESSION_VERSION, Attach, Connect, GroupOf, Refused, World
+from pmesh.errors import (
+    AgentNotRunning,
+    AgentStopped,
+    HistorySuperseded,
+    MeshClosed,
+    UsageError,
+)
+from pmesh.ids import JobName, TrainerId
+
+R = TypeVar("R")
+
+
+class LetterSession(Protocol):
+    """Sends and receives; see `MailSession`."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether another session is needed for further calls."""
+        ...
+
+    def begin_send(self, to: TrainerId, letter: Letter, data: Values, timeout_s: float) -> int:
+        """Begin to send an array's bytes, which are copied; returns the call's number."""
+        ...
+
+    def begin_receive(self, sources: tuple[TrainerId, ...], tag: int, timeout_s: float) -> int:
+        """Ask for a letter of one of these; returns the call's number."""
+        ...
+
+    def done(self, call: int) -> bool:
+        """Whether a call has ended, well or badly."""
+        ...
+
+    def end(self, call: int, timeout_s: float | None) -> Arrived | None:
+        """Wait for a call; what it has received, if it is a receive. Raises TimeoutError."""
+        ...
+
+    def close(self, reason: str) -> None:
+        """End it; whoever waits gets MeshClosed, with this reason."""
+        ...
+
+
+class JobPlace(Protocol):
+    """A trainer's place in its job; see `Place`."""
+
+    @property
+    def world(self) -> World:
+        """The ranks, as calls have seen them last (O5)."""
+        ...
+
+    @property
+    def view(self) -> View:
+        """What the agents had agreed on when this trainer joined."""
+        ...
+
+    @property
+    def compression(self) -> str:
+        """The agent's default for gradients; empty: none."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """How many times the job has synced."""
+        ...
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether calls return as if this rank were alone."""
+        ...
+
+    def check_open(self) -> None:
+        """Raises MeshClosed, with the reason, unless a call can do something."""
+        ...
+
+    def check_synced(self) -> None:
+        """Raises what is in the way of anything but a `sync`."""
+        ...
+
+    def run(self, ops: Callable[[OpSession], R], alone: Callable[[World], R]) -> R:
+        """The result of ops in the job, or of what a rank does that is alone."""
+        ...
+
+    def empty(self, dtype: str, count: int) -> Values:
+        """Flat values for the user to fill, and to reduce where they lie."""
+        ...
+
+    def sync(self, packed: Packed, *, timeout_s: float) -> Synced:
+        """Agree with all ranks on a state."""
+        ...
+
+    def open(self, job: JobName, members: tuple[TrainerId, ...], timeout_s: float) -> "JobPlace":
+        """A place in a job of these ranks, on the same terms but that a loss ends it.
+
+        Raises:
+            RankLost: one of them was lost before all had come.
+        """
+        ...
+
+    def attach(self) -> LetterSession:
+        """A session for letters, which the caller closes."""
+        ...
+
+    def leave(self) -> None:
+        """End on purpose."""
+        ...
+
+    def end(self, reason: str) -> None:
+        """End as a crash."""
+        ...
+
+    def interrupt(self) -> None:
+        """Make a call of another thread raise MeshClosed."""
+        ...
+
+    def end_if_interrupted(self) -> None:
+        """After a call: close what `interrupt` had to leave open."""
+        ...
+
+
+_TRY_AGAIN_S = 0.1  # an agent starts within a second: little is lost, and little is asked for
+
+_logger = logging.getLogger("pmesh")
+
+
+class Place:
+    """Runs calls in the job, or alone; one at a time but for `interrupt`.
+
+    A trainer is apart from its job when its agent has stopped, or belongs to a history of the job
+    that has ended (HistorySuperseded). Its next `sync` brings it back.
+    """
+
+    def __init__(self, path: Path, request: Connect, *, goes_on_alone: bool) -> None:
+        """Join the job; raises what the agent says if that fails."""
+        self._path = path
+        self._request = request
+        self._goes_on_alone = goes_on_alone
+        self._closing = threading.Event()
+        self._session = TrainerSession(AgentConnection(path))
+        try:
+            joined = self._session.join(request)
+        except BaseException:
+            self._session.end("the job did not begin")
+            raise
+        self.view = joined.view
+        self.compression = joined.compression
+        self.world = joined.world
+        """As calls have seen it last: it changes only when one returns (O5)."""
+        self.step = 0
+        self._must_sync = joined.world.rank < 0
+        self._apart: HistorySuperseded | AgentStopped | None = None
+        self._lost_agent = False
+        self._veteran = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether calls return as if this rank were alone."""
+        return self._apart is not None and self._goes_on_alone and not self._must_sync
+
+    def check_open(self) -> None:
+        """Raises MeshClosed, with the reason, unless a call can do something."""
+        if self._closing.is_set():
+            raise MeshClosed("this mesh has ended: it was closed")
+        if not self._lost_agent:
+            self._session.check_open()
+
+    def check_synced(self) -> None:
+        """Raises what is in the way of anything but a `sync`."""
+        if self._apart is not None and not self._goes_on_alone:
+            raise type(self._apart)(f"{self._apart}; mesh.sync(state) comes back to the job")
+        if self._must_sync:
+            raise UsageError(
+                "this job runs already, and a trainer enters it in mesh.sync: call "
+                "'state = mesh.sync(state)' first, at the top of the training loop"
+            )
+
+    def run(self, ops: Callable[[TrainerSession], R], alone: Callable[[World], R]) -> R:
+        """The result of ops in the job, or of what a rank does that is alone."""
+        self.check_synced()
+        if not self.is_alone:
+            try:
+                result = ops(self._session)
+            except (HistorySuperseded, AgentStopped) as e:
+                self._fall_apart(e)
+                if not self.is_alone:
+                    raise
+            else:
+                self._veteran = True
+                return result
+            finally:
+                self._see_the_world()
+        return alone(self.world)
+
+    def empty(self, dtype: str, count: int) -> Values:
+        """Flat values in memory that the agent shares; without an agent in ordinary memory.
+
+        Raises:
+            UsageError: the agent has no room for them.
+            AgentStopped: it has just gone.
+        """
+        if not self._lost_agent:
+            try:
+                return self._session.empty(dtype, count)
+            except AgentStopped as e:
+                self._fall_apart(e)
+                if not self._goes_on_alone:
+                    raise
+        return np.empty(count, dtype)
+
+    def sync(self, packed: Packed, *, timeout_s: float) -> Synced:
+        """Agree with all ranks on a state, in the job; who is not in it enters it, or comes back.
+
+        Raises:
+            HistorySuperseded: by default; if it goes on alone, it is back instead.
+            AgentStopped: likewise; or no agent has come back in time.
+            PmeshError: what `run_sync` raises.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                if self._lost_agent:
+                    self._reconnect(deadline)
+                synced = run_sync(self._session, packed, self._offer(packed), timeout_s=timeout_s)
+            except (HistorySuperseded, AgentStopped) as e:
+                self._fall_apart(e)
+                if not self._goes_on_alone or self._pause(deadline):
+                    raise
+            else:
+                self._apart, self._must_sync, self._veteran = None, False, True
+                self.step = synced.step + 1
+                return synced
+            finally:
+                self._see_the_world()
+
+    def open(self, job: JobName, members: tuple[TrainerId, ...], timeout_s: float) -> "Place":
+        """A place in a job of these, on the same terms but for one: it does not outlive a loss."""
+        terms = msgspec.structs.replace(self._request.terms, on_loss="raise", min_ranks=1)
+        request = msgspec.structs.replace(
+            self._request,
+            job=job,
+            wait_for=len(members),
+            timeout_s=timeout_s,
+            terms=terms,
+            group_of=GroupOf(self._request.job, members, self.world.trainers[self.world.rank]),
+        )
+        return Place(self._path, request, goes_on_alone=False)
+
+    def attach(self) -> MailSession:
+        """A session for letters, over another connection to the agent; the caller closes it.
+
+        Raises:
+            HistorySuperseded: the agent does not know this trainer any more.
+            AgentNotRunning: there is none.
+        """
+        me = self.world.trainers[self.world.rank]
+        connection = AgentConnection(self._path)
+        try:
+            connection.send(Attach(SESSION_VERSION, self._request.job, me))
+            reply = connection.receive()
+        except BaseException:
+            connection.close()
+            raise
+        if isinstance(reply, Refused):
+            connection.close()
+            raise error_of(reply.verdict)
+        return MailSession(connection)
+
+    def leave(self) -> None:
+        """End on purpose."""
+        self._closing.set()
+        self._session.leave()
+
+    def end(self, reason: str) -> None:
+        """End as a crash."""
+        self._closing.set()
+        self._session.end(reason)
+
+    def interrupt(self) -> None:
+        """Make a call of another thread raise MeshClosed."""
+        self._closing.set()
+        self._session.interrupt("it was closed")
+
+    def end_if_interrupted(self) -> None:
+        """After a call: close what `interrupt` had to leave open."""
+        self._session.end_if_interrupted()
+
+    def _offer(self, packed: Packed) -> Offer:
+        return Offer(
+            digest=packed.digest,
+            nbytes=packed.nbytes,
+            step=self.step,
+            veteran=self._veteran,
+            raises_on_loss=self._request.terms.on_loss == "raise",
+        )
+
+    def _fall_apart(self, why: HistorySuperseded | AgentStopped) -> None:
+        was_alone = self.is_alone
+        # A copy: with the traceback of the original, arenas would stay mapped.
+        self._apart, self._veteran = type(why)(str(why)), False
+        self._lost_agent = self._lost_agent or isinstance(why, AgentStopped)
+        if self.is_alone and not was_alone:
+            _logger.warning("%s; this rank goes on alone until mesh.sync brings it back", why)
+
+    def _see_the_world(self) -> None:
+        world = self.world
+        if not self.is_alone:
+            self.world = self._session.world
+        elif len(world.trainers) > 1:
+            rank = world.rank
+            self.world = World(0, (world.trainers[rank],), (world.names[rank],))
+
+    def _reconnect(self, deadline: float) -> None:
+        """A new session, as soon as an agent runs.
+
+        Raises:
+            AgentNotRunning: none has come in time.
+            AgentStopped: it came, and went, for the whole time.
+            PmeshError: it refuses.
+        """
+        while True:
+            try:
+                session = self._session = TrainerSession(AgentConnection(self._path))
+                self._join_again(session, deadline)
+            except (AgentNotRunning, AgentStopped):
+                if self._pause(deadline):
+                    raise
+            else:
+                self._lost_agent = False
+                return
+
+    def _join_again(self, session: TrainerSession, deadline: float) -> None:
+        left_s = max(deadline - time.monotonic(), _TRY_AGAIN_S)
+        try:
+            self.check_open()  # `close` may have come before there was a session to interrupt
+            joined = session.join(msgspec.structs.replace(self._request, timeout_s=left_s))
+        except BaseException:
+            session.end("it could not come back to its job")
+            raise
+        self.view, self.compression = joined.view, joined.compression
+
+    def _pause(self, deadline: float) -> bool:
+        """Wait a moment before another attempt; returns whether the time is over."""
+        if self._closing.wait(max(0.0, min(_TRY_AGAIN_S, deadline - time.monotonic()))):
+            raise MeshClosed("this mesh has ended: it was closed")
+        return time.monotonic() >= deadline

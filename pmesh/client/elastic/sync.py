@@ -1,0 +1,234 @@
+"""One `sync`: all ranks say what they have, and whoever has something else gets the best.
+
+The state arrives in memory that a thread faults in ahead of it, and is hashed as it comes. The
+first touch of fresh memory can cost more than the network, most of all in a virtual machine.
+"""
+
+import logging
+import mmap
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import xxhash
+
+from pmesh.client.elastic.source import Offer, Plan, elect, offers_of, rank_of
+from pmesh.client.link.session import Done, OpSession
+from pmesh.client.trees.state import Packed, digest_of
+from pmesh.core.ops.reductions import Values
+from pmesh.core.wire.link import Call
+from pmesh.core.wire.local import SYNC_VALUES, World
+from pmesh.errors import RankLost, RunError
+from pmesh.ids import TrainerId
+
+AHEAD_CHUNKS = 4  # more hides no more, and takes the cores from the first chunks
+
+
+class Arrival:
+    """The bytes of one state, taken in chunks of one size but for the last.
+
+    Use it in a `with` statement: leaving that ends its thread.
+    """
+
+    def __init__(self, nbytes: int, *, chunk_bytes: int) -> None:
+        self.arrived = 0
+        """How many bytes have."""
+        self.values: Values = np.empty(nbytes, np.uint8)
+        """Flat; what has not arrived is garbage."""
+        self.hasher = xxhash.xxh3_128()
+        """Of what has arrived."""
+        starts = range(0, nbytes, chunk_bytes)
+        self._untouched = deque(self.values[start : start + chunk_bytes] for start in starts)
+        self._ahead: deque[tuple[Values, Future[None]]] = deque()
+        self._thread = ThreadPoolExecutor(1, "pmesh-sync")
+
+    def __enter__(self) -> Self:
+        for _ in range(AHEAD_CHUNKS):
+            self._touch_next()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def take(self, chunk: Values) -> None:
+        """Copy the next chunk (flat uint8) to where it belongs."""
+        into, touched = self._ahead.popleft()
+        if not touched.cancel():
+            touched.result()  # a touch writes: never after the bytes have come
+        self._touch_next()
+        np.copyto(into, chunk)
+        self.hasher.update(into.data)
+        self.arrived += chunk.size
+
+    def _touch_next(self) -> None:
+        if self._untouched:
+            memory = self._untouched.popleft()
+            self._ahead.append((memory, self._thread.submit(_touch, memory)))
+
+
+def _touch(memory: Values) -> None:
+    memory[:: mmap.PAGESIZE] = 0  # without the GIL
+
+
+CHUNK_BYTES = 4 * 1024 * 1024
+"""Small, so that between two of them the sockets' buffers keep the line busy; each costs an op."""
+_WIRE_BYTES = 4  # chunks travel as int32
+
+_logger = logging.getLogger("pmesh")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Synced:
+    """All ranks have the same state now."""
+
+    step: int
+    """That of the rank whose state it is."""
+    received: "Values | None"
+    """The bytes of the state, if this rank had another one."""
+    last: Done
+    """The last op that it took."""
+    nbytes: int
+    """What the values took in shared memory, over all ops."""
+
+
+def run_sync(session: OpSession, packed: Packed, offer: Offer, *, timeout_s: float) -> Synced:
+    """Agree on the best state, and take it if this rank has another one.
+
+    Every decision follows from the offers and from who was left after each op, so all ranks decide
+    alike and call the same ops.
+
+    Raises:
+        RunError: what has arrived is not what was offered.
+        PmeshError: an op failed, on all ranks.
+    """
+    with ExitStack() as until_it_ends:
+        arrival: _Arriving | None = None
+        while True:
+            done = _exchange(session, _with_progress(offer, arrival), timeout_s)
+            plan = elect(done.world.trainers, offers_of(done.values.tolist()))
+            _tell_of_corrections(plan, done.world)
+            if done.world.trainers[done.world.rank] not in plan.receivers:
+                arrival = None  # who has the state already only passes it on
+            elif arrival is None or arrival.best.digest != plan.best.digest:
+                arriving = Arrival(plan.best.nbytes, chunk_bytes=CHUNK_BYTES)
+                arrival = _Arriving(plan.best, until_it_ends.enter_context(arriving))
+            memory = None if arrival is None else arrival.memory
+            transfer = _Transfer(session, packed, plan, done, memory)
+            if transfer.run(timeout_s=timeout_s):
+                break
+            if not {*plan.holders} & {*session.world.trainers}:
+                _logger.warning(
+                    "all who had the newest state are lost; the best of what is left is taken"
+                )
+    return Synced(
+        step=plan.best.step,
+        received=None if arrival is None else arrival.checked(),
+        last=transfer.last,
+        nbytes=transfer.nbytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """The best state, as far as it has come to a rank that lacks it."""
+
+    best: Offer
+    memory: Arrival
+
+    def checked(self) -> Values:
+        """All its bytes; RunError if they are not what was offered."""
+        if digest_of(self.memory.hasher) != self.best.digest:
+            raise RunError(
+                "the state that has arrived is not the one that was offered: its hash differs; "
+                "a program on the sending machine has changed it meanwhile, or its memory is faulty"
+            )
+        return self.memory.values
+
+
+def _with_progress(offer: Offer, arriving: _Arriving | None) -> Offer:
+    if arriving is None:
+        return offer
+    return offer._replace(arriving=arriving.best.digest[0], arrived=arriving.memory.arrived)
+
+
+def _exchange(session: OpSession, offer: Offer, timeout_s: float) -> Done:
+    values = session.input_values("int64", SYNC_VALUES, room_bytes=0)
+    values[:] = offer.to_values()
+    call = Call("sync", "int64", (SYNC_VALUES,))
+    return session.run_op(call, "int64", SYNC_VALUES, timeout_s=timeout_s)
+
+
+class _Transfer:
+    """The best state on its way to those who lack it, chunk by chunk; all ranks pass it on."""
+
+    def __init__(
+        self, session: OpSession, packed: Packed, plan: Plan, last: Done, arrival: Arrival | None
+    ) -> None:
+        self._session = session
+        self._packed = packed
+        self._plan = plan
+        self._arrival = arrival
+        self.last = last
+        self.nbytes = last.values.nbytes
+
+    def run(self, *, timeout_s: float) -> bool:
+        """Send all chunks, as long as somebody lacks them; False if their source is lost.
+
+        Which chunk each rank had come to is not known then (one may have been told of the failure
+        of a chunk when it had called the next, I5): all ask each other again.
+        """
+        start = self._plan.start
+        root = self._plan.root(self._living)
+        while start < self._plan.best.nbytes and not self._plan.is_settled(self._living):
+            if root is None or root not in self._living:
+                return False
+            size = min(CHUNK_BYTES, self._plan.best.nbytes - start)
+            try:
+                self._send_chunk(root, start, size, timeout_s)
+            except RankLost:
+                if self._plan.raises_on_loss or root in self._living:
+                    raise
+                return False
+            start += size
+        return True
+
+    @property
+    def _living(self) -> tuple[TrainerId, ...]:
+        return self._session.world.trainers
+
+    def _send_chunk(self, root: TrainerId, start: int, size: int, timeout_s: float) -> None:
+        session = self._session
+        rank, count = rank_of(root, self._living), -(-size // _WIRE_BYTES)
+        if rank == session.world.rank:
+            # A fresh region for each chunk: what a root has sent, others may still fetch (O2).
+            region = session.input_values("int32", count, room_bytes=0)
+            self._packed.copy_to(region.view(np.uint8)[:size], start)
+        receivers = self._plan.receivers_among(self._living)
+        tree = f"sync {start}"
+        call = Call("broadcast", "int32", (count,), root=rank, tree=tree, receivers=receivers)
+        self.last = session.run_op(call, "int32", count, timeout_s=timeout_s)
+        self.nbytes += self.last.values.nbytes
+        if self._arrival is not None and self._arrival.arrived == start:
+            self._arrival.take(self.last.values.view(np.uint8)[:size])
+
+
+def _tell_of_corrections(plan: Plan, world: World) -> None:
+    def name(trainer: TrainerId) -> str:
+        rank = rank_of(trainer, world.trainers)
+        return f"rank {rank} ({world.names[rank]})"
+
+    for trainer in plan.corrected:
+        _logger.warning(
+            "%s had another state than %s, and gets that one: what it computes differs",
+            name(trainer),
+            name(plan.holders[0]),
+        )

@@ -1,0 +1,1 @@
+"""Compressed calls, and the error feedback that they keep."""

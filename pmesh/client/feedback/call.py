@@ -1,0 +1,451 @@
+"""One compressed call: which scheme it takes, and what its buckets come to.
+
+The ranks tell each other their weights first, in a small op of its own, which moves them exactly:
+what a lost rank did not contribute must not count.
+"""
+
+import math
+import struct
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from pmesh.client.collective.bucketed import (
+    Arrays,
+    Collective,
+    Compression,
+    LastOp,
+    checked_total,
+    plan_buckets,
+    read,
+    run_collective,
+)
+from pmesh.client.collective.rank_order import Order
+from pmesh.client.feedback.auto_tune import Trials
+from pmesh.client.feedback.kernels import (
+    Piece,
+    Summed,
+    add_in_ring,
+    add_low_rank,
+    add_one_bit,
+    add_random_k,
+    add_top_k,
+    add_uncompressed,
+)
+from pmesh.client.feedback.memory import Feedback, Memory
+from pmesh.client.link.session import OpSession
+from pmesh.client.trees.pytree import digest
+from pmesh.compression import twins
+from pmesh.compression.schemes import (
+    Auto,
+    OneBit,
+    PowerSGD,
+    RandomK,
+    RingScheme,
+    Scheme,
+    TopK,
+    scheme_of,
+    spec,
+)
+from pmesh.core.wire.link import Call
+from pmesh.core.wire.local import World
+from pmesh.errors import UnsupportedCompression
+from pmesh.ids import TrainerId
+
+NONE = "none"
+_ADDED = ("sum", "mean")
+_ROUND_THE_RING = ("", "ring")
+
+
+def chosen(
+    named: Scheme | str | None, arrays: Arrays, *, reduction: str, strategy: str
+) -> Compression | None:
+    """What an all-reduce takes; None: nothing is compressed.
+
+    Args:
+        named: in the call.
+        arrays: its values.
+        reduction: how they are reduced.
+        strategy: as the call says it; empty: any.
+
+    Raises:
+        UnsupportedCompression: the scheme, or a scheme for such a call; says what is allowed.
+    """
+    if named is None or named == NONE:
+        return None
+    scheme = scheme_of(named)
+    if reduction not in _ADDED:
+        raise UnsupportedCompression(f"what is compressed is added: sum or mean, not {reduction!r}")
+    _check_dtypes(arrays)
+    if not _goes_by(scheme, strategy):
+        raise UnsupportedCompression(
+            f"{type(scheme).__name__} goes round the ring: strategy is 'auto' or 'ring', "
+            f"not {strategy!r}"
+        )
+    return Compression(scheme, feeds_back=scheme.error_feedback is True)
+
+
+def chosen_for_gradients(
+    named: Scheme | str | None, default: str, arrays: Arrays, *, strategy: str
+) -> Compression | None:
+    """What an average of gradients takes.
+
+    The agent's default is for these alone: they are what a training can bear to have changed, and
+    the next call makes good what was left out of this one. Where the call names a strategy that the
+    default has none of, that holds.
+
+    Args:
+        named: in the call.
+        default: the agent's, for calls that name none.
+        arrays: the gradients.
+        strategy: as the call says it; empty: any.
+
+    Raises:
+        UnsupportedCompression: as for `chosen`.
+    """
+    why = ""
+    if named is None and default and _goes_by(scheme_of(default), strategy):
+        named, why = default, "the default of this machine's agent"
+    compression = chosen(named, arrays, reduction="mean", strategy=strategy)
+    if compression is None:
+        return None
+    return Compression(compression.scheme, compression.scheme.feeds_back, why)
+
+
+def _goes_by(scheme: Scheme, strategy: str) -> bool:
+    return strategy in _ROUND_THE_RING or isinstance(scheme, RandomK | PowerSGD)
+
+
+def _check_dtypes(arrays: Arrays) -> None:
+    for path, leaf in zip(arrays.tree.paths, arrays.leaves, strict=True):
+        if leaf.wire not in ("float32", "float64"):
+            raise UnsupportedCompression(
+                f"{path + ': ' if path else ''}float32, float16, bfloat16 and float64 (as float32) "
+                f"can be compressed, not {leaf.dtype}"
+            )
+
+
+PAYS_VALUES = 256 * 1024  # of fewer numpy takes about a millisecond
+
+_lock = threading.Lock()
+_threads: list[threading.Thread] = []  # one, once begun
+
+
+def prepare_twins(count: int, *, wait: bool) -> None:
+    """Have them compiled, if so many values are worth it.
+
+    That takes a second, and ten at the first time on a machine; numpy computes meanwhile. The
+    thread is no daemon: a program that ends in the middle of it waits for the compiler.
+
+    Args:
+        count: values of a call.
+        wait: until they are there, for who is about to measure.
+    """
+    if count < PAYS_VALUES:
+        return
+    with _lock:
+        if not _threads:
+            _threads.append(threading.Thread(target=twins.prepare, name="pmesh-compile"))
+            _threads[0].start()
+    if wait:
+        _threads[0].join()
+
+
+class Told(NamedTuple):
+    """What one rank says."""
+
+    weight: float = 1.0
+    step: int = 0
+    """Of its memory."""
+    trials: int = 0
+    """See `Trials.hear`."""
+    took_ns: int = 0
+
+    def to_row(self) -> list[int]:
+        """As integers of 64 bits."""
+        (bits,) = struct.unpack("<q", struct.pack("<d", self.weight))
+        return [bits, self.step, self.trials, self.took_ns]
+
+    @classmethod
+    def of_row(cls, row: Sequence[int]) -> "Told":
+        """The reverse of `to_row`."""
+        (weight,) = struct.unpack("<d", struct.pack("<q", row[0]))
+        return cls(weight, *row[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What all ranks have said, in the ring's order."""
+
+    trainers: tuple[TrainerId, ...]
+    told: tuple[Told, ...]
+
+    def factor(self, world: World) -> float | None:
+        """What this rank's values count in a plain mean; None: as much as everybody's.
+
+        Raises:
+            UsageError: the weights add up to 0; on all ranks alike.
+        """
+        total = checked_total(self._total(self.trainers))
+        mine = self.told[self.trainers.index(world.trainers[world.rank])]
+        factor = mine.weight * len(self.told) / total
+        return None if factor == 1 else factor
+
+    def correction(self, world: World) -> float:
+        """What the mean over these ranks is to be multiplied by, as the others were lost since.
+
+        Raises:
+            UsageError: the weights of those who are left add up to 0; on all ranks alike.
+        """
+        if world.trainers == self.trainers:
+            return 1.0
+        total = checked_total(self._total(world.trainers))
+        return self._total(self.trainers) * len(world.trainers) / (len(self.told) * total)
+
+    def _total(self, trainers: Sequence[TrainerId]) -> float:
+        pairs = zip(self.trainers, self.told, strict=True)
+        return sum(told.weight for trainer, told in pairs if trainer in trainers)
+
+
+def tell(session: OpSession, told: Told, *, label: str, spec: str, timeout_s: float) -> Shares:
+    """Tell all, and hear it of all.
+
+    Args:
+        session: runs the op.
+        told: by this rank.
+        label: of the call, alike on all ranks: who calls something else learns of it here (I5).
+        spec: the compression's.
+        timeout_s: for the op.
+    """
+    row = told.to_row()
+    session.input_values("int64", len(row), room_bytes=0)[:] = row
+    name = spec if "(" in spec else f"{spec}()"  # no ring codec is to touch these
+    call = Call("exchange", "int64", (len(row),), tree=label, compression=name)
+    done = session.run_op(call, "int64", len(row), timeout_s=timeout_s)
+    rows: list[list[int]] = done.values.reshape(-1, len(row)).tolist()
+    return Shares(done.world.trainers, tuple(Told.of_row(row) for row in rows))
+
+
+ALONE = "alone: nothing is sent"
+
+
+def run_compressed(
+    session: OpSession,
+    order: Order,
+    wanted: Collective,
+    arrays: Arrays,
+    feedback: Feedback,
+) -> tuple[list[object], LastOp | None]:
+    """Run the ops; returns the leaves of the result, and what it came to (None: nothing to do)."""
+    compression = wanted.compression
+    if compression is None or not arrays.leaves:
+        return run_collective(session, order, wanted, arrays)
+    if len(session.world.trainers) == 1:
+        leaves, last = run_collective(session, order, wanted, arrays)
+        return leaves, last and replace(last, why=ALONE)
+    memory = feedback.of(compression.scheme.model, arrays)
+    call = _Call(session, wanted, compression, arrays, feedback, memory)
+    if not all(isinstance(each, RingScheme) for each in call.allowed):
+        prepare_twins(memory.count, wait=isinstance(compression.scheme, Auto))
+    shares = call.tell() if call.must_tell else None
+    picked = call.pick(shares)
+    began_ns = time.perf_counter_ns()
+    results, summed = call.run(picked, shares)
+    call.succeeded(picked, time.perf_counter_ns() - began_ns)
+    session.show_compression(picked.shown(compression.why))
+    clipped = sum(each.clipped for each in summed)
+    feedback.note_clipped(clipped, picked.name)
+    done = summed[-1].done
+    last = LastOp.among(done.op, order.seen(done.world), 4 * memory.count)
+    return results, replace(
+        last,
+        compression=picked.name,
+        why=picked.why or compression.why,
+        compressed_bytes=sum(each.nbytes for each in summed) if picked.scheme else 0,
+        residual_norm=memory.norm() if compression.feeds_back else None,
+        clipped=clipped,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Picked:
+    """What one call takes."""
+
+    scheme: Scheme | None
+    why: str = ""
+    trials: Trials | None = None
+    """It is a trial of these."""
+
+    @property
+    def name(self) -> str:
+        """The scheme's, for people and for the other ranks."""
+        return "none" if self.scheme is None else spec(self.scheme)
+
+    def shown(self, why: str) -> str:
+        """For `pmesh status`, which is told only when it changes."""
+        if self.trials is not None:
+            return "auto(): each is tried in turn"
+        return f"{self.name}: {self.why or why}".rstrip(": ")
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    session: OpSession
+    wanted: Collective
+    compression: Compression
+    arrays: Arrays
+    feedback: Feedback
+    memory: Memory
+
+    @property
+    def allowed(self) -> tuple[Scheme, ...]:
+        """What it may take."""
+        scheme = self.compression.scheme
+        return scheme.schemes if isinstance(scheme, Auto) else (scheme,)
+
+    @property
+    def averages(self) -> bool:
+        """Whether it is of gradients, with weights."""
+        return self.wanted.weight is not None
+
+    @property
+    def must_tell(self) -> bool:
+        """Whether the ranks have something to agree on first."""
+        return self.averages or isinstance(self.compression.scheme, RandomK | Auto)
+
+    @property
+    def label(self) -> str:
+        """Alike on two ranks only if they call the same with the same options (I5)."""
+        what = "average_gradients" if self.averages else "all_reduce"
+        same = [self.arrays.digest(), repr(self.compression), self.wanted.reduction]
+        return f"{what} {digest(same)}"
+
+    def tell(self) -> Shares:
+        """Hear from all ranks, and go on with the step of the one that has come furthest."""
+        weight = 1.0 if self.wanted.weight is None else self.wanted.weight
+        trials = self.memory.trials
+        told = Told(weight, self.memory.step, *(trials.tells() if trials else ()))
+        shares = tell(
+            self.session,
+            told,
+            label=self.label,
+            spec=spec(self.compression.scheme),
+            timeout_s=self.wanted.timeout_s,
+        )
+        self.memory.step = max(each.step for each in shares.told)
+        return shares
+
+    def pick(self, shares: Shares | None) -> _Picked:
+        """What all ranks take."""
+        scheme = self.compression.scheme
+        starts = [each.start_step for each in self.allowed if isinstance(each, PowerSGD)]
+        if self.averages and self.memory.step < max(starts, default=0):
+            return _Picked(None, f"uncompressed before step {max(starts)}")
+        if not isinstance(scheme, Auto) or shares is None:
+            return _Picked(scheme)
+        return self._pick_by_trial(scheme, shares)
+
+    def _pick_by_trial(self, auto: Auto, shares: Shares) -> _Picked:
+        ways = (None, *auto.schemes)
+        trials = self.memory.trials
+        if trials is None or trials.ways != len(ways):
+            trials = self.memory.trials = Trials((), len(ways))
+        trials.hear(shares.trainers, [(each.trials, each.took_ns) for each in shares.told])
+        if trials.are_over:
+            picked = ways[trials.winner(auto.min_gain)]
+            return _Picked(picked, _comparison(ways, trials.best_ns()))
+        return _Picked(ways[trials.next_way], f"trial {trials.progress()}", trials)
+
+    def run(self, picked: _Picked, shares: Shares | None) -> tuple[list[object], list[Summed]]:
+        """Bucket by bucket; the leaves of the result, and what each bucket came to."""
+        whole = isinstance(picked.scheme, PowerSGD)
+        buckets = plan_buckets(
+            self.arrays.leaves,
+            bucket_bytes=math.inf if whole else self.wanted.bucket_bytes,
+            wire="float32",
+        )
+        keeps = self.compression.feeds_back and bool(picked.scheme or self.memory.residuals)
+        if keeps:
+            counts = tuple(bucket.count for bucket in buckets)
+            in_ring = isinstance(picked.scheme, RingScheme)
+            self.memory.divide(counts, self.session, in_arenas=in_ring)
+        factor = shares.factor(self.session.world) if shares and self.averages else None
+        results: list[object] = [None] * len(self.arrays.leaves)
+        summed: list[Summed] = []
+        for number, bucket in enumerate(buckets):
+            piece = Piece(
+                session=self.session,
+                feedback=self.feedback,
+                leaves=self.arrays.leaves,
+                bucket=bucket,
+                label=self.label,
+                spec=picked.name,
+                reduction="mean" if self.averages else self.wanted.reduction,
+                strategy=self.wanted.strategy,
+                factor=factor,
+                correction=shares.correction if shares and self.averages else _no_correction,
+                residuals=self.memory.residuals[number] if keeps else None,
+                step=self.memory.step if self.must_tell else 0,
+                number=number,
+                timeout_s=self.wanted.timeout_s,
+            )
+            came = self._add(piece, picked.scheme)
+            for index, array in _arrays_of(piece, came):
+                results[index] = array
+            summed.append(came)
+        return results, summed
+
+    def _add(self, piece: Piece, scheme: Scheme | None) -> Summed:
+        if not piece.count:
+            scheme = None
+        match scheme:
+            case None:
+                came = add_uncompressed(piece)
+            case TopK():
+                came = add_top_k(piece, scheme)
+            case RandomK():
+                came = add_random_k(piece, scheme)
+            case OneBit():
+                came = add_one_bit(piece)
+            case PowerSGD():
+                goes_on = self.averages or self.compression.feeds_back
+                came = add_low_rank(piece, scheme, self.memory if goes_on else None)
+            case _:
+                came = add_in_ring(piece)
+        return came
+
+    def succeeded(self, picked: _Picked, took_ns: int) -> None:
+        """All ops are done, here and so on all ranks."""
+        self.memory.step += 1
+        if picked.trials is not None:
+            picked.trials.tried(took_ns)
+
+
+def _arrays_of(piece: Piece, came: Summed) -> Iterable[tuple[int, object]]:
+    """The user's arrays, each with its index."""
+    leaf = piece.only_leaf
+    if leaf is None or not came.in_room:
+        return read(piece.bucket, piece.leaves, came.values, came.divisor)
+    if came.divisor is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.divide(came.values, np.float32(came.divisor), out=came.values)
+    return [(piece.bucket.leaves[0], leaf.rebuild(came.values.reshape(leaf.values.shape)))]
+
+
+def _no_correction(_: World) -> float:
+    return 1.0
+
+
+def _comparison(ways: Sequence[Scheme | None], best_ns: Sequence[int]) -> str:
+    """What each way took, for a person.
+
+    >>> _comparison((None, OneBit()), (60_000_000, 21_000_000))
+    'tried on these ranks: none 60 ms, onebit() 21 ms'
+    """
+    names = ["none" if way is None else spec(way) for way in ways]
+    pairs = zip(names, best_ns, strict=True)
+    return "tried on these ranks: " + ", ".join(f"{name} {ns / 1e6:.3g} ms" for name, ns in pairs)

@@ -1,0 +1,187 @@
+"""What compression has left out of each model's values, kept from one call to the next."""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+
+from pmesh.client.collective.bucketed import Arrays
+from pmesh.client.feedback.auto_tune import Trials
+from pmesh.client.link.arenas import Kept, Residuals
+from pmesh.client.link.session import OpSession
+from pmesh.client.trees.pytree import digest
+from pmesh.compression.blocks import Float32s
+from pmesh.core.ops.reductions import Values
+from pmesh.errors import UsageError
+
+_logger = logging.getLogger("pmesh")
+
+_PIECE_VALUES = 64 * 1024  # added up in the CPU's cache
+_RESIDUAL, _STEP = "residual", "step"
+
+
+@dataclass(slots=True)
+class Memory:
+    """Of one tree of one model."""
+
+    layout: str
+    """A digest of the shapes."""
+    count: int
+    """Values of the whole tree."""
+    step: int = 0
+    """Compressed calls that have succeeded; all ranks agree on the most of any."""
+    residuals: list[Residuals] = field(default_factory=list[Residuals])
+    """Of each bucket, in the tree's order; empty before the first call with feedback."""
+    warm: dict[str, Float32s] = field(default_factory=dict[str, Float32s])
+    """Where PowerSGD's next power iteration begins, by its spec."""
+    trials: Trials | None = None
+
+    def fits(self, layout: str, count: int) -> bool:
+        """Whether it is of arrays of these shapes, so many values in all."""
+        return self.layout == layout and self.count == count
+
+    def divide(self, counts: tuple[int, ...], session: OpSession, *, in_arenas: bool) -> None:
+        """Have a residual for each bucket, of these lengths, of the same values as before.
+
+        Args:
+            counts: values of each bucket.
+            session: of the next ops.
+            in_arenas: the agent is to read and write them.
+        """
+        if tuple(each.values.size for each in self.residuals) != counts:
+            whole = self.residual()
+            for each in self.residuals:
+                session.drop(each)
+            ends = np.cumsum(counts).tolist()
+            self.residuals = [
+                in_memory(whole[end - count : end]) for end, count in zip(ends, counts, strict=True)
+            ]
+        if in_arenas:
+            self.residuals = [_of_session(each, session) for each in self.residuals]
+
+    def residual(self) -> Float32s:
+        """A copy of all that was left out, in the tree's order; zeros if nothing was."""
+        parts = [each.values for each in self.residuals]
+        whole = np.concatenate(parts) if parts else np.zeros(self.count, np.float32)
+        return cast("Float32s", whole)
+
+    def norm(self) -> float | None:
+        """The L2 norm of all that was left out on this rank; None without feedback."""
+        if not self.residuals:
+            return None
+        return math.sqrt(sum(_squares(each.values) for each in self.residuals))
+
+
+class Feedback:
+    """The memories of a mesh, or of a group."""
+
+    def __init__(self) -> None:
+        self._memories: dict[str, Memory] = {}
+        self._scratch: Float32s = np.empty(0, np.float32)
+        self._clipped = 0
+        self._clipped_told = 0
+
+    def of(self, model: str, arrays: Arrays) -> Memory:
+        """What is kept for such arrays; a fresh one if it is kept for other shapes."""
+        key = f"{model}|{digest(arrays.tree.paths)}"
+        shapes = [leaf.values.shape for leaf in arrays.leaves]
+        layout = digest([str(shape) for shape in shapes])
+        count = sum(leaf.values.size for leaf in arrays.leaves)
+        memory = self._memories.get(key)
+        if memory is not None and memory.fits(layout, count):
+            return memory
+        if memory is not None and memory.norm():
+            _logger.warning(
+                "arrays have other shapes than in the last call: what compression had left out of "
+                "them, a norm of %.3g, is dropped; if these are another model's, name it: "
+                "PowerSGD(model='critic')",
+                memory.norm(),
+            )
+        memory = self._memories[key] = Memory(layout, count)
+        return memory
+
+    def scratch(self, count: int) -> Float32s:
+        """Memory for one bucket's values; the same at each call, as fresh memory is slow."""
+        if self._scratch.size < count:
+            self._scratch = np.empty(count, np.float32)
+        return self._scratch[:count]
+
+    def note_clipped(self, count: int, what: str) -> None:
+        """Warn of clipped values: of the first, and again when they have doubled."""
+        self._clipped += count
+        if count and self._clipped >= 2 * self._clipped_told:
+            self._clipped_told = self._clipped
+            _logger.warning(
+                "%d values were larger than 65504 and were clipped by %s in this call, %d since "
+                "the beginning; bf16 has no such limit",
+                count,
+                what,
+                self._clipped,
+            )
+
+    def state(self) -> dict[str, Values]:
+        """All memories as arrays of numpy; copies."""
+        state: dict[str, Values] = {}
+        for key, memory in self._memories.items():
+            name = f"{key}|{memory.layout}|{memory.count}|"
+            state[name + _STEP] = np.array(memory.step)
+            if memory.residuals:
+                state[name + _RESIDUAL] = memory.residual()
+            state |= {name + spec: warm.copy() for spec, warm in memory.warm.items()}
+        return state
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `state` has returned, instead of all there is.
+
+        Raises:
+            UsageError: it has not returned that.
+        """
+        memories: dict[str, Memory] = {}
+        try:
+            for name, value in state.items():
+                model, paths, layout, count, what = name.split("|")
+                memory = memories.setdefault(f"{model}|{paths}", Memory(layout, int(count)))
+                _load_into(memory, what, np.asarray(value))
+        except (ValueError, TypeError, AttributeError) as e:
+            raise UsageError(f"this is not what error_feedback_state() has returned: {e}") from e
+        self._memories = memories
+
+
+def in_memory(values: Float32s) -> Residuals:
+    """A residual of these values, which it keeps, out of the agent's reach."""
+    return Residuals(Kept(-1, values), Kept(-1, np.empty_like(values)))
+
+
+def _of_session(residuals: Residuals, session: OpSession) -> Residuals:
+    if session.has(residuals):
+        return residuals
+    made = session.residuals(residuals.values.size)
+    np.copyto(made.values, residuals.values)
+    return made
+
+
+def _squares(values: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]") -> float:
+    pieces = range(0, values.size, _PIECE_VALUES)
+    return sum(float(np.dot(piece, piece)) for piece in _cut(values, pieces))
+
+
+def _cut(values: Any, starts: Iterable[int]) -> Iterable[Any]:  # noqa: ANN401 - numpy's slices
+    return (values[start : start + _PIECE_VALUES] for start in starts)
+
+
+def _load_into(memory: Memory, what: str, value: Values) -> None:
+    if what == _STEP:
+        memory.step = int(value)
+        return
+    values = cast("Float32s", value.astype(np.float32))
+    if values.ndim != 1 or not np.isfinite(values).all():
+        raise ValueError(f"{what} is to be finite numbers in one dimension")
+    if what == _RESIDUAL:
+        if values.size != memory.count:
+            raise ValueError(f"{values.size} residuals of {memory.count} values")
+        memory.residuals = [in_memory(values)]
+    else:
+        memory.warm[what] = values

@@ -1,0 +1,171 @@
+"""What a rank of a mesh or a group can call; and groups, each of which is a job of its own."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from pmesh.client.calls.moving import Moving, Objects
+from pmesh.client.calls.point_to_point import Messages
+from pmesh.client.calls.queue import Handle, Run
+from pmesh.client.calls.reducing import Averaging
+from pmesh.client.collective.bucketed import LastOp
+from pmesh.client.collective.rank_order import Order
+from pmesh.client.elastic.membership import JobPlace
+from pmesh.client.link.session import OpSession
+from pmesh.client.trees.pytree import digest
+from pmesh.core.wire.link import Call
+from pmesh.errors import (
+    AgentStopped,
+    GroupBroken,
+    HistorySuperseded,
+    RankLost,
+    RosterChanged,
+    UsageError,
+)
+from pmesh.ids import JobName, TrainerId
+
+
+class Collectives(Averaging, Moving, Objects, Messages):
+    """The collectives, under the names of `torch.distributed` where they mean the same.
+
+    They block until the result is there, and take an array of numpy, MLX or torch, where it makes
+    sense also a (nested) dict, list or tuple of them. They return the same types and dtypes, bit
+    for bit alike on every rank, and leave their arguments as they were. Every rank must make the
+    same calls in the same order, whatever the library its arrays are of. With `async_op=True` they
+    return a `Handle` at once; calls run in the order in which they were made. Messages between two
+    ranks go beside them.
+    """
+
+
+T = TypeVar("T")
+
+_NAME_CHARACTERS = 40  # of the job's name, in the group's
+_BREAKS = (RankLost, RosterChanged, HistorySuperseded, AgentStopped)
+
+
+class Group(Collectives):
+    """Some ranks of a mesh. Get one from `Mesh.group`, `Mesh.split` or a `DeviceMesh`.
+
+    Its ranks count from 0 in the order in which they were named. Groups run at the same time as
+    each other and as the mesh. When a rank of it is lost, its calls raise GroupBroken from then on,
+    on all that are left.
+    """
+
+    def __init__(
+        self,
+        place: JobPlace,
+        order: Order,
+        ranks: Sequence[int],
+        forget: "Callable[[Group], None]",
+    ) -> None:
+        super().__init__(place, order)
+        self._ranks = tuple(ranks)
+        self._forget = forget
+        self._broken: str | None = None
+
+    def __repr__(self) -> str:
+        return f"<Group of ranks {list(self._ranks)}, rank {self.rank} of {self.size}>"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The mesh's ranks that it was made of, in the group's order."""
+        return self._ranks
+
+    def close(self) -> None:
+        """Leave the group. A call in which another thread waits raises MeshClosed there."""
+        super().close()
+        self._forget(self)
+
+    def stop_with_mesh(self, *, crashed: BaseException | None) -> None:
+        """Leave the group, or end as a crash, as the mesh does that it is of."""
+        self._stop(crashed=crashed)
+
+    def _do(self, run: Run[T], *, async_op: bool = False) -> T | Handle[T]:
+        def run_whole(place: JobPlace) -> tuple[Callable[[], T], LastOp | None]:
+            if self._broken is not None:
+                raise GroupBroken(self._broken)
+            try:
+                return run(place)
+            except _BREAKS as e:
+                self._broken = _broken(self._ranks, e)
+                raise GroupBroken(self._broken) from e
+
+        return super()._do(run_whole, async_op=async_op)
+
+
+class Groups:
+    """Those that one trainer has made of its mesh."""
+
+    def __init__(self, place: JobPlace, job: str) -> None:
+        self._place = place
+        self._job = job
+        self._made: Counter[tuple[TrainerId, ...]] = Counter()
+        self._open: set[Group] = set()
+
+    def make(
+        self, trainers: tuple[TrainerId, ...], ranks: Sequence[int], timeout_s: float
+    ) -> Group:
+        """A group of these, in this order; returns when all have come.
+
+        All of them make the same groups in the same order, so that they give them one name. What
+        did not come together does not count: some may not have tried, as when a `split` failed at
+        some of its ranks and had returned at others (O4).
+        """
+        which = f"{digest([self._job, str(trainers)])}.{self._made[trainers]}"
+        name = JobName(f"{self._job[:_NAME_CHARACTERS]}/{which}")
+        try:
+            place = self._place.open(name, trainers, timeout_s)
+            self._made[trainers] += 1  # at all of them: it began in one view
+            try:
+                order = _order_of(place, trainers.index(self._me()), timeout_s)
+            except BaseException:
+                place.leave()
+                raise
+        except _BREAKS as e:
+            raise GroupBroken(_broken(ranks, e)) from e
+        group = Group(place, order, ranks, self._open.discard)
+        self._open.add(group)
+        return group
+
+    def stop(self, *, crashed: BaseException | None) -> None:
+        """Leave them all, or end them as a crash."""
+        for group in tuple(self._open):
+            group.stop_with_mesh(crashed=crashed)
+
+    def _me(self) -> TrainerId:
+        world = self._place.world
+        return world.trainers[world.rank]
+
+
+def check_ranks(ranks: Sequence[int], size: int) -> None:
+    """Raises UsageError unless they are different ranks of a mesh of this size."""
+    if len(ranks) == 0 or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(size)):
+        raise UsageError(
+            f"a group is of different ranks from 0 to {size - 1}, at least one, not {list(ranks)}"
+        )
+
+
+def _broken(ranks: Sequence[int], why: BaseException) -> str:
+    return f"this group of ranks {list(ranks)} is broken: {why}"
+
+
+def ranks_by_color(told: Sequence[Sequence[int]], color: int) -> list[int]:
+    """Who has given this color, by key, those with the same key by rank.
+
+    >>> ranks_by_color([[0, 5], [1, 0], [0, 2]], 0)
+    [2, 0]
+    """
+    mine = [(key, rank) for rank, (theirs, key) in enumerate(told) if theirs == color]
+    return [rank for _, rank in sorted(mine)]
+
+
+def _order_of(place: JobPlace, index: int, timeout_s: float) -> Order:
+    """Each tells its place in the group: the agents' ring is in another order."""
+
+    def ops(session: OpSession) -> tuple[TrainerId, ...]:
+        session.input_values("int64", 1, room_bytes=0)[:] = index
+        done = session.run_op(Call("exchange", "int64", (1,)), "int64", 1, timeout_s=timeout_s)
+        told: list[int] = done.values.tolist()
+        return tuple(done.world.trainers[told.index(i)] for i in range(len(told)))
+
+    return Order(place.run(ops, lambda world: world.trainers))

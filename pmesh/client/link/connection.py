@@ -1,0 +1,155 @@
+"""The trainer's end of the Unix socket: blocking, whole messages, and descriptors with them."""
+
+import array
+import contextlib
+import os
+import select
+import socket
+import time
+from collections import deque
+from pathlib import Path
+
+from pmesh.core.wire.framing import FrameReader, frame
+from pmesh.core.wire.local import (
+    MAX_SESSION_MESSAGE_BYTES,
+    Reply,
+    Request,
+    decode_reply_untrusted,
+    encode,
+)
+from pmesh.errors import AgentNotRunning, AgentStopped, ProtocolError
+
+SILENCE_S = 60.0  # an agent that lives says something every 10 s while a call waits (I6)
+_QUEUE_FULL_RETRY_S = 0.01  # an agent accepts all that wait in one turn of its loop
+_RECEIVE_BYTES = 64 * 1024
+_ANCILLARY_BYTES = socket.CMSG_SPACE(16 * array.array("i").itemsize)
+_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # macOS has no such flag
+
+
+class AgentConnection:
+    """A connection to the agent that listens at `path`; a silence of `silence_s` (60) ends it.
+
+    Raises:
+        AgentNotRunning: nobody listens there.
+        AgentStopped: somebody does, but has not answered for so long.
+    """
+
+    def __init__(self, path: Path, *, silence_s: float | None = None) -> None:
+        self.path = path
+        self._silence_s = SILENCE_S if silence_s is None else silence_s
+        self._reader = FrameReader(max_bytes=MAX_SESSION_MESSAGE_BYTES)
+        self._descriptors: deque[int] = deque()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(self._silence_s)
+        try:
+            self._connect()
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def _connect(self) -> None:
+        deadline = time.monotonic() + self._silence_s
+        while True:
+            try:
+                self._socket.connect(str(self.path))
+            except BlockingIOError as e:  # Linux: the agent lives, and many wait before us
+                if time.monotonic() >= deadline:
+                    raise self._stopped(TimeoutError()) from e
+                time.sleep(_QUEUE_FULL_RETRY_S)
+            except OSError as e:
+                raise AgentNotRunning(
+                    f"no agent listens at {self.path} ({e.strerror or e}); "
+                    "start one with 'pmesh up'"
+                ) from e
+            else:
+                return
+
+    def send(self, *requests: Request) -> None:
+        """Send requests, in one write; raises AgentStopped if the agent is gone."""
+        try:
+            self._socket.sendall(b"".join(frame(encode(request)) for request in requests))
+        except OSError as e:
+            raise self._stopped(e) from e
+
+    def receive(self) -> Reply:
+        """The next reply.
+
+        Raises:
+            AgentStopped: the agent is gone, or has been silent for too long.
+            ProtocolError: something else than a reply arrived.
+        """
+        while (message := self._reader.next_message_untrusted()) is None:
+            self._reader.receive_data(self._receive_data())
+        return decode_reply_untrusted(message)
+
+    def receive_within(self, timeout_s: float | None) -> Reply | None:
+        """The next reply; None if nothing comes in so many seconds. Raises as `receive`."""
+        message = self._reader.next_message_untrusted()
+        if message is not None:
+            return decode_reply_untrusted(message)
+        poll = select.poll()  # not select: that knows no descriptor above 1,023
+        poll.register(self._socket.fileno(), select.POLLIN)
+        if timeout_s is not None and not poll.poll(1000 * timeout_s):
+            return None
+        return self.receive()
+
+    def await_end(self) -> None:
+        """Wait until the agent has closed the connection; AgentStopped if it only falls silent."""
+        try:
+            while self._socket.recv(_RECEIVE_BYTES):
+                pass
+        except ConnectionResetError:
+            return  # ended too
+        except OSError as e:
+            raise self._stopped(e) from e
+
+    def take_descriptor(self) -> int:
+        """The descriptor that came with the reply; the caller closes it.
+
+        Each comes with the last byte of its message, so they are taken in the order of messages.
+        """
+        if not self._descriptors:
+            raise ProtocolError("a reply came without its descriptor")
+        return self._descriptors.popleft()
+
+    def interrupt(self) -> None:
+        """Make a `receive` of another thread end, with AgentStopped."""
+        with contextlib.suppress(OSError):  # it has just ended by itself
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection; without a Leave before, the agent takes it for a crash."""
+        self._socket.close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+    def _receive_data(self) -> bytes:
+        # Never a plain recv: it would read past a descriptor and lose it without a word.
+        try:
+            data, ancillary, _, _ = self._socket.recvmsg(
+                _RECEIVE_BYTES, _ANCILLARY_BYTES, _CLOSE_ON_EXEC
+            )
+        except OSError as e:
+            raise self._stopped(e) from e
+        for level, kind, rights in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._keep_descriptors(rights)
+        if not data:
+            raise AgentStopped(
+                f"the agent at {self.path} has ended; its log says why, 'pmesh up' starts another"
+            )
+        return data
+
+    def _keep_descriptors(self, rights: bytes) -> None:
+        descriptors = array.array("i")
+        descriptors.frombytes(rights[: len(rights) - len(rights) % descriptors.itemsize])
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)  # noqa: FBT003 - the name of the call says it
+            self._descriptors.append(descriptor)
+
+    def _stopped(self, error: OSError) -> AgentStopped:
+        if isinstance(error, TimeoutError):
+            what = f"has not answered for {self._silence_s:g} s"
+        else:
+            what = f"went away: {error.strerror or error}"
+        return AgentStopped(f"the agent at {self.path} {what}; see its log, or 'pmesh status'")

@@ -1,0 +1,275 @@
+"""A trainer's second connection to its agent, for letters: several calls at a time, of any thread.
+
+Whoever waits first reads, for all: an answer that is another's wakes that one up.
+"""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from pmesh.client.link.arenas import Mapped, map_arena
+from pmesh.client.link.connection import AgentConnection
+from pmesh.client.link.session import error_of
+from pmesh.core.ops.reductions import Values
+from pmesh.core.wire.link import Letter
+from pmesh.core.wire.local import (
+    ArenaGone,
+    ArenaGranted,
+    DropArena,
+    LetterFailed,
+    LetterReceived,
+    LetterSent,
+    LetterWaits,
+    ReceiveLetter,
+    Refused,
+    Reply,
+    Request,
+    SendLetter,
+    WantArena,
+)
+from pmesh.errors import AgentStopped, MeshClosed, PmeshError, ProtocolError
+from pmesh.ids import TrainerId
+
+KEPT_INPUTS = (
+    4  # arenas that wait for the next send: faulting in fresh memory costs more than a copy
+)
+_ARENA = -1
+"""In the place of a call: the answer to WantArena."""
+
+_logger = logging.getLogger("pmesh")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A letter that has been received."""
+
+    source: TrainerId
+    letter: Letter
+    data: Values
+    """Flat uint8, the caller's to keep."""
+
+
+class MailSession:
+    """Sends and receives over one attached connection."""
+
+    def __init__(self, connection: AgentConnection) -> None:
+        self._connection = connection
+        self._news = threading.Condition()
+        self._reading = False
+        self._answers: dict[int, Reply] = {}
+        self._under_way: set[int] = set()
+        self._calls = 0
+        self._sending = threading.Lock()
+        self._wanting = threading.Lock()
+        self._inputs: list[Mapped] = []
+        self._lent: dict[int, Mapped] = {}
+        self._maps: dict[int, Mapped] = {}
+        self._ended: PmeshError | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether another connection is needed for further calls."""
+        return self._ended is not None
+
+    def begin_send(self, to: TrainerId, letter: Letter, data: Values, timeout_s: float) -> int:
+        """Put an array's bytes where the agent reads them; returns the call's number."""
+        arena = None
+        if letter.nbytes:
+            arena = self._take_input(letter.nbytes)
+            np.frombuffer(arena.memory, np.uint8, letter.nbytes)[:] = data
+        number = -1 if arena is None else arena.number
+        with self._sending:
+            call = self._next_call()
+            if arena is not None:
+                self._lent[call] = arena
+            self._send(SendLetter(call, to, letter, number, timeout_s))
+        return call
+
+    def begin_receive(self, sources: tuple[TrainerId, ...], tag: int, timeout_s: float) -> int:
+        """Ask for a letter of one of these; returns the call's number."""
+        with self._sending:
+            call = self._next_call()
+            self._send(ReceiveLetter(call, sources, tag, timeout_s))
+        return call
+
+    def done(self, call: int) -> bool:
+        """Whether a call has ended, well or badly."""
+        try:
+            while call in self._under_way - set(self._answers) and self._read_some(0.0):
+                pass
+        except PmeshError:
+            return True
+        return call in self._answers or call not in self._under_way or self.has_ended
+
+    def end(self, call: int, timeout_s: float | None) -> Arrived | None:
+        """Wait for a call; what it has received, if it is a receive.
+
+        Raises:
+            TimeoutError: it is still under way.
+            PmeshError: what became of it; MeshClosed or AgentStopped if the connection has ended.
+        """
+        match reply := self._await(call, timeout_s):
+            case LetterSent():
+                return None
+            case LetterFailed():
+                raise error_of(reply.verdict)
+            case LetterReceived():
+                return self._arrived(reply)
+            case _:
+                raise self._nonsense(type(reply).__name__)
+
+    def close(self, reason: str) -> None:
+        """End it; whoever waits gets MeshClosed, with this reason."""
+        self._end(MeshClosed(f"this mesh has ended: {reason}"))
+
+    def _end(self, why: BaseException) -> None:
+        with self._news:
+            if self._ended is None:
+                what = f"the connection for messages has ended: {str(why) or type(why).__name__}"
+                self._ended = why if isinstance(why, PmeshError) else MeshClosed(what)
+            if self._reading:
+                self._connection.interrupt()  # the reader closes it
+            else:
+                self._connection.close()
+                self._inputs.clear()
+                self._maps.clear()
+            self._news.notify_all()
+
+    # --- arenas
+
+    def _take_input(self, nbytes: int) -> Mapped:
+        with self._wanting:
+            fitting = [arena for arena in self._inputs if arena.nbytes >= nbytes]
+            if fitting:
+                best = min(fitting, key=lambda arena: arena.nbytes)
+                self._inputs.remove(best)
+                return best
+            with self._sending:
+                self._send(WantArena(nbytes))
+            match reply := self._await(_ARENA, None):
+                case ArenaGranted():
+                    return self._maps.pop(reply.arena)
+                case Refused():
+                    raise error_of(reply.verdict)
+                case _:
+                    raise self._nonsense(type(reply).__name__)
+
+    def _give_back(self, call: int) -> None:
+        arena = self._lent.pop(call, None)
+        if arena is None:
+            return
+        self._inputs.append(arena)
+        if len(self._inputs) > KEPT_INPUTS:
+            smallest = min(self._inputs, key=lambda arena: arena.nbytes)
+            self._inputs.remove(smallest)
+            with self._sending:
+                self._send(DropArena(smallest.number))
+
+    def _arrived(self, reply: LetterReceived) -> Arrived:
+        letter = reply.letter
+        if not letter.nbytes:
+            return Arrived(reply.source, letter, np.empty(0, np.uint8))
+        arena = self._maps.get(reply.arena)
+        if arena is None or arena.nbytes < letter.nbytes:
+            raise self._nonsense("a message in an arena that was not granted")
+        data = np.frombuffer(arena.memory, np.uint8, letter.nbytes).copy()
+        with self._sending:
+            self._send(DropArena(reply.arena))
+        return Arrived(reply.source, letter, data)
+
+    def _map(self, granted: ArenaGranted) -> None:
+        self._maps[granted.arena] = map_arena(granted, self._connection.take_descriptor())
+
+    # --- messages
+
+    def _next_call(self) -> int:
+        self._calls += 1
+        self._under_way.add(self._calls)
+        return self._calls
+
+    def _send(self, request: Request) -> None:
+        self._check_open()
+        try:
+            self._connection.send(request)
+        except BaseException as e:
+            self._end(e)
+            if isinstance(e, AgentStopped):  # perhaps because another thread has closed it
+                self._check_open()
+            raise
+
+    def _await(self, call: int, timeout_s: float | None) -> Reply:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            with self._news:
+                if call in self._answers:
+                    reply = self._answers.pop(call)
+                    break
+                self._check_open()
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                raise TimeoutError
+            self._read_some(left_s)
+        self._under_way.discard(call)
+        self._give_back(call)
+        return reply
+
+    def _read_some(self, timeout_s: float | None) -> bool:
+        """Read a message, or wait until somebody else has; whether anything may have come."""
+        with self._news:
+            self._check_open()
+            if self._reading:
+                return self._news.wait(timeout_s)
+            self._reading = True
+        reply: Reply | None = None
+        try:
+            reply = self._connection.receive_within(timeout_s)
+            if reply is not None:
+                self._sort(reply)
+        except ProtocolError as e:
+            raise self._nonsense(str(e)) from e
+        except BaseException as e:
+            self._end(e)
+            if isinstance(e, PmeshError):
+                self._check_open()  # whatever ended it first
+            raise
+        finally:
+            with self._news:
+                self._reading = False
+                if self._ended is not None:
+                    self._connection.close()
+                self._news.notify_all()
+        return reply is not None
+
+    def _sort(self, reply: Reply) -> None:
+        match reply:
+            case ArenaGranted(kind=kind):
+                self._map(reply)
+                if kind == "input":
+                    self._answers[_ARENA] = reply
+            case ArenaGone(arena):
+                self._maps.pop(arena, None)
+            case Refused():
+                self._answers[_ARENA] = reply
+            case LetterWaits(waited_s=waited_s, on=on):
+                names = " or ".join(on)
+                _logger.warning("waiting for a message for %.0f s, with %s", waited_s, names)
+            case LetterSent(call) | LetterReceived(call) | LetterFailed(call):
+                self._answers[call] = reply
+            case _:
+                raise ProtocolError(f"an answer to another question: {type(reply).__name__}")
+
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            # A copy: with the traceback of the original, arenas would stay mapped.
+            raise type(self._ended)(str(self._ended))
+
+    def _nonsense(self, what: str) -> AgentStopped:
+        error = AgentStopped(
+            f"the agent at {self._connection.path} sent what no agent sends ({what}); "
+            "if you have just updated pmesh, restart it: 'pmesh down', then 'pmesh up'"
+        )
+        self._end(error)
+        return error

@@ -1,0 +1,461 @@
+"""A trainer's session with its agent: one op after the other, through arenas.
+
+Once something unexpected has happened in the middle of an exchange, nobody knows which reply comes
+next. The session then ends, and says at each later call what had happened.
+"""
+
+import logging
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import msgspec
+import numpy as np
+
+from pmesh import errors
+from pmesh.client.link.arenas import (
+    Kept,
+    Mapped,
+    Region,
+    Residuals,
+    UsersArrays,
+    map_arena,
+    values_in,
+)
+from pmesh.client.link.connection import AgentConnection
+from pmesh.compression.blocks import Float32s
+from pmesh.core.ops.kinds import Extent, extent_of
+from pmesh.core.ops.reductions import WIRE_DTYPES, Values
+from pmesh.core.values import Verdict
+from pmesh.core.wire.link import Call
+from pmesh.core.wire.local import (
+    ENTERS,
+    MAX_COMPRESSION_TEXT,
+    TABLE_KINDS,
+    ArenaGone,
+    ArenaGranted,
+    Compresses,
+    Connect,
+    DropArena,
+    Joined,
+    Leave,
+    OpDone,
+    OpFailed,
+    Refused,
+    Reply,
+    Request,
+    StartOp,
+    StillWaiting,
+    WantArena,
+    WireDtype,
+    World,
+)
+from pmesh.errors import (
+    AgentStopped,
+    HistorySuperseded,
+    MeshClosed,
+    PmeshError,
+    ProtocolError,
+    RunError,
+    UsageError,
+)
+from pmesh.ids import OpNumber
+
+_RESIDUAL_BYTES = 4  # float32
+
+_logger = logging.getLogger("pmesh")
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An op that has completed."""
+
+    op: OpNumber
+    world: World
+    """Whose values are in the result (O5)."""
+    values: Values
+    """The result, to be read before the next op, or in its `meanwhile`."""
+    clipped: int = 0
+    """Finite values that the compression has clipped on this rank."""
+    lent: bool = False
+    """Whether the values are the caller's to keep."""
+
+
+class TrainerSession:
+    """Blocking, for one thread at a time; only `close` may be called from another."""
+
+    def __init__(self, connection: AgentConnection) -> None:
+        self._connection = connection
+        self.world = World(-1, (), ())
+        self._input: Mapped | None = None
+        self._input_retained = False
+        self._ahead: Mapped | None = None
+        self._ahead_is_filled = False
+        self._outputs: dict[int, Mapped] = {}
+        self._residuals: set[Residuals] = set()
+        self._users = UsersArrays()
+        self._next_op = OpNumber(0)
+        self._compression = ""
+        self._enters = False
+        self._ended: str | None = None
+
+    def join(self, request: Connect) -> Joined:
+        """Join a job; returns when it begins or if it runs already; raises what the agent says."""
+        reply = self._exchange(request)
+        if isinstance(reply, Joined):
+            self.world = reply.world
+            self._enters = reply.world.rank < 0
+            return reply
+        raise self._answer_error(reply)
+
+    def input_values(self, dtype: str, count: int, *, room_bytes: int) -> Values:
+        """Shared memory to put an op's values in.
+
+        It is used again, also across ops, but never after a broadcast's root has sent from it: that
+        input is the retained result which others may still fetch (O2). It is left to the agent,
+        which alone learns when nobody will, and which recycles it for a later request.
+
+        Args:
+            dtype: one of WIRE_DTYPES.
+            count: how many values.
+            room_bytes: what later ops of the same call need, so that it is asked for once.
+        """
+        if count == 0:
+            return np.empty(0, WIRE_DTYPES[dtype])
+        nbytes = count * WIRE_DTYPES[dtype].itemsize
+        if self._input is not None and (self._input_retained or self._input.nbytes < nbytes):
+            number, self._input = self._input.number, None
+            self._drop_arena(number)
+        if self._input is None:
+            self._input = self._want_arena(max(nbytes, room_bytes))
+            self._input_retained = False
+        with self._unless_it_fails():
+            return values_in(self._input, dtype, count)
+
+    def empty(self, dtype: str, count: int) -> Values:
+        """Flat values for the user to fill, and to reduce where they lie; dropped when they are.
+
+        Raises:
+            UsageError: the agent has no room for them.
+        """
+        if count == 0:
+            return np.empty(0, WIRE_DTYPES[dtype])
+        arena = self._want_arena(count * WIRE_DTYPES[dtype].itemsize)
+        with self._unless_it_fails():
+            return self._users.input(arena, values_in(arena, dtype, count))
+
+    def region_of(self, values: Values, wire: str) -> Region | None:
+        """Where an op can read these values without a copy; None: nowhere."""
+        return self._users.region_of(values, wire)
+
+    def prepare_ahead(self, nbytes: int) -> None:
+        """Ask for memory for `values_ahead`, as no op runs yet."""
+        if nbytes and self._input_retained and self._input is not None:
+            number, self._input = self._input.number, None  # or it would become the next one ahead
+            self._drop_arena(number)
+        if self._ahead is not None and self._ahead.nbytes < nbytes:
+            number, self._ahead = self._ahead.number, None
+            self._drop_arena(number)
+        if self._ahead is None and nbytes:
+            self._ahead = self._want_arena(nbytes)
+
+    def values_ahead(self, dtype: str, count: int) -> Values:
+        """While an op runs, shared memory for the next one's values; if this one succeeds."""
+        with self._unless_it_fails():
+            values = values_in(self._ahead, dtype, count)
+        self._ahead_is_filled = True
+        return values
+
+    def residuals(self, count: int) -> Residuals:
+        """Two arenas, zeroed, for what compressed all-reduces of `count` values round away.
+
+        Raises:
+            UsageError: the agent has no room for them.
+        """
+        committed = self._zeros(count)
+        try:
+            attempt = self._zeros(count)
+        except UsageError:
+            self._drop_arena(committed.arena)
+            raise
+        made = Residuals(committed, attempt)
+        self._residuals.add(made)
+        return made
+
+    def has(self, residuals: Residuals) -> bool:
+        """Whether they are this session's, and have not been dropped."""
+        return residuals in self._residuals
+
+    def drop(self, residuals: Residuals) -> None:
+        """Give their arenas back; nothing happens if they are not this session's."""
+        if not self.has(residuals):
+            return
+        self._residuals.remove(residuals)
+        for kept in (residuals.committed, residuals.attempt):
+            if kept.arena >= 0:
+                self._drop_arena(kept.arena)
+
+    def run_op(
+        self,
+        call: Call,
+        dtype: str,
+        count: int,
+        *,
+        timeout_s: float,
+        parts: tuple[int, ...] = (),
+        parts_in: tuple[int, ...] = (),
+        residuals: Residuals | None = None,
+        meanwhile: Callable[[], None] | None = None,
+        region: Region | None = None,
+        borrows: bool = False,
+    ) -> Done:
+        """Run one op, on the values that `input_values` was filled with if it has any here.
+
+        If the `meanwhile` of the op before has filled `values_ahead`, then on those. What it raises
+        ends the session: it is for work that can't fail. With a `region`, on the values there;
+        not for a broadcast's root. With `borrows` the result may be the caller's to keep.
+
+        A `sync` takes the trainer into the job, or back, if it is not in it (O6). For the arguments
+        see `StartOp`; of a compressed all-reduce the residuals are added to the values, and become
+        what it has rounded away here, but only if it succeeds (O9).
+
+        Raises:
+            ValueError: the residuals are another session's, or not as many as the values.
+            PmeshError: the op failed, with the same error at all ranks, and the session goes on;
+                or AgentStopped, and it does not.
+        """
+        enters = self._enters and call.kind == "sync"
+        number = OpNumber(ENTERS) if enters else self._next_op
+        wire = cast("WireDtype", dtype)
+        kept = (-1, -1) if residuals is None else self._arenas_of(residuals, count)
+        request = StartOp(
+            number, call, wire, count, -1, timeout_s, parts, parts_in, *kept, borrows=borrows
+        )
+        before = self._extent(request)
+        source = self._input if before.gives else None
+        if region is None and source is not None:
+            region = Region(source.number, 0)
+        if region is not None:
+            request = msgspec.structs.replace(request, arena=region.arena, offset=region.offset)
+        is_root = call.kind == "broadcast" and call.root == self.world.rank
+        self._input_retained = self._input_retained or is_root
+        self._ahead_is_filled = False
+        reply = self._exchange(request, meanwhile)
+        match reply:
+            case OpDone(op, output) if op == number or (enters and op >= 0):
+                self._op_has_ended(reply, consumed=True)
+                if self._ahead_is_filled:
+                    self._input, self._ahead = self._ahead, self._input
+                if residuals is not None and self.world.rank >= 0:
+                    residuals.swap()  # O9: also if the result was fetched
+                # A table has a row of each who is there now; a root is counted as it was then.
+                gets = (self._extent(request) if call.kind in TABLE_KINDS else before).gets
+                arena = source if is_root else self._outputs.get(output)
+                with self._unless_it_fails():
+                    values = values_in(arena, dtype, gets)
+                    if reply.lent and arena is not None:
+                        values = self._users.result(arena, values)
+                return Done(op, self.world, values, reply.clipped, reply.lent)
+            case OpFailed(op, verdict, consumed) if op == number or enters:
+                self._op_has_ended(reply, consumed=consumed)
+                error = error_of(verdict)
+                self._enters = self._enters or isinstance(error, HistorySuperseded)
+                raise error
+            case _:
+                raise self._answer_error(reply)
+
+    def show_compression(self, text: str) -> None:
+        """What `pmesh status` is to say of how values are compressed; sent when it changes."""
+        if text != self._compression:
+            self.check_open()
+            with self._unless_it_fails():
+                self._connection.send(Compresses(text[:MAX_COMPRESSION_TEXT]))
+            self._compression = text
+
+    def _arenas_of(self, residuals: Residuals, count: int) -> tuple[int, int]:
+        if not self.has(residuals):
+            raise ValueError("residuals of another session: copy their values into new ones")
+        if residuals.values.size != count:
+            raise ValueError(f"{residuals.values.size} residuals of {count} values")
+        return residuals.committed.arena, residuals.attempt.arena
+
+    def _zeros(self, count: int) -> Kept:
+        arena = self._want_arena(count * _RESIDUAL_BYTES) if count else None
+        with self._unless_it_fails():
+            values = values_in(arena, "float32", count)
+        values.fill(0)  # the agent gives out arenas again as they are
+        return Kept(-1 if arena is None else arena.number, cast("Float32s", values))
+
+    def _want_arena(self, nbytes: int) -> Mapped:
+        reply = self._exchange(WantArena(nbytes))
+        if not isinstance(reply, ArenaGranted):
+            raise self._answer_error(reply)
+        with self._unless_it_fails():
+            return self._map(reply)
+
+    def _drop_arena(self, number: int) -> None:
+        with self._unless_it_fails():
+            self._connection.send(DropArena(number))
+
+    def _extent(self, request: StartOp) -> Extent:
+        return extent_of(request, rank=self.world.rank, size=len(self.world.trainers))
+
+    def _op_has_ended(self, reply: OpDone | OpFailed, *, consumed: bool) -> None:
+        if reply.op >= 0:  # else it has not entered yet
+            self._next_op = OpNumber(reply.op + consumed)
+            self._enters = False
+        self.world = reply.world or self.world
+
+    def check_open(self) -> None:
+        """Raises MeshClosed, with the reason, if the session has ended."""
+        if self._ended is not None:
+            raise MeshClosed(f"this mesh has ended: {self._ended}")
+
+    def leave(self) -> None:
+        """End on purpose: the others see that this rank has left the job."""
+        if self._ended is None:
+            try:
+                self._connection.send(Leave())
+            except AgentStopped:
+                _logger.debug("the agent had gone before this trainer left")
+            self.end("it was closed")
+
+    def end(self, reason: str) -> None:
+        """End at once; without `leave`, the others see a crash."""
+        self._ended = self._ended or reason
+        self._connection.close()
+        self._input = self._ahead = None
+        self._outputs.clear()
+        self._residuals.clear()
+        self._users = UsersArrays()
+
+    def interrupt(self, reason: str) -> None:
+        """Make the call of another thread raise MeshClosed."""
+        self._ended = self._ended or reason
+        self._connection.interrupt()
+
+    def end_if_interrupted(self) -> None:
+        """After a call: close what `interrupt` had to leave open."""
+        if self._ended is not None:
+            self.end(self._ended)
+
+    def _exchange(self, request: Request, meanwhile: Callable[[], None] | None = None) -> Reply:
+        """Send a request and wait for the reply that ends it."""
+        self.check_open()
+        with self._unless_it_fails():
+            dropped = [DropArena(number) for number in self._users.take_dropped()]
+            self._connection.send(*dropped, request)
+            if meanwhile is not None:
+                meanwhile()
+            while True:
+                match reply := self._connection.receive():
+                    case StillWaiting():
+                        _logger.warning("%s", _describe(reply))
+                    case ArenaGranted(kind="output"):
+                        self._outputs[reply.arena] = self._map(reply)
+                    case ArenaGone(arena):
+                        self._outputs.pop(arena, None)
+                    case _:
+                        return reply
+
+    @contextmanager
+    def _unless_it_fails(self) -> Generator[None]:
+        """Whatever is raised inside, also a KeyboardInterrupt, ends the session."""
+        try:
+            yield
+        except BaseException as e:
+            closed = self._ended
+            self.end(f"{type(e).__name__}: {e}".rstrip(": "))
+            if closed is not None and isinstance(e, PmeshError):
+                raise MeshClosed(f"this mesh has ended: {closed}") from e
+            if isinstance(e, ProtocolError):
+                raise self._talks_nonsense(str(e)) from e
+            raise
+
+    def _map(self, granted: ArenaGranted) -> Mapped:
+        return map_arena(granted, self._connection.take_descriptor())
+
+    def _answer_error(self, reply: Reply) -> PmeshError:
+        if isinstance(reply, Refused):
+            return error_of(reply.verdict)
+        self.end(f"the agent answered with {type(reply).__name__}")
+        return self._talks_nonsense(f"an answer to another question: {type(reply).__name__}")
+
+    def _talks_nonsense(self, what: str) -> AgentStopped:
+        return AgentStopped(
+            f"the agent at {self._connection.path} sent what no agent sends ({what}); "
+            "if you have just updated pmesh, restart it: 'pmesh down', then 'pmesh up'"
+        )
+
+
+def error_of(verdict: Verdict) -> PmeshError:
+    """The error that a verdict names; RunError if this version does not know it."""
+    found: object = getattr(errors, verdict.error, None)
+    if isinstance(found, type) and issubclass(found, PmeshError) and found is not ProtocolError:
+        return found(verdict.message)
+    return RunError(verdict.message)
+
+
+def _describe(waiting: StillWaiting) -> str:
+    what = "the job" if waiting.op < 0 else f"op {waiting.op}"
+    on = ", ".join(waiting.on) or "nobody in particular"
+    return f"waiting for {what} for {waiting.waited_s:.0f} s; missing: {on}"
+
+
+class OpSession(Protocol):
+    """Runs ops one after the other; see `TrainerSession`."""
+
+    @property
+    def world(self) -> World:
+        """The ranks, after the last op."""
+        ...
+
+    def input_values(self, dtype: str, count: int, *, room_bytes: int) -> Values:
+        """Memory to put an op's values in; the next op reads it."""
+        ...
+
+    def region_of(self, values: Values, wire: str) -> Region | None:
+        """Where an op can read these values without a copy; None: nowhere."""
+        ...
+
+    def prepare_ahead(self, nbytes: int) -> None:
+        """Before the first op of a call: later ones will take so many bytes of `values_ahead`."""
+        ...
+
+    def values_ahead(self, dtype: str, count: int) -> Values:
+        """In a `meanwhile`: memory to put the next op's values in."""
+        ...
+
+    def residuals(self, count: int) -> Residuals:
+        """A residual of so many zeros, for ops of this session."""
+        ...
+
+    def has(self, residuals: Residuals) -> bool:
+        """Whether they are this session's; else their values are to be copied into new ones."""
+        ...
+
+    def drop(self, residuals: Residuals) -> None:
+        """They are needed no more; nothing happens if they are not this session's."""
+        ...
+
+    def show_compression(self, text: str) -> None:
+        """What `pmesh status` is to say of how values are compressed."""
+        ...
+
+    def run_op(
+        self,
+        call: Call,
+        dtype: str,
+        count: int,
+        *,
+        timeout_s: float,
+        parts: tuple[int, ...] = (),
+        parts_in: tuple[int, ...] = (),
+        residuals: Residuals | None = None,
+        meanwhile: Callable[[], None] | None = None,
+        region: Region | None = None,
+        borrows: bool = False,
+    ) -> Done:
+        """Run one op to its end, the same for all ranks."""
+        ...

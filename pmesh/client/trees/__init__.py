@@ -1,0 +1,1 @@
+"""Arrays of any library, in nested containers."""

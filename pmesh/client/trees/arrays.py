@@ -1,0 +1,194 @@
+"""Arrays of any library as numpy sees them, into an arena and out of it.
+
+float16 and bfloat16 travel, and are added, as float32. bfloat16 is unknown to numpy: here it is a
+uint16 with the same bits.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, cast
+
+import numpy as np
+
+from pmesh.client.trees.pytree import Tree
+from pmesh.core.ops.reductions import Values
+from pmesh.errors import UnsupportedArray
+
+WIRE_OF = MappingProxyType(
+    {
+        "float64": "float64",
+        "float32": "float32",
+        "float16": "float32",
+        "bfloat16": "float32",
+        "int64": "int64",
+        "int32": "int32",
+        "bool": "bool",
+    }
+)
+"""What each dtype travels as."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """An array of the user's."""
+
+    dtype: str
+    values: Values
+    """A view of it, never written (I8); of the dtype, in any byte order, or bfloat16's bits."""
+    rebuild: Callable[[Values], object]
+    """An array like the user's, from native values of the same dtype and shape."""
+    rebuild_copies: bool = False
+    """Whether `rebuild` leaves alone what it is given, so that it may be an arena."""
+    target: "Values | None" = None
+    """What `rebuild` writes to, if it is of the dtype that travels."""
+    takes_read_only: bool = False
+    """Whether the array may be one that can't be written to."""
+
+    @property
+    def wire(self) -> str:
+        """The dtype that travels."""
+        return WIRE_OF[self.dtype]
+
+    def fill(self, region: Values, weight: float | None = None) -> None:
+        """Put the values, each times the weight if there is one, into a region of an arena.
+
+        A weight of 0 says that there is nothing to count: then the values are not looked at, since
+        a mean over no samples is NaN.
+        """
+        shaped = region.reshape(self.values.shape)
+        if weight == 0:
+            shaped.fill(0)
+        elif self.dtype == "bfloat16":
+            np.left_shift(self.values, 16, out=shaped.view(np.uint32), dtype=np.uint32)
+            if weight is not None:
+                _multiply(shaped, weight, shaped)
+        elif weight is None:
+            np.copyto(shaped, self.values)
+        else:
+            _multiply(self.values, weight, shaped)
+
+    def may_keep(self, dtype: "np.dtype[Any]") -> bool:
+        """Whether the array that `of` makes of values of this dtype has them as its memory."""
+        return not self.rebuild_copies and self.dtype == _name_of(dtype)
+
+    def of(self, values: Values) -> object:
+        """An array like the user's with these values, which become its memory if they can.
+
+        Rounds to the nearest, ties to even; what is too large for the dtype becomes infinite.
+
+        Args:
+            values: flat, of the dtype that travels.
+        """
+        shaped = values.reshape(self.values.shape)
+        if self.dtype == "bfloat16":
+            return self.rebuild(_bfloat16_bits(shaped))
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self.rebuild(shaped.astype(self.dtype, casting="same_kind", copy=False))
+
+    def quotient(self, values: Values, divisor: float) -> object:
+        """The same with the quotients of these values; straight into the array that is there."""
+        if self.target is None:
+            return self.of(divided(values, divisor))
+        divided(values.reshape(self.values.shape), divisor, out=self.target)
+        return self.rebuild(self.target)
+
+    def like(self, region: Values) -> object:
+        """The same, which shares no memory with the region."""
+        return self.of(region.copy() if self.may_keep(region.dtype) else region)
+
+
+def divided(values: Values, divisor: float, *, out: "Values | None" = None) -> Values:
+    """The quotients, in fresh memory unless told otherwise; what is 0 / 0 is NaN."""
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        quotients: Values = np.divide(values, divisor, out=out)
+    return quotients
+
+
+def describe(tree: Tree) -> list[Leaf]:
+    """The tree's arrays; MLX arrays among them are evaluated, all in one go.
+
+    Raises:
+        UnsupportedArray: a leaf is no array, or of a dtype that does not travel.
+    """
+    evaluate_mlx(tree.leaves)
+    return [_describe(x, path) for path, x in zip(tree.paths, tree.leaves, strict=True)]
+
+
+def _describe(x: object, path: str) -> Leaf:
+    where = f"{path}: " if path else ""
+    if isinstance(x, np.ndarray | np.generic):
+        leaf = _numpy_leaf(cast("Values | np.generic", x), where)
+    elif is_of("mlx.core", "array", x):
+        from pmesh.client.trees import mlx  # noqa: PLC0415 - MLX is there, as the user has an array
+
+        leaf = mlx.describe(x, where)
+    elif is_of("torch", "Tensor", x):
+        from pmesh.client.trees import torch  # noqa: PLC0415 - likewise
+
+        leaf = torch.describe(x, where)
+    else:
+        kind = type(x).__name__
+        hint = "; wrap it, as in numpy.array(x)" if isinstance(x, bool | int | float) else ""
+        raise UnsupportedArray(f"{where}a {kind} is not an array{hint}")
+    return leaf
+
+
+def check_dtype(dtype: str, where: str) -> None:
+    """Raises UnsupportedArray, saying what is supported, unless the dtype is."""
+    if dtype not in WIRE_OF:
+        raise UnsupportedArray(f"{where}{dtype} is not supported; use {', '.join(WIRE_OF)}")
+
+
+def _numpy_leaf(x: "Values | np.generic", where: str) -> Leaf:
+    kind = type(x)
+    if isinstance(x, np.ndarray) and kind is not np.ndarray:
+        raise UnsupportedArray(
+            f"{where}a {kind.__name__} means more than its values; pass numpy.asarray(x)"
+        )
+    array = np.asarray(x)
+    dtype, name = array.dtype, _name_of(array.dtype)
+    check_dtype(name, where)
+
+    def rebuild(fresh: Values) -> object:
+        typed = fresh.view(dtype) if name == "bfloat16" else fresh.astype(dtype, copy=False)
+        return typed if kind is np.ndarray else typed[()]
+
+    values = array.view(np.uint16) if name == "bfloat16" else array
+    return Leaf(dtype=name, values=values, rebuild=rebuild, takes_read_only=True)
+
+
+@lru_cache(maxsize=64)  # numpy puts the name together anew each time, slowly
+def _name_of(dtype: "np.dtype[Any]") -> str:
+    return dtype.name
+
+
+def evaluate_mlx(leaves: Sequence[object]) -> None:
+    """Compute the MLX arrays among these, all in one go."""
+    found = [x for x in leaves if is_of("mlx.core", "array", x)]
+    if found:
+        from pmesh.client.trees import mlx  # noqa: PLC0415 - MLX is there, as the user has arrays of it
+
+        mlx.evaluate(found)
+
+
+def is_of(module: str, name: str, x: object) -> bool:
+    """Whether x is of that class, without importing its library for those who don't use it."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return isinstance(kind, type) and isinstance(x, kind)
+
+
+def _multiply(values: Values, weight: float, into: Values) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.multiply(values, weight, out=into, dtype=into.dtype)
+
+
+def _bfloat16_bits(values: Values) -> Values:
+    """float32 as bfloat16, rounded to nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values).view(np.uint32)  # with at least one dimension
+    rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
+    quiet = (bits >> 16) | 0x0040  # rounding would carry a NaN's low bits into infinity
+    chosen = np.where(np.isnan(values), quiet, rounded)
+    return chosen.astype(np.uint16).reshape(values.shape)

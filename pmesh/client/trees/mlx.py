@@ -1,0 +1,61 @@
+"""MLX arrays; the only file that knows MLX, imported when the user has an array of it."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import mlx.core as mx
+import numpy as np
+
+from pmesh.client.trees.arrays import Leaf, check_dtype
+from pmesh.client.trees.raw import RawArray, check_size
+from pmesh.core.ops.reductions import Values
+from pmesh.errors import ProtocolError
+
+
+def evaluate(arrays: Sequence[object]) -> None:
+    """Compute all of them at once, in this thread: MLX's streams belong to threads."""
+    mx.eval(*arrays)  # pyright: ignore[reportUnknownMemberType] - its stub leaves *args bare
+
+
+def describe(x: object, where: str) -> Leaf:
+    """An evaluated array as numpy sees it, without a copy: its memory is shared with the CPU."""
+    array = cast("mx.array", x)
+    dtype = str(array.dtype).removeprefix("mlx.core.")
+    check_dtype(dtype, where)
+    is_bfloat16 = dtype == "bfloat16"
+    values = cast("Values", np.array(array.view(mx.uint16) if is_bfloat16 else array, copy=False))
+
+    def rebuild(native: Values) -> mx.array:
+        if is_bfloat16:
+            return mx.array(native).view(mx.bfloat16)
+        return mx.array(native, dtype=array.dtype)  # else float64 would become float32
+
+    return Leaf(dtype=dtype, values=values, rebuild=rebuild, rebuild_copies=True)
+
+
+def to_raw(x: object, where: str) -> RawArray:
+    """An evaluated array as its bytes."""
+    del where  # there is none that has no bytes
+    array = cast("mx.array", x)
+    viewed = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    values = np.ascontiguousarray(cast("Values", np.array(viewed, copy=False))).reshape(-1)
+    return RawArray(
+        library="mlx",
+        dtype=str(array.dtype).removeprefix("mlx.core."),
+        shape=array.shape,
+        data=values.view(np.uint8) if values.size else np.empty(0, np.uint8),
+    )
+
+
+def from_raw(dtype: str, shape: tuple[int, ...], data: Values, like: object) -> mx.array:
+    """An array of a copy of these bytes; ProtocolError if none is like that."""
+    del like  # its memory is everyone's
+    found = getattr(mx, "bool_" if dtype == "bool" else dtype, None)
+    if not isinstance(found, mx.Dtype):
+        raise ProtocolError(f"no MLX array has the dtype {dtype!r}")
+    check_size(data, found.size, shape)
+    same_bits = np.dtype("uint16" if found == mx.bfloat16 else dtype)
+    values = data.view(same_bits) if data.size else np.empty(0, same_bits)
+    if found == mx.bfloat16:
+        return mx.array(values.reshape(shape)).view(mx.bfloat16)
+    return mx.array(values.reshape(shape), dtype=found)  # else float64 would become float32

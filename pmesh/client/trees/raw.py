@@ -1,0 +1,133 @@
+"""Arrays of any library as raw bytes, and back: nothing is converted, every dtype survives."""
+
+import importlib
+import math
+import re
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import numpy as np
+
+from pmesh.client.trees.arrays import is_of
+from pmesh.core.ops.reductions import Values
+from pmesh.errors import ProtocolError, UnsupportedArray, UsageError
+
+_ADAPTERS = {"mlx": "pmesh.client.trees.mlx", "torch": "pmesh.client.trees.torch"}
+_NOTATION = re.compile(r"[<>|][biufcmMSUV]\d{1,9}(\[\d{0,9}[a-zA-Z]{1,2}\])?")  # but no objects
+_EXTENSION = "ml_dtypes"  # where numpy has bfloat16 and its like from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawArray:
+    """An array of the user's as the bytes that it consists of."""
+
+    library: str
+    """numpy, scalar (numpy's), mlx or torch."""
+    dtype: str
+    """What that library calls it."""
+    shape: tuple[int, ...]
+    data: Values
+    """Flat uint8; a view of the array's memory where it lies there in one piece."""
+
+
+class _Adapter(Protocol):
+    def to_raw(self, x: object, where: str) -> RawArray: ...
+
+    def from_raw(
+        self, dtype: str, shape: tuple[int, ...], data: Values, like: object
+    ) -> object: ...
+
+
+def to_raw(x: object, where: str) -> RawArray | None:
+    """The array's bytes; None if x is no array.
+
+    MLX arrays must have been evaluated. Raises UnsupportedArray for what is more than its bytes.
+    """
+    if isinstance(x, np.ndarray | np.generic):
+        return _numpy_to_raw(cast("Values | np.generic", x), where)
+    for library, (module, name) in {
+        "mlx": ("mlx.core", "array"),
+        "torch": ("torch", "Tensor"),
+    }.items():
+        if is_of(module, name, x):
+            return _adapter(library).to_raw(x, where)
+    return None
+
+
+def from_raw(
+    library: str, dtype: str, shape: tuple[int, ...], data: Values, *, like: object
+) -> object:
+    """An array of these bytes, which it may keep as its memory.
+
+    Args:
+        library: as in `RawArray`.
+        dtype: likewise.
+        shape: likewise.
+        data: flat uint8, writable, its start aligned for every dtype.
+        like: what the user has in its place; a torch tensor goes to the same device.
+
+    Raises:
+        ProtocolError: no array is like that.
+        UsageError: the library is not installed here.
+    """
+    if library in ("numpy", "scalar"):
+        array = _numpy_from_raw(dtype, shape, data)
+        return array if library == "numpy" else array[()]
+    if library not in _ADAPTERS:
+        raise ProtocolError(f"arrays of {library!r}")
+    try:
+        adapter = _adapter(library)
+    except ImportError as e:
+        raise UsageError(
+            f"what has arrived holds {library} arrays, and {library} is not installed here"
+        ) from e
+    return adapter.from_raw(dtype, shape, data, like)
+
+
+def check_size(data: Values, itemsize: int, shape: tuple[int, ...]) -> None:
+    """Raises ProtocolError unless the bytes are as many as the array has."""
+    if min(shape, default=0) < 0 or math.prod(shape) * itemsize != data.size:
+        raise ProtocolError(f"{data.size} bytes for values of {itemsize} in the shape {shape}")
+
+
+def _adapter(library: str) -> _Adapter:
+    return cast("_Adapter", importlib.import_module(_ADAPTERS[library]))
+
+
+def _numpy_to_raw(x: "Values | np.generic", where: str) -> RawArray:
+    kind = type(x)
+    if isinstance(x, np.ndarray) and kind is not np.ndarray:
+        raise UnsupportedArray(
+            f"{where}a {kind.__name__} means more than its values; pass numpy.asarray(x)"
+        )
+    dtype = x.dtype
+    named = (name for name in (dtype.str, dtype.name) if _dtype_named(name) == dtype)
+    name = next(named, None)
+    if name is None:
+        raise UnsupportedArray(f"{where}an array of {dtype} is more than its bytes")
+    flat = np.ascontiguousarray(x).reshape(-1)
+    library = "numpy" if kind is np.ndarray else "scalar"
+    data = flat.view(np.uint8) if flat.size else np.empty(0, np.uint8)
+    return RawArray(library=library, dtype=name, shape=x.shape, data=data)
+
+
+def _numpy_from_raw(dtype: str, shape: tuple[int, ...], data: Values) -> Values:
+    found = _dtype_named(dtype)
+    if found is None:
+        raise ProtocolError(f"no numpy array has the dtype {dtype!r}")
+    check_size(data, found.itemsize, shape)
+    return data.view(found).reshape(shape) if data.size else np.empty(shape, found)
+
+
+def _dtype_named(name: str) -> "np.dtype[np.generic] | None":
+    """By numpy's own notation, which has the byte order in it, or from the extension."""
+    try:
+        if _NOTATION.fullmatch(name):
+            return np.dtype(name)
+        found: object = getattr(importlib.import_module(_EXTENSION), name, None)
+        if not isinstance(found, type):
+            return None
+        dtype: np.dtype[np.generic] = np.dtype(found)
+    except (ImportError, TypeError, ValueError):
+        return None
+    return None if dtype.hasobject else dtype  # as of every class that is no dtype's

@@ -1,0 +1,68 @@
+"""torch tensors; the only file that knows torch, imported when the user has one.
+
+torch is optional and may not be installed where this is checked, so it has no types here.
+"""
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+from pmesh.client.trees.arrays import Leaf, check_dtype
+from pmesh.client.trees.raw import RawArray, check_size
+from pmesh.core.ops.reductions import Values
+from pmesh.errors import ProtocolError, UnsupportedArray
+
+torch: Any = importlib.import_module("torch")
+
+
+def describe(x: Any, where: str) -> Leaf:  # noqa: ANN401 - a torch.Tensor
+    """A tensor on any device as numpy sees it; on the CPU without a copy.
+
+    The result is a plain tensor on the same device, outside of autograd, also for a Parameter.
+    """
+    _check_dense(x, where)
+    dtype = str(x.dtype).removeprefix("torch.")
+    check_dtype(dtype, where)
+    here = x.detach().to("cpu").resolve_neg()
+    values = here.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else here.numpy()
+
+    def rebuild(fresh: Values) -> object:
+        if dtype == "bfloat16":
+            return torch.from_numpy(fresh.view(np.int16)).view(torch.bfloat16).to(x.device)
+        return torch.from_numpy(fresh).to(x.device)
+
+    return Leaf(dtype=dtype, values=values, rebuild=rebuild)
+
+
+def to_raw(x: Any, where: str) -> RawArray:  # noqa: ANN401 - a torch.Tensor
+    """A tensor on any device as its bytes."""
+    _check_dense(x, where)
+    flat = x.detach().to("cpu").resolve_neg().resolve_conj().contiguous().reshape(-1)
+    return RawArray(
+        library="torch",
+        dtype=str(x.dtype).removeprefix("torch."),
+        shape=tuple(x.shape),
+        data=flat.view(torch.uint8).numpy(),
+    )
+
+
+def from_raw(dtype: str, shape: tuple[int, ...], data: Values, like: Any) -> object:  # noqa: ANN401
+    """A tensor on the device of `like`, if that is one too; ProtocolError if none is like that.
+
+    On the CPU its memory is `data`.
+    """
+    found: Any = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise ProtocolError(f"no torch tensor has the dtype {dtype!r}")
+    check_size(data, found.itemsize, shape)
+    if data.size:
+        fresh = torch.from_numpy(data).view(found).reshape(shape)
+    else:
+        fresh = torch.empty(shape, dtype=found)
+    return fresh.to(like.device) if isinstance(like, torch.Tensor) else fresh
+
+
+def _check_dense(x: Any, where: str) -> None:  # noqa: ANN401 - a torch.Tensor
+    if x.layout != torch.strided or x.is_quantized or x.device.type == "meta":
+        raise UnsupportedArray(f"{where}only dense torch tensors with data are supported")

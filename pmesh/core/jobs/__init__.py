@@ -1,0 +1,1 @@
+"""What a rank knows of its ops."""

@@ -1,0 +1,1 @@
+"""Whom to dial, when, and what a silence means."""

@@ -1,0 +1,93 @@
+"""Which addresses a machine tells others, and in which order those of another are dialled."""
+
+import ipaddress
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from pmesh.core.wire.link import MAX_ADDRESSES, Address
+
+InterfaceKind: TypeAlias = Literal["thunderbolt", "wired", "wifi", "loopback"]
+
+MAX_DIALLED: Final = 16  # a peer may claim thousands; a Mac with every port in use has about ten
+
+_PREFERENCE: Final[dict[InterfaceKind, int]] = {
+    "loopback": 0,  # the peer is on this machine
+    "thunderbolt": 1,
+    "wired": 2,
+    "wifi": 3,
+}
+_ROUTED: Final = len(_PREFERENCE)  # behind a router, or a host name: after all direct neighbours
+
+_IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalAddress:
+    """An address of one of this machine's own interfaces."""
+
+    interface: str
+    host: str
+    """An IP address without a scope."""
+    prefix_bits: int
+    """How many leading bits the interface's direct neighbours share with it."""
+    kind: InterfaceKind
+
+    @property
+    def is_link_local_v6(self) -> bool:
+        """Whether it means nothing without saying on which interface."""
+        address = ipaddress.ip_address(self.host)
+        return address.version == 6 and address.is_link_local  # noqa: PLR2004 - IP version 6
+
+    def reaches(self, host: str) -> bool:
+        """Whether the IP address (without a scope) is a direct neighbour on this interface."""
+        network = ipaddress.ip_network((self.host, self.prefix_bits), strict=False)
+        return ipaddress.ip_address(host) in network
+
+
+def told_to_others(local: Iterable[LocalAddress], *, port: int) -> tuple[Address, ...]:
+    """This machine's addresses as its Hello carries them, the best kind of interface first.
+
+    Without scopes: `%en0` names an interface of this machine, and nothing anywhere else. The first
+    64 are returned.
+    """
+    ordered = sorted(local, key=lambda own: _PREFERENCE[own.kind])
+    return tuple(dict.fromkeys(Address(own.host, port) for own in ordered))[:MAX_ADDRESSES]
+
+
+def in_dialling_order(
+    addresses: Iterable[Address], *, local: Sequence[LocalAddress]
+) -> tuple[Address, ...]:
+    """A peer's addresses as they are dialled from here: the fastest kind of interface first.
+
+    A link-local v6 address is tried on each interface that has one: its scope, if it came with
+    any, is the speaker's. Others that lie on no local network come last, in the given order. At
+    most 16 are returned.
+    """
+    ranked = [pair for address in addresses for pair in _ways_to(address, local)]
+    ranked.sort(key=lambda pair: pair[0])
+    return tuple(dict.fromkeys(address for _, address in ranked))[:MAX_DIALLED]
+
+
+def _ways_to(address: Address, local: Sequence[LocalAddress]) -> Iterator[tuple[int, Address]]:
+    ip = _ip_address(address.host)
+    if ip is None or ip.is_unspecified or ip.is_multicast:
+        if ip is None:
+            yield _ROUTED, address
+        return
+    if ip.version == 6 and ip.is_link_local:  # noqa: PLR2004 - IP version 6
+        for own in local:
+            if own.is_link_local_v6:
+                scoped = Address(f"{ip}%{own.interface}", address.port)
+                yield _PREFERENCE[own.kind], scoped
+        return
+    ranks = [_PREFERENCE[own.kind] for own in local if own.reaches(str(ip))]
+    yield min(ranks, default=_ROUTED), Address(str(ip), address.port)
+
+
+def _ip_address(host: str) -> _IpAddress | None:
+    """The IP address without its scope; None for a host name."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None

@@ -1,0 +1,315 @@
+"""The strategies of all_reduce, each as the plan of one rank.
+
+`source` and `result` are whole tensors. Every strategy is a barrier, with no values too: each rank
+sends at least one record in each step, if need be an empty one, and nobody gets through before all
+have come. Steps and bytes stand in docs/explanation/algorithms.md.
+
+ring          Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+              workstations" (2009).
+tree          Recursive halving, then recursive doubling: Thakur, Rabenseifner and Gropp,
+              "Optimization of collective communication operations in MPICH" (2005). There, ranks
+              beyond a power of two are folded into others, which then send up to 3 B. Here the
+              halves are those of a circulant graph (Träff, "Optimal, non-pipelined reduce-scatter
+              and allreduce algorithms", 2024): as few steps, and 2 B at most, for any number.
+centralized   All to rank 0 and back.
+hierarchical  A chain inside each island to its first rank, a ring of these, and the chain back: so
+              a slow edge carries no more than in a ring with one rank for each island.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from pmesh.core.ops.plan import Need, PlanMaker, RankPlan, Receive, Region, Send, Then, remembered
+from pmesh.core.ops.schedule import SEGMENT_BYTES, chunk_bounds, halvings, segments
+
+_Needs = tuple[Need, ...]
+
+
+class _Record(NamedTuple):
+    """A part of the tensor that travels as one."""
+
+    chunk: int
+    """Several chunks may be empty at the same offset."""
+    offset: int
+    nbytes: int
+
+
+def plan_ring(
+    *, rank: int, size: int, count: int, itemsize: int, segment_bytes: int = SEGMENT_BYTES
+) -> RankPlan:
+    """The ring all-reduce of `count` values of `itemsize` bytes.
+
+    Args:
+        rank: whose plan.
+        size: how many ranks.
+        count: values of the tensor.
+        itemsize: bytes of a value.
+        segment_bytes: at most so many in a record, the same at all ranks; a multiple of `itemsize`.
+    """
+    return plan_hierarchical(
+        rank=rank,
+        size=size,
+        count=count,
+        itemsize=itemsize,
+        islands=tuple((member,) for member in range(size)),
+        segment_bytes=segment_bytes,
+    )
+
+
+@remembered
+def plan_centralized(
+    *, rank: int, size: int, count: int, itemsize: int, segment_bytes: int = SEGMENT_BYTES
+) -> RankPlan:
+    """All to rank 0, which adds in the order of ranks, and back. For the rest see `plan_ring`."""
+    maker = PlanMaker(size=size)
+    nbytes, furthest = count * itemsize, size - 1
+    if size == 1:
+        return _alone(nbytes)
+    records = [_Record(0, *segment) for segment in segments(0, nbytes, segment_bytes=segment_bytes)]
+    for record in records:
+        if rank:
+            maker.send(0, _send(0, Region.SOURCE, record))
+            maker.receive(0, _keep(1, record))
+            continue
+        last = maker.receive(1, _add_source(0, record, finishes=furthest == 1))
+        for peer in range(2, size):
+            slot = (peer - 2) * records[0].nbytes
+            added = _add_to_result(0, record, (last,), slot=slot, finishes=peer == furthest)
+            last = maker.receive(peer, added)
+        for peer in range(1, size):
+            maker.send(peer, _send(1, Region.RESULT, record, (last,)))
+    return maker.plan()
+
+
+@remembered
+def plan_tree(
+    *, rank: int, size: int, count: int, itemsize: int, segment_bytes: int = SEGMENT_BYTES
+) -> RankPlan:
+    """Recursive halving and doubling among any number of ranks. For the rest see `plan_ring`.
+
+    A rank begins with a share in every block, its own first. In each halving step it gives those
+    from the `half`-th on to the rank `half` further, to whom their owners are as much closer, and
+    adds what it is given. Doubling takes the same steps back with finished blocks.
+    """
+    maker = PlanMaker(size=size)
+    if size == 1:
+        return _alone(count * itemsize)
+    bounds = [value * itemsize for value in chunk_bounds(count, size)]
+    blocks = _Blocks(bounds, split=size // 2, segment_bytes=segment_bytes)
+    ways = tuple(halvings(size))
+    for step, (half, below) in enumerate(ways):
+        to, from_, before = (rank + half) % size, (rank - half) % size, maker.landed()
+        for record in blocks.cut(rank, range(half, below)):
+            is_sum = step > 0 and (record.chunk - rank) % size < size // 2
+            region = Region.RESULT if is_sum else Region.SOURCE
+            maker.send(to, _send(step, region, record, before))
+        for record in blocks.cut(from_, range(half, below)):
+            finishes = half == 1
+            if step:
+                added = _add_to_result(step, record, before, finishes=finishes)
+            else:
+                added = _add_source(step, record, finishes=finishes)
+            maker.receive(from_, added)
+    for step, (half, below) in enumerate(reversed(ways), start=len(ways)):
+        to, from_, before = (rank - half) % size, (rank + half) % size, maker.landed()
+        for record in blocks.cut(rank, range(below - half)):
+            maker.send(to, _send(step, Region.RESULT, record, before))
+        for record in blocks.cut(from_, range(below - half)):
+            maker.receive(from_, _keep(step, record))
+    return maker.plan()
+
+
+@remembered
+def plan_hierarchical(
+    *,
+    rank: int,
+    size: int,
+    count: int,
+    itemsize: int,
+    islands: tuple[tuple[int, ...], ...],
+    segment_bytes: int = SEGMENT_BYTES,
+) -> RankPlan:
+    """A ring of islands. Its parts run at the same time, record by record.
+
+    Args:
+        rank: as for `plan_ring`, and so are the others.
+        size: likewise.
+        count: likewise.
+        itemsize: likewise.
+        islands: every rank once; their order is that of the ring, and the order within each that
+            of its chain. One island, or islands of one rank each, make an ordinary ring.
+        segment_bytes: as for `plan_ring`.
+    """
+    if len(islands) == 1:
+        islands = tuple((member,) for member in islands[0])
+    maker = PlanMaker(size=size)
+    if size == 1:
+        return _alone(count * itemsize)
+    bounds = [value * itemsize for value in chunk_bounds(count, len(islands))]
+    chunks = [
+        [_Record(number, *segment) for segment in segments(*ends, segment_bytes=segment_bytes)]
+        for number, ends in enumerate(itertools.pairwise(bounds))
+    ]
+    place = next(place for place, island in enumerate(islands) if rank in island)
+    chain = _Chain(maker, islands[place], rank, longest=max(map(len, islands)))
+    sums = {record: chain.reduce(record) for record in _backwards(chunks, place)}
+    if rank == islands[place][0]:
+        heads = [island[0] for island in islands]
+        done = _reduce_around(maker, heads, place, chunks, sums, first_step=chain.steps)
+    else:
+        done = dict.fromkeys(_backwards(chunks, place + 1), ())
+    for record, needs in done.items():
+        chain.spread(record, needs, step=chain.steps + 2 * (len(islands) - 1))
+    return maker.plan()
+
+
+class _Chain:
+    """One rank's place in the chain of its island."""
+
+    def __init__(self, maker: PlanMaker, island: Sequence[int], rank: int, *, longest: int) -> None:
+        self.steps = longest - 1
+        """Until the sum of the longest chain has reached its first rank."""
+        self._maker = maker
+        self._place = island.index(rank)
+        self._up = island[self._place - 1] if self._place else None
+        self._down = island[self._place + 1] if rank != island[-1] else None
+        self._distance = len(island) - 1 - self._place
+
+    def reduce(self, record: _Record) -> _Needs:
+        """Add what comes from below and pass it on; what to wait for until it is in the result."""
+        needs: _Needs = ()
+        if self._down is not None:
+            added = _add_source(self._distance - 1, record)
+            needs = (self._maker.receive(self._down, added),)
+        if self._up is not None:
+            region = Region.SOURCE if self._down is None else Region.RESULT
+            self._maker.send(self._up, _send(self._distance, region, record, needs))
+        return needs
+
+    def spread(self, record: _Record, needs: _Needs, *, step: int) -> None:
+        """Take the finished record from above and pass it on; the first rank has it at `step`."""
+        if self._up is not None:
+            kept = _keep(step + self._place - 1, record)
+            needs = (self._maker.receive(self._up, kept),)
+        if self._down is not None:
+            passed = _send(step + self._place, Region.RESULT, record, needs)
+            self._maker.send(self._down, passed)
+
+
+def _reduce_around(
+    maker: PlanMaker,
+    ring: Sequence[int],
+    place: int,
+    chunks: Sequence[Sequence[_Record]],
+    sums: dict[_Record, _Needs],
+    *,
+    first_step: int,
+) -> dict[_Record, _Needs]:
+    """The ring all-reduce (`pmesh.core.ops.schedule`) of what lies ready when `sums` says so.
+
+    A record for which nothing is to be waited lies in the source; a sum lies in the result.
+    Returns what to wait for until each record is finished, in the order in which they are.
+    """
+    size = len(ring)
+    following, previous = ring[(place + 1) % size], ring[place - 1]
+    latest, done = dict(sums), dict[_Record, _Needs]()
+    for step in range(2 * (size - 1)):
+        at = first_step + step
+        for record in chunks[(place - step) % size]:
+            needs = latest[record]
+            region = Region.RESULT if needs else Region.SOURCE
+            maker.send(following, _send(at, region, record, needs))
+        for record in chunks[(place - step - 1) % size]:
+            finishes = step == size - 2
+            if step >= size - 1:
+                landing = _keep(at, record)
+            elif sums[record]:
+                landing = _add_to_result(at, record, sums[record], finishes=finishes)
+            else:
+                landing = _add_source(at, record, finishes=finishes)
+            latest[record] = (maker.receive(previous, landing),)
+            if step >= size - 2:
+                done[record] = latest[record]
+    return done
+
+
+def _backwards(chunks: Sequence[Sequence[_Record]], first: int) -> Iterator[_Record]:
+    """The records in the order in which a ring needs or finishes them."""
+    for step in range(len(chunks)):
+        yield from chunks[(first - step) % len(chunks)]
+
+
+class _Blocks:
+    """The tensor, one block for each rank."""
+
+    def __init__(self, bounds: Sequence[int], *, split: int, segment_bytes: int) -> None:
+        self._bounds = bounds
+        self._split = split
+        self._segment_bytes = segment_bytes
+
+    def cut(self, rank: int, distances: range) -> list[_Record]:
+        """The records for the blocks that `rank` sends, by their owners' distances from it.
+
+        Neighbouring blocks travel together, but not the last with the first, nor those on both
+        sides of `split`, which lie in different regions. Without values it is one empty record.
+        """
+        size = len(self._bounds) - 1
+        runs: list[tuple[int, int, int]] = []
+        for distance in distances:
+            block = (rank + distance) % size
+            begin, end = self._bounds[block], self._bounds[block + 1]
+            if runs and block and distance != self._split:
+                first, run_begin, _ = runs[-1]
+                runs[-1] = first, run_begin, end
+            else:
+                runs.append((block, begin, end))
+        runs = [run for run in runs if run[2] > run[1]] or runs[:1]
+        return [
+            _Record(first, *segment)
+            for first, begin, end in runs
+            for segment in segments(begin, end, segment_bytes=self._segment_bytes)
+        ]
+
+
+def _alone(nbytes: int) -> RankPlan:
+    maker = PlanMaker(size=1)
+    maker.copy(source=0, result=0, nbytes=nbytes)
+    return maker.plan()
+
+
+def _send(step: int, region: Region, record: _Record, needs: _Needs = ()) -> Send:
+    return Send(step, region, record.offset, record.nbytes, needs)
+
+
+def _keep(step: int, record: _Record) -> Receive:
+    return Receive(step, Region.RESULT, record.offset, record.nbytes)
+
+
+def _add_source(step: int, record: _Record, *, finishes: bool = False) -> Receive:
+    """It lands in the result, where nothing has been; the source's values are added there."""
+    return Receive(
+        step,
+        Region.RESULT,
+        record.offset,
+        record.nbytes,
+        then=Then.ADD_SOURCE,
+        other=record.offset,
+        finishes=finishes,
+    )
+
+
+def _add_to_result(
+    step: int, record: _Record, needs: _Needs, *, slot: int = 0, finishes: bool = False
+) -> Receive:
+    """It lands in the scratch and is added to the sum that is in the result after `needs`."""
+    return Receive(
+        step,
+        Region.SCRATCH,
+        slot,
+        record.nbytes,
+        needs,
+        Then.ADD_TO_RESULT,
+        record.offset,
+        finishes,
+    )

@@ -1,0 +1,152 @@
+"""What an all-reduce will take by each strategy, and which is the cheapest: `auto`.
+
+The model is the usual one (Thakur, Rabenseifner and Gropp 2005, section 3): a step costs alpha, the
+latency of an edge, and a byte beta, the inverse of its bandwidth. Where a rank passes on each
+record as it arrives, and has more than one for a step, the steps overlap and latency hides behind
+bandwidth. Each strategy is as slow as the slowest edge that it uses. All numbers are integers:
+every rank that has the same table decides alike, on any machine.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Literal, NamedTuple, TypeAlias
+
+from pmesh.core.ops.schedule import SEGMENT_BYTES, halvings
+
+Strategy: TypeAlias = Literal["ring", "tree", "centralized", "hierarchical"]
+Islands: TypeAlias = tuple[tuple[int, ...], ...]
+
+ISLAND_FACTOR = 4
+"""So many times faster an island's edges are than the slowest of the ring: less doesn't pay for the
+way to the island's first rank and back."""
+
+
+class EdgeCost(NamedTuple):
+    """What it costs to send from one rank to another."""
+
+    alpha_ns: int
+    """Of each record, whatever its size."""
+    beta_ps: int
+    """Of each byte, in picoseconds: 8,000 at 1 Gbit/s."""
+
+    def predict_ns(self, *, steps: int, nbytes: int) -> int:
+        """How long `steps` take, with `nbytes` in all, each of which waits for all of the last."""
+        return self.alpha_ns * steps + self.beta_ps * nbytes // 1000
+
+    def predict_flow_ns(self, *, steps: int, nbytes: int) -> int:
+        """How long `steps` take, with `nbytes` in each, which passes on each record at once.
+
+        The first record is there to be sent on after alpha and its own time; until the step's last
+        is sent, nothing more can be.
+        """
+        if not steps:
+            return 0
+        first = self.predict_ns(steps=1, nbytes=min(nbytes, SEGMENT_BYTES))
+        sending = self.predict_ns(steps=0, nbytes=nbytes)
+        return (steps - 1) * max(first, sending) + self.alpha_ns + sending
+
+
+Edges: TypeAlias = tuple[tuple[EdgeCost, ...], ...]
+"""Row a and column b: from rank a to rank b, ranks in ring order. The diagonal doesn't matter."""
+
+UNMEASURED = EdgeCost(alpha_ns=500_000, beta_ps=8_000)
+"""Half a millisecond and 1 Gbit/s: what an edge is taken for before it is measured."""
+
+
+def islands_of(edges: Edges) -> Islands:
+    """The runs of the ring within which all is ISLAND_FACTOR times faster than at its slowest edge.
+
+    Compared is the time of one full record. Each island is in ring order, and so are they; one may
+    hold the last ranks and the first. None at all, (), unless there are at least two, one of which
+    has at least two ranks: anything else is an ordinary ring.
+    """
+    size = len(edges)
+    times = [_segment_ns(edges[rank][(rank + 1) % size]) for rank in range(size)]
+    slowest = max(times, default=0)
+    last = [rank for rank in range(size) if times[rank] * ISLAND_FACTOR > slowest]
+    if not 1 < len(last) < size:
+        return ()
+    return tuple(
+        tuple(rank % size for rank in range(before + 1, end + 1))
+        for before, end in itertools.pairwise([last[-1] - size, *last])
+    )
+
+
+def predict_ns(strategy: Strategy, edges: Edges, nbytes: int) -> int:
+    """How long an all-reduce of `nbytes` takes; by hierarchical only where there are islands."""
+    return _PREDICTIONS[strategy](edges, nbytes)
+
+
+@lru_cache(maxsize=64)  # training repeats a few sizes, and the table changes with the view
+def choose(edges: Edges, nbytes: int) -> Strategy:
+    """The strategy that takes the shortest; the first in the order of `Strategy` among equals."""
+    candidates: list[Strategy] = ["ring", "tree", "centralized"]
+    if islands_of(edges):
+        candidates.append("hierarchical")
+    return min(candidates, key=lambda strategy: predict_ns(strategy, edges, nbytes))
+
+
+def _ring_ns(edges: Edges, nbytes: int) -> int:
+    return _around_ns(edges, range(len(edges)), nbytes)
+
+
+def _around_ns(edges: Edges, ring: Sequence[int], nbytes: int) -> int:
+    size = len(ring)
+    used = [edges[ring[place - 1]][ring[place]] for place in range(size)]
+    chunk = -(-nbytes // size)
+    return max(edge.predict_flow_ns(steps=2 * (size - 1), nbytes=chunk) for edge in used)
+
+
+def _tree_ns(edges: Edges, nbytes: int) -> int:
+    size = len(edges)
+    distances = [half for half, _ in halvings(size)]
+    used = [
+        edges[rank][(rank + sign * distance) % size]
+        for rank in range(size)
+        for distance in distances
+        for sign in (1, -1)
+    ]
+    steps, sent = 2 * len(distances), 2 * (size - 1) * nbytes // size
+    return max((edge.predict_ns(steps=steps, nbytes=sent) for edge in used), default=0)
+
+
+def _centralized_ns(edges: Edges, nbytes: int) -> int:
+    """The root receives all, then sends all."""
+    others = range(1, len(edges))
+    used = [*(edges[rank][0] for rank in others), *(edges[0][rank] for rank in others)]
+    each_way = len(others) * nbytes
+    return max((edge.predict_ns(steps=2, nbytes=2 * each_way) for edge in used), default=0)
+
+
+def _hierarchical_ns(edges: Edges, nbytes: int) -> int:
+    """One phase after the other: right for one record, too much for many, whose phases overlap."""
+    islands = islands_of(edges)
+    pairs = [pair for island in islands for pair in itertools.pairwise(island)]
+    longest = max(map(len, islands)) - 1
+    inside = max(
+        _chain_ns(edges[b][a], longest, nbytes) + _chain_ns(edges[a][b], longest, nbytes)
+        for a, b in pairs
+    )
+    return inside + _around_ns(edges, [island[0] for island in islands], nbytes)
+
+
+def _chain_ns(edge: EdgeCost, hops: int, nbytes: int) -> int:
+    record = min(nbytes, SEGMENT_BYTES)
+    to_the_end = edge.predict_ns(steps=hops, nbytes=hops * record)
+    return to_the_end + edge.predict_ns(steps=0, nbytes=nbytes - record)
+
+
+_PREDICTIONS: Mapping[Strategy, Callable[[Edges, int], int]] = MappingProxyType(
+    {
+        "ring": _ring_ns,
+        "tree": _tree_ns,
+        "centralized": _centralized_ns,
+        "hierarchical": _hierarchical_ns,
+    }
+)
+
+
+def _segment_ns(edge: EdgeCost) -> int:
+    return edge.predict_ns(steps=1, nbytes=SEGMENT_BYTES)

@@ -1,0 +1,161 @@
+"""all_gather, gather, scatter and all_to_all, each as the plan of one rank; counts may differ.
+
+Sizes are in bytes, since nothing is computed. What has no bytes isn't sent, but for all_gather,
+which is a barrier: every rank waits for all others. The rest is none.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+from pmesh.core.ops.plan import Need, PlanMaker, RankPlan, Receive, Region, Send, remembered
+from pmesh.core.ops.schedule import SEGMENT_BYTES, segments
+
+
+@remembered
+def plan_all_gather(
+    *, rank: int, size: int, nbytes: tuple[int, ...], segment_bytes: int = SEGMENT_BYTES
+) -> RankPlan:
+    """Every block once around the ring, as it is.
+
+    Args:
+        rank: whose plan. Its source is its own block.
+        size: how many ranks.
+        nbytes: each rank's; the result is all blocks in the order of ranks.
+        segment_bytes: at most so many in a record, the same at all ranks.
+    """
+    maker = PlanMaker(size=size)
+    bounds = _bounds(nbytes)
+    maker.copy(source=0, result=bounds[rank], nbytes=nbytes[rank])
+    following, previous = (rank + 1) % size, (rank - 1) % size
+    arrived: list[Need] = []
+    for step in range(size - 1):
+        mine, theirs = (rank - step) % size, (rank - step - 1) % size
+        block = segments(bounds[mine], bounds[mine + 1], segment_bytes=segment_bytes)
+        for i, (offset, length) in enumerate(block):
+            if step:
+                onward = Send(step, Region.RESULT, offset, length, (arrived[i],))
+                maker.send(following, onward)
+            else:
+                maker.send(following, Send(step, Region.SOURCE, offset - bounds[rank], length))
+        block = segments(bounds[theirs], bounds[theirs + 1], segment_bytes=segment_bytes)
+        arrived = [
+            maker.receive(previous, Receive(step, Region.RESULT, *segment)) for segment in block
+        ]
+    return maker.plan()
+
+
+@remembered
+def plan_gather(
+    *, rank: int, size: int, root: int, nbytes: tuple[int, ...], segment_bytes: int = SEGMENT_BYTES
+) -> RankPlan:
+    """Every block straight to the root.
+
+    Args:
+        rank: whose plan. Its source is its own block.
+        size: how many ranks.
+        root: whose result is all blocks in the order of ranks; the others' is empty.
+        nbytes: each rank's; elsewhere than at the root only the own counts.
+        segment_bytes: at most so many in a record, the same at all ranks.
+    """
+    blocks = _Blocks(size, segment_bytes)
+    if rank != root:
+        blocks.send(root, 0, 0, nbytes[rank])
+        return blocks.maker.plan()
+    bounds = _bounds(nbytes)
+    blocks.maker.copy(source=0, result=bounds[rank], nbytes=nbytes[rank])
+    for peer in _others(rank, size):
+        blocks.receive(peer, 0, bounds[peer], nbytes[peer])
+    return blocks.maker.plan()
+
+
+@remembered
+def plan_scatter(
+    *, rank: int, size: int, root: int, nbytes: tuple[int, ...], segment_bytes: int = SEGMENT_BYTES
+) -> RankPlan:
+    """Every block straight from the root.
+
+    Args:
+        rank: whose plan. Its result is its own block.
+        size: how many ranks.
+        root: whose source is all blocks in the order of ranks; the others' is empty.
+        nbytes: each rank's; elsewhere than at the root only the own counts.
+        segment_bytes: at most so many in a record, the same at all ranks.
+    """
+    blocks = _Blocks(size, segment_bytes)
+    if rank != root:
+        blocks.receive(root, 0, 0, nbytes[rank])
+        return blocks.maker.plan()
+    bounds = _bounds(nbytes)
+    blocks.maker.copy(source=bounds[rank], result=0, nbytes=nbytes[rank])
+    for peer in _others(rank, size):
+        blocks.send(peer, 0, bounds[peer], nbytes[peer])
+    return blocks.maker.plan()
+
+
+@remembered
+def plan_all_to_all(
+    *,
+    rank: int,
+    size: int,
+    to: tuple[int, ...],
+    from_: tuple[int, ...],
+    segment_bytes: int = SEGMENT_BYTES,
+) -> RankPlan:
+    """Each rank's block for each other, straight.
+
+    In step i a rank sends to the i-th after it, so that nobody is sent to by all at once (the
+    pairwise exchange of Thakur, Rabenseifner and Gropp 2005); it receives what comes.
+
+    Args:
+        rank: whose plan.
+        size: how many ranks.
+        to: bytes for each rank, in whose order they lie in the source.
+        from_: bytes from each rank, in whose order they lie in the result.
+        segment_bytes: at most so many in a record, the same at all ranks.
+    """
+    blocks = _Blocks(size, segment_bytes)
+    sources, results = _bounds(to), _bounds(from_)
+    blocks.maker.copy(source=sources[rank], result=results[rank], nbytes=to[rank])
+    before: tuple[Need, ...] = ()
+    for step, peer in enumerate(_others(rank, size)):
+        before = blocks.send(peer, step, sources[peer], to[peer], before) or before
+    for step, distance in enumerate(range(1, size)):
+        peer = (rank - distance) % size
+        blocks.receive(peer, step, results[peer], from_[peer])
+    return blocks.maker.plan()
+
+
+class _Blocks:
+    """Writes down blocks that go straight to where they belong."""
+
+    def __init__(self, size: int, segment_bytes: int) -> None:
+        self.maker = PlanMaker(size=size)
+        self._segment_bytes = segment_bytes
+
+    def send(
+        self, to: int, step: int, offset: int, nbytes: int, needs: tuple[Need, ...] = ()
+    ) -> tuple[Need, ...]:
+        """The block at that place of the source; what to wait for until it is sent."""
+        sent: tuple[Need, ...] = ()
+        for segment in self._segments(offset, nbytes):
+            sent = (self.maker.send(to, Send(step, Region.SOURCE, *segment, needs)),)
+        return sent
+
+    def receive(self, from_: int, step: int, offset: int, nbytes: int) -> None:
+        """A block, to that place of the result."""
+        for segment in self._segments(offset, nbytes):
+            self.maker.receive(from_, Receive(step, Region.RESULT, *segment))
+
+    def _segments(self, offset: int, nbytes: int) -> Sequence[tuple[int, int]]:
+        if not nbytes:
+            return ()
+        return segments(offset, offset + nbytes, segment_bytes=self._segment_bytes)
+
+
+def _others(rank: int, size: int) -> list[int]:
+    """The ranks after this one, around to the one before it."""
+    return [(rank + distance) % size for distance in range(1, size)]
+
+
+def _bounds(nbytes: Sequence[int]) -> list[int]:
+    return list(itertools.accumulate(nbytes, initial=0))

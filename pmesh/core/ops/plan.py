@@ -1,0 +1,210 @@
+"""What one rank sends and receives in a collective, over lanes to any ranks, and when.
+
+A plan is a value: `pmesh.net.lanes.transfers.run_plan` runs any of them, and the tests run those of
+all ranks in memory. Who makes them:
+
+    all_reduce         all_reduce by ring, tree, centralized and hierarchical
+    reduce             reduce and reduce_scatter, which keep only part of what they reduce
+    plans_moving       all_gather, gather, scatter and all_to_all, which reduce nothing
+
+(`pmesh.core.ops.schedule` plans the ring alone, which needs less: two lanes and one rule.)
+
+For each lane a plan has the records in the order in which they travel: the n-th send to a rank is
+the n-th receive there, with as many bytes. Nothing orders one lane against another but `Need`s.
+Values lie in three regions, to which offsets refer:
+
+    SOURCE    what the caller gives; only read (I8)
+    RESULT    what the caller gets; parts of it hold partial sums meanwhile
+    SCRATCH   `scratch_bytes` of the executor's own, for records that only pass through or that
+              are added to partial sums
+
+Every rank gets the same bits: each element is reduced at one rank, in one order, and a mean is
+divided there, once (`finishes`). That order doesn't depend on which record arrives first, either.
+"""
+
+import enum
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, ParamSpec, cast
+
+from pmesh.core.ops.schedule import SMALL_BYTES
+
+
+class Region(enum.Enum):
+    """Where values lie."""
+
+    SOURCE = enum.auto()
+    RESULT = enum.auto()
+    SCRATCH = enum.auto()
+
+
+class Then(enum.Enum):
+    """What becomes of a record that has landed."""
+
+    KEEP = enum.auto()
+    """It is where it belongs, or is sent on from there."""
+    ADD_SOURCE = enum.auto()
+    """The source's values at `other` are added to it where it has landed."""
+    ADD_TO_RESULT = enum.auto()
+    """It is added to the result's values at `other`."""
+
+
+class Need(NamedTuple):
+    """What has to be over before a transfer begins: so many with that rank."""
+
+    peer: int
+    number: int
+    sent: bool = False
+    """Sent to `peer`: their place may be written again. Else landed from there."""
+
+
+class Send(NamedTuple):
+    """One record to a rank."""
+
+    step: int
+    """Above the steps of all landings that it waits for."""
+    region: Region
+    offset: int
+    """In bytes from the region's beginning."""
+    nbytes: int
+    needs: tuple[Need, ...] = ()
+
+
+class Receive(NamedTuple):
+    """One record from a rank."""
+
+    step: int
+    """As its sender's."""
+    region: Region
+    """RESULT or SCRATCH."""
+    offset: int
+    """In bytes from the region's beginning."""
+    nbytes: int
+    needs: tuple[Need, ...] = ()
+    then: Then = Then.KEEP
+    other: int = 0
+    """In bytes, for `then`."""
+    finishes: bool = False
+    """With it all ranks' values are in the sum, which lies in the result: a mean is divided now."""
+
+
+class Copy(NamedTuple):
+    """A rank's own part, from its source to its result. Nothing waits for it."""
+
+    source: int
+    result: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """One rank's part of a collective."""
+
+    size: int
+    """How many ranks take part: what a mean is divided by."""
+    sends: Mapping[int, tuple[Send, ...]]
+    """For each rank to which something goes."""
+    receives: Mapping[int, tuple[Receive, ...]]
+    """For each rank from which something comes."""
+    copies: tuple[Copy, ...]
+    scratch_bytes: int
+    in_line: tuple[int, ...]
+    """For a small plan, whose record is awaited next, one entry for each receive.
+
+    Who waits in this order, and first sends all that it may, never waits for a record whose sender
+    waits for a later one of ours. Empty for others."""
+    small: bool
+    """Every record, and every copy, has at most SMALL_BYTES."""
+
+    @property
+    def peers_to(self) -> tuple[int, ...]:
+        """The ranks to which lanes are needed."""
+        return tuple(self.sends)
+
+    @property
+    def peers_from(self) -> tuple[int, ...]:
+        """The ranks from which lanes are needed."""
+        return tuple(self.receives)
+
+    @property
+    def steps(self) -> int:
+        """How many times this rank waits for the network in a row: the alpha of its cost."""
+        steps = [send.step for sends in self.sends.values() for send in sends]
+        steps += [receive.step for receives in self.receives.values() for receive in receives]
+        return 1 + max(steps, default=-1)
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes of values that this rank sends: the beta of its cost."""
+        return sum(send.nbytes for sends in self.sends.values() for send in sends)
+
+    @property
+    def moving_bytes(self) -> int:
+        """The bytes of values that this rank sends or receives."""
+        received = (receive.nbytes for receives in self.receives.values() for receive in receives)
+        return self.bytes_sent + sum(received)
+
+
+class PlanMaker:
+    """Writes down one rank's plan: each lane in its order, and what is received by steps."""
+
+    def __init__(self, *, size: int) -> None:
+        self._size = size
+        self._sends: dict[int, list[Send]] = {}
+        self._receives: dict[int, list[Receive]] = {}
+        self._arrivals: list[int] = []
+        self._copies: list[Copy] = []
+        self._scratch_bytes = 0
+
+    def send(self, to: int, send: Send) -> Need:
+        """The next record to `to`; returns what is waited for until its place may be written."""
+        sends = self._sends.setdefault(to, [])
+        sends.append(send)
+        self._use(send.region, send.offset + send.nbytes)
+        return Need(to, len(sends), sent=True)
+
+    def receive(self, from_: int, receive: Receive) -> Need:
+        """The next record from `from_`; returns what is waited for until it has landed."""
+        receives = self._receives.setdefault(from_, [])
+        receives.append(receive)
+        self._arrivals.append(from_)
+        self._use(receive.region, receive.offset + receive.nbytes)
+        return Need(from_, len(receives))
+
+    def copy(self, *, source: int, result: int, nbytes: int) -> None:
+        """This rank's own part."""
+        if nbytes:
+            self._copies.append(Copy(source, result, nbytes))
+
+    def landed(self) -> tuple[Need, ...]:
+        """All that has been received so far."""
+        return tuple(Need(peer, len(receives)) for peer, receives in self._receives.items())
+
+    def plan(self) -> RankPlan:
+        """What has been written down."""
+        sizes = [send.nbytes for sends in self._sends.values() for send in sends]
+        sizes += [receive.nbytes for receives in self._receives.values() for receive in receives]
+        sizes += [copy.nbytes for copy in self._copies]
+        small = max(sizes, default=0) <= SMALL_BYTES
+        return RankPlan(
+            size=self._size,
+            sends={peer: tuple(sends) for peer, sends in self._sends.items()},
+            receives={peer: tuple(receives) for peer, receives in self._receives.items()},
+            copies=tuple(self._copies),
+            scratch_bytes=self._scratch_bytes,
+            in_line=tuple(self._arrivals) if small else (),
+            small=small,
+        )
+
+    def _use(self, region: Region, end: int) -> None:
+        if region is Region.SCRATCH:
+            self._scratch_bytes = max(self._scratch_bytes, end)
+
+
+_P = ParamSpec("_P")
+
+
+def remembered(make: Callable[_P, RankPlan]) -> Callable[_P, RankPlan]:
+    """Keep a few plans: training repeats a few shapes, and a plan of 1 GiB has 4,000 records."""
+    return cast("Callable[_P, RankPlan]", functools.lru_cache(maxsize=8)(make))

@@ -1,0 +1,225 @@
+"""Letters between two ranks: each delivered once, in order per pair and tag, across views (O4).
+
+A letter is what one `send` sends. The sender keeps it, and announces it again and again, until it
+is settled: delivered or withdrawn. The receiver notes announcements, and asks for a letter when
+somebody waits for it; one at a time from each sender, since they come one behind the other on the
+pair's lane. Announcements, questions and acknowledgements may be lost or repeated.
+
+The letters of a pair are numbered through all their tags, so that what either side remembers does
+not grow with the number of tags. Their order within a tag follows from `before`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
+
+from pmesh.core.wire.link import Letter
+from pmesh.ids import TrainerId
+
+MAX_KEPT = 256  # letters of a pair that nobody has received; a receiver notes as many
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+# --- the sender's side
+
+
+@dataclass(frozen=True, slots=True)
+class Outbox:
+    """What one rank has sent to another and is not settled."""
+
+    next_sequence: int = 0
+    kept: Mapping[int, Letter] = field(default_factory=dict[int, Letter])
+    """By sequence, in its order."""
+
+
+def keep(outbox: Outbox, letter: Letter) -> tuple[Outbox, int]:
+    """Another letter, and its sequence. Raises ValueError beyond MAX_KEPT."""
+    if len(outbox.kept) >= MAX_KEPT:
+        raise ValueError(f"{MAX_KEPT} messages wait already")
+    sequence = outbox.next_sequence
+    return Outbox(sequence + 1, {**outbox.kept, sequence: letter}), sequence
+
+
+def settle(outbox: Outbox, sequence: int) -> Outbox:
+    """The letter is delivered, or withdrawn; nothing changes if that is known."""
+    return replace(outbox, kept=_without(outbox.kept, sequence))
+
+
+def standing(outbox: Outbox, sequence: int) -> tuple[int, int]:
+    """What an announcement of this letter says as `first` and `before`."""
+    tag = outbox.kept[sequence].tag
+    earlier = (s for s, letter in outbox.kept.items() if s < sequence and letter.tag == tag)
+    return min(outbox.kept), max(earlier, default=-1)
+
+
+# --- the receiver's side
+
+
+class Noted(NamedTuple):
+    """A letter that has been announced."""
+
+    letter: Letter
+    before: int
+    arrival: int
+    """Its place among all announcements, so that ANY takes the earliest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is known of the letters of one sender."""
+
+    noted: Mapping[int, Noted] = field(default_factory=dict[int, Noted])
+    delivered: Mapping[int, int] = field(default_factory=dict[int, int])
+    """By tag the last letter that was delivered, while its acknowledgement may have been lost."""
+    first: int = 0
+    """The sender has settled every letter below this."""
+
+    def next_of(self, tag: int) -> int | None:
+        """The letter that is next within its tag; None if it has not been announced."""
+        of_tag = (sequence for sequence, noted in self.noted.items() if noted.letter.tag == tag)
+        sequence = min(of_tag, default=None)
+        if sequence is None:
+            return None
+        before = self.noted[sequence].before
+        known = before < self.first or before <= self.delivered.get(tag, -1)
+        return sequence if known else None
+
+
+class Wanted(NamedTuple):
+    """A receive that waits."""
+
+    sources: tuple[TrainerId, ...]
+    """Whose letters it takes; none once all of them are lost."""
+    tag: int
+
+
+class Transfer(NamedTuple):
+    """A letter that is to be brought for a receive."""
+
+    sender: TrainerId
+    sequence: int
+    letter: Letter
+
+
+@dataclass(frozen=True, slots=True)
+class Inbox:
+    """What one rank is to receive."""
+
+    sources: Mapping[TrainerId, Source] = field(default_factory=dict[TrainerId, Source])
+    wanted: Mapping[int, Wanted] = field(default_factory=dict[int, Wanted])
+    """By the number of the call, in the order in which they came."""
+    under_way: Mapping[int, Transfer] = field(default_factory=dict[int, Transfer])
+    """By the number of the call that it is for."""
+    arrivals: int = 0
+
+    def hopeless(self) -> tuple[int, ...]:
+        """The receives that nobody is left for."""
+        return tuple(call for call, wanted in self.wanted.items() if not wanted.sources)
+
+
+def note(
+    inbox: Inbox, sender: TrainerId, sequence: int, letter: Letter, *, first: int, before: int
+) -> tuple[Inbox, bool]:
+    """A letter is announced. Also returns whether it was delivered, which its sender must hear."""
+    source = inbox.sources.get(sender, Source())
+    source = _settle_below(source, max(first, source.first))
+    if sequence <= source.delivered.get(letter.tag, -1):
+        return _with_source(inbox, sender, source), True
+    noted = source.noted.get(sequence)
+    if sequence >= source.first and (noted or len(source.noted) < MAX_KEPT):
+        arrival = inbox.arrivals if noted is None else noted.arrival
+        source = replace(source, noted={**source.noted, sequence: Noted(letter, before, arrival)})
+    inbox = replace(_with_source(inbox, sender, source), arrivals=inbox.arrivals + 1)
+    return _choose(inbox), False
+
+
+def want(inbox: Inbox, call: int, wanted: Wanted) -> Inbox:
+    """A receive has begun."""
+    return _choose(replace(inbox, wanted={**inbox.wanted, call: wanted}))
+
+
+def deliver(inbox: Inbox, call: int) -> Inbox:
+    """What was under way for the receive is there, and the receive over."""
+    transfer = inbox.under_way[call]
+    source = inbox.sources[transfer.sender]
+    source = replace(
+        source,
+        noted=_without(source.noted, transfer.sequence),
+        delivered={**source.delivered, transfer.letter.tag: transfer.sequence},
+    )
+    return give_up(_with_source(inbox, transfer.sender, source), call)
+
+
+def give_up(inbox: Inbox, call: int) -> Inbox:
+    """The receive is over; what was under way for it is another's."""
+    wanted, under_way = _without(inbox.wanted, call), _without(inbox.under_way, call)
+    return _choose(replace(inbox, wanted=wanted, under_way=under_way))
+
+
+def withdraw(inbox: Inbox, sender: TrainerId, sequence: int) -> Inbox:
+    """The sender no longer keeps the letter: a later one takes its place."""
+    source = inbox.sources.get(sender, Source())
+    gone = source.noted.get(sequence)
+    if gone is None:
+        return inbox
+    others = {
+        s: noted._replace(before=gone.before) if noted.before == sequence else noted
+        for s, noted in _without(source.noted, sequence).items()
+    }
+    return _choose(_with_source(inbox, sender, replace(source, noted=others)))
+
+
+def lose(inbox: Inbox, sender: TrainerId) -> Inbox:
+    """The sender is lost: nothing comes from it any more."""
+    wanted = {
+        call: w._replace(sources=tuple(source for source in w.sources if source != sender))
+        for call, w in inbox.wanted.items()
+    }
+    return _choose(replace(inbox, sources=_without(inbox.sources, sender), wanted=wanted))
+
+
+def _choose(inbox: Inbox) -> Inbox:
+    """Drop what is under way and gone; begin what can be: the earliest receive first."""
+    under_way = {
+        call: transfer
+        for call, transfer in inbox.under_way.items()
+        if transfer.sequence in inbox.sources.get(transfer.sender, Source()).noted
+    }
+    for call, wanted in inbox.wanted.items():
+        if call in under_way:
+            continue
+        busy = {transfer.sender for transfer in under_way.values()}
+        ready = _ready(inbox, [source for source in wanted.sources if source not in busy], wanted)
+        earliest = min(ready, key=lambda found: found[0], default=None)
+        if earliest is not None:
+            under_way[call] = earliest[1]
+    return replace(inbox, under_way=under_way)
+
+
+def _ready(
+    inbox: Inbox, senders: list[TrainerId], wanted: Wanted
+) -> Iterator[tuple[int, Transfer]]:
+    for sender in senders:
+        source = inbox.sources.get(sender, Source())
+        sequence = source.next_of(wanted.tag)
+        if sequence is not None:
+            noted = source.noted[sequence]
+            yield noted.arrival, Transfer(sender, sequence, noted.letter)
+
+
+def _settle_below(source: Source, first: int) -> Source:
+    return Source(
+        noted={s: noted for s, noted in source.noted.items() if s >= first},
+        delivered={tag: last for tag, last in source.delivered.items() if last >= first},
+        first=first,
+    )
+
+
+def _with_source(inbox: Inbox, sender: TrainerId, source: Source) -> Inbox:
+    return replace(inbox, sources={**inbox.sources, sender: source})
+
+
+def _without(mapping: Mapping[K, V], key: K) -> Mapping[K, V]:
+    return {k: v for k, v in mapping.items() if k != key}

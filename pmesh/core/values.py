@@ -1,0 +1,205 @@
+"""What all members agree on: the view, its seats in ring order, and the rosters of the jobs.
+
+Values only. How a view comes about is `pmesh.core.views.agreement`.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated, Literal, Self, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from pmesh.ids import (
+    MAX_COUNTER,
+    PRINTABLE,
+    Epoch,
+    JobName,
+    Member,
+    OpNumber,
+    Rank,
+    Slot,
+    TrainerId,
+)
+
+MAX_MEMBERS = 64  # a mesh at home has 8
+MAX_TRAINERS = 1024  # of one job
+MAX_JOBS = 256  # no more begin while so many run in the view, groups of ranks included
+
+# What travels is bounded where it is read. Numbers stay far enough below 2^63 to count on from.
+Name: TypeAlias = Annotated[str, Meta(max_length=64, pattern=PRINTABLE)]
+Job: TypeAlias = Annotated[JobName, Meta(max_length=64, pattern=PRINTABLE)]
+Op: TypeAlias = Annotated[OpNumber, Meta(ge=0, le=2**62)]
+Id: TypeAlias = Annotated[TrainerId, Meta(ge=0, le=2**62)]
+Ids: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_TRAINERS)]
+Members: TypeAlias = Annotated[tuple[Member, ...], Meta(max_length=MAX_TRAINERS)]
+RosterNumber: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_COUNTER)]
+
+
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """Why an op or a job failed, in a form that travels; the same for all ranks (O3)."""
+
+    error: Name
+    """The name of a class in `pmesh.errors`."""
+    message: Annotated[str, Meta(max_length=64 * 1024)]
+    trainers: Ids = ()
+    """Those at fault: lost, late, or calling something else."""
+
+
+class OpOutcome(msgspec.Struct, frozen=True, array_like=True):
+    """How a view change resolved one op that was not yet stable (I4)."""
+
+    op: Op
+    contributors: Ids
+    """In ring order: whose values are in the result, or who was left when it failed (O5)."""
+    holders: Ids = ()
+    """Who completed it and holds its result; empty when it failed."""
+    verdict: Verdict | None = None
+    """Why it failed; None when it completed."""
+
+
+class Trainer(msgspec.Struct, frozen=True, array_like=True):
+    """A training process: the connection `slot` of one agent's incarnation."""
+
+    id: Id
+    member: Member
+    slot: Annotated[Slot, Meta(ge=0, le=2**62)]
+    name: Name
+    """Of its machine, for messages."""
+    enters: Op = OpNumber(0)
+    """Its first op: a job's first, or the `sync` in which it has entered (O6)."""
+
+
+class Terms(msgspec.Struct, frozen=True, array_like=True):
+    """What the trainers of a job have asked for; where they differ, the strictest holds for all."""
+
+    min_ranks: Annotated[int, Meta(ge=1, le=MAX_TRAINERS)] = 1
+    """With fewer, ops wait for somebody to come back."""
+    on_loss: Literal["continue", "raise"] = "continue"
+    """Whether an op in flight goes on among the survivors, or fails with RankLost."""
+    quorum: Literal["any", "majority"] = "any"
+    """Which side of a partition goes on (V10)."""
+
+    def joined_with(self, other: "Terms") -> "Terms":
+        """The stricter of both, in each point."""
+        return Terms(
+            min_ranks=max(self.min_ranks, other.min_ranks),
+            on_loss=max(self.on_loss, other.on_loss),  # "raise" sorts after "continue"
+            quorum=max(self.quorum, other.quorum),  # and "majority" after "any"
+        )
+
+
+class Primary(msgspec.Struct, frozen=True, array_like=True):
+    """The last roster of a job that had a quorum (V10)."""
+
+    epoch: Epoch
+    voters: Members
+    """The machines of its trainers, in the order of their entering."""
+    needed: Annotated[tuple[Members, ...], Meta(max_length=MAX_TRAINERS)] = ()
+    """The voters of whom a majority each has let it go on. Ops run once as many are seen to have
+    installed it; at once if none were needed, as for a job's first."""
+
+
+class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):
+    """The trainers of a job in ring order: rank i sends to rank i + 1."""
+
+    job: Job
+    born: Epoch
+    """The view in which the job began: with the name, the job's identity."""
+    number: RosterNumber
+    """The counter of the epoch that last resolved its ops: it grows, also from one job to the
+    next of the same name, and lanes carry it (V4)."""
+    trainers: Annotated[tuple[Trainer, ...], Meta(max_length=MAX_TRAINERS)]
+    """Rank 0 is the one that has been in the job for the longest time."""
+    primary: Primary
+    next_id: Id
+    """For the next trainer that enters."""
+    terms: Terms = Terms()
+    quorate: bool = True
+    """Whether it has a quorum; where one is asked for, its ops run once it is in force (V10)."""
+    outcomes: tuple[OpOutcome, ...] = ()
+    witnesses: tuple[Trainer, ...] = ()
+    """Lost trainers whose agents alone still hold results (O2)."""
+    losses: tuple[Verdict, ...] = ()
+    """Whom the view that settled it has lost, and why."""
+
+    @cached_property  # asked for by each rank's report on each op in a view change
+    def ids(self) -> tuple[TrainerId, ...]:
+        """Of all ranks, in ring order."""
+        return tuple(trainer.id for trainer in self.trainers)
+
+    def rank_of(self, trainer: TrainerId) -> Rank | None:
+        """The trainer's place in the ring; None if it is lost."""
+        return Rank(self.ids.index(trainer)) if trainer in self.ids else None
+
+    def trainer(self, trainer: TrainerId) -> Trainer | None:
+        """A rank or a witness."""
+        return next((t for t in self.trainers + self.witnesses if t.id == trainer), None)
+
+    def trainers_at(self, member: Member) -> tuple[Trainer, ...]:
+        """The ranks whose trainers are connected to this member."""
+        return tuple(trainer for trainer in self.trainers if trainer.member == member)
+
+    def describe(self, trainer: TrainerId) -> str:
+        """For messages: the rank with its machine's name."""
+        rank = self.rank_of(trainer)
+        known = self.trainer(trainer)
+        if rank is None or known is None:
+            return f"a lost rank ({known.name})" if known else "a lost rank"
+        return f"rank {rank} ({known.name})"
+
+
+class Seat(msgspec.Struct, frozen=True, array_like=True):
+    """One member's place in a view."""
+
+    member: Member
+    name: Name
+    admitted: Epoch
+    """The epoch in which it joined this lineage: earlier is more senior."""
+    previous: Epoch | None
+    """The epoch that it had installed before this one (V2); None for a newcomer."""
+
+
+class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
+    """What the members agree on; installed views with one epoch are identical (I1)."""
+
+    epoch: Epoch
+    seats: Annotated[tuple[Seat, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
+    """In ring order."""
+    rosters: Annotated[tuple[Roster, ...], Meta(max_length=4 * MAX_JOBS)] = ()
+
+    @cached_property  # these two are asked for at each message
+    def members(self) -> tuple[Member, ...]:
+        """The members in ring order."""
+        return tuple(seat.member for seat in self.seats)
+
+    @cached_property
+    def by_seniority(self) -> tuple[Member, ...]:
+        """The members, the most senior first: who leads next if the first is lost."""
+        ordered = sorted(self.seats, key=lambda seat: (seat.admitted, seat.member))
+        return tuple(seat.member for seat in ordered)
+
+    @property
+    def weight(self) -> tuple[int, Epoch]:
+        """Of two views that meet, the heavier one takes the other's members in (V9)."""
+        return len(self.seats), self.epoch
+
+    def seat_of(self, member: Member) -> Seat | None:
+        """The member's seat; None if it has none."""
+        return next((seat for seat in self.seats if seat.member == member), None)
+
+    def previous_epoch_of(self, member: Member) -> Epoch | None:
+        """The epoch that the member had installed before this view (V2)."""
+        seat = self.seat_of(member)
+        return None if seat is None else seat.previous
+
+    def roster_of(self, job: JobName) -> Roster | None:
+        """The job's roster; None if it has none."""
+        return next((roster for roster in self.rosters if roster.job == job), None)
+
+    @classmethod
+    def of_one(
+        cls, member: Member, name: str, epoch: Epoch, rosters: Sequence[Roster] = ()
+    ) -> Self:
+        """The view of an agent that has met nobody, or was left behind."""
+        return cls(epoch, (Seat(member, name, epoch, None),), tuple(rosters))

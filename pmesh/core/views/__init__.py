@@ -1,0 +1,1 @@
+"""Agreement on who is there: views, rosters, quorum."""

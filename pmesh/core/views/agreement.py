@@ -1,0 +1,431 @@
+"""How members agree on views: one frozen state, and functions from an input to the next state.
+
+Inputs are a peer's message (`hear`), the loss of a peer (`lose`) and the passing of time
+(`pass_time`); each gives the next state and what is to be done. The leader's half is
+`pmesh.core.views.leader`. The rules V1 to V6 are those of the design, section 5.
+"""
+
+from dataclasses import replace
+from typing import assert_never
+
+import msgspec
+
+from pmesh.core.values import Seat, View
+from pmesh.core.views import leader, limits, quorum
+from pmesh.core.views.limits import STEP, is_within_reach
+from pmesh.core.views.rosters import keep_local_rosters
+from pmesh.core.views.state import (
+    BACK_OFF_S,
+    JOIN_REQUEST_S,
+    LONGEST_SKIP_S,
+    MOST_PROMISES,
+    NOTICE_S,
+    PATIENCE_S,
+    SKIP_S,
+    Action,
+    Facts,
+    Fence,
+    Install,
+    JoinRequest,
+    Peer,
+    Send,
+    Skip,
+    State,
+    Step,
+    continuing_members,
+    follows,
+    hear_each_other,
+    hears_me,
+)
+from pmesh.core.views.validation import check_message
+from pmesh.core.wire.link import (
+    AgreementMessage,
+    AskToJoin,
+    AskView,
+    Commit,
+    Flushed,
+    Heartbeat,
+    JobReport,
+    Leaving,
+    Propose,
+    Refuse,
+    Superseded,
+    TellView,
+    Veto,
+)
+from pmesh.errors import ProtocolError
+from pmesh.ids import Epoch, Member, NodeId
+
+
+def first_state(me: Member, name: str, *, now: float) -> State:
+    """A process that has just started: alone in a view of its own."""
+    epoch = Epoch(1, *me)
+    view = View.of_one(me, name, epoch)
+    return State(me=me, name=name, view=view, promised=epoch, installed_at=now, highest_counter=1)
+
+
+def hear(
+    state: State, sender: Member, message: AgreementMessage, facts: Facts, *, now: float
+) -> Step:
+    """A message from an authenticated peer. ProtocolError: no honest member would send it."""
+    check_message(sender, message)
+    return _consider(_receive(state, sender, message, facts, now), facts, now)
+
+
+def lose(state: State, node: NodeId, why: str, facts: Facts, *, now: float) -> Step:
+    """The peer is gone: its connection is closed and a redial failed, or it fell silent (V6)."""
+    peer = state.peers.get(node)
+    losses = state.losses
+    if peer is not None and peer.member in state.view.members:
+        losses = {**losses, peer.member: why}
+    proposal = state.proposal
+    if proposal is not None and any(member.node == node for member in proposal.message.members):
+        proposal = None  # it will not be answered, and may leave out who knew of the loss before us
+    led_us = peer is not None and _is_senior(state, peer.member)
+    state = replace(
+        state,
+        proposal=proposal,
+        noticing_until=now + NOTICE_S if led_us else state.noticing_until,
+        told={other: view for other, view in state.told.items() if other != node},
+        unplaced={other: beat for other, beat in state.unplaced.items() if other != node},
+        losses=losses,
+    )
+    return _consider(Step(_without(state, node)), facts, now)
+
+
+def _is_senior(state: State, member: Member) -> bool:
+    order = state.view.by_seniority
+    return member in order[: order.index(state.me)]
+
+
+def pass_time(state: State, facts: Facts, *, now: float) -> Step:
+    """To be called at each heartbeat, 0.2 s: the deadlines here are five times that and more."""
+    state = replace(state, owed=limits.note_need(state, now))
+    return _consider(Step(_give_up_on_silent(state, now)), facts, now)
+
+
+def _receive(  # noqa: C901, PLR0911 - one arm for each message
+    state: State, sender: Member, message: AgreementMessage, facts: Facts, now: float
+) -> Step:
+    match message:
+        case Heartbeat():
+            return _receive_heartbeat(state, sender, message, now)
+        case AskView():
+            return Step(state, (Send(sender, TellView(state.view)),))
+        case TellView():
+            return _receive_view(state, sender, message.view, now)
+        case AskToJoin():
+            request = JoinRequest(now, message.whole)
+            return Step(replace(state, joining={**state.joining, sender: request}))
+        case Propose():
+            return _receive_proposal(state, sender, message, facts, now)
+        case Flushed():
+            return Step(leader.collect(state, sender, message))
+        case Refuse() | Veto():
+            return Step(_withdraw(state, sender, message, now))
+        case Superseded():
+            return _leave_if_superseded(state, sender, message.view, now)
+        case Commit():
+            return _receive_commit(state, message, now)
+        case Leaving():
+            return Step(state)  # the driver calls `lose`: it knows that the link ends
+        case _:
+            assert_never(message)
+
+
+def _receive_heartbeat(state: State, sender: Member, beat: Heartbeat, now: float) -> Step:
+    view = _known_view(state, sender.node, beat.view)
+    if view is None:
+        unplaced = {**state.unplaced, sender.node: beat}
+        return Step(replace(state, unplaced=unplaced), (Send(sender, AskView(beat.view)),))
+    if not _is_credible(state, beat.promised.counter, view):
+        return Step(_without(state, sender.node))
+    peer = Peer(member=sender, heartbeat=beat, view=view)
+    state = replace(state, peers={**state.peers, sender.node: peer})
+    if (
+        state.flushed_at is not None
+        and view.epoch == state.promised > state.view.epoch
+        and (view.epoch[1:] == sender or view.epoch.leader not in state.peers)
+    ):
+        # V6: the commit itself was lost. Its leader shows it, or if that is gone whoever has it.
+        return _install(state, view, now)
+    return _leave_if_superseded(_confirm_primaries(state), sender, view, now)
+
+
+def _is_credible(state: State, counter: int, shown: View) -> bool:
+    """Whether the counter is within reach.
+
+    Whoever shows a view without jobs may have been led astray, and begins anew once it hears us.
+    Raises ProtocolError if it shows one with jobs: no honest member follows a counter from there.
+    """
+    if is_within_reach(state, counter, shown):
+        return True
+    if shown.rosters:
+        raise ProtocolError(f"an epoch counter of {counter}, which no honest member reaches")
+    return False
+
+
+def _without(state: State, node: NodeId) -> State:
+    return replace(state, peers={other: p for other, p in state.peers.items() if other != node})
+
+
+def _known_view(state: State, node: NodeId, epoch: Epoch) -> View | None:
+    """An epoch names one view (I1), so it does not matter who showed it."""
+    shown = [state.told[node]] if node in state.told else []
+    candidates = [state.view, *shown, *(peer.view for peer in state.peers.values())]
+    return next((view for view in candidates if view.epoch == epoch), None)
+
+
+def _receive_view(state: State, sender: Member, view: View, now: float) -> Step:
+    state = replace(state, told={**state.told, sender.node: view})
+    beat = state.unplaced.get(sender.node)
+    if beat is None or beat.view != view.epoch:
+        return Step(state)
+    unplaced = {node: b for node, b in state.unplaced.items() if node != sender.node}
+    return _receive_heartbeat(replace(state, unplaced=unplaced), sender, beat, now)
+
+
+def _receive_proposal(
+    state: State, sender: Member, message: Propose, facts: Facts, now: float
+) -> Step:
+    if state.me not in message.members:
+        raise ProtocolError("a proposal sent to a machine that it leaves out")
+    if message.epoch == state.promised:  # delivered twice
+        return Step(state)
+    limits.check_pace(state, sender, now)
+    answer = _objection(state, sender, message, now)
+    if answer is not None:
+        return Step(state, (Send(sender, answer),))
+    return _flush(replace(state, proposal=None), sender, message, facts, now)
+
+
+def _objection(
+    state: State, sender: Member, message: Propose, now: float
+) -> Refuse | Veto | Superseded | None:
+    if message.epoch < state.promised:  # V1: a proposal must exceed the promise
+        return Refuse(message.epoch, state.promised)
+    # A step more than what is heard: a lie may have reached the leader alone.
+    if not _is_credible(state, message.epoch.counter - STEP, message.base):
+        return Veto(message.epoch)
+    if state.me not in message.continuing:
+        return Veto(message.epoch) if message.base.weight <= state.view.weight else None
+    if not _of_one_line(state, sender, message):
+        return Superseded(state.view)
+    return Veto(message.epoch) if _passes_over_a_senior(state, sender, message, now) else None
+
+
+def _of_one_line(state: State, sender: Member, message: Propose) -> bool:
+    """V2: the proposer is in our view, or its view knows ours as our last."""
+    ours = message.base.previous_epoch_of(state.me)
+    return sender in state.view.members or ours == state.view.epoch
+
+
+def _passes_over_a_senior(state: State, sender: Member, message: Propose, now: float) -> bool:
+    """Only the most senior survivor leads: one whom we hear must not be left out by a junior."""
+    order = state.view.by_seniority
+    seniors = order[: order.index(sender)] if sender in order else ()
+    return any(
+        senior != state.me
+        and senior not in message.members
+        and hears_me(state, senior)
+        and follows(state, senior, now)
+        for senior in seniors
+    )
+
+
+def _flush(state: State, sender: Member, message: Propose, facts: Facts, now: float) -> Step:
+    """V1: promise the epoch. V3: from here on nothing of the jobs concerned is delivered."""
+    same_base = message.base.epoch == state.view.epoch
+    jobs = tuple(r.job for r in facts.reports if r.job in message.jobs or not same_base)
+    reports = tuple(_fenced(report) if report.job in jobs else report for report in facts.reports)
+    answer = Flushed(
+        epoch=message.epoch,
+        name=state.name,
+        view=state.view,
+        jobs=reports,
+        waiting=facts.waiting,
+        primaries=state.primaries,
+    )
+    state = replace(
+        state,
+        promised=message.epoch,
+        promises=(*state.promises, message.epoch)[-MOST_PROMISES:],
+        highest_counter=max(state.highest_counter, message.epoch.counter),
+        promised_to=limits.note_promise(state, sender, now),
+        flushed_at=now,
+    )
+    if sender == state.me:
+        return Step(leader.begin(state, message, answer, now), (Fence(jobs),))
+    return Step(state, (Fence(jobs), Send(sender, answer)))
+
+
+def _fenced(report: JobReport) -> JobReport:
+    return msgspec.structs.replace(report, fenced=True)
+
+
+def _withdraw(state: State, sender: Member, answer: Refuse | Veto, now: float) -> State:
+    if isinstance(answer, Refuse):
+        peer = state.peers.get(sender.node)
+        shown = state.view if peer is None else peer.view
+        if _is_credible(state, answer.promised.counter, shown):
+            seen = max(state.highest_counter, answer.promised.counter)
+            state = replace(state, highest_counter=seen)
+    if state.proposal is None or state.proposal.message.epoch != answer.epoch:
+        return state
+    return replace(state, proposal=None, quiet_until=now + BACK_OFF_S * _jitter(state))
+
+
+def _jitter(state: State) -> float:
+    """Between 0 and 1, from the incarnation, which is random: two leaders draw differently."""
+    mixed = (state.me.incarnation ^ state.highest_counter * 0x9E3779B97F4A7C15) % 1009
+    return mixed / 1009  # both constants: only that neighbours differ (golden ratio, a prime)
+
+
+def _leave_if_superseded(state: State, sender: Member, view: View, now: float) -> Step:
+    """V2: our view's next has been installed without us: we stay behind, alone."""
+    next_of_ours = view.previous_epoch_of(sender) == state.view.epoch
+    proof = (
+        view.epoch > state.view.epoch
+        and state.me not in view.members
+        and sender in state.view.members
+        and (next_of_ours or _all_have_gone_on(state, sender, view, now))
+    )
+    if not proof:
+        return Step(state)
+    counter = max(state.highest_counter, state.promised.counter) + 1
+    epoch = Epoch(counter, *state.me)
+    kept = keep_local_rosters(state.view, state.me)
+    alone = View.of_one(state.me, state.name, epoch, kept)
+    return _install(replace(state, promised=epoch), alone, now)
+
+
+def _all_have_gone_on(state: State, sender: Member, view: View, now: float) -> bool:
+    """We have slept through more than one view: the sender, and all whom we hear, are in this one.
+
+    Who was admitted when our view says so has been in one line of views ever since.
+    """
+    gone_on = {seat.member for seat in state.view.seats if _keeps_its_place(seat, view)}
+    return sender in gone_on and {*gone_on, state.me}.issuperset(continuing_members(state, now))
+
+
+def _keeps_its_place(seat: Seat, view: View) -> bool:
+    later = view.seat_of(seat.member)
+    return later is not None and later.admitted == seat.admitted
+
+
+def _receive_commit(state: State, message: Commit, now: float) -> Step:
+    view = message.view
+    if state.me not in view.members:
+        raise ProtocolError("a commit sent to a machine that it leaves out")
+    if view.epoch != state.promised or state.flushed_at is None:  # V1: only what was promised
+        return Step(state)
+    if leader.ring_order(view.members, message.costs) != view.members:
+        raise ProtocolError("a commit whose ring does not follow from its costs")
+    return _install(state, view, now)
+
+
+def _install(state: State, view: View, now: float) -> Step:
+    """I2: only upwards, and only where we are a member."""
+    if view.epoch <= state.view.epoch or state.me not in view.members:
+        raise ProtocolError(f"a view that can't follow: {view.epoch.counter}")
+    state = replace(
+        state,
+        view=view,
+        promises=(),
+        flushed_at=None,
+        owed=None,
+        installed_at=now,
+        proposal=None,
+        primaries=quorum.remember(state.primaries, view),
+        highest_counter=view.epoch.counter,  # what was seen elsewhere before does not count
+        joining={m: asked for m, asked in state.joining.items() if m not in view.members},
+        losses={m: why for m, why in state.losses.items() if m in view.members},
+    )
+    return Step(_confirm_primaries(state), (Install(view),))
+
+
+def _confirm_primaries(state: State) -> State:
+    """V10: rosters come into force by what we see others to have installed, or are told."""
+    if all(quorum.is_in_force(roster, state.primaries) for roster in state.view.rosters):
+        return state
+    installed = {peer.member: peer.view.epoch for peer in state.peers.values()}
+    installed[state.me] = state.view.epoch
+    told = {known for peer in state.peers.values() for known in peer.heartbeat.in_force}
+    known = quorum.confirm(state.primaries, state.view, installed, told)
+    return state if known is state.primaries else replace(state, primaries=known)
+
+
+def _give_up_on_silent(state: State, now: float) -> State:
+    """V6: flush answers have a deadline; who misses it is left out for a while."""
+    proposal = state.proposal
+    if proposal is None or now < proposal.deadline:
+        return state
+    earlier = {m: s for m, s in state.skipped.items() if s.until + LONGEST_SKIP_S > now}
+    silent = dict[Member, Skip]()
+    for member in proposal.message.members:
+        if member not in proposal.answers:
+            before = earlier.get(member)
+            lasts_s = SKIP_S if before is None else min(2 * before.lasts_s, LONGEST_SKIP_S)
+            silent[member] = Skip(now + lasts_s, lasts_s)
+    return replace(state, proposal=None, skipped={**earlier, **silent})
+
+
+def _consider(step: Step, facts: Facts, now: float) -> Step:
+    """After every input: commit, propose or ask to join, if it is time.
+
+    Not with a view that is only now installed: what there is to tell of the jobs is known once they
+    have followed it (V3), and then the driver lets time pass again.
+    """
+    if any(isinstance(action, Install) for action in step.actions):
+        return step
+    state, actions = step.state, list[Action](step.actions)
+    message = leader.propose(state, facts, now)
+    if message is not None:
+        flushed = _flush(state, state.me, message, facts, now)
+        others = [member for member in message.members if member != state.me]
+        state = flushed.state
+        actions += [*flushed.actions, *(Send(member, message) for member in others)]
+    commit = leader.decide(state, facts)
+    if commit is not None:
+        actions += [Send(m, commit) for m in commit.view.members if m != state.me]
+        installed = _install(state, commit.view, now)
+        state = installed.state
+        actions += installed.actions
+    asked = _ask_to_join(state, now)
+    return Step(asked.state, (*actions, *asked.actions))
+
+
+def _ask_to_join(state: State, now: float) -> Step:
+    """A lighter view's member asks the leader of the heaviest one that it hears (V9)."""
+    leaders = [
+        peer
+        for peer in state.peers.values()
+        if peer.heartbeat.acting
+        and not peer.heartbeat.flushed
+        and hears_me(state, peer.member)
+        and state.me not in peer.view.members
+        and peer.view.weight > state.view.weight
+    ]
+    met_at = None
+    if leaders:
+        met_at = now if state.met_at is None else state.met_at
+    if met_at != state.met_at:
+        state = replace(state, met_at=met_at)
+    if met_at is None or state.proposal is not None:
+        return Step(state)
+    best = max(leaders, key=lambda peer: peer.view.weight)
+    whole = _can_come_whole(state, best.view, now)
+    asked_lately = now - state.asked_to_join_at < JOIN_REQUEST_S / 4
+    if asked_lately or not (whole or now - met_at >= PATIENCE_S):
+        return Step(state)
+    state = replace(state, asked_to_join_at=now)
+    return Step(state, (Send(best.member, AskToJoin(state.view.epoch, whole)),))
+
+
+def _can_come_whole(state: State, view: View, now: float) -> bool:
+    """V9: those who go on with us all hear, and are heard by, all of the other view.
+
+    A job that runs among them would be torn if some came before the others.
+    """
+    ours = continuing_members(state, now)
+    return all(hear_each_other(state, mine, theirs) for mine in ours for theirs in view.members)

@@ -1,0 +1,258 @@
+"""The leader's half of the agreement: whom to keep, when to propose, and what to commit."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pmesh.core.values import MAX_MEMBERS, Seat, View
+from pmesh.core.views import rosters
+from pmesh.core.views.limits import is_within_reach, may_propose
+from pmesh.core.views.ring import Costs, measure_costs, plan_ring
+from pmesh.core.views.state import (
+    FLUSH_DEADLINE_S,
+    JOIN_REQUEST_S,
+    Facts,
+    JoinRequest,
+    Proposal,
+    State,
+    continuing_members,
+    hear_each_other,
+    hears_me,
+    is_acting,
+    is_stale,
+    needs_epoch,
+)
+from pmesh.core.wire.link import Commit, Concern, Flushed, Propose, Waiting
+from pmesh.ids import Epoch, Member
+
+
+def propose(state: State, facts: Facts, now: float) -> Propose | None:
+    """The proposal that this member should make now; None if there is no cause."""
+    if state.proposal is not None or now < state.quiet_until or not is_acting(state, now):
+        return None
+    if not may_propose(state, now):
+        return None
+    if _someone_else_leads(state, now) or _others_may_still_hear_our_leader(state, now):
+        return None
+    kept = _clique(state, (state.me,), continuing_members(state, now)[1:], now)
+    joined = _clique(state, kept, _candidates(state, now), now)[len(kept) : MAX_MEMBERS]
+    joined = _whole_views(state, joined, now)
+    jobs = rosters.jobs_to_settle(
+        state.view, kept, known_concerns(state, facts), _known_waiting(state, facts, kept + joined)
+    )
+    if not (len(kept) < len(state.view.seats) or joined or jobs or is_stale(state, kept, now)):
+        return None
+    jobs = tuple(sorted({*jobs, *rosters.jobs_to_vote_on(state.view, state.primaries)}))
+    epoch = Epoch(highest_counter(state) + 1, *state.me)
+    return Propose(epoch, state.view, kept + joined, kept, jobs)
+
+
+def highest_counter(state: State) -> int:
+    """V1: a proposal takes a fresh counter above all seen, of those within reach."""
+    promised = [
+        peer.heartbeat.promised.counter
+        for peer in state.peers.values()
+        if is_within_reach(state, peer.heartbeat.promised.counter, peer.view)
+    ]
+    return max([state.highest_counter, *promised])
+
+
+def collect(state: State, sender: Member, answer: Flushed) -> State:
+    """Note a flush answer to our proposal; late and foreign ones change nothing."""
+    proposal = state.proposal
+    if (
+        proposal is None
+        or answer.epoch != proposal.message.epoch
+        or state.promised != answer.epoch
+        or sender not in proposal.message.members
+    ):
+        return state
+    return replace(state, proposal=replace(proposal, answers={**proposal.answers, sender: answer}))
+
+
+def begin(state: State, message: Propose, own_answer: Flushed, now: float) -> State:
+    """The state of a leader that waits for flush answers."""
+    answers = {state.me: own_answer}
+    deadline = now + FLUSH_DEADLINE_S
+    return replace(state, proposal=Proposal(message=message, answers=answers, deadline=deadline))
+
+
+def decide(state: State, facts: Facts) -> Commit | None:
+    """The commit, once every member of the proposal has flushed."""
+    proposal = state.proposal
+    if proposal is None or len(proposal.answers) < len(proposal.message.members):
+        return None
+    answers, epoch = proposal.answers, proposal.message.epoch
+    base = _base(state, answers)
+    continuing = _continuing(base, answers)
+    costs = measure_costs(
+        tuple(answers),
+        {peer.member: peer.heartbeat.heard for peer in state.peers.values()}
+        | {state.me: facts.round_trips},
+    )
+    ring = ring_order(tuple(answers), costs)
+    seats = tuple(_seat(member, base, continuing, answers[member], epoch) for member in ring)
+    change = rosters.Change(
+        epoch=epoch,
+        ring=ring,
+        answers=answers,
+        concerns=known_concerns(state, facts),
+        reasons=state.losses,
+    )
+    after = rosters.next_rosters(base, change, continuing=continuing)
+    return Commit(View(epoch, seats, after), costs)
+
+
+def ring_order(members: tuple[Member, ...], costs: Costs) -> tuple[Member, ...]:
+    """The ring that follows from the costs: the leader plans with it, the others check with it."""
+    return plan_ring(members, costs)
+
+
+def known_concerns(state: State, facts: Facts) -> tuple[Concern, ...]:
+    """What we and those who are heard want settled, in an order that does not vary."""
+    theirs = (
+        concern
+        for _, peer in sorted(state.peers.items())
+        for concern in peer.heartbeat.concerns
+        if _is_concerned(state, peer.member, concern)
+    )
+    return (*facts.concerns, *theirs)
+
+
+def _is_concerned(state: State, member: Member, concern: Concern) -> bool:
+    """Nobody can disturb a job of others."""
+    roster = next((r for r in state.view.rosters if r.job == concern.job), None)
+    return roster is None or any(t.member == member for t in roster.trainers + roster.witnesses)
+
+
+def _known_waiting(
+    state: State, facts: Facts, members: tuple[Member, ...]
+) -> Mapping[Member, tuple[Waiting, ...]]:
+    return {
+        member: facts.waiting if member == state.me else state.peers[member.node].heartbeat.waiting
+        for member in members
+    }
+
+
+def _someone_else_leads(state: State, now: float) -> bool:
+    """We have promised a leader that is still there: its commit may come.
+
+    That it hears us is shown by its proposal, which overtakes the heartbeat that says so.
+    """
+    if (
+        state.flushed_at is None
+        or needs_epoch(state, now)
+        or state.promised.leader == state.me.node
+    ):
+        return False
+    leader = state.peers.get(state.promised.leader)
+    return leader is not None and leader.member.incarnation == state.promised.incarnation
+
+
+def _others_may_still_hear_our_leader(state: State, now: float) -> bool:
+    """Then they would veto us for passing over it; they mostly say within milliseconds, too."""
+    if now >= state.noticing_until:
+        return False
+    order = state.view.by_seniority
+    seniors = {member.incarnation for member in order[: order.index(state.me)]}
+    others = continuing_members(state, now)[1:]
+    return any(seniors & state.peers[other.node].heartbeat.heard.keys() for other in others)
+
+
+def _clique(
+    state: State, kept: tuple[Member, ...], candidates: tuple[Member, ...], now: float
+) -> tuple[Member, ...]:
+    """V5: greedily, in the order given, those whom everyone kept so far hears, and vice versa."""
+    skipped = {member for member, skip in state.skipped.items() if skip.until > now}
+    answering = tuple(member for member in candidates if member not in skipped)
+    # So it is as a rule: the leader asks at each message, and to look at each pair is dear.
+    if _all_hear_all(state, kept + answering):
+        return kept + answering
+    for member in answering:
+        if all(hear_each_other(state, member, other) for other in kept):
+            kept = (*kept, member)
+    return kept
+
+
+def _all_hear_all(state: State, members: tuple[Member, ...]) -> bool:
+    everyone = {member.incarnation for member in members}
+    return all(
+        member == state.me
+        or everyone.difference(state.peers[member.node].heartbeat.heard) <= {member.incarnation}
+        for member in members
+    )
+
+
+def _candidates(state: State, now: float) -> tuple[Member, ...]:
+    """Who asked to be taken in, and follows a lighter view, with all whom we hear of that view.
+
+    V9: a job that runs among them shall come whole.
+    """
+    asked = [member for member in sorted(_requests(state, now)) if _may_join(state, member)]
+    views = {state.peers[member.node].view.epoch for member in asked}
+    others = [
+        peer.member
+        for _, peer in sorted(state.peers.items())
+        if peer.view.epoch in views and peer.member not in asked and _may_join(state, peer.member)
+    ]
+    return (*asked, *others)
+
+
+def _requests(state: State, now: float) -> dict[Member, JoinRequest]:
+    return {m: asked for m, asked in state.joining.items() if now - asked.asked_at < JOIN_REQUEST_S}
+
+
+def _whole_views(state: State, joined: tuple[Member, ...], now: float) -> tuple[Member, ...]:
+    """V9: those whose whole view can come, or who have waited for that for long enough."""
+    views = {member: state.peers[member.node].view for member in joined}
+    requests = _requests(state, now)
+    impatient = {
+        view.epoch
+        for member, view in views.items()
+        if member in requests and not requests[member].whole
+    }
+    return tuple(
+        member
+        for member, view in views.items()
+        if view.epoch in impatient or set(view.members) <= set(joined)
+    )
+
+
+def _may_join(state: State, member: Member) -> bool:
+    return (
+        hears_me(state, member)
+        and state.view.seat_of(member) is None
+        and state.view.weight > state.peers[member.node].view.weight
+    )
+
+
+def _base(state: State, answers: Mapping[Member, Flushed]) -> View:
+    """V2: the highest view among the answers that has the leader as a continuing member.
+
+    The leader has promised its epoch, else nobody could have counted it among the members.
+    """
+    base = state.view
+    for answer in answers.values():
+        view = answer.view
+        ours = view.previous_epoch_of(state.me) == state.view.epoch
+        if view.epoch > base.epoch and ours and view.epoch in state.promises:
+            base = view
+    return base
+
+
+def _continuing(base: View, answers: Mapping[Member, Flushed]) -> list[Member]:
+    """V2: only who installed the base, or what the base says it had before, continues."""
+    return [
+        member
+        for member in base.by_seniority
+        if member in answers
+        and answers[member].view.epoch in (base.epoch, base.previous_epoch_of(member))
+    ]
+
+
+def _seat(
+    member: Member, base: View, continuing: list[Member], answer: Flushed, epoch: Epoch
+) -> Seat:
+    seat = base.seat_of(member)
+    if seat is None or member not in continuing:
+        return Seat(member, answer.name, epoch, None)
+    return Seat(member, answer.name, seat.admitted, answer.view.epoch)

@@ -1,0 +1,321 @@
+"""Which jobs begin, who is in them, and how they go through a view change (O3, I4, O6, V9)."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from pmesh.core.values import MAX_JOBS, MAX_TRAINERS, Primary, Roster, Terms, Trainer, Verdict, View
+from pmesh.core.views.outcomes import Knowledge, gather, lost_results, op_to_enter, resolve_ops
+from pmesh.core.views.quorum import Voters, has_majorities, may_run, needed_voters
+from pmesh.core.wire.link import Concern, Flushed, JobReport, KnownPrimary, Waiting
+from pmesh.ids import Epoch, JobName, Member, OpNumber, Slot, TrainerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A view change whose flush answers are all there."""
+
+    epoch: Epoch
+    ring: Sequence[Member]
+    """The members of the new view, in ring order."""
+    answers: Mapping[Member, Flushed]
+    concerns: Sequence[Concern]
+    reasons: Mapping[Member, str]
+    """Why members were lost, as far as the leader knows."""
+
+
+def jobs_to_settle(
+    view: View,
+    kept: Collection[Member],
+    concerns: Iterable[Concern],
+    waiting: Mapping[Member, Sequence[Waiting]],
+) -> tuple[JobName, ...]:
+    """The jobs that a view change can help: a rank is lost, an op is stuck, or one may begin."""
+    kept = frozenset(kept)  # each trainer of each job is looked up, at each message
+    concerned = {(c.job, c.born, c.number) for c in concerns}
+    running = {
+        roster.job
+        for roster in view.rosters
+        if (roster.job, roster.born, roster.number) in concerned
+        or _gone(roster, kept)
+        or lost_results(roster, kept)
+    }
+    known = {roster.job for roster in view.rosters}
+    ready = {job for job in _ready_jobs(waiting) if job not in known}
+    return tuple(sorted(running | (ready if len(known) < MAX_JOBS else set())))
+
+
+def jobs_to_vote_on(view: View, known: Collection[KnownPrimary]) -> tuple[JobName, ...]:
+    """V10: the jobs that any view change might help, and those that it might keep from running."""
+    return tuple(roster.job for roster in view.rosters if not may_run(roster, known))
+
+
+def next_rosters(
+    base: View, change: Change, *, continuing: Collection[Member]
+) -> tuple[Roster, ...]:
+    """The rosters of the view that `change.epoch` names."""
+    histories: dict[JobName, list[_History]] = {}
+    for view, members in _lineages(base, continuing, change):
+        for roster in view.rosters:
+            history = _go_on(roster, frozenset(members), change)
+            if history is not None:
+                histories.setdefault(roster.job, []).append(history)
+    # V9: where histories of a job meet, one goes on.
+    rosters = {job: max(several, key=_History.weight).roster for job, several in histories.items()}
+    waiting = {member: change.answers[member].waiting for member in change.ring}
+    for job in _ready_jobs(waiting):
+        if job not in rosters and len(rosters) < MAX_JOBS:
+            rosters[job] = _first_roster(job, change, waiting)
+    return tuple(rosters[job] for job in sorted(rosters))
+
+
+def is_same_history(before: Roster, after: Roster, trainer: Trainer) -> bool:
+    """Whether a trainer that follows `before` goes on in `after` (V9).
+
+    The two sides of a partition may both settle a job. Where they meet, the other side's roster has
+    the same birth, but another number, or the same number and other contents, or has lost this very
+    trainer; it never continues ours.
+    """
+    if after.born != before.born or after.number < before.number:
+        return False
+    if after.number == before.number:
+        return after == before
+    return trainer in after.trainers or trainer in after.witnesses
+
+
+def keep_local_rosters(view: View, member: Member) -> tuple[Roster, ...]:
+    """The rosters that need nobody else: they outlive a fall out of the view."""
+    return tuple(
+        roster
+        for roster in view.rosters
+        if all(trainer.member == member for trainer in roster.trainers)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _History:
+    """A job's roster as it would go on, and how far its ops have come."""
+
+    roster: Roster
+    stable: int
+
+    def weight(self) -> tuple[int, ...]:
+        """V9: of two that meet, the heavier one goes on; V10: the one that had a quorum last."""
+        roster = self.roster
+        votes = roster.terms.quorum == "majority"
+        primary = roster.primary.epoch.counter if votes else 0
+        older = -roster.born.counter, -roster.number
+        return (roster.quorate, primary, len(roster.trainers), self.stable, *older)
+
+
+def _lineages(
+    base: View, continuing: Collection[Member], change: Change
+) -> list[tuple[View, list[Member]]]:
+    """The base with those who continue it, and each view that newcomers have had in common."""
+    found = {base.epoch: (base, list(continuing))}
+    for member in change.answers:
+        if member not in continuing:
+            view = change.answers[member].view
+            found.setdefault(view.epoch, (view, []))[1].append(member)
+    return list(found.values())
+
+
+def _go_on(roster: Roster, members: frozenset[Member], change: Change) -> _History | None:
+    """The roster after the change, among these members; None if no rank is left."""
+    homes = {trainer.id: trainer.member for trainer in roster.trainers + roster.witnesses}
+    hosts = members & set(homes.values())
+    reports = [
+        _about_its_own(report, host, homes, roster.next_id)
+        for host in hosts
+        if (report := _report_on(roster, change.answers[host])) is not None
+    ]
+    known = gather(reports)
+    gone = _gone(roster, members)
+    about = [c for c in change.concerns if _is_about(c, roster)]
+    runs = may_run(roster, _known_primaries(change))
+    cause = gone or about or lost_results(roster, members) or not runs
+    if not cause or any(not report.fenced for report in reports):
+        # V7: it runs on; V3: what is not fenced everywhere waits for the next view.
+        return _History(roster=roster, stable=known.stable)
+    left = {t for c in about if c.op < 0 and c.verdict for t in c.verdict.trainers}
+    losses = [_loss(roster, trainer, change.reasons) for trainer in gone]
+    losses += [c.verdict for c in about if c.op < 0 and c.verdict]
+    staying = [t for t in roster.trainers if t not in gone and t.id not in left]
+    if not staying:
+        return None
+    settled = msgspec.structs.replace(
+        roster,
+        number=change.epoch.counter,
+        trainers=_in_ring_order(staying, change.ring),
+        losses=_once(losses),
+    )
+    outcomes = resolve_ops(roster, settled, known, about)
+    holding = {holder for outcome in outcomes for holder in outcome.holders}
+    witnesses = tuple(
+        t
+        for t in roster.trainers + roster.witnesses
+        if t.id in holding and t not in settled.trainers
+    )
+    settled = msgspec.structs.replace(settled, outcomes=outcomes, witnesses=witnesses)
+    settled = _let_in(settled, known, change)
+    return _History(roster=_vote(settled, change), stable=known.stable)
+
+
+def _gone(roster: Roster, kept: Collection[Member]) -> tuple[Trainer, ...]:
+    return tuple(trainer for trainer in roster.trainers if trainer.member not in kept)
+
+
+def _is_about(concern: Concern, roster: Roster) -> bool:
+    return (concern.job, concern.born, concern.number) == (roster.job, roster.born, roster.number)
+
+
+def _report_on(roster: Roster, answer: Flushed) -> JobReport | None:
+    """None: the member never installed the roster, so it has started nothing under it."""
+    return next((r for r in answer.jobs if (r.job, r.born) == (roster.job, roster.born)), None)
+
+
+def _about_its_own(
+    report: JobReport, host: Member, homes: Mapping[TrainerId, Member], next_id: TrainerId
+) -> JobReport:
+    """The report without what it says of other members' trainers, and of trainers to come.
+
+    A trainer whose home is no longer known is a lost one, perhaps of this member.
+    """
+    ranks = tuple(
+        rank
+        for rank in report.ranks
+        if rank.trainer < next_id and homes.get(rank.trainer, host) == host
+    )
+    return msgspec.structs.replace(report, ranks=ranks)
+
+
+def _loss(roster: Roster, trainer: Trainer, reasons: Mapping[Member, str]) -> Verdict:
+    why = reasons.get(trainer.member, "its agent is gone")
+    text = f"{roster.describe(trainer.id)} is lost: {why}"
+    return Verdict("RankLost", text, (trainer.id,))
+
+
+def _once(losses: Iterable[Verdict]) -> tuple[Verdict, ...]:
+    """A trainer that has left on a machine that is gone is lost once."""
+    first = {verdict.trainers: verdict for verdict in reversed(list(losses))}
+    return tuple(first[trainers] for trainers in sorted(first))
+
+
+def _in_ring_order(trainers: Iterable[Trainer], ring: Sequence[Member]) -> tuple[Trainer, ...]:
+    """The view's ring order, a machine's trainers side by side; begun with the oldest.
+
+    A ring may begin anywhere, and who is rank 0 stays it for as long as it lives.
+    """
+    ordered = sorted(trainers, key=lambda trainer: (ring.index(trainer.member), trainer.id))
+    first = min(range(len(ordered)), key=lambda i: ordered[i].id)
+    return tuple(ordered[first:] + ordered[:first])
+
+
+def _let_in(roster: Roster, known: Knowledge, change: Change) -> Roster:
+    """O6: who waits for a running job enters it in a `sync`.
+
+    Who is in it already may still wait, if it has missed the view that took it in.
+    """
+    op = op_to_enter(known, roster)
+    waiting = {member: change.answers[member].waiting for member in change.ring}
+    if op is None:
+        return roster
+    inside = {(trainer.member, trainer.slot) for trainer in roster.trainers}
+    slots = [slot for slot in _slots_waiting(roster.job, waiting) if slot not in inside]
+    slots = slots[: MAX_TRAINERS - len(roster.trainers)]
+    entering = _enter(slots, op, roster.next_id, change)
+    return msgspec.structs.replace(
+        roster,
+        trainers=_in_ring_order([*roster.trainers, *entering], change.ring),
+        next_id=TrainerId(roster.next_id + len(entering)),
+        terms=_join_terms(roster.terms, roster.job, waiting),
+    )
+
+
+def _vote(roster: Roster, change: Change) -> Roster:
+    """V10: whether this side may go on."""
+    needed: tuple[Voters, ...] = ()
+    if roster.terms.quorum == "majority":
+        needed = needed_voters(roster, _known_primaries(change))
+        present = change.answers.keys()
+        if _is_overtaken(roster, needed, change) or not has_majorities(present, needed):
+            return msgspec.structs.replace(roster, quorate=False)
+    primary = Primary(change.epoch, _voters(roster.trainers), needed)
+    return msgspec.structs.replace(roster, quorate=True, primary=primary)
+
+
+def _known_primaries(change: Change) -> set[KnownPrimary]:
+    return {primary for answer in change.answers.values() for primary in answer.primaries}
+
+
+def _is_overtaken(roster: Roster, needed: Iterable[Voters], change: Change) -> bool:
+    """V10: one of those whose votes count knows a later roster of the job that had a quorum.
+
+    What only others know of was installed by too few of these to come into force.
+    """
+    voters = {voter for several in needed for voter in several}
+    return any(
+        (primary.job, primary.born) == (roster.job, roster.born)
+        and primary.epoch > roster.primary.epoch
+        for voter in voters & change.answers.keys()
+        for primary in change.answers[voter].primaries
+    )
+
+
+def _voters(trainers: Iterable[Trainer]) -> tuple[Member, ...]:
+    return tuple(trainer.member for trainer in sorted(trainers, key=lambda t: t.id))
+
+
+def _ready_jobs(waiting: Mapping[Member, Sequence[Waiting]]) -> tuple[JobName, ...]:
+    wanted: dict[JobName, list[int]] = {}
+    for trainers in waiting.values():
+        for trainer in trainers:
+            wanted.setdefault(trainer.job, []).append(trainer.wait_for)
+    return tuple(sorted(job for job, counts in wanted.items() if len(counts) >= max(counts)))
+
+
+def _first_roster(
+    job: JobName, change: Change, waiting: Mapping[Member, Sequence[Waiting]]
+) -> Roster:
+    """Ranks are the view's ring order restricted to the job, a machine's trainers side by side."""
+    trainers = _enter(
+        _slots_waiting(job, waiting)[:MAX_TRAINERS], OpNumber(0), TrainerId(0), change
+    )
+    return Roster(
+        job=job,
+        born=change.epoch,
+        number=change.epoch.counter,
+        trainers=tuple(trainers),
+        primary=Primary(change.epoch, _voters(trainers)),
+        next_id=TrainerId(len(trainers)),
+        terms=_join_terms(Terms(), job, waiting),
+    )
+
+
+def _slots_waiting(
+    job: JobName, waiting: Mapping[Member, Sequence[Waiting]]
+) -> list[tuple[Member, Slot]]:
+    return [
+        (member, trainer.slot)
+        for member, theirs in waiting.items()
+        for trainer in sorted(theirs, key=lambda t: t.slot)
+        if trainer.job == job
+    ]
+
+
+def _enter(
+    slots: Iterable[tuple[Member, Slot]], op: OpNumber, first: TrainerId, change: Change
+) -> list[Trainer]:
+    return [
+        Trainer(TrainerId(first + i), member, slot, change.answers[member].name, op)
+        for i, (member, slot) in enumerate(slots)
+    ]
+
+
+def _join_terms(terms: Terms, job: JobName, waiting: Mapping[Member, Sequence[Waiting]]) -> Terms:
+    for theirs in waiting.values():
+        for trainer in theirs:
+            if trainer.job == job:
+                terms = terms.joined_with(trainer.terms)
+    return terms

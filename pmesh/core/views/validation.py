@@ -1,0 +1,112 @@
+"""What no honest member would send, refused before it touches a state.
+
+msgspec has checked each field by itself. Here a message is checked as a whole, without a look at
+the receiver's own state: what depends on that is checked in `pmesh.core.views.agreement`.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+
+from pmesh.core.values import Roster, View
+from pmesh.core.wire.link import (
+    AgreementMessage,
+    Commit,
+    Flushed,
+    Heartbeat,
+    Propose,
+    Superseded,
+    TellView,
+)
+from pmesh.errors import ProtocolError
+from pmesh.ids import Member
+
+
+def check_message(sender: Member, message: AgreementMessage) -> None:
+    """Raises ProtocolError if no honest member would send this."""
+    match message:
+        case Heartbeat():
+            _demand(message.view <= message.promised, "a promise below what it has installed (V1)")
+        case TellView() | Superseded():
+            _check_view_of(sender, message.view)
+        case Propose():
+            _check_proposal(sender, message)
+        case Flushed():
+            _check_flushed(sender, message)
+        case Commit():
+            _check_commit(sender, message)
+        case _:
+            pass  # no two fields of the others depend on each other
+
+
+def check_view(view: View) -> None:
+    """Raises ProtocolError if no leader could have committed this view."""
+    counter = view.epoch.counter
+    _demand_unique([member.node for member in view.members], "machines in a view")
+    _demand(view.epoch[1:] in view.members, "a view whose leader has no seat")
+    for seat in view.seats:
+        _demand(seat.admitted <= view.epoch, "a seat from a later view")
+        _demand(seat.previous is None or seat.previous < view.epoch, "a seat from a later view")
+    _demand_unique([roster.job for roster in view.rosters], "rosters of one job")
+    for roster in view.rosters:
+        _demand(roster.number <= counter, "a roster from a later view")
+        _demand(roster.primary.epoch <= view.epoch, "a quorum from a later view")
+        _check_roster(roster, view.members)
+
+
+def _check_roster(roster: Roster, members: Sequence[Member]) -> None:
+    _demand(roster.trainers, f"a roster of job {roster.job!r} without trainers")
+    known = roster.trainers + roster.witnesses
+    _demand_unique([trainer.id for trainer in known], "trainers of one number")
+    _demand_unique([(t.member, t.slot) for t in roster.trainers], "trainers on one connection")
+    _demand(all(t.id < roster.next_id for t in known), "a trainer that is still to come")
+    _demand(
+        {trainer.member for trainer in roster.trainers} <= set(members),
+        f"a roster of job {roster.job!r} with a trainer on a machine that has no seat",
+    )
+    _demand(roster.born.counter <= roster.number, "a roster from before its job began")
+    _demand_unique([outcome.op for outcome in roster.outcomes], "outcomes of one op")
+
+
+def _check_view_of(sender: Member, view: View) -> None:
+    """A view that the sender says it has installed (I2)."""
+    check_view(view)
+    _demand(sender in view.members, "a view that leaves its sender out")
+
+
+def _check_proposal(sender: Member, message: Propose) -> None:
+    _demand(message.epoch[1:] == sender, "a proposal in another's name")
+    _check_view_of(sender, message.base)
+    _demand(message.base.epoch < message.epoch, "a proposal below its base (V1)")
+    _demand_unique([member.node for member in message.members], "machines in a proposal")
+    _demand(set(message.continuing) <= set(message.members), "a proposal that forgets a member")
+    kept = [member for member in message.base.by_seniority if member in message.continuing]
+    _demand(len(kept) == len(message.continuing), "a proposal that goes on with a stranger (V2)")
+    _demand(kept and kept[0] == sender, "a proposal by another than its most senior member")
+
+
+def _check_flushed(sender: Member, message: Flushed) -> None:
+    _check_view_of(sender, message.view)
+    _demand(message.view.epoch < message.epoch, "a promise of what is installed already (V1)")
+    _demand_unique([(report.job, report.born) for report in message.jobs], "reports of one job")
+    for report in message.jobs:
+        _demand_unique([rank.trainer for rank in report.ranks], "reports of one rank")
+        for rank in report.ranks:
+            _demand_unique([op.op for op in rank.ops], "reports of one op")
+    _demand_unique([waiting.slot for waiting in message.waiting], "trainers that wait")
+
+
+def _check_commit(sender: Member, message: Commit) -> None:
+    _demand(message.view.epoch[1:] == sender, "a commit in another's name")
+    check_view(message.view)
+    size = len(message.view.seats)
+    fits = len(message.costs) == size and all(len(row) == size for row in message.costs)
+    _demand(fits, "a commit whose costs do not fit its members")
+
+
+def _demand_unique(values: Iterable[Hashable], what: str) -> None:
+    listed = list(values)
+    _demand(len(set(listed)) == len(listed), f"{what}: one stands there twice")
+
+
+def _demand(holds: object, otherwise: str) -> None:
+    if not holds:
+        raise ProtocolError(otherwise)

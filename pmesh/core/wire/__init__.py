@@ -1,0 +1,1 @@
+"""Bytes: frames, messages of links and of local sessions, records of lanes."""

@@ -1,0 +1,138 @@
+"""Framing: the first bytes of a connection, length-prefixed messages, and the greeting.
+
+A link begins with a TLS ClientHello, a lane with its preamble. Anything else is not pmesh, and gets
+neither a TLS object (50 KiB) nor a handshake (3 ms of CPU).
+
+Links and local sessions carry messages behind a length. The first message on a link can be read by
+every version of pmesh, past and to come: an array that begins with the tag 1 and the sender's
+protocol version. The rest is read only if the versions are equal.
+"""
+
+import enum
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from pmesh.core.wire.link import PROTOCOL_VERSION, Hello, decode_untrusted
+from pmesh.core.wire.records import PREAMBLE_BYTES, encode_preamble
+from pmesh.errors import ProtocolError
+from pmesh.ids import NodeId
+
+PREFIX_BYTES = 4
+
+
+def frame(message: bytes) -> bytes:
+    r"""The message behind its length.
+
+    >>> frame(b"hi")
+    b'\x00\x00\x00\x02hi'
+    """
+    return len(message).to_bytes(PREFIX_BYTES, "big") + message
+
+
+class FrameReader:
+    """A byte protocol: `receive_data` what arrived, then take whole messages with `next_message`.
+
+    It never holds more than one message beyond what was received at once, and refuses a length over
+    `max_bytes` when it sees the prefix: a claim of 4 GiB costs four bytes.
+    """
+
+    def __init__(self, *, max_bytes: int) -> None:
+        self._buffer = bytearray()
+        self._max_bytes = max_bytes
+
+    def receive_data(self, data: bytes | bytearray | memoryview) -> None:
+        """Append bytes as they came from the stream."""
+        self._buffer += data
+
+    def next_message_untrusted(self) -> bytes | None:
+        """The next whole message; None until more arrives. Raises ProtocolError if too long."""
+        if len(self._buffer) < PREFIX_BYTES:
+            return None
+        length = int.from_bytes(self._buffer[:PREFIX_BYTES], "big")
+        if length > self._max_bytes:
+            raise ProtocolError(f"a message claims {length} bytes, {self._max_bytes} are allowed")
+        end = PREFIX_BYTES + length
+        if len(self._buffer) < end:
+            return None
+        message = bytes(self._buffer[PREFIX_BYTES:end])
+        del self._buffer[:end]
+        return message
+
+    @property
+    def buffered(self) -> int:
+        """Bytes received and not yet taken."""
+        return len(self._buffer)
+
+
+MAX_CLIENT_HELLO_BYTES: Final = 16 * 1024
+"""Ours has 225 bytes, 1.8 KiB with a post-quantum key share. OpenSSL believes a claim of up to
+128 KiB, and allocates it at once."""
+
+FIRST_BYTES: Final = PREAMBLE_BYTES
+"""How many to read, at most: what follows a preamble belongs to the lane."""
+
+_LANE = encode_preamble(b"")
+_TLS_HEADER_BYTES = 9  # of the record (5) and of the handshake message in it (4): RFC 8446, 5.1, 4
+_HANDSHAKE_RECORD, _CLIENT_HELLO = 22, 1
+
+
+class FirstBytes(enum.Enum):
+    """What a connection's first bytes make of it."""
+
+    TOO_FEW = enum.auto()
+    LINK = enum.auto()
+    LANE = enum.auto()
+    GARBAGE = enum.auto()
+
+
+def recognize(first: bytes) -> FirstBytes:
+    """What begins with these bytes; decides as early as it can, and never takes it back.
+
+    >>> recognize(b"GET / HTTP/1.1")
+    <FirstBytes.GARBAGE: 4>
+    """
+    if first[: len(_LANE)] == _LANE[: len(first)]:
+        return FirstBytes.LANE if len(first) >= PREAMBLE_BYTES else FirstBytes.TOO_FEW
+    if _may_be_client_hello(first):
+        return FirstBytes.LINK if len(first) >= _TLS_HEADER_BYTES else FirstBytes.TOO_FEW
+    return FirstBytes.GARBAGE
+
+
+def _may_be_client_hello(first: bytes) -> bool:
+    header = first[:_TLS_HEADER_BYTES]
+    claimed = int.from_bytes(header[6:9], "big") if len(header) == _TLS_HEADER_BYTES else 0
+    return (
+        header[:2] == bytes((_HANDSHAKE_RECORD, 3))[: len(header)]  # 3: every TLS there has been
+        and header[5:6] in (b"", bytes((_CLIENT_HELLO,)))
+        and claimed <= MAX_CLIENT_HELLO_BYTES
+    )
+
+
+class _AnyHello(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    protocol: int
+
+
+@dataclass(frozen=True, slots=True)
+class OtherProtocol:
+    """A peer that speaks another version."""
+
+    protocol: int
+
+
+def read_hello_untrusted(data: bytes, *, proven: NodeId) -> Hello | OtherProtocol:
+    """The Hello of the peer whose node key TLS has proven.
+
+    Raises ProtocolError for what isn't a Hello, and for one in the name of another node.
+    """
+    try:
+        protocol = msgspec.msgpack.decode(data, type=_AnyHello).protocol
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        raise ProtocolError(f"not a Hello: {e}") from e
+    if protocol != PROTOCOL_VERSION:
+        return OtherProtocol(protocol)
+    hello = decode_untrusted(data)
+    if not isinstance(hello, Hello) or hello.member.node != proven:
+        raise ProtocolError("a Hello in the name of another node")
+    return hello

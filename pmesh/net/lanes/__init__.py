@@ -1,0 +1,1 @@
+"""Data connections, and what runs a plan over them."""

@@ -1,0 +1,327 @@
+"""Lanes: TCP connections that carry a job's tensors along one edge of the ring, sealed.
+
+A lane has one direction for data. The other carries one record, the receiver's greeting: each side
+proves that it has read the offer before the other trusts it with anything.
+
+A lane's calls may be cancelled at any wait: what was half sent or half received is finished by the
+next call, so a lane survives a view change if its edge does (V7). One task may send while another
+receives; two may not do the same.
+
+What a lane does is written once, as steps that say what they wait for. `send` and `receive` wait in
+the event loop; a `Crew` (`pmesh.net.lanes.pipeline`) lets the steps of large ops wait in threads.
+"""
+
+import contextlib
+import select
+import socket
+from collections.abc import Callable, Generator
+from enum import Enum, auto
+from typing import TypeAlias
+
+import trio
+
+from pmesh.core.wire.link import OfferLane
+from pmesh.core.wire.records import (
+    HEADER_BYTES,
+    MAX_BODY_BYTES,
+    OVERHEAD_BYTES,
+    PREAMBLE_BYTES,
+    Opener,
+    RecordHeader,
+    Sealer,
+    read_header_untrusted,
+)
+from pmesh.errors import LaneBroken, PmeshError, ProtocolError
+
+WAKE_UP_BYTES = 128 * 1024  # 1 ms at 1 Gbit/s, where else each packet would wake a thread
+GREETING_TIMEOUT_S = 5.0  # as for every connection that has not proven what it is
+
+
+class CallsDiffer(PmeshError):  # noqa: N818 - a state, as in pmesh.errors
+    """The neighbour's call of an op is not ours; for the agent to take to the leader (I5, O8)."""
+
+    def __init__(self, op: int, peer: str) -> None:
+        super().__init__(f"{peer} called something else as op {op}")
+        self.op = op
+        """The first op in which the two differ."""
+
+
+class Wait(Enum):
+    """What must be before the next step."""
+
+    READABLE = auto()
+    """Something has arrived."""
+    WRITABLE = auto()
+    """The system takes more."""
+    CLOSED = auto()
+    """Nothing can be done until the lane is closed, or the call cancelled."""
+    PROGRESS = auto()
+    """Another part of the same crew has got further."""
+    TURN = auto()
+    """Nothing; but others on the event loop, which a fast network must not starve, come first."""
+
+
+Steps: TypeAlias = Generator[Wait, None, None]
+"""Goes on when what it has yielded has come true, or perhaps has; may be closed at any yield."""
+
+
+class Lane:
+    """One end of a lane. It owns its socket."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        offer: OfferLane,
+        *,
+        sending: bool,
+        peer: str,
+        wake_up_bytes: int = 1,
+    ) -> None:
+        sock.setblocking(False)  # noqa: FBT003 - it takes no names
+        if sock.family != socket.AF_UNIX:
+            with contextlib.suppress(OSError):  # macOS: it was reset; the first send will say so
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        ours, theirs = offer.key, offer.return_key
+        if not sending:
+            ours, theirs = theirs, ours
+        full, greeting = OVERHEAD_BYTES + MAX_BODY_BYTES, OVERHEAD_BYTES + PREAMBLE_BYTES
+        self.peer = peer
+        self.sending = sending
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.records_dropped = 0
+        """Records of a lower roster, which came too late (V4)."""
+        self.peer_completed = -1
+        """How far the peer had come when it sent its last record (O2)."""
+        self._roster = offer.number
+        self._socket = sock
+        self._closed = trio.Event()
+        self._sealer = Sealer(ours)
+        self._opener = Opener(theirs)
+        self._out = memoryview(bytearray(full if sending else greeting))
+        self._unsent = self._out[:0]
+        self._in = memoryview(bytearray(greeting if sending else full))
+        self._filled = 0  # bytes of _in that hold what has arrived
+        self._most_asked, self._asked = wake_up_bytes, 1
+        self._stop_thread: Callable[[], None] | None = None
+
+    def close(self) -> None:
+        """Close the connection; whoever waits on it gets LaneBroken."""
+        self._closed.set()
+        if self._stop_thread is not None:
+            self._stop_thread()  # its socket's number must not become another's under its hands
+            return
+        if self._socket.fileno() != -1:
+            trio.lowlevel.notify_closing(self._socket)
+        self._socket.close()
+
+    def lend(self, stop: Callable[[], None]) -> None:
+        """Until `take_back` a thread works with the lane; `stop` makes it end soon.
+
+        Raises:
+            LaneBroken: it has been closed.
+        """
+        self.check_open()
+        self._stop_thread = stop
+
+    def take_back(self) -> None:
+        """The thread has ended. If the lane was to be closed meanwhile, it is closed now."""
+        self._stop_thread = None
+        if self._closed.is_set():
+            self.close()
+
+    def register(self, poll: select.poll) -> None:
+        """In a thread: `poll` is to return when the lane's steps may go on."""
+        poll.register(self._socket, select.POLLOUT if self.sending else select.POLLIN)
+
+    def check_open(self) -> None:
+        """Raises LaneBroken if the lane has been closed."""
+        if self._closed.is_set():
+            raise self._broken("was closed")
+
+    def __repr__(self) -> str:
+        arrow = "to" if self.sending else "from"
+        return f"<Lane {arrow} {self.peer}: {self.bytes_sent} sent, {self.bytes_received} received>"
+
+    async def send(self, header: RecordHeader, body: bytes | memoryview) -> None:
+        """Seal and send one record; `body` may be reused when this returns or is cancelled."""
+        for wait in self.sends(header, body):
+            await self.wait_for(wait)
+
+    def sends(self, header: RecordHeader, body: bytes | memoryview) -> Steps:
+        """The steps of `send`."""
+        yield from self.flushes()
+        if self.post(header, body):
+            yield Wait.TURN
+        else:
+            yield from self.flushes()
+
+    def post(self, header: RecordHeader, body: bytes | memoryview) -> bool:
+        """Seal a record and hand over what the system takes at once; True if that was all.
+
+        Otherwise the rest goes with `flush`, before which there is no other `post`.
+        """
+        assert self.idle, "flush before the next post"  # noqa: S101 - its buffer is in use
+        self._unsent = self._out[: self._sealer.seal(header, body, self._out)]
+        self._send_some()
+        return self.idle
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits to be sent: `post` may be called."""
+        return not self._unsent
+
+    async def flush(self) -> None:
+        """Send what `post`, or a call that was cancelled, has left."""
+        for wait in self.flushes():
+            await self.wait_for(wait)
+
+    def flushes(self) -> Steps:
+        """The steps of `flush`."""
+        while self._unsent:
+            yield Wait.WRITABLE
+            self._send_some()
+
+    def _send_some(self) -> None:
+        try:
+            count = self._socket.send(self._unsent)
+        except BlockingIOError:
+            return
+        except OSError as e:
+            raise self._broken(f"broke: {e.strerror}") from e
+        self.bytes_sent += count
+        self._unsent = self._unsent[count:]
+
+    async def receive(self, expected: RecordHeader, into: memoryview) -> None:
+        """Receive the next record straight into its place.
+
+        The header is judged before its body is read, and nobody is accused on the word of a header
+        that is not authenticated. Records of a lower roster are dropped and counted; one of a
+        higher stays here until a call expects it: this call then waits to be cancelled (V4).
+
+        Args:
+            expected: what the record must be; its `completed` doesn't matter.
+            into: as many bytes as `expected.body_bytes`. Garbage after LaneBroken.
+
+        Raises:
+            CallsDiffer: the peer's op, or its call, is another.
+            LaneBroken: the connection ended, or what it brought is no record of this lane.
+        """
+        for wait in self.receives(expected, into):
+            await self.wait_for(wait)
+
+    def receives(self, expected: RecordHeader, into: memoryview) -> Steps:
+        """The steps of `receive`."""
+        waited = False
+        while True:
+            waited |= yield from self._fill(HEADER_BYTES, OVERHEAD_BYTES + expected.body_bytes)
+            header = self._header()
+            while header.roster > expected.roster:
+                yield Wait.CLOSED
+            if header[:5] == expected[:5]:
+                break
+            yield from self._refuse(header, expected)
+        end = OVERHEAD_BYTES + header.body_bytes
+        waited |= yield from self._fill(end, end)
+        self._open(end, into)
+        self.peer_completed = header.completed
+        if not waited:
+            yield Wait.TURN
+
+    def _refuse(self, header: RecordHeader, expected: RecordHeader) -> Steps:
+        """Drop a record that comes too late; raise for any other that is not the expected one."""
+        same_call = (header.op, header.fingerprint) == (expected.op, expected.fingerprint)
+        if header.roster == expected.roster and same_call:
+            raise self._broken("brought a record out of its place")
+        end = OVERHEAD_BYTES + header.body_bytes
+        yield from self._fill(end, end)
+        self._open(end, bytearray(header.body_bytes))
+        if header.roster == expected.roster:
+            # Lower: that op ended here without reading it. Higher: there without sending it.
+            raise CallsDiffer(min(header.op, expected.op), self.peer)
+        self.records_dropped += 1
+        yield Wait.TURN
+
+    def _fill(self, enough: int, limit: int) -> Generator[Wait, None, bool]:
+        """Receive until `_in` holds `enough`, at most `limit`; True if that took a wait."""
+        waited = False
+        while self._filled < enough:
+            try:
+                count = self._socket.recv_into(self._in[self._filled : limit])
+            except BlockingIOError:
+                waited = True
+                self._ask_for(enough - self._filled)
+                yield Wait.READABLE
+                continue
+            except OSError as e:
+                raise self._broken(f"broke: {e.strerror}") from e
+            if not count:
+                raise self._broken("ended")
+            self._filled += count
+            self.bytes_received += count
+        return waited
+
+    def _ask_for(self, nbytes: int) -> None:
+        """The system is to say READABLE when so many bytes are there, or what is worth a wakeup."""
+        asked = min(nbytes, self._most_asked)
+        if asked != self._asked:
+            with contextlib.suppress(OSError):  # macOS: it was reset; the next read will say so
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, asked)
+            self._asked = asked
+
+    async def wait_for(self, wait: Wait) -> None:
+        """Wait, in the event loop, for what a step of this lane has yielded."""
+        try:
+            match wait:
+                case Wait.READABLE:
+                    await trio.lowlevel.wait_readable(self._socket)
+                case Wait.WRITABLE:
+                    await trio.lowlevel.wait_writable(self._socket)
+                case Wait.CLOSED:
+                    await self._closed.wait()
+                    self.check_open()
+                case _:
+                    await trio.lowlevel.checkpoint()
+        except (trio.ClosedResourceError, ValueError, OSError) as e:
+            raise self._broken("was closed") from e
+
+    def _header(self) -> RecordHeader:
+        try:
+            return read_header_untrusted(self._in, max_body_bytes=len(self._in) - OVERHEAD_BYTES)
+        except ProtocolError as e:
+            raise self._broken(f"broke: {e}") from e
+
+    def _open(self, end: int, into: bytearray | memoryview) -> None:
+        """Open the record that fills `_in` up to `end`; what came after it moves to the front."""
+        try:
+            self._opener.open_untrusted(self._in[:end], into)
+        except ProtocolError as e:
+            raise self._broken(f"broke: {e}") from e
+        rest = self._filled - end
+        if rest:  # only after a record that was shorter than the expected one
+            self._in[:rest] = bytes(self._in[end : self._filled])
+        self._filled = rest
+
+    def _broken(self, what: str) -> LaneBroken:
+        arrow = "to" if self.sending else "from"
+        return LaneBroken(f"the data connection {arrow} {self.peer} {what}")
+
+    async def greet(self, preamble: bytes = b"") -> None:
+        """Prove to the peer that we know the offer."""
+        begin = len(preamble)
+        self._out[:begin] = preamble
+        end = begin + self._sealer.seal(self._greeting, b"", self._out[begin:])
+        self._unsent = self._out[:end]
+        await self.flush()
+
+    async def receive_greeting(self) -> None:
+        """Wait until the peer has proven that it knows the offer; else LaneBroken."""
+        try:
+            with trio.fail_after(GREETING_TIMEOUT_S):
+                await self.receive(self._greeting, memoryview(bytearray()))
+        except (trio.TooSlowError, CallsDiffer) as e:
+            raise self._broken("was never greeted") from e
+
+    @property
+    def _greeting(self) -> RecordHeader:
+        return RecordHeader(0, self._roster, op=0, segment=0, fingerprint=0, completed=-1)

@@ -1,0 +1,1 @@
+"""Connections between agents: listening, dialing, TLS, mDNS."""

@@ -1,0 +1,136 @@
+"""Makes TCP connections to agents; the one seam where a failed one becomes an error of ours."""
+
+import errno
+import ipaddress
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import psutil
+import trio
+
+from pmesh.core.wire.link import Address
+from pmesh.errors import LocalNetworkDenied, NetworkError, PeerUnreachable
+
+DIAL_TIMEOUT_S: Final = 5.0  # a lost SYN is sent again after 1 s and 3 s
+STAGGER_S: Final = 0.25  # RFC 8305 section 8: between the starts of two attempts
+AT_ONCE: Final = 4  # each costs a descriptor, and a machine may name addresses that do not exist
+
+
+async def dial(address: Address, *, timeout_s: float = DIAL_TIMEOUT_S) -> trio.SocketStream:
+    """A TCP connection to this address, without delay (TCP_NODELAY).
+
+    A host name's addresses are tried in parallel, as RFC 8305 says.
+
+    Raises:
+        PeerUnreachable: Nobody answered, or the name is unknown.
+        LocalNetworkDenied: macOS may be withholding its permission.
+    """
+    where = str(address)
+    try:
+        with trio.fail_after(timeout_s):
+            return await trio.open_tcp_stream(address.host, address.port)
+    except trio.TooSlowError as e:
+        raise PeerUnreachable(f"{where} does not answer ({timeout_s:g} s)") from e
+    except (OSError, ValueError) as e:  # ValueError: a name that can't be one
+        raise _explain(e, address) from e
+
+
+async def dial_any(
+    addresses: Sequence[Address], *, timeout_s: float = DIAL_TIMEOUT_S
+) -> tuple[trio.SocketStream, Address]:
+    """The first connection that any of these addresses accepts, and which that was.
+
+    They are tried in order, each next one 0.25 s later or as soon as the one before has failed,
+    four at once at most: a machine may tell of interfaces that can't be reached from here.
+
+    Args:
+        addresses: At least one, the best first.
+        timeout_s: For each attempt.
+
+    Raises:
+        PeerUnreachable: None accepted; the message has each reason.
+        LocalNetworkDenied: None accepted, and macOS may be withholding its permission.
+    """
+    winner: tuple[trio.SocketStream, Address] | None = None
+    failures: list[NetworkError] = []
+    turns = trio.Semaphore(AT_ONCE)
+
+    async def attempt(address: Address, failed: trio.Event, race: trio.CancelScope) -> None:
+        nonlocal winner
+        try:
+            stream = await dial(address, timeout_s=timeout_s)
+        except (PeerUnreachable, LocalNetworkDenied) as e:
+            failures.append(e)
+            failed.set()
+            turns.release()
+            return
+        if winner is None:
+            winner = stream, address
+            race.cancel()
+        else:  # two connected in the same turn of the loop
+            stream.socket.close()
+
+    try:
+        async with trio.open_nursery() as nursery:
+            for address in addresses:
+                await turns.acquire()
+                failed = trio.Event()
+                nursery.start_soon(attempt, address, failed, nursery.cancel_scope)
+                with trio.move_on_after(STAGGER_S):
+                    await failed.wait()
+    except BaseException:  # cancelled in the very turn of the loop in which one connected
+        if winner is not None:
+            winner[0].socket.close()
+        raise
+    if winner is None:
+        kind = LocalNetworkDenied if _any_denied(failures) else PeerUnreachable
+        raise kind("; ".join(dict.fromkeys(map(str, failures))))
+    return winner
+
+
+def _explain(error: OSError | ValueError, address: Address) -> NetworkError:
+    where = str(address)
+    codes = set(error_numbers(error))
+    if psutil.MACOS and errno.EHOSTUNREACH in codes and _may_be_neighbour(address.host):
+        return LocalNetworkDenied(
+            f"{where} can't be reached: it is off, or macOS does not let this program talk to the "
+            "local network; allow it in System Settings → Privacy & Security → Local Network"
+        )
+    if errno.ECONNREFUSED in codes:
+        return PeerUnreachable(f"{where} refuses connections; does 'pmesh up' run there?")
+    reasons = dict.fromkeys(_reasons(error))
+    return PeerUnreachable(f"{where} can't be reached: {', '.join(reasons)}")
+
+
+def _may_be_neighbour(host: str) -> bool:
+    """Whether the system's local-network permission could apply; of a name nobody knows."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return True
+    return address.is_private and not address.is_loopback
+
+
+def _leaves(error: BaseException) -> tuple[BaseException, ...]:
+    """The errors behind trio's "all attempts failed": one for each address of the name."""
+    match error.__cause__:
+        case BaseExceptionGroup(exceptions=attempts):
+            return tuple(attempts)
+        case _:
+            return (error,)
+
+
+def error_numbers(error: BaseException) -> Iterator[int]:
+    """The errno of an error, or of each attempt that trio has gathered in it."""
+    for leaf in _leaves(error):
+        if isinstance(leaf, OSError) and leaf.errno is not None:
+            yield leaf.errno
+
+
+def _reasons(error: BaseException) -> Iterator[str]:
+    for leaf in _leaves(error):
+        yield (leaf.strerror or str(leaf)) if isinstance(leaf, OSError) else str(leaf)
+
+
+def _any_denied(failures: Sequence[NetworkError]) -> bool:
+    return any(isinstance(failure, LocalNetworkDenied) for failure in failures)

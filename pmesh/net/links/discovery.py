@@ -1,0 +1,385 @@
+"""Finds agents on the local network by mDNS: the only file that knows zeroconf.
+
+zeroconf needs an asyncio loop. It gets one, in one thread, that ends when `discover` does.
+
+Anybody on the network can announce anything, as often as he likes. What lacks our mesh key ends in
+this thread; of other meshes a few are reported, to be shown. zeroconf keeps every record that it
+hears for as long as the record says, so what it keeps is thrown away when that becomes much.
+"""
+
+import asyncio
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+import trio
+from zeroconf import DNSQuestionType, ServiceStateChange, Zeroconf
+from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
+
+from pmesh.core.identity import advertisement as adverts
+from pmesh.core.identity.advertisement import SERVICE_TYPE, Advertisement
+from pmesh.core.identity.keys import AdvertisementKey, NodeKey
+from pmesh.core.links.addresses import LocalAddress
+from pmesh.errors import ProtocolError
+from pmesh.ids import NodeId
+from pmesh.net.links.interfaces import AddressWatch
+from pmesh.net.links.packet_filter import DiscoveryCounters, FilteringLoop, PacketFilter
+
+RETRY_S: Final = 5.0  # after the system has refused us port 5353 or multicast
+BROWSE_AGAIN_S: Final = 60.0  # a mended switch gives no sign, and zeroconf soon asks once an hour
+SETTLE_S: Final = 10.0  # after a change of addresses, for those known before to answer again
+RENEW_S: Final = 240.0  # an advertisement says its minute, and counts as fresh for ten
+RESOLVE_MS: Final = 3000
+MAX_RESOLVING: Final = 32  # names without a TXT record; whoever announces himself sends it along
+MAX_FOUND: Final = 64  # of our mesh, and as many others; a mesh has 8
+NEW_FOUND_S: Final = 60.0  # as many in this time at most
+MAX_CACHED_NAMES: Final = 512  # a home with 8 agents and 50 printers and televisions has 150
+LOOK_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """An agent, its advertisement verified; reported again when anything of it changes.
+
+    It may be of another mesh (tag), speak another protocol version, or hold a copy of our own node
+    key; only this very process start is left out.
+    """
+
+    advertisement: Advertisement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone:
+    """The node has withdrawn its advertisement, or it has expired. A hint: links decide."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deaf:
+    """mDNS can't be used now, and why; it is tried again every 5 s."""
+
+    reason: str
+
+
+Discovered: TypeAlias = Found | Gone | Deaf
+
+
+def minute_of_now() -> int:
+    """In minutes of Unix time."""
+    return int(time.time() // 60)
+
+
+async def discover(
+    own: Advertisement,
+    *,
+    node_key: NodeKey,
+    key: AdvertisementKey,
+    watch: AddressWatch,
+    found: trio.MemorySendChannel[Discovered],
+    counters: DiscoveryCounters,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Announce this agent on all its addresses and report the others, until cancelled.
+
+    When cancelled it takes a quarter of a second to say goodbye. It is started when the first
+    announcement has been sent, or could not be. Addresses and the minute are added to `own` here;
+    what is not reported is counted in `counters`.
+    """
+    mailbox = _Mailbox()
+    token = trio.lowlevel.current_trio_token()
+    ready = trio.Event()
+
+    # The loop is made here, so that it can be spoken to before its thread runs.
+    packets = PacketFilter(SERVICE_TYPE, own.node, key, counters, clock=time.monotonic)
+    with asyncio.Runner(loop_factory=lambda: FilteringLoop(packets.passes)) as runner:
+        loop = runner.get_loop()
+        conversation = _Conversation(
+            own,
+            node_key=node_key,
+            key=key,
+            counters=counters,
+            report=lambda key, event: token.run_sync_soon(mailbox.put, key, event),
+            ready=lambda: token.run_sync_soon(ready.set, idempotent=True),
+        )
+
+        async def forward_addresses() -> None:
+            addresses: tuple[LocalAddress, ...] = ()
+            try:
+                while True:
+                    addresses = await watch.changed_from(addresses)
+                    loop.call_soon_threadsafe(conversation.move_to, addresses)
+            finally:
+                loop.call_soon_threadsafe(conversation.stop)
+
+        async with found, trio.open_nursery() as nursery:
+            nursery.start_soon(forward_addresses)
+            nursery.start_soon(mailbox.deliver, found)
+            nursery.start_soon(_start_when, ready, task_status)
+            await trio.to_thread.run_sync(
+                runner.run, conversation.run(), limiter=trio.CapacityLimiter(1)
+            )
+
+
+async def _start_when(ready: trio.Event, task_status: trio.TaskStatus[None]) -> None:
+    await ready.wait()
+    task_status.started()
+
+
+class _Mailbox:
+    """The latest event of each instance: a slow reader costs memory for 256 of them at most."""
+
+    def __init__(self) -> None:
+        self._events: dict[str, Discovered] = {}
+        self._filled = trio.Event()
+
+    def put(self, key: str, event: Discovered) -> None:
+        self._events[key] = event
+        self._filled.set()
+
+    async def deliver(self, found: trio.MemorySendChannel[Discovered]) -> None:
+        while True:
+            await self._filled.wait()
+            self._filled = trio.Event()
+            while self._events:
+                await found.send(self._events.pop(next(iter(self._events))))
+
+
+class _Conversation:
+    """Everything that runs on the asyncio loop."""
+
+    def __init__(
+        self,
+        own: Advertisement,
+        *,
+        node_key: NodeKey,
+        key: AdvertisementKey,
+        counters: DiscoveryCounters,
+        report: Callable[[str, Discovered], None],
+        ready: Callable[[], None],
+    ) -> None:
+        self._own = own
+        self._node_key = node_key
+        self._key = key
+        self._counters = counters
+        self._report = report
+        self._ready = ready
+        self._addresses: tuple[LocalAddress, ...] = ()
+        self._stopped = False
+        self._moved = asyncio.Event()
+        self._known: dict[str, Found] = {}
+        self._confirmed: set[str] = set()
+        self._resolving: dict[str, asyncio.Task[None]] = {}
+        self._new_at = deque[float](maxlen=MAX_FOUND)
+
+    def move_to(self, addresses: tuple[LocalAddress, ...]) -> None:
+        self._addresses = addresses
+        self._moved.set()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._moved.set()
+
+    async def run(self) -> None:
+        """One zeroconf for as long as the addresses stay: sockets don't survive a change."""
+        while not self._stopped:
+            self._moved.clear()
+            timeout_s = None
+            if self._addresses:
+                try:
+                    await self._converse()
+                except OSError as e:
+                    self._report("", Deaf(reason=f"no mDNS: {e}; use --peer"))
+                    timeout_s = RETRY_S
+            self._ready()
+            await self._wait_for_move(timeout_s)
+
+    async def _converse(self) -> None:
+        zeroconf = AsyncZeroconf(interfaces=_sockets_for(self._addresses))
+        try:
+            # The other two announcements, half a second long, go on by themselves.
+            await zeroconf.async_register_service(  # pyright: ignore[reportUnknownMemberType] - an Awaitable of nothing
+                self._service(),
+                cooperating_responders=True,  # the name is a public key: no probing, 0.5 s saved
+            )
+            self._ready()
+            self._confirmed.clear()
+            settled = asyncio.get_running_loop().call_later(SETTLE_S, self._forget_unconfirmed)
+            try:
+                await self._browse(zeroconf)
+            finally:
+                settled.cancel()
+                await self._end_resolving()
+        finally:
+            await zeroconf.async_close()
+
+    async def _browse(self, zeroconf: AsyncZeroconf) -> None:
+        """Ask who is there, again and again; a flood of records makes it begin from scratch."""
+        loop = asyncio.get_running_loop()
+        renewed_at = loop.time()
+        while not self._moved.is_set():
+            browser = AsyncServiceBrowser(
+                zeroconf.zeroconf,
+                SERVICE_TYPE,
+                handlers=[self._on_change],
+                # Unicast answers go astray where several programs share port 5353.
+                question_type=DNSQuestionType.QM,
+            )
+            again_at = loop.time() + BROWSE_AGAIN_S
+            while not self._moved.is_set() and loop.time() < again_at:
+                await self._wait_for_move(min(LOOK_S, BROWSE_AGAIN_S))
+                if _keeps_much(zeroconf.zeroconf):
+                    break
+            await browser.async_cancel()
+            if _keeps_much(zeroconf.zeroconf):
+                self._purge(zeroconf.zeroconf)
+            if loop.time() - renewed_at >= RENEW_S:
+                renewed_at = loop.time()
+                await zeroconf.async_update_service(self._service())  # pyright: ignore[reportUnknownMemberType] - likewise
+
+    def _purge(self, zeroconf: Zeroconf) -> None:
+        """Let zeroconf forget all but what belongs to the agents that we know."""
+        cache = zeroconf.cache
+        self._counters.purges += 1
+        nodes = [found.advertisement.node for found in self._known.values()]
+        kept = {name.lower() for name in self._known} | {adverts.host_name(n) for n in nodes}
+        cache.async_remove_records(
+            [
+                record
+                for name in cache.names()
+                if name not in kept
+                for record in cache.async_entries_with_name(name)
+                if getattr(record, "alias", "").lower() not in kept  # what a pointer leads to
+            ]
+        )
+
+    async def _wait_for_move(self, timeout_s: float | None) -> None:
+        try:
+            await asyncio.wait_for(self._moved.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+    def _on_change(
+        self,
+        zeroconf: Zeroconf,
+        service_type: str,  # noqa: ARG002 - zeroconf calls by these names
+        name: str,
+        state_change: ServiceStateChange,
+    ) -> None:
+        earlier = self._resolving.pop(name, None)
+        if earlier is not None:
+            earlier.cancel()
+        if state_change is ServiceStateChange.Removed:
+            self._forget(name)
+        else:
+            self._look_up(zeroconf, name)
+
+    def _look_up(self, zeroconf: Zeroconf, name: str) -> None:
+        """Read the TXT record, which came along as a rule; else ask for it."""
+        info = AsyncServiceInfo(SERVICE_TYPE, name)
+        info.load_from_cache(zeroconf)
+        if info.text:
+            self._judge(name, info)
+        elif len(self._resolving) < MAX_RESOLVING:
+            # Not in a task group: should a packet make zeroconf raise, asyncio logs it, and that
+            # one name is not resolved; a stranger's packet must not end the discovery.
+            self._resolving[name] = asyncio.ensure_future(self._resolve(zeroconf, name))
+
+    async def _resolve(self, zeroconf: Zeroconf, name: str) -> None:
+        info = AsyncServiceInfo(SERVICE_TYPE, name)
+        try:
+            await info.async_request(zeroconf, RESOLVE_MS, question_type=DNSQuestionType.QM)
+        finally:
+            if self._resolving.get(name) is asyncio.current_task():
+                del self._resolving[name]
+        self._judge(name, info)
+
+    def _judge(self, name: str, info: AsyncServiceInfo) -> None:
+        try:
+            theirs = adverts.decode_untrusted(info.properties, instance=name, key=self._key)
+        except adverts.ForgedAdvertisement:
+            self._counters.forged += 1
+            return
+        except ProtocolError:
+            return  # another program's service of this name: not our business
+        if theirs.member == self._own.member:
+            return
+        found = Found(advertisement=theirs)
+        self._confirmed.add(name)
+        if found == self._known.get(name) or not self._has_room_for(name, theirs):
+            return
+        self._known[name] = found
+        self._report(name, found)
+
+    def _has_room_for(self, name: str, theirs: Advertisement) -> bool:
+        """One of ours takes the place of the one that came first; one of another mesh does not."""
+        ours = theirs.tag == self._key.tag
+        alike = [
+            n for n, f in self._known.items() if (f.advertisement.tag == self._key.tag) == ours
+        ]
+        if name in self._known:
+            return True
+        if ours:
+            return self._has_time_for_one() and (len(alike) < MAX_FOUND or self._drop(alike[0]))
+        if len(alike) >= MAX_FOUND:
+            self._counters.not_shown += 1
+            return False
+        return True
+
+    def _has_time_for_one(self) -> bool:
+        """A member may announce what does not exist, but not keep the agents busy by it."""
+        now = asyncio.get_running_loop().time()
+        if len(self._new_at) == MAX_FOUND and now - self._new_at[0] < NEW_FOUND_S:
+            return False
+        self._new_at.append(now)
+        return True
+
+    def _drop(self, name: str) -> bool:
+        del self._known[name]
+        return True
+
+    def _forget(self, name: str) -> None:
+        known = self._known.pop(name, None)
+        if known is not None:
+            self._report(name, Gone(node=known.advertisement.node))
+
+    def _forget_unconfirmed(self) -> None:
+        for name in self._known.keys() - self._confirmed:
+            self._forget(name)
+
+    def _service(self) -> AsyncServiceInfo:
+        hosts = tuple(dict.fromkeys(address.host for address in self._addresses))
+        own = replace(self._own, hosts=hosts, minute=minute_of_now())
+        return AsyncServiceInfo(
+            SERVICE_TYPE,
+            adverts.instance_name(own.node),
+            port=own.port,
+            properties=adverts.encode(own, self._node_key, self._key),
+            server=adverts.host_name(own.node),
+            parsed_addresses=list(hosts),
+        )
+
+    async def _end_resolving(self) -> None:
+        tasks = list(self._resolving.values())
+        self._resolving.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _sockets_for(addresses: tuple[LocalAddress, ...]) -> list[str] | list[int]:
+    """Where zeroconf opens its sockets: on every v4 address, on v6 only if there is no other.
+
+    The answers carry v6 addresses too. One socket for both kinds can't join a v4 group on macOS.
+    Multicast over v6 is joined by the interface's number; OSError if it has just gone.
+    """
+    v4 = [address.host for address in addresses if ":" not in address.host]
+    return v4 or sorted({socket.if_nametoindex(address.interface) for address in addresses})
+
+
+def _keeps_much(zeroconf: Zeroconf) -> bool:
+    pointers = zeroconf.cache.async_entries_with_name(SERVICE_TYPE)
+    return len(zeroconf.cache.names()) + len(pointers) > MAX_CACHED_NAMES

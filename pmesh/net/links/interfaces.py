@@ -1,0 +1,192 @@
+"""The addresses of this machine's real interfaces, and of the two ends of a connection."""
+
+import contextlib
+import ipaddress
+import re
+import socket
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from socket import AddressFamily
+from typing import Final, cast
+
+import psutil
+import trio
+
+from pmesh.core.links.addresses import InterfaceKind, LocalAddress
+from pmesh.core.wire.link import Address
+
+UNKNOWN: Final = Address("unknown", 0)
+"""The address of a stream without one: in memory, or broken before anybody asked."""
+
+
+def local_address_of(stream: trio.abc.Stream) -> Address:
+    """Our end of the stream."""
+    return _ask(stream, "getsockname")
+
+
+def remote_address_of(stream: trio.abc.Stream) -> Address:
+    """The other side's end of the stream."""
+    return _ask(stream, "getpeername")
+
+
+def _ask(stream: trio.abc.Stream, question: str) -> Address:
+    """Ask the socket of the stream: a fake that wants an address has a `socket`, too."""
+    try:
+        name: object = getattr(getattr(stream, "socket", None), question)()
+    except (AttributeError, OSError):  # no socket; no longer connected
+        return UNKNOWN
+    if not isinstance(name, tuple):  # AF_UNIX: a path
+        return UNKNOWN
+    host, port, *ipv6 = cast("tuple[str, int, int, int]", name)
+    scope = ipv6[1] if ipv6 else 0
+    return Address(f"{host}%{socket.if_indextoname(scope)}" if scope else host, port)
+
+
+POLL_S: Final = 5.0  # a cable is plugged in and used: nobody notices five seconds
+
+# Interfaces that lead to no other machine at home, on macOS and on Linux.
+_UNREAL: Final = re.compile(
+    r"(awdl|llw|utun|ap|anpi|gif|stf|ipsec|pktap|feth|vmenet|vmnet|bridge[1-9]\d\d"
+    r"|docker|br-|veth|virbr|vnet|cni|flannel|cali|tun|tap|wg|tailscale|zt|dummy|ifb)[\w-]*"
+)
+_WIFI_PORT: Final = re.compile(r"Wi-?Fi|AirPort", re.IGNORECASE)
+_NETWORKSETUP: Final = "/usr/sbin/networksetup"
+_SYS_CLASS_NET: Final = Path("/sys/class/net")
+
+
+def read_addresses() -> tuple[LocalAddress, ...]:
+    """Every address of every real interface that is up, loopback included. Blocks for a moment."""
+    stats = psutil.net_if_stats()
+    addresses = {
+        interface: found
+        for interface, found in psutil.net_if_addrs().items()
+        if interface in stats
+        and stats[interface].isup
+        and _is_real(interface, flags=stats[interface].flags.split(","))
+    }
+    kinds = _kinds(frozenset(addresses))
+    return tuple(
+        LocalAddress(
+            interface=interface,
+            host=address.address.partition("%")[0],
+            prefix_bits=_prefix_bits(address.address, address.netmask),
+            kind=_kind_of_address(address.address, kinds[interface]),
+        )
+        for interface, found in sorted(addresses.items())
+        for address in found
+        if address.family in (AddressFamily.AF_INET, AddressFamily.AF_INET6)
+    )
+
+
+def reachable_at(
+    addresses: Iterable[LocalAddress], *, listen_host: str
+) -> tuple[LocalAddress, ...]:
+    """Where others can reach a listener that is bound to this IP address ("" for all).
+
+    Loopback counts only if it was asked for, or there is nothing else.
+    """
+    host = listen_host.partition("%")[0]
+    if host in {"", "0.0.0.0", "::"}:  # noqa: S104 - asked, not bound
+        version = {"": None, "0.0.0.0": 4, "::": 6}[host]  # noqa: S104 - likewise
+        heard = [a for a in addresses if version in {None, ipaddress.ip_address(a.host).version}]
+        real = [address for address in heard if address.kind != "loopback"]
+        return tuple(real or heard)
+    return tuple(address for address in addresses if address.host == host)
+
+
+class AddressWatch:
+    """The addresses at which this agent can be reached, kept up to date by `run`."""
+
+    def __init__(
+        self,
+        listen_host: str = "",
+        *,
+        read: Callable[[], tuple[LocalAddress, ...]] = read_addresses,
+    ) -> None:
+        self.current: tuple[LocalAddress, ...] = ()
+        self._listen_host = listen_host
+        self._read = read
+        self._changed = trio.Event()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Look every 5 s; neither system tells an unprivileged program in the same way."""
+        await self._look()
+        task_status.started()
+        while True:
+            await trio.sleep(POLL_S)
+            with contextlib.suppress(OSError):  # no descriptor is left: later there may be one
+                await self._look()
+
+    async def changed_from(self, seen: tuple[LocalAddress, ...]) -> tuple[LocalAddress, ...]:
+        """The current addresses, as soon as they differ from those."""
+        while self.current == seen:
+            await self._changed.wait()
+        return self.current
+
+    async def _look(self) -> None:
+        found = await trio.to_thread.run_sync(self._read)
+        addresses = reachable_at(found, listen_host=self._listen_host)
+        if addresses != self.current:
+            self.current = addresses
+            self._changed.set()
+            self._changed = trio.Event()
+
+
+def parse_hardware_ports(listing: str) -> dict[str, InterfaceKind]:
+    r"""What `networksetup -listallhardwareports` says of each device.
+
+    >>> parse_hardware_ports("Hardware Port: Wi-Fi\nDevice: en0\nEthernet Address: 00:00")
+    {'en0': 'wifi'}
+    """
+    kinds: dict[str, InterfaceKind] = {}
+    for port, device in re.findall(r"^Hardware Port: (.+)\nDevice: (\S+)", listing, re.MULTILINE):
+        if _WIFI_PORT.match(port):
+            kinds[device] = "wifi"
+        elif port.startswith("Thunderbolt") and "Ethernet" not in port:
+            kinds[device] = "thunderbolt"  # "Thunderbolt Ethernet" is an adapter at 1 or 10 Gbit/s
+        else:
+            kinds[device] = "wired"
+    return kinds
+
+
+@lru_cache(maxsize=1)  # the subprocess takes 50 ms: asked anew only when interfaces come or go
+def _kinds(interfaces: frozenset[str]) -> Mapping[str, InterfaceKind]:
+    known: Mapping[str, InterfaceKind]
+    known = _macos_kinds() if psutil.MACOS else {name: _linux_kind(name) for name in interfaces}
+    return {name: known.get(name, "wired") for name in interfaces}
+
+
+def _macos_kinds() -> dict[str, InterfaceKind]:
+    command = [_NETWORKSETUP, "-listallhardwareports"]
+    try:
+        listing = subprocess.run(  # noqa: S603 - a fixed command of the system's
+            command, capture_output=True, check=True, encoding="utf-8", timeout=5
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}  # the kind only orders addresses and picks thresholds: all wired works too
+    return parse_hardware_ports(listing)
+
+
+def _linux_kind(interface: str) -> InterfaceKind:
+    if interface.startswith("thunderbolt"):  # the name that the kernel's thunderbolt-net gives
+        return "thunderbolt"
+    return "wifi" if (_SYS_CLASS_NET / interface / "phy80211").exists() else "wired"
+
+
+def _is_real(interface: str, *, flags: Sequence[str]) -> bool:
+    # Point-to-point: a VPN, or a modem.
+    return not _UNREAL.fullmatch(interface) and "pointopoint" not in flags
+
+
+def _kind_of_address(host: str, kind: InterfaceKind) -> InterfaceKind:
+    return "loopback" if ipaddress.ip_address(host.partition("%")[0]).is_loopback else kind
+
+
+def _prefix_bits(host: str, netmask: str | None) -> int:
+    """The mask's leading ones; a single address where the system gives none."""
+    version_bits = ipaddress.ip_address(host.partition("%")[0]).max_prefixlen
+    if netmask is None:
+        return version_bits
+    return int(ipaddress.ip_address(netmask)).bit_count()

@@ -1,0 +1,394 @@
+"""Links: the authenticated control connection of two agents, one per pair.
+
+`shake_hands` turns a connection, dialled or accepted, into a `Link`. From then on one task
+receives, one runs the writer, and anybody sends. Below it, `Wire` moves TLS over a stream, counts
+the bytes, and says in our own errors how it ended.
+"""
+
+from collections import deque
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from typing import Final, assert_never
+
+import trio
+
+from pmesh.core.identity.certificates import node_of_certificate_untrusted
+from pmesh.core.wire.framing import FrameReader, OtherProtocol, frame, read_hello_untrusted
+from pmesh.core.wire.link import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    Address,
+    Hello,
+    LinkMessage,
+    decode_untrusted,
+    encode,
+)
+from pmesh.errors import (
+    MeshKeyMismatch,
+    PeerUnreachable,
+    ProtocolError,
+    ProtocolVersionMismatch,
+)
+from pmesh.ids import NodeId, short_node
+from pmesh.net.links.interfaces import local_address_of, remote_address_of
+from pmesh.net.links.tls import (
+    ConnectionCut,
+    DataReceived,
+    GoodbyeReceived,
+    HandshakeCompleted,
+    TlsContexts,
+    TlsEnd,
+    TlsFailed,
+    TlsProtocol,
+)
+
+PARTING_S: Final = 0.5  # a clean leave is over within 1 s, whether or not the peers still answer
+
+_READ_BYTES = 64 * 1024  # decrypted in 30 us: the event loop stays responsive
+
+
+@contextmanager
+def naming(peer: object) -> Generator[None, None, None]:
+    """Let a ProtocolError say whose bytes they were."""
+    try:
+        yield
+    except ProtocolError as e:
+        raise ProtocolError(f"{peer}: {e}") from e
+
+
+class Wire:
+    """A connection that speaks TLS, and frames within it. One task reads, one writes."""
+
+    def __init__(self, stream: trio.abc.HalfCloseableStream, tls: TlsProtocol) -> None:
+        self.stream = stream
+        self.tls = tls
+        self.local = local_address_of(stream)
+        self.remote = remote_address_of(stream)
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._frames = FrameReader(max_bytes=MAX_MESSAGE_BYTES)
+        self._half_sent = False
+        self._judged = False
+
+    async def handshake(self, first_bytes: bytes) -> bytes:
+        """Run the TLS handshake, `first_bytes` being read already; return the peer's certificate.
+
+        Raises MeshKeyMismatch, ProtocolError or PeerUnreachable.
+        """
+        self._receive(first_bytes)
+        while True:
+            event = self.tls.next_event()
+            await self.flush()
+            match event:
+                case None:
+                    await self._read()
+                case HandshakeCompleted():
+                    return event.certificate
+                case _:
+                    assert not isinstance(event, DataReceived)  # noqa: S101 - none before the end
+                    raise self._error_of(event)
+
+    async def next_frame(self) -> bytes:
+        """The next whole frame.
+
+        Raises trio.EndOfChannel after a goodbye, PeerUnreachable if the connection broke,
+        ProtocolError for garbage. Before the first frame also MeshKeyMismatch: in TLS 1.3 the
+        client's handshake ends before the server has judged it.
+        """
+        while (frame := self._next_whole_frame()) is None:
+            match event := self.tls.next_event():
+                case None:
+                    await self._read()
+                case DataReceived():
+                    self._frames.receive_data(event.data)
+                case _:
+                    assert not isinstance(event, HandshakeCompleted)  # noqa: S101 - only once
+                    raise self._error_of(event)
+        self._judged = True
+        return frame
+
+    async def send(self, data: bytes) -> None:
+        """Encrypt and send; raises PeerUnreachable if the connection broke."""
+        self.tls.send(data)
+        await self.flush()
+
+    async def flush(self) -> None:
+        """Send what TLS has to say; raises PeerUnreachable if the connection broke."""
+        data = self.tls.data_to_send()
+        if not data:
+            return
+        if self._half_sent:  # the rest of a record is lost: anything after it would be garbage
+            raise PeerUnreachable(f"the connection to {self.remote} was given up")
+        self._half_sent = True
+        try:
+            await self.stream.send_all(data)
+        except trio.BrokenResourceError as e:
+            raise PeerUnreachable(f"the connection to {self.remote} broke") from e
+        self._half_sent = False
+        self.bytes_sent += len(data)
+
+    async def part(self) -> None:
+        """Say goodbye, or why not, so that it arrives; takes 0.5 s at most.
+
+        Closing a socket with unread bytes resets the connection, and a reset may overtake our last
+        words. So: half-close, and discard what comes until the other side has closed as well.
+        """
+        if self._half_sent:
+            return  # the rest of that record is lost: anything after it would be garbage
+        self.tls.say_goodbye()
+        with (
+            trio.move_on_after(PARTING_S),
+            suppress(PeerUnreachable, trio.BrokenResourceError, trio.ClosedResourceError),
+        ):
+            await self.flush()
+            await self.stream.send_eof()
+            while await self.stream.receive_some(_READ_BYTES):
+                pass
+
+    def _next_whole_frame(self) -> bytes | None:
+        with naming(self.remote):
+            return self._frames.next_message_untrusted()
+
+    async def _read(self) -> None:
+        try:
+            data = await self.stream.receive_some(_READ_BYTES)
+        except trio.BrokenResourceError as e:
+            raise PeerUnreachable(f"the connection to {self.remote} broke") from e
+        if data:
+            self._receive(data)
+        else:
+            self.tls.receive_eof()
+
+    def _receive(self, data: bytes | bytearray) -> None:
+        self.bytes_received += len(data)
+        self.tls.receive_data(data)
+
+    def _error_of(self, end: TlsEnd) -> Exception:
+        match end:
+            case GoodbyeReceived():
+                return trio.EndOfChannel()
+            case ConnectionCut():
+                return PeerUnreachable(f"{self.remote} closed the connection without a goodbye")
+            case TlsFailed(other_key=True) if not self._judged:
+                return MeshKeyMismatch(
+                    f"{self.remote} holds another mesh key; copy this one with 'pmesh key show'"
+                )
+            case TlsFailed() if self._judged:  # by somebody on the way: the peer is not to blame
+                return PeerUnreachable(f"the connection to {self.remote} is garbled: {end.detail}")
+            case TlsFailed():
+                return ProtocolError(f"{self.remote} does not speak pmesh: {end.detail}")
+        assert_never(end)
+
+
+HANDSHAKE_TIMEOUT_S: Final = 5.0  # a Mac that has just woken answers within 2 s
+MAX_QUEUED_MESSAGES: Final = 4096  # 13 minutes of heartbeats: the peer has stopped reading
+MAX_QUEUED_BYTES: Final = 4 * 1024 * 1024  # 200 views of 64 members
+
+_BATCH_BYTES = 16 * 1024  # one TLS record
+
+
+async def shake_hands(
+    stream: trio.abc.HalfCloseableStream,
+    *,
+    contexts: TlsContexts,
+    server_side: bool,
+    hello: Hello,
+    first_bytes: bytes = b"",
+    timeout_s: float = HANDSHAKE_TIMEOUT_S,
+) -> "Link":
+    """Prove each other's mesh key and node key, exchange Hellos, and return the link.
+
+    Args:
+        stream: the connection; it belongs to the link, and is closed if there is none.
+        contexts: this node's, from `TlsContexts.of`.
+        server_side: whether the connection was accepted rather than dialled.
+        hello: what this node says of itself.
+        first_bytes: what has been read of the connection already.
+        timeout_s: for all of it.
+
+    Raises:
+        MeshKeyMismatch: the other side holds another mesh key. It raises the same there.
+        ProtocolVersionMismatch: likewise for the version of the protocol.
+        ProtocolError: the other side is no pmesh, or claims to be a node that it is not.
+        PeerUnreachable: the connection ended, or the time was over.
+    """
+    wire = Wire(stream, TlsProtocol(contexts, server_side=server_side))
+    try:
+        with trio.fail_after(timeout_s):
+            certificate = await wire.handshake(first_bytes)
+            return Link(wire, await _exchange_hellos(wire, hello, certificate))
+    except trio.TooSlowError:
+        await trio.aclose_forcefully(stream)
+        raise PeerUnreachable(
+            f"{wire.remote} did not finish the handshake within {timeout_s:g} s"
+        ) from None
+    except (MeshKeyMismatch, ProtocolError, ProtocolVersionMismatch):
+        await _part_and_close(wire)  # the other side learns why
+        raise
+    except BaseException:
+        await trio.aclose_forcefully(stream)
+        raise
+
+
+async def _exchange_hellos(wire: Wire, hello: Hello, certificate: bytes) -> Hello:
+    """Send ours first, so that both sides know both versions when they differ."""
+    with naming(wire.remote):
+        node = node_of_certificate_untrusted(certificate)
+    await wire.send(frame(encode(hello)))
+    try:
+        data = await wire.next_frame()
+    except trio.EndOfChannel:
+        raise PeerUnreachable(f"{wire.remote} said goodbye before it said hello") from None
+    with naming(wire.remote):
+        theirs = read_hello_untrusted(data, proven=node)
+    if isinstance(theirs, OtherProtocol):
+        raise ProtocolVersionMismatch(
+            f"{wire.remote} speaks protocol {theirs.protocol}, this machine {PROTOCOL_VERSION}; "
+            "install the same version of pmesh on both"
+        )
+    return theirs
+
+
+async def _part_and_close(wire: Wire) -> None:
+    try:
+        await wire.part()
+    finally:
+        await trio.aclose_forcefully(wire.stream)
+
+
+class Link:
+    """An authenticated connection to a peer, for control messages. Made by `shake_hands`."""
+
+    def __init__(self, wire: Wire, peer: Hello) -> None:
+        self.peer = peer
+        self.messages_sent = 0
+        self.messages_received = 0
+        self._wire = wire
+        self._queue: deque[bytes] = deque()
+        self._queued_bytes = 0
+        self._has_queued = trio.Event()
+        self._sending = trio.Lock()  # the writer's, and at the end aclose's
+        self._reading = trio.CancelScope()
+        self._writing = trio.CancelScope()
+        self._failure: PeerUnreachable | None = None
+        self._closed = False
+
+    @property
+    def node(self) -> NodeId:
+        """The peer, whose key TLS has proven."""
+        return self.peer.member.node
+
+    @property
+    def remote_address(self) -> Address:
+        """The peer's end of this connection; its port is not where it listens, if it dialled."""
+        return self._wire.remote
+
+    @property
+    def local_address(self) -> Address:
+        """Our end of this connection."""
+        return self._wire.local
+
+    @property
+    def bytes_sent(self) -> int:
+        """At the socket: with TLS's own, and the handshake."""
+        return self._wire.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """At the socket: with TLS's own, and the handshake."""
+        return self._wire.bytes_received
+
+    def send(self, message: LinkMessage) -> None:
+        """Queue a message for the writer; never waits.
+
+        If 4096 messages or 4 MiB wait already, the peer has stopped reading, and the link ends:
+        `receive` raises PeerUnreachable. A message to a link that has ended is dropped.
+        """
+        if self._closed or self._failure is not None:
+            return
+        data = frame(encode(message))
+        self._queue.append(data)
+        self._queued_bytes += len(data)
+        if len(self._queue) > MAX_QUEUED_MESSAGES or self._queued_bytes > MAX_QUEUED_BYTES:
+            self._fail(PeerUnreachable(f"{self} has stopped reading"))
+        else:
+            self._has_queued.set()
+
+    async def receive(self) -> LinkMessage:
+        """The peer's next message. For one task at a time; may be cancelled and called again.
+
+        Raises:
+            trio.EndOfChannel: the peer has closed the link on purpose.
+            PeerUnreachable: the connection broke, or the peer has stopped reading.
+            ProtocolError: the peer sent garbage.
+            trio.ClosedResourceError: `aclose` was called.
+        """
+        await trio.lowlevel.checkpoint()  # a peer that sends without a pause mustn't hold the loop
+        if self._failure is None and not self._closed:
+            with trio.CancelScope() as self._reading:
+                return await self._next_message()
+        raise self._failure or trio.ClosedResourceError
+
+    async def run_writer(self) -> None:
+        """Send what is queued, as few and large as it comes; returns when the link has ended."""
+        with self._writing:
+            try:
+                while True:
+                    await self._has_queued.wait()
+                    await self._send_queued()
+            except PeerUnreachable as e:
+                self._fail(e)
+
+    async def aclose(self) -> None:
+        """Send what is queued and a goodbye, and close; takes 0.5 s at most."""
+        if self._closed:
+            await trio.lowlevel.checkpoint()
+            return
+        self._closed = True
+        try:
+            if self._failure is None:
+                with trio.move_on_after(PARTING_S):
+                    await self._send_queued()
+                    # Not before: who receives may end the writer along with itself, and what that
+                    # has taken off the queue would be lost.
+                    self._reading.cancel()
+                    await self._wire.part()
+        except PeerUnreachable:
+            pass  # then nobody is there to hear it
+        finally:
+            self._reading.cancel()
+            self._writing.cancel()
+            await trio.aclose_forcefully(self._wire.stream)
+
+    def __str__(self) -> str:
+        return f"{self.peer.name} ({short_node(self.node)}, {self.remote_address})"
+
+    async def _next_message(self) -> LinkMessage:
+        data = await self._wire.next_frame()
+        self.messages_received += 1
+        with naming(self):
+            return decode_untrusted(data)
+
+    async def _send_queued(self) -> None:
+        async with self._sending:
+            while self._queue:
+                await self._wire.send(self._take_batch())
+            self._has_queued = trio.Event()
+
+    def _take_batch(self) -> bytes:
+        """What fits one TLS record, or one message if that is larger."""
+        batch = [self._queue.popleft()]
+        size = len(batch[0])
+        while self._queue and size + len(self._queue[0]) <= _BATCH_BYTES:
+            batch.append(self._queue.popleft())
+            size += len(batch[-1])
+        self._queued_bytes -= size
+        self.messages_sent += len(batch)
+        return b"".join(batch)
+
+    def _fail(self, failure: PeerUnreachable) -> None:
+        """End the link: nothing more is sent, and who receives gets to know why."""
+        self._failure = failure
+        self._queue.clear()
+        self._reading.cancel()
+        self._writing.cancel()

@@ -1,0 +1,1 @@
+"""The Unix socket, shared memory, processes and clocks of this machine."""

@@ -1,0 +1,335 @@
+"""Which arenas a session has, and who uses them: kept for the next op rather than made anew.
+
+The first touch of fresh memory costs more than a copy, so an arena whose op has ended waits for the
+next op of its size. A trainer in another phase leaves arenas that nobody asks for any more; they go
+when a new one is made.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import trio
+
+from pmesh.core.budgets import Budget
+from pmesh.core.wire.local import ArenaKind
+from pmesh.errors import ProtocolError, UsageError
+from pmesh.net.local.arenas import Arena, arena_bytes, create_arena
+
+TOO_LARGE_FACTOR = 4  # an arena this much larger than asked for stays free for larger ops
+IDLE_S = 10.0  # training steps come faster: what rests longer belongs to a past phase
+MAX_ARENAS = 64  # each costs a descriptor on both sides; a training loop needs 2 or 3
+MAX_INPUT_ARENAS = 256  # likewise; compression keeps two for each bucket, of which it has dozens
+MAX_LENT = 16  # results that a trainer keeps; beside those that are unstable (32) others find room
+INLINE_BYTES = 1024 * 1024  # making and closing takes less than 0.5 ms up to here: no thread
+
+
+class ArenaBudget:
+    """What the arenas of all local programs may take together: memory, and descriptors.
+
+    A program may have half of what the others leave, over all its sessions: else one that opens
+    session after session would have everything.
+    """
+
+    def __init__(self, *, files: int, nbytes: int) -> None:
+        self.files = Budget[int](limit=files)
+        self.memory = Budget[int](limit=nbytes)
+        self.pools: set[_Pool] = set()
+
+
+class ArenaShare:
+    """What one program has of the budget."""
+
+    def __init__(self, budget: ArenaBudget, pid: int) -> None:
+        self._files, self._memory, self._pid = budget.files, budget.memory, pid
+        self.pools = budget.pools
+        """Of all programs: what rests in them makes way."""
+
+    @property
+    def allowed_bytes(self) -> int:
+        """The most that it may hold now."""
+        return self._memory.allowed(self._pid)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether `take` would succeed."""
+        return self._lack(nbytes) is None
+
+    def take(self, nbytes: int) -> None:
+        """Another arena of this size; raises UsageError if it is too much."""
+        lack = self._lack(nbytes)
+        if lack is not None:
+            raise UsageError(lack)
+        self._memory.take(self._pid, nbytes)
+        self._files.take(self._pid, 1)
+
+    def give_back(self, nbytes: int) -> None:
+        """An arena of this size is closed."""
+        self._memory.give_back(self._pid, nbytes)
+        self._files.give_back(self._pid, 1)
+
+    def _lack(self, nbytes: int) -> str | None:
+        held, allowed = self._memory.held_by(self._pid), self.allowed_bytes
+        if held + nbytes > allowed:
+            return (
+                f"no shared memory for {_mib(nbytes)} more: this program's arenas hold "
+                f"{_mib(held)}, {_mib(allowed)} are allowed, which is half of what other programs "
+                f"leave of {_mib(self._memory.limit)}; pass smaller arrays or buckets"
+            )
+        held, allowed = self._files.held_by(self._pid), self._files.allowed(self._pid)
+        if held + 1 > allowed:
+            return (
+                f"no file descriptor for one more arena: this program has {held}, {allowed} are "
+                f"allowed, which is half of what other programs leave of {self._files.limit}; "
+                "raise the limit of open files with 'ulimit -n' before 'pmesh up'"
+            )
+        return None
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.0f} MiB"
+
+
+class _Pool:
+    """Arenas of one kind that are used, and used again.
+
+    Raises from `acquire`: UsageError where the share or `most` would be exceeded.
+    """
+
+    def __init__(
+        self,
+        kind: ArenaKind,
+        numbers: Iterator[int],
+        share: ArenaShare,
+        *,
+        most: int,
+        spares_the_last: bool,
+    ) -> None:
+        self._kind: ArenaKind = kind
+        self._share = share
+        self._count = 0  # with those that are being made
+        self._most = most
+        self._spares_the_last = spares_the_last
+        self._numbers = numbers
+        self._in_use: set[Arena] = set()
+        self._free: dict[Arena, float] = {}  # since when
+        self._gone: list[int] = []
+        self._last: Arena | None = None
+        share.pools.add(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of shared memory, in use or waiting."""
+        return sum(arena.nbytes for arena in (*self._in_use, *self._free))
+
+    async def acquire(self, nbytes: int) -> Arena:
+        """An arena of at least `nbytes` that nobody else uses, until `release`."""
+        size = arena_bytes(nbytes)
+        free = (arena for arena in self._free if arena is not self._last)
+        fitting = (arena for arena in free if size <= arena.nbytes <= size * TOO_LARGE_FACTOR)
+        arena = min(fitting, key=lambda arena: arena.nbytes, default=None)
+        if arena is None:
+            arena = await self._create(size)
+        else:
+            del self._free[arena]
+        self._in_use.add(arena)
+        self._last = arena if self._spares_the_last else None
+        return arena
+
+    def release(self, arena: Arena) -> None:
+        """The arena may be written again."""
+        self._in_use.remove(arena)
+        self._free[arena] = trio.current_time()
+
+    def take_gone(self) -> tuple[int, ...]:
+        """The numbers of arenas closed since the last call: the trainer shall unmap them."""
+        gone, self._gone = tuple(self._gone), []
+        return gone
+
+    async def aclose(self) -> None:
+        """Close every arena, also those in use."""
+        self._share.pools.discard(self)
+        await self._close([*self._in_use, *self._free])
+
+    async def close_idle(self) -> None:
+        """Close what has rested for long."""
+        now = trio.current_time()
+        await self._close([a for a, since in self._free.items() if now - since >= IDLE_S])
+
+    async def _create(self, size: int) -> Arena:
+        await self.close_idle()
+        if not self._share.has_room(size):
+            for other in list(self._share.pools):
+                await other.close_idle()
+        if self._count >= self._most or not self._share.has_room(size):
+            await self._close(list(self._free))
+        if self._count >= self._most:
+            raise UsageError(f"this trainer has {self._most} {self._kind} arenas: drop some arrays")
+        self._share.take(size)  # now: while the arena is being made, others ask too
+        self._count += 1
+        try:
+            return await self._make(size)
+        except BaseException:
+            self._forget(size)
+            raise
+
+    async def _make(self, size: int) -> Arena:
+        number = next(self._numbers)
+        if size <= INLINE_BYTES:
+            await trio.lowlevel.checkpoint()  # a program may ask for hundreds at once
+            return create_arena(self._kind, number, size)
+        return await trio.to_thread.run_sync(create_arena, self._kind, number, size)
+
+    def _forget(self, size: int) -> None:
+        self._share.give_back(size)
+        self._count -= 1
+
+    async def _close(self, arenas: list[Arena]) -> None:
+        for arena in arenas:
+            self._in_use.discard(arena)
+            self._free.pop(arena, None)
+            self._gone.append(arena.number)
+            self._forget(arena.nbytes)
+        small = [arena for arena in arenas if arena.nbytes <= INLINE_BYTES]
+        large = [arena for arena in arenas if arena.nbytes > INLINE_BYTES]
+        for arena in small:
+            arena.close()
+        if large:
+            with trio.CancelScope(shield=True):  # they are in no list any more: now or never
+                await trio.to_thread.run_sync(_close_all, large)
+
+
+class _Held:
+    """Arenas that ops hold, and the trainer; each goes back to its pool when nobody does."""
+
+    def __init__(self, pool: _Pool) -> None:
+        self._pool = pool
+        self._trainers: dict[int, Arena] = {}
+        self._ops: dict[Arena, int] = {}
+
+    def __contains__(self, number: int) -> bool:
+        """Whether the trainer holds it."""
+        return number in self._trainers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of shared memory, in use or waiting."""
+        return self._pool.nbytes
+
+    def release(self, arena: Arena) -> None:
+        """An op needs it no more."""
+        self._ops[arena] -= 1
+        self._recycle(arena)
+
+    def drop(self, number: int) -> None:
+        """The trainer needs it no more; raises ProtocolError if it holds no such."""
+        arena = self._of_trainer(number)
+        del self._trainers[number]
+        self._recycle(arena)
+
+    async def aclose(self) -> None:
+        """Close every arena, also those in use."""
+        self._trainers.clear()
+        self._ops.clear()
+        await self._pool.aclose()
+
+    def _of_trainer(self, number: int) -> Arena:
+        arena = self._trainers.get(number)
+        if arena is None:
+            raise ProtocolError(f"the trainer holds no arena {number}")
+        return arena
+
+    def _recycle(self, arena: Arena) -> None:
+        if self._ops[arena] == 0 and arena.number not in self._trainers:
+            del self._ops[arena]
+            self._pool.release(arena)
+
+
+class InputArenas(_Held):
+    """The input arenas of one session: the trainer's to fill, and an op's to read.
+
+    The trainer may drop one that an op still needs: a broadcast's root does so at once, because its
+    input is the retained result (O2).
+    """
+
+    def __init__(self, numbers: Iterator[int], share: ArenaShare) -> None:
+        super().__init__(
+            _Pool("input", numbers, share, most=MAX_INPUT_ARENAS, spares_the_last=False)
+        )
+
+    async def create(self, nbytes: int) -> Arena:
+        """An arena for the trainer (`WantArena`); raises UsageError beyond the limits."""
+        arena = await self._pool.acquire(nbytes)
+        self._trainers[arena.number] = arena
+        self._ops[arena] = 0
+        return arena
+
+    def hold(self, number: int, nbytes: int, *, offset: int = 0) -> Arena:
+        """The arena of which an op will read `nbytes`, from `offset` on, until `release`.
+
+        Raises:
+            ProtocolError: the trainer has no such arena, or it is smaller.
+        """
+        arena = self._of_trainer(number)
+        if not 0 <= offset <= arena.nbytes - nbytes:
+            text = f"an op of {nbytes} bytes at {offset} in an arena of {arena.nbytes}"
+            raise ProtocolError(text)
+        self._ops[arena] += 1
+        return arena
+
+
+class OutputArenas(_Held):
+    """The output arenas of one session: an op's, until its result is stable (O2).
+
+    Nobody gets the last one again at once: the trainer may read a result while its next op runs.
+    Those that it is lent it may read for as long as it likes.
+    """
+
+    def __init__(self, numbers: Iterator[int], share: ArenaShare) -> None:
+        super().__init__(_Pool("output", numbers, share, most=MAX_ARENAS, spares_the_last=True))
+        self._share = share
+
+    async def acquire(self, nbytes: int) -> Arena:
+        """An arena that nobody else uses, until `release`; raises UsageError beyond the limits."""
+        arena = await self._pool.acquire(nbytes)
+        self._ops[arena] = 1
+        return arena
+
+    def lend(self, arena: Arena) -> bool:
+        """Let the trainer hold it too, unless it holds too much: ops need arenas of their own."""
+        lent_bytes = sum(lent.nbytes for lent in self._trainers.values())
+        most_bytes = self._share.allowed_bytes // 2
+        if len(self._trainers) >= MAX_LENT or lent_bytes + arena.nbytes > most_bytes:
+            return False
+        self.give(arena)
+        return True
+
+    def give(self, arena: Arena) -> None:
+        """Let the trainer hold it too, in any case."""
+        self._trainers[arena.number] = arena
+
+    def take_gone(self) -> tuple[int, ...]:
+        """The numbers of arenas closed since the last call: the trainer shall unmap them."""
+        return self._pool.take_gone()
+
+
+class SessionArenas:
+    """All shared memory of one session, out of its program's share."""
+
+    def __init__(self, share: ArenaShare) -> None:
+        numbers = itertools.count()
+        self.inputs = InputArenas(numbers, share)
+        self.outputs = OutputArenas(numbers, share)
+
+    def drop(self, number: int) -> None:
+        """The trainer needs an arena no more (`DropArena`); ProtocolError if it holds no such."""
+        held = self.outputs if number in self.outputs else self.inputs
+        held.drop(number)
+
+    async def aclose(self) -> None:
+        """Close every arena, also those in use: the trainer is gone, or the agent ends."""
+        await self.inputs.aclose()
+        await self.outputs.aclose()
+
+
+def _close_all(arenas: list[Arena]) -> None:
+    for arena in arenas:
+        arena.close()

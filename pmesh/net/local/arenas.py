@@ -1,0 +1,133 @@
+"""Shared memory in which an agent and its trainers hand tensors over; the agent's side.
+
+An *input* arena is written by the trainer and read by the agent. An *output* arena is written by
+the agent alone, or a trainer could corrupt what is being forwarded to others: on Linux a seal makes
+the kernel refuse writable mappings, on macOS the trainer gets a descriptor open for reading. An
+arena never changes its size, so neither side can pull memory away from under the other.
+"""
+
+import contextlib
+import fcntl
+import importlib
+import mmap
+import os
+import secrets
+import sys
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+import numpy as np
+
+from pmesh.core.wire.local import ArenaKind
+
+SMALLEST_BYTES = 64 * 1024  # so that small ops of any size share one arena
+_TOUCH_BYTES = 32 * 1024 * 1024  # one piece of faulting in: between pieces other threads may run
+_F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h, since 5.1; in Python's fcntl module only from 3.13
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Arena:
+    """One piece of shared memory. `memory` is writable here, whatever the trainer may do."""
+
+    number: int
+    """How the session's messages name it."""
+    kind: ArenaKind
+    nbytes: int
+    memory: memoryview
+    descriptor: int
+    """What the trainer gets: open as long as the arena is, so it can't vanish on its way."""
+    _map: mmap.mmap = field(repr=False)
+
+    def close(self) -> None:
+        """Give the memory back; if someone still holds a view of it, when the last view ends."""
+        os.close(self.descriptor)
+        with contextlib.suppress(BufferError):  # a worker of a cancelled op still reads
+            self.memory.release()
+            self._map.close()
+
+
+def arena_bytes(nbytes: int) -> int:
+    """The size of the arena for a request: rounded up by at most a quarter, so that sizes recur.
+
+    >>> arena_bytes(1), arena_bytes(65_537), arena_bytes(1_000_000)
+    (65536, 81920, 1048576)
+    """
+    step = max(1 << (max(nbytes, 1) - 1).bit_length() >> 3, mmap.PAGESIZE)
+    return max(-(-nbytes // step) * step, SMALLEST_BYTES)
+
+
+def create_arena(kind: ArenaKind, number: int, nbytes: int) -> Arena:
+    """Shared memory of exactly `nbytes` (more than 0), all of it present.
+
+    Faulting in costs more than copying; it holds no GIL: call this in a thread if it is large.
+
+    Raises:
+        OSError: the system has no memory or no descriptor left.
+    """
+    shared_memory = _SHARED_MEMORY.get(sys.platform, _shared_memory_linux)
+    mapped, descriptor = shared_memory(kind, nbytes)
+    present = np.frombuffer(mapped, np.uint8)
+    for start in range(0, nbytes, _TOUCH_BYTES):
+        present[start : start + _TOUCH_BYTES : mmap.PAGESIZE] = 0
+    del present
+    return Arena(
+        number=number,
+        kind=kind,
+        nbytes=nbytes,
+        memory=memoryview(mapped),
+        descriptor=descriptor,
+        _map=mapped,
+    )
+
+
+def _shared_memory_linux(kind: ArenaKind, nbytes: int) -> tuple[mmap.mmap, int]:
+    descriptor = os.memfd_create(f"pmesh-{kind}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with _closing_on_failure(descriptor):
+        os.ftruncate(descriptor, nbytes)
+        mapped = mmap.mmap(descriptor, nbytes)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        if kind == "output":
+            seals |= _F_SEAL_FUTURE_WRITE  # the mapping above stays writable, others can't be
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return mapped, descriptor
+
+
+class _PosixShm(Protocol):
+    """What multiprocessing's own extension module offers; it has no stubs."""
+
+    def shm_open(self, path: str, flags: int, mode: int) -> int: ...
+    def shm_unlink(self, path: str) -> None: ...
+
+
+def _shared_memory_macos(kind: ArenaKind, nbytes: int) -> tuple[mmap.mmap, int]:
+    posix_shm = cast("_PosixShm", importlib.import_module("_posixshmem"))  # Linux may lack it
+    name = f"/pmesh-{secrets.token_hex(8)}"  # macOS: 31 bytes at most
+    descriptor = posix_shm.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
+    with _closing_on_failure(descriptor):
+        try:
+            passed = (
+                posix_shm.shm_open(name, os.O_RDONLY, mode=0) if kind == "output" else descriptor
+            )
+        finally:
+            posix_shm.shm_unlink(name)
+    with _closing_on_failure(descriptor, passed):
+        os.ftruncate(descriptor, nbytes)  # macOS allows this once: the size is final
+        mapped = mmap.mmap(descriptor, nbytes)
+    if passed != descriptor:
+        os.close(descriptor)
+    return mapped, passed
+
+
+@contextlib.contextmanager
+def _closing_on_failure(*descriptors: int) -> Generator[None]:
+    try:
+        yield
+    except BaseException:
+        for descriptor in set(descriptors):
+            os.close(descriptor)
+        raise
+
+
+_SHARED_MEMORY = {"darwin": _shared_memory_macos}
+"""By `sys.platform`, where it is not Linux."""

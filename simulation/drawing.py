@@ -1,0 +1,66 @@
+"""What a seed draws for a history: the network, the jobs and how their trainers behave."""
+
+from random import Random
+
+from pmesh.core.values import Terms
+from pmesh.ids import JobName
+from simulation.network import Conditions
+from simulation.trainers import Habits, chance
+
+
+def draw_size(random: Random) -> int:
+    """How many nodes: mostly a few, because the cost of a history grows with the square."""
+    return random.choice([2, 3, 3, 3, 4, 4, 4, 5, 5, 6, 7, 9])
+
+
+def draw_conditions(random: Random) -> Conditions:
+    """A network between a quiet switch and a bad Wi-Fi."""
+    return Conditions(
+        latency_s=random.choice([0.01, 0.05, 0.2]),
+        late_chance=random.choice([0.0, 0.05]),
+        loss=random.choice([0.0, 0.0, 0.02, 0.1]),
+        repeats=random.choice([0.0, 0.0, 0.05]),
+    )
+
+
+def draw_habits(random: Random, size: int, *, until_s: float) -> list[tuple[Habits, ...]]:
+    """One or two jobs, on all or some of the nodes, now and then two trainers of one on a node."""
+    habits: list[list[Habits]] = [[] for _ in range(size)]
+    for name in ("digits", "words")[: random.choice([1, 1, 2])]:
+        hosts = [n for n in range(size) if chance(random, 0.8)] or [0]
+        hosts += [hosts[0]] * chance(random, 0.2)
+        wait_for = random.choice([len(hosts), max(1, len(hosts) - 1), min(2, len(hosts))])
+        terms = draw_terms(random, len(hosts))
+        mistakes = random.choice([0.0, 0.0, 0.02, 0.3])
+        think_s = random.choice([0.02, 0.1, 0.3])
+        for host in hosts:
+            habit = Habits(
+                job=JobName(name),
+                wait_for=wait_for,
+                terms=terms,
+                comes_back=chance(random, 0.7),
+                think_s=think_s,
+                mistakes=mistakes,
+                pauses=random.choice([0.0, 0.0, 0.02]),
+                until_s=until_s,
+                ops=random.choice([1000, 30]),
+            )
+            habits[host].append(habit)
+    return [tuple(theirs) for theirs in habits]
+
+
+def draw_terms(random: Random, trainers: int) -> Terms:
+    """What the trainers of a job ask for."""
+    return Terms(
+        min_ranks=random.choice([1, 1, 1, max(1, trainers - 1)]),
+        on_loss=random.choice(["continue", "continue", "continue", "raise"]),
+        quorum=random.choice(["any", "any", "majority"]),
+    )
+
+
+def draw_round_trips(random: Random, size: int) -> list[list[int]]:
+    """Microseconds; equal, or so that the ring is not the order of the node ids."""
+    if chance(random, 0.7):  # planning costs time
+        return [[0] * size for _ in range(size)]
+    trips = [[random.choice([300, 1000, 5000]) for _ in range(size)] for _ in range(size)]
+    return [[trips[min(a, b)][max(a, b)] for b in range(size)] for a in range(size)]

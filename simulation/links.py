@@ -1,0 +1,108 @@
+"""The links of one simulated agent: with whom it is connected, and when it last heard of them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from pmesh.core.wire.link import Heartbeat, LinkMessage
+from pmesh.ids import Member
+from simulation.lane_messages import LaneMessage
+from simulation.network import Network
+
+REDIAL_S = 1.0
+"""How often a peer that is gone is dialled."""
+
+Message = LinkMessage | LaneMessage
+"""What simulated agents tell each other; values that nobody changes, so they travel as they are."""
+
+
+@dataclass(slots=True)
+class Link:
+    """An authenticated connection."""
+
+    member: Member
+    heard_at: float
+    sent_us: int = 0
+    """The peer's clock in the last heartbeat that came from it."""
+
+
+class Links:
+    """By the number of the other host."""
+
+    def __init__(self, network: Network[Message], number: int) -> None:
+        self._network = network
+        self._number = number
+        self._up: dict[int, Link] = {}
+        self._dialled_at: dict[int, float] = {}
+
+    def add(self, peer: int, member: Member, now: float) -> None:
+        """A connection is up, and the Hello has come."""
+        self._up[peer] = Link(member, now)
+
+    def get(self, peer: int) -> Link | None:
+        """The link with a host, if there is one."""
+        return self._up.get(peer)
+
+    def remove(self, peer: int) -> Link | None:
+        """The link with a host is over; there may have been none."""
+        return self._up.pop(peer, None)
+
+    def forgive(self, stalled_s: float, now: float) -> None:
+        """V8: for so long we have not listened, so nobody was silent."""
+        for link in self._up.values():
+            link.heard_at = min(now, link.heard_at + stalled_s)
+
+    def close_silent(self, since: float) -> list[Link]:
+        """Close the links on which nothing has come since then."""
+        silent = {peer: link for peer, link in self._up.items() if link.heard_at < since}
+        for peer in silent:
+            self._network.close(self._number, peer)
+            del self._up[peer]
+        return list(silent.values())
+
+    def dial(self, peer: int, now: float) -> None:
+        """Try to connect."""
+        self._dialled_at[peer] = now
+        self._network.dial(self._number, peer)
+
+    def dial_missing(self, peers: Iterable[int], now: float) -> None:
+        """Try again to connect with those whom we have no link with."""
+        for peer in peers:
+            if peer not in self._up and now - self._dialled_at.get(peer, -9.0) > REDIAL_S:
+                self.dial(peer, now)
+
+    def tell(self, to: Member, message: LinkMessage) -> None:
+        """Send a control message to a member, if there is a link."""
+        self.send(to, "link", message)
+
+    def beat(self, beat: Heartbeat, now: float) -> None:
+        """Send a heartbeat on all links, with the echo of what has come on each."""
+        now_us = round(now * 1e6)
+        for peer, link in self._up.items():
+            held_us = round((now - link.heard_at) * 1e6)
+            message = msgspec.structs.replace(
+                beat, sent_us=now_us, echo_us=link.sent_us, held_us=held_us
+            )
+            self._network.send(self._number, peer, "link", message)
+
+    def send(self, to: Member, channel: str, message: Message) -> None:
+        """Send a message on a channel to a member, if there is a link."""
+        for peer, link in self._up.items():
+            if link.member == to:
+                self._network.send(self._number, peer, channel, message)
+
+
+def says_the_same(beat: Heartbeat, other: Heartbeat) -> bool:
+    """Whether both say the same of what others act on: all but clocks and marks."""
+    return (
+        beat.view == other.view
+        and beat.promised == other.promised
+        and beat.flushed == other.flushed
+        and beat.acting == other.acting
+        and beat.needs_epoch == other.needs_epoch
+        and beat.heard.keys() == other.heard.keys()
+        and beat.waiting == other.waiting
+        and beat.concerns == other.concerns
+        and beat.in_force == other.in_force
+    )

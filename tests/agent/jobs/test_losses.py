@@ -1,0 +1,378 @@
+"""A rank is lost in the middle of an op: the others complete it, all with the same bits."""
+
+import numpy as np
+import pytest
+import trio
+from trio.testing import MockClock
+
+from pmesh.agent.jobs.driver import LEAVE_GRACE_S, Jobs
+from pmesh.agent.jobs.retained import ResultServer
+from pmesh.agent.jobs.trainer import WATCH_S
+from pmesh.core.ops.reductions import Values
+from pmesh.core.values import View
+from pmesh.core.wire.link import AskResult
+from pmesh.ids import TrainerId
+from pmesh.net.local.arena_pools import OutputArenas
+from pmesh.net.local.arenas import Arena
+from tests.worlds.trainer import Trainer, together, until
+from tests.worlds.village import Village, village
+from tests.worlds.village_ops import (
+    RAISE,
+    enter,
+    hold_all_reduces,
+    kinds_of_events,
+    machine_of,
+    ones,
+    ranks_of,
+    reduce_all,
+    swallow,
+    verdicts_of_all,
+)
+
+
+async def lose(here: Village, trainer: Trainer, how: str) -> None:
+    if how != "agent":
+        await trainer.die()
+    if how != "trainer":
+        await machine_of(here, trainer).kill()
+
+
+def inputs_of(trainers: list[Trainer], count: int) -> list[Values]:
+    dice = np.random.default_rng(3)
+    return [dice.random(count, np.float32) for _ in trainers]
+
+
+@pytest.mark.parametrize("how", ["trainer", "agent", "machine"])
+@pytest.mark.parametrize("count", [10, 300_000])
+async def test_the_survivors_complete_the_op_with_their_own_values(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, how: str, count: int
+) -> None:
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        a, b, c = trainers
+        await reduce_all(trainers)
+        held = hold_all_reduces(monkeypatch, size=3, ranks=[2], complete=False)
+        x, y, z = inputs_of(trainers, count)
+        worlds: list[tuple[TrainerId, ...]] = []
+
+        async def lose_one() -> None:
+            await until(lambda: held == [2])
+            began = clock.current_time()
+            worlds.extend(rank.world for rank in ranks_of(here))
+            await lose(here, c, how)
+            if how == "trainer":  # its agent sees that the connection is gone, and says so
+                await until(lambda: all(rank.size == 2 for rank in ranks_of(here)))
+                assert clock.current_time() - began <= WATCH_S + 0.1
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lose_one)
+            nursery.start_soon(swallow, c.reduce(z))
+            results = await together(lambda: a.reduce(x), lambda: b.reduce(y))
+        assert results[0].tobytes() == results[1].tobytes() == (x + y).tobytes()
+        assert worlds == [c.world.trainers] * 3
+        assert a.world.trainers == b.world.trainers == (0, 1)  # those who have contributed
+        assert (a.rank, b.rank) == (0, 1)
+        means = await together(lambda: a.reduce(x, "mean"), lambda: b.reduce(x, "mean"))
+        assert [m[0] for m in means] == [x[0]] * 2
+
+
+async def test_two_are_lost_at_once_and_the_leader_is_one_of_them(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 4) as here:
+        trainers = await here.job(*here.machines)
+        view = here.machines[0].agent.membership.view
+        leader = view.seat_of(view.by_seniority[0])
+        assert leader is not None
+        first = next(t for t in trainers if t.names[t.rank] == leader.name)
+        gone = [first, next(t for t in trainers if t is not first)]
+        left = [t for t in trainers if t not in gone]
+        ranks = [t.rank for t in gone]
+        held = hold_all_reduces(monkeypatch, size=4, ranks=ranks, complete=False)
+
+        async def lose_both() -> None:
+            await until(lambda: sorted(held) == sorted(ranks))
+            for trainer in gone:
+                await lose(here, trainer, "machine")
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lose_both)
+            for trainer in gone:
+                nursery.start_soon(swallow, trainer.reduce(ones(1000)))
+            results = await reduce_all(left)
+        assert [r[0] for r in results] == [2.0] * 2
+        assert {t.world.trainers for t in left} == {tuple(sorted(t.id for t in left))}
+
+
+# --- what one of them had completed (I4)
+
+
+async def test_what_a_survivor_completed_the_others_fetch_with_the_lost_ranks_values(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        a, b, c = trainers
+        held = hold_all_reduces(monkeypatch, size=3, ranks=[1, 2], complete=True)
+        values = inputs_of(trainers, 1000)
+
+        async def lose_one() -> None:
+            await until(lambda: sorted(held) == [1, 2])
+            await c.die()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lose_one)
+            nursery.start_soon(swallow, c.reduce(values[2]))
+            results = await together(lambda: a.reduce(values[0]), lambda: b.reduce(values[1]))
+        assert results[0].tobytes() == results[1].tobytes()
+        np.testing.assert_allclose(results[0], sum(values), rtol=1e-6)
+        assert a.names == b.names == c.names
+        assert "op fetched" in kinds_of_events(machine_of(here, b))
+        assert [r[0] for r in await reduce_all([a, b])] == [2.0] * 2
+        assert a.world.trainers == b.world.trainers == (0, 1)
+
+
+async def test_what_only_a_lost_rank_completed_is_fetched_from_its_agent(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        a, b, c = trainers
+        held = hold_all_reduces(monkeypatch, size=3, ranks=[0, 1], complete=True)
+        values = inputs_of(trainers, 1000)
+        theirs: list[bytes] = []
+
+        async def complete_and_die() -> None:
+            theirs.append((await c.reduce(values[2])).tobytes())
+            await until(lambda: sorted(held) == [0, 1])
+            await c.die()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(complete_and_die)
+            results = await together(lambda: a.reduce(values[0]), lambda: b.reduce(values[1]))
+        assert [r.tobytes() for r in results] == theirs * 2
+        assert a.names == b.names == c.names
+        await until(lambda: len(ranks_of(here)) == 2)  # nobody needs the witness any more
+        assert [r[0] for r in await reduce_all([a, b])] == [2.0] * 2
+
+
+async def test_when_the_only_holder_dies_before_it_is_asked_the_op_runs_again(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[AskResult] = []
+    monkeypatch.setattr(ResultServer, "answer", lambda _, ask: asked.append(ask))
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        a, b, c = trainers
+        held = hold_all_reduces(monkeypatch, size=3, ranks=[0, 1], complete=True)
+
+        async def complete_and_vanish() -> None:
+            assert (await c.reduce(ones(1000)))[0] == 3.0
+            await until(lambda: sorted(held) == [0, 1])
+            await c.die()
+            await until(lambda: len({ask.receiver for ask in asked}) == 2)
+            await machine_of(here, c).kill()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(complete_and_vanish)
+            results = await reduce_all([a, b])
+        assert [r[0] for r in results] == [2.0] * 2
+        assert a.world.trainers == b.world.trainers == (0, 1)
+        assert "op rerun" in kinds_of_events(machine_of(here, a))
+
+
+async def test_an_op_that_was_interrupted_is_noted_with_how_long_the_ring_stood_still(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        held = hold_all_reduces(monkeypatch, size=3, ranks=[2], complete=False)
+
+        async def lose_one() -> None:
+            await until(lambda: held == [2])
+            await trio.sleep(0.6)  # nothing moves, which is seen four times a second
+            await trainers[2].die()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lose_one)
+            nursery.start_soon(swallow, trainers[2].reduce(ones(1000)))
+            await reduce_all(trainers[:2])
+        for trainer in trainers[:2]:
+            events = machine_of(here, trainer).agent._chronicle.since(-1).events  # noqa: SLF001
+            (halt,) = [event for event in events if event.kind == "ring stood still"]
+            assert halt.op == 0
+            assert halt.duration_s is not None
+            assert 0.25 <= halt.duration_s <= 0.9 + WATCH_S
+            assert "op rerun" in [event.kind for event in events]
+
+
+# --- a lost root, and a loss that is to be raised
+
+
+async def test_a_broadcast_whose_root_is_lost_fails_alike_and_the_job_goes_on(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 3) as here:
+        a, b, c = await here.job(*here.machines)
+        await reduce_all([a, b, c])
+
+        async def lose_the_root() -> None:
+            await until(lambda: sum(rank.ledger.started == 1 for rank in ranks_of(here)) == 2)
+            await c.die()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lose_the_root)
+            verdicts = await verdicts_of_all(
+                (a, a.broadcast(ones(9), 2)), (b, b.broadcast(ones(9), 2))
+            )
+        assert verdicts[0] == verdicts[1]
+        assert verdicts[0].error == "RankLost"
+        assert "its root, rank 2, is lost" in verdicts[0].message
+        assert a.world.trainers == b.world.trainers == (0, 1)
+        got = await together(
+            lambda: a.broadcast(2 * ones(9), 1), lambda: b.broadcast(2 * ones(9), 1)
+        )
+        assert [g[0] for g in got] == [2.0] * 2
+
+
+async def test_a_root_keeps_its_broadcast_when_ranks_before_it_are_lost(
+    clock: MockClock,
+) -> None:
+    """O5: it is a trainer, whatever its rank becomes."""
+    async with village(clock, 3) as here:
+        a, b, c = await here.job(*here.machines)
+        x = np.arange(9, dtype=np.float32)
+
+        async def lose_the_first() -> None:
+            await until(lambda: sum(rank.ledger.started == 0 for rank in ranks_of(here)) == 1)
+            await a.die()
+            await until(lambda: all(rank.size == 2 for rank in ranks_of(here)))
+            await c.broadcast(x, 2)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lose_the_first)
+            assert np.array_equal(await b.broadcast(x, 2), x)
+        assert b.names == c.names
+        assert c.rank == 1
+
+
+@pytest.mark.parametrize("between_ops", [False, True])
+async def test_where_a_loss_is_to_raise_the_op_fails_alike_and_the_job_goes_on(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, *, between_ops: bool
+) -> None:
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines, terms=RAISE)
+        a, b, c = trainers
+        await reduce_all(trainers)
+        held = hold_all_reduces(monkeypatch, size=3, ranks=[2], complete=False)
+
+        async def lose_one() -> None:
+            await until(lambda: held == [2])
+            await c.die()
+
+        if between_ops:
+            await c.die()
+            await until(lambda: all(rank.size == 2 for rank in ranks_of(here)))
+        async with trio.open_nursery() as nursery:
+            if not between_ops:
+                nursery.start_soon(lose_one)
+                nursery.start_soon(swallow, c.reduce(ones(9)))
+            verdicts = await verdicts_of_all((a, a.reduce(ones(9))), (b, b.reduce(ones(9))))
+        assert verdicts[0] == verdicts[1]
+        assert verdicts[0].error == "RankLost"
+        assert verdicts[0].trainers == (2,)
+        assert "rank 2 (mac-" in verdicts[0].message
+        assert "its trainer died" in verdicts[0].message
+        assert a.next_op == b.next_op == 2
+        assert [r[0] for r in await reduce_all([a, b])] == [2.0] * 2
+        assert a.world.trainers == b.world.trainers == (0, 1)
+
+
+async def test_who_has_no_room_for_what_others_have_completed_leaves_the_ring(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        a, b, c = trainers
+        await together(*[t.sync for t in trainers])
+        poor = ranks_of(here)[1].arenas.outputs
+        acquire = OutputArenas.acquire
+
+        async def no_memory(self: OutputArenas, nbytes: int) -> Arena:
+            if self is poor:
+                raise OSError(12, "Cannot allocate memory")
+            return await acquire(self, nbytes)
+
+        x = np.arange(9, dtype=np.float32)
+        await a.broadcast(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(OutputArenas, "acquire", no_memory)
+            began = clock.current_time()
+            verdicts: list[str] = []
+
+            async def fail() -> None:
+                verdicts.append((await b.verdict_of(b.broadcast(x))).error)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(fail)
+                assert np.array_equal(await c.broadcast(x), x)
+            assert clock.current_time() - began < 5
+        assert verdicts == ["HistorySuperseded"]
+        await enter(here, [b], [a, c])
+        assert [r[0] for r in await reduce_all(trainers)] == [3.0] * 3
+
+
+# --- leaving in order
+
+
+async def test_who_leaves_waits_a_moment_for_the_others_to_end_its_last_op(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 2) as here:
+        a, b = await here.job(*here.machines)
+        await a.broadcast(ones(9))
+        (other,) = [r for r in ranks_of(here) if r.id == b.id]
+        began = clock.current_time()
+        await a.leave()
+        await until(lambda: other.size == 1)
+        assert LEAVE_GRACE_S <= clock.current_time() - began <= LEAVE_GRACE_S + 0.5
+        assert (await b.broadcast(ones(9)))[0] == 1.0
+
+
+async def test_who_leaves_when_all_have_ended_everything_leaves_at_once(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 2) as here:
+        a, b = await here.job(*here.machines)
+        await reduce_all([a, b])
+        await trio.sleep(1)
+        (other,) = [r for r in ranks_of(here) if r.id == b.id]
+        began = clock.current_time()
+        await a.leave()
+        await until(lambda: other.size == 1)
+        assert clock.current_time() - began <= 0.1
+
+
+async def test_one_lost_while_another_loss_is_being_agreed_on_is_told_with_the_next_view(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A concern names a roster, and the one that replaces it may not know of the concern."""
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        a, b, c = trainers
+        await reduce_all(trainers)
+        real = Jobs.install
+
+        def die_as_the_view_comes(jobs: Jobs, view: View) -> None:
+            for rank in jobs.ranks:
+                if rank.id == b.id and rank.leaving is None:
+                    jobs.depart(rank, "is lost: its trainer died")
+            real(jobs, view)
+
+        monkeypatch.setattr(Jobs, "install", die_as_the_view_comes)
+        monkeypatch.setattr(Jobs, "look", lambda _: None)  # which would tell it again, but later
+        began = clock.current_time()
+        await c.die()
+        await until(lambda: [rank.size for rank in ranks_of(here) if rank.rank == 0] == [1])
+        assert clock.current_time() - began <= 0.2
+        assert (await a.reduce(ones(9)))[0] == 1.0

@@ -1,0 +1,375 @@
+"""How far a broadcast goes that names its receivers, and how it ends when ranks are lost."""
+
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import pytest
+import trio
+from trio.testing import MockClock
+
+from pmesh.agent.jobs import op_network, op_task, retained
+from pmesh.agent.jobs.op_layout import Op
+from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.agent.jobs.surroundings import Surroundings
+from pmesh.core.ops.reductions import Values
+from pmesh.core.values import OpOutcome, Verdict
+from pmesh.core.wire.link import Call
+from pmesh.core.wire.local import StartOp
+from pmesh.core.wire.records import OVERHEAD_BYTES
+from pmesh.ids import OpNumber, Rank
+from pmesh.net.lanes.collectives import RingPosition
+from tests.worlds.trainer import OpError, Trainer, together, until
+from tests.worlds.village import Village, village
+from tests.worlds.village_ops import machine_of, ranks_of, reduce_all, swallow, verdicts_of_all
+
+STATE = np.arange(1, 50_001, dtype=np.float32)  # several records
+
+OP = OpNumber(0)
+
+
+async def send_to(receivers: Sequence[int], trainer: Trainer, root: int = 0) -> Values:
+    """The trainer's part of the broadcast: what it has then, whatever that is."""
+    return await trainer.broadcast(STATE, root, tuple(receivers))
+
+
+def has_state(got: Values) -> bool:
+    return np.array_equal(got, STATE)
+
+
+def who_completed(here: Village, *, holds: bool | None = None) -> list[int]:
+    """As each rank says of itself."""
+    told = [(rank.id, rank.ledger.ops.get(OP)) for rank in ranks_of(here)]
+    return [
+        id_
+        for id_, report in told
+        if report is not None and report.completed and holds in (None, report.holds)
+    ]
+
+
+def who_holds(here: Village) -> list[int]:
+    return who_completed(here, holds=True)
+
+
+@pytest.fixture
+def unstable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody hears that all have ended an op: what each knows of it can still be looked at."""
+    monkeypatch.setattr(LocalRank, "stabilize", lambda *_: None)
+
+
+def hold_broadcasts(
+    monkeypatch: pytest.MonkeyPatch, *, size: int, ranks: Collection[int], complete: bool
+) -> list[int]:
+    """As `hold_all_reduces`: in rings of this size, these ranks never come to the end."""
+    real, held = op_network.broadcast_along, list[int]()
+
+    async def broadcast(rank: LocalRank, op: Op, ring: RingPosition, root: Rank) -> None:
+        stays = ring.size == size and ring.rank in ranks
+        if complete or not stays:
+            await real(rank, op, ring, root)
+        if stays:
+            if not op.result.is_input:
+                op.result.memory[:] = b"\xff" * op.result.nbytes  # it must not be believed
+            held.append(ring.rank)
+            await trio.sleep_forever()
+
+    monkeypatch.setattr(op_network, "broadcast_along", broadcast)
+    return held
+
+
+def note_fetches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, OpOutcome]]:
+    """Who fetches, and of whom: a list that grows."""
+    real, noted = retained.fetch_result, list[tuple[int, OpOutcome]]()
+
+    async def fetch(
+        rank: LocalRank, call: Call, target: memoryview, outcome: OpOutcome, around: Surroundings
+    ) -> None:
+        noted.append((rank.id, outcome))
+        await real(rank, call, target, outcome, around)
+
+    monkeypatch.setattr(op_task, "fetch_result", fetch)
+    return noted
+
+
+# --- who gets it
+
+
+@pytest.mark.parametrize(
+    ("root", "receivers", "reached"),
+    [
+        (0, [1], [0, 1]),
+        (0, [2], [0, 1, 2]),
+        (0, [2, 1], [0, 1, 2]),
+        (0, [3], [0, 1, 2, 3]),
+        (2, [3], [2, 3]),
+        (2, [0], [0, 2, 3]),
+        (3, [1, 0], [0, 1, 3]),
+        (1, [1], [1]),
+        (1, [], [0, 1, 2, 3]),
+    ],
+)
+@pytest.mark.usefixtures("unstable")
+async def test_the_receivers_get_it_and_those_between_and_nobody_else(
+    clock: MockClock, root: int, receivers: list[int], reached: list[int]
+) -> None:
+    async with village(clock, 4) as here:
+        trainers = await here.job(*here.machines)
+        got = await together(*[partial(send_to, receivers, t, root) for t in trainers])
+        assert [rank for rank in range(4) if has_state(got[rank])] == reached
+        assert who_holds(here) == reached
+        assert who_completed(here) == [0, 1, 2, 3]
+        assert {t.world.trainers for t in trainers} == {(0, 1, 2, 3)}
+        assert [r[0] for r in await reduce_all(trainers)] == [4.0] * 4
+
+
+@pytest.mark.parametrize(("receivers", "edges"), [([1], 1), ([2], 2), ([3], 3), ([0], 0)])
+async def test_the_edges_beyond_carry_an_empty_record_and_the_last_one_nothing(
+    clock: MockClock, receivers: list[int], edges: int
+) -> None:
+    async with village(clock, 4) as here:
+        trainers = await here.job(*here.machines)
+        await reduce_all(trainers)  # the lanes are open, and greeted
+        before = [rank.lanes.traffic[0] for rank in ranks_of(here)]
+        await together(*[partial(send_to, receivers, t) for t in trainers])
+        after = [rank.lanes.traffic[0] for rank in ranks_of(here)]
+        sent = [now - earlier for now, earlier in zip(after, before, strict=True)]
+        assert all(STATE.nbytes < count < 1.01 * STATE.nbytes for count in sent[:edges])
+        assert sent[edges:] == [OVERHEAD_BYTES] * (3 - edges) + [0]
+
+
+async def test_a_state_without_values_ends_everywhere(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        call = Call("broadcast", "float32", (0,), root=0, receivers=(1,))
+        assert await together(*[partial(t.run, call, None) for t in trainers]) == [None] * 3
+
+
+async def test_several_of_one_machine_and_some_beyond(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        trainers = await here.job(one, two, one, two)
+        for root in range(4):
+            receiver = (root + 1) % 4
+            got = await together(*[partial(send_to, [receiver], t, root) for t in trainers])
+            assert has_state(got[receiver])
+
+
+@pytest.mark.usefixtures("unstable")
+async def test_those_beyond_complete_only_after_the_last_receiver_has_got_it(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 4) as here:
+        trainers = await here.job(*here.machines)
+        go_on, real, waiting = trio.Event(), op_network.broadcast_along, list[int]()
+
+        async def late(rank: LocalRank, op: Op, ring: RingPosition, root: Rank) -> None:
+            if ring.rank == 2:
+                waiting.append(ring.rank)
+                await go_on.wait()
+            await real(rank, op, ring, root)
+
+        monkeypatch.setattr(op_network, "broadcast_along", late)
+        async with trio.open_nursery() as nursery:
+            for trainer in trainers:
+                nursery.start_soon(send_to, [1, 2], trainer)
+            await until(lambda: waiting == [2])
+            await trio.sleep(1)
+            assert {*who_completed(here)} <= {0, 1}  # rank 3 has been told nothing yet
+            go_on.set()
+        assert who_completed(here) == [0, 1, 2, 3]
+        assert who_holds(here) == [0, 1, 2]
+
+
+# --- ranks that are lost
+
+
+@pytest.mark.parametrize(
+    ("lost", "receivers", "reached"),
+    [
+        (1, [2, 3], [0, 2, 3]),
+        (2, [2, 3], [0, 1, 3]),
+        (3, [2, 3], [0, 1, 2]),
+        (4, [2, 3], [0, 1, 2, 3]),
+        (2, [2], [0]),
+    ],
+    ids=["between", "first receiver", "last receiver", "beyond", "all receivers"],
+)
+@pytest.mark.usefixtures("unstable")
+async def test_it_runs_again_for_those_of_its_trainers_who_are_left(
+    clock: MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    lost: int,
+    receivers: list[int],
+    reached: list[int],
+) -> None:
+    """O5: root and receivers are trainers, whatever their ranks become."""
+    async with village(clock, 6) as here:
+        trainers = await here.job(*here.machines)
+        held = hold_broadcasts(monkeypatch, size=6, ranks=range(6), complete=False)
+        left = [t for t in trainers if t.rank != lost]
+
+        async def lose_one() -> None:
+            await until(lambda: len(held) == 6)
+            await trainers[lost].die()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lose_one)
+            nursery.start_soon(swallow, send_to(receivers, trainers[lost]))
+            got = await together(*[partial(send_to, receivers, t) for t in left])
+        assert [t.id for t, values in zip(left, got, strict=True) if has_state(values)] == reached
+        assert who_holds(here) == reached
+        assert {t.world.trainers for t in left} == {tuple(t.id for t in left)}
+        assert [r[0] for r in await reduce_all(left)] == [5.0] * 5
+
+
+@pytest.mark.parametrize("how", ["trainer", "machine"])
+async def test_a_receiver_that_missed_the_end_fetches_from_another_when_the_root_is_gone(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async with village(clock, 4) as here:
+        trainers = await here.job(*here.machines)
+        held = hold_broadcasts(monkeypatch, size=4, ranks=[2], complete=True)
+        fetches = note_fetches(monkeypatch)
+        root, *left = trainers
+
+        async def lose_the_root() -> None:
+            await until(lambda: held == [2] and who_completed(here) == [0, 1, 3])
+            if how == "machine":
+                await machine_of(here, root).kill()
+            await root.die()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lose_the_root)
+            nursery.start_soon(swallow, send_to([1, 2], root))
+            got = await together(*[partial(send_to, [1, 2], t) for t in left])
+        assert has_state(got[0])
+        assert has_state(got[1])
+        assert {(asker, outcome.holders) for asker, outcome in fetches} == {(2, (1,))}
+        assert {t.world.trainers for t in left} == {(0, 1, 2, 3)}
+        assert [r[0] for r in await reduce_all(left)] == [3.0] * 3
+
+
+@pytest.mark.usefixtures("unstable")
+async def test_all_who_missed_the_end_fetch_from_the_root_when_it_alone_holds_it(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a rank beyond that has not heard of the end: from then on it can serve it too."""
+    async with village(clock, 5) as here:
+        trainers = await here.job(*here.machines)
+        held = hold_broadcasts(monkeypatch, size=5, ranks=[1, 2], complete=True)
+        fetches = note_fetches(monkeypatch)
+        left = trainers[:4]
+
+        async def lose_one() -> None:
+            await until(lambda: len(held) == 2 and who_completed(here) == [0, 3, 4])
+            await trainers[4].die()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lose_one)
+            nursery.start_soon(swallow, send_to([1], trainers[4]))
+            got = await together(*[partial(send_to, [1], t) for t in left])
+        assert [has_state(values) for values in got[:3]] == [True] * 3
+        assert {(asker, outcome.holders) for asker, outcome in fetches} == {(1, (0,)), (2, (0,))}
+        assert who_holds(here) == [0, 1, 2]
+        assert who_completed(here) == [0, 1, 2, 3]
+
+
+async def test_a_root_that_missed_its_own_end_serves_where_only_ranks_beyond_have_completed(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I4: it can't run again without those whose call has returned, though they hold nothing."""
+    async with village(clock, 5) as here:
+        trainers = await here.job(*here.machines)
+        held = hold_broadcasts(monkeypatch, size=5, ranks=[0, 1, 3], complete=True)
+        fetches = note_fetches(monkeypatch)
+        left = trainers[:4]
+
+        async def lose_one() -> None:
+            await until(lambda: len(held) == 3 and who_completed(here) == [2, 4])
+            await trainers[4].die()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lose_one)
+            nursery.start_soon(swallow, send_to([1], trainers[4]))
+            got = await together(*[partial(send_to, [1], t) for t in left])
+        assert has_state(got[0])
+        assert has_state(got[1])
+        assert {t.world.trainers for t in left} == {(0, 1, 2, 3, 4)}  # I3
+        assert {(asker, outcome.holders) for asker, outcome in fetches} == {(1, (0,)), (3, (0,))}
+        assert [r[0] for r in await reduce_all(left)] == [4.0] * 4
+        assert {t.world.trainers for t in left} == {(0, 1, 2, 3)}
+
+
+async def test_with_the_root_lost_and_nobody_holding_it_fails_and_those_beyond_are_told_late(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 4) as here:
+        root, a, b, beyond = await here.job(*here.machines)
+        held = hold_broadcasts(monkeypatch, size=4, ranks=[0, 1, 2], complete=True)
+
+        async def lose_the_root() -> None:
+            await until(lambda: len(held) == 3 and who_completed(here) == [3])
+            await root.die()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lose_the_root)
+            nursery.start_soon(swallow, send_to([1, 2], root))
+            nursery.start_soon(send_to, [1, 2], beyond)  # it hears that all went well
+            verdicts = await verdicts_of_all((a, send_to([1, 2], a)), (b, send_to([1, 2], b)))
+        assert verdicts[0] == verdicts[1]
+        assert verdicts[0].error == "RankLost"
+        assert "its result is lost, and others went on; rank 0" in verdicts[0].message
+        with pytest.raises(OpError) as told:
+            await beyond.barrier()
+        assert told.value.verdict == verdicts[0]
+        assert not told.value.failed.consumed
+        assert {t.next_op for t in (a, b, beyond)} == {1}
+        assert {t.world.trainers for t in (a, b, beyond)} == {(1, 2, 3)}
+        assert [r[0] for r in await reduce_all([a, b, beyond])] == [3.0] * 3
+
+
+# --- calls that differ, and callers that misbehave
+
+
+@pytest.mark.parametrize("differs", [0, 1, 2])
+async def test_ranks_that_name_other_receivers_are_told_so(clock: MockClock, differs: int) -> None:
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        verdicts: list[Verdict] = []
+
+        async def run(trainer: Trainer) -> None:
+            receivers = [2] if trainer.rank == differs else [1]
+            try:
+                await send_to(receivers, trainer)
+            except OpError as e:
+                verdicts.append(e.verdict)
+            else:  # I5: it had returned, and hears of it at its next call
+                await until(lambda: any(r.owed for r in ranks_of(here) if r.id == trainer.id))
+                verdicts.append(await trainer.verdict_of(trainer.barrier()))
+
+        await together(*[partial(run, t) for t in trainers])
+        assert len(verdicts) == 3
+        (verdict,) = set(verdicts)
+        assert verdict.error == "OpMismatch"
+        assert "root=0, to=(1,)" in verdict.message
+        assert "root=0, to=(2,)" in verdict.message
+        assert [r[0] for r in await reduce_all(trainers)] == [3.0] * 3
+
+
+def hostile() -> Iterator[Call]:
+    for receivers in ((-1,), (2,), (1, 2), (0, 2**40)):
+        yield Call("broadcast", "float32", (0,), root=0, receivers=receivers)
+
+
+@pytest.mark.parametrize("call", list(hostile()), ids=str)
+async def test_receivers_that_are_no_ranks_end_that_trainer_alone(
+    clock: MockClock, call: Call
+) -> None:
+    async with village(clock, 2) as here:
+        a, b = await here.job(*here.machines)
+        await b.send(StartOp(OP, call, "float32", 0, -1, 5.0))
+        with pytest.raises(trio.EndOfChannel):
+            await b.receive()
+        await until(lambda: [rank.size for rank in ranks_of(here)] == [1])
+        await a.barrier()  # it goes on alone
+        assert a.world.trainers == (0,)

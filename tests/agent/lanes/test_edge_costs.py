@@ -1,0 +1,93 @@
+"""Ranks find out what their edges cost: together, seldom, and only for a call that asks for it."""
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from pmesh.agent.lanes import edge_costs
+from pmesh.agent.lanes.edge_costs import MEASURED_FOR_S, EdgeBook
+from pmesh.core.wire.link import Call
+from pmesh.core.wire.records import RecordHeader
+from pmesh.ids import Incarnation, Member, NodeId
+from pmesh.net.lanes.collectives import RingPosition
+from tests.worlds.trainer import Trainer, together
+from tests.worlds.village import Village, village
+from tests.worlds.village_ops import ones, ranks_of, reduce_all
+
+EDGE = tuple(Member(NodeId(bytes([i] * 32)), Incarnation(i)) for i in (1, 2))
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each rank of each agreement, whether it has sent a probe."""
+    real, seen = edge_costs._probe, list[bool]()  # noqa: SLF001 - nothing else tells them apart
+
+    async def probe(ring: RingPosition, header: RecordHeader, *, sends: bool) -> int:
+        seen.append(sends)
+        return await real(ring, header, sends=sends)
+
+    monkeypatch.setattr(edge_costs, "_probe", probe)
+    return seen
+
+
+def check_alike(here: Village, count: int) -> None:
+    tables = [rank.costs.edges for rank in ranks_of(here) if rank.rank is not None]
+    assert len(tables) == count
+    assert tables[0] is not None
+    assert all(table == tables[0] for table in tables)
+    assert all(cost.beta_ps > 0 for row in tables[0] for cost in row)
+
+
+async def test_the_first_sum_measures_each_edge_once_and_all_ranks_have_one_table(
+    clock: MockClock, probes: list[bool]
+) -> None:
+    async with village(clock, 4) as here:
+        trainers = await here.job(*here.machines)
+        await reduce_all(trainers)
+        assert probes == [True] * 4
+        check_alike(here, 4)
+        await reduce_all(trainers)
+        assert len(probes) == 4
+
+
+async def test_what_is_known_is_not_measured_again_when_a_rank_has_gone(
+    clock: MockClock, probes: list[bool]
+) -> None:
+    async with village(clock, 4) as here:
+        trainers = await here.job(*here.machines)
+        await reduce_all(trainers)
+        probes.clear()
+        await trainers[3].leave()
+        await reduce_all(trainers[:3])
+        assert sorted(probes) == [False, False, True]  # the edge across the gap is new
+        check_alike(here, 3)
+
+
+async def test_two_ranks_and_a_strategy_that_is_named_ask_for_nothing(
+    clock: MockClock, probes: list[bool]
+) -> None:
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        call = Call("all_reduce", "float32", (1000,), "sum", strategy="ring")
+
+        async def run(trainer: Trainer) -> None:
+            await trainer.run(call, ones(1000))
+
+        await together(*[lambda t=t: run(t) for t in trainers])
+    async with village(clock, 2) as here:
+        await reduce_all(await here.job(*here.machines))
+    assert probes == []
+
+
+async def test_an_edge_is_measured_anew_after_a_while(autojump_clock: MockClock) -> None:
+    del autojump_clock
+    book = EdgeBook()
+    one, other = EDGE
+    book.note((one, other), 5)
+    await trio.sleep(MEASURED_FOR_S / 2)
+    book.note((one, other), 7)  # repeated by an agreement: not younger for that
+    assert book.beta_ps((one, other)) == 5
+    await trio.sleep(MEASURED_FOR_S / 2)
+    assert book.beta_ps((one, other)) == 0
+    book.note((one, other), 9)
+    assert book.beta_ps((one, other)) == 9

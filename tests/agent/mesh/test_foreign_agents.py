@@ -1,0 +1,224 @@
+"""What mDNS finds, sorted; and what `pmesh status` shows of it.
+
+What an agent has refused is counted, and told once a minute while it is much.
+"""
+
+import msgspec
+import pytest
+import trio
+from structlog.testing import capture_logs
+from trio.testing import MockClock
+
+from pmesh.agent.mesh.foreign_agents import FEW, describe
+from pmesh.agent.status.schema import PeerStatus, TurnedAwayStatus
+from pmesh.core.identity.advertisement import Advertisement
+from pmesh.core.wire.link import PROTOCOL_VERSION, Address
+from pmesh.errors import (
+    LocalNetworkDenied,
+    MeshKeyMismatch,
+    NodeKeyCopied,
+    PeerUnreachable,
+    PmeshError,
+    ProtocolVersionMismatch,
+)
+from pmesh.ids import Incarnation, NodeId, node_text
+from pmesh.net.links.discovery import Deaf, Found, Gone, minute_of_now
+from tests.worlds.trainer import until
+from tests.worlds.village import Machine, village
+
+NODE = NodeId(b"n" * 32)
+WHERE = Address("192.0.2.9", 24160)
+
+
+def found(
+    tag: bytes,
+    *,
+    protocol: int = PROTOCOL_VERSION,
+    where: Address = WHERE,
+    minute: int | None = None,
+) -> Found:
+    advertisement = Advertisement(
+        tag=tag,
+        node=NODE,
+        incarnation=Incarnation(1),
+        port=where.port,
+        name="air",
+        protocol=protocol,
+        hosts=(where.host,),
+        minute=minute_of_now() if minute is None else minute,
+    )
+    return Found(advertisement=advertisement)
+
+
+def hear(machine: Machine, finding: Found | Gone | Deaf) -> None:
+    machine.agent._strangers._sort_one(finding, machine.agent.peers)  # noqa: SLF001 - as mDNS does
+
+
+def shown(machine: Machine) -> list[PeerStatus]:
+    return list(machine.agent._picture().peers)  # noqa: SLF001 - as `pmesh status` does
+
+
+async def test_another_mesh_is_shown_and_never_dialled(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        hear(one, found(b"another!"))
+        (peer,) = shown(one)
+        assert (peer.state, peer.name, peer.id) == ("other_mesh_key", "air", node_text(NODE))
+        assert "pmesh key set" in (peer.reason or "")
+        assert not one.agent.peers.targets.wanted
+        hear(one, Gone(node=NODE))
+        assert not shown(one)
+
+
+async def test_another_version_is_shown_with_both(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        hear(one, found(one.agent._advertisement_key.tag, protocol=99))  # noqa: SLF001
+        (peer,) = shown(one)
+        assert peer.state == "other_version"
+        assert f"it speaks protocol 99, this machine {PROTOCOL_VERSION}" in (peer.reason or "")
+        assert not one.agent.peers.targets.wanted
+
+
+async def test_one_of_ours_is_dialled_and_shown_as_what_came_of_it(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        hear(one, found(one.agent._advertisement_key.tag, where=Address("127.0.0.1", 1)))  # noqa: SLF001
+        (peer,) = shown(one)
+        assert (peer.state, peer.name, peer.id) == ("connecting", None, node_text(NODE))
+        await until(lambda: bool(one.agent.peers.targets.refusals))
+        (peer,) = shown(one)
+        assert peer.state == "unreachable"
+        assert peer.reason is not None
+        assert peer.reason.startswith("PeerUnreachable: 127.0.0.1:1 refuses")
+        hear(one, Gone(node=NODE))
+        hear(one, Gone(node=NodeId(b"x" * 32)))  # of whom nobody has heard
+
+
+async def test_deafness_is_known_until_something_is_heard(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        strangers = one.agent._strangers  # noqa: SLF001
+        for _ in range(2):
+            hear(one, Deaf(reason="port 5353 is taken"))
+            assert strangers.deaf == "port 5353 is taken"
+        hear(one, found(b"another!"))
+        assert strangers.deaf is None
+
+
+async def test_each_refusal_is_shown_as_what_it_is(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        errors: dict[str, PmeshError] = {
+            "other_mesh_key": MeshKeyMismatch("it holds another"),
+            "other_version": ProtocolVersionMismatch("it speaks another"),
+            "unreachable": PeerUnreachable("it is off"),
+            "refused": LocalNetworkDenied("macOS says no"),
+        }
+        for host, error in errors.items():
+            one.agent.peers.targets.refuse(host, error, Address(host, 1))
+        copied = NodeKeyCopied("a home was copied")
+        one.agent.peers.targets.refuse(two.key.node, copied, Address("copy", 1))
+        states = {peer.addresses[0]: peer.state for peer in shown(one) if peer.reason}
+        expected = {f"{host}:1": host for host in errors} | {"copy:1": "node_key_copied"}
+        assert states == expected
+        linked = [peer for peer in shown(one) if peer.state == "linked"]
+        assert [(peer.name, peer.id) for peer in linked] == [("mac-1", node_text(two.key.node))]
+        one.agent.peers.targets.refuse(two.key.node, PeerUnreachable("a late dial"), WHERE)
+        assert not [peer for peer in shown(one) if peer.reason == "PeerUnreachable: a late dial"]
+
+
+async def test_deafness_is_said_once_for_each_reason_until_something_is_heard(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        with capture_logs() as logs:
+            for reason in ("port 5353 is taken", "port 5353 is taken", "no multicast"):
+                hear(one, Deaf(reason=reason))
+            hear(one, found(b"another!"))
+            hear(one, Deaf(reason="no multicast"))
+        reasons = [log["reason"] for log in logs if log["event"] == "discovery is deaf"]
+        assert reasons == ["port 5353 is taken", "no multicast", "no multicast"]
+
+
+async def test_a_stranger_that_is_given_our_mesh_key_is_dialled(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        hear(one, found(b"another!"))
+        hear(one, found(one.agent._advertisement_key.tag))  # noqa: SLF001
+        assert [peer.state for peer in shown(one)] == ["connecting"]
+        assert one.agent.peers.targets.wanted == {NODE: (WHERE,)}
+
+
+async def test_a_replayed_advertisement_counts_only_where_nothing_else_is_known(
+    clock: MockClock,
+) -> None:
+    """A machine whose clock is wrong by years is found all the same."""
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        tag, elsewhere = one.agent._advertisement_key.tag, Address("192.0.2.66", 24160)  # noqa: SLF001
+        hear(one, found(tag, where=elsewhere, minute=7))
+        assert one.agent.peers.targets.wanted == {NODE: (elsewhere,)}
+        hear(one, found(tag))
+        hear(one, found(tag, where=elsewhere, minute=7))
+        assert one.agent.peers.targets.wanted == {NODE: (WHERE,)}
+
+
+NOTHING = TurnedAwayStatus(
+    connections=0,
+    forged_announcements=0,
+    foreign_announcements=0,
+    broken_links=0,
+    programs=0,
+)
+
+
+def told(now: TurnedAwayStatus, **hosts: int) -> str | None:
+    return describe(NOTHING, now, hosts, interval_s=60.0)
+
+
+def test_little_is_not_worth_a_line() -> None:
+    assert told(NOTHING) is None
+    assert told(msgspec.structs.replace(NOTHING, connections=FEW - 1)) is None
+
+
+def test_a_member_that_broke_the_protocol_always_is() -> None:
+    text = "turned away in the last 60 s: 1 link of a member that broke the protocol"
+    assert told(msgspec.structs.replace(NOTHING, broken_links=1)) == text
+
+
+def test_much_is_told_with_where_most_of_it_came_from() -> None:
+    now = msgspec.structs.replace(NOTHING, connections=5000, forged_announcements=700, programs=3)
+    assert told(now, a=3000, b=1500, c=400, d=100) == (
+        "turned away in the last 60 s: 5000 connections of strangers (3000 from a, 1500 from b, "
+        "400 from c), 700 forged announcements, 3 local programs"
+    )
+
+
+def test_only_what_came_since_the_last_look_counts() -> None:
+    before = msgspec.structs.replace(NOTHING, foreign_announcements=90)
+    after = msgspec.structs.replace(NOTHING, foreign_announcements=100)
+    text = describe(before, after, {}, interval_s=60.0)
+    assert text == "turned away in the last 60 s: 10 announcements of other meshes"
+
+
+def lines_of(machine: Machine) -> list[str]:
+    return [line for line in machine.lines if line.startswith("turned away")]
+
+
+async def test_an_attack_is_one_line_a_minute_and_stands_in_the_status(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        for _ in range(2):
+            for _ in range(10):
+                async with await trio.open_tcp_stream("127.0.0.1", one.port) as stream:
+                    await stream.send_all(b"GET / HTTP/1.1\r\n\r\n")
+                    with pytest.raises((trio.BrokenResourceError, AssertionError)):
+                        assert await stream.receive_some(1)
+            await trio.sleep(61)
+        await trio.sleep(300)
+        line = "turned away in the last 60 s: 10 connections of strangers (10 from 127.0.0.1)"
+        assert lines_of(one) == [line, line]
+        picture = one.agent._picture()  # noqa: SLF001 - as `pmesh status` does
+        assert picture.turned_away.connections == 20

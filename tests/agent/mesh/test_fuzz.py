@@ -1,0 +1,181 @@
+"""Members and trainers that lie, against whole agents: they live, agree again, and count right.
+
+PMESH_FUZZ_SEEDS=100-200 pytest tests/agent/mesh/test_fuzz.py
+"""
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from functools import partial
+
+import numpy as np
+import pytest
+import trio
+from trio.testing import MockClock
+
+from pmesh.agent.mesh import peers
+from pmesh.core.values import Terms
+from pmesh.core.views.limits import TOLERATED
+from pmesh.ids import TrainerId
+from pmesh.net.links.link import Link
+from pmesh.paths import socket_path
+from tests.worlds.trainer import OpError, RefusedError, Trainer, together, until
+from tests.worlds.village import Machine, Village, village
+from tests.worlds.village_ops import kinds_of_events, machine_of
+from tools.fuzz.agent import SHORT_BAN_S, lying
+from tools.fuzz.agent import new_liar as new_lying_member
+from tools.fuzz.liar import Liar
+from tools.fuzz.trainer import lie_to_agent
+from tools.fuzz.trainer import new_liar as new_lying_trainer
+
+FIRST, _, LAST = os.environ.get("PMESH_FUZZ_SEEDS", "0-3").partition("-")
+SEEDS = range(int(FIRST), int(LAST or FIRST) + 1)
+LIES_FOR_S = 20.0
+OP_EVERY_S = 0.1
+TERMS = (Terms(), Terms(quorum="majority"))
+INTERRUPTS_EVERY_S = 0.3
+BEGINS_EVERY_S = 0.5
+LARGEST_TABLE = TOLERATED  # of an agent that knows three
+
+
+@contextmanager
+def confessing(liar: Liar, seed: int) -> Iterator[None]:
+    """If the test fails: what has been sent, last of all what matters most."""
+    try:
+        yield
+    except BaseException:
+        print(*liar.lies, f"the seed is {seed}", sep="\n")  # noqa: T201 - pytest shows it
+        raise
+
+
+@dataclass
+class Training:
+    """One trainer's loop, and what it has come to."""
+
+    trainer: Trainer
+    gives: float
+    ops: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Of each op that was done: whose values are in its result."""
+    error: str = ""
+
+    async def run(self, gave: dict[TrainerId, float]) -> None:
+        """Until something is wrong, and it is told so."""
+        try:
+            while not self.error:
+                result = await self.trainer.reduce(np.full(5, self.gives))
+                ids = self.trainer.world.trainers
+                assert set(result) == {sum(gave[id_] for id_ in ids)}, (ids, result)
+                self.ops[self.trainer.next_op - 1] = ids
+                await trio.sleep(OP_EVERY_S)
+        except OpError as e:
+            self.error = e.verdict.error
+        except (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError) as e:
+            self.error = type(e).__name__
+
+
+async def lie(monkeypatch: pytest.MonkeyPatch, here: Village, hostile: Machine, liar: Liar) -> None:
+    """For a while this machine's agent sends what the liar makes of its messages, and more."""
+
+    async def begin_jobs() -> None:
+        """View changes, in which most can be lied about."""
+        for number in itertools.count():
+            trainer = await here.trainer(hostile)
+            with contextlib.suppress(RefusedError, trio.EndOfChannel, trio.BrokenResourceError):
+                await trainer.join(f"short-{number}", 1)
+            await trainer.leave()
+            await trio.sleep(BEGINS_EVERY_S)
+
+    def is_his(link: Link) -> bool:
+        return any(live.link is link for live in hostile.agent.peers.links.values())
+
+    monkeypatch.setattr(peers, "BANNED_S", SHORT_BAN_S)
+    monkeypatch.setattr(peers, "LONGEST_BANNED_S", SHORT_BAN_S)
+    send = lying(Link.send, liar, on=is_his, tell=lambda _: None)
+    monkeypatch.setattr(Link, "send", send)
+    with trio.move_on_after(LIES_FOR_S):
+        await begin_jobs()
+
+
+def check_tables(machine: Machine) -> None:
+    """What others have said does not stay for ever."""
+    state = machine.agent.membership.state
+    tables = {f.name: getattr(state, f.name) for f in fields(state)}
+    tables |= {"targets": machine.agent.peers.targets.wanted}
+    sizes = {name: len(t) for name, t in tables.items() if isinstance(t, dict | tuple)}
+    assert max(sizes.values()) <= LARGEST_TABLE, sizes
+
+
+async def check_that_all_is_well(here: Village, honest: list[Machine]) -> None:
+    """They agree, and a new job runs among them."""
+    await here.settle(*honest)
+    for machine in honest:
+        check_tables(machine)
+        assert "internal error" not in kinds_of_events(machine)
+    trainers = await here.job(*honest, name="afterwards")
+    for result in await together(*[partial(t.reduce, np.ones(5)) for t in trainers]):
+        assert set(result) == {2.0}
+
+
+def check_that_nobody_is_alone(trainings: list[Training]) -> None:
+    """V5: a job that has come apart has failed at one of its parts."""
+    for one in trainings:
+        for other in trainings:
+            alone = not one.error and other.trainer.id not in one.trainer.world.trainers
+            assert not alone or other.error, [(t.ops, t.error) for t in trainings]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_a_lying_member_breaks_nothing_for_good(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    liar = new_lying_member(seed)
+    with confessing(liar, seed):
+        async with village(clock, 3) as here:
+            (leader,) = [
+                m
+                for m in here.machines
+                if m.agent.membership.view.by_seniority[0].node == m.key.node
+            ]
+            hostile = leader if seed % 3 else here.machines[0]
+            honest = [machine for machine in here.machines if machine is not hostile]
+            in_job = here.machines if seed % 2 else honest
+            all_trainings = [
+                Training(t, 2.0**number)
+                for number, t in enumerate(await here.job(*in_job, terms=TERMS[seed // 2 % 2]))
+            ]
+            trainings = [t for t in all_trainings if machine_of(here, t.trainer) is not hostile]
+            gave = {t.trainer.id: t.gives for t in all_trainings}
+            for training in all_trainings:
+                here.nursery.start_soon(training.run, gave)
+            await trio.sleep(1)
+            await lie(monkeypatch, here, hostile, liar)
+            await (hostile.stop() if liar.dice.random() < 0.5 else hostile.kill())
+            await here.settle(*honest)
+            done = [len(t.ops) for t in trainings]
+            await until(
+                lambda: all(
+                    t.error or len(t.ops) > before + 3
+                    for t, before in zip(trainings, done, strict=True)
+                )
+            )
+            check_that_nobody_is_alone(trainings)
+            await check_that_all_is_well(here, honest)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_a_lying_trainer_harms_no_other_job(clock: MockClock, seed: int) -> None:
+    liar = new_lying_trainer(seed)
+    with confessing(liar, seed):
+        async with village(clock, 2) as here:
+            trainings = [Training(t, t.rank + 1.0) for t in await here.job(*here.machines)]
+            gave = {t.trainer.id: t.gives for t in trainings}
+            for training in trainings:
+                here.nursery.start_soon(training.run, gave)
+            with trio.move_on_after(LIES_FOR_S):
+                await lie_to_agent(socket_path(here.machines[0].settings.home), liar)
+            await until(lambda: all(len(t.ops) > LIES_FOR_S / OP_EVERY_S for t in trainings))
+            assert [t.error for t in trainings] == ["", ""]
+            await check_that_all_is_well(here, here.machines)

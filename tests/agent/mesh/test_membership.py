@@ -1,0 +1,377 @@
+"""The driver of the agreement: what it sends, what it does with what comes, and in which order."""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import pytest
+import trio
+from trio.testing import MockClock
+
+from pmesh.agent.mesh.membership import DOUBT_S, HEARTBEAT_S, Membership
+from pmesh.core.links.health import WIRED, Condition
+from pmesh.core.values import View
+from pmesh.core.views.state import Facts
+from pmesh.core.wire.link import Commit, Heartbeat, LinkMessage, Propose, TellView, Waiting
+from pmesh.errors import ProtocolError
+from pmesh.ids import Incarnation, JobName, Member, NodeId, Slot
+from pmesh.net.local.clocks import Stall
+
+A, B, C = (Member(NodeId(bytes([i]) * 32), Incarnation(i)) for i in (1, 2, 3))
+AWAKE = Stall(late_s=0.0, slept_s=0.0)
+
+
+@dataclass
+class Follower:
+    """Who lives by the views; says when it was told what."""
+
+    now: Facts = field(default_factory=Facts)
+    told: list[str] = field(default_factory=list)
+    membership: Membership | None = None
+
+    def facts(self) -> Facts:
+        return self.now
+
+    def fence(self, jobs: tuple[JobName, ...]) -> None:
+        self.told.append(f"fence {list(jobs)}")
+
+    def doubt(self) -> None:
+        self.told.append("doubt")
+
+    def trust(self) -> None:
+        self.told.append("trust")
+
+    def install(self, view: View) -> None:
+        self.told.append(f"install {[seat.name for seat in view.seats]}")
+        if self.membership is not None:  # as an op task would: in the middle of an action
+            self.membership.poke()
+            self.membership.beat()
+
+    def marked(self, member: Member, heartbeat: Heartbeat) -> None:
+        del member
+        self.told.append(f"marked {heartbeat.view.counter}")
+
+
+class World:
+    """Members joined by wires that lose nothing."""
+
+    def __init__(self, *members: Member) -> None:
+        self.sides = {member: Side(member, self) for member in members}
+
+    def link(self, one: Member, other: Member) -> None:
+        for me, them in ((one, other), (other, one)):
+            self.sides[me].links.add(them)
+        for me, them in ((one, other), (other, one)):
+            self.sides[me].membership.link_up(them, WIRED)
+
+    async def deliver(self) -> None:
+        """Until nobody has anything to say."""
+        while any(side.inbox for side in self.sides.values()):
+            for side in self.sides.values():
+                inbox, side.inbox = side.inbox, []
+                for sender, message in inbox:
+                    side.membership.hear(sender, message)  # type: ignore[arg-type]
+            await trio.lowlevel.checkpoint()
+
+
+class Side:
+    """One member of the world."""
+
+    def __init__(self, me: Member, world: World) -> None:
+        self.me = me
+        self.world = world
+        self.links: set[Member] = set()
+        self.inbox: list[tuple[Member, LinkMessage]] = []
+        self.dropped: list[str] = []
+        self.noticed: list[tuple[str, str]] = []
+        self.changes: list[tuple[int, Mapping[Member, str]]] = []
+        self.follower = Follower()
+        self.membership = Membership(
+            me,
+            f"mac-{me.incarnation}",
+            follower=self.follower,
+            send=self.send,
+            drop=self.drop,
+            ban=self.drop,
+            installed=self.installed,
+            noticed=lambda kind, text: self.noticed.append((kind, text)),
+            led_astray=lambda: self.noticed.append(("led astray", "")),
+        )
+        self.follower.membership = self.membership
+
+    def send(self, member: Member, message: LinkMessage) -> None:
+        if member in self.links:
+            self.world.sides[member].inbox.append((self.me, message))
+
+    def drop(self, node: NodeId, why: str) -> None:
+        self.dropped.append(why)
+        self.membership.lose(node, why)
+
+    def installed(self, _: View, after: View, losses: Mapping[Member, str]) -> None:
+        self.changes.append((len(after.seats), dict(losses)))
+
+    @property
+    def view(self) -> View:
+        return self.membership.view
+
+
+async def two_in_a_view() -> World:
+    return await in_a_view(A, B)
+
+
+async def in_a_view(*members: Member) -> World:
+    world = World(*members)
+    for one, other in itertools.combinations(members, 2):
+        world.link(one, other)
+    for _ in range(4):
+        for side in world.sides.values():
+            side.membership.poke()
+            side.membership.beat()
+        await world.deliver()
+        await trio.sleep(HEARTBEAT_S)
+    assert len({side.view.epoch for side in world.sides.values()}) == 1
+    assert len(world.sides[A].view.seats) == len(members)
+    return world
+
+
+async def test_a_new_link_shows_the_view_and_a_heartbeat_at_once() -> None:
+    world = World(A, B)
+    world.link(A, B)
+    kinds = [type(message) for _, message in world.sides[B].inbox]
+    assert kinds == [TellView, Heartbeat]
+
+
+async def test_two_agree_and_the_fence_comes_before_the_view(autojump_clock: MockClock) -> None:
+    world = await two_in_a_view()
+    for side in world.sides.values():
+        told = [text for text in side.follower.told if not text.startswith("marked")]
+        assert told == ["fence []", "install ['mac-1', 'mac-2']"]
+    assert autojump_clock.current_time() < 2
+
+
+async def test_heartbeats_go_on_without_news_and_measure_the_round_trip(
+    autojump_clock: MockClock,
+) -> None:
+    world = await two_in_a_view()
+    one, two = (world.sides[member] for member in (A, B))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(one.membership.run)
+        nursery.start_soon(two.membership.run)
+        for _ in range(60):
+            await trio.sleep(0.05)
+            await world.deliver()
+        nursery.cancel_scope.cancel()
+    health = one.membership.health_of(B.node)
+    assert health is not None
+    assert health.round_trip_s is not None
+    assert 0 <= health.round_trip_s < 0.2
+    assert one.membership.health_of(C.node) is None
+    assert autojump_clock.current_time() > 3
+
+
+async def test_what_others_must_know_is_told_at_once_and_only_once() -> None:
+    world = await two_in_a_view()
+    one = world.sides[A].membership
+    one.poke()
+    assert not world.sides[B].inbox
+    waiting = (Waiting(JobName("digits"), Slot(0), 2),)
+    world.sides[A].follower.now = Facts(waiting=waiting)
+    one.poke()
+    one.poke()
+    ((_, beat),) = world.sides[B].inbox
+    assert isinstance(beat, Heartbeat)
+    assert beat.waiting == waiting
+
+
+async def test_silence_is_suspected_and_then_ends_the_membership(
+    autojump_clock: MockClock,
+) -> None:
+    world = await two_in_a_view()
+    one = world.sides[A]
+    one.links.clear()
+    for condition, after_s in ((Condition.SUSPECT, 1.2), (None, 1.0)):
+        await trio.sleep(after_s)
+        one.membership.judge(AWAKE)
+        health = one.membership.health_of(B.node)
+        assert (health.condition if health else None) is condition
+    assert one.dropped == ["silent for 2.4 s"]
+    assert one.noticed == [
+        ("peer silent", "mac-2 has been silent for 1.4 s"),
+        ("loss noticed", "mac-2 is lost: silent for 2.4 s"),
+    ]
+    assert one.view.members == (A,)
+    assert one.changes[-1] == (1, {B: "silent for 2.4 s"})
+    assert autojump_clock.current_time() < 4
+
+
+async def test_a_stall_of_our_own_is_not_held_against_others(autojump_clock: MockClock) -> None:
+    world = await two_in_a_view()
+    one = world.sides[A]
+    await trio.sleep(10)
+    one.membership.judge(Stall(late_s=4.0, slept_s=6.0))
+    assert one.membership.health_of(B.node) is not None
+    assert not one.dropped
+    assert autojump_clock.current_time() > 10
+
+
+def last_word(side: Side) -> str:
+    """Whether it may deliver."""
+    return [told for told in side.follower.told if told in {"doubt", "trust"}][-1]
+
+
+async def test_after_an_own_stall_nothing_is_delivered_until_a_fresh_echo_names_our_view(
+    autojump_clock: MockClock,
+) -> None:
+    """V8."""
+    world = await two_in_a_view()
+    one, two = (world.sides[member] for member in (A, B))
+    two.membership.beat()  # it was on its way when we fell asleep, so it proves nothing
+    one.membership.judge(Stall(late_s=0.0, slept_s=DOUBT_S))
+    for _, message in one.inbox:
+        one.membership.hear(B, message)  # type: ignore[arg-type] # all are of the agreement
+    one.inbox.clear()
+    assert last_word(one) == "doubt"
+    await world.deliver()  # our question
+    two.membership.beat()
+    await world.deliver()
+    assert last_word(one) == "trust"
+    assert autojump_clock.current_time() < 2
+
+
+async def test_an_echo_that_names_another_view_is_no_reason_to_go_on(
+    autojump_clock: MockClock,
+) -> None:
+    world = await two_in_a_view()
+    one, two = (world.sides[member] for member in (A, B))
+    one.membership.judge(Stall(late_s=DOUBT_S, slept_s=0.0))
+    await world.deliver()
+    two.membership.beat()
+    ((_, beat),) = [m for m in one.inbox if isinstance(m[1], Heartbeat)][-1:]
+    assert isinstance(beat, Heartbeat)
+    one.inbox.clear()
+    later = beat.view._replace(counter=beat.view.counter + 1)
+    one.membership.hear(B, msgspec.structs.replace(beat, view=later, promised=later))
+    assert last_word(one) == "doubt"
+    one.membership.hear(B, beat)
+    assert last_word(one) == "trust"
+    assert autojump_clock.current_time() < 2
+
+
+async def test_everybody_must_confirm_the_view(autojump_clock: MockClock) -> None:
+    world = await in_a_view(A, B, C)
+    one = world.sides[A]
+    one.membership.judge(Stall(late_s=DOUBT_S, slept_s=0.0))
+    await world.deliver()
+    for member, word in ((B, "doubt"), (C, "trust")):
+        world.sides[member].membership.beat()
+        await world.deliver()
+        assert last_word(one) == word
+    assert autojump_clock.current_time() < 2
+
+
+async def test_a_member_that_is_lost_meanwhile_need_not_confirm_the_view(
+    autojump_clock: MockClock,
+) -> None:
+    world = await two_in_a_view()
+    one = world.sides[A]
+    one.links.clear()
+    one.membership.judge(Stall(late_s=DOUBT_S, slept_s=0.0))
+    assert last_word(one) == "doubt"
+    one.membership.lose(B.node, "its connection was closed")
+    assert one.view.members == (A,)
+    assert one.follower.told[-2:] == ["install ['mac-1']", "trust"]
+    assert autojump_clock.current_time() < 2
+
+
+async def test_a_view_promised_before_a_sleep_is_doubted_before_it_is_followed(
+    autojump_clock: MockClock,
+) -> None:
+    """V8: its commit was under way when we fell asleep; the others may have left it since."""
+    world = World(A, B)
+    sides = [world.sides[member] for member in (A, B)]
+    world.link(A, B)
+    while not (late := [(s, m) for side in sides for s, m in side.inbox if isinstance(m, Commit)]):
+        for side in sides:
+            inbox, side.inbox = side.inbox, []
+            for sender, message in inbox:
+                side.membership.hear(sender, message)  # type: ignore[arg-type] # all are
+            side.membership.poke()
+            side.membership.beat()
+        await trio.sleep(HEARTBEAT_S)
+    ((leader, commit),) = late
+    (sleeper,) = (side for side in sides if side.me != leader)
+    sleeper.inbox.clear()
+    await trio.sleep(DOUBT_S)
+    sleeper.membership.judge(Stall(late_s=0.0, slept_s=DOUBT_S))
+    assert "doubt" not in sleeper.follower.told  # it is alone in its view
+    sleeper.membership.hear(leader, commit)
+    assert sleeper.follower.told[-2:] == ["doubt", "install ['mac-1', 'mac-2']"]
+    await world.deliver()
+    world.sides[leader].membership.beat()
+    await world.deliver()
+    assert last_word(sleeper) == "trust"
+    assert autojump_clock.current_time() < 4
+
+
+async def test_who_is_alone_has_nobody_to_ask_and_a_short_stall_needs_no_question(
+    autojump_clock: MockClock,
+) -> None:
+    world = World(A)
+    world.sides[A].membership.judge(Stall(late_s=100.0, slept_s=0.0))
+    assert world.sides[A].follower.told == []
+    both = await two_in_a_view()
+    both.sides[A].membership.judge(Stall(late_s=DOUBT_S - 0.1, slept_s=0.0))
+    assert "doubt" not in both.sides[A].follower.told
+    assert autojump_clock.current_time() < 2
+
+
+async def test_a_suspect_that_is_no_member_yet_is_a_stranger() -> None:
+    world = World(A, B)
+    world.sides[A].membership.link_up(B, WIRED)
+    contact = world.sides[A].membership._contacts[B.node]  # noqa: SLF001
+    contact.health = replace(contact.health, last_heard=trio.current_time() - 1.5)
+    world.sides[A].membership.judge(AWAKE)
+    health = world.sides[A].membership.health_of(B.node)
+    assert health is not None
+    assert health.condition is Condition.SUSPECT
+
+
+async def test_a_restarted_peer_is_another_one(autojump_clock: MockClock) -> None:
+    world = await two_in_a_view()
+    one = world.sides[A]
+    again = Member(B.node, Incarnation(99))
+    one.membership.link_up(again, WIRED)
+    assert one.changes[-1] == (1, {B: "it was restarted"})
+    told = len(one.follower.told)
+    one.membership.hear(B, TellView(world.sides[B].view))  # last words
+    stranger = TellView(world.sides[B].view)
+    one.membership.hear(C, stranger)
+    assert len(one.follower.told) == told
+    one.membership.lose(C.node, "it was never here")
+    assert autojump_clock.current_time() < 2
+
+
+async def test_another_link_to_the_same_peer_keeps_what_was_measured(
+    autojump_clock: MockClock,
+) -> None:
+    world = await two_in_a_view()
+    one = world.sides[A]
+    before = one.membership._contacts[B.node]  # noqa: SLF001
+    one.membership.link_up(B, WIRED)
+    assert one.membership._contacts[B.node] is before  # noqa: SLF001
+    assert autojump_clock.current_time() < 2
+
+
+async def test_nonsense_is_the_senders_fault_and_changes_nothing(
+    autojump_clock: MockClock,
+) -> None:
+    world = await two_in_a_view()
+    one = world.sides[A]
+    before = one.membership.state
+    epoch = before.view.epoch._replace(counter=99)
+    with pytest.raises(ProtocolError):
+        one.membership.hear(B, Propose(epoch, before.view, (B,), (B,), ()))
+    assert one.membership.state == before
+    one.membership.poke()  # and it works on
+    assert autojump_clock.current_time() < 2

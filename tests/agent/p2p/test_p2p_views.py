@@ -1,0 +1,207 @@
+"""O4: letters while views change, ranks are lost, and agents doubt."""
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from pmesh.agent.p2p import lanes
+from pmesh.core.wire.link import LetterDelivered
+from pmesh.core.wire.records import RecordHeader
+from pmesh.net.lanes.lane import Lane
+from tests.worlds.letters import X, attach, lose_first, some
+from tests.worlds.trainer import until
+from tests.worlds.village_ops import machine_of, ranks_of, reduce_all
+
+
+async def test_letters_go_on_when_another_rank_is_lost(clock: MockClock) -> None:
+    async with some(clock, 3) as ranks:
+        one, other, _ = ranks.letters
+        before = await one.begin_send(other.id, X)
+        waits = await one.begin_receive(other.id)
+        await ranks.trainers[2].die()
+        await until(lambda: all(rank.size == 2 for rank in ranks_of(ranks.here)[:2]))
+
+        assert (await other.receive(one.id)).values.tobytes() == X.tobytes()
+        await one.end(before)
+        sent = await other.begin_send(one.id, -X)
+        got = await one.end(waits)
+        assert got is not None
+        assert got.values.tobytes() == (-X).tobytes()
+        await other.end(sent)
+        assert [r[0] for r in await reduce_all(ranks.trainers[:2])] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("name", ["send", "receive"])
+async def test_a_view_that_comes_while_a_letter_travels_has_it_sent_again_once(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    async with some(clock, 3) as ranks:
+        one, other, _ = ranks.letters
+        real, held = getattr(Lane, name), list[int]()
+
+        async def hold_once(lane: Lane, header: RecordHeader, *rest: object) -> None:
+            if header.segment == 2 and not held:
+                held.append(header.roster)
+                await lane._closed.wait()  # noqa: SLF001 - as one on which nothing moves
+            await real(lane, header, *rest)
+
+        monkeypatch.setattr(Lane, name, hold_once)
+        monkeypatch.setattr(lanes, "ASK_AGAIN_S", 3.0)
+        sent = await one.begin_send(other.id, X)
+        call = await other.begin_receive(one.id)
+        await until(lambda: bool(held))
+        await ranks.trainers[2].die()
+        got = await other.end(call)
+        assert got is not None
+        assert got.values.tobytes() == X.tobytes()
+        await one.end(sent)
+        await ranks.check_that_nothing_is_left()
+
+
+async def test_an_acknowledgement_that_a_view_change_has_swallowed_is_given_again(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with some(clock, 3) as ranks:
+        one, other, _ = ranks.letters
+        lost = lose_first(monkeypatch, LetterDelivered, 3)
+        sent = await one.begin_send(other.id, X)
+        await other.receive(one.id)
+        await ranks.trainers[2].die()
+        await one.end(sent)
+        assert len(lost) == 3
+        await ranks.check_that_nothing_is_left()
+
+
+async def test_who_waits_for_a_rank_that_is_lost_is_told_so_and_any_goes_on_to_the_others(
+    clock: MockClock,
+) -> None:
+    async with some(clock, 3) as ranks:
+        a, b, c = ranks.letters
+        sending = await a.begin_send(c.id, X)
+        receiving = await a.begin_receive(c.id)
+        both = await a.begin_receive(b.id, c.id)
+        await ranks.trainers[2].die()
+        name = f"rank 2 ({ranks.trainers[0].names[2]}) is lost: its trainer died"
+        for call in (sending, receiving):
+            verdict = await a.verdict_of(call)
+            assert (verdict.error, verdict.message) == ("RankLost", name)
+        for call in (await a.begin_send(c.id, X), await a.begin_receive(c.id)):
+            assert (await a.verdict_of(call)).error == "RankLost"
+        sent = await b.begin_send(a.id, X)
+        got = await a.end(both)
+        assert got is not None
+        assert got.source == b.id
+        await b.end(sent)
+
+        last = await a.begin_receive(b.id, c.id)
+        await ranks.trainers[1].die()
+        verdict = await a.verdict_of(last)
+        assert verdict.error == "RankLost"
+        assert "its trainer died" in verdict.message
+
+
+async def test_a_letter_from_a_rank_that_dies_while_it_travels_gives_way_to_another_s(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, held = Lane.send, list[int]()
+
+    async def hold_once(lane: Lane, header: RecordHeader, body: memoryview) -> None:
+        if header.segment == 2 and not held:
+            held.append(1)
+            await trio.sleep_forever()
+        await real(lane, header, body)
+
+    async with some(clock, 3) as ranks:
+        a, b, c = ranks.letters
+        monkeypatch.setattr(Lane, "send", hold_once)
+        await c.begin_send(a.id, X)
+        call = await a.begin_receive(b.id, c.id)
+        await until(lambda: bool(held))
+        await ranks.trainers[2].die()
+        await c.trainer.die()
+        sent = await b.begin_send(a.id, -X)
+        got = await a.end(call)
+        assert got is not None
+        assert got.source == b.id
+        await b.end(sent)
+
+
+async def test_a_connection_that_ends_takes_its_letters_with_it(clock: MockClock) -> None:
+    async with some(clock) as ranks:
+        one, other = ranks.letters
+        await one.begin_send(other.id, X)
+        waits = await other.begin_receive(one.id, timeout_s=20)
+        again = await attach(
+            ranks.here, machine_of(ranks.here, ranks.trainers[0]), ranks.trainers[0]
+        )
+        await one.begin_send(other.id, X, tag=1)
+        await other.end(waits)
+        await one.trainer.die()
+        waits = await other.begin_receive(one.id, tag=1, timeout_s=2)
+        assert (await other.verdict_of(waits)).error == "OpTimedOut"
+        sent = await again.begin_send(other.id, -X, tag=1)
+        assert (await other.receive(one.id, tag=1)).values.tobytes() == (-X).tobytes()
+        await again.end(sent)
+
+
+# --- fences
+
+
+async def test_behind_a_fence_nothing_is_delivered_at_either_end(clock: MockClock) -> None:
+    """V3, V8."""
+    async with some(clock) as ranks:
+        one, other = ranks.letters
+        sender, receiver = ranks_of(ranks.here)
+        receiver.fence("own stall")
+        sent = await one.begin_send(other.id, X)
+        call = await other.begin_receive(one.id)
+        await trio.sleep(5)
+        assert call not in other.answers
+        assert sent not in one.answers
+        sender.fence("own stall")
+        receiver.lift("own stall")
+        await other.end(call)
+        await trio.sleep(5)
+        assert sent not in one.answers  # V3: its trainer hears of nothing
+        sender.lift("own stall")
+        await one.end(sent)
+
+
+async def test_a_fenced_sender_sends_nothing(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with some(clock) as ranks:
+        one, other = ranks.letters
+        sender, _ = ranks_of(ranks.here)
+        sent_records = list[RecordHeader]()
+        real = Lane.send
+
+        async def send(lane: Lane, header: RecordHeader, body: memoryview) -> None:
+            sent_records.append(header)
+            await real(lane, header, body)
+
+        monkeypatch.setattr(Lane, "send", send)
+        sender.fence("view change")
+        sent = await one.begin_send(other.id, X)
+        call = await other.begin_receive(one.id)
+        await trio.sleep(12)  # longer than a lane may bring nothing
+        assert not sent_records
+        sender.lift("view change")
+        await other.end(call)
+        await one.end(sent)
+
+
+async def test_who_is_superseded_hears_so(clock: MockClock) -> None:
+    async with some(clock) as ranks:
+        one, other = ranks.letters
+        sending = await one.begin_send(other.id, X)
+        receiving = await one.begin_receive(other.id)
+        machine = machine_of(ranks.here, ranks.trainers[0])
+        jobs = machine.agent.jobs
+        (rank,) = jobs.ranks
+        jobs._follow(rank, None)  # noqa: SLF001 - as a view without the job would
+        machine.agent.mail.follow()
+        for call in (sending, receiving):
+            assert (await one.verdict_of(call)).error == "HistorySuperseded"
+        later = await one.begin_receive(other.id)
+        assert (await one.verdict_of(later)).error == "HistorySuperseded"

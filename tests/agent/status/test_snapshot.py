@@ -1,0 +1,197 @@
+"""What `pmesh status` shows of whole agents."""
+
+from functools import partial
+
+import numpy as np
+import trio
+from trio.testing import MockClock
+
+from pmesh.agent.status.schema import Status, TermsStatus, decode_status
+from pmesh.core.values import Terms
+from pmesh.core.wire.local import AskStatus, Compresses
+from pmesh.core.wire.local import Status as StatusReply
+from pmesh.ids import node_text
+from tests.worlds.trainer import Trainer, together, until
+from tests.worlds.village import Machine, village
+
+
+async def status_of(machine: Machine) -> Status:
+    trainer = await Trainer.open(machine.settings.home)
+    reply = await trainer.ask(AskStatus())
+    assert isinstance(reply, StatusReply)
+    await trainer.die()
+    return decode_status(reply.json)
+
+
+def picture_of(machine: Machine) -> Status:
+    return machine.agent._picture()  # noqa: SLF001 - without a session, at this instant
+
+
+async def test_both_machines_show_one_ring_with_its_leader_and_round_trips(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 2) as here:
+        await trio.sleep(3)
+        pictures = [await status_of(machine) for machine in here.machines]
+        one, two = pictures
+        assert one.view.epoch == two.view.epoch
+        assert [m.name for m in one.view.members] == [m.name for m in two.view.members]
+        assert [m.rank for m in one.view.members] == [0, 1]
+        assert one.view.leader in {m.id for m in one.view.members}
+        for machine, picture in zip(here.machines, pictures, strict=True):
+            by_health = {m.health: m for m in picture.view.members}
+            assert by_health["self"].id == node_text(machine.key.node)
+            assert by_health["self"].addresses == (f"127.0.0.1:{machine.port}",)
+            assert by_health["healthy"].rtt_ms is not None
+            assert by_health["healthy"].interface is not None
+            assert picture.traffic.control_sent_bytes > 1000
+            assert picture.uptime_s >= 3
+
+
+async def test_a_member_whose_link_is_gone_is_shown_as_gone(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        one.agent.peers.links.clear()
+        one.agent.membership._contacts.clear()  # noqa: SLF001 - between a loss and its view
+        (other,) = [m for m in picture_of(one).view.members if m.health != "self"]
+        assert (other.health, other.rtt_ms, other.addresses) == ("gone", None, ())
+        assert other.id == node_text(two.key.node)
+
+
+async def test_jobs_are_shown_with_how_far_each_rank_is(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        red = await here.job(one, two, name="red")
+        blue = await here.job(one, two, name="blue")
+        waits = await here.trainer(one)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(waits.join, "green", 5)
+            x = np.ones(100_000, np.float32)
+            for _ in range(3):
+                await together(*[partial(t.reduce, x) for t in red])
+            await trio.sleep(1)
+            picture = await status_of(one)
+            jobs = {job.name: job for job in picture.jobs}
+            assert {name: job.state for name, job in jobs.items()} == {
+                "red": "running",
+                "blue": "running",
+                "green": "waiting",
+            }
+            assert jobs["green"].wait_for == 5
+            assert [(r.started, r.completed) for r in jobs["red"].ranks] == [(2, 2)] * 2
+            assert [(r.started, r.completed) for r in jobs["blue"].ranks] == [(-1, -1)] * 2
+            assert jobs["red"].stable == 2
+            programs = {r.name: r.program for r in jobs["red"].ranks}
+            assert programs == {"mac-0": "test.py", "mac-1": None}
+            assert picture.traffic.data_sent_bytes > 3 * x.nbytes
+            assert picture.traffic.data_received_bytes > 3 * x.nbytes
+            assert [(r.rank, r.trainer) for r in jobs["red"].ranks] == [(0, 0), (1, 1)]
+            assert jobs["red"].terms == TermsStatus(min_ranks=1, on_loss="continue", quorum="any")
+            nursery.cancel_scope.cancel()
+        assert len(blue) == 2
+
+
+async def test_trainers_hear_of_the_agents_compression_and_say_what_they_do(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 0) as here:
+        machine = here.new_machine("mac", compression="int8")
+        await machine.start()
+        trainer = await here.trainer(machine)
+        joined = await trainer.join("digits", 1)
+        assert joined.compression == "int8"
+        before = await status_of(machine)
+        assert before.node.compression == "int8"
+        assert [rank.compression for rank in before.jobs[0].ranks] == [None]
+        await trainer.send(Compresses("bf16: it was fastest"))
+        await trainer.barrier()
+        after = await status_of(machine)
+        assert [rank.compression for rank in after.jobs[0].ranks] == ["bf16: it was fastest"]
+        await trainer.leave()
+
+
+async def test_a_rank_that_is_lost_is_gone_from_its_job_with_the_reason(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, _ = here.machines
+        trainers = await here.job(*here.machines, terms=Terms(min_ranks=2))
+        (whole,) = (await status_of(one)).jobs
+        assert (whole.state, whole.reason, whole.losses) == ("running", None, ())
+        await trainers[0].die()
+        await until(lambda: len(picture_of(one).jobs[0].ranks) == 1)
+        (left,) = (await status_of(one)).jobs
+        assert (left.state, left.reason) == (
+            "below_min_ranks",
+            "it has 1 of the 2 ranks that it wants at least",
+        )
+        assert [(r.rank, r.trainer, r.name) for r in left.ranks] == [(0, 1, trainers[0].names[1])]
+        (loss,) = left.losses
+        assert "is lost: its trainer died" in loss
+
+
+async def test_who_waits_for_a_job_is_shown_on_every_machine_until_it_has_entered(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 3) as here:
+        one, two, three = here.machines
+        runs = await here.job(one, two)
+        newcomer = await here.trainer(three)
+        await newcomer.join("digits", 1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(newcomer.sync)
+            for machine, program in ((one, None), (three, "test.py")):
+                await until(lambda: bool(picture_of(machine).jobs[0].newcomers))  # noqa: B023 - called in its turn
+                (job,) = picture_of(machine).jobs
+                assert (job.state, len(job.ranks)) == ("running", 2)
+                assert [(n.name, n.program) for n in job.newcomers] == [("mac-2", program)]
+            await together(*[trainer.sync for trainer in runs])
+        for machine in here.machines:
+            (job,) = picture_of(machine).jobs
+            assert [r.trainer for r in job.ranks] == sorted(r.trainer for r in job.ranks)
+            assert (len(job.ranks), job.newcomers) == (3, ())
+
+
+async def test_trainers_that_wait_elsewhere_for_a_job_to_begin_are_shown(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        async with trio.open_nursery() as nursery:
+            for machine, wanted in ((two, 3), (two, 5), (one, 4)):
+                trainer = await here.trainer(machine)
+                nursery.start_soon(trainer.join, "green", wanted)
+            await until(lambda: [len(j.newcomers) for j in picture_of(one).jobs] == [3])
+            (green,) = (await status_of(one)).jobs
+            assert (green.name, green.state, green.wait_for) == ("green", "waiting", 5)
+            assert sorted(n.name for n in green.newcomers) == ["mac-0", "mac-1", "mac-1"]
+            nursery.cancel_scope.cancel()
+
+
+async def test_a_job_on_the_smaller_side_shows_that_it_has_no_quorum(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        trainers = await here.job(*here.machines, terms=Terms(quorum="majority"))
+        senior, other = sorted(
+            here.machines, key=lambda machine: machine.settings.name != trainers[0].names[0]
+        )
+        await senior.kill()
+        await until(lambda: [j.state for j in picture_of(other).jobs] == ["no_quorum"])
+        assert "not a majority" in (picture_of(other).jobs[0].reason or "")
+
+
+async def test_a_stopped_trainer_is_marked(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        await here.job(here.machines[0])
+        (rank,) = here.machines[0].agent.jobs.ranks
+        assert [r.stopped for r in picture_of(here.machines[0]).jobs[0].ranks] == [False]
+        rank.stopped = True
+        assert [r.stopped for r in picture_of(here.machines[0]).jobs[0].ranks] == [True]
+
+
+async def test_bytes_of_jobs_that_have_ended_stay_counted(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        trainers = await here.job(*here.machines)
+        x = np.ones(100_000, np.float32)
+        await together(*[partial(t.reduce, x) for t in trainers])
+        before = here.machines[0].agent.jobs.traffic
+        for trainer in trainers:
+            await trainer.leave()
+        await until(lambda: not here.machines[0].agent.jobs.ranks)
+        assert here.machines[0].agent.jobs.traffic >= before
+        assert before[0] > x.nbytes / 2

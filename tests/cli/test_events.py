@@ -1,0 +1,187 @@
+"""`pmesh events`, against agents that answer."""
+
+import contextlib
+import io
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pmesh.cli.app import run
+from pmesh.cli.events import POLL_INTERVAL_S, Reader
+from pmesh.errors import AgentNotRunning
+from pmesh.paths import home_directory, socket_path
+from tests.worlds.fake_status_agent import agent_at, answer_with, make_chronicle
+
+
+@pytest.fixture
+def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PMESH_HOME", str(tmp_path))
+    return socket_path(home_directory())
+
+
+@pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    """Ends the agent that runs, when it is closed; at the latest with the test."""
+    with contextlib.ExitStack() as agents:
+        yield agents
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The machine stands in a zone of its own."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "PMESH-05:30")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.fixture
+def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """What happens while `--follow` waits: one deed for each wait, then Ctrl-C."""
+
+    def plan(*deeds: Callable[[], object]) -> None:
+        left = list(deeds)
+
+        def sleep(seconds: float) -> None:
+            assert seconds == POLL_INTERVAL_S
+            if not left:
+                raise KeyboardInterrupt
+            left.pop(0)()
+
+        monkeypatch.setattr(time, "sleep", sleep)
+
+    return plan
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_pipe_gets_a_line_for_each_event_in_local_time(
+    socket: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chronicle = make_chronicle()
+    chronicle.note("peer lost", f"mac-\x1b2 is gone: {'silent ' * 30}at last")
+    with agent_at(socket, answer_with(chronicle)):
+        assert run(["events"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "2026-11-22 17:30:00.000  agent started      mac-1 is up",
+        f"2026-11-22 17:30:01.000  peer lost          mac-�2 is gone: {'silent ' * 30}at last",
+    ]
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_terminal_gets_a_table_in_which_bad_news_are_red(
+    socket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    chronicle = make_chronicle()
+    chronicle.note("peer joined", "mac-2 joined")
+    chronicle.note("peer lost", "mac-2 is gone")
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    for variable in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    with agent_at(socket, answer_with(chronicle)):
+        assert run(["events"]) == 0
+    shown = terminal.getvalue()
+    assert "what happened" in shown
+    assert "17:30:02.000" in shown
+    assert "\x1b[32mpeer joined" in shown
+    assert "\x1b[31mpeer lost" in shown
+
+
+def test_json_is_one_line_with_all_events(socket: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chronicle = make_chronicle()
+    for number in range(999):
+        chronicle.note("view", f"{number} " + "long" * 120, names=("mac",) * 32)
+    assert len(chronicle.since(-1).events) < 1000, "the agent tells them page by page"
+    after = chronicle.since(-1).events[-1].number
+    assert len(chronicle.since(after).events) + after + 1 == 1000, "two pages"
+    with agent_at(socket, answer_with(chronicle), answer_with(chronicle)):
+        assert run(["events", "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    page = json.loads(line)
+    assert page["schema"] == 2
+    assert [event["number"] for event in page["events"]] == list(range(1000))
+
+
+def test_following_prints_what_is_new_until_ctrl_c(
+    socket: Path, meanwhile: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    chronicle = make_chronicle()
+    meanwhile(
+        lambda: chronicle.note("peer joined", "mac-2 joined"),
+        lambda: None,
+        lambda: chronicle.note("peer lost", "mac-2 is gone"),
+    )
+    with agent_at(socket, *[answer_with(chronicle)] * 4):
+        assert run(["events", "--follow"]) == 130
+    shown = capsys.readouterr()
+    assert [line[25:].split("  ")[0] for line in shown.out.splitlines()] == [
+        "agent started",
+        "peer joined",
+        "peer lost",
+    ]
+    assert not shown.err
+
+
+def test_following_goes_on_with_the_next_agent_whose_numbers_begin_anew(
+    socket: Path,
+    stack: contextlib.ExitStack,
+    meanwhile: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first, second = make_chronicle(1), make_chronicle(2)
+    first.note("peer joined", "mac-2 joined")
+
+    def restart() -> None:
+        stack.enter_context(agent_at(socket, answer_with(second), answer_with(second)))
+
+    meanwhile(stack.close, lambda: None, restart)
+    stack.enter_context(agent_at(socket, answer_with(first)))
+    assert run(["events", "--follow", "--json"]) == 130
+    shown = capsys.readouterr()
+    pages = [json.loads(line) for line in shown.out.splitlines()]
+    told = [(page["incarnation"][-1], [e["number"] for e in page["events"]]) for page in pages]
+    assert told == [("1", [0, 1]), ("2", [0])]
+    assert shown.err.count("\n") == 1, "said once, however long it takes"
+    assert shown.err.startswith(f"no agent listens at {socket}")
+    assert shown.err.endswith("; waiting for the next\n")
+
+
+def test_events_of_a_restarted_agent_are_not_mixed_with_its_numbers_before(
+    socket: Path,
+) -> None:
+    first, second = make_chronicle(1), make_chronicle(2)
+    for _ in range(3):
+        second.note("view", "more than the first had")
+    reader = Reader(socket)
+    with agent_at(socket, answer_with(first), answer_with(second), answer_with(second)):
+        assert len(reader.read().events) == 1
+        page = reader.read()
+    assert [event.number for event in page.events] == [0, 1, 2, 3]
+
+
+def test_a_second_read_without_news_is_empty(socket: Path) -> None:
+    reader, chronicle = Reader(socket), make_chronicle()
+    with agent_at(socket, *[answer_with(chronicle)] * 2):
+        assert len(reader.read().events) == 1
+        assert not reader.read().events
+    with pytest.raises(AgentNotRunning):
+        reader.read()
+
+
+@pytest.mark.parametrize("form", [[], ["--json"], ["--follow"]])
+def test_without_an_agent_the_socket_and_the_command_are_named(
+    socket: Path, form: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["events", *form]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"AgentNotRunning: no agent listens at {socket}")
+    assert error.count("\n") == 1

@@ -1,0 +1,192 @@
+"""`pmesh status` and `pmesh down`, against an agent that answers.
+
+The status as a person reads it.
+
+The picture of the ring.
+"""
+
+import io
+import json
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from pmesh.agent.status.schema import Status
+from pmesh.cli.app import run
+from pmesh.cli.status import RingNode, bytes_text, draw_ring, render_status
+from pmesh.paths import home_directory, socket_path
+from tests.worlds.fake_status_agent import MINIMAL, PICTURE, agent_at, answer_well
+
+
+def shown(status: Status) -> str:
+    console = Console(file=io.StringIO(), width=120, color_system=None, legacy_windows=False)
+    console.print(render_status(status, width=120))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "mac-1 aaaaaaaa · 10.0.0.1:24160 · pid 4242, up 62 s · pmesh 0.1.0 · compression auto",
+        "compression in�t8: why",
+        "View 7, 3 in the ring",
+        "╭─▶ ● mac-1 ★ ──▶ ● mac-2",
+        "0.50 ms",
+        "en0",
+        "other mesh key",
+        "holds another mesh key",
+        "waiting for 3",
+        "below min ranks",
+        "1 mac-2 stopped",
+        "stu�dio enters at the next sync",
+        "mac-1 waits",
+        "it has 2 of the 3",
+        "rank 1 (studio) is lost: silent",
+        "data 2.5 MB sent, 0 B received; control 1.5 kB sent, 999 B received",
+        "loop lag 1.2 ms; 9 connections came, 6 turned away, 1 pending",
+        "also turned away: 2 links of members that broke the protocol",
+    ],
+)
+def test_the_picture_shows(words: str) -> None:
+    assert words in shown(PICTURE)
+
+
+def test_what_a_stranger_calls_itself_does_not_steer_the_terminal() -> None:
+    assert "\x1b" not in shown(PICTURE)
+    assert "next�[2J-door" in shown(PICTURE)
+
+
+def test_a_quiet_mesh_has_no_empty_tables() -> None:
+    assert "Jobs" not in shown(MINIMAL)
+    assert "Not linked" not in shown(MINIMAL)
+
+
+def test_no_number_of_bytes_lacks_a_unit() -> None:
+    assert bytes_text(10**21) == "1000000.0 PB"
+
+
+def test_three_members_stand_clockwise() -> None:
+    nodes = [RingNode("mac-1", "self", leader=True, here=True), RingNode("mac-2")]
+    nodes.append(RingNode("studio", "suspect"))
+    assert draw_ring(nodes).plain.splitlines() == [
+        "╭─▶ ● mac-1 ★ ──▶ ● mac-2   ──╮",
+        "│                             │",
+        "╰── ○ studio  ◀───────────────╯",
+    ]
+
+
+def test_one_member_is_alone() -> None:
+    assert draw_ring([RingNode("mac-1", leader=True)]).plain == "● mac-1 ★ alone"
+
+
+@given(
+    names=st.lists(st.text(min_size=1, max_size=63), min_size=2, max_size=8),
+    width=st.integers(64, 200),
+)
+def test_any_ring_is_a_rectangle_that_fits(names: list[str], width: int) -> None:
+    lines = draw_ring([RingNode(name) for name in names], width=width).plain.split("\n")
+    assert len(lines) == 3
+    assert len({cell_len(line) for line in lines}) == 1
+    assert cell_len(lines[0]) <= width
+
+
+@pytest.mark.parametrize("size", range(2, 9))
+def test_the_light_visits_every_edge_in_turn(size: int) -> None:
+    def lit(beat: int) -> frozenset[tuple[int, int]]:
+        picture = draw_ring([RingNode(f"n{i}") for i in range(size)], beat=beat)
+        return frozenset((s.start, s.end) for s in picture.spans if s.style == "bold cyan")
+
+    seen = [lit(beat) for beat in range(size)]
+    assert len(set(seen)) == size
+    assert all(seen)
+    assert lit(size) == lit(0)
+
+
+@pytest.fixture
+def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PMESH_HOME", str(tmp_path))
+    return socket_path(home_directory())
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The waits between two pictures; they take no time."""
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    return waits
+
+
+def test_status_shows_the_ring(socket: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with agent_at(socket, answer_well):
+        assert run(["status"]) == 0
+    assert "● mac-1 ★" in capsys.readouterr().out
+
+
+def test_status_json_is_the_documented_picture(
+    socket: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with agent_at(socket, answer_well):
+        assert run(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["node"]["id"] == PICTURE.node.id
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_watching_goes_on_until_the_agent_has_gone(
+    socket: Path, slept: list[float], form: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with agent_at(socket, answer_well, answer_well):
+        assert run(["status", "--watch", *form]) == 1
+    assert slept == [1.0, 1.0]
+    shown = capsys.readouterr()
+    assert shown.err.startswith("AgentNotRunning: ")
+    assert "mac-1" in shown.out
+
+
+def test_watching_on_a_terminal_draws_over_what_stands_there(
+    socket: Path,
+    slept: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    with agent_at(socket, answer_well, answer_well):
+        assert run(["status", "--watch"]) == 1
+    assert len(slept) == 2
+    shown = capsys.readouterr().out
+    assert shown.count("View 7") == 2
+    assert "\x1b[?1049h" in shown, "on the alternate screen"
+
+
+def test_watching_ends_by_ctrl_c(
+    socket: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def press_ctrl_c(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", press_ctrl_c)
+    with agent_at(socket, answer_well):
+        assert run(["status", "--watch"]) == 130
+    assert not capsys.readouterr().err
+
+
+def test_down_says_who_has_left(socket: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with agent_at(socket, answer_well):
+        assert run(["down"]) == 0
+    assert f"pid {2**22 + 1}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["status"], ["status", "--json"], ["down"]])
+def test_without_an_agent_the_socket_and_the_command_are_named(
+    socket: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(command) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"AgentNotRunning: no agent listens at {socket}")
+    assert "'pmesh up'" in error
+    assert error.count("\n") == 1

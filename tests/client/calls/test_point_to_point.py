@@ -1,0 +1,221 @@
+# ruff: noqa: ANN401 - modules and arrays of libraries that may be absent
+"""Messages between two ranks, as a script sends and receives them."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pmesh
+from pmesh.client.calls.point_to_point import ANY, Messages
+from tests.worlds.fake_agent import run_ranks
+from tests.worlds.fake_letter_agent import LetterAgent, pair, run
+from tests.worlds.scripted_agent import PATIENCE_S
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[LetterAgent]:
+    with LetterAgent(tmp_path / "home") as running:
+        yield running
+
+
+# --- arrays
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool",
+     "complex64"],
+)  # fmt: skip
+@pytest.mark.parametrize("shape", [(2, 3), (), (0, 2)])
+def test_an_array_comes_as_it_was_sent(
+    agent: LetterAgent, name: str, shape: tuple[int, ...]
+) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    x = np.arange(6)[: int(np.prod(shape))].reshape(shape).astype(dtype)
+
+    _, got = pair(agent, lambda m: m.send(x, 1), lambda m: m.recv(0))
+
+    assert (got.dtype, got.shape, got.tobytes()) == (dtype, shape, x.tobytes())
+
+
+def test_an_array_that_does_not_lie_in_one_piece_comes_in_order(agent: LetterAgent) -> None:
+    x = np.arange(24.0).reshape(4, 6)[::-2, 1::2]
+
+    _, got = pair(agent, lambda m: m.send(x, 1), lambda m: m.recv(0))
+
+    np.testing.assert_array_equal(got, x)
+
+
+@pytest.mark.parametrize("library", ["mlx", "torch"])
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int64", "bool"])
+def test_libraries_may_differ(agent: LetterAgent, library: str, name: str) -> None:
+    module = pytest.importorskip("mlx.core" if library == "mlx" else library)
+    dtype = getattr(module, "bool_" if library == "mlx" and name == "bool" else name)
+
+    def array_of(values: list[int]) -> Any:
+        return (
+            module.array(values).astype(dtype)
+            if library == "mlx"
+            else module.tensor(values, dtype=dtype)
+        )
+
+    def there_and_back(m: Messages) -> Any:
+        x = array_of([0, 1, 3])
+        m.send(x, 1)
+        return x.tolist(), m.recv_like(x, 1).tolist(), m.recv(1, like=x).dtype == dtype
+
+    def as_numpy(m: Messages) -> str:
+        got = m.recv(0)
+        m.send(got, 0)
+        m.send(got, 0)
+        return got.dtype.name
+
+    (sent, got, same), dtype_there = pair(agent, there_and_back, as_numpy)
+    assert got == sent
+    assert same
+    assert dtype_there == name
+
+
+def test_what_is_received_is_the_receiver_s_own(agent: LetterAgent) -> None:
+    agent.evicts = True
+
+    def receive(m: Messages) -> list[float]:
+        arrays = [m.recv(0) for _ in range(5)]
+        for array in arrays:
+            np.add(array, 1, out=array)
+        return [float(array[0]) for array in arrays]
+
+    def send(m: Messages) -> None:
+        for number in range(5):
+            x = np.full(1000, float(number))
+            m.send(x, 1)
+            assert x[0] == number
+
+    _, got = pair(agent, send, receive)
+    assert got == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_an_array_that_was_sent_async_may_be_changed_at_once(agent: LetterAgent) -> None:
+    sent = threading.Event()
+
+    def send(m: Messages) -> None:
+        x = np.zeros(10)
+        handle = m.send(x, 1, async_op=True)
+        x[:] = 7
+        sent.set()
+        assert handle.wait() is None
+
+    def receive(m: Messages) -> float:
+        sent.wait(PATIENCE_S)
+        return float(m.recv(0).max())
+
+    assert pair(agent, send, receive)[1] == 0.0
+
+
+# --- who and in which order
+
+
+def test_sendrecv_goes_round_a_ring(agent: LetterAgent) -> None:
+    def shift(m: Messages) -> int:
+        return int(m.sendrecv(np.array([m.rank]), (m.rank + 1) % 3, (m.rank - 1) % 3)[0])
+
+    assert run(agent, 3, shift) == [2, 0, 1]
+
+
+def test_any_takes_from_all_others_and_says_from_whom(agent: LetterAgent) -> None:
+    def receive(m: Messages) -> dict[int, Any]:
+        assert m.last_source is None
+        got: dict[int, Any] = {}
+        for _ in range(2):
+            array = m.recv(ANY)
+            assert m.last_source is not None
+            got[int(m.last_source)] = int(array[0])
+        return got
+
+    def program(m: Messages) -> Any:
+        return receive(m) if m.rank == 0 else m.send(np.array([10 * m.rank]), 0)
+
+    assert run(agent, 3, program)[0] == {1: 10, 2: 20}
+
+
+def test_many_calls_are_under_way_at_once_and_waited_for_in_any_order(agent: LetterAgent) -> None:
+    def send(m: Messages) -> None:
+        handles = [m.send(np.array([k]), 1, tag=k % 3, async_op=True) for k in range(12)]
+        for handle in reversed(handles):
+            handle.wait()
+            assert handle.done()
+
+    def receive(m: Messages) -> list[int]:
+        handles = [m.recv(0, tag=k % 3, async_op=True) for k in range(12)]
+        last = [int(handle.wait()[0]) for handle in reversed(handles)]
+        assert [int(handle.result()[0]) for handle in handles] == last[::-1]
+        return last[::-1]
+
+    assert pair(agent, send, receive)[1] == list(range(12))
+
+
+def test_several_threads_wait_on_one_connection(agent: LetterAgent) -> None:
+    def receive(m: Messages) -> dict[int, int]:
+        got: dict[int, int] = {}
+
+        def one(tag: int) -> None:
+            got[tag] = int(m.recv(0, tag=tag)[0])
+            assert m.last_source == 0
+
+        threads = [threading.Thread(target=one, args=(tag,)) for tag in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        return got
+
+    def send(m: Messages) -> None:
+        for tag in (7, 1, 0, 6, 3, 4, 2, 5):
+            m.send(np.array([100 + tag]), 1, tag=tag)
+
+    assert pair(agent, send, receive)[1] == {tag: 100 + tag for tag in range(8)}
+    assert len(agent.attached) == 2
+
+
+def test_messages_go_while_a_collective_waits(agent: LetterAgent) -> None:
+    def ready(mesh: pmesh.Mesh) -> float:
+        mail: Any = mesh if isinstance(mesh, Messages) else Messages(mesh._place)  # noqa: SLF001
+        try:
+            if mesh.rank == 0:
+                total: list[Any] = []
+                thread = threading.Thread(target=lambda: total.append(mesh.all_reduce(np.ones(1))))
+                thread.start()
+                mail.send(np.zeros(3), 1)
+                thread.join(PATIENCE_S)
+                return float(total[0][0])
+            mail.recv(0)  # before the op that rank 0 is in
+            return float(mesh.all_reduce(np.ones(1))[0])
+        finally:
+            mail._mail[1].close("the test ends")  # noqa: SLF001
+
+    assert run_ranks(agent.home, 2, ready) == [2.0, 2.0]
+
+
+def test_arenas_for_sends_are_used_again_and_few_are_kept(agent: LetterAgent) -> None:
+    def send(m: Messages) -> None:
+        for _ in range(10):
+            m.send(np.zeros(1000), 1)
+        assert agent.inputs_wanted == [8000]
+        handles = [m.send(np.zeros(1000 * k), 1, async_op=True) for k in range(1, 8)]
+        for handle in handles:
+            handle.wait()
+        m.send(np.zeros(7000), 1)
+        assert len(agent.inputs_wanted) == 7
+
+    def receive(m: Messages) -> None:
+        for _ in range(18):
+            m.recv(0)
+
+    pair(agent, send, receive)
+    sender = next(c for c in agent.attached if c.inputs)
+    assert len(sender.inputs) == 4

@@ -1,0 +1,249 @@
+"""What a script is told when messages can't be sent or received."""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pmesh
+from pmesh.client.calls.point_to_point import ANY, MAX_TAG, Messages
+from pmesh.core.values import Verdict
+from pmesh.core.wire.local import LetterSent, ReceiveLetter, SendLetter
+from pmesh.errors import (
+    HistorySuperseded,
+    MeshClosed,
+    OpTimedOut,
+    RankLost,
+    UnsupportedArray,
+    UsageError,
+)
+from tests.worlds.fake_letter_agent import LOST, LetterAgent, pair, run
+from tests.worlds.scripted_agent import PATIENCE_S
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[LetterAgent]:
+    with LetterAgent(tmp_path / "home") as running:
+        yield running
+
+
+def test_what_can_t_be_is_said_at_once(agent: LetterAgent) -> None:
+    def wrong(m: Messages) -> None:
+        x = np.zeros(3)
+        other = 1 - m.rank
+        calls: list[tuple[Callable[[], object], str]] = [
+            (lambda: m.send(x, 2), "to=2: there is no such rank, there are ranks 0 to 1"),
+            (lambda: m.send(x, -1), "to=-1: there is no such rank"),
+            (lambda: m.recv(-2), "from_=-2: there is no such rank"),
+            (lambda: m.send(x, m.rank), "is this rank: nobody sends messages to itself"),
+            (lambda: m.recv(m.rank), "is this rank: nobody sends messages to itself"),
+            (lambda: m.send(x, other, tag=-1), f"a tag is from 0 to {MAX_TAG}, not -1"),
+            (lambda: m.recv(other, tag=2**31), "a tag is from 0 to 2147483647"),
+            (lambda: m.recv(other, timeout_s=0), "timeout_s is more than 0, not 0"),
+        ]
+        for call, message in calls:
+            with pytest.raises(UsageError, match=message):
+                call()
+        for thing in ({"a": x}, 3, np.array(["text"]), np.array([object()])):
+            with pytest.raises(UnsupportedArray):
+                m.send(thing, other)
+        assert not agent.attached
+
+    pair(agent, wrong, wrong)
+
+
+def test_a_rank_alone_has_nobody_to_talk_to(agent: LetterAgent) -> None:
+    def alone(m: Messages) -> None:
+        calls: list[Callable[[], object]] = [
+            lambda: m.send(np.zeros(1), 0),
+            lambda: m.recv(0),
+            lambda: m.recv(ANY),
+        ]
+        for call in calls:
+            with pytest.raises(UsageError, match="there is no other rank"):
+                call()
+
+    run(agent, 1, alone)
+
+
+def test_recv_like_names_both_shapes_and_dtypes(agent: LetterAgent) -> None:
+    def receive(m: Messages) -> str:
+        with pytest.raises(UsageError) as wrong:
+            m.recv_like(np.zeros((4, 2), np.float32), 0, tag=6)
+        return str(wrong.value)
+
+    _, text = pair(agent, lambda m: m.send(np.zeros((2, 4)), 1, tag=6), receive)
+    assert text == (
+        "rank 0 has sent float64 of shape (2, 4) with tag 6, not float32 of shape (4, 2)"
+    )
+
+
+def test_a_dtype_that_the_library_lacks_is_named(agent: LetterAgent) -> None:
+    mx = pytest.importorskip("mlx.core")
+
+    def receive(m: Messages) -> str:
+        with pytest.raises(UsageError) as wrong:
+            m.recv(0, like=mx.array([1.0]))
+        return str(wrong.value)
+
+    _, text = pair(agent, lambda m: m.send(np.zeros(2, np.complex128), 1), receive)
+    assert text.startswith("a message of complex128 of shape (2,) can't be an array of mlx here")
+
+
+def test_the_agent_s_verdict_is_raised_and_the_next_call_goes_on(
+    agent: LetterAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent.fails = lambda request: (
+        LOST if isinstance(request, SendLetter) and request.letter.tag == 9 else None
+    )
+
+    def send(m: Messages) -> None:
+        with pytest.raises(RankLost, match="rank 1"):
+            m.send(np.zeros(3), 1, tag=9)
+        handle = m.send(np.zeros(3), 1, tag=9, async_op=True)
+        for _ in range(2):
+            with pytest.raises(RankLost):
+                handle.wait()
+        assert handle.done()
+        m.send(np.zeros(3), 1)
+
+    with caplog.at_level(logging.WARNING, "pmesh"):
+        pair(agent, send, lambda m: m.recv(0))
+    assert "waiting for a message for 10 s, with rank 1 (mac-1)" in caplog.messages
+
+
+def test_a_timed_out_receive_is_told_from_a_wait_that_was_too_short(agent: LetterAgent) -> None:
+    late = Verdict("OpTimedOut", "no message came")
+    agent.fails = lambda request: (
+        late if isinstance(request, ReceiveLetter) and request.tag == 9 else None
+    )
+
+    def receive(m: Messages) -> None:
+        with pytest.raises(OpTimedOut, match="no message came"):
+            m.recv(0, tag=9)
+        failing = m.recv(0, tag=9, async_op=True)
+        with pytest.raises(OpTimedOut, match="no message came"):
+            failing.wait(PATIENCE_S)
+        handle = m.recv(0, async_op=True)
+        with pytest.raises(OpTimedOut, match="still under way"):
+            handle.wait(0.01)
+        assert not handle.done()
+        with pytest.raises(UsageError, match="still under way"):
+            handle.result()
+        m.send(np.zeros(1), 0)
+        assert handle.wait(PATIENCE_S).size == 3
+
+    def send(m: Messages) -> None:
+        m.recv(1)
+        m.send(np.zeros(3), 1)
+
+    pair(agent, send, receive)
+
+
+def test_no_memory_for_a_send_fails_it_alone(agent: LetterAgent) -> None:
+    def send(m: Messages) -> None:
+        agent.memory = Verdict("UsageError", "no shared memory")
+        with pytest.raises(UsageError, match="no shared memory"):
+            m.send(np.zeros(3), 1)
+        agent.memory = None
+        m.send(np.zeros(3), 1)
+
+    pair(agent, send, lambda m: m.recv(0))
+
+
+def test_who_is_not_let_in_is_told_why(agent: LetterAgent) -> None:
+    agent.refuses = Verdict("HistorySuperseded", "this trainer is not in job 'job'")
+
+    def send(m: Messages) -> None:
+        with pytest.raises(HistorySuperseded, match="not in job"):
+            m.send(np.zeros(1), 1 - m.rank)
+
+    pair(agent, send, send)
+
+
+def test_closing_ends_calls_of_other_threads(agent: LetterAgent) -> None:
+    def wait(m: Messages) -> None:
+        failures: list[BaseException] = []
+
+        def receive(tag: int) -> None:
+            with pytest.raises(MeshClosed) as closed:
+                m.recv(1 - m.rank, tag=tag)
+            failures.append(closed.value)
+
+        threads = [threading.Thread(target=receive, args=(tag,)) for tag in range(3)]
+        handle = m.recv(1 - m.rank, async_op=True)
+        for thread in threads:
+            thread.start()
+        assert m._mail is not None  # noqa: SLF001 - as the mesh's `close` does
+        m._mail[1].close("it was closed")  # noqa: SLF001
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert len(failures) == 3
+        assert handle.done()
+        with pytest.raises(MeshClosed, match="it was closed"):
+            handle.wait()
+
+    agent.ignores = lambda _: True
+    pair(agent, wait, wait)
+
+
+def test_an_interrupted_wait_ends_its_connection_and_the_next_call_opens_another(
+    agent: LetterAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def receive(m: Messages) -> int:
+        handle = m.recv(0, async_op=True)
+        assert m._mail is not None  # noqa: SLF001 - the wait is interrupted in there
+        session: Any = m._mail[1]  # noqa: SLF001
+
+        def interrupt(_: float | None) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(session._connection, "receive_within", interrupt)  # noqa: SLF001
+            with pytest.raises(KeyboardInterrupt):
+                handle.wait()
+        with pytest.raises(MeshClosed, match="KeyboardInterrupt"):
+            handle.wait()
+        m.send(np.zeros(1), 0)
+        return len(agent.attached)
+
+    assert pair(agent, lambda m: m.recv(1), receive)[1] == 3
+
+
+def test_garbage_from_the_agent_is_named(agent: LetterAgent) -> None:
+    def send(m: Messages) -> None:
+        handle = m.recv(1 - m.rank, async_op=True)
+        mine = next(c for c in agent.attached if int(c.me) == int(m.rank))
+        mine.trainer.connection.sendall(b"\x00\x00\x00\x02hi")
+        with pytest.raises(pmesh.AgentStopped, match="sent what no agent sends"):
+            handle.wait()
+
+    agent.ignores = lambda _: True
+    pair(agent, send, send)
+
+
+def test_an_answer_to_another_kind_of_call_is_named(agent: LetterAgent) -> None:
+    def receive(m: Messages) -> None:
+        handle = m.recv(1 - m.rank, async_op=True)
+        mine = next(c for c in agent.attached if int(c.me) == int(m.rank))
+        mine.trainer.send(LetterSent(1))
+        with pytest.raises(pmesh.PmeshError):
+            handle.wait()
+
+    agent.ignores = lambda _: True
+    pair(agent, receive, receive)
+
+
+def test_a_forked_child_has_no_part_in_it(agent: LetterAgent) -> None:
+    def send(m: Messages) -> None:
+        m._process = os.getpid() + 1  # noqa: SLF001 - as in a child
+        with pytest.raises(MeshClosed, match="forked"):
+            m.send(np.zeros(1), 1 - m.rank)
+        m._process = os.getpid()  # noqa: SLF001
+
+    pair(agent, send, send)

@@ -1,0 +1,245 @@
+"""While the op of a bucket runs, the next one is laid out and the one before is read."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pmesh
+from pmesh.client.collective import bucketed
+from pmesh.client.collective.bucketed import Collective, run_collective, take_apart
+from pmesh.client.collective.rank_order import Order
+from pmesh.client.link.arenas import Region, Residuals
+from pmesh.client.link.session import Done
+from pmesh.core.ops.reductions import WIRE_DTYPES, Values
+from pmesh.core.wire.link import Call
+from pmesh.core.wire.local import World
+from pmesh.errors import MeshClosed
+from pmesh.ids import OpNumber, TrainerId
+from tests.worlds.fake_agent import FakeAgent, run_ranks
+
+BUCKET_BYTES = 16
+WEIGHT_BYTES = 8
+
+
+class Recorder:
+    """One rank's ops, and in which order things happen around them."""
+
+    def __init__(self) -> None:
+        self.world = World(0, (TrainerId(0),), ("here",))
+        self.events: list[str] = []
+        self.prepared = -1
+        self.in_place: set[int] = set()
+        """How large the arrays are that need not be laid out."""
+        self._input: Values = np.empty(0)
+        self._ahead: Values | None = None
+        self._next_op = 0
+
+    def input_values(self, dtype: str, count: int, *, room_bytes: int) -> Values:
+        del room_bytes
+        self.events.append("lay out")
+        self._input = np.empty(count, WIRE_DTYPES[dtype])
+        return self._input
+
+    def region_of(self, values: Values, wire: str) -> Region | None:
+        del wire
+        return Region(0, 0) if values.size in self.in_place else None
+
+    def prepare_ahead(self, nbytes: int) -> None:
+        self.prepared = nbytes
+
+    def values_ahead(self, dtype: str, count: int) -> Values:
+        self.events.append("lay out ahead")
+        self._ahead = np.empty(count, WIRE_DTYPES[dtype])
+        return self._ahead
+
+    def residuals(self, count: int) -> Residuals:
+        raise AssertionError(count)
+
+    def has(self, residuals: Residuals) -> bool:
+        raise AssertionError(residuals)
+
+    def drop(self, residuals: Residuals) -> None:
+        raise AssertionError(residuals)
+
+    def show_compression(self, text: str) -> None:
+        raise AssertionError(text)
+
+    def run_op(
+        self,
+        call: Call,
+        dtype: str,
+        count: int,
+        *,
+        timeout_s: float,
+        parts: tuple[int, ...] = (),
+        parts_in: tuple[int, ...] = (),
+        residuals: Residuals | None = None,
+        meanwhile: Callable[[], None] | None = None,
+        region: Region | None = None,
+        borrows: bool = False,
+    ) -> Done:
+        del timeout_s, parts, parts_in, residuals, borrows
+        if region is not None:
+            self._input = np.full(count, self._next_op + 1)
+        assert self._input.size == count
+        op = self._next_op
+        self._next_op += 1
+        self.events.append(f"op {op}")
+        result = self._input.astype(dtype)
+        if call.kind == "reduce" and call.root != 0:
+            result = result[:0]
+        if meanwhile is not None:
+            meanwhile()
+        self.events.append(f"op {op} is done")
+        if self._ahead is not None:
+            self._input, self._ahead = self._ahead, None
+        return Done(OpNumber(op), self.world, result)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    made = Recorder()
+    read = bucketed.read
+
+    def recorded(*arguments: Any, **more: Any) -> Any:  # noqa: ANN401 - whatever it takes
+        made.events.append("read")
+        return read(*arguments, **more)
+
+    monkeypatch.setattr(bucketed, "read", recorded)
+    return made
+
+
+def run(
+    recorder: Recorder, *sizes: int, kind: str = "all_reduce", weight: float | None = None
+) -> list[Any]:
+    arrays = take_apart([np.full(size, i + 1, np.float32) for i, size in enumerate(sizes)])
+    root = TrainerId(0) if kind == "broadcast" else None
+    wanted = Collective(
+        kind=kind,
+        reduction="" if kind == "broadcast" else "sum",
+        root=root,
+        weight=weight,
+        bucket_bytes=BUCKET_BYTES,
+        timeout_s=1.0,
+    )
+    results, _ = run_collective(recorder, Order(), wanted, arrays)
+    for i, size in enumerate(sizes):
+        np.testing.assert_array_equal(np.asarray(results[i]), np.full(size, i + 1))
+    return results
+
+
+@pytest.mark.parametrize("weight", [None, 2.0])
+def test_laying_out_and_reading_take_no_time_between_two_ops(
+    recorder: Recorder, weight: float | None
+) -> None:
+    run(recorder, 4, 3, 2, weight=weight)
+    assert recorder.events == [
+        "lay out",
+        *("op 0", "lay out ahead", "op 0 is done"),
+        *("op 1", "lay out ahead", "read", "op 1 is done"),
+        *("op 2", "read", "op 2 is done"),
+        "read",
+    ]
+    assert recorder.prepared == 3 * 4 + WEIGHT_BYTES
+
+
+def test_an_array_larger_than_a_bucket_does_not_take_as_much_memory_again(
+    recorder: Recorder,
+) -> None:
+    run(recorder, 4, 100, 2)
+    assert recorder.events.count("lay out") == 2
+    assert recorder.events.count("lay out ahead") == 1
+    assert recorder.prepared == 2 * 4 + WEIGHT_BYTES
+
+
+def test_what_lies_where_it_is_reduced_is_not_laid_out(recorder: Recorder) -> None:
+    recorder.in_place = {4, 3}
+    run(recorder, 4, 3, 2)
+    assert recorder.events == [
+        *("op 0", "op 0 is done"),
+        *("op 1", "lay out ahead", "read", "op 1 is done"),
+        *("op 2", "read", "op 2 is done"),
+        "read",
+    ]
+
+
+def test_one_bucket_takes_no_memory_for_another(recorder: Recorder) -> None:
+    run(recorder, 4)
+    assert recorder.events == ["lay out", "op 0", "op 0 is done", "read"]
+    assert recorder.prepared == 0
+
+
+def test_what_a_root_has_sent_is_read_before_its_memory_is_asked_for_again(
+    recorder: Recorder,
+) -> None:
+    run(recorder, 4, 3, kind="broadcast")
+    once = ("lay out", "op 0", "op 0 is done", "read")
+    assert recorder.events == [*once, "lay out", "op 1", "op 1 is done", "read"]
+    assert recorder.prepared == 0
+
+
+def tree(size: int, value: float) -> list[Any]:
+    return [np.full(size, value * i, np.float32) for i in range(1, 4)]
+
+
+def test_memory_for_the_next_bucket_is_kept_until_a_larger_one_comes(agent: FakeAgent) -> None:
+    def program(mesh: pmesh.Mesh) -> list[Any]:
+        for size in (4, 4, 40_000):
+            found = mesh.average_gradients(tree(size, mesh.rank), bucket_bytes=4 * size)
+        return found
+
+    for result in run_ranks(agent.home, 2, program):
+        for got, expected in zip(result, tree(40_000, 0.5), strict=True):
+            np.testing.assert_array_equal(got, expected)
+    assert len(agent.wanted) == 2 * 4  # two arenas in the first call, two larger ones in the last
+
+
+def test_what_a_root_has_sent_is_never_filled_ahead(agent: FakeAgent) -> None:
+    """Also if the first bucket has nothing to lay out, and so asks for no memory."""
+    grads = [np.empty(0), *tree(4, 1.0)]
+
+    def program(mesh: pmesh.Mesh) -> None:
+        mesh.broadcast(np.full(100, 7, np.float32), root=0)
+        for _ in range(2):
+            mesh.all_reduce(grads)  # two buckets: the first has no values
+            mesh.average_gradients(tree(4, 1.0), bucket_bytes=16)
+
+    run_ranks(agent.home, 2, program)
+    assert agent.retained
+    assert all(bytes(memory) == was for memory, was in agent.retained)
+
+
+def test_what_was_laid_out_for_an_op_that_never_ran_is_not_the_next_calls(
+    agent: FakeAgent,
+) -> None:
+    def program(mesh: pmesh.Mesh) -> tuple[str, float]:
+        with pytest.raises(pmesh.UsageError) as caught:
+            mesh.average_gradients(tree(4, 1), weight=0, bucket_bytes=16)
+        return str(caught.value), float(mesh.all_reduce(np.ones(4, np.float32))[0])
+
+    for message, total in run_ranks(agent.home, 2, program):
+        assert "the weights of all ranks add up to 0" in message
+        assert total == 2
+
+
+def test_an_interrupt_while_the_next_bucket_is_laid_out_ends_the_mesh(
+    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one in the middle of any op: the reply would be taken for another's."""
+    filled, fill = 0, bucketed.fill
+
+    def interrupted(*arguments: Any) -> None:  # noqa: ANN401 - whatever it takes
+        nonlocal filled
+        filled += 1
+        if filled == 2:
+            raise KeyboardInterrupt
+        fill(*arguments)
+
+    monkeypatch.setattr(bucketed, "fill", interrupted)
+    with pmesh.connect("job", home=agent.home) as mesh:
+        with pytest.raises(KeyboardInterrupt):
+            mesh.average_gradients(tree(4, 1), bucket_bytes=16)
+        with pytest.raises(MeshClosed, match="KeyboardInterrupt"):
+            mesh.barrier()

@@ -1,0 +1,86 @@
+"""A newcomer, or one who comes back, on its way into a running job."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pmesh
+from pmesh.client.elastic import membership
+from pmesh.core.values import Verdict
+from pmesh.core.wire.local import ENTERS, Connect, Joined, OpFailed, Request, World
+from pmesh.ids import OpNumber, TrainerId
+from tests.worlds.scripted_agent import VIEW, ScriptedAgent, Trainer, op_done, replies
+
+SUPERSEDED = Verdict("HistorySuperseded", "the job went on elsewhere")
+
+
+@pytest.fixture(autouse=True)
+def _try_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "_TRY_AGAIN_S", 0.001)
+
+
+def newcomer(trainer: Trainer, request: Request | None) -> None:
+    """A step: the job runs already."""
+    assert isinstance(request, Connect)
+    trainer.send(Joined(World(-1, (TrainerId(0), TrainerId(3)), ("a", "b")), VIEW))
+
+
+TIMED_OUT = Verdict("OpTimedOut", "nobody synced in time")
+
+
+@pytest.mark.parametrize(
+    ("failed_op", "next_op"), [(ENTERS, ENTERS), (4, 5)], ids=["before", "after it has entered"]
+)
+def test_who_fails_to_enter_must_sync_again_under_the_number_that_it_has_then(
+    tmp_path: Path, failed_op: int, next_op: int
+) -> None:
+    seen: list[Any] = []
+
+    def look(trainer: Trainer, request: Any) -> None:  # noqa: ANN401 - a StartOp
+        seen.append(request)
+        entered = World(1, (TrainerId(0), TrainerId(7)), ("a", "b")) if failed_op == 4 else None
+        number = failed_op if request.op == ENTERS else request.op
+        trainer.send(OpFailed(OpNumber(number), TIMED_OUT, world=entered))
+
+    scripted = ScriptedAgent(tmp_path, newcomer)
+    with scripted:
+        scripted.steps += [scripted.grants("input", 64), look, look]
+        mesh = pmesh.connect("job", home=tmp_path)
+        for _ in range(2):
+            with pytest.raises(pmesh.OpTimedOut):
+                mesh.sync({})
+            with pytest.raises(pmesh.UsageError, match="enters it in"):
+                mesh.barrier()
+        mesh.close()
+    assert [request.op for request in seen] == [ENTERS, next_op]
+
+
+def test_a_newcomer_whose_agent_stops_is_not_alone_but_nowhere(tmp_path: Path) -> None:
+    with ScriptedAgent(tmp_path, newcomer):
+        mesh = pmesh.connect("job", home=tmp_path, on_superseded="sync")
+        with pytest.raises(pmesh.AgentStopped):
+            mesh.sync({}, timeout_s=0.02)
+        assert (mesh.rank, mesh.size) == (-1, 2)
+        with pytest.raises(pmesh.UsageError, match="enters it in"):
+            mesh.barrier()
+        mesh.close()
+
+
+def test_who_is_left_behind_again_and_again_hears_of_it_in_the_end(tmp_path: Path) -> None:
+    left_behind = replies(OpFailed(OpNumber(ENTERS), SUPERSEDED))
+    with ScriptedAgent(tmp_path, newcomer) as scripted:
+        scripted.steps += [scripted.grants("input", 64), *[left_behind] * 100_000]
+        mesh = pmesh.connect("job", home=tmp_path, on_superseded="sync")
+        with pytest.raises(pmesh.HistorySuperseded):
+            mesh.sync({}, timeout_s=0.05)
+        mesh.close()
+
+
+def test_an_entrance_that_no_agent_would_grant_is_not_believed(tmp_path: Path) -> None:
+    with ScriptedAgent(tmp_path, newcomer) as scripted:
+        scripted.steps += [scripted.grants("input", 64), replies(op_done(ENTERS))]
+        mesh = pmesh.connect("job", home=tmp_path)
+        with pytest.raises(pmesh.AgentStopped, match="what no agent sends"):
+            mesh.sync({})
+        mesh.close()

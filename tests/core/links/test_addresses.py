@@ -1,0 +1,87 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pmesh.core.links.addresses import (
+    MAX_DIALLED,
+    InterfaceKind,
+    LocalAddress,
+    in_dialling_order,
+    told_to_others,
+)
+from pmesh.core.wire.link import Address
+
+
+def local(interface: str, host: str, bits: int, kind: InterfaceKind) -> LocalAddress:
+    return LocalAddress(interface=interface, host=host, prefix_bits=bits, kind=kind)
+
+
+WIFI = local("en0", "192.168.1.5", 24, "wifi")
+WIFI_LINK_LOCAL = local("en0", "fe80::5", 64, "wifi")
+WIRED = local("en8", "10.0.0.5", 16, "wired")
+THUNDERBOLT = local("bridge0", "169.254.7.7", 16, "thunderbolt")
+THUNDERBOLT_LINK_LOCAL = local("bridge0", "fe80::5", 64, "thunderbolt")
+LOOPBACK = local("lo0", "127.0.0.1", 8, "loopback")
+ALL = (WIFI, WIFI_LINK_LOCAL, WIRED, THUNDERBOLT, THUNDERBOLT_LINK_LOCAL)
+
+
+def order(*hosts: str, own: tuple[LocalAddress, ...] = ALL) -> list[str]:
+    addresses = in_dialling_order([Address(host, 1) for host in hosts], local=own)
+    return [address.host for address in addresses]
+
+
+def test_the_fastest_kind_of_interface_is_dialled_first() -> None:
+    assert order("192.168.1.9", "10.0.3.9", "169.254.1.1") == [
+        "169.254.1.1",
+        "10.0.3.9",
+        "192.168.1.9",
+    ]
+
+
+def test_addresses_behind_a_router_and_names_come_last_in_the_given_order() -> None:
+    assert order("mac.local", "8.8.8.8", "192.168.1.9") == ["192.168.1.9", "mac.local", "8.8.8.8"]
+
+
+def test_an_agent_on_this_machine_is_reached_over_loopback_first() -> None:
+    assert order("192.168.1.5", "127.0.0.1", own=(WIFI, LOOPBACK)) == ["127.0.0.1", "192.168.1.5"]
+
+
+def test_a_link_local_address_is_tried_on_each_interface_that_has_one() -> None:
+    assert order("fe80::9") == ["fe80::9%bridge0", "fe80::9%en0"]
+
+
+def test_a_scope_of_another_machine_is_replaced_by_ours() -> None:
+    assert order("fe80::9%eth7", own=(WIFI_LINK_LOCAL,)) == ["fe80::9%en0"]
+
+
+def test_a_link_local_address_can_not_be_dialled_without_a_link_local_interface() -> None:
+    assert order("fe80::9", own=(WIFI,)) == []
+
+
+def test_addresses_that_nobody_has_are_left_out() -> None:
+    assert order("0.0.0.0", "::", "224.0.0.251", "ff02::fb") == []  # noqa: S104 - refused
+
+
+def test_an_address_given_twice_is_dialled_once() -> None:
+    assert order("10.0.0.9", "10.0.0.9", "::ffff:10.0.0.9").count("10.0.0.9") == 1
+
+
+def test_a_peer_that_claims_thousands_of_addresses_costs_sixteen_dials() -> None:
+    assert len(order(*(f"10.0.{i // 250}.{i % 250}" for i in range(3000)))) == MAX_DIALLED
+
+
+def test_others_are_told_no_scopes_and_nothing_twice() -> None:
+    assert told_to_others(ALL, port=24160) == (
+        Address("169.254.7.7", 24160),
+        Address("fe80::5", 24160),
+        Address("10.0.0.5", 24160),
+        Address("192.168.1.5", 24160),
+    )
+
+
+@given(
+    hosts=st.lists(
+        st.text(max_size=30) | st.ip_addresses().map(str) | st.just("fe80::1%x"), max_size=5
+    )
+)
+def test_no_host_that_a_peer_claims_can_raise(hosts: list[str]) -> None:
+    assert len(order(*hosts)) <= MAX_DIALLED

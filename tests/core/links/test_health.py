@@ -1,0 +1,168 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pmesh.core.links.health import (
+    TRANSITIONS,
+    WIFI,
+    WIRED,
+    Condition,
+    Health,
+    Signal,
+    Thresholds,
+    begin,
+    forgive_stall,
+    heard_from,
+    judge_by,
+    measure_round_trip_s,
+    next_deadline,
+    pass_time,
+)
+
+HEALTHY, DEGRADED, SUSPECT, GONE = Condition
+HEARD, LATE, SILENT, LOST = Signal
+
+START = 100.0
+SILENCE_S = {LATE: 0.6, SILENT: 1.5, LOST: 2.5}
+
+
+def health_in(condition: Condition) -> Health:
+    return replace(begin(WIRED, now=START), condition=condition)
+
+
+EXPECTED = [
+    (HEALTHY, HEARD, HEALTHY),
+    (HEALTHY, LATE, DEGRADED),
+    (HEALTHY, SILENT, SUSPECT),
+    (HEALTHY, LOST, GONE),
+    (DEGRADED, HEARD, HEALTHY),
+    (DEGRADED, LATE, DEGRADED),
+    (DEGRADED, SILENT, SUSPECT),
+    (DEGRADED, LOST, GONE),
+    (SUSPECT, HEARD, HEALTHY),
+    (SUSPECT, LATE, SUSPECT),
+    (SUSPECT, SILENT, SUSPECT),
+    (SUSPECT, LOST, GONE),
+    (GONE, HEARD, GONE),
+    (GONE, LATE, GONE),
+    (GONE, SILENT, GONE),
+    (GONE, LOST, GONE),
+]
+
+
+@pytest.mark.parametrize(("before", "signal", "after"), EXPECTED)
+def test_each_signal_leads_where_the_table_says(
+    before: Condition, signal: Signal, after: Condition
+) -> None:
+    health = health_in(before)
+    if signal is HEARD:
+        step = heard_from(health, now=START + 0.1)
+    else:
+        step = pass_time(health, now=START + SILENCE_S[signal])
+    assert step.health.condition is after
+    assert step.changed_to is (None if before is after else after)
+
+
+def test_the_table_is_complete() -> None:
+    pairs = {(condition, signal) for condition in TRANSITIONS for signal in TRANSITIONS[condition]}
+    assert pairs == {(before, signal) for before, signal, _ in EXPECTED}
+
+
+def test_a_short_silence_changes_nothing() -> None:
+    health = begin(WIRED, now=START)
+    assert pass_time(health, now=START + 0.49).health == health
+
+
+@pytest.mark.parametrize("thresholds", [WIRED, WIFI])
+def test_deadlines_are_exactly_when_something_changes(thresholds: Thresholds) -> None:
+    health = begin(thresholds, now=0.0)
+    history: list[tuple[float, Condition | None]] = []
+    while (deadline := next_deadline(health)) is not None:
+        step = pass_time(health, now=deadline)
+        history.append((deadline, step.changed_to))
+        health = step.health
+    assert history == [
+        (thresholds.degraded_after_s, DEGRADED),
+        (thresholds.suspect_after_s, SUSPECT),
+        (thresholds.gone_after_s, GONE),
+    ]
+
+
+def test_on_wires_a_peer_is_suspect_after_one_second_and_gone_after_two() -> None:
+    assert (WIRED.suspect_after_s, WIRED.gone_after_s) == (1.0, 2.0)
+    assert (WIFI.suspect_after_s, WIFI.gone_after_s) == (2.5, 5.0)
+
+
+def test_an_older_reading_of_the_clock_does_not_unhear_a_peer() -> None:
+    health = heard_from(begin(WIRED, now=START), now=START - 5).health
+    assert health.last_heard == START
+
+
+def test_a_stall_of_our_own_is_not_held_against_the_peer() -> None:
+    health = begin(WIRED, now=START)
+    woken = START + 60.1
+    forgiven = forgive_stall(health, stalled_s=60.0, now=woken)
+    assert pass_time(health, now=woken).changed_to is GONE
+    assert pass_time(forgiven, now=woken).changed_to is None
+    assert pass_time(forgiven, now=woken + 2.0).changed_to is GONE
+
+
+def test_forgiving_more_than_has_passed_gives_no_credit() -> None:
+    forgiven = forgive_stall(begin(WIRED, now=START), stalled_s=3600.0, now=START + 1)
+    assert forgiven.last_heard == START + 1
+
+
+def test_forgiving_proves_nothing_about_a_suspect() -> None:
+    suspect = pass_time(begin(WIRED, now=START), now=START + 1.0).health
+    forgiven = forgive_stall(suspect, stalled_s=0.9, now=START + 1.0)
+    assert pass_time(forgiven, now=START + 1.0).health.condition is SUSPECT
+
+
+def test_a_silence_that_is_long_on_wires_is_usual_on_wifi() -> None:
+    health = judge_by(begin(WIRED, now=START), WIFI)
+    assert pass_time(health, now=START + 0.9).changed_to is None
+
+
+def test_the_first_round_trip_is_taken_as_it_is() -> None:
+    health = heard_from(begin(WIRED, now=0.0), now=0.1, round_trip_s=0.004).health
+    assert (health.round_trip_s, health.round_trip_variance_s2) == (0.004, 0.0)
+
+
+def test_a_message_without_an_echo_leaves_the_round_trip() -> None:
+    health = heard_from(begin(WIRED, now=0.0), now=0.1, round_trip_s=0.004).health
+    assert heard_from(health, now=0.2).health.round_trip_s == 0.004
+
+
+@given(st.lists(st.floats(0.0001, 1.0), min_size=2, max_size=30))
+def test_the_averages_equal_their_definition(samples: list[float]) -> None:
+    health = begin(WIRED, now=0.0)
+    for sample in samples:
+        health = heard_from(health, now=0.1, round_trip_s=sample).health
+    weights = [0.8 ** (len(samples) - 1)]
+    weights += [0.2 * 0.8**age for age in reversed(range(len(samples) - 1))]
+    mean = sum(w * s for w, s in zip(weights, samples, strict=True))
+    variance = sum(w * (s - mean) ** 2 for w, s in zip(weights, samples, strict=True))
+    assert health.round_trip_s == pytest.approx(mean)
+    assert health.round_trip_variance_s2 == pytest.approx(variance, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("now_us", "echo_us", "held_us", "expected"),
+    [
+        (10_000, 5_000, 2_000, 0.003),
+        (10_000, 5_000, 5_000, 0.0),
+        (10_000, 0, 0, None),  # nothing has come back yet
+        (10_000, 5_000, 6_000, None),  # held longer than it was away
+        (10_000, 20_000, 0, None),  # an echo from the future
+        (10_000, 5_000, -1, None),
+        (10_000, -1, 0, None),
+        (61_000_001, 1_000, 0, None),
+        (10_000, 5_000, 2**400, None),
+    ],
+)
+def test_an_impossible_echo_is_no_measurement(
+    now_us: int, echo_us: int, held_us: int, expected: float | None
+) -> None:
+    assert measure_round_trip_s(now_us=now_us, echo_us=echo_us, held_us=held_us) == expected

@@ -1,0 +1,141 @@
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pmesh.core.ops.cost import (
+    ISLAND_FACTOR,
+    UNMEASURED,
+    EdgeCost,
+    Edges,
+    Strategy,
+    choose,
+    islands_of,
+    predict_ns,
+)
+
+FAST = EdgeCost(alpha_ns=20_000, beta_ps=200)
+LAN = EdgeCost(alpha_ns=200_000, beta_ps=8_000)
+MIB = 1024 * 1024
+
+COSTS = st.builds(EdgeCost, st.integers(0, 10**8), st.integers(0, 10**6))
+
+
+def edges_of(size: int, *fast: tuple[int, ...], inside: EdgeCost = FAST) -> Edges:
+    """All ranks on one LAN, some of them on the same machine."""
+
+    def cost(a: int, b: int) -> EdgeCost:
+        return inside if any({a, b} <= set(island) for island in fast) else LAN
+
+    return tuple(tuple(cost(a, b) for b in range(size)) for a in range(size))
+
+
+@st.composite
+def any_edges(draw: st.DrawFn) -> Edges:
+    size = draw(st.integers(1, 9))
+    return tuple(tuple(draw(COSTS) for _ in range(size)) for _ in range(size))
+
+
+def test_an_edge_costs_its_latency_for_each_step_and_its_bandwidth_for_each_byte() -> None:
+    assert UNMEASURED.predict_ns(steps=2, nbytes=1_000_000) == 1_000_000 + 8_000_000
+
+
+def test_latency_hides_behind_the_bandwidth_of_steps_that_have_many_records() -> None:
+    edge = EdgeCost(alpha_ns=1000, beta_ps=1000)
+    assert edge.predict_flow_ns(steps=3, nbytes=500) == 3 * 1500
+    assert edge.predict_flow_ns(steps=3, nbytes=MIB) == 3 * MIB + 1000
+    assert edge.predict_flow_ns(steps=0, nbytes=MIB) == 0
+
+
+@pytest.mark.parametrize("size", range(2, 10))
+def test_large_tensors_take_the_ring_and_the_smallest_the_fewest_steps(size: int) -> None:
+    edges = edges_of(size)
+    assert choose(edges, 100 * MIB) == "ring"
+    assert choose(edges, 0) == ("ring" if size == 2 else "centralized")  # as many steps with two
+
+
+def test_between_those_the_tree_is_the_fastest() -> None:
+    assert [choose(edges_of(8), nbytes) for nbytes in (1024, 64 * 1024)] == ["centralized", "tree"]
+
+
+def test_one_rank_alone_is_done_at_once() -> None:
+    assert choose(edges_of(1), 5) == "ring"
+    assert predict_ns("ring", edges_of(1), 5) == 0
+
+
+def test_a_slow_edge_across_the_ring_is_no_reason_to_leave_it() -> None:
+    """The tree crosses the ring, so it is as slow as the edges there."""
+    across = EdgeCost(alpha_ns=10**9, beta_ps=8_000)
+    ring = {(a, (a + d) % 5) for a in range(5) for d in (1, -1)}
+    edges = tuple(tuple(LAN if (a, b) in ring else across for b in range(5)) for a in range(5))
+    assert {choose(edges, nbytes) for nbytes in (0, 1024, MIB)} == {"ring"}
+
+
+def test_the_tree_goes_over_each_of_its_edges_in_both_directions() -> None:
+    slow_back = EdgeCost(alpha_ns=10**9, beta_ps=8_000)
+    edges = tuple(tuple(slow_back if (b + 1) % 4 == a else LAN for b in range(4)) for a in range(4))
+    assert predict_ns("ring", edges, 0) < predict_ns("tree", edges, 0) == 4 * 10**9
+
+
+def test_two_machines_with_several_ranks_each_are_islands() -> None:
+    edges = edges_of(6, (0, 1, 2), (3, 4, 5))
+    assert islands_of(edges) == ((0, 1, 2), (3, 4, 5))
+    assert choose(edges, 100 * MIB) == "hierarchical"
+
+
+def test_an_island_may_hold_the_rings_end_and_its_beginning() -> None:
+    assert islands_of(edges_of(5, (4, 0), (2, 3))) == ((4, 0), (1,), (2, 3))
+
+
+@pytest.mark.parametrize(
+    "edges",
+    [
+        edges_of(1),
+        edges_of(4),  # all alike
+        edges_of(4, (0, 1, 2, 3)),  # all on one machine
+        edges_of(2, (0, 1)),
+    ],
+)
+def test_where_all_edges_are_alike_there_are_no_islands(edges: Edges) -> None:
+    assert islands_of(edges) == ()
+    assert choose(edges, MIB) != "hierarchical"
+
+
+def test_one_slow_edge_makes_no_islands() -> None:
+    edges = edges_of(4, (0, 1, 2, 3))
+    slow = [list(row) for row in edges]
+    slow[3][0] = LAN
+    assert islands_of(tuple(map(tuple, slow))) == ()
+
+
+@pytest.mark.parametrize(("factor", "found"), [(ISLAND_FACTOR, True), (ISLAND_FACTOR - 1, False)])
+def test_an_island_is_several_times_faster_than_the_slowest_edge(
+    factor: int, *, found: bool
+) -> None:
+    inside = EdgeCost(LAN.alpha_ns // factor, LAN.beta_ps // factor)
+    assert bool(islands_of(edges_of(4, (0, 1), (2, 3), inside=inside))) == found
+
+
+@given(any_edges())
+def test_islands_are_runs_of_the_ring_and_hold_every_rank_once(edges: Edges) -> None:
+    islands = islands_of(edges)
+    assert len(islands) != 1
+    if islands:
+        assert max(map(len, islands)) > 1
+        ring = [rank for island in islands for rank in island]
+        assert sorted(ring) == list(range(len(edges)))
+        assert all((a + 1) % len(edges) == b for a, b in itertools.pairwise(ring))
+
+
+@given(any_edges(), st.integers(0, 2**40))
+def test_the_choice_is_never_slower_than_another_and_always_whole_numbers(
+    edges: Edges, nbytes: int
+) -> None:
+    strategies: list[Strategy] = ["ring", "tree", "centralized"]
+    strategies += ["hierarchical"] if islands_of(edges) else []
+    predicted = {strategy: predict_ns(strategy, edges, nbytes) for strategy in strategies}
+    assert all(type(ns) is int for ns in predicted.values())
+    chosen = choose(edges, nbytes)
+    assert predicted[chosen] == min(predicted.values())
+    assert all(predicted[s] > predicted[chosen] for s in strategies[: strategies.index(chosen)])

@@ -1,0 +1,42 @@
+"""What each rank gives to an op and gets of it."""
+
+import pytest
+
+from pmesh.core.ops.kinds import Extent, extent_of
+from pmesh.core.wire.link import Call
+from pmesh.core.wire.local import StartOp
+from pmesh.ids import OpNumber
+
+
+def start(kind: str, root: int = -1, parts: tuple[int, ...] = (), **more: object) -> StartOp:
+    call = Call(kind, "float32", (7,), root=root)
+    return StartOp(OpNumber(0), call, "float32", 7, 0, 1.0, parts, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("request_", "at_0", "at_1"),
+    [
+        (start("all_reduce"), (7, 7), (7, 7)),
+        (start("barrier"), (7, 7), (7, 7)),
+        (start("exchange"), (7, 21), (7, 21)),
+        (start("sync"), (7, 21), (7, 21)),
+        (start("collect"), (7, 21), (7, 21)),
+        (start("broadcast", 1), (0, 7), (7, 7)),
+        (start("reduce", 1), (7, 0), (7, 7)),
+        (start("all_gather", parts=(1, 2, 3)), (1, 6), (2, 6)),
+        (start("gather", 1, (1, 2, 3)), (1, 0), (2, 6)),
+        (start("scatter", 1, (1, 2, 3)), (0, 1), (6, 2)),
+        (start("reduce_scatter", parts=(1, 2, 3)), (6, 1), (6, 2)),
+        (start("all_to_all", parts=(1, 2, 3), parts_in=(4, 0, 0)), (6, 4), (6, 4)),
+    ],
+)
+def test_gives_and_gets(request_: StartOp, at_0: Extent, at_1: Extent) -> None:
+    assert extent_of(request_, rank=0, size=3) == at_0
+    assert extent_of(request_, rank=1, size=3) == at_1
+
+
+def test_parts_that_are_not_one_for_each_rank_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 parts for 3 ranks"):
+        extent_of(start("gather", 0, (1, 2)), rank=0, size=3)
+    with pytest.raises(ValueError, match="1 parts from 3 ranks"):
+        extent_of(start("all_to_all", parts=(1, 2, 3), parts_in=(6,)), rank=0, size=3)

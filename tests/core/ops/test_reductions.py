@@ -1,0 +1,89 @@
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pmesh.core.ops.reductions import WIRE_DTYPES, Values, accumulate, check_reduction, finish
+
+REDUCTIONS = ("sum", "mean", "max", "min", "prod")
+ORACLE: dict[str, Any] = {
+    "sum": np.sum,
+    "mean": np.mean,
+    "max": np.max,
+    "min": np.min,
+    "prod": np.prod,
+}
+ALLOWED = {
+    "float32": set(REDUCTIONS),
+    "float64": set(REDUCTIONS),
+    "int32": {"sum", "max", "min", "prod"},
+    "int64": {"sum", "max", "min", "prod"},
+    "bool": {"max", "min", "prod"},
+    "uint8": set[str](),
+}
+
+
+def reduced(reduction: str, *rows: Values) -> Values:
+    into = rows[0].copy()
+    for row in rows[1:]:
+        row.flags.writeable = False
+        accumulate(reduction, into, row)
+    finish(reduction, into, len(rows))
+    return into
+
+
+@pytest.mark.parametrize("dtype", WIRE_DTYPES)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_what_is_allowed_is_reduced_and_the_rest_refused(dtype: str, reduction: str) -> None:
+    if reduction not in ALLOWED[dtype]:
+        with pytest.raises(ValueError, match=f"no '{reduction}' of {dtype}; these are allowed: "):
+            check_reduction(reduction, dtype)
+        return
+    check_reduction(reduction, dtype)
+    rows = np.array([[0, 1, 2, 3], [1, 1, 0, 2], [1, 0, 3, 1]]).astype(dtype)
+    result = reduced(reduction, *rows)
+    assert result.dtype == dtype
+    np.testing.assert_array_equal(result, ORACLE[reduction](rows, axis=0).astype(dtype))
+
+
+def test_unknown_dtypes_and_reductions_are_refused_with_what_there_is() -> None:
+    with pytest.raises(ValueError, match="float16 does not travel; these do: float32, float64"):
+        check_reduction("sum", "float16")
+    with pytest.raises(ValueError, match=r"no 'median' of int32; .*: sum, max, min, prod"):
+        check_reduction("median", "int32")
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("first", [True, False])
+def test_nan_is_never_swallowed(reduction: str, first: bool) -> None:  # noqa: FBT001 - a parameter
+    rows = [np.array([np.nan]), np.array([1.0])]
+    assert np.isnan(reduced(reduction, *(rows if first else rows[::-1]))).all()
+
+
+@pytest.mark.parametrize("reduction", ["sum", "prod"])
+def test_an_overflow_is_infinity_and_no_warning(reduction: str) -> None:
+    large = np.array([3e38], np.float32)
+    assert np.isposinf(reduced(reduction, large, large)).all()
+
+
+def test_infinities_of_both_signs_sum_to_nan_without_a_warning() -> None:
+    assert np.isnan(reduced("sum", np.array([np.inf]), np.array([-np.inf]))).all()
+
+
+def test_integers_wrap_around() -> None:
+    most = np.array([2**31 - 1], np.int32)
+    assert reduced("sum", most, np.array([1], np.int32)) == -(2**31)
+
+
+def test_accumulating_allocates_nothing() -> None:
+    into, other = np.ones(1 << 18), np.ones(1 << 18)
+    accumulate("sum", into, other)
+    tracemalloc.start()
+    try:
+        for reduction in REDUCTIONS:
+            accumulate(reduction, into, other)
+            finish(reduction, into, 2)
+        assert tracemalloc.get_traced_memory()[1] < 10_000
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,189 @@
+"""Three agents under whatever order of deliveries, cuts, pauses and restarts Hypothesis finds.
+
+`Circle.take` holds I1, I2 and V1 against every step; a ProtocolError among honest agents is a
+failure too. In the end the network heals, and all must come together in one view.
+"""
+
+import itertools
+from typing import Literal
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pmesh.core.values import Roster, Terms
+from pmesh.core.views.quorum import may_run
+from pmesh.core.views.state import Facts
+from pmesh.core.wire.link import Commit, Flushed, Propose, Waiting
+from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot
+from tests.worlds.builders import make_concern, make_report, make_verdict, running
+from tests.worlds.circle import Circle, gathered
+
+NODES = [NodeId(letter * 32) for letter in (b"a", b"b", b"c")]
+NODE = st.sampled_from(NODES)
+PAIRS = list(itertools.permutations(NODES, 2))
+PAIR = st.sampled_from(PAIRS)
+QUORUM = st.sampled_from(["any", "majority"])
+PAUSE_S = st.sampled_from([0.0, 0.2, 0.2, 0.5, 1.1, 2.1])
+RECOVERY_S = 12.0  # several flushes that time out, and quiet times between them
+
+
+class ThreeAgents(RuleBasedStateMachine):
+    """Each rule is one thing that can happen to an agent or a wire."""
+
+    circle: Circle
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.starts = itertools.count(1)
+        self.now_running: dict[NodeId, Member] = {}
+        self.primaries: dict[tuple[JobName, Epoch], Epoch] = {}
+        """The last roster that could run ops, of each job that asks for a majority."""
+        self.restarts_left = 2  # more, and little else would happen
+
+    @initialize(strangers=st.booleans())
+    def begin(self, strangers: bool) -> None:  # noqa: FBT001 - Hypothesis passes it by name
+        members = [self.next_start_of(node) for node in NODES]
+        self.circle = Circle(*members) if strangers else gathered(*members)
+        if strangers:
+            self.circle.link_everyone()
+
+    def next_start_of(self, node: NodeId) -> Member:
+        member = Member(node, Incarnation(1000 + next(self.starts)))
+        self.now_running[node] = member
+        return member
+
+    def members(self, pair: tuple[NodeId, NodeId]) -> tuple[Member, Member]:
+        one, other = pair
+        return self.now_running[one], self.now_running[other]
+
+    @rule(after_s=PAUSE_S, counts=st.lists(st.integers(0, 3), min_size=6, max_size=6))
+    def everyone_beats_and_some_messages_arrive(self, after_s: float, counts: list[int]) -> None:
+        self.circle.now += after_s
+        for member in self.now_running.values():
+            self.circle.tick(member)
+        for pair, count in zip(PAIRS, counts, strict=True):
+            self.deliver_some(self.members(pair), count)
+
+    @rule(node=NODE, after_s=PAUSE_S)
+    def one_agent_beats(self, node: NodeId, after_s: float) -> None:
+        self.circle.now += after_s
+        self.circle.tick(self.now_running[node])
+
+    @rule(pair=PAIR, count=st.integers(1, 10))
+    def some_messages_arrive(self, pair: tuple[NodeId, NodeId], count: int) -> None:
+        self.deliver_some(self.members(pair), count)
+
+    def deliver_some(self, wire: tuple[Member, Member], count: int) -> None:
+        for _ in range(min(count, len(self.circle.wires.get(wire, ())))):
+            self.circle.deliver(*wire)
+
+    @rule()
+    def everything_arrives(self) -> None:
+        self.circle.deliver_all()
+
+    @precondition(lambda self: self.circle.carrying(Propose, Flushed, Commit))
+    @rule(data=st.data())
+    def a_link_that_carries_a_decision_breaks(self, data: st.DataObject) -> None:
+        """... and is up again at once, so that neither end loses the other."""
+        wire = data.draw(st.sampled_from(self.circle.carrying(Propose, Flushed, Commit)))
+        self.circle.cut(*wire)
+        self.circle.link(*wire)
+
+    @rule(pair=PAIR, both_notice=st.booleans())
+    def a_link_breaks(self, pair: tuple[NodeId, NodeId], *, both_notice: bool) -> None:
+        one, other = self.members(pair)
+        if (one, other) in self.circle.wires:
+            self.circle.cut(one, other)
+            self.circle.lose(one, other)
+            if both_notice:
+                self.circle.lose(other, one)
+
+    @precondition(lambda self: len(self.circle.wires) < len(PAIRS))
+    @rule()
+    def all_links_come_up(self) -> None:
+        self.circle.link_everyone()
+
+    @precondition(lambda self: self.restarts_left)
+    @rule(node=NODE)
+    def an_agent_restarts(self, node: NodeId) -> None:
+        self.circle.stop(self.now_running[node])
+        self.circle.start(self.next_start_of(node))
+        self.restarts_left -= 1
+
+    @rule(node=NODE, wait_for=st.integers(1, 3), quorum=QUORUM)
+    def a_trainer_waits(
+        self, node: NodeId, wait_for: int, quorum: Literal["any", "majority"]
+    ) -> None:
+        job, terms = JobName(f"for {wait_for}"), Terms(quorum=quorum)
+        self.circle.facts[self.now_running[node]] = Facts(
+            waiting=(Waiting(job, Slot(0), wait_for, terms),)
+        )
+
+    @rule()
+    def a_job_begins_on_all_that_asks_for_a_majority(self) -> None:
+        for node in NODES:
+            self.a_trainer_waits(node, len(NODES), "majority")
+        self.circle.link_everyone()
+        for _ in range(5):
+            self.circle.pass_time(0.2)
+
+    @precondition(lambda self: any(state.view.rosters for state in self.circle.states.values()))
+    @rule(node=NODE)
+    def an_op_times_out(self, node: NodeId) -> None:
+        member = self.now_running[node]
+        for roster in self.circle.view_of(member).rosters[:1]:
+            self.circle.facts[member] = Facts(
+                concerns=(make_concern(roster, make_verdict(), op=0),),
+                reports=(
+                    make_report(roster, {t.id: [running(0)] for t in roster.trainers_at(member)}),
+                ),
+            )
+
+    @invariant()
+    def an_agent_is_a_member_of_its_own_view(self) -> None:
+        assert all(member in state.view.members for member, state in self.circle.states.items())
+
+    @invariant()
+    def who_waits_for_a_commit_has_promised_more_than_it_installed(self) -> None:
+        for state in self.circle.states.values():
+            assert (state.flushed_at is None) == (state.promised == state.view.epoch)
+
+    @invariant()
+    def a_view_has_one_roster_for_each_job(self) -> None:
+        for view in self.circle.views.values():
+            assert len({roster.job for roster in view.rosters}) == len(view.rosters)
+
+    @invariant()
+    def of_a_job_that_asks_for_a_majority_one_side_goes_on(self) -> None:
+        """V10: ops run where all ranks know their roster to be in force, and have promised none."""
+        running: dict[tuple[JobName, Epoch], Roster] = {}
+        for state in self.circle.states.values():
+            for roster in filter(self.may_run, state.view.rosters):
+                first = running.setdefault((roster.job, roster.born), roster)
+                assert first == roster, "two sides go on"
+        for job, roster in running.items():
+            assert roster.primary.epoch >= self.primaries.get(job, roster.primary.epoch), "undone"
+            self.primaries[job] = roster.primary.epoch
+
+    def may_run(self, roster: Roster) -> bool:
+        hosts = [self.circle.states.get(trainer.member) for trainer in roster.trainers]
+        asks = roster.terms.quorum == "majority"
+        return asks and all(
+            state is not None
+            and state.flushed_at is None
+            and roster in state.view.rosters
+            and may_run(roster, state.primaries)
+            for state in hosts
+        )
+
+    def teardown(self) -> None:
+        if not hasattr(self, "circle"):
+            return
+        for member, facts in self.circle.facts.items():
+            self.circle.facts[member] = Facts(waiting=facts.waiting)
+        self.circle.recover(within_s=RECOVERY_S)
+
+
+TestThreeAgents = ThreeAgents.TestCase
+TestThreeAgents.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)

@@ -1,0 +1,217 @@
+"""Whom a leader takes in: who asked, and who comes along with it (V2, V5, V9)."""
+
+from dataclasses import replace
+
+from pmesh.core.values import View
+from pmesh.core.views.leader import propose
+from pmesh.core.views.state import JOIN_REQUEST_S, PATIENCE_S, Facts, JoinRequest, State
+from pmesh.ids import Member
+from tests.worlds.builders import (
+    ANNA,
+    BERT,
+    CARA,
+    DIGITS,
+    DORA,
+    all_hearing_each_other,
+    make_heartbeat,
+    make_member,
+    make_peer,
+    make_state,
+    make_view,
+    make_waiting,
+)
+from tests.worlds.circle import Circle, gathered
+
+NOW = 100.0
+ASKED = JoinRequest(NOW, whole=False)
+ASKED_WHOLE = JoinRequest(NOW, whole=True)
+FACTS = Facts()
+TRIO = make_view(5, ANNA, BERT, CARA)
+WITHOUT_CARA = all_hearing_each_other(ANNA, TRIO, BERT)
+
+
+class TestWhoAskedToJoin:
+    DORAS = make_view(3, DORA)
+
+    def leader(self, dora: View = DORAS, *heard: Member, asked_at: float = NOW) -> State:
+        peers = [
+            make_peer(BERT, TRIO, make_heartbeat(TRIO, ANNA, DORA)),
+            make_peer(DORA, dora, make_heartbeat(dora, *(heard or (ANNA, BERT)))),
+        ]
+        view = make_view(5, ANNA, BERT)
+        state = make_state(ANNA, view, replace(peers[0], view=view), peers[1])
+        return replace(state, joining={DORA: JoinRequest(asked_at, whole=False)})
+
+    def test_is_taken_in_as_a_newcomer(self) -> None:
+        message = propose(self.leader(), FACTS, NOW)
+        assert message is not None
+        assert message.members == (ANNA, BERT, DORA)
+        assert message.continuing == (ANNA, BERT)
+
+    def test_must_have_asked_lately(self) -> None:
+        state = self.leader(asked_at=NOW - JOIN_REQUEST_S)
+        assert propose(state, FACTS, NOW) is None
+        assert propose(state, FACTS, NOW - 0.1) is not None
+
+    def test_must_come_from_a_lighter_view(self) -> None:
+        heavier = make_view(4, DORA, make_member("e"), make_member("f"))
+        assert propose(self.leader(heavier), FACTS, NOW) is None
+
+    def test_must_hear_the_leader(self) -> None:
+        assert propose(self.leader(self.DORAS, BERT), FACTS, NOW) is None
+
+    def test_must_hear_the_other_members(self) -> None:
+        assert propose(self.leader(self.DORAS, ANNA), FACTS, NOW) is None
+
+    def test_must_still_be_linked(self) -> None:
+        state = self.leader()
+        alone = {node: peer for node, peer in state.peers.items() if node != DORA.node}
+        assert propose(replace(state, peers=alone), FACTS, NOW) is None
+
+    def test_is_no_newcomer_if_it_has_a_seat(self) -> None:
+        state = replace(WITHOUT_CARA, joining={BERT: ASKED})
+        message = propose(state, FACTS, NOW)
+        assert message is not None
+        assert message.members == (ANNA, BERT)
+
+    def test_may_bring_the_trainer_that_a_job_lacks(self) -> None:
+        state = self.leader()
+        beat = make_heartbeat(self.DORAS, ANNA, BERT, waiting=[make_waiting(2)])
+        peers = {**state.peers, DORA.node: make_peer(DORA, self.DORAS, beat)}
+        message = propose(replace(state, peers=peers), Facts(waiting=(make_waiting(2),)), NOW)
+        assert message is not None
+        assert message.jobs == (DIGITS,)
+
+
+class TestWhoComesAlong:
+    """V9: with one who asked, all whom we hear of its view, so that their job comes whole."""
+
+    EMMA = make_member("e")
+    TWINS = make_view(3, DORA, EMMA)
+
+    def members(
+        self,
+        emma: View,
+        *,
+        dora: View = TWINS,
+        heard: bool = True,
+        asked: JoinRequest | None = ASKED,
+        emma_asked: JoinRequest | None = None,
+    ) -> tuple[Member, ...]:
+        """Whom Anna, Bert and Cara would take in when Dora asks, and Emma mostly does not."""
+        trio = (ANNA, BERT, CARA)
+        peers = [make_peer(m, TRIO, make_heartbeat(TRIO, *trio, DORA, self.EMMA)) for m in trio[1:]]
+        peers += [
+            make_peer(DORA, dora, make_heartbeat(dora, *trio, self.EMMA)),
+            make_peer(self.EMMA, emma, make_heartbeat(emma, *trio[heard is False :], DORA)),
+        ]
+        requests = {DORA: asked, self.EMMA: emma_asked}
+        joining = {member: request for member, request in requests.items() if request}
+        state = replace(make_state(ANNA, TRIO, *peers), joining=joining)
+        message = propose(state, FACTS, NOW)
+        return () if message is None else message.members[3:]
+
+    def test_is_everyone_of_its_view(self) -> None:
+        assert self.members(self.TWINS) == (DORA, self.EMMA)
+
+    def test_is_nobody_of_another_view(self) -> None:
+        assert self.members(make_view(4, self.EMMA)) == (DORA,)
+
+    def test_is_nobody_who_does_not_hear_the_leader(self) -> None:
+        assert self.members(self.TWINS, heard=False) == (DORA,)
+
+    def test_is_nobody_who_has_a_seat(self) -> None:
+        """It has gone another way; what it brings back is judged when it has lost the seat."""
+        view = make_view(5, ANNA, BERT, CARA, self.EMMA)
+        everyone = (*view.members, DORA)
+        peers = [make_peer(m, view, make_heartbeat(view, *everyone)) for m in (BERT, CARA)]
+        peers += [
+            make_peer(m, self.TWINS, make_heartbeat(self.TWINS, *everyone))
+            for m in (DORA, self.EMMA)
+        ]
+        message = propose(
+            replace(make_state(ANNA, view, *peers), joining={DORA: ASKED}), FACTS, NOW
+        )
+        assert message is not None
+        assert message.members == (ANNA, BERT, CARA, DORA)
+
+    def test_is_nobody_while_none_of_them_asks(self) -> None:
+        assert self.members(self.TWINS, asked=None) == ()
+
+    def test_is_everyone_or_nobody_if_that_is_what_was_asked(self) -> None:
+        """Else the job of the two would be torn, and one half of its work lost."""
+        assert self.members(self.TWINS, asked=ASKED_WHOLE) == (DORA, self.EMMA)
+        assert self.members(self.TWINS, asked=ASKED_WHOLE, heard=False) == ()
+        assert self.members(make_view(4, self.EMMA), asked=ASKED_WHOLE) == ()
+
+    def test_is_whoever_can_as_soon_as_one_of_the_view_has_waited_for_too_long(self) -> None:
+        members = self.members(self.TWINS, asked=ASKED_WHOLE, emma_asked=ASKED)
+        assert members == (DORA, self.EMMA)
+        assert self.members(self.TWINS, asked=ASKED, emma_asked=ASKED_WHOLE, heard=False) == (DORA,)
+
+    def test_is_not_torn_by_the_impatience_of_another_view(self) -> None:
+        doras, emmas = make_view(3, DORA, make_member("f")), make_view(4, self.EMMA)
+        members = self.members(emmas, dora=doras, asked=ASKED_WHOLE, emma_asked=ASKED)
+        assert members == (self.EMMA,)
+
+    def test_is_not_torn_by_an_impatience_of_long_ago(self) -> None:
+        """Whoever is still impatient asks again."""
+        trio = make_view(3, DORA, self.EMMA, make_member("f"))
+        long_ago = JoinRequest(NOW - JOIN_REQUEST_S, whole=False)
+        quartet = make_view(5, ANNA, BERT, CARA, make_member("g"))
+        peers = [
+            make_peer(m, trio, make_heartbeat(trio, ANNA, DORA, self.EMMA))
+            for m in (DORA, self.EMMA)
+        ]
+        state = make_state(ANNA, quartet, *peers)
+        for dora in (ASKED, long_ago):
+            asked = replace(state, joining={DORA: dora, self.EMMA: ASKED_WHOLE})
+            message = propose(asked, FACTS, NOW)
+            assert message is not None
+            assert message.members == ((ANNA, DORA, self.EMMA) if dora == ASKED else (ANNA,))
+
+
+class TestTwoViewsThatMeet:
+    """V9: links come one after the other, and the views merge in one step all the same."""
+
+    EMMA = make_member("e")
+    PAIR = DORA, EMMA
+
+    def circle(self) -> Circle:
+        """A trio and a pair that have not met."""
+        circle = gathered(ANNA, BERT, CARA)
+        for member in self.PAIR:
+            circle.start(member)
+        circle.link(*self.PAIR)
+        circle.deliver_all()
+        circle.pass_time(4.0)
+        circle.agreed_view(self.PAIR)
+        return circle
+
+    def meet(self, circle: Circle) -> None:
+        """All links but one."""
+        for ours in (ANNA, BERT, CARA):
+            for theirs in self.PAIR:
+                if (ours, theirs) != (CARA, self.EMMA):
+                    circle.link(ours, theirs)
+        circle.deliver_all()
+
+    def test_wait_for_the_last_link(self) -> None:
+        circle = self.circle()
+        self.meet(circle)
+        circle.pass_time(PATIENCE_S - 0.4)
+        assert circle.agreed_view(self.PAIR).members == self.PAIR
+        circle.link(CARA, self.EMMA)
+        circle.deliver_all()
+        circle.pass_time(0.4)
+        before = {view.members for view in circle.views.values()}
+        assert set(circle.agreed_view().members) == {ANNA, BERT, CARA, *self.PAIR}
+        assert not any(
+            DORA in members and ANNA in members and self.EMMA not in members for members in before
+        )
+
+    def test_do_not_wait_for_ever(self) -> None:
+        circle = self.circle()
+        self.meet(circle)
+        circle.pass_time(PATIENCE_S + 2.0)
+        assert any(set(view.members) == {ANNA, BERT, CARA, DORA} for view in circle.views.values())

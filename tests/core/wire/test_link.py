@@ -1,0 +1,223 @@
+import typing
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pmesh.core.values import View
+from pmesh.core.wire import link
+from pmesh.core.wire.link import (
+    MAX_MESSAGE_BYTES,
+    Address,
+    AskToJoin,
+    Call,
+    Commit,
+    Flushed,
+    Heartbeat,
+    Hello,
+    KnownPeers,
+    KnownPrimary,
+    LinkMessage,
+    OfferLane,
+    Refuse,
+    TellView,
+    decode_untrusted,
+    encode,
+)
+from pmesh.errors import ProtocolError
+from pmesh.ids import Incarnation, JobName, Member, NodeId, TrainerId
+from tests.worlds.builders import (
+    ANNA,
+    BERT,
+    DIGITS,
+    make_epoch,
+    make_heartbeat,
+    make_roster,
+    make_seat,
+    make_view,
+)
+from tests.worlds.strategies import garbled, values_of
+
+KINDS: tuple[type[msgspec.Struct], ...] = typing.get_args(LinkMessage)
+MESSAGES = st.sampled_from(KINDS).flatmap(values_of)
+"""Each kind as often as any other."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_message_comes_back_from_its_bytes(kind: type[LinkMessage]) -> None:
+    @settings(max_examples=25)  # 15 kinds
+    @given(values_of(kind))
+    def comes_back(message: LinkMessage) -> None:
+        decoded = decode_untrusted(encode(message))
+        assert decoded == message
+        assert type(decoded) is type(message)
+
+    comes_back()
+
+
+@given(st.binary(max_size=200) | garbled(MESSAGES.map(encode)))
+def test_whatever_a_peer_sends_is_a_message_or_a_protocol_error(data: bytes) -> None:
+    try:
+        message = decode_untrusted(data)
+    except ProtocolError as e:
+        assert str(e).startswith("not a control message: ")  # noqa: PT017 - both ends are allowed
+    else:
+        assert isinstance(message, KINDS)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(b"\x93\x63\x00\x00", id="an unknown tag"),
+        pytest.param(b"\x91" * 100_000, id="arrays all the way down"),
+        pytest.param(
+            b"\x94" + encode(Refuse(make_epoch(2), make_epoch(1)))[1:] + b"\x91" * 100_000,
+            id="a field to skip that is nested deeper than any stack",
+        ),
+        pytest.param(b"\x92\x16\xdd\xff\xff\xff\xff", id="an array of 2^32 values"),
+        pytest.param(b"\x94\x01\x01\x92\xc4\x00\x01\xa1\xff", id="a name that is not UTF-8"),
+        pytest.param(encode(Refuse(make_epoch(2), make_epoch(1))) + b"\x00", id="bytes left over"),
+        pytest.param(encode(Refuse(make_epoch(2), make_epoch(1)))[:-1], id="a byte too few"),
+    ],
+)
+def test_garbage_of_every_kind_is_a_protocol_error(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode_untrusted(data)
+
+
+def offer(lane: bytes = bytes(16), key: bytes = bytes(32), job: JobName = DIGITS) -> OfferLane:
+    return OfferLane(lane, job, make_epoch(1), 1, TrainerId(0), TrainerId(1), key, bytes(32))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pytest.param(Hello(1, ANNA, "x" * 65), id="a name of 65 characters"),
+        pytest.param(Hello(1, ANNA, "", (Address("h" * 256, 1),)), id="a host name too long"),
+        pytest.param(Hello(1, ANNA, "", (Address("host", 0),)), id="port 0"),
+        pytest.param(Hello(1, ANNA, "", (Address("host", 65536),)), id="port 65536"),
+        pytest.param(Hello(1, ANNA, "", (Address("host", 1),) * 65), id="65 addresses"),
+        pytest.param(offer(lane=bytes(15)), id="a lane id of 15 bytes"),
+        pytest.param(offer(key=bytes(33)), id="a key of 33 bytes"),
+        pytest.param(offer(job=JobName("x" * 65)), id="a job's name of 65 characters"),
+    ],
+)
+def test_values_beyond_their_limits_are_refused(message: LinkMessage) -> None:
+    with pytest.raises(ProtocolError):
+        decode_untrusted(encode(message))
+
+
+def test_the_bytes_of_version_six_do_not_change_unnoticed() -> None:
+    nobody = Member(NodeId(b"n"), Incarnation(7))
+    assert link.PROTOCOL_VERSION == 6
+    assert encode(Hello(1, nobody, "mac", (Address("h", 9),))).hex() == (
+        "95 01 01 92 c4 01 6e 07 a3 6d6163 91 92 a1 68 09".replace(" ", "")
+    )
+    assert msgspec.msgpack.decode(encode(AskToJoin(make_epoch(1), whole=True))) == [
+        5,
+        list(make_epoch(1)),
+        True,
+    ]
+    view = View(make_epoch(1), ())
+    known = KnownPrimary(DIGITS, make_epoch(1), make_epoch(3))
+    flushed = Flushed(make_epoch(4), "mac", view, (), primaries=(known,))
+    assert msgspec.msgpack.decode(encode(flushed)) == [
+        7,
+        list(make_epoch(4)),
+        "mac",
+        [list(make_epoch(1)), [], []],
+        [],
+        [],
+        [["digits", list(make_epoch(1)), list(make_epoch(3)), False]],
+    ]
+    assert msgspec.msgpack.decode(encode(Commit(view, ((0,),)))) == [
+        11,
+        [list(make_epoch(1)), [], []],
+        [[0]],
+    ]
+
+
+def test_the_tags_are_those_of_version_six() -> None:
+    tags = {kind.__struct_config__.tag: kind.__name__ for kind in KINDS}
+    assert tags == {
+        1: "Hello",
+        2: "Heartbeat",
+        3: "AskView",
+        4: "TellView",
+        5: "AskToJoin",
+        6: "Propose",
+        7: "Flushed",
+        8: "Refuse",
+        9: "Veto",
+        10: "Superseded",
+        11: "Commit",
+        12: "Leaving",
+        20: "OfferLane",
+        21: "AskResult",
+        22: "KnownPeers",
+        23: "AnnounceLetter",
+        24: "AskLetter",
+        25: "LetterDelivered",
+        26: "LetterWithdrawn",
+    }
+
+
+def test_a_later_version_may_append_fields() -> None:
+    longer = [*msgspec.msgpack.decode(encode(Refuse(make_epoch(2), make_epoch(1)))), "new"]
+    decoded = decode_untrusted(msgspec.msgpack.encode(longer))
+    assert decoded == Refuse(make_epoch(2), make_epoch(1))
+
+
+def test_sixty_four_members_with_jobs_need_a_tenth_of_what_is_allowed() -> None:
+    members = [Member(NodeId(bytes([i]) * 32), Incarnation(2**62 + i)) for i in range(64)]
+    view = View(
+        make_epoch(2**40),
+        tuple(map(make_seat, members)),
+        tuple(make_roster(*members, job=JobName(f"job {i}")) for i in range(2)),
+    )
+    assert len(encode(TellView(view))) < MAX_MESSAGE_BYTES // 10
+
+
+def test_an_idle_heartbeat_of_eight_members_fits_one_packet() -> None:
+    others = [Member(NodeId(bytes([i]) * 32), Incarnation(2**62 + i)) for i in range(8)]
+    assert len(encode(make_heartbeat(make_view(3, *others), *others))) < 400
+
+
+def test_a_heartbeat_says_nothing_of_jobs_unless_told() -> None:
+    beat = make_heartbeat(make_view(3, ANNA, BERT), BERT)
+    assert isinstance(beat, Heartbeat)
+    assert (beat.waiting, beat.concerns, beat.marks, beat.in_force) == ((), (), (), ())
+
+
+def test_known_peers_are_told_as_they_introduced_themselves() -> None:
+    told = KnownPeers((Hello(1, ANNA, "mac-a", (Address("10.0.0.1", 24160),)),))
+    assert decode_untrusted(encode(told)) == told
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        (Address("10.0.0.1", 24160), "10.0.0.1:24160"),
+        (Address("mac-mini.local", 1), "mac-mini.local:1"),
+        (Address("fe80::1%en0", 24160), "[fe80::1%en0]:24160"),
+    ],
+)
+def test_an_address_reads_as_a_person_would_type_it(address: Address, text: str) -> None:
+    assert str(address) == text
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (Call("all_reduce", "float32", (2, 3), "mean"), "all_reduce(float32, 2x3, mean)"),
+        (Call("broadcast", "bool", (), root=0), "broadcast(bool, scalar, root=0)"),
+        (
+            Call("all_reduce", "float32", (5,), "sum", compression="int8"),
+            "all_reduce(float32, 5, sum, int8)",
+        ),
+    ],
+)
+def test_a_call_reads_as_the_user_wrote_it(call: Call, text: str) -> None:
+    assert str(call) == text

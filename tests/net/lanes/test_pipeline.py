@@ -1,0 +1,256 @@
+"""Parts of an op at work side by side: as tasks, and in threads."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import trio
+from trio.testing import assert_checkpoints, wait_all_tasks_blocked
+
+from pmesh.core.wire.records import MAX_BODY_BYTES
+from pmesh.errors import LaneBroken
+from pmesh.net.lanes.lane import CallsDiffer, Lane, Steps, Wait
+from pmesh.net.lanes.pipeline import THREADS_FROM_BYTES, Crew, Part
+from tests.worlds.lanes import header, lane_pair
+
+BODY = bytes(range(256)) * (MAX_BODY_BYTES // 256)
+SIZES = {"tasks": 0, "threads": THREADS_FROM_BYTES}
+
+either_way = pytest.mark.parametrize("moving_bytes", SIZES.values(), ids=SIZES)
+
+
+def send_all(lane: Lane, bodies: list[bytes], *, first: int = 0, roster: int = 1) -> Steps:
+    yield from lane.flushes()
+    for segment, body in enumerate(bodies[first:], first):
+        yield from lane.sends(header(len(body), segment=segment, roster=roster), body)
+
+
+def receive_all(lane: Lane, sizes: list[int], into: list[bytes], *, roster: int = 1) -> Steps:
+    for segment in range(len(into), len(sizes)):
+        body = bytearray(sizes[segment])
+        yield from lane.receives(
+            header(len(body), segment=segment, roster=roster), memoryview(body)
+        )
+        into.append(bytes(body))
+
+
+def wait_for_ever(wait: Wait) -> Steps:
+    while True:
+        yield wait
+
+
+@either_way
+async def test_what_one_part_sends_another_receives(moving_bytes: int) -> None:
+    bodies, got = [BODY, b"", b"abc", BODY[::-1]], list[bytes]()
+    with lane_pair(buffer_bytes=4096) as (sending, receiving), trio.fail_after(10):
+        parts = [
+            Part(send_all(sending, bodies), sending),
+            Part(receive_all(receiving, [len(body) for body in bodies], got), receiving),
+        ]
+        with assert_checkpoints():
+            await Crew().run(parts, moving_bytes=moving_bytes)
+        assert got == bodies
+        await sending.send(header(1), b"!")  # both lanes are the event loop's again
+        await receiving.receive(header(1), memoryview(bytearray(1)))
+
+
+@either_way
+async def test_a_part_waits_for_another_to_get_further(moving_bytes: int) -> None:
+    crew, done = Crew(), list[str]()
+
+    def follow(name: str, after: str) -> Steps:
+        while after not in done and after:
+            yield Wait.PROGRESS
+        yield Wait.TURN
+        done.append(name)
+        crew.note_progress()
+
+    parts = [Part(follow(name, after)) for name, after in ("cb", "ba", ("a", ""))]
+    with trio.fail_after(10):
+        await crew.run(parts, moving_bytes=moving_bytes)
+    assert done == ["a", "b", "c"]
+
+
+async def test_many_bytes_move_in_threads_of_their_own_while_the_event_loop_runs() -> None:
+    may_end, threads = threading.Event(), list[threading.Thread]()
+
+    def work() -> Steps:
+        threads.append(threading.current_thread())
+        assert may_end.wait(10)
+        yield Wait.TURN
+
+    async with trio.open_nursery() as nursery:
+        parts = [Part(work()) for _ in range(3)]
+        run = partial(Crew().run, parts, moving_bytes=THREADS_FROM_BYTES)
+        nursery.start_soon(run)
+        with trio.fail_after(10):
+            while len(threads) < 3:
+                await trio.lowlevel.checkpoint()
+        may_end.set()
+    assert len({*threads, threading.current_thread()}) == 4
+
+
+@either_way
+@pytest.mark.parametrize("wait", [Wait.READABLE, Wait.WRITABLE, Wait.CLOSED, Wait.PROGRESS])
+async def test_a_part_that_waits_can_be_cancelled(moving_bytes: int, wait: Wait) -> None:
+    sends = wait is Wait.WRITABLE
+    with lane_pair(buffer_bytes=4096) as lanes, trio.fail_after(10):
+        lane = lanes[0] if sends else lanes[1]
+        if sends:  # until the socket takes no more
+            lane.post(header(len(BODY)), BODY)
+        steps, ended = wait_for_ever(wait), list[str]()
+
+        async def run() -> None:
+            parts = [Part(steps, lane), Part(wait_for_ever(Wait.PROGRESS))]
+            await Crew().run(parts, moving_bytes=moving_bytes)
+            ended.append("as if the op were complete")
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run)
+            await wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        assert ended == []
+        steps.close()  # ValueError if a thread still worked on it
+        assert (lane.idle, sends) in {(True, False), (False, True)}
+
+
+@either_way
+@pytest.mark.parametrize("at_wait", range(0, 24, 3))
+async def test_cancelled_at_any_wait_the_next_crew_goes_on_where_it_was(
+    moving_bytes: int, at_wait: int
+) -> None:
+    """V7: what is half sent or half received is finished."""
+    bodies, got = [BODY[:90_000], BODY[:70_000], BODY[:1], BODY[:80_000]], list[bytes]()
+    sizes, token = [len(body) for body in bodies], trio.lowlevel.current_trio_token()
+
+    def cancelling(steps: Steps, cancel: Callable[[], None]) -> Steps:
+        for number, wait in enumerate(steps):
+            if number == at_wait:
+                token.run_sync_soon(cancel)
+            yield wait
+
+    with lane_pair(buffer_bytes=4096) as (sending, receiving), trio.fail_after(10):
+        with trio.CancelScope() as scope:
+            sends = cancelling(send_all(sending, bodies), scope.cancel)
+            parts = [
+                Part(sends, sending),
+                Part(receive_all(receiving, sizes, got), receiving),
+            ]
+            await Crew().run(parts, moving_bytes=moving_bytes)
+        moved = sending.bytes_sent, receiving.bytes_received
+        await wait_all_tasks_blocked()
+        assert moved == (sending.bytes_sent, receiving.bytes_received)
+        new = list[bytes]()
+        parts = [
+            Part(send_all(sending, bodies, roster=2), sending),
+            Part(receive_all(receiving, sizes, new, roster=2), receiving),
+        ]
+        await Crew().run(parts, moving_bytes=moving_bytes)
+        assert new == bodies
+        assert got == bodies[: len(got)]
+
+
+@either_way
+@pytest.mark.parametrize("error", [LaneBroken("it broke"), CallsDiffer(3, "mac-1")], ids=str)
+async def test_the_first_part_that_fails_ends_the_others(
+    moving_bytes: int, error: LaneBroken | CallsDiffer
+) -> None:
+    def fail() -> Steps:
+        yield Wait.TURN
+        raise error
+
+    with lane_pair() as (_, receiving), trio.fail_after(10):
+        parts = [Part(wait_for_ever(Wait.READABLE), receiving), Part(fail())]
+        with pytest.raises(type(error)) as caught:
+            await Crew().run(parts, moving_bytes=moving_bytes)
+        assert caught.value is error
+
+
+async def test_a_mistake_in_a_thread_is_raised_as_what_it_is() -> None:
+    def fail() -> Steps:
+        yield Wait.TURN
+        raise ZeroDivisionError
+
+    parts = [Part(wait_for_ever(Wait.PROGRESS)), Part(fail())]
+    with pytest.raises(ZeroDivisionError), trio.fail_after(10):
+        await Crew().run(parts, moving_bytes=THREADS_FROM_BYTES)
+
+
+@either_way
+async def test_closing_a_lane_ends_the_op_that_uses_it(moving_bytes: int) -> None:
+    with lane_pair() as (_, receiving), trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+
+            async def run() -> None:
+                parts = [
+                    Part(receive_all(receiving, [5], []), receiving),
+                    Part(wait_for_ever(Wait.PROGRESS)),
+                ]
+                with pytest.raises(LaneBroken, match="from mac-0 was closed"):
+                    await Crew().run(parts, moving_bytes=moving_bytes)
+
+            nursery.start_soon(run)
+            await wait_all_tasks_blocked()
+            receiving.close()
+            receiving.close()
+        assert receiving._socket.fileno() == -1  # noqa: SLF001 - no descriptor leaks
+
+
+async def test_a_lane_that_has_been_closed_is_not_lent() -> None:
+    with lane_pair() as (sending, receiving), trio.fail_after(10):
+        receiving.close()
+        parts = [
+            Part(send_all(sending, [BODY]), sending),
+            Part(wait_for_ever(Wait.READABLE), receiving),
+        ]
+        with pytest.raises(LaneBroken, match="from mac-0 was closed"):
+            await Crew().run(parts, moving_bytes=THREADS_FROM_BYTES)
+        assert sending.bytes_sent == 0
+        sending.close()
+        assert sending._socket.fileno() == -1  # noqa: SLF001 - no thread has it
+
+
+@contextmanager
+def sender_and_receiver() -> Iterator[tuple[list[Part], list[bytes]]]:
+    got = list[bytes]()
+    with lane_pair() as (sending, receiving):
+        yield (
+            [
+                Part(send_all(sending, [BODY]), sending),
+                Part(receive_all(receiving, [len(BODY)], got), receiving),
+            ],
+            got,
+        )
+
+
+async def test_without_a_descriptor_the_event_loop_does_it_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none_left() -> None:
+        raise OSError
+
+    with sender_and_receiver() as (parts, got), trio.fail_after(10):
+        monkeypatch.setattr(socket, "socketpair", none_left)
+        await Crew().run(parts, moving_bytes=THREADS_FROM_BYTES)
+        assert got == [BODY]
+
+
+async def test_without_a_thread_the_lanes_count_as_broken_and_nothing_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, started = trio.lowlevel.start_thread_soon, list[object]()
+
+    def start_one(work: Callable[[], None], deliver: Callable[[object], object]) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(work)
+        real(work, deliver)
+
+    monkeypatch.setattr(trio.lowlevel, "start_thread_soon", start_one)
+    with sender_and_receiver() as (parts, got), trio.fail_after(10):
+        with pytest.raises(LaneBroken, match="can't start new thread"):
+            await Crew().run(parts, moving_bytes=THREADS_FROM_BYTES)
+        assert got == []

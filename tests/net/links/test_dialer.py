@@ -1,0 +1,183 @@
+import errno
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import psutil
+import pytest
+import trio
+import trio.testing
+
+from pmesh.core.wire.link import Address
+from pmesh.errors import LocalNetworkDenied, PeerUnreachable
+from pmesh.net.links import dialer
+from pmesh.net.links.dialer import AT_ONCE, DIAL_TIMEOUT_S, dial, dial_any
+
+Connect = Callable[[str, int], Awaitable[trio.SocketStream]]
+
+
+@pytest.fixture
+async def listening() -> AsyncIterator[Address]:
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    async with listener:
+        yield Address("127.0.0.1", listener.socket.getsockname()[1])
+
+
+@pytest.fixture
+async def refusing() -> AsyncIterator[Address]:
+    """A port that is bound, so that nobody else gets it, and on which nobody listens."""
+    with trio.socket.socket() as bound:
+        await bound.bind(("127.0.0.1", 0))
+        yield Address("127.0.0.1", bound.getsockname()[1])
+
+
+def fail_with(*numbers: int) -> Connect:
+    """The way in which trio reports that all attempts failed."""
+
+    async def connect(_host: str, _port: int) -> trio.SocketStream:
+        await trio.lowlevel.checkpoint()
+        raise OSError("all failed") from ExceptionGroup(
+            "all failed", [OSError(number, "why") for number in numbers]
+        )
+
+    return connect
+
+
+async def never(_host: str, _port: int) -> trio.SocketStream:
+    await trio.sleep_forever()
+    raise AssertionError
+
+
+async def test_a_connection_is_made_without_delay(listening: Address) -> None:
+    async with await dial(listening) as stream:
+        assert stream.getsockopt(trio.socket.IPPROTO_TCP, trio.socket.TCP_NODELAY)
+
+
+async def test_a_refused_connection_says_what_to_do(refusing: Address) -> None:
+    with pytest.raises(PeerUnreachable, match=f"127.0.0.1:{refusing.port} refuses.*'pmesh up'"):
+        await dial(refusing)
+
+
+@pytest.mark.parametrize("host", ["no such host", "x" * 70 + ".local", "nul\0", "é" * 100, ""])
+async def test_a_host_that_can_not_be_is_unreachable(host: str) -> None:
+    with pytest.raises(PeerUnreachable):
+        await dial(Address(host, 1), timeout_s=60)
+
+
+async def test_silence_ends_in_time(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    monkeypatch.setattr(trio, "open_tcp_stream", never)
+    with pytest.raises(PeerUnreachable, match=r"10\.0\.0\.9:7 does not answer \(5 s\)"):
+        await dial(Address("10.0.0.9", 7))
+    assert autojump_clock.current_time() == 5.0
+
+
+@pytest.mark.parametrize("host", ["192.168.1.9", "fe80::9%en0", "mac-2.local"])
+async def test_macos_without_the_permission_names_the_settings_pane(
+    monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    monkeypatch.setattr(psutil, "MACOS", True)
+    monkeypatch.setattr(trio, "open_tcp_stream", fail_with(errno.ECONNREFUSED, errno.EHOSTUNREACH))
+    with pytest.raises(LocalNetworkDenied, match="Privacy & Security → Local Network"):
+        await dial(Address(host, 1))
+
+
+@pytest.mark.parametrize(("macos", "host"), [(False, "192.168.1.9"), (True, "8.8.8.8")])
+async def test_elsewhere_no_route_is_just_that(
+    monkeypatch: pytest.MonkeyPatch, *, macos: bool, host: str
+) -> None:
+    monkeypatch.setattr(psutil, "MACOS", macos)
+    monkeypatch.setattr(trio, "open_tcp_stream", fail_with(errno.EHOSTUNREACH))
+    with pytest.raises(PeerUnreachable, match=r"can't be reached: why$"):
+        await dial(Address(host, 1))
+
+
+async def test_after_a_refusal_the_next_address_is_dialled_at_once(
+    monkeypatch: pytest.MonkeyPatch, listening: Address, autojump_clock: trio.testing.MockClock
+) -> None:
+    connect, refuse = trio.open_tcp_stream, fail_with(errno.ECONNREFUSED)
+
+    async def refuse_or_connect(host: str, port: int) -> trio.SocketStream:
+        return await (refuse if host == "10.0.0.9" else connect)(host, port)
+
+    monkeypatch.setattr(trio, "open_tcp_stream", refuse_or_connect)
+    stream, address = await dial_any([Address("10.0.0.9", 1), listening])
+    async with stream:
+        assert address == listening
+    assert autojump_clock.current_time() == 0
+
+
+async def test_an_address_that_swallows_packets_costs_a_quarter_of_a_second(
+    monkeypatch: pytest.MonkeyPatch, listening: Address, autojump_clock: trio.testing.MockClock
+) -> None:
+    connect = trio.open_tcp_stream
+
+    async def swallow_or_connect(host: str, port: int) -> trio.SocketStream:
+        return await (never if host == "10.0.0.9" else connect)(host, port)
+
+    monkeypatch.setattr(trio, "open_tcp_stream", swallow_or_connect)
+    stream, address = await dial_any([Address("10.0.0.9", 1), listening])
+    async with stream:
+        assert address == listening
+    assert autojump_clock.current_time() < 2 * dialer.STAGGER_S
+
+
+async def test_of_two_that_connect_in_one_turn_one_is_closed(
+    monkeypatch: pytest.MonkeyPatch, listening: Address, autojump_clock: trio.testing.MockClock
+) -> None:
+    streams: list[trio.SocketStream] = []
+    really_connect = trio.open_tcp_stream
+
+    async def connect(host: str, port: int) -> trio.SocketStream:
+        with trio.CancelScope(shield=True):  # it has connected when the cancellation comes
+            await trio.sleep_until(1.0)
+            streams.append(await really_connect(host, port))
+        return streams[-1]
+
+    monkeypatch.setattr(trio, "open_tcp_stream", connect)
+    winner, _ = await dial_any([listening, listening])
+    assert len(streams) == 2
+    assert [stream for stream in streams if stream.socket.fileno() >= 0] == [winner]
+    await winner.aclose()
+    assert autojump_clock.current_time() == 1.0
+
+
+async def test_when_nobody_accepts_every_reason_is_told(refusing: Address) -> None:
+    with pytest.raises(PeerUnreachable, match=r"refuses connections.*; no such host:1 can't"):
+        await dial_any([refusing, Address("no such host", 1)])
+
+
+async def test_when_one_may_have_been_denied_the_error_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(psutil, "MACOS", True)
+    monkeypatch.setattr(trio, "open_tcp_stream", fail_with(errno.EHOSTUNREACH))
+    with pytest.raises(LocalNetworkDenied, match=r"10\.0\.0\.9"):
+        await dial_any([Address("10.0.0.9", 1), Address("8.8.8.8", 1)])
+
+
+def test_an_address_is_described_as_a_person_writes_it() -> None:
+    assert str(Address("fe80::1%en0", 24160)) == "[fe80::1%en0]:24160"
+    assert str(Address("mac.local", 24160)) == "mac.local:24160"
+
+
+async def test_four_addresses_at_once_are_dialled_at_most(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A machine may name many that do not exist; each attempt costs a descriptor."""
+    under_way = most = 0
+
+    async def connect(_host: str, _port: int) -> trio.SocketStream:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        try:
+            await trio.sleep_forever()
+        finally:
+            under_way -= 1
+        raise AssertionError
+
+    monkeypatch.setattr(trio, "open_tcp_stream", connect)
+    with pytest.raises(PeerUnreachable):
+        await dial_any([Address(f"10.0.0.{n}", 7) for n in range(16)])
+    assert most == AT_ONCE
+    assert autojump_clock.current_time() < 4 * DIAL_TIMEOUT_S + 1

@@ -1,0 +1,377 @@
+"""Real mDNS between real instances; on loopback alone, so that no other machine takes part."""
+
+import gc
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
+
+from pmesh.core.identity import advertisement as adverts
+from pmesh.core.identity.advertisement import Advertisement, encode, host_name, instance_name
+from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
+from pmesh.core.links.addresses import LocalAddress
+from pmesh.core.wire.link import PROTOCOL_VERSION
+from pmesh.ids import Incarnation
+from pmesh.net.links import discovery
+from pmesh.net.links.discovery import Deaf, Discovered, Found, Gone, discover
+from pmesh.net.links.interfaces import AddressWatch
+from pmesh.net.links.packet_filter import DiscoveryCounters
+
+MESH = AdvertisementKey.of(MeshKey(b"m" * 32))
+OTHER_MESH = AdvertisementKey.of(MeshKey(b"o" * 32))
+LOOPBACK = LocalAddress(interface="lo", host="127.0.0.1", prefix_bits=8, kind="loopback")
+TIMEOUT_S = 15.0  # a hang fails; usually it takes a tenth of a second
+
+
+@pytest.fixture(autouse=True)
+def service_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents of other programs and of other test runs on this machine are not heard."""
+    service_type = f"_pmesh-{os.getpid()}._tcp.local."
+    monkeypatch.setattr(discovery, "minute_of_now", lambda: 5)
+    monkeypatch.setattr(adverts, "SERVICE_TYPE", service_type)
+    monkeypatch.setattr(discovery, "SERVICE_TYPE", service_type)
+
+
+@dataclass
+class Agent:
+    own: Advertisement
+    heard: trio.MemoryReceiveChannel[Discovered]
+
+    async def next_event(self) -> Discovered:
+        with trio.fail_after(TIMEOUT_S):
+            return await self.heard.receive()
+
+    async def hears(self, expected: Discovered) -> None:
+        """Read what is reported until this."""
+        while await self.next_event() != expected:
+            pass
+
+
+class Addresses(AddressWatch):
+    """A watch that a test moves by hand."""
+
+    def __init__(self, *addresses: LocalAddress) -> None:
+        super().__init__("127.0.0.1", read=lambda: self._real)
+        self._real = addresses
+
+    async def become(self, *addresses: LocalAddress) -> None:
+        self._real = addresses
+        await self._look()
+
+
+def advertisement(
+    number: int,
+    *,
+    incarnation: int = 1,
+    tag: bytes = MESH.tag,
+    protocol: int = PROTOCOL_VERSION,
+) -> Advertisement:
+    return Advertisement(
+        tag=tag,
+        node=key(number).node,
+        incarnation=Incarnation(incarnation),
+        port=1000 + number,
+        name=f"mac-{number}",
+        protocol=protocol,
+        hosts=("127.0.0.1",) if protocol == PROTOCOL_VERSION else (),
+        minute=5 if protocol == PROTOCOL_VERSION else 1,
+    )
+
+
+def key(number: int) -> NodeKey:
+    return NodeKey.from_seed(b"discovery tests, node number %03d" % number)
+
+
+def found(theirs: Advertisement) -> Found:
+    return Found(advertisement=theirs)
+
+
+@asynccontextmanager
+async def running(
+    own: Advertisement,
+    number: int,
+    *,
+    watch: AddressWatch | None = None,
+    mesh: AdvertisementKey = MESH,
+    counters: DiscoveryCounters | None = None,
+) -> AsyncIterator[Agent]:
+    send, receive = trio.open_memory_channel[Discovered](0)
+    watch = watch or Addresses(LOOPBACK)
+    async with receive, trio.open_nursery() as nursery:
+        await nursery.start(watch.run)
+        await nursery.start(
+            partial(
+                discover,
+                own,
+                node_key=key(number),
+                key=mesh,
+                watch=watch,
+                found=send,
+                counters=counters or DiscoveryCounters(),
+            )
+        )
+        yield Agent(own, receive)
+        nursery.cancel_scope.cancel()
+
+
+async def test_two_agents_find_each_other_and_a_goodbye_is_heard() -> None:
+    first, second = advertisement(1), advertisement(2)
+    async with running(first, 1) as one:
+        async with running(second, 2) as two:
+            await two.hears(found(first))
+            await one.hears(found(second))
+        await one.hears(Gone(node=second.node))
+
+
+async def test_other_meshes_and_other_versions_are_reported_too() -> None:
+    stranger = advertisement(4, tag=OTHER_MESH.tag)
+    newer = advertisement(5, protocol=PROTOCOL_VERSION + 1)
+    async with (
+        running(advertisement(3), 3) as one,
+        running(stranger, 4, mesh=OTHER_MESH),
+        running(newer, 5),
+    ):
+        awaited: set[Discovered] = {found(stranger), found(newer)}
+        while awaited:
+            awaited -= {await one.next_event()}
+
+
+async def test_a_restart_and_a_copied_key_show_as_another_incarnation() -> None:
+    async with running(advertisement(6), 6) as one:
+        async with running(advertisement(7, incarnation=1), 7):
+            await one.hears(found(advertisement(7, incarnation=1)))
+        async with running(advertisement(7, incarnation=2), 7):
+            await one.hears(found(advertisement(7, incarnation=2)))
+        async with running(advertisement(6, incarnation=2), 6):
+            await one.hears(found(advertisement(6, incarnation=2)))
+
+
+async def test_a_forged_advertisement_is_not_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    liar, honest = advertisement(8), advertisement(10)
+
+    def forge(own: Advertisement, node_key: NodeKey, key: AdvertisementKey) -> dict[bytes, bytes]:
+        entries = encode(own, node_key, key)
+        return entries | {b"port": b"6666"} if own == liar else entries
+
+    monkeypatch.setattr(adverts, "encode", forge)
+    async with running(liar, 8), running(advertisement(9), 9) as one, running(honest, 10):
+        events = [await one.next_event()]
+        while found(honest) not in events:
+            events.append(await one.next_event())
+    assert liar.node not in {e.advertisement.node for e in events if isinstance(e, Found)}
+    gc.collect()  # asyncio logs a task's unread exception when the task is collected
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+async def test_an_agent_without_addresses_waits_for_one() -> None:
+    nowhere = Addresses()
+    theirs = advertisement(12)
+    async with running(advertisement(11), 11) as one:
+        send, receive = trio.open_memory_channel[Discovered](0)
+        async with receive, trio.open_nursery() as nursery:
+            await nursery.start(nowhere.run)
+            nursery.start_soon(
+                partial(
+                    discover,
+                    theirs,
+                    node_key=key(12),
+                    key=MESH,
+                    watch=nowhere,
+                    found=send,
+                    counters=DiscoveryCounters(),
+                )
+            )
+            await trio.testing.wait_all_tasks_blocked()
+            await nowhere.become(LOOPBACK)
+            await one.hears(found(theirs))
+            await nowhere.become()
+            await one.hears(Gone(node=theirs.node))
+            nursery.cancel_scope.cancel()
+
+
+async def test_when_the_system_refuses_the_user_is_told_and_it_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(discovery, "RETRY_S", 0.01)
+    refusals = [OSError("Address in use"), OSError("Address in use")]
+
+    def refuse_twice(*, interfaces: list[str]) -> AsyncZeroconf:
+        if refusals:
+            raise refusals.pop()
+        return AsyncZeroconf(interfaces=interfaces)
+
+    monkeypatch.setattr(discovery, "AsyncZeroconf", refuse_twice)
+    async with running(advertisement(13), 13) as one, running(advertisement(14), 14):
+        await one.hears(Deaf(reason="no mDNS: Address in use; use --peer"))
+        await one.hears(found(advertisement(14)))
+
+
+async def test_who_does_not_answer_after_a_change_of_addresses_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(discovery, "SETTLE_S", 0.3)
+    watch = Addresses(LOOPBACK)
+    mover, theirs = advertisement(15), advertisement(16)
+    async with running(mover, 15, watch=watch) as one, running(advertisement(23), 23) as observer:
+        async with running(theirs, 16):
+            await one.hears(found(theirs))
+            await observer.hears(found(mover))
+            await watch.become()
+            await observer.hears(Gone(node=mover.node))  # from now on it hears no goodbye
+        await watch.become(LOOPBACK)
+        await one.hears(Gone(node=theirs.node))
+
+
+async def test_with_our_tag_and_without_our_key_one_is_counted_and_not_reported() -> None:
+    impostor, honest = advertisement(24), advertisement(25)
+    lacks_key, counters = AdvertisementKey(MESH.tag, b"guessed"), DiscoveryCounters()
+    async with running(advertisement(26), 26, counters=counters) as one:
+        async with running(impostor, 24, mesh=lacks_key), running(honest, 25):
+            await one.hears(found(honest))
+            with trio.fail_after(TIMEOUT_S):
+                while not counters.forged:  # noqa: ASYNC110 - counted in another thread
+                    await trio.sleep(0.01)
+        assert await one.next_event() == Gone(node=honest.node)
+
+
+async def test_of_other_meshes_as_many_are_reported_as_can_be_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(discovery, "MAX_FOUND", 1)
+    counters = DiscoveryCounters()
+    others = [advertisement(number, tag=OTHER_MESH.tag) for number in (18, 19)]
+    async with running(advertisement(17), 17, counters=counters) as one:
+        async with running(others[0], 18, mesh=OTHER_MESH):
+            await one.hears(found(others[0]))
+            async with running(others[1], 19, mesh=OTHER_MESH):
+                with trio.fail_after(TIMEOUT_S):
+                    while not counters.not_shown:  # noqa: ASYNC110 - likewise
+                        await trio.sleep(0.01)
+        assert await one.next_event() == Gone(node=others[0].node)
+
+
+async def test_of_too_many_of_our_mesh_the_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member may announce what does not exist; who comes after it is found all the same."""
+    monkeypatch.setattr(discovery, "MAX_FOUND", 1)
+    monkeypatch.setattr(discovery, "NEW_FOUND_S", 0.0)
+    first, second = advertisement(28), advertisement(29)
+    async with running(advertisement(27), 27) as one, running(first, 28):
+        await one.hears(found(first))
+        async with running(second, 29):
+            await one.hears(found(second))
+        await one.hears(Gone(node=second.node))
+
+
+async def test_a_member_can_announce_only_so_many_machines_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(discovery, "MAX_FOUND", 1)
+    first, second = advertisement(35), advertisement(36)
+    async with running(advertisement(37), 37) as one, running(first, 35):
+        await one.hears(found(first))
+        async with running(second, 36) as two:
+            await two.next_event()
+        assert one.heard.statistics().current_buffer_used == 0
+
+
+async def test_what_zeroconf_keeps_is_thrown_away_but_for_the_agents_that_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(discovery, "MAX_CACHED_NAMES", 0)
+    monkeypatch.setattr(discovery, "LOOK_S", 0.05)
+    counters = DiscoveryCounters()
+    theirs, late = advertisement(31), advertisement(32)
+    async with running(advertisement(30), 30, counters=counters) as one:
+        async with running(theirs, 31):
+            await one.hears(found(theirs))
+            with trio.fail_after(TIMEOUT_S):
+                while counters.purges < 3:  # noqa: ASYNC110 - likewise
+                    await trio.sleep(0.01)
+            async with running(late, 32):
+                await one.hears(found(late))
+            await one.hears(Gone(node=late.node))
+        await one.hears(Gone(node=theirs.node))
+
+
+async def test_an_advertisement_is_renewed_with_the_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    minutes = iter(range(5, 10_000))
+    monkeypatch.setattr(discovery, "minute_of_now", lambda: next(minutes))
+    monkeypatch.setattr(discovery, "RENEW_S", 0.0)
+    monkeypatch.setattr(discovery, "BROWSE_AGAIN_S", 0.1)
+    seen: set[int] = set()
+    async with running(advertisement(33), 33) as one, running(advertisement(34), 34):
+        while len(seen) < 2:
+            event = await one.next_event()
+            assert isinstance(event, Found)
+            seen.add(event.advertisement.minute)
+
+
+async def test_browsing_again_reports_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "BROWSE_AGAIN_S", 0.02)
+    first, second, third = advertisement(20), advertisement(21), advertisement(22)
+    async with running(first, 20) as one, running(second, 21):
+        await one.hears(found(second))
+        browsed_again, token = trio.Event(), trio.lowlevel.current_trio_token()
+        browsers: list[AsyncServiceBrowser] = []
+
+        def browse(*args: Any, **options: Any) -> AsyncServiceBrowser:  # noqa: ANN401 - handed on
+            browsers.append(AsyncServiceBrowser(*args, **options))
+            if len(browsers) == 10:  # both agents' browsers
+                token.run_sync_soon(browsed_again.set)
+            return browsers[-1]
+
+        monkeypatch.setattr(discovery, "AsyncServiceBrowser", browse)
+        with trio.fail_after(TIMEOUT_S):
+            await browsed_again.wait()
+        async with running(third, 22):
+            assert await one.next_event() == found(third)
+
+
+async def test_a_slow_reader_gets_the_latest_event_of_each_agent() -> None:
+    mailbox = discovery._Mailbox()  # noqa: SLF001 - what bounds its memory
+    for number in range(1000):
+        mailbox.put("x", Deaf(reason=str(number)))
+    send, receive = trio.open_memory_channel[Discovered](0)
+    async with send, receive, trio.open_nursery() as nursery:
+        nursery.start_soon(mailbox.deliver, send)
+        assert await receive.receive() == Deaf(reason="999")
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(trio.WouldBlock):
+            receive.receive_nowait()
+        nursery.cancel_scope.cancel()
+
+
+def test_v6_is_spoken_only_where_there_is_no_v4() -> None:
+    number, name = socket.if_nameindex()[0]
+    v6 = LocalAddress(interface=name, host="fe80::1", prefix_bits=64, kind="wired")
+    assert discovery._sockets_for((v6, LOOPBACK)) == ["127.0.0.1"]  # noqa: SLF001 - pure, but ours
+    assert discovery._sockets_for((v6,)) == [number]  # noqa: SLF001 - likewise
+
+
+def test_names_on_the_network_are_those_of_the_node() -> None:
+    own = advertisement(1)
+    conversation = discovery._Conversation(  # noqa: SLF001 - likewise
+        own,
+        node_key=key(1),
+        key=MESH,
+        counters=DiscoveryCounters(),
+        report=lambda *_: None,
+        ready=lambda: None,
+    )
+    conversation.move_to((LOOPBACK,))
+    service = conversation._service()  # noqa: SLF001 - likewise
+    node = own.node
+    assert (service.name, service.server) == (instance_name(node), host_name(node))
+    assert service.type == adverts.SERVICE_TYPE

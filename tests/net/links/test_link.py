@@ -1,0 +1,312 @@
+import socket
+import struct
+from collections.abc import Callable
+
+import pytest
+import trio
+import trio.testing
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from pmesh.core.wire.framing import frame
+from pmesh.core.wire.link import Leaving, encode
+from pmesh.errors import (
+    MeshKeyMismatch,
+    PeerUnreachable,
+    ProtocolError,
+)
+from pmesh.net.links.link import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, Link, shake_hands
+from pmesh.net.links.tls import TlsContexts, TlsFailed, TlsProtocol
+from tests.worlds.links import known, linked, outcomes, tcp_streams
+from tests.worlds.nodes import ADAS, BOB, BOBS_HELLO, OTHER_MESH, odd_leaf
+
+
+async def test_messages_arrive_in_order_both_ways() -> None:
+    async with linked() as (ada, bob):
+        sent = [known(size) for size in (0, 100_000, 0, 300, 40_000)] + [Leaving()] * 50
+        for message in sent:
+            ada.send(message)
+            bob.send(message)
+        assert [await bob.receive() for _ in sent] == sent
+        assert [await ada.receive() for _ in sent] == sent
+        assert ada.messages_sent == bob.messages_received == len(sent)
+        assert ada.bytes_sent == bob.bytes_received
+
+
+async def test_queued_messages_leave_in_one_record_and_one_send() -> None:
+    streams = trio.testing.memory_stream_pair()
+    sends = 0
+
+    async with linked(streams) as (ada, bob):
+        deliver = streams[0].send_stream.send_all_hook
+        assert deliver is not None
+
+        async def count() -> None:
+            nonlocal sends
+            sends += 1
+            await deliver()
+
+        streams[0].send_stream.send_all_hook = count
+        before = ada.bytes_sent
+        for _ in range(100):
+            ada.send(Leaving())
+        for _ in range(100):
+            await bob.receive()
+        assert sends == 1
+        record = 5 + 1 + 16  # header, content type, tag: RFC 8446, 5.2
+        assert ada.bytes_sent - before == record + 100 * len(frame(encode(Leaving())))
+
+
+async def test_a_receiver_may_give_up_and_come_back() -> None:
+    async with linked() as (ada, bob):
+        with trio.move_on_after(0):
+            await bob.receive()
+        ada.send(known(60_000))
+        assert await bob.receive() == known(60_000)
+
+
+async def test_a_flood_of_messages_leaves_other_tasks_their_turn() -> None:
+    async with linked() as (ada, bob):
+        for _ in range(100):
+            ada.send(Leaving())
+        await bob.receive()
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                await trio.lowlevel.checkpoint()
+                turns += 1
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(other)
+            for _ in range(99):
+                await bob.receive()
+            nursery.cancel_scope.cancel()
+        assert turns >= 90
+
+
+async def test_a_closed_link_delivers_what_was_queued_and_then_ends() -> None:
+    async with tcp_streams() as streams, linked(streams) as (ada, bob):
+        bob.send(known(100_000))  # unread by Ada: a plain close would reset the connection
+        await trio.testing.wait_all_tasks_blocked()
+        ada.send(Leaving())
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ada.aclose)
+            assert await bob.receive() == Leaving()
+            with pytest.raises(trio.EndOfChannel):
+                await bob.receive()
+            await bob.aclose()
+        await ada.aclose()  # again: nothing happens
+        ada.send(Leaving())  # dropped
+        with pytest.raises(trio.ClosedResourceError):
+            await ada.receive()
+
+
+async def test_a_reader_whose_end_is_the_writers_end_loses_no_farewell() -> None:
+    """As agents run a link: one nursery for both, and what ends the reader ends the writer."""
+    ada, bob = await outcomes(trio.testing.memory_stream_pair())
+    assert isinstance(ada, Link)
+    assert isinstance(bob, Link)
+
+    async def run() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ada.run_writer)
+            with pytest.raises(trio.ClosedResourceError):
+                await ada.receive()
+            nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run)
+        await trio.testing.wait_all_tasks_blocked()
+        ada.send(Leaving())
+        await trio.lowlevel.checkpoint()  # the writer has taken it
+        nursery.start_soon(ada.aclose)
+        assert await bob.receive() == Leaving()
+        with pytest.raises(trio.EndOfChannel):
+            await bob.receive()
+        await bob.aclose()
+
+
+async def test_closing_wakes_whoever_receives(autojump_clock: trio.testing.MockClock) -> None:
+    async with linked() as (ada, _), trio.open_nursery() as nursery:
+
+        async def receive() -> None:
+            with pytest.raises(trio.ClosedResourceError):
+                await ada.receive()
+
+        nursery.start_soon(receive)
+        await trio.testing.wait_all_tasks_blocked()
+        await ada.aclose()
+    assert autojump_clock.current_time() < 1
+
+
+async def test_closing_takes_half_a_second_at_most_when_the_peer_does_not_answer(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with linked() as (ada, _):
+        began = autojump_clock.current_time()
+        await ada.aclose()
+        assert autojump_clock.current_time() - began == pytest.approx(0.5)
+
+
+async def test_a_connection_without_a_goodbye_is_broken() -> None:
+    async with linked() as (ada, bob):
+        await trio.aclose_forcefully(ada._wire.stream)  # noqa: SLF001 - as a crash does
+        with pytest.raises(PeerUnreachable, match="without a goodbye"):
+            await bob.receive()
+        bob.send(Leaving())
+        await trio.testing.wait_all_tasks_blocked()  # the writer has noticed, and has ended
+        with pytest.raises(PeerUnreachable, match="broke"):
+            await bob.receive()
+        await bob.aclose()
+
+
+async def test_a_reset_connection_is_broken() -> None:
+    async with tcp_streams() as streams, linked(streams) as (_, bob):
+        assert isinstance(streams[0], trio.SocketStream)
+        # Closing with a linger time of 0 sends a reset.
+        streams[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        await streams[0].aclose()
+        with pytest.raises(PeerUnreachable, match="broke"):
+            await bob.receive()
+
+
+async def speak(link: Link, data: bytes) -> None:
+    await link._wire.send(data)  # noqa: SLF001 - as only a faulty member could
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xff\xff\xff\xff", frame(b"\xc1"), frame(encode(Leaving()) + b"!")]
+)
+async def test_a_member_that_sends_garbage_is_named(data: bytes) -> None:
+    async with linked() as (ada, bob):
+        await speak(ada, data)
+        with pytest.raises(ProtocolError, match="unknown:0"):
+            await bob.receive()
+
+
+async def test_a_forged_record_ends_the_link_and_is_not_blamed_on_the_peer() -> None:
+    async with linked() as (ada, bob):
+        await ada._wire.stream.send_all(b"\x17\x03\x03\x00\x20" + bytes(32))  # noqa: SLF001
+        with pytest.raises(PeerUnreachable, match=r"is garbled: .*bad record mac"):
+            await bob.receive()
+
+
+async def stuffed(link: Link, queue: Callable[[], None]) -> None:
+    """Stop the peer's reading, then queue."""
+    async with trio.open_nursery() as nursery:
+
+        async def receive() -> None:
+            with pytest.raises(PeerUnreachable, match="has stopped reading"):
+                await link.receive()
+
+        nursery.start_soon(receive)
+        await trio.testing.wait_all_tasks_blocked()
+        queue()
+    with pytest.raises(PeerUnreachable, match="has stopped reading"):
+        await link.receive()
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [(0, MAX_QUEUED_MESSAGES), (200_000, MAX_QUEUED_BYTES // 200_000)],
+)
+async def test_a_peer_that_stops_reading_ends_the_link(size: int, count: int) -> None:
+    message = known(size)
+    queued = len(frame(encode(message))) if size else 0
+    count = MAX_QUEUED_BYTES // queued if queued else count
+    async with linked() as (ada, _):
+
+        def queue() -> None:
+            for _ in range(count + 1):
+                ada.send(message)
+
+        await stuffed(ada, queue)
+        await trio.testing.wait_all_tasks_blocked()
+        assert ada.messages_sent == 0
+        assert not ada._queue  # noqa: SLF001 - the memory is free
+        began = trio.current_time()
+        await ada.aclose()  # at once: nobody listens
+        assert trio.current_time() - began < 0.4
+
+
+async def test_a_full_queue_is_still_delivered() -> None:
+    async with linked() as (ada, bob):
+        for _ in range(MAX_QUEUED_MESSAGES):
+            ada.send(Leaving())
+        for _ in range(MAX_QUEUED_MESSAGES):
+            await bob.receive()
+        ada.send(Leaving())
+        assert await bob.receive() == Leaving()
+
+
+async def test_what_has_been_sent_no_longer_counts_as_queued() -> None:
+    async with linked() as (ada, bob):
+        message = known(200_000)
+        for _ in range(MAX_QUEUED_BYTES // 200_000 + 2):
+            ada.send(message)
+            assert await bob.receive() == message
+
+
+async def test_a_member_can_not_pass_its_late_failure_off_as_another_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed = TlsFailed(other_key=True, detail="tlsv1 alert unknown ca")
+    async with linked() as (_, bob):
+        monkeypatch.setattr(bob._wire.tls, "next_event", lambda: failed)  # noqa: SLF001
+        with pytest.raises(PeerUnreachable, match="is garbled: tlsv1 alert unknown ca"):
+            await bob.receive()
+
+
+async def test_no_goodbye_goes_into_the_middle_of_a_record() -> None:
+    streams = trio.testing.memory_stream_pair()
+    async with linked(streams) as (ada, bob):
+        deliver = streams[0].send_stream.send_all_hook
+        assert deliver is not None
+
+        async def deliver_and_stall() -> None:
+            await deliver()
+            await trio.sleep_forever()
+
+        streams[0].send_stream.send_all_hook = deliver_and_stall
+        ada.send(Leaving())
+        await trio.testing.wait_all_tasks_blocked()
+        ada._writing.cancel()  # noqa: SLF001 - as the agent's nursery does
+        await trio.testing.wait_all_tasks_blocked()
+        before = ada.bytes_sent
+        await ada.aclose()
+        assert ada.bytes_sent == before
+        assert await bob.receive() == Leaving()
+        with pytest.raises(PeerUnreachable, match="without a goodbye"):
+            await bob.receive()
+
+
+async def test_closing_a_broken_link_is_quiet() -> None:
+    async with linked() as (ada, bob):
+        await trio.aclose_forcefully(bob._wire.stream)  # noqa: SLF001 - as a crash does
+        ada._writing.cancel()  # noqa: SLF001 - so that aclose itself finds out
+        ada.send(Leaving())
+        await ada.aclose()
+
+
+async def test_a_late_verdict_reaches_the_dialler_as_another_key() -> None:
+    """A server's alert after the client's handshake (TLS 1.3), without the server's Hello."""
+    ours, theirs = trio.testing.memory_stream_pair()
+    server = TlsProtocol(ADAS, server_side=True)
+    forged = TlsContexts.of(
+        odd_leaf(Ed25519PrivateKey.from_private_bytes(BOB.seed), mesh_key=OTHER_MESH)
+    )
+
+    async def serve() -> None:
+        while True:
+            server.receive_data(await theirs.receive_some())
+            end = server.next_event()
+            await theirs.send_all(server.data_to_send())
+            if end is not None:
+                await theirs.send_eof()
+                return
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serve)
+        with pytest.raises(MeshKeyMismatch):
+            await shake_hands(ours, contexts=forged, server_side=False, hello=BOBS_HELLO)

@@ -1,0 +1,319 @@
+import errno
+import itertools
+
+import pytest
+import trio
+import trio.testing
+
+from pmesh.errors import ProtocolError, UsageError
+from pmesh.net.local.arena_pools import (
+    IDLE_S,
+    MAX_ARENAS,
+    MAX_INPUT_ARENAS,
+    MAX_LENT,
+    ArenaBudget,
+    ArenaShare,
+    InputArenas,
+    OutputArenas,
+    SessionArenas,
+)
+from pmesh.net.local.arenas import SMALLEST_BYTES
+from tests.worlds.lanes import share_of_one
+
+MIB = 1024 * 1024
+
+
+def output_arenas(limit_bytes: int = 64 * MIB) -> OutputArenas:
+    return OutputArenas(itertools.count(), share_of_one(limit_bytes))
+
+
+def input_arenas(limit_bytes: int = 64 * MIB) -> InputArenas:
+    return InputArenas(itertools.count(), share_of_one(limit_bytes))
+
+
+async def test_a_released_arena_serves_the_next_op_of_its_size() -> None:
+    pool = output_arenas()
+    first = await pool.acquire(100_000)
+    second = await pool.acquire(100_000)
+    assert second is not first
+    pool.release(first)
+    assert await pool.acquire(90_000) is first
+    await pool.aclose()
+
+
+async def test_what_a_trainer_may_still_read_is_not_written_by_its_next_op() -> None:
+    pool = output_arenas()
+    read = await pool.acquire(100_000)
+    pool.release(read)  # it is stable already
+    written = await pool.acquire(100_000)
+    assert written is not read
+    pool.release(written)
+    assert await pool.acquire(100_000) is read
+    await pool.aclose()
+
+
+async def test_the_smallest_that_fits_is_taken() -> None:
+    pool = output_arenas()
+    large, small = await pool.acquire(3 * SMALLEST_BYTES), await pool.acquire(2 * SMALLEST_BYTES)
+    await pool.acquire(SMALLEST_BYTES)
+    pool.release(large)
+    pool.release(small)
+    assert await pool.acquire(2 * SMALLEST_BYTES) is small
+    await pool.aclose()
+
+
+async def test_one_more_than_four_times_too_large_stays_free_for_larger_ops() -> None:
+    pool = output_arenas()
+    large = await pool.acquire(5 * SMALLEST_BYTES)
+    pool.release(large)
+    assert await pool.acquire(10) is not large
+    assert await pool.acquire(4 * SMALLEST_BYTES) is large
+    await pool.aclose()
+
+
+async def test_idle_arenas_go_when_a_new_one_is_made(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    pool = output_arenas()
+    old = await pool.acquire(10)
+    pool.release(old)
+    autojump_clock.jump(IDLE_S / 2)
+    recent = await pool.acquire(5 * SMALLEST_BYTES)
+    pool.release(recent)
+    autojump_clock.jump(IDLE_S / 2)
+    assert pool.take_gone() == ()
+    await pool.acquire(MIB * 4)
+    assert pool.take_gone() == (old.number,)
+    assert pool.take_gone() == ()
+    assert await pool.acquire(5 * SMALLEST_BYTES) is recent
+    await pool.aclose()
+
+
+async def test_free_arenas_give_way_before_the_limit_refuses_an_op() -> None:
+    pool = output_arenas(limit_bytes=4 * MIB)
+    first = await pool.acquire(3 * MIB)
+    with pytest.raises(UsageError, match="hold 3 MiB, 4 MiB are allowed"):
+        await pool.acquire(2 * MIB)
+    pool.release(first)
+    second = await pool.acquire(4 * MIB)
+    assert pool.nbytes == second.nbytes == 4 * MIB
+    await pool.aclose()
+    assert pool.nbytes == 0
+
+
+async def test_a_trainer_cannot_use_up_the_descriptors() -> None:
+    arenas = input_arenas()
+    for _ in range(MAX_INPUT_ARENAS):  # two for the residuals of each bucket, and the values
+        await arenas.create(1)
+    with pytest.raises(UsageError):
+        await arenas.create(1)
+    await arenas.aclose()
+    pool = output_arenas()
+    for _ in range(MAX_ARENAS):
+        await pool.acquire(1)
+    with pytest.raises(UsageError):
+        await pool.acquire(1)
+    await pool.aclose()
+
+
+async def test_a_claim_of_a_terabyte_is_refused_before_any_memory_is_touched() -> None:
+    arenas = SessionArenas(share_of_one(2**32))
+    with pytest.raises(UsageError, match="smaller arrays"):
+        await arenas.inputs.create(2**50)
+    assert arenas.inputs.nbytes == 0
+    await arenas.aclose()
+
+
+async def test_numbers_are_unique_across_both_kinds() -> None:
+    arenas = SessionArenas(share_of_one(MIB))
+    numbers = [
+        (await arenas.inputs.create(1)).number,
+        (await arenas.outputs.acquire(1)).number,
+        (await arenas.inputs.create(1)).number,
+    ]
+    assert len(set(numbers)) == 3
+    await arenas.aclose()
+
+
+async def test_closing_completes_though_cancelled() -> None:
+    pool = output_arenas()
+    arena = await pool.acquire(2 * MIB)
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await pool.aclose()
+    with pytest.raises(ValueError, match="released"):
+        arena.memory[0]
+
+
+async def test_an_op_holds_an_input_that_the_trainer_has_dropped() -> None:
+    arenas = input_arenas()
+    arena = await arenas.create(10)
+    assert arenas.hold(arena.number, 10) is arena
+    arenas.drop(arena.number)
+    assert await arenas.create(10) is not arena
+    arenas.release(arena)
+    assert await arenas.create(10) is arena
+    await arenas.aclose()
+
+
+async def test_the_trainer_keeps_an_input_whose_op_has_ended() -> None:
+    arenas = input_arenas()
+    arena = await arenas.create(10)
+    arenas.hold(arena.number, 10)
+    arenas.release(arena)
+    assert await arenas.create(10) is not arena
+    assert arenas.hold(arena.number, 10) is arena
+    await arenas.aclose()
+
+
+async def test_an_input_that_the_trainer_does_not_have_is_refused() -> None:
+    arenas = input_arenas()
+    arena = await arenas.create(10)
+    with pytest.raises(ProtocolError, match="no arena 99"):
+        arenas.hold(99, 0)
+    for nbytes, offset in ((arena.nbytes + 1, 0), (8, arena.nbytes - 7), (8, -1), (0, 2**70)):
+        with pytest.raises(ProtocolError, match="in an arena of"):
+            arenas.hold(arena.number, nbytes, offset=offset)
+    arenas.drop(arena.number)
+    for use in (arenas.drop, lambda number: arenas.hold(number, 0)):
+        with pytest.raises(ProtocolError):
+            use(arena.number)
+    await arenas.aclose()
+
+
+async def test_what_is_lent_serves_no_other_op_until_it_comes_back() -> None:
+    arenas = output_arenas()
+    arena, last = await arenas.acquire(10), await arenas.acquire(10)
+    assert arenas.lend(arena)
+    arenas.release(arena)  # it is stable
+    assert await arenas.acquire(10) not in {arena, last}
+    assert arena.number in arenas
+    arenas.drop(arena.number)
+    assert await arenas.acquire(10) is arena
+    with pytest.raises(ProtocolError):
+        arenas.drop(arena.number)
+    await arenas.aclose()
+
+
+async def test_what_others_may_still_fetch_stays_though_the_trainer_has_dropped_it() -> None:
+    arenas = output_arenas()
+    arena = await arenas.acquire(10)
+    assert arenas.lend(arena)
+    arenas.drop(arena.number)
+    await arenas.acquire(10)
+    assert await arenas.acquire(10) is not arena
+    arenas.release(arena)
+    assert await arenas.acquire(10) is arena
+    await arenas.aclose()
+
+
+async def test_a_trainer_that_keeps_all_results_leaves_arenas_for_ops() -> None:
+    arenas = output_arenas()
+    lent = [arenas.lend(await arenas.acquire(1)) for _ in range(MAX_ARENAS)]
+    assert lent == [True] * MAX_LENT + [False] * (MAX_ARENAS - MAX_LENT)
+    await arenas.aclose()
+    arenas = output_arenas(limit_bytes=8 * MIB)
+    assert [arenas.lend(await arenas.acquire(3 * MIB)) for _ in range(2)] == [True, False]
+    await arenas.aclose()
+
+
+async def test_the_trainer_drops_an_arena_of_either_kind() -> None:
+    arenas = SessionArenas(share_of_one(64 * MIB))
+    given, lent = await arenas.inputs.create(1), await arenas.outputs.acquire(1)
+    assert arenas.outputs.lend(lent)
+    for arena in (given, lent):
+        arenas.drop(arena.number)
+        with pytest.raises(ProtocolError, match="holds no arena"):
+            arenas.drop(arena.number)
+    await arenas.aclose()
+
+
+# --- what all programs have together
+
+
+async def test_a_program_has_half_of_what_the_others_leave_over_all_its_sessions() -> None:
+    budget = ArenaBudget(files=1000, nbytes=24 * MIB)
+    one, again = (SessionArenas(ArenaShare(budget, 1)) for _ in range(2))
+    other = SessionArenas(ArenaShare(budget, 2))
+    await one.inputs.create(8 * MIB)
+    await again.outputs.acquire(4 * MIB)
+    with pytest.raises(UsageError, match="hold 12 MiB, 12 MiB are allowed"):
+        await again.inputs.create(MIB)
+    await other.inputs.create(6 * MIB)
+    with pytest.raises(UsageError, match="half of what other programs leave of 24 MiB"):
+        await other.inputs.create(MIB)
+    await one.aclose()
+    await again.aclose()
+    await other.outputs.acquire(6 * MIB)
+    await other.aclose()
+    assert (budget.memory.held, budget.files.held) == (0, 0)
+
+
+async def test_descriptors_of_all_sessions_together_are_bounded_and_named() -> None:
+    budget = ArenaBudget(files=8, nbytes=2**40)
+    everyone = [SessionArenas(ArenaShare(budget, pid)) for pid in range(20)]
+    refusals = list[str]()
+    for arenas in everyone:
+        for _ in range(10):
+            try:
+                await arenas.inputs.create(1)
+            except UsageError as e:
+                refusals.append(str(e))
+    assert budget.files.held == 8
+    assert refusals[0].startswith("no file descriptor for one more arena: this program has 4, 4 ")
+    assert "ulimit -n" in refusals[0]
+    for arenas in everyone:
+        await arenas.aclose()
+    assert budget.files.held == 0
+
+
+async def test_what_rests_in_another_program_makes_way(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    budget = ArenaBudget(files=1000, nbytes=24 * MIB)
+    one, other = (SessionArenas(ArenaShare(budget, pid)) for pid in (1, 2))
+    resting = await one.outputs.acquire(12 * MIB)
+    one.outputs.release(resting)
+    with pytest.raises(UsageError):
+        await other.outputs.acquire(12 * MIB)
+    autojump_clock.jump(IDLE_S)
+    await other.outputs.acquire(12 * MIB)
+    assert one.outputs.take_gone() == (resting.number,)
+    await one.aclose()
+    await other.aclose()
+
+
+async def test_memory_that_is_being_made_counts_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = ArenaBudget(files=1000, nbytes=16 * MIB)
+    arenas = SessionArenas(ArenaShare(budget, 1))
+    made, go_on = trio.Event(), trio.Event()
+
+    async def slow(*_: object) -> None:
+        made.set()
+        await go_on.wait()
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    async def ask() -> None:
+        with pytest.raises(OSError, match="Cannot allocate"):
+            await arenas.inputs.create(8 * MIB)
+
+    async with trio.open_nursery() as nursery:
+        with monkeypatch.context() as patch:
+            patch.setattr(trio.to_thread, "run_sync", slow)
+            nursery.start_soon(ask)
+            await made.wait()
+        with pytest.raises(UsageError):
+            await arenas.inputs.create(MIB)
+        go_on.set()
+    assert (budget.memory.held, budget.files.held) == (0, 0)
+    await arenas.inputs.create(8 * MIB)
+    await arenas.aclose()
+
+
+async def test_too_many_arenas_of_one_session_are_named_as_such() -> None:
+    pool = output_arenas()
+    for _ in range(MAX_ARENAS):
+        await pool.acquire(1)
+    with pytest.raises(UsageError, match="has 64 output arenas"):
+        await pool.acquire(1)
+    await pool.aclose()

@@ -1,0 +1,177 @@
+"""Whether another process has been stopped or has ended: of real ones, and by macOS's words."""
+
+import errno
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Generator
+
+import psutil
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from pmesh.net.local.processes import is_stopped, wait_for_exit
+
+
+@pytest.fixture
+def process() -> Generator["subprocess.Popen[bytes]"]:
+    """Another process, which waits to be told to end."""
+    arguments = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def test_a_process_that_was_stopped_is_and_one_that_waits_or_goes_on_is_not(
+    process: "subprocess.Popen[bytes]",
+) -> None:
+    assert not is_stopped(process.pid)
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+    assert is_stopped(process.pid)
+    process.send_signal(signal.SIGCONT)
+    os.waitpid(process.pid, os.WCONTINUED)
+    assert not is_stopped(process.pid)
+
+
+def test_a_process_that_is_gone_is_not_stopped(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
+    assert not is_stopped(process.pid)
+
+
+@pytest.mark.parametrize(
+    ("status", "stopped"),
+    [
+        (psutil.STATUS_STOPPED, True),  # macOS: SSTOP
+        (psutil.STATUS_TRACING_STOP, True),
+        (psutil.STATUS_RUNNING, False),
+        (psutil.STATUS_IDLE, False),
+        (psutil.STATUS_ZOMBIE, False),
+    ],
+)
+def test_each_state_that_psutil_knows_is_read_alike_on_every_system(
+    monkeypatch: pytest.MonkeyPatch, status: str, *, stopped: bool
+) -> None:
+    monkeypatch.setattr(psutil.Process, "status", lambda _: status)
+    assert is_stopped(os.getpid()) is stopped
+
+
+def test_a_process_that_may_not_be_looked_at_is_not_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(process: psutil.Process) -> str:
+        raise psutil.AccessDenied(process.pid)
+
+    monkeypatch.setattr(psutil.Process, "status", refuse)
+    assert not is_stopped(os.getpid())
+
+
+def test_where_no_descriptor_is_left_nobody_is_taken_to_be_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: psutil.Process) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(psutil.Process, "status", refuse)
+    assert not is_stopped(os.getpid())
+
+
+async def test_a_process_is_waited_for_until_it_ends(process: "subprocess.Popen[bytes]") -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait_for_exit, process.pid)
+        await wait_all_tasks_blocked()
+        assert len(nursery.child_tasks) == 1
+        process.kill()
+    process.wait()
+    await wait_for_exit(process.pid)  # nobody has this number now
+
+
+async def test_where_no_descriptor_is_left_nobody_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with pytest.raises(OSError, match="Too many"):
+        await wait_for_exit(os.getpid())
+
+
+SYS_EVENT_H = {
+    "FILTER_PROC": -5,
+    "NOTE_EXIT": 0x80000000,
+    "EV_ADD": 0x1,
+    "EV_DELETE": 0x2,
+    "EV_ONESHOT": 0x10,
+}
+
+
+class Queue:
+    """As much of macOS's kqueue as is asked of it."""
+
+    def __init__(self) -> None:
+        self.gone = False
+        self.told: list[tuple[int, ...]] = []
+
+    def control(self, events: list[tuple[int, ...]], most: int) -> None:
+        assert most == 0
+        if self.gone:
+            raise ProcessLookupError
+        self.told += events
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    """This is macOS, as far as `wait_for_exit` sees."""
+    found, waiting = Queue(), set[tuple[int, int]]()
+
+    async def wait_kevent(
+        ident: int, kind: int, abort: Callable[[object], trio.lowlevel.Abort]
+    ) -> None:
+        if (ident, kind) in waiting:  # as trio says it
+            raise trio.BusyResourceError
+        waiting.add((ident, kind))
+        await trio.lowlevel.wait_task_rescheduled(abort)
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(trio.lowlevel, "current_kqueue", lambda: found, raising=False)
+    monkeypatch.setattr(trio.lowlevel, "wait_kevent", wait_kevent, raising=False)
+    monkeypatch.setattr(select, "kevent", lambda *event: event, raising=False)
+    for name, value in SYS_EVENT_H.items():
+        monkeypatch.setattr(select, f"KQ_{name}", value, raising=False)
+    return found
+
+
+async def test_on_macos_the_kernel_queue_tells(queue: Queue) -> None:
+    """`man kqueue`: EVFILT_PROC with NOTE_EXIT, once."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait_for_exit, 77)
+        await wait_all_tasks_blocked()
+        assert len(nursery.child_tasks) == 1
+        nursery.cancel_scope.cancel()
+    once = SYS_EVENT_H["EV_ADD"] | SYS_EVENT_H["EV_ONESHOT"]
+    flags = (once, SYS_EVENT_H["EV_DELETE"])
+    kind, note = SYS_EVENT_H["FILTER_PROC"], SYS_EVENT_H["NOTE_EXIT"]
+    assert queue.told == [(77, kind, flag, note) for flag in flags]
+
+
+async def test_on_macos_a_process_that_has_ended_before_is_not_waited_for(queue: Queue) -> None:
+    """`man kqueue`: ESRCH."""
+    queue.gone = True
+    await wait_for_exit(77)
+    assert not queue.told
+
+
+async def test_on_macos_one_task_only_can_wait_for_a_process(queue: Queue) -> None:
+    """A program with two connections: the second's end is seen by looking."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait_for_exit, 77)
+        await wait_all_tasks_blocked()
+        with pytest.raises(OSError, match="another task"):
+            await wait_for_exit(77)
+        assert queue.told
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,394 @@
+""" """
+
+import array
+import errno
+import os
+import socket
+import struct
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from pmesh.core.wire.framing import FrameReader, frame
+from pmesh.core.wire.local import (
+    AskStatus,
+    DropArena,
+    Leave,
+    Reply,
+    Status,
+    StopAgent,
+    Stopping,
+    decode_reply_untrusted,
+    encode,
+)
+from pmesh.errors import AgentAlreadyRunning, ConfigError
+from pmesh.net.local import sessions
+from pmesh.net.local.sessions import (
+    MAX_VISITORS,
+    PeerCredentials,
+    Session,
+    SessionCounters,
+    serve_sessions,
+)
+
+# ruff: noqa: ASYNC240 - looking at a temporary directory blocks for microseconds
+
+
+ASK = frame(encode(AskStatus()))
+
+
+async def echo(session: Session) -> None:
+    """Answers each AskStatus with a Status, until the program leaves."""
+    first = await session.receive()
+    session.stay()
+    if isinstance(first, Leave):
+        return
+    await session.send(Status(json=b"{}"))
+    while not isinstance(await session.receive(), Leave):
+        await session.send(Status(json=b"{}"))
+
+
+@asynccontextmanager
+async def serving(
+    path: Path, handler: Callable[[Session], Awaitable[object]] = echo
+) -> AsyncGenerator[SessionCounters]:
+    counters = SessionCounters()
+    async with trio.open_nursery() as nursery:
+
+        async def serve(*, task_status: trio.TaskStatus[None]) -> None:
+            await serve_sessions(path, handler, counters=counters, task_status=task_status)
+
+        await nursery.start(serve)
+        yield counters
+        nursery.cancel_scope.cancel()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "agent.sock"
+
+
+async def reply_on(stream: trio.SocketStream) -> Reply:
+    reader = FrameReader(max_bytes=1 << 20)
+    while (message := reader.next_message_untrusted()) is None:
+        data = await stream.receive_some()
+        assert data, "the server closed the session"
+        reader.receive_data(data)
+    return decode_reply_untrusted(message)
+
+
+async def test_a_request_is_answered_on_its_own_session(path: Path) -> None:
+    async with serving(path), await trio.open_unix_socket(path) as stream:
+        for _ in range(3):
+            await stream.send_all(ASK)
+            assert await reply_on(stream) == Status(json=b"{}")
+
+
+async def test_requests_arrive_whole_however_they_are_cut(path: Path) -> None:
+    received: list[object] = []
+    done = trio.Event()
+
+    async def collect(session: Session) -> None:
+        received.extend([await session.receive() for _ in range(3)])
+        done.set()
+
+    async with serving(path, collect), await trio.open_unix_socket(path) as stream:
+        data = b"".join(frame(encode(m)) for m in (AskStatus(), DropArena(5), StopAgent()))
+        for i in range(0, len(data), 3):
+            await stream.send_all(data[i : i + 3])
+        await done.wait()
+    assert received == [AskStatus(), DropArena(5), StopAgent()]
+
+
+async def test_the_socket_is_the_users_alone_and_goes_with_the_server(path: Path) -> None:
+    async with serving(path):
+        assert path.lstat().st_mode & 0o777 == 0o600
+    assert not path.exists()
+
+
+async def test_a_session_knows_the_pid_of_its_program(path: Path) -> None:
+    pids: list[int] = []
+
+    async def note(session: Session) -> None:
+        pids.append(session.pid)
+        await session.send(Stopping(pid=0))
+
+    async with serving(path, note), await trio.open_unix_socket(path) as stream:
+        await stream.send_all(ASK)
+        await reply_on(stream)
+    assert pids == [os.getpid()]
+
+
+async def test_a_socket_left_by_a_killed_agent_is_replaced_silently(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+    assert path.exists()
+    async with serving(path), await trio.open_unix_socket(path) as stream:
+        await stream.send_all(ASK)
+        await reply_on(stream)
+
+
+async def test_a_live_agents_socket_is_left_alone(path: Path) -> None:
+    async with serving(path):
+        with pytest.raises(AgentAlreadyRunning, match="pmesh down"):
+            await serve_sessions(path, echo, counters=SessionCounters())
+        async with await trio.open_unix_socket(path) as stream:
+            await stream.send_all(ASK)
+            await reply_on(stream)
+
+
+async def test_a_live_agent_with_a_full_queue_is_not_taken_for_dead(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX) as live:
+        live.bind(str(path))
+
+        def full(self: socket.socket, address: str) -> int:
+            del self, address
+            return errno.EAGAIN
+
+        monkeypatch.setattr(socket.socket, "connect_ex", full)
+        with pytest.raises(AgentAlreadyRunning):
+            await serve_sessions(path, echo, counters=SessionCounters())
+    assert path.exists()
+
+
+async def test_a_file_in_the_way_is_named_and_kept(path: Path) -> None:
+    path.write_text("precious")
+    with pytest.raises(ConfigError, match="is not a socket"):
+        await serve_sessions(path, echo, counters=SessionCounters())
+    assert path.read_text() == "precious"
+
+
+async def test_a_path_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    missing = tmp_path / "none" / "agent.sock"
+    with pytest.raises(ConfigError, match=str(missing)):
+        await serve_sessions(missing, echo, counters=SessionCounters())
+
+
+async def test_a_socket_that_another_agent_has_made_meanwhile_is_not_removed(path: Path) -> None:
+    async with serving(path):
+        path.unlink()
+        with socket.socket(socket.AF_UNIX) as other:
+            other.bind(str(path))
+            made = path.lstat().st_ino
+    assert path.lstat().st_ino == made
+
+
+async def test_another_user_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stranger(connection: object) -> PeerCredentials:
+        del connection
+        return PeerCredentials(pid=1, uid=os.getuid() + 1)
+
+    monkeypatch.setattr(sessions, "credentials_of", stranger)
+    async with serving(path) as counters, await trio.open_unix_socket(path) as stream:
+        assert await stream.receive_some() == b""
+        assert counters == SessionCounters(accepted=1, refused=1)
+
+
+async def test_who_is_gone_before_it_is_looked_at_does_no_harm(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(connection: object) -> PeerCredentials:
+        del connection
+        raise OSError(errno.ENOTCONN, "gone")
+
+    async with serving(path):
+        with monkeypatch.context() as patch:
+            patch.setattr(sessions, "credentials_of", gone)
+            async with await trio.open_unix_socket(path) as stream:
+                assert await stream.receive_some() == b""
+        async with await trio.open_unix_socket(path) as stream:
+            await stream.send_all(ASK)
+            await reply_on(stream)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\xff\xff\xff\xff",  # 4 GiB
+        frame(b""),
+        frame(b"GET / HTTP/1.1"),
+        frame(encode(Status(json=b"a reply is not a request"))),
+    ],
+)
+async def test_garbage_ends_its_own_session_and_no_other(path: Path, garbage: bytes) -> None:
+    async with serving(path) as counters, await trio.open_unix_socket(path) as good:
+        await good.send_all(ASK)
+        await reply_on(good)
+        for before in (b"", ASK):  # as the first thing, and after a request
+            async with await trio.open_unix_socket(path) as bad:
+                await bad.send_all(before)
+                if before:
+                    await reply_on(bad)
+                await bad.send_all(garbage)
+                with pytest.raises((AssertionError, trio.BrokenResourceError)):
+                    await reply_on(bad)
+        await good.send_all(ASK)
+        await reply_on(good)
+        assert counters == SessionCounters(accepted=3, garbage=2)
+
+
+async def test_who_says_nothing_is_closed_after_a_while(
+    path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    del autojump_clock
+    async with serving(path) as counters, await trio.open_unix_socket(path) as stream:
+        start = trio.current_time()
+        assert await stream.receive_some() == b""
+        assert trio.current_time() - start == sessions.VISIT_S
+        assert counters == SessionCounters(accepted=1, silent=1)
+
+
+async def test_who_has_spoken_once_may_be_silent_for_long(
+    path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    del autojump_clock
+    async with serving(path), await trio.open_unix_socket(path) as stream:
+        await stream.send_all(ASK)
+        await reply_on(stream)
+        await trio.sleep(3600)
+        await stream.send_all(ASK)
+        await reply_on(stream)
+
+
+async def test_many_that_never_speak_push_each_other_out_and_nobody_else(path: Path) -> None:
+    async with serving(path) as counters, await trio.open_unix_socket(path) as good:
+        await good.send_all(ASK)
+        await reply_on(good)
+        silent = [await trio.open_unix_socket(path) for _ in range(MAX_VISITORS + 3)]
+        for stream in silent[:3]:
+            assert await stream.receive_some() == b""
+        await good.send_all(ASK)
+        await reply_on(good)
+        assert counters.silent == 3
+        await silent[-1].send_all(ASK)  # the youngest is still there
+        await reply_on(silent[-1])
+        for stream in silent:
+            await stream.aclose()
+
+
+async def test_who_does_not_read_its_answer_is_closed_after_a_while(
+    path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    async def answer_at_length(session: Session) -> None:
+        await session.receive()
+        await session.send(Status(json=bytes(2**20 - 100)))
+
+    del autojump_clock
+    async with serving(path, answer_at_length) as counters:
+        stream = await trio.open_unix_socket(path)
+        await stream.send_all(ASK)
+        await trio.sleep(sessions.VISIT_S + 0.1)
+        assert counters.silent == 1
+        await stream.aclose()
+
+
+async def test_who_is_pushed_out_while_it_decides_to_stay_is_gone(path: Path) -> None:
+    ended = trio.Event()
+
+    async def stay_late(session: Session) -> None:
+        try:
+            with trio.CancelScope(shield=True):
+                await session.receive()
+            session.stay()
+            await trio.sleep_forever()
+        finally:
+            ended.set()
+
+    async with serving(path, stay_late):
+        late = await trio.open_unix_socket(path)
+        others = [await trio.open_unix_socket(path) for _ in range(MAX_VISITORS)]
+        await trio.testing.wait_all_tasks_blocked()
+        await late.send_all(ASK)
+        await ended.wait()
+        for stream in (late, *others):
+            await stream.aclose()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
+async def test_a_system_out_of_descriptors_costs_the_oldest_visitor_and_a_moment(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    autojump_clock: trio.testing.MockClock,
+    number: int,
+) -> None:
+    failures = list[OSError]()
+    real = trio.SocketListener.accept
+
+    async def accept(listener: trio.SocketListener) -> trio.SocketStream:
+        await trio.lowlevel.wait_readable(listener.socket)
+        if failures:
+            raise failures.pop()
+        return await real(listener)
+
+    monkeypatch.setattr(trio.SocketListener, "accept", accept)
+    async with serving(path) as counters, await trio.open_unix_socket(path) as good:
+        await good.send_all(ASK)
+        await reply_on(good)
+        async with await trio.open_unix_socket(path) as silent:
+            await trio.testing.wait_all_tasks_blocked()
+            failures += [OSError(number, "too many")] * 2
+            async with await trio.open_unix_socket(path) as late:
+                assert await silent.receive_some() == b""
+                await late.send_all(ASK)
+                await reply_on(late)
+        assert (counters.out_of_files, counters.silent) == (2, 1)
+        assert autojump_clock.current_time() < 1
+        await good.send_all(ASK)  # who stays is not pushed out
+        await reply_on(good)
+
+
+async def test_a_broken_listener_ends_the_server(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(_: trio.SocketListener) -> trio.SocketStream:
+        await trio.lowlevel.checkpoint()
+        raise OSError(errno.EBADF, "bad file descriptor")
+
+    monkeypatch.setattr(trio.SocketListener, "accept", broken)
+    with pytest.raises(ExceptionGroup) as caught:
+        await serve_sessions(path, echo, counters=SessionCounters())
+    assert caught.group_contains(OSError, match="bad file")
+
+
+async def test_a_bug_in_a_handler_is_not_hidden(path: Path) -> None:
+    async def broken(session: Session) -> None:
+        raise ZeroDivisionError(session)
+
+    async def meet_the_bug() -> None:
+        async with serving(path, broken), await trio.open_unix_socket(path) as stream:
+            await stream.send_all(ASK)
+            await trio.sleep_forever()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await meet_the_bug()
+    assert caught.group_contains(ZeroDivisionError)
+
+
+class FakeMac:
+    """A Unix socket as macOS has it: only getsockopt, answered from sys/ucred.h."""
+
+    def __init__(self, *, version: int = 0) -> None:
+        self._version = version
+
+    def getsockopt(self, level: int, option: int, buffersize: int, /) -> bytes:
+        assert level == 0  # SOL_LOCAL
+        if option == 1:  # LOCAL_PEERCRED
+            assert buffersize == 76  # sizeof(struct xucred)
+            groups = array.array("I", [20, 12] + [0] * 14).tobytes()
+            return struct.pack("=IIhxx", self._version, 501, 2) + groups
+        assert (option, buffersize) == (2, 4)  # LOCAL_PEERPID
+        return (4321).to_bytes(4, "little")
+
+
+def test_on_macos_the_kernel_is_asked_in_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert sessions.credentials_of(FakeMac()) == PeerCredentials(pid=4321, uid=501)
+    with pytest.raises(OSError, match="version 1"):
+        sessions.credentials_of(FakeMac(version=1))

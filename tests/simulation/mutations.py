@@ -1,0 +1,401 @@
+"""Rules of the design, each taken out by replacing one function: the simulation must notice.
+
+`python -m simulation.seeds 300 --mutation no_refusal` runs seeds without a rule.
+"""
+# ruff: noqa: SLF001 - a rule mostly is a private function
+# ruff: noqa: ANN401, ARG001 - a replacement takes what the original takes, whatever it needs
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import msgspec
+
+from pmesh.core.jobs import op_log
+from pmesh.core.jobs.op_log import Ledger
+from pmesh.core.values import Roster, Trainer, View
+from pmesh.core.views import agreement, leader, outcomes, quorum, rosters, stall_guard, state
+from pmesh.core.views.state import Fence, Install, Peer, State, Step
+from pmesh.core.wire.link import Propose
+from pmesh.ids import Epoch, Incarnation, Member
+from simulation import lane_messages, ops
+from simulation.agents import Agent
+from simulation.local_jobs import LocalJobs
+from simulation.ranks import LocalRank
+from tests.simulation import op_rules as without
+
+Function: TypeAlias = Callable[..., Any]
+
+
+class Mutation:
+    """One rule less, while its context is open."""
+
+    def __init__(
+        self, rule: str, *swaps: tuple[Function, Function], owner: type | None = None
+    ) -> None:
+        """Each swap is a function and its replacement, wherever it has been imported to.
+
+        `owner` is the class, if they are methods.
+        """
+        self.rule = rule
+        self._swaps = swaps
+        self._owner = owner
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with ExitStack() as undo:
+            for original, replacement in self._swaps:
+                name = original.__name__
+                ours = ("pmesh.", "simulation.")
+                modules = [m for n, m in list(sys.modules.items()) if n.startswith(ours)]
+                places = [m for m in modules if getattr(m, name, None) is original]
+                for place in places if self._owner is None else [self._owner]:
+                    undo.callback(setattr, place, name, original)
+                    setattr(place, name, replacement)
+            yield
+
+
+# --- V1
+
+_receive_proposal = agreement._receive_proposal
+_propose = leader.propose
+_receive_commit = agreement._receive_commit
+_first_state = agreement.first_state
+
+
+def _accept_below_promise(state: State, sender: Member, message: Propose, *rest: Any) -> Step:
+    if message.epoch < state.promised:
+        state = replace(state, promised=state.view.epoch)
+    return _receive_proposal(state, sender, message, *rest)
+
+
+def _reuse_counter(state: State, *rest: Any) -> Propose | None:
+    message = _propose(state, *rest)
+    if message is None:
+        return None
+    epoch = Epoch(state.view.epoch.counter + 1, *state.me)
+    return msgspec.structs.replace(message, epoch=epoch)
+
+
+def _install_any(state: State, message: Any, now: float) -> Step:
+    if message.view.epoch > state.view.epoch:
+        state = replace(state, promised=message.view.epoch, flushed_at=now)
+    return _receive_commit(state, message, now)
+
+
+def _same_incarnation(me: Member, *rest: Any, **named: Any) -> State:
+    return _first_state(Member(me.node, Incarnation(1)), *rest, **named)
+
+
+# --- V2
+
+_next_rosters = rosters.next_rosters
+
+
+def _believe_foreign_reports(base: Any, change: Any, **named: Any) -> Any:
+    named["continuing"] = [member for member in base.members if member in change.answers]
+    return _next_rosters(base, change, **named)
+
+
+def _take_for_continuing(base: Any, answers: Any) -> list[Member]:
+    return [member for member in base.by_seniority if member in answers]
+
+
+def _yes(*arguments: Any) -> bool:
+    return True
+
+
+# --- V3
+
+_report = op_log.report
+_report_on = rosters._report_on
+_flush = agreement._flush
+
+
+def _flush_without_fence(*arguments: Any) -> Step:
+    step = _flush(*arguments)
+    return Step(step.state, tuple(a for a in step.actions if not isinstance(a, Fence)))
+
+
+def _report_highest_only(known: Ledger, trainer: Any) -> Any:
+    told = _report(known, trainer)
+    return msgspec.structs.replace(told, ops=told.ops[-1:])
+
+
+def _take_for_fenced(*arguments: Any) -> Any:
+    report = _report_on(*arguments)
+    return None if report is None else msgspec.structs.replace(report, fenced=True)
+
+
+# --- V4
+
+_age = lane_messages.age
+
+
+def _drop_early(*arguments: Any) -> int:
+    return min(_age(*arguments), 0) or (-1 if _age(*arguments) > 0 else 0)
+
+
+# --- V5
+
+
+def _hears(state: State, member: Member) -> bool:
+    peer = state.peers.get(member.node)
+    return peer is not None and peer.member == member
+
+
+# --- V6
+
+_receive_heartbeat = agreement._receive_heartbeat
+
+
+def _wait_for_commit(state: State, sender: Member, beat: Any, now: float) -> Step:
+    step = _receive_heartbeat(state, sender, beat, now)
+    if any(isinstance(a, Install) and a.view.epoch == state.promised for a in step.actions):
+        peer = Peer(member=sender, heartbeat=beat, view=step.state.view)
+        return Step(replace(state, peers={**state.peers, sender.node: peer}))
+    return step
+
+
+def _expel_on_old_evidence(state: State, member: Member, now: float) -> bool:
+    peer = state.peers[member.node]
+    of_our_line = (state.view.epoch, state.view.previous_epoch_of(member))
+    return peer.view.epoch in of_our_line or state.me in peer.view.members
+
+
+# --- V8
+
+
+def _keep_doubts(before: stall_guard.Doubts, _: State, view: View) -> stall_guard.Doubts:
+    return replace(before, unconfirmed=before.unconfirmed.intersection(view.members))
+
+
+# --- V9 and V10
+
+_weight = rosters._History.weight
+_has_majorities = quorum.has_majorities
+
+
+def _lighter_wins(history: Any) -> tuple[int, ...]:
+    return tuple(-part for part in _weight(history))
+
+
+def _follow_either_side(before: Roster, after: Roster, trainer: Trainer) -> bool:
+    return after.born == before.born and after.number >= before.number
+
+
+def _last_voters_only(roster: Roster, known: Any) -> Any:
+    return (roster.primary.voters,)
+
+
+def _count_restarted(present: Any, needed: Any) -> bool:
+    nodes = {member.node for member in present}
+    voters = {voter for several in needed for voter in several if voter.node in nodes}
+    return _has_majorities({*present, *voters}, needed)
+
+
+def _count_later_marks(jobs: LocalJobs, roster: Roster) -> int:
+    marks = [(trainer, jobs._mark_of(roster, trainer.id)) for trainer in roster.trainers]
+    return min(t.enters - 1 if mark is None else mark.completed for t, mark in marks)
+
+
+MUTATIONS = {
+    "no_refusal": Mutation(
+        "V1: a proposal must exceed the promise", (_receive_proposal, _accept_below_promise)
+    ),
+    "same_counter": Mutation("V1: each proposal takes a fresh counter", (_propose, _reuse_counter)),
+    "commit_any": Mutation(
+        "V1: only what was promised is installed", (_receive_commit, _install_any)
+    ),
+    "same_incarnation": Mutation(
+        "V1: an epoch names a process start", (_first_state, _same_incarnation)
+    ),
+    "foreign_reports": Mutation(
+        "V2: a newcomer's reports are ignored", (_next_rosters, _believe_foreign_reports)
+    ),
+    "own_view_base": Mutation("V2: the base is the highest view", (leader._base, without.own_view)),
+    "false_lineage": Mutation(
+        "V2: only who installed the base, or what came before it, continues",
+        (leader._continuing, _take_for_continuing),
+    ),
+    "no_lineage": Mutation(
+        "V2: both checks of the lineage, the member's and the leader's",
+        (agreement._of_one_line, _yes),
+        (leader._continuing, _take_for_continuing),
+    ),
+    "follow_anyone": Mutation(
+        "V2: only a proposer of our line is followed", (agreement._of_one_line, _yes)
+    ),
+    "never_superseded": Mutation(
+        "V2: who is left behind starts anew", (agreement._leave_if_superseded, without.no_step)
+    ),
+    "no_fence": Mutation(
+        "V3: after the answer nothing is delivered", (_flush, _flush_without_fence)
+    ),
+    "highest_op_only": Mutation(
+        "V3: the answer lists the set of ops", (_report, _report_highest_only)
+    ),
+    "unfenced_settled": Mutation(
+        "V3: what is not fenced everywhere waits", (_report_on, _take_for_fenced)
+    ),
+    "lanes_of_anyone": Mutation(
+        "V4: a lane is taken from its sender's own agent only", (ops._is_of_our_ring, _yes)
+    ),
+    "drop_early": Mutation("V4: early is not late", (_age, _drop_early)),
+    "hears_is_enough": Mutation("V5: it hears me, and says so", (state.hears_me, _hears)),
+    "no_clique": Mutation("V5: members hear each other", (state.hear_each_other, _yes)),
+    "old_evidence": Mutation(
+        "V5: evidence older than an install expels nobody",
+        (state.follows, _expel_on_old_evidence),
+    ),
+    "no_veto": Mutation(
+        "V5: a junior leaves out no living senior",
+        (agreement._passes_over_a_senior, without.never),
+    ),
+    "no_flush_deadline": Mutation(
+        "V6: flush answers have a deadline", (agreement._give_up_on_silent, without.unchanged)
+    ),
+    "no_forward": Mutation(
+        "V6: a lost commit is forwarded", (_receive_heartbeat, _wait_for_commit)
+    ),
+    "no_needs": Mutation(
+        "V6: who waits in vain asks for a new epoch", (state.needs_epoch, without.never)
+    ),
+    "no_edge_watch": Mutation(
+        "V6: a lane without progress is a broken edge",
+        (LocalJobs._watch_edges, without.none),
+        owner=LocalJobs,
+    ),
+    "no_doubt": Mutation(
+        "V8: who has slept delivers nothing before it is confirmed",
+        (Agent._doubt, without.none),
+        owner=Agent,
+    ),
+    "trust_old_promises": Mutation(
+        "V8: a view that was promised before the sleep is as old",
+        (stall_guard.install, _keep_doubts),
+    ),
+    "join_in_parts": Mutation(
+        "V9: a view's members come together",
+        (leader._candidates, without.only_who_asked),
+        (leader._whole_views, without.as_they_come),
+    ),
+    "lighter_history": Mutation(
+        "V9: the history of more live ranks goes on",
+        (_weight, _lighter_wins),
+        owner=rosters._History,
+    ),
+    "either_side": Mutation(
+        "V9: a trainer follows one side only", (rosters.is_same_history, _follow_either_side)
+    ),
+    "no_quorum": Mutation("V10: a majority of the last primary", (_has_majorities, _yes)),
+    "in_force_at_once": Mutation(
+        "V10: ops run once a majority is seen to have installed the roster",
+        (quorum.is_in_force, _yes),
+    ),
+    "last_voters_only": Mutation(
+        "V10: a roster that is not in force hands on whose votes it has needed",
+        (quorum.needed_voters, _last_voters_only),
+    ),
+    "restarted_votes": Mutation(
+        "V10: a restarted agent has no vote", (_has_majorities, _count_restarted)
+    ),
+    "never_overtaken": Mutation(
+        "V10: a roster gives way to a later one with a quorum",
+        (rosters._is_overtaken, without.never),
+    ),
+    "no_retention": Mutation(
+        "O2: results are kept until stable", (without.stabilize, without.stable_at_once)
+    ),
+    "no_witnesses": Mutation(
+        "O2: a lost trainer's agent still holds its results",
+        (outcomes._holders, without.living_holders),
+    ),
+    "stable_for_newcomers": Mutation(
+        "O3, O6: what a newcomer had no part in is not stable for all",
+        (outcomes._stable_marks, without.stable_for_anybody),
+    ),
+    "out_of_reach": Mutation(
+        "O6: what nobody can give any more fails", (outcomes._is_out_of_reach, without.never)
+    ),
+    "torn_when_forgotten": Mutation(
+        "O2, O4: who has forgotten a stable op has ended it", (outcomes._is_past, without.never)
+    ),
+    "all_holders": Mutation(
+        "O2: who lives is asked before who is lost", (outcomes._holders, without.all_holders)
+    ),
+    "one_sided": Mutation("O3: nobody fails alone", (ops._stick, without.fail_alone)),
+    "forget_verdicts": Mutation(
+        "O3: a failed op stays failed, by the roster and by each who has seen it fail",
+        (without.resolve_op, without.forget_verdicts),
+        (without.resolve_ops, without.forget_outcomes),
+    ),
+    "bind_root_late": Mutation(
+        "O4, O5: a root is bound to its trainer at the call",
+        (without.attempt, without.bind_root_late),
+    ),
+    "see_at_install": Mutation(
+        "O5: a trainer sees another world only when a call returns",
+        (without.follow, without.see_at_install),
+        owner=LocalRank,
+    ),
+    "name_survivors": Mutation(
+        "O5: contributors are those of the attempt that succeeded",
+        (without.resolve_op, without.name_survivors),
+    ),
+    "enter_at_any_op": Mutation(
+        "O6: who enters does so in a sync", (without.op_to_enter, without.enter_at_any_op)
+    ),
+    "enter_a_completed_sync": Mutation(
+        "O6: nobody enters in a sync that somebody has completed",
+        (without.op_to_enter, without.enter_a_completed_sync),
+    ),
+    "enter_without_sync": Mutation(
+        "O6: who enters begins with the sync", (without.call_op, without.enter_without_sync)
+    ),
+    "nobody_let_in": Mutation(
+        "O6: a sync waits for who wants to enter",
+        (LocalJobs.newcomers, without.zero),
+        owner=LocalJobs,
+    ),
+    "no_announcement": Mutation(
+        "a trainer that is gone is told to the others",
+        (LocalJobs._announce_leave, without.none),
+        owner=LocalJobs,
+    ),
+    "no_min_ranks": Mutation("min_ranks: with fewer, ops wait", (ops._too_few, without.never)),
+    "no_raise": Mutation(
+        'on_loss="raise": what is under way fails',
+        (outcomes._ops_that_a_loss_fails, without.no_list),
+    ),
+    "stage_anew": Mutation(
+        "O9: who fetches a result keeps the residual of its own part in it",
+        (ops._fetch, without.stage_anew),
+    ),
+    "unchecked_fetch": Mutation(
+        "O8: a fetched result is checked against the call, as any record",
+        (ops._take_retained, without.fetch_whatever),
+    ),
+    "uncompared": Mutation(
+        "I5: calls are compared also where no data flows",
+        (LocalJobs._compare, without.none),
+        owner=LocalJobs,
+    ),
+    "prefer_verdict": Mutation(
+        "I4: what one completed, all complete", (without.resolve_op, without.prefer_verdict)
+    ),
+    "always_rerun": Mutation(
+        "I4: what one completed is not run again", (outcomes.resolve_ops, without.nothing)
+    ),
+    "later_marks": Mutation(
+        "O2: stable under our roster is what has ended under it",
+        (LocalJobs._stable_mark, _count_later_marks),
+        owner=LocalJobs,
+    ),
+    "lost_results": Mutation(
+        "I6: who waits for a result that is gone is told",
+        (outcomes.lost_results, without.nothing),
+    ),
+}

@@ -1,0 +1,159 @@
+"""What an op is like when one of its rules is taken out: replacements for `mutations`."""
+# ruff: noqa: SLF001 - a rule mostly is a private function
+# ruff: noqa: ANN401, ARG001 - a replacement takes what the original takes, whatever it needs
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import msgspec
+
+from pmesh.core.jobs import op_log
+from pmesh.core.jobs.op_log import Ledger
+from pmesh.core.values import OpOutcome, Roster
+from pmesh.core.views import leader, outcomes
+from pmesh.core.views.state import State, Step
+from pmesh.ids import Member, OpNumber
+from simulation import ops
+from simulation.ranks import LocalRank
+
+Function: TypeAlias = Callable[..., Any]
+
+
+stabilize = op_log.stabilize
+resolve_op = outcomes._resolve_op
+op_to_enter = outcomes.op_to_enter
+follow = LocalRank.follow
+attempt = ops._attempt
+fetch = ops._fetch
+
+
+def fail_alone(rank: LocalRank, op: Any, verdict: Any) -> None:
+    if verdict is None:
+        rank.raise_concern(None, op.number)
+    else:
+        ops._fail(rank, op, OpOutcome(op.number, rank.roster.ids, verdict=verdict))
+
+
+def fetch_whatever(rank: LocalRank, op: Any, call: Any, result: Any) -> None:
+    ops._ready(rank, op, result)
+
+
+def stage_anew(rank: LocalRank, op: Any, outcome: OpOutcome) -> None:
+    op.staged = rank.roster.number
+    fetch(rank, op, outcome)
+
+
+def prefer_verdict(after: Roster, op: Any, reports: Any, stuck: Any) -> Any:
+    verdict = after.losses[0] if after.losses else stuck
+    if verdict is not None:
+        reports = {
+            t: msgspec.structs.replace(report, completed=False) for t, report in reports.items()
+        }
+    return resolve_op(after, op, reports, stuck)
+
+
+def forget_verdicts(after: Roster, op: Any, reports: Any, stuck: Any) -> Any:
+    reports = {t: msgspec.structs.replace(report, verdict=None) for t, report in reports.items()}
+    return resolve_op(after, op, reports, stuck)
+
+
+def stable_for_anybody(op: OpNumber, roster: Roster, known: Any) -> Any:
+    return [known.stable >= op and op not in known.ops]
+
+
+def forget_outcomes(before: Roster, *rest: Any) -> Any:
+    return resolve_ops(msgspec.structs.replace(before, outcomes=()), *rest)
+
+
+resolve_ops = outcomes.resolve_ops
+
+
+def name_survivors(after: Roster, op: Any, reports: Any, stuck: Any) -> Any:
+    outcome = resolve_op(after, op, reports, stuck)
+    if outcome is None:
+        return None
+    return msgspec.structs.replace(outcome, contributors=after.ids)
+
+
+def living_holders(after: Roster, reports: Any) -> Any:
+    return tuple(t for t, report in sorted(reports.items()) if report.completed and t in after.ids)
+
+
+def all_holders(after: Roster, reports: Any) -> Any:
+    return tuple(t for t, report in sorted(reports.items()) if report.completed)
+
+
+def enter_at_any_op(known: Any, after: Any) -> OpNumber:
+    return OpNumber(known.highest + 1)
+
+
+def enter_a_completed_sync(known: Any, after: Any) -> OpNumber | None:
+    reports = known.ops.get(known.highest, {}).values()
+    is_sync = any(report.call.kind == "sync" for report in reports)
+    return OpNumber(known.highest) if is_sync else None
+
+
+def enter_without_sync(rank: LocalRank, call: Any) -> None:
+    if rank.trainer.enters and not rank.ends:
+        call = msgspec.structs.replace(call, kind="barrier")
+    call_op(rank, call)
+
+
+call_op = ops.call_op
+
+
+def see_at_install(rank: LocalRank, roster: Roster) -> bool:
+    again = follow(rank, roster)
+    rank.world = rank.roster.ids
+    return again
+
+
+def bind_root_late(rank: LocalRank, op: Any) -> None:
+    if op.root is not None:
+        op.root = rank.roster.ids[op.call.root % rank.size]
+    attempt(rank, op)
+
+
+def nothing(*arguments: Any, **named: Any) -> tuple[()]:
+    return ()
+
+
+def no_list(*arguments: Any, **named: Any) -> list[Any]:
+    return []
+
+
+def none(*arguments: Any, **named: Any) -> None:
+    return None
+
+
+def zero(*arguments: Any, **named: Any) -> int:
+    return 0
+
+
+def unchanged(state: State, *arguments: Any) -> State:
+    return state
+
+
+def no_step(state: State, *arguments: Any) -> Step:
+    return Step(state)
+
+
+def never(*arguments: Any) -> bool:
+    return False
+
+
+def own_view(state: State, answers: Any) -> Any:
+    return state.view
+
+
+def only_who_asked(state: State, now: float) -> tuple[Member, ...]:
+    asked = leader._requests(state, now)
+    return tuple(member for member in sorted(asked) if leader._may_join(state, member))
+
+
+def as_they_come(state: State, joined: Any, now: float) -> Any:
+    return joined
+
+
+def stable_at_once(known: Ledger, mark: int) -> Ledger:
+    return stabilize(known, known.ended)

@@ -1,0 +1,105 @@
+"""Each rule of the design is needed: without it, random or aimed histories go wrong."""
+
+from collections.abc import Callable
+
+import pytest
+
+from simulation.invariants import Violation
+from simulation.seeds import judge_many
+from tests.simulation import histories
+from tests.simulation.mutations import MUTATIONS
+
+SEEDS = 150
+"""Twice what the rarest of RANDOM took when it was measured."""
+
+RANDOM = {
+    "no_refusal": 7,
+    "same_counter": 1,
+    "commit_any": 4,
+    "same_incarnation": 1,
+    "no_lineage": 21,
+    "no_fence": 75,
+    "highest_op_only": 6,
+    "old_evidence": 1,
+    "no_flush_deadline": 17,
+    "no_quorum": 4,
+    "no_retention": 20,
+    "one_sided": 3,
+    "prefer_verdict": 6,
+    "always_rerun": 3,
+    "see_at_install": 7,
+    "name_survivors": 6,
+    "enter_at_any_op": 2,
+    "enter_without_sync": 2,
+    "nobody_let_in": 2,
+    "no_announcement": 1,
+}
+"""With the seeds that each took when it was measured; any change of the code gives others."""
+
+AIMED = {
+    "own_view_base": histories.a_half_sent_commit_is_what_the_next_leader_builds_on,
+    "never_superseded": histories.who_slept_through_several_views_does_not_go_on_alone,
+    "drop_early": histories.what_comes_before_its_view_is_not_lost,
+    "no_clique": histories.two_who_cannot_hear_each_other_are_not_in_one_view,
+    "no_forward": histories.a_lost_commit_is_made_up_for_by_the_next_heartbeat,
+    "no_edge_watch": histories.a_lane_that_swallows_everything_is_replaced,
+    "no_doubt": histories.who_slept_through_its_expulsion_ends_nothing_old,
+    "trust_old_promises": (
+        histories.who_promised_before_its_sleep_ends_nothing_in_the_view_that_it_wakes_up_to
+    ),
+    "lighter_history": histories.the_history_of_more_ranks_goes_on,
+    "join_in_parts": histories.the_history_of_more_ranks_goes_on,
+    "in_force_at_once": histories.what_too_few_have_installed_does_not_run,
+    "last_voters_only": histories.what_too_few_have_installed_does_not_run,
+    "never_overtaken": histories.who_knows_of_a_later_primary_does_not_help_an_earlier_one,
+    "no_witnesses": histories.what_a_dead_trainer_has_completed_is_fetched_from_its_agent,
+    "torn_when_forgotten": histories.what_one_rank_has_forgotten_has_ended_at_all,
+    "bind_root_late": histories.a_root_is_the_trainer_that_it_was_at_the_call,
+    "enter_a_completed_sync": histories.nobody_enters_a_sync_that_somebody_has_completed,
+    "no_min_ranks": histories.below_min_ranks_ops_wait_until_somebody_is_back,
+    "no_raise": histories.a_loss_is_raised_where_the_job_asks_for_it,
+    "unchecked_fetch": histories.a_late_and_different_call_is_noticed_when_it_fetches,
+    "stage_anew": histories.who_fetches_a_sum_keeps_the_residual_of_its_own_part_in_it,
+    "uncompared": histories.broadcasts_of_two_roots_fail_at_both,
+    "lost_results": histories.a_result_that_went_away_with_its_last_holder_is_not_waited_for,
+}
+
+RARE = {
+    "foreign_reports": "none of 120: who comes back has another number, and no ops to tell of",
+    "false_lineage": "covered by the member's own check; without both: no_lineage",
+    "follow_anyone": "covered by the leader's own check; without both: no_lineage",
+    "unfenced_settled": "1 of 120: a job is settled unfenced only where a leader's list was short",
+    "lanes_of_anyone": "1 of 3,200 (502522): two views at once must both let a trainer in",
+    "stable_for_newcomers": "1 of 6,000 (604662)",
+    "out_of_reach": "1 of 6,000 (606131)",
+    "hears_is_enough": "none of 120: a connection that one side closes is closed for both",
+    "no_veto": "none of 120: who is left out proposes itself, and the higher epoch wins",
+    "no_needs": "none of 120; mostly a silent leader is gone before",
+    "either_side": "1 of 120: two sides of a partition seldom have one number",
+    "restarted_votes": "1 of 120",
+    "later_marks": "1 of 13,000 (236502)",
+    "all_holders": "2 of 51",
+    "forget_verdicts": "none of 120: the roster and each who has seen it fail say so too",
+}
+"""Too rare for each run of the tests; what the single decision says is tested in tests/core."""
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_histories_notice_that_a_rule_is_missing(name: str) -> None:
+    verdicts = judge_many(range(SEEDS), mutation=name)
+    assert any(verdict.outcome is None for verdict in verdicts), MUTATIONS[name].rule
+
+
+@pytest.mark.parametrize("history", dict.fromkeys(AIMED.values()))
+def test_an_aimed_history_goes_well(history: Callable[[], None]) -> None:
+    history()
+
+
+@pytest.mark.parametrize("name", AIMED)
+def test_an_aimed_history_notices_that_a_rule_is_missing(name: str) -> None:
+    with MUTATIONS[name](), pytest.raises((AssertionError, Violation)):
+        AIMED[name]()
+
+
+def test_each_mutation_is_accounted_for() -> None:
+    assert {*RANDOM, *AIMED, *RARE} == set(MUTATIONS)

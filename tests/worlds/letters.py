@@ -1,0 +1,217 @@
+"""Trainers' connections for letters, and what they send and receive on them."""
+
+import itertools
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import trio
+from trio.testing import MockClock
+
+from pmesh.agent.p2p.router import MailRoom
+from pmesh.core.ops.reductions import Values
+from pmesh.core.values import Verdict
+from pmesh.core.wire.link import Letter, LetterNews
+from pmesh.core.wire.local import (
+    SESSION_VERSION,
+    ArenaGranted,
+    Attach,
+    Attached,
+    DropArena,
+    LetterFailed,
+    LetterReceived,
+    LetterSent,
+    LetterWaits,
+    ReceiveLetter,
+    Refused,
+    Reply,
+    SendLetter,
+    WantArena,
+)
+from pmesh.ids import JobName, Member, TrainerId
+from tests.worlds.trainer import Trainer, until
+from tests.worlds.village import Machine, Village, village
+from tests.worlds.village_ops import machine_of
+
+
+class LetterError(Exception):
+    """The agent's verdict on a letter."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.error, verdict.message)
+        self.verdict = verdict
+
+
+@dataclass
+class Got:
+    """A letter that has come."""
+
+    source: TrainerId
+    letter: Letter
+    values: Values
+
+
+@dataclass(eq=False)
+class Letters:
+    """One attached connection. `reader` must run while calls are under way."""
+
+    trainer: Trainer
+    """Its socket, and no rank."""
+    id: TrainerId
+    answers: dict[int, Reply] = field(default_factory=dict)
+    waits: list[LetterWaits] = field(default_factory=list)
+    granted: list[ArenaGranted | Refused] = field(default_factory=list)
+    calls: "itertools.count[int]" = field(default_factory=itertools.count)
+    arenas: trio.Lock = field(default_factory=trio.Lock)
+
+    async def reader(self) -> None:
+        while True:
+            try:
+                reply = await self.trainer.receive()
+            except (trio.EndOfChannel, trio.ClosedResourceError, OSError):
+                return
+            match reply:
+                case LetterSent(call) | LetterReceived(call) | LetterFailed(call):
+                    self.answers[call] = reply
+                case LetterWaits():
+                    self.waits.append(reply)
+                case ArenaGranted() | Refused():
+                    self.granted.append(reply)
+                case _:
+                    raise AssertionError(reply)
+
+    async def begin_send(
+        self, to: TrainerId, values: Values, *, tag: int = 0, timeout_s: float = 50.0
+    ) -> int:
+        arena = -1
+        if values.nbytes:
+            async with self.arenas:
+                count = len(self.granted)
+                await self.trainer.send(WantArena(values.nbytes))
+                await until(lambda: len(self.granted) > count)
+                granted = self.granted[-1]
+                assert isinstance(granted, ArenaGranted), granted.verdict.message
+                arena = granted.arena
+            self.trainer.maps[arena][: values.nbytes] = values.tobytes()
+        call = next(self.calls)
+        letter = Letter(tag, values.dtype.name, values.shape, values.nbytes)
+        await self.trainer.send(SendLetter(call, to, letter, arena, timeout_s))
+        return call
+
+    async def drop_input(self) -> None:
+        """Let go of the arena that was granted last."""
+        granted = self.granted[-1]
+        assert isinstance(granted, ArenaGranted)
+        await self.trainer.send(DropArena(granted.arena))
+
+    async def begin_receive(
+        self, *sources: TrainerId, tag: int = 0, timeout_s: float = 50.0
+    ) -> int:
+        call = next(self.calls)
+        await self.trainer.send(ReceiveLetter(call, sources, tag, timeout_s))
+        return call
+
+    async def end(self, call: int) -> Got | None:
+        """What has come; nothing for a send. Raises LetterError."""
+        await until(lambda: call in self.answers)
+        reply = self.answers.pop(call)
+        if isinstance(reply, LetterFailed):
+            raise LetterError(reply.verdict)
+        if isinstance(reply, LetterSent):
+            return None
+        assert isinstance(reply, LetterReceived)
+        letter = reply.letter
+        data = b""
+        if reply.arena >= 0:
+            data = self.trainer.maps[reply.arena][: letter.nbytes]
+            await self.trainer.send(DropArena(reply.arena))
+        values = np.frombuffer(data, letter.dtype).reshape(letter.shape)
+        return Got(reply.source, letter, values)
+
+    async def send(
+        self, to: TrainerId, values: Values, *, tag: int = 0, timeout_s: float = 50.0
+    ) -> None:
+        await self.end(await self.begin_send(to, values, tag=tag, timeout_s=timeout_s))
+
+    async def receive(self, *sources: TrainerId, tag: int = 0, timeout_s: float = 50.0) -> Got:
+        got = await self.end(await self.begin_receive(*sources, tag=tag, timeout_s=timeout_s))
+        assert got is not None
+        return got
+
+    async def verdict_of(self, call: int) -> Verdict:
+        try:
+            await self.end(call)
+        except LetterError as e:
+            return e.verdict
+        raise AssertionError("it succeeded")
+
+
+async def attach(here: Village, machine: Machine, trainer: Trainer, job: str = "digits") -> Letters:
+    """Another connection of the trainer, for letters."""
+    connection = await here.trainer(machine)
+    request = Attach(SESSION_VERSION, JobName(job), trainer.id)
+    assert await connection.ask(request) == Attached()
+    letters = Letters(connection, trainer.id)
+    here.nursery.start_soon(letters.reader)
+    return letters
+
+
+X = np.arange(300_000.0)  # five records
+
+
+@dataclass
+class Some:
+    """Ranks on as many machines, with their connections for letters."""
+
+    here: Village
+    trainers: list[Trainer]
+    letters: list[Letters]
+
+    async def deliver(self, values: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]") -> None:
+        """From rank 0 to rank 1, which gets it once."""
+        one, other = self.letters[:2]
+        sent = await one.begin_send(other.id, values)
+        got = await other.receive(one.id)
+        assert got.values.tobytes() == values.tobytes()
+        assert await one.end(sent) is None
+
+    async def check_that_nothing_is_left(self) -> None:
+        """No letter of before is delivered again."""
+        await self.deliver(np.array([-1.0]))
+
+
+@asynccontextmanager
+async def some(clock: MockClock, count: int = 2) -> AsyncGenerator[Some]:
+    async with village(clock, count) as here:
+        trainers = await here.job(*here.machines)
+        yield Some(here, trainers, [await attach(here, machine_of(here, t), t) for t in trainers])
+
+
+def lose_first(
+    monkeypatch: pytest.MonkeyPatch, kind: type[LetterNews], count: int
+) -> list[LetterNews]:
+    """The first messages of a kind don't arrive; returns those."""
+    real, lost = MailRoom.hear, list[LetterNews]()
+
+    def hear(room: MailRoom, member: Member, message: LetterNews) -> None:
+        if isinstance(message, kind) and len(lost) < count:
+            lost.append(message)
+        else:
+            real(room, member, message)
+
+    monkeypatch.setattr(MailRoom, "hear", hear)
+    return lost
+
+
+def told(monkeypatch: pytest.MonkeyPatch) -> list[LetterNews]:
+    """What agents tell each other from now on."""
+    real, heard = MailRoom.hear, list[LetterNews]()
+
+    def hear(room: MailRoom, member: Member, message: LetterNews) -> None:
+        heard.append(message)
+        real(room, member, message)
+
+    monkeypatch.setattr(MailRoom, "hear", hear)
+    return heard

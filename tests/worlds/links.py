@@ -1,0 +1,80 @@
+"""Handshakes and links between Ada, who dials, and Bob."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import msgspec
+import trio
+import trio.testing
+
+from pmesh.core.wire.link import Address, Hello, KnownPeers
+from pmesh.errors import (
+    PmeshError,
+)
+from pmesh.net.links.link import Link, shake_hands
+from pmesh.net.links.tls import TlsContexts
+from tests.worlds.nodes import ADAS, ADAS_HELLO, BOB, BOBS, BOBS_HELLO, hello_of
+
+Streams = tuple[trio.abc.HalfCloseableStream, trio.abc.HalfCloseableStream]
+Outcome = Link | PmeshError
+
+
+@asynccontextmanager
+async def tcp_streams() -> AsyncIterator[Streams]:
+    """A real connection: only there a reset can destroy what was said last."""
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    async with listener:
+        port = listener.socket.getsockname()[1]
+        dialled = await trio.open_tcp_stream("127.0.0.1", port)
+        async with dialled, await listener.accept() as accepted:
+            yield dialled, accepted
+
+
+async def outcomes(
+    streams: Streams,
+    *,
+    client: tuple[TlsContexts, Hello] = (ADAS, ADAS_HELLO),
+    server: tuple[TlsContexts, Hello] = (BOBS, BOBS_HELLO),
+) -> list[Outcome]:
+    """What comes of a handshake at the one that dials, and at the one that accepts."""
+    results: list[Outcome] = []
+
+    async def side(who: tuple[TlsContexts, Hello], *, server_side: bool) -> Outcome:
+        contexts, hello = who
+        try:
+            return await shake_hands(
+                streams[server_side], contexts=contexts, server_side=server_side, hello=hello
+            )
+        except PmeshError as e:
+            return e
+
+    async def accepting() -> None:
+        results.append(await side(server, server_side=True))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(accepting)
+        dialled = await side(client, server_side=False)
+    return [dialled, *results]
+
+
+@asynccontextmanager
+async def linked(streams: Streams | None = None) -> AsyncIterator[tuple[Link, Link]]:
+    """Ada, who dialled, and Bob; their writers run."""
+    ada, bob = await outcomes(streams or trio.testing.memory_stream_pair())
+    assert isinstance(ada, Link)
+    assert isinstance(bob, Link)
+    async with AsyncExitStack() as stack:
+        for link in (ada, bob):
+            stack.push_async_callback(trio.aclose_forcefully, link._wire.stream)  # noqa: SLF001
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ada.run_writer)
+            nursery.start_soon(bob.run_writer)
+            yield ada, bob
+            nursery.cancel_scope.cancel()
+
+
+def known(size: int) -> KnownPeers:
+    """A message of about so many bytes, up to 200 KiB."""
+    hello = hello_of(BOB, "bob")
+    addresses = (Address("h" * 250, 1),) * 8
+    return KnownPeers((msgspec.structs.replace(hello, addresses=addresses),) * (size // 2048))

@@ -1,0 +1,48 @@
+"""One member, Bert, and what he does with what he is told."""
+
+from pmesh.core.values import View
+from pmesh.core.views.agreement import hear
+from pmesh.core.views.state import Facts, Install, Send, State, Step
+from pmesh.core.wire.link import AgreementMessage, Commit
+from pmesh.ids import Member
+from tests.worlds.builders import (
+    ANNA,
+    BERT,
+    CARA,
+    all_hearing_each_other,
+    make_heartbeat,
+    make_proposal,
+    make_view,
+)
+
+NOW = 100.0
+TRIO = make_view(5, ANNA, BERT, CARA)
+BERTS = all_hearing_each_other(BERT, TRIO, ANNA, CARA)
+"""Bert in peace, with Anna who leads and Cara who comes after him."""
+
+CARA_LOST_ANNA = hear(BERTS, CARA, make_heartbeat(TRIO, BERT), Facts(), now=NOW).state
+"""Cara has noticed already that Anna, who leads, is gone; Bert is about to."""
+
+
+def told(
+    state: State, sender: Member, message: AgreementMessage, *, facts: Facts | None = None
+) -> Step:
+    return hear(state, sender, message, facts or Facts(), now=NOW)
+
+
+def sent(step: Step) -> list[tuple[Member, AgreementMessage]]:
+    return [(action.to, action.message) for action in step.actions if isinstance(action, Send)]
+
+
+def installed(step: Step) -> list[View]:
+    return [action.view for action in step.actions if isinstance(action, Install)]
+
+
+def commit(view: View) -> Commit:
+    """The commit of a view whose ring is in order of node id: all edges cost the same."""
+    return Commit(view, tuple(tuple(20 * (a != b) for b in view.seats) for a in view.seats))
+
+
+def promising(counter: int = 6, leader: Member = ANNA) -> State:
+    """Bert, who has promised this epoch and waits for its commit."""
+    return told(BERTS, leader, make_proposal(leader, counter, TRIO, *TRIO.members)).state

@@ -1,0 +1,124 @@
+"""Calls that several trainers make together."""
+
+import contextlib
+from collections.abc import Awaitable, Collection
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+from pmesh.agent.jobs import op_network
+from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.core.ops.reductions import Values
+from pmesh.core.values import Terms, Verdict
+from pmesh.net.lanes import collectives
+from pmesh.net.lanes.collectives import RingPosition
+from tests.worlds.trainer import Trainer, together, until
+from tests.worlds.village import Machine, Village
+
+RAISE = Terms(on_loss="raise")
+
+
+def ones(count: int) -> Values:
+    return np.ones(count, np.float32)
+
+
+def machine_of(here: Village, trainer: Trainer) -> Machine:
+    """Where it runs, in a village whose machines have one trainer each."""
+    name = trainer.names[trainer.rank]
+    return next(m for m in here.machines if m.settings.name == name)
+
+
+def kinds_of_events(machine: Machine) -> list[str]:
+    """What its agent has noted, in order."""
+    return [event.kind for event in machine.agent._chronicle.since(-1).events]  # noqa: SLF001
+
+
+async def cut(one: Machine, *others: Machine) -> None:
+    """No link between it and them, and none that could come up."""
+    for machine in (one, *others):
+        machine.agent.peers._leaving = True  # noqa: SLF001 - then it lets nobody in
+    for live in list(one.agent.peers.links.values()):
+        await live.link.aclose()
+    sizes = {one.settings.name: 1} | {m.settings.name: len(others) for m in others}
+    await until(lambda: all(len(m.names) == sizes[m.settings.name] for m in (one, *others)))
+
+
+def mend(*machines: Machine) -> None:
+    for machine in machines:
+        machine.agent.peers._leaving = False  # noqa: SLF001
+
+
+def hold_all_reduces(
+    monkeypatch: pytest.MonkeyPatch, *, size: int, ranks: Collection[int], complete: bool
+) -> list[int]:
+    """In rings of this size, these ranks never come to the end of an all-reduce.
+
+    Returns a list that grows by each rank that is held.
+
+    Args:
+        monkeypatch: what it is undone by.
+        size: of the ring; with fewer ranks all is well.
+        ranks: who is held.
+        complete: whether they have sent and received everything by then.
+    """
+    real, held = collectives.all_reduce, list[int]()
+
+    async def all_reduce(ring: RingPosition, **call: Any) -> None:  # noqa: ANN401 - passed on
+        stays = ring.size == size and ring.rank in ranks
+        if complete or not stays:
+            await real(ring, **call)
+        if stays:
+            call["result"][:] = b"\xff" * len(call["result"])  # what it has must not be believed
+            held.append(ring.rank)
+            await trio.sleep_forever()
+
+    monkeypatch.setattr(op_network, "all_reduce", all_reduce)
+    return held
+
+
+async def swallow(call: Awaitable[object]) -> None:
+    """A call that is under way when its trainer, or its agent, is killed."""
+    with contextlib.suppress(trio.ClosedResourceError, OSError, trio.EndOfChannel):
+        await call
+
+
+async def verdicts_of_all(*calls: "tuple[Trainer, object]") -> list[Verdict]:
+    async def one(trainer: Trainer, call: object) -> Verdict:
+        return await trainer.verdict_of(call)  # type: ignore[arg-type] # a coroutine
+
+    return await together(*[lambda t=t, c=c: one(t, c) for t, c in calls])
+
+
+def ranks_of(here: Village) -> list[LocalRank]:
+    """The ranks of all machines, by their numbers."""
+    ranks = [rank for machine in here.machines for rank in machine.agent.jobs.ranks]
+    return sorted(ranks, key=lambda rank: rank.id)
+
+
+async def syncing_job(here: Village, *machines: Machine) -> list[Trainer]:
+    """A job that has begun to run, and whose scripts call sync."""
+    trainers = await here.job(*machines)
+    await together(*[partial(t.sync, t.rank) for t in trainers])
+    await trio.sleep(1)  # a few heartbeats tell everyone so
+    return trainers
+
+
+async def enter(here: Village, newcomers: list[Trainer], inside: list[Trainer]) -> list[list[int]]:
+    """A sync in which the newcomers enter: those inside call it when they have heard of them."""
+
+    async def sync_when_they_are_here(trainer: Trainer) -> list[int]:
+        jobs = [machine.agent.jobs for machine in here.machines]
+        here_too = [j for j in jobs if any(rank.rank is not None for rank in j.ranks)]
+        await until(lambda: all(j.newcomers(j.ranks[0]) == len(newcomers) for j in here_too))
+        return await trainer.sync(trainer.id)
+
+    calls = [partial(sync_when_they_are_here, trainer) for trainer in inside]
+    return await together(*calls, *[partial(t.sync, 100 + i) for i, t in enumerate(newcomers)])
+
+
+async def reduce_all(trainers: list[Trainer], values: "Values | None" = None) -> list[Values]:
+    x = ones(1000) if values is None else values
+    return await together(*[partial(t.reduce, x) for t in trainers])
