@@ -106,19 +106,20 @@ class Demo:
 
     def start_agents(self, *, multicast: bool) -> list[subprocess.Popen[str]]:
         """Three agents that look for each other by mDNS, or all for the first."""
-        agents: list[subprocess.Popen[str]] = []
-        for name in NAMES:
-            self.home(name).mkdir(mode=0o700, exist_ok=True)
-            options = ["--name", name, "--listen", "127.0.0.1:0"]
-            if not multicast:
-                options.append("--no-mdns")
-                options += ["--peer", self._first_address()] if agents else []
-            log = (self.directory / f"{name}.log").open("a")
-            with log:
-                up = ["-m", "pmesh.cli", "up", *options]
-                agents.append(self.start(up, name=name, output=log))
-            self._stack.callback(self._forget_socket, name)
-        return agents
+        if multicast:
+            return [self.start_agent(name) for name in NAMES]
+        agents = [self.start_agent(NAMES[0], "--no-mdns")]
+        peer = ("--no-mdns", "--peer", self._first_address())
+        return agents + [self.start_agent(name, *peer) for name in NAMES[1:]]
+
+    def start_agent(self, name: str, *options: str) -> subprocess.Popen[str]:
+        """One agent at a port of its own."""
+        self.home(name).mkdir(mode=0o700, exist_ok=True)
+        up = ["-m", "pmesh.cli", "up", "--name", name, "--listen", "127.0.0.1:0", *options]
+        with (self.directory / f"{name}.log").open("a") as log:
+            agent = self.start(up, name=name, output=log)
+        self._stack.callback(self._forget_socket, name)
+        return agent
 
     def status(self, name: str) -> Status | None:
         """The agent's picture; None while it does not answer."""
@@ -178,21 +179,22 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def meet(demo: Demo) -> None:
+def meet(demo: Demo) -> list[subprocess.Popen[str]]:
     """Have the three agents find each other; say how."""
     console.print("Starting three agents, each with a home and a port of its own …")
     agents = demo.start_agents(multicast=True)
     if demo.all_meet(MEET_S):
         console.print("They found each other by mDNS, and agreed on a ring.")
-        return
+        return agents
     console.print("Multicast does not work on this machine's loopback: once more with --peer …")
     for agent in agents:
         _end(agent)
-    demo.start_agents(multicast=False)
+    agents = demo.start_agents(multicast=False)
     if not demo.all_meet(PATIENCE_S):
         logs = "\n".join(f"--- {name}\n{demo.log_of(name)}" for name in NAMES)
         raise DemoError(f"the agents did not come together:\n{logs}")
     console.print("They met at the first one's address, and agreed on a ring.")
+    return agents
 
 
 def watch(demo: Demo, trainers: Sequence[Trainer]) -> None:

@@ -1,0 +1,97 @@
+"""The moving picture of the README: one of three machines is unplugged while all train.
+
+    $ python -m tools.unplug
+    $ asciinema rec -c 'python -m tools.unplug' unplug.cast     # then svg-term makes the picture
+
+Unplugging is SIGKILL for an agent and its trainer at once: neither can say goodbye. What is shown
+are the first machine's own ring and events.
+"""
+
+import shutil
+import signal
+import subprocess
+import time
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from pmesh.cli.events import Reader
+from pmesh.cli.status import RingNode, draw_ring
+from pmesh.paths import socket_path
+from tools.demo import CLONE, FRAME_S, NAMES, Demo, console, meet
+
+TRAIN = f"""
+import sys, time; sys.path.insert(0, {str(CLONE / "examples")!r})
+import train_numpy
+train_numpy.STEPS = 10**6
+train_numpy.main(3)
+"""
+LINES = 7
+ACT_S = 4.0
+
+
+class Picture:
+    """What the first machine sees."""
+
+    def __init__(self, demo: Demo) -> None:
+        self._demo = demo
+        self._reader = Reader(socket_path(demo.home(NAMES[0])))
+        self._lines: list[Text] = []
+        self._ranks = 0
+
+    def show(self, live: Live, title: str, ranks: int) -> None:
+        """One act: it ends when this many ranks have trained for a while."""
+        began, beat = time.monotonic(), 0
+        while time.monotonic() < began + ACT_S:
+            live.update(self._frame(title, beat))
+            if self._ranks != ranks:
+                began = time.monotonic()
+            beat += 1
+            time.sleep(FRAME_S)
+
+    def _frame(self, title: str, beat: int) -> RenderableType:
+        for event in self._reader.read().events:
+            at = f"{event.time:%H:%M:%S}.{event.time.microsecond // 1000:03}  "
+            line = Text.assemble((at, "dim"), event.text, no_wrap=True, overflow="ellipsis")
+            self._lines.append(line)
+        status = self._demo.status(NAMES[0])
+        if status is None:
+            return Text(title)
+        view = status.view
+        nodes = [RingNode(m.name, m.health, m.id == view.leader) for m in view.members]
+        ranks = [rank for job in status.jobs for rank in job.ranks]
+        self._ranks = len(ranks)
+        calls = max((rank.completed for rank in ranks), default=0)
+        return Group(
+            Text(f"\n{title}\n", "bold"),
+            draw_ring(nodes, width=console.width, beat=beat),
+            Text(f"\n{len(ranks)} ranks train; {calls:,} collective calls so far\n"),
+            *self._lines[-LINES:],
+        )
+
+
+def main() -> None:
+    """Train, unplug, plug in again."""
+    directory = CLONE / ".demo"
+    shutil.rmtree(directory, ignore_errors=True)
+    with Demo(directory) as demo:
+        agents = meet(demo)
+
+        def train(name: str) -> subprocess.Popen[str]:
+            return demo.start(["-c", TRAIN], name=name, output=subprocess.DEVNULL)
+
+        trainers = [train(name) for name in NAMES]
+        picture = Picture(demo)
+        with Live(console=console, refresh_per_second=10) as live:
+            picture.show(live, "Three machines train one model.", 3)
+            for process in agents[2], trainers[2]:
+                process.send_signal(signal.SIGKILL)
+            picture.show(live, f"{NAMES[2]} is unplugged. Nobody restarts, and no step is lost.", 2)
+            demo.start_agent(NAMES[2])
+            train(NAMES[2])
+            picture.show(live, f"{NAMES[2]} is back, and takes the others' weights.", 3)
+
+
+if __name__ == "__main__":
+    main()
