@@ -17,9 +17,9 @@ from pmesh.core.wire.link import (
     Heartbeat,
     Hello,
     KnownPeers,
-    LetterMessage,
     LinkMessage,
     OfferLane,
+    P2PLinkMessage,
     TellView,
 )
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, OpNumber
@@ -215,7 +215,7 @@ class Agent:
                 self.jobs.marked(link.member, message)
             case AskResult():
                 self._answer(message)
-            case Hello() | OfferLane() | KnownPeers() | LetterMessage():
+            case Hello() | OfferLane() | KnownPeers() | P2PLinkMessage():
                 raise AssertionError(f"no simulated agent sends {message}")
             case _:
                 self._hear(link.member, message)

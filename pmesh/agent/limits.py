@@ -27,7 +27,7 @@ class FilePlan:
     visitors: int
     """Connections that have not said that they are a trainer's."""
     trainers: int
-    """Connections of trainers: for their ops, for their letters, and for each group."""
+    """Connections of trainers: for their ops, for their messages, and for each group."""
     arenas: int
     """Of all trainers together."""
 

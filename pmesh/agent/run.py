@@ -25,8 +25,8 @@ from pmesh.agent.mesh.foreign_agents import Strangers
 from pmesh.agent.mesh.foreign_agents import watch as watch_turned_away
 from pmesh.agent.mesh.membership import DOUBT_S, Membership
 from pmesh.agent.mesh.peers import Peers
-from pmesh.agent.p2p.calls import serve_mail
-from pmesh.agent.p2p.router import MailRoom
+from pmesh.agent.p2p.calls import serve_p2p
+from pmesh.agent.p2p.router import P2PRouter
 from pmesh.agent.refusals import refuse, tell_errors
 from pmesh.agent.status.events import Chronicle, Event, encode_events
 from pmesh.agent.status.narration import describe_change
@@ -116,7 +116,7 @@ class Agent:
     peers: Peers
     membership: Membership
     jobs: Jobs
-    mail: MailRoom
+    p2p: P2PRouter
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class Agent:
                 await nursery.start(self._watch.run)
                 self._assemble(nursery)
                 leftovers.callback(self.jobs.close)
-                leftovers.callback(self.mail.close)
+                leftovers.callback(self.p2p.close)
                 door = Door[trio.SocketStream](
                     on_link=self.peers.welcome, on_lane=self.jobs.desk.welcome
                 )
@@ -206,7 +206,7 @@ class Agent:
             jitter=random.random,
             on_offer=lambda member, offer: self.jobs.desk.accept(member, offer),  # noqa: PLW0108 - the desk comes later
             on_ask=self.jobs.results.answer,
-            on_letter=lambda member, message: self.mail.hear(member, message),  # noqa: PLW0108 - likewise
+            on_p2p=lambda member, message: self.p2p.hear(member, message),  # noqa: PLW0108 - likewise
             contain=self._containment.contain,
         )
         self.membership = Membership(
@@ -222,7 +222,7 @@ class Agent:
         )
         self.peers.membership = self.jobs.membership = self.membership
         self.jobs.desk = LaneDesk(self._me, self.peers, nursery, secrets.token_bytes)
-        self.mail = MailRoom(self._me, self.jobs.ranks, self.jobs.desk, self.peers.send)
+        self.p2p = P2PRouter(self._me, self.jobs.ranks, self.jobs.desk, self.peers.send)
 
     async def _start_sessions(self, nursery: trio.Nursery) -> None:
         path = socket_path(self._settings.home)
@@ -267,7 +267,7 @@ class Agent:
             self._announce(f"jobs begin when {self._settings.min_peers} peers are here")
 
     def _installed(self, before: View, after: View, losses: Mapping[Member, str]) -> None:
-        self.mail.follow()
+        self.p2p.follow()
         for news in describe_change(before, after, losses, me=self._me):
             self._chronicle.tell(news)
 
@@ -324,7 +324,7 @@ class Agent:
                 return
             session.stay()
             if isinstance(request, Attach):
-                await serve_mail(session, request, self.mail, share)
+                await serve_p2p(session, request, self.p2p, share)
                 return
             contain, compression = self._containment.contain, self._settings.compression
             await serve_trainer(
@@ -353,7 +353,7 @@ class Agent:
                 membership=self.membership,
                 peers=self.peers,
                 jobs=self.jobs,
-                mail=self.mail,
+                p2p=self.p2p,
                 strangers=self._strangers,
                 door=self._door.counters,
                 turned_away=self._count_turned_away(),

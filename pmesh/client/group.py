@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from pmesh.client.calls.moving import Moving, Objects
-from pmesh.client.calls.point_to_point import Messages
+from pmesh.client.calls.point_to_point import PointToPoint
 from pmesh.client.calls.queue import Handle, Run
 from pmesh.client.calls.reducing import Averaging
 from pmesh.client.collective.bucketed import LastOp
@@ -25,7 +25,7 @@ from pmesh.errors import (
 from pmesh.ids import JobName, TrainerId
 
 
-class Collectives(Averaging, Moving, Objects, Messages):
+class Collectives(Averaging, Moving, Objects, PointToPoint):
     """The collectives, under the names of `torch.distributed` where they mean the same.
 
     They block until the result is there, and take an array of numpy, MLX or torch, where it makes

@@ -1,11 +1,11 @@
-"""Letters between two ranks: each delivered once, in order per pair and tag, across views (O4).
+"""Messages between two ranks: each delivered once, in order per pair and tag, across views (O4).
 
-A letter is what one `send` sends. The sender keeps it, and announces it again and again, until it
-is settled: delivered or withdrawn. The receiver notes announcements, and asks for a letter when
+A message is what one `send` sends. The sender keeps it, and announces it again and again, until it
+is settled: delivered or withdrawn. The receiver notes announcements, and asks for a message when
 somebody waits for it; one at a time from each sender, since they come one behind the other on the
 pair's lane. Announcements, questions and acknowledgements may be lost or repeated.
 
-The letters of a pair are numbered through all their tags, so that what either side remembers does
+The messages of a pair are numbered through all their tags, so that what either side remembers does
 not grow with the number of tags. Their order within a tag follows from `before`.
 """
 
@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
-from pmesh.core.wire.link import Letter
+from pmesh.core.wire.link import Envelope
 from pmesh.ids import TrainerId
 
-MAX_KEPT = 256  # letters of a pair that nobody has received; a receiver notes as many
+MAX_KEPT = 256  # messages of a pair that nobody has received; a receiver notes as many
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -30,27 +30,27 @@ class Outbox:
     """What one rank has sent to another and is not settled."""
 
     next_sequence: int = 0
-    kept: Mapping[int, Letter] = field(default_factory=dict[int, Letter])
+    kept: Mapping[int, Envelope] = field(default_factory=dict[int, Envelope])
     """By sequence, in its order."""
 
 
-def keep(outbox: Outbox, letter: Letter) -> tuple[Outbox, int]:
-    """Another letter, and its sequence. Raises ValueError beyond MAX_KEPT."""
+def keep(outbox: Outbox, envelope: Envelope) -> tuple[Outbox, int]:
+    """Another message, and its sequence. Raises ValueError beyond MAX_KEPT."""
     if len(outbox.kept) >= MAX_KEPT:
         raise ValueError(f"{MAX_KEPT} messages wait already")
     sequence = outbox.next_sequence
-    return Outbox(sequence + 1, {**outbox.kept, sequence: letter}), sequence
+    return Outbox(sequence + 1, {**outbox.kept, sequence: envelope}), sequence
 
 
 def settle(outbox: Outbox, sequence: int) -> Outbox:
-    """The letter is delivered, or withdrawn; nothing changes if that is known."""
+    """The message is delivered, or withdrawn; nothing changes if that is known."""
     return replace(outbox, kept=_without(outbox.kept, sequence))
 
 
 def standing(outbox: Outbox, sequence: int) -> tuple[int, int]:
-    """What an announcement of this letter says as `first` and `before`."""
+    """What an announcement of this message says as `first` and `before`."""
     tag = outbox.kept[sequence].tag
-    earlier = (s for s, letter in outbox.kept.items() if s < sequence and letter.tag == tag)
+    earlier = (s for s, envelope in outbox.kept.items() if s < sequence and envelope.tag == tag)
     return min(outbox.kept), max(earlier, default=-1)
 
 
@@ -58,9 +58,9 @@ def standing(outbox: Outbox, sequence: int) -> tuple[int, int]:
 
 
 class Noted(NamedTuple):
-    """A letter that has been announced."""
+    """A message that has been announced."""
 
-    letter: Letter
+    envelope: Envelope
     before: int
     arrival: int
     """Its place among all announcements, so that ANY takes the earliest."""
@@ -68,17 +68,17 @@ class Noted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What is known of the letters of one sender."""
+    """What is known of the messages of one sender."""
 
     noted: Mapping[int, Noted] = field(default_factory=dict[int, Noted])
     delivered: Mapping[int, int] = field(default_factory=dict[int, int])
-    """By tag the last letter that was delivered, while its acknowledgement may have been lost."""
+    """By tag the last message that was delivered, while its acknowledgement may have been lost."""
     first: int = 0
-    """The sender has settled every letter below this."""
+    """The sender has settled every message below this."""
 
     def next_of(self, tag: int) -> int | None:
-        """The letter that is next within its tag; None if it has not been announced."""
-        of_tag = (sequence for sequence, noted in self.noted.items() if noted.letter.tag == tag)
+        """The message that is next within its tag; None if it has not been announced."""
+        of_tag = (sequence for sequence, noted in self.noted.items() if noted.envelope.tag == tag)
         sequence = min(of_tag, default=None)
         if sequence is None:
             return None
@@ -91,16 +91,16 @@ class Wanted(NamedTuple):
     """A receive that waits."""
 
     sources: tuple[TrainerId, ...]
-    """Whose letters it takes; none once all of them are lost."""
+    """Whose messages it takes; none once all of them are lost."""
     tag: int
 
 
 class Transfer(NamedTuple):
-    """A letter that is to be brought for a receive."""
+    """A message that is to be brought for a receive."""
 
     sender: TrainerId
     sequence: int
-    letter: Letter
+    envelope: Envelope
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +120,17 @@ class Inbox:
 
 
 def note(
-    inbox: Inbox, sender: TrainerId, sequence: int, letter: Letter, *, first: int, before: int
+    inbox: Inbox, sender: TrainerId, sequence: int, envelope: Envelope, *, first: int, before: int
 ) -> tuple[Inbox, bool]:
-    """A letter is announced. Also returns whether it was delivered, which its sender must hear."""
+    """A message is announced. Also returns whether it was delivered, which its sender must hear."""
     source = inbox.sources.get(sender, Source())
     source = _settle_below(source, max(first, source.first))
-    if sequence <= source.delivered.get(letter.tag, -1):
+    if sequence <= source.delivered.get(envelope.tag, -1):
         return _with_source(inbox, sender, source), True
     noted = source.noted.get(sequence)
     if sequence >= source.first and (noted or len(source.noted) < MAX_KEPT):
         arrival = inbox.arrivals if noted is None else noted.arrival
-        source = replace(source, noted={**source.noted, sequence: Noted(letter, before, arrival)})
+        source = replace(source, noted={**source.noted, sequence: Noted(envelope, before, arrival)})
     inbox = replace(_with_source(inbox, sender, source), arrivals=inbox.arrivals + 1)
     return _choose(inbox), False
 
@@ -147,7 +147,7 @@ def deliver(inbox: Inbox, call: int) -> Inbox:
     source = replace(
         source,
         noted=_without(source.noted, transfer.sequence),
-        delivered={**source.delivered, transfer.letter.tag: transfer.sequence},
+        delivered={**source.delivered, transfer.envelope.tag: transfer.sequence},
     )
     return give_up(_with_source(inbox, transfer.sender, source), call)
 
@@ -159,7 +159,7 @@ def give_up(inbox: Inbox, call: int) -> Inbox:
 
 
 def withdraw(inbox: Inbox, sender: TrainerId, sequence: int) -> Inbox:
-    """The sender no longer keeps the letter: a later one takes its place."""
+    """The sender no longer keeps the message: a later one takes its place."""
     source = inbox.sources.get(sender, Source())
     gone = source.noted.get(sequence)
     if gone is None:
@@ -206,7 +206,7 @@ def _ready(
         sequence = source.next_of(wanted.tag)
         if sequence is not None:
             noted = source.noted[sequence]
-            yield noted.arrival, Transfer(sender, sequence, noted.letter)
+            yield noted.arrival, Transfer(sender, sequence, noted.envelope)
 
 
 def _settle_below(source: Source, first: int) -> Source:

@@ -19,7 +19,7 @@ from pmesh.compression.codecs import Codec, codec_of
 from pmesh.core.ops.coded import coded_chunks, draw_key, hop_terms, ring_codec_name
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values, accumulate, finish
 from pmesh.core.values import Verdict
-from pmesh.core.wire.link import Letter
+from pmesh.core.wire.link import Envelope
 from pmesh.core.wire.local import StartOp
 from pmesh.errors import PmeshError
 from pmesh.ids import OpNumber, TrainerId
@@ -121,7 +121,7 @@ class Transit:
     """Whom it may meet."""
     tag: int
     deadline: float
-    letter: Letter | None = None
+    envelope: Envelope | None = None
     """Of a send."""
     data: "Values | None" = None
     met: Arrived | None = None

@@ -7,7 +7,7 @@ from typing import NoReturn, TypeVar
 
 import numpy as np
 
-from pmesh.client.elastic.membership import LetterSession
+from pmesh.client.elastic.membership import P2PSession
 from pmesh.client.elastic.source import Offer
 from pmesh.client.elastic.sync import Synced, run_sync
 from pmesh.client.link.arenas import Kept, Region, Residuals
@@ -17,15 +17,15 @@ from pmesh.client.trees.state import Packed
 from pmesh.core.ops.kinds import extent_of
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
 from pmesh.core.values import View
-from pmesh.core.wire.link import Call, Letter
+from pmesh.core.wire.link import Call, Envelope
 from pmesh.core.wire.local import StartOp, WireDtype, World
 from pmesh.errors import MeshClosed, NotEnoughRanks, OpTimedOut, PmeshError, RankLost
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, TrainerId
 from pmesh.testing.simulated_hub import Given, Hub, Transit
 
 
-class SimulatedMail:
-    """One rank's sends and receives; see `LetterSession`."""
+class SimulatedP2P:
+    """One rank's sends and receives; see `P2PSession`."""
 
     def __init__(self, hub: Hub, me: TrainerId) -> None:
         self._hub = hub
@@ -39,13 +39,13 @@ class SimulatedMail:
         """Whether further calls are in vain."""
         return bool(self._closed)
 
-    def begin_send(self, to: TrainerId, letter: Letter, data: Values, timeout_s: float) -> int:
+    def begin_send(self, to: TrainerId, envelope: Envelope, data: Values, timeout_s: float) -> int:
         """Leave a copy of an array's bytes for another rank; returns the call's number."""
         deadline = time.monotonic() + timeout_s
-        return self._begin(Transit((to,), letter.tag, deadline, letter, data.copy()))
+        return self._begin(Transit((to,), envelope.tag, deadline, envelope, data.copy()))
 
     def begin_receive(self, sources: tuple[TrainerId, ...], tag: int, timeout_s: float) -> int:
-        """Ask for a letter of one of these; returns the call's number."""
+        """Ask for a message of one of these; returns the call's number."""
         return self._begin(Transit(sources, tag, time.monotonic() + timeout_s))
 
     def done(self, call: int) -> bool:
@@ -74,7 +74,7 @@ class SimulatedMail:
             del self._calls[call]
         if transit.failed is not None:
             raise transit.failed
-        return None if transit.letter is not None else transit.met
+        return None if transit.envelope is not None else transit.met
 
     def close(self, reason: str) -> None:
         """End it; whoever waits gets MeshClosed, with this reason."""
@@ -99,11 +99,11 @@ class SimulatedMail:
         """The first of the other kind that fits: those of a pair and tag keep their order."""
         for owner, theirs in self._hub.transits:
             fits = owner in mine.wanted and self._me in theirs.wanted and mine.tag == theirs.tag
-            if fits and (mine.letter is None) != (theirs.letter is None):
-                source, sent = (owner, theirs) if mine.letter is None else (self._me, mine)
-                assert sent.letter is not None  # noqa: S101 - one of the two is a send
+            if fits and (mine.envelope is None) != (theirs.envelope is None):
+                source, sent = (owner, theirs) if mine.envelope is None else (self._me, mine)
+                assert sent.envelope is not None  # noqa: S101 - one of the two is a send
                 assert sent.data is not None  # noqa: S101 - likewise
-                mine.met = theirs.met = Arrived(source, sent.letter, sent.data)
+                mine.met = theirs.met = Arrived(source, sent.envelope, sent.data)
                 self._hub.transits.remove((owner, theirs))
                 self._hub.transits.remove((self._me, mine))
                 return
@@ -295,9 +295,9 @@ class SimulatedPlace:
         hub = self._hubs.named(job, len(members))
         return SimulatedPlace(self._hubs, hub, self._session.me, timeout_s)
 
-    def attach(self) -> LetterSession:
+    def attach(self) -> P2PSession:
         """Its messages, among the ranks of the hub."""
-        return SimulatedMail(self._session.hub, self._session.me)
+        return SimulatedP2P(self._session.hub, self._session.me)
 
     def leave(self) -> None:
         """End on purpose: a call that the others make from now on fails."""

@@ -19,7 +19,7 @@ from pmesh.core.wire.local import (
     AskStatus,
     Attach,
     Attached,
-    ReceiveLetter,
+    ReceiveMessage,
     Refused,
     Status,
 )
@@ -267,18 +267,18 @@ async def test_an_error_in_a_trainers_session_makes_it_depart_and_the_others_go_
         await still_serves(here, machine)
 
 
-async def test_an_error_in_the_session_for_letters_leaves_the_trainer_its_ops(
+async def test_an_error_in_the_session_for_messages_leaves_the_trainer_its_ops(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with village(clock, 2) as here:
         pair = await here.job(*here.machines)
         machine = machine_of(here, pair[0])
-        letters = await here.trainer(machine)
+        envelopes = await here.trainer(machine)
         attach = Attach(SESSION_VERSION, JobName("digits"), pair[0].id)
-        assert await letters.ask(attach) == Attached()
+        assert await envelopes.ask(attach) == Attached()
         with capture_logs(), monkeypatch.context() as patch:
             patch.setattr(calls, "_Waiting", fail)
-            reply = await letters.ask(ReceiveLetter(0, (pair[1].id,), 0, 5.0))
+            reply = await envelopes.ask(ReceiveMessage(0, (pair[1].id,), 0, 5.0))
         assert isinstance(reply, Refused)
         assert reply.verdict.error == "AgentStopped"
         await together(*[t.barrier for t in pair])

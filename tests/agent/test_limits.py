@@ -32,7 +32,7 @@ from pmesh.core.wire.local import (
     Attach,
     Attached,
     Connect,
-    ReceiveLetter,
+    ReceiveMessage,
     Refused,
     Status,
     StopAgent,
@@ -226,7 +226,7 @@ async def test_memory_comes_back_when_a_trainer_ends(clock: MockClock) -> None:
         await until(lambda: machine.agent._admission._arenas.memory.held == 0)  # noqa: SLF001
 
 
-async def test_who_reads_no_replies_to_its_letters_is_not_read_from_either(
+async def test_who_reads_no_replies_to_its_messages_is_not_read_from_either(
     clock: MockClock,
 ) -> None:
     async with village(clock, 2) as here:
@@ -240,7 +240,7 @@ async def test_who_reads_no_replies_to_its_letters_is_not_read_from_either(
         async def send_for_ever() -> None:
             nonlocal sent
             while True:
-                requests = [ReceiveLetter(sent + i, (pair[1].id,), 0, 1e-9) for i in range(40)]
+                requests = [ReceiveMessage(sent + i, (pair[1].id,), 0, 1e-9) for i in range(40)]
                 await deaf.stream.send_all(b"".join(frame(encode(r)) for r in requests))
                 sent += 40
                 await trio.sleep(0.01)
@@ -253,14 +253,14 @@ async def test_who_reads_no_replies_to_its_letters_is_not_read_from_either(
 
 
 async def test_a_source_named_again_and_again_is_one(clock: MockClock) -> None:
-    """What a letter is chosen by grows with the ranks of the job, not with the request."""
+    """What a message is chosen by grows with the ranks of the job, not with the request."""
     async with village(clock, 2) as here:
         pair = await here.job(*here.machines)
         machine = machine_of(here, pair[0])
-        letters = await here.trainer(machine)
-        await letters.ask(Attach(SESSION_VERSION, JobName("digits"), pair[0].id))
-        await letters.send(ReceiveLetter(0, (pair[1].id,) * 1024, 0, 5.0))
-        box = machine.agent.mail.box_of(machine.agent.jobs.ranks[0])
+        envelopes = await here.trainer(machine)
+        await envelopes.ask(Attach(SESSION_VERSION, JobName("digits"), pair[0].id))
+        await envelopes.send(ReceiveMessage(0, (pair[1].id,) * 1024, 0, 5.0))
+        box = machine.agent.p2p.box_of(machine.agent.jobs.ranks[0])
         await until(lambda: bool(box._inbox.wanted))  # noqa: SLF001
         assert box._inbox.wanted[0].sources == (pair[1].id,)  # noqa: SLF001
 

@@ -1,4 +1,4 @@
-"""O4: letters are delivered once and in order, whatever announcements are lost and repeated."""
+"""O4: messages are delivered once and in order, whatever announcements are lost and repeated."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pmesh.core import p2p
 from pmesh.core.p2p import MAX_KEPT, Inbox, Outbox, Transfer, Wanted
-from pmesh.core.wire.link import AnnounceLetter, Letter, LetterAddress
+from pmesh.core.wire.link import AnnounceMessage, Envelope, MessageAddress
 from pmesh.ids import JobName, TrainerId
 from tests.worlds.builders import make_epoch
 
@@ -18,8 +18,8 @@ ANNA, BERT, CARL = SENDERS = TrainerId(0), TrainerId(1), TrainerId(2)
 RECEIVER = TrainerId(9)
 
 
-def letter(tag: int = 0, nbytes: int = 4) -> Letter:
-    return Letter(tag, "float32", (nbytes // 4,), nbytes)
+def envelope(tag: int = 0, nbytes: int = 4) -> Envelope:
+    return Envelope(tag, "float32", (nbytes // 4,), nbytes)
 
 
 def announced(
@@ -31,7 +31,7 @@ def announced(
     first: int = 0,
     before: int = -1,
 ) -> Inbox:
-    noted, again = p2p.note(inbox, sender, sequence, letter(tag), first=first, before=before)
+    noted, again = p2p.note(inbox, sender, sequence, envelope(tag), first=first, before=before)
     assert not again
     return noted
 
@@ -44,28 +44,28 @@ def under_way(inbox: Inbox) -> dict[int, tuple[TrainerId, int]]:
     return {call: transfer[:2] for call, transfer in inbox.under_way.items()}
 
 
-def test_letters_of_a_pair_are_numbered_through_and_announced_with_what_comes_before() -> None:
+def test_messages_of_a_pair_are_numbered_through_and_announced_with_what_comes_before() -> None:
     outbox = Outbox()
     for tag in (5, 7, 5, 5):
-        outbox, _ = p2p.keep(outbox, letter(tag))
+        outbox, _ = p2p.keep(outbox, envelope(tag))
 
     assert [p2p.standing(outbox, s) for s in range(4)] == [(0, -1), (0, -1), (0, 0), (0, 2)]
     outbox = p2p.settle(p2p.settle(outbox, 0), 0)
     assert [p2p.standing(outbox, s) for s in (1, 2, 3)] == [(1, -1), (1, -1), (1, 2)]
 
 
-def test_so_many_letters_may_wait_for_one_receiver_and_no_more() -> None:
+def test_so_many_messages_may_wait_for_one_receiver_and_no_more() -> None:
     outbox = Outbox()
     for _ in range(MAX_KEPT):
-        outbox, _ = p2p.keep(outbox, letter())
+        outbox, _ = p2p.keep(outbox, envelope())
 
     with pytest.raises(ValueError, match="256 messages wait already"):
-        p2p.keep(outbox, letter())
-    _, sequence = p2p.keep(p2p.settle(outbox, 17), letter())
+        p2p.keep(outbox, envelope())
+    _, sequence = p2p.keep(p2p.settle(outbox, 17), envelope())
     assert sequence == MAX_KEPT
 
 
-def test_a_letter_waits_for_its_receive_and_a_receive_for_its_letter() -> None:
+def test_a_message_waits_for_its_receive_and_a_receive_for_its_message() -> None:
     inbox = announced(Inbox(), ANNA, 0)
     assert under_way(wanting(inbox, 1, ANNA)) == {1: (ANNA, 0)}
 
@@ -73,21 +73,21 @@ def test_a_letter_waits_for_its_receive_and_a_receive_for_its_letter() -> None:
     assert under_way(announced(inbox, ANNA, 0)) == {1: (ANNA, 0)}
 
 
-def test_only_a_receive_of_the_tag_and_the_source_takes_a_letter() -> None:
+def test_only_a_receive_of_the_tag_and_the_source_takes_a_message() -> None:
     inbox = announced(Inbox(), ANNA, 0, tag=3)
 
     assert under_way(wanting(inbox, 1, ANNA, tag=4)) == {}
     assert under_way(wanting(inbox, 1, BERT, tag=3)) == {}
 
 
-def test_any_takes_the_letter_that_was_announced_first() -> None:
+def test_any_takes_the_message_that_was_announced_first() -> None:
     inbox = announced(announced(Inbox(), BERT, 0), ANNA, 0)
     inbox = announced(inbox, BERT, 0)  # again, which does not make it later
 
     assert under_way(wanting(inbox, 1, *SENDERS)) == {1: (BERT, 0)}
 
 
-def test_the_receive_that_came_first_takes_the_first_letter() -> None:
+def test_the_receive_that_came_first_takes_the_first_message() -> None:
     inbox = wanting(wanting(Inbox(), 1, *SENDERS), 2, ANNA)
     inbox = announced(announced(inbox, ANNA, 0), ANNA, 1, before=0)
 
@@ -95,7 +95,7 @@ def test_the_receive_that_came_first_takes_the_first_letter() -> None:
     assert under_way(p2p.deliver(inbox, 1)) == {2: (ANNA, 1)}
 
 
-def test_one_letter_at_a_time_comes_from_each_sender() -> None:
+def test_one_message_at_a_time_comes_from_each_sender() -> None:
     inbox = wanting(wanting(wanting(Inbox(), 1, ANNA), 2, ANNA, tag=1), 3, *SENDERS)
     inbox = announced(announced(inbox, ANNA, 0), ANNA, 1, tag=1)
 
@@ -103,7 +103,7 @@ def test_one_letter_at_a_time_comes_from_each_sender() -> None:
     assert under_way(announced(inbox, BERT, 0)) == {1: (ANNA, 0), 3: (BERT, 0)}
 
 
-def test_a_letter_waits_for_one_before_it_whose_announcement_is_lost() -> None:
+def test_a_message_waits_for_one_before_it_whose_announcement_is_lost() -> None:
     inbox = announced(wanting(Inbox(), 1, ANNA), ANNA, 1, before=0)
     assert under_way(inbox) == {}
 
@@ -116,23 +116,23 @@ def test_what_was_delivered_is_acknowledged_again_until_its_sender_has_heard_it(
     inbox = announced(wanting(Inbox(), 1, ANNA), ANNA, 0, tag=0)
     inbox = wanting(p2p.deliver(inbox, 1), 2, ANNA)
 
-    inbox, again = p2p.note(inbox, ANNA, 0, letter(), first=0, before=-1)
+    inbox, again = p2p.note(inbox, ANNA, 0, envelope(), first=0, before=-1)
     assert again
     assert under_way(inbox) == {}
     inbox = announced(inbox, ANNA, 1, first=1)  # it has
     assert inbox.sources[ANNA].delivered == {}
-    inbox, again = p2p.note(inbox, ANNA, 0, letter(), first=0, before=-1)  # a late echo
+    inbox, again = p2p.note(inbox, ANNA, 0, envelope(), first=0, before=-1)  # a late echo
     assert not again
     assert list(inbox.sources[ANNA].noted) == [1]
 
 
-def test_a_receive_that_is_given_up_leaves_its_letter_to_the_next() -> None:
+def test_a_receive_that_is_given_up_leaves_its_message_to_the_next() -> None:
     inbox = announced(wanting(wanting(Inbox(), 1, ANNA), 2, ANNA), ANNA, 0)
 
     assert under_way(p2p.give_up(inbox, 1)) == {2: (ANNA, 0)}
 
 
-def test_a_letter_that_is_withdrawn_makes_way_for_the_next() -> None:
+def test_a_message_that_is_withdrawn_makes_way_for_the_next() -> None:
     inbox = announced(announced(wanting(Inbox(), 1, ANNA), ANNA, 0), ANNA, 1, before=0)
 
     inbox = p2p.withdraw(inbox, ANNA, 0)
@@ -158,13 +158,13 @@ def test_a_sender_that_announces_without_end_takes_a_bounded_place() -> None:
 
     assert len(inbox.sources[ANNA].noted) == MAX_KEPT
     inbox = announced(inbox, ANNA, 0, tag=77)  # those that are noted are still heard
-    assert inbox.sources[ANNA].noted[0].letter.tag == 77
+    assert inbox.sources[ANNA].noted[0].envelope.tag == 77
 
 
 @dataclass
 class Sender:
     outbox: Outbox = field(default_factory=Outbox)
-    announcements: deque[AnnounceLetter] = field(default_factory=deque)
+    announcements: deque[AnnounceMessage] = field(default_factory=deque)
     """On their way, in order."""
     acknowledgements: deque[int] = field(default_factory=deque)
     withdrawn: set[int] = field(default_factory=set)
@@ -186,7 +186,7 @@ class Post(RuleBasedStateMachine):
         self.inbox = Inbox()
         self.senders = {id_: Sender() for id_ in (ANNA, BERT)}
         self.delivered: dict[TrainerId, list[tuple[int, int]]] = {id_: [] for id_ in (ANNA, BERT)}
-        """Tag and sequence of each letter, by sender."""
+        """Tag and sequence of each message, by sender."""
         self.calls_made = 0
         self.wanted: dict[int, Wanted] = {}
 
@@ -194,7 +194,7 @@ class Post(RuleBasedStateMachine):
     def send(self, sender: TrainerId, tag: int, fate: Fate) -> None:
         at = self.senders[sender]
         if not at.lost:
-            at.outbox, sequence = p2p.keep(at.outbox, letter(tag))
+            at.outbox, sequence = p2p.keep(at.outbox, envelope(tag))
             self.announce(sender, sequence, fate)
 
     @rule(sender=senders, fate=fates, data=st.data())
@@ -234,7 +234,7 @@ class Post(RuleBasedStateMachine):
             self.inbox = p2p.give_up(self.inbox, call)
 
     @rule(fate=fates)
-    def lanes_bring_letters(self, fate: Fate) -> None:
+    def lanes_bring_messages(self, fate: Fate) -> None:
         """Those that are under way, unless their senders do not keep them any more."""
         for call, transfer in self.inbox.under_way.items():
             if transfer.sequence in self.senders[transfer.sender].outbox.kept:
@@ -253,16 +253,16 @@ class Post(RuleBasedStateMachine):
             self.inbox = p2p.give_up(self.inbox, call)
 
     @invariant()
-    def each_sender_is_asked_for_one_letter_at_a_time_that_was_never_delivered(self) -> None:
+    def each_sender_is_asked_for_one_message_at_a_time_that_was_never_delivered(self) -> None:
         asked = [transfer.sender for transfer in self.inbox.under_way.values()]
         assert len(asked) == len(set(asked))
         for call, transfer in self.inbox.under_way.items():
             wanted = self.wanted[call]
             assert transfer.sender in wanted.sources
-            assert transfer.letter.tag == wanted.tag
+            assert transfer.envelope.tag == wanted.tag
 
     @invariant()
-    def letters_are_delivered_once_and_in_order(self) -> None:
+    def messages_are_delivered_once_and_in_order(self) -> None:
         for sent in self.delivered.values():
             for tag in (0, 1):
                 of_tag = [sequence for t, sequence in sent if t == tag]
@@ -274,7 +274,7 @@ class Post(RuleBasedStateMachine):
             assert at.confirmed <= {sequence for _, sequence in self.delivered[id_]}
 
     def teardown(self) -> None:
-        """The links work again: whoever waits for a letter that is kept gets it."""
+        """The links work again: whoever waits for a message that is kept gets it."""
         for _ in range(2 * len(self.wanted) + 3):
             self.settle_down()
             for call, transfer in list(self.inbox.under_way.items()):
@@ -307,17 +307,17 @@ class Post(RuleBasedStateMachine):
         if sequence not in at.outbox.kept:
             return
         first, before = p2p.standing(at.outbox, sequence)
-        address = LetterAddress(JobName("digits"), make_epoch(1), sender, RECEIVER, sequence)
-        said = AnnounceLetter(address, at.outbox.kept[sequence], first, before)
+        address = MessageAddress(JobName("digits"), make_epoch(1), sender, RECEIVER, sequence)
+        said = AnnounceMessage(address, at.outbox.kept[sequence], first, before)
         if fate == "arrives":
             self.hear(sender, said)
         elif fate == "late":
             at.announcements.append(said)
 
-    def hear(self, sender: TrainerId, said: AnnounceLetter) -> None:
+    def hear(self, sender: TrainerId, said: AnnounceMessage) -> None:
         sequence = said.address.sequence
         self.inbox, again = p2p.note(
-            self.inbox, sender, sequence, said.letter, first=said.first, before=said.before
+            self.inbox, sender, sequence, said.envelope, first=said.first, before=said.before
         )
         if again:
             self.confirm(sender, sequence)
@@ -331,7 +331,7 @@ class Post(RuleBasedStateMachine):
     def take(self, call: int, transfer: Transfer, fate: Fate) -> None:
         at = self.senders[transfer.sender]
         sent = at.outbox.kept[transfer.sequence]
-        assert sent == transfer.letter
+        assert sent == transfer.envelope
         self.inbox = p2p.deliver(self.inbox, call)
         self.delivered[transfer.sender].append((sent.tag, transfer.sequence))
         if fate == "arrives":

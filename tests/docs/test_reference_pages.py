@@ -7,7 +7,7 @@ import pytest
 import pmesh
 from pmesh import errors
 from pmesh.agent.status import schema
-from pmesh.client.calls.point_to_point import Messages
+from pmesh.client.calls.point_to_point import PointToPoint
 from pmesh.client.group import Collectives
 from pmesh.client.trees.arrays import WIRE_OF
 from tests.docs.pages import DOCS, code_in, read, sections, table_rows
@@ -102,7 +102,7 @@ def test_every_call_stands_in_the_table_with_whether_it_can_wait_for_later() -> 
 
     assert later == {
         name: "async_op" in inspect.signature(member).parameters
-        for kind in (Collectives, Messages)
+        for kind in (Collectives, PointToPoint)
         for name, member in inspect.getmembers(kind, inspect.isfunction)
         if not name.startswith("_") and name != "close"
     }

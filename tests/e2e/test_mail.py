@@ -11,30 +11,30 @@ import numpy as np
 import pmesh
 from pmesh.client.calls.point_to_point import ANY, Messages
 
-with pmesh.connect(job="mail", wait_for=3) as mesh:
-    mail = mesh if isinstance(mesh, Messages) else Messages(mesh._place)
+with pmesh.connect(job="messages", wait_for=3) as mesh:
+    messages = mesh if isinstance(mesh, Messages) else Messages(mesh._place)
     others = [rank for rank in range(3) if rank != mesh.rank]
     x = np.arange(300_000) + mesh.rank
-    handles = [mail.send(x, to, tag=4, async_op=True) for to in others]
+    handles = [messages.send(x, to, tag=4, async_op=True) for to in others]
     got = {}
     for _ in others:
-        array = mail.recv(ANY, tag=4)
-        got[int(mail.last_source)] = [int(array[0]), array.size]
+        array = messages.recv(ANY, tag=4)
+        got[int(messages.last_source)] = [int(array[0]), array.size]
     for handle in handles:
         handle.wait()
     total = int(mesh.all_reduce(np.array(1)))
     after = None
     if mesh.rank == 0:
         try:
-            mail.recv(2, tag=5)
+            messages.recv(2, tag=5)
         except pmesh.RankLost as e:
             after = str(e)
-        mail.send(x[:1], 1, tag=6)
+        messages.send(x[:1], 1, tag=6)
     elif mesh.rank == 1:
-        after = int(mail.recv(0, tag=6)[0])
+        after = int(messages.recv(0, tag=6)[0])
     print(json.dumps([mesh.rank, sorted(got.items()), total, after]), flush=True)
-    if mail is not mesh:
-        mail._mail[1].close("the program ends")
+    if messages is not mesh:
+        messages._mail[1].close("the program ends")
 """
 
 

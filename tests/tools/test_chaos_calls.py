@@ -7,8 +7,8 @@ from pmesh.testing import SimulatedMesh
 from tools.chaos import calls, trials
 from tools.chaos.calls import (
     CALLS,
+    _envelopes,
     _group,
-    _letters,
     prepare,
 )
 from tools.chaos.pattern import Pattern, numbers_of
@@ -50,7 +50,7 @@ def test_what_other_ranks_would_give_is_seen(kind: str, step: int) -> None:
     assert not all(SimulatedMesh(SIZE).run(train))
 
 
-def test_a_group_that_breaks_and_a_letter_that_is_lost_without_a_loss_are_wrong(
+def test_a_group_that_breaks_and_a_message_that_is_lost_without_a_loss_are_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def breaks(*_: object) -> None:
@@ -65,7 +65,9 @@ def test_a_group_that_breaks_and_a_letter_that_is_lost_without_a_loss_are_wrong(
     monkeypatch.setattr(pmesh.Mesh, "send", lambda *_, **__: None)
 
     def train(mesh: pmesh.Mesh) -> list[Outcome]:
-        trials = [make(At(mesh, Pattern(NBYTES), mesh.rank + 1, 0)) for make in (_group, _letters)]
+        trials = [
+            make(At(mesh, Pattern(NBYTES), mesh.rank + 1, 0)) for make in (_group, _envelopes)
+        ]
         return [trial.judge(trial.call()) for trial in trials]
 
     wrong = [Outcome("grouped", right=False), Outcome("told", right=False)]

@@ -199,7 +199,7 @@ CAMPAIGNS = (
     ),
     Campaign(
         name="kill-collectives",
-        what="kills of any kind amid the other collectives, strategies, groups and letters",
+        what="kills of any kind amid the other collectives, strategies, groups and messages",
         bar="each right at all survivors, or the same error",
         holds=nothing_violated,
         run=partial(run_faults, fault=AnyKill(), calls="collectives"),

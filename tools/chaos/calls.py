@@ -175,11 +175,11 @@ def _all_say(mesh: pmesh.Mesh, color: int, what: str) -> tuple[bool, tuple[str, 
     return all(high == -low for high, low in most if high >= 0), left
 
 
-def _letters(at: At) -> Trial:
+def _envelopes(at: At) -> Trial:
     """To the next trainer and from the previous one, each once and in order, or it is lost.
 
-    The all-reduces tell all that are left the same ring: from who was there before the letters, and
-    who is afterwards.
+    The all-reduces tell all that are left the same ring: from who was there before the messages,
+    and who is afterwards.
     """
     x, nothing = _piece(at.input()), np.zeros(1, np.int64)
 
@@ -239,7 +239,7 @@ CALLS: Mapping[str, Sequence[Callable[[At], Trial]]] = MappingProxyType(
             _objects,
             _object,
             _group,
-            _letters,
+            _envelopes,
             _shared,
             *(partial(_sum, strategy=name) for name in _STRATEGIES),
         ),

@@ -32,10 +32,10 @@ processes for each other, and no cable. The trainers run the elastic loop of the
   one that another has completed. What a dead node alone had completed last is not compared: its
   result has died with it (I4). If only the trainer has died, its agent keeps the result, and it is.
 - **Other calls**: in two rows the trainers call all other collectives, strategies and groups, and
-  send each other letters, or call every compression, in turn. Their inputs are such that each
+  send each other messages, or call every compression, in turn. Their inputs are such that each
   result can be judged: exactly, or within 3 % where values are rounded at every hop. A call that is
   bound to its ranks may raise, but the same at all that are left; who had returned from it gets
-  that error from the next call (I5). A group breaks at all its ranks or has one result, a letter
+  that error from the next call (I5). A group breaks at all its ranks or has one result, a message
   comes once and in order, or its sender or receiver is lost.
 - **The moment**: each fault strikes at a seeded random moment after all trainers have called an op.
 - **The time**: from just before the fault (the signal, or the packet rule) to the return of the

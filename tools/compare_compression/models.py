@@ -34,7 +34,7 @@ FILES = (  # long ones, in every Python from 3.11 on
     "doctest.py",
     "inspect.py",
     "ipaddress.py",
-    "mailbox.py",
+    "endpoint.py",
     "pickle.py",
     "statistics.py",
     "subprocess.py",

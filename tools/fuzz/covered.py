@@ -8,8 +8,8 @@ import coverage
 
 HANDLERS = (
     *("core/agreement", "core/proposals", "core/rosters", "core/op_outcomes", "core/quorum"),
-    *("core/mail", "core/validation", "agent/peers", "agent/membership", "agent/jobs"),
-    *("agent/marks", "agent/lane_desk", "agent/mailbox", "agent/mail_sessions"),
+    *("core/messages", "core/validation", "agent/peers", "agent/membership", "agent/jobs"),
+    *("agent/marks", "agent/lane_desk", "agent/endpoint", "agent/mail_sessions"),
     *("agent/trainers", "agent/ops", "net/sessions", "net/links"),
 )
 

@@ -17,7 +17,7 @@ import msgspec
 import trio
 
 from pmesh.core.wire.framing import FrameReader, frame
-from pmesh.core.wire.link import Call, Letter
+from pmesh.core.wire.link import Call, Envelope
 from pmesh.core.wire.local import (
     ENTERS,
     MAX_SESSION_MESSAGE_BYTES,
@@ -29,9 +29,9 @@ from pmesh.core.wire.local import (
     Connect,
     DropArena,
     Leave,
-    ReceiveLetter,
+    ReceiveMessage,
     Request,
-    SendLetter,
+    SendMessage,
     StartOp,
     StopAgent,
     WantArena,
@@ -59,7 +59,7 @@ def new_liar(seed: int) -> Liar:
 
 
 def honest_sessions() -> Iterator[tuple[Request, ...]]:
-    """What programs say, by session; a job of one rank runs while its letters travel."""
+    """What programs say, by session; a job of one rank runs while its messages travel."""
     me, sync = TrainerId(0), Call("sync", "int64", (8,))
     ops = [
         StartOp(OpNumber(number), call, dtype, count, arena, 5.0)  # type: ignore[arg-type] # a name of a dtype
@@ -74,14 +74,14 @@ def honest_sessions() -> Iterator[tuple[Request, ...]]:
     ]
     entering = StartOp(OpNumber(ENTERS), sync, "int64", 8, 0, 1.0)
     connect, want = Connect(SESSION_VERSION, JOB, 1, 2.0, "liar.py"), WantArena(ARENA_BYTES)
-    attach, letter = Attach(SESSION_VERSION, JOB, me), Letter(0, "float32", (100,), 400)
+    attach, envelope = Attach(SESSION_VERSION, JOB, me), Envelope(0, "float32", (100,), 400)
     while True:
         yield (connect, want, *ops, Compresses("int8"), DropArena(0), Leave())
         yield (connect, want, entering)
         yield (AskStatus(),)
         yield (AskEvents(-1),)
         yield (connect, *[WantArena(size) for size in (0, 1, 1 << 20)], *ops)
-        yield (attach, want, SendLetter(0, me, letter, 0, 2.0), ReceiveLetter(1, (me,), 0, 2.0))
+        yield (attach, want, SendMessage(0, me, envelope, 0, 2.0), ReceiveMessage(1, (me,), 0, 2.0))
 
 
 async def lie_to_agent(path: Path, liar: Liar, *, tell: Tell = lambda _: None) -> None:

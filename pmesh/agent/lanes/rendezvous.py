@@ -40,7 +40,7 @@ class Edge(NamedTuple):
     sender: TrainerId
     receiver: TrainerId
     op: int = -1
-    """-1: the ring; the retained result of this op (O2); below -1: letters (O4)."""
+    """-1: the ring; the retained result of this op (O2); below -1: messages (O4)."""
 
 
 class End(NamedTuple):

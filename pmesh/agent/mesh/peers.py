@@ -19,10 +19,10 @@ from pmesh.core.wire.link import (
     Hello,
     KnownPeers,
     Leaving,
-    LetterMessage,
-    LetterNews,
     LinkMessage,
     OfferLane,
+    P2PLinkMessage,
+    P2PMessage,
 )
 from pmesh.errors import (
     MeshKeyMismatch,
@@ -105,7 +105,7 @@ class Peers:
         jitter: Callable[[], float],
         on_offer: Callable[[Member, OfferLane], None],
         on_ask: Callable[[AskResult], None],
-        on_letter: Callable[[Member, LetterNews], None],
+        on_p2p: Callable[[Member, P2PMessage], None],
         contain: Contain,
     ) -> None:
         self._hello = hello
@@ -114,7 +114,7 @@ class Peers:
         self._nursery = nursery
         self._on_offer = on_offer
         self._on_ask = on_ask
-        self._on_letter = on_letter
+        self._on_p2p = on_p2p
         self._contain = contain
         self._bans = Bans()
         self.broken_links = 0
@@ -344,8 +344,8 @@ class Peers:
                 self._on_offer(live.member, message)
             case AskResult():
                 self._on_ask(message)
-            case LetterMessage():
-                self._on_letter(live.member, message)
+            case P2PLinkMessage():
+                self._on_p2p(live.member, message)
             case Leaving():
                 live.leaving = True
                 self._end(live, "its agent was stopped")

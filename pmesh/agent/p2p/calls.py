@@ -1,4 +1,4 @@
-"""A trainer's second connection, for its letters: several sends and receives at a time."""
+"""A trainer's second connection, for its messages: several sends and receives at a time."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import trio
 
 from pmesh.agent.jobs.ranks import COME_BACK
-from pmesh.agent.p2p.endpoint import LetterLost, Mailbox, Received
-from pmesh.agent.p2p.router import MailRoom
+from pmesh.agent.p2p.endpoint import MessageLost, P2PEndpoint, Received
+from pmesh.agent.p2p.router import P2PRouter
 from pmesh.agent.refusals import refuse
 from pmesh.core.values import Verdict
 from pmesh.core.wire.local import (
@@ -17,12 +17,12 @@ from pmesh.core.wire.local import (
     Attach,
     Attached,
     DropArena,
-    LetterFailed,
-    LetterReceived,
-    LetterSent,
-    LetterWaits,
-    ReceiveLetter,
-    SendLetter,
+    MessageFailed,
+    MessageReceived,
+    MessageSent,
+    MessageWaits,
+    ReceiveMessage,
+    SendMessage,
     WantArena,
 )
 from pmesh.errors import ProtocolError, UsageError
@@ -36,8 +36,8 @@ SAY_EVERY_S = 10.0  # I6: a line that says on whom a call waits
 _LOOK_S = 1.0
 
 
-async def serve_mail(session: Session, request: Attach, room: MailRoom, share: ArenaShare) -> None:
-    """Letters of one trainer, in memory of its program's share, until it closes this connection."""
+async def serve_p2p(session: Session, request: Attach, room: P2PRouter, share: ArenaShare) -> None:
+    """One trainer's messages, in memory of its program's share, until it closes the connection."""
     rank = room.rank_of(request.job, request.trainer, pid=session.pid)
     if request.version != SESSION_VERSION:
         text = f"the trainer speaks session version {request.version}, the agent {SESSION_VERSION}"
@@ -51,7 +51,7 @@ async def serve_mail(session: Session, request: Attach, room: MailRoom, share: A
     arenas = SessionArenas(share)
     try:
         async with trio.open_nursery() as nursery:
-            serving = _Letters(session, room.box_of(rank), arenas, nursery)
+            serving = _Envelopes(session, room.box_of(rank), arenas, nursery)
             nursery.start_soon(serving.say_on_whom)
             await serving.run()
     finally:
@@ -68,11 +68,11 @@ class _Waiting:
     on: tuple[str, ...]
 
 
-class _Letters:
+class _Envelopes:
     """The calls of one connection."""
 
     def __init__(
-        self, session: Session, box: Mailbox, arenas: SessionArenas, nursery: trio.Nursery
+        self, session: Session, box: P2PEndpoint, arenas: SessionArenas, nursery: trio.Nursery
     ) -> None:
         self._session = session
         self._box = box
@@ -86,14 +86,14 @@ class _Letters:
         while True:
             await self._session.all_sent()  # or who reads no replies would have ever more of them
             match request := await self._session.receive():
-                case SendLetter() | ReceiveLetter():
+                case SendMessage() | ReceiveMessage():
                     await self._begin(request)
                 case WantArena(nbytes):
                     await self._grant_input(nbytes)
                 case DropArena(number):
                     self._arenas.drop(number)
                 case _:
-                    raise ProtocolError(f"a trainer's letters began {type(request).__name__}")
+                    raise ProtocolError(f"a trainer's messages began {type(request).__name__}")
 
     async def say_on_whom(self) -> None:
         """I6: while calls wait."""
@@ -103,7 +103,7 @@ class _Letters:
             for call, waiting in list(self._waiting.items()):
                 if now - waiting.since >= waiting.said * SAY_EVERY_S:
                     waiting.said += 1
-                    await self._session.send(LetterWaits(call, now - waiting.since, waiting.on))
+                    await self._session.send(MessageWaits(call, now - waiting.since, waiting.on))
 
     # --- calls
 
@@ -114,12 +114,12 @@ class _Letters:
         on: tuple[TrainerId, ...]
         try:
             self._check_room()
-            if isinstance(request, SendLetter):
+            if isinstance(request, SendMessage):
                 ending, on = self._begin_send(request), (request.to,)
             else:
                 ending, on = self._begin_receive(request), request.sources
-        except LetterLost as e:
-            await self._session.send(LetterFailed(request.call, e.verdict))
+        except MessageLost as e:
+            await self._session.send(MessageFailed(request.call, e.verdict))
             return
         waiting = _Waiting(trio.current_time(), 1, self._box.describe(on))
         self._waiting[request.call] = waiting
@@ -127,13 +127,13 @@ class _Letters:
 
     async def _end(self, request: "_Call", ending: "_Ending", waiting: _Waiting) -> None:
         call = request.call
-        reply: LetterSent | LetterFailed | Received
-        reply = LetterFailed(call, _timed_out(request, waiting.on))
+        reply: MessageSent | MessageFailed | Received
+        reply = MessageFailed(call, _timed_out(request, waiting.on))
         try:
             with trio.move_on_after(min(request.timeout_s, 1e9)):
                 reply = await ending()
-        except LetterLost as e:
-            reply = LetterFailed(call, e.verdict)
+        except MessageLost as e:
+            reply = MessageFailed(call, e.verdict)
         del self._waiting[call]
         if isinstance(reply, Received):
             await self._tell_received(call, reply)
@@ -143,33 +143,33 @@ class _Letters:
     def _check_room(self) -> None:
         if len(self._waiting) >= MAX_CALLS:
             text = f"at most {MAX_CALLS} sends and receives at a time: wait for some of them"
-            raise LetterLost(Verdict("UsageError", text))
+            raise MessageLost(Verdict("UsageError", text))
 
-    def _begin_send(self, request: SendLetter) -> "_Ending":
-        nbytes = request.letter.nbytes
+    def _begin_send(self, request: SendMessage) -> "_Ending":
+        nbytes = request.envelope.nbytes
         if (nbytes > 0) != (request.arena >= 0):
-            raise ProtocolError(f"a letter of {nbytes} bytes with arena {request.arena}")
+            raise ProtocolError(f"a message of {nbytes} bytes with arena {request.arena}")
         inputs = self._arenas.inputs
         arena = inputs.hold(request.arena, nbytes) if nbytes else None
         try:
-            sending = self._box.begin_send(request.to, request.letter)
-        except LetterLost:
+            sending = self._box.begin_send(request.to, request.envelope)
+        except MessageLost:
             if arena is not None:
                 inputs.release(arena)
             raise
 
-        async def end() -> LetterSent:
+        async def end() -> MessageSent:
             values = memoryview(b"") if arena is None else arena.memory[:nbytes].toreadonly()
             try:
                 await self._box.end_send(sending, values)
             finally:
                 if arena is not None:
                     inputs.release(arena)
-            return LetterSent(request.call)
+            return MessageSent(request.call)
 
         return end
 
-    def _begin_receive(self, request: ReceiveLetter) -> "_Ending":
+    def _begin_receive(self, request: ReceiveMessage) -> "_Ending":
         receiving = self._box.begin_receive(request.sources, request.tag)
 
         async def end() -> Received:
@@ -189,7 +189,7 @@ class _Letters:
                 self._granted.add(arena.number)
                 await self._grant(arena)
         number = -1 if arena is None else arena.number
-        await self._session.send(LetterReceived(call, received.source, received.letter, number))
+        await self._session.send(MessageReceived(call, received.source, received.envelope, number))
 
     # --- arenas
 
@@ -206,14 +206,14 @@ class _Letters:
         await self._session.send(granted, (arena.descriptor,))
 
 
-_Call = SendLetter | ReceiveLetter
-_Ending = Callable[[], Awaitable[LetterSent | Received]]
+_Call = SendMessage | ReceiveMessage
+_Ending = Callable[[], Awaitable[MessageSent | Received]]
 
 
 def _timed_out(request: _Call, on: tuple[str, ...]) -> Verdict:
     names = " or ".join(on)
-    if isinstance(request, SendLetter):
-        tag = request.letter.tag
+    if isinstance(request, SendMessage):
+        tag = request.envelope.tag
         text = f"{names} did not receive a message with tag {tag} within {request.timeout_s:g} s"
         return Verdict("OpTimedOut", text, (request.to,))
     text = f"no message with tag {request.tag} came from {names} within {request.timeout_s:g} s"

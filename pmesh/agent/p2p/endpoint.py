@@ -1,4 +1,4 @@
-"""The letters of one rank that lives here: what it sends, what it receives, and their lanes (O4).
+"""The messages of one rank that lives here: what it sends, what it receives, and their lanes (O4).
 
 What is delivered, and in which order, is decided in `pmesh.core.p2p`. Each send and each receive
 is a straight line of its own task here; news of the other side wakes it up.
@@ -18,13 +18,13 @@ from pmesh.core import p2p
 from pmesh.core.p2p import Inbox, Outbox, Transfer, Wanted
 from pmesh.core.values import Roster, Verdict
 from pmesh.core.wire.link import (
-    AnnounceLetter,
-    AskLetter,
-    Letter,
-    LetterAddress,
-    LetterDelivered,
-    LetterNews,
-    LetterWithdrawn,
+    AnnounceMessage,
+    Envelope,
+    MessageAddress,
+    MessageDelivered,
+    MessageWithdrawn,
+    P2PMessage,
+    RequestMessage,
 )
 from pmesh.errors import LaneBroken, PmeshError, UsageError
 from pmesh.ids import TrainerId
@@ -36,7 +36,7 @@ SELDOM_S = 1.0  # while the other side does not call
 BROKEN_S = 0.2  # before another lane is tried, as at the lane desk
 
 
-class LetterLost(PmeshError):  # noqa: N818 - a state, as in pmesh.errors
+class MessageLost(PmeshError):  # noqa: N818 - a state, as in pmesh.errors
     """A send or a receive fails here, for this reason."""
 
     def __init__(self, verdict: Verdict) -> None:
@@ -50,8 +50,8 @@ class Sending:
 
     to: TrainerId
     sequence: int
-    letter: Letter
-    asked: AskLetter | None = None
+    envelope: Envelope
+    asked: RequestMessage | None = None
     delivered: bool = False
     failure: Verdict | None = None
     news: trio.Event = field(default_factory=trio.Event)
@@ -59,7 +59,7 @@ class Sending:
 
 @dataclass(slots=True, eq=False)
 class Receiving:
-    """A receive that waits for a letter."""
+    """A receive that waits for a message."""
 
     call: int
     failure: Verdict | None = None
@@ -69,19 +69,19 @@ class Receiving:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A letter that is there."""
+    """A message that is there."""
 
     source: TrainerId
-    letter: Letter
+    envelope: Envelope
     arena: Arena | None
     """The receiver's to release; None when there are no values."""
 
 
-class Mailbox:
+class P2PEndpoint:
     """What one rank sends and receives. `tell` brings a message to the agent of a trainer."""
 
     def __init__(
-        self, rank: LocalRank, desk: LaneDesk, tell: Callable[[TrainerId, LetterNews], None]
+        self, rank: LocalRank, desk: LaneDesk, tell: Callable[[TrainerId, P2PMessage], None]
     ) -> None:
         self._rank = rank
         self._tell = tell
@@ -106,29 +106,29 @@ class Mailbox:
 
     # --- sends
 
-    def begin_send(self, to: TrainerId, letter: Letter) -> Sending:
-        """Keep a letter and announce it; `end_send` must follow. The order of calls counts.
+    def begin_send(self, to: TrainerId, envelope: Envelope) -> Sending:
+        """Keep a message and announce it; `end_send` must follow. The order of calls counts.
 
         Raises:
-            LetterLost: the receiver is lost, or too much waits for it.
+            MessageLost: the receiver is lost, or too much waits for it.
         """
         failure = self._failure_among((to,))
         if failure is not None:
-            raise LetterLost(failure)
+            raise MessageLost(failure)
         try:
-            self._outboxes[to], sequence = p2p.keep(self._outboxes.get(to, Outbox()), letter)
+            self._outboxes[to], sequence = p2p.keep(self._outboxes.get(to, Outbox()), envelope)
         except ValueError as e:
             (name,) = self.describe((to,))
-            raise LetterLost(Verdict("UsageError", f"{e} for {name} to receive them")) from e
-        sending = self._sends[to, sequence] = Sending(to, sequence, letter)
+            raise MessageLost(Verdict("UsageError", f"{e} for {name} to receive them")) from e
+        sending = self._sends[to, sequence] = Sending(to, sequence, envelope)
         self._announce(sending)
         return sending
 
     async def end_send(self, sending: Sending, values: memoryview) -> None:
-        """Wait until the letter is delivered; cancelled, it is withdrawn.
+        """Wait until the message is delivered; cancelled, it is withdrawn.
 
         Raises:
-            LetterLost: it can't be.
+            MessageLost: it can't be.
         """
         try:
             await self._send(sending, values)
@@ -139,21 +139,21 @@ class Mailbox:
                 self._outboxes[sending.to] = outbox
             if not sending.delivered:
                 address = self._address(self._rank.id, sending.to, sending.sequence)
-                self._tell(sending.to, LetterWithdrawn(address))
+                self._tell(sending.to, MessageWithdrawn(address))
         await self._rank.unfenced()  # V3: the trainer may hear of it
         if self._rank.superseded is not None:
-            raise LetterLost(self._rank.superseded)
+            raise MessageLost(self._rank.superseded)
 
     async def _send(self, sending: Sending, values: memoryview) -> None:
         pause_s = AGAIN_S
         while not sending.delivered:
             if sending.failure is not None:
-                raise LetterLost(sending.failure)
+                raise MessageLost(sending.failure)
             if sending.asked is not None:
                 asked, sending.asked = sending.asked, None
                 with contextlib.suppress(LaneBroken):  # the receiver notices, and asks again
                     await self._rank.unfenced()  # V3: behind a fence nothing is sent
-                    await self._lanes_out.transmit(sending.to, asked, sending.letter, values)
+                    await self._lanes_out.transmit(sending.to, asked, sending.envelope, values)
                 continue
             sending.news = trio.Event()
             with trio.move_on_after(pause_s) as waiting:
@@ -165,19 +165,19 @@ class Mailbox:
     def _announce(self, sending: Sending) -> None:
         first, before = p2p.standing(self._outboxes[sending.to], sending.sequence)
         address = self._address(self._rank.id, sending.to, sending.sequence)
-        self._tell(sending.to, AnnounceLetter(address, sending.letter, first, before))
+        self._tell(sending.to, AnnounceMessage(address, sending.envelope, first, before))
 
     # --- receives
 
     def begin_receive(self, sources: tuple[TrainerId, ...], tag: int) -> Receiving:
-        """Wait for a letter of one of these; `end_receive` must follow. The order of calls counts.
+        """Wait for a message of one of these; `end_receive` must follow. The order of calls counts.
 
         Raises:
-            LetterLost: none of them is left.
+            MessageLost: none of them is left.
         """
         failure = self._failure_among(sources)
         if failure is not None:
-            raise LetterLost(failure)
+            raise MessageLost(failure)
         ids = self._roster.ids
         present = tuple(source for source in dict.fromkeys(sources) if source in ids)
         receiving = Receiving(next(self._calls))
@@ -186,15 +186,15 @@ class Mailbox:
         return receiving
 
     async def end_receive(self, receiving: Receiving, outputs: OutputArenas) -> Received:
-        """Wait for the letter, in an arena of this pool.
+        """Wait for the message, in an arena of this pool.
 
         Raises:
-            LetterLost: there can't come any.
+            MessageLost: there can't come any.
         """
         try:
             while True:
                 if receiving.failure is not None:
-                    raise LetterLost(receiving.failure)
+                    raise MessageLost(receiving.failure)
                 transfer = self._inbox.under_way.get(receiving.call)
                 if transfer is None:
                     receiving.news = trio.Event()
@@ -210,13 +210,13 @@ class Mailbox:
     async def _bring(
         self, receiving: Receiving, transfer: Transfer, outputs: OutputArenas
     ) -> Received | None:
-        """Have the letter brought and deliver it; None if it is to be tried anew."""
-        arena, nbytes = None, transfer.letter.nbytes
+        """Have the message brought and deliver it; None if it is to be tried anew."""
+        arena, nbytes = None, transfer.envelope.nbytes
         if nbytes:
             try:
                 arena = await outputs.acquire(nbytes)
             except (UsageError, OSError) as e:  # OSError: the system has no memory left
-                raise LetterLost(Verdict("UsageError", str(e))) from e
+                raise MessageLost(Verdict("UsageError", str(e))) from e
         target = memoryview(b"") if arena is None else arena.memory[:nbytes]
         delivered = False
         try:
@@ -230,7 +230,7 @@ class Mailbox:
                 await self._rank.unfenced()  # V3; from here on nothing awaits
                 receiving.bringing = None
                 self._update(p2p.deliver(self._inbox, receiving.call))
-                self._tell(transfer.sender, LetterDelivered(address))
+                self._tell(transfer.sender, MessageDelivered(address))
                 delivered = True
         except LaneBroken:
             await trio.sleep(BROKEN_S)
@@ -238,31 +238,31 @@ class Mailbox:
             receiving.bringing = None
             if arena is not None and not delivered:
                 outputs.release(arena)
-        return Received(transfer.sender, transfer.letter, arena) if delivered else None
+        return Received(transfer.sender, transfer.envelope, arena) if delivered else None
 
     # --- what the other side and the views say
 
-    def hear(self, peer: TrainerId, message: LetterNews) -> None:
+    def hear(self, peer: TrainerId, message: P2PMessage) -> None:
         """A message of the agent of another rank of the job."""
         sequence = message.address.sequence
         match message:
-            case AnnounceLetter(address, letter, first, before):
+            case AnnounceMessage(address, envelope, first, before):
                 inbox, again = p2p.note(
-                    self._inbox, peer, sequence, letter, first=first, before=before
+                    self._inbox, peer, sequence, envelope, first=first, before=before
                 )
                 self._update(inbox)
                 if again:
-                    self._tell(peer, LetterDelivered(address))
-            case LetterWithdrawn():
+                    self._tell(peer, MessageDelivered(address))
+            case MessageWithdrawn():
                 self._update(p2p.withdraw(self._inbox, peer, sequence))
-            case AskLetter(address):
+            case RequestMessage(address):
                 sending = self._sends.get((peer, sequence))
                 if sending is None or sending.delivered:
-                    self._tell(peer, LetterWithdrawn(address))
+                    self._tell(peer, MessageWithdrawn(address))
                 elif self._lanes_out.is_new(peer, message):
                     sending.asked = message
                     sending.news.set()
-            case LetterDelivered():
+            case MessageDelivered():
                 sending = self._sends.get((peer, sequence))
                 if sending is not None:
                     sending.delivered = True
@@ -335,5 +335,5 @@ class Mailbox:
             if transfer is not None:
                 receiving.news.set()
 
-    def _address(self, sender: TrainerId, receiver: TrainerId, sequence: int) -> LetterAddress:
-        return LetterAddress(self._roster.job, self._roster.born, sender, receiver, sequence)
+    def _address(self, sender: TrainerId, receiver: TrainerId, sequence: int) -> MessageAddress:
+        return MessageAddress(self._roster.job, self._roster.born, sender, receiver, sequence)

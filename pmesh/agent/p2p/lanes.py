@@ -1,7 +1,7 @@
-"""The lanes on which letters travel: one per pair, and letters one after the other on it.
+"""The lanes on which messages travel: one per pair, and messages one after the other on it.
 
-The receiver asks for each letter, and names the lane and the letter's place on it. When a lane has
-broken, or a letter on it was given up half way, the next question names the next lane.
+The receiver asks for each message, and names the lane and the message's place on it. When a lane
+has broken, or a message on it was given up half way, the next question names the next lane.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes.rendezvous import Edge, End, LaneDesk
 from pmesh.core.ops.schedule import SEGMENT_BYTES
 from pmesh.core.p2p import Transfer
-from pmesh.core.wire.link import AskLetter, Letter, LetterAddress
+from pmesh.core.wire.link import Envelope, MessageAddress, RequestMessage
 from pmesh.core.wire.records import RecordHeader
 from pmesh.errors import LaneBroken
 from pmesh.ids import TrainerId
@@ -34,7 +34,7 @@ class _Lane:
     end: End
     number: int
     transfers: int = 0
-    """Letters that were asked for on it."""
+    """Messages that were asked for on it."""
     lane: Lane | None = None
     closed: bool = False
     turn: trio.Lock = field(default_factory=trio.Lock)
@@ -88,9 +88,9 @@ def _moved(entry: _Lane) -> int:
 
 
 class LanesOut(_Lanes):
-    """The lanes on which a rank sends letters."""
+    """The lanes on which a rank sends messages."""
 
-    def is_new(self, to: TrainerId, asked: AskLetter) -> bool:
+    def is_new(self, to: TrainerId, asked: RequestMessage) -> bool:
         """Whether the question is to be answered: it may be an old one, or of another roster."""
         if asked.number != self._rank.roster.number:
             return False  # the receiver asks again, under the number that both have
@@ -110,7 +110,7 @@ class LanesOut(_Lanes):
         return True
 
     async def transmit(
-        self, to: TrainerId, asked: AskLetter, letter: Letter, values: memoryview
+        self, to: TrainerId, asked: RequestMessage, envelope: Envelope, values: memoryview
     ) -> None:
         """Send the values, as they were asked for.
 
@@ -123,26 +123,26 @@ class LanesOut(_Lanes):
         async with entry.turn:
             try:
                 lane = await self._open(entry)
-                header = _header(asked, letter)
+                header = _header(asked, envelope)
                 for segment, piece in enumerate(_pieces(values)):
                     sent = header._replace(body_bytes=piece.nbytes, segment=segment)
                     await lane.send(sent, piece)
-            except BaseException:  # half a letter: nothing else may follow it
+            except BaseException:  # half a message: nothing else may follow it
                 self._end(entry)
                 raise
 
 
 class LanesIn(_Lanes):
-    """The lanes on which a rank receives letters. `tell` brings a question to the sender."""
+    """The lanes on which a rank receives messages. `tell` brings a question to the sender."""
 
     def __init__(
-        self, rank: LocalRank, desk: LaneDesk, tell: Callable[[TrainerId, AskLetter], None]
+        self, rank: LocalRank, desk: LaneDesk, tell: Callable[[TrainerId, RequestMessage], None]
     ) -> None:
         super().__init__(rank, desk)
         self._tell = tell
 
-    async def bring(self, transfer: Transfer, address: LetterAddress, target: memoryview) -> None:
-        """Ask for a letter and receive its values.
+    async def bring(self, transfer: Transfer, address: MessageAddress, target: memoryview) -> None:
+        """Ask for a message and receive its values.
 
         Raises:
             LaneBroken: the connection is gone, or brings nothing.
@@ -153,9 +153,9 @@ class LanesIn(_Lanes):
             lane = 0 if entry is None else entry.number + 1
             end = End(self._edge(sender, self._rank.id, lane), sending=False)
             entry = self._lanes[sender] = _Lane(end, lane)
-        asked = AskLetter(address, number, entry.number, entry.transfers)
+        asked = RequestMessage(address, number, entry.number, entry.transfers)
         entry.transfers += 1
-        header = _header(asked, transfer.letter)
+        header = _header(asked, transfer.envelope)
         try:
             self._tell(sender, asked)
             await self._await_lane(entry, asked)
@@ -169,7 +169,7 @@ class LanesIn(_Lanes):
             self._end(entry)
             raise
 
-    async def _await_lane(self, entry: _Lane, asked: AskLetter) -> None:
+    async def _await_lane(self, entry: _Lane, asked: RequestMessage) -> None:
         deadline = trio.current_time() + STALL_S
         while trio.current_time() < deadline:
             with trio.move_on_after(ASK_AGAIN_S):
@@ -179,7 +179,7 @@ class LanesIn(_Lanes):
         raise LaneBroken("no data connection comes")
 
     async def _receive(
-        self, entry: _Lane, asked: AskLetter, expected: RecordHeader, into: memoryview
+        self, entry: _Lane, asked: RequestMessage, expected: RecordHeader, into: memoryview
     ) -> None:
         lane = await self._open(entry)
         moved, since = lane.bytes_received, trio.current_time()
@@ -196,12 +196,12 @@ class LanesIn(_Lanes):
 
 
 def _pieces(values: memoryview) -> list[memoryview]:
-    """One record each; also of a letter without values one."""
+    """One record each; also of a message without values one."""
     begins = range(0, max(values.nbytes, 1), SEGMENT_BYTES)
     return [values[begin : begin + SEGMENT_BYTES] for begin in begins]
 
 
-def _header(asked: AskLetter, letter: Letter) -> RecordHeader:
-    """Of every record of a letter, but for its segment."""
-    digest = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode((asked.address, letter)))
+def _header(asked: RequestMessage, envelope: Envelope) -> RecordHeader:
+    """Of every record of a message, but for its segment."""
+    digest = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode((asked.address, envelope)))
     return RecordHeader(0, asked.number, asked.transfer, 0, digest, -1)

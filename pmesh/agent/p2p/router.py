@@ -1,30 +1,30 @@
-"""Brings letters to the ranks that live here, and tells their mailboxes what views come (O4)."""
+"""Brings messages to the ranks that live here, and tells their endpoints what views come (O4)."""
 
 from collections.abc import Callable, Sequence
 
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes.rendezvous import LaneDesk
-from pmesh.agent.p2p.endpoint import Mailbox
-from pmesh.core.wire.link import AnnounceLetter, LetterNews, LetterWithdrawn
+from pmesh.agent.p2p.endpoint import P2PEndpoint
+from pmesh.core.wire.link import AnnounceMessage, MessageWithdrawn, P2PMessage
 from pmesh.ids import JobName, Member, TrainerId
 
 
-class MailRoom:
-    """The mailboxes of one agent's ranks; each is made when it is first needed."""
+class P2PRouter:
+    """The endpoints of one agent's ranks; each is made when it is first needed."""
 
     def __init__(
         self,
         me: Member,
         ranks: Sequence[LocalRank],
         desk: LaneDesk,
-        send: Callable[[Member, LetterNews], None],
+        send: Callable[[Member, P2PMessage], None],
     ) -> None:
         """`ranks` are the local ones, a list that its owner changes; `send` uses the links."""
         self._me = me
         self._ranks = ranks
         self._desk = desk
         self._send = send
-        self._boxes: dict[LocalRank, Mailbox] = {}
+        self._boxes: dict[LocalRank, P2PEndpoint] = {}
         self._ended_traffic = (0, 0)
 
     def rank_of(self, job: JobName, trainer: TrainerId, *, pid: int) -> LocalRank | None:
@@ -34,11 +34,11 @@ class MailRoom:
                 return rank
         return None
 
-    def box_of(self, rank: LocalRank) -> Mailbox:
-        """The rank's mailbox."""
+    def box_of(self, rank: LocalRank) -> P2PEndpoint:
+        """The rank's endpoint."""
         if rank not in self._boxes:
 
-            def tell(peer: TrainerId, message: LetterNews) -> None:
+            def tell(peer: TrainerId, message: P2PMessage) -> None:
                 trainer = rank.roster.trainer(peer)
                 if trainer is None:
                     return  # it is lost
@@ -47,17 +47,17 @@ class MailRoom:
                 else:
                     self._send(trainer.member, message)
 
-            self._boxes[rank] = Mailbox(rank, self._desk, tell)
+            self._boxes[rank] = P2PEndpoint(rank, self._desk, tell)
         return self._boxes[rank]
 
-    def hear(self, member: Member, message: LetterNews) -> None:
+    def hear(self, member: Member, message: P2PMessage) -> None:
         """A message from the agent of a rank of one of our jobs.
 
         One that is lost, or comes before its view, is said again.
         """
         address = message.address
         own, peer = address.sender, address.receiver
-        if isinstance(message, AnnounceLetter | LetterWithdrawn):
+        if isinstance(message, AnnounceMessage | MessageWithdrawn):
             own, peer = peer, own
         for rank in self._ranks:
             roster = rank.roster
@@ -82,7 +82,7 @@ class MailRoom:
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Bytes of letters sent and received at the sockets since the agent's start."""
+        """Bytes of messages sent and received at the sockets since the agent's start."""
         total = self._ended_traffic
         for box in self._boxes.values():
             total = _sum_of(total, box.traffic)

@@ -10,7 +10,7 @@ from pmesh.agent.mesh.dial_targets import Refusal
 from pmesh.agent.mesh.foreign_agents import Strangers
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.peers import Peers
-from pmesh.agent.p2p.router import MailRoom
+from pmesh.agent.p2p.router import P2PRouter
 from pmesh.agent.status import schema
 from pmesh.agent.status.schema import Status
 from pmesh.core.values import Roster, Seat
@@ -140,7 +140,7 @@ class Sources:
     membership: Membership
     peers: Peers
     jobs: Jobs
-    mail: MailRoom
+    p2p: P2PRouter
     strangers: Strangers
     door: DoorCounters
     turned_away: schema.TurnedAwayStatus
@@ -298,11 +298,11 @@ def _state_of(error: PmeshError) -> schema.PeerState:
 
 
 def _traffic(sources: Sources) -> schema.TrafficStatus:
-    control, letters = sources.peers.control_bytes, sources.mail.traffic
+    control, envelopes = sources.peers.control_bytes, sources.p2p.traffic
     ops = sources.jobs.traffic
     return schema.TrafficStatus(
         control_sent_bytes=control[0],
         control_received_bytes=control[1],
-        data_sent_bytes=ops[0] + letters[0],
-        data_received_bytes=ops[1] + letters[1],
+        data_sent_bytes=ops[0] + envelopes[0],
+        data_received_bytes=ops[1] + envelopes[1],
     )

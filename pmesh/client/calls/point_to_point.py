@@ -9,11 +9,11 @@ from pmesh.client.calls.queue import Caller, Handle, check_timeout
 from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
 from pmesh.client.collective.gather_ops import Head, block_of, build
 from pmesh.client.collective.rank_order import Order
-from pmesh.client.elastic.membership import JobPlace, LetterSession
+from pmesh.client.elastic.membership import JobPlace, P2PSession
 from pmesh.client.link.p2p_session import Arrived
 from pmesh.client.trees.arrays import evaluate_mlx
 from pmesh.core.ops.reductions import Values
-from pmesh.core.wire.link import Letter
+from pmesh.core.wire.link import Envelope
 from pmesh.errors import MeshClosed, PmeshError, ProtocolError, UsageError
 from pmesh.ids import Rank, TrainerId
 
@@ -25,7 +25,7 @@ MAX_TAG = 2**31 - 1  # what MPI and torch have at most
 T = TypeVar("T")
 
 
-class Messages(Caller):
+class PointToPoint(Caller):
     """send, recv, recv_like and sendrecv.
 
     They run beside each other and beside collectives, in any number of threads. Messages of one
@@ -35,7 +35,7 @@ class Messages(Caller):
 
     def __init__(self, place: JobPlace, order: Order | None = None) -> None:
         super().__init__(place, order)
-        self._mail: tuple[TrainerId, LetterSession] | None = None
+        self._p2p: tuple[TrainerId, P2PSession] | None = None
         self._opening = threading.Lock()
         self._last = threading.local()
 
@@ -104,9 +104,9 @@ class Messages(Caller):
         receiver = self._peer(to, "to")
         evaluate_mlx([x])
         block = block_of(x)
-        letter = Letter(tag, block.head.dtype, block.head.shape, block.data.size)
+        envelope = Envelope(tag, block.head.dtype, block.head.shape, block.data.size)
         session = self._attached()
-        call = session.begin_send(receiver, letter, block.data, timeout_s)
+        call = session.begin_send(receiver, envelope, block.data, timeout_s)
 
         def take(wait_s: float | None) -> None:
             session.end(call, wait_s)
@@ -221,7 +221,7 @@ class Messages(Caller):
         head = _head_of(x)
 
         def finish(arrived: Arrived) -> object:
-            came = arrived.letter
+            came = arrived.envelope
             if (came.dtype, came.shape) != (head.dtype, head.shape):
                 rank = self._rank_of(arrived.source)
                 raise UsageError(
@@ -307,23 +307,23 @@ class Messages(Caller):
         trainers = self._world.trainers
         return Rank(trainers.index(trainer) if trainer in trainers else -1)
 
-    def _attached(self) -> LetterSession:
+    def _attached(self) -> P2PSession:
         """The connection for messages, opened with the first; another for a trainer come anew."""
         if os.getpid() != self._process:
             raise MeshClosed("this process was forked from the trainer; call connect() in it")
         self._place.check_open()
         me = self._place.world.trainers[self._place.world.rank]
         with self._opening:
-            if self._mail is not None and (self._mail[0] != me or self._mail[1].has_ended):
-                self._mail[1].close("this trainer has entered its job anew")
-                self._mail = None
-            if self._mail is None:
-                self._mail = me, self._place.attach()
-            return self._mail[1]
+            if self._p2p is not None and (self._p2p[0] != me or self._p2p[1].has_ended):
+                self._p2p[1].close("this trainer has entered its job anew")
+                self._p2p = None
+            if self._p2p is None:
+                self._p2p = me, self._place.attach()
+            return self._p2p[1]
 
     def _stop(self, *, crashed: BaseException | None) -> None:
-        if os.getpid() == self._process and self._mail is not None:
-            self._mail[1].close("it was closed")
+        if os.getpid() == self._process and self._p2p is not None:
+            self._p2p[1].close("it was closed")
         super()._stop(crashed=crashed)
 
 
@@ -338,7 +338,7 @@ def _head_of(x: object) -> Head:
     return block_of(x, "like").head
 
 
-def _handle(session: LetterSession, call: int, take: Callable[[float | None], T]) -> Handle[T]:
+def _handle(session: P2PSession, call: int, take: Callable[[float | None], T]) -> Handle[T]:
     failures: list[PmeshError] = []
 
     def take_or_fail_again(wait_s: float | None) -> T:
@@ -354,11 +354,11 @@ def _handle(session: LetterSession, call: int, take: Callable[[float | None], T]
 
 
 def _array(arrived: Arrived, library: str, like: object) -> object:
-    letter = arrived.letter
+    envelope = arrived.envelope
     try:
-        return build(Head(library, letter.dtype, letter.shape), arrived.data, like)
+        return build(Head(library, envelope.dtype, envelope.shape), arrived.data, like)
     except ProtocolError as e:
         raise UsageError(
-            f"a message of {letter.dtype} of shape {letter.shape} can't be an array of {library} "
-            f"here: {e}; name another library by like="
+            f"a message of {envelope.dtype} of shape {envelope.shape} can't be an array of "
+            f"{library} here: {e}; name another library by like="
         ) from e

@@ -13,12 +13,12 @@ import numpy as np
 from pmesh.client.elastic.source import Offer
 from pmesh.client.elastic.sync import Synced, run_sync
 from pmesh.client.link.connection import AgentConnection
-from pmesh.client.link.p2p_session import Arrived, MailSession
+from pmesh.client.link.p2p_session import AgentP2PSession, Arrived
 from pmesh.client.link.session import OpSession, TrainerSession, error_of
 from pmesh.client.trees.state import Packed
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import View
-from pmesh.core.wire.link import Letter
+from pmesh.core.wire.link import Envelope
 from pmesh.core.wire.local import SESSION_VERSION, Attach, Connect, GroupOf, Refused, World
 from pmesh.errors import (
     AgentNotRunning,
@@ -32,20 +32,20 @@ from pmesh.ids import JobName, TrainerId
 R = TypeVar("R")
 
 
-class LetterSession(Protocol):
-    """Sends and receives; see `MailSession`."""
+class P2PSession(Protocol):
+    """Sends and receives; see `AgentP2PSession`."""
 
     @property
     def has_ended(self) -> bool:
         """Whether another session is needed for further calls."""
         ...
 
-    def begin_send(self, to: TrainerId, letter: Letter, data: Values, timeout_s: float) -> int:
+    def begin_send(self, to: TrainerId, envelope: Envelope, data: Values, timeout_s: float) -> int:
         """Begin to send an array's bytes, which are copied; returns the call's number."""
         ...
 
     def begin_receive(self, sources: tuple[TrainerId, ...], tag: int, timeout_s: float) -> int:
-        """Ask for a letter of one of these; returns the call's number."""
+        """Ask for a message of one of these; returns the call's number."""
         ...
 
     def done(self, call: int) -> bool:
@@ -117,8 +117,8 @@ class JobPlace(Protocol):
         """
         ...
 
-    def attach(self) -> LetterSession:
-        """A session for letters, which the caller closes."""
+    def attach(self) -> P2PSession:
+        """A session for messages, which the caller closes."""
         ...
 
     def leave(self) -> None:
@@ -265,8 +265,8 @@ class Place:
         )
         return Place(self._path, request, goes_on_alone=False)
 
-    def attach(self) -> MailSession:
-        """A session for letters, over another connection to the agent; the caller closes it.
+    def attach(self) -> AgentP2PSession:
+        """A session for messages, over another connection to the agent; the caller closes it.
 
         Raises:
             HistorySuperseded: the agent does not know this trainer any more.
@@ -283,7 +283,7 @@ class Place:
         if isinstance(reply, Refused):
             connection.close()
             raise error_of(reply.verdict)
-        return MailSession(connection)
+        return AgentP2PSession(connection)
 
     def leave(self) -> None:
         """End on purpose."""

@@ -1,4 +1,4 @@
-"""A trainer's second connection to its agent, for letters: several calls at a time, of any thread.
+"""A trainer's second connection to its agent, for messages: several calls at a time, of any thread.
 
 Whoever waits first reads, for all: an answer that is another's wakes that one up.
 """
@@ -14,20 +14,20 @@ from pmesh.client.link.arenas import Mapped, map_arena
 from pmesh.client.link.connection import AgentConnection
 from pmesh.client.link.session import error_of
 from pmesh.core.ops.reductions import Values
-from pmesh.core.wire.link import Letter
+from pmesh.core.wire.link import Envelope
 from pmesh.core.wire.local import (
     ArenaGone,
     ArenaGranted,
     DropArena,
-    LetterFailed,
-    LetterReceived,
-    LetterSent,
-    LetterWaits,
-    ReceiveLetter,
+    MessageFailed,
+    MessageReceived,
+    MessageSent,
+    MessageWaits,
+    ReceiveMessage,
     Refused,
     Reply,
     Request,
-    SendLetter,
+    SendMessage,
     WantArena,
 )
 from pmesh.errors import AgentStopped, MeshClosed, PmeshError, ProtocolError
@@ -44,15 +44,15 @@ _logger = logging.getLogger("pmesh")
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A letter that has been received."""
+    """A message that has been received."""
 
     source: TrainerId
-    letter: Letter
+    envelope: Envelope
     data: Values
     """Flat uint8, the caller's to keep."""
 
 
-class MailSession:
+class AgentP2PSession:
     """Sends and receives over one attached connection."""
 
     def __init__(self, connection: AgentConnection) -> None:
@@ -74,25 +74,25 @@ class MailSession:
         """Whether another connection is needed for further calls."""
         return self._ended is not None
 
-    def begin_send(self, to: TrainerId, letter: Letter, data: Values, timeout_s: float) -> int:
+    def begin_send(self, to: TrainerId, envelope: Envelope, data: Values, timeout_s: float) -> int:
         """Put an array's bytes where the agent reads them; returns the call's number."""
         arena = None
-        if letter.nbytes:
-            arena = self._take_input(letter.nbytes)
-            np.frombuffer(arena.memory, np.uint8, letter.nbytes)[:] = data
+        if envelope.nbytes:
+            arena = self._take_input(envelope.nbytes)
+            np.frombuffer(arena.memory, np.uint8, envelope.nbytes)[:] = data
         number = -1 if arena is None else arena.number
         with self._sending:
             call = self._next_call()
             if arena is not None:
                 self._lent[call] = arena
-            self._send(SendLetter(call, to, letter, number, timeout_s))
+            self._send(SendMessage(call, to, envelope, number, timeout_s))
         return call
 
     def begin_receive(self, sources: tuple[TrainerId, ...], tag: int, timeout_s: float) -> int:
-        """Ask for a letter of one of these; returns the call's number."""
+        """Ask for a message of one of these; returns the call's number."""
         with self._sending:
             call = self._next_call()
-            self._send(ReceiveLetter(call, sources, tag, timeout_s))
+            self._send(ReceiveMessage(call, sources, tag, timeout_s))
         return call
 
     def done(self, call: int) -> bool:
@@ -112,11 +112,11 @@ class MailSession:
             PmeshError: what became of it; MeshClosed or AgentStopped if the connection has ended.
         """
         match reply := self._await(call, timeout_s):
-            case LetterSent():
+            case MessageSent():
                 return None
-            case LetterFailed():
+            case MessageFailed():
                 raise error_of(reply.verdict)
-            case LetterReceived():
+            case MessageReceived():
                 return self._arrived(reply)
             case _:
                 raise self._nonsense(type(reply).__name__)
@@ -168,17 +168,17 @@ class MailSession:
             with self._sending:
                 self._send(DropArena(smallest.number))
 
-    def _arrived(self, reply: LetterReceived) -> Arrived:
-        letter = reply.letter
-        if not letter.nbytes:
-            return Arrived(reply.source, letter, np.empty(0, np.uint8))
+    def _arrived(self, reply: MessageReceived) -> Arrived:
+        envelope = reply.envelope
+        if not envelope.nbytes:
+            return Arrived(reply.source, envelope, np.empty(0, np.uint8))
         arena = self._maps.get(reply.arena)
-        if arena is None or arena.nbytes < letter.nbytes:
+        if arena is None or arena.nbytes < envelope.nbytes:
             raise self._nonsense("a message in an arena that was not granted")
-        data = np.frombuffer(arena.memory, np.uint8, letter.nbytes).copy()
+        data = np.frombuffer(arena.memory, np.uint8, envelope.nbytes).copy()
         with self._sending:
             self._send(DropArena(reply.arena))
-        return Arrived(reply.source, letter, data)
+        return Arrived(reply.source, envelope, data)
 
     def _map(self, granted: ArenaGranted) -> None:
         self._maps[granted.arena] = map_arena(granted, self._connection.take_descriptor())
@@ -253,10 +253,10 @@ class MailSession:
                 self._maps.pop(arena, None)
             case Refused():
                 self._answers[_ARENA] = reply
-            case LetterWaits(waited_s=waited_s, on=on):
+            case MessageWaits(waited_s=waited_s, on=on):
                 names = " or ".join(on)
                 _logger.warning("waiting for a message for %.0f s, with %s", waited_s, names)
-            case LetterSent(call) | LetterReceived(call) | LetterFailed(call):
+            case MessageSent(call) | MessageReceived(call) | MessageFailed(call):
                 self._answers[call] = reply
             case _:
                 raise ProtocolError(f"an answer to another question: {type(reply).__name__}")

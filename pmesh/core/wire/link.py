@@ -323,7 +323,7 @@ class AskResult(_Message, frozen=True, tag=21):
     receiver: Id
 
 
-class Letter(msgspec.Struct, frozen=True, array_like=True):
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """What one rank sends to one other: an array, of which this is all but the values (O4)."""
 
     tag: Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -333,8 +333,8 @@ class Letter(msgspec.Struct, frozen=True, array_like=True):
     nbytes: Annotated[int, Meta(ge=0, le=2**48)]
 
 
-class LetterAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Which letter of a job: no two ever have the same address, whatever views come (O4)."""
+class MessageAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Which message of a job: no two ever have the same address, whatever views come (O4)."""
 
     job: Job
     born: Epoch
@@ -344,38 +344,38 @@ class LetterAddress(msgspec.Struct, frozen=True, array_like=True):
     """Its number among all from this sender to this receiver, from 0, whatever their tags."""
 
 
-class LetterMessage(_Message, frozen=True):
-    """What two agents say of a letter."""
+class P2PLinkMessage(_Message, frozen=True):
+    """What two agents say of a message."""
 
-    address: LetterAddress
+    address: MessageAddress
 
 
-class AnnounceLetter(LetterMessage, frozen=True, tag=23):
-    """The sender keeps a letter for the receiver; said again and again until it is settled."""
+class AnnounceMessage(P2PLinkMessage, frozen=True, tag=23):
+    """The sender keeps a message for the receiver; said again and again until it is settled."""
 
-    letter: Letter
+    envelope: Envelope
     first: _Count
-    """Every letter of this pair below this number is settled: delivered, or withdrawn."""
+    """Every message of this pair below this number is settled: delivered, or withdrawn."""
     before: _OpOrNone
     """The one of the same tag to be delivered before it; -1 if all of them are settled."""
 
 
-class AskLetter(LetterMessage, frozen=True, tag=24):
-    """The receiver has somebody who waits for the letter: its values may come."""
+class RequestMessage(P2PLinkMessage, frozen=True, tag=24):
+    """The receiver has somebody who waits for the message: its values may come."""
 
     number: RosterNumber
     """The roster's, as in OfferLane."""
     lane: Annotated[int, Meta(ge=0, le=2**61)]
     """Which of the lanes that this pair has one after the other under this number; from 0."""
     transfer: _Count
-    """Its place among the letters on this lane, from 0."""
+    """Its place among the messages on this lane, from 0."""
 
 
-class LetterDelivered(LetterMessage, frozen=True, tag=25):
+class MessageDelivered(P2PLinkMessage, frozen=True, tag=25):
     """The receiver's trainer has it: the send is over."""
 
 
-class LetterWithdrawn(LetterMessage, frozen=True, tag=26):
+class MessageWithdrawn(P2PLinkMessage, frozen=True, tag=26):
     """The sender no longer keeps it."""
 
 
@@ -398,8 +398,8 @@ AgreementMessage: TypeAlias = (
     | Commit
     | Leaving
 )
-LetterNews: TypeAlias = AnnounceLetter | AskLetter | LetterDelivered | LetterWithdrawn
-LinkMessage: TypeAlias = Hello | AgreementMessage | OfferLane | AskResult | LetterNews | KnownPeers
+P2PMessage: TypeAlias = AnnounceMessage | RequestMessage | MessageDelivered | MessageWithdrawn
+LinkMessage: TypeAlias = Hello | AgreementMessage | OfferLane | AskResult | P2PMessage | KnownPeers
 
 _decoder: msgspec.msgpack.Decoder[LinkMessage] = msgspec.msgpack.Decoder(LinkMessage)
 _encoder = msgspec.msgpack.Encoder()

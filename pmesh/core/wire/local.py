@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from pmesh.core.values import Terms, Verdict, View
-from pmesh.core.wire.link import Call, Letter
+from pmesh.core.wire.link import Call, Envelope
 from pmesh.errors import ProtocolError
 from pmesh.ids import PRINTABLE, JobName, OpNumber, TrainerId
 
@@ -95,7 +95,7 @@ class WantArena(_Message, frozen=True, tag="want_arena"):
 
 
 class DropArena(_Message, frozen=True, tag="drop_arena"):
-    """The trainer is done with an input arena; or with an output arena: a letter's, or lent."""
+    """The trainer is done with an input arena; or with an output arena: a message's, or lent."""
 
     arena: _Arena
 
@@ -141,9 +141,9 @@ class Leave(_Message, frozen=True, tag="leave"):
 
 
 class Attach(_Message, frozen=True, tag="attach"):
-    """Another connection of a trainer that has joined, for its letters; before any other request.
+    """Another connection of a trainer that has joined, for its messages; before any other request.
 
-    Answered by Attached or Refused. Then SendLetter and ReceiveLetter, several at a time, each
+    Answered by Attached or Refused. Then SendMessage and ReceiveMessage, several at a time, each
     answered in its time: beside one another, and beside the ops of the trainer's first connection.
     """
 
@@ -152,24 +152,24 @@ class Attach(_Message, frozen=True, tag="attach"):
     trainer: _Trainer
 
 
-class SendLetter(_Message, frozen=True, tag="send"):
-    """Sends an array to one rank; answered by LetterSent once that has received it."""
+class SendMessage(_Message, frozen=True, tag="send"):
+    """Sends an array to one rank; answered by MessageSent once that has received it."""
 
     call: _Count
     """The trainer's number for this call: the answer names it."""
     to: _Trainer
-    letter: Letter
+    envelope: Envelope
     arena: _ArenaOrNone
     """The input arena, filled; -1 when there are no values."""
     timeout_s: _Seconds
 
 
-class ReceiveLetter(_Message, frozen=True, tag="receive"):
-    """Receives an array; answered by LetterReceived."""
+class ReceiveMessage(_Message, frozen=True, tag="receive"):
+    """Receives an array; answered by MessageReceived."""
 
     call: _Count
     sources: _Trainers
-    """Whose letters will do."""
+    """Whose messages will do."""
     tag: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     timeout_s: _Seconds
 
@@ -271,30 +271,30 @@ class Attached(_Message, frozen=True, tag="attached"):
     """The connection is the trainer's, too."""
 
 
-class LetterSent(_Message, frozen=True, tag="sent"):
+class MessageSent(_Message, frozen=True, tag="sent"):
     """The receiver has it."""
 
     call: int
 
 
-class LetterReceived(_Message, frozen=True, tag="received"):
+class MessageReceived(_Message, frozen=True, tag="received"):
     """The values lie in an output arena, to be read until DropArena."""
 
     call: int
     source: TrainerId
-    letter: Letter
+    envelope: Envelope
     arena: int
     """-1 when there are no values."""
 
 
-class LetterFailed(_Message, frozen=True, tag="letter_failed"):
-    """The send or receive failed, which the other side need not know: a letter has no verdict."""
+class MessageFailed(_Message, frozen=True, tag="message_failed"):
+    """The send or receive failed, which the other side need not know: a message has no verdict."""
 
     call: int
     verdict: Verdict
 
 
-class LetterWaits(_Message, frozen=True, tag="letter_waits"):
+class MessageWaits(_Message, frozen=True, tag="message_waits"):
     """Every 10 s while a send or receive waits: for how long, and on whom (I6)."""
 
     call: int
@@ -328,8 +328,8 @@ Request: TypeAlias = (
     | Compresses
     | Leave
     | Attach
-    | SendLetter
-    | ReceiveLetter
+    | SendMessage
+    | ReceiveMessage
     | AskStatus
     | AskEvents
     | StopAgent
@@ -343,10 +343,10 @@ Reply: TypeAlias = (
     | OpFailed
     | StillWaiting
     | Attached
-    | LetterSent
-    | LetterReceived
-    | LetterFailed
-    | LetterWaits
+    | MessageSent
+    | MessageReceived
+    | MessageFailed
+    | MessageWaits
     | Status
     | Events
     | Stopping

@@ -89,7 +89,7 @@ async def discover(
     announcement has been sent, or could not be. Addresses and the minute are added to `own` here;
     what is not reported is counted in `counters`.
     """
-    mailbox = _Mailbox()
+    endpoint = _P2PEndpoint()
     token = trio.lowlevel.current_trio_token()
     ready = trio.Event()
 
@@ -102,7 +102,7 @@ async def discover(
             node_key=node_key,
             key=key,
             counters=counters,
-            report=lambda key, event: token.run_sync_soon(mailbox.put, key, event),
+            report=lambda key, event: token.run_sync_soon(endpoint.put, key, event),
             ready=lambda: token.run_sync_soon(ready.set, idempotent=True),
         )
 
@@ -117,7 +117,7 @@ async def discover(
 
         async with found, trio.open_nursery() as nursery:
             nursery.start_soon(forward_addresses)
-            nursery.start_soon(mailbox.deliver, found)
+            nursery.start_soon(endpoint.deliver, found)
             nursery.start_soon(_start_when, ready, task_status)
             await trio.to_thread.run_sync(
                 runner.run, conversation.run(), limiter=trio.CapacityLimiter(1)
@@ -129,7 +129,7 @@ async def _start_when(ready: trio.Event, task_status: trio.TaskStatus[None]) -> 
     task_status.started()
 
 
-class _Mailbox:
+class _P2PEndpoint:
     """The latest event of each instance: a slow reader costs memory for 256 of them at most."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""O4: letters between two ranks, over real agents."""
+"""O4: messages between two ranks, over real agents."""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -12,7 +12,7 @@ from trio.testing import MockClock
 from pmesh.agent.p2p import calls
 from pmesh.agent.p2p.calls import MAX_CALLS
 from pmesh.core.p2p import MAX_KEPT
-from pmesh.core.wire.link import AnnounceLetter, Letter, LetterAddress
+from pmesh.core.wire.link import AnnounceMessage, Envelope, MessageAddress
 from pmesh.core.wire.local import (
     SESSION_VERSION,
     Attach,
@@ -20,12 +20,12 @@ from pmesh.core.wire.local import (
     Leave,
     Refused,
     Request,
-    SendLetter,
+    SendMessage,
 )
 from pmesh.ids import JobName, TrainerId
 from pmesh.net.local.arena_pools import SessionArenas
 from tests.worlds.lanes import share_of_one
-from tests.worlds.letters import LetterError, Letters, attach
+from tests.worlds.p2p import MessageError, P2PConnection, attach
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Village, village
 from tests.worlds.village_ops import (
@@ -42,12 +42,12 @@ X = np.arange(6.0).reshape(2, 3)
 
 @dataclass
 class Pair:
-    """Two ranks on two machines, with their connections for letters."""
+    """Two ranks on two machines, with their connections for messages."""
 
     here: Village
     trainers: list[Trainer]
-    one: Letters
-    other: Letters
+    one: P2PConnection
+    other: P2PConnection
 
     def name_of(self, rank: int) -> str:
         return f"rank {rank} ({self.trainers[0].names[rank]})"
@@ -61,17 +61,17 @@ async def a_pair(clock: MockClock) -> AsyncGenerator[Pair]:
         yield Pair(here, trainers, one, other)
 
 
-async def test_a_letter_brings_its_values_shape_and_dtype(clock: MockClock) -> None:
+async def test_a_message_brings_its_values_shape_and_dtype(clock: MockClock) -> None:
     async with a_pair(clock) as pair:
         sent = await pair.one.begin_send(pair.other.id, X, tag=5)
         got = await pair.other.receive(pair.one.id, tag=5)
 
         assert await pair.one.end(sent) is None
         np.testing.assert_array_equal(got.values, X)
-        assert (got.source, got.letter.dtype, got.letter.shape) == (0, "float64", (2, 3))
+        assert (got.source, got.envelope.dtype, got.envelope.shape) == (0, "float64", (2, 3))
 
 
-async def test_a_letter_of_many_records_comes_whole_and_one_without_values_too(
+async def test_a_message_of_many_records_comes_whole_and_one_without_values_too(
     clock: MockClock,
 ) -> None:
     async with a_pair(clock) as pair:
@@ -83,12 +83,12 @@ async def test_a_letter_of_many_records_comes_whole_and_one_without_values_too(
         assert [g.values.tobytes() for g in got] == [
             x.tobytes() for x in (large, large[:0], large[:1])
         ]
-        assert [g.letter.shape for g in got] == [(400_001,), (0,), (1,)]
+        assert [g.envelope.shape for g in got] == [(400_001,), (0,), (1,)]
         for call in calls:
             await pair.one.end(call)
 
 
-async def test_a_send_ends_when_its_letter_is_received_and_not_before(clock: MockClock) -> None:
+async def test_a_send_ends_when_its_message_is_received_and_not_before(clock: MockClock) -> None:
     async with a_pair(clock) as pair:
         sent = await pair.one.begin_send(pair.other.id, X)
         await trio.sleep(25)
@@ -99,7 +99,7 @@ async def test_a_send_ends_when_its_letter_is_received_and_not_before(clock: Moc
         await pair.one.end(sent)
 
 
-async def test_letters_of_one_tag_come_in_order_and_tags_do_not_wait_for_each_other(
+async def test_messages_of_one_tag_come_in_order_and_tags_do_not_wait_for_each_other(
     clock: MockClock,
 ) -> None:
     async with a_pair(clock) as pair:
@@ -112,7 +112,7 @@ async def test_letters_of_one_tag_come_in_order_and_tags_do_not_wait_for_each_ot
         assert [await next_of(tag) for tag in (2, 1, 1, 2, 1)] == [1, 0, 2, 3, 4]
 
 
-async def test_receives_that_wait_take_letters_in_the_order_of_their_calls(
+async def test_receives_that_wait_take_messages_in_the_order_of_their_calls(
     clock: MockClock,
 ) -> None:
     async with a_pair(clock) as pair:
@@ -124,7 +124,7 @@ async def test_receives_that_wait_take_letters_in_the_order_of_their_calls(
         assert [int(g.values[0]) for g in got if g is not None] == list(range(10))
 
 
-async def test_letters_go_both_ways_beside_each_other_and_beside_ops(
+async def test_messages_go_both_ways_beside_each_other_and_beside_ops(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with a_pair(clock) as pair:
@@ -133,10 +133,10 @@ async def test_letters_go_both_ways_beside_each_other_and_beside_ops(
             pair.here.nursery.start_soon(swallow, trainer.reduce(ones(3)))
         await until(lambda: len(held) == 2)
 
-        async def exchange(letters: Letters, peer: TrainerId) -> float:
-            sent = await letters.begin_send(peer, np.array([letters.id]))
-            got = await letters.receive(peer)
-            await letters.end(sent)
+        async def exchange(envelopes: P2PConnection, peer: TrainerId) -> float:
+            sent = await envelopes.begin_send(peer, np.array([envelopes.id]))
+            got = await envelopes.receive(peer)
+            await envelopes.end(sent)
             return float(got.values[0])
 
         async def forth() -> float:
@@ -191,7 +191,7 @@ async def test_what_nobody_receives_in_time_is_withdrawn_and_the_next_takes_its_
         await pair.one.end(second)
 
 
-async def test_a_receive_that_gives_up_leaves_the_letter_to_the_next(clock: MockClock) -> None:
+async def test_a_receive_that_gives_up_leaves_the_message_to_the_next(clock: MockClock) -> None:
     async with a_pair(clock) as pair:
         call = await pair.other.begin_receive(pair.one.id, tag=3, timeout_s=2)
         verdict = await pair.other.verdict_of(call)
@@ -216,21 +216,21 @@ async def test_arenas_are_used_again(clock: MockClock) -> None:
         assert len(pair.other.trainer.maps) <= 2
 
 
-async def test_the_bytes_of_letters_are_counted(clock: MockClock) -> None:
+async def test_the_bytes_of_messages_are_counted(clock: MockClock) -> None:
     async with a_pair(clock) as pair:
         sent = await pair.one.begin_send(pair.other.id, np.zeros(10_000))
         await pair.other.receive(pair.one.id)
         await pair.one.end(sent)
 
         one, other = [machine_of(pair.here, t).agent for t in pair.trainers]
-        assert one.mail.traffic[0] >= 80_000
-        assert other.mail.traffic[1] >= 80_000
+        assert one.p2p.traffic[0] >= 80_000
+        assert other.p2p.traffic[1] >= 80_000
         await reduce_all(pair.trainers)
-        assert one._picture().traffic.data_sent_bytes > one.mail.traffic[0]  # noqa: SLF001
+        assert one._picture().traffic.data_sent_bytes > one.p2p.traffic[0]  # noqa: SLF001
         for trainer in pair.trainers:
             await trainer.leave()
         await until(lambda: not one.jobs.ranks and not other.jobs.ranks)
-        assert one.mail.traffic[0] >= 80_000
+        assert one.p2p.traffic[0] >= 80_000
 
 
 # --- what can't be
@@ -263,11 +263,14 @@ async def test_only_the_trainer_itself_attaches_and_only_while_it_is_in_the_job(
     [
         pytest.param(Leave(), id="a request of the other connection"),
         pytest.param(
-            SendLetter(1, TrainerId(1), Letter(0, "bool", (), 1), 55, 1.0), id="no such arena"
+            SendMessage(1, TrainerId(1), Envelope(0, "bool", (), 1), 55, 1.0), id="no such arena"
         ),
-        pytest.param(SendLetter(1, TrainerId(1), Letter(0, "bool", (), 1), -1, 1.0), id="no arena"),
         pytest.param(
-            SendLetter(1, TrainerId(1), Letter(0, "bool", (0,), 0), 0, 1.0), id="an arena too many"
+            SendMessage(1, TrainerId(1), Envelope(0, "bool", (), 1), -1, 1.0), id="no arena"
+        ),
+        pytest.param(
+            SendMessage(1, TrainerId(1), Envelope(0, "bool", (0,), 0), 0, 1.0),
+            id="an arena too many",
         ),
         pytest.param(DropArena(55), id="an arena that was never granted"),
     ],
@@ -303,7 +306,7 @@ async def test_so_many_calls_may_wait_and_no_more(clock: MockClock) -> None:
         assert verdict.message == "at most 48 sends and receives at a time: wait for some of them"
 
 
-async def test_so_many_letters_may_wait_for_one_receiver(
+async def test_so_many_messages_may_wait_for_one_receiver(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls, "MAX_CALLS", 1000)
@@ -316,7 +319,7 @@ async def test_so_many_letters_may_wait_for_one_receiver(
         assert verdict.message == f"256 messages wait already for {pair.name_of(1)} to receive them"
 
 
-async def test_memory_that_is_not_there_fails_the_one_call_and_the_letter_is_the_next_one_s(
+async def test_memory_that_is_not_there_fails_the_one_call_and_the_message_is_the_next_one_s(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = iter((2**30, 2**20, 2**30))
@@ -339,18 +342,18 @@ async def test_what_others_say_of_ranks_that_are_not_theirs_is_not_heard(clock: 
         agent = machine_of(pair.here, pair.trainers[0]).agent
         (rank,) = agent.jobs.ranks
         roster = rank.roster
-        letter = Letter(0, "bool", (1,), 1)
+        envelope = Envelope(0, "bool", (1,), 1)
         call = await pair.one.begin_receive(pair.other.id, timeout_s=2)
 
-        def announce(sender: TrainerId, born: object = roster.born) -> AnnounceLetter:
-            address = LetterAddress(roster.job, born, sender, rank.id, 0)  # type: ignore[arg-type] # an epoch
-            return AnnounceLetter(address, letter, 0, -1)
+        def announce(sender: TrainerId, born: object = roster.born) -> AnnounceMessage:
+            address = MessageAddress(roster.job, born, sender, rank.id, 0)  # type: ignore[arg-type] # an epoch
+            return AnnounceMessage(address, envelope, 0, -1)
 
         me = rank.trainer.member
-        agent.mail.hear(me, announce(pair.other.id))  # we are not its agent
-        agent.mail.hear(me, announce(TrainerId(77)))  # there is no such rank
+        agent.p2p.hear(me, announce(pair.other.id))  # we are not its agent
+        agent.p2p.hear(me, announce(TrainerId(77)))  # there is no such rank
         other = roster.trainers[1].member
         earlier = roster.born._replace(counter=1)
-        agent.mail.hear(other, announce(pair.other.id, earlier))  # of another run
-        with pytest.raises(LetterError, match="OpTimedOut"):
+        agent.p2p.hear(other, announce(pair.other.id, earlier))  # of another run
+        with pytest.raises(MessageError, match="OpTimedOut"):
             await pair.one.end(call)

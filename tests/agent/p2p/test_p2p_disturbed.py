@@ -1,4 +1,4 @@
-"""O4: letters while messages are lost and lanes break: each comes whole, and once."""
+"""O4: messages while messages are lost and lanes break: each comes whole, and once."""
 
 from collections.abc import Callable
 
@@ -10,22 +10,22 @@ from trio.testing import MockClock
 from pmesh.agent.p2p import lanes
 from pmesh.agent.p2p.lanes import LanesIn
 from pmesh.core.wire.link import (
-    AnnounceLetter,
-    AskLetter,
-    LetterDelivered,
-    LetterNews,
-    LetterWithdrawn,
+    AnnounceMessage,
+    MessageDelivered,
+    MessageWithdrawn,
+    P2PMessage,
+    RequestMessage,
 )
 from pmesh.core.wire.records import RecordHeader
 from pmesh.net.lanes.lane import Lane
-from tests.worlds.letters import X, lose_first, some, told
+from tests.worlds.p2p import X, lose_first, some, told
 from tests.worlds.village_ops import machine_of
 
 
-@pytest.mark.parametrize("kind", [AnnounceLetter, AskLetter, LetterDelivered])
+@pytest.mark.parametrize("kind", [AnnounceMessage, RequestMessage, MessageDelivered])
 @pytest.mark.parametrize("count", [1, 4])
 async def test_a_message_that_is_lost_is_said_again(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch, kind: type[LetterNews], count: int
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, kind: type[P2PMessage], count: int
 ) -> None:
     async with some(clock) as ranks:
         lost = lose_first(monkeypatch, kind, count)
@@ -38,8 +38,8 @@ async def test_a_withdrawal_that_is_lost_is_told_to_who_asks(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with some(clock) as ranks:
-        one, other = ranks.letters
-        lost = lose_first(monkeypatch, LetterWithdrawn, 1)
+        one, other = ranks.envelopes
+        lost = lose_first(monkeypatch, MessageWithdrawn, 1)
         await one.verdict_of(await one.begin_send(other.id, X, timeout_s=1))
         assert len(lost) == 1
         await ranks.check_that_nothing_is_left()
@@ -48,7 +48,7 @@ async def test_a_withdrawal_that_is_lost_is_told_to_who_asks(
 def break_once(
     monkeypatch: pytest.MonkeyPatch, name: str, segment: int, how: Callable[[Lane], object]
 ) -> list[int]:
-    """At this record of a letter, do something to the lane first; returns what was done."""
+    """At this record of a message, do something to the lane first; returns what was done."""
     real, done = getattr(Lane, name), list[int]()
 
     async def disturbed(lane: Lane, header: RecordHeader, *rest: object) -> None:
@@ -63,7 +63,7 @@ def break_once(
 
 @pytest.mark.parametrize("name", ["send", "receive"])
 @pytest.mark.parametrize("segment", [0, 3])
-async def test_a_lane_that_breaks_is_replaced_and_the_letter_comes_whole(
+async def test_a_lane_that_breaks_is_replaced_and_the_message_comes_whole(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch, name: str, segment: int
 ) -> None:
     async with some(clock) as ranks:
@@ -91,7 +91,7 @@ async def test_a_lane_that_brings_nothing_is_replaced(
         began = trio.current_time()
         await ranks.deliver(X)
         assert 5 <= trio.current_time() - began < 10
-        assert {ask.lane for ask in asks if isinstance(ask, AskLetter)} == {0, 1}
+        assert {ask.lane for ask in asks if isinstance(ask, RequestMessage)} == {0, 1}
         await ranks.check_that_nothing_is_left()
 
 
@@ -130,10 +130,10 @@ async def test_a_slow_lane_is_given_the_time_that_it_needs(
         began = trio.current_time()
         await ranks.deliver(np.zeros(128))
         assert trio.current_time() - began >= 10
-        assert {ask.lane for ask in asks if isinstance(ask, AskLetter)} == {0}
+        assert {ask.lane for ask in asks if isinstance(ask, RequestMessage)} == {0}
 
 
-async def test_a_sender_that_gives_up_half_way_leaves_the_receiver_to_the_next_letter(
+async def test_a_sender_that_gives_up_half_way_leaves_the_receiver_to_the_next_message(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, hung = Lane.send, list[int]()
@@ -146,7 +146,7 @@ async def test_a_sender_that_gives_up_half_way_leaves_the_receiver_to_the_next_l
 
     monkeypatch.setattr(Lane, "send", hang_once)
     async with some(clock) as ranks:
-        one, other = ranks.letters
+        one, other = ranks.envelopes
         call = await other.begin_receive(one.id)
         verdict = await one.verdict_of(await one.begin_send(other.id, X, timeout_s=2))
         assert verdict.error == "OpTimedOut"
@@ -157,7 +157,7 @@ async def test_a_sender_that_gives_up_half_way_leaves_the_receiver_to_the_next_l
         await one.end(sent)
 
 
-async def test_a_receiver_that_gives_up_half_way_leaves_the_letter_whole(
+async def test_a_receiver_that_gives_up_half_way_leaves_the_message_whole(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, hung = LanesIn.bring, list[int]()
@@ -170,7 +170,7 @@ async def test_a_receiver_that_gives_up_half_way_leaves_the_letter_whole(
 
     monkeypatch.setattr(LanesIn, "bring", hang_once)
     async with some(clock) as ranks:
-        one, other = ranks.letters
+        one, other = ranks.envelopes
         sent = await one.begin_send(other.id, X)
         call = await other.begin_receive(one.id, timeout_s=2)
         assert (await other.verdict_of(call)).error == "OpTimedOut"

@@ -1,21 +1,21 @@
-"""O4: letters while views change, ranks are lost, and agents doubt."""
+"""O4: messages while views change, ranks are lost, and agents doubt."""
 
 import pytest
 import trio
 from trio.testing import MockClock
 
 from pmesh.agent.p2p import lanes
-from pmesh.core.wire.link import LetterDelivered
+from pmesh.core.wire.link import MessageDelivered
 from pmesh.core.wire.records import RecordHeader
 from pmesh.net.lanes.lane import Lane
-from tests.worlds.letters import X, attach, lose_first, some
+from tests.worlds.p2p import X, attach, lose_first, some
 from tests.worlds.trainer import until
 from tests.worlds.village_ops import machine_of, ranks_of, reduce_all
 
 
-async def test_letters_go_on_when_another_rank_is_lost(clock: MockClock) -> None:
+async def test_messages_go_on_when_another_rank_is_lost(clock: MockClock) -> None:
     async with some(clock, 3) as ranks:
-        one, other, _ = ranks.letters
+        one, other, _ = ranks.envelopes
         before = await one.begin_send(other.id, X)
         waits = await one.begin_receive(other.id)
         await ranks.trainers[2].die()
@@ -32,11 +32,11 @@ async def test_letters_go_on_when_another_rank_is_lost(clock: MockClock) -> None
 
 
 @pytest.mark.parametrize("name", ["send", "receive"])
-async def test_a_view_that_comes_while_a_letter_travels_has_it_sent_again_once(
+async def test_a_view_that_comes_while_a_message_travels_has_it_sent_again_once(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     async with some(clock, 3) as ranks:
-        one, other, _ = ranks.letters
+        one, other, _ = ranks.envelopes
         real, held = getattr(Lane, name), list[int]()
 
         async def hold_once(lane: Lane, header: RecordHeader, *rest: object) -> None:
@@ -62,8 +62,8 @@ async def test_an_acknowledgement_that_a_view_change_has_swallowed_is_given_agai
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with some(clock, 3) as ranks:
-        one, other, _ = ranks.letters
-        lost = lose_first(monkeypatch, LetterDelivered, 3)
+        one, other, _ = ranks.envelopes
+        lost = lose_first(monkeypatch, MessageDelivered, 3)
         sent = await one.begin_send(other.id, X)
         await other.receive(one.id)
         await ranks.trainers[2].die()
@@ -76,7 +76,7 @@ async def test_who_waits_for_a_rank_that_is_lost_is_told_so_and_any_goes_on_to_t
     clock: MockClock,
 ) -> None:
     async with some(clock, 3) as ranks:
-        a, b, c = ranks.letters
+        a, b, c = ranks.envelopes
         sending = await a.begin_send(c.id, X)
         receiving = await a.begin_receive(c.id)
         both = await a.begin_receive(b.id, c.id)
@@ -100,7 +100,7 @@ async def test_who_waits_for_a_rank_that_is_lost_is_told_so_and_any_goes_on_to_t
         assert "its trainer died" in verdict.message
 
 
-async def test_a_letter_from_a_rank_that_dies_while_it_travels_gives_way_to_another_s(
+async def test_a_message_from_a_rank_that_dies_while_it_travels_gives_way_to_another_s(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, held = Lane.send, list[int]()
@@ -112,7 +112,7 @@ async def test_a_letter_from_a_rank_that_dies_while_it_travels_gives_way_to_anot
         await real(lane, header, body)
 
     async with some(clock, 3) as ranks:
-        a, b, c = ranks.letters
+        a, b, c = ranks.envelopes
         monkeypatch.setattr(Lane, "send", hold_once)
         await c.begin_send(a.id, X)
         call = await a.begin_receive(b.id, c.id)
@@ -126,9 +126,9 @@ async def test_a_letter_from_a_rank_that_dies_while_it_travels_gives_way_to_anot
         await b.end(sent)
 
 
-async def test_a_connection_that_ends_takes_its_letters_with_it(clock: MockClock) -> None:
+async def test_a_connection_that_ends_takes_its_messages_with_it(clock: MockClock) -> None:
     async with some(clock) as ranks:
-        one, other = ranks.letters
+        one, other = ranks.envelopes
         await one.begin_send(other.id, X)
         waits = await other.begin_receive(one.id, timeout_s=20)
         again = await attach(
@@ -150,7 +150,7 @@ async def test_a_connection_that_ends_takes_its_letters_with_it(clock: MockClock
 async def test_behind_a_fence_nothing_is_delivered_at_either_end(clock: MockClock) -> None:
     """V3, V8."""
     async with some(clock) as ranks:
-        one, other = ranks.letters
+        one, other = ranks.envelopes
         sender, receiver = ranks_of(ranks.here)
         receiver.fence("own stall")
         sent = await one.begin_send(other.id, X)
@@ -171,7 +171,7 @@ async def test_a_fenced_sender_sends_nothing(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with some(clock) as ranks:
-        one, other = ranks.letters
+        one, other = ranks.envelopes
         sender, _ = ranks_of(ranks.here)
         sent_records = list[RecordHeader]()
         real = Lane.send
@@ -193,14 +193,14 @@ async def test_a_fenced_sender_sends_nothing(
 
 async def test_who_is_superseded_hears_so(clock: MockClock) -> None:
     async with some(clock) as ranks:
-        one, other = ranks.letters
+        one, other = ranks.envelopes
         sending = await one.begin_send(other.id, X)
         receiving = await one.begin_receive(other.id)
         machine = machine_of(ranks.here, ranks.trainers[0])
         jobs = machine.agent.jobs
         (rank,) = jobs.ranks
         jobs._follow(rank, None)  # noqa: SLF001 - as a view without the job would
-        machine.agent.mail.follow()
+        machine.agent.p2p.follow()
         for call in (sending, receiving):
             assert (await one.verdict_of(call)).error == "HistorySuperseded"
         later = await one.begin_receive(other.id)

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 import pmesh
-from pmesh.client.calls.point_to_point import ANY, Messages
+from pmesh.client.calls.point_to_point import ANY, PointToPoint
 from tests.worlds.fake_agent import run_ranks
-from tests.worlds.fake_letter_agent import LetterAgent, pair, run
+from tests.worlds.fake_p2p_agent import P2PAgent, pair, run
 from tests.worlds.scripted_agent import PATIENCE_S
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[LetterAgent]:
-    with LetterAgent(tmp_path / "home") as running:
+def agent(tmp_path: Path) -> Iterator[P2PAgent]:
+    with P2PAgent(tmp_path / "home") as running:
         yield running
 
 
@@ -31,9 +31,7 @@ def agent(tmp_path: Path) -> Iterator[LetterAgent]:
      "complex64"],
 )  # fmt: skip
 @pytest.mark.parametrize("shape", [(2, 3), (), (0, 2)])
-def test_an_array_comes_as_it_was_sent(
-    agent: LetterAgent, name: str, shape: tuple[int, ...]
-) -> None:
+def test_an_array_comes_as_it_was_sent(agent: P2PAgent, name: str, shape: tuple[int, ...]) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
     x = np.arange(6)[: int(np.prod(shape))].reshape(shape).astype(dtype)
@@ -43,7 +41,7 @@ def test_an_array_comes_as_it_was_sent(
     assert (got.dtype, got.shape, got.tobytes()) == (dtype, shape, x.tobytes())
 
 
-def test_an_array_that_does_not_lie_in_one_piece_comes_in_order(agent: LetterAgent) -> None:
+def test_an_array_that_does_not_lie_in_one_piece_comes_in_order(agent: P2PAgent) -> None:
     x = np.arange(24.0).reshape(4, 6)[::-2, 1::2]
 
     _, got = pair(agent, lambda m: m.send(x, 1), lambda m: m.recv(0))
@@ -53,7 +51,7 @@ def test_an_array_that_does_not_lie_in_one_piece_comes_in_order(agent: LetterAge
 
 @pytest.mark.parametrize("library", ["mlx", "torch"])
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int64", "bool"])
-def test_libraries_may_differ(agent: LetterAgent, library: str, name: str) -> None:
+def test_libraries_may_differ(agent: P2PAgent, library: str, name: str) -> None:
     module = pytest.importorskip("mlx.core" if library == "mlx" else library)
     dtype = getattr(module, "bool_" if library == "mlx" and name == "bool" else name)
 
@@ -64,12 +62,12 @@ def test_libraries_may_differ(agent: LetterAgent, library: str, name: str) -> No
             else module.tensor(values, dtype=dtype)
         )
 
-    def there_and_back(m: Messages) -> Any:
+    def there_and_back(m: PointToPoint) -> Any:
         x = array_of([0, 1, 3])
         m.send(x, 1)
         return x.tolist(), m.recv_like(x, 1).tolist(), m.recv(1, like=x).dtype == dtype
 
-    def as_numpy(m: Messages) -> str:
+    def as_numpy(m: PointToPoint) -> str:
         got = m.recv(0)
         m.send(got, 0)
         m.send(got, 0)
@@ -81,16 +79,16 @@ def test_libraries_may_differ(agent: LetterAgent, library: str, name: str) -> No
     assert dtype_there == name
 
 
-def test_what_is_received_is_the_receiver_s_own(agent: LetterAgent) -> None:
+def test_what_is_received_is_the_receiver_s_own(agent: P2PAgent) -> None:
     agent.evicts = True
 
-    def receive(m: Messages) -> list[float]:
+    def receive(m: PointToPoint) -> list[float]:
         arrays = [m.recv(0) for _ in range(5)]
         for array in arrays:
             np.add(array, 1, out=array)
         return [float(array[0]) for array in arrays]
 
-    def send(m: Messages) -> None:
+    def send(m: PointToPoint) -> None:
         for number in range(5):
             x = np.full(1000, float(number))
             m.send(x, 1)
@@ -100,17 +98,17 @@ def test_what_is_received_is_the_receiver_s_own(agent: LetterAgent) -> None:
     assert got == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_an_array_that_was_sent_async_may_be_changed_at_once(agent: LetterAgent) -> None:
+def test_an_array_that_was_sent_async_may_be_changed_at_once(agent: P2PAgent) -> None:
     sent = threading.Event()
 
-    def send(m: Messages) -> None:
+    def send(m: PointToPoint) -> None:
         x = np.zeros(10)
         handle = m.send(x, 1, async_op=True)
         x[:] = 7
         sent.set()
         assert handle.wait() is None
 
-    def receive(m: Messages) -> float:
+    def receive(m: PointToPoint) -> float:
         sent.wait(PATIENCE_S)
         return float(m.recv(0).max())
 
@@ -120,15 +118,15 @@ def test_an_array_that_was_sent_async_may_be_changed_at_once(agent: LetterAgent)
 # --- who and in which order
 
 
-def test_sendrecv_goes_round_a_ring(agent: LetterAgent) -> None:
-    def shift(m: Messages) -> int:
+def test_sendrecv_goes_round_a_ring(agent: P2PAgent) -> None:
+    def shift(m: PointToPoint) -> int:
         return int(m.sendrecv(np.array([m.rank]), (m.rank + 1) % 3, (m.rank - 1) % 3)[0])
 
     assert run(agent, 3, shift) == [2, 0, 1]
 
 
-def test_any_takes_from_all_others_and_says_from_whom(agent: LetterAgent) -> None:
-    def receive(m: Messages) -> dict[int, Any]:
+def test_any_takes_from_all_others_and_says_from_whom(agent: P2PAgent) -> None:
+    def receive(m: PointToPoint) -> dict[int, Any]:
         assert m.last_source is None
         got: dict[int, Any] = {}
         for _ in range(2):
@@ -137,20 +135,20 @@ def test_any_takes_from_all_others_and_says_from_whom(agent: LetterAgent) -> Non
             got[int(m.last_source)] = int(array[0])
         return got
 
-    def program(m: Messages) -> Any:
+    def program(m: PointToPoint) -> Any:
         return receive(m) if m.rank == 0 else m.send(np.array([10 * m.rank]), 0)
 
     assert run(agent, 3, program)[0] == {1: 10, 2: 20}
 
 
-def test_many_calls_are_under_way_at_once_and_waited_for_in_any_order(agent: LetterAgent) -> None:
-    def send(m: Messages) -> None:
+def test_many_calls_are_under_way_at_once_and_waited_for_in_any_order(agent: P2PAgent) -> None:
+    def send(m: PointToPoint) -> None:
         handles = [m.send(np.array([k]), 1, tag=k % 3, async_op=True) for k in range(12)]
         for handle in reversed(handles):
             handle.wait()
             assert handle.done()
 
-    def receive(m: Messages) -> list[int]:
+    def receive(m: PointToPoint) -> list[int]:
         handles = [m.recv(0, tag=k % 3, async_op=True) for k in range(12)]
         last = [int(handle.wait()[0]) for handle in reversed(handles)]
         assert [int(handle.result()[0]) for handle in handles] == last[::-1]
@@ -159,8 +157,8 @@ def test_many_calls_are_under_way_at_once_and_waited_for_in_any_order(agent: Let
     assert pair(agent, send, receive)[1] == list(range(12))
 
 
-def test_several_threads_wait_on_one_connection(agent: LetterAgent) -> None:
-    def receive(m: Messages) -> dict[int, int]:
+def test_several_threads_wait_on_one_connection(agent: P2PAgent) -> None:
+    def receive(m: PointToPoint) -> dict[int, int]:
         got: dict[int, int] = {}
 
         def one(tag: int) -> None:
@@ -174,7 +172,7 @@ def test_several_threads_wait_on_one_connection(agent: LetterAgent) -> None:
             thread.join(PATIENCE_S)
         return got
 
-    def send(m: Messages) -> None:
+    def send(m: PointToPoint) -> None:
         for tag in (7, 1, 0, 6, 3, 4, 2, 5):
             m.send(np.array([100 + tag]), 1, tag=tag)
 
@@ -182,27 +180,27 @@ def test_several_threads_wait_on_one_connection(agent: LetterAgent) -> None:
     assert len(agent.attached) == 2
 
 
-def test_messages_go_while_a_collective_waits(agent: LetterAgent) -> None:
+def test_messages_go_while_a_collective_waits(agent: P2PAgent) -> None:
     def ready(mesh: pmesh.Mesh) -> float:
-        mail: Any = mesh if isinstance(mesh, Messages) else Messages(mesh._place)  # noqa: SLF001
+        p2p: Any = mesh if isinstance(mesh, PointToPoint) else PointToPoint(mesh._place)  # noqa: SLF001
         try:
             if mesh.rank == 0:
                 total: list[Any] = []
                 thread = threading.Thread(target=lambda: total.append(mesh.all_reduce(np.ones(1))))
                 thread.start()
-                mail.send(np.zeros(3), 1)
+                p2p.send(np.zeros(3), 1)
                 thread.join(PATIENCE_S)
                 return float(total[0][0])
-            mail.recv(0)  # before the op that rank 0 is in
+            p2p.recv(0)  # before the op that rank 0 is in
             return float(mesh.all_reduce(np.ones(1))[0])
         finally:
-            mail._mail[1].close("the test ends")  # noqa: SLF001
+            p2p._p2p[1].close("the test ends")  # noqa: SLF001
 
     assert run_ranks(agent.home, 2, ready) == [2.0, 2.0]
 
 
-def test_arenas_for_sends_are_used_again_and_few_are_kept(agent: LetterAgent) -> None:
-    def send(m: Messages) -> None:
+def test_arenas_for_sends_are_used_again_and_few_are_kept(agent: P2PAgent) -> None:
+    def send(m: PointToPoint) -> None:
         for _ in range(10):
             m.send(np.zeros(1000), 1)
         assert agent.inputs_wanted == [8000]
@@ -212,7 +210,7 @@ def test_arenas_for_sends_are_used_again_and_few_are_kept(agent: LetterAgent) ->
         m.send(np.zeros(7000), 1)
         assert len(agent.inputs_wanted) == 7
 
-    def receive(m: Messages) -> None:
+    def receive(m: PointToPoint) -> None:
         for _ in range(18):
             m.recv(0)
 

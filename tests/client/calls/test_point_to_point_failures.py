@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import pmesh
-from pmesh.client.calls.point_to_point import ANY, MAX_TAG, Messages
+from pmesh.client.calls.point_to_point import ANY, MAX_TAG, PointToPoint
 from pmesh.core.values import Verdict
-from pmesh.core.wire.local import LetterSent, ReceiveLetter, SendLetter
+from pmesh.core.wire.local import MessageSent, ReceiveMessage, SendMessage
 from pmesh.errors import (
     HistorySuperseded,
     MeshClosed,
@@ -22,18 +22,18 @@ from pmesh.errors import (
     UnsupportedArray,
     UsageError,
 )
-from tests.worlds.fake_letter_agent import LOST, LetterAgent, pair, run
+from tests.worlds.fake_p2p_agent import LOST, P2PAgent, pair, run
 from tests.worlds.scripted_agent import PATIENCE_S
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[LetterAgent]:
-    with LetterAgent(tmp_path / "home") as running:
+def agent(tmp_path: Path) -> Iterator[P2PAgent]:
+    with P2PAgent(tmp_path / "home") as running:
         yield running
 
 
-def test_what_can_t_be_is_said_at_once(agent: LetterAgent) -> None:
-    def wrong(m: Messages) -> None:
+def test_what_can_t_be_is_said_at_once(agent: P2PAgent) -> None:
+    def wrong(m: PointToPoint) -> None:
         x = np.zeros(3)
         other = 1 - m.rank
         calls: list[tuple[Callable[[], object], str]] = [
@@ -57,8 +57,8 @@ def test_what_can_t_be_is_said_at_once(agent: LetterAgent) -> None:
     pair(agent, wrong, wrong)
 
 
-def test_a_rank_alone_has_nobody_to_talk_to(agent: LetterAgent) -> None:
-    def alone(m: Messages) -> None:
+def test_a_rank_alone_has_nobody_to_talk_to(agent: P2PAgent) -> None:
+    def alone(m: PointToPoint) -> None:
         calls: list[Callable[[], object]] = [
             lambda: m.send(np.zeros(1), 0),
             lambda: m.recv(0),
@@ -71,8 +71,8 @@ def test_a_rank_alone_has_nobody_to_talk_to(agent: LetterAgent) -> None:
     run(agent, 1, alone)
 
 
-def test_recv_like_names_both_shapes_and_dtypes(agent: LetterAgent) -> None:
-    def receive(m: Messages) -> str:
+def test_recv_like_names_both_shapes_and_dtypes(agent: P2PAgent) -> None:
+    def receive(m: PointToPoint) -> str:
         with pytest.raises(UsageError) as wrong:
             m.recv_like(np.zeros((4, 2), np.float32), 0, tag=6)
         return str(wrong.value)
@@ -83,10 +83,10 @@ def test_recv_like_names_both_shapes_and_dtypes(agent: LetterAgent) -> None:
     )
 
 
-def test_a_dtype_that_the_library_lacks_is_named(agent: LetterAgent) -> None:
+def test_a_dtype_that_the_library_lacks_is_named(agent: P2PAgent) -> None:
     mx = pytest.importorskip("mlx.core")
 
-    def receive(m: Messages) -> str:
+    def receive(m: PointToPoint) -> str:
         with pytest.raises(UsageError) as wrong:
             m.recv(0, like=mx.array([1.0]))
         return str(wrong.value)
@@ -96,13 +96,13 @@ def test_a_dtype_that_the_library_lacks_is_named(agent: LetterAgent) -> None:
 
 
 def test_the_agent_s_verdict_is_raised_and_the_next_call_goes_on(
-    agent: LetterAgent, caplog: pytest.LogCaptureFixture
+    agent: P2PAgent, caplog: pytest.LogCaptureFixture
 ) -> None:
     agent.fails = lambda request: (
-        LOST if isinstance(request, SendLetter) and request.letter.tag == 9 else None
+        LOST if isinstance(request, SendMessage) and request.envelope.tag == 9 else None
     )
 
-    def send(m: Messages) -> None:
+    def send(m: PointToPoint) -> None:
         with pytest.raises(RankLost, match="rank 1"):
             m.send(np.zeros(3), 1, tag=9)
         handle = m.send(np.zeros(3), 1, tag=9, async_op=True)
@@ -117,13 +117,13 @@ def test_the_agent_s_verdict_is_raised_and_the_next_call_goes_on(
     assert "waiting for a message for 10 s, with rank 1 (mac-1)" in caplog.messages
 
 
-def test_a_timed_out_receive_is_told_from_a_wait_that_was_too_short(agent: LetterAgent) -> None:
+def test_a_timed_out_receive_is_told_from_a_wait_that_was_too_short(agent: P2PAgent) -> None:
     late = Verdict("OpTimedOut", "no message came")
     agent.fails = lambda request: (
-        late if isinstance(request, ReceiveLetter) and request.tag == 9 else None
+        late if isinstance(request, ReceiveMessage) and request.tag == 9 else None
     )
 
-    def receive(m: Messages) -> None:
+    def receive(m: PointToPoint) -> None:
         with pytest.raises(OpTimedOut, match="no message came"):
             m.recv(0, tag=9)
         failing = m.recv(0, tag=9, async_op=True)
@@ -138,15 +138,15 @@ def test_a_timed_out_receive_is_told_from_a_wait_that_was_too_short(agent: Lette
         m.send(np.zeros(1), 0)
         assert handle.wait(PATIENCE_S).size == 3
 
-    def send(m: Messages) -> None:
+    def send(m: PointToPoint) -> None:
         m.recv(1)
         m.send(np.zeros(3), 1)
 
     pair(agent, send, receive)
 
 
-def test_no_memory_for_a_send_fails_it_alone(agent: LetterAgent) -> None:
-    def send(m: Messages) -> None:
+def test_no_memory_for_a_send_fails_it_alone(agent: P2PAgent) -> None:
+    def send(m: PointToPoint) -> None:
         agent.memory = Verdict("UsageError", "no shared memory")
         with pytest.raises(UsageError, match="no shared memory"):
             m.send(np.zeros(3), 1)
@@ -156,18 +156,18 @@ def test_no_memory_for_a_send_fails_it_alone(agent: LetterAgent) -> None:
     pair(agent, send, lambda m: m.recv(0))
 
 
-def test_who_is_not_let_in_is_told_why(agent: LetterAgent) -> None:
+def test_who_is_not_let_in_is_told_why(agent: P2PAgent) -> None:
     agent.refuses = Verdict("HistorySuperseded", "this trainer is not in job 'job'")
 
-    def send(m: Messages) -> None:
+    def send(m: PointToPoint) -> None:
         with pytest.raises(HistorySuperseded, match="not in job"):
             m.send(np.zeros(1), 1 - m.rank)
 
     pair(agent, send, send)
 
 
-def test_closing_ends_calls_of_other_threads(agent: LetterAgent) -> None:
-    def wait(m: Messages) -> None:
+def test_closing_ends_calls_of_other_threads(agent: P2PAgent) -> None:
+    def wait(m: PointToPoint) -> None:
         failures: list[BaseException] = []
 
         def receive(tag: int) -> None:
@@ -179,8 +179,8 @@ def test_closing_ends_calls_of_other_threads(agent: LetterAgent) -> None:
         handle = m.recv(1 - m.rank, async_op=True)
         for thread in threads:
             thread.start()
-        assert m._mail is not None  # noqa: SLF001 - as the mesh's `close` does
-        m._mail[1].close("it was closed")  # noqa: SLF001
+        assert m._p2p is not None  # noqa: SLF001 - as the mesh's `close` does
+        m._p2p[1].close("it was closed")  # noqa: SLF001
         for thread in threads:
             thread.join(PATIENCE_S)
         assert len(failures) == 3
@@ -193,12 +193,12 @@ def test_closing_ends_calls_of_other_threads(agent: LetterAgent) -> None:
 
 
 def test_an_interrupted_wait_ends_its_connection_and_the_next_call_opens_another(
-    agent: LetterAgent, monkeypatch: pytest.MonkeyPatch
+    agent: P2PAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def receive(m: Messages) -> int:
+    def receive(m: PointToPoint) -> int:
         handle = m.recv(0, async_op=True)
-        assert m._mail is not None  # noqa: SLF001 - the wait is interrupted in there
-        session: Any = m._mail[1]  # noqa: SLF001
+        assert m._p2p is not None  # noqa: SLF001 - the wait is interrupted in there
+        session: Any = m._p2p[1]  # noqa: SLF001
 
         def interrupt(_: float | None) -> None:
             raise KeyboardInterrupt
@@ -215,8 +215,8 @@ def test_an_interrupted_wait_ends_its_connection_and_the_next_call_opens_another
     assert pair(agent, lambda m: m.recv(1), receive)[1] == 3
 
 
-def test_garbage_from_the_agent_is_named(agent: LetterAgent) -> None:
-    def send(m: Messages) -> None:
+def test_garbage_from_the_agent_is_named(agent: P2PAgent) -> None:
+    def send(m: PointToPoint) -> None:
         handle = m.recv(1 - m.rank, async_op=True)
         mine = next(c for c in agent.attached if int(c.me) == int(m.rank))
         mine.trainer.connection.sendall(b"\x00\x00\x00\x02hi")
@@ -227,11 +227,11 @@ def test_garbage_from_the_agent_is_named(agent: LetterAgent) -> None:
     pair(agent, send, send)
 
 
-def test_an_answer_to_another_kind_of_call_is_named(agent: LetterAgent) -> None:
-    def receive(m: Messages) -> None:
+def test_an_answer_to_another_kind_of_call_is_named(agent: P2PAgent) -> None:
+    def receive(m: PointToPoint) -> None:
         handle = m.recv(1 - m.rank, async_op=True)
         mine = next(c for c in agent.attached if int(c.me) == int(m.rank))
-        mine.trainer.send(LetterSent(1))
+        mine.trainer.send(MessageSent(1))
         with pytest.raises(pmesh.PmeshError):
             handle.wait()
 
@@ -239,8 +239,8 @@ def test_an_answer_to_another_kind_of_call_is_named(agent: LetterAgent) -> None:
     pair(agent, receive, receive)
 
 
-def test_a_forked_child_has_no_part_in_it(agent: LetterAgent) -> None:
-    def send(m: Messages) -> None:
+def test_a_forked_child_has_no_part_in_it(agent: P2PAgent) -> None:
+    def send(m: PointToPoint) -> None:
         m._process = os.getpid() + 1  # noqa: SLF001 - as in a child
         with pytest.raises(MeshClosed, match="forked"):
             m.send(np.zeros(1), 1 - m.rank)

@@ -157,10 +157,10 @@ def test_the_tags_are_those_of_version_six() -> None:
         20: "OfferLane",
         21: "AskResult",
         22: "KnownPeers",
-        23: "AnnounceLetter",
-        24: "AskLetter",
-        25: "LetterDelivered",
-        26: "LetterWithdrawn",
+        23: "AnnounceMessage",
+        24: "RequestMessage",
+        25: "MessageDelivered",
+        26: "MessageWithdrawn",
     }
 
 

@@ -21,7 +21,7 @@ from pmesh.core.wire.local import (
     GroupOf,
     Joined,
     Leave,
-    ReceiveLetter,
+    ReceiveMessage,
     Refused,
     Reply,
     Request,
@@ -196,7 +196,7 @@ def test_the_largest_requests_fit_into_what_an_agent_reads() -> None:
     largest = replace(start_op(), call=call, parts=parts, parts_in=parts)
     some = tuple(TrainerId(2**32 - rank - 1) for rank in ranks)
     group = replace(connect(), group_of=GroupOf(JobName(word), some, some[0]))
-    for request in (largest, group, ReceiveLetter(2**62, some, 2**62, 1.0)):
+    for request in (largest, group, ReceiveMessage(2**62, some, 2**62, 1.0)):
         assert decode_request_untrusted(encode(request)) == request
         assert len(encode(request)) < MAX_REQUEST_BYTES
 

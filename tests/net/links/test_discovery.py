@@ -340,12 +340,12 @@ async def test_browsing_again_reports_nothing_twice(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_slow_reader_gets_the_latest_event_of_each_agent() -> None:
-    mailbox = discovery._Mailbox()  # noqa: SLF001 - what bounds its memory
+    endpoint = discovery._P2PEndpoint()  # noqa: SLF001 - what bounds its memory
     for number in range(1000):
-        mailbox.put("x", Deaf(reason=str(number)))
+        endpoint.put("x", Deaf(reason=str(number)))
     send, receive = trio.open_memory_channel[Discovered](0)
     async with send, receive, trio.open_nursery() as nursery:
-        nursery.start_soon(mailbox.deliver, send)
+        nursery.start_soon(endpoint.deliver, send)
         assert await receive.receive() == Deaf(reason="999")
         await trio.testing.wait_all_tasks_blocked()
         with pytest.raises(trio.WouldBlock):

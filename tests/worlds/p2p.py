@@ -1,4 +1,4 @@
-"""Trainers' connections for letters, and what they send and receive on them."""
+"""Trainers' connections for messages, and what they send and receive on them."""
 
 import itertools
 from collections.abc import AsyncGenerator
@@ -10,24 +10,24 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.p2p.router import MailRoom
+from pmesh.agent.p2p.router import P2PRouter
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Verdict
-from pmesh.core.wire.link import Letter, LetterNews
+from pmesh.core.wire.link import Envelope, P2PMessage
 from pmesh.core.wire.local import (
     SESSION_VERSION,
     ArenaGranted,
     Attach,
     Attached,
     DropArena,
-    LetterFailed,
-    LetterReceived,
-    LetterSent,
-    LetterWaits,
-    ReceiveLetter,
+    MessageFailed,
+    MessageReceived,
+    MessageSent,
+    MessageWaits,
+    ReceiveMessage,
     Refused,
     Reply,
-    SendLetter,
+    SendMessage,
     WantArena,
 )
 from pmesh.ids import JobName, Member, TrainerId
@@ -36,8 +36,8 @@ from tests.worlds.village import Machine, Village, village
 from tests.worlds.village_ops import machine_of
 
 
-class LetterError(Exception):
-    """The agent's verdict on a letter."""
+class MessageError(Exception):
+    """The agent's verdict on a message."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(verdict.error, verdict.message)
@@ -46,22 +46,22 @@ class LetterError(Exception):
 
 @dataclass
 class Got:
-    """A letter that has come."""
+    """A message that has come."""
 
     source: TrainerId
-    letter: Letter
+    envelope: Envelope
     values: Values
 
 
 @dataclass(eq=False)
-class Letters:
+class P2PConnection:
     """One attached connection. `reader` must run while calls are under way."""
 
     trainer: Trainer
     """Its socket, and no rank."""
     id: TrainerId
     answers: dict[int, Reply] = field(default_factory=dict)
-    waits: list[LetterWaits] = field(default_factory=list)
+    waits: list[MessageWaits] = field(default_factory=list)
     granted: list[ArenaGranted | Refused] = field(default_factory=list)
     calls: "itertools.count[int]" = field(default_factory=itertools.count)
     arenas: trio.Lock = field(default_factory=trio.Lock)
@@ -73,9 +73,9 @@ class Letters:
             except (trio.EndOfChannel, trio.ClosedResourceError, OSError):
                 return
             match reply:
-                case LetterSent(call) | LetterReceived(call) | LetterFailed(call):
+                case MessageSent(call) | MessageReceived(call) | MessageFailed(call):
                     self.answers[call] = reply
-                case LetterWaits():
+                case MessageWaits():
                     self.waits.append(reply)
                 case ArenaGranted() | Refused():
                     self.granted.append(reply)
@@ -96,8 +96,8 @@ class Letters:
                 arena = granted.arena
             self.trainer.maps[arena][: values.nbytes] = values.tobytes()
         call = next(self.calls)
-        letter = Letter(tag, values.dtype.name, values.shape, values.nbytes)
-        await self.trainer.send(SendLetter(call, to, letter, arena, timeout_s))
+        envelope = Envelope(tag, values.dtype.name, values.shape, values.nbytes)
+        await self.trainer.send(SendMessage(call, to, envelope, arena, timeout_s))
         return call
 
     async def drop_input(self) -> None:
@@ -110,25 +110,25 @@ class Letters:
         self, *sources: TrainerId, tag: int = 0, timeout_s: float = 50.0
     ) -> int:
         call = next(self.calls)
-        await self.trainer.send(ReceiveLetter(call, sources, tag, timeout_s))
+        await self.trainer.send(ReceiveMessage(call, sources, tag, timeout_s))
         return call
 
     async def end(self, call: int) -> Got | None:
-        """What has come; nothing for a send. Raises LetterError."""
+        """What has come; nothing for a send. Raises MessageError."""
         await until(lambda: call in self.answers)
         reply = self.answers.pop(call)
-        if isinstance(reply, LetterFailed):
-            raise LetterError(reply.verdict)
-        if isinstance(reply, LetterSent):
+        if isinstance(reply, MessageFailed):
+            raise MessageError(reply.verdict)
+        if isinstance(reply, MessageSent):
             return None
-        assert isinstance(reply, LetterReceived)
-        letter = reply.letter
+        assert isinstance(reply, MessageReceived)
+        envelope = reply.envelope
         data = b""
         if reply.arena >= 0:
-            data = self.trainer.maps[reply.arena][: letter.nbytes]
+            data = self.trainer.maps[reply.arena][: envelope.nbytes]
             await self.trainer.send(DropArena(reply.arena))
-        values = np.frombuffer(data, letter.dtype).reshape(letter.shape)
-        return Got(reply.source, letter, values)
+        values = np.frombuffer(data, envelope.dtype).reshape(envelope.shape)
+        return Got(reply.source, envelope, values)
 
     async def send(
         self, to: TrainerId, values: Values, *, tag: int = 0, timeout_s: float = 50.0
@@ -143,19 +143,21 @@ class Letters:
     async def verdict_of(self, call: int) -> Verdict:
         try:
             await self.end(call)
-        except LetterError as e:
+        except MessageError as e:
             return e.verdict
         raise AssertionError("it succeeded")
 
 
-async def attach(here: Village, machine: Machine, trainer: Trainer, job: str = "digits") -> Letters:
-    """Another connection of the trainer, for letters."""
+async def attach(
+    here: Village, machine: Machine, trainer: Trainer, job: str = "digits"
+) -> P2PConnection:
+    """Another connection of the trainer, for messages."""
     connection = await here.trainer(machine)
     request = Attach(SESSION_VERSION, JobName(job), trainer.id)
     assert await connection.ask(request) == Attached()
-    letters = Letters(connection, trainer.id)
-    here.nursery.start_soon(letters.reader)
-    return letters
+    envelopes = P2PConnection(connection, trainer.id)
+    here.nursery.start_soon(envelopes.reader)
+    return envelopes
 
 
 X = np.arange(300_000.0)  # five records
@@ -163,22 +165,22 @@ X = np.arange(300_000.0)  # five records
 
 @dataclass
 class Some:
-    """Ranks on as many machines, with their connections for letters."""
+    """Ranks on as many machines, with their connections for messages."""
 
     here: Village
     trainers: list[Trainer]
-    letters: list[Letters]
+    envelopes: list[P2PConnection]
 
     async def deliver(self, values: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]") -> None:
         """From rank 0 to rank 1, which gets it once."""
-        one, other = self.letters[:2]
+        one, other = self.envelopes[:2]
         sent = await one.begin_send(other.id, values)
         got = await other.receive(one.id)
         assert got.values.tobytes() == values.tobytes()
         assert await one.end(sent) is None
 
     async def check_that_nothing_is_left(self) -> None:
-        """No letter of before is delivered again."""
+        """No message of before is delivered again."""
         await self.deliver(np.array([-1.0]))
 
 
@@ -190,28 +192,28 @@ async def some(clock: MockClock, count: int = 2) -> AsyncGenerator[Some]:
 
 
 def lose_first(
-    monkeypatch: pytest.MonkeyPatch, kind: type[LetterNews], count: int
-) -> list[LetterNews]:
+    monkeypatch: pytest.MonkeyPatch, kind: type[P2PMessage], count: int
+) -> list[P2PMessage]:
     """The first messages of a kind don't arrive; returns those."""
-    real, lost = MailRoom.hear, list[LetterNews]()
+    real, lost = P2PRouter.hear, list[P2PMessage]()
 
-    def hear(room: MailRoom, member: Member, message: LetterNews) -> None:
+    def hear(room: P2PRouter, member: Member, message: P2PMessage) -> None:
         if isinstance(message, kind) and len(lost) < count:
             lost.append(message)
         else:
             real(room, member, message)
 
-    monkeypatch.setattr(MailRoom, "hear", hear)
+    monkeypatch.setattr(P2PRouter, "hear", hear)
     return lost
 
 
-def told(monkeypatch: pytest.MonkeyPatch) -> list[LetterNews]:
+def told(monkeypatch: pytest.MonkeyPatch) -> list[P2PMessage]:
     """What agents tell each other from now on."""
-    real, heard = MailRoom.hear, list[LetterNews]()
+    real, heard = P2PRouter.hear, list[P2PMessage]()
 
-    def hear(room: MailRoom, member: Member, message: LetterNews) -> None:
+    def hear(room: P2PRouter, member: Member, message: P2PMessage) -> None:
         heard.append(message)
         real(room, member, message)
 
-    monkeypatch.setattr(MailRoom, "hear", hear)
+    monkeypatch.setattr(P2PRouter, "hear", hear)
     return heard

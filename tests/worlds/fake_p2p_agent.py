@@ -1,4 +1,4 @@
-"""The fake agent with letters: it matches sends and receives under one lock."""
+"""The fake agent with messages: it matches sends and receives under one lock."""
 
 import threading
 from collections.abc import Callable
@@ -6,21 +6,21 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import pmesh
-from pmesh.client.calls.point_to_point import Messages
+from pmesh.client.calls.point_to_point import PointToPoint
 from pmesh.core.values import Verdict
-from pmesh.core.wire.link import Letter
+from pmesh.core.wire.link import Envelope
 from pmesh.core.wire.local import (
     ArenaGone,
     Attach,
     Attached,
     DropArena,
-    LetterFailed,
-    LetterReceived,
-    LetterSent,
-    LetterWaits,
-    ReceiveLetter,
+    MessageFailed,
+    MessageReceived,
+    MessageSent,
+    MessageWaits,
+    ReceiveMessage,
     Refused,
-    SendLetter,
+    SendMessage,
     WantArena,
 )
 from pmesh.ids import TrainerId
@@ -43,23 +43,23 @@ class Connection:
     outputs: dict[int, Arena] = field(default_factory=dict)
 
 
-class LetterAgent(FakeAgent):
-    """All letters of all jobs go through one place: the tests have one job."""
+class P2PAgent(FakeAgent):
+    """All messages of all jobs go through one place: the tests have one job."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type] # as they came
         self._post = threading.Lock()
-        self._sends: list[tuple[Connection, SendLetter, bytes]] = []
-        self._receives: list[tuple[Connection, ReceiveLetter]] = []
+        self._sends: list[tuple[Connection, SendMessage, bytes]] = []
+        self._receives: list[tuple[Connection, ReceiveMessage]] = []
         self.attached: list[Connection] = []
         self.inputs_wanted: list[int] = []
         self.dropped: list[int] = []
         self.refuses: Verdict | None = None
-        self.fails: Callable[[SendLetter | ReceiveLetter], Verdict | None] = lambda _: None
+        self.fails: Callable[[SendMessage | ReceiveMessage], Verdict | None] = lambda _: None
         """What a call fails with, at once."""
         self.evicts = False
         """Whether output arenas are taken back, and others granted."""
-        self.ignores: Callable[[SendLetter | ReceiveLetter], bool] = lambda _: False
+        self.ignores: Callable[[SendMessage | ReceiveMessage], bool] = lambda _: False
         self.memory: Verdict | None = None
         """Why there is no arena."""
 
@@ -80,7 +80,7 @@ class LetterAgent(FakeAgent):
         while (request := trainer.receive()) is not None:
             with connection.sending:
                 self._take_arena_request(connection, request)
-            if isinstance(request, SendLetter | ReceiveLetter):
+            if isinstance(request, SendMessage | ReceiveMessage):
                 self._take(connection, request)
 
     def _take_arena_request(self, connection: Connection, request: object) -> None:
@@ -97,20 +97,20 @@ class LetterAgent(FakeAgent):
             case _:
                 pass
 
-    def _take(self, connection: Connection, request: SendLetter | ReceiveLetter) -> None:
+    def _take(self, connection: Connection, request: SendMessage | ReceiveMessage) -> None:
         if self.ignores(request):
             return
         verdict = self.fails(request)
         if verdict is not None:
             with connection.sending:
-                connection.trainer.send(LetterWaits(request.call, 10.0, ("rank 1 (mac-1)",)))
-                connection.trainer.send(LetterFailed(request.call, verdict))
+                connection.trainer.send(MessageWaits(request.call, 10.0, ("rank 1 (mac-1)",)))
+                connection.trainer.send(MessageFailed(request.call, verdict))
             return
         with self._post:
-            if isinstance(request, SendLetter):
+            if isinstance(request, SendMessage):
                 data = b""
-                if request.letter.nbytes:
-                    data = bytes(connection.inputs[request.arena].memory[: request.letter.nbytes])
+                if request.envelope.nbytes:
+                    data = bytes(connection.inputs[request.arena].memory[: request.envelope.nbytes])
                 self._sends.append((connection, request, data))
             else:
                 self._receives.append((connection, request))
@@ -125,18 +125,18 @@ class LetterAgent(FakeAgent):
                 if (
                     sent.to == at.me
                     and sender.me in wanted.sources
-                    and sent.letter.tag == wanted.tag
+                    and sent.envelope.tag == wanted.tag
                 ):
                     self._sends.remove(send)
                     self._receives.remove(receive)
-                    self._deliver(at, wanted.call, sender.me, sent.letter, data)
+                    self._deliver(at, wanted.call, sender.me, sent.envelope, data)
                     with sender.sending:
-                        sender.trainer.send(LetterSent(sent.call))
+                        sender.trainer.send(MessageSent(sent.call))
                     return True
         return False
 
     def _deliver(
-        self, at: Connection, call: int, source: TrainerId, letter: Letter, data: bytes
+        self, at: Connection, call: int, source: TrainerId, envelope: Envelope, data: bytes
     ) -> None:
         with at.sending:
             number = -1
@@ -148,27 +148,27 @@ class LetterAgent(FakeAgent):
                     for old in at.outputs:
                         at.trainer.send(ArenaGone(old))
                     at.outputs = {number: arena}
-            at.trainer.send(LetterReceived(call, source, letter, number))
+            at.trainer.send(MessageReceived(call, source, envelope, number))
 
 
-def run(agent: LetterAgent, size: int, program: Callable[[Messages], T]) -> list[T]:
+def run(agent: P2PAgent, size: int, program: Callable[[PointToPoint], T]) -> list[T]:
     """On so many ranks, each a thread; the barrier keeps them until all are done."""
 
     def rank(mesh: pmesh.Mesh) -> T:
-        mail: Any = mesh if isinstance(mesh, Messages) else Messages(mesh._place)  # noqa: SLF001
+        p2p: Any = mesh if isinstance(mesh, PointToPoint) else PointToPoint(mesh._place)  # noqa: SLF001
         try:
-            result = program(mail)
+            result = program(p2p)
             mesh.barrier()
             return result
         finally:
-            if mail is not mesh and mail._mail is not None:  # noqa: SLF001
-                mail._mail[1].close("the test ends")  # noqa: SLF001
+            if p2p is not mesh and p2p._p2p is not None:  # noqa: SLF001
+                p2p._p2p[1].close("the test ends")  # noqa: SLF001
 
     return run_ranks(agent.home, size, rank)
 
 
 def pair(
-    agent: LetterAgent, one: Callable[[Messages], Any], other: Callable[[Messages], Any]
+    agent: P2PAgent, one: Callable[[PointToPoint], Any], other: Callable[[PointToPoint], Any]
 ) -> list[Any]:
     """What rank 0 and rank 1 do."""
-    return run(agent, 2, lambda mail: (one, other)[mail.rank](mail))
+    return run(agent, 2, lambda p2p: (one, other)[p2p.rank](p2p))
