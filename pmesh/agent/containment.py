@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 import structlog
 from structlog.typing import FilteringBoundLogger
 
-from pmesh.agent.status.events import Chronicle
+from pmesh.agent.status.events import EventLog
 
 AGAIN_S = 60.0  # the same error says nothing new, and who provokes it must not fill the disk
 MAX_PLACES = 256  # the program has only so many lines that raise; a program's text is in none
@@ -45,12 +45,12 @@ class _Seen:
 class Containment:
     """Ends what raises an exception that nobody foresaw, and tells of it.
 
-    The log gets the traceback and the chronicle an event, once a minute for the same type of error
+    The log gets the traceback and the event log an event, once a minute for the same type of error
     from the same line; the next time both say how often it came meanwhile.
     """
 
-    def __init__(self, chronicle: Chronicle, *, clock: Callable[[], float]) -> None:
-        self._chronicle = chronicle
+    def __init__(self, event_log: EventLog, *, clock: Callable[[], float]) -> None:
+        self._event_log = event_log
         self._clock = clock
         self._seen: OrderedDict[_Place, _Seen] = OrderedDict()
 
@@ -98,7 +98,7 @@ class Containment:
             before = 0 if seen is None else seen.since
             again = f", {before} times more in the last minutes" if before else ""
             _log.error(f"internal error{again}", what=what, exc_info=error)
-            self._chronicle.note("internal error", f"{sentence}{again}; the log has its traceback")
+            self._event_log.note("internal error", f"{sentence}{again}; the log has its traceback")
             seen = _Seen(now)
         self._seen[place] = seen
         if len(self._seen) > MAX_PLACES:

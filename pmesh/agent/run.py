@@ -28,7 +28,7 @@ from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.p2p.calls import serve_p2p
 from pmesh.agent.p2p.router import P2PRouter
 from pmesh.agent.refusals import refuse, tell_errors
-from pmesh.agent.status.events import Chronicle, Event, encode_events
+from pmesh.agent.status.events import Event, EventLog, encode_events
 from pmesh.agent.status.narration import describe_change
 from pmesh.agent.status.schema import Status as Picture
 from pmesh.agent.status.schema import TurnedAwayStatus, encode_status
@@ -142,7 +142,7 @@ class Agent:
         self._lags: deque[tuple[float, float]] = deque()
         self._began = trio.current_time()
         self._port = settings.listen.port
-        self._chronicle = Chronicle(
+        self._event_log = EventLog(
             self._me,
             settings.name,
             clock=trio.current_time,
@@ -153,7 +153,7 @@ class Agent:
         self._files = plan_files(open_files_limit())
         memory_bytes = psutil.virtual_memory().total
         self._admission = Admission(self._files, memory_bytes=memory_bytes)
-        self._containment = Containment(self._chronicle, clock=trio.current_time)
+        self._containment = Containment(self._event_log, clock=trio.current_time)
 
     async def run(
         self, task_status: trio.TaskStatus[trio.CancelScope] = trio.TASK_STATUS_IGNORED
@@ -184,7 +184,7 @@ class Agent:
                 nursery.start_soon(tick, self._judge)
                 nursery.start_soon(self._look)
                 nursery.start_soon(
-                    watch_turned_away, self._count_turned_away, door.take_hosts, self._chronicle
+                    watch_turned_away, self._count_turned_away, door.take_hosts, self._event_log
                 )
                 self._say_ready()
                 scope.shield = True  # not before: until it has started, nobody else can cancel it
@@ -197,7 +197,7 @@ class Agent:
         self.stopped.set()
 
     def _assemble(self, nursery: trio.Nursery) -> None:
-        self.jobs = Jobs(self._me, nursery, self._chronicle, min_peers=self._settings.min_peers)
+        self.jobs = Jobs(self._me, nursery, self._event_log, min_peers=self._settings.min_peers)
         self.peers = Peers(
             self._hello,
             contexts=self._contexts,
@@ -217,7 +217,7 @@ class Agent:
             drop=self.peers.drop,
             ban=self.peers.ban,
             installed=self._installed,
-            noticed=self._chronicle.note,
+            noticed=self._event_log.note,
             led_astray=lambda: self.begin_anew("a member had led its epoch counter astray"),
         )
         self.peers.membership = self.jobs.membership = self.membership
@@ -262,14 +262,14 @@ class Agent:
         where = host_port_text(self._settings.listen.host, self._port)
         text = f"{self._settings.name} is up, listening at {where}"
         self._announce(text)
-        self._chronicle.note("agent started", text)
+        self._event_log.note("agent started", text)
         if self._settings.min_peers:
             self._announce(f"jobs begin when {self._settings.min_peers} peers are here")
 
     def _installed(self, before: View, after: View, losses: Mapping[Member, str]) -> None:
         self.p2p.follow()
         for news in describe_change(before, after, losses, me=self._me):
-            self._chronicle.tell(news)
+            self._event_log.tell(news)
 
     def _say(self, event: Event) -> None:
         if event.is_announced:
@@ -279,7 +279,7 @@ class Agent:
         now = trio.current_time()
         if stall.total_s >= DOUBT_S:
             text = f"this machine or its agent stood still for {stall.total_s:.1f} s"
-            self._chronicle.note("agent stalled", text, duration_s=stall.total_s)
+            self._event_log.note("agent stalled", text, duration_s=stall.total_s)
         self._lags.append((now, stall.late_s))
         while self._lags[0][0] < now - LAG_WINDOW_S:
             self._lags.popleft()
@@ -306,7 +306,7 @@ class Agent:
             case AskStatus():
                 await session.send(Status(encode_status(self._picture())))
             case AskEvents(after):
-                await session.send(Events(encode_events(self._chronicle.since(after))))
+                await session.send(Events(encode_events(self._event_log.since(after))))
             case StopAgent():
                 session.stay()
                 await session.send(Stopping(os.getpid()))

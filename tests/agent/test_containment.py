@@ -13,7 +13,7 @@ from pmesh.agent.jobs import trainer
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.p2p import calls
 from pmesh.agent.run import Agent
-from pmesh.agent.status.events import Chronicle
+from pmesh.agent.status.events import EventLog
 from pmesh.core.wire.local import (
     SESSION_VERSION,
     AskStatus,
@@ -37,20 +37,20 @@ class Watched:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.chronicle = Chronicle(
+        self.event_log = EventLog(
             ME,
             "studio",
             clock=lambda: self.now,
             wall_clock=lambda: datetime.now(UTC),
             listener=lambda _: None,
         )
-        containment = Containment(self.chronicle, clock=lambda: self.now)
+        containment = Containment(self.event_log, clock=lambda: self.now)
         self.contain = containment.contain
         self.containment = containment
 
     @property
     def events(self) -> list[str]:
-        return [event.text for event in self.chronicle.since(-1).events]
+        return [event.text for event in self.event_log.since(-1).events]
 
 
 def fail(*_: object, **__: object) -> NoReturn:

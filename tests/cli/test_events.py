@@ -61,9 +61,9 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_a_pipe_gets_a_line_for_each_event_in_local_time(
     socket: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chronicle = make_chronicle()
-    chronicle.note("peer lost", f"mac-\x1b2 is gone: {'silent ' * 30}at last")
-    with agent_at(socket, answer_with(chronicle)):
+    event_log = make_chronicle()
+    event_log.note("peer lost", f"mac-\x1b2 is gone: {'silent ' * 30}at last")
+    with agent_at(socket, answer_with(event_log)):
         assert run(["events"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "2026-11-22 17:30:00.000  agent started      mac-1 is up",
@@ -79,15 +79,15 @@ def test_a_terminal_gets_a_table_in_which_bad_news_are_red(
         def isatty(self) -> bool:
             return True
 
-    chronicle = make_chronicle()
-    chronicle.note("peer joined", "mac-2 joined")
-    chronicle.note("peer lost", "mac-2 is gone")
+    event_log = make_chronicle()
+    event_log.note("peer joined", "mac-2 joined")
+    event_log.note("peer lost", "mac-2 is gone")
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
     for variable in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    with agent_at(socket, answer_with(chronicle)):
+    with agent_at(socket, answer_with(event_log)):
         assert run(["events"]) == 0
     shown = terminal.getvalue()
     assert "what happened" in shown
@@ -97,13 +97,13 @@ def test_a_terminal_gets_a_table_in_which_bad_news_are_red(
 
 
 def test_json_is_one_line_with_all_events(socket: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chronicle = make_chronicle()
+    event_log = make_chronicle()
     for number in range(999):
-        chronicle.note("view", f"{number} " + "long" * 120, names=("mac",) * 32)
-    assert len(chronicle.since(-1).events) < 1000, "the agent tells them page by page"
-    after = chronicle.since(-1).events[-1].number
-    assert len(chronicle.since(after).events) + after + 1 == 1000, "two pages"
-    with agent_at(socket, answer_with(chronicle), answer_with(chronicle)):
+        event_log.note("view", f"{number} " + "long" * 120, names=("mac",) * 32)
+    assert len(event_log.since(-1).events) < 1000, "the agent tells them page by page"
+    after = event_log.since(-1).events[-1].number
+    assert len(event_log.since(after).events) + after + 1 == 1000, "two pages"
+    with agent_at(socket, answer_with(event_log), answer_with(event_log)):
         assert run(["events", "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     page = json.loads(line)
@@ -114,13 +114,13 @@ def test_json_is_one_line_with_all_events(socket: Path, capsys: pytest.CaptureFi
 def test_following_prints_what_is_new_until_ctrl_c(
     socket: Path, meanwhile: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chronicle = make_chronicle()
+    event_log = make_chronicle()
     meanwhile(
-        lambda: chronicle.note("peer joined", "mac-2 joined"),
+        lambda: event_log.note("peer joined", "mac-2 joined"),
         lambda: None,
-        lambda: chronicle.note("peer lost", "mac-2 is gone"),
+        lambda: event_log.note("peer lost", "mac-2 is gone"),
     )
-    with agent_at(socket, *[answer_with(chronicle)] * 4):
+    with agent_at(socket, *[answer_with(event_log)] * 4):
         assert run(["events", "--follow"]) == 130
     shown = capsys.readouterr()
     assert [line[25:].split("  ")[0] for line in shown.out.splitlines()] == [
@@ -169,8 +169,8 @@ def test_events_of_a_restarted_agent_are_not_mixed_with_its_numbers_before(
 
 
 def test_a_second_read_without_news_is_empty(socket: Path) -> None:
-    reader, chronicle = Reader(socket), make_chronicle()
-    with agent_at(socket, *[answer_with(chronicle)] * 2):
+    reader, event_log = Reader(socket), make_chronicle()
+    with agent_at(socket, *[answer_with(event_log)] * 2):
         assert len(reader.read().events) == 1
         assert not reader.read().events
     with pytest.raises(AgentNotRunning):

@@ -42,9 +42,9 @@ def test_an_answer_in_many_pieces_is_read_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("after", "told"), [(-1, [0, 1]), (0, [1]), (1, [])])
 def test_events_are_asked_from_a_number_on(tmp_path: Path, after: int, told: list[int]) -> None:
-    chronicle = make_chronicle()
-    chronicle.note("peer joined", "mac-2 joined")
-    with agent_at(tmp_path / "s", answer_with(chronicle)):
+    event_log = make_chronicle()
+    event_log.note("peer joined", "mac-2 joined")
+    with agent_at(tmp_path / "s", answer_with(event_log)):
         page = decode_events(ask_events(tmp_path / "s", after))
     assert [event.number for event in page.events] == told
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from pmesh.agent.status.events import Chronicle, encode_events
+from pmesh.agent.status.events import EventLog, encode_events
 from pmesh.agent.status.schema import (
     DoorStatus,
     EpochStatus,
@@ -158,26 +158,26 @@ MINIMAL = msgspec.structs.replace(PICTURE, peers=(), jobs=())
 Answer = Callable[[socket.socket], None]
 
 
-def make_chronicle(incarnation: int = 1) -> Chronicle:
+def make_chronicle(incarnation: int = 1) -> EventLog:
     """Of an agent at whose start it was noon; an event happens every second."""
     noon, seconds = datetime(2026, 11, 22, 12, tzinfo=UTC), itertools.count()
-    chronicle = Chronicle(
+    event_log = EventLog(
         Member(NodeId(b"a" * 32), Incarnation(incarnation)),
         "mac-1",
         clock=lambda: 0.0,
         wall_clock=lambda: noon + timedelta(seconds=next(seconds)),
         listener=lambda _: None,
     )
-    chronicle.note("agent started", "mac-1 is up")
-    return chronicle
+    event_log.note("agent started", "mac-1 is up")
+    return event_log
 
 
-def answer_with(chronicle: Chronicle) -> Answer:
+def answer_with(event_log: EventLog) -> Answer:
     """Answer one request as the agent of these events does."""
-    return partial(answer_well, chronicle=chronicle)
+    return partial(answer_well, event_log=event_log)
 
 
-def answer_well(connection: socket.socket, chronicle: Chronicle | None = None) -> None:
+def answer_well(connection: socket.socket, event_log: EventLog | None = None) -> None:
     """Answer one request as an agent does."""
     reader = FrameReader(max_bytes=1 << 20)
     while (message := reader.next_message_untrusted()) is None:
@@ -189,7 +189,7 @@ def answer_well(connection: socket.socket, chronicle: Chronicle | None = None) -
         case AskStatus():
             connection.sendall(frame(encode(StatusReply(encode_status(PICTURE)))))
         case AskEvents(after):
-            page = (chronicle or make_chronicle()).since(after)
+            page = (event_log or make_chronicle()).since(after)
             connection.sendall(frame(encode(Events(encode_events(page)))))
         case _:
             connection.sendall(frame(encode(Stopping(pid=2**22 + 1))))  # above any pid

@@ -33,7 +33,7 @@ def machine_of(here: Village, trainer: Trainer) -> Machine:
 
 def kinds_of_events(machine: Machine) -> list[str]:
     """What its agent has noted, in order."""
-    return [event.kind for event in machine.agent._chronicle.since(-1).events]  # noqa: SLF001
+    return [event.kind for event in machine.agent._event_log.since(-1).events]  # noqa: SLF001
 
 
 async def cut(one: Machine, *others: Machine) -> None:

@@ -18,7 +18,7 @@ from pmesh.agent.lanes.edge_costs import EdgeBook
 from pmesh.agent.lanes.rank_lanes import sum_of
 from pmesh.agent.lanes.rendezvous import LaneDesk
 from pmesh.agent.mesh.membership import Membership
-from pmesh.agent.status.events import Chronicle
+from pmesh.agent.status.events import EventLog
 from pmesh.core.values import Roster, Terms, Trainer, Verdict, View
 from pmesh.core.views.rosters import is_same_history
 from pmesh.core.views.state import Facts
@@ -54,11 +54,11 @@ class Jobs:
     membership: Membership
 
     def __init__(
-        self, me: Member, nursery: trio.Nursery, chronicle: Chronicle, *, min_peers: int
+        self, me: Member, nursery: trio.Nursery, event_log: EventLog, *, min_peers: int
     ) -> None:
         self._me = me
         self._nursery = nursery
-        self.chronicle = chronicle
+        self.event_log = event_log
         self._min_peers = min_peers
         self._began = trio.current_time()
         self._next_slot = 0
@@ -182,9 +182,9 @@ class Jobs:
         name = f"job {mark.job!r}: the process of {roster.describe(mark.trainer)}"
         if mark.stopped:
             text = f"{name} has been stopped; the others wait for it"
-            self.chronicle.note("trainer stopped", text, job=mark.job)
+            self.event_log.note("trainer stopped", text, job=mark.job)
         else:
-            self.chronicle.note("trainer continued", f"{name} runs again", job=mark.job)
+            self.event_log.note("trainer continued", f"{name} runs again", job=mark.job)
 
     def _concerns_us(self, member: Member, heartbeat: Heartbeat, mark: RankMarks) -> bool:
         """Whether the mark is of a job of ours, and not of its name's other run elsewhere."""
@@ -379,7 +379,7 @@ class Jobs:
             return
         roster = rank.roster
         text = f"{roster.describe(rank.id)} {rank.leaving}"
-        self.chronicle.note("loss noticed", f"job {roster.job!r}: {text}", job=roster.job)
+        self.event_log.note("loss noticed", f"job {roster.job!r}: {text}", job=roster.job)
         verdict = Verdict("RankLost", text, (rank.id,))
         rank.concern = Concern(roster.job, roster.born, roster.number, verdict)
         self.poke()

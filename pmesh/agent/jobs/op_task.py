@@ -115,7 +115,7 @@ def _note_halt(rank: LocalRank, op: Op, around: Surroundings) -> None:
     """An op has ended that a view change had interrupted."""
     since, rank.halted_since = rank.halted_since, None
     halted_s = trio.current_time() - (since or 0.0)
-    around.chronicle.note(
+    around.event_log.note(
         "ring stood still",
         f"job {rank.roster.job!r} stood still for {halted_s:.3f} s, until op {op.number} had ended "
         f"among {_ranks(len(op.contributors))}",
@@ -166,7 +166,7 @@ def _note_run(rank: LocalRank, op: Op, around: Surroundings) -> None:
     if op.attempts > 1:
         job = rank.roster.job
         text = f"op {op.number} of job {job!r} runs again, among {_ranks(rank.size)}"
-        around.chronicle.note("op rerun", text, job=job, op=op.number)
+        around.event_log.note("op rerun", text, job=job, op=op.number)
 
 
 def _ranks(count: int) -> str:
@@ -230,14 +230,14 @@ async def _fetch(rank: LocalRank, op: Op, outcome: OpOutcome, around: Surroundin
         op.result = replace(op.result, nbytes=len(op.contributors) * op.row_bytes)
     job = rank.roster.job
     text = f"op {op.number} of job {job!r} had ended elsewhere: its result is fetched"
-    around.chronicle.note("op fetched", text, job=job, op=op.number)
+    around.event_log.note("op fetched", text, job=job, op=op.number)
     await fetch_result(rank, op.request.call, op.result.memory, outcome, around)
 
 
 async def _replace_lanes(rank: LocalRank, op: Op, error: LaneBroken, around: Surroundings) -> None:
     """Wait for the view without the lost neighbour; if it lives, ask for new lanes."""
     await trio.sleep(LANE_GRACE_S)
-    around.chronicle.note("lane broken", str(error), job=rank.roster.job, op=op.number)
+    around.event_log.note("lane broken", str(error), job=rank.roster.job, op=op.number)
     op.broken += 1
     give_up = op.broken >= LANE_ATTEMPTS
     verdict = Verdict("LaneBroken", str(error), (rank.id,)) if give_up else None

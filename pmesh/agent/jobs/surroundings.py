@@ -7,7 +7,7 @@ from pmesh.agent.jobs.progress import Marks
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes.edge_costs import EdgeBook
 from pmesh.agent.lanes.rendezvous import LaneDesk
-from pmesh.agent.status.events import Chronicle
+from pmesh.agent.status.events import EventLog
 from pmesh.core.wire.link import AskResult
 from pmesh.ids import Member, TrainerId
 
@@ -16,7 +16,7 @@ class Surroundings(Protocol):
     """What an op needs of its agent (`pmesh.agent.jobs.driver`)."""
 
     desk: LaneDesk
-    chronicle: Chronicle
+    event_log: EventLog
     marks: Marks
 
     edge_book: EdgeBook

@@ -12,7 +12,7 @@ import structlog
 import trio
 
 from pmesh.agent.mesh.peers import Peers
-from pmesh.agent.status.events import Chronicle
+from pmesh.agent.status.events import EventLog
 from pmesh.agent.status.schema import TurnedAwayStatus
 from pmesh.core.wire.link import PROTOCOL_VERSION
 from pmesh.ids import NodeId
@@ -110,7 +110,7 @@ def describe(
 async def watch(
     count: Callable[[], TurnedAwayStatus],
     take_hosts: Callable[[], Mapping[str, int]],
-    news: Chronicle,
+    news: EventLog,
 ) -> NoReturn:
     """Tell of it once a minute, for as long as the agent lives."""
     before = count()

@@ -109,7 +109,7 @@ class EventPage(msgspec.Struct, frozen=True, kw_only=True):
     events: Annotated[tuple[Event, ...], Meta(description="In the order of their numbers.")]
 
 
-class Chronicle:
+class EventLog:
     """Notes the events of one agent, and keeps the last thousand.
 
     Args:

@@ -198,7 +198,7 @@ async def test_an_op_that_was_interrupted_is_noted_with_how_long_the_ring_stood_
             nursery.start_soon(swallow, trainers[2].reduce(ones(1000)))
             await reduce_all(trainers[:2])
         for trainer in trainers[:2]:
-            events = machine_of(here, trainer).agent._chronicle.since(-1).events  # noqa: SLF001
+            events = machine_of(here, trainer).agent._event_log.since(-1).events  # noqa: SLF001
             (halt,) = [event for event in events if event.kind == "ring stood still"]
             assert halt.op == 0
             assert halt.duration_s is not None

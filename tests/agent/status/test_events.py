@@ -16,8 +16,8 @@ from pmesh.agent.status.events import (
     MAX_NAMES,
     MAX_TEXT,
     PAGE_BYTES,
-    Chronicle,
     Event,
+    EventLog,
     News,
     decode_events,
     encode_events,
@@ -39,18 +39,18 @@ class Clock:
     wall = NOON
 
 
-def chronicle(
+def event_log(
     clock: Clock | None = None, listener: Callable[[Event], None] = lambda _: None
-) -> Chronicle:
+) -> EventLog:
     at = clock or Clock()
-    return Chronicle(
+    return EventLog(
         ME, "studio", clock=lambda: at.now_s, wall_clock=lambda: at.wall, listener=listener
     )
 
 
 def test_an_event_has_a_number_two_times_and_what_it_is_about() -> None:
     clock = Clock()
-    events = chronicle(clock)
+    events = event_log(clock)
     clock.now_s += 2.5
     clock.wall -= timedelta(days=1)  # somebody has set the clock
     events.note(
@@ -77,7 +77,7 @@ def test_an_event_has_a_number_two_times_and_what_it_is_about() -> None:
 
 
 def test_a_page_says_whose_events_they_are_and_what_comes_next() -> None:
-    events = chronicle()
+    events = event_log()
     assert (events.since(-1).events, events.since(-1).next) == ((), 0)
     events.note("agent started", "studio is up")
     page = events.since(-1)
@@ -87,7 +87,7 @@ def test_a_page_says_whose_events_they_are_and_what_comes_next() -> None:
 
 def test_who_listens_hears_each_event_and_whether_a_person_wants_to() -> None:
     heard: list[Event] = []
-    events = chronicle(listener=heard.append)
+    events = event_log(listener=heard.append)
     events.note("op rerun", "op 3 runs again")
     events.tell(News(kind="peer lost", text="mini is gone"))
     assert [(e.number, e.text, e.is_announced) for e in heard] == [
@@ -100,7 +100,7 @@ def test_who_listens_hears_each_event_and_whether_a_person_wants_to() -> None:
 def test_the_last_thousand_events_are_kept_and_told_from_any_number_on(
     count: int, after: int
 ) -> None:
-    events = chronicle()
+    events = event_log()
     for number in range(count):
         events.note("view", str(number))
     kept = range(max(0, count - KEPT), count)
@@ -110,13 +110,13 @@ def test_the_last_thousand_events_are_kept_and_told_from_any_number_on(
 
 @pytest.mark.parametrize("after", [2**63 - 1, 2**100, -(2**100)])
 def test_a_number_beyond_all_events_is_no_harm(after: int) -> None:
-    events = chronicle()
+    events = event_log()
     events.note("view", "one")
     assert len(events.since(after).events) == (after < 0)
 
 
 def test_no_page_exceeds_what_a_session_may_carry_and_asking_again_gives_the_rest() -> None:
-    events = chronicle()
+    events = event_log()
     for number in range(KEPT):
         names = tuple("🐍" * 64 for _ in range(MAX_NAMES + 36))
         events.note("view", f"{number} " + "\x1b" * 10 * MAX_TEXT, names=names)
@@ -134,7 +134,7 @@ def test_no_page_exceeds_what_a_session_may_carry_and_asking_again_gives_the_res
 
 
 def test_events_survive_their_json() -> None:
-    events = chronicle()
+    events = event_log()
     events.note("peer joined", "mini joined", names=("mini",))
     page = events.since(-1)
     assert decode_events(encode_events(page)) == page
@@ -148,7 +148,7 @@ def test_the_schema_in_the_reference_is_current() -> None:
 
 
 def test_a_field_of_a_later_pmesh_is_ignored() -> None:
-    page = chronicle().since(-1)
+    page = event_log().since(-1)
     later = json.loads(encode_events(page)) | {"news": 1}
     assert decode_events(msgspec.json.encode(later)) == page
 
