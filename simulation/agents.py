@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from pmesh.core.values import OpOutcome, Roster, View
 from pmesh.core.views import agreement, limits, stall_guard
-from pmesh.core.views.stall_guard import Doubts
+from pmesh.core.views.stall_guard import StallGuard
 from pmesh.core.views.state import Facts, Fence, Install, Peer, Send, State, Step, heartbeat_of
 from pmesh.core.wire.link import (
     PROTOCOL_VERSION,
@@ -110,7 +110,7 @@ class Agent:
         self._shown: Heartbeat | None = None
         self._showing = False
         self._running = True
-        self._doubts = Doubts()
+        self._stall_guard = StallGuard()
         invariants.installed(member, self.state.view)
         network.attach(number, self)
         timeline.after(random.random() * HEARTBEAT_S, self._tick)
@@ -211,7 +211,7 @@ class Agent:
                 link.sent_us = message.sent_us
                 if self._is_new(link.member, message):
                     self._hear(link.member, message)
-                self._doubt(stall_guard.hear(self._doubts, self.state, link.member, message))
+                self._doubt(stall_guard.hear(self._stall_guard, self.state, link.member, message))
                 self.jobs.marked(link.member, message)
             case AskResult():
                 self._answer(message)
@@ -259,7 +259,7 @@ class Agent:
     def _install(self, before: State, view: View) -> None:
         self._note(self.number, describe(view))
         self._invariants.installed(self.state.me, view)
-        after = stall_guard.install(self._doubts, before, view)
+        after = stall_guard.install(self._stall_guard, before, view)
         if after.unconfirmed:
             self._doubt(after)
         again = self.jobs.install(view)
@@ -284,9 +284,9 @@ class Agent:
         self._doubt(stall_guard.wake(self.state, now_us=round(self.now * 1e6)))
         self._beat()
 
-    def _doubt(self, after: Doubts) -> None:
+    def _doubt(self, after: StallGuard) -> None:
         """V8: deliver nothing while it is not known whether the others have gone on without us."""
-        doubted, self._doubts = bool(self._doubts.unconfirmed), after
+        doubted, self._stall_guard = bool(self._stall_guard.unconfirmed), after
         if after.unconfirmed and not doubted:
             self.jobs.doubt()
         if doubted and not after.unconfirmed:

@@ -50,7 +50,7 @@ class LocalJobs:
         self._marks: dict[tuple[JobName, TrainerId], RankMarks] = {}
         self._absent: list[Concern] = []
         self._early: list[LaneMessage] = []
-        self._doubts = False
+        self._stall_guard = False
 
     # --- trainers come and go
 
@@ -108,13 +108,13 @@ class LocalJobs:
 
     def doubt(self) -> None:
         """V8: we have slept; deliver nothing until it is known that nobody went on without us."""
-        self._doubts = True
+        self._stall_guard = True
         for rank in self.ranks:
             rank.fence("own stall")
 
     def trust(self) -> None:
         """V8: our view is still everybody's."""
-        self._doubts = False
+        self._stall_guard = False
         for rank in self.ranks:
             rank.lift("own stall")
         for rank in list(self.ranks):
@@ -287,7 +287,7 @@ class LocalJobs:
             self._absent += [] if concern in self._absent else [concern]
             return
         rank = LocalRank(self._host, self, roster, trainer, candidate.value)
-        if self._doubts:  # the view that it begins in has come while we slept, too
+        if self._stall_guard:  # the view that it begins in has come while we slept, too
             rank.fence("own stall")
         self.ranks.append(rank)
         candidate.rank = rank

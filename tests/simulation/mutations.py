@@ -168,7 +168,7 @@ def _expel_on_old_evidence(state: State, member: Member, now: float) -> bool:
 # --- V8
 
 
-def _keep_doubts(before: stall_guard.Doubts, _: State, view: View) -> stall_guard.Doubts:
+def _keep_doubts(before: stall_guard.StallGuard, _: State, view: View) -> stall_guard.StallGuard:
     return replace(before, unconfirmed=before.unconfirmed.intersection(view.members))
 
 

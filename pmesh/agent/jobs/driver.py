@@ -68,7 +68,7 @@ class Jobs:
         self.edge_book = EdgeBook()
         self.results = ResultServer(nursery, self.ranks, self)
         self._absent: list[Concern] = []
-        self._doubts = False
+        self._stall_guard = False
         self._ended_traffic = (0, 0)
 
     # --- trainers come and go (`pmesh.agent.jobs.trainer`)
@@ -135,13 +135,13 @@ class Jobs:
 
     def doubt(self) -> None:
         """V8: we have slept; deliver nothing until it is known that nobody went on without us."""
-        self._doubts = True
+        self._stall_guard = True
         for rank in self.ranks:
             rank.fence("own stall")
 
     def trust(self) -> None:
         """V8: our view is still everybody's."""
-        self._doubts = False
+        self._stall_guard = False
         for rank in self.ranks:
             rank.lift("own stall")
 
@@ -324,7 +324,7 @@ class Jobs:
             self._report_absent(roster, trainer)
             return
         rank = LocalRank(roster, trainer, candidate.arenas, candidate.program)
-        if self._doubts:
+        if self._stall_guard:
             rank.fence("own stall")
         self.ranks.append(rank)
         candidate.rank = rank

@@ -18,7 +18,7 @@ from pmesh.core.links.health import WIRED, Condition, Health, Thresholds
 from pmesh.core.values import View
 from pmesh.core.views import agreement, limits, stall_guard
 from pmesh.core.views.limits import is_led_astray
-from pmesh.core.views.stall_guard import Doubts
+from pmesh.core.views.stall_guard import StallGuard
 from pmesh.core.views.state import Facts, Fence, Install, Send, State, Step, heartbeat_of
 from pmesh.core.wire.link import AgreementMessage, Heartbeat, LinkMessage, TellView
 from pmesh.ids import JobName, Member, NodeId
@@ -96,7 +96,7 @@ class Membership:
         self._inputs: deque[Callable[[Facts, float], Step]] = deque()
         self._draining = False
         self._told: object = None
-        self._doubts = Doubts()
+        self._stall_guard = StallGuard()
 
     @property
     def view(self) -> View:
@@ -153,7 +153,7 @@ class Membership:
         ).health
         self._step(lambda facts, now: agreement.hear(self.state, member, message, facts, now=now))
         if isinstance(message, Heartbeat):
-            self._doubt(stall_guard.hear(self._doubts, self.state, member, message))
+            self._doubt(stall_guard.hear(self._stall_guard, self.state, member, message))
             self._follower.marked(member, message)
 
     def poke(self) -> None:
@@ -194,9 +194,9 @@ class Membership:
         if leader is not None:
             self._ban(leader.node, f"it made no view for {limits.HELD_UP_S:.0f} s")
 
-    def _doubt(self, after: Doubts) -> None:
+    def _doubt(self, after: StallGuard) -> None:
         """V8: deliver nothing while we don't know whether the others have gone on without us."""
-        doubted, self._doubts = bool(self._doubts.unconfirmed), after
+        doubted, self._stall_guard = bool(self._stall_guard.unconfirmed), after
         if after.unconfirmed and not doubted:
             self._follower.doubt()
         if doubted and not after.unconfirmed:
@@ -234,7 +234,7 @@ class Membership:
                 case Fence(jobs):
                     self._follower.fence(jobs)
                 case Install(view):
-                    after = stall_guard.install(self._doubts, before, view)
+                    after = stall_guard.install(self._stall_guard, before, view)
                     if after.unconfirmed:
                         self._doubt(after)  # before anything can be delivered in this view
                     self._follower.install(view)

@@ -13,7 +13,7 @@ from pmesh.ids import Member
 
 
 @dataclass(frozen=True, slots=True)
-class Doubts:
+class StallGuard:
     """Since which sleep, and about whom."""
 
     awake_us: int = 0
@@ -22,28 +22,28 @@ class Doubts:
     """Who has not confirmed the view yet; nobody: it is trusted."""
 
 
-def wake(state: State, *, now_us: int) -> Doubts:
+def wake(state: State, *, now_us: int) -> StallGuard:
     """The agent has slept for so long that somebody may have given it up."""
-    return Doubts(now_us, _others(state, state.view))
+    return StallGuard(now_us, _others(state, state.view))
 
 
-def hear(doubts: Doubts, state: State, sender: Member, beat: Heartbeat) -> Doubts:
+def hear(stall_guard: StallGuard, state: State, sender: Member, beat: Heartbeat) -> StallGuard:
     """A heartbeat confirms the view that it names, if it answers one of ours that is fresh."""
-    if beat.view != state.view.epoch or beat.echo_us < doubts.awake_us:
-        return doubts
-    return replace(doubts, unconfirmed=doubts.unconfirmed - {sender})
+    if beat.view != state.view.epoch or beat.echo_us < stall_guard.awake_us:
+        return stall_guard
+    return replace(stall_guard, unconfirmed=stall_guard.unconfirmed - {sender})
 
 
-def install(doubts: Doubts, before: State, view: View) -> Doubts:
+def install(stall_guard: StallGuard, before: State, view: View) -> StallGuard:
     """A view follows.
 
     What was promised before the sleep is as old as the view that was installed then: the others may
     have installed it long ago, and left it.
     """
     promised_at = before.flushed_at
-    if promised_at is not None and promised_at * 1e6 < doubts.awake_us:
-        return replace(doubts, unconfirmed=_others(before, view))
-    return replace(doubts, unconfirmed=doubts.unconfirmed.intersection(view.members))
+    if promised_at is not None and promised_at * 1e6 < stall_guard.awake_us:
+        return replace(stall_guard, unconfirmed=_others(before, view))
+    return replace(stall_guard, unconfirmed=stall_guard.unconfirmed.intersection(view.members))
 
 
 def _others(state: State, view: View) -> frozenset[Member]:

@@ -6,7 +6,7 @@ import msgspec
 
 from pmesh.core.values import View
 from pmesh.core.views import stall_guard
-from pmesh.core.views.stall_guard import Doubts
+from pmesh.core.views.stall_guard import StallGuard
 from pmesh.core.wire.link import Heartbeat
 from tests.worlds.builders import (
     ANNA,
@@ -30,7 +30,7 @@ def beat_of(view: View, *, echo_us: int = AWAKE_US) -> Heartbeat:
 
 
 def test_every_other_member_is_asked() -> None:
-    assert Doubts(AWAKE_US, frozenset({BERT})) == WOKEN
+    assert StallGuard(AWAKE_US, frozenset({BERT})) == WOKEN
     assert not stall_guard.wake(make_state(ANNA, make_view(5, ANNA)), now_us=AWAKE_US).unconfirmed
 
 
@@ -51,6 +51,6 @@ def test_a_view_that_was_promised_before_the_sleep_is_doubted_by_itself() -> Non
     """The others may have installed it and left it meanwhile (seed 224309)."""
     promised_before = replace(STATE, promised=ALL.epoch, flushed_at=99.9)
     assert stall_guard.install(WOKEN, promised_before, ALL).unconfirmed == {BERT, CARA}
-    confirmed = Doubts(AWAKE_US)
+    confirmed = StallGuard(AWAKE_US)
     assert stall_guard.install(confirmed, promised_before, ALL).unconfirmed == {BERT, CARA}
-    assert stall_guard.install(Doubts(), promised_before, ALL) == Doubts()
+    assert stall_guard.install(StallGuard(), promised_before, ALL) == StallGuard()
