@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, assert_never
 from pmesh.core.values import OpOutcome, Roster, View
 from pmesh.core.views import agreement, limits, stall_guard
 from pmesh.core.views.stall_guard import StallGuard
-from pmesh.core.views.state import Facts, Fence, Install, Peer, Send, State, Step, heartbeat_of
+from pmesh.core.views.state import (
+    Facts,
+    Fence,
+    Install,
+    MemberState,
+    Peer,
+    Send,
+    Step,
+    heartbeat_of,
+)
 from pmesh.core.wire.link import (
     PROTOCOL_VERSION,
     AgreementMessage,
@@ -90,7 +99,7 @@ class Agent:
     ) -> None:
         self.number = number
         self.name = f"node-{number}"
-        self.state: State = agreement.first_state(member, self.name, now=timeline.now)
+        self.state: MemberState = agreement.first_state(member, self.name, now=timeline.now)
         self.before_commit: Callable[[Agent], None] | None = None
         """Called when this agent is about to send a commit: where faults hurt most."""
         self.greeting = Hello(PROTOCOL_VERSION, member, self.name)
@@ -256,7 +265,7 @@ class Agent:
             self._invariants.promised(self.state.me, self.state.promised)
             self._show()
 
-    def _install(self, before: State, view: View) -> None:
+    def _install(self, before: MemberState, view: View) -> None:
         self._note(self.number, describe(view))
         self._invariants.installed(self.state.me, view)
         after = stall_guard.install(self._stall_guard, before, view)

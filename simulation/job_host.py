@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Protocol
 
 from pmesh.core.values import Roster
-from pmesh.core.views.state import State
+from pmesh.core.views.state import MemberState
 from pmesh.core.wire.link import AskResult
 from pmesh.ids import Member, OpNumber, TrainerId
 from simulation.lane_messages import LaneMessage
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class JobHost(Protocol):
     """What jobs need of their agent."""
 
-    state: State
+    state: MemberState
 
     @property
     def now(self) -> float:

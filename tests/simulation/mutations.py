@@ -17,7 +17,7 @@ from pmesh.core.jobs import op_log
 from pmesh.core.jobs.op_log import Ledger
 from pmesh.core.values import Roster, Trainer, View
 from pmesh.core.views import agreement, leader, outcomes, quorum, rosters, stall_guard, state
-from pmesh.core.views.state import Fence, Install, Peer, State, Step
+from pmesh.core.views.state import Fence, Install, MemberState, Peer, Step
 from pmesh.core.wire.link import Propose
 from pmesh.ids import Epoch, Incarnation, Member
 from simulation import lane_messages, ops
@@ -65,13 +65,13 @@ _receive_commit = agreement._receive_commit
 _first_state = agreement.first_state
 
 
-def _accept_below_promise(state: State, sender: Member, message: Propose, *rest: Any) -> Step:
+def _accept_below_promise(state: MemberState, sender: Member, message: Propose, *rest: Any) -> Step:
     if message.epoch < state.promised:
         state = replace(state, promised=state.view.epoch)
     return _receive_proposal(state, sender, message, *rest)
 
 
-def _reuse_counter(state: State, *rest: Any) -> Propose | None:
+def _reuse_counter(state: MemberState, *rest: Any) -> Propose | None:
     message = _propose(state, *rest)
     if message is None:
         return None
@@ -79,13 +79,13 @@ def _reuse_counter(state: State, *rest: Any) -> Propose | None:
     return msgspec.structs.replace(message, epoch=epoch)
 
 
-def _install_any(state: State, message: Any, now: float) -> Step:
+def _install_any(state: MemberState, message: Any, now: float) -> Step:
     if message.view.epoch > state.view.epoch:
         state = replace(state, promised=message.view.epoch, flushed_at=now)
     return _receive_commit(state, message, now)
 
 
-def _same_incarnation(me: Member, *rest: Any, **named: Any) -> State:
+def _same_incarnation(me: Member, *rest: Any, **named: Any) -> MemberState:
     return _first_state(Member(me.node, Incarnation(1)), *rest, **named)
 
 
@@ -141,7 +141,7 @@ def _drop_early(*arguments: Any) -> int:
 # --- V5
 
 
-def _hears(state: State, member: Member) -> bool:
+def _hears(state: MemberState, member: Member) -> bool:
     peer = state.peers.get(member.node)
     return peer is not None and peer.member == member
 
@@ -151,7 +151,7 @@ def _hears(state: State, member: Member) -> bool:
 _receive_heartbeat = agreement._receive_heartbeat
 
 
-def _wait_for_commit(state: State, sender: Member, beat: Any, now: float) -> Step:
+def _wait_for_commit(state: MemberState, sender: Member, beat: Any, now: float) -> Step:
     step = _receive_heartbeat(state, sender, beat, now)
     if any(isinstance(a, Install) and a.view.epoch == state.promised for a in step.actions):
         peer = Peer(member=sender, heartbeat=beat, view=step.state.view)
@@ -159,7 +159,7 @@ def _wait_for_commit(state: State, sender: Member, beat: Any, now: float) -> Ste
     return step
 
 
-def _expel_on_old_evidence(state: State, member: Member, now: float) -> bool:
+def _expel_on_old_evidence(state: MemberState, member: Member, now: float) -> bool:
     peer = state.peers[member.node]
     of_our_line = (state.view.epoch, state.view.previous_epoch_of(member))
     return peer.view.epoch in of_our_line or state.me in peer.view.members
@@ -168,7 +168,9 @@ def _expel_on_old_evidence(state: State, member: Member, now: float) -> bool:
 # --- V8
 
 
-def _keep_doubts(before: stall_guard.StallGuard, _: State, view: View) -> stall_guard.StallGuard:
+def _keep_doubts(
+    before: stall_guard.StallGuard, _: MemberState, view: View
+) -> stall_guard.StallGuard:
     return replace(before, unconfirmed=before.unconfirmed.intersection(view.members))
 
 

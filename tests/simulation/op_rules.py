@@ -11,7 +11,7 @@ from pmesh.core.jobs import op_log
 from pmesh.core.jobs.op_log import Ledger
 from pmesh.core.values import OpOutcome, Roster
 from pmesh.core.views import leader, outcomes
-from pmesh.core.views.state import State, Step
+from pmesh.core.views.state import MemberState, Step
 from pmesh.ids import Member, OpNumber
 from simulation import ops
 from simulation.ranks import LocalRank
@@ -130,11 +130,11 @@ def zero(*arguments: Any, **named: Any) -> int:
     return 0
 
 
-def unchanged(state: State, *arguments: Any) -> State:
+def unchanged(state: MemberState, *arguments: Any) -> MemberState:
     return state
 
 
-def no_step(state: State, *arguments: Any) -> Step:
+def no_step(state: MemberState, *arguments: Any) -> Step:
     return Step(state)
 
 
@@ -142,16 +142,16 @@ def never(*arguments: Any) -> bool:
     return False
 
 
-def own_view(state: State, answers: Any) -> Any:
+def own_view(state: MemberState, answers: Any) -> Any:
     return state.view
 
 
-def only_who_asked(state: State, now: float) -> tuple[Member, ...]:
+def only_who_asked(state: MemberState, now: float) -> tuple[Member, ...]:
     asked = leader._requests(state, now)
     return tuple(member for member in sorted(asked) if leader._may_join(state, member))
 
 
-def as_they_come(state: State, joined: Any, now: float) -> Any:
+def as_they_come(state: MemberState, joined: Any, now: float) -> Any:
     return joined
 
 

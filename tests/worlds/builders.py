@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from pmesh.core.values import OpOutcome, Primary, Roster, Seat, Terms, Trainer, Verdict, View
-from pmesh.core.views.state import Peer, State
+from pmesh.core.views.state import MemberState, Peer
 from pmesh.core.wire.link import (
     Call,
     Concern,
@@ -212,9 +212,9 @@ def make_peer(member: Member, view: View, heartbeat: Heartbeat) -> Peer:
     return Peer(member=member, heartbeat=heartbeat, view=view)
 
 
-def make_state(me: Member, view: View, *peers: Peer, now: float = 100.0) -> State:
+def make_state(me: Member, view: View, *peers: Peer, now: float = 100.0) -> MemberState:
     """A member that installed the view long before now, 100 s, and hears these peers."""
-    return State(
+    return MemberState(
         me=me,
         name=name_of(me),
         view=view,
@@ -225,7 +225,7 @@ def make_state(me: Member, view: View, *peers: Peer, now: float = 100.0) -> Stat
     )
 
 
-def all_hearing_each_other(me: Member, view: View, *others: Member) -> State:
+def all_hearing_each_other(me: Member, view: View, *others: Member) -> MemberState:
     """`me` and the others have installed the view, and every one hears every other."""
     everyone = (me, *others)
     peers = [

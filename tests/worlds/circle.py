@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from pmesh.core.values import View
 from pmesh.core.views import agreement
-from pmesh.core.views.state import Facts, Fence, Install, Send, State, Step, heartbeat_of
+from pmesh.core.views.state import Facts, Fence, Install, MemberState, Send, Step, heartbeat_of
 from pmesh.core.wire import link
 from pmesh.core.wire.link import AgreementMessage, TellView
 from pmesh.ids import Epoch, Member
@@ -19,7 +19,7 @@ class Circle:
 
     def __init__(self, *members: Member) -> None:
         self.now = 100.0
-        self.states: dict[Member, State] = {}
+        self.states: dict[Member, MemberState] = {}
         self.facts: dict[Member, Facts] = {}
         self.wires: dict[tuple[Member, Member], deque[bytes]] = {}
         self.fences: list[tuple[Member, Fence]] = []

@@ -2,7 +2,7 @@
 
 from pmesh.core.values import View
 from pmesh.core.views.agreement import hear
-from pmesh.core.views.state import Facts, Install, Send, State, Step
+from pmesh.core.views.state import Facts, Install, MemberState, Send, Step
 from pmesh.core.wire.link import AgreementMessage, Commit
 from pmesh.ids import Member
 from tests.worlds.builders import (
@@ -25,7 +25,7 @@ CARA_LOST_ANNA = hear(BERTS, CARA, make_heartbeat(TRIO, BERT), Facts(), now=NOW)
 
 
 def told(
-    state: State, sender: Member, message: AgreementMessage, *, facts: Facts | None = None
+    state: MemberState, sender: Member, message: AgreementMessage, *, facts: Facts | None = None
 ) -> Step:
     return hear(state, sender, message, facts or Facts(), now=NOW)
 
@@ -43,6 +43,6 @@ def commit(view: View) -> Commit:
     return Commit(view, tuple(tuple(20 * (a != b) for b in view.seats) for a in view.seats))
 
 
-def promising(counter: int = 6, leader: Member = ANNA) -> State:
+def promising(counter: int = 6, leader: Member = ANNA) -> MemberState:
     """Bert, who has promised this epoch and waits for its commit."""
     return told(BERTS, leader, make_proposal(leader, counter, TRIO, *TRIO.members)).state

@@ -14,7 +14,7 @@ from pmesh.core.values import Roster, Terms, Trainer, Verdict, View
 from pmesh.core.views.leader import begin, collect, decide
 from pmesh.core.views.outcomes import outcome_of
 from pmesh.core.views.rosters import is_same_history
-from pmesh.core.views.state import Facts, State
+from pmesh.core.views.state import Facts, MemberState
 from pmesh.core.wire.link import Call, Concern, Flushed, JobReport, Propose, Waiting
 from pmesh.ids import Epoch, Member, OpNumber, Slot, TrainerId
 from tests.worlds.builders import DIGITS, make_call, make_verdict, name_of
@@ -258,7 +258,7 @@ class RingWorld:
         answers = {member: self.flush(member, epoch) for member in members}
         newcomers = any(self.agents[member].waiting for member in members)
         concerns = [c for m in members for c in self.concerns(self.agents[m], newcomers=newcomers)]
-        state = State(
+        state = MemberState(
             me=leader,
             name=name_of(leader),
             view=self.agents[leader].view,

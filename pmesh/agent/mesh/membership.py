@@ -19,7 +19,7 @@ from pmesh.core.values import View
 from pmesh.core.views import agreement, limits, stall_guard
 from pmesh.core.views.limits import is_led_astray
 from pmesh.core.views.stall_guard import StallGuard
-from pmesh.core.views.state import Facts, Fence, Install, Send, State, Step, heartbeat_of
+from pmesh.core.views.state import Facts, Fence, Install, MemberState, Send, Step, heartbeat_of
 from pmesh.core.wire.link import AgreementMessage, Heartbeat, LinkMessage, TellView
 from pmesh.ids import JobName, Member, NodeId
 from pmesh.net.local.clocks import Stall
@@ -83,7 +83,7 @@ class Membership:
         noticed: Callable[[Literal["peer silent", "loss noticed"], str], None],
         led_astray: Callable[[], None],
     ) -> None:
-        self.state: State = agreement.first_state(me, name, now=trio.current_time())
+        self.state: MemberState = agreement.first_state(me, name, now=trio.current_time())
         self._follower = follower
         self.send = send
         self._drop = drop

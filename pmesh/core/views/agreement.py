@@ -27,10 +27,10 @@ from pmesh.core.views.state import (
     Fence,
     Install,
     JoinRequest,
+    MemberState,
     Peer,
     Send,
     Skip,
-    State,
     Step,
     continuing_members,
     follows,
@@ -57,22 +57,24 @@ from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Member, NodeId
 
 
-def first_state(me: Member, name: str, *, now: float) -> State:
+def first_state(me: Member, name: str, *, now: float) -> MemberState:
     """A process that has just started: alone in a view of its own."""
     epoch = Epoch(1, *me)
     view = View.of_one(me, name, epoch)
-    return State(me=me, name=name, view=view, promised=epoch, installed_at=now, highest_counter=1)
+    return MemberState(
+        me=me, name=name, view=view, promised=epoch, installed_at=now, highest_counter=1
+    )
 
 
 def hear(
-    state: State, sender: Member, message: AgreementMessage, facts: Facts, *, now: float
+    state: MemberState, sender: Member, message: AgreementMessage, facts: Facts, *, now: float
 ) -> Step:
     """A message from an authenticated peer. ProtocolError: no honest member would send it."""
     check_message(sender, message)
     return _consider(_receive(state, sender, message, facts, now), facts, now)
 
 
-def lose(state: State, node: NodeId, why: str, facts: Facts, *, now: float) -> Step:
+def lose(state: MemberState, node: NodeId, why: str, facts: Facts, *, now: float) -> Step:
     """The peer is gone: its connection is closed and a redial failed, or it fell silent (V6)."""
     peer = state.peers.get(node)
     losses = state.losses
@@ -93,19 +95,19 @@ def lose(state: State, node: NodeId, why: str, facts: Facts, *, now: float) -> S
     return _consider(Step(_without(state, node)), facts, now)
 
 
-def _is_senior(state: State, member: Member) -> bool:
+def _is_senior(state: MemberState, member: Member) -> bool:
     order = state.view.by_seniority
     return member in order[: order.index(state.me)]
 
 
-def pass_time(state: State, facts: Facts, *, now: float) -> Step:
+def pass_time(state: MemberState, facts: Facts, *, now: float) -> Step:
     """To be called at each heartbeat, 0.2 s: the deadlines here are five times that and more."""
     state = replace(state, owed=limits.note_need(state, now))
     return _consider(Step(_give_up_on_silent(state, now)), facts, now)
 
 
 def _receive(  # noqa: C901, PLR0911 - one arm for each message
-    state: State, sender: Member, message: AgreementMessage, facts: Facts, now: float
+    state: MemberState, sender: Member, message: AgreementMessage, facts: Facts, now: float
 ) -> Step:
     match message:
         case Heartbeat():
@@ -133,7 +135,7 @@ def _receive(  # noqa: C901, PLR0911 - one arm for each message
             assert_never(message)
 
 
-def _receive_heartbeat(state: State, sender: Member, beat: Heartbeat, now: float) -> Step:
+def _receive_heartbeat(state: MemberState, sender: Member, beat: Heartbeat, now: float) -> Step:
     view = _known_view(state, sender.node, beat.view)
     if view is None:
         unplaced = {**state.unplaced, sender.node: beat}
@@ -152,7 +154,7 @@ def _receive_heartbeat(state: State, sender: Member, beat: Heartbeat, now: float
     return _leave_if_superseded(_confirm_primaries(state), sender, view, now)
 
 
-def _is_credible(state: State, counter: int, shown: View) -> bool:
+def _is_credible(state: MemberState, counter: int, shown: View) -> bool:
     """Whether the counter is within reach.
 
     Whoever shows a view without jobs may have been led astray, and begins anew once it hears us.
@@ -165,18 +167,18 @@ def _is_credible(state: State, counter: int, shown: View) -> bool:
     return False
 
 
-def _without(state: State, node: NodeId) -> State:
+def _without(state: MemberState, node: NodeId) -> MemberState:
     return replace(state, peers={other: p for other, p in state.peers.items() if other != node})
 
 
-def _known_view(state: State, node: NodeId, epoch: Epoch) -> View | None:
+def _known_view(state: MemberState, node: NodeId, epoch: Epoch) -> View | None:
     """An epoch names one view (I1), so it does not matter who showed it."""
     shown = [state.told[node]] if node in state.told else []
     candidates = [state.view, *shown, *(peer.view for peer in state.peers.values())]
     return next((view for view in candidates if view.epoch == epoch), None)
 
 
-def _receive_view(state: State, sender: Member, view: View, now: float) -> Step:
+def _receive_view(state: MemberState, sender: Member, view: View, now: float) -> Step:
     state = replace(state, told={**state.told, sender.node: view})
     beat = state.unplaced.get(sender.node)
     if beat is None or beat.view != view.epoch:
@@ -186,7 +188,7 @@ def _receive_view(state: State, sender: Member, view: View, now: float) -> Step:
 
 
 def _receive_proposal(
-    state: State, sender: Member, message: Propose, facts: Facts, now: float
+    state: MemberState, sender: Member, message: Propose, facts: Facts, now: float
 ) -> Step:
     if state.me not in message.members:
         raise ProtocolError("a proposal sent to a machine that it leaves out")
@@ -200,7 +202,7 @@ def _receive_proposal(
 
 
 def _objection(
-    state: State, sender: Member, message: Propose, now: float
+    state: MemberState, sender: Member, message: Propose, now: float
 ) -> Refuse | Veto | Superseded | None:
     if message.epoch < state.promised:  # V1: a proposal must exceed the promise
         return Refuse(message.epoch, state.promised)
@@ -214,13 +216,13 @@ def _objection(
     return Veto(message.epoch) if _passes_over_a_senior(state, sender, message, now) else None
 
 
-def _of_one_line(state: State, sender: Member, message: Propose) -> bool:
+def _of_one_line(state: MemberState, sender: Member, message: Propose) -> bool:
     """V2: the proposer is in our view, or its view knows ours as our last."""
     ours = message.base.previous_epoch_of(state.me)
     return sender in state.view.members or ours == state.view.epoch
 
 
-def _passes_over_a_senior(state: State, sender: Member, message: Propose, now: float) -> bool:
+def _passes_over_a_senior(state: MemberState, sender: Member, message: Propose, now: float) -> bool:
     """Only the most senior survivor leads: one whom we hear must not be left out by a junior."""
     order = state.view.by_seniority
     seniors = order[: order.index(sender)] if sender in order else ()
@@ -233,7 +235,7 @@ def _passes_over_a_senior(state: State, sender: Member, message: Propose, now: f
     )
 
 
-def _flush(state: State, sender: Member, message: Propose, facts: Facts, now: float) -> Step:
+def _flush(state: MemberState, sender: Member, message: Propose, facts: Facts, now: float) -> Step:
     """V1: promise the epoch. V3: from here on nothing of the jobs concerned is delivered."""
     same_base = message.base.epoch == state.view.epoch
     jobs = tuple(r.job for r in facts.reports if r.job in message.jobs or not same_base)
@@ -263,7 +265,7 @@ def _fenced(report: JobReport) -> JobReport:
     return msgspec.structs.replace(report, fenced=True)
 
 
-def _withdraw(state: State, sender: Member, answer: Refuse | Veto, now: float) -> State:
+def _withdraw(state: MemberState, sender: Member, answer: Refuse | Veto, now: float) -> MemberState:
     if isinstance(answer, Refuse):
         peer = state.peers.get(sender.node)
         shown = state.view if peer is None else peer.view
@@ -275,13 +277,13 @@ def _withdraw(state: State, sender: Member, answer: Refuse | Veto, now: float) -
     return replace(state, proposal=None, quiet_until=now + BACK_OFF_S * _jitter(state))
 
 
-def _jitter(state: State) -> float:
+def _jitter(state: MemberState) -> float:
     """Between 0 and 1, from the incarnation, which is random: two leaders draw differently."""
     mixed = (state.me.incarnation ^ state.highest_counter * 0x9E3779B97F4A7C15) % 1009
     return mixed / 1009  # both constants: only that neighbours differ (golden ratio, a prime)
 
 
-def _leave_if_superseded(state: State, sender: Member, view: View, now: float) -> Step:
+def _leave_if_superseded(state: MemberState, sender: Member, view: View, now: float) -> Step:
     """V2: our view's next has been installed without us: we stay behind, alone."""
     next_of_ours = view.previous_epoch_of(sender) == state.view.epoch
     proof = (
@@ -299,7 +301,7 @@ def _leave_if_superseded(state: State, sender: Member, view: View, now: float) -
     return _install(replace(state, promised=epoch), alone, now)
 
 
-def _all_have_gone_on(state: State, sender: Member, view: View, now: float) -> bool:
+def _all_have_gone_on(state: MemberState, sender: Member, view: View, now: float) -> bool:
     """We have slept through more than one view: the sender, and all whom we hear, are in this one.
 
     Who was admitted when our view says so has been in one line of views ever since.
@@ -313,7 +315,7 @@ def _keeps_its_place(seat: Seat, view: View) -> bool:
     return later is not None and later.admitted == seat.admitted
 
 
-def _receive_commit(state: State, message: Commit, now: float) -> Step:
+def _receive_commit(state: MemberState, message: Commit, now: float) -> Step:
     view = message.view
     if state.me not in view.members:
         raise ProtocolError("a commit sent to a machine that it leaves out")
@@ -324,7 +326,7 @@ def _receive_commit(state: State, message: Commit, now: float) -> Step:
     return _install(state, view, now)
 
 
-def _install(state: State, view: View, now: float) -> Step:
+def _install(state: MemberState, view: View, now: float) -> Step:
     """I2: only upwards, and only where we are a member."""
     if view.epoch <= state.view.epoch or state.me not in view.members:
         raise ProtocolError(f"a view that can't follow: {view.epoch.counter}")
@@ -344,7 +346,7 @@ def _install(state: State, view: View, now: float) -> Step:
     return Step(_confirm_primaries(state), (Install(view),))
 
 
-def _confirm_primaries(state: State) -> State:
+def _confirm_primaries(state: MemberState) -> MemberState:
     """V10: rosters come into force by what we see others to have installed, or are told."""
     if all(quorum.is_in_force(roster, state.primaries) for roster in state.view.rosters):
         return state
@@ -355,7 +357,7 @@ def _confirm_primaries(state: State) -> State:
     return state if known is state.primaries else replace(state, primaries=known)
 
 
-def _give_up_on_silent(state: State, now: float) -> State:
+def _give_up_on_silent(state: MemberState, now: float) -> MemberState:
     """V6: flush answers have a deadline; who misses it is left out for a while."""
     proposal = state.proposal
     if proposal is None or now < proposal.deadline:
@@ -395,7 +397,7 @@ def _consider(step: Step, facts: Facts, now: float) -> Step:
     return Step(asked.state, (*actions, *asked.actions))
 
 
-def _ask_to_join(state: State, now: float) -> Step:
+def _ask_to_join(state: MemberState, now: float) -> Step:
     """A lighter view's member asks the leader of the heaviest one that it hears (V9)."""
     leaders = [
         peer
@@ -422,7 +424,7 @@ def _ask_to_join(state: State, now: float) -> Step:
     return Step(state, (Send(best.member, AskToJoin(state.view.epoch, whole)),))
 
 
-def _can_come_whole(state: State, view: View, now: float) -> bool:
+def _can_come_whole(state: MemberState, view: View, now: float) -> bool:
     """V9: those who go on with us all hear, and are heard by, all of the other view.
 
     A job that runs among them would be torn if some came before the others.

@@ -12,8 +12,8 @@ from pmesh.core.views.state import (
     JOIN_REQUEST_S,
     Facts,
     JoinRequest,
+    MemberState,
     Proposal,
-    State,
     continuing_members,
     hear_each_other,
     hears_me,
@@ -25,7 +25,7 @@ from pmesh.core.wire.link import Commit, Concern, Flushed, Propose, Waiting
 from pmesh.ids import Epoch, Member
 
 
-def propose(state: State, facts: Facts, now: float) -> Propose | None:
+def propose(state: MemberState, facts: Facts, now: float) -> Propose | None:
     """The proposal that this member should make now; None if there is no cause."""
     if state.proposal is not None or now < state.quiet_until or not is_acting(state, now):
         return None
@@ -46,7 +46,7 @@ def propose(state: State, facts: Facts, now: float) -> Propose | None:
     return Propose(epoch, state.view, kept + joined, kept, jobs)
 
 
-def highest_counter(state: State) -> int:
+def highest_counter(state: MemberState) -> int:
     """V1: a proposal takes a fresh counter above all seen, of those within reach."""
     promised = [
         peer.heartbeat.promised.counter
@@ -56,7 +56,7 @@ def highest_counter(state: State) -> int:
     return max([state.highest_counter, *promised])
 
 
-def collect(state: State, sender: Member, answer: Flushed) -> State:
+def collect(state: MemberState, sender: Member, answer: Flushed) -> MemberState:
     """Note a flush answer to our proposal; late and foreign ones change nothing."""
     proposal = state.proposal
     if (
@@ -69,14 +69,14 @@ def collect(state: State, sender: Member, answer: Flushed) -> State:
     return replace(state, proposal=replace(proposal, answers={**proposal.answers, sender: answer}))
 
 
-def begin(state: State, message: Propose, own_answer: Flushed, now: float) -> State:
+def begin(state: MemberState, message: Propose, own_answer: Flushed, now: float) -> MemberState:
     """The state of a leader that waits for flush answers."""
     answers = {state.me: own_answer}
     deadline = now + FLUSH_DEADLINE_S
     return replace(state, proposal=Proposal(message=message, answers=answers, deadline=deadline))
 
 
-def decide(state: State, facts: Facts) -> Commit | None:
+def decide(state: MemberState, facts: Facts) -> Commit | None:
     """The commit, once every member of the proposal has flushed."""
     proposal = state.proposal
     if proposal is None or len(proposal.answers) < len(proposal.message.members):
@@ -107,7 +107,7 @@ def ring_order(members: tuple[Member, ...], costs: Costs) -> tuple[Member, ...]:
     return plan_ring(members, costs)
 
 
-def known_concerns(state: State, facts: Facts) -> tuple[Concern, ...]:
+def known_concerns(state: MemberState, facts: Facts) -> tuple[Concern, ...]:
     """What we and those who are heard want settled, in an order that does not vary."""
     theirs = (
         concern
@@ -118,14 +118,14 @@ def known_concerns(state: State, facts: Facts) -> tuple[Concern, ...]:
     return (*facts.concerns, *theirs)
 
 
-def _is_concerned(state: State, member: Member, concern: Concern) -> bool:
+def _is_concerned(state: MemberState, member: Member, concern: Concern) -> bool:
     """Nobody can disturb a job of others."""
     roster = next((r for r in state.view.rosters if r.job == concern.job), None)
     return roster is None or any(t.member == member for t in roster.trainers + roster.witnesses)
 
 
 def _known_waiting(
-    state: State, facts: Facts, members: tuple[Member, ...]
+    state: MemberState, facts: Facts, members: tuple[Member, ...]
 ) -> Mapping[Member, tuple[Waiting, ...]]:
     return {
         member: facts.waiting if member == state.me else state.peers[member.node].heartbeat.waiting
@@ -133,7 +133,7 @@ def _known_waiting(
     }
 
 
-def _someone_else_leads(state: State, now: float) -> bool:
+def _someone_else_leads(state: MemberState, now: float) -> bool:
     """We have promised a leader that is still there: its commit may come.
 
     That it hears us is shown by its proposal, which overtakes the heartbeat that says so.
@@ -148,7 +148,7 @@ def _someone_else_leads(state: State, now: float) -> bool:
     return leader is not None and leader.member.incarnation == state.promised.incarnation
 
 
-def _others_may_still_hear_our_leader(state: State, now: float) -> bool:
+def _others_may_still_hear_our_leader(state: MemberState, now: float) -> bool:
     """Then they would veto us for passing over it; they mostly say within milliseconds, too."""
     if now >= state.noticing_until:
         return False
@@ -159,7 +159,7 @@ def _others_may_still_hear_our_leader(state: State, now: float) -> bool:
 
 
 def _clique(
-    state: State, kept: tuple[Member, ...], candidates: tuple[Member, ...], now: float
+    state: MemberState, kept: tuple[Member, ...], candidates: tuple[Member, ...], now: float
 ) -> tuple[Member, ...]:
     """V5: greedily, in the order given, those whom everyone kept so far hears, and vice versa."""
     skipped = {member for member, skip in state.skipped.items() if skip.until > now}
@@ -173,7 +173,7 @@ def _clique(
     return kept
 
 
-def _all_hear_all(state: State, members: tuple[Member, ...]) -> bool:
+def _all_hear_all(state: MemberState, members: tuple[Member, ...]) -> bool:
     everyone = {member.incarnation for member in members}
     return all(
         member == state.me
@@ -182,7 +182,7 @@ def _all_hear_all(state: State, members: tuple[Member, ...]) -> bool:
     )
 
 
-def _candidates(state: State, now: float) -> tuple[Member, ...]:
+def _candidates(state: MemberState, now: float) -> tuple[Member, ...]:
     """Who asked to be taken in, and follows a lighter view, with all whom we hear of that view.
 
     V9: a job that runs among them shall come whole.
@@ -197,11 +197,11 @@ def _candidates(state: State, now: float) -> tuple[Member, ...]:
     return (*asked, *others)
 
 
-def _requests(state: State, now: float) -> dict[Member, JoinRequest]:
+def _requests(state: MemberState, now: float) -> dict[Member, JoinRequest]:
     return {m: asked for m, asked in state.joining.items() if now - asked.asked_at < JOIN_REQUEST_S}
 
 
-def _whole_views(state: State, joined: tuple[Member, ...], now: float) -> tuple[Member, ...]:
+def _whole_views(state: MemberState, joined: tuple[Member, ...], now: float) -> tuple[Member, ...]:
     """V9: those whose whole view can come, or who have waited for that for long enough."""
     views = {member: state.peers[member.node].view for member in joined}
     requests = _requests(state, now)
@@ -217,7 +217,7 @@ def _whole_views(state: State, joined: tuple[Member, ...], now: float) -> tuple[
     )
 
 
-def _may_join(state: State, member: Member) -> bool:
+def _may_join(state: MemberState, member: Member) -> bool:
     return (
         hears_me(state, member)
         and state.view.seat_of(member) is None
@@ -225,7 +225,7 @@ def _may_join(state: State, member: Member) -> bool:
     )
 
 
-def _base(state: State, answers: Mapping[Member, Flushed]) -> View:
+def _base(state: MemberState, answers: Mapping[Member, Flushed]) -> View:
     """V2: the highest view among the answers that has the leader as a continuing member.
 
     The leader has promised its epoch, else nobody could have counted it among the members.

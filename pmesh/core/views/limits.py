@@ -17,8 +17,8 @@ from pmesh.core.values import View
 from pmesh.core.views.state import (
     PATIENCE_S,
     Debt,
+    MemberState,
     Promise,
-    State,
     continuing_members,
     is_acting,
     is_stale,
@@ -46,12 +46,12 @@ AWAKE_S: Final = 0.5
 """Counted between two heartbeats at most: that we slept is nobody's fault."""
 
 
-def may_propose(state: State, now: float) -> bool:
+def may_propose(state: MemberState, now: float) -> bool:
     """Whether we keep to the pace with one more proposal."""
     return len(_promised_to(state, state.me, now - WINDOW_S)) < PACE
 
 
-def check_pace(state: State, leader: Member, now: float) -> None:
+def check_pace(state: MemberState, leader: Member, now: float) -> None:
     """Raises ProtocolError if the leader asks for more than an honest one would."""
     if len(_promised_to(state, leader, now - WINDOW_S)) >= TOLERATED:
         raise ProtocolError(f"more than {TOLERATED} proposals in {WINDOW_S:.0f} s")
@@ -60,7 +60,7 @@ def check_pace(state: State, leader: Member, now: float) -> None:
         raise ProtocolError(f"{BROKEN} proposals without a commit in {BROKEN_WINDOW_S:.0f} s")
 
 
-def note_promise(state: State, leader: Member, now: float) -> tuple[Promise, ...]:
+def note_promise(state: MemberState, leader: Member, now: float) -> tuple[Promise, ...]:
     """What is remembered of promises once there is one more."""
     before = state.promised_to
     if state.flushed_at is not None and before and before[-1].leader == leader:
@@ -68,7 +68,7 @@ def note_promise(state: State, leader: Member, now: float) -> tuple[Promise, ...
     return (*before, Promise(now, leader))[-TOLERATED:]
 
 
-def note_need(state: State, now: float) -> Debt | None:
+def note_need(state: MemberState, now: float) -> Debt | None:
     """Who leaves us, or another of our view, without a view that is needed; for each heartbeat."""
     if is_acting(state, now):
         return None
@@ -82,13 +82,13 @@ def note_need(state: State, now: float) -> Debt | None:
     return Debt(leader, before.waited_s + min(now - before.at, AWAKE_S), now)
 
 
-def who_holds_up(state: State) -> Member | None:
+def who_holds_up(state: MemberState) -> Member | None:
     """The leader, if it has made no view for far longer than an honest one can take."""
     owed = state.owed
     return owed.leader if owed is not None and owed.waited_s > HELD_UP_S else None
 
 
-def _promised_to(state: State, leader: Member, after: float) -> list[Promise]:
+def _promised_to(state: MemberState, leader: Member, after: float) -> list[Promise]:
     return [p for p in state.promised_to if p.leader == leader and p.at > after]
 
 
@@ -99,7 +99,7 @@ SOUND: Final = 2**32
 """No honest mesh gets here: a view a second for 136 years."""
 
 
-def is_within_reach(state: State, counter: int, shown: View) -> bool:
+def is_within_reach(state: MemberState, counter: int, shown: View) -> bool:
     """Whether this member may follow a counter that it is told of.
 
     What a leader then proposes may be one step further: a lie may have reached it alone.
@@ -115,7 +115,7 @@ def is_within_reach(state: State, counter: int, shown: View) -> bool:
     return not state.view.rosters and counter <= most
 
 
-def is_led_astray(state: State, *, now: float) -> bool:
+def is_led_astray(state: MemberState, *, now: float) -> bool:
     """Whether this member must begin anew, since a view with jobs can't follow it.
 
     Not while a commit may come, and not twice in PATIENCE_S, whoever provokes it.

@@ -7,7 +7,7 @@ its view has said, in answer to something sent since, that this view is the memb
 from dataclasses import dataclass, replace
 
 from pmesh.core.values import View
-from pmesh.core.views.state import State
+from pmesh.core.views.state import MemberState
 from pmesh.core.wire.link import Heartbeat
 from pmesh.ids import Member
 
@@ -22,19 +22,21 @@ class StallGuard:
     """Who has not confirmed the view yet; nobody: it is trusted."""
 
 
-def wake(state: State, *, now_us: int) -> StallGuard:
+def wake(state: MemberState, *, now_us: int) -> StallGuard:
     """The agent has slept for so long that somebody may have given it up."""
     return StallGuard(now_us, _others(state, state.view))
 
 
-def hear(stall_guard: StallGuard, state: State, sender: Member, beat: Heartbeat) -> StallGuard:
+def hear(
+    stall_guard: StallGuard, state: MemberState, sender: Member, beat: Heartbeat
+) -> StallGuard:
     """A heartbeat confirms the view that it names, if it answers one of ours that is fresh."""
     if beat.view != state.view.epoch or beat.echo_us < stall_guard.awake_us:
         return stall_guard
     return replace(stall_guard, unconfirmed=stall_guard.unconfirmed - {sender})
 
 
-def install(stall_guard: StallGuard, before: State, view: View) -> StallGuard:
+def install(stall_guard: StallGuard, before: MemberState, view: View) -> StallGuard:
     """A view follows.
 
     What was promised before the sleep is as old as the view that was installed then: the others may
@@ -46,5 +48,5 @@ def install(stall_guard: StallGuard, before: State, view: View) -> StallGuard:
     return replace(stall_guard, unconfirmed=stall_guard.unconfirmed.intersection(view.members))
 
 
-def _others(state: State, view: View) -> frozenset[Member]:
+def _others(state: MemberState, view: View) -> frozenset[Member]:
     return frozenset(view.members) - {state.me}

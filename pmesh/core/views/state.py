@@ -109,7 +109,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class MemberState:
     """One member's standing. Times are the local monotonic clock, in seconds."""
 
     me: Member
@@ -178,11 +178,11 @@ Action = Send | Fence | Install
 class Step:
     """The next state, and what is to be done, in this order."""
 
-    state: State
+    state: MemberState
     actions: tuple[Action, ...] = ()
 
 
-def hears_me(state: State, member: Member) -> bool:
+def hears_me(state: MemberState, member: Member) -> bool:
     """V5: healthy means that it hears me and says so."""
     peer = state.peers.get(member.node)
     return (
@@ -190,7 +190,7 @@ def hears_me(state: State, member: Member) -> bool:
     )
 
 
-def hear_each_other(state: State, a: Member, b: Member) -> bool:
+def hear_each_other(state: MemberState, a: Member, b: Member) -> bool:
     """V5: whether both say that they hear the other, as far as their heartbeats tell."""
     return all(
         at == state.me
@@ -199,7 +199,7 @@ def hear_each_other(state: State, a: Member, b: Member) -> bool:
     )
 
 
-def follows(state: State, member: Member, now: float) -> bool:
+def follows(state: MemberState, member: Member, now: float) -> bool:
     """Whether a heard member is still of our line of views (V2).
 
     Just after an install it may not have heard of it yet: evidence older than that never expels.
@@ -210,7 +210,7 @@ def follows(state: State, member: Member, now: float) -> bool:
     return fresh or peer.view.epoch in of_our_line or state.me in peer.view.members
 
 
-def continuing_members(state: State, now: float) -> tuple[Member, ...]:
+def continuing_members(state: MemberState, now: float) -> tuple[Member, ...]:
     """Those of our view that go on with us, the most senior first."""
     return tuple(
         member
@@ -219,7 +219,7 @@ def continuing_members(state: State, now: float) -> tuple[Member, ...]:
     )
 
 
-def is_acting(state: State, now: float) -> bool:
+def is_acting(state: MemberState, now: float) -> bool:
     """Whether we are the most senior of our view that goes on, and so lead it.
 
     The first of `continuing_members` is the same; this is asked at each message.
@@ -229,12 +229,12 @@ def is_acting(state: State, now: float) -> bool:
     return not any(hears_me(state, senior) and follows(state, senior, now) for senior in seniors)
 
 
-def needs_epoch(state: State, now: float) -> bool:
+def needs_epoch(state: MemberState, now: float) -> bool:
     """V6: who promised and hears no more of it asks for a new epoch."""
     return state.flushed_at is not None and now - state.flushed_at > PATIENCE_S
 
 
-def is_stale(state: State, kept: tuple[Member, ...], now: float) -> bool:
+def is_stale(state: MemberState, kept: tuple[Member, ...], now: float) -> bool:
     """Someone missed the last install, or was left flushed: the same members need a new epoch."""
     overdue = now - state.installed_at > PATIENCE_S
     return state.flushed_at is not None or any(
@@ -245,7 +245,7 @@ def is_stale(state: State, kept: tuple[Member, ...], now: float) -> bool:
     )
 
 
-def heartbeat_of(state: State, facts: Facts, now: float) -> Heartbeat:
+def heartbeat_of(state: MemberState, facts: Facts, now: float) -> Heartbeat:
     """What this member says of itself; clock fields are the driver's."""
     return Heartbeat(
         view=state.view.epoch,
@@ -264,6 +264,6 @@ def heartbeat_of(state: State, facts: Facts, now: float) -> Heartbeat:
     )
 
 
-def _in_force(state: State) -> tuple[KnownPrimary, ...]:
+def _in_force(state: MemberState) -> tuple[KnownPrimary, ...]:
     here = {(roster.job, roster.born) for roster in state.view.rosters}
     return tuple(k for k in state.primaries if k.in_force and (k.job, k.born) in here)

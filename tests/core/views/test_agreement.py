@@ -14,10 +14,10 @@ from pmesh.core.views.state import (
     PATIENCE_S,
     SKIP_S,
     Facts,
+    MemberState,
     Peer,
     Send,
     Skip,
-    State,
     Step,
 )
 from pmesh.core.wire.link import AskView, Leaving, Refuse, Superseded, TellView, Veto
@@ -196,7 +196,7 @@ class TestBeingSuperseded:
 
 
 class TestARefusal:
-    def leading(self) -> State:
+    def leading(self) -> MemberState:
         """Bert, who leads since Anna is lost, and waits for Cara's answer."""
         return lose(CARA_LOST_ANNA, ANNA.node, "closed", Facts(), now=NOW).state
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pmesh.core.views.agreement import lose, pass_time
-from pmesh.core.views.state import JOIN_REQUEST_S, PATIENCE_S, Facts, JoinRequest, State, Step
+from pmesh.core.views.state import JOIN_REQUEST_S, PATIENCE_S, Facts, JoinRequest, MemberState, Step
 from pmesh.core.wire.link import AskToJoin, Heartbeat, Propose, TellView
 from pmesh.ids import Member
 from tests.worlds.builders import (
@@ -30,7 +30,7 @@ class TestAskingToJoin:
     SECOND = make_peer(BERT, BIG, make_heartbeat(BIG, DORA))
     ALONE = make_state(DORA, make_view(9, DORA), SECOND)
 
-    def meet(self, beat: Heartbeat, state: State = ALONE) -> Step:
+    def meet(self, beat: Heartbeat, state: MemberState = ALONE) -> Step:
         state = told(state, ANNA, TellView(self.BIG)).state
         return told(state, ANNA, beat)
 
@@ -101,7 +101,7 @@ class TestComingWhole:
 
     def doras(
         self, *, emma_hears: Iterable[Member] = ALL, cara_hears: Iterable[Member] = (DORA, EMMA)
-    ) -> State:
+    ) -> MemberState:
         """Dora, who is in a view with Emma and has met the trio that Anna leads."""
         pair = (DORA, self.EMMA)
         return make_state(
@@ -114,7 +114,7 @@ class TestComingWhole:
         )
 
     @staticmethod
-    def asks(state: State, now: float = NOW) -> bool | None:
+    def asks(state: MemberState, now: float = NOW) -> bool | None:
         """Whether whole; None if she does not ask."""
         messages = [message for _, message in sent(pass_time(state, Facts(), now=now))]
         return messages[0].whole if messages and isinstance(messages[0], AskToJoin) else None

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from pmesh.core.values import View
 from pmesh.core.views.leader import propose
-from pmesh.core.views.state import JOIN_REQUEST_S, PATIENCE_S, Facts, JoinRequest, State
+from pmesh.core.views.state import JOIN_REQUEST_S, PATIENCE_S, Facts, JoinRequest, MemberState
 from pmesh.ids import Member
 from tests.worlds.builders import (
     ANNA,
@@ -33,7 +33,7 @@ WITHOUT_CARA = all_hearing_each_other(ANNA, TRIO, BERT)
 class TestWhoAskedToJoin:
     DORAS = make_view(3, DORA)
 
-    def leader(self, dora: View = DORAS, *heard: Member, asked_at: float = NOW) -> State:
+    def leader(self, dora: View = DORAS, *heard: Member, asked_at: float = NOW) -> MemberState:
         peers = [
             make_peer(BERT, TRIO, make_heartbeat(TRIO, ANNA, DORA)),
             make_peer(DORA, dora, make_heartbeat(dora, *(heard or (ANNA, BERT)))),

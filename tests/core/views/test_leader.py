@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from pmesh.core.values import Seat, Terms, View
 from pmesh.core.views.leader import begin, collect, decide, known_concerns, propose, ring_order
 from pmesh.core.views.ring import round_trip_cost
-from pmesh.core.views.state import FLUSH_DEADLINE_S, PATIENCE_S, Facts, JoinRequest, Skip, State
+from pmesh.core.views.state import (
+    FLUSH_DEADLINE_S,
+    PATIENCE_S,
+    Facts,
+    JoinRequest,
+    MemberState,
+    Skip,
+)
 from pmesh.core.wire.link import Commit, Flushed
 from pmesh.ids import Member
 from tests.worlds.builders import (
@@ -234,7 +241,7 @@ class TestCollect:
 
 
 def commit_of(
-    state: State, answers: Mapping[Member, Flushed], facts: Facts = FACTS, counter: int = 9
+    state: MemberState, answers: Mapping[Member, Flushed], facts: Facts = FACTS, counter: int = 9
 ) -> Commit | None:
     """What the leader commits once these have answered its proposal to them."""
     message = make_proposal(state.me, counter, state.view, *answers)
@@ -244,7 +251,7 @@ def commit_of(
     return decide(state, facts)
 
 
-def committed(state: State, answers: Mapping[Member, Flushed], facts: Facts = FACTS) -> View:
+def committed(state: MemberState, answers: Mapping[Member, Flushed], facts: Facts = FACTS) -> View:
     commit = commit_of(state, answers, facts)
     assert commit is not None
     return commit.view

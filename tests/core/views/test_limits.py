@@ -22,7 +22,7 @@ from pmesh.core.views.limits import (
     is_led_astray,
     who_holds_up,
 )
-from pmesh.core.views.state import Facts, Peer, Promise, Proposal, Skip, State
+from pmesh.core.views.state import Facts, MemberState, Peer, Promise, Proposal, Skip
 from pmesh.core.wire.link import Propose, Refuse, TellView, Veto
 from pmesh.errors import ProtocolError
 from pmesh.ids import MAX_COUNTER, Member
@@ -51,7 +51,7 @@ HEARTBEAT_S = 0.2
 WAITING = Facts(waiting=(make_waiting(1),))
 
 
-def promises(leader: Member, count: int, *, over_s: float, broken: bool = False) -> State:
+def promises(leader: Member, count: int, *, over_s: float, broken: bool = False) -> MemberState:
     """Bert, who has made so many promises to the leader, the last one just now."""
     made = tuple(Promise(NOW - over_s * n / count, leader, broken) for n in reversed(range(count)))
     return replace(BERTS, promised_to=made)
@@ -113,7 +113,9 @@ class TestTheOthers:
 class TestAViewIsOwed:
     """By whoever leads, to all who have promised it something."""
 
-    def wait(self, state: State, seconds: float, *, step_s: float = HEARTBEAT_S) -> State:
+    def wait(
+        self, state: MemberState, seconds: float, *, step_s: float = HEARTBEAT_S
+    ) -> MemberState:
         now = NOW
         while now < NOW + seconds:
             now += step_s
@@ -246,7 +248,7 @@ def idle_peer(view: View) -> Peer:
     return make_peer(CARA, view, make_heartbeat(view, BERT))
 
 
-def shown(state: State, view: View) -> State:
+def shown(state: MemberState, view: View) -> MemberState:
     """The state after the leader of a view has shown it, and says that it has it."""
     known = told(state, ANNA, TellView(view)).state
     return told(known, ANNA, make_heartbeat(view, BERT)).state
@@ -298,5 +300,5 @@ def test_a_newcomer_follows_a_mesh_with_jobs_beyond() -> None:
         ),
     ],
 )
-def test_who_was_led_astray_is_known_by_its_promise(state: State, astray: bool) -> None:  # noqa: FBT001 - a parameter of the test
+def test_who_was_led_astray_is_known_by_its_promise(state: MemberState, astray: bool) -> None:  # noqa: FBT001 - a parameter of the test
     assert is_led_astray(state, now=NOW) == astray

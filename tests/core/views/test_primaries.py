@@ -9,7 +9,7 @@ import pytest
 from pmesh.core.values import Primary, Roster, Terms, View
 from pmesh.core.views.agreement import lose
 from pmesh.core.views.quorum import MAX_REMEMBERED, confirm, remember
-from pmesh.core.views.state import Facts, State, heartbeat_of
+from pmesh.core.views.state import Facts, MemberState, heartbeat_of
 from pmesh.core.wire.link import Flushed, KnownPrimary, Propose, Superseded, TellView
 from pmesh.ids import Incarnation, JobName, Member
 from tests.worlds.builders import (
@@ -146,7 +146,7 @@ class TestARosterWithAQuorum:
 
 
 class TestAMember:
-    def install(self) -> State:
+    def install(self) -> MemberState:
         state = replace(promising(8), primaries=KNOWN)
         view = make_view(8, *TRIO.voters, previous=BEFORE.epoch, rosters=[PAIR])
         return told(state, ANNA, commit(view)).state

@@ -7,7 +7,7 @@ from pmesh.core.views.state import (
     JOIN_REQUEST_S,
     PATIENCE_S,
     Facts,
-    State,
+    MemberState,
     continuing_members,
     follows,
     hear_each_other,
@@ -69,7 +69,7 @@ class TestHearsMe:
 class TestHearEachOther:
     """V5: both must say so, as far as their heartbeats tell."""
 
-    def state(self, *, bert_hears_cara: bool, cara_hears_bert: bool) -> State:
+    def state(self, *, bert_hears_cara: bool, cara_hears_bert: bool) -> MemberState:
         bert = make_heartbeat(TRIO, ANNA, *[CARA] * bert_hears_cara)
         cara = make_heartbeat(TRIO, ANNA, *[BERT] * cara_hears_bert)
         return make_state(ANNA, TRIO, make_peer(BERT, TRIO, bert), make_peer(CARA, TRIO, cara))
