@@ -27,25 +27,23 @@ def wake(state: MemberState, *, now_us: int) -> StallGuard:
     return StallGuard(now_us, _others(state, state.view))
 
 
-def hear(
-    stall_guard: StallGuard, state: MemberState, sender: Member, beat: Heartbeat
-) -> StallGuard:
+def hear(guard: StallGuard, state: MemberState, sender: Member, beat: Heartbeat) -> StallGuard:
     """A heartbeat confirms the view that it names, if it answers one of ours that is fresh."""
-    if beat.view != state.view.epoch or beat.echo_us < stall_guard.awake_us:
-        return stall_guard
-    return replace(stall_guard, unconfirmed=stall_guard.unconfirmed - {sender})
+    if beat.view != state.view.epoch or beat.echo_us < guard.awake_us:
+        return guard
+    return replace(guard, unconfirmed=guard.unconfirmed - {sender})
 
 
-def install(stall_guard: StallGuard, before: MemberState, view: View) -> StallGuard:
+def install(guard: StallGuard, before: MemberState, view: View) -> StallGuard:
     """A view follows.
 
     What was promised before the sleep is as old as the view that was installed then: the others may
     have installed it long ago, and left it.
     """
     promised_at = before.flushed_at
-    if promised_at is not None and promised_at * 1e6 < stall_guard.awake_us:
-        return replace(stall_guard, unconfirmed=_others(before, view))
-    return replace(stall_guard, unconfirmed=stall_guard.unconfirmed.intersection(view.members))
+    if promised_at is not None and promised_at * 1e6 < guard.awake_us:
+        return replace(guard, unconfirmed=_others(before, view))
+    return replace(guard, unconfirmed=guard.unconfirmed.intersection(view.members))
 
 
 def _others(state: MemberState, view: View) -> frozenset[Member]:
