@@ -45,6 +45,7 @@ DEFECTS = (CONTAINED, LONG_STEP)
 NAMES = ("honest-1", "honest-2")
 LIAR = "liar"
 QUORUMS = get_args(Quorum)
+LAST_LINES = 12
 LIAR_NUMBER = 1000  # plus its seed: each liar is another member
 
 
@@ -275,8 +276,17 @@ class Arena:
             self._look()
 
     def _last_words(self) -> str:
-        dead = [agent for agent in self._agents.values() if not agent.alive]
-        return "\n".join("\n".join(agent.output.splitlines()[-12:]) for agent in dead)
+        """What everybody has printed last, and what the agents that live know of jobs."""
+        processes = (*self._agents.values(), *self._trainers.values(), *self._liars.values())
+        said = [
+            f"--- {p.log.stem}\n" + "\n".join(p.output.splitlines()[-LAST_LINES:])
+            for p in processes
+        ]
+        for name, agent in self._agents.items():
+            if agent.alive:
+                with contextlib.suppress(FindingError):
+                    said.append(f"--- jobs at {name}: {self._status(name)['jobs']}")
+        return "\n".join(said)
 
     # --- processes
 
