@@ -161,7 +161,10 @@ class Arena:
             self._trainers[name] = self._start(
                 f"trainer of {name}", name, "tools.fuzz.honest", str(len(names)), quorum
             )
-        self._await(lambda: all(self._ops(name) for name in NAMES), "the trainers do not begin")
+        self._await(
+            lambda: all(self._ops(name) or self._failed(name) for name in NAMES),
+            "the trainers do not begin",
+        )
 
     def _start_lying_member(self, seed: int, replay: Path | None) -> Path:
         """Returns the file with which it begins to lie."""
