@@ -238,7 +238,7 @@ class Arena:
             lambda: all(self._failed(n) or self._ops(n) > before[n] for n in NAMES),
             "a trainer neither goes on nor has an error",
         )
-        if any(self._last_size(n) == 1 and not self._failed(n) for n in NAMES) and not any(
+        if any(not self._failed(n) and self._last_size(n) == 1 for n in NAMES) and not any(
             self._failed(name) for name in NAMES
         ):
             raise FindingError("a trainer goes on alone, and nobody has an error")
