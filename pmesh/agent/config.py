@@ -167,6 +167,9 @@ class Settings:
     mdns: bool = True
     min_peers: int = 0
     """How many peers must be there before a job may begin."""
+    find_others_s: float = 2.0
+    """For so long after its start an agent finds its mesh, where a job of its trainers may run
+    already; none begins here until then."""
     compression: str = ""
     """Of gradients, for trainers here that do not say it; empty: none."""
     log_level: LogLevel = "info"

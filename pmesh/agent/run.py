@@ -197,7 +197,7 @@ class Agent:
         self.stopped.set()
 
     def _assemble(self, nursery: trio.Nursery) -> None:
-        self.jobs = Jobs(self._me, nursery, self._event_log, min_peers=self._settings.min_peers)
+        self.jobs = Jobs(self._me, nursery, self._event_log, self._settings)
         self.peers = Peers(
             self._hello,
             contexts=self._contexts,

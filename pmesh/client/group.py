@@ -10,8 +10,8 @@ from pmesh.client.calls.queue import Handle, Run
 from pmesh.client.calls.reducing import Averaging
 from pmesh.client.collective.bucketed import LastOp
 from pmesh.client.collective.rank_order import Order
-from pmesh.client.elastic.membership import JobPlace
-from pmesh.client.link.session import OpSession
+from pmesh.client.elastic.membership import Place
+from pmesh.client.link.session import TrainerSession
 from pmesh.client.trees.pytree import digest
 from pmesh.core.wire.link import Call
 from pmesh.errors import (
@@ -53,7 +53,7 @@ class Group(Collectives):
 
     def __init__(
         self,
-        place: JobPlace,
+        place: Place,
         order: Order,
         ranks: Sequence[int],
         forget: "Callable[[Group], None]",
@@ -81,7 +81,7 @@ class Group(Collectives):
         self._stop(crashed=crashed)
 
     def _do(self, run: Run[T], *, async_op: bool = False) -> T | Handle[T]:
-        def run_whole(place: JobPlace) -> tuple[Callable[[], T], LastOp | None]:
+        def run_whole(place: Place) -> tuple[Callable[[], T], LastOp | None]:
             if self._broken is not None:
                 raise GroupBroken(self._broken)
             try:
@@ -96,7 +96,7 @@ class Group(Collectives):
 class Groups:
     """Those that one trainer has made of its mesh."""
 
-    def __init__(self, place: JobPlace, job: str) -> None:
+    def __init__(self, place: Place, job: str) -> None:
         self._place = place
         self._job = job
         self._made: Counter[tuple[TrainerId, ...]] = Counter()
@@ -159,10 +159,10 @@ def ranks_by_color(told: Sequence[Sequence[int]], color: int) -> list[int]:
     return [rank for _, rank in sorted(mine)]
 
 
-def _order_of(place: JobPlace, index: int, timeout_s: float) -> Order:
+def _order_of(place: Place, index: int, timeout_s: float) -> Order:
     """Each tells its place in the group: the agents' ring is in another order."""
 
-    def ops(session: OpSession) -> tuple[TrainerId, ...]:
+    def ops(session: TrainerSession) -> tuple[TrainerId, ...]:
         session.input_values("int64", 1, room_bytes=0)[:] = index
         done = session.run_op(Call("exchange", "int64", (1,)), "int64", 1, timeout_s=timeout_s)
         told: list[int] = done.values.tolist()

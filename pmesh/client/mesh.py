@@ -9,7 +9,7 @@ import numpy as np
 from pmesh.client.calls.queue import check_timeout
 from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
 from pmesh.client.collective.bucketed import LastOp
-from pmesh.client.elastic.membership import JobPlace
+from pmesh.client.elastic.membership import Place
 from pmesh.client.group import Collectives, Group, Groups, check_ranks, ranks_by_color
 from pmesh.client.trees.state import pack, unpack_untrusted
 from pmesh.core.ops.reductions import Values
@@ -66,7 +66,7 @@ class Mesh(Collectives):
     that by an exception counts as a crash of this rank, so that the others learn of it.
     """
 
-    def __init__(self, place: JobPlace, *, job: str) -> None:
+    def __init__(self, place: Place, *, job: str) -> None:
         super().__init__(place)
         self._job = job
         self._shard_order: tuple[tuple[int, int, int], Indices] | None = None
@@ -120,7 +120,7 @@ class Mesh(Collectives):
         timeout_s = check_timeout(timeout_s)
         packed = pack(state)
 
-        def run(place: JobPlace) -> tuple[Callable[[], T], LastOp]:
+        def run(place: Place) -> tuple[Callable[[], T], LastOp]:
             synced = place.sync(packed, timeout_s=timeout_s)
             last = LastOp.among(synced.last.op, synced.last.world, synced.nbytes)
             received = synced.received

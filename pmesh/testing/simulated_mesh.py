@@ -1,63 +1,151 @@
-"""A mesh of threads, for the unit tests of training scripts: no agent, no network."""
+"""A mesh of threads, for the unit tests of training scripts: a real agent, and no network."""
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import contextlib
+import secrets
+import tempfile
+from collections.abc import Callable, Generator
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import TypeVar
 
+import trio
+
+from pmesh.agent.config import Listen, Settings
+from pmesh.agent.limits import raise_open_files
+from pmesh.agent.run import run_agent
+from pmesh.client.connect import OnLoss, connect
 from pmesh.client.mesh import Mesh
-from pmesh.errors import GroupBroken, RankLost, UsageError
-from pmesh.ids import TrainerId
-from pmesh.testing.simulated_place import Hubs, SimulatedPlace
+from pmesh.core.identity.keys import KEY_BYTES, MeshKey, NodeKey
+from pmesh.errors import GroupBroken, MeshClosed, RankLost, UsageError
 
 T = TypeVar("T")
 _JOB = "simulated"
-_COMING_S = 30.0  # for threads that all begin at once
 
 
 class SimulatedMesh:
     """So many ranks as threads of this process, which make the same calls as on a real mesh.
 
-    Every rank gets the same bits. They are summed in the order of ranks, which a network need not
-    do: the last bits of a sum of floats may differ from a real mesh's.
+    Their agent is a real one, in another thread. It knows no other agent, and is known to none.
 
     >>> SimulatedMesh(3).run(lambda mesh: mesh.rank)
     [0, 1, 2]
     """
 
-    def __init__(self, size: int) -> None:
-        """Raises UsageError if size is less than 1."""
+    def __init__(self, size: int, *, on_loss: OnLoss = "raise") -> None:
+        """For `on_loss` see `pmesh.connect`. Raises UsageError if size is less than 1."""
         if size < 1:
             raise UsageError(f"a mesh has at least 1 rank, not {size}")
         self._size = size
-        self._hubs = Hubs(size)
+        self._on_loss: OnLoss = on_loss
+        self._home = Path()
+        self._leftovers = contextlib.ExitStack()
+        self._meshes: list[Mesh] = []
+        self._lost: set[Mesh] = set()
 
     def run(self, train: Callable[[Mesh], T]) -> list[T]:
         """Call `train` once for each rank, each in a thread of its own.
 
         A rank that returns has left, and one that raises is lost: what others wait for then fails
-        with RankLost. One rank's error is raised as it is, without the RankLost and GroupBroken
-        that it has caused; several different ones as an ExceptionGroup.
+        with RankLost, unless `on_loss` is "continue". One rank's error is raised as it is, without
+        the RankLost and GroupBroken that it has caused; several different ones as an
+        ExceptionGroup.
 
         Returns:
-            What each rank's call has returned, by rank.
+            What each rank's call has returned, by rank, without the ranks that `lose` has ended.
         """
-        self._hubs = Hubs(self._size)
-        with ThreadPoolExecutor(self._size, "simulated-rank") as pool:
-            futures = [pool.submit(self._run_rank, rank, train) for rank in range(self._size)]
-        errors = [e for future in futures if (e := future.exception()) is not None]
+
+        def run_rank(mesh: Mesh) -> T:
+            with mesh:
+                return train(mesh)
+
+        with (
+            contextlib.ExitStack() as self._leftovers,
+            ThreadPoolExecutor(self._size, "simulated-rank") as pool,
+            agent_in_a_thread() as self._home,  # it ends first, so that no rank waits any more
+        ):
+            joins = [pool.submit(self.connect) for _ in range(self._size)]
+            joined, _ = wait(joins, return_when=FIRST_EXCEPTION)
+            meshes = sorted((join.result() for join in joined), key=lambda mesh: mesh.rank)
+            self._meshes, self._lost = meshes, set()
+            calls = [pool.submit(run_rank, mesh) for mesh in meshes]
+            wait(calls)
+            lost = self._lost
+        errors = [
+            e
+            for mesh, call in zip(meshes, calls, strict=True)
+            if (e := call.exception()) and not (mesh in lost and isinstance(e, MeshClosed))
+        ]
         causes = [e for e in errors if not isinstance(e, RankLost | GroupBroken)] or errors
         different = list({(type(e), str(e)): e for e in causes}.values())
         if len(different) > 1:
             raise BaseExceptionGroup("ranks of a simulated mesh have failed", different)
         if different:
             raise different[0]
-        return [future.result() for future in futures]
+        return [call.result() for call in calls if call.exception() is None]
+
+    def connect(self) -> Mesh:
+        """Let another trainer come to the run under way; it enters in its first `sync`.
+
+        Returns:
+            Its mesh, for a thread of your own; what you leave open ends with the run.
+        """
+        mesh = connect(_JOB, self._size, home=self._home, on_loss=self._on_loss)
+        self._leftovers.callback(mesh.close)
+        return mesh
 
     def lose(self, rank: int) -> None:
-        """Lose a rank of the run under way, as by a crash: the others' calls raise RankLost."""
-        self._hubs.lose(TrainerId(rank), "SimulatedMesh.lose")
+        """Lose a rank of the run under way, as by a crash. Its own calls raise MeshClosed.
 
-    def _run_rank(self, rank: int, train: Callable[[Mesh], T]) -> T:
-        place = SimulatedPlace(self._hubs, self._hubs.mesh, TrainerId(rank), _COMING_S)
-        with Mesh(place, job=_JOB) as mesh:
-            return train(mesh)
+        Args:
+            rank: its number when the run began.
+        """
+        mesh = self._meshes[rank]
+        self._lost.add(mesh)
+        mesh.__exit__(RankLost, RankLost("SimulatedMesh.lose"), None)
+
+
+@contextlib.contextmanager
+def agent_in_a_thread() -> Generator[Path]:
+    """The home of an agent that runs in a thread until the end of the block.
+
+    It listens at a loopback address and looks for no others. As `pmesh up` does, it raises the
+    limit of open files of this process; nothing else of the process changes.
+    """
+    up: Future[Callable[[], object]] = Future()
+    """What ends the agent, once it serves trainers."""
+
+    async def run(home: Path) -> None:
+        listen = Listen("127.0.0.1", 0)
+        settings = Settings(
+            home=home, name="simulated", listen=listen, mdns=False, find_others_s=0.0
+        )
+        mesh_key = MeshKey(secrets.token_bytes(KEY_BYTES))
+        node_key = NodeKey.from_seed(secrets.token_bytes(KEY_BYTES))
+        token = trio.lowlevel.current_trio_token()
+        with trio.CancelScope() as scope:
+
+            def announce(_: str) -> None:
+                if not up.done():
+                    up.set_result(lambda: token.run_sync_soon(scope.cancel))
+
+            await run_agent(settings, mesh_key, node_key, announce)
+
+    raise_open_files()
+    with (
+        tempfile.TemporaryDirectory(prefix="pmesh-") as directory,
+        ThreadPoolExecutor(1, "simulated-agent") as pool,
+    ):
+        home = Path(directory).resolve()
+        agent = pool.submit(trio.run, run, home)
+        started: list[Future[object]] = [up, agent]  # type: ignore[list-item] # only waited for
+        try:
+            wait(started, return_when=FIRST_COMPLETED)
+            if not up.done():
+                agent.result()  # why it could not start
+            yield home
+        finally:
+            wait(started, return_when=FIRST_COMPLETED)  # Ctrl-C may have come before
+            with contextlib.suppress(trio.RunFinishedError):
+                if up.done():
+                    up.result()()
+        agent.result()

@@ -4,14 +4,14 @@ import pytest
 
 import pmesh
 from pmesh.testing import SimulatedMesh
-from tools.chaos import calls, trials
+from tools.chaos import calls
 from tools.chaos.calls import (
     CALLS,
     _envelopes,
     _group,
     prepare,
 )
-from tools.chaos.pattern import Pattern, numbers_of
+from tools.chaos.pattern import Pattern
 from tools.chaos.trials import At, Outcome, Trial
 
 NBYTES = 1 << 18
@@ -20,10 +20,17 @@ EACH = [(kind, step) for kind, each in CALLS.items() for step in range(len(each)
 
 
 @pytest.fixture(autouse=True)
-def _from_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated machines count from 0, those of a campaign from 1."""
-    for module in (calls, trials):
-        monkeypatch.setattr(module, "numbers_of", lambda names: [n + 1 for n in numbers_of(names)])
+def _names_as_in_a_campaign(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There each rank has a machine of its own; simulated ones share one."""
+
+    def names(ranks: pmesh.Mesh | pmesh.Group) -> tuple[str, ...]:
+        numbers = ranks.ranks if isinstance(ranks, pmesh.Group) else range(ranks.size)
+        return tuple(f"mac-{number + 1}" for number in numbers)
+
+    for kind in (pmesh.Mesh, pmesh.Group):
+        monkeypatch.setattr(kind, "names", property(names))
+    most = lambda mesh, x: (mesh.all_reduce(x, op="max"), mesh.names)  # noqa: E731
+    monkeypatch.setattr(calls, "_all_reduced", most)
 
 
 def trial_of(mesh: pmesh.Mesh, kind: str, step: int) -> Trial:

@@ -11,7 +11,7 @@ from pmesh.compression.codecs import codec_of
 from pmesh.core.ops.coded import ring_codec_name
 from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import TABLE_KINDS, StartOp
-from pmesh.testing.simulated_hub import Coded, reduce_coded
+from tests.worlds.coded_rings import Coded, reduce_coded
 
 Numbers: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[Any]]"
 UFUNCS: dict[str, Callable[..., Any]] = {

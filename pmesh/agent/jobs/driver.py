@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 import trio
 
+from pmesh.agent.config import Settings
 from pmesh.agent.jobs.lane_stalls import lanes_stand_still
 from pmesh.agent.jobs.progress import Marks, of_job
 from pmesh.agent.jobs.ranks import COME_BACK, LocalRank
@@ -28,7 +29,6 @@ from pmesh.ids import JobName, Member, OpNumber, Slot, TrainerId
 from pmesh.net.local.arena_pools import SessionArenas
 
 LOOK_S = 0.25  # how often to look for what no message tells
-FIND_OTHERS_S = 2.0  # after its start an agent finds its mesh, where the job may run already
 LEAVE_GRACE_S = 1.0  # the others mostly end a leaver's last op by themselves; then they are told
 LEFT = "has left the job"
 
@@ -54,12 +54,12 @@ class Jobs:
     membership: Membership
 
     def __init__(
-        self, me: Member, nursery: trio.Nursery, event_log: EventLog, *, min_peers: int
+        self, me: Member, nursery: trio.Nursery, event_log: EventLog, settings: Settings
     ) -> None:
         self._me = me
         self._nursery = nursery
         self.event_log = event_log
-        self._min_peers = min_peers
+        self._settings = settings
         self._began = trio.current_time()
         self._next_slot = 0
         self.candidates: dict[Slot, Candidate] = {}
@@ -279,8 +279,9 @@ class Jobs:
     def _may_begin(self) -> bool:
         """Whether our trainers may take part, or enough peers are still to be found."""
         peers = len(self.membership.view.seats) - 1
-        finds_others = peers == 0 and trio.current_time() - self._began < FIND_OTHERS_S
-        return peers >= self._min_peers and not finds_others
+        up_s = trio.current_time() - self._began
+        finds_others = peers == 0 and up_s < self._settings.find_others_s
+        return peers >= self._settings.min_peers and not finds_others
 
     def _reports(self) -> Iterator[JobReport]:
         merged: dict[tuple[object, ...], JobReport] = {}

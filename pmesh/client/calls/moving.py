@@ -23,7 +23,7 @@ from pmesh.client.collective.gather_ops import (
     with_root,
 )
 from pmesh.client.collective.rank_order import Order
-from pmesh.client.link.session import OpSession
+from pmesh.client.link.session import TrainerSession
 from pmesh.client.trees.arrays import evaluate_mlx
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.link import Call
@@ -153,7 +153,7 @@ class Moving(Caller):
             blocks = self._blocks(xs, "scatter")
         firsts = [(block.data.size, *block.head.shape[:1]) for block in blocks]
 
-        def ops(session: OpSession, order: Order) -> tuple[Any, LastOp]:
+        def ops(session: TrainerSession, order: Order) -> tuple[Any, LastOp]:
             # Only the root knows how much there is: the bytes for each, and the first dimension.
             told = [n for first in firsts for n in (*first, 0)[:2]] if is_root else [0] * 2 * size
             head = blocks[0].head if is_root else None
@@ -216,7 +216,7 @@ class Moving(Caller):
         blocks, rank, size = self._blocks(xs, "all_to_all"), self.rank, self.size
         timeout_s = check_timeout(timeout_s)
 
-        def ops(session: OpSession, order: Order) -> tuple[Any, LastOp]:
+        def ops(session: TrainerSession, order: Order) -> tuple[Any, LastOp]:
             told = [n for b in blocks for n in (b.data.size, *b.head.shape[:1], 0)[:2]]
             head, like = blocks[0].head, blocks[0].like
             table = exchange(session, order, head, told, what="all_to_all", timeout_s=timeout_s)
@@ -258,7 +258,7 @@ class Moving(Caller):
         what = "all_gather" if root is None else "gather"
         timeout_s = check_timeout(timeout_s)
 
-        def ops(session: OpSession, order: Order) -> tuple[Any, LastOp]:
+        def ops(session: TrainerSession, order: Order) -> tuple[Any, LastOp]:
             named = what if trainer is None else with_root(what, session, order, trainer)
             table = exchange(
                 session,
@@ -339,7 +339,7 @@ class Objects(Caller):
         data = _packed(obj)
         timeout_s = check_timeout(timeout_s)
 
-        def ops(session: OpSession, order: Order) -> tuple[Any, LastOp]:
+        def ops(session: TrainerSession, order: Order) -> tuple[Any, LastOp]:
             head = Head("numpy", "uint8", (data.size,))
             table = exchange(session, order, head, what="all_gather_object", timeout_s=timeout_s)
             sizes = [told.shape[0] for told in table.heads if told is not None]
@@ -359,7 +359,7 @@ class Objects(Caller):
         data = _packed(obj) if is_root else np.empty(0, np.uint8)
         timeout_s = check_timeout(timeout_s)
 
-        def ops(session: OpSession, order: Order) -> tuple[Any, LastOp]:
+        def ops(session: TrainerSession, order: Order) -> tuple[Any, LastOp]:
             head = Head("numpy", "uint8", (data.size,)) if is_root else None
             what = with_root("broadcast_object", session, order, trainer)
             table = exchange(session, order, head, what=what, timeout_s=timeout_s)
@@ -382,7 +382,7 @@ class Objects(Caller):
         """Wait until every rank has called this; raises as `all_reduce` does."""
         timeout_s = check_timeout(timeout_s)
 
-        def ops(session: OpSession, order: Order) -> tuple[Callable[[], None], LastOp]:
+        def ops(session: TrainerSession, order: Order) -> tuple[Callable[[], None], LastOp]:
             call = Call("barrier", "float32", (0,))
             done = session.run_op(call, "float32", 0, timeout_s=timeout_s)
             return _nothing, LastOp.among(done.op, order.seen(done.world), 0)

@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 
 from pmesh.client.collective.bucketed import LastOp
 from pmesh.client.collective.rank_order import Order
-from pmesh.client.elastic.membership import JobPlace
-from pmesh.client.link.session import OpSession
+from pmesh.client.elastic.membership import Place
+from pmesh.client.link.session import TrainerSession
 from pmesh.core.wire.local import World
 from pmesh.errors import MeshClosed, OpTimedOut, PmeshError, UsageError
 from pmesh.ids import Rank, TrainerId
@@ -133,10 +133,10 @@ class Line:
             work()
 
 
-Ops = Callable[[OpSession, Order], tuple[T, LastOp | None]]
+Ops = Callable[[TrainerSession, Order], tuple[T, LastOp | None]]
 """What a call does in the job; returns what it has come to. May run in another thread."""
 
-Run = Callable[[JobPlace], tuple[Callable[[], T], LastOp | None]]
+Run = Callable[[Place], tuple[Callable[[], T], LastOp | None]]
 """Both, as the place has it. The last step is for the thread that waits for the result: MLX's
 arrays belong to threads."""
 
@@ -147,7 +147,7 @@ Alone = Callable[[World], tuple[T, LastOp | None]]
 class Caller:
     """A rank among others, and how it calls. What it can call is in the classes that follow."""
 
-    def __init__(self, place: JobPlace, order: Order | None = None) -> None:
+    def __init__(self, place: Place, order: Order | None = None) -> None:
         self._place = place
         self._order = order or Order()
         self._line = Line()
@@ -203,7 +203,7 @@ class Caller:
         """Run a call, or line it up."""
 
         # In quotes: Python makes the types of an inner function anew each time, in 5 µs.
-        def run(place: JobPlace) -> "tuple[Callable[[], T], LastOp | None]":
+        def run(place: Place) -> "tuple[Callable[[], T], LastOp | None]":
             return place.run(lambda session: ops(session, self._order), alone)
 
         return self._do(run, async_op=async_op)
@@ -251,7 +251,7 @@ class Caller:
         self._line.end()
 
     @contextmanager
-    def _calling(self) -> Generator[JobPlace]:
+    def _calling(self) -> Generator[Place]:
         if os.getpid() != self._process:
             raise MeshClosed("this process was forked from the trainer; call connect() in it")
         with self._lock:

@@ -21,10 +21,10 @@ from pmesh.client.collective.bucketed import (
     written_into,
 )
 from pmesh.client.collective.rank_order import Order
-from pmesh.client.elastic.membership import JobPlace
+from pmesh.client.elastic.membership import Place
 from pmesh.client.feedback.call import chosen, chosen_for_gradients, run_compressed
 from pmesh.client.feedback.memory import Feedback
-from pmesh.client.link.session import OpSession
+from pmesh.client.link.session import TrainerSession
 from pmesh.client.trees.arrays import WIRE_OF, Leaf
 from pmesh.compression.schemes import Scheme
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
@@ -35,7 +35,7 @@ from pmesh.errors import UnsupportedArray, UsageError
 
 
 def run_reduce_scatter(
-    session: OpSession, order: Order, leaf: Leaf, *, reduction: str, timeout_s: float
+    session: TrainerSession, order: Order, leaf: Leaf, *, reduction: str, timeout_s: float
 ) -> tuple[Values, LastOp]:
     """This rank's part, as `numpy.array_split` cuts the first dimension."""
     world = session.world
@@ -85,7 +85,7 @@ Strategy = Literal["auto", "ring", "tree", "centralized", "hierarchical"]
 class Reducing(Caller):
     """all_reduce, broadcast, reduce and reduce_scatter."""
 
-    def __init__(self, place: JobPlace, order: Order | None = None) -> None:
+    def __init__(self, place: Place, order: Order | None = None) -> None:
         super().__init__(place, order)
         self._feedback = Feedback()
 
@@ -115,7 +115,7 @@ class Reducing(Caller):
         if any(size < 0 for size in sizes) or count > _MOST_VALUES:
             raise UsageError(f"no array has the shape {shape}")
 
-        def run(place: JobPlace) -> tuple[Callable[[], NDArray[Any]], None]:
+        def run(place: Place) -> tuple[Callable[[], NDArray[Any]], None]:
             values = place.empty(wire.name, count)
             return lambda: values.reshape(sizes), None
 
@@ -337,7 +337,7 @@ class Reducing(Caller):
         timeout_s = check_timeout(timeout_s)
         plain = arrays.detached()
 
-        def ops(session: OpSession, order: Order) -> tuple[Any, LastOp]:
+        def ops(session: TrainerSession, order: Order) -> tuple[Any, LastOp]:
             part, last = run_reduce_scatter(
                 session, order, plain.leaves[0], reduction=op, timeout_s=timeout_s
             )
@@ -361,7 +361,7 @@ class Reducing(Caller):
                 return None
             return arrays.tree.rebuild(arrays.attach(leaves) if late else leaves)
 
-        def ops(session: OpSession, order: Order) -> tuple[Any, LastOp | None]:
+        def ops(session: TrainerSession, order: Order) -> tuple[Any, LastOp | None]:
             leaves, last = run_compressed(session, order, wanted, laid, self._feedback)
             return lambda: finished(leaves), last
 
@@ -479,7 +479,7 @@ class Averaging(Reducing):
             Arrays of numpy by name, copies; empty if nothing was compressed with feedback.
         """
 
-        def run(_: JobPlace) -> tuple[Callable[[], dict[str, Values]], LastOp | None]:
+        def run(_: Place) -> tuple[Callable[[], dict[str, Values]], LastOp | None]:
             state = self._feedback.state()
             return lambda: state, None
 
@@ -498,7 +498,7 @@ class Averaging(Reducing):
             UsageError: it is something else; then nothing has changed.
         """
 
-        def run(_: JobPlace) -> tuple[Callable[[], None], LastOp | None]:
+        def run(_: Place) -> tuple[Callable[[], None], LastOp | None]:
             self._feedback.load(state)
             return lambda: None, None
 

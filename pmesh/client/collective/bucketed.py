@@ -10,7 +10,7 @@ import numpy as np
 
 from pmesh.client.collective.rank_order import Order
 from pmesh.client.link.arenas import Region
-from pmesh.client.link.session import Done, OpSession
+from pmesh.client.link.session import Done, TrainerSession
 from pmesh.client.trees.arrays import Leaf, describe, divided, is_of
 from pmesh.client.trees.pytree import Tree, digest, flatten
 from pmesh.compression.schemes import Scheme
@@ -227,7 +227,7 @@ def take_apart(x: object, *, reduction: str = "") -> Arrays:
 
 
 def run_collective(
-    session: OpSession, order: Order, wanted: Collective, arrays: Arrays
+    session: TrainerSession, order: Order, wanted: Collective, arrays: Arrays
 ) -> tuple[list[object], LastOp | None]:
     """Run the ops; returns the leaves of the result, and what it came to (None: nothing to do).
 
@@ -281,7 +281,7 @@ class _Overlap:
 
     def __init__(
         self,
-        session: OpSession,
+        session: TrainerSession,
         wanted: Collective,
         leaves: Sequence[Leaf],
         buckets: Sequence[Bucket],

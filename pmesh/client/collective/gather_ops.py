@@ -13,7 +13,7 @@ import numpy as np
 
 from pmesh.client.collective.bucketed import LastOp
 from pmesh.client.collective.rank_order import Order
-from pmesh.client.link.session import Done, OpSession
+from pmesh.client.link.session import Done, TrainerSession
 from pmesh.client.trees.pytree import digest
 from pmesh.client.trees.raw import RawArray, from_raw, to_raw
 from pmesh.core.ops.reductions import Values
@@ -134,7 +134,7 @@ class Table:
 
 
 def exchange(
-    session: OpSession,
+    session: TrainerSession,
     order: Order,
     head: Head | None,
     counts: Sequence[int] = (),
@@ -176,7 +176,7 @@ class Moved(NamedTuple):
 
 
 def move(
-    session: OpSession,
+    session: TrainerSession,
     table: Table,
     kind: str,
     gives: Sequence[Values],
@@ -285,7 +285,7 @@ def check_count(xs: Sequence[Any], size: int, what: str) -> None:
         raise UsageError(f"{what} takes one array for each of {size} ranks, not {len(xs)}")
 
 
-def with_root(what: str, session: OpSession, order: Order, trainer: TrainerId) -> str:
+def with_root(what: str, session: TrainerSession, order: Order, trainer: TrainerId) -> str:
     """The call with its root, for `exchange`; RosterChanged, on all ranks alike, if it is lost."""
     return f"{what} root={rank_of(order, session.world, trainer)}"
 

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -13,12 +13,10 @@ import numpy as np
 from pmesh.client.elastic.source import Offer
 from pmesh.client.elastic.sync import Synced, run_sync
 from pmesh.client.link.connection import AgentConnection
-from pmesh.client.link.p2p_session import AgentP2PSession, Arrived
-from pmesh.client.link.session import OpSession, TrainerSession, error_of
+from pmesh.client.link.p2p_session import P2PSession
+from pmesh.client.link.session import TrainerSession, error_of
 from pmesh.client.trees.state import Packed
 from pmesh.core.ops.reductions import Values
-from pmesh.core.values import View
-from pmesh.core.wire.link import Envelope
 from pmesh.core.wire.local import SESSION_VERSION, Attach, Connect, GroupOf, Refused, World
 from pmesh.errors import (
     AgentNotRunning,
@@ -30,113 +28,6 @@ from pmesh.errors import (
 from pmesh.ids import JobName, TrainerId
 
 R = TypeVar("R")
-
-
-class P2PSession(Protocol):
-    """Sends and receives; see `AgentP2PSession`."""
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether another session is needed for further calls."""
-        ...
-
-    def begin_send(self, to: TrainerId, envelope: Envelope, data: Values, timeout_s: float) -> int:
-        """Begin to send an array's bytes, which are copied; returns the call's number."""
-        ...
-
-    def begin_receive(self, sources: tuple[TrainerId, ...], tag: int, timeout_s: float) -> int:
-        """Ask for a message of one of these; returns the call's number."""
-        ...
-
-    def done(self, call: int) -> bool:
-        """Whether a call has ended, well or badly."""
-        ...
-
-    def end(self, call: int, timeout_s: float | None) -> Arrived | None:
-        """Wait for a call; what it has received, if it is a receive. Raises TimeoutError."""
-        ...
-
-    def close(self, reason: str) -> None:
-        """End it; whoever waits gets MeshClosed, with this reason."""
-        ...
-
-
-class JobPlace(Protocol):
-    """A trainer's place in its job; see `Place`."""
-
-    @property
-    def world(self) -> World:
-        """The ranks, as calls have seen them last (O5)."""
-        ...
-
-    @property
-    def view(self) -> View:
-        """What the agents had agreed on when this trainer joined."""
-        ...
-
-    @property
-    def compression(self) -> str:
-        """The agent's default for gradients; empty: none."""
-        ...
-
-    @property
-    def step(self) -> int:
-        """How many times the job has synced."""
-        ...
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether calls return as if this rank were alone."""
-        ...
-
-    def check_open(self) -> None:
-        """Raises MeshClosed, with the reason, unless a call can do something."""
-        ...
-
-    def check_synced(self) -> None:
-        """Raises what is in the way of anything but a `sync`."""
-        ...
-
-    def run(self, ops: Callable[[OpSession], R], alone: Callable[[World], R]) -> R:
-        """The result of ops in the job, or of what a rank does that is alone."""
-        ...
-
-    def empty(self, dtype: str, count: int) -> Values:
-        """Flat values for the user to fill, and to reduce where they lie."""
-        ...
-
-    def sync(self, packed: Packed, *, timeout_s: float) -> Synced:
-        """Agree with all ranks on a state."""
-        ...
-
-    def open(self, job: JobName, members: tuple[TrainerId, ...], timeout_s: float) -> "JobPlace":
-        """A place in a job of these ranks, on the same terms but that a loss ends it.
-
-        Raises:
-            RankLost: one of them was lost before all had come.
-        """
-        ...
-
-    def attach(self) -> P2PSession:
-        """A session for messages, which the caller closes."""
-        ...
-
-    def leave(self) -> None:
-        """End on purpose."""
-        ...
-
-    def end(self, reason: str) -> None:
-        """End as a crash."""
-        ...
-
-    def interrupt(self) -> None:
-        """Make a call of another thread raise MeshClosed."""
-        ...
-
-    def end_if_interrupted(self) -> None:
-        """After a call: close what `interrupt` had to leave open."""
-        ...
-
 
 _TRY_AGAIN_S = 0.1  # an agent starts within a second: little is lost, and little is asked for
 
@@ -265,7 +156,7 @@ class Place:
         )
         return Place(self._path, request, goes_on_alone=False)
 
-    def attach(self) -> AgentP2PSession:
+    def attach(self) -> P2PSession:
         """A session for messages, over another connection to the agent; the caller closes it.
 
         Raises:
@@ -283,7 +174,7 @@ class Place:
         if isinstance(reply, Refused):
             connection.close()
             raise error_of(reply.verdict)
-        return AgentP2PSession(connection)
+        return P2PSession(connection)
 
     def leave(self) -> None:
         """End on purpose."""

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from pmesh.client.elastic.source import Offer, Plan, elect, offers_of, rank_of
-from pmesh.client.link.session import Done, OpSession
+from pmesh.client.link.session import Done, TrainerSession
 from pmesh.client.trees.state import Packed, digest_of
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.link import Call
@@ -100,7 +100,7 @@ class Synced:
     """What the values took in shared memory, over all ops."""
 
 
-def run_sync(session: OpSession, packed: Packed, offer: Offer, *, timeout_s: float) -> Synced:
+def run_sync(session: TrainerSession, packed: Packed, offer: Offer, *, timeout_s: float) -> Synced:
     """Agree on the best state, and take it if this rank has another one.
 
     Every decision follows from the offers and from who was left after each op, so all ranks decide
@@ -160,7 +160,7 @@ def _with_progress(offer: Offer, arriving: _Arriving | None) -> Offer:
     return offer._replace(arriving=arriving.best.digest[0], arrived=arriving.memory.arrived)
 
 
-def _exchange(session: OpSession, offer: Offer, timeout_s: float) -> Done:
+def _exchange(session: TrainerSession, offer: Offer, timeout_s: float) -> Done:
     values = session.input_values("int64", SYNC_VALUES, room_bytes=0)
     values[:] = offer.to_values()
     call = Call("sync", "int64", (SYNC_VALUES,))
@@ -171,7 +171,12 @@ class _Transfer:
     """The best state on its way to those who lack it, chunk by chunk; all ranks pass it on."""
 
     def __init__(
-        self, session: OpSession, packed: Packed, plan: Plan, last: Done, arrival: Arrival | None
+        self,
+        session: TrainerSession,
+        packed: Packed,
+        plan: Plan,
+        last: Done,
+        arrival: Arrival | None,
     ) -> None:
         self._session = session
         self._packed = packed

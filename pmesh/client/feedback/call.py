@@ -37,7 +37,7 @@ from pmesh.client.feedback.kernels import (
     add_uncompressed,
 )
 from pmesh.client.feedback.memory import Feedback, Memory
-from pmesh.client.link.session import OpSession
+from pmesh.client.link.session import TrainerSession
 from pmesh.client.trees.pytree import digest
 from pmesh.compression import twins
 from pmesh.compression.schemes import (
@@ -211,7 +211,7 @@ class Shares:
         return sum(told.weight for trainer, told in pairs if trainer in trainers)
 
 
-def tell(session: OpSession, told: Told, *, label: str, spec: str, timeout_s: float) -> Shares:
+def tell(session: TrainerSession, told: Told, *, label: str, spec: str, timeout_s: float) -> Shares:
     """Tell all, and hear it of all.
 
     Args:
@@ -234,7 +234,7 @@ ALONE = "alone: nothing is sent"
 
 
 def run_compressed(
-    session: OpSession,
+    session: TrainerSession,
     order: Order,
     wanted: Collective,
     arrays: Arrays,
@@ -294,7 +294,7 @@ class _Picked:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    session: OpSession
+    session: TrainerSession
     wanted: Collective
     compression: Compression
     arrays: Arrays

@@ -17,7 +17,7 @@ import numpy as np
 from pmesh.client.collective.bucketed import Bucket, fill
 from pmesh.client.feedback.memory import Feedback, Memory
 from pmesh.client.link.arenas import Residuals
-from pmesh.client.link.session import Done, OpSession
+from pmesh.client.link.session import Done, TrainerSession
 from pmesh.client.trees.arrays import Leaf
 from pmesh.compression import one_bit, power_sgd, random_k, top_k
 from pmesh.compression.blocks import Bytes, Float32s
@@ -34,7 +34,7 @@ from pmesh.errors import RunError
 class Piece:
     """One bucket of a call, and how it is to be added up."""
 
-    session: OpSession
+    session: TrainerSession
     feedback: Feedback
     leaves: Sequence[Leaf]
     bucket: Bucket

@@ -11,7 +11,7 @@ import numpy as np
 from pmesh.client.collective.bucketed import Arrays
 from pmesh.client.feedback.auto_tune import Trials
 from pmesh.client.link.arenas import Kept, Residuals
-from pmesh.client.link.session import OpSession
+from pmesh.client.link.session import TrainerSession
 from pmesh.client.trees.pytree import digest
 from pmesh.compression.blocks import Float32s
 from pmesh.core.ops.reductions import Values
@@ -43,7 +43,7 @@ class Memory:
         """Whether it is of arrays of these shapes, so many values in all."""
         return self.layout == layout and self.count == count
 
-    def divide(self, counts: tuple[int, ...], session: OpSession, *, in_arenas: bool) -> None:
+    def divide(self, counts: tuple[int, ...], session: TrainerSession, *, in_arenas: bool) -> None:
         """Have a residual for each bucket, of these lengths, of the same values as before.
 
         Args:
@@ -155,7 +155,7 @@ def in_memory(values: Float32s) -> Residuals:
     return Residuals(Kept(-1, values), Kept(-1, np.empty_like(values)))
 
 
-def _of_session(residuals: Residuals, session: OpSession) -> Residuals:
+def _of_session(residuals: Residuals, session: TrainerSession) -> Residuals:
     if session.has(residuals):
         return residuals
     made = session.residuals(residuals.values.size)

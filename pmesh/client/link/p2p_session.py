@@ -52,7 +52,7 @@ class Arrived:
     """Flat uint8, the caller's to keep."""
 
 
-class AgentP2PSession:
+class P2PSession:
     """Sends and receives over one attached connection."""
 
     def __init__(self, connection: AgentConnection) -> None:

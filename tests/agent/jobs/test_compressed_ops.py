@@ -19,8 +19,8 @@ from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber
 from pmesh.net.lanes.coded import Tensors, all_reduce_coded
 from pmesh.net.lanes.collectives import RingPosition
-from pmesh.testing.simulated_hub import Coded, reduce_coded
 from tests.worlds.buckets import Bucket, buckets_of, reduce_buckets
+from tests.worlds.coded_rings import Coded, reduce_coded
 from tests.worlds.trainer import together, until
 from tests.worlds.village import village
 from tests.worlds.village_ops import RAISE, ranks_of, reduce_all, verdicts_of_all

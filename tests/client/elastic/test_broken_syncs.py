@@ -8,7 +8,7 @@ import pytest
 from pmesh.client.elastic import sync
 from pmesh.client.elastic.source import Offer, offers_of
 from pmesh.client.elastic.sync import run_sync
-from pmesh.client.link.session import Done, OpSession
+from pmesh.client.link.session import Done, TrainerSession
 from pmesh.client.trees.state import Packed, pack
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
 from pmesh.core.wire.link import Call
@@ -74,7 +74,7 @@ def test_all_ask_each_other_and_go_on_with_what_the_last_of_them_lacks(
     """I5: who was a chunk ahead is told of the failure when it calls the next one."""
     monkeypatch.setattr(sync, "CHUNK_BYTES", CHUNK_BYTES)
     session = Session(lost_in=f"sync {(2 + ahead) * CHUNK_BYTES}")
-    synced = run_sync(cast("OpSession", session), OURS, offer_of(OURS), timeout_s=1.0)
+    synced = run_sync(cast("TrainerSession", session), OURS, offer_of(OURS), timeout_s=1.0)
     assert synced.received is not None
     assert synced.received.tobytes() == b"".join(bytes(piece) for piece in THEIRS.pieces)
     broken = 4 + ahead

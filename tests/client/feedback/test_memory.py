@@ -128,7 +128,7 @@ def test_residuals_move_to_the_arenas_of_another_session() -> None:
 
             def residuals(self, count: int) -> Any:
                 asked.append(count)
-                return mesh._place._session.residuals(count)  # type: ignore[attr-defined] # noqa: SLF001 - likewise
+                return mesh._place._session.residuals(count)  # noqa: SLF001 - likewise
 
             def drop(self, residuals: Any) -> None:
                 dropped.append(residuals.values.size)
@@ -194,7 +194,7 @@ def test_the_agents_default_holds_for_gradients_that_name_nothing(agent: FakeAge
 
 def test_ranks_whose_agents_have_other_defaults_hear_of_it(agent: FakeAgent) -> None:
     def program(mesh: pmesh.Mesh) -> None:
-        mesh._place.compression = "int8" if mesh.rank else ""  # type: ignore[misc] # noqa: SLF001 - of two agents
+        mesh._place.compression = "int8" if mesh.rank else ""  # noqa: SLF001 - of two agents
         with pytest.raises(pmesh.OpMismatch, match="int8"):
             mesh.average_gradients(np.ones(3, np.float32))
 

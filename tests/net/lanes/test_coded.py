@@ -19,8 +19,7 @@ from pmesh.core.wire.records import OVERHEAD_BYTES
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes.coded import Tensors, all_reduce_coded
 from pmesh.net.lanes.collectives import CallsDiffer, RingPosition
-from pmesh.testing.simulated_hub import Coded, reduce_coded
-from tests.worlds.coded_rings import Plain, noise, reduce_coded_all
+from tests.worlds.coded_rings import Coded, Plain, noise, reduce_coded, reduce_coded_all
 from tests.worlds.lanes import header, reduce_all, ring_of
 
 NAMES = ["bf16", "fp16", "int8", "int8-stochastic"]

@@ -9,7 +9,7 @@ import pmesh
 from pmesh.compression.blocks import Float32s
 from pmesh.compression.codecs import codec_of
 from pmesh.testing import SimulatedMesh
-from pmesh.testing.simulated_hub import Coded, reduce_coded
+from tests.worlds.coded_rings import Coded, reduce_coded
 
 COUNT = 2**18
 NAMES = ["bf16", "fp16", "int8", "int8-stochastic"]
