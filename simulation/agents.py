@@ -277,7 +277,7 @@ class Agent:
             self._invariants.agree(rank)
         self._doubt(after)
         for rank in again:
-            ops.go_on(rank)
+            ops.begin_attempt(rank)
         for rank in list(self.jobs.ranks):
             ops.unhindered(rank)
         self.jobs.receive_early()
@@ -285,6 +285,7 @@ class Agent:
     def _look_who_may_run(self) -> None:
         """V10: another roster is known to have a majority, or to be in force."""
         for rank in list(self.jobs.ranks):
+            rank.learn(self.state.primaries)
             if rank.may_run:
                 self._invariants.goes_on(rank)
                 ops.unhindered(rank)

@@ -207,7 +207,7 @@ class Invariants:
         for outcome in rank.roster.outcomes:
             if rank.id not in outcome.holders or outcome.op <= rank.ledger.stable:
                 continue
-            if outcome.op not in rank.results:
+            if rank.results.get(outcome.op) is None:
                 raise Violation(f"O2: {rank.id} is named to hold op {outcome.op}")
 
     def settled(self, rank: LocalRank, after: Roster, view: View) -> None:

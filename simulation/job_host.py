@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING, Protocol
 
-from pmesh.core.values import Roster
+from pmesh.core.values import Roster, Verdict
 from pmesh.core.views.state import MemberState
 from pmesh.core.wire.link import AskResult
 from pmesh.ids import Member, OpNumber, TrainerId
 from simulation.lane_messages import LaneMessage
 
 if TYPE_CHECKING:
-    from simulation.ranks import LocalRank
+    from simulation.ranks import LocalRank, Op
 
 
 class JobHost(Protocol):
@@ -71,6 +71,6 @@ class Siblings(Protocol):
         """Another trainer of the same job, if it lives here too."""
         ...
 
-    def all_started(self, rank: "LocalRank", op: OpNumber) -> bool:
-        """Whether all ranks are known to have started the op."""
+    def timed_out(self, rank: "LocalRank", op: "Op") -> Verdict:
+        """Why an op has not ended by its deadline."""
         ...

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from pmesh.core.jobs.attempt import timed_out
+from pmesh.core.jobs.progress import Marks, lanes_stand_still, of_job
+from pmesh.core.links.health import WIRED
 from pmesh.core.values import Roster, Terms, Trainer, Verdict, View
 from pmesh.core.views.rosters import is_same_history
 from pmesh.core.views.state import Facts
@@ -16,11 +19,10 @@ from pmesh.ids import JobName, Member, OpNumber, Slot, TrainerId
 from simulation import ops
 from simulation.job_host import JobHost
 from simulation.lane_messages import LaneMessage, age
-from simulation.ranks import LocalRank
+from simulation.ranks import LocalRank, Op
 
 LEAVE_GRACE_S = 1.0
-PATIENCE_S = 2.0
-"""V6: how long lanes may be without progress. Both as in the real agent."""
+"""As in the real agent."""
 
 LEFT = "has left the job"
 
@@ -47,7 +49,7 @@ class LocalJobs:
         self._host = host
         self._me = host.state.me
         self._next_slot = 0
-        self._marks: dict[tuple[JobName, TrainerId], RankMarks] = {}
+        self._marks = Marks(self.ranks)
         self._absent: list[Concern] = []
         self._early: list[LaneMessage] = []
         self._stall_guard = False
@@ -136,28 +138,23 @@ class LocalJobs:
             for trainer in roster.trainers_at(self._me):
                 self._begin_if_new(roster, trainer)
         self._absent = [c for c in self._absent if _is_open(c, view)]
-        kept = {(roster.job, id_) for roster in view.rosters for id_ in roster.ids}
-        self._marks = {at: mark for at, mark in self._marks.items() if at in kept}
+        self._marks.forget(view)
         for rank in self.ranks:
+            rank.learn(self._host.state.primaries)
             self._announce_leave(rank)
         self._host.facts_changed()
         return again
 
     def marked(self, member: Member, heartbeat: Heartbeat) -> None:
         """A peer has told how far its ranks have come."""
-        moved = False
         for mark in heartbeat.marks:
-            if self._marks.get((mark.job, mark.trainer)) == mark:
-                continue
             if not self._concerns_us(member, heartbeat, mark):
                 continue
-            moved = True
-            self._marks[mark.job, mark.trainer] = mark
+            self._marks.hear(mark)
             for rank in self.ranks:
                 if rank.roster.job == mark.job:
                     self._compare(rank, mark)
-        if moved:
-            self._stabilize()
+        self._stabilize()
 
     def look(self) -> None:
         """At every tick: what no message tells."""
@@ -213,42 +210,19 @@ class LocalJobs:
                 count += sum(w.job == job and (member, w.slot) not in inside for w in waiting)
         return count
 
+    def timed_out(self, rank: LocalRank, op: Op) -> Verdict:
+        """Why an op has not ended by its deadline."""
+        return timed_out(rank, op, self._marks, self.newcomers(rank))
+
     def neighbour(self, rank: LocalRank, other: TrainerId) -> LocalRank | None:
         """Another trainer of the same job, if it lives here too."""
-        return next((r for r in self._of_job(rank.roster) if r.id == other), None)
-
-    def all_started(self, rank: LocalRank, op: OpNumber) -> bool:
-        """Whether all ranks are known to have started the op."""
-        marks = [self._mark_of(rank.roster, id_) for id_ in rank.roster.ids if id_ != rank.id]
-        return all(mark is not None and mark.started >= op for mark in marks)
+        return next((r for r in of_job(self.ranks, rank.roster) if r.id == other), None)
 
     # --- inside
 
-    def _of_job(self, roster: Roster) -> Iterator[LocalRank]:
-        wanted = roster.job, roster.born
-        return (r for r in self.ranks if (r.roster.job, r.roster.born) == wanted)
-
     def _stabilize(self) -> None:
         for rank in self.ranks:
-            rank.stabilize(self._stable_mark(rank.roster))
-
-    def _stable_mark(self, roster: Roster) -> int:
-        """Every rank is known to have ended the ops up to this one, under this roster (O2)."""
-        marks = [(trainer, self._mark_of(roster, trainer.id)) for trainer in roster.trainers]
-        return min(
-            t.enters - 1 if mark is None or mark.number > roster.number else mark.completed
-            for t, mark in marks
-        )
-
-    def _mark_of(self, roster: Roster, trainer: TrainerId) -> RankMarks | None:
-        for local in self.ranks:
-            if local.id == trainer and (local.roster.job, local.roster.born) == (
-                roster.job,
-                roster.born,
-            ):
-                return local.marks()
-        mark = self._marks.get((roster.job, trainer))
-        return None if mark is None or mark.number < roster.born.counter else mark
+            rank.stabilize(self._marks.stable(rank.roster))
 
     def _concerns_us(self, member: Member, heartbeat: Heartbeat, mark: RankMarks) -> bool:
         """Whether the mark is of a job of ours, and not of its name's other run elsewhere."""
@@ -277,7 +251,7 @@ class LocalJobs:
         self._host.facts_changed()
 
     def _begin_if_new(self, roster: Roster, trainer: Trainer) -> None:
-        if any(r.trainer == trainer for r in self._of_job(roster)):
+        if any(r.trainer == trainer for r in of_job(self.ranks, roster)):
             return
         candidate = self.candidates.pop(trainer.slot, None)
         if candidate is None or candidate.job != roster.job:
@@ -322,15 +296,15 @@ class LocalJobs:
 
     def _watch_edges(self, rank: LocalRank) -> None:
         """V6: lanes without progress are broken, even while heartbeats flow: the op runs again."""
-        op = OpNumber(rank.ledger.started)
-        waits = rank.rank is not None and rank.size > 1 and rank.ledger.ended < op
-        short = rank.op is None or rank.op.phase == "waiting"
-        if not waits or rank.concern or short or not self.all_started(rank, op):
-            rank.progress = None
-        elif rank.progress is None or rank.progress[0] != rank.moved:
-            rank.progress = rank.moved, self._host.now
-        elif self._host.now - rank.progress[1] >= PATIENCE_S:
-            rank.raise_concern(None, op)
+        if lanes_stand_still(
+            rank,
+            self._marks,
+            newcomers=self.newcomers(rank),
+            moved=rank.moved,
+            now=self._host.now,
+            patience_s=WIRED.gone_after_s,
+        ):
+            rank.raise_concern(None, rank.ledger.started)
 
 
 def _identity(rank: LocalRank) -> tuple[object, ...]:

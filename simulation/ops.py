@@ -5,8 +5,11 @@ rank once the tokens of all ranks have come by. What the real one writes as a st
 phase here: nothing waits but for a message, a view or the next tick.
 """
 
+from typing import assert_never
+
+from pmesh.core.jobs import attempt as attempts
+from pmesh.core.jobs.attempt import Fail, Failed, Fetch, RequestView, Run, TellLate, Wait
 from pmesh.core.values import OpOutcome, Verdict
-from pmesh.core.views.outcomes import BOUND_KINDS
 from pmesh.core.wire.link import AskResult, Call
 from pmesh.ids import Member, OpNumber
 from simulation.invariants import Violation
@@ -16,48 +19,52 @@ from simulation.ranks import End, LocalRank, Op
 OP_TIMEOUT_S = 4.0
 """How long a call may take before its rank asks for a verdict."""
 
-LANE_GRACE_S = 1.0
-ASK_AGAIN_S = 1.0
-LANE_ATTEMPTS = 3
-"""As in the real agent."""
-
 ANY_ATTEMPT = 0
 """In the place of a roster's number: what a broadcast brings is the root's in every attempt."""
 
 
 def call_op(rank: LocalRank, call: Call) -> None:
     """A trainer calls its next op; `rank.replied` hears how it ends."""
-    number = OpNumber(rank.ledger.started + 1)
     if rank.owed is not None:
-        _tell_late(rank)
+        _reply(rank, attempts.tell_late(rank))
         return
-    root = rank.world[call.root] if call.kind == "broadcast" else None
-    receivers = tuple(rank.world[receiver] for receiver in call.receivers) or rank.world
-    rank.start(number, call, is_root=root == rank.id)
-    rank.op = Op(number, call, root, receivers, rank.host.now + OP_TIMEOUT_S)
+    number = OpNumber(rank.ledger.started + 1)
+    root, receivers = attempts.roles_in(rank, call)
+    rank.op = Op(number=number, call=call, timeout_s=OP_TIMEOUT_S, root=root, receivers=receivers)
+    attempts.start(rank, rank.op, rank.host.now)
     rank.host.op_called(rank, number)
     rank.host.facts_changed()
-    go_on(rank)
+    begin_attempt(rank)
 
 
-def go_on(rank: LocalRank) -> None:
-    """Begin an attempt at the op under way, or end it as a view has decided."""
-    op = rank.op
-    if op is None:
-        return
-    failure, elsewhere = rank.failure_of(op.number), rank.result_elsewhere(op.number)
-    if elsewhere is not None:  # it can't fail any more, so nothing is gained by a view
-        op.deadline = rank.host.now + OP_TIMEOUT_S
-    if failure is not None:
-        _fail(rank, op, failure)
-    elif rank.owed is not None and elsewhere is None:
-        _tell_late(rank)
-    elif not rank.may_run:
-        op.phase = "waiting"  # V10: also for what others had completed while all were together
-    elif elsewhere is not None:
-        _fetch(rank, op, elsewhere)
-    else:
-        _attempt(rank, op)
+def begin_attempt(rank: LocalRank) -> None:
+    """An op has been called, or a view has settled the one under way."""
+    if rank.op is not None:
+        attempts.begin_attempt(rank, rank.op, rank.host.now)
+        _go_on(rank, rank.op)
+
+
+def _go_on(rank: LocalRank, op: Op) -> None:
+    op.phase, op.result, op.broken_at = "waiting", None, None
+    match attempts.next_step(
+        rank, op, newcomers=lambda: rank.siblings.newcomers(rank), retained_bytes=0
+    ):
+        case Fail(outcome):
+            _fail(rank, op, outcome)
+        case TellLate():
+            rank.op = None
+            _reply(rank, attempts.tell_late(rank))
+        case Wait():
+            pass
+        case RequestView(verdict, about):
+            _stick(rank, op, verdict, about)
+        case Fetch(outcome):
+            _fetch(rank, op, outcome)
+        case Run():
+            op.phase, op.contributors, op.holds = "ring", rank.roster.ids, _will_hold(rank, op)
+            _run_ring(rank, op)
+        case step:
+            assert_never(step)
 
 
 def abandon(rank: LocalRank) -> None:
@@ -71,8 +78,8 @@ def unhindered(rank: LocalRank) -> None:
     op = rank.op
     if op is not None and op.phase == "ready" and op.result is not None:
         _ready(rank, op, op.result)
-    elif op is not None and op.phase == "waiting" and rank.may_run:
-        go_on(rank)
+    elif op is not None and op.phase == "waiting":
+        _go_on(rank, op)
 
 
 def pass_time(rank: LocalRank) -> None:
@@ -80,13 +87,15 @@ def pass_time(rank: LocalRank) -> None:
     op, now = rank.op, rank.host.now
     if op is None:
         return
-    if now > op.deadline and op.phase != "stuck":
-        _stick(rank, op, Verdict("OpTimedOut", f"op {op.number} at {rank.id}", (rank.id,)))
-    elif op.broken_at is not None and now - op.broken_at > LANE_GRACE_S and op.phase != "stuck":
-        _lane_is_broken(rank, op)
-    elif op.phase == "waiting" and rank.may_run:
-        go_on(rank)
-    elif op.phase == "fetching" and now - op.asked_at > ASK_AGAIN_S:
+    if now > op.deadline and op.phase != "timed out":
+        op.phase = "timed out"
+        rank.raise_concern(rank.siblings.timed_out(rank, op), op.number)
+    elif op.phase in ("ring", "fetching") and op.broken_at is not None:
+        if now - op.broken_at > attempts.LANE_GRACE_S:
+            _stick(rank, op, attempts.break_lanes(rank, op, "a lane has ended"))
+    elif op.phase == "waiting":
+        _go_on(rank, op)
+    elif op.phase == "fetching" and now - op.asked_at > attempts.ASK_AGAIN_S:
         _ask(rank, op)
 
 
@@ -95,8 +104,8 @@ def lane_broke(rank: LocalRank, peer: Member) -> None:
     op = rank.op
     if op is None or op.phase not in ("ring", "fetching") or rank.rank is None:
         return
-    before = rank.previous_in_ring()
-    if peer in (before.member, rank.next_in_ring().member) and op.broken_at is None:
+    before = rank.neighbours()[0]
+    if peer in (before.member, rank.neighbours()[1].member) and op.broken_at is None:
         op.broken_at = rank.host.now
 
 
@@ -127,34 +136,10 @@ def serve(rank: LocalRank, ask: AskResult) -> Retained | None:
 
 def _is_of_our_ring(rank: LocalRank, token: Token) -> bool:
     """V4: two views may settle a roster under one number; we are in one, and in both rosters."""
-    return token.host == rank.previous_in_ring().member
+    return token.host == rank.neighbours()[0].member
 
 
 # --- one attempt
-
-
-def _attempt(rank: LocalRank, op: Op) -> None:
-    """V10 and `min_ranks` wait; O6 and a lost root are for a view; else the ring runs."""
-    op.phase, op.result, op.broken_at = "waiting", None, None
-    if rank.fences:
-        return  # V3: the flush answer has not named it, so nothing of it may reach others either
-    newcomers = rank.siblings.newcomers(rank)
-    if _too_few(rank, newcomers):
-        return
-    if op.call.kind == "sync" and newcomers:
-        _stick(rank, op, None)
-    elif op.call.kind in BOUND_KINDS and rank.world != rank.roster.ids:
-        _stick(rank, op, Verdict("RosterChanged", f"op {op.number}: its ranks have changed"))
-    elif op.root is not None and rank.roster.rank_of(op.root) is None:
-        _stick(rank, op, Verdict("RankLost", f"op {op.number}: its root is lost"))
-    else:
-        op.phase, op.contributors, op.holds = "ring", rank.roster.ids, _will_hold(rank, op)
-        _run_ring(rank, op)
-
-
-def _too_few(rank: LocalRank, newcomers: int) -> bool:
-    """Those who wait for the next sync count, or it might never come."""
-    return rank.size + newcomers < rank.roster.terms.min_ranks
 
 
 def _will_hold(rank: LocalRank, op: Op) -> bool:
@@ -202,7 +187,7 @@ def _hand_on(rank: LocalRank, op: Op, token: Token) -> None:
     if token.call != op.call:  # O8: the first to see it asks for a verdict
         _differ(rank, op)
         return
-    following = rank.next_in_ring()
+    following = rank.neighbours()[1]
     if following.id != token.origin:
         rank.moved += 1
         onward = Token(
@@ -235,7 +220,7 @@ def _look_whether_all_came(rank: LocalRank, op: Op) -> None:
 
 def _fetch(rank: LocalRank, op: Op, outcome: OpOutcome) -> None:
     """O2: the op has been completed by others."""
-    op.phase, op.result, op.broken_at = "fetching", None, None
+    op.phase = "fetching"
     op.contributors, op.holds, op.asked = outcome.contributors, True, 0
     if op.root == rank.id:  # I8: its input is never written, and has the result all along
         value = rank.value(op.number)
@@ -284,40 +269,22 @@ def _ready(rank: LocalRank, op: Op, result: OpResult) -> None:
 
 def _deliver(rank: LocalRank, op: Op, result: OpResult) -> None:
     rank.op = None
-    rank.complete(op, result)
-    if op.call.kind == "sync":
-        rank.synced = op.number
+    kept = result if op.holds else None
+    rank.complete(op.number, kept, op.contributors, holds=op.holds)
     rank.see(op.contributors)
     _end(rank, op, result)
-    if rank.size == 1:
-        rank.stabilize(op.number)
-    elif op.call.kind != "broadcast":
-        rank.stabilize(op.number - 1)
+    rank.pass_barrier(op.number, op.call.kind)
     _reply(rank, None)
 
 
 def _fail(rank: LocalRank, op: Op, failure: OpOutcome) -> None:
     rank.op = None
-    consumed = rank.superseded is None
-    cause = (rank.owed or failure).verdict  # an earlier op's failure is this one's cause
-    rank.owed = None
-    rank.see(failure.contributors)
-    if consumed and failure.verdict is not None:
-        rank.fail(failure)
+    failed = attempts.end_failed(rank, op, failure)
+    if failed.consumed and failure.verdict is not None:
         _end(rank, op, failure.verdict)
     else:
-        rank.take_back(op.number)
         rank.host.superseded(rank)
-    _reply(rank, cause)
-
-
-def _tell_late(rank: LocalRank) -> None:
-    """I5: it had returned here before another rank called it differently."""
-    owed, rank.owed, rank.op = rank.owed, None, None
-    if owed is not None:
-        if owed.op == rank.ledger.started:  # O5: else a later op has told who is in the job
-            rank.see(owed.contributors)
-        _reply(rank, owed.verdict)
+    _reply(rank, failed)
 
 
 def _end(rank: LocalRank, op: Op, outcome: OpResult | Verdict) -> None:
@@ -325,25 +292,18 @@ def _end(rank: LocalRank, op: Op, outcome: OpResult | Verdict) -> None:
     rank.host.op_ended(rank, op.number)
 
 
-def _reply(rank: LocalRank, error: Verdict | None) -> None:
+def _reply(rank: LocalRank, failed: Failed | None) -> None:
     rank.host.facts_changed()
     replied, rank.replied = rank.replied, None
     if replied is not None:
-        replied(error)
+        replied(None if failed is None else failed.verdict)
 
 
-def _stick(rank: LocalRank, op: Op, verdict: Verdict | None) -> None:
+def _stick(rank: LocalRank, op: Op, verdict: Verdict | None, about: int | None = None) -> None:
     """It waits for a view."""
     op.phase = "stuck"
-    rank.raise_concern(verdict, op.number)
+    rank.raise_concern(verdict, op.number if about is None else about)
 
 
 def _differ(rank: LocalRank, op: Op) -> None:
-    _stick(rank, op, Verdict("OpMismatch", f"op {op.number}", (rank.id,)))
-
-
-def _lane_is_broken(rank: LocalRank, op: Op) -> None:
-    op.broken += 1
-    give_up = op.broken >= LANE_ATTEMPTS
-    verdict = Verdict("LaneBroken", f"op {op.number}", (rank.id,)) if give_up else None
-    _stick(rank, op, verdict)
+    _stick(rank, op, attempts.differs(rank, op.number, "another rank has called something else"))

@@ -1,5 +1,5 @@
-from pmesh.agent.jobs.op_task import MAX_UNSTABLE_BYTES, MAX_UNSTABLE_OPS
 from pmesh.agent.mesh.membership import HEARTBEAT_S
+from pmesh.core.jobs.attempt import MAX_UNSTABLE_BYTES, MAX_UNSTABLE_OPS
 from pmesh.core.links.dialing import FIRST_DELAY_S, LONGEST_DELAY_S
 from pmesh.core.links.health import WIFI, WIRED
 from pmesh.core.ops.schedule import LARGE_CHUNK_BYTES, LARGE_SEGMENT_BYTES, SEGMENT_BYTES

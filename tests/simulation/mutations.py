@@ -13,8 +13,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from pmesh.core.jobs import op_log
+from pmesh.core.jobs import op_log, progress
 from pmesh.core.jobs.op_log import Ledger
+from pmesh.core.jobs.progress import Marks
+from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import Roster, Trainer, View
 from pmesh.core.views import agreement, leader, outcomes, quorum, rosters, stall_guard, state
 from pmesh.core.views.state import Fence, Install, MemberState, Peer, Step
@@ -23,7 +25,6 @@ from pmesh.ids import Epoch, Incarnation, Member
 from simulation import lane_messages, ops
 from simulation.agents import Agent
 from simulation.local_jobs import LocalJobs
-from simulation.ranks import LocalRank
 from tests.simulation import op_rules as without
 
 Function: TypeAlias = Callable[..., Any]
@@ -198,8 +199,8 @@ def _count_restarted(present: Any, needed: Any) -> bool:
     return _has_majorities({*present, *voters}, needed)
 
 
-def _count_later_marks(jobs: LocalJobs, roster: Roster) -> int:
-    marks = [(trainer, jobs._mark_of(roster, trainer.id)) for trainer in roster.trainers]
+def _count_later_marks(told: Marks, roster: Roster) -> int:
+    marks = [(trainer, told.of(roster, trainer.id)) for trainer in roster.trainers]
     return min(t.enters - 1 if mark is None else mark.completed for t, mark in marks)
 
 
@@ -267,8 +268,7 @@ MUTATIONS = {
     ),
     "no_edge_watch": Mutation(
         "V6: a lane without progress is a broken edge",
-        (LocalJobs._watch_edges, without.none),
-        owner=LocalJobs,
+        (progress.lanes_stand_still, without.never),
     ),
     "no_doubt": Mutation(
         "V8: who has slept delivers nothing before it is confirmed",
@@ -328,7 +328,11 @@ MUTATIONS = {
     "all_holders": Mutation(
         "O2: who lives is asked before who is lost", (outcomes._holders, without.all_holders)
     ),
-    "one_sided": Mutation("O3: nobody fails alone", (ops._stick, without.fail_alone)),
+    "one_sided": Mutation(
+        "O3: nobody fails alone",
+        (RankState.raise_concern, without.fail_alone),
+        owner=RankState,
+    ),
     "forget_verdicts": Mutation(
         "O3: a failed op stays failed, by the roster and by each who has seen it fail",
         (without.resolve_op, without.forget_verdicts),
@@ -336,12 +340,12 @@ MUTATIONS = {
     ),
     "bind_root_late": Mutation(
         "O4, O5: a root is bound to its trainer at the call",
-        (without.attempt, without.bind_root_late),
+        (without.next_step, without.bind_root_late),
     ),
     "see_at_install": Mutation(
         "O5: a trainer sees another world only when a call returns",
         (without.follow, without.see_at_install),
-        owner=LocalRank,
+        owner=RankState,
     ),
     "name_survivors": Mutation(
         "O5: contributors are those of the attempt that succeeded",
@@ -367,7 +371,11 @@ MUTATIONS = {
         (LocalJobs._announce_leave, without.none),
         owner=LocalJobs,
     ),
-    "no_min_ranks": Mutation("min_ranks: with fewer, ops wait", (ops._too_few, without.never)),
+    "no_min_ranks": Mutation(
+        "min_ranks: with fewer, ops wait",
+        (RankState.is_short_of_ranks, without.never),
+        owner=RankState,
+    ),
     "no_raise": Mutation(
         'on_loss="raise": what is under way fails',
         (outcomes._ops_that_a_loss_fails, without.no_list),
@@ -393,8 +401,8 @@ MUTATIONS = {
     ),
     "later_marks": Mutation(
         "O2: stable under our roster is what has ended under it",
-        (LocalJobs._stable_mark, _count_later_marks),
-        owner=LocalJobs,
+        (Marks.stable, _count_later_marks),
+        owner=Marks,
     ),
     "lost_results": Mutation(
         "I6: who waits for a result that is gone is told",

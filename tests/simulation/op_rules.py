@@ -7,8 +7,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from pmesh.core.jobs import op_log
+from pmesh.core.jobs import attempt, op_log
+from pmesh.core.jobs.attempt import NextStep, OpState
 from pmesh.core.jobs.op_log import Ledger
+from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import OpOutcome, Roster
 from pmesh.core.views import leader, outcomes
 from pmesh.core.views.state import MemberState, Step
@@ -22,16 +24,17 @@ Function: TypeAlias = Callable[..., Any]
 stabilize = op_log.stabilize
 resolve_op = outcomes._resolve_op
 op_to_enter = outcomes.op_to_enter
-follow = LocalRank.follow
-attempt = ops._attempt
+follow = RankState.follow
+next_step = attempt.next_step
+raise_concern = RankState.raise_concern
 fetch = ops._fetch
 
 
-def fail_alone(rank: LocalRank, op: Any, verdict: Any) -> None:
-    if verdict is None:
-        rank.raise_concern(None, op.number)
-    else:
-        ops._fail(rank, op, OpOutcome(op.number, rank.roster.ids, verdict=verdict))
+def fail_alone(rank: Any, verdict: Any, op: int = -1) -> None:
+    raise_concern(rank, verdict, op)
+    if verdict is not None and rank.op is not None and op == rank.op.number:
+        rank._outcomes[op] = OpOutcome(OpNumber(op), rank.roster.ids, verdict=verdict)
+        rank.op.phase = "waiting"  # so that the driver asks again what comes next
 
 
 def fetch_whatever(rank: LocalRank, op: Any, call: Any, result: Any) -> None:
@@ -102,16 +105,16 @@ def enter_without_sync(rank: LocalRank, call: Any) -> None:
 call_op = ops.call_op
 
 
-def see_at_install(rank: LocalRank, roster: Roster) -> bool:
+def see_at_install(rank: RankState[Any], roster: Roster) -> bool:
     again = follow(rank, roster)
     rank.world = rank.roster.ids
     return again
 
 
-def bind_root_late(rank: LocalRank, op: Any) -> None:
+def bind_root_late(rank: Any, op: OpState, **facts: Any) -> NextStep:
     if op.root is not None:
         op.root = rank.roster.ids[op.call.root % rank.size]
-    attempt(rank, op)
+    return next_step(rank, op, **facts)
 
 
 def nothing(*arguments: Any, **named: Any) -> tuple[()]:
@@ -138,7 +141,7 @@ def no_step(state: MemberState, *arguments: Any) -> Step:
     return Step(state)
 
 
-def never(*arguments: Any) -> bool:
+def never(*arguments: Any, **named: Any) -> bool:
     return False
 
 

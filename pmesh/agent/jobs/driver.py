@@ -11,15 +11,16 @@ import msgspec
 import trio
 
 from pmesh.agent.config import Settings
-from pmesh.agent.jobs.lane_stalls import lanes_stand_still
-from pmesh.agent.jobs.progress import Marks, of_job
-from pmesh.agent.jobs.ranks import COME_BACK, LocalRank
+from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.jobs.retained import ResultServer
 from pmesh.agent.lanes.edge_costs import EdgeBook
 from pmesh.agent.lanes.rank_lanes import sum_of
 from pmesh.agent.lanes.rendezvous import LaneDesk
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.status.events import EventLog
+from pmesh.core.jobs.progress import Marks, lanes_stand_still, of_job
+from pmesh.core.jobs.rank import COME_BACK
+from pmesh.core.links.health import WIRED
 from pmesh.core.values import Roster, Terms, Trainer, Verdict, View
 from pmesh.core.views.rosters import is_same_history
 from pmesh.core.views.state import Facts
@@ -302,7 +303,8 @@ class Jobs:
 
     def _follow(self, rank: LocalRank, roster: Roster | None) -> None:
         if roster is not None and is_same_history(rank.roster, roster, rank.trainer):
-            rank.follow(roster, self.desk)
+            if rank.follow(roster):
+                rank.lanes.begin(roster, self.desk)
             return
         if roster is None:
             reason = f"job {rank.roster.job!r} has ended here: this machine fell out of its view"
@@ -362,9 +364,8 @@ class Jobs:
             and 0 not in {mark.fingerprint, rank.fingerprint}
             and rank.concern is None
         ):
-            roster = rank.roster
-            verdict = Verdict("OpMismatch", f"op {op} of job {roster.job!r} differs", ())
-            rank.concern = Concern(roster.job, roster.born, roster.number, verdict, op)
+            text = f"op {op} of job {rank.roster.job!r} differs"
+            rank.raise_concern(Verdict("OpMismatch", text), op)
             self.poke()
 
     def _announce_leave(self, rank: LocalRank) -> None:
@@ -381,14 +382,24 @@ class Jobs:
         roster = rank.roster
         text = f"{roster.describe(rank.id)} {rank.leaving}"
         self.event_log.note("loss noticed", f"job {roster.job!r}: {text}", job=roster.job)
-        verdict = Verdict("RankLost", text, (rank.id,))
-        rank.concern = Concern(roster.job, roster.born, roster.number, verdict)
+        rank.raise_concern(Verdict("RankLost", text, (rank.id,)))
         self.poke()
 
     def _watch_edges(self, rank: LocalRank) -> None:
         """V6: the op runs again, over new lanes."""
-        newcomers, marks = self.newcomers(rank), self.marks
-        if lanes_stand_still(rank, newcomers, marks=marks, membership=self.membership):
-            roster, op = rank.roster, rank.ledger.started
-            rank.concern = Concern(roster.job, roster.born, roster.number, None, op)
+        if lanes_stand_still(
+            rank,
+            self.marks,
+            newcomers=self.newcomers(rank),
+            moved=rank.lanes.traffic,
+            now=trio.current_time(),
+            patience_s=self._patience_s(rank),
+        ):
+            rank.raise_concern(None, rank.ledger.started)
             self.poke()
+
+    def _patience_s(self, rank: LocalRank) -> float:
+        """How long the peer at the slower of the two edges may be silent before it is gone."""
+        peers = () if rank.rank is None else rank.neighbours()
+        known = [h for peer in peers if (h := self.membership.health_of(peer.member.node))]
+        return max((h.thresholds.gone_after_s for h in known), default=WIRED.gone_after_s)

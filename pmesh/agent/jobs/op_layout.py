@@ -4,17 +4,15 @@ from dataclasses import dataclass
 
 from pmesh.agent.jobs.ranks import LocalRank, Result
 from pmesh.compression.codecs import Codec, codec_of
+from pmesh.core.jobs.attempt import ROOTED, OpState, roles_in
 from pmesh.core.ops.coded import ring_codec_name
 from pmesh.core.ops.kinds import Extent, extent_of
 from pmesh.core.ops.reductions import WIRE_DTYPES, check_reduction
-from pmesh.core.values import Verdict
 from pmesh.core.views.outcomes import BOUND_KINDS
 from pmesh.core.wire.local import MAX_ROW_VALUES, SUMMED_TABLES, SYNC_VALUES, TABLE_KINDS, StartOp
 from pmesh.errors import ProtocolError, UsageError
-from pmesh.ids import OpNumber, TrainerId
 
 REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
-ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 KINDS = REDUCING | ROOTED | BOUND_KINDS | TABLE_KINDS | {"barrier"}
 _ADDING = REDUCING | SUMMED_TABLES | {"barrier"}
 NOTHING = Result(arena=None, nbytes=0)
@@ -26,10 +24,9 @@ _MOST_RANKS = 1024  # that a job can wait for: newcomers may make a sync's table
 
 
 @dataclass(slots=True, kw_only=True)
-class Op:
-    """A request, its regions, and how often its lanes have broken."""
+class Op(OpState):
+    """An op with its request, and the regions of its values."""
 
-    number: OpNumber
     request: StartOp
     source: Result | None
     result: Result
@@ -39,23 +36,12 @@ class Op:
     residual_out: Result | None = None
     clipped: int = 0
     """By the codec, in the last attempt."""
-    root: TrainerId | None = None
-    """Who it is, whatever its rank becomes (O5)."""
-    receivers: tuple[TrainerId, ...] = ()
-    """Of a broadcast: likewise."""
-    holds: bool = True
-    """Whether the last attempt has brought the result here."""
-    contributors: tuple[TrainerId, ...] = ()
-    """Whose values the last attempt has put into the result."""
     attempts: int = 0
-    broken: int = 0
-    doomed: Verdict | None = None
-    """Why this rank can't run it at all: a matter for all ranks (O3)."""
 
     @property
     def kind(self) -> str:
         """What is called."""
-        return self.request.call.kind
+        return self.call.kind
 
     @property
     def is_table(self) -> bool:
@@ -144,7 +130,7 @@ async def lay_out(rank: LocalRank, request: StartOp) -> Op:
         OSError: likewise.
     """
     kind, call = request.call.kind, request.call
-    root = rank.world[call.root] if kind in ROOTED else None
+    root, receivers = roles_in(rank, call)
     extent, itemsize = _extent(rank, request), WIRE_DTYPES[request.wire_dtype].itemsize
     needs_input = extent.gives > 0
     if needs_input != (request.arena >= 0) or request.offset % itemsize:
@@ -154,6 +140,8 @@ async def lay_out(rank: LocalRank, request: StartOp) -> Op:
     codec = ring_codec_name(call.compression)
     op = Op(
         number=request.op,
+        call=call,
+        timeout_s=request.timeout_s,
         request=request,
         source=_hold(rank, request.arena, extent.gives * itemsize, request.offset),
         result=NOTHING,
@@ -161,7 +149,7 @@ async def lay_out(rank: LocalRank, request: StartOp) -> Op:
         residual=_hold(rank, request.residual, request.count * itemsize),
         residual_out=_hold(rank, request.residual_out, request.count * itemsize),
         root=root,
-        receivers=tuple(rank.world[r] for r in call.receivers) or rank.world,
+        receivers=receivers,
     )
     if kind == "broadcast" and root == rank.id:
         op.result = op.source or NOTHING

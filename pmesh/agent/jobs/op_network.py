@@ -24,13 +24,12 @@ from pmesh.net.lanes.collectives import RingPosition, all_reduce, broadcast
 from pmesh.net.lanes.transfers import run_plan
 
 
-async def run_on_network(rank: LocalRank, op: Op, root: Rank | None, around: Surroundings) -> None:
+async def run_on_network(rank: LocalRank, op: Op, around: Surroundings) -> None:
     """One attempt at the op, in the present roster.
 
     Args:
         rank: ours.
         op: laid out.
-        root: its root's place in the ring, if it has one.
         around: the rest of the agent.
 
     Raises:
@@ -38,6 +37,7 @@ async def run_on_network(rank: LocalRank, op: Op, root: Rank | None, around: Sur
         LaneBroken: a lane is gone.
     """
     op.contributors, desk = rank.roster.ids, around.desk
+    root = None if op.root is None else rank.roster.rank_of(op.root)
     if _leaves_the_choice(rank, op):
         ring = await rank.ring(desk)
         members = tuple(trainer.member for trainer in rank.roster.trainers)

@@ -8,6 +8,7 @@ import trio
 from pmesh.agent.jobs.ranks import LocalRank, Result
 from pmesh.agent.jobs.surroundings import Surroundings
 from pmesh.agent.lanes.rendezvous import End
+from pmesh.core.jobs.attempt import ASK_AGAIN_S
 from pmesh.core.values import OpOutcome
 from pmesh.core.wire.link import AskResult, Call
 from pmesh.core.wire.records import fingerprint
@@ -17,7 +18,6 @@ from pmesh.net.lanes.collectives import CallsDiffer, RingPosition, broadcast
 from pmesh.net.lanes.lane import Lane
 
 COPIED_BYTES = 1024 * 1024  # at once: some 0.1 ms, so that the event loop stays responsive
-ASK_AGAIN_S = 1.0  # five heartbeats: the question, or the link, has been lost
 MAX_EARLY = 64  # a few jobs and ranks; who asks more asks again
 
 
@@ -67,7 +67,7 @@ async def _ask_for_lane(rank: LocalRank, outcome: OpOutcome, around: Surrounding
 
 async def _copy(near: LocalRank, op: OpNumber, call: Call, target: memoryview) -> None:
     """The result of a rank on this machine."""
-    retained, report = near.result_of(op), near.ledger.ops.get(op)
+    retained, report = near.results.get(op), near.ledger.ops.get(op)
     if report is not None and report.call != call:
         raise CallsDiffer(op, repr(near))
     if retained is None or retained.nbytes != target.nbytes:
@@ -80,7 +80,7 @@ async def _copy(near: LocalRank, op: OpNumber, call: Call, target: memoryview) -
 
 async def serve_result(rank: LocalRank, ask: AskResult, around: Surroundings) -> None:
     """O2: send a retained result to a rank that missed the end of its op."""
-    retained = rank.result_of(ask.op)
+    retained = rank.results.get(ask.op)
     report = rank.ledger.ops.get(ask.op)
     asker = rank.roster.trainer(ask.receiver)
     if retained is None or report is None or asker is None or ask.number != rank.roster.number:

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from typing import Protocol
 
-from pmesh.agent.jobs.progress import Marks
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes.edge_costs import EdgeBook
 from pmesh.agent.lanes.rendezvous import LaneDesk
 from pmesh.agent.status.events import EventLog
+from pmesh.core.jobs.progress import Marks
 from pmesh.core.wire.link import AskResult
 from pmesh.ids import Member, TrainerId
 

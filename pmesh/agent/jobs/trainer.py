@@ -13,10 +13,11 @@ import trio
 
 from pmesh.agent.containment import Contain
 from pmesh.agent.jobs.driver import LEFT, Candidate, Jobs
-from pmesh.agent.jobs.op_task import describe_shortage, run_op
-from pmesh.agent.jobs.ranks import COME_BACK, LocalRank
+from pmesh.agent.jobs.op_task import run_op
+from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.refusals import refuse, tell_errors
 from pmesh.compression.codecs import codec_of
+from pmesh.core.jobs.rank import COME_BACK
 from pmesh.core.ops.coded import ring_codec_name
 from pmesh.core.values import Verdict
 from pmesh.core.wire.local import (
@@ -368,7 +369,7 @@ class _Trainer:
 
     async def _say_on_whom(self, rank: LocalRank, waited_s: float) -> None:
         op = OpNumber(rank.ledger.started)
-        shortage = describe_shortage(rank, self._jobs.newcomers(rank))
+        shortage = rank.describe_shortage(self._jobs.newcomers(rank))
         names = (
             (f"more ranks: {shortage}",)
             if shortage

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import trio
 
-from pmesh.agent.jobs.ranks import COME_BACK
 from pmesh.agent.p2p.endpoint import MessageLost, P2PEndpoint, Received
 from pmesh.agent.p2p.router import P2PRouter
 from pmesh.agent.refusals import refuse
+from pmesh.core.jobs.rank import COME_BACK
 from pmesh.core.values import Verdict
 from pmesh.core.wire.local import (
     SESSION_VERSION,

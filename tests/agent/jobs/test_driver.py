@@ -16,7 +16,7 @@ from pmesh.core import values
 from pmesh.core.jobs.op_log import Ledger
 from pmesh.core.wire.link import AskResult, Call, LinkMessage, OpReport, RankMarks
 from pmesh.errors import LaneBroken
-from pmesh.ids import Epoch, JobName, OpNumber, TrainerId
+from pmesh.ids import Epoch, OpNumber, TrainerId
 from pmesh.net.local.clocks import Stall
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Village, village
@@ -153,41 +153,12 @@ async def test_marks_of_ranks_that_are_lost_are_forgotten(clock: MockClock) -> N
         assert await reduce_all(trainers) == [2.0] * 2
 
 
-async def test_marks_of_an_earlier_run_mean_nothing(clock: MockClock) -> None:
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
-        agent = here.machines[0].agent
-        (rank,) = agent.jobs.ranks
-        roster = rank.roster
-        (other,) = [trainer for trainer in roster.trainers if trainer != rank.trainer]
-        marks = agent.jobs.marks
-        marks.hear(RankMarks(JobName("digits"), roster.born.counter - 1, other.id, 7, 7, 1))
-        assert agent.jobs.marks.of(roster, other.id) is None
-        assert marks.stable(roster) == -1
-        assert marks.late(rank, OpNumber(0)) == (other.id,)
-        assert await reduce_all(trainers) == [2.0, 2.0]
-
-
 def _first_of_two(here: Village) -> tuple[Jobs, LocalRank, values.Trainer]:
     """The jobs of the first machine, its rank, and the other machine's trainer."""
     jobs = here.machines[0].agent.jobs
     (rank,) = jobs.ranks
     (other,) = [trainer for trainer in rank.roster.trainers if trainer != rank.trainer]
     return jobs, rank, other
-
-
-async def test_what_has_ended_under_a_later_roster_is_not_stable_here_yet(
-    clock: MockClock,
-) -> None:
-    """O2, I5: it may have failed there, and we are still to be told (seed 236502)."""
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
-        await reduce_all(trainers)
-        jobs, rank, other = _first_of_two(here)
-        for later, stable in ((1, -1), (0, 0)):
-            number = rank.roster.number + later
-            jobs.marks.hear(RankMarks(JobName("digits"), number, other.id, 0, 0))
-            assert jobs.marks.stable(rank.roster) == stable
 
 
 async def test_only_those_who_are_in_an_op_are_compared(clock: MockClock) -> None:

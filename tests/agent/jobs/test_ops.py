@@ -7,7 +7,10 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.jobs import op_network, op_task
+from pmesh.agent.jobs import op_network
+from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.core.jobs.attempt import MAX_UNSTABLE_OPS
+from pmesh.core.values import Verdict
 from pmesh.core.wire.link import Call, Concern
 from pmesh.net.local.arena_pools import OutputArenas
 from pmesh.net.local.arenas import Arena, arena_bytes
@@ -87,9 +90,9 @@ async def test_a_root_may_run_ahead_of_the_others_but_not_for_ever(clock: MockCl
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(send_all)
-            await until(lambda: ahead == op_task.MAX_UNSTABLE_OPS)
+            await until(lambda: ahead == MAX_UNSTABLE_OPS)
             await trio.sleep(5)
-            assert ahead == op_task.MAX_UNSTABLE_OPS
+            assert ahead == MAX_UNSTABLE_OPS
             for i in range(100):
                 assert (await other.broadcast(ones(10)))[0] == i
 
@@ -218,15 +221,15 @@ async def test_a_timeout_that_another_view_overtakes_is_told_to_the_leader_again
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = 0
-    tell = op_task._raise_concern  # noqa: SLF001
+    tell = LocalRank.raise_concern
 
-    def tell_in_vain_once(*arguments: object, **more: object) -> None:
+    def tell_in_vain_once(rank: LocalRank, verdict: Verdict | None, op: int) -> None:
         nonlocal told
         told += 1
         if told > 1:
-            tell(*arguments, **more)  # type: ignore[arg-type]
+            tell(rank, verdict, op)
 
-    monkeypatch.setattr(op_task, "_raise_concern", tell_in_vain_once)
+    monkeypatch.setattr(LocalRank, "raise_concern", tell_in_vain_once)
     async with village(clock, 2) as here:
         a, b = await here.job(*here.machines)
         agent = next(m.agent for m in here.machines if m.agent.jobs.ranks[0].rank == 1)

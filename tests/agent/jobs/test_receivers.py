@@ -105,7 +105,7 @@ async def test_a_rank_that_only_heard_of_it_completes_it_also_if_its_root_is_los
             await b.broadcast(X, 0, (0,))
         await a.die()
         assert (await b.reduce(ones(9)))[0] == 1.0
-        assert ranks_of(here)[-1].result_of(OpNumber(0)) is None
+        assert ranks_of(here)[-1].results.get(OpNumber(0)) is None
 
 
 async def test_receivers_that_are_no_ranks_are_garbage(clock: MockClock) -> None:

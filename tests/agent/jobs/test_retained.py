@@ -12,6 +12,7 @@ from trio.testing import MockClock
 
 from pmesh.agent.jobs import retained
 from pmesh.agent.jobs.retained import ResultServer
+from pmesh.core.jobs.attempt import ASK_AGAIN_S
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import OpOutcome
 from pmesh.core.wire.link import AskResult
@@ -203,7 +204,7 @@ async def test_a_holder_that_is_asked_before_its_view_comes_answers_as_soon_as_i
             nursery.start_soon(swallow, trainers[2].reduce(x))
             results = await together(*[lambda t=t: t.reduce(x) for t in trainers[:2]])
         assert [r[0] for r in results] == [3.0] * 2
-        assert trio.current_time() - asked_at[0] < retained.ASK_AGAIN_S
+        assert trio.current_time() - asked_at[0] < ASK_AGAIN_S
 
 
 async def test_a_second_holder_is_asked_when_the_first_does_not_answer(
@@ -258,5 +259,5 @@ async def test_what_is_stable_is_let_go_of_everywhere(clock: MockClock) -> None:
         for rank in ranks_of(here):
             assert rank.ledger.stable == 4
             assert rank.retained_bytes == 0
-            assert rank.result_of(OpNumber(4)) is None
+            assert rank.results.get(OpNumber(4)) is None
             assert machine_of(here, trainers[0]).agent.jobs.marks.stable(rank.roster) == 4

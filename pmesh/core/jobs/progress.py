@@ -1,14 +1,17 @@
-"""How far all ranks have come, as heartbeats tell: what is stable, and on whom an op waits."""
+"""How far all ranks have come, as heartbeats tell: what is stable, on whom an op waits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
-from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import Roster, View
 from pmesh.core.wire.link import RankMarks
 from pmesh.ids import JobName, OpNumber, TrainerId
 
+AnyRank = TypeVar("AnyRank", bound=RankState[Any])
 
-def of_job(ranks: list[LocalRank], roster: Roster) -> Iterator[LocalRank]:
+
+def of_job(ranks: Iterable[AnyRank], roster: Roster) -> Iterator[AnyRank]:
     """The local ranks of this run of a job."""
     wanted = roster.job, roster.born
     return (rank for rank in ranks if (rank.roster.job, rank.roster.born) == wanted)
@@ -17,7 +20,7 @@ def of_job(ranks: list[LocalRank], roster: Roster) -> Iterator[LocalRank]:
 class Marks:
     """What others have last told, beside what the local ranks know."""
 
-    def __init__(self, ranks: list[LocalRank]) -> None:
+    def __init__(self, ranks: Sequence[RankState[Any]]) -> None:
         """`ranks` are the local ones, a list that its owner changes."""
         self._ranks = ranks
         self._told: dict[tuple[JobName, TrainerId], RankMarks] = {}
@@ -54,7 +57,7 @@ class Marks:
             for t, mark in marks
         )
 
-    def late(self, rank: LocalRank, op: OpNumber) -> tuple[TrainerId, ...]:
+    def late(self, rank: RankState[Any], op: OpNumber) -> tuple[TrainerId, ...]:
         """The other ranks that are not known to have started the op."""
         marks = {other: self.of(rank.roster, other) for other in rank.roster.ids}
         return tuple(
@@ -63,7 +66,7 @@ class Marks:
             if other != rank.id and (mark is None or mark.started < op)
         )
 
-    def stopped(self, rank: LocalRank, op: OpNumber) -> frozenset[TrainerId]:
+    def stopped(self, rank: RankState[Any], op: OpNumber) -> frozenset[TrainerId]:
         """Those on whom an op waits, and whose processes have been stopped."""
         return frozenset(
             other
@@ -71,7 +74,7 @@ class Marks:
             if (mark := self.of(rank.roster, other)) is not None and mark.stopped
         )
 
-    def describe_late(self, rank: LocalRank, op: OpNumber) -> Iterator[str]:
+    def describe_late(self, rank: RankState[Any], op: OpNumber) -> Iterator[str]:
         """On whom an op waits, for a person."""
         stopped = self.stopped(rank, op)
         for other in self.late(rank, op):
@@ -81,3 +84,37 @@ class Marks:
         """O6: whether the job has run ops, but none in which others could enter it."""
         marks = [mark for trainer in roster.ids if (mark := self.of(roster, trainer)) is not None]
         return any(m.started >= 0 for m in marks) and all(m.synced < 0 for m in marks)
+
+
+def lanes_stand_still(
+    rank: RankState[Any],
+    marks: Marks,
+    *,
+    newcomers: int,
+    moved: object,
+    now: float,
+    patience_s: float,
+) -> bool:
+    """V6: whether an op for which all ranks are here has moved nothing for too long.
+
+    A lane that brings nothing is broken, also while heartbeats flow. To be asked again and again:
+    it notes what has moved since.
+
+    Args:
+        rank: whose lanes.
+        marks: who has started the op.
+        newcomers: how many trainers wait to enter the job.
+        moved: what the lanes have moved so far; any other value is progress.
+        now: in seconds.
+        patience_s: how long nothing may move.
+    """
+    op = OpNumber(rank.ledger.started)
+    runs = rank.rank is not None and rank.size > 1 and rank.ledger.ended < op
+    # On whom it waits is no matter of lanes; nor is what the leader has been asked about.
+    if not runs or rank.concern or marks.late(rank, op) or rank.describe_shortage(newcomers):
+        rank.progress = None
+        return False
+    if rank.progress is None or rank.progress[0] != moved:
+        rank.progress = moved, now
+        return False
+    return now - rank.progress[1] >= patience_s

@@ -1,0 +1,229 @@
+"""What an op does next, and how it ends: the same for the agent and for the simulation.
+
+Nothing here decides that an op has failed. What goes wrong becomes a request for a view change, and
+the view says the same to all ranks (O3).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from pmesh.core.jobs.progress import Marks
+from pmesh.core.jobs.rank import RankState
+from pmesh.core.values import OpOutcome, Verdict
+from pmesh.core.views.outcomes import BOUND_KINDS
+from pmesh.core.wire.link import Call
+from pmesh.core.wire.local import World
+from pmesh.ids import OpNumber, TrainerId
+
+MAX_UNSTABLE_OPS = 32  # half of the arenas that a session may have; beyond it a start waits (O2)
+MAX_UNSTABLE_BYTES = 256 * 1024 * 1024  # likewise; one op may always be retained, of any size
+LANE_GRACE_S = 1.0  # a lane ends before its machine's link does: wait for the better reason
+LANE_ATTEMPTS = 3  # an op that breaks its lanes thrice fails
+ASK_AGAIN_S = 1.0  # five heartbeats: the question for a result, or the link, has been lost
+FOREVER_S = 1e9  # a timeout may be infinite, which no clock can wait for
+ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+
+
+@dataclass(slots=True, kw_only=True)
+class OpState:
+    """An op that a trainer has called and that has not ended; drivers add what they need."""
+
+    number: OpNumber
+    call: Call
+    timeout_s: float
+    deadline: float = 0.0
+    root: TrainerId | None = None
+    """Who it is, whatever its rank becomes (O5)."""
+    receivers: tuple[TrainerId, ...] = ()
+    """Of a broadcast: likewise."""
+    holds: bool = True
+    """Whether the last attempt has brought the result here, or only the news of it."""
+    contributors: tuple[TrainerId, ...] = ()
+    """Whose values the last attempt has put into the result."""
+    broken: int = 0
+    """How often its lanes have broken."""
+    doomed: Verdict | None = None
+    """Why this rank can't run it at all: a matter for all ranks (O3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """A view has failed the op, or the job is over for this rank: `end_failed`."""
+
+    outcome: OpOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class TellLate:
+    """The call is answered with the failure of an earlier op: `tell_late`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Ask again once there is room, a quorum, more ranks, or no fence."""
+
+    what: Literal["room", "quorum", "ranks", "fence"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """Nothing more happens until a view has settled it: `RankState.raise_concern`."""
+
+    verdict: Verdict | None
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """O2: take the result from one of those who have completed the op."""
+
+    outcome: OpOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run it among the ranks of the present roster."""
+
+
+NextStep: TypeAlias = Fail | TellLate | Wait | RequestView | Fetch | Run
+
+
+def next_step(  # noqa: PLR0911 - the rules, in their order
+    rank: RankState[Any], op: OpState, *, newcomers: Callable[[], int], retained_bytes: int
+) -> NextStep:
+    """What to do with the op that is under way, by all that is known now.
+
+    Args:
+        rank: whose op it is.
+        op: the op.
+        newcomers: how many trainers wait to enter the job; asked only where it matters.
+        retained_bytes: what results that are not yet stable hold.
+    """
+    failure, elsewhere = rank.failure_of(op.number), rank.result_elsewhere(op.number)
+    if failure is not None:
+        return Fail(failure)
+    if rank.owed is not None and elsewhere is None:
+        # I5: the view has told us of it after this call began, and has taken the call back:
+        # nobody has its result, and nothing of an attempt under the new number has been sent.
+        return TellLate()
+    if op.doomed is not None:
+        return _give_up(rank, op, op.doomed)
+    if len(rank.ledger.ops) > MAX_UNSTABLE_OPS or retained_bytes > MAX_UNSTABLE_BYTES:
+        return Wait("room")  # O2: unstable ops are bounded in number and bytes
+    if not rank.may_run:
+        return Wait("quorum")  # V10: also for what others had completed while all were together
+    if elsewhere is not None:
+        return Fetch(elsewhere)
+    if rank.is_short_of_ranks(0) and rank.is_short_of_ranks(newcomers()):
+        return Wait("ranks")
+    if op.call.kind == "sync" and newcomers():
+        return RequestView(None, op.number)  # O6: they enter by a view; it runs again with them
+    if rank.fences:
+        return Wait("fence")  # V3: our flush answer did not name this op, so nothing leaves
+    verdict = _without_root(rank, op) or _without_some(rank, op)
+    return Run() if verdict is None else RequestView(verdict, op.number)
+
+
+def _give_up(rank: RankState[Any], op: OpState, doomed: Verdict) -> RequestView:
+    """The op fails everywhere; unless others have completed it (I4), who go on without us then."""
+    if rank.result_elsewhere(op.number) is None:
+        return RequestView(doomed, op.number)
+    text = f"{rank.roster.describe(rank.id)} is lost: it can't take op {op.number}: "
+    return RequestView(Verdict("RankLost", text + doomed.message, (rank.id,)), -1)
+
+
+def _without_root(rank: RankState[Any], op: OpState) -> Verdict | None:
+    if op.root is None or rank.roster.rank_of(op.root) is not None:
+        return None
+    return Verdict("RankLost", f"{_name(rank, op)}: its root, rank {op.call.root}, is lost")
+
+
+def _without_some(rank: RankState[Any], op: OpState) -> Verdict | None:
+    """O4: who is to give and get how much has been said for ranks that are not all there now."""
+    if op.call.kind not in BOUND_KINDS or rank.world == rank.roster.ids:
+        return None
+    lost = tuple(trainer for trainer in rank.world if trainer not in rank.roster.ids)
+    return Verdict("RosterChanged", f"{_name(rank, op)}: its ranks have changed", lost)
+
+
+def _name(rank: RankState[Any], op: OpState) -> str:
+    return f"op {op.number} ({op.call}) of job {rank.roster.job!r}"
+
+
+# --- how it begins, goes wrong, and ends
+
+
+def roles_in(rank: RankState[Any], call: Call) -> tuple[TrainerId | None, tuple[TrainerId, ...]]:
+    """O5: root and receivers are bound to their trainers at the call, by the caller's world."""
+    root = rank.world[call.root] if call.kind in ROOTED else None
+    return root, tuple(rank.world[receiver] for receiver in call.receivers) or rank.world
+
+
+def start(rank: RankState[Any], op: OpState, now: float) -> None:
+    """The trainer has called the op."""
+    rank.start(op.number, op.call)
+    op.deadline = now + min(op.timeout_s, FOREVER_S)
+
+
+def begin_attempt(rank: RankState[Any], op: OpState, now: float) -> None:
+    """A view has settled the op, or it has just been called."""
+    if rank.result_elsewhere(op.number) is not None:
+        # It can't fail any more: a late fetch is only tried again.
+        op.deadline = now + min(op.timeout_s, FOREVER_S)
+
+
+def differs(rank: RankState[Any], op: OpNumber, why: str) -> Verdict:
+    """O8: another rank has called something else as this op."""
+    return Verdict("OpMismatch", f"op {op} of job {rank.roster.job!r}: {why}", (rank.id,))
+
+
+def break_lanes(rank: RankState[Any], op: OpState, why: str) -> Verdict | None:
+    """LANE_GRACE_S after a lane broke: None asks for new lanes, for the op to run again."""
+    op.broken += 1
+    return Verdict("LaneBroken", why, (rank.id,)) if op.broken >= LANE_ATTEMPTS else None
+
+
+def timed_out(rank: RankState[Any], op: OpState, marks: Marks, newcomers: int) -> Verdict:
+    """I6: at the deadline, whatever the op waits for. It is settled by the next view (O3)."""
+    what = f"{_name(rank, op)} did not end within {op.timeout_s:g} s: "
+    too_few = rank.describe_shortage(newcomers)
+    if too_few:
+        return Verdict("NotEnoughRanks", what + too_few)
+    late = marks.late(rank, op.number)
+    names = ", ".join(map(rank.roster.describe, late))
+    why = f"not started by {names}" if late else "every rank has started it: the network is slow"
+    return Verdict("OpTimedOut", what + why, late)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """What the trainer is told of a call that has failed."""
+
+    verdict: Verdict
+    consumed: bool
+    """Whether the call has used up its op's number."""
+    world: World | None
+
+
+def end_failed(rank: RankState[Any], op: OpState, failure: OpOutcome) -> Failed:
+    """The op ends as a view has decided."""
+    consumed = rank.superseded is None
+    if consumed:
+        rank.fail(failure)
+    else:
+        rank.take_back(op.number)  # how the op ends is the others' matter
+    cause = (rank.owed or failure).verdict  # an earlier op's failure is this one's cause
+    assert cause is not None  # noqa: S101 - `failure_of` gives only outcomes that have one
+    rank.owed = None
+    return Failed(cause, consumed, rank.see(failure.contributors))
+
+
+def tell_late(rank: RankState[Any]) -> Failed:
+    """I5: an earlier op had returned here before another rank called it differently."""
+    owed, rank.owed = rank.owed, None
+    assert owed is not None  # noqa: S101 - the callers have looked
+    assert owed.verdict is not None  # noqa: S101 - likewise
+    # O5: once a later op has ended here, the world is that op's.
+    world = rank.see(owed.contributors) if owed.op == rank.ledger.started else None
+    return Failed(owed.verdict, consumed=False, world=world)

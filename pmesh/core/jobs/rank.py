@@ -1,0 +1,285 @@
+"""One rank: which op it is in, what has ended or failed, what is fenced, what it retains.
+
+Plain state that both drivers extend: `pmesh.agent.jobs.ranks` with tasks, lanes and shared memory,
+`simulation.ranks` with messages on a timeline. Where a method gives results back, nobody will ask
+for them any more: its caller releases them.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Generic, Literal, TypeAlias, TypeVar
+
+from pmesh.core.jobs import op_log as ledgers
+from pmesh.core.jobs.op_log import Ledger
+from pmesh.core.values import OpOutcome, Roster, Trainer, Verdict
+from pmesh.core.views.quorum import is_in_force
+from pmesh.core.wire.link import Call, Concern, JobReport, KnownPrimary, RankMarks
+from pmesh.core.wire.local import World
+from pmesh.core.wire.records import fingerprint
+from pmesh.ids import OpNumber, Rank, TrainerId
+
+COME_BACK = "mesh.sync() brings it back"
+NO_BARRIERS = frozenset({"broadcast", "gather", "scatter", "all_to_all"})
+
+Fence: TypeAlias = Literal["view change", "own stall"]
+"""Why nothing is delivered: V3, or V8."""
+
+R = TypeVar("R")
+"""The result of an op, as the driver retains it."""
+
+
+class RankState(Generic[R]):
+    """A trainer of a job. Calls move it forward, views steer it."""
+
+    def __init__(self, roster: Roster, trainer: Trainer) -> None:
+        self.roster: Roster = roster
+        self.trainer = trainer
+        self.ledger = Ledger(stable=trainer.enters - 1)
+        self.world: tuple[TrainerId, ...] = () if trainer.enters else roster.ids
+        """O5: who rank i is for the trainer; it changes only when a call returns."""
+        self.fingerprint = 0
+        """Of the last call; 0 while there is none that may be compared."""
+        self.synced = -1
+        self.stopped = False
+        """Whether the trainer's process has been stopped, as by SIGSTOP."""
+        self.concern: Concern | None = None
+        self.over: Verdict | None = None
+        """Why the job has ended for this trainer."""
+        self.owed: OpOutcome | None = None
+        """Of an op that had already returned here when it failed: raised by the next call (I5)."""
+        self.leaving: str | None = None
+        """Why the trainer is gone."""
+        self.leaving_since = 0.0
+        self.progress: tuple[object, float] | None = None
+        """What had moved on its lanes, and since when no more, while an op waits for them."""
+        self.fences: set[Fence] = set()
+        self.in_force = is_in_force(roster, ())
+        """Whether those whose votes the roster needed are known to have installed it (V10)."""
+        self.running: OpNumber | None = None
+        """The op that has been called and that has not ended."""
+        self.results: dict[OpNumber, R] = {}
+        """What is retained until it is stable (O2)."""
+        self._names = {t.id: t.name for t in roster.trainers}
+        self._outcomes = {outcome.op: outcome for outcome in roster.outcomes}
+        self._failed: set[OpNumber] = set()
+        """What the trainer has been told to have failed, or will be by `owed`: told once."""
+
+    def __repr__(self) -> str:
+        return f"<LocalRank {self.trainer.id} of {self.roster.job!r}, roster {self.roster.number}>"
+
+    @property
+    def id(self) -> TrainerId:
+        """Its number within the job."""
+        return self.trainer.id
+
+    @property
+    def rank(self) -> Rank | None:
+        """Its place in the ring; None if the others go on without it."""
+        return self.roster.rank_of(self.trainer.id)
+
+    @property
+    def size(self) -> int:
+        """How many ranks the ring has."""
+        return len(self.roster.trainers)
+
+    @property
+    def may_run(self) -> bool:
+        """V10: its side has a majority, and that is known to have installed the roster."""
+        return self.roster.quorate and self.in_force
+
+    @property
+    def superseded(self) -> Verdict | None:
+        """Why the trainer has no part in the job any more, though it may come back (O6)."""
+        if self.over is None and self.rank is None:
+            job = self.roster.job
+            return Verdict(
+                "HistorySuperseded", f"job {job!r} goes on without this rank; {COME_BACK}"
+            )
+        return self.over
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether somebody may still ask for its results (O2)."""
+        return self.over is None and (self.rank is not None or bool(self.results))
+
+    def describe_shortage(self, newcomers: int) -> str:
+        """Why ops wait for more ranks; empty while they need not."""
+        roster = self.roster
+        if not roster.quorate:
+            of = f"{self.size} of {len(roster.primary.voters)} ranks"
+            return f"this side of a partition has {of}, which is no majority"
+        if not self.in_force:
+            return "a majority, which has not been seen to have agreed to the last change"
+        if self.is_short_of_ranks(newcomers):
+            return f"{self.size} of at least {roster.terms.min_ranks} ranks (min_ranks) are here"
+        return ""
+
+    def is_short_of_ranks(self, newcomers: int) -> bool:
+        """`min_ranks`: those who wait for the next sync count, or it might never come."""
+        return self.size + newcomers < self.roster.terms.min_ranks
+
+    def neighbours(self) -> tuple[Trainer, Trainer]:
+        """Before and after us in the ring; only while we are in it."""
+        place = self.roster.ids.index(self.id)
+        return self.roster.trainers[place - 1], self.roster.trainers[(place + 1) % self.size]
+
+    # --- what the agreement reads and decides
+
+    def report(self) -> JobReport:
+        """For the flush answer (V3)."""
+        roster, ranks = self.roster, (ledgers.report(self.ledger, self.id),)
+        return JobReport(roster.job, roster.born, roster.number, fenced=False, ranks=ranks)
+
+    def marks(self) -> RankMarks:
+        """For every heartbeat (O2)."""
+        roster, ledger = self.roster, self.ledger
+        return RankMarks(
+            roster.job,
+            roster.number,
+            self.id,
+            ledger.started,
+            ledger.ended,
+            self.fingerprint,
+            self.synced,
+            self.stopped,
+        )
+
+    def raise_concern(self, verdict: Verdict | None, op: int = -1) -> None:
+        """Only a view change can settle this (O3): a loss, or an op that is stuck."""
+        roster = self.roster
+        self.concern = Concern(roster.job, roster.born, roster.number, verdict, op)
+
+    def fence(self, why: Fence) -> None:
+        """From here on no completion is delivered: V3, until a view is installed; or V8."""
+        self.fences.add(why)
+
+    def lift(self, fence: Fence) -> None:
+        """What the fence was for is known."""
+        self.fences.discard(fence)
+
+    def learn(self, known: Collection[KnownPrimary]) -> None:
+        """What the agent knows of rosters with a quorum: perhaps that ours is in force (V10)."""
+        self.in_force = self.in_force or is_in_force(self.roster, known)
+
+    def follow(self, roster: Roster) -> bool:
+        """A view has been installed that has this job; whether the op under way starts anew."""
+        renumbered = roster.number != self.roster.number
+        if renumbered:
+            self._settle(roster)
+        self.lift("view change")
+        return renumbered
+
+    def _settle(self, roster: Roster) -> None:
+        self.roster = roster
+        self.in_force = is_in_force(roster, ())
+        self.concern = None
+        self._names |= {t.id: t.name for t in roster.trainers}
+        self._outcomes = {outcome.op: outcome for outcome in roster.outcomes}
+        self._failed = {
+            op for op in self._failed if op in self._outcomes or op > self.ledger.stable
+        }
+        for outcome in roster.outcomes:
+            if outcome.verdict is not None and self._has_returned(outcome.op):
+                self.owed = outcome
+                self._failed.add(outcome.op)
+        self.ledger = ledgers.apply_failures(self.ledger, roster.outcomes)
+        running = self.running
+        if self.owed is not None and running is not None and running not in self._outcomes:
+            # I5: its trainer will call another op instead, so nobody may hear of this one: what
+            # could, was under the number before.
+            self.take_back(running)
+
+    def end(self, verdict: Verdict) -> tuple[R, ...]:
+        """The job is over for this trainer: the others go on without it, or not at all."""
+        self.over = self.over or verdict
+        self.lift("view change")
+        released = tuple(self.results.values())
+        self.results.clear()
+        return released
+
+    def _has_returned(self, op: OpNumber) -> bool:
+        """Whether the trainer took the op for a success. A stable one would not fail otherwise."""
+        if op < self.trainer.enters or op in self._failed:
+            return False
+        report = self.ledger.ops.get(op)
+        return op <= self.ledger.stable if report is None else report.completed
+
+    # --- what its trainer sees
+
+    def describe_world(self) -> World:
+        """The ranks as the trainer sees them (O5)."""
+        rank = self.world.index(self.id) if self.id in self.world else -1
+        names = tuple(self._names.get(trainer, "a lost machine") for trainer in self.world)
+        return World(rank, self.world, names)
+
+    def see(self, contributors: tuple[TrainerId, ...]) -> World | None:
+        """A call returns that these have taken part in; None if the world is as it was (O5)."""
+        if contributors == self.world:
+            return None
+        self.world = contributors
+        self._names = {
+            t: name for t, name in self._names.items() if t in contributors or t in self.roster.ids
+        }
+        return self.describe_world()
+
+    # --- the op under way
+
+    def failure_of(self, op: OpNumber) -> OpOutcome | None:
+        """Why the op fails, and for whom; None while it may succeed."""
+        if self.superseded is not None:
+            return OpOutcome(op, self.world, verdict=self.superseded)
+        outcome = self._outcomes.get(op)
+        return outcome if outcome is not None and outcome.verdict is not None else None
+
+    def result_elsewhere(self, op: OpNumber) -> OpOutcome | None:
+        """Who has the result of an op that others completed; None if it must be run."""
+        outcome = self._outcomes.get(op)
+        return outcome if outcome is not None and outcome.holders else None
+
+    def start(self, op: OpNumber, call: Call) -> None:
+        """The trainer has called the op."""
+        self.running = op
+        self.fingerprint = fingerprint(call)
+        is_root = call.kind == "broadcast" and self.world[call.root] == self.id
+        self.ledger = ledgers.start(self.ledger, op, call, is_root=is_root)
+        if call.kind == "sync":
+            self.synced = op
+
+    def take_back(self, op: OpNumber) -> None:
+        """The call is as if it had never been made."""
+        self.running = None
+        self.fingerprint = 0
+        others = {number: r for number, r in self.ledger.ops.items() if number != op}
+        self.ledger = replace(self.ledger, ops=others)
+
+    def complete(
+        self, op: OpNumber, result: R, contributors: tuple[TrainerId, ...], *, holds: bool = True
+    ) -> None:
+        """The op's result is there, if it is for this rank at all, and may be delivered."""
+        self.running = None
+        self.ledger = ledgers.complete(self.ledger, op, contributors, holds=holds)
+        self.results[op] = result
+
+    def pass_barrier(self, op: OpNumber, kind: str) -> None:
+        """O2: nobody gets through without everyone having started, and so ended what was before."""
+        if self.size == 1:
+            self.stabilize(op)
+        elif kind not in NO_BARRIERS:
+            self.stabilize(op - 1)
+
+    def fail(self, outcome: OpOutcome) -> None:
+        """The op has failed, here as everywhere."""
+        self.running = None
+        self._failed.add(outcome.op)
+        self.ledger = ledgers.fail(self.ledger, outcome)
+
+    def stabilize(self, mark: int) -> tuple[R, ...]:
+        """Every rank has ended the ops up to `mark`: nobody will ask for their results."""
+        if self.running is not None:  # a view may have failed it, and its trainer not know yet
+            mark = min(mark, self.running - 1)
+        if self.concern is not None and self.concern.op >= 0:  # I5: the leader asks who called what
+            mark = min(mark, self.concern.op - 1)
+        self.ledger = ledgers.stabilize(self.ledger, mark)
+        stable = self.ledger.stable
+        self._outcomes = {op: o for op, o in self._outcomes.items() if op > stable}
+        return tuple(self.results.pop(op) for op in list(self.results) if op <= stable)

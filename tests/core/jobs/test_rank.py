@@ -1,0 +1,257 @@
+"""One rank's ledger, late failures, world and results, while views steer it."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pmesh.core.jobs.rank import RankState
+from pmesh.core.values import OpOutcome, Primary, Roster, Terms, Trainer, Verdict
+from pmesh.core.wire.link import Call, KnownPrimary
+from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, Slot, TrainerId
+
+A = Member(NodeId(bytes([1]) * 32), Incarnation(1))
+BARRIER = Call("barrier", "float32", (0,))
+ME, OTHER, THIRD = (TrainerId(i) for i in range(3))
+FAILED = Verdict("OpTimedOut", "too late", (OTHER,))
+ZERO, ONE = OpNumber(0), OpNumber(1)
+RESULT = "a result"
+
+
+def trainer(number: TrainerId, enters: OpNumber = ZERO) -> Trainer:
+    return Trainer(number, A, Slot(number), f"mac-{number}", enters)
+
+
+def roster(
+    number: int,
+    *outcomes: OpOutcome,
+    trainers: Sequence[Trainer] = (trainer(ME), trainer(OTHER)),
+    witnesses: Sequence[Trainer] = (),
+) -> Roster:
+    born = Epoch(2, *A)
+    return Roster(
+        JobName("digits"),
+        born,
+        number,
+        tuple(trainers),
+        Primary(born, (A,)),
+        TrainerId(9),
+        outcomes=outcomes,
+        witnesses=tuple(witnesses),
+    )
+
+
+def failed(op: OpNumber, verdict: Verdict = FAILED) -> OpOutcome:
+    return OpOutcome(op, (ME, OTHER), verdict=verdict)
+
+
+def rank_of(*outcomes: OpOutcome, enters: OpNumber = ZERO) -> RankState[str]:
+    me = trainer(ME, enters)
+    return RankState(roster(2, *outcomes, trainers=[me, trainer(OTHER)]), me)
+
+
+def test_a_failed_op_is_kept_until_its_trainer_has_been_told() -> None:
+    rank = rank_of()
+    rank.start(ZERO, BARRIER)
+    rank.follow(roster(3, failed(ZERO)))
+    rank.stabilize(0)  # the others have told theirs
+    assert rank.failure_of(ZERO) == failed(ZERO)
+    rank.fail(failed(ZERO))
+    rank.stabilize(0)
+    assert rank.ledger.stable == 0
+
+
+def test_an_op_in_question_is_kept_until_the_leader_has_compared_the_calls() -> None:
+    rank = rank_of()
+    rank.start(ZERO, BARRIER)
+    rank.complete(ZERO, RESULT, (ME, OTHER))
+    rank.raise_concern(FAILED, 0)
+    rank.stabilize(0)
+    assert rank.report().ranks[0].ops
+    rank.raise_concern(FAILED)
+    rank.stabilize(0)
+    assert not rank.report().ranks[0].ops
+
+
+def test_an_op_that_had_returned_is_owed_to_the_trainer_also_when_it_is_stable() -> None:
+    for stable in (False, True):
+        rank = rank_of()
+        rank.start(ZERO, BARRIER)
+        rank.complete(ZERO, RESULT, (ME, OTHER))
+        if stable:
+            rank.stabilize(0)
+        rank.follow(roster(3, failed(ZERO)))
+        assert rank.owed == failed(ZERO)
+        rank.owed = None
+        rank.follow(roster(4, failed(ZERO)))
+        assert rank.owed is None  # once
+
+
+def test_what_the_trainer_knows_to_have_failed_is_not_owed_when_a_later_view_repeats_it() -> None:
+    rank = rank_of()
+    rank.start(ZERO, BARRIER)
+    rank.follow(roster(3, failed(ZERO)))
+    rank.fail(failed(ZERO))
+    rank.start(ONE, BARRIER)
+    rank.stabilize(0)
+    rank.follow(roster(4, failed(ZERO)))  # another rank has not made it stable yet
+    assert rank.ledger.stable == 0
+    assert rank.owed is None
+
+
+def test_what_failed_before_a_trainer_entered_is_no_matter_of_its_own() -> None:
+    rank = rank_of(failed(ZERO), enters=ONE)
+    rank.start(ONE, BARRIER)
+    both = [rank.trainer, trainer(OTHER)]
+    rank.follow(roster(3, failed(ZERO), trainers=both))
+    assert rank.owed is None
+
+
+def test_a_call_that_is_taken_back_was_never_made() -> None:
+    rank = rank_of()
+    rank.start(ZERO, BARRIER)
+    rank.complete(ZERO, RESULT, (ME, OTHER))
+    rank.start(ONE, BARRIER)
+    rank.take_back(ONE)
+    assert rank.ledger.started == 0
+    rank.stabilize(0)
+    assert rank.ledger.stable == 0
+
+
+def test_a_late_failure_takes_the_running_call_back_before_anybody_hears_of_it_again() -> None:
+    """I5: the others may be in another call of the same number by then, which would differ."""
+    rank = rank_of()
+    rank.start(ZERO, BARRIER)
+    rank.complete(ZERO, RESULT, (ME, OTHER))
+    rank.start(ONE, BARRIER)
+    rank.follow(roster(3, failed(ZERO)))
+    assert rank.owed == failed(ZERO)
+    assert [report.op for report in rank.report().ranks[0].ops] == [ZERO]
+    mark = rank.marks()
+    assert (mark.started, mark.fingerprint) == (0, 0)
+
+
+def test_a_late_failure_leaves_alone_what_others_have_completed() -> None:
+    """I4: the result is fetched, and the failure is told by the next call."""
+    rank = rank_of()
+    rank.start(ZERO, BARRIER)
+    rank.complete(ZERO, RESULT, (ME, OTHER))
+    rank.start(ONE, BARRIER)
+    elsewhere = OpOutcome(ONE, (ME, OTHER), holders=(OTHER,))
+    rank.follow(roster(3, failed(ZERO), elsewhere))
+    assert rank.owed == failed(ZERO)
+    assert rank.marks().started == 1
+
+
+def test_each_view_resolves_the_ops_anew() -> None:
+    rank = rank_of(OpOutcome(ZERO, (ME, OTHER), holders=(OTHER,)))
+    outcome = rank.result_elsewhere(ZERO)  # it missed the view in which its job began
+    assert outcome is not None
+    assert outcome.holders == (OTHER,)
+    rank.follow(roster(3))
+    assert rank.result_elsewhere(ZERO) is None
+    rank.follow(roster(4, failed(ZERO)))
+    assert rank.failure_of(ZERO) == failed(ZERO)
+    assert rank.failure_of(ONE) is None
+    assert rank.result_elsewhere(ZERO) is None
+
+
+def test_the_first_reason_for_the_end_of_a_job_stays() -> None:
+    rank = rank_of()
+    rank.end(FAILED)
+    rank.end(Verdict("RankLost", "rank 1 is lost"))
+    assert rank.over == FAILED
+    failure = rank.failure_of(ZERO)
+    assert failure is not None
+    assert failure.verdict == FAILED
+
+
+def test_a_rank_that_the_others_go_on_without_is_superseded_and_serves_what_it_holds() -> None:
+    rank = rank_of()
+    rank.start(ZERO, BARRIER)
+    rank.complete(ZERO, RESULT, (ME, OTHER))
+    rank.start(ONE, BARRIER)
+    others = [trainer(OTHER), trainer(THIRD)]
+    rank.follow(roster(3, trainers=others, witnesses=[rank.trainer]))
+    assert rank.rank is None
+    failure = rank.failure_of(ONE)
+    assert failure is not None
+    assert failure.verdict is not None
+    assert failure.verdict.error == "HistorySuperseded"
+    assert rank.results.get(ZERO) is not None
+    assert rank.is_needed
+    rank.take_back(ONE)
+    rank.stabilize(0)  # the others have ended it
+    assert not rank.is_needed
+
+
+def test_the_world_changes_when_a_call_returns_and_is_told_once() -> None:
+    rank = rank_of()
+    rank.follow(roster(3, trainers=[trainer(ME), trainer(THIRD)]))
+    assert rank.world == (ME, OTHER)
+    assert rank.describe_world().names == ("mac-0", "mac-1")
+    assert rank.see((ME, OTHER)) is None
+    seen = rank.see((ME, THIRD))
+    assert seen is not None
+    assert (seen.rank, seen.trainers, seen.names) == (0, (ME, THIRD), ("mac-0", "mac-2"))
+    left = rank.see((THIRD,))
+    assert left is not None
+    assert left.rank == -1
+
+
+def test_who_has_just_entered_sees_nobody_yet() -> None:
+    rank = rank_of(enters=ONE)
+    assert rank.ledger.started == 0
+    assert rank.world == ()
+    assert rank.describe_world().rank == -1
+
+
+def test_a_rank_says_which_it_is() -> None:
+    rank = RankState[str](roster(2), trainer(OTHER))
+    assert repr(rank) == "<LocalRank 1 of 'digits', roster 2>"
+
+
+def test_a_shortage_of_ranks_is_described() -> None:
+    rank = rank_of()
+    assert not rank.describe_shortage(0)
+    rank.roster = msgspec.structs.replace(rank.roster, terms=Terms(min_ranks=4))
+    assert rank.describe_shortage(1) == "2 of at least 4 ranks (min_ranks) are here"
+    assert not rank.describe_shortage(2)  # those who wait for the next sync count
+    rank.in_force = False
+    assert "has not been seen to have agreed" in rank.describe_shortage(2)
+    rank.roster = msgspec.structs.replace(rank.roster, quorate=False)
+    assert "2 of 1 ranks, which is no majority" in rank.describe_shortage(2)
+
+
+def test_a_roster_that_is_in_force_stays_so_under_its_number() -> None:
+    primary = Primary(Epoch(2, *A), (A,), ((A,),))
+    first = msgspec.structs.replace(roster(2), primary=primary)
+    rank = RankState[str](first, trainer(ME))
+    assert not rank.may_run
+    rank.learn([KnownPrimary(first.job, first.born, primary.epoch, in_force=True)])
+    assert rank.may_run
+    rank.learn(())
+    assert rank.may_run
+    assert rank.follow(msgspec.structs.replace(first, number=3))
+    assert not rank.may_run
+
+
+def test_nothing_is_delivered_behind_a_fence_until_each_has_been_lifted() -> None:
+    rank = rank_of()
+    rank.fence("own stall")
+    rank.fence("view change")
+    assert not rank.follow(roster(2))
+    assert rank.fences == {"own stall"}
+    rank.lift("own stall")
+    assert not rank.fences
+
+
+def test_that_a_job_syncs_is_noted_at_the_call() -> None:
+    rank = rank_of()
+    rank.start(ZERO, Call("sync", "int64", (8,)))
+    assert rank.marks().synced == 0
+
+
+def test_the_ring_has_neighbours_on_both_sides() -> None:
+    rank = rank_of()
+    rank.follow(roster(3, trainers=[trainer(ME), trainer(OTHER), trainer(THIRD)]))
+    assert [neighbour.id for neighbour in rank.neighbours()] == [THIRD, OTHER]
