@@ -12,9 +12,8 @@ import numpy as np
 
 import pmesh
 from pmesh.core.ops.coded import ring_codec_name
-from pmesh.core.ops.kinds import extent_of
+from pmesh.core.ops.kinds import BOUND_KINDS, extent_of
 from pmesh.core.values import Verdict
-from pmesh.core.views.outcomes import BOUND_KINDS
 from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import (
     ENTERS,

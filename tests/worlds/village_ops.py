@@ -3,18 +3,19 @@
 import contextlib
 from collections.abc import Awaitable, Collection
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import trio
 
 from pmesh.agent.jobs import op_network
+from pmesh.agent.jobs.op_layout import Op
 from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.agent.lanes.rendezvous import LaneDesk
+from pmesh.core.ops.kinds import KINDS
+from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Terms, Verdict
-from pmesh.net.lanes import collectives
-from pmesh.net.lanes.collectives import RingPosition
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Machine, Village
 
@@ -64,18 +65,31 @@ def hold_all_reduces(
         ranks: who is held.
         complete: whether they have sent and received everything by then.
     """
-    real, held = collectives.all_reduce, list[int]()
+    return hold_ops(monkeypatch, size=size, ranks=ranks, complete=complete, reduces=True)
 
-    async def all_reduce(ring: RingPosition, **call: Any) -> None:  # noqa: ANN401 - passed on
-        stays = ring.size == size and ring.rank in ranks
+
+def hold_ops(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    size: int,
+    ranks: Collection[int],
+    complete: bool,
+    reduces: bool,
+) -> list[int]:
+    """As `hold_all_reduces`; or of what does not reduce."""
+    real, held = op_network.run_on_lanes, list[int]()
+
+    async def run(rank: LocalRank, op: Op, plan: RankPlan, desk: LaneDesk) -> None:
+        stays = plan.size == size and rank.rank in ranks and KINDS[op.kind].reduces == reduces
         if complete or not stays:
-            await real(ring, **call)
+            await real(rank, op, plan, desk)
         if stays:
-            call["result"][:] = b"\xff" * len(call["result"])  # what it has must not be believed
-            held.append(ring.rank)
+            if not op.result.is_input:
+                op.result.memory[:] = b"\xff" * op.result.nbytes  # it must not be believed
+            held.append(rank.rank or 0)
             await trio.sleep_forever()
 
-    monkeypatch.setattr(op_network, "all_reduce", all_reduce)
+    monkeypatch.setattr(op_network, "run_on_lanes", run)
     return held
 
 

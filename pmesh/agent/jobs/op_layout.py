@@ -4,21 +4,15 @@ from dataclasses import dataclass
 
 from pmesh.agent.jobs.ranks import LocalRank, Result
 from pmesh.compression.codecs import Codec, codec_of
-from pmesh.core.jobs.attempt import ROOTED, OpState, roles_in
+from pmesh.core.jobs.attempt import OpState, roles_in
 from pmesh.core.ops.coded import ring_codec_name
-from pmesh.core.ops.kinds import Extent, extent_of
+from pmesh.core.ops.kinds import KINDS, Extent, extent_of
 from pmesh.core.ops.reductions import WIRE_DTYPES, check_reduction
-from pmesh.core.views.outcomes import BOUND_KINDS
-from pmesh.core.wire.local import MAX_ROW_VALUES, SUMMED_TABLES, SYNC_VALUES, TABLE_KINDS, StartOp
+from pmesh.core.wire.local import StartOp
 from pmesh.errors import ProtocolError, UsageError
 
-REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
-KINDS = REDUCING | ROOTED | BOUND_KINDS | TABLE_KINDS | {"barrier"}
-_ADDING = REDUCING | SUMMED_TABLES | {"barrier"}
 NOTHING = Result(arena=None, nbytes=0)
 
-_TABLE_DTYPE = "int64"
-_BYTES = "uint8"
 _CODED_DTYPE = "float32"
 _MOST_RANKS = 1024  # that a job can wait for: newcomers may make a sync's table longer
 
@@ -46,7 +40,7 @@ class Op(OpState):
     @property
     def is_table(self) -> bool:
         """Whether its result has a row for each rank, however many there are."""
-        return self.kind in TABLE_KINDS
+        return KINDS[self.kind].row is not None
 
     @property
     def row_bytes(self) -> int:
@@ -74,7 +68,7 @@ def check_request(rank: LocalRank, request: StartOp) -> None:
     try:
         if not enters:
             _extent(rank, request)
-        if call.kind in _ADDING:
+        if KINDS[call.kind].reduces:
             check_reduction(call.reduction or "sum", request.wire_dtype)
         _check_coding(request)
     except ValueError as e:
@@ -82,18 +76,13 @@ def check_request(rank: LocalRank, request: StartOp) -> None:
 
 
 def _fits(rank: LocalRank, request: StartOp) -> bool:
-    call, ranks = request.call, range(len(rank.world))
-    row_fits = {
-        "sync": request.count == SYNC_VALUES and request.wire_dtype == _TABLE_DTYPE,
-        "exchange": request.count <= MAX_ROW_VALUES and request.wire_dtype == _TABLE_DTYPE,
-        "collect": request.wire_dtype == _BYTES,
-    }
+    call, ranks, kind = request.call, range(len(rank.world)), KINDS.get(request.call.kind)
     return (
-        call.kind in KINDS
-        and (call.kind not in ROOTED or call.root in ranks)
+        kind is not None
+        and (not kind.rooted or call.root in ranks)
         and all(receiver in ranks for receiver in call.receivers)
         and len(set(call.receivers)) == len(call.receivers)  # views report calls: they stay small
-        and row_fits.get(call.kind, True)
+        and (kind.row is None or kind.row.fits(request))
     )
 
 

@@ -20,7 +20,7 @@ from pmesh.core.values import OpOutcome, Verdict
 from pmesh.core.wire.local import OpDone, OpFailed, StartOp
 from pmesh.errors import LaneBroken, ProtocolError, UsageError
 from pmesh.ids import OpNumber
-from pmesh.net.lanes.collectives import CallsDiffer
+from pmesh.net.lanes.lane import CallsDiffer
 from pmesh.net.local.arenas import Arena
 
 TELL_AFTER_OPS = 8  # so often a heartbeat goes ahead of time, while nothing else tells the marks

@@ -14,8 +14,8 @@ from pmesh.core.wire.link import AskResult, Call
 from pmesh.core.wire.records import fingerprint
 from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber
-from pmesh.net.lanes.collectives import CallsDiffer, RingPosition, broadcast
-from pmesh.net.lanes.lane import Lane
+from pmesh.net.lanes.collectives import RingPosition, broadcast
+from pmesh.net.lanes.lane import CallsDiffer, Lane
 
 COPIED_BYTES = 1024 * 1024  # at once: some 0.1 ms, so that the event loop stays responsive
 MAX_EARLY = 64  # a few jobs and ranks; who asks more asks again

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 import numpy as np
 import trio
 
-from pmesh.core.ops.cost import EdgeCost, Edges, Islands, Strategy, choose, islands_of
+from pmesh.core.ops.cost import EdgeCost, Edges
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.records import RecordHeader
 from pmesh.errors import LaneBroken
 from pmesh.ids import Member
-from pmesh.net.lanes.collectives import CallsDiffer, RingPosition, all_reduce
+from pmesh.net.lanes.collectives import RingPosition, all_reduce
+from pmesh.net.lanes.lane import CallsDiffer
 
 PROBE_BYTES = 256 * 1024  # 2 ms at 1 Gbit/s: some times what a busy machine is late
 MEASURED_FOR_S = 600.0  # then an edge is measured again, when a roster changes
@@ -46,15 +47,6 @@ class RingCosts:
 
     def __init__(self) -> None:
         self.edges: Edges | None = None
-
-    def choose(self, nbytes: int) -> Strategy:
-        """How to all-reduce so many bytes: the same on every rank."""
-        return "ring" if self.edges is None else choose(self.edges, nbytes)
-
-    @property
-    def islands(self) -> Islands:
-        """Ranks with fast edges between them; without any, each rank is one."""
-        return islands_of(self.edges) if self.edges is not None else ()
 
 
 async def agree_on_costs(

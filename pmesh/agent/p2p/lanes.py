@@ -19,8 +19,7 @@ from pmesh.core.wire.link import Envelope, MessageAddress, RequestMessage
 from pmesh.core.wire.records import RecordHeader
 from pmesh.errors import LaneBroken
 from pmesh.ids import TrainerId
-from pmesh.net.lanes.collectives import CallsDiffer
-from pmesh.net.lanes.lane import Lane
+from pmesh.net.lanes.lane import CallsDiffer, Lane
 
 ASK_AGAIN_S = 0.2  # a question may have been lost, or have come before its view
 STALL_S = 5.0  # a lane that brings nothing for so long is broken: as long as Wi-Fi may be silent

@@ -25,14 +25,13 @@ from pmesh.client.link.arenas import (
 )
 from pmesh.client.link.connection import AgentConnection
 from pmesh.compression.blocks import Float32s
-from pmesh.core.ops.kinds import Extent, extent_of
+from pmesh.core.ops.kinds import KINDS, Extent, extent_of
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
 from pmesh.core.values import Verdict
 from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import (
     ENTERS,
     MAX_COMPRESSION_TEXT,
-    TABLE_KINDS,
     ArenaGone,
     ArenaGranted,
     Compresses,
@@ -250,7 +249,7 @@ class TrainerSession:
                 if residuals is not None and self.world.rank >= 0:
                     residuals.swap()  # O9: also if the result was fetched
                 # A table has a row of each who is there now; a root is counted as it was then.
-                gets = (self._extent(request) if call.kind in TABLE_KINDS else before).gets
+                gets = (self._extent(request) if KINDS[call.kind].row else before).gets
                 arena = source if is_root else self._outputs.get(output)
                 with self._unless_it_fails():
                     values = values_in(arena, dtype, gets)

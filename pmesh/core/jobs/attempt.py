@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeAlias
 
 from pmesh.core.jobs.progress import Marks
 from pmesh.core.jobs.rank import RankState
+from pmesh.core.ops.kinds import KINDS
 from pmesh.core.values import OpOutcome, Verdict
-from pmesh.core.views.outcomes import BOUND_KINDS
 from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import World
 from pmesh.ids import OpNumber, TrainerId
@@ -22,7 +22,6 @@ LANE_GRACE_S = 1.0  # a lane ends before its machine's link does: wait for the b
 LANE_ATTEMPTS = 3  # an op that breaks its lanes thrice fails
 ASK_AGAIN_S = 1.0  # five heartbeats: the question for a result, or the link, has been lost
 FOREVER_S = 1e9  # a timeout may be infinite, which no clock can wait for
-ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,7 +140,7 @@ def _without_root(rank: RankState[Any], op: OpState) -> Verdict | None:
 
 def _without_some(rank: RankState[Any], op: OpState) -> Verdict | None:
     """O4: who is to give and get how much has been said for ranks that are not all there now."""
-    if op.call.kind not in BOUND_KINDS or rank.world == rank.roster.ids:
+    if not KINDS[op.call.kind].bound or rank.world == rank.roster.ids:
         return None
     lost = tuple(trainer for trainer in rank.world if trainer not in rank.roster.ids)
     return Verdict("RosterChanged", f"{_name(rank, op)}: its ranks have changed", lost)
@@ -156,7 +155,7 @@ def _name(rank: RankState[Any], op: OpState) -> str:
 
 def roles_in(rank: RankState[Any], call: Call) -> tuple[TrainerId | None, tuple[TrainerId, ...]]:
     """O5: root and receivers are bound to their trainers at the call, by the caller's world."""
-    root = rank.world[call.root] if call.kind in ROOTED else None
+    root = rank.world[call.root] if KINDS[call.kind].rooted else None
     return root, tuple(rank.world[receiver] for receiver in call.receivers) or rank.world
 
 

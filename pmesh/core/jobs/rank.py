@@ -11,6 +11,7 @@ from typing import Generic, Literal, TypeAlias, TypeVar
 
 from pmesh.core.jobs import op_log as ledgers
 from pmesh.core.jobs.op_log import Ledger
+from pmesh.core.ops.kinds import KINDS
 from pmesh.core.values import OpOutcome, Roster, Trainer, Verdict
 from pmesh.core.views.quorum import is_in_force
 from pmesh.core.wire.link import Call, Concern, JobReport, KnownPrimary, RankMarks
@@ -19,7 +20,6 @@ from pmesh.core.wire.records import fingerprint
 from pmesh.ids import OpNumber, Rank, TrainerId
 
 COME_BACK = "mesh.sync() brings it back"
-NO_BARRIERS = frozenset({"broadcast", "gather", "scatter", "all_to_all"})
 
 Fence: TypeAlias = Literal["view change", "own stall"]
 """Why nothing is delivered: V3, or V8."""
@@ -264,7 +264,7 @@ class RankState(Generic[R]):
         """O2: nobody gets through without everyone having started, and so ended what was before."""
         if self.size == 1:
             self.stabilize(op)
-        elif kind not in NO_BARRIERS:
+        elif KINDS[kind].barrier:
             self.stabilize(op - 1)
 
     def fail(self, outcome: OpOutcome) -> None:

@@ -21,7 +21,17 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pmesh.core.ops.plan import Need, PlanMaker, RankPlan, Receive, Region, Send, Then, remembered
-from pmesh.core.ops.schedule import SEGMENT_BYTES, chunk_bounds, halvings, segments
+from pmesh.core.ops.reductions import WIRE_DTYPES, is_exact
+from pmesh.core.ops.schedule import (
+    IN_LINE_BYTES,
+    LARGE_CHUNK_BYTES,
+    LARGE_SEGMENT_BYTES,
+    SEGMENT_BYTES,
+    SMALL_BYTES,
+    chunk_bounds,
+    halvings,
+    segments,
+)
 
 _Needs = tuple[Need, ...]
 
@@ -35,10 +45,13 @@ class _Record(NamedTuple):
     nbytes: int
 
 
+@remembered
 def plan_ring(
-    *, rank: int, size: int, count: int, itemsize: int, segment_bytes: int = SEGMENT_BYTES
+    *, rank: int, size: int, count: int, itemsize: int, segment_bytes: int | None = None
 ) -> RankPlan:
     """The ring all-reduce of `count` values of `itemsize` bytes.
+
+    Costs 2(size-1) steps and, but for rounding to whole values, 2(size-1)/size of the tensor sent.
 
     Args:
         rank: whose plan.
@@ -46,15 +59,40 @@ def plan_ring(
         count: values of the tensor.
         itemsize: bytes of a value.
         segment_bytes: at most so many in a record, the same at all ranks; a multiple of `itemsize`.
+            None: few for a large chunk.
     """
-    return plan_hierarchical(
-        rank=rank,
-        size=size,
-        count=count,
-        itemsize=itemsize,
-        islands=tuple((member,) for member in range(size)),
-        segment_bytes=segment_bytes,
-    )
+    chunk_bytes = -(-count // size) * itemsize
+    if segment_bytes is None:
+        large = chunk_bytes >= LARGE_CHUNK_BYTES
+        segment_bytes = LARGE_SEGMENT_BYTES if large else SEGMENT_BYTES
+    bounds = [value * itemsize for value in chunk_bounds(count, size)]
+    islands = tuple((member,) for member in range(size))
+    maker = _plan_islands(rank, size, islands, bounds, segment_bytes)
+    return maker.plan(small=chunk_bytes <= IN_LINE_BYTES)
+
+
+def plan_along_ring(
+    *, rank: int, size: int, count: int, dtype: str, reduction: str = "sum"
+) -> RankPlan:
+    """The ring all-reduce of `count` values; of two ranks with few values their exchange."""
+    itemsize = WIRE_DTYPES[dtype].itemsize
+    is_small = count * itemsize <= SMALL_BYTES
+    if size == 2 and is_small and is_exact(reduction, dtype):  # noqa: PLR2004 - as it says
+        return plan_exchange(rank=rank, nbytes=count * itemsize)
+    return plan_ring(rank=rank, size=size, count=count, itemsize=itemsize)
+
+
+@remembered
+def plan_exchange(*, rank: int, nbytes: int) -> RankPlan:
+    """Two ranks send each other all they have: as many bytes as along their ring, in one step.
+
+    Both add, so that must be exact. It takes twice the additions: for small tensors.
+    """
+    maker = PlanMaker(size=2)
+    for record in (_Record(0, *segment) for segment in segments(0, nbytes)):
+        maker.send(1 - rank, _send(0, Region.SOURCE, record))
+        maker.receive(1 - rank, _add_source(0, record, finishes=True))
+    return maker.plan(added_twice=True)
 
 
 @remembered
@@ -143,10 +181,22 @@ def plan_hierarchical(
     """
     if len(islands) == 1:
         islands = tuple((member,) for member in islands[0])
+    bounds = [value * itemsize for value in chunk_bounds(count, len(islands))]
+    return _plan_islands(rank, size, islands, bounds, segment_bytes).plan()
+
+
+def _plan_islands(
+    rank: int,
+    size: int,
+    islands: Sequence[Sequence[int]],
+    bounds: Sequence[int],
+    segment_bytes: int,
+) -> PlanMaker:
+    """A ring of islands, with one chunk for each, whose ends are `bounds`."""
     maker = PlanMaker(size=size)
     if size == 1:
-        return _alone(count * itemsize)
-    bounds = [value * itemsize for value in chunk_bounds(count, len(islands))]
+        maker.copy(source=0, result=0, nbytes=bounds[-1])
+        return maker
     chunks = [
         [_Record(number, *segment) for segment in segments(*ends, segment_bytes=segment_bytes)]
         for number, ends in enumerate(itertools.pairwise(bounds))
@@ -161,7 +211,7 @@ def plan_hierarchical(
         done = dict.fromkeys(_backwards(chunks, place + 1), ())
     for record, needs in done.items():
         chain.spread(record, needs, step=chain.steps + 2 * (len(islands) - 1))
-    return maker.plan()
+    return maker
 
 
 class _Chain:
@@ -206,7 +256,11 @@ def _reduce_around(
     *,
     first_step: int,
 ) -> dict[_Record, _Needs]:
-    """The ring all-reduce (`pmesh.core.ops.schedule`) of what lies ready when `sums` says so.
+    """The ring all-reduce of what lies ready when `sums` says so.
+
+        step         0 ... n-2 (scatter)                n-1 ... 2n-3 (gather)
+        rank r sends     chunk r - step                     chunk r - step
+        and receives     chunk r - step - 1, to add to      chunk r - step - 1, to keep
 
     A record for which nothing is to be waited lies in the source; a sum lies in the result.
     Returns what to wait for until each record is finished, in the order in which they are.

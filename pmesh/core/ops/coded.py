@@ -1,6 +1,6 @@
 """The ring all-reduce with a codec at every hop: who sends and receives what, when, and what it is.
 
-Steps and chunks are those of `pmesh.core.ops.schedule`. In the scatter phase a rank adds its own
+Steps and chunks are those of `pmesh.core.ops.all_reduce`. In the scatter phase a rank adds its own
 values to the partial sum that arrives, and encodes the sum for the next (`Codec.hop`). The last to
 add owns the chunk: what it encodes is the result, decoded alike by all, itself too. In the gather
 phase these bytes are forwarded as they are. So each rank encodes each value exactly once, and what

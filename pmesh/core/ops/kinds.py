@@ -1,9 +1,28 @@
-"""How many values a rank gives to an op and gets of it: its trainer and its agent see it alike."""
+"""What each kind of op is: one table, which trainers, agents and views read alike."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
 
-from pmesh.core.views.outcomes import BOUND_KINDS
-from pmesh.core.wire.local import TABLE_KINDS, StartOp
+from pmesh.core.ops.all_reduce import (
+    plan_along_ring,
+    plan_centralized,
+    plan_hierarchical,
+    plan_tree,
+)
+from pmesh.core.ops.cost import Edges, choose, islands_of
+from pmesh.core.ops.moving import (
+    plan_all_gather,
+    plan_all_to_all,
+    plan_broadcast,
+    plan_gather,
+    plan_scatter,
+)
+from pmesh.core.ops.plan import RankPlan
+from pmesh.core.ops.reduce import plan_reduce, plan_reduce_scatter
+from pmesh.core.ops.reductions import WIRE_DTYPES
+from pmesh.core.wire.local import MAX_ROW_VALUES, SYNC_VALUES, StartOp, WireDtype
 
 
 class Extent(NamedTuple):
@@ -13,41 +32,227 @@ class Extent(NamedTuple):
     gets: int
 
 
+class Row(NamedTuple):
+    """What each rank gives to a table."""
+
+    dtype: WireDtype
+    least: int = 0
+    most: int = 2**63
+    """In values."""
+
+    def fits(self, request: StartOp) -> bool:
+        """Whether the request gives such a row."""
+        return request.wire_dtype == self.dtype and self.least <= request.count <= self.most
+
+
+Amount: TypeAlias = Callable[[StartOp, int, int], int]
+"""How many values a request means for a rank, among so many."""
+
+
+def _count(request: StartOp, _rank: int, _size: int) -> int:
+    return request.count
+
+
+def _one_for_each(request: StartOp, _rank: int, size: int) -> int:
+    return request.count * size
+
+
+def _part(request: StartOp, rank: int, _size: int) -> int:
+    return request.parts[rank]
+
+
+def _all_parts(request: StartOp, _rank: int, _size: int) -> int:
+    return sum(request.parts)
+
+
+def _all_parts_in(request: StartOp, _rank: int, size: int) -> int:
+    if len(request.parts_in) != size:
+        raise ValueError(f"{len(request.parts_in)} parts from {size} ranks")
+    return sum(request.parts_in)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a rank's plan of an op depends on."""
+
+    request: StartOp
+    rank: int
+    size: int
+    root: int = 0
+    """Which rank it is now."""
+    reach: int | None = None
+    """Of a broadcast: see `plan_broadcast`."""
+    edges: Edges | None = None
+    """What they cost, if the ranks have agreed on it."""
+
+    @property
+    def at(self) -> dict[str, int]:
+        """Whose plan."""
+        return {"rank": self.rank, "size": self.size}
+
+    @property
+    def rooted(self) -> dict[str, int]:
+        """Whose plan, and the root."""
+        return {"rank": self.rank, "size": self.size, "root": self.root}
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a value."""
+        return WIRE_DTYPES[self.request.wire_dtype].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Of this rank's values."""
+        return self.request.count * self.itemsize
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """By rank, in bytes."""
+        return tuple(part * self.itemsize for part in self.request.parts)
+
+    @property
+    def parts_in(self) -> tuple[int, ...]:
+        """Likewise."""
+        return tuple(part * self.itemsize for part in self.request.parts_in)
+
+
+def _plan_all_reduce(here: Setting) -> RankPlan:
+    """By the strategy that is asked for, or else by the one that costs the least."""
+    request, edges = here.request, here.edges
+    cheapest = "ring" if edges is None else choose(edges, here.nbytes)
+    values = {"count": request.count, "itemsize": here.itemsize}
+    match request.call.strategy or cheapest:
+        case "tree":
+            return plan_tree(**here.at, **values)
+        case "centralized":
+            return plan_centralized(**here.at, **values)
+        case "hierarchical":
+            islands = islands_of(edges or ()) or tuple((rank,) for rank in range(here.size))
+            return plan_hierarchical(**here.at, **values, islands=islands)
+        case _:
+            return _plan_along_ring(here, request.count)
+
+
+def _plan_sum_of_tables(here: Setting) -> RankPlan:
+    """Each rank's table has its own row, and zeros."""
+    return _plan_along_ring(here, here.request.count * here.size)
+
+
+def _plan_along_ring(here: Setting, count: int) -> RankPlan:
+    call, dtype = here.request.call, here.request.wire_dtype
+    return plan_along_ring(**here.at, count=count, dtype=dtype, reduction=call.reduction or "sum")
+
+
+def _at_root(amount: Amount) -> Amount:
+    return lambda request, rank, size: (
+        amount(request, rank, size) if rank == request.call.root else 0
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpKind:
+    """What holds for all ops of one kind."""
+
+    plan: Callable[[Setting], RankPlan]
+    gives: Amount = _count
+    gets: Amount = _count
+    rooted: bool = False
+    """The call names a root, which is a rank of its world."""
+    reduces: bool = False
+    """Values of several ranks become one."""
+    bound: bool = False
+    """O4: what a rank gets depends on who takes part, and no other rank has it. So the op neither
+    runs again among others, nor can its result be fetched. The request has `parts`."""
+    barrier: bool = True
+    """No rank gets through before all have started."""
+    row: Row | None = None
+    """If the result is a table: a row of each rank that is there. After a loss such an op runs
+    again among the ranks that are left."""
+
+
+KINDS: Mapping[str, OpKind] = MappingProxyType(
+    {
+        "all_reduce": OpKind(plan=_plan_all_reduce, reduces=True),
+        "barrier": OpKind(plan=_plan_all_reduce, reduces=True),
+        "broadcast": OpKind(
+            plan=lambda here: plan_broadcast(**here.rooted, nbytes=here.nbytes, reach=here.reach),
+            gives=_at_root(_count),
+            rooted=True,
+            barrier=False,
+        ),
+        "reduce": OpKind(
+            plan=lambda here: plan_reduce(**here.rooted, nbytes=here.nbytes),
+            gets=_at_root(_count),
+            rooted=True,
+            reduces=True,
+        ),
+        "all_gather": OpKind(
+            plan=lambda here: plan_all_gather(**here.at, nbytes=here.parts),
+            gives=_part,
+            gets=_all_parts,
+            bound=True,
+        ),
+        "gather": OpKind(
+            plan=lambda here: plan_gather(**here.rooted, nbytes=here.parts),
+            gives=_part,
+            gets=_at_root(_all_parts),
+            rooted=True,
+            bound=True,
+            barrier=False,
+        ),
+        "scatter": OpKind(
+            plan=lambda here: plan_scatter(**here.rooted, nbytes=here.parts),
+            gives=_at_root(_all_parts),
+            gets=_part,
+            rooted=True,
+            bound=True,
+            barrier=False,
+        ),
+        "reduce_scatter": OpKind(
+            plan=lambda here: plan_reduce_scatter(**here.at, nbytes=here.parts),
+            gives=_all_parts,
+            gets=_part,
+            reduces=True,
+            bound=True,
+        ),
+        "all_to_all": OpKind(
+            plan=lambda here: plan_all_to_all(**here.at, to=here.parts, from_=here.parts_in),
+            gives=_all_parts,
+            gets=_all_parts_in,
+            bound=True,
+            barrier=False,
+        ),
+        # Newcomers enter a job in a `sync`.
+        "sync": OpKind(
+            plan=_plan_sum_of_tables,
+            gets=_one_for_each,
+            reduces=True,
+            row=Row("int64", SYNC_VALUES, SYNC_VALUES),
+        ),
+        "exchange": OpKind(
+            plan=_plan_sum_of_tables,
+            gets=_one_for_each,
+            reduces=True,
+            row=Row("int64", most=MAX_ROW_VALUES),
+        ),
+        "collect": OpKind(
+            plan=lambda here: plan_all_gather(**here.at, nbytes=(here.nbytes,) * here.size),
+            gets=_one_for_each,
+            row=Row("uint8"),
+        ),
+    }
+)
+
+BOUND_KINDS = frozenset(name for name, kind in KINDS.items() if kind.bound)
+
+
 def extent_of(request: StartOp, *, rank: int, size: int) -> Extent:
     """What a rank of so many gives and gets; a rank that gives nothing needs no arena.
 
     Raises:
         ValueError: the request does not say how much is for whom.
     """
-    _check_parts(request, size)
-    kind, count, parts = request.call.kind, request.count, request.parts
-    is_root = request.call.root == rank
-    whole = sum(parts)
-    match kind:
-        case "broadcast":
-            extent = Extent(count if is_root else 0, count)
-        case "reduce":
-            extent = Extent(count, count if is_root else 0)
-        case "all_gather":
-            extent = Extent(parts[rank], whole)
-        case "gather":
-            extent = Extent(parts[rank], whole if is_root else 0)
-        case "scatter":
-            extent = Extent(whole if is_root else 0, parts[rank])
-        case "reduce_scatter":
-            extent = Extent(whole, parts[rank])
-        case "all_to_all":
-            extent = Extent(whole, sum(request.parts_in))
-        case _ if kind in TABLE_KINDS:
-            extent = Extent(count, count * size)
-        case _:
-            extent = Extent(count, count)
-    return extent
-
-
-def _check_parts(request: StartOp, size: int) -> None:
-    kind = request.call.kind
-    if kind in BOUND_KINDS and len(request.parts) != size:
+    kind = KINDS[request.call.kind]
+    if kind.bound and len(request.parts) != size:
         raise ValueError(f"{len(request.parts)} parts for {size} ranks")
-    if kind == "all_to_all" and len(request.parts_in) != size:
-        raise ValueError(f"{len(request.parts_in)} parts from {size} ranks")
+    return Extent(kind.gives(request, rank, size), kind.gets(request, rank, size))

@@ -1,5 +1,6 @@
-"""all_gather, gather, scatter and all_to_all, each as the plan of one rank; counts may differ.
+"""broadcast, all_gather, gather, scatter and all_to_all, each as the plan of one rank.
 
+Ranks may differ in their counts.
 Sizes are in bytes, since nothing is computed. What has no bytes isn't sent, but for all_gather,
 which is a barrier: every rank waits for all others. The rest is none.
 """
@@ -8,7 +9,44 @@ import itertools
 from collections.abc import Sequence
 
 from pmesh.core.ops.plan import Need, PlanMaker, RankPlan, Receive, Region, Send, remembered
-from pmesh.core.ops.schedule import SEGMENT_BYTES, segments
+from pmesh.core.ops.schedule import IN_LINE_BYTES, SEGMENT_BYTES, segments
+
+
+@remembered
+def plan_broadcast(
+    *,
+    rank: int,
+    size: int,
+    root: int,
+    nbytes: int,
+    reach: int | None = None,
+    segment_bytes: int = SEGMENT_BYTES,
+) -> RankPlan:
+    """The root's tensor along the ring, each record passed on as soon as it has arrived.
+
+    Args:
+        rank: whose plan.
+        size: how many ranks.
+        root: whose source it is; it is the others' result.
+        nbytes: of the tensor. Without any, one empty record goes along the ring.
+        reach: how far from the root the tensor goes; None: to all. The ranks beyond are only told,
+            by an empty record, that it has got there.
+        segment_bytes: at most so many in a record, the same at all ranks.
+    """
+    maker = PlanMaker(size=size)
+    distance, following, previous = (rank - root) % size, (rank + 1) % size, (rank - 1) % size
+    region = Region.RESULT if distance else Region.SOURCE
+    tensor, nothing = segments(0, nbytes, segment_bytes=segment_bytes), segments(0, 0)
+    reach = size - 1 if reach is None else reach
+    needs: tuple[Need, ...] = ()
+    for segment in tensor if distance <= reach else nothing:
+        if distance:
+            needs = (maker.receive(previous, Receive(distance - 1, Region.RESULT, *segment)),)
+        if distance < reach:
+            maker.send(following, Send(distance, region, *segment, needs))
+    if reach <= distance < size - 1:
+        maker.send(following, Send(distance, region, *nothing[0], needs))
+    return maker.plan(small=nbytes <= IN_LINE_BYTES)
 
 
 @remembered

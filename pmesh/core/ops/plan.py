@@ -1,13 +1,11 @@
 """What one rank sends and receives in a collective, over lanes to any ranks, and when.
 
-A plan is a value: `pmesh.net.lanes.transfers.run_plan` runs any of them, and the tests run those of
+A plan is a value: `pmesh.net.lanes.executor.run_plan` runs any of them, and the tests run those of
 all ranks in memory. Who makes them:
 
     all_reduce         all_reduce by ring, tree, centralized and hierarchical
     reduce             reduce and reduce_scatter, which keep only part of what they reduce
-    plans_moving       all_gather, gather, scatter and all_to_all, which reduce nothing
-
-(`pmesh.core.ops.schedule` plans the ring alone, which needs less: two lanes and one rule.)
+    moving             broadcast, all_gather, gather, scatter and all_to_all, which reduce nothing
 
 For each lane a plan has the records in the order in which they travel: the n-th send to a rank is
 the n-th receive there, with as many bytes. Nothing orders one lane against another but `Need`s.
@@ -31,22 +29,22 @@ from typing import NamedTuple, ParamSpec, cast
 from pmesh.core.ops.schedule import SMALL_BYTES
 
 
-class Region(enum.Enum):
+class Region(enum.IntEnum):
     """Where values lie."""
 
-    SOURCE = enum.auto()
-    RESULT = enum.auto()
-    SCRATCH = enum.auto()
+    SOURCE = 0
+    RESULT = 1
+    SCRATCH = 2
 
 
-class Then(enum.Enum):
+class Then(enum.IntEnum):
     """What becomes of a record that has landed."""
 
-    KEEP = enum.auto()
+    KEEP = 0
     """It is where it belongs, or is sent on from there."""
-    ADD_SOURCE = enum.auto()
+    ADD_SOURCE = 1
     """The source's values at `other` are added to it where it has landed."""
-    ADD_TO_RESULT = enum.auto()
+    ADD_TO_RESULT = 2
     """It is added to the result's values at `other`."""
 
 
@@ -115,7 +113,9 @@ class RankPlan:
     Who waits in this order, and first sends all that it may, never waits for a record whose sender
     waits for a later one of ours. Empty for others."""
     small: bool
-    """Every record, and every copy, has at most SMALL_BYTES."""
+    """Every record, and every copy, has at most SMALL_BYTES; or a ring has one a step."""
+    added_twice: bool
+    """Each rank adds all values for itself, so NaN must be made equal (I3)."""
 
     @property
     def peers_to(self) -> tuple[int, ...]:
@@ -181,12 +181,13 @@ class PlanMaker:
         """All that has been received so far."""
         return tuple(Need(peer, len(receives)) for peer, receives in self._receives.items())
 
-    def plan(self) -> RankPlan:
-        """What has been written down."""
+    def plan(self, *, small: bool | None = None, added_twice: bool = False) -> RankPlan:
+        """What has been written down; for the arguments see `RankPlan`."""
         sizes = [send.nbytes for sends in self._sends.values() for send in sends]
         sizes += [receive.nbytes for receives in self._receives.values() for receive in receives]
         sizes += [copy.nbytes for copy in self._copies]
-        small = max(sizes, default=0) <= SMALL_BYTES
+        if small is None:
+            small = max(sizes, default=0) <= SMALL_BYTES
         return RankPlan(
             size=self._size,
             sends={peer: tuple(sends) for peer, sends in self._sends.items()},
@@ -195,6 +196,7 @@ class PlanMaker:
             scratch_bytes=self._scratch_bytes,
             in_line=tuple(self._arrivals) if small else (),
             small=small,
+            added_twice=added_twice,
         )
 
     def _use(self, region: Region, end: int) -> None:
@@ -207,4 +209,4 @@ _P = ParamSpec("_P")
 
 def remembered(make: Callable[_P, RankPlan]) -> Callable[_P, RankPlan]:
     """Keep a few plans: training repeats a few shapes, and a plan of 1 GiB has 4,000 records."""
-    return cast("Callable[_P, RankPlan]", functools.lru_cache(maxsize=8)(make))
+    return cast("Callable[_P, RankPlan]", functools.lru_cache(maxsize=16)(make))

@@ -4,13 +4,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pmesh.core.jobs.op_log import NONE_YET
+from pmesh.core.ops.kinds import BOUND_KINDS
 from pmesh.core.values import OpOutcome, Roster, Verdict
 from pmesh.core.wire.link import Concern, JobReport, OpReport
 from pmesh.ids import OpNumber, TrainerId
-
-BOUND_KINDS = frozenset({"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"})
-"""O4: what a rank gets depends on who takes part, and nobody else has it: these neither run again
-among others, nor can they be fetched."""
 
 Reports = Mapping[OpNumber, Mapping[TrainerId, OpReport]]
 """What is known of each op that is not stable, by whom."""

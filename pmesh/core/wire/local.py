@@ -18,13 +18,6 @@ SESSION_VERSION = 7
 SYNC_VALUES = 8
 """How many int64 each rank gives to a `sync`; its result has as many for every rank, in order."""
 
-SUMMED_TABLES = frozenset({"sync", "exchange"})
-"""Each rank gives a row of int64, all get the table; nobody enters a job in an `exchange`."""
-
-TABLE_KINDS = SUMMED_TABLES | {"collect"}
-"""All get a row of each rank that is there; after a loss it runs again among who is left. The rows
-of a `collect` are bytes, of any one length."""
-
 MAX_ROW_VALUES = 4096
 
 MAX_COMPRESSION_TEXT = 256

@@ -8,15 +8,18 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent.jobs import op_network, op_task
+from pmesh.agent.jobs.op_layout import Op
+from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.jobs.retained import ResultServer
+from pmesh.agent.lanes.rendezvous import LaneDesk
 from pmesh.core.links.health import WIRED
+from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import OpOutcome
 from pmesh.core.wire.link import AskResult, Call
 from pmesh.core.wire.local import StartOp
 from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber, TrainerId
-from pmesh.net.lanes import collectives
 from pmesh.net.lanes.lane import CallsDiffer
 from tests.worlds.trainer import together, until
 from tests.worlds.village import village
@@ -93,7 +96,7 @@ async def test_lanes_that_break_again_and_again_fail_the_op(
     async with village(clock, 2) as here:
         trainers = await here.job(*here.machines)
         with monkeypatch.context() as patch:
-            patch.setattr(op_network, "all_reduce", breaks)
+            patch.setattr(op_network, "run_plan", breaks)
             verdicts = await verdicts_of_all(*[(t, t.reduce(ones(9))) for t in trainers])
         assert {v.error for v in verdicts} == {"LaneBroken"}
         assert verdicts[0] == verdicts[1]
@@ -107,18 +110,20 @@ async def test_what_breaks_because_a_view_has_come_is_no_news(
     """The view closes the lanes while the op is about to read from them."""
     async with village(clock, 3) as here:
         a, b, c = await here.job(*here.machines)
-        real = collectives.all_reduce
+        real = op_network.run_on_lanes
 
-        async def break_with_the_view(ring: collectives.RingPosition, **call: object) -> None:
-            if ring.size == 2:
-                await real(ring, **call)  # type: ignore[arg-type]
+        async def break_with_the_view(
+            rank: LocalRank, op: Op, plan: RankPlan, desk: LaneDesk
+        ) -> None:
+            if rank.size == 2:
+                await real(rank, op, plan, desk)
                 return
             try:
                 await trio.sleep_forever()
             finally:
                 raise error
 
-        monkeypatch.setattr(op_network, "all_reduce", break_with_the_view)
+        monkeypatch.setattr(op_network, "run_on_lanes", break_with_the_view)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(swallow, c.reduce(ones(1000)))
 
@@ -148,12 +153,12 @@ async def test_a_rank_that_missed_the_end_fetches_the_same_bits(
         await reduce_all(trainers)
         misses, fetched = iter([True]), 0
         x = np.random.default_rng(1).random(count, np.float32)
-        real_all_reduce, real_fetch = collectives.all_reduce, op_task._fetch  # noqa: SLF001
+        real_run, real_fetch = op_network.run_on_lanes, op_task._fetch  # noqa: SLF001
 
-        async def miss_the_end(ring: collectives.RingPosition, **call: object) -> None:
-            await real_all_reduce(ring, **call)  # type: ignore[arg-type]
-            if ring.rank == 1 and next(misses, False):
-                call["result"][:] = bytes(len(call["result"]))  # type: ignore[index,arg-type]
+        async def miss_the_end(rank: LocalRank, op: Op, plan: RankPlan, desk: LaneDesk) -> None:
+            await real_run(rank, op, plan, desk)
+            if rank.rank == 1 and next(misses, False):
+                op.result.memory[:] = bytes(op.result.nbytes)
                 raise LaneBroken("its last record never arrived")
 
         async def count_fetches(*arguments: object) -> None:
@@ -161,7 +166,7 @@ async def test_a_rank_that_missed_the_end_fetches_the_same_bits(
             fetched += 1
             await real_fetch(*arguments)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(op_network, "all_reduce", miss_the_end)
+        monkeypatch.setattr(op_network, "run_on_lanes", miss_the_end)
         monkeypatch.setattr(op_task, "_fetch", count_fetches)
         results = await reduce_all(trainers, x)
         assert fetched == 1
@@ -174,16 +179,16 @@ async def test_a_root_whose_broadcast_was_interrupted_has_its_result_already(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     breaks = iter([True])
-    real = collectives.broadcast
+    real = op_network.run_on_lanes
 
-    async def break_at_the_end(ring: collectives.RingPosition, **call: object) -> None:
-        await real(ring, **call)  # type: ignore[arg-type]
-        if ring.rank == 0 and ring.size == 2 and next(breaks, False):
+    async def break_at_the_end(rank: LocalRank, op: Op, plan: RankPlan, desk: LaneDesk) -> None:
+        await real(rank, op, plan, desk)
+        if op.kind == "broadcast" and rank.rank == 0 and next(breaks, False):
             raise LaneBroken("it ended")
 
     async with village(clock, 2) as here:
         a, b = await here.job(*here.machines)
-        monkeypatch.setattr(op_network, "broadcast", break_at_the_end)
+        monkeypatch.setattr(op_network, "run_on_lanes", break_at_the_end)
         x = np.arange(9, dtype=np.float32)
         results = await together(lambda: a.broadcast(x), lambda: b.broadcast(x))
         assert np.array_equal(results[1], x)
@@ -215,7 +220,7 @@ async def test_a_holder_that_does_not_answer_is_asked_again(
 ) -> None:
     """It may be one view behind, and then it does not know what it is asked for."""
     real, asked, misses = ResultServer.answer, 0, iter([True])
-    real_all_reduce = collectives.all_reduce
+    real_run = op_network.run_on_lanes
 
     def answer(server: ResultServer, ask: AskResult) -> None:
         nonlocal asked
@@ -223,15 +228,15 @@ async def test_a_holder_that_does_not_answer_is_asked_again(
         if asked > 1:
             real(server, ask)
 
-    async def miss_the_end(ring: collectives.RingPosition, **call: object) -> None:
-        await real_all_reduce(ring, **call)  # type: ignore[arg-type]
-        if ring.rank == 1 and next(misses, False):
+    async def miss_the_end(rank: LocalRank, op: Op, plan: RankPlan, desk: LaneDesk) -> None:
+        await real_run(rank, op, plan, desk)
+        if rank.rank == 1 and next(misses, False):
             raise LaneBroken("its last record never arrived")
 
     monkeypatch.setattr(ResultServer, "answer", answer)
     async with village(clock, 2) as here:
         trainers = await here.job(*here.machines)
-        monkeypatch.setattr(op_network, "all_reduce", miss_the_end)
+        monkeypatch.setattr(op_network, "run_on_lanes", miss_the_end)
         assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
         assert asked == 2
 

@@ -19,7 +19,7 @@ from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import OpDone, OpFailed, StartOp
 from pmesh.errors import LaneBroken, ProtocolError
 from pmesh.ids import OpNumber, TrainerId
-from pmesh.net.lanes import transfers
+from pmesh.net.lanes import executor
 from tests.worlds.trainer import OpError, Trainer, together, until
 from tests.worlds.village import village
 from tests.worlds.village_ops import ones, ranks_of, reduce_all, swallow, verdicts_of_all
@@ -176,7 +176,7 @@ async def test_a_collect_that_loses_a_rank_runs_again_among_the_rest(
 async def test_who_missed_the_end_of_a_collect_fetches_the_rows_of_those_who_were_left(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch, *, together_on_one: bool
 ) -> None:
-    misses, held, real = iter([True]), list[int](), transfers.run_plan
+    misses, held, real = iter([True]), list[int](), executor.run_plan
 
     async def miss_the_end(plan: RankPlan, *lanes: Any, result: memoryview, **call: Any) -> None:  # noqa: ANN401 - passed on
         if plan.size > 2:

@@ -1,6 +1,6 @@
 """How far a broadcast goes that names its receivers, and how it ends when ranks are lost."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -12,16 +12,24 @@ from pmesh.agent.jobs import op_network, op_task, retained
 from pmesh.agent.jobs.op_layout import Op
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.jobs.surroundings import Surroundings
+from pmesh.agent.lanes.rendezvous import LaneDesk
+from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import OpOutcome, Verdict
 from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import StartOp
 from pmesh.core.wire.records import OVERHEAD_BYTES
-from pmesh.ids import OpNumber, Rank
-from pmesh.net.lanes.collectives import RingPosition
+from pmesh.ids import OpNumber
 from tests.worlds.trainer import OpError, Trainer, together, until
 from tests.worlds.village import Village, village
-from tests.worlds.village_ops import machine_of, ranks_of, reduce_all, swallow, verdicts_of_all
+from tests.worlds.village_ops import (
+    hold_ops,
+    machine_of,
+    ranks_of,
+    reduce_all,
+    swallow,
+    verdicts_of_all,
+)
 
 STATE = np.arange(1, 50_001, dtype=np.float32)  # several records
 
@@ -55,26 +63,6 @@ def who_holds(here: Village) -> list[int]:
 def unstable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody hears that all have ended an op: what each knows of it can still be looked at."""
     monkeypatch.setattr(LocalRank, "stabilize", lambda *_: None)
-
-
-def hold_broadcasts(
-    monkeypatch: pytest.MonkeyPatch, *, size: int, ranks: Collection[int], complete: bool
-) -> list[int]:
-    """As `hold_all_reduces`: in rings of this size, these ranks never come to the end."""
-    real, held = op_network.broadcast_along, list[int]()
-
-    async def broadcast(rank: LocalRank, op: Op, ring: RingPosition, root: Rank) -> None:
-        stays = ring.size == size and ring.rank in ranks
-        if complete or not stays:
-            await real(rank, op, ring, root)
-        if stays:
-            if not op.result.is_input:
-                op.result.memory[:] = b"\xff" * op.result.nbytes  # it must not be believed
-            held.append(ring.rank)
-            await trio.sleep_forever()
-
-    monkeypatch.setattr(op_network, "broadcast_along", broadcast)
-    return held
 
 
 def note_fetches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, OpOutcome]]:
@@ -160,15 +148,15 @@ async def test_those_beyond_complete_only_after_the_last_receiver_has_got_it(
 ) -> None:
     async with village(clock, 4) as here:
         trainers = await here.job(*here.machines)
-        go_on, real, waiting = trio.Event(), op_network.broadcast_along, list[int]()
+        go_on, real, waiting = trio.Event(), op_network.run_on_lanes, list[int]()
 
-        async def late(rank: LocalRank, op: Op, ring: RingPosition, root: Rank) -> None:
-            if ring.rank == 2:
-                waiting.append(ring.rank)
+        async def late(rank: LocalRank, op: Op, plan: RankPlan, desk: LaneDesk) -> None:
+            if rank.rank == 2:
+                waiting.append(rank.rank)
                 await go_on.wait()
-            await real(rank, op, ring, root)
+            await real(rank, op, plan, desk)
 
-        monkeypatch.setattr(op_network, "broadcast_along", late)
+        monkeypatch.setattr(op_network, "run_on_lanes", late)
         async with trio.open_nursery() as nursery:
             for trainer in trainers:
                 nursery.start_soon(send_to, [1, 2], trainer)
@@ -205,7 +193,7 @@ async def test_it_runs_again_for_those_of_its_trainers_who_are_left(
     """O5: root and receivers are trainers, whatever their ranks become."""
     async with village(clock, 6) as here:
         trainers = await here.job(*here.machines)
-        held = hold_broadcasts(monkeypatch, size=6, ranks=range(6), complete=False)
+        held = hold_ops(monkeypatch, reduces=False, size=6, ranks=range(6), complete=False)
         left = [t for t in trainers if t.rank != lost]
 
         async def lose_one() -> None:
@@ -228,7 +216,7 @@ async def test_a_receiver_that_missed_the_end_fetches_from_another_when_the_root
 ) -> None:
     async with village(clock, 4) as here:
         trainers = await here.job(*here.machines)
-        held = hold_broadcasts(monkeypatch, size=4, ranks=[2], complete=True)
+        held = hold_ops(monkeypatch, reduces=False, size=4, ranks=[2], complete=True)
         fetches = note_fetches(monkeypatch)
         root, *left = trainers
 
@@ -256,7 +244,7 @@ async def test_all_who_missed_the_end_fetch_from_the_root_when_it_alone_holds_it
     """Also a rank beyond that has not heard of the end: from then on it can serve it too."""
     async with village(clock, 5) as here:
         trainers = await here.job(*here.machines)
-        held = hold_broadcasts(monkeypatch, size=5, ranks=[1, 2], complete=True)
+        held = hold_ops(monkeypatch, reduces=False, size=5, ranks=[1, 2], complete=True)
         fetches = note_fetches(monkeypatch)
         left = trainers[:4]
 
@@ -280,7 +268,7 @@ async def test_a_root_that_missed_its_own_end_serves_where_only_ranks_beyond_hav
     """I4: it can't run again without those whose call has returned, though they hold nothing."""
     async with village(clock, 5) as here:
         trainers = await here.job(*here.machines)
-        held = hold_broadcasts(monkeypatch, size=5, ranks=[0, 1, 3], complete=True)
+        held = hold_ops(monkeypatch, reduces=False, size=5, ranks=[0, 1, 3], complete=True)
         fetches = note_fetches(monkeypatch)
         left = trainers[:4]
 
@@ -305,7 +293,7 @@ async def test_with_the_root_lost_and_nobody_holding_it_fails_and_those_beyond_a
 ) -> None:
     async with village(clock, 4) as here:
         root, a, b, beyond = await here.job(*here.machines)
-        held = hold_broadcasts(monkeypatch, size=4, ranks=[0, 1, 2], complete=True)
+        held = hold_ops(monkeypatch, reduces=False, size=4, ranks=[0, 1, 2], complete=True)
 
         async def lose_the_root() -> None:
             await until(lambda: len(held) == 3 and who_completed(here) == [3])

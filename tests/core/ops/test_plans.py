@@ -8,12 +8,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pmesh.core.ops.all_reduce import plan_centralized, plan_hierarchical, plan_ring, plan_tree
+from pmesh.core.ops.all_reduce import (
+    plan_centralized,
+    plan_exchange,
+    plan_hierarchical,
+    plan_ring,
+    plan_tree,
+)
 from pmesh.core.ops.cost import Islands
-from pmesh.core.ops.moving import plan_all_gather, plan_all_to_all, plan_gather, plan_scatter
+from pmesh.core.ops.moving import (
+    plan_all_gather,
+    plan_all_to_all,
+    plan_broadcast,
+    plan_gather,
+    plan_scatter,
+)
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reduce import plan_reduce, plan_reduce_scatter
 from pmesh.core.ops.reductions import Values
+from pmesh.core.ops.schedule import (
+    IN_LINE_BYTES,
+    LARGE_CHUNK_BYTES,
+    LARGE_SEGMENT_BYTES,
+    SEGMENT_BYTES,
+)
 from tests.worlds.plans import Order, PlanWorld, check_shape, values_of
 
 SIZES = st.integers(1, 9)
@@ -22,7 +40,7 @@ SEGMENTS = st.sampled_from([8, 16, 40, 1024])
 SEEDS = st.integers(0, 2**32)
 ORDERS = st.builds(Order, seed=SEEDS, room=st.sampled_from([0, 1, 3, 1000]))
 IN_LINE = SEEDS.map(lambda seed: Order(seed=seed, room=1000, in_line=True))
-MOVERS = st.sampled_from(["all_gather", "gather", "scatter", "all_to_all"])
+MOVERS = st.sampled_from(["broadcast", "all_gather", "gather", "scatter", "all_to_all"])
 
 
 @st.composite
@@ -114,6 +132,36 @@ def test_neither_ranks_nor_orders_differ_in_a_bit_where_sums_are_rounded(
     assert len(results) == 1
 
 
+@given(st.integers(2, 9), st.integers(0, 5 * SEGMENT_BYTES // 4))
+def test_a_ring_takes_one_record_a_step_in_line_if_its_chunks_fit(size: int, count: int) -> None:
+    for rank in range(size):
+        plan = plan_ring(rank=rank, size=size, count=count, itemsize=4)
+        (sends,) = plan.sends.values()
+        assert {send.step for send in sends} == set(range(2 * (size - 1)))
+        chunk_bytes = -(-count // size) * 4
+        assert plan.small == (chunk_bytes <= IN_LINE_BYTES)
+        assert not plan.small or len(sends) == 2 * (size - 1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_only_large_chunks_travel_in_large_segments(size: int) -> None:
+    least = size * LARGE_CHUNK_BYTES // 4
+    for count, most in ((least, LARGE_SEGMENT_BYTES), (least - size, SEGMENT_BYTES)):
+        plan = plan_ring(rank=0, size=size, count=count, itemsize=4)
+        assert {send.nbytes for send in plan.sends[1][:16]} == {most}
+        assert plan.moving_bytes == 2 * plan.bytes_sent == 4 * (size - 1) * 4 * count // size
+
+
+@given(COUNTS, ORDERS | IN_LINE)
+def test_an_exchange_is_a_ring_of_two_in_one_step(count: int, order: Order) -> None:
+    sources = values_of(2, count, "float64", seed=count)
+    plans = [plan_exchange(rank=rank, nbytes=8 * count) for rank in range(2)]
+    assert all((plan.steps, plan.bytes_sent) == (1, 8 * count) for plan in plans)
+    check_shape(plans, segment_bytes=SEGMENT_BYTES)
+    results = PlanWorld(plans, sources, reduction="mean").run(order, whole_bytes(sources))
+    assert {result.tobytes() for result in results} == {reduced(sources, "mean").tobytes()}
+
+
 @settings(max_examples=200, deadline=None)
 @given(SIZES, COUNTS, SEGMENTS, ORDERS | IN_LINE, st.data())
 def test_a_reduce_brings_the_sum_to_its_root_alone(
@@ -181,6 +229,8 @@ def moving_plans(
     def plan(rank: int) -> RankPlan:
         here = {"rank": rank, "size": size, "segment_bytes": segment_bytes}
         match kind:
+            case "broadcast":
+                return plan_broadcast(root=root, nbytes=sum(nbytes), **here)
             case "all_gather":
                 return plan_all_gather(nbytes=nbytes, **here)
             case "gather":
@@ -201,6 +251,9 @@ def moved(kind: str, counts: list[list[int]], root: int) -> tuple[list[bytes], l
     own, everything = blocks[root], b"".join(blocks[root])
     at_root = [everything if rank == root else b"" for rank in range(size)]
     match kind:
+        case "broadcast":
+            lacking = [b"" if rank == root else everything for rank in range(size)]
+            return at_root, lacking
         case "all_gather":
             return own, [everything] * size
         case "gather":

@@ -2,8 +2,9 @@
 
 import pytest
 
+from pmesh.core.ops.kinds import BOUND_KINDS
 from pmesh.core.values import OpOutcome, Terms
-from pmesh.core.views.outcomes import BOUND_KINDS, outcome_of
+from pmesh.core.views.outcomes import outcome_of
 from pmesh.core.wire.link import Concern, JobReport
 from pmesh.ids import Member, OpNumber
 from tests.worlds.builders import (

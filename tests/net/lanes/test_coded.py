@@ -18,7 +18,8 @@ from pmesh.core.ops.schedule import SEGMENT_BYTES
 from pmesh.core.wire.records import OVERHEAD_BYTES
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes.coded import Tensors, all_reduce_coded
-from pmesh.net.lanes.collectives import CallsDiffer, RingPosition
+from pmesh.net.lanes.collectives import RingPosition
+from pmesh.net.lanes.lane import CallsDiffer
 from tests.worlds.coded_rings import Coded, Plain, noise, reduce_coded, reduce_coded_all
 from tests.worlds.lanes import header, reduce_all, ring_of
 

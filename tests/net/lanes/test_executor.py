@@ -1,4 +1,5 @@
 import itertools
+import math
 import tracemalloc
 from collections.abc import Callable, Sequence
 
@@ -7,13 +8,26 @@ import pytest
 import trio
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
-from pmesh.core.ops.all_reduce import plan_centralized, plan_hierarchical, plan_ring, plan_tree
-from pmesh.core.ops.moving import plan_all_gather, plan_all_to_all, plan_gather, plan_scatter
+from pmesh.core.ops.all_reduce import (
+    plan_centralized,
+    plan_exchange,
+    plan_hierarchical,
+    plan_ring,
+    plan_tree,
+)
+from pmesh.core.ops.moving import (
+    plan_all_gather,
+    plan_all_to_all,
+    plan_broadcast,
+    plan_gather,
+    plan_scatter,
+)
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reduce import WINDOW, plan_reduce, plan_reduce_scatter
 from pmesh.core.ops.reductions import Values
 from pmesh.core.ops.schedule import SEGMENT_BYTES, SMALL_BYTES
 from pmesh.errors import LaneBroken
+from pmesh.net.lanes import pipeline
 from pmesh.net.lanes.lane import CallsDiffer
 from tests.worlds.lanes import Bytes, Collective, bytes_on_the_wire, header, inputs_of, web
 
@@ -40,6 +54,15 @@ def reducing(plan: Callable[..., RankPlan], size: int, count: int, **more: objec
 
 def ring(size: int, count: int) -> Collective:
     return reducing(plan_ring, size, count)
+
+
+def exchange(size: int, count: int) -> Collective:
+    """Two ranks; of others a ring."""
+    if size != 2:
+        return ring(size, count)
+    both = ring(size, count)
+    both.plans = [plan_exchange(rank=rank, nbytes=4 * count) for rank in range(size)]
+    return both
 
 
 def tree(size: int, count: int) -> Collective:
@@ -90,6 +113,15 @@ def random_bytes(counts: Sequence[int]) -> list[Bytes]:
     return [dice.integers(0, 256, count, np.uint8) for count in counts]
 
 
+def broadcast(size: int, count: int) -> Collective:
+    root = size // 2
+    return Collective(
+        plans=[plan_broadcast(rank=r, size=size, root=root, nbytes=count) for r in range(size)],
+        sources=random_bytes([count if rank == root else 0 for rank in range(size)]),
+        results=[0 if rank == root else count for rank in range(size)],
+    )
+
+
 def all_gather(size: int, count: int) -> Collective:
     nbytes = uneven(size, count)
     return Collective(
@@ -134,6 +166,8 @@ def expected(make: Make, asked: Collective) -> list[bytes]:
     """What each rank is to get; of a mean only about that."""
     size, sources = len(asked.plans), [source.tobytes() for source in asked.sources]
     nothing = [b""] * size
+    if make is broadcast:
+        return [sources[size // 2] if nbytes else b"" for nbytes in asked.results]
     if make is gather:
         return [*nothing[1:], b"".join(sources)]
     if make is all_gather:
@@ -167,7 +201,7 @@ def _cut(data: bytes, counts: Sequence[int]) -> list[bytes]:
 
 
 def check(make: Make, asked: Collective, results: Sequence[Bytes]) -> None:
-    if make not in {ring, tree, centralized, hierarchical}:
+    if make not in {ring, exchange, tree, centralized, hierarchical}:
         assert [result.tobytes() for result in results] == expected(make, asked)
         return
     assert len({result.tobytes() for result in results}) == 1  # I3: bit for bit
@@ -177,11 +211,13 @@ def check(make: Make, asked: Collective, results: Sequence[Bytes]) -> None:
 
 ALL = [
     ring,
+    exchange,
     tree,
     centralized,
     hierarchical,
     reduce,
     reduce_scatter,
+    broadcast,
     all_gather,
     gather,
     scatter,
@@ -189,6 +225,15 @@ ALL = [
 ]
 each = pytest.mark.parametrize("make", ALL)
 LARGE = 700_001
+
+
+@pytest.fixture(params=["threads", "tasks"])
+def crew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads_from = 0 if request.param == "threads" else math.inf
+    monkeypatch.setattr(pipeline, "THREADS_FROM_BYTES", threads_from)
+
+
+disturbed = pytest.mark.usefixtures("crew")
 
 
 @each
@@ -214,6 +259,7 @@ async def test_so_it_does_among_as_many_as_a_home_has(make: Make, size: int) -> 
             assert lanes.bytes_sent(rank) == bytes_on_the_wire(plan)
 
 
+@disturbed
 @each
 @pytest.mark.parametrize("count", [SMALL_BYTES // 8, LARGE])
 async def test_a_slow_network_changes_nothing(make: Make, count: int) -> None:
@@ -232,6 +278,7 @@ async def test_collectives_of_all_kinds_and_sizes_follow_each_other_on_the_same_
             check(make, asked, await asked.everywhere(lanes))
 
 
+@disturbed
 @each
 @pytest.mark.parametrize("count", [10, LARGE])
 async def test_after_a_cancelled_op_a_new_roster_goes_on_over_the_same_lanes(
@@ -263,6 +310,7 @@ async def test_a_small_op_first_gets_rid_of_what_a_large_one_left_half_sent() ->
         assert {lane.records_dropped for lane in lanes.receiving.values()} == {1}
 
 
+@disturbed
 @each
 @pytest.mark.parametrize("count", [10, LARGE])
 async def test_a_lost_rank_breaks_the_op_of_those_who_wait_for_it_with_its_name(
@@ -291,6 +339,7 @@ async def test_a_lost_rank_breaks_the_op_of_those_who_wait_for_it_with_its_name(
             nursery.cancel_scope.cancel()
 
 
+@disturbed
 @each
 @pytest.mark.parametrize("count", [10, LARGE])
 async def test_a_rank_that_called_something_else_is_noticed_by_those_who_hear_it(
