@@ -1,10 +1,10 @@
-"""The one tree of errors. Each says whose fault it is, and its message says what to do.
+"""The tree of errors. Each class names whose fault it is, and its message says what to do.
 
 PmeshError
-├── UsageError        yours: a call, an option or a file
-├── PeerError         another machine's: its key, its version, its identity
-├── NetworkError      the network's, or the system's permission to use it
-├── RunError          nobody's: machines and trainers come and go
+├── UsageError        your fault: a call, an option or a file
+├── PeerError         another machine's fault: its key, version or identity
+├── NetworkError      a fault of the network, or of the permission to use it
+├── RunError          no one's fault: machines and trainers come and go
 └── ProtocolError     bytes that no pmesh would send; never reaches a user's script
 """
 
@@ -12,24 +12,24 @@ from typing import ClassVar
 
 
 class PmeshError(Exception):
-    """Everything that pmesh raises on purpose."""
+    """The base of all errors that pmesh raises on purpose."""
 
     fault: ClassVar[str] = "pmesh"
-    """Whose fault: 'caller', 'peer', 'network', 'run' or 'pmesh'."""
+    """The party at fault: 'caller', 'peer', 'network', 'run' or 'pmesh'."""
 
 
 class UsageError(PmeshError):
-    """A call, an option or a file of yours needs a change."""
+    """You must change a call, an option or a file."""
 
     fault = "caller"
 
 
 class ConfigError(UsageError):
-    """An option, environment variable or line of config.toml that can't be used."""
+    """An option, environment variable or line of config.toml is invalid."""
 
 
 class KeyFileError(UsageError):
-    """A key file that others can read, or that does not hold a key."""
+    """Others can read a key file, or it does not hold a key."""
 
 
 class AgentNotRunning(UsageError):
@@ -37,34 +37,34 @@ class AgentNotRunning(UsageError):
 
 
 class AgentAlreadyRunning(UsageError):
-    """This home has an agent already."""
+    """An agent already runs for this home."""
 
 
 class PortTaken(UsageError):
-    """Another program listens at the port."""
+    """Another program listens on the port."""
 
 
 class UnsupportedArray(UsageError, TypeError):
-    """A value, dtype or reduction that this collective has no meaning for."""
+    """The collective does not support this value, dtype or reduction."""
 
 
 class UnsupportedCompression(UsageError, ValueError):
-    """A compression, or an option of one, that does not exist, or has no meaning for these values.
+    """A compression or one of its options does not exist, or does not support these values.
 
-    Also a ValueError, which is what Python raises for such options.
+    It is also a ValueError, which Python raises for such options.
     """
 
 
 class OpMismatch(UsageError):
-    """Ranks called one op with different kind, shape, dtype, reduction or compression."""
+    """Ranks called one op with a different kind, shape, dtype, reduction or compression."""
 
 
 class JobRunning(UsageError):
-    """The job has its ranks already; nobody enters while it runs."""
+    """The job already has its ranks; no trainer can enter while it runs."""
 
 
 class MeshClosed(UsageError):
-    """A call on a mesh after its `close()`."""
+    """A mesh was called after its `close()`."""
 
 
 class PeerError(PmeshError):
@@ -74,25 +74,25 @@ class PeerError(PmeshError):
 
 
 class MeshKeyMismatch(PeerError):
-    """The other side holds another mesh key."""
+    """The other side has a different mesh key."""
 
 
 class ProtocolVersionMismatch(PeerError):
-    """The other side speaks another version of the protocol."""
+    """The other side speaks a different version of the protocol."""
 
 
 class NodeKeyCopied(PeerError):
-    """Two live machines hold one node key: a home directory was copied."""
+    """Two running machines have the same node key: a home directory was copied."""
 
 
 class NetworkError(PmeshError):
-    """The network, or the system's permission to use it."""
+    """The network failed, or the system does not permit its use."""
 
     fault = "network"
 
 
 class PeerUnreachable(NetworkError):
-    """A connection could not be made, or did not get through the handshake in time."""
+    """A connection could not be made, or did not finish the handshake in time."""
 
 
 class LocalNetworkDenied(NetworkError):
@@ -100,17 +100,17 @@ class LocalNetworkDenied(NetworkError):
 
 
 class LaneBroken(NetworkError):
-    """A data connection ended, or a record on it was forged or garbled."""
+    """A data connection ended, or a record on it was forged or corrupted."""
 
 
 class RunError(PmeshError):
-    """Nobody's fault: what happens when machines and trainers come and go."""
+    """No one's fault: machines and trainers come and go."""
 
     fault = "run"
 
 
 class NotEnoughRanks(RunError):
-    """Fewer trainers than asked for came in time."""
+    """Fewer trainers than required joined in time."""
 
 
 class RankLost(RunError):
@@ -118,26 +118,26 @@ class RankLost(RunError):
 
 
 class RosterChanged(RunError):
-    """A rank was lost in an op whose result depends on who takes part, as a gather's does (O4)."""
+    """A rank was lost in an op whose result depends on the participants, such as a gather (O4)."""
 
 
 class GroupBroken(RunError):
-    """A group has lost a rank, or its job has ended: make another group of those who are left."""
+    """A group lost a rank, or its job ended: make another group of the remaining ranks."""
 
 
 class OpTimedOut(RunError, TimeoutError):
-    """An op did not end within its time."""
+    """An op did not end within its timeout."""
 
 
 class HistorySuperseded(RunError):
-    """Another history of this job goes on; this one has ended."""
+    """Another history of this job continues; this one has ended."""
 
 
 class AgentStopped(RunError):
-    """The local agent went away while the trainer was connected."""
+    """The local agent stopped while the trainer was connected."""
 
 
 class ProtocolError(PmeshError):
-    """Bytes that no pmesh would send; the one error of every `_untrusted` function."""
+    """Bytes that no pmesh would send; the only error that `_untrusted` functions raise."""
 
     fault = "peer"

@@ -1,4 +1,4 @@
-"""Names for things that must not be mixed up: nodes, incarnations, jobs, ranks, ops, epochs."""
+"""Distinct types for identifiers: nodes, incarnations, jobs, ranks, ops, epochs."""
 
 import base64
 from typing import Annotated, NamedTuple, NewType
@@ -13,25 +13,24 @@ Incarnation = NewType("Incarnation", int)
 
 JobName = NewType("JobName", str)
 Rank = NewType("Rank", int)
-"""A trainer's place in its job's ring; trainers come and go, so it may change."""
+"""A trainer's index in its job's ring; it may change as trainers come and go."""
 
 OpNumber = NewType("OpNumber", int)
 """The number of a collective call within its job, from 0 in call order."""
 
 PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]*\Z"
-"""A pattern for text that others chose: it ends up in logs, events and terminals, so nothing in it
-may begin a line, steer a terminal, or turn the direction of what follows."""
+"""A pattern for text from others. It appears in logs, events and terminals, so it must not start a
+line, control a terminal, or change the text direction."""
 
 TrainerId = NewType("TrainerId", int)
-"""A trainer's number within its job: given when it enters and never again, while ranks change."""
+"""A trainer's number within its job: fixed when it enters and never reused, while ranks change."""
 
 Slot = NewType("Slot", int)
 """The number of a trainer's connection within one incarnation of its agent."""
 
-
 MAX_COUNTER = 2**62
-"""No epoch has a higher counter. It grows by 2^20 a message at most, however a member lies: so it
-never comes near this (`pmesh.core.views.limits`)."""
+"""The highest counter of an epoch. No lie can raise a counter by more than 2^20 per message, so it
+never gets near this (`pmesh.core.views.limits`)."""
 
 
 class Member(NamedTuple):
@@ -51,7 +50,7 @@ class Epoch(NamedTuple):
 
 
 def node_text(node: NodeId) -> str:
-    """The node id as 52 lower-case base32 characters: a DNS label holds 63, and hex is 64.
+    """Return the node id as 52 lower-case base32 characters: a DNS label holds 63, hex needs 64.
 
     >>> node_text(NodeId(bytes(32)))[:8]
     'aaaaaaaa'
@@ -60,7 +59,7 @@ def node_text(node: NodeId) -> str:
 
 
 def node_from_text(text: str) -> NodeId:
-    """The reverse of `node_text`; raises ValueError for anything else.
+    """Reverse `node_text`; raise ValueError for anything else.
 
     >>> node_from_text(node_text(NodeId(bytes(range(32))))) == bytes(range(32))
     True
@@ -72,5 +71,5 @@ def node_from_text(text: str) -> NodeId:
 
 
 def short_node(node: NodeId) -> str:
-    """The first 8 characters of the node id: enough to tell 8 machines apart on a screen."""
+    """Return the first 8 characters of the node id: enough to distinguish 8 machines."""
     return node_text(node)[:8]

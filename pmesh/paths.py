@@ -1,4 +1,4 @@
-"""Where an agent keeps its files, and where a program on the same machine finds its socket."""
+"""The paths of an agent's home and of its Unix socket."""
 
 import contextlib
 import hashlib
@@ -11,8 +11,8 @@ from pmesh.errors import ConfigError
 
 MAX_SOCKET_PATH_BYTES = 103  # macOS: 104 with the closing NUL; Linux allows 4 more
 
-# Not tempfile.gettempdir(): it follows TMPDIR, which may differ between the agent's shell and the
-# trainer's, and both must arrive at the same path. macOS and Linux both have this one.
+# Not tempfile.gettempdir(): it follows TMPDIR, which may differ between the shells of the agent and
+# the trainer, and both need the same path. macOS and Linux both have this one.
 SYSTEM_TEMPORARY = Path("/tmp")  # noqa: S108 - the directory made in it is 0700 and checked
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -21,14 +21,13 @@ _OTHERS_PASS = stat.S_IXGRP | stat.S_IXOTH
 
 
 def home_directory(home: Path | str | None = None) -> Path:
-    """The agent's home: `home` if given, else PMESH_HOME, else `~/.pmesh`.
+    """Return the agent's home: `home` if given, else PMESH_HOME, else `~/.pmesh`.
 
-    The path is absolute and without symbolic links, so that every way to name a home leads to the
-    same socket. Nothing is created, and the home need not exist.
+    The path is absolute and without symbolic links, so that every name of a home leads to the same
+    socket. Nothing is created, and the home need not exist.
 
-    Raises:
-        ConfigError: others can write to the home, or it belongs to another user: whatever lies in
-            it may be theirs.
+    Raises ConfigError if others can write to the home, or if it belongs to another user: its files
+    may be theirs.
     """
     chosen = home or os.environ.get("PMESH_HOME") or "~/.pmesh"
     directory = Path(chosen).expanduser().resolve()
@@ -37,35 +36,34 @@ def home_directory(home: Path | str | None = None) -> Path:
 
 
 def check_home(home: Path, *, holds_keys: bool = False) -> None:
-    """Refuse a home that is not under its user's control; one that does not exist is fine.
+    """Raise ConfigError if the user does not control the home; one that does not exist is fine.
+
+    The message has the command that repairs it, if there is one.
 
     Args:
-        home: As from `home_directory`.
+        home: A result of `home_directory`.
         holds_keys: Also refuse a home that others can enter.
-
-    Raises:
-        ConfigError: With the command that mends it, where there is one.
     """
     try:
         found = home.stat()
         if not stat.S_ISDIR(found.st_mode):
-            raise ConfigError(f"{home} is not a directory; choose another home by --home")
+            raise ConfigError(f"{home} is not a directory; choose another home with --home")
         if found.st_uid != os.geteuid():
             raise ConfigError(
                 f"{home} belongs to another user; run pmesh as that user, or choose another home "
-                "by --home"
+                "with --home"
             )
         _check_above(home)
     except FileNotFoundError:
         return
     except OSError as e:
         raise ConfigError(
-            f"can't use {home} as home: {e.strerror}; choose another by --home"
+            f"can't use {home} as home: {e.strerror}; choose another with --home"
         ) from e
     mend = f"chmod 700 {shlex.quote(str(home))}"
     if found.st_mode & _OTHERS_WRITE:
         raise ConfigError(
-            f"other users can change the files in {home}; look whether they are yours, then run: "
+            f"other users can change the files in {home}; check that they are yours, then run: "
             f"{mend}"
         )
     if holds_keys and found.st_mode & _OTHERS:
@@ -73,30 +71,29 @@ def check_home(home: Path, *, holds_keys: bool = False) -> None:
 
 
 def _check_above(home: Path) -> None:
-    """Refuse a path on which every user could put another directory in the place of the home.
+    """Refuse a path on which any user could replace the home by another directory.
 
-    A directory that a group can write to is accepted: on Linux that is often its user's own group.
+    A directory that a group can write to is accepted: on Linux it is often the user's own group.
     """
     for directory in reversed(home.parents):
         mode = directory.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise ConfigError(
-                f"every user can rename what is in {directory}, and so replace {home}; run: "
+                f"any user can rename files in {directory}, and so replace {home}; run: "
                 f"chmod +t {shlex.quote(str(directory))}"
             )
         if not mode & _OTHERS_PASS:
-            return  # others don't come any further
+            return  # others cannot reach deeper directories
 
 
 def socket_path(home: Path) -> Path:
-    """The path of the agent's Unix socket for this home (as from `home_directory`).
+    """Return the path of the agent's Unix socket for this home (a result of `home_directory`).
 
-    In the home itself; where that path is too long for the system, in a 0700 directory of the
-    user's under the system's temporary directory, which this makes if need be.
+    It lies in the home. If that path is too long for the system, it lies in a 0700 directory of the
+    user in the system's temporary directory, which this function creates if needed.
 
-    Raises:
-        ConfigError: that directory is not this user's alone, or something else than a socket of
-            this user's lies at the path.
+    Raises ConfigError if others can use that directory, or if the path holds anything but a socket
+    of this user.
     """
     path = home / "agent.sock"
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
@@ -112,7 +109,7 @@ def socket_path(home: Path) -> Path:
 
 def _private_directory() -> Path:
     directory = SYSTEM_TEMPORARY / f"pmesh-{os.getuid()}"
-    # Anyone may have created this name first: as a file, as a link, or open to others.
+    # Another user may have created this name first: as a file, as a link, or open to others.
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     found = directory.lstat()

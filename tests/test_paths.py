@@ -108,7 +108,7 @@ def test_a_home_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is not a directory"):
         home_directory(tmp_path / "file")
-    with pytest.raises(ConfigError, match="as home: Not a directory; choose another by --home"):
+    with pytest.raises(ConfigError, match="as home: Not a directory; choose another with --home"):
         home_directory(tmp_path / "file" / "home")
 
 

@@ -1,10 +1,10 @@
-"""Compression: pure kernels, from numpy arrays to bytes and back. No I/O, no clock, no dice.
+"""Compression: pure kernels, from numpy arrays to bytes and back. No I/O, clock or randomness.
 
 The agent runs ring codecs at every hop; the trainer runs the other schemes around ordinary ops:
 
 blocks          array types, and pieces that fit in a cache
-ring codecs     codecs (what a hop computes, and which there are), casts (fp16, bf16) and int8, both
-                on top of hops; draws (counter-based random numbers)
+ring codecs     codecs (the protocol of a hop, and the table of codecs), casts (fp16, bf16) and
+                int8, both built on hops; draws (counter-based random numbers)
 schemes         schemes (the user's objects), top_k and random_k, one_bit, power_sgd
 fast            some kernels compiled by numba: the same bits in less time
 """

@@ -1,14 +1,14 @@
-"""fp16 and bf16 on the wire: two bytes a value, rounded to nearest, ties to even (IEEE 754).
+"""fp16 and bf16 on the wire: two bytes per value, rounded to nearest, ties to even (IEEE 754).
 
-What becomes of values at the ends of the range:
+Values at the ends of the range:
 
 | | fp16 | bf16 |
 |---|---|---|
 | denormal | rounded to a multiple of 2^-24 | rounded to a multiple of 2^-133 |
-| rounds beyond the largest | clipped to ±65504, and counted | infinity, as IEEE 754 says |
-| infinity, NaN | itself | itself |
+| rounds beyond the largest | clipped to ±65504, and counted | infinity, as in IEEE 754 |
+| infinity, NaN | unchanged | unchanged |
 
-A value that was clipped leaves what was cut off in the residual.
+The residual keeps the part that clipping cut off.
 """
 
 from functools import cache
@@ -22,7 +22,7 @@ from pmesh.compression.blocks import Bytes, Float32s, Halves
 from pmesh.compression.hops import Terms, check_wire, hop_in_parts
 
 _FP16_MAX = np.float32(65504)
-_ROUNDS_BEYOND = np.float32(65520)  # from here on, to nearest even is 2^16, which there is not
+_ROUNDS_BEYOND = np.float32(65520)  # from here on the nearest even is 2^16, which fp16 lacks
 
 
 class Cast:
@@ -33,16 +33,15 @@ class Cast:
     def __init__(self, name: Literal["fp16", "bf16"]) -> None:
         self.name = name
         self.divides_first = name == "fp16"
-        """A sum of n values reaches the end of fp16's range n times as early as their mean."""
+        """True for fp16: a sum of n values exceeds its range n times as early as their mean."""
         self._twin: ModuleType | None = None
 
     def prepare(self) -> bool:
-        """See `Codec.prepare`."""
         self._twin = fast.load("rings")
         return self._twin is not None
 
     def wire_bytes(self, count: int) -> int:
-        """Two for each value, and two more after an odd number of them."""
+        """Return two bytes for each value, padded to a multiple of 4."""
         return (2 * count + 3) // 4 * 4
 
     def hop(
@@ -57,7 +56,7 @@ class Cast:
         residual_out: Float32s | None = None,
         draw: int = 0,
     ) -> int:
-        """See `Codec.hop`; no lots are drawn."""
+        """See `Codec.hop`; `draw` is not used."""
         del draw
         terms = Terms(own, own_scale, divisor, residual, residual_out)
         terms.check(self.wire_bytes(len(own)), incoming, outgoing)
@@ -75,12 +74,11 @@ class Cast:
         return clipped
 
     def decode(self, wire: Bytes, out: Float32s) -> None:
-        """See `Codec.decode`."""
         check_wire(wire, self.wire_bytes(len(out)), len(out))
-        if self._twin is not None and self.name == "fp16":  # of bf16's it would be no faster
+        if self._twin is not None and self.name == "fp16":  # for bf16 a twin is no faster
             self._twin.decode_fp16(wire.view(np.uint16), out)
         else:
-            with np.errstate(invalid="ignore"):  # as a signalling NaN may be, if it is forged
+            with np.errstate(invalid="ignore"):  # forged bytes may hold a signalling NaN
                 self._halves(wire, len(out)).load(0, out)
 
     def _halves(self, wire: Bytes, count: int) -> "_Halves":
@@ -91,7 +89,7 @@ class Cast:
 def _dtype_of(name: str) -> np.dtype[Any]:
     if name == "fp16":
         return np.dtype(np.float16)
-    import ml_dtypes  # noqa: PLC0415 - 28 ms, which who imports pmesh need not wait for
+    import ml_dtypes  # noqa: PLC0415 - 28 ms; importing pmesh need not wait for it
 
     bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
     return bfloat16
@@ -120,9 +118,9 @@ class _Fp16s(_Halves):
     """A piece of fp16."""
 
     def store(self, start: int, values: Float32s, image: Float32s) -> int:
-        """Clips what is finite; where nothing is to be clipped that costs one more reading."""
+        """Clip finite values; if there is nothing to clip, that costs one more pass."""
         np.abs(values, out=image)
-        if np.maximum.reduce(image) < _ROUNDS_BEYOND:  # not so if it is NaN
+        if np.maximum.reduce(image) < _ROUNDS_BEYOND:  # False if it is NaN
             return super().store(start, values, image)
         clipped = np.isfinite(values) & (image >= _ROUNDS_BEYOND)
         clamped = np.where(clipped, np.copysign(_FP16_MAX, values), values)

@@ -1,7 +1,7 @@
-"""Ring codecs: what a hop of a compressed all-reduce computes, and the table of what there is.
+"""Ring codecs: the protocol of a hop of a compressed all-reduce, and the table of codecs.
 
 In the scatter phase each rank adds its own values to the partial sum that arrives and sends it on,
-encoded; the owner of a chunk encodes the final values once, and in the gather phase those bytes are
+encoded. The owner of a chunk encodes the final values once; in the gather phase those bytes are
 forwarded verbatim. So partial sums exist as fp32 only inside `Codec.hop`, and all ranks decode the
 same bytes.
 """
@@ -16,11 +16,10 @@ from pmesh.compression.int8 import Int8
 
 
 class Codec(Protocol):
-    """Turns fp32 values into bytes and back. Thread-safe: it keeps nothing of a call.
+    """Converts fp32 values to bytes and back. Thread-safe: a call leaves no state.
 
-    A *piece* is what one call takes: `count` consecutive values of a tensor, and their
-    `wire_bytes(count)` bytes. Every array is contiguous; bytes that begin at a multiple of 4 are
-    faster.
+    One call handles a *piece*: `count` consecutive values of a tensor, and their
+    `wire_bytes(count)` bytes. Every array is contiguous; bytes aligned to 4 are faster.
     """
 
     @property
@@ -30,27 +29,26 @@ class Codec(Protocol):
 
     @property
     def block(self) -> int:
-        """Pieces begin at multiples of so many values of a chunk; only the last may be shorter."""
+        """Each piece begins at a multiple of this in its chunk; only the last may be shorter."""
         ...
 
     @property
     def divides_first(self) -> bool:
-        """A mean scales each rank's own values by 1/n, and the owner does not divide."""
+        """True if for a mean each rank scales its own values by 1/n and the owner never divides."""
         ...
 
     def prepare(self) -> bool:
-        """Compile the twin in numba, which from then on gives the same bits in less time.
+        """Compile the twin in numba, which then gives the same bits in less time.
 
-        To be called in a thread that may take its time: 5 s at the first time on a machine, 1 s
-        after that, most of it numba's import. Other threads go on with numpy meanwhile.
+        Call it in a background thread: it takes 5 s the first time on a machine, then 1 s, most of
+        it for numba's import. Other threads use numpy meanwhile.
 
-        Returns:
-            Whether there is a twin now; no, where numba is not installed or does not fit numpy.
+        Returns False if numba is not installed or does not fit numpy.
         """
         ...
 
     def wire_bytes(self, count: int) -> int:
-        """What a piece of `count` values takes; a multiple of 4."""
+        """Return the bytes of a piece of `count` values; a multiple of 4."""
         ...
 
     def hop(
@@ -72,42 +70,41 @@ class Codec(Protocol):
             outgoing = encode(v)
             residual_out = (v - decode(outgoing)) * divisor / own_scale
 
-        so that what was rounded away, added to this rank's values next time, weighs what it weighed
-        now (Seide et al. 2014, error feedback). It is finite: 0 where v or its image is not.
+        so that the rounding error has the same weight when it is added to this rank's values next
+        time (Seide et al. 2014, error feedback). It is finite: 0 where v or its image is not.
 
         Args:
             incoming: uint8[wire_bytes(count)], or None at the first hop.
             own: float32[count]; only read.
             outgoing: uint8[wire_bytes(count)], written.
-            own_scale: of this rank's values; not 0.
-            divisor: of the sum; at least 1.
-            residual: float32[count], as an earlier call left it; only read.
+            own_scale: The factor for this rank's values; not 0.
+            divisor: The divisor of the sum; at least 1.
+            residual: float32[count], from an earlier call; only read.
             residual_out: float32[count], written; may be the same memory as `residual`.
-            draw: 64 bits, from which the codecs that draw lots make them: the same, the same bytes.
-                Hops on the way of one chunk need different ones, or their errors add up.
+            draw: A 64-bit seed for stochastic codecs: equal seeds give equal bytes. The hops of one
+                chunk need different seeds, or their errors add up.
 
         Returns:
-            How many finite values were clipped.
+            The number of finite values that were clipped.
 
         Raises:
-            ValueError: an array has another length than stands here.
+            ValueError: An array does not have the length given here.
         """
         ...
 
     def decode(self, wire: Bytes, out: Float32s) -> None:
         """Write the values of a piece: uint8[wire_bytes(count)] to float32[count].
 
-        The bytes come from another machine: whatever they are, some values are written.
+        The bytes come from another machine: any bytes decode to some values.
         """
         ...
 
 
 @cache
 def codec_of(name: str) -> Codec:
-    """The codec of that name; the same object each time.
+    """Return the codec of that name; the same object each time.
 
-    Raises:
-        ValueError: there is none; it says which there are.
+    Raises ValueError with the known names if there is none.
     """
     make = _CODECS.get(name)
     if make is None:

@@ -1,4 +1,4 @@
-"""Lots that need no state: the same key and place, the same lot, on every machine and in any order.
+"""Counter-based random numbers: the same key and index give the same value on every machine.
 
 The finalizer of SplitMix64 over a counter (Steele, Lea and Flood 2014, "Fast splittable
 pseudorandom number generators", figure 14), which passes BigCrush. Not for secrets.
@@ -16,12 +16,12 @@ _STEP = np.float32(2.0**-16)
 
 
 def start_of(key: int) -> int:
-    """Where the counter of a key (its low 64 bits) begins: far apart, also for keys 1, 2, 3, ..."""
+    """Return the first counter of a key (its low 64 bits); even keys 1, 2, 3, ... are far apart."""
     return int(_finalize(np.array([key % 2**64], np.uint64))[0])
 
 
 def draw_words(key: int, first: int, count: int) -> Words64:
-    """uint64[count]: the lots number first, first + 1, ... of that key."""
+    """Return uint64[count]: the random words first, first + 1, ... of that key."""
     words = np.arange(first, first + count, dtype=np.uint64)
     words *= np.uint64(_GOLDEN)
     words += np.uint64(start_of(key))
@@ -29,14 +29,9 @@ def draw_words(key: int, first: int, count: int) -> Words64:
 
 
 def draw_uniform(key: int, first: int, count: int) -> Float32s:
-    """float32[count], multiples of 2^-16 from 0 up to and without 1.
+    """Return float32[count], multiples of 2^-16 in [0, 1), from index `first`, a multiple of 4.
 
-    Four of each word, the lowest bits first, whichever end the machine begins with.
-
-    Args:
-        key: 64 bits.
-        first: the number of the first, a multiple of 4.
-        count: how many.
+    Each word gives four values, the lowest bits first, on machines of any byte order.
     """
     words = draw_words(key, first // _PER_WORD, -(-count // _PER_WORD))
     quarters = words.astype("<u8", copy=False).view("<u2")[:count]
@@ -45,7 +40,6 @@ def draw_uniform(key: int, first: int, count: int) -> Float32s:
 
 
 def _finalize(words: Words64) -> Words64:
-    """In place."""
     words ^= words >> np.uint64(30)
     words *= np.uint64(_FIRST)
     words ^= words >> np.uint64(27)

@@ -1,6 +1,6 @@
-"""What every codec's hop has in common, in numpy: which values are encoded, and what is kept.
+"""The common part of all codecs' hops, in numpy: the values to encode and the residual to keep.
 
-In parts that fit in a core's cache, so that no partial sum is ever in memory as fp32.
+It works in parts that fit in a core's cache, so that partial sums never reach memory as fp32.
 """
 
 from dataclasses import dataclass
@@ -11,40 +11,37 @@ import numpy as np
 from pmesh.compression.blocks import Bytes, Float32s, drop_not_finite, parts
 
 PART = 64 * 1024
-"""Values at a time: two arrays of 256 KiB stay in the second level cache, and Python's 20 us for a
-part are small against its work (100 us). A multiple of every codec's block."""
+"""Values at a time: two arrays of 256 KiB stay in the second level cache, and Python's 20 us per
+part are small against its work (100 us). It is a multiple of every codec's block."""
 
 _NONE = np.empty(0, np.float32)
 
 
 class Piece(Protocol):
-    """The values of one piece on the wire, as a codec lays them out."""
+    """The values of one piece on the wire, in the layout of a codec."""
 
     def load(self, start: int, into: Float32s) -> None:
-        """Decode the values from `start` on, as many as the array takes."""
+        """Decode len(into) values, beginning with value `start` of the piece."""
         ...
 
     def store(self, start: int, values: Float32s, image: Float32s) -> int:
-        """Encode values, those from `start` on; only read.
+        """Encode values, beginning at value `start` of the piece; return how many were clipped.
 
         Args:
-            start: at which value of the piece.
-            values: float32[n].
-            image: float32[n], to work in.
-
-        Returns:
-            How many were clipped.
+            start: The index of the first value.
+            values: float32[n]; only read.
+            image: float32[n], scratch.
         """
         ...
 
     def load_stored(self, start: int, image: Float32s) -> None:
-        """The same as `load` just after `store`, given the `image` that it left."""
+        """Do what `load` does, just after `store`, with the `image` that it left."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What `Codec.hop` is given, but for the wire's bytes."""
+    """The arguments of `Codec.hop`, without the wire's bytes."""
 
     own: Float32s
     own_scale: float
@@ -53,7 +50,7 @@ class Terms:
     residual_out: Float32s | None
 
     def check(self, wire_bytes: int, incoming: Bytes | None, outgoing: Bytes) -> None:
-        """Raises ValueError if an array's length does not fit: a twin would go beyond its end."""
+        """Raise ValueError if an array's length does not fit: a twin would go beyond its end."""
         for wire in (incoming, outgoing):
             if wire is not None:
                 check_wire(wire, wire_bytes, len(self.own))
@@ -63,11 +60,11 @@ class Terms:
 
     @property
     def residual_factor(self) -> np.float32:
-        """What makes an error of the encoded sum an error of this rank's own values."""
+        """The factor from an error of the encoded sum to an error of this rank's own values."""
         return np.float32(self.divisor / self.own_scale)
 
     def for_twin(self) -> tuple[Float32s, np.float32, np.float32, Float32s, np.float32, Float32s]:
-        """The arguments that each hop in `fast.rings` has after the wire's bytes."""
+        """Return the arguments of each hop in `fast.rings` that follow the wire's bytes."""
         return (
             self.own,
             np.float32(self.own_scale),
@@ -79,16 +76,16 @@ class Terms:
 
 
 def check_wire(wire: Bytes, wire_bytes: int, count: int) -> None:
-    """Raises ValueError if these are not the bytes of `count` values."""
+    """Raise ValueError if these are not the bytes of `count` values."""
     if len(wire) != wire_bytes:
         raise ValueError(f"{count} values are {wire_bytes} bytes on the wire, not {len(wire)}")
 
 
 def hop_in_parts(incoming: Piece | None, terms: Terms, outgoing: Piece) -> int:
-    """`Codec.hop`, given the wire's bytes as pieces."""
+    """Compute `Codec.hop`, with the wire's bytes as pieces."""
     scratch = np.empty((2, min(PART, len(terms.own))), np.float32)
     clipped = 0
-    # Infinity and NaN are results; what a codec makes of them is stated there.
+    # Infinity and NaN are valid results; each codec states how it encodes them.
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for part in parts(len(terms.own), PART):
             values, image = scratch[:, : part.stop - part.start]
@@ -103,7 +100,7 @@ def hop_in_parts(incoming: Piece | None, terms: Terms, outgoing: Piece) -> int:
 
 
 def _total(arrived: Float32s | None, terms: Terms, part: slice, *, into: Float32s) -> Float32s:
-    """What is to be encoded: in `into`, or the rank's own values themselves."""
+    """Return the values to encode: `into`, or the rank's own values unchanged."""
     total = terms.own[part]
     if terms.residual is not None:
         total = np.add(total, terms.residual[part], out=into)

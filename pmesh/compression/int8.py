@@ -1,7 +1,7 @@
 """int8 on the wire: blocks of 256 values, one fp32 scale each; symmetric.
 
-A piece is ceil(count / 256) scales, little-endian fp32, then count int8 codes, then up to 3 zeros.
-With `largest` the largest magnitude of a block (Dettmers et al. 2022, block-wise quantization):
+A piece has ceil(count / 256) scales, little-endian fp32, then count int8 codes, then up to 3 zeros.
+With `largest` as the largest magnitude of a block (Dettmers et al. 2022, block-wise quantization):
 
     scale = max(largest / 127, 2^-126)
     code = round(value / scale)            -127 to 127, ties to even
@@ -11,10 +11,10 @@ With `largest` the largest magnitude of a block (Dettmers et al. 2022, block-wis
 |---|---|
 | zeros | +0 |
 | nothing above 127 * 2^-126 (denormals, and a little more) | multiples of 2^-126 |
-| an infinity or a NaN | NaN, all of it |
+| an infinity or a NaN | NaN everywhere |
 
 Stochastic rounding takes floor(value / scale + u), with u from `draws`: its error is up to `scale`,
-but what it decodes to is the value on average.
+but on average it decodes to the value.
 """
 
 from collections.abc import Iterator
@@ -28,10 +28,10 @@ from pmesh.compression.draws import draw_uniform, start_of
 from pmesh.compression.hops import PART, Terms, check_wire, hop_in_parts
 
 BLOCK = 256
-LEVELS = np.float32(127)  # -128 would make the range lopsided, and a mean of many ranks with it
-SMALLEST_SCALE = np.float32(2.0**-126)  # below it scales are denormal, and coarse themselves
+LEVELS = np.float32(127)  # -128 would make the range asymmetric, and bias a mean of many ranks
+SMALLEST_SCALE = np.float32(2.0**-126)  # smaller scales are denormal, so imprecise
 LARGEST_SCALE = np.nextafter(np.finfo(np.float32).max / LEVELS, np.float32(0))
-"""One more, and 127 times it would be infinity."""
+"""127 times the next larger float would be infinity."""
 
 
 class Int8:
@@ -46,12 +46,11 @@ class Int8:
         self._twin: ModuleType | None = None
 
     def prepare(self) -> bool:
-        """See `Codec.prepare`."""
         self._twin = fast.load("rings")
         return self._twin is not None
 
     def wire_bytes(self, count: int) -> int:
-        """One for each value, four for each block, rounded up to a multiple of four."""
+        """Return one byte for each value and four for each block, padded to a multiple of 4."""
         return 4 * _blocks(count) + (count + 3) // 4 * 4
 
     def hop(
@@ -86,19 +85,18 @@ class Int8:
         return 0
 
     def decode(self, wire: Bytes, out: Float32s) -> None:
-        """See `Codec.decode`."""
         check_wire(wire, self.wire_bytes(len(out)), len(out))
         blocks = _Blocks(wire, len(out))
         if self._twin is not None:
             self._twin.decode_int8(blocks.scales, blocks.codes, out)
             return
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # as forged scales may
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # scales may be forged
             for part in parts(len(out), PART):
                 blocks.load(part.start, out[part])
 
 
 class _Blocks:
-    """A piece; parts of it begin where a block does."""
+    """A piece; its parts begin at multiples of a block."""
 
     def __init__(self, wire: Bytes, count: int, *, draw: int | None = None) -> None:
         codes_from = 4 * _blocks(count)
@@ -121,7 +119,7 @@ class _Blocks:
         else:
             np.add(image, draw_uniform(self._draw, start, len(image)), out=image)
             np.floor(image, out=image)
-            np.clip(image, -LEVELS, LEVELS, out=image)  # the largest quotient may be 127.00001
+            np.clip(image, -LEVELS, LEVELS, out=image)  # a quotient may be 127.00001
         np.copyto(self.codes[start : start + len(image)], image, casting="unsafe")
         return 0
 
@@ -140,7 +138,7 @@ def _blocks(count: int) -> int:
 
 
 def _rows(values: Float32s) -> Iterator[Rows]:
-    """The whole blocks, then what is left over: float32[blocks, 256], float32[1, rest]."""
+    """Yield the whole blocks, then the rest: float32[blocks, 256], float32[1, rest]."""
     whole = len(values) // BLOCK * BLOCK
     if whole:
         yield values[:whole].reshape(-1, BLOCK)
@@ -150,7 +148,7 @@ def _rows(values: Float32s) -> Iterator[Rows]:
 
 def _divide_by_scales(rows: Rows, quotients: Rows, scales: Float32s) -> None:
     """Choose each row's scale; quotients = rows / scale, 0 where the scale is NaN."""
-    # The magnitudes of floats are ordered as their bits are, and integers compare faster.
+    # The magnitudes of floats have the same order as their bits, and integers compare faster.
     bits = quotients.view(np.uint32)
     np.bitwise_and(rows.view(np.uint32), 0x7FFFFFFF, out=bits)
     np.maximum.reduce(bits, axis=1, out=scales.view(np.uint32))

@@ -1,15 +1,14 @@
-"""OneBit: of each value its sign, of each block of 1024 the mean magnitude.
+"""OneBit: the sign of each value and the mean magnitude of each block of 1024.
 
-Each rank sends its own; all get all payloads and add them up in rank order, so that they end with
-the same bits. What a rank rounded away stays in its residual (Seide et al. 2014, 1-bit SGD;
-Karimireddy et al. 2019, Error Feedback Fixes SignSGD).
+All ranks get the payloads of all and add them up in rank order, so that they end with the same
+bits. A rank's rounding errors stay in its residual (Seide et al. 2014, 1-bit SGD; Karimireddy et
+al. 2019, Error Feedback Fixes SignSGD).
 
     own + residual ──▶ compress ──▶ wire ──▶ accumulate, n times
                           └──▶ residual_out
 
-On the wire: float32[blocks] mean magnitudes, little-endian, then a bit for each value, the first in
-the lowest bit of the first byte, 1 where it is negative or -0; padded with 0 to a multiple of 4
-bytes.
+On the wire: float32[blocks] mean magnitudes, little-endian, then one bit per value, the first in
+the lowest bit of the first byte, 1 if it is negative or -0; padded with 0 to a multiple of 4 bytes.
 """
 
 import numpy as np
@@ -26,13 +25,13 @@ from pmesh.compression.blocks import (
 from pmesh.compression.twins import twins
 
 BLOCK = 1024
-"""Values with one magnitude: 31 times less than fp32; 256 would be 28 times, 4096 31.8 times."""
+"""Values per magnitude: 31 times smaller than fp32; with 256 it is 28 times, with 4096 31.8."""
 
 _SIGN = np.uint32(1 << 31)
 
 
 def wire_bytes(count: int) -> int:
-    """What `count` values take on the wire; a multiple of 4."""
+    """Return the bytes of `count` values on the wire; a multiple of 4."""
     return 4 * _blocks(count) + 4 * -(-count // 32)
 
 
@@ -45,17 +44,16 @@ def compress(
 ) -> None:
     """Write the signs and mean magnitudes of own + residual, and keep the rest.
 
-    A block of zeros comes out as zeros. A block with a NaN or an infinity
-    comes out as NaN or infinity everywhere; so does one whose magnitudes add up to more than fp32
-    holds.
+    A block of zeros decodes to zeros. A block with a NaN or an infinity decodes to NaN or infinity
+    everywhere; so does one whose magnitudes add up to more than fp32 holds.
 
     Args:
         own: float32[count]; only read.
         wire: uint8[wire_bytes(count)], written.
-        residual: float32[count], as an earlier call left it, only read; None for zeros.
+        residual: float32[count], from an earlier call, only read; None for zeros.
         residual_out: float32[count], written: own + residual - what `accumulate` reads from wire.
-            Finite: 0 where own + residual or its image is not. May be `residual` itself. None: no
-            feedback; then `residual` is None, too.
+            Finite: 0 where own + residual or its image is not. May be `residual` itself. None for
+            no feedback; then `residual` is None, too.
     """
     means, signs = _fields(wire, len(own))
     compiled = twins()
@@ -105,7 +103,7 @@ def accumulate(wire: Bytes, into: Float32s) -> None:
 
 _BITS_OF = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _SIGNS_OF = _BITS_OF.astype(np.uint32) << np.uint32(31)
-"""For each byte the sign bits of its eight values, as uint32[256, 8]."""
+"""The sign bits of the eight values of each byte, as uint32[256, 8]."""
 
 
 def _blocks(count: int) -> int:
@@ -113,24 +111,21 @@ def _blocks(count: int) -> int:
 
 
 def _fields(wire: Bytes, count: int) -> tuple[Float32s, Bytes]:
-    """The mean magnitudes and the bytes of signs, as views."""
+    """Return views of the mean magnitudes and of the bytes of signs."""
     return wire[: 4 * _blocks(count)].view("<f4"), wire[4 * _blocks(count) :]
 
 
 def _mean_magnitudes(values: Float32s, means: Float32s, *, scratch: Float32s) -> None:
-    """Of each block, the last of which may be shorter; added up by halves, as the twin does.
+    """Write the mean magnitude of each block to `means`; add up by halves, as the twin does.
 
-    Args:
-        values: of whole blocks but for the last.
-        means: one for each, written.
-        scratch: for two times as many values, those of the last block filled up.
+    Only the last block may be shorter. `scratch` has room for twice the values of whole blocks.
     """
     filled = len(means) * BLOCK
     sums, free = scratch[:filled].reshape(-1, BLOCK), scratch[filled:]
     np.abs(values, out=scratch[: len(values)])
     scratch[len(values) : filled] = 0
     half = BLOCK // 2
-    while half:  # each in memory of its own: numpy would copy what overlaps
+    while half:  # each sum has its own memory: numpy would copy overlapping arrays
         halves = free[: half * len(means)].reshape(-1, half)
         sums, free = np.add(sums[:, :half], sums[:, half:], out=halves), free[halves.size :]
         half //= 2
@@ -140,7 +135,7 @@ def _mean_magnitudes(values: Float32s, means: Float32s, *, scratch: Float32s) ->
 
 
 def _with_magnitudes(signs: UInt32s, means: Float32s) -> None:
-    """Make values of sign bits, in place."""
+    """Combine sign bits and magnitudes to values, in place."""
     bits = means.view(np.uint32)
     whole = len(signs) // BLOCK
     blocks = signs[: whole * BLOCK].reshape(whole, BLOCK)

@@ -1,8 +1,8 @@
 """PowerSGD: each matrix of a bucket as a product of two thin ones (Vogels et al. 2019).
 
-Of a matrix M, the mean over all ranks, one step of a power iteration gives P and Q of rank r with
-M ≈ P Q^T (their algorithm 1), and what that leaves of each rank's own stays in its residual (their
-algorithm 2). M itself is nowhere: both products are linear in it, so two ordinary all-reduces do.
+For a matrix M, the mean over all ranks, one step of a power iteration gives P and Q of rank r with
+M ≈ P Q^T (their algorithm 1). The error of each rank's own matrix stays in its residual (their
+algorithm 2). No rank has M: both products are linear in it, so two ordinary all-reduces suffice.
 
     own + residual ──▶ compress ──▶ p ──▶ all-reduce, mean ──▶ orthogonalize, in place
           │                                                                │
@@ -13,14 +13,14 @@ algorithm 2). M itself is nowhere: both products are linear in it, so two ordina
              warm_up, for the next step ◀──┴──▶ decompress ◀───────────────┘
                                                     └──▶ out, residual_out
 
-p holds the P's of all matrices, each as (rank, rows), one behind the other, and then all values
-that go uncompressed; q the Q's, each as (rank, columns). Every rank computes `orthogonalize`,
-`decompress` and `warm_up` for itself from the same sums, so these use elementwise IEEE arithmetic
-in a stated order and no BLAS: their bits are the same on every machine. `compress` and `project`
-are this rank's own part of a sum, and use BLAS.
+p holds the P's of all matrices, each as (rank, rows), one after another, and then all uncompressed
+values; q holds the Q's, each as (rank, columns). Every rank computes `orthogonalize`, `decompress`
+and `warm_up` from the same sums, so these use elementwise IEEE arithmetic in a fixed order and no
+BLAS: their bits are the same on every machine. `compress` and `project` compute this rank's own
+part of a sum, and use BLAS.
 
-If ranks come with different Q's (one is new), or leave between the two all-reduces, the result is
-still P P^T M, for one P and the M of those who gave to the second: the residuals account for it.
+If ranks start with different Q's (one is new), or leave between the two all-reduces, the result is
+still P P^T M, for one P and the M of the ranks in the second: the residuals account for it.
 """
 
 import math
@@ -47,11 +47,11 @@ class Matrix:
 
     @property
     def end(self) -> int:
-        """One beyond its last value."""
+        """The index after its last value."""
         return self.start + self.rows * self.columns
 
     def of(self, values: Float32s) -> Rows:
-        """float32[rows, columns], a view of the bucket's values."""
+        """Return float32[rows, columns], a view of the bucket's values."""
         return values[self.start : self.end].reshape(self.rows, self.columns)
 
 
@@ -60,38 +60,38 @@ class Plan:
     """How a bucket is compressed; the same on all ranks."""
 
     count: int
-    """Values of the bucket."""
+    """The number of values of the bucket."""
     rank: int
-    """Columns of each P and Q."""
+    """The number of columns of each P and Q."""
     matrices: tuple[Matrix, ...]
     rest: tuple[tuple[int, int], ...]
-    """What goes uncompressed: runs of values, each from its first to before its last."""
+    """The uncompressed values: runs as (start, end)."""
     rest_start: int
-    """Where that lies in the first all-reduce: behind all P's."""
+    """The start of the uncompressed values in the first all-reduce, after all P's."""
     p_count: int
-    """Values in the first all-reduce."""
+    """The number of values in the first all-reduce."""
     q_count: int
-    """Values in the second: all Q's. 0: there is no second."""
+    """The number of values in the second all-reduce, all Q's; 0 if there is none."""
 
     def p_of(self, matrix: Matrix, p: Float32s) -> Rows:
-        """float32[rank, rows], a view: one row for each column of P."""
+        """Return float32[rank, rows], a view: one row for each column of P."""
         end = matrix.p_start + self.rank * matrix.rows
         return p[matrix.p_start : end].reshape(self.rank, matrix.rows)
 
     def q_of(self, matrix: Matrix, q: Float32s) -> Rows:
-        """float32[rank, columns], likewise of Q."""
+        """Return float32[rank, columns], a view: one row for each column of Q."""
         end = matrix.q_start + self.rank * matrix.columns
         return q[matrix.q_start : end].reshape(self.rank, matrix.columns)
 
     def copy_rest(self, values: Float32s, p: Float32s) -> None:
-        """Lay the values that go uncompressed behind the P's."""
+        """Copy the uncompressed values to `p`, after the P's."""
         done = self.rest_start
         for start, end in self.rest:
             p[done : done + end - start] = values[start:end]
             done += end - start
 
     def restore_rest(self, p: Float32s, values: Float32s) -> None:
-        """Put them back where they belong."""
+        """Copy the uncompressed values back to their place in `values`."""
         done = self.rest_start
         for start, end in self.rest:
             values[start:end] = p[done : done + end - start]
@@ -99,15 +99,15 @@ class Plan:
 
 
 def plan_matrices(shapes: Sequence[tuple[int, ...]], *, rank: int, min_rate: float = 2.0) -> Plan:
-    """Which of the arrays of a bucket are compressed, and how they lie in it.
+    """Plan which arrays of a bucket are compressed, and their layout.
 
-    Those where it pays: (rows + columns) * rank * min_rate <= rows * columns. More than two
-    dimensions are folded to two where rows + columns is least; vectors and scalars are the rest.
+    Compressed are those with (rows + columns) * rank * min_rate <= rows * columns. More than two
+    dimensions are folded to two where rows + columns is least. Vectors and scalars are the rest.
 
     Args:
-        shapes: of the arrays, in the order in which they lie in the bucket.
-        rank: of P and Q; at least 1.
-        min_rate: at least 1; how many times smaller P and Q together have to be.
+        shapes: The shapes of the arrays, in their order in the bucket.
+        rank: The rank of P and Q; at least 1.
+        min_rate: The factor by which P and Q together must be smaller; at least 1.
 
     >>> plan = plan_matrices([(64, 32, 3, 3), (64,)], rank=2)
     >>> [(m.rows, m.columns) for m in plan.matrices], plan.rest, plan.p_count, plan.q_count
@@ -142,7 +142,7 @@ def plan_matrices(shapes: Sequence[tuple[int, ...]], *, rank: int, min_rate: flo
 
 
 def _fold(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns; one row, if there are less than two dimensions."""
+    """Return rows and columns; one row if there are fewer than two dimensions."""
     folds = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
     return min(folds, key=sum, default=(1, math.prod(shape)))
 
@@ -159,21 +159,21 @@ __all__ = [
 
 Float64s: TypeAlias = np.ndarray[tuple[Any, ...], np.dtype[np.float64]]
 
-_DEPENDENT = 2.0**-60  # of a column's squared length; beyond it float64 would see only noise
-_LOW_BITS = np.uint64(40)  # of a lot; 24 are left, as many as fp32 holds
+_DEPENDENT = 2.0**-60  # of a column's squared length; less is only noise in float64
+_LOW_BITS = np.uint64(40)  # dropped from a random word: the other 24 are as many as fp32 holds
 
 
 def warm_up(plan: Plan, q: Float32s, *, key: int) -> None:
-    """Make the Q's of a step those that the next begins with, in place.
+    """Turn the Q's of a step into those with which the next begins, in place.
 
-    Each column is scaled by a power of two so that its largest magnitude is in [1, 2): P has the
-    magnitude of M then, not of its square. A column that is zero or not finite is drawn anew,
-    uniformly from [-1, 1): so a first Q is `warm_up` of zeros, and neither zeros nor a NaN stay.
+    Each column is scaled by a power of two so that its largest magnitude is in [1, 2): then P has
+    the magnitude of M, not of its square. A column that is zero or not finite is replaced by
+    random values from [-1, 1): the first Q is `warm_up` of zeros, and neither zeros nor NaN stay.
 
     Args:
-        plan: of the bucket.
+        plan: The plan of the bucket.
         q: float32[q_count].
-        key: 64 bits of which columns are drawn; the same on all ranks.
+        key: The 64-bit seed of drawn columns; the same on all ranks.
     """
     for matrix in plan.matrices:
         for i, column in enumerate(plan.q_of(matrix, q)):
@@ -195,18 +195,18 @@ def compress(
     residual: Float32s | None = None,
     residual_out: Float32s | None = None,
 ) -> None:
-    """P = (own + residual) Q for each matrix, and the rest as it is.
+    """Compute P = (own + residual) Q for each matrix, and copy the rest.
 
     Args:
-        plan: of the bucket.
+        plan: The plan of the bucket.
         own: float32[count]; only read.
-        q: float32[q_count], of `warm_up`; only read.
-        p: float32[p_count], written; to be all-reduced, as a mean.
-        residual: float32[count], as an earlier call left it, only read; None for zeros.
-        residual_out: float32[count], written: own + residual. May be `residual` itself. None: no
-            feedback; then `residual` is None, too.
+        q: float32[q_count], from `warm_up`; only read.
+        p: float32[p_count], written, for an all-reduce to the mean.
+        residual: float32[count], from an earlier call, only read; None for zeros.
+        residual_out: float32[count], written: own + residual. May be `residual` itself. None for
+            no feedback; then `residual` is None, too.
     """
-    # What is not finite is a result; Accelerate's products also raise flags of their own.
+    # Infinity and NaN are valid results; Accelerate's products also set flags without a cause.
     with np.errstate(all="ignore"):
         for matrix in plan.matrices:
             thin_p, thin_q = plan.p_of(matrix, p), plan.q_of(matrix, q)
@@ -224,15 +224,11 @@ def compress(
 
 
 def orthogonalize(plan: Plan, p: Float32s) -> None:
-    """Make the columns of each P orthonormal, in place; the rest stays as it is.
+    """Make the columns of each P in float32[p_count], the mean, orthonormal in place.
 
     Modified Gram-Schmidt in float64, columns from first to last. A column that depends on those
-    before it (to 2^-30 of its length) becomes zero. A P that is not finite everywhere comes out
-    with NaN at least where it was not.
-
-    Args:
-        plan: of the bucket.
-        p: float32[p_count], the mean.
+    before it (to 2^-30 of its length) becomes zero. Values of P that are not finite become NaN,
+    and others may.
     """
     with np.errstate(all="ignore"):
         for matrix in plan.matrices:
@@ -242,7 +238,7 @@ def orthogonalize(plan: Plan, p: Float32s) -> None:
             for i, column in enumerate(columns):
                 length = _ordered_sums(column * column)
                 depends = length <= lengths[i] * _DEPENDENT
-                # What is infinite becomes NaN, by either.
+                # Either factor turns infinity into NaN.
                 np.multiply(column, 0 if depends else 1 / np.sqrt(length), out=column)
                 others = columns[i + 1 :]
                 others -= _ordered_sums(others * column)[:, None] * column
@@ -250,13 +246,13 @@ def orthogonalize(plan: Plan, p: Float32s) -> None:
 
 
 def project(plan: Plan, values: Float32s, p: Float32s, q: Float32s) -> None:
-    """Q = M^T P for each matrix.
+    """Compute Q = M^T P for each matrix.
 
     Args:
-        plan: of the bucket.
+        plan: The plan of the bucket.
         values: float32[count]: `residual_out` of `compress`, or `own` without feedback; only read.
-        p: float32[p_count], of `orthogonalize`; only read.
-        q: float32[q_count], written; to be all-reduced, as a mean.
+        p: float32[p_count], from `orthogonalize`; only read.
+        q: float32[q_count], written, for an all-reduce to the mean.
     """
     with np.errstate(all="ignore"):
         for matrix in plan.matrices:
@@ -271,17 +267,17 @@ def decompress(
     *,
     residual_out: Float32s | None = None,
 ) -> None:
-    """Write the mean, P Q^T for each matrix and the rest as it is; keep what it leaves of our own.
+    """Write the mean, P Q^T for each matrix and the rest unchanged, and keep the residual.
 
-    A matrix in which some rank has a NaN or an infinity comes out as NaN.
+    A matrix in which some rank has a NaN or an infinity becomes NaN.
 
     Args:
-        plan: of the bucket.
-        p: float32[p_count], of `orthogonalize`; only read.
+        plan: The plan of the bucket.
+        p: float32[p_count], from `orthogonalize`; only read.
         q: float32[q_count], the mean; only read.
         out: float32[count], written.
-        residual_out: float32[count], of `compress`; becomes itself minus out, and 0 where that is
-            not finite, and 0 in the rest. None: no feedback.
+        residual_out: float32[count], from `compress`; `out` is subtracted from it. It becomes 0
+            where that is not finite, and in the rest. None for no feedback.
     """
     with np.errstate(all="ignore"):
         for matrix in plan.matrices:
@@ -295,12 +291,12 @@ def decompress(
 
 
 def _rows_of_part(rows: int, columns: int) -> int:
-    """How many rows fit in a cache, at least one."""
+    """Return how many rows fit in a cache, at least one."""
     return min(rows, max(1, PART // columns))
 
 
 def _ordered_sums(terms: Float64s) -> Float64s:
-    """Over the last axis, from first to last: np.sum's order depends on the machine."""
+    """Sum the last axis from first to last: the order of np.sum depends on the machine."""
     sums: Float64s = np.add.accumulate(terms, axis=-1)[..., -1]
     return sums
 
@@ -312,7 +308,7 @@ def _multiply(thin_p: Rows, thin_q: Rows, out: Float32s, left: Float32s | None) 
         thin_p: float32[rank, rows].
         thin_q: float32[rank, columns].
         out: float32[rows * columns], written.
-        left: float32[rows * columns], from which it is subtracted in place; None: nothing is.
+        left: float32[rows * columns], from which P Q^T is subtracted in place, or None.
     """
     compiled = twins()
     if compiled is not None:

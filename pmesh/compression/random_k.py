@@ -1,14 +1,14 @@
-"""RandomK: k values at places that all ranks draw alike, so that no index travels.
+"""RandomK: k values at random indices that are equal on all ranks, so that no index is sent.
 
-The k values go through an ordinary all-reduce. The draw is a function of a key, computed in
-integers: the same on every machine.
+The k values go through an ordinary all-reduce. The indices are an integer function of a key, so
+they are the same on every machine.
 
     own + residual ──▶ compress ──▶ float32[k] ──▶ all-reduce ──▶ decompress ──▶ float32[count]
                           └──▶ residual_out
 
-With feedback values go as they are (Stich et al. 2018, Sparsified SGD with Memory). Without it they
-are scaled by count/k, so that the mean over all draws is the value (Wangni et al. 2018). Both at
-once overshoot: what comes out again from the residual has been sent count/k times already.
+With feedback, values are sent unchanged (Stich et al. 2018, Sparsified SGD with Memory). Without
+it, they are scaled by count/k, so that the mean over all draws is the value (Wangni et al. 2018).
+Both together overshoot: a value from the residual has already been sent count/k times.
 """
 
 import hashlib
@@ -24,33 +24,33 @@ _KEY_BYTES = 8
 
 
 def draw_key(seed: int, job: str, op: int, bucket: int) -> int:
-    """64 bits that differ for different arguments: what a draw is a function of."""
+    """Return the 64-bit key of a draw: a hash of all arguments."""
     named = f"{seed}/{op}/{bucket}/{job}".encode()
     return int.from_bytes(hashlib.blake2b(named, digest_size=_KEY_BYTES).digest(), "little")
 
 
 def draw_indices(count: int, k: int, key: int) -> Indices:
-    """Distinct indices below `count`; each value is drawn with probability k/count.
+    """Draw distinct indices below `count`; each is drawn with probability k/count.
 
-    The values are cut into k runs of equal length (but for 1), at a drawn offset, and one is drawn
-    from each run: distinct by construction, and in the order in which they lie in memory.
+    The values are cut into k runs, whose lengths differ by at most 1, at a random offset, and one
+    index is drawn from each run: so they are distinct and in memory order.
 
     Args:
-        count: how many values there are.
-        k: how many are drawn, from 0 to count.
-        key: 64 bits.
+        count: The number of values.
+        k: The number of indices, from 0 to count.
+        key: The 64-bit key.
 
     Returns:
-        int64[k], ascending but for the one place where the last run goes on at the beginning.
+        int64[k], ascending except where the last run wraps around to the beginning.
 
     Raises:
-        ValueError: k is not in 0..count, or count not below 2**32.
+        ValueError: k is not from 0 to count, or count is not below 2**32.
     """
     if not 0 <= k <= count < _END:
-        raise ValueError(f"k is from 0 to count, and count below 2**32, not {k} of {count}")
+        raise ValueError(f"k must be from 0 to count, and count below 2**32, not {k} of {count}")
     if k == 0:
         return np.empty(0, np.int64)
-    # Without an offset the values of longer runs would be drawn a little less often than others.
+    # Without an offset, values of longer runs would be drawn slightly less often.
     offset = (int(draw_words(key, k, 1)[0]) >> 32) * count >> 32
     compiled = twins()
     if compiled is not None:
@@ -78,16 +78,16 @@ def compress(
 ) -> None:
     """Take the values at `indices` from own + residual, and keep the rest.
 
-    Without feedback they are scaled by count/k. A value that is not finite and was not drawn makes
-    the first that is sent NaN, so that it is not lost in silence.
+    Without feedback they are scaled by count/k. If a value that was not drawn is not finite, the
+    first one sent becomes NaN, so that it is not lost silently.
 
     Args:
         own: float32[count]; only read.
-        indices: int64[k], of `draw_indices`.
+        indices: int64[k], from `draw_indices`.
         sent: float32[k], written.
-        residual: float32[count], as an earlier call left it, only read; None for zeros.
+        residual: float32[count], from an earlier call, only read; None for zeros.
         residual_out: float32[count], written: own + residual, 0 at `indices` and where that is not
-            finite. May be `residual` itself. None: no feedback; then `residual` is None, too.
+            finite. May be `residual` itself. None for no feedback; then `residual` is None, too.
     """
     clean = _add_and_take(own, indices, sent, residual, residual_out)
     if not clean:
@@ -104,13 +104,7 @@ def compress(
 
 
 def decompress(values: Float32s, indices: Indices, out: Float32s) -> None:
-    """Write `values`, say the mean of what all sent, to their places, and 0 elsewhere.
-
-    Args:
-        values: float32[k].
-        indices: int64[k].
-        out: float32[count], written.
-    """
+    """Write float32[k] values, such as the mean over ranks, to their indices in `out`, else 0."""
     out.fill(0)
     out[indices] = values
 
@@ -122,12 +116,12 @@ def _add_and_take(
     residual: Float32s | None,
     residual_out: Float32s | None,
 ) -> bool:
-    """Take from own + residual; false, if that may not be finite everywhere."""
+    """Take from own + residual; return False if that may have values that are not finite."""
     clean = True
     with np.errstate(over="ignore", invalid="ignore"):
         for part in parts(len(own)):
             values = add_residual(own, residual, residual_out, part)
-            # One sum tells of a whole part.
+            # One sum checks a whole part.
             clean = clean and bool(np.isfinite(np.add.reduce(values)))
     values = own if residual_out is None else residual_out
     sent[:] = values[indices]

@@ -1,7 +1,7 @@
-"""What a user says to have values compressed: a scheme with its options, checked at once.
+"""The compression schemes for users: frozen options, checked at construction.
 
-A scheme says what is to be done, and holds nothing of what has been: residuals and warm starts are
-the mesh's (`pmesh.client.feedback.memory`).
+A scheme has no state: residuals and warm starts belong to the mesh
+(`pmesh.client.feedback.memory`).
 """
 
 import math
@@ -13,32 +13,31 @@ from typing import Any, Final, TypeAlias
 from pmesh.errors import UnsupportedCompression
 
 MAX_MODEL_CHARACTERS: Final = 64
-_MAX_SEED: Final = 2**63 - 1  # it travels as an int64
-_LARGEST_RANK: Final = 1024  # a factorization of more columns than this compresses nothing real
+_MAX_SEED: Final = 2**63 - 1  # it is sent as an int64
+_LARGEST_RANK: Final = 1024  # more columns compress no real matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """A way to send fewer bytes; what all of them have in common."""
+    """The base of all schemes. An invalid option raises UnsupportedCompression."""
 
     error_feedback: bool | None = None
-    """Whether what compression leaves out of a call is added to the values of the next one.
+    """If True, the error of a call is added to the values of the next one.
 
-    None: in `average_gradients`, whose next call brings the same parameters' gradients; and not in
-    `all_reduce`, whose next array may have nothing to do with this one.
+    None: True in `average_gradients`, whose next call has gradients of the same parameters; False
+    in `all_reduce`, whose next array may be unrelated.
     """
     model: str = ""
-    """Whose values they are: two models whose trees look alike need two names here, or what is left
-    out of the gradients of one would be added to the other's."""
+    """A name for the model. Two models with trees of the same structure need two names, or the
+    errors of one would be added to the gradients of the other."""
 
     def __post_init__(self) -> None:
-        """Raises UnsupportedCompression, which says what is allowed."""
         _check_flag("error_feedback", self.error_feedback, optional=True)
         _check_model(self.model)
 
     @property
     def feeds_back(self) -> bool:
-        """Whether `average_gradients` feeds errors back."""
+        """True if `average_gradients` feeds errors back."""
         return self.error_feedback is not False
 
 
@@ -48,44 +47,42 @@ class _Cast(Scheme):
 
     @property
     def feeds_back(self) -> bool:
-        """Only if asked for: it would cost twice the memory for half a part in a thousand."""
+        """Only on request: it costs twice the memory for an error of 0.05 %."""
         return self.error_feedback is True
 
 
 @dataclass(frozen=True, slots=True)
 class FP16(_Cast):
-    """IEEE half precision: 11 bits of precision; what is above 65504 is clipped, and counted."""
+    """IEEE half precision: 11 bits of precision; values above 65504 are clipped and counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class BF16(_Cast):
-    """bfloat16: 8 bits of precision, the range of float32. The one to begin with."""
+    """bfloat16: 8 bits of precision, the range of float32. Try this one first."""
 
 
 @dataclass(frozen=True, slots=True)
 class INT8(Scheme):
-    """8 bits a value, and one float32 scale for each 256."""
+    """8 bits per value, and one float32 scale for each 256 values."""
 
     stochastic: bool = False
-    """Round up or down at random, so that the mean is right; else to the nearest."""
+    """True rounds up or down at random, so that the mean is right; False rounds to nearest."""
 
     def __post_init__(self) -> None:
-        """Raises UnsupportedCompression, which says what is allowed."""
         Scheme.__post_init__(self)
         _check_flag("stochastic", self.stochastic)
 
 
 @dataclass(frozen=True, slots=True)
 class TopK(Scheme):
-    """The largest values of each rank, by magnitude."""
+    """The values of largest magnitude of each rank."""
 
     ratio: float = 0.01
-    """Which part of the values travels; more than 0, at most 1."""
+    """The part of the values that is sent; more than 0, at most 1."""
     compact: bool = False
-    """Values as bfloat16 and indices as 16-bit gaps: half the bytes."""
+    """True sends values as bfloat16 and indices as 16-bit positions: half the bytes."""
 
     def __post_init__(self) -> None:
-        """Raises UnsupportedCompression, which says what is allowed."""
         Scheme.__post_init__(self)
         _check_ratio(self.ratio)
         _check_flag("compact", self.compact)
@@ -93,15 +90,14 @@ class TopK(Scheme):
 
 @dataclass(frozen=True, slots=True)
 class RandomK(Scheme):
-    """Values at random places, which all ranks draw alike, so that no index travels."""
+    """Values at random indices that are equal on all ranks, so that no index is sent."""
 
     ratio: float = 0.1
-    """Which part of the values travels; more than 0, at most 1."""
+    """The part of the values that is sent; more than 0, at most 1."""
     seed: int = 0
-    """Another one gives other places."""
+    """The seed of the indices."""
 
     def __post_init__(self) -> None:
-        """Raises UnsupportedCompression, which says what is allowed."""
         Scheme.__post_init__(self)
         _check_ratio(self.ratio)
         _check_count("seed", self.seed, 0, _MAX_SEED)
@@ -112,15 +108,14 @@ class PowerSGD(Scheme):
     """Each matrix as a product of two thin ones (Vogels et al. 2019)."""
 
     rank: int = 4
-    """How thin: columns of both."""
+    """The number of columns of both."""
     start_step: int = 10
-    """The first so many calls of `average_gradients` go uncompressed: early gradients are large,
-    and turn fast. `all_reduce` compresses at once."""
+    """The number of first calls of `average_gradients` without compression: early gradients are
+    large and change fast. `all_reduce` compresses at once."""
     min_rate: float = 2.0
-    """A matrix that would not become smaller by this factor goes uncompressed."""
+    """A matrix that would not shrink by this factor is sent uncompressed."""
 
     def __post_init__(self) -> None:
-        """Raises UnsupportedCompression, which says what is allowed."""
         Scheme.__post_init__(self)
         _check_count("rank", self.rank, 1, _LARGEST_RANK)
         _check_count("start_step", self.start_step, 0, _MAX_SEED)
@@ -134,38 +129,37 @@ class OneBit(Scheme):
 
 @dataclass(frozen=True, slots=True)
 class Auto(Scheme):
-    """Whichever of the allowed takes the least time here, or none of them."""
+    """The allowed scheme that takes the least time on this network, or no compression."""
 
     allow: Sequence[Scheme | str] = ("bf16", "int8")
-    """What may be used; objects or names."""
+    """The allowed schemes, as objects or names."""
     min_gain: float = 1.2
     """A scheme is used if calls are faster by this factor than without compression."""
 
     def __post_init__(self) -> None:
-        """Raises UnsupportedCompression, which says what is allowed."""
         Scheme.__post_init__(self)
         _check_factor("min_gain", self.min_gain)
         _check_list(self.allow)
         schemes = tuple(scheme_of(each) for each in self.allow)
         if any(isinstance(each, Auto) for each in schemes):
-            raise UnsupportedCompression("allow is a list of schemes other than Auto")
+            raise UnsupportedCompression("allow must be a list of schemes other than Auto")
         object.__setattr__(self, "allow", schemes)
 
     @property
     def feeds_back(self) -> bool:
-        """As any of the allowed does: what one has left out goes along with the next."""
+        """True if any allowed scheme feeds back: the next one sends the errors of the last."""
         if self.error_feedback is not None:
             return self.error_feedback
         return any(each.feeds_back for each in self.schemes)
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
-        """What is allowed, as objects."""
+        """The allowed schemes, as objects."""
         return tuple(scheme_of(each) for each in self.allow)
 
 
 RingScheme: TypeAlias = FP16 | BF16 | INT8
-"""What the agents do at every hop of the ring; the others are computed by the trainers."""
+"""The schemes that agents apply at every hop of the ring; trainers compute the others."""
 
 NAMES: Final[Mapping[str, Callable[[], Scheme]]] = MappingProxyType(
     {
@@ -180,14 +174,13 @@ NAMES: Final[Mapping[str, Callable[[], Scheme]]] = MappingProxyType(
         "auto": Auto,
     }
 )
-"""Each scheme with the options that it has by itself."""
+"""Each scheme with its default options."""
 
 
 def named(name: str) -> Scheme:
-    """The scheme of that name, with its default options.
+    """Return the scheme of that name, with its default options.
 
-    Raises:
-        UnsupportedCompression: there is none; it says which there are.
+    Raises UnsupportedCompression with the known names if there is none.
     """
     make = NAMES.get(name)
     if make is None:
@@ -196,26 +189,25 @@ def named(name: str) -> Scheme:
 
 
 def scheme_of(given: object) -> Scheme:
-    """A scheme from what a user may give for one: the object itself, or a name.
+    """Return the scheme that a user gave as an object or a name.
 
-    Raises:
-        UnsupportedCompression: it is neither.
+    Raises UnsupportedCompression if it is neither.
     """
     if isinstance(given, str):
         return named(given)
     if isinstance(given, Scheme) and type(given) in _SPECS:
         return given
     raise UnsupportedCompression(
-        f"a compression is one of {', '.join(NAMES)}, or an object such as PowerSGD(rank=4), "
+        f"compression must be one of {', '.join(NAMES)}, or an object such as PowerSGD(rank=4), "
         f"not {given!r}"
     )
 
 
 def spec(scheme: Scheme) -> str:
-    """The scheme in at most 64 characters: alike on two ranks only if both send the same bytes.
+    """Return the scheme in at most 64 characters: equal on two ranks only if their bytes agree.
 
-    A ring codec has the name that `pmesh.compression.codecs` knows it by; what the trainers compute
-    has parentheses (`pmesh.core.ops.coded.ring_codec_name`).
+    A ring codec has its name in `pmesh.compression.codecs`; a scheme that trainers compute has
+    parentheses (`pmesh.core.ops.coded.ring_codec_name`).
 
     >>> spec(INT8()), spec(TopK(0.05, compact=True)), spec(PowerSGD(rank=2))
     ('int8', 'topk(0.05, compact)', 'powersgd(2, min_rate 2.0)')
@@ -241,28 +233,29 @@ def _check_model(name: object) -> None:
     allowed = isinstance(name, str) and len(name) <= MAX_MODEL_CHARACTERS
     if not allowed or not all(c.isascii() and (c.isalnum() or c in "-_.") for c in str(name)):
         raise UnsupportedCompression(
-            f"model is up to {MAX_MODEL_CHARACTERS} letters, digits, '-', '_' and '.', not {name!r}"
+            f"model must have at most {MAX_MODEL_CHARACTERS} letters, digits, '-', '_' and '.', "
+            f"not {name!r}"
         )
 
 
 def _check_list(allow: object) -> None:
     if not isinstance(allow, list | tuple) or not allow:
-        raise UnsupportedCompression(f"allow is a list of schemes, not {allow!r}")
+        raise UnsupportedCompression(f"allow must be a list of schemes, not {allow!r}")
 
 
 def _check_flag(name: str, value: object, *, optional: bool = False) -> None:
     if not isinstance(value, bool) and not (optional and value is None):
-        raise UnsupportedCompression(f"{name} is True or False, not {value!r}")
+        raise UnsupportedCompression(f"{name} must be True or False, not {value!r}")
 
 
 def _check_ratio(ratio: object) -> None:
     if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
-        raise UnsupportedCompression(f"ratio is more than 0 and at most 1, not {ratio!r}")
+        raise UnsupportedCompression(f"ratio must be more than 0 and at most 1, not {ratio!r}")
 
 
 def _check_count(name: str, count: object, least: int, most: int) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or not least <= count <= most:
-        raise UnsupportedCompression(f"{name} is from {least} to {most}, not {count!r}")
+        raise UnsupportedCompression(f"{name} must be from {least} to {most}, not {count!r}")
 
 
 def _check_factor(name: str, factor: object) -> None:
@@ -271,4 +264,4 @@ def _check_factor(name: str, factor: object) -> None:
         or not isinstance(factor, int | float)
         or not 1 <= factor < math.inf
     ):
-        raise UnsupportedCompression(f"{name} is at least 1, not {factor!r}")
+        raise UnsupportedCompression(f"{name} must be at least 1, not {factor!r}")

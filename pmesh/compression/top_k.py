@@ -1,23 +1,23 @@
-"""TopK: the k values of largest magnitude, and where they stand.
+"""TopK: the k values of largest magnitude, with their indices.
 
-Each rank sends its own k; all get all payloads and add them up in rank order, so that they end with
-the same bits. What a rank did not send stays in its residual (Lin et al. 2018, Deep Gradient
+All ranks get the payloads of all and add them up in rank order, so that they end with the same
+bits. The values that a rank did not send stay in its residual (Lin et al. 2018, Deep Gradient
 Compression; Stich et al. 2018, Sparsified SGD with Memory).
 
     own + residual ──▶ compress ──▶ wire (the same length on every rank) ──▶ accumulate, n times
                           └──▶ residual_out
 
-The choice is exact, in about the time of reading the values once: a threshold is taken from a
-sample, a little low, so that a few more than k values reach it, and the k largest of those are
-chosen. Whatever the sample says, the choice is the same.
+The choice is exact, in about the time of one pass over the values. A sample gives a threshold that
+slightly more than k values reach, and the k largest of those are chosen. The sample does not
+affect the result.
 
-Two forms on the wire, little-endian, beginning at a multiple of 4 bytes:
+There are two forms on the wire, little-endian, aligned to 4 bytes:
 
 - wide: uint32[k] indices, ascending, then float32[k] values; 8 bytes each.
-- compact: for each run of 65,536 values but the last, uint32 how many of them are sent; uint16[k]
-  positions within their runs, ascending; then bfloat16[k] values, rounded to nearest even; 4 bytes
-  each. What rounding takes away goes into the residual. (Runs instead of gaps: the length does not
-  depend on the values, as it would with an escape for gaps above 65,535.)
+- compact: for each run of 65,536 values but the last, a uint32 with the number of values sent from
+  it; uint16[k] positions within their runs, ascending; then bfloat16[k] values, rounded to nearest
+  even; 4 bytes each. Rounding errors go into the residual. (With runs, unlike with gaps and an
+  escape for those above 65,535, the length does not depend on the values.)
 """
 
 import math
@@ -44,7 +44,7 @@ __all__ = ["accumulate", "compress", "kept", "wire_bytes"]
 
 
 def kept(count: int, ratio: float) -> int:
-    """How many of `count` values are sent: `ratio` of them, at least one of any.
+    """Return how many of `count` values are sent: the part `ratio` of them, at least one.
 
     >>> kept(1000, 0.01), kept(10, 0.01), kept(0, 0.01)
     (10, 1, 0)
@@ -63,20 +63,20 @@ def compress(
 ) -> None:
     """Write the k largest of own + residual, and keep the rest.
 
-    Exactly k, by the bits of the magnitude: NaN is above infinity, infinity above all numbers; of
-    equal ones those with the lowest indices. Zeros are sent only where fewer than k are not zero.
-    No value that is not finite is lost in silence: all of them are sent; if there are more than k,
-    k of them. In compact form numbers above 3.39e38 are infinity.
+    Exactly k are sent, ordered by the bits of the magnitude: NaN is above infinity, infinity above
+    all numbers; of equal values the lowest indices come first. Zeros are sent only if fewer than k
+    values are not zero. Values that are not finite are never lost silently: all of them are sent,
+    or k of them if there are more. In compact form, numbers above 3.39e38 become infinity.
 
     Args:
         own: float32[count]; only read.
         wire: uint8[wire_bytes(count, k)], written.
-        k: how many, from 0 to count.
-        compact: the form.
-        residual: float32[count], as an earlier call left it, only read; None for zeros.
+        k: The number of values, from 0 to count.
+        compact: True for the compact form.
+        residual: float32[count], from an earlier call, only read; None for zeros.
         residual_out: float32[count], written: own + residual - what `accumulate` reads from wire.
-            Finite: 0 where own + residual or its image is not. May be `residual` itself. None: no
-            feedback; then `residual` is None, too.
+            Finite: 0 where own + residual or its image is not. May be `residual` itself. None for
+            no feedback; then `residual` is None, too.
     """
     values, indices, more_not_finite = add_and_choose(own, k, residual, residual_out)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -92,45 +92,45 @@ def compress(
 
 
 def accumulate(wire: Bytes, into: Float32s, *, k: int, compact: bool = False) -> None:
-    """Add the values of one rank's payload, each at its place.
+    """Add the values of one rank's payload at their indices.
 
     Args:
         wire: uint8[wire_bytes(count, k)].
         into: float32[count], added to in place.
-        k: how many.
-        compact: the form.
+        k: The number of values.
+        compact: True for the compact form.
 
     Raises:
-        ValueError: the indices do not ascend, or not all are below `count`; nothing was added.
+        ValueError: The indices do not ascend, or not all are below `count`; nothing was added.
     """
     indices, values = decode(wire, len(into), k, compact=compact)
     with np.errstate(over="ignore", invalid="ignore"):
         into[indices] += values
 
 
-_MAGNITUDE = np.uint32(0x7FFFFFFF)  # of the bits of an fp32 all but the sign; as integers they
-# ascend with the magnitude, infinity is above all numbers, and NaN above infinity
+_MAGNITUDE = np.uint32(0x7FFFFFFF)  # all bits of an fp32 but the sign; as integers they ascend with
+# the magnitude, infinity is above all numbers, and NaN above infinity
 _INFINITE = np.uint32(0x7F800000)
 _NONE = np.uint32(0xFFFFFFFF)  # above all
 _NOT_ZERO = np.uint32(1)
-_SAMPLE = 1 << 15  # values: of 1 % of them 328 are above the threshold, give or take 18
-_SPREADS = 4  # standard deviations: one array in 30,000 has to be read again
+_SAMPLE = 1 << 15  # values: for the largest 1 %, 328 ± 18 of them are above the threshold
+_SPREADS = 4  # standard deviations: one array in 30,000 is read twice
 
 
 def add_and_choose(
     own: Float32s, k: int, residual: Float32s | None, residual_out: Float32s | None
 ) -> tuple[Float32s, Indices, bool]:
-    """Add the residual, and find the k of largest magnitude; of equal ones the first.
+    """Add the residual, and find the k values of largest magnitude; of equal ones the first.
 
     Args:
         own: float32[count]; only read.
-        k: from 0 to count.
+        k: The number of values, from 0 to count.
         residual: float32[count]; only read; None for zeros.
-        residual_out: float32[count], set to their sum; None: there is no residual.
+        residual_out: float32[count], set to their sum; None if there is no residual.
 
     Returns:
-        The sum (`residual_out` or `own`), int64[k] ascending indices, and whether values that are
-        not finite may be left besides those k.
+        The sum (`residual_out` or `own`), int64[k] ascending indices, and True if values besides
+        those k may not be finite.
     """
     threshold = _sampled_threshold(own, residual, k)
     found, keys = _reaching(threshold, own, residual, residual_out)
@@ -147,13 +147,13 @@ def add_and_choose(
 
 
 def sampled_places(count: int) -> Indices:
-    """Where the sample is taken: at random, as what is laid out in rows may have a period."""
+    """Return the random indices of the sample: with regular ones, rows could have a period."""
     lots = draw_words(0, 0, _SAMPLE) >> np.uint64(32)
     return (lots * np.uint64(count) >> np.uint64(32)).astype(np.int64)
 
 
 def _sampled_threshold(own: Float32s, residual: Float32s | None, k: int) -> np.uint32:
-    """A magnitude that very likely at least k values reach, and not many more."""
+    """Return a magnitude that very likely at least k values reach, and not many more."""
     count = len(own)
     if count <= 4 * _SAMPLE:
         return _NOT_ZERO
@@ -166,7 +166,7 @@ def _sampled_threshold(own: Float32s, residual: Float32s | None, k: int) -> np.u
         return _NOT_ZERO
     keys = sample.view(np.uint32) & _MAGNITUDE
     keys.partition(_SAMPLE - above)
-    # Whatever is not finite reaches it, so that none of these is overlooked.
+    # Every value that is not finite reaches it, so that none is missed.
     return min(max(keys[_SAMPLE - above], _NOT_ZERO), _INFINITE)
 
 
@@ -176,7 +176,7 @@ def _reaching(
     residual: Float32s | None,
     residual_out: Float32s | None,
 ) -> tuple[Indices, UInt32s]:
-    """Add the residual; where the sum reaches the threshold, and the magnitudes there."""
+    """Add the residual; return the indices that reach the threshold, and their magnitudes."""
     bits = np.empty(min(PART, len(own)), np.uint32)
     reaches = np.empty(len(bits), np.bool_)
     found: list[Indices] = [np.empty(0, np.int64)]
@@ -193,33 +193,32 @@ def _reaching(
 
 
 def _filled(found: Indices, k: int) -> Indices:
-    """So many indices, those found and the first of the others, in order."""
-    free = np.ones(k, np.bool_)  # among the first k are enough, even if all found are among them
+    """Return k indices in order: those found and the first of the others."""
+    free = np.ones(k, np.bool_)  # the first k have enough, even if all found are among them
     free[found[found < k]] = False
     return np.sort(np.concatenate([found, np.flatnonzero(free)[: k - len(found)]]))
 
 
-_RUN = 1 << 16  # so many values does a 16-bit position tell apart
-_END = 1 << 32  # so many a 32-bit index
+_RUN = 1 << 16  # values that a 16-bit position distinguishes
+_END = 1 << 32  # values that a 32-bit index distinguishes
 _WIDE = 8  # bytes of an index and a value
-_COMPACT = 4  # likewise
+_COMPACT = 4  # the same
 
 
 def wire_bytes(count: int, k: int, *, compact: bool = False) -> int:
-    """What k of `count` values take on the wire; a multiple of 4.
+    """Return the bytes of k of `count` values on the wire; a multiple of 4.
 
-    Raises:
-        ValueError: k is not from 0 to count, or count not below 2**32.
+    Raises ValueError if k is not from 0 to count, or count is not below 2**32.
     """
     if not 0 <= k <= count < _END:
-        raise ValueError(f"k is from 0 to count, and count below 2**32, not {k} of {count}")
+        raise ValueError(f"k must be from 0 to count, and count below 2**32, not {k} of {count}")
     return 4 * _sized_runs(count) + _COMPACT * k if compact else _WIDE * k
 
 
 def encode(
     wire: Bytes, count: int, indices: Indices, values: Float32s, *, compact: bool
 ) -> Float32s:
-    """Write values and their indices; returns the values as `decode` reads them."""
+    """Write values and their indices; return the values as `decode` reads them."""
     k = len(indices)
     if not compact:
         wide = _Wide.of(wire, k)
@@ -235,12 +234,9 @@ def encode(
 
 
 def decode(wire: Bytes, count: int, k: int, *, compact: bool) -> tuple[Indices, Float32s]:
-    """The indices, ascending, and the values.
+    """Return the ascending indices and the values from the bytes of another machine.
 
-    The bytes come from another machine.
-
-    Raises:
-        ValueError: the indices do not ascend, or not all are below `count`.
+    Raises ValueError if the indices do not ascend, or not all are below `count`.
     """
     if compact:
         form = _Compact.of(wire, count, k)
@@ -251,17 +247,17 @@ def decode(wire: Bytes, count: int, k: int, *, compact: bool) -> tuple[Indices, 
         values = wide.values
         indices = wide.indices.astype(np.int64)
     if k and (indices[-1] >= count or np.less_equal(indices[1:], indices[:-1]).any()):
-        raise ValueError(f"indices of {k} of {count} values do not ascend, or go beyond the last")
+        raise ValueError(f"indices of {k} of {count} values do not ascend, or exceed the last")
     return indices, values
 
 
 def _sized_runs(count: int) -> int:
-    """All runs but the last, whose size follows from k."""
+    """Return the number of runs but the last, whose size follows from k."""
     return max(0, count - 1) // _RUN
 
 
 def _starts(sizes: UInt32s, k: int) -> Indices:
-    """For each position the index at which its run begins."""
+    """Return for each position the index at which its run begins."""
     ends = np.minimum(np.cumsum(sizes, dtype=np.int64), k)
     last = k - int(ends[-1]) if len(ends) else k
     lengths = np.append(np.diff(ends, prepend=0), last)

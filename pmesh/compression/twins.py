@@ -1,4 +1,4 @@
-"""Whether the trainers' schemes are computed by their twins in numba."""
+"""The switch between numpy and numba twins for the trainers' schemes."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -6,17 +6,16 @@ from types import ModuleType
 
 from pmesh.compression import fast
 
-_compiled: list[ModuleType] = []  # one, from when it is ready on
+_compiled: list[ModuleType] = []  # the module once it is ready
 
 
 def prepare() -> bool:
-    """Compile the twins, which from then on give the same bits in less time, in all threads.
+    """Compile the twins, which then give the same bits in less time, in all threads.
 
-    To be called in a thread that may take its time: 10 s at the first time on a machine, 1 s after
-    that, most of it numba's import. Other threads go on with numpy meanwhile.
+    Call it in a background thread: it takes 10 s the first time on a machine, then 1 s, most of it
+    for numba's import. Other threads use numpy meanwhile.
 
-    Returns:
-        Whether there are twins now; no, where numba is not installed or does not fit numpy.
+    Returns False if numba is not installed or does not fit numpy.
     """
     module = fast.load("schemes")
     if module is not None:
@@ -25,13 +24,13 @@ def prepare() -> bool:
 
 
 def twins() -> ModuleType | None:
-    """The module `fast.schemes`, if it is compiled."""
+    """Return the module `fast.schemes` if it is compiled."""
     return next(iter(_compiled), None)
 
 
 @contextmanager
 def computed_by(module: ModuleType | None) -> Generator[None]:
-    """Compare the two: meanwhile this module computes in all threads; None: numpy does."""
+    """Compute by this module, or by numpy if it is None, in all threads, to compare the two."""
     before = _compiled[:]
     _compiled[:] = [] if module is None else [module]
     try:

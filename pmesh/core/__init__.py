@@ -1,22 +1,22 @@
-"""Pure decisions and protocols: no I/O, no clock, no dice, no log.
+"""Pure decisions and protocols: no I/O, no clock, no randomness, no log.
 
-In the order in which things pass through them:
+In the order in which data passes through them:
 
 identity    keys, certificates (the mesh's authority), advertisement (what mDNS carries)
-links       addresses (which to try first), dialing (when), health (what a silence means)
+links       addresses (which to dial first), dialing (when), health (what a silence means)
 wire        framing (lengths, first bytes), link (messages between agents), local (messages between
             trainer and agent), records (sealed lane records)
 values      views, rosters, trainers, verdicts: the values that agents agree on
-views       state (what one member knows), agreement (what follows from a message), leader (the
-            leader half), rosters (jobs through a view change), outcomes (their ops), quorum (which
-            side may go on), ring (its order), stall_guard (after a stall), validation and limits
-            (what no honest member would send)
+views       state (what one member knows), agreement (the effects of a message), leader (the
+            leader's half), rosters (jobs in a view change), outcomes (their ops), quorum (which
+            side may continue), ring (its order), stall_guard (after a stall), validation and limits
+            (against dishonest members)
 jobs        op_log (what a rank knows of its ops)
-ops         kinds, plan and schedule (who sends what when), all_reduce, reduce, moving, coded (the
-            plans), cost (which is the fastest), reductions (adding up)
+ops         kinds, plan and schedule (sends and receives), all_reduce, reduce, moving, coded (the
+            plans), cost (which is the fastest), reductions (the arithmetic)
 p2p         messages between two ranks, each exactly once
-budgets     shares of what is scarce
+budgets     fair shares of scarce resources
 
-Two shapes: byte protocols are objects that take bytes and give events; decisions are frozen states
-and functions, to which time and entropy are arguments.
+There are two shapes: byte protocols are objects that take bytes and return events; decisions are
+frozen states and functions, with time and entropy as arguments.
 """

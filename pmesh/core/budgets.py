@@ -1,4 +1,4 @@
-"""One amount that several share: none can have it all, and whoever comes gets something."""
+"""A shared amount: no holder can take it all, and each newcomer gets something."""
 
 from collections import Counter
 from collections.abc import Hashable
@@ -8,11 +8,11 @@ H = TypeVar("H", bound=Hashable)
 
 
 class Budget(Generic[H]):
-    """An amount of which each holder may have half of what the others leave.
+    """An amount of which each holder may take half of what the others leave.
 
-    One alone gets a half, each of two a third, each of n an equal part of n + 1. This is the
-    dynamic threshold with alpha = 1 by which switches share the memory of their queues
-    (Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998).
+    A single holder gets a half, each of two a third, each of n an (n + 1)-th part. This is the
+    dynamic threshold with alpha = 1 by which switches share the memory of their queues (Choudhury
+    and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998).
 
     >>> budget = Budget[str](limit=12)
     >>> budget.take("a", 6), budget.take("a", 1), budget.take("b", 3), budget.take("b", 1)
@@ -25,27 +25,25 @@ class Budget(Generic[H]):
 
     @property
     def held(self) -> int:
-        """What all hold together."""
+        """The amount that all holders have together."""
         return self._held.total()
 
     def held_by(self, holder: H) -> int:
-        """What this one holds."""
         return self._held[holder]
 
     def allowed(self, holder: H) -> int:
-        """The most that this one may hold now; the last unit is for whoever asks first."""
+        """Return the most that this holder may have now; the last unit goes to the first caller."""
         left_by_others = self.limit - self.held + self._held[holder]
         return max(left_by_others // 2, min(left_by_others, 1))
 
     def take(self, holder: H, amount: int) -> bool:
-        """Whether this one holds so much more now."""
+        """Take the amount, or return False if this holder may not have it."""
         if self._held[holder] + amount > self.allowed(holder):
             return False
         self._held[holder] += amount
         return True
 
     def give_back(self, holder: H, amount: int) -> None:
-        """This one holds so much less."""
         self._held[holder] -= amount
         if not self._held[holder]:
             del self._held[holder]  # processes come and go

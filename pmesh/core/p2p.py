@@ -1,12 +1,12 @@
 """Messages between two ranks: each delivered once, in order per pair and tag, across views (O4).
 
-A message is what one `send` sends. The sender keeps it, and announces it again and again, until it
-is settled: delivered or withdrawn. The receiver notes announcements, and asks for a message when
-somebody waits for it; one at a time from each sender, since they come one behind the other on the
-pair's lane. Announcements, questions and acknowledgements may be lost or repeated.
+One `send` makes one message. The sender keeps it and announces it repeatedly until it is settled:
+delivered or withdrawn. The receiver notes announcements, and requests a message when a receive
+waits for it; one at a time from each sender, since they follow each other on the pair's lane.
+Announcements, requests and acknowledgements may be lost or repeated.
 
-The messages of a pair are numbered through all their tags, so that what either side remembers does
-not grow with the number of tags. Their order within a tag follows from `before`.
+The messages of a pair are numbered across all tags, so that the memory of either side does not grow
+with the number of tags. Their order within a tag follows from `before`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 from pmesh.core.wire.link import Envelope
 from pmesh.ids import TrainerId
 
-MAX_KEPT = 256  # messages of a pair that nobody has received; a receiver notes as many
+MAX_KEPT = 256  # messages of a pair not yet received; a receiver notes as many
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -27,15 +27,15 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True)
 class Outbox:
-    """What one rank has sent to another and is not settled."""
+    """The messages from one rank to another that are not settled."""
 
     next_sequence: int = 0
     kept: Mapping[int, Envelope] = field(default_factory=dict[int, Envelope])
-    """By sequence, in its order."""
+    """By sequence number, in order."""
 
 
 def keep(outbox: Outbox, envelope: Envelope) -> tuple[Outbox, int]:
-    """Another message, and its sequence. Raises ValueError beyond MAX_KEPT."""
+    """Add a message and return its sequence number. Raises ValueError beyond MAX_KEPT."""
     if len(outbox.kept) >= MAX_KEPT:
         raise ValueError(f"{MAX_KEPT} messages wait already")
     sequence = outbox.next_sequence
@@ -43,12 +43,12 @@ def keep(outbox: Outbox, envelope: Envelope) -> tuple[Outbox, int]:
 
 
 def settle(outbox: Outbox, sequence: int) -> Outbox:
-    """The message is delivered, or withdrawn; nothing changes if that is known."""
+    """Drop a message that was delivered or withdrawn; a second call changes nothing."""
     return replace(outbox, kept=_without(outbox.kept, sequence))
 
 
 def standing(outbox: Outbox, sequence: int) -> tuple[int, int]:
-    """What an announcement of this message says as `first` and `before`."""
+    """Return `first` and `before` for an announcement of this message."""
     tag = outbox.kept[sequence].tag
     earlier = (s for s, envelope in outbox.kept.items() if s < sequence and envelope.tag == tag)
     return min(outbox.kept), max(earlier, default=-1)
@@ -58,26 +58,26 @@ def standing(outbox: Outbox, sequence: int) -> tuple[int, int]:
 
 
 class Noted(NamedTuple):
-    """A message that has been announced."""
+    """An announced message."""
 
     envelope: Envelope
     before: int
     arrival: int
-    """Its place among all announcements, so that ANY takes the earliest."""
+    """Its index among all announcements, so that ANY takes the earliest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What is known of the messages of one sender."""
+    """The messages of one sender, as far as the receiver knows."""
 
     noted: Mapping[int, Noted] = field(default_factory=dict[int, Noted])
     delivered: Mapping[int, int] = field(default_factory=dict[int, int])
-    """By tag the last message that was delivered, while its acknowledgement may have been lost."""
+    """By tag, the last delivered message, while its acknowledgement may have been lost."""
     first: int = 0
     """The sender has settled every message below this."""
 
     def next_of(self, tag: int) -> int | None:
-        """The message that is next within its tag; None if it has not been announced."""
+        """Return the next message of the tag; None if it has not been announced."""
         of_tag = (sequence for sequence, noted in self.noted.items() if noted.envelope.tag == tag)
         sequence = min(of_tag, default=None)
         if sequence is None:
@@ -91,12 +91,12 @@ class Wanted(NamedTuple):
     """A receive that waits."""
 
     sources: tuple[TrainerId, ...]
-    """Whose messages it takes; none once all of them are lost."""
+    """The senders that it accepts; empty once all of them are lost."""
     tag: int
 
 
 class Transfer(NamedTuple):
-    """A message that is to be brought for a receive."""
+    """A message requested for a receive."""
 
     sender: TrainerId
     sequence: int
@@ -105,24 +105,24 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Inbox:
-    """What one rank is to receive."""
+    """The announced messages and the waiting receives of one rank."""
 
     sources: Mapping[TrainerId, Source] = field(default_factory=dict[TrainerId, Source])
     wanted: Mapping[int, Wanted] = field(default_factory=dict[int, Wanted])
-    """By the number of the call, in the order in which they came."""
+    """By call number, in the order of the calls."""
     under_way: Mapping[int, Transfer] = field(default_factory=dict[int, Transfer])
-    """By the number of the call that it is for."""
+    """By call number."""
     arrivals: int = 0
 
     def hopeless(self) -> tuple[int, ...]:
-        """The receives that nobody is left for."""
+        """Return the receives whose senders are all lost."""
         return tuple(call for call, wanted in self.wanted.items() if not wanted.sources)
 
 
 def note(
     inbox: Inbox, sender: TrainerId, sequence: int, envelope: Envelope, *, first: int, before: int
 ) -> tuple[Inbox, bool]:
-    """A message is announced. Also returns whether it was delivered, which its sender must hear."""
+    """Note an announcement. Returns True if the message is already delivered: tell its sender."""
     source = inbox.sources.get(sender, Source())
     source = _settle_below(source, max(first, source.first))
     if sequence <= source.delivered.get(envelope.tag, -1):
@@ -136,12 +136,12 @@ def note(
 
 
 def want(inbox: Inbox, call: int, wanted: Wanted) -> Inbox:
-    """A receive has begun."""
+    """Add a receive."""
     return _choose(replace(inbox, wanted={**inbox.wanted, call: wanted}))
 
 
 def deliver(inbox: Inbox, call: int) -> Inbox:
-    """What was under way for the receive is there, and the receive over."""
+    """End the receive: its message has arrived."""
     transfer = inbox.under_way[call]
     source = inbox.sources[transfer.sender]
     source = replace(
@@ -153,13 +153,13 @@ def deliver(inbox: Inbox, call: int) -> Inbox:
 
 
 def give_up(inbox: Inbox, call: int) -> Inbox:
-    """The receive is over; what was under way for it is another's."""
+    """End the receive; another one may get the message requested for it."""
     wanted, under_way = _without(inbox.wanted, call), _without(inbox.under_way, call)
     return _choose(replace(inbox, wanted=wanted, under_way=under_way))
 
 
 def withdraw(inbox: Inbox, sender: TrainerId, sequence: int) -> Inbox:
-    """The sender no longer keeps the message: a later one takes its place."""
+    """Forget a message that the sender no longer keeps; the next of its tag follows."""
     source = inbox.sources.get(sender, Source())
     gone = source.noted.get(sequence)
     if gone is None:
@@ -172,7 +172,7 @@ def withdraw(inbox: Inbox, sender: TrainerId, sequence: int) -> Inbox:
 
 
 def lose(inbox: Inbox, sender: TrainerId) -> Inbox:
-    """The sender is lost: nothing comes from it any more."""
+    """Forget a lost sender: it sends nothing any more."""
     wanted = {
         call: w._replace(sources=tuple(source for source in w.sources if source != sender))
         for call, w in inbox.wanted.items()
@@ -181,7 +181,7 @@ def lose(inbox: Inbox, sender: TrainerId) -> Inbox:
 
 
 def _choose(inbox: Inbox) -> Inbox:
-    """Drop what is under way and gone; begin what can be: the earliest receive first."""
+    """Drop transfers whose message is gone; start those that can, the earliest receive first."""
     under_way = {
         call: transfer
         for call, transfer in inbox.under_way.items()

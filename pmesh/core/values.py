@@ -1,6 +1,6 @@
-"""What all members agree on: the view, its seats in ring order, and the rosters of the jobs.
+"""The values that all members agree on: the view, its seats in ring order, the jobs' rosters.
 
-Values only. How a view comes about is `pmesh.core.views.agreement`.
+`pmesh.core.views.agreement` decides how a view is formed.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ from pmesh.ids import (
 
 MAX_MEMBERS = 64  # a mesh at home has 8
 MAX_TRAINERS = 1024  # of one job
-MAX_JOBS = 256  # no more begin while so many run in the view, groups of ranks included
+MAX_JOBS = 256  # no job begins while this many run in the view, groups of ranks included
 
-# What travels is bounded where it is read. Numbers stay far enough below 2^63 to count on from.
+# Decoding checks these bounds. Numbers stay far enough below 2^63 that sums cannot overflow.
 Name: TypeAlias = Annotated[str, Meta(max_length=64, pattern=PRINTABLE)]
 Job: TypeAlias = Annotated[JobName, Meta(max_length=64, pattern=PRINTABLE)]
 Op: TypeAlias = Annotated[OpNumber, Meta(ge=0, le=2**62)]
@@ -37,13 +37,13 @@ RosterNumber: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_COUNTER)]
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """Why an op or a job failed, in a form that travels; the same for all ranks (O3)."""
+    """Why an op or a job failed, in a serializable form; the same for all ranks (O3)."""
 
     error: Name
     """The name of a class in `pmesh.errors`."""
     message: Annotated[str, Meta(max_length=64 * 1024)]
     trainers: Ids = ()
-    """Those at fault: lost, late, or calling something else."""
+    """The trainers at fault: lost, late, or with a different call."""
 
 
 class OpOutcome(msgspec.Struct, frozen=True, array_like=True):
@@ -51,11 +51,11 @@ class OpOutcome(msgspec.Struct, frozen=True, array_like=True):
 
     op: Op
     contributors: Ids
-    """In ring order: whose values are in the result, or who was left when it failed (O5)."""
+    """In ring order: the ranks whose values the result has, or that were left if it failed (O5)."""
     holders: Ids = ()
-    """Who completed it and holds its result; empty when it failed."""
+    """The trainers that completed it and hold its result; empty if it failed."""
     verdict: Verdict | None = None
-    """Why it failed; None when it completed."""
+    """Why it failed; None if it completed."""
 
 
 class Trainer(msgspec.Struct, frozen=True, array_like=True):
@@ -65,23 +65,23 @@ class Trainer(msgspec.Struct, frozen=True, array_like=True):
     member: Member
     slot: Annotated[Slot, Meta(ge=0, le=2**62)]
     name: Name
-    """Of its machine, for messages."""
+    """The name of its machine, for messages."""
     enters: Op = OpNumber(0)
-    """Its first op: a job's first, or the `sync` in which it has entered (O6)."""
+    """Its first op: the job's first, or the `sync` in which it entered (O6)."""
 
 
 class Terms(msgspec.Struct, frozen=True, array_like=True):
-    """What the trainers of a job have asked for; where they differ, the strictest holds for all."""
+    """The options of a job's trainers; if they differ, the strictest applies to all."""
 
     min_ranks: Annotated[int, Meta(ge=1, le=MAX_TRAINERS)] = 1
-    """With fewer, ops wait for somebody to come back."""
+    """With fewer ranks, ops wait."""
     on_loss: Literal["continue", "raise"] = "continue"
-    """Whether an op in flight goes on among the survivors, or fails with RankLost."""
+    """What an op in flight does after a loss: continue among survivors, or raise RankLost."""
     quorum: Literal["any", "majority"] = "any"
-    """Which side of a partition goes on (V10)."""
+    """Which side of a partition may continue (V10)."""
 
     def joined_with(self, other: "Terms") -> "Terms":
-        """The stricter of both, in each point."""
+        """Return the stricter value of each option."""
         return Terms(
             min_ranks=max(self.min_ranks, other.min_ranks),
             on_loss=max(self.on_loss, other.on_loss),  # "raise" sorts after "continue"
@@ -94,10 +94,10 @@ class Primary(msgspec.Struct, frozen=True, array_like=True):
 
     epoch: Epoch
     voters: Members
-    """The machines of its trainers, in the order of their entering."""
+    """The machines of its trainers, in the order in which they entered."""
     needed: Annotated[tuple[Members, ...], Meta(max_length=MAX_TRAINERS)] = ()
-    """The voters of whom a majority each has let it go on. Ops run once as many are seen to have
-    installed it; at once if none were needed, as for a job's first."""
+    """The sets of voters; a majority of each voted for it. Ops run once such majorities are known
+    to have installed it, or at once if there are none, as for a job's first roster."""
 
 
 class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):
@@ -107,41 +107,40 @@ class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):
     born: Epoch
     """The view in which the job began: with the name, the job's identity."""
     number: RosterNumber
-    """The counter of the epoch that last resolved its ops: it grows, also from one job to the
-    next of the same name, and lanes carry it (V4)."""
+    """The counter of the epoch that last resolved its ops. It grows, even from one job to the next
+    of the same name, and lanes carry it (V4)."""
     trainers: Annotated[tuple[Trainer, ...], Meta(max_length=MAX_TRAINERS)]
-    """Rank 0 is the one that has been in the job for the longest time."""
+    """Rank 0 has been in the job for the longest time."""
     primary: Primary
     next_id: Id
-    """For the next trainer that enters."""
+    """The id of the next trainer that enters."""
     terms: Terms = Terms()
     quorate: bool = True
-    """Whether it has a quorum; where one is asked for, its ops run once it is in force (V10)."""
+    """True if it has a quorum; if the job requires one, ops run once it is in force (V10)."""
     outcomes: tuple[OpOutcome, ...] = ()
     witnesses: tuple[Trainer, ...] = ()
-    """Lost trainers whose agents alone still hold results (O2)."""
+    """Lost trainers; only their agents still hold some results (O2)."""
     losses: tuple[Verdict, ...] = ()
-    """Whom the view that settled it has lost, and why."""
+    """The trainers lost in the view that settled it, and why."""
 
-    @cached_property  # asked for by each rank's report on each op in a view change
+    @cached_property  # in a view change, each rank's report on each op reads it
     def ids(self) -> tuple[TrainerId, ...]:
-        """Of all ranks, in ring order."""
+        """All ranks, in ring order."""
         return tuple(trainer.id for trainer in self.trainers)
 
     def rank_of(self, trainer: TrainerId) -> Rank | None:
-        """The trainer's place in the ring; None if it is lost."""
+        """Return the trainer's index in the ring; None if it is lost."""
         return Rank(self.ids.index(trainer)) if trainer in self.ids else None
 
     def trainer(self, trainer: TrainerId) -> Trainer | None:
-        """A rank or a witness."""
+        """Return the rank or witness with this id."""
         return next((t for t in self.trainers + self.witnesses if t.id == trainer), None)
 
     def trainers_at(self, member: Member) -> tuple[Trainer, ...]:
-        """The ranks whose trainers are connected to this member."""
         return tuple(trainer for trainer in self.trainers if trainer.member == member)
 
     def describe(self, trainer: TrainerId) -> str:
-        """For messages: the rank with its machine's name."""
+        """Return the rank with its machine's name, for messages."""
         rank = self.rank_of(trainer)
         known = self.trainer(trainer)
         if rank is None or known is None:
@@ -161,45 +160,43 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
 
 
 class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
-    """What the members agree on; installed views with one epoch are identical (I1)."""
+    """The view that members agree on; installed views of one epoch are identical (I1)."""
 
     epoch: Epoch
     seats: Annotated[tuple[Seat, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
     """In ring order."""
     rosters: Annotated[tuple[Roster, ...], Meta(max_length=4 * MAX_JOBS)] = ()
 
-    @cached_property  # these two are asked for at each message
+    @cached_property  # each message reads these two
     def members(self) -> tuple[Member, ...]:
-        """The members in ring order."""
+        """The members, in ring order."""
         return tuple(seat.member for seat in self.seats)
 
     @cached_property
     def by_seniority(self) -> tuple[Member, ...]:
-        """The members, the most senior first: who leads next if the first is lost."""
+        """The members, the most senior first: each leads once those before it are lost."""
         ordered = sorted(self.seats, key=lambda seat: (seat.admitted, seat.member))
         return tuple(seat.member for seat in ordered)
 
     @property
     def weight(self) -> tuple[int, Epoch]:
-        """Of two views that meet, the heavier one takes the other's members in (V9)."""
+        """When two views meet, the heavier one takes in the members of the other (V9)."""
         return len(self.seats), self.epoch
 
     def seat_of(self, member: Member) -> Seat | None:
-        """The member's seat; None if it has none."""
         return next((seat for seat in self.seats if seat.member == member), None)
 
     def previous_epoch_of(self, member: Member) -> Epoch | None:
-        """The epoch that the member had installed before this view (V2)."""
+        """Return the epoch that the member had installed before this view (V2)."""
         seat = self.seat_of(member)
         return None if seat is None else seat.previous
 
     def roster_of(self, job: JobName) -> Roster | None:
-        """The job's roster; None if it has none."""
         return next((roster for roster in self.rosters if roster.job == job), None)
 
     @classmethod
     def of_one(
         cls, member: Member, name: str, epoch: Epoch, rosters: Sequence[Roster] = ()
     ) -> Self:
-        """The view of an agent that has met nobody, or was left behind."""
+        """Return the view of an agent that has met no other, or was left behind."""
         return cls(epoch, (Seat(member, name, epoch, None),), tuple(rosters))

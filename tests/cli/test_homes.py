@@ -118,7 +118,7 @@ def test_a_home_that_others_can_replace_is_refused_until_its_command_has_mended_
 ) -> None:
     message = refusal(command, capsys)
 
-    assert f"every user can rename what is in {shared}, and so replace {shared}/home" in message
+    assert f"any user can rename files in {shared}, and so replace {shared}/home" in message
     mend(message)
     assert run(["key", "set"]) == 0
 

@@ -1,6 +1,6 @@
-"""Twins of kernels in numba: the same bits (save a NaN's), in fewer passes over memory.
+"""Twins of kernels in numba: the same bits (except in a NaN), in fewer passes over memory.
 
-Importing one of these modules compiles it, which no event loop has the time for.
+Importing one of these modules compiles it, which takes too long for an event loop.
 """
 
 from importlib import import_module
@@ -8,11 +8,10 @@ from types import ModuleType
 
 
 def load(name: str) -> ModuleType | None:
-    """The module of twins of that name, compiled: seconds of work at the first time on a machine.
+    """Import and compile a module of twins; this takes seconds the first time on a machine.
 
-    Returns:
-        None where numba is not installed (`pip install pmesh[fast]`), does not fit this numpy, or
-        finds no place to keep what it compiles.
+    Returns None if numba is not installed (`pip install pmesh[fast]`), does not fit this numpy, or
+    has no directory for its cache.
     """
     try:
         return import_module(f"pmesh.compression.fast.{name}")

@@ -1,4 +1,4 @@
-"""How twins are compiled: ahead of the first call, without the GIL, to exact IEEE arithmetic."""
+"""How to compile twins: before the first call, without the GIL, to exact IEEE arithmetic."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -9,7 +9,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _array(dtype: Any, *, readonly: bool = False) -> Any:  # noqa: ANN401 - numba's types have none
-    # Aligned or not: what is in a record or an arena may begin anywhere.
+    # Aligned or not: data in a record or an arena may begin anywhere.
     return numba.types.Array(dtype, 1, "C", readonly=readonly, aligned=False)
 
 
@@ -27,15 +27,15 @@ UINT16S_READ = _array(numba.uint16, readonly=True)
 
 
 def compiled(result: Any, *arguments: Any) -> Callable[[_Function], _Function]:  # noqa: ANN401 - as above
-    """Compile for these types, now; or take what an earlier process on this machine compiled.
+    """Compile for these types now, or load the result of an earlier process on this machine.
 
-    No `fastmath`: no fused multiply-add, no reordered sum. No checks for division by zero, which
-    would keep loops from becoming vector instructions.
+    There is no `fastmath`: no fused multiply-add, no reordered sum. There are no checks for
+    division by zero, which would prevent vector instructions.
     """
     decorate = numba.njit(result(*arguments), cache=True, nogil=True, error_model="numpy")
     return cast("Callable[[_Function], _Function]", decorate)
 
 
 def inlined(function: _Function) -> _Function:
-    """For what `compiled` functions of the same file call: compiled with each of them."""
+    """Mark a function that `compiled` functions of the same file call: compiled with each."""
     return cast("_Function", numba.njit(nogil=True, error_model="numpy")(function))

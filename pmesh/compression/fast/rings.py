@@ -1,10 +1,10 @@
-"""The ring codecs' twins: the hops of int8, fp16 and bf16, and what decodes int8 and fp16.
+"""The ring codecs' twins: the hops of int8, fp16 and bf16, and the decoders of int8 and fp16.
 
-A hop takes 256 values at a time through buffers that stay in the first level cache, and reads and
-writes memory once. What makes its loops vector instructions: they run over slices, whose indices
-numba knows to be positive, and 32-bit results are said to be so, as numba would widen them to 64.
+A hop handles 256 values at a time in buffers that stay in the first level cache, and reads and
+writes memory once. Its loops become vector instructions because they run over slices, whose indices
+numba knows to be positive, and cast 32-bit results explicitly, which numba would widen to 64.
 
-An array that is optional in `Codec.hop` is an empty one here.
+An optional array in `Codec.hop` is an empty one here.
 """
 
 import numpy as np
@@ -12,14 +12,14 @@ import numpy as np
 from pmesh.compression.blocks import Float32s, Int8s, UInt16s
 from pmesh.compression.fast import jit
 
-# What follows is compiled in, and numba looks at this file alone to see whether what it has
-# compiled is still right. So the constants stand here again; that the bits agree is tested.
+# These constants are compiled in, and numba checks only this file to see whether its cache is
+# stale. So they are repeated here; a test checks that the bits agree.
 BLOCK = 256
 LEVELS = np.float32(127)
 SMALLEST_SCALE = np.float32(2.0**-126)
 LARGEST_SCALE = np.nextafter(np.finfo(np.float32).max / LEVELS, np.float32(0))
 LARGEST = np.finfo(np.float32).max
-INFINITY = np.int32(0x7F800000)  # as bits, and what is above is NaN
+INFINITY = np.int32(0x7F800000)  # as bits; larger ones are NaN
 MAGNITUDE = np.int32(0x7FFFFFFF)  # all but the sign
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -73,14 +73,14 @@ def _keep_residual(kept: Float32s, total: Float32s, image: Float32s, factor: np.
 
 @jit.inlined
 def _scale_of(total: Float32s) -> np.float32:
-    """The scale of a block, by its magnitudes' bits, which are ordered as they are."""
+    """Return the scale of a block; its magnitudes have the same order as their bits."""
     bits = total.view(np.int32)
     largest = np.int32(0)
     for i in range(len(total)):
         largest = max(largest, np.int32(bits[i] & MAGNITUDE))
     if largest >= INFINITY:
         return np.float32(np.nan)
-    magnitude = np.int32(largest)  # numba views no variable that has been set twice
+    magnitude = np.int32(largest)  # numba has no view of a variable that is set twice
     return min(max(magnitude.view(np.float32) / LEVELS, SMALLEST_SCALE), LARGEST_SCALE)
 
 
@@ -99,7 +99,7 @@ def _quantize_by_lot(image: Float32s, total: Float32s, scale: np.float32, lots: 
 
 @jit.inlined
 def _draw_uniform(lots: Float32s, counter: np.uint64) -> None:
-    """As `draws.draw_uniform`, from the counter of the first word on."""
+    """Compute `draws.draw_uniform` from the counter of the first word."""
     for group in range(len(lots) // 4):
         word = counter + np.uint64(group) * GOLDEN
         word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -134,7 +134,7 @@ def _decode_halves(fp16: bool, values: Float32s, halves: UInt16s) -> None:
 
 @jit.inlined
 def _encode_bf16(halves: UInt16s, values: Float32s) -> None:
-    """To nearest, ties to even; a NaN keeps its sign and becomes the quiet one."""
+    """Round to nearest, ties to even; a NaN keeps its sign and becomes quiet."""
     bits = values.view(np.uint32)
     for i in range(len(bits)):
         word = bits[i]
@@ -148,7 +148,7 @@ def _encode_bf16(halves: UInt16s, values: Float32s) -> None:
 
 @jit.inlined
 def _decode_fp16(values: Float32s, halves: UInt16s) -> None:
-    """2^112 is what the exponents' biases differ by; the product is right for denormals, too."""
+    """Multiply by 2^112, the difference of the biases; this is right for denormals, too."""
     bits = values.view(np.uint32)
     for i in range(len(bits)):
         magnitude = np.uint32(np.uint32(halves[i]) & np.uint32(0x7FFF))
@@ -164,17 +164,17 @@ def _decode_fp16(values: Float32s, halves: UInt16s) -> None:
 
 @jit.inlined
 def _encode_fp16(halves: UInt16s, values: Float32s) -> np.int32:
-    """To nearest, ties to even; what is finite and rounds beyond 65504 is clipped, and counted."""
+    """Round to nearest, ties to even; clip and count finite values that round beyond 65504."""
     bits = values.view(np.int32)
     clipped = np.int32(0)
     for i in range(len(bits)):
         magnitude = np.int32(bits[i] & MAGNITUDE)
         sign = np.int32(np.int32(bits[i] >> np.int32(16)) & np.int32(0x8000))
         odd = np.int32(np.int32(magnitude >> np.int32(13)) & np.int32(1))
-        # 112 is what the exponents' biases differ by.
+        # 112 is the difference of the exponents' biases.
         biased = np.int32(magnitude - np.int32((112 << 23) - 0xFFF))
         normal = np.int32(np.int32(biased + odd) >> np.int32(13))
-        # 2^-24 is the smallest denormal, 2^-14 the smallest other; beyond 1 an int32 has an end.
+        # 2^-24 is the smallest denormal, 2^-14 the smallest normal; above 1 it could overflow.
         denormal = np.int32(np.rint(min(abs(values[i]), np.float32(1)) * np.float32(2.0**24)))
         half = denormal if magnitude < np.int32(113 << 23) else normal
         beyond = magnitude >= np.int32(0x477FF000)  # 65520, which rounds to 2^16
@@ -206,7 +206,7 @@ def hop_int8(
     stochastic: bool,
     counter: np.uint64,
 ) -> None:
-    """A hop of `int8` or `int8-stochastic`, whose counter is `draws.start_of(draw)`."""
+    """Compute a hop of `int8` or `int8-stochastic`, whose counter is `draws.start_of(draw)`."""
     totals, images = np.zeros(BLOCK, np.float32), np.zeros(BLOCK, np.float32)
     lots = np.zeros(BLOCK, np.float32)
     for block in range(len(scales)):
@@ -234,7 +234,6 @@ def hop_int8(
 
 @jit.compiled(jit.NOTHING, jit.FLOAT32S_READ, jit.INT8S_READ, jit.FLOAT32S)
 def decode_int8(scales: Float32s, codes: Int8s, out: Float32s) -> None:
-    """Blocks to values."""
     for block in range(len(scales)):
         part = slice(block * BLOCK, min((block + 1) * BLOCK, len(out)))
         _decode_int8(out[part], codes[part], scales[block])
@@ -252,7 +251,7 @@ def hop_halves(
     residual_factor: np.float32,
     residual_out: Float32s,
 ) -> np.int64:
-    """A hop of `fp16`, or else of `bf16`."""
+    """Compute a hop of `fp16` or `bf16`."""
     totals, images = np.zeros(BLOCK, np.float32), np.zeros(BLOCK, np.float32)
     clipped = np.int64(0)
     for start in range(0, len(own), BLOCK):
@@ -276,7 +275,7 @@ def hop_halves(
 
 @jit.compiled(jit.NOTHING, jit.UINT16S_READ, jit.FLOAT32S)
 def decode_fp16(halves: UInt16s, out: Float32s) -> None:
-    """Halves to values; of bf16, numpy is as fast."""
+    """Decode fp16 values; bf16 has no twin, since numpy is as fast."""
     for start in range(0, len(out), BLOCK):
         part = slice(start, min(start + BLOCK, len(out)))
         _decode_fp16(out[part], halves[part])

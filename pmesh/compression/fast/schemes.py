@@ -1,7 +1,7 @@
-"""The twins of what trainers compute around ops: RandomK, OneBit and PowerSGD.
+"""The twins of the schemes that trainers compute: RandomK, OneBit and PowerSGD.
 
-TopK has none, and of RandomK only the draw has: the rest is one pass over memory in numpy, too. See
-`rings` for what keeps loops vector instructions. An array that is optional is an empty one here.
+TopK has none, and RandomK only one for the draw: the rest is one pass over memory in numpy, too.
+`rings` says how its loops become vector instructions. An optional array is an empty one here.
 """
 
 import numpy as np
@@ -9,8 +9,8 @@ import numpy as np
 from pmesh.compression.blocks import Float32s, Indices, UInt32s
 from pmesh.compression.fast import jit
 
-# They stand here again because numba looks at this file alone to see whether what it has compiled
-# is still right; a test compares them.
+# Repeated here because numba checks only this file to see whether its cache is stale; a test
+# compares them.
 BLOCK = 1024
 LARGEST = np.finfo(np.float32).max
 
@@ -37,7 +37,7 @@ def _keep(values: Float32s, image: Float32s, into: Float32s) -> None:
 
 @jit.compiled(jit.NOTHING, jit.UINT64, jit.UINT64, jit.UINT64, INDICES)
 def draw_indices(counter: np.uint64, count: np.uint64, offset: np.uint64, indices: Indices) -> None:
-    """As in `random_k`, given the counter of the first lot; a division by k only once."""
+    """Draw as in `random_k`, from the first counter, but divide by k only once."""
     k = np.uint64(len(indices))
     shortest, more = count // k, count % k
     start, carry = np.uint64(0), np.uint64(0)
@@ -57,7 +57,7 @@ def draw_indices(counter: np.uint64, count: np.uint64, offset: np.uint64, indice
 
 @jit.inlined
 def _mean_magnitude(values: Float32s, sums: Float32s) -> np.float32:
-    """Added up by halves, in float32[BLOCK] of scratch."""
+    """Return the mean magnitude, added up by halves in `sums`, float32[BLOCK] of scratch."""
     sums[len(values) :] = 0
     for i in range(len(values)):
         sums[i] = abs(values[i])
@@ -101,7 +101,7 @@ def compress_one_bit(
     means: Float32s,
     signs_as_floats: Float32s,
 ) -> None:
-    """As in `one_bit`; the two parts of the wire as float32s."""
+    """Compress as in `one_bit`, with the two parts of the wire as float32s."""
     buffers, mean = np.zeros((2, BLOCK), np.float32), np.zeros(1, np.float32)
     signs = signs_as_floats.view(np.uint32)
     for block in range(len(means)):
@@ -122,7 +122,6 @@ def compress_one_bit(
 
 @jit.compiled(jit.NOTHING, jit.FLOAT32S_READ, jit.FLOAT32S_READ, jit.FLOAT32S)
 def accumulate_one_bit(means: Float32s, signs_as_floats: Float32s, into: Float32s) -> None:
-    """As in `one_bit`."""
     image = np.zeros(BLOCK, np.float32)
     signs, bits = signs_as_floats.view(np.uint32), image.view(np.uint32)
     for block in range(len(means)):
@@ -144,7 +143,7 @@ def accumulate_one_bit(means: Float32s, signs_as_floats: Float32s, into: Float32
 def multiply(
     thin_p: Float32s, thin_q: Float32s, rank: int, out: Float32s, residual_out: Float32s
 ) -> None:
-    """Set `out` to P Q^T of one matrix, and subtract that from the residual, if any."""
+    """Set `out` to P Q^T of one matrix, and subtract it from the residual, if any."""
     rows, columns = len(thin_p) // rank, len(thin_q) // rank
     for row in range(rows):
         for start in range(0, columns, BLOCK):

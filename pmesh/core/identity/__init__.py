@@ -1,1 +1,1 @@
-"""Who is who: keys, certificates, advertisements."""
+"""Identities: keys, certificates, advertisements."""

@@ -1,8 +1,8 @@
-"""What an agent says of itself by mDNS: claims that others can check before they dial.
+"""What an agent advertises by mDNS: claims that others can check before they dial.
 
-An advertisement is authenticated twice, over all its fields, addresses included: by a key derived
-from the mesh key, which whoever is outside the mesh lacks, and by the node key, which other members
-lack. The minute at which it was made tells a replayed one.
+Two keys authenticate all fields of an advertisement, addresses included: one derived from the mesh
+key, which only members hold, and the node key, which only the node holds. The minute in which it
+was made reveals a replay.
 """
 
 import base64
@@ -25,29 +25,29 @@ SERVICE_TYPE: Final = "_pmesh._tcp.local."
 TAG_BYTES: Final = 8
 MAX_NAME_BYTES: Final = 128  # a TXT entry holds 255 bytes, its key included
 MAX_ADDRESSES: Final = 14  # with 17 bytes each they fill an entry; a Mac has about ten
-FRESH_MINUTES: Final = 10  # clocks at home differ by less, where they are set at all
+FRESH_MINUTES: Final = 10  # clocks at home differ by less, if they are set at all
 
 _MAC: Final = b"mac"
-_MAC_BYTES: Final = 16  # nobody can try 2^128
+_MAC_BYTES: Final = 16  # 2^128 cannot be tried out
 _SIGNATURE: Final = b"sig"
 _FIRST_ENTRY: Final = b"v="
 _OUR_VERSION: Final = b"%d" % PROTOCOL_VERSION
-_LABEL: Final = b"pmesh advertisement\0"  # so that the signature means nothing elsewhere
+_LABEL: Final = b"pmesh advertisement\0"  # so that the signature is valid for nothing else
 _SIGNATURE_BYTES: Final = 64  # Ed25519, RFC 8032 section 5.1.6
 _MAX_PROTOCOL: Final = 2**16 - 1
 _MAX_PORT: Final = 2**16 - 1
 _MAX_INCARNATION: Final = 2**63 - 1
 _MAX_MINUTE: Final = 2**32 - 1
-_DIGITS: Final = re.compile(rb"[0-9]{1,19}")  # int() alone takes signs, spaces and underscores
+_DIGITS: Final = re.compile(rb"[0-9]{1,19}")  # int() accepts signs, spaces and underscores
 
 
 class ForgedAdvertisement(ProtocolError):  # noqa: N818 - a state, as in pmesh.errors
-    """One with our mesh's tag, of somebody who lacks its key."""
+    """An advertisement with our mesh's tag, made without our mesh key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advertisement:
-    """One process start of one node, and the TCP port at which it can be met."""
+    """One process start of one node, and its TCP port."""
 
     tag: bytes
     """The namespace tag of the mesh key, 8 bytes: agents of another tag are never dialled."""
@@ -55,46 +55,41 @@ class Advertisement:
     incarnation: Incarnation
     port: int
     name: str
-    """What the user calls the machine, cut to 128 bytes of UTF-8 when it travels."""
+    """The user's name for the machine; the first 128 bytes of UTF-8 are sent."""
     hosts: tuple[str, ...] = ()
-    """Its IP addresses without scopes; the first 14 travel."""
+    """Its IP addresses without scopes; the first 14 are sent."""
     minute: int = 1
     """When it was made, in minutes of Unix time by its own clock."""
     protocol: int = PROTOCOL_VERSION
 
     @property
     def member(self) -> Member:
-        """Who advertises."""
         return Member(self.node, self.incarnation)
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        """Where it can be dialled."""
         return tuple(Address(host, self.port) for host in self.hosts)
 
     def is_fresh(self, *, minute: int) -> bool:
-        """Whether it was made just now, and so is no replay.
+        """True if it was made just before `minute`, our own Unix time in minutes: it is no replay.
 
-        It may be fresh and look old: a clock at home may be wrong by years.
-
-        Args:
-            minute: now, in minutes of Unix time by our own clock.
+        A fresh one may look old, because a clock at home may be wrong by years.
         """
         return abs(minute - self.minute) <= FRESH_MINUTES
 
 
 def instance_name(node: NodeId) -> str:
-    """The node's mDNS instance: its id, never the machine's own host name."""
+    """Return the node's mDNS instance: its id, never the machine's own host name."""
     return f"{node_text(node)}.{SERVICE_TYPE}"
 
 
 def host_name(node: NodeId) -> str:
-    """The node's mDNS host, under which its addresses stand."""
+    """Return the node's mDNS host name, which holds its addresses."""
     return f"{node_text(node)}.local."
 
 
 def node_of_instance_untrusted(instance: str) -> NodeId:
-    """The reverse of `instance_name`; raises ProtocolError for anything else."""
+    """Reverse `instance_name`; raise ProtocolError for anything else."""
     try:
         return node_from_text(instance.removesuffix(f".{SERVICE_TYPE}"))
     except ValueError as e:
@@ -104,13 +99,12 @@ def node_of_instance_untrusted(instance: str) -> NodeId:
 def encode(
     advertisement: Advertisement, node_key: NodeKey, key: AdvertisementKey
 ) -> dict[bytes, bytes]:
-    """The advertisement as the entries of an mDNS TXT record, authenticated and signed.
+    """Return the advertisement as the entries of an mDNS TXT record, authenticated and signed.
 
-    Raises:
-        ValueError: The node key is another node's.
+    Raises ValueError if the node key belongs to another node.
     """
     if node_key.node != advertisement.node:
-        raise ValueError("an advertisement is signed by the node that it names")
+        raise ValueError("an advertisement must be signed by the node that it names")
     name = advertisement.name.encode()[:MAX_NAME_BYTES].decode(errors="ignore")
     packed = [ipaddress.ip_address(host).packed for host in advertisement.hosts[:MAX_ADDRESSES]]
     entries = {
@@ -131,20 +125,20 @@ def encode(
 def decode_untrusted(
     entries: Mapping[bytes, bytes | None], *, instance: str, key: AdvertisementKey
 ) -> Advertisement:
-    """The reverse of `encode`, of any mesh and version.
+    """Reverse `encode` for an advertisement of any mesh and version.
 
-    Entries that it doesn't know are covered by the signature and otherwise ignored: so an agent of
-    another protocol version can still be shown by its name. Whoever advertises our tag and version
-    holds our mesh key; of another mesh's only the signature is checked.
+    The signature covers unknown entries, which are otherwise ignored: so an agent of another
+    protocol version can still be shown by its name. An advertisement with our tag and version must
+    be made with our mesh key; for other meshes only the signature is checked.
 
     Args:
-        entries: The TXT record's keys and values, in which mDNS allows a key without a value.
-        instance: The instance name under which the record stood; it must be the signer's.
-        key: our mesh's.
+        entries: The TXT record's keys and values; mDNS allows a key without a value.
+        instance: The instance name of the record; it must be the signer's.
+        key: Our mesh's key.
 
     Raises:
-        ForgedAdvertisement: it has our tag, and was made without our mesh key.
-        ProtocolError: it is none, or its node has not signed it.
+        ForgedAdvertisement: It has our tag but was made without our mesh key.
+        ProtocolError: It is no advertisement, or its node has not signed it.
     """
     filled = {name: value for name, value in entries.items() if value is not None}
     node = node_of_instance_untrusted(instance)
@@ -164,11 +158,11 @@ def decode_untrusted(
 
 
 def judge_untrusted(packet: bytes, *, key: AdvertisementKey) -> bytes | Literal["forged", "other"]:
-    """What an mDNS packet carries, at a glance: in microseconds, without parsing it.
+    """Judge an mDNS packet in microseconds, without parsing it.
 
     Returns:
-        The authentication code of an advertisement that was made with our mesh key; "forged" for
-        one with our tag and without the key; "other" for anything else.
+        The authentication code of an advertisement made with our mesh key; "forged" for one with
+        our tag but without the key; "other" for anything else.
     """
     entries = _find_entries(packet)
     if entries.get(b"tag") != key.tag.hex().encode() or entries.get(b"v") != _OUR_VERSION:
@@ -182,7 +176,7 @@ def judge_untrusted(packet: bytes, *, key: AdvertisementKey) -> bytes | Literal[
 
 
 def _find_entries(packet: bytes) -> dict[bytes, bytes]:
-    """Those of the packet's first TXT record that begins as ours do; each behind its length."""
+    """Return the entries of the packet's first TXT record that begins as ours do."""
     entries: dict[bytes, bytes] = {}
     at = packet.find(_FIRST_ENTRY) - 1
     while 0 <= at < len(packet) and _SIGNATURE not in entries:
@@ -207,7 +201,7 @@ def _mac(entries: Mapping[bytes, bytes], key: AdvertisementKey) -> bytes:
 
 
 def _read(entries: Mapping[bytes, bytes], protocol: int) -> Advertisement:
-    """Of another version only what has been there from the first."""
+    """Read all fields, or for another version those that every version has."""
     tag = bytes.fromhex(entries[b"tag"].decode("ascii"))
     if len(tag) != TAG_BYTES:
         raise ValueError(f"a tag of {len(tag)} bytes")
@@ -230,7 +224,7 @@ def _hosts(packed: bytes) -> tuple[str, ...]:
     hosts: list[str] = []
     while packed:
         end = 1 + packed[0]
-        hosts.append(str(ipaddress.ip_address(packed[1:end])))  # ValueError if it is none
+        hosts.append(str(ipaddress.ip_address(packed[1:end])))  # may raise ValueError
         packed = packed[end:]
     return tuple(hosts)
 
@@ -242,7 +236,7 @@ def _number(text: bytes, *, most: int) -> int:
 
 
 def _labelled(entries: Mapping[bytes, bytes]) -> bytes:
-    """All entries in one order, each behind its length, so that no two sets look alike."""
+    """Return all entries, sorted and length-prefixed: no two sets give the same bytes."""
     parts = [_LABEL]
     for key in sorted(entries):
         for part in (key, entries[key]):

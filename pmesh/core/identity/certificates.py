@@ -1,7 +1,7 @@
-"""The mesh key as a certificate authority: who holds it can issue a leaf, who does not can't.
+"""The mesh key as a certificate authority: only its holders can issue a leaf certificate.
 
 Every node derives the same authority, byte for byte, and certifies its own node key with it. So
-mutual TLS proves both things at once: that the peer holds the mesh key, and which node it is.
+mutual TLS proves both that the peer holds the mesh key and which node it is.
 """
 
 import datetime as dt
@@ -18,7 +18,7 @@ from pmesh.core.identity.keys import MeshKey, NodeKey, derive
 from pmesh.errors import ProtocolError
 from pmesh.ids import NodeId
 
-# All of time: home clocks are wrong by years, and no wall clock belongs in the protocol.
+# Valid at any time: home clocks are wrong by years, and the protocol must not depend on them.
 _BEGIN = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _END = dt.datetime(9999, 12, 31, 23, 59, 59, tzinfo=dt.UTC)
 
@@ -27,7 +27,7 @@ _SERIAL_BYTES = 19  # RFC 5280, 4.1.2.2: at most 20 octets, with room for the si
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a node shows and trusts in a TLS handshake."""
+    """The certificates and the key of a node for TLS handshakes."""
 
     ca_der: bytes
     """The mesh's authority: equal bytes on every node."""
@@ -46,15 +46,15 @@ class Authority:
 
 
 def derive_authority(mesh_key: MeshKey) -> Authority:
-    """The authority of a mesh, the same bytes wherever it is derived (Ed25519 signs without dice).
+    """Return the authority of a mesh: the same bytes everywhere, since Ed25519 is deterministic.
 
-    Raises ValueError if the mesh key hasn't its size.
+    Raises ValueError if the mesh key has the wrong size.
     """
     key = Ed25519PrivateKey.from_private_bytes(derive(mesh_key, b"certificate authority"))
     name = _name("pmesh")
     certificate = (
         x509.CertificateBuilder(name, name, key.public_key(), 1, _BEGIN, _END)
-        # Path length 0: a leaf can't be an authority in its turn.
+        # Path length 0: a leaf cannot be an authority itself.
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_key_usage(key_cert_sign=True), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
@@ -64,7 +64,7 @@ def derive_authority(mesh_key: MeshKey) -> Authority:
 
 
 def issue_credentials(mesh_key: MeshKey, node_key: NodeKey) -> Credentials:
-    """Certify a node key with the authority of a mesh; raises ValueError for a cut mesh key."""
+    """Certify a node key with the authority of a mesh; ValueError if the mesh key is cut."""
     authority = derive_authority(mesh_key)
     private = Ed25519PrivateKey.from_private_bytes(node_key.seed)
     identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
@@ -94,9 +94,9 @@ def issue_credentials(mesh_key: MeshKey, node_key: NodeKey) -> Credentials:
 
 
 def node_of_certificate_untrusted(der: bytes) -> NodeId:
-    """Whose certificate this is; raises ProtocolError unless it is over an Ed25519 key.
+    """Return the node of a certificate; raise ProtocolError unless it is over an Ed25519 key.
 
-    It reads the key only: that the mesh's authority signed it is for TLS to prove.
+    It reads only the key: TLS proves that the mesh's authority signed it.
     """
     try:
         key = x509.load_der_x509_certificate(der).public_key()
@@ -108,7 +108,7 @@ def node_of_certificate_untrusted(der: bytes) -> NodeId:
 
 
 def _serial(node: NodeId) -> int:
-    """A number of its own for each node: an authority must not use one twice (RFC 5280)."""
+    """Return a unique number for each node: an authority must not use one twice (RFC 5280)."""
     return int.from_bytes(hashlib.sha256(node).digest()[:_SERIAL_BYTES], "big") + 2
 
 

@@ -1,4 +1,4 @@
-"""Who a node is, and the key that makes a mesh: derivations, signatures, and the text to paste."""
+"""The node key and the mesh key: derivations, signatures, and the text to paste."""
 
 import base64
 import hashlib
@@ -16,10 +16,10 @@ MeshKey = NewType("MeshKey", bytes)
 """32 random bytes that all nodes of one mesh hold."""
 
 KEY_BYTES = 32
-TAG_BYTES = 8  # enough to tell the meshes of one house apart; nothing is proven by it
+TAG_BYTES = 8  # enough to distinguish the meshes of one house; it proves nothing
 
 _PREFIX = "pmesh"
-_GROUP_CHARACTERS = 4  # what a person reads out in one breath
+_GROUP_CHARACTERS = 4  # easy to read out
 _CHECKSUM_BYTES = 3  # 32 + 3 bytes fill 56 base32 characters exactly; 1 typo in 16 million passes
 _TEXT_CHARACTERS = (KEY_BYTES + _CHECKSUM_BYTES) * 8 // 5
 _ALPHABET = frozenset("abcdefghijklmnopqrstuvwxyz234567")  # RFC 4648 base32
@@ -35,19 +35,19 @@ class NodeKey:
 
     @classmethod
     def from_seed(cls, seed: bytes) -> Self:
-        """The key pair of a 32-byte seed; raises ValueError for another size."""
+        """Return the key pair of a 32-byte seed; raise ValueError for another size."""
         if len(seed) != KEY_BYTES:
             raise ValueError(f"a node key has {KEY_BYTES} bytes, not {len(seed)}")
         signing = nacl.signing.SigningKey(seed)
         return cls(seed, NodeId(bytes(signing.verify_key)), signing)
 
     def sign(self, message: bytes) -> bytes:
-        """The 64-byte signature of the message, without the message."""
+        """Return the 64-byte signature of the message, without the message."""
         return self._signing.sign(message).signature
 
 
 def verify(node: NodeId, message: bytes, signature: bytes) -> bool:
-    """Whether the node signed the message; False, too, for what can't be a key or a signature."""
+    """True if the node signed the message; False also for an invalid key or signature."""
     try:
         nacl.signing.VerifyKey(node).verify(message, signature)
     except (nacl.exceptions.BadSignatureError, ValueError):
@@ -56,9 +56,9 @@ def verify(node: NodeId, message: bytes, signature: bytes) -> bool:
 
 
 def derive(mesh_key: MeshKey, label: bytes) -> bytes:
-    """32 bytes for one purpose, by HKDF-SHA256 (RFC 5869); other labels give unrelated bytes.
+    """Derive 32 bytes by HKDF-SHA256 (RFC 5869); different labels give unrelated bytes.
 
-    Raises ValueError if the mesh key hasn't its size: a cut one would still derive something.
+    Raises ValueError if the mesh key has the wrong size: a cut key would derive bytes, too.
     """
     if len(mesh_key) != KEY_BYTES:
         raise ValueError(f"a mesh key has {KEY_BYTES} bytes, not {len(mesh_key)}")
@@ -66,24 +66,23 @@ def derive(mesh_key: MeshKey, label: bytes) -> bytes:
 
 
 def namespace_tag(mesh_key: MeshKey) -> bytes:
-    """The 8 bytes by which agents of one mesh know each other in mDNS; tells nothing of the key."""
+    """Return the 8 bytes that mark agents of one mesh in mDNS; they reveal nothing of the key."""
     return hashlib.sha3_256(derive(mesh_key, b"namespace tag")).digest()[:TAG_BYTES]
 
 
 class AdvertisementKey(NamedTuple):
-    """What a mesh's agents know each other by in mDNS: a name that all can read, and a secret."""
+    """The public tag and the secret by which a mesh's agents recognize each other in mDNS."""
 
     tag: bytes
     secret: bytes
 
     @classmethod
     def of(cls, mesh_key: MeshKey) -> Self:
-        """Of the mesh."""
         return cls(namespace_tag(mesh_key), derive(mesh_key, b"advertisement"))
 
 
 def mesh_key_text(key: MeshKey) -> str:
-    """The mesh key as a person pastes it: prefix, base32 in groups of four, with a checksum.
+    """Return the mesh key as text to paste: prefix, base32 in groups of four, with a checksum.
 
     >>> mesh_key_text(MeshKey(bytes(32)))
     'pmesh-aaaa-aaaa-aaaa-aaaa-aaaa-aaaa-aaaa-aaaa-aaaa-aaaa-aaaa-aaaa-aaap-svwc'
@@ -94,9 +93,9 @@ def mesh_key_text(key: MeshKey) -> str:
 
 
 def mesh_key_from_text(text: str) -> MeshKey:
-    """The reverse of `mesh_key_text`; spaces, line breaks, dashes and case don't matter.
+    """Reverse `mesh_key_text`; spaces, line breaks, dashes and case do not matter.
 
-    Raises ValueError that says what is wrong, and never repeats the text: it may be most of a key.
+    Raises ValueError that names the fault but never repeats the text: it may be most of a key.
     """
     characters = "".join(text.split()).replace("-", "").lower()
     if not characters.startswith(_PREFIX):
@@ -110,7 +109,7 @@ def mesh_key_from_text(text: str) -> MeshKey:
     if len(characters) != _TEXT_CHARACTERS:
         raise ValueError(
             f"a mesh key has {_TEXT_CHARACTERS} characters after '{_PREFIX}-', "
-            f"this text {len(characters)}: copy the whole line"
+            f"this text has {len(characters)}: copy the whole line"
         )
     data = base64.b32decode(characters.upper())
     key = MeshKey(data[:KEY_BYTES])

@@ -1,1 +1,1 @@
-"""Whom to dial, when, and what a silence means."""
+"""Which peers to dial, when to dial them, and what a silence means."""

@@ -1,4 +1,4 @@
-"""Which addresses a machine tells others, and in which order those of another are dialled."""
+"""The addresses that a machine advertises, and the order in which to dial those of another."""
 
 import ipaddress
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,26 +30,25 @@ class LocalAddress:
     host: str
     """An IP address without a scope."""
     prefix_bits: int
-    """How many leading bits the interface's direct neighbours share with it."""
+    """The number of leading bits that the interface's direct neighbours share with it."""
     kind: InterfaceKind
 
     @property
     def is_link_local_v6(self) -> bool:
-        """Whether it means nothing without saying on which interface."""
+        """True if it needs a scope, the name of the interface."""
         address = ipaddress.ip_address(self.host)
         return address.version == 6 and address.is_link_local  # noqa: PLR2004 - IP version 6
 
     def reaches(self, host: str) -> bool:
-        """Whether the IP address (without a scope) is a direct neighbour on this interface."""
+        """True if the IP address (without a scope) is a direct neighbour on this interface."""
         network = ipaddress.ip_network((self.host, self.prefix_bits), strict=False)
         return ipaddress.ip_address(host) in network
 
 
 def told_to_others(local: Iterable[LocalAddress], *, port: int) -> tuple[Address, ...]:
-    """This machine's addresses as its Hello carries them, the best kind of interface first.
+    """Return the first 64 addresses for this machine's Hello, the best kind of interface first.
 
-    Without scopes: `%en0` names an interface of this machine, and nothing anywhere else. The first
-    64 are returned.
+    They have no scopes: `%en0` names an interface of this machine only.
     """
     ordered = sorted(local, key=lambda own: _PREFERENCE[own.kind])
     return tuple(dict.fromkeys(Address(own.host, port) for own in ordered))[:MAX_ADDRESSES]
@@ -58,11 +57,10 @@ def told_to_others(local: Iterable[LocalAddress], *, port: int) -> tuple[Address
 def in_dialling_order(
     addresses: Iterable[Address], *, local: Sequence[LocalAddress]
 ) -> tuple[Address, ...]:
-    """A peer's addresses as they are dialled from here: the fastest kind of interface first.
+    """Return at most 16 of a peer's addresses to dial, the fastest kind of interface first.
 
-    A link-local v6 address is tried on each interface that has one: its scope, if it came with
-    any, is the speaker's. Others that lie on no local network come last, in the given order. At
-    most 16 are returned.
+    A link-local v6 address is tried on each interface that has one: a scope in it would be the
+    sender's. Addresses on no local network come last, in the given order.
     """
     ranked = [pair for address in addresses for pair in _ways_to(address, local)]
     ranked.sort(key=lambda pair: pair[0])
@@ -86,7 +84,7 @@ def _ways_to(address: Address, local: Sequence[LocalAddress]) -> Iterator[tuple[
 
 
 def _ip_address(host: str) -> _IpAddress | None:
-    """The IP address without its scope; None for a host name."""
+    """Return the IP address without its scope; None for a host name."""
     try:
         return ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,4 +1,4 @@
-"""When to dial whom: one `Target` for each machine that mDNS, a peer or the user has named."""
+"""When to dial: one `Target` for each machine that mDNS, a peer or the user has named."""
 
 import math
 from collections.abc import Mapping
@@ -9,44 +9,44 @@ from typing import Final
 from pmesh.core.wire.link import Address
 
 FIRST_DELAY_S: Final = 0.1
-LONGEST_DELAY_S: Final = 10.0  # how long a machine that comes back may have to wait for us
-LONGEST_UNPROVEN_DELAY_S: Final = 300.0  # what has never answered may be an invention
-UNPROVEN_S: Final = 120.0  # how long a peer's word for a machine counts: it may dial us, too
+LONGEST_DELAY_S: Final = 10.0  # the longest that a machine which comes back waits for us
+LONGEST_UNPROVEN_DELAY_S: Final = 300.0  # a target that never answered may be invented
+UNPROVEN_S: Final = 120.0  # how long we try a machine that a peer named: it may dial us, too
 STEADY_AFTER_S: Final = 1.0  # a link that ends sooner has been refused rather than lost
 GRACE_S: Final = 60.0  # a machine that withdraws its advertisement may be restarting or waking
 
 
 class Phase(Enum):
-    """Where a target stands."""
+    """The phase of a target."""
 
     WAITING = "waiting"
     DIALLING = "dialling"
     LINKED = "linked"
     OVER = "over"
-    """It was withdrawn and can't be reached any more."""
+    """It was withdrawn and cannot be reached any more."""
 
 
 class Signal(Enum):
-    """What can happen to a target."""
+    """An event that can change the phase of a target."""
 
     DIALLED = "dialled"
     FAILED = "failed"
     LINKED = "linked"
-    """A link is up, whoever dialled it."""
+    """A link is up; either side may have dialled it."""
     LOST = "lost"
     ABANDONED = "abandoned"
-    """It failed, and was withdrawn long ago."""
+    """A dial failed, and the target was withdrawn long ago."""
     NAMED = "named"
-    """Somebody names it (again)."""
+    """mDNS or a peer named it again."""
 
 
 _W, _D, _L, _O = Phase.WAITING, Phase.DIALLING, Phase.LINKED, Phase.OVER
 
 TRANSITIONS: Final[Mapping[Phase, Mapping[Signal, Phase]]] = {
     _W: {Signal.DIALLED: _D, Signal.LINKED: _L, Signal.NAMED: _W},
-    # The link may be the one that the peer has dialled meanwhile.
+    # The link may be one that the peer dialled meanwhile.
     _D: {Signal.FAILED: _W, Signal.ABANDONED: _O, Signal.LINKED: _L, Signal.NAMED: _D},
-    # A dial of ours that ends after the peer's own has succeeded changes nothing.
+    # A dial of ours that ends after the peer's dial succeeded changes nothing.
     _L: {Signal.FAILED: _L, Signal.ABANDONED: _L, Signal.LOST: _W, Signal.NAMED: _L},
     _O: {Signal.LINKED: _L, Signal.NAMED: _W},
 }
@@ -54,53 +54,49 @@ TRANSITIONS: Final[Mapping[Phase, Mapping[Signal, Phase]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A machine to be linked with. Times are of one monotonic clock, in seconds."""
+    """A machine to link with. Times are seconds of one monotonic clock."""
 
     addresses: tuple[Address, ...]
     forever: bool
-    """Named by `--peer`: it is never given up."""
+    """True if `--peer` named it: it is never given up."""
     introduced: bool = False
-    """Named by a peer, which may have invented it."""
+    """True if a peer named it: the peer may have invented it."""
     named_at: float = 0.0
     proven: bool = False
-    """There has been a link with it."""
+    """True once there was a link with it."""
     phase: Phase = Phase.WAITING
     due: float
     """When to dial, while WAITING."""
     failures: int = 0
-    """In a row."""
+    """The number of failures in a row."""
     linked_since: float = 0.0
     give_up_at: float | None = None
-    """Set when it was withdrawn."""
+    """Set when it is withdrawn."""
 
 
 def aim_at(
     addresses: tuple[Address, ...], *, forever: bool, now: float, introduced: bool = False
 ) -> Target:
-    """A new target, to be dialled at once."""
+    """Return a new target, due at once."""
     return Target(
         addresses=addresses, forever=forever, introduced=introduced, named_at=now, due=now
     )
 
 
 def next_deadline(target: Target) -> float | None:
-    """When to dial; None while there is nothing to wait for."""
+    """Return when to dial; None unless it is WAITING."""
     return target.due if target.phase is Phase.WAITING else None
 
 
 def begin_dial(target: Target) -> Target:
-    """Its addresses are being dialled, all of them, the best first."""
     return _apply(target, Signal.DIALLED)
 
 
 def dial_failed(target: Target, *, now: float, jitter: float) -> Target:
-    """No address answered, or the handshake failed.
+    """Handle a dial that no address answered, or whose handshake failed.
 
-    Args:
-        target: The target.
-        now: The monotonic clock.
-        jitter: From 0 up to 1, drawn anew each time: machines that lost one another together
-            must not dial in step for ever.
+    `jitter` is a new random number from 0 to 1: machines that lost each other at the same time must
+    not dial in step forever.
     """
     end = _end_of(target)
     if now >= end:
@@ -108,13 +104,13 @@ def dial_failed(target: Target, *, now: float, jitter: float) -> Target:
     steady = target.proven or target.forever
     limit_s = LONGEST_DELAY_S if steady else LONGEST_UNPROVEN_DELAY_S
     longest_s = min(FIRST_DELAY_S * 2.0 ** min(target.failures, 20), limit_s)
-    due = min(now + longest_s * (1 + jitter) / 2, end)  # the last one is worth a dial
+    due = min(now + longest_s * (1 + jitter) / 2, end)  # the last dial happens at the end
     failed = replace(target, failures=target.failures + 1, due=due)
     return _apply(failed, Signal.FAILED)
 
 
 def _end_of(target: Target) -> float:
-    """When a failure is its last."""
+    """Return the time from which a failure is final."""
     if target.give_up_at is not None:
         return target.give_up_at
     invented = target.introduced and not target.proven
@@ -122,14 +118,14 @@ def _end_of(target: Target) -> float:
 
 
 def link_up(target: Target, *, now: float) -> Target:
-    """A link with it is up, whoever dialled."""
+    """Handle a link with the target; either side may have dialled it."""
     if target.phase is Phase.LINKED:
         return target
     return _apply(replace(target, linked_since=now, proven=True), Signal.LINKED)
 
 
 def link_lost(target: Target, *, now: float, jitter: float) -> Target:
-    """The link has ended: redial at once (V6), but once, and not if it never held."""
+    """Handle the end of the link: redial at once (V6), but only once, and only if it was steady."""
     lost = _apply(target, Signal.LOST)
     if now - target.linked_since >= STEADY_AFTER_S:
         return replace(lost, due=now, failures=0)
@@ -137,7 +133,7 @@ def link_lost(target: Target, *, now: float, jitter: float) -> Target:
 
 
 def name_again(target: Target, addresses: tuple[Address, ...], *, now: float) -> Target:
-    """Somebody names it: other addresses are worth a dial at once, the same ones are no news."""
+    """Handle a target that is named again: dial it at once if its addresses are new."""
     named_at = now if target.introduced else target.named_at
     named = replace(target, addresses=addresses, give_up_at=None, named_at=named_at)
     named = _apply(named, Signal.NAMED)
@@ -147,7 +143,7 @@ def name_again(target: Target, addresses: tuple[Address, ...], *, now: float) ->
 
 
 def withdraw(target: Target, *, now: float) -> Target:
-    """Its advertisement has ended. Links decide who is here: it is only given up when it fails."""
+    """Handle the end of its advertisement: give it up after GRACE_S, and only if a dial fails."""
     if target.forever or target.give_up_at is not None:
         return target
     return replace(target, give_up_at=now + GRACE_S)

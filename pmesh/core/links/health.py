@@ -1,6 +1,6 @@
-"""Whether a peer is here: judged by what has been heard from it, on one's own monotonic clock.
+"""The health of a peer, from the messages received from it and the local monotonic clock.
 
-One `Health` belongs to one link. GONE is the end of it: who hears the peer again has a new link.
+One `Health` belongs to one link. GONE is final: the peer can only be heard again on a new link.
 """
 
 from collections.abc import Mapping
@@ -8,22 +8,22 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
-ROUND_TRIP_ALPHA: Final = 0.2  # five heartbeats, one second: steady, and still follows a change
-MAX_ROUND_TRIP_S: Final = 60.0  # beyond it the echo is nonsense: the link would be long gone
+ROUND_TRIP_ALPHA: Final = 0.2  # five heartbeats, one second: steady, and follows a change
+MAX_ROUND_TRIP_S: Final = 60.0  # a longer echo is nonsense: the link would be gone by then
 
 
 class Condition(Enum):
-    """What is thought of a peer."""
+    """The condition of a peer."""
 
     HEALTHY = "healthy"
     DEGRADED = "degraded"
-    """Late; nothing is done about it, but it is shown."""
+    """Late: only shown, without any effect."""
     SUSPECT = "suspect"
     GONE = "gone"
 
 
 class Signal(Enum):
-    """What can happen to a condition."""
+    """An event that can change a condition."""
 
     HEARD = "heard"
     LATE = "late"
@@ -39,8 +39,8 @@ _H, _D, _S, _G = Condition.HEALTHY, Condition.DEGRADED, Condition.SUSPECT, Condi
 TRANSITIONS: Final[Mapping[Condition, Mapping[Signal, Condition]]] = {
     _H: {Signal.HEARD: _H, Signal.LATE: _D, Signal.SILENT: _S, Signal.LOST: _G},
     _D: {Signal.HEARD: _H, Signal.LATE: _D, Signal.SILENT: _S, Signal.LOST: _G},
-    # Only hearing the peer makes it better: a stall of our own that is forgiven shortens the
-    # silence, but proves nothing.
+    # Only a message from the peer improves it: forgiving our own stall shortens the silence, but
+    # proves nothing.
     _S: {Signal.HEARD: _H, Signal.LATE: _S, Signal.SILENT: _S, Signal.LOST: _G},
     _G: dict.fromkeys(Signal, _G),
 }
@@ -48,7 +48,7 @@ TRANSITIONS: Final[Mapping[Condition, Mapping[Signal, Condition]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """How long a silence means what, in seconds; heartbeats come every 0.2 s."""
+    """The silence for each condition, in seconds; heartbeats come every 0.2 s."""
 
     degraded_after_s: float
     suspect_after_s: float
@@ -63,11 +63,11 @@ WIFI: Final = Thresholds(  # its radios rest for hundreds of milliseconds at a t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """What is known of the peer at the other end of one link."""
+    """The health of the peer at the other end of one link."""
 
     thresholds: Thresholds
     last_heard: float
-    """By the monotonic clock of this machine, in seconds."""
+    """Seconds of this machine's monotonic clock."""
     condition: Condition = Condition.HEALTHY
     round_trip_s: float | None = None
     """Exponential moving average; None until an echo has come back."""
@@ -76,19 +76,19 @@ class Health:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The state that follows, and the condition if it has changed."""
+    """The next state, and the condition if it has changed."""
 
     health: Health
     changed_to: Condition | None = None
 
 
 def begin(thresholds: Thresholds, *, now: float) -> Health:
-    """A link is up: its handshake was the first sign of life."""
+    """Return the health of a new link: its handshake was the first sign of life."""
     return Health(thresholds=thresholds, last_heard=now)
 
 
 def heard_from(health: Health, *, now: float, round_trip_s: float | None = None) -> Step:
-    """Any message came on the link; a heartbeat may bring a measured round trip."""
+    """Handle any message on the link; a heartbeat may bring a measured round trip."""
     heard = replace(health, last_heard=max(now, health.last_heard))
     if round_trip_s is not None:
         heard = _average_in(heard, round_trip_s)
@@ -96,7 +96,7 @@ def heard_from(health: Health, *, now: float, round_trip_s: float | None = None)
 
 
 def pass_time(health: Health, *, now: float) -> Step:
-    """Judge the silence. What is waiting to be read must be read, and stalls forgiven, before."""
+    """Judge the silence. First read all waiting messages and forgive stalls."""
     silence_s = now - health.last_heard
     signal = None
     for limit_s, meaning in _limits(health.thresholds):
@@ -106,7 +106,7 @@ def pass_time(health: Health, *, now: float) -> Step:
 
 
 def next_deadline(health: Health) -> float | None:
-    """When `pass_time` would next change something; None if only hearing the peer can."""
+    """Return when `pass_time` changes something next; None if only a message from the peer can."""
     for limit_s, signal in _limits(health.thresholds):
         if TRANSITIONS[health.condition][signal] is not health.condition:
             return health.last_heard + limit_s
@@ -114,25 +114,25 @@ def next_deadline(health: Health) -> float | None:
 
 
 def forgive_stall(health: Health, *, stalled_s: float, now: float) -> Health:
-    """A stall or sleep of this agent, in which it could hear nobody, is not held against others."""
+    """Discount a stall or sleep of this agent, in which it could receive nothing."""
     return replace(
         health, last_heard=max(health.last_heard, min(now, health.last_heard + stalled_s))
     )
 
 
 def judge_by(health: Health, thresholds: Thresholds) -> Health:
-    """The same peer over another kind of interface."""
     return replace(health, thresholds=thresholds)
 
 
 def measure_round_trip_s(*, now_us: int, echo_us: int, held_us: int) -> float | None:
-    """The round trip that a heartbeat's echo shows; None if it shows none.
+    """Return the round trip that a heartbeat's echo shows; None if it shows none.
+
+    A peer can lie about `echo_us` and `held_us`: impossible values give None.
 
     Args:
         now_us: This machine's monotonic clock, in microseconds.
-        echo_us: The `sent_us` of ours that came back; 0 when there is none yet.
-        held_us: How long the peer says it kept it. A peer can lie about both: what is impossible
-            is no measurement.
+        echo_us: Our `sent_us` that came back; 0 if there is none yet.
+        held_us: How long the peer says it held it.
     """
     round_trip_s = (now_us - echo_us - held_us) / 1e6
     possible = echo_us > 0 and held_us >= 0 and 0 <= round_trip_s <= MAX_ROUND_TRIP_S
@@ -155,7 +155,7 @@ def _apply(health: Health, signal: Signal) -> Step:
 
 
 def _average_in(health: Health, round_trip_s: float) -> Health:
-    """One more measurement: Finch, Incremental calculation of weighted mean and variance, §9."""
+    """Add a measurement: Finch, Incremental calculation of weighted mean and variance, §9."""
     if health.round_trip_s is None:
         return replace(health, round_trip_s=round_trip_s)
     difference = round_trip_s - health.round_trip_s

@@ -1,1 +1,1 @@
-"""Agreement on who is there: views, rosters, quorum."""
+"""Agreement on the members: views, rosters, quorum."""

@@ -1,8 +1,8 @@
 """How members agree on views: one frozen state, and functions from an input to the next state.
 
-Inputs are a peer's message (`hear`), the loss of a peer (`lose`) and the passing of time
-(`pass_time`); each gives the next state and what is to be done. The leader's half is
-`pmesh.core.views.leader`. The rules V1 to V6 are those of the design, section 5.
+The inputs are a message from a peer (`hear`), the loss of a peer (`lose`) and the passing of time
+(`pass_time`). Each returns the next state and the actions to carry out. The leader's half is
+`pmesh.core.views.leader`. docs/explanation/design.md states the rules V1 to V10.
 """
 
 from dataclasses import replace
@@ -58,7 +58,7 @@ from pmesh.ids import Epoch, Member, NodeId
 
 
 def first_state(me: Member, name: str, *, now: float) -> MemberState:
-    """A process that has just started: alone in a view of its own."""
+    """Return the state of a process that has just started: alone in its own view."""
     epoch = Epoch(1, *me)
     view = View.of_one(me, name, epoch)
     return MemberState(
@@ -69,20 +69,23 @@ def first_state(me: Member, name: str, *, now: float) -> MemberState:
 def hear(
     state: MemberState, sender: Member, message: AgreementMessage, facts: Facts, *, now: float
 ) -> Step:
-    """A message from an authenticated peer. ProtocolError: no honest member would send it."""
+    """Handle a message from an authenticated peer.
+
+    Raises ProtocolError if no honest member would send it.
+    """
     check_message(sender, message)
     return _consider(_receive(state, sender, message, facts, now), facts, now)
 
 
 def lose(state: MemberState, node: NodeId, why: str, facts: Facts, *, now: float) -> Step:
-    """The peer is gone: its connection is closed and a redial failed, or it fell silent (V6)."""
+    """Handle a lost peer: its connection closed and a redial failed, or it fell silent (V6)."""
     peer = state.peers.get(node)
     losses = state.losses
     if peer is not None and peer.member in state.view.members:
         losses = {**losses, peer.member: why}
     proposal = state.proposal
     if proposal is not None and any(member.node == node for member in proposal.message.members):
-        proposal = None  # it will not be answered, and may leave out who knew of the loss before us
+        proposal = None  # it gets no answer, and may omit members that saw the loss before us
     led_us = peer is not None and _is_senior(state, peer.member)
     state = replace(
         state,
@@ -101,7 +104,7 @@ def _is_senior(state: MemberState, member: Member) -> bool:
 
 
 def pass_time(state: MemberState, facts: Facts, *, now: float) -> Step:
-    """To be called at each heartbeat, 0.2 s: the deadlines here are five times that and more."""
+    """Check the deadlines. Call it at each heartbeat (0.2 s): they are at least five times that."""
     state = replace(state, owed=limits.note_need(state, now))
     return _consider(Step(_give_up_on_silent(state, now)), facts, now)
 
@@ -149,16 +152,17 @@ def _receive_heartbeat(state: MemberState, sender: Member, beat: Heartbeat, now:
         and view.epoch == state.promised > state.view.epoch
         and (view.epoch[1:] == sender or view.epoch.leader not in state.peers)
     ):
-        # V6: the commit itself was lost. Its leader shows it, or if that is gone whoever has it.
+        # V6: we missed the commit. Its leader shows the view; if that is gone, any member does.
         return _install(state, view, now)
     return _leave_if_superseded(_confirm_primaries(state), sender, view, now)
 
 
 def _is_credible(state: MemberState, counter: int, shown: View) -> bool:
-    """Whether the counter is within reach.
+    """True if the counter is within reach.
 
-    Whoever shows a view without jobs may have been led astray, and begins anew once it hears us.
-    Raises ProtocolError if it shows one with jobs: no honest member follows a counter from there.
+    Raises ProtocolError if it is not and the shown view has jobs: honest members of such a view
+    follow no such counter. A peer without jobs may have been led astray; it restarts once it hears
+    us.
     """
     if is_within_reach(state, counter, shown):
         return True
@@ -172,7 +176,7 @@ def _without(state: MemberState, node: NodeId) -> MemberState:
 
 
 def _known_view(state: MemberState, node: NodeId, epoch: Epoch) -> View | None:
-    """An epoch names one view (I1), so it does not matter who showed it."""
+    """Return the view of this epoch. An epoch names one view (I1), so any source will do."""
     shown = [state.told[node]] if node in state.told else []
     candidates = [state.view, *shown, *(peer.view for peer in state.peers.values())]
     return next((view for view in candidates if view.epoch == epoch), None)
@@ -206,7 +210,7 @@ def _objection(
 ) -> Refuse | Veto | Superseded | None:
     if message.epoch < state.promised:  # V1: a proposal must exceed the promise
         return Refuse(message.epoch, state.promised)
-    # A step more than what is heard: a lie may have reached the leader alone.
+    # One step beyond what we heard: a lie may have reached only the leader.
     if not _is_credible(state, message.epoch.counter - STEP, message.base):
         return Veto(message.epoch)
     if state.me not in message.continuing:
@@ -217,13 +221,13 @@ def _objection(
 
 
 def _of_one_line(state: MemberState, sender: Member, message: Propose) -> bool:
-    """V2: the proposer is in our view, or its view knows ours as our last."""
+    """V2: the proposer is in our view, or its view records ours as our previous one."""
     ours = message.base.previous_epoch_of(state.me)
     return sender in state.view.members or ours == state.view.epoch
 
 
 def _passes_over_a_senior(state: MemberState, sender: Member, message: Propose, now: float) -> bool:
-    """Only the most senior survivor leads: one whom we hear must not be left out by a junior."""
+    """True if a junior leaves out a senior that we hear. Only the most senior survivor leads."""
     order = state.view.by_seniority
     seniors = order[: order.index(sender)] if sender in order else ()
     return any(
@@ -236,7 +240,7 @@ def _passes_over_a_senior(state: MemberState, sender: Member, message: Propose, 
 
 
 def _flush(state: MemberState, sender: Member, message: Propose, facts: Facts, now: float) -> Step:
-    """V1: promise the epoch. V3: from here on nothing of the jobs concerned is delivered."""
+    """V1: promise the epoch. V3: deliver nothing of the jobs concerned from now on."""
     same_base = message.base.epoch == state.view.epoch
     jobs = tuple(r.job for r in facts.reports if r.job in message.jobs or not same_base)
     reports = tuple(_fenced(report) if report.job in jobs else report for report in facts.reports)
@@ -278,13 +282,13 @@ def _withdraw(state: MemberState, sender: Member, answer: Refuse | Veto, now: fl
 
 
 def _jitter(state: MemberState) -> float:
-    """Between 0 and 1, from the incarnation, which is random: two leaders draw differently."""
+    """Return a number from 0 to 1 that depends on the random incarnation, so leaders differ."""
     mixed = (state.me.incarnation ^ state.highest_counter * 0x9E3779B97F4A7C15) % 1009
-    return mixed / 1009  # both constants: only that neighbours differ (golden ratio, a prime)
+    return mixed / 1009  # the golden ratio and a prime: neighbouring inputs give different results
 
 
 def _leave_if_superseded(state: MemberState, sender: Member, view: View, now: float) -> Step:
-    """V2: our view's next has been installed without us: we stay behind, alone."""
+    """V2: if the successor of our view was installed without us, continue alone."""
     next_of_ours = view.previous_epoch_of(sender) == state.view.epoch
     proof = (
         view.epoch > state.view.epoch
@@ -302,9 +306,10 @@ def _leave_if_superseded(state: MemberState, sender: Member, view: View, now: fl
 
 
 def _all_have_gone_on(state: MemberState, sender: Member, view: View, now: float) -> bool:
-    """We have slept through more than one view: the sender, and all whom we hear, are in this one.
+    """True if all members of our view that we hear, among them the sender, are in this later view.
 
-    Who was admitted when our view says so has been in one line of views ever since.
+    Then we slept through more than one view. A member with the same admission epoch in both views
+    has been in one lineage ever since.
     """
     gone_on = {seat.member for seat in state.view.seats if _keeps_its_place(seat, view)}
     return sender in gone_on and {*gone_on, state.me}.issuperset(continuing_members(state, now))
@@ -327,7 +332,7 @@ def _receive_commit(state: MemberState, message: Commit, now: float) -> Step:
 
 
 def _install(state: MemberState, view: View, now: float) -> Step:
-    """I2: only upwards, and only where we are a member."""
+    """I2: install only a higher epoch, and only a view that includes us."""
     if view.epoch <= state.view.epoch or state.me not in view.members:
         raise ProtocolError(f"a view that can't follow: {view.epoch.counter}")
     state = replace(
@@ -339,7 +344,7 @@ def _install(state: MemberState, view: View, now: float) -> Step:
         installed_at=now,
         proposal=None,
         primaries=quorum.remember(state.primaries, view),
-        highest_counter=view.epoch.counter,  # what was seen elsewhere before does not count
+        highest_counter=view.epoch.counter,  # counters seen elsewhere before do not matter
         joining={m: asked for m, asked in state.joining.items() if m not in view.members},
         losses={m: why for m, why in state.losses.items() if m in view.members},
     )
@@ -347,7 +352,7 @@ def _install(state: MemberState, view: View, now: float) -> Step:
 
 
 def _confirm_primaries(state: MemberState) -> MemberState:
-    """V10: rosters come into force by what we see others to have installed, or are told."""
+    """V10: note rosters in force, from the views that peers installed or from their heartbeats."""
     if all(quorum.is_in_force(roster, state.primaries) for roster in state.view.rosters):
         return state
     installed = {peer.member: peer.view.epoch for peer in state.peers.values()}
@@ -358,7 +363,7 @@ def _confirm_primaries(state: MemberState) -> MemberState:
 
 
 def _give_up_on_silent(state: MemberState, now: float) -> MemberState:
-    """V6: flush answers have a deadline; who misses it is left out for a while."""
+    """V6: leave a member out for a while if its flush answer misses the deadline."""
     proposal = state.proposal
     if proposal is None or now < proposal.deadline:
         return state
@@ -373,10 +378,10 @@ def _give_up_on_silent(state: MemberState, now: float) -> MemberState:
 
 
 def _consider(step: Step, facts: Facts, now: float) -> Step:
-    """After every input: commit, propose or ask to join, if it is time.
+    """Commit, propose or ask to join if it is time; called after every input.
 
-    Not with a view that is only now installed: what there is to tell of the jobs is known once they
-    have followed it (V3), and then the driver lets time pass again.
+    It waits when a view was installed just now: the facts about the jobs are known once they have
+    followed it (V3), and then the driver calls `pass_time`.
     """
     if any(isinstance(action, Install) for action in step.actions):
         return step
@@ -398,7 +403,7 @@ def _consider(step: Step, facts: Facts, now: float) -> Step:
 
 
 def _ask_to_join(state: MemberState, now: float) -> Step:
-    """A lighter view's member asks the leader of the heaviest one that it hears (V9)."""
+    """V9: a member of a lighter view asks the leader of the heaviest view that it hears."""
     leaders = [
         peer
         for peer in state.peers.values()
@@ -425,9 +430,9 @@ def _ask_to_join(state: MemberState, now: float) -> Step:
 
 
 def _can_come_whole(state: MemberState, view: View, now: float) -> bool:
-    """V9: those who go on with us all hear, and are heard by, all of the other view.
+    """V9: True if all members that continue with us and all of the other view hear each other.
 
-    A job that runs among them would be torn if some came before the others.
+    If only some of them joined first, a job among them would be split.
     """
     ours = continuing_members(state, now)
     return all(hear_each_other(state, mine, theirs) for mine in ours for theirs in view.members)

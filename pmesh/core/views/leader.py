@@ -1,4 +1,4 @@
-"""The leader's half of the agreement: whom to keep, when to propose, and what to commit."""
+"""The leader's half of the agreement: which members to keep, when to propose, what to commit."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ from pmesh.ids import Epoch, Member
 
 
 def propose(state: MemberState, facts: Facts, now: float) -> Propose | None:
-    """The proposal that this member should make now; None if there is no cause."""
+    """Return the proposal that this member should make now; None if there is no reason for one."""
     if state.proposal is not None or now < state.quiet_until or not is_acting(state, now):
         return None
     if not may_propose(state, now):
@@ -47,7 +47,7 @@ def propose(state: MemberState, facts: Facts, now: float) -> Propose | None:
 
 
 def highest_counter(state: MemberState) -> int:
-    """V1: a proposal takes a fresh counter above all seen, of those within reach."""
+    """V1: Return the highest known counter within reach; a proposal takes a higher one."""
     promised = [
         peer.heartbeat.promised.counter
         for peer in state.peers.values()
@@ -57,7 +57,7 @@ def highest_counter(state: MemberState) -> int:
 
 
 def collect(state: MemberState, sender: Member, answer: Flushed) -> MemberState:
-    """Note a flush answer to our proposal; late and foreign ones change nothing."""
+    """Record a flush answer to our proposal; late and foreign answers change nothing."""
     proposal = state.proposal
     if (
         proposal is None
@@ -70,14 +70,14 @@ def collect(state: MemberState, sender: Member, answer: Flushed) -> MemberState:
 
 
 def begin(state: MemberState, message: Propose, own_answer: Flushed, now: float) -> MemberState:
-    """The state of a leader that waits for flush answers."""
+    """Return the state of a leader that waits for flush answers."""
     answers = {state.me: own_answer}
     deadline = now + FLUSH_DEADLINE_S
     return replace(state, proposal=Proposal(message=message, answers=answers, deadline=deadline))
 
 
 def decide(state: MemberState, facts: Facts) -> Commit | None:
-    """The commit, once every member of the proposal has flushed."""
+    """Return the commit once every member of the proposal has flushed."""
     proposal = state.proposal
     if proposal is None or len(proposal.answers) < len(proposal.message.members):
         return None
@@ -103,12 +103,12 @@ def decide(state: MemberState, facts: Facts) -> Commit | None:
 
 
 def ring_order(members: tuple[Member, ...], costs: Costs) -> tuple[Member, ...]:
-    """The ring that follows from the costs: the leader plans with it, the others check with it."""
+    """Return the ring that follows from the costs: the leader plans it and the others check it."""
     return plan_ring(members, costs)
 
 
 def known_concerns(state: MemberState, facts: Facts) -> tuple[Concern, ...]:
-    """What we and those who are heard want settled, in an order that does not vary."""
+    """Return the concerns of this member and of the peers that it hears, in a fixed order."""
     theirs = (
         concern
         for _, peer in sorted(state.peers.items())
@@ -119,7 +119,7 @@ def known_concerns(state: MemberState, facts: Facts) -> tuple[Concern, ...]:
 
 
 def _is_concerned(state: MemberState, member: Member, concern: Concern) -> bool:
-    """Nobody can disturb a job of others."""
+    """True if the member takes part in the job: no member can disturb the jobs of others."""
     roster = next((r for r in state.view.rosters if r.job == concern.job), None)
     return roster is None or any(t.member == member for t in roster.trainers + roster.witnesses)
 
@@ -134,9 +134,9 @@ def _known_waiting(
 
 
 def _someone_else_leads(state: MemberState, now: float) -> bool:
-    """We have promised a leader that is still there: its commit may come.
+    """True if we promised a leader that is still there: its commit may come.
 
-    That it hears us is shown by its proposal, which overtakes the heartbeat that says so.
+    Its proposal shows that it hears us, before its next heartbeat can say so.
     """
     if (
         state.flushed_at is None
@@ -149,7 +149,7 @@ def _someone_else_leads(state: MemberState, now: float) -> bool:
 
 
 def _others_may_still_hear_our_leader(state: MemberState, now: float) -> bool:
-    """Then they would veto us for passing over it; they mostly say within milliseconds, too."""
+    """True while they would veto us for leaving it out; most notice its loss in milliseconds."""
     if now >= state.noticing_until:
         return False
     order = state.view.by_seniority
@@ -161,10 +161,10 @@ def _others_may_still_hear_our_leader(state: MemberState, now: float) -> bool:
 def _clique(
     state: MemberState, kept: tuple[Member, ...], candidates: tuple[Member, ...], now: float
 ) -> tuple[Member, ...]:
-    """V5: greedily, in the order given, those whom everyone kept so far hears, and vice versa."""
+    """V5: Add greedily, in the given order, each candidate that all kept members hear mutually."""
     skipped = {member for member, skip in state.skipped.items() if skip.until > now}
     answering = tuple(member for member in candidates if member not in skipped)
-    # So it is as a rule: the leader asks at each message, and to look at each pair is dear.
+    # The usual case, checked first: this runs for each message, and checking each pair is slow.
     if _all_hear_all(state, kept + answering):
         return kept + answering
     for member in answering:
@@ -183,9 +183,9 @@ def _all_hear_all(state: MemberState, members: tuple[Member, ...]) -> bool:
 
 
 def _candidates(state: MemberState, now: float) -> tuple[Member, ...]:
-    """Who asked to be taken in, and follows a lighter view, with all whom we hear of that view.
+    """Return the members of lighter views that asked to join, then the others of those views.
 
-    V9: a job that runs among them shall come whole.
+    V9: a job that runs among them must join whole.
     """
     asked = [member for member in sorted(_requests(state, now)) if _may_join(state, member)]
     views = {state.peers[member.node].view.epoch for member in asked}
@@ -202,7 +202,7 @@ def _requests(state: MemberState, now: float) -> dict[Member, JoinRequest]:
 
 
 def _whole_views(state: MemberState, joined: tuple[Member, ...], now: float) -> tuple[Member, ...]:
-    """V9: those whose whole view can come, or who have waited for that for long enough."""
+    """V9: Return the members whose whole view can join, or that no longer wait for that."""
     views = {member: state.peers[member.node].view for member in joined}
     requests = _requests(state, now)
     impatient = {
@@ -226,9 +226,9 @@ def _may_join(state: MemberState, member: Member) -> bool:
 
 
 def _base(state: MemberState, answers: Mapping[Member, Flushed]) -> View:
-    """V2: the highest view among the answers that has the leader as a continuing member.
+    """V2: Return the highest view among the answers that has the leader as a continuing member.
 
-    The leader has promised its epoch, else nobody could have counted it among the members.
+    The leader must have promised its epoch, or no other member could have included it.
     """
     base = state.view
     for answer in answers.values():
@@ -240,7 +240,7 @@ def _base(state: MemberState, answers: Mapping[Member, Flushed]) -> View:
 
 
 def _continuing(base: View, answers: Mapping[Member, Flushed]) -> list[Member]:
-    """V2: only who installed the base, or what the base says it had before, continues."""
+    """V2: Return the members that installed the base, or the view the base records before it."""
     return [
         member
         for member in base.by_seniority

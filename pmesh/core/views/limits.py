@@ -1,14 +1,13 @@
-"""Limits on what one bad member can do to the agreement.
+"""Limits on the harm that one bad member can do to the agreement.
 
-A leader's pace: a proposal fences jobs until its commit (V3). A leader that proposes without end,
-or never commits, would stop them for as long as it leads. It loses its links, and the next one
-leads.
+A leader's pace: a proposal fences jobs until its commit (V3). A leader that proposes forever, or
+never commits, would stop them as long as it leads. Its peers close their links to it, and the next
+member leads.
 
-The reach of epoch counters: a promise can't be taken back (V1), so an agent that has promised the
-highest counter there is could never agree to a view again. A view with jobs follows counters only
-in steps. A view without jobs has nothing to lose: it follows any sound counter, and one from a mesh
-whose jobs it may enter. Where it was led astray, its members begin anew, as if their agents had
-been restarted.
+The reach of epoch counters: a promise is final (V1), so an agent that promised the highest possible
+counter could never agree to another view. A view with jobs follows counters only in steps. A view
+without jobs has nothing to lose: it follows any sound counter, and one from a mesh whose jobs it
+may enter. If it was led astray, its members restart as if their agents had been restarted.
 """
 
 from typing import Final
@@ -28,31 +27,31 @@ from pmesh.ids import MAX_COUNTER, Member
 
 WINDOW_S: Final = 2.0
 PACE: Final = 32
-"""Proposals that an honest leader makes in a window; what else there is to settle waits."""
+"""The most proposals that an honest leader makes in a window; further changes wait."""
 
 TOLERATED: Final = 4 * PACE
-"""Proposals in a window that others take of a leader: messages may be late, and come together."""
+"""The most proposals in a window that others accept: late messages may arrive together."""
 
 BROKEN_WINDOW_S: Final = 60.0
 BROKEN: Final = 24
-"""Promises in a minute that a leader may leave without a commit. Who does not answer an honest one
-is left out for 1 s, then 2, 4, … 32: three such members together cost 20."""
+"""Promises in a minute that a leader may leave without a commit. An honest leader leaves out a
+member that does not answer for 1 s, then 2, 4, … 32: three such members together cost 20."""
 
 HELD_UP_S: Final = 15.0
-"""Time for many proposals, each without those who did not answer the last one. Where cuts, stalls
-and sleeps follow each other every second, honest leaders have needed more than 6 s."""
+"""Time for many proposals, each without the members that did not answer the last one. With a cut,
+stall or sleep every second, honest leaders have needed more than 6 s."""
 
 AWAKE_S: Final = 0.5
-"""Counted between two heartbeats at most: that we slept is nobody's fault."""
+"""The most time counted between two heartbeats: our own sleep is not the leader's fault."""
 
 
 def may_propose(state: MemberState, now: float) -> bool:
-    """Whether we keep to the pace with one more proposal."""
+    """True if one more proposal keeps within the pace."""
     return len(_promised_to(state, state.me, now - WINDOW_S)) < PACE
 
 
 def check_pace(state: MemberState, leader: Member, now: float) -> None:
-    """Raises ProtocolError if the leader asks for more than an honest one would."""
+    """Raise ProtocolError if the leader proposes more often than an honest one would."""
     if len(_promised_to(state, leader, now - WINDOW_S)) >= TOLERATED:
         raise ProtocolError(f"more than {TOLERATED} proposals in {WINDOW_S:.0f} s")
     recent = _promised_to(state, leader, now - BROKEN_WINDOW_S)
@@ -61,7 +60,7 @@ def check_pace(state: MemberState, leader: Member, now: float) -> None:
 
 
 def note_promise(state: MemberState, leader: Member, now: float) -> tuple[Promise, ...]:
-    """What is remembered of promises once there is one more."""
+    """Return the remembered promises with one more."""
     before = state.promised_to
     if state.flushed_at is not None and before and before[-1].leader == leader:
         before = (*before[:-1], before[-1]._replace(broken=True))
@@ -69,7 +68,7 @@ def note_promise(state: MemberState, leader: Member, now: float) -> tuple[Promis
 
 
 def note_need(state: MemberState, now: float) -> Debt | None:
-    """Who leaves us, or another of our view, without a view that is needed; for each heartbeat."""
+    """Return which leader owes our view a change, and since when. Call it at each heartbeat."""
     if is_acting(state, now):
         return None
     members = continuing_members(state, now)
@@ -83,7 +82,7 @@ def note_need(state: MemberState, now: float) -> Debt | None:
 
 
 def who_holds_up(state: MemberState) -> Member | None:
-    """The leader, if it has made no view for far longer than an honest one can take."""
+    """Return the leader if it made no view for far longer than an honest one can take."""
     owed = state.owed
     return owed.leader if owed is not None and owed.waited_s > HELD_UP_S else None
 
@@ -93,21 +92,16 @@ def _promised_to(state: MemberState, leader: Member, after: float) -> list[Promi
 
 
 STEP: Final = 2**20
-"""Honest members differ by less: a million proposals. 2^62 is 2^42 such steps away."""
+"""Honest members differ by less than this million proposals. 2^62 is 2^42 such steps away."""
 
 SOUND: Final = 2**32
-"""No honest mesh gets here: a view a second for 136 years."""
+"""No honest mesh reaches this: it is one view a second for 136 years."""
 
 
 def is_within_reach(state: MemberState, counter: int, shown: View) -> bool:
-    """Whether this member may follow a counter that it is told of.
+    """True if this member may follow the counter that a peer with the view `shown` promised.
 
-    What a leader then proposes may be one step further: a lie may have reached it alone.
-
-    Args:
-        state: this member's.
-        counter: that of an epoch which a peer has promised, or proposes.
-        shown: the view that the peer has installed.
+    A leader's proposal may be one step further: a lie may have reached only the leader.
     """
     if counter <= state.highest_counter + STEP:
         return True
@@ -116,9 +110,9 @@ def is_within_reach(state: MemberState, counter: int, shown: View) -> bool:
 
 
 def is_led_astray(state: MemberState, *, now: float) -> bool:
-    """Whether this member must begin anew, since a view with jobs can't follow it.
+    """True if this member must restart because a view with jobs cannot follow its counter.
 
-    Not while a commit may come, and not twice in PATIENCE_S, whoever provokes it.
+    Never while a commit may come, and never twice within PATIENCE_S, whatever peers send.
     """
     if state.view.rosters or state.flushed_at is not None:
         return False

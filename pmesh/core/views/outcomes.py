@@ -10,24 +10,23 @@ from pmesh.core.wire.link import Concern, JobReport, OpReport
 from pmesh.ids import OpNumber, TrainerId
 
 Reports = Mapping[OpNumber, Mapping[TrainerId, OpReport]]
-"""What is known of each op that is not stable, by whom."""
+"""For each op that is not stable, the report of each trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knowledge:
-    """What the flush answers tell of one job."""
+    """The content of the flush answers about one job."""
 
     ops: Reports
     highest: int
-    """The highest op that anybody has started; -1 before the first."""
+    """The highest op that any rank has started; -1 before the first."""
     stable: int
     """The highest op that has ended at all ranks, or that a newcomer had no part in."""
     marks: Mapping[TrainerId, int]
-    """Up to which op each has told it so; of who has told nothing, none."""
+    """The stable mark that each rank reported; a rank without a report is missing."""
 
 
 def gather(reports: Sequence[JobReport]) -> Knowledge:
-    """Read the flush answers of one job."""
     ops: dict[OpNumber, dict[TrainerId, OpReport]] = {}
     marks: dict[TrainerId, int] = {}
     for rank in (rank for report in reports for rank in report.ranks):
@@ -44,19 +43,19 @@ def resolve_ops(
     known: Knowledge,
     concerns: Sequence[Concern],
 ) -> tuple[OpOutcome, ...]:
-    """The outcome of every op that has one; the others run on, or again (O1).
+    """Return the outcome of every op that has one; the others run on, or again (O1).
 
     Args:
         before: the roster under which the ops were called.
-        after: the roster that is being settled, without those who are lost.
-        known: what its trainers, and those lost ones whose agents live, have told.
-        concerns: what is asked of the leader about this roster.
+        after: the new roster, without the lost trainers.
+        known: reports of its trainers, and of lost trainers whose agents live.
+        concerns: requests to the leader about this roster.
     """
     stuck = {OpNumber(c.op): c.verdict for c in concerns if c.op >= 0 and c.verdict}
     if after.losses and after.terms.on_loss == "raise":
         stuck |= dict.fromkeys(_ops_that_a_loss_fails(known), after.losses[0])
-    # O3: what has failed stays so, also for those who missed the view that said it, or come to it
-    # yet: until each of those who had a part in it knows that all have ended it.
+    # O3: a failed op stays failed, even for ranks that missed the view that failed it or have yet
+    # to call it, until each of its participants knows that all have ended it.
     outcomes = [
         outcome
         for outcome in before.outcomes
@@ -81,15 +80,15 @@ def resolve_ops(
 
 
 def outcome_of(roster: Roster, op: OpNumber) -> OpOutcome | None:
-    """How the last view change resolved the op; None: it runs on, or again."""
+    """Return how the last view change resolved the op; None if it runs on, or again."""
     return next((outcome for outcome in roster.outcomes if outcome.op == op), None)
 
 
 def op_to_enter(known: Knowledge, after: Roster) -> OpNumber | None:
-    """O6: the `sync` that is under way, with which newcomers may begin; None if there is none.
+    """O6: Return the `sync` in progress, in which newcomers may enter; None if there is none.
 
-    Whoever has called it has ended all ops before, so that the others can fetch these, and the
-    newcomer misses nothing. Nobody has its result, so it runs again, with the newcomer.
+    A rank that called it has ended all earlier ops, so the others can fetch these and the newcomer
+    misses nothing. No rank has its result yet, so it runs again with the newcomer.
     """
     number = OpNumber(known.highest)
     reports = known.ops.get(number, {})
@@ -98,7 +97,7 @@ def op_to_enter(known: Knowledge, after: Roster) -> OpNumber | None:
 
 
 def lost_results(roster: Roster, kept: Collection[object]) -> tuple[OpNumber, ...]:
-    """Ops whose every holder is gone, perhaps after its rank was lost: nobody can fetch them."""
+    """Return the ops that cannot be fetched any more: every holder of the result is gone."""
     members = {t.id: t.member for t in roster.trainers + roster.witnesses}
     return tuple(
         outcome.op
@@ -108,7 +107,7 @@ def lost_results(roster: Roster, kept: Collection[object]) -> tuple[OpNumber, ..
 
 
 def _ops_that_a_loss_fails(known: Knowledge) -> list[OpNumber]:
-    """Where a loss is to raise: the ops under way, and if there is none, the next one."""
+    """Return the ops at which a loss raises: those in progress, or the next one."""
     under_way = [
         number
         for number, reports in known.ops.items()
@@ -120,7 +119,7 @@ def _ops_that_a_loss_fails(known: Knowledge) -> list[OpNumber]:
 def _resolve_op(
     after: Roster, op: OpNumber, reports: Mapping[TrainerId, OpReport], stuck: Verdict | None
 ) -> OpOutcome | None:
-    """One verdict for all (O3). None: nobody has an end of it, so it runs again (O1)."""
+    """Return one outcome for all ranks (O3), or None if it ended at none: it runs again (O1)."""
     in_order = [report for _, report in sorted(reports.items())]
     for report in in_order:
         if report.verdict is not None:
@@ -138,12 +137,12 @@ def _resolve_op(
 
 
 def _stable_marks(op: OpNumber, roster: Roster, known: Knowledge) -> Iterator[bool]:
-    """For which ranks the op is stable, of those who had a part in it (O6)."""
+    """Yield for each participant of the op (O6) whether it knows the op to be stable."""
     return (known.marks.get(t.id, NONE_YET) >= op for t in roster.trainers if t.enters <= op)
 
 
 def _is_past(op: OpNumber, roster: Roster, known: Knowledge) -> bool:
-    """O2: for somebody it is stable, and so it has ended also where it is not reported any more."""
+    """O2: True if the op is stable for some rank: it has ended even where no report names it."""
     completed = (report.completed for report in known.ops.get(op, {}).values())
     return any(_stable_marks(op, roster, known)) and all(completed)
 
@@ -151,21 +150,22 @@ def _is_past(op: OpNumber, roster: Roster, known: Knowledge) -> bool:
 def _is_torn(
     before: Roster, after: Roster, op: OpNumber, reports: Mapping[TrainerId, OpReport]
 ) -> bool:
-    """O4: whether an op that is bound to its ranks has ended at some of them, or has lost some."""
+    """O4: True if an op that is bound to its ranks ended at only some of them, or lost some."""
     told = reports.values()
     if not any(r.call.kind in BOUND_KINDS for r in told) or any(r.verdict for r in told):
         return False
     if len({report.call for report in told}) > 1:
-        return False  # a mismatch, which says more
+        return False  # the OpMismatch error says more
     ended = {trainer for trainer, report in reports.items() if report.completed}
     left = set(_who_was_in(after, op))
     return not left <= ended and (bool(ended) or left != set(_who_was_in(before, op)))
 
 
 def _is_out_of_reach(after: Roster, op: OpNumber, reports: Mapping[TrainerId, OpReport]) -> bool:
-    """O6: some ranks have ended it and may be in a later op, so it can't run again; others lack it.
+    """O6: True if only some ranks ended the op and none has its result.
 
-    So it is with a broadcast whose root is lost, and with it all whom it had brought anything.
+    It cannot run again, since those ranks may be in a later op. One case is a broadcast that lost
+    its root and all ranks that the root had reached.
     """
     ended = {trainer for trainer in _who_was_in(after, op) if _has_ended(reports.get(trainer))}
     return 0 < len(ended) < len(_who_was_in(after, op)) and not _holders(after, reports)
@@ -177,29 +177,29 @@ def _has_ended(report: OpReport | None) -> bool:
 
 def _roster_changed(after: Roster, op: OpNumber) -> Verdict:
     lost = tuple(trainer for loss in after.losses for trainer in loss.trainers)
-    why = "; ".join(loss.message for loss in after.losses) or "its ring was built anew"
-    text = f"op {op} of job {after.job!r} depends on who takes part, and did not end at all: {why}"
+    why = "; ".join(loss.message for loss in after.losses) or "its ring was rebuilt"
+    text = f"op {op} of job {after.job!r} did not end at every rank it is bound to: {why}"
     return Verdict("RosterChanged", text, lost)
 
 
 def _who_was_in(roster: Roster, op: OpNumber) -> tuple[TrainerId, ...]:
-    """O6: who has entered later had no part in it, and is not in the world that follows it (O5)."""
+    """O6: ranks that entered later had no part in the op and are not in its world (O5)."""
     return tuple(trainer.id for trainer in roster.trainers if trainer.enters <= op)
 
 
 def _gone_with_its_holders(roster: Roster, op: OpNumber) -> Verdict:
-    """O6: it can't run with those who have ended it, nor with those who have entered since."""
-    text = f"op {op} of job {roster.job!r} can't run again: its result is lost, and others went on"
+    """O6: the op cannot run with ranks that ended it, nor with ranks that entered since."""
+    text = f"op {op} of job {roster.job!r} cannot run again: its result is lost, and others went on"
     text = "; ".join([text, *(loss.message for loss in roster.losses)])
     lost = (trainer for loss in roster.losses for trainer in loss.trainers)
     return Verdict("RankLost", text, tuple(lost))
 
 
 def _holders(after: Roster, reports: Mapping[TrainerId, OpReport]) -> tuple[TrainerId, ...]:
-    """Who has the result of an op that has completed somewhere; nobody if it may run again.
+    """Return the trainers that have the op's result; none if it may run again.
 
-    Ranks, or if none has it, lost trainers whose agents live (O2). Where only ranks have completed
-    that a broadcast brings nothing to, its root, who is about to complete (I4).
+    These are ranks, or if no rank has it, lost trainers whose agents live (O2). If only ranks that
+    receive no result have completed, it is the root, which is about to complete (I4).
     """
     told = sorted(reports.items())
     holding = [t for t, report in told if report.completed and report.holds]

@@ -1,6 +1,6 @@
-"""What the measured network costs, and the ring through it.
+"""The cost of each measured link, and the ring that follows from the costs.
 
-The leader plans, the others check: the same costs give the same ring on every node.
+The leader plans and the others check: the same costs give the same ring on every node.
 """
 
 import itertools
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
 Weights: TypeAlias = NDArray[np.int64]
-"""Costs as a symmetric matrix of n x n, in which a search sets a price on what it is to avoid."""
+"""Costs as a symmetric n x n matrix; a search raises the cost of the edges that it must avoid."""
 
 Tour: TypeAlias = NDArray[np.intp]
 """The indices of all nodes, in the order of a cycle through them."""
@@ -26,32 +26,33 @@ Costs: TypeAlias = tuple[tuple[int, ...], ...]
 """A symmetric matrix; row and column i belong to the i-th of the sorted members."""
 
 UNMEASURED_COST = 20
-"""About a millisecond: what a home network is taken for before its first round trip."""
+"""About a millisecond: the assumption for a home network before the first round trip."""
 
 EXACT_UP_TO = 9
-"""Nodes for which every cycle is considered: 2^8 * 8 * 9 costs twice, 2 ms."""
+"""The most nodes for which every cycle is considered: 2^8 * 8 * 9 costs twice, in 2 ms."""
 
 AVOIDED = 1 << 40
-"""Added to the cost of an edge that a search is to avoid. In a commit no cost is above 1,000, so a
-whole cycle costs less."""
+"""Added to the cost of an edge that a search must avoid. A commit has no cost above 1,000, so this
+exceeds the cost of a whole cycle."""
 
 STARTS = 5
-"""Searches for one plan, each from another node: with 20 nodes the last four better every other."""
+"""Searches for one plan, each from another node. With 20 nodes the last four improve half of the
+plans."""
 
 ROUNDS = 64
-"""Changes that a search tries at most. With 64 nodes most searches end after 20. Costs invented to
-prolong them hold the event loop for 35 ms; without this bound for 100."""
+"""The most changes that a search tries. With 64 nodes most searches end after 20. Costs invented to
+prolong them block the event loop for 35 ms; without this bound for 100."""
 
 SEARCH_BUDGET = 1 << 23
-"""Pairs of nodes that a search compares at most, n^2 in a round: above 362 nodes plans get coarser,
-and one for 1,024 nodes takes a second."""
+"""The most pairs of nodes that a search compares, n^2 in a round: above 362 nodes plans get
+coarser, and one for 1,024 nodes takes a second."""
 
 LONGEST_MOVED = 3
-"""The nodes of a path that is moved, at most; as in Or's work."""
+"""The most nodes of a path that is moved, as in Or's work."""
 
 
 def round_trip_cost(round_trip_us: int) -> int:
-    """The cost of an edge in half octaves, so that noise does not turn the ring.
+    """Return the cost of an edge in half octaves, so that noise does not change the ring.
 
     >>> round_trip_cost(1000), round_trip_cost(1100), round_trip_cost(4000)
     (20, 20, 24)
@@ -62,7 +63,7 @@ def round_trip_cost(round_trip_us: int) -> int:
 def measure_costs(
     members: Sequence[Member], heard: Mapping[Member, Mapping[Incarnation, int]]
 ) -> Costs:
-    """The cost of each edge from what both its ends report, the worse of the two."""
+    """Return the cost of each edge: the worse of the two that its ends report."""
     ordered = sorted(members)
     reports = [heard.get(member, {}) for member in ordered]
     costs = [[0] * len(ordered) for _ in ordered]
@@ -75,8 +76,8 @@ def measure_costs(
 
 
 def measured_graph(members: Sequence[Member], costs: Costs) -> "nx.Graph[Member]":
-    """The complete graph of the members with `cost` on each edge."""
-    import networkx as nx  # noqa: PLC0415 - 0.1 s, which an agent's start need not wait for
+    """Return the complete graph of the members with `cost` on each edge."""
+    import networkx as nx  # noqa: PLC0415 - 0.1 s; an agent's start need not wait for it
 
     ordered = sorted(members)
     graph: nx.Graph[Member] = nx.Graph()
@@ -87,10 +88,10 @@ def measured_graph(members: Sequence[Member], costs: Costs) -> "nx.Graph[Member]
 
 
 def plan_ring(members: Sequence[Member], costs: Costs) -> tuple[Member, ...]:
-    """The cycle whose slowest edge is fastest, then of the least total cost.
+    """Return the cycle whose slowest edge is fastest, and of those the one of least total cost.
 
-    Exact for up to EXACT_UP_TO nodes (Held and Karp 1962, once for the bottleneck and once for the
-    sum); of several best cycles it is the one that comes first when written from its smallest node.
+    Up to EXACT_UP_TO nodes it is exact (Held and Karp 1962, once for the bottleneck and once for
+    the sum); of several best cycles it is the first when each is written from its smallest node.
     With more nodes a local search reverses paths (2-opt, Croes 1958) and moves short ones (Or-opt,
     Or 1976). It computes with integers and prefers the lower index, so every machine finds the same
     ring.
@@ -105,7 +106,7 @@ def plan_ring(members: Sequence[Member], costs: Costs) -> tuple[Member, ...]:
 
 
 def _weights(size: int, costs: Costs) -> Weights:
-    """What stands above the diagonal; a liar's matrix need not be symmetric."""
+    """Mirror the part above the diagonal; a liar's matrix need not be symmetric."""
     upper = np.triu(np.array(costs, np.int64).reshape(size, size), 1)
     return upper + upper.T
 
@@ -127,10 +128,10 @@ def _exact_tour(weights: Weights) -> list[int]:
 
 
 def _held_karp(weights: NDArray[np.float64], combine: np.ufunc) -> NDArray[np.float64]:
-    """For each [set of nodes left, node at]: the least cost of visiting those and returning to 0.
+    """For each [set of nodes left, current node]: the least cost to visit those and return to 0.
 
-    One set size after the other, all sets of that size at once: a loop over sets held the event
-    loop for 7 to 16 ms with 9 nodes. Meaningless, and never asked for, where `at` is itself left.
+    It handles all sets of one size at once: a loop over sets blocked the event loop for 7 to 16 ms
+    with 9 nodes. An entry whose current node is in the set has no meaning and is never read.
     """
     n = len(weights)
     sets = np.arange(0, 1 << n, 2)
@@ -153,9 +154,9 @@ def _searched_tour(weights: Weights) -> list[int]:
 
 
 def _search(weights: Weights, start: int, rounds: int) -> Tour:
-    """Shorten a tour until no change does; then avoid its slowest edges, and begin again.
+    """Shorten a tour until no change helps; then avoid its slowest edges, and start again.
 
-    The search ends when it can't avoid them all. Fewer edges to avoid are worth any total.
+    The search ends when it cannot avoid them all. Avoiding an edge is worth any total cost.
     """
     best = tour = _nearest_neighbours(weights, start)
     limit = _worth(tour, weights)[0]
@@ -193,7 +194,7 @@ def _improved(tour: Tour, weights: Weights) -> Tour | None:
 
 
 def _reverse_path(tour: Tour, weights: Weights) -> Tour | None:
-    """The best of the tours in which one path runs the other way; None if none is better."""
+    """Return the best tour with one path reversed; None if none is better."""
     after = _from(tour, 1)
     edges = weights[tour, after]
     change = weights[tour[:, None], tour] + weights[after[:, None], after] - edges[:, None] - edges
@@ -205,7 +206,7 @@ def _reverse_path(tour: Tour, weights: Weights) -> Tour | None:
 
 
 def _move_path(tour: Tour, weights: Weights, length: int) -> Tour | None:
-    """The best of the tours in which a path of so many nodes is moved; None if none is better."""
+    """Return the best tour with a path of `length` nodes moved; None if none is better."""
     size = len(tour)
     before, after, last, behind = (_from(tour, k) for k in (-1, 1, length - 1, length))
     saved = weights[before, tour] + weights[last, behind] - weights[before, behind]
@@ -215,7 +216,7 @@ def _move_path(tour: Tour, weights: Weights, length: int) -> Tour | None:
     change = np.minimum(ahead, turned) - saved[:, None] - weights[tour, after]
     at = np.arange(size)
     for k in range(-1, length):
-        change[at, (at + k) % size] = 0  # there it stands already
+        change[at, (at + k) % size] = 0  # the path is already there
     i, j = divmod(int(change.argmin()), size)
     if change[i, j] >= 0:
         return None
@@ -230,7 +231,7 @@ def _from(tour: Tour, place: int) -> Tour:
 
 
 def _from_smallest(tour: Tour) -> list[int]:
-    """The same cycle from node 0 on, towards the smaller of its neighbours."""
+    """Return the same cycle from node 0, in the direction of its smaller neighbour."""
     first = _from(tour, int(tour.argmin())).tolist()
     return min(first, [0, *reversed(first[1:])])
 

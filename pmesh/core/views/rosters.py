@@ -1,4 +1,4 @@
-"""Which jobs begin, who is in them, and how they go through a view change (O3, I4, O6, V9)."""
+"""How jobs begin, which trainers are in them, and how view changes affect them (O3, I4, O6, V9)."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from pmesh.ids import Epoch, JobName, Member, OpNumber, Slot, TrainerId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A view change whose flush answers are all there."""
+    """A view change whose flush answers have all arrived."""
 
     epoch: Epoch
     ring: Sequence[Member]
@@ -22,7 +22,7 @@ class Change:
     answers: Mapping[Member, Flushed]
     concerns: Sequence[Concern]
     reasons: Mapping[Member, str]
-    """Why members were lost, as far as the leader knows."""
+    """Why each lost member was lost, as far as the leader knows."""
 
 
 def jobs_to_settle(
@@ -31,8 +31,8 @@ def jobs_to_settle(
     concerns: Iterable[Concern],
     waiting: Mapping[Member, Sequence[Waiting]],
 ) -> tuple[JobName, ...]:
-    """The jobs that a view change can help: a rank is lost, an op is stuck, or one may begin."""
-    kept = frozenset(kept)  # each trainer of each job is looked up, at each message
+    """Return the jobs that need a view change: a rank is lost, an op is stuck, or one can begin."""
+    kept = frozenset(kept)  # every message looks up each trainer of each job
     concerned = {(c.job, c.born, c.number) for c in concerns}
     running = {
         roster.job
@@ -47,21 +47,21 @@ def jobs_to_settle(
 
 
 def jobs_to_vote_on(view: View, known: Collection[KnownPrimary]) -> tuple[JobName, ...]:
-    """V10: the jobs that any view change might help, and those that it might keep from running."""
+    """V10: Return the jobs that may not run; any view change can allow or keep them."""
     return tuple(roster.job for roster in view.rosters if not may_run(roster, known))
 
 
 def next_rosters(
     base: View, change: Change, *, continuing: Collection[Member]
 ) -> tuple[Roster, ...]:
-    """The rosters of the view that `change.epoch` names."""
+    """Return the rosters of the view that `change.epoch` names."""
     histories: dict[JobName, list[_History]] = {}
     for view, members in _lineages(base, continuing, change):
         for roster in view.rosters:
             history = _go_on(roster, frozenset(members), change)
             if history is not None:
                 histories.setdefault(roster.job, []).append(history)
-    # V9: where histories of a job meet, one goes on.
+    # V9: where histories of a job meet, one continues.
     rosters = {job: max(several, key=_History.weight).roster for job, several in histories.items()}
     waiting = {member: change.answers[member].waiting for member in change.ring}
     for job in _ready_jobs(waiting):
@@ -71,11 +71,10 @@ def next_rosters(
 
 
 def is_same_history(before: Roster, after: Roster, trainer: Trainer) -> bool:
-    """Whether a trainer that follows `before` goes on in `after` (V9).
+    """V9: True if a trainer of `before` continues in `after`.
 
-    The two sides of a partition may both settle a job. Where they meet, the other side's roster has
-    the same birth, but another number, or the same number and other contents, or has lost this very
-    trainer; it never continues ours.
+    Both sides of a partition may settle a job. When they meet, the other side's roster has the same
+    birth, but another number, or other contents, or has lost this trainer. It never continues ours.
     """
     if after.born != before.born or after.number < before.number:
         return False
@@ -85,7 +84,7 @@ def is_same_history(before: Roster, after: Roster, trainer: Trainer) -> bool:
 
 
 def keep_local_rosters(view: View, member: Member) -> tuple[Roster, ...]:
-    """The rosters that need nobody else: they outlive a fall out of the view."""
+    """Return the rosters whose trainers are all on this member: they survive leaving the view."""
     return tuple(
         roster
         for roster in view.rosters
@@ -95,13 +94,13 @@ def keep_local_rosters(view: View, member: Member) -> tuple[Roster, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _History:
-    """A job's roster as it would go on, and how far its ops have come."""
+    """A job's roster as it would continue, and its highest stable op."""
 
     roster: Roster
     stable: int
 
     def weight(self) -> tuple[int, ...]:
-        """V9: of two that meet, the heavier one goes on; V10: the one that had a quorum last."""
+        """V9: where two meet, the heavier continues; V10: the one that last had a quorum."""
         roster = self.roster
         votes = roster.terms.quorum == "majority"
         primary = roster.primary.epoch.counter if votes else 0
@@ -112,7 +111,7 @@ class _History:
 def _lineages(
     base: View, continuing: Collection[Member], change: Change
 ) -> list[tuple[View, list[Member]]]:
-    """The base with those who continue it, and each view that newcomers have had in common."""
+    """Return the base with the members that continue it, and each earlier view of newcomers."""
     found = {base.epoch: (base, list(continuing))}
     for member in change.answers:
         if member not in continuing:
@@ -122,7 +121,7 @@ def _lineages(
 
 
 def _go_on(roster: Roster, members: frozenset[Member], change: Change) -> _History | None:
-    """The roster after the change, among these members; None if no rank is left."""
+    """Return the roster among these members after the change; None if no rank is left."""
     homes = {trainer.id: trainer.member for trainer in roster.trainers + roster.witnesses}
     hosts = members & set(homes.values())
     reports = [
@@ -136,7 +135,7 @@ def _go_on(roster: Roster, members: frozenset[Member], change: Change) -> _Histo
     runs = may_run(roster, _known_primaries(change))
     cause = gone or about or lost_results(roster, members) or not runs
     if not cause or any(not report.fenced for report in reports):
-        # V7: it runs on; V3: what is not fenced everywhere waits for the next view.
+        # V7: it runs on. V3: a job that is not fenced everywhere waits for the next view.
         return _History(roster=roster, stable=known.stable)
     left = {t for c in about if c.op < 0 and c.verdict for t in c.verdict.trainers}
     losses = [_loss(roster, trainer, change.reasons) for trainer in gone]
@@ -171,16 +170,16 @@ def _is_about(concern: Concern, roster: Roster) -> bool:
 
 
 def _report_on(roster: Roster, answer: Flushed) -> JobReport | None:
-    """None: the member never installed the roster, so it has started nothing under it."""
+    """Return None if the member never installed the roster: then it started nothing under it."""
     return next((r for r in answer.jobs if (r.job, r.born) == (roster.job, roster.born)), None)
 
 
 def _about_its_own(
     report: JobReport, host: Member, homes: Mapping[TrainerId, Member], next_id: TrainerId
 ) -> JobReport:
-    """The report without what it says of other members' trainers, and of trainers to come.
+    """Drop reports on other members' trainers and on trainers that do not exist yet.
 
-    A trainer whose home is no longer known is a lost one, perhaps of this member.
+    A trainer whose home is no longer known was lost; it may be this member's.
     """
     ranks = tuple(
         rank
@@ -197,15 +196,15 @@ def _loss(roster: Roster, trainer: Trainer, reasons: Mapping[Member, str]) -> Ve
 
 
 def _once(losses: Iterable[Verdict]) -> tuple[Verdict, ...]:
-    """A trainer that has left on a machine that is gone is lost once."""
+    """Keep one loss for each trainer: it may have left, and its machine be lost too."""
     first = {verdict.trainers: verdict for verdict in reversed(list(losses))}
     return tuple(first[trainers] for trainers in sorted(first))
 
 
 def _in_ring_order(trainers: Iterable[Trainer], ring: Sequence[Member]) -> tuple[Trainer, ...]:
-    """The view's ring order, a machine's trainers side by side; begun with the oldest.
+    """Order trainers by the view's ring, those of one machine side by side, the oldest first.
 
-    A ring may begin anywhere, and who is rank 0 stays it for as long as it lives.
+    A ring may begin anywhere, so the oldest trainer stays rank 0 as long as it lives.
     """
     ordered = sorted(trainers, key=lambda trainer: (ring.index(trainer.member), trainer.id))
     first = min(range(len(ordered)), key=lambda i: ordered[i].id)
@@ -213,9 +212,9 @@ def _in_ring_order(trainers: Iterable[Trainer], ring: Sequence[Member]) -> tuple
 
 
 def _let_in(roster: Roster, known: Knowledge, change: Change) -> Roster:
-    """O6: who waits for a running job enters it in a `sync`.
+    """O6: Let the trainers that wait for a running job enter it in a `sync`.
 
-    Who is in it already may still wait, if it has missed the view that took it in.
+    One that missed the view that let it in still waits, although it is in the job.
     """
     op = op_to_enter(known, roster)
     waiting = {member: change.answers[member].waiting for member in change.ring}
@@ -234,7 +233,7 @@ def _let_in(roster: Roster, known: Knowledge, change: Change) -> Roster:
 
 
 def _vote(roster: Roster, change: Change) -> Roster:
-    """V10: whether this side may go on."""
+    """V10: Set whether this side has a quorum."""
     needed: tuple[Voters, ...] = ()
     if roster.terms.quorum == "majority":
         needed = needed_voters(roster, _known_primaries(change))
@@ -250,9 +249,9 @@ def _known_primaries(change: Change) -> set[KnownPrimary]:
 
 
 def _is_overtaken(roster: Roster, needed: Iterable[Voters], change: Change) -> bool:
-    """V10: one of those whose votes count knows a later roster of the job that had a quorum.
+    """V10: True if one of the voters knows a later roster of the job that had a quorum.
 
-    What only others know of was installed by too few of these to come into force.
+    A roster that only other members know was installed by too few voters to come into force.
     """
     voters = {voter for several in needed for voter in several}
     return any(
@@ -278,7 +277,7 @@ def _ready_jobs(waiting: Mapping[Member, Sequence[Waiting]]) -> tuple[JobName, .
 def _first_roster(
     job: JobName, change: Change, waiting: Mapping[Member, Sequence[Waiting]]
 ) -> Roster:
-    """Ranks are the view's ring order restricted to the job, a machine's trainers side by side."""
+    """Ranks follow the view's ring order, with the trainers of one machine side by side."""
     trainers = _enter(
         _slots_waiting(job, waiting)[:MAX_TRAINERS], OpNumber(0), TrainerId(0), change
     )

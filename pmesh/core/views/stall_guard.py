@@ -1,7 +1,7 @@
-"""V8: after a sleep of its own, whether an agent's view is still everybody's.
+"""V8: after an agent slept, check that its view is still the view of all its members.
 
-While it slept the others may have gone on without it. So it delivers nothing until every member of
-its view has said, in answer to something sent since, that this view is the member's own.
+The others may have continued without it. So it delivers nothing until every member of its view has
+confirmed, in answer to something sent since, that it has the same view.
 """
 
 from dataclasses import dataclass, replace
@@ -14,31 +14,30 @@ from pmesh.ids import Member
 
 @dataclass(frozen=True, slots=True)
 class StallGuard:
-    """Since which sleep, and about whom."""
+    """When the agent woke up, and which members it waits for."""
 
     awake_us: int = 0
     """When the agent last woke up, on its monotonic clock."""
     unconfirmed: frozenset[Member] = frozenset()
-    """Who has not confirmed the view yet; nobody: it is trusted."""
+    """The members that have not confirmed the view yet; it is trusted once there are none."""
 
 
 def wake(state: MemberState, *, now_us: int) -> StallGuard:
-    """The agent has slept for so long that somebody may have given it up."""
+    """Distrust the view: the agent slept so long that a member may have given it up."""
     return StallGuard(now_us, _others(state, state.view))
 
 
 def hear(guard: StallGuard, state: MemberState, sender: Member, beat: Heartbeat) -> StallGuard:
-    """A heartbeat confirms the view that it names, if it answers one of ours that is fresh."""
+    """A heartbeat confirms the view that it names if it answers one sent since we woke up."""
     if beat.view != state.view.epoch or beat.echo_us < guard.awake_us:
         return guard
     return replace(guard, unconfirmed=guard.unconfirmed - {sender})
 
 
 def install(guard: StallGuard, before: MemberState, view: View) -> StallGuard:
-    """A view follows.
+    """Follow a new view.
 
-    What was promised before the sleep is as old as the view that was installed then: the others may
-    have installed it long ago, and left it.
+    If it was promised before the sleep, the others may have installed and left it long ago.
     """
     promised_at = before.flushed_at
     if promised_at is not None and promised_at * 1e6 < guard.awake_us:

@@ -1,4 +1,4 @@
-"""What one member knows: its own standing in the agreement, and what it has heard of its peers."""
+"""What one member knows: its own state in the agreement, and what its peers reported."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,41 +25,40 @@ FLUSH_DEADLINE_S = 1.0
 """How long a leader waits for a flush answer: half of PATIENCE_S, so that it can try again."""
 
 SKIP_S = 1.0
-"""How long who did not answer is left out of proposals; twice as long each time in a row."""
+"""How long proposals leave out a member that did not answer; doubled each time in a row."""
 
 LONGEST_SKIP_S = 32.0
 
 JOIN_REQUEST_S = 1.0
-"""How long a request to be taken in counts; it is repeated four times as often."""
+"""How long a join request is valid; it is repeated four times in that time."""
 
 NOTICE_S = 0.2
-"""Who has lost its leader waits at most this long for the others to say that they have lost it too:
-they mostly notice within milliseconds, and would veto before."""
+"""A member that lost its leader waits at most this long for the others to report the same: they
+mostly notice within milliseconds, and would veto before."""
 
 BACK_OFF_S = 0.4
-"""At most this long a refused leader waits, so that two do not refuse each other for ever."""
-
+"""The longest wait of a refused leader, so that two leaders do not refuse each other forever."""
 
 MOST_PROMISES = 64
-"""How many epochs a member remembers that it promised since its last install: each took its leader
-at least a round trip, and PATIENCE_S is soon over."""
+"""The most promised epochs that a member remembers since its last install: each took its leader at
+least a round trip, and PATIENCE_S is soon over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the local agent knows at this instant: arguments, since the core reads nothing."""
+    """What the local agent knows at this instant, passed in because the core performs no I/O."""
 
     reports: tuple[JobReport, ...] = ()
     waiting: tuple[Waiting, ...] = ()
     concerns: tuple[Concern, ...] = ()
     marks: tuple[RankMarks, ...] = ()
     round_trips: Mapping[Incarnation, int] = field(default_factory=dict[Incarnation, int])
-    """Microseconds, for each peer that has been measured."""
+    """Microseconds, for each measured peer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """What a peer last said of itself."""
+    """The last heartbeat of a peer."""
 
     member: Member
     heartbeat: Heartbeat
@@ -73,7 +72,7 @@ class Promise(NamedTuple):
     at: float
     leader: Member
     broken: bool = False
-    """The leader has asked for another instead of a commit."""
+    """True if the leader proposed again instead of committing."""
 
 
 class Skip(NamedTuple):
@@ -84,7 +83,7 @@ class Skip(NamedTuple):
 
 
 class Debt(NamedTuple):
-    """A leader owes a view to this member, or to another of its view."""
+    """A leader owes this member's view a change."""
 
     leader: Member
     waited_s: float
@@ -92,11 +91,11 @@ class Debt(NamedTuple):
 
 
 class JoinRequest(NamedTuple):
-    """A member of a lighter view has asked to be taken in."""
+    """A request of a member of a lighter view to join ours."""
 
     asked_at: float
     whole: bool
-    """Only together with all of its view."""
+    """True if it wants to join only together with all of its view."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,43 +109,42 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberState:
-    """One member's standing. Times are the local monotonic clock, in seconds."""
+    """The state of one member. Times are seconds of the local monotonic clock."""
 
     me: Member
     name: str
     view: View
     promised: Epoch
     promises: tuple[Epoch, ...] = ()
-    """All that it has promised since it installed its view; the last ones, if they are many."""
+    """The last MOST_PROMISES epochs that it promised since it installed its view."""
     flushed_at: float | None = None
-    """Since when a promise waits for its commit; None when none does."""
+    """When it promised an epoch whose commit is still missing; None if there is none."""
     installed_at: float = 0.0
     highest_counter: int = 0
-    """What the next proposal must exceed, as far as this member has promised or was refused."""
+    """The highest counter that it promised or was refused for; the next proposal must exceed it."""
     peers: Mapping[NodeId, Peer] = field(default_factory=dict[NodeId, Peer])
-    """Who is heard: `pmesh.core.links.health` says when one is no longer."""
+    """The peers that are heard; `pmesh.core.links.health` decides when one no longer is."""
     told: Mapping[NodeId, View] = field(default_factory=dict[NodeId, View])
     """The last view that each peer showed."""
     unplaced: Mapping[NodeId, Heartbeat] = field(default_factory=dict[NodeId, Heartbeat])
     """Heartbeats that name a view not seen yet."""
     joining: Mapping[Member, JoinRequest] = field(default_factory=dict[Member, JoinRequest])
-    """Who asked to be taken in."""
     skipped: Mapping[Member, Skip] = field(default_factory=dict[Member, Skip])
-    """Who did not answer a proposal, and is left out for a while."""
+    """Members that did not answer a proposal; proposals leave them out for a while."""
     promised_to: tuple[Promise, ...] = ()
-    """The last promises, in views before this one, too."""
+    """The last promises, including those in earlier views."""
     owed: Debt | None = None
     losses: Mapping[Member, str] = field(default_factory=dict[Member, str])
-    """Why each lost member was lost, for messages."""
+    """Why each lost member was lost, for error messages."""
     proposal: Proposal | None = None
     primaries: tuple[KnownPrimary, ...] = ()
-    """V10: what makes a vote one: not to have forgotten with whom the job has gone on."""
+    """V10: the primary rosters that it knows; a vote is valid only if it remembers them."""
     quiet_until: float = 0.0
     noticing_until: float = 0.0
-    """Until then the others may still have to notice that our leader is gone."""
+    """Until then the other members may not have noticed that our leader is gone."""
     asked_to_join_at: float = 0.0
     met_at: float | None = None
-    """Since when a heavier view has been there to join; None while there is none."""
+    """When it first heard a heavier view that it can join; None while there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +157,14 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """From this instant nothing of these jobs' current rosters reaches a trainer (V3)."""
+    """From now on nothing of these jobs' current rosters may reach a trainer (V3)."""
 
     jobs: tuple[JobName, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Install:
-    """The view is in force. Once the jobs have followed it, time is to pass again."""
+    """The view is in force. The driver calls `pass_time` once the jobs have followed it."""
 
     view: View
 
@@ -176,14 +174,14 @@ Action = Send | Fence | Install
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The next state, and what is to be done, in this order."""
+    """The next state, and the actions to carry out in this order."""
 
     state: MemberState
     actions: tuple[Action, ...] = ()
 
 
 def hears_me(state: MemberState, member: Member) -> bool:
-    """V5: healthy means that it hears me and says so."""
+    """V5: True if the member is healthy: it hears us and says so."""
     peer = state.peers.get(member.node)
     return (
         peer is not None and peer.member == member and state.me.incarnation in peer.heartbeat.heard
@@ -191,7 +189,7 @@ def hears_me(state: MemberState, member: Member) -> bool:
 
 
 def hear_each_other(state: MemberState, a: Member, b: Member) -> bool:
-    """V5: whether both say that they hear the other, as far as their heartbeats tell."""
+    """V5: True if the heartbeats of both say that they hear the other."""
     return all(
         at == state.me
         or (at.node in state.peers and of.incarnation in state.peers[at.node].heartbeat.heard)
@@ -200,9 +198,9 @@ def hear_each_other(state: MemberState, a: Member, b: Member) -> bool:
 
 
 def follows(state: MemberState, member: Member, now: float) -> bool:
-    """Whether a heard member is still of our line of views (V2).
+    """V2: True if a heard member is still in our lineage of views.
 
-    Just after an install it may not have heard of it yet: evidence older than that never expels.
+    Just after an install it may not know of it yet: evidence from before the install never expels.
     """
     peer = state.peers[member.node]
     fresh = peer.heartbeat.promised <= state.view.epoch and now - state.installed_at < PATIENCE_S
@@ -211,7 +209,7 @@ def follows(state: MemberState, member: Member, now: float) -> bool:
 
 
 def continuing_members(state: MemberState, now: float) -> tuple[Member, ...]:
-    """Those of our view that go on with us, the most senior first."""
+    """Return the members of our view that continue with us, the most senior first."""
     return tuple(
         member
         for member in state.view.by_seniority
@@ -220,9 +218,9 @@ def continuing_members(state: MemberState, now: float) -> tuple[Member, ...]:
 
 
 def is_acting(state: MemberState, now: float) -> bool:
-    """Whether we are the most senior of our view that goes on, and so lead it.
+    """True if we are the most senior continuing member of our view, and so lead it.
 
-    The first of `continuing_members` is the same; this is asked at each message.
+    We are then the first of `continuing_members`; this is cheaper, and called for each message.
     """
     order = state.view.by_seniority
     seniors = order[: order.index(state.me)]
@@ -230,12 +228,12 @@ def is_acting(state: MemberState, now: float) -> bool:
 
 
 def needs_epoch(state: MemberState, now: float) -> bool:
-    """V6: who promised and hears no more of it asks for a new epoch."""
+    """V6: True if we promised an epoch and its commit is overdue: we request a new one."""
     return state.flushed_at is not None and now - state.flushed_at > PATIENCE_S
 
 
 def is_stale(state: MemberState, kept: tuple[Member, ...], now: float) -> bool:
-    """Someone missed the last install, or was left flushed: the same members need a new epoch."""
+    """True if a member missed the last install or its commit: all of them need a new epoch."""
     overdue = now - state.installed_at > PATIENCE_S
     return state.flushed_at is not None or any(
         state.peers[member.node].heartbeat.needs_epoch
@@ -246,7 +244,7 @@ def is_stale(state: MemberState, kept: tuple[Member, ...], now: float) -> bool:
 
 
 def heartbeat_of(state: MemberState, facts: Facts, now: float) -> Heartbeat:
-    """What this member says of itself; clock fields are the driver's."""
+    """Return the heartbeat of this member; the driver sets the clock fields."""
     return Heartbeat(
         view=state.view.epoch,
         promised=state.promised,

@@ -1,7 +1,7 @@
-"""What no honest member would send, refused before it touches a state.
+"""Refuse messages that no honest member would send, before they touch the state.
 
-msgspec has checked each field by itself. Here a message is checked as a whole, without a look at
-the receiver's own state: what depends on that is checked in `pmesh.core.views.agreement`.
+msgspec has checked each field by itself. These checks cover a message as a whole, without the
+receiver's state: `pmesh.core.views.agreement` checks what depends on that.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -21,10 +21,10 @@ from pmesh.ids import Member
 
 
 def check_message(sender: Member, message: AgreementMessage) -> None:
-    """Raises ProtocolError if no honest member would send this."""
+    """Raise ProtocolError if no honest member would send this."""
     match message:
         case Heartbeat():
-            _demand(message.view <= message.promised, "a promise below what it has installed (V1)")
+            _demand(message.view <= message.promised, "a promise below the installed epoch (V1)")
         case TellView() | Superseded():
             _check_view_of(sender, message.view)
         case Propose():
@@ -34,11 +34,11 @@ def check_message(sender: Member, message: AgreementMessage) -> None:
         case Commit():
             _check_commit(sender, message)
         case _:
-            pass  # no two fields of the others depend on each other
+            pass  # the fields of the others are independent
 
 
 def check_view(view: View) -> None:
-    """Raises ProtocolError if no leader could have committed this view."""
+    """Raise ProtocolError if no leader could have committed this view."""
     counter = view.epoch.counter
     _demand_unique([member.node for member in view.members], "machines in a view")
     _demand(view.epoch[1:] in view.members, "a view whose leader has no seat")
@@ -57,7 +57,7 @@ def _check_roster(roster: Roster, members: Sequence[Member]) -> None:
     known = roster.trainers + roster.witnesses
     _demand_unique([trainer.id for trainer in known], "trainers of one number")
     _demand_unique([(t.member, t.slot) for t in roster.trainers], "trainers on one connection")
-    _demand(all(t.id < roster.next_id for t in known), "a trainer that is still to come")
+    _demand(all(t.id < roster.next_id for t in known), "a trainer with an id not yet assigned")
     _demand(
         {trainer.member for trainer in roster.trainers} <= set(members),
         f"a roster of job {roster.job!r} with a trainer on a machine that has no seat",
@@ -67,9 +67,9 @@ def _check_roster(roster: Roster, members: Sequence[Member]) -> None:
 
 
 def _check_view_of(sender: Member, view: View) -> None:
-    """A view that the sender says it has installed (I2)."""
+    """Check a view that the sender claims to have installed (I2)."""
     check_view(view)
-    _demand(sender in view.members, "a view that leaves its sender out")
+    _demand(sender in view.members, "a view without its sender")
 
 
 def _check_proposal(sender: Member, message: Propose) -> None:
@@ -77,15 +77,15 @@ def _check_proposal(sender: Member, message: Propose) -> None:
     _check_view_of(sender, message.base)
     _demand(message.base.epoch < message.epoch, "a proposal below its base (V1)")
     _demand_unique([member.node for member in message.members], "machines in a proposal")
-    _demand(set(message.continuing) <= set(message.members), "a proposal that forgets a member")
+    _demand(set(message.continuing) <= set(message.members), "a proposal that omits a member")
     kept = [member for member in message.base.by_seniority if member in message.continuing]
-    _demand(len(kept) == len(message.continuing), "a proposal that goes on with a stranger (V2)")
-    _demand(kept and kept[0] == sender, "a proposal by another than its most senior member")
+    _demand(len(kept) == len(message.continuing), "a proposal that continues a stranger (V2)")
+    _demand(kept and kept[0] == sender, "a proposal that its most senior member did not send")
 
 
 def _check_flushed(sender: Member, message: Flushed) -> None:
     _check_view_of(sender, message.view)
-    _demand(message.view.epoch < message.epoch, "a promise of what is installed already (V1)")
+    _demand(message.view.epoch < message.epoch, "a promise of an epoch already installed (V1)")
     _demand_unique([(report.job, report.born) for report in message.jobs], "reports of one job")
     for report in message.jobs:
         _demand_unique([rank.trainer for rank in report.ranks], "reports of one rank")
@@ -104,7 +104,7 @@ def _check_commit(sender: Member, message: Commit) -> None:
 
 def _demand_unique(values: Iterable[Hashable], what: str) -> None:
     listed = list(values)
-    _demand(len(set(listed)) == len(listed), f"{what}: one stands there twice")
+    _demand(len(set(listed)) == len(listed), f"{what}: one appears twice")
 
 
 def _demand(holds: object, otherwise: str) -> None:

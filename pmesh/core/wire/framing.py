@@ -3,9 +3,9 @@
 A link begins with a TLS ClientHello, a lane with its preamble. Anything else is not pmesh, and gets
 neither a TLS object (50 KiB) nor a handshake (3 ms of CPU).
 
-Links and local sessions carry messages behind a length. The first message on a link can be read by
-every version of pmesh, past and to come: an array that begins with the tag 1 and the sender's
-protocol version. The rest is read only if the versions are equal.
+Links and local sessions carry length-prefixed messages. Every past and future version of pmesh can
+read the first message on a link: an array that begins with the tag 1 and the sender's protocol
+version. The rest is read only if the versions are equal.
 """
 
 import enum
@@ -23,7 +23,7 @@ PREFIX_BYTES = 4
 
 
 def frame(message: bytes) -> bytes:
-    r"""The message behind its length.
+    r"""Return the message with a length prefix.
 
     >>> frame(b"hi")
     b'\x00\x00\x00\x02hi'
@@ -32,10 +32,10 @@ def frame(message: bytes) -> bytes:
 
 
 class FrameReader:
-    """A byte protocol: `receive_data` what arrived, then take whole messages with `next_message`.
+    """A byte protocol: pass received bytes to `receive_data`, then take out whole messages.
 
-    It never holds more than one message beyond what was received at once, and refuses a length over
-    `max_bytes` when it sees the prefix: a claim of 4 GiB costs four bytes.
+    It never holds more than one message beyond the last received bytes. It refuses a length over
+    `max_bytes` when it reads the prefix: a claim of 4 GiB costs four bytes.
     """
 
     def __init__(self, *, max_bytes: int) -> None:
@@ -43,11 +43,10 @@ class FrameReader:
         self._max_bytes = max_bytes
 
     def receive_data(self, data: bytes | bytearray | memoryview) -> None:
-        """Append bytes as they came from the stream."""
         self._buffer += data
 
     def next_message_untrusted(self) -> bytes | None:
-        """The next whole message; None until more arrives. Raises ProtocolError if too long."""
+        """Return the next message, or None until it is whole; ProtocolError if it is too long."""
         if len(self._buffer) < PREFIX_BYTES:
             return None
         length = int.from_bytes(self._buffer[:PREFIX_BYTES], "big")
@@ -62,16 +61,16 @@ class FrameReader:
 
     @property
     def buffered(self) -> int:
-        """Bytes received and not yet taken."""
+        """The number of bytes received and not yet taken."""
         return len(self._buffer)
 
 
 MAX_CLIENT_HELLO_BYTES: Final = 16 * 1024
-"""Ours has 225 bytes, 1.8 KiB with a post-quantum key share. OpenSSL believes a claim of up to
+"""Ours has 225 bytes, 1.8 KiB with a post-quantum key share. OpenSSL accepts a claim of up to
 128 KiB, and allocates it at once."""
 
 FIRST_BYTES: Final = PREAMBLE_BYTES
-"""How many to read, at most: what follows a preamble belongs to the lane."""
+"""The most bytes to read: those after a preamble belong to the lane."""
 
 _LANE = encode_preamble(b"")
 _TLS_HEADER_BYTES = 9  # of the record (5) and of the handshake message in it (4): RFC 8446, 5.1, 4
@@ -79,7 +78,7 @@ _HANDSHAKE_RECORD, _CLIENT_HELLO = 22, 1
 
 
 class FirstBytes(enum.Enum):
-    """What a connection's first bytes make of it."""
+    """The kind of a connection, from its first bytes."""
 
     TOO_FEW = enum.auto()
     LINK = enum.auto()
@@ -88,7 +87,7 @@ class FirstBytes(enum.Enum):
 
 
 def recognize(first: bytes) -> FirstBytes:
-    """What begins with these bytes; decides as early as it can, and never takes it back.
+    """Return what begins with these bytes, as early as it is certain.
 
     >>> recognize(b"GET / HTTP/1.1")
     <FirstBytes.GARBAGE: 4>
@@ -104,7 +103,7 @@ def _may_be_client_hello(first: bytes) -> bool:
     header = first[:_TLS_HEADER_BYTES]
     claimed = int.from_bytes(header[6:9], "big") if len(header) == _TLS_HEADER_BYTES else 0
     return (
-        header[:2] == bytes((_HANDSHAKE_RECORD, 3))[: len(header)]  # 3: every TLS there has been
+        header[:2] == bytes((_HANDSHAKE_RECORD, 3))[: len(header)]  # 3: every version of TLS
         and header[5:6] in (b"", bytes((_CLIENT_HELLO,)))
         and claimed <= MAX_CLIENT_HELLO_BYTES
     )
@@ -122,9 +121,9 @@ class OtherProtocol:
 
 
 def read_hello_untrusted(data: bytes, *, proven: NodeId) -> Hello | OtherProtocol:
-    """The Hello of the peer whose node key TLS has proven.
+    """Return the Hello of the peer whose node key TLS has proven.
 
-    Raises ProtocolError for what isn't a Hello, and for one in the name of another node.
+    Raises ProtocolError for anything but a Hello, and for one in the name of another node.
     """
     try:
         protocol = msgspec.msgpack.decode(data, type=_AnyHello).protocol

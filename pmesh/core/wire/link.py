@@ -1,8 +1,8 @@
-"""Control messages between two agents, as they travel on a link.
+"""Control messages between two agents on a link.
 
-MessagePack arrays, tagged by a short number; msgspec validates them while it decodes. What a
-message means is decided in `pmesh.core.views.agreement` (views), `pmesh.agent.lanes.rendezvous`
-(lanes) and `pmesh.net.links.link` (Hello).
+They are MessagePack arrays, tagged by a short number; msgspec validates them as it decodes. They
+are handled by `pmesh.core.views.agreement` (views), `pmesh.agent.lanes.rendezvous` (lanes) and
+`pmesh.net.links.link` (Hello).
 """
 
 from typing import Annotated, TypeAlias
@@ -31,7 +31,7 @@ PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; more is an attack
 
 MAX_ADDRESSES = 64  # of one machine; a Mac with every port in use has about ten
-MAX_TOLD = 1024  # of anything that one member tells about its own jobs in one message
+MAX_TOLD = 1024  # entries of any kind about one member's own jobs in one message
 
 _OpOrNone = Annotated[int, Meta(ge=-1, le=2**62)]
 _Cost = Annotated[int, Meta(ge=0, le=1000)]  # half octaves of microseconds: 126 for 2^63
@@ -41,9 +41,9 @@ _Microseconds = Annotated[int, Meta(ge=0, le=2**62)]
 _Seats = Annotated[tuple[Member, ...], Meta(max_length=MAX_MEMBERS)]
 _Key = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _Index = Annotated[int, Meta(ge=0, le=MAX_TRAINERS - 1)]
-"""A rank as a call counts it: a job has at most 1024."""
+"""A rank in a call: a job has at most 1024."""
 _Shape = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**48)], ...], Meta(max_length=64)]
-"""numpy knows at most 64 dimensions; 2^48 values are more than a processor can address."""
+"""numpy supports at most 64 dimensions; no processor can address 2^48 values."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
@@ -51,10 +51,10 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where an agent can be dialled."""
+    """An address at which an agent can be dialled."""
 
     host: Annotated[str, Meta(max_length=255)]
-    """An IP address, v6 with its scope where it has one, or a host name."""
+    """An IP address (IPv6 with its scope, if it has one) or a host name."""
     port: Annotated[int, Meta(ge=1, le=65535)]
 
     def __str__(self) -> str:
@@ -67,13 +67,13 @@ class Hello(_Message, frozen=True, tag=1):
     protocol: Annotated[int, Meta(ge=0, le=2**16 - 1)]
     member: Member
     name: Name
-    """What the user calls the machine."""
+    """The user's name for the machine."""
     addresses: Annotated[tuple[Address, ...], Meta(max_length=MAX_ADDRESSES)] = ()
-    """Where others can dial the sender."""
+    """The addresses at which others can dial the sender."""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank called as an op; all ranks must have called the same (I5, O8)."""
+    """The call of an op by one rank; all ranks must make the same call (I5, O8)."""
 
     kind: Name
     dtype: Name
@@ -82,12 +82,12 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     root: Annotated[int, Meta(ge=-1, le=MAX_TRAINERS - 1)] = -1
     compression: Name = ""
     tree: Name = ""
-    """For a bucket of a tree: a digest of all its paths, shapes and dtypes, because trees that
-    differ may well have buckets of one size (I5)."""
+    """For a bucket of a tree: a digest of all its paths, shapes and dtypes, because different
+    trees may have buckets of the same size (I5)."""
     receivers: Annotated[tuple[_Index, ...], Meta(max_length=MAX_TRAINERS)] = ()
-    """Of a broadcast: the ranks that lack the root's values; none named: all but the root."""
+    """In a broadcast: the ranks that lack the root's values; if empty, all but the root."""
     strategy: Name = ""
-    """How an all-reduce is to run: one of `pmesh.core.ops.cost`; none named: as the costs say."""
+    """The strategy of an all-reduce, from `pmesh.core.ops.cost`; if empty, the costs decide."""
 
     def __str__(self) -> str:
         words = [
@@ -100,7 +100,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OpReport(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank knows of an op that is not yet stable."""
+    """One rank's report on an op that is not yet stable."""
 
     op: Op
     call: Call
@@ -109,9 +109,9 @@ class OpReport(msgspec.Struct, frozen=True, array_like=True):
     contributors: Ids = ()
     """As in `OpOutcome`, once it has ended."""
     holds: bool = True
-    """Once it has completed: it has the result too, which a broadcast does not bring to all."""
+    """True if a rank that completed the op has its result; a broadcast sends it only to some."""
     is_root: bool = False
-    """Of a broadcast: what it sends is the result, and it has it from the beginning."""
+    """True for the root of a broadcast, which has the result from the start."""
 
 
 class RankReport(msgspec.Struct, frozen=True, array_like=True):
@@ -130,12 +130,12 @@ class JobReport(msgspec.Struct, frozen=True, array_like=True):
     born: Epoch
     number: RosterNumber
     fenced: bool
-    """Nothing of this roster's number reaches a trainer any more."""
+    """True if nothing of this roster number reaches a trainer any more."""
     ranks: Annotated[tuple[RankReport, ...], Meta(max_length=MAX_TRAINERS)]
 
 
 class RankMarks(msgspec.Struct, frozen=True, array_like=True):
-    """How far a rank has come, on every heartbeat: the stable mark is made of these (O2)."""
+    """The progress of a rank, in every heartbeat: the stable mark follows from these (O2)."""
 
     job: Job
     number: RosterNumber
@@ -145,11 +145,11 @@ class RankMarks(msgspec.Struct, frozen=True, array_like=True):
     completed: _OpOrNone
     """Every op up to this one has ended; -1 before the first."""
     fingerprint: Annotated[int, Meta(ge=0)] = 0
-    """Of the call of op `started` (O8), 0 for none: compared even where no data flows."""
+    """The fingerprint of the call of op `started` (O8), 0 for none; compared even without data."""
     synced: _OpOrNone = -1
     """The last op that was a `sync`, in which others may enter (O6); -1 before the first."""
     stopped: bool = False
-    """The trainer's process has been stopped, as by SIGSTOP: it is not merely computing."""
+    """True if the trainer's process is stopped, as by SIGSTOP, and not just busy."""
 
 
 class Waiting(msgspec.Struct, frozen=True, array_like=True):
@@ -162,60 +162,60 @@ class Waiting(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Concern(msgspec.Struct, frozen=True, array_like=True):
-    """Something that only a view change can settle: a request to the leader (O3)."""
+    """A request to the leader about something that only a view change can settle (O3)."""
 
     job: Job
     born: Epoch
     number: RosterNumber
     """The roster's number when the concern arose; a higher one has settled it."""
     verdict: Verdict | None
-    """What the op concerned shall fail with, or who is lost and why; None: the op runs again, over
-    new lanes, and if it is a `sync` then with those who wait to enter (O6)."""
+    """The error of the op, or the lost ranks and why. None: the op runs again over new lanes, and
+    in a `sync` the waiting trainers enter (O6)."""
     op: _OpOrNone = -1
-    """The op concerned; -1 when ranks are lost."""
+    """The op concerned; -1 if ranks are lost."""
 
 
 class KnownPrimary(msgspec.Struct, frozen=True, array_like=True):
-    """The last roster with a quorum that its sender knows of a job, perhaps from before (V10)."""
+    """The last roster of a job with a quorum that the sender knows, perhaps an old one (V10)."""
 
     job: Job
     born: Epoch
     epoch: Epoch
     in_force: bool = False
-    """A majority of all whose votes it needed has been seen to have installed it."""
+    """True if a majority of each set of voters that it needed is known to have installed it."""
 
 
 class Heartbeat(_Message, frozen=True, tag=2):
-    """Where a member stands. Self-contained: a lost one is repaired by the next."""
+    """The state of a member. It is self-contained: the next one makes up for a lost one."""
 
     view: Epoch
     promised: Epoch
     flushed: bool
-    """It has promised an epoch and not yet installed it."""
+    """True if it promised an epoch and has not yet installed it."""
     acting: bool
-    """It is the most senior of its view that it can hear."""
+    """True if it is the most senior member of its view that it hears."""
     needs_epoch: bool
-    """It has been flushed for too long and asks for a new proposal (V6)."""
+    """True if its promise is overdue and it requests a new proposal (V6)."""
     heard: Annotated[
         dict[Annotated[Incarnation, Meta(ge=1, le=2**63 - 1)], _Microseconds],
         Meta(max_length=MAX_TOLD),
     ]
-    """Whom it hears (V5), with the round trip in microseconds, 0 while unknown."""
+    """The peers that it hears (V5), with the round trip in microseconds, 0 while unknown."""
     waiting: Annotated[tuple[Waiting, ...], Meta(max_length=MAX_TOLD)] = ()
     concerns: Annotated[tuple[Concern, ...], Meta(max_length=MAX_TOLD)] = ()
     marks: Annotated[tuple[RankMarks, ...], Meta(max_length=MAX_TOLD)] = ()
     sent_us: _Microseconds = 0
-    """The sender's monotonic clock; only the sender reads it again."""
+    """The sender's monotonic clock; only the sender interprets it."""
     echo_us: _Microseconds = 0
-    """The last `sent_us` that came from the receiver."""
+    """The last `sent_us` from the receiver."""
     held_us: _Microseconds = 0
     """How long ago that was."""
     in_force: Annotated[tuple[KnownPrimary, ...], Meta(max_length=MAX_TOLD)] = ()
-    """Of the jobs in its view: others may have missed what the sender has seen (V10)."""
+    """Rosters of its view that the sender knows to be in force, for peers that missed it (V10)."""
 
 
 class AskView(_Message, frozen=True, tag=3):
-    """Asks for the view of an epoch that a heartbeat named."""
+    """Requests the view of an epoch that a heartbeat named."""
 
     epoch: Epoch
 
@@ -227,11 +227,11 @@ class TellView(_Message, frozen=True, tag=4):
 
 
 class AskToJoin(_Message, frozen=True, tag=5):
-    """Asks the leader of a heavier view to be taken in."""
+    """Asks the leader of a heavier view to let the sender join."""
 
     view: Epoch
     whole: bool = False
-    """With all of its view, so that no job is torn; else it has waited for that for too long."""
+    """True: only with all of its view, so that no job is split. False: it waited too long."""
 
 
 class Propose(_Message, frozen=True, tag=6):
@@ -242,58 +242,58 @@ class Propose(_Message, frozen=True, tag=6):
     """The view that the leader has installed."""
     members: _Seats
     continuing: _Seats
-    """Those of `members` that the leader takes to be of its lineage."""
+    """The members that, as far as the leader knows, are of its lineage."""
     jobs: Annotated[tuple[Job, ...], Meta(max_length=MAX_TOLD)]
-    """Whose ops must stop; the others run on (V7)."""
+    """The jobs whose ops must stop; the others run on (V7)."""
 
 
 class Flushed(_Message, frozen=True, tag=7):
-    """A promise: nothing below this epoch will be installed or, for its jobs, delivered."""
+    """A promise to install nothing below this epoch, and to deliver nothing older for its jobs."""
 
     epoch: Epoch
     name: Name
-    """What the user calls the sender's machine."""
+    """The user's name for the sender's machine."""
     view: View
-    """What the sender has installed."""
+    """The view that the sender has installed."""
     jobs: Annotated[tuple[JobReport, ...], Meta(max_length=MAX_TOLD)]
     waiting: Annotated[tuple[Waiting, ...], Meta(max_length=MAX_TOLD)] = ()
     primaries: Annotated[tuple[KnownPrimary, ...], Meta(max_length=MAX_TOLD)] = ()
-    """Only of jobs that ask for a quorum."""
+    """Only of jobs that require a quorum."""
 
 
 class Refuse(_Message, frozen=True, tag=8):
-    """The epoch does not exceed what the sender has promised (V1)."""
+    """The epoch does not exceed the one that the sender has promised (V1)."""
 
     epoch: Epoch
     promised: Epoch
 
 
 class Veto(_Message, frozen=True, tag=9):
-    """Someone who should be in the proposal, or should lead it, is alive."""
+    """A member that should be in the proposal, or should lead it, is alive."""
 
     epoch: Epoch
 
 
 class Superseded(_Message, frozen=True, tag=10):
-    """The receiver's lineage went on without it: this view proves it."""
+    """The receiver's lineage continued without it; this view is the proof."""
 
     view: View
 
 
 class Commit(_Message, frozen=True, tag=11):
-    """The decision. Install it if its epoch is what you promised (V1)."""
+    """The decided view. The receiver installs it if it promised its epoch (V1)."""
 
     view: View
     costs: Annotated[tuple[_CostRow, ...], Meta(max_length=MAX_MEMBERS)]
-    """What the ring was planned from: a row for each member in the order of `sorted`."""
+    """The costs from which the ring was planned: a row for each member, in sorted order."""
 
 
 class Leaving(_Message, frozen=True, tag=12):
-    """A clean end: not a failure."""
+    """The sender ends cleanly: this is no failure."""
 
 
 class OfferLane(_Message, frozen=True, tag=20):
-    """The sender of an edge's data offers a lane: one key for each direction, used once."""
+    """The sender of data offers a lane, with one key for each direction, used once."""
 
     lane: Annotated[bytes, Meta(min_length=16, max_length=16)]
     job: Job
@@ -302,14 +302,14 @@ class OfferLane(_Message, frozen=True, tag=20):
     sender: Id
     receiver: Id
     key: _Key
-    """Seals what the offering side writes."""
+    """Seals the data of the offering side."""
     return_key: _Key
-    """Seals what the accepting side writes: its proof of having read this offer."""
+    """Seals the data of the accepting side, which proves that it read this offer."""
     op: Annotated[int, Meta(ge=-(2**62), le=2**62)] = -1
-    """-1: the ring edge; below that the lanes of messages between two ranks. Else the lane brings
-    the retained output of this op (O2)."""
+    """-1: an edge of the ring. Below -1: a lane for messages between two ranks. Else the lane
+    carries the retained output of this op (O2)."""
     dial: bool = False
-    """The receiver of this message dials; otherwise the sender does."""
+    """True if the receiver of this message dials, False if the sender does."""
 
 
 class AskResult(_Message, frozen=True, tag=21):
@@ -324,63 +324,63 @@ class AskResult(_Message, frozen=True, tag=21):
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank sends to one other: an array, of which this is all but the values (O4)."""
+    """The description of an array that one rank sends to another, without its values (O4)."""
 
     tag: Annotated[int, Meta(ge=0, le=2**63 - 1)]
-    """Only a receive of the same tag takes it."""
+    """It matches only a receive with the same tag."""
     dtype: Name
     shape: _Shape
     nbytes: Annotated[int, Meta(ge=0, le=2**48)]
 
 
 class MessageAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Which message of a job: no two ever have the same address, whatever views come (O4)."""
+    """The unique address of a message of a job, across all views (O4)."""
 
     job: Job
     born: Epoch
     sender: Id
     receiver: Id
     sequence: _Count
-    """Its number among all from this sender to this receiver, from 0, whatever their tags."""
+    """Its number among all messages from this sender to this receiver, from 0, of any tag."""
 
 
 class P2PLinkMessage(_Message, frozen=True):
-    """What two agents say of a message."""
+    """A message between two agents about a point-to-point message."""
 
     address: MessageAddress
 
 
 class AnnounceMessage(P2PLinkMessage, frozen=True, tag=23):
-    """The sender keeps a message for the receiver; said again and again until it is settled."""
+    """The sender keeps a message for the receiver; repeated until it is settled."""
 
     envelope: Envelope
     first: _Count
-    """Every message of this pair below this number is settled: delivered, or withdrawn."""
+    """Every message of this pair below this number is settled: delivered or withdrawn."""
     before: _OpOrNone
-    """The one of the same tag to be delivered before it; -1 if all of them are settled."""
+    """The previous unsettled message of the same tag, to be delivered first; -1 if none."""
 
 
 class RequestMessage(P2PLinkMessage, frozen=True, tag=24):
-    """The receiver has somebody who waits for the message: its values may come."""
+    """A trainer of the receiver waits for the message: its values may be sent."""
 
     number: RosterNumber
-    """The roster's, as in OfferLane."""
+    """The roster's number, as in OfferLane."""
     lane: Annotated[int, Meta(ge=0, le=2**61)]
-    """Which of the lanes that this pair has one after the other under this number; from 0."""
+    """The number of the lane among the successive lanes of this pair under this roster, from 0."""
     transfer: _Count
-    """Its place among the messages on this lane, from 0."""
+    """Its index among the messages on this lane, from 0."""
 
 
 class MessageDelivered(P2PLinkMessage, frozen=True, tag=25):
-    """The receiver's trainer has it: the send is over."""
+    """The receiver's trainer has the message: the send is complete."""
 
 
 class MessageWithdrawn(P2PLinkMessage, frozen=True, tag=26):
-    """The sender no longer keeps it."""
+    """The sender no longer keeps the message."""
 
 
 class KnownPeers(_Message, frozen=True, tag=22):
-    """Whom the sender has links with, and where they listen: one address meets everyone."""
+    """The peers that the sender has links with, and their addresses: one address finds them all."""
 
     peers: Annotated[tuple[Hello, ...], Meta(max_length=MAX_TOLD)]
 
@@ -406,12 +406,12 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: LinkMessage) -> bytes:
-    """The message as bytes, without a length prefix."""
+    """Return the message as bytes, without a length prefix."""
     return _encoder.encode(message)
 
 
 def decode_untrusted(data: bytes) -> LinkMessage:
-    """The reverse of `encode`; raises ProtocolError for anything else."""
+    """Reverse `encode`; raise ProtocolError for anything else."""
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:

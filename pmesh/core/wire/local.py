@@ -1,7 +1,7 @@
 """Messages between a local program and its agent, over the Unix socket.
 
-Length-prefixed MessagePack, tagged. Tensors never travel in them: they lie in arenas, shared memory
-whose descriptor the agent passes along with `ArenaGranted`.
+They are tagged, length-prefixed MessagePack. Tensors never travel in them: they lie in arenas,
+shared memory whose descriptor the agent passes with `ArenaGranted`.
 """
 
 from typing import Annotated, Literal, TypeAlias
@@ -16,36 +16,36 @@ from pmesh.ids import PRINTABLE, JobName, OpNumber, TrainerId
 
 SESSION_VERSION = 7
 SYNC_VALUES = 8
-"""How many int64 each rank gives to a `sync`; its result has as many for every rank, in order."""
+"""The number of int64 that each rank gives to a `sync`; its result has as many for each rank."""
 
 MAX_ROW_VALUES = 4096
 
 MAX_COMPRESSION_TEXT = 256
 
 ENTERS = -1
-"""In the place of an op's number: the next `sync` of the job, in which the trainer enters it."""
+"""Instead of an op's number: the next `sync` of the job, in which the trainer enters it."""
 
 MAX_SESSION_MESSAGE_BYTES = 1024 * 1024  # a status of 64 peers is 60 KiB
 MAX_REQUEST_BYTES = 64 * 1024  # the largest, an all_to_all among 1024 ranks, takes 22 KiB
 
-_MOST = 2**48  # bytes or values: more than a processor can address, and sums of 1024 stay small
+_MOST = 2**48  # bytes or values: no processor can address as many, and sums of 1024 fit an int64
 
 WireDtype: TypeAlias = Literal["float32", "float64", "int32", "int64", "bool", "uint8"]
-"""uint8: bytes of any dtype, which are moved and not added."""
+"""uint8: bytes of any dtype, moved but not added."""
 
 ArenaKind: TypeAlias = Literal["input", "output"]
 
 _Version = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 _Job = Annotated[JobName, Meta(min_length=1, max_length=64, pattern=PRINTABLE)]
 _Trainer = Annotated[TrainerId, Meta(ge=0, le=2**32 - 1)]
-"""Each entry into a job uses up one number: one a millisecond would take 50 days."""
+"""Each entry into a job takes one number: one per millisecond would last 50 days."""
 _Trainers = Annotated[tuple[_Trainer, ...], Meta(max_length=1024)]
 _Seconds = Annotated[float, Meta(gt=0)]
-"""May be infinite, which is for ever; a NaN is not greater than 0."""
+"""May be infinite, which means forever; a NaN is not greater than 0."""
 _Amount = Annotated[int, Meta(ge=0, le=_MOST)]
 _Amounts = Annotated[tuple[_Amount, ...], Meta(max_length=1024)]
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-"""Of calls, which a script numbers from 0 on: it has no reason to get near the end."""
+"""A script numbers its calls from 0 and has no reason to get near the end."""
 _Arena = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _ArenaOrNone = Annotated[int, Meta(ge=-1, le=2**63 - 1)]
 
@@ -55,12 +55,12 @@ class _Message(msgspec.Struct, frozen=True):
 
 
 class GroupOf(msgspec.Struct, frozen=True, array_like=True):
-    """Which ranks of another job come together as a job of their own."""
+    """The ranks of another job that form this job, a group."""
 
     job: _Job
     members: _Trainers
     trainer: _Trainer
-    """Which of them connects."""
+    """The one that connects."""
 
 
 class Connect(_Message, frozen=True, tag="connect"):
@@ -71,24 +71,24 @@ class Connect(_Message, frozen=True, tag="connect"):
     wait_for: Annotated[int, Meta(ge=1, le=1024)]
     timeout_s: _Seconds
     program: Annotated[str, Meta(max_length=256, pattern=PRINTABLE)]
-    """What runs, for `pmesh status`."""
+    """The name of the program, for `pmesh status`."""
     terms: Terms = Terms()
     straggler_after_s: _Seconds = 60.0
     """How long the others wait for this trainer while its process is stopped."""
     group_of: GroupOf | None = None
-    """If the job is a group's: it can't begin any more when one of these is lost, or has been told
-    that the call failed in which they named each other."""
+    """Set if the job is a group. It can no longer begin once one of these ranks is lost, or got an
+    error from the call that forms the group."""
 
 
 class WantArena(_Message, frozen=True, tag="want_arena"):
-    """Asks for an input arena of at least this size; answered by ArenaGranted or Refused."""
+    """Requests an input arena of at least this size; answered by ArenaGranted or Refused."""
 
     nbytes: Annotated[int, Meta(ge=0, le=2**63 - 1)]
-    """A script may ask for what no machine has: it is told so by name."""
+    """May be more than any machine has: the answer is then a named error."""
 
 
 class DropArena(_Message, frozen=True, tag="drop_arena"):
-    """The trainer is done with an input arena; or with an output arena: a message's, or lent."""
+    """The trainer no longer uses an input arena, or an output arena of a message or a loan."""
 
     arena: _Arena
 
@@ -99,32 +99,32 @@ class StartOp(_Message, frozen=True, tag="start_op"):
     op: Annotated[OpNumber, Meta(ge=ENTERS, le=2**63 - 1)]
     """ENTERS for the `sync` in which the trainer enters its job, or comes back to it (O6)."""
     call: Call
-    """`shape` is what the user passed; the arena holds it flat, in `wire_dtype`."""
+    """`shape` is that of the user's array; the arena holds it flat, in `wire_dtype`."""
     wire_dtype: WireDtype
     count: _Amount
-    """Values of this rank; where there are `parts`, they say it. See `pmesh.core.ops.kinds`."""
+    """The values of this rank; if there are `parts`, they decide. See `pmesh.core.ops.kinds`."""
     arena: _ArenaOrNone
     """The input arena, filled; -1 when this rank has no input (a broadcast's other ranks)."""
     timeout_s: _Seconds
     parts: _Amounts = ()
-    """By rank, how many values: what each gives to a `gather` or an `all_gather`, what each gets of
-    a `scatter` or a `reduce_scatter`, and of an `all_to_all` what this rank gives to each. They lie
-    one behind the other."""
+    """The number of values for each rank, stored one after another: what each rank gives to a
+    `gather` or `all_gather`, what each gets of a `scatter` or `reduce_scatter`, and what this rank
+    gives to each in an `all_to_all`."""
     parts_in: _Amounts = ()
-    """Of an `all_to_all`: what this rank gets from each."""
+    """In an `all_to_all`: the number of values that this rank gets from each."""
     residual: _ArenaOrNone = -1
-    """Of a compressed all-reduce: an input arena with `count` float32, which are added to this
-    rank's values. -1: none."""
+    """In a compressed all-reduce: an input arena with `count` float32 that are added to this rank's
+    values; -1 for none."""
     residual_out: _ArenaOrNone = -1
-    """Likewise, another: each attempt writes there what it rounds away here. -1: it is lost."""
+    """Another such arena: each attempt writes its rounding errors there; -1 drops them."""
     offset: _Amount = 0
-    """Where in the input arena the values begin, in bytes: a multiple of what a value takes."""
+    """The start of the values in the input arena, in bytes: a multiple of the size of a value."""
     borrows: bool = False
-    """Whether the trainer would keep the result where it lies, until DropArena."""
+    """True if the trainer wants to keep the result in place until DropArena."""
 
 
 class Compresses(_Message, frozen=True, tag="compresses"):
-    """How the trainer's values are compressed from now on, for `pmesh status`; not answered."""
+    """How the trainer compresses values from now on, for `pmesh status`; no answer."""
 
     text: Annotated[str, Meta(max_length=MAX_COMPRESSION_TEXT, pattern=PRINTABLE)]
 
@@ -134,10 +134,10 @@ class Leave(_Message, frozen=True, tag="leave"):
 
 
 class Attach(_Message, frozen=True, tag="attach"):
-    """Another connection of a trainer that has joined, for its messages; before any other request.
+    """The first request on a second connection of a joined trainer, for its messages.
 
-    Answered by Attached or Refused. Then SendMessage and ReceiveMessage, several at a time, each
-    answered in its time: beside one another, and beside the ops of the trainer's first connection.
+    Answered by Attached or Refused. Several SendMessage and ReceiveMessage may follow at a time, in
+    parallel with each other and with the ops of the trainer's first connection.
     """
 
     version: _Version
@@ -146,10 +146,10 @@ class Attach(_Message, frozen=True, tag="attach"):
 
 
 class SendMessage(_Message, frozen=True, tag="send"):
-    """Sends an array to one rank; answered by MessageSent once that has received it."""
+    """Sends an array to one rank; answered by MessageSent once that rank has received it."""
 
     call: _Count
-    """The trainer's number for this call: the answer names it."""
+    """The trainer's number for this call, repeated in the answer."""
     to: _Trainer
     envelope: Envelope
     arena: _ArenaOrNone
@@ -162,20 +162,20 @@ class ReceiveMessage(_Message, frozen=True, tag="receive"):
 
     call: _Count
     sources: _Trainers
-    """Whose messages will do."""
+    """The trainers whose messages match."""
     tag: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     timeout_s: _Seconds
 
 
 class AskStatus(_Message, frozen=True, tag="ask_status"):
-    """Asks for the agent's picture; answered by Status."""
+    """Requests the agent's status; answered by Status."""
 
 
 class AskEvents(_Message, frozen=True, tag="ask_events"):
-    """Asks what has happened; answered by Events."""
+    """Requests the agent's events; answered by Events."""
 
     after: Annotated[int, Meta(ge=-1, le=2**48)]
-    """The number of the last event that the asker has; -1 for all that are kept."""
+    """The number of the last event that the caller has; -1 for all that are kept."""
 
 
 class StopAgent(_Message, frozen=True, tag="stop_agent"):
@@ -183,10 +183,10 @@ class StopAgent(_Message, frozen=True, tag="stop_agent"):
 
 
 class World(msgspec.Struct, frozen=True):
-    """The ranks of a job as a trainer sees them; after an op, those who took part in it (O5)."""
+    """The ranks of a job as a trainer sees them; after an op, its contributors (O5)."""
 
     rank: int
-    """-1: the trainer has not entered the job yet, or is no longer in it."""
+    """-1 if the trainer has not entered the job yet, or is no longer in it."""
     trainers: tuple[TrainerId, ...]
     """By rank; a trainer keeps its number while ranks change."""
     names: tuple[str, ...]
@@ -194,17 +194,17 @@ class World(msgspec.Struct, frozen=True):
 
 
 class Joined(_Message, frozen=True, tag="joined"):
-    """The job begins: the roster is committed. Or it runs, and this trainer may enter it (O6)."""
+    """The job begins with a committed roster, or already runs and the trainer may enter it (O6)."""
 
     world: World
-    """Its rank is -1 if the job runs already: the first op must be a `sync` then."""
+    """Its rank is -1 if the job already runs: then the first op must be a `sync`."""
     view: View
     compression: Annotated[str, Meta(max_length=64)] = ""
-    """How gradients are compressed where the trainer does not say it; empty: not at all."""
+    """The default compression of gradients; empty for none."""
 
 
 class Refused(_Message, frozen=True, tag="refused"):
-    """A request that can't be met. A session that asked to join ends; another may go on."""
+    """The request cannot be met. A session that asked to join ends; another may continue."""
 
     verdict: Verdict
 
@@ -224,20 +224,17 @@ class ArenaGone(_Message, frozen=True, tag="arena_gone"):
 
 
 class OpDone(_Message, frozen=True, tag="op_done"):
-    """The op's result lies in an output arena, to be read until the trainer's next op has ended.
-
-    Or, if it is lent, until DropArena.
-    """
+    """The result lies in an output arena until the next op ends; if lent, until DropArena."""
 
     op: OpNumber
     arena: int
-    """-1 when there is nothing to read (a barrier, no values, a broadcast's root)."""
+    """-1 if there is nothing to read (a barrier, no values, a broadcast's root)."""
     world: World | None = None
-    """If it has changed: whose values are in the result, and who rank i is from now on (O5)."""
+    """If it has changed: the contributors of the result, and the ranks from now on (O5)."""
     clipped: int = 0
-    """Of a compressed all-reduce: how many finite values became the largest that fp16 has here."""
+    """In a compressed all-reduce: the number of finite values clipped to the largest of fp16."""
     lent: bool = False
-    """Never unless the trainer would borrow it; not if it has borrowed much already."""
+    """Only if the trainer wants to borrow it and has not borrowed too much already."""
 
 
 class OpFailed(_Message, frozen=True, tag="op_failed"):
@@ -246,49 +243,49 @@ class OpFailed(_Message, frozen=True, tag="op_failed"):
     op: OpNumber
     verdict: Verdict
     consumed: bool = True
-    """False: an earlier op's failure, told late (I5); this number is still to be used."""
+    """False if this reports the failure of an earlier op (I5); this number is not used up."""
     world: World | None = None
-    """If it has changed: who rank i is from now on (O5)."""
+    """If it has changed: the ranks from now on (O5)."""
 
 
 class StillWaiting(_Message, frozen=True, tag="still_waiting"):
-    """Every 10 s while a call waits: for how long, and on whom (I6)."""
+    """Sent every 10 s while a call waits, with the time and the ranks waited for (I6)."""
 
     op: int
-    """-1: for the job to begin."""
+    """-1 while the job has not begun."""
     waited_s: float
     on: tuple[str, ...]
 
 
 class Attached(_Message, frozen=True, tag="attached"):
-    """The connection is the trainer's, too."""
+    """The connection now belongs to the trainer."""
 
 
 class MessageSent(_Message, frozen=True, tag="sent"):
-    """The receiver has it."""
+    """The receiver has the message."""
 
     call: int
 
 
 class MessageReceived(_Message, frozen=True, tag="received"):
-    """The values lie in an output arena, to be read until DropArena."""
+    """The values lie in an output arena until DropArena."""
 
     call: int
     source: TrainerId
     envelope: Envelope
     arena: int
-    """-1 when there are no values."""
+    """-1 if there are no values."""
 
 
 class MessageFailed(_Message, frozen=True, tag="message_failed"):
-    """The send or receive failed, which the other side need not know: a message has no verdict."""
+    """The send or receive failed, only at this side: ranks need not agree on a message."""
 
     call: int
     verdict: Verdict
 
 
 class MessageWaits(_Message, frozen=True, tag="message_waits"):
-    """Every 10 s while a send or receive waits: for how long, and on whom (I6)."""
+    """Sent every 10 s while a send or receive waits, with the time and the ranks (I6)."""
 
     call: int
     waited_s: float
@@ -296,19 +293,19 @@ class MessageWaits(_Message, frozen=True, tag="message_waits"):
 
 
 class Status(_Message, frozen=True, tag="status"):
-    """The agent's picture, as the JSON that `pmesh status --json` prints."""
+    """The agent's status, as the JSON that `pmesh status --json` prints."""
 
     json: bytes
 
 
 class Events(_Message, frozen=True, tag="events"):
-    """What has happened, as the JSON that `pmesh events --json` prints."""
+    """The agent's events, as the JSON that `pmesh events --json` prints."""
 
     json: bytes
 
 
 class Stopping(_Message, frozen=True, tag="stopping"):
-    """The agent leaves."""
+    """The agent leaves the mesh and ends."""
 
     pid: int
 
@@ -351,12 +348,12 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Request | Reply) -> bytes:
-    """The message as bytes, without a length prefix."""
+    """Return the message as bytes, without a length prefix."""
     return _encoder.encode(message)
 
 
 def decode_request_untrusted(data: bytes) -> Request:
-    """What a local program sent; raises ProtocolError for anything else."""
+    """Decode a request of a local program; raise ProtocolError for anything else."""
     try:
         return _request_decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
@@ -364,7 +361,7 @@ def decode_request_untrusted(data: bytes) -> Request:
 
 
 def decode_reply_untrusted(data: bytes) -> Reply:
-    """What the agent sent; raises ProtocolError for anything else."""
+    """Decode a reply of the agent; raise ProtocolError for anything else."""
     try:
         return _reply_decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:

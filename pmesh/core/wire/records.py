@@ -4,8 +4,8 @@
             │ body   │ roster │ op    │ segment│ fingerprint │ completed │ sealed body │ tag │
             └────────────────── header, authenticated ───────────────────┘
 
-Each direction of a lane has a random key of its own, so the record's number is nonce enough
-(NIST SP 800-38D, 8.2.1). A lost, repeated or moved record fails authentication.
+Each direction of a lane has its own random key, so the record's number can serve as the nonce
+(NIST SP 800-38D, 8.2.1). A lost, repeated or reordered record fails authentication.
 """
 
 import hashlib
@@ -27,25 +27,25 @@ HEADER_BYTES = _HEADER.size
 TAG_BYTES = 16
 OVERHEAD_BYTES = HEADER_BYTES + TAG_BYTES
 
-MAX_BODY_BYTES = 1024 * 1024  # sealing one takes 0.1 ms, within what the event loop may be held
+MAX_BODY_BYTES = 1024 * 1024  # sealing one takes 0.1 ms, which the event loop can spare
 KEY_BYTES = 2**38  # 2^34 blocks under one key: a forger's advantage stays below 2^-60
 
-_PREAMBLE_MAGIC = b"PMLN\x01"  # no TLS record begins so: the door tells lanes from links
+_PREAMBLE_MAGIC = b"PMLN\x01"  # no TLS record begins with it: the acceptor tells lanes from links
 LANE_ID_BYTES = 16
 PREAMBLE_BYTES = len(_PREAMBLE_MAGIC) + LANE_ID_BYTES
 
 
 class RecordHeader(NamedTuple):
-    """What a record says of itself."""
+    """The header of a record."""
 
     body_bytes: int
     roster: int
     """The number of the roster under which it was sent (V4)."""
     op: int
     segment: int
-    """Its place among the records of this op on this lane, from 0."""
+    """Its index among the records of this op on this lane, from 0."""
     fingerprint: int
-    """Of the sender's call (O8)."""
+    """The fingerprint of the sender's call (O8)."""
     completed: int
     """The sender has completed every op up to this one; -1 before the first (O2)."""
 
@@ -53,9 +53,9 @@ class RecordHeader(NamedTuple):
 def read_header_untrusted(
     data: bytes | memoryview, *, max_body_bytes: int = MAX_BODY_BYTES
 ) -> RecordHeader:
-    """The header in the first HEADER_BYTES; raises ProtocolError for an impossible one.
+    """Return the header in the first HEADER_BYTES; raise ProtocolError for an impossible one.
 
-    It is not authenticated before its body has been opened.
+    It is not authenticated until the body has been opened.
     """
     if len(data) < HEADER_BYTES:
         raise ProtocolError(f"a record's header has {HEADER_BYTES} bytes, not {len(data)}")
@@ -68,20 +68,20 @@ def read_header_untrusted(
 
 
 def encode_preamble(lane: bytes) -> bytes:
-    """The first bytes on a lane's connection, in clear: which lane it is."""
+    """Return the first bytes on a lane's connection: its lane id, in clear."""
     return _PREAMBLE_MAGIC + lane
 
 
 def lane_of_preamble_untrusted(data: bytes) -> bytes:
-    """The lane id of a preamble; raises ProtocolError for anything else."""
+    """Return the lane id of a preamble; raise ProtocolError for anything else."""
     if len(data) != PREAMBLE_BYTES or not data.startswith(_PREAMBLE_MAGIC):
         raise ProtocolError("not the beginning of a lane")
     return data[len(_PREAMBLE_MAGIC) :]
 
 
-@lru_cache(maxsize=256)  # a training step makes the same few calls again and again
+@lru_cache(maxsize=256)  # every training step makes the same few calls
 def fingerprint(call: Call) -> int:
-    """64 bits that tell one call from another; equal on every machine (O8)."""
+    """Return a 64-bit hash of the call that is equal on every machine (O8)."""
     digest = hashlib.sha3_256(msgspec.msgpack.encode(call)).digest()
     return int.from_bytes(digest[:8], "big")
 
@@ -89,8 +89,8 @@ def fingerprint(call: Call) -> int:
 class _Keys:
     """The cipher and the nonce for each record of one direction, in order.
 
-    After `key_bytes` the key is replaced by one derived from it (as TLS 1.3 does, RFC 8446 7.2).
-    Both ends count the same records, so both replace it at the same one and no op is disturbed.
+    After `key_bytes` a key derived from it replaces it (as in TLS 1.3, RFC 8446 7.2). Both ends
+    count the same records, so both replace it at the same record and no op is disturbed.
     """
 
     def __init__(self, key: bytes, *, key_bytes: int) -> None:
@@ -120,15 +120,12 @@ class Sealer:
         self._keys = _Keys(key, key_bytes=key_bytes)
 
     def seal(self, header: RecordHeader, body: bytes | memoryview, into: memoryview) -> int:
-        """Seal `body` straight into the caller's buffer.
+        """Seal `body` directly into the caller's buffer and return the record's length in bytes.
 
         Args:
-            header: with `body_bytes` equal to the body's.
-            body: bytes, at most MAX_BODY_BYTES; only read.
+            header: its `body_bytes` is the length of `body`.
+            body: at most MAX_BODY_BYTES; only read.
             into: at least body_bytes + OVERHEAD_BYTES.
-
-        Returns:
-            The record's length in bytes.
         """
         cipher, nonce = self._keys.for_record(header.body_bytes)
         _HEADER.pack_into(into, 0, *header)
@@ -144,11 +141,10 @@ class Opener:
         self._keys = _Keys(key, key_bytes=key_bytes)
 
     def open_untrusted(self, record: memoryview, into: bytearray | memoryview) -> None:
-        """Open a whole record straight into `into`, which has its body's size exactly.
+        """Open a whole record directly into `into`, which has exactly the size of its body.
 
-        Raises:
-            ProtocolError: it was not sealed with this key as the next record. `into` then holds
-                garbage, and the connection is of no more use.
+        Raises ProtocolError if it was not sealed with this key as the next record. `into` then
+        holds garbage, and the connection is unusable.
         """
         if len(record) != len(into) + OVERHEAD_BYTES:
             raise ProtocolError(f"a record of {len(record)} bytes for a body of {len(into)}")
@@ -158,7 +154,7 @@ class Opener:
                 nonce,
                 record[HEADER_BYTES:],
                 record[:HEADER_BYTES],
-                into or bytearray(),  # no place at all, as for a barrier, may be read-only
+                into or bytearray(),  # an empty buffer, as for a barrier, may be read-only
             )
         except InvalidTag as e:
             raise ProtocolError("a record fails authentication") from e

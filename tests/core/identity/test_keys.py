@@ -57,9 +57,9 @@ def test_two_swapped_groups_are_refused() -> None:
     [
         ("", "begins with 'pmesh-'"),
         ("correct horse battery staple", "begins with 'pmesh-'"),
-        ("pmesh-", "this text 0: copy the whole line"),
-        ("pmesh-" + "a" * 55, "this text 55"),
-        ("pmesh-" + "a" * 57, "this text 57"),
+        ("pmesh-", "this text has 0: copy the whole line"),
+        ("pmesh-" + "a" * 55, "this text has 55"),
+        ("pmesh-" + "a" * 57, "this text has 57"),
         ("pmesh-" + "0" * 56, "not '0'"),
         ("pmesh-" + "ä" * 56, "not 'ä'"),
     ],

@@ -74,7 +74,7 @@ def test_it_does_not_run_again_without_those_where_it_has_ended() -> None:
     assert found is not None
     assert found.verdict is not None
     assert found.verdict.error == "RosterChanged"
-    assert "its ring was built anew" in found.verdict.message
+    assert "its ring was rebuilt" in found.verdict.message
 
 
 def test_it_fails_with_the_verdict_that_was_asked_for_if_there_is_one() -> None:

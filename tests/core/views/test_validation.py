@@ -56,8 +56,8 @@ def seated(*seats: Seat) -> View:
     ("view", "why"),
     [
         pytest.param(make_view(9, ANNA, BERT, leader=DORA), "leader has no seat", id="leader"),
-        pytest.param(make_view(9, ANNA, BERT, BERT), "stands there twice", id="a seat twice"),
-        pytest.param(make_view(9, ANNA, BERT, RESTARTED), "stands there twice", id="a node twice"),
+        pytest.param(make_view(9, ANNA, BERT, BERT), "appears twice", id="a seat twice"),
+        pytest.param(make_view(9, ANNA, BERT, RESTARTED), "appears twice", id="a node twice"),
         pytest.param(seated(make_seat(ANNA, 10)), "later view", id="admitted later"),
         pytest.param(seated(make_seat(ANNA, 1, make_epoch(9))), "later view", id="previous"),
         pytest.param(make_view(4, ANNA, BERT, rosters=[ROSTER]), "later view", id="roster number"),
@@ -86,7 +86,7 @@ def seated(*seats: Seat) -> View:
             id="a rank that is a witness too",
         ),
         pytest.param(
-            view_with(msgspec.structs.replace(ROSTER, next_id=1)), "still to come", id="next id"
+            view_with(msgspec.structs.replace(ROSTER, next_id=1)), "not yet assigned", id="next id"
         ),
         pytest.param(
             view_with(
@@ -117,24 +117,24 @@ JUNIOR = make_proposal(BERT, 6, TRIO, BERT, ANNA)
         pytest.param(
             BERT,
             make_heartbeat(make_view(5, BERT), promised=make_epoch(4)),
-            "below what it has installed",
+            "below the installed epoch",
             id="a promise below its view",
         ),
-        pytest.param(DORA, TellView(TRIO), "leaves its sender out", id="a view of others"),
-        pytest.param(DORA, Superseded(TRIO), "leaves its sender out", id="a proof of others"),
+        pytest.param(DORA, TellView(TRIO), "without its sender", id="a view of others"),
+        pytest.param(DORA, Superseded(TRIO), "without its sender", id="a proof of others"),
         pytest.param(BERT, make_proposal(ANNA, 6, TRIO, ANNA, BERT), "another's", id="a name"),
         pytest.param(ANNA, make_proposal(ANNA, 5, TRIO, ANNA), "below its base", id="no higher"),
         pytest.param(ANNA, make_proposal(ANNA, 6, TRIO, ANNA, BERT, BERT), "twice", id="twice"),
         pytest.param(
             ANNA,
             make_proposal(ANNA, 6, TRIO, ANNA, continuing=[ANNA, BERT]),
-            "forgets a member",
+            "omits a member",
             id="continuing, yet no member",
         ),
         pytest.param(
             ANNA,
             make_proposal(ANNA, 6, TRIO, ANNA, DORA),
-            "goes on with a stranger",
+            "continues a stranger",
             id="a newcomer that continues",
         ),
         pytest.param(BERT, JUNIOR, "most senior", id="a junior that leads its senior"),
@@ -147,7 +147,7 @@ JUNIOR = make_proposal(BERT, 6, TRIO, BERT, ANNA)
         pytest.param(
             BERT,
             make_flushed(BERT, TRIO, epoch=make_epoch(5)),
-            "installed already",
+            "already installed",
             id="a promise of the view that it has",
         ),
         pytest.param(
@@ -172,7 +172,7 @@ JUNIOR = make_proposal(BERT, 6, TRIO, BERT, ANNA)
         pytest.param(
             ANNA,
             commit(make_view(6, ANNA, ANNA)),
-            "stands there twice",
+            "appears twice",
             id="a commit of an impossible view",
         ),
         pytest.param(ANNA, Commit(TRIO, ((0, 0),) * 3), "costs", id="costs of another size"),
