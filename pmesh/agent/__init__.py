@@ -1,1 +1,1 @@
-"""Composition: the one nursery, the configuration, the picture that others read."""
+"""The agent: its configuration, its nursery, and its status."""

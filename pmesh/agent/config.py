@@ -1,7 +1,7 @@
-"""What a user may set: flags win over `PMESH_*`, these over config.toml, these over defaults.
+"""Settings: flags override `PMESH_*`, which override config.toml, which overrides defaults.
 
 Flags, variables and TOML give text or typed values. Each parser raises ValueError with what the
-value must be; `load_settings` adds where it stands.
+value must be; `load_settings` adds the source of the value.
 """
 
 import difflib
@@ -16,26 +16,26 @@ from pmesh.compression.schemes import NAMES
 from pmesh.core.wire.link import Address
 from pmesh.errors import ConfigError
 
-DEFAULT_PORT = 24160  # outside 32768 to 65535, which kernels hand out to outgoing connections
-LONGEST_NAME_BYTES = 63  # as a DNS label, and so that one TXT string holds it
+DEFAULT_PORT = 24160  # outside 32768 to 65535, which kernels give to outgoing connections
+LONGEST_NAME_BYTES = 63  # a DNS label's length, which also fits in one TXT string
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
 
 class Listen(NamedTuple):
-    """Where the agent listens."""
+    """The address at which the agent listens."""
 
     host: str = ""
-    """Empty: at all addresses."""
+    """Empty for all addresses."""
     port: int = DEFAULT_PORT
-    """0: one that the system picks."""
+    """0 for a port that the system picks."""
 
 
 EVERYWHERE: Final = Listen()
 
 
 def parse_host_port(text: str) -> tuple[str, int]:
-    """Split HOST:PORT, [V6]:PORT, :PORT or HOST; ValueError says what is wrong.
+    """Split HOST:PORT, [V6]:PORT, :PORT or HOST. Raises ValueError with the reason.
 
     >>> parse_host_port("mac-1.local:7000"), parse_host_port("[fe80::1%en0]"), parse_host_port(":0")
     (('mac-1.local', 7000), ('fe80::1%en0', 24160), ('', 0))
@@ -50,16 +50,16 @@ def parse_host_port(text: str) -> tuple[str, int]:
         if ":" in port:
             raise ValueError("an IPv6 address is written [ADDRESS]:PORT")
     if any(character.isspace() or not character.isprintable() for character in host):
-        raise ValueError("a host has no spaces")
+        raise ValueError("a host must not contain spaces")
     if not colon:
         return host, DEFAULT_PORT
     if not (port.isascii() and port.isdecimal() and int(port) <= 65535):  # noqa: PLR2004 - 16 bits
-        raise ValueError("a port is a number from 0 to 65535")
+        raise ValueError("a port must be a number from 0 to 65535")
     return host, int(port)
 
 
 def host_port_text(host: str, port: int) -> str:
-    """The reverse of `parse_host_port`.
+    """The inverse of `parse_host_port`.
 
     >>> host_port_text("::1", 24160)
     '[::1]:24160'
@@ -76,7 +76,7 @@ def _text(value: object) -> str:
 def _name(value: object) -> str:
     text = _text(value).strip()
     if not text or not text.isprintable() or len(text.encode()) > LONGEST_NAME_BYTES:
-        raise ValueError(f"a name is 1 to {LONGEST_NAME_BYTES} bytes of printable text")
+        raise ValueError(f"a name must be 1 to {LONGEST_NAME_BYTES} bytes of printable text")
     return text
 
 
@@ -88,14 +88,14 @@ def _peers(value: object) -> tuple[Address, ...]:
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
     if not isinstance(value, (list, tuple)):
-        raise ValueError("must be a list of HOST:PORT")  # noqa: TRY004 - likewise
+        raise ValueError("must be a list of HOST:PORT")  # noqa: TRY004 - as above
     return tuple(_peer(item) for item in cast("list[object]", value))
 
 
 def _peer(value: object) -> Address:
     host, port = parse_host_port(_text(value))
     if not host or not port:
-        raise ValueError("a peer is HOST:PORT")
+        raise ValueError("a peer must be HOST:PORT")
     return Address(host, port)
 
 
@@ -104,7 +104,7 @@ def _truth(value: object) -> bool:
     if isinstance(value, str):
         value = words.get(value.lower())
     if not isinstance(value, bool):
-        raise ValueError("must be true or false")  # noqa: TRY004 - likewise
+        raise ValueError("must be true or false")  # noqa: TRY004 - as above
     return value
 
 
@@ -156,43 +156,43 @@ CONFIG_NAME = "config.toml"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What `pmesh up` runs with."""
+    """The settings of `pmesh up`."""
 
     home: Path
     name: str
-    """What others call this machine."""
+    """The name of this machine."""
     listen: Listen = EVERYWHERE
     peers: tuple[Address, ...] = ()
     """Dialled for ever, besides what mDNS finds."""
     mdns: bool = True
     min_peers: int = 0
-    """How many peers must be there before a job may begin."""
+    """How many peers must be present before a job may begin."""
     find_others_s: float = 2.0
     """For so long after its start an agent finds its mesh, where a job of its trainers may run
     already; none begins here until then."""
     compression: str = ""
-    """Of gradients, for trainers here that do not say it; empty: none."""
+    """Gradient compression of trainers here that choose none; empty for no compression."""
     log_level: LogLevel = "info"
     log_json: bool = False
     key_file: Path | None = None
-    """Where the mesh key lies, if not in the home."""
+    """The file with the mesh key, if it is not in the home."""
     key_text: str | None = field(default=None, repr=False)  # a secret: it must not reach a log
-    """The mesh key as PMESH_KEY gives it."""
+    """The mesh key in PMESH_KEY."""
 
 
 def load_settings(
     home: Path, *, flags: Mapping[str, object], environment: Mapping[str, str], host_name: str
 ) -> Settings:
-    """Lay the four layers over each other.
+    """Combine flags, variables, config.toml and defaults.
 
     Args:
         home: The home directory, whose config.toml is read if there is one.
-        flags: What the command line gave, by the names of `Settings`; None where it gave nothing.
+        flags: Command-line options by the names of `Settings`; None if not given.
         environment: As `os.environ`; an empty variable counts as absent.
-        host_name: The machine's own, the default of `name`.
+        host_name: The machine's host name, the default of `name`.
 
     Raises:
-        ConfigError: A key of the file is unknown or a value can't be used; names where it stands.
+        ConfigError: A key of the file is unknown, or a value is invalid; names its source.
     """
     chosen: dict[str, object] = {"name": _default_name(host_name)}
     path = home / CONFIG_NAME
@@ -213,7 +213,7 @@ def load_settings(
 
 
 def as_environment(settings: Settings) -> dict[str, str]:
-    """The settings as the variables that `load_settings` reads; what a detached agent gets."""
+    """Return the settings as variables for `load_settings`, which a detached agent reads."""
     variables = {
         "PMESH_HOME": str(settings.home),
         "PMESH_NAME": settings.name,
@@ -231,7 +231,6 @@ def as_environment(settings: Settings) -> dict[str, str]:
 
 
 def variable_of(key: str) -> str:
-    """The environment variable of a setting."""
     return f"PMESH_{key.upper()}"
 
 
@@ -253,7 +252,7 @@ def _read_file(path: Path) -> Mapping[str, object]:
 
 
 def _parse(key: str, value: object, *, source: str, base: Path) -> object:
-    """The value as `Settings` holds it; a relative path is meant from `base`."""
+    """Parse a value of `Settings`; a relative path is relative to `base`."""
     try:
         parsed = PARSERS[key](value)
     except ValueError as e:

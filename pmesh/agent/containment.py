@@ -1,4 +1,4 @@
-"""What nobody foresaw ends one link or one session, and not the agent."""
+"""An unexpected exception ends one link or one session, and not the agent."""
 
 import contextlib
 from collections import OrderedDict
@@ -11,8 +11,8 @@ from structlog.typing import FilteringBoundLogger
 
 from pmesh.agent.status.events import EventLog
 
-AGAIN_S = 60.0  # the same error says nothing new, and who provokes it must not fill the disk
-MAX_PLACES = 256  # the program has only so many lines that raise; a program's text is in none
+AGAIN_S = 60.0  # the same error is no news, and a peer that provokes it must not fill the disk
+MAX_PLACES = 256  # few lines of the agent raise, and no place contains text from outside
 
 _log: FilteringBoundLogger = structlog.get_logger()
 
@@ -21,7 +21,7 @@ _Place: TypeAlias = tuple[str, str, int]
 
 
 class Contain(Protocol):
-    """`Containment.contain`, for those who need no more of it."""
+    """The type of `Containment.contain`."""
 
     def __call__(
         self,
@@ -29,24 +29,22 @@ class Contain(Protocol):
         on_error: Callable[[str], None] | None = None,
         *,
         passing: tuple[type[Exception], ...] = (),
-    ) -> contextlib.AbstractContextManager[None]:
-        """See `Containment.contain`."""
-        ...
+    ) -> contextlib.AbstractContextManager[None]: ...
 
 
 @dataclass(slots=True)
 class _Seen:
-    """How often one place has raised since it was last told of."""
+    """How often one place has raised since it was last logged."""
 
     told_at: float
     since: int = 0
 
 
 class Containment:
-    """Ends what raises an exception that nobody foresaw, and tells of it.
+    """Contains unexpected exceptions, and logs them.
 
     The log gets the traceback and the event log an event, once a minute for the same type of error
-    from the same line; the next time both say how often it came meanwhile.
+    from the same line; the next entry says how often it was repeated.
     """
 
     def __init__(self, event_log: EventLog, *, clock: Callable[[], float]) -> None:
@@ -62,14 +60,14 @@ class Containment:
         *,
         passing: tuple[type[Exception], ...] = (),
     ) -> Generator[None]:
-        """Let no `Exception` out of the block, be it synchronous or of a task.
+        """Let no `Exception` out of the block, whether from the block itself or from a task.
 
-        Cancellation, KeyboardInterrupt and SystemExit pass, also out of a group with others.
+        Cancellation, KeyboardInterrupt and SystemExit pass, even from a group with others.
 
         Args:
-            what: ends by the error, such as "the link to mac-2".
-            on_error: is told of the error in a sentence, when it has been logged.
-            passing: what the caller has foreseen, and handles.
+            what: The thing that the error ends, such as "the link to mac-2".
+            on_error: Called with a sentence about the error after it was logged.
+            passing: Exceptions that the caller handles.
         """
         errors, others = list[Exception](), None
         try:
@@ -89,14 +87,14 @@ class Containment:
             raise others
 
     def _tell(self, what: str, error: Exception) -> str:
-        sentence = f"{what} has ended by an error inside pmesh ({type(error).__name__}: {error})"
+        sentence = f"{what} ended with an error inside pmesh ({type(error).__name__}: {error})"
         place, now = _place_of(error), self._clock()
         seen = self._seen.pop(place, None)
         if seen is not None and now - seen.told_at < AGAIN_S:
             seen.since += 1
         else:
             before = 0 if seen is None else seen.since
-            again = f", {before} times more in the last minutes" if before else ""
+            again = f", {before} more times in the last minutes" if before else ""
             _log.error(f"internal error{again}", what=what, exc_info=error)
             self._event_log.note("internal error", f"{sentence}{again}; the log has its traceback")
             seen = _Seen(now)
@@ -127,6 +125,6 @@ def _place_of(error: Exception) -> _Place:
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     kind = type(error).__name__
-    if traceback is None:  # it was never raised: somebody has made a group of it
+    if traceback is None:  # it was put into a group without being raised
         return kind, "", 0
     return kind, traceback.tb_frame.f_code.co_filename, traceback.tb_lineno

@@ -1,8 +1,8 @@
 """The agent's home directory, private to its user: its files, its two keys, its lock.
 
-Files are opened only if they are this user's own, and failures are told in a sentence. `node_key`
-holds the 32-byte Ed25519 seed; `mesh_key` holds the text that `pmesh key show` prints. The lock
-gives the home to one agent.
+Only this user's own files are opened, and errors say what to do. `node_key` holds the 32-byte
+Ed25519 seed; `mesh_key` holds the text that `pmesh key show` prints. The lock gives the home to one
+agent.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ from pmesh.paths import check_home
 
 
 def open_own_file(path: Path, flags: int = 0) -> int:
-    """Open a file for reading and writing, and make it (0600) where there is none.
+    """Open a file for reading and writing, and create it (0600) if there is none.
 
-    What it writes would end up elsewhere if the file were a link or had a second name; such a file,
-    and one of another user, is refused and not changed.
+    Writing to a link or to a file with a second name would change another file. Such a file, and
+    one of another user, is refused and not changed.
 
     Args:
-        path: In a home that `open_home` has accepted.
-        flags: Further ones of `os.open`, such as O_APPEND.
+        path: A path in a home that `open_home` has accepted.
+        flags: More flags of `os.open`, such as O_APPEND.
 
     Raises:
-        ConfigError: With what to do.
+        ConfigError: The file is refused or can't be written; the message says what to do.
     """
     flags |= os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -54,18 +54,18 @@ def open_own_file(path: Path, flags: int = 0) -> int:
 
 
 def reason(error: OSError) -> str:
-    """Why a write has failed, and what to do where the disk is full."""
+    """Return why a write failed, and what to do if the disk is full."""
     text = error.strerror or str(error)
     return f"{text}; free some space, then run it again" if is_full(error) else text
 
 
 def is_full(error: OSError) -> bool:
-    """Whether there was no room on the disk, or none for this user."""
+    """True if the disk, or this user's quota, is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def move_away(path: Path) -> str:
-    """The command after which a new file can be made at this path; nothing is lost."""
+    """Return a command that renames a file, so that a new one can take its path."""
     quoted = shlex.quote(str(path))
     return f"mv {quoted} {quoted}.bad"
 
@@ -74,16 +74,16 @@ LOCK_NAME = "agent.lock"
 
 
 def open_home(home: Path) -> Path:
-    """Make the home directory (0700) where there is none; refuse one that others can enter.
+    """Create the home directory (0700) if there is none; refuse one that others can enter.
 
     Raises:
-        ConfigError: It can't be made, is not a directory, belongs to another user, or is open to
-            others; with the command that mends it.
+        ConfigError: It can't be created, is not a directory, belongs to another user, or is open to
+            others; the message has the command that fixes it.
     """
     try:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as e:
-        cure = "" if is_full(e) else "; choose another by --home"
+        cure = "" if is_full(e) else "; choose another with --home"
         raise ConfigError(f"can't use {home} as home: {reason(e)}{cure}") from e
     check_home(home, holds_keys=True)
     return home
@@ -91,13 +91,13 @@ def open_home(home: Path) -> Path:
 
 @contextlib.contextmanager
 def hold_home(home: Path) -> Generator[None]:
-    """Be this home's one agent within the block.
+    """Be this home's only agent within the block.
 
-    The kernel drops the lock when the process ends, however it ends. The file stays: removing it
-    would let two agents lock two files of one name.
+    The kernel drops the lock however the process ends. The file stays: if it were removed, two
+    agents could lock two files of the same name.
 
     Raises:
-        AgentAlreadyRunning: Another process holds it; names its pid.
+        AgentAlreadyRunning: Another process holds the lock; the message has its pid.
         ConfigError: The lock file can't be written, or is not this user's own.
     """
     path = home / LOCK_NAME
@@ -110,15 +110,15 @@ def hold_home(home: Path) -> Generator[None]:
         except BlockingIOError:
             pid = os.read(descriptor, 32).decode(errors="replace").strip()
             raise AgentAlreadyRunning(
-                f"an agent runs in {home} already: {f'pid {pid}' if pid else 'it is just starting'}"
-                "; stop it with 'pmesh down', or choose another home by --home"
+                f"an agent already runs in {home}: {f'pid {pid}' if pid else 'it is just starting'}"
+                "; stop it with 'pmesh down', or choose another home with --home"
             ) from None
         except OSError as e:
             raise ConfigError(f"can't write {path}: {reason(e)}") from e
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):  # the pid of an ended process harms nobody
+            with contextlib.suppress(OSError):  # the pid of an ended process does no harm
                 os.truncate(descriptor, 0)
     finally:
         os.close(descriptor)
@@ -127,15 +127,15 @@ def hold_home(home: Path) -> Generator[None]:
 NODE_KEY_NAME = "node_key"
 MESH_KEY_NAME = "mesh_key"
 NODE_KEY_BYTES = 32
-_LONGEST_KEY_FILE_BYTES = 4096  # a mesh key is 100 bytes; a wrong path to a film is not read
+_LONGEST_KEY_FILE_BYTES = 4096  # a mesh key is 100 bytes; we don't read a huge file by mistake
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def load_node_key(home: Path, *, entropy: bytes) -> NodeKey:
-    """The machine's identity; made of `entropy` (32 random bytes) if the home has none yet.
+    """Load the machine's identity; make it from `entropy` (32 random bytes) if there is none.
 
     Raises:
-        KeyFileError: The file is not a private file of 32 bytes, or can't be made.
+        KeyFileError: The file is not a private file of 32 bytes, or can't be written.
     """
     path = home / NODE_KEY_NAME
     seed = _read_private(path)
@@ -144,21 +144,25 @@ def load_node_key(home: Path, *, entropy: bytes) -> NodeKey:
         _write_private(path, seed)
     if len(seed) != NODE_KEY_BYTES:
         raise KeyFileError(
-            f"{path} holds {len(seed)} bytes, a node key has {NODE_KEY_BYTES}; the next start makes"
-            f" a new identity after: {move_away(path)}"
+            f"{path} holds {len(seed)} bytes, but a node key has {NODE_KEY_BYTES}; to get a new"
+            f" identity at the next start, run: {move_away(path)}"
         )
     return NodeKey.from_seed(seed)
 
 
 def load_mesh_key(home: Path) -> MeshKey | None:
-    """The home's mesh key; None if it has none yet. Raises KeyFileError if it can't be used."""
+    """Load the home's mesh key; None if there is none. Raises KeyFileError if it is invalid."""
     path = home / MESH_KEY_NAME
     text = _read_private(path)
     return None if text is None else _parse_mesh_key(path, text)
 
 
 def read_mesh_key(path: Path) -> MeshKey:
-    """The mesh key in a file that the user named, which may be a link; raises KeyFileError."""
+    """Read the mesh key in a file that the user named, which may be a link.
+
+    Raises:
+        KeyFileError: The file is missing, not private, or holds no mesh key.
+    """
     text = _read_private(path, flags=0)
     if text is None:
         raise KeyFileError(f"there is no key file {path}")
@@ -166,14 +170,14 @@ def read_mesh_key(path: Path) -> MeshKey:
 
 
 def store_mesh_key(home: Path, key: MeshKey) -> None:
-    """Make this the home's mesh key, in place of any other; raises KeyFileError if it can't."""
+    """Write the home's mesh key, replacing any other. Raises KeyFileError if that fails."""
     _write_private(home / MESH_KEY_NAME, f"{mesh_key_text(key)}\n".encode())
 
 
 def _parse_mesh_key(path: Path, text: bytes) -> MeshKey:
     try:
         return mesh_key_from_text(text.decode())
-    except ValueError as e:  # a UnicodeDecodeError is one too
+    except ValueError as e:  # includes UnicodeDecodeError
         raise KeyFileError(
             f"{path} holds no mesh key ({e}); run: {move_away(path)},"
             " then 'pmesh key set', and paste what 'pmesh key show' prints elsewhere"
@@ -181,7 +185,7 @@ def _parse_mesh_key(path: Path, text: bytes) -> MeshKey:
 
 
 def _read_private(path: Path, flags: int = os.O_NOFOLLOW) -> bytes | None:
-    """This user's own file, which nobody else can read; None if there is none."""
+    """Read a file of this user that nobody else can read; None if there is none."""
     try:  # O_NONBLOCK: a pipe won't block
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     except FileNotFoundError:
@@ -197,7 +201,7 @@ def _read_private(path: Path, flags: int = os.O_NOFOLLOW) -> bytes | None:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise KeyFileError(f"{path} is not a file; run: {move_away(path)}")
-        if found.st_uid != os.geteuid():  # root could read it all the same
+        if found.st_uid != os.geteuid():  # root could still read it
             raise _of_another(path)
         if found.st_mode & _OTHERS:
             raise KeyFileError(f"other users can read {path}; run: {_make_private(path)}")
@@ -205,20 +209,20 @@ def _read_private(path: Path, flags: int = os.O_NOFOLLOW) -> bytes | None:
 
 
 def _write_private(path: Path, content: bytes) -> None:
-    """Whole or not at all, and still there after a loss of power; a link is replaced."""
+    """Write the file atomically, so that it survives a power loss; a link is replaced."""
     temporary = None
     try:
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with open(descriptor, "wb", closefd=True) as file:  # noqa: PTH123 - likewise
+        with open(descriptor, "wb", closefd=True) as file:  # noqa: PTH123 - as above
             file.write(content)  # mkstemp: O_EXCL and 0600
             file.flush()
             os.fsync(descriptor)
-        os.rename(temporary, path)  # noqa: PTH104 - one call for what the comment above promises
+        os.rename(temporary, path)  # noqa: PTH104 - one atomic system call
         _flush_directory(path.parent)
     except OSError as e:
         if temporary is not None:
-            with contextlib.suppress(OSError):  # renamed already
-                os.unlink(temporary)  # noqa: PTH108 - likewise
+            with contextlib.suppress(OSError):  # already renamed
+                os.unlink(temporary)  # noqa: PTH108 - as above
         raise KeyFileError(f"can't write {path}: {reason(e)}") from e
 
 

@@ -1,4 +1,4 @@
-"""What an agent may use of the system's descriptors and memory, and which trainers fit in."""
+"""Limits of the agent's file descriptors and memory, and the admission of trainers."""
 
 import contextlib
 import resource
@@ -11,42 +11,42 @@ from pmesh.net.local.arena_pools import ArenaBudget, ArenaShare
 from pmesh.net.local.sessions import MAX_VISITORS
 
 OPEN_FILES = 10_240  # macOS starts programs with 256 and allows this many (OPEN_MAX)
-FEW_OPEN_FILES = 1024  # 64 pending connections, 8 links, lanes and arenas of a few jobs, with room
+FEW_OPEN_FILES = 1024  # ample for 64 pending connections, 8 links, lanes and arenas of a few jobs
 
-MAX_TRAINERS = 128  # what a heartbeat tells of them takes half of a control message
+MAX_TRAINERS = 128  # their part of a heartbeat takes half of a control message
 
-_FILES_OF_A_TRAINER = 2  # its connection, and what tells of the end of its process
+_FILES_OF_A_TRAINER = 2  # its connection, and a descriptor that reports the end of its process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePlan:
-    """What local programs may use of the open files, so that the agent's own always suffice."""
+    """How many open files local programs may use, so that enough remain for the agent itself."""
 
     limit: int
-    """Of this process."""
+    """The limit of this process."""
     visitors: int
-    """Connections that have not said that they are a trainer's."""
+    """Connections that have not identified themselves as a trainer's."""
     trainers: int
     """Connections of trainers: for their ops, for their messages, and for each group."""
     arenas: int
-    """Of all trainers together."""
+    """Arenas of all trainers together."""
 
     def describe_trainers(self) -> str:
-        """Why there can't be another trainer, and what to do."""
+        """Return why no other trainer is admitted, and what to do."""
         text = (
-            f"this agent serves {self.trainers} connections of trainers at most, of which one "
-            "program gets half of what the others leave"
+            f"this agent serves at most {self.trainers} trainer connections, and a program may "
+            "have half of those that other programs leave"
         )
         if self.trainers == MAX_TRAINERS:
             return text
         return (
-            f"{text}, as only {self.limit} files may be open at once; raise that with "
+            f"{text}, because only {self.limit} files may be open at once; raise the limit with "
             f"'ulimit -n {FEW_OPEN_FILES}' before 'pmesh up'"
         )
 
 
 def plan_files(limit: int) -> FilePlan:
-    """Half for the agent itself: listeners, links, lanes, dials, the door. The rest as here.
+    """Divide the files: half stays for the agent's own listeners, links, lanes and dials.
 
     >>> plan_files(256)
     FilePlan(limit=256, visitors=32, trainers=16, arenas=64)
@@ -59,13 +59,13 @@ def plan_files(limit: int) -> FilePlan:
 
 
 def open_files_limit() -> int:
-    """How many files this process may have open; OPEN_FILES where nothing limits it."""
+    """Return how many files this process may open; OPEN_FILES if there is no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def raise_open_files() -> str | None:
-    """Raise the soft limit of open files; a sentence for the user if too few remain."""
+    """Raise the soft limit of open files; return a warning if it stays too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -85,17 +85,17 @@ def raise_open_files() -> str | None:
 
 
 class Admission:
-    """The budgets of one agent for all programs on its machine."""
+    """Admits trainers within the agent's budgets for all programs on its machine."""
 
     def __init__(self, files: FilePlan, *, memory_bytes: int) -> None:
-        """`memory_bytes` are the machine's: arenas may take half of them."""
+        """`memory_bytes` is the machine's memory, half of which arenas may take."""
         self._files = files
         self._trainers = Budget[int](limit=files.trainers)
         self._arenas = ArenaBudget(files=files.arenas, nbytes=memory_bytes // 2)
 
     @contextlib.contextmanager
     def admit(self, pid: int) -> Generator[ArenaShare]:
-        """A connection of a trainer, and its program's share of memory; UsageError if full."""
+        """Admit a trainer's connection and give its program's share. Raises UsageError if full."""
         if not self._trainers.take(pid, 1):
             count = (
                 f"{self._trainers.held} are in use, {self._trainers.held_by(pid)} by this program"

@@ -1,4 +1,4 @@
-"""Logs: lines for a person, or JSON lines for a machine, from the same calls."""
+"""Logs: the same calls write lines for a person or JSON lines for a machine."""
 
 import logging
 import time
@@ -23,9 +23,9 @@ _LEVELS: Final[Mapping[LogLevel, int]] = {
 
 
 def set_up_logs(*, level: LogLevel, as_json: bool, stream: TextIO) -> None:
-    """Send structlog's events, and what libraries log, to the stream.
+    """Send structlog's events, and the logs of libraries, to the stream.
 
-    Libraries speak from `warning` up, unless `level` is higher: zeroconf's `info` is no news.
+    Libraries log from `warning` up, unless `level` is higher: zeroconf's `info` is not useful.
     """
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -48,11 +48,11 @@ def set_up_logs(*, level: LogLevel, as_json: bool, stream: TextIO) -> None:
         )
     )
     logging.basicConfig(handlers=[handler], level=max(_LEVELS[level], logging.WARNING), force=True)
-    logging.getLogger("zeroconf").setLevel(logging.NOTSET)  # it sets its own when it is imported
+    logging.getLogger("zeroconf").setLevel(logging.NOTSET)  # its import sets a level
 
 
 class Throttle:
-    """Drops lines of one kind beyond thirty a minute: what a peer does must not fill the disk.
+    """Drops lines of one kind beyond thirty a minute: a peer must not fill the disk.
 
     The first line of the next minute says how many were dropped.
     """
@@ -65,7 +65,7 @@ class Throttle:
     def __call__(
         self, logger: object, method: str, event: structlog.typing.EventDict
     ) -> structlog.typing.EventDict:
-        """A processor of structlog's; raises DropEvent."""
+        """Process an event of structlog. Raises DropEvent."""
         del logger, method
         kind, now = str(event.get("event")), self._clock()
         since, count = self._lines.pop(kind, (now, 0))
@@ -92,7 +92,7 @@ def _renderer(*, as_json: bool, colors: bool) -> structlog.typing.Processor:
 def _exceptions(*, as_json: bool) -> list[structlog.typing.Processor]:
     """JSON carries a traceback as data; the console renderer formats it itself.
 
-    Neither shows the values of variables, which both would by default: some are keys.
+    Neither shows the values of variables, as both would by default: some are keys.
     """
     tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
     return [structlog.processors.ExceptionRenderer(tracebacks)] if as_json else []

@@ -1,4 +1,4 @@
-"""One agent, from its listeners to its goodbye: the one nursery in which everything runs."""
+"""Runs one agent, from opening its listeners to leaving the mesh, in one nursery."""
 
 import contextlib
 import errno
@@ -60,11 +60,11 @@ from pmesh.net.local.clocks import Stall, tick
 from pmesh.net.local.sessions import ENDS_OF_A_SESSION, Session, SessionCounters, serve_sessions
 from pmesh.paths import socket_path
 
-MOST_FALLS = 3  # within ten minutes; what falls so often does not get up
+MOST_FALLS = 3  # within ten minutes; after these the agent is not restarted
 FALLS_WINDOW_S = 600.0
-LEAVE_S = 0.8  # a clean leave is over within 1 s, whatever the peers do
+LEAVE_S = 0.8  # a clean leave takes less than 1 s, whatever the peers do
 LAG_WINDOW_S = 10.0
-FOUND_AHEAD = 16  # what mDNS may find before we look; it keeps the rest itself
+FOUND_AHEAD = 16  # findings that mDNS may queue for us; it keeps the rest itself
 
 _log = structlog.get_logger()
 
@@ -75,27 +75,27 @@ async def run_agent(
     node_key: NodeKey,
     announce: Callable[[str], None],
 ) -> None:
-    """Run until stopped or cancelled; either way the peers are told before the links end.
+    """Run until stopped or cancelled; in both cases tell the peers before the links end.
 
     Raises:
-        PortTaken: something else listens at the port.
-        ConfigError: the address to listen at is none of this machine's.
+        PortTaken: Another program listens at the port.
+        ConfigError: The listen address is not one of this machine's.
     """
     falls = deque[float](maxlen=MOST_FALLS)
     while True:
         agent = Agent(settings, mesh_key, node_key, announce, trio.Event())
         try:
             await _run_until_stopped(agent)
-        except Exception:  # nobody foresaw it, so nobody has contained it
+        except Exception:  # an unexpected error that was not contained
             falls.append(trio.current_time())
             too_often = len(falls) == MOST_FALLS and falls[-1] - falls[0] < FALLS_WINDOW_S
             if not agent.has_started or too_often:
                 raise
-            _log.exception("the agent fell, and begins anew")
-            agent.begin_anew("an error inside pmesh, whose traceback the log has")
+            _log.exception("the agent failed and restarts")
+            agent.begin_anew("an error inside pmesh, whose traceback is in the log")
         if agent.begins_anew is None:
             return
-        announce(f"{settings.name} begins anew: {agent.begins_anew}")
+        announce(f"{settings.name} restarts: {agent.begins_anew}")
 
 
 async def _run_until_stopped(agent: "Agent") -> None:
@@ -111,7 +111,7 @@ async def _run_until_stopped(agent: "Agent") -> None:
 
 
 class Agent:
-    """The parts of one agent, and what holds them together."""
+    """One agent, assembled from its parts."""
 
     peers: Peers
     membership: Membership
@@ -134,7 +134,7 @@ class Agent:
         self.stopped = stopped
         self.has_started = False
         self.begins_anew: str | None = None
-        """Why this agent is to be followed by another, with another incarnation, if it is."""
+        """Why another agent, with another incarnation, must follow this one; else None."""
         self._me = Member(node_key.node, Incarnation(secrets.randbits(62) + 1))
         self._watch = AddressWatch(settings.listen.host)
         self._strangers = Strangers(self._advertisement_key.tag, minute=minute_of_now)
@@ -149,7 +149,7 @@ class Agent:
             wall_clock=lambda: datetime.now().astimezone(),
             listener=self._say,
         )
-        self._version = version("pmesh")  # it opens files, for which there may be none left later
+        self._version = version("pmesh")  # it opens a file; later no descriptor may be left
         self._files = plan_files(open_files_limit())
         memory_bytes = psutil.virtual_memory().total
         self._admission = Admission(self._files, memory_bytes=memory_bytes)
@@ -158,11 +158,11 @@ class Agent:
     async def run(
         self, task_status: trio.TaskStatus[trio.CancelScope] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Everything; shielded once it runs: `run_agent` says goodbye first and then cancels it."""
+        """Run all tasks; shielded after the start: `run_agent` first leaves and then cancels it."""
         with trio.CancelScope() as scope, contextlib.ExitStack() as leftovers:
             listeners = await open_listeners(*self._settings.listen)
             for listener in listeners:
-                leftovers.callback(listener.socket.close)  # the door's, as soon as it serves
+                leftovers.callback(listener.socket.close)  # the door closes them once it serves
             self._port = listeners[0].socket.getsockname()[1]
             async with trio.open_nursery() as nursery:
                 await nursery.start(self._watch.run)
@@ -187,12 +187,12 @@ class Agent:
                     watch_turned_away, self._count_turned_away, door.take_hosts, self._event_log
                 )
                 self._say_ready()
-                scope.shield = True  # not before: until it has started, nobody else can cancel it
+                scope.shield = True  # not before, as nobody else could cancel the start
                 self.has_started = True
                 task_status.started(scope)
 
     def begin_anew(self, why: str) -> None:
-        """End, and be followed by another agent in this process, as if it had been restarted."""
+        """Stop, and let another agent follow in this process, as if this one was restarted."""
         self.begins_anew = why
         self.stopped.set()
 
@@ -206,7 +206,7 @@ class Agent:
             jitter=random.random,
             on_offer=lambda member, offer: self.jobs.desk.accept(member, offer),  # noqa: PLW0108 - the desk comes later
             on_ask=self.jobs.results.answer,
-            on_p2p=lambda member, message: self.p2p.hear(member, message),  # noqa: PLW0108 - likewise
+            on_p2p=lambda member, message: self.p2p.hear(member, message),  # noqa: PLW0108 - as above
             contain=self._containment.contain,
         )
         self.membership = Membership(
@@ -218,7 +218,7 @@ class Agent:
             ban=self.peers.ban,
             installed=self._installed,
             noticed=self._event_log.note,
-            led_astray=lambda: self.begin_anew("a member had led its epoch counter astray"),
+            led_astray=lambda: self.begin_anew("a member raised our epoch counter too far"),
         )
         self.peers.membership = self.jobs.membership = self.membership
         self.jobs.desk = LaneDesk(self._me, self.peers, nursery, secrets.token_bytes)
@@ -264,7 +264,7 @@ class Agent:
         self._announce(text)
         self._event_log.note("agent started", text)
         if self._settings.min_peers:
-            self._announce(f"jobs begin when {self._settings.min_peers} peers are here")
+            self._announce(f"jobs begin when {self._settings.min_peers} peers are present")
 
     def _installed(self, before: View, after: View, losses: Mapping[Member, str]) -> None:
         self.p2p.follow()
@@ -291,7 +291,7 @@ class Agent:
             self.jobs.look()
 
     async def _serve_program(self, session: Session) -> None:
-        """One local program; an error of ours ends its session, and not the agent."""
+        """Serve a local program; an error of ours ends its session, and not the agent."""
         errors = list[str]()
         contain = self._containment.contain
         with contain("a local program's session", errors.append, passing=ENDS_OF_A_SESSION):
@@ -299,7 +299,6 @@ class Agent:
         await tell_errors(session, errors)
 
     async def _answer(self, session: Session) -> None:
-        """A trainer, or a command that asks something."""
         match request := await session.receive():
             case Connect() | Attach():
                 await self._serve_trainer(session, request)
@@ -311,9 +310,9 @@ class Agent:
                 session.stay()
                 await session.send(Stopping(os.getpid()))
                 self.stopped.set()
-                await trio.sleep_forever()  # closed last: its end tells that the agent has ended
+                await trio.sleep_forever()  # closed last: its end shows that the agent has ended
             case _:
-                raise ProtocolError(f"a session began with {type(request).__name__}")
+                raise ProtocolError(f"a session can't begin with {type(request).__name__}")
 
     async def _serve_trainer(self, session: Session, request: Connect | Attach) -> None:
         with contextlib.ExitStack() as admitted:
@@ -364,7 +363,7 @@ class Agent:
 
 
 async def open_listeners(host: str, port: int) -> list[trio.SocketListener]:
-    """Listen at the address, or at all of them; of port 0 the system's choice, one for all."""
+    """Listen at the address or at all; port 0 is one free port, the same at all addresses."""
     try:
         if host or port:
             return await trio.open_tcp_listeners(port, host=host or None)
@@ -378,7 +377,9 @@ async def open_listeners(host: str, port: int) -> list[trio.SocketListener]:
         text = host_port_text(host, port)
         if errno.EADDRINUSE in error_numbers(e):
             raise PortTaken(
-                f"port {port} is taken by another program; choose another by "
+                f"port {port} is taken by another program; choose another with "
                 f"--listen HOST:PORT, such as --listen {host}:{port + 1}"
             ) from e
-        raise ConfigError(f"can't listen at {text}: {e}; --listen wants an own address") from e
+        raise ConfigError(
+            f"can't listen at {text}: {e}; --listen must be an address of this machine"
+        ) from e

@@ -10,5 +10,5 @@ def main() -> None:
 
         code = run(sys.argv[1:])
     except KeyboardInterrupt:
-        code = 130  # 128 + SIGINT, as shells have it
+        code = 130  # 128 + SIGINT, as in shells
     sys.exit(code)

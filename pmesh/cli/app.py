@@ -1,4 +1,4 @@
-"""The commands and their options, and what becomes of errors and exit codes."""
+"""The commands, their options and their exit codes."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ from pmesh.errors import ConfigError, PmeshError, UsageError
 
 FAILED = 1
 MISUSED = 2
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 Home = Annotated[
     Path | None, Parameter(help="The agent's home directory; default PMESH_HOME, else ~/.pmesh.")
@@ -35,7 +35,7 @@ app = App(
     version=lambda: f"pmesh {installed_version('pmesh')}, protocol {PROTOCOL_VERSION}",
     suppress_keyboard_interrupt=False,
 )
-key_app = App(name="key", help="The mesh key: whoever holds it is a member of the mesh.")
+key_app = App(name="key", help="The mesh key: every machine that holds it is a member of the mesh.")
 app.command(key_app)
 
 
@@ -55,10 +55,10 @@ def show(*, home: Home = None) -> int:
 def set_(
     *words: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)], home: Home = None
 ) -> int:
-    """Take the mesh key of another machine: asks for it, or reads standard input.
+    """Store the mesh key of another machine, from a prompt or from standard input.
 
     Args:
-        words: Refused, and not repeated: they may be a key.
+        words: Refused and never echoed, as they may be a key.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
     return keys.take(words, home)
@@ -82,16 +82,16 @@ def up(
     """Run the agent until Ctrl-C or 'pmesh down'.
 
     Args:
-        name: What others call this machine; default its host name.
+        name: The name of this machine; default its host name.
         listen: HOST:PORT; default all addresses, port 24160.
         peer: HOST:PORT of another agent, for networks without multicast; may be repeated.
         mdns: Look for other agents by mDNS.
-        min_peers: How many peers must be there before a job may begin.
-        compression: Of gradients, for trainers here that do not say it, such as int8 or auto; the
-            same on all machines of a job. Default none.
+        min_peers: How many peers must be present before a job may begin.
+        compression: Gradient compression of trainers here that choose none, such as int8 or auto;
+            the same on all machines of a job. Default none.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
         key_file: The file that holds the mesh key, if it is not in the home.
-        log_level: How much the log says; default info.
+        log_level: The lowest level that is logged; default info.
         log_json: Log JSON lines.
         detach: Run in the background; the log goes to agent.log in the home.
     """
@@ -119,8 +119,8 @@ def status(
     """Show the view, the ring, peers, jobs and traffic of the local agent.
 
     Args:
-        watch: Show it anew every second, until Ctrl-C.
-        json: Print JSON, by the schema in docs/reference/status.schema.json.
+        watch: Refresh every second, until Ctrl-C.
+        json: Print JSON; its schema is docs/reference/status.schema.json.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
     return show_status(home, watch=watch, as_json=json)
@@ -133,11 +133,11 @@ def events(
     json: Annotated[bool, Parameter(negative="")] = False,
     home: Home = None,
 ) -> int:
-    """Show what has happened: who came and who was lost, and what that did to jobs.
+    """Show past events: peers that joined or were lost, and the effects on jobs.
 
     Args:
-        follow: Go on with what happens, until Ctrl-C.
-        json: Print JSON, by the schema in docs/reference/events.schema.json.
+        follow: Continue with new events, until Ctrl-C.
+        json: Print JSON; its schema is docs/reference/events.schema.json.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
     return show_events(home, follow=follow, as_json=json)
@@ -156,16 +156,16 @@ def bench(
     plot: Path | None = None,
     home: Home = None,
 ) -> int:
-    """Measure the collectives on this mesh: run it on each machine, rank 0 shows the table.
+    """Measure the collectives on this mesh; run it on each machine, and rank 0 shows the table.
 
     Args:
-        min_size: The smallest array, in bytes, KiB, MiB or GiB; each next is four times as large.
-        max_size: The largest.
-        collective: Only this one; may be repeated.
-        strategy: Only this one, of collectives that have several; may be repeated.
-        seconds: How long to measure each row, but at least three calls.
+        min_size: The smallest array, in bytes, KiB, MiB or GiB; each size is 4 times the previous.
+        max_size: The largest array.
+        collective: Measure only this collective; may be repeated.
+        strategy: Measure only this strategy, of collectives with several; may be repeated.
+        seconds: How long to measure each row, in at least three calls.
         wait_for: How many trainers to wait for; default one on each machine of the mesh.
-        json: Print JSON, on each machine that is told so.
+        json: Print JSON on this machine.
         plot: A file for a plot of time and bandwidth over size, .png or .svg.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
@@ -186,7 +186,7 @@ def bench(
 
 @app.command(name="run")
 def run_(*command: str) -> int:
-    """Run a command, and start it again when it fails: 'pmesh run -- python train.py'.
+    """Run a command and restart it when it fails: 'pmesh run -- python train.py'.
 
     Args:
         command: The command with its arguments.
@@ -208,7 +208,7 @@ def version() -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command; returns its exit code, and prints errors as one line each."""
+    """Run one command, print each error on one line, and return the exit code."""
     reconfigure = getattr(sys.stdout, "reconfigure", None)  # absent where a test has replaced it
     if reconfigure is not None:
         reconfigure(errors="replace")  # a terminal without UTF-8 shows '?', not an error
@@ -232,7 +232,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _report(group: BaseExceptionGroup[BaseException]) -> int:
-    """Trio wraps what its tasks raise; the user sees each error, a bug keeps its traceback."""
+    """Print the errors that trio grouped; raise the group again if one of them is a bug."""
     expected, unexpected = group.split((PmeshError, KeyboardInterrupt))
     if unexpected is not None or expected is None:
         raise group
@@ -259,12 +259,12 @@ def _code_of(error: PmeshError) -> int:
 
 
 def _output_lost(error: OSError) -> int:
-    """`pmesh status | head` is nobody's fault; that a disk is full is said."""
+    """Report a full disk, but not a closed pipe as in `pmesh status | head`."""
     if is_full(error):
         complain_of(UsageError(f"can't write the output: {reason(error)}"))
     elif not isinstance(error, BrokenPipeError):
         raise error
-    # Python would complain once more when it flushes at its end.
+    # Python would report the error again when it flushes at exit.
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return FAILED

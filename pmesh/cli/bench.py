@@ -26,7 +26,7 @@ from pmesh.errors import ConfigError, RankLost, RunError, UsageError
 from pmesh.paths import home_directory, socket_path
 
 JOB = "bench"
-PATIENCE_S = 300.0  # a person goes from machine to machine
+PATIENCE_S = 300.0  # the user starts it on one machine after another
 SIZE_STEP = 4
 SCHEMA_VERSION = 1
 _FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -35,7 +35,7 @@ _SIZE = re.compile(r"(\d+) *([KMG]?)(?:i?B)?", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What the command line has asked for, not yet checked."""
+    """The options of the command line, not yet checked."""
 
     min_size: str
     max_size: str
@@ -48,7 +48,7 @@ class Wishes:
 
 
 def run_bench(home: Path | None, wishes: Wishes) -> int:
-    """Measure with those who run the same on the other machines; returns the exit code."""
+    """Measure together with the other machines, and return the exit code."""
     plan = plan_of(wishes)
     if wishes.plot is not None:
         check_plot_file(wishes.plot)
@@ -74,16 +74,16 @@ def run_bench(home: Path | None, wishes: Wishes) -> int:
 
 
 def _expected(directory: Path) -> int:
-    """As many as the mesh has machines; whom to start is said, for one goes from each to the next.
+    """Return the number of machines in the mesh, and print their names: the user must start each.
 
     Raises:
-        UsageError: there is no other machine.
+        UsageError: There is no other machine.
     """
     view = decode_status(ask_status(socket_path(directory))).view
     if len(view.members) == 1:
         raise UsageError(
-            "this agent has met no other machine, 'pmesh status' says why; to measure two trainers "
-            "on this one, run 'pmesh bench --wait-for 2' twice"
+            "this agent has met no other machine ('pmesh status' says why); to measure two "
+            "trainers on this machine, run 'pmesh bench --wait-for 2' twice"
         )
     names = ", ".join(member.name for member in view.members)
     complain(f"waiting until 'pmesh bench' runs on {names}")
@@ -91,12 +91,12 @@ def _expected(directory: Path) -> int:
 
 
 def plan_of(wishes: Wishes) -> Plan:
-    """The wishes, checked; raises ConfigError for one that can't be."""
+    """Check the wishes. Raises ConfigError for an invalid one."""
     known = {collective.name: collective for collective in COLLECTIVES}
     _check_names("--collective", wishes.collectives, known)
     _check_names("--strategy", wishes.strategies, STRATEGIES)
     if not 0 < wishes.seconds <= 3600:  # noqa: PLR2004 - an hour for one row
-        raise ConfigError(f"--seconds is more than 0 and at most 3600, not {wishes.seconds:g}")
+        raise ConfigError(f"--seconds must be over 0 and at most 3600, not {wishes.seconds:g}")
     smallest = parse_size("--min-size", wishes.min_size)
     largest = parse_size("--max-size", wishes.max_size)
     if smallest > largest:
@@ -110,32 +110,32 @@ def plan_of(wishes: Wishes) -> Plan:
 
 
 def parse_size(option: str, text: str) -> int:
-    """A number of bytes.
+    """Parse a number of bytes.
 
     >>> parse_size("--min-size", "1KiB"), parse_size("--min-size", "3m"), parse_size("", "100")
     (1024, 3145728, 100)
 
     Raises:
-        ConfigError: it is none, or less than a value has.
+        ConfigError: The text is not a size, or the size is below that of one value.
     """
     found = _SIZE.fullmatch(text.strip())
     size = int(found[1]) * _FACTORS[found[2].upper()] if found else 0
     if size < VALUE_BYTES:
         raise ConfigError(
-            f"{option} is a number of bytes, at least {VALUE_BYTES}, such as 4096, 64KiB or 16MiB, "
-            f"not {text!r}"
+            f"{option} must be a number of bytes, at least {VALUE_BYTES}, such as 4096, 64KiB or "
+            f"16MiB, not {text!r}"
         )
     return size
 
 
 def check_alike(mesh: Mesh, plan: Plan) -> None:
-    """Raises UsageError, at every rank, if the ranks were asked for different rows."""
+    """Raise UsageError at every rank if the ranks have different plans."""
     digest = zlib.crc32(plan.describe().encode())
     most, least = mesh.all_reduce(np.array([digest, -digest], np.int64), "max")
     if most != -least:
         raise UsageError(
-            "the machines were asked for different sizes, collectives, strategies or seconds; "
-            "give 'pmesh bench' the same of these options on all of them"
+            "the machines were given different sizes, collectives, strategies or seconds; "
+            "give 'pmesh bench' the same options on all of them"
         )
 
 
@@ -149,8 +149,8 @@ def _measure(mesh: Mesh, plan: Plan, *, show: bool) -> list[Row]:
             if mesh.names != names:
                 lost = ", ".join((Counter(names) - Counter(mesh.names)).elements())
                 raise RankLost(
-                    f"{lost} is lost: what was being measured is not that of {len(names)} ranks; "
-                    "run 'pmesh bench' on all machines once more"
+                    f"{lost} is lost, so the results are not those of {len(names)} ranks; "
+                    "run 'pmesh bench' on all machines again"
                 )
             rows.append(row)
             live.update(bench_table(names, rows), refresh=True)
@@ -167,4 +167,4 @@ def _sizes(smallest: int, largest: int) -> Iterator[int]:
 def _check_names(option: str, wanted: Sequence[str], known: Collection[str]) -> None:
     for name in wanted:
         if name not in known:
-            raise ConfigError(f"{option} is one of {', '.join(known)}, not {name!r}")
+            raise ConfigError(f"{option} must be one of {', '.join(known)}, not {name!r}")

@@ -1,4 +1,4 @@
-"""What `pmesh bench` measures: for each collective a call, its right result, and its bus factor."""
+"""The collectives that `pmesh bench` measures: call, correct result and bus factor of each."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from pmesh.client.calls.reducing import Strategy
 from pmesh.client.mesh import Mesh
 
 Values: TypeAlias = NDArray[np.float32]
-PERIOD: Final = 4099  # a prime: a segment that went astray changes the phase
+PERIOD: Final = 4099  # a prime, so a misplaced segment changes the phase
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One call, to be made again and again with the same input."""
+    """One call, repeated with the same input."""
 
     call: Callable[[], object]
     is_right: Callable[[Any], bool]
 
 
 Prepare: TypeAlias = Callable[[Mesh, int, str], Trial]
-"""For a mesh, a number of float32 values (of the largest array that any rank holds), a strategy."""
+"""Takes the mesh, the number of float32 values in the largest array of any rank, a strategy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +33,14 @@ class Collective:
     name: str
     prepare: Prepare
     bus_factor: Callable[[int], float]
-    """For n ranks: what a link must carry, over the bytes; as nccl-tests defines it."""
+    """Bytes that a link of n ranks must carry per byte of the array, as nccl-tests defines it."""
     strategies: tuple[str, ...] = ("",)
-    """Those of its own keyword; "" where it has none."""
+    """The values of its `strategy` keyword; "" if it has none."""
     has_sizes: bool = True
 
 
 def input_of(count: int, rank: int) -> Values:
-    """Whole numbers, so that float32 adds up those of all ranks without rounding.
+    """Return whole numbers, so that float32 sums those of all ranks without rounding.
 
     >>> input_of(3, 1)
     array([0., 2., 4.], dtype=float32)
@@ -51,18 +51,17 @@ def input_of(count: int, rank: int) -> Values:
 
 
 def sum_of(count: int, ranks: int) -> Values:
-    """What the inputs of all ranks add up to."""
     return input_of(count, ranks * (ranks + 1) // 2 - 1)
 
 
 def _all_reduce(mesh: Mesh, count: int, strategy: str) -> Trial:
     mine, right = input_of(count, mesh.rank), sum_of(count, mesh.size)
-    chosen = cast("Strategy", strategy)  # of this collective's row in the table
+    chosen = cast("Strategy", strategy)  # from this collective's row in the table
     return Trial(lambda: mesh.all_reduce(mine, strategy=chosen), _equals(right))
 
 
 def _all_reduce_shared(mesh: Mesh, count: int, _: str) -> Trial:
-    """What lies in memory that the agent shares: neither it nor the result is copied."""
+    """Use memory that the agent shares: neither the input nor the result is copied."""
     mine, right = mesh.empty(count), sum_of(count, mesh.size)
     mine[:] = input_of(count, mesh.rank)
     return Trial(lambda: mesh.all_reduce(mine, copy=False), _equals(right))
@@ -111,7 +110,7 @@ def _sendrecv(mesh: Mesh, count: int, _: str) -> Trial:
     following, previous = (mesh.rank + 1) % mesh.size, (mesh.rank - 1) % mesh.size
     mine, right = input_of(count, mesh.rank), input_of(count, previous)
     if mesh.size == 1:
-        return Trial(mine.copy, _equals(right))  # nobody sends to itself
+        return Trial(mine.copy, _equals(right))  # a rank can't send to itself
     return Trial(lambda: mesh.sendrecv(mine, following, previous), _equals(right))
 
 
@@ -120,7 +119,7 @@ def _barrier(mesh: Mesh, _count: int, _strategy: str) -> Trial:
 
 
 def _parts(mesh: Mesh, count: int) -> list[Values]:
-    """One array cut into a part for each rank; each rank's is another multiple of it."""
+    """Cut an array into one part for each rank, and scale each part by another factor."""
     parts = np.array_split(input_of(count, 0), mesh.size)
     return [part * np.float32(rank + 1) for rank, part in enumerate(parts)]
 
@@ -130,7 +129,7 @@ def _equals(right: Values) -> Callable[[Any], bool]:
 
 
 def _at_root(mesh: Mesh, right: Values) -> Callable[[Any], bool]:
-    """Rank 0 gets the result, the others nothing."""
+    """Expect the result at rank 0 and None at the others."""
     return (lambda result: result is None) if mesh.rank else _equals(right)
 
 
@@ -140,12 +139,12 @@ def _one_way(_: int) -> float:
 
 
 def _all_but_own(ranks: int) -> float:
-    """Each rank's part is at home already."""
+    """Each rank already holds its own part."""
     return (ranks - 1) / ranks
 
 
 def _there_and_back(ranks: int) -> float:
-    """Each part is gathered at one rank, and sent to all."""
+    """Each part is reduced at one rank, then sent to all."""
     return 2 * _all_but_own(ranks)
 
 

@@ -10,31 +10,24 @@ from pmesh.errors import ConfigError
 
 
 def check_plot_file(path: Path) -> None:
-    """Before minutes of measuring: can this be drawn, and written?
-
-    Raises:
-        ConfigError: it can't; says what to do.
-    """
+    """Raise ConfigError before minutes of measuring if the plot can't be drawn or written."""
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'pmesh[bench]'")
     from matplotlib.backend_bases import FigureCanvasBase  # noqa: PLC0415 - an extra, and 0.3 s
 
     kinds = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix.removeprefix(".").lower() not in kinds:
-        raise ConfigError(
-            f"--plot {path}: its name says what it becomes, and must end in one of "
-            f".{', .'.join(kinds)}"
-        )
+        raise ConfigError(f"--plot {path}: the file name must end in one of .{', .'.join(kinds)}")
     try:
         path.open("ab").close()
     except OSError as e:
         raise ConfigError(
-            f"--plot {path} can't be written: {e.strerror}; name a file in a folder of yours"
+            f"--plot {path} can't be written: {e.strerror}; name a file in a folder of your own"
         ) from e
 
 
 def draw(path: Path, names: Sequence[str], rows: Sequence[Row]) -> None:
-    """Write the plot: a line for each collective and strategy."""
+    """Write the plot, with a line for each collective and strategy."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - an extra, and 0.3 s
 
     lines: dict[str, list[Row]] = {}

@@ -1,4 +1,4 @@
-"""Measures one collective with one size, the same at every rank, and shows it as a table."""
+"""Measures a collective with one size at all ranks together, and lays out the table."""
 
 import math
 import statistics
@@ -30,14 +30,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     calls: int
     min_s: float
-    """Each call counts as long as it took at its slowest rank."""
+    """The time of a call is that of its slowest rank."""
     median_s: float
     p99_s: float
     algorithm_bytes_per_s: float | None
-    """Bytes over the median; null where there are none."""
+    """Bytes divided by the median; null for a collective without bytes."""
     bus_bytes_per_s: float | None
     correct: bool
-    """Whether each call's result was right at each rank."""
+    """True if every result was right at every rank."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,13 +46,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     schema: int
     version: str
     names: tuple[str, ...]
-    """For each rank the name of its machine."""
+    """The machine of each rank."""
     rows: tuple[Row, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What all ranks do; it must be the same at each."""
+    """The rows to measure; all ranks must have the same plan."""
 
     sizes: tuple[int, ...]
     collectives: tuple[Collective, ...]
@@ -60,7 +60,7 @@ class Plan:
     seconds: float
 
     def steps(self) -> Iterator[tuple[Collective, str, int]]:
-        """Each row, in order; strategies that a collective does not have are left out."""
+        """Yield the rows in order, without strategies that a collective does not have."""
         for collective in self.collectives:
             for strategy in collective.strategies:
                 if not strategy or strategy in self.strategies:
@@ -68,7 +68,7 @@ class Plan:
                         yield collective, strategy, size
 
     def describe(self) -> str:
-        """The same text on two machines only if they do the same."""
+        """Return a text that is equal on two machines only if their plans are."""
         rows = [f"{c.name} {strategy} {size}" for c, strategy, size in self.steps()]
         return f"{self.seconds:g} s for each of {'; '.join(rows)}"
 
@@ -76,10 +76,10 @@ class Plan:
 def measure_row(
     mesh: Mesh, collective: Collective, strategy: str, nbytes: int, *, seconds: float
 ) -> Row:
-    """Make the call for about so long, but a few times at least.
+    """Repeat the call for about `seconds`, but at least `LEAST_CALLS` times.
 
     Raises:
-        PmeshError: as the collective does.
+        PmeshError: The collective failed.
     """
     trial = collective.prepare(mesh, nbytes // VALUE_BYTES, strategy)
     warm = _slowest(mesh, _time_calls(trial, WARM_CALLS)[0])
@@ -115,7 +115,7 @@ def _time_calls(trial: Trial, times: int) -> tuple[list[float], bool]:
 
 
 def _slowest(mesh: Mesh, seconds: list[float]) -> list[float]:
-    """For each call the longest that a rank has waited; alike at all ranks."""
+    """Return the time of each call at its slowest rank."""
     return [float(s) for s in mesh.all_reduce(np.array(seconds), "max")]
 
 
@@ -123,12 +123,12 @@ _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def bench_table(names: Sequence[str], rows: Iterable[Row]) -> Table:
-    """One line for each row, of at most 80 cells, which is what a terminal has at least."""
+    """One line for each row, at most 80 cells wide: the narrowest common terminal."""
     title = f"{len(names)} ranks: {printable(', '.join(names))}; bandwidth in MB/s"
     table = Table(
         title=title, title_justify="left", box=SIMPLE, show_edge=False, pad_edge=False, padding=0
     )
-    table.add_column("collective")  # the one to wrap where numbers are long
+    table.add_column("collective")  # this column wraps if numbers are long
     for head in ("size", "calls", "min", "median", "p99", "alg.", "bus"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("ok?", no_wrap=True, min_width=3)
@@ -145,7 +145,7 @@ def bench_table(names: Sequence[str], rows: Iterable[Row]) -> Table:
 
 
 def size_text(nbytes: int) -> str:
-    """In the largest unit that it is a whole number of.
+    """Format bytes in the largest unit that gives a whole number.
 
     >>> size_text(1 << 28), size_text(1536), size_text(100)
     ('256 MiB', '1536 B', '100 B')
@@ -157,7 +157,7 @@ def size_text(nbytes: int) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """With three digits, in the unit that fits.
+    """Format a time with three digits, in the unit that fits.
 
     >>> time_text(0.0000123), time_text(0.5), time_text(75)
     ('12.3 µs', '500 ms', '75 s')
@@ -169,7 +169,7 @@ def time_text(seconds: float) -> str:
 
 
 def _speed_text(bytes_per_s: float | None) -> str:
-    """Three digits at least, in MB/s."""
+    """Format a speed in MB/s with at least three digits."""
     if bytes_per_s is None:
         return ""
     speed = bytes_per_s / 1e6

@@ -1,4 +1,4 @@
-"""`pmesh events`: what has happened, at once or as it happens."""
+"""`pmesh events`: prints past events and follows new ones."""
 
 import sys
 import time
@@ -47,7 +47,7 @@ _GOOD: frozenset[EventKind] = frozenset(
 
 
 def show_events(home: Path | None, *, follow: bool, as_json: bool) -> int:
-    """Print what the agent has kept; then, if asked to follow, what happens until Ctrl-C."""
+    """Print the events that the agent has kept; with `follow`, continue until Ctrl-C."""
     reader = Reader(socket_path(home_directory(home)))
     console = Console(highlight=False)
     for page in _follow(reader) if follow else [reader.read()]:
@@ -63,7 +63,7 @@ def show_events(home: Path | None, *, follow: bool, as_json: bool) -> int:
 
 
 class Reader:
-    """Reads what agents at one socket have noted: each event once."""
+    """Reads each event of the agents at one socket once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -71,7 +71,7 @@ class Reader:
         self._after = -1
 
     def read(self) -> EventPage:
-        """All that is new.
+        """Return all new events.
 
         Raises:
             AgentNotRunning: Nobody listens there.
@@ -82,7 +82,7 @@ class Reader:
             page = decode_events(ask_events(self._path, self._after))
             asked_another = page.incarnation != self._incarnation and self._after >= 0
             self._incarnation = page.incarnation
-            if asked_another:  # numbers have begun anew: these are not all that we lack
+            if asked_another:  # a new agent counts from 0, so this page may lack its first events
                 self._after = -1
                 events.clear()
                 continue
@@ -93,7 +93,7 @@ class Reader:
 
 
 def _follow(reader: Reader) -> Iterator[EventPage]:
-    """As `tail -F`: an agent that ends may be followed by another."""
+    """Like `tail -F`, continue with the next agent when one ends."""
     yield reader.read()
     answers = True
     while True:
@@ -102,7 +102,7 @@ def _follow(reader: Reader) -> Iterator[EventPage]:
             page = reader.read()
         except (AgentNotRunning, AgentStopped) as e:
             if answers:
-                complain(f"{e}; waiting for the next")
+                complain(f"{e}; waiting for the next agent")
             answers = False
             continue
         answers = True

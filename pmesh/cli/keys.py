@@ -1,4 +1,4 @@
-"""`pmesh key`, and how a command finds the mesh key."""
+"""`pmesh key`, and the search for the agent's mesh key."""
 
 import getpass
 import os
@@ -16,7 +16,7 @@ from pmesh.paths import check_home, home_directory
 
 MESH_KEY_BYTES = 32
 _PROMPT = "Paste the mesh key (it is not shown) and press Return: "
-_LONGEST_INPUT_CHARACTERS = 4096  # a key is one line; a film that was piped here is not read
+_LONGEST_INPUT_CHARACTERS = 4096  # a key is one line; we don't read a huge file piped by mistake
 
 
 def make(home: Path | None) -> int:
@@ -24,8 +24,8 @@ def make(home: Path | None) -> int:
     directory = open_home(home_directory(home))
     if load_mesh_key(directory) is not None:
         raise KeyFileError(
-            f"{directory / MESH_KEY_NAME} holds a mesh key: 'pmesh key show' prints it; to leave"
-            " its mesh for a new one, move that file away first"
+            f"{directory / MESH_KEY_NAME} already holds a mesh key ('pmesh key show' prints it);"
+            " to start a new mesh, move that file away first"
         )
     say(invitation(_new_key(directory)))
     return 0
@@ -34,7 +34,7 @@ def make(home: Path | None) -> int:
 def show(home: Path | None) -> int:
     """`pmesh key show`. Raises KeyFileError if there is none.
 
-    The key alone goes to standard output, so that a pipe carries nothing else to `pmesh key set`.
+    Only the key goes to standard output, so that it can be piped to `pmesh key set`.
     """
     directory = home_directory(home)
     check_home(directory, holds_keys=True)
@@ -42,9 +42,7 @@ def show(home: Path | None) -> int:
     key = _parse(text, "PMESH_KEY") if text else load_mesh_key(directory)
     if key is None:
         raise KeyFileError(f"{directory} holds no mesh key; 'pmesh key new' makes one")
-    complain(
-        "Whoever holds this key is a member of the mesh; other machines take it by 'pmesh key set'"
-    )
+    complain("Every machine with this key is a member of the mesh; add others with 'pmesh key set'")
     say(mesh_key_text(key))
     return 0
 
@@ -53,14 +51,14 @@ def take(words: Sequence[str], home: Path | None) -> int:
     """`pmesh key set`.
 
     Raises:
-        ConfigError: The key stands on the command line, or what was read is none.
+        ConfigError: The key is on the command line, or the input is not a key.
     """
     if words:
         raise ConfigError(
-            "'pmesh key set' takes no key on the command line, where other users and the shell's "
-            "history see it; type 'pmesh key set' alone, and paste the key when it asks. If it was "
-            "a key that you typed, delete that line of the history, and better change to a new "
-            "key: 'pmesh key new' on the first machine"
+            "'pmesh key set' takes no key on the command line, where other users can see it and "
+            "the shell records it; type 'pmesh key set' alone and paste the key when it asks. If "
+            "you typed a key, delete that line from the shell's history, and preferably replace "
+            "the key: 'pmesh key new' on the first machine"
         )
     directory = home_directory(home)
     check_home(directory, holds_keys=True)  # before the user is asked for anything
@@ -71,7 +69,7 @@ def take(words: Sequence[str], home: Path | None) -> int:
 
 
 def find_mesh_key(settings: Settings) -> MeshKey:
-    """The mesh key that an agent shall use; makes one, and says so, where there is none at all.
+    """Return the agent's mesh key; if there is none at all, make one and print it.
 
     Raises:
         ConfigError: PMESH_KEY holds no mesh key.
@@ -89,7 +87,7 @@ def find_mesh_key(settings: Settings) -> MeshKey:
 
 
 def invitation(key: MeshKey) -> str:
-    """What the user does next with a new key."""
+    """Tell the user what to do with a new key."""
     to_do = "On each other machine run 'pmesh key set', and paste this line when it asks:"
     return f"A new mesh key. {to_do}\n\n    {mesh_key_text(key)}\n"
 
@@ -98,7 +96,7 @@ def _ask_key() -> MeshKey:
     asks = sys.stdin.isatty()
     try:
         text = getpass.getpass(_PROMPT) if asks else sys.stdin.read(_LONGEST_INPUT_CHARACTERS)
-    except (EOFError, UnicodeDecodeError):  # Ctrl-D; a file that is no text
+    except (EOFError, UnicodeDecodeError):  # Ctrl-D, or a file that is not text
         text = ""
     return _parse(text, "what was pasted" if asks else "standard input")
 

@@ -1,6 +1,6 @@
-"""`pmesh run`: a command that is started again when it crashes, so that its machine comes back.
+"""`pmesh run`: restarts a command that crashes, so that its machine comes back.
 
-Nothing that the command has started outlives this process.
+No process that the command started outlives this one.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ import trio
 from pmesh.cli.terminal import complain, ending_signals
 from pmesh.errors import ConfigError, UsageError
 
-# It reads the process group, and an empty line once that is over. Its input ends when 'pmesh run'
-# has ended, however that was: nobody can be asked to clean up after a SIGKILL of himself.
+# It reads the process group, then an empty line once the group has ended. Its input closes when
+# 'pmesh run' ends, even by SIGKILL, after which 'pmesh run' can't clean up by itself.
 _GUARD = """
 while read -r line; do group=$line; done
 [ -n "$group" ] || exit 0
@@ -35,23 +35,22 @@ class Child(Protocol):
     """One run of the command."""
 
     async def wait(self) -> int:
-        """Its exit code, once it has ended; a signal's number, negative."""
+        """Wait for the end and return the exit code, or minus the number of a signal."""
         ...
 
     def send_signal(self, number: int) -> None:
-        """Pass a signal on, to it and to what it has started."""
+        """Send a signal to the command and to every process that it started."""
         ...
 
 
 @asynccontextmanager
 async def start_group(command: Sequence[str]) -> AsyncGenerator[Child]:
-    """Start the command in a process group of its own, none of which outlives a failure.
+    """Start the command in its own process group, and kill the group if the command fails.
 
-    In a session of its own too: Ctrl-C would reach it twice otherwise, from the terminal and from
-    us.
+    It has its own session too: otherwise Ctrl-C would reach it twice, from the terminal and us.
 
     Raises:
-        OSError: it can't be started.
+        OSError: The command can't be started.
     """
     with _Guard() as guard:
         process = await trio.lowlevel.open_process(
@@ -67,7 +66,7 @@ async def start_group(command: Sequence[str]) -> AsyncGenerator[Child]:
 
 
 class _Guard:
-    """A process that ends a process group when this process has ended without doing so."""
+    """A process that ends the process group if this process dies first."""
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(  # noqa: S603 - our own script
@@ -83,18 +82,16 @@ class _Guard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._pipe, contextlib.suppress(BrokenPipeError):  # somebody has ended it
+        with self._pipe, contextlib.suppress(BrokenPipeError):  # the guard was killed
             self._pipe.write(b"\n")
         self._process.wait()
 
     def watch_this_process(self) -> None:
-        """Called in the new process before it becomes the command: nobody can be too quick."""
-        self._pipe.write(b"%d\n" % os.getpid())  # pragma: no cover - of a process that is replaced
+        """Called in the new process before it becomes the command, so that there is no race."""
+        self._pipe.write(b"%d\n" % os.getpid())  # pragma: no cover - in a process that is replaced
 
 
 class _Group:
-    """A `Child` that is a real one."""
-
     def __init__(self, process: trio.Process) -> None:
         self._process = process
 
@@ -112,19 +109,19 @@ def _signal_group(group: int, number: int) -> None:
 
 
 FIRST_WAIT_S = 1.0
-LONGEST_WAIT_S = 30.0  # a machine that has come to its senses should not be missed for long
-STEADY_S = 60.0  # who ran for so long had started well: its failure is a new one
+LONGEST_WAIT_S = 30.0  # a machine that has recovered should come back soon
+STEADY_S = 60.0  # a command that ran this long had started well: its failure is a new one
 
-# The machine lacks something just now, perhaps because of what has just crashed.
+# The machine is short of a resource, perhaps because of the crash itself.
 _PASSING_ERRORS = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
 
 
 def wait_before_start(previous_s: float, *, ran_s: float) -> float:
-    """How long to wait before the command that has failed is started again.
+    """Return the seconds to wait before a failed command is restarted.
 
     Args:
-        previous_s: the wait before this run; 0 before the first.
-        ran_s: how long it ran.
+        previous_s: The wait before this run; 0 before the first.
+        ran_s: How long it ran.
 
     >>> wait_before_start(0, ran_s=0.1)
     1.0
@@ -140,19 +137,19 @@ Starter = Callable[[], AbstractAsyncContextManager[Child]]
 
 
 def run_command(command: Sequence[str]) -> int:
-    """Run the command until it ends well or a signal ends it; returns the exit code.
+    """Run the command until it succeeds or a signal ends it, and return the exit code.
 
     Raises:
-        ConfigError: there is no command.
-        UsageError: it can't be started, now or ever.
+        ConfigError: There is no command.
+        UsageError: The command can't be started.
     """
     if not command:
-        raise ConfigError("which command? As in: pmesh run -- python train.py")
+        raise ConfigError("there is no command; type for example: pmesh run -- python train.py")
     return trio.run(keep_running, functools.partial(start_group, command), _name_of(command))
 
 
 async def keep_running(start: Starter, name: str) -> int:
-    """Start it, and again when it fails, until it ends well or a signal has come."""
+    """Restart the command until it succeeds or a signal comes."""
     runner = Runner(start, name)
     async with trio.open_nursery() as nursery:
         await nursery.start(runner.pass_signals_on)
@@ -162,7 +159,7 @@ async def keep_running(start: Starter, name: str) -> int:
 
 
 class Runner:
-    """The command, run after run."""
+    """Runs the command again and again."""
 
     def __init__(self, start: Starter, name: str) -> None:
         self._start = start
@@ -174,7 +171,7 @@ class Runner:
     async def pass_signals_on(
         self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Every one: a command may end at the first, or only get ready to end."""
+        """Pass on every signal: a command may end at the first, or only prepare to end."""
         with trio.open_signal_receiver(*ending_signals()) as signals:
             task_status.started()
             async for number in signals:
@@ -184,7 +181,7 @@ class Runner:
                     self._child.send_signal(number)
 
     async def run(self) -> int:
-        """The exit code: 0 if the command has ended well, else that of the signal."""
+        """Return the exit code: 0 if the command succeeded, else that of the signal."""
         wait_s = 0.0
         while True:
             began = trio.current_time()
@@ -197,7 +194,7 @@ class Runner:
                 with trio.move_on_after(wait_s):
                     await self._told.wait()
             if self._told.is_set():
-                return 128 + self._signal  # as shells have it
+                return 128 + self._signal  # as in shells
 
     async def _run_once(self, *, first: bool) -> tuple[int, str]:
         try:
@@ -209,8 +206,8 @@ class Runner:
             if first or e.errno not in _PASSING_ERRORS:
                 what = str(e.filename or self._name)
                 raise UsageError(
-                    f"can't start {what!r}: {e.strerror}; what stands after 'pmesh run --' must "
-                    "run by itself"
+                    f"can't start {what!r}: {e.strerror}; the words after 'pmesh run --' must be "
+                    "a command that runs by itself"
                 ) from e
             return 1, f"could not be started: {e.strerror}"
         finally:
@@ -219,7 +216,7 @@ class Runner:
 
 
 def _name_of(command: Sequence[str]) -> str:
-    """What a person calls it: the script, if it is Python's."""
+    """Return the name that a person would use: that of the Python script, if there is one."""
     script = next((word for word in command if word.endswith(".py")), command[0])
     return Path(script).name
 

@@ -1,4 +1,4 @@
-"""`pmesh status` and `pmesh down`: the agent's state as a person reads it, and its ring.
+"""`pmesh status` and `pmesh down`: shows the agent's state as a ring and tables.
 
 ╭─▶ ● mac-1 ★ ──▶ ● mac-2   ──╮
 │                             │
@@ -35,7 +35,7 @@ from pmesh.cli.terminal import printable, say
 from pmesh.client.control import ask_status, stop_agent
 from pmesh.paths import home_directory, socket_path
 
-# Shape and colour both tell, for terminals and eyes without colours.
+# Both shape and colour show the health, for terminals and eyes without colours.
 HEALTH_MARKS: Final[Mapping[Health, tuple[str, str]]] = MappingProxyType(
     {
         "self": ("●", "green"),
@@ -51,13 +51,13 @@ _SHORTEST_LABEL_CELLS = 7  # "● mac …": a narrower terminal wraps the pictur
 
 
 class RingNode(NamedTuple):
-    """One member, as it is drawn."""
+    """One member of the drawn ring."""
 
     name: str
     health: Health = "healthy"
     leader: bool = False
     here: bool = False
-    """The machine on which the picture is shown."""
+    """True for the machine that shows the picture."""
 
 
 def draw_ring(nodes: Sequence[RingNode], *, width: int = 80, beat: int | None = None) -> Text:
@@ -66,7 +66,7 @@ def draw_ring(nodes: Sequence[RingNode], *, width: int = 80, beat: int | None = 
     Args:
         nodes: At least one.
         width: Cells of the terminal; names are shortened to fit.
-        beat: Lights up one edge; counted up by the caller, the light runs around the ring.
+        beat: Lights up one edge; a caller that counts it up moves the light around the ring.
     """
     if len(nodes) == 1:
         return Text.assemble(_label(nodes[0], width), (" alone", "dim"))
@@ -96,7 +96,7 @@ def _top_row(labels: Sequence[Text], styles: Sequence[str]) -> Text:
 
 
 def _bottom_row(labels: Sequence[Text], styles: Sequence[str], turn: str, *, missing: int) -> Text:
-    """From right to left; an odd ring has one label less here, and a longer edge."""
+    """Draw from right to left; an odd ring has one label fewer here, and a longer edge."""
     row = Text.assemble(("╰── ", styles[-1]))
     for index in reversed(range(len(labels))):
         row.append_text(labels[index])
@@ -121,7 +121,7 @@ _UNIT_STEP = 1000
 
 
 def render_status(status: Status, *, width: int = 80, beat: int | None = None) -> RenderableType:
-    """The whole picture; `beat` lets a light run around the ring (see `draw_ring`)."""
+    """Lay out the whole status; `beat` moves a light around the ring (see `draw_ring`)."""
     parts: list[RenderableType] = [_headline(status), _ring(status, width, beat), _members(status)]
     strangers = [peer for peer in status.peers if peer.state != "linked"]
     if strangers:
@@ -132,7 +132,7 @@ def render_status(status: Status, *, width: int = 80, beat: int | None = None) -
 
 
 def bytes_text(count: int) -> str:
-    """A number of bytes in the largest unit that leaves at least 1.
+    """Format bytes in the largest unit that leaves at least 1.
 
     >>> bytes_text(999), bytes_text(1_250_000)
     ('999 B', '1.2 MB')
@@ -263,7 +263,7 @@ EXIT_TIMEOUT_S = 5.0
 
 
 def show_status(home: Path | None, *, watch: bool, as_json: bool) -> int:
-    """Print the agent's picture: once, or every second until Ctrl-C or the agent's end."""
+    """Print the agent's status: once, or every second until Ctrl-C or the agent's end."""
     path = socket_path(home_directory(home))
     if as_json:
         _print_json(path, watch=watch)
@@ -271,7 +271,7 @@ def show_status(home: Path | None, *, watch: bool, as_json: bool) -> int:
     console = Console(highlight=False)
     if not watch:
         console.print(render_status(decode_status(ask_status(path)), width=console.width))
-    elif not console.is_terminal:  # where Live shows nothing before its end
+    elif not console.is_terminal:  # Live would show nothing before its end
         for picture in _pictures(path, console):
             console.print(picture)
     else:
@@ -289,7 +289,7 @@ def _pictures(path: Path, console: Console) -> Iterator[RenderableType]:
 
 
 def bring_down(home: Path | None) -> int:
-    """Stop the agent, and return when its process has ended: its home is free then."""
+    """Stop the agent and wait until its process has ended, which frees its home."""
     pid = stop_agent(socket_path(home_directory(home)))
     with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
         psutil.Process(pid).wait(EXIT_TIMEOUT_S)

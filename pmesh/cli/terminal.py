@@ -1,4 +1,4 @@
-"""Text out: to a person's terminal, so nothing that a stranger chose may steer it."""
+"""Prints text; no text from another machine can control the terminal."""
 
 import contextlib
 import signal
@@ -9,7 +9,7 @@ from pmesh.errors import PmeshError
 
 
 def printable(text: str) -> str:
-    r"""The text without what a terminal would obey; names come from other machines.
+    r"""Replace control characters, as names come from other machines.
 
     >>> printable("mac\x1b[2J")
     'mac�[2J'
@@ -18,7 +18,7 @@ def printable(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """Print lines to standard output, at once, also where it is a pipe or a file."""
+    """Print lines to standard output without buffering, even to a pipe or a file."""
     sys.stdout.write("\n".join(printable(line) for line in text.split("\n")) + "\n")
     sys.stdout.flush()
 
@@ -30,21 +30,18 @@ def complain(text: str) -> None:
 
 
 def announce(text: str) -> None:
-    """Print lines as `say` does, or drop them.
-
-    An agent outlives a full disk under its output, and a terminal or a reader that has gone.
-    """
+    """Print as `say` does, or drop the lines: an agent outlives a full disk and a lost terminal."""
     with contextlib.suppress(OSError):
         say(text)
 
 
 def dropping_lines(stream: TextIO) -> TextIO:
-    """The stream for an agent's log; what can't be written is dropped, as by `announce`."""
+    """Wrap the stream of an agent's log; it drops lines that can't be written."""
     return cast("TextIO", _DroppingLines(stream))
 
 
 class _DroppingLines:
-    """What loggers use of a stream."""
+    """The part of a stream that loggers use."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -61,11 +58,10 @@ class _DroppingLines:
 
 
 def complain_of(error: PmeshError) -> None:
-    """Print an error as its name and its message, which says what to do."""
     complain(f"{type(error).__name__}: {error}")
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """A closed terminal is an end too, unless `nohup` says otherwise."""
+    """Return the signals that end a command; a closed terminal does too, except under `nohup`."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     return tuple(s for s in signals if signal.getsignal(s) != signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""`pmesh up`: from options to a running agent, in the foreground or detached."""
+"""`pmesh up`: starts an agent in the foreground or the background."""
 
 import functools
 import os
@@ -31,13 +31,13 @@ _POLL_INTERVAL_S = 0.05
 def start_detached(
     command: Sequence[str], *, environment: Mapping[str, str], socket: Path, log: Path
 ) -> int:
-    """Start the command in a session of its own; returns when an agent answers at the socket.
+    """Start the command in its own session, and return 0 when an agent answers at the socket.
 
-    Its output goes to the end of the log. Where it fails to start, what it wrote is shown, and its
-    exit code is returned.
+    Its output is appended to the log. If it fails to start, print its output and return its exit
+    code.
 
     Raises:
-        AgentStopped: It neither answers nor ends; it has been killed.
+        AgentStopped: It neither answered nor ended, and was killed.
         ConfigError: The log can't be written, or is not this user's own.
     """
     descriptor = open_own_file(log, os.O_APPEND)
@@ -57,12 +57,12 @@ def start_detached(
         if process.poll() is not None:
             said = log.read_bytes()[begin:].decode(errors="replace")
             sys.stderr.write(said)
-            if not said:  # where the disk is full, not even the reason can be written
-                complain(f"the agent ended, and could not say why in {log}; 'pmesh up' shows it")
-            return process.returncode or 1  # it should have stayed
+            if not said:  # on a full disk not even the reason can be written
+                complain(f"the agent ended and could not log why in {log}; 'pmesh up' shows it")
+            return process.returncode or 1  # an agent that ends with 0 has not started either
         if _answers(socket):
-            process.returncode = 0  # nobody will wait for it; Popen would warn of that
-            say(f"The agent runs: pid {process.pid}, log {log}")
+            process.returncode = 0  # Popen would warn that nobody waits for the process
+            say(f"The agent is running: pid {process.pid}, log {log}")
             return 0
         time.sleep(_POLL_INTERVAL_S)
     process.kill()
@@ -82,7 +82,7 @@ LOG_NAME = "agent.log"
 
 
 def bring_up(home: Path | None, flags: Mapping[str, object], *, detach: bool) -> int:
-    """Run the agent, or start one in the background; returns the exit code."""
+    """Run the agent, or start one in the background, and return the exit code."""
     directory = open_home(home_directory(home))
     settings = load_settings(
         directory, flags=flags, environment=os.environ, host_name=socket.gethostname()
@@ -106,8 +106,8 @@ def _run_here(settings: Settings) -> int:
 
 
 def _start_in_background(settings: Settings) -> int:
-    with hold_home(settings.home):  # refused here, not in a log, if an agent runs already
-        _keys(settings)  # and a new mesh key is shown here
+    with hold_home(settings.home):  # if an agent runs already, fail here and not in a log
+        _keys(settings)  # print a new mesh key here and not in a log
     others = {key: value for key, value in os.environ.items() if not key.startswith("PMESH_")}
     return start_detached(
         [sys.executable, "-m", "pmesh.cli", "up"],
@@ -123,9 +123,9 @@ def _keys(settings: Settings) -> tuple[MeshKey, NodeKey]:
 
 
 async def run_until_signal(agent: Callable[[], Awaitable[None]]) -> int:
-    """Run the agent until it ends, or cancel it at the first signal; returns the exit code.
+    """Run the agent until it ends, or cancel it at the first signal; return the exit code.
 
-    A second signal meets the default handlers again, so that it ends a process which hangs.
+    The second signal meets the default handlers, so that it ends a process that hangs.
     """
     code = 0
 

@@ -62,7 +62,7 @@ def test_an_error_ends_the_block_and_is_told_with_its_traceback() -> None:
     with capture_logs() as logs, watched.contain("the link to mac-2", heard.append):
         fail()
     text = (
-        "the link to mac-2 has ended by an error inside pmesh (ZeroDivisionError: division by zero)"
+        "the link to mac-2 ended with an error inside pmesh (ZeroDivisionError: division by zero)"
     )
     assert heard == [text]
     assert watched.events == [f"{text}; the log has its traceback"]
@@ -84,7 +84,7 @@ def test_the_same_error_is_told_once_a_minute_and_counted_meanwhile() -> None:
     assert len(heard) == 100
     assert [entry["event"] for entry in logs] == [
         "internal error",
-        "internal error, 59 times more in the last minutes",
+        "internal error, 59 more times in the last minutes",
         "internal error",
     ]
     assert len(watched.events) == 3

@@ -65,7 +65,7 @@ def test_a_second_agent_is_refused_by_the_pid_of_the_first(tmp_path: Path) -> No
     command = [sys.executable, "-c", second, str(tmp_path)]
     with hold_home(tmp_path):
         refused = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert f"AgentAlreadyRunning: an agent runs in {tmp_path} already: pid {os.getpid()};" in (
+    assert f"AgentAlreadyRunning: an agent already runs in {tmp_path}: pid {os.getpid()};" in (
         refused.stderr
     )
     assert subprocess.run(command, check=False).returncode == 0
@@ -134,7 +134,7 @@ def test_a_truncated_node_key_is_refused_and_the_command_mends_it(
     (tmp_path / NODE_KEY_NAME).write_bytes(content)
     with pytest.raises(KeyFileError, match=f"holds {len(content)} bytes") as caught:
         load_node_key(tmp_path, entropy=SEED)
-    subprocess.run(shlex.split(str(caught.value).partition("after: ")[2]), check=True)
+    subprocess.run(shlex.split(str(caught.value).partition("run: ")[2]), check=True)
     assert load_node_key(tmp_path, entropy=OTHER).seed == OTHER
 
 

@@ -123,9 +123,9 @@ def test_local_programs_leave_half_of_the_files_to_the_agent(limit: int) -> None
 def test_what_a_user_can_change_about_too_few_files_is_said() -> None:
     few, many = plan_files(256), plan_files(OPEN_FILES)
     assert few.describe_trainers().startswith(
-        "this agent serves 16 connections of trainers at most, of which one program gets half"
+        "this agent serves at most 16 trainer connections, and a program may have half"
     )
-    assert "as only 256 files may be open" in few.describe_trainers()
+    assert "because only 256 files may be open" in few.describe_trainers()
     assert "ulimit -n 1024" in few.describe_trainers()
     assert "ulimit" not in many.describe_trainers()
 
@@ -151,7 +151,7 @@ def test_a_program_has_half_of_the_connections_that_others_leave() -> None:
     with ExitStack() as sessions:
         for _ in range(8):
             sessions.enter_context(admission.admit(1))
-        with pytest.raises(UsageError, match=r"16 .* at most.*; 8 are in use, 8 by this program"):
+        with pytest.raises(UsageError, match=r"at most 16 .*; 8 are in use, 8 by this program"):
             sessions.enter_context(admission.admit(1))
         for _ in range(4):
             sessions.enter_context(admission.admit(2))

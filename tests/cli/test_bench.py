@@ -219,7 +219,7 @@ def test_machines_that_were_asked_for_different_rows_both_learn_it(
     assert run_both("--max-size", "1KiB", other=("--max-size", "4KiB")) == [1, 1]
     lines = capsys.readouterr().err.splitlines()
     assert lines == [lines[0]] * 2
-    assert lines[0].startswith("UsageError: the machines were asked for different sizes, ")
+    assert lines[0].startswith("UsageError: the machines were given different sizes, ")
 
 
 def test_equal_plans_are_alike_however_they_were_written() -> None:
@@ -269,7 +269,7 @@ def test_a_lost_machine_ends_the_measurement_by_name(
 
     meeting.spoil = spoil
     assert run_both("--max-size", "1KiB", "--seconds", "1e-9") == [1, 1]
-    assert "RankLost: mac-2 is lost: " in capsys.readouterr().err
+    assert "RankLost: mac-2 is lost, " in capsys.readouterr().err
 
 
 def test_without_a_number_it_waits_for_all_machines_of_the_mesh_and_names_them(
@@ -321,14 +321,14 @@ def test_without_an_agent_the_socket_and_the_command_are_named(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--max-size", "1TB"], "--max-size is a number of bytes, at least 4, such as 4096, "),
-        (["--min-size", "3"], "--min-size is a number of bytes, at least 4, "),
+        (["--max-size", "1TB"], "--max-size must be a number of bytes, at least 4, such as 4096, "),
+        (["--min-size", "3"], "--min-size must be a number of bytes, at least 4, "),
         (["--min-size", "2MiB", "--max-size", "1MiB"], "--min-size 2MiB is above --max-size 1MiB"),
-        (["--collective", "sum"], "--collective is one of all_reduce, all_reduce_shared, reduce, "),
-        (["--strategy", "star"], "--strategy is one of auto, ring, tree, "),
-        (["--seconds", "0"], "--seconds is more than 0 and at most 3600, not 0"),
+        (["--collective", "sum"], "--collective must be one of all_reduce, all_reduce_shared, "),
+        (["--strategy", "star"], "--strategy must be one of auto, ring, tree, "),
+        (["--seconds", "0"], "--seconds must be over 0 and at most 3600, not 0"),
         (["--plot", "/no/such/plot.png"], "--plot /no/such/plot.png can't be written: No such "),
-        (["--plot", "plot.doc"], "--plot plot.doc: its name says what it becomes, and must end "),
+        (["--plot", "plot.doc"], "--plot plot.doc: the file name must end in one of "),
     ],
 )
 def test_what_it_can_not_do_is_said_before_anybody_waits(

@@ -152,7 +152,7 @@ def test_following_goes_on_with_the_next_agent_whose_numbers_begin_anew(
     assert told == [("1", [0, 1]), ("2", [0])]
     assert shown.err.count("\n") == 1, "said once, however long it takes"
     assert shown.err.startswith(f"no agent listens at {socket}")
-    assert shown.err.endswith("; waiting for the next\n")
+    assert shown.err.endswith("; waiting for the next agent\n")
 
 
 def test_events_of_a_restarted_agent_are_not_mixed_with_its_numbers_before(

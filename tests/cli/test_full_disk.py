@@ -321,5 +321,5 @@ def test_an_agent_that_could_not_even_say_why_it_ended_is_said_to_have_ended(
     code = start_detached(silent, environment=os.environ, socket=tmp_path / "s", log=log)
     assert code == 3
     assert capsys.readouterr().err == (
-        f"the agent ended, and could not say why in {log}; 'pmesh up' shows it\n"
+        f"the agent ended and could not log why in {log}; 'pmesh up' shows it\n"
     )

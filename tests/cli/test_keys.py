@@ -83,7 +83,7 @@ def test_show_prints_what_set_takes_from_a_pipe(
     key = load_mesh_key(home)
     assert key is not None
     assert shown.out == f"{mesh_key_text(key)}\n"
-    assert shown.err.startswith("Whoever holds this key is a member")
+    assert shown.err.startswith("Every machine with this key is a member")
     monkeypatch.setenv("PMESH_HOME", str(home / "other"))
     assert give(shown.out, monkeypatch) == 0
     assert load_mesh_key(home / "other") == key

@@ -219,5 +219,5 @@ def test_a_command_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[s
 def test_no_command_is_a_misuse(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["run", "--"]) == 2
     assert capsys.readouterr().err == (
-        "ConfigError: which command? As in: pmesh run -- python train.py\n"
+        "ConfigError: there is no command; type for example: pmesh run -- python train.py\n"
     )

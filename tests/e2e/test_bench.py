@@ -37,6 +37,6 @@ def test_machines_that_were_told_different_sizes_say_so_and_the_agents_go_on(
     asked = fleet.pmesh("bench", *TINY, "--collective", "barrier", home=other.home)
 
     assert asked.returncode == 1
-    assert "UsageError: the machines were asked for different sizes, " in asked.stderr
-    assert "UsageError: the machines were asked for different sizes, " in command.await_end(code=1)
+    assert "UsageError: the machines were given different sizes, " in asked.stderr
+    assert "UsageError: the machines were given different sizes, " in command.await_end(code=1)
     assert len(one.status().view.members) == 2

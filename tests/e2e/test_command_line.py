@@ -54,7 +54,7 @@ def test_from_a_first_up_without_a_key_to_two_machines_and_back(
     first.process.await_line("^mac-2 joined")
     refused = fleet.pmesh("up", "--detach", home=home)
     assert refused.returncode == 1
-    assert f"AgentAlreadyRunning: an agent runs in {home} already: pid {pid};" in refused.stderr
+    assert f"AgentAlreadyRunning: an agent already runs in {home}: pid {pid};" in refused.stderr
 
     # What it looks like, for a person and for a program.
     text = fleet.pmesh("status", home=home).stdout

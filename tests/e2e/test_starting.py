@@ -44,7 +44,7 @@ def test_a_second_agent_in_a_home_or_at_a_port_is_refused(running: tuple[Fleet, 
 
     home, taken = refusal(same_home), refusal(same_port)
 
-    assert home.startswith(f"AgentAlreadyRunning: an agent runs in {agent.home} already")
+    assert home.startswith(f"AgentAlreadyRunning: an agent already runs in {agent.home}")
     assert f"pid {agent.process.pid};" in home
     assert taken.startswith(f"PortTaken: port {port} is taken by another program")
     assert "--listen HOST:PORT" in taken

@@ -1,1 +1,1 @@
-"""The other agents: whom to dial, one link to each, and the views agreed with them."""
+"""The other agents: targets to dial, one link to each, and the views agreed with them."""

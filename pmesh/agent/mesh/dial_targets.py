@@ -1,8 +1,8 @@
-"""Whom this agent dials and when, and who can't be linked with and why.
+"""Dials other agents, and remembers why a link with one is impossible.
 
-When is `pmesh.core.links.dialing`'s decision; this keeps a target for each machine that mDNS,
-a peer or the user has named, and runs the dials. Whoever names machines, there are never many
-targets, and few dials at once; what a peer has named has the least worth, and is forgotten with it.
+`pmesh.core.links.dialing` decides when to dial; this module keeps a target for each machine that
+mDNS, a peer or the user named, and runs the dials. Targets and simultaneous dials are limited.
+Targets named by a peer have the lowest priority, and are forgotten with the peer.
 """
 
 import math
@@ -20,25 +20,25 @@ from pmesh.errors import PeerUnreachable, PmeshError
 from pmesh.ids import NodeId
 
 MAX_DIALS = 8  # at once; each has two sockets at most
-MAX_UNPROVEN_DIALS = 4  # of those to machines that have never answered
+MAX_UNPROVEN_DIALS = 4  # at once, to machines that have never answered
 MAX_TARGETS = 128  # beside those of `--peer`; a mesh has 8
-MAX_INTRODUCED = 16  # by one peer, and never linked
+MAX_INTRODUCED = 16  # targets that one peer named and that were never linked
 
-MAX_REFUSALS = 64  # the latest; what `pmesh status` shows of those who are turned away
+MAX_REFUSALS = 64  # the latest, which `pmesh status` shows
 
 _log = structlog.get_logger()
 
 Introduction: TypeAlias = tuple[NodeId, NodeId]
-"""Which peer has named which machine."""
+"""The peer that named a machine, and the machine."""
 
 Key: TypeAlias = NodeId | Address | Introduction | str
-"""What a target or a refusal is known by: its node, a `--peer` address, who named it and its node,
-or a stranger's host."""
+"""Identifies a target or a refusal: a node, a `--peer` address, an introduction, or the host of a
+stranger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Somebody with whom no link is possible, and why; for `pmesh status`."""
+    """A machine with which no link is possible, and the reason; for `pmesh status`."""
 
     error: PmeshError
     address: Address
@@ -46,7 +46,7 @@ class Refusal:
 
 
 class Targets:
-    """All machines that are to be linked with."""
+    """All machines with which this agent wants a link."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Targets:
 
     @property
     def wanted(self) -> dict[Key, tuple[Address, ...]]:
-        """Who is being dialled, or will be."""
+        """The targets that are being dialled or wait for their next dial."""
         return {
             key: target.addresses
             for key, target in self._targets.items()
@@ -74,19 +74,19 @@ class Targets:
         }
 
     def node_of(self, key: Key) -> NodeId | None:
-        """Whom the key names; None while nobody knows who is at an address."""
+        """Return the node of a target; None if the node at an address is not known yet."""
         return self._node_of.get(key) or (NodeId(key) if isinstance(key, bytes) else None)
 
     def knows(self, node: NodeId) -> bool:
-        """Whether mDNS has named the node."""
+        """True if mDNS has named the node."""
         return node in self._targets
 
     def aim_at(self, address: Address) -> None:
-        """`--peer`: an address that is dialled for ever."""
+        """Add an address from `--peer`, which is dialled for ever."""
         self._set(address, dialing.aim_at((address,), forever=True, now=trio.current_time()))
 
     def name(self, node: NodeId, addresses: tuple[Address, ...], *, linked: bool) -> None:
-        """MDNS names a node of this mesh."""
+        """Add a node of this mesh that mDNS named."""
         now, target = trio.current_time(), self._targets.get(node)
         if target is not None:
             self._set(node, dialing.name_again(target, addresses, now=now))
@@ -98,7 +98,7 @@ class Targets:
         self._set(node, dialing.link_up(target, now=now) if linked else target)
 
     def introduce(self, by: NodeId, node: NodeId, addresses: tuple[Address, ...]) -> None:
-        """A peer names a node of this mesh; it counts only where nobody better has named it."""
+        """Add a node of this mesh that a peer named, unless mDNS has named it."""
         key, now = (by, node), trio.current_time()
         if node in self._targets:
             return
@@ -110,17 +110,16 @@ class Targets:
             self._set(key, target)
 
     def forget(self, introducer: NodeId) -> None:
-        """The peer is gone, and its word for others with it."""
+        """Remove the machines that only this peer had named."""
         for key in self._introduced(introducer):
             self._remove(key)
 
     def withdraw(self, node: NodeId) -> None:
-        """Its mDNS advertisement has ended."""
+        """Handle the end of a node's mDNS advertisement."""
         if node in self._targets:
             self._set(node, dialing.withdraw(self._targets[node], now=trio.current_time()))
 
     def link_up(self, node: NodeId) -> None:
-        """A link with the node is up, whoever dialled."""
         now = trio.current_time()
         for key, target in self._targets_of(node):
             self._set(key, dialing.link_up(target, now=now))
@@ -128,26 +127,25 @@ class Targets:
             del self.refusals[key]
 
     def link_lost(self, node: NodeId) -> None:
-        """The link with the node has ended."""
         now = trio.current_time()
         for key, target in self._targets_of(node):
             if target.phase is Phase.LINKED:
                 self._set(key, dialing.link_lost(target, now=now, jitter=self._jitter()))
 
     def refuse(self, key: Key, error: PmeshError, address: Address) -> None:
-        """Remember why there is no link, and say it once."""
+        """Remember why there is no link, and log it once."""
         before = self.refusals.pop(key, None)
         self.refusals[key] = Refusal(error, address, self.node_of(key))
         if len(self.refusals) > MAX_REFUSALS:
             del self.refusals[next(iter(self.refusals))]
         if before is None or type(before.error) is not type(error):
-            # Who was found but is off is no news; who was asked for by name is.
+            # A discovered machine that is off is no news; one that the user named is.
             asked_for = isinstance(key, Address) or not isinstance(error, PeerUnreachable)
             say = _log.warning if asked_for else _log.debug
             say("no link", error=type(error).__name__, reason=str(error))
 
     async def run(self) -> None:
-        """Dial whoever is due, until cancelled."""
+        """Dial all due targets, until cancelled."""
         while True:
             now = trio.current_time()
             waiting = [
@@ -160,7 +158,7 @@ class Targets:
                     self._targets[key] = dialing.begin_dial(self._targets[key])
                     self._dials.add(key)
                     self._nursery.start_soon(self._dial_one, key, self._targets[key].addresses)
-            # Who is due and has no turn gets it when a dial ends.
+            # A target that is due but has no turn gets one when a dial ends.
             deadlines = (due for _, due, key in waiting if self._has_turn(self._targets[key]))
             with trio.move_on_at(min((due for due in deadlines if due > now), default=math.inf)):
                 await self._changed.wait()
@@ -189,14 +187,14 @@ class Targets:
     def _fail(self, key: Key, error: PmeshError, address: Address) -> None:
         target = self._targets.get(key)
         if target is None:
-            return  # it was forgotten meanwhile
+            return  # the target was removed meanwhile
         self.refuse(key, error, address)
-        if target.phase is Phase.DIALLING:  # else the peer's own dial has come and gone since
+        if target.phase is Phase.DIALLING:  # else a link that the peer dialled has ended since
             now, jitter = trio.current_time(), self._jitter()
             self._set(key, dialing.dial_failed(target, now=now, jitter=jitter))
 
     def _make_room(self, *, invented: bool) -> bool:
-        """Whether one more target may be kept; for a better one the worst makes way."""
+        """Return True if there is room for a target; a better target replaces the worst one."""
         others = {k: t for k, t in self._targets.items() if not isinstance(k, Address)}
         if len(others) < MAX_TARGETS:
             return True
@@ -210,7 +208,7 @@ class Targets:
         return True
 
     def _introduced(self, by: NodeId) -> list[Key]:
-        """The machines that only this peer has named, and that were never linked."""
+        """Return the targets that only this peer has named and that were never linked."""
         return [
             key
             for key, target in self._targets.items()
@@ -237,5 +235,5 @@ def _may_be_invented(target: Target) -> bool:
 
 
 def _worth(target: Target) -> tuple[bool, bool]:
-    """Whom to dial first: who has answered before, and whom nobody can have invented."""
+    """Sort key: first the targets that answered before, last those a peer may have invented."""
     return _may_be_invented(target), not (target.proven or target.forever)

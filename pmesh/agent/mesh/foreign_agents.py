@@ -1,6 +1,6 @@
-"""Who does not belong here: agents of other meshes that mDNS finds, and who was turned away.
+"""Agents of other meshes that mDNS finds, and connections that were turned away.
 
-Both are counted for `pmesh status`; many refusals are told once a minute.
+Both are counted for `pmesh status`; many refusals are logged once a minute.
 """
 
 from collections import Counter
@@ -26,22 +26,20 @@ class Strangers:
     """Agents of another mesh or of another protocol version, for `pmesh status`."""
 
     def __init__(self, tag: bytes, *, minute: Callable[[], int]) -> None:
-        """`minute` is that of now, in Unix time."""
+        """`minute` returns the current time in Unix minutes."""
         self._tag = tag
         self._minute = minute
         self.counters = DiscoveryCounters()
         self.seen: dict[NodeId, Found] = {}
         self.deaf: str | None = None
-        """Why mDNS can't be used now."""
+        """Why mDNS can't be used now; None if it can."""
 
     async def sort(self, findings: trio.MemoryReceiveChannel[Discovered], peers: Peers) -> None:
-        """Sort what is found for as long as the agent lives."""
         async with findings:
             async for finding in findings:
                 self._sort_one(finding, peers)
 
     def is_of_other_mesh(self, found: Found) -> bool:
-        """Whether it advertises another mesh key's tag."""
         return found.advertisement.tag != self._tag
 
     def _sort_one(self, finding: Discovered, peers: Peers) -> None:
@@ -75,13 +73,13 @@ def describe(
     *,
     interval_s: float,
 ) -> str | None:
-    """One line on what came in between; None if it was little.
+    """Return one line about the refusals of an interval; None if there were few.
 
     Args:
-        before: the counts at the last look.
-        after: the counts now.
-        hosts: how many connections each address has made in between.
-        interval_s: how long that was.
+        before: The counts at its start.
+        after: The counts at its end.
+        hosts: How many connections each address made.
+        interval_s: Its length.
     """
     were, are = msgspec.structs.asdict(before), msgspec.structs.asdict(after)
     new: dict[str, int] = {name: count - were[name] for name, count in are.items()}
@@ -112,7 +110,7 @@ async def watch(
     take_hosts: Callable[[], Mapping[str, int]],
     news: EventLog,
 ) -> NoReturn:
-    """Tell of it once a minute, for as long as the agent lives."""
+    """Log and note refusals once a minute, for as long as the agent lives."""
     before = count()
     while True:
         await trio.sleep(INTERVAL_S)

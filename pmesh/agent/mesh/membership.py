@@ -1,8 +1,8 @@
-"""Drives the agreement: heartbeats out, messages in, views to whoever lives by them.
+"""Drives the agreement: sends heartbeats, passes messages to the core, and hands out new views.
 
-Everything here happens between two awaits of the event loop: facts are read, the core decides, and
-its actions are carried out before anyone else runs. So a fence holds from the instant of the flush
-answer (V3).
+Each input is handled between two awaits of the event loop: facts are read, the core decides, and
+its actions are carried out before another task runs. So a fence holds from the instant of the
+flush answer (V3).
 """
 
 from collections import deque
@@ -25,15 +25,15 @@ from pmesh.ids import JobName, Member, NodeId
 from pmesh.net.local.clocks import Stall
 
 HEARTBEAT_S = 0.2  # a fifth of the shortest silence that means anything
-DOUBT_S = WIRED.gone_after_s / 2  # V8: after a stall of so long, somebody may have given us up
+DOUBT_S = WIRED.gone_after_s / 2  # V8: after a stall this long, a peer may have given us up
 _log = structlog.get_logger()
 
 
 class Follower(Protocol):
-    """Gives the facts, and is told what follows from them (`pmesh.agent.jobs.driver`)."""
+    """Supplies the facts and carries out the decisions (`pmesh.agent.jobs.driver`)."""
 
     def facts(self) -> Facts:
-        """What the local jobs want and have; without round trips."""
+        """Return what the local jobs have and want; without round trips."""
         ...
 
     def fence(self, jobs: tuple[JobName, ...]) -> None:
@@ -45,20 +45,18 @@ class Follower(Protocol):
         ...
 
     def trust(self) -> None:
-        """Our view is still everybody's (V8)."""
+        """Deliver again: our view is still that of all members (V8)."""
         ...
 
-    def install(self, view: View) -> None:
-        """The view is in force."""
-        ...
+    def install(self, view: View) -> None: ...
 
     def marked(self, member: Member, heartbeat: Heartbeat) -> None:
-        """A peer has told how far its ranks have come."""
+        """Take from a peer's heartbeat how far its ranks have come."""
         ...
 
 
 class _Contact:
-    """What this agent measures of one linked peer."""
+    """What this agent measures about one linked peer."""
 
     def __init__(self, member: Member, thresholds: Thresholds, now: float) -> None:
         self.member = member
@@ -100,16 +98,14 @@ class Membership:
 
     @property
     def view(self) -> View:
-        """What is installed."""
         return self.state.view
 
     def health_of(self, node: NodeId) -> Health | None:
-        """How a linked peer is; None when it is not linked."""
         contact = self._contacts.get(node)
         return None if contact is None else contact.health
 
     def round_trips_s(self, members: Iterable[Member]) -> dict[Member, float]:
-        """To those of these that have been measured."""
+        """Return the round trips to those of the members that have been measured."""
         known = {member: self.health_of(member.node) for member in members}
         return {
             member: health.round_trip_s
@@ -118,7 +114,7 @@ class Membership:
         }
 
     def link_up(self, member: Member, thresholds: Thresholds) -> None:
-        """A link with a peer is up, a new one or another in the place of one that ended."""
+        """Start or continue contact with a peer over a new link."""
         contact = self._contacts.get(member.node)
         if contact is not None and contact.member != member:
             self.lose(member.node, "it was restarted")
@@ -129,7 +125,7 @@ class Membership:
         self.send(member, self._heartbeat_for(contact))
 
     def lose(self, node: NodeId, why: str) -> None:
-        """The peer is gone; its link, if it has one still, is closed by the caller."""
+        """Treat the peer as gone; the caller closes its link if there still is one."""
         contact = self._contacts.pop(node, None)
         if contact is not None:
             if contact.member in self.view.members:
@@ -138,10 +134,10 @@ class Membership:
             self._step(lambda facts, now: agreement.lose(self.state, node, why, facts, now=now))
 
     def hear(self, member: Member, message: AgreementMessage) -> None:
-        """A message on the peer's link. Raises ProtocolError if no honest member would send it."""
+        """Handle a peer's message. Raises ProtocolError if no honest member would send it."""
         contact = self._contacts.get(member.node)
         if contact is None or contact.member != member:
-            return  # the last words of a link that was given up
+            return  # a late message on a link that was given up
         now, round_trip_s = trio.current_time(), None
         if isinstance(message, Heartbeat):
             contact.last_sent_us, contact.last_heard_at = message.sent_us, now
@@ -157,16 +153,14 @@ class Membership:
             self._follower.marked(member, message)
 
     def poke(self) -> None:
-        """A fact has changed: look whether something follows from it."""
+        """Decide again, as a fact has changed."""
         self._step(lambda facts, now: agreement.pass_time(self.state, facts, now=now))
 
     def beat(self) -> None:
-        """Send a heartbeat to every linked peer."""
         for contact in self._contacts.values():
             self.send(contact.member, self._heartbeat_for(contact))
 
     async def run(self) -> None:
-        """Heartbeats for as long as the agent lives."""
         while True:
             self.poke()
             self.beat()
@@ -175,11 +169,11 @@ class Membership:
             await trio.sleep(HEARTBEAT_S)
 
     def judge(self, stall: Stall) -> None:
-        """Judge the silence of all peers, a stall of our own not held against them."""
+        """Judge the silence of all peers, without counting our own stall."""
         now = trio.current_time()
         if stall.total_s >= DOUBT_S:
             self._doubt(stall_guard.wake(self.state, now_us=_microseconds(now)))
-            self.beat()  # to be answered
+            self.beat()  # the answers confirm our view
         for node, contact in list(self._contacts.items()):
             forgiven = health.forgive_stall(contact.health, stalled_s=stall.total_s, now=now)
             step = health.pass_time(forgiven, now=now)
@@ -203,12 +197,11 @@ class Membership:
             self._follower.trust()
 
     def name_of(self, node: NodeId) -> str:
-        """What the user calls a machine of the view."""
         seats = (seat.name for seat in self.view.seats if seat.member.node == node)
         return next(seats, "a stranger")
 
     def _step(self, decide: Callable[[Facts, float], Step]) -> None:
-        """Queue an input; an action may bring the next one while the first is being carried out."""
+        """Queue an input, as an action may cause another input while it is carried out."""
         self._inputs.append(decide)
         if self._draining:
             return
@@ -241,7 +234,7 @@ class Membership:
                     self._doubt(after)
                     self._installed(before.view, view, self._losses)
                     self._losses = {m: w for m, w in self._losses.items() if m in view.members}
-                    self.poke()  # after this step: the facts are others now
+                    self.poke()  # after this step, because the facts have changed
 
     def _facts(self) -> Facts:
         round_trips = {
@@ -259,7 +252,7 @@ class Membership:
         )
 
     def _worth_telling(self) -> object:
-        """What the others must learn at once; the rest can wait for the next heartbeat."""
+        """Return what the others must learn at once; the rest waits for the next heartbeat."""
         beat = heartbeat_of(self.state, self._facts(), trio.current_time())
         return msgspec.structs.replace(beat, heard=dict.fromkeys(beat.heard, 0), marks=())
 

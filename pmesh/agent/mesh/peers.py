@@ -1,4 +1,4 @@
-"""The one link that this agent keeps with each peer: which of two stays, what its end means."""
+"""The one link with each peer: which of two links stays, and what the end of a link means."""
 
 import math
 from collections.abc import Callable
@@ -40,10 +40,10 @@ from pmesh.net.links.link import Link, shake_hands
 from pmesh.net.links.tls import TlsContexts
 
 REDIAL_S = 1.0  # V6: an immediate redial that is not even refused in this time has failed
-PROOF_OF_LIFE_S = 1.0  # five heartbeats: an older incarnation that is silent for these is dead
-MAX_LINKS = 64  # as many as a view has members
-MAX_LINKS_PER_ADDRESS = 16  # one machine that makes up names leaves room for others
-BANNED_S = 2.0  # after the first message that no honest member would send; then twice as long
+PROOF_OF_LIFE_S = 1.0  # five heartbeats: an older incarnation that is silent this long is dead
+MAX_LINKS = 64  # the largest number of members in a view
+MAX_LINKS_PER_ADDRESS = 16  # one machine that invents nodes leaves room for others
+BANNED_S = 2.0  # after the first message that no honest member would send; doubles each time
 LONGEST_BANNED_S = 300.0
 MAX_BANNED = 256
 
@@ -52,31 +52,30 @@ _log = structlog.get_logger()
 
 @dataclass(slots=True, eq=False)
 class Live:
-    """A link in use, and how it came about."""
+    """A link in use, and how it was dialled."""
 
     link: Link
     dialled: Address | None
     """Where we dialled it; None if the peer dialled us."""
     leaving: bool = False
     again: bool = False
-    """It was dialled at once when another had ended (V6)."""
+    """True if it was dialled immediately after another link had ended (V6)."""
     since: float = field(default_factory=trio.current_time)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
     @property
     def member(self) -> Member:
-        """Whom it leads to."""
         return self.link.peer.member
 
 
 class Bans:
-    """Who has sent what no honest member would, and for how long it gets no link."""
+    """Nodes that get no link for a while, because they did what no honest member would."""
 
     def __init__(self) -> None:
-        self._bans: dict[NodeId, tuple[float, float]] = {}  # until when, and for how long in all
+        self._bans: dict[NodeId, tuple[float, float]] = {}  # end and length of the latest ban
 
     def add(self, node: NodeId, *, now: float) -> None:
-        """Each time for twice as long, unless the node has behaved for five minutes since."""
+        """Ban a node, each time for twice as long, unless it has behaved for five minutes."""
         until, lasted_s = self._bans.pop(node, (-math.inf, 0.0))
         again = now < until + LONGEST_BANNED_S
         lasts_s = min(2 * lasted_s, LONGEST_BANNED_S) if again else BANNED_S
@@ -85,7 +84,7 @@ class Bans:
             del self._bans[next(iter(self._bans))]
 
     def left_s(self, node: NodeId, *, now: float) -> float:
-        """For how long; 0 for who is welcome."""
+        """Return the seconds until the ban ends; 0 if there is none."""
         until, _ = self._bans.get(node, (now, 0.0))
         return max(0.0, until - now)
 
@@ -118,17 +117,17 @@ class Peers:
         self._contain = contain
         self._bans = Bans()
         self.broken_links = 0
-        """How many ended because the peer sent what no honest member would."""
+        """How many links ended because the peer did what no honest member would."""
         self.links: dict[NodeId, Live] = {}
         self.targets = Targets(self._dial_target, nursery=nursery, jitter=jitter)
         self._ended_bytes = (0, 0)
         self._leaving = False
 
     def found(self, node: NodeId, addresses: tuple[Address, ...], *, fresh: bool = True) -> None:
-        """MDNS names a node of this mesh; our own, where a home may have been copied.
+        """Take a node of this mesh from mDNS; it is our own if a home may have been copied.
 
-        What is not fresh may be replayed: it counts only where nothing else is known of the node.
-        A machine whose clock is wrong is found so, too.
+        An advertisement that is not fresh may be replayed: it counts only for an unknown node, so
+        that a machine with a wrong clock is still found.
         """
         if fresh or not self.targets.knows(node):
             self.targets.name(node, addresses, linked=node in self.links)
@@ -152,7 +151,7 @@ class Peers:
         link, address = await self._dial(ordered)
         await self._admit(link, dialled=address)
         if link.node not in self.links and link.node != self._hello().member.node:
-            raise PeerUnreachable(f"the link to {link} has ended at once")
+            raise PeerUnreachable(f"the link to {link} ended immediately")
         return link.node
 
     async def _dial(self, addresses: tuple[Address, ...]) -> tuple[Link, Address]:
@@ -165,8 +164,8 @@ class Peers:
     async def welcome(
         self, stream: trio.SocketStream, first_bytes: bytes, authenticated: Callable[[], None]
     ) -> None:
-        """A connection through the door that begins like a link; PmeshError if it is none."""
-        address = remote_address_of(stream)  # the socket's own would raise if it has gone again
+        """Admit a connection that begins like a link. Raises PmeshError if it is none."""
+        address = remote_address_of(stream)  # the socket's own raises if the peer is gone again
         if self._leaving:
             raise PeerUnreachable("this agent is leaving")
         try:
@@ -190,7 +189,7 @@ class Peers:
             self.targets.refuse(link.node, e, address)
 
     async def _admit(self, link: Link, *, dialled: Address | None, again: bool = False) -> None:
-        """Keep the link if it is the one of its pair to be kept, and start its tasks."""
+        """Keep the link and start its tasks, unless another link with the peer is preferred."""
         live, own = Live(link, dialled, again=again), self._hello().member
         if self._leaving:
             await link.aclose()
@@ -220,25 +219,25 @@ class Peers:
         self._introduce(live)
 
     def _refusal_of(self, link: Link) -> PmeshError | None:
-        """Why there can't be one more link, however well it has proven itself."""
+        """Return why an authenticated link is refused; None if it is not."""
         banned_s = self._bans.left_s(link.node, now=trio.current_time())
         if banned_s > 0:
-            text = f"{link} sent what no honest member would; it may come back in {banned_s:.0f} s"
+            text = f"{link} broke the protocol before; it may come back in {banned_s:.0f} s"
             return ProtocolError(text)
         if link.node in self.links:
             return None
         host = link.remote_address.host
         here = sum(live.link.remote_address.host == host for live in self.links.values())
         if len(self.links) >= MAX_LINKS or here >= MAX_LINKS_PER_ADDRESS:
-            text = f"{link} gets no link: there are {len(self.links)} already, {here} from {host}"
+            text = f"{link} gets no link: {len(self.links)} exist already, {here} from {host}"
             return PeerUnreachable(text)
         return None
 
     async def _judge_incarnations(self, current: Live, new: Live) -> None:
-        """A restarted agent comes back under its node key; so does a copied home."""
+        """Tell a restarted agent from a copied home: both come under a known node key."""
         try:
             lives = await self._shows_life(current)
-        except BaseException:  # the agent ends
+        except BaseException:  # the agent is stopping
             await new.link.aclose()
             raise
         if lives:
@@ -248,7 +247,7 @@ class Peers:
             self._end(current, "it was restarted")
 
     async def _shows_life(self, live: Live) -> bool:
-        """Whether anything comes on the link; looks for as long as it is the node's."""
+        """Return True if a message arrives while the link is still the current one."""
         heard = live.link.messages_received
         deadline = trio.current_time() + PROOF_OF_LIFE_S
         while self.links.get(live.link.node) is live and trio.current_time() < deadline:
@@ -258,7 +257,7 @@ class Peers:
         return False
 
     def _prefers(self, new: Live, current: Live) -> bool:
-        """When both dials of a pair complete, the smaller node's stays; else the newer."""
+        """If both dials of a pair complete, keep the smaller node's; otherwise the newer."""
         mine, theirs = self._hello().member.node, new.link.node
         diallers = [theirs if live.dialled is None else mine for live in (new, current)]
         return diallers[0] <= diallers[1]
@@ -269,9 +268,9 @@ class Peers:
         return WIFI if "wifi" in kinds else WIRED
 
     def _introduce(self, live: Live) -> None:
-        """Peers tell each other whom they know, so that one address is enough."""
+        """Introduce the new peer and the others to each other, so that one address is enough."""
         for other in self.links.values():
-            if other is not live:  # one a message: what they say of themselves may be long
+            if other is not live:  # one peer in a message, as a Hello may be long
                 live.link.send(KnownPeers((other.link.peer,)))
                 other.link.send(KnownPeers((live.link.peer,)))
 
@@ -291,7 +290,7 @@ class Peers:
         sent, received = self._ended_bytes
         self._ended_bytes = sent + live.link.bytes_sent, received + live.link.bytes_received
         if self.links.get(live.link.node) is not live:
-            return  # another link has taken its place, or the peer was given up
+            return  # another link has replaced it, or the peer was given up
         refused = live.again and trio.current_time() - live.since < STEADY_AFTER_S
         if gone or refused:
             self._end(live, why)
@@ -299,7 +298,7 @@ class Peers:
             await self._redial(live, why)
 
     async def _read(self, live: Live) -> tuple[str, bool]:
-        """Read until the link ends. Returns why, and whether the peer is gone by its own word."""
+        """Read until the link ends. Return why, and True if a redial is pointless."""
         errors: list[str] = []
         try:
             while not errors:
@@ -323,7 +322,7 @@ class Peers:
             return f"it broke the protocol: {e}", True
 
     def ban(self, node: NodeId, why: str) -> None:
-        """The peer has done what no honest member would; it gets no link for a while."""
+        """Drop a peer that did what no honest member would, and refuse it for a while."""
         _log.error("a peer broke the protocol", peer=self.membership.name_of(node), reason=why)
         self._ban(node)
         self.drop(node, why)
@@ -353,7 +352,7 @@ class Peers:
                 self.membership.hear(live.member, message)
 
     async def _redial(self, live: Live, why: str) -> None:
-        """V6: an end of file means gone only if an immediate redial fails or meets another."""
+        """V6: an end of file means gone only if a redial fails or meets another incarnation."""
         del self.links[live.link.node]
         addresses = (live.dialled,) if live.dialled else live.link.peer.addresses
         ordered = in_dialling_order(addresses, local=self._watch.current) or addresses
@@ -361,7 +360,7 @@ class Peers:
         try:
             with trio.move_on_after(REDIAL_S):
                 found = await self._dial(ordered)
-            if found is not None:  # in its own time: it may have to wait for proof of life
+            if found is not None:  # outside the timeout: it may have to wait for proof of life
                 await self._admit(found[0], dialled=found[1], again=True)
         except PmeshError as e:
             why = f"{why}, and a redial failed ({e})"
@@ -369,7 +368,7 @@ class Peers:
             self._end(live, why)
 
     def _end(self, live: Live, why: str) -> None:
-        """The peer is gone, unless another link with it has come up since."""
+        """Treat the peer as gone, unless another link with it has come up since."""
         node = live.link.node
         live.scope.cancel()
         if self.links.get(node) not in {None, live}:
@@ -380,7 +379,6 @@ class Peers:
         self.membership.lose(node, why)
 
     def drop(self, node: NodeId, why: str) -> None:
-        """The peer has been silent for too long."""
         live = self.links.get(node)
         if live is None:
             self.membership.lose(node, why)
@@ -388,15 +386,15 @@ class Peers:
             self._end(live, why)
 
     async def leave(self) -> None:
-        """Say goodbye to all: a leave is no failure. From now on there are no links."""
+        """Tell all peers that this is a leave and not a failure, and accept no more links."""
         self._leaving = True
-        leaving, self.links = self.links, {}  # their ends are no reason to redial
+        leaving, self.links = self.links, {}  # so that their ends cause no redial
         async with trio.open_nursery() as nursery:
             for live in leaving.values():
                 live.link.send(Leaving())
                 nursery.start_soon(live.link.aclose)
 
-    # --- what the lane desk needs (`pmesh.agent.lanes.rendezvous.Reach`)
+    # --- implements `pmesh.agent.lanes.rendezvous.Reach`
 
     def send(self, member: Member, message: LinkMessage) -> None:
         """Send on the link to the member; dropped if there is none."""
@@ -405,20 +403,18 @@ class Peers:
             live.link.send(message)
 
     def we_dialled(self, member: Member) -> bool:
-        """Whether the link to the member was dialled from here."""
         live = self.links.get(member.node)
         return live is not None and live.dialled is not None
 
     async def dial_member(self, member: Member) -> trio.SocketStream:
-        """A new connection to the member's door, the way that its link went."""
+        """Open a new connection to the address at which the member's link was dialled."""
         live = self.links.get(member.node)
         if live is None or live.dialled is None:
-            raise PeerUnreachable(f"there is no link to {self.name_of(member)} to dial along")
+            raise PeerUnreachable(f"this agent has dialled no link to {self.name_of(member)}")
         stream, _ = await dial_any((live.dialled,))
         return stream
 
     def name_of(self, member: Member) -> str:
-        """What the user calls the member's machine."""
         live = self.links.get(member.node)
         if live is not None:
             return live.link.peer.name
@@ -426,14 +422,14 @@ class Peers:
         return own.name if member.node == own.member.node else short_node(member.node)
 
     def complain(self, member: Member, error: NetworkError) -> None:
-        """A connection to the member failed; the lane desk tries again."""
+        """Log a failed connection to the member; the lane desk tries again."""
         _log.info("no lane", peer=self.name_of(member), reason=str(error))
 
 
 def _copied_from(one: Hello, other: Hello, link: Link) -> NodeKeyCopied:
     where = ", ".join(str(address) for address in one.addresses[:1]) or "unknown address"
     return NodeKeyCopied(
-        f"{one.name} ({where}) and {other.name} ({link.remote_address}) hold one node "
+        f"{one.name} ({where}) and {other.name} ({link.remote_address}) have the same node "
         f"key ({short_node(link.node)}): a home was copied; on one of them run 'pmesh down', "
-        "remove node_key from its home, and 'pmesh up'"
+        "remove node_key from its home, and run 'pmesh up'"
     )

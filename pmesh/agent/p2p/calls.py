@@ -1,4 +1,4 @@
-"""A trainer's second connection, for its messages: several sends and receives at a time."""
+"""Serves a trainer's second connection, on which several sends and receives run at a time."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -32,12 +32,12 @@ from pmesh.net.local.arenas import Arena
 from pmesh.net.local.sessions import Session
 
 MAX_CALLS = 48  # at a time: a session may have 64 arenas of a kind, some of them idle
-SAY_EVERY_S = 10.0  # I6: a line that says on whom a call waits
+SAY_EVERY_S = 10.0  # I6: how often a waiting call reports the ranks for which it waits
 _LOOK_S = 1.0
 
 
 async def serve_p2p(session: Session, request: Attach, room: P2PRouter, share: ArenaShare) -> None:
-    """One trainer's messages, in memory of its program's share, until it closes the connection."""
+    """Serve one trainer's messages, in its program's share of memory, until it disconnects."""
     rank = room.rank_of(request.job, request.trainer, pid=session.pid)
     if request.version != SESSION_VERSION:
         text = f"the trainer speaks session version {request.version}, the agent {SESSION_VERSION}"
@@ -82,9 +82,9 @@ class _Envelopes:
         self._waiting: dict[int, _Waiting] = {}
 
     async def run(self) -> None:
-        """Requests, in order: what is sent first is numbered, and received, first."""
+        """Serve requests in order, as their order decides which message is received first."""
         while True:
-            await self._session.all_sent()  # or who reads no replies would have ever more of them
+            await self._session.all_sent()  # else unread replies would pile up without limit
             match request := await self._session.receive():
                 case SendMessage() | ReceiveMessage():
                     await self._begin(request)
@@ -93,10 +93,9 @@ class _Envelopes:
                 case DropArena(number):
                     self._arenas.drop(number)
                 case _:
-                    raise ProtocolError(f"a trainer's messages began {type(request).__name__}")
+                    raise ProtocolError(f"a trainer's messages can't use {type(request).__name__}")
 
     async def say_on_whom(self) -> None:
-        """I6: while calls wait."""
         while True:
             await trio.sleep(_LOOK_S)
             now = trio.current_time()
@@ -108,9 +107,9 @@ class _Envelopes:
     # --- calls
 
     async def _begin(self, request: "_Call") -> None:
-        """Take the call's place among all others now, and wait for its end in a task."""
+        """Register the call at once, which fixes its order, and await its end in a task."""
         if request.call in self._waiting:
-            raise ProtocolError(f"call {request.call} is under way already")
+            raise ProtocolError(f"call {request.call} is already running")
         on: tuple[TrainerId, ...]
         try:
             self._check_room()

@@ -1,7 +1,7 @@
-"""The messages of one rank that lives here: what it sends, what it receives, and their lanes (O4).
+"""The point-to-point messages of one local rank, and their lanes (O4).
 
-What is delivered, and in which order, is decided in `pmesh.core.p2p`. Each send and each receive
-is a straight line of its own task here; news of the other side wakes it up.
+`pmesh.core.p2p` decides which messages are delivered, and in which order. Each send and each
+receive runs in a task of its own, which messages from the other side wake up.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ from pmesh.ids import TrainerId
 from pmesh.net.local.arena_pools import OutputArenas
 from pmesh.net.local.arenas import Arena
 
-AGAIN_S = 0.05  # a lost announcement costs so much; each further one twice as much
-SELDOM_S = 1.0  # while the other side does not call
+AGAIN_S = 0.05  # the delay of a lost announcement; it doubles with each further one
+SELDOM_S = 1.0  # between announcements while the other side makes no call
 BROKEN_S = 0.2  # before another lane is tried, as at the lane desk
 
 
 class MessageLost(PmeshError):  # noqa: N818 - a state, as in pmesh.errors
-    """A send or a receive fails here, for this reason."""
+    """A send or a receive failed; the verdict has the reason."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(verdict.message)
@@ -69,16 +69,16 @@ class Receiving:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message that is there."""
+    """A message that has arrived."""
 
     source: TrainerId
     envelope: Envelope
     arena: Arena | None
-    """The receiver's to release; None when there are no values."""
+    """Released by the receiver; None if the message has no values."""
 
 
 class P2PEndpoint:
-    """What one rank sends and receives. `tell` brings a message to the agent of a trainer."""
+    """Sends and receives for one rank. `tell` sends a message to the agent of a trainer."""
 
     def __init__(
         self, rank: LocalRank, desk: LaneDesk, tell: Callable[[TrainerId, P2PMessage], None]
@@ -96,21 +96,21 @@ class P2PEndpoint:
         self._names = {trainer: rank.roster.describe(trainer) for trainer in rank.roster.ids}
 
     def describe(self, trainers: Iterable[TrainerId]) -> tuple[str, ...]:
-        """For messages: ranks with the names of their machines, also of those that are lost."""
+        """Return ranks and machine names for error messages, also of lost ranks."""
         return tuple(self._names.get(trainer, "a lost rank") for trainer in trainers)
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Bytes sent and received at the sockets of its lanes, headers in."""
+        """Bytes sent and received at the sockets of its lanes, including headers."""
         return self._lanes_out.bytes, self._lanes_in.bytes
 
     # --- sends
 
     def begin_send(self, to: TrainerId, envelope: Envelope) -> Sending:
-        """Keep a message and announce it; `end_send` must follow. The order of calls counts.
+        """Announce a message; `end_send` must follow. Messages keep the order of these calls.
 
         Raises:
-            MessageLost: the receiver is lost, or too much waits for it.
+            MessageLost: The receiver is lost, or too many messages wait for it.
         """
         failure = self._failure_among((to,))
         if failure is not None:
@@ -125,10 +125,10 @@ class P2PEndpoint:
         return sending
 
     async def end_send(self, sending: Sending, values: memoryview) -> None:
-        """Wait until the message is delivered; cancelled, it is withdrawn.
+        """Wait until the message is delivered; withdraw it if cancelled.
 
         Raises:
-            MessageLost: it can't be.
+            MessageLost: It can't be delivered.
         """
         try:
             await self._send(sending, values)
@@ -140,7 +140,7 @@ class P2PEndpoint:
             if not sending.delivered:
                 address = self._address(self._rank.id, sending.to, sending.sequence)
                 self._tell(sending.to, MessageWithdrawn(address))
-        await self._rank.unfenced()  # V3: the trainer may hear of it
+        await self._rank.unfenced()  # V3: the trainer learns it only without a fence
         if self._rank.superseded is not None:
             raise MessageLost(self._rank.superseded)
 
@@ -151,8 +151,8 @@ class P2PEndpoint:
                 raise MessageLost(sending.failure)
             if sending.asked is not None:
                 asked, sending.asked = sending.asked, None
-                with contextlib.suppress(LaneBroken):  # the receiver notices, and asks again
-                    await self._rank.unfenced()  # V3: behind a fence nothing is sent
+                with contextlib.suppress(LaneBroken):  # the receiver notices and requests again
+                    await self._rank.unfenced()  # V3: nothing is sent behind a fence
                     await self._lanes_out.transmit(sending.to, asked, sending.envelope, values)
                 continue
             sending.news = trio.Event()
@@ -170,10 +170,10 @@ class P2PEndpoint:
     # --- receives
 
     def begin_receive(self, sources: tuple[TrainerId, ...], tag: int) -> Receiving:
-        """Wait for a message of one of these; `end_receive` must follow. The order of calls counts.
+        """Want a message of one of the sources; `end_receive` must follow. Calls keep their order.
 
         Raises:
-            MessageLost: none of them is left.
+            MessageLost: All sources are lost.
         """
         failure = self._failure_among(sources)
         if failure is not None:
@@ -186,10 +186,10 @@ class P2PEndpoint:
         return receiving
 
     async def end_receive(self, receiving: Receiving, outputs: OutputArenas) -> Received:
-        """Wait for the message, in an arena of this pool.
+        """Wait for the message, and receive it into an arena of this pool.
 
         Raises:
-            MessageLost: there can't come any.
+            MessageLost: No message can arrive.
         """
         try:
             while True:
@@ -210,7 +210,7 @@ class P2PEndpoint:
     async def _bring(
         self, receiving: Receiving, transfer: Transfer, outputs: OutputArenas
     ) -> Received | None:
-        """Have the message brought and deliver it; None if it is to be tried anew."""
+        """Request the message and deliver it; return None if the caller must try again."""
         arena, nbytes = None, transfer.envelope.nbytes
         if nbytes:
             try:
@@ -224,10 +224,10 @@ class P2PEndpoint:
             with trio.CancelScope() as scope:
                 receiving.bringing = transfer, scope
                 if self._inbox.under_way.get(receiving.call) != transfer:
-                    return None  # it was withdrawn while memory was made
+                    return None  # it was withdrawn while memory was acquired
                 await self._lanes_in.bring(transfer, address, target)
                 await self._rank.quorum()
-                await self._rank.unfenced()  # V3; from here on nothing awaits
+                await self._rank.unfenced()  # V3: there is no await between here and the delivery
                 receiving.bringing = None
                 self._update(p2p.deliver(self._inbox, receiving.call))
                 self._tell(transfer.sender, MessageDelivered(address))
@@ -240,10 +240,10 @@ class P2PEndpoint:
                 outputs.release(arena)
         return Received(transfer.sender, transfer.envelope, arena) if delivered else None
 
-    # --- what the other side and the views say
+    # --- messages from other agents, and views
 
     def hear(self, peer: TrainerId, message: P2PMessage) -> None:
-        """A message of the agent of another rank of the job."""
+        """Handle a message from the agent of another rank of the job."""
         sequence = message.address.sequence
         match message:
             case AnnounceMessage(address, envelope, first, before):
@@ -269,19 +269,17 @@ class P2PEndpoint:
                     sending.news.set()
 
     def follow(self) -> None:
-        """A view has been installed."""
         roster, over = self._rank.roster, self._rank.superseded
         if over is not None:
             self._fail_all(over)
         elif roster.number != self._roster.number:
             self._roster = roster
             self._names |= {trainer: roster.describe(trainer) for trainer in roster.ids}
-            self.close()  # their roster is over; what they were bringing comes on others
+            self.close()  # their roster is over; unfinished messages move to new lanes
             self._lose_the_lost()
             self._stop_bringing()
 
     def close(self) -> None:
-        """Close all lanes."""
         self._lanes_in.close()
         self._lanes_out.close()
 
@@ -315,7 +313,7 @@ class P2PEndpoint:
         self._update(inbox)
 
     def _failure_among(self, peers: tuple[TrainerId, ...]) -> Verdict | None:
-        """Why nothing can come of a call with these; None while one of them is left."""
+        """Return why a call with these ranks must fail; None while one of them is left."""
         if self._rank.superseded is not None:
             return self._rank.superseded
         if any(peer in self._roster.ids for peer in peers):
@@ -326,7 +324,7 @@ class P2PEndpoint:
         return Verdict("RankLost", "; ".join(texts), peers)
 
     def _update(self, inbox: Inbox) -> None:
-        """Wake those up who have something to do now, and stop what is not to be done any more."""
+        """Wake receives that have a transfer now, and cancel transfers that are obsolete."""
         self._inbox = inbox
         for call, receiving in self._receives.items():
             transfer = inbox.under_way.get(call)

@@ -1,7 +1,7 @@
-"""The lanes on which messages travel: one per pair, and messages one after the other on it.
+"""The lanes that carry messages: one for each pair, on which messages follow one another.
 
-The receiver asks for each message, and names the lane and the message's place on it. When a lane
-has broken, or a message on it was given up half way, the next question names the next lane.
+The receiver requests each message, and names the lane and the message's index on it. When a lane
+broke, or a message on it was given up half way, the next request names the next lane.
 """
 
 from collections.abc import Callable
@@ -21,19 +21,19 @@ from pmesh.errors import LaneBroken
 from pmesh.ids import TrainerId
 from pmesh.net.lanes.lane import CallsDiffer, Lane
 
-ASK_AGAIN_S = 0.2  # a question may have been lost, or have come before its view
-STALL_S = 5.0  # a lane that brings nothing for so long is broken: as long as Wi-Fi may be silent
-_FIRST_EDGE = -2  # in the place of an op: the pair's first lane, then -3 and so on
+ASK_AGAIN_S = 0.2  # a request may have been lost, or have arrived before its view
+STALL_S = 5.0  # a lane that is silent this long is broken; Wi-Fi may be silent just as long
+_FIRST_EDGE = -2  # used as op number for the pair's first lane, then -3 and so on
 
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """A lane of a pair under the present roster, open or to be opened."""
+    """A lane of a pair under the current roster; it may not be open yet."""
 
     end: End
     number: int
     transfers: int = 0
-    """Messages that were asked for on it."""
+    """How many messages were requested on it."""
     lane: Lane | None = None
     closed: bool = False
     turn: trio.Lock = field(default_factory=trio.Lock)
@@ -50,11 +50,10 @@ class _Lanes:
 
     @property
     def bytes(self) -> int:
-        """What has moved at the sockets, headers in."""
+        """Bytes moved at the sockets, including headers."""
         return self._ended_bytes + sum(map(_moved, self._lanes.values()))
 
     def close(self) -> None:
-        """The roster is over, or the agent ends: the next lanes are of the next roster."""
         for entry in self._lanes.values():
             self._end(entry)
         self._lanes.clear()
@@ -63,7 +62,7 @@ class _Lanes:
         return self._rank.lanes.edge(sender, receiver, _FIRST_EDGE - number)
 
     async def _open(self, entry: _Lane) -> Lane:
-        """The entry's lane, as soon as it is there; LaneBroken if it is closed meanwhile."""
+        """Return the entry's lane once it is open. Raises LaneBroken if it is closed meanwhile."""
         if entry.lane is None and not entry.closed:
             entry.lane = await self._desk.take(entry.end)
         if entry.closed:
@@ -90,9 +89,9 @@ class LanesOut(_Lanes):
     """The lanes on which a rank sends messages."""
 
     def is_new(self, to: TrainerId, asked: RequestMessage) -> bool:
-        """Whether the question is to be answered: it may be an old one, or of another roster."""
+        """Return False for a request that is old or belongs to another roster."""
         if asked.number != self._rank.roster.number:
-            return False  # the receiver asks again, under the number that both have
+            return False  # the receiver repeats it once both have the same roster
         entry = self._lanes.get(to)
         if entry is not None and asked.lane > entry.number:
             self._end(entry)
@@ -111,14 +110,14 @@ class LanesOut(_Lanes):
     async def transmit(
         self, to: TrainerId, asked: RequestMessage, envelope: Envelope, values: memoryview
     ) -> None:
-        """Send the values, as they were asked for.
+        """Send the requested values.
 
         Raises:
-            LaneBroken: the connection is gone, or the question is.
+            LaneBroken: The connection is lost, or the request is out of date.
         """
         entry = self._lanes.get(to)
         if entry is None or (entry.end.edge.number, entry.number) != (asked.number, asked.lane):
-            raise LaneBroken("the question is out of date")
+            raise LaneBroken("the request is out of date")
         async with entry.turn:
             try:
                 lane = await self._open(entry)
@@ -126,13 +125,13 @@ class LanesOut(_Lanes):
                 for segment, piece in enumerate(_pieces(values)):
                     sent = header._replace(body_bytes=piece.nbytes, segment=segment)
                     await lane.send(sent, piece)
-            except BaseException:  # half a message: nothing else may follow it
+            except BaseException:  # nothing may follow half a message
                 self._end(entry)
                 raise
 
 
 class LanesIn(_Lanes):
-    """The lanes on which a rank receives messages. `tell` brings a question to the sender."""
+    """The lanes on which a rank receives messages. `tell` sends a request to the sender."""
 
     def __init__(
         self, rank: LocalRank, desk: LaneDesk, tell: Callable[[TrainerId, RequestMessage], None]
@@ -141,10 +140,10 @@ class LanesIn(_Lanes):
         self._tell = tell
 
     async def bring(self, transfer: Transfer, address: MessageAddress, target: memoryview) -> None:
-        """Ask for a message and receive its values.
+        """Request a message and receive its values.
 
         Raises:
-            LaneBroken: the connection is gone, or brings nothing.
+            LaneBroken: The connection is lost or silent.
         """
         sender, number = transfer.sender, self._rank.roster.number
         entry = self._lanes.get(sender)
@@ -164,7 +163,7 @@ class LanesIn(_Lanes):
         except CallsDiffer as e:
             self._end(entry)
             raise LaneBroken(str(e)) from e
-        except BaseException:  # the rest of it may still come, and nobody reads it
+        except BaseException:  # the rest of the message may still arrive, and nobody reads it
             self._end(entry)
             raise
 
@@ -175,7 +174,7 @@ class LanesIn(_Lanes):
                 await self._open(entry)
                 return
             self._tell(asked.address.sender, asked)
-        raise LaneBroken("no data connection comes")
+        raise LaneBroken(f"no data connection was opened within {STALL_S:g} s")
 
     async def _receive(
         self, entry: _Lane, asked: RequestMessage, expected: RecordHeader, into: memoryview
@@ -190,17 +189,17 @@ class LanesIn(_Lanes):
             if lane.bytes_received != moved:
                 moved, since = lane.bytes_received, now
             elif now - since >= STALL_S:
-                raise LaneBroken(f"the data connection from {lane.peer} brings nothing")
+                raise LaneBroken(f"the data connection from {lane.peer} is silent")
             self._tell(asked.address.sender, asked)
 
 
 def _pieces(values: memoryview) -> list[memoryview]:
-    """One record each; also of a message without values one."""
+    """Cut values into the bodies of records; a message without values has one empty record."""
     begins = range(0, max(values.nbytes, 1), SEGMENT_BYTES)
     return [values[begin : begin + SEGMENT_BYTES] for begin in begins]
 
 
 def _header(asked: RequestMessage, envelope: Envelope) -> RecordHeader:
-    """Of every record of a message, but for its segment."""
+    """Return the header that all records of a message share, except for the segment."""
     digest = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode((asked.address, envelope)))
     return RecordHeader(0, asked.number, asked.transfer, 0, digest, -1)

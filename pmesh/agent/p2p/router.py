@@ -1,4 +1,4 @@
-"""Brings messages to the ranks that live here, and tells their endpoints what views come (O4)."""
+"""Passes messages and views to the endpoints of the local ranks (O4)."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,7 @@ from pmesh.ids import JobName, Member, TrainerId
 
 
 class P2PRouter:
-    """The endpoints of one agent's ranks; each is made when it is first needed."""
+    """The endpoints of one agent's ranks, each created on first use."""
 
     def __init__(
         self,
@@ -19,7 +19,7 @@ class P2PRouter:
         desk: LaneDesk,
         send: Callable[[Member, P2PMessage], None],
     ) -> None:
-        """`ranks` are the local ones, a list that its owner changes; `send` uses the links."""
+        """`ranks` are the local ranks, a list that its owner changes; `send` uses the links."""
         self._me = me
         self._ranks = ranks
         self._desk = desk
@@ -28,20 +28,19 @@ class P2PRouter:
         self._ended_traffic = (0, 0)
 
     def rank_of(self, job: JobName, trainer: TrainerId, *, pid: int) -> LocalRank | None:
-        """The rank of a trainer that is connected here, if this process is the trainer's."""
+        """Return the rank of a local trainer, if the process is the trainer's."""
         for rank in self._ranks:
             if (rank.roster.job, rank.id, rank.pid) == (job, trainer, pid):
                 return rank
         return None
 
     def box_of(self, rank: LocalRank) -> P2PEndpoint:
-        """The rank's endpoint."""
         if rank not in self._boxes:
 
             def tell(peer: TrainerId, message: P2PMessage) -> None:
                 trainer = rank.roster.trainer(peer)
                 if trainer is None:
-                    return  # it is lost
+                    return  # the rank is lost
                 if trainer.member == self._me:
                     self.hear(self._me, message)
                 else:
@@ -51,10 +50,7 @@ class P2PRouter:
         return self._boxes[rank]
 
     def hear(self, member: Member, message: P2PMessage) -> None:
-        """A message from the agent of a rank of one of our jobs.
-
-        One that is lost, or comes before its view, is said again.
-        """
+        """Handle a message from another agent, which repeats one that precedes its view."""
         address = message.address
         own, peer = address.sender, address.receiver
         if isinstance(message, AnnounceMessage | MessageWithdrawn):
@@ -68,7 +64,6 @@ class P2PRouter:
                 self.box_of(rank).hear(peer, message)
 
     def follow(self) -> None:
-        """A view has been installed."""
         for rank, box in list(self._boxes.items()):
             box.follow()
             if rank not in self._ranks:
@@ -76,7 +71,6 @@ class P2PRouter:
                 self._ended_traffic = _sum_of(self._ended_traffic, box.traffic)
 
     def close(self) -> None:
-        """The agent ends: so do all lanes."""
         for box in self._boxes.values():
             box.close()
 

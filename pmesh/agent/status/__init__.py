@@ -1,1 +1,1 @@
-"""What the agent tells people and programs: status, events, log lines."""
+"""The agent's output for people and programs: status, events, log lines."""

@@ -1,8 +1,8 @@
-"""What has happened, as `pmesh events` shows it: the last events of an agent's life.
+"""The last events of an agent's life, which `pmesh events` shows.
 
-docs/reference/events.schema.json is made of these structs (`python tools/status_schema.py`). Fields
-may be added under one version; a reader ignores those that it does not know. Another kind of event,
-or a field that goes away or changes its meaning, makes a new version.
+`python tools/status_schema.py` writes docs/reference/events.schema.json from these structs. Fields
+may be added under one version; a reader ignores unknown fields. A new kind of event, or a field
+that is removed or changes its meaning, needs a new version.
 """
 
 from collections import deque
@@ -20,8 +20,8 @@ from pmesh.ids import JobName, Member, OpNumber, node_text
 EVENTS_SCHEMA_VERSION: Literal[2] = 2
 _JSON_SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 
-KEPT = 1000  # a day of a quiet mesh, an hour of one whose machines come and go all the time
-PAGE_BYTES = 512 * 1024  # with the last event half of what a session's message may hold
+KEPT = 1000  # a day of a quiet mesh, an hour of one whose machines join and leave all the time
+PAGE_BYTES = 512 * 1024  # with the last event, half of the largest message of a session
 MAX_TEXT = 500  # a ring of 64 machines with the longest names would be 4,000 characters
 MAX_NAMES = 64
 
@@ -36,7 +36,7 @@ EventKind: TypeAlias = Literal[
     "loss noticed",
     "peer lost",
     "view",
-    # jobs and who takes part in them
+    # jobs and their ranks
     "job began",
     "job found",
     "job waits",
@@ -57,7 +57,7 @@ EventKind: TypeAlias = Literal[
     "lane broken",
 ]
 
-# What `pmesh up` does not print: it comes often, or right before something that it does print.
+# `pmesh up` does not print these: they are frequent, or precede an event that it does print.
 _UNPRINTED: frozenset[EventKind] = frozenset(
     {"agent started", "peer silent", "loss noticed", "op rerun", "op fetched", "lane broken"}
 )
@@ -79,7 +79,6 @@ class News(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_announced(self) -> bool:
-        """Whether `pmesh up` prints it."""
         return self.kind not in _UNPRINTED
 
 
@@ -113,12 +112,11 @@ class EventLog:
     """Notes the events of one agent, and keeps the last thousand.
 
     Args:
-        me: This start of this agent.
-        name: What its machine is called.
+        me: This agent, with its incarnation.
+        name: The name of its machine.
         clock: A monotonic clock, in seconds.
-        wall_clock: What the machine takes the time to be, with its zone. Only shown, never decided
-            by.
-        listener: Is told each event.
+        wall_clock: The machine's local time, with its zone; for display only.
+        listener: Receives each event.
     """
 
     def __init__(
@@ -149,11 +147,11 @@ class EventLog:
         names: tuple[str, ...] = (),
         duration_s: float | None = None,
     ) -> None:
-        """Something happened just now.
+        """Add an event that happened just now.
 
         Args:
-            kind: What, for programs.
-            text: What, for people; without a full stop.
+            kind: The kind of event, for programs.
+            text: A sentence for people, without a full stop.
             job: The job concerned.
             op: The op concerned, or the one that ended a wait.
             names: The machines concerned.
@@ -164,7 +162,6 @@ class EventLog:
         )
 
     def tell(self, news: News) -> None:
-        """Something happened just now."""
         event = Event(
             kind=news.kind,
             text=news.text if len(news.text) <= MAX_TEXT else f"{news.text[: MAX_TEXT - 1]}…",
@@ -181,7 +178,7 @@ class EventLog:
         self._listener(event)
 
     def since(self, after: int) -> EventPage:
-        """The kept events with higher numbers, from the oldest on, as far as a message can hold."""
+        """Return the kept events after this number, oldest first, as many as fit in a message."""
         first = self._next - len(self._events)
         events: list[Event] = []
         room = PAGE_BYTES
@@ -202,22 +199,21 @@ class EventLog:
 
 
 def encode_events(page: EventPage) -> bytes:
-    """The page as one line of JSON."""
     return msgspec.json.encode(page)
 
 
 def decode_events(data: bytes) -> EventPage:
-    """The reverse of `encode_events`; raises UsageError when another schema was used."""
+    """The inverse of `encode_events`. Raises UsageError if the schema differs."""
     try:
         return msgspec.json.decode(data, type=EventPage)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise UsageError(
-            f"the agent's events have another schema than this pmesh reads "
+            "the agent's events have a schema other than that of this pmesh "
             f"({EVENTS_SCHEMA_VERSION}): {e}; restart the agent: 'pmesh down', then 'pmesh up'"
         ) from e
 
 
 def events_schema() -> bytes:
-    """The JSON schema of `EventPage`, as it stands in docs/reference."""
+    """Return the JSON schema of `EventPage` for docs/reference."""
     schema = {"$schema": _JSON_SCHEMA, **msgspec.json.schema(EventPage)}
     return msgspec.json.format(msgspec.json.encode(schema), indent=2) + b"\n"

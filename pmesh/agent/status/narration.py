@@ -1,6 +1,6 @@
-"""What a view change is news of: who joined, who is gone and why, the ring, what became of jobs.
+"""Describes a view change as events: joins, losses with their reasons, the ring, and jobs.
 
-One source for what `pmesh up` prints and for what `pmesh events` shows.
+`pmesh up` and `pmesh events` both print these texts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,13 +13,13 @@ from pmesh.ids import Epoch, JobName, Member, OpNumber
 def describe_change(
     before: View, after: View, losses: Mapping[Member, str], *, me: Member
 ) -> Iterator[News]:
-    """Whatever a person would want to know; nothing when a view only settles ops.
+    """Yield the events of a view change; none if the view only settles ops.
 
     Args:
-        before: what was installed.
-        after: what is installed now.
-        losses: why members were lost, as far as this agent has noticed itself.
-        me: this agent, which does not join itself.
+        before: The previous view.
+        after: The installed view.
+        losses: Why members were lost, as far as this agent noticed it itself.
+        me: This agent, which is marked in the ring.
     """
     yield from _describe_members(before, after, losses)
     if before.members != after.members:
@@ -75,19 +75,19 @@ def _describe_job(before: Roster, after: Roster) -> Iterator[News]:
         yield from _describe_entries(before, after)
     else:
         gone = [trainer for trainer in before.trainers if trainer not in after.trainers]
-        text = f"goes on as the others have it; {', '.join(_names(gone))} may come back by a sync"
+        text = f"takes the other side's state; {', '.join(_names(gone))} may return by mesh.sync()"
         yield _news("superseded", after, text, gone)
     yield from _describe_state(before, after)
     yield from _describe_failed_ops(before, after)
 
 
 def _goes_on_in(before: Roster, after: Roster) -> bool:
-    """Whether both are of one history (V9): a trainer follows only one side of a partition."""
+    """True if both have one history (V9): a trainer follows only one side of a partition."""
     return after.number > before.number and not set(before.trainers).isdisjoint(after.trainers)
 
 
 def _describe_losses(before: Roster, after: Roster) -> Iterator[News]:
-    """Views may have been skipped: who is lost follows from both rosters, why from the last."""
+    """Views may have been skipped: both rosters show the lost ranks, the last gives reasons."""
     gone = [trainer for trainer in before.trainers if trainer not in after.trainers]
     told = {lost for verdict in after.losses for lost in verdict.trainers}
     for verdict in after.losses:
@@ -104,7 +104,7 @@ def _describe_entries(before: Roster, after: Roster) -> Iterator[News]:
 
 
 def _describe_state(before: Roster | None, after: Roster) -> Iterator[News]:
-    """Whether the ops of the job may run; one that was unknown could run as far as we know."""
+    """Say if the ops of the job stop or resume; we assume that an unknown job could run."""
     was_quorate = before is None or before.quorate
     was_enough = before is None or _is_enough(before)
     if was_quorate and not after.quorate:
@@ -113,7 +113,7 @@ def _describe_state(before: Roster | None, after: Roster) -> Iterator[News]:
     if after.quorate and not was_quorate:
         yield _news("quorum regained", after, "has a majority again", after.trainers)
     if was_enough and not _is_enough(after):
-        text = f"waits: it has {_count(after.trainers)}, and wants {after.terms.min_ranks}"
+        text = f"waits: it has {_count(after.trainers)}, but needs {after.terms.min_ranks}"
         yield _news("job waits", after, text, after.trainers)
     if _is_enough(after) and not was_enough:
         text = f"goes on with {_count(after.trainers)}"
@@ -142,7 +142,7 @@ def _news(
     *,
     op: OpNumber | None = None,
 ) -> News:
-    """The text goes on after the job's name: by a verb or a colon."""
+    """The text follows the job's name, and starts with a verb or a colon."""
     text = f"job {roster.job!r}{text}" if text[0] == ":" else f"job {roster.job!r} {text}"
     return News(kind=kind, text=text, job=roster.job, op=op, names=_names(trainers))
 

@@ -1,8 +1,8 @@
-"""The picture of an agent that others read: `pmesh status --json`, in a schema with a version.
+"""The versioned schema of `pmesh status --json`.
 
-docs/reference/status.schema.json is made of these structs (`python tools/status_schema.py`). Fields
-may be added under one version; a reader ignores those that it does not know. A field that goes away
-or changes its meaning makes a new version.
+`python tools/status_schema.py` writes docs/reference/status.schema.json from these structs. Fields
+may be added under one version; a reader ignores unknown fields. A field that is removed or changes
+its meaning needs a new version.
 """
 
 from typing import Annotated, Literal, TypeAlias
@@ -234,22 +234,21 @@ class Status(_Part, frozen=True, kw_only=True):
 
 
 def encode_status(status: Status) -> bytes:
-    """The picture as one line of JSON."""
     return msgspec.json.encode(status)
 
 
 def decode_status(data: bytes) -> Status:
-    """The reverse of `encode_status`; raises UsageError when another schema was used."""
+    """The inverse of `encode_status`. Raises UsageError if the schema differs."""
     try:
         return msgspec.json.decode(data, type=Status)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise UsageError(
-            f"the agent's status has another schema than this pmesh reads ({SCHEMA_VERSION}): {e};"
-            " restart the agent: 'pmesh down', then 'pmesh up'"
+            "the agent's status has a schema other than that of this pmesh "
+            f"({SCHEMA_VERSION}): {e}; restart the agent: 'pmesh down', then 'pmesh up'"
         ) from e
 
 
 def status_schema() -> bytes:
-    """The JSON schema of `Status`, as it stands in docs/reference."""
+    """Return the JSON schema of `Status` for docs/reference."""
     schema = {"$schema": _JSON_SCHEMA, **msgspec.json.schema(Status)}
     return msgspec.json.format(msgspec.json.encode(schema), indent=2) + b"\n"

@@ -1,4 +1,4 @@
-"""Takes the snapshot of this agent that `pmesh status` shows."""
+"""Collects the status of this agent, which `pmesh status` shows."""
 
 import os
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ from pmesh.net.links.interfaces import AddressWatch
 
 
 class _Waiter(NamedTuple):
-    """A trainer that waits, on any machine of the view."""
+    """A waiting trainer on any machine of the view."""
 
     job: JobName
     wait_for: int
@@ -37,7 +37,7 @@ class _Waiter(NamedTuple):
 
 
 def describe_jobs(membership: Membership, jobs: Jobs, *, me: Member) -> Iterator[schema.JobStatus]:
-    """Those that run, and those for which trainers of any machine wait."""
+    """Yield the jobs that run, and those for which trainers on any machine wait."""
     waiters: dict[JobName, list[_Waiter]] = {}
     for waiter in _waiters(membership, jobs, me):
         waiters.setdefault(waiter.job, []).append(waiter)
@@ -59,7 +59,7 @@ def _waiters(membership: Membership, jobs: Jobs, me: Member) -> Iterator[_Waiter
     inside = {(t.member, t.slot) for roster in membership.view.rosters for t in roster.trainers}
     for seat in membership.view.seats:
         for job, slot, wait_for, program in _waiting_at(seat.member, membership, jobs, me):
-            if (seat.member, slot) not in inside:  # heartbeats are older than the view at times
+            if (seat.member, slot) not in inside:  # a heartbeat may be older than the view
                 node = node_text(seat.member.node)
                 shown = schema.NewcomerStatus(node=node, name=seat.name, program=program)
                 yield _Waiter(job, wait_for, shown)
@@ -102,10 +102,10 @@ def _state_of_job(roster: Roster, *, in_force: bool) -> tuple[schema.JobState, s
     if not roster.quorate:
         return "no_quorum", "the ranks here are not a majority of those that last had one"
     if not in_force:  # V10
-        return "no_quorum", "a majority has not been seen to have agreed to the last change"
+        return "no_quorum", "no majority is known to have agreed to the last change"
     count, wanted = len(roster.trainers), roster.terms.min_ranks
     if count < wanted:
-        return "below_min_ranks", f"it has {count} of the {wanted} ranks that it wants at least"
+        return "below_min_ranks", f"it has {count} of at least {wanted} ranks (min_ranks)"
     return "running", None
 
 
@@ -129,7 +129,7 @@ def _ranks(roster: Roster, jobs: Jobs) -> Iterator[schema.RankStatus]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """What the picture is taken of."""
+    """The parts of the agent from which its status is collected."""
 
     version: str
     me: Member
@@ -149,7 +149,6 @@ class Sources:
 
 
 def take_picture(sources: Sources) -> Status:
-    """The agent as it stands at this instant."""
     epoch = sources.membership.view.epoch
     return Status(
         schema=schema.SCHEMA_VERSION,
@@ -219,7 +218,7 @@ def _interface(local: Address, sources: Sources) -> str | None:
 
 
 def _peers(sources: Sources) -> Iterator[schema.PeerStatus]:
-    """Whoever was seen: linked, wanted, refused, or of another mesh or version."""
+    """Yield all known agents: linked, wanted, refused, or of another mesh or version."""
     shown: set[NodeId] = set()
     for node, live in sources.peers.links.items():
         shown.add(node)
@@ -257,7 +256,7 @@ def _stranger(node: NodeId, sources: Sources) -> schema.PeerStatus:
     theirs = found.advertisement
     other_mesh = sources.strangers.is_of_other_mesh(found)
     reason = (
-        "it holds another mesh key; if it should be one of yours, run 'pmesh key set' on it and "
+        "it holds another mesh key; if it should be in this mesh, run 'pmesh key set' on it and "
         "paste what 'pmesh key show' prints here"
         if other_mesh
         else f"it speaks protocol {theirs.protocol}, this machine {PROTOCOL_VERSION}; "

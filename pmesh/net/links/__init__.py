@@ -1,1 +1,1 @@
-"""Connections between agents: listening, dialing, TLS, mDNS."""
+"""Connections between agents: listening, dialling, TLS, mDNS."""

@@ -1,8 +1,8 @@
-"""The door: every connection to the agent's port, until it has proven that it belongs to the mesh.
+"""The door accepts connections to the agent's port until they prove that they belong to the mesh.
 
-Strangers cost little and never the whole: 5 s each, 8 from one address, 64 in all, the oldest sent
-away first, and no TLS object before the first bytes look like pmesh. 64 of the worst kind take
-less than 16 MiB (tests/net/links/test_acceptor_memory.py measures it).
+Strangers can't exhaust the agent: each has 5 s, 8 may come from one address and 64 in all, the
+oldest is closed first, and TLS starts only when the first bytes look like pmesh. 64 of the worst
+kind take less than 16 MiB (tests/net/links/test_acceptor_memory.py measures it).
 """
 
 import errno
@@ -27,8 +27,8 @@ PENDING_TIMEOUT_S: Final = 5.0  # a Mac that has just woken answers within 2 s
 MAX_PENDING: Final = 64
 MAX_PENDING_PER_ADDRESS: Final = 8  # leaves room for seven others while one floods
 HANDSHAKE_INTERVAL_S: Final = 0.02  # at 3 ms of CPU each, strangers get 15 % of one core
-HANDSHAKE_BURST: Final = 16  # a mesh of 8, all dialling at once after a power cut, twice over
-MAX_HOSTS: Final = 64  # whose connections are counted one by one
+HANDSHAKE_BURST: Final = 16  # twice a mesh of 8 that all dial at once after a power cut
+MAX_HOSTS: Final = 64  # addresses whose connections are counted one by one
 OTHER_HOSTS: Final = "other addresses"
 
 StreamT = TypeVar("StreamT", bound=trio.abc.HalfCloseableStream)
@@ -39,33 +39,33 @@ Handler: TypeAlias = Callable[[StreamT, bytes, Authenticated], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoorCounters:
-    """What has come to the door since the agent's start."""
+    """The connections to the door since the agent's start."""
 
     accepted: int = 0
     authenticated: int = 0
     garbage: int = 0
-    """Began with what no pmesh sends."""
+    """Closed because of first bytes that no pmesh sends."""
     closed_early: int = 0
-    """Ended before they had said what they are."""
+    """Ended before their first bytes were complete."""
     timed_out: int = 0
     dropped: int = 0
-    """The oldest, sent away for a newcomer."""
+    """Closed as the oldest, to make room for a new one."""
     refused: int = 0
-    """Another mesh key, another version, an unknown lane."""
+    """Closed for another mesh key, another version, or an unknown lane."""
     out_of_files: int = 0
-    """The system had no descriptor or memory for one more."""
+    """Not accepted, as the system had no descriptor or memory left."""
     pending: int = 0
-    """At the door right now."""
+    """Not yet authenticated."""
 
     @property
     def turned_away(self) -> int:
-        """All that have come and gone without proving anything."""
+        """All that ended without authenticating."""
         return self.garbage + self.closed_early + self.timed_out + self.dropped + self.refused
 
 
 @dataclass(eq=False, slots=True)
 class _Visitor:
-    """A connection that has not yet proven anything."""
+    """A connection that is not yet authenticated."""
 
     host: str
     scope: trio.CancelScope
@@ -73,7 +73,7 @@ class _Visitor:
 
 
 class _Pace:
-    """Lets a burst pass, then one per interval, in order; who gives up takes no turn."""
+    """Lets a burst pass, then one per interval, in order; a cancelled waiter takes no turn."""
 
     def __init__(self) -> None:
         self._one_at_a_time = trio.Lock()
@@ -86,32 +86,31 @@ class _Pace:
 
 
 class Door(Generic[StreamT]):
-    """Accepts connections, and hands over those that turn out to be ours.
+    """Accepts connections, and hands over those that belong to the mesh.
 
-    A handler gets the stream, what it needs to know (`on_link`: the bytes read so far; `on_lane`:
-    the lane id), and a callable `authenticated`. Until it calls that, the connection is a
-    stranger's: limited, and cancelled when its time is over. From then on the stream belongs to the
-    handler; a call that comes too late raises PeerUnreachable. A handler that returns or raises a
-    PmeshError before has refused the connection, which the door then closes; any other exception
-    ends `serve`, as does every one that comes later.
+    A handler gets the stream, bytes (`on_link`: those read so far; `on_lane`: the lane id), and a
+    callable `authenticated`. Until the handler calls it, the connection is a stranger's: limited,
+    and cancelled when its time is over. After the call the stream belongs to the handler; a call
+    that is too late raises PeerUnreachable. A handler that returns or raises a PmeshError before
+    the call refuses the connection, which the door then closes. Any other exception ends `serve`,
+    as does every exception after the call.
     """
 
     def __init__(self, *, on_link: Handler[StreamT], on_lane: Handler[StreamT]) -> None:
         self._on_link = on_link
         self._on_lane = on_lane
         self._counts: Counter[str] = Counter()  # by the names of DoorCounters
-        self._pending: list[_Visitor] = []  # the oldest first
+        self._pending: list[_Visitor] = []  # oldest first
         self._pace = _Pace()
         self._hosts: Counter[str] = Counter()
 
     def take_hosts(self) -> Counter[str]:
-        """How many connections each address has had turned away since the last call."""
+        """Return how many connections of each address were turned away since the last call."""
         taken, self._hosts = self._hosts, Counter()
         return taken
 
     @property
     def counters(self) -> DoorCounters:
-        """A snapshot."""
         return DoorCounters(**self._counts, pending=len(self._pending))
 
     async def serve(
@@ -120,9 +119,9 @@ class Door(Generic[StreamT]):
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Accept until cancelled; closes the listeners at the end.
+        """Accept until cancelled, then close the listeners.
 
-        Handlers run in here for as long as they like, so links may live in them.
+        Handlers run inside this call without a time limit, so links may live in them.
         """
         async with trio.open_nursery() as nursery:
             for listener in listeners:
@@ -146,11 +145,11 @@ class Door(Generic[StreamT]):
     async def _wait_for_resources(self) -> None:
         self._counts["out_of_files"] += 1
         if self._pending:
-            self._drop(self._pending[0])  # a stranger holds what a peer may need
+            self._drop(self._pending[0])  # a stranger holds a descriptor that a peer may need
         await trio.sleep(RETRY_S)
 
     def _admit(self, stream: StreamT) -> _Visitor:
-        """Note a newcomer, for whom the oldest may have to leave."""
+        """Register a new connection, and drop the oldest one if there are too many."""
         self._counts["accepted"] += 1
         host = remote_address_of(stream).host
         neighbours = [visitor for visitor in self._pending if visitor.host == host]
@@ -185,7 +184,7 @@ class Door(Generic[StreamT]):
     async def _let_in(self, stream: StreamT, visitor: _Visitor) -> _Outcome:
         def authenticated() -> None:
             if visitor.scope.cancel_called:
-                raise PeerUnreachable("its time at the door was over")
+                raise PeerUnreachable("the connection did not authenticate in time")
             visitor.scope.deadline = math.inf
             visitor.authenticated = True
             self._pending.remove(visitor)
@@ -212,7 +211,7 @@ class Door(Generic[StreamT]):
 async def _read_first_bytes(
     stream: trio.abc.HalfCloseableStream,
 ) -> tuple[bytes, FirstBytes]:
-    """As many as tell what it is; too few if the connection ends before."""
+    """Read until the kind of connection is known, or the connection ends."""
     first = b""
     while (kind := recognize(first)) is FirstBytes.TOO_FEW:
         try:

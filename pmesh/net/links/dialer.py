@@ -1,4 +1,4 @@
-"""Makes TCP connections to agents; the one seam where a failed one becomes an error of ours."""
+"""Opens TCP connections to agents, and turns failures into errors of pmesh."""
 
 import errno
 import ipaddress
@@ -13,16 +13,16 @@ from pmesh.errors import LocalNetworkDenied, NetworkError, PeerUnreachable
 
 DIAL_TIMEOUT_S: Final = 5.0  # a lost SYN is sent again after 1 s and 3 s
 STAGGER_S: Final = 0.25  # RFC 8305 section 8: between the starts of two attempts
-AT_ONCE: Final = 4  # each costs a descriptor, and a machine may name addresses that do not exist
+AT_ONCE: Final = 4  # each costs a descriptor, and a peer may name addresses that do not exist
 
 
 async def dial(address: Address, *, timeout_s: float = DIAL_TIMEOUT_S) -> trio.SocketStream:
-    """A TCP connection to this address, without delay (TCP_NODELAY).
+    """Open a TCP connection to this address, without delay (TCP_NODELAY).
 
-    A host name's addresses are tried in parallel, as RFC 8305 says.
+    A host name's addresses are tried in parallel, as in RFC 8305.
 
     Raises:
-        PeerUnreachable: Nobody answered, or the name is unknown.
+        PeerUnreachable: There was no answer, or the name is unknown.
         LocalNetworkDenied: macOS may be withholding its permission.
     """
     where = str(address)
@@ -38,14 +38,14 @@ async def dial(address: Address, *, timeout_s: float = DIAL_TIMEOUT_S) -> trio.S
 async def dial_any(
     addresses: Sequence[Address], *, timeout_s: float = DIAL_TIMEOUT_S
 ) -> tuple[trio.SocketStream, Address]:
-    """The first connection that any of these addresses accepts, and which that was.
+    """Return the first connection that any of these addresses accepts, and its address.
 
-    They are tried in order, each next one 0.25 s later or as soon as the one before has failed,
-    four at once at most: a machine may tell of interfaces that can't be reached from here.
+    They are tried in order, each 0.25 s after the previous one or as soon as that has failed, at
+    most four at once: a machine may name interfaces that can't be reached from here.
 
     Args:
         addresses: At least one, the best first.
-        timeout_s: For each attempt.
+        timeout_s: The limit of each attempt.
 
     Raises:
         PeerUnreachable: None accepted; the message has each reason.
@@ -78,7 +78,7 @@ async def dial_any(
                 nursery.start_soon(attempt, address, failed, nursery.cancel_scope)
                 with trio.move_on_after(STAGGER_S):
                     await failed.wait()
-    except BaseException:  # cancelled in the very turn of the loop in which one connected
+    except BaseException:  # cancelled in the same turn of the loop in which one connected
         if winner is not None:
             winner[0].socket.close()
         raise
@@ -103,7 +103,7 @@ def _explain(error: OSError | ValueError, address: Address) -> NetworkError:
 
 
 def _may_be_neighbour(host: str) -> bool:
-    """Whether the system's local-network permission could apply; of a name nobody knows."""
+    """True if macOS's local-network permission may apply; it may for every host name."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -112,7 +112,7 @@ def _may_be_neighbour(host: str) -> bool:
 
 
 def _leaves(error: BaseException) -> tuple[BaseException, ...]:
-    """The errors behind trio's "all attempts failed": one for each address of the name."""
+    """Return the errors in trio's "all attempts failed", one for each address of the name."""
     match error.__cause__:
         case BaseExceptionGroup(exceptions=attempts):
             return tuple(attempts)
@@ -121,7 +121,7 @@ def _leaves(error: BaseException) -> tuple[BaseException, ...]:
 
 
 def error_numbers(error: BaseException) -> Iterator[int]:
-    """The errno of an error, or of each attempt that trio has gathered in it."""
+    """Yield the errno of an error, or of each attempt that trio grouped in it."""
     for leaf in _leaves(error):
         if isinstance(leaf, OSError) and leaf.errno is not None:
             yield leaf.errno

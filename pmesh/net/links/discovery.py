@@ -1,10 +1,10 @@
-"""Finds agents on the local network by mDNS: the only file that knows zeroconf.
+"""Finds agents on the local network by mDNS: the only file that uses zeroconf.
 
 zeroconf needs an asyncio loop. It gets one, in one thread, that ends when `discover` does.
 
-Anybody on the network can announce anything, as often as he likes. What lacks our mesh key ends in
-this thread; of other meshes a few are reported, to be shown. zeroconf keeps every record that it
-hears for as long as the record says, so what it keeps is thrown away when that becomes much.
+Any machine on the network can announce anything, at any rate. An announcement without our mesh key
+does not leave this thread, except for a few of other meshes, which are shown. zeroconf keeps each
+record for as long as the record says, so we purge its cache when it grows too large.
 """
 
 import asyncio
@@ -29,23 +29,23 @@ from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.packet_filter import DiscoveryCounters, FilteringLoop, PacketFilter
 
 RETRY_S: Final = 5.0  # after the system has refused us port 5353 or multicast
-BROWSE_AGAIN_S: Final = 60.0  # a mended switch gives no sign, and zeroconf soon asks once an hour
-SETTLE_S: Final = 10.0  # after a change of addresses, for those known before to answer again
-RENEW_S: Final = 240.0  # an advertisement says its minute, and counts as fresh for ten
+BROWSE_AGAIN_S: Final = 60.0  # a repaired switch gives no sign, and zeroconf soon asks hourly
+SETTLE_S: Final = 10.0  # after a change of addresses, known agents have this long to answer again
+RENEW_S: Final = 240.0  # an advertisement contains its minute, and counts as fresh for ten
 RESOLVE_MS: Final = 3000
-MAX_RESOLVING: Final = 32  # names without a TXT record; whoever announces himself sends it along
-MAX_FOUND: Final = 64  # of our mesh, and as many others; a mesh has 8
-NEW_FOUND_S: Final = 60.0  # as many in this time at most
+MAX_RESOLVING: Final = 32  # names without a TXT record; announcements normally include it
+MAX_FOUND: Final = 64  # agents of our mesh, and as many others; a mesh has 8
+NEW_FOUND_S: Final = 60.0  # at most MAX_FOUND new ones in this time
 MAX_CACHED_NAMES: Final = 512  # a home with 8 agents and 50 printers and televisions has 150
 LOOK_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """An agent, its advertisement verified; reported again when anything of it changes.
+    """An agent with a verified advertisement; reported again when the advertisement changes.
 
     It may be of another mesh (tag), speak another protocol version, or hold a copy of our own node
-    key; only this very process start is left out.
+    key; only this agent itself is never reported.
     """
 
     advertisement: Advertisement
@@ -53,14 +53,14 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
-    """The node has withdrawn its advertisement, or it has expired. A hint: links decide."""
+    """A node withdrew its advertisement, or it expired. This is a hint: links decide."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deaf:
-    """mDNS can't be used now, and why; it is tried again every 5 s."""
+    """mDNS can't be used now, for this reason; it is tried again every 5 s."""
 
     reason: str
 
@@ -69,7 +69,6 @@ Discovered: TypeAlias = Found | Gone | Deaf
 
 
 def minute_of_now() -> int:
-    """In minutes of Unix time."""
     return int(time.time() // 60)
 
 
@@ -85,15 +84,15 @@ async def discover(
 ) -> None:
     """Announce this agent on all its addresses and report the others, until cancelled.
 
-    When cancelled it takes a quarter of a second to say goodbye. It is started when the first
-    announcement has been sent, or could not be. Addresses and the minute are added to `own` here;
-    what is not reported is counted in `counters`.
+    It has started when the first announcement was sent or has failed, and takes a quarter of a
+    second to say goodbye when cancelled. It adds the addresses and the minute to `own`, and counts
+    in `counters` what it does not report.
     """
     endpoint = _P2PEndpoint()
     token = trio.lowlevel.current_trio_token()
     ready = trio.Event()
 
-    # The loop is made here, so that it can be spoken to before its thread runs.
+    # The loop is made here, so that it can be called before its thread runs.
     packets = PacketFilter(SERVICE_TYPE, own.node, key, counters, clock=time.monotonic)
     with asyncio.Runner(loop_factory=lambda: FilteringLoop(packets.passes)) as runner:
         loop = runner.get_loop()
@@ -130,7 +129,7 @@ async def _start_when(ready: trio.Event, task_status: trio.TaskStatus[None]) -> 
 
 
 class _P2PEndpoint:
-    """The latest event of each instance: a slow reader costs memory for 256 of them at most."""
+    """The latest event of each instance; a slow reader costs memory for at most 256 of them."""
 
     def __init__(self) -> None:
         self._events: dict[str, Discovered] = {}
@@ -184,7 +183,7 @@ class _Conversation:
         self._moved.set()
 
     async def run(self) -> None:
-        """One zeroconf for as long as the addresses stay: sockets don't survive a change."""
+        """Run one zeroconf until the addresses change, which its sockets don't survive."""
         while not self._stopped:
             self._moved.clear()
             timeout_s = None
@@ -200,7 +199,7 @@ class _Conversation:
     async def _converse(self) -> None:
         zeroconf = AsyncZeroconf(interfaces=_sockets_for(self._addresses))
         try:
-            # The other two announcements, half a second long, go on by themselves.
+            # zeroconf sends the other two announcements by itself within half a second.
             await zeroconf.async_register_service(  # pyright: ignore[reportUnknownMemberType] - an Awaitable of nothing
                 self._service(),
                 cooperating_responders=True,  # the name is a public key: no probing, 0.5 s saved
@@ -217,7 +216,7 @@ class _Conversation:
             await zeroconf.async_close()
 
     async def _browse(self, zeroconf: AsyncZeroconf) -> None:
-        """Ask who is there, again and again; a flood of records makes it begin from scratch."""
+        """Ask for agents repeatedly; purge the cache after a flood of records."""
         loop = asyncio.get_running_loop()
         renewed_at = loop.time()
         while not self._moved.is_set():
@@ -225,7 +224,7 @@ class _Conversation:
                 zeroconf.zeroconf,
                 SERVICE_TYPE,
                 handlers=[self._on_change],
-                # Unicast answers go astray where several programs share port 5353.
+                # Unicast answers get lost if several programs share port 5353.
                 question_type=DNSQuestionType.QM,
             )
             again_at = loop.time() + BROWSE_AGAIN_S
@@ -238,10 +237,10 @@ class _Conversation:
                 self._purge(zeroconf.zeroconf)
             if loop.time() - renewed_at >= RENEW_S:
                 renewed_at = loop.time()
-                await zeroconf.async_update_service(self._service())  # pyright: ignore[reportUnknownMemberType] - likewise
+                await zeroconf.async_update_service(self._service())  # pyright: ignore[reportUnknownMemberType] - as above
 
     def _purge(self, zeroconf: Zeroconf) -> None:
-        """Let zeroconf forget all but what belongs to the agents that we know."""
+        """Remove all of zeroconf's records except those of known agents."""
         cache = zeroconf.cache
         self._counters.purges += 1
         nodes = [found.advertisement.node for found in self._known.values()]
@@ -252,7 +251,7 @@ class _Conversation:
                 for name in cache.names()
                 if name not in kept
                 for record in cache.async_entries_with_name(name)
-                if getattr(record, "alias", "").lower() not in kept  # what a pointer leads to
+                if getattr(record, "alias", "").lower() not in kept  # the target of a pointer
             ]
         )
 
@@ -278,14 +277,14 @@ class _Conversation:
             self._look_up(zeroconf, name)
 
     def _look_up(self, zeroconf: Zeroconf, name: str) -> None:
-        """Read the TXT record, which came along as a rule; else ask for it."""
+        """Read the TXT record, which is normally included; otherwise ask for it."""
         info = AsyncServiceInfo(SERVICE_TYPE, name)
         info.load_from_cache(zeroconf)
         if info.text:
             self._judge(name, info)
         elif len(self._resolving) < MAX_RESOLVING:
-            # Not in a task group: should a packet make zeroconf raise, asyncio logs it, and that
-            # one name is not resolved; a stranger's packet must not end the discovery.
+            # Not in a task group: if a packet makes zeroconf raise, asyncio logs it and only that
+            # name is not resolved; a stranger's packet must not end the discovery.
             self._resolving[name] = asyncio.ensure_future(self._resolve(zeroconf, name))
 
     async def _resolve(self, zeroconf: Zeroconf, name: str) -> None:
@@ -304,7 +303,7 @@ class _Conversation:
             self._counters.forged += 1
             return
         except ProtocolError:
-            return  # another program's service of this name: not our business
+            return  # another program's service with this name
         if theirs.member == self._own.member:
             return
         found = Found(advertisement=theirs)
@@ -315,7 +314,7 @@ class _Conversation:
         self._report(name, found)
 
     def _has_room_for(self, name: str, theirs: Advertisement) -> bool:
-        """One of ours takes the place of the one that came first; one of another mesh does not."""
+        """A new agent of our mesh may replace the oldest; one of another mesh may not."""
         ours = theirs.tag == self._key.tag
         alike = [
             n for n, f in self._known.items() if (f.advertisement.tag == self._key.tag) == ours
@@ -330,7 +329,7 @@ class _Conversation:
         return True
 
     def _has_time_for_one(self) -> bool:
-        """A member may announce what does not exist, but not keep the agents busy by it."""
+        """Limit the rate, so that a member that invents nodes can't keep the agents busy."""
         now = asyncio.get_running_loop().time()
         if len(self._new_at) == MAX_FOUND and now - self._new_at[0] < NEW_FOUND_S:
             return False
@@ -371,10 +370,10 @@ class _Conversation:
 
 
 def _sockets_for(addresses: tuple[LocalAddress, ...]) -> list[str] | list[int]:
-    """Where zeroconf opens its sockets: on every v4 address, on v6 only if there is no other.
+    """Return where zeroconf opens sockets: all v4 addresses, or v6 interfaces if there are none.
 
-    The answers carry v6 addresses too. One socket for both kinds can't join a v4 group on macOS.
-    Multicast over v6 is joined by the interface's number; OSError if it has just gone.
+    The answers contain v6 addresses too. On macOS a socket for both kinds can't join a v4 group.
+    A v6 group is joined by the interface's number; raises OSError if the interface is gone.
     """
     v4 = [address.host for address in addresses if ":" not in address.host]
     return v4 or sorted({socket.if_nametoindex(address.interface) for address in addresses})

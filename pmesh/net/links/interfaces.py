@@ -18,21 +18,19 @@ from pmesh.core.links.addresses import InterfaceKind, LocalAddress
 from pmesh.core.wire.link import Address
 
 UNKNOWN: Final = Address("unknown", 0)
-"""The address of a stream without one: in memory, or broken before anybody asked."""
+"""The address of a stream in memory, or of one that is no longer connected."""
 
 
 def local_address_of(stream: trio.abc.Stream) -> Address:
-    """Our end of the stream."""
     return _ask(stream, "getsockname")
 
 
 def remote_address_of(stream: trio.abc.Stream) -> Address:
-    """The other side's end of the stream."""
     return _ask(stream, "getpeername")
 
 
 def _ask(stream: trio.abc.Stream, question: str) -> Address:
-    """Ask the socket of the stream: a fake that wants an address has a `socket`, too."""
+    """Ask the socket of the stream; a test's stream with an address has a `socket` too."""
     try:
         name: object = getattr(getattr(stream, "socket", None), question)()
     except (AttributeError, OSError):  # no socket; no longer connected
@@ -44,7 +42,7 @@ def _ask(stream: trio.abc.Stream, question: str) -> Address:
     return Address(f"{host}%{socket.if_indextoname(scope)}" if scope else host, port)
 
 
-POLL_S: Final = 5.0  # a cable is plugged in and used: nobody notices five seconds
+POLL_S: Final = 5.0  # a delay that nobody notices after plugging in a cable
 
 # Interfaces that lead to no other machine at home, on macOS and on Linux.
 _UNREAL: Final = re.compile(
@@ -57,7 +55,7 @@ _SYS_CLASS_NET: Final = Path("/sys/class/net")
 
 
 def read_addresses() -> tuple[LocalAddress, ...]:
-    """Every address of every real interface that is up, loopback included. Blocks for a moment."""
+    """Return the addresses of all real interfaces that are up, and loopback. Blocks briefly."""
     stats = psutil.net_if_stats()
     addresses = {
         interface: found
@@ -83,13 +81,13 @@ def read_addresses() -> tuple[LocalAddress, ...]:
 def reachable_at(
     addresses: Iterable[LocalAddress], *, listen_host: str
 ) -> tuple[LocalAddress, ...]:
-    """Where others can reach a listener that is bound to this IP address ("" for all).
+    """Return where others can reach a listener bound to this IP address ("" for all).
 
-    Loopback counts only if it was asked for, or there is nothing else.
+    Loopback counts only if it was requested, or if there is nothing else.
     """
     host = listen_host.partition("%")[0]
     if host in {"", "0.0.0.0", "::"}:  # noqa: S104 - asked, not bound
-        version = {"": None, "0.0.0.0": 4, "::": 6}[host]  # noqa: S104 - likewise
+        version = {"": None, "0.0.0.0": 4, "::": 6}[host]  # noqa: S104 - as above
         heard = [a for a in addresses if version in {None, ipaddress.ip_address(a.host).version}]
         real = [address for address in heard if address.kind != "loopback"]
         return tuple(real or heard)
@@ -111,16 +109,16 @@ class AddressWatch:
         self._changed = trio.Event()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Look every 5 s; neither system tells an unprivileged program in the same way."""
+        """Poll every 5 s, as the two systems have no common notification without privileges."""
         await self._look()
         task_status.started()
         while True:
             await trio.sleep(POLL_S)
-            with contextlib.suppress(OSError):  # no descriptor is left: later there may be one
+            with contextlib.suppress(OSError):  # no descriptor is left now; later one may be
                 await self._look()
 
     async def changed_from(self, seen: tuple[LocalAddress, ...]) -> tuple[LocalAddress, ...]:
-        """The current addresses, as soon as they differ from those."""
+        """Return the current addresses as soon as they differ from those."""
         while self.current == seen:
             await self._changed.wait()
         return self.current
@@ -135,7 +133,7 @@ class AddressWatch:
 
 
 def parse_hardware_ports(listing: str) -> dict[str, InterfaceKind]:
-    r"""What `networksetup -listallhardwareports` says of each device.
+    r"""Return the kind of each device in `networksetup -listallhardwareports`.
 
     >>> parse_hardware_ports("Hardware Port: Wi-Fi\nDevice: en0\nEthernet Address: 00:00")
     {'en0': 'wifi'}
@@ -151,7 +149,7 @@ def parse_hardware_ports(listing: str) -> dict[str, InterfaceKind]:
     return kinds
 
 
-@lru_cache(maxsize=1)  # the subprocess takes 50 ms: asked anew only when interfaces come or go
+@lru_cache(maxsize=1)  # the subprocess takes 50 ms: run again only when the interfaces change
 def _kinds(interfaces: frozenset[str]) -> Mapping[str, InterfaceKind]:
     known: Mapping[str, InterfaceKind]
     known = _macos_kinds() if psutil.MACOS else {name: _linux_kind(name) for name in interfaces}
@@ -176,7 +174,7 @@ def _linux_kind(interface: str) -> InterfaceKind:
 
 
 def _is_real(interface: str, *, flags: Sequence[str]) -> bool:
-    # Point-to-point: a VPN, or a modem.
+    # A point-to-point interface is a VPN or a modem.
     return not _UNREAL.fullmatch(interface) and "pointopoint" not in flags
 
 
@@ -185,7 +183,7 @@ def _kind_of_address(host: str, kind: InterfaceKind) -> InterfaceKind:
 
 
 def _prefix_bits(host: str, netmask: str | None) -> int:
-    """The mask's leading ones; a single address where the system gives none."""
+    """Return the length of the mask; that of a single address if the system gives no mask."""
     version_bits = ipaddress.ip_address(host.partition("%")[0]).max_prefixlen
     if netmask is None:
         return version_bits

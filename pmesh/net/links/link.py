@@ -1,8 +1,8 @@
-"""Links: the authenticated control connection of two agents, one per pair.
+"""Links: the authenticated control connection of two agents, one for each pair.
 
-`shake_hands` turns a connection, dialled or accepted, into a `Link`. From then on one task
-receives, one runs the writer, and anybody sends. Below it, `Wire` moves TLS over a stream, counts
-the bytes, and says in our own errors how it ended.
+`shake_hands` turns a dialled or accepted connection into a `Link`. Then one task receives, one
+runs the writer, and any task sends. `Wire` runs TLS over a stream, counts the bytes, and maps its
+end to errors of pmesh.
 """
 
 from collections import deque
@@ -42,14 +42,14 @@ from pmesh.net.links.tls import (
     TlsProtocol,
 )
 
-PARTING_S: Final = 0.5  # a clean leave is over within 1 s, whether or not the peers still answer
+PARTING_S: Final = 0.5  # a clean leave takes less than 1 s, whether or not the peers answer
 
 _READ_BYTES = 64 * 1024  # decrypted in 30 us: the event loop stays responsive
 
 
 @contextmanager
 def naming(peer: object) -> Generator[None, None, None]:
-    """Let a ProtocolError say whose bytes they were."""
+    """Prefix a ProtocolError with the peer that sent the bytes."""
     try:
         yield
     except ProtocolError as e:
@@ -57,7 +57,7 @@ def naming(peer: object) -> Generator[None, None, None]:
 
 
 class Wire:
-    """A connection that speaks TLS, and frames within it. One task reads, one writes."""
+    """A TLS connection that carries frames. One task reads, one writes."""
 
     def __init__(self, stream: trio.abc.HalfCloseableStream, tls: TlsProtocol) -> None:
         self.stream = stream
@@ -71,7 +71,7 @@ class Wire:
         self._judged = False
 
     async def handshake(self, first_bytes: bytes) -> bytes:
-        """Run the TLS handshake, `first_bytes` being read already; return the peer's certificate.
+        """Run the TLS handshake after `first_bytes` were read; return the peer's certificate.
 
         Raises MeshKeyMismatch, ProtocolError or PeerUnreachable.
         """
@@ -89,11 +89,11 @@ class Wire:
                     raise self._error_of(event)
 
     async def next_frame(self) -> bytes:
-        """The next whole frame.
+        """Return the next whole frame.
 
         Raises trio.EndOfChannel after a goodbye, PeerUnreachable if the connection broke,
         ProtocolError for garbage. Before the first frame also MeshKeyMismatch: in TLS 1.3 the
-        client's handshake ends before the server has judged it.
+        client's handshake ends before the server has verified it.
         """
         while (frame := self._next_whole_frame()) is None:
             match event := self.tls.next_event():
@@ -108,16 +108,16 @@ class Wire:
         return frame
 
     async def send(self, data: bytes) -> None:
-        """Encrypt and send; raises PeerUnreachable if the connection broke."""
+        """Encrypt and send. Raises PeerUnreachable if the connection broke."""
         self.tls.send(data)
         await self.flush()
 
     async def flush(self) -> None:
-        """Send what TLS has to say; raises PeerUnreachable if the connection broke."""
+        """Send TLS's output. Raises PeerUnreachable if the connection broke."""
         data = self.tls.data_to_send()
         if not data:
             return
-        if self._half_sent:  # the rest of a record is lost: anything after it would be garbage
+        if self._half_sent:  # the rest of a record is lost, so anything after it would be garbage
             raise PeerUnreachable(f"the connection to {self.remote} was given up")
         self._half_sent = True
         try:
@@ -128,13 +128,13 @@ class Wire:
         self.bytes_sent += len(data)
 
     async def part(self) -> None:
-        """Say goodbye, or why not, so that it arrives; takes 0.5 s at most.
+        """Send a goodbye or an alert and make sure that it arrives; takes at most 0.5 s.
 
         Closing a socket with unread bytes resets the connection, and a reset may overtake our last
-        words. So: half-close, and discard what comes until the other side has closed as well.
+        bytes. So we half-close, and discard input until the other side has closed as well.
         """
         if self._half_sent:
-            return  # the rest of that record is lost: anything after it would be garbage
+            return  # as in `flush`
         self.tls.say_goodbye()
         with (
             trio.move_on_after(PARTING_S),
@@ -173,7 +173,7 @@ class Wire:
                 return MeshKeyMismatch(
                     f"{self.remote} holds another mesh key; copy this one with 'pmesh key show'"
                 )
-            case TlsFailed() if self._judged:  # by somebody on the way: the peer is not to blame
+            case TlsFailed() if self._judged:  # changed on the way: the peer is not to blame
                 return PeerUnreachable(f"the connection to {self.remote} is garbled: {end.detail}")
             case TlsFailed():
                 return ProtocolError(f"{self.remote} does not speak pmesh: {end.detail}")
@@ -181,7 +181,7 @@ class Wire:
 
 
 HANDSHAKE_TIMEOUT_S: Final = 5.0  # a Mac that has just woken answers within 2 s
-MAX_QUEUED_MESSAGES: Final = 4096  # 13 minutes of heartbeats: the peer has stopped reading
+MAX_QUEUED_MESSAGES: Final = 4096  # 13 minutes of heartbeats: a peer that stopped reading
 MAX_QUEUED_BYTES: Final = 4 * 1024 * 1024  # 200 views of 64 members
 
 _BATCH_BYTES = 16 * 1024  # one TLS record
@@ -199,18 +199,18 @@ async def shake_hands(
     """Prove each other's mesh key and node key, exchange Hellos, and return the link.
 
     Args:
-        stream: the connection; it belongs to the link, and is closed if there is none.
-        contexts: this node's, from `TlsContexts.of`.
-        server_side: whether the connection was accepted rather than dialled.
-        hello: what this node says of itself.
-        first_bytes: what has been read of the connection already.
-        timeout_s: for all of it.
+        stream: The connection; it belongs to the link, and is closed if the handshake fails.
+        contexts: This node's contexts, from `TlsContexts.of`.
+        server_side: True if the connection was accepted, False if it was dialled.
+        hello: What this node says about itself.
+        first_bytes: The bytes that were already read.
+        timeout_s: The limit for the whole handshake.
 
     Raises:
-        MeshKeyMismatch: the other side holds another mesh key. It raises the same there.
-        ProtocolVersionMismatch: likewise for the version of the protocol.
-        ProtocolError: the other side is no pmesh, or claims to be a node that it is not.
-        PeerUnreachable: the connection ended, or the time was over.
+        MeshKeyMismatch: The other side holds another mesh key. It raises the same error.
+        ProtocolVersionMismatch: The protocol versions differ. The other side raises it too.
+        ProtocolError: The other side is not pmesh, or claims to be another node.
+        PeerUnreachable: The connection ended, or the time was over.
     """
     wire = Wire(stream, TlsProtocol(contexts, server_side=server_side))
     try:
@@ -231,14 +231,14 @@ async def shake_hands(
 
 
 async def _exchange_hellos(wire: Wire, hello: Hello, certificate: bytes) -> Hello:
-    """Send ours first, so that both sides know both versions when they differ."""
+    """Send ours first, so that both sides know both versions if they differ."""
     with naming(wire.remote):
         node = node_of_certificate_untrusted(certificate)
     await wire.send(frame(encode(hello)))
     try:
         data = await wire.next_frame()
     except trio.EndOfChannel:
-        raise PeerUnreachable(f"{wire.remote} said goodbye before it said hello") from None
+        raise PeerUnreachable(f"{wire.remote} left before it sent a Hello") from None
     with naming(wire.remote):
         theirs = read_hello_untrusted(data, proven=node)
     if isinstance(theirs, OtherProtocol):
@@ -257,7 +257,7 @@ async def _part_and_close(wire: Wire) -> None:
 
 
 class Link:
-    """An authenticated connection to a peer, for control messages. Made by `shake_hands`."""
+    """An authenticated connection to a peer for control messages, made by `shake_hands`."""
 
     def __init__(self, wire: Wire, peer: Hello) -> None:
         self.peer = peer
@@ -267,7 +267,7 @@ class Link:
         self._queue: deque[bytes] = deque()
         self._queued_bytes = 0
         self._has_queued = trio.Event()
-        self._sending = trio.Lock()  # the writer's, and at the end aclose's
+        self._sending = trio.Lock()  # held by the writer, and at the end by aclose
         self._reading = trio.CancelScope()
         self._writing = trio.CancelScope()
         self._failure: PeerUnreachable | None = None
@@ -275,33 +275,32 @@ class Link:
 
     @property
     def node(self) -> NodeId:
-        """The peer, whose key TLS has proven."""
+        """The peer's node; TLS has proven its key."""
         return self.peer.member.node
 
     @property
     def remote_address(self) -> Address:
-        """The peer's end of this connection; its port is not where it listens, if it dialled."""
+        """The peer's end of this connection; if the peer dialled, it does not listen there."""
         return self._wire.remote
 
     @property
     def local_address(self) -> Address:
-        """Our end of this connection."""
         return self._wire.local
 
     @property
     def bytes_sent(self) -> int:
-        """At the socket: with TLS's own, and the handshake."""
+        """Bytes at the socket, including TLS and the handshake."""
         return self._wire.bytes_sent
 
     @property
     def bytes_received(self) -> int:
-        """At the socket: with TLS's own, and the handshake."""
+        """Bytes at the socket, including TLS and the handshake."""
         return self._wire.bytes_received
 
     def send(self, message: LinkMessage) -> None:
         """Queue a message for the writer; never waits.
 
-        If 4096 messages or 4 MiB wait already, the peer has stopped reading, and the link ends:
+        If 4096 messages or 4 MiB are queued, the peer has stopped reading and the link ends:
         `receive` raises PeerUnreachable. A message to a link that has ended is dropped.
         """
         if self._closed or self._failure is not None:
@@ -315,22 +314,22 @@ class Link:
             self._has_queued.set()
 
     async def receive(self) -> LinkMessage:
-        """The peer's next message. For one task at a time; may be cancelled and called again.
+        """Return the next message. For one task at a time; may be cancelled and called again.
 
         Raises:
-            trio.EndOfChannel: the peer has closed the link on purpose.
-            PeerUnreachable: the connection broke, or the peer has stopped reading.
-            ProtocolError: the peer sent garbage.
+            trio.EndOfChannel: The peer closed the link on purpose.
+            PeerUnreachable: The connection broke, or the peer stopped reading.
+            ProtocolError: The peer sent garbage.
             trio.ClosedResourceError: `aclose` was called.
         """
-        await trio.lowlevel.checkpoint()  # a peer that sends without a pause mustn't hold the loop
+        await trio.lowlevel.checkpoint()  # a peer that sends without pause must not hold the loop
         if self._failure is None and not self._closed:
             with trio.CancelScope() as self._reading:
                 return await self._next_message()
         raise self._failure or trio.ClosedResourceError
 
     async def run_writer(self) -> None:
-        """Send what is queued, as few and large as it comes; returns when the link has ended."""
+        """Send queued messages in large batches; return when the link has ended."""
         with self._writing:
             try:
                 while True:
@@ -340,7 +339,7 @@ class Link:
                 self._fail(e)
 
     async def aclose(self) -> None:
-        """Send what is queued and a goodbye, and close; takes 0.5 s at most."""
+        """Send queued messages and a goodbye, and close; takes at most 0.5 s."""
         if self._closed:
             await trio.lowlevel.checkpoint()
             return
@@ -349,12 +348,12 @@ class Link:
             if self._failure is None:
                 with trio.move_on_after(PARTING_S):
                     await self._send_queued()
-                    # Not before: who receives may end the writer along with itself, and what that
-                    # has taken off the queue would be lost.
+                    # Not before: the receiving task may end the writer too, and a batch that the
+                    # writer took off the queue would be lost.
                     self._reading.cancel()
                     await self._wire.part()
         except PeerUnreachable:
-            pass  # then nobody is there to hear it
+            pass  # the peer is gone
         finally:
             self._reading.cancel()
             self._writing.cancel()
@@ -376,7 +375,7 @@ class Link:
             self._has_queued = trio.Event()
 
     def _take_batch(self) -> bytes:
-        """What fits one TLS record, or one message if that is larger."""
+        """Take as many messages as fit in one TLS record, but at least one."""
         batch = [self._queue.popleft()]
         size = len(batch[0])
         while self._queue and size + len(self._queue[0]) <= _BATCH_BYTES:
@@ -387,7 +386,7 @@ class Link:
         return b"".join(batch)
 
     def _fail(self, failure: PeerUnreachable) -> None:
-        """End the link: nothing more is sent, and who receives gets to know why."""
+        """End the link: nothing more is sent, and `receive` raises the failure."""
         self._failure = failure
         self._queue.clear()
         self._reading.cancel()

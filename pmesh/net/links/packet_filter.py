@@ -1,7 +1,7 @@
-"""Drops mDNS packets that are not worth zeroconf's time, before zeroconf sees them.
+"""Drops useless mDNS packets before zeroconf reads them.
 
-Reading a packet takes it a hundred times as long as a glance at the bytes, and it keeps what it has
-read. Whoever announces a thousand machines a second would have half a core of each agent.
+zeroconf takes a hundred times as long for a packet as this filter does, and keeps its records. A
+machine that announces a thousand names a second would take half a core of each agent.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from pmesh.core.identity import advertisement as adverts
 from pmesh.core.identity.keys import AdvertisementKey
 from pmesh.ids import NodeId, node_text
 
-PACKETS_PER_S: Final = 20.0  # of strangers, and of questions; 8 agents that start together send 40
+PACKETS_PER_S: Final = 20.0  # each for strangers and questions; 8 agents that start send 40
 REPEATS_PER_S: Final = 2.0  # an agent announces itself three times in a second, and answers others
 MAX_HEARD: Final = 128
 _FLAGS_AT: Final = 2  # RFC 1035, section 4.1.1
@@ -22,21 +22,21 @@ _IS_RESPONSE: Final = 0x80
 
 @dataclass(slots=True)
 class DiscoveryCounters:
-    """What was heard and not reported, since the agent's start; for `pmesh status`."""
+    """Announcements received but not reported since the agent's start; for `pmesh status`."""
 
     forged: int = 0
-    """Announcements with our tag, of somebody who lacks our mesh key."""
+    """Announcements with our tag from a sender without our mesh key."""
     not_shown: int = 0
     """Announcements of other meshes and versions, beyond those that are shown."""
     purges: int = 0
-    """How often what zeroconf keeps had become too much."""
+    """How often zeroconf's cache was purged."""
 
 
 class PacketFilter:
-    """Lets pass what carries an advertisement made with our mesh key, each twice a second.
+    """Passes each advertisement made with our mesh key, twice a second.
 
-    Of all else that concerns pmesh a few packets a second pass: questions, and announcements of
-    other meshes, which `pmesh status` shows.
+    Of other packets about pmesh only a few a second pass: questions, and announcements of other
+    meshes, which `pmesh status` shows.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class PacketFilter:
         self._others = _Allowance(PACKETS_PER_S, clock)
 
     def passes(self, packet: bytes) -> bool:
-        """Whether zeroconf shall read it."""
+        """Return True if zeroconf may read the packet."""
         if not any(label in packet for label in self._labels):
-            return False  # of printers and televisions
+            return False  # from printers and televisions
         if not packet[_FLAGS_AT] & _IS_RESPONSE:
             return self._questions.take()
         match code := adverts.judge_untrusted(packet, key=self._key):
@@ -73,7 +73,7 @@ class PacketFilter:
                 return self._is_news(code)
 
     def _is_news(self, code: bytes) -> bool:
-        """Whoever has heard an advertisement can send it again, and change what is around it."""
+        """Limit repeats: any machine can replay an advertisement inside a changed packet."""
         if code not in self._heard:
             self._heard[code] = _Allowance(REPEATS_PER_S, self._clock)
             if len(self._heard) > MAX_HEARD:
@@ -82,7 +82,7 @@ class PacketFilter:
 
 
 class FilteringLoop(asyncio.SelectorEventLoop):
-    """Hands a datagram on only if it passes."""
+    """An asyncio loop that drops the datagrams which the filter rejects."""
 
     def __init__(self, passes: Callable[[bytes], bool]) -> None:
         super().__init__()
@@ -91,9 +91,9 @@ class FilteringLoop(asyncio.SelectorEventLoop):
     async def create_datagram_endpoint(  # type: ignore[override]
         self,
         protocol_factory: Callable[[], asyncio.DatagramProtocol],
-        **options: Any,  # noqa: ANN401 - handed on
+        **options: Any,  # noqa: ANN401 - passed on
     ) -> tuple[asyncio.DatagramTransport, asyncio.DatagramProtocol]:
-        """As every loop's; the protocol that is returned is the caller's own."""
+        """Return the caller's own protocol, as every loop does."""
         transport, outer = await super().create_datagram_endpoint(
             lambda: _Filtered(protocol_factory(), self._passes), **options
         )
@@ -122,7 +122,7 @@ class _Filtered(asyncio.DatagramProtocol):
 
 
 class _Allowance:
-    """So many a second on average, and twice as many at once."""
+    """A token bucket: `per_s` a second on average, and twice as many at once."""
 
     def __init__(self, per_s: float, clock: Callable[[], float]) -> None:
         self._per_s = per_s

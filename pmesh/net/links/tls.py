@@ -1,7 +1,7 @@
 """TLS 1.3 between agents, as a byte protocol: bytes in, events and bytes out; it never waits.
 
-`trio.SSLStream` drops the alert that says why a handshake failed, so that the other side would see
-only a closed socket. Here it is left in `data_to_send()`.
+`trio.SSLStream` drops the alert that explains a failed handshake, so that the other side would see
+only a closed socket. Here the alert stays in `data_to_send()`.
 """
 
 import os
@@ -14,13 +14,13 @@ from typing import Final, Self, TypeAlias
 from pmesh.core.identity.certificates import Credentials
 
 MAX_HANDSHAKE_BYTES: Final = 32 * 1024
-"""What a peer may send before its handshake has ended. Ours need 3 KiB."""
+"""The most that a peer may send before its handshake has ended. Ours need 3 KiB."""
 
-_NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, to which Python gives no name
+_NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, which Python does not name
 _READ_BYTES = 16 * 1024  # the largest TLS record: OpenSSL never returns more from one read
 
-# What the other side answers (RFC 8446, 6.2) when our certificate isn't of its authority. Which of
-# them depends on its OpenSSL.
+# Alerts of the other side (RFC 8446, 6.2) if its authority did not sign our certificate. Its
+# OpenSSL version decides which one it sends.
 _OTHER_KEY_ALERTS = frozenset(
     {
         "TLSV1_ALERT_UNKNOWN_CA",
@@ -33,10 +33,10 @@ _OTHER_KEY_ALERTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class HandshakeCompleted:
-    """This side has accepted the other. In TLS 1.3 a client learns later if it was accepted."""
+    """This side accepted the other. In TLS 1.3 a client learns later if it was accepted."""
 
     certificate: bytes
-    """The other side's leaf, in DER; the mesh's authority has signed it."""
+    """The other side's leaf in DER, signed by the mesh's authority."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class DataReceived:
 
 @dataclass(frozen=True, slots=True)
 class GoodbyeReceived:
-    """The other side has ended the conversation on purpose; nothing was cut off."""
+    """The other side closed the connection on purpose; nothing was cut off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ class ConnectionCut:
 
 @dataclass(frozen=True, slots=True)
 class TlsFailed:
-    """One side has refused the other, or what came isn't TLS 1.3."""
+    """One side refused the other, or the input is not TLS 1.3."""
 
     other_key: bool
-    """Whether the reason is that the two don't hold the same mesh key."""
+    """True if the two sides hold different mesh keys."""
     detail: str
-    """OpenSSL's words."""
+    """OpenSSL's reason."""
 
 
 TlsEnd: TypeAlias = GoodbyeReceived | ConnectionCut | TlsFailed
@@ -72,25 +72,25 @@ TlsEvent: TypeAlias = HandshakeCompleted | DataReceived | TlsEnd
 
 @dataclass(frozen=True, slots=True)
 class TlsContexts:
-    """What a node needs for links, made once: for those it dials and for those it accepts."""
+    """A node's TLS contexts for links that it dials and for links that it accepts."""
 
     client: ssl.SSLContext
     server: ssl.SSLContext
 
     @classmethod
     def of(cls, credentials: Credentials) -> Self:
-        """Contexts that accept exactly the holders of the same mesh key."""
+        """Make contexts that accept only nodes with the same mesh key."""
         client = _context(ssl.PROTOCOL_TLS_CLIENT, credentials)
         server = _context(ssl.PROTOCOL_TLS_SERVER, credentials)
-        server.num_tickets = 0  # no resumption: every link proves its node key anew
+        server.num_tickets = 0  # no resumption: every link proves its node key again
         return cls(client, server)
 
 
 class TlsProtocol:
     """One side of one TLS connection.
 
-    Call `next_event` until it returns None, send what `data_to_send` returns, read, `receive_data`,
-    and again. The first call makes a client's first message.
+    Repeat: call `next_event` until it returns None, send what `data_to_send` returns, read, and
+    pass the bytes to `receive_data`. The first call makes a client's first message.
     """
 
     def __init__(self, contexts: TlsContexts, *, server_side: bool) -> None:
@@ -104,7 +104,6 @@ class TlsProtocol:
         self._end: TlsEnd | None = None
 
     def receive_data(self, data: bytes | bytearray) -> None:
-        """Take in what came from the connection."""
         if self._end is not None:
             return
         if not self._established:
@@ -115,11 +114,10 @@ class TlsProtocol:
         self._incoming.write(data)
 
     def receive_eof(self) -> None:
-        """Nothing more will come."""
         self._cut = True
 
     def next_event(self) -> TlsEvent | None:
-        """What has happened; None until more arrives. After an end, the same end again."""
+        """Return the next event, or None until more bytes arrive. An end is returned again."""
         if self._end is not None:
             return self._end
         try:
@@ -129,7 +127,7 @@ class TlsProtocol:
         except ssl.SSLWantReadError:
             self._end = ConnectionCut() if self._cut else None
             return self._end
-        except ssl.SSLZeroReturnError:  # both sides have said goodbye
+        except ssl.SSLZeroReturnError:  # both sides have closed
             data = b""
         except ssl.SSLError as e:
             self._end = _failure(e)
@@ -140,28 +138,27 @@ class TlsProtocol:
         return self._end
 
     def send(self, data: bytes) -> None:
-        """Encrypt; the result is in `data_to_send`. Only after HandshakeCompleted.
+        """Encrypt into `data_to_send`. Only after HandshakeCompleted.
 
-        Where either side has ended there is nobody to encrypt for, and the data are dropped: what
-        the end was is for `next_event` to tell.
+        If either side has ended, the data are dropped; `next_event` returns the end.
         """
         with suppress(ssl.SSLError):
-            self._tls.write(data)  # into memory: always all of it
+            self._tls.write(data)  # a write to memory is always complete
 
     def say_goodbye(self) -> None:
-        """Tell the other side that nothing more comes, if it can still be told."""
+        """Tell the other side that nothing more will come, if the connection still works."""
         if self._established and not isinstance(self._end, TlsFailed):
-            with suppress(ssl.SSLError):  # "want read": it has not said goodbye itself
+            with suppress(ssl.SSLError):  # "want read": the other side has not closed yet
                 self._tls.unwrap()
 
     def data_to_send(self) -> bytes:
-        """Take what must go to the other side, alerts too; empty if there is nothing."""
+        """Take the bytes, alerts too, that must be sent to the other side."""
         return self._outgoing.read()
 
     def _shake_hands(self) -> HandshakeCompleted:
         self._tls.do_handshake()
         certificate = self._tls.getpeercert(binary_form=True)
-        assert certificate is not None  # noqa: S101 - CERT_REQUIRED has made sure
+        assert certificate is not None  # noqa: S101 - because of CERT_REQUIRED
         self._established = True
         return HandshakeCompleted(certificate)
 
@@ -180,9 +177,9 @@ def _context(protocol: int, credentials: Credentials) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # the node key is the name
     context.verify_mode = ssl.CERT_REQUIRED
-    context.verify_flags |= ssl.VerifyFlags(_NO_CHECK_TIME)  # home clocks are wrong by years
+    context.verify_flags |= ssl.VerifyFlags(_NO_CHECK_TIME)  # clocks at home may be years off
     context.load_verify_locations(cadata=credentials.ca_der)
-    # OpenSSL takes a certificate of one's own only by path: pipes have one, and leave no file.
+    # Python loads our own certificate only by path: a pipe has one, and leaves no file.
     with ExitStack() as pipes:
         leaf = pipes.enter_context(_piped(credentials.leaf_pem))
         key = pipes.enter_context(_piped(credentials.key_pem))
@@ -192,11 +189,11 @@ def _context(protocol: int, credentials: Credentials) -> ssl.SSLContext:
 
 @contextmanager
 def _piped(data: bytes) -> Generator[str, None, None]:
-    """A path from which `data`, at most a pipe's buffer (macOS: 4 KiB at least), can be read."""
+    """Yield a path to read `data` from, which must fit a pipe's buffer (macOS: 4 KiB at least)."""
     reading, writing = os.pipe()
     try:
         with open(writing, "wb") as pipe:  # noqa: PTH123 - a descriptor has no Path
             pipe.write(data)
-        yield f"/dev/fd/{reading}"  # macOS and Linux both have it
+        yield f"/dev/fd/{reading}"  # exists on macOS and Linux
     finally:
         os.close(reading)

@@ -1,8 +1,8 @@
-"""Which arenas a session has, and who uses them: kept for the next op rather than made anew.
+"""The arenas of a session, which are kept for further ops.
 
 The first touch of fresh memory costs more than a copy, so an arena whose op has ended waits for the
-next op of its size. A trainer in another phase leaves arenas that nobody asks for any more; they go
-when a new one is made.
+next op of its size. When a trainer changes phase, old sizes stay unused; they are closed when a new
+arena is made.
 """
 
 import itertools
@@ -15,19 +15,19 @@ from pmesh.core.wire.local import ArenaKind
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.net.local.arenas import Arena, arena_bytes, create_arena
 
-TOO_LARGE_FACTOR = 4  # an arena this much larger than asked for stays free for larger ops
-IDLE_S = 10.0  # training steps come faster: what rests longer belongs to a past phase
+TOO_LARGE_FACTOR = 4  # an arena more than this much too large stays free for larger ops
+IDLE_S = 10.0  # training steps are faster: an arena idle this long belongs to a past phase
 MAX_ARENAS = 64  # each costs a descriptor on both sides; a training loop needs 2 or 3
-MAX_INPUT_ARENAS = 256  # likewise; compression keeps two for each bucket, of which it has dozens
-MAX_LENT = 16  # results that a trainer keeps; beside those that are unstable (32) others find room
-INLINE_BYTES = 1024 * 1024  # making and closing takes less than 0.5 ms up to here: no thread
+MAX_INPUT_ARENAS = 256  # as above; compression keeps two for each of its dozens of buckets
+MAX_LENT = 16  # results that a trainer keeps; leaves room beside 32 unstable results
+INLINE_BYTES = 1024 * 1024  # up to here, making and closing takes less than 0.5 ms: no thread
 
 
 class ArenaBudget:
-    """What the arenas of all local programs may take together: memory, and descriptors.
+    """The memory and descriptors that the arenas of all local programs may use together.
 
-    A program may have half of what the others leave, over all its sessions: else one that opens
-    session after session would have everything.
+    A program may have half of what the others leave, over all its sessions: otherwise one that
+    opens many sessions would take everything.
     """
 
     def __init__(self, *, files: int, nbytes: int) -> None:
@@ -37,24 +37,24 @@ class ArenaBudget:
 
 
 class ArenaShare:
-    """What one program has of the budget."""
+    """One program's share of the budget."""
 
     def __init__(self, budget: ArenaBudget, pid: int) -> None:
         self._files, self._memory, self._pid = budget.files, budget.memory, pid
         self.pools = budget.pools
-        """Of all programs: what rests in them makes way."""
+        """The pools of all programs, whose idle arenas are closed if there is no room."""
 
     @property
     def allowed_bytes(self) -> int:
-        """The most that it may hold now."""
+        """The most that the program may hold now."""
         return self._memory.allowed(self._pid)
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether `take` would succeed."""
+        """Return True if `take` would succeed."""
         return self._lack(nbytes) is None
 
     def take(self, nbytes: int) -> None:
-        """Another arena of this size; raises UsageError if it is too much."""
+        """Count a new arena of this size. Raises UsageError if there is no room."""
         lack = self._lack(nbytes)
         if lack is not None:
             raise UsageError(lack)
@@ -62,7 +62,6 @@ class ArenaShare:
         self._files.take(self._pid, 1)
 
     def give_back(self, nbytes: int) -> None:
-        """An arena of this size is closed."""
         self._memory.give_back(self._pid, nbytes)
         self._files.give_back(self._pid, 1)
 
@@ -77,7 +76,7 @@ class ArenaShare:
         held, allowed = self._files.held_by(self._pid), self._files.allowed(self._pid)
         if held + 1 > allowed:
             return (
-                f"no file descriptor for one more arena: this program has {held}, {allowed} are "
+                f"no file descriptor for another arena: this program has {held}, {allowed} are "
                 f"allowed, which is half of what other programs leave of {self._files.limit}; "
                 "raise the limit of open files with 'ulimit -n' before 'pmesh up'"
             )
@@ -89,9 +88,9 @@ def _mib(nbytes: int) -> str:
 
 
 class _Pool:
-    """Arenas of one kind that are used, and used again.
+    """Arenas of one kind, for repeated use.
 
-    Raises from `acquire`: UsageError where the share or `most` would be exceeded.
+    `acquire` raises UsageError if the share or `most` would be exceeded.
     """
 
     def __init__(
@@ -105,23 +104,23 @@ class _Pool:
     ) -> None:
         self._kind: ArenaKind = kind
         self._share = share
-        self._count = 0  # with those that are being made
+        self._count = 0  # including arenas that are being made
         self._most = most
         self._spares_the_last = spares_the_last
         self._numbers = numbers
         self._in_use: set[Arena] = set()
-        self._free: dict[Arena, float] = {}  # since when
+        self._free: dict[Arena, float] = {}  # the time of release
         self._gone: list[int] = []
         self._last: Arena | None = None
         share.pools.add(self)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of shared memory, in use or waiting."""
+        """Bytes of shared memory, in use or free."""
         return sum(arena.nbytes for arena in (*self._in_use, *self._free))
 
     async def acquire(self, nbytes: int) -> Arena:
-        """An arena of at least `nbytes` that nobody else uses, until `release`."""
+        """Return an arena of at least `nbytes` for exclusive use until `release`."""
         size = arena_bytes(nbytes)
         free = (arena for arena in self._free if arena is not self._last)
         fitting = (arena for arena in free if size <= arena.nbytes <= size * TOO_LARGE_FACTOR)
@@ -135,22 +134,20 @@ class _Pool:
         return arena
 
     def release(self, arena: Arena) -> None:
-        """The arena may be written again."""
         self._in_use.remove(arena)
         self._free[arena] = trio.current_time()
 
     def take_gone(self) -> tuple[int, ...]:
-        """The numbers of arenas closed since the last call: the trainer shall unmap them."""
+        """Return the arenas closed since the last call, which the trainer must unmap."""
         gone, self._gone = tuple(self._gone), []
         return gone
 
     async def aclose(self) -> None:
-        """Close every arena, also those in use."""
+        """Close every arena, even those in use."""
         self._share.pools.discard(self)
         await self._close([*self._in_use, *self._free])
 
     async def close_idle(self) -> None:
-        """Close what has rested for long."""
         now = trio.current_time()
         await self._close([a for a, since in self._free.items() if now - since >= IDLE_S])
 
@@ -163,7 +160,7 @@ class _Pool:
             await self._close(list(self._free))
         if self._count >= self._most:
             raise UsageError(f"this trainer has {self._most} {self._kind} arenas: drop some arrays")
-        self._share.take(size)  # now: while the arena is being made, others ask too
+        self._share.take(size)  # before the arena is made, as other tasks also take
         self._count += 1
         try:
             return await self._make(size)
@@ -193,12 +190,12 @@ class _Pool:
         for arena in small:
             arena.close()
         if large:
-            with trio.CancelScope(shield=True):  # they are in no list any more: now or never
+            with trio.CancelScope(shield=True):  # no list has them any more, so nothing else would
                 await trio.to_thread.run_sync(_close_all, large)
 
 
 class _Held:
-    """Arenas that ops hold, and the trainer; each goes back to its pool when nobody does."""
+    """Arenas held by ops or by the trainer; an arena that is not held returns to its pool."""
 
     def __init__(self, pool: _Pool) -> None:
         self._pool = pool
@@ -206,27 +203,26 @@ class _Held:
         self._ops: dict[Arena, int] = {}
 
     def __contains__(self, number: int) -> bool:
-        """Whether the trainer holds it."""
         return number in self._trainers
 
     @property
     def nbytes(self) -> int:
-        """Bytes of shared memory, in use or waiting."""
+        """Bytes of shared memory, in use or free."""
         return self._pool.nbytes
 
     def release(self, arena: Arena) -> None:
-        """An op needs it no more."""
+        """End the use of an arena by an op."""
         self._ops[arena] -= 1
         self._recycle(arena)
 
     def drop(self, number: int) -> None:
-        """The trainer needs it no more; raises ProtocolError if it holds no such."""
+        """End the use of an arena by the trainer. Raises ProtocolError if it has no such arena."""
         arena = self._of_trainer(number)
         del self._trainers[number]
         self._recycle(arena)
 
     async def aclose(self) -> None:
-        """Close every arena, also those in use."""
+        """Close every arena, even those in use."""
         self._trainers.clear()
         self._ops.clear()
         await self._pool.aclose()
@@ -244,7 +240,7 @@ class _Held:
 
 
 class InputArenas(_Held):
-    """The input arenas of one session: the trainer's to fill, and an op's to read.
+    """The input arenas of one session, which the trainer fills and ops read.
 
     The trainer may drop one that an op still needs: a broadcast's root does so at once, because its
     input is the retained result (O2).
@@ -256,31 +252,31 @@ class InputArenas(_Held):
         )
 
     async def create(self, nbytes: int) -> Arena:
-        """An arena for the trainer (`WantArena`); raises UsageError beyond the limits."""
+        """Return an arena for the trainer (`WantArena`). Raises UsageError beyond the limits."""
         arena = await self._pool.acquire(nbytes)
         self._trainers[arena.number] = arena
         self._ops[arena] = 0
         return arena
 
     def hold(self, number: int, nbytes: int, *, offset: int = 0) -> Arena:
-        """The arena of which an op will read `nbytes`, from `offset` on, until `release`.
+        """Hold an arena until `release`, for an op that reads `nbytes` from `offset` on.
 
         Raises:
-            ProtocolError: the trainer has no such arena, or it is smaller.
+            ProtocolError: The trainer has no such arena, or it is too small.
         """
         arena = self._of_trainer(number)
         if not 0 <= offset <= arena.nbytes - nbytes:
-            text = f"an op of {nbytes} bytes at {offset} in an arena of {arena.nbytes}"
+            text = f"{nbytes} bytes at {offset} are not within an arena of {arena.nbytes} bytes"
             raise ProtocolError(text)
         self._ops[arena] += 1
         return arena
 
 
 class OutputArenas(_Held):
-    """The output arenas of one session: an op's, until its result is stable (O2).
+    """The output arenas of one session, which an op holds until its result is stable (O2).
 
-    Nobody gets the last one again at once: the trainer may read a result while its next op runs.
-    Those that it is lent it may read for as long as it likes.
+    The latest arena is not reused by the next op, during which the trainer may still read it. The
+    trainer may read arenas that are lent to it for as long as it likes.
     """
 
     def __init__(self, numbers: Iterator[int], share: ArenaShare) -> None:
@@ -288,13 +284,13 @@ class OutputArenas(_Held):
         self._share = share
 
     async def acquire(self, nbytes: int) -> Arena:
-        """An arena that nobody else uses, until `release`; raises UsageError beyond the limits."""
+        """Return an arena for use until `release`. Raises UsageError beyond the limits."""
         arena = await self._pool.acquire(nbytes)
         self._ops[arena] = 1
         return arena
 
     def lend(self, arena: Arena) -> bool:
-        """Let the trainer hold it too, unless it holds too much: ops need arenas of their own."""
+        """Let the trainer hold it too, unless too little would remain for ops."""
         lent_bytes = sum(lent.nbytes for lent in self._trainers.values())
         most_bytes = self._share.allowed_bytes // 2
         if len(self._trainers) >= MAX_LENT or lent_bytes + arena.nbytes > most_bytes:
@@ -307,12 +303,12 @@ class OutputArenas(_Held):
         self._trainers[arena.number] = arena
 
     def take_gone(self) -> tuple[int, ...]:
-        """The numbers of arenas closed since the last call: the trainer shall unmap them."""
+        """Return the arenas closed since the last call, which the trainer must unmap."""
         return self._pool.take_gone()
 
 
 class SessionArenas:
-    """All shared memory of one session, out of its program's share."""
+    """All shared memory of one session, within its program's share."""
 
     def __init__(self, share: ArenaShare) -> None:
         numbers = itertools.count()
@@ -320,12 +316,12 @@ class SessionArenas:
         self.outputs = OutputArenas(numbers, share)
 
     def drop(self, number: int) -> None:
-        """The trainer needs an arena no more (`DropArena`); ProtocolError if it holds no such."""
+        """End the trainer's use of an arena (`DropArena`). Raises ProtocolError if it has none."""
         held = self.outputs if number in self.outputs else self.inputs
         held.drop(number)
 
     async def aclose(self) -> None:
-        """Close every arena, also those in use: the trainer is gone, or the agent ends."""
+        """Close every arena, even those in use: the trainer is gone, or the agent ends."""
         await self.inputs.aclose()
         await self.outputs.aclose()
 

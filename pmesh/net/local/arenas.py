@@ -1,9 +1,9 @@
-"""Shared memory in which an agent and its trainers hand tensors over; the agent's side.
+"""The agent's side of the shared memory that carries tensors between it and its trainers.
 
-An *input* arena is written by the trainer and read by the agent. An *output* arena is written by
-the agent alone, or a trainer could corrupt what is being forwarded to others: on Linux a seal makes
-the kernel refuse writable mappings, on macOS the trainer gets a descriptor open for reading. An
-arena never changes its size, so neither side can pull memory away from under the other.
+An *input* arena is written by the trainer and read by the agent. An *output* arena is written only
+by the agent, so that a trainer can't corrupt data that are being forwarded: on Linux a seal makes
+the kernel refuse writable mappings, on macOS the trainer gets a read-only descriptor. An arena
+never changes its size, so neither side can take memory away from the other.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import numpy as np
 from pmesh.core.wire.local import ArenaKind
 
 SMALLEST_BYTES = 64 * 1024  # so that small ops of any size share one arena
-_TOUCH_BYTES = 32 * 1024 * 1024  # one piece of faulting in: between pieces other threads may run
+_TOUCH_BYTES = 32 * 1024 * 1024  # faulted in at once; other threads may run between pieces
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h, since 5.1; in Python's fcntl module only from 3.13
 
 
@@ -31,16 +31,16 @@ class Arena:
     """One piece of shared memory. `memory` is writable here, whatever the trainer may do."""
 
     number: int
-    """How the session's messages name it."""
+    """Its number in the session's messages."""
     kind: ArenaKind
     nbytes: int
     memory: memoryview
     descriptor: int
-    """What the trainer gets: open as long as the arena is, so it can't vanish on its way."""
+    """Passed to the trainer; open as long as the arena, so that it can't be lost on the way."""
     _map: mmap.mmap = field(repr=False)
 
     def close(self) -> None:
-        """Give the memory back; if someone still holds a view of it, when the last view ends."""
+        """Free the memory, or leave that to the last view that is still held."""
         os.close(self.descriptor)
         with contextlib.suppress(BufferError):  # a worker of a cancelled op still reads
             self.memory.release()
@@ -48,7 +48,7 @@ class Arena:
 
 
 def arena_bytes(nbytes: int) -> int:
-    """The size of the arena for a request: rounded up by at most a quarter, so that sizes recur.
+    """Round the size of a request up by at most a quarter, so that sizes recur.
 
     >>> arena_bytes(1), arena_bytes(65_537), arena_bytes(1_000_000)
     (65536, 81920, 1048576)
@@ -58,12 +58,12 @@ def arena_bytes(nbytes: int) -> int:
 
 
 def create_arena(kind: ArenaKind, number: int, nbytes: int) -> Arena:
-    """Shared memory of exactly `nbytes` (more than 0), all of it present.
+    """Create an arena of exactly `nbytes` (more than 0), with all of its memory present.
 
-    Faulting in costs more than copying; it holds no GIL: call this in a thread if it is large.
+    Faulting in costs more than copying and holds no GIL: call this in a thread for large sizes.
 
     Raises:
-        OSError: the system has no memory or no descriptor left.
+        OSError: The system has no memory or no descriptor left.
     """
     shared_memory = _SHARED_MEMORY.get(sys.platform, _shared_memory_linux)
     mapped, descriptor = shared_memory(kind, nbytes)
@@ -88,13 +88,13 @@ def _shared_memory_linux(kind: ArenaKind, nbytes: int) -> tuple[mmap.mmap, int]:
         mapped = mmap.mmap(descriptor, nbytes)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         if kind == "output":
-            seals |= _F_SEAL_FUTURE_WRITE  # the mapping above stays writable, others can't be
+            seals |= _F_SEAL_FUTURE_WRITE  # only the mapping above stays writable
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     return mapped, descriptor
 
 
 class _PosixShm(Protocol):
-    """What multiprocessing's own extension module offers; it has no stubs."""
+    """The interface of multiprocessing's extension module, which has no stubs."""
 
     def shm_open(self, path: str, flags: int, mode: int) -> int: ...
     def shm_unlink(self, path: str) -> None: ...
@@ -130,4 +130,4 @@ def _closing_on_failure(*descriptors: int) -> Generator[None]:
 
 
 _SHARED_MEMORY = {"darwin": _shared_memory_macos}
-"""By `sys.platform`, where it is not Linux."""
+"""By `sys.platform`; Linux is the default."""

@@ -1,4 +1,4 @@
-"""What the system says of another process of this machine."""
+"""The state of other processes on this machine."""
 
 import errno
 import os
@@ -10,10 +10,10 @@ import trio
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether it has been stopped, as by SIGSTOP or Ctrl-Z; False also when it is gone.
+    """Return True if a process is stopped, as by SIGSTOP or Ctrl-Z; False if it is gone.
 
-    Linux calls this state T, macOS SSTOP; psutil knows both. Who merely computes is not stopped.
-    Nor is, for all that can be told, a process for whose state there is no file descriptor left.
+    Linux calls this state T, macOS SSTOP; psutil knows both. A process that computes is not
+    stopped. If no file descriptor is left to read the state, the result is False.
     """
     try:
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -29,7 +29,7 @@ class TrainerProcess:
         self._stopped_since: float | None = None
 
     def stopped_for_s(self, now: float) -> float | None:
-        """Since when it has been seen to be stopped, as by SIGSTOP; None while it may run."""
+        """Return the seconds since it was first seen stopped, as by SIGSTOP; None if it may run."""
         if not is_stopped(self._pid):
             self._stopped_since = None
             return None
@@ -39,12 +39,10 @@ class TrainerProcess:
 
 
 async def wait_for_exit(pid: int) -> None:
-    """Return when the process has ended: costs nothing until then.
-
-    By then the system has closed its sockets.
+    """Wait without polling until the process has ended and its sockets are closed.
 
     Raises:
-        OSError: no descriptor is left; Linux before 5.3 can't tell; macOS tells one task only.
+        OSError: No descriptor is left, Linux is older than 5.3, or on macOS another task waits.
     """
     try:
         if sys.platform == "darwin":
@@ -66,7 +64,7 @@ async def wait_for_exit(pid: int) -> None:
                 await trio.lowlevel.wait_readable(descriptor)
             finally:
                 os.close(descriptor)
-    except ProcessLookupError:  # it has ended before
+    except ProcessLookupError:  # it had already ended
         await trio.lowlevel.checkpoint()
     except trio.BusyResourceError as e:
-        raise OSError(errno.EBUSY, "another task waits for the same process") from e
+        raise OSError(errno.EBUSY, "another task already waits for this process") from e

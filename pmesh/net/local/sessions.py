@@ -1,7 +1,7 @@
 """The Unix socket at which local programs reach their agent, and one session on it.
 
-Tensors never travel here: see `pmesh.net.local.arenas`. The kernel says who connects: it is always
-the same user, who may still send garbage, send nothing, or vanish.
+Tensors are passed in shared memory instead (`pmesh.net.local.arenas`). The kernel proves that a
+program belongs to the same user; it may still send garbage, send nothing, or disappear.
 """
 
 import array
@@ -41,15 +41,15 @@ class PeerCredentials(NamedTuple):
 
 
 class UnixSocket(Protocol):
-    """The one call needed: trio's sockets and the standard library's both have it."""
+    """The one call needed, which trio's sockets and the standard library's have."""
 
     def getsockopt(self, level: int, option: int, buffersize: int, /) -> bytes:
-        """The option's value, at most `buffersize` bytes."""
+        """Return the option's value, at most `buffersize` bytes."""
         ...
 
 
 def credentials_of(connection: UnixSocket) -> PeerCredentials:
-    """The process that called `connect`; raises OSError if it is gone already (macOS)."""
+    """Return the process that called `connect`. Raises OSError if it is already gone (macOS)."""
     return _CREDENTIALS.get(sys.platform, _credentials_linux)(connection)
 
 
@@ -74,17 +74,17 @@ def _credentials_macos(connection: UnixSocket) -> PeerCredentials:
     found = connection.getsockopt(_SOL_LOCAL, _LOCAL_PEERCRED, _XUCRED.size)
     version, uid, *_ = _XUCRED.unpack(found)
     if version != _XUCRED_VERSION:
-        raise OSError(f"struct xucred has version {version}, {_XUCRED_VERSION} is known")
+        raise OSError(f"struct xucred has version {version}, but pmesh knows {_XUCRED_VERSION}")
     (pid,) = _PID.unpack(connection.getsockopt(_SOL_LOCAL, _LOCAL_PEERPID, _PID.size))
     return PeerCredentials(pid, uid)
 
 
 _CREDENTIALS = {"darwin": _credentials_macos}
-"""By `sys.platform`, where it is not Linux."""
+"""By `sys.platform`; Linux is the default."""
 
 
-VISIT_S = 5.0  # every program of ours speaks at once, and reads its answer
-MAX_VISITORS = 64  # programs that do not stay; beyond, the oldest is closed
+VISIT_S = 5.0  # programs of pmesh send at once, and read the reply
+MAX_VISITORS = 64  # programs that do not stay; beyond that, the oldest is closed
 BACKLOG = 128
 _RECEIVE_BYTES = 64 * 1024
 
@@ -98,19 +98,19 @@ class Session:
         self._sending = trio.Lock()
         self.on_stay: Callable[[], None] = _do_nothing
         self._poll = select.poll()
-        self._poll.register(stream.socket.fileno(), select.POLLIN)  # macOS: nothing asked, no HUP
+        self._poll.register(stream.socket.fileno(), select.POLLIN)  # macOS: without POLLIN no HUP
         self.pid = credentials.pid
 
     def stay(self) -> None:
-        """It is no visitor's: from here on nothing but its handler ends it."""
+        """End the visitor's limits: from now on only the handler ends the session."""
         self.on_stay()
 
     async def receive(self) -> Request:
-        """The next request.
+        """Return the next request.
 
         Raises:
-            ProtocolError: something else arrived; the session is of no more use.
-            trio.EndOfChannel: the program has closed its end, or is gone.
+            ProtocolError: Something else arrived; the session can't be used any more.
+            trio.EndOfChannel: The program has closed its end, or is gone.
         """
         while (message := self._reader.next_message_untrusted()) is None:
             try:
@@ -123,13 +123,13 @@ class Session:
         return decode_request_untrusted(message)
 
     async def send(self, reply: Reply, descriptors: tuple[int, ...] = ()) -> None:
-        """Send a reply, whole; whoever cancels this must close the session.
+        """Send a whole reply; a caller that cancels this must close the session.
 
-        The descriptors travel with its last byte: they are there when the message is complete, and
-        no read of an earlier message can swallow them.
+        The descriptors travel with the last byte: they have arrived when the message is complete,
+        and no read of an earlier message can swallow them.
 
         Raises:
-            trio.BrokenResourceError: the program is gone.
+            trio.BrokenResourceError: The program is gone.
         """
         data = frame(encode(reply))
         try:
@@ -149,7 +149,7 @@ class Session:
             self._sending.release()
 
     async def all_sent(self) -> None:
-        """Wait until no reply is on its way; returns at once in the usual case."""
+        """Wait until no reply is being sent; usually returns at once."""
         if self._sending.locked():
             async with self._sending:
                 pass
@@ -157,8 +157,8 @@ class Session:
     async def _send(self, data: bytes) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
         try:
-            # Below trio's sockets, which then give up their turn: a third of an op's rounds
-            # through the loop.
+            # Not trio's sockets, which yield after each call: that would be a third of an op's
+            # turns of the loop.
             sent = os.write(self._stream.socket.fileno(), data)
         except BlockingIOError:
             sent = 0
@@ -166,37 +166,37 @@ class Session:
             await self._stream.send_all(data[sent:])
 
     def trainer_gone(self) -> bool:
-        """Whether the other end is closed: asks the kernel, at once, and takes nothing.
+        """Return True if the other end is closed; asks the kernel and consumes no data.
 
-        Unlike a peek, this sees the end behind a message that lies unread.
+        Unlike a peek, this sees the end behind an unread message.
         """
         if self._stream.socket.fileno() < 0:
             return True
         return any(events & (select.POLLHUP | select.POLLERR) for _, events in self._poll.poll(0))
 
     async def aclose(self) -> None:
-        """Close the connection; the program sees the end of file."""
+        """Close the connection; the program reads the end of file."""
         await self._stream.aclose()
 
 
 @dataclass(slots=True)
 class SessionCounters:
-    """What came to the socket; for `pmesh status`."""
+    """Connections to the socket; for `pmesh status`."""
 
     accepted: int = 0
     refused: int = 0
-    """Another user's."""
+    """Closed, because they were another user's."""
     silent: int = 0
-    """Neither stayed nor went within VISIT_S, or the oldest of too many visitors."""
+    """Closed after VISIT_S, or as the oldest of too many visitors."""
     garbage: int = 0
     out_of_files: int = 0
-    """The system had no descriptor or memory for one more."""
+    """Not accepted, as the system had no descriptor or memory left."""
 
 
 Handler: TypeAlias = Callable[[Session], Awaitable[object]]
 
 ENDS_OF_A_SESSION = (ProtocolError, trio.EndOfChannel, trio.BrokenResourceError)
-"""What a handler may raise: the program has sent garbage, or is gone."""
+"""Errors that a handler may raise: the program sent garbage, or is gone."""
 
 
 async def serve_sessions(
@@ -210,13 +210,13 @@ async def serve_sessions(
     """Listen at `path` until cancelled, and run `handler` for each program of this user.
 
     The session is closed when its handler returns. Until the handler calls `Session.stay` the
-    program is a visitor: limited in number, and for VISIT_S. A ProtocolError, and the program's
-    going away, end that session alone; anything else that a handler raises is a bug and ends the
-    server. Where the system has no descriptor for another connection, programs wait.
+    program is a visitor: visitors are limited in number, and to VISIT_S. A ProtocolError, or the
+    end of the program, ends only that session; any other error of a handler is a bug and ends the
+    server. If the system has no descriptor for another connection, programs wait.
 
     Raises:
-        AgentAlreadyRunning: someone listens there.
-        ConfigError: there is a file that is no socket, or the path can't be used.
+        AgentAlreadyRunning: Another agent listens there.
+        ConfigError: The path can't be used, or holds a file that is not a socket.
     """
     with _listening(path) as listener:
         task_status.started()
@@ -239,7 +239,7 @@ class _Sessions:
                 if e.errno not in OUT_OF_RESOURCES:
                     raise
                 self._counters.out_of_files += 1
-                self._end_oldest_visit()  # who is silent holds what another may need
+                self._end_oldest_visit()  # it holds a descriptor that another may need
                 await trio.sleep(RETRY_S)
             else:
                 nursery.start_soon(self._serve, stream)
@@ -255,7 +255,7 @@ class _Sessions:
         try:
             credentials = credentials_of(stream.socket)
         except OSError:
-            return  # it has gone again
+            return  # the program is already gone
         if credentials.uid != os.getuid():
             self._counters.refused += 1
             return
@@ -270,7 +270,7 @@ class _Sessions:
 
     @contextlib.contextmanager
     def _visit(self, session: Session) -> Generator[None]:
-        """The time of a visitor, until it stays or is pushed out by others."""
+        """Limit a visitor's time, until it stays or others push it out."""
         if len(self._visits) >= self._most_visitors:
             self._end_oldest_visit()
         with trio.move_on_after(VISIT_S) as scope:
@@ -312,7 +312,7 @@ def _listening(path: Path) -> Generator[trio.SocketListener]:
             yield trio.SocketListener(trio.socket.from_stdlib_socket(listening))
         finally:
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(path.lstat(), made):  # or another agent has made its own
+                if os.path.samestat(path.lstat(), made):  # else it is another agent's
                     path.unlink()
 
 
@@ -320,7 +320,7 @@ def _do_nothing() -> None: ...
 
 
 def _remove_stale(path: Path) -> None:
-    """Make way where a killed agent has left its socket."""
+    """Remove the socket of an agent that was killed."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -330,7 +330,7 @@ def _remove_stale(path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(0)
         result = probe.connect_ex(str(path))
-    if result in (0, errno.EAGAIN):  # EAGAIN: it lives, and its queue is full
+    if result in (0, errno.EAGAIN):  # EAGAIN: an agent listens, and its queue is full
         raise AgentAlreadyRunning(f"another agent listens at {path}; stop it with 'pmesh down'")
     if result not in (errno.ECONNREFUSED, errno.ENOENT):
         raise ConfigError(f"{path} is in the way: {os.strerror(result)}")

@@ -80,7 +80,7 @@ async def test_trainers_wait_for_peers_where_the_user_wants_some(clock: MockCloc
             nursery.start_soon(trainer.join, "digits", 1)
             await friend.start()
         assert trainer.rank == 0
-        assert any("jobs begin when 1 peers are here" in line for line in lonely.lines)
+        assert any("jobs begin when 1 peers are present" in line for line in lonely.lines)
 
 
 async def test_a_job_that_never_syncs_refuses_who_comes_late(clock: MockClock) -> None:

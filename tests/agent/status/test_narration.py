@@ -126,7 +126,7 @@ def test_quorum_and_least_number_of_ranks_are_told_when_they_flip() -> None:
     one = replace(two, number=9, trainers=two.trainers[:1], quorate=False)
     lost = [
         ("quorum lost", "job 'digits' waits: the ranks here are not a majority"),
-        ("job waits", "job 'digits' waits: it has 1 rank, and wants 2"),
+        ("job waits", "job 'digits' waits: it has 1 rank, but needs 2"),
     ]
     assert kinds_and_texts(told(two, one))[1:] == lost
     assert kinds_and_texts(told(None, one))[1:] == lost
@@ -155,7 +155,7 @@ def test_another_history_of_a_job_is_no_loss_and_no_entry(theirs: Roster) -> Non
     (news,) = told(ours, theirs)
     assert news.kind == "superseded"
     assert news.text == (
-        "job 'digits' goes on as the others have it; studio, mini (2) may come back by a sync"
+        "job 'digits' takes the other side's state; studio, mini (2) may return by mesh.sync()"
     )
     assert news.names == ("studio", "mini (2)")
 

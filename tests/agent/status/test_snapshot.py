@@ -121,7 +121,7 @@ async def test_a_rank_that_is_lost_is_gone_from_its_job_with_the_reason(clock: M
         (left,) = (await status_of(one)).jobs
         assert (left.state, left.reason) == (
             "below_min_ranks",
-            "it has 1 of the 2 ranks that it wants at least",
+            "it has 1 of at least 2 ranks (min_ranks)",
         )
         assert [(r.rank, r.trainer, r.name) for r in left.ranks] == [(0, 1, trainers[0].names[1])]
         (loss,) = left.losses

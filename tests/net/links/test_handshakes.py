@@ -127,7 +127,7 @@ async def test_a_leaf_over_a_p256_key_is_refused() -> None:
     assert isinstance(results[1], ProtocolError)
     assert "Ed25519" in str(results[1])
     assert isinstance(results[0], PeerUnreachable)
-    assert "said goodbye before it said hello" in str(results[0])
+    assert "left before it sent a Hello" in str(results[0])
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 8, bytes(100_000)])

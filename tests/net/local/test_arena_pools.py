@@ -260,7 +260,7 @@ async def test_descriptors_of_all_sessions_together_are_bounded_and_named() -> N
             except UsageError as e:
                 refusals.append(str(e))
     assert budget.files.held == 8
-    assert refusals[0].startswith("no file descriptor for one more arena: this program has 4, 4 ")
+    assert refusals[0].startswith("no file descriptor for another arena: this program has 4, 4 ")
     assert "ulimit -n" in refusals[0]
     for arenas in everyone:
         await arenas.aclose()
