@@ -46,7 +46,7 @@ def main(ranks: int) -> None:
     epoch = position = 0
     with pmesh.connect(job="digits", wait_for=ranks, on_superseded="sync") as mesh:
         while mesh.step < STEPS:
-            # Everyone starts alike; who comes later enters here, with what the others have.
+            # All ranks get the same state; a newcomer enters here, with the state of the others.
             p, epoch, position = mesh.sync((p, epoch, position))
             share = BATCH // mesh.size
             mine = mesh.shard(len(x), epoch=epoch, position=position)[:share]
