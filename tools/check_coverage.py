@@ -54,7 +54,6 @@ def package_of(path: str) -> str:
 
 
 def floor_of(package: str) -> int:
-    """In percent."""
     return 100 if package in FULLY_COVERED else FLOOR_PERCENT
 
 

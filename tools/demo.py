@@ -6,16 +6,15 @@ mesh key of its own; nothing is left behind.
 """
 
 import contextlib
+import itertools
 import json
-import os
-import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NoReturn, Self
@@ -29,9 +28,9 @@ from rich.table import Table
 from pmesh.agent.status.schema import Status, decode_status
 from pmesh.cli.status import RingNode, bytes_text, draw_ring
 from pmesh.client.control import ask_status
-from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.errors import PmeshError
 from pmesh.paths import socket_path
+from tools.lab.agents import inherited, new_key
 
 CLONE = Path(__file__).resolve().parent.parent
 NAMES = ("mac-1", "mac-2", "mac-3")
@@ -72,7 +71,7 @@ class Demo:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._key = mesh_key_text(MeshKey(secrets.token_bytes(32)))
+        self._key = new_key()
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -91,10 +90,9 @@ class Demo:
         self, command: Sequence[str], *, name: str, output: IO[str] | int
     ) -> subprocess.Popen[str]:
         """Start a process that reaches the agent of this name."""
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PMESH_")}
         process = subprocess.Popen(
             [sys.executable, *command],
-            env=inherited | {"PMESH_HOME": str(self.home(name)), "PMESH_KEY": self._key},
+            env=inherited() | {"PMESH_HOME": str(self.home(name)), "PMESH_KEY": self._key},
             stdin=subprocess.DEVNULL,
             text=True,
             stdout=output,
@@ -169,7 +167,6 @@ class Demo:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a process: kindly, then not."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -209,7 +206,7 @@ def watch(demo: Demo, trainers: Sequence[Trainer]) -> None:
     task = progress.add_task("training", total=STEPS, loss="…")
     deadline = time.monotonic() + PATIENCE_S
     with Live(console=console, refresh_per_second=10, transient=False) as live:
-        for beat in _count():
+        for beat in itertools.count():
             said = trainers[0].said
             if "loss" in said:
                 progress.update(task, completed=said["step"], loss=f"{said['loss']:.4f}")
@@ -223,13 +220,6 @@ def watch(demo: Demo, trainers: Sequence[Trainer]) -> None:
     for rank, trainer in enumerate(trainers):
         if trainer.process.poll() != 0:
             raise DemoError(f"trainer {rank} failed:\n" + "\n".join(trainer.other[-15:]))
-
-
-def _count() -> Iterator[int]:
-    beat = 0
-    while True:
-        yield beat
-        beat += 1
 
 
 def _frame(demo: Demo, progress: Progress, beat: int) -> RenderableType:
@@ -288,11 +278,7 @@ def report(trainers: Sequence[Trainer], moved: float, difference: float) -> bool
         ("steps per second", f"{min(said['steps_per_s'] for said in measured):.1f}", None),
         ("bytes moved per step, all three together", bytes_text(round(moved)), None),
         ("test accuracy", f"{accuracy:.1%}", accuracy >= MIN_ACCURACY),
-        (
-            "largest difference from one process",
-            f"{difference:.2e}",
-            difference <= MAX_DIFFERENCE,
-        ),
+        ("largest difference from one process", f"{difference:.2e}", difference <= MAX_DIFFERENCE),
         *(
             (f"hash of all weights, rank {said['rank']}", said["hash"][:16], len(set(hashes)) == 1)
             for said in measured

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import Fleet
-from tools.virtual_lan import NetLab, clean
+from tools.lab.net import NetLab, clean
 
 HERE = Path(__file__).parent
 

@@ -24,7 +24,7 @@ from pmesh.client.control import ask_status
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.errors import AgentNotRunning, AgentStopped
 from pmesh.paths import socket_path
-from tools.virtual_lan import Host
+from tools.lab.net import Host
 
 TIMEOUT_S = 30.0  # imports of several processes on two busy cores take 5 s
 POLL_INTERVAL_S = 0.02

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.e2e.harness import Agent, Fleet, Running
-from tools.virtual_lan import NetLab
+from tools.lab.net import NetLab
 
 
 def run(fleet: Fleet, source: str) -> Running:

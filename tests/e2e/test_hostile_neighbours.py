@@ -5,7 +5,7 @@ import pytest
 
 from tools.hostile.rows import ROWS
 from tools.hostile.turns import run_turns
-from tools.virtual_lan import clean
+from tools.lab.net import clean
 
 pytestmark = pytest.mark.netns
 SECONDS = 2.0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.e2e.harness import Fleet
-from tools.virtual_lan import NetLab
+from tools.lab.net import NetLab
 
 pytestmark = pytest.mark.netns
 

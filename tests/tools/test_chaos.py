@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.chaos.results import read_results
-from tools.virtual_lan import labs
+from tools.chaos.results import Results
+from tools.lab.net import labs
+from tools.lab.results import read_results
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.e2e, pytest.mark.netns]
@@ -32,7 +33,7 @@ def test_a_few_kills_of_each_kind_tear_nothing(tmp_path: Path) -> None:
         output, _ = process.communicate(timeout=100)
 
     # Nothing wrong is asserted; how long it took is printed: this machine may be busy.
-    measured = {m.fault: m for m in read_results(results).measured}
+    measured = {m.fault: m for m in read_results(results, Results).measured}
     assert [m.violations for m in measured.values() if m.violations] == [], output
     assert all(m.ops_checked > 0 for m in measured.values()), output
     assert {"kill-agent", "kill-trainer", "kill-node", "kill-leader", "torn"} < set(measured)

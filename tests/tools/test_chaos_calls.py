@@ -7,12 +7,14 @@ from pmesh.testing import SimulatedMesh
 from tools.chaos import calls
 from tools.chaos.calls import (
     CALLS,
+    At,
+    Outcome,
+    Pattern,
+    Trial,
     _envelopes,
     _group,
     prepare,
 )
-from tools.chaos.pattern import Pattern
-from tools.chaos.trials import At, Outcome, Trial
 
 NBYTES = 1 << 18
 SIZE = 3

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.chaos.oplog import (
+from tools.lab.oplog import (
     Life,
     Op,
     Report,

@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from tools.chaos.pattern import MOST_TRAINERS, Pattern, Values, digest, own_value
+from tools.chaos.calls import MOST_TRAINERS, Pattern, Values, digest, own_value
 
 NBYTES = 1 << 20
 SEGMENT = 65536  # values: 256 KiB

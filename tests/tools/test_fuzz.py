@@ -23,8 +23,7 @@ from pmesh.ids import Member
 from tests.worlds.builders import ANNA, BERT, CARA, make_roster, make_view
 from tools.fuzz.agent import new_liar
 from tools.fuzz.corpus import Case, Recorder, keep, load, recorded
-from tools.fuzz.liar import example
-from tools.fuzz.mutate import HOSTS, Seen, children, mutate, substitute
+from tools.fuzz.liar import HOSTS, Seen, children, example, mutate, substitute
 from tools.fuzz.trainer import REQUESTS, honest_sessions
 
 VIEW = make_view(3, ANNA, BERT, rosters=[make_roster(ANNA, BERT)])

@@ -13,14 +13,7 @@ from pmesh.core.values import Primary, Roster, Seat, Trainer, View
 from pmesh.core.wire.link import Commit, Heartbeat, LinkMessage, Propose, encode
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot, TrainerId
 from tools.hostile.liar import TWISTS, Liar, Twist
-from tools.hostile.packets import (
-    RECORDS,
-    announce,
-    invent,
-    mutate,
-    name_only,
-    question,
-)
+from tools.hostile.packets import RECORDS, announce, invent, mutate, name_only, question
 from tools.hostile.rows import ROWS
 from tools.hostile.turns import Measured, Turn
 
@@ -49,9 +42,7 @@ def beat() -> Heartbeat:
     return Heartbeat(EPOCH, EPOCH, flushed=False, acting=True, needs_epoch=False, heard={})
 
 
-def test_an_invented_machine_is_announced_and_withdrawn_in_one_packet_each(
-    random: Random,
-) -> None:
+def test_an_invented_machine_is_announced_and_withdrawn_in_one_packet_each(random: Random) -> None:
     machine = invent(random, KEY)
 
     for withdrawn in (False, True):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import netlab
-from tools.virtual_lan import NetLab, labs
+from tools.lab import net as netlab
+from tools.lab.net import NetLab, labs
 
 NETLAB = str(Path(netlab.__file__))
 

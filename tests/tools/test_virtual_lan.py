@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tools import virtual_lan
-from tools.virtual_lan import Host, NetLab, NetLabError, clean, labs
+from tools.lab import net as virtual_lan
+from tools.lab.net import Host, NetLab, NetLabError, clean, labs
 
 pytestmark = pytest.mark.netns
 
@@ -210,7 +210,7 @@ def test_a_lab_that_fails_while_it_is_built_leaves_nothing(monkeypatch: pytest.M
 
 def test_clean_removes_labs_of_killed_owners_only(lab: NetLab) -> None:
     script = (
-        "from tools.virtual_lan import NetLab; lab = NetLab(1).__enter__()\n"
+        "from tools.lab.net import NetLab; lab = NetLab(1).__enter__()\n"
         "lab.hosts[0].popen(['sleep', '1000']); print(lab.name, flush=True); input()"
     )
     with subprocess.Popen(

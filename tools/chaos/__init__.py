@@ -2,19 +2,17 @@
 
 In the order in which a measurement passes through them:
 
-    pattern    what trainers add up, so that every result can be checked exactly
-    trainer    the training script: an elastic loop that reports each op as a line
-    digits     the other one: it learns handwritten digits, for the rows about a training run
-    warm       starts agents and trainers in 20 ms, by forking what has been imported already
-    cluster    hosts on a virtual network, with an agent and a trainer each
-    oplog      what the trainers have reported: recovery times, torn ops, wrong sums
-    faults     one class for each way to lose somebody
-    episodes   fault after fault in one cluster, each at a random moment in the middle of an op
+    calls      what trainers call: every result can be checked exactly
+    trainer    the training scripts, which report each op as a line
+    episodes   the ways to lose somebody; fault after fault, each in the middle of an op
     campaigns  what is no episode: churn, partitions, a newcomer with 500 MB, cold starts
+    steady     what must disturb nobody
     bits       flipped bits in everything that crosses the network
-    results    what was measured, as JSON
     bars       what it is measured against
     report     both, as docs/explanation/reliability.md
 
-Linux, root: see `tools/virtual_lan.py`.
+The hosts with their agents and trainers are those of `tools.lab.cluster`; `tools.lab.oplog` judges
+what the trainers have reported.
+
+Linux, root: see `tools/lab/net.py`.
 """

@@ -7,10 +7,6 @@
 Linux, root.
 """
 
-import contextlib
-import functools
-import shlex
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -20,23 +16,22 @@ from typing import Annotated
 import cyclopts
 
 from tools.chaos.bars import CAMPAIGNS, Campaign, find_campaign, is_met
-from tools.chaos.cluster import CampaignError
 from tools.chaos.episodes import Run, Tally
-from tools.chaos.report import render, seconds_text, size_text
-from tools.chaos.results import (
-    Measured,
-    Results,
+from tools.chaos.report import render, size_text
+from tools.chaos.results import Measured, Results, figures_of
+from tools.lab.cluster import CampaignError
+from tools.lab.commands import Flag, new_app, run_app
+from tools.lab.results import (
     describe_commit,
     describe_machine,
-    figures_of,
     read_results,
+    replaced,
     write_results,
 )
-from tools.virtual_lan import clean, why_not
+from tools.lab.units import MIB, seconds_text
 
-MIB = 1 << 20
 SHORT_OP_BYTES = MIB
-app = cyclopts.App(name="chaos", help=__doc__, help_format="plaintext", version_flags=[])
+app = new_app("chaos", __doc__)
 
 
 @app.command(name="list")
@@ -52,8 +47,8 @@ def run(
     episodes: int | None = None,
     size_mb: Annotated[tuple[float, ...], cyclopts.Parameter(negative="")] = (16.0,),
     seed: int = 1,
-    short: Annotated[bool, cyclopts.Parameter(negative="")] = False,
-    add: Annotated[bool, cyclopts.Parameter(negative="")] = False,
+    short: Flag = False,
+    add: Flag = False,
     json: Path | None = None,
     logs: Path | None = None,
 ) -> int:
@@ -90,7 +85,7 @@ def run(
 @app.command
 def report(*files: Path) -> None:
     """Write the page, from the results in these files, to standard output."""
-    print(render([read_results(file) for file in files]), end="")
+    print(render([read_results(file, Results) for file in files]), end="")
 
 
 def _measure(campaign: Campaign, order: Run) -> Measured:
@@ -120,13 +115,10 @@ def _measure(campaign: Campaign, order: Run) -> Measured:
 
 def keep(path: Path, measured: Measured, *, add: bool = False) -> None:
     """Into the file, in the place of what was measured of the same before, or with it."""
-    old = read_results(path) if path.exists() else Results()
-    this = measured.fault, measured.op_bytes
-    others = tuple(m for m in old.measured if (m.fault, m.op_bytes) != this)
-    if add:
-        same = (m for m in old.measured if (m.fault, m.op_bytes) == this)
-        measured = functools.reduce(lambda new, before: before.with_more(new), same, measured)
-    write_results(path, Results(measured=(*others, measured), tables=old.tables))
+    old = read_results(path, Results) if path.exists() else Results()
+    joined = Measured.with_more if add else None
+    kept = replaced(old.measured, measured, lambda m: (m.fault, m.op_bytes), joined)
+    write_results(path, Results(measured=kept, tables=old.tables))
 
 
 def _print(measured: Measured) -> None:
@@ -148,19 +140,7 @@ def _print(measured: Measured) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; a Ctrl-C or a kill ends all that was started, too."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if arguments[:1] == ["run"] and (reason := why_not()) is not None:
-        print(f"chaos: {reason}", file=sys.stderr)
-        return 1
-    with contextlib.suppress(KeyboardInterrupt):
-        if arguments[:1] == ["run"]:
-            clean()  # what a campaign that was killed has left
-        return app(arguments, result_action="return_int_as_exit_code_else_zero") or 0
-    print(f"chaos: interrupted: {shlex.join(arguments)}", file=sys.stderr)
-    return 130
+    return run_app(app, arguments)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,26 @@ from functools import partial
 from typing import TypeAlias
 
 from tools.chaos.bits import run_bit_flips
-from tools.chaos.churn import LONGEST_GAP_S, MINUTES, run_churn
-from tools.chaos.cold_start import run_cold_starts
-from tools.chaos.episodes import Run, Tally, run_faults
-from tools.chaos.faults import WIFI_PATCH, AnyKill, Cut, Kill, StopAgent
-from tools.chaos.joining import PRODUCTIVE, run_joins
-from tools.chaos.partitions import run_partitions
+from tools.chaos.campaigns import (
+    LONGEST_GAP_S,
+    MINUTES,
+    PRODUCTIVE,
+    run_churn,
+    run_cold_starts,
+    run_joins,
+    run_partitions,
+    run_restarts,
+)
+from tools.chaos.episodes import WIFI_PATCH, AnyKill, Cut, Kill, Run, StopAgent, Tally, run_faults
 from tools.chaos.results import Measured, figures_of
-from tools.chaos.steady import run_losses, run_pauses, run_pegged, run_wrong_clocks
-from tools.chaos.stragglers import run_computing_trainers, run_stopped_trainers
-from tools.chaos.training import run_restarts
+from tools.chaos.steady import (
+    run_computing_trainers,
+    run_losses,
+    run_pauses,
+    run_pegged,
+    run_stopped_trainers,
+    run_wrong_clocks,
+)
 
 Judgement: TypeAlias = Callable[[Measured], bool]
 
@@ -28,8 +38,6 @@ WIFI_SILENCE_S = 5.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
-    """One row."""
-
     name: str
     what: str
     """The fault, as the page names it."""

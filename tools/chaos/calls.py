@@ -1,23 +1,209 @@
-"""The calls of the campaigns, each with inputs of which any result can be checked.
+"""What trainers call in a campaign, each call with inputs of which any result can be checked.
+
+Values are whole numbers small enough that float32 adds them without rounding, so there is one right
+sum, whatever the order. Each value depends on the trainer (a sum names its contributors), on the
+step (a stale one is seen) and on the place (so is one that went astray).
 
 A call that can't be done again without a lost rank raises at all others alike (O3, O4): that is a
 right outcome too, and one that all must agree on.
 """
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 import pmesh
-from tools.chaos.compressed_calls import average, cast, one_bit, power_sgd, random_k, top_k
-from tools.chaos.pattern import Pattern, Values, digest, numbers_of
-from tools.chaos.trials import At, Outcome, Trial
+
+Values: TypeAlias = NDArray[np.float32]
+
+PERIOD = 4099  # a prime: a segment, 65,536 values or a multiple, that goes astray changes the phase
+MOST_TRAINERS = 8
+_STEPS = 997  # a prime too; two steps with the same values are as far apart
+_TRAINER = 1000.0  # more than _STEPS, so that steps and trainers don't mix
+_PLACES = np.arange(PERIOD, dtype=np.float32)
+
+
+def own_value(step: int, number: int) -> float:
+    """What trainer `number`, 1 to 8, adds to the place; any sum of them tells who is in it.
+
+    >>> own_value(3, 1) + own_value(3, 4)
+    9006.0
+    """
+    return step % _STEPS + _TRAINER * (1 << number - 1)
+
+
+def numbers_of(names: tuple[str, ...]) -> list[int]:
+    """Of the machines `mac-1`, `mac-2`, ...
+
+    >>> numbers_of(("mac-3", "mac-1"))
+    [3, 1]
+    """
+    return [int(name.rpartition("-")[2]) for name in names]
+
+
+class Pattern:
+    """The inputs of one trainer, and the right results, for ops of about `nbytes`."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._input: Values = np.empty((max(1, nbytes // (4 * PERIOD)), PERIOD), np.float32)
+
+    @property
+    def nbytes(self) -> int:
+        """Of one input: a whole number of periods."""
+        return self._input.nbytes
+
+    def input(self, step: int, number: int) -> Values:
+        """What the trainer gives; valid until the next call."""
+        np.copyto(self._input, _PLACES + np.float32(own_value(step, number)))
+        return self._input
+
+    def is_right(self, result: Values, step: int, numbers: Collection[int]) -> bool:
+        """Whether every value is the sum over exactly these trainers."""
+        added = np.float32(sum(own_value(step, number) for number in numbers))
+        right = _PLACES * np.float32(len(numbers)) + added
+        return result.shape == self._input.shape and bool((result == right).all())
+
+
+def digest(result: Values) -> str:
+    """128 bits that differ where two results differ in any bit."""
+    return xxhash.xxh3_128_hexdigest(result.data)
+
+
+class Outcome(NamedTuple):
+    """What a call has come to on one rank."""
+
+    digest: str
+    """Alike on all ranks."""
+    right: bool
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """One trainer in one step."""
+
+    mesh: pmesh.Mesh
+    pattern: Pattern
+    number: int
+    step: int
+
+    @property
+    def numbers(self) -> list[int]:
+        """Before a call: who takes part; after it: whose values are in the result."""
+        return numbers_of(self.mesh.names)
+
+    def total(self) -> float:
+        """What they have added up to, but for the places."""
+        return sum(own_value(self.step, number) for number in self.numbers)
+
+    def mine(self) -> float:
+        """What this trainer adds to that."""
+        return own_value(self.step, self.number)
+
+    def input(self, number: int | None = None) -> Values:
+        """What a trainer, this one unless told otherwise, gives to a sum; a copy."""
+        return self.pattern.input(self.step, self.number if number is None else number).copy()
+
+    def is_sum(self, result: Values) -> bool:
+        """Whether it is the sum over those who have contributed, in every bit."""
+        return self.pattern.is_right(result, self.step, self.numbers)
+
+    def whole(self) -> Values:
+        places = np.arange(PERIOD, dtype=np.float32) * np.float32(len(self.numbers))
+        rows = self.pattern.nbytes // (4 * PERIOD)
+        return np.tile(places + np.float32(self.total()), (rows, 1))
+
+
+class Trial(NamedTuple):
+    """A call that is ready to be made, and judged."""
+
+    call: Callable[[], Any]
+    judge: Callable[[Any], Outcome]
+
+
+RATIO = 0.01
+LIGHT = 2.0**-10  # of values that pass float16 in range
+MATRIX_NOISE, BLOCK_NOISE, HOP_NOISE = 1e-3, 1e-5, 0.03
+
+
+def cast(at: At, compression: str) -> Trial:
+    """What rounds every value, at each hop or once."""
+    x = at.input() * np.float32(LIGHT)
+    return Trial(
+        lambda: at.mesh.all_reduce(x, compression=compression),
+        lambda result: _near(result, at.whole() * np.float32(LIGHT), HOP_NOISE),
+    )
+
+
+def average(at: At) -> Trial:
+    """What feedback adds to a mean is what the call before has rounded away: as little."""
+    grads = {"w": at.input() * np.float32(LIGHT), "b": np.full(3, 4, np.float32)}
+
+    def judge(result: Mapping[str, Values]) -> Outcome:
+        mean = at.whole() * np.float32(LIGHT / at.mesh.size)
+        near = _near(result["w"], mean, HOP_NOISE)
+        return near._replace(right=near.right and np.allclose(result["b"], 4, rtol=HOP_NOISE))
+
+    return Trial(lambda: at.mesh.average_gradients(grads, compression="int8"), judge)
+
+
+def top_k(at: At) -> Trial:
+    """As many values as are kept, in places that all share: nothing is left out."""
+    values = np.zeros(at.pattern.nbytes // 4, np.float32)
+    places = (np.arange(int(values.size * RATIO)) * 97 + at.step) % values.size
+    values[places] = 1
+    x = values * np.float32(at.mine())
+    return Trial(
+        lambda: at.mesh.all_reduce(x, compression=pmesh.TopK(RATIO)),
+        lambda result: _near(result, values * np.float32(at.total()), BLOCK_NOISE),
+    )
+
+
+def random_k(at: At) -> Trial:
+    """What is kept is the sum, as many times as large as there are places for each that is kept."""
+    x = at.input()
+
+    def judge(result: Values) -> Outcome:
+        kept = np.nonzero(result)
+        right = at.whole()[kept] * np.float32(result.size / max(1, kept[0].size))
+        enough = 0.09 * result.size < kept[0].size < 0.11 * result.size
+        return Outcome(digest(result), enough and _near(result[kept], right, BLOCK_NOISE).right)
+
+    return Trial(lambda: at.mesh.all_reduce(x, compression=pmesh.RandomK(0.1)), judge)
+
+
+def one_bit(at: At) -> Trial:
+    """All values of one magnitude: the mean magnitude of a block is theirs."""
+    signs = np.where(at.input(1) % 3 == 0, np.float32(-1), np.float32(1))
+    x = signs * np.float32(at.mine())
+    return Trial(
+        lambda: at.mesh.all_reduce(x, compression="onebit"),
+        lambda result: _near(result, signs * np.float32(at.total()), BLOCK_NOISE),
+    )
+
+
+def power_sgd(at: At) -> Trial:
+    """A matrix of rank 1, as is a sum of them."""
+    row = at.input(1)[:1] * np.float32(LIGHT)
+    base = row * np.arange(1, at.input().shape[0] + 1, dtype=np.float32)[:, None]
+    x = base * np.float32(at.mine())
+    return Trial(
+        lambda: at.mesh.all_reduce(x, compression=pmesh.PowerSGD(2)),
+        lambda result: _near(result, base * np.float32(at.total()), MATRIX_NOISE),
+    )
+
+
+def _near(result: Values, right: Values, limit: float) -> Outcome:
+    error = np.linalg.norm((result - right).reshape(-1)) / np.linalg.norm(right.reshape(-1))
+    return Outcome(digest(result), result.shape == right.shape and bool(error <= limit))
+
 
 PIECE_VALUES = 1 << 20
 """At most so many go to another rank in one call: what all get together is as large as a sum."""

@@ -1,16 +1,134 @@
 """Fault after fault in one cluster, each at a random moment in the middle of an op."""
 
+import signal
 import statistics
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
-from tools.chaos.cluster import CampaignError, Cluster, Node
-from tools.chaos.faults import Fault, Struck
-from tools.chaos.oplog import Op, clean_ops_s, find_violations, next_step
-from tools.chaos.trainer import Options
+from tools.lab.cluster import CampaignError, Cluster, Node, ops_of
+from tools.lab.oplog import Op, Options, clean_ops_s, find_violations, next_step
+
+Part = Literal["agent", "trainer"]
+WIFI_PATCH = """
+import pmesh.net.links.interfaces
+pmesh.net.links.interfaces._linux_kind = lambda interface: "wifi"
+"""  # a veth has no radio; all that follows from the kind of an interface follows from this
+
+
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """A fault, once it has happened."""
+
+    at: float
+    """When: before the first of its signals or packet rules, of the last victim."""
+    victims: tuple[Node, ...]
+    parts: tuple[Part, ...] = ()
+    """What of each victim was killed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What an episode does to a cluster in which all train."""
+
+    patch: str = ""
+    """Source that makes the agents of such a campaign special."""
+    patience_s: float = 15.0
+    """After which the survivors count as hanging."""
+
+    @property
+    def keeps_results(self) -> bool:
+        """Whether what the victim had completed binds the survivors: its agent lives (O2)."""
+        return False
+
+    def strike(self, cluster: Cluster, random: Random) -> Struck:
+        raise NotImplementedError
+
+    def mend(self, cluster: Cluster, struck: Struck) -> None:
+        """Bring the victims back; how long that takes does not count."""
+        restart(cluster, struck.victims, struck.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill(Fault):
+    """SIGKILL to parts of nodes, chosen at random or the leader."""
+
+    parts: tuple[Part, ...]
+    whom: Literal["any", "leader"] = "any"
+    count: int = 1
+    apart_s: float = 0.0
+    """The second follows the first after a random time of at most this."""
+    patience_s: float = 10.0
+
+    @property
+    def keeps_results(self) -> bool:
+        return self.parts == ("trainer",)
+
+    def strike(self, cluster: Cluster, random: Random) -> Struck:
+        victims = random.sample(cluster.nodes, self.count)
+        if self.whom == "leader":
+            victims = [cluster.leader()]
+        at = time.monotonic()
+        for index, victim in enumerate(victims):
+            if index:
+                time.sleep(random.uniform(0.0, self.apart_s))
+                at = time.monotonic() if self.apart_s else at
+            victim.kill(*self.parts)
+        return Struck(at, tuple(victims), self.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnyKill(Fault):
+    """A kill of a random kind each time: for the campaign that counts torn ops."""
+
+    patience_s: float = 10.0
+
+    def strike(self, cluster: Cluster, random: Random) -> Struck:
+        kinds: list[tuple[Part, ...]] = [("agent",), ("trainer",), ("agent", "trainer")]
+        return Kill(parts=random.choice(kinds)).strike(cluster, random)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopAgent(Fault):
+    """SIGSTOP to an agent, for good: its sockets stay open."""
+
+    def strike(self, cluster: Cluster, random: Random) -> Struck:
+        victim = random.choice(cluster.nodes)
+        at = time.monotonic()
+        if victim.agent is not None:
+            victim.agent.send(signal.SIGSTOP)
+        return Struck(at, (victim,), ("agent", "trainer"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut(Fault):
+    """Every packet from and to a node vanishes, without a word to anybody."""
+
+    def strike(self, cluster: Cluster, random: Random) -> Struck:
+        victim = random.choice(cluster.nodes)
+        at = time.monotonic()
+        cluster.lab.cut(victim.host)
+        return Struck(at, (victim,))
+
+    def mend(self, cluster: Cluster, struck: Struck) -> None:
+        for victim in struck.victims:
+            cluster.lab.mend(victim.host)
+
+
+def restart(cluster: Cluster, nodes: Sequence[Node], parts: Sequence[Part]) -> None:
+    """Start again what was killed; a trainer that has outlived its agent comes back by itself."""
+    for node in nodes:
+        node.kill(*parts)
+        ends = [node.agent if part == "agent" else node.trainer for part in parts]
+        cluster.wait_for(
+            lambda ends=ends: all(p is None or p.ended for p in ends),  # type: ignore[misc]
+            f"the end of {node.name}'s processes",
+        )
+    cluster.start(nodes)
+
 
 CLEAN_OPS = 3  # before each fault
 MOST_HANGS = 3  # then the campaign ends: each has cost its patience, and more would say no more
@@ -30,6 +148,23 @@ class Tally:
     facts: dict[str, float] = field(default_factory=dict[str, float])
     """What else was measured, by name."""
 
+    def check(self, ops: Mapping[str, Sequence[Op]], survivors: Iterable[str] = ()) -> None:
+        """Compare ops with each other: see `find_violations`."""
+        self.ops_checked += sum(map(len, ops.values()))
+        self.violations += find_violations(ops, survivors=survivors)
+
+    def note_errors(self, nodes: Sequence[Node], since: float) -> None:
+        """What the calls of these nodes' trainers have raised is a violation."""
+        for node in nodes:
+            self.violations += [f"{node.name}: {e.says}" for e in node.life.errors(since)]
+
+    def await_clean(self, cluster: Cluster, nodes: Sequence[Node] | None = None) -> float:
+        """Until some undisturbed ops are done, which are measured; when that began."""
+        began = cluster.await_ops(CLEAN_OPS, nodes)
+        lives = [node.life for node in (cluster.nodes if nodes is None else nodes)]
+        self.clean_s += clean_ops_s(lives, since=began, until=time.monotonic())
+        return began
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
@@ -41,7 +176,6 @@ class Run:
     logs: Path | None = None
 
     def options(self, wait_for: int = 4, **more: Any) -> Options:  # noqa: ANN401 - of Options
-        """Of the trainers."""
         return Options(number=0, wait_for=wait_for, op_bytes=self.op_bytes, **more)
 
     def random(self) -> Random:
@@ -108,8 +242,7 @@ def _run_episode(cluster: Cluster, fault: Fault, random: Random, tally: Tally) -
     }
     tally.ops_checked += sum(map(len, ops.values()))
     found = find_violations(ops, survivors=[node.name for node in survivors])
-    for life in lives:
-        found += [f"{life.name}: {error.says}" for error in life.errors(began)]
+    found += [f"{life.name}: {error.says}" for life in lives for error in life.errors(began)]
     cluster.forget_ops(before=began)
     what = f"{', '.join(v.name for v in struck.victims)} at {struck.at:.3f}"
     return [f"{what}: {violation}" for violation in found]
@@ -119,20 +252,11 @@ def _ops_to_compare(
     cluster: Cluster, struck: Struck, began: float, mended: float
 ) -> dict[str, list[Op]]:
     """Of this episode; of a victim, those that it did with the others once it was back."""
-
-    def counts(node: Node, op: Op) -> bool:
-        if node not in struck.victims:
-            return op.called >= began
-        together = {n.name for n in cluster.nodes if n not in struck.victims} <= set(op.names)
-        return op.called >= mended and together
-
-    return {
-        node.name: sorted(
-            (op for op in list(node.life.ops.values()) if counts(node, op)),
-            key=lambda op: op.done,
-        )
-        for node in cluster.nodes
-    }
+    survivors = [node for node in cluster.nodes if node not in struck.victims]
+    names = {node.name for node in survivors}
+    return ops_of(survivors, lambda op: op.called >= began) | ops_of(
+        struck.victims, lambda op: op.called >= mended and names <= set(op.names)
+    )
 
 
 def _ops_of_the_lost(ops: dict[int, Op], fault: Fault, struck: Struck, began: float) -> list[Op]:

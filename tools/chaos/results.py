@@ -1,14 +1,11 @@
 """What was measured, as it lies in a file until the report is written."""
 
-import math
-import os
-import platform
 import statistics
-import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
+
+from tools.lab.units import percentile
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,16 +16,6 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     p95: float
     p99: float
     maximum: float
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The least value that `percent` % of them do not exceed (nearest rank).
-
-    >>> percentile([4, 1, 3, 2], 75)
-    3
-    """
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def figures_of(values: Sequence[float]) -> Figures | None:
@@ -53,7 +40,6 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     fault: str
     command: str
-    """Repeats it."""
     commit: str
     machine: str
     nodes: int
@@ -100,32 +86,5 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One file."""
-
     measured: tuple[Measured, ...] = ()
     tables: tuple[Table, ...] = ()
-
-
-def write_results(path: Path, results: Results) -> None:
-    """As JSON that a person can read and a diff shows."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
-
-
-def read_results(path: Path) -> Results:
-    """The reverse; raises msgspec.ValidationError for anything else."""
-    return msgspec.json.decode(path.read_bytes(), type=Results)
-
-
-def describe_machine() -> str:
-    """Where it was measured."""
-    system = f"{platform.system()} {platform.release()}"
-    return f"{os.cpu_count()} cores, {system}, Python {platform.python_version()}"
-
-
-def describe_commit() -> str:
-    """What was measured; `+` if the tree had changes that are not committed."""
-    command = ["git", "describe", "--always", "--dirty=+"]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"

@@ -1,48 +1,28 @@
-"""The training script of the campaigns: the elastic loop, with an op whose result can be checked.
+"""The training scripts of the campaigns; each call and each result is a line on standard output.
 
-Started in a trainer process by `tools.chaos.warm`, or as `python -m tools.chaos.trainer OPTIONS`,
-with a job's options as JSON. Each call and each result is a line on standard output.
+Started in a trainer process by `tools.lab.cluster`, or as `python -m tools.chaos.trainer OPTIONS`,
+with a job's options as JSON. One is the elastic loop, with an op whose result can be checked. The
+other learns handwritten digits: softmax regression with weight decay, so that it converges to one
+minimum, whatever has happened on the way. The batch of all ranks together is the same for any
+number of them.
 """
 
+import importlib.util
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
 import pmesh
-from tools.chaos.calls import LOST, failed, prepare
-from tools.chaos.oplog import Report, encode_report
-from tools.chaos.pattern import Pattern
-from tools.chaos.trials import At
-
-
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What one trainer does."""
-
-    number: int
-    """Of its machine, from 1: what it gives to each op depends on it."""
-    wait_for: int
-    op_bytes: int
-    calls: Literal["sum", "collectives", "compressed"] = "sum"
-    job: str = "chaos"
-    state_bytes: int = 0
-    """Of weights that `sync` hands to newcomers."""
-    pause_s: float = 0.0
-    """What a forward and a backward pass take, before each op."""
-    min_ranks: int = 1
-    quorum: Literal["any", "majority"] = "any"
-    on_superseded: Literal["raise", "sync"] = "sync"
-    straggler_after_s: float = 60.0
-    compute_at_step: int = -1
-    """In this step it computes for `compute_s`, without a call."""
-    compute_s: float = 0.0
-    epochs: int = 0
-    """For how long `tools.chaos.digits` learns."""
+from tools.chaos.calls import LOST, At, Pattern, failed, prepare
+from tools.lab.oplog import Options, Report, encode_report
 
 
 def say(what: str, **more: Any) -> None:  # noqa: ANN401 - a Report's own fields
@@ -101,7 +81,78 @@ def train(mesh: pmesh.Mesh, options: Options) -> None:
         expected = state["position"] = step + 1
 
 
-def main(options_text: str, run: Callable[[pmesh.Mesh, Options], None] = train) -> int:
+GLOBAL_BATCH = 96
+WEIGHT_DECAY = 1e-3
+LEARNING_RATE = 0.5
+SEED = 7
+
+Array = NDArray[np.float32]
+
+
+def load() -> tuple[Array, NDArray[np.int64]]:
+    """scikit-learn's digits, without the two seconds that its import takes."""
+    found = importlib.util.find_spec("sklearn")
+    if found is None or found.origin is None:
+        raise pmesh.UsageError("the digits ship with scikit-learn: install it")
+    file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    digits = np.loadtxt(file, delimiter=",", dtype=np.float32)
+    return (digits[:, :64] / 16).astype(np.float32), digits[:, 64].astype(np.int64)
+
+
+def loss_of(weights: Array, pixels: Array, labels: NDArray[np.int64]) -> tuple[float, Array]:
+    """The mean loss over these samples, and its gradient, both without the decay."""
+    logits = pixels @ weights[:-1] + weights[-1]
+    chance = np.exp(logits - logits.max(axis=1, keepdims=True))
+    chance /= chance.sum(axis=1, keepdims=True)
+    rows = np.arange(len(labels))
+    loss = float(-np.log(chance[rows, labels]).mean())
+    chance[rows, labels] -= 1
+    gradient = np.vstack([pixels.T @ chance, chance.sum(axis=0)]) / len(labels)
+    return loss, gradient.astype(np.float32)
+
+
+def learn(mesh: pmesh.Mesh, options: Options) -> None:
+    """The elastic loop, for so many epochs; the last line gives the loss and the weights' hash."""
+    pixels, labels = load()
+    state: dict[str, Any] = {
+        "weights": np.zeros((65, 10), np.float32),
+        "epoch": 0,
+        "position": 0,
+        "steps": 0,
+    }
+    while True:
+        state = mesh.sync(state)
+        if state["epoch"] >= options.epochs:
+            break
+        share = GLOBAL_BATCH // mesh.size
+        size = mesh.size
+        mine = mesh.shard(len(labels), epoch=state["epoch"], position=state["position"], seed=SEED)
+        mine, gradient = mine[:share], np.zeros((65, 10), np.float32)
+        if len(mine):
+            _, gradient = loss_of(state["weights"], pixels[mine], labels[mine])
+        time.sleep(options.pause_s)
+        say("called", step=state["steps"])
+        gradient = mesh.average_gradients(gradient, weight=len(mine))
+        rate = LEARNING_RATE * (1 - state["epoch"] / options.epochs)
+        weights = state["weights"]
+        weights = weights - np.float32(rate) * (gradient + np.float32(WEIGHT_DECAY) * weights)
+        position = state["position"] + share * size
+        over = position >= len(labels)
+        say(
+            "done", step=state["steps"], names=mesh.names, digest=xxhash.xxh3_128_hexdigest(weights)
+        )
+        state = {
+            "weights": weights,
+            "epoch": state["epoch"] + over,
+            "position": 0 if over else position,
+            "steps": state["steps"] + 1,
+        }
+    loss, _ = loss_of(state["weights"], pixels, labels)
+    digest = xxhash.xxh3_128_hexdigest(state["weights"])
+    say("ended", step=state["steps"], digest=digest, value=loss)
+
+
+def main(options_text: str) -> int:
     """Join the job and train; the exit code is 1 if a call has raised."""
     options = msgspec.json.decode(options_text, type=Options)
     logger = logging.getLogger("pmesh")
@@ -118,7 +169,7 @@ def main(options_text: str, run: Callable[[pmesh.Mesh, Options], None] = train) 
             straggler_after_s=options.straggler_after_s,
         ) as mesh:
             say("joined")
-            run(mesh, options)
+            (learn if options.epochs else train)(mesh, options)
     except pmesh.PmeshError as e:
         say("error", says=f"{type(e).__name__}: {e}")
         return 1

@@ -43,7 +43,6 @@ class Steps(trio.abc.Instrument):
         self._began_s = time.thread_time()
 
     def after_task_step(self, task: trio.lowlevel.Task) -> None:
-        """Trio has run it."""
         took_s = time.thread_time() - self._began_s
         if took_s > LONGEST_STEP_S:
             print(f"{LONG_STEP} {took_s:.3f} s: {task}", file=sys.stderr, flush=True)
@@ -53,8 +52,6 @@ Send = Callable[[Link, Any], None]
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Which agent to be."""
-
     number: int
     """Gives it its node key and its incarnation."""
     seed: int = -1

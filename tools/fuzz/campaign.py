@@ -5,11 +5,9 @@ the agents must agree, and the trainers go on or have an error. Agents live for 
 """
 
 import contextlib
-import json
 import math
 import os
 import re
-import secrets
 import shutil
 import signal
 import subprocess
@@ -24,12 +22,12 @@ import msgspec
 import psutil
 
 from pmesh.client.connect import Quorum
-from pmesh.client.control import ask_status, stop_agent
-from pmesh.core.identity.keys import MeshKey, mesh_key_text
+from pmesh.client.control import stop_agent
 from pmesh.errors import PmeshError
 from pmesh.paths import socket_path
 from tools.fuzz.agent import LONG_STEP, Order
 from tools.fuzz.corpus import Case, load, recorded
+from tools.lab.agents import await_picture, inherited, new_key, picture_of
 
 LIES_FOR_S = 20.0
 PATIENCE_S = 30.0
@@ -66,7 +64,6 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
         return self._popen.poll() is None
 
     @property
@@ -94,7 +91,7 @@ class Arena:
         self._runner = runner
         self._folder = tempfile.TemporaryDirectory(prefix="pmesh-fuzz-")
         self._path = Path(self._folder.name)
-        self._key = mesh_key_text(MeshKey(secrets.token_bytes(32)))
+        self._key = new_key()
         self._agents: dict[str, Process] = {}
         self._trainers: dict[str, Process] = {}
         self._liars: dict[Literal["member", "trainer"], Process] = {}
@@ -252,10 +249,9 @@ class Arena:
 
     def _status(self, name: str) -> dict[str, Any]:
         try:
-            picture: dict[str, Any] = json.loads(ask_status(self._socket(name)))
+            return picture_of(self._home(name))
         except PmeshError as e:
             raise FindingError(f"{name}'s agent does not answer: {e}") from e
-        return picture
 
     def _ops(self, name: str) -> int:
         return len(re.findall(r"^op ", self._trainers[name].output, re.MULTILINE))
@@ -300,14 +296,12 @@ class Arena:
         return socket_path(self._home(name))
 
     def _address(self, name: str) -> str:
-        """Where the agent listens, once it does."""
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            with contextlib.suppress(PmeshError):
-                picture = json.loads(ask_status(self._socket(name)))
-                return str(picture["node"]["addresses"][0])
-            time.sleep(0.1)
-        raise FindingError(f"{name}'s agent does not start")
+        found = await_picture(
+            self._home(name), lambda picture: picture["node"]["addresses"], within_s=PATIENCE_S
+        )
+        if found is None:
+            raise FindingError(f"{name}'s agent does not start")
+        return str(found["node"]["addresses"][0])
 
     def _start_agent(
         self, name: str, order: Order, *options: str, runner: tuple[str, ...] = ()
@@ -321,8 +315,7 @@ class Arena:
     def _start(
         self, label: str, home: str, module: str, *arguments: str, runner: tuple[str, ...] = ()
     ) -> Process:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("PMESH_")}
-        environment = kept | {
+        environment = inherited() | {
             "PMESH_HOME": str(self._home(home)),
             "PMESH_KEY": self._key,
             "PYTHONUNBUFFERED": "1",

@@ -28,7 +28,6 @@ class Recorder:
         self._file = file
 
     def __call__(self, message: object) -> None:
-        """Add one message."""
         with self._file.open("ab") as file:
             file.write(frame(msgspec.msgpack.encode(message)))
 

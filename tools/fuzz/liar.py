@@ -2,18 +2,176 @@
 
 It behaves for most of the time, so that it is taken into views, leads, and runs ops; a lie is a
 changed, repeated, withheld, delayed, old or invented message.
+
+Messages are msgspec structs, which check their fields when they are decoded and not when they are
+made: so a changed message can break its type too, and only its receiver sees that.
 """
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from msgspec import inspect
 
 from pmesh.core.wire.link import Address
 from pmesh.errors import ProtocolError
-from tools.fuzz.mutate import HOSTS, PORTS, Seen, graft, mutate
+
+T = TypeVar("T")
+
+INTS = (
+    *(0, 1, -1, 2, 63, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63),
+    *(2**64 - 1, -(2**31), -(2**63)),
+)
+FLOATS = (0.0, -1.0, 1e-9, 1e18, 1e308, float("inf"), float("nan"))
+TEXTS = ("", "x", "x" * 64, "x" * 65, "x" * 5000, "two\nlines", "\x1b[2J", "\0", "é" * 32)
+LENGTHS = (2, 3, 65, 300, 3000)
+HOSTS = ("127.0.0.1", "127.0.0.2", "::1")  # an agent dials what it is told: loopback alone
+PORTS = (1, 9, 65535, 0, 65536)
+REMEMBERED = 128  # of each type; more would be older views only
+STOP_HERE = 0.3  # how often a value is changed as a whole, rather than something in it
+
+
+class Seen:
+    """The values that have occurred in messages, by type: what is put in the place of others."""
+
+    def __init__(self) -> None:
+        self._values: dict[type, deque[Any]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+
+    def learn(self, value: object) -> None:
+        """Remember the value and all its parts."""
+        self._values[type(value)].append(value)
+        for _, part in children(value):
+            self.learn(part)
+
+    def another(self, value: T, dice: Random) -> T:
+        """A value of the same type; this one itself if no other is known."""
+        known = self._values.get(type(value))
+        return dice.choice(known) if known else value
+
+    def anything(self, dice: Random) -> Any:  # noqa: ANN401 - of any type
+        """A value of any type; None if none is known."""
+        known = self._values.get(dice.choice(list(self._values))) if self._values else None
+        return dice.choice(known) if known else None
+
+
+def children(value: object) -> list[tuple[Any, Any]]:
+    """The parts of a value, each with its place in it; an address counts as one."""
+    match value:
+        case Address():
+            return []
+        case msgspec.Struct():
+            return [(name, getattr(value, name)) for name in value.__struct_fields__]
+        case tuple():
+            return list(enumerate(value))
+        case dict():
+            return list(value.items())
+        case _:
+            return []
+
+
+def with_child(value: Any, place: Any, part: object) -> Any:  # noqa: ANN401 - of any type
+    """The value with another part at this place."""
+    match value:
+        case msgspec.Struct():
+            return msgspec.structs.replace(value, **{place: part})
+        case tuple():
+            return _like(value, [*value[:place], part, *value[place + 1 :]])
+        case _:
+            return {**value, place: part}
+
+
+def _like(value: tuple[Any, ...], parts: list[Any]) -> tuple[Any, ...]:
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+
+
+def mutate(message: Any, dice: Random, seen: Seen) -> Any:  # noqa: ANN401 - of any kind
+    """The message with one of its fields changed, at any depth; or one value in all its places."""
+    if dice.random() < STOP_HERE:
+        old = _somewhere_in(message, dice)
+        return substitute(message, old, _changed(old, dice, seen))
+    return _mutate(message, dice, seen, whole=0.0)
+
+
+def _mutate(value: Any, dice: Random, seen: Seen, *, whole: float = STOP_HERE) -> Any:  # noqa: ANN401
+    parts = children(value)
+    if not parts or dice.random() < whole:
+        return _changed(value, dice, seen) if whole else value
+    place, part = dice.choice([*parts, *[(p, part) for p, part in parts if children(part)] * 2])
+    return with_child(value, place, _mutate(part, dice, seen))
+
+
+def _somewhere_in(value: object, dice: Random) -> object:
+    """A part of the message, never all of it."""
+    while parts := children(value):
+        _, value = dice.choice(parts)
+        if dice.random() < STOP_HERE:
+            break
+    return value
+
+
+def substitute(value: Any, old: object, new: object) -> Any:  # noqa: ANN401 - of any type
+    """The value with `new` wherever `old` occurs in it: a lie that agrees with itself."""
+    for place, part in children(value):
+        same = type(part) is type(old) and part == old
+        value = with_child(value, place, new if same else substitute(part, old, new))
+    return value
+
+
+def graft(value: Any, dice: Random, seen: Seen, *, share: float) -> Any:  # noqa: ANN401
+    """The value with this share of its parts replaced by others of their types that occurred."""
+    for place, part in children(value):
+        other = seen.another(part, dice) if dice.random() < share else part
+        if other is part:
+            other = graft(part, dice, seen, share=share)
+        value = with_child(value, place, other)
+    return value
+
+
+def _changed(value: Any, dice: Random, seen: Seen) -> Any:  # noqa: ANN401, PLR0911 - one arm for each type
+    match value:
+        case None:
+            return seen.anything(dice)
+        case bool():
+            return not value
+        case int():
+            near = (value + 1, value - 1, seen.another(value, dice), seen.another(value, dice))
+            return dice.choice((*INTS, *near)) if dice.random() < 0.5 else dice.choice(near)  # noqa: PLR2004
+        case float():
+            return dice.choice(FLOATS)
+        case str():
+            return dice.choice((*TEXTS, seen.another(value, dice)))
+        case bytes():
+            return dice.choice((b"", bytes(len(value)), value + b"x", seen.another(value, dice)))
+        case Address():
+            return Address(dice.choice(HOSTS), dice.choice((*PORTS, value.port)))
+        case dict():
+            many = {dice.getrandbits(62) + 1: 1 for _ in range(dice.choice(LENGTHS))}
+            return dice.choice(({}, {**value, **many}))
+        case tuple() if not hasattr(value, "_fields"):
+            return _other_tuple(value, dice, seen)
+        case _:
+            return None if dice.random() < 0.1 else seen.another(value, dice)  # noqa: PLR2004
+
+
+def _other_tuple(value: tuple[Any, ...], dice: Random, seen: Seen) -> tuple[Any, ...]:
+    if not value:
+        return tuple(seen.anything(dice) for _ in range(dice.choice((1, 1, 2, 300))))
+    item = dice.choice(value)
+    return dice.choice(
+        (
+            (),
+            value[:-1],
+            (*value, item),
+            (*value, seen.another(item, dice)),
+            tuple(dice.sample(value, len(value))),
+            value * 2,
+            seen.another(value, dice),
+            (item,) * dice.choice(LENGTHS),
+        )
+    )
+
 
 LIES = (0.03, 0.1, 0.3, 0.8)  # the share, of rare kinds of messages; few: it leads for longer
 LIES_OF_COMMON_KINDS = 0.2  # of that: heartbeats would drown what decides

@@ -7,5 +7,5 @@
     lies       the campaign of the lying member, with kills
     rows       the table's rows, each with its bar
 
-All traffic stays within network namespaces that a lab makes. Linux, root: `tools/virtual_lan.py`.
+All traffic stays within network namespaces that a lab makes. Linux, root: `tools/lab/net.py`.
 """

@@ -8,24 +8,21 @@ Linux, root.
 """
 
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import cyclopts
-
-from tools.chaos.cluster import CampaignError
-from tools.chaos.results import Results, Table, describe_commit, describe_machine, write_results
+from tools.chaos.results import Results, Table
 from tools.hostile.lies import run_lies
 from tools.hostile.rows import ROWS, Judged, Row
 from tools.hostile.turns import run_turns
-from tools.virtual_lan import clean, why_not
+from tools.lab.cluster import CampaignError
+from tools.lab.commands import Flag, new_app, run_app
+from tools.lab.results import describe_commit, describe_machine, write_results
 
 SHORT_S = 5.0
 LIES = "lies"
-app = cyclopts.App(name="hostile", help=__doc__, help_format="plaintext", version_flags=[])
+app = new_app("hostile", __doc__)
 
 
 @app.default
@@ -35,7 +32,7 @@ def run(
     seconds: float | None = None,
     views: int = 1000,
     seed: int = 1,
-    short: Annotated[bool, cyclopts.Parameter(negative="")] = False,
+    short: Flag = False,
     json: Path | None = None,
     logs: Path | None = None,
 ) -> int:
@@ -96,14 +93,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> Table:
 
 
 def main() -> int:
-    """The command line; a kill ends all that was started, too."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
-    if (reason := why_not()) is not None:
-        print(f"hostile: {reason}", file=sys.stderr)
-        return 1
-    clean()  # what a run that was killed has left
-    return app(result_action="return_int_as_exit_code_else_zero") or 0
+    return run_app(app, None, starts=None)
 
 
 if __name__ == "__main__":

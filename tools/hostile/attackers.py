@@ -51,8 +51,6 @@ Mix: TypeAlias = Literal["all", "invented", "junk", "member"]
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What an attacker does."""
-
     kind: str
     """A function of this module that has no underscore."""
     seconds: float
@@ -66,7 +64,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """The Unix socket of one of them, on its own host."""
     seed: int = 1
     mix: Mix = "all"
-    """Of packets."""
 
 
 def mdns(order: Order) -> None:

@@ -69,7 +69,6 @@ def _nobody() -> Member:
 def _with_ranks(
     view: View, change: Callable[[tuple[Trainer, ...]], tuple[Trainer, ...]]
 ) -> tuple[Roster, ...]:
-    """All jobs, settled by this view."""
     return tuple(
         replace(r, number=view.epoch.counter, trainers=change(r.trainers)) for r in view.rosters
     )

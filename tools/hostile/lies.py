@@ -5,12 +5,11 @@ import time
 from pathlib import Path
 from random import Random
 
-from tools.chaos.cluster import CampaignError, Cluster, Process
-from tools.chaos.oplog import Op, find_violations
-from tools.chaos.trainer import Options
 from tools.hostile.liar import EVERY, PATCH, SEED_VARIABLE
 from tools.hostile.rows import Judged
 from tools.hostile.turns import OP_BYTES, last_words
+from tools.lab.cluster import CampaignError, Cluster, Process, settled_ops
+from tools.lab.oplog import Options, find_violations
 
 HONEST = 3
 LIAR = HONEST + 1
@@ -135,26 +134,14 @@ class _Lies:
 
     def _check(self) -> None:
         until = time.monotonic() - 0.5  # later ops may still be reported by others
-        ops: dict[str, list[Op]] = {}
-        for trainer in self._trainers:
-            if trainer.life is None:
-                continue
-            life = trainer.life
-            done = sorted(life.ops.values(), key=lambda op: op.done)
-            done = done[:-1] if trainer.ended else done  # it may have taken the last result along
-            counted = [
-                op
-                for op in done
-                if self._checked_until < op.done <= until and not life.knew_to_be_alone(op)
-            ]
-            ops[trainer.name] = counted
+        ops, errors = settled_ops(self._trainers, self._checked_until, until)
+        for name, counted in ops.items():
             self._checked += len(counted)
             alone = [op.step for op in counted if len(op.names) == 1]
             if alone:
                 steps = f"steps {alone[0]} to {alone[-1]}"
-                self._wrong.append(f"{trainer.name} was alone without an error, {steps}")
-            errors = life.errors(self._checked_until)
-            self._errors += [f"{trainer.name}: {error.says}" for error in errors]
+                self._wrong.append(f"{name} was alone without an error, {steps}")
+            self._errors += [f"{name}: {error.says}" for error in errors[name]]
         self._wrong += find_violations(ops)
         self._cluster.forget_ops(before=until)
         self._checked_until = until

@@ -29,7 +29,6 @@ class Row:
     most_rest_s: float = math.inf
 
     def order(self, *, seconds: float | None) -> Order:
-        """What the attacker does."""
         seconds = seconds or self.seconds
         count = round(self.per_second * seconds)
         return Order(kind=self.kind, seconds=seconds, count=count, mix=self.mix)

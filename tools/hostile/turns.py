@@ -17,15 +17,14 @@ import msgspec
 import psutil
 from msgspec.structs import replace
 
-from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.core.wire.link import Address
 from pmesh.paths import socket_path
-from tools.chaos.cluster import CampaignError, Cluster, Node, Process
-from tools.chaos.oplog import longest_gap_s
-from tools.chaos.trainer import Options
 from tools.hostile.attackers import Order
 from tools.hostile.packets import BLACK_HOLE_SUBNET, BLACK_HOLES
-from tools.virtual_lan import Host
+from tools.lab.agents import new_key
+from tools.lab.cluster import CampaignError, Cluster, Node, Process
+from tools.lab.net import Host
+from tools.lab.oplog import Options, longest_gap_s
 
 SOFT_LIMIT = (
     "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (256, r.getrlimit(r.RLIMIT_NOFILE)[1]))"
@@ -90,7 +89,6 @@ class Weight(NamedTuple):
 
     @staticmethod
     def most_of(weights: Sequence["Weight"]) -> "Weight":
-        """The most of each."""
         return Weight(max(w.descriptors for w in weights), max(w.nbytes for w in weights))
 
 
@@ -109,8 +107,7 @@ class Measured(NamedTuple):
 
 def run_turns(order: Order, turns: int, logs: Path | None = None) -> Measured:
     """So many turns, each a control and an attack."""
-    key = mesh_key_text(MeshKey(os.urandom(32)))
-    shared = {"PMESH_KEY": key, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    shared = {"PMESH_KEY": new_key(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     options = Options(number=0, wait_for=2, op_bytes=OP_BYTES)
     measured: dict[bool, list[Turn]] = {True: [], False: []}
     with Cluster(4, options, patch=SOFT_LIMIT, environment=lambda _: shared, logs=logs) as cluster:

@@ -88,7 +88,7 @@ async def discover(
     second to say goodbye when cancelled. It adds the addresses and the minute to `own`, and counts
     in `counters` what it does not report.
     """
-    endpoint = _P2PEndpoint()
+    latest = _LatestEvents()
     token = trio.lowlevel.current_trio_token()
     ready = trio.Event()
 
@@ -101,7 +101,7 @@ async def discover(
             node_key=node_key,
             key=key,
             counters=counters,
-            report=lambda key, event: token.run_sync_soon(endpoint.put, key, event),
+            report=lambda key, event: token.run_sync_soon(latest.put, key, event),
             ready=lambda: token.run_sync_soon(ready.set, idempotent=True),
         )
 
@@ -116,7 +116,7 @@ async def discover(
 
         async with found, trio.open_nursery() as nursery:
             nursery.start_soon(forward_addresses)
-            nursery.start_soon(endpoint.deliver, found)
+            nursery.start_soon(latest.deliver, found)
             nursery.start_soon(_start_when, ready, task_status)
             await trio.to_thread.run_sync(
                 runner.run, conversation.run(), limiter=trio.CapacityLimiter(1)
@@ -128,7 +128,7 @@ async def _start_when(ready: trio.Event, task_status: trio.TaskStatus[None]) -> 
     task_status.started()
 
 
-class _P2PEndpoint:
+class _LatestEvents:
     """The latest event of each instance; a slow reader costs memory for at most 256 of them."""
 
     def __init__(self) -> None:

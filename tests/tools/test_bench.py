@@ -1,0 +1,466 @@
+"""What is measured is checked, judged by its bars, kept in files, and printed as it is."""
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pmesh.client.mesh import Mesh
+from pmesh.testing import SimulatedMesh
+from tests.docs.pages import DOCS, read
+from tools.bench import __main__ as bench
+from tools.bench.cases import CASES, CONTROL_SHARE, GROWTH, LAG_P99, PSS, judge, judge_flatness
+from tools.bench.compressed import Ours, arrays_of
+from tools.bench.measuring import fault_in
+from tools.bench.orders import Answer, Layout, Order
+from tools.bench.report import render
+from tools.bench.results import Measured, Results, Run, Turn, seconds_of
+from tools.bench.schemes import WAYS
+from tools.bench.systems import Place, Process
+from tools.bench.worker import System, Values, carry_out
+from tools.lab.commands import LabError
+from tools.lab.report import Outcome
+from tools.lab.results import read_results
+from tools.lab.units import MIB
+
+PAGES = (("benchmarks", "benchmarks"), ("compression-speed", "compression"))
+BYTES = 100_000_000
+
+
+def measured(
+    case: str,
+    *rounds: dict[str, Turn],
+    op_bytes: int = BYTES,
+    ranks: int = 2,
+    **more: Any,  # noqa: ANN401 - of a Measured
+) -> Measured:
+    ceiling = more.pop("ceiling", ())
+    run = Run(
+        command=f"python -m tools.bench run {case}",
+        commit="0123abc",
+        machine="2 cores",
+        rounds=rounds,
+        ceiling=ceiling,
+    )
+    return Measured(case=case, ranks=ranks, op_bytes=op_bytes, runs=(run,), **more)
+
+
+def turn(seconds: float, wire_bytes: int = 0, **more: Any) -> Turn:  # noqa: ANN401 - of a Turn
+    return Turn(seconds=seconds, wire_bytes=wire_bytes, **more)
+
+
+def outcomes(m: Measured, ours: str = "pmesh") -> list[Outcome]:
+    return [verdict.outcome for verdict in judge(m, ours)]
+
+
+def named_outcomes(m: Measured) -> list[tuple[str, str]]:
+    return [(verdict.what, verdict.outcome) for verdict in judge(m)]
+
+
+@pytest.mark.parametrize(
+    ("pmesh_s", "mlx_s", "cpu", "expected"),
+    [
+        (1.0, 1.3, 1.5, ["met", "met", "met"]),
+        (1.01, 1.4, 1.51, ["goal missed", "met", "goal missed"]),
+        (1.25, 1.7, 2.0, ["goal missed", "met", "goal missed"]),
+        (1.26, 1.6, 2.01, ["MISSED", "MISSED", "MISSED"]),
+    ],
+)
+def test_speed_and_cpu_are_judged_by_goal_and_floor(
+    pmesh_s: float, mlx_s: float, cpu: float, expected: list[Outcome]
+) -> None:
+    found = {
+        "pmesh": turn(pmesh_s, cpu_s=cpu),
+        "gloo": turn(1.0, cpu_s=1.0),
+        "mlx": turn(mlx_s, cpu_s=1.0),
+    }
+
+    assert outcomes(measured("loopback-2", found)) == expected
+
+
+@pytest.mark.parametrize(("pmesh_s", "expected"), [(1.0, "met"), (1.01, "MISSED")])
+def test_the_latency_of_small_ops_is_judged_with_two_ranks_only(
+    pmesh_s: float, expected: Outcome
+) -> None:
+    found = {"pmesh": turn(pmesh_s), "gloo": turn(1.0), "mlx": turn(1.0)}
+
+    assert outcomes(measured("loopback-2", found, op_bytes=4096)) == [expected]
+    assert outcomes(measured("loopback-4", found, op_bytes=4096, ranks=4)) == []
+
+
+def test_a_ratio_compares_the_turns_of_one_round() -> None:
+    # The machine slowed down from round to round: medians over rounds would say 6, or 1.5.
+    rounds = ({"none": turn(3.0), "int8": turn(1.0)}, {"none": turn(30.0), "int8": turn(10.0)})
+    alone = ({"none": turn(3.0)}, {"int8": turn(2.0)})
+
+    assert measured("1gbit", *rounds, *alone).ratio("none", "int8", seconds_of) == 3.0
+    assert measured("1gbit", *alone).ratio("none", "int8", seconds_of) is None
+    assert judge(measured("1gbit", *alone)) == []
+
+
+def test_bus_bandwidth_is_held_against_the_line_of_the_same_turn() -> None:
+    # Four ranks carry 1.5 times the bytes of an array over each line.
+    m = measured(
+        "gigabit-4",
+        {"pmesh": turn(0.15)},
+        {"pmesh": turn(0.3)},
+        op_bytes=10_000_000,
+        ranks=4,
+        ceiling=(100e6, 50e6),
+        facts={CONTROL_SHARE: 0.00101},
+    )
+
+    assert m.share_of_ceiling("pmesh") == pytest.approx(1.0)
+    assert outcomes(m) == ["met", "MISSED"]
+
+
+def test_bus_bandwidth_must_stay_the_same_with_more_hosts() -> None:
+    def hosts(ranks: int, seconds: float) -> Measured:
+        return measured(f"megabit-{ranks}", {"pmesh": turn(seconds)}, ranks=ranks)
+
+    flat = list(judge_flatness([hosts(2, 1.0), hosts(4, 1.5), hosts(8, 1.75 * 1.05)]))
+    steep = list(judge_flatness([hosts(2, 1.0), hosts(4, 1.5), hosts(8, 1.75 * 1.06)]))
+
+    assert [v.outcome for v in flat] == ["met"]
+    assert [v.outcome for v in steep] == ["MISSED"]
+    other = measured("loopback-2", {"pmesh": turn(1.0)})
+    assert list(judge_flatness([hosts(2, 1.0), other])) == []
+
+
+@pytest.mark.parametrize(
+    ("case", "facts", "expected"),
+    [
+        ("memory", {PSS: 248.0, GROWTH: 4.0}, ["met", "met"]),
+        ("memory", {PSS: 248.1, GROWTH: 4.1}, ["MISSED", "MISSED"]),
+        ("lag", {LAG_P99: 20.0}, ["met"]),
+        ("lag", {LAG_P99: 20.1}, ["MISSED"]),
+    ],
+)
+def test_what_soaking_shows_is_judged(
+    case: str, facts: dict[str, float], expected: list[Outcome]
+) -> None:
+    assert outcomes(measured(case, facts=facts, op_bytes=16 * MIB)) == expected
+
+
+def test_gradients_may_take_a_little_longer_than_one_array() -> None:
+    def tree(seconds: float) -> Measured:
+        return measured("gradients", {"all_reduce": turn(1.0), "average_gradients": turn(seconds)})
+
+    assert outcomes(tree(1.15)) == ["met"]
+    assert outcomes(tree(1.16)) == ["MISSED"]
+
+
+def test_the_bars_are_held_against_ordinary_arrays_too() -> None:
+    found = {name: turn(1.0, cpu_s=1.0) for name in ("pmesh", "gloo")}
+    found |= {"ordinary": turn(1.3, cpu_s=1.0), "mlx": turn(1.5, cpu_s=1.0)}
+    m = measured("loopback-2", found)
+
+    assert outcomes(m) == ["met", "met", "met"]
+    assert outcomes(m, "ordinary") == ["MISSED", "MISSED", "met"]
+
+
+def test_a_scheme_is_judged_by_how_many_times_as_fast_as_uncompressed_it_is() -> None:
+    found = {"none": turn(10.0), "int8": turn(3.03), "topk": turn(1.01), "powersgd-4": turn(0.33)}
+
+    assert named_outcomes(measured("100mbit", found)) == [
+        ("int8: times as fast", "met"),
+        ("TopK 1 %: times as fast", "MISSED"),
+        ("PowerSGD, rank 4: times as fast", "met"),
+    ]
+
+
+@pytest.mark.parametrize(("compact", "expected"), [(100, "met"), (101, "MISSED")])
+def test_bytes_on_the_wire_are_judged_where_they_are_counted(compact: int, expected: str) -> None:
+    found = {"none": turn(1.0, 2400), "topk-compact": turn(1.0, compact)}
+
+    assert named_outcomes(measured("wire", found)) == [
+        ("TopK 1 %, compact: times fewer bytes", expected)
+    ]
+    assert named_outcomes(measured("100mbit", found)) == []
+
+
+@pytest.mark.parametrize(("auto", "expected"), [(2.2, "met"), (2.21, "MISSED")])
+def test_auto_is_held_against_the_best_of_what_it_may_pick(auto: float, expected: str) -> None:
+    found = {"none": turn(3.0), "bf16": turn(2.0), "int8": turn(2.5), "auto": turn(auto)}
+    faster = found | {"powersgd-4": turn(0.1)}
+    unknown = {name: turn for name, turn in found.items() if name != "bf16"}
+
+    bar = ("Auto of bf16, int8: time over that of bf16, the best", expected)
+    assert bar in named_outcomes(measured("loopback", found))
+    assert bar in named_outcomes(measured("loopback", faster))
+    assert named_outcomes(measured("loopback", unknown)) == []
+
+
+@pytest.mark.parametrize(
+    ("step_s", "loss", "expected"),
+    [(1.0, 0.504, ["met", "met"]), (1.01, 0.51, ["MISSED", "MISSED"]), (0.5, 0.1, ["met", "met"])],
+)
+def test_training_is_judged_by_time_and_by_the_loss_at_the_end(
+    step_s: float, loss: float, expected: list[str]
+) -> None:
+    begun = {"pmesh": turn(step_s, loss=9.0), "gloo": turn(1.0, loss=1.0)}
+    ended = {"pmesh": turn(step_s, loss=loss), "gloo": turn(1.0, loss=0.5)}
+
+    assert outcomes(measured("training", begun, ended)) == expected
+
+
+@pytest.mark.parametrize("case", ["loopback-2", "1gbit", "memory"])
+def test_a_wrong_result_misses_whatever_the_times_are(case: str) -> None:
+    good = {name: turn(1.0, cpu_s=1.0) for name in ("pmesh", "gloo", "mlx")}
+    facts = {PSS: 1.0, GROWTH: 1.0}
+
+    wrong = measured(case, good | {"pmesh": turn(1.0, cpu_s=1.0, wrong=1)}, facts=facts)
+
+    assert named_outcomes(wrong)[-1] == ("wrong results", "MISSED")
+    assert "wrong results" not in dict(named_outcomes(measured(case, good, facts=facts)))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "digests", "errors", "expected"),
+    [
+        ("int8", "aa", (0.001, 0.015), ""),
+        ("int8", "ab", (0.001, 0.001), "not the same on all ranks"),
+        ("int8", "aa", (0.001, 0.016), "an error of 0.016, more than 0.015"),
+        ("int8", "aa", (0.001, math.nan), "an error of nan, more than 0.015"),
+        ("int8-feedback", "aa", (3.0, 3.0), ""),
+    ],
+)
+def test_results_must_be_the_same_everywhere_and_no_worse_than_the_scheme(
+    scheme: str, digests: str, errors: tuple[float, ...], expected: str
+) -> None:
+    answers = [Answer(digest=d, error=e) for d, e in zip(digests, errors, strict=True)]
+
+    assert fault_in(Order(what="compressed", scheme=scheme), answers) == expected
+
+
+def test_ranks_reduce_values_whose_exact_mean_they_know() -> None:
+    order = Order(what="compressed", side=64)
+    ranks = [arrays_of(order, rank, 3) for rank in range(3)]
+    mean = np.mean([each.own[0] for each in ranks], axis=0)
+
+    np.testing.assert_allclose(ranks[1].right.reshape(64, 64), mean, rtol=0, atol=1e-6)
+    np.copyto(ranks[1].out[0], mean)
+    assert ranks[1].error() < 1e-6
+    ranks[1].out[0][63, 63] += np.linalg.norm(mean) / 2
+    assert ranks[1].error() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "layout"),
+    [
+        ("none", "matrix"),
+        ("int8", "matrix"),
+        ("topk", "matrix"),
+        ("powersgd-4", "resnet18"),
+        ("auto", "matrix"),
+    ],
+)
+def test_a_worker_says_of_each_call_how_far_off_its_result_is(scheme: str, layout: Layout) -> None:
+    order = Order(what="compressed", scheme=scheme, layout=layout, side=100, times=2)
+
+    def train(mesh: Mesh) -> Answer:
+        return Ours(mesh).carry_out(order)
+
+    answers = SimulatedMesh(2).run(train)
+
+    assert fault_in(order, answers) == ""
+    assert all(len(answer.seconds) == 2 for answer in answers)
+    assert (answers[0].error < 1e-6) == (scheme == "none")
+    assert answers[0].settled == (scheme != "auto")
+
+
+def test_each_scheme_that_a_case_measures_is_known_and_each_bar_is_of_a_turn() -> None:
+    for case in CASES:
+        assert case.kind != "compressed" or set(case.turns) <= set(WAYS)
+        assert {name for name, _ in case.speed_bars + case.wire_bars} <= set(case.turns)
+
+
+def alone(all_reduce: Callable[[Values], Values]) -> System:
+    def average(tree: Any) -> Any:  # noqa: ANN401 - as workers have it
+        return [all_reduce(x) for x in tree]
+
+    return System(rank=0, own=np.copy, all_reduce=all_reduce, barrier=lambda: None, average=average)
+
+
+def test_a_worker_compares_every_value_of_every_result() -> None:
+    calls = 0
+
+    def sometimes_wrong(x: Values) -> Values:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 0:
+            x[-1] += 1
+        return x[:-1] if calls % 5 == 0 else x
+
+    answer = carry_out(alone(sometimes_wrong), 1, Order(what="all_reduce", count=100_000, times=10))
+
+    assert (len(answer.seconds), answer.wrong) == (10, 5)
+
+
+def test_a_worker_deals_values_over_the_arrays_of_a_tree() -> None:
+    sizes: list[int] = []
+
+    def record(x: Values) -> Values:
+        sizes.append(x.size)
+        return x
+
+    answer = carry_out(alone(record), 1, Order(what="average_gradients", count=103, arrays=4))
+
+    assert sizes == [25, 26, 26, 26]
+    assert answer.wrong == 0
+
+
+def test_a_worker_takes_arrays_that_need_not_be_copied_where_there_are_such() -> None:
+    shapes: list[tuple[int, int]] = []
+
+    def empty(shape: tuple[int, int]) -> Values:
+        shapes.append(shape)
+        return np.empty(shape, np.float32)
+
+    plain = alone(lambda x: x)
+    ours = replace(plain, empty=empty, all_reduce_shared=lambda x: x + (x[3] == 0))
+    order = Order(what="all_reduce_shared", count=100, times=5)
+
+    answer = carry_out(ours, 1, order)
+    assert (shapes, len(answer.seconds), answer.wrong) == ([(5, 100)], 5, 0)
+    with pytest.raises(ValueError, match="no all_reduce_shared"):
+        carry_out(plain, 1, order)
+
+
+def test_a_worker_that_dies_is_named_with_what_it_said(tmp_path: Path) -> None:
+    command = ["sh", "-c", "read line; echo $line is too much >&2; exit 3"]
+    log = tmp_path / "gloo-1.log"
+    with Process(Place(ranks=2), 1, command, environment={}, log=log) as process:
+        process.tell("all_reduce")
+        with pytest.raises(LabError, match=r"gloo-1 .*\nall_reduce is too much"):
+            process.hear()
+
+
+@pytest.mark.parametrize(("page", "folder"), PAGES)
+def test_the_page_is_what_the_tool_writes_of_the_results_beside_it(page: str, folder: str) -> None:
+    files = sorted((DOCS / "explanation" / folder).glob("*.json"))
+
+    page_text = render(page, [read_results(path, Results) for path in files])
+    assert read(DOCS / "explanation" / f"{page}.md") == page_text
+
+
+def test_the_page_says_what_was_missed_and_what_was_not_measured() -> None:
+    why = "int8: tried on these ranks: none 60 ms, int8 21 ms"
+    found = {"none": turn(1.0), "int8": turn(0.5), "auto": turn(0.5, picked=why)}
+    speeds = {"pmesh": turn(0.02, cpu_s=3.0), "ordinary": turn(0.025, cpu_s=2.0)}
+    speeds |= {name: turn(0.01, cpu_s=1.0) for name in ("gloo", "mlx")}
+
+    slow = measured("loopback-2", speeds, op_bytes=16 * MIB, ceiling=(2e9,))
+    peers = render("benchmarks", [Results(measured=(slow,))])
+    page = render("compression-speed", [Results(measured=(measured("1gbit", found),))])
+
+    assert "≥ 1.00, floor 0.80 | 0.50 | **MISSED** | 0.40, **MISSED** |" in peers
+    assert "ordinary arrays 0 of 3 bars met; 1 more reach their floor, not their goal" in peers
+    assert "| int8: times as fast | ≥ 2.50 | 2.00 | **MISSED** |" in page
+    assert f"- 4 hosts, 1 Gbit/s, 25 M: Auto of bf16, int8 took {why}." in page
+    assert "**0 of 1 bars met; 1 missed. Not measured: 100mbit, loopback, wire, resn" in page
+
+
+def test_cases_are_listed_and_unknown_ones_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["list"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == [case.name for case in CASES]
+    assert len(set(listed)) == len(listed)
+
+    assert bench.main(["run", "2gbit"]) == 1
+    assert "bench: no case '2gbit'; there are: loopback-2, " in capsys.readouterr().err
+    assert bench.main(["run", "1gbit", "--schemes", "none,int4"]) == 1
+    assert "no scheme 'int4'; there are: none, bf16, " in capsys.readouterr().err
+    assert bench.main(["run", "training", "--schemes", "mlx"]) == 1
+    assert "mlx: here take turns pmesh, gloo" in capsys.readouterr().err
+
+
+def test_a_missing_library_is_named_with_the_command_that_gets_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+
+    assert bench.main(["run", "loopback-2"]) == 1
+    assert "gloo needs torch: pip install 'pmesh[torch,mlx]'" in capsys.readouterr().err
+
+
+def short(tmp_path: Path, *arguments: str) -> dict[str, Measured]:
+    path = tmp_path / "short.json"
+    with contextlib.chdir(Path(__file__).parents[2]):
+        assert bench.main(["run", *arguments, "--short", "--json", str(path)]) == 0
+    return {m.case: m for m in read_results(path, Results).measured}
+
+
+def turns_of(found: Measured) -> list[Turn]:
+    return [turn for each in found.rounds for turn in each.values()]
+
+
+# How long it took is printed, nothing of it is asserted: this machine may be busy.
+@pytest.mark.e2e
+def test_the_short_form_runs_all_systems_and_finds_their_results_right(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("mlx.core")
+
+    found = short(tmp_path, "loopback-2", "gradients", "memory", "lag")
+
+    assert set(found) == {"loopback-2", "gradients", "memory", "lag"}
+    assert found["loopback-2"].names == ["pmesh", "ordinary", "gloo", "mlx"]
+    assert all(t.checked > 0 and not t.wrong for m in found.values() for t in turns_of(m))
+    assert len(found["loopback-2"].ceiling) == 2
+    assert render("benchmarks", [Results(measured=tuple(found.values()))])
+
+
+@pytest.mark.e2e
+@pytest.mark.netns
+def test_the_short_form_runs_between_hosts(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("mlx.core")
+
+    (found,) = short(tmp_path, "gigabit-2").values()
+
+    assert all(turn.checked > 0 and not turn.wrong for turn in turns_of(found))
+    assert found.facts[CONTROL_SHARE] > 0
+
+
+@pytest.mark.e2e
+def test_the_short_form_runs_all_schemes_and_finds_their_results_right(tmp_path: Path) -> None:
+    found = short(tmp_path, "loopback")["loopback"]
+
+    assert len(found.rounds) == 2
+    assert all(set(each) == set(found.names) for each in found.rounds)
+    assert {"none", "int8", "powersgd-4", "auto-any"} < set(found.names)
+    assert not any(turn.wrong for turn in turns_of(found))
+    assert all("tried on these ranks" in turn.picked for turn in found.turns("auto"))
+    assert render("compression-speed", [Results(measured=(found,))])
+
+
+@pytest.mark.e2e
+@pytest.mark.netns
+def test_the_short_form_counts_the_bytes_between_hosts(tmp_path: Path) -> None:
+    found = short(tmp_path, "1gbit", "--schemes", "none,int8")["1gbit"]
+
+    none, int8 = found.turns("none")[0], found.turns("int8")[0]
+    assert none.wire_bytes > 1.5 * found.op_bytes
+    assert int8.wire_bytes < none.wire_bytes / 3
+    assert not none.wrong
+    assert not int8.wrong
+
+
+@pytest.mark.e2e
+@pytest.mark.netns
+def test_the_short_form_trains_beside_torch(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+
+    found = short(tmp_path, "training", "--rounds", "1")["training"]
+
+    ours, theirs = found.turns("pmesh")[0], found.turns("gloo")[0]
+    assert not ours.wrong
+    assert not theirs.wrong
+    assert ours.calls == theirs.calls == 2
+    assert 0 < ours.loss < 2.5
+    assert 0 < theirs.loss < 2.5

@@ -1,0 +1,232 @@
+"""Trainings are the same for all schemes, judged by their bar, kept, and printed as they are."""
+
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx.core")
+pytest.importorskip("sklearn")
+
+from tests.docs.pages import DOCS, read, table_rows
+from tools.bench import training as tool
+from tools.bench.models import CONTEXT, MODELS, Model
+from tools.bench.training import (
+    CASES,
+    RANKS,
+    UNCOMPRESSED,
+    Many,
+    Measured,
+    Row,
+    finite,
+    learning_rate,
+    render,
+    train,
+)
+from tools.lab.results import read_results
+
+PAGE = DOCS / "explanation" / "compression-training.md"
+RESULTS = DOCS / "explanation" / "compression-training"
+INFINITE = None  # as JSON has it
+
+
+def row(*losses: float | None, case: str = "INT8()", feedback: bool = True) -> Row:
+    return Row(
+        case=case, feedback=feedback, is_judged="warmed" not in case, losses=losses, curve=(2.0,)
+    )
+
+
+def measured(*rows: Row) -> Measured:
+    return Measured(
+        model="mlp",
+        what="digits, a perceptron",
+        weights=26122,
+        ranks=RANKS,
+        batch=32,
+        steps=500,
+        rate=0.5,
+        seeds=(1, 2, 3),
+        command="python -m tools.bench.training mlp",
+        commit="0123abc",
+        machine="2 cores",
+        plain=row(1.0, 2.0, 3.0, case=UNCOMPRESSED, feedback=False),
+        rows=rows,
+    )
+
+
+def uncompressed(_step: int, _steps: int) -> str:
+    return UNCOMPRESSED
+
+
+def test_the_short_form_trains_with_every_scheme(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    json, page, plot = (tmp_path / name for name in ("m.json", "m.md", "m.svg"))
+
+    assert tool.main(["mlp", "--short", "--json", str(json), "--plot", str(plot)]) == 0
+    shown = capsys.readouterr().out
+    assert tool.main(["--read", str(json), "--page", str(page)]) in (0, 1)  # the bars are not met
+
+    (found,) = read_results(json, Many)
+    fed = {r.case for r in found.rows if r.feedback}
+    bare = {r.case for r in found.rows if not r.feedback}
+    assert fed == {case.name for case in CASES}
+    assert bare == {case.name for case in CASES if case.is_judged}
+    assert all(0 < r.mean < math.log(10) * 1.2 for r in found.rows)
+    assert [cells[0] for cells in table_rows(shown)] == [
+        *("uncompressed", *(case.name for case in CASES))
+    ]
+    assert page.read_text() == render([found])
+    assert plot.read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_a_training_gets_better_and_is_the_same_each_time(name: str) -> None:
+    model = MODELS[name]()
+
+    once, curve = train(model, 1, steps=8, compression=uncompressed)
+    again, _ = train(model, 1, steps=8, compression=uncompressed)
+    other, _ = train(model, 2, steps=8, compression=uncompressed)
+
+    assert once == again != other
+    assert once < curve[0]
+    assert len(curve) == 8
+
+
+def test_a_training_whose_ranks_end_with_different_weights_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begin, seeds = Model.begin, itertools.count()
+    monkeypatch.setattr(Model, "begin", lambda model, _: begin(model, next(seeds)))
+
+    with pytest.raises(RuntimeError, match="mlp, seed 1: the ranks' weights differ"):
+        train(MODELS["mlp"](), 1, steps=1, compression=uncompressed)
+
+
+def test_a_training_that_diverges_has_an_infinite_loss() -> None:
+    wild = dataclasses.replace(MODELS["mlp"](), rate=1e30)
+
+    loss, _ = train(wild, 1, steps=4, compression=uncompressed)
+
+    assert loss == math.inf
+    assert finite(loss) is INFINITE
+
+
+def test_the_rate_rises_soon_and_falls_to_zero() -> None:
+    model = MODELS["mlp"]()
+    rates = [learning_rate(model, step, 100) for step in range(100)]
+
+    assert rates[:5] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.48])
+    assert max(rates) <= model.rate
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert rates[-1] == pytest.approx(model.rate / 100)
+
+
+def test_a_warm_up_sends_more_in_the_first_tenth() -> None:
+    (case,) = [case for case in CASES if case.warms_up]
+    choice = case.compression(feedback=True)
+    ratios = [getattr(choice(step, 400), "ratio", None) for step in (0, 9, 10, 20, 30, 39, 40, 399)]
+
+    assert ratios == [0.25, 0.25, 0.0625, 0.015625, 0.01, 0.01, 0.01, 0.01]
+
+
+def test_feedback_is_on_or_off_as_the_row_says() -> None:
+    for case in CASES:
+        assert case.compression(feedback=True)(0, 10).feeds_back
+        assert not case.compression(feedback=False)(0, 10).feeds_back
+
+
+def test_text_is_read_in_windows_each_followed_by_its_next_character() -> None:
+    model = MODELS["characters"]()
+    x, y = model.draw(np.random.default_rng(1), 1000)
+
+    assert x.shape == (1000, CONTEXT)
+    assert x.dtype == y.dtype == np.int32
+    assert max(x.max(), y.max()) < 128
+    assert (x[:, -1] == ord("\n")).any()
+    # What follows "sel" in these files is mostly "f".
+    follows = y[(x[:, -3:] == list(b"sel")).all(axis=1)]
+    assert (follows == ord("f")).mean() > 0.5
+
+
+def test_ratios_are_of_the_same_seeds() -> None:
+    plain = measured().plain
+
+    assert row(1.1, 2.0, 3.0).ratio_to(plain) == pytest.approx(6.1 / 6)
+    assert row(1.1, 2.0, 3.0).worst_ratio_to(plain) == pytest.approx(1.1)
+    assert row(1.1, feedback=False).ratio_to(plain) == pytest.approx(1.1)
+    assert row(1.1, INFINITE, 3.0).ratio_to(plain) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("losses", "met"),
+    [((1.0, 2.0, 3.06), True), ((1.0, 2.0, 3.07), False), ((0.5, 2.0, INFINITE), False)],
+)
+def test_the_bar_is_one_percent_of_the_mean(
+    losses: tuple[float | None, ...],
+    met: bool,  # noqa: FBT001 - a table of cases
+) -> None:
+    assert row(*losses).is_met(measured().plain) is met
+
+
+def test_the_page_says_what_was_missed_and_what_was_not_measured() -> None:
+    page = render(
+        [
+            measured(
+                row(1.0, 2.0, 3.0),
+                row(2.0, feedback=False),
+                row(1.5, 2.0, 3.0, case="OneBit()"),
+                row(9.0, 9.0, 9.0, case="TopK(ratio=0.01), warmed up"),
+                row(INFINITE, case="RandomK(ratio=0.1)", feedback=False),
+            )
+        ]
+    )
+
+    rows = {cells[0]: cells[1:] for cells in table_rows(page)}
+    assert rows["uncompressed"] == ["2.0000", *"-----"]
+    assert rows["INT8()"] == ["2.0000", "1.0000", "1.0000", "2.0000", "2.0000", "met"]
+    assert rows["OneBit()"] == ["2.1667", "1.0833", "1.5000", "-", "-", "**MISSED**"]
+    assert rows["TopK(ratio=0.01), warmed up"][-1] == "beside"
+    assert rows["RandomK(ratio=0.1)"] == ["-", "-", "-", "diverged", "diverged", "-"]
+    assert "1 of 2 bars met. Missed: OneBit() on mlp. Not measured: BF16() on mlp, " in page
+
+
+def test_a_measurement_goes_on_where_it_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[object] = []
+
+    def trained(_: Model, seed: int, **more: object) -> tuple[float, tuple[float, ...]]:
+        began.append((seed, more["steps"]))
+        return 1.0, (1.0,)
+
+    monkeypatch.setattr(tool, "train", trained)
+    model = MODELS["mlp"]()
+    *_, whole = tool.measure(model)
+    rows = len(whole.rows)
+    assert len(began) == 3 * (rows + 1) - 2 * sum(case.is_judged for case in CASES)
+    part = msgspec.structs.replace(whole, rows=whole.rows[:-1])
+    other = msgspec.structs.replace(whole, steps=model.steps + 1)
+
+    began.clear()
+    *_, again = tool.measure(model, [other, part])
+
+    assert began == [(seed, model.steps) for seed in tool.SEEDS]  # of the last row
+    assert again.rows == whole.rows
+    assert list(tool.measure(model, [whole])) == [whole]
+
+
+def test_a_model_that_there_is_not_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tool.main(["resnet"])
+
+    assert "no model resnet; there are: mlp, convolutional, characters" in capsys.readouterr().err
+
+
+def test_the_page_is_what_the_tool_writes_of_the_results_beside_it() -> None:
+    found = [each for path in sorted(RESULTS.glob("*.json")) for each in read_results(path, Many)]
+
+    assert read(PAGE) == render(found)

@@ -1,0 +1,281 @@
+"""What is measured: the table of the cases, and their bars."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tools.bench.orders import Layout
+from tools.bench.results import Figure, Measured, cpu_s_of, seconds_of, wire_bytes_of
+from tools.bench.schemes import UNCOMPRESSED, WAYS
+from tools.lab.report import Verdict, at_least, at_most
+from tools.lab.units import KIB, MIB, size_text
+
+MEGABIT = 10**6
+GRADIENT_ARRAYS = 200
+GRADIENT_BYTES = 100_000_000  # 25 M values
+SOAK_BYTES = 16 * MIB
+SOAK_OPS = 1000
+BUSY_BYTES = 256 * MIB
+SIDE = 5000  # a matrix of 25 M values, 100 MB
+WIRE_SIDE = 2048  # eight hosts share the memory of one machine
+LEAST_MEMORY_BYTES = 200 * MIB
+MOST_GROWTH_BYTES_PER_OP = 4 * KIB  # of the agent's and the trainer's heap; one page of memory
+AUTO_MARGIN = 1.10
+LOSS_MARGIN = 0.01
+CONTROL_SHARE = "control traffic, share of the link"
+LAG_P99 = "loop lag p99, ms"
+PSS = "PSS beyond the caller's arrays, MiB"
+GROWTH = "growth, KiB for each op"
+
+PMESH, ORDINARY, GLOO, MLX = "pmesh", "ordinary", "gloo", "mlx"
+"""pmesh's series: with the arrays that its users should take for large ops, and with any others."""
+
+Kind = Literal["peers", "gradients", "memory", "lag", "compressed", "train"]
+COMPRESSION: tuple[Kind, ...] = ("compressed", "train")
+Bars = tuple[tuple[str, float], ...]
+"""Of schemes, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is measured together, in one start of the systems."""
+
+    name: str
+    what: str
+    ranks: int
+    kind: Kind
+    turns: tuple[str, ...]
+    """Who has its turn: systems, schemes, or programs that train."""
+    in_lab: bool = True
+    """In network namespaces, else on loopback."""
+    link_bits_per_s: int | None = None
+    """Of each host of the lab; None: as fast as the kernel is."""
+    sizes: tuple[int, ...] = ()
+    """In bytes; each has its rounds. Empty where the shape of what is reduced says it."""
+    layout: Layout = "matrix"
+    side: int = SIDE
+    steps: int = 10
+    """Of training, in each turn."""
+    speed_bars: Bars = ()
+    """How many times faster than uncompressed."""
+    wire_bars: Bars = ()
+    """How many times fewer bytes than uncompressed."""
+
+    @property
+    def is_compression(self) -> bool:
+        """Which of the two pages it is on."""
+        return self.kind in COMPRESSION
+
+
+_ALL = (UNCOMPRESSED, "bf16", "fp16", "int8", "topk", "onebit", "powersgd-4", "auto", "auto-any")
+
+
+def _peers(name: str, what: str, ranks: int, *sizes: int, bits_per_s: int | None = None) -> Case:
+    return Case(
+        name=f"{name}-{ranks}",
+        what=what,
+        ranks=ranks,
+        kind="peers",
+        turns=(PMESH, GLOO, MLX),
+        sizes=sizes,
+        in_lab=bits_per_s is not None,
+        link_bits_per_s=bits_per_s,
+    )
+
+
+def _alone(kind: Kind, what: str, size: int) -> Case:
+    what = f"{what}, 2 ranks"
+    turns = (PMESH,)
+    return Case(name=kind, what=what, ranks=2, kind=kind, turns=turns, sizes=(size,), in_lab=False)
+
+
+CASES: tuple[Case, ...] = (
+    *(
+        _peers("loopback", f"{ranks} ranks on loopback", ranks, 4 * KIB, MIB, 16 * MIB, 100 * MIB)
+        for ranks in (2, 4)
+    ),
+    *(
+        _peers(name, f"{ranks} hosts, {link}", ranks, *sizes, bits_per_s=bits_per_s)
+        for name, link, bits_per_s, sizes in (
+            ("gigabit", "1 Gbit/s", 1000 * MEGABIT, (16 * MIB, 64 * MIB)),
+            ("megabit", "100 Mbit/s", 100 * MEGABIT, (16 * MIB,)),
+        )
+        for ranks in (2, 4, 8)
+    ),
+    _alone(
+        "gradients",
+        f"average_gradients of {GRADIENT_ARRAYS} arrays against all_reduce of one",
+        GRADIENT_BYTES,
+    ),
+    _alone("memory", f"{SOAK_OPS:,} ops one after the other", SOAK_BYTES),
+    _alone("lag", "ops back to back", BUSY_BYTES),
+    Case(
+        name="100mbit",
+        what="4 hosts, 100 Mbit/s",
+        ranks=4,
+        kind="compressed",
+        link_bits_per_s=100 * MEGABIT,
+        turns=_ALL,
+        speed_bars=(("int8", 3.3), ("topk", 10.0), ("powersgd-4", 30.0)),
+    ),
+    Case(
+        name="1gbit",
+        what="4 hosts, 1 Gbit/s",
+        ranks=4,
+        kind="compressed",
+        link_bits_per_s=1000 * MEGABIT,
+        turns=_ALL,
+        speed_bars=(("int8", 2.5), ("powersgd-4", 5.0)),
+    ),
+    Case(
+        name="loopback",
+        what="4 ranks on loopback",
+        ranks=4,
+        kind="compressed",
+        in_lab=False,
+        turns=_ALL,
+    ),
+    Case(
+        name="wire",
+        what="8 hosts, bytes on the wire",
+        ranks=8,
+        kind="compressed",
+        turns=(UNCOMPRESSED, "bf16", "fp16", "int8", "topk", "topk-compact", "onebit"),
+        side=WIRE_SIDE,
+        wire_bars=(("bf16", 1.98), ("int8", 3.85), ("topk", 12.0), ("topk-compact", 24.0)),
+    ),
+    Case(
+        name="resnet18",
+        what="4 hosts, the parameters of a ResNet18 for CIFAR",
+        ranks=4,
+        kind="compressed",
+        turns=(UNCOMPRESSED, "powersgd-1", "powersgd-2", "powersgd-4"),
+        layout="resnet18",
+        wire_bars=(("powersgd-1", 240.0), ("powersgd-2", 135.0), ("powersgd-4", 71.0)),
+    ),
+    Case(
+        name="training",
+        what="training, 4 hosts, 100 Mbit/s",
+        ranks=4,
+        link_bits_per_s=100 * MEGABIT,
+        kind="train",
+        turns=(PMESH, GLOO),
+    ),
+)
+
+
+def find_case(name: str) -> Case:
+    """Raises ValueError, naming those that there are."""
+    for case in CASES:
+        if case.name == name:
+            return case
+    raise ValueError(f"no case {name!r}; there are: {', '.join(case.name for case in CASES)}")
+
+
+def judge(measured: Measured, ours: str = PMESH) -> list[Verdict]:
+    """What the bars say of one measurement, by one of pmesh's series; nothing of what had no turn.
+
+    What does not depend on the series is said of the first one only.
+    """
+    case = find_case(measured.case)
+    match case.kind:
+        case "peers" if case.link_bits_per_s is not None:
+            verdicts = _judge_lan(case, measured, ours)
+        case "peers":
+            verdicts = _judge_loopback(case, measured, ours)
+        case "train":
+            verdicts = _judge_training(measured)
+        case "compressed":
+            verdicts = _judge_compression(case, measured)
+        case _:
+            verdicts = _judge_alone(measured)
+    return [*verdicts, *(measured.judge_results() if ours == PMESH else ())]
+
+
+def judge_flatness(measured: Sequence[Measured], ours: str = PMESH) -> Iterator[Verdict]:
+    """Bus bandwidth with the number of hosts, for each link and size with several numbers."""
+    kinds: dict[tuple[int, int], list[Measured]] = {}
+    for m in measured:
+        link = find_case(m.case).link_bits_per_s
+        if link is not None:
+            kinds.setdefault((link, m.op_bytes), []).append(m)
+    for (link, op_bytes), group in sorted(kinds.items(), reverse=True):
+        if len(group) > 1:
+            found = {m.ranks: m.bus_bytes_per_s(ours) for m in group}
+            hosts = ", ".join(map(str, sorted(found)))
+            what = f"slowest over fastest of {hosts} hosts, {link / 1e6:,.0f} Mbit/s, "
+            share = min(found.values()) / max(found.values())
+            yield at_least(f"{what}{size_text(op_bytes)}", share, goal=0.95)
+
+
+def _judge_loopback(case: Case, measured: Measured, ours: str) -> Iterator[Verdict]:
+    def ratio(other: str, figure: Figure = seconds_of) -> float:
+        return measured.ratio(ours, other, figure) or 0.0
+
+    if measured.op_bytes >= MIB:
+        yield at_least("speed over gloo's", 1 / ratio(GLOO), goal=1.0, floor=0.8)
+        yield at_least("speed over MLX's", 1 / ratio(MLX), goal=1.3)
+    if case.ranks != 2:  # noqa: PLR2004 - as the other bars have it
+        return
+    if measured.op_bytes < MIB:
+        yield at_most("latency over gloo's", ratio(GLOO), goal=1.0)
+    else:
+        cpu = ratio(GLOO, cpu_s_of)
+        yield at_most("CPU seconds per GB over gloo's", cpu, goal=1.5, floor=2.0)
+
+
+def _judge_lan(case: Case, measured: Measured, ours: str) -> Iterator[Verdict]:
+    if case.ranks <= 4:  # noqa: PLR2004 - eight hosts are judged by flatness
+        share = measured.share_of_ceiling(ours)
+        yield at_least("bus bandwidth over iperf3's", share, goal=0.97)
+    if ours == PMESH:
+        control = measured.facts[CONTROL_SHARE]
+        yield at_most(CONTROL_SHARE, control * 100, goal=0.1, form="{:.3f} %")
+
+
+def _judge_alone(measured: Measured) -> Iterator[Verdict]:
+    facts = measured.facts
+    ratio = measured.ratio("average_gradients", "all_reduce", seconds_of)
+    if ratio is not None:
+        yield at_most("average_gradients over all_reduce", ratio, goal=1.15)
+    if PSS in facts:
+        most = (3 * measured.op_bytes + LEAST_MEMORY_BYTES) / MIB
+        yield at_most(PSS, facts[PSS], goal=most, form="{:.0f}")
+        yield at_most(GROWTH, facts[GROWTH], goal=MOST_GROWTH_BYTES_PER_OP / KIB)
+    if LAG_P99 in facts:
+        yield at_most(LAG_P99, facts[LAG_P99], goal=20.0, form="{:.1f}")
+
+
+def _judge_compression(case: Case, measured: Measured) -> Iterator[Verdict]:
+    for bars, what, figure in (
+        (case.speed_bars, "times as fast", seconds_of),
+        (case.wire_bars, "times fewer bytes", wire_bytes_of),
+    ):
+        for name, bar in bars:
+            ratio = measured.ratio(UNCOMPRESSED, name, figure)
+            if ratio is not None:
+                yield at_least(f"{WAYS[name].label}: {what}", ratio, goal=bar)
+    for name in measured.names:
+        best = _best_allowed(measured, name)
+        ratio = None if best is None else measured.ratio(name, best, seconds_of)
+        if best is not None and ratio is not None:
+            what = f"{WAYS[name].label}: time over that of {WAYS[best].label}, the best"
+            yield at_most(what, ratio, goal=AUTO_MARGIN)
+
+
+def _best_allowed(measured: Measured, auto: str) -> str | None:
+    """The fastest of what Auto may pick; None unless all of them had turns."""
+    allowed = WAYS[auto].allowed if auto in WAYS else ()
+    if not allowed or not set(allowed) <= set(measured.names):
+        return None
+    return min(allowed, key=lambda name: measured.median(name, seconds_of))
+
+
+def _judge_training(measured: Measured) -> Iterator[Verdict]:
+    ratio = measured.ratio(PMESH, GLOO, seconds_of)
+    if ratio is not None:
+        yield at_most("time per step over that of powerSGD_hook", ratio, goal=1.0)
+        lasts = [run.rounds[-1] for run in measured.runs]
+        beyond = max(last[PMESH].loss / last[GLOO].loss - 1 for last in lasts)
+        what = "loss after the same steps, beyond that of powerSGD_hook"
+        yield at_most(what, 100 * beyond, goal=100 * LOSS_MARGIN, form="{:.2f} %")

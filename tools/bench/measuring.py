@@ -1,0 +1,219 @@
+"""The turns: each system or scheme on the same values, one after the other, again and again."""
+
+import contextlib
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from tools.bench.cases import CONTROL_SHARE, GRADIENT_ARRAYS, ORDINARY, PMESH, Case
+from tools.bench.compressed import PARAMETERS, START_STEP, shapes_of
+from tools.bench.orders import Answer, Order
+from tools.bench.results import Round, Turn
+from tools.bench.schemes import find_way
+from tools.bench.systems import Ceiling, Place, Running, ceiling_of, place_of, started
+from tools.lab.commands import LabError
+
+VALUE_BYTES = 4  # float32
+PATIENCE_S = 240.0  # for a turn
+MOST_TRIALS = 100  # until Auto has picked
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How long turns take, and what comes before them."""
+
+    turn_s: float
+    """Of the slowest who has turns."""
+    most_calls: int
+    least_calls: int
+    """But for calls that take as long as a turn."""
+    warm_calls: int
+    """Arenas come from a pool that has to fill first, kernels are compiled."""
+    warm_s: float
+    """Of calls that are slower fewer are enough."""
+
+
+PEERS = Pace(turn_s=0.4, most_calls=300, least_calls=3, warm_calls=6, warm_s=1.0)
+COMPRESSED = Pace(turn_s=2.0, most_calls=5, least_calls=1, warm_calls=2, warm_s=4.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """The rounds with one size."""
+
+    op_bytes: int
+    rounds: tuple[Round, ...]
+    ceiling: tuple[float, ...]
+    facts: dict[str, float]
+
+
+def op_bytes_of(case: Case) -> int:
+    """What is reduced where not a size but a shape says it."""
+    if case.kind == "train":
+        return PARAMETERS * VALUE_BYTES
+    return VALUE_BYTES * sum(map(math.prod, shapes_of(case.layout, case.side)))
+
+
+def take_rounds(case: Case, rounds: int, say: Say) -> Iterator[Taken]:
+    """A B C A B C with each size; what has been taken so far, after each round."""
+    systems = (PMESH,) if case.kind == "compressed" else case.turns
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as folder,
+        place_of(case.ranks, in_lab=case.in_lab, bits_per_s=case.link_bits_per_s) as place,
+        started(place, systems, Path(folder)) as running,
+        ceiling_of(place) if case.kind == "peers" else contextlib.nullcontext() as ceiling,
+    ):
+        say(f"{', '.join(running)}: {case.ranks} ranks of each have met")
+        for op_bytes in case.sizes or (op_bytes_of(case),):
+            yield from _Taking(case, place, running, ceiling, op_bytes).take(rounds, say)
+
+
+class _Taking:
+    def __init__(
+        self,
+        case: Case,
+        place: Place,
+        running: Mapping[str, Running],
+        ceiling: Ceiling | None,
+        op_bytes: int,
+    ) -> None:
+        self._case = case
+        self._place = place
+        self._running = running
+        self._ceiling = ceiling
+        self._op_bytes = op_bytes
+
+    def take(self, rounds: int, say: Say) -> Iterator[Taken]:
+        orders = self._train_first(say) if self._case.kind == "train" else self._warm_up(say)
+        taken: list[Round] = []
+        ceilings: list[float] = []
+        facts: dict[str, float] = {}
+        line = self._case.link_bits_per_s if self._case.kind == "peers" else None
+        before = [] if line is None else self._running[PMESH].traffic()
+        began = time.monotonic()
+        for _ in range(rounds):
+            taken.append({name: self._take_turn(name, order) for name, order in orders.items()})
+            if self._ceiling is not None:
+                ceilings.append(self._ceiling())
+            if line is not None:
+                line_bytes = line * (time.monotonic() - began) / 8
+                after = self._running[PMESH].traffic()
+                facts = {CONTROL_SHARE: _control_share(before, after, line_bytes)}
+            yield Taken(
+                op_bytes=self._op_bytes,
+                rounds=tuple(taken),
+                ceiling=tuple(map(round, ceilings)),
+                facts=facts,
+            )
+
+    def _orders(self) -> dict[str, Order]:
+        """What has its turns: each system and each of two calls of pmesh, or each scheme."""
+        case, plain = self._case, Order(what="all_reduce", count=self._op_bytes // VALUE_BYTES)
+        match case.kind:
+            case "compressed":
+                order = Order(what="compressed", layout=case.layout, side=case.side)
+                return {name: replace(order, scheme=name) for name in case.turns}
+            case "peers":
+                shared = replace(plain, what="all_reduce_shared")
+                return {PMESH: shared, ORDINARY: plain, **dict.fromkeys(case.turns[1:], plain)}
+            case _:
+                tree = replace(plain, what="average_gradients", arrays=GRADIENT_ARRAYS)
+                return {"all_reduce": plain, "average_gradients": tree}
+
+    def _ask(self, name: str, order: Order) -> tuple[Answer, ...]:
+        running = self._running[name if name in self._running else PMESH]
+        return running.carry_out(order, timeout_s=PATIENCE_S)
+
+    def _warm_up(self, say: Say) -> dict[str, Order]:
+        """The orders, each for as many calls as a turn has."""
+        is_compressed = self._case.kind == "compressed"
+        pace = COMPRESSED if is_compressed else PEERS
+        orders = self._orders()
+        warm_s: dict[str, float] = {}
+        for name, order in orders.items():
+            warm_s[name] = self._warm_up_one(name, order, pace)
+            if is_compressed:
+                say(f"{find_way(name).label}: {warm_s[name]:.3f} s once warm")
+        slowest_s = max(warm_s.values())
+        for name, order in orders.items():
+            call_s = warm_s[name] if is_compressed else slowest_s
+            times = min(pace.most_calls, int(pace.turn_s / call_s)) or 1
+            if call_s < pace.turn_s:
+                times = max(pace.least_calls, times)
+            orders[name] = replace(order, times=times)
+        return orders
+
+    def _warm_up_one(self, name: str, order: Order, pace: Pace) -> float:
+        """How long a call takes at its slowest rank once it is warm, and Auto has picked."""
+        calls_s: list[float] = []
+        for _ in range(MOST_TRIALS):
+            answers = self._ask(name, order)
+            calls_s += slowest(answers)
+            enough = len(calls_s) >= pace.warm_calls or sum(calls_s) >= pace.warm_s
+            if enough and all(answer.settled for answer in answers):
+                return min(calls_s[-pace.warm_calls :])
+        raise LabError(f"{order.scheme} has not settled after {MOST_TRIALS} calls")
+
+    def _train_first(self, say: Say) -> dict[str, Order]:
+        for name in self._case.turns:
+            first = self._take_turn(name, Order(what="train", times=START_STEP))
+            say(f"{name}: {START_STEP} steps uncompressed, each {first.seconds:.3f} s")
+        return dict.fromkeys(self._case.turns, Order(what="train", times=self._case.steps))
+
+    def _take_turn(self, name: str, order: Order) -> Turn:
+        sent = self._place.sent_bytes() if self._case.is_compression else 0
+        answers = self._ask(name, order)
+        if self._case.is_compression:
+            sent = self._place.sent_bytes() - sent
+        turn = turn_of(order, answers)
+        return replace(turn, wire_bytes=round(sent / self._place.ranks / turn.calls))
+
+
+def turn_of(order: Order, answers: Sequence[Answer]) -> Turn:
+    """What the ranks have answered, together."""
+    calls_s = slowest(answers)
+    fault = fault_in(order, answers)
+    return Turn(
+        seconds=round(statistics.median(calls_s), 7),
+        calls=len(calls_s),
+        cpu_s=float(f"{sum(answer.cpu_s for answer in answers) / len(calls_s):.5g}"),
+        checked=len(answers) * (1 if answers[0].digest else order.times),
+        wrong=bool(fault) + sum(answer.wrong for answer in answers),
+        fault=fault,
+        error=float(f"{max(answer.error for answer in answers):.3g}"),
+        picked=answers[0].picked,
+        loss=answers[0].loss,
+    )
+
+
+def slowest(answers: Sequence[Answer]) -> list[float]:
+    """Of each call the longest that a rank has waited."""
+    return [max(ranks) for ranks in zip(*(answer.seconds for answer in answers), strict=True)]
+
+
+def fault_in(order: Order, answers: Sequence[Answer]) -> str:
+    """What is wrong with the last result."""
+    if len({answer.digest for answer in answers}) > 1:
+        return "not the same on all ranks"
+    most = find_way(order.scheme).most_error
+    if order.what == "compressed" and most is not None:
+        for answer in answers:
+            if not answer.error <= most:  # NaN is not, either
+                return f"an error of {answer.error:.3g}, more than {most}"
+    return ""
+
+
+def _control_share(
+    before: list[dict[str, int]], after: list[dict[str, int]], line_bytes: float
+) -> float:
+    """Of the busiest host, in its busier direction."""
+    directions = ("control_sent_bytes", "control_received_bytes")
+    most = max(b[key] - a[key] for a, b in zip(before, after, strict=True) for key in directions)
+    return round(most / line_bytes, 7)

@@ -1,0 +1,133 @@
+"""What was measured, in turns."""
+
+import statistics
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from tools.lab.report import Verdict, at_most
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One system, one scheme, or one program that trains, at its turn."""
+
+    seconds: float
+    """The median call or step, each as long as at its slowest rank."""
+    calls: int = 1
+    cpu_s: float = 0.0
+    """Of each call, all processes of all ranks together."""
+    checked: int = 0
+    """Results, each rank's counted, that were compared with the right ones."""
+    wrong: int = 0
+    fault: str = ""
+    """What was wrong with a result."""
+    wire_bytes: int = 0
+    """Of each call, what a host has sent through its interface, the mean of all hosts; 0: they have
+    none of their own."""
+    error: float = 0.0
+    """The worst relative L2 error of any rank."""
+    picked: str = ""
+    """What Auto has picked, and why."""
+    loss: float = 0.0
+    """After these steps."""
+
+
+Figure = Callable[[Turn], float]
+Round = dict[str, Turn]
+"""Each has had one turn, one after the other."""
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    command: str
+    commit: str
+    machine: str
+    rounds: tuple[Round, ...]
+    ceiling: tuple[float, ...] = ()
+    """Bytes a second of the plain stream, or of iperf3 in one direction of two; one each round."""
+    note: str = ""
+    """Where it was not measured as the page says."""
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One case with arrays of one size; runs may differ in who had a turn."""
+
+    case: str
+    ranks: int
+    op_bytes: int
+    """Of each rank's arrays, or of the model."""
+    runs: tuple[Run, ...] = ()
+    facts: dict[str, float] = {}
+    """What else a bar asks for, by name."""
+
+    def __add__(self, other: "Measured") -> "Measured":
+        """More runs of the same; of facts the worst."""
+        facts = {n: max(x, self.facts.get(n, x)) for n, x in other.facts.items()}
+        return msgspec.structs.replace(other, runs=self.runs + other.runs, facts=facts)
+
+    @property
+    def identity(self) -> tuple[str, int]:
+        """Equal for measurements of the same."""
+        return self.case, self.op_bytes
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        return tuple(each for run in self.runs for each in run.rounds)
+
+    @property
+    def ceiling(self) -> tuple[float, ...]:
+        return tuple(each for run in self.runs for each in run.ceiling)
+
+    @property
+    def names(self) -> list[str]:
+        """Who had turns, in their order."""
+        return list(dict.fromkeys(name for each in self.rounds for name in each))
+
+    def turns(self, name: str) -> list[Turn]:
+        return [each[name] for each in self.rounds if name in each]
+
+    def median(self, name: str, figure: Figure) -> float:
+        return statistics.median(map(figure, self.turns(name)))
+
+    def ratio(self, one: str, other: str, figure: Figure) -> float | None:
+        """How much larger it is for one: the median of the rounds' ratios; None: they never met."""
+        both = [(each[one], each[other]) for each in self.rounds if {one, other} <= set(each)]
+        ratios = [figure(a) / figure(b) for a, b in both if figure(b) > 0]
+        return statistics.median(ratios) if ratios else None
+
+    def bus_bytes_per_s(self, name: str) -> float:
+        """As nccl-tests has it: 2(n-1)/n of the bytes, over the time."""
+        return self._bus_bytes / self.median(name, seconds_of)
+
+    def share_of_ceiling(self, name: str) -> float:
+        """Bus bandwidth over what the stream of the same round got: the median of the rounds'."""
+        turns = zip(self.turns(name), self.ceiling, strict=True)
+        return statistics.median(self._bus_bytes / t.seconds / line for t, line in turns)
+
+    @property
+    def _bus_bytes(self) -> float:
+        return self.op_bytes * 2 * (self.ranks - 1) / self.ranks
+
+    def judge_results(self) -> Iterable[Verdict]:
+        """Says something only where a result was wrong."""
+        wrong = sum(turn.wrong for each in self.rounds for turn in each.values())
+        if wrong:
+            yield at_most("wrong results", wrong, goal=0, form="{:.0f}")
+
+
+class Results(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    measured: tuple[Measured, ...] = ()
+
+
+def seconds_of(turn: Turn) -> float:
+    """The time of a call."""
+    return turn.seconds
+
+
+def cpu_s_of(turn: Turn) -> float:
+    """The processor time of a call."""
+    return turn.cpu_s
+
+
+def wire_bytes_of(turn: Turn) -> float:
+    """The bytes of a call that leave a host."""
+    return turn.wire_bytes

@@ -1,1 +1,0 @@
-"""Compressed all-reduces beside uncompressed ones, and training beside DDP's powerSGD_hook."""

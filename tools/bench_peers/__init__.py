@@ -1,1 +1,0 @@
-"""pmesh beside gloo and MLX's ring on the same machine, sizes and ranks, in turns."""

@@ -1,0 +1,1 @@
+"""What all campaigns and benchmarks stand on: hosts, agents, trainers, results, tables."""
