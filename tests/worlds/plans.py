@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pmesh.core.ops.plan import Need, RankPlan, Receive, Region, Send, Then
+from pmesh.core.ops.plan import Event, Need, RankPlan, Receive, Region, Send, Then
 from pmesh.core.ops.reductions import Values, accumulate, finish
 
 Bytes = NDArray[np.uint8]
@@ -167,7 +167,7 @@ class PlanWorld:
     def _has(self, rank: int, needs: Sequence[Need]) -> bool:
         return all(
             self.lanes[rank, need.peer].sent >= need.number
-            if need.sent
+            if need.event is Event.SENT
             else self.lanes[need.peer, rank].received >= need.number
             for need in needs
         )
@@ -195,7 +195,7 @@ def check_shape(plans: Sequence[RankPlan], *, segment_bytes: int) -> None:
             assert all(0 <= send.nbytes <= segment_bytes for send in sends)
             for send in sends:
                 for need in send.needs:
-                    assert need.sent or plan.receives[need.peer][need.number - 1].step < send.step
+                    assert need.event or plan.receives[need.peer][need.number - 1].step < send.step
         count = sum(map(len, plan.receives.values()))
         assert len(plan.in_line) == (count if plan.small else 0)
 

@@ -12,11 +12,11 @@ it rounds away in an op is one array of the tensor's size.
 
 import itertools
 from collections.abc import Hashable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, cast
 
 from pmesh.compression.codecs import Codec
+from pmesh.core.ops.plan import Event, Need, PlanMaker, RankPlan, Receive, Region, Send, Work
 from pmesh.core.ops.schedule import SEGMENT_BYTES, SMALL_BYTES, chunk_bounds
 
 PIECE_VALUES = 128 * 1024
@@ -24,10 +24,14 @@ PIECE_VALUES = 128 * 1024
 it there, and the next rank can begin while the rest of a chunk is on its way."""
 
 
+SLOTS = 3  # one is received while another is worked on, and one lies ready
+_VALUE_BYTES = 4
+_HOPS, _SENT, _LAST = 0, 1, 2  # queues
+
+
 class CodedPiece(NamedTuple):
     """The part of the tensor that one record carries."""
 
-    step: int
     begin: int
     """Its first value, counted from the tensor's beginning; a multiple of the codec's block."""
     length: int
@@ -43,50 +47,13 @@ class HopTerms(NamedTuple):
     divisor: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CodedPlan:
-    """What one rank sends and receives in one op.
-
-    Send `own + i` is what receive `i` has become: the first `own` sends are this rank's own values,
-    and those up to `encoded` are what its hops have encoded, the rest is forwarded.
-    """
-
-    size: int
-    sends: tuple[CodedPiece, ...]
-    receives: tuple[CodedPiece, ...]
-    own: int
-    encoded: int
-    decoded: int
-    """Pieces of the tensor: this rank decodes each once."""
-    small: bool
-    """One piece a step, and each at most SMALL_BYTES."""
-
-    @property
-    def steps(self) -> int:
-        """How many times this rank waits for the network in a row."""
-        return 1 + max((piece.step for piece in self.sends + self.receives), default=-1)
-
-    @property
-    def bytes_sent(self) -> int:
-        """Encoded bytes that this rank sends, without the records' headers."""
-        return sum(piece.nbytes for piece in self.sends)
-
-    @property
-    def moving_bytes(self) -> int:
-        """Encoded bytes that this rank sends or receives."""
-        return self.bytes_sent + sum(piece.nbytes for piece in self.receives)
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest piece."""
-        return max((piece.nbytes for piece in self.sends + self.receives), default=0)
-
-
-def plan_coded_ring(*, rank: int, size: int, count: int, codec: Codec) -> CodedPlan:
+def plan_coded_ring(*, rank: int, size: int, count: int, codec: Codec) -> RankPlan:
     """The plan of one rank.
 
     Costs 2(size-1) steps and, but for rounding to whole blocks, sends 2(size-1)/size of the encoded
-    tensor.
+    tensor. Partial sums arrive in a few places that are used again and again. What is to be sent is
+    kept in the result, where its values will be: encoded ones need less room. They are decoded once
+    they have been sent on.
 
     Args:
         rank: whose plan.
@@ -98,35 +65,83 @@ def plan_coded_ring(*, rank: int, size: int, count: int, codec: Codec) -> CodedP
 
 
 @lru_cache(maxsize=16)  # a training step repeats a few shapes
-def _plan_coded_ring(rank: int, size: int, count: int, codec: Codec) -> CodedPlan:
+def _plan_coded_ring(rank: int, size: int, count: int, codec: Codec) -> RankPlan:
+    maker = PlanMaker(size=size)
+    if size == 1:
+        return maker.plan()
     chunks = coded_chunks(size=size, count=count, codec=codec)
+    small = all(len(chunk) == 1 and chunk[0].nbytes <= SMALL_BYTES for chunk in chunks)
+    places = _Places(chunks, rank, apart=small)
+    following, previous = (rank + 1) % size, (rank - 1) % size
+    arrived: list[tuple[int, Need]] = []
+    for step in range(2 * (size - 1)):
+        number = (rank - step) % size
+        before, arrived = arrived, []
+        for i, piece in enumerate(chunks[number]):
+            place = places.of(number, piece)
+            work = Work(piece.begin, piece.length, *place, piece.nbytes, ())
+            needs: tuple[Need, ...] = (before[i][1],) if step else ()
+            if step < size:
+                at = before[i][0] if step else -1
+                hop = work._replace(needs=needs, arrived=at, divides=step == size - 1)
+                needs = (maker.work(_HOPS, hop),)
+            gone = maker.send(following, Send(step, *place, piece.nbytes, needs))
+            if step >= size - 1:
+                maker.work(_SENT, work._replace(needs=(gone,), decodes=True))
+        number = (number - 1) % size
+        for piece in chunks[number]:
+            forwards = size - 1 <= step < 2 * size - 3
+            place, needs = (places.of(number, piece), ()) if forwards else places.take()
+            landed = maker.receive(previous, Receive(step, *place, piece.nbytes, needs))
+            arrived.append((place[1], landed))
+            if step == 2 * size - 3:
+                last = Work(
+                    piece.begin, piece.length, *place, piece.nbytes, (landed,), decodes=True
+                )
+                maker.work(_LAST, last)
+    return maker.plan(small=small)
 
-    def at(number: int, step: int) -> list[CodedPiece]:
-        return [piece._replace(step=step) for piece in chunks[number % size]]
 
-    steps = range(2 * (size - 1))
-    receives = tuple(piece for step in steps for piece in at(rank - step - 1, step))
-    own = len(chunks[rank]) if size > 1 else 0
-    return CodedPlan(
-        size=size,
-        sends=tuple(piece for step in steps for piece in at(rank - step, step)),
-        receives=receives,
-        own=own,
-        decoded=sum(map(len, chunks)) if size > 1 else 0,
-        encoded=own + sum(piece.step < size - 1 for piece in receives),
-        small=all(len(chunk) == 1 and chunk[0].nbytes <= SMALL_BYTES for chunk in chunks),
-    )
+class _Places:
+    """Where encoded pieces lie."""
+
+    def __init__(self, chunks: list[list[CodedPiece]], rank: int, *, apart: bool) -> None:
+        self._largest = max(piece.nbytes for chunk in chunks for piece in chunk)
+        self._apart = apart
+        self._taken = 0
+        self._own = len(chunks[rank])
+        self._partial = sum(map(len, chunks)) - self._own
+
+    def of(self, chunk: int, piece: CodedPiece) -> tuple[Region, int]:
+        """Of a piece that is sent, on a multiple of 4.
+
+        Small pieces of int8 may take more bytes than their values, so they have a place apart.
+        """
+        if self._apart:
+            return Region.SCRATCH, (SLOTS + chunk) * self._largest
+        return Region.RESULT, piece.begin * _VALUE_BYTES
+
+    def take(self) -> tuple[tuple[Region, int], tuple[Need, ...]]:
+        """For one that only arrives: a place, and what to wait for until it may be written."""
+        number, earlier = self._taken, self._taken - SLOTS
+        self._taken += 1
+        place = Region.SCRATCH, number % SLOTS * self._largest
+        if earlier < 0:
+            return place, ()
+        if earlier < self._partial:
+            return place, (Need(_HOPS, self._own + earlier + 1, Event.COMPUTED),)
+        return place, (Need(_LAST, earlier - self._partial + 1, Event.COMPUTED),)
 
 
 def coded_chunks(*, size: int, count: int, codec: Codec) -> list[list[CodedPiece]]:
-    """The pieces of each chunk, of step 0; as equal as whole blocks allow.
+    """The pieces of each chunk; as equal as whole blocks allow.
 
     Chunk c begins at rank c and is owned by rank c - 1. Each has at least one piece, if need be an
     empty one.
     """
     return [
         [
-            CodedPiece(0, begin, end - begin, codec.wire_bytes(end - begin))
+            CodedPiece(begin, end - begin, codec.wire_bytes(end - begin))
             for begin, end in itertools.pairwise(_cut(chunk, count, codec))
         ]
         for chunk in itertools.pairwise(chunk_bounds(-(-count // codec.block), size))

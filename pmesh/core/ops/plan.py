@@ -48,13 +48,24 @@ class Then(enum.IntEnum):
     """It is added to the result's values at `other`."""
 
 
+class Event(enum.IntEnum):
+    """What a transfer or a computation may wait for."""
+
+    LANDED = 0
+    """Records from a rank."""
+    SENT = 1
+    """Records to a rank: their places may be written again."""
+    COMPUTED = 2
+    """Computations of a queue."""
+
+
 class Need(NamedTuple):
-    """What has to be over before a transfer begins: so many with that rank."""
+    """What has to be over before a transfer begins: so many of one kind."""
 
     peer: int
+    """Or the queue."""
     number: int
-    sent: bool = False
-    """Sent to `peer`: their place may be written again. Else landed from there."""
+    event: Event = Event.LANDED
 
 
 class Send(NamedTuple):
@@ -95,6 +106,24 @@ class Copy(NamedTuple):
     nbytes: int
 
 
+class Work(NamedTuple):
+    """A hop of a codec (`pmesh.compression.codecs`), or a decoding, of some of the tensor."""
+
+    begin: int
+    """The first value, counted from the tensor's beginning."""
+    length: int
+    region: Region
+    """Where their bytes are written by a hop, and lie for a decoding."""
+    offset: int
+    nbytes: int
+    needs: tuple[Need, ...]
+    decodes: bool = False
+    arrived: int = -1
+    """Of a hop: where in the scratch lies what has arrived; -1: nowhere, it is the first."""
+    divides: bool = False
+    """Of a hop: the last one, which makes the mean."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
     """One rank's part of a collective."""
@@ -106,6 +135,8 @@ class RankPlan:
     receives: Mapping[int, tuple[Receive, ...]]
     """For each rank from which something comes."""
     copies: tuple[Copy, ...]
+    works: tuple[tuple[Work, ...], ...]
+    """Queues: the first is worked off beside the others, of which any goes on that can."""
     scratch_bytes: int
     in_line: tuple[int, ...]
     """For a small plan, whose record is awaited next, one entry for each receive.
@@ -140,6 +171,11 @@ class RankPlan:
         return sum(send.nbytes for sends in self.sends.values() for send in sends)
 
     @property
+    def largest(self) -> int:
+        """Bytes of the largest record that it sends."""
+        return max((send.nbytes for sends in self.sends.values() for send in sends), default=0)
+
+    @property
     def moving_bytes(self) -> int:
         """The bytes of values that this rank sends or receives."""
         received = (receive.nbytes for receives in self.receives.values() for receive in receives)
@@ -155,6 +191,7 @@ class PlanMaker:
         self._receives: dict[int, list[Receive]] = {}
         self._arrivals: list[int] = []
         self._copies: list[Copy] = []
+        self._works: dict[int, list[Work]] = {}
         self._scratch_bytes = 0
 
     def send(self, to: int, send: Send) -> Need:
@@ -162,7 +199,7 @@ class PlanMaker:
         sends = self._sends.setdefault(to, [])
         sends.append(send)
         self._use(send.region, send.offset + send.nbytes)
-        return Need(to, len(sends), sent=True)
+        return Need(to, len(sends), Event.SENT)
 
     def receive(self, from_: int, receive: Receive) -> Need:
         """The next record from `from_`; returns what is waited for until it has landed."""
@@ -176,6 +213,13 @@ class PlanMaker:
         """This rank's own part."""
         if nbytes:
             self._copies.append(Copy(source, result, nbytes))
+
+    def work(self, queue: int, work: Work) -> Need:
+        """The next of a queue, which are numbered from 0; returns what is waited for until then."""
+        works = self._works.setdefault(queue, [])
+        works.append(work)
+        self._use(work.region, work.offset + work.nbytes)
+        return Need(queue, len(works), Event.COMPUTED)
 
     def landed(self) -> tuple[Need, ...]:
         """All that has been received so far."""
@@ -193,6 +237,7 @@ class PlanMaker:
             sends={peer: tuple(sends) for peer, sends in self._sends.items()},
             receives={peer: tuple(receives) for peer, receives in self._receives.items()},
             copies=tuple(self._copies),
+            works=tuple(tuple(works) for _, works in sorted(self._works.items())),
             scratch_bytes=self._scratch_bytes,
             in_line=tuple(self._arrivals) if small else (),
             small=small,

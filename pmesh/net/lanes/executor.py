@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import trio
 
-from pmesh.core.ops.plan import Copy, Need, RankPlan, Receive, Region, Send, Then
+from pmesh.core.ops.plan import Copy, Need, RankPlan, Receive, Region, Send, Then, Work
 from pmesh.core.ops.reductions import WIRE_DTYPES, accumulate, finish, make_nan_equal
 from pmesh.core.ops.schedule import SEGMENT_BYTES
 from pmesh.core.wire.records import RecordHeader
@@ -52,19 +52,43 @@ async def run_plan(
         CallsDiffer: a rank from which something comes called something else.
         LaneBroken: one of the lanes is gone.
     """
-    if not (lanes_to.keys() >= plan.sends.keys() and lanes_from.keys() >= plan.receives.keys()):
-        raise ValueError("a plan among several ranks needs its lanes")
     nbytes = plan.scratch_bytes
     scratch = np.empty(nbytes, np.uint8).data if nbytes else _NOTHING
     regions = (source, result, scratch)
     landed = _adding(plan, regions, dtype, reduction) if dtype else _keep
+    await execute(plan, lanes_to, lanes_from, header, regions, landed=landed)
+
+
+def _keep(_: Receive | Work) -> None:
+    """What becomes of a record where nothing is reduced."""
+
+
+async def execute(
+    plan: RankPlan,
+    lanes_to: Mapping[int, Lane],
+    lanes_from: Mapping[int, Lane],
+    header: RecordHeader,
+    regions: Sequence[memoryview],
+    *,
+    landed: Callable[[Receive], None] = _keep,
+    work: Callable[[Work], None] = _keep,
+) -> None:
+    """As `run_plan`, but for the last arguments.
+
+    Args:
+        plan: what to do.
+        lanes_to: see `run_plan`.
+        lanes_from: likewise.
+        header: likewise.
+        regions: the source, the result, and the scratch, of `plan.scratch_bytes`.
+        landed: is called when a record has landed.
+        work: does what the queues of the plan say.
+    """
+    if not (lanes_to.keys() >= plan.sends.keys() and lanes_from.keys() >= plan.receives.keys()):
+        raise ValueError("a plan among several ranks needs its lanes")
     to = {peer: _Track(lanes_to[peer], sends) for peer, sends in plan.sends.items()}
     from_ = {peer: _Track(lanes_from[peer], receives) for peer, receives in plan.receives.items()}
-    await _Execution(plan, to, from_, header, regions=regions, landed=landed).run()
-
-
-def _keep(_receive: Receive) -> None:
-    """What becomes of a record where nothing is reduced."""
+    await _Execution(plan, to, from_, header, regions=regions, landed=landed, work=work).run()
 
 
 def _adding(
@@ -95,6 +119,14 @@ def _adding(
     return landed
 
 
+@dataclass(slots=True)
+class _Queue:
+    """Computations, and how many are done."""
+
+    works: Sequence[Work]
+    done: int = 0
+
+
 _T = TypeVar("_T", Send, Receive)
 
 
@@ -123,6 +155,7 @@ class _Execution:
         *,
         regions: Sequence[memoryview],
         landed: Callable[[Receive], None],
+        work: Callable[[Work], None],
     ) -> None:
         self._plan = plan
         self._to = to
@@ -130,6 +163,9 @@ class _Execution:
         self._header = header
         self._regions = regions
         self._landed = landed
+        self._work = work
+        self._queues = [_Queue(works) for works in plan.works]
+        self._progress = (from_, to, self._queues)  # by `Event`
         self._copied = 0
         self._crew = Crew()
 
@@ -137,13 +173,17 @@ class _Execution:
         await trio.lowlevel.checkpoint_if_cancelled()
         if not self._plan.small or not await self._run_in_line():
             parts = [Part(self._copy_all())] if self._copied < len(self._plan.copies) else []
+            workers = self._queues[:1], self._queues[1:]
+            parts += [Part(self._work_off(queues)) for queues in workers if queues]
             parts += [Part(self._send_all(track), track.lane) for track in self._to.values()]
             parts += [
                 Part(self._receive_all(track), track.lane)
                 for track in self._from.values()
                 if not track.is_over
             ]
-            await self._crew.run(parts, moving_bytes=self._plan.moving_bytes)
+            await self._crew.run(
+                parts, moving_bytes=self._plan.moving_bytes, computing=bool(self._queues)
+            )
         elif not self._from:  # else it has let others run while it received
             await trio.lowlevel.checkpoint()
 
@@ -165,7 +205,9 @@ class _Execution:
         return self._post_all()
 
     def _post_all(self) -> bool:
-        """Send what may be sent; False if a socket's buffer is full."""
+        """Compute and send what may be; False if a socket's buffer is full."""
+        while self._queues and self._work_some(self._queues):
+            pass
         for track in self._to.values():
             lane, sends = track.lane, track.records
             while track.done < len(sends) and self._has(sends[track.done].needs):
@@ -175,7 +217,27 @@ class _Execution:
                 track.done += 1
                 if not whole:
                     return False
+        while self._queues and self._work_some(self._queues):
+            pass
         return True
+
+    def _work_off(self, queues: Sequence[_Queue]) -> Steps:
+        while any(queue.done < len(queue.works) for queue in queues):
+            if self._work_some(queues):
+                self._crew.note_progress()
+                yield Wait.TURN
+            else:
+                yield Wait.PROGRESS
+
+    def _work_some(self, queues: Sequence[_Queue]) -> int:
+        """Take one work of each queue, if it may begin; returns how many."""
+        count = 0
+        for queue in queues:
+            if queue.done < len(queue.works) and self._has(queue.works[queue.done].needs):
+                self._work(queue.works[queue.done])
+                queue.done += 1
+                count += 1
+        return count
 
     def _copy_all(self) -> Steps:
         for copy in self._plan.copies:
@@ -222,7 +284,7 @@ class _Execution:
         return RecordHeader(nbytes, roster, op, segment, fingerprint, completed)
 
     def _has(self, needs: Sequence[Need]) -> bool:
-        for need in needs:
-            if (self._to if need.sent else self._from)[need.peer].done < need.number:
+        for need in needs:  # noqa: SIM110 - all() takes twice the time, for each record
+            if self._progress[need.event][need.peer].done < need.number:
                 return False
         return True

@@ -23,7 +23,7 @@ from pmesh.core.ops.moving import (
     plan_gather,
     plan_scatter,
 )
-from pmesh.core.ops.plan import RankPlan
+from pmesh.core.ops.plan import Event, RankPlan
 from pmesh.core.ops.reduce import plan_reduce, plan_reduce_scatter
 from pmesh.core.ops.reductions import Values
 from pmesh.core.ops.schedule import (
@@ -353,9 +353,18 @@ def test_an_all_to_all_begins_at_every_rank_with_another_and_goes_on_one_by_one(
         assert sorted(receivers) == list(range(size))
     for plan in plans:
         for before, peer in zip(plan.peers_to, plan.peers_to[1:], strict=False):
-            assert {send.needs for send in plan.sends[peer]} == {((before, 3, True),)}
+            assert {send.needs for send in plan.sends[peer]} == {((before, 3, Event.SENT),)}
 
 
 def test_plans_of_shapes_that_come_again_are_kept() -> None:
     plans = [plan_tree(rank=0, size=4, count=9, itemsize=4) for _ in range(2)]
     assert plans[0] is plans[1]
+
+
+@pytest.mark.parametrize("reach", range(4))
+def test_a_broadcast_goes_as_far_as_it_should_and_tells_the_ranks_beyond(reach: int) -> None:
+    plans = [plan_broadcast(rank=r, size=4, root=1, nbytes=9, reach=reach) for r in range(4)]
+    check_shape(plans, segment_bytes=9)
+    received = [sum(r.nbytes for rs in plan.receives.values() for r in rs) for plan in plans]
+    assert received == [9 * (0 < (rank - 1) % 4 <= reach) for rank in range(4)]
+    assert ranks_that_end(plans, missing=1) == set()

@@ -15,13 +15,12 @@ from pmesh.compression.blocks import Bytes, Float32s
 from pmesh.compression.codecs import Codec, codec_of
 from pmesh.core.ops.coded import PIECE_VALUES, plan_coded_ring
 from pmesh.core.ops.schedule import SEGMENT_BYTES
-from pmesh.core.wire.records import OVERHEAD_BYTES
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes.coded import Tensors, all_reduce_coded
 from pmesh.net.lanes.collectives import RingPosition
 from pmesh.net.lanes.lane import CallsDiffer
 from tests.worlds.coded_rings import Coded, Plain, noise, reduce_coded, reduce_coded_all
-from tests.worlds.lanes import header, reduce_all, ring_of
+from tests.worlds.lanes import bytes_on_the_wire, header, reduce_all, ring_of
 
 NAMES = ["bf16", "fp16", "int8", "int8-stochastic"]
 
@@ -142,7 +141,7 @@ async def test_so_much_less_crosses_an_edge_with_all_headers(
     for rank, (more, less) in enumerate(zip(plain, coded, strict=True)):
         assert more >= factor * less
         plan = plan_coded_ring(rank=rank, size=size, count=count, codec=codec)
-        assert less == plan.bytes_sent + OVERHEAD_BYTES * len(plan.sends)
+        assert less == bytes_on_the_wire(plan)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
