@@ -1,4 +1,4 @@
-"""Runs the op of one simulated rank: the counterpart of `pmesh.agent.jobs.op_task` and `.fetching`.
+"""Runs the op of one simulated rank; what comes next is decided in `pmesh.core.jobs.attempt`.
 
 Only the tensors are small: a rank's value goes round the ring as a token, and an op completes at a
 rank once the tokens of all ranks have come by. What the real one writes as a straight line is a
@@ -46,9 +46,10 @@ def begin_attempt(rank: LocalRank) -> None:
 
 def _go_on(rank: LocalRank, op: Op) -> None:
     op.phase, op.result, op.broken_at = "waiting", None, None
-    match attempts.next_step(
-        rank, op, newcomers=lambda: rank.siblings.newcomers(rank), retained_bytes=0
-    ):
+    step = attempts.next_step(
+        rank, op, newcomers=lambda: rank.jobs.newcomers(rank), retained_bytes=0
+    )
+    match step:
         case Fail(outcome):
             _fail(rank, op, outcome)
         case TellLate():
@@ -63,7 +64,7 @@ def _go_on(rank: LocalRank, op: Op) -> None:
         case Run():
             op.phase, op.contributors, op.holds = "ring", rank.roster.ids, _will_hold(rank, op)
             _run_ring(rank, op)
-        case step:
+        case _:
             assert_never(step)
 
 
@@ -89,7 +90,7 @@ def pass_time(rank: LocalRank) -> None:
         return
     if now > op.deadline and op.phase != "timed out":
         op.phase = "timed out"
-        rank.raise_concern(rank.siblings.timed_out(rank, op), op.number)
+        rank.raise_concern(rank.jobs.timed_out(rank, op), op.number)
     elif op.phase in ("ring", "fetching") and op.broken_at is not None:
         if now - op.broken_at > attempts.LANE_GRACE_S:
             _stick(rank, op, attempts.break_lanes(rank, op, "a lane has ended"))
@@ -226,7 +227,7 @@ def _fetch(rank: LocalRank, op: Op, outcome: OpOutcome) -> None:
         value = rank.value(op.number)
         _ready(rank, op, OpResult(ANY_ATTEMPT, outcome.contributors, (value,)))
         return
-    near = rank.siblings.neighbour(rank, outcome.holders[0])
+    near = rank.jobs.neighbour(rank, outcome.holders[0])
     if near is None:
         _ask(rank, op)
         return

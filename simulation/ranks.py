@@ -2,15 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pmesh.core.jobs.attempt import OpState
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import Roster, Trainer, Verdict
 from pmesh.core.wire.link import Call
 from pmesh.ids import OpNumber, TrainerId
-from simulation.job_host import JobHost, Siblings
 from simulation.lane_messages import OpResult, Token
+
+if TYPE_CHECKING:
+    from simulation.agents import Agent
+    from simulation.local_jobs import LocalJobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +48,20 @@ class LocalRank(RankState[OpResult | None]):
 
     def __init__(
         self,
-        host: JobHost,
-        siblings: Siblings,
+        host: "Agent",
+        jobs: "LocalJobs",
         roster: Roster,
         trainer: Trainer,
         value: Callable[[OpNumber], int],
     ) -> None:
         super().__init__(roster, trainer)
         self.host = host
-        self.siblings = siblings
+        self.jobs = jobs
         self.value = value
         """What its trainer puts into an op: no two trainers or ops put in the same."""
         self.op: Op | None = None
         self.replied: Callable[[Verdict | None], None] | None = None
         """Told how the call that is under way has ended: with which error."""
-        self.moved = 0
-        """How many messages its lanes have brought or taken."""
         self.tokens: dict[OpNumber, dict[TrainerId, Token]] = {}
         self.ends: dict[OpNumber, End] = {}
         """How each op ended here, for ever: what the invariants are checked on."""

@@ -3,15 +3,20 @@
 import math
 from dataclasses import dataclass, field
 from random import Random
+from typing import TYPE_CHECKING
 
+from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.values import Terms, Verdict
 from pmesh.core.wire.link import Call
 from pmesh.ids import JobName, OpNumber
 from simulation import ops
-from simulation.job_host import JobHost
-from simulation.local_jobs import LEFT, Candidate, LocalJobs
+from simulation.local_jobs import Candidate, LocalJobs
 from simulation.network import Timeline
 from simulation.ranks import LocalRank
+
+if TYPE_CHECKING:
+    from simulation.agents import Agent
+
 
 LONG_THOUGHT_S = 6.0
 """Longer than an op may take."""
@@ -53,7 +58,7 @@ class Trainer:
         self,
         timeline: Timeline,
         random: Random,
-        host: JobHost,
+        host: "Agent",
         jobs: LocalJobs,
         habits: Habits,
     ) -> None:

@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from pmesh.core.jobs import op_log, progress
+from pmesh.core.jobs import jobs, op_log, progress
+from pmesh.core.jobs.jobs import JobsState
 from pmesh.core.jobs.op_log import Ledger
 from pmesh.core.jobs.progress import Marks
 from pmesh.core.jobs.rank import RankState
@@ -24,7 +25,6 @@ from pmesh.core.wire.link import Propose
 from pmesh.ids import Epoch, Incarnation, Member
 from simulation import lane_messages, ops
 from simulation.agents import Agent
-from simulation.local_jobs import LocalJobs
 from tests.simulation import op_rules as without
 
 Function: TypeAlias = Callable[..., Any]
@@ -363,13 +363,12 @@ MUTATIONS = {
     ),
     "nobody_let_in": Mutation(
         "O6: a sync waits for who wants to enter",
-        (LocalJobs.newcomers, without.zero),
-        owner=LocalJobs,
+        (JobsState.newcomers_to, without.zero),
+        owner=JobsState,
     ),
     "no_announcement": Mutation(
         "a trainer that is gone is told to the others",
-        (LocalJobs._announce_leave, without.none),
-        owner=LocalJobs,
+        (jobs.announce_leave, without.never),
     ),
     "no_min_ranks": Mutation(
         "min_ranks: with fewer, ops wait",
@@ -390,8 +389,7 @@ MUTATIONS = {
     ),
     "uncompared": Mutation(
         "I5: calls are compared also where no data flows",
-        (LocalJobs._compare, without.none),
-        owner=LocalJobs,
+        (jobs.compare_calls, without.never),
     ),
     "prefer_verdict": Mutation(
         "I4: what one completed, all complete", (without.resolve_op, without.prefer_verdict)

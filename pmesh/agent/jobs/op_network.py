@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import trio
 
+from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.op_layout import Op
 from pmesh.agent.jobs.ranks import LocalRank
-from pmesh.agent.jobs.surroundings import Surroundings
 from pmesh.agent.lanes.edge_costs import agree_on_costs
 from pmesh.agent.lanes.rendezvous import LaneDesk
 from pmesh.compression.blocks import Float32s
@@ -22,13 +22,13 @@ from pmesh.net.lanes.collectives import RingPosition
 from pmesh.net.lanes.executor import run_plan
 
 
-async def run_on_network(rank: LocalRank, op: Op, around: Surroundings) -> None:
+async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
     """One attempt at the op, in the present roster.
 
     Args:
         rank: ours.
         op: laid out.
-        around: the rest of the agent.
+        jobs: the rest of the agent.
 
     Raises:
         CallsDiffer: another rank called something else.
@@ -37,14 +37,14 @@ async def run_on_network(rank: LocalRank, op: Op, around: Surroundings) -> None:
     if rank.rank is None:  # V2: the view without us is about to end the attempt
         await trio.sleep_forever()
         raise AssertionError("nobody wakes it")
-    op.contributors, desk = rank.roster.ids, around.desk
+    op.contributors, desk = rank.roster.ids, jobs.desk
     root = None if op.root is None else rank.roster.rank_of(op.root)
     if _leaves_the_choice(rank, op):
         ring = await rank.ring(desk)
         members = tuple(trainer.member for trainer in rank.roster.trainers)
-        times = around.round_trips_s(members)
+        times = jobs.round_trips_s(members)
         rank.costs.edges = await agree_on_costs(
-            ring, _header(rank, op), members, times, around.edge_book
+            ring, _header(rank, op), members, times, jobs.edge_book
         )
     if op.codec is not None:
         await _all_reduce_coded(rank, op, op.codec, await rank.ring(desk))

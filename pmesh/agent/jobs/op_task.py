@@ -9,11 +9,11 @@ from typing import TypeAlias, assert_never
 
 import trio
 
+from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.op_layout import NOTHING, Op, check_request, lay_out, let_go
 from pmesh.agent.jobs.op_network import run_on_network
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.jobs.retained import fetch_result
-from pmesh.agent.jobs.surroundings import Surroundings
 from pmesh.core.jobs import attempt as attempts
 from pmesh.core.jobs.attempt import Fail, Failed, Fetch, RequestView, Run, TellLate, Wait
 from pmesh.core.values import OpOutcome, Verdict
@@ -30,7 +30,7 @@ Reply: TypeAlias = tuple[OpDone | OpFailed, Arena | None]
 """The reply, and the output arena that it names; it stays until the next op has ended."""
 
 
-async def run_op(rank: LocalRank, request: StartOp, around: Surroundings) -> Reply:
+async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> Reply:
     """Run the op to its end, the same at all ranks.
 
     Raises:
@@ -50,9 +50,9 @@ async def run_op(rank: LocalRank, request: StartOp, around: Surroundings) -> Rep
         attempts.begin_attempt(rank, op, trio.current_time())
         with rank.attempt():
             with trio.move_on_at(op.deadline):
-                return await _attempt(rank, op, around)
-            verdict = attempts.timed_out(rank, op, around.marks, around.newcomers(rank))
-            await _await_view(rank, verdict, op.number, around)
+                return await _attempt(rank, op, jobs)
+            verdict = attempts.timed_out(rank, op, jobs.marks, jobs.newcomers(rank))
+            await _await_view(rank, verdict, op.number, jobs)
 
 
 def _doomed(request: StartOp, verdict: Verdict) -> Op:
@@ -67,16 +67,17 @@ def _doomed(request: StartOp, verdict: Verdict) -> Op:
     )
 
 
-async def _attempt(rank: LocalRank, op: Op, around: Surroundings) -> Reply:
+async def _attempt(rank: LocalRank, op: Op, jobs: Jobs) -> Reply:
     """One try. Whatever can't go on waits here for the view change that cancels it."""
     try:
         while True:
-            match attempts.next_step(
+            step = attempts.next_step(
                 rank,
                 op,
-                newcomers=lambda: around.newcomers(rank),
+                newcomers=lambda: jobs.newcomers(rank),
                 retained_bytes=rank.retained_bytes,
-            ):
+            )
+            match step:
                 case Fail(outcome):
                     let_go(rank, op, keep=None)
                     return _failed(op.number, attempts.end_failed(rank, op, outcome))
@@ -84,44 +85,42 @@ async def _attempt(rank: LocalRank, op: Op, around: Surroundings) -> Reply:
                     let_go(rank, op, keep=None)
                     return _failed(op.number, attempts.tell_late(rank))
                 case Wait() as wait:
-                    await _wait(rank, wait, around)
+                    await _wait(rank, wait, jobs)
                     continue
                 case RequestView(verdict, number):
-                    await _await_view(rank, verdict, number, around)
+                    await _await_view(rank, verdict, number, jobs)
                 case Fetch(outcome):
-                    await _fetch(rank, op, outcome, around)
+                    await _fetch(rank, op, outcome, jobs)
                 case Run():
-                    _note_run(rank, op, around)
-                    await run_on_network(rank, op, around)
-                case step:
+                    _note_run(rank, op, jobs)
+                    await run_on_network(rank, op, jobs)
+                case _:
                     assert_never(step)
             await rank.unfenced()
-            return _deliver(rank, op, around)
+            return _deliver(rank, op, jobs)
     except CallsDiffer as e:
         await trio.lowlevel.checkpoint_if_cancelled()  # by a view: it has settled what differed
         number = OpNumber(e.op)
-        await _await_view(rank, attempts.differs(rank, number, str(e)), number, around)
+        await _await_view(rank, attempts.differs(rank, number, str(e)), number, jobs)
     except LaneBroken as e:  # wait for the view without the lost neighbour
         await trio.sleep(attempts.LANE_GRACE_S)
-        around.event_log.note("lane broken", str(e), job=rank.roster.job, op=op.number)
-        await _await_view(rank, attempts.break_lanes(rank, op, str(e)), op.number, around)
+        jobs.event_log.note("lane broken", str(e), job=rank.roster.job, op=op.number)
+        await _await_view(rank, attempts.break_lanes(rank, op, str(e)), op.number, jobs)
     raise AssertionError("a view ends the wait for it")
 
 
-async def _await_view(
-    rank: LocalRank, verdict: Verdict | None, op: int, around: Surroundings
-) -> None:
+async def _await_view(rank: LocalRank, verdict: Verdict | None, op: int, jobs: Jobs) -> None:
     rank.raise_concern(verdict, op)
-    around.poke()
+    jobs.poke()
     await trio.sleep_forever()
 
 
-async def _wait(rank: LocalRank, wait: Wait, around: Surroundings) -> None:
+async def _wait(rank: LocalRank, wait: Wait, jobs: Jobs) -> None:
     if wait.what == "ranks":  # who waits is told by heartbeats, five a second
         await trio.sleep(LOOK_AGAIN_S)
         return
     if wait.what == "room":
-        around.beat()
+        jobs.beat()
     await rank.changed()
 
 
@@ -129,7 +128,7 @@ def _failed(op: OpNumber, failed: Failed) -> Reply:
     return OpFailed(op, failed.verdict, failed.consumed, failed.world), None
 
 
-def _deliver(rank: LocalRank, op: Op, around: Surroundings) -> Reply:
+def _deliver(rank: LocalRank, op: Op, jobs: Jobs) -> Reply:
     """V3: no await lies between the end of the fence and the ledger's entry."""
     rank.complete(op.number, op.result, op.contributors, holds=op.holds)
     arena = None if op.result.is_input else op.result.arena
@@ -137,18 +136,18 @@ def _deliver(rank: LocalRank, op: Op, around: Surroundings) -> Reply:
     let_go(rank, op, keep=op.result)
     rank.pass_barrier(op.number, op.kind)
     if rank.ledger.ops and len(rank.ledger.ops) % TELL_AFTER_OPS == 0:
-        around.beat()
+        jobs.beat()
     if rank.halted_since is not None:
-        _note_halt(rank, op, around)
+        _note_halt(rank, op, jobs)
     number = -1 if arena is None else arena.number
     return OpDone(op.number, number, rank.see(op.contributors), op.clipped, lent), arena
 
 
-def _note_halt(rank: LocalRank, op: Op, around: Surroundings) -> None:
+def _note_halt(rank: LocalRank, op: Op, jobs: Jobs) -> None:
     """An op has ended that a view change had interrupted."""
     since, rank.halted_since = rank.halted_since, None
     halted_s = trio.current_time() - (since or 0.0)
-    around.event_log.note(
+    jobs.event_log.note(
         "ring stood still",
         f"job {rank.roster.job!r} stood still for {halted_s:.3f} s, until op {op.number} had ended "
         f"among {_ranks(len(op.contributors))}",
@@ -158,19 +157,19 @@ def _note_halt(rank: LocalRank, op: Op, around: Surroundings) -> None:
     )
 
 
-def _note_run(rank: LocalRank, op: Op, around: Surroundings) -> None:
+def _note_run(rank: LocalRank, op: Op, jobs: Jobs) -> None:
     op.attempts += 1
     if op.attempts > 1:
         job = rank.roster.job
         text = f"op {op.number} of job {job!r} runs again, among {_ranks(rank.size)}"
-        around.event_log.note("op rerun", text, job=job, op=op.number)
+        jobs.event_log.note("op rerun", text, job=job, op=op.number)
 
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-async def _fetch(rank: LocalRank, op: Op, outcome: OpOutcome, around: Surroundings) -> None:
+async def _fetch(rank: LocalRank, op: Op, outcome: OpOutcome, jobs: Jobs) -> None:
     """O2: the op has been completed by others."""
     op.contributors, op.holds = outcome.contributors, op.gets
     if op.result.is_input or not op.gets:
@@ -179,5 +178,5 @@ async def _fetch(rank: LocalRank, op: Op, outcome: OpOutcome, around: Surroundin
         op.result = replace(op.result, nbytes=len(op.contributors) * op.row_bytes)
     job = rank.roster.job
     text = f"op {op.number} of job {job!r} had ended elsewhere: its result is fetched"
-    around.event_log.note("op fetched", text, job=job, op=op.number)
-    await fetch_result(rank, op.request.call, op.result.memory, outcome, around)
+    jobs.event_log.note("op fetched", text, job=job, op=op.number)
+    await fetch_result(rank, op.request.call, op.result.memory, outcome, jobs)

@@ -2,11 +2,11 @@
 
 import itertools
 from collections import deque
+from typing import TYPE_CHECKING
 
 import trio
 
 from pmesh.agent.jobs.ranks import LocalRank, Result
-from pmesh.agent.jobs.surroundings import Surroundings
 from pmesh.agent.lanes.rendezvous import End
 from pmesh.core.jobs.attempt import ASK_AGAIN_S
 from pmesh.core.values import OpOutcome
@@ -17,12 +17,15 @@ from pmesh.ids import OpNumber
 from pmesh.net.lanes.collectives import RingPosition, broadcast
 from pmesh.net.lanes.lane import CallsDiffer, Lane
 
+if TYPE_CHECKING:
+    from pmesh.agent.jobs.driver import Jobs
+
 COPIED_BYTES = 1024 * 1024  # at once: some 0.1 ms, so that the event loop stays responsive
 MAX_EARLY = 64  # a few jobs and ranks; who asks more asks again
 
 
 async def fetch_result(
-    rank: LocalRank, call: Call, target: memoryview, outcome: OpOutcome, around: Surroundings
+    rank: LocalRank, call: Call, target: memoryview, outcome: OpOutcome, jobs: "Jobs"
 ) -> None:
     """Take the result of an op that others have completed from one of them.
 
@@ -30,11 +33,11 @@ async def fetch_result(
         CallsDiffer: what they have completed is another call.
         LaneBroken: the connection is gone.
     """
-    near = around.neighbour(rank, outcome.holders[0])
+    near = jobs.neighbour(rank, outcome.holders[0])
     if near is not None:
         await _copy(near, outcome.op, call, target)
         return
-    lane = await _ask_for_lane(rank, outcome, around)
+    lane = await _ask_for_lane(rank, outcome, jobs)
     rank.lanes.carry(lane)
     try:
         ring = RingPosition(rank=1, size=2, roster=rank.roster.number, from_previous=lane)
@@ -51,7 +54,7 @@ async def fetch_result(
         lane.close()
 
 
-async def _ask_for_lane(rank: LocalRank, outcome: OpOutcome, around: Surroundings) -> Lane:
+async def _ask_for_lane(rank: LocalRank, outcome: OpOutcome, jobs: "Jobs") -> Lane:
     """Ask one holder after the other: one may be gone, or have let go of it."""
     holders = itertools.cycle(outcome.holders)
     while True:
@@ -60,9 +63,9 @@ async def _ask_for_lane(rank: LocalRank, outcome: OpOutcome, around: Surrounding
         ask = AskResult(edge.job, edge.born, edge.number, outcome.op, holder, rank.id)
         host = rank.roster.trainer(holder)
         if host is not None:
-            around.ask(host.member, ask)
+            jobs.ask(host.member, ask)
         with trio.move_on_after(ASK_AGAIN_S):
-            return await around.desk.take(End(edge, sending=False))
+            return await jobs.desk.take(End(edge, sending=False))
 
 
 async def _copy(near: LocalRank, op: OpNumber, call: Call, target: memoryview) -> None:
@@ -78,7 +81,7 @@ async def _copy(near: LocalRank, op: OpNumber, call: Call, target: memoryview) -
         await trio.lowlevel.checkpoint()
 
 
-async def serve_result(rank: LocalRank, ask: AskResult, around: Surroundings) -> None:
+async def serve_result(rank: LocalRank, ask: AskResult, jobs: "Jobs") -> None:
     """O2: send a retained result to a rank that missed the end of its op."""
     retained = rank.results.get(ask.op)
     report = rank.ledger.ops.get(ask.op)
@@ -89,8 +92,8 @@ async def serve_result(rank: LocalRank, ask: AskResult, around: Surroundings) ->
     with trio.CancelScope() as scope:
         rank.serving.add(scope)
         try:
-            around.desk.offer(edge, asker.member)
-            lane = await around.desk.take(End(edge, sending=True))
+            jobs.desk.offer(edge, asker.member)
+            lane = await jobs.desk.take(End(edge, sending=True))
             await _send_result(rank, ask.op, report.call, retained, lane)
         finally:
             rank.serving.discard(scope)
@@ -118,11 +121,11 @@ async def _send_result(
 class ResultServer:
     """Answers those who ask for results that are retained here."""
 
-    def __init__(self, nursery: trio.Nursery, ranks: list[LocalRank], around: Surroundings) -> None:
+    def __init__(self, nursery: trio.Nursery, ranks: list[LocalRank], jobs: "Jobs") -> None:
         """`ranks` are the local ones, a list that its owner changes."""
         self._nursery = nursery
         self._ranks = ranks
-        self._around = around
+        self._jobs = jobs
         self._serving: set[AskResult] = set()
         self._early: deque[AskResult] = deque(maxlen=MAX_EARLY)
 
@@ -147,7 +150,7 @@ class ResultServer:
 
     async def _serve(self, rank: LocalRank, ask: AskResult) -> None:
         try:
-            await serve_result(rank, ask, self._around)
+            await serve_result(rank, ask, self._jobs)
         except (LaneBroken, CallsDiffer):
             return  # the asker notices, and asks for a view in which it may ask again
         finally:

@@ -12,11 +12,12 @@ import msgspec
 import trio
 
 from pmesh.agent.containment import Contain
-from pmesh.agent.jobs.driver import LEFT, Candidate, Jobs
+from pmesh.agent.jobs.driver import Candidate, Jobs
 from pmesh.agent.jobs.op_task import run_op
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.refusals import refuse, tell_errors
 from pmesh.compression.codecs import codec_of
+from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.jobs.rank import COME_BACK
 from pmesh.core.ops.coded import ring_codec_name
 from pmesh.core.values import Verdict

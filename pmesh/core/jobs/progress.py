@@ -86,15 +86,7 @@ class Marks:
         return any(m.started >= 0 for m in marks) and all(m.synced < 0 for m in marks)
 
 
-def lanes_stand_still(
-    rank: RankState[Any],
-    marks: Marks,
-    *,
-    newcomers: int,
-    moved: object,
-    now: float,
-    patience_s: float,
-) -> bool:
+def lanes_stand_still(rank: RankState[Any], marks: Marks, *, newcomers: int, now: float) -> bool:
     """V6: whether an op for which all ranks are here has moved nothing for too long.
 
     A lane that brings nothing is broken, also while heartbeats flow. To be asked again and again:
@@ -104,9 +96,7 @@ def lanes_stand_still(
         rank: whose lanes.
         marks: who has started the op.
         newcomers: how many trainers wait to enter the job.
-        moved: what the lanes have moved so far; any other value is progress.
         now: in seconds.
-        patience_s: how long nothing may move.
     """
     op = OpNumber(rank.ledger.started)
     runs = rank.rank is not None and rank.size > 1 and rank.ledger.ended < op
@@ -114,7 +104,7 @@ def lanes_stand_still(
     if not runs or rank.concern or marks.late(rank, op) or rank.describe_shortage(newcomers):
         rank.progress = None
         return False
-    if rank.progress is None or rank.progress[0] != moved:
-        rank.progress = moved, now
+    if rank.progress is None or rank.progress[0] != rank.moved:
+        rank.progress = rank.moved, now
         return False
-    return now - rank.progress[1] >= patience_s
+    return now - rank.progress[1] >= rank.patience_s

@@ -11,6 +11,7 @@ from typing import Generic, Literal, TypeAlias, TypeVar
 
 from pmesh.core.jobs import op_log as ledgers
 from pmesh.core.jobs.op_log import Ledger
+from pmesh.core.links.health import WIRED
 from pmesh.core.ops.kinds import KINDS
 from pmesh.core.values import OpOutcome, Roster, Trainer, Verdict
 from pmesh.core.views.quorum import is_in_force
@@ -50,7 +51,11 @@ class RankState(Generic[R]):
         self.leaving: str | None = None
         """Why the trainer is gone."""
         self.leaving_since = 0.0
-        self.progress: tuple[object, float] | None = None
+        self.moved = 0
+        """What its lanes have moved so far, as the driver last said."""
+        self.patience_s = WIRED.gone_after_s
+        """How long they may move nothing, likewise."""
+        self.progress: tuple[int, float] | None = None
         """What had moved on its lanes, and since when no more, while an op waits for them."""
         self.fences: set[Fence] = set()
         self.in_force = is_in_force(roster, ())
@@ -90,12 +95,13 @@ class RankState(Generic[R]):
     @property
     def superseded(self) -> Verdict | None:
         """Why the trainer has no part in the job any more, though it may come back (O6)."""
-        if self.over is None and self.rank is None:
-            job = self.roster.job
-            return Verdict(
-                "HistorySuperseded", f"job {job!r} goes on without this rank; {COME_BACK}"
-            )
-        return self.over
+        return self.why_superseded if self.over is None and self.rank is None else self.over
+
+    @property
+    def why_superseded(self) -> Verdict:
+        """What its trainer is told where the others go on without it."""
+        text = f"job {self.roster.job!r} goes on without this rank; {COME_BACK}"
+        return Verdict("HistorySuperseded", text)
 
     @property
     def is_needed(self) -> bool:

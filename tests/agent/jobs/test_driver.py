@@ -9,17 +9,13 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.jobs import retained
-from pmesh.agent.jobs.driver import Jobs
-from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.mesh.membership import DOUBT_S
-from pmesh.core import values
-from pmesh.core.jobs.op_log import Ledger
-from pmesh.core.wire.link import AskResult, Call, LinkMessage, OpReport, RankMarks
+from pmesh.core.wire.link import AskResult, Call, LinkMessage, OpReport
 from pmesh.errors import LaneBroken
 from pmesh.ids import Epoch, OpNumber, TrainerId
 from pmesh.net.local.clocks import Stall
 from tests.worlds.trainer import Trainer, together, until
-from tests.worlds.village import Village, village
+from tests.worlds.village import village
 from tests.worlds.village_ops import cut, enter, mend, ranks_of
 
 REPORT = OpReport(OpNumber(0), Call("all_reduce", "float32", (100,), "sum"), completed=True)
@@ -120,7 +116,9 @@ async def test_another_run_under_the_same_name_ends_the_older_rank(clock: MockCl
         (rank,) = jobs.ranks
         born = Epoch(9, *one.agent.membership.state.me)
         other = msgspec.structs.replace(rank.roster, born=born, number=9)
-        jobs._follow(rank, other)  # noqa: SLF001 - as where two meshes meet
+        state = one.agent.membership.state
+        view = msgspec.structs.replace(state.view, rosters=(other,))
+        jobs.follow(state, view, 0.0)  # as where two meshes meet
         verdict = await trainer.verdict_of(trainer.barrier())
         assert verdict.error == "HistorySuperseded"
         assert "job 'digits' goes on without this rank" in verdict.message
@@ -151,51 +149,6 @@ async def test_marks_of_ranks_that_are_lost_are_forgotten(clock: MockClock) -> N
         told = [set(m.agent.jobs.marks._told) for m in here.machines]  # noqa: SLF001
         assert ("digits", gone.id) not in set.union(*told)
         assert await reduce_all(trainers) == [2.0] * 2
-
-
-def _first_of_two(here: Village) -> tuple[Jobs, LocalRank, values.Trainer]:
-    """The jobs of the first machine, its rank, and the other machine's trainer."""
-    jobs = here.machines[0].agent.jobs
-    (rank,) = jobs.ranks
-    (other,) = [trainer for trainer in rank.roster.trainers if trainer != rank.trainer]
-    return jobs, rank, other
-
-
-async def test_only_those_who_are_in_an_op_are_compared(clock: MockClock) -> None:
-    """Who has just entered has called nothing, and what a lost rank has called does not matter."""
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
-        await reduce_all(trainers)
-        jobs, rank, other = _first_of_two(here)
-        rank.ledger = Ledger(stable=-1, ops=rank.ledger.ops or {OpNumber(0): REPORT})
-        r = rank.roster
-        for trainers_now in (
-            (rank.trainer,),
-            (other,),
-            (rank.trainer, msgspec.structs.replace(other, enters=OpNumber(1))),
-        ):
-            rank.roster = msgspec.structs.replace(r, trainers=trainers_now)
-            jobs._compare(rank, RankMarks(r.job, r.number, other.id, 0, 0, 1))  # noqa: SLF001
-            assert rank.concern is None
-        rank.roster = r
-        jobs._compare(rank, RankMarks(r.job, r.number, other.id, 0, 0, 1))  # noqa: SLF001
-        assert rank.concern is not None
-
-
-@pytest.mark.parametrize(("ours", "theirs", "differ"), [(1, 2, True), (0, 2, False), (1, 0, False)])
-async def test_what_has_been_taken_back_is_not_compared(
-    clock: MockClock, ours: int, theirs: int, *, differ: bool
-) -> None:
-    """I5: 0 stands for no call."""
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
-        await reduce_all(trainers)
-        jobs, rank, other = _first_of_two(here)
-        rank.ledger = Ledger(stable=-1, ops={OpNumber(0): REPORT})
-        rank.fingerprint = ours
-        mark = RankMarks(rank.roster.job, rank.roster.number, other.id, 0, 0, theirs)
-        jobs._compare(rank, mark)  # noqa: SLF001
-        assert (rank.concern is not None) == differ
 
 
 async def test_the_only_rank_of_a_job_does_not_tell_its_peers_of_each_op(

@@ -5,9 +5,10 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.jobs.driver import LEAVE_GRACE_S, Jobs
+from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.retained import ResultServer
 from pmesh.agent.jobs.trainer import WATCH_S
+from pmesh.core.jobs.jobs import LEAVE_GRACE_S
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import View
 from pmesh.core.wire.link import AskResult

@@ -111,7 +111,7 @@ async def test_who_waits_for_a_majority_says_so(
             await until(lambda: all(rank.size == 2 for rank in ranks_of(here)[:2]))
             (job,) = picture_of(here.machines[0]).jobs
             assert job.state == "no_quorum"
-            assert job.reason == "a majority has not been seen to have agreed to the last change"
+            assert job.reason == "no majority is known to have agreed to the last change"
             verdict = await a.verdict_of(a.barrier(timeout_s=1))
         assert verdict.error == "NotEnoughRanks"
         assert "a majority, which has not been seen to have agreed" in verdict.message

@@ -9,9 +9,9 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.jobs import op_network, op_task, retained
+from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.op_layout import Op
 from pmesh.agent.jobs.ranks import LocalRank
-from pmesh.agent.jobs.surroundings import Surroundings
 from pmesh.agent.lanes.rendezvous import LaneDesk
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import Values
@@ -70,7 +70,7 @@ def note_fetches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, OpOutcome]]
     real, noted = retained.fetch_result, list[tuple[int, OpOutcome]]()
 
     async def fetch(
-        rank: LocalRank, call: Call, target: memoryview, outcome: OpOutcome, around: Surroundings
+        rank: LocalRank, call: Call, target: memoryview, outcome: OpOutcome, around: Jobs
     ) -> None:
         noted.append((rank.id, outcome))
         await real(rank, call, target, outcome, around)

@@ -1,5 +1,6 @@
 """O4: messages while views change, ranks are lost, and agents doubt."""
 
+import msgspec
 import pytest
 import trio
 from trio.testing import MockClock
@@ -198,8 +199,9 @@ async def test_who_is_superseded_hears_so(clock: MockClock) -> None:
         receiving = await one.begin_receive(other.id)
         machine = machine_of(ranks.here, ranks.trainers[0])
         jobs = machine.agent.jobs
-        (rank,) = jobs.ranks
-        jobs._follow(rank, None)  # noqa: SLF001 - as a view without the job would
+        state = machine.agent.membership.state
+        view = msgspec.structs.replace(state.view, rosters=())
+        jobs.follow(state, view, 0.0)
         machine.agent.p2p.follow()
         for call in (sending, receiving):
             assert (await one.verdict_of(call)).error == "HistorySuperseded"

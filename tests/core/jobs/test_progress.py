@@ -78,7 +78,8 @@ def test_lanes_stand_still_once_nothing_has_moved_for_too_long() -> None:
     marks = Marks([rank])
 
     def stand_still(now: float, moved: int) -> bool:
-        return lanes_stand_still(rank, marks, newcomers=0, moved=moved, now=now, patience_s=2.0)
+        rank.moved = moved
+        return lanes_stand_still(rank, marks, newcomers=0, now=now)
 
     assert not stand_still(0.0, 0)  # no op is under way
     rank.start(ZERO, BARRIER)
@@ -97,6 +98,4 @@ def test_a_lone_rank_has_no_lanes() -> None:
     rank = RankState[str](roster(2, trainers=[me]), me)
     rank.start(ZERO, BARRIER)
     for now in (0.0, 9.0):
-        assert not lanes_stand_still(
-            rank, Marks([rank]), newcomers=0, moved=0, now=now, patience_s=2.0
-        )
+        assert not lanes_stand_still(rank, Marks([rank]), newcomers=0, now=now)

@@ -340,7 +340,7 @@ async def test_browsing_again_reports_nothing_twice(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_slow_reader_gets_the_latest_event_of_each_agent() -> None:
-    endpoint = discovery._P2PEndpoint()  # noqa: SLF001 - what bounds its memory
+    endpoint = discovery._LatestEvents()  # noqa: SLF001 - what bounds its memory
     for number in range(1000):
         endpoint.put("x", Deaf(reason=str(number)))
     send, receive = trio.open_memory_channel[Discovered](0)

@@ -1,0 +1,353 @@
+"""All jobs of one agent: who waits for one to begin, and the ranks that live here.
+
+Plain state that both drivers extend: `pmesh.agent.jobs.driver` and `simulation.local_jobs`. What
+they are to do then is returned.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from pmesh.core.jobs.progress import AnyRank, Marks, lanes_stand_still, of_job
+from pmesh.core.jobs.rank import COME_BACK, RankState
+from pmesh.core.values import Roster, Terms, Trainer, Verdict, View
+from pmesh.core.views.rosters import is_same_history
+from pmesh.core.views.state import Facts, MemberState
+from pmesh.core.wire.link import Concern, Heartbeat, JobReport, RankMarks, Waiting
+from pmesh.ids import JobName, Member, OpNumber, Slot, TrainerId
+
+LEAVE_GRACE_S = 1.0  # the others mostly end a leaver's last op by themselves; then they are told
+LEFT = "has left the job"
+NO_SLOT = Slot(-1)
+
+
+@dataclass(slots=True, kw_only=True)
+class Candidate(Generic[AnyRank]):
+    """A trainer that waits for its job to begin, or to enter it."""
+
+    job: JobName
+    wait_for: int
+    terms: Terms
+    slot: Slot = NO_SLOT
+    rank: AnyRank | None = None
+
+
+AnyCandidate = TypeVar("AnyCandidate", bound=Candidate[Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Installed(Generic[AnyCandidate, AnyRank]):
+    """What a view is to the ranks that live here."""
+
+    renumbered: tuple[AnyRank, ...]
+    """Their ops under way start anew, over new lanes."""
+    ended: tuple[AnyRank, ...]
+    """The others go on without them."""
+    begun: tuple[tuple[AnyCandidate, AnyRank], ...]
+    """These wait no longer, and have a rank."""
+    leaving: tuple[AnyRank, ...]
+    """Their loss is to be told to the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What a heartbeat's marks are news of."""
+
+    stops: tuple[RankMarks, ...]
+    """Trainers whose processes have been stopped, or run again."""
+    differs: bool
+    """Whether ranks have called different ops: the leader is to be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passed(Generic[AnyRank]):
+    """What no message tells."""
+
+    leaving: tuple[AnyRank, ...]
+    stuck: bool
+    """Whether calls differ or lanes stand still: the leader is to be told."""
+    ended: tuple[AnyRank, ...]
+    """Lost ranks whose results nobody asks for any more."""
+
+
+class JobsState(Generic[AnyCandidate, AnyRank]):
+    """The jobs of one agent. Trainers come and go, views and heartbeats arrive, time passes."""
+
+    def __init__(
+        self,
+        me: Member,
+        make_rank: Callable[[Roster, Trainer, AnyCandidate], AnyRank],
+        *,
+        min_peers: int = 0,
+        alone_from: float = 0.0,
+    ) -> None:
+        """State of an agent that has just started.
+
+        Args:
+            me: the agent's member.
+            make_rank: the driver's rank, for one whose job begins.
+            min_peers: with fewer peers in the view no trainer of ours takes part.
+            alone_from: until then it may still find its mesh, where the job may run already.
+        """
+        self.me = me
+        self.candidates: dict[Slot, AnyCandidate] = {}
+        self.ranks: list[AnyRank] = []
+        self.marks = Marks(self.ranks)
+        self._make_rank = make_rank
+        self._min_peers = min_peers
+        self._alone_from = alone_from
+        self._next_slot = 0
+        self._absent: list[Concern] = []
+        self._stall_guard = False
+
+    # --- trainers come and go
+
+    def add(self, candidate: AnyCandidate) -> None:
+        """A trainer waits for its job to begin, or to enter it."""
+        candidate.slot = Slot(self._next_slot)
+        self._next_slot += 1
+        self.candidates[candidate.slot] = candidate
+
+    def leave(self, rank: AnyRank, why: str, now: float) -> bool:
+        """The trainer is gone, or has been stopped for too long: the others go on without it.
+
+        Returns whether the leader is to be told now.
+        """
+        if rank.leaving is None:
+            rank.leaving, rank.leaving_since = why, now
+        return announce_leave(rank, now)
+
+    def waiting_at(self, state: MemberState, job: JobName) -> dict[Member, int]:
+        """How many trainers wait for the job at each member of the view."""
+        roster = state.view.roster_of(job)
+        trainers = () if roster is None else roster.trainers
+        inside = {(t.member, t.slot) for t in trainers}
+        counts = dict.fromkeys(state.view.members, 0)
+        for member in counts:
+            peer = state.peers.get(member.node)
+            theirs = peer.heartbeat.waiting if peer is not None else ()
+            # It has a place by our view, and does not know it yet.
+            counts[member] = sum(w.job == job and (member, w.slot) not in inside for w in theirs)
+        ours = [c for c in self.candidates.values() if c.job == job and c.rank is None]
+        return counts | {self.me: len(ours)}
+
+    def newcomers_to(self, state: MemberState, job: JobName, now: float) -> int:
+        """How many trainers wait to enter the job."""
+        counts = self.waiting_at(state, job)
+        if not self._may_begin(state, now):
+            del counts[self.me]
+        return sum(counts.values())
+
+    def _may_begin(self, state: MemberState, now: float) -> bool:
+        """Whether our trainers may take part, or enough peers are still to be found."""
+        peers = len(state.view.seats) - 1
+        return peers >= self._min_peers and (peers > 0 or now >= self._alone_from)
+
+    # --- what the agreement reads and decides
+
+    def known(self, state: MemberState, now: float) -> Facts:
+        """What the local jobs want and have; without round trips."""
+        waits = self._may_begin(state, now)
+        candidates = [c for c in self.candidates.values() if waits and c.rank is None]
+        concerns = (rank.concern for rank in self.ranks if rank.concern is not None)
+        return Facts(
+            reports=tuple(self._reports()),
+            waiting=tuple(Waiting(c.job, c.slot, c.wait_for, c.terms) for c in candidates),
+            concerns=(*concerns, *self._absent),
+            marks=tuple(rank.marks() for rank in self.ranks),
+        )
+
+    def _reports(self) -> Iterator[JobReport]:
+        merged: dict[tuple[object, ...], JobReport] = {}
+        for rank in self.ranks:
+            report = rank.report()
+            key = (report.job, report.born)
+            if key in merged:
+                ranks = merged[key].ranks + report.ranks
+                report = msgspec.structs.replace(report, ranks=ranks)
+            merged[key] = report
+        yield from merged.values()
+
+    def fence(self, jobs: tuple[JobName, ...]) -> None:
+        """Deliver nothing more of these jobs until the next install (V3)."""
+        for rank in self.ranks:
+            if rank.roster.job in jobs:
+                rank.fence("view change")
+
+    def doubt(self) -> None:
+        """V8: we have slept; deliver nothing until it is known that nobody went on without us."""
+        self._stall_guard = True
+        for rank in self.ranks:
+            rank.fence("own stall")
+
+    def trust(self) -> None:
+        """V8: our view is still everybody's."""
+        self._stall_guard = False
+        for rank in self.ranks:
+            rank.lift("own stall")
+
+    def follow(
+        self, state: MemberState, view: View, now: float
+    ) -> Installed[AnyCandidate, AnyRank]:
+        """The view is in force: jobs begin, go on under another number, or are over."""
+        renumbered, ended = list[AnyRank](), list[AnyRank]()
+        for rank in list(self.ranks):
+            roster = view.roster_of(rank.roster.job)
+            if roster is None or not is_same_history(rank.roster, roster, rank.trainer):
+                self._end(rank, _why_ended(rank, roster))
+                ended.append(rank)
+            elif rank.follow(roster):
+                renumbered.append(rank)
+        self._absent = [c for c in self._absent if _is_open(c, view)]
+        begun = [
+            begun
+            for roster in view.rosters
+            for trainer in roster.trainers_at(self.me)
+            if (begun := self._begin_if_new(roster, trainer)) is not None
+        ]
+        self.marks.forget(view)
+        for rank in self.ranks:
+            rank.learn(state.primaries)
+        leaving = self._announce_leaves(now)  # the view may not have known of it
+        return Installed(tuple(renumbered), tuple(ended), tuple(begun), leaving)
+
+    def _end(self, rank: AnyRank, why: Verdict) -> None:
+        rank.end(why)
+        self.ranks.remove(rank)
+
+    def _begin_if_new(
+        self, roster: Roster, trainer: Trainer
+    ) -> tuple[AnyCandidate, AnyRank] | None:
+        if any(r.trainer == trainer for r in of_job(self.ranks, roster)):
+            return None
+        candidate = self.candidates.pop(trainer.slot, None)
+        if candidate is None or candidate.job != roster.job:
+            self._report_absent(roster, trainer)
+            return None
+        rank = self._make_rank(roster, trainer, candidate)
+        if self._stall_guard:  # V8: the view that it begins in has come while we slept, too
+            rank.fence("own stall")
+        self.ranks.append(rank)
+        candidate.rank = rank
+        return candidate, rank
+
+    def _report_absent(self, roster: Roster, trainer: Trainer) -> None:
+        """The roster counts a trainer that gave up while the view was being agreed on."""
+        text = f"{roster.describe(trainer.id)} is lost: its trainer left before it had entered"
+        verdict = Verdict("RankLost", text, (trainer.id,))
+        concern = Concern(roster.job, roster.born, roster.number, verdict)
+        if concern not in self._absent:
+            self._absent.append(concern)
+
+    def _announce_leaves(self, now: float) -> tuple[AnyRank, ...]:
+        return tuple(rank for rank in self.ranks if announce_leave(rank, now))
+
+    # --- how far the ranks have come
+
+    def hear(self, state: MemberState, member: Member, heartbeat: Heartbeat) -> Heard:
+        """A peer has told how far its ranks have come, and what it has installed."""
+        stops, differs = list[RankMarks](), False
+        for rank in self.ranks:
+            rank.learn(state.primaries)
+        for mark in heartbeat.marks:
+            if not _concerns_us(state, member, heartbeat, mark):
+                continue  # it has ended here; or is about to begin, and the next one tells again
+            before = self.marks.hear(mark)
+            if mark.stopped != (before is not None and before.stopped):
+                stops.append(mark)
+            for rank in self.ranks:
+                differs |= rank.roster.job == mark.job and compare_calls(rank, mark)
+        self.stabilize()
+        return Heard(tuple(stops), differs)
+
+    def stabilize(self) -> None:
+        """O2: results are released that nobody will ask for any more."""
+        for rank in self.ranks:
+            rank.stabilize(self.marks.stable(rank.roster))
+
+    def pass_time(self, state: MemberState, now: float) -> Passed[AnyRank]:
+        """Some of it is due; `moved` and `patience_s` of the ranks are those of now."""
+        stuck = False
+        for rank in self.ranks:
+            for other in self.ranks:
+                if other is not rank and other.roster.job == rank.roster.job:
+                    stuck |= compare_calls(rank, other.marks())
+        leaving = self._announce_leaves(now)
+        for rank in self.ranks:
+            newcomers = self.newcomers_to(state, rank.roster.job, now)
+            if lanes_stand_still(rank, self.marks, newcomers=newcomers, now=now):
+                rank.raise_concern(None, rank.ledger.started)  # V6: it runs again, over new lanes
+                stuck = True
+        self.stabilize()
+        ended = tuple(rank for rank in self.ranks if not rank.is_needed)
+        for rank in ended:
+            self._end(rank, rank.why_superseded)
+        return Passed(leaving, stuck, ended)
+
+    def neighbour(self, rank: AnyRank, other: TrainerId) -> AnyRank | None:
+        """Another trainer of the same job, if it lives here too."""
+        return next((r for r in of_job(self.ranks, rank.roster) if r.id == other), None)
+
+
+def _why_ended(rank: RankState[Any], roster: Roster | None) -> Verdict:
+    if roster is not None:
+        return rank.why_superseded
+    text = f"job {rank.roster.job!r} has ended here: this machine fell out of its view"
+    return Verdict("HistorySuperseded", f"{text}; {COME_BACK}")
+
+
+def _is_open(concern: Concern, view: View) -> bool:
+    roster = view.roster_of(concern.job)
+    return roster is not None and roster.number == concern.number
+
+
+def _concerns_us(state: MemberState, member: Member, heartbeat: Heartbeat, mark: RankMarks) -> bool:
+    """Whether the mark is of a job of ours, and not of its name's other run elsewhere."""
+    peer, roster = state.peers.get(member.node), state.view.roster_of(mark.job)
+    if peer is None or peer.view.epoch != heartbeat.view or roster is None:
+        return False
+    theirs, trainer = peer.view.roster_of(mark.job), roster.trainer(mark.trainer)
+    same_run = theirs is not None and theirs.born == roster.born
+    return same_run and trainer is not None and trainer.member == member
+
+
+def compare_calls(rank: RankState[Any], mark: RankMarks) -> bool:
+    """I5: two ranks must call the same as one op, also where no data flows between them.
+
+    Broadcasts of two roots even end: neither root waits for anybody. Returns whether the leader is
+    to be told now.
+    """
+    op = OpNumber(rank.ledger.started)
+    report = rank.ledger.ops.get(op)
+    entered = {t.id for t in rank.roster.trainers if t.enters <= op}
+    in_question = report is not None and report.verdict is None and mark.started == op
+    differs = (
+        {rank.id, mark.trainer} <= entered
+        and in_question
+        and mark.number == rank.roster.number
+        and mark.fingerprint != rank.fingerprint
+        and 0 not in {mark.fingerprint, rank.fingerprint}
+        and rank.concern is None
+    )
+    if differs:
+        text = f"op {op} of job {rank.roster.job!r} differs"
+        rank.raise_concern(Verdict("OpMismatch", text), op)
+    return differs
+
+
+def announce_leave(rank: RankState[Any], now: float) -> bool:
+    """A trainer that is gone is a lost rank, at once: its op runs again without it.
+
+    Who leaves in order has ended its last op, and waits a moment for the others to end it too.
+    Returns whether the leader is to be told now.
+    """
+    if rank.leaving is None or rank.concern or rank.over or rank.rank is None:
+        return False
+    unstable = rank.ledger.stable < rank.ledger.started
+    if rank.leaving == LEFT and unstable and now - rank.leaving_since < LEAVE_GRACE_S:
+        return False
+    text = f"{rank.roster.describe(rank.id)} {rank.leaving}"
+    rank.raise_concern(Verdict("RankLost", text, (rank.id,)))
+    return True
