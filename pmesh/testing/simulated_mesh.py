@@ -37,8 +37,7 @@ class SimulatedMesh:
             raise UsageError(f"a mesh has at least 1 rank, not {size}")
         self._size = size
         self._on_loss: OnLoss = on_loss
-        self._home = Path()
-        self._leftovers = contextlib.ExitStack()
+        self._latest = Path(), contextlib.ExitStack()
         self._meshes: list[Mesh] = []
         self._lost: set[Mesh] = set()
 
@@ -53,23 +52,24 @@ class SimulatedMesh:
         Returns:
             What each rank's call has returned, by rank, without the ranks that `lose` has ended.
         """
+        lost: set[Mesh] = set()
 
         def run_rank(mesh: Mesh) -> T:
             with mesh:
                 return train(mesh)
 
         with (
-            contextlib.ExitStack() as self._leftovers,
+            tempfile.TemporaryDirectory(prefix="pmesh-") as home,
+            contextlib.ExitStack() as leftovers,
             ThreadPoolExecutor(self._size, "simulated-rank") as pool,
-            agent_in_a_thread() as self._home,  # it ends first, so that no rank waits any more
+            agent_in_a_thread(Path(home)),  # it ends first, so that no rank waits any more
         ):
-            joins = [pool.submit(self.connect) for _ in range(self._size)]
+            joins = [pool.submit(self._join, Path(home), leftovers) for _ in range(self._size)]
             joined, _ = wait(joins, return_when=FIRST_EXCEPTION)
             meshes = sorted((join.result() for join in joined), key=lambda mesh: mesh.rank)
-            self._meshes, self._lost = meshes, set()
+            self._latest, self._meshes, self._lost = (Path(home), leftovers), meshes, lost
             calls = [pool.submit(run_rank, mesh) for mesh in meshes]
             wait(calls)
-            lost = self._lost
         errors = [
             e
             for mesh, call in zip(meshes, calls, strict=True)
@@ -89,9 +89,7 @@ class SimulatedMesh:
         Returns:
             Its mesh, for a thread of your own; what you leave open ends with the run.
         """
-        mesh = connect(_JOB, self._size, home=self._home, on_loss=self._on_loss)
-        self._leftovers.callback(mesh.close)
-        return mesh
+        return self._join(*self._latest)
 
     def lose(self, rank: int) -> None:
         """Lose a rank of the run under way, as by a crash. Its own calls raise MeshClosed.
@@ -103,10 +101,15 @@ class SimulatedMesh:
         self._lost.add(mesh)
         mesh.__exit__(RankLost, RankLost("SimulatedMesh.lose"), None)
 
+    def _join(self, home: Path, leftovers: contextlib.ExitStack) -> Mesh:
+        mesh = connect(_JOB, self._size, home=home, on_loss=self._on_loss)
+        leftovers.callback(mesh.close)
+        return mesh
+
 
 @contextlib.contextmanager
-def agent_in_a_thread() -> Generator[Path]:
-    """The home of an agent that runs in a thread until the end of the block.
+def agent_in_a_thread(home: Path) -> Generator[None]:
+    """An agent with this home, in a thread of this process until the end of the block.
 
     It listens at a loopback address and looks for no others. As `pmesh up` does, it raises the
     limit of open files of this process; nothing else of the process changes.
@@ -114,11 +117,15 @@ def agent_in_a_thread() -> Generator[Path]:
     up: Future[Callable[[], object]] = Future()
     """What ends the agent, once it serves trainers."""
 
-    async def run(home: Path) -> None:
-        listen = Listen("127.0.0.1", 0)
-        settings = Settings(
-            home=home, name="simulated", listen=listen, mdns=False, find_others_s=0.0
-        )
+    settings = Settings(
+        home=home.resolve(),
+        name="simulated",
+        listen=Listen("127.0.0.1", 0),
+        mdns=False,
+        find_others_s=0.0,
+    )
+
+    async def run() -> None:
         mesh_key = MeshKey(secrets.token_bytes(KEY_BYTES))
         node_key = NodeKey.from_seed(secrets.token_bytes(KEY_BYTES))
         token = trio.lowlevel.current_trio_token()
@@ -131,18 +138,14 @@ def agent_in_a_thread() -> Generator[Path]:
             await run_agent(settings, mesh_key, node_key, announce)
 
     raise_open_files()
-    with (
-        tempfile.TemporaryDirectory(prefix="pmesh-") as directory,
-        ThreadPoolExecutor(1, "simulated-agent") as pool,
-    ):
-        home = Path(directory).resolve()
-        agent = pool.submit(trio.run, run, home)
+    with ThreadPoolExecutor(1, "simulated-agent") as pool:
+        agent = pool.submit(trio.run, run)
         started: list[Future[object]] = [up, agent]  # type: ignore[list-item] # only waited for
         try:
             wait(started, return_when=FIRST_COMPLETED)
             if not up.done():
                 agent.result()  # why it could not start
-            yield home
+            yield
         finally:
             wait(started, return_when=FIRST_COMPLETED)  # Ctrl-C may have come before
             with contextlib.suppress(trio.RunFinishedError):

@@ -1,9 +1,9 @@
 """`pmesh bench`: what it measures, what it shows, and what it says when it can't."""
 
-import functools
 import itertools
 import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,14 @@ from pmesh.cli.app import run
 from pmesh.cli.bench import check_alike, parse_size
 from pmesh.cli.bench_calls import COLLECTIVES, Collective
 from pmesh.cli.bench_rows import LEAST_CALLS, MOST_CALLS, WARM_CALLS, Plan, Row, measure_row
+from pmesh.client.connect import connect
 from pmesh.client.mesh import Mesh
 from pmesh.errors import UsageError
 from pmesh.paths import home_directory, socket_path
-from tests.worlds.fake_mesh import FakeMesh, Meeting, make_meeting, on_each_rank
+from pmesh.testing import SimulatedMesh
+from pmesh.testing.simulated_mesh import agent_in_a_thread
 from tests.worlds.fake_status_agent import agent_at, answer_well
+from tests.worlds.spoiled_mesh import Meeting, SpoiledMesh, on_each_rank
 
 PNG = b"\x89PNG"
 
@@ -31,12 +34,17 @@ def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def meeting(monkeypatch: pytest.MonkeyPatch) -> Meeting:
-    """A job of two ranks: the command is rank 0, and `beside` lets another rank run."""
-    meeting = make_meeting(2)
-    ranks = itertools.count()
-    monkeypatch.setattr(bench, "connect", lambda *_: FakeMesh(meeting, next(ranks)))
-    return meeting
+def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
+    """Where `pmesh bench` connects to: the first that comes is rank 0."""
+    meeting, home = Meeting(2), tmp_path / "home"
+    home.mkdir(mode=0o700)
+    with agent_in_a_thread(home):
+        monkeypatch.setattr(
+            bench,
+            "connect",
+            lambda job, ranks, *_: SpoiledMesh(meeting, connect(job, ranks, home=home)),
+        )
+        yield meeting
 
 
 def run_both(*options: str, other: tuple[str, ...] | None = None) -> list[int]:
@@ -70,21 +78,22 @@ def clock(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
 def test_a_right_mesh_is_found_right_with_any_number_of_values(
     collective: Collective, ranks: int
 ) -> None:
-    for strategy, nbytes in itertools.product(collective.strategies, (4, 28, 40_000)):
-        measure = functools.partial(
-            measure_row, collective=collective, strategy=strategy, nbytes=nbytes, seconds=1e-9
-        )
-        rows = on_each_rank(make_meeting(ranks), measure)
-        assert rows[0].correct
-        assert rows == [rows[0]] * ranks, "all ranks have measured the same"
-        assert rows[0].calls == LEAST_CALLS
+    def program(mesh: Mesh) -> list[Row]:
+        return [
+            measure_row(mesh, collective, strategy, nbytes, seconds=1e-9)
+            for strategy, nbytes in itertools.product(collective.strategies, (4, 28, 40_000))
+        ]
+
+    rows = on_each_rank(Meeting(ranks), program)
+    assert rows == [rows[0]] * ranks, "all ranks have measured the same"
+    assert all(row.correct and row.calls == LEAST_CALLS for row in rows[0])
 
 
 @pytest.mark.parametrize(
     "collective", [c for c in COLLECTIVES if c.has_sizes], ids=lambda c: c.name
 )
 def test_one_wrong_value_at_one_rank_is_found(collective: Collective) -> None:
-    meeting = make_meeting(2)
+    meeting = Meeting(2)
 
     def spoil(call: str, rank: int, result: Any) -> Any:  # noqa: ANN401 - what the call returns
         victim = 1 if call in {"all_gather", "broadcast"} else 0  # of some calls rank 0 is the root
@@ -95,12 +104,15 @@ def test_one_wrong_value_at_one_rank_is_found(collective: Collective) -> None:
         return [*result[:-1], wrong] if isinstance(result, list) else wrong
 
     meeting.spoil = spoil
-    rows = on_each_rank(meeting, lambda mesh: measure_row(mesh, collective, "", 64, seconds=1e-9))
+    strategy = collective.strategies[0]
+    rows = on_each_rank(
+        meeting, lambda mesh: measure_row(mesh, collective, strategy, 64, seconds=1e-9)
+    )
     assert [found.correct for found in rows] == [False, False]
 
 
 def test_one_wrong_result_among_right_ones_is_found() -> None:
-    meeting = make_meeting(2)
+    meeting = Meeting(2)
     results = itertools.count()
 
     def spoil(call: str, rank: int, result: Any) -> Any:  # noqa: ANN401 - an array
@@ -118,7 +130,7 @@ def test_one_wrong_result_among_right_ones_is_found() -> None:
 @pytest.mark.parametrize("name", ["reduce", "gather"])
 def test_whoever_gets_a_result_that_is_the_roots_is_found_wrong(name: str) -> None:
     (collective,) = (c for c in COLLECTIVES if c.name == name)
-    meeting = make_meeting(2)
+    meeting = Meeting(2)
     meeting.spoil = lambda _, rank, result: np.zeros(8) if rank and result is None else result
 
     found, _ = on_each_rank(
@@ -158,7 +170,7 @@ def test_a_row_tells_the_slowest_rank_and_both_bandwidths(monkeypatch: pytest.Mo
         here.rank = mesh.rank
         return measure_row(mesh, COLLECTIVES[0], "ring", 800, seconds=9.0 * 4)
 
-    found, _ = on_each_rank(make_meeting(2), program)
+    found, _ = on_each_rank(Meeting(2), program)
 
     assert (found.calls, found.min_s, found.median_s, found.p99_s) == (4, 2.0, 3.0, 5.0)
     assert found.algorithm_bytes_per_s == found.bus_bytes_per_s == 800 / 3.0
@@ -167,7 +179,7 @@ def test_a_row_tells_the_slowest_rank_and_both_bandwidths(monkeypatch: pytest.Mo
 def test_a_row_of_quick_calls_ends_after_a_thousand(monkeypatch: pytest.MonkeyPatch) -> None:
     clock(monkeypatch, 1e-7)
     found, _ = on_each_rank(
-        make_meeting(2), lambda mesh: measure_row(mesh, COLLECTIVES[-1], "", 0, seconds=1.0)
+        Meeting(2), lambda mesh: measure_row(mesh, COLLECTIVES[-1], "", 0, seconds=1.0)
     )
     assert found.calls == MOST_CALLS
     assert found.bus_bytes_per_s is None
@@ -191,7 +203,7 @@ def test_rank_0_shows_the_table_and_the_others_say_who_does(
     ]
     assert captured.out.count("barrier") == 1
     assert captured.err == "measured; rank 0, on mac-1, shows the table\n"
-    assert {call.split()[-1] for call in meeting.calls if " sum" in call} == {"ring"}
+    assert {call.split()[-1] for call in meeting.calls if "reduce" in call} == {"ring"}
 
 
 @pytest.mark.usefixtures("meeting")
@@ -240,10 +252,10 @@ def test_equal_plans_are_alike_however_they_were_written() -> None:
     def program(mesh: Mesh) -> None:
         check_alike(mesh, wishes("1MiB" if mesh.rank else "1048576"))
 
-    on_each_rank(make_meeting(2), program)
+    on_each_rank(Meeting(2), program)
     with pytest.raises(UsageError):
         on_each_rank(
-            make_meeting(2), lambda mesh: check_alike(mesh, wishes("4k" if mesh.rank else "1k"))
+            Meeting(2), lambda mesh: check_alike(mesh, wishes("4k" if mesh.rank else "1k"))
         )
 
 
@@ -277,13 +289,16 @@ def test_without_a_number_it_waits_for_all_machines_of_the_mesh_and_names_them(
 ) -> None:
     asked: list[object] = []
 
-    def connect(*arguments: object) -> FakeMesh:
-        asked.extend(arguments)
-        return FakeMesh(make_meeting(1), 0)
+    def alone(mesh: Mesh) -> int:
+        def connected(*what: object) -> Mesh:
+            asked.extend(what)
+            return mesh
 
-    monkeypatch.setattr(bench, "connect", connect)
+        monkeypatch.setattr(bench, "connect", connected)
+        return run(["bench", "--max-size", "1KiB", "--seconds", "1e-9"])
+
     with agent_at(socket, answer_well):
-        assert run(["bench", "--max-size", "1KiB", "--seconds", "1e-9"]) == 0
+        assert SimulatedMesh(1).run(alone) == [0]
     assert asked == ["bench", 3, 300.0, socket.parent]
     assert capsys.readouterr().err == "waiting until 'pmesh bench' runs on mac-1, mac-2, studio\n"
 

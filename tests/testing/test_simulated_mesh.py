@@ -203,11 +203,12 @@ def test_a_call_in_two_threads_and_in_an_event_loop_does_not_mix() -> None:
     async def within_asyncio() -> list[float]:
         return total(4)
 
+    two = SimulatedMesh(2)
     with ThreadPoolExecutor() as pool:
-        both = [pool.submit(total, size) for size in (1, 2)]
+        both = [pool.submit(two.run, lambda mesh: mesh.size) for _ in range(2)]
         assert trio.run(within_trio) == [3] * 3
         assert asyncio.run(within_asyncio()) == [4] * 4
-    assert [each.result() for each in both] == [[1], [2, 2]]
+    assert [each.result() for each in both] == [[2, 2]] * 2
 
 
 @pytest.fixture

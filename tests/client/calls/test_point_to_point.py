@@ -12,13 +12,13 @@ import pytest
 import pmesh
 from pmesh.client.calls.point_to_point import ANY, PointToPoint
 from tests.worlds.fake_agent import run_ranks
-from tests.worlds.fake_p2p_agent import P2PAgent, pair, run
 from tests.worlds.scripted_agent import PATIENCE_S
+from tests.worlds.watched_agent import WatchedAgent, pair, run, watched_agent
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[P2PAgent]:
-    with P2PAgent(tmp_path / "home") as running:
+def agent(tmp_path: Path) -> Iterator[WatchedAgent]:
+    with watched_agent(tmp_path / "home") as running:
         yield running
 
 
@@ -31,7 +31,9 @@ def agent(tmp_path: Path) -> Iterator[P2PAgent]:
      "complex64"],
 )  # fmt: skip
 @pytest.mark.parametrize("shape", [(2, 3), (), (0, 2)])
-def test_an_array_comes_as_it_was_sent(agent: P2PAgent, name: str, shape: tuple[int, ...]) -> None:
+def test_an_array_comes_as_it_was_sent(
+    agent: WatchedAgent, name: str, shape: tuple[int, ...]
+) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
     x = np.arange(6)[: int(np.prod(shape))].reshape(shape).astype(dtype)
@@ -41,7 +43,7 @@ def test_an_array_comes_as_it_was_sent(agent: P2PAgent, name: str, shape: tuple[
     assert (got.dtype, got.shape, got.tobytes()) == (dtype, shape, x.tobytes())
 
 
-def test_an_array_that_does_not_lie_in_one_piece_comes_in_order(agent: P2PAgent) -> None:
+def test_an_array_that_does_not_lie_in_one_piece_comes_in_order(agent: WatchedAgent) -> None:
     x = np.arange(24.0).reshape(4, 6)[::-2, 1::2]
 
     _, got = pair(agent, lambda m: m.send(x, 1), lambda m: m.recv(0))
@@ -51,7 +53,7 @@ def test_an_array_that_does_not_lie_in_one_piece_comes_in_order(agent: P2PAgent)
 
 @pytest.mark.parametrize("library", ["mlx", "torch"])
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int64", "bool"])
-def test_libraries_may_differ(agent: P2PAgent, library: str, name: str) -> None:
+def test_libraries_may_differ(agent: WatchedAgent, library: str, name: str) -> None:
     module = pytest.importorskip("mlx.core" if library == "mlx" else library)
     dtype = getattr(module, "bool_" if library == "mlx" and name == "bool" else name)
 
@@ -79,9 +81,7 @@ def test_libraries_may_differ(agent: P2PAgent, library: str, name: str) -> None:
     assert dtype_there == name
 
 
-def test_what_is_received_is_the_receiver_s_own(agent: P2PAgent) -> None:
-    agent.evicts = True
-
+def test_what_is_received_is_the_receiver_s_own(agent: WatchedAgent) -> None:
     def receive(m: PointToPoint) -> list[float]:
         arrays = [m.recv(0) for _ in range(5)]
         for array in arrays:
@@ -98,7 +98,7 @@ def test_what_is_received_is_the_receiver_s_own(agent: P2PAgent) -> None:
     assert got == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_an_array_that_was_sent_async_may_be_changed_at_once(agent: P2PAgent) -> None:
+def test_an_array_that_was_sent_async_may_be_changed_at_once(agent: WatchedAgent) -> None:
     sent = threading.Event()
 
     def send(m: PointToPoint) -> None:
@@ -118,14 +118,14 @@ def test_an_array_that_was_sent_async_may_be_changed_at_once(agent: P2PAgent) ->
 # --- who and in which order
 
 
-def test_sendrecv_goes_round_a_ring(agent: P2PAgent) -> None:
+def test_sendrecv_goes_round_a_ring(agent: WatchedAgent) -> None:
     def shift(m: PointToPoint) -> int:
         return int(m.sendrecv(np.array([m.rank]), (m.rank + 1) % 3, (m.rank - 1) % 3)[0])
 
     assert run(agent, 3, shift) == [2, 0, 1]
 
 
-def test_any_takes_from_all_others_and_says_from_whom(agent: P2PAgent) -> None:
+def test_any_takes_from_all_others_and_says_from_whom(agent: WatchedAgent) -> None:
     def receive(m: PointToPoint) -> dict[int, Any]:
         assert m.last_source is None
         got: dict[int, Any] = {}
@@ -141,7 +141,7 @@ def test_any_takes_from_all_others_and_says_from_whom(agent: P2PAgent) -> None:
     assert run(agent, 3, program)[0] == {1: 10, 2: 20}
 
 
-def test_many_calls_are_under_way_at_once_and_waited_for_in_any_order(agent: P2PAgent) -> None:
+def test_many_calls_are_under_way_at_once_and_waited_for_in_any_order(agent: WatchedAgent) -> None:
     def send(m: PointToPoint) -> None:
         handles = [m.send(np.array([k]), 1, tag=k % 3, async_op=True) for k in range(12)]
         for handle in reversed(handles):
@@ -157,7 +157,7 @@ def test_many_calls_are_under_way_at_once_and_waited_for_in_any_order(agent: P2P
     assert pair(agent, send, receive)[1] == list(range(12))
 
 
-def test_several_threads_wait_on_one_connection(agent: P2PAgent) -> None:
+def test_several_threads_wait_on_one_connection(agent: WatchedAgent) -> None:
     def receive(m: PointToPoint) -> dict[int, int]:
         got: dict[int, int] = {}
 
@@ -180,7 +180,7 @@ def test_several_threads_wait_on_one_connection(agent: P2PAgent) -> None:
     assert len(agent.attached) == 2
 
 
-def test_messages_go_while_a_collective_waits(agent: P2PAgent) -> None:
+def test_messages_go_while_a_collective_waits(agent: WatchedAgent) -> None:
     def ready(mesh: pmesh.Mesh) -> float:
         p2p: Any = mesh if isinstance(mesh, PointToPoint) else PointToPoint(mesh._place)  # noqa: SLF001
         try:
@@ -199,7 +199,7 @@ def test_messages_go_while_a_collective_waits(agent: P2PAgent) -> None:
     assert run_ranks(agent.home, 2, ready) == [2.0, 2.0]
 
 
-def test_arenas_for_sends_are_used_again_and_few_are_kept(agent: P2PAgent) -> None:
+def test_arenas_for_sends_are_used_again_and_few_are_kept(agent: WatchedAgent) -> None:
     def send(m: PointToPoint) -> None:
         for _ in range(10):
             m.send(np.zeros(1000), 1)

@@ -22,17 +22,17 @@ from pmesh.errors import (
     UnsupportedArray,
     UsageError,
 )
-from tests.worlds.fake_p2p_agent import LOST, P2PAgent, pair, run
 from tests.worlds.scripted_agent import PATIENCE_S
+from tests.worlds.watched_agent import LOST, WatchedAgent, pair, run, watched_agent
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[P2PAgent]:
-    with P2PAgent(tmp_path / "home") as running:
+def agent(tmp_path: Path) -> Iterator[WatchedAgent]:
+    with watched_agent(tmp_path / "home") as running:
         yield running
 
 
-def test_what_can_t_be_is_said_at_once(agent: P2PAgent) -> None:
+def test_what_can_t_be_is_said_at_once(agent: WatchedAgent) -> None:
     def wrong(m: PointToPoint) -> None:
         x = np.zeros(3)
         other = 1 - m.rank
@@ -57,7 +57,7 @@ def test_what_can_t_be_is_said_at_once(agent: P2PAgent) -> None:
     pair(agent, wrong, wrong)
 
 
-def test_a_rank_alone_has_nobody_to_talk_to(agent: P2PAgent) -> None:
+def test_a_rank_alone_has_nobody_to_talk_to(agent: WatchedAgent) -> None:
     def alone(m: PointToPoint) -> None:
         calls: list[Callable[[], object]] = [
             lambda: m.send(np.zeros(1), 0),
@@ -71,7 +71,7 @@ def test_a_rank_alone_has_nobody_to_talk_to(agent: P2PAgent) -> None:
     run(agent, 1, alone)
 
 
-def test_recv_like_names_both_shapes_and_dtypes(agent: P2PAgent) -> None:
+def test_recv_like_names_both_shapes_and_dtypes(agent: WatchedAgent) -> None:
     def receive(m: PointToPoint) -> str:
         with pytest.raises(UsageError) as wrong:
             m.recv_like(np.zeros((4, 2), np.float32), 0, tag=6)
@@ -83,7 +83,7 @@ def test_recv_like_names_both_shapes_and_dtypes(agent: P2PAgent) -> None:
     )
 
 
-def test_a_dtype_that_the_library_lacks_is_named(agent: P2PAgent) -> None:
+def test_a_dtype_that_the_library_lacks_is_named(agent: WatchedAgent) -> None:
     mx = pytest.importorskip("mlx.core")
 
     def receive(m: PointToPoint) -> str:
@@ -96,7 +96,7 @@ def test_a_dtype_that_the_library_lacks_is_named(agent: P2PAgent) -> None:
 
 
 def test_the_agent_s_verdict_is_raised_and_the_next_call_goes_on(
-    agent: P2PAgent, caplog: pytest.LogCaptureFixture
+    agent: WatchedAgent, caplog: pytest.LogCaptureFixture
 ) -> None:
     agent.fails = lambda request: (
         LOST if isinstance(request, SendMessage) and request.envelope.tag == 9 else None
@@ -117,7 +117,7 @@ def test_the_agent_s_verdict_is_raised_and_the_next_call_goes_on(
     assert "waiting for a message for 10 s, with rank 1 (mac-1)" in caplog.messages
 
 
-def test_a_timed_out_receive_is_told_from_a_wait_that_was_too_short(agent: P2PAgent) -> None:
+def test_a_timed_out_receive_is_told_from_a_wait_that_was_too_short(agent: WatchedAgent) -> None:
     late = Verdict("OpTimedOut", "no message came")
     agent.fails = lambda request: (
         late if isinstance(request, ReceiveMessage) and request.tag == 9 else None
@@ -145,7 +145,7 @@ def test_a_timed_out_receive_is_told_from_a_wait_that_was_too_short(agent: P2PAg
     pair(agent, send, receive)
 
 
-def test_no_memory_for_a_send_fails_it_alone(agent: P2PAgent) -> None:
+def test_no_memory_for_a_send_fails_it_alone(agent: WatchedAgent) -> None:
     def send(m: PointToPoint) -> None:
         agent.memory = Verdict("UsageError", "no shared memory")
         with pytest.raises(UsageError, match="no shared memory"):
@@ -156,7 +156,7 @@ def test_no_memory_for_a_send_fails_it_alone(agent: P2PAgent) -> None:
     pair(agent, send, lambda m: m.recv(0))
 
 
-def test_who_is_not_let_in_is_told_why(agent: P2PAgent) -> None:
+def test_who_is_not_let_in_is_told_why(agent: WatchedAgent) -> None:
     agent.refuses = Verdict("HistorySuperseded", "this trainer is not in job 'job'")
 
     def send(m: PointToPoint) -> None:
@@ -166,7 +166,7 @@ def test_who_is_not_let_in_is_told_why(agent: P2PAgent) -> None:
     pair(agent, send, send)
 
 
-def test_closing_ends_calls_of_other_threads(agent: P2PAgent) -> None:
+def test_closing_ends_calls_of_other_threads(agent: WatchedAgent) -> None:
     def wait(m: PointToPoint) -> None:
         failures: list[BaseException] = []
 
@@ -193,7 +193,7 @@ def test_closing_ends_calls_of_other_threads(agent: P2PAgent) -> None:
 
 
 def test_an_interrupted_wait_ends_its_connection_and_the_next_call_opens_another(
-    agent: P2PAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def receive(m: PointToPoint) -> int:
         handle = m.recv(0, async_op=True)
@@ -215,11 +215,11 @@ def test_an_interrupted_wait_ends_its_connection_and_the_next_call_opens_another
     assert pair(agent, lambda m: m.recv(1), receive)[1] == 3
 
 
-def test_garbage_from_the_agent_is_named(agent: P2PAgent) -> None:
+def test_garbage_from_the_agent_is_named(agent: WatchedAgent) -> None:
     def send(m: PointToPoint) -> None:
         handle = m.recv(1 - m.rank, async_op=True)
         mine = next(c for c in agent.attached if int(c.me) == int(m.rank))
-        mine.trainer.connection.sendall(b"\x00\x00\x00\x02hi")
+        mine.say(b"\x00\x00\x00\x02hi")
         with pytest.raises(pmesh.AgentStopped, match="sent what no agent sends"):
             handle.wait()
 
@@ -227,11 +227,11 @@ def test_garbage_from_the_agent_is_named(agent: P2PAgent) -> None:
     pair(agent, send, send)
 
 
-def test_an_answer_to_another_kind_of_call_is_named(agent: P2PAgent) -> None:
+def test_an_answer_to_another_kind_of_call_is_named(agent: WatchedAgent) -> None:
     def receive(m: PointToPoint) -> None:
         handle = m.recv(1 - m.rank, async_op=True)
         mine = next(c for c in agent.attached if int(c.me) == int(m.rank))
-        mine.trainer.send(MessageSent(1))
+        mine.say(MessageSent(1))
         with pytest.raises(pmesh.PmeshError):
             handle.wait()
 
@@ -239,7 +239,7 @@ def test_an_answer_to_another_kind_of_call_is_named(agent: P2PAgent) -> None:
     pair(agent, receive, receive)
 
 
-def test_a_forked_child_has_no_part_in_it(agent: P2PAgent) -> None:
+def test_a_forked_child_has_no_part_in_it(agent: WatchedAgent) -> None:
     def send(m: PointToPoint) -> None:
         m._process = os.getpid() + 1  # noqa: SLF001 - as in a child
         with pytest.raises(MeshClosed, match="forked"):
