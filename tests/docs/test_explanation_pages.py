@@ -18,7 +18,7 @@ def flat(text: str) -> str:
 
 
 def test_the_silences_in_the_design_are_those_that_the_agent_judges_by() -> None:
-    section = DESIGN["Who is here"]
+    section = DESIGN["Failure detection"]
 
     assert list(table_rows(section)) == [
         ["degraded", f"{WIRED.degraded_after_s} s", f"{WIFI.degraded_after_s} s"],
