@@ -210,7 +210,7 @@ class Place:
         self._apart, self._veteran = type(why)(str(why)), False
         self._lost_agent = self._lost_agent or isinstance(why, AgentStopped)
         if self.is_alone and not was_alone:
-            _logger.warning("%s; this rank goes on alone until mesh.sync brings it back", why)
+            _logger.warning("%s; until then this rank trains alone", why)
 
     def _see_the_world(self) -> None:
         world = self.world
