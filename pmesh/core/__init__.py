@@ -8,11 +8,11 @@ wire        framing (lengths, first bytes), link (messages between agents), loca
             trainer and agent), records (sealed lane records)
 values      views, rosters, trainers, verdicts: the values that agents agree on
 views       state (what one member knows), agreement (the effects of a message), leader (the
-            leader's half), rosters (jobs in a view change), outcomes (their ops), quorum (which
-            side may continue), ring (its order), stall_guard (after a stall), validation and limits
-            (against dishonest members)
-jobs        op_log (what a rank knows of its ops), rank (its fences, failures and results), progress
-            (how far all are), attempt (what an op does next), jobs (who waits, who lives here)
+            leader's half), rosters (jobs in a view change), outcomes and op_log (their ops), quorum
+            (which side may continue), ring (its order), stall_guard (after a stall), validation and
+            limits (against dishonest members)
+jobs        rank (its fences, failures and results), progress (how far all are), attempt (what an op
+            does next), jobs (who waits, who lives here)
 ops         kinds, plan and schedule (sends and receives), all_reduce, reduce, moving, coded (the
             plans), cost (which is the fastest), reductions (the arithmetic)
 p2p         messages between two ranks, each exactly once

@@ -13,13 +13,22 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from pmesh.core.jobs import jobs, op_log, progress
+from pmesh.core.jobs import jobs, progress
 from pmesh.core.jobs.jobs import JobsState
-from pmesh.core.jobs.op_log import Ledger
 from pmesh.core.jobs.progress import Marks
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import Roster, Trainer, View
-from pmesh.core.views import agreement, leader, outcomes, quorum, rosters, stall_guard, state
+from pmesh.core.views import (
+    agreement,
+    leader,
+    op_log,
+    outcomes,
+    quorum,
+    rosters,
+    stall_guard,
+    state,
+)
+from pmesh.core.views.op_log import Ledger
 from pmesh.core.views.state import Fence, Install, MemberState, Peer, Step
 from pmesh.core.wire.link import Propose
 from pmesh.ids import Epoch, Incarnation, Member

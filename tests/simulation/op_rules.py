@@ -7,12 +7,12 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from pmesh.core.jobs import attempt, op_log
+from pmesh.core.jobs import attempt
 from pmesh.core.jobs.attempt import NextStep, OpState
-from pmesh.core.jobs.op_log import Ledger
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import OpOutcome, Roster
-from pmesh.core.views import leader, outcomes
+from pmesh.core.views import leader, op_log, outcomes
+from pmesh.core.views.op_log import Ledger
 from pmesh.core.views.state import MemberState, Step
 from pmesh.ids import Member, OpNumber
 from simulation import ops

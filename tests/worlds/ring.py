@@ -8,10 +8,10 @@ The decisions are the core's own: `proposals.decide`, and the ledger.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from pmesh.core.jobs import op_log as ledgers
-from pmesh.core.jobs.op_log import Ledger
 from pmesh.core.values import Roster, Terms, Trainer, Verdict, View
+from pmesh.core.views import op_log as ledgers
 from pmesh.core.views.leader import begin, collect, decide
+from pmesh.core.views.op_log import Ledger
 from pmesh.core.views.outcomes import outcome_of
 from pmesh.core.views.rosters import is_same_history
 from pmesh.core.views.state import Facts, MemberState

@@ -9,11 +9,11 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Generic, Literal, TypeAlias, TypeVar
 
-from pmesh.core.jobs import op_log as ledgers
-from pmesh.core.jobs.op_log import Ledger
 from pmesh.core.links.health import WIRED
 from pmesh.core.ops.kinds import KINDS
 from pmesh.core.values import OpOutcome, Roster, Trainer, Verdict
+from pmesh.core.views import op_log as ledgers
+from pmesh.core.views.op_log import Ledger
 from pmesh.core.views.quorum import is_in_force
 from pmesh.core.wire.link import Call, Concern, JobReport, KnownPrimary, RankMarks
 from pmesh.core.wire.local import World

@@ -3,9 +3,9 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pmesh.core.jobs.op_log import NONE_YET
 from pmesh.core.ops.kinds import BOUND_KINDS
 from pmesh.core.values import OpOutcome, Roster, Verdict
+from pmesh.core.views.op_log import NONE_YET
 from pmesh.core.wire.link import Concern, JobReport, OpReport
 from pmesh.ids import OpNumber, TrainerId
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pmesh.core.jobs.op_log import Ledger, complete, fail, report, start
 from pmesh.core.values import OpOutcome, Roster
+from pmesh.core.views.op_log import Ledger, complete, fail, report, start
 from pmesh.core.views.outcomes import outcome_of
 from pmesh.core.wire.link import Call, JobReport, OpReport
 from pmesh.core.wire.records import fingerprint

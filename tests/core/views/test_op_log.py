@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pmesh.core.jobs.op_log import (
+from pmesh.core.values import Verdict
+from pmesh.core.views.op_log import (
     NONE_YET,
     Ledger,
     apply_failures,
@@ -15,7 +16,6 @@ from pmesh.core.jobs.op_log import (
     stabilize,
     start,
 )
-from pmesh.core.values import Verdict
 from pmesh.core.wire.link import OpReport, RankReport
 from pmesh.ids import OpNumber, TrainerId
 from tests.worlds.builders import (
