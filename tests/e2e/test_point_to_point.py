@@ -1,4 +1,4 @@
-"""Messages between two ranks, with real agents and real trainers."""
+"""PointToPoint between two ranks, with real agents and real trainers."""
 
 import json
 
@@ -9,10 +9,10 @@ TRAINER = """
 import json
 import numpy as np
 import pmesh
-from pmesh.client.calls.point_to_point import ANY, Messages
+from pmesh.client.calls.point_to_point import ANY, PointToPoint
 
 with pmesh.connect(job="messages", wait_for=3) as mesh:
-    messages = mesh if isinstance(mesh, Messages) else Messages(mesh._place)
+    messages = mesh if isinstance(mesh, PointToPoint) else PointToPoint(mesh._place)
     others = [rank for rank in range(3) if rank != mesh.rank]
     x = np.arange(300_000) + mesh.rank
     handles = [messages.send(x, to, tag=4, async_op=True) for to in others]
