@@ -96,6 +96,8 @@ class Invariants:
         self._ends: dict[tuple[JobName, Epoch, OpNumber, Trainer], End] = {}
         self._left_out: dict[tuple[Member, Epoch], float] = {}
         self._slept: dict[Member, tuple[float, float]] = {}
+        self._failed: dict[tuple[JobName, Epoch, OpNumber], int] = {}
+        """The number of the first roster in which an op has failed."""
 
     # --- views
 
@@ -218,6 +220,7 @@ class Invariants:
         if rank.roster.born != after.born or not set(rank.roster.trainers) & set(after.trainers):
             return  # V9: another history of the job goes on
         outcomes = {outcome.op: outcome for outcome in after.outcomes}
+        self._note_failures(after)
         for op, report in rank.ledger.ops.items():
             if not (report.completed and report.holds):
                 continue  # who has no result can't serve it: then the op may fail, also here
@@ -264,9 +267,16 @@ class Invariants:
             and (rank.roster.job, rank.roster.born) == (roster.job, roster.born)
         )
 
+    def _note_failures(self, roster: Roster) -> None:
+        for outcome in roster.outcomes:
+            if outcome.verdict:
+                self._failed.setdefault((roster.job, roster.born, outcome.op), roster.number)
+
     def _check_torn(self, outcome: OpOutcome, roster: Roster) -> None:
         """O4: an op that is bound to its ranks fails only if some of them have not ended it."""
         op = outcome.op
+        if self._failed[roster.job, roster.born, op] < roster.number:
+            return  # a rank that had not ended it was there when an earlier view settled it
         ended = {
             rank.id
             for rank in self._ranks()
