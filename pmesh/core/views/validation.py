@@ -58,9 +58,10 @@ def _check_roster(roster: Roster, members: Sequence[Member]) -> None:
     _demand_unique([trainer.id for trainer in known], "trainers of one number")
     _demand_unique([(t.member, t.slot) for t in roster.trainers], "trainers on one connection")
     _demand(all(t.id < roster.next_id for t in known), "a trainer with an id not yet assigned")
+    # V3: a job that is not fenced everywhere keeps a lost trainer until the next view.
     _demand(
-        {trainer.member for trainer in roster.trainers} <= set(members),
-        f"a roster of job {roster.job!r} with a trainer on a machine that has no seat",
+        any(trainer.member in members for trainer in roster.trainers),
+        f"a roster of job {roster.job!r} with trainers only on machines that have no seat",
     )
     _demand(roster.born.counter <= roster.number, "a roster from before its job began")
     _demand_unique([outcome.op for outcome in roster.outcomes], "outcomes of one op")
