@@ -1,10 +1,10 @@
-"""The moving picture of the README: one of three machines is unplugged while all train.
+"""The moving picture of the README: one of three machines crashes while all train.
 
     $ python -m tools.unplug
     $ asciinema rec -c 'python -m tools.unplug' unplug.cast     # then svg-term makes the picture
 
-Unplugging is SIGKILL for an agent and its trainer at once: neither can say goodbye. What is shown
-are the first machine's own ring and events.
+The crash is SIGKILL for an agent and its trainer at once: neither can say goodbye. (A cable that is
+pulled is noticed by silence, after 2 s.) The picture shows the first machine's own ring and events.
 """
 
 import shutil
@@ -72,7 +72,7 @@ class Picture:
 
 
 def main() -> None:
-    """Train, unplug, plug in again."""
+    """Train, kill, start again."""
     directory = CLONE / ".demo"
     shutil.rmtree(directory, ignore_errors=True)
     with Demo(directory) as demo:
@@ -87,7 +87,9 @@ def main() -> None:
             picture.show(live, "Three machines train one model.", 3)
             for process in agents[2], trainers[2]:
                 process.send_signal(signal.SIGKILL)
-            picture.show(live, f"{NAMES[2]} is unplugged. Nobody restarts, and no step is lost.", 2)
+            picture.show(
+                live, f"{NAMES[2]} is killed. Nobody else restarts, and no step is lost.", 2
+            )
             demo.start_agent(NAMES[2])
             train(NAMES[2])
             picture.show(live, f"{NAMES[2]} is back, and takes the others' weights.", 3)

@@ -105,7 +105,7 @@ def _is_senior(state: MemberState, member: Member) -> bool:
 
 def pass_time(state: MemberState, facts: Facts, *, now: float) -> Step:
     """Check the deadlines. Call it at each heartbeat (0.2 s): they are at least five times that."""
-    state = replace(state, owed=limits.note_need(state, now))
+    state = replace(state, debt=limits.note_need(state, now))
     return _consider(Step(_give_up_on_silent(state, now)), facts, now)
 
 
@@ -340,7 +340,7 @@ def _install(state: MemberState, view: View, now: float) -> Step:
         view=view,
         promises=(),
         flushed_at=None,
-        owed=None,
+        debt=None,
         installed_at=now,
         proposal=None,
         primaries=quorum.remember(state.primaries, view),

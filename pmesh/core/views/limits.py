@@ -75,7 +75,7 @@ def note_need(state: MemberState, now: float) -> Debt | None:
     if not is_stale(state, members, now):
         return None
     leader = members[0]
-    before = state.owed
+    before = state.debt
     if before is None or before.leader != leader:
         return Debt(leader, 0.0, now)
     return Debt(leader, before.waited_s + min(now - before.at, AWAKE_S), now)
@@ -83,8 +83,8 @@ def note_need(state: MemberState, now: float) -> Debt | None:
 
 def who_holds_up(state: MemberState) -> Member | None:
     """Return the leader if it made no view for far longer than an honest one can take."""
-    owed = state.owed
-    return owed.leader if owed is not None and owed.waited_s > HELD_UP_S else None
+    debt = state.debt
+    return debt.leader if debt is not None and debt.waited_s > HELD_UP_S else None
 
 
 def _promised_to(state: MemberState, leader: Member, after: float) -> list[Promise]:

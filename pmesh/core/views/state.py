@@ -133,7 +133,7 @@ class MemberState:
     """Members that did not answer a proposal; proposals leave them out for a while."""
     promised_to: tuple[Promise, ...] = ()
     """The last promises, including those in earlier views."""
-    owed: Debt | None = None
+    debt: Debt | None = None
     losses: Mapping[Member, str] = field(default_factory=dict[Member, str])
     """Why each lost member was lost, for error messages."""
     proposal: Proposal | None = None

@@ -137,7 +137,7 @@ class TestAViewIsOwed:
         needs = make_heartbeat(TRIO, ANNA, CARA, needs_epoch=True)
         leads = all_hearing_each_other(ANNA, TRIO, BERT, CARA)
         leads = replace(leads, peers={**leads.peers, BERT.node: make_peer(BERT, TRIO, needs)})
-        assert pass_time(leads, Facts(), now=NOW).state.owed is None
+        assert pass_time(leads, Facts(), now=NOW).state.debt is None
 
     def test_while_we_are_awake(self) -> None:
         flushed = told(BERTS, ANNA, make_proposal(ANNA, 6, TRIO, *TRIO.members)).state
@@ -146,7 +146,7 @@ class TestAViewIsOwed:
     def test_until_it_comes(self) -> None:
         flushed = told(BERTS, ANNA, make_proposal(ANNA, 6, TRIO, *TRIO.members)).state
         view = make_view(6, *TRIO.members, previous=TRIO.epoch)
-        assert told(self.wait(flushed, 5), ANNA, commit(view)).state.owed is None
+        assert told(self.wait(flushed, 5), ANNA, commit(view)).state.debt is None
 
 
 @pytest.mark.parametrize(
