@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.compression.codecs import Codec
@@ -48,7 +48,6 @@ def test_bf16_rounds_to_nearest_and_ties_to_even(codec: Codec) -> None:
 
 
 @fp16
-@settings(deadline=None)
 @given(st.lists(st.floats(width=32, allow_nan=False), max_size=40))
 def test_fp16_is_what_ieee_754_says_but_for_what_it_clips(
     codec: Codec, values: list[float]

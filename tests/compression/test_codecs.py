@@ -16,7 +16,7 @@ from tests.worlds.values import float32s, gaussian
 
 
 @every_codec
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data(), scale=st.sampled_from([1.0, 0.25, 1 / 3]), divisor=st.integers(1, 8))
 def test_what_is_decoded_and_the_residual_make_up_the_value(
     codec: Codec, data: st.DataObject, scale: float, divisor: int
@@ -58,7 +58,7 @@ def test_what_is_decoded_and_the_residual_make_up_the_value(
 
 
 @every_codec
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(values=float32s(COUNTS, finite=False), last=st.booleans())
 def test_nothing_that_is_not_finite_is_swallowed(
     codec: Codec,
@@ -110,7 +110,6 @@ def test_bytes_may_begin_anywhere(codec: Codec) -> None:
 
 
 @every_codec
-@settings(deadline=None)
 @given(count=st.integers(0, 10**9))
 def test_pieces_lie_one_behind_the_other_at_multiples_of_four(codec: Codec, count: int) -> None:
     assert codec.wire_bytes(count) % 4 == 0
@@ -119,7 +118,7 @@ def test_pieces_lie_one_behind_the_other_at_multiples_of_four(codec: Codec, coun
 
 
 @every_codec
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_whatever_bytes_arrive_become_values(codec: Codec, data: st.DataObject) -> None:
     count = data.draw(COUNTS)

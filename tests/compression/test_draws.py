@@ -1,5 +1,5 @@
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.compression.draws import draw_uniform, draw_words, start_of
@@ -15,7 +15,6 @@ def split_mix_64(state: int) -> int:
     return state ^ (state >> 31)
 
 
-@settings(deadline=None)
 @given(KEYS, st.integers(0, 2**40), st.integers(0, 20))
 def test_words_are_those_of_split_mix_64(key: int, first: int, count: int) -> None:
     start = start_of(key)
@@ -32,7 +31,6 @@ def test_the_reference_generator_s_first_words_are_ours() -> None:
     assert words == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
-@settings(deadline=None)
 @given(KEYS, st.integers(0, 2**30), st.integers(0, 40))
 def test_lots_do_not_depend_on_where_one_begins(key: int, word: int, count: int) -> None:
     whole = draw_uniform(key, 4 * word, 8 + count)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.compression.blocks import Float32s
@@ -51,7 +51,6 @@ def test_ties_go_to_the_even_code(codec: Codec) -> None:
 
 
 @int8
-@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_a_value_is_at_most_half_a_step_away(codec: Codec, seed: int) -> None:
     values = gaussian(1000, seed=seed) * np.float32(10) ** (seed % 30 - 15)

@@ -57,7 +57,7 @@ def assert_same_bits(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), scale=st.sampled_from([1.0, 1 / 3]), divisor=st.integers(1, 3))
 def test_numba_gives_the_same_bits_as_numpy(
     name: str, data: st.DataObject, scale: float, divisor: int

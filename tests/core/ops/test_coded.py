@@ -1,7 +1,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.compression.codecs import Codec, codec_of
@@ -28,14 +28,12 @@ def plans(size: int, count: int, codec: Codec) -> list[RankPlan]:
     return [plan_coded_ring(rank=rank, size=size, count=count, codec=codec) for rank in range(size)]
 
 
-@settings(deadline=None)
 @given(SIZES, COUNTS, NAMES)
 def test_what_a_rank_sends_is_what_the_next_receives(size: int, count: int, name: str) -> None:
     all_plans = plans(size, count, codec_of(name))
     check_shape(all_plans, segment_bytes=MAX_BODY_BYTES)
 
 
-@settings(deadline=None)
 @given(SIZES, COUNTS, NAMES)
 def test_each_value_is_encoded_once_and_decoded_once(size: int, count: int, name: str) -> None:
     """So the residual is one array of that size."""
@@ -48,7 +46,6 @@ def test_each_value_is_encoded_once_and_decoded_once(size: int, count: int, name
             assert sorted(done) == pieces
 
 
-@settings(deadline=None)
 @given(SIZES, COUNTS, NAMES)
 def test_pieces_cover_the_tensor_begin_with_a_block_and_fit_a_record(
     size: int, count: int, name: str

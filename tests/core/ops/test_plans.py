@@ -106,7 +106,7 @@ def whole_bytes(sources: Sequence[Values]) -> list[int]:
     return [source.nbytes for source in sources]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(ALL_REDUCES, ORDERS | IN_LINE, st.sampled_from(["sum", "mean"]))
 def test_an_all_reduce_brings_the_right_bits_to_all_in_any_order(
     asked: AllReduce, order: Order, reduction: str
@@ -119,7 +119,7 @@ def test_an_all_reduce_brings_the_right_bits_to_all_in_any_order(
     assert {result.tobytes() for result in world.run(order, whole_bytes(sources))} == {expected}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(ALL_REDUCES, ORDERS, ORDERS)
 def test_neither_ranks_nor_orders_differ_in_a_bit_where_sums_are_rounded(
     asked: AllReduce, order: Order, another: Order
@@ -162,7 +162,7 @@ def test_an_exchange_is_a_ring_of_two_in_one_step(count: int, order: Order) -> N
     assert {result.tobytes() for result in results} == {reduced(sources, "mean").tobytes()}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(SIZES, COUNTS, SEGMENTS, ORDERS | IN_LINE, st.data())
 def test_a_reduce_brings_the_sum_to_its_root_alone(
     size: int, count: int, segment_bytes: int, order: Order, data: st.DataObject
@@ -180,7 +180,7 @@ def test_a_reduce_brings_the_sum_to_its_root_alone(
     assert results[root].tobytes() == reduced(sources, reduction).tobytes()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.integers(0, 60), min_size=1, max_size=9),
     SEGMENTS,
@@ -266,7 +266,7 @@ def moved(kind: str, counts: list[list[int]], root: int) -> tuple[list[bytes], l
             ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(MOVERS, st.integers(1, 9).flatmap(matrix), SEGMENTS, ORDERS | IN_LINE, st.data())
 def test_what_is_moved_arrives_where_it_belongs(
     kind: str,

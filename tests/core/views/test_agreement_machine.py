@@ -186,4 +186,4 @@ class ThreeAgents(RuleBasedStateMachine):
 
 
 TestThreeAgents = ThreeAgents.TestCase
-TestThreeAgents.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+TestThreeAgents.settings = settings(max_examples=120, stateful_step_count=50)

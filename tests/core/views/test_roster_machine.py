@@ -187,4 +187,4 @@ class OneJob(RuleBasedStateMachine):
 
 
 TestOneJob = OneJob.TestCase
-TestOneJob.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestOneJob.settings = settings(max_examples=60, stateful_step_count=30)

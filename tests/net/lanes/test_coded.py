@@ -53,7 +53,7 @@ async def check_against_hops(
     return clipped
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.integers(1, 8),
     st.integers(0, 40) | st.integers(0, 5000),

@@ -51,7 +51,7 @@ async def check_all_reduce(size: int, count: int, reduction: str, dtype: str) ->
     np.testing.assert_allclose(results[0], expected, rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(1, 8), st.integers(0, 40), st.sampled_from(KINDS))
 async def test_all_ranks_get_the_same_bits_and_the_right_ones(
     size: int, count: int, kind: tuple[str, str]

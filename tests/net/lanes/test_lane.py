@@ -166,7 +166,7 @@ async def test_the_sending_end_expects_nothing_but_a_greeting() -> None:
     theirs.close()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.binary(max_size=120))
 async def test_whatever_arrives_is_a_broken_lane(data: bytes) -> None:
     with raw_receiving_lane() as (peer, lane):
