@@ -8,6 +8,7 @@ What has broken something is kept in a folder, and tried again first. Exits with
 """
 
 import json
+import resource
 import signal
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from typing import Annotated
 import coverage as coverage_py
 import cyclopts
 
-from tools.fuzz.campaign import Arena, FindingError
+from tools.fuzz.campaign import PATIENCE_S, Arena, FindingError
 from tools.fuzz.corpus import keep, load
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -36,6 +37,7 @@ def fuzz(
     hours: float = 0.0,
     minutes: float = 0.0,
     seed: int = 0,
+    patience: float = PATIENCE_S,
     once: Path | None = None,
     corpus: Path = CORPUS,
     coverage: Annotated[bool, cyclopts.Parameter(negative="")] = False,
@@ -46,6 +48,7 @@ def fuzz(
         hours: For how long.
         minutes: Added to the hours.
         seed: Of the first episode; each has the next one.
+        patience: How many seconds agents have to meet again; a busy machine needs more.
         once: One kept case, and nothing else.
         corpus: Where findings are kept.
         coverage: Report what the liars reach of the code that handles messages. Slower: no lag is
@@ -56,7 +59,7 @@ def fuzz(
     findings = episodes = 0
     with tempfile.TemporaryDirectory(prefix="pmesh-fuzz-coverage-") as data:
         runner = ("-m", "coverage", "run", "--branch", "-p", f"--data-file={data}/of")
-        with Arena(runner if coverage else ()) as arena:
+        with Arena(runner if coverage else (), patience_s=patience) as arena:
             while cases or not episodes or (not once and time.monotonic() < deadline):
                 replay = cases.pop(0) if cases else None
                 number = load(replay).seed if replay else seed
@@ -72,11 +75,20 @@ def fuzz(
                             file = keep(corpus, arena.case(liar, number, str(e)))
                             print(f"kept as {file}", flush=True)
                     arena.end_all()
-            worst = ", ".join(f"{name} {value:,.0f}" for name, value in arena.worst.items())
-            print(f"{episodes} episodes, {findings} findings; at worst {worst}")
+        worst = ", ".join(f"{name} {value:,.0f}" for name, value in arena.worst.items())
+        print(
+            f"{episodes} episodes in {_processor_s() / 3600:.2f} hours of processor time, "
+            f"{findings} findings; at worst {worst}"
+        )
         if coverage:
             print("\n".join(_report(Path(data))))
     return 1 if findings else 0
+
+
+def _processor_s() -> float:
+    """Return what this process and those that it has ended have used."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def _report(data: Path) -> list[str]:

@@ -85,10 +85,13 @@ class Arena:
 
     Args:
         runner: What runs a module: `python`, or coverage.
+        patience_s: How long the agents have to meet, and trainers to go on. A busy machine needs
+            more than the default.
     """
 
-    def __init__(self, runner: tuple[str, ...] = ()) -> None:
+    def __init__(self, runner: tuple[str, ...] = (), *, patience_s: float = PATIENCE_S) -> None:
         self._runner = runner
+        self._patience_s = patience_s
         self._folder = tempfile.TemporaryDirectory(prefix="pmesh-fuzz-")
         self._path = Path(self._folder.name)
         self._key = new_key()
@@ -263,7 +266,7 @@ class Arena:
         return int(re.findall(r"^op \d+ of (\d+)", self._trainers[name].output, re.MULTILINE)[-1])
 
     def _await(self, holds: Callable[[], bool], otherwise: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + self._patience_s
         while not holds():
             if time.monotonic() > deadline:
                 raise FindingError(otherwise)
@@ -297,7 +300,9 @@ class Arena:
 
     def _address(self, name: str) -> str:
         found = await_picture(
-            self._home(name), lambda picture: picture["node"]["addresses"], within_s=PATIENCE_S
+            self._home(name),
+            lambda picture: picture["node"]["addresses"],
+            within_s=self._patience_s,
         )
         if found is None:
             raise FindingError(f"{name}'s agent does not start")
