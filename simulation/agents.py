@@ -54,11 +54,11 @@ def describe(view: View) -> str:
 
 def _describe_roster(roster: Roster) -> str:
     trainers = ",".join(f"{t.id}@{t.member.node[-1]}" for t in roster.trainers)
-    witnesses = "".join(f"+{t.id}@{t.member.node[-1]}" for t in roster.witnesses)
+    lost_holders = "".join(f"+{t.id}@{t.member.node[-1]}" for t in roster.lost_holders)
     outcomes = ",".join(map(_describe_outcome, roster.outcomes))
     quorum = "" if roster.quorate else " no quorum"
     born = _short(roster.born)
-    return f"{roster.job}#{roster.number} born {born} <{trainers}{witnesses}>{quorum} {outcomes}"
+    return f"{roster.job}#{roster.number} born {born} <{trainers}{lost_holders}>{quorum} {outcomes}"
 
 
 def _describe_outcome(outcome: OpOutcome) -> str:
@@ -401,8 +401,8 @@ class Agent:
             self._facts = Facts(
                 reports=facts.reports,
                 waiting=facts.waiting,
-                concerns=facts.concerns,
-                marks=facts.marks,
+                view_requests=facts.view_requests,
+                progress=facts.progress,
                 round_trips=self._round_trips,
             )
         return self._facts

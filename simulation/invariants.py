@@ -152,7 +152,7 @@ class Invariants:
         self.entered += 1
         for other in self._beside(rank):
             if other.rank is None:
-                continue  # a witness
+                continue  # a lost holder
             first = max(other.trainer.enters, other.ledger.ended + 1)
             if any(outcome_of(other.roster, OpNumber(op)) is None for op in range(first, enters)):
                 raise Violation(f"O6: {rank.id} enters at {enters}, {other.id} has not come so far")

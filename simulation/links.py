@@ -103,6 +103,6 @@ def says_the_same(beat: Heartbeat, other: Heartbeat) -> bool:
         and beat.needs_epoch == other.needs_epoch
         and beat.heard.keys() == other.heard.keys()
         and beat.waiting == other.waiting
-        and beat.concerns == other.concerns
+        and beat.view_requests == other.view_requests
         and beat.in_force == other.in_force
     )

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True)
-class Candidate(jobs.Candidate[LocalRank]):
+class WaitingTrainer(jobs.WaitingTrainer[LocalRank]):
     """A trainer that waits for its job to begin, or to enter it."""
 
     value: Callable[[OpNumber], int]
     joined: Callable[[LocalRank], None]
 
 
-class LocalJobs(JobsState[Candidate, LocalRank]):
+class LocalJobs(JobsState[WaitingTrainer, LocalRank]):
     """The jobs of one agent."""
 
     def __init__(self, host: "Agent") -> None:
@@ -35,8 +35,8 @@ class LocalJobs(JobsState[Candidate, LocalRank]):
         self._host = host
         self._early: list[LaneMessage] = []
 
-    def _new_rank(self, roster: Roster, trainer: Trainer, candidate: Candidate) -> LocalRank:
-        return LocalRank(self._host, self, roster, trainer, candidate.value)
+    def _new_rank(self, roster: Roster, trainer: Trainer, waiter: WaitingTrainer) -> LocalRank:
+        return LocalRank(self._host, self, roster, trainer, waiter.value)
 
     # --- trainers come and go
 
@@ -47,18 +47,18 @@ class LocalJobs(JobsState[Candidate, LocalRank]):
         terms: Terms,
         value: Callable[[OpNumber], int],
         joined: Callable[[LocalRank], None],
-    ) -> Candidate:
+    ) -> WaitingTrainer:
         """A trainer waits for its job to begin, or to enter it."""
-        candidate = Candidate(job=job, wait_for=wait_for, terms=terms, value=value, joined=joined)
-        self.add(candidate)
+        waiter = WaitingTrainer(job=job, wait_for=wait_for, terms=terms, value=value, joined=joined)
+        self.add(waiter)
         self._host.facts_changed()
-        return candidate
+        return waiter
 
-    def withdraw(self, candidate: Candidate) -> None:
+    def withdraw(self, waiter: WaitingTrainer) -> None:
         """The trainer no longer waits; if the job begins all the same, its rank is lost."""
-        self.candidates.pop(candidate.slot, None)
-        if candidate.rank is not None:
-            self.depart(candidate.rank, "is lost: its trainer left")
+        self.waiters.pop(waiter.slot, None)
+        if waiter.rank is not None:
+            self.depart(waiter.rank, "is lost: its trainer left")
         self._host.facts_changed()
 
     def depart(self, rank: LocalRank, why: str) -> None:
@@ -84,9 +84,9 @@ class LocalJobs(JobsState[Candidate, LocalRank]):
             if roster is not None and roster != rank.roster:
                 self._host.roster_settled(rank, roster)
         installed = self.follow(self._host.state, view, self._host.now)
-        for candidate, rank in installed.begun:
+        for waiter, rank in installed.begun:
             self._host.rank_began(rank)
-            candidate.joined(rank)
+            waiter.joined(rank)
         self._host.facts_changed()
         return installed.ended + installed.renumbered
 
@@ -138,7 +138,7 @@ class LocalJobs(JobsState[Candidate, LocalRank]):
 
     def timed_out(self, rank: LocalRank, op: Op) -> Verdict:
         """Why an op has not ended by its deadline."""
-        return timed_out(rank, op, self.marks, self.newcomers(rank))
+        return timed_out(rank, op, self.progress, self.newcomers(rank))
 
 
 def _identity(rank: LocalRank) -> tuple[object, ...]:

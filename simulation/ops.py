@@ -25,7 +25,7 @@ ANY_ATTEMPT = 0
 
 def call_op(rank: LocalRank, call: Call) -> None:
     """A trainer calls its next op; `rank.replied` hears how it ends."""
-    if rank.owed is not None:
+    if rank.late_failure is not None:
         _reply(rank, attempts.tell_late(rank))
         return
     number = OpNumber(rank.ledger.started + 1)
@@ -90,7 +90,7 @@ def pass_time(rank: LocalRank) -> None:
         return
     if now > op.deadline and op.phase != "timed out":
         op.phase = "timed out"
-        rank.raise_concern(rank.jobs.timed_out(rank, op), op.number)
+        rank.request_view(rank.jobs.timed_out(rank, op), op.number)
     elif op.phase in ("ring", "fetching") and op.broken_at is not None:
         if now - op.broken_at > attempts.LANE_GRACE_S:
             _stick(rank, op, attempts.break_lanes(rank, op, "a lane has ended"))
@@ -303,7 +303,7 @@ def _reply(rank: LocalRank, failed: Failed | None) -> None:
 def _stick(rank: LocalRank, op: Op, verdict: Verdict | None, about: int | None = None) -> None:
     """It waits for a view."""
     op.phase = "stuck"
-    rank.raise_concern(verdict, op.number if about is None else about)
+    rank.request_view(verdict, op.number if about is None else about)
 
 
 def _differ(rank: LocalRank, op: Op) -> None:

@@ -98,7 +98,7 @@ class LocalRank(RankState[OpResult | None]):
             self.host.facts_changed()
         return released
 
-    def raise_concern(self, verdict: Verdict | None, op: int = -1) -> None:
+    def request_view(self, verdict: Verdict | None, op: int = -1) -> None:
         """The agent has something else to say."""
-        super().raise_concern(verdict, op)
+        super().request_view(verdict, op)
         self.host.facts_changed()

@@ -10,7 +10,7 @@ from pmesh.core.values import Terms, Verdict
 from pmesh.core.wire.link import Call
 from pmesh.ids import JobName, OpNumber
 from simulation import ops
-from simulation.local_jobs import Candidate, LocalJobs
+from simulation.local_jobs import LocalJobs, WaitingTrainer
 from simulation.network import Timeline
 from simulation.ranks import LocalRank
 
@@ -70,7 +70,7 @@ class Trainer:
         self._host = host
         self._jobs = jobs
         self._seed = random.getrandbits(40)
-        self._candidate: Candidate | None = None
+        self._waiter: WaitingTrainer | None = None
         self._stopped_at: float | None = None
         self._enters = False
         """Its next op must be the sync in which it enters, or comes back."""
@@ -87,7 +87,7 @@ class Trainer:
     @property
     def waits(self) -> bool:
         """Whether it waits for its job to begin, or to enter it."""
-        return self.alive and (self._candidate is not None or self._enters)
+        return self.alive and (self._waiter is not None or self._enters)
 
     # --- what goes wrong
 
@@ -126,8 +126,8 @@ class Trainer:
         if not self.alive:
             return
         self.alive = False
-        if self._candidate is not None:
-            self._jobs.withdraw(self._candidate)
+        if self._waiter is not None:
+            self._jobs.withdraw(self._waiter)
         if self.rank is not None:
             ops.abandon(self.rank)
             self._jobs.depart(self.rank, why)
@@ -142,16 +142,16 @@ class Trainer:
         if not self.alive:
             return
         habits = self.habits
-        self._candidate = self._jobs.enlist(
+        self._waiter = self._jobs.enlist(
             habits.job, habits.wait_for, habits.terms, self._value, self._joined
         )
-        self._timeline.after(CONNECT_TIMEOUT_S, self._give_up, self._candidate)
+        self._timeline.after(CONNECT_TIMEOUT_S, self._give_up, self._waiter)
 
-    def _give_up(self, candidate: Candidate) -> None:
-        if not self.alive or self._candidate is not candidate:
+    def _give_up(self, waiter: WaitingTrainer) -> None:
+        if not self.alive or self._waiter is not waiter:
             return
         if self._stands_still():
-            self._timeline.after(LOOK_S, self._give_up, candidate)
+            self._timeline.after(LOOK_S, self._give_up, waiter)
         else:
             self.leave()
 
@@ -162,11 +162,11 @@ class Trainer:
             rank.world = ()  # it is told who is in the job when the sync returns (O5)
             self._timeline.after(0.0, self._call_entering)
         else:
-            self._candidate = None
+            self._waiter = None
             self._think()
 
     def _call_entering(self) -> None:
-        self._candidate = None
+        self._waiter = None
         if self.alive:
             self._call_op()
 

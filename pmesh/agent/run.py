@@ -19,7 +19,7 @@ from pmesh.agent.config import Settings, host_port_text
 from pmesh.agent.containment import Containment
 from pmesh.agent.jobs.driver import LOOK_S, Jobs
 from pmesh.agent.jobs.trainer import serve_trainer
-from pmesh.agent.lanes.rendezvous import LaneDesk
+from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.agent.limits import Admission, open_files_limit, plan_files
 from pmesh.agent.mesh.foreign_agents import Strangers
 from pmesh.agent.mesh.foreign_agents import watch as watch_turned_away
@@ -30,9 +30,9 @@ from pmesh.agent.p2p.router import P2PRouter
 from pmesh.agent.refusals import refuse, tell_errors
 from pmesh.agent.status.events import Event, EventLog, encode_events
 from pmesh.agent.status.narration import describe_change
-from pmesh.agent.status.schema import Status as Picture
+from pmesh.agent.status.schema import Status as Snapshot
 from pmesh.agent.status.schema import TurnedAwayStatus, encode_status
-from pmesh.agent.status.snapshot import Sources, take_picture
+from pmesh.agent.status.snapshot import Sources, take_snapshot
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
@@ -51,7 +51,7 @@ from pmesh.core.wire.local import (
 )
 from pmesh.errors import ConfigError, PortTaken, ProtocolError, UsageError
 from pmesh.ids import Incarnation, Member
-from pmesh.net.links.acceptor import Door
+from pmesh.net.links.acceptor import Acceptor
 from pmesh.net.links.dialer import error_numbers
 from pmesh.net.links.discovery import Discovered, discover, minute_of_now
 from pmesh.net.links.interfaces import AddressWatch
@@ -169,10 +169,10 @@ class Agent:
                 self._assemble(nursery)
                 leftovers.callback(self.jobs.close)
                 leftovers.callback(self.p2p.close)
-                door = Door[trio.SocketStream](
-                    on_link=self.peers.welcome, on_lane=self.jobs.desk.welcome
+                door = Acceptor[trio.SocketStream](
+                    on_link=self.peers.welcome, on_lane=self.jobs.rendezvous.welcome
                 )
-                self._door = door
+                self._acceptor = door
                 await nursery.start(door.serve, listeners)
                 await self._start_sessions(nursery)
                 for address in self._settings.peers:
@@ -204,7 +204,7 @@ class Agent:
             watch=self._watch,
             nursery=nursery,
             jitter=random.random,
-            on_offer=lambda member, offer: self.jobs.desk.accept(member, offer),  # noqa: PLW0108 - the desk comes later
+            on_offer=lambda member, offer: self.jobs.rendezvous.accept(member, offer),  # noqa: PLW0108 - the rendezvous comes later
             on_ask=self.jobs.results.answer,
             on_p2p=lambda member, message: self.p2p.hear(member, message),  # noqa: PLW0108 - as above
             contain=self._containment.contain,
@@ -221,8 +221,8 @@ class Agent:
             led_astray=lambda: self.begin_anew("a member raised our epoch counter too far"),
         )
         self.peers.membership = self.jobs.membership = self.membership
-        self.jobs.desk = LaneDesk(self._me, self.peers, nursery, secrets.token_bytes)
-        self.p2p = P2PRouter(self._me, self.jobs.ranks, self.jobs.desk, self.peers.send)
+        self.jobs.rendezvous = LaneRendezvous(self._me, self.peers, nursery, secrets.token_bytes)
+        self.p2p = P2PRouter(self._me, self.jobs.ranks, self.jobs.rendezvous, self.peers.send)
 
     async def _start_sessions(self, nursery: trio.Nursery) -> None:
         path = socket_path(self._settings.home)
@@ -303,7 +303,7 @@ class Agent:
             case Connect() | Attach():
                 await self._serve_trainer(session, request)
             case AskStatus():
-                await session.send(Status(encode_status(self._picture())))
+                await session.send(Status(encode_status(self._snapshot())))
             case AskEvents(after):
                 await session.send(Events(encode_events(self._event_log.since(after))))
             case StopAgent():
@@ -333,15 +333,15 @@ class Agent:
     def _count_turned_away(self) -> TurnedAwayStatus:
         heard, programs = self._strangers.counters, self._sessions
         return TurnedAwayStatus(
-            connections=self._door.counters.turned_away,
+            connections=self._acceptor.counters.turned_away,
             forged_announcements=heard.forged,
             foreign_announcements=heard.not_shown,
             broken_links=self.peers.broken_links,
             programs=programs.refused + programs.silent + programs.garbage,
         )
 
-    def _picture(self) -> Picture:
-        return take_picture(
+    def _snapshot(self) -> Snapshot:
+        return take_snapshot(
             Sources(
                 version=self._version,
                 me=self._me,
@@ -354,7 +354,7 @@ class Agent:
                 jobs=self.jobs,
                 p2p=self.p2p,
                 strangers=self._strangers,
-                door=self._door.counters,
+                door=self._acceptor.counters,
                 turned_away=self._count_turned_away(),
                 watch=self._watch,
                 loop_lag_s=max((late for _, late in self._lags), default=0.0),

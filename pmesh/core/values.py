@@ -118,7 +118,7 @@ class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):
     quorate: bool = True
     """True if it has a quorum; if the job requires one, ops run once it is in force (V10)."""
     outcomes: tuple[OpOutcome, ...] = ()
-    witnesses: tuple[Trainer, ...] = ()
+    lost_holders: tuple[Trainer, ...] = ()
     """Lost trainers; only their agents still hold some results (O2)."""
     losses: tuple[Verdict, ...] = ()
     """The trainers lost in the view that settled it, and why."""
@@ -133,8 +133,8 @@ class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return Rank(self.ids.index(trainer)) if trainer in self.ids else None
 
     def trainer(self, trainer: TrainerId) -> Trainer | None:
-        """Return the rank or witness with this id."""
-        return next((t for t in self.trainers + self.witnesses if t.id == trainer), None)
+        """Return the rank or lost holder with this id."""
+        return next((t for t in self.trainers + self.lost_holders if t.id == trainer), None)
 
     def trainers_at(self, member: Member) -> tuple[Trainer, ...]:
         return tuple(trainer for trainer in self.trainers if trainer.member == member)

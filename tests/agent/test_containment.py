@@ -189,7 +189,7 @@ async def test_an_error_in_a_command_ends_its_session_and_the_program_is_told(
     async with village(clock, 1) as here:
         (machine,) = here.machines
         with capture_logs() as logs, monkeypatch.context() as patch:
-            patch.setattr(Agent, "_picture", fail)
+            patch.setattr(Agent, "_snapshot", fail)
             for _ in range(3):
                 asker = await here.trainer(machine)
                 reply = await asker.ask(AskStatus())
@@ -212,7 +212,7 @@ async def test_an_error_before_a_trainer_has_joined_leaves_nobody_waiting(
             patch.setattr(trainer, "_without", fail)  # asked after 10 s
             with pytest.raises(RefusedError, match="ZeroDivisionError"):
                 await (await here.trainer(machine)).join("digits", 2)
-        assert machine.agent.jobs.candidates == {}
+        assert machine.agent.jobs.waiters == {}
         await reduce_all(await here.job(machine, machine))
 
 

@@ -202,9 +202,9 @@ async def test_the_longest_stall_of_the_last_ten_seconds_is_shown(clock: MockClo
     async with village(clock, 1) as here:
         (one,) = here.machines
         one.agent._judge(Stall(late_s=0.5, slept_s=0.0))  # noqa: SLF001 - what the ticker calls
-        assert one.agent._picture().loop_lag_ms >= 500  # noqa: SLF001
+        assert one.agent._snapshot().loop_lag_ms >= 500  # noqa: SLF001
         await trio.sleep(11)
-        assert one.agent._picture().loop_lag_ms < 500  # noqa: SLF001
+        assert one.agent._snapshot().loop_lag_ms < 500  # noqa: SLF001
         assert "agent stalled" not in kinds_of_events(one)
         one.agent._judge(Stall(late_s=0.0, slept_s=600.0))  # noqa: SLF001
         assert "agent stalled" in kinds_of_events(one)
@@ -239,7 +239,7 @@ async def test_garbage_at_the_port_and_at_the_socket_changes_nothing(clock: Mock
             await local.aclose()
         await trio.sleep(10)
         assert len(one.names) == len(two.names) == 2
-        door = one.agent._picture().door  # noqa: SLF001
+        door = one.agent._snapshot().door  # noqa: SLF001
         assert door.pending == 0
         assert door.garbage + door.closed_early + door.refused >= 4
         await here.job(one, two)

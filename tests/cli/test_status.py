@@ -20,7 +20,7 @@ from pmesh.agent.status.schema import Status
 from pmesh.cli.app import run
 from pmesh.cli.status import RingNode, bytes_text, draw_ring, render_status
 from pmesh.paths import home_directory, socket_path
-from tests.worlds.fake_status_agent import MINIMAL, PICTURE, agent_at, answer_well
+from tests.worlds.fake_status_agent import MINIMAL, SNAPSHOT, agent_at, answer_well
 
 
 def shown(status: Status) -> str:
@@ -54,12 +54,12 @@ def shown(status: Status) -> str:
     ],
 )
 def test_the_picture_shows(words: str) -> None:
-    assert words in shown(PICTURE)
+    assert words in shown(SNAPSHOT)
 
 
 def test_what_a_stranger_calls_itself_does_not_steer_the_terminal() -> None:
-    assert "\x1b" not in shown(PICTURE)
-    assert "next�[2J-door" in shown(PICTURE)
+    assert "\x1b" not in shown(SNAPSHOT)
+    assert "next�[2J-door" in shown(SNAPSHOT)
 
 
 def test_a_quiet_mesh_has_no_empty_tables() -> None:
@@ -133,7 +133,7 @@ def test_status_json_is_the_documented_picture(
 ) -> None:
     with agent_at(socket, answer_well):
         assert run(["status", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["node"]["id"] == PICTURE.node.id
+    assert json.loads(capsys.readouterr().out)["node"]["id"] == SNAPSHOT.node.id
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])

@@ -81,7 +81,7 @@ def test_an_agent_that_met_nobody_is_alone_the_first_in_its_view() -> None:
     assert View.of_one(ANNA, "mac-a", make_epoch(1)).rosters == ()
 
 
-HURT = make_roster(CARA, ANNA, ids=[2, 7], witnesses=[make_trainer(4, BERT)])
+HURT = make_roster(CARA, ANNA, ids=[2, 7], lost_holders=[make_trainer(4, BERT)])
 """Trainers 2 and 7 are left; trainer 4 is lost, and its agent holds a result."""
 
 

@@ -161,7 +161,7 @@ def a_result_that_went_away_with_its_last_holder_is_not_waited_for() -> None:
 
 
 def what_a_dead_trainer_has_completed_is_fetched_from_its_agent() -> None:
-    """O2: the root's trainer dies; its agent is a witness, and serves the result."""
+    """O2: the root's trainer dies; its agent is a holder, and serves the result."""
     cluster = formed_cluster(2)
     ranks = ranks_of(cluster)
     root, other = ranks[TrainerId(0)], ranks[TrainerId(1)]

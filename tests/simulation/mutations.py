@@ -15,7 +15,7 @@ import msgspec
 
 from pmesh.core.jobs import jobs, progress
 from pmesh.core.jobs.jobs import JobsState
-from pmesh.core.jobs.progress import Marks
+from pmesh.core.jobs.progress import Progress
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import Roster, Trainer, View
 from pmesh.core.views import (
@@ -208,9 +208,9 @@ def _count_restarted(present: Any, needed: Any) -> bool:
     return _has_majorities({*present, *voters}, needed)
 
 
-def _count_later_marks(told: Marks, roster: Roster) -> int:
-    marks = [(trainer, told.of(roster, trainer.id)) for trainer in roster.trainers]
-    return min(t.enters - 1 if mark is None else mark.completed for t, mark in marks)
+def _count_later_marks(told: Progress, roster: Roster) -> int:
+    progress = [(trainer, told.of(roster, trainer.id)) for trainer in roster.trainers]
+    return min(t.enters - 1 if mark is None else mark.completed for t, mark in progress)
 
 
 MUTATIONS = {
@@ -320,7 +320,7 @@ MUTATIONS = {
     "no_retention": Mutation(
         "O2: results are kept until stable", (without.stabilize, without.stable_at_once)
     ),
-    "no_witnesses": Mutation(
+    "no_lost_holders": Mutation(
         "O2: a lost trainer's agent still holds its results",
         (outcomes._holders, without.living_holders),
     ),
@@ -339,7 +339,7 @@ MUTATIONS = {
     ),
     "one_sided": Mutation(
         "O3: nobody fails alone",
-        (RankState.raise_concern, without.fail_alone),
+        (RankState.request_view, without.fail_alone),
         owner=RankState,
     ),
     "forget_verdicts": Mutation(
@@ -408,8 +408,8 @@ MUTATIONS = {
     ),
     "later_marks": Mutation(
         "O2: stable under our roster is what has ended under it",
-        (Marks.stable, _count_later_marks),
-        owner=Marks,
+        (Progress.stable, _count_later_marks),
+        owner=Progress,
     ),
     "lost_results": Mutation(
         "I6: who waits for a result that is gone is told",

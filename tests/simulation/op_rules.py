@@ -26,12 +26,12 @@ resolve_op = outcomes._resolve_op
 op_to_enter = outcomes.op_to_enter
 follow = RankState.follow
 next_step = attempt.next_step
-raise_concern = RankState.raise_concern
+request_view = RankState.request_view
 fetch = ops._fetch
 
 
 def fail_alone(rank: Any, verdict: Any, op: int = -1) -> None:
-    raise_concern(rank, verdict, op)
+    request_view(rank, verdict, op)
     if verdict is not None and rank.op is not None and op == rank.op.number:
         rank._outcomes[op] = OpOutcome(OpNumber(op), rank.roster.ids, verdict=verdict)
         rank.op.phase = "waiting"  # so that the driver asks again what comes next

@@ -52,7 +52,7 @@ AIMED = {
     "in_force_at_once": histories.what_too_few_have_installed_does_not_run,
     "last_voters_only": histories.what_too_few_have_installed_does_not_run,
     "never_overtaken": histories.who_knows_of_a_later_primary_does_not_help_an_earlier_one,
-    "no_witnesses": histories.what_a_dead_trainer_has_completed_is_fetched_from_its_agent,
+    "no_lost_holders": histories.what_a_dead_trainer_has_completed_is_fetched_from_its_agent,
     "torn_when_forgotten": histories.what_one_rank_has_forgotten_has_ended_at_all,
     "bind_root_late": histories.a_root_is_the_trainer_that_it_was_at_the_call,
     "enter_a_completed_sync": histories.nobody_enters_a_sync_that_somebody_has_completed,

@@ -6,7 +6,6 @@ from pmesh.core.values import OpOutcome, Primary, Roster, Seat, Terms, Trainer, 
 from pmesh.core.views.state import MemberState, Peer
 from pmesh.core.wire.link import (
     Call,
-    Concern,
     Flushed,
     Heartbeat,
     JobReport,
@@ -14,6 +13,7 @@ from pmesh.core.wire.link import (
     OpReport,
     Propose,
     RankReport,
+    ViewRequest,
     Waiting,
 )
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, Slot, TrainerId
@@ -68,7 +68,7 @@ def make_roster(
     quorate: bool = True,
     primary: Primary | None = None,
     outcomes: Iterable[OpOutcome] = (),
-    witnesses: Iterable[Trainer] = (),
+    lost_holders: Iterable[Trainer] = (),
     losses: Iterable[Verdict] = (),
 ) -> Roster:
     """One trainer for each member named, ranks in that order, and numbered so unless said."""
@@ -78,8 +78,8 @@ def make_roster(
     for id_, member in zip(numbers, members, strict=True):
         trainers.append(make_trainer(id_, member, slot=slots.get(member, 0)))
         slots[member] = slots.get(member, 0) + 1
-    witnesses = tuple(witnesses)
-    known = [trainer.id for trainer in (*trainers, *witnesses)]
+    lost_holders = tuple(lost_holders)
+    known = [trainer.id for trainer in (*trainers, *lost_holders)]
     return Roster(
         job=job,
         born=born or make_epoch(5),
@@ -90,7 +90,7 @@ def make_roster(
         terms=terms or Terms(),
         quorate=quorate,
         outcomes=tuple(outcomes),
-        witnesses=witnesses,
+        lost_holders=lost_holders,
         losses=tuple(losses),
     )
 
@@ -173,8 +173,8 @@ def known_from(view: View, *, in_force: bool = False) -> tuple[KnownPrimary, ...
     return tuple(sorted(known, key=lambda k: k.epoch))
 
 
-def make_concern(roster: Roster, verdict: Verdict | None, op: int = -1) -> Concern:
-    return Concern(roster.job, roster.born, roster.number, verdict, op)
+def make_view_request(roster: Roster, verdict: Verdict | None, op: int = -1) -> ViewRequest:
+    return ViewRequest(roster.job, roster.born, roster.number, verdict, op)
 
 
 def make_waiting(
@@ -191,7 +191,7 @@ def make_heartbeat(
     acting: bool = False,
     needs_epoch: bool = False,
     waiting: Iterable[Waiting] = (),
-    concerns: Iterable[Concern] = (),
+    view_requests: Iterable[ViewRequest] = (),
     in_force: Iterable[KnownPrimary] = (),
 ) -> Heartbeat:
     """A heartbeat of a member that has installed the view and hears these."""
@@ -203,7 +203,7 @@ def make_heartbeat(
         needs_epoch=needs_epoch,
         heard={member.incarnation: 0 for member in heard},
         waiting=tuple(waiting),
-        concerns=tuple(concerns),
+        view_requests=tuple(view_requests),
         in_force=tuple(in_force),
     )
 

@@ -52,7 +52,7 @@ class Op:
     started: dict[TrainerId, Given] = field(default_factory=dict)
     root: TrainerId | None = None
     outcome: Outcome | None = None
-    witnessed: bool = False
+    held: bool = False
     """Its lost root's agent still holds the result (O2)."""
 
 
@@ -254,7 +254,7 @@ class FakeAgent(Listening):
     def _end(self, job: Job, number: int, op: Op) -> None:
         calls = {t: op.started[t].request.call for t in job.roster}
         verdict = None
-        root_is_lost = op.root is not None and op.root not in job.roster and not op.witnessed
+        root_is_lost = op.root is not None and op.root not in job.roster and not op.held
         is_bound = any(call.kind in BOUND_KINDS for call in calls.values())
         expected = {job.trainers[t].told.trainers for t in job.roster}
         if job.lost or root_is_lost:
@@ -279,10 +279,10 @@ class FakeAgent(Listening):
             return
         root = None
         if op.root is not None:
-            # A lost root's result was witnessed: it stands where the first rank's would.
+            # A lost root's result was held: it stands where the first rank's would.
             root = outcome.trainers.index(op.root) if op.root in outcome.trainers else 0
         given = [op.started[t] for t in outcome.trainers]
-        if op.witnessed and op.root is not None:
+        if op.held and op.root is not None:
             given[0] = op.started[op.root]
         rank, clipped = outcome.trainers.index(trainer.id), 0
         call = given[rank].request.call

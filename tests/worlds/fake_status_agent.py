@@ -49,7 +49,7 @@ from pmesh.ids import Incarnation, Member, NodeId
 IDS = ["a" * 52, "b" * 52, "c" * 52]
 NAMES = ["mac-1", "mac-2", "studio"]
 
-PICTURE = Status(
+SNAPSHOT = Status(
     schema=2,
     version="0.1.0",
     protocol=1,
@@ -153,7 +153,7 @@ PICTURE = Status(
         programs=0,
     ),
 )
-MINIMAL = msgspec.structs.replace(PICTURE, peers=(), jobs=())
+MINIMAL = msgspec.structs.replace(SNAPSHOT, peers=(), jobs=())
 
 Answer = Callable[[socket.socket], None]
 
@@ -187,7 +187,7 @@ def answer_well(connection: socket.socket, event_log: EventLog | None = None) ->
         reader.receive_data(data)
     match decode_request_untrusted(message):
         case AskStatus():
-            connection.sendall(frame(encode(StatusReply(encode_status(PICTURE)))))
+            connection.sendall(frame(encode(StatusReply(encode_status(SNAPSHOT)))))
         case AskEvents(after):
             page = (event_log or make_chronicle()).since(after)
             connection.sendall(frame(encode(Events(encode_events(page)))))

@@ -6,7 +6,7 @@ import msgspec
 import psutil
 import trio
 
-from pmesh.net.links.acceptor import Authenticated, Door
+from pmesh.net.links.acceptor import Acceptor, Authenticated
 from pmesh.net.links.link import shake_hands
 from tests.worlds.nodes import ADAS, ADAS_HELLO
 
@@ -26,7 +26,7 @@ def tell(value: object) -> None:
 
 
 async def main() -> None:
-    door = Door(on_link=on_link, on_lane=on_lane)
+    door = Acceptor(on_link=on_link, on_lane=on_lane)
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
     async with trio.open_nursery() as nursery:
         await nursery.start(door.serve, listeners)

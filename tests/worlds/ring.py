@@ -15,7 +15,7 @@ from pmesh.core.views.op_log import Ledger
 from pmesh.core.views.outcomes import outcome_of
 from pmesh.core.views.rosters import is_same_history
 from pmesh.core.views.state import Facts, MemberState
-from pmesh.core.wire.link import Call, Concern, Flushed, JobReport, Propose, Waiting
+from pmesh.core.wire.link import Call, Flushed, JobReport, Propose, ViewRequest, Waiting
 from pmesh.ids import Epoch, Member, OpNumber, Slot, TrainerId
 from tests.worlds.builders import DIGITS, make_call, make_verdict, name_of
 
@@ -198,8 +198,8 @@ class RingWorld:
 
     def stabilize(self, rank: Rank) -> None:
         """O2: it hears how far the others have come."""
-        marks = [self.mark_of(rank.roster, trainer) for trainer in rank.roster.trainers]
-        mark = min(marks, default=-1)
+        progress = [self.mark_of(rank.roster, trainer) for trainer in rank.roster.trainers]
+        mark = min(progress, default=-1)
         if rank.running is not None:
             mark = min(mark, rank.running - 1)
         rank.ledger = ledgers.stabilize(rank.ledger, mark)
@@ -213,7 +213,7 @@ class RingWorld:
 
     # View changes
 
-    def concerns(self, agent: Agent, *, newcomers: bool) -> Iterator[Concern]:
+    def view_requests(self, agent: Agent, *, newcomers: bool) -> Iterator[ViewRequest]:
         """What an agent wants settled."""
         for rank in agent.ranks:
             roster, op = rank.roster, rank.running
@@ -233,7 +233,7 @@ class RingWorld:
                 verdict = TIMED_OUT
             elif not (newcomers and rank.call.kind == "sync"):
                 continue
-            yield Concern(roster.job, roster.born, roster.number, verdict, op)
+            yield ViewRequest(roster.job, roster.born, roster.number, verdict, op)
 
     def flush(self, member: Member, epoch: Epoch) -> Flushed:
         """V1 and V3."""
@@ -257,7 +257,9 @@ class RingWorld:
         members = (leader, *others)
         answers = {member: self.flush(member, epoch) for member in members}
         newcomers = any(self.agents[member].waiting for member in members)
-        concerns = [c for m in members for c in self.concerns(self.agents[m], newcomers=newcomers)]
+        view_requests = [
+            c for m in members for c in self.view_requests(self.agents[m], newcomers=newcomers)
+        ]
         state = MemberState(
             me=leader,
             name=name_of(leader),
@@ -269,7 +271,7 @@ class RingWorld:
         state = begin(state, message, answers[leader], 0.0)
         for member, answer in answers.items():
             state = collect(state, member, answer)
-        commit = decide(state, Facts(concerns=tuple(concerns)))
+        commit = decide(state, Facts(view_requests=tuple(view_requests)))
         assert commit is not None
         return commit.view
 

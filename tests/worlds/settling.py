@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from pmesh.core.values import Roster, View
 from pmesh.core.views.rosters import Change, next_rosters
-from pmesh.core.wire.link import Concern, Flushed, JobReport
+from pmesh.core.wire.link import Flushed, JobReport, ViewRequest
 from pmesh.ids import Member
 from tests.worlds.builders import (
     ANNA,
@@ -29,7 +29,7 @@ def settle(
     answers: Mapping[Member, Flushed],
     *,
     continuing: Iterable[Member] | None = None,
-    concerns: Iterable[Concern] = (),
+    view_requests: Iterable[ViewRequest] = (),
     reasons: Mapping[Member, str] | None = None,
 ) -> tuple[Roster, ...]:
     """The rosters of the next view; unless said otherwise, all who answered continue."""
@@ -37,7 +37,7 @@ def settle(
         epoch=NEXT,
         ring=tuple(answers),
         answers=answers,
-        concerns=tuple(concerns),
+        view_requests=tuple(view_requests),
         reasons=reasons or {},
     )
     kept = tuple(answers) if continuing is None else tuple(continuing)
@@ -45,7 +45,7 @@ def settle(
 
 
 def settle_trio(
-    reports: Mapping[Member, JobReport | None], *concerns: Concern, roster: Roster = TRIO
+    reports: Mapping[Member, JobReport | None], *view_requests: ViewRequest, roster: Roster = TRIO
 ) -> Roster:
     """The next roster of one job, by what each survivor reports of it."""
     base = make_view(5, ANNA, BERT, CARA, rosters=[roster])
@@ -53,7 +53,7 @@ def settle_trio(
         member: make_flushed(member, base, jobs=[report] if report else [])
         for member, report in reports.items()
     }
-    (after,) = settle(base, answers, concerns=concerns)
+    (after,) = settle(base, answers, view_requests=view_requests)
     return after
 
 

@@ -28,7 +28,7 @@ MESH = MeshKey(b"m" * 32)
 
 
 class NoReach:
-    """What a lane desk needs of the links, for an agent that has none."""
+    """What a lane rendezvous needs of the links, for an agent that has none."""
 
     def send(self, member: Member, message: OfferLane) -> None:
         raise AssertionError(member, message)

@@ -11,7 +11,7 @@ import trio
 from pmesh.agent.jobs import op_network
 from pmesh.agent.jobs.op_layout import Op
 from pmesh.agent.jobs.ranks import LocalRank
-from pmesh.agent.lanes.rendezvous import LaneDesk
+from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.core.ops.kinds import KINDS
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import Values
@@ -79,10 +79,10 @@ def hold_ops(
     """As `hold_all_reduces`; or of what does not reduce."""
     real, held = op_network.run_on_lanes, list[int]()
 
-    async def run(rank: LocalRank, op: Op, plan: RankPlan, desk: LaneDesk) -> None:
+    async def run(rank: LocalRank, op: Op, plan: RankPlan, rendezvous: LaneRendezvous) -> None:
         stays = plan.size == size and rank.rank in ranks and KINDS[op.kind].reduces == reduces
         if complete or not stays:
-            await real(rank, op, plan, desk)
+            await real(rank, op, plan, rendezvous)
         if stays:
             if not op.result.is_input:
                 op.result.memory[:] = b"\xff" * op.result.nbytes  # it must not be believed

@@ -20,7 +20,7 @@ from typing import IO, Any, Self
 import msgspec
 
 from tools.bench.orders import Answer, Order
-from tools.lab.agents import await_picture, inherited, new_key, picture_of
+from tools.lab.agents import await_status, inherited, new_key, status_of
 from tools.lab.commands import LabError
 from tools.lab.net import Host, NetLab
 
@@ -244,7 +244,7 @@ class Running:
 
     def traffic(self) -> list[dict[str, int]]:
         """Of each agent, as `pmesh status --json` has it."""
-        return [picture_of(home)["traffic"] for home in self.homes]
+        return [status_of(home)["traffic"] for home in self.homes]
 
     def end(self) -> None:
         for worker in self.workers:
@@ -280,13 +280,13 @@ def start_pmesh(
         if not place.hosts:  # else as a user does: all addresses, and mDNS
             up += ["--no-mdns", "--listen", "127.0.0.1:0"]
             if rank:
-                up += ["--peer", _await_picture(ours[0][0], agents[0])["node"]["addresses"][0]]
+                up += ["--peer", _await_status(ours[0][0], agents[0])["node"]["addresses"][0]]
         log = folder / f"agent-{rank + 1}.log"
         agents.append(
             stack.enter_context(Process(place, rank, up, environment=environment, log=log))
         )
     for agent, (home, _) in zip(agents, ours, strict=True):
-        _await_picture(home, agent, members=place.ranks)
+        _await_status(home, agent, members=place.ranks)
     environments = [
         environment | {"BENCH_AGENT": str(agent.pid)}
         for agent, (_, environment) in zip(agents, ours, strict=True)
@@ -337,11 +337,11 @@ def _start_workers(
     return workers
 
 
-def _await_picture(home: Path, agent: Process, *, members: int = 1) -> dict[str, Any]:
+def _await_status(home: Path, agent: Process, *, members: int = 1) -> dict[str, Any]:
     def has_met(picture: dict[str, Any]) -> bool:
         return len(picture["view"]["members"]) >= members and bool(picture["node"]["addresses"])
 
-    found = await_picture(
+    found = await_status(
         home, has_met, within_s=PATIENCE_S, runs=lambda: agent.popen.poll() is None
     )
     if found is None:

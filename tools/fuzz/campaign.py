@@ -27,7 +27,7 @@ from pmesh.errors import PmeshError
 from pmesh.paths import socket_path
 from tools.fuzz.agent import LONG_STEP, Order
 from tools.fuzz.corpus import Case, load, recorded
-from tools.lab.agents import await_picture, inherited, new_key, picture_of
+from tools.lab.agents import await_status, inherited, new_key, status_of
 
 LIES_FOR_S = 20.0
 PATIENCE_S = 30.0
@@ -252,7 +252,7 @@ class Arena:
 
     def _status(self, name: str) -> dict[str, Any]:
         try:
-            return picture_of(self._home(name))
+            return status_of(self._home(name))
         except PmeshError as e:
             raise FindingError(f"{name}'s agent does not answer: {e}") from e
 
@@ -299,7 +299,7 @@ class Arena:
         return socket_path(self._home(name))
 
     def _address(self, name: str) -> str:
-        found = await_picture(
+        found = await_status(
             self._home(name),
             lambda picture: picture["node"]["addresses"],
             within_s=self._patience_s,

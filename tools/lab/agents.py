@@ -27,13 +27,13 @@ def inherited() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("PMESH_")}
 
 
-def picture_of(home: Path, *, timeout_s: float = 5.0) -> dict[str, Any]:
+def status_of(home: Path, *, timeout_s: float = 5.0) -> dict[str, Any]:
     """An agent's status, as `pmesh status --json` has it; raises PmeshError if none answers."""
     picture: dict[str, Any] = json.loads(ask_status(socket_path(home), timeout_s=timeout_s))
     return picture
 
 
-def await_picture(
+def await_status(
     home: Path,
     holds: Callable[[dict[str, Any]], object],
     *,
@@ -44,7 +44,7 @@ def await_picture(
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline and runs():
         with contextlib.suppress(PmeshError):
-            picture = picture_of(home)
+            picture = status_of(home)
             if holds(picture):
                 return picture
         time.sleep(LOOK_EVERY_S)

@@ -27,7 +27,7 @@ from typing import Any, Literal, NoReturn, Self
 import msgspec
 
 from pmesh.errors import PmeshError
-from tools.lab.agents import inherited, new_key, picture_of
+from tools.lab.agents import inherited, new_key, status_of
 from tools.lab.net import Host, NetLab
 from tools.lab.oplog import Life, Op, Options, Report, decode_report, recovery_s
 
@@ -197,7 +197,7 @@ class Node:
     def status(self) -> dict[str, Any]:
         """Its agent's picture, as `pmesh status --json` has it; empty if it does not answer."""
         try:
-            return picture_of(self.home, timeout_s=2.0)
+            return status_of(self.home, timeout_s=2.0)
         except PmeshError:
             return {}
 

@@ -13,7 +13,7 @@ from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.jobs.retained import ResultServer
 from pmesh.agent.lanes.edge_costs import EdgeBook
 from pmesh.agent.lanes.rank_lanes import sum_of
-from pmesh.agent.lanes.rendezvous import LaneDesk
+from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.status.events import EventLog
 from pmesh.core.jobs import jobs
@@ -21,7 +21,7 @@ from pmesh.core.jobs.jobs import JobsState
 from pmesh.core.links.health import WIRED
 from pmesh.core.values import Roster, Trainer, View
 from pmesh.core.views.state import Facts
-from pmesh.core.wire.link import AskResult, Heartbeat, RankMarks
+from pmesh.core.wire.link import AskResult, Heartbeat, RankProgress
 from pmesh.core.wire.local import Connect
 from pmesh.ids import JobName, Member
 from pmesh.net.local.arena_pools import SessionArenas
@@ -30,7 +30,7 @@ LOOK_S = 0.25  # how often to look for what no message tells
 
 
 @dataclass(slots=True, kw_only=True)
-class Candidate(jobs.Candidate[LocalRank]):
+class WaitingTrainer(jobs.WaitingTrainer[LocalRank]):
     """A trainer that waits for its job to begin."""
 
     program: str
@@ -38,14 +38,14 @@ class Candidate(jobs.Candidate[LocalRank]):
     joined: trio.Event = field(default_factory=trio.Event)
 
 
-def _make_rank(roster: Roster, trainer: Trainer, candidate: Candidate) -> LocalRank:
-    return LocalRank(roster, trainer, candidate.arenas, candidate.program)
+def _make_rank(roster: Roster, trainer: Trainer, waiter: WaitingTrainer) -> LocalRank:
+    return LocalRank(roster, trainer, waiter.arenas, waiter.program)
 
 
-class Jobs(JobsState[Candidate, LocalRank]):
+class Jobs(JobsState[WaitingTrainer, LocalRank]):
     """The jobs of one agent."""
 
-    desk: LaneDesk
+    rendezvous: LaneRendezvous
     membership: Membership
 
     def __init__(
@@ -60,24 +60,24 @@ class Jobs(JobsState[Candidate, LocalRank]):
 
     # --- trainers come and go (`pmesh.agent.jobs.trainer`)
 
-    def enlist(self, request: Connect, arenas: SessionArenas) -> Candidate:
+    def enlist(self, request: Connect, arenas: SessionArenas) -> WaitingTrainer:
         """A trainer waits for its job to begin, or to enter it."""
-        candidate = Candidate(
+        waiter = WaitingTrainer(
             job=JobName(request.job),
             wait_for=request.wait_for,
             program=request.program,
             arenas=arenas,
             terms=request.terms,
         )
-        self.add(candidate)
+        self.add(waiter)
         self.poke()
-        return candidate
+        return waiter
 
-    def withdraw(self, candidate: Candidate) -> None:
+    def withdraw(self, waiter: WaitingTrainer) -> None:
         """The trainer no longer waits; if the job begins all the same, its rank is lost."""
-        self.candidates.pop(candidate.slot, None)
-        if candidate.rank is not None:
-            self.depart(candidate.rank, "is lost: its trainer left")
+        self.waiters.pop(waiter.slot, None)
+        if waiter.rank is not None:
+            self.depart(waiter.rank, "is lost: its trainer left")
         self.poke()
 
     def depart(self, rank: LocalRank, why: str) -> None:
@@ -101,10 +101,10 @@ class Jobs(JobsState[Candidate, LocalRank]):
         for rank in installed.ended:
             self._forget(rank)
         for rank in installed.renumbered:
-            rank.lanes.begin(rank.roster, self.desk)
-        for candidate, rank in installed.begun:
-            rank.lanes.begin(rank.roster, self.desk)
-            candidate.joined.set()
+            rank.lanes.begin(rank.roster, self.rendezvous)
+        for waiter, rank in installed.begun:
+            rank.lanes.begin(rank.roster, self.rendezvous)
+            waiter.joined.set()
         self._tell_losses(installed.leaving)
         self.results.look_again()
 
@@ -116,7 +116,7 @@ class Jobs(JobsState[Candidate, LocalRank]):
         if heard.differs:
             self.poke()
 
-    def note_stop(self, mark: RankMarks) -> None:
+    def note_stop(self, mark: RankProgress) -> None:
         """A trainer's process has been stopped, here or elsewhere, or runs again."""
         roster = self.membership.view.roster_of(mark.job)
         if roster is None:
@@ -148,7 +148,9 @@ class Jobs(JobsState[Candidate, LocalRank]):
 
     def _tell_losses(self, ranks: Iterable[LocalRank]) -> None:
         """All before the leader is told: its view may come at once."""
-        leaving = [(r.roster.job, r.concern.verdict) for r in ranks if r.concern is not None]
+        leaving = [
+            (r.roster.job, r.view_request.verdict) for r in ranks if r.view_request is not None
+        ]
         for job, verdict in leaving:
             text = "" if verdict is None else verdict.message
             self.event_log.note("loss noticed", f"job {job!r}: {text}", job=job)
@@ -159,7 +161,7 @@ class Jobs(JobsState[Candidate, LocalRank]):
         """It is no longer among ours."""
         self._ended_traffic = sum_of(self._ended_traffic, rank.lanes.traffic)
         if all(other.roster.job != rank.roster.job for other in self.ranks):
-            self.desk.forget(rank.roster.job, below=rank.roster.number + 1)
+            self.rendezvous.forget(rank.roster.job, below=rank.roster.number + 1)
 
     # --- what surrounds an op
 
@@ -188,7 +190,7 @@ class Jobs(JobsState[Candidate, LocalRank]):
     def runs_without_sync(self, job: JobName) -> bool:
         """O6: the job has begun to run ops, and has never called `sync`: nobody can enter it."""
         roster = self.membership.view.roster_of(job)
-        return roster is not None and self.marks.show_no_sync(roster)
+        return roster is not None and self.progress.show_no_sync(roster)
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -202,4 +204,4 @@ class Jobs(JobsState[Candidate, LocalRank]):
         """The agent ends: so do all lanes."""
         for rank in self.ranks:
             rank.lanes.close()
-        self.desk.close()
+        self.rendezvous.close()

@@ -9,7 +9,7 @@ from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.op_layout import Op
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes.edge_costs import agree_on_costs
-from pmesh.agent.lanes.rendezvous import LaneDesk
+from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.compression.blocks import Float32s
 from pmesh.compression.codecs import Codec
 from pmesh.core.ops.kinds import KINDS, Setting
@@ -37,17 +37,17 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
     if rank.rank is None:  # V2: the view without us is about to end the attempt
         await trio.sleep_forever()
         raise AssertionError("nobody wakes it")
-    op.contributors, desk = rank.roster.ids, jobs.desk
+    op.contributors, rendezvous = rank.roster.ids, jobs.rendezvous
     root = None if op.root is None else rank.roster.rank_of(op.root)
     if _leaves_the_choice(rank, op):
-        ring = await rank.ring(desk)
+        ring = await rank.ring(rendezvous)
         members = tuple(trainer.member for trainer in rank.roster.trainers)
         times = jobs.round_trips_s(members)
         rank.costs.edges = await agree_on_costs(
             ring, _header(rank, op), members, times, jobs.edge_book
         )
     if op.codec is not None:
-        await _all_reduce_coded(rank, op, op.codec, await rank.ring(desk))
+        await _all_reduce_coded(rank, op, op.codec, await rank.ring(rendezvous))
         return
     here = Setting(
         request=op.request,
@@ -57,18 +57,18 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
         edges=rank.costs.edges,
     )
     if op.kind == "broadcast":
-        await rank.ring(desk)  # both lanes, also where one is not needed
+        await rank.ring(rendezvous)  # both lanes, also where one is not needed
         here = replace(here, reach=_reach(rank, op, Rank(here.root)))
         op.holds = (here.rank - here.root) % here.size <= (here.reach or 0)
     if op.is_table:
         op.result = replace(op.result, nbytes=rank.size * op.row_bytes)
-    await run_on_lanes(rank, op, KINDS[op.kind].plan(here), desk)
+    await run_on_lanes(rank, op, KINDS[op.kind].plan(here), rendezvous)
     if op.kind == "reduce":
         # Nobody has ended it before the root has, so that it can run again among others.
         op.holds = root == rank.rank
-        await rank.ring(desk)
+        await rank.ring(rendezvous)
         told = plan_broadcast(**here.at, root=here.root, nbytes=0)
-        await run_on_lanes(rank, op, told, desk)
+        await run_on_lanes(rank, op, told, rendezvous)
 
 
 def _reach(rank: LocalRank, op: Op, root: Rank) -> int:
@@ -77,11 +77,11 @@ def _reach(rank: LocalRank, op: Op, root: Rank) -> int:
     return max(((place - root) % rank.size for place in places if place is not None), default=0)
 
 
-async def run_on_lanes(rank: LocalRank, op: Op, plan: RankPlan, desk: LaneDesk) -> None:
+async def run_on_lanes(rank: LocalRank, op: Op, plan: RankPlan, rendezvous: LaneRendezvous) -> None:
     """Run a plan of the op over the lanes that it needs."""
     ids, kind = rank.roster.ids, KINDS[op.kind]
     to, from_ = await rank.lanes.open(
-        [ids[peer] for peer in plan.peers_to], [ids[peer] for peer in plan.peers_from], desk
+        [ids[peer] for peer in plan.peers_to], [ids[peer] for peer in plan.peers_from], rendezvous
     )
     await run_plan(
         plan,

@@ -36,7 +36,7 @@ async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> Reply:
     Raises:
         ProtocolError: no pmesh client would send this request.
     """
-    if rank.owed is not None:  # I5
+    if rank.late_failure is not None:  # I5
         return _failed(request.op, attempts.tell_late(rank))
     if request.op != rank.ledger.started + 1:
         raise ProtocolError(f"op {request.op} after op {rank.ledger.started}")
@@ -51,7 +51,7 @@ async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> Reply:
         with rank.attempt():
             with trio.move_on_at(op.deadline):
                 return await _attempt(rank, op, jobs)
-            verdict = attempts.timed_out(rank, op, jobs.marks, jobs.newcomers(rank))
+            verdict = attempts.timed_out(rank, op, jobs.progress, jobs.newcomers(rank))
             await _await_view(rank, verdict, op.number, jobs)
 
 
@@ -110,7 +110,7 @@ async def _attempt(rank: LocalRank, op: Op, jobs: Jobs) -> Reply:
 
 
 async def _await_view(rank: LocalRank, verdict: Verdict | None, op: int, jobs: Jobs) -> None:
-    rank.raise_concern(verdict, op)
+    rank.request_view(verdict, op)
     jobs.poke()
     await trio.sleep_forever()
 

@@ -7,7 +7,7 @@ import trio
 
 from pmesh.agent.lanes.edge_costs import RingCosts
 from pmesh.agent.lanes.rank_lanes import RankLanes
-from pmesh.agent.lanes.rendezvous import LaneDesk
+from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.core.jobs.rank import Fence, RankState
 from pmesh.core.values import Roster, Trainer, Verdict
 from pmesh.core.wire.link import Call, KnownPrimary
@@ -180,7 +180,7 @@ class LocalRank(RankState[Result]):
 
     # --- lanes
 
-    async def ring(self, desk: LaneDesk) -> RingPosition:
+    async def ring(self, rendezvous: LaneRendezvous) -> RingPosition:
         """This rank's place in the ring, as soon as both its lanes are open."""
         roster, rank = self.roster, self.rank
         if rank is None:  # V2: the view without us is about to end the attempt
@@ -189,7 +189,7 @@ class LocalRank(RankState[Result]):
         if self.size == 1:
             return RingPosition(rank=rank, size=1, roster=roster.number)
         previous, following = (trainer.id for trainer in self.neighbours())
-        to, from_ = await self.lanes.open([following], [previous], desk)
+        to, from_ = await self.lanes.open([following], [previous], rendezvous)
         return RingPosition(
             rank=rank,
             size=self.size,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from pmesh.agent.jobs.ranks import LocalRank, Result
-from pmesh.agent.lanes.rendezvous import End
+from pmesh.agent.lanes.rendezvous import LaneEnd
 from pmesh.core.jobs.attempt import ASK_AGAIN_S
 from pmesh.core.values import OpOutcome
 from pmesh.core.wire.link import AskResult, Call
@@ -65,7 +65,7 @@ async def _ask_for_lane(rank: LocalRank, outcome: OpOutcome, jobs: "Jobs") -> La
         if host is not None:
             jobs.ask(host.member, ask)
         with trio.move_on_after(ASK_AGAIN_S):
-            return await jobs.desk.take(End(edge, sending=False))
+            return await jobs.rendezvous.take(LaneEnd(edge, sending=False))
 
 
 async def _copy(near: LocalRank, op: OpNumber, call: Call, target: memoryview) -> None:
@@ -92,8 +92,8 @@ async def serve_result(rank: LocalRank, ask: AskResult, jobs: "Jobs") -> None:
     with trio.CancelScope() as scope:
         rank.serving.add(scope)
         try:
-            jobs.desk.offer(edge, asker.member)
-            lane = await jobs.desk.take(End(edge, sending=True))
+            jobs.rendezvous.offer(edge, asker.member)
+            lane = await jobs.rendezvous.take(LaneEnd(edge, sending=True))
             await _send_result(rank, ask.op, report.call, retained, lane)
         finally:
             rank.serving.discard(scope)

@@ -12,7 +12,7 @@ import msgspec
 import trio
 
 from pmesh.agent.containment import Contain
-from pmesh.agent.jobs.driver import Candidate, Jobs
+from pmesh.agent.jobs.driver import Jobs, WaitingTrainer
 from pmesh.agent.jobs.op_task import run_op
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.refusals import refuse, tell_errors
@@ -204,27 +204,27 @@ class _Trainer:
         Who wants to begin the job has none either if that turns out to run: on machines that this
         one has met only now.
         """
-        candidate = self._jobs.enlist(self._request, self._arenas)
+        waiter = self._jobs.enlist(self._request, self._arenas)
         try:
-            refusal = await self._wait_as_candidate(candidate, timeout_s, begins=begins)
+            refusal = await self._wait_for_job(waiter, timeout_s, begins=begins)
         except BaseException:  # the trainer is gone, or the agent ends
-            self._jobs.withdraw(candidate)
+            self._jobs.withdraw(waiter)
             raise
-        self._rank = candidate.rank
+        self._rank = waiter.rank
         if self._rank is None:
-            self._jobs.withdraw(candidate)  # first: while we tell it, the job might begin with it
+            self._jobs.withdraw(waiter)  # first: while we tell it, the job might begin with it
         else:
             self._rank.pid = self._session.pid
         return refusal
 
-    async def _wait_as_candidate(
-        self, candidate: Candidate, timeout_s: float, *, begins: bool
+    async def _wait_for_job(
+        self, waiter: WaitingTrainer, timeout_s: float, *, begins: bool
     ) -> Verdict | None:
         began = said_at = trio.current_time()
-        while candidate.rank is None and not self._session.trainer_gone():
+        while waiter.rank is None and not self._session.trainer_gone():
             now = trio.current_time()
             if now - began >= timeout_s:
-                return Verdict("NotEnoughRanks", _too_few(candidate, timeout_s, self._jobs))
+                return Verdict("NotEnoughRanks", _too_few(waiter, timeout_s, self._jobs))
             if self._jobs.runs_without_sync(self._job):
                 return Verdict("JobRunning", _never_syncs(self._job))
             if (broken := self._broken_group()) is not None:
@@ -233,10 +233,10 @@ class _Trainer:
                 return None
             if now - said_at >= SAY_EVERY_S:
                 said_at = now
-                absent = _without(candidate, self._jobs)
+                absent = _without(waiter, self._jobs)
                 await self._session.send(StillWaiting(ENTERS, now - began, absent))
             with trio.move_on_after(min(LOOK_S, began + timeout_s - now)):
-                await candidate.joined.wait()
+                await waiter.joined.wait()
         return None
 
     def _broken_group(self) -> Verdict | None:
@@ -246,8 +246,8 @@ class _Trainer:
             return None
         of_this = (r for r in self._jobs.ranks if r.roster.job == group.job)
         rank = next((r for r in of_this if r.id == group.trainer), None)
-        if rank is not None and rank.owed is not None:
-            return rank.owed.verdict  # others have it already, and don't come
+        if rank is not None and rank.late_failure is not None:
+            return rank.late_failure.verdict  # others have it already, and don't come
         roster = self._jobs.membership.view.roster_of(group.job)
         gone = set(group.members).difference(() if roster is None else roster.ids)
         if not gone:
@@ -352,7 +352,7 @@ class _Trainer:
                 began, said, stopped = rank.busy_since, 1, frozenset[TrainerId]()
             waited_s = trio.current_time() - began
             known = stopped
-            stopped = self._jobs.marks.stopped(rank, OpNumber(rank.ledger.started))
+            stopped = self._jobs.progress.stopped(rank, OpNumber(rank.ledger.started))
             if not stopped <= known or waited_s >= said * SAY_EVERY_S:
                 said = math.floor(waited_s / SAY_EVERY_S) + 1
                 await self._say_on_whom(rank, waited_s)
@@ -362,7 +362,7 @@ class _Trainer:
         stopped_s = process.stopped_for_s(trio.current_time())
         if rank.stopped != (stopped_s is not None):
             rank.stopped = stopped_s is not None
-            self._jobs.note_stop(rank.marks())
+            self._jobs.note_stop(rank.progress())
             self._jobs.beat()
         patience_s = self._request.straggler_after_s
         if stopped_s is not None and stopped_s >= patience_s:
@@ -374,7 +374,7 @@ class _Trainer:
         names = (
             (f"more ranks: {shortage}",)
             if shortage
-            else tuple(self._jobs.marks.describe_late(rank, op))
+            else tuple(self._jobs.progress.describe_late(rank, op))
         )
         await self._session.send(StillWaiting(op, waited_s, names))
 
@@ -390,20 +390,20 @@ def _not_in(job: JobName) -> Verdict:
     return Verdict("HistorySuperseded", f"this trainer is not in job {job!r}; {COME_BACK}")
 
 
-def _without(candidate: Candidate, jobs: Jobs) -> tuple[str, ...]:
-    counts = jobs.waiting_for(candidate.job)
+def _without(waiter: WaitingTrainer, jobs: Jobs) -> tuple[str, ...]:
+    counts = jobs.waiting_for(waiter.job)
     return tuple(seat.name for seat in jobs.membership.view.seats if not counts.get(seat.member, 0))
 
 
-def _too_few(candidate: Candidate, timeout_s: float, jobs: Jobs) -> str:
-    roster = jobs.membership.view.roster_of(candidate.job)
+def _too_few(waiter: WaitingTrainer, timeout_s: float, jobs: Jobs) -> str:
+    roster = jobs.membership.view.roster_of(waiter.job)
     if roster is not None:
-        return f"job {candidate.job!r} has not called mesh.sync() within {timeout_s:g} s"
-    counts = jobs.waiting_for(candidate.job)
-    idle = ", ".join(_without(candidate, jobs))
+        return f"job {waiter.job!r} has not called mesh.sync() within {timeout_s:g} s"
+    counts = jobs.waiting_for(waiter.job)
+    idle = ", ".join(_without(waiter, jobs))
     machines = f"machines without one: {idle}" if idle else "every machine of the mesh has one"
     return (
-        f"{sum(counts.values())} of {candidate.wait_for} trainers of job {candidate.job!r} came "
+        f"{sum(counts.values())} of {waiter.wait_for} trainers of job {waiter.job!r} came "
         f"within {timeout_s:g} s; {machines}"
     )
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import trio
 
-from pmesh.agent.lanes.rendezvous import Edge, End, LaneDesk
+from pmesh.agent.lanes.rendezvous import LaneEnd, LaneKey, LaneRendezvous
 from pmesh.core.values import Roster
 from pmesh.ids import TrainerId
 from pmesh.net.lanes.lane import Lane
@@ -21,41 +21,41 @@ class RankLanes:
         self._me = me
         self._roster = roster
         self._offered: set[TrainerId] = set()
-        self._open: dict[End, Lane] = {}
+        self._open: dict[LaneEnd, Lane] = {}
         self._carrying: set[Lane] = set()
         """Lanes that bring or take results."""
         self.ended_traffic = (0, 0)
         self._moved = (0, 0), 0.0
 
-    def begin(self, roster: Roster, desk: LaneDesk) -> None:
+    def begin(self, roster: Roster, rendezvous: LaneRendezvous) -> None:
         """A roster is in force: the lane to the next rank is opened, the previous offers ours."""
         self._roster = roster
-        desk.forget(roster.job, below=roster.number)
+        rendezvous.forget(roster.job, below=roster.number)
         rank = roster.rank_of(self._me)
         if rank is not None and len(roster.trainers) > 1:
-            self._offer(roster.ids[(rank + 1) % len(roster.ids)], desk)
+            self._offer(roster.ids[(rank + 1) % len(roster.ids)], rendezvous)
 
-    def edge(self, sender: TrainerId, receiver: TrainerId, op: int = -1) -> Edge:
+    def edge(self, sender: TrainerId, receiver: TrainerId, op: int = -1) -> LaneKey:
         """The name of a lane under the current number."""
         roster, trainer = self._roster, self._roster.trainer(sender)
         host = None if trainer is None else trainer.member
-        return Edge(roster.job, roster.born, roster.number, host, sender, receiver, op)
+        return LaneKey(roster.job, roster.born, roster.number, host, sender, receiver, op)
 
     async def open(
-        self, to: Iterable[TrainerId], from_: Iterable[TrainerId], desk: LaneDesk
+        self, to: Iterable[TrainerId], from_: Iterable[TrainerId], rendezvous: LaneRendezvous
     ) -> tuple[dict[TrainerId, Lane], dict[TrainerId, Lane]]:
         """The lanes to and from these ranks, as soon as all are there.
 
         Raises:
             LaneBroken: one can't be opened, or the roster is over.
         """
-        ends_to = {peer: End(self.edge(self._me, peer), sending=True) for peer in to}
-        ends_from = {peer: End(self.edge(peer, self._me), sending=False) for peer in from_}
+        ends_to = {peer: LaneEnd(self.edge(self._me, peer), sending=True) for peer in to}
+        ends_from = {peer: LaneEnd(self.edge(peer, self._me), sending=False) for peer in from_}
         for peer in ends_to:  # all at once: each may take a few round trips
-            self._offer(peer, desk)
+            self._offer(peer, rendezvous)
         for end in (*ends_to.values(), *ends_from.values()):
             if end not in self._open:
-                self._open[end] = await desk.take(end)
+                self._open[end] = await rendezvous.take(end)
         return (
             {peer: self._open[end] for peer, end in ends_to.items()},
             {peer: self._open[end] for peer, end in ends_from.items()},
@@ -103,11 +103,11 @@ class RankLanes:
             received + sum(lane.bytes_received for lane in lanes),
         )
 
-    def _offer(self, peer: TrainerId, desk: LaneDesk) -> None:
+    def _offer(self, peer: TrainerId, rendezvous: LaneRendezvous) -> None:
         trainer = self._roster.trainer(peer)
         if trainer is not None and peer not in self._offered:
             self._offered.add(peer)
-            desk.offer(self.edge(self._me, peer), trainer.member)
+            rendezvous.offer(self.edge(self._me, peer), trainer.member)
 
 
 def sum_of(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:

@@ -28,7 +28,7 @@ OFFER_PATIENCE_S = 2.0  # a connection may overtake the offer that it belongs to
 _KEY_BYTES = 32
 
 
-class Edge(NamedTuple):
+class LaneKey(NamedTuple):
     """What a lane is for: the data of a roster from one trainer to another."""
 
     job: JobName
@@ -43,15 +43,15 @@ class Edge(NamedTuple):
     """-1: the ring; the retained result of this op (O2); below -1: messages (O4)."""
 
 
-class End(NamedTuple):
+class LaneEnd(NamedTuple):
     """One of an edge's two ends; both may be of one agent."""
 
-    edge: Edge
+    edge: LaneKey
     sending: bool
 
 
 class Reach(Protocol):
-    """What the desk needs of the links (`pmesh.agent.mesh.peers`)."""
+    """What the rendezvous needs of the links (`pmesh.agent.mesh.peers`)."""
 
     def send(self, member: Member, message: OfferLane) -> None:
         """Send on the link to the member, if there is one."""
@@ -75,7 +75,7 @@ class Reach(Protocol):
 
 
 @dataclass(slots=True)
-class _Place:
+class _LaneSlot:
     """Where one end's lane appears."""
 
     lane: Lane | None = None
@@ -87,12 +87,12 @@ class _Place:
 class _Expected:
     """A lane that somebody else dials."""
 
-    end: End
+    end: LaneEnd
     offer: OfferLane
     member: Member
 
 
-class LaneDesk:
+class LaneRendezvous:
     """All lanes of one agent that are being opened, and those not yet taken."""
 
     def __init__(
@@ -102,15 +102,15 @@ class LaneDesk:
         self._reach = reach
         self._nursery = nursery
         self._entropy = entropy
-        self._places: dict[End, _Place] = {}
+        self._places: dict[LaneEnd, _LaneSlot] = {}
         self._expected: dict[bytes, _Expected] = {}
         self._dials: Counter[Member] = Counter()  # under way, as this peer has asked
         self._turns: dict[Member, trio.CapacityLimiter] = {}
         self._news = trio.Event()
         self._over: dict[JobName, int] = {}  # every roster below this number
-        self._given_up: set[End] = set()
+        self._given_up: set[LaneEnd] = set()
 
-    def offer(self, edge: Edge, to: Member) -> None:
+    def offer(self, edge: LaneKey, to: Member) -> None:
         """Open an edge whose sending end is ours; `take` gives it."""
         if to == self._me:
             self._join_locally(edge)
@@ -121,7 +121,7 @@ class LaneDesk:
         """A peer offers the receiving end of an edge. ProtocolError: beyond all reason."""
         if self._offered_by(member) >= MAX_OFFERED:
             raise ProtocolError("more lanes are offered than any job needs")
-        end = End(_edge_of(offer, member), sending=False)
+        end = LaneEnd(_edge_of(offer, member), sending=False)
         if self._is_over(end):
             return  # on its way while a view was installed here
         if offer.dial:
@@ -136,7 +136,7 @@ class LaneDesk:
         places = sum(e.edge.host == member and not e.sending for e in self._places)
         return max(expected, places) + self._dials[member]
 
-    async def _dial_as_asked(self, end: End, offer: OfferLane, member: Member) -> None:
+    async def _dial_as_asked(self, end: LaneEnd, offer: OfferLane, member: Member) -> None:
         turns = self._turns.setdefault(member, trio.CapacityLimiter(MAX_DIALS))
         try:
             async with turns:
@@ -167,7 +167,7 @@ class LaneDesk:
         self._expected.pop(lane, None)
         self._fill(expected.end, opened)
 
-    async def take(self, end: End) -> Lane:
+    async def take(self, end: LaneEnd) -> Lane:
         """The lane of one of our ends, as soon as it is open.
 
         Raises:
@@ -184,7 +184,7 @@ class LaneDesk:
             raise place.failure or LaneBroken("somebody else has taken the lane")
         return lane
 
-    def give_up(self, end: End) -> None:
+    def give_up(self, end: LaneEnd) -> None:
         """Nobody wants this lane any more, though its roster goes on."""
         if not self._is_over(end):
             self._given_up.add(end)
@@ -210,16 +210,16 @@ class LaneDesk:
         for place in self._places.values():
             _give_up(place, LaneBroken("the agent ends"))
 
-    def _is_over(self, end: End) -> bool:
+    def _is_over(self, end: LaneEnd) -> bool:
         return self._is_of_the_past(end) or end in self._given_up
 
-    def _is_of_the_past(self, end: End) -> bool:
+    def _is_of_the_past(self, end: LaneEnd) -> bool:
         return end.edge.number < self._over.get(end.edge.job, 0)
 
-    def _place(self, end: End) -> _Place:
-        return self._places.setdefault(end, _Place())
+    def _place(self, end: LaneEnd) -> _LaneSlot:
+        return self._places.setdefault(end, _LaneSlot())
 
-    def _fill(self, end: End, lane: Lane) -> None:
+    def _fill(self, end: LaneEnd, lane: Lane) -> None:
         if self._is_over(end):
             lane.close()
             return
@@ -229,26 +229,26 @@ class LaneDesk:
         place.lane = lane
         place.filled.set()
 
-    def _expect(self, end: End, offer: OfferLane, member: Member) -> None:
+    def _expect(self, end: LaneEnd, offer: OfferLane, member: Member) -> None:
         self._expected[offer.lane] = _Expected(end, offer, member)
         self._news.set()
         self._news = trio.Event()
 
-    def _join_locally(self, edge: Edge) -> None:
+    def _join_locally(self, edge: LaneKey) -> None:
         me = self._reach.name_of(self._me)
         names = f"trainer {edge.receiver} ({me})", f"trainer {edge.sender} ({me})"
         try:
             sending, receiving = local_lanes(self._make_offer(edge, dial=False), peers=names)
         except OSError as e:  # no descriptor is left: a matter for all ranks, not for this agent
             failure = LaneBroken(f"no data connection within {me}: {e.strerror}")
-            _give_up(self._place(End(edge, sending=True)), failure)
+            _give_up(self._place(LaneEnd(edge, sending=True)), failure)
             return
-        self._fill(End(edge, sending=True), sending)
-        self._fill(End(edge, sending=False), receiving)
+        self._fill(LaneEnd(edge, sending=True), sending)
+        self._fill(LaneEnd(edge, sending=False), receiving)
 
-    async def _keep_offering(self, edge: Edge, to: Member) -> None:
+    async def _keep_offering(self, edge: LaneKey, to: Member) -> None:
         """Offer, again if it fails, until the lane is open, given up or forgotten."""
-        end = End(edge, sending=True)
+        end = LaneEnd(edge, sending=True)
         if self._is_over(end):
             return  # before this task has had its first turn
         place = self._place(end)
@@ -269,7 +269,7 @@ class LaneDesk:
         name = self._reach.name_of(to)
         _give_up(place, LaneBroken(f"no data connection to {name} can be made"))
 
-    async def _dial(self, end: End, offer: OfferLane, member: Member) -> None:
+    async def _dial(self, end: LaneEnd, offer: OfferLane, member: Member) -> None:
         """Dial the lane of an offer; whoever offered it tries again if that fails."""
         try:
             stream = await self._reach.dial_member(member)
@@ -279,7 +279,7 @@ class LaneDesk:
             return
         self._fill(end, lane)
 
-    def _make_offer(self, edge: Edge, *, dial: bool) -> OfferLane:
+    def _make_offer(self, edge: LaneKey, *, dial: bool) -> OfferLane:
         return OfferLane(
             job=edge.job,
             born=edge.born,
@@ -294,11 +294,13 @@ class LaneDesk:
         )
 
 
-def _edge_of(offer: OfferLane, host: Member) -> Edge:
-    return Edge(offer.job, offer.born, offer.number, host, offer.sender, offer.receiver, offer.op)
+def _edge_of(offer: OfferLane, host: Member) -> LaneKey:
+    return LaneKey(
+        offer.job, offer.born, offer.number, host, offer.sender, offer.receiver, offer.op
+    )
 
 
-def _give_up(place: _Place, failure: LaneBroken) -> None:
+def _give_up(place: _LaneSlot, failure: LaneBroken) -> None:
     """Nobody shall get this lane; who waits for it hears why."""
     if place.lane is not None:
         place.lane.close()

@@ -246,15 +246,15 @@ class Membership:
         return Facts(
             reports=facts.reports,
             waiting=facts.waiting,
-            concerns=facts.concerns,
-            marks=facts.marks,
+            view_requests=facts.view_requests,
+            progress=facts.progress,
             round_trips=round_trips,
         )
 
     def _worth_telling(self) -> object:
         """Return what the others must learn at once; the rest waits for the next heartbeat."""
         beat = heartbeat_of(self.state, self._facts(), trio.current_time())
-        return msgspec.structs.replace(beat, heard=dict.fromkeys(beat.heard, 0), marks=())
+        return msgspec.structs.replace(beat, heard=dict.fromkeys(beat.heard, 0), progress=())
 
     def _heartbeat_for(self, contact: _Contact) -> Heartbeat:
         now = trio.current_time()

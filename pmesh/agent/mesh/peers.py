@@ -422,7 +422,7 @@ class Peers:
         return own.name if member.node == own.member.node else short_node(member.node)
 
     def complain(self, member: Member, error: NetworkError) -> None:
-        """Log a failed connection to the member; the lane desk tries again."""
+        """Log a failed connection to the member; the lane rendezvous tries again."""
         _log.info("no lane", peer=self.name_of(member), reason=str(error))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import trio
 
 from pmesh.agent.jobs.ranks import LocalRank
-from pmesh.agent.lanes.rendezvous import LaneDesk
+from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.agent.p2p.lanes import LanesIn, LanesOut
 from pmesh.core import p2p
 from pmesh.core.p2p import Inbox, Outbox, Transfer, Wanted
@@ -33,7 +33,7 @@ from pmesh.net.local.arenas import Arena
 
 AGAIN_S = 0.05  # the delay of a lost announcement; it doubles with each further one
 SELDOM_S = 1.0  # between announcements while the other side makes no call
-BROKEN_S = 0.2  # before another lane is tried, as at the lane desk
+BROKEN_S = 0.2  # before another lane is tried, as at the lane rendezvous
 
 
 class MessageLost(PmeshError):  # noqa: N818 - a state, as in pmesh.errors
@@ -81,7 +81,10 @@ class P2PEndpoint:
     """Sends and receives for one rank. `tell` sends a message to the agent of a trainer."""
 
     def __init__(
-        self, rank: LocalRank, desk: LaneDesk, tell: Callable[[TrainerId, P2PMessage], None]
+        self,
+        rank: LocalRank,
+        rendezvous: LaneRendezvous,
+        tell: Callable[[TrainerId, P2PMessage], None],
     ) -> None:
         self._rank = rank
         self._tell = tell
@@ -91,8 +94,8 @@ class P2PEndpoint:
         self._sends: dict[tuple[TrainerId, int], Sending] = {}
         self._receives: dict[int, Receiving] = {}
         self._calls = itertools.count()
-        self._lanes_in = LanesIn(rank, desk, tell)
-        self._lanes_out = LanesOut(rank, desk)
+        self._lanes_in = LanesIn(rank, rendezvous, tell)
+        self._lanes_out = LanesOut(rank, rendezvous)
         self._names = {trainer: rank.roster.describe(trainer) for trainer in rank.roster.ids}
 
     def describe(self, trainers: Iterable[TrainerId]) -> tuple[str, ...]:

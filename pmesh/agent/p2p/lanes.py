@@ -12,7 +12,7 @@ import trio
 import xxhash
 
 from pmesh.agent.jobs.ranks import LocalRank
-from pmesh.agent.lanes.rendezvous import Edge, End, LaneDesk
+from pmesh.agent.lanes.rendezvous import LaneEnd, LaneKey, LaneRendezvous
 from pmesh.core.ops.schedule import SEGMENT_BYTES
 from pmesh.core.p2p import Transfer
 from pmesh.core.wire.link import Envelope, MessageAddress, RequestMessage
@@ -30,7 +30,7 @@ _FIRST_EDGE = -2  # used as op number for the pair's first lane, then -3 and so 
 class _Lane:
     """A lane of a pair under the current roster; it may not be open yet."""
 
-    end: End
+    end: LaneEnd
     number: int
     transfers: int = 0
     """How many messages were requested on it."""
@@ -42,9 +42,9 @@ class _Lane:
 class _Lanes:
     """The lanes of one direction."""
 
-    def __init__(self, rank: LocalRank, desk: LaneDesk) -> None:
+    def __init__(self, rank: LocalRank, rendezvous: LaneRendezvous) -> None:
         self._rank = rank
-        self._desk = desk
+        self._rendezvous = rendezvous
         self._lanes: dict[TrainerId, _Lane] = {}
         self._ended_bytes = 0
 
@@ -58,13 +58,13 @@ class _Lanes:
             self._end(entry)
         self._lanes.clear()
 
-    def _edge(self, sender: TrainerId, receiver: TrainerId, number: int) -> Edge:
+    def _edge(self, sender: TrainerId, receiver: TrainerId, number: int) -> LaneKey:
         return self._rank.lanes.edge(sender, receiver, _FIRST_EDGE - number)
 
     async def _open(self, entry: _Lane) -> Lane:
         """Return the entry's lane once it is open. Raises LaneBroken if it is closed meanwhile."""
         if entry.lane is None and not entry.closed:
-            entry.lane = await self._desk.take(entry.end)
+            entry.lane = await self._rendezvous.take(entry.end)
         if entry.closed:
             self._end(entry)
         if entry.lane is None:
@@ -77,7 +77,7 @@ class _Lanes:
             self._ended_bytes += _moved(entry)
             entry.lane.close()
             entry.lane = None
-        self._desk.give_up(entry.end)
+        self._rendezvous.give_up(entry.end)
 
 
 def _moved(entry: _Lane) -> int:
@@ -98,10 +98,10 @@ class LanesOut(_Lanes):
             entry = None
         if entry is None:
             edge = self._edge(self._rank.id, to, asked.lane)
-            entry = self._lanes[to] = _Lane(End(edge, sending=True), asked.lane)
+            entry = self._lanes[to] = _Lane(LaneEnd(edge, sending=True), asked.lane)
             trainer = self._rank.roster.trainer(to)
             if trainer is not None:
-                self._desk.offer(edge, trainer.member)
+                self._rendezvous.offer(edge, trainer.member)
         elif asked.lane < entry.number or asked.transfer < entry.transfers:
             return False
         entry.transfers = asked.transfer + 1
@@ -134,9 +134,12 @@ class LanesIn(_Lanes):
     """The lanes on which a rank receives messages. `tell` sends a request to the sender."""
 
     def __init__(
-        self, rank: LocalRank, desk: LaneDesk, tell: Callable[[TrainerId, RequestMessage], None]
+        self,
+        rank: LocalRank,
+        rendezvous: LaneRendezvous,
+        tell: Callable[[TrainerId, RequestMessage], None],
     ) -> None:
-        super().__init__(rank, desk)
+        super().__init__(rank, rendezvous)
         self._tell = tell
 
     async def bring(self, transfer: Transfer, address: MessageAddress, target: memoryview) -> None:
@@ -149,7 +152,7 @@ class LanesIn(_Lanes):
         entry = self._lanes.get(sender)
         if entry is None or entry.closed:
             lane = 0 if entry is None else entry.number + 1
-            end = End(self._edge(sender, self._rank.id, lane), sending=False)
+            end = LaneEnd(self._edge(sender, self._rank.id, lane), sending=False)
             entry = self._lanes[sender] = _Lane(end, lane)
         asked = RequestMessage(address, number, entry.number, entry.transfers)
         entry.transfers += 1

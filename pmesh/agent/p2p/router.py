@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from pmesh.agent.jobs.ranks import LocalRank
-from pmesh.agent.lanes.rendezvous import LaneDesk
+from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.agent.p2p.endpoint import P2PEndpoint
 from pmesh.core.wire.link import AnnounceMessage, MessageWithdrawn, P2PMessage
 from pmesh.ids import JobName, Member, TrainerId
@@ -16,13 +16,13 @@ class P2PRouter:
         self,
         me: Member,
         ranks: Sequence[LocalRank],
-        desk: LaneDesk,
+        rendezvous: LaneRendezvous,
         send: Callable[[Member, P2PMessage], None],
     ) -> None:
         """`ranks` are the local ranks, a list that its owner changes; `send` uses the links."""
         self._me = me
         self._ranks = ranks
-        self._desk = desk
+        self._rendezvous = rendezvous
         self._send = send
         self._boxes: dict[LocalRank, P2PEndpoint] = {}
         self._ended_traffic = (0, 0)
@@ -46,7 +46,7 @@ class P2PRouter:
                 else:
                     self._send(trainer.member, message)
 
-            self._boxes[rank] = P2PEndpoint(rank, self._desk, tell)
+            self._boxes[rank] = P2PEndpoint(rank, self._rendezvous, tell)
         return self._boxes[rank]
 
     def hear(self, member: Member, message: P2PMessage) -> None:

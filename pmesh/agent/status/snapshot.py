@@ -69,8 +69,8 @@ def _waiting_at(
     member: Member, membership: Membership, jobs: Jobs, me: Member
 ) -> Iterator[tuple[JobName, Slot, int, str | None]]:
     if member == me:
-        for candidate in jobs.candidates.values():
-            yield candidate.job, candidate.slot, candidate.wait_for, candidate.program
+        for waiter in jobs.waiters.values():
+            yield waiter.job, waiter.slot, waiter.wait_for, waiter.program
         return
     peer = membership.state.peers.get(member.node)
     for waiting in peer.heartbeat.waiting if peer is not None else ():
@@ -113,7 +113,7 @@ def _ranks(roster: Roster, jobs: Jobs) -> Iterator[schema.RankStatus]:
     job = roster.job, roster.born
     here = {r.id: r for r in jobs.ranks if (r.roster.job, r.roster.born) == job}
     for rank, trainer in enumerate(roster.trainers):
-        mark = jobs.marks.of(roster, trainer.id)
+        mark = jobs.progress.of(roster, trainer.id)
         yield schema.RankStatus(
             rank=rank,
             trainer=trainer.id,
@@ -148,7 +148,7 @@ class Sources:
     loop_lag_s: float
 
 
-def take_picture(sources: Sources) -> Status:
+def take_snapshot(sources: Sources) -> Status:
     epoch = sources.membership.view.epoch
     return Status(
         schema=schema.SCHEMA_VERSION,

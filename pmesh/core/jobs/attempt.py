@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from pmesh.core.jobs.progress import Marks
+from pmesh.core.jobs.progress import Progress
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.ops.kinds import KINDS
 from pmesh.core.values import OpOutcome, Verdict
@@ -102,7 +102,7 @@ def next_step(  # noqa: PLR0911 - the rules, in their order
     failure, elsewhere = rank.failure_of(op.number), rank.result_elsewhere(op.number)
     if failure is not None:
         return Fail(failure)
-    if rank.owed is not None and elsewhere is None:
+    if rank.late_failure is not None and elsewhere is None:
         # I5: the view has told us of it after this call began, and has taken the call back:
         # nobody has its result, and nothing of an attempt under the new number has been sent.
         return TellLate()
@@ -183,13 +183,13 @@ def break_lanes(rank: RankState[Any], op: OpState, why: str) -> Verdict | None:
     return Verdict("LaneBroken", why, (rank.id,)) if op.broken >= LANE_ATTEMPTS else None
 
 
-def timed_out(rank: RankState[Any], op: OpState, marks: Marks, newcomers: int) -> Verdict:
+def timed_out(rank: RankState[Any], op: OpState, progress: Progress, newcomers: int) -> Verdict:
     """I6: at the deadline, whatever the op waits for. It is settled by the next view (O3)."""
     what = f"{_name(rank, op)} did not end within {op.timeout_s:g} s: "
     too_few = rank.describe_shortage(newcomers)
     if too_few:
         return Verdict("NotEnoughRanks", what + too_few)
-    late = marks.late(rank, op.number)
+    late = progress.late(rank, op.number)
     names = ", ".join(map(rank.roster.describe, late))
     why = f"not started by {names}" if late else "every rank has started it: the network is slow"
     return Verdict("OpTimedOut", what + why, late)
@@ -212,17 +212,17 @@ def end_failed(rank: RankState[Any], op: OpState, failure: OpOutcome) -> Failed:
         rank.fail(failure)
     else:
         rank.take_back(op.number)  # how the op ends is the others' matter
-    cause = (rank.owed or failure).verdict  # an earlier op's failure is this one's cause
+    cause = (rank.late_failure or failure).verdict  # an earlier op's failure is this one's cause
     assert cause is not None  # noqa: S101 - `failure_of` gives only outcomes that have one
-    rank.owed = None
+    rank.late_failure = None
     return Failed(cause, consumed, rank.see(failure.contributors))
 
 
 def tell_late(rank: RankState[Any]) -> Failed:
     """I5: an earlier op had returned here before another rank called it differently."""
-    owed, rank.owed = rank.owed, None
-    assert owed is not None  # noqa: S101 - the callers have looked
-    assert owed.verdict is not None  # noqa: S101 - likewise
+    late_failure, rank.late_failure = rank.late_failure, None
+    assert late_failure is not None  # noqa: S101 - the callers have looked
+    assert late_failure.verdict is not None  # noqa: S101 - likewise
     # O5: once a later op has ended here, the world is that op's.
-    world = rank.see(owed.contributors) if owed.op == rank.ledger.started else None
-    return Failed(owed.verdict, consumed=False, world=world)
+    world = rank.see(late_failure.contributors) if late_failure.op == rank.ledger.started else None
+    return Failed(late_failure.verdict, consumed=False, world=world)

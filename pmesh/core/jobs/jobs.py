@@ -10,12 +10,12 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from pmesh.core.jobs.progress import AnyRank, Marks, lanes_stand_still, of_job
+from pmesh.core.jobs.progress import AnyRank, Progress, lanes_stand_still, of_job
 from pmesh.core.jobs.rank import COME_BACK, RankState
 from pmesh.core.values import Roster, Terms, Trainer, Verdict, View
 from pmesh.core.views.rosters import is_same_history
 from pmesh.core.views.state import Facts, MemberState
-from pmesh.core.wire.link import Concern, Heartbeat, JobReport, RankMarks, Waiting
+from pmesh.core.wire.link import Heartbeat, JobReport, RankProgress, ViewRequest, Waiting
 from pmesh.ids import JobName, Member, OpNumber, Slot, TrainerId
 
 LEAVE_GRACE_S = 1.0  # the others mostly end a leaver's last op by themselves; then they are told
@@ -24,7 +24,7 @@ NO_SLOT = Slot(-1)
 
 
 @dataclass(slots=True, kw_only=True)
-class Candidate(Generic[AnyRank]):
+class WaitingTrainer(Generic[AnyRank]):
     """A trainer that waits for its job to begin, or to enter it."""
 
     job: JobName
@@ -34,18 +34,18 @@ class Candidate(Generic[AnyRank]):
     rank: AnyRank | None = None
 
 
-AnyCandidate = TypeVar("AnyCandidate", bound=Candidate[Any])
+AnyWaiting = TypeVar("AnyWaiting", bound=WaitingTrainer[Any])
 
 
 @dataclass(frozen=True, slots=True)
-class Installed(Generic[AnyCandidate, AnyRank]):
+class Installed(Generic[AnyWaiting, AnyRank]):
     """What a view is to the ranks that live here."""
 
     renumbered: tuple[AnyRank, ...]
     """Their ops under way start anew, over new lanes."""
     ended: tuple[AnyRank, ...]
     """The others go on without them."""
-    begun: tuple[tuple[AnyCandidate, AnyRank], ...]
+    begun: tuple[tuple[AnyWaiting, AnyRank], ...]
     """These wait no longer, and have a rank."""
     leaving: tuple[AnyRank, ...]
     """Their loss is to be told to the others."""
@@ -55,7 +55,7 @@ class Installed(Generic[AnyCandidate, AnyRank]):
 class Heard:
     """What a heartbeat's marks are news of."""
 
-    stops: tuple[RankMarks, ...]
+    stops: tuple[RankProgress, ...]
     """Trainers whose processes have been stopped, or run again."""
     differs: bool
     """Whether ranks have called different ops: the leader is to be told."""
@@ -72,13 +72,13 @@ class Passed(Generic[AnyRank]):
     """Lost ranks whose results nobody asks for any more."""
 
 
-class JobsState(Generic[AnyCandidate, AnyRank]):
+class JobsState(Generic[AnyWaiting, AnyRank]):
     """The jobs of one agent. Trainers come and go, views and heartbeats arrive, time passes."""
 
     def __init__(
         self,
         me: Member,
-        make_rank: Callable[[Roster, Trainer, AnyCandidate], AnyRank],
+        make_rank: Callable[[Roster, Trainer, AnyWaiting], AnyRank],
         *,
         min_peers: int = 0,
         alone_from: float = 0.0,
@@ -92,23 +92,23 @@ class JobsState(Generic[AnyCandidate, AnyRank]):
             alone_from: until then it may still find its mesh, where the job may run already.
         """
         self.me = me
-        self.candidates: dict[Slot, AnyCandidate] = {}
+        self.waiters: dict[Slot, AnyWaiting] = {}
         self.ranks: list[AnyRank] = []
-        self.marks = Marks(self.ranks)
+        self.progress = Progress(self.ranks)
         self._make_rank = make_rank
         self._min_peers = min_peers
         self._alone_from = alone_from
         self._next_slot = 0
-        self._absent: list[Concern] = []
+        self._absent: list[ViewRequest] = []
         self._stall_guard = False
 
     # --- trainers come and go
 
-    def add(self, candidate: AnyCandidate) -> None:
+    def add(self, waiter: AnyWaiting) -> None:
         """A trainer waits for its job to begin, or to enter it."""
-        candidate.slot = Slot(self._next_slot)
+        waiter.slot = Slot(self._next_slot)
         self._next_slot += 1
-        self.candidates[candidate.slot] = candidate
+        self.waiters[waiter.slot] = waiter
 
     def leave(self, rank: AnyRank, why: str, now: float) -> bool:
         """The trainer is gone, or has been stopped for too long: the others go on without it.
@@ -130,7 +130,7 @@ class JobsState(Generic[AnyCandidate, AnyRank]):
             theirs = peer.heartbeat.waiting if peer is not None else ()
             # It has a place by our view, and does not know it yet.
             counts[member] = sum(w.job == job and (member, w.slot) not in inside for w in theirs)
-        ours = [c for c in self.candidates.values() if c.job == job and c.rank is None]
+        ours = [c for c in self.waiters.values() if c.job == job and c.rank is None]
         return counts | {self.me: len(ours)}
 
     def newcomers_to(self, state: MemberState, job: JobName, now: float) -> int:
@@ -150,13 +150,13 @@ class JobsState(Generic[AnyCandidate, AnyRank]):
     def known(self, state: MemberState, now: float) -> Facts:
         """What the local jobs want and have; without round trips."""
         waits = self._may_begin(state, now)
-        candidates = [c for c in self.candidates.values() if waits and c.rank is None]
-        concerns = (rank.concern for rank in self.ranks if rank.concern is not None)
+        waiters = [c for c in self.waiters.values() if waits and c.rank is None]
+        view_requests = (rank.view_request for rank in self.ranks if rank.view_request is not None)
         return Facts(
             reports=tuple(self._reports()),
-            waiting=tuple(Waiting(c.job, c.slot, c.wait_for, c.terms) for c in candidates),
-            concerns=(*concerns, *self._absent),
-            marks=tuple(rank.marks() for rank in self.ranks),
+            waiting=tuple(Waiting(c.job, c.slot, c.wait_for, c.terms) for c in waiters),
+            view_requests=(*view_requests, *self._absent),
+            progress=tuple(rank.progress() for rank in self.ranks),
         )
 
     def _reports(self) -> Iterator[JobReport]:
@@ -188,9 +188,7 @@ class JobsState(Generic[AnyCandidate, AnyRank]):
         for rank in self.ranks:
             rank.lift("own stall")
 
-    def follow(
-        self, state: MemberState, view: View, now: float
-    ) -> Installed[AnyCandidate, AnyRank]:
+    def follow(self, state: MemberState, view: View, now: float) -> Installed[AnyWaiting, AnyRank]:
         """The view is in force: jobs begin, go on under another number, or are over."""
         renumbered, ended = list[AnyRank](), list[AnyRank]()
         for rank in list(self.ranks):
@@ -207,7 +205,7 @@ class JobsState(Generic[AnyCandidate, AnyRank]):
             for trainer in roster.trainers_at(self.me)
             if (begun := self._begin_if_new(roster, trainer)) is not None
         ]
-        self.marks.forget(view)
+        self.progress.forget(view)
         for rank in self.ranks:
             rank.learn(state.primaries)
         leaving = self._announce_leaves(now)  # the view may not have known of it
@@ -217,29 +215,27 @@ class JobsState(Generic[AnyCandidate, AnyRank]):
         rank.end(why)
         self.ranks.remove(rank)
 
-    def _begin_if_new(
-        self, roster: Roster, trainer: Trainer
-    ) -> tuple[AnyCandidate, AnyRank] | None:
+    def _begin_if_new(self, roster: Roster, trainer: Trainer) -> tuple[AnyWaiting, AnyRank] | None:
         if any(r.trainer == trainer for r in of_job(self.ranks, roster)):
             return None
-        candidate = self.candidates.pop(trainer.slot, None)
-        if candidate is None or candidate.job != roster.job:
+        waiter = self.waiters.pop(trainer.slot, None)
+        if waiter is None or waiter.job != roster.job:
             self._report_absent(roster, trainer)
             return None
-        rank = self._make_rank(roster, trainer, candidate)
+        rank = self._make_rank(roster, trainer, waiter)
         if self._stall_guard:  # V8: the view that it begins in has come while we slept, too
             rank.fence("own stall")
         self.ranks.append(rank)
-        candidate.rank = rank
-        return candidate, rank
+        waiter.rank = rank
+        return waiter, rank
 
     def _report_absent(self, roster: Roster, trainer: Trainer) -> None:
         """The roster counts a trainer that gave up while the view was being agreed on."""
         text = f"{roster.describe(trainer.id)} is lost: its trainer left before it had entered"
         verdict = Verdict("RankLost", text, (trainer.id,))
-        concern = Concern(roster.job, roster.born, roster.number, verdict)
-        if concern not in self._absent:
-            self._absent.append(concern)
+        view_request = ViewRequest(roster.job, roster.born, roster.number, verdict)
+        if view_request not in self._absent:
+            self._absent.append(view_request)
 
     def _announce_leaves(self, now: float) -> tuple[AnyRank, ...]:
         return tuple(rank for rank in self.ranks if announce_leave(rank, now))
@@ -248,13 +244,13 @@ class JobsState(Generic[AnyCandidate, AnyRank]):
 
     def hear(self, state: MemberState, member: Member, heartbeat: Heartbeat) -> Heard:
         """A peer has told how far its ranks have come, and what it has installed."""
-        stops, differs = list[RankMarks](), False
+        stops, differs = list[RankProgress](), False
         for rank in self.ranks:
             rank.learn(state.primaries)
-        for mark in heartbeat.marks:
+        for mark in heartbeat.progress:
             if not _concerns_us(state, member, heartbeat, mark):
                 continue  # it has ended here; or is about to begin, and the next one tells again
-            before = self.marks.hear(mark)
+            before = self.progress.hear(mark)
             if mark.stopped != (before is not None and before.stopped):
                 stops.append(mark)
             for rank in self.ranks:
@@ -265,7 +261,7 @@ class JobsState(Generic[AnyCandidate, AnyRank]):
     def stabilize(self) -> None:
         """O2: results are released that nobody will ask for any more."""
         for rank in self.ranks:
-            rank.stabilize(self.marks.stable(rank.roster))
+            rank.stabilize(self.progress.stable(rank.roster))
 
     def pass_time(self, state: MemberState, now: float) -> Passed[AnyRank]:
         """Some of it is due; `moved` and `patience_s` of the ranks are those of now."""
@@ -273,12 +269,12 @@ class JobsState(Generic[AnyCandidate, AnyRank]):
         for rank in self.ranks:
             for other in self.ranks:
                 if other is not rank and other.roster.job == rank.roster.job:
-                    stuck |= compare_calls(rank, other.marks())
+                    stuck |= compare_calls(rank, other.progress())
         leaving = self._announce_leaves(now)
         for rank in self.ranks:
             newcomers = self.newcomers_to(state, rank.roster.job, now)
-            if lanes_stand_still(rank, self.marks, newcomers=newcomers, now=now):
-                rank.raise_concern(None, rank.ledger.started)  # V6: it runs again, over new lanes
+            if lanes_stand_still(rank, self.progress, newcomers=newcomers, now=now):
+                rank.request_view(None, rank.ledger.started)  # V6: it runs again, over new lanes
                 stuck = True
         self.stabilize()
         ended = tuple(rank for rank in self.ranks if not rank.is_needed)
@@ -298,12 +294,14 @@ def _why_ended(rank: RankState[Any], roster: Roster | None) -> Verdict:
     return Verdict("HistorySuperseded", f"{text}; {COME_BACK}")
 
 
-def _is_open(concern: Concern, view: View) -> bool:
-    roster = view.roster_of(concern.job)
-    return roster is not None and roster.number == concern.number
+def _is_open(view_request: ViewRequest, view: View) -> bool:
+    roster = view.roster_of(view_request.job)
+    return roster is not None and roster.number == view_request.number
 
 
-def _concerns_us(state: MemberState, member: Member, heartbeat: Heartbeat, mark: RankMarks) -> bool:
+def _concerns_us(
+    state: MemberState, member: Member, heartbeat: Heartbeat, mark: RankProgress
+) -> bool:
     """Whether the mark is of a job of ours, and not of its name's other run elsewhere."""
     peer, roster = state.peers.get(member.node), state.view.roster_of(mark.job)
     if peer is None or peer.view.epoch != heartbeat.view or roster is None:
@@ -313,7 +311,7 @@ def _concerns_us(state: MemberState, member: Member, heartbeat: Heartbeat, mark:
     return same_run and trainer is not None and trainer.member == member
 
 
-def compare_calls(rank: RankState[Any], mark: RankMarks) -> bool:
+def compare_calls(rank: RankState[Any], mark: RankProgress) -> bool:
     """I5: two ranks must call the same as one op, also where no data flows between them.
 
     Broadcasts of two roots even end: neither root waits for anybody. Returns whether the leader is
@@ -329,11 +327,11 @@ def compare_calls(rank: RankState[Any], mark: RankMarks) -> bool:
         and mark.number == rank.roster.number
         and mark.fingerprint != rank.fingerprint
         and 0 not in {mark.fingerprint, rank.fingerprint}
-        and rank.concern is None
+        and rank.view_request is None
     )
     if differs:
         text = f"op {op} of job {rank.roster.job!r} differs"
-        rank.raise_concern(Verdict("OpMismatch", text), op)
+        rank.request_view(Verdict("OpMismatch", text), op)
     return differs
 
 
@@ -343,11 +341,11 @@ def announce_leave(rank: RankState[Any], now: float) -> bool:
     Who leaves in order has ended its last op, and waits a moment for the others to end it too.
     Returns whether the leader is to be told now.
     """
-    if rank.leaving is None or rank.concern or rank.over or rank.rank is None:
+    if rank.leaving is None or rank.view_request or rank.over or rank.rank is None:
         return False
     unstable = rank.ledger.stable < rank.ledger.started
     if rank.leaving == LEFT and unstable and now - rank.leaving_since < LEAVE_GRACE_S:
         return False
     text = f"{rank.roster.describe(rank.id)} {rank.leaving}"
-    rank.raise_concern(Verdict("RankLost", text, (rank.id,)))
+    rank.request_view(Verdict("RankLost", text, (rank.id,)))
     return True

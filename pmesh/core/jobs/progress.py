@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import Roster, View
-from pmesh.core.wire.link import RankMarks
+from pmesh.core.wire.link import RankProgress
 from pmesh.ids import JobName, OpNumber, TrainerId
 
 AnyRank = TypeVar("AnyRank", bound=RankState[Any])
@@ -17,15 +17,15 @@ def of_job(ranks: Iterable[AnyRank], roster: Roster) -> Iterator[AnyRank]:
     return (rank for rank in ranks if (rank.roster.job, rank.roster.born) == wanted)
 
 
-class Marks:
+class Progress:
     """What others have last told, beside what the local ranks know."""
 
     def __init__(self, ranks: Sequence[RankState[Any]]) -> None:
         """`ranks` are the local ones, a list that its owner changes."""
         self._ranks = ranks
-        self._told: dict[tuple[JobName, TrainerId], RankMarks] = {}
+        self._told: dict[tuple[JobName, TrainerId], RankProgress] = {}
 
-    def hear(self, mark: RankMarks) -> RankMarks | None:
+    def hear(self, mark: RankProgress) -> RankProgress | None:
         """A peer has told how far one of its ranks has come; returns what it told before."""
         before = self._told.get((mark.job, mark.trainer))
         self._told[mark.job, mark.trainer] = mark
@@ -36,11 +36,11 @@ class Marks:
         kept = {(roster.job, trainer) for roster in view.rosters for trainer in roster.ids}
         self._told = {at: mark for at, mark in self._told.items() if at in kept}
 
-    def of(self, roster: Roster, trainer: TrainerId) -> RankMarks | None:
+    def of(self, roster: Roster, trainer: TrainerId) -> RankProgress | None:
         """How far any trainer of a job is known to have come; None while nothing is known."""
         for local in of_job(self._ranks, roster):
             if local.id == trainer:
-                return local.marks()
+                return local.progress()
         mark = self._told.get((roster.job, trainer))
         earlier_job = mark is not None and mark.number < roster.born.counter
         return None if earlier_job else mark
@@ -51,18 +51,18 @@ class Marks:
         Under this roster, or one before it: what has ended under a later one may have failed there,
         and a rank of ours that took it for a success is still to be told (I5).
         """
-        marks = [(trainer, self.of(roster, trainer.id)) for trainer in roster.trainers]
+        progress = [(trainer, self.of(roster, trainer.id)) for trainer in roster.trainers]
         return min(
             t.enters - 1 if mark is None or mark.number > roster.number else mark.completed
-            for t, mark in marks
+            for t, mark in progress
         )
 
     def late(self, rank: RankState[Any], op: OpNumber) -> tuple[TrainerId, ...]:
         """The other ranks that are not known to have started the op."""
-        marks = {other: self.of(rank.roster, other) for other in rank.roster.ids}
+        progress = {other: self.of(rank.roster, other) for other in rank.roster.ids}
         return tuple(
             other
-            for other, mark in marks.items()
+            for other, mark in progress.items()
             if other != rank.id and (mark is None or mark.started < op)
         )
 
@@ -82,11 +82,15 @@ class Marks:
 
     def show_no_sync(self, roster: Roster) -> bool:
         """O6: whether the job has run ops, but none in which others could enter it."""
-        marks = [mark for trainer in roster.ids if (mark := self.of(roster, trainer)) is not None]
-        return any(m.started >= 0 for m in marks) and all(m.synced < 0 for m in marks)
+        progress = [
+            mark for trainer in roster.ids if (mark := self.of(roster, trainer)) is not None
+        ]
+        return any(m.started >= 0 for m in progress) and all(m.synced < 0 for m in progress)
 
 
-def lanes_stand_still(rank: RankState[Any], marks: Marks, *, newcomers: int, now: float) -> bool:
+def lanes_stand_still(
+    rank: RankState[Any], progress: Progress, *, newcomers: int, now: float
+) -> bool:
     """V6: whether an op for which all ranks are here has moved nothing for too long.
 
     A lane that brings nothing is broken, also while heartbeats flow. To be asked again and again:
@@ -94,17 +98,22 @@ def lanes_stand_still(rank: RankState[Any], marks: Marks, *, newcomers: int, now
 
     Args:
         rank: whose lanes.
-        marks: who has started the op.
+        progress: who has started the op.
         newcomers: how many trainers wait to enter the job.
         now: in seconds.
     """
     op = OpNumber(rank.ledger.started)
     runs = rank.rank is not None and rank.size > 1 and rank.ledger.ended < op
     # On whom it waits is no matter of lanes; nor is what the leader has been asked about.
-    if not runs or rank.concern or marks.late(rank, op) or rank.describe_shortage(newcomers):
-        rank.progress = None
+    if (
+        not runs
+        or rank.view_request
+        or progress.late(rank, op)
+        or rank.describe_shortage(newcomers)
+    ):
+        rank.last_move = None
         return False
-    if rank.progress is None or rank.progress[0] != rank.moved:
-        rank.progress = rank.moved, now
+    if rank.last_move is None or rank.last_move[0] != rank.moved:
+        rank.last_move = rank.moved, now
         return False
-    return now - rank.progress[1] >= rank.patience_s
+    return now - rank.last_move[1] >= rank.patience_s

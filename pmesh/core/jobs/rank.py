@@ -15,7 +15,7 @@ from pmesh.core.values import OpOutcome, Roster, Trainer, Verdict
 from pmesh.core.views import op_log as ledgers
 from pmesh.core.views.op_log import Ledger
 from pmesh.core.views.quorum import is_in_force
-from pmesh.core.wire.link import Call, Concern, JobReport, KnownPrimary, RankMarks
+from pmesh.core.wire.link import Call, JobReport, KnownPrimary, RankProgress, ViewRequest
 from pmesh.core.wire.local import World
 from pmesh.core.wire.records import fingerprint
 from pmesh.ids import OpNumber, Rank, TrainerId
@@ -43,10 +43,10 @@ class RankState(Generic[R]):
         self.synced = -1
         self.stopped = False
         """Whether the trainer's process has been stopped, as by SIGSTOP."""
-        self.concern: Concern | None = None
+        self.view_request: ViewRequest | None = None
         self.over: Verdict | None = None
         """Why the job has ended for this trainer."""
-        self.owed: OpOutcome | None = None
+        self.late_failure: OpOutcome | None = None
         """Of an op that had already returned here when it failed: raised by the next call (I5)."""
         self.leaving: str | None = None
         """Why the trainer is gone."""
@@ -55,7 +55,7 @@ class RankState(Generic[R]):
         """What its lanes have moved so far, as the driver last said."""
         self.patience_s = WIRED.gone_after_s
         """How long they may move nothing, likewise."""
-        self.progress: tuple[int, float] | None = None
+        self.last_move: tuple[int, float] | None = None
         """What had moved on its lanes, and since when no more, while an op waits for them."""
         self.fences: set[Fence] = set()
         self.in_force = is_in_force(roster, ())
@@ -67,7 +67,7 @@ class RankState(Generic[R]):
         self._names = {t.id: t.name for t in roster.trainers}
         self._outcomes = {outcome.op: outcome for outcome in roster.outcomes}
         self._failed: set[OpNumber] = set()
-        """What the trainer has been told to have failed, or will be by `owed`: told once."""
+        """The ops whose failure was raised, or will be as `late_failure`: once each."""
 
     def __repr__(self) -> str:
         return f"<LocalRank {self.trainer.id} of {self.roster.job!r}, roster {self.roster.number}>"
@@ -136,10 +136,10 @@ class RankState(Generic[R]):
         roster, ranks = self.roster, (ledgers.report(self.ledger, self.id),)
         return JobReport(roster.job, roster.born, roster.number, fenced=False, ranks=ranks)
 
-    def marks(self) -> RankMarks:
+    def progress(self) -> RankProgress:
         """For every heartbeat (O2)."""
         roster, ledger = self.roster, self.ledger
-        return RankMarks(
+        return RankProgress(
             roster.job,
             roster.number,
             self.id,
@@ -150,10 +150,10 @@ class RankState(Generic[R]):
             self.stopped,
         )
 
-    def raise_concern(self, verdict: Verdict | None, op: int = -1) -> None:
+    def request_view(self, verdict: Verdict | None, op: int = -1) -> None:
         """Only a view change can settle this (O3): a loss, or an op that is stuck."""
         roster = self.roster
-        self.concern = Concern(roster.job, roster.born, roster.number, verdict, op)
+        self.view_request = ViewRequest(roster.job, roster.born, roster.number, verdict, op)
 
     def fence(self, why: Fence) -> None:
         """From here on no completion is delivered: V3, until a view is installed; or V8."""
@@ -178,7 +178,7 @@ class RankState(Generic[R]):
     def _settle(self, roster: Roster) -> None:
         self.roster = roster
         self.in_force = is_in_force(roster, ())
-        self.concern = None
+        self.view_request = None
         self._names |= {t.id: t.name for t in roster.trainers}
         self._outcomes = {outcome.op: outcome for outcome in roster.outcomes}
         self._failed = {
@@ -186,11 +186,11 @@ class RankState(Generic[R]):
         }
         for outcome in roster.outcomes:
             if outcome.verdict is not None and self._has_returned(outcome.op):
-                self.owed = outcome
+                self.late_failure = outcome
                 self._failed.add(outcome.op)
         self.ledger = ledgers.apply_failures(self.ledger, roster.outcomes)
         running = self.running
-        if self.owed is not None and running is not None and running not in self._outcomes:
+        if self.late_failure is not None and running is not None and running not in self._outcomes:
             # I5: its trainer will call another op instead, so nobody may hear of this one: what
             # could, was under the number before.
             self.take_back(running)
@@ -283,8 +283,10 @@ class RankState(Generic[R]):
         """Every rank has ended the ops up to `mark`: nobody will ask for their results."""
         if self.running is not None:  # a view may have failed it, and its trainer not know yet
             mark = min(mark, self.running - 1)
-        if self.concern is not None and self.concern.op >= 0:  # I5: the leader asks who called what
-            mark = min(mark, self.concern.op - 1)
+        if (
+            self.view_request is not None and self.view_request.op >= 0
+        ):  # I5: the leader asks who called what
+            mark = min(mark, self.view_request.op - 1)
         self.ledger = ledgers.stabilize(self.ledger, mark)
         stable = self.ledger.stable
         self._outcomes = {op: o for op, o in self._outcomes.items() if op > stable}

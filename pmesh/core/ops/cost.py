@@ -82,10 +82,10 @@ def predict_ns(strategy: Strategy, edges: Edges, nbytes: int) -> int:
 @lru_cache(maxsize=64)  # training repeats a few sizes, and the table changes with the view
 def choose(edges: Edges, nbytes: int) -> Strategy:
     """The strategy that takes the shortest; the first in the order of `Strategy` among equals."""
-    candidates: list[Strategy] = ["ring", "tree", "centralized"]
+    waiters: list[Strategy] = ["ring", "tree", "centralized"]
     if islands_of(edges):
-        candidates.append("hierarchical")
-    return min(candidates, key=lambda strategy: predict_ns(strategy, edges, nbytes))
+        waiters.append("hierarchical")
+    return min(waiters, key=lambda strategy: predict_ns(strategy, edges, nbytes))
 
 
 def _ring_ns(edges: Edges, nbytes: int) -> int:

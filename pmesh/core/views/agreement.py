@@ -178,8 +178,8 @@ def _without(state: MemberState, node: NodeId) -> MemberState:
 def _known_view(state: MemberState, node: NodeId, epoch: Epoch) -> View | None:
     """Return the view of this epoch. An epoch names one view (I1), so any source will do."""
     shown = [state.told[node]] if node in state.told else []
-    candidates = [state.view, *shown, *(peer.view for peer in state.peers.values())]
-    return next((view for view in candidates if view.epoch == epoch), None)
+    waiters = [state.view, *shown, *(peer.view for peer in state.peers.values())]
+    return next((view for view in waiters if view.epoch == epoch), None)
 
 
 def _receive_view(state: MemberState, sender: Member, view: View, now: float) -> Step:

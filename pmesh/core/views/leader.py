@@ -21,7 +21,7 @@ from pmesh.core.views.state import (
     is_stale,
     needs_epoch,
 )
-from pmesh.core.wire.link import Commit, Concern, Flushed, Propose, Waiting
+from pmesh.core.wire.link import Commit, Flushed, Propose, ViewRequest, Waiting
 from pmesh.ids import Epoch, Member
 
 
@@ -37,7 +37,10 @@ def propose(state: MemberState, facts: Facts, now: float) -> Propose | None:
     joined = _clique(state, kept, _candidates(state, now), now)[len(kept) : MAX_MEMBERS]
     joined = _whole_views(state, joined, now)
     jobs = rosters.jobs_to_settle(
-        state.view, kept, known_concerns(state, facts), _known_waiting(state, facts, kept + joined)
+        state.view,
+        kept,
+        known_view_requests(state, facts),
+        _known_waiting(state, facts, kept + joined),
     )
     if not (len(kept) < len(state.view.seats) or joined or jobs or is_stale(state, kept, now)):
         return None
@@ -95,7 +98,7 @@ def decide(state: MemberState, facts: Facts) -> Commit | None:
         epoch=epoch,
         ring=ring,
         answers=answers,
-        concerns=known_concerns(state, facts),
+        view_requests=known_view_requests(state, facts),
         reasons=state.losses,
     )
     after = rosters.next_rosters(base, change, continuing=continuing)
@@ -107,21 +110,21 @@ def ring_order(members: tuple[Member, ...], costs: Costs) -> tuple[Member, ...]:
     return plan_ring(members, costs)
 
 
-def known_concerns(state: MemberState, facts: Facts) -> tuple[Concern, ...]:
-    """Return the concerns of this member and of the peers that it hears, in a fixed order."""
+def known_view_requests(state: MemberState, facts: Facts) -> tuple[ViewRequest, ...]:
+    """Return the view requests of this member and of the peers that it hears, in a fixed order."""
     theirs = (
-        concern
+        view_request
         for _, peer in sorted(state.peers.items())
-        for concern in peer.heartbeat.concerns
-        if _is_concerned(state, peer.member, concern)
+        for view_request in peer.heartbeat.view_requests
+        if _is_concerned(state, peer.member, view_request)
     )
-    return (*facts.concerns, *theirs)
+    return (*facts.view_requests, *theirs)
 
 
-def _is_concerned(state: MemberState, member: Member, concern: Concern) -> bool:
+def _is_concerned(state: MemberState, member: Member, view_request: ViewRequest) -> bool:
     """True if the member takes part in the job: no member can disturb the jobs of others."""
-    roster = next((r for r in state.view.rosters if r.job == concern.job), None)
-    return roster is None or any(t.member == member for t in roster.trainers + roster.witnesses)
+    roster = next((r for r in state.view.rosters if r.job == view_request.job), None)
+    return roster is None or any(t.member == member for t in roster.trainers + roster.lost_holders)
 
 
 def _known_waiting(

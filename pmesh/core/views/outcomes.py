@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pmesh.core.ops.kinds import BOUND_KINDS
 from pmesh.core.values import OpOutcome, Roster, Verdict
 from pmesh.core.views.op_log import NONE_YET
-from pmesh.core.wire.link import Concern, JobReport, OpReport
+from pmesh.core.wire.link import JobReport, OpReport, ViewRequest
 from pmesh.ids import OpNumber, TrainerId
 
 Reports = Mapping[OpNumber, Mapping[TrainerId, OpReport]]
@@ -41,7 +41,7 @@ def resolve_ops(
     before: Roster,
     after: Roster,
     known: Knowledge,
-    concerns: Sequence[Concern],
+    view_requests: Sequence[ViewRequest],
 ) -> tuple[OpOutcome, ...]:
     """Return the outcome of every op that has one; the others run on, or again (O1).
 
@@ -49,9 +49,9 @@ def resolve_ops(
         before: the roster under which the ops were called.
         after: the new roster, without the lost trainers.
         known: reports of its trainers, and of lost trainers whose agents live.
-        concerns: requests to the leader about this roster.
+        view_requests: requests to the leader about this roster.
     """
-    stuck = {OpNumber(c.op): c.verdict for c in concerns if c.op >= 0 and c.verdict}
+    stuck = {OpNumber(c.op): c.verdict for c in view_requests if c.op >= 0 and c.verdict}
     if after.losses and after.terms.on_loss == "raise":
         stuck |= dict.fromkeys(_ops_that_a_loss_fails(known), after.losses[0])
     # O3: a failed op stays failed, even for ranks that missed the view that failed it or have yet
@@ -98,7 +98,7 @@ def op_to_enter(known: Knowledge, after: Roster) -> OpNumber | None:
 
 def lost_results(roster: Roster, kept: Collection[object]) -> tuple[OpNumber, ...]:
     """Return the ops that cannot be fetched any more: every holder of the result is gone."""
-    members = {t.id: t.member for t in roster.trainers + roster.witnesses}
+    members = {t.id: t.member for t in roster.trainers + roster.lost_holders}
     return tuple(
         outcome.op
         for outcome in roster.outcomes

@@ -8,7 +8,7 @@ import msgspec
 from pmesh.core.values import MAX_JOBS, MAX_TRAINERS, Primary, Roster, Terms, Trainer, Verdict, View
 from pmesh.core.views.outcomes import Knowledge, gather, lost_results, op_to_enter, resolve_ops
 from pmesh.core.views.quorum import Voters, has_majorities, may_run, needed_voters
-from pmesh.core.wire.link import Concern, Flushed, JobReport, KnownPrimary, Waiting
+from pmesh.core.wire.link import Flushed, JobReport, KnownPrimary, ViewRequest, Waiting
 from pmesh.ids import Epoch, JobName, Member, OpNumber, Slot, TrainerId
 
 
@@ -20,7 +20,7 @@ class Change:
     ring: Sequence[Member]
     """The members of the new view, in ring order."""
     answers: Mapping[Member, Flushed]
-    concerns: Sequence[Concern]
+    view_requests: Sequence[ViewRequest]
     reasons: Mapping[Member, str]
     """Why each lost member was lost, as far as the leader knows."""
 
@@ -28,12 +28,12 @@ class Change:
 def jobs_to_settle(
     view: View,
     kept: Collection[Member],
-    concerns: Iterable[Concern],
+    view_requests: Iterable[ViewRequest],
     waiting: Mapping[Member, Sequence[Waiting]],
 ) -> tuple[JobName, ...]:
     """Return the jobs that need a view change: a rank is lost, an op is stuck, or one can begin."""
     kept = frozenset(kept)  # every message looks up each trainer of each job
-    concerned = {(c.job, c.born, c.number) for c in concerns}
+    concerned = {(c.job, c.born, c.number) for c in view_requests}
     running = {
         roster.job
         for roster in view.rosters
@@ -80,7 +80,7 @@ def is_same_history(before: Roster, after: Roster, trainer: Trainer) -> bool:
         return False
     if after.number == before.number:
         return after == before
-    return trainer in after.trainers or trainer in after.witnesses
+    return trainer in after.trainers or trainer in after.lost_holders
 
 
 def keep_local_rosters(view: View, member: Member) -> tuple[Roster, ...]:
@@ -122,7 +122,7 @@ def _lineages(
 
 def _go_on(roster: Roster, members: frozenset[Member], change: Change) -> _History | None:
     """Return the roster among these members after the change; None if no rank is left."""
-    homes = {trainer.id: trainer.member for trainer in roster.trainers + roster.witnesses}
+    homes = {trainer.id: trainer.member for trainer in roster.trainers + roster.lost_holders}
     hosts = members & set(homes.values())
     reports = [
         _about_its_own(report, host, homes, roster.next_id)
@@ -131,7 +131,7 @@ def _go_on(roster: Roster, members: frozenset[Member], change: Change) -> _Histo
     ]
     known = gather(reports)
     gone = _gone(roster, members)
-    about = [c for c in change.concerns if _is_about(c, roster)]
+    about = [c for c in change.view_requests if _is_about(c, roster)]
     runs = may_run(roster, _known_primaries(change))
     cause = gone or about or lost_results(roster, members) or not runs
     if not cause or any(not report.fenced for report in reports):
@@ -151,12 +151,12 @@ def _go_on(roster: Roster, members: frozenset[Member], change: Change) -> _Histo
     )
     outcomes = resolve_ops(roster, settled, known, about)
     holding = {holder for outcome in outcomes for holder in outcome.holders}
-    witnesses = tuple(
+    lost_holders = tuple(
         t
-        for t in roster.trainers + roster.witnesses
+        for t in roster.trainers + roster.lost_holders
         if t.id in holding and t not in settled.trainers
     )
-    settled = msgspec.structs.replace(settled, outcomes=outcomes, witnesses=witnesses)
+    settled = msgspec.structs.replace(settled, outcomes=outcomes, lost_holders=lost_holders)
     settled = _let_in(settled, known, change)
     return _History(roster=_vote(settled, change), stable=known.stable)
 
@@ -165,8 +165,12 @@ def _gone(roster: Roster, kept: Collection[Member]) -> tuple[Trainer, ...]:
     return tuple(trainer for trainer in roster.trainers if trainer.member not in kept)
 
 
-def _is_about(concern: Concern, roster: Roster) -> bool:
-    return (concern.job, concern.born, concern.number) == (roster.job, roster.born, roster.number)
+def _is_about(view_request: ViewRequest, roster: Roster) -> bool:
+    return (view_request.job, view_request.born, view_request.number) == (
+        roster.job,
+        roster.born,
+        roster.number,
+    )
 
 
 def _report_on(roster: Roster, answer: Flushed) -> JobReport | None:

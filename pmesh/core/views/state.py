@@ -7,13 +7,13 @@ from typing import NamedTuple
 from pmesh.core.values import View
 from pmesh.core.wire.link import (
     AgreementMessage,
-    Concern,
     Flushed,
     Heartbeat,
     JobReport,
     KnownPrimary,
     Propose,
-    RankMarks,
+    RankProgress,
+    ViewRequest,
     Waiting,
 )
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId
@@ -50,8 +50,8 @@ class Facts:
 
     reports: tuple[JobReport, ...] = ()
     waiting: tuple[Waiting, ...] = ()
-    concerns: tuple[Concern, ...] = ()
-    marks: tuple[RankMarks, ...] = ()
+    view_requests: tuple[ViewRequest, ...] = ()
+    progress: tuple[RankProgress, ...] = ()
     round_trips: Mapping[Incarnation, int] = field(default_factory=dict[Incarnation, int])
     """Microseconds, for each measured peer."""
 
@@ -256,8 +256,8 @@ def heartbeat_of(state: MemberState, facts: Facts, now: float) -> Heartbeat:
             for peer in state.peers.values()
         },
         waiting=facts.waiting,
-        concerns=facts.concerns,
-        marks=facts.marks,
+        view_requests=facts.view_requests,
+        progress=facts.progress,
         in_force=_in_force(state),
     )
 

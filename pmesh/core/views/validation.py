@@ -54,7 +54,7 @@ def check_view(view: View) -> None:
 
 def _check_roster(roster: Roster, members: Sequence[Member]) -> None:
     _demand(roster.trainers, f"a roster of job {roster.job!r} without trainers")
-    known = roster.trainers + roster.witnesses
+    known = roster.trainers + roster.lost_holders
     _demand_unique([trainer.id for trainer in known], "trainers of one number")
     _demand_unique([(t.member, t.slot) for t in roster.trainers], "trainers on one connection")
     _demand(all(t.id < roster.next_id for t in known), "a trainer with an id not yet assigned")

@@ -134,7 +134,7 @@ class JobReport(msgspec.Struct, frozen=True, array_like=True):
     ranks: Annotated[tuple[RankReport, ...], Meta(max_length=MAX_TRAINERS)]
 
 
-class RankMarks(msgspec.Struct, frozen=True, array_like=True):
+class RankProgress(msgspec.Struct, frozen=True, array_like=True):
     """The progress of a rank, in every heartbeat: the stable mark follows from these (O2)."""
 
     job: Job
@@ -161,13 +161,13 @@ class Waiting(msgspec.Struct, frozen=True, array_like=True):
     terms: Terms = Terms()
 
 
-class Concern(msgspec.Struct, frozen=True, array_like=True):
+class ViewRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request to the leader about something that only a view change can settle (O3)."""
 
     job: Job
     born: Epoch
     number: RosterNumber
-    """The roster's number when the concern arose; a higher one has settled it."""
+    """The roster's number when the view request arose; a higher one has settled it."""
     verdict: Verdict | None
     """The error of the op, or the lost ranks and why. None: the op runs again over new lanes, and
     in a `sync` the waiting trainers enter (O6)."""
@@ -202,8 +202,8 @@ class Heartbeat(_Message, frozen=True, tag=2):
     ]
     """The peers that it hears (V5), with the round trip in microseconds, 0 while unknown."""
     waiting: Annotated[tuple[Waiting, ...], Meta(max_length=MAX_TOLD)] = ()
-    concerns: Annotated[tuple[Concern, ...], Meta(max_length=MAX_TOLD)] = ()
-    marks: Annotated[tuple[RankMarks, ...], Meta(max_length=MAX_TOLD)] = ()
+    view_requests: Annotated[tuple[ViewRequest, ...], Meta(max_length=MAX_TOLD)] = ()
+    progress: Annotated[tuple[RankProgress, ...], Meta(max_length=MAX_TOLD)] = ()
     sent_us: _Microseconds = 0
     """The sender's monotonic clock; only the sender interprets it."""
     echo_us: _Microseconds = 0

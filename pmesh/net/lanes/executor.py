@@ -1,7 +1,7 @@
 """Runs the plan of any collective (`pmesh.core.ops.plan`), over lanes to and from any ranks.
 
 Each record is sealed from where its values lie and opened into where they belong. Each lane's
-records go in their order, and wait for what the plan says. While they are large, a crew has a
+records go in their order, and wait for what the plan says. While they are large, a pipeline has a
 member for every lane; small ones fit the sockets' buffers and go in line, because switching tasks
 would cost more than the network.
 """
@@ -18,7 +18,7 @@ from pmesh.core.ops.reductions import WIRE_DTYPES, accumulate, finish, make_nan_
 from pmesh.core.ops.schedule import SEGMENT_BYTES
 from pmesh.core.wire.records import RecordHeader
 from pmesh.net.lanes.lane import Lane, Steps, Wait
-from pmesh.net.lanes.pipeline import Crew, Part
+from pmesh.net.lanes.pipeline import Pipeline, Stage
 
 _NOTHING = memoryview(bytearray())
 
@@ -167,21 +167,21 @@ class _Execution:
         self._queues = [_Queue(works) for works in plan.works]
         self._progress = (from_, to, self._queues)  # by `Event`
         self._copied = 0
-        self._crew = Crew()
+        self._pipe = Pipeline()
 
     async def run(self) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
         if not self._plan.small or not await self._run_in_line():
-            parts = [Part(self._copy_all())] if self._copied < len(self._plan.copies) else []
+            parts = [Stage(self._copy_all())] if self._copied < len(self._plan.copies) else []
             workers = self._queues[:1], self._queues[1:]
-            parts += [Part(self._work_off(queues)) for queues in workers if queues]
-            parts += [Part(self._send_all(track), track.lane) for track in self._to.values()]
+            parts += [Stage(self._work_off(queues)) for queues in workers if queues]
+            parts += [Stage(self._send_all(track), track.lane) for track in self._to.values()]
             parts += [
-                Part(self._receive_all(track), track.lane)
+                Stage(self._receive_all(track), track.lane)
                 for track in self._from.values()
                 if not track.is_over
             ]
-            await self._crew.run(
+            await self._pipe.run(
                 parts, moving_bytes=self._plan.moving_bytes, computing=bool(self._queues)
             )
         elif not self._from:  # else it has let others run while it received
@@ -191,7 +191,7 @@ class _Execution:
         """Receive in the plan's order, and before each receive send all that may be sent.
 
         False: a record doesn't fit its socket's buffer. Every rank might wait for another to
-        receive, so the rest takes a crew.
+        receive, so the rest takes a pipeline.
         """
         for copy in self._plan.copies:
             self._copy(copy, 0, copy.nbytes)
@@ -224,7 +224,7 @@ class _Execution:
     def _work_off(self, queues: Sequence[_Queue]) -> Steps:
         while any(queue.done < len(queue.works) for queue in queues):
             if self._work_some(queues):
-                self._crew.note_progress()
+                self._pipe.note_progress()
                 yield Wait.TURN
             else:
                 yield Wait.PROGRESS
@@ -258,7 +258,7 @@ class _Execution:
                 yield Wait.PROGRESS
             yield from track.lane.sends(*self._next_record(track))
             track.done += 1
-            self._crew.note_progress()
+            self._pipe.note_progress()
 
     def _next_record(self, track: _Track[Send]) -> tuple[RecordHeader, memoryview]:
         send = track.records[track.done]
@@ -268,7 +268,7 @@ class _Execution:
     def _receive_all(self, track: _Track[Receive]) -> Steps:
         while not track.is_over:
             yield from self._receive_one(track)
-            self._crew.note_progress()
+            self._pipe.note_progress()
 
     def _receive_one(self, track: _Track[Receive]) -> Steps:
         receive = track.records[track.done]

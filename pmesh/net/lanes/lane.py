@@ -8,7 +8,7 @@ next call, so a lane survives a view change if its edge does (V7). One task may 
 receives; two may not do the same.
 
 What a lane does is written once, as steps that say what they wait for. `send` and `receive` wait in
-the event loop; a `Crew` (`pmesh.net.lanes.pipeline`) lets the steps of large ops wait in threads.
+the event loop; a `Pipeline` (`pmesh.net.lanes.pipeline`) lets those of large ops wait in threads.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class Wait(Enum):
     CLOSED = auto()
     """Nothing can be done until the lane is closed, or the call cancelled."""
     PROGRESS = auto()
-    """Another part of the same crew has got further."""
+    """Another part of the same pipeline has got further."""
     TURN = auto()
     """Nothing; but others on the event loop, which a fast network must not starve, come first."""
 

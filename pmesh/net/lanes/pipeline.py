@@ -23,15 +23,15 @@ THREADS_FROM_BYTES = 16 * 1024 * 1024  # below, to start them costs more than th
 COMPUTING_THREADS_FROM_BYTES = 128 * 1024
 
 
-class Part(NamedTuple):
-    """What one member of a crew does."""
+class Stage(NamedTuple):
+    """What one member of a pipeline does."""
 
     steps: Steps
     lane: Lane | None = None
     """Whose waits the steps yield, all of one direction; None if only for PROGRESS or a TURN."""
 
 
-class Crew:
+class Pipeline:
     """Runs the parts of one op, side by side."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Crew:
             self._threads.note_progress()
 
     async def run(
-        self, parts: Sequence[Part], *, moving_bytes: int, computing: bool = False
+        self, parts: Sequence[Stage], *, moving_bytes: int, computing: bool = False
     ) -> None:
         """Run them all to their ends; the first that fails ends the others.
 
@@ -75,13 +75,13 @@ class Crew:
         finally:
             self._threads = None
 
-    async def _run_in_tasks(self, parts: Sequence[Part]) -> None:
+    async def _run_in_tasks(self, parts: Sequence[Stage]) -> None:
         if len(parts) == 1:
             await self._follow(parts[0])
             return
         failures: list[LaneBroken | CallsDiffer] = []
 
-        async def follow(part: Part) -> None:
+        async def follow(part: Stage) -> None:
             try:
                 await self._follow(part)
             except (LaneBroken, CallsDiffer) as e:  # one plain error, where a nursery makes a group
@@ -94,7 +94,7 @@ class Crew:
         if failures:
             raise failures[0]
 
-    async def _follow(self, part: Part) -> None:
+    async def _follow(self, part: Stage) -> None:
         for wait in part.steps:
             if wait is Wait.PROGRESS:
                 await self._waiting.park()
@@ -110,7 +110,7 @@ class _Threads:
     To cancel it stops them: each ends at its next wait, in which the lanes are whole (V7).
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Stage]) -> None:
         self._parts = parts
         self._lanes = [part.lane for part in parts if part.lane is not None]
         self._progress = threading.Condition()
@@ -169,7 +169,7 @@ class _Threads:
 
     # --- in a thread
 
-    def _work(self, part: Part, wake: Callable[[], None]) -> None:
+    def _work(self, part: Stage, wake: Callable[[], None]) -> None:
         try:
             self._follow(part)
         except BaseException as e:  # noqa: BLE001 - the task raises it
@@ -185,7 +185,7 @@ class _Threads:
         if last:
             wake()
 
-    def _follow(self, part: Part) -> None:
+    def _follow(self, part: Stage) -> None:
         network = select.poll()
         network.register(self._stops, select.POLLIN)
         if part.lane is not None:

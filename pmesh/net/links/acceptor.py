@@ -85,7 +85,7 @@ class _Pace:
             self._booked_until = max(self._booked_until, trio.current_time()) + HANDSHAKE_INTERVAL_S
 
 
-class Door(Generic[StreamT]):
+class Acceptor(Generic[StreamT]):
     """Accepts connections, and hands over those that belong to the mesh.
 
     A handler gets the stream, bytes (`on_link`: those read so far; `on_lane`: the lane id), and a

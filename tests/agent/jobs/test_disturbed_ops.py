@@ -11,7 +11,7 @@ from pmesh.agent.jobs import op_network, op_task
 from pmesh.agent.jobs.op_layout import Op
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.jobs.retained import ResultServer
-from pmesh.agent.lanes.rendezvous import LaneDesk
+from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.core.links.health import WIRED
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import Values
@@ -113,10 +113,10 @@ async def test_what_breaks_because_a_view_has_come_is_no_news(
         real = op_network.run_on_lanes
 
         async def break_with_the_view(
-            rank: LocalRank, op: Op, plan: RankPlan, desk: LaneDesk
+            rank: LocalRank, op: Op, plan: RankPlan, rendezvous: LaneRendezvous
         ) -> None:
             if rank.size == 2:
-                await real(rank, op, plan, desk)
+                await real(rank, op, plan, rendezvous)
                 return
             try:
                 await trio.sleep_forever()
@@ -155,8 +155,10 @@ async def test_a_rank_that_missed_the_end_fetches_the_same_bits(
         x = np.random.default_rng(1).random(count, np.float32)
         real_run, real_fetch = op_network.run_on_lanes, op_task._fetch  # noqa: SLF001
 
-        async def miss_the_end(rank: LocalRank, op: Op, plan: RankPlan, desk: LaneDesk) -> None:
-            await real_run(rank, op, plan, desk)
+        async def miss_the_end(
+            rank: LocalRank, op: Op, plan: RankPlan, rendezvous: LaneRendezvous
+        ) -> None:
+            await real_run(rank, op, plan, rendezvous)
             if rank.rank == 1 and next(misses, False):
                 op.result.memory[:] = bytes(op.result.nbytes)
                 raise LaneBroken("its last record never arrived")
@@ -181,8 +183,10 @@ async def test_a_root_whose_broadcast_was_interrupted_has_its_result_already(
     breaks = iter([True])
     real = op_network.run_on_lanes
 
-    async def break_at_the_end(rank: LocalRank, op: Op, plan: RankPlan, desk: LaneDesk) -> None:
-        await real(rank, op, plan, desk)
+    async def break_at_the_end(
+        rank: LocalRank, op: Op, plan: RankPlan, rendezvous: LaneRendezvous
+    ) -> None:
+        await real(rank, op, plan, rendezvous)
         if op.kind == "broadcast" and rank.rank == 0 and next(breaks, False):
             raise LaneBroken("it ended")
 
@@ -228,8 +232,10 @@ async def test_a_holder_that_does_not_answer_is_asked_again(
         if asked > 1:
             real(server, ask)
 
-    async def miss_the_end(rank: LocalRank, op: Op, plan: RankPlan, desk: LaneDesk) -> None:
-        await real_run(rank, op, plan, desk)
+    async def miss_the_end(
+        rank: LocalRank, op: Op, plan: RankPlan, rendezvous: LaneRendezvous
+    ) -> None:
+        await real_run(rank, op, plan, rendezvous)
         if rank.rank == 1 and next(misses, False):
             raise LaneBroken("its last record never arrived")
 

@@ -168,9 +168,9 @@ async def test_a_newcomer_that_dies_while_it_waits_is_forgotten(clock: MockClock
         late = await newcomer(here, two)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(swallow, late.sync())
-            await until(lambda: len(two.agent.jobs.candidates) == 1)
+            await until(lambda: len(two.agent.jobs.waiters) == 1)
             await late.die()
-        await until(lambda: not two.agent.jobs.candidates)
+        await until(lambda: not two.agent.jobs.waiters)
         assert await together(*[partial(t.sync, t.rank) for t in inside]) == [[0, 1]] * 2
 
 
@@ -209,7 +209,7 @@ async def test_a_newcomer_whose_job_ends_while_it_waits_begins_the_next_run(
         late = await newcomer(here, two)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(late.sync, 5)
-            await until(lambda: len(two.agent.jobs.candidates) == 1)
+            await until(lambda: len(two.agent.jobs.waiters) == 1)
             await inside.leave()
         assert (late.rank, late.names, late.next_op) == (0, ("mac-1",), 1)
         assert (await late.reduce(ones(4)))[0] == 1.0
@@ -235,7 +235,7 @@ async def test_a_job_that_turns_out_never_to_sync_refuses_who_waits_for_one(
         late = await newcomer(here, here.machines[1])  # it has not run anything yet
 
         async def run_something_else() -> None:
-            await until(lambda: len(here.machines[1].agent.jobs.candidates) == 1)
+            await until(lambda: len(here.machines[1].agent.jobs.waiters) == 1)
             await reduce_all(inside)
 
         async with trio.open_nursery() as nursery:
@@ -293,7 +293,7 @@ async def test_a_job_that_turns_out_to_run_where_the_mesh_is_met_later_is_entere
         late = await here.trainer(away)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(late.join, "digits", 2)
-            await until(lambda: len(away.agent.jobs.candidates) == 1)
+            await until(lambda: len(away.agent.jobs.waiters) == 1)
             away.agent.peers.targets.aim_at(here.machines[0].address)
             await here.settle(here.machines[0], away)
             await until(lambda: late.joined is not None)

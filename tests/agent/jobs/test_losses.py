@@ -153,7 +153,7 @@ async def test_what_only_a_lost_rank_completed_is_fetched_from_its_agent(
             results = await together(lambda: a.reduce(values[0]), lambda: b.reduce(values[1]))
         assert [r.tobytes() for r in results] == theirs * 2
         assert a.names == b.names == c.names
-        await until(lambda: len(ranks_of(here)) == 2)  # nobody needs the witness any more
+        await until(lambda: len(ranks_of(here)) == 2)  # nobody needs the lost holder any more
         assert [r[0] for r in await reduce_all([a, b])] == [2.0] * 2
 
 
@@ -357,7 +357,7 @@ async def test_who_leaves_when_all_have_ended_everything_leaves_at_once(
 async def test_one_lost_while_another_loss_is_being_agreed_on_is_told_with_the_next_view(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A concern names a roster, and the one that replaces it may not know of the concern."""
+    """A view request names a roster, and the one that replaces it may not know of it."""
     async with village(clock, 3) as here:
         trainers = await here.job(*here.machines)
         a, b, c = trainers

@@ -11,7 +11,7 @@ from pmesh.agent.jobs import op_network
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.core.jobs.attempt import MAX_UNSTABLE_OPS
 from pmesh.core.values import Verdict
-from pmesh.core.wire.link import Call, Concern
+from pmesh.core.wire.link import Call, ViewRequest
 from pmesh.net.local.arena_pools import OutputArenas
 from pmesh.net.local.arenas import Arena, arena_bytes
 from tests.worlds.trainer import Trainer, together, until
@@ -134,7 +134,7 @@ async def test_two_roots_of_one_broadcast_hear_of_it_at_their_next_call(clock: M
         a, b = await here.job(*here.machines)
         await a.broadcast(ones(9), 0)
         await b.broadcast(ones(9), 1)
-        await until(lambda: all(m.agent.jobs.ranks[0].owed for m in here.machines))
+        await until(lambda: all(m.agent.jobs.ranks[0].late_failure for m in here.machines))
         verdicts = await verdicts_of_all((a, a.reduce(ones(9))), (b, b.reduce(ones(9))))
         assert verdicts[0] == verdicts[1]
         assert "root=0" in verdicts[0].message
@@ -221,7 +221,7 @@ async def test_a_timeout_that_another_view_overtakes_is_told_to_the_leader_again
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = 0
-    tell = LocalRank.raise_concern
+    tell = LocalRank.request_view
 
     def tell_in_vain_once(rank: LocalRank, verdict: Verdict | None, op: int) -> None:
         nonlocal told
@@ -229,7 +229,7 @@ async def test_a_timeout_that_another_view_overtakes_is_told_to_the_leader_again
         if told > 1:
             tell(rank, verdict, op)
 
-    monkeypatch.setattr(LocalRank, "raise_concern", tell_in_vain_once)
+    monkeypatch.setattr(LocalRank, "request_view", tell_in_vain_once)
     async with village(clock, 2) as here:
         a, b = await here.job(*here.machines)
         agent = next(m.agent for m in here.machines if m.agent.jobs.ranks[0].rank == 1)
@@ -238,7 +238,7 @@ async def test_a_timeout_that_another_view_overtakes_is_told_to_the_leader_again
             await until(lambda: told == 1)
             (rank,) = agent.jobs.ranks
             roster = rank.roster
-            rank.concern = Concern(roster.job, roster.born, roster.number, None, 0)
+            rank.view_request = ViewRequest(roster.job, roster.born, roster.number, None, 0)
             agent.jobs.poke()
 
         async with trio.open_nursery() as nursery:

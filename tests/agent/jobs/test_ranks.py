@@ -7,7 +7,7 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent.jobs.ranks import LocalRank, Result
-from pmesh.agent.lanes.rendezvous import LaneDesk
+from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.net.local.arena_pools import SessionArenas
 from tests.core.jobs.test_rank import (
     BARRIER,
@@ -154,10 +154,10 @@ async def test_a_rank_without_a_place_waits_for_the_view_that_says_so() -> None:
         rank.follow(roster(3, trainers=[trainer(OTHER), trainer(THIRD)]))
         with rank.attempt() as attempt:
             async with trio.open_nursery() as nursery:
-                desk = LaneDesk(A, NoReach(), nursery, bytes)
-                nursery.start_soon(rank.ring, desk)
+                rendezvous = LaneRendezvous(A, NoReach(), nursery, bytes)
+                nursery.start_soon(rank.ring, rendezvous)
                 await wait_all_tasks_blocked()
-                desk.close()
+                rendezvous.close()
                 rank.end(FAILED)
         assert attempt.cancelled_caught
 

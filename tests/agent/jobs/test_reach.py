@@ -12,7 +12,7 @@ from pmesh.agent.jobs import op_network, op_task, retained
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.op_layout import Op
 from pmesh.agent.jobs.ranks import LocalRank
-from pmesh.agent.lanes.rendezvous import LaneDesk
+from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import OpOutcome, Verdict
@@ -150,11 +150,11 @@ async def test_those_beyond_complete_only_after_the_last_receiver_has_got_it(
         trainers = await here.job(*here.machines)
         go_on, real, waiting = trio.Event(), op_network.run_on_lanes, list[int]()
 
-        async def late(rank: LocalRank, op: Op, plan: RankPlan, desk: LaneDesk) -> None:
+        async def late(rank: LocalRank, op: Op, plan: RankPlan, rendezvous: LaneRendezvous) -> None:
             if rank.rank == 2:
                 waiting.append(rank.rank)
                 await go_on.wait()
-            await real(rank, op, plan, desk)
+            await real(rank, op, plan, rendezvous)
 
         monkeypatch.setattr(op_network, "run_on_lanes", late)
         async with trio.open_nursery() as nursery:
@@ -332,7 +332,9 @@ async def test_ranks_that_name_other_receivers_are_told_so(clock: MockClock, dif
             except OpError as e:
                 verdicts.append(e.verdict)
             else:  # I5: it had returned, and hears of it at its next call
-                await until(lambda: any(r.owed for r in ranks_of(here) if r.id == trainer.id))
+                await until(
+                    lambda: any(r.late_failure for r in ranks_of(here) if r.id == trainer.id)
+                )
                 verdicts.append(await trainer.verdict_of(trainer.barrier()))
 
         await together(*[partial(run, t) for t in trainers])

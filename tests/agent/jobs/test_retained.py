@@ -260,4 +260,4 @@ async def test_what_is_stable_is_let_go_of_everywhere(clock: MockClock) -> None:
             assert rank.ledger.stable == 4
             assert rank.retained_bytes == 0
             assert rank.results.get(OpNumber(4)) is None
-            assert machine_of(here, trainers[0]).agent.jobs.marks.stable(rank.roster) == 4
+            assert machine_of(here, trainers[0]).agent.jobs.progress.stable(rank.roster) == 4

@@ -70,7 +70,7 @@ async def test_who_comes_back_goes_on_serving_what_it_has_left_behind(
         await a.verdict_of(a.barrier())
         async with trio.open_nursery() as nursery:
             nursery.start_soon(a.sync, 5)
-            await until(lambda: len(jobs.candidates) == 1)
+            await until(lambda: len(jobs.waiters) == 1)
             await trio.sleep(20)
             got = await together(lambda: b.broadcast(x), lambda: c.broadcast(x))
             assert all(np.array_equal(g, x) for g in got)

@@ -99,12 +99,12 @@ async def test_who_misses_the_view_that_begins_the_job_is_told_too(clock: MockCl
         machine = here.machines[0]
         late = await here.trainer(machine)
         await late.send(connect_as("late.py"))
-        await until(lambda: len(machine.agent.jobs.candidates) == 1)
-        (candidate,) = machine.agent.jobs.candidates.values()
-        candidate.job = JobName("hidden")  # as one of whom the leader hears a moment later
+        await until(lambda: len(machine.agent.jobs.waiters) == 1)
+        (waiter,) = machine.agent.jobs.waiters.values()
+        waiter.job = JobName("hidden")  # as one of whom the leader hears a moment later
         trainers = await here.job(machine, machine)
         await together(*[t.barrier for t in trainers])
-        candidate.job = JobName("digits")
+        waiter.job = JobName("digits")
         reply = await late.receive()
         assert isinstance(reply, Refused)
         assert reply.verdict.error == "JobRunning"
@@ -153,7 +153,7 @@ async def test_a_group_never_begins_whose_ranks_did_not_all_end_the_call_before(
 
         async def owe() -> None:
             await trio.sleep(1.0)
-            rank.owed = OpOutcome(OpNumber(3), rank.roster.ids, verdict=verdict)
+            rank.late_failure = OpOutcome(OpNumber(3), rank.roster.ids, verdict=verdict)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(owe)
@@ -200,9 +200,9 @@ async def test_a_trainer_that_gives_up_waiting_is_forgotten(clock: MockClock) ->
     async with village(clock, 2) as here:
         gone = await here.trainer(here.machines[0])
         await gone.send(connect_as("gone.py"))
-        await until(lambda: len(here.machines[0].agent.jobs.candidates) == 1)
+        await until(lambda: len(here.machines[0].agent.jobs.waiters) == 1)
         await gone.die()
-        await until(lambda: not here.machines[0].agent.jobs.candidates)
+        await until(lambda: not here.machines[0].agent.jobs.waiters)
         await here.job(*here.machines)
 
 
@@ -213,9 +213,9 @@ async def test_a_trainer_that_dies_as_its_job_begins_is_a_lost_rank(
         gone, stays = await here.trainer(here.machines[0]), await here.trainer(here.machines[1])
         await gone.send(connect_as("gone.py"))
         jobs = here.machines[0].agent.jobs
-        await until(lambda: len(jobs.candidates) == 1)
+        await until(lambda: len(jobs.waiters) == 1)
         # It is withdrawn between its agent's flush answer, which counts it, and the view.
-        monkeypatch.setattr(jobs, "fence", lambda _: jobs.candidates.pop(Slot(0), None))
+        monkeypatch.setattr(jobs, "fence", lambda _: jobs.waiters.pop(Slot(0), None))
         await stays.send(connect_as("stays.py", RAISE))
         stays.has_joined(await stays.receive())
         verdict = await stays.verdict_of(stays.barrier())
@@ -232,9 +232,9 @@ async def test_a_candidate_whose_session_breaks_as_it_joins_is_a_lost_rank(
         a, b = await here.job(*here.machines, terms=RAISE)
         jobs = here.machines[0].agent.jobs
         (rank,) = jobs.ranks
-        candidate = jobs.enlist(connect_as("x.py"), rank.arenas)
-        candidate.rank = rank
-        jobs.withdraw(candidate)
+        waiter = jobs.enlist(connect_as("x.py"), rank.arenas)
+        waiter.rank = rank
+        jobs.withdraw(waiter)
         left = b if rank.rank == a.rank else a
         assert (await left.verdict_of(left.barrier())).error == "RankLost"
 
@@ -350,9 +350,9 @@ async def test_results_outlive_their_trainer_for_those_who_missed_the_end(
             await a.send(AskStatus())
         left = ranks_of(here)[1]
         await until(lambda: left.size == 1)  # the ring's lanes are gone
-        assert left.roster.witnesses
+        assert left.roster.lost_holders
         assert np.array_equal(await b.broadcast(x, 0), x)
         assert b.rank == 1  # whose values it has: so the world is as it was
-        await until(lambda: ranks_of(here) == [left])  # nobody needs the witness any more
+        await until(lambda: ranks_of(here) == [left])  # nobody needs the lost holder any more
         await b.barrier()
         assert b.rank == 0

@@ -212,7 +212,7 @@ async def test_a_stopped_trainer_is_named_and_after_a_while_the_others_go_on_wit
         machine, other = machine_of(here, c), machine_of(here, a)
         stopped.add(machine.settings.name)
         began = clock.current_time()
-        mark = partial(other.agent.jobs.marks.of, ranks_of(here)[0].roster, c.id)
+        mark = partial(other.agent.jobs.progress.of, ranks_of(here)[0].roster, c.id)
         await until(lambda: (m := mark()) is not None and m.stopped)
         assert clock.current_time() - began <= 1.0
         results = await reduce_all([a, b])

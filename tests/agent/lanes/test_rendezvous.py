@@ -10,8 +10,8 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from pmesh.agent.lanes import rendezvous
-from pmesh.agent.lanes.rendezvous import MAX_DIALS, MAX_OFFERED, Edge, End, LaneDesk
+from pmesh.agent.lanes import rendezvous as rendezvous_module
+from pmesh.agent.lanes.rendezvous import MAX_DIALS, MAX_OFFERED, LaneEnd, LaneKey, LaneRendezvous
 from pmesh.core.wire.link import OfferLane
 from pmesh.core.wire.records import LANE_ID_BYTES, PREAMBLE_BYTES
 from pmesh.errors import LaneBroken, NetworkError, PeerUnreachable, ProtocolError
@@ -23,16 +23,18 @@ A, B, C = (Member(NodeId(bytes([i]) * 32), Incarnation(i)) for i in (1, 2, 3))
 JOB = JobName("digits")
 
 
-def edge(number: int = 5, op: int = -1, *, host: Member = A) -> Edge:
-    return Edge(JOB, Epoch(1, *A), number, host, TrainerId(0), TrainerId(1), op)
+def edge(number: int = 5, op: int = -1, *, host: Member = A) -> LaneKey:
+    return LaneKey(JOB, Epoch(1, *A), number, host, TrainerId(0), TrainerId(1), op)
 
 
 class Side:
-    """One agent's desk, its link to the other, and its door."""
+    """One agent's rendezvous, its link to the other, and its door."""
 
     def __init__(self, me: Member, nursery: trio.Nursery, *, dials: bool) -> None:
         numbers = count(me.incarnation * 1000)
-        self.desk = LaneDesk(me, self, nursery, lambda size: next(numbers).to_bytes(size, "big"))
+        self.rendezvous = LaneRendezvous(
+            me, self, nursery, lambda size: next(numbers).to_bytes(size, "big")
+        )
         self.me = me
         self.dials = dials
         self.offers: list[OfferLane] = []
@@ -47,7 +49,7 @@ class Side:
         assert member == self.other.me
         self.offers.append(message)
         if self.link_is_up:
-            self.other.desk.accept(self.me, message)
+            self.other.rendezvous.accept(self.me, message)
 
     def we_dialled(self, member: Member) -> bool:
         assert member == self.other.me
@@ -61,10 +63,10 @@ class Side:
             raise PeerUnreachable("it refuses connections")
         ours, theirs = socket.socketpair()
         streams = [trio.SocketStream(trio.socket.from_stdlib_socket(end)) for end in (ours, theirs)]
-        self._nursery.start_soon(self.other.answer_door, streams[1])
+        self._nursery.start_soon(self.other.answer_acceptor, streams[1])
         return streams[0]
 
-    async def answer_door(self, stream: trio.SocketStream) -> None:
+    async def answer_acceptor(self, stream: trio.SocketStream) -> None:
         preamble = await stream.receive_some(PREAMBLE_BYTES)
 
         def authenticated() -> None:
@@ -72,11 +74,11 @@ class Side:
                 raise PeerUnreachable("its time at the door was over")
 
         try:
-            await self.desk.welcome(stream, bytes(preamble[-LANE_ID_BYTES:]), authenticated)
+            await self.rendezvous.welcome(stream, bytes(preamble[-LANE_ID_BYTES:]), authenticated)
         except NetworkError as e:
             self.complaints.append(e)
         finally:
-            await trio.aclose_forcefully(stream)  # if the desk has not taken it
+            await trio.aclose_forcefully(stream)  # if the rendezvous has not taken it
 
     def name_of(self, member: Member) -> str:
         return "ada" if member == A else "bob"
@@ -95,13 +97,13 @@ async def two_sides(*, ada_dials: bool = True) -> AsyncGenerator[tuple[Side, Sid
             yield ada, bob
         finally:
             nursery.cancel_scope.cancel()
-            ada.desk.close()
-            bob.desk.close()
+            ada.rendezvous.close()
+            bob.rendezvous.close()
 
 
-async def take(side: Side, *, sending: bool, of: Edge | None = None) -> Lane:
+async def take(side: Side, *, sending: bool, of: LaneKey | None = None) -> Lane:
     with trio.fail_after(60):
-        return await side.desk.take(End(of or edge(), sending=sending))
+        return await side.rendezvous.take(LaneEnd(of or edge(), sending=sending))
 
 
 async def opened(ada: Side, bob: Side) -> None:
@@ -117,7 +119,7 @@ async def test_the_lane_is_dialled_the_way_the_link_was(
     autojump_clock: MockClock, *, ada_dials: bool
 ) -> None:
     async with two_sides(ada_dials=ada_dials) as (ada, bob):
-        ada.desk.offer(edge(), B)
+        ada.rendezvous.offer(edge(), B)
         await opened(ada, bob)
         assert autojump_clock.current_time() < 0.1
         assert [offer.dial for offer in ada.offers] == [not ada_dials]
@@ -130,7 +132,7 @@ async def test_a_dial_that_fails_is_tried_again_under_a_new_offer(
     async with two_sides(ada_dials=ada_dials) as (ada, bob):
         dialler = ada if ada_dials else bob
         dialler.unreachable = 1
-        ada.desk.offer(edge(), B)
+        ada.rendezvous.offer(edge(), B)
         await opened(ada, bob)
         assert len({offer.lane for offer in ada.offers}) == 2
         assert len(dialler.complaints) == 1
@@ -143,7 +145,7 @@ async def test_after_three_attempts_whoever_waits_is_told(
 ) -> None:
     async with two_sides(ada_dials=ada_dials) as (ada, bob):
         ada.unreachable = bob.unreachable = 9
-        ada.desk.offer(edge(), B)
+        ada.rendezvous.offer(edge(), B)
         with pytest.raises(LaneBroken, match="no data connection to bob can be made"):
             await take(ada, sending=True)
         assert len(ada.offers) == 3
@@ -153,7 +155,7 @@ async def test_after_three_attempts_whoever_waits_is_told(
 async def test_an_offer_lost_with_its_link_is_made_again(autojump_clock: MockClock) -> None:
     async with two_sides(ada_dials=False) as (ada, bob):
         ada.link_is_up = False
-        ada.desk.offer(edge(), B)
+        ada.rendezvous.offer(edge(), B)
         await trio.sleep(1)
         ada.link_is_up = True
         await opened(ada, bob)
@@ -163,9 +165,9 @@ async def test_an_offer_lost_with_its_link_is_made_again(autojump_clock: MockClo
 async def test_a_connection_may_overtake_its_offer(autojump_clock: MockClock) -> None:
     async with two_sides() as (ada, bob):
         ada.link_is_up = False
-        ada.desk.offer(edge(), B)
+        ada.rendezvous.offer(edge(), B)
         await trio.sleep(1)
-        bob.desk.accept(A, ada.offers[0])
+        bob.rendezvous.accept(A, ada.offers[0])
         await opened(ada, bob)
         assert autojump_clock.current_time() < 1.5
 
@@ -173,7 +175,7 @@ async def test_a_connection_may_overtake_its_offer(autojump_clock: MockClock) ->
 async def test_a_connection_that_names_no_lane_is_refused(autojump_clock: MockClock) -> None:
     async with two_sides() as (ada, bob):
         ada.link_is_up = False
-        ada.desk.offer(edge(), B)
+        ada.rendezvous.offer(edge(), B)
         with pytest.raises(LaneBroken):
             await take(ada, sending=True)
         assert "nobody has offered" in str(bob.complaints[0])
@@ -183,7 +185,7 @@ async def test_a_connection_that_names_no_lane_is_refused(autojump_clock: MockCl
 async def test_who_is_let_in_too_late_has_no_lane(autojump_clock: MockClock) -> None:
     async with two_sides() as (ada, bob):
         bob.late = True
-        ada.desk.offer(edge(), B)
+        ada.rendezvous.offer(edge(), B)
         sending = await take(ada, sending=True)  # it can't know
         with trio.move_on_after(5) as waiting:
             await take(bob, sending=False)
@@ -195,7 +197,7 @@ async def test_who_is_let_in_too_late_has_no_lane(autojump_clock: MockClock) -> 
 
 async def test_ranks_of_one_agent_need_no_network() -> None:
     async with two_sides() as (ada, _):
-        ada.desk.offer(edge(), A)
+        ada.rendezvous.offer(edge(), A)
         sending, receiving = await take(ada, sending=True), await take(ada, sending=False)
         assert sending.peer == "trainer 1 (ada)"
         assert receiving.peer == "trainer 0 (ada)"
@@ -208,9 +210,9 @@ async def test_no_descriptor_for_a_lane_is_a_broken_lane(monkeypatch: pytest.Mon
     def full(*_: object, **__: object) -> tuple[Lane, Lane]:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(rendezvous, "local_lanes", full)
+    monkeypatch.setattr(rendezvous_module, "local_lanes", full)
     async with two_sides() as (ada, _):
-        ada.desk.offer(edge(), A)
+        ada.rendezvous.offer(edge(), A)
         with pytest.raises(LaneBroken, match="Too many open files"):
             await take(ada, sending=True)
 
@@ -230,7 +232,7 @@ async def test_a_lane_is_taken_once(autojump_clock: MockClock) -> None:
             nursery.start_soon(compete)
             nursery.start_soon(compete)
             await trio.sleep(0.1)
-            ada.desk.offer(edge(), B)
+            ada.rendezvous.offer(edge(), B)
         assert (len(lanes), len(refused)) == (1, 1)
         lanes[0].close()
         assert autojump_clock.current_time() < 1
@@ -238,13 +240,13 @@ async def test_a_lane_is_taken_once(autojump_clock: MockClock) -> None:
 
 async def test_an_earlier_attempt_makes_way() -> None:
     async with two_sides() as (ada, bob):
-        end, lanes = End(edge(), sending=True), list[Lane]()
+        end, lanes = LaneEnd(edge(), sending=True), list[Lane]()
         for _ in range(2):
-            offer = ada.desk._make_offer(edge(), dial=False)  # noqa: SLF001 - of two attempts
-            bob.desk.accept(A, offer)
-            await ada.desk._dial(end, offer, B)  # noqa: SLF001
+            offer = ada.rendezvous._make_offer(edge(), dial=False)  # noqa: SLF001 - of two attempts
+            bob.rendezvous.accept(A, offer)
+            await ada.rendezvous._dial(end, offer, B)  # noqa: SLF001
             await wait_all_tasks_blocked()
-            (place,) = bob.desk._places.values()  # noqa: SLF001 - nobody has taken it yet
+            (place,) = bob.rendezvous._places.values()  # noqa: SLF001 - nobody has taken it yet
             assert place.lane is not None
             lanes.append(place.lane)
         assert [lane._socket.fileno() == -1 for lane in lanes] == [True, False]  # noqa: SLF001
@@ -258,27 +260,27 @@ async def test_lanes_of_a_roster_that_is_over_are_closed_and_who_waits_is_told(
     autojump_clock: MockClock,
 ) -> None:
     async with two_sides() as (ada, bob):
-        ada.desk.offer(edge(), B)
+        ada.rendezvous.offer(edge(), B)
         await trio.sleep(0.1)
-        (place,) = bob.desk._places.values()  # noqa: SLF001
+        (place,) = bob.rendezvous._places.values()  # noqa: SLF001
         lane = place.lane
-        bob.desk.forget(JOB, below=6)
+        bob.rendezvous.forget(JOB, below=6)
         assert lane is not None
         assert lane._socket.fileno() == -1  # noqa: SLF001
         for number in (5, 6):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_expect_over, bob, number)
                 await trio.sleep(0.1)
-                bob.desk.forget(JOB, below=number + 1)
+                bob.rendezvous.forget(JOB, below=number + 1)
         assert autojump_clock.current_time() < 1
 
 
 async def test_a_lane_is_only_taken_from_its_senders_own_agent(autojump_clock: MockClock) -> None:
     """V4: of two views that settled a job at once, either may have called another trainer 0."""
     async with two_sides() as (ada, bob):
-        ada.desk.offer(edge(host=A), B)
+        ada.rendezvous.offer(edge(host=A), B)
         with trio.move_on_after(10) as waited:
-            await bob.desk.take(End(edge(host=C), sending=False))
+            await bob.rendezvous.take(LaneEnd(edge(host=C), sending=False))
         assert waited.cancelled_caught
         (await take(bob, sending=False, of=edge(host=A))).close()
         (await take(ada, sending=True, of=edge(host=A))).close()
@@ -290,19 +292,19 @@ async def test_a_lane_that_is_given_up_is_closed_and_offered_in_vain(
 ) -> None:
     async with two_sides() as (ada, bob):
         given_up = edge(op=-2)
-        ada.desk.offer(given_up, B)
+        ada.rendezvous.offer(given_up, B)
         await trio.sleep(0.1)
-        (place,) = bob.desk._places.values()  # noqa: SLF001
+        (place,) = bob.rendezvous._places.values()  # noqa: SLF001
         lane = place.lane
-        bob.desk.give_up(End(given_up, sending=False))
+        bob.rendezvous.give_up(LaneEnd(given_up, sending=False))
         assert lane is not None
         assert lane._socket.fileno() == -1  # noqa: SLF001
-        bob.desk.accept(A, ada.desk._make_offer(given_up, dial=False))  # noqa: SLF001
-        assert not bob.desk._places  # noqa: SLF001
-        assert not bob.desk._expected  # noqa: SLF001
-        bob.desk.forget(JOB, below=6)
-        assert not bob.desk._given_up  # noqa: SLF001 - nor is it remembered for longer
-        ada.desk.close()
+        bob.rendezvous.accept(A, ada.rendezvous._make_offer(given_up, dial=False))  # noqa: SLF001
+        assert not bob.rendezvous._places  # noqa: SLF001
+        assert not bob.rendezvous._expected  # noqa: SLF001
+        bob.rendezvous.forget(JOB, below=6)
+        assert not bob.rendezvous._given_up  # noqa: SLF001 - nor is it remembered for longer
+        ada.rendezvous.close()
     assert autojump_clock.current_time() < 1
 
 
@@ -316,14 +318,14 @@ async def test_what_arrives_for_a_roster_that_is_over_is_dropped(
     autojump_clock: MockClock, *, ada_dials: bool
 ) -> None:
     async with two_sides(ada_dials=ada_dials) as (ada, bob):
-        bob.desk.forget(JOB, below=6)
-        bob.desk.forget(JOB, below=3)  # an older view's word changes nothing
-        ada.desk.offer(edge(), B)
+        bob.rendezvous.forget(JOB, below=6)
+        bob.rendezvous.forget(JOB, below=3)  # an older view's word changes nothing
+        ada.rendezvous.offer(edge(), B)
         await trio.sleep(0.1)
-        assert not bob.desk._places  # noqa: SLF001
-        assert not bob.desk._expected  # noqa: SLF001
-        ada.desk.forget(JOB, below=6)
-        ada.desk.offer(edge(6), B)
+        assert not bob.rendezvous._places  # noqa: SLF001
+        assert not bob.rendezvous._expected  # noqa: SLF001
+        ada.rendezvous.forget(JOB, below=6)
+        ada.rendezvous.offer(edge(6), B)
         sending, receiving = (
             await take(ada, sending=True, of=edge(6)),
             await take(bob, sending=False, of=edge(6)),
@@ -344,17 +346,17 @@ async def test_a_lane_that_opens_after_its_roster_is_over_is_closed(
         await opening.wait()
         return made[0]
 
-    monkeypatch.setattr(rendezvous, "dial_lane", open_slowly)
+    monkeypatch.setattr(rendezvous_module, "dial_lane", open_slowly)
     async with two_sides(ada_dials=ada_dials) as (ada, bob):
-        ada.desk.offer(edge(), B)
+        ada.rendezvous.offer(edge(), B)
         await trio.sleep(0.1)
         for side in (ada, bob):
-            side.desk.forget(JOB, below=6)
+            side.rendezvous.forget(JOB, below=6)
         opening.set()
         await trio.sleep(1)
         assert made[0]._socket.fileno() == -1  # noqa: SLF001
-        assert not ada.desk._places  # noqa: SLF001
-        assert not ada.desk._expected  # noqa: SLF001
+        assert not ada.rendezvous._places  # noqa: SLF001
+        assert not ada.rendezvous._expected  # noqa: SLF001
         assert len(ada.offers) == 1
         assert autojump_clock.current_time() < 3
 
@@ -364,14 +366,14 @@ async def test_more_offers_than_any_job_needs_are_an_attack_by_who_makes_them(
     dial: bool,  # noqa: FBT001 - a parameter of the test
 ) -> None:
     async with two_sides(ada_dials=True) as (ada, bob):
-        make: Callable[[int], OfferLane] = lambda number: ada.desk._make_offer(  # noqa: E731, SLF001
+        make: Callable[[int], OfferLane] = lambda number: ada.rendezvous._make_offer(  # noqa: E731, SLF001
             edge(number), dial=dial
         )
         for number in range(MAX_OFFERED):
-            bob.desk.accept(A, make(number))
+            bob.rendezvous.accept(A, make(number))
         with pytest.raises(ProtocolError, match="more lanes"):
-            bob.desk.accept(A, make(MAX_OFFERED))
-        bob.desk.accept(C, ada.desk._make_offer(edge(1), dial=False))  # noqa: SLF001
+            bob.rendezvous.accept(A, make(MAX_OFFERED))
+        bob.rendezvous.accept(C, ada.rendezvous._make_offer(edge(1), dial=False))  # noqa: SLF001
 
 
 async def test_a_peer_can_not_make_an_agent_dial_without_end(
@@ -391,12 +393,12 @@ async def test_a_peer_can_not_make_an_agent_dial_without_end(
     async with two_sides(ada_dials=True) as (ada, bob):
         monkeypatch.setattr(bob, "dial_member", nobody_answers)
         for number in range(3 * MAX_DIALS):
-            bob.desk.accept(A, ada.desk._make_offer(edge(number), dial=True))  # noqa: SLF001
+            bob.rendezvous.accept(A, ada.rendezvous._make_offer(edge(number), dial=True))  # noqa: SLF001
         await trio.sleep(1)
         assert under_way == MAX_DIALS
         await trio.sleep(60)
         assert (under_way, most) == (0, MAX_DIALS)
-        assert not bob.desk._turns  # noqa: SLF001 - what it keeps of a peer
+        assert not bob.rendezvous._turns  # noqa: SLF001 - what it keeps of a peer
         assert autojump_clock.current_time() > 60
 
 
@@ -409,16 +411,16 @@ async def test_whoever_still_waits_at_the_end_is_told() -> None:
 
         nursery.start_soon(wait)
         await wait_all_tasks_blocked()
-        ada.desk.close()
+        ada.rendezvous.close()
 
 
 async def test_an_offer_whose_roster_is_over_before_its_turn_is_never_made(
     autojump_clock: MockClock,
 ) -> None:
     async with two_sides() as (ada, _):
-        ada.desk.offer(edge(), B)
-        ada.desk.forget(JOB, below=6)
+        ada.rendezvous.offer(edge(), B)
+        ada.rendezvous.forget(JOB, below=6)
         await trio.sleep(0.1)
         assert ada.offers == []
-        assert not ada.desk._places  # noqa: SLF001
+        assert not ada.rendezvous._places  # noqa: SLF001
         assert autojump_clock.current_time() < 1

@@ -55,7 +55,7 @@ def hear(machine: Machine, finding: Found | Gone | Deaf) -> None:
 
 
 def shown(machine: Machine) -> list[PeerStatus]:
-    return list(machine.agent._picture().peers)  # noqa: SLF001 - as `pmesh status` does
+    return list(machine.agent._snapshot().peers)  # noqa: SLF001 - as `pmesh status` does
 
 
 async def test_another_mesh_is_shown_and_never_dialled(clock: MockClock) -> None:
@@ -220,5 +220,5 @@ async def test_an_attack_is_one_line_a_minute_and_stands_in_the_status(clock: Mo
         await trio.sleep(300)
         line = "turned away in the last 60 s: 10 connections of strangers (10 from 127.0.0.1)"
         assert lines_of(one) == [line, line]
-        picture = one.agent._picture()  # noqa: SLF001 - as `pmesh status` does
+        picture = one.agent._snapshot()  # noqa: SLF001 - as `pmesh status` does
         assert picture.turned_away.connections == 20

@@ -255,7 +255,7 @@ async def test_a_reset_before_the_handshake_ends_nobody(clock: MockClock) -> Non
             await stream.send_all(b"\x16\x03\x01\x01\x00\x01")
             stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             stream.socket.close()
-        await until(lambda: one.agent._door.counters.pending == 0)  # noqa: SLF001
+        await until(lambda: one.agent._acceptor.counters.pending == 0)  # noqa: SLF001
         two = here.new_machine("two", peers=[one.address])
         await two.start()
         await here.settle(one, two)

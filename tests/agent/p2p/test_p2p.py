@@ -226,7 +226,7 @@ async def test_the_bytes_of_messages_are_counted(clock: MockClock) -> None:
         assert one.p2p.traffic[0] >= 80_000
         assert other.p2p.traffic[1] >= 80_000
         await reduce_all(pair.trainers)
-        assert one._picture().traffic.data_sent_bytes > one.p2p.traffic[0]  # noqa: SLF001
+        assert one._snapshot().traffic.data_sent_bytes > one.p2p.traffic[0]  # noqa: SLF001
         for trainer in pair.trainers:
             await trainer.leave()
         await until(lambda: not one.jobs.ranks and not other.jobs.ranks)

@@ -99,15 +99,15 @@ async def test_a_lane_that_does_not_come_is_asked_for_again(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with some(clock) as ranks:
-        desk = machine_of(ranks.here, ranks.trainers[0]).agent.jobs.desk
-        real, offers = desk.offer, list[object]()
+        rendezvous = machine_of(ranks.here, ranks.trainers[0]).agent.jobs.rendezvous
+        real, offers = rendezvous.offer, list[object]()
 
         def offer(edge: object, to: object) -> None:
             offers.append(edge)
             if len(offers) > 1:
                 real(edge, to)  # type: ignore[arg-type] # as it came
 
-        monkeypatch.setattr(desk, "offer", offer)
+        monkeypatch.setattr(rendezvous, "offer", offer)
         await ranks.deliver(X)
         assert len(offers) == 2
 

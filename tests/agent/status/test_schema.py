@@ -7,7 +7,7 @@ import pytest
 
 from pmesh.agent.status.schema import SCHEMA_VERSION, decode_status, encode_status, status_schema
 from pmesh.errors import UsageError
-from tests.worlds.fake_status_agent import PICTURE
+from tests.worlds.fake_status_agent import SNAPSHOT
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "status.schema.json"
 
@@ -17,11 +17,11 @@ def test_the_schema_in_the_reference_is_current() -> None:
 
 
 def test_a_picture_survives_its_json() -> None:
-    assert decode_status(encode_status(PICTURE)) == PICTURE
+    assert decode_status(encode_status(SNAPSHOT)) == SNAPSHOT
 
 
 def test_the_json_holds_what_the_issue_promises() -> None:
-    picture = json.loads(encode_status(PICTURE))
+    picture = json.loads(encode_status(SNAPSHOT))
     assert picture["schema"] == SCHEMA_VERSION
     assert {"node", "view", "peers", "jobs", "traffic", "loop_lag_ms"} <= picture.keys()
     assert {"epoch", "leader", "members"} <= picture["view"].keys()
@@ -34,8 +34,8 @@ def test_the_json_holds_what_the_issue_promises() -> None:
 
 
 def test_a_field_of_a_later_pmesh_is_ignored() -> None:
-    later = json.loads(encode_status(PICTURE)) | {"news": 1}
-    assert decode_status(json.dumps(later).encode()) == PICTURE
+    later = json.loads(encode_status(SNAPSHOT)) | {"news": 1}
+    assert decode_status(json.dumps(later).encode()) == SNAPSHOT
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b'{"schema": 1}'])

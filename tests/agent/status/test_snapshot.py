@@ -24,7 +24,7 @@ async def status_of(machine: Machine) -> Status:
 
 
 def picture_of(machine: Machine) -> Status:
-    return machine.agent._picture()  # noqa: SLF001 - without a session, at this instant
+    return machine.agent._snapshot()  # noqa: SLF001 - without a session, at this instant
 
 
 async def test_both_machines_show_one_ring_with_its_leader_and_round_trips(

@@ -136,7 +136,7 @@ def test_a_root_that_is_lost_between_buckets_fails_the_rest_without_an_op(
     def before_op(job: Job, number: int, call: Call) -> None:
         del call
         if number == 0 and LOST in job.roster:
-            job.op(0).witnessed = True
+            job.op(0).held = True
             agent.expel(job, LOST)
 
     agent.before_op = before_op

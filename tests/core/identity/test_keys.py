@@ -78,9 +78,9 @@ def test_a_refusal_does_not_repeat_the_key() -> None:
 
 @given(st.text())
 def test_any_other_text_raises_value_error_only(text: str) -> None:
-    for candidate in (text, "pmesh-" + text):
+    for waiter in (text, "pmesh-" + text):
         with pytest.raises(ValueError, match="mesh key"):
-            mesh_key_from_text(candidate)
+            mesh_key_from_text(waiter)
 
 
 @given(mesh_keys, mesh_keys)

@@ -7,10 +7,10 @@ import pytest
 
 from pmesh.core.jobs import attempt as attempts
 from pmesh.core.jobs.attempt import Fail, Fetch, NextStep, OpState, RequestView, Run, TellLate, Wait
-from pmesh.core.jobs.progress import Marks
+from pmesh.core.jobs.progress import Progress
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import OpOutcome, Roster, Terms, Verdict
-from pmesh.core.wire.link import Call, RankMarks
+from pmesh.core.wire.link import Call, RankProgress
 from pmesh.ids import OpNumber
 from tests.core.jobs.test_rank import (
     BARRIER,
@@ -80,7 +80,7 @@ def test_a_failure_that_is_owed_answers_a_call_that_nobody_has_the_result_of() -
     rank.follow(roster(3, failed(ZERO)))
     assert next_of(rank, op) == TellLate()
     told = attempts.tell_late(rank)
-    assert (told.verdict, told.consumed, rank.owed) == (FAILED, False, None)
+    assert (told.verdict, told.consumed, rank.late_failure) == (FAILED, False, None)
 
 
 @pytest.mark.parametrize(("ended", "world"), [(1, (ME,)), (2, None)])
@@ -91,7 +91,7 @@ def test_the_world_of_a_failure_is_told_only_if_no_later_op_has_ended_here(
     rank = rank_of()
     for _ in range(ended):
         end(rank)
-    rank.owed = OpOutcome(ZERO, (ME,), verdict=FAILED)
+    rank.late_failure = OpOutcome(ZERO, (ME,), verdict=FAILED)
     told = attempts.tell_late(rank)
     assert (told.world and told.world.trainers) == world
 
@@ -209,14 +209,14 @@ def test_a_call_that_differs_is_blamed_on_nobody_but_who_saw_it() -> None:
 
 def test_a_timeout_says_on_whom_the_op_has_waited() -> None:
     rank = rank_of()
-    op, marks = call(rank), Marks([rank])
-    late = attempts.timed_out(rank, op, marks, 0)
+    op, progress = call(rank), Progress([rank])
+    late = attempts.timed_out(rank, op, progress, 0)
     assert (late.error, late.trainers) == ("OpTimedOut", (OTHER,))
     assert late.message.endswith("did not end within 2 s: not started by rank 1 (mac-1)")
-    marks.hear(RankMarks(rank.roster.job, 2, OTHER, 0, -1, 1))
-    assert "the network is slow" in attempts.timed_out(rank, op, marks, 0).message
+    progress.hear(RankProgress(rank.roster.job, 2, OTHER, 0, -1, 1))
+    assert "the network is slow" in attempts.timed_out(rank, op, progress, 0).message
     rank.roster = msgspec.structs.replace(rank.roster, terms=Terms(min_ranks=3))
-    assert attempts.timed_out(rank, op, marks, 0).error == "NotEnoughRanks"
+    assert attempts.timed_out(rank, op, progress, 0).error == "NotEnoughRanks"
 
 
 @pytest.mark.parametrize(("kind", "stable"), [("barrier", 0), ("broadcast", -1)])

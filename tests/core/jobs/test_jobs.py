@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from pmesh.core.jobs import jobs as engine
-from pmesh.core.jobs.jobs import LEAVE_GRACE_S, LEFT, Candidate, JobsState
+from pmesh.core.jobs.jobs import LEAVE_GRACE_S, LEFT, JobsState, WaitingTrainer
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import Roster, Terms, Trainer, View
 from pmesh.core.views.state import MemberState, Peer
-from pmesh.core.wire.link import RankMarks, Waiting
+from pmesh.core.wire.link import RankProgress, Waiting
 from pmesh.ids import Slot
 from tests.core.jobs.test_rank import (
     BARRIER,
@@ -36,7 +36,7 @@ from tests.worlds.builders import (
     make_waiting,
 )
 
-Waiter = Candidate[RankState[str]]
+Waiter = WaitingTrainer[RankState[str]]
 Here = JobsState[Waiter, RankState[str]]
 THERE = Trainer(OTHER, BERT, Slot(0), "b")
 APART = roster(2, trainers=[trainer(ME), THERE])
@@ -48,8 +48,8 @@ def view_of(*rosters: Roster) -> View:
     return View(make_epoch(3, A), seats, rosters)
 
 
-def told_by_bert(view: View, *marks: RankMarks, waiting: Iterable[Waiting] = ()) -> Peer:
-    beat = msgspec.structs.replace(make_heartbeat(view, A, waiting=waiting), marks=marks)
+def told_by_bert(view: View, *progress: RankProgress, waiting: Iterable[Waiting] = ()) -> Peer:
+    beat = msgspec.structs.replace(make_heartbeat(view, A, waiting=waiting), progress=progress)
     return Peer(member=BERT, heartbeat=beat, view=view)
 
 
@@ -60,29 +60,29 @@ def jobs_here(*, min_peers: int = 0, alone_from: float = 0.0) -> Here:
     return JobsState(A, make_rank, min_peers=min_peers, alone_from=alone_from)
 
 
-def waiter() -> Waiter:
-    return Candidate(job=DIGITS, wait_for=2, terms=Terms())
+def make_waiter() -> Waiter:
+    return WaitingTrainer(job=DIGITS, wait_for=2, terms=Terms())
 
 
 def begun(first: Roster, *, count: int = 1) -> tuple[Here, MemberState]:
     """The job has begun with so many trainers here."""
     here, view = jobs_here(), view_of(first)
     for _ in range(count):
-        here.add(waiter())
+        here.add(make_waiter())
     state = make_state(A, view, told_by_bert(view))
     assert len(here.follow(state, view, 0.0).begun) == count
     return here, state
 
 
 def test_who_waits_is_told_and_has_a_rank_once_the_job_begins() -> None:
-    here, candidate = jobs_here(), waiter()
-    here.add(candidate)
+    here, waiter = jobs_here(), make_waiter()
+    here.add(waiter)
     state = make_state(A, view_of())
     assert here.known(state, 0.0).waiting == (make_waiting(2),)
     installed = here.follow(state, view_of(APART), 0.0)
     (rank,) = here.ranks
-    assert installed.begun == ((candidate, rank),)
-    assert candidate.rank is rank
+    assert installed.begun == ((waiter, rank),)
+    assert waiter.rank is rank
     assert not here.known(state, 0.0).waiting
     assert not here.follow(state, view_of(APART), 0.0).begun
 
@@ -95,7 +95,7 @@ def test_no_job_begins_before_an_agent_has_looked_for_its_mesh(
     min_peers: int, alone_from: float, member_count: int, *, waits: bool
 ) -> None:
     here = jobs_here(min_peers=min_peers, alone_from=alone_from)
-    here.add(waiter())
+    here.add(make_waiter())
     view = msgspec.structs.replace(view_of(), seats=view_of().seats[:member_count])
     state = make_state(A, view)
     assert bool(here.known(state, 5.0).waiting) == waits
@@ -116,11 +116,11 @@ def test_a_trainer_that_gave_up_while_its_job_began_is_lost() -> None:
     here, state = jobs_here(), make_state(A, view_of(APART))
     for _ in range(2):
         here.follow(state, view_of(APART), 0.0)
-        (concern,) = here.known(state, 0.0).concerns
-        assert concern.verdict is not None
-        assert (concern.verdict.error, concern.verdict.trainers) == ("RankLost", (ME,))
+        (view_request,) = here.known(state, 0.0).view_requests
+        assert view_request.verdict is not None
+        assert (view_request.verdict.error, view_request.verdict.trainers) == ("RankLost", (ME,))
     here.follow(state, view_of(), 0.0)
-    assert not here.known(state, 0.0).concerns
+    assert not here.known(state, 0.0).view_requests
 
 
 def test_ranks_of_one_job_are_reported_together() -> None:
@@ -128,7 +128,7 @@ def test_ranks_of_one_job_are_reported_together() -> None:
     known = here.known(state, 0.0)
     (report,) = known.reports
     assert [rank.trainer for rank in report.ranks] == [ME, OTHER]
-    assert len(known.marks) == 2
+    assert len(known.progress) == 2
     assert here.neighbour(here.ranks[0], OTHER) is here.ranks[1]
     assert here.neighbour(here.ranks[0], THIRD) is None
 
@@ -148,7 +148,7 @@ def test_behind_a_fence_are_the_jobs_of_a_proposal_and_all_while_an_agent_doubts
 def test_a_rank_that_begins_while_its_agent_doubts_is_fenced() -> None:
     here = jobs_here()
     here.doubt()
-    here.add(waiter())
+    here.add(make_waiter())
     here.follow(make_state(A, view_of(APART)), view_of(APART), 0.0)
     assert here.ranks[0].fences == {"own stall"}
 
@@ -183,9 +183,9 @@ def test_a_loss_is_told_at_once_and_a_leave_in_order_after_a_grace() -> None:
     assert not here.leave(rank, LEFT, 5.0)
     assert not here.pass_time(state, 5.0 + LEAVE_GRACE_S / 2).leaving
     assert here.pass_time(state, 5.0 + LEAVE_GRACE_S).leaving == (rank,)
-    assert rank.concern is not None
-    assert rank.concern.verdict is not None
-    assert rank.concern.verdict.message == "rank 0 (mac-0) has left the job"
+    assert rank.view_request is not None
+    assert rank.view_request.verdict is not None
+    assert rank.view_request.verdict.message == "rank 0 (mac-0) has left the job"
     assert not here.leave(rank, "is lost: its trainer died", 7.0)  # it is told already
     # A view that did not know of it is told again.
     later = msgspec.structs.replace(APART, number=3)
@@ -198,8 +198,8 @@ def test_who_dies_has_no_grace() -> None:
     assert here.leave(here.ranks[0], "is lost: its trainer died", 0.0)
 
 
-def mark_of(ended: int = 0, print_: int = 1, *, stopped: bool = False) -> RankMarks:
-    return RankMarks(DIGITS, 2, OTHER, 0, ended, print_, -1, stopped)
+def mark_of(ended: int = 0, print_: int = 1, *, stopped: bool = False) -> RankProgress:
+    return RankProgress(DIGITS, 2, OTHER, 0, ended, print_, -1, stopped)
 
 
 def test_a_heartbeat_tells_what_is_stable_and_whose_process_is_stopped() -> None:
@@ -224,14 +224,14 @@ def test_what_a_mark_says_of_another_run_or_view_is_not_about_ours() -> None:
         make_state(A, view_of(APART), told_by_bert(view_of())),  # not theirs
     ):
         here.hear(strange, BERT, beat)
-        assert here.marks.of(APART, OTHER) is None
+        assert here.progress.of(APART, OTHER) is None
     not_his = msgspec.structs.replace(mark_of(), trainer=ME)
     for strange_beat in (
         msgspec.structs.replace(beat, view=make_epoch(1)),
-        msgspec.structs.replace(beat, marks=(not_his,)),
+        msgspec.structs.replace(beat, progress=(not_his,)),
     ):
         here.hear(state, BERT, strange_beat)
-    assert here.marks.of(APART, OTHER) is None
+    assert here.progress.of(APART, OTHER) is None
 
 
 def test_calls_that_differ_are_told_to_the_leader_once() -> None:
@@ -241,7 +241,7 @@ def test_calls_that_differ_are_told_to_the_leader_once() -> None:
     rank.start(ZERO, BARRIER)
     beat = told_by_bert(view_of(APART), mark_of(ended=-1)).heartbeat
     assert here.hear(state, BERT, beat).differs
-    assert rank.concern is not None
+    assert rank.view_request is not None
     assert not here.hear(state, BERT, beat).differs
 
 
@@ -272,7 +272,7 @@ def test_ranks_on_one_machine_are_compared_as_time_passes() -> None:
     one.start(ZERO, BARRIER)
     other.start(ZERO, msgspec.structs.replace(BARRIER, shape=(9,)))
     assert here.pass_time(state, 0.0).stuck
-    assert one.concern is not None
+    assert one.view_request is not None
     assert not here.pass_time(state, 0.0).stuck
 
 
@@ -281,11 +281,11 @@ def test_lanes_that_stand_still_are_told_to_the_leader() -> None:
     here, state = begun(APART)
     (rank,) = here.ranks
     rank.start(ZERO, BARRIER)
-    here.marks.hear(mark_of(ended=-1, print_=rank.fingerprint))
+    here.progress.hear(mark_of(ended=-1, print_=rank.fingerprint))
     assert not here.pass_time(state, 0.0).stuck
     assert here.pass_time(state, rank.patience_s).stuck
-    assert rank.concern is not None
-    assert (rank.concern.verdict, rank.concern.op) == (None, 0)
+    assert rank.view_request is not None
+    assert (rank.view_request.verdict, rank.view_request.op) == (None, 0)
 
 
 def test_a_lost_rank_ends_once_nobody_asks_for_its_results() -> None:
@@ -293,7 +293,7 @@ def test_a_lost_rank_ends_once_nobody_asks_for_its_results() -> None:
     rank = here.ranks[1]
     rank.start(ZERO, BARRIER)
     rank.complete(ZERO, RESULT, (ME, OTHER))
-    without = roster(3, trainers=[trainer(ME)], witnesses=[trainer(OTHER)])
+    without = roster(3, trainers=[trainer(ME)], lost_holders=[trainer(OTHER)])
     here.follow(state, view_of(without), 0.0)
     assert not here.pass_time(state, 0.0).ended
     rank.stabilize(0)

@@ -2,33 +2,35 @@
 
 import msgspec
 
-from pmesh.core.jobs.progress import Marks, lanes_stand_still
+from pmesh.core.jobs.progress import Progress, lanes_stand_still
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import View
-from pmesh.core.wire.link import RankMarks
+from pmesh.core.wire.link import RankProgress
 from tests.core.jobs.test_rank import BARRIER, ME, OTHER, RESULT, ZERO, A, rank_of, roster, trainer
 
 
-def mark_of(rank: RankState[str], number: int, ended: int, *, stopped: bool = False) -> RankMarks:
+def mark_of(
+    rank: RankState[str], number: int, ended: int, *, stopped: bool = False
+) -> RankProgress:
     job, started = rank.roster.job, max(ended, 0)
-    return RankMarks(job, number, OTHER, started, ended, 1, -1, stopped)
+    return RankProgress(job, number, OTHER, started, ended, 1, -1, stopped)
 
 
 def test_nothing_is_known_of_a_rank_before_it_tells() -> None:
     rank = rank_of()
-    marks = Marks([rank])
-    assert marks.of(rank.roster, ME) == rank.marks()
-    assert marks.of(rank.roster, OTHER) is None
-    assert marks.stable(rank.roster) == -1
+    progress = Progress([rank])
+    assert progress.of(rank.roster, ME) == rank.progress()
+    assert progress.of(rank.roster, OTHER) is None
+    assert progress.stable(rank.roster) == -1
 
 
 def test_marks_of_an_earlier_run_mean_nothing() -> None:
     rank = rank_of()
-    marks = Marks([rank])
-    marks.hear(mark_of(rank, rank.roster.born.counter - 1, 7))
-    assert marks.of(rank.roster, OTHER) is None
-    assert marks.stable(rank.roster) == -1
-    assert marks.late(rank, ZERO) == (OTHER,)
+    progress = Progress([rank])
+    progress.hear(mark_of(rank, rank.roster.born.counter - 1, 7))
+    assert progress.of(rank.roster, OTHER) is None
+    assert progress.stable(rank.roster) == -1
+    assert progress.late(rank, ZERO) == (OTHER,)
 
 
 def test_what_has_ended_under_a_later_roster_is_not_stable_here_yet() -> None:
@@ -36,60 +38,60 @@ def test_what_has_ended_under_a_later_roster_is_not_stable_here_yet() -> None:
     rank = rank_of()
     rank.start(ZERO, BARRIER)
     rank.complete(ZERO, RESULT, (ME, OTHER))
-    marks = Marks([rank])
+    progress = Progress([rank])
     for later, stable in ((1, -1), (0, 0)):
-        marks.hear(mark_of(rank, rank.roster.number + later, 0))
-        assert marks.stable(rank.roster) == stable
+        progress.hear(mark_of(rank, rank.roster.number + later, 0))
+        assert progress.stable(rank.roster) == stable
 
 
 def test_who_is_late_is_described_and_whether_its_process_is_stopped() -> None:
     rank = rank_of()
     rank.start(ZERO, BARRIER)
-    marks = Marks([rank])
-    assert list(marks.describe_late(rank, ZERO)) == ["rank 1 (mac-1)"]
+    progress = Progress([rank])
+    assert list(progress.describe_late(rank, ZERO)) == ["rank 1 (mac-1)"]
     mark = mark_of(rank, 2, -1, stopped=True)
-    marks.hear(msgspec.structs.replace(mark, started=-1))
-    assert marks.stopped(rank, ZERO) == {OTHER}
-    assert list(marks.describe_late(rank, ZERO)) == ["rank 1 (mac-1), whose process is stopped"]
+    progress.hear(msgspec.structs.replace(mark, started=-1))
+    assert progress.stopped(rank, ZERO) == {OTHER}
+    assert list(progress.describe_late(rank, ZERO)) == ["rank 1 (mac-1), whose process is stopped"]
 
 
 def test_a_job_that_runs_ops_without_a_sync_lets_nobody_in() -> None:
     rank = rank_of()
-    marks = Marks([rank])
-    assert not marks.show_no_sync(rank.roster)
+    progress = Progress([rank])
+    assert not progress.show_no_sync(rank.roster)
     rank.start(ZERO, BARRIER)
-    assert marks.show_no_sync(rank.roster)
+    assert progress.show_no_sync(rank.roster)
     rank.synced = 0
-    assert not marks.show_no_sync(rank.roster)
+    assert not progress.show_no_sync(rank.roster)
 
 
 def test_marks_of_jobs_that_are_over_are_forgotten() -> None:
     rank = rank_of()
-    marks = Marks([rank])
-    marks.hear(mark_of(rank, 2, 0))
-    marks.forget(View.of_one(A, "mac-0", rank.roster.born, (rank.roster,)))
-    assert marks.of(rank.roster, OTHER) is not None
-    marks.forget(View.of_one(A, "mac-0", rank.roster.born))
-    assert marks.of(rank.roster, OTHER) is None
+    progress = Progress([rank])
+    progress.hear(mark_of(rank, 2, 0))
+    progress.forget(View.of_one(A, "mac-0", rank.roster.born, (rank.roster,)))
+    assert progress.of(rank.roster, OTHER) is not None
+    progress.forget(View.of_one(A, "mac-0", rank.roster.born))
+    assert progress.of(rank.roster, OTHER) is None
 
 
 def test_lanes_stand_still_once_nothing_has_moved_for_too_long() -> None:
     rank = rank_of()
-    marks = Marks([rank])
+    progress = Progress([rank])
 
     def stand_still(now: float, moved: int) -> bool:
         rank.moved = moved
-        return lanes_stand_still(rank, marks, newcomers=0, now=now)
+        return lanes_stand_still(rank, progress, newcomers=0, now=now)
 
     assert not stand_still(0.0, 0)  # no op is under way
     rank.start(ZERO, BARRIER)
     assert not stand_still(3.0, 0)  # the other has not started it
-    marks.hear(mark_of(rank, 2, -1))
+    progress.hear(mark_of(rank, 2, -1))
     assert not stand_still(4.0, 0)
     assert not stand_still(5.0, 1)
     assert not stand_still(6.5, 1)
     assert stand_still(7.0, 1)
-    rank.raise_concern(None, ZERO)
+    rank.request_view(None, ZERO)
     assert not stand_still(7.5, 1)  # the leader has been asked
 
 
@@ -98,4 +100,4 @@ def test_a_lone_rank_has_no_lanes() -> None:
     rank = RankState[str](roster(2, trainers=[me]), me)
     rank.start(ZERO, BARRIER)
     for now in (0.0, 9.0):
-        assert not lanes_stand_still(rank, Marks([rank]), newcomers=0, now=now)
+        assert not lanes_stand_still(rank, Progress([rank]), newcomers=0, now=now)

@@ -25,7 +25,7 @@ def roster(
     number: int,
     *outcomes: OpOutcome,
     trainers: Sequence[Trainer] = (trainer(ME), trainer(OTHER)),
-    witnesses: Sequence[Trainer] = (),
+    lost_holders: Sequence[Trainer] = (),
 ) -> Roster:
     born = Epoch(2, *A)
     return Roster(
@@ -36,7 +36,7 @@ def roster(
         Primary(born, (A,)),
         TrainerId(9),
         outcomes=outcomes,
-        witnesses=tuple(witnesses),
+        lost_holders=tuple(lost_holders),
     )
 
 
@@ -64,10 +64,10 @@ def test_an_op_in_question_is_kept_until_the_leader_has_compared_the_calls() -> 
     rank = rank_of()
     rank.start(ZERO, BARRIER)
     rank.complete(ZERO, RESULT, (ME, OTHER))
-    rank.raise_concern(FAILED, 0)
+    rank.request_view(FAILED, 0)
     rank.stabilize(0)
     assert rank.report().ranks[0].ops
-    rank.raise_concern(FAILED)
+    rank.request_view(FAILED)
     rank.stabilize(0)
     assert not rank.report().ranks[0].ops
 
@@ -80,10 +80,10 @@ def test_an_op_that_had_returned_is_owed_to_the_trainer_also_when_it_is_stable()
         if stable:
             rank.stabilize(0)
         rank.follow(roster(3, failed(ZERO)))
-        assert rank.owed == failed(ZERO)
-        rank.owed = None
+        assert rank.late_failure == failed(ZERO)
+        rank.late_failure = None
         rank.follow(roster(4, failed(ZERO)))
-        assert rank.owed is None  # once
+        assert rank.late_failure is None  # once
 
 
 def test_what_the_trainer_knows_to_have_failed_is_not_owed_when_a_later_view_repeats_it() -> None:
@@ -95,7 +95,7 @@ def test_what_the_trainer_knows_to_have_failed_is_not_owed_when_a_later_view_rep
     rank.stabilize(0)
     rank.follow(roster(4, failed(ZERO)))  # another rank has not made it stable yet
     assert rank.ledger.stable == 0
-    assert rank.owed is None
+    assert rank.late_failure is None
 
 
 def test_what_failed_before_a_trainer_entered_is_no_matter_of_its_own() -> None:
@@ -103,7 +103,7 @@ def test_what_failed_before_a_trainer_entered_is_no_matter_of_its_own() -> None:
     rank.start(ONE, BARRIER)
     both = [rank.trainer, trainer(OTHER)]
     rank.follow(roster(3, failed(ZERO), trainers=both))
-    assert rank.owed is None
+    assert rank.late_failure is None
 
 
 def test_a_call_that_is_taken_back_was_never_made() -> None:
@@ -124,9 +124,9 @@ def test_a_late_failure_takes_the_running_call_back_before_anybody_hears_of_it_a
     rank.complete(ZERO, RESULT, (ME, OTHER))
     rank.start(ONE, BARRIER)
     rank.follow(roster(3, failed(ZERO)))
-    assert rank.owed == failed(ZERO)
+    assert rank.late_failure == failed(ZERO)
     assert [report.op for report in rank.report().ranks[0].ops] == [ZERO]
-    mark = rank.marks()
+    mark = rank.progress()
     assert (mark.started, mark.fingerprint) == (0, 0)
 
 
@@ -138,8 +138,8 @@ def test_a_late_failure_leaves_alone_what_others_have_completed() -> None:
     rank.start(ONE, BARRIER)
     elsewhere = OpOutcome(ONE, (ME, OTHER), holders=(OTHER,))
     rank.follow(roster(3, failed(ZERO), elsewhere))
-    assert rank.owed == failed(ZERO)
-    assert rank.marks().started == 1
+    assert rank.late_failure == failed(ZERO)
+    assert rank.progress().started == 1
 
 
 def test_each_view_resolves_the_ops_anew() -> None:
@@ -171,7 +171,7 @@ def test_a_rank_that_the_others_go_on_without_is_superseded_and_serves_what_it_h
     rank.complete(ZERO, RESULT, (ME, OTHER))
     rank.start(ONE, BARRIER)
     others = [trainer(OTHER), trainer(THIRD)]
-    rank.follow(roster(3, trainers=others, witnesses=[rank.trainer]))
+    rank.follow(roster(3, trainers=others, lost_holders=[rank.trainer]))
     assert rank.rank is None
     failure = rank.failure_of(ONE)
     assert failure is not None
@@ -248,7 +248,7 @@ def test_nothing_is_delivered_behind_a_fence_until_each_has_been_lifted() -> Non
 def test_that_a_job_syncs_is_noted_at_the_call() -> None:
     rank = rank_of()
     rank.start(ZERO, Call("sync", "int64", (8,)))
-    assert rank.marks().synced == 0
+    assert rank.progress().synced == 0
 
 
 def test_the_ring_has_neighbours_on_both_sides() -> None:

@@ -16,7 +16,7 @@ from pmesh.core.views.quorum import may_run
 from pmesh.core.views.state import Facts
 from pmesh.core.wire.link import Commit, Flushed, Propose, Waiting
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot
-from tests.worlds.builders import make_concern, make_report, make_verdict, running
+from tests.worlds.builders import make_report, make_verdict, make_view_request, running
 from tests.worlds.circle import Circle, gathered
 
 NODES = [NodeId(letter * 32) for letter in (b"a", b"b", b"c")]
@@ -134,7 +134,7 @@ class ThreeAgents(RuleBasedStateMachine):
         member = self.now_running[node]
         for roster in self.circle.view_of(member).rosters[:1]:
             self.circle.facts[member] = Facts(
-                concerns=(make_concern(roster, make_verdict(), op=0),),
+                view_requests=(make_view_request(roster, make_verdict(), op=0),),
                 reports=(
                     make_report(roster, {t.id: [running(0)] for t in roster.trainers_at(member)}),
                 ),

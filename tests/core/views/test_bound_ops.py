@@ -5,7 +5,7 @@ import pytest
 from pmesh.core.ops.kinds import BOUND_KINDS
 from pmesh.core.values import OpOutcome, Terms
 from pmesh.core.views.outcomes import outcome_of
-from pmesh.core.wire.link import Concern, JobReport
+from pmesh.core.wire.link import JobReport, ViewRequest
 from pmesh.ids import Member, OpNumber
 from tests.worlds.builders import (
     ANNA,
@@ -14,20 +14,22 @@ from tests.worlds.builders import (
     completed,
     ids_of,
     make_call,
-    make_concern,
     make_outcome,
     make_report,
     make_roster,
+    make_view_request,
     running,
 )
 from tests.worlds.settling import NEXT, TIMED_OUT, TRIO, settle_trio
 
 GATHER = make_call("all_gather")
 HOSTS = {0: ANNA, 1: BERT, 2: CARA}
-RERUN = make_concern(TRIO, None, op=4)
+RERUN = make_view_request(TRIO, None, op=4)
 
 
-def outcome(ended: set[int], left: set[int], *concerns: Concern, op: int = 4) -> OpOutcome | None:
+def outcome(
+    ended: set[int], left: set[int], *view_requests: ViewRequest, op: int = 4
+) -> OpOutcome | None:
     """What becomes of an all-gather that has ended at some, of whom those `left` are there."""
     reports: dict[Member, JobReport | None] = {
         HOSTS[rank]: make_report(
@@ -35,7 +37,7 @@ def outcome(ended: set[int], left: set[int], *concerns: Concern, op: int = 4) ->
         )
         for rank in left
     }
-    after = settle_trio(reports, *concerns)
+    after = settle_trio(reports, *view_requests)
     assert after.number == NEXT.counter
     return outcome_of(after, OpNumber(op))
 
@@ -78,9 +80,9 @@ def test_it_does_not_run_again_without_those_where_it_has_ended() -> None:
 
 
 def test_it_fails_with_the_verdict_that_was_asked_for_if_there_is_one() -> None:
-    concern = make_concern(TRIO, TIMED_OUT, op=4)
-    assert outcome(set(), {0, 1, 2}, concern) == make_outcome(4, 0, 1, 2, verdict=TIMED_OUT)
-    assert outcome({0}, {0, 1, 2}, concern) == make_outcome(4, 0, 1, 2, verdict=TIMED_OUT)
+    view_request = make_view_request(TRIO, TIMED_OUT, op=4)
+    assert outcome(set(), {0, 1, 2}, view_request) == make_outcome(4, 0, 1, 2, verdict=TIMED_OUT)
+    assert outcome({0}, {0, 1, 2}, view_request) == make_outcome(4, 0, 1, 2, verdict=TIMED_OUT)
 
 
 def test_where_a_loss_is_to_raise_it_says_so() -> None:

@@ -12,12 +12,12 @@ from tests.worlds.builders import (
     CARA,
     DIGITS,
     DORA,
-    make_concern,
     make_epoch,
     make_member,
     make_report,
     make_verdict,
     make_view,
+    make_view_request,
     make_waiting,
     running,
 )
@@ -81,7 +81,7 @@ class TestTogether:
             circle.facts[member] = Facts(reports=(report,))
         circle.facts[BERT] = replace(
             circle.facts[BERT],
-            concerns=(make_concern(roster, make_verdict("OpTimedOut", 2), op=0),),
+            view_requests=(make_view_request(roster, make_verdict("OpTimedOut", 2), op=0),),
         )
         circle.pass_time(1.0)
         (settled,) = circle.agreed_view().rosters

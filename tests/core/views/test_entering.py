@@ -17,7 +17,6 @@ from tests.worlds.builders import (
     completed,
     failed,
     make_call,
-    make_concern,
     make_flushed,
     make_member,
     make_outcome,
@@ -26,6 +25,7 @@ from tests.worlds.builders import (
     make_trainer,
     make_verdict,
     make_view,
+    make_view_request,
     make_waiting,
     running,
 )
@@ -55,7 +55,7 @@ def settle_with(
         m: make_flushed(m, base, jobs=reports.get(m, []), waiting=waiting.get(m, []))
         for m in base.members
     }
-    (after,) = settle(base, answers, concerns=[make_concern(roster, None, op=6)])
+    (after,) = settle(base, answers, view_requests=[make_view_request(roster, None, op=6)])
     return after
 
 
@@ -115,8 +115,8 @@ class TestATrainerThatWaits:
         }
         alone = make_view(1, DORA)
         answers[DORA] = make_flushed(DORA, alone, waiting=[make_waiting(1)])
-        concern = make_concern(PAIR, None, op=6)
-        (after,) = settle(base, answers, continuing=[ANNA, BERT], concerns=[concern])
+        view_request = make_view_request(PAIR, None, op=6)
+        (after,) = settle(base, answers, continuing=[ANNA, BERT], view_requests=[view_request])
         assert after.ids == (0, 1, 2)
 
     def test_comes_in_also_when_a_rank_is_lost(self) -> None:
@@ -135,7 +135,7 @@ class TestATrainerThatWaits:
             for i, m in enumerate((ANNA, BERT))
         }
         answers[CARA] = make_flushed(CARA, BASE, waiting=[make_waiting(1), make_waiting(1, slot=1)])
-        (after,) = settle(view, answers, concerns=[make_concern(entered, None, op=6)])
+        (after,) = settle(view, answers, view_requests=[make_view_request(entered, None, op=6)])
         assert after.trainers == (
             *entered.trainers,
             make_trainer(3, CARA, slot=1, enters=6),
@@ -184,8 +184,8 @@ class TestASyncLetsNobodyIn:
             m: make_flushed(m, base, jobs=[make_report(roster, reports[m])]) for m in reports
         }
         answers[CARA] = make_flushed(CARA, base, waiting=[make_waiting(1)])
-        ended = make_concern(roster, make_verdict("RankLost", 2))
-        (after,) = settle(base, answers, concerns=[ended])
+        ended = make_view_request(roster, make_verdict("RankLost", 2))
+        (after,) = settle(base, answers, view_requests=[ended])
         assert after.ids == (0, 1)
         assert after.outcomes == (make_outcome(6, 0, 1, 2, holders=[2]),)
 

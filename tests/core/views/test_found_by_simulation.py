@@ -18,7 +18,6 @@ from tests.worlds.builders import (
     completed,
     ids_of,
     make_call,
-    make_concern,
     make_epoch,
     make_outcome,
     make_report,
@@ -27,6 +26,7 @@ from tests.worlds.builders import (
     make_trainer,
     make_verdict,
     make_view,
+    make_view_request,
     running,
 )
 from tests.worlds.settling import settle_trio
@@ -39,7 +39,7 @@ WITH_A_NEWCOMER = msgspec.structs.replace(PAIR, trainers=(*PAIR.trainers, LATE))
 class TestAnOpThatFailsAfterSomebodyHasEntered:
     """O5, O6: a broadcast's root may be some ops ahead, and others enter at the sync after it."""
 
-    CONCERN = make_concern(WITH_A_NEWCOMER, make_verdict("OpMismatch"), op=4)
+    VIEW_REQUEST = make_view_request(WITH_A_NEWCOMER, make_verdict("OpMismatch"), op=4)
 
     def verdict_of_op_4(self, call: str) -> Verdict:
         reports = {
@@ -48,7 +48,7 @@ class TestAnOpThatFailsAfterSomebodyHasEntered:
             CARA: make_report(WITH_A_NEWCOMER, {2: [running(5)]}, stable=4),
         }
         outcome = outcome_of(
-            settle_trio(reports, self.CONCERN, roster=WITH_A_NEWCOMER), OpNumber(4)
+            settle_trio(reports, self.VIEW_REQUEST, roster=WITH_A_NEWCOMER), OpNumber(4)
         )
         assert outcome is not None
         assert outcome.verdict is not None
@@ -64,7 +64,7 @@ class TestAnOpThatFailsAfterSomebodyHasEntered:
             BERT: make_report(WITH_A_NEWCOMER, {1: [running(4)]}),
             CARA: make_report(WITH_A_NEWCOMER, {2: []}, stable=4),
         }
-        after = settle_trio(reports, self.CONCERN, roster=WITH_A_NEWCOMER)
+        after = settle_trio(reports, self.VIEW_REQUEST, roster=WITH_A_NEWCOMER)
         outcome = outcome_of(after, OpNumber(4))
         assert outcome is not None
         assert outcome.contributors == ids_of(0, 1)
@@ -100,8 +100,10 @@ class TestWhatANewcomerHadNoPartIn:
             BERT: make_report(WITH_A_NEWCOMER, {1: []}, stable=3),
             CARA: make_report(WITH_A_NEWCOMER, {2: [running(5)]}, stable=4),
         }
-        concern = make_concern(WITH_A_NEWCOMER, None, op=5)
-        outcome = outcome_of(settle_trio(reports, concern, roster=WITH_A_NEWCOMER), OpNumber(4))
+        view_request = make_view_request(WITH_A_NEWCOMER, None, op=5)
+        outcome = outcome_of(
+            settle_trio(reports, view_request, roster=WITH_A_NEWCOMER), OpNumber(4)
+        )
         assert outcome is not None
         assert outcome.verdict is not None
         assert outcome.verdict.error == "RosterChanged"

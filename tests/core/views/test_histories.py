@@ -39,7 +39,7 @@ class TestATrainerKnowsItsOwnHistory:
         assert is_same_history(OURS, later, ONE)
 
     def test_by_one_that_was_settled_later_and_has_its_results(self) -> None:
-        later = make_roster(BERT, CARA, ids=[1, 2], number=9, witnesses=[ONE])
+        later = make_roster(BERT, CARA, ids=[1, 2], number=9, lost_holders=[ONE])
         assert is_same_history(OURS, later, ONE)
 
     def test_not_by_the_name_of_another_run(self) -> None:

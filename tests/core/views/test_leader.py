@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.core.values import Seat, Terms, View
-from pmesh.core.views.leader import begin, collect, decide, known_concerns, propose, ring_order
+from pmesh.core.views.leader import begin, collect, decide, known_view_requests, propose, ring_order
 from pmesh.core.views.ring import round_trip_cost
 from pmesh.core.views.state import (
     FLUSH_DEADLINE_S,
@@ -28,7 +28,6 @@ from tests.worlds.builders import (
     DIGITS,
     DORA,
     all_hearing_each_other,
-    make_concern,
     make_epoch,
     make_flushed,
     make_heartbeat,
@@ -40,6 +39,7 @@ from tests.worlds.builders import (
     make_state,
     make_verdict,
     make_view,
+    make_view_request,
     make_waiting,
     name_of,
     running,
@@ -91,11 +91,11 @@ class TestAProposalIsMade:
     @pytest.mark.parametrize("whose", [ANNA, BERT])
     def test_when_anyone_wants_an_op_settled(self, whose: Member) -> None:
         roster = make_roster(ANNA, BERT)
-        concern = make_concern(roster, make_verdict(), op=3)
+        view_request = make_view_request(roster, make_verdict(), op=3)
         view = make_view(5, ANNA, BERT, rosters=[roster])
-        mine, theirs = ((concern,), ()) if whose == ANNA else ((), (concern,))
-        bert = make_peer(BERT, view, make_heartbeat(view, ANNA, concerns=theirs))
-        message = propose(make_state(ANNA, view, bert), Facts(concerns=mine), NOW)
+        mine, theirs = ((view_request,), ()) if whose == ANNA else ((), (view_request,))
+        bert = make_peer(BERT, view, make_heartbeat(view, ANNA, view_requests=theirs))
+        message = propose(make_state(ANNA, view, bert), Facts(view_requests=mine), NOW)
         assert message == make_proposal(ANNA, 6, view, ANNA, BERT, jobs=[DIGITS])
 
     def test_when_a_job_can_begin(self) -> None:
@@ -372,7 +372,7 @@ class TestTheCommit:
             m: make_flushed(m, view, jobs=[make_report(roster, {rank: [running(0)]})])
             for rank, m in enumerate((ANNA, BERT))
         }
-        facts = Facts(concerns=(make_concern(roster, make_verdict(), op=0),))
+        facts = Facts(view_requests=(make_view_request(roster, make_verdict(), op=0),))
         (after,) = committed(state, answers, facts).rosters
         assert after.number == 9
         assert [outcome.verdict for outcome in after.outcomes] == [make_verdict()]
@@ -387,9 +387,9 @@ class TestTheCommit:
 
 def test_concerns_come_in_one_order_whoever_was_heard_first() -> None:
     roster = make_roster(ANNA, BERT, CARA)
-    mine, berts, caras = (make_concern(roster, make_verdict(), op=i) for i in range(3))
-    bert = make_peer(BERT, TRIO, make_heartbeat(TRIO, concerns=[berts]))
-    cara = make_peer(CARA, TRIO, make_heartbeat(TRIO, concerns=[caras]))
-    facts = Facts(concerns=(mine,))
+    mine, berts, caras = (make_view_request(roster, make_verdict(), op=i) for i in range(3))
+    bert = make_peer(BERT, TRIO, make_heartbeat(TRIO, view_requests=[berts]))
+    cara = make_peer(CARA, TRIO, make_heartbeat(TRIO, view_requests=[caras]))
+    facts = Facts(view_requests=(mine,))
     for peers in ((bert, cara), (cara, bert)):
-        assert known_concerns(make_state(ANNA, TRIO, *peers), facts) == (mine, berts, caras)
+        assert known_view_requests(make_state(ANNA, TRIO, *peers), facts) == (mine, berts, caras)

@@ -9,7 +9,7 @@ import pytest
 
 from pmesh.core.values import Roster, View
 from pmesh.core.views.agreement import pass_time
-from pmesh.core.views.leader import highest_counter, known_concerns, propose
+from pmesh.core.views.leader import highest_counter, known_view_requests, propose
 from pmesh.core.views.limits import (
     BROKEN,
     BROKEN_WINDOW_S,
@@ -33,7 +33,6 @@ from tests.worlds.builders import (
     DORA,
     FACES,
     all_hearing_each_other,
-    make_concern,
     make_epoch,
     make_heartbeat,
     make_peer,
@@ -43,6 +42,7 @@ from tests.worlds.builders import (
     make_trainer,
     make_verdict,
     make_view,
+    make_view_request,
     make_waiting,
 )
 from tests.worlds.one_member import BERTS, NOW, TRIO, commit, sent, told
@@ -153,28 +153,28 @@ class TestAViewIsOwed:
     ("concerned", "counts"),
     [
         (make_roster(ANNA, BERT), True),
-        (make_roster(ANNA, CARA, witnesses=[make_trainer(7, BERT)]), True),
+        (make_roster(ANNA, CARA, lost_holders=[make_trainer(7, BERT)]), True),
         (make_roster(ANNA, CARA), False),
     ],
 )
 def test_only_who_takes_part_in_a_job_can_have_it_settled(
     concerned: Roster, *, counts: bool
 ) -> None:
-    concern = make_concern(concerned, make_verdict(), op=4)
+    view_request = make_view_request(concerned, make_verdict(), op=4)
     view = make_view(5, ANNA, BERT, CARA, rosters=[concerned])
-    beat = make_heartbeat(view, ANNA, CARA, concerns=[concern])
+    beat = make_heartbeat(view, ANNA, CARA, view_requests=[view_request])
     leads = all_hearing_each_other(ANNA, view, BERT, CARA)
     leads = replace(leads, peers={**leads.peers, BERT.node: make_peer(BERT, view, beat)})
-    assert known_concerns(leads, Facts()) == (concern,) * counts
+    assert known_view_requests(leads, Facts()) == (view_request,) * counts
 
 
 def test_of_a_job_that_we_do_not_know_anybody_may_speak() -> None:
-    concern = make_concern(make_roster(DORA, job=FACES), make_verdict(), op=4)
-    beat = make_heartbeat(TRIO, ANNA, CARA, concerns=[concern])
+    view_request = make_view_request(make_roster(DORA, job=FACES), make_verdict(), op=4)
+    beat = make_heartbeat(TRIO, ANNA, CARA, view_requests=[view_request])
     leads = replace(
         all_hearing_each_other(ANNA, TRIO, CARA), peers={BERT.node: make_peer(BERT, TRIO, beat)}
     )
-    assert known_concerns(leads, Facts()) == (concern,)
+    assert known_view_requests(leads, Facts()) == (view_request,)
 
 
 ROSTER = make_roster(ANNA, BERT)

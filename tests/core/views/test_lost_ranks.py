@@ -7,7 +7,7 @@ import pytest
 from pmesh.core.values import OpOutcome, Roster, Terms, Verdict
 from pmesh.core.views.outcomes import outcome_of
 from pmesh.core.views.rosters import Change, next_rosters
-from pmesh.core.wire.link import Concern, JobReport
+from pmesh.core.wire.link import JobReport, ViewRequest
 from pmesh.ids import Member, OpNumber
 from tests.worlds.builders import (
     ANNA,
@@ -17,7 +17,6 @@ from tests.worlds.builders import (
     completed,
     failed,
     ids_of,
-    make_concern,
     make_flushed,
     make_member,
     make_outcome,
@@ -26,6 +25,7 @@ from tests.worlds.builders import (
     make_trainer,
     make_verdict,
     make_view,
+    make_view_request,
     make_waiting,
     running,
 )
@@ -37,7 +37,7 @@ LOST = Verdict("RankLost", "rank 2 (mac-c) is lost: its agent is gone", ids_of(2
 def without_cara(
     anna: JobReport,
     bert: JobReport,
-    *concerns: Concern,
+    *view_requests: ViewRequest,
     roster: Roster = TRIO,
     reasons: Mapping[Member, str] | None = None,
 ) -> Roster:
@@ -47,7 +47,7 @@ def without_cara(
         ANNA: make_flushed(ANNA, base, jobs=[anna]),
         BERT: make_flushed(BERT, base, jobs=[bert]),
     }
-    (after,) = settle(base, answers, reasons=reasons, concerns=concerns)
+    (after,) = settle(base, answers, reasons=reasons, view_requests=view_requests)
     return after
 
 
@@ -75,7 +75,7 @@ class TestTheRingWithoutALostRank:
     def test_forgets_whom_earlier_views_have_lost(self) -> None:
         """`losses` is what is told of this view, not a record of all."""
         hurt = make_roster(ANNA, BERT, losses=[LOST])
-        after = without_cara(NOTHING, NOTHING, make_concern(hurt, None, op=3), roster=hurt)
+        after = without_cara(NOTHING, NOTHING, make_view_request(hurt, None, op=3), roster=hurt)
         assert (after.number, after.losses) == (NEXT.counter, ())
 
     def test_runs_on_if_the_lost_machine_had_no_rank_in_it(self) -> None:
@@ -89,13 +89,15 @@ class TestTheRingWithoutALostRank:
             ANNA: make_report(roster, {0: [running(4)]}),
             BERT: make_report(roster, {1: [running(4)], 2: [running(4)]}),
         }
-        after = settle_trio(reports, make_concern(roster, ended), roster=roster)
+        after = settle_trio(reports, make_view_request(roster, ended), roster=roster)
         assert after.trainers == (roster.trainers[0], roster.trainers[2])
         assert after.losses == (ended,)
 
     def test_tells_once_of_a_trainer_that_ended_and_whose_machine_is_gone_too(self) -> None:
         ended = make_verdict("RankLost", 2)
-        after = without_cara(NOTHING, NOTHING, make_concern(TRIO, ended), make_concern(TRIO, ended))
+        after = without_cara(
+            NOTHING, NOTHING, make_view_request(TRIO, ended), make_view_request(TRIO, ended)
+        )
         assert after.losses == (LOST,)
 
     def test_tells_of_all_who_were_lost_together(self) -> None:
@@ -110,9 +112,9 @@ class TestTheRingWithoutALostRank:
         roster = make_roster(BERT)
         base = make_view(5, ANNA, BERT, rosters=[roster])
         assert settle(base, {ANNA: make_flushed(ANNA, base)}) == ()
-        ended = make_concern(roster, make_verdict("RankLost", 0))
+        ended = make_view_request(roster, make_verdict("RankLost", 0))
         answers = {m: make_flushed(m, base) for m in (ANNA, BERT)}
-        assert settle(base, answers, concerns=[ended]) == ()
+        assert settle(base, answers, view_requests=[ended]) == ()
 
     def test_leaves_the_name_free_for_a_new_job_in_the_same_view_when_it_is_over(self) -> None:
         base = make_view(5, ANNA, BERT, rosters=[make_roster(BERT)])
@@ -161,7 +163,7 @@ class TestRanks:
         """The numbers of the trainers by rank, when this is the ring of those who are left."""
         base = make_view(5, *ring, self.EMMA, rosters=[roster])
         answers = {member: make_flushed(member, base) for member in ring}
-        change = Change(epoch=NEXT, ring=ring, answers=answers, concerns=(), reasons={})
+        change = Change(epoch=NEXT, ring=ring, answers=answers, view_requests=(), reasons={})
         (after,) = next_rosters(base, change, continuing=ring)
         return after.ids
 
@@ -181,11 +183,11 @@ class TestTheOpsUnderWay:
             make_report(TRIO, {1: [running(4)]}),
         )
         assert after.outcomes == (make_outcome(4, 0, 1, 2, holders=[0]),)
-        assert after.witnesses == ()
+        assert after.lost_holders == ()
 
     def test_still_fail_if_they_are_to_fail_with_those_who_are_left(self) -> None:
         """O5: the contributors of a failed op are the ranks that it fails at."""
-        stuck = make_concern(TRIO, TIMED_OUT, op=4)
+        stuck = make_view_request(TRIO, TIMED_OUT, op=4)
         anna, bert = (make_report(TRIO, {i: [running(4)]}) for i in (0, 1))
         after = without_cara(anna, bert, stuck)
         assert after.outcomes == (make_outcome(4, 0, 1, verdict=TIMED_OUT),)
@@ -201,7 +203,7 @@ class TestTheOpsUnderWay:
             ),
         }
         (after,) = settle(base, answers, continuing=[ANNA, BERT])
-        assert (after.ids, after.outcomes, after.witnesses) == ((0, 1), (), ())
+        assert (after.ids, after.outcomes, after.lost_holders) == ((0, 1), (), ())
 
 
 class TestALossThatIsToRaise:
@@ -242,7 +244,7 @@ class TestALossThatIsToRaise:
             CARA: make_report(self.WARY, {2: [running(7)]}, stable=6),
         }
         died = make_verdict("RankLost", 2)
-        after = settle_trio(reports, make_concern(self.WARY, died), roster=self.WARY)
+        after = settle_trio(reports, make_view_request(self.WARY, died), roster=self.WARY)
         assert after.outcomes == (make_outcome(7, 0, 1, verdict=died),)
 
     def test_fails_the_one_after_what_the_lost_one_had_completed(self) -> None:
@@ -253,7 +255,7 @@ class TestALossThatIsToRaise:
             CARA: make_report(self.WARY, {2: [completed(7)]}, stable=6),
         }
         died = make_verdict("RankLost", 2)
-        after = settle_trio(reports, make_concern(self.WARY, died), roster=self.WARY)
+        after = settle_trio(reports, make_view_request(self.WARY, died), roster=self.WARY)
         assert after.outcomes == (
             make_outcome(7, 0, 1, 2, holders=[2]),
             make_outcome(8, 0, 1, verdict=died),
@@ -272,7 +274,7 @@ class TestALossThatIsToRaise:
         idle: dict[Member, JobReport | None] = {
             m: make_report(roster, {i: []}, stable=6) for i, m in enumerate((ANNA, BERT, CARA))
         }
-        again = settle_trio(idle, make_concern(roster, None, op=6), roster=roster)
+        again = settle_trio(idle, make_view_request(roster, None, op=6), roster=roster)
         assert again.outcomes == (failing,)
 
     def test_is_raised_once_for_two_losses_before_the_next_op_is_called(self) -> None:
@@ -287,7 +289,7 @@ class TestALossThatIsToRaise:
             m: make_report(roster, {i: [running(8)]}, stable=7)
             for i, m in enumerate((ANNA, BERT, CARA))
         }
-        after = settle_trio(running_on, make_concern(roster, None, op=8), roster=roster)
+        after = settle_trio(running_on, make_view_request(roster, None, op=8), roster=roster)
         assert after.outcomes == ()
 
     def test_does_not_raise_where_nobody_asked_for_it(self) -> None:
@@ -297,6 +299,6 @@ class TestALossThatIsToRaise:
 
 def test_a_trainer_that_ended_while_its_agent_lives_is_lost_like_any_other() -> None:
     ended = make_verdict("RankLost", 1)
-    after = settle_trio(running_everywhere(), make_concern(TRIO, ended))
+    after = settle_trio(running_everywhere(), make_view_request(TRIO, ended))
     assert (after.ids, after.losses) == ((0, 2), (ended,))
     assert outcome_of(after, OpNumber(4)) is None

@@ -13,7 +13,6 @@ from tests.worlds.builders import (
     DIGITS,
     DORA,
     completed,
-    make_concern,
     make_flushed,
     make_outcome,
     make_report,
@@ -21,6 +20,7 @@ from tests.worlds.builders import (
     make_trainer,
     make_verdict,
     make_view,
+    make_view_request,
     running,
 )
 from tests.worlds.settling import TRIO, settle, settle_trio
@@ -30,7 +30,7 @@ ENDED = make_verdict("RankLost", 2)
 HURT = make_roster(
     ANNA,
     BERT,
-    witnesses=[CARAS],
+    lost_holders=[CARAS],
     outcomes=[make_outcome(4, 0, 1, 2, holders=[2])],
     losses=[ENDED],
 )
@@ -55,37 +55,37 @@ class TestAWitness:
             BERT: make_report(TRIO, {1: [running(4)]}),
             CARA: cara,
         }
-        return settle_trio(reports, make_concern(TRIO, ENDED))
+        return settle_trio(reports, make_view_request(TRIO, ENDED))
 
     def test_is_a_lost_trainer_whose_agent_alone_has_a_result(self) -> None:
         after = self.settle(
             make_report(TRIO, {0: [running(4)]}), make_report(TRIO, {2: [completed(4)]})
         )
-        assert (after.ids, after.witnesses) == ((0, 1), (CARAS,))
+        assert (after.ids, after.lost_holders) == ((0, 1), (CARAS,))
         assert after.outcomes == (make_outcome(4, 0, 1, 2, holders=[2]),)
 
     def test_is_not_needed_where_a_rank_has_the_result_too(self) -> None:
         after = self.settle(
             make_report(TRIO, {0: [completed(4)]}), make_report(TRIO, {2: [completed(4)]})
         )
-        assert after.witnesses == ()
+        assert after.lost_holders == ()
         assert after.outcomes == (make_outcome(4, 0, 1, 2, holders=[0]),)
 
     def test_is_nobody_who_has_no_result(self) -> None:
         after = self.settle(
             make_report(TRIO, {0: [running(4)]}), make_report(TRIO, {2: [running(4)]})
         )
-        assert (after.witnesses, after.outcomes) == ((), ())
+        assert (after.lost_holders, after.outcomes) == ((), ())
 
     def test_has_a_say_in_the_view_changes_that_follow(self) -> None:
-        idle = make_concern(HURT, None, op=4)
+        idle = make_view_request(HURT, None, op=4)
         answers = answers_of(
             make_report(HURT, {0: [running(4)]}),
             make_report(HURT, {1: [running(4)]}),
             make_report(HURT, {2: [completed(4)]}),
         )
-        (after,) = settle(BASE, answers, concerns=[idle])
-        assert (after.witnesses, after.outcomes) == (HURT.witnesses, HURT.outcomes)
+        (after,) = settle(BASE, answers, view_requests=[idle])
+        assert (after.lost_holders, after.outcomes) == (HURT.lost_holders, HURT.outcomes)
 
     def test_is_forgotten_once_a_rank_has_fetched_what_it_held(self) -> None:
         answers = answers_of(
@@ -93,8 +93,8 @@ class TestAWitness:
             make_report(HURT, {1: [running(4)]}),
             make_report(HURT, {2: [completed(4)]}),
         )
-        (after,) = settle(BASE, answers, concerns=[make_concern(HURT, None, op=4)])
-        assert after.witnesses == ()
+        (after,) = settle(BASE, answers, view_requests=[make_view_request(HURT, None, op=4)])
+        assert after.lost_holders == ()
         assert after.outcomes == (make_outcome(4, 0, 1, 2, holders=[0]),)
 
 
@@ -115,7 +115,7 @@ class TestTheLastHolderOfAResult:
     def test_leaves_an_op_that_runs_again(self) -> None:
         running_still = [make_report(HURT, {i: [running(4)]}) for i in (0, 1)]
         (after,) = settle(BASE, answers_of(*running_still))
-        assert (after.ids, after.outcomes, after.witnesses) == ((0, 1), (), ())
+        assert (after.ids, after.outcomes, after.lost_holders) == ((0, 1), (), ())
 
     def test_leaves_an_op_that_runs_again_also_before_anybody_else_has_called_it(self) -> None:
         """Or it would be asked for, and the job settled, for ever."""

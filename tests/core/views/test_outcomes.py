@@ -15,12 +15,12 @@ from tests.worlds.builders import (
     failed,
     ids_of,
     make_call,
-    make_concern,
     make_epoch,
     make_outcome,
     make_report,
     make_roster,
     make_verdict,
+    make_view_request,
     running,
 )
 from tests.worlds.settling import NEXT, TIMED_OUT, TRIO, running_everywhere, settle_trio
@@ -29,11 +29,11 @@ from tests.worlds.settling import NEXT, TIMED_OUT, TRIO, running_everywhere, set
 class TestTheOpsOfAConcernedJob:
     """O3 and I4: one verdict for all."""
 
-    CONCERN = make_concern(TRIO, TIMED_OUT, op=4)
+    VIEW_REQUEST = make_view_request(TRIO, TIMED_OUT, op=4)
     FAILED = make_outcome(4, 0, 1, 2, verdict=TIMED_OUT)
 
     def outcome(self, reports: Mapping[Member, JobReport | None], op: int = 4) -> OpOutcome | None:
-        after = settle_trio(reports, self.CONCERN)
+        after = settle_trio(reports, self.VIEW_REQUEST)
         assert after.number == NEXT.counter
         return outcome_of(after, OpNumber(op))
 
@@ -86,7 +86,7 @@ class TestTheOpsOfAConcernedJob:
             BERT: make_report(TRIO, {1: [running(3), running(4), running(5)]}),
             CARA: make_report(TRIO, {2: [running(3)]}),
         }
-        assert settle_trio(reports, self.CONCERN).outcomes == (
+        assert settle_trio(reports, self.VIEW_REQUEST).outcomes == (
             make_outcome(3, 0, 1, 2, holders=[0]),
             self.FAILED,
             make_outcome(5, 0, 1, 2, holders=[0]),
@@ -97,7 +97,7 @@ class TestTheOpsOfAConcernedJob:
         assert self.outcome(nothing) == self.FAILED
 
     def test_run_again_over_new_lanes_when_the_concern_blames_nobody(self) -> None:
-        after = settle_trio(running_everywhere(), make_concern(TRIO, None, op=4))
+        after = settle_trio(running_everywhere(), make_view_request(TRIO, None, op=4))
         assert after.number == NEXT.counter
         assert (after.outcomes, after.losses) == ((), ())
 
@@ -108,7 +108,7 @@ class TestTheOpsOfAConcernedJob:
             BERT: make_report(roster, {2: [running(4)]}),
             CARA: None,
         }
-        after = settle_trio(reports, make_concern(roster, TIMED_OUT, op=4), roster=roster)
+        after = settle_trio(reports, make_view_request(roster, TIMED_OUT, op=4), roster=roster)
         assert after.outcomes == (make_outcome(4, 0, 1, 2, holders=[1]),)
 
     def test_are_not_what_is_said_of_another_job_or_an_earlier_one(self) -> None:
@@ -130,7 +130,7 @@ class TestRanksThatCalledDifferentThings:
             BERT: make_report(TRIO, {1: [running(4, make_call("broadcast"))]}),
             CARA: make_report(TRIO, {2: [completed(4)]}),
         }
-        after = settle_trio(reports, make_concern(TRIO, None, op=4))
+        after = settle_trio(reports, make_view_request(TRIO, None, op=4))
         call = "(float32, 3, sum)"
         assert outcome_of(after, OpNumber(4)) == make_outcome(
             4,
@@ -151,7 +151,7 @@ class TestRanksThatCalledDifferentThings:
             BERT: make_report(TRIO, {1: [running(4, make_call("broadcast"))]}),
             CARA: make_report(TRIO, {2: []}),
         }
-        after = settle_trio(reports, make_concern(TRIO, None, op=4))
+        after = settle_trio(reports, make_view_request(TRIO, None, op=4))
         verdict = after.outcomes[0].verdict
         assert verdict is not None
         assert verdict.message.endswith("rank 2 (mac-c): not called yet")
@@ -164,7 +164,7 @@ class TestRanksThatCalledDifferentThings:
             BERT: make_report(TRIO, {1: [running(4)]}),
             CARA: make_report(TRIO, {2: [running(4, make_call("broadcast"))]}),
         }
-        after = settle_trio(reports, make_concern(TRIO, make_verdict("RankLost", 2)))
+        after = settle_trio(reports, make_view_request(TRIO, make_verdict("RankLost", 2)))
         assert (after.ids, after.outcomes) == ((0, 1), ())
 
     def test_are_told_so_when_one_of_them_has_the_result_though_it_is_lost(self) -> None:
@@ -174,7 +174,7 @@ class TestRanksThatCalledDifferentThings:
             BERT: make_report(TRIO, {1: [running(4)]}),
             CARA: make_report(TRIO, {2: [completed(4, call=make_call("broadcast"))]}),
         }
-        after = settle_trio(reports, make_concern(TRIO, make_verdict("RankLost", 2)))
+        after = settle_trio(reports, make_view_request(TRIO, make_verdict("RankLost", 2)))
         (outcome,) = after.outcomes
         assert (outcome.holders, outcome.contributors) == ((), (0, 1))
         assert outcome.verdict is not None
@@ -189,8 +189,8 @@ class TestWhatHasFailed:
     ROSTER = make_roster(ANNA, BERT, CARA, outcomes=[FAILED])
 
     def after(self, reports: Mapping[Member, JobReport | None]) -> tuple[OpOutcome, ...]:
-        concern = make_concern(self.ROSTER, None, op=3)
-        return settle_trio(reports, concern, roster=self.ROSTER).outcomes
+        view_request = make_view_request(self.ROSTER, None, op=3)
+        return settle_trio(reports, view_request, roster=self.ROSTER).outcomes
 
     def test_before_anybody_has_come_to_it(self) -> None:
         ranks = {0: [running(3)]}

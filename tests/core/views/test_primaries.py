@@ -174,7 +174,7 @@ class TestAMember:
     def test_has_a_job_stopped_for_any_view_until_it_is_in_force(
         self, known: tuple[KnownPrimary, ...], jobs: tuple[JobName, ...]
     ) -> None:
-        """V7: from then on a view that does not concern it lets it run."""
+        """V7: from then on a view that does not view request it lets it run."""
         view = make_view(8, BERT, CARA, DORA, rosters=[PAIR])
         state = replace(all_hearing_each_other(BERT, view, CARA, DORA), primaries=known)
         step = lose(state, DORA.node, "closed", Facts(), now=NOW)

@@ -21,7 +21,6 @@ from tests.worlds.builders import (
     FACES,
     known_from,
     make_call,
-    make_concern,
     make_epoch,
     make_flushed,
     make_member,
@@ -29,6 +28,7 @@ from tests.worlds.builders import (
     make_roster,
     make_verdict,
     make_view,
+    make_view_request,
     make_waiting,
     running,
 )
@@ -302,8 +302,8 @@ class TestASideThatMayNotGoOn:
     def test_is_helped_a_last_time_by_one_whose_trainer_ends(self) -> None:
         pair = make_roster(ANNA, BERT, terms=MAJORITY, primary=Primary(PRIMARY, (ANNA, BERT)))
         base = make_view(5, ANNA, BERT, rosters=[pair])
-        ended = make_concern(pair, make_verdict("RankLost", 0))
-        (after,) = settle(base, answers_of(base, ANNA, BERT), concerns=[ended])
+        ended = make_view_request(pair, make_verdict("RankLost", 0))
+        (after,) = settle(base, answers_of(base, ANNA, BERT), view_requests=[ended])
         assert (after.ids, after.quorate, after.primary.voters) == ((1,), True, (BERT,))
 
     def test_gives_way_to_a_later_primary_roster_however_small(self) -> None:

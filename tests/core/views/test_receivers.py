@@ -18,11 +18,11 @@ from tests.worlds.builders import (
     completed,
     failed,
     ids_of,
-    make_concern,
     make_outcome,
     make_report,
     make_trainer,
     make_verdict,
+    make_view_request,
     running,
 )
 from tests.worlds.settling import TIMED_OUT, TRIO, settle_trio
@@ -49,7 +49,7 @@ def settle_broadcast(*reports: "OpReport | None", lost: "int | None" = None) -> 
         if told is not None
     }
     verdict = None if lost is None else make_verdict("RankLost", lost)
-    return settle_trio(answers, make_concern(TRIO, verdict, op=4 if verdict is None else -1))
+    return settle_trio(answers, make_view_request(TRIO, verdict, op=4 if verdict is None else -1))
 
 
 class TestWhoHoldsTheResult:
@@ -70,19 +70,19 @@ class TestWhoHoldsTheResult:
 
     def test_is_the_root_as_a_witness_when_its_trainer_alone_is_lost(self) -> None:
         after = settle_broadcast(SENT, LACKS, HEARD, lost=0)
-        assert (after.ids, after.witnesses) == ((1, 2), (make_trainer(0, ANNA),))
+        assert (after.ids, after.lost_holders) == ((1, 2), (make_trainer(0, ANNA),))
         assert after.outcomes == (make_outcome(4, 0, 1, 2, holders=[0]),)
 
-    def test_is_no_witness_that_only_heard_of_it(self) -> None:
+    def test_is_no_lost_holder_that_only_heard_of_it(self) -> None:
         after = settle_broadcast(SENT, LACKS, HEARD, lost=2)
-        assert (after.ids, after.witnesses) == ((0, 1), ())
+        assert (after.ids, after.lost_holders) == ((0, 1), ())
         assert after.outcomes == (make_outcome(4, 0, 1, 2, holders=[0]),)
 
     def test_is_the_root_before_its_own_end_where_others_have_heard_of_theirs(self) -> None:
         """I4: Cara's call has returned, so it can't run again without her."""
         after = settle_broadcast(SENDS, LACKS, HEARD)
         assert after.outcomes == (make_outcome(4, 0, 1, 2, holders=[0]),)
-        assert after.witnesses == ()
+        assert after.lost_holders == ()
 
     def test_is_not_a_root_of_which_only_the_agent_is_left(self) -> None:
         """Its trainer has ended before the op has: nobody will complete it there.
@@ -90,7 +90,7 @@ class TestWhoHoldsTheResult:
         Cara may be in a later op, and others may enter with that one: so it fails now (O6).
         """
         after = settle_broadcast(SENDS, LACKS, HEARD, lost=0)
-        assert (after.ids, after.witnesses) == ((1, 2), ())
+        assert (after.ids, after.lost_holders) == ((1, 2), ())
         (outcome,) = after.outcomes
         assert outcome.verdict is not None
         assert (outcome.verdict.error, outcome.contributors) == ("RankLost", (1, 2))
@@ -112,7 +112,7 @@ class TestABroadcastThatNobodyHolds:
             CARA: make_report(TRIO, {2: [HEARD]}),
         }
         root_lost = make_verdict("RankLost")
-        after = settle_trio(told, make_concern(TRIO, root_lost, op=4))
+        after = settle_trio(told, make_view_request(TRIO, root_lost, op=4))
         assert after.ids == (1, 2)
         assert after.outcomes == (make_outcome(4, 1, 2, verdict=root_lost),)
 

@@ -6,7 +6,7 @@ import pytest
 
 from pmesh.core.values import Primary, Roster, Terms
 from pmesh.core.views.rosters import jobs_to_settle, keep_local_rosters
-from pmesh.core.wire.link import Concern, Waiting
+from pmesh.core.wire.link import ViewRequest, Waiting
 from pmesh.ids import JobName, Member, TrainerId
 from tests.worlds.builders import (
     ANNA,
@@ -16,7 +16,6 @@ from tests.worlds.builders import (
     DORA,
     FACES,
     completed,
-    make_concern,
     make_epoch,
     make_flushed,
     make_outcome,
@@ -24,6 +23,7 @@ from tests.worlds.builders import (
     make_roster,
     make_trainer,
     make_view,
+    make_view_request,
     make_waiting,
     running,
 )
@@ -107,17 +107,19 @@ class TestAJobRunsOn:
         assert settle(base, answers) == (TRIO,)
 
     def test_when_the_concern_was_settled_by_an_earlier_view(self) -> None:
-        stale = make_concern(make_roster(ANNA, BERT, CARA, number=4), TIMED_OUT, op=4)
+        stale = make_view_request(make_roster(ANNA, BERT, CARA, number=4), TIMED_OUT, op=4)
         assert settle_trio(running_everywhere(), stale) is TRIO
 
     def test_when_the_concern_is_about_an_earlier_job_of_that_name(self) -> None:
-        other = make_concern(make_roster(ANNA, BERT, CARA, born=make_epoch(2)), TIMED_OUT, op=4)
+        other = make_view_request(
+            make_roster(ANNA, BERT, CARA, born=make_epoch(2)), TIMED_OUT, op=4
+        )
         assert settle_trio(running_everywhere(), other) is TRIO
 
     def test_until_the_next_view_when_someone_was_not_fenced(self) -> None:
         """V3: what still reaches a trainer can't be resolved."""
         reports = running_everywhere() | {BERT: make_report(TRIO, {1: [running(4)]}, fenced=False)}
-        assert settle_trio(reports, make_concern(TRIO, TIMED_OUT, op=4)) is TRIO
+        assert settle_trio(reports, make_view_request(TRIO, TIMED_OUT, op=4)) is TRIO
 
 
 @pytest.mark.parametrize("other", [0, 1, TRIO.next_id, 1000])
@@ -125,7 +127,7 @@ def test_what_a_member_reports_of_trainers_that_are_not_its_own_counts_for_nothi
     other: int,
 ) -> None:
     lies = make_report(TRIO, {2: [running(4)], other: [completed(5)]})
-    after = settle_trio(running_everywhere() | {CARA: lies}, make_concern(TRIO, None, op=4))
+    after = settle_trio(running_everywhere() | {CARA: lies}, make_view_request(TRIO, None, op=4))
     assert after.outcomes == ()
 
 
@@ -134,13 +136,13 @@ class TestJobsToSettle:
 
     def settle(
         self,
-        *concerns: Concern,
+        *view_requests: ViewRequest,
         kept: Iterable[Member] = (ANNA, BERT, CARA),
         waiting: Mapping[Member, tuple[Waiting, ...]] | None = None,
     ) -> tuple[JobName, ...]:
         faces = make_roster(ANNA, job=FACES)
         view = make_view(5, ANNA, BERT, CARA, rosters=[TRIO, faces])
-        return jobs_to_settle(view, tuple(kept), concerns, waiting or {})
+        return jobs_to_settle(view, tuple(kept), view_requests, waiting or {})
 
     def test_are_none_in_peace(self) -> None:
         assert self.settle() == ()
@@ -159,8 +161,8 @@ class TestJobsToSettle:
         assert jobs_to_settle(view, (ANNA, BERT), (), {}) == ()
 
     def test_are_those_of_a_concern_that_is_still_open(self) -> None:
-        settled = make_concern(make_roster(ANNA, number=2, job=FACES), None)
-        assert self.settle(settled, make_concern(TRIO, None)) == (DIGITS,)
+        settled = make_view_request(make_roster(ANNA, number=2, job=FACES), None)
+        assert self.settle(settled, make_view_request(TRIO, None)) == (DIGITS,)
 
     def test_are_those_that_can_begin(self) -> None:
         poems = JobName("poems")
@@ -176,7 +178,7 @@ class TestJobsToSettle:
     def test_are_named_in_order(self) -> None:
         poems, arias = JobName("poems"), JobName("arias")
         waiting = {ANNA: (make_waiting(1, job=poems), make_waiting(1, job=arias))}
-        assert self.settle(make_concern(TRIO, None), waiting=waiting) == (arias, DIGITS, poems)
+        assert self.settle(make_view_request(TRIO, None), waiting=waiting) == (arias, DIGITS, poems)
 
 
 def test_alone_an_agent_keeps_only_the_jobs_that_are_all_its_own() -> None:

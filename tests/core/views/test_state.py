@@ -15,7 +15,7 @@ from pmesh.core.views.state import (
     heartbeat_of,
     needs_epoch,
 )
-from pmesh.core.wire.link import RankMarks
+from pmesh.core.wire.link import RankProgress
 from pmesh.ids import TrainerId
 from tests.worlds.builders import (
     ANNA,
@@ -24,7 +24,6 @@ from tests.worlds.builders import (
     DIGITS,
     DORA,
     all_hearing_each_other,
-    make_concern,
     make_epoch,
     make_heartbeat,
     make_member,
@@ -33,6 +32,7 @@ from tests.worlds.builders import (
     make_state,
     make_verdict,
     make_view,
+    make_view_request,
     make_waiting,
 )
 
@@ -206,12 +206,12 @@ class TestHeartbeat:
         roster = make_roster(ANNA)
         facts = Facts(
             waiting=(make_waiting(2),),
-            concerns=(make_concern(roster, make_verdict()),),
-            marks=(RankMarks(DIGITS, 5, TrainerId(0), started=4, completed=3),),
+            view_requests=(make_view_request(roster, make_verdict()),),
+            progress=(RankProgress(DIGITS, 5, TrainerId(0), started=4, completed=3),),
         )
         beat = heartbeat_of(make_state(ANNA, TRIO), facts, NOW)
-        assert (beat.waiting, beat.concerns, beat.marks) == (
+        assert (beat.waiting, beat.view_requests, beat.progress) == (
             facts.waiting,
-            facts.concerns,
-            facts.marks,
+            facts.view_requests,
+            facts.progress,
         )

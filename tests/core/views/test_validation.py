@@ -81,9 +81,9 @@ def seated(*seats: Seat) -> View:
             id="an op that ends twice",
         ),
         pytest.param(
-            view_with(make_roster(ANNA, witnesses=[make_trainer(0, BERT)])),
+            view_with(make_roster(ANNA, lost_holders=[make_trainer(0, BERT)])),
             "one number",
-            id="a rank that is a witness too",
+            id="a rank that is a lost holder too",
         ),
         pytest.param(
             view_with(msgspec.structs.replace(ROSTER, next_id=1)), "not yet assigned", id="next id"
@@ -109,8 +109,8 @@ def test_a_view_with_a_job_that_was_not_fenced_everywhere_keeps_its_lost_trainer
     check_view(view_with(make_roster(ANNA, DORA)))
 
 
-def test_a_view_with_a_job_whose_witness_is_no_member_any_more_is_taken() -> None:
-    check_view(view_with(make_roster(ANNA, BERT, witnesses=[make_trainer(2, DORA)])))
+def test_a_view_with_a_job_whose_lost_holder_is_no_member_any_more_is_taken() -> None:
+    check_view(view_with(make_roster(ANNA, BERT, lost_holders=[make_trainer(2, DORA)])))
 
 
 JUNIOR = make_proposal(BERT, 6, TRIO, BERT, ANNA)

@@ -188,7 +188,7 @@ def test_an_idle_heartbeat_of_eight_members_fits_one_packet() -> None:
 def test_a_heartbeat_says_nothing_of_jobs_unless_told() -> None:
     beat = make_heartbeat(make_view(3, ANNA, BERT), BERT)
     assert isinstance(beat, Heartbeat)
-    assert (beat.waiting, beat.concerns, beat.marks, beat.in_force) == ((), (), (), ())
+    assert (beat.waiting, beat.view_requests, beat.progress, beat.in_force) == ((), (), (), ())
 
 
 def test_known_peers_are_told_as_they_introduced_themselves() -> None:

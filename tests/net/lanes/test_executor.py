@@ -228,12 +228,12 @@ LARGE = 700_001
 
 
 @pytest.fixture(params=["threads", "tasks"])
-def crew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def pipe(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     threads_from = 0 if request.param == "threads" else math.inf
     monkeypatch.setattr(pipeline, "THREADS_FROM_BYTES", threads_from)
 
 
-disturbed = pytest.mark.usefixtures("crew")
+disturbed = pytest.mark.usefixtures("pipe")
 
 
 @each

@@ -13,7 +13,7 @@ from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 from pmesh.core.wire.records import MAX_BODY_BYTES
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes.lane import CallsDiffer, Lane, Steps, Wait
-from pmesh.net.lanes.pipeline import THREADS_FROM_BYTES, Crew, Part
+from pmesh.net.lanes.pipeline import THREADS_FROM_BYTES, Pipeline, Stage
 from tests.worlds.lanes import header, lane_pair
 
 BODY = bytes(range(256)) * (MAX_BODY_BYTES // 256)
@@ -47,11 +47,11 @@ async def test_what_one_part_sends_another_receives(moving_bytes: int) -> None:
     bodies, got = [BODY, b"", b"abc", BODY[::-1]], list[bytes]()
     with lane_pair(buffer_bytes=4096) as (sending, receiving), trio.fail_after(10):
         parts = [
-            Part(send_all(sending, bodies), sending),
-            Part(receive_all(receiving, [len(body) for body in bodies], got), receiving),
+            Stage(send_all(sending, bodies), sending),
+            Stage(receive_all(receiving, [len(body) for body in bodies], got), receiving),
         ]
         with assert_checkpoints():
-            await Crew().run(parts, moving_bytes=moving_bytes)
+            await Pipeline().run(parts, moving_bytes=moving_bytes)
         assert got == bodies
         await sending.send(header(1), b"!")  # both lanes are the event loop's again
         await receiving.receive(header(1), memoryview(bytearray(1)))
@@ -59,18 +59,18 @@ async def test_what_one_part_sends_another_receives(moving_bytes: int) -> None:
 
 @either_way
 async def test_a_part_waits_for_another_to_get_further(moving_bytes: int) -> None:
-    crew, done = Crew(), list[str]()
+    pipe, done = Pipeline(), list[str]()
 
     def follow(name: str, after: str) -> Steps:
         while after not in done and after:
             yield Wait.PROGRESS
         yield Wait.TURN
         done.append(name)
-        crew.note_progress()
+        pipe.note_progress()
 
-    parts = [Part(follow(name, after)) for name, after in ("cb", "ba", ("a", ""))]
+    parts = [Stage(follow(name, after)) for name, after in ("cb", "ba", ("a", ""))]
     with trio.fail_after(10):
-        await crew.run(parts, moving_bytes=moving_bytes)
+        await pipe.run(parts, moving_bytes=moving_bytes)
     assert done == ["a", "b", "c"]
 
 
@@ -83,8 +83,8 @@ async def test_many_bytes_move_in_threads_of_their_own_while_the_event_loop_runs
         yield Wait.TURN
 
     async with trio.open_nursery() as nursery:
-        parts = [Part(work()) for _ in range(3)]
-        run = partial(Crew().run, parts, moving_bytes=THREADS_FROM_BYTES)
+        parts = [Stage(work()) for _ in range(3)]
+        run = partial(Pipeline().run, parts, moving_bytes=THREADS_FROM_BYTES)
         nursery.start_soon(run)
         with trio.fail_after(10):
             while len(threads) < 3:
@@ -104,8 +104,8 @@ async def test_a_part_that_waits_can_be_cancelled(moving_bytes: int, wait: Wait)
         steps, ended = wait_for_ever(wait), list[str]()
 
         async def run() -> None:
-            parts = [Part(steps, lane), Part(wait_for_ever(Wait.PROGRESS))]
-            await Crew().run(parts, moving_bytes=moving_bytes)
+            parts = [Stage(steps, lane), Stage(wait_for_ever(Wait.PROGRESS))]
+            await Pipeline().run(parts, moving_bytes=moving_bytes)
             ended.append("as if the op were complete")
 
         async with trio.open_nursery() as nursery:
@@ -136,19 +136,19 @@ async def test_cancelled_at_any_wait_the_next_crew_goes_on_where_it_was(
         with trio.CancelScope() as scope:
             sends = cancelling(send_all(sending, bodies), scope.cancel)
             parts = [
-                Part(sends, sending),
-                Part(receive_all(receiving, sizes, got), receiving),
+                Stage(sends, sending),
+                Stage(receive_all(receiving, sizes, got), receiving),
             ]
-            await Crew().run(parts, moving_bytes=moving_bytes)
+            await Pipeline().run(parts, moving_bytes=moving_bytes)
         moved = sending.bytes_sent, receiving.bytes_received
         await wait_all_tasks_blocked()
         assert moved == (sending.bytes_sent, receiving.bytes_received)
         new = list[bytes]()
         parts = [
-            Part(send_all(sending, bodies, roster=2), sending),
-            Part(receive_all(receiving, sizes, new, roster=2), receiving),
+            Stage(send_all(sending, bodies, roster=2), sending),
+            Stage(receive_all(receiving, sizes, new, roster=2), receiving),
         ]
-        await Crew().run(parts, moving_bytes=moving_bytes)
+        await Pipeline().run(parts, moving_bytes=moving_bytes)
         assert new == bodies
         assert got == bodies[: len(got)]
 
@@ -163,9 +163,9 @@ async def test_the_first_part_that_fails_ends_the_others(
         raise error
 
     with lane_pair() as (_, receiving), trio.fail_after(10):
-        parts = [Part(wait_for_ever(Wait.READABLE), receiving), Part(fail())]
+        parts = [Stage(wait_for_ever(Wait.READABLE), receiving), Stage(fail())]
         with pytest.raises(type(error)) as caught:
-            await Crew().run(parts, moving_bytes=moving_bytes)
+            await Pipeline().run(parts, moving_bytes=moving_bytes)
         assert caught.value is error
 
 
@@ -174,9 +174,9 @@ async def test_a_mistake_in_a_thread_is_raised_as_what_it_is() -> None:
         yield Wait.TURN
         raise ZeroDivisionError
 
-    parts = [Part(wait_for_ever(Wait.PROGRESS)), Part(fail())]
+    parts = [Stage(wait_for_ever(Wait.PROGRESS)), Stage(fail())]
     with pytest.raises(ZeroDivisionError), trio.fail_after(10):
-        await Crew().run(parts, moving_bytes=THREADS_FROM_BYTES)
+        await Pipeline().run(parts, moving_bytes=THREADS_FROM_BYTES)
 
 
 @either_way
@@ -186,11 +186,11 @@ async def test_closing_a_lane_ends_the_op_that_uses_it(moving_bytes: int) -> Non
 
             async def run() -> None:
                 parts = [
-                    Part(receive_all(receiving, [5], []), receiving),
-                    Part(wait_for_ever(Wait.PROGRESS)),
+                    Stage(receive_all(receiving, [5], []), receiving),
+                    Stage(wait_for_ever(Wait.PROGRESS)),
                 ]
                 with pytest.raises(LaneBroken, match="from mac-0 was closed"):
-                    await Crew().run(parts, moving_bytes=moving_bytes)
+                    await Pipeline().run(parts, moving_bytes=moving_bytes)
 
             nursery.start_soon(run)
             await wait_all_tasks_blocked()
@@ -203,24 +203,24 @@ async def test_a_lane_that_has_been_closed_is_not_lent() -> None:
     with lane_pair() as (sending, receiving), trio.fail_after(10):
         receiving.close()
         parts = [
-            Part(send_all(sending, [BODY]), sending),
-            Part(wait_for_ever(Wait.READABLE), receiving),
+            Stage(send_all(sending, [BODY]), sending),
+            Stage(wait_for_ever(Wait.READABLE), receiving),
         ]
         with pytest.raises(LaneBroken, match="from mac-0 was closed"):
-            await Crew().run(parts, moving_bytes=THREADS_FROM_BYTES)
+            await Pipeline().run(parts, moving_bytes=THREADS_FROM_BYTES)
         assert sending.bytes_sent == 0
         sending.close()
         assert sending._socket.fileno() == -1  # noqa: SLF001 - no thread has it
 
 
 @contextmanager
-def sender_and_receiver() -> Iterator[tuple[list[Part], list[bytes]]]:
+def sender_and_receiver() -> Iterator[tuple[list[Stage], list[bytes]]]:
     got = list[bytes]()
     with lane_pair() as (sending, receiving):
         yield (
             [
-                Part(send_all(sending, [BODY]), sending),
-                Part(receive_all(receiving, [len(BODY)], got), receiving),
+                Stage(send_all(sending, [BODY]), sending),
+                Stage(receive_all(receiving, [len(BODY)], got), receiving),
             ],
             got,
         )
@@ -234,7 +234,7 @@ async def test_without_a_descriptor_the_event_loop_does_it_all(
 
     with sender_and_receiver() as (parts, got), trio.fail_after(10):
         monkeypatch.setattr(socket, "socketpair", none_left)
-        await Crew().run(parts, moving_bytes=THREADS_FROM_BYTES)
+        await Pipeline().run(parts, moving_bytes=THREADS_FROM_BYTES)
         assert got == [BODY]
 
 
@@ -252,5 +252,5 @@ async def test_without_a_thread_the_lanes_count_as_broken_and_nothing_goes_on(
     monkeypatch.setattr(trio.lowlevel, "start_thread_soon", start_one)
     with sender_and_receiver() as (parts, got), trio.fail_after(10):
         with pytest.raises(LaneBroken, match="can't start new thread"):
-            await Crew().run(parts, moving_bytes=THREADS_FROM_BYTES)
+            await Pipeline().run(parts, moving_bytes=THREADS_FROM_BYTES)
         assert got == []

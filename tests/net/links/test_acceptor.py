@@ -15,8 +15,8 @@ from pmesh.net.links.acceptor import (
     HANDSHAKE_INTERVAL_S,
     MAX_PENDING,
     MAX_PENDING_PER_ADDRESS,
+    Acceptor,
     Authenticated,
-    Door,
     DoorCounters,
 )
 from pmesh.net.links.link import Link, shake_hands
@@ -68,8 +68,8 @@ def fail_with(error: Exception) -> Callable[[Stream, Authenticated], object]:
 
 
 @asynccontextmanager
-async def opened(house: House) -> AsyncIterator[tuple[Street, Door[Stream]]]:
-    street, door = Street(), Door(on_link=house.on_link, on_lane=house.on_lane)
+async def opened(house: House) -> AsyncIterator[tuple[Street, Acceptor[Stream]]]:
+    street, door = Street(), Acceptor(on_link=house.on_link, on_lane=house.on_lane)
     async with trio.open_nursery() as nursery:
         await nursery.start(door.serve, [street])
         yield street, door
@@ -254,7 +254,7 @@ async def test_what_a_handler_may_not_raise_ends_the_door_and_closes_its_listene
     house, street = House(treat=treat), Street()
     await street.call().send_all(CLIENT_HELLO)
     with pytest.raises(ExceptionGroup) as raised:
-        await Door(on_link=house.on_link, on_lane=house.on_lane).serve([street])
+        await Acceptor(on_link=house.on_link, on_lane=house.on_lane).serve([street])
     assert raised.group_contains(error)
     assert street.closed
 
@@ -273,7 +273,7 @@ async def test_authentication_that_comes_too_late_is_void(
             raised.append(e)
             raise
 
-    street, door = Street(), Door[Stream](on_link=stubborn, on_lane=stubborn)
+    street, door = Street(), Acceptor[Stream](on_link=stubborn, on_lane=stubborn)
     async with trio.open_nursery() as nursery:
         await nursery.start(door.serve, [street])
         caller = street.call()
@@ -349,7 +349,7 @@ async def test_a_broken_listener_ends_the_door() -> None:
     house, street = House(), Street()
     street.fail(OSError(errno.EBADF, "bad file descriptor"))
     with pytest.raises(ExceptionGroup) as raised:
-        await Door(on_link=house.on_link, on_lane=house.on_lane).serve([street])
+        await Acceptor(on_link=house.on_link, on_lane=house.on_lane).serve([street])
     assert raised.group_contains(OSError)
 
 
@@ -373,7 +373,7 @@ async def test_real_agents_meet_at_a_real_door_and_strangers_are_told_why() -> N
     async def on_lane(_: trio.SocketStream, __: bytes, ___: Authenticated) -> None:
         raise AssertionError("nobody opens a lane here")
 
-    door = Door(on_link=on_link, on_lane=on_lane)
+    door = Acceptor(on_link=on_link, on_lane=on_lane)
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
     port = listeners[0].socket.getsockname()[1]
     async with trio.open_nursery() as nursery:
