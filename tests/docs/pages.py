@@ -19,8 +19,8 @@ def read(path: Path) -> str:
 
 def sections(text: str, level: int = 2) -> dict[str, str]:
     """Each heading of the level, without its backticks, and what stands below it."""
-    progress = "#" * level
-    pieces = re.split(rf"^{progress} (.+)$", text, flags=re.MULTILINE)
+    hashes = "#" * level
+    pieces = re.split(rf"^{hashes} (.+)$", text, flags=re.MULTILINE)
     return {
         heading.replace("`", ""): body
         for heading, body in zip(pieces[1::2], pieces[2::2], strict=True)
