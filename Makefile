@@ -7,11 +7,12 @@ BIN := .venv/bin
 # pip's cache would lie outside the clone.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-cache-dir
 
-.PHONY: help demo test check format docs venv clean
+.PHONY: help demo test test-all check format docs venv clean
 
 help:
 	@echo "make demo    three agents and three trainers on this machine train a model together"
-	@echo "make test    all tests, and the floors of their coverage"
+	@echo "make test    the tests that a change needs; some minutes"
+	@echo "make test-all  all tests and the floors of their coverage, as CI"
 	@echo "make check   format, lint, types, architecture, sizes, docs"
 	@echo "make format  put the code into the shape that 'make check' asks for"
 	@echo "make docs    the documentation as HTML, into docs/_build/html"
@@ -22,9 +23,15 @@ demo: .venv/.for-demo
 	@$(BIN)/python tools/demo.py
 
 # Doctests count as tests; client/trees/torch.py can't be imported where torch, which is optional, is not.
+PYTEST := $(BIN)/pytest -n logical --dist loadscope --doctest-modules --doctest-ignore-import-errors
+TESTED := pmesh simulation tests
+
 test: .venv/.for-work
+	$(PYTEST) -m "not slow" $(TESTED)
+
+test-all: .venv/.for-work
 	@rm -f .coverage .coverage.*   # of processes that an earlier run has killed
-	$(BIN)/pytest -n logical --dist loadscope --doctest-modules --doctest-ignore-import-errors --cov --cov-report= pmesh simulation tests
+	$(PYTEST) --cov --cov-report= $(TESTED)
 	@$(BIN)/python tools/check_coverage.py
 
 check: .venv/.for-work

@@ -16,6 +16,15 @@ settings.register_profile("untimed", deadline=None)  # a busy machine is no find
 settings.load_profile("untimed")
 
 NEEDS_THE_MACHINE = ("tests/e2e/", "tests/tools/", "tests/docs/test_readme.py")
+# `make test` leaves these to `make test-all`, which takes twice as long: short forms of campaigns, and
+# tests of whole processes where one in a single process tests the same rule.
+SLOW = (
+    *("tests/agent/mesh/test_fuzz.py", "tests/simulation/test_simulation.py"),
+    "tests/simulation/test_mutations.py::test_random_histories_notice_that_a_rule_is_missing",
+    *("tests/tools/test_bench.py", "tests/tools/test_chaos.py", "tests/tools/test_training.py"),
+    *("tests/client/test_examples.py", "tests/docs/test_readme.py", "tests/e2e/"),
+)
+NOT_SLOW = ("tests/e2e/test_lan.py", "tests/e2e/test_losses.py", "tests/e2e/test_jobs.py")
 
 
 @functools.cache
@@ -36,12 +45,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     return _OneMachine(config, log)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(SLOW) and not item.nodeid.startswith(NOT_SLOW):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True, scope="session")
-def _ctrl_c_works() -> Iterator[None]:
-    """Also in a shell's background, where children would inherit that it is ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def _signals_are_heeded() -> Iterator[None]:
+    """Children inherit signals that are ignored, as in a shell's background or under nohup."""
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+        signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    }
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

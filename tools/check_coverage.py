@@ -73,7 +73,7 @@ def read_data() -> list[tuple[str, Measured]]:
         data.json_report(outfile=report.name)
         content = json.load(report)
     if not content["meta"]["branch_coverage"]:
-        raise SystemExit("no coverage data with branches here: run 'make test'")
+        raise SystemExit("no coverage data with branches here: run 'make test-all'")
     measured: list[tuple[str, Measured]] = []
     for path, file in content["files"].items():
         summary = file["summary"]

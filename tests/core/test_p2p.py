@@ -324,6 +324,8 @@ class Post(RuleBasedStateMachine):
 
     def confirm(self, sender: TrainerId, sequence: int) -> None:
         at = self.senders[sender]
+        if sequence not in at.outbox.kept:
+            return  # withdrawn since; a later message of its tag may be what was delivered
         assert sequence in {s for _, s in self.delivered[sender]}
         at.outbox = p2p.settle(at.outbox, sequence)
         at.confirmed.add(sequence)
