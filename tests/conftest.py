@@ -16,8 +16,8 @@ settings.register_profile("untimed", deadline=None)  # a busy machine is no find
 settings.load_profile("untimed")
 
 NEEDS_THE_MACHINE = ("tests/e2e/", "tests/tools/", "tests/docs/test_readme.py")
-# `make test` leaves these to `make test-all`, which takes twice as long: short forms of campaigns, and
-# tests of whole processes where one in a single process tests the same rule.
+# `make test` leaves these to `make test-all`, which takes twice as long: short forms of campaigns,
+# and tests of whole processes where one in a single process tests the same rule.
 SLOW = (
     *("tests/agent/mesh/test_fuzz.py", "tests/simulation/test_simulation.py"),
     "tests/simulation/test_mutations.py::test_random_histories_notice_that_a_rule_is_missing",
