@@ -52,9 +52,9 @@ class RankState(Generic[R]):
         """Why the trainer is gone."""
         self.leaving_since = 0.0
         self.moved = 0
-        """What its lanes have moved so far, as the driver last said."""
+        """What its lanes have moved so far, by the driver's last count."""
         self.patience_s = WIRED.gone_after_s
-        """How long they may move nothing, likewise."""
+        """How long they may move nothing before the leader is asked for a view (V6)."""
         self.last_move: tuple[int, float] | None = None
         """What had moved on its lanes, and since when no more, while an op waits for them."""
         self.fences: set[Fence] = set()
@@ -179,6 +179,7 @@ class RankState(Generic[R]):
         self.roster = roster
         self.in_force = is_in_force(roster, ())
         self.view_request = None
+        self.last_move = None  # the new lanes have had no time to move anything
         self._names |= {t.id: t.name for t in roster.trainers}
         self._outcomes = {outcome.op: outcome for outcome in roster.outcomes}
         self._failed = {

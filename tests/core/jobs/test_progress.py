@@ -95,6 +95,21 @@ def test_lanes_stand_still_once_nothing_has_moved_for_too_long() -> None:
     assert not stand_still(7.5, 1)  # the leader has been asked
 
 
+def test_new_lanes_have_the_whole_time_that_lanes_may_stand_still() -> None:
+    rank = rank_of()
+    rank.start(ZERO, BARRIER)
+    progress = Progress([rank])
+    progress.hear(mark_of(rank, 2, -1))
+
+    def stand_still(now: float) -> bool:
+        return lanes_stand_still(rank, progress, newcomers=0, now=now)
+
+    assert not stand_still(0.0)
+    rank.follow(roster(rank.roster.number + 1))
+    assert not stand_still(rank.patience_s)
+    assert stand_still(2 * rank.patience_s)
+
+
 def test_a_lone_rank_has_no_lanes() -> None:
     me = trainer(ME)
     rank = RankState[str](roster(2, trainers=[me]), me)
