@@ -207,7 +207,7 @@ def spec(scheme: Scheme) -> str:
     """Return the scheme in at most 64 characters: equal on two ranks only if their bytes agree.
 
     A ring codec has its name in `pmesh.compression.codecs`; a scheme that trainers compute has
-    parentheses (`pmesh.core.ops.coded.ring_codec_name`).
+    parentheses (`pmesh.core.ops.kinds.ring_codec_name`).
 
     >>> spec(INT8()), spec(TopK(0.05, compact=True)), spec(PowerSGD(rank=2))
     ('int8', 'topk(0.05, compact)', 'powersgd(2, min_rate 2.0)')

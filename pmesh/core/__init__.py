@@ -13,8 +13,8 @@ views       state (what one member knows), agreement (the effects of a message),
             limits (against dishonest members)
 jobs        rank (its fences, failures and results), progress (how far all are), attempt (what an op
             does next), jobs (who waits, who lives here)
-ops         kinds, plan and schedule (sends and receives), all_reduce, reduce, moving, coded (the
-            plans), cost (which is the fastest), reductions (the arithmetic)
+ops         kinds, plan (sends and receives), reducing, moving, coded (who makes plans), cost (which
+            is the fastest), reductions (the arithmetic)
 p2p         messages between two ranks, each exactly once
 budgets     fair shares of scarce resources
 

@@ -2,7 +2,7 @@ from pmesh.agent.mesh.membership import HEARTBEAT_S
 from pmesh.core.jobs.attempt import MAX_UNSTABLE_BYTES, MAX_UNSTABLE_OPS
 from pmesh.core.links.dialing import FIRST_DELAY_S, LONGEST_DELAY_S
 from pmesh.core.links.health import WIFI, WIRED
-from pmesh.core.ops.schedule import LARGE_CHUNK_BYTES, LARGE_SEGMENT_BYTES, SEGMENT_BYTES
+from pmesh.core.ops.plan import LARGE_CHUNK_BYTES, LARGE_SEGMENT_BYTES, SEGMENT_BYTES
 from pmesh.core.views.ring import EXACT_UP_TO
 from pmesh.core.wire.records import KEY_BYTES
 from pmesh.net.links.acceptor import MAX_PENDING, MAX_PENDING_PER_ADDRESS, PENDING_TIMEOUT_S

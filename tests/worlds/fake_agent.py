@@ -11,8 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 import pmesh
-from pmesh.core.ops.coded import ring_codec_name
-from pmesh.core.ops.kinds import BOUND_KINDS, extent_of
+from pmesh.core.ops.kinds import BOUND_KINDS, extent_of, ring_codec_name
 from pmesh.core.values import Verdict
 from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import (

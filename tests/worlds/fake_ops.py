@@ -8,8 +8,7 @@ import numpy as np
 
 from pmesh.compression.blocks import Float32s
 from pmesh.compression.codecs import codec_of
-from pmesh.core.ops.coded import ring_codec_name
-from pmesh.core.ops.kinds import KINDS
+from pmesh.core.ops.kinds import KINDS, ring_codec_name
 from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import StartOp
 from tests.worlds.coded_rings import Coded, reduce_coded

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pmesh.agent.jobs.ranks import LocalRank, Result
 from pmesh.compression.codecs import Codec, codec_of
 from pmesh.core.jobs.attempt import OpState, roles_in
-from pmesh.core.ops.coded import ring_codec_name
-from pmesh.core.ops.kinds import KINDS, Extent, extent_of
+from pmesh.core.ops.kinds import KINDS, Extent, extent_of, ring_codec_name
 from pmesh.core.ops.reductions import WIRE_DTYPES, check_reduction
 from pmesh.core.wire.local import StartOp
 from pmesh.errors import ProtocolError, UsageError

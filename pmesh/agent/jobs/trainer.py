@@ -19,7 +19,7 @@ from pmesh.agent.refusals import refuse, tell_errors
 from pmesh.compression.codecs import codec_of
 from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.jobs.rank import COME_BACK
-from pmesh.core.ops.coded import ring_codec_name
+from pmesh.core.ops.kinds import ring_codec_name
 from pmesh.core.values import Verdict
 from pmesh.core.wire.local import (
     ENTERS,

@@ -13,7 +13,7 @@ import xxhash
 
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes.rendezvous import LaneEnd, LaneKey, LaneRendezvous
-from pmesh.core.ops.schedule import SEGMENT_BYTES
+from pmesh.core.ops.plan import SEGMENT_BYTES
 from pmesh.core.p2p import Transfer
 from pmesh.core.wire.link import Envelope, MessageAddress, RequestMessage
 from pmesh.core.wire.records import RecordHeader

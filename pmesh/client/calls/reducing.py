@@ -27,8 +27,8 @@ from pmesh.client.feedback.memory import Feedback
 from pmesh.client.link.session import TrainerSession
 from pmesh.client.trees.arrays import WIRE_OF, Leaf
 from pmesh.compression.schemes import Scheme
+from pmesh.core.ops.plan import chunk_bounds
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
-from pmesh.core.ops.schedule import chunk_bounds
 from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import World
 from pmesh.errors import UnsupportedArray, UsageError

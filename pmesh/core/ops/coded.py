@@ -1,6 +1,6 @@
 """The ring all-reduce with a codec at every hop: who sends and receives what, when, and what it is.
 
-Steps and chunks are those of `pmesh.core.ops.all_reduce`. In the scatter phase a rank adds its own
+Steps and chunks are those of `pmesh.core.ops.reducing`. In the scatter phase a rank adds its own
 values to the partial sum that arrives, and encodes the sum for the next (`Codec.hop`). The last to
 add owns the chunk: what it encodes is the result, decoded alike by all, itself too. In the gather
 phase these bytes are forwarded as they are. So each rank encodes each value exactly once, and what
@@ -16,8 +16,19 @@ from functools import lru_cache
 from typing import NamedTuple, cast
 
 from pmesh.compression.codecs import Codec
-from pmesh.core.ops.plan import Event, Need, PlanMaker, RankPlan, Receive, Region, Send, Work
-from pmesh.core.ops.schedule import SEGMENT_BYTES, SMALL_BYTES, chunk_bounds
+from pmesh.core.ops.plan import (
+    SEGMENT_BYTES,
+    SMALL_BYTES,
+    Event,
+    Need,
+    PlanMaker,
+    RankPlan,
+    Receive,
+    Region,
+    Send,
+    Work,
+    chunk_bounds,
+)
 
 PIECE_VALUES = 128 * 1024
 """In one record, at most: it keeps a worker thread busy for 0.5 ms, ten times what it takes to get
@@ -181,12 +192,3 @@ def draw_key(*, op: int, rank: int, begin: int, codec: Codec) -> int:
     the same ranks draws the same lots.
     """
     return (op << 34 | rank << 24 | begin // codec.block) % 2**64
-
-
-def ring_codec_name(compression: str) -> str:
-    """The codec which a ring is to use for a `Call.compression`; empty: the values go as they are.
-
-    A name with parentheses, as in `topk(0.01)`, is that of a scheme which the trainers compute for
-    themselves, around ops on what it has left: it is there so that all ranks use the same.
-    """
-    return "" if "(" in compression else compression

@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
-from pmesh.core.ops.schedule import SEGMENT_BYTES, halvings
+from pmesh.core.ops.plan import SEGMENT_BYTES, halvings
 
 Strategy: TypeAlias = Literal["ring", "tree", "centralized", "hierarchical"]
 Islands: TypeAlias = tuple[tuple[int, ...], ...]

@@ -5,12 +5,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-from pmesh.core.ops.all_reduce import (
-    plan_along_ring,
-    plan_centralized,
-    plan_hierarchical,
-    plan_tree,
-)
 from pmesh.core.ops.cost import Edges, choose, islands_of
 from pmesh.core.ops.moving import (
     plan_all_gather,
@@ -20,7 +14,14 @@ from pmesh.core.ops.moving import (
     plan_scatter,
 )
 from pmesh.core.ops.plan import RankPlan
-from pmesh.core.ops.reduce import plan_reduce, plan_reduce_scatter
+from pmesh.core.ops.reducing import (
+    plan_along_ring,
+    plan_centralized,
+    plan_hierarchical,
+    plan_reduce,
+    plan_reduce_scatter,
+    plan_tree,
+)
 from pmesh.core.ops.reductions import WIRE_DTYPES
 from pmesh.core.wire.local import MAX_ROW_VALUES, SYNC_VALUES, StartOp, WireDtype
 
@@ -256,3 +257,12 @@ def extent_of(request: StartOp, *, rank: int, size: int) -> Extent:
     if kind.bound and len(request.parts) != size:
         raise ValueError(f"{len(request.parts)} parts for {size} ranks")
     return Extent(kind.gives(request, rank, size), kind.gets(request, rank, size))
+
+
+def ring_codec_name(compression: str) -> str:
+    """The codec which a ring is to use for a `Call.compression`; empty: the values go as they are.
+
+    A name with parentheses, as in `topk(0.01)`, is that of a scheme which the trainers compute for
+    themselves, around ops on what it has left: it is there so that all ranks use the same.
+    """
+    return "" if "(" in compression else compression

@@ -1,15 +1,24 @@
 """broadcast, all_gather, gather, scatter and all_to_all, each as the plan of one rank.
 
-Ranks may differ in their counts.
-Sizes are in bytes, since nothing is computed. What has no bytes isn't sent, but for all_gather,
-which is a barrier: every rank waits for all others. The rest is none.
+Ranks may differ in their counts. Sizes are in bytes, since nothing is computed. What has no bytes
+isn't sent, but for all_gather: it is a barrier, in which every rank waits for all others.
 """
 
 import itertools
 from collections.abc import Sequence
 
-from pmesh.core.ops.plan import Need, PlanMaker, RankPlan, Receive, Region, Send, remembered
-from pmesh.core.ops.schedule import IN_LINE_BYTES, SEGMENT_BYTES, segments
+from pmesh.core.ops.plan import (
+    IN_LINE_BYTES,
+    SEGMENT_BYTES,
+    Need,
+    PlanMaker,
+    RankPlan,
+    Receive,
+    Region,
+    Send,
+    remembered,
+    segments,
+)
 
 
 @remembered

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from pmesh.core.ops.all_reduce import plan_along_ring
 from pmesh.core.ops.moving import plan_broadcast
+from pmesh.core.ops.reducing import plan_along_ring
 from pmesh.core.ops.reductions import WIRE_DTYPES, check_reduction
 from pmesh.core.wire.records import RecordHeader
 from pmesh.net.lanes.executor import run_plan

@@ -13,9 +13,18 @@ from typing import Generic, TypeVar
 import numpy as np
 import trio
 
-from pmesh.core.ops.plan import Copy, Need, RankPlan, Receive, Region, Send, Then, Work
+from pmesh.core.ops.plan import (
+    SEGMENT_BYTES,
+    Copy,
+    Need,
+    RankPlan,
+    Receive,
+    Region,
+    Send,
+    Then,
+    Work,
+)
 from pmesh.core.ops.reductions import WIRE_DTYPES, accumulate, finish, make_nan_equal
-from pmesh.core.ops.schedule import SEGMENT_BYTES
 from pmesh.core.wire.records import RecordHeader
 from pmesh.net.lanes.lane import Lane, Steps, Wait
 from pmesh.net.lanes.pipeline import Pipeline, Stage

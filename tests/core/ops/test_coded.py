@@ -5,17 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.compression.codecs import Codec, codec_of
-from pmesh.core.ops.all_reduce import plan_ring
 from pmesh.core.ops.coded import (
     PIECE_VALUES,
     coded_chunks,
     draw_key,
     hop_terms,
     plan_coded_ring,
-    ring_codec_name,
 )
-from pmesh.core.ops.plan import RankPlan
-from pmesh.core.ops.schedule import SMALL_BYTES
+from pmesh.core.ops.kinds import ring_codec_name
+from pmesh.core.ops.plan import SMALL_BYTES, RankPlan
+from pmesh.core.ops.reducing import plan_ring
 from pmesh.core.wire.records import MAX_BODY_BYTES, OVERHEAD_BYTES
 from tests.worlds.plans import check_shape
 

@@ -7,7 +7,6 @@ from types import CodeType
 
 import pytest
 
-from pmesh.core.ops.all_reduce import plan_centralized, plan_hierarchical, plan_ring, plan_tree
 from pmesh.core.ops.cost import EdgeCost, Strategy, predict_ns
 from pmesh.core.ops.moving import (
     plan_all_gather,
@@ -17,7 +16,14 @@ from pmesh.core.ops.moving import (
     plan_scatter,
 )
 from pmesh.core.ops.plan import RankPlan
-from pmesh.core.ops.reduce import plan_reduce, plan_reduce_scatter
+from pmesh.core.ops.reducing import (
+    plan_centralized,
+    plan_hierarchical,
+    plan_reduce,
+    plan_reduce_scatter,
+    plan_ring,
+    plan_tree,
+)
 from tests.docs.pages import DOCS, read, table_rows
 
 PAGE = read(DOCS / "explanation" / "algorithms.md")

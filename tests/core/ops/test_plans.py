@@ -1,5 +1,6 @@
 """Every plan, at every rank, in every order: by `PlanWorld`."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -8,13 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pmesh.core.ops.all_reduce import (
-    plan_centralized,
-    plan_exchange,
-    plan_hierarchical,
-    plan_ring,
-    plan_tree,
-)
 from pmesh.core.ops.cost import Islands
 from pmesh.core.ops.moving import (
     plan_all_gather,
@@ -23,15 +17,25 @@ from pmesh.core.ops.moving import (
     plan_gather,
     plan_scatter,
 )
-from pmesh.core.ops.plan import Event, RankPlan
-from pmesh.core.ops.reduce import plan_reduce, plan_reduce_scatter
-from pmesh.core.ops.reductions import Values
-from pmesh.core.ops.schedule import (
+from pmesh.core.ops.plan import (
     IN_LINE_BYTES,
     LARGE_CHUNK_BYTES,
     LARGE_SEGMENT_BYTES,
     SEGMENT_BYTES,
+    Event,
+    RankPlan,
+    chunk_bounds,
 )
+from pmesh.core.ops.reducing import (
+    plan_centralized,
+    plan_exchange,
+    plan_hierarchical,
+    plan_reduce,
+    plan_reduce_scatter,
+    plan_ring,
+    plan_tree,
+)
+from pmesh.core.ops.reductions import Values
 from tests.worlds.plans import Order, PlanWorld, check_shape, values_of
 
 SIZES = st.integers(1, 9)
@@ -368,3 +372,10 @@ def test_a_broadcast_goes_as_far_as_it_should_and_tells_the_ranks_beyond(reach: 
     received = [sum(r.nbytes for rs in plan.receives.values() for r in rs) for plan in plans]
     assert received == [9 * (0 < (rank - 1) % 4 <= reach) for rank in range(4)]
     assert ranks_that_end(plans, missing=1) == set()
+
+
+@given(st.integers(0, 1000), st.integers(1, 9))
+def test_chunks_are_those_of_numpy_array_split(count: int, chunks: int) -> None:
+    bounds = chunk_bounds(count, chunks)
+    expected = [len(part) for part in np.array_split(np.empty(count), chunks)]
+    assert [end - begin for begin, end in itertools.pairwise(bounds)] == expected

@@ -14,7 +14,7 @@ from trio.testing import wait_all_tasks_blocked
 from pmesh.compression.blocks import Bytes, Float32s
 from pmesh.compression.codecs import Codec, codec_of
 from pmesh.core.ops.coded import PIECE_VALUES, plan_coded_ring
-from pmesh.core.ops.schedule import SEGMENT_BYTES
+from pmesh.core.ops.plan import SEGMENT_BYTES
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes.coded import Tensors, all_reduce_coded
 from pmesh.net.lanes.collectives import RingPosition

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pmesh.core.ops.plan import IN_LINE_BYTES, SEGMENT_BYTES
 from pmesh.core.ops.reductions import WIRE_DTYPES, check_reduction
-from pmesh.core.ops.schedule import IN_LINE_BYTES, SEGMENT_BYTES
 from pmesh.core.wire.records import OVERHEAD_BYTES
 from pmesh.net.lanes.collectives import RingPosition, all_reduce, broadcast
 from tests.worlds.lanes import (

@@ -8,13 +8,6 @@ import pytest
 import trio
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
-from pmesh.core.ops.all_reduce import (
-    plan_centralized,
-    plan_exchange,
-    plan_hierarchical,
-    plan_ring,
-    plan_tree,
-)
 from pmesh.core.ops.moving import (
     plan_all_gather,
     plan_all_to_all,
@@ -22,10 +15,18 @@ from pmesh.core.ops.moving import (
     plan_gather,
     plan_scatter,
 )
-from pmesh.core.ops.plan import RankPlan
-from pmesh.core.ops.reduce import WINDOW, plan_reduce, plan_reduce_scatter
+from pmesh.core.ops.plan import SEGMENT_BYTES, SMALL_BYTES, RankPlan
+from pmesh.core.ops.reducing import (
+    WINDOW,
+    plan_centralized,
+    plan_exchange,
+    plan_hierarchical,
+    plan_reduce,
+    plan_reduce_scatter,
+    plan_ring,
+    plan_tree,
+)
 from pmesh.core.ops.reductions import Values
-from pmesh.core.ops.schedule import SEGMENT_BYTES, SMALL_BYTES
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes import pipeline
 from pmesh.net.lanes.lane import CallsDiffer
