@@ -5,7 +5,7 @@ import math
 import pytest
 from trio.testing import MockClock
 
-from pmesh.net.lanes import pipeline
+from pmesh.net.lanes import executor
 
 
 @pytest.fixture
@@ -17,5 +17,5 @@ def clock() -> MockClock:
 @pytest.fixture(autouse=True)
 def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that jumps when no task has anything to do doesn't see that threads have."""
-    monkeypatch.setattr(pipeline, "THREADS_FROM_BYTES", math.inf)
-    monkeypatch.setattr(pipeline, "COMPUTING_THREADS_FROM_BYTES", math.inf)
+    monkeypatch.setattr(executor, "THREADS_FROM_BYTES", math.inf)
+    monkeypatch.setattr(executor, "COMPUTING_THREADS_FROM_BYTES", math.inf)

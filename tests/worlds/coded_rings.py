@@ -10,8 +10,7 @@ import trio
 from pmesh.compression.blocks import Bytes, Float32s
 from pmesh.compression.codecs import Codec
 from pmesh.core.ops.coded import coded_chunks, draw_key, hop_terms
-from pmesh.net.lanes.coded import Tensors, all_reduce_coded
-from pmesh.net.lanes.collectives import RingPosition
+from pmesh.net.lanes.ring import RingPosition, Tensors, all_reduce_coded
 
 
 class Plain:

@@ -19,10 +19,10 @@ from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.link import OfferLane
 from pmesh.core.wire.records import OVERHEAD_BYTES, RecordHeader
 from pmesh.ids import Epoch, Incarnation, JobName, NodeId, TrainerId
-from pmesh.net.lanes.collectives import RingPosition, all_reduce
 from pmesh.net.lanes.executor import run_plan
 from pmesh.net.lanes.lane import Lane
 from pmesh.net.lanes.opening import local_lanes
+from pmesh.net.lanes.ring import RingPosition, all_reduce
 from pmesh.net.local.arena_pools import ArenaBudget, ArenaShare
 
 EMPTY = memoryview(b"")

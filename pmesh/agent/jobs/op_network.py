@@ -17,9 +17,8 @@ from pmesh.core.ops.moving import plan_broadcast
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.wire.records import RecordHeader
 from pmesh.ids import Rank
-from pmesh.net.lanes.coded import Tensors, all_reduce_coded
-from pmesh.net.lanes.collectives import RingPosition
 from pmesh.net.lanes.executor import run_plan
+from pmesh.net.lanes.ring import RingPosition, Tensors, all_reduce_coded
 
 
 async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:

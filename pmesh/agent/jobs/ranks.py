@@ -12,7 +12,7 @@ from pmesh.core.jobs.rank import Fence, RankState
 from pmesh.core.values import Roster, Trainer, Verdict
 from pmesh.core.wire.link import Call, KnownPrimary
 from pmesh.ids import OpNumber
-from pmesh.net.lanes.collectives import RingPosition
+from pmesh.net.lanes.ring import RingPosition
 from pmesh.net.local.arena_pools import SessionArenas
 from pmesh.net.local.arenas import Arena
 

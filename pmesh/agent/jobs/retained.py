@@ -14,8 +14,8 @@ from pmesh.core.wire.link import AskResult, Call
 from pmesh.core.wire.records import fingerprint
 from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber
-from pmesh.net.lanes.collectives import RingPosition, broadcast
 from pmesh.net.lanes.lane import CallsDiffer, Lane
+from pmesh.net.lanes.ring import RingPosition, broadcast
 
 if TYPE_CHECKING:
     from pmesh.agent.jobs.driver import Jobs

@@ -17,8 +17,8 @@ from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.records import RecordHeader
 from pmesh.errors import LaneBroken
 from pmesh.ids import Member
-from pmesh.net.lanes.collectives import RingPosition, all_reduce
 from pmesh.net.lanes.lane import CallsDiffer
+from pmesh.net.lanes.ring import RingPosition, all_reduce
 
 PROBE_BYTES = 256 * 1024  # 2 ms at 1 Gbit/s: some times what a busy machine is late
 MEASURED_FOR_S = 600.0  # then an edge is measured again, when a roster changes

@@ -2,13 +2,23 @@
 
 Each record is sealed from where its values lie and opened into where they belong. Each lane's
 records go in their order, and wait for what the plan says. While they are large, a pipeline has a
-member for every lane; small ones fit the sockets' buffers and go in line, because switching tasks
+stage for every lane; small ones fit the sockets' buffers and go in line, because switching tasks
 would cost more than the network.
+
+A stage is written once, as steps that say what they wait for. The stages of a small op wait as
+tasks of the event loop. Those of a large one work in threads: system calls, the cryptography and
+numpy give up Python's lock, so one stage receives while another sends, a wait costs one call of the
+system instead of a round through the event loop, and heartbeats are not held up. What computes
+besides, as compression does, is soon too long for the event loop.
 """
 
+import select
+import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import trio
@@ -26,9 +36,11 @@ from pmesh.core.ops.plan import (
 )
 from pmesh.core.ops.reductions import WIRE_DTYPES, accumulate, finish, make_nan_equal
 from pmesh.core.wire.records import RecordHeader
-from pmesh.net.lanes.lane import Lane, Steps, Wait
-from pmesh.net.lanes.pipeline import Pipeline, Stage
+from pmesh.errors import LaneBroken
+from pmesh.net.lanes.lane import CallsDiffer, Lane, Steps, Wait
 
+THREADS_FROM_BYTES = 16 * 1024 * 1024  # below, to start them costs more than they save
+COMPUTING_THREADS_FROM_BYTES = 128 * 1024
 _NOTHING = memoryview(bytearray())
 
 
@@ -53,9 +65,9 @@ async def run_plan(
         lanes_from: at least one for each of `plan.peers_from`.
         header: of every record of this op, but for its size and its segment.
         source: bytes, never written (I8); may be read-only. As many as the plan's maker says.
-        result: writable bytes, which don't overlap `source`; likewise.
+        result: writable bytes, which don't overlap `source`; as many as the plan's maker says.
         dtype: one of WIRE_DTYPES, of the tensor that is reduced; of no matter to other plans.
-        reduction: as `check_reduction` allows; likewise.
+        reduction: as `check_reduction` allows; of no matter to other plans.
 
     Raises:
         CallsDiffer: a rank from which something comes called something else.
@@ -87,8 +99,8 @@ async def execute(
     Args:
         plan: what to do.
         lanes_to: see `run_plan`.
-        lanes_from: likewise.
-        header: likewise.
+        lanes_from: see `run_plan`.
+        header: see `run_plan`.
         regions: the source, the result, and the scratch, of `plan.scratch_bytes`.
         landed: is called when a record has landed.
         work: does what the queues of the plan say.
@@ -181,17 +193,17 @@ class _Execution:
     async def run(self) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
         if not self._plan.small or not await self._run_in_line():
-            parts = [Stage(self._copy_all())] if self._copied < len(self._plan.copies) else []
+            stages = [Stage(self._copy_all())] if self._copied < len(self._plan.copies) else []
             workers = self._queues[:1], self._queues[1:]
-            parts += [Stage(self._work_off(queues)) for queues in workers if queues]
-            parts += [Stage(self._send_all(track), track.lane) for track in self._to.values()]
-            parts += [
+            stages += [Stage(self._work_off(queues)) for queues in workers if queues]
+            stages += [Stage(self._send_all(track), track.lane) for track in self._to.values()]
+            stages += [
                 Stage(self._receive_all(track), track.lane)
                 for track in self._from.values()
                 if not track.is_over
             ]
             await self._pipe.run(
-                parts, moving_bytes=self._plan.moving_bytes, computing=bool(self._queues)
+                stages, moving_bytes=self._plan.moving_bytes, computing=bool(self._queues)
             )
         elif not self._from:  # else it has let others run while it received
             await trio.lowlevel.checkpoint()
@@ -297,3 +309,200 @@ class _Execution:
             if self._progress[need.event][need.peer].done < need.number:
                 return False
         return True
+
+
+# --- the stages of one op, side by side
+
+
+class Stage(NamedTuple):
+    """What one member of a pipeline does."""
+
+    steps: Steps
+    lane: Lane | None = None
+    """Whose waits the steps yield, all of one direction; None if only for PROGRESS or a TURN."""
+
+
+class Pipeline:
+    """Runs the stages of one op, side by side."""
+
+    def __init__(self) -> None:
+        self._waiting = trio.lowlevel.ParkingLot()
+        self._threads: _Threads | None = None
+
+    def note_progress(self) -> None:
+        """A stage, which calls this, has got further: those that wait for PROGRESS check again."""
+        if self._threads is None:
+            self._waiting.unpark_all()
+        else:
+            self._threads.note_progress()
+
+    async def run(
+        self, stages: Sequence[Stage], *, moving_bytes: int, computing: bool = False
+    ) -> None:
+        """Run them all to their ends; the first that fails ends the others.
+
+        When this returns, raises or is cancelled, no stage is at work any more (V3).
+
+        Args:
+            stages: no two on the same lane.
+            moving_bytes: how much they send and receive together, roughly: many bytes take threads.
+            computing: whether they do more with them than to add.
+
+        Raises:
+            CallsDiffer: as the stage that failed.
+            LaneBroken: as the stage that failed; or a lane was closed meanwhile.
+        """
+        threads_from = COMPUTING_THREADS_FROM_BYTES if computing else THREADS_FROM_BYTES
+        if moving_bytes < threads_from:
+            await self._run_in_tasks(stages)
+            return
+        try:
+            self._threads = _Threads(stages)
+        except OSError:  # no descriptor is left
+            await self._run_in_tasks(stages)
+            return
+        try:
+            await self._threads.run()
+        finally:
+            self._threads = None
+
+    async def _run_in_tasks(self, stages: Sequence[Stage]) -> None:
+        if len(stages) == 1:
+            await self._follow(stages[0])
+            return
+        failures: list[LaneBroken | CallsDiffer] = []
+
+        async def follow(stage: Stage) -> None:
+            try:
+                await self._follow(stage)
+            except (LaneBroken, CallsDiffer) as e:  # one plain error, where a nursery makes a group
+                failures.append(e)
+                nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for stage in stages:
+                nursery.start_soon(follow, stage)
+        if failures:
+            raise failures[0]
+
+    async def _follow(self, stage: Stage) -> None:
+        for wait in stage.steps:
+            if wait is Wait.PROGRESS:
+                await self._waiting.park()
+            elif stage.lane is None:
+                await trio.lowlevel.checkpoint()
+            else:
+                await stage.lane.wait_for(wait)
+
+
+class _Threads:
+    """A thread for each stage, and the one task that waits for them all.
+
+    To cancel it stops them: each ends at its next wait, in which the lanes are whole (V7).
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = stages
+        self._lanes = [stage.lane for stage in stages if stage.lane is not None]
+        self._progress = threading.Condition()
+        self._steps_seen = 0
+        self._at_work = len(stages)
+        self._failures: list[BaseException] = []
+        self._stopped = False
+        self._stops, self._stop_sign = socket.socketpair()  # for `poll`, which macOS has too
+
+    async def run(self) -> None:
+        """Returns when the last thread has ended, also if it is cancelled."""
+        token, task = trio.lowlevel.current_trio_token(), trio.lowlevel.current_task()
+
+        def wake() -> None:
+            token.run_sync_soon(trio.lowlevel.reschedule, task)
+
+        def cancel(_: object) -> trio.lowlevel.Abort:
+            self._stop()
+            return trio.lowlevel.Abort.FAILED  # not before they have ended
+
+        try:
+            for lane in self._lanes:
+                lane.lend(self._stop)
+            for stage in self._stages:
+                try:
+                    trio.lowlevel.start_thread_soon(partial(self._work, stage, wake), _nothing)
+                except RuntimeError as e:
+                    self._failures.append(LaneBroken(f"the data connections have no thread: {e}"))
+                    self._leave(wake)
+            await trio.lowlevel.wait_task_rescheduled(cancel)
+        finally:
+            for lane in self._lanes:
+                lane.take_back()
+            self._stops.close()
+            self._stop_sign.close()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if self._failures:
+            raise self._failures[0]
+        if self._stopped:
+            for lane in self._lanes:
+                lane.check_open()
+
+    def note_progress(self) -> None:
+        """From any of the threads."""
+        with self._progress:
+            self._steps_seen += 1
+            self._progress.notify_all()
+
+    def _stop(self) -> None:
+        """From any thread, as often as one likes."""
+        with self._progress:
+            if not self._stopped:
+                self._stopped = True
+                self._stop_sign.send(b"!")
+                self._progress.notify_all()
+
+    # --- in a thread
+
+    def _work(self, stage: Stage, wake: Callable[[], None]) -> None:
+        try:
+            self._follow(stage)
+        except BaseException as e:  # noqa: BLE001 - the task raises it
+            self._failures.append(e)
+        self._leave(wake)
+
+    def _leave(self, wake: Callable[[], None]) -> None:
+        if self._failures:
+            self._stop()
+        with self._progress:
+            self._at_work -= 1
+            last = not self._at_work
+        if last:
+            wake()
+
+    def _follow(self, stage: Stage) -> None:
+        network = select.poll()
+        network.register(self._stops, select.POLLIN)
+        if stage.lane is not None:
+            stage.lane.register(network)
+        while not self._stopped:
+            seen = self._steps_seen  # before the stage checks how far the others are
+            match next(stage.steps, None):
+                case None:
+                    return
+                case Wait.READABLE | Wait.WRITABLE:
+                    network.poll()
+                case Wait.PROGRESS:
+                    self._await_progress(beyond=seen)
+                case Wait.CLOSED:
+                    self._await_stop()
+                case Wait.TURN:
+                    pass
+
+    def _await_progress(self, *, beyond: int) -> None:
+        with self._progress:
+            self._progress.wait_for(lambda: self._stopped or self._steps_seen != beyond)
+
+    def _await_stop(self) -> None:
+        with self._progress:
+            self._progress.wait_for(lambda: self._stopped)
+
+
+def _nothing(_: object) -> None:
+    """What a thread returns."""

@@ -8,7 +8,7 @@ next call, so a lane survives a view change if its edge does (V7). One task may 
 receives; two may not do the same.
 
 What a lane does is written once, as steps that say what they wait for. `send` and `receive` wait in
-the event loop; a `Pipeline` (`pmesh.net.lanes.pipeline`) lets those of large ops wait in threads.
+the event loop; a `Pipeline` (`pmesh.net.lanes.executor`) lets those of large ops wait in threads.
 """
 
 import contextlib

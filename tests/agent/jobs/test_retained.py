@@ -17,8 +17,8 @@ from pmesh.core.ops.reductions import Values
 from pmesh.core.values import OpOutcome
 from pmesh.core.wire.link import AskResult
 from pmesh.ids import OpNumber, TrainerId
-from pmesh.net.lanes import collectives
-from pmesh.net.lanes.collectives import RingPosition
+from pmesh.net.lanes import ring
+from pmesh.net.lanes.ring import RingPosition
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Village, village
 from tests.worlds.village_ops import hold_all_reduces, machine_of, ranks_of, reduce_all, swallow
@@ -70,7 +70,7 @@ async def a_missed_end(
 async def test_a_fetch_that_takes_longer_than_a_peer_may_be_silent_is_left_alone(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = collectives.broadcast
+    real = ring.broadcast
 
     async def trickle(ring: RingPosition, **call: object) -> None:
         if ring.from_previous is not None:
@@ -91,7 +91,7 @@ async def test_a_fetch_that_takes_longer_than_a_peer_may_be_silent_is_left_alone
 async def test_a_fetch_that_brings_nothing_is_begun_again_in_another_view(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, tries = collectives.broadcast, 0
+    real, tries = ring.broadcast, 0
 
     async def hang_once(ring: RingPosition, **call: object) -> None:
         nonlocal tries
@@ -114,7 +114,7 @@ async def test_a_fetch_that_brings_nothing_is_begun_again_in_another_view(
 async def test_a_view_that_comes_while_a_result_is_served_ends_that_before_its_memory_is_reused(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, ended = collectives.broadcast, list[int]()
+    real, ended = ring.broadcast, list[int]()
 
     async def serve_slowly(ring: RingPosition, **call: object) -> None:
         if ring.to_next is not None and not ended:
@@ -161,7 +161,7 @@ async def test_several_who_missed_the_end_each_fetch_it(
 async def test_a_holder_whose_lane_breaks_is_asked_again(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, breaks = collectives.broadcast, iter([True])
+    real, breaks = ring.broadcast, iter([True])
 
     async def break_once(ring: RingPosition, **call: object) -> None:
         if ring.to_next is not None and next(breaks, False):

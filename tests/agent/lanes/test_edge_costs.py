@@ -9,7 +9,7 @@ from pmesh.agent.lanes.edge_costs import MEASURED_FOR_S, EdgeBook
 from pmesh.core.wire.link import Call
 from pmesh.core.wire.records import RecordHeader
 from pmesh.ids import Incarnation, Member, NodeId
-from pmesh.net.lanes.collectives import RingPosition
+from pmesh.net.lanes.ring import RingPosition
 from tests.worlds.trainer import Trainer, together
 from tests.worlds.village import Village, village
 from tests.worlds.village_ops import ones, ranks_of, reduce_all

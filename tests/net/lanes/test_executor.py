@@ -28,7 +28,7 @@ from pmesh.core.ops.reducing import (
 )
 from pmesh.core.ops.reductions import Values
 from pmesh.errors import LaneBroken
-from pmesh.net.lanes import pipeline
+from pmesh.net.lanes import executor
 from pmesh.net.lanes.lane import CallsDiffer
 from tests.worlds.lanes import Bytes, Collective, bytes_on_the_wire, header, inputs_of, web
 
@@ -231,7 +231,7 @@ LARGE = 700_001
 @pytest.fixture(params=["threads", "tasks"])
 def pipe(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     threads_from = 0 if request.param == "threads" else math.inf
-    monkeypatch.setattr(pipeline, "THREADS_FROM_BYTES", threads_from)
+    monkeypatch.setattr(executor, "THREADS_FROM_BYTES", threads_from)
 
 
 disturbed = pytest.mark.usefixtures("pipe")

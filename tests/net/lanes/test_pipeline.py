@@ -12,8 +12,8 @@ from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
 from pmesh.core.wire.records import MAX_BODY_BYTES
 from pmesh.errors import LaneBroken
+from pmesh.net.lanes.executor import THREADS_FROM_BYTES, Pipeline, Stage
 from pmesh.net.lanes.lane import CallsDiffer, Lane, Steps, Wait
-from pmesh.net.lanes.pipeline import THREADS_FROM_BYTES, Pipeline, Stage
 from tests.worlds.lanes import header, lane_pair
 
 BODY = bytes(range(256)) * (MAX_BODY_BYTES // 256)

@@ -16,9 +16,8 @@ from pmesh.compression.codecs import Codec, codec_of
 from pmesh.core.ops.coded import PIECE_VALUES, plan_coded_ring
 from pmesh.core.ops.plan import SEGMENT_BYTES
 from pmesh.errors import LaneBroken
-from pmesh.net.lanes.coded import Tensors, all_reduce_coded
-from pmesh.net.lanes.collectives import RingPosition
 from pmesh.net.lanes.lane import CallsDiffer
+from pmesh.net.lanes.ring import RingPosition, Tensors, all_reduce_coded
 from tests.worlds.coded_rings import Coded, Plain, noise, reduce_coded, reduce_coded_all
 from tests.worlds.lanes import bytes_on_the_wire, header, reduce_all, ring_of
 

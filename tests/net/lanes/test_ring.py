@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pmesh.core.ops.plan import IN_LINE_BYTES, SEGMENT_BYTES
 from pmesh.core.ops.reductions import WIRE_DTYPES, check_reduction
 from pmesh.core.wire.records import OVERHEAD_BYTES
-from pmesh.net.lanes.collectives import RingPosition, all_reduce, broadcast
+from pmesh.net.lanes.ring import RingPosition, all_reduce, broadcast
 from tests.worlds.lanes import (
     EMPTY,
     at_every_rank,
