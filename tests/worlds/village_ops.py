@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import trio
 
-from pmesh.agent.jobs import op_network
-from pmesh.agent.jobs.op_layout import Op
+from pmesh.agent.jobs import op_task
+from pmesh.agent.jobs.op_task import Op
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.core.ops.kinds import KINDS
@@ -77,7 +77,7 @@ def hold_ops(
     reduces: bool,
 ) -> list[int]:
     """As `hold_all_reduces`; or of what does not reduce."""
-    real, held = op_network.run_on_lanes, list[int]()
+    real, held = op_task.run_on_lanes, list[int]()
 
     async def run(rank: LocalRank, op: Op, plan: RankPlan, rendezvous: LaneRendezvous) -> None:
         stays = plan.size == size and rank.rank in ranks and KINDS[op.kind].reduces == reduces
@@ -89,7 +89,7 @@ def hold_ops(
             held.append(rank.rank or 0)
             await trio.sleep_forever()
 
-    monkeypatch.setattr(op_network, "run_on_lanes", run)
+    monkeypatch.setattr(op_task, "run_on_lanes", run)
     return held
 
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 import trio
 
 from pmesh.agent.config import Settings
-from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.agent.jobs.ranks import LocalRank, sum_of
 from pmesh.agent.jobs.retained import ResultServer
 from pmesh.agent.lanes.edge_costs import EdgeBook
-from pmesh.agent.lanes.rank_lanes import sum_of
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.status.events import EventLog

@@ -4,30 +4,90 @@ A straight line from the request to the reply; what comes next is decided in
 `pmesh.core.jobs.attempt`.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias, assert_never
 
+import numpy as np
 import trio
 
 from pmesh.agent.jobs.driver import Jobs
-from pmesh.agent.jobs.op_layout import NOTHING, Op, check_request, lay_out, let_go
-from pmesh.agent.jobs.op_network import run_on_network
-from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.agent.jobs.ranks import LocalRank, Result
 from pmesh.agent.jobs.retained import fetch_result
+from pmesh.agent.lanes.edge_costs import agree_on_costs
+from pmesh.agent.lanes.rendezvous import LaneRendezvous
+from pmesh.compression.blocks import Float32s
+from pmesh.compression.codecs import Codec, codec_of
 from pmesh.core.jobs import attempt as attempts
-from pmesh.core.jobs.attempt import Fail, Failed, Fetch, RequestView, Run, TellLate, Wait
+from pmesh.core.jobs.attempt import (
+    Fail,
+    Failed,
+    Fetch,
+    OpState,
+    RequestView,
+    Run,
+    TellLate,
+    Wait,
+    roles_in,
+)
+from pmesh.core.ops.kinds import KINDS, Extent, Setting, extent_of, ring_codec_name
+from pmesh.core.ops.moving import plan_broadcast
+from pmesh.core.ops.plan import RankPlan
+from pmesh.core.ops.reductions import WIRE_DTYPES, check_reduction
 from pmesh.core.values import OpOutcome, Verdict
 from pmesh.core.wire.local import OpDone, OpFailed, StartOp
+from pmesh.core.wire.records import RecordHeader
 from pmesh.errors import LaneBroken, ProtocolError, UsageError
-from pmesh.ids import OpNumber
+from pmesh.ids import OpNumber, Rank
+from pmesh.net.lanes.executor import run_plan
 from pmesh.net.lanes.lane import CallsDiffer
+from pmesh.net.lanes.ring import RingPosition, Tensors, all_reduce_coded
 from pmesh.net.local.arenas import Arena
 
+NOTHING = Result(arena=None, nbytes=0)
 TELL_AFTER_OPS = 8  # so often a heartbeat goes ahead of time, while nothing else tells the marks
 LOOK_AGAIN_S = 0.1  # while there are too few ranks: half a heartbeat
 
+_CODED_DTYPE = "float32"
+_MOST_RANKS = 1024  # that a job can wait for: newcomers may make a sync's table longer
+
 Reply: TypeAlias = tuple[OpDone | OpFailed, Arena | None]
 """The reply, and the output arena that it names; it stays until the next op has ended."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Op(OpState):
+    """An op with its request, and the regions of its values."""
+
+    request: StartOp
+    source: Result | None
+    result: Result
+    codec: Codec | None = None
+    """Of a compressed all-reduce."""
+    residual: Result | None = None
+    residual_out: Result | None = None
+    clipped: int = 0
+    """By the codec, in the last attempt."""
+    attempts: int = 0
+
+    @property
+    def kind(self) -> str:
+        """What is called."""
+        return self.call.kind
+
+    @property
+    def is_table(self) -> bool:
+        """Whether its result has a row for each rank, however many there are."""
+        return KINDS[self.kind].row is not None
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a table: what each rank gives."""
+        return self.request.count * WIRE_DTYPES[self.request.wire_dtype].itemsize
+
+    @property
+    def gets(self) -> bool:
+        """Whether the result is for this rank at all."""
+        return self.kind != "reduce" or bool(self.result.nbytes)
 
 
 async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> Reply:
@@ -180,3 +240,247 @@ async def _fetch(rank: LocalRank, op: Op, outcome: OpOutcome, jobs: Jobs) -> Non
     text = f"op {op.number} of job {job!r} had ended elsewhere: its result is fetched"
     jobs.event_log.note("op fetched", text, job=job, op=op.number)
     await fetch_result(rank, op.request.call, op.result.memory, outcome, jobs)
+
+
+# --- the request, checked, and the regions of its values
+
+
+def check_request(rank: LocalRank, request: StartOp) -> None:
+    """Refuse what no client of ours sends: a trainer must not be able to end its agent.
+
+    Raises:
+        ProtocolError: it is such a request.
+    """
+    call = request.call
+    enters = call.kind == "sync"  # O6: with it begins who has just entered
+    if not _fits(rank, request):
+        raise ProtocolError(f"op {request.op} is {call}")
+    if not (enters or rank.world):
+        raise ProtocolError(f"op {request.op} is {call}, before the sync")
+    try:
+        if not enters:
+            _extent(rank, request)
+        if KINDS[call.kind].reduces:
+            check_reduction(call.reduction or "sum", request.wire_dtype)
+        _check_coding(request)
+    except ValueError as e:
+        raise ProtocolError(f"op {request.op} is {call}: {e}") from e
+
+
+def _fits(rank: LocalRank, request: StartOp) -> bool:
+    call, ranks, kind = request.call, range(len(rank.world)), KINDS.get(request.call.kind)
+    return (
+        kind is not None
+        and (not kind.rooted or call.root in ranks)
+        and all(receiver in ranks for receiver in call.receivers)
+        and len(set(call.receivers)) == len(call.receivers)  # views report calls: they stay small
+        and (kind.row is None or kind.row.fits(request))
+    )
+
+
+def _check_coding(request: StartOp) -> None:
+    """Raises ValueError if what is asked of the ring's codec, or without one, has no meaning."""
+    call, name = request.call, ring_codec_name(request.call.compression)
+    arenas = [a for a in (request.arena, request.residual, request.residual_out) if a >= 0]
+    if len(set(arenas)) < len(arenas):
+        raise ValueError("values and residuals in one arena")
+    if not name:
+        if request.residual >= 0 or request.residual_out >= 0:
+            raise ValueError("residuals of what is not compressed")
+        return
+    codec_of(name)
+    if call.kind != "all_reduce" or request.wire_dtype != _CODED_DTYPE:
+        raise ValueError(f"{name} is for an all_reduce of {_CODED_DTYPE}")
+    if call.reduction not in {"sum", "mean"}:
+        raise ValueError(f"{name} is for a sum or a mean")
+    if call.strategy not in {"", "ring"}:
+        raise ValueError(f"{name} is for the ring")
+
+
+def _extent(rank: LocalRank, request: StartOp) -> Extent:
+    place = rank.world.index(rank.id) if rank.id in rank.world else -1
+    return extent_of(request, rank=place, size=max(len(rank.world), 1))
+
+
+async def lay_out(rank: LocalRank, request: StartOp) -> Op:
+    """Find the input region, and a free output region where the op has one.
+
+    Raises:
+        ProtocolError: the request names no input where it should, or one where it should not.
+        UsageError: there is no room for the output.
+        OSError: likewise.
+    """
+    kind, call = request.call.kind, request.call
+    root, receivers = roles_in(rank, call)
+    extent, itemsize = _extent(rank, request), WIRE_DTYPES[request.wire_dtype].itemsize
+    needs_input = extent.gives > 0
+    if needs_input != (request.arena >= 0) or request.offset % itemsize:
+        raise ProtocolError(
+            f"op {request.op} comes with arena {request.arena}, from byte {request.offset}"
+        )
+    codec = ring_codec_name(call.compression)
+    op = Op(
+        number=request.op,
+        call=call,
+        timeout_s=request.timeout_s,
+        request=request,
+        source=_hold(rank, request.arena, extent.gives * itemsize, request.offset),
+        result=NOTHING,
+        codec=codec_of(codec) if codec else None,
+        residual=_hold(rank, request.residual, request.count * itemsize),
+        residual_out=_hold(rank, request.residual_out, request.count * itemsize),
+        root=root,
+        receivers=receivers,
+    )
+    if kind == "broadcast" and root == rank.id:
+        op.result = op.source or NOTHING
+    elif extent.gets or op.is_table:
+        rows = (_MOST_RANKS if kind == "sync" else len(rank.world)) if op.is_table else 0
+        try:
+            arena = await rank.arenas.outputs.acquire(
+                max(rows * op.row_bytes, extent.gets * itemsize)
+            )
+        except (UsageError, OSError):
+            let_go(rank, op, keep=None)
+            raise
+        op.result = Result(arena=arena, nbytes=extent.gets * itemsize)
+    return op
+
+
+def _hold(rank: LocalRank, number: int, nbytes: int, offset: int = 0) -> Result | None:
+    """An input region; None if the request names none."""
+    if number < 0:
+        return None
+    arena = rank.arenas.inputs.hold(number, nbytes, offset=offset)
+    return Result(arena=arena, nbytes=nbytes, is_input=True, offset=offset)
+
+
+def let_go(rank: LocalRank, op: Op, *, keep: Result | None) -> None:
+    """Give the op's regions back, but for the one that holds its result."""
+    regions = [op.result, op.residual, op.residual_out]
+    if op.source is not op.result:
+        regions.append(op.source)
+    for region in regions:
+        if region is not None and region is not keep:
+            rank.let_go(region)
+
+
+# --- the network's part: a plan, over the lanes that it needs
+
+
+async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
+    """One attempt at the op, in the present roster.
+
+    Args:
+        rank: ours.
+        op: laid out.
+        jobs: the rest of the agent.
+
+    Raises:
+        CallsDiffer: another rank called something else.
+        LaneBroken: a lane is gone.
+    """
+    if rank.rank is None:  # V2: the view without us is about to end the attempt
+        await trio.sleep_forever()
+        raise AssertionError("nobody wakes it")
+    op.contributors, rendezvous = rank.roster.ids, jobs.rendezvous
+    root = None if op.root is None else rank.roster.rank_of(op.root)
+    if _leaves_the_choice(rank, op):
+        ring = await rank.ring(rendezvous)
+        members = tuple(trainer.member for trainer in rank.roster.trainers)
+        times = jobs.round_trips_s(members)
+        rank.costs.edges = await agree_on_costs(
+            ring, _header(rank, op), members, times, jobs.edge_book
+        )
+    if op.codec is not None:
+        await _all_reduce_coded(rank, op, op.codec, await rank.ring(rendezvous))
+        return
+    here = Setting(
+        request=op.request,
+        rank=rank.rank,
+        size=rank.size,
+        root=root or 0,
+        edges=rank.costs.edges,
+    )
+    if op.kind == "broadcast":
+        await rank.ring(rendezvous)  # both lanes, also where one is not needed
+        here = replace(here, reach=_reach(rank, op, Rank(here.root)))
+        op.holds = (here.rank - here.root) % here.size <= (here.reach or 0)
+    if op.is_table:
+        op.result = replace(op.result, nbytes=rank.size * op.row_bytes)
+    await run_on_lanes(rank, op, KINDS[op.kind].plan(here), rendezvous)
+    if op.kind == "reduce":
+        # Nobody has ended it before the root has, so that it can run again among others.
+        op.holds = root == rank.rank
+        await rank.ring(rendezvous)
+        told = plan_broadcast(**here.at, root=here.root, nbytes=0)
+        await run_on_lanes(rank, op, told, rendezvous)
+
+
+def _reach(rank: LocalRank, op: Op, root: Rank) -> int:
+    """How far along the ring from the root somebody lacks what it has."""
+    places = [rank.roster.rank_of(receiver) for receiver in op.receivers]
+    return max(((place - root) % rank.size for place in places if place is not None), default=0)
+
+
+async def run_on_lanes(rank: LocalRank, op: Op, plan: RankPlan, rendezvous: LaneRendezvous) -> None:
+    """Run a plan of the op over the lanes that it needs."""
+    ids, kind = rank.roster.ids, KINDS[op.kind]
+    to, from_ = await rank.lanes.open(
+        [ids[peer] for peer in plan.peers_to], [ids[peer] for peer in plan.peers_from], rendezvous
+    )
+    await run_plan(
+        plan,
+        {peer: to[ids[peer]] for peer in plan.peers_to},
+        {peer: from_[ids[peer]] for peer in plan.peers_from},
+        _header(rank, op),
+        source=_table_of(rank, op) if op.is_table and kind.reduces else _source_of(op),
+        result=op.result.memory,
+        dtype=op.request.wire_dtype if kind.reduces else "",
+        reduction=op.request.call.reduction or "sum",
+    )
+
+
+async def _all_reduce_coded(rank: LocalRank, op: Op, codec: Codec, ring: RingPosition) -> None:
+    tensors = Tensors(
+        own=_float32s(_source_of(op)),
+        result=_float32s(op.result.memory),
+        residual=None if op.residual is None else _float32s(op.residual.memory.toreadonly()),
+        residual_out=None if op.residual_out is None else _float32s(op.residual_out.memory),
+    )
+    op.clipped = await all_reduce_coded(
+        ring,
+        op=op.number,
+        fingerprint=rank.fingerprint,
+        completed=rank.ledger.ended,
+        tensors=tensors,
+        codec=codec,
+        reduction=op.request.call.reduction,
+    )
+
+
+def _float32s(memory: memoryview) -> Float32s:
+    return np.frombuffer(memory, np.float32)
+
+
+def _leaves_the_choice(rank: LocalRank, op: Op) -> bool:
+    """Whether the ranks are to find out what is quickest; of two ranks, each way is the same."""
+    chosen = op.request.call.strategy
+    asks = op.kind in {"all_reduce", "barrier"} and chosen in {"", "hierarchical"}
+    knows = rank.costs.edges is not None or op.codec is not None
+    return asks and rank.size > 2 and not knows  # noqa: PLR2004 - as it says
+
+
+def _source_of(op: Op) -> memoryview:
+    return memoryview(b"") if op.source is None else op.source.memory.toreadonly()
+
+
+def _table_of(rank: LocalRank, op: Op) -> memoryview:
+    """A row for each rank, all zeros but our own: their sum is what each rank has given."""
+    table, place = bytearray(rank.size * op.row_bytes), rank.rank or 0
+    table[place * op.row_bytes : (place + 1) * op.row_bytes] = _source_of(op)
+    return memoryview(table).toreadonly()
+
+
+def _header(rank: LocalRank, op: Op) -> RecordHeader:
+    return RecordHeader(0, rank.roster.number, op.number, 0, rank.fingerprint, rank.ledger.ended)

@@ -9,7 +9,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.jobs import op_network
+from pmesh.agent.jobs import op_task
 from pmesh.agent.jobs.trainer import Compiler
 from pmesh.compression.blocks import Float32s
 from pmesh.compression.codecs import codec_of
@@ -145,7 +145,7 @@ def hold_coded(
         await trio.sleep_forever()
         raise AssertionError("nobody wakes it")
 
-    monkeypatch.setattr(op_network, "all_reduce_coded", hold)
+    monkeypatch.setattr(op_task, "all_reduce_coded", hold)
     return held
 
 
@@ -217,7 +217,7 @@ async def test_who_missed_the_end_fetches_the_same_bits_and_keeps_what_it_rounde
         one, two = here.machines
         trainers = await here.job(*([one, one] if together_on_one else [one, two]))
         buckets, model = await buckets_of(trainers, COUNT), Model(2)
-        monkeypatch.setattr(op_network, "all_reduce_coded", miss_the_end)
+        monkeypatch.setattr(op_task, "all_reduce_coded", miss_the_end)
         for op in range(2):
             xs = noise(2, seed=op)
             check(buckets, await reduce_buckets(buckets, xs), model, model.reduce(xs, op))
@@ -238,7 +238,7 @@ async def test_a_failed_op_leaves_the_residual_as_it_was(
             raise LaneBroken("the data connection to mac-1 ended")
 
         with monkeypatch.context() as patch:
-            patch.setattr(op_network, "all_reduce_coded", breaks)
+            patch.setattr(op_task, "all_reduce_coded", breaks)
             calls = [(b.trainer, b.reduce(x)) for b, x in zip(buckets, xs, strict=True)]
             verdicts = await verdicts_of_all(*calls)
         assert {verdict.error for verdict in verdicts} == {"LaneBroken"}

@@ -7,8 +7,8 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from pmesh.agent.jobs import op_network, op_task
-from pmesh.agent.jobs.op_layout import Op
+from pmesh.agent.jobs import op_task
+from pmesh.agent.jobs.op_task import Op
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.jobs.retained import ResultServer
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
@@ -96,7 +96,7 @@ async def test_lanes_that_break_again_and_again_fail_the_op(
     async with village(clock, 2) as here:
         trainers = await here.job(*here.machines)
         with monkeypatch.context() as patch:
-            patch.setattr(op_network, "run_plan", breaks)
+            patch.setattr(op_task, "run_plan", breaks)
             verdicts = await verdicts_of_all(*[(t, t.reduce(ones(9))) for t in trainers])
         assert {v.error for v in verdicts} == {"LaneBroken"}
         assert verdicts[0] == verdicts[1]
@@ -110,7 +110,7 @@ async def test_what_breaks_because_a_view_has_come_is_no_news(
     """The view closes the lanes while the op is about to read from them."""
     async with village(clock, 3) as here:
         a, b, c = await here.job(*here.machines)
-        real = op_network.run_on_lanes
+        real = op_task.run_on_lanes
 
         async def break_with_the_view(
             rank: LocalRank, op: Op, plan: RankPlan, rendezvous: LaneRendezvous
@@ -123,7 +123,7 @@ async def test_what_breaks_because_a_view_has_come_is_no_news(
             finally:
                 raise error
 
-        monkeypatch.setattr(op_network, "run_on_lanes", break_with_the_view)
+        monkeypatch.setattr(op_task, "run_on_lanes", break_with_the_view)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(swallow, c.reduce(ones(1000)))
 
@@ -153,7 +153,7 @@ async def test_a_rank_that_missed_the_end_fetches_the_same_bits(
         await reduce_all(trainers)
         misses, fetched = iter([True]), 0
         x = np.random.default_rng(1).random(count, np.float32)
-        real_run, real_fetch = op_network.run_on_lanes, op_task._fetch  # noqa: SLF001
+        real_run, real_fetch = op_task.run_on_lanes, op_task._fetch  # noqa: SLF001
 
         async def miss_the_end(
             rank: LocalRank, op: Op, plan: RankPlan, rendezvous: LaneRendezvous
@@ -168,7 +168,7 @@ async def test_a_rank_that_missed_the_end_fetches_the_same_bits(
             fetched += 1
             await real_fetch(*arguments)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(op_network, "run_on_lanes", miss_the_end)
+        monkeypatch.setattr(op_task, "run_on_lanes", miss_the_end)
         monkeypatch.setattr(op_task, "_fetch", count_fetches)
         results = await reduce_all(trainers, x)
         assert fetched == 1
@@ -181,7 +181,7 @@ async def test_a_root_whose_broadcast_was_interrupted_has_its_result_already(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     breaks = iter([True])
-    real = op_network.run_on_lanes
+    real = op_task.run_on_lanes
 
     async def break_at_the_end(
         rank: LocalRank, op: Op, plan: RankPlan, rendezvous: LaneRendezvous
@@ -192,7 +192,7 @@ async def test_a_root_whose_broadcast_was_interrupted_has_its_result_already(
 
     async with village(clock, 2) as here:
         a, b = await here.job(*here.machines)
-        monkeypatch.setattr(op_network, "run_on_lanes", break_at_the_end)
+        monkeypatch.setattr(op_task, "run_on_lanes", break_at_the_end)
         x = np.arange(9, dtype=np.float32)
         results = await together(lambda: a.broadcast(x), lambda: b.broadcast(x))
         assert np.array_equal(results[1], x)
@@ -224,7 +224,7 @@ async def test_a_holder_that_does_not_answer_is_asked_again(
 ) -> None:
     """It may be one view behind, and then it does not know what it is asked for."""
     real, asked, misses = ResultServer.answer, 0, iter([True])
-    real_run = op_network.run_on_lanes
+    real_run = op_task.run_on_lanes
 
     def answer(server: ResultServer, ask: AskResult) -> None:
         nonlocal asked
@@ -242,7 +242,7 @@ async def test_a_holder_that_does_not_answer_is_asked_again(
     monkeypatch.setattr(ResultServer, "answer", answer)
     async with village(clock, 2) as here:
         trainers = await here.job(*here.machines)
-        monkeypatch.setattr(op_network, "run_on_lanes", miss_the_end)
+        monkeypatch.setattr(op_task, "run_on_lanes", miss_the_end)
         assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
         assert asked == 2
 

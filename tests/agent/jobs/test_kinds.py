@@ -9,8 +9,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.jobs import op_network
-from pmesh.agent.jobs.op_layout import check_request
+from pmesh.agent.jobs import op_task
+from pmesh.agent.jobs.op_task import check_request
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.core.ops.kinds import extent_of
 from pmesh.core.ops.plan import RankPlan
@@ -187,7 +187,7 @@ async def test_who_missed_the_end_of_a_collect_fetches_the_rows_of_those_who_wer
             result[:] = bytes(len(result))
             raise LaneBroken("its last record never arrived")
 
-    monkeypatch.setattr(op_network, "run_plan", miss_the_end)
+    monkeypatch.setattr(op_task, "run_plan", miss_the_end)
     async with village(clock, 3) as here:
         one, two, three = here.machines
         *left, lost = await here.job(*([one, one, one] if together_on_one else [one, two, three]))

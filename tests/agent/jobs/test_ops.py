@@ -7,7 +7,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.jobs import op_network
+from pmesh.agent.jobs import op_task
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.core.jobs.attempt import MAX_UNSTABLE_OPS
 from pmesh.core.values import Verdict
@@ -207,7 +207,7 @@ async def test_a_timeout_where_all_have_started_blames_the_network(
     async def never(*_: object, **__: object) -> None:
         await trio.sleep_forever()
 
-    monkeypatch.setattr(op_network, "run_plan", never)
+    monkeypatch.setattr(op_task, "run_plan", never)
     async with village(clock, 2) as here:
         a, b = await here.job(*here.machines)
         verdicts = await verdicts_of_all(

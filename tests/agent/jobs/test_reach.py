@@ -8,9 +8,9 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.jobs import op_network, op_task, retained
+from pmesh.agent.jobs import op_task, retained
 from pmesh.agent.jobs.driver import Jobs
-from pmesh.agent.jobs.op_layout import Op
+from pmesh.agent.jobs.op_task import Op
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.core.ops.plan import RankPlan
@@ -148,7 +148,7 @@ async def test_those_beyond_complete_only_after_the_last_receiver_has_got_it(
 ) -> None:
     async with village(clock, 4) as here:
         trainers = await here.job(*here.machines)
-        go_on, real, waiting = trio.Event(), op_network.run_on_lanes, list[int]()
+        go_on, real, waiting = trio.Event(), op_task.run_on_lanes, list[int]()
 
         async def late(rank: LocalRank, op: Op, plan: RankPlan, rendezvous: LaneRendezvous) -> None:
             if rank.rank == 2:
@@ -156,7 +156,7 @@ async def test_those_beyond_complete_only_after_the_last_receiver_has_got_it(
                 await go_on.wait()
             await real(rank, op, plan, rendezvous)
 
-        monkeypatch.setattr(op_network, "run_on_lanes", late)
+        monkeypatch.setattr(op_task, "run_on_lanes", late)
         async with trio.open_nursery() as nursery:
             for trainer in trainers:
                 nursery.start_soon(send_to, [1, 2], trainer)

@@ -5,8 +5,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.jobs import op_network
-from pmesh.agent.jobs.op_layout import Op
+from pmesh.agent.jobs import op_task
+from pmesh.agent.jobs.op_task import Op
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.core.ops.reductions import Values
 from pmesh.errors import LaneBroken
@@ -72,7 +72,7 @@ async def test_who_missed_it_fetches_it_from_who_has_it_and_not_from_who_heard_o
     async with village(clock, 3) as here:
         a, b, c = await here.job(*here.machines)  # b sends to c, and a hears of it
         await reduce_all([a, b, c])
-        real, misses = op_network.run_on_lanes, iter([True])
+        real, misses = op_task.run_on_lanes, iter([True])
 
         async def miss_the_end(rank: LocalRank, op: Op, *more: object) -> None:
             await real(rank, op, *more)  # type: ignore[arg-type] # as they came
@@ -84,7 +84,7 @@ async def test_who_missed_it_fetches_it_from_who_has_it_and_not_from_who_heard_o
                     await trio.sleep_forever()
                 raise LaneBroken("its last record never arrived")
 
-        monkeypatch.setattr(op_network, "run_on_lanes", miss_the_end)
+        monkeypatch.setattr(op_task, "run_on_lanes", miss_the_end)
         _, _, got = await together(
             lambda: a.broadcast(X, 1, (2,)),
             lambda: b.broadcast(X, 1, (2,)),
