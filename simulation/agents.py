@@ -188,8 +188,8 @@ class Agent:
         self._links.add(peer, greeting.member, self.now)
         self._round_trips[greeting.member.incarnation] = self._peers[peer]
         self._facts = None
-        self._links.tell(greeting.member, TellView(self.state.view))
-        self._links.tell(greeting.member, self._heartbeat())
+        self._links.send_control(greeting.member, TellView(self.state.view))
+        self._links.send_control(greeting.member, self._heartbeat())
 
     def unreachable(self, peer: int) -> None:
         """A dial has failed."""
@@ -249,7 +249,7 @@ class Agent:
                         self.before_commit(self)
                     if not self._running:
                         return
-                    self._links.tell(to, message)
+                    self._links.send_control(to, message)
                 case Fence(jobs):
                     self._note(self.number, f"fences {jobs} for {self.state.promised[0]}")
                     self.jobs.fence(jobs)
@@ -260,7 +260,7 @@ class Agent:
         if self.state.primaries is not before.primaries:
             self._look_who_may_run()
         if any(isinstance(action, Install) for action in step.actions):
-            self._timeline.after(0.0, self._poke)
+            self._timeline.after(0.0, self._reevaluate)
         if self.state is not before or step.actions:
             self._invariants.promised(self.state.me, self.state.promised)
             self._show()
@@ -316,14 +316,14 @@ class Agent:
         self._links.dial_missing(self._peers, self.now)
         self._employ()
         for trainer in self.trainers:
-            trainer.look()
-        self.jobs.look()
-        self._poke()
+            trainer.poll()
+        self.jobs.poll()
+        self._reevaluate()
         self._beat()
         if limits.who_holds_up(self.state):
             raise Violation(f"{self.number} blames its leader, which is honest")
 
-    def _poke(self) -> None:
+    def _reevaluate(self) -> None:
         if self._running:
             self._perform(agreement.pass_time(self.state, self._known(), now=self.now))
 
@@ -358,7 +358,7 @@ class Agent:
         if to == self.state.me:
             self._timeline.after(0.0, self._answer, message)
         else:
-            self._links.tell(to, message)
+            self._links.send_control(to, message)
 
     def _answer(self, ask: AskResult) -> None:
         rank = self.jobs.asked_of(ask)
@@ -390,7 +390,7 @@ class Agent:
         self._invariants.settled(rank, after, self.state.view)
 
     def superseded(self, rank: LocalRank) -> None:
-        """A rank is told that the others go on without it."""
+        """A rank learns that the others go on without it."""
         self._note(self.number, f"{rank.roster.job}: {rank.id} is superseded")
 
     # --- what we know, and say

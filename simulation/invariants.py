@@ -173,7 +173,7 @@ class Invariants:
                 raise Violation(f"O5: {rank.id} sees {rank.world}, {other.id} {other.world}")
 
     def ended(self, rank: LocalRank, op: OpNumber) -> None:
-        """I4: what has ended has ended. I3 and I5: for those beside us likewise."""
+        """I4: what has ended has ended. I3 and I5: so it has for those beside us."""
         end = rank.ends[op]
         self.ops_ended += 1
         self.ops_failed += isinstance(end.outcome, Verdict)
@@ -196,7 +196,7 @@ class Invariants:
         self.descent.goes_on(rank.roster)
 
     def _check_sleep(self, rank: LocalRank, op: OpNumber) -> None:
-        """V8: who has slept ends nothing in a view that was left meanwhile, without it."""
+        """V8: a rank that has slept ends nothing in a view that was left meanwhile, without it."""
         member = rank.trainer.member
         since, until = self._slept.get(member, (0.0, 0.0))
         left_at = self._left_out.get((member, self._last[member].epoch))
@@ -223,12 +223,12 @@ class Invariants:
         self._note_failures(after)
         for op, report in rank.ledger.ops.items():
             if not (report.completed and report.holds):
-                continue  # who has no result can't serve it: then the op may fail, also here
+                continue  # it can't serve what it lacks: then the op may fail, also here
             if rank.id not in after.ids and not self._is_lacked(op, after):
                 continue  # its trainer is lost, and the others have ended it: perhaps as failed
             outcome = outcomes.get(op)
             if outcome is not None and outcome.verdict and report.call.kind in BOUND_KINDS:
-                self._check_torn(outcome, after)  # told at the next call
+                self._check_torn(outcome, after)  # raised by the next call
             elif outcome is None or (
                 outcome.holders and outcome.contributors != report.contributors
             ):
@@ -295,14 +295,14 @@ class Invariants:
                     continue
                 told_late = ours.call != theirs.call or _is_torn(ours, theirs)
                 if told_late and not _is_stable(op, rank, other):
-                    continue  # I5 and O4: one that had returned is told at its next call
+                    continue  # I5 and O4: where one had returned, its next call raises it
                 raise Violation(f"{_broken(ours, theirs)}: op {op} at {rank.id}: {ours}; {theirs}")
 
 
 def _check_residual(rank: LocalRank, end: End, result: OpResult) -> None:
     """O9: what a rank keeps of its last attempt is what that result lacks, also if it fetched it.
 
-    So a trainer need not be told which attempt it was.
+    So a trainer need not know which attempt it was.
     """
     if end.call.kind == "all_reduce" and end.staged != result.number:
         raise Violation(f"O9: {rank.id} keeps the residual of {end.staged}, and got {result}")

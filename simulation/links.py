@@ -14,7 +14,7 @@ REDIAL_S = 1.0
 """How often a peer that is gone is dialled."""
 
 Message = LinkMessage | LaneMessage
-"""What simulated agents tell each other; values that nobody changes, so they travel as they are."""
+"""What simulated agents send each other; values that nobody changes, so they travel as they are."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class Links:
             if peer not in self._up and now - self._dialled_at.get(peer, -9.0) > REDIAL_S:
                 self.dial(peer, now)
 
-    def tell(self, to: Member, message: LinkMessage) -> None:
+    def send_control(self, to: Member, message: LinkMessage) -> None:
         """Send a control message to a member, if there is a link."""
         self.send(to, "link", message)
 

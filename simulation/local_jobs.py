@@ -91,11 +91,11 @@ class LocalJobs(JobsState[WaitingTrainer, LocalRank]):
         return installed.ended + installed.renumbered
 
     def marked(self, member: Member, heartbeat: Heartbeat) -> None:
-        """A peer has told how far its ranks have come."""
+        """A peer has reported how far its ranks have come."""
         self.hear(self._host.state, member, heartbeat)
 
-    def look(self) -> None:
-        """At every tick: what no message tells."""
+    def poll(self) -> None:
+        """At every tick: check what no message reports."""
         passed = self.pass_time(self._host.state, self._host.now)
         if passed.ended:
             self._host.facts_changed()

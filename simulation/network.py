@@ -60,7 +60,7 @@ class Host(Protocol[_Message]):
 
     @property
     def greeting(self) -> _Message:
-        """What the other end of a new connection is told: the Hello."""
+        """What the other end of a new connection gets: the Hello."""
         ...
 
     def connected(self, peer: int, greeting: _Message) -> None:
@@ -92,7 +92,7 @@ class Conditions:
     loss: float = 0.0
     """The share of messages that are lost, on the channels in `lossy`."""
     repeats: float = 0.0
-    """The share of messages that arrive twice, likewise."""
+    """The share of messages that arrive twice, on the channels in `lossy`."""
     orderly: float = 0.5
     """The share of closed connections whose other side still reads what was under way."""
     lossy: Collection[str] = ("link",)
@@ -139,7 +139,7 @@ class Network(Generic[_Message]):
         self._frozen.pop(number, None)
 
     def dial(self, number: int, peer: int) -> None:
-        """Connect; the dialling host is told of failure, both of success."""
+        """Connect; the dialling host learns of failure, both of success."""
         self._timeline.after(self._delay(), self._answer, number, peer, self._hosts[number])
 
     def close(self, number: int, peer: int) -> None:

@@ -8,7 +8,7 @@ phase here: nothing waits but for a message, a view or the next tick.
 from typing import assert_never
 
 from pmesh.core.jobs import attempt as attempts
-from pmesh.core.jobs.attempt import Fail, Failed, Fetch, RequestView, Run, TellLate, Wait
+from pmesh.core.jobs.attempt import Fail, Failed, Fetch, ReportLate, RequestView, Run, Wait
 from pmesh.core.values import OpOutcome, Verdict
 from pmesh.core.wire.link import AskResult, Call
 from pmesh.ids import Member, OpNumber
@@ -24,9 +24,9 @@ ANY_ATTEMPT = 0
 
 
 def call_op(rank: LocalRank, call: Call) -> None:
-    """A trainer calls its next op; `rank.replied` hears how it ends."""
+    """A trainer calls its next op; `rank.replied` gets how it ends."""
     if rank.late_failure is not None:
-        _reply(rank, attempts.tell_late(rank))
+        _reply(rank, attempts.report_late(rank))
         return
     number = OpNumber(rank.ledger.started + 1)
     root, receivers = attempts.roles_in(rank, call)
@@ -52,9 +52,9 @@ def _go_on(rank: LocalRank, op: Op) -> None:
     match step:
         case Fail(outcome):
             _fail(rank, op, outcome)
-        case TellLate():
+        case ReportLate():
             rank.op = None
-            _reply(rank, attempts.tell_late(rank))
+            _reply(rank, attempts.report_late(rank))
         case Wait():
             pass
         case RequestView(verdict, about):
@@ -84,7 +84,7 @@ def unhindered(rank: LocalRank) -> None:
 
 
 def pass_time(rank: LocalRank) -> None:
-    """I6: every wait has a deadline; and what no message tells."""
+    """I6: every wait has a deadline; and what no message reports."""
     op, now = rank.op, rank.host.now
     if op is None:
         return

@@ -61,7 +61,7 @@ class LocalRank(RankState[OpResult | None]):
         """What its trainer puts into an op: no two trainers or ops put in the same."""
         self.op: Op | None = None
         self.replied: Callable[[Verdict | None], None] | None = None
-        """Told how the call that is under way has ended: with which error."""
+        """Called when the call that is under way has ended: with which error."""
         self.tokens: dict[OpNumber, dict[TrainerId, Token]] = {}
         self.ends: dict[OpNumber, End] = {}
         """How each op ended here, for ever: what the invariants are checked on."""

@@ -221,7 +221,7 @@ def main(*nodes: int) -> None:
     """Print what meshes of these sizes cost.
 
     Args:
-        nodes: how many each has; 8, 64 and 256 unless told otherwise.
+        nodes: how many each has; 8, 64 and 256 unless given.
     """
     with _plans_kept():
         scales = [measure(size) for size in nodes or (8, 64, 256)]

@@ -28,7 +28,7 @@ MUTATIONS = "tests.simulation.mutations"
 """Where a mutation that is named without its module stands: in this repository's tests."""
 
 CHUNK = 10  # seeds handed to a process at once: some seconds
-TELL_EVERY = 1000  # seeds: some minutes
+REPORT_EVERY = 1000  # seeds: some minutes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ def main(
             simulated += verdict.outcome.simulated_s
             settled = max(settled, verdict.outcome.settled_s)
         done = verdict.seed - first + 1
-        if done % TELL_EVERY == 0 or done == seeds:
+        if done % REPORT_EVERY == 0 or done == seeds:
             elapsed = time.monotonic() - began
             _print(
                 f"{done} seeds, {failed} violations, {elapsed:.1f} s:"

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 LONG_THOUGHT_S = 6.0
 """Longer than an op may take."""
 
-LOOK_S = 0.1
-"""How often a trainer that stands still looks whether it may go on."""
+POLL_S = 0.1
+"""How often a trainer that stands still checks whether it may go on."""
 
 STRAGGLER_AFTER_S = 3.0
 """How long the others bear a trainer whose process is stopped."""
@@ -109,8 +109,8 @@ class Trainer:
             self._stopped_at = self._host.now
             self._timeline.after(duration_s, self._continue)
 
-    def look(self) -> None:
-        """Its agent looks at its process."""
+    def poll(self) -> None:
+        """Its agent checks its process."""
         rank, since = self.rank, self._stopped_at
         if rank is None or not self.alive:
             return
@@ -151,7 +151,7 @@ class Trainer:
         if not self.alive or self._waiter is not waiter:
             return
         if self._stands_still():
-            self._timeline.after(LOOK_S, self._give_up, waiter)
+            self._timeline.after(POLL_S, self._give_up, waiter)
         else:
             self.leave()
 
@@ -159,7 +159,7 @@ class Trainer:
         self.rank = rank
         rank.replied = self._replied
         if self._enters:
-            rank.world = ()  # it is told who is in the job when the sync returns (O5)
+            rank.world = ()  # it learns who is in the job when the sync returns (O5)
             self._timeline.after(0.0, self._call_entering)
         else:
             self._waiter = None
@@ -183,7 +183,7 @@ class Trainer:
         if not self.alive:
             return
         if self._stands_still():
-            self._timeline.after(LOOK_S, self._call)
+            self._timeline.after(POLL_S, self._call)
         elif self._calls >= self.habits.ops and self._timeline.now < self.habits.until_s:
             self.leave()
         elif self._enters:

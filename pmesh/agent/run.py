@@ -17,7 +17,7 @@ import trio
 
 from pmesh.agent.config import Settings, host_port_text
 from pmesh.agent.containment import Containment
-from pmesh.agent.jobs.driver import LOOK_S, Jobs
+from pmesh.agent.jobs.driver import POLL_S, Jobs
 from pmesh.agent.jobs.trainer import serve_trainer
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.agent.limits import Admission, open_files_limit, plan_files
@@ -287,8 +287,8 @@ class Agent:
 
     async def _look(self) -> None:
         while True:
-            await trio.sleep(LOOK_S)
-            self.jobs.look()
+            await trio.sleep(POLL_S)
+            self.jobs.poll()
 
     async def _serve_program(self, session: Session) -> None:
         """Serve a local program; an error of ours ends its session, and not the agent."""

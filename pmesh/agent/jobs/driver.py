@@ -25,7 +25,7 @@ from pmesh.core.wire.local import Connect
 from pmesh.ids import JobName, Member
 from pmesh.net.local.arena_pools import SessionArenas
 
-LOOK_S = 0.25  # how often to look for what no message tells
+POLL_S = 0.25  # how often to check what no message reports
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
             terms=request.terms,
         )
         self.add(waiter)
-        self.poke()
+        self.reevaluate()
         return waiter
 
     def withdraw(self, waiter: WaitingTrainer) -> None:
@@ -77,12 +77,12 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         self.waiters.pop(waiter.slot, None)
         if waiter.rank is not None:
             self.depart(waiter.rank, "is lost: its trainer left")
-        self.poke()
+        self.reevaluate()
 
     def depart(self, rank: LocalRank, why: str) -> None:
         """The trainer is gone, or has been stopped for too long: the others go on without it."""
         if self.leave(rank, why, trio.current_time()):
-            self._tell_losses([rank])
+            self._report_losses([rank])
 
     def waiting_for(self, job: JobName) -> dict[Member, int]:
         """How many trainers wait for the job at each member of the view."""
@@ -104,16 +104,16 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         for waiter, rank in installed.begun:
             rank.lanes.begin(rank.roster, self.rendezvous)
             waiter.joined.set()
-        self._tell_losses(installed.leaving)
-        self.results.look_again()
+        self._report_losses(installed.leaving)
+        self.results.answer_early()
 
     def marked(self, member: Member, heartbeat: Heartbeat) -> None:
-        """A peer has told how far its ranks have come, and what it has installed."""
+        """A peer has reported how far its ranks have come, and what it has installed."""
         heard = self.hear(self.membership.state, member, heartbeat)
         for mark in heard.stops:
             self.note_stop(mark)
         if heard.differs:
-            self.poke()
+            self.reevaluate()
 
     def note_stop(self, mark: RankProgress) -> None:
         """A trainer's process has been stopped, here or elsewhere, or runs again."""
@@ -127,17 +127,17 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         else:
             self.event_log.note("trainer continued", f"{name} runs again", job=mark.job)
 
-    def look(self) -> None:
-        """Every quarter of a second: what no message tells."""
+    def poll(self) -> None:
+        """Every quarter of a second: check what no message reports."""
         for rank in self.ranks:
-            rank.lanes.look()
+            rank.lanes.note_traffic()
             rank.moved, rank.patience_s = sum(rank.lanes.traffic), self._patience_s(rank)
         passed = self.pass_time(self.membership.state, trio.current_time())
         for rank in passed.ended:
             self._forget(rank)
-        self._tell_losses(passed.leaving)
+        self._report_losses(passed.leaving)
         if passed.stuck:
-            self.poke()
+            self.reevaluate()
 
     def _patience_s(self, rank: LocalRank) -> float:
         """How long the peer at the slower of the two edges may be silent before it is gone."""
@@ -145,8 +145,8 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         known = [h for peer in peers if (h := self.membership.health_of(peer.member.node))]
         return max((h.thresholds.gone_after_s for h in known), default=WIRED.gone_after_s)
 
-    def _tell_losses(self, ranks: Iterable[LocalRank]) -> None:
-        """All before the leader is told: its view may come at once."""
+    def _report_losses(self, ranks: Iterable[LocalRank]) -> None:
+        """Note all before the leader is asked: its view may come at once."""
         leaving = [
             (r.roster.job, r.view_request.verdict) for r in ranks if r.view_request is not None
         ]
@@ -154,7 +154,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
             text = "" if verdict is None else verdict.message
             self.event_log.note("loss noticed", f"job {job!r}: {text}", job=job)
         if leaving:
-            self.poke()
+            self.reevaluate()
 
     def _forget(self, rank: LocalRank) -> None:
         """It is no longer among ours."""
@@ -164,12 +164,12 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
 
     # --- what surrounds an op
 
-    def poke(self) -> None:
+    def reevaluate(self) -> None:
         """A fact has changed."""
         self.membership.poke()
 
     def beat(self) -> None:
-        """Tell the others how far our ranks have come."""
+        """Send the others how far our ranks have come."""
         self.stabilize()
         self.membership.beat()
 

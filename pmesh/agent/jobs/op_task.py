@@ -23,9 +23,9 @@ from pmesh.core.jobs.attempt import (
     Failed,
     Fetch,
     OpState,
+    ReportLate,
     RequestView,
     Run,
-    TellLate,
     Wait,
     roles_in,
 )
@@ -44,8 +44,8 @@ from pmesh.net.lanes.ring import RingPosition, Tensors, all_reduce_coded
 from pmesh.net.local.arenas import Arena
 
 NOTHING = Result(arena=None, nbytes=0)
-TELL_AFTER_OPS = 8  # so often a heartbeat goes ahead of time, while nothing else tells the marks
-LOOK_AGAIN_S = 0.1  # while there are too few ranks: half a heartbeat
+BEAT_EVERY_OPS = 8  # unstable ones: a heartbeat with our progress goes ahead of time
+RANKS_POLL_S = 0.1  # while there are too few ranks: half a heartbeat
 
 _CODED_DTYPE = "float32"
 _MOST_RANKS = 1024  # that a job can wait for: newcomers may make a sync's table longer
@@ -97,7 +97,7 @@ async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> Reply:
         ProtocolError: no pmesh client would send this request.
     """
     if rank.late_failure is not None:  # I5
-        return _failed(request.op, attempts.tell_late(rank))
+        return _failed(request.op, attempts.report_late(rank))
     if request.op != rank.ledger.started + 1:
         raise ProtocolError(f"op {request.op} after op {rank.ledger.started}")
     check_request(rank, request)
@@ -141,9 +141,9 @@ async def _attempt(rank: LocalRank, op: Op, jobs: Jobs) -> Reply:
                 case Fail(outcome):
                     let_go(rank, op, keep=None)
                     return _failed(op.number, attempts.end_failed(rank, op, outcome))
-                case TellLate():
+                case ReportLate():
                     let_go(rank, op, keep=None)
-                    return _failed(op.number, attempts.tell_late(rank))
+                    return _failed(op.number, attempts.report_late(rank))
                 case Wait() as wait:
                     await _wait(rank, wait, jobs)
                     continue
@@ -171,13 +171,13 @@ async def _attempt(rank: LocalRank, op: Op, jobs: Jobs) -> Reply:
 
 async def _await_view(rank: LocalRank, verdict: Verdict | None, op: int, jobs: Jobs) -> None:
     rank.request_view(verdict, op)
-    jobs.poke()
+    jobs.reevaluate()
     await trio.sleep_forever()
 
 
 async def _wait(rank: LocalRank, wait: Wait, jobs: Jobs) -> None:
-    if wait.what == "ranks":  # who waits is told by heartbeats, five a second
-        await trio.sleep(LOOK_AGAIN_S)
+    if wait.what == "ranks":  # heartbeats report who waits, five a second
+        await trio.sleep(RANKS_POLL_S)
         return
     if wait.what == "room":
         jobs.beat()
@@ -195,7 +195,7 @@ def _deliver(rank: LocalRank, op: Op, jobs: Jobs) -> Reply:
     lent = arena is not None and op.request.borrows and rank.arenas.outputs.lend(arena)
     let_go(rank, op, keep=op.result)
     rank.pass_barrier(op.number, op.kind)
-    if rank.ledger.ops and len(rank.ledger.ops) % TELL_AFTER_OPS == 0:
+    if rank.ledger.ops and len(rank.ledger.ops) % BEAT_EVERY_OPS == 0:
         jobs.beat()
     if rank.halted_since is not None:
         _note_halt(rank, op, jobs)
@@ -252,7 +252,7 @@ def check_request(rank: LocalRank, request: StartOp) -> None:
         ProtocolError: it is such a request.
     """
     call = request.call
-    enters = call.kind == "sync"  # O6: with it begins who has just entered
+    enters = call.kind == "sync"  # O6: a trainer that has just entered begins with it
     if not _fits(rank, request):
         raise ProtocolError(f"op {request.op} is {call}")
     if not (enters or rank.world):
@@ -308,7 +308,7 @@ async def lay_out(rank: LocalRank, request: StartOp) -> Op:
     Raises:
         ProtocolError: the request names no input where it should, or one where it should not.
         UsageError: there is no room for the output.
-        OSError: likewise.
+        OSError: the system has no memory or descriptor for it.
     """
     kind, call = request.call.kind, request.call
     root, receivers = roles_in(rank, call)
@@ -413,8 +413,8 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
         # Nobody has ended it before the root has, so that it can run again among others.
         op.holds = root == rank.rank
         await rank.ring(rendezvous)
-        told = plan_broadcast(**here.at, root=here.root, nbytes=0)
-        await run_on_lanes(rank, op, told, rendezvous)
+        news = plan_broadcast(**here.at, root=here.root, nbytes=0)
+        await run_on_lanes(rank, op, news, rendezvous)
 
 
 def _reach(rank: LocalRank, op: Op, root: Rank) -> int:

@@ -272,7 +272,7 @@ class RankLanes:
         self._carrying.discard(lane)
         self.ended_traffic = sum_of(self.ended_traffic, (lane.bytes_sent, lane.bytes_received))
 
-    def look(self) -> None:
+    def note_traffic(self) -> None:
         """Note when something was last seen to move: since then the ring has stood still."""
         if self.traffic != self._moved[0]:
             self._moved = self.traffic, trio.current_time()

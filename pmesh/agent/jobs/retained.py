@@ -141,7 +141,7 @@ class ResultServer:
                 self._serving.add(ask)
                 self._nursery.start_soon(self._serve, rank, ask)
 
-    def look_again(self) -> None:
+    def answer_early(self) -> None:
         """A view has been installed."""
         early = list(self._early)
         self._early.clear()

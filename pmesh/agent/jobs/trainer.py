@@ -62,7 +62,7 @@ class Compiler:
         try:
             prepare = codec_of(codec).prepare
         except ValueError:
-            return  # an earlier op's failure was told instead; called again, it is refused
+            return  # an earlier op's failure was reported instead; called again, it is refused
         self._nursery.start_soon(self._compile, codec, prepare)
 
     async def _compile(self, codec: str, prepare: Callable[[], bool]) -> None:
@@ -71,8 +71,8 @@ class Compiler:
             await trio.to_thread.run_sync(prepare, abandon_on_cancel=True)
 
 
-LOOK_S = 0.02  # while a trainer waits for its job
-WATCH_S = 0.5  # once it has one: each look costs 0.3 ms, and its end is told without any
+POLL_S = 0.02  # while a trainer waits for its job
+WATCH_S = 0.5  # once it has one: each check costs 0.3 ms, and its end is reported without any
 SAY_EVERY_S = 10.0  # I6: a line that says on whom a call waits
 TELL_S = 1.0  # a program that does not read this is told by the end of its session
 PREDECESSOR_S = 2.0  # a job of the same name that is just ending makes way in this time
@@ -156,7 +156,7 @@ class _Trainer:
             elif trio.current_time() >= deadline:
                 refusal = Verdict("JobRunning", _never_syncs(self._job))
             else:
-                await trio.sleep(LOOK_S)  # one that ends just now makes way for the next run
+                await trio.sleep(POLL_S)  # one that ends just now makes way for the next run
             if refusal is not None:
                 await self._session.send(Refused(refusal))
                 return False
@@ -212,7 +212,7 @@ class _Trainer:
             raise
         self._rank = waiter.rank
         if self._rank is None:
-            self._jobs.withdraw(waiter)  # first: while we tell it, the job might begin with it
+            self._jobs.withdraw(waiter)  # first: while we report that, the job might begin with it
         else:
             self._rank.pid = self._session.pid
         return refusal
@@ -235,7 +235,7 @@ class _Trainer:
                 said_at = now
                 absent = _without(waiter, self._jobs)
                 await self._session.send(StillWaiting(ENTERS, now - began, absent))
-            with trio.move_on_after(min(LOOK_S, began + timeout_s - now)):
+            with trio.move_on_after(min(POLL_S, began + timeout_s - now)):
                 await waiter.joined.wait()
         return None
 
@@ -253,8 +253,8 @@ class _Trainer:
         if not gone:
             return None
         losses = () if roster is None else roster.losses
-        told = (loss.message for loss in losses if gone.intersection(loss.trainers))
-        why = next(told, "one of its ranks is lost")
+        messages = (loss.message for loss in losses if gone.intersection(loss.trainers))
+        why = next(messages, "one of its ranks is lost")
         return Verdict("RankLost", f"{why}; not all of its ranks had come", tuple(sorted(gone)))
 
     # --- requests
@@ -299,7 +299,7 @@ class _Trainer:
         self._rank = None  # what it has left behind serves on, until nobody asks
         refusal = await self._enlist(timeout_s, begins=False)
         if self._rank is not None:
-            self._rank.world = ()  # it is told who is in the job when the sync returns (O5)
+            self._rank.world = ()  # it learns who is in the job when the sync returns (O5)
         return refusal
 
     async def _run(self, rank: LocalRank, request: StartOp) -> None:

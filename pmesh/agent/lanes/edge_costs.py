@@ -1,7 +1,7 @@
 """What the edges between a job's ranks cost, measured, and the same table at all ranks.
 
 The first all-reduce of a roster with more than two ranks, if it leaves the choice to us, begins
-with an agreement: each rank tells the next how fast the edge between them is, if that is known
+with an agreement: each rank sends the next how fast the edge between them is, if that is known
 already, or sends a probe by which the next finds out; then the tables of all are added up. It takes
 two turns of the ring and 256 KiB an edge, so 20 ms at 100 Mbit/s, and no op is under way meanwhile.
 """
@@ -37,7 +37,7 @@ class EdgeBook:
         return beta_ps if trio.current_time() - measured_at < MEASURED_FOR_S else 0
 
     def note(self, edge: tuple[Member, Member], beta_ps: int) -> None:
-        """An agreement has told it; a repeated one does not make it younger."""
+        """An agreement has found it; a repeated one does not make it younger."""
         if not self.beta_ps(edge):
             self._known[edge] = beta_ps, trio.current_time()
 
@@ -114,7 +114,7 @@ async def _probe(ring: RingPosition, header: RecordHeader, *, sends: bool) -> in
     """How many picoseconds a byte from the previous rank takes; 0 if that one knows it."""
     to_next, from_previous = ring.to_next, ring.from_previous
     assert to_next is not None  # noqa: S101 - there are at least two ranks
-    assert from_previous is not None  # noqa: S101 - likewise
+    assert from_previous is not None  # noqa: S101 - as above
     failures: list[LaneBroken | CallsDiffer] = []
 
     async def send() -> None:

@@ -301,7 +301,7 @@ def _edge_of(offer: OfferLane, host: Member) -> LaneKey:
 
 
 def _give_up(place: _LaneSlot, failure: LaneBroken) -> None:
-    """Nobody shall get this lane; who waits for it hears why."""
+    """Nobody shall get this lane; whoever waits for it gets the reason."""
     if place.lane is not None:
         place.lane.close()
     place.lane, place.failure = None, failure

@@ -17,7 +17,7 @@ from pmesh.core.wire.local import World
 from pmesh.ids import OpNumber, TrainerId
 
 MAX_UNSTABLE_OPS = 32  # half of the arenas that a session may have; beyond it a start waits (O2)
-MAX_UNSTABLE_BYTES = 256 * 1024 * 1024  # likewise; one op may always be retained, of any size
+MAX_UNSTABLE_BYTES = 256 * 1024 * 1024  # beyond it too; one op may always be retained, of any size
 LANE_GRACE_S = 1.0  # a lane ends before its machine's link does: wait for the better reason
 LANE_ATTEMPTS = 3  # an op that breaks its lanes thrice fails
 ASK_AGAIN_S = 1.0  # five heartbeats: the question for a result, or the link, has been lost
@@ -35,7 +35,7 @@ class OpState:
     root: TrainerId | None = None
     """Who it is, whatever its rank becomes (O5)."""
     receivers: tuple[TrainerId, ...] = ()
-    """Of a broadcast: likewise."""
+    """Of a broadcast: who they are, whatever their ranks become (O5)."""
     holds: bool = True
     """Whether the last attempt has brought the result here, or only the news of it."""
     contributors: tuple[TrainerId, ...] = ()
@@ -54,8 +54,8 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
-class TellLate:
-    """The call is answered with the failure of an earlier op: `tell_late`."""
+class ReportLate:
+    """The call is answered with the failure of an earlier op: `report_late`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Run:
     """Run it among the ranks of the present roster."""
 
 
-NextStep: TypeAlias = Fail | TellLate | Wait | RequestView | Fetch | Run
+NextStep: TypeAlias = Fail | ReportLate | Wait | RequestView | Fetch | Run
 
 
 def next_step(  # noqa: PLR0911 - the rules, in their order
@@ -103,9 +103,9 @@ def next_step(  # noqa: PLR0911 - the rules, in their order
     if failure is not None:
         return Fail(failure)
     if rank.late_failure is not None and elsewhere is None:
-        # I5: the view has told us of it after this call began, and has taken the call back:
+        # I5: the view that reported it came after this call began, and has taken the call back:
         # nobody has its result, and nothing of an attempt under the new number has been sent.
-        return TellLate()
+        return ReportLate()
     if op.doomed is not None:
         return _give_up(rank, op, op.doomed)
     if len(rank.ledger.ops) > MAX_UNSTABLE_OPS or retained_bytes > MAX_UNSTABLE_BYTES:
@@ -197,7 +197,7 @@ def timed_out(rank: RankState[Any], op: OpState, progress: Progress, newcomers: 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """What the trainer is told of a call that has failed."""
+    """What the trainer learns of a call that has failed."""
 
     verdict: Verdict
     consumed: bool
@@ -218,11 +218,11 @@ def end_failed(rank: RankState[Any], op: OpState, failure: OpOutcome) -> Failed:
     return Failed(cause, consumed, rank.see(failure.contributors))
 
 
-def tell_late(rank: RankState[Any]) -> Failed:
+def report_late(rank: RankState[Any]) -> Failed:
     """I5: an earlier op had returned here before another rank called it differently."""
     late_failure, rank.late_failure = rank.late_failure, None
-    assert late_failure is not None  # noqa: S101 - the callers have looked
-    assert late_failure.verdict is not None  # noqa: S101 - likewise
+    assert late_failure is not None  # noqa: S101 - the callers have checked
+    assert late_failure.verdict is not None  # noqa: S101 - a late failure has one
     # O5: once a later op has ended here, the world is that op's.
     world = rank.see(late_failure.contributors) if late_failure.op == rank.ledger.started else None
     return Failed(late_failure.verdict, consumed=False, world=world)

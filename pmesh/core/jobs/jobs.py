@@ -18,7 +18,7 @@ from pmesh.core.views.state import Facts, MemberState
 from pmesh.core.wire.link import Heartbeat, JobReport, RankProgress, ViewRequest, Waiting
 from pmesh.ids import JobName, Member, OpNumber, Slot, TrainerId
 
-LEAVE_GRACE_S = 1.0  # the others mostly end a leaver's last op by themselves; then they are told
+LEAVE_GRACE_S = 1.0  # the others mostly end a leaver's last op by themselves; then they learn of it
 LEFT = "has left the job"
 NO_SLOT = Slot(-1)
 
@@ -48,7 +48,7 @@ class Installed(Generic[AnyWaiting, AnyRank]):
     begun: tuple[tuple[AnyWaiting, AnyRank], ...]
     """These wait no longer, and have a rank."""
     leaving: tuple[AnyRank, ...]
-    """Their loss is to be told to the others."""
+    """The others must learn of their loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +58,16 @@ class Heard:
     stops: tuple[RankProgress, ...]
     """Trainers whose processes have been stopped, or run again."""
     differs: bool
-    """Whether ranks have called different ops: the leader is to be told."""
+    """Whether ranks have called different ops, which the leader must learn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passed(Generic[AnyRank]):
-    """What no message tells."""
+    """What is due without a message."""
 
     leaving: tuple[AnyRank, ...]
     stuck: bool
-    """Whether calls differ or lanes stand still: the leader is to be told."""
+    """Whether calls differ or lanes stand still, which the leader must learn."""
     ended: tuple[AnyRank, ...]
     """Lost ranks whose results nobody asks for any more."""
 
@@ -113,7 +113,7 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
     def leave(self, rank: AnyRank, why: str, now: float) -> bool:
         """The trainer is gone, or has been stopped for too long: the others go on without it.
 
-        Returns whether the leader is to be told now.
+        Returns whether the leader must learn of it now.
         """
         if rank.leaving is None:
             rank.leaving, rank.leaving_since = why, now
@@ -243,13 +243,13 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
     # --- how far the ranks have come
 
     def hear(self, state: MemberState, member: Member, heartbeat: Heartbeat) -> Heard:
-        """A peer has told how far its ranks have come, and what it has installed."""
+        """A peer has reported how far its ranks have come, and what it has installed."""
         stops, differs = list[RankProgress](), False
         for rank in self.ranks:
             rank.learn(state.primaries)
         for mark in heartbeat.progress:
             if not _concerns_us(state, member, heartbeat, mark):
-                continue  # it has ended here; or is about to begin, and the next one tells again
+                continue  # it has ended here; or is about to begin, and the next one repeats it
             before = self.progress.hear(mark)
             if mark.stopped != (before is not None and before.stopped):
                 stops.append(mark)
@@ -314,8 +314,8 @@ def _concerns_us(
 def compare_calls(rank: RankState[Any], mark: RankProgress) -> bool:
     """I5: two ranks must call the same as one op, also where no data flows between them.
 
-    Broadcasts of two roots even end: neither root waits for anybody. Returns whether the leader is
-    to be told now.
+    Broadcasts of two roots even end: neither root waits for anybody. Returns whether the leader
+    must learn of it now.
     """
     op = OpNumber(rank.ledger.started)
     report = rank.ledger.ops.get(op)
@@ -339,7 +339,7 @@ def announce_leave(rank: RankState[Any], now: float) -> bool:
     """A trainer that is gone is a lost rank, at once: its op runs again without it.
 
     Who leaves in order has ended its last op, and waits a moment for the others to end it too.
-    Returns whether the leader is to be told now.
+    Returns whether the leader must learn of it now.
     """
     if rank.leaving is None or rank.view_request or rank.over or rank.rank is None:
         return False

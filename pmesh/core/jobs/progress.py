@@ -1,4 +1,4 @@
-"""How far all ranks have come, as heartbeats tell: what is stable, on whom an op waits."""
+"""How far all ranks have come, as heartbeats report: what is stable, on whom an op waits."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -18,30 +18,30 @@ def of_job(ranks: Iterable[AnyRank], roster: Roster) -> Iterator[AnyRank]:
 
 
 class Progress:
-    """What others have last told, beside what the local ranks know."""
+    """What others have last reported, beside what the local ranks know."""
 
     def __init__(self, ranks: Sequence[RankState[Any]]) -> None:
         """`ranks` are the local ones, a list that its owner changes."""
         self._ranks = ranks
-        self._told: dict[tuple[JobName, TrainerId], RankProgress] = {}
+        self._reported: dict[tuple[JobName, TrainerId], RankProgress] = {}
 
     def hear(self, mark: RankProgress) -> RankProgress | None:
-        """A peer has told how far one of its ranks has come; returns what it told before."""
-        before = self._told.get((mark.job, mark.trainer))
-        self._told[mark.job, mark.trainer] = mark
+        """A peer has reported how far one of its ranks has come; returns its report before."""
+        before = self._reported.get((mark.job, mark.trainer))
+        self._reported[mark.job, mark.trainer] = mark
         return before
 
     def forget(self, view: View) -> None:
         """Keep only what is of the view's jobs, and of who is still in them."""
         kept = {(roster.job, trainer) for roster in view.rosters for trainer in roster.ids}
-        self._told = {at: mark for at, mark in self._told.items() if at in kept}
+        self._reported = {at: mark for at, mark in self._reported.items() if at in kept}
 
     def of(self, roster: Roster, trainer: TrainerId) -> RankProgress | None:
         """How far any trainer of a job is known to have come; None while nothing is known."""
         for local in of_job(self._ranks, roster):
             if local.id == trainer:
                 return local.progress()
-        mark = self._told.get((roster.job, trainer))
+        mark = self._reported.get((roster.job, trainer))
         earlier_job = mark is not None and mark.number < roster.born.counter
         return None if earlier_job else mark
 
@@ -49,7 +49,7 @@ class Progress:
         """Every rank is known to have ended the ops up to this one (O2).
 
         Under this roster, or one before it: what has ended under a later one may have failed there,
-        and a rank of ours that took it for a success is still to be told (I5).
+        and a rank of ours that took it for a success has yet to learn of that (I5).
         """
         progress = [(trainer, self.of(roster, trainer.id)) for trainer in roster.trainers]
         return min(
@@ -93,8 +93,8 @@ def lanes_stand_still(
 ) -> bool:
     """V6: whether an op for which all ranks are here has moved nothing for too long.
 
-    A lane that brings nothing is broken, also while heartbeats flow. To be asked again and again:
-    it notes what has moved since.
+    A lane that brings nothing is broken, also while heartbeats flow. Call it again and
+    again: it notes what has moved since.
 
     Args:
         rank: whose lanes.

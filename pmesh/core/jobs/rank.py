@@ -99,7 +99,7 @@ class RankState(Generic[R]):
 
     @property
     def why_superseded(self) -> Verdict:
-        """What its trainer is told where the others go on without it."""
+        """What its trainer learns where the others go on without it."""
         text = f"job {self.roster.job!r} goes on without this rank; {COME_BACK}"
         return Verdict("HistorySuperseded", text)
 

@@ -189,6 +189,6 @@ def draw_key(*, op: int, rank: int, begin: int, codec: Codec) -> int:
     """64 bits for what a rank encodes in one piece of one op: no other has the same.
 
     (Up to 2^30 ops, 1,024 ranks and 2^24 blocks: 4 G values of int8.) An op that runs again among
-    the same ranks draws the same lots.
+    the same ranks draws the same random numbers.
     """
     return (op << 34 | rank << 24 | begin // codec.block) % 2**64

@@ -19,8 +19,8 @@ Strategy: TypeAlias = Literal["ring", "tree", "centralized", "hierarchical"]
 Islands: TypeAlias = tuple[tuple[int, ...], ...]
 
 ISLAND_FACTOR = 4
-"""So many times faster an island's edges are than the slowest of the ring: less doesn't pay for the
-way to the island's first rank and back."""
+"""How many times faster an island's edges are than the slowest of the ring: less doesn't pay for
+the way to the island's first rank and back."""
 
 
 class EdgeCost(NamedTuple):

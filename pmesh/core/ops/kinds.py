@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 
 Amount: TypeAlias = Callable[[StartOp, int, int], int]
-"""How many values a request means for a rank, among so many."""
+"""How many values a request means, for a rank of a world of some size."""
 
 
 def _count(request: StartOp, _rank: int, _size: int) -> int:
@@ -113,7 +113,7 @@ class Setting:
 
     @property
     def parts_in(self) -> tuple[int, ...]:
-        """Likewise."""
+        """By rank, in bytes: of what an all-to-all gets."""
         return tuple(part * self.itemsize for part in self.request.parts_in)
 
 
@@ -248,7 +248,7 @@ BOUND_KINDS = frozenset(name for name, kind in KINDS.items() if kind.bound)
 
 
 def extent_of(request: StartOp, *, rank: int, size: int) -> Extent:
-    """What a rank of so many gives and gets; a rank that gives nothing needs no arena.
+    """What one rank of `size` gives and gets; a rank that gives nothing needs no arena.
 
     Raises:
         ValueError: the request does not say how much is for whom.

@@ -38,9 +38,9 @@ def plan_broadcast(
         size: how many ranks.
         root: whose source it is; it is the others' result.
         nbytes: of the tensor. Without any, one empty record goes along the ring.
-        reach: how far from the root the tensor goes; None: to all. The ranks beyond are only told,
+        reach: how far from the root the tensor goes; None: to all. The ranks beyond only learn,
             by an empty record, that it has got there.
-        segment_bytes: at most so many in a record, the same at all ranks.
+        segment_bytes: the most in a record, the same at all ranks.
     """
     maker = PlanMaker(size=size)
     distance, following, previous = (rank - root) % size, (rank + 1) % size, (rank - 1) % size
@@ -68,7 +68,7 @@ def plan_all_gather(
         rank: whose plan. Its source is its own block.
         size: how many ranks.
         nbytes: each rank's; the result is all blocks in the order of ranks.
-        segment_bytes: at most so many in a record, the same at all ranks.
+        segment_bytes: the most in a record, the same at all ranks.
     """
     maker = PlanMaker(size=size)
     bounds = _bounds(nbytes)
@@ -102,7 +102,7 @@ def plan_gather(
         size: how many ranks.
         root: whose result is all blocks in the order of ranks; the others' is empty.
         nbytes: each rank's; elsewhere than at the root only the own counts.
-        segment_bytes: at most so many in a record, the same at all ranks.
+        segment_bytes: the most in a record, the same at all ranks.
     """
     blocks = _Blocks(size, segment_bytes)
     if rank != root:
@@ -126,7 +126,7 @@ def plan_scatter(
         size: how many ranks.
         root: whose source is all blocks in the order of ranks; the others' is empty.
         nbytes: each rank's; elsewhere than at the root only the own counts.
-        segment_bytes: at most so many in a record, the same at all ranks.
+        segment_bytes: the most in a record, the same at all ranks.
     """
     blocks = _Blocks(size, segment_bytes)
     if rank != root:
@@ -158,7 +158,7 @@ def plan_all_to_all(
         size: how many ranks.
         to: bytes for each rank, in whose order they lie in the source.
         from_: bytes from each rank, in whose order they lie in the result.
-        segment_bytes: at most so many in a record, the same at all ranks.
+        segment_bytes: the most in a record, the same at all ranks.
     """
     blocks = _Blocks(size, segment_bytes)
     sources, results = _bounds(to), _bounds(from_)

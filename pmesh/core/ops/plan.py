@@ -66,7 +66,7 @@ class Event(enum.IntEnum):
 
 
 class Need(NamedTuple):
-    """What has to be over before a transfer begins: so many of one kind."""
+    """What has to be over before a transfer begins: the first `number` of one kind."""
 
     peer: int
     """Or the queue."""

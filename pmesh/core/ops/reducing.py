@@ -72,7 +72,7 @@ def plan_ring(
         size: how many ranks.
         count: values of the tensor.
         itemsize: bytes of a value.
-        segment_bytes: at most so many in a record, the same at all ranks; a multiple of `itemsize`.
+        segment_bytes: the most in a record, the same at all ranks; a multiple of `itemsize`.
             None: few for a large chunk.
     """
     chunk_bytes = -(-count // size) * itemsize
@@ -185,10 +185,10 @@ def plan_hierarchical(
     """A ring of islands. Its parts run at the same time, record by record.
 
     Args:
-        rank: as for `plan_ring`, and so are the others.
-        size: likewise.
-        count: likewise.
-        itemsize: likewise.
+        rank: as for `plan_ring`.
+        size: as for `plan_ring`.
+        count: as for `plan_ring`.
+        itemsize: as for `plan_ring`.
         islands: every rank once; their order is that of the ring, and the order within each that
             of its chain. One island, or islands of one rank each, make an ordinary ring.
         segment_bytes: as for `plan_ring`.
@@ -400,7 +400,7 @@ def plan_reduce(
         size: how many ranks.
         root: who gets the result.
         nbytes: of the tensor.
-        segment_bytes: at most so many in a record, the same at all ranks; whole values.
+        segment_bytes: the most in a record, the same at all ranks; whole values.
     """
     maker = PlanMaker(size=size)
     if size == 1:
@@ -442,7 +442,7 @@ def plan_reduce_scatter(
         size: how many ranks.
         nbytes: of each rank's part: the source is all of them in the order of ranks, the result the
             own. Whole values.
-        segment_bytes: at most so many in a record, the same at all ranks; whole values too.
+        segment_bytes: the most in a record, the same at all ranks; whole values too.
     """
     maker = PlanMaker(size=size)
     bounds = [0, *itertools.accumulate(nbytes)]

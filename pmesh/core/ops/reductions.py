@@ -45,7 +45,7 @@ def accumulate(reduction: str, into: Values, other: Values) -> None:
         into: any shape, a wire dtype.
         other: the same shape and dtype; only read.
     """
-    # Infinity and NaN are the result; whoever wants to hear of them looks there. Integers wrap.
+    # Infinity and NaN are valid results, so numpy does not warn of them. Integers wrap.
     with np.errstate(over="ignore", invalid="ignore"):
         _UFUNCS[reduction](into, other, out=into)
 

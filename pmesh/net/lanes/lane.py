@@ -262,7 +262,7 @@ class Lane:
         return waited
 
     def _ask_for(self, nbytes: int) -> None:
-        """The system is to say READABLE when so many bytes are there, or what is worth a wakeup."""
+        """Have the system say READABLE once that much is there, or what is worth a wakeup."""
         asked = min(nbytes, self._most_asked)
         if asked != self._asked:
             with contextlib.suppress(OSError):  # macOS: it was reset; the next read will say so

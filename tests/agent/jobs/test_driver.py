@@ -132,11 +132,11 @@ async def test_marks_of_jobs_that_have_ended_are_forgotten(clock: MockClock) -> 
             await reduce_all(trainers)
             await trio.sleep(1)
             for machine in here.machines:
-                assert len(machine.agent.jobs.progress._told) == 1  # noqa: SLF001
+                assert len(machine.agent.jobs.progress._reported) == 1  # noqa: SLF001
             for trainer in trainers:
                 await trainer.leave()
         await until(lambda: not any(m.agent.jobs.ranks for m in here.machines))
-        assert not any(m.agent.jobs.progress._told for m in here.machines)  # noqa: SLF001
+        assert not any(m.agent.jobs.progress._reported for m in here.machines)  # noqa: SLF001
 
 
 async def test_marks_of_ranks_that_are_lost_are_forgotten(clock: MockClock) -> None:
@@ -146,7 +146,7 @@ async def test_marks_of_ranks_that_are_lost_are_forgotten(clock: MockClock) -> N
         gone = trainers.pop(1)
         await gone.leave()
         await until(lambda: all(len(t.roster.trainers) == 2 for t in ranks_of(here)))
-        told = [set(m.agent.jobs.progress._told) for m in here.machines]  # noqa: SLF001
+        told = [set(m.agent.jobs.progress._reported) for m in here.machines]  # noqa: SLF001
         assert ("digits", gone.id) not in set.union(*told)
         assert await reduce_all(trainers) == [2.0] * 2
 

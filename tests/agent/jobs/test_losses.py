@@ -371,7 +371,7 @@ async def test_one_lost_while_another_loss_is_being_agreed_on_is_told_with_the_n
             real(jobs, view)
 
         monkeypatch.setattr(Jobs, "install", die_as_the_view_comes)
-        monkeypatch.setattr(Jobs, "look", lambda _: None)  # which would tell it again, but later
+        monkeypatch.setattr(Jobs, "poll", lambda _: None)  # which would report it again, but later
         began = clock.current_time()
         await c.die()
         await until(lambda: [rank.size for rank in ranks_of(here) if rank.rank == 0] == [1])

@@ -239,7 +239,7 @@ async def test_a_timeout_that_another_view_overtakes_is_told_to_the_leader_again
             (rank,) = agent.jobs.ranks
             roster = rank.roster
             rank.view_request = ViewRequest(roster.job, roster.born, roster.number, None, 0)
-            agent.jobs.poke()
+            agent.jobs.reevaluate()
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(bring_another_view)

@@ -140,8 +140,8 @@ async def test_an_op_stands_still_since_something_last_moved_but_not_before_it_b
         assert rank.halted_since is None
         for _ in range(2):
             await trio.sleep(1)
-            rank.lanes.ended_traffic = (5, 0)  # by the first look, and no more after it
-            rank.lanes.look()
+            rank.lanes.ended_traffic = (5, 0)  # by the first count, and no more after it
+            rank.lanes.note_traffic()
         rank.fence("view change")
         assert rank.halted_since == 2.0
         rank.fail(failed(ZERO))

@@ -6,7 +6,16 @@ import msgspec
 import pytest
 
 from pmesh.core.jobs import attempt as attempts
-from pmesh.core.jobs.attempt import Fail, Fetch, NextStep, OpState, RequestView, Run, TellLate, Wait
+from pmesh.core.jobs.attempt import (
+    Fail,
+    Fetch,
+    NextStep,
+    OpState,
+    ReportLate,
+    RequestView,
+    Run,
+    Wait,
+)
 from pmesh.core.jobs.progress import Progress
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import OpOutcome, Roster, Terms, Verdict
@@ -78,8 +87,8 @@ def test_a_failure_that_is_owed_answers_a_call_that_nobody_has_the_result_of() -
     end(rank)
     op = call(rank)
     rank.follow(roster(3, failed(ZERO)))
-    assert next_of(rank, op) == TellLate()
-    told = attempts.tell_late(rank)
+    assert next_of(rank, op) == ReportLate()
+    told = attempts.report_late(rank)
     assert (told.verdict, told.consumed, rank.late_failure) == (FAILED, False, None)
 
 
@@ -92,7 +101,7 @@ def test_the_world_of_a_failure_is_told_only_if_no_later_op_has_ended_here(
     for _ in range(ended):
         end(rank)
     rank.late_failure = OpOutcome(ZERO, (ME,), verdict=FAILED)
-    told = attempts.tell_late(rank)
+    told = attempts.report_late(rank)
     assert (told.world and told.world.trainers) == world
 
 
