@@ -34,11 +34,11 @@ class Cast:
         self.name = name
         self.divides_first = name == "fp16"
         """True for fp16: a sum of n values exceeds its range n times as early as their mean."""
-        self._twin: ModuleType | None = None
+        self._compiled: ModuleType | None = None
 
     def prepare(self) -> bool:
-        self._twin = fast.load("rings")
-        return self._twin is not None
+        self._compiled = fast.load("rings")
+        return self._compiled is not None
 
     def wire_bytes(self, count: int) -> int:
         """Return two bytes for each value, padded to a multiple of 4."""
@@ -61,22 +61,22 @@ class Cast:
         terms = Terms(own, own_scale, divisor, residual, residual_out)
         terms.check(self.wire_bytes(len(own)), incoming, outgoing)
         outgoing[2 * len(own) :] = 0
-        if self._twin is None:
+        if self._compiled is None:
             arrived = None if incoming is None else self._halves(incoming, len(own))
             return hop_in_parts(arrived, terms, self._halves(outgoing, len(own)))
         words = outgoing.view(np.uint16)
-        clipped: int = self._twin.hop_halves(
+        clipped: int = self._compiled.hop_halves(
             self.name == "fp16",
             words[:0] if incoming is None else incoming.view(np.uint16),
             words,
-            *terms.for_twin(),
+            *terms.for_compiled(),
         )
         return clipped
 
     def decode(self, wire: Bytes, out: Float32s) -> None:
         check_wire(wire, self.wire_bytes(len(out)), len(out))
-        if self._twin is not None and self.name == "fp16":  # for bf16 a twin is no faster
-            self._twin.decode_fp16(wire.view(np.uint16), out)
+        if self._compiled is not None and self.name == "fp16":  # for bf16 compiling gains nothing
+            self._compiled.decode_fp16(wire.view(np.uint16), out)
         else:
             with np.errstate(invalid="ignore"):  # forged bytes may hold a signalling NaN
                 self._halves(wire, len(out)).load(0, out)

@@ -38,7 +38,7 @@ class Codec(Protocol):
         ...
 
     def prepare(self) -> bool:
-        """Compile the twin in numba, which then gives the same bits in less time.
+        """Compile the kernels by numba, which then give the same bits in less time.
 
         Call it in a background thread: it takes 5 s the first time on a machine, then 1 s, most of
         it for numba's import. Other threads use numpy meanwhile.

@@ -50,7 +50,7 @@ class Terms:
     residual_out: Float32s | None
 
     def check(self, wire_bytes: int, incoming: Bytes | None, outgoing: Bytes) -> None:
-        """Raise ValueError if an array's length does not fit: a twin would go beyond its end."""
+        """Raise ValueError if an array's length does not fit: compiled code checks no bounds."""
         for wire in (incoming, outgoing):
             if wire is not None:
                 check_wire(wire, wire_bytes, len(self.own))
@@ -63,7 +63,9 @@ class Terms:
         """The factor from an error of the encoded sum to an error of this rank's own values."""
         return np.float32(self.divisor / self.own_scale)
 
-    def for_twin(self) -> tuple[Float32s, np.float32, np.float32, Float32s, np.float32, Float32s]:
+    def for_compiled(
+        self,
+    ) -> tuple[Float32s, np.float32, np.float32, Float32s, np.float32, Float32s]:
         """Return the arguments of each hop in `fast.rings` that follow the wire's bytes."""
         return (
             self.own,

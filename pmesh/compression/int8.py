@@ -43,11 +43,11 @@ class Int8:
     def __init__(self, *, stochastic: bool) -> None:
         self.name = "int8-stochastic" if stochastic else "int8"
         self._stochastic = stochastic
-        self._twin: ModuleType | None = None
+        self._compiled: ModuleType | None = None
 
     def prepare(self) -> bool:
-        self._twin = fast.load("rings")
-        return self._twin is not None
+        self._compiled = fast.load("rings")
+        return self._compiled is not None
 
     def wire_bytes(self, count: int) -> int:
         """Return one byte for each value and four for each block, padded to a multiple of 4."""
@@ -71,14 +71,14 @@ class Int8:
         arrived = None if incoming is None else _Blocks(incoming, len(own))
         sent = _Blocks(outgoing, len(own), draw=draw if self._stochastic else None)
         sent.rest[:] = 0
-        if self._twin is None:
+        if self._compiled is None:
             return hop_in_parts(arrived, terms, sent)
-        self._twin.hop_int8(
+        self._compiled.hop_int8(
             sent.scales[:0] if arrived is None else arrived.scales,
             sent.codes[:0] if arrived is None else arrived.codes,
             sent.scales,
             sent.codes,
-            *terms.for_twin(),
+            *terms.for_compiled(),
             self._stochastic,
             np.uint64(start_of(draw) if self._stochastic else 0),
         )
@@ -87,8 +87,8 @@ class Int8:
     def decode(self, wire: Bytes, out: Float32s) -> None:
         check_wire(wire, self.wire_bytes(len(out)), len(out))
         blocks = _Blocks(wire, len(out))
-        if self._twin is not None:
-            self._twin.decode_int8(blocks.scales, blocks.codes, out)
+        if self._compiled is not None:
+            self._compiled.decode_int8(blocks.scales, blocks.codes, out)
             return
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # scales may be forged
             for part in parts(len(out), PART):

@@ -13,6 +13,7 @@ the lowest bit of the first byte, 1 if it is negative or -0; padded with 0 to a 
 
 import numpy as np
 
+from pmesh.compression import fast
 from pmesh.compression.blocks import (
     PART,
     Bytes,
@@ -22,7 +23,6 @@ from pmesh.compression.blocks import (
     drop_not_finite,
     parts,
 )
-from pmesh.compression.twins import twins
 
 BLOCK = 1024
 """Values per magnitude: 31 times smaller than fp32; with 256 it is 28 times, with 4096 31.8."""
@@ -56,7 +56,7 @@ def compress(
             no feedback; then `residual` is None, too.
     """
     means, signs = _fields(wire, len(own))
-    compiled = twins()
+    compiled = fast.compiled_schemes()
     if compiled is not None:
         nothing = np.empty(0, np.float32)
         before = nothing if residual is None else residual
@@ -87,7 +87,7 @@ def accumulate(wire: Bytes, into: Float32s) -> None:
         into: float32[count], added to in place.
     """
     means, signs = _fields(wire, len(into))
-    compiled = twins()
+    compiled = fast.compiled_schemes()
     if compiled is not None:
         compiled.accumulate_one_bit(means, signs.view(np.float32), into)
         return
@@ -116,7 +116,7 @@ def _fields(wire: Bytes, count: int) -> tuple[Float32s, Bytes]:
 
 
 def _mean_magnitudes(values: Float32s, means: Float32s, *, scratch: Float32s) -> None:
-    """Write the mean magnitude of each block to `means`; add up by halves, as the twin does.
+    """Write the mean magnitude of each block to `means`; add up by halves, as compiled.
 
     Only the last block may be shorter. `scratch` has room for twice the values of whole blocks.
     """

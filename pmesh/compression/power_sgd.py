@@ -30,9 +30,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from pmesh.compression import fast
 from pmesh.compression.blocks import PART, Float32s, Rows, add_residual, drop_not_finite, parts
 from pmesh.compression.draws import draw_words
-from pmesh.compression.twins import twins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,8 +182,8 @@ def warm_up(plan: Plan, q: Float32s, *, key: int) -> None:
                 np.ldexp(column, 1 - np.frexp(largest)[1], out=column)
             else:
                 first = matrix.q_start + i * matrix.columns
-                lots = draw_words(key, first, matrix.columns) >> _LOW_BITS
-                column[:] = lots.astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
+                drawn = draw_words(key, first, matrix.columns) >> _LOW_BITS
+                column[:] = drawn.astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
 
 
 def compress(
@@ -310,7 +310,7 @@ def _multiply(thin_p: Rows, thin_q: Rows, out: Float32s, left: Float32s | None) 
         out: float32[rows * columns], written.
         left: float32[rows * columns], from which P Q^T is subtracted in place, or None.
     """
-    compiled = twins()
+    compiled = fast.compiled_schemes()
     if compiled is not None:
         kept = np.empty(0, np.float32) if left is None else left
         compiled.multiply(thin_p.reshape(-1), thin_q.reshape(-1), len(thin_p), out, kept)

@@ -148,8 +148,8 @@ def add_and_choose(
 
 def sampled_places(count: int) -> Indices:
     """Return the random indices of the sample: with regular ones, rows could have a period."""
-    lots = draw_words(0, 0, _SAMPLE) >> np.uint64(32)
-    return (lots * np.uint64(count) >> np.uint64(32)).astype(np.int64)
+    drawn = draw_words(0, 0, _SAMPLE) >> np.uint64(32)
+    return (drawn * np.uint64(count) >> np.uint64(32)).astype(np.int64)
 
 
 def _sampled_threshold(own: Float32s, residual: Float32s | None, k: int) -> np.uint32:

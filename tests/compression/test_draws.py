@@ -32,18 +32,18 @@ def test_the_reference_generator_s_first_words_are_ours() -> None:
 
 
 @given(KEYS, st.integers(0, 2**30), st.integers(0, 40))
-def test_lots_do_not_depend_on_where_one_begins(key: int, word: int, count: int) -> None:
+def test_random_numbers_do_not_depend_on_where_one_begins(key: int, word: int, count: int) -> None:
     whole = draw_uniform(key, 4 * word, 8 + count)
     np.testing.assert_array_equal(draw_uniform(key, 4 * word + 8, count), whole[8:])
 
 
-def test_lots_are_even_and_below_one() -> None:
-    lots = draw_uniform(7, 0, 1_000_001)
-    assert len(lots) == 1_000_001
-    counts, _ = np.histogram(lots, bins=100, range=(0, 1))
+def test_random_numbers_are_even_and_below_one() -> None:
+    drawn = draw_uniform(7, 0, 1_000_001)
+    assert len(drawn) == 1_000_001
+    counts, _ = np.histogram(drawn, bins=100, range=(0, 1))
     assert np.abs(counts - 10_000).max() < 500  # five standard deviations
-    assert lots.max() == 1 - 2**-16
-    assert not lots.min()
+    assert drawn.max() == 1 - 2**-16
+    assert not drawn.min()
 
 
 def test_neighbouring_keys_have_nothing_in_common() -> None:

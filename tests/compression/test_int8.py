@@ -134,7 +134,7 @@ def test_a_sum_of_heavy_tails_is_within_the_bar(codec: Codec, size: int, bar: fl
 
 
 @stochastic
-def test_lots_are_right_on_average_where_rounding_is_not(codec: Codec) -> None:
+def test_random_rounding_is_right_on_average_where_rounding_is_not(codec: Codec) -> None:
     values = np.linspace(-1, 1, 256, dtype=np.float32)
     values[:2] = 127, 0.3  # steps of 1
     tries = 4000
@@ -145,13 +145,13 @@ def test_lots_are_right_on_average_where_rounding_is_not(codec: Codec) -> None:
         image = decoded(codec, wire, 256)
         assert np.abs(image - values).max() < 1
         total += image
-    # Five standard deviations of a mean of so many lots.
+    # Five standard deviations of a mean of that many random numbers.
     np.testing.assert_allclose(total / tries, values, atol=5 * 0.5 / tries**0.5)
     assert not there_and_back(IN_NUMPY["int8"], values)[1]
 
 
 @stochastic
-def test_lots_are_drawn_from_the_key_alone(codec: Codec) -> None:
+def test_random_numbers_are_drawn_from_the_key_alone(codec: Codec) -> None:
     values, size = gaussian(1000, seed=1), codec.wire_bytes(1000)
     wires = np.zeros((3, size), np.uint8)
     for wire, draw in zip(wires, (5, 5, 6), strict=True):

@@ -6,7 +6,7 @@ from tools.bench.kernels import KERNELS, NUMBA, NUMPY, Row, main, measure
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_every_kernel_is_measured_in_numpy_and_where_it_has_a_twin(
+def test_every_kernel_is_measured_in_numpy_and_where_it_is_compiled(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main([name, "--values", "1000", "--rounds", "2"])

@@ -109,7 +109,7 @@ def reduce_coded(
         codec: what encodes at every hop.
         ranks: in ring order; of one rank alone nothing is encoded.
         reduction: sum or mean.
-        op: its number, for codecs that draw lots.
+        op: its number, for codecs that draw random numbers.
     """
     size, count = len(ranks), len(ranks[0].own)
     result, clipped = np.empty(count, np.float32), [0] * size

@@ -26,11 +26,11 @@ EVERY = pytest.mark.parametrize("scheme", FEEDBACK, ids=str)
 
 def gradients(rank: int, step: int) -> dict[str, Any]:
     """A matrix that pays, one that does not, vectors and nothing."""
-    lots = np.random.default_rng([rank, step])
+    dice = np.random.default_rng([rank, step])
     return {
-        "matrix": lots.standard_normal((40, 30)).astype(np.float32) + 1,
-        "small": lots.standard_normal((2, 3)).astype(np.float32),
-        "bias": lots.standard_normal(300).astype(np.float32),
+        "matrix": dice.standard_normal((40, 30)).astype(np.float32) + 1,
+        "small": dice.standard_normal((2, 3)).astype(np.float32),
+        "bias": dice.standard_normal(300).astype(np.float32),
         "empty": np.empty((0, 4), np.float32),
     }
 

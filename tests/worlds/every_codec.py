@@ -14,7 +14,7 @@ COUNTS = st.sampled_from([0, 1, 3, 255, 256, 300])
 
 
 def make(name: str) -> Codec:
-    """One of its own, without a twin."""
+    """One of its own, that is not compiled."""
     if name.startswith("int8"):
         return Int8(stochastic=name != "int8")
     return Cast("fp16") if name == "fp16" else Cast("bf16")

@@ -23,7 +23,7 @@ def all_reduce(
         ranks: float32[count] of each.
         mean: divide.
         residuals: float32[count] of each rank; replaced by what the op leaves.
-        op: its number, for the lots.
+        op: its number, for the random numbers.
     """
     size, count = len(ranks), len(ranks[0])
     result = np.empty(count, np.float32)

@@ -1,4 +1,4 @@
-"""Prints how long the compression's kernels take here, on one thread: numpy, and numba's twins.
+"""Prints how long the compression's kernels take here on one thread, in numpy and compiled.
 
     $ OPENBLAS_NUM_THREADS=1 python -m tools.bench.kernels
     $ python -m tools.bench.kernels --values 4000000 --rounds 9 int8 bf16
@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from pmesh.compression import one_bit, power_sgd, random_k, top_k, twins
+from pmesh.compression import fast, one_bit, power_sgd, random_k, top_k
 from pmesh.compression.blocks import Bytes, Float32s
 from pmesh.compression.casts import Cast
 from pmesh.compression.codecs import Codec
@@ -40,7 +40,7 @@ Run: TypeAlias = Callable[[], object]
 class Row:
     name: str
     runs: Mapping[str, Run]
-    """By NUMPY and NUMBA; the second is missing where there is no twin."""
+    """By NUMPY and NUMBA; the second is missing where nothing is compiled."""
 
 
 def gaussian(count: int, *, seed: int) -> Float32s:
@@ -51,14 +51,14 @@ def gaussian(count: int, *, seed: int) -> Float32s:
 def codec_rows(make: Callable[[], Codec], count: int) -> list[Row]:
     """A first hop, a later one, one with feedback, and decoding."""
     codecs = {NUMPY: make()}
-    twin = make()
-    if twin.prepare():
-        codecs[NUMBA] = twin
+    compiled = make()
+    if compiled.prepare():
+        codecs[NUMBA] = compiled
     own, residual = gaussian(count, seed=0), gaussian(count, seed=1)
     residual *= np.float32(0.01)
     kept, out = np.zeros_like(own), np.zeros_like(own)
-    incoming, outgoing = np.zeros((2, twin.wire_bytes(count)), np.uint8)
-    twin.hop(None, own, incoming)
+    incoming, outgoing = np.zeros((2, compiled.wire_bytes(count)), np.uint8)
+    compiled.hop(None, own, incoming)
 
     steps: dict[str, Callable[[Codec], object]] = {
         "encode": lambda codec: codec.hop(None, own, outgoing),
@@ -76,7 +76,7 @@ def codec_rows(make: Callable[[], Codec], count: int) -> list[Row]:
 
 
 def rows_of(runs: Mapping[str, Run | Mapping[str, Run]]) -> list[Row]:
-    """A row for each name; a run that stands alone has no twin."""
+    """A row for each name; a run that stands alone is not compiled."""
     return [
         Row(name=name, runs=run if isinstance(run, Mapping) else {NUMPY: run})
         for name, run in runs.items()
@@ -84,13 +84,13 @@ def rows_of(runs: Mapping[str, Run | Mapping[str, Run]]) -> list[Row]:
 
 
 def in_both(run: Run) -> dict[str, Run]:
-    """A kernel whose twin is for all threads."""
+    """A kernel that is compiled for all threads."""
 
     def by_numpy() -> None:
-        with twins.computed_by(None):
+        with fast.computed_by(None):
             run()
 
-    return {NUMPY: by_numpy, NUMBA: run} if twins.prepare() else {NUMPY: by_numpy}
+    return {NUMPY: by_numpy, NUMBA: run} if fast.prepare_schemes() else {NUMPY: by_numpy}
 
 
 def top_k_rows(count: int) -> list[Row]:

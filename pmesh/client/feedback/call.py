@@ -39,7 +39,7 @@ from pmesh.client.feedback.kernels import (
 from pmesh.client.feedback.memory import Feedback, Memory
 from pmesh.client.link.session import TrainerSession
 from pmesh.client.trees.pytree import digest
-from pmesh.compression import twins
+from pmesh.compression import fast
 from pmesh.compression.schemes import (
     Auto,
     OneBit,
@@ -135,21 +135,21 @@ _lock = threading.Lock()
 _threads: list[threading.Thread] = []  # one, once begun
 
 
-def prepare_twins(count: int, *, wait: bool) -> None:
-    """Have them compiled, if so many values are worth it.
+def prepare_schemes(count: int, *, wait: bool) -> None:
+    """Have the schemes' kernels compiled, if a call of `count` values is worth it.
 
     That takes a second, and ten at the first time on a machine; numpy computes meanwhile. The
     thread is no daemon: a program that ends in the middle of it waits for the compiler.
 
     Args:
         count: values of a call.
-        wait: until they are there, for who is about to measure.
+        wait: until they are compiled, for a caller that is about to measure.
     """
     if count < PAYS_VALUES:
         return
     with _lock:
         if not _threads:
-            _threads.append(threading.Thread(target=twins.prepare, name="pmesh-compile"))
+            _threads.append(threading.Thread(target=fast.prepare_schemes, name="pmesh-compile"))
             _threads[0].start()
     if wait:
         _threads[0].join()
@@ -250,7 +250,7 @@ def run_compressed(
     memory = feedback.of(compression.scheme.model, arrays)
     call = _Call(session, wanted, compression, arrays, feedback, memory)
     if not all(isinstance(each, RingScheme) for each in call.allowed):
-        prepare_twins(memory.count, wait=isinstance(compression.scheme, Auto))
+        prepare_schemes(memory.count, wait=isinstance(compression.scheme, Auto))
     shares = call.tell() if call.must_tell else None
     picked = call.pick(shares)
     began_ns = time.perf_counter_ns()

@@ -1,4 +1,4 @@
-"""How to compile twins: before the first call, without the GIL, to exact IEEE arithmetic."""
+"""How to compile kernels: before the first call, without the GIL, to exact IEEE arithmetic."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast

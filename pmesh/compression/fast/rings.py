@@ -1,4 +1,4 @@
-"""The ring codecs' twins: the hops of int8, fp16 and bf16, and the decoders of int8 and fp16.
+"""The ring codecs, compiled: the hops of int8, fp16 and bf16, and the decoders of int8 and fp16.
 
 A hop handles 256 values at a time in buffers that stay in the first level cache, and reads and
 writes memory once. Its loops become vector instructions because they run over slices, whose indices
@@ -92,22 +92,24 @@ def _quantize(image: Float32s, total: Float32s, scale: np.float32) -> None:
 
 
 @jit.inlined
-def _quantize_by_lot(image: Float32s, total: Float32s, scale: np.float32, lots: Float32s) -> None:
+def _quantize_randomly(
+    image: Float32s, total: Float32s, scale: np.float32, uniform: Float32s
+) -> None:
     for i in range(len(total)):
-        image[i] = max(-LEVELS, min(np.floor(total[i] / scale + lots[i]), LEVELS))
+        image[i] = max(-LEVELS, min(np.floor(total[i] / scale + uniform[i]), LEVELS))
 
 
 @jit.inlined
-def _draw_uniform(lots: Float32s, counter: np.uint64) -> None:
+def _draw_uniform(uniform: Float32s, counter: np.uint64) -> None:
     """Compute `draws.draw_uniform` from the counter of the first word."""
-    for group in range(len(lots) // 4):
+    for group in range(len(uniform) // 4):
         word = counter + np.uint64(group) * GOLDEN
         word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         word = word ^ (word >> np.uint64(31))
         for quarter in range(4):
             half = np.uint64(word >> np.uint64(16 * quarter)) & np.uint64(0xFFFF)
-            lots[4 * group + quarter] = np.float32(half) * np.float32(2.0**-16)
+            uniform[4 * group + quarter] = np.float32(half) * np.float32(2.0**-16)
 
 
 @jit.inlined
@@ -208,7 +210,7 @@ def hop_int8(
 ) -> None:
     """Compute a hop of `int8` or `int8-stochastic`, whose counter is `draws.start_of(draw)`."""
     totals, images = np.zeros(BLOCK, np.float32), np.zeros(BLOCK, np.float32)
-    lots = np.zeros(BLOCK, np.float32)
+    uniform = np.zeros(BLOCK, np.float32)
     for block in range(len(scales)):
         part = slice(block * BLOCK, min((block + 1) * BLOCK, len(own)))
         length = part.stop - part.start
@@ -222,8 +224,8 @@ def hop_int8(
         if np.isnan(scales[block]):
             image[:] = 0
         elif stochastic:
-            _draw_uniform(lots, counter + np.uint64(BLOCK // 4 * block) * GOLDEN)
-            _quantize_by_lot(image, total, scales[block], lots)
+            _draw_uniform(uniform, counter + np.uint64(BLOCK // 4 * block) * GOLDEN)
+            _quantize_randomly(image, total, scales[block], uniform)
         else:
             _quantize(image, total, scales[block])
         _cast(codes[part], image)
@@ -275,7 +277,7 @@ def hop_halves(
 
 @jit.compiled(jit.NOTHING, jit.UINT16S_READ, jit.FLOAT32S)
 def decode_fp16(halves: UInt16s, out: Float32s) -> None:
-    """Decode fp16 values; bf16 has no twin, since numpy is as fast."""
+    """Decode fp16 values; bf16 is not compiled, since numpy is as fast."""
     for start in range(0, len(out), BLOCK):
         part = slice(start, min(start + BLOCK, len(out)))
         _decode_fp16(out[part], halves[part])

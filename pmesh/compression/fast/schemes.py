@@ -1,4 +1,4 @@
-"""The twins of the schemes that trainers compute: RandomK, OneBit and PowerSGD.
+"""Compiled kernels of the schemes that trainers compute: RandomK, OneBit and PowerSGD.
 
 TopK has none, and RandomK only one for the draw: the rest is one pass over memory in numpy, too.
 `rings` says how its loops become vector instructions. An optional array is an empty one here.

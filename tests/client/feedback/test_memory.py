@@ -15,7 +15,7 @@ from pmesh.client.collective.bucketed import take_apart
 from pmesh.client.feedback import call
 from pmesh.client.feedback.call import Told
 from pmesh.client.feedback.memory import Feedback
-from pmesh.compression import top_k, twins
+from pmesh.compression import fast, top_k
 from pmesh.compression.schemes import (
     INT8,
     Auto,
@@ -346,11 +346,13 @@ def test_what_is_told_is_what_is_heard(told: Told) -> None:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Where the twins were compiled: the names of the threads."""
+    """Where the kernels were compiled: the names of the threads."""
     seen: list[str] = []
     threads: list[threading.Thread] = []
     monkeypatch.setattr(call, "_threads", threads)
-    monkeypatch.setattr(twins, "prepare", lambda: seen.append(threading.current_thread().name))
+    monkeypatch.setattr(
+        fast, "prepare_schemes", lambda: seen.append(threading.current_thread().name)
+    )
     yield seen
     for thread in threads:
         thread.join()

@@ -1,4 +1,4 @@
-"""The twins in numba against the codecs in numpy."""
+"""The compiled kernels against the codecs in numpy."""
 
 import sys
 from collections.abc import Iterator
@@ -111,7 +111,7 @@ def _in_plain_python() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_twins_mean_in_python_what_they_mean_compiled(name: str) -> None:
+def test_the_kernels_mean_in_python_what_they_mean_compiled(name: str) -> None:
     own, arrived, residual = (gaussian(300, seed=seed) for seed in range(3))
     with_all = float32(0, -0.0, 1e-45, -1e-6, 1.0, 65519, 65520, -7e4, 3e38, -np.inf, np.nan)
     terms = {"residual": residual, "own_scale": 0.25, "divisor": 3}

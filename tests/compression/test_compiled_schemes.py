@@ -1,4 +1,4 @@
-"""The twins in numba of what trainers compute, against numpy."""
+"""The compiled kernels of what trainers compute, against numpy."""
 
 import sys
 from collections.abc import Callable, Generator
@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pmesh.compression import fast, one_bit, power_sgd, random_k, twins
+from pmesh.compression import fast, one_bit, power_sgd, random_k
 from pmesh.compression.blocks import Float32s
-from pmesh.compression.fast import schemes
-from pmesh.compression.twins import computed_by
+from pmesh.compression.fast import computed_by, schemes
 from tests.worlds.values import float32s, gaussian
 
 Results = list[Float32s]
@@ -112,7 +111,7 @@ def test_power_sgd_gives_the_same_bits(
     assert_same_bits(lambda: by_power_sgd(shape, rank, factors, kept))
 
 
-def test_the_twins_mean_in_python_what_they_mean_compiled() -> None:
+def test_the_kernels_mean_in_python_what_they_mean_compiled() -> None:
     own, before = gaussian(1100, seed=3), gaussian(1100, seed=4)
     own[[5, 6]] = np.nan, -np.inf
     factors = gaussian(40, seed=5)
@@ -139,22 +138,22 @@ def test_constants_that_stand_twice_are_alike() -> None:
     assert np.finfo(np.float32).max == schemes.LARGEST
 
 
-def test_twins_are_used_from_when_they_are_compiled_on() -> None:
-    before = twins.twins()
+def test_compiled_kernels_are_used_from_when_they_are_compiled_on() -> None:
+    before = fast.compiled_schemes()
     with computed_by(None):
-        assert twins.twins() is None
+        assert fast.compiled_schemes() is None
         for _ in range(2):
-            assert twins.prepare()
-            assert twins.twins() is schemes
-    assert twins.twins() is before
+            assert fast.prepare_schemes()
+            assert fast.compiled_schemes() is schemes
+    assert fast.compiled_schemes() is before
 
 
 def test_without_numba_the_schemes_go_on_in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pmesh.compression.fast.schemes", None)  # as if that failed
     monkeypatch.delattr(fast, "schemes")
     with computed_by(None):
-        assert not twins.prepare()
-        assert twins.twins() is None
+        assert not fast.prepare_schemes()
+        assert fast.compiled_schemes() is None
         own = gaussian(100, seed=6)
         residual = np.empty_like(own)
         wire = np.empty(one_bit.wire_bytes(100), np.uint8)
