@@ -3,8 +3,8 @@
 The agent runs ring codecs at every hop; the trainer runs the other schemes around ordinary ops:
 
 blocks          array types, and pieces that fit in a cache
-ring codecs     codecs (the protocol of a hop, and the table of codecs), casts (fp16, bf16) and
-                int8, both built on hops; draws (counter-based random numbers)
+ring codecs     codecs (the protocol of a hop; fp16, bf16 and int8), draws (counter-based random
+                numbers)
 schemes         schemes (the user's objects), top_k and random_k, one_bit, power_sgd
 fast            some kernels compiled by numba: the same bits in less time
 """

@@ -1,4 +1,4 @@
-"""Ring codecs: the protocol of a hop of a compressed all-reduce, and the table of codecs.
+"""Ring codecs: the protocol of a hop of a compressed all-reduce, and fp16, bf16 and int8.
 
 In the scatter phase each rank adds its own values to the partial sum that arrives and sends it on,
 encoded. The owner of a chunk encodes the final values once; in the gather phase those bytes are
@@ -6,13 +6,25 @@ forwarded verbatim. So partial sums exist as fp32 only inside `Codec.hop`, and a
 same bytes.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
-from typing import Any, Protocol
+from types import MappingProxyType, ModuleType
+from typing import Any, Literal, Protocol
 
-from pmesh.compression.blocks import Bytes, Float32s
-from pmesh.compression.casts import Cast
-from pmesh.compression.int8 import Int8
+import numpy as np
+
+from pmesh.compression import fast
+from pmesh.compression.blocks import (
+    Bytes,
+    Float32s,
+    Halves,
+    Int8s,
+    Rows,
+    drop_not_finite,
+    parts,
+)
+from pmesh.compression.draws import draw_uniform, start_of
 
 
 class Codec(Protocol):
@@ -111,6 +123,396 @@ def codec_of(name: str) -> Codec:
         raise ValueError(f"no ring codec {name!r}; there are: {', '.join(_CODECS)}")
     codec: Codec = make()
     return codec
+
+
+# --- a hop in numpy: the values to encode and the residual to keep
+
+PART = 64 * 1024
+"""Values at a time, so that partial sums never reach memory as fp32: two arrays of 256 KiB stay in
+the second level cache, and Python's 20 us per part are small against its work (100 us). It is a
+multiple of every codec's block."""
+
+_NONE = np.empty(0, np.float32)
+
+
+class Piece(Protocol):
+    """The values of one piece on the wire, in the layout of a codec."""
+
+    def load(self, start: int, into: Float32s) -> None:
+        """Decode len(into) values, beginning with value `start` of the piece."""
+        ...
+
+    def store(self, start: int, values: Float32s, image: Float32s) -> int:
+        """Encode values, beginning at value `start` of the piece; return how many were clipped.
+
+        Args:
+            start: The index of the first value.
+            values: float32[n]; only read.
+            image: float32[n], scratch.
+        """
+        ...
+
+    def load_stored(self, start: int, image: Float32s) -> None:
+        """Do what `load` does, just after `store`, with the `image` that it left."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The arguments of `Codec.hop`, without the wire's bytes."""
+
+    own: Float32s
+    own_scale: float
+    divisor: int
+    residual: Float32s | None
+    residual_out: Float32s | None
+
+    def check(self, wire_bytes: int, incoming: Bytes | None, outgoing: Bytes) -> None:
+        """Raise ValueError if an array's length does not fit: compiled code checks no bounds."""
+        for wire in (incoming, outgoing):
+            if wire is not None:
+                check_wire(wire, wire_bytes, len(self.own))
+        for values in (self.residual, self.residual_out):
+            if values is not None and len(values) != len(self.own):
+                raise ValueError(f"{len(values)} residuals for {len(self.own)} values")
+
+    @property
+    def residual_factor(self) -> np.float32:
+        """The factor from an error of the encoded sum to an error of this rank's own values."""
+        return np.float32(self.divisor / self.own_scale)
+
+    def for_compiled(
+        self,
+    ) -> tuple[Float32s, np.float32, np.float32, Float32s, np.float32, Float32s]:
+        """Return the arguments of each hop in `fast.rings` that follow the wire's bytes."""
+        return (
+            self.own,
+            np.float32(self.own_scale),
+            np.float32(self.divisor),
+            _NONE if self.residual is None else self.residual,
+            self.residual_factor,
+            _NONE if self.residual_out is None else self.residual_out,
+        )
+
+
+def check_wire(wire: Bytes, wire_bytes: int, count: int) -> None:
+    """Raise ValueError if these are not the bytes of `count` values."""
+    if len(wire) != wire_bytes:
+        raise ValueError(f"{count} values are {wire_bytes} bytes on the wire, not {len(wire)}")
+
+
+def hop_in_parts(incoming: Piece | None, terms: Terms, outgoing: Piece) -> int:
+    """Compute `Codec.hop`, with the wire's bytes as pieces."""
+    scratch = np.empty((2, min(PART, len(terms.own))), np.float32)
+    clipped = 0
+    # Infinity and NaN are valid results; each codec states how it encodes them.
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for part in parts(len(terms.own), PART):
+            values, image = scratch[:, : part.stop - part.start]
+            if incoming is not None:
+                incoming.load(part.start, image)
+            total = _total(image if incoming is not None else None, terms, part, into=values)
+            clipped += outgoing.store(part.start, total, image)
+            if terms.residual_out is not None:
+                outgoing.load_stored(part.start, image)
+                _keep_residual(total, image, terms, into=terms.residual_out[part])
+    return clipped
+
+
+def _total(arrived: Float32s | None, terms: Terms, part: slice, *, into: Float32s) -> Float32s:
+    """Return the values to encode: `into`, or the rank's own values unchanged."""
+    total = terms.own[part]
+    if terms.residual is not None:
+        total = np.add(total, terms.residual[part], out=into)
+    if terms.own_scale != 1:
+        total = np.multiply(total, np.float32(terms.own_scale), out=into)
+    if arrived is not None:
+        total = np.add(arrived, total, out=into)
+    if terms.divisor != 1:
+        total = np.divide(total, np.float32(terms.divisor), out=into)
+    return total
+
+
+def _keep_residual(values: Float32s, image: Float32s, terms: Terms, *, into: Float32s) -> None:
+    """Set `into` to (values - image) * factor; 0 where that is not finite."""
+    np.subtract(values, image, out=into)
+    if terms.residual_factor != 1:
+        np.multiply(into, terms.residual_factor, out=into)
+    drop_not_finite(into)
+
+
+# --- two bytes a value
+
+_FP16_MAX = np.float32(65504)
+_ROUNDS_BEYOND = np.float32(65520)  # from here on the nearest even is 2^16, which fp16 lacks
+
+
+class Cast:
+    """The codecs `fp16` and `bf16`: two bytes per value, rounded to nearest, ties to even.
+
+    As IEEE 754 does; but at the ends of the range:
+
+    | | fp16 | bf16 |
+    |---|---|---|
+    | denormal | rounded to a multiple of 2^-24 | rounded to a multiple of 2^-133 |
+    | rounds beyond the largest | clipped to ±65504, and counted | infinity, as in IEEE 754 |
+    | infinity, NaN | unchanged | unchanged |
+
+    The residual keeps the part that clipping cut off.
+    """
+
+    block = 1
+
+    def __init__(self, name: Literal["fp16", "bf16"]) -> None:
+        self.name = name
+        self.divides_first = name == "fp16"
+        """True for fp16: a sum of n values exceeds its range n times as early as their mean."""
+        self._compiled: ModuleType | None = None
+
+    def prepare(self) -> bool:
+        self._compiled = fast.load("rings")
+        return self._compiled is not None
+
+    def wire_bytes(self, count: int) -> int:
+        """Return two bytes for each value, padded to a multiple of 4."""
+        return (2 * count + 3) // 4 * 4
+
+    def hop(
+        self,
+        incoming: Bytes | None,
+        own: Float32s,
+        outgoing: Bytes,
+        *,
+        own_scale: float = 1.0,
+        divisor: int = 1,
+        residual: Float32s | None = None,
+        residual_out: Float32s | None = None,
+        draw: int = 0,
+    ) -> int:
+        """See `Codec.hop`; `draw` is not used."""
+        del draw
+        terms = Terms(own, own_scale, divisor, residual, residual_out)
+        terms.check(self.wire_bytes(len(own)), incoming, outgoing)
+        outgoing[2 * len(own) :] = 0
+        if self._compiled is None:
+            arrived = None if incoming is None else self._halves(incoming, len(own))
+            return hop_in_parts(arrived, terms, self._halves(outgoing, len(own)))
+        words = outgoing.view(np.uint16)
+        clipped: int = self._compiled.hop_halves(
+            self.name == "fp16",
+            words[:0] if incoming is None else incoming.view(np.uint16),
+            words,
+            *terms.for_compiled(),
+        )
+        return clipped
+
+    def decode(self, wire: Bytes, out: Float32s) -> None:
+        check_wire(wire, self.wire_bytes(len(out)), len(out))
+        if self._compiled is not None and self.name == "fp16":  # for bf16 compiling gains nothing
+            self._compiled.decode_fp16(wire.view(np.uint16), out)
+        else:
+            with np.errstate(invalid="ignore"):  # forged bytes may hold a signalling NaN
+                self._halves(wire, len(out)).load(0, out)
+
+    def _halves(self, wire: Bytes, count: int) -> "_Halves":
+        return (_Fp16s if self.name == "fp16" else _Halves)(wire.view(_dtype_of(self.name))[:count])
+
+
+@cache
+def _dtype_of(name: str) -> np.dtype[Any]:
+    if name == "fp16":
+        return np.dtype(np.float16)
+    import ml_dtypes  # noqa: PLC0415 - 28 ms; importing pmesh need not wait for it
+
+    bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return bfloat16
+
+
+class _Halves:
+    """A piece of bf16."""
+
+    def __init__(self, halves: Halves) -> None:
+        self._halves = halves
+
+    def load(self, start: int, into: Float32s) -> None:
+        np.copyto(into, self._halves[start : start + len(into)])
+
+    def store(self, start: int, values: Float32s, image: Float32s) -> int:
+        del image
+        halves = self._halves[start : start + len(values)]
+        np.copyto(halves, values, casting="same_kind")
+        return 0
+
+    def load_stored(self, start: int, image: Float32s) -> None:
+        self.load(start, image)
+
+
+class _Fp16s(_Halves):
+    """A piece of fp16."""
+
+    def store(self, start: int, values: Float32s, image: Float32s) -> int:
+        """Clip finite values; if there is nothing to clip, that costs one more pass."""
+        np.abs(values, out=image)
+        if np.maximum.reduce(image) < _ROUNDS_BEYOND:  # False if it is NaN
+            return super().store(start, values, image)
+        clipped = np.isfinite(values) & (image >= _ROUNDS_BEYOND)
+        clamped = np.where(clipped, np.copysign(_FP16_MAX, values), values)
+        super().store(start, clamped, image)
+        return int(np.count_nonzero(clipped))
+
+
+# --- a byte a value
+
+BLOCK = 256
+LEVELS = np.float32(127)  # -128 would make the range asymmetric, and bias a mean of many ranks
+SMALLEST_SCALE = np.float32(2.0**-126)  # smaller scales are denormal, so imprecise
+LARGEST_SCALE = np.nextafter(np.finfo(np.float32).max / LEVELS, np.float32(0))
+"""127 times the next larger float would be infinity."""
+
+
+class Int8:
+    """The codecs `int8` and `int8-stochastic`: blocks of 256 values with one fp32 scale; symmetric.
+
+    A piece has ceil(count / 256) scales, little-endian fp32, then count int8 codes, then up to 3
+    zeros. With `largest` as the largest magnitude of a block (Dettmers et al. 2022, block-wise
+    quantization):
+
+        scale = max(largest / 127, 2^-126)
+        code = round(value / scale)            -127 to 127, ties to even
+        decoded = code * scale                 an error of at most scale / 2
+
+    | a block that holds | decodes to |
+    |---|---|
+    | zeros | +0 |
+    | nothing above 127 * 2^-126 (denormals, and a little more) | multiples of 2^-126 |
+    | an infinity or a NaN | NaN everywhere |
+
+    Stochastic rounding takes floor(value / scale + u), with u from `draws`: its error is up to
+    `scale`, but on average it decodes to the value.
+    """
+
+    block = BLOCK
+    divides_first = False
+
+    def __init__(self, *, stochastic: bool) -> None:
+        self.name = "int8-stochastic" if stochastic else "int8"
+        self._stochastic = stochastic
+        self._compiled: ModuleType | None = None
+
+    def prepare(self) -> bool:
+        self._compiled = fast.load("rings")
+        return self._compiled is not None
+
+    def wire_bytes(self, count: int) -> int:
+        """Return one byte for each value and four for each block, padded to a multiple of 4."""
+        return 4 * _blocks(count) + (count + 3) // 4 * 4
+
+    def hop(
+        self,
+        incoming: Bytes | None,
+        own: Float32s,
+        outgoing: Bytes,
+        *,
+        own_scale: float = 1.0,
+        divisor: int = 1,
+        residual: Float32s | None = None,
+        residual_out: Float32s | None = None,
+        draw: int = 0,
+    ) -> int:
+        """See `Codec.hop`; nothing is clipped."""
+        terms = Terms(own, own_scale, divisor, residual, residual_out)
+        terms.check(self.wire_bytes(len(own)), incoming, outgoing)
+        arrived = None if incoming is None else _Blocks(incoming, len(own))
+        sent = _Blocks(outgoing, len(own), draw=draw if self._stochastic else None)
+        sent.rest[:] = 0
+        if self._compiled is None:
+            return hop_in_parts(arrived, terms, sent)
+        self._compiled.hop_int8(
+            sent.scales[:0] if arrived is None else arrived.scales,
+            sent.codes[:0] if arrived is None else arrived.codes,
+            sent.scales,
+            sent.codes,
+            *terms.for_compiled(),
+            self._stochastic,
+            np.uint64(start_of(draw) if self._stochastic else 0),
+        )
+        return 0
+
+    def decode(self, wire: Bytes, out: Float32s) -> None:
+        check_wire(wire, self.wire_bytes(len(out)), len(out))
+        blocks = _Blocks(wire, len(out))
+        if self._compiled is not None:
+            self._compiled.decode_int8(blocks.scales, blocks.codes, out)
+            return
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # scales may be forged
+            for part in parts(len(out), PART):
+                blocks.load(part.start, out[part])
+
+
+class _Blocks:
+    """A piece; its parts begin at multiples of a block."""
+
+    def __init__(self, wire: Bytes, count: int, *, draw: int | None = None) -> None:
+        codes_from = 4 * _blocks(count)
+        self.scales: Float32s = wire[:codes_from].view("<f4")
+        self.codes: Int8s = wire[codes_from : codes_from + count].view(np.int8)
+        self.rest = wire[codes_from + count :]
+        self._draw = draw
+
+    def load(self, start: int, into: Float32s) -> None:
+        np.copyto(into, self.codes[start : start + len(into)])
+        self._multiply_by_scales(start, into)
+
+    def store(self, start: int, values: Float32s, image: Float32s) -> int:
+        block = start // BLOCK
+        for rows, quotients in zip(_rows(values), _rows(image), strict=True):
+            _divide_by_scales(rows, quotients, self.scales[block : block + len(rows)])
+            block += len(rows)
+        if self._draw is None:
+            np.rint(image, out=image)
+        else:
+            np.add(image, draw_uniform(self._draw, start, len(image)), out=image)
+            np.floor(image, out=image)
+            np.clip(image, -LEVELS, LEVELS, out=image)  # a quotient may be 127.00001
+        np.copyto(self.codes[start : start + len(image)], image, casting="unsafe")
+        return 0
+
+    def load_stored(self, start: int, image: Float32s) -> None:
+        self._multiply_by_scales(start, image)
+
+    def _multiply_by_scales(self, start: int, values: Float32s) -> None:
+        block = start // BLOCK
+        for rows in _rows(values):
+            np.multiply(rows, self.scales[block : block + len(rows), None], out=rows)
+            block += len(rows)
+
+
+def _blocks(count: int) -> int:
+    return -(-count // BLOCK)
+
+
+def _rows(values: Float32s) -> Iterator[Rows]:
+    """Yield the whole blocks, then the rest: float32[blocks, 256], float32[1, rest]."""
+    whole = len(values) // BLOCK * BLOCK
+    if whole:
+        yield values[:whole].reshape(-1, BLOCK)
+    if whole < len(values):
+        yield values[None, whole:]
+
+
+def _divide_by_scales(rows: Rows, quotients: Rows, scales: Float32s) -> None:
+    """Choose each row's scale; quotients = rows / scale, 0 where the scale is NaN."""
+    # The magnitudes of floats have the same order as their bits, and integers compare faster.
+    bits = quotients.view(np.uint32)
+    np.bitwise_and(rows.view(np.uint32), 0x7FFFFFFF, out=bits)
+    np.maximum.reduce(bits, axis=1, out=scales.view(np.uint32))
+    np.divide(scales, LEVELS, out=scales)
+    finite = np.isfinite(scales)
+    np.clip(scales, SMALLEST_SCALE, LARGEST_SCALE, out=scales)
+    np.divide(rows, scales[:, None], out=quotients)
+    if not finite.all():
+        scales[~finite] = np.nan
+        quotients[~finite] = 0
 
 
 _CODECS = MappingProxyType[str, Any](

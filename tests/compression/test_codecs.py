@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pmesh.compression.blocks import Float32s
-from pmesh.compression.codecs import Codec, codec_of
-from pmesh.compression.hops import PART
+from pmesh.compression.codecs import PART, Codec, codec_of
 from tests.worlds.every_codec import COUNTS, IN_NUMBA, NAMES, decoded, encoded, every_codec
 from tests.worlds.ring_of_codecs import all_reduce
 from tests.worlds.values import float32s, gaussian

@@ -5,9 +5,7 @@ import pytest
 from hypothesis import strategies as st
 
 from pmesh.compression.blocks import Bytes, Float32s
-from pmesh.compression.casts import Cast
-from pmesh.compression.codecs import Codec
-from pmesh.compression.int8 import Int8
+from pmesh.compression.codecs import Cast, Codec, Int8
 
 NAMES = ("fp16", "bf16", "int8", "int8-stochastic")
 COUNTS = st.sampled_from([0, 1, 3, 255, 256, 300])

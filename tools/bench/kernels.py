@@ -25,9 +25,7 @@ import numpy as np
 
 from pmesh.compression import fast, one_bit, power_sgd, random_k, top_k
 from pmesh.compression.blocks import Bytes, Float32s
-from pmesh.compression.casts import Cast
-from pmesh.compression.codecs import Codec
-from pmesh.compression.int8 import Int8
+from pmesh.compression.codecs import Cast, Codec, Int8
 
 VALUES = 25_000_000  # 100 MB of fp32: no cache holds it
 ROUNDS = 5

@@ -10,8 +10,7 @@ from structlog.testing import capture_logs
 from trio.testing import MockClock
 
 from pmesh.agent.jobs.trainer import Compiler
-from pmesh.compression.casts import Cast
-from pmesh.compression.int8 import Int8
+from pmesh.compression.codecs import Cast, Int8
 from tests.worlds.buckets import Bucket, reduce_buckets
 from tests.worlds.trainer import until
 from tests.worlds.village import village
