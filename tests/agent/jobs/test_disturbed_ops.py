@@ -10,7 +10,6 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from pmesh.agent.jobs import op_task
 from pmesh.agent.jobs.op_task import Op
 from pmesh.agent.jobs.ranks import LocalRank
-from pmesh.agent.jobs.retained import ResultServer
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.core.links.health import WIRED
 from pmesh.core.ops.plan import RankPlan
@@ -45,17 +44,6 @@ async def test_a_broken_lane_is_replaced_and_the_op_goes_on(clock: MockClock) ->
             assert [r[0] for r in await reduce_all(trainers)] == [3.0] * 3
 
 
-async def test_a_forged_record_costs_a_lane_and_not_the_op(clock: MockClock) -> None:
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
-        await reduce_all(trainers)
-        (rank,) = here.machines[0].agent.jobs.ranks
-        sending = rank.lanes.all_open()[0]
-        sending._socket.send(b"\0" * 200)  # noqa: SLF001 - as somebody on the network would
-        assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
-        assert sending not in rank.lanes.all_open()
-
-
 async def test_a_lane_that_swallows_what_it_is_given_is_replaced_while_heartbeats_flow(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,23 +72,6 @@ async def test_who_computes_for_long_costs_no_lane(clock: MockClock) -> None:
         results = await together(lambda: a.reduce(ones(10)), compute_first)
         assert [r[0] for r in results] == [2.0] * 2
         assert rank.roster.number == number
-
-
-async def test_lanes_that_break_again_and_again_fail_the_op(
-    clock: MockClock,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def breaks(*_: object, **__: object) -> None:
-        raise LaneBroken("the data connection to mac-1 ended")
-
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
-        with monkeypatch.context() as patch:
-            patch.setattr(op_task, "run_plan", breaks)
-            verdicts = await verdicts_of_all(*[(t, t.reduce(ones(9))) for t in trainers])
-        assert {v.error for v in verdicts} == {"LaneBroken"}
-        assert verdicts[0] == verdicts[1]
-        assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
 
 
 @pytest.mark.parametrize("error", [LaneBroken("it was closed"), CallsDiffer(0, "mac-1")], ids=str)
@@ -217,34 +188,6 @@ async def test_nobody_is_served_what_is_not_retained(clock: MockClock) -> None:
             )
         await wait_all_tasks_blocked()
         assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
-
-
-async def test_a_holder_that_does_not_answer_is_asked_again(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may be one view behind, and then it does not know what it is asked for."""
-    real, asked, misses = ResultServer.answer, 0, iter([True])
-    real_run = op_task.run_on_lanes
-
-    def answer(server: ResultServer, ask: AskResult) -> None:
-        nonlocal asked
-        asked += 1
-        if asked > 1:
-            real(server, ask)
-
-    async def miss_the_end(
-        rank: LocalRank, op: Op, plan: RankPlan, rendezvous: LaneRendezvous
-    ) -> None:
-        await real_run(rank, op, plan, rendezvous)
-        if rank.rank == 1 and next(misses, False):
-            raise LaneBroken("its last record never arrived")
-
-    monkeypatch.setattr(ResultServer, "answer", answer)
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
-        monkeypatch.setattr(op_task, "run_on_lanes", miss_the_end)
-        assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
-        assert asked == 2
 
 
 async def test_a_result_of_another_call_is_not_taken_from_a_rank_on_the_same_machine(

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import msgspec
 import numpy as np
 import pytest
 import trio
@@ -10,15 +9,13 @@ from trio.testing import MockClock
 
 from pmesh.agent.jobs import retained
 from pmesh.agent.mesh.membership import DOUBT_S
-from pmesh.core.wire.link import AskResult, Call, LinkMessage, OpReport
+from pmesh.core.wire.link import AskResult, LinkMessage
 from pmesh.errors import LaneBroken
-from pmesh.ids import Epoch, OpNumber, TrainerId
+from pmesh.ids import OpNumber
 from pmesh.net.local.clocks import Stall
-from tests.worlds.trainer import Trainer, together, until
+from tests.worlds.trainer import Trainer, together
 from tests.worlds.village import village
-from tests.worlds.village_ops import cut, enter, mend, ranks_of
-
-REPORT = OpReport(OpNumber(0), Call("all_reduce", "float32", (100,), "sum"), completed=True)
+from tests.worlds.village_ops import cut, enter, mend
 
 
 async def reduce_all(trainers: list[Trainer]) -> list[float]:
@@ -108,49 +105,6 @@ async def test_after_an_own_stall_an_op_ends_only_when_the_others_confirm_the_vi
         assert theirs.next_op == 2
 
 
-async def test_another_run_under_the_same_name_ends_the_older_rank(clock: MockClock) -> None:
-    async with village(clock, 1) as here:
-        (one,) = here.machines
-        (trainer,) = await here.job(one)
-        jobs = one.agent.jobs
-        (rank,) = jobs.ranks
-        born = Epoch(9, *one.agent.membership.state.me)
-        other = msgspec.structs.replace(rank.roster, born=born, number=9)
-        state = one.agent.membership.state
-        view = msgspec.structs.replace(state.view, rosters=(other,))
-        jobs.follow(state, view, 0.0)  # as where two meshes meet
-        verdict = await trainer.verdict_of(trainer.barrier())
-        assert verdict.error == "HistorySuperseded"
-        assert "job 'digits' goes on without this rank" in verdict.message
-        assert not jobs.ranks
-
-
-async def test_marks_of_jobs_that_have_ended_are_forgotten(clock: MockClock) -> None:
-    async with village(clock, 2) as here:
-        for _ in range(2):
-            trainers = await here.job(*here.machines)
-            await reduce_all(trainers)
-            await trio.sleep(1)
-            for machine in here.machines:
-                assert len(machine.agent.jobs.progress._reported) == 1  # noqa: SLF001
-            for trainer in trainers:
-                await trainer.leave()
-        await until(lambda: not any(m.agent.jobs.ranks for m in here.machines))
-        assert not any(m.agent.jobs.progress._reported for m in here.machines)  # noqa: SLF001
-
-
-async def test_marks_of_ranks_that_are_lost_are_forgotten(clock: MockClock) -> None:
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
-        await reduce_all(trainers)
-        gone = trainers.pop(1)
-        await gone.leave()
-        await until(lambda: all(len(t.roster.trainers) == 2 for t in ranks_of(here)))
-        told = [set(m.agent.jobs.progress._reported) for m in here.machines]  # noqa: SLF001
-        assert ("digits", gone.id) not in set.union(*told)
-        assert await reduce_all(trainers) == [2.0] * 2
-
-
 async def test_the_only_rank_of_a_job_does_not_tell_its_peers_of_each_op(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,37 +133,3 @@ async def test_a_fetch_that_breaks_on_its_way_ends_nobody(
         (other,) = [trainer for trainer in r.ids if trainer != rank.id]
         jobs.results.answer(AskResult(r.job, r.born, r.number, OpNumber(0), rank.id, other))
         assert await reduce_all(trainers) == [2.0, 2.0]
-
-
-async def test_ranks_on_one_machine_find_each_other(clock: MockClock) -> None:
-    async with village(clock, 1) as here:
-        (one,) = here.machines
-        await here.job(one, one)
-        jobs = one.agent.jobs
-        ranks = sorted(jobs.ranks, key=lambda rank: rank.id)
-        assert jobs.neighbour(ranks[0], TrainerId(1)) is ranks[1]
-        assert jobs.neighbour(ranks[0], TrainerId(2)) is None
-
-
-async def test_six_trainers_on_three_machines_survive_a_storm_of_broken_lanes(
-    clock: MockClock,
-) -> None:
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines, *here.machines)
-        dice = np.random.default_rng(7)
-
-        async def break_lanes() -> None:
-            while True:
-                await trio.sleep(float(dice.random()) * 3)
-                lanes = [lane for machine in here.machines for lane in machine.lanes()]
-                if lanes:
-                    lanes[int(dice.integers(len(lanes)))].close()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(break_lanes)
-            for _ in range(12):
-                try:
-                    assert await reduce_all(trainers) == [6.0] * 6
-                finally:
-                    await trio.sleep(0.3)
-            nursery.cancel_scope.cancel()

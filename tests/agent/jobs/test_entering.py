@@ -1,19 +1,17 @@
 """Trainers that enter a running job in one of its syncs, or come back to it (O6)."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-import msgspec
 import numpy as np
 import pytest
 import trio
 from trio.testing import MockClock
 
 from pmesh.agent.jobs import trainer as trainers_module
-from pmesh.core.wire.link import Call, Waiting
+from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import ENTERS, SYNC_VALUES, OpFailed, StartOp
-from pmesh.ids import JobName, OpNumber, Slot
+from pmesh.ids import OpNumber
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Machine, Village, village
 from tests.worlds.village_ops import (
@@ -84,26 +82,6 @@ async def test_a_newcomer_costs_the_others_one_view_and_no_part_of_an_op(clock: 
         assert max(reruns) == 0  # the ring had not begun
 
 
-async def test_who_is_in_the_job_is_no_newcomer_though_its_last_heartbeat_says_so(
-    clock: MockClock,
-) -> None:
-    async with village(clock, 2) as here:
-        one, two = here.machines
-        inside = await syncing_job(here, one)
-        late = await newcomer(here, two)
-        await enter(here, [late], inside)
-        state = one.agent.membership.state
-        peer = state.peers[two.key.node]
-        slot = ranks_of(here)[1].trainer.slot
-        for told, newcomers in ((slot, 0), (slot + 1, 1)):
-            waiting = (Waiting(JobName("digits"), Slot(told), 1),)
-            beat = msgspec.structs.replace(peer.heartbeat, waiting=waiting)
-            peers = {two.key.node: replace(peer, heartbeat=beat)}
-            one.agent.membership.state = replace(state, peers=peers)
-            assert one.agent.jobs.newcomers(one.agent.jobs.ranks[0]) == newcomers
-        one.agent.membership.state = state
-
-
 async def test_several_newcomers_enter_in_one_sync_two_of_them_on_one_machine(
     clock: MockClock,
 ) -> None:
@@ -172,32 +150,6 @@ async def test_a_newcomer_that_dies_while_it_waits_is_forgotten(clock: MockClock
             await late.die()
         await until(lambda: not two.agent.jobs.waiters)
         assert await together(*[partial(t.sync, t.rank) for t in inside]) == [[0, 1]] * 2
-
-
-async def test_a_newcomer_that_dies_in_the_view_that_takes_it_in_is_a_lost_rank(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with village(clock, 2) as here:
-        one, two = here.machines
-        inside = await syncing_job(here, one, one)
-        late = await newcomer(here, two)
-        jobs = two.agent.jobs
-        real = jobs.install
-
-        def die_as_it_enters(view: object) -> None:
-            real(view)  # type: ignore[arg-type] # a View
-            if jobs.ranks:
-                nursery.start_soon(late.die)
-
-        monkeypatch.setattr(jobs, "install", die_as_it_enters)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(swallow, late.sync())
-            await until(lambda: one.agent.jobs.newcomers(one.agent.jobs.ranks[0]) == 1)
-            results = await together(*[partial(t.sync, t.rank) for t in inside])
-        assert results in ([[0, 1]] * 2, [[0, 1, 0]] * 2)
-        await until(lambda: len(ranks_of(here)) == 2)
-        assert [r[0] for r in await reduce_all(inside)] == [2.0] * 2
-        assert inside[0].names == ("mac-0", "mac-0")
 
 
 async def test_a_newcomer_whose_job_ends_while_it_waits_begins_the_next_run(

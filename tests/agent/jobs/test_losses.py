@@ -6,20 +6,15 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.jobs.driver import Jobs
-from pmesh.agent.jobs.retained import ResultServer
 from pmesh.agent.jobs.trainer import WATCH_S
 from pmesh.core.jobs.jobs import LEAVE_GRACE_S
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import View
-from pmesh.core.wire.link import AskResult
 from pmesh.ids import TrainerId
-from pmesh.net.local.arena_pools import OutputArenas
-from pmesh.net.local.arenas import Arena
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Village, village
 from tests.worlds.village_ops import (
     RAISE,
-    enter,
     hold_all_reduces,
     kinds_of_events,
     machine_of,
@@ -77,34 +72,6 @@ async def test_the_survivors_complete_the_op_with_their_own_values(
         assert [m[0] for m in means] == [x[0]] * 2
 
 
-async def test_two_are_lost_at_once_and_the_leader_is_one_of_them(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with village(clock, 4) as here:
-        trainers = await here.job(*here.machines)
-        view = here.machines[0].agent.membership.view
-        leader = view.seat_of(view.by_seniority[0])
-        assert leader is not None
-        first = next(t for t in trainers if t.names[t.rank] == leader.name)
-        gone = [first, next(t for t in trainers if t is not first)]
-        left = [t for t in trainers if t not in gone]
-        ranks = [t.rank for t in gone]
-        held = hold_all_reduces(monkeypatch, size=4, ranks=ranks, complete=False)
-
-        async def lose_both() -> None:
-            await until(lambda: sorted(held) == sorted(ranks))
-            for trainer in gone:
-                await lose(here, trainer, "machine")
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(lose_both)
-            for trainer in gone:
-                nursery.start_soon(swallow, trainer.reduce(ones(1000)))
-            results = await reduce_all(left)
-        assert [r[0] for r in results] == [2.0] * 2
-        assert {t.world.trainers for t in left} == {tuple(sorted(t.id for t in left))}
-
-
 # --- what one of them had completed (I4)
 
 
@@ -157,31 +124,6 @@ async def test_what_only_a_lost_rank_completed_is_fetched_from_its_agent(
         assert [r[0] for r in await reduce_all([a, b])] == [2.0] * 2
 
 
-async def test_when_the_only_holder_dies_before_it_is_asked_the_op_runs_again(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[AskResult] = []
-    monkeypatch.setattr(ResultServer, "answer", lambda _, ask: asked.append(ask))
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
-        a, b, c = trainers
-        held = hold_all_reduces(monkeypatch, size=3, ranks=[0, 1], complete=True)
-
-        async def complete_and_vanish() -> None:
-            assert (await c.reduce(ones(1000)))[0] == 3.0
-            await until(lambda: sorted(held) == [0, 1])
-            await c.die()
-            await until(lambda: len({ask.receiver for ask in asked}) == 2)
-            await machine_of(here, c).kill()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(complete_and_vanish)
-            results = await reduce_all([a, b])
-        assert [r[0] for r in results] == [2.0] * 2
-        assert a.world.trainers == b.world.trainers == (0, 1)
-        assert "op rerun" in kinds_of_events(machine_of(here, a))
-
-
 async def test_an_op_that_was_interrupted_is_noted_with_how_long_the_ring_stood_still(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,32 +150,6 @@ async def test_an_op_that_was_interrupted_is_noted_with_how_long_the_ring_stood_
 
 
 # --- a lost root, and a loss that is to be raised
-
-
-async def test_a_broadcast_whose_root_is_lost_fails_alike_and_the_job_goes_on(
-    clock: MockClock,
-) -> None:
-    async with village(clock, 3) as here:
-        a, b, c = await here.job(*here.machines)
-        await reduce_all([a, b, c])
-
-        async def lose_the_root() -> None:
-            await until(lambda: sum(rank.ledger.started == 1 for rank in ranks_of(here)) == 2)
-            await c.die()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(lose_the_root)
-            verdicts = await verdicts_of_all(
-                (a, a.broadcast(ones(9), 2)), (b, b.broadcast(ones(9), 2))
-            )
-        assert verdicts[0] == verdicts[1]
-        assert verdicts[0].error == "RankLost"
-        assert "its root, rank 2, is lost" in verdicts[0].message
-        assert a.world.trainers == b.world.trainers == (0, 1)
-        got = await together(
-            lambda: a.broadcast(2 * ones(9), 1), lambda: b.broadcast(2 * ones(9), 1)
-        )
-        assert [g[0] for g in got] == [2.0] * 2
 
 
 async def test_a_root_keeps_its_broadcast_when_ranks_before_it_are_lost(
@@ -289,40 +205,6 @@ async def test_where_a_loss_is_to_raise_the_op_fails_alike_and_the_job_goes_on(
         assert a.world.trainers == b.world.trainers == (0, 1)
 
 
-async def test_who_has_no_room_for_what_others_have_completed_leaves_the_ring(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
-        a, b, c = trainers
-        await together(*[t.sync for t in trainers])
-        poor = ranks_of(here)[1].arenas.outputs
-        acquire = OutputArenas.acquire
-
-        async def no_memory(self: OutputArenas, nbytes: int) -> Arena:
-            if self is poor:
-                raise OSError(12, "Cannot allocate memory")
-            return await acquire(self, nbytes)
-
-        x = np.arange(9, dtype=np.float32)
-        await a.broadcast(x)
-        with monkeypatch.context() as patch:
-            patch.setattr(OutputArenas, "acquire", no_memory)
-            began = clock.current_time()
-            verdicts: list[str] = []
-
-            async def fail() -> None:
-                verdicts.append((await b.verdict_of(b.broadcast(x))).error)
-
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(fail)
-                assert np.array_equal(await c.broadcast(x), x)
-            assert clock.current_time() - began < 5
-        assert verdicts == ["HistorySuperseded"]
-        await enter(here, [b], [a, c])
-        assert [r[0] for r in await reduce_all(trainers)] == [3.0] * 3
-
-
 # --- leaving in order
 
 
@@ -338,20 +220,6 @@ async def test_who_leaves_waits_a_moment_for_the_others_to_end_its_last_op(
         await until(lambda: other.size == 1)
         assert LEAVE_GRACE_S <= clock.current_time() - began <= LEAVE_GRACE_S + 0.5
         assert (await b.broadcast(ones(9)))[0] == 1.0
-
-
-async def test_who_leaves_when_all_have_ended_everything_leaves_at_once(
-    clock: MockClock,
-) -> None:
-    async with village(clock, 2) as here:
-        a, b = await here.job(*here.machines)
-        await reduce_all([a, b])
-        await trio.sleep(1)
-        (other,) = [r for r in ranks_of(here) if r.id == b.id]
-        began = clock.current_time()
-        await a.leave()
-        await until(lambda: other.size == 1)
-        assert clock.current_time() - began <= 0.1
 
 
 async def test_one_lost_while_another_loss_is_being_agreed_on_is_told_with_the_next_view(

@@ -17,12 +17,9 @@ from tests.agent.status.test_snapshot import picture_of
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import village
 from tests.worlds.village_ops import (
-    hold_all_reduces,
     machine_of,
     ones,
     ranks_of,
-    reduce_all,
-    swallow,
 )
 
 MAJORITY = Terms(quorum="majority")
@@ -63,41 +60,6 @@ async def test_an_op_waits_until_the_others_are_seen_to_have_installed_its_roste
                 await trio.sleep(1)
                 assert results == []
         assert [r[0] for r in results] == [2.0] * 2
-
-
-async def test_so_does_one_that_others_have_completed(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where another side goes on, it may have ended otherwise there."""
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines, terms=MAJORITY)
-        held = hold_all_reduces(monkeypatch, size=3, ranks=[1, 2], complete=True)
-        results: list[Values] = []
-
-        async def reduce(trainer: Trainer) -> None:
-            results.append(await trainer.reduce(ones(9)))
-
-        async with trio.open_nursery() as nursery:
-            for trainer in trainers[:2]:
-                nursery.start_soon(reduce, trainer)
-            nursery.start_soon(swallow, trainers[2].reduce(ones(9)))
-            await until(lambda: sorted(held) == [1, 2] and len(results) == 1)
-            late = ranks_of(here)[1]
-            with nobody_seen_to_install(monkeypatch):
-                await trainers[2].die()
-                await until(lambda: late.size == 2)
-                await trio.sleep(1)
-                assert len(results) == 1
-        assert [r[0] for r in results] == [3.0] * 2
-        assert [r[0] for r in await reduce_all(trainers[:2])] == [2.0] * 2
-
-
-async def test_who_is_a_majority_alone_waits_for_nobody(clock: MockClock) -> None:
-    async with village(clock, 2) as here:
-        senior, junior = await here.job(*here.machines, terms=MAJORITY)
-        await together(senior.sync, junior.sync)
-        await machine_of(here, junior).kill()
-        assert (await senior.reduce(ones(9)))[0] == 1.0
 
 
 async def test_who_waits_for_a_majority_says_so(

@@ -25,8 +25,6 @@ from tests.core.jobs.test_rank import (
 from tests.worlds.lanes import share_of_one
 from tests.worlds.village import NoReach
 
-NOTHING = Result(arena=None, nbytes=0)
-
 
 @asynccontextmanager
 async def rank_of() -> AsyncGenerator[LocalRank]:
@@ -92,27 +90,6 @@ async def test_nor_is_what_was_about_to_run_when_the_view_came() -> None:
             data.set()  # its last record has come: the task is already on its way
             rank.follow(roster(3))
         assert not delivered
-
-
-async def test_after_an_own_stall_only_trust_ends_the_fence() -> None:
-    async with rank_of() as rank:
-        delivered = False
-
-        async def deliver() -> None:
-            nonlocal delivered
-            await rank.unfenced()
-            delivered = True
-
-        rank.start(ZERO, BARRIER)
-        rank.fence("own stall")
-        rank.fence("view change")
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(deliver)
-            rank.follow(roster(3))
-            await wait_all_tasks_blocked()
-            assert not delivered
-            rank.lift("own stall")
-        assert delivered
 
 
 async def test_a_view_change_stops_what_serves_results_of_the_last_roster() -> None:

@@ -80,23 +80,6 @@ async def test_who_comes_back_goes_on_serving_what_it_has_left_behind(
         assert [r[0] for r in await reduce_all([a, b, c])] == [3.0] * 3
 
 
-async def test_who_was_expelled_hears_why_also_when_nobody_needs_its_results_any_more(
-    clock: MockClock,
-) -> None:
-    async with village(clock, 2) as here:
-        a, b = await syncing_job(here, *here.machines)
-        x = np.arange(9, dtype=np.float32)
-        await a.broadcast(x)
-        await supersede(here, a)
-        assert np.array_equal(await b.broadcast(x), x)
-        await until(lambda: len(ranks_of(here)) == 1)
-        verdict = await a.verdict_of(a.barrier())
-        assert verdict.error == "HistorySuperseded"
-        assert verdict.message == (
-            "job 'digits' goes on without this rank; mesh.sync() brings it back"
-        )
-
-
 async def test_the_only_rank_of_a_job_that_is_given_up_begins_the_next_run(
     clock: MockClock,
 ) -> None:

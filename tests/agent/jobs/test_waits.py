@@ -17,14 +17,12 @@ from tests.worlds.village import village
 from tests.worlds.village_ops import (
     cut,
     enter,
-    hold_all_reduces,
     kinds_of_events,
     machine_of,
     mend,
     ones,
     ranks_of,
     reduce_all,
-    swallow,
     verdicts_of_all,
 )
 
@@ -82,47 +80,6 @@ async def test_with_too_few_ranks_a_sync_goes_on_when_somebody_comes_to_it(
         assert [r[0] for r in await reduce_all([a, b, late])] == [3.0] * 3
 
 
-async def test_a_job_that_has_come_no_further_than_its_first_sync_can_be_entered(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with village(clock, 3) as here:
-        a, b, c = await here.job(*here.machines, terms=Terms(min_ranks=3))
-        held = hold_all_reduces(monkeypatch, size=3, ranks=[2], complete=False)
-        async with trio.open_nursery() as nursery:
-            for trainer in (a, b):
-                nursery.start_soon(trainer.sync, trainer.id)
-            nursery.start_soon(swallow, c.sync())
-            await until(lambda: held == [2])
-            await c.die()
-            await trio.sleep(5)
-            monkeypatch.undo()
-            late = await here.trainer(machine_of(here, c))
-            await late.join("digits", 1)
-            assert sorted(await late.sync(7)) == [0, 1, 7]
-        assert a.names == b.names == late.names
-
-
-async def test_who_waits_for_the_next_sync_counts_or_it_might_never_come(
-    clock: MockClock,
-) -> None:
-    async with village(clock, 2) as here:
-        a, b = await here.job(*here.machines, terms=Terms(min_ranks=2))
-        await together(a.sync, b.sync)
-        await b.die()
-        async with trio.open_nursery() as nursery:
-
-            async def go_on() -> None:
-                assert (await a.reduce(ones(9)))[0] == 1.0
-                await a.sync(5)
-
-            nursery.start_soon(go_on)
-            await trio.sleep(10)
-            assert a.next_op == 1
-            late = await here.trainer(here.machines[0])
-            await late.join("digits", 1)
-            assert sorted(await late.sync(7)) == [5, 7]
-
-
 async def test_the_strictest_terms_hold_for_all(clock: MockClock) -> None:
     async with village(clock, 2) as here:
         a, b = [await here.trainer(machine) for machine in here.machines]
@@ -155,27 +112,6 @@ async def test_only_the_side_with_the_majority_goes_on_and_then_all_do(clock: Mo
         assert (await alone.verdict_of(alone.barrier())).error == "HistorySuperseded"
         await enter(here, [alone], pair)
         assert [r[0] for r in await reduce_all([*pair, alone])] == [3.0] * 3
-
-
-async def test_an_op_that_waits_for_a_majority_hears_what_the_others_did_when_they_meet(
-    clock: MockClock,
-) -> None:
-    async with village(clock, 3) as here:
-        one, two, three = here.machines
-        trainers = await here.job(one, two, three, terms=Terms(quorum="majority"))
-        alone = next(t for t in trainers if machine_of(here, t) is three)
-        pair = [t for t in trainers if t is not alone]
-        await cut(three, one, two)
-        async with trio.open_nursery() as nursery:
-
-            async def heal() -> None:
-                await trio.sleep(10)
-                assert alone.next_op == 0
-                assert [r[0] for r in await reduce_all(pair)] == [2.0] * 2
-                mend(one, two, three)
-
-            nursery.start_soon(heal)
-            assert (await alone.verdict_of(alone.barrier())).error == "HistorySuperseded"
 
 
 # --- trainers that are stopped, and those that compute
@@ -264,20 +200,6 @@ async def test_who_waits_is_told_soon_that_another_is_stopped_in_each_op_anew(
                 assert a.waits[-1].waited_s < 5
                 assert a.waits[-1].on == (f"rank 1 ({b.names[1]}), whose process is stopped",)
                 await b.barrier()  # which its agent does for it
-
-
-async def test_who_merely_computes_is_waited_for(clock: MockClock, stopped: set[str]) -> None:
-    async with village(clock, 2) as here:
-        a, b = await here.job(*here.machines, straggler_after_s=5.0)
-
-        async def compute_first() -> None:
-            await trio.sleep(15)
-            await b.barrier()
-
-        await together(a.barrier, compute_first)
-        assert a.world.trainers == b.world.trainers
-        assert len(a.names) == 2
-        assert not stopped
 
 
 async def test_a_trainer_that_waits_to_enter_and_is_stopped_holds_up_nobody(

@@ -1,10 +1,11 @@
 """What marks say of all ranks: what is stable, on whom an op waits, which lanes stand still."""
 
 import msgspec
+import pytest
 
 from pmesh.core.jobs.progress import Progress, lanes_stand_still
 from pmesh.core.jobs.rank import RankState
-from pmesh.core.values import View
+from pmesh.core.values import Roster, View
 from pmesh.core.wire.link import RankProgress
 from tests.core.jobs.test_rank import BARRIER, ME, OTHER, RESULT, ZERO, A, rank_of, roster, trainer
 
@@ -65,13 +66,16 @@ def test_a_job_that_runs_ops_without_a_sync_lets_nobody_in() -> None:
     assert not progress.show_no_sync(rank.roster)
 
 
-def test_marks_of_jobs_that_are_over_are_forgotten() -> None:
+@pytest.mark.parametrize("left", [(), (roster(3, trainers=[trainer(ME)]),)])
+def test_marks_of_jobs_that_are_over_and_of_lost_ranks_are_forgotten(
+    left: tuple[Roster, ...],
+) -> None:
     rank = rank_of()
     progress = Progress([rank])
     progress.hear(mark_of(rank, 2, 0))
     progress.forget(View.of_one(A, "mac-0", rank.roster.born, (rank.roster,)))
     assert progress.of(rank.roster, OTHER) is not None
-    progress.forget(View.of_one(A, "mac-0", rank.roster.born))
+    progress.forget(View.of_one(A, "mac-0", rank.roster.born, left))
     assert progress.of(rank.roster, OTHER) is None
 
 
