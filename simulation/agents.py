@@ -416,7 +416,7 @@ class Agent:
             self._show()
 
     def _show(self) -> None:
-        """A heartbeat at once whenever it says anything new; marks ride on the regular ones."""
+        """A heartbeat at once whenever it says anything new; progress rides on the regular ones."""
         beat = self._heartbeat()
         if self._shown is None or not says_the_same(self._shown, beat):
             self._beat(beat)

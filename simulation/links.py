@@ -94,7 +94,7 @@ class Links:
 
 
 def says_the_same(beat: Heartbeat, other: Heartbeat) -> bool:
-    """Whether both say the same of what others act on: all but clocks and marks."""
+    """Whether both say the same of what others act on: all but clocks and progress."""
     return (
         beat.view == other.view
         and beat.promised == other.promised

@@ -53,7 +53,7 @@ class Installed(Generic[AnyWaiting, AnyRank]):
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What a heartbeat's marks are news of."""
+    """What the progress in a heartbeat is news of."""
 
     stops: tuple[RankProgress, ...]
     """Trainers whose processes have been stopped, or run again."""
@@ -302,7 +302,7 @@ def _is_open(view_request: ViewRequest, view: View) -> bool:
 def _concerns_us(
     state: MemberState, member: Member, heartbeat: Heartbeat, mark: RankProgress
 ) -> bool:
-    """Whether the mark is of a job of ours, and not of its name's other run elsewhere."""
+    """Whether the progress is of a job of ours, and not of its name's other run elsewhere."""
     peer, roster = state.peers.get(member.node), state.view.roster_of(mark.job)
     if peer is None or peer.view.epoch != heartbeat.view or roster is None:
         return False

@@ -178,7 +178,7 @@ async def test_an_op_that_loses_a_rank_runs_again_from_the_same_residual(
         check(buckets[:2], results, model, model.reduce(xs[:2], 1))
 
 
-async def test_the_last_rank_goes_on_alone_and_is_owed_nothing(
+async def test_the_last_rank_goes_on_alone_with_its_residual_and_keeps_none(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with village(clock, 2) as here:

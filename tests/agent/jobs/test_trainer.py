@@ -225,7 +225,7 @@ async def test_a_trainer_that_dies_as_its_job_begins_is_a_lost_rank(
         assert stays.names == ("mac-1",)
 
 
-async def test_a_candidate_whose_session_breaks_as_it_joins_is_a_lost_rank(
+async def test_a_waiting_trainer_whose_session_breaks_as_it_joins_is_a_lost_rank(
     clock: MockClock,
 ) -> None:
     async with village(clock, 2) as here:

@@ -82,7 +82,7 @@ def test_a_rank_that_is_left_behind_takes_its_call_back() -> None:
     assert rank.ledger.started < 0
 
 
-def test_a_failure_that_is_owed_answers_a_call_that_nobody_has_the_result_of() -> None:
+def test_a_late_failure_answers_a_call_that_nobody_has_the_result_of() -> None:
     rank = rank_of()
     end(rank)
     op = call(rank)
@@ -105,7 +105,7 @@ def test_the_world_of_a_failure_is_told_only_if_no_later_op_has_ended_here(
     assert (told.world and told.world.trainers) == world
 
 
-def test_what_others_have_completed_is_fetched_before_an_owed_failure_is_told() -> None:
+def test_what_others_have_completed_is_fetched_before_a_late_failure_is_reported() -> None:
     """I4; and the failure is the cause of this op's, should that fail after all."""
     rank = rank_of()
     end(rank)

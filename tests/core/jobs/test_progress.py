@@ -1,4 +1,4 @@
-"""What marks say of all ranks: what is stable, on whom an op waits, which lanes stand still."""
+"""What is known of all ranks: what is stable, on whom an op waits, which lanes stand still."""
 
 import msgspec
 import pytest

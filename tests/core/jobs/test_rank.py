@@ -72,7 +72,7 @@ def test_an_op_in_question_is_kept_until_the_leader_has_compared_the_calls() -> 
     assert not rank.report().ranks[0].ops
 
 
-def test_an_op_that_had_returned_is_owed_to_the_trainer_also_when_it_is_stable() -> None:
+def test_the_late_failure_of_an_op_is_kept_for_the_trainer_also_when_the_op_is_stable() -> None:
     for stable in (False, True):
         rank = rank_of()
         rank.start(ZERO, BARRIER)
@@ -86,7 +86,7 @@ def test_an_op_that_had_returned_is_owed_to_the_trainer_also_when_it_is_stable()
         assert rank.late_failure is None  # once
 
 
-def test_what_the_trainer_knows_to_have_failed_is_not_owed_when_a_later_view_repeats_it() -> None:
+def test_a_failure_that_the_trainer_knows_is_not_late_when_a_later_view_repeats_it() -> None:
     rank = rank_of()
     rank.start(ZERO, BARRIER)
     rank.follow(roster(3, failed(ZERO)))
