@@ -2,16 +2,16 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from pmesh.client.calls.moving import Moving, Objects
 from pmesh.client.calls.point_to_point import PointToPoint
-from pmesh.client.calls.queue import Handle, Run
+from pmesh.client.calls.queue import Handle
 from pmesh.client.calls.reducing import Averaging
 from pmesh.client.collective.bucketed import LastOp
-from pmesh.client.collective.rank_order import Order
 from pmesh.client.elastic.membership import Place
-from pmesh.client.link.session import TrainerSession
+from pmesh.client.link.session import TrainerSession, exchange_rows
 from pmesh.client.trees.pytree import digest
 from pmesh.core.wire.link import Call
 from pmesh.errors import (
@@ -37,6 +37,7 @@ class Collectives(Averaging, Moving, Objects, PointToPoint):
     """
 
 
+R = TypeVar("R")
 T = TypeVar("T")
 
 _NAME_CHARACTERS = 40  # of the job's name, in the group's
@@ -52,13 +53,9 @@ class Group(Collectives):
     """
 
     def __init__(
-        self,
-        place: Place,
-        order: Order,
-        ranks: Sequence[int],
-        forget: "Callable[[Group], None]",
+        self, place: Place, ranks: Sequence[int], forget: "Callable[[Group], None]"
     ) -> None:
-        super().__init__(place, order)
+        super().__init__(place)
         self._ranks = tuple(ranks)
         self._forget = forget
         self._broken: str | None = None
@@ -80,17 +77,25 @@ class Group(Collectives):
         """Leave the group, or end as a crash, as the mesh does that it is of."""
         self._stop(crashed=crashed)
 
-    def _do(self, run: Run[T], *, async_op: bool = False) -> T | Handle[T]:
-        def run_whole(place: Place) -> tuple[Callable[[], T], LastOp | None]:
-            if self._broken is not None:
-                raise GroupBroken(self._broken)
-            try:
-                return run(place)
-            except _BREAKS as e:
-                self._broken = _broken(self._ranks, e)
-                raise GroupBroken(self._broken) from e
+    def _do(
+        self,
+        run: Callable[[Place], tuple[R, LastOp | None]],
+        finish: Callable[[R], T],
+        *,
+        async_op: bool = False,
+    ) -> T | Handle[T]:
+        return super()._do(partial(self._run_unless_broken, run), finish, async_op=async_op)
 
-        return super()._do(run_whole, async_op=async_op)
+    def _run_unless_broken(
+        self, run: Callable[[Place], tuple[R, LastOp | None]], place: Place
+    ) -> tuple[R, LastOp | None]:
+        if self._broken is not None:
+            raise GroupBroken(self._broken)
+        try:
+            return run(place)
+        except _BREAKS as e:
+            self._broken = _broken(self._ranks, e)
+            raise GroupBroken(self._broken) from e
 
 
 class Groups:
@@ -117,13 +122,13 @@ class Groups:
             place = self._place.open(name, trainers, timeout_s)
             self._made[trainers] += 1  # at all of them: it began in one view
             try:
-                order = _order_of(place, trainers.index(self._me()), timeout_s)
+                place.count_in(_order_of(place, trainers.index(self._me()), timeout_s))
             except BaseException:
                 place.leave()
                 raise
         except _BREAKS as e:
             raise GroupBroken(_broken(ranks, e)) from e
-        group = Group(place, order, ranks, self._open.discard)
+        group = Group(place, ranks, self._open.discard)
         self._open.add(group)
         return group
 
@@ -159,13 +164,12 @@ def ranks_by_color(told: Sequence[Sequence[int]], color: int) -> list[int]:
     return [rank for _, rank in sorted(mine)]
 
 
-def _order_of(place: Place, index: int, timeout_s: float) -> Order:
-    """Each tells its place in the group: the agents' ring is in another order."""
+def _order_of(place: Place, index: int, timeout_s: float) -> tuple[TrainerId, ...]:
+    """Each rank gives its place in the group: the agents' ring is in another order."""
 
     def ops(session: TrainerSession) -> tuple[TrainerId, ...]:
-        session.input_values("int64", 1, room_bytes=0)[:] = index
-        done = session.run_op(Call("exchange", "int64", (1,)), "int64", 1, timeout_s=timeout_s)
-        told: list[int] = done.values.tolist()
-        return tuple(done.world.trainers[told.index(i)] for i in range(len(told)))
+        call = Call("exchange", "int64", (1,))
+        rows, done = exchange_rows(session, [index], call, timeout_s=timeout_s)
+        return tuple(done.world.trainers[rows.index([i])] for i in range(len(rows)))
 
-    return Order(place.run(ops, lambda world: world.trainers))
+    return place.run(ops, lambda world: world.trainers)

@@ -1,6 +1,6 @@
 """What `pmesh.connect` returns: a rank among others, all its calls, its share of the data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self, TypeAlias, TypeVar, cast
 
@@ -120,13 +120,15 @@ class Mesh(Collectives):
         timeout_s = check_timeout(timeout_s)
         packed = pack(state)
 
-        def run(place: Place) -> tuple[Callable[[], T], LastOp]:
+        def run(place: Place) -> "tuple[Values | None, LastOp]":
             synced = place.sync(packed, timeout_s=timeout_s)
             last = LastOp.among(synced.last.op, synced.last.world, synced.nbytes)
-            received = synced.received
-            return lambda: state if received is None else _unpacked(received, state), last
+            return synced.received, last
 
-        return cast("T", self._do(run))
+        def finish(received: "Values | None") -> T:
+            return state if received is None else _unpacked(received, state)
+
+        return cast("T", self._do(run, finish))
 
     def shard(
         self, dataset_len: int, *, epoch: int = 0, position: int = 0, seed: int = 0

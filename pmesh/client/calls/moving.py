@@ -1,6 +1,6 @@
 """The collectives that move arrays or objects as they are, and those that only wait."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, cast, overload
 
 import msgspec
@@ -22,7 +22,6 @@ from pmesh.client.collective.gather_ops import (
     rank_of,
     with_root,
 )
-from pmesh.client.collective.rank_order import Order
 from pmesh.client.link.session import TrainerSession
 from pmesh.client.trees.arrays import evaluate_mlx
 from pmesh.core.ops.reductions import Values
@@ -153,13 +152,13 @@ class Moving(Caller):
             blocks = self._blocks(xs, "scatter")
         firsts = [(block.data.size, *block.head.shape[:1]) for block in blocks]
 
-        def ops(session: TrainerSession, order: Order) -> tuple[Any, LastOp]:
+        def ops(session: TrainerSession) -> tuple[Any, LastOp]:
             # Only the root knows how much there is: the bytes for each, and the first dimension.
             told = [n for first in firsts for n in (*first, 0)[:2]] if is_root else [0] * 2 * size
             head = blocks[0].head if is_root else None
-            what = with_root("scatter", session, order, trainer)
-            table = exchange(session, order, head, told, what=what, timeout_s=timeout_s)
-            at = rank_of(order, table.done.world, trainer)
+            what = with_root("scatter", session, trainer)
+            table = exchange(session, head, told, what=what, timeout_s=timeout_s)
+            at = rank_of(table.done.world, trainer)
             counts, like = table.counts[at], table.heads[at]
             if table.size != size or like is None:
                 raise RosterChanged("a rank was lost before an array for each could be sent")
@@ -173,15 +172,14 @@ class Moving(Caller):
                 timeout_s=timeout_s,
             )
             shape = (*counts[2 * table.rank + 1 :][: len(like.shape[:1])], *like.shape[1:])
-            mine = like._replace(shape=shape)
-            return lambda: build(mine, moved.data, None), moved.last
+            return (like._replace(shape=shape), moved.data, None), moved.last
 
         def alone(world: World) -> tuple[Any, LastOp]:
             if not is_root:
                 raise RosterChanged("the root of this scatter is not here")
-            return lambda: _copy_of(blocks[root]), LastOp.among(ALONE, world, 0)
+            return _copy_of(blocks[root]), LastOp.among(ALONE, world, 0)
 
-        return cast("T | Handle[T]", self._call(ops, alone, async_op=async_op))
+        return cast("T | Handle[T]", self._call(ops, alone, _built, async_op=async_op))
 
     @overload
     def all_to_all(
@@ -216,10 +214,10 @@ class Moving(Caller):
         blocks, rank, size = self._blocks(xs, "all_to_all"), self.rank, self.size
         timeout_s = check_timeout(timeout_s)
 
-        def ops(session: TrainerSession, order: Order) -> tuple[Any, LastOp]:
+        def ops(session: TrainerSession) -> tuple[Any, LastOp]:
             told = [n for b in blocks for n in (b.data.size, *b.head.shape[:1], 0)[:2]]
             head, like = blocks[0].head, blocks[0].like
-            table = exchange(session, order, head, told, what="all_to_all", timeout_s=timeout_s)
+            table = exchange(session, head, told, what="all_to_all", timeout_s=timeout_s)
             if table.size != size:
                 raise RosterChanged("a rank was lost before an array for each could be sent")
             check_alike(table, whole=False, what="all_to_all")
@@ -236,14 +234,16 @@ class Moving(Caller):
             )
             heads = [_with_rows(head, rows) for _, rows in mine]
             pieces = cut(moved.data, sizes)
-            return lambda: [
-                build(h, piece, like) for h, piece in zip(heads, pieces, strict=True)
-            ], moved.last
+            return [(h, piece, like) for h, piece in zip(heads, pieces, strict=True)], moved.last
 
         def alone(world: World) -> tuple[Any, LastOp]:
-            return lambda: [_copy_of(blocks[rank])], LastOp.among(ALONE, world, 0)
+            return [_copy_of(blocks[rank])], LastOp.among(ALONE, world, 0)
 
-        return cast("list[T] | Handle[list[T]]", self._call(ops, alone, async_op=async_op))
+        def finish(parts: list[_Parts]) -> list[object]:
+            return [build(*each) for each in parts]
+
+        result = self._call(ops, alone, finish, async_op=async_op)
+        return cast("list[T] | Handle[list[T]]", result)
 
     def _gather(
         self, x: object, root: int | None, *, stacked: bool, timeout_s: float, async_op: bool
@@ -258,37 +258,36 @@ class Moving(Caller):
         what = "all_gather" if root is None else "gather"
         timeout_s = check_timeout(timeout_s)
 
-        def ops(session: TrainerSession, order: Order) -> tuple[Any, LastOp]:
-            named = what if trainer is None else with_root(what, session, order, trainer)
+        def ops(session: TrainerSession) -> tuple[Any, LastOp]:
+            named = what if trainer is None else with_root(what, session, trainer)
             table = exchange(
                 session,
-                order,
                 block.head,
                 [block.data.size],
                 what=f"{named} stacked" if stacked else named,
                 timeout_s=timeout_s,
             )
             check_alike(table, whole=stacked, what=what)
-            at = -1 if trainer is None else rank_of(order, table.done.world, trainer)
+            at = -1 if trainer is None else rank_of(table.done.world, trainer)
             sizes = [counts[0] for counts in table.counts]
             moved = move(
                 session, table, what, [block.data], root=at, parts=sizes, timeout_s=timeout_s
             )
             if at not in (-1, table.rank):
-                return lambda: None, moved.last
+                return None, moved.last
             if stacked:
                 head = block.head._replace(shape=(table.size, *block.head.shape))
             else:
                 rows = sum(told.shape[0] for told in table.heads if told is not None)
                 head = _with_rows(block.head, rows)
-            return lambda: build(head, moved.data, x), moved.last
+            return (head, moved.data, x), moved.last
 
         def alone(world: World) -> tuple[Any, LastOp]:
             shape = (1, *block.head.shape) if stacked else block.head.shape
             last = LastOp.among(ALONE, world, block.data.size)
-            return lambda: build(block.head._replace(shape=shape), block.data.copy(), x), last
+            return (block.head._replace(shape=shape), block.data.copy(), x), last
 
-        return self._call(ops, alone, async_op=async_op)
+        return self._call(ops, alone, _built, async_op=async_op)
 
     def _blocks(self, xs: Sequence[object] | None, what: str) -> list[Block]:
         """The bytes of an array for each rank; they must be alike."""
@@ -309,8 +308,16 @@ class Moving(Caller):
         return blocks
 
 
-def _copy_of(block: Block) -> object:
-    return build(block.head, block.data.copy(), block.like)
+_Parts = tuple[Head, Values, object]
+"""What an array is made of: see `build`."""
+
+
+def _copy_of(block: Block) -> _Parts:
+    return block.head, block.data.copy(), block.like
+
+
+def _built(parts: _Parts | None) -> object:
+    return None if parts is None else build(*parts)
 
 
 def _with_rows(head: Head, rows: int) -> Head:
@@ -339,17 +346,17 @@ class Objects(Caller):
         data = _packed(obj)
         timeout_s = check_timeout(timeout_s)
 
-        def ops(session: TrainerSession, order: Order) -> tuple[Any, LastOp]:
+        def ops(session: TrainerSession) -> tuple[Any, LastOp]:
             head = Head("numpy", "uint8", (data.size,))
-            table = exchange(session, order, head, what="all_gather_object", timeout_s=timeout_s)
+            table = exchange(session, head, what="all_gather_object", timeout_s=timeout_s)
             sizes = [told.shape[0] for told in table.heads if told is not None]
             moved = move(session, table, "all_gather", [data], parts=sizes, timeout_s=timeout_s)
-            return lambda: [_unpacked(piece) for piece in cut(moved.data, sizes)], moved.last
+            return [_unpacked(piece) for piece in cut(moved.data, sizes)], moved.last
 
         def alone(world: World) -> tuple[Any, LastOp]:
-            return lambda: [_unpacked(data)], LastOp.among(ALONE, world, data.size)
+            return [_unpacked(data)], LastOp.among(ALONE, world, data.size)
 
-        return cast("list[Any]", self._call(ops, alone, async_op=False))
+        return cast("list[Any]", self._call(ops, alone, _as_it_is, async_op=False))
 
     def broadcast_object(
         self, obj: object = None, root: int = 0, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -359,35 +366,37 @@ class Objects(Caller):
         data = _packed(obj) if is_root else np.empty(0, np.uint8)
         timeout_s = check_timeout(timeout_s)
 
-        def ops(session: TrainerSession, order: Order) -> tuple[Any, LastOp]:
+        def ops(session: TrainerSession) -> tuple[Any, LastOp]:
             head = Head("numpy", "uint8", (data.size,)) if is_root else None
-            what = with_root("broadcast_object", session, order, trainer)
-            table = exchange(session, order, head, what=what, timeout_s=timeout_s)
-            told = table.heads[rank_of(order, table.done.world, trainer)]
+            what = with_root("broadcast_object", session, trainer)
+            table = exchange(session, head, what=what, timeout_s=timeout_s)
+            told = table.heads[rank_of(table.done.world, trainer)]
             size = 0 if told is None else told.shape[0]
             if is_root:
                 session.input_values("uint8", size, room_bytes=0)[:] = data
             place = session.world.trainers.index(trainer)
             call = Call("broadcast", "uint8", (size,), root=place)
             done = session.run_op(call, "uint8", size, timeout_s=timeout_s)
-            arrived = done.values.copy()
-            return lambda: _unpacked(arrived), LastOp.among(done.op, order.seen(done.world), size)
+            return _unpacked(done.values), LastOp.among(done.op, done.world, size)
 
         def alone(world: World) -> tuple[Any, LastOp]:
-            return lambda: _unpacked(data) if is_root else obj, LastOp.among(ALONE, world, 0)
+            return _unpacked(data) if is_root else obj, LastOp.among(ALONE, world, 0)
 
-        return self._call(ops, alone, async_op=False)
+        return self._call(ops, alone, _as_it_is, async_op=False)
 
     def barrier(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Wait until every rank has called this; raises as `all_reduce` does."""
         timeout_s = check_timeout(timeout_s)
 
-        def ops(session: TrainerSession, order: Order) -> tuple[Callable[[], None], LastOp]:
+        def ops(session: TrainerSession) -> tuple[None, LastOp]:
             call = Call("barrier", "float32", (0,))
             done = session.run_op(call, "float32", 0, timeout_s=timeout_s)
-            return _nothing, LastOp.among(done.op, order.seen(done.world), 0)
+            return None, LastOp.among(done.op, done.world, 0)
 
-        self._call(ops, lambda world: (_nothing, LastOp.among(ALONE, world, 0)), async_op=False)
+        def alone(world: World) -> tuple[None, LastOp]:
+            return None, LastOp.among(ALONE, world, 0)
+
+        self._call(ops, alone, _as_it_is, async_op=False)
 
     def monitored_barrier(self, timeout_s: float) -> None:
         """Wait until every rank has called this, for a time after which it says who has not.
@@ -414,5 +423,5 @@ def _unpacked(data: Values) -> Any:  # noqa: ANN401 - whatever was sent
     return msgspec.msgpack.decode(data.tobytes())
 
 
-def _nothing() -> None:
-    """What a call returns that only waits."""
+def _as_it_is(result: T) -> T:
+    return result

@@ -8,7 +8,6 @@ from typing import Literal, TypeVar, cast, overload
 from pmesh.client.calls.queue import Caller, Handle, check_timeout
 from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
 from pmesh.client.collective.gather_ops import Head, block_of, build
-from pmesh.client.collective.rank_order import Order
 from pmesh.client.elastic.membership import Place
 from pmesh.client.link.p2p_session import Arrived, P2PSession
 from pmesh.client.trees.arrays import evaluate_mlx
@@ -33,8 +32,8 @@ class PointToPoint(Caller):
     go between. A rank that is lost fails the calls that wait for it, and no others.
     """
 
-    def __init__(self, place: Place, order: Order | None = None) -> None:
-        super().__init__(place, order)
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
         self._p2p: tuple[TrainerId, P2PSession] | None = None
         self._opening = threading.Lock()
         self._last = threading.local()

@@ -4,20 +4,21 @@ import itertools
 import os
 import queue
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from pmesh.client.collective.bucketed import LastOp
-from pmesh.client.collective.rank_order import Order
 from pmesh.client.elastic.membership import Place
 from pmesh.client.link.session import TrainerSession
 from pmesh.core.wire.local import World
 from pmesh.errors import MeshClosed, OpTimedOut, PmeshError, UsageError
 from pmesh.ids import Rank, TrainerId
 
+R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -133,28 +134,31 @@ class Line:
             work()
 
 
-Ops = Callable[[TrainerSession, Order], tuple[T, LastOp | None]]
-"""What a call does in the job; returns what it has come to. May run in another thread."""
+@dataclass(slots=True, eq=False)
+class Work(Generic[R, T]):
+    """One call, from when it is made until its result is taken."""
 
-Run = Callable[[Place], tuple[Callable[[], T], LastOp | None]]
-"""Both, as the place has it. The last step is for the thread that waits for the result: MLX's
-arrays belong to threads."""
-
-Alone = Callable[[World], tuple[T, LastOp | None]]
-"""What it does for a rank that is alone for the time being."""
+    number: int
+    run: Callable[[Place], tuple[R, LastOp | None]]
+    """Its ops; may run in the queue's thread."""
+    finish: Callable[[R], T]
+    """Makes what the user gets, in the thread that waits: MLX's arrays belong to threads."""
+    world: World | None = None
+    """The ranks when `run` ended."""
+    queued: Future[tuple[R, LastOp | None]] | None = None
+    """None: the caller's thread runs it."""
 
 
 class Caller:
     """A rank among others, and how it calls. What it can call is in the classes that follow."""
 
-    def __init__(self, place: Place, order: Order | None = None) -> None:
+    def __init__(self, place: Place) -> None:
         self._place = place
-        self._order = order or Order()
         self._line = Line()
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._seen = -1
-        self._world = self._order.seen(place.world)
+        self._world = place.world
         """As of the last call that has returned, or was waited for (O5)."""
         self._last_op: LastOp | None = None
         self._process = os.getpid()
@@ -198,42 +202,55 @@ class Caller:
         return self._world.trainers[rank]
 
     def _call(
-        self, ops: Ops[Callable[[], T]], alone: Alone[Callable[[], T]], *, async_op: bool
+        self,
+        ops: Callable[[TrainerSession], tuple[R, LastOp | None]],
+        alone: Callable[[World], tuple[R, LastOp | None]],
+        finish: Callable[[R], T],
+        *,
+        async_op: bool,
     ) -> T | Handle[T]:
-        """Run a call, or line it up."""
+        """Run ops in the job, or what a rank does that is alone for the time being."""
+        run = partial(Place.run, ops=ops, alone=alone)
+        return self._do(run, finish, async_op=async_op)
 
-        # In quotes: Python makes the types of an inner function anew each time, in 5 µs.
-        def run(place: Place) -> "tuple[Callable[[], T], LastOp | None]":
-            return place.run(lambda session: ops(session, self._order), alone)
-
-        return self._do(run, async_op=async_op)
-
-    def _do(self, run: Run[T], *, async_op: bool = False) -> T | Handle[T]:
-        number = next(self._numbers)
-        worlds: list[World] = []
-
-        def work() -> "tuple[Callable[[], T], LastOp | None]":
-            with self._calling() as place:
-                try:
-                    return run(place)
-                finally:
-                    worlds.append(self._order.seen(place.world))
-
-        def take(ended: "Callable[[], tuple[Callable[[], T], LastOp | None]]") -> T:
-            last: LastOp | None = None
-            try:
-                finish, last = ended()
-            finally:
-                if worlds and number > self._seen:  # O5: the world changes when a call returns
-                    self._seen, self._world = number, worlds[0]
-                    self._last_op = last or self._last_op
-            return finish()
-
+    def _do(
+        self,
+        run: Callable[[Place], tuple[R, LastOp | None]],
+        finish: Callable[[R], T],
+        *,
+        async_op: bool = False,
+    ) -> T | Handle[T]:
+        work = Work(next(self._numbers), run, finish)
         if not async_op and self._line.idle:
-            return take(work)
-        future = self._line.submit(work)
-        handle = Handle(future.done, lambda timeout_s: take(lambda: future.result(timeout_s)))
+            return self._take(work, None)
+        work.queued = self._line.submit(partial(self._execute, work))
+        handle = Handle(work.queued.done, partial(self._take, work))
         return handle if async_op else handle.wait()
+
+    def _take(self, work: Work[R, T], timeout_s: float | None) -> T:
+        last: LastOp | None = None
+        try:
+            if work.queued is None:
+                value, last = self._execute(work)
+            else:
+                value, last = work.queued.result(timeout_s)
+        finally:
+            if work.world is not None and work.number > self._seen:
+                # O5: the world changes when a call returns
+                self._seen, self._world = work.number, work.world
+                self._last_op = last or self._last_op
+        return work.finish(value)
+
+    def _execute(self, work: Work[R, T]) -> tuple[R, LastOp | None]:
+        if os.getpid() != self._process:
+            raise MeshClosed("this process was forked from the trainer; call connect() in it")
+        with self._lock:
+            self._place.check_open()
+            try:
+                return work.run(self._place)
+            finally:
+                work.world = self._place.world
+                self._place.end_if_interrupted()
 
     def _stop(self, *, crashed: BaseException | None) -> None:
         if os.getpid() != self._process:
@@ -249,17 +266,6 @@ class Caller:
         else:
             self._place.interrupt()
         self._line.end()
-
-    @contextmanager
-    def _calling(self) -> Generator[Place]:
-        if os.getpid() != self._process:
-            raise MeshClosed("this process was forked from the trainer; call connect() in it")
-        with self._lock:
-            self._place.check_open()
-            try:
-                yield self._place
-            finally:
-                self._place.end_if_interrupted()
 
 
 def check_timeout(timeout_s: float, name: str = "timeout_s") -> float:

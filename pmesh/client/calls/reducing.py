@@ -5,6 +5,7 @@ import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeVar, cast, get_args, overload
 
 import numpy as np
@@ -17,12 +18,17 @@ from pmesh.client.collective.bucketed import (
     Collective,
     LastOp,
     run_alone,
+    run_collective,
     take_apart,
     written_into,
 )
-from pmesh.client.collective.rank_order import Order
 from pmesh.client.elastic.membership import Place
-from pmesh.client.feedback.call import chosen, chosen_for_gradients, run_compressed
+from pmesh.client.feedback.call import (
+    Compression,
+    chosen,
+    chosen_for_gradients,
+    run_compressed,
+)
 from pmesh.client.feedback.memory import Feedback
 from pmesh.client.link.session import TrainerSession
 from pmesh.client.trees.arrays import WIRE_OF, Leaf
@@ -35,11 +41,10 @@ from pmesh.errors import UnsupportedArray, UsageError
 
 
 def run_reduce_scatter(
-    session: TrainerSession, order: Order, leaf: Leaf, *, reduction: str, timeout_s: float
+    session: TrainerSession, leaf: Leaf, *, reduction: str, timeout_s: float
 ) -> tuple[Values, LastOp]:
     """This rank's part, as `numpy.array_split` cuts the first dimension."""
-    world = session.world
-    places = order.places(world)
+    places = session.places
     rows = leaf.values.shape[0]
     bounds = chunk_bounds(rows, len(places))
     width = leaf.values.size // rows if rows else 0
@@ -58,9 +63,9 @@ def run_reduce_scatter(
         timeout_s=timeout_s,
         parts=tuple((bounds[rank + 1] - bounds[rank]) * width for rank in ranks),
     )
-    seen = order.seen(done.world)
-    own = _part_of(leaf, bounds[seen.rank], bounds[seen.rank + 1])
-    return cast("Values", own.like(done.values)), LastOp.among(done.op, seen, region.nbytes)
+    rank = done.world.rank
+    own = _part_of(leaf, bounds[rank], bounds[rank + 1])
+    return cast("Values", own.like(done.values)), LastOp.among(done.op, done.world, region.nbytes)
 
 
 def reduce_scatter_alone(leaf: Leaf, world: World) -> tuple[Values, LastOp]:
@@ -85,8 +90,8 @@ Strategy = Literal["auto", "ring", "tree", "centralized", "hierarchical"]
 class Reducing(Caller):
     """all_reduce, broadcast, reduce and reduce_scatter."""
 
-    def __init__(self, place: Place, order: Order | None = None) -> None:
-        super().__init__(place, order)
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
         self._feedback = Feedback()
 
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> NDArray[Any]:
@@ -115,11 +120,10 @@ class Reducing(Caller):
         if any(size < 0 for size in sizes) or count > _MOST_VALUES:
             raise UsageError(f"no array has the shape {shape}")
 
-        def run(place: Place) -> tuple[Callable[[], NDArray[Any]], None]:
-            values = place.empty(wire.name, count)
-            return lambda: values.reshape(sizes), None
+        def run(place: Place) -> tuple[Values, None]:
+            return place.empty(wire.name, count), None
 
-        return cast("NDArray[Any]", self._do(run))
+        return cast("NDArray[Any]", self._do(run, lambda values: values.reshape(sizes)))
 
     @overload
     def all_reduce(
@@ -198,16 +202,18 @@ class Reducing(Caller):
             kind="all_reduce",
             reduction=op,
             strategy=named,
-            compression=chosen(compression, arrays, reduction=op, strategy=named),
             bucket_bytes=DEFAULT_BUCKET_BYTES,
             timeout_s=check_timeout(timeout_s),
             borrows=not copy,
         )
+        scheme = None
+        if compression is not None:
+            scheme = chosen(compression, arrays, reduction=op, strategy=named)
         if out is not None:
             if not copy:
                 raise UsageError("out= is where the result is copied to: not with copy=False")
             arrays = written_into(arrays, out)
-        return cast("T", self._run(wanted, arrays, async_op=async_op))
+        return cast("T", self._run(wanted, arrays, compression=scheme, async_op=async_op))
 
     @overload
     def broadcast(
@@ -335,41 +341,52 @@ class Reducing(Caller):
         if not arrays.tree.is_bare or not arrays.leaves[0].values.ndim:
             raise UsageError("reduce_scatter takes one array, with at least one dimension")
         timeout_s = check_timeout(timeout_s)
-        plain = arrays.detached()
+        leaf = arrays.detached().leaves[0]
 
-        def ops(session: TrainerSession, order: Order) -> tuple[Any, LastOp]:
-            part, last = run_reduce_scatter(
-                session, order, plain.leaves[0], reduction=op, timeout_s=timeout_s
-            )
-            return lambda: arrays.leaves[0].rebuild(part), last
+        def ops(session: TrainerSession) -> tuple[Values, LastOp]:
+            return run_reduce_scatter(session, leaf, reduction=op, timeout_s=timeout_s)
 
-        def alone(world: World) -> tuple[Any, LastOp]:
-            part, last = reduce_scatter_alone(plain.leaves[0], world)
-            return lambda: arrays.leaves[0].rebuild(part), last
-
-        return cast("T | Handle[T]", self._call(ops, alone, async_op=async_op))
+        alone = partial(reduce_scatter_alone, leaf)
+        result = self._call(ops, alone, arrays.leaves[0].rebuild, async_op=async_op)
+        return cast("T | Handle[T]", result)
 
     def _run(
-        self, wanted: Collective, arrays: Arrays, *, async_op: bool, keep: bool = True
+        self,
+        wanted: Collective,
+        arrays: Arrays,
+        *,
+        compression: Compression | None = None,
+        async_op: bool,
+        keep: bool = True,
     ) -> object:
         """Run an op for each bucket of a tree; the result is a tree like it, or a handle of one."""
         late = async_op or not self._line.idle
         laid = arrays.detached() if late else arrays
 
-        def finished(leaves: list[Any]) -> object:
-            if not keep:
-                return None
-            return arrays.tree.rebuild(arrays.attach(leaves) if late else leaves)
+        # No inner functions: Python makes their annotations anew in each call, in 5 µs.
+        ops = partial(run_collective, wanted=wanted, arrays=laid)
+        if compression is not None:
+            ops = partial(
+                run_compressed,
+                wanted=wanted,
+                compression=compression,
+                arrays=laid,
+                feedback=self._feedback,
+            )
+        finish: Callable[[list[Any]], object] = arrays.tree.rebuild
+        if not keep:
+            finish = _drop
+        elif late:
+            finish = partial(_rebuild_late, arrays)
+        return self._call(ops, partial(run_alone, wanted, laid), finish, async_op=async_op)
 
-        def ops(session: TrainerSession, order: Order) -> tuple[Any, LastOp | None]:
-            leaves, last = run_compressed(session, order, wanted, laid, self._feedback)
-            return lambda: finished(leaves), last
 
-        def alone(world: World) -> tuple[Any, LastOp]:
-            leaves, last = run_alone(wanted, laid, world)
-            return lambda: finished(leaves), last
+def _rebuild_late(arrays: Arrays, results: list[Any]) -> object:
+    return arrays.tree.rebuild(arrays.attach(results))
 
-        return self._call(ops, alone, async_op=async_op)
+
+def _drop(_: object) -> None:
+    """What the ranks other than the root return."""
 
 
 def named_strategy(strategy: Strategy) -> str:
@@ -454,19 +471,20 @@ class Averaging(Reducing):
             raise UsageError(f"bucket_bytes is at least 1, not {bucket_bytes}")
         arrays = take_apart(grads, reduction="mean")
         named = named_strategy(strategy)
-        default = self._place.compression
         wanted = Collective(
             kind="all_reduce",
             reduction="sum",
             strategy=named,
             weight=float(weight),
-            compression=chosen_for_gradients(compression, default, arrays, strategy=named),
             bucket_bytes=bucket_bytes,
             timeout_s=check_timeout(timeout_s),
         )
+        scheme, default = None, self._place.compression
+        if default or compression is not None:
+            scheme = chosen_for_gradients(compression, default, arrays, strategy=named)
         if out is not None:
             arrays = written_into(arrays, out)
-        result = self._run(wanted, arrays, async_op=async_op)
+        result = self._run(wanted, arrays, compression=scheme, async_op=async_op)
         return cast("T | Handle[T]", result)
 
     def error_feedback_state(self) -> dict[str, Values]:
@@ -479,11 +497,10 @@ class Averaging(Reducing):
             Arrays of numpy by name, copies; empty if nothing was compressed with feedback.
         """
 
-        def run(_: Place) -> tuple[Callable[[], dict[str, Values]], LastOp | None]:
-            state = self._feedback.state()
-            return lambda: state, None
+        def run(_: Place) -> tuple[dict[str, Values], None]:
+            return self._feedback.state(), None
 
-        return cast("dict[str, Values]", self._do(run))
+        return cast("dict[str, Values]", self._do(run, dict))
 
     def load_error_feedback_state(self, state: Mapping[str, Any]) -> None:
         """Go on with what `error_feedback_state` has returned, on this rank or another.
@@ -498,8 +515,8 @@ class Averaging(Reducing):
             UsageError: it is something else; then nothing has changed.
         """
 
-        def run(_: Place) -> tuple[Callable[[], None], LastOp | None]:
+        def run(_: Place) -> tuple[None, None]:
             self._feedback.load(state)
-            return lambda: None, None
+            return None, None
 
-        self._do(run)
+        self._do(run, lambda nothing: nothing)

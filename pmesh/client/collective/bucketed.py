@@ -8,12 +8,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from pmesh.client.collective.rank_order import Order
 from pmesh.client.link.arenas import Region
 from pmesh.client.link.session import Done, TrainerSession
 from pmesh.client.trees.arrays import Leaf, describe, divided, is_of
 from pmesh.client.trees.pytree import Tree, digest, flatten
-from pmesh.compression.schemes import Scheme
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values, check_reduction
 from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import World
@@ -155,17 +153,6 @@ class LastOp:
         return cls(op, tuple(Rank(i) for i in range(len(world.names))), world.names, nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Compression:
-    """How a call's values are compressed."""
-
-    scheme: Scheme
-    feeds_back: bool
-    """Whether what is left out goes into the next call."""
-    why: str = ""
-    """Who has said so, if not the call."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     """What is to be done with an array, or with each bucket of a tree."""
@@ -177,7 +164,6 @@ class Collective:
     strategy: str = ""
     weight: float | None = None
     """This rank's, in an average; the reduction is a sum then."""
-    compression: Compression | None = None
     bucket_bytes: int
     timeout_s: float
     borrows: bool = False
@@ -227,7 +213,7 @@ def take_apart(x: object, *, reduction: str = "") -> Arrays:
 
 
 def run_collective(
-    session: TrainerSession, order: Order, wanted: Collective, arrays: Arrays
+    session: TrainerSession, wanted: Collective, arrays: Arrays
 ) -> tuple[list[object], LastOp | None]:
     """Run the ops; returns the leaves of the result, and what it came to (None: nothing to do).
 
@@ -271,7 +257,7 @@ def run_collective(
         if done.values.size or not count:  # else it is for the root of a reduce
             overlap.came(bucket, done)
         nbytes += count * WIRE_DTYPES[bucket.wire].itemsize
-        last = LastOp.among(done.op, order.seen(done.world), nbytes)
+        last = LastOp.among(done.op, done.world, nbytes)
     overlap.read()
     return overlap.results, last
 

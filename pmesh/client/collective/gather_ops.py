@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pmesh.client.collective.bucketed import LastOp
-from pmesh.client.collective.rank_order import Order
-from pmesh.client.link.session import Done, TrainerSession
+from pmesh.client.link.session import Done, TrainerSession, exchange_rows
 from pmesh.client.trees.pytree import digest
 from pmesh.client.trees.raw import RawArray, from_raw, to_raw
 from pmesh.core.ops.reductions import Values
@@ -103,7 +102,8 @@ class Table:
     heads: tuple[Head | None, ...]
     counts: tuple[tuple[int, ...], ...]
     """Further integers of each."""
-    order: Order
+    places: tuple[int, ...]
+    """For each rank its place in the ring."""
     done: Done
 
     @property
@@ -119,14 +119,9 @@ class Table:
         return tuple(found)
 
     @property
-    def places(self) -> tuple[int, ...]:
-        """For each rank its place in the ring."""
-        return self.order.places(self.done.world)
-
-    @property
     def rank(self) -> int:
         """This rank."""
-        return self.order.seen(self.done.world).rank
+        return self.done.world.rank
 
     def label(self) -> str:
         """Alike on two ranks only if the tables are (I5)."""
@@ -135,34 +130,29 @@ class Table:
 
 def exchange(
     session: TrainerSession,
-    order: Order,
     head: Head | None,
     counts: Sequence[int] = (),
     *,
     what: str,
     timeout_s: float,
 ) -> Table:
-    """Tell all what this rank has, and hear it of all.
+    """Give all ranks what this one has, and get what they have; for `what` see `exchange_rows`.
 
     Args:
         session: runs the op.
-        order: of the ranks.
         head: of this rank's array, if it gives one.
         counts: further integers, as many on each rank.
-        what: the call, alike on all ranks: who calls something else learns of it here (I5), not in
-            the second op, which some might not reach.
+        what: the call, alike on all ranks.
         timeout_s: for the op.
     """
     row = [*(_NONE if head is None else head.to_row()), *counts]
-    session.input_values("int64", len(row), room_bytes=0)[:] = row
     call = Call("exchange", "int64", (len(row),), tree=what)
-    done = session.run_op(call, "int64", len(row), timeout_s=timeout_s)
-    rows: list[list[int]] = done.values.reshape(-1, len(row)).tolist()
-    rows = [rows[place] for place in order.places(done.world)]
+    by_place, done = exchange_rows(session, row, call, timeout_s=timeout_s)
+    rows = [by_place[place] for place in session.places]
     return Table(
         heads=tuple(Head.of_row(row) for row in rows),
         counts=tuple(tuple(row[_HEAD_VALUES:]) for row in rows),
-        order=order,
+        places=session.places,
         done=done,
     )
 
@@ -229,7 +219,7 @@ def move(
         data[:] = done.values
     elif data.size:
         _copy_by_rank(done.values, data, sizes, places)
-    last = LastOp.among(done.op, table.order.seen(done.world), count + data.size)
+    last = LastOp.among(done.op, done.world, count + data.size)
     return Moved(data, last)
 
 
@@ -285,14 +275,13 @@ def check_count(xs: Sequence[Any], size: int, what: str) -> None:
         raise UsageError(f"{what} takes one array for each of {size} ranks, not {len(xs)}")
 
 
-def with_root(what: str, session: TrainerSession, order: Order, trainer: TrainerId) -> str:
+def with_root(what: str, session: TrainerSession, trainer: TrainerId) -> str:
     """The call with its root, for `exchange`; RosterChanged, on all ranks alike, if it is lost."""
-    return f"{what} root={rank_of(order, session.world, trainer)}"
+    return f"{what} root={rank_of(session.ranks, trainer)}"
 
 
-def rank_of(order: Order, world: World, trainer: TrainerId) -> int:
+def rank_of(world: World, trainer: TrainerId) -> int:
     """Where the root of a call is now; RosterChanged, on all ranks alike, if it is lost."""
-    trainers = order.seen(world).trainers
-    if trainer not in trainers:
+    if trainer not in world.trainers:
         raise RosterChanged("the root of this call is lost")
-    return trainers.index(trainer)
+    return world.trainers.index(trainer)

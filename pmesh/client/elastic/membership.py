@@ -56,7 +56,7 @@ class Place:
         self.view = joined.view
         self.compression = joined.compression
         self.world = joined.world
-        """As calls have seen it last: it changes only when one returns (O5)."""
+        """The ranks as calls have seen them last: it changes only when one returns (O5)."""
         self.step = 0
         self._must_sync = joined.world.rank < 0
         self._apart: HistorySuperseded | AgentStopped | None = None
@@ -101,6 +101,11 @@ class Place:
             finally:
                 self._see_the_world()
         return alone(self.world)
+
+    def count_in(self, order: tuple[TrainerId, ...]) -> None:
+        """From now on number the ranks in this order, not in that of the ring."""
+        self._session.order = order
+        self._see_the_world()
 
     def empty(self, dtype: str, count: int) -> Values:
         """Flat values in memory that the agent shares; without an agent in ordinary memory.
@@ -215,7 +220,7 @@ class Place:
     def _see_the_world(self) -> None:
         world = self.world
         if not self.is_alone:
-            self.world = self._session.world
+            self.world = self._session.ranks
         elif len(world.trainers) > 1:
             rank = world.rank
             self.world = World(0, (world.trainers[rank],), (world.names[rank],))

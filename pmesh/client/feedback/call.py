@@ -17,14 +17,12 @@ import numpy as np
 from pmesh.client.collective.bucketed import (
     Arrays,
     Collective,
-    Compression,
     LastOp,
     checked_total,
     plan_buckets,
     read,
     run_collective,
 )
-from pmesh.client.collective.rank_order import Order
 from pmesh.client.feedback.auto_tune import Trials
 from pmesh.client.feedback.kernels import (
     Piece,
@@ -37,7 +35,7 @@ from pmesh.client.feedback.kernels import (
     add_uncompressed,
 )
 from pmesh.client.feedback.memory import Feedback, Memory
-from pmesh.client.link.session import TrainerSession
+from pmesh.client.link.session import TrainerSession, exchange_rows
 from pmesh.client.trees.pytree import digest
 from pmesh.compression import fast
 from pmesh.compression.schemes import (
@@ -59,6 +57,17 @@ from pmesh.ids import TrainerId
 NONE = "none"
 _ADDED = ("sum", "mean")
 _ROUND_THE_RING = ("", "ring")
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """How a call's values are compressed."""
+
+    scheme: Scheme
+    feeds_back: bool
+    """Whether what is left out goes into the next call."""
+    why: str = ""
+    """What has chosen it, if not the call."""
 
 
 def chosen(
@@ -201,7 +210,7 @@ class Shares:
         Raises:
             UsageError: the weights of those who are left add up to 0; on all ranks alike.
         """
-        if world.trainers == self.trainers:
+        if set(world.trainers) == set(self.trainers):
             return 1.0
         total = checked_total(self._total(world.trainers))
         return self._total(self.trainers) * len(world.trainers) / (len(self.told) * total)
@@ -222,12 +231,10 @@ def tell(session: TrainerSession, told: Told, *, label: str, spec: str, timeout_
         timeout_s: for the op.
     """
     row = told.to_row()
-    session.input_values("int64", len(row), room_bytes=0)[:] = row
     name = spec if "(" in spec else f"{spec}()"  # no ring codec is to touch these
     call = Call("exchange", "int64", (len(row),), tree=label, compression=name)
-    done = session.run_op(call, "int64", len(row), timeout_s=timeout_s)
-    rows: list[list[int]] = done.values.reshape(-1, len(row)).tolist()
-    return Shares(done.world.trainers, tuple(Told.of_row(row) for row in rows))
+    rows, _ = exchange_rows(session, row, call, timeout_s=timeout_s)
+    return Shares(session.world.trainers, tuple(Told.of_row(row) for row in rows))
 
 
 ALONE = "alone: nothing is sent"
@@ -235,17 +242,16 @@ ALONE = "alone: nothing is sent"
 
 def run_compressed(
     session: TrainerSession,
-    order: Order,
     wanted: Collective,
+    compression: Compression,
     arrays: Arrays,
     feedback: Feedback,
 ) -> tuple[list[object], LastOp | None]:
     """Run the ops; returns the leaves of the result, and what it came to (None: nothing to do)."""
-    compression = wanted.compression
-    if compression is None or not arrays.leaves:
-        return run_collective(session, order, wanted, arrays)
+    if not arrays.leaves:
+        return run_collective(session, wanted, arrays)
     if len(session.world.trainers) == 1:
-        leaves, last = run_collective(session, order, wanted, arrays)
+        leaves, last = run_collective(session, wanted, arrays)
         return leaves, last and replace(last, why=ALONE)
     memory = feedback.of(compression.scheme.model, arrays)
     call = _Call(session, wanted, compression, arrays, feedback, memory)
@@ -260,7 +266,7 @@ def run_compressed(
     clipped = sum(each.clipped for each in summed)
     feedback.note_clipped(clipped, picked.name)
     done = summed[-1].done
-    last = LastOp.among(done.op, order.seen(done.world), 4 * memory.count)
+    last = LastOp.among(done.op, done.world, 4 * memory.count)
     return results, replace(
         last,
         compression=picked.name,

@@ -5,7 +5,7 @@ next. The session then ends, and says at each later call what had happened.
 """
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -59,7 +59,7 @@ from pmesh.errors import (
     RunError,
     UsageError,
 )
-from pmesh.ids import OpNumber
+from pmesh.ids import OpNumber, TrainerId
 
 _RESIDUAL_BYTES = 4  # float32
 
@@ -72,7 +72,7 @@ class Done:
 
     op: OpNumber
     world: World
-    """Whose values are in the result (O5)."""
+    """Whose values are in the result (O5), as `TrainerSession.ranks` counts them."""
     values: Values
     """The result, to be read before the next op, or in its `meanwhile`."""
     clipped: int = 0
@@ -87,6 +87,9 @@ class TrainerSession:
     def __init__(self, connection: AgentConnection) -> None:
         self._connection = connection
         self.world = World(-1, (), ())
+        """The ranks in the order of the agents' ring, which `Call.root` and tables go by."""
+        self.order: tuple[TrainerId, ...] | None = None
+        """The order in which the ranks of a group count; None: that of the ring."""
         self._input: Mapped | None = None
         self._input_retained = False
         self._ahead: Mapped | None = None
@@ -107,6 +110,24 @@ class TrainerSession:
             self._enters = reply.world.rank < 0
             return reply
         raise self._answer_error(reply)
+
+    @property
+    def ranks(self) -> World:
+        """The world as the user counts its ranks."""
+        world, order = self.world, self.order
+        if order is None or not set(world.trainers) <= set(order):
+            return world
+        places = sorted(range(len(world.trainers)), key=lambda i: order.index(world.trainers[i]))
+        return World(
+            places.index(world.rank) if world.rank >= 0 else -1,
+            tuple(world.trainers[i] for i in places),
+            tuple(world.names[i] for i in places),
+        )
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """For each rank its place in the ring."""
+        return tuple(self.world.trainers.index(trainer) for trainer in self.ranks.trainers)
 
     def input_values(self, dtype: str, count: int, *, room_bytes: int) -> Values:
         """Shared memory to put an op's values in.
@@ -255,7 +276,7 @@ class TrainerSession:
                     values = values_in(arena, dtype, gets)
                     if reply.lent and arena is not None:
                         values = self._users.result(arena, values)
-                return Done(op, self.world, values, reply.clipped, reply.lent)
+                return Done(op, self.ranks, values, reply.clipped, reply.lent)
             case OpFailed(op, verdict, consumed) if op == number or enters:
                 self._op_has_ended(reply, consumed=consumed)
                 error = error_of(verdict)
@@ -386,6 +407,23 @@ class TrainerSession:
             f"the agent at {self._connection.path} sent what no agent sends ({what}); "
             "if you have just updated pmesh, restart it: 'pmesh down', then 'pmesh up'"
         )
+
+
+def exchange_rows(
+    session: TrainerSession, row: Sequence[int], call: Call, *, timeout_s: float
+) -> tuple[list[list[int]], Done]:
+    """Give all ranks a row of integers; returns theirs, in the order of the ring.
+
+    Args:
+        session: runs the op.
+        row: int64, as many on each rank.
+        call: an `exchange` or `sync` of one such row. Its `tree` says what the row is for: a rank
+            that calls something else fails here (I5), not in a later op that some might not reach.
+        timeout_s: for the op.
+    """
+    session.input_values("int64", len(row), room_bytes=0)[:] = row
+    done = session.run_op(call, "int64", len(row), timeout_s=timeout_s)
+    return done.values.reshape(-1, len(row)).tolist(), done
 
 
 def error_of(verdict: Verdict) -> PmeshError:

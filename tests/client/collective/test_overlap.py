@@ -9,7 +9,6 @@ import pytest
 import pmesh
 from pmesh.client.collective import bucketed
 from pmesh.client.collective.bucketed import Collective, run_collective, take_apart
-from pmesh.client.collective.rank_order import Order
 from pmesh.client.link.arenas import Region
 from pmesh.client.link.session import Done, TrainerSession
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
@@ -107,7 +106,7 @@ def run(
         bucket_bytes=BUCKET_BYTES,
         timeout_s=1.0,
     )
-    results, _ = run_collective(cast("TrainerSession", recorder), Order(), wanted, arrays)
+    results, _ = run_collective(cast("TrainerSession", recorder), wanted, arrays)
     for i, size in enumerate(sizes):
         np.testing.assert_array_equal(np.asarray(results[i]), np.full(size, i + 1))
     return results
