@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from pmesh.client.calls.queue import Handle
     from pmesh.client.collective.bucketed import LastOp
     from pmesh.client.connect import connect
-    from pmesh.client.device_mesh import DeviceMesh
     from pmesh.client.group import Group
-    from pmesh.client.mesh import Mesh
+    from pmesh.client.mesh import DeviceMesh, Mesh
     from pmesh.compression.schemes import (
         BF16,
         FP16,
@@ -87,7 +86,7 @@ _LATER = MappingProxyType(
             ("Auto", "BF16", "FP16", "INT8", "OneBit", "PowerSGD", "RandomK", "TopK"),
             "pmesh.compression.schemes",
         ),
-        "DeviceMesh": "pmesh.client.device_mesh",
+        "DeviceMesh": "pmesh.client.mesh",
         "Group": "pmesh.client.group",
         "Handle": "pmesh.client.calls.queue",
         "LastOp": "pmesh.client.collective.bucketed",

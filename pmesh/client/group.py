@@ -12,7 +12,7 @@ from pmesh.client.calls.reducing import Averaging
 from pmesh.client.collective.bucketed import LastOp
 from pmesh.client.elastic.membership import Place
 from pmesh.client.link.session import TrainerSession, exchange_rows
-from pmesh.client.trees.pytree import digest
+from pmesh.client.trees.arrays import digest
 from pmesh.core.wire.link import Call
 from pmesh.errors import (
     AgentStopped,

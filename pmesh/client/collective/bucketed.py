@@ -10,8 +10,7 @@ import numpy as np
 
 from pmesh.client.link.arenas import Region
 from pmesh.client.link.session import Done, TrainerSession
-from pmesh.client.trees.arrays import Leaf, describe, divided, is_of
-from pmesh.client.trees.pytree import Tree, digest, flatten
+from pmesh.client.trees.arrays import Leaf, Tree, describe, digest, divided, flatten, is_of
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values, check_reduction
 from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import World

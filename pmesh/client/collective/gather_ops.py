@@ -13,7 +13,7 @@ import numpy as np
 
 from pmesh.client.collective.bucketed import LastOp
 from pmesh.client.link.session import Done, TrainerSession, exchange_rows
-from pmesh.client.trees.pytree import digest
+from pmesh.client.trees.arrays import digest
 from pmesh.client.trees.raw import RawArray, from_raw, to_raw
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.link import Call

@@ -10,8 +10,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from pmesh.client.elastic.source import Offer
-from pmesh.client.elastic.sync import Synced, run_sync
+from pmesh.client.elastic.sync import Offer, Synced, run_sync
 from pmesh.client.link.connection import AgentConnection
 from pmesh.client.link.p2p_session import P2PSession
 from pmesh.client.link.session import TrainerSession, error_of

@@ -1,4 +1,7 @@
-"""One `sync`: all ranks say what they have, and whoever has something else gets the best.
+"""One `sync`: all ranks offer the state they have, and those with another one get the best.
+
+Each decides from the same offers, so all make the same plan; from the same plan and the same living
+trainers all find the same root. So no rank waits for an op that another does not call.
 
 The state arrives in memory that a thread faults in ahead of it, and is hashed as it comes. The
 first touch of fresh memory can cost more than the network, most of all in a virtual machine.
@@ -7,23 +10,126 @@ first touch of fresh memory can cost more than the network, most of all in a vir
 import logging
 import mmap
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import xxhash
 
-from pmesh.client.elastic.source import Offer, Plan, elect, offers_of, rank_of
-from pmesh.client.link.session import Done, TrainerSession
+from pmesh.client.link.session import Done, TrainerSession, exchange_rows
 from pmesh.client.trees.state import Packed, digest_of
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import SYNC_VALUES, World
 from pmesh.errors import RankLost, RunError
-from pmesh.ids import TrainerId
+from pmesh.ids import Rank, TrainerId
+
+
+class Offer(NamedTuple):
+    """What one rank says of its state: the int64 values that it gives to the `sync` op."""
+
+    digest: tuple[int, int]
+    """Of all bytes of the state."""
+    nbytes: int
+    step: int
+    """How many times it has synced."""
+    veteran: bool
+    """It has done an op of the job since it entered, so its state is the job's."""
+    raises_on_loss: bool
+    """It wants `RankLost` for every loss, also in the middle of a transfer."""
+    arriving: int = 0
+    """Of a state that has begun to arrive, the first half of its digest."""
+    arrived: int = 0
+    """How many of its bytes have: from there the transfer goes on if its source is lost."""
+
+    def to_values(self) -> list[int]:
+        """As `SYNC_VALUES` int64."""
+        return [*self.digest, *self[1:]]
+
+    @classmethod
+    def from_values(cls, values: Sequence[int]) -> "Offer":
+        """The reverse of `to_values`."""
+        first, second, nbytes, step, veteran, raises_on_loss, *arrival = values
+        return cls((first, second), nbytes, step, veteran != 0, raises_on_loss != 0, *arrival)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to be sent, and to whom."""
+
+    best: Offer
+    holders: tuple[TrainerId, ...]
+    """Who has the best state; never empty."""
+    receivers: tuple[TrainerId, ...]
+    """Who has another one."""
+    corrected: tuple[TrainerId, ...]
+    """Those receivers who should have had it: they have synced before, and stayed in the job."""
+    raises_on_loss: bool
+    start: int
+    """In bytes: what is before has arrived at all receivers."""
+
+    def root(self, living: Sequence[TrainerId]) -> TrainerId | None:
+        """Who sends the chunks, over the fewest edges of the ring; None if no holder is left.
+
+        Args:
+            living: all ranks, in order: each sends to the next.
+        """
+        receivers = self.receivers_among(living)
+
+        def reach(holder: TrainerId) -> int:
+            rank = living.index(holder)
+            return max(((receiver - rank) % len(living) for receiver in receivers), default=0)
+
+        return min((h for h in self.holders if h in living), key=reach, default=None)
+
+    def receivers_among(self, living: Sequence[TrainerId]) -> tuple[Rank, ...]:
+        """The ranks that lack the best state."""
+        return tuple(rank_of(r, living) for r in self.receivers if r in living)
+
+    def is_settled(self, living: Sequence[TrainerId]) -> bool:
+        """Whether nobody who is still there lacks the best state."""
+        return not self.receivers_among(living)
+
+
+def elect(trainers: Sequence[TrainerId], offers: Sequence[Offer]) -> Plan:
+    """The best state is a veteran's; of those the furthest; of those the lowest rank's.
+
+    Args:
+        trainers: all ranks, in order.
+        offers: theirs, in the same order; at least one.
+    """
+
+    def merit(rank: int) -> tuple[bool, int, int]:
+        return offers[rank].veteran, offers[rank].step, -rank
+
+    winner = max(range(len(offers)), key=merit)
+    best = offers[winner]
+    equal = [offer.digest == best.digest for offer in offers]
+    receivers = [rank for rank in range(len(offers)) if not equal[rank]]
+    return Plan(
+        best=best,
+        holders=tuple(trainers[rank] for rank in range(len(offers)) if equal[rank]),
+        receivers=tuple(trainers[rank] for rank in receivers),
+        corrected=tuple(
+            trainers[rank] for rank in receivers if offers[rank].veteran and offers[rank].step > 0
+        ),
+        raises_on_loss=any(offer.raises_on_loss for offer in offers),
+        start=min((_arrived_of(best, offers[rank]) for rank in receivers), default=0),
+    )
+
+
+def _arrived_of(best: Offer, offer: Offer) -> int:
+    return offer.arrived if offer.arriving == best.digest[0] else 0
+
+
+def rank_of(trainer: TrainerId, trainers: Sequence[TrainerId]) -> Rank:
+    """The trainer's place among them."""
+    return Rank(trainers.index(trainer))
+
 
 AHEAD_CHUNKS = 4  # more hides no more, and takes the cores from the first chunks
 
@@ -113,9 +219,11 @@ def run_sync(session: TrainerSession, packed: Packed, offer: Offer, *, timeout_s
     with ExitStack() as until_it_ends:
         arrival: _Arriving | None = None
         while True:
-            done = _exchange(session, _with_progress(offer, arrival), timeout_s)
-            plan = elect(done.world.trainers, offers_of(done.values.tolist()))
-            _tell_of_corrections(plan, done.world)
+            values = _with_progress(offer, arrival).to_values()
+            call = Call("sync", "int64", (SYNC_VALUES,))
+            rows, done = exchange_rows(session, values, call, timeout_s=timeout_s)
+            plan = elect(done.world.trainers, [Offer.from_values(row) for row in rows])
+            _warn_of_corrections(plan, done.world)
             if done.world.trainers[done.world.rank] not in plan.receivers:
                 arrival = None  # who has the state already only passes it on
             elif arrival is None or arrival.best.digest != plan.best.digest:
@@ -158,13 +266,6 @@ def _with_progress(offer: Offer, arriving: _Arriving | None) -> Offer:
     if arriving is None:
         return offer
     return offer._replace(arriving=arriving.best.digest[0], arrived=arriving.memory.arrived)
-
-
-def _exchange(session: TrainerSession, offer: Offer, timeout_s: float) -> Done:
-    values = session.input_values("int64", SYNC_VALUES, room_bytes=0)
-    values[:] = offer.to_values()
-    call = Call("sync", "int64", (SYNC_VALUES,))
-    return session.run_op(call, "int64", SYNC_VALUES, timeout_s=timeout_s)
 
 
 class _Transfer:
@@ -226,7 +327,7 @@ class _Transfer:
             self._arrival.take(self.last.values.view(np.uint8)[:size])
 
 
-def _tell_of_corrections(plan: Plan, world: World) -> None:
+def _warn_of_corrections(plan: Plan, world: World) -> None:
     def name(trainer: TrainerId) -> str:
         rank = rank_of(trainer, world.trainers)
         return f"rank {rank} ({world.names[rank]})"

@@ -23,7 +23,6 @@ from pmesh.client.collective.bucketed import (
     read,
     run_collective,
 )
-from pmesh.client.feedback.auto_tune import Trials
 from pmesh.client.feedback.kernels import (
     Piece,
     Summed,
@@ -34,9 +33,9 @@ from pmesh.client.feedback.kernels import (
     add_top_k,
     add_uncompressed,
 )
-from pmesh.client.feedback.memory import Feedback, Memory
+from pmesh.client.feedback.memory import Feedback, Memory, Trials
 from pmesh.client.link.session import TrainerSession, exchange_rows
-from pmesh.client.trees.pytree import digest
+from pmesh.client.trees.arrays import digest
 from pmesh.compression import fast
 from pmesh.compression.schemes import (
     Auto,

@@ -15,8 +15,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from pmesh.client.trees.arrays import evaluate_mlx
-from pmesh.client.trees.pytree import flatten
+from pmesh.client.trees.arrays import evaluate_mlx, flatten
 from pmesh.client.trees.raw import RawArray, from_raw, to_raw
 from pmesh.core.ops.reductions import Values
 from pmesh.errors import ProtocolError, UnsupportedArray

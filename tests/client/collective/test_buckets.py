@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.client.collective.bucketed import fill, plan_buckets, read
-from pmesh.client.trees.arrays import Leaf, describe
-from pmesh.client.trees.pytree import flatten
+from pmesh.client.trees.arrays import Leaf, describe, flatten
 
 
 def leaves_of(*shapes_and_dtypes: tuple[tuple[int, ...], str]) -> list[Leaf]:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from pmesh.client.elastic import sync
-from pmesh.client.elastic.source import Offer, offers_of
-from pmesh.client.elastic.sync import run_sync
+from pmesh.client.elastic.sync import Offer, run_sync
 from pmesh.client.link.session import Done, TrainerSession
 from pmesh.client.trees.state import Packed, pack
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
@@ -42,7 +41,7 @@ class Session:
             self.world = world_of(0, 2, 3)
             raise RankLost("its root, rank 1, is lost")
         if call.kind == "sync":
-            (own,) = offers_of(self._region.tolist())
+            own = Offer.from_values(self._region.tolist())
             self.offers.append(own)
             holder, behind = offer_of(THEIRS), offer_of(OURS)
             if len(self.offers) > 1:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import pmesh
-from pmesh.client.feedback.auto_tune import ROUNDS, Trials
 from pmesh.client.feedback.call import _comparison
+from pmesh.client.feedback.memory import ROUNDS, Trials
 from pmesh.compression.schemes import BF16, INT8, Auto, PowerSGD, TopK
 from pmesh.ids import TrainerId
 from pmesh.testing import SimulatedMesh

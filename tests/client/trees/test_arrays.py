@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pmesh.client.trees.arrays import WIRE_OF, Leaf, describe
-from pmesh.client.trees.pytree import flatten
+from pmesh.client.trees.arrays import WIRE_OF, Leaf, describe, flatten
 from pmesh.errors import UnsupportedArray
 
 DTYPES = [np.dtype(name) for name in WIRE_OF if name != "bfloat16"]

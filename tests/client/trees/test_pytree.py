@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pmesh.client.trees.pytree import digest, flatten
+from pmesh.client.trees.arrays import digest, flatten
 
 
 class Pair(NamedTuple):
