@@ -12,6 +12,7 @@ import msgspec
 import trio
 
 from pmesh.agent.containment import Contain
+from pmesh.agent.grants import SAY_EVERY_S, Grants
 from pmesh.agent.jobs.driver import Jobs, WaitingTrainer
 from pmesh.agent.jobs.op_task import run_op
 from pmesh.agent.jobs.ranks import LocalRank
@@ -24,8 +25,6 @@ from pmesh.core.values import Verdict
 from pmesh.core.wire.local import (
     ENTERS,
     SESSION_VERSION,
-    ArenaGone,
-    ArenaGranted,
     Compresses,
     Connect,
     DropArena,
@@ -38,10 +37,9 @@ from pmesh.core.wire.local import (
     WantArena,
     World,
 )
-from pmesh.errors import ProtocolError, UsageError
+from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, OpNumber, TrainerId
 from pmesh.net.local.arena_pools import ArenaShare, SessionArenas
-from pmesh.net.local.arenas import Arena
 from pmesh.net.local.processes import TrainerProcess, wait_for_exit
 from pmesh.net.local.sessions import ENDS_OF_A_SESSION, Session
 
@@ -73,8 +71,6 @@ class Compiler:
 
 POLL_S = 0.02  # while a trainer waits for its job
 WATCH_S = 0.5  # once it has one: each check costs 0.3 ms, and its end is reported without any
-SAY_EVERY_S = 10.0  # I6: a line that says on whom a call waits
-TELL_S = 1.0  # a program that does not read this is told by the end of its session
 PREDECESSOR_S = 2.0  # a job of the same name that is just ending makes way in this time
 
 
@@ -136,7 +132,7 @@ class _Trainer:
         self._contain = contain
         self._job = JobName(request.job)
         self._rank: LocalRank | None = None
-        self._granted: set[int] = set()  # output arenas that the trainer has mapped
+        self._grants = Grants(session, arenas)
 
     async def join(self) -> bool:
         """Wait until the job begins, unless it runs; False if the trainer was refused or has gone.
@@ -267,7 +263,7 @@ class _Trainer:
                     if codec := ring_codec_name(request.call.compression):
                         compiler.want(codec)
                 case WantArena(nbytes):
-                    await _grant_input(self._session, self._arenas, nbytes)
+                    await self._grants.grant_input(nbytes)
                 case DropArena(number):
                     self._arenas.drop(number)
                 case Compresses(text):
@@ -308,12 +304,9 @@ class _Trainer:
             reply, arena = await run_op(rank, request, self._jobs)
         finally:
             rank.busy_since = None
-        for number in self._arenas.outputs.take_gone():
-            self._granted.discard(number)
-            await self._session.send(ArenaGone(number))
-        if arena is not None and arena.number not in self._granted:
-            self._granted.add(arena.number)
-            await _grant(self._session, arena)
+        await self._grants.report_gone()
+        if arena is not None:
+            await self._grants.grant_output(arena)
         await self._session.send(reply)
 
     def _world(self) -> World:
@@ -406,17 +399,3 @@ def _too_few(waiter: WaitingTrainer, timeout_s: float, jobs: Jobs) -> str:
         f"{sum(counts.values())} of {waiter.wait_for} trainers of job {waiter.job!r} came "
         f"within {timeout_s:g} s; {machines}"
     )
-
-
-async def _grant_input(session: Session, arenas: SessionArenas, nbytes: int) -> None:
-    try:
-        arena = await arenas.inputs.create(nbytes)
-    except (UsageError, OSError) as e:  # OSError: the system has no memory or descriptor left
-        await refuse(session, "UsageError", str(e))
-        return
-    await _grant(session, arena)
-
-
-async def _grant(session: Session, arena: Arena) -> None:
-    granted = ArenaGranted(arena.number, arena.kind, arena.nbytes)
-    await session.send(granted, (arena.descriptor,))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import trio
 
+from pmesh.agent.grants import SAY_EVERY_S, Grants
 from pmesh.agent.p2p.endpoint import MessageLost, P2PEndpoint, Received
 from pmesh.agent.p2p.router import P2PRouter
 from pmesh.agent.refusals import refuse
@@ -12,8 +13,6 @@ from pmesh.core.jobs.rank import COME_BACK
 from pmesh.core.values import Verdict
 from pmesh.core.wire.local import (
     SESSION_VERSION,
-    ArenaGone,
-    ArenaGranted,
     Attach,
     Attached,
     DropArena,
@@ -25,14 +24,12 @@ from pmesh.core.wire.local import (
     SendMessage,
     WantArena,
 )
-from pmesh.errors import ProtocolError, UsageError
+from pmesh.errors import ProtocolError
 from pmesh.ids import TrainerId
 from pmesh.net.local.arena_pools import ArenaShare, SessionArenas
-from pmesh.net.local.arenas import Arena
 from pmesh.net.local.sessions import Session
 
 MAX_CALLS = 48  # at a time: a session may have 64 arenas of a kind, some of them idle
-SAY_EVERY_S = 10.0  # I6: how often a waiting call reports the ranks for which it waits
 _LOOK_S = 1.0
 
 
@@ -78,7 +75,7 @@ class _Envelopes:
         self._box = box
         self._arenas = arenas
         self._nursery = nursery
-        self._granted: set[int] = set()  # output arenas that the trainer has mapped
+        self._grants = Grants(session, arenas)
         self._waiting: dict[int, _Waiting] = {}
 
     async def run(self) -> None:
@@ -89,7 +86,7 @@ class _Envelopes:
                 case SendMessage() | ReceiveMessage():
                     await self._begin(request)
                 case WantArena(nbytes):
-                    await self._grant_input(nbytes)
+                    await self._grants.grant_input(nbytes)
                 case DropArena(number):
                     self._arenas.drop(number)
                 case _:
@@ -178,31 +175,13 @@ class _Envelopes:
 
     async def _tell_received(self, call: int, received: Received) -> None:
         arena = received.arena
-        for number in self._arenas.outputs.take_gone():
-            self._granted.discard(number)
-            await self._session.send(ArenaGone(number))
+        await self._grants.report_gone()
         if arena is not None:
             self._arenas.outputs.give(arena)
             self._arenas.outputs.release(arena)
-            if arena.number not in self._granted:
-                self._granted.add(arena.number)
-                await self._grant(arena)
+            await self._grants.grant_output(arena)
         number = -1 if arena is None else arena.number
         await self._session.send(MessageReceived(call, received.source, received.envelope, number))
-
-    # --- arenas
-
-    async def _grant_input(self, nbytes: int) -> None:
-        try:
-            arena = await self._arenas.inputs.create(nbytes)
-        except (UsageError, OSError) as e:  # OSError: the system has no memory or descriptor left
-            await refuse(self._session, "UsageError", str(e))
-            return
-        await self._grant(arena)
-
-    async def _grant(self, arena: Arena) -> None:
-        granted = ArenaGranted(arena.number, arena.kind, arena.nbytes)
-        await self._session.send(granted, (arena.descriptor,))
 
 
 _Call = SendMessage | ReceiveMessage

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 
 from pmesh.client.elastic.sync import Offer, Synced, run_sync
-from pmesh.client.link.connection import AgentConnection
+from pmesh.client.link.connection import AgentConnection, error_of
 from pmesh.client.link.p2p_session import P2PSession
-from pmesh.client.link.session import TrainerSession, error_of
+from pmesh.client.link.session import TrainerSession
 from pmesh.client.trees.state import Packed
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.local import SESSION_VERSION, Attach, Connect, GroupOf, Refused, World

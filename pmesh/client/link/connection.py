@@ -9,15 +9,19 @@ import time
 from collections import deque
 from pathlib import Path
 
+from pmesh import errors
+from pmesh.client.link.arenas import Mapped, map_arena
+from pmesh.core.values import Verdict
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.local import (
     MAX_SESSION_MESSAGE_BYTES,
+    ArenaGranted,
     Reply,
     Request,
     decode_reply_untrusted,
     encode,
 )
-from pmesh.errors import AgentNotRunning, AgentStopped, ProtocolError
+from pmesh.errors import AgentNotRunning, AgentStopped, PmeshError, ProtocolError, RunError
 
 SILENCE_S = 60.0  # an agent that lives says something every 10 s while a call waits (I6)
 _QUEUE_FULL_RETRY_S = 0.01  # an agent accepts all that wait in one turn of its loop
@@ -112,6 +116,17 @@ class AgentConnection:
             raise ProtocolError("a reply came without its descriptor")
         return self._descriptors.popleft()
 
+    def map_arena(self, granted: ArenaGranted) -> Mapped:
+        """The arena that a reply has granted; ProtocolError if no agent grants such a thing."""
+        return map_arena(granted, self.take_descriptor())
+
+    def nonsense(self, what: str) -> AgentStopped:
+        """The error for a reply that makes no sense here."""
+        return AgentStopped(
+            f"the agent at {self.path} sent what no agent sends ({what}); "
+            "if you have just updated pmesh, restart it: 'pmesh down', then 'pmesh up'"
+        )
+
     def interrupt(self) -> None:
         """Make a `receive` of another thread end, with AgentStopped."""
         with contextlib.suppress(OSError):  # it has just ended by itself
@@ -153,3 +168,11 @@ class AgentConnection:
         else:
             what = f"went away: {error.strerror or error}"
         return AgentStopped(f"the agent at {self.path} {what}; see its log, or 'pmesh status'")
+
+
+def error_of(verdict: Verdict) -> PmeshError:
+    """The error that a verdict names; RunError if this version does not know it."""
+    found: object = getattr(errors, verdict.error, None)
+    if isinstance(found, type) and issubclass(found, PmeshError) and found is not ProtocolError:
+        return found(verdict.message)
+    return RunError(verdict.message)

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pmesh.client.link.arenas import Mapped, map_arena
-from pmesh.client.link.connection import AgentConnection
-from pmesh.client.link.session import error_of
+from pmesh.client.link.arenas import Mapped
+from pmesh.client.link.connection import AgentConnection, error_of
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.link import Envelope
 from pmesh.core.wire.local import (
@@ -180,9 +179,6 @@ class P2PSession:
             self._send(DropArena(reply.arena))
         return Arrived(reply.source, envelope, data)
 
-    def _map(self, granted: ArenaGranted) -> None:
-        self._maps[granted.arena] = map_arena(granted, self._connection.take_descriptor())
-
     # --- messages
 
     def _next_call(self) -> int:
@@ -246,7 +242,7 @@ class P2PSession:
     def _sort(self, reply: Reply) -> None:
         match reply:
             case ArenaGranted(kind=kind):
-                self._map(reply)
+                self._maps[reply.arena] = self._connection.map_arena(reply)
                 if kind == "input":
                     self._answers[_ARENA] = reply
             case ArenaGone(arena):
@@ -267,9 +263,6 @@ class P2PSession:
             raise type(self._ended)(str(self._ended))
 
     def _nonsense(self, what: str) -> AgentStopped:
-        error = AgentStopped(
-            f"the agent at {self._connection.path} sent what no agent sends ({what}); "
-            "if you have just updated pmesh, restart it: 'pmesh down', then 'pmesh up'"
-        )
+        error = self._connection.nonsense(what)
         self._end(error)
         return error

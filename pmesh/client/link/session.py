@@ -13,21 +13,18 @@ from typing import cast
 import msgspec
 import numpy as np
 
-from pmesh import errors
 from pmesh.client.link.arenas import (
     Kept,
     Mapped,
     Region,
     Residuals,
     UsersArrays,
-    map_arena,
     values_in,
 )
-from pmesh.client.link.connection import AgentConnection
+from pmesh.client.link.connection import AgentConnection, error_of
 from pmesh.compression.blocks import Float32s
 from pmesh.core.ops.kinds import KINDS, Extent, extent_of
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
-from pmesh.core.values import Verdict
 from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import (
     ENTERS,
@@ -56,7 +53,6 @@ from pmesh.errors import (
     MeshClosed,
     PmeshError,
     ProtocolError,
-    RunError,
     UsageError,
 )
 from pmesh.ids import OpNumber, TrainerId
@@ -312,7 +308,7 @@ class TrainerSession:
         if not isinstance(reply, ArenaGranted):
             raise self._answer_error(reply)
         with self._unless_it_fails():
-            return self._map(reply)
+            return self._connection.map_arena(reply)
 
     def _drop_arena(self, number: int) -> None:
         with self._unless_it_fails():
@@ -373,7 +369,7 @@ class TrainerSession:
                     case StillWaiting():
                         _logger.warning("%s", _describe(reply))
                     case ArenaGranted(kind="output"):
-                        self._outputs[reply.arena] = self._map(reply)
+                        self._outputs[reply.arena] = self._connection.map_arena(reply)
                     case ArenaGone(arena):
                         self._outputs.pop(arena, None)
                     case _:
@@ -390,23 +386,14 @@ class TrainerSession:
             if closed is not None and isinstance(e, PmeshError):
                 raise MeshClosed(f"this mesh has ended: {closed}") from e
             if isinstance(e, ProtocolError):
-                raise self._talks_nonsense(str(e)) from e
+                raise self._connection.nonsense(str(e)) from e
             raise
-
-    def _map(self, granted: ArenaGranted) -> Mapped:
-        return map_arena(granted, self._connection.take_descriptor())
 
     def _answer_error(self, reply: Reply) -> PmeshError:
         if isinstance(reply, Refused):
             return error_of(reply.verdict)
         self.end(f"the agent answered with {type(reply).__name__}")
-        return self._talks_nonsense(f"an answer to another question: {type(reply).__name__}")
-
-    def _talks_nonsense(self, what: str) -> AgentStopped:
-        return AgentStopped(
-            f"the agent at {self._connection.path} sent what no agent sends ({what}); "
-            "if you have just updated pmesh, restart it: 'pmesh down', then 'pmesh up'"
-        )
+        return self._connection.nonsense(f"an answer to another question: {type(reply).__name__}")
 
 
 def exchange_rows(
@@ -424,14 +411,6 @@ def exchange_rows(
     session.input_values("int64", len(row), room_bytes=0)[:] = row
     done = session.run_op(call, "int64", len(row), timeout_s=timeout_s)
     return done.values.reshape(-1, len(row)).tolist(), done
-
-
-def error_of(verdict: Verdict) -> PmeshError:
-    """The error that a verdict names; RunError if this version does not know it."""
-    found: object = getattr(errors, verdict.error, None)
-    if isinstance(found, type) and issubclass(found, PmeshError) and found is not ProtocolError:
-        return found(verdict.message)
-    return RunError(verdict.message)
 
 
 def _describe(waiting: StillWaiting) -> str:

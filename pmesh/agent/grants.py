@@ -1,0 +1,44 @@
+"""Shared memory as a trainer's two connections report it: arenas that are granted or gone."""
+
+from pmesh.agent.refusals import refuse
+from pmesh.core.wire.local import ArenaGone, ArenaGranted
+from pmesh.errors import UsageError
+from pmesh.net.local.arena_pools import SessionArenas
+from pmesh.net.local.arenas import Arena
+from pmesh.net.local.sessions import Session
+
+SAY_EVERY_S = 10.0  # I6: how often a waiting call reports the ranks for which it waits
+
+
+class Grants:
+    """The arenas of one connection that its trainer has mapped."""
+
+    def __init__(self, session: Session, arenas: SessionArenas) -> None:
+        self._session = session
+        self._arenas = arenas
+        self._outputs: set[int] = set()
+
+    async def grant_input(self, nbytes: int) -> None:
+        """Grant an arena to write to, or refuse the request."""
+        try:
+            arena = await self._arenas.inputs.create(nbytes)
+        except (UsageError, OSError) as e:  # OSError: the system has no memory or descriptor left
+            await refuse(self._session, "UsageError", str(e))
+            return
+        await self._grant(arena)
+
+    async def report_gone(self) -> None:
+        """Report the output arenas that are gone since the last call."""
+        for number in self._arenas.outputs.take_gone():
+            self._outputs.discard(number)
+            await self._session.send(ArenaGone(number))
+
+    async def grant_output(self, arena: Arena) -> None:
+        """Grant the arena of a result, unless the trainer has it already."""
+        if arena.number not in self._outputs:
+            self._outputs.add(arena.number)
+            await self._grant(arena)
+
+    async def _grant(self, arena: Arena) -> None:
+        granted = ArenaGranted(arena.number, arena.kind, arena.nbytes)
+        await self._session.send(granted, (arena.descriptor,))
