@@ -1,14 +1,14 @@
-"""One compressed call: which scheme it takes, and what its buckets come to.
+"""One compressed call: which scheme it takes, and the sum of each of its buckets.
 
-The ranks tell each other their weights first, in a small op of its own, which moves them exactly:
-what a lost rank did not contribute must not count.
+The ranks first exchange their weights in a small op, which moves them exactly: what a lost rank did
+not contribute must not count.
 """
 
 import math
 import struct
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -102,9 +102,9 @@ def chosen_for_gradients(
 ) -> Compression | None:
     """What an average of gradients takes.
 
-    The agent's default is for these alone: they are what a training can bear to have changed, and
-    the next call makes good what was left out of this one. Where the call names a strategy that the
-    default has none of, that holds.
+    The agent's default is for gradients alone: training can bear that they are less exact, and the
+    next call adds what was left out of this one. If the call names a strategy that the default does
+    not support, nothing is compressed.
 
     Args:
         named: in the call.
@@ -144,14 +144,14 @@ _threads: list[threading.Thread] = []  # one, once begun
 
 
 def prepare_schemes(count: int, *, wait: bool) -> None:
-    """Have the schemes' kernels compiled, if a call of `count` values is worth it.
+    """Have the kernels compiled if a call has enough values to be worth it.
 
     That takes a second, and ten at the first time on a machine; numpy computes meanwhile. The
     thread is no daemon: a program that ends in the middle of it waits for the compiler.
 
     Args:
-        count: values of a call.
-        wait: until they are compiled, for a caller that is about to measure.
+        count: values of the call.
+        wait: until they are compiled, as a caller must that is about to measure.
     """
     if count < PAYS_VALUES:
         return
@@ -163,23 +163,23 @@ def prepare_schemes(count: int, *, wait: bool) -> None:
         _threads[0].join()
 
 
-class Told(NamedTuple):
-    """What one rank says."""
+class Share(NamedTuple):
+    """What one rank adds to a call besides its values."""
 
     weight: float = 1.0
     step: int = 0
-    """Of its memory."""
+    """That of its memory."""
     trials: int = 0
-    """See `Trials.hear`."""
+    """See `Trials.compare`."""
     took_ns: int = 0
 
     def to_row(self) -> list[int]:
-        """As integers of 64 bits."""
+        """The share as int64; the weight's bits are one of them."""
         (bits,) = struct.unpack("<q", struct.pack("<d", self.weight))
         return [bits, self.step, self.trials, self.took_ns]
 
     @classmethod
-    def of_row(cls, row: Sequence[int]) -> "Told":
+    def of_row(cls, row: Sequence[int]) -> "Share":
         """The reverse of `to_row`."""
         (weight,) = struct.unpack("<d", struct.pack("<q", row[0]))
         return cls(weight, *row[1:])
@@ -187,10 +187,9 @@ class Told(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What all ranks have said, in the ring's order."""
+    """The shares of all ranks, in the ring's order."""
 
-    trainers: tuple[TrainerId, ...]
-    told: tuple[Told, ...]
+    of: dict[TrainerId, Share]
 
     def factor(self, world: World) -> float | None:
         """What this rank's values count in a plain mean; None: as much as everybody's.
@@ -198,42 +197,23 @@ class Shares:
         Raises:
             UsageError: the weights add up to 0; on all ranks alike.
         """
-        total = checked_total(self._total(self.trainers))
-        mine = self.told[self.trainers.index(world.trainers[world.rank])]
-        factor = mine.weight * len(self.told) / total
+        total = checked_total(self._total(self.of))
+        factor = self.of[world.trainers[world.rank]].weight * len(self.of) / total
         return None if factor == 1 else factor
 
     def correction(self, world: World) -> float:
-        """What the mean over these ranks is to be multiplied by, as the others were lost since.
+        """The factor for a mean over these ranks, if others were lost since the exchange.
 
         Raises:
-            UsageError: the weights of those who are left add up to 0; on all ranks alike.
+            UsageError: the weights of the ranks that are left add up to 0; on all ranks alike.
         """
-        if set(world.trainers) == set(self.trainers):
+        if set(world.trainers) == set(self.of):
             return 1.0
         total = checked_total(self._total(world.trainers))
-        return self._total(self.trainers) * len(world.trainers) / (len(self.told) * total)
+        return self._total(self.of) * len(world.trainers) / (len(self.of) * total)
 
-    def _total(self, trainers: Sequence[TrainerId]) -> float:
-        pairs = zip(self.trainers, self.told, strict=True)
-        return sum(told.weight for trainer, told in pairs if trainer in trainers)
-
-
-def tell(session: TrainerSession, told: Told, *, label: str, spec: str, timeout_s: float) -> Shares:
-    """Tell all, and hear it of all.
-
-    Args:
-        session: runs the op.
-        told: by this rank.
-        label: of the call, alike on all ranks: who calls something else learns of it here (I5).
-        spec: the compression's.
-        timeout_s: for the op.
-    """
-    row = told.to_row()
-    name = spec if "(" in spec else f"{spec}()"  # no ring codec is to touch these
-    call = Call("exchange", "int64", (len(row),), tree=label, compression=name)
-    rows, _ = exchange_rows(session, row, call, timeout_s=timeout_s)
-    return Shares(session.world.trainers, tuple(Told.of_row(row) for row in rows))
+    def _total(self, trainers: Collection[TrainerId]) -> float:
+        return sum(share.weight for trainer, share in self.of.items() if trainer in trainers)
 
 
 ALONE = "alone: nothing is sent"
@@ -246,7 +226,7 @@ def run_compressed(
     arrays: Arrays,
     feedback: Feedback,
 ) -> tuple[list[object], LastOp | None]:
-    """Run the ops; returns the leaves of the result, and what it came to (None: nothing to do)."""
+    """Run the ops; returns the leaves of the result, and their last op (None: nothing to do)."""
     if not arrays.leaves:
         return run_collective(session, wanted, arrays)
     if len(session.world.trainers) == 1:
@@ -256,7 +236,7 @@ def run_compressed(
     call = _Call(session, wanted, compression, arrays, feedback, memory)
     if not all(isinstance(each, RingScheme) for each in call.allowed):
         prepare_schemes(memory.count, wait=isinstance(compression.scheme, Auto))
-    shares = call.tell() if call.must_tell else None
+    shares = call.exchange_shares() if call.has_shares else None
     picked = call.pick(shares)
     began_ns = time.perf_counter_ns()
     results, summed = call.run(picked, shares)
@@ -291,7 +271,7 @@ class _Picked:
         return "none" if self.scheme is None else spec(self.scheme)
 
     def shown(self, why: str) -> str:
-        """For `pmesh status`, which is told only when it changes."""
+        """For `pmesh status`."""
         if self.trials is not None:
             return "auto(): each is tried in turn"
         return f"{self.name}: {self.why or why}".rstrip(": ")
@@ -318,8 +298,8 @@ class _Call:
         return self.wanted.weight is not None
 
     @property
-    def must_tell(self) -> bool:
-        """Whether the ranks have something to agree on first."""
+    def has_shares(self) -> bool:
+        """Whether the ranks must exchange something first."""
         return self.averages or isinstance(self.compression.scheme, RandomK | Auto)
 
     @property
@@ -329,19 +309,18 @@ class _Call:
         same = [self.arrays.digest(), repr(self.compression), self.wanted.reduction]
         return f"{what} {digest(same)}"
 
-    def tell(self) -> Shares:
-        """Hear from all ranks, and go on with the step of the one that has come furthest."""
+    def exchange_shares(self) -> Shares:
+        """Give all ranks this one's share; go on with the step of the one that is furthest."""
         weight = 1.0 if self.wanted.weight is None else self.wanted.weight
         trials = self.memory.trials
-        told = Told(weight, self.memory.step, *(trials.tells() if trials else ()))
-        shares = tell(
-            self.session,
-            told,
-            label=self.label,
-            spec=spec(self.compression.scheme),
-            timeout_s=self.wanted.timeout_s,
-        )
-        self.memory.step = max(each.step for each in shares.told)
+        own = Share(weight, self.memory.step, *(trials.latest() if trials else ()))
+        row, name = own.to_row(), spec(self.compression.scheme)
+        name = name if "(" in name else f"{name}()"  # no ring codec is to touch these
+        call = Call("exchange", "int64", (len(row),), tree=self.label, compression=name)
+        rows, _ = exchange_rows(self.session, row, call, timeout_s=self.wanted.timeout_s)
+        trainers = self.session.world.trainers
+        shares = Shares(dict(zip(trainers, map(Share.of_row, rows), strict=True)))
+        self.memory.step = max(each.step for each in shares.of.values())
         return shares
 
     def pick(self, shares: Shares | None) -> _Picked:
@@ -359,14 +338,14 @@ class _Call:
         trials = self.memory.trials
         if trials is None or trials.ways != len(ways):
             trials = self.memory.trials = Trials((), len(ways))
-        trials.hear(shares.trainers, [(each.trials, each.took_ns) for each in shares.told])
+        trials.compare({who: (each.trials, each.took_ns) for who, each in shares.of.items()})
         if trials.are_over:
             picked = ways[trials.winner(auto.min_gain)]
             return _Picked(picked, _comparison(ways, trials.best_ns()))
         return _Picked(ways[trials.next_way], f"trial {trials.progress()}", trials)
 
     def run(self, picked: _Picked, shares: Shares | None) -> tuple[list[object], list[Summed]]:
-        """Bucket by bucket; the leaves of the result, and what each bucket came to."""
+        """Add up bucket by bucket; returns the leaves of the result, and the sum of each bucket."""
         whole = isinstance(picked.scheme, PowerSGD)
         buckets = plan_buckets(
             self.arrays.leaves,
@@ -394,7 +373,7 @@ class _Call:
                 factor=factor,
                 correction=shares.correction if shares and self.averages else _no_correction,
                 residuals=self.memory.residuals[number] if keeps else None,
-                step=self.memory.step if self.must_tell else 0,
+                step=self.memory.step if self.has_shares else 0,
                 number=number,
                 timeout_s=self.wanted.timeout_s,
             )
@@ -427,7 +406,7 @@ class _Call:
         """All ops are done, here and so on all ranks."""
         self.memory.step += 1
         if picked.trials is not None:
-            picked.trials.tried(took_ns)
+            picked.trials.note(took_ns)
 
 
 def _arrays_of(piece: Piece, came: Summed) -> Iterable[tuple[int, object]]:

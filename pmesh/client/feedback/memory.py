@@ -6,7 +6,7 @@ each way a few times, all ranks compare the times, and the fastest stays.
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -34,7 +34,7 @@ connections slow to begin."""
 
 @dataclass(slots=True)
 class Trials:
-    """Of one tree, among the same ranks, which all have the same figures."""
+    """The trials with one tree among the same ranks, which all have the same figures."""
 
     trainers: tuple[TrainerId, ...]
     ways: int
@@ -46,19 +46,20 @@ class Trials:
     agreed_ns: list[int] = field(default_factory=list[int])
     """What each took on the slowest rank."""
 
-    def hear(self, trainers: tuple[TrainerId, ...], told: Sequence[tuple[int, int]]) -> None:
-        """What each rank says of its trials: how many, and how long the last took.
+    def compare(self, latest: Mapping[TrainerId, tuple[int, int]]) -> None:
+        """Take in what `latest` returned on each rank, in the same order on all.
 
         All begin anew if the ranks are others, or one has not seen the trials of the rest.
         """
-        same = trainers == self.trainers and {begun for begun, _ in told} == {self.begun}
+        trainers = tuple(latest)
+        same = trainers == self.trainers and {begun for begun, _ in latest.values()} == {self.begun}
         if not same:
             self.trainers, self.begun, self.agreed_ns = trainers, 0, []
         elif self.begun > len(self.agreed_ns):
-            self.agreed_ns.append(max(took for _, took in told))
+            self.agreed_ns.append(max(took for _, took in latest.values()))
 
-    def tells(self) -> tuple[int, int]:
-        """What this rank says, for `hear`."""
+    def latest(self) -> tuple[int, int]:
+        """How many trials have succeeded on this rank, and how long the last took."""
         return self.begun, self.own_ns
 
     def progress(self) -> str:
@@ -75,7 +76,7 @@ class Trials:
         """What to try now."""
         return self.begun % self.ways
 
-    def tried(self, took_ns: int) -> None:
+    def note(self, took_ns: int) -> None:
         """The trial has succeeded here, so it has on all ranks."""
         self.begun += 1
         self.own_ns = took_ns
@@ -94,7 +95,7 @@ class Trials:
 
 @dataclass(slots=True)
 class Memory:
-    """Of one tree of one model."""
+    """What is kept of one tree of one model."""
 
     layout: str
     """A digest of the shapes."""
@@ -109,16 +110,16 @@ class Memory:
     trials: Trials | None = None
 
     def fits(self, layout: str, count: int) -> bool:
-        """Whether it is of arrays of these shapes, so many values in all."""
+        """Whether it belongs to arrays of these shapes, with `count` values in all."""
         return self.layout == layout and self.count == count
 
     def divide(self, counts: tuple[int, ...], session: TrainerSession, *, in_arenas: bool) -> None:
-        """Have a residual for each bucket, of these lengths, of the same values as before.
+        """Divide the residual into one for each bucket; its values stay the same.
 
         Args:
             counts: values of each bucket.
-            session: of the next ops.
-            in_arenas: the agent is to read and write them.
+            session: runs the next ops.
+            in_arenas: whether the agent reads and writes the residuals.
         """
         if tuple(each.values.size for each in self.residuals) != counts:
             whole = self.residual()
@@ -247,7 +248,7 @@ def _load_into(memory: Memory, what: str, value: Values) -> None:
         return
     values = cast("Float32s", value.astype(np.float32))
     if values.ndim != 1 or not np.isfinite(values).all():
-        raise ValueError(f"{what} is to be finite numbers in one dimension")
+        raise ValueError(f"{what} must be finite numbers in one dimension")
     if what == _RESIDUAL:
         if values.size != memory.count:
             raise ValueError(f"{values.size} residuals of {memory.count} values")

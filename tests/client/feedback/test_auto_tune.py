@@ -20,8 +20,8 @@ A, B, C = (TrainerId(i) for i in range(3))
 def tried(trials: Trials, times_ns: list[tuple[int, int]]) -> None:
     """Two ranks go through trials that take them so long."""
     for mine, theirs in times_ns:
-        trials.tried(mine)
-        trials.hear((A, B), [(trials.begun, mine), (trials.begun, theirs)])
+        trials.note(mine)
+        trials.compare({A: (trials.begun, mine), B: (trials.begun, theirs)})
 
 
 def test_the_winner_is_who_is_fastest_on_the_slowest_rank_without_the_first_round() -> None:
@@ -44,16 +44,16 @@ def test_trials_begin_anew_with_other_ranks_or_one_that_has_not_seen_them(
 ) -> None:
     trials = Trials((A, B), 2)
     tried(trials, [(5, 5)])
-    trials.tried(5)
-    trials.hear(trainers, [(2, 5), (their_begun, 5)])
+    trials.note(5)
+    trials.compare(dict.fromkeys(trainers, (their_begun, 5)) | {A: (2, 5)})
     assert (trials.trainers, trials.begun, trials.agreed_ns) == (trainers, 0, [])
 
 
 def test_a_trial_that_failed_is_made_again() -> None:
     trials = Trials((A, B), 2)
-    trials.hear((A, B), [(0, 0), (0, 0)])
+    trials.compare({A: (0, 0), B: (0, 0)})
     assert (trials.next_way, trials.progress()) == (0, "1 of 6")
-    trials.hear((A, B), [(0, 0), (0, 0)])
+    trials.compare({A: (0, 0), B: (0, 0)})
     assert trials.next_way == 0
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import pmesh
 from pmesh.client.collective.bucketed import take_apart
 from pmesh.client.feedback import call
-from pmesh.client.feedback.call import Told
+from pmesh.client.feedback.call import Share
 from pmesh.client.feedback.memory import Feedback
 from pmesh.compression import fast, top_k
 from pmesh.compression.schemes import (
@@ -331,7 +331,7 @@ def test_garbage_among_the_payloads_is_an_error_on_all_ranks(
 
 
 rows = st.builds(
-    Told,
+    Share,
     st.floats(0, allow_infinity=False),
     st.integers(0, 2**62),
     st.integers(0, 2**62),
@@ -340,8 +340,8 @@ rows = st.builds(
 
 
 @given(rows)
-def test_what_is_told_is_what_is_heard(told: Told) -> None:
-    assert Told.of_row(np.array(told.to_row(), np.int64).tolist()) == told
+def test_a_share_travels_as_a_row_of_integers(share: Share) -> None:
+    assert Share.of_row(np.array(share.to_row(), np.int64).tolist()) == share
 
 
 @pytest.fixture
