@@ -65,7 +65,7 @@ class Group(Collectives):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The mesh's ranks that it was made of, in the group's order."""
+        """The ranks of the mesh that form the group, in the group's order."""
         return self._ranks
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class Group(Collectives):
         self._forget(self)
 
     def stop_with_mesh(self, *, crashed: BaseException | None) -> None:
-        """Leave the group, or end as a crash, as the mesh does that it is of."""
+        """Leave the group, or end as a crash, as its mesh does."""
         self._stop(crashed=crashed)
 
     def _do(
@@ -99,7 +99,7 @@ class Group(Collectives):
 
 
 class Groups:
-    """Those that one trainer has made of its mesh."""
+    """The groups that one trainer has made of its mesh."""
 
     def __init__(self, place: Place, job: str) -> None:
         self._place = place
@@ -110,10 +110,10 @@ class Groups:
     def make(
         self, trainers: tuple[TrainerId, ...], ranks: Sequence[int], timeout_s: float
     ) -> Group:
-        """A group of these, in this order; returns when all have come.
+        """Make a group of these trainers, in this order; returns when all have joined.
 
-        All of them make the same groups in the same order, so that they give them one name. What
-        did not come together does not count: some may not have tried, as when a `split` failed at
+        All of them make the same groups in the same order, so each group gets one name. A group
+        that failed to form does not count: some may not have tried, as when a `split` failed at
         some of its ranks and had returned at others (O4).
         """
         which = f"{digest([self._job, str(trainers)])}.{self._made[trainers]}"
@@ -154,13 +154,17 @@ def _broken(ranks: Sequence[int], why: BaseException) -> str:
     return f"this group of ranks {list(ranks)} is broken: {why}"
 
 
-def ranks_by_color(told: Sequence[Sequence[int]], color: int) -> list[int]:
-    """Who has given this color, by key, those with the same key by rank.
+def ranks_by_color(choices: Sequence[Sequence[int]], color: int) -> list[int]:
+    """The ranks that chose this color, by key, those with the same key by rank.
+
+    Args:
+        choices: the color and key of each rank.
+        color: of the group.
 
     >>> ranks_by_color([[0, 5], [1, 0], [0, 2]], 0)
     [2, 0]
     """
-    mine = [(key, rank) for rank, (theirs, key) in enumerate(told) if theirs == color]
+    mine = [(key, rank) for rank, (theirs, key) in enumerate(choices) if theirs == color]
     return [rank for _, rank in sorted(mine)]
 
 

@@ -204,8 +204,8 @@ class Mesh(Collectives):
         """
         if color is not None and color < 0:
             raise UsageError(f"a color is at least 0, or None, not {color}")
-        told = self.all_gather_object([-1 if color is None else color, key], timeout_s)
-        return None if color is None else self.group(ranks_by_color(told, color), timeout_s)
+        choices = self.all_gather_object([-1 if color is None else color, key], timeout_s)
+        return None if color is None else self.group(ranks_by_color(choices, color), timeout_s)
 
     def close(self) -> None:
         """Leave the job, and all groups. A call in which another thread waits raises MeshClosed."""

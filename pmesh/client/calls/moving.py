@@ -137,7 +137,7 @@ class Moving(Caller):
         Args:
             xs: at the root one array for each rank, alike but for their first dimension; elsewhere
                 None.
-            root: who has them.
+            root: the rank that has them.
             timeout_s: for each of two ops.
             async_op: return a handle at once.
 
@@ -154,10 +154,10 @@ class Moving(Caller):
 
         def ops(session: TrainerSession) -> tuple[Any, LastOp]:
             # Only the root knows how much there is: the bytes for each, and the first dimension.
-            told = [n for first in firsts for n in (*first, 0)[:2]] if is_root else [0] * 2 * size
+            sent = [n for first in firsts for n in (*first, 0)[:2]] if is_root else [0] * 2 * size
             head = blocks[0].head if is_root else None
             what = with_root("scatter", session, trainer)
-            table = exchange(session, head, told, what=what, timeout_s=timeout_s)
+            table = exchange(session, head, sent, what=what, timeout_s=timeout_s)
             at = rank_of(table.done.world, trainer)
             counts, like = table.counts[at], table.heads[at]
             if table.size != size or like is None:
@@ -215,9 +215,9 @@ class Moving(Caller):
         timeout_s = check_timeout(timeout_s)
 
         def ops(session: TrainerSession) -> tuple[Any, LastOp]:
-            told = [n for b in blocks for n in (b.data.size, *b.head.shape[:1], 0)[:2]]
+            sent = [n for b in blocks for n in (b.data.size, *b.head.shape[:1], 0)[:2]]
             head, like = blocks[0].head, blocks[0].like
-            table = exchange(session, head, told, what="all_to_all", timeout_s=timeout_s)
+            table = exchange(session, head, sent, what="all_to_all", timeout_s=timeout_s)
             if table.size != size:
                 raise RosterChanged("a rank was lost before an array for each could be sent")
             check_alike(table, whole=False, what="all_to_all")
@@ -278,7 +278,7 @@ class Moving(Caller):
             if stacked:
                 head = block.head._replace(shape=(table.size, *block.head.shape))
             else:
-                rows = sum(told.shape[0] for told in table.heads if told is not None)
+                rows = sum(each.shape[0] for each in table.heads if each is not None)
                 head = _with_rows(block.head, rows)
             return (head, moved.data, x), moved.last
 
@@ -349,7 +349,7 @@ class Objects(Caller):
         def ops(session: TrainerSession) -> tuple[Any, LastOp]:
             head = Head("numpy", "uint8", (data.size,))
             table = exchange(session, head, what="all_gather_object", timeout_s=timeout_s)
-            sizes = [told.shape[0] for told in table.heads if told is not None]
+            sizes = [each.shape[0] for each in table.heads if each is not None]
             moved = move(session, table, "all_gather", [data], parts=sizes, timeout_s=timeout_s)
             return [_unpacked(piece) for piece in cut(moved.data, sizes)], moved.last
 
@@ -370,8 +370,8 @@ class Objects(Caller):
             head = Head("numpy", "uint8", (data.size,)) if is_root else None
             what = with_root("broadcast_object", session, trainer)
             table = exchange(session, head, what=what, timeout_s=timeout_s)
-            told = table.heads[rank_of(table.done.world, trainer)]
-            size = 0 if told is None else told.shape[0]
+            of_root = table.heads[rank_of(table.done.world, trainer)]
+            size = 0 if of_root is None else of_root.shape[0]
             if is_root:
                 session.input_values("uint8", size, room_bytes=0)[:] = data
             place = session.world.trainers.index(trainer)
@@ -399,7 +399,7 @@ class Objects(Caller):
         self._call(ops, alone, _as_it_is, async_op=False)
 
     def monitored_barrier(self, timeout_s: float) -> None:
-        """Wait until every rank has called this, for a time after which it says who has not.
+        """Wait until every rank has called this; names those that have not when the time is over.
 
         Args:
             timeout_s: how long.

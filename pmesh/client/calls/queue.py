@@ -30,7 +30,7 @@ class Handle(Generic[T]):
     """
 
     def __init__(self, done: Callable[[], bool], take: Callable[[float | None], T]) -> None:
-        """`take` waits for so many seconds, and gives what the user gets; to be called once."""
+        """`take` waits for at most that many seconds and returns the result; it is called once."""
         self._done = done
         self._take = take
         self._lock = threading.Lock()
@@ -79,7 +79,7 @@ class Handle(Generic[T]):
 
 
 class Line:
-    """Runs what it is given in order, in one thread that begins with the first."""
+    """Runs functions in order, in one thread that starts with the first."""
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -94,13 +94,13 @@ class Line:
         return self._under_way == 0
 
     def submit(self, run: "Callable[[], T]") -> "Future[T]":
-        """Run it after all that came before."""
+        """Run it after all that were submitted before."""
         future: Future[T] = Future()
 
         def work() -> None:
             try:
                 result = run()
-            except BaseException as e:  # noqa: BLE001 - for who waits, whatever it is
+            except BaseException as e:  # noqa: BLE001 - the waiting thread raises it
                 self._end()
                 future.set_exception(e)
             else:
@@ -120,7 +120,7 @@ class Line:
         return future
 
     def end(self) -> None:
-        """Let the thread end once it has run what it was given; what comes later runs at once."""
+        """Let the thread end after what was submitted; what is submitted later runs at once."""
         with self._lock:
             self._ended = True
             self._waiting.put(None)
@@ -150,7 +150,7 @@ class Work(Generic[R, T]):
 
 
 class Caller:
-    """A rank among others, and how it calls. What it can call is in the classes that follow."""
+    """A rank among others, and how its calls run; subclasses have the calls."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -159,7 +159,7 @@ class Caller:
         self._numbers = itertools.count()
         self._seen = -1
         self._world = place.world
-        """As of the last call that has returned, or was waited for (O5)."""
+        """The ranks after the last call that returned or was waited for (O5)."""
         self._last_op: LastOp | None = None
         self._process = os.getpid()
 
@@ -185,7 +185,7 @@ class Caller:
 
     @property
     def last_op(self) -> LastOp | None:
-        """What the last collective call came to, that returned or was waited for; None before."""
+        """Facts about the last collective call that returned or was waited for; None before."""
         return self._last_op
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class Caller:
         self._stop(crashed=None)
 
     def _trainer_at(self, rank: int) -> TrainerId:
-        """O5: who that rank is, whatever its rank becomes; of a rank that is alone itself."""
+        """O5: the trainer with that rank, whatever its rank becomes; this one if it is alone."""
         self._place.check_synced()
         if self._place.is_alone:
             return self._place.world.trainers[0]

@@ -103,7 +103,7 @@ class Reducing(Caller):
         as it is until the call is done. With `copy=False` the result is not copied either.
 
         Args:
-            shape: as for `numpy.empty`; likewise what it holds at first is anything.
+            shape: as for `numpy.empty`; its first values are arbitrary, too.
             dtype: one that travels as it is: float64, float32, int64, int32 or bool.
 
         Raises:
@@ -286,7 +286,7 @@ class Reducing(Caller):
             x: of the same shapes and dtypes on every rank.
             root: who gets it; while ranks change, it stays the same trainer.
             op: as for `all_reduce`.
-            timeout_s: likewise.
+            timeout_s: as for `all_reduce`.
             async_op: return a handle at once.
 
         Raises:
@@ -390,7 +390,7 @@ def _drop(_: object) -> None:
 
 
 def named_strategy(strategy: Strategy) -> str:
-    """As a call says it; nothing leaves it to the agents."""
+    """The strategy as `Call` names it: empty leaves it to the agents."""
     if strategy not in get_args(Strategy):
         raise UsageError(f"strategy is one of {get_args(Strategy)}, not {strategy!r}")
     return "" if strategy == "auto" else strategy

@@ -124,10 +124,10 @@ ALONE = OpNumber(-1)
 
 @dataclass(frozen=True, slots=True)
 class LastOp:
-    """What the last collective call came to."""
+    """Facts about the last collective call."""
 
     op: OpNumber
-    """The number of its op; of the last, where a tree took several. -1: this rank was alone."""
+    """The number of its op, the last one if a tree took several. -1: this rank was alone."""
     contributors: tuple[Rank, ...]
     """Whose values are in the result: all ranks that the job had left at the end of that op."""
     names: tuple[str, ...]
@@ -137,9 +137,9 @@ class LastOp:
     compression: str = "none"
     """How they were compressed, as `pmesh.compression.schemes.spec` names it."""
     why: str = ""
-    """Why so, where it is not what the call has named."""
+    """The reason, if that is not what the call named."""
     compressed_bytes: int = 0
-    """What this rank's values took once compressed; 0: they were not."""
+    """The size of this rank's compressed values; 0: nothing was compressed."""
     residual_norm: float | None = None
     """The L2 norm of all that compression has left out on this rank, to be added next time; None
     without error feedback."""
@@ -154,15 +154,15 @@ class LastOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """What is to be done with an array, or with each bucket of a tree."""
+    """The op for an array, or for each bucket of a tree."""
 
     kind: str
     reduction: str = ""
     root: TrainerId | None = None
-    """Who it is, whatever its rank becomes (O5)."""
+    """The root's trainer, which stays the same while ranks change (O5)."""
     strategy: str = ""
     weight: float | None = None
-    """This rank's, in an average; the reduction is a sum then."""
+    """This rank's weight in an average; the reduction is a sum then."""
     bucket_bytes: int
     timeout_s: float
     borrows: bool = False
@@ -189,7 +189,7 @@ class Arrays:
         )
 
     def detached(self) -> "Arrays":
-        """The same, whose results are numpy's as yet: for a thread that is not the user's."""
+        """The same arrays with numpy's as results: for a thread that is not the user's."""
         plain = (replace(leaf, rebuild=_as_it_is, rebuild_copies=False) for leaf in self.leaves)
         return Arrays(self.tree, tuple(plain))
 
@@ -214,7 +214,7 @@ def take_apart(x: object, *, reduction: str = "") -> Arrays:
 def run_collective(
     session: TrainerSession, wanted: Collective, arrays: Arrays
 ) -> tuple[list[object], LastOp | None]:
-    """Run the ops; returns the leaves of the result, and what it came to (None: nothing to do).
+    """Run the ops; returns the leaves of the result, and the last op (None: there are no leaves).
 
     In an average each op also adds up the weights, as its last value: ranks may be lost between one
     op and the next, and each bucket is divided by what was contributed to it.
@@ -254,7 +254,7 @@ def run_collective(
             borrows=wanted.borrows and may_be_lent(bucket, leaves),
         )
         if done.values.size or not count:  # else it is for the root of a reduce
-            overlap.came(bucket, done)
+            overlap.take(bucket, done)
         nbytes += count * WIRE_DTYPES[bucket.wire].itemsize
         last = LastOp.among(done.op, done.world, nbytes)
     overlap.read()
@@ -289,7 +289,7 @@ class _Overlap:
         return bucket.count + (self._wanted.weight is not None)
 
     def region(self, bucket: Bucket) -> Region | None:
-        """Where its values are already, if the user has put them into shared memory."""
+        """The place of its values, if the user has put them into shared memory."""
         # O2: what a broadcast's root has sent is retained, and the user's may change.
         if self._wanted.kind == "broadcast" or self._wanted.weight is not None:
             return None
@@ -305,7 +305,7 @@ class _Overlap:
             fill(bucket, self._leaves, region, self._wanted.weight)
 
     def meanwhile(self, following: Bucket | None) -> None:
-        """What there is to do while an op runs."""
+        """Lay out the next bucket and read the last result while an op runs."""
         fits = following is not None and following.nbytes <= self._ahead_bytes
         if following is not None and fits and self.region(following) is None:
             region = self._session.values_ahead(following.wire, self.count(following))
@@ -313,15 +313,15 @@ class _Overlap:
             self._laid_out = following
         self.read()
 
-    def came(self, bucket: Bucket, done: Done) -> None:
-        """The result of an op; UsageError if it can't be averaged."""
+    def take(self, bucket: Bucket, done: Done) -> None:
+        """Take the result of an op; UsageError if it can't be averaged."""
         total = None if self._wanted.weight is None else checked_total(float(done.values[-1]))
         self._unread = bucket, done, total
         if not self._ahead_bytes:
             self.read()
 
     def read(self) -> None:
-        """Take the arrays out of the last result that came."""
+        """Make arrays of the last result."""
         if self._unread is not None:
             bucket, done, total = self._unread
             self._unread = None
@@ -330,7 +330,7 @@ class _Overlap:
 
 
 def run_alone(wanted: Collective, arrays: Arrays, world: World) -> tuple[list[object], LastOp]:
-    """The same without an op, for a rank that is alone for the time being: its own values."""
+    """The result for a rank that is alone for the time being: its own values, without an op."""
     if wanted.weight is not None:
         checked_total(wanted.weight)
     results: list[object] = []
@@ -344,7 +344,7 @@ def run_alone(wanted: Collective, arrays: Arrays, world: World) -> tuple[list[ob
 
 
 def _rank_of(root: TrainerId | None, world: World) -> int:
-    """-1 if there is none; RankLost if it was lost between two ops, which all ranks see alike."""
+    """The root's rank, or -1; RankLost, on all ranks alike, if it was lost between two ops."""
     if root is None:
         return -1
     if root not in world.trainers:
@@ -353,7 +353,7 @@ def _rank_of(root: TrainerId | None, world: World) -> int:
 
 
 def _label(wanted: Collective, arrays: Arrays) -> str:
-    """What a bucket is called on all ranks; nothing for a single array."""
+    """A name that all ranks give a call with these arrays; empty for a single array."""
     if wanted.weight is not None:
         return f"average_gradients {arrays.digest()}"
     return "" if arrays.tree.is_bare else f"tree {arrays.digest()}"
@@ -407,7 +407,7 @@ def _writer(target: Leaf, x: object, path: str) -> Callable[[Values], object]:
 
 
 def _divisible(target: Leaf) -> "Values | None":
-    """The array, if quotients need no rounding on their way into it."""
+    """The array, if quotients can be written to it without rounding."""
     return target.values if target.values.dtype == WIRE_DTYPES[target.wire] else None
 
 

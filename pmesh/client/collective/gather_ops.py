@@ -1,8 +1,8 @@
-"""Collectives whose result depends on who takes part: what each rank gives is said first.
+"""Collectives whose result depends on what each rank gives, which the ranks exchange first.
 
-Each takes two ops. In an `exchange` every rank tells, as a row of integers, what it has; from the
-table, which is the same for all, each learns what it gets, or that the ranks don't fit together. In
-the second op bytes are moved (O4: it fails everywhere if a rank is lost in it).
+Each takes two ops. In an `exchange` every rank describes what it has as a row of integers. From the
+table of all rows, which is the same everywhere, each rank knows what it gets, or that the arrays
+don't fit together. The second op moves the bytes (O4: it fails everywhere if a rank is lost in it).
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ _NONE: tuple[int, ...] = (-1,) * _HEAD_VALUES
 
 
 class Head(NamedTuple):
-    """What an array is like."""
+    """The library, dtype and shape of an array."""
 
     library: str
     dtype: str
@@ -38,14 +38,14 @@ class Head(NamedTuple):
     shape: tuple[int, ...]
 
     def to_row(self) -> list[int]:
-        """As integers of 64 bits."""
+        """The head as int64."""
         name = np.frombuffer(self.dtype.encode().ljust(_NAME_BYTES, b"\0"), np.int64).tolist()
         shape = [*self.shape, *[0] * (MAX_DIMENSIONS - len(self.shape))]
         return [LIBRARIES.index(self.library), len(self.shape), *name, *shape]
 
     @classmethod
     def of_row(cls, row: Sequence[int]) -> "Head | None":
-        """None: the rank gives nothing."""
+        """The reverse of `to_row`; None: the rank gives nothing."""
         if row[0] < 0:
             return None
         name = np.array(row[2 : 2 + _NAME_BYTES // 8], np.int64).tobytes().rstrip(b"\0").decode()
@@ -97,11 +97,11 @@ def build(head: Head, data: Values, like: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What all ranks have told, by rank."""
+    """The rows of an `exchange`, by rank."""
 
     heads: tuple[Head | None, ...]
     counts: tuple[tuple[int, ...], ...]
-    """Further integers of each."""
+    """The further integers of each rank."""
     places: tuple[int, ...]
     """For each rank its place in the ring."""
     done: Done
@@ -112,7 +112,7 @@ class Table:
         return len(self.heads)
 
     def by_place(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """What is known by rank, by place in the ring."""
+        """Numbers by rank, reordered by place in the ring."""
         found = [0] * self.size
         for rank, place in enumerate(self.places):
             found[place] = counts[rank]
@@ -158,10 +158,10 @@ def exchange(
 
 
 class Moved(NamedTuple):
-    """What an op that moves bytes has brought."""
+    """The result of `move`."""
 
     data: Values
-    """In the order of ranks; of this rank's own, to be kept."""
+    """The bytes in the order of ranks; the caller may keep them."""
     last: LastOp
 
 
@@ -179,14 +179,14 @@ def move(
     """Move bytes.
 
     Args:
-        session: the rank's.
-        table: of the `exchange` before it.
+        session: runs the op.
+        table: from the `exchange` before it.
         kind: all_gather, gather, scatter or all_to_all.
         gives: this rank's bytes, one array or, for a scatter's root and an all_to_all, one for each
             rank; none if it gives nothing.
         root: a rank.
         parts: bytes, by rank; see `StartOp`.
-        parts_in: likewise.
+        parts_in: bytes, by rank; see `StartOp`.
         timeout_s: for the op.
     """
     places = table.places
@@ -231,7 +231,7 @@ def _by_place(places: Sequence[int]) -> list[int]:
 def _copy_by_rank(
     source: Values, target: Values, sizes: Sequence[int], places: Sequence[int]
 ) -> None:
-    """Blocks that lie by place in the ring, to where they belong by rank."""
+    """Copy blocks that lie in the order of the ring into the order of ranks."""
     starts: dict[int, int] = {}
     begin = 0
     for rank in _by_place(places):
@@ -244,7 +244,7 @@ def _copy_by_rank(
 
 
 def cut(data: Values, sizes: Sequence[int]) -> list[Values]:
-    """Bytes into pieces that own them, so that each may become an array's memory."""
+    """Cut bytes into pieces that own them, so that each may become an array's memory."""
     ends = np.cumsum(sizes).tolist()
     return [data[end - size : end].copy() for end, size in zip(ends, sizes, strict=True)]
 

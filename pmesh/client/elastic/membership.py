@@ -41,7 +41,7 @@ class Place:
     """
 
     def __init__(self, path: Path, request: Connect, *, goes_on_alone: bool) -> None:
-        """Join the job; raises what the agent says if that fails."""
+        """Join the job; raises the error that the agent names if that fails."""
         self._path = path
         self._request = request
         self._goes_on_alone = goes_on_alone
@@ -75,7 +75,7 @@ class Place:
             self._session.check_open()
 
     def check_synced(self) -> None:
-        """Raises what is in the way of anything but a `sync`."""
+        """Raises an error if this rank can only `sync`."""
         if self._apart is not None and not self._goes_on_alone:
             raise type(self._apart)(f"{self._apart}; mesh.sync(state) comes back to the job")
         if self._must_sync:
@@ -85,7 +85,7 @@ class Place:
             )
 
     def run(self, ops: Callable[[TrainerSession], R], alone: Callable[[World], R]) -> R:
-        """The result of ops in the job, or of what a rank does that is alone."""
+        """Run ops in the job; or `alone`, for a rank that is alone for the time being."""
         self.check_synced()
         if not self.is_alone:
             try:
@@ -123,11 +123,11 @@ class Place:
         return np.empty(count, dtype)
 
     def sync(self, packed: Packed, *, timeout_s: float) -> Synced:
-        """Agree with all ranks on a state, in the job; who is not in it enters it, or comes back.
+        """Agree with all ranks on a state; a trainer outside the job enters it, or comes back.
 
         Raises:
-            HistorySuperseded: by default; if it goes on alone, it is back instead.
-            AgentStopped: likewise; or no agent has come back in time.
+            HistorySuperseded: by default; a trainer that goes on alone comes back instead.
+            AgentStopped: as HistorySuperseded; or no agent has come back in time.
             PmeshError: what `run_sync` raises.
         """
         deadline = time.monotonic() + timeout_s
@@ -148,7 +148,7 @@ class Place:
                 self._see_the_world()
 
     def open(self, job: JobName, members: tuple[TrainerId, ...], timeout_s: float) -> "Place":
-        """A place in a job of these, on the same terms but for one: it does not outlive a loss."""
+        """A place in a job of these trainers, on the same terms, but it ends with a loss."""
         terms = msgspec.structs.replace(self._request.terms, on_loss="raise", min_ranks=1)
         request = msgspec.structs.replace(
             self._request,
@@ -228,8 +228,8 @@ class Place:
         """A new session, as soon as an agent runs.
 
         Raises:
-            AgentNotRunning: none has come in time.
-            AgentStopped: it came, and went, for the whole time.
+            AgentNotRunning: none has started in time.
+            AgentStopped: agents started and stopped until the time was over.
             PmeshError: it refuses.
         """
         while True:

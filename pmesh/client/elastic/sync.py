@@ -30,10 +30,10 @@ from pmesh.ids import Rank, TrainerId
 
 
 class Offer(NamedTuple):
-    """What one rank says of its state: the int64 values that it gives to the `sync` op."""
+    """One rank's state, described in the int64 values that it gives to the `sync` op."""
 
     digest: tuple[int, int]
-    """Of all bytes of the state."""
+    """The hash of all bytes of the state."""
     nbytes: int
     step: int
     """How many times it has synced."""
@@ -42,12 +42,12 @@ class Offer(NamedTuple):
     raises_on_loss: bool
     """It wants `RankLost` for every loss, also in the middle of a transfer."""
     arriving: int = 0
-    """Of a state that has begun to arrive, the first half of its digest."""
+    """The first half of the digest of a state that has begun to arrive."""
     arrived: int = 0
     """How many of its bytes have: from there the transfer goes on if its source is lost."""
 
     def to_values(self) -> list[int]:
-        """As `SYNC_VALUES` int64."""
+        """The offer as `SYNC_VALUES` int64."""
         return [*self.digest, *self[1:]]
 
     @classmethod
@@ -59,21 +59,21 @@ class Offer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is to be sent, and to whom."""
+    """Which state is sent, and to which ranks."""
 
     best: Offer
     holders: tuple[TrainerId, ...]
-    """Who has the best state; never empty."""
+    """The trainers that have the best state; never empty."""
     receivers: tuple[TrainerId, ...]
-    """Who has another one."""
+    """The trainers that have another one."""
     corrected: tuple[TrainerId, ...]
-    """Those receivers who should have had it: they have synced before, and stayed in the job."""
+    """Receivers that should have had it: they have synced before and stayed in the job."""
     raises_on_loss: bool
     start: int
-    """In bytes: what is before has arrived at all receivers."""
+    """The first byte that has not arrived at all receivers."""
 
     def root(self, living: Sequence[TrainerId]) -> TrainerId | None:
-        """Who sends the chunks, over the fewest edges of the ring; None if no holder is left.
+        """The holder that reaches all receivers over the fewest edges; None if none is left.
 
         Args:
             living: all ranks, in order: each sends to the next.
@@ -91,12 +91,12 @@ class Plan:
         return tuple(rank_of(r, living) for r in self.receivers if r in living)
 
     def is_settled(self, living: Sequence[TrainerId]) -> bool:
-        """Whether nobody who is still there lacks the best state."""
+        """Whether every living rank has the best state."""
         return not self.receivers_among(living)
 
 
 def elect(trainers: Sequence[TrainerId], offers: Sequence[Offer]) -> Plan:
-    """The best state is a veteran's; of those the furthest; of those the lowest rank's.
+    """Prefer the state of a veteran, then that of the highest step, then that of the lowest rank.
 
     Args:
         trainers: all ranks, in order.
@@ -142,11 +142,11 @@ class Arrival:
 
     def __init__(self, nbytes: int, *, chunk_bytes: int) -> None:
         self.arrived = 0
-        """How many bytes have."""
+        """How many bytes have arrived."""
         self.values: Values = np.empty(nbytes, np.uint8)
         """Flat; what has not arrived is garbage."""
         self.hasher = xxhash.xxh3_128()
-        """Of what has arrived."""
+        """The hash of what has arrived."""
         starts = range(0, nbytes, chunk_bytes)
         self._untouched = deque(self.values[start : start + chunk_bytes] for start in starts)
         self._ahead: deque[tuple[Values, Future[None]]] = deque()
@@ -225,7 +225,7 @@ def run_sync(session: TrainerSession, packed: Packed, offer: Offer, *, timeout_s
             plan = elect(done.world.trainers, [Offer.from_values(row) for row in rows])
             _warn_of_corrections(plan, done.world)
             if done.world.trainers[done.world.rank] not in plan.receivers:
-                arrival = None  # who has the state already only passes it on
+                arrival = None  # a rank that has the state only passes it on
             elif arrival is None or arrival.best.digest != plan.best.digest:
                 arriving = Arrival(plan.best.nbytes, chunk_bytes=CHUNK_BYTES)
                 arrival = _Arriving(plan.best, until_it_ends.enter_context(arriving))
@@ -247,7 +247,7 @@ def run_sync(session: TrainerSession, packed: Packed, offer: Offer, *, timeout_s
 
 @dataclass(frozen=True, slots=True)
 class _Arriving:
-    """The best state, as far as it has come to a rank that lacks it."""
+    """The best state, as far as it has arrived at a rank that lacks it."""
 
     best: Offer
     memory: Arrival
@@ -269,7 +269,7 @@ def _with_progress(offer: Offer, arriving: _Arriving | None) -> Offer:
 
 
 class _Transfer:
-    """The best state on its way to those who lack it, chunk by chunk; all ranks pass it on."""
+    """Sends the best state chunk by chunk to the ranks that lack it; all ranks pass it on."""
 
     def __init__(
         self,
@@ -287,10 +287,10 @@ class _Transfer:
         self.nbytes = last.values.nbytes
 
     def run(self, *, timeout_s: float) -> bool:
-        """Send all chunks, as long as somebody lacks them; False if their source is lost.
+        """Send all chunks, as long as a rank lacks them; False if their source is lost.
 
-        Which chunk each rank had come to is not known then (one may have been told of the failure
-        of a chunk when it had called the next, I5): all ask each other again.
+        Then it is not known which chunk each rank has reached, as one may have received the failure
+        of a chunk after it called the next (I5): all ranks exchange offers again.
         """
         start = self._plan.start
         root = self._plan.root(self._living)

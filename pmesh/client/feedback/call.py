@@ -72,13 +72,13 @@ class Compression:
 def chosen(
     named: Scheme | str | None, arrays: Arrays, *, reduction: str, strategy: str
 ) -> Compression | None:
-    """What an all-reduce takes; None: nothing is compressed.
+    """The compression of an all-reduce; None: nothing is compressed.
 
     Args:
-        named: in the call.
+        named: what the call names.
         arrays: its values.
         reduction: how they are reduced.
-        strategy: as the call says it; empty: any.
+        strategy: what the call names; empty: any.
 
     Raises:
         UnsupportedCompression: the scheme, or a scheme for such a call; says what is allowed.
@@ -100,17 +100,17 @@ def chosen(
 def chosen_for_gradients(
     named: Scheme | str | None, default: str, arrays: Arrays, *, strategy: str
 ) -> Compression | None:
-    """What an average of gradients takes.
+    """The compression of an average of gradients.
 
     The agent's default is for gradients alone: training can bear that they are less exact, and the
     next call adds what was left out of this one. If the call names a strategy that the default does
     not support, nothing is compressed.
 
     Args:
-        named: in the call.
+        named: what the call names.
         default: the agent's, for calls that name none.
         arrays: the gradients.
-        strategy: as the call says it; empty: any.
+        strategy: what the call names; empty: any.
 
     Raises:
         UnsupportedCompression: as for `chosen`.
@@ -258,7 +258,7 @@ def run_compressed(
 
 @dataclass(frozen=True, slots=True)
 class _Picked:
-    """What one call takes."""
+    """The scheme that one call takes, and why."""
 
     scheme: Scheme | None
     why: str = ""
@@ -288,7 +288,7 @@ class _Call:
 
     @property
     def allowed(self) -> tuple[Scheme, ...]:
-        """What it may take."""
+        """The schemes that it may take."""
         scheme = self.compression.scheme
         return scheme.schemes if isinstance(scheme, Auto) else (scheme,)
 
@@ -324,7 +324,7 @@ class _Call:
         return shares
 
     def pick(self, shares: Shares | None) -> _Picked:
-        """What all ranks take."""
+        """The scheme, the same on all ranks."""
         scheme = self.compression.scheme
         starts = [each.start_step for each in self.allowed if isinstance(each, PowerSGD)]
         if self.averages and self.memory.step < max(starts, default=0):

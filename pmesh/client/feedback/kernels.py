@@ -32,27 +32,27 @@ from pmesh.errors import RunError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One bucket of a call, and how it is to be added up."""
+    """One bucket of a call, and how it is added up."""
 
     session: TrainerSession
     feedback: Feedback
     leaves: Sequence[Leaf]
     bucket: Bucket
     label: str
-    """Of the call, alike on all ranks (I5)."""
+    """The call's label, alike on all ranks (I5)."""
     spec: str
     reduction: str
     """sum or mean."""
     strategy: str
     factor: float | None
-    """Of this rank's values."""
+    """This rank's values count times this; None: once."""
     correction: Callable[[World], float]
-    """What a mean over these ranks is to be multiplied by."""
+    """The factor for a mean over these ranks."""
     residuals: Residuals | None
     step: int
     """How often such values have been compressed, the same on all ranks."""
     number: int
-    """Of the bucket in its call."""
+    """The number of the bucket in its call."""
     timeout_s: float
 
     @property
@@ -128,16 +128,16 @@ class Piece:
 
 
 class Summed(NamedTuple):
-    """What the ops of a piece have come to."""
+    """The sum, or mean, of one bucket."""
 
     values: Float32s
     """To be read before the next call."""
     divisor: float | None
-    """What they are to be divided by; the same on all ranks."""
+    """Their divisor, the same on all ranks."""
     done: Done
     """The last op."""
     nbytes: int
-    """What this rank has given, compressed."""
+    """The size of this rank's compressed values."""
     clipped: int = 0
     in_room: bool = False
     """The values lie in what `Piece.room` gave; of an only array that may be kept."""
@@ -188,7 +188,7 @@ def add_top_k(piece: Piece, scheme: TopK) -> Summed:
 
 
 def add_one_bit(piece: Piece) -> Summed:
-    """Likewise with the signs of each, and mean magnitudes."""
+    """All ranks get the signs of each, with mean magnitudes, and add them up as for TopK."""
 
     def compress(own: Float32s, wire: Bytes) -> None:
         one_bit.compress(own, wire, **piece.kernel_residuals())
@@ -234,7 +234,7 @@ def _add_collected(
 
 
 def inverse(factor: float) -> float | None:
-    """What to divide by; None: nothing changes."""
+    """The divisor for a factor; None: nothing changes."""
     return None if factor == 1 else 1 / factor
 
 
@@ -286,7 +286,7 @@ def _begin(memory: Memory | None, spec: str, plan: Plan, key: int) -> Float32s:
 
 
 def _factor(piece: Piece, done: Done) -> float:
-    """What the mean over those who took part in an op is to be multiplied by."""
+    """The factor for the mean over the ranks that took part in an op."""
     if piece.reduction == "sum":
         return float(len(done.world.trainers))
     return piece.correction(done.world)

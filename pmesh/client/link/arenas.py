@@ -142,7 +142,7 @@ class Residuals:
     __slots__ = ("_attempt", "_committed")
 
     def __init__(self, committed: Kept, attempt: Kept) -> None:
-        """Both of one length, or a ValueError; `committed` is as a first op is to find it."""
+        """Raises ValueError unless both have one length; the first op reads `committed`."""
         if committed.values.shape != attempt.values.shape:
             raise ValueError(f"{attempt.values.size} values beside {committed.values.size}")
         self._committed = committed
@@ -167,5 +167,5 @@ class Residuals:
         return self._attempt
 
     def swap(self) -> None:
-        """An op is done, to which this rank has contributed."""
+        """Commit the attempt: an op has completed with this rank's values."""
         self._committed, self._attempt = self._attempt, self._committed

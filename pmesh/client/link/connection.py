@@ -87,7 +87,7 @@ class AgentConnection:
         return decode_reply_untrusted(message)
 
     def receive_within(self, timeout_s: float | None) -> Reply | None:
-        """The next reply; None if nothing comes in so many seconds. Raises as `receive`."""
+        """The next reply; None if none comes within `timeout_s`. Raises as `receive`."""
         message = self._reader.next_message_untrusted()
         if message is not None:
             return decode_reply_untrusted(message)

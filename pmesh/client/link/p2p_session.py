@@ -1,6 +1,6 @@
 """A trainer's second connection to its agent, for messages: several calls at a time, of any thread.
 
-Whoever waits first reads, for all: an answer that is another's wakes that one up.
+The thread that waits first reads for all of them, and wakes the others at each reply.
 """
 
 import logging
@@ -36,7 +36,7 @@ KEPT_INPUTS = (
     4  # arenas that wait for the next send: faulting in fresh memory costs more than a copy
 )
 _ARENA = -1
-"""In the place of a call: the answer to WantArena."""
+"""The key of the reply to WantArena, which has no call."""
 
 _logger = logging.getLogger("pmesh")
 
@@ -121,7 +121,7 @@ class P2PSession:
                 raise self._nonsense(type(reply).__name__)
 
     def close(self, reason: str) -> None:
-        """End it; whoever waits gets MeshClosed, with this reason."""
+        """End it; threads that wait get MeshClosed, with this reason."""
         self._end(MeshClosed(f"this mesh has ended: {reason}"))
 
     def _end(self, why: BaseException) -> None:
@@ -213,7 +213,7 @@ class P2PSession:
         return reply
 
     def _read_some(self, timeout_s: float | None) -> bool:
-        """Read a message, or wait until somebody else has; whether anything may have come."""
+        """Read a message, or wait until another thread has; returns whether one may have come."""
         with self._news:
             self._check_open()
             if self._reading:

@@ -99,7 +99,7 @@ class TrainerSession:
         self._ended: str | None = None
 
     def join(self, request: Connect) -> Joined:
-        """Join a job; returns when it begins or if it runs already; raises what the agent says."""
+        """Join a job; returns when it begins or if it runs already; raises the agent's error."""
         reply = self._exchange(request)
         if isinstance(reply, Joined):
             self.world = reply.world
@@ -265,7 +265,7 @@ class TrainerSession:
                     self._input, self._ahead = self._ahead, self._input
                 if residuals is not None and self.world.rank >= 0:
                     residuals.swap()  # O9: also if the result was fetched
-                # A table has a row of each who is there now; a root is counted as it was then.
+                # A table has a row for each rank there is now; a root counts by its rank before.
                 gets = (self._extent(request) if KINDS[call.kind].row else before).gets
                 arena = source if is_root else self._outputs.get(output)
                 with self._unless_it_fails():
@@ -282,7 +282,7 @@ class TrainerSession:
                 raise self._answer_error(reply)
 
     def show_compression(self, text: str) -> None:
-        """What `pmesh status` is to say of how values are compressed; sent when it changes."""
+        """Send the text on compression for `pmesh status`, if it has changed."""
         if text != self._compression:
             self.check_open()
             with self._unless_it_fails():

@@ -181,7 +181,7 @@ class Leaf:
 
 
 def divided(values: Values, divisor: float, *, out: "Values | None" = None) -> Values:
-    """The quotients, in fresh memory unless told otherwise; what is 0 / 0 is NaN."""
+    """The quotients, in `out` or in fresh memory; 0 / 0 is NaN."""
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         quotients: Values = np.divide(values, divisor, out=out)
     return quotients
@@ -206,7 +206,7 @@ def _describe(x: object, path: str) -> Leaf:
 
         leaf = mlx.describe(x, where)
     elif is_of("torch", "Tensor", x):
-        from pmesh.client.trees import torch  # noqa: PLC0415 - likewise
+        from pmesh.client.trees import torch  # noqa: PLC0415 - torch is there, as the user has a tensor
 
         leaf = torch.describe(x, where)
     else:

@@ -61,8 +61,8 @@ def from_raw(
 
     Args:
         library: as in `RawArray`.
-        dtype: likewise.
-        shape: likewise.
+        dtype: as `RawArray` has it.
+        shape: as `RawArray` has it.
         data: flat uint8, writable, its start aligned for every dtype.
         like: what the user has in its place; a torch tensor goes to the same device.
 
