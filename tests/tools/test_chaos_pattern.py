@@ -59,8 +59,3 @@ def test_a_segment_in_the_place_of_another_is_seen() -> None:
     flat[:SEGMENT] = flat[SEGMENT : 2 * SEGMENT].copy()
 
     assert not Pattern(NBYTES).is_right(result, 1, [1, 2])
-
-
-def test_an_input_has_about_the_size_that_was_asked_for() -> None:
-    assert 0.97 * NBYTES < Pattern(NBYTES).nbytes <= NBYTES
-    assert Pattern(1).nbytes > 0

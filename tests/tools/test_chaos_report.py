@@ -5,13 +5,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.docs.pages import DOCS, read, table_rows
+from tests.docs.pages import DOCS, read
 from tools.chaos import __main__ as chaos
 from tools.chaos.bars import CAMPAIGNS, find_campaign, is_met
 from tools.chaos.report import render
-from tools.chaos.results import Measured, Results, Table, figures_of
+from tools.chaos.results import Measured, Results
 from tools.lab.results import read_results
-from tools.lab.units import percentile
 
 PAGE = DOCS / "explanation" / "reliability.md"
 RESULTS = DOCS / "explanation" / "reliability"
@@ -28,21 +27,6 @@ def measured(fault: str = "kill-node", **more: object) -> Measured:
         "ops_checked": 100,
     }
     return Measured(fault=fault, **(known | more))  # type: ignore[arg-type]
-
-
-def test_percentiles_are_values_that_were_measured() -> None:
-    values = [float(n) for n in range(100, 0, -1)]
-
-    assert [percentile(values, p) for p in (50, 95, 99, 100)] == [50.0, 95.0, 99.0, 100.0]
-    assert percentile([3.0], 99) == 3.0
-
-
-def test_figures_are_of_all_values_and_none_of_nothing() -> None:
-    figures = figures_of([3.0, 1.0, 2.0, 10.0])
-
-    assert figures is not None
-    assert (figures.count, figures.median, figures.p95, figures.maximum) == (4, 2.5, 10.0, 10.0)
-    assert figures_of([]) is None
 
 
 @pytest.mark.parametrize(
@@ -90,22 +74,6 @@ def test_a_stopped_trainer_must_be_named_soon_and_left_behind_neither_early_nor_
     assert not met(last=6.6)
 
 
-def test_the_page_prints_what_was_measured_what_was_missed_and_what_was_not_measured() -> None:
-    good = measured(recovery_s=(0.1, 0.2), clean_s=(0.09, 0.11))
-    bad = measured("torn", violations=("step 3 is torn\nlog",), facts={"struck": 3.0})
-    table = Table(title="Scale", text="By simulation.", command="c", columns=("n",), rows=(("8",),))
-
-    page = render([Results(measured=(bad, good)), Results(tables=(table,))])
-
-    rows = {row[0]: row[1:] for row in table_rows(page)}
-    assert rows["SIGKILL of a whole node"][-1] == "met"
-    assert rows["torn ops: kills of agents, trainers and nodes"][-1] == "**MISSED**"
-    assert "1 of 2 bars met. Missed: torn. Not measured: kill-agent, " in page
-    assert "step 3 is torn" in page
-    assert "## Scale" in page
-    assert "python -m tools.chaos run kill-node   # at 0123abc" in page
-
-
 def test_the_names_of_campaigns_are_unique_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert chaos.main(["list"]) == 0
 
@@ -113,14 +81,6 @@ def test_the_names_of_campaigns_are_unique_and_listed(capsys: pytest.CaptureFixt
     assert listed == [campaign.name for campaign in CAMPAIGNS]
     assert len(set(listed)) == len(listed)
     assert find_campaign("churn").episodes == 20
-
-
-def test_a_result_takes_the_place_of_an_older_one_of_the_same(tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    for seed, op_bytes in ((1, 16), (2, 64), (3, 16)):
-        chaos.keep(path, measured(seed=seed, op_bytes=op_bytes))
-
-    assert [m.seed for m in read_results(path, Results).measured] == [2, 3]
 
 
 def test_a_long_campaign_may_be_measured_in_parts(tmp_path: Path) -> None:

@@ -46,22 +46,6 @@ def test_a_good_package_does_not_make_up_for_a_bad_one(monkeypatch: pytest.Monke
     assert check_coverage.main() == 1
 
 
-def test_the_files_of_a_package_are_added_up() -> None:
-    files = [("pmesh/net/a.py", measured(100)), ("pmesh/net/sub/b.py", measured(80))]
-
-    assert check_coverage.by_package(files)["net"].percent == 90
-
-
-def test_what_is_just_below_a_floor_does_not_print_as_the_floor(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    nearly = Measured(covered=9999, total=10000)
-    monkeypatch.setattr(check_coverage, "read_data", lambda: [("pmesh/core/a.py", nearly)])
-
-    assert check_coverage.main() == 1
-    assert "99.9 %" in capsys.readouterr().out
-
-
 def run_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     # Without the settings by which these tests themselves may be measured.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("COV")}

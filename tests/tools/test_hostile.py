@@ -1,6 +1,5 @@
 """What the attackers say is what it is meant to be, and figures are judged by their bars."""
 
-from dataclasses import replace
 from random import Random
 
 import msgspec
@@ -13,7 +12,7 @@ from pmesh.core.values import Primary, Roster, Seat, Trainer, View
 from pmesh.core.wire.link import Commit, Heartbeat, LinkMessage, Propose, encode
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot, TrainerId
 from tools.hostile.liar import TWISTS, Liar, Twist
-from tools.hostile.packets import RECORDS, announce, invent, mutate, name_only, question
+from tools.hostile.packets import RECORDS, announce, invent
 from tools.hostile.rows import ROWS
 from tools.hostile.turns import Measured, Turn
 
@@ -53,25 +52,6 @@ def test_an_invented_machine_is_announced_and_withdrawn_in_one_packet_each(rando
         assert {answer.ttl == 0 for answer in answers} == {withdrawn}
     assert KEY.tag.hex().encode() in machine.entries.values()
     assert adverts.instance_name(machine.node) in {answer.name for answer in answers}
-
-
-def test_a_packet_of_names_brings_nothing_but_names(random: Random) -> None:
-    answers = DNSIncoming(name_only(random)).answers()
-
-    assert {answer.name for answer in answers} == {adverts.SERVICE_TYPE}
-    assert len({answer.alias for answer in answers}) == RECORDS  # type: ignore[attr-defined]
-
-
-def test_the_question_asks_for_the_agents_of_all_meshes() -> None:
-    (asked,) = DNSIncoming(question()).questions
-
-    assert (asked.name, asked.type) == (adverts.SERVICE_TYPE, 12)
-
-
-def test_mutants_differ_from_what_they_are_made_of(random: Random) -> None:
-    packet = announce(invent(random, KEY))
-
-    assert all(mutate(packet, random) != packet for _ in range(100))
 
 
 @pytest.mark.parametrize("twist", TWISTS.values(), ids=TWISTS)
@@ -120,23 +100,6 @@ def test_a_flood_is_judged_by_each_figure_beside_its_control(
     figures = list(ROWS[0].judge(Measured([RESTING], [attack])))
 
     assert [figure.name for figure in figures if not figure.met] == missed
-
-
-def test_a_row_orders_as_many_packets_as_its_seconds_ask_for() -> None:
-    row = replace(ROWS[0], per_second=50)
-
-    assert row.order(seconds=None).count == 3000
-    assert row.order(seconds=2.0).count == 100
-
-
-def test_medians_are_of_each_figure_and_no_fault_is_lost() -> None:
-    turns = [
-        msgspec.structs.replace(RESTING, ops_per_s=ops, faults=(f"fault {ops}",))
-        for ops in (1.0, 9.0, 2.0)
-    ]
-
-    assert Turn.median_of(turns).ops_per_s == 2.0
-    assert len(Turn.median_of(turns).faults) == 3
 
 
 def test_each_attack_is_compared_with_its_own_control() -> None:

@@ -90,21 +90,3 @@ def test_commands_from_another_shell_find_the_lab_by_its_name() -> None:
         qdisc = lab.hosts[0].run(["tc", "qdisc", "show", "dev", "eth0"])
         assert "tbf" in qdisc
         assert "100Mbit" in qdisc
-
-
-@pytest.mark.netns
-def test_a_host_that_does_not_exist_is_one_line_of_error() -> None:
-    with NetLab(1) as lab:
-        failed = run("unplug", "5", lab=lab.name)
-
-        assert failed.returncode == 1
-        assert failed.stderr == f"netlab: {lab.name} has no host 5, only 1 of them\n"
-
-
-@pytest.mark.netns
-def test_one_must_say_which_of_several_labs() -> None:
-    with NetLab(1), NetLab(1) as second:
-        failed = run("cut", "1")
-
-        assert failed.returncode == 1
-        assert second.name in failed.stderr

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 
 pytest.importorskip("mlx.core")
@@ -14,7 +13,7 @@ pytest.importorskip("sklearn")
 
 from tests.docs.pages import DOCS, read, table_rows
 from tools.bench import training as tool
-from tools.bench.models import CONTEXT, MODELS, Model
+from tools.bench.models import MODELS, Model
 from tools.bench.training import (
     CASES,
     RANKS,
@@ -23,7 +22,6 @@ from tools.bench.training import (
     Measured,
     Row,
     finite,
-    learning_rate,
     render,
     train,
 )
@@ -117,16 +115,6 @@ def test_a_training_that_diverges_has_an_infinite_loss() -> None:
     assert finite(loss) is INFINITE
 
 
-def test_the_rate_rises_soon_and_falls_to_zero() -> None:
-    model = MODELS["mlp"]()
-    rates = [learning_rate(model, step, 100) for step in range(100)]
-
-    assert rates[:5] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.48])
-    assert max(rates) <= model.rate
-    assert rates[5:] == sorted(rates[5:], reverse=True)
-    assert rates[-1] == pytest.approx(model.rate / 100)
-
-
 def test_a_warm_up_sends_more_in_the_first_tenth() -> None:
     (case,) = [case for case in CASES if case.warms_up]
     choice = case.compression(feedback=True)
@@ -139,19 +127,6 @@ def test_feedback_is_on_or_off_as_the_row_says() -> None:
     for case in CASES:
         assert case.compression(feedback=True)(0, 10).feeds_back
         assert not case.compression(feedback=False)(0, 10).feeds_back
-
-
-def test_text_is_read_in_windows_each_followed_by_its_next_character() -> None:
-    model = MODELS["characters"]()
-    x, y = model.draw(np.random.default_rng(1), 1000)
-
-    assert x.shape == (1000, CONTEXT)
-    assert x.dtype == y.dtype == np.int32
-    assert max(x.max(), y.max()) < 128
-    assert (x[:, -1] == ord("\n")).any()
-    # What follows "sel" in these files is mostly "f".
-    follows = y[(x[:, -3:] == list(b"sel")).all(axis=1)]
-    assert (follows == ord("f")).mean() > 0.5
 
 
 def test_ratios_are_of_the_same_seeds() -> None:
@@ -172,28 +147,6 @@ def test_the_bar_is_one_percent_of_the_mean(
     met: bool,  # noqa: FBT001 - a table of cases
 ) -> None:
     assert row(*losses).is_met(measured().plain) is met
-
-
-def test_the_page_says_what_was_missed_and_what_was_not_measured() -> None:
-    page = render(
-        [
-            measured(
-                row(1.0, 2.0, 3.0),
-                row(2.0, feedback=False),
-                row(1.5, 2.0, 3.0, case="OneBit()"),
-                row(9.0, 9.0, 9.0, case="TopK(ratio=0.01), warmed up"),
-                row(INFINITE, case="RandomK(ratio=0.1)", feedback=False),
-            )
-        ]
-    )
-
-    rows = {cells[0]: cells[1:] for cells in table_rows(page)}
-    assert rows["uncompressed"] == ["2.0000", *"-----"]
-    assert rows["INT8()"] == ["2.0000", "1.0000", "1.0000", "2.0000", "2.0000", "met"]
-    assert rows["OneBit()"] == ["2.1667", "1.0833", "1.5000", "-", "-", "**MISSED**"]
-    assert rows["TopK(ratio=0.01), warmed up"][-1] == "beside"
-    assert rows["RandomK(ratio=0.1)"] == ["-", "-", "-", "diverged", "diverged", "-"]
-    assert "1 of 2 bars met. Missed: OneBit() on mlp. Not measured: BF16() on mlp, " in page
 
 
 def test_a_measurement_goes_on_where_it_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,13 +170,6 @@ def test_a_measurement_goes_on_where_it_was_stopped(monkeypatch: pytest.MonkeyPa
     assert began == [(seed, model.steps) for seed in tool.SEEDS]  # of the last row
     assert again.rows == whole.rows
     assert list(tool.measure(model, [whole])) == [whole]
-
-
-def test_a_model_that_there_is_not_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        tool.main(["resnet"])
-
-    assert "no model resnet; there are: mlp, convolutional, characters" in capsys.readouterr().err
 
 
 def test_the_page_is_what_the_tool_writes_of_the_results_beside_it() -> None:

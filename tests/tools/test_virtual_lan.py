@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tools.lab import net as virtual_lan
-from tools.lab.net import Host, NetLab, NetLabError, clean, labs
+from tools.lab.net import Host, NetLab, clean, labs
 
 pytestmark = pytest.mark.netns
 
@@ -123,11 +122,6 @@ def test_a_cut_stops_both_ways_and_multicast_too(lab: NetLab) -> None:
         assert heard_by_two.next() == "mended"
 
 
-def test_mending_what_was_not_cut_changes_nothing(lab: NetLab) -> None:
-    lab.mend(*lab.hosts)
-    lab.mend(lab.hosts[0])
-
-
 def test_a_pulled_cable_takes_the_carrier_and_leaves_the_addresses(lab: NetLab) -> None:
     one, two = lab.hosts
     show = ["ip", "-brief", "address", "show", "eth0"]
@@ -152,40 +146,6 @@ def test_packets_are_lost_in_the_given_share(lab: NetLab) -> None:
         while heard.next() != "end":
             arrived += 1
     assert 50 <= arrived <= 150  # 7 standard deviations
-
-
-def test_a_line_is_shaped_as_told_until_it_is_no_more(lab: NetLab) -> None:
-    """What the kernel says; how fast that is, only a measurement on a quiet machine can tell."""
-    one, _ = lab.hosts
-
-    def queues() -> str:
-        return one.run(["tc", "qdisc", "show"])
-
-    lab.shape(one, bits_per_s=10_000_000)
-    assert "10Mbit" in queues()
-    lab.shape(one, bits_per_s=None)
-    assert "10Mbit" not in queues()
-
-
-def test_delay_says_what_is_missing_where_the_kernel_has_no_netem(
-    lab: NetLab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    system = virtual_lan._system  # noqa: SLF001 - the one seam to the system
-
-    def without_netem(command: list[str], *, stdin: str = "") -> str:
-        if "netem" in command:
-            raise NetLabError("Error: Specified qdisc kind is unknown.")
-        return system(command, stdin=stdin)
-
-    monkeypatch.setattr(virtual_lan, "_system", without_netem)
-    with pytest.raises(NetLabError, match="no netem: no delay here"):
-        lab.shape(lab.hosts[0], bits_per_s=None, delay_s=0.01)
-
-
-def test_two_labs_do_not_meet() -> None:
-    with NetLab(1) as first, NetLab(1) as second:
-        assert first.hosts[0].ipv4 == second.hosts[0].ipv4
-        assert {first.name, second.name} <= set(labs())
 
 
 def test_an_exception_ends_the_lab_and_what_runs_in_it() -> None:
@@ -225,9 +185,3 @@ def test_clean_removes_labs_of_killed_owners_only(lab: NetLab) -> None:
 
     assert left not in labs()
     assert lab.name in labs()
-
-
-@pytest.mark.parametrize("count", [0, 251])
-def test_a_count_that_does_not_fit_the_addresses_is_refused(count: int) -> None:
-    with pytest.raises(NetLabError, match="1 to 250"):
-        NetLab(count)
