@@ -30,7 +30,7 @@ from pmesh.cli.status import RingNode, bytes_text, draw_ring
 from pmesh.client.control import ask_status
 from pmesh.errors import PmeshError
 from pmesh.paths import socket_path
-from tools.lab.agents import inherited, new_key
+from tools.lab.agents import await_status, inherited, new_key
 
 CLONE = Path(__file__).resolve().parent.parent
 NAMES = ("mac-1", "mac-2", "mac-3")
@@ -150,12 +150,10 @@ class Demo:
         return "\n".join((self.directory / f"{name}.log").read_text().splitlines()[-10:])
 
     def _first_address(self) -> str:
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            if status := self.status(NAMES[0]):
-                return status.node.addresses[0]
-            time.sleep(FRAME_S)
-        raise DemoError(f"the first agent did not start:\n{self.log_of(NAMES[0])}")
+        found = await_status(self.home(NAMES[0]), bool, within_s=PATIENCE_S)
+        if found is None:
+            raise DemoError(f"the first agent did not start:\n{self.log_of(NAMES[0])}")
+        return str(found["node"]["addresses"][0])
 
     def _forget_socket(self, name: str) -> None:
         """Of a killed agent in a deep clone, whose socket lies outside it."""

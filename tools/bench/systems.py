@@ -356,8 +356,4 @@ def started(place: Place, names: Sequence[str], folder: Path) -> Iterator[dict[s
         running = {name: START[name](place, folder, stack) for name in names}
         yield running
         for system in running.values():
-            for worker in system.workers:
-                worker.tell(msgspec.json.encode(Order(what="end")).decode())
-            for worker in system.workers:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    worker.popen.wait(5.0)
+            system.end()

@@ -13,8 +13,8 @@ from random import Random
 
 import psutil
 
-from tools.chaos.episodes import CLEAN_OPS, Run, Tally
-from tools.lab.cluster import CampaignError, Cluster, Node, Process, ops_of, settled_ops
+from tools.chaos.episodes import ANY_PARTS, CLEAN_OPS, Run, Tally
+from tools.lab.cluster import CampaignError, Cluster, Node, Process, ops_of, runs, settled_ops
 from tools.lab.oplog import Life, Op, Report, longest_gap_s
 
 MOST = 8
@@ -68,7 +68,7 @@ class _Churn:
         if free and (not may_kill or self._random.random() < 0.5):  # noqa: PLR2004 - a coin
             self._spawn(self._random.choice(free))
         elif may_kill:
-            parts = self._random.choice([("agent",), ("trainer",), ("agent", "trainer")])
+            parts = self._random.choice(ANY_PARTS)
             victim = self._random.choice(productive)
             if victim.trainer is not None and "agent" in parts:
                 self._orphans.add(victim.trainer.pid)
@@ -93,14 +93,14 @@ class _Churn:
 
     def _works(self, node: Node) -> bool:
         """Whether it has done an op with others, by its present agent."""
-        if node.name in self._starting or not _runs(node.trainer) or not _runs(node.agent):
+        if node.name in self._starting or not runs(node.trainer) or not runs(node.agent):
             return False
         last = node.life.last
         since = node.agent.started if node.agent is not None else 0.0
         return last is not None and last.done > since and len(last.names) > 1
 
     def _is_free(self, node: Node) -> bool:
-        return node.name not in self._starting and not (_runs(node.trainer) and _runs(node.agent))
+        return node.name not in self._starting and not (runs(node.trainer) and runs(node.agent))
 
     def _spawn(self, node: Node) -> None:
         def start() -> None:
@@ -136,10 +136,6 @@ class _Churn:
         self._checked_until = until
 
 
-def _runs(process: Process | None) -> bool:
-    return process is not None and not process.ended
-
-
 AGENTS = 8
 STARTS_APART_S = 1.0
 """Between two starts, at most."""
@@ -169,23 +165,18 @@ def run_cold_starts(run: Run) -> Tally:
             tally.violations += [
                 f"{node.name}, when all had met: {line}"
                 for node in cluster.nodes
-                if node.agent is not None
-                for line in node.agent.printed(since=agreed)
+                for agent in node.processes(["agent"])
+                for line in agent.printed(since=agreed)
                 if " is gone" in line or line.startswith("alone")
             ]
-            for node in cluster.nodes:
-                node.kill("agent")
-            cluster.await_ends(*cluster.nodes)
+            cluster.end(cluster.nodes)
     return tally
 
 
 def _ring(node: Node) -> set[str]:
     """Whom the agent's last line about the ring names."""
-    lines = node.agent.printed() if node.agent is not None else []
-    rings = [line for line in lines if line.startswith("ring: ")]
-    if not rings:
-        return set()
-    ring = rings[-1].removeprefix("ring: ").partition(";")[0].replace(" (this machine)", "")
+    _, line = node.agent.last_ring() if node.agent is not None else (0.0, "")
+    ring = line.removeprefix("ring: ").partition(";")[0].replace(" (this machine)", "")
     return set(ring.split(" → "))
 
 
@@ -246,8 +237,7 @@ def run_joins(run: Run) -> Tally:
             cluster.await_ops(1)
             tally.check(ops_of(cluster.nodes), survivors=[node.name for node in old])
             tally.note_errors(old, 0.0)
-            newcomer.kill("agent", "trainer")
-            cluster.await_ends(newcomer)
+            cluster.end([newcomer])
             cluster.forget_ops(before=began)
     tally.facts = {
         "raw transfer of the same bytes, s": statistics.median(raw),
@@ -407,11 +397,7 @@ def run_restarts(run: Run) -> Tally:
 def _train(run: Run, tally: Tally, epochs: int, *, kills: int) -> list[Report]:
     options = run.options(epochs=epochs, pause_s=PAUSE_S if kills else 0.0)
     with Cluster(4, options, patch=COUNT_TASKS, logs=run.logs) as cluster:
-        for node in cluster.nodes:
-            cluster.start_agent(node)
-        for node in cluster.nodes:
-            cluster.await_agent(node)
-            cluster.start_trainer(node)
+        cluster.start()
         lives = [node.life for node in cluster.nodes]
         if kills:
             _kill_again_and_again(cluster, tally, kills, run)
@@ -431,7 +417,7 @@ def _kill_again_and_again(cluster: Cluster, tally: Tally, kills: int, run: Run) 
     victim = random.choice(cluster.nodes)
     survivors = [node for node in cluster.nodes if node is not victim]
     cluster.await_ops(50)  # so that caches are full and threads are started
-    before = {part.name: _held(cluster, part) for part in _parts(survivors)}
+    before = {part.name: _held(cluster, part) for node in survivors for part in node.processes()}
     for _ in range(kills):
         cluster.await_ops(3)
         time.sleep(random.uniform(0.0, 0.1))
@@ -439,18 +425,11 @@ def _kill_again_and_again(cluster: Cluster, tally: Tally, kills: int, run: Run) 
         victim.kill("agent", "trainer")
         lives = [node.life for node in survivors]
         tally.recovery_s.append(cluster.await_recovery(lives, at, "the next op"))
-        cluster.await_ends(victim)
-        cluster.start_agent(victim)
-        cluster.await_agent(victim)
-        cluster.start_trainer(victim)
+        cluster.restart([victim])
     cluster.await_ops(20)
-    for part in _parts(survivors):
+    for part in (part for node in survivors for part in node.processes()):
         _compare(tally, part.name, before[part.name], _held(cluster, part))
     tally.check(ops_of(cluster.nodes), survivors=[node.name for node in survivors])
-
-
-def _parts(nodes: list[Node]) -> list[Process]:
-    return [part for node in nodes for part in (node.agent, node.trainer) if part is not None]
 
 
 def _held(cluster: Cluster, part: Process) -> Held:

@@ -9,10 +9,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
-from tools.lab.cluster import CampaignError, Cluster, Node, ops_of
+from tools.lab.cluster import BOTH, CampaignError, Cluster, Node, Part, ops_of
 from tools.lab.oplog import Op, Options, clean_ops_s, find_violations, next_step
 
-Part = Literal["agent", "trainer"]
+ANY_PARTS: tuple[tuple[Part, ...], ...] = (("agent",), ("trainer",), BOTH)
 WIFI_PATCH = """
 import pmesh.net.links.interfaces
 pmesh.net.links.interfaces._linux_kind = lambda interface: "wifi"
@@ -49,7 +49,7 @@ class Fault:
 
     def mend(self, cluster: Cluster, struck: Struck) -> None:
         """Bring the victims back; how long that takes does not count."""
-        restart(cluster, struck.victims, struck.parts)
+        cluster.restart(struck.victims, struck.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +87,7 @@ class AnyKill(Fault):
     patience_s: float = 10.0
 
     def strike(self, cluster: Cluster, random: Random) -> Struck:
-        kinds: list[tuple[Part, ...]] = [("agent",), ("trainer",), ("agent", "trainer")]
-        return Kill(parts=random.choice(kinds)).strike(cluster, random)
+        return Kill(parts=random.choice(ANY_PARTS)).strike(cluster, random)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +97,8 @@ class StopAgent(Fault):
     def strike(self, cluster: Cluster, random: Random) -> Struck:
         victim = random.choice(cluster.nodes)
         at = time.monotonic()
-        if victim.agent is not None:
-            victim.agent.send(signal.SIGSTOP)
-        return Struck(at, (victim,), ("agent", "trainer"))
+        victim.send(signal.SIGSTOP, ["agent"])
+        return Struck(at, (victim,), BOTH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,18 +114,6 @@ class Cut(Fault):
     def mend(self, cluster: Cluster, struck: Struck) -> None:
         for victim in struck.victims:
             cluster.lab.mend(victim.host)
-
-
-def restart(cluster: Cluster, nodes: Sequence[Node], parts: Sequence[Part]) -> None:
-    """Start again what was killed; a trainer that has outlived its agent comes back by itself."""
-    for node in nodes:
-        node.kill(*parts)
-        ends = [node.agent if part == "agent" else node.trainer for part in parts]
-        cluster.wait_for(
-            lambda ends=ends: all(p is None or p.ended for p in ends),  # type: ignore[misc]
-            f"the end of {node.name}'s processes",
-        )
-    cluster.start(nodes)
 
 
 CLEAN_OPS = 3  # before each fault

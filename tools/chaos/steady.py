@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tools.chaos.episodes import Part, Run, Tally, restart
+from tools.chaos.episodes import ANY_PARTS, Run, Tally
 from tools.lab.cluster import Cluster, Node, ops_of
 from tools.lab.oplog import clean_ops_s, longest_gap_s
 
 PAUSE_S = 1.0
 MINUTE_S = 60.0
 LOST_PERCENT = 2.0
-PAUSED: tuple[tuple[Part, ...], ...] = (("agent",), ("trainer",), ("agent", "trainer"))
 
 # Without any header, which a machine that has a compiler need not have. The wall clock is off by as
 # many days as the variable says, and jumps by a day every second; other clocks stay as they are.
@@ -67,11 +66,11 @@ def run_pauses(run: Run) -> Tally:
             began = tally.await_clean(cluster)
             lives = [node.life for node in cluster.nodes]
             cluster.await_called(cluster.nodes)
-            victim, parts = random.choice(cluster.nodes), PAUSED[number % len(PAUSED)]
+            victim, parts = random.choice(cluster.nodes), ANY_PARTS[number % len(ANY_PARTS)]
             at = time.monotonic()
-            _signal(victim, parts, signal.SIGSTOP)
+            victim.send(signal.SIGSTOP, parts)
             time.sleep(PAUSE_S)
-            _signal(victim, parts, signal.SIGCONT)
+            victim.send(signal.SIGCONT, parts)
             what = f"the next op, after a pause of {' and '.join(parts)} of {victim.name}"
             tally.recovery_s.append(cluster.await_recovery(lives, at, what))
             check_undisturbed(cluster, tally, since=began)
@@ -121,7 +120,7 @@ def check_undisturbed(cluster: Cluster, tally: Tally, *, since: float) -> None:
         missed = {name for op in ops[node.name] for name in everybody - set(op.names)}
         if missed:
             tally.violations.append(f"{node.name} has done ops without {', '.join(sorted(missed))}")
-        printed = node.agent.printed(since=since) if node.agent else []
+        printed = [line for p in node.processes(["agent"]) for line in p.printed(since=since)]
         tally.violations += [f"{node.name}: {line}" for line in printed if " is gone" in line]
 
 
@@ -169,13 +168,6 @@ def _busy_processes(count: int) -> Iterator[None]:
             process.wait()
 
 
-def _signal(node: Node, parts: tuple[Part, ...], number: signal.Signals) -> None:
-    for part in parts:
-        process = node.agent if part == "agent" else node.trainer
-        if process is not None:
-            process.send(number)
-
-
 STRAGGLER_AFTER_S = 4.0
 """As the trainers of this campaign ask for; the default, a minute, would only take longer."""
 COMPUTES_S = 3 * STRAGGLER_AFTER_S
@@ -197,8 +189,7 @@ def run_stopped_trainers(run: Run) -> Tally:
             victim = random.choice(cluster.nodes)
             others = [node for node in cluster.nodes if node is not victim]
             at = time.monotonic()
-            if victim.trainer is not None:
-                victim.trainer.send(signal.SIGSTOP)
+            victim.send(signal.SIGSTOP, ["trainer"])
             lives = [node.life for node in others]
             what = f"the next op without {victim.name}, which is stopped"
             patience_s = STRAGGLER_AFTER_S + 15.0
@@ -210,7 +201,7 @@ def run_stopped_trainers(run: Run) -> Tally:
                 took += cluster.await_recovery(lives, again, what, timeout_s=patience_s)
             tally.recovery_s.append(took)
             told += [_told_s(node, victim, at) for node in others]
-            restart(cluster, [victim], ("trainer",))
+            cluster.restart([victim], ["trainer"])
             cluster.await_ops(1)
             ops = ops_of(others)
             tally.check(ops, survivors=ops)
@@ -251,10 +242,9 @@ def run_computing_trainers(run: Run) -> Tally:
 
 def _told_s(node: Node, victim: Node, at: float) -> float:
     """When this node, by its agent or in its trainer, first said who is stopped; else infinity."""
-    parts = [part for part in (node.agent, node.trainer) if part is not None]
     told = [
         when - at
-        for part in parts
+        for part in node.processes()
         for when, line in list(part.lines)
         if when >= at and victim.name in line and re.search(r"\bstopped\b", line)
     ]

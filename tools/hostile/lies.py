@@ -74,10 +74,9 @@ class _Lies:
         self._rates.append(self._ops_per_s(since))
         victim = self._random.choice(self._honest)
         self._note_deaths()
-        victim.kill("agent", "trainer")
         self._kills += 1
         try:
-            self._cluster.await_ends(victim)
+            self._cluster.end([victim])
             self._start_honest()
             self._cluster.await_ops(3, self._honest, timeout_s=HEALED_S)
         except CampaignError:
@@ -89,8 +88,7 @@ class _Lies:
 
     def _go_on_without_liar(self) -> None:
         """The worst that it may do is to stop the job until it is gone."""
-        self._liar.kill("agent")
-        self._cluster.await_ends(self._liar)
+        self._cluster.end([self._liar])
         self._note_deaths()
         try:
             self._start_honest()
@@ -99,9 +97,7 @@ class _Lies:
             self.hangs.append(str(e))
             self._check()
             self._trainers.clear()  # another job of the same steps
-            for node in self._honest:
-                node.kill("agent", "trainer")
-            self._cluster.await_ends(*self._honest)
+            self._cluster.end(self._honest)
             self._start_honest()
             self._cluster.await_ops(3, self._honest)
 
@@ -112,8 +108,7 @@ class _Lies:
 
     def _renew_liar(self) -> None:
         """Under another node key, which whoever holds the mesh key can make at will."""
-        self._liar.kill("agent")
-        self._cluster.await_ends(self._liar)
+        self._cluster.end([self._liar])
         (self._liar.home / "node_key").unlink(missing_ok=True)
         self._start_liar()
 

@@ -22,7 +22,7 @@ from pmesh.paths import socket_path
 from tools.hostile.attackers import Order
 from tools.hostile.packets import BLACK_HOLE_SUBNET, BLACK_HOLES
 from tools.lab.agents import new_key
-from tools.lab.cluster import CampaignError, Cluster, Node, Process
+from tools.lab.cluster import CampaignError, Cluster, Node, Process, runs
 from tools.lab.net import Host
 from tools.lab.oplog import Options, longest_gap_s
 
@@ -131,11 +131,8 @@ def _prepare(host: Host, kind: str) -> None:
 def _revive(cluster: Cluster) -> None:
     """Two machines that train; what the turn before has broken is started again."""
     pair = cluster.nodes[:2]
-    if any(part is None or part.ended for node in pair for part in (node.agent, node.trainer)):
-        for node in pair:
-            node.kill("agent", "trainer")
-        cluster.await_ends(*pair)
-    cluster.start(pair)
+    if not all(runs(node.agent) and runs(node.trainer) for node in pair):
+        cluster.restart(pair)
     cluster.await_ops(20, pair)
 
 
@@ -206,8 +203,7 @@ class _Turn:
             rest_s=rest_s,
             faults=tuple(self._faults(began, facts)),
         )
-        self._third.kill("agent")
-        self._cluster.await_ends(self._third)
+        self._cluster.end([self._third])
         self._cluster.forget_ops(before=ended)
         return turn
 
@@ -220,11 +216,11 @@ class _Turn:
             time.sleep(SAMPLE_S)
 
     def _look_for_third(self) -> None:
-        agents = [node.agent for node in self._cluster.nodes[:3]]
+        agents = [node.agent for node in self._cluster.nodes[:3] if node.agent is not None]
         third = self._third.agent
         if third is None or self._join_s < math.inf:
             return
-        rings = [_last_ring(agent, since=third.started) for agent in agents]
+        rings = [agent.last_ring(since=third.started) for agent in agents]
         if all(all(node.name in line for node in self._cluster.nodes[:3]) for _, line in rings):
             self._join_s = max(at for at, _ in rings) - third.started
             third.send(signal.SIGTERM)  # the two are at rest when they are alone again
@@ -284,12 +280,6 @@ def weigh(node: Node) -> Weight:
         return Weight(agent.num_fds(), nbytes)
     except psutil.Error:
         return Weight(0, 0)
-
-
-def _last_ring(agent: Process | None, *, since: float) -> tuple[float, str]:
-    lines = [] if agent is None else list(agent.lines)
-    rings = [(at, line) for at, line in lines if at >= since and line.startswith("ring: ")]
-    return rings[-1] if rings else (0.0, "")
 
 
 def _line_of(attacker: subprocess.Popen[str]) -> dict[str, Any]:

@@ -166,6 +166,20 @@ class Process:
         """Its lines from this time on."""
         return [line for at, line in list(self.lines) if at >= since]
 
+    def last_ring(self, *, since: float = 0.0) -> tuple[float, str]:
+        """When an agent last printed a ring from this time on, and that line; else 0.0 and ""."""
+        lines = reversed(list(self.lines))
+        rings = ((at, line) for at, line in lines if at >= since and line.startswith("ring: "))
+        return next(rings, (0.0, ""))
+
+
+def runs(process: Process | None) -> bool:
+    return process is not None and not process.ended
+
+
+Part = Literal["agent", "trainer"]
+BOTH: tuple[Part, ...] = ("agent", "trainer")
+
 
 @dataclass(slots=True, eq=False)
 class Node:
@@ -187,12 +201,18 @@ class Node:
             raise CampaignError(f"{self.name} has no trainer")
         return self.trainer.life
 
-    def kill(self, *parts: str) -> None:
-        """SIGKILL to its `agent` and its `trainer`, or to one of them."""
-        for part in parts:
-            process = self.agent if part == "agent" else self.trainer
-            if process is not None:
-                process.send(signal.SIGKILL)
+    def processes(self, parts: Sequence[Part] = BOTH) -> list[Process]:
+        """Its agent and its trainer, or one of them, as far as they were started."""
+        chosen = [self.agent if part == "agent" else self.trainer for part in parts]
+        return [process for process in chosen if process is not None]
+
+    def send(self, number: signal.Signals, parts: Sequence[Part] = BOTH) -> None:
+        """A signal to its agent and its trainer, or to one of them."""
+        for process in self.processes(parts):
+            process.send(number)
+
+    def kill(self, *parts: Part) -> None:
+        self.send(signal.SIGKILL, parts)
 
     def status(self) -> dict[str, Any]:
         """Its agent's picture, as `pmesh status --json` has it; empty if it does not answer."""
@@ -309,45 +329,48 @@ class Cluster:
         """The agents and trainers that don't run; a trainer as soon as its agent answers."""
         nodes = list(self.nodes if nodes is None else nodes)
         for node in nodes:
-            if node.agent is None or node.agent.ended:
+            if not runs(node.agent):
                 self.start_agent(node)
         for node in nodes:
             self.await_agent(node)
-            if node.trainer is None or node.trainer.ended:
+            if not runs(node.trainer):
                 self.start_trainer(node)
 
     def await_agent(self, node: Node) -> None:
         """Until the node's agent says that it is up."""
 
         def is_up() -> bool:
-            lines = node.agent.printed() if node.agent is not None else []
-            return any(" is up, listening" in line for line in lines)
+            agents = node.processes(["agent"])
+            return any(" is up, listening" in line for agent in agents for line in agent.printed())
 
         self.wait_for(is_up, f"{node.name}'s agent")
 
     def restart_all(self) -> None:
         """Begin anew: for after something has hung."""
         for node in self.nodes:
-            node.kill("agent", "trainer")
             self.lab.mend(node.host)
-        self.await_ends(*self.nodes)
-        self.start()
+        self.restart(self.nodes)
 
-    def await_ends(self, *nodes: Node) -> None:
-        """Until nothing of these nodes runs any more."""
-        parts = [p for node in nodes for p in (node.agent, node.trainer) if p is not None]
-        self.wait_for(lambda: all(part.ended for part in parts), "the end of killed processes")
+    def restart(self, nodes: Sequence[Node], parts: Sequence[Part] = BOTH) -> None:
+        """End these parts and start what is missing.
+
+        A trainer that has outlived its agent comes back by itself.
+        """
+        self.end(nodes, parts)
+        self.start(nodes)
+
+    def end(self, nodes: Sequence[Node], parts: Sequence[Part] = BOTH) -> None:
+        """Kill these parts of the nodes, and wait until they have ended."""
+        for node in nodes:
+            node.kill(*parts)
+        ends = [process for node in nodes for process in node.processes(parts)]
+        names = ", ".join(node.name for node in nodes)
+        self.wait_for(lambda: all(end.ended for end in ends), f"the end of {names}'s processes")
 
     def leader(self) -> Node:
         """The node whose agent leads the view, as the last line about the ring has it."""
-        rings = [
-            (at, line)
-            for node in self.nodes
-            if node.agent is not None
-            for at, line in node.agent.lines
-            if line.startswith("ring: ") and "; leader " in line
-        ]
-        leader = max(rings)[1].rpartition("; leader ")[2] if rings else ""
+        rings = [agent.last_ring() for node in self.nodes for agent in node.processes(["agent"])]
+        leader = max(rings, default=(0.0, ""))[1].rpartition("; leader ")[2]
         for node in self.nodes:
             if node.name == leader:
                 return node
@@ -394,7 +417,7 @@ class Cluster:
         """
         with self._changed:
             if not self._changed.wait_for(holds, timeout_s):
-                ended = [part.name for part in self._parts() if part.ended]
+                ended = [p.name for node in self.nodes for p in node.processes() if p.ended]
                 dead = f"; ended: {', '.join(ended)}" if ended else ""
                 raise CampaignError(f"{what} did not come within {timeout_s:g} s{dead}")
 
@@ -405,9 +428,6 @@ class Cluster:
                 if process.life is not None:
                     process.life.forget(before=before)
             self._processes = [p for p in self._processes if not p.ended or self._logs]
-
-    def _parts(self) -> list[Process]:
-        return [p for node in self.nodes for p in (node.agent, node.trainer) if p is not None]
 
     def start_cold_agent(self, node: Node) -> None:
         """`pmesh up` as a user starts it, imports and all."""
