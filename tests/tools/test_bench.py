@@ -14,12 +14,10 @@ from pmesh.testing import SimulatedMesh
 from tests.docs.pages import DOCS, read
 from tools.bench import __main__ as bench
 from tools.bench.cases import CASES, CONTROL_SHARE, GROWTH, LAG_P99, PSS, judge, judge_flatness
-from tools.bench.compressed import Ours, arrays_of
+from tools.bench.compressed import WAYS, Ours, arrays_of
 from tools.bench.measuring import fault_in
-from tools.bench.orders import Answer, Layout, Order
 from tools.bench.report import render
-from tools.bench.results import Measured, Results, Run, Turn, seconds_of
-from tools.bench.schemes import WAYS
+from tools.bench.results import Answer, Layout, Measured, Order, Results, Run, Turn, seconds_of
 from tools.bench.systems import Place, Process
 from tools.bench.worker import System, Values, carry_out
 from tools.lab.commands import LabError

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Literal
 
 from tools.bench.cases import CASES, SOAK_OPS, Case, find_case
+from tools.bench.compressed import find_way
 from tools.bench.measuring import Taken, take_rounds
 from tools.bench.report import COMPRESSION_PAGE, lines_of, render
 from tools.bench.results import Measured, Results, Run
-from tools.bench.schemes import find_way
 from tools.bench.soaking import soak
 from tools.lab.commands import Flag, LabError, new_app, run_app
 from tools.lab.results import (

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tools.bench.orders import Layout
-from tools.bench.results import Figure, Measured, cpu_s_of, seconds_of, wire_bytes_of
-from tools.bench.schemes import UNCOMPRESSED, WAYS
+from tools.bench.compressed import UNCOMPRESSED, WAYS
+from tools.bench.results import Figure, Layout, Measured, cpu_s_of, seconds_of, wire_bytes_of
 from tools.lab.report import Verdict, at_least, at_most
 from tools.lab.units import KIB, MIB, size_text
 

@@ -12,10 +12,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from tools.bench.cases import CONTROL_SHARE, GRADIENT_ARRAYS, ORDINARY, PMESH, Case
-from tools.bench.compressed import PARAMETERS, START_STEP, shapes_of
-from tools.bench.orders import Answer, Order
-from tools.bench.results import Round, Turn
-from tools.bench.schemes import find_way
+from tools.bench.compressed import PARAMETERS, START_STEP, find_way, shapes_of
+from tools.bench.results import Answer, Order, Round, Turn
 from tools.bench.systems import Ceiling, Place, Running, ceiling_of, place_of, started
 from tools.lab.commands import LabError
 
@@ -75,39 +73,32 @@ def take_rounds(case: Case, rounds: int, say: Say) -> Iterator[Taken]:
             yield from _Taking(case, place, running, ceiling, op_bytes).take(rounds, say)
 
 
+@dataclass(frozen=True, slots=True)
 class _Taking:
-    def __init__(
-        self,
-        case: Case,
-        place: Place,
-        running: Mapping[str, Running],
-        ceiling: Ceiling | None,
-        op_bytes: int,
-    ) -> None:
-        self._case = case
-        self._place = place
-        self._running = running
-        self._ceiling = ceiling
-        self._op_bytes = op_bytes
+    case: Case
+    place: Place
+    running: Mapping[str, Running]
+    ceiling: Ceiling | None
+    op_bytes: int
 
     def take(self, rounds: int, say: Say) -> Iterator[Taken]:
-        orders = self._train_first(say) if self._case.kind == "train" else self._warm_up(say)
+        orders = self._train_first(say) if self.case.kind == "train" else self._warm_up(say)
         taken: list[Round] = []
         ceilings: list[float] = []
         facts: dict[str, float] = {}
-        line = self._case.link_bits_per_s if self._case.kind == "peers" else None
-        before = [] if line is None else self._running[PMESH].traffic()
+        line = self.case.link_bits_per_s if self.case.kind == "peers" else None
+        before = [] if line is None else self.running[PMESH].traffic()
         began = time.monotonic()
         for _ in range(rounds):
             taken.append({name: self._take_turn(name, order) for name, order in orders.items()})
-            if self._ceiling is not None:
-                ceilings.append(self._ceiling())
+            if self.ceiling is not None:
+                ceilings.append(self.ceiling())
             if line is not None:
                 line_bytes = line * (time.monotonic() - began) / 8
-                after = self._running[PMESH].traffic()
+                after = self.running[PMESH].traffic()
                 facts = {CONTROL_SHARE: _control_share(before, after, line_bytes)}
             yield Taken(
-                op_bytes=self._op_bytes,
+                op_bytes=self.op_bytes,
                 rounds=tuple(taken),
                 ceiling=tuple(map(round, ceilings)),
                 facts=facts,
@@ -115,7 +106,7 @@ class _Taking:
 
     def _orders(self) -> dict[str, Order]:
         """What has its turns: each system and each of two calls of pmesh, or each scheme."""
-        case, plain = self._case, Order(what="all_reduce", count=self._op_bytes // VALUE_BYTES)
+        case, plain = self.case, Order(what="all_reduce", count=self.op_bytes // VALUE_BYTES)
         match case.kind:
             case "compressed":
                 order = Order(what="compressed", layout=case.layout, side=case.side)
@@ -128,12 +119,12 @@ class _Taking:
                 return {"all_reduce": plain, "average_gradients": tree}
 
     def _ask(self, name: str, order: Order) -> tuple[Answer, ...]:
-        running = self._running[name if name in self._running else PMESH]
+        running = self.running[name if name in self.running else PMESH]
         return running.carry_out(order, timeout_s=PATIENCE_S)
 
     def _warm_up(self, say: Say) -> dict[str, Order]:
         """The orders, each for as many calls as a turn has."""
-        is_compressed = self._case.kind == "compressed"
+        is_compressed = self.case.kind == "compressed"
         pace = COMPRESSED if is_compressed else PEERS
         orders = self._orders()
         warm_s: dict[str, float] = {}
@@ -162,18 +153,18 @@ class _Taking:
         raise LabError(f"{order.scheme} has not settled after {MOST_TRIALS} calls")
 
     def _train_first(self, say: Say) -> dict[str, Order]:
-        for name in self._case.turns:
+        for name in self.case.turns:
             first = self._take_turn(name, Order(what="train", times=START_STEP))
             say(f"{name}: {START_STEP} steps uncompressed, each {first.seconds:.3f} s")
-        return dict.fromkeys(self._case.turns, Order(what="train", times=self._case.steps))
+        return dict.fromkeys(self.case.turns, Order(what="train", times=self.case.steps))
 
     def _take_turn(self, name: str, order: Order) -> Turn:
-        sent = self._place.sent_bytes() if self._case.is_compression else 0
+        sent = self.place.sent_bytes() if self.case.is_compression else 0
         answers = self._ask(name, order)
-        if self._case.is_compression:
-            sent = self._place.sent_bytes() - sent
+        if self.case.is_compression:
+            sent = self.place.sent_bytes() - sent
         turn = turn_of(order, answers)
-        return replace(turn, wire_bytes=round(sent / self._place.ranks / turn.calls))
+        return replace(turn, wire_bytes=round(sent / self.place.ranks / turn.calls))
 
 
 def turn_of(order: Order, answers: Sequence[Answer]) -> Turn:

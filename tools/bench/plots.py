@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from tools.bench import training
 from tools.bench.cases import find_case
+from tools.bench.compressed import UNCOMPRESSED, WAYS
 from tools.bench.results import Measured, seconds_of
-from tools.bench.schemes import UNCOMPRESSED, WAYS
 
 _LINKS = ("100mbit", "1gbit", "loopback")
 _NAMES = [case.name for case in training.CASES]

@@ -14,9 +14,8 @@ from tools.bench.cases import (
     judge,
     judge_flatness,
 )
-from tools.bench.compressed import START_STEP
+from tools.bench.compressed import START_STEP, UNCOMPRESSED, WAYS
 from tools.bench.results import Measured, Results, cpu_s_of, seconds_of, wire_bytes_of
-from tools.bench.schemes import UNCOMPRESSED, WAYS
 from tools.lab.report import Verdict, count_met, facts_text, fill, not_measured, table
 from tools.lab.units import count_text, size_text, time_text
 

@@ -13,8 +13,7 @@ import psutil
 
 from tools.bench.cases import GROWTH, LAG_P99, PSS, Case
 from tools.bench.measuring import VALUE_BYTES, Taken, turn_of
-from tools.bench.orders import Order
-from tools.bench.results import Turn
+from tools.bench.results import Order, Turn
 from tools.bench.systems import Running, place_of, start_pmesh
 from tools.lab.units import KIB, MIB, percentile
 

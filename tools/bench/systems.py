@@ -19,7 +19,7 @@ from typing import IO, Any, Self
 
 import msgspec
 
-from tools.bench.orders import Answer, Order
+from tools.bench.results import Answer, Order
 from tools.lab.agents import await_status, inherited, new_key, status_of
 from tools.lab.commands import LabError
 from tools.lab.net import Host, NetLab
@@ -223,15 +223,13 @@ class Process:
         self._lines.put("")
 
 
+@dataclass(frozen=True, slots=True)
 class Running:
     """A system with all its processes, ready for orders."""
 
-    def __init__(
-        self, workers: Sequence[Process], agents: Sequence[Process] = (), homes: Sequence[Path] = ()
-    ) -> None:
-        self.workers = workers
-        self.agents = agents
-        self.homes = homes
+    workers: Sequence[Process]
+    agents: Sequence[Process] = ()
+    homes: Sequence[Path] = ()
 
     def carry_out(self, order: Order, *, timeout_s: float = PATIENCE_S) -> tuple[Answer, ...]:
         """Tell all ranks, and wait for all."""

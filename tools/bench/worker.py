@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from tools.bench.orders import Answer, Order
+from tools.bench.results import Answer, Order
 
 Values: TypeAlias = NDArray[np.float32]
 PERIOD = 4099  # a prime: a segment that went astray changes the phase

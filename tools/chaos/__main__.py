@@ -124,12 +124,11 @@ def keep(path: Path, measured: Measured, *, add: bool = False) -> None:
 def _print(measured: Measured) -> None:
     for name, values in (("clean op", measured.clean_s), ("next op", measured.recovery_s)):
         if figures := figures_of(values):
-            times = (figures.median, figures.p95, figures.p99, figures.maximum)
+            names = ("median", "p95", "p99", "max")
             texts = ", ".join(
-                f"{what} {seconds_text(x)}"
-                for what, x in zip(("median", "p95", "p99", "max"), times, strict=True)
+                f"{what} {seconds_text(x)}" for what, x in zip(names, figures[1:], strict=True)
             )
-            print(f"  {name} of {size_text(measured.op_bytes)}: {texts} s ({figures.count} times)")
+            print(f"  {name} of {size_text(measured.op_bytes)}: {texts} s ({figures.tried} times)")
     for name, value in measured.facts.items():
         print(f"  {name}: {value:,.5g}")
     print(f"  {measured.ops_checked:,} ops checked, {len(measured.violations)} violations")

@@ -92,6 +92,12 @@ _KILL_BAR = "median ≤ clean + 60 ms, p95 ≤ clean + 300 ms"
 _killed = partial(Campaign, bar=_KILL_BAR, holds=within_kill_bar, episodes=100)
 
 
+_noticed = partial(Campaign, bar=f"≤ {SILENCE_S} s", holds=within(SILENCE_S), episodes=30)
+_noticed_by_wifi = partial(
+    Campaign, bar=f"≤ {WIFI_SILENCE_S} s", holds=within(WIFI_SILENCE_S), episodes=30
+)
+
+
 def _faults(fault: Kill | AnyKill | Cut | StopAgent) -> Callable[[Run], Tally]:
     return partial(run_faults, fault=fault)
 
@@ -131,37 +137,25 @@ CAMPAIGNS = (
         what="SIGKILL of a node up to 80 ms after another: while the view that expels it is made",
         run=_faults(Kill(parts=("agent", "trainer"), count=2, apart_s=0.08)),
     ),
-    Campaign(
+    _noticed(
         name="cut",
         what="link cut so that packets vanish",
-        bar=f"≤ {SILENCE_S} s",
-        holds=within(SILENCE_S),
         run=_faults(Cut()),
-        episodes=30,
     ),
-    Campaign(
+    _noticed_by_wifi(
         name="cut-wifi",
         what="the same, Wi-Fi preset",
-        bar=f"≤ {WIFI_SILENCE_S} s",
-        holds=within(WIFI_SILENCE_S),
         run=_faults(Cut(patch=WIFI_PATCH)),
-        episodes=30,
     ),
-    Campaign(
+    _noticed(
         name="stop-agent",
         what="SIGSTOP of an agent for good",
-        bar=f"≤ {SILENCE_S} s",
-        holds=within(SILENCE_S),
         run=_faults(StopAgent()),
-        episodes=30,
     ),
-    Campaign(
+    _noticed_by_wifi(
         name="stop-agent-wifi",
         what="the same, Wi-Fi preset",
-        bar=f"≤ {WIFI_SILENCE_S} s",
-        holds=within(WIFI_SILENCE_S),
         run=_faults(StopAgent(patch=WIFI_PATCH)),
-        episodes=30,
     ),
     Campaign(
         name="stop-trainer",

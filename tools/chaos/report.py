@@ -55,13 +55,12 @@ def _row(measured: Measured) -> list[str]:
     campaign = find_campaign(measured.fault)
     took = figures_of(measured.recovery_s)
     clean = figures_of(measured.clean_s)
-    times = (took.median, took.p95, took.p99, took.maximum) if took is not None else ()
     return [
         campaign.what,
         NOTHING if campaign.one_size else size_text(measured.op_bytes),
         f"{len(measured.recovery_s) or measured.ops_checked:,}",
         NOTHING if clean is None else seconds_text(clean.median),
-        *(map(seconds_text, times) if times else [NOTHING] * 4),
+        *(map(seconds_text, took[1:]) if took is not None else [NOTHING] * 4),
         f"{measured.ops_checked:,}",
         campaign.bar,
         _judged(measured),

@@ -2,16 +2,17 @@
 
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from tools.lab.units import percentile
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class Figures(NamedTuple):
     """What a page prints of many measured times, in seconds."""
 
-    count: int
+    tried: int
     median: float
     p95: float
     p99: float
@@ -22,13 +23,8 @@ def figures_of(values: Sequence[float]) -> Figures | None:
     """None if nothing was measured."""
     if not values:
         return None
-    return Figures(
-        count=len(values),
-        median=statistics.median(values),
-        p95=percentile(values, 95),
-        p99=percentile(values, 99),
-        maximum=max(values),
-    )
+    p95, p99 = percentile(values, 95), percentile(values, 99)
+    return Figures(len(values), statistics.median(values), p95, p99, max(values))
 
 
 _COUNTED = frozenset({"took, s", "struck in the middle of an op", "ops meanwhile"})
@@ -55,7 +51,6 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Wrong sums, torn ops, hangs, errors, false expulsions: there must be none."""
     facts: dict[str, float] = {}
     """What else the bar asks for, by name."""
-    notes: tuple[str, ...] = ()
 
     def with_more(self, other: "Measured") -> "Measured":
         """Both parts of a campaign, which ran with different dice."""

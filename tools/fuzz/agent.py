@@ -22,7 +22,7 @@ from pmesh.agent.mesh import peers
 from pmesh.cli import main
 from pmesh.core.wire.link import Heartbeat, LinkMessage, decode_untrusted, encode
 from pmesh.net.links.link import Link
-from tools.fuzz.corpus import Recorder, load, raw
+from tools.fuzz.corpus import Recorder, load
 from tools.fuzz.liar import Liar
 
 SHORT_BAN_S = 1.0  # who is banned can't lie; bans have tests of their own
@@ -95,7 +95,8 @@ def lying(
 
 
 def _replaying(send: Send, order: Order) -> Send:
-    left = raw(load(Path(order.replay)).messages)
+    # As they were, also if they can't be decoded.
+    left = [msgspec.Raw(message) for message in load(Path(order.replay)).messages]
 
     def replay(link: Link, message: LinkMessage) -> None:
         if isinstance(message, Heartbeat) and Path(order.begin).exists():

@@ -1,6 +1,5 @@
 """What has broken something once is kept, and tried again first."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -52,8 +51,3 @@ def keep(corpus: Path, case: Case) -> Path:
 def load(file: Path) -> Case:
     """The reverse of `keep`; raises msgspec.ValidationError for anything else."""
     return msgspec.msgpack.decode(file.read_bytes(), type=Case)
-
-
-def raw(messages: Iterable[bytes]) -> list[msgspec.Raw]:
-    """Messages that are sent as they were, also if they can't be decoded."""
-    return [msgspec.Raw(message) for message in messages]
