@@ -83,7 +83,6 @@ class Demo:
         self._stack.close()
 
     def home(self, name: str) -> Path:
-        """The home of one agent."""
         return self.directory / name
 
     def start(
@@ -240,7 +239,6 @@ def bytes_per_step(demo: Demo, steps: int) -> float:
 
 
 def largest_difference(one: Path, other: Path) -> float:
-    """The largest difference of any weight in two files."""
     with np.load(one) as a, np.load(other) as b:
         if set(a.files) != set(b.files):
             raise DemoError("the two trainings have different weights")

@@ -72,7 +72,6 @@ class Picture:
 
 
 def main() -> None:
-    """Train, kill, start again."""
     directory = CLONE / ".demo"
     shutil.rmtree(directory, ignore_errors=True)
     with Demo(directory) as demo:

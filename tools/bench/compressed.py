@@ -117,7 +117,6 @@ class Arrays:
     """The exact mean, of all arrays one after the other."""
 
     def are_for(self, order: Order) -> bool:
-        """Whether they are those that it asks for."""
         return (self.layout, self.side) == (order.layout, order.side)
 
     def error(self) -> float:
@@ -180,7 +179,6 @@ class Ours:
         self._arrays: Arrays | None = None
 
     def carry_out(self, order: Order) -> Answer:
-        """The calls of one order, or the steps."""
         if order.what == "train":
             self._training = self._training or training_by_pmesh(self._mesh, self._cpu_s)
             return self._training.run(order.times)
@@ -215,8 +213,6 @@ class Ours:
 
 @dataclass(slots=True)
 class Training:
-    """One rank's, from step to step."""
-
     torch: Any
     model: Any
     """What a batch goes through: the perceptron itself, or DDP around it."""

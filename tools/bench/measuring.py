@@ -168,7 +168,6 @@ class _Taking:
 
 
 def turn_of(order: Order, answers: Sequence[Answer]) -> Turn:
-    """What the ranks have answered, together."""
     calls_s = slowest(answers)
     fault = fault_in(order, answers)
     return Turn(
@@ -190,7 +189,6 @@ def slowest(answers: Sequence[Answer]) -> list[float]:
 
 
 def fault_in(order: Order, answers: Sequence[Answer]) -> str:
-    """What is wrong with the last result."""
     if len({answer.digest for answer in answers}) > 1:
         return "not the same on all ranks"
     most = find_way(order.scheme).most_error

@@ -31,7 +31,6 @@ _TRAINERS = {PMESH: "pmesh, PowerSGD rank 4", GLOO: "DistributedDataParallel, po
 
 
 def render(page: str, results: Sequence[Results]) -> str:
-    """The whole page of this name."""
     found = [m for file in results for m in file.measured]
     found.sort(key=lambda m: (_ORDER[m.case], m.op_bytes))
     return (_render_compression if page == COMPRESSION_PAGE else _render_peers)(found)
@@ -98,7 +97,6 @@ def _render_compression(measured: Sequence[Measured]) -> str:
 
 
 def lines_of(measured: Measured) -> Iterator[str]:
-    """What a terminal shows of one measurement."""
     kind = find_case(measured.case).kind
     yield f"{size_text(measured.op_bytes)}:"
     for name in measured.names:

@@ -163,15 +163,12 @@ class Results(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def seconds_of(turn: Turn) -> float:
-    """The time of a call."""
     return turn.seconds
 
 
 def cpu_s_of(turn: Turn) -> float:
-    """The processor time of a call."""
     return turn.cpu_s
 
 
 def wire_bytes_of(turn: Turn) -> float:
-    """The bytes of a call that leave a host."""
     return turn.wire_bytes

@@ -53,7 +53,6 @@ class Place:
 
     @property
     def interface(self) -> str:
-        """The network interface that the ranks share."""
         return "eth0" if self.hosts else "lo"
 
     def address(self, rank: int) -> str:
@@ -69,7 +68,6 @@ class Place:
             return [each.getsockname()[1] for each in sockets]
 
     def popen(self, rank: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:  # noqa: ANN401 - Popen's own
-        """The command, started where the rank lives."""
         if self.hosts:
             return self.hosts[rank].popen(command, **options)
         return subprocess.Popen(command, text=True, **options)
@@ -102,7 +100,6 @@ Ceiling = Callable[[], float]
 
 @contextlib.contextmanager
 def ceiling_of(place: Place) -> Iterator[Ceiling]:
-    """The one that fits the place."""
     if not place.hosts:
         yield stream_bytes_per_s
         return
@@ -192,7 +189,6 @@ class Process:
                     stream.close()
 
     def tell(self, line: str) -> None:
-        """One line to its standard input."""
         assert self.popen.stdin is not None  # noqa: S101 - it was started with a pipe
         with contextlib.suppress(BrokenPipeError):  # `hear` says why
             self.popen.stdin.write(line + "\n")
@@ -232,7 +228,6 @@ class Running:
     homes: Sequence[Path] = ()
 
     def carry_out(self, order: Order, *, timeout_s: float = PATIENCE_S) -> tuple[Answer, ...]:
-        """Tell all ranks, and wait for all."""
         for worker in self.workers:
             worker.tell(msgspec.json.encode(order).decode())
         return tuple(

@@ -52,8 +52,6 @@ Trained: TypeAlias = tuple[float, tuple[float, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of the table."""
-
     name: str
     scheme: Scheme
     warms_up: bool = False
@@ -120,7 +118,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return max(mine / its for mine, its in self._pairs(plain))
 
     def is_met(self, plain: "Row") -> bool:
-        """Whether the mean is within the bar."""
         return self.ratio_to(plain) <= BAR
 
     def _pairs(self, plain: "Row") -> list[tuple[float, float]]:
@@ -147,7 +144,6 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """As many as were measured."""
 
     def found(self, case: str, *, feedback: bool) -> Row | None:
-        """The row of a scheme, if it was measured."""
         rows = (row for row in self.rows if (row.case, row.feedback) == (case, feedback))
         return next(rows, None)
 

@@ -295,5 +295,4 @@ def find_campaign(name: str) -> Campaign:
 
 
 def is_met(measured: Measured) -> bool:
-    """Whether the row's bar is met."""
     return not measured.violations and find_campaign(measured.fault).holds(measured)

@@ -78,7 +78,6 @@ class _Churn:
             self._check(margin_s=2.0)
 
     def end(self) -> Tally:
-        """What it has come to."""
         self._check(margin_s=0.5)
         done = sorted(self._completed)
         longest: dict[int, float] = defaultdict(float)  # that ends in each second
@@ -362,8 +361,6 @@ signal.signal(signal.SIGUSR2, count)
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a process holds of the system."""
-
     descriptors: int
     threads: int
     shared_regions: int

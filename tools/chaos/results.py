@@ -32,8 +32,6 @@ _COUNTED = frozenset({"took, s", "struck in the middle of an op", "ops meanwhile
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One fault, as often as it was tried in one run."""
-
     fault: str
     command: str
     commit: str

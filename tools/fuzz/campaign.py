@@ -68,11 +68,9 @@ class Process:
 
     @property
     def output(self) -> str:
-        """All that it has printed."""
         return self.log.read_text(errors="replace")
 
     def end(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """By a signal; waits for the end."""
         self._popen.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(PATIENCE_S)
@@ -107,7 +105,6 @@ class Arena:
         self.close()
 
     def close(self) -> None:
-        """Nothing of it is left."""
         self.end_all()
         self._folder.cleanup()
 
@@ -141,7 +138,6 @@ class Arena:
                 process.end()
 
     def case(self, liar: Literal["member", "trainer"], seed: int, finding: str) -> Case:
-        """What this liar has sent in the episode of this seed."""
         messages = recorded(self._path / f"{liar}-{seed}.lies")
         return Case(liar=liar, seed=seed, finding=finding, messages=messages)
 

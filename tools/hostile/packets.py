@@ -31,8 +31,6 @@ _TTL_S: Final = 4500
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine that does not exist."""
-
     node: NodeId
     entries: dict[bytes, bytes]
     """Of its TXT record."""

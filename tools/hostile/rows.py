@@ -51,8 +51,6 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A figure of a row."""
-
     name: str
     value: str
     met: bool

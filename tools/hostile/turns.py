@@ -78,13 +78,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Weight(NamedTuple):
-    """What an agent has taken of the machine."""
-
     descriptors: int
     nbytes: int
 
     def above(self, base: "Weight") -> "Weight":
-        """How much more that is."""
         return Weight(self.descriptors - base.descriptors, self.nbytes - base.nbytes)
 
     @staticmethod
@@ -93,8 +90,6 @@ class Weight(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What came of a row."""
-
     controls: list[Turn]
     attacks: list[Turn]
 

@@ -18,7 +18,6 @@ LOOK_EVERY_S = 0.05
 
 
 def new_key() -> str:
-    """A mesh key as text."""
     return mesh_key_text(MeshKey(secrets.token_bytes(32)))
 
 

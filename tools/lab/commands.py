@@ -18,7 +18,6 @@ class LabError(Exception):
 
 
 def new_app(name: str, text: str | None) -> cyclopts.App:
-    """A command line with this help."""
     return cyclopts.App(name=name, help=text, help_format="plaintext", version_flags=[])
 
 

@@ -121,7 +121,6 @@ class Life:
         return len(op.names) == 1 and min(told, default=math.inf) <= op.done
 
     def errors(self, since: float) -> list[Report]:
-        """What its calls have raised."""
         return [r for r in self.others if r.what in {"error", "superseded"} and r.at >= since]
 
 

@@ -86,5 +86,4 @@ def facts_text(facts: dict[str, float]) -> str:
 
 
 def fill(page: str, **parts: str) -> str:
-    """The whole page of this name."""
     return (PAGES / f"{page}.md.in").read_text(encoding="utf-8").format(**parts)
