@@ -1,5 +1,8 @@
 """The calls of the campaigns: right among ranks that are all there, and wrong values are seen."""
 
+from itertools import combinations
+
+import numpy as np
 import pytest
 
 import pmesh
@@ -7,12 +10,16 @@ from pmesh.testing import SimulatedMesh
 from tools.chaos import calls
 from tools.chaos.calls import (
     CALLS,
+    MOST_TRAINERS,
     At,
     Outcome,
     Pattern,
     Trial,
+    Values,
     _envelopes,
     _group,
+    digest,
+    own_value,
     prepare,
 )
 
@@ -101,3 +108,57 @@ def test_a_call_that_is_bound_to_its_ranks_may_end_with_an_error_and_a_sum_may_n
         return bound.judge(bound.call())
 
     assert SimulatedMesh(2).run(train) == [Outcome("RosterChanged", right=True)] * 2
+
+
+PATTERN_BYTES = 1 << 20
+SEGMENT = 65536  # values: 256 KiB
+
+
+def total(step: int, *numbers: int) -> Values:
+    pattern = Pattern(PATTERN_BYTES)
+    result = np.zeros_like(pattern.input(step, 1))
+    for number in numbers:
+        result += pattern.input(step, number)
+    return result
+
+
+def test_a_sum_is_right_for_exactly_those_who_gave() -> None:
+    pattern, result = Pattern(PATTERN_BYTES), total(5, 1, 2, 4)
+
+    assert pattern.is_right(result, 5, [4, 2, 1])
+    for numbers in ([1, 2], [1, 2, 4, 8], [1, 2, 3], [7]):
+        assert not pattern.is_right(result, 5, numbers)
+    assert not pattern.is_right(result, 4, [1, 2, 4])
+
+
+def test_no_two_sets_of_contributors_have_the_same_sum() -> None:
+    everybody = range(1, MOST_TRAINERS + 1)
+    groups = [group for n in everybody for group in combinations(everybody, n)]
+    sums = {sum(own_value(996, number) for number in group) for group in groups}
+
+    assert len(sums) == len(groups)
+
+
+def test_the_largest_sums_are_exact_in_float32() -> None:
+    everybody = range(1, MOST_TRAINERS + 1)
+
+    assert total(996, *everybody).max() < 2**24
+    assert Pattern(PATTERN_BYTES).is_right(total(996, *everybody), 996, everybody)
+
+
+@pytest.mark.parametrize("place", [0, 77, -1])
+def test_one_wrong_value_is_seen_and_changes_the_hash(place: int) -> None:
+    result = total(1, 1, 2)
+    before = digest(result)
+    result.flat[place] += 1
+
+    assert not Pattern(PATTERN_BYTES).is_right(result, 1, [1, 2])
+    assert digest(result) != before
+
+
+def test_a_segment_in_the_place_of_another_is_seen() -> None:
+    result = total(1, 1, 2)
+    flat = result.reshape(-1)
+    flat[:SEGMENT] = flat[SEGMENT : 2 * SEGMENT].copy()
+
+    assert not Pattern(PATTERN_BYTES).is_right(result, 1, [1, 2])
