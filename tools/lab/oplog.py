@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-GOES_ON_ALONE = "goes on alone"  # as pmesh says it: for lack of an agent, or of its history
+TRAINS_ALONE = "this rank trains alone"  # as pmesh says it: for lack of an agent, or of its history
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +117,7 @@ class Life:
 
         Its next `sync` brings it the state of the others.
         """
-        told = (r.at for r in self.others if r.what == "waiting" and GOES_ON_ALONE in r.says)
+        told = (r.at for r in self.others if r.what == "waiting" and TRAINS_ALONE in r.says)
         return len(op.names) == 1 and min(told, default=math.inf) <= op.done
 
     def errors(self, since: float) -> list[Report]:

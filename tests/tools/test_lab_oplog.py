@@ -1,8 +1,12 @@
 """What follows from the lines of trainers: how long nobody could go on, and what was wrong."""
 
+import inspect
+
 import pytest
 
+from pmesh.client.elastic import membership
 from tools.lab.oplog import (
+    TRAINS_ALONE,
     Life,
     Op,
     Report,
@@ -34,9 +38,10 @@ def test_a_line_comes_back_as_it_was_said_and_anything_else_is_no_report() -> No
 
 def test_who_was_told_so_is_alone_from_then_on() -> None:
     one = life(op(3, done=1.0, names="a"))
-    told = Report(what="waiting", at=2.0, says="h1 has ended; this rank goes on alone until sync")
+    told = Report(what="waiting", at=2.0, says=f"h1 has ended; until then {TRAINS_ALONE}")
     one.hear(told)
 
+    assert TRAINS_ALONE in inspect.getsource(membership)  # who rewords it, does so here too
     assert not one.knew_to_be_alone(op(3, done=1.0, names="a"))
     assert one.knew_to_be_alone(op(4, done=2.5, names="a"))
     assert not one.knew_to_be_alone(op(4, done=2.5, names="ab"))
