@@ -41,7 +41,6 @@ class _Churn:
         self.tally = Tally()
         self._cluster = cluster
         self._random = random
-        self._trainers: list[Process] = []
         self._orphans: set[int] = set()  # pids of trainers whose agents were killed
         self._starting: dict[str, threading.Thread] = {}
         self._failures: list[str] = []
@@ -55,7 +54,6 @@ class _Churn:
         self._cluster.start(first[:FEWEST])
         self._cluster.await_ops(1, first[:FEWEST])  # before it has synced, nobody may enter a job
         self._cluster.start(first)
-        self._trainers += [node.trainer for node in first if node.trainer is not None]
         self._cluster.await_ops(3, first)
         self._checked_until = time.monotonic()
 
@@ -105,8 +103,6 @@ class _Churn:
         def start() -> None:
             try:
                 self._cluster.start([node])
-                if node.trainer is not None and node.trainer not in self._trainers:
-                    self._trainers.append(node.trainer)
             except CampaignError as e:
                 self._failures.append(str(e))
             finally:
@@ -119,8 +115,9 @@ class _Churn:
     def _check(self, *, margin_s: float) -> None:
         """Ops up to a moment ago: later ones may still be reported by others."""
         until = time.monotonic() - margin_s
-        ops, errors = settled_ops(list(self._trainers), self._checked_until, until)
-        orphans = {trainer.name for trainer in self._trainers if trainer.pid in self._orphans}
+        trainers = list(self._cluster.trainers)
+        ops, errors = settled_ops(trainers, self._checked_until, until)
+        orphans = {trainer.name for trainer in trainers if trainer.pid in self._orphans}
         self.tally.check(ops)
         self.tally.violations += [
             f"{name}: {error.says}"

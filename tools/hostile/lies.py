@@ -39,7 +39,6 @@ class _Lies:
         self._cluster = cluster
         self._honest, self._liar = cluster.nodes[:HONEST], cluster.nodes[HONEST]
         self._random = random
-        self._trainers: list[Process] = []
         self._liars: list[Process] = []
         self.hangs: list[str] = []
         self._deaths: list[str] = []
@@ -58,7 +57,7 @@ class _Lies:
 
     def begin(self) -> None:
         """The honest ones train before the liar comes."""
-        self._start_honest()
+        self._cluster.start(self._honest)
         since = self._cluster.await_ops(20, self._honest)
         time.sleep(LIARS * LIES_S)
         self._clean_rate = self._ops_per_s(since)
@@ -77,7 +76,7 @@ class _Lies:
         self._kills += 1
         try:
             self._cluster.end([victim])
-            self._start_honest()
+            self._cluster.start(self._honest)
             self._cluster.await_ops(3, self._honest, timeout_s=HEALED_S)
         except CampaignError:
             self._stops += 1
@@ -91,20 +90,14 @@ class _Lies:
         self._cluster.end([self._liar])
         self._note_deaths()
         try:
-            self._start_honest()
+            self._cluster.start(self._honest)
             self._cluster.await_ops(3, self._honest, timeout_s=HEALED_S)
         except CampaignError as e:
             self.hangs.append(str(e))
             self._check()
-            self._trainers.clear()  # another job of the same steps
-            self._cluster.end(self._honest)
-            self._start_honest()
+            self._cluster.trainers.clear()  # another job of the same steps
+            self._cluster.restart(self._honest)
             self._cluster.await_ops(3, self._honest)
-
-    def _start_honest(self) -> None:
-        self._cluster.start(self._honest)
-        running = [node.trainer for node in self._honest if node.trainer is not None]
-        self._trainers += [trainer for trainer in running if trainer not in self._trainers]
 
     def _renew_liar(self) -> None:
         """Under another node key, which whoever holds the mesh key can make at will."""
@@ -129,7 +122,7 @@ class _Lies:
 
     def _check(self) -> None:
         until = time.monotonic() - 0.5  # later ops may still be reported by others
-        ops, errors = settled_ops(self._trainers, self._checked_until, until)
+        ops, errors = settled_ops(self._cluster.trainers, self._checked_until, until)
         for name, counted in ops.items():
             self._checked += len(counted)
             alone = [op.step for op in counted if len(op.names) == 1]

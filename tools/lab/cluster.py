@@ -277,6 +277,8 @@ class Cluster:
         self.lab = NetLab(count)
         self.options = options
         self.nodes: list[Node] = []
+        self.trainers: list[Process] = []
+        """All that were started, those that have ended too."""
         self._patch = patch
         self._logs = logs
         self._processes: list[Process] = []
@@ -324,6 +326,7 @@ class Cluster:
         node.trainer = self._start(
             node, Order(kind="trainer", arguments=(text,), environment=self._home(node))
         )
+        self.trainers.append(node.trainer)
 
     def start(self, nodes: Iterable[Node] | None = None) -> None:
         """The agents and trainers that don't run; a trainer as soon as its agent answers."""
