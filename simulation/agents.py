@@ -6,8 +6,8 @@ from random import Random
 from typing import TYPE_CHECKING, assert_never
 
 from pmesh.core.values import OpOutcome, Roster, View
-from pmesh.core.views import agreement, limits, stall_guard
-from pmesh.core.views.stall_guard import StallGuard
+from pmesh.core.views import agreement, limits
+from pmesh.core.views.agreement import StallGuard
 from pmesh.core.views.state import (
     Facts,
     Fence,
@@ -219,15 +219,15 @@ class Agent:
             case Heartbeat():
                 link.sent_us = message.sent_us
                 if self._is_new(link.member, message):
-                    self._hear(link.member, message)
-                self._doubt(stall_guard.hear(self._stall_guard, self.state, link.member, message))
+                    self._handle(link.member, message)
+                self._doubt(self._stall_guard.receive(self.state, link.member, message))
                 self.jobs.marked(link.member, message)
             case AskResult():
                 self._answer(message)
             case Hello() | OfferLane() | KnownPeers() | P2PLinkMessage():
                 raise AssertionError(f"no simulated agent sends {message}")
             case _:
-                self._hear(link.member, message)
+                self._handle(link.member, message)
 
     # --- what the agreement wants done
 
@@ -236,8 +236,8 @@ class Agent:
         peer = self.state.peers.get(sender.node)
         return peer is None or peer.member != sender or not says_the_same(peer.heartbeat, beat)
 
-    def _hear(self, sender: Member, message: AgreementMessage) -> None:
-        self._perform(agreement.hear(self.state, sender, message, self._known(), now=self.now))
+    def _handle(self, sender: Member, message: AgreementMessage) -> None:
+        self._perform(agreement.receive(self.state, sender, message, self._known(), now=self.now))
 
     def _perform(self, step: Step) -> None:
         before = self.state
@@ -258,7 +258,7 @@ class Agent:
                 case _:
                     assert_never(action)
         if self.state.primaries is not before.primaries:
-            self._look_who_may_run()
+            self._check_who_may_run()
         if any(isinstance(action, Install) for action in step.actions):
             self._timeline.after(0.0, self._reevaluate)
         if self.state is not before or step.actions:
@@ -268,7 +268,7 @@ class Agent:
     def _install(self, before: MemberState, view: View) -> None:
         self._note(self.number, describe(view))
         self._invariants.installed(self.state.me, view)
-        after = stall_guard.install(self._stall_guard, before, view)
+        after = self._stall_guard.install(before, view)
         if after.unconfirmed:
             self._doubt(after)
         again = self.jobs.install(view)
@@ -282,7 +282,7 @@ class Agent:
             ops.unhindered(rank)
         self.jobs.receive_early()
 
-    def _look_who_may_run(self) -> None:
+    def _check_who_may_run(self) -> None:
         """V10: another roster is known to have a majority, or to be in force."""
         for rank in list(self.jobs.ranks):
             rank.learn(self.state.primaries)
@@ -291,7 +291,7 @@ class Agent:
                 ops.unhindered(rank)
 
     def _doubt_all(self) -> None:
-        self._doubt(stall_guard.wake(self.state, now_us=round(self.now * 1e6)))
+        self._doubt(agreement.wake(self.state, now_us=round(self.now * 1e6)))
         self._beat()
 
     def _doubt(self, after: StallGuard) -> None:
@@ -339,7 +339,7 @@ class Agent:
     # --- what a job needs
 
     def facts_changed(self) -> None:
-        """What is reported, or wanted, is no longer what it was: others hear of it at once."""
+        """What is reported, or wanted, is no longer what it was: it is sent at once."""
         self._facts = None
         if not self._showing:
             self._showing = True
@@ -397,14 +397,7 @@ class Agent:
 
     def _known(self) -> Facts:
         if self._facts is None:
-            facts = self.jobs.facts()
-            self._facts = Facts(
-                reports=facts.reports,
-                waiting=facts.waiting,
-                view_requests=facts.view_requests,
-                progress=facts.progress,
-                round_trips=self._round_trips,
-            )
+            self._facts = replace(self.jobs.facts(), round_trips=self._round_trips)
         return self._facts
 
     def _heartbeat(self) -> Heartbeat:

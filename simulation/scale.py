@@ -164,7 +164,7 @@ def _time_heartbeat(agent: Agent, heartbeat: Heartbeat) -> float:
     def receive() -> None:
         message = decode_untrusted(encode(heartbeat))
         assert isinstance(message, Heartbeat)  # noqa: S101 - it was encoded here
-        agreement.hear(agent.state, sender, message, Facts(), now=agent.now)
+        agreement.receive(agent.state, sender, message, Facts(), now=agent.now)
 
     return _fastest(receive)
 

@@ -1,14 +1,14 @@
-"""Write the schemas in docs/reference anew, after a change in pmesh/agent/{status,events}.py."""
+"""Write the schemas in docs/reference anew, after a change in pmesh/agent/status."""
 
 from pathlib import Path
 
-from pmesh.agent.status.events import events_schema
-from pmesh.agent.status.schema import status_schema
+from pmesh.agent.status.events import EventPage
+from pmesh.agent.status.schema import Status, json_schema
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 
 if __name__ == "__main__":
-    for name, schema in (("status", status_schema()), ("events", events_schema())):
+    for name, schema in (("status", json_schema(Status)), ("events", json_schema(EventPage))):
         path = REFERENCE / f"{name}.schema.json"
         path.write_bytes(schema)
         print(f"wrote {path}")

@@ -36,7 +36,7 @@ class Contain(Protocol):
 class _Seen:
     """How often one place has raised since it was last logged."""
 
-    told_at: float
+    logged_at: float
     since: int = 0
 
 
@@ -80,17 +80,17 @@ class Containment:
                 raise
             errors = [e]
         for error in errors:
-            sentence = self._tell(what, error)
+            sentence = self._report(what, error)
             if on_error is not None:
                 on_error(sentence)
         if others is not None:
             raise others
 
-    def _tell(self, what: str, error: Exception) -> str:
+    def _report(self, what: str, error: Exception) -> str:
         sentence = f"{what} ended with an error inside pmesh ({type(error).__name__}: {error})"
         place, now = _place_of(error), self._clock()
         seen = self._seen.pop(place, None)
-        if seen is not None and now - seen.told_at < AGAIN_S:
+        if seen is not None and now - seen.logged_at < AGAIN_S:
             seen.since += 1
         else:
             before = 0 if seen is None else seen.since

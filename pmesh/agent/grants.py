@@ -1,11 +1,10 @@
 """Shared memory as a trainer's two connections report it: arenas that are granted or gone."""
 
-from pmesh.agent.refusals import refuse
 from pmesh.core.wire.local import ArenaGone, ArenaGranted
 from pmesh.errors import UsageError
 from pmesh.net.local.arena_pools import SessionArenas
 from pmesh.net.local.arenas import Arena
-from pmesh.net.local.sessions import Session
+from pmesh.net.local.sessions import Session, refuse
 
 SAY_EVERY_S = 10.0  # I6: how often a waiting call reports the ranks for which it waits
 

@@ -5,9 +5,8 @@ import resource
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from pmesh.core.budgets import Budget
 from pmesh.errors import UsageError
-from pmesh.net.local.arena_pools import ArenaBudget, ArenaShare
+from pmesh.net.local.arena_pools import ArenaBudget, ArenaShare, Budget
 from pmesh.net.local.sessions import MAX_VISITORS
 
 OPEN_FILES = 10_240  # macOS starts programs with 256 and allows this many (OPEN_MAX)

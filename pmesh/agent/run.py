@@ -25,18 +25,15 @@ from pmesh.agent.mesh.foreign_agents import Strangers
 from pmesh.agent.mesh.foreign_agents import watch as watch_turned_away
 from pmesh.agent.mesh.membership import DOUBT_S, Membership
 from pmesh.agent.mesh.peers import Peers
-from pmesh.agent.p2p.calls import serve_p2p
-from pmesh.agent.p2p.router import P2PRouter
-from pmesh.agent.refusals import refuse, tell_errors
-from pmesh.agent.status.events import Event, EventLog, encode_events
-from pmesh.agent.status.narration import describe_change
+from pmesh.agent.p2p.router import P2PRouter, serve_p2p
+from pmesh.agent.status.events import Event, EventLog, describe_change, encode_events
 from pmesh.agent.status.schema import Status as Snapshot
 from pmesh.agent.status.schema import TurnedAwayStatus, encode_status
 from pmesh.agent.status.snapshot import Sources, take_snapshot
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
-from pmesh.core.links.addresses import told_to_others
+from pmesh.core.links.addresses import announced_addresses
 from pmesh.core.values import View
 from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
 from pmesh.core.wire.local import (
@@ -56,8 +53,15 @@ from pmesh.net.links.dialer import error_numbers
 from pmesh.net.links.discovery import Discovered, discover, minute_of_now
 from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.tls import TlsContexts
-from pmesh.net.local.clocks import Stall, tick
-from pmesh.net.local.sessions import ENDS_OF_A_SESSION, Session, SessionCounters, serve_sessions
+from pmesh.net.local.processes import Stall, tick
+from pmesh.net.local.sessions import (
+    ENDS_OF_A_SESSION,
+    Session,
+    SessionCounters,
+    refuse,
+    report_errors,
+    serve_sessions,
+)
 from pmesh.paths import socket_path
 
 MOST_FALLS = 3  # within ten minutes; after these the agent is not restarted
@@ -75,7 +79,7 @@ async def run_agent(
     node_key: NodeKey,
     announce: Callable[[str], None],
 ) -> None:
-    """Run until stopped or cancelled; in both cases tell the peers before the links end.
+    """Run until stopped or cancelled; in both cases inform the peers before the links end.
 
     Raises:
         PortTaken: Another program listens at the port.
@@ -162,18 +166,18 @@ class Agent:
         with trio.CancelScope() as scope, contextlib.ExitStack() as leftovers:
             listeners = await open_listeners(*self._settings.listen)
             for listener in listeners:
-                leftovers.callback(listener.socket.close)  # the door closes them once it serves
+                leftovers.callback(listener.socket.close)  # the acceptor closes them once it serves
             self._port = listeners[0].socket.getsockname()[1]
             async with trio.open_nursery() as nursery:
                 await nursery.start(self._watch.run)
                 self._assemble(nursery)
                 leftovers.callback(self.jobs.close)
                 leftovers.callback(self.p2p.close)
-                door = Acceptor[trio.SocketStream](
+                acceptor = Acceptor[trio.SocketStream](
                     on_link=self.peers.welcome, on_lane=self.jobs.rendezvous.welcome
                 )
-                self._acceptor = door
-                await nursery.start(door.serve, listeners)
+                self._acceptor = acceptor
+                await nursery.start(acceptor.serve, listeners)
                 await self._start_sessions(nursery)
                 for address in self._settings.peers:
                     self.peers.targets.aim_at(address)
@@ -182,9 +186,9 @@ class Agent:
                 nursery.start_soon(self.peers.targets.run)
                 nursery.start_soon(self.membership.run)
                 nursery.start_soon(tick, self._judge)
-                nursery.start_soon(self._look)
+                nursery.start_soon(self._poll_jobs)
                 nursery.start_soon(
-                    watch_turned_away, self._count_turned_away, door.take_hosts, self._event_log
+                    watch_turned_away, self._count_turned_away, acceptor.take_hosts, self._event_log
                 )
                 self._say_ready()
                 scope.shield = True  # not before, as nobody else could cancel the start
@@ -206,7 +210,7 @@ class Agent:
             jitter=random.random,
             on_offer=lambda member, offer: self.jobs.rendezvous.accept(member, offer),  # noqa: PLW0108 - the rendezvous comes later
             on_ask=self.jobs.results.answer,
-            on_p2p=lambda member, message: self.p2p.hear(member, message),  # noqa: PLW0108 - as above
+            on_p2p=lambda member, message: self.p2p.receive(member, message),  # noqa: PLW0108 - as above
             contain=self._containment.contain,
         )
         self.membership = Membership(
@@ -255,7 +259,7 @@ class Agent:
         nursery.start_soon(self._strangers.sort, findings, self.peers)
 
     def _hello(self) -> Hello:
-        addresses = told_to_others(self._watch.current, port=self._port)
+        addresses = announced_addresses(self._watch.current, port=self._port)
         return Hello(PROTOCOL_VERSION, self._me, self._settings.name, addresses)
 
     def _say_ready(self) -> None:
@@ -269,7 +273,7 @@ class Agent:
     def _installed(self, before: View, after: View, losses: Mapping[Member, str]) -> None:
         self.p2p.follow()
         for news in describe_change(before, after, losses, me=self._me):
-            self._event_log.tell(news)
+            self._event_log.add(news)
 
     def _say(self, event: Event) -> None:
         if event.is_announced:
@@ -285,7 +289,7 @@ class Agent:
             self._lags.popleft()
         self.membership.judge(stall)
 
-    async def _look(self) -> None:
+    async def _poll_jobs(self) -> None:
         while True:
             await trio.sleep(POLL_S)
             self.jobs.poll()
@@ -296,7 +300,7 @@ class Agent:
         contain = self._containment.contain
         with contain("a local program's session", errors.append, passing=ENDS_OF_A_SESSION):
             await self._answer(session)
-        await tell_errors(session, errors)
+        await report_errors(session, errors)
 
     async def _answer(self, session: Session) -> None:
         match request := await session.receive():
@@ -331,11 +335,11 @@ class Agent:
             )
 
     def _count_turned_away(self) -> TurnedAwayStatus:
-        heard, programs = self._strangers.counters, self._sessions
+        discovery, programs = self._strangers.counters, self._sessions
         return TurnedAwayStatus(
             connections=self._acceptor.counters.turned_away,
-            forged_announcements=heard.forged,
-            foreign_announcements=heard.not_shown,
+            forged_announcements=discovery.forged,
+            foreign_announcements=discovery.not_shown,
             broken_links=self.peers.broken_links,
             programs=programs.refused + programs.silent + programs.garbage,
         )

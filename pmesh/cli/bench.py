@@ -1,29 +1,195 @@
 """`pmesh bench`: how fast this mesh is, in the manner of nccl-tests."""
 
+import math
 import re
+import statistics
 import sys
+import time
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version as installed_version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from pmesh.agent.status.schema import decode_status
-from pmesh.cli.bench_calls import COLLECTIVES, STRATEGIES
-from pmesh.cli.bench_plot import check_plot_file, draw
-from pmesh.cli.bench_rows import VALUE_BYTES, Plan, Report, Row, bench_table, measure_row
-from pmesh.cli.terminal import complain
+from pmesh.cli.bench_calls import COLLECTIVES, STRATEGIES, Collective, Trial
+from pmesh.cli.terminal import complain, printable
 from pmesh.client.connect import connect
 from pmesh.client.control import ask_status
 from pmesh.client.mesh import Mesh
 from pmesh.errors import ConfigError, RankLost, RunError, UsageError
 from pmesh.paths import home_directory, socket_path
+
+VALUE_BYTES = 4  # float32
+WARM_CALLS = 2
+LEAST_CALLS = 3  # a median of fewer says nothing
+MOST_CALLS = 1000  # enough for a 99th percentile
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One collective, strategy and size."""
+
+    collective: str
+    strategy: str | None
+    bytes: int
+    calls: int
+    min_s: float
+    """The time of a call is that of its slowest rank."""
+    median_s: float
+    p99_s: float
+    algorithm_bytes_per_s: float | None
+    """Bytes divided by the median; null for a collective without bytes."""
+    bus_bytes_per_s: float | None
+    correct: bool
+    """True if every result was right at every rank."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What `pmesh bench --json` prints."""
+
+    schema: int
+    version: str
+    names: tuple[str, ...]
+    """The machine of each rank."""
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The rows to measure; all ranks must have the same plan."""
+
+    sizes: tuple[int, ...]
+    collectives: tuple[Collective, ...]
+    strategies: tuple[str, ...]
+    seconds: float
+
+    def steps(self) -> Iterator[tuple[Collective, str, int]]:
+        """Yield the rows in order, without strategies that a collective does not have."""
+        for collective in self.collectives:
+            for strategy in collective.strategies:
+                if not strategy or strategy in self.strategies:
+                    for size in self.sizes if collective.has_sizes else (0,):
+                        yield collective, strategy, size
+
+    def describe(self) -> str:
+        """Return a text that is equal on two machines only if their plans are."""
+        rows = [f"{c.name} {strategy} {size}" for c, strategy, size in self.steps()]
+        return f"{self.seconds:g} s for each of {'; '.join(rows)}"
+
+
+def measure_row(
+    mesh: Mesh, collective: Collective, strategy: str, nbytes: int, *, seconds: float
+) -> Row:
+    """Repeat the call for about `seconds`, but at least `LEAST_CALLS` times.
+
+    Raises:
+        PmeshError: The collective failed.
+    """
+    trial = collective.prepare(mesh, nbytes // VALUE_BYTES, strategy)
+    warm = _slowest(mesh, _time_calls(trial, WARM_CALLS)[0])
+    times = min(MOST_CALLS, max(LEAST_CALLS, math.ceil(seconds / max(min(warm), 1e-9))))
+    own, all_right = _time_calls(trial, times)
+    wrong = mesh.all_reduce(np.array([not all_right]), "max")
+    took = sorted(_slowest(mesh, own))
+    median_s = statistics.median(took)
+    speed = nbytes / median_s if nbytes else None
+    return Row(
+        collective=collective.name,
+        strategy=strategy or None,
+        bytes=nbytes,
+        calls=times,
+        min_s=took[0],
+        median_s=median_s,
+        p99_s=took[math.ceil(times * 0.99) - 1],
+        algorithm_bytes_per_s=speed,
+        bus_bytes_per_s=None if speed is None else speed * collective.bus_factor(mesh.size),
+        correct=not wrong[0],
+    )
+
+
+def _time_calls(trial: Trial, times: int) -> tuple[list[float], bool]:
+    seconds: list[float] = []
+    all_right = True
+    for _ in range(times):
+        began = time.perf_counter()
+        result = trial.call()
+        seconds.append(time.perf_counter() - began)
+        all_right = trial.is_right(result) and all_right
+    return seconds, all_right
+
+
+def _slowest(mesh: Mesh, seconds: list[float]) -> list[float]:
+    """Return the time of each call at its slowest rank."""
+    return [float(s) for s in mesh.all_reduce(np.array(seconds), "max")]
+
+
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def bench_table(names: Sequence[str], rows: Iterable[Row]) -> Table:
+    """One line for each row, at most 80 cells wide: the narrowest common terminal."""
+    title = f"{len(names)} ranks: {printable(', '.join(names))}; bandwidth in MB/s"
+    table = Table(
+        title=title, title_justify="left", box=SIMPLE, show_edge=False, pad_edge=False, padding=0
+    )
+    table.add_column("collective")  # this column wraps if numbers are long
+    for head in ("size", "calls", "min", "median", "p99", "alg.", "bus"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("ok?", no_wrap=True, min_width=3)
+    for row in rows:
+        table.add_row(
+            f"{row.collective} {row.strategy or ''}",
+            size_text(row.bytes) if row.bytes else "",
+            str(row.calls),
+            *(time_text(s) for s in (row.min_s, row.median_s, row.p99_s)),
+            *map(_speed_text, (row.algorithm_bytes_per_s, row.bus_bytes_per_s)),
+            Text("yes", "green") if row.correct else Text("NO", "bold red"),
+        )
+    return table
+
+
+def size_text(nbytes: int) -> str:
+    """Format bytes in the largest unit that gives a whole number.
+
+    >>> size_text(1 << 28), size_text(1536), size_text(100)
+    ('256 MiB', '1536 B', '100 B')
+    """
+    for factor, unit in _UNITS:
+        if nbytes % factor == 0:
+            return f"{nbytes // factor} {unit}"
+    return f"{nbytes} B"
+
+
+def time_text(seconds: float) -> str:
+    """Format a time with three digits, in the unit that fits.
+
+    >>> time_text(0.0000123), time_text(0.5), time_text(75)
+    ('12.3 µs', '500 ms', '75 s')
+    """
+    for factor, unit in ((1e6, "µs"), (1e3, "ms")):
+        if round(seconds * factor) < 1000:  # noqa: PLR2004 - the next unit
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def _speed_text(bytes_per_s: float | None) -> str:
+    """Format a speed in MB/s with at least three digits."""
+    if bytes_per_s is None:
+        return ""
+    speed = bytes_per_s / 1e6
+    return f"{speed:,.0f}" if round(speed) >= 100 else f"{speed:.3g}"  # noqa: PLR2004 - digits
+
 
 JOB = "bench"
 PATIENCE_S = 300.0  # the user starts it on one machine after another
@@ -168,3 +334,47 @@ def _check_names(option: str, wanted: Sequence[str], known: Collection[str]) -> 
     for name in wanted:
         if name not in known:
             raise ConfigError(f"{option} must be one of {', '.join(known)}, not {name!r}")
+
+
+def check_plot_file(path: Path) -> None:
+    """Raise ConfigError before minutes of measuring if the plot can't be drawn or written."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'pmesh[bench]'")
+    from matplotlib.backend_bases import FigureCanvasBase  # noqa: PLC0415 - an extra, and 0.3 s
+
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.removeprefix(".").lower() not in kinds:
+        raise ConfigError(f"--plot {path}: the file name must end in one of .{', .'.join(kinds)}")
+    try:
+        path.open("ab").close()
+    except OSError as e:
+        raise ConfigError(
+            f"--plot {path} can't be written: {e.strerror}; name a file in a folder of your own"
+        ) from e
+
+
+def draw(path: Path, names: Sequence[str], rows: Sequence[Row]) -> None:
+    """Write the plot, with a line for each collective and strategy."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra, and 0.3 s
+
+    lines: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.bytes:
+            lines.setdefault(f"{row.collective} {row.strategy or ''}".strip(), []).append(row)
+    # Any: matplotlib's stubs leave the types of most arguments open.
+    figure: Any = Figure(figsize=(12, 5), layout="constrained")
+    latency, bandwidth = figure.subplots(1, 2)
+    for label, found in lines.items():
+        sizes = [row.bytes for row in found]
+        latency.plot(sizes, [row.median_s * 1e3 for row in found], marker=".", label=label)
+        speeds = [(row.bus_bytes_per_s or 0.0) / 1e6 for row in found]
+        bandwidth.plot(sizes, speeds, marker=".", label=label)
+    for axes, what in ((latency, "median time, ms"), (bandwidth, "bus bandwidth, MB/s")):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("bytes")
+        axes.set_ylabel(what)
+        axes.grid(visible=True, alpha=0.3)
+    latency.legend(fontsize="small")
+    figure.suptitle(f"pmesh bench: {len(names)} ranks, {', '.join(names)}")
+    figure.savefig(path)

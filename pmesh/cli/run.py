@@ -165,7 +165,7 @@ class Runner:
         self._start = start
         self._name = name
         self._child: Child | None = None
-        self._told = trio.Event()
+        self._signalled = trio.Event()
         self._signal = 0
 
     async def pass_signals_on(
@@ -176,7 +176,7 @@ class Runner:
             task_status.started()
             async for number in signals:
                 self._signal = self._signal or number
-                self._told.set()
+                self._signalled.set()
                 if self._child is not None:
                     self._child.send_signal(number)
 
@@ -188,18 +188,18 @@ class Runner:
             code, ending = await self._run_once(first=wait_s == 0)
             if code == 0:
                 return 0
-            if not self._told.is_set():
+            if not self._signalled.is_set():
                 wait_s = wait_before_start(wait_s, ran_s=trio.current_time() - began)
                 complain(f"{self._name} {ending}; starting it again in {wait_s:g} s")
                 with trio.move_on_after(wait_s):
-                    await self._told.wait()
-            if self._told.is_set():
+                    await self._signalled.wait()
+            if self._signalled.is_set():
                 return 128 + self._signal  # as in shells
 
     async def _run_once(self, *, first: bool) -> tuple[int, str]:
         try:
             async with self._start() as self._child:
-                if self._told.is_set():
+                if self._signalled.is_set():
                     self._child.send_signal(self._signal)  # it came while the command was started
                 code = await self._child.wait()
         except OSError as e:

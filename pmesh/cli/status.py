@@ -47,7 +47,7 @@ HEALTH_MARKS: Final[Mapping[Health, tuple[str, str]]] = MappingProxyType(
 )
 _EDGE_CELLS = 5
 _SIDES_CELLS = 8
-_SHORTEST_LABEL_CELLS = 7  # "● mac …": a narrower terminal wraps the picture
+_SHORTEST_LABEL_CELLS = 7  # "● mac …": a narrower terminal wraps the drawing
 
 
 class RingNode(NamedTuple):
@@ -57,7 +57,7 @@ class RingNode(NamedTuple):
     health: Health = "healthy"
     leader: bool = False
     here: bool = False
-    """True for the machine that shows the picture."""
+    """True for the machine that shows the status."""
 
 
 def draw_ring(nodes: Sequence[RingNode], *, width: int = 80, beat: int | None = None) -> Text:
@@ -272,16 +272,16 @@ def show_status(home: Path | None, *, watch: bool, as_json: bool) -> int:
     if not watch:
         console.print(render_status(decode_status(ask_status(path)), width=console.width))
     elif not console.is_terminal:  # Live would show nothing before its end
-        for picture in _pictures(path, console):
-            console.print(picture)
+        for screen in _screens(path, console):
+            console.print(screen)
     else:
         with Live(console=console, auto_refresh=False, screen=True) as live:
-            for picture in _pictures(path, console):
-                live.update(picture, refresh=True)
+            for screen in _screens(path, console):
+                live.update(screen, refresh=True)
     return 0
 
 
-def _pictures(path: Path, console: Console) -> Iterator[RenderableType]:
+def _screens(path: Path, console: Console) -> Iterator[RenderableType]:
     for beat in itertools.count():
         status = decode_status(ask_status(path))
         yield render_status(status, width=console.width, beat=beat)

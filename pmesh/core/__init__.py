@@ -9,14 +9,12 @@ wire        framing (lengths, first bytes), link (messages between agents), loca
 values      views, rosters, trainers, verdicts: the values that agents agree on
 views       state (what one member knows), agreement (the effects of a message), leader (the
             leader's half), rosters (jobs in a view change), outcomes and op_log (their ops), quorum
-            (which side may continue), ring (its order), stall_guard (after a stall), validation and
-            limits (against dishonest members)
+            (which side may continue), ring (its order), limits (against dishonest members)
 jobs        rank (its fences, failures and results), progress (how far all are), attempt (what an op
             does next), jobs (who waits, who lives here)
 ops         kinds, plan (sends and receives), reducing, moving, coded (who makes plans), cost (which
             is the fastest), reductions (the arithmetic)
 p2p         messages between two ranks, each exactly once
-budgets     fair shares of scarce resources
 
 There are two shapes: byte protocols are objects that take bytes and return events; decisions are
 frozen states and functions, with time and entropy as arguments.

@@ -122,7 +122,7 @@ class Inbox:
 def note(
     inbox: Inbox, sender: TrainerId, sequence: int, envelope: Envelope, *, first: int, before: int
 ) -> tuple[Inbox, bool]:
-    """Note an announcement. Returns True if the message is already delivered: tell its sender."""
+    """Note an announcement. Returns True if it is already delivered: the sender must learn that."""
     source = inbox.sources.get(sender, Source())
     source = _settle_below(source, max(first, source.first))
     if sequence <= source.delivered.get(envelope.tag, -1):

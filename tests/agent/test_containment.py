@@ -11,7 +11,7 @@ from trio.testing import MockClock
 from pmesh.agent.containment import AGAIN_S, MAX_PLACES, Containment
 from pmesh.agent.jobs import trainer
 from pmesh.agent.jobs.ranks import LocalRank
-from pmesh.agent.p2p import calls
+from pmesh.agent.p2p import router
 from pmesh.agent.run import Agent
 from pmesh.agent.status.events import EventLog
 from pmesh.core.wire.local import (
@@ -277,7 +277,7 @@ async def test_an_error_in_the_session_for_messages_leaves_the_trainer_its_ops(
         attach = Attach(SESSION_VERSION, JobName("digits"), pair[0].id)
         assert await envelopes.ask(attach) == Attached()
         with capture_logs(), monkeypatch.context() as patch:
-            patch.setattr(calls, "_Waiting", fail)
+            patch.setattr(router, "_Waiting", fail)
             reply = await envelopes.ask(ReceiveMessage(0, (pair[1].id,), 0, 5.0))
         assert isinstance(reply, Refused)
         assert reply.verdict.error == "AgentStopped"

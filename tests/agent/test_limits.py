@@ -260,9 +260,9 @@ async def test_a_source_named_again_and_again_is_one(clock: MockClock) -> None:
         envelopes = await here.trainer(machine)
         await envelopes.ask(Attach(SESSION_VERSION, JobName("digits"), pair[0].id))
         await envelopes.send(ReceiveMessage(0, (pair[1].id,) * 1024, 0, 5.0))
-        box = machine.agent.p2p.box_of(machine.agent.jobs.ranks[0])
-        await until(lambda: bool(box._inbox.wanted))  # noqa: SLF001
-        assert box._inbox.wanted[0].sources == (pair[1].id,)  # noqa: SLF001
+        endpoint = machine.agent.p2p.endpoint_of(machine.agent.jobs.ranks[0])
+        await until(lambda: bool(endpoint._inbox.wanted))  # noqa: SLF001
+        assert endpoint._inbox.wanted[0].sources == (pair[1].id,)  # noqa: SLF001
 
 
 async def test_who_stops_the_agent_sees_its_end_however_long_it_takes(

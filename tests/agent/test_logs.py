@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from pmesh.agent.logs import MAX_KINDS, MOST_LINES, Throttle, set_up_logs
+from pmesh.cli.up import MAX_KINDS, MOST_LINES, Throttle, set_up_logs
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,17 @@ import pytest
 
 from pmesh.cli import bench
 from pmesh.cli.app import run
-from pmesh.cli.bench import check_alike, parse_size
+from pmesh.cli.bench import (
+    LEAST_CALLS,
+    MOST_CALLS,
+    WARM_CALLS,
+    Plan,
+    Row,
+    check_alike,
+    measure_row,
+    parse_size,
+)
 from pmesh.cli.bench_calls import COLLECTIVES, Collective
-from pmesh.cli.bench_rows import LEAST_CALLS, MOST_CALLS, WARM_CALLS, Plan, Row, measure_row
 from pmesh.client.connect import connect
 from pmesh.client.mesh import Mesh
 from pmesh.errors import UsageError
@@ -358,7 +366,7 @@ def test_what_it_can_not_do_is_said_before_anybody_waits(
 def test_without_matplotlib_the_command_that_gets_it_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("pmesh.cli.bench_plot.find_spec", lambda _: None)
+    monkeypatch.setattr("pmesh.cli.bench.find_spec", lambda _: None)
 
     assert run(["bench", "--plot", "plot.png"]) == 2
     assert capsys.readouterr().err == (

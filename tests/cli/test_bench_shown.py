@@ -6,8 +6,7 @@ from typing import cast
 
 from rich.console import Console
 
-from pmesh.cli.bench_plot import draw
-from pmesh.cli.bench_rows import Row, bench_table, time_text
+from pmesh.cli.bench import Row, bench_table, draw, time_text
 
 
 def row(**more: object) -> Row:

@@ -25,9 +25,9 @@ from pmesh.core.views import (
     outcomes,
     quorum,
     rosters,
-    stall_guard,
     state,
 )
+from pmesh.core.views.agreement import StallGuard
 from pmesh.core.views.op_log import Ledger
 from pmesh.core.views.state import Fence, Install, MemberState, Peer, Step
 from pmesh.core.wire.link import Propose
@@ -178,9 +178,7 @@ def _expel_on_old_evidence(state: MemberState, member: Member, now: float) -> bo
 # --- V8
 
 
-def _keep_doubts(
-    before: stall_guard.StallGuard, _: MemberState, view: View
-) -> stall_guard.StallGuard:
+def _keep_doubts(before: StallGuard, _: MemberState, view: View) -> StallGuard:
     return replace(before, unconfirmed=before.unconfirmed.intersection(view.members))
 
 
@@ -286,7 +284,8 @@ MUTATIONS = {
     ),
     "trust_old_promises": Mutation(
         "V8: a view that was promised before the sleep is as old",
-        (stall_guard.install, _keep_doubts),
+        (StallGuard.install, _keep_doubts),
+        owner=StallGuard,
     ),
     "join_in_parts": Mutation(
         "V9: a view's members come together",

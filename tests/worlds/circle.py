@@ -99,7 +99,7 @@ class Circle:
         return message
 
     def hear(self, sender: Member, to: Member, message: AgreementMessage) -> None:
-        step = agreement.hear(self.states[to], sender, message, self.facts[to], now=self.now)
+        step = agreement.receive(self.states[to], sender, message, self.facts[to], now=self.now)
         self.take(to, step)
 
     def take(self, member: Member, step: Step) -> None:

@@ -1,7 +1,7 @@
 """One member, Bert, and what he does with what he is told."""
 
 from pmesh.core.values import View
-from pmesh.core.views.agreement import hear
+from pmesh.core.views.agreement import receive
 from pmesh.core.views.state import Facts, Install, MemberState, Send, Step
 from pmesh.core.wire.link import AgreementMessage, Commit
 from pmesh.ids import Member
@@ -20,14 +20,14 @@ TRIO = make_view(5, ANNA, BERT, CARA)
 BERTS = all_hearing_each_other(BERT, TRIO, ANNA, CARA)
 """Bert in peace, with Anna who leads and Cara who comes after him."""
 
-CARA_LOST_ANNA = hear(BERTS, CARA, make_heartbeat(TRIO, BERT), Facts(), now=NOW).state
+CARA_LOST_ANNA = receive(BERTS, CARA, make_heartbeat(TRIO, BERT), Facts(), now=NOW).state
 """Cara has noticed already that Anna, who leads, is gone; Bert is about to."""
 
 
 def told(
     state: MemberState, sender: Member, message: AgreementMessage, *, facts: Facts | None = None
 ) -> Step:
-    return hear(state, sender, message, facts or Facts(), now=NOW)
+    return receive(state, sender, message, facts or Facts(), now=NOW)
 
 
 def sent(step: Step) -> list[tuple[Member, AgreementMessage]]:

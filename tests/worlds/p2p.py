@@ -195,25 +195,25 @@ def lose_first(
     monkeypatch: pytest.MonkeyPatch, kind: type[P2PMessage], count: int
 ) -> list[P2PMessage]:
     """The first messages of a kind don't arrive; returns those."""
-    real, lost = P2PRouter.hear, list[P2PMessage]()
+    real, lost = P2PRouter.receive, list[P2PMessage]()
 
-    def hear(room: P2PRouter, member: Member, message: P2PMessage) -> None:
+    def receive(room: P2PRouter, member: Member, message: P2PMessage) -> None:
         if isinstance(message, kind) and len(lost) < count:
             lost.append(message)
         else:
             real(room, member, message)
 
-    monkeypatch.setattr(P2PRouter, "hear", hear)
+    monkeypatch.setattr(P2PRouter, "receive", receive)
     return lost
 
 
 def told(monkeypatch: pytest.MonkeyPatch) -> list[P2PMessage]:
     """What agents tell each other from now on."""
-    real, heard = P2PRouter.hear, list[P2PMessage]()
+    real, heard = P2PRouter.receive, list[P2PMessage]()
 
-    def hear(room: P2PRouter, member: Member, message: P2PMessage) -> None:
+    def receive(room: P2PRouter, member: Member, message: P2PMessage) -> None:
         heard.append(message)
         real(room, member, message)
 
-    monkeypatch.setattr(P2PRouter, "hear", hear)
+    monkeypatch.setattr(P2PRouter, "receive", receive)
     return heard

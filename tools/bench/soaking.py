@@ -21,10 +21,10 @@ SAMPLE_S = 0.2
 BATCHES = 20
 TOGETHER = 4  # ops of 256 MiB whose results wait for their check, in which the agents idle
 LEAST_TICKS = 20
-# Each agent writes how late each of its ticks came, ten a second: pmesh/net/local/clocks.py judges
-# the silence of peers by the same ticks.
+# Each agent writes how late each of its ticks came, ten a second. The agent judges the silence of
+# peers by the same ticks (pmesh/net/local/processes.py).
 LOG_TICKS = """
-import pmesh.net.local.clocks as stalls
+import pmesh.net.local.processes as stalls
 from os import environ
 from pathlib import Path
 from typing import Self

@@ -166,7 +166,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
 
     def reevaluate(self) -> None:
         """A fact has changed."""
-        self.membership.poke()
+        self.membership.reevaluate()
 
     def beat(self) -> None:
         """Send the others how far our ranks have come."""

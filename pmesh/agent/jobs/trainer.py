@@ -16,7 +16,6 @@ from pmesh.agent.grants import SAY_EVERY_S, Grants
 from pmesh.agent.jobs.driver import Jobs, WaitingTrainer
 from pmesh.agent.jobs.op_task import run_op
 from pmesh.agent.jobs.ranks import LocalRank
-from pmesh.agent.refusals import refuse, tell_errors
 from pmesh.compression.codecs import codec_of
 from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.jobs.rank import COME_BACK
@@ -41,7 +40,7 @@ from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, OpNumber, TrainerId
 from pmesh.net.local.arena_pools import ArenaShare, SessionArenas
 from pmesh.net.local.processes import TrainerProcess, wait_for_exit
-from pmesh.net.local.sessions import ENDS_OF_A_SESSION, Session
+from pmesh.net.local.sessions import ENDS_OF_A_SESSION, Session, refuse, report_errors
 
 
 class Compiler:
@@ -182,7 +181,7 @@ class _Trainer:
                 why = "is lost: its agent has made an error; the log there says which"
             if self._rank is not None:
                 self._jobs.depart(self._rank, why)
-        await tell_errors(self._session, bugs)
+        await report_errors(self._session, bugs)
         await self._session.aclose()
         for rank in [rank for rank in self._jobs.ranks if rank.arenas is self._arenas]:
             await rank.released.wait()  # until then the others may ask for its results (O2)

@@ -63,7 +63,7 @@ class Strangers:
 
 INTERVAL_S: Final = 60.0
 FEW: Final = 8  # a neighbour's port scan, or a machine with another mesh key, is no attack
-MAX_HOSTS_TOLD: Final = 3
+MAX_HOSTS_NAMED: Final = 3
 
 
 def describe(
@@ -85,7 +85,7 @@ def describe(
     new: dict[str, int] = {name: count - were[name] for name, count in are.items()}
     if sum(new.values()) < FEW and not new["broken_links"]:
         return None
-    most = Counter(hosts).most_common(MAX_HOSTS_TOLD)
+    most = Counter(hosts).most_common(MAX_HOSTS_NAMED)
     where = f" ({', '.join(f'{count} from {host}' for host, count in most)})" if most else ""
     words = {
         "connections": (f"connection of a stranger{where}", f"connections of strangers{where}"),

@@ -7,6 +7,7 @@ flush answer (V3).
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Literal, Protocol
 
 import msgspec
@@ -16,13 +17,13 @@ import trio
 from pmesh.core.links import health
 from pmesh.core.links.health import WIRED, Condition, Health, Thresholds
 from pmesh.core.values import View
-from pmesh.core.views import agreement, limits, stall_guard
+from pmesh.core.views import agreement, limits
+from pmesh.core.views.agreement import StallGuard
 from pmesh.core.views.limits import is_led_astray
-from pmesh.core.views.stall_guard import StallGuard
 from pmesh.core.views.state import Facts, Fence, Install, MemberState, Send, Step, heartbeat_of
 from pmesh.core.wire.link import AgreementMessage, Heartbeat, LinkMessage, TellView
 from pmesh.ids import JobName, Member, NodeId
-from pmesh.net.local.clocks import Stall
+from pmesh.net.local.processes import Stall
 
 HEARTBEAT_S = 0.2  # a fifth of the shortest silence that means anything
 DOUBT_S = WIRED.gone_after_s / 2  # V8: after a stall this long, a peer may have given us up
@@ -93,7 +94,7 @@ class Membership:
         self._losses: dict[Member, str] = {}
         self._inputs: deque[Callable[[Facts, float], Step]] = deque()
         self._draining = False
-        self._told: object = None
+        self._reported: object = None
         self._stall_guard = StallGuard()
 
     @property
@@ -133,7 +134,7 @@ class Membership:
             self._noticed("loss noticed", f"{self.name_of(node)} is lost: {why}")
             self._step(lambda facts, now: agreement.lose(self.state, node, why, facts, now=now))
 
-    def hear(self, member: Member, message: AgreementMessage) -> None:
+    def receive(self, member: Member, message: AgreementMessage) -> None:
         """Handle a peer's message. Raises ProtocolError if no honest member would send it."""
         contact = self._contacts.get(member.node)
         if contact is None or contact.member != member:
@@ -147,12 +148,14 @@ class Membership:
         contact.health = health.heard_from(
             contact.health, now=now, round_trip_s=round_trip_s
         ).health
-        self._step(lambda facts, now: agreement.hear(self.state, member, message, facts, now=now))
+        self._step(
+            lambda facts, now: agreement.receive(self.state, member, message, facts, now=now)
+        )
         if isinstance(message, Heartbeat):
-            self._doubt(stall_guard.hear(self._stall_guard, self.state, member, message))
+            self._doubt(self._stall_guard.receive(self.state, member, message))
             self._follower.marked(member, message)
 
-    def poke(self) -> None:
+    def reevaluate(self) -> None:
         """Decide again, as a fact has changed."""
         self._step(lambda facts, now: agreement.pass_time(self.state, facts, now=now))
 
@@ -162,7 +165,7 @@ class Membership:
 
     async def run(self) -> None:
         while True:
-            self.poke()
+            self.reevaluate()
             self.beat()
             if is_led_astray(self.state, now=trio.current_time()):
                 self._led_astray()
@@ -172,7 +175,7 @@ class Membership:
         """Judge the silence of all peers, without counting our own stall."""
         now = trio.current_time()
         if stall.total_s >= DOUBT_S:
-            self._doubt(stall_guard.wake(self.state, now_us=_microseconds(now)))
+            self._doubt(agreement.wake(self.state, now_us=_microseconds(now)))
             self.beat()  # the answers confirm our view
         for node, contact in list(self._contacts.items()):
             forgiven = health.forgive_stall(contact.health, stalled_s=stall.total_s, now=now)
@@ -212,9 +215,9 @@ class Membership:
         finally:
             self._draining = False
             self._inputs.clear()
-        if self._told != self._worth_telling():
+        if self._reported != self._urgent():
             self.beat()
-            self._told = self._worth_telling()
+            self._reported = self._urgent()
 
     def _advance(self, decide: Callable[[Facts, float], Step]) -> None:
         before = self.state
@@ -227,14 +230,14 @@ class Membership:
                 case Fence(jobs):
                     self._follower.fence(jobs)
                 case Install(view):
-                    after = stall_guard.install(self._stall_guard, before, view)
+                    after = self._stall_guard.install(before, view)
                     if after.unconfirmed:
                         self._doubt(after)  # before anything can be delivered in this view
                     self._follower.install(view)
                     self._doubt(after)
                     self._installed(before.view, view, self._losses)
                     self._losses = {m: w for m, w in self._losses.items() if m in view.members}
-                    self.poke()  # after this step, because the facts have changed
+                    self.reevaluate()  # after this step, because the facts have changed
 
     def _facts(self) -> Facts:
         round_trips = {
@@ -242,17 +245,10 @@ class Membership:
             for contact in self._contacts.values()
             if contact.health.round_trip_s is not None
         }
-        facts = self._follower.facts()
-        return Facts(
-            reports=facts.reports,
-            waiting=facts.waiting,
-            view_requests=facts.view_requests,
-            progress=facts.progress,
-            round_trips=round_trips,
-        )
+        return replace(self._follower.facts(), round_trips=round_trips)
 
-    def _worth_telling(self) -> object:
-        """Return what the others must learn at once; the rest waits for the next heartbeat."""
+    def _urgent(self) -> object:
+        """Return the parts of a heartbeat that are sent at once when they change."""
         beat = heartbeat_of(self.state, self._facts(), trio.current_time())
         return msgspec.structs.replace(beat, heard=dict.fromkeys(beat.heard, 0), progress=())
 

@@ -234,7 +234,7 @@ class Peers:
         return None
 
     async def _judge_incarnations(self, current: Live, new: Live) -> None:
-        """Tell a restarted agent from a copied home: both come under a known node key."""
+        """Distinguish a restarted agent from a copied home: both come under a known node key."""
         try:
             lives = await self._shows_life(current)
         except BaseException:  # the agent is stopping
@@ -306,7 +306,7 @@ class Peers:
                 with self._contain(
                     f"the link to {live.link.peer.name}", errors.append, passing=(PmeshError,)
                 ):
-                    self._hear(live, message)
+                    self._receive(live, message)
             self._ban(live.link.node)
             return errors[0], True
         except trio.EndOfChannel:
@@ -331,7 +331,7 @@ class Peers:
         self.broken_links += 1
         self._bans.add(node, now=trio.current_time())
 
-    def _hear(self, live: Live, message: LinkMessage) -> None:
+    def _receive(self, live: Live, message: LinkMessage) -> None:
         match message:
             case Hello():
                 raise ProtocolError("a second Hello")
@@ -349,7 +349,7 @@ class Peers:
                 live.leaving = True
                 self._end(live, "its agent was stopped")
             case _:
-                self.membership.hear(live.member, message)
+                self.membership.receive(live.member, message)
 
     async def _redial(self, live: Live, why: str) -> None:
         """V6: an end of file means gone only if a redial fails or meets another incarnation."""
@@ -386,7 +386,7 @@ class Peers:
             self._end(live, why)
 
     async def leave(self) -> None:
-        """Tell all peers that this is a leave and not a failure, and accept no more links."""
+        """Inform all peers that this is a leave and not a failure, and accept no more links."""
         self._leaving = True
         leaving, self.links = self.links, {}  # so that their ends cause no redial
         async with trio.open_nursery() as nursery:

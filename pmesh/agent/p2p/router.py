@@ -1,12 +1,38 @@
-"""Passes messages and views to the endpoints of the local ranks (O4)."""
+"""Connects the endpoints of the local ranks with other agents and with the trainers (O4).
 
-from collections.abc import Callable, Sequence
+A trainer has a second connection for its messages, on which several sends and receives run at a
+time.
+"""
 
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import trio
+
+from pmesh.agent.grants import SAY_EVERY_S, Grants
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
-from pmesh.agent.p2p.endpoint import P2PEndpoint
+from pmesh.agent.p2p.endpoint import MessageLost, P2PEndpoint, Received
+from pmesh.core.jobs.rank import COME_BACK
+from pmesh.core.values import Verdict
 from pmesh.core.wire.link import AnnounceMessage, MessageWithdrawn, P2PMessage
+from pmesh.core.wire.local import (
+    SESSION_VERSION,
+    Attach,
+    Attached,
+    DropArena,
+    MessageFailed,
+    MessageReceived,
+    MessageSent,
+    MessageWaits,
+    ReceiveMessage,
+    SendMessage,
+    WantArena,
+)
+from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, Member, TrainerId
+from pmesh.net.local.arena_pools import ArenaShare, SessionArenas
+from pmesh.net.local.sessions import Session, refuse
 
 
 class P2PRouter:
@@ -24,7 +50,7 @@ class P2PRouter:
         self._ranks = ranks
         self._rendezvous = rendezvous
         self._send = send
-        self._boxes: dict[LocalRank, P2PEndpoint] = {}
+        self._endpoints: dict[LocalRank, P2PEndpoint] = {}
         self._ended_traffic = (0, 0)
 
     def rank_of(self, job: JobName, trainer: TrainerId, *, pid: int) -> LocalRank | None:
@@ -34,22 +60,22 @@ class P2PRouter:
                 return rank
         return None
 
-    def box_of(self, rank: LocalRank) -> P2PEndpoint:
-        if rank not in self._boxes:
+    def endpoint_of(self, rank: LocalRank) -> P2PEndpoint:
+        if rank not in self._endpoints:
 
-            def tell(peer: TrainerId, message: P2PMessage) -> None:
+            def send(peer: TrainerId, message: P2PMessage) -> None:
                 trainer = rank.roster.trainer(peer)
                 if trainer is None:
                     return  # the rank is lost
                 if trainer.member == self._me:
-                    self.hear(self._me, message)
+                    self.receive(self._me, message)
                 else:
                     self._send(trainer.member, message)
 
-            self._boxes[rank] = P2PEndpoint(rank, self._rendezvous, tell)
-        return self._boxes[rank]
+            self._endpoints[rank] = P2PEndpoint(rank, self._rendezvous, send)
+        return self._endpoints[rank]
 
-    def hear(self, member: Member, message: P2PMessage) -> None:
+    def receive(self, member: Member, message: P2PMessage) -> None:
         """Handle a message from another agent, which repeats one that precedes its view."""
         address = message.address
         own, peer = address.sender, address.receiver
@@ -61,27 +87,196 @@ class P2PRouter:
                 continue
             trainer = roster.trainer(peer)
             if peer in roster.ids and trainer is not None and trainer.member == member:
-                self.box_of(rank).hear(peer, message)
+                self.endpoint_of(rank).receive(peer, message)
 
     def follow(self) -> None:
-        for rank, box in list(self._boxes.items()):
-            box.follow()
+        for rank, endpoint in list(self._endpoints.items()):
+            endpoint.follow()
             if rank not in self._ranks:
-                del self._boxes[rank]
-                self._ended_traffic = _sum_of(self._ended_traffic, box.traffic)
+                del self._endpoints[rank]
+                self._ended_traffic = _sum_of(self._ended_traffic, endpoint.traffic)
 
     def close(self) -> None:
-        for box in self._boxes.values():
-            box.close()
+        for endpoint in self._endpoints.values():
+            endpoint.close()
 
     @property
     def traffic(self) -> tuple[int, int]:
         """Bytes of messages sent and received at the sockets since the agent's start."""
         total = self._ended_traffic
-        for box in self._boxes.values():
-            total = _sum_of(total, box.traffic)
+        for endpoint in self._endpoints.values():
+            total = _sum_of(total, endpoint.traffic)
         return total
 
 
 def _sum_of(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
     return one[0] + other[0], one[1] + other[1]
+
+
+MAX_CALLS = 48  # at a time: a session may have 64 arenas of a kind, some of them idle
+_CHECK_S = 1.0
+
+
+async def serve_p2p(session: Session, request: Attach, room: P2PRouter, share: ArenaShare) -> None:
+    """Serve one trainer's messages, in its program's share of memory, until it disconnects."""
+    rank = room.rank_of(request.job, request.trainer, pid=session.pid)
+    if request.version != SESSION_VERSION:
+        text = f"the trainer speaks session version {request.version}, the agent {SESSION_VERSION}"
+        await refuse(session, "ProtocolVersionMismatch", text)
+        return
+    if rank is None:
+        text = f"this trainer is not in job {request.job!r}; {COME_BACK}"
+        await refuse(session, "HistorySuperseded", text)
+        return
+    await session.send(Attached())
+    arenas = SessionArenas(share)
+    try:
+        async with trio.open_nursery() as nursery:
+            serving = _Envelopes(session, room.endpoint_of(rank), arenas, nursery)
+            nursery.start_soon(serving.report_waits)
+            await serving.run()
+    finally:
+        with trio.CancelScope(shield=True):
+            await arenas.aclose()
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A call that has not ended."""
+
+    since: float
+    said: int
+    on: tuple[str, ...]
+
+
+class _Envelopes:
+    """The calls of one connection."""
+
+    def __init__(
+        self, session: Session, endpoint: P2PEndpoint, arenas: SessionArenas, nursery: trio.Nursery
+    ) -> None:
+        self._session = session
+        self._endpoint = endpoint
+        self._arenas = arenas
+        self._nursery = nursery
+        self._grants = Grants(session, arenas)
+        self._waiting: dict[int, _Waiting] = {}
+
+    async def run(self) -> None:
+        """Serve requests in order, as their order decides which message is received first."""
+        while True:
+            await self._session.all_sent()  # else unread replies would pile up without limit
+            match request := await self._session.receive():
+                case SendMessage() | ReceiveMessage():
+                    await self._begin(request)
+                case WantArena(nbytes):
+                    await self._grants.grant_input(nbytes)
+                case DropArena(number):
+                    self._arenas.drop(number)
+                case _:
+                    raise ProtocolError(f"a trainer's messages can't use {type(request).__name__}")
+
+    async def report_waits(self) -> None:
+        while True:
+            await trio.sleep(_CHECK_S)
+            now = trio.current_time()
+            for call, waiting in list(self._waiting.items()):
+                if now - waiting.since >= waiting.said * SAY_EVERY_S:
+                    waiting.said += 1
+                    await self._session.send(MessageWaits(call, now - waiting.since, waiting.on))
+
+    # --- calls
+
+    async def _begin(self, request: "_Call") -> None:
+        """Register the call at once, which fixes its order, and await its end in a task."""
+        if request.call in self._waiting:
+            raise ProtocolError(f"call {request.call} is already running")
+        on: tuple[TrainerId, ...]
+        try:
+            self._check_room()
+            if isinstance(request, SendMessage):
+                ending, on = self._begin_send(request), (request.to,)
+            else:
+                ending, on = self._begin_receive(request), request.sources
+        except MessageLost as e:
+            await self._session.send(MessageFailed(request.call, e.verdict))
+            return
+        waiting = _Waiting(trio.current_time(), 1, self._endpoint.describe(on))
+        self._waiting[request.call] = waiting
+        self._nursery.start_soon(self._end, request, ending, waiting)
+
+    async def _end(self, request: "_Call", ending: "_Ending", waiting: _Waiting) -> None:
+        call = request.call
+        reply: MessageSent | MessageFailed | Received
+        reply = MessageFailed(call, _timed_out(request, waiting.on))
+        try:
+            with trio.move_on_after(min(request.timeout_s, 1e9)):
+                reply = await ending()
+        except MessageLost as e:
+            reply = MessageFailed(call, e.verdict)
+        del self._waiting[call]
+        if isinstance(reply, Received):
+            await self._report_received(call, reply)
+        else:
+            await self._session.send(reply)
+
+    def _check_room(self) -> None:
+        if len(self._waiting) >= MAX_CALLS:
+            text = f"at most {MAX_CALLS} sends and receives at a time: wait for some of them"
+            raise MessageLost(Verdict("UsageError", text))
+
+    def _begin_send(self, request: SendMessage) -> "_Ending":
+        nbytes = request.envelope.nbytes
+        if (nbytes > 0) != (request.arena >= 0):
+            raise ProtocolError(f"a message of {nbytes} bytes with arena {request.arena}")
+        inputs = self._arenas.inputs
+        arena = inputs.hold(request.arena, nbytes) if nbytes else None
+        try:
+            sending = self._endpoint.begin_send(request.to, request.envelope)
+        except MessageLost:
+            if arena is not None:
+                inputs.release(arena)
+            raise
+
+        async def end() -> MessageSent:
+            values = memoryview(b"") if arena is None else arena.memory[:nbytes].toreadonly()
+            try:
+                await self._endpoint.end_send(sending, values)
+            finally:
+                if arena is not None:
+                    inputs.release(arena)
+            return MessageSent(request.call)
+
+        return end
+
+    def _begin_receive(self, request: ReceiveMessage) -> "_Ending":
+        receiving = self._endpoint.begin_receive(request.sources, request.tag)
+
+        async def end() -> Received:
+            return await self._endpoint.end_receive(receiving, self._arenas.outputs)
+
+        return end
+
+    async def _report_received(self, call: int, received: Received) -> None:
+        arena = received.arena
+        await self._grants.report_gone()
+        if arena is not None:
+            self._arenas.outputs.give(arena)
+            self._arenas.outputs.release(arena)
+            await self._grants.grant_output(arena)
+        number = -1 if arena is None else arena.number
+        await self._session.send(MessageReceived(call, received.source, received.envelope, number))
+
+
+_Call = SendMessage | ReceiveMessage
+_Ending = Callable[[], Awaitable[MessageSent | Received]]
+
+
+def _timed_out(request: _Call, on: tuple[str, ...]) -> Verdict:
+    names = " or ".join(on)
+    if isinstance(request, SendMessage):
+        tag = request.envelope.tag
+        text = f"{names} did not receive a message with tag {tag} within {request.timeout_s:g} s"
+        return Verdict("OpTimedOut", text, (request.to,))
+    text = f"no message with tag {request.tag} came from {names} within {request.timeout_s:g} s"
+    return Verdict("OpTimedOut", text, request.sources)

@@ -3,10 +3,13 @@
 `python tools/status_schema.py` writes docs/reference/events.schema.json from these structs. Fields
 may be added under one version; a reader ignores unknown fields. A new kind of event, or a field
 that is removed or changes its meaning, needs a new version.
+
+`describe_change` turns a view change into events. `pmesh up` and `pmesh events` print the same
+texts.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import islice
 from typing import Annotated, Literal, TypeAlias
@@ -14,11 +17,11 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from pmesh.errors import UsageError
-from pmesh.ids import JobName, Member, OpNumber, node_text
+from pmesh.agent.status.schema import decode_as
+from pmesh.core.values import Roster, Trainer, View
+from pmesh.ids import Epoch, JobName, Member, OpNumber, node_text
 
 EVENTS_SCHEMA_VERSION: Literal[2] = 2
-_JSON_SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 
 KEPT = 1000  # a day of a quiet mesh, an hour of one whose machines join and leave all the time
 PAGE_BYTES = 512 * 1024  # with the last event, half of the largest message of a session
@@ -157,11 +160,11 @@ class EventLog:
             names: The machines concerned.
             duration_s: How long it took, by a monotonic clock.
         """
-        self.tell(
+        self.add(
             News(kind=kind, text=text, job=job, op=op, names=names, duration_s=duration_s),
         )
 
-    def tell(self, news: News) -> None:
+    def add(self, news: News) -> None:
         event = Event(
             kind=news.kind,
             text=news.text if len(news.text) <= MAX_TEXT else f"{news.text[: MAX_TEXT - 1]}…",
@@ -204,16 +207,149 @@ def encode_events(page: EventPage) -> bytes:
 
 def decode_events(data: bytes) -> EventPage:
     """The inverse of `encode_events`. Raises UsageError if the schema differs."""
-    try:
-        return msgspec.json.decode(data, type=EventPage)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-        raise UsageError(
-            "the agent's events have a schema other than that of this pmesh "
-            f"({EVENTS_SCHEMA_VERSION}): {e}; restart the agent: 'pmesh down', then 'pmesh up'"
-        ) from e
+    return decode_as(EventPage, data, "the agent's events have", EVENTS_SCHEMA_VERSION)
 
 
-def events_schema() -> bytes:
-    """Return the JSON schema of `EventPage` for docs/reference."""
-    schema = {"$schema": _JSON_SCHEMA, **msgspec.json.schema(EventPage)}
-    return msgspec.json.format(msgspec.json.encode(schema), indent=2) + b"\n"
+def describe_change(
+    before: View, after: View, losses: Mapping[Member, str], *, me: Member
+) -> Iterator[News]:
+    """Yield the events of a view change; none if the view only settles ops.
+
+    Args:
+        before: The previous view.
+        after: The installed view.
+        losses: Why members were lost, as far as this agent noticed it itself.
+        me: This agent, which is marked in the ring.
+    """
+    yield from _describe_members(before, after, losses)
+    if before.members != after.members:
+        yield _describe_ring(after, me)
+    yield from _describe_jobs(before, after)
+
+
+def _describe_members(before: View, after: View, losses: Mapping[Member, str]) -> Iterator[News]:
+    old = {seat.member: seat.name for seat in before.seats}
+    new = {seat.member: seat.name for seat in after.seats}
+    for member in (member for member in old if member not in new):
+        why = losses.get(member, "the others no longer hear it")
+        name = old[member]
+        yield News(kind="peer lost", text=f"{name} is gone: {why}", names=(name,))
+    for member in (member for member in new if member not in old):
+        yield News(kind="peer joined", text=f"{new[member]} joined", names=(new[member],))
+
+
+def _describe_ring(view: View, me: Member) -> News:
+    names = tuple(seat.name for seat in view.seats)
+    if len(names) == 1:
+        text = "alone: no other machine of this mesh is here"
+        return News(kind="view", text=text, names=names)
+    marked = [seat.name + " (this machine)" * (seat.member == me) for seat in view.seats]
+    leader = next(seat.name for seat in view.seats if seat.member.node == view.epoch.leader)
+    text = f"ring: {' → '.join(marked)} → {names[0]}; leader {leader}"
+    return News(kind="view", text=text, names=names)
+
+
+def _describe_jobs(before: View, after: View) -> Iterator[News]:
+    old: dict[tuple[JobName, Epoch], Roster] = {(r.job, r.born): r for r in before.rosters}
+    for roster in after.rosters:
+        known = old.pop((roster.job, roster.born), None)
+        if known is None:
+            yield _describe_new_job(roster, after)
+            yield from _describe_state(None, roster)
+        elif known != roster:
+            yield from _describe_job(known, roster)
+    for roster in old.values():
+        yield _news("job ended", roster, "has ended", roster.trainers)
+
+
+def _describe_new_job(roster: Roster, view: View) -> News:
+    ranks = _count(roster.trainers)
+    if roster.born == view.epoch:
+        return _news("job began", roster, f"begins with {ranks}", roster.trainers)
+    return _news("job found", roster, f"was running already, with {ranks}", roster.trainers)
+
+
+def _describe_job(before: Roster, after: Roster) -> Iterator[News]:
+    if _goes_on_in(before, after):
+        yield from _describe_losses(before, after)
+        yield from _describe_entries(before, after)
+    else:
+        gone = [trainer for trainer in before.trainers if trainer not in after.trainers]
+        text = f"takes the other side's state; {', '.join(_names(gone))} may return by mesh.sync()"
+        yield _news("superseded", after, text, gone)
+    yield from _describe_state(before, after)
+    yield from _describe_failed_ops(before, after)
+
+
+def _goes_on_in(before: Roster, after: Roster) -> bool:
+    """True if both have one history (V9): a trainer follows only one side of a partition."""
+    return after.number > before.number and not set(before.trainers).isdisjoint(after.trainers)
+
+
+def _describe_losses(before: Roster, after: Roster) -> Iterator[News]:
+    """Views may have been skipped: both rosters show the lost ranks, the last gives reasons."""
+    gone = [trainer for trainer in before.trainers if trainer not in after.trainers]
+    explained = {lost for verdict in after.losses for lost in verdict.trainers}
+    for verdict in after.losses:
+        concerned = [t for t in before.trainers if t.id in verdict.trainers]
+        yield _news("rank lost", after, f": {verdict.message}", concerned)
+    for trainer in (trainer for trainer in gone if trainer.id not in explained):
+        yield _news("rank lost", after, f": {before.describe(trainer.id)} is lost", [trainer])
+
+
+def _describe_entries(before: Roster, after: Roster) -> Iterator[News]:
+    for trainer in (trainer for trainer in after.trainers if trainer.id not in before.ids):
+        text = f": {after.describe(trainer.id)} enters, as one of {len(after.trainers)}"
+        yield _news("rank entered", after, text, [trainer], op=trainer.enters)
+
+
+def _describe_state(before: Roster | None, after: Roster) -> Iterator[News]:
+    """Say if the ops of the job stop or resume; we assume that an unknown job could run."""
+    was_quorate = before is None or before.quorate
+    was_enough = before is None or _is_enough(before)
+    if was_quorate and not after.quorate:
+        text = "waits: the ranks here are not a majority"
+        yield _news("quorum lost", after, text, after.trainers)
+    if after.quorate and not was_quorate:
+        yield _news("quorum regained", after, "has a majority again", after.trainers)
+    if was_enough and not _is_enough(after):
+        text = f"waits: it has {_count(after.trainers)}, but needs {after.terms.min_ranks}"
+        yield _news("job waits", after, text, after.trainers)
+    if _is_enough(after) and not was_enough:
+        text = f"goes on with {_count(after.trainers)}"
+        yield _news("job goes on", after, text, after.trainers)
+
+
+def _describe_failed_ops(before: Roster, after: Roster) -> Iterator[News]:
+    known = {outcome.op for outcome in before.outcomes if outcome.verdict is not None}
+    for outcome in after.outcomes:
+        if outcome.verdict is not None and outcome.op not in known:
+            verdict = outcome.verdict
+            text = f": op {outcome.op} failed: {verdict.error}: {verdict.message}"
+            blamed = [t for t in before.trainers if t.id in verdict.trainers]
+            yield _news("op failed", after, text, blamed, op=outcome.op)
+
+
+def _is_enough(roster: Roster) -> bool:
+    return len(roster.trainers) >= roster.terms.min_ranks
+
+
+def _news(
+    kind: EventKind,
+    roster: Roster,
+    text: str,
+    trainers: Sequence[Trainer],
+    *,
+    op: OpNumber | None = None,
+) -> News:
+    """The text follows the job's name, and starts with a verb or a colon."""
+    text = f"job {roster.job!r}{text}" if text[0] == ":" else f"job {roster.job!r} {text}"
+    return News(kind=kind, text=text, job=roster.job, op=op, names=_names(trainers))
+
+
+def _names(trainers: Sequence[Trainer]) -> tuple[str, ...]:
+    return tuple(trainer.name for trainer in trainers)
+
+
+def _count(trainers: Sequence[Trainer]) -> str:
+    return "1 rank" if len(trainers) == 1 else f"{len(trainers)} ranks"

@@ -5,12 +5,14 @@ may be added under one version; a reader ignores unknown fields. A field that is
 its meaning needs a new version.
 """
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from pmesh.errors import UsageError
+
+T = TypeVar("T", bound=Struct)
 
 SCHEMA_VERSION: Literal[2] = 2
 _JSON_SCHEMA = "https://json-schema.org/draft/2020-12/schema"
@@ -28,7 +30,7 @@ PeerState: TypeAlias = Literal[
 JobState: TypeAlias = Literal["waiting", "running", "below_min_ranks", "no_quorum"]
 
 
-class _Part(msgspec.Struct, frozen=True, kw_only=True):
+class _Part(Struct, frozen=True, kw_only=True):
     pass
 
 
@@ -239,16 +241,21 @@ def encode_status(status: Status) -> bytes:
 
 def decode_status(data: bytes) -> Status:
     """The inverse of `encode_status`. Raises UsageError if the schema differs."""
+    return decode_as(Status, data, "the agent's status has", SCHEMA_VERSION)
+
+
+def decode_as(kind: type[T], data: bytes, what: str, version: int) -> T:
+    """Decode JSON of an agent, which may run another version of pmesh."""
     try:
-        return msgspec.json.decode(data, type=Status)
+        return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise UsageError(
-            "the agent's status has a schema other than that of this pmesh "
-            f"({SCHEMA_VERSION}): {e}; restart the agent: 'pmesh down', then 'pmesh up'"
+            f"{what} a schema other than that of this pmesh ({version}): {e}; "
+            "restart the agent: 'pmesh down', then 'pmesh up'"
         ) from e
 
 
-def status_schema() -> bytes:
-    """Return the JSON schema of `Status` for docs/reference."""
-    schema = {"$schema": _JSON_SCHEMA, **msgspec.json.schema(Status)}
+def json_schema(kind: type[Struct]) -> bytes:
+    """Return the JSON schema of `Status` or `EventPage` for docs/reference."""
+    schema = {"$schema": _JSON_SCHEMA, **msgspec.json.schema(kind)}
     return msgspec.json.format(msgspec.json.encode(schema), indent=2) + b"\n"

@@ -45,7 +45,7 @@ class LocalAddress:
         return ipaddress.ip_address(host) in network
 
 
-def told_to_others(local: Iterable[LocalAddress], *, port: int) -> tuple[Address, ...]:
+def announced_addresses(local: Iterable[LocalAddress], *, port: int) -> tuple[Address, ...]:
     """Return the first 64 addresses for this machine's Hello, the best kind of interface first.
 
     They have no scopes: `%en0` names an interface of this machine only.

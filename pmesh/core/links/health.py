@@ -120,10 +120,6 @@ def forgive_stall(health: Health, *, stalled_s: float, now: float) -> Health:
     )
 
 
-def judge_by(health: Health, thresholds: Thresholds) -> Health:
-    return replace(health, thresholds=thresholds)
-
-
 def measure_round_trip_s(*, now_us: int, echo_us: int, held_us: int) -> float | None:
     """Return the round trip that a heartbeat's echo shows; None if it shows none.
 

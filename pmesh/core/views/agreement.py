@@ -1,18 +1,18 @@
 """How members agree on views: one frozen state, and functions from an input to the next state.
 
-The inputs are a message from a peer (`hear`), the loss of a peer (`lose`) and the passing of time
-(`pass_time`). Each returns the next state and the actions to carry out. The leader's half is
+The inputs are a message from a peer (`receive`), the loss of a peer (`lose`) and the passing of
+time (`pass_time`). Each returns the next state and the actions to carry out. The leader's half is
 `pmesh.core.views.leader`. docs/explanation/design.md states the rules V1 to V10.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 import msgspec
 
 from pmesh.core.values import Seat, View
 from pmesh.core.views import leader, limits, quorum
-from pmesh.core.views.limits import STEP, is_within_reach
+from pmesh.core.views.limits import STEP, check_message, is_within_reach
 from pmesh.core.views.rosters import keep_local_rosters
 from pmesh.core.views.state import (
     BACK_OFF_S,
@@ -37,7 +37,6 @@ from pmesh.core.views.state import (
     hear_each_other,
     hears_me,
 )
-from pmesh.core.views.validation import check_message
 from pmesh.core.wire.link import (
     AgreementMessage,
     AskToJoin,
@@ -66,7 +65,7 @@ def first_state(me: Member, name: str, *, now: float) -> MemberState:
     )
 
 
-def hear(
+def receive(
     state: MemberState, sender: Member, message: AgreementMessage, facts: Facts, *, now: float
 ) -> Step:
     """Handle a message from an authenticated peer.
@@ -91,7 +90,7 @@ def lose(state: MemberState, node: NodeId, why: str, facts: Facts, *, now: float
         state,
         proposal=proposal,
         noticing_until=now + NOTICE_S if led_us else state.noticing_until,
-        told={other: view for other, view in state.told.items() if other != node},
+        shown={other: view for other, view in state.shown.items() if other != node},
         unplaced={other: beat for other, beat in state.unplaced.items() if other != node},
         losses=losses,
     )
@@ -177,13 +176,13 @@ def _without(state: MemberState, node: NodeId) -> MemberState:
 
 def _known_view(state: MemberState, node: NodeId, epoch: Epoch) -> View | None:
     """Return the view of this epoch. An epoch names one view (I1), so any source will do."""
-    shown = [state.told[node]] if node in state.told else []
-    waiters = [state.view, *shown, *(peer.view for peer in state.peers.values())]
-    return next((view for view in waiters if view.epoch == epoch), None)
+    shown = [state.shown[node]] if node in state.shown else []
+    views = [state.view, *shown, *(peer.view for peer in state.peers.values())]
+    return next((view for view in views if view.epoch == epoch), None)
 
 
 def _receive_view(state: MemberState, sender: Member, view: View, now: float) -> Step:
-    state = replace(state, told={**state.told, sender.node: view})
+    state = replace(state, shown={**state.shown, sender.node: view})
     beat = state.unplaced.get(sender.node)
     if beat is None or beat.view != view.epoch:
         return Step(state)
@@ -357,8 +356,8 @@ def _confirm_primaries(state: MemberState) -> MemberState:
         return state
     installed = {peer.member: peer.view.epoch for peer in state.peers.values()}
     installed[state.me] = state.view.epoch
-    told = {known for peer in state.peers.values() for known in peer.heartbeat.in_force}
-    known = quorum.confirm(state.primaries, state.view, installed, told)
+    reported = {known for peer in state.peers.values() for known in peer.heartbeat.in_force}
+    known = quorum.confirm(state.primaries, state.view, installed, reported)
     return state if known is state.primaries else replace(state, primaries=known)
 
 
@@ -436,3 +435,42 @@ def _can_come_whole(state: MemberState, view: View, now: float) -> bool:
     """
     ours = continuing_members(state, now)
     return all(hear_each_other(state, mine, theirs) for mine in ours for theirs in view.members)
+
+
+@dataclass(frozen=True, slots=True)
+class StallGuard:
+    """V8: after an agent slept, it checks that its view is still the view of all its members.
+
+    The others may have continued without it. So it delivers nothing until every member of its view
+    has confirmed, in answer to something sent since, that it has the same view.
+    """
+
+    awake_us: int = 0
+    """When the agent last woke up, on its monotonic clock."""
+    unconfirmed: frozenset[Member] = frozenset()
+    """The members that have not confirmed the view yet; it is trusted once there are none."""
+
+    def receive(self, state: MemberState, sender: Member, beat: Heartbeat) -> "StallGuard":
+        """A heartbeat confirms the view that it names if it answers one sent since we woke up."""
+        if beat.view != state.view.epoch or beat.echo_us < self.awake_us:
+            return self
+        return replace(self, unconfirmed=self.unconfirmed - {sender})
+
+    def install(self, before: MemberState, view: View) -> "StallGuard":
+        """Follow a new view.
+
+        If it was promised before the sleep, the others may have installed and left it long ago.
+        """
+        promised_at = before.flushed_at
+        if promised_at is not None and promised_at * 1e6 < self.awake_us:
+            return replace(self, unconfirmed=_others(before, view))
+        return replace(self, unconfirmed=self.unconfirmed.intersection(view.members))
+
+
+def wake(state: MemberState, *, now_us: int) -> StallGuard:
+    """V8: distrust the view: the agent slept so long that a member may have given it up."""
+    return StallGuard(now_us, _others(state, state.view))
+
+
+def _others(state: MemberState, view: View) -> frozenset[Member]:
+    return frozenset(view.members) - {state.me}

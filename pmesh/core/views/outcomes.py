@@ -151,10 +151,10 @@ def _is_torn(
     before: Roster, after: Roster, op: OpNumber, reports: Mapping[TrainerId, OpReport]
 ) -> bool:
     """O4: True if an op that is bound to its ranks ended at only some of them, or lost some."""
-    told = reports.values()
-    if not any(r.call.kind in BOUND_KINDS for r in told) or any(r.verdict for r in told):
+    given = reports.values()
+    if not any(r.call.kind in BOUND_KINDS for r in given) or any(r.verdict for r in given):
         return False
-    if len({report.call for report in told}) > 1:
+    if len({report.call for report in given}) > 1:
         return False  # the OpMismatch error says more
     ended = {trainer for trainer, report in reports.items() if report.completed}
     left = set(_who_was_in(after, op))
@@ -201,10 +201,10 @@ def _holders(after: Roster, reports: Mapping[TrainerId, OpReport]) -> tuple[Trai
     These are ranks, or if no rank has it, lost trainers whose agents live (O2). If only ranks that
     receive no result have completed, it is the root, which is about to complete (I4).
     """
-    told = sorted(reports.items())
-    holding = [t for t, report in told if report.completed and report.holds]
-    if not holding and any(report.completed for _, report in told):
-        return tuple(t for t, report in told if report.is_root and t in after.ids)
+    ordered = sorted(reports.items())
+    holding = [t for t, report in ordered if report.completed and report.holds]
+    if not holding and any(report.completed for _, report in ordered):
+        return tuple(t for t, report in ordered if report.is_root and t in after.ids)
     return tuple(t for t in holding if t in after.ids) or tuple(holding)
 
 

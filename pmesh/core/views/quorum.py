@@ -79,7 +79,7 @@ def confirm(
     known: tuple[KnownPrimary, ...],
     view: View,
     installed: Mapping[Member, Epoch],
-    told: Collection[KnownPrimary],
+    reported: Collection[KnownPrimary],
 ) -> tuple[KnownPrimary, ...]:
     """Return the primary rosters that a member knows, given the views that members installed.
 
@@ -87,7 +87,7 @@ def confirm(
         known: the primary rosters that it knew before.
         view: the view that it installed itself.
         installed: the last view that each member is known to have installed.
-        told: the rosters that others know to be in force.
+        reported: the rosters that others know to be in force.
     """
     for roster in view.rosters:
         if is_in_force(roster, known):
@@ -95,7 +95,7 @@ def confirm(
         primary = roster.primary
         there = [member for member, epoch in installed.items() if epoch == primary.epoch]
         confirmed = _primary_of(roster, in_force=True)
-        if confirmed in told or has_majorities(there, primary.needed):
+        if confirmed in reported or has_majorities(there, primary.needed):
             before = _primary_of(roster)
             known = tuple(confirmed if k == before else k for k in known)
     return known

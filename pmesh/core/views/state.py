@@ -124,7 +124,7 @@ class MemberState:
     """The highest counter that it promised or was refused for; the next proposal must exceed it."""
     peers: Mapping[NodeId, Peer] = field(default_factory=dict[NodeId, Peer])
     """The peers that are heard; `pmesh.core.links.health` decides when one no longer is."""
-    told: Mapping[NodeId, View] = field(default_factory=dict[NodeId, View])
+    shown: Mapping[NodeId, View] = field(default_factory=dict[NodeId, View])
     """The last view that each peer showed."""
     unplaced: Mapping[NodeId, Heartbeat] = field(default_factory=dict[NodeId, Heartbeat])
     """Heartbeats that name a view not seen yet."""

@@ -31,7 +31,7 @@ PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; more is an attack
 
 MAX_ADDRESSES = 64  # of one machine; a Mac with every port in use has about ten
-MAX_TOLD = 1024  # entries of any kind about one member's own jobs in one message
+MAX_ENTRIES = 1024  # entries of any kind about one member's own jobs in one message
 
 _OpOrNone = Annotated[int, Meta(ge=-1, le=2**62)]
 _Cost = Annotated[int, Meta(ge=0, le=1000)]  # half octaves of microseconds: 126 for 2^63
@@ -120,7 +120,7 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
     trainer: Id
     stable: _OpOrNone
     """Every op up to this one has ended at all ranks; -1 before the first."""
-    ops: Annotated[tuple[OpReport, ...], Meta(max_length=MAX_TOLD)]
+    ops: Annotated[tuple[OpReport, ...], Meta(max_length=MAX_ENTRIES)]
 
 
 class JobReport(msgspec.Struct, frozen=True, array_like=True):
@@ -198,19 +198,19 @@ class Heartbeat(_Message, frozen=True, tag=2):
     """True if its promise is overdue and it requests a new proposal (V6)."""
     heard: Annotated[
         dict[Annotated[Incarnation, Meta(ge=1, le=2**63 - 1)], _Microseconds],
-        Meta(max_length=MAX_TOLD),
+        Meta(max_length=MAX_ENTRIES),
     ]
     """The peers that it hears (V5), with the round trip in microseconds, 0 while unknown."""
-    waiting: Annotated[tuple[Waiting, ...], Meta(max_length=MAX_TOLD)] = ()
-    view_requests: Annotated[tuple[ViewRequest, ...], Meta(max_length=MAX_TOLD)] = ()
-    progress: Annotated[tuple[RankProgress, ...], Meta(max_length=MAX_TOLD)] = ()
+    waiting: Annotated[tuple[Waiting, ...], Meta(max_length=MAX_ENTRIES)] = ()
+    view_requests: Annotated[tuple[ViewRequest, ...], Meta(max_length=MAX_ENTRIES)] = ()
+    progress: Annotated[tuple[RankProgress, ...], Meta(max_length=MAX_ENTRIES)] = ()
     sent_us: _Microseconds = 0
     """The sender's monotonic clock; only the sender interprets it."""
     echo_us: _Microseconds = 0
     """The last `sent_us` from the receiver."""
     held_us: _Microseconds = 0
     """How long ago that was."""
-    in_force: Annotated[tuple[KnownPrimary, ...], Meta(max_length=MAX_TOLD)] = ()
+    in_force: Annotated[tuple[KnownPrimary, ...], Meta(max_length=MAX_ENTRIES)] = ()
     """Rosters of its view that the sender knows to be in force, for peers that missed it (V10)."""
 
 
@@ -243,7 +243,7 @@ class Propose(_Message, frozen=True, tag=6):
     members: _Seats
     continuing: _Seats
     """The members that, as far as the leader knows, are of its lineage."""
-    jobs: Annotated[tuple[Job, ...], Meta(max_length=MAX_TOLD)]
+    jobs: Annotated[tuple[Job, ...], Meta(max_length=MAX_ENTRIES)]
     """The jobs whose ops must stop; the others run on (V7)."""
 
 
@@ -255,9 +255,9 @@ class Flushed(_Message, frozen=True, tag=7):
     """The user's name for the sender's machine."""
     view: View
     """The view that the sender has installed."""
-    jobs: Annotated[tuple[JobReport, ...], Meta(max_length=MAX_TOLD)]
-    waiting: Annotated[tuple[Waiting, ...], Meta(max_length=MAX_TOLD)] = ()
-    primaries: Annotated[tuple[KnownPrimary, ...], Meta(max_length=MAX_TOLD)] = ()
+    jobs: Annotated[tuple[JobReport, ...], Meta(max_length=MAX_ENTRIES)]
+    waiting: Annotated[tuple[Waiting, ...], Meta(max_length=MAX_ENTRIES)] = ()
+    primaries: Annotated[tuple[KnownPrimary, ...], Meta(max_length=MAX_ENTRIES)] = ()
     """Only of jobs that require a quorum."""
 
 
@@ -382,7 +382,7 @@ class MessageWithdrawn(P2PLinkMessage, frozen=True, tag=26):
 class KnownPeers(_Message, frozen=True, tag=22):
     """The peers that the sender has links with, and their addresses: one address finds them all."""
 
-    peers: Annotated[tuple[Hello, ...], Meta(max_length=MAX_TOLD)]
+    peers: Annotated[tuple[Hello, ...], Meta(max_length=MAX_ENTRIES)]
 
 
 AgreementMessage: TypeAlias = (

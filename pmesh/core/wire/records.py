@@ -30,7 +30,9 @@ OVERHEAD_BYTES = HEADER_BYTES + TAG_BYTES
 MAX_BODY_BYTES = 1024 * 1024  # sealing one takes 0.1 ms, which the event loop can spare
 KEY_BYTES = 2**38  # 2^34 blocks under one key: a forger's advantage stays below 2^-60
 
-_PREAMBLE_MAGIC = b"PMLN\x01"  # no TLS record begins with it: the acceptor tells lanes from links
+_PREAMBLE_MAGIC = (
+    b"PMLN\x01"  # no TLS record begins with it: the acceptor distinguishes lanes by it
+)
 LANE_ID_BYTES = 16
 PREAMBLE_BYTES = len(_PREAMBLE_MAGIC) + LANE_ID_BYTES
 

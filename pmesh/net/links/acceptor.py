@@ -1,4 +1,4 @@
-"""The door accepts connections to the agent's port until they prove that they belong to the mesh.
+"""Accepts connections to the agent's port until they prove that they belong to the mesh.
 
 Strangers can't exhaust the agent: each has 5 s, 8 may come from one address and 64 in all, the
 oldest is closed first, and TLS starts only when the first bytes look like pmesh. 64 of the worst
@@ -39,7 +39,7 @@ Handler: TypeAlias = Callable[[StreamT, bytes, Authenticated], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoorCounters:
-    """The connections to the door since the agent's start."""
+    """The connections to the port since the agent's start."""
 
     accepted: int = 0
     authenticated: int = 0
@@ -92,8 +92,8 @@ class Acceptor(Generic[StreamT]):
     callable `authenticated`. Until the handler calls it, the connection is a stranger's: limited,
     and cancelled when its time is over. After the call the stream belongs to the handler; a call
     that is too late raises PeerUnreachable. A handler that returns or raises a PmeshError before
-    the call refuses the connection, which the door then closes. Any other exception ends `serve`,
-    as does every exception after the call.
+    the call refuses the connection, which the acceptor then closes. Any other exception ends
+    `serve`, as does every exception after the call.
     """
 
     def __init__(self, *, on_link: Handler[StreamT], on_lane: Handler[StreamT]) -> None:

@@ -110,12 +110,12 @@ class AddressWatch:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Poll every 5 s, as the two systems have no common notification without privileges."""
-        await self._look()
+        await self._poll()
         task_status.started()
         while True:
             await trio.sleep(POLL_S)
             with contextlib.suppress(OSError):  # no descriptor is left now; later one may be
-                await self._look()
+                await self._poll()
 
     async def changed_from(self, seen: tuple[LocalAddress, ...]) -> tuple[LocalAddress, ...]:
         """Return the current addresses as soon as they differ from those."""
@@ -123,7 +123,7 @@ class AddressWatch:
             await self._changed.wait()
         return self.current
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         found = await trio.to_thread.run_sync(self._read)
         addresses = reachable_at(found, listen_host=self._listen_host)
         if addresses != self.current:

@@ -261,7 +261,6 @@ class Link:
 
     def __init__(self, wire: Wire, peer: Hello) -> None:
         self.peer = peer
-        self.messages_sent = 0
         self.messages_received = 0
         self._wire = wire
         self._queue: deque[bytes] = deque()
@@ -382,7 +381,6 @@ class Link:
             batch.append(self._queue.popleft())
             size += len(batch[-1])
         self._queued_bytes -= size
-        self.messages_sent += len(batch)
         return b"".join(batch)
 
     def _fail(self, failure: PeerUnreachable) -> None:

@@ -14,16 +14,18 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Protocol, TypeAlias
 
 import trio
 
+from pmesh.core.values import Verdict
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.local import (
     MAX_REQUEST_BYTES,
+    Refused,
     Reply,
     Request,
     decode_request_untrusted,
@@ -85,6 +87,7 @@ _CREDENTIALS = {"darwin": _credentials_macos}
 
 VISIT_S = 5.0  # programs of pmesh send at once, and read the reply
 MAX_VISITORS = 64  # programs that do not stay; beyond that, the oldest is closed
+REPORT_S = 1.0  # a program that does not read this notices the end of its session
 BACKLOG = 128
 _RECEIVE_BYTES = 64 * 1024
 
@@ -177,6 +180,21 @@ class Session:
     async def aclose(self) -> None:
         """Close the connection; the program reads the end of file."""
         await self._stream.aclose()
+
+
+async def refuse(session: Session, error: str, message: str) -> None:
+    """Refuse a request with the name of a class in `pmesh.errors`."""
+    await session.send(Refused(Verdict(error, message)))
+
+
+async def report_errors(session: Session, errors: Sequence[str]) -> None:
+    """Send the program the reason why its session ends, if it still reads.
+
+    For the program the whole agent has ended: mesh.sync returns in a new session.
+    """
+    with trio.move_on_after(REPORT_S), contextlib.suppress(trio.BrokenResourceError):
+        for error in errors[:1]:
+            await refuse(session, "AgentStopped", f"{error}; the agent's log has its traceback")
 
 
 @dataclass(slots=True)

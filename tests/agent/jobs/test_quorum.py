@@ -13,7 +13,7 @@ from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Terms
 from pmesh.core.wire.link import AgreementMessage, Heartbeat
 from pmesh.ids import Member
-from tests.agent.status.test_snapshot import picture_of
+from tests.agent.status.test_snapshot import snapshot_of
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import village
 from tests.worlds.village_ops import (
@@ -28,16 +28,16 @@ MAJORITY = Terms(quorum="majority")
 @contextmanager
 def nobody_seen_to_install(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What peers say of their views comes late; they are heard all the same."""
-    real = Membership.hear
+    real = Membership.receive
 
-    def hear(self: Membership, member: Member, message: AgreementMessage) -> None:
+    def receive(self: Membership, member: Member, message: AgreementMessage) -> None:
         before = self.state.peers.get(member.node)
         if isinstance(message, Heartbeat) and before is not None:
             message = msgspec.structs.replace(message, view=before.view.epoch, in_force=())
         real(self, member, message)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Membership, "hear", hear)
+        patch.setattr(Membership, "receive", receive)
         yield
 
 
@@ -71,7 +71,7 @@ async def test_who_waits_for_a_majority_says_so(
         with nobody_seen_to_install(monkeypatch):
             await machine_of(here, c).kill()
             await until(lambda: all(rank.size == 2 for rank in ranks_of(here)[:2]))
-            (job,) = picture_of(here.machines[0]).jobs
+            (job,) = snapshot_of(here.machines[0]).jobs
             assert job.state == "no_quorum"
             assert job.reason == "no majority is known to have agreed to the last change"
             verdict = await a.verdict_of(a.barrier(timeout_s=1))

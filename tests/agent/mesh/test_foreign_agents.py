@@ -50,7 +50,7 @@ def found(
     return Found(advertisement=advertisement)
 
 
-def hear(machine: Machine, finding: Found | Gone | Deaf) -> None:
+def discovered(machine: Machine, finding: Found | Gone | Deaf) -> None:
     machine.agent._strangers._sort_one(finding, machine.agent.peers)  # noqa: SLF001 - as mDNS does
 
 
@@ -61,19 +61,19 @@ def shown(machine: Machine) -> list[PeerStatus]:
 async def test_another_mesh_is_shown_and_never_dialled(clock: MockClock) -> None:
     async with village(clock, 1) as here:
         (one,) = here.machines
-        hear(one, found(b"another!"))
+        discovered(one, found(b"another!"))
         (peer,) = shown(one)
         assert (peer.state, peer.name, peer.id) == ("other_mesh_key", "air", node_text(NODE))
         assert "pmesh key set" in (peer.reason or "")
         assert not one.agent.peers.targets.wanted
-        hear(one, Gone(node=NODE))
+        discovered(one, Gone(node=NODE))
         assert not shown(one)
 
 
 async def test_another_version_is_shown_with_both(clock: MockClock) -> None:
     async with village(clock, 1) as here:
         (one,) = here.machines
-        hear(one, found(one.agent._advertisement_key.tag, protocol=99))  # noqa: SLF001
+        discovered(one, found(one.agent._advertisement_key.tag, protocol=99))  # noqa: SLF001
         (peer,) = shown(one)
         assert peer.state == "other_version"
         assert f"it speaks protocol 99, this machine {PROTOCOL_VERSION}" in (peer.reason or "")
@@ -83,7 +83,7 @@ async def test_another_version_is_shown_with_both(clock: MockClock) -> None:
 async def test_one_of_ours_is_dialled_and_shown_as_what_came_of_it(clock: MockClock) -> None:
     async with village(clock, 1) as here:
         (one,) = here.machines
-        hear(one, found(one.agent._advertisement_key.tag, where=Address("127.0.0.1", 1)))  # noqa: SLF001
+        discovered(one, found(one.agent._advertisement_key.tag, where=Address("127.0.0.1", 1)))  # noqa: SLF001
         (peer,) = shown(one)
         assert (peer.state, peer.name, peer.id) == ("connecting", None, node_text(NODE))
         await until(lambda: bool(one.agent.peers.targets.refusals))
@@ -91,19 +91,8 @@ async def test_one_of_ours_is_dialled_and_shown_as_what_came_of_it(clock: MockCl
         assert peer.state == "unreachable"
         assert peer.reason is not None
         assert peer.reason.startswith("PeerUnreachable: 127.0.0.1:1 refuses")
-        hear(one, Gone(node=NODE))
-        hear(one, Gone(node=NodeId(b"x" * 32)))  # of whom nobody has heard
-
-
-async def test_deafness_is_known_until_something_is_heard(clock: MockClock) -> None:
-    async with village(clock, 1) as here:
-        (one,) = here.machines
-        strangers = one.agent._strangers  # noqa: SLF001
-        for _ in range(2):
-            hear(one, Deaf(reason="port 5353 is taken"))
-            assert strangers.deaf == "port 5353 is taken"
-        hear(one, found(b"another!"))
-        assert strangers.deaf is None
+        discovered(one, Gone(node=NODE))
+        discovered(one, Gone(node=NodeId(b"x" * 32)))  # which nobody has found
 
 
 async def test_each_refusal_is_shown_as_what_it_is(clock: MockClock) -> None:
@@ -135,9 +124,9 @@ async def test_deafness_is_said_once_for_each_reason_until_something_is_heard(
         (one,) = here.machines
         with capture_logs() as logs:
             for reason in ("port 5353 is taken", "port 5353 is taken", "no multicast"):
-                hear(one, Deaf(reason=reason))
-            hear(one, found(b"another!"))
-            hear(one, Deaf(reason="no multicast"))
+                discovered(one, Deaf(reason=reason))
+            discovered(one, found(b"another!"))
+            discovered(one, Deaf(reason="no multicast"))
         reasons = [log["reason"] for log in logs if log["event"] == "discovery is deaf"]
         assert reasons == ["port 5353 is taken", "no multicast", "no multicast"]
 
@@ -145,8 +134,8 @@ async def test_deafness_is_said_once_for_each_reason_until_something_is_heard(
 async def test_a_stranger_that_is_given_our_mesh_key_is_dialled(clock: MockClock) -> None:
     async with village(clock, 1) as here:
         (one,) = here.machines
-        hear(one, found(b"another!"))
-        hear(one, found(one.agent._advertisement_key.tag))  # noqa: SLF001
+        discovered(one, found(b"another!"))
+        discovered(one, found(one.agent._advertisement_key.tag))  # noqa: SLF001
         assert [peer.state for peer in shown(one)] == ["connecting"]
         assert one.agent.peers.targets.wanted == {NODE: (WHERE,)}
 
@@ -158,10 +147,10 @@ async def test_a_replayed_advertisement_counts_only_where_nothing_else_is_known(
     async with village(clock, 1) as here:
         (one,) = here.machines
         tag, elsewhere = one.agent._advertisement_key.tag, Address("192.0.2.66", 24160)  # noqa: SLF001
-        hear(one, found(tag, where=elsewhere, minute=7))
+        discovered(one, found(tag, where=elsewhere, minute=7))
         assert one.agent.peers.targets.wanted == {NODE: (elsewhere,)}
-        hear(one, found(tag))
-        hear(one, found(tag, where=elsewhere, minute=7))
+        discovered(one, found(tag))
+        discovered(one, found(tag, where=elsewhere, minute=7))
         assert one.agent.peers.targets.wanted == {NODE: (WHERE,)}
 
 
@@ -220,5 +209,5 @@ async def test_an_attack_is_one_line_a_minute_and_stands_in_the_status(clock: Mo
         await trio.sleep(300)
         line = "turned away in the last 60 s: 10 connections of strangers (10 from 127.0.0.1)"
         assert lines_of(one) == [line, line]
-        picture = one.agent._snapshot()  # noqa: SLF001 - as `pmesh status` does
-        assert picture.turned_away.connections == 20
+        snapshot = one.agent._snapshot()  # noqa: SLF001 - as `pmesh status` does
+        assert snapshot.turned_away.connections == 20

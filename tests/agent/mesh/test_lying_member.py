@@ -200,7 +200,7 @@ async def test_what_a_member_invents_is_dialled_little_and_forgotten_with_it(
                         PROTOCOL_VERSION,
                         Member(NodeId((512 * batch + n + 1).to_bytes(32, "big")), Incarnation(1)),
                         "nobody",
-                        (Address("127.0.0.1", 1),),
+                        (Address("127.0.0.1", 1),) if n else (),
                     )
                     for n in range(512)
                 )

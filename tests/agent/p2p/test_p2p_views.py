@@ -1,17 +1,60 @@
 """O4: messages while views change, ranks are lost, and agents doubt."""
 
+from collections.abc import Awaitable, Callable
+
 import msgspec
+import numpy as np
 import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.p2p import lanes
-from pmesh.core.wire.link import MessageDelivered
+from pmesh.agent.p2p import endpoint
+from pmesh.agent.p2p.endpoint import LanesIn
+from pmesh.core.wire.link import (
+    AnnounceMessage,
+    MessageDelivered,
+    MessageWithdrawn,
+    P2PMessage,
+    RequestMessage,
+)
 from pmesh.core.wire.records import RecordHeader
 from pmesh.net.lanes.lane import Lane
-from tests.worlds.p2p import X, attach, lose_first, some
+from tests.worlds.p2p import X, attach, lose_first, some, told
 from tests.worlds.trainer import until
 from tests.worlds.village_ops import machine_of, ranks_of, reduce_all
+
+
+async def stands_still(lane: Lane) -> None:
+    """Nothing moves on the lane until it is closed."""
+    await lane._closed.wait()  # noqa: SLF001 - nobody else needs to know
+
+
+async def closes(lane: Lane) -> None:
+    lane.close()
+    await trio.lowlevel.checkpoint()
+
+
+async def hangs(_: Lane) -> None:
+    await trio.sleep_forever()
+
+
+def disturb_once(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    segment: int,
+    how: Callable[[Lane], Awaitable[None]],
+) -> list[int]:
+    """At this record of a message, do something to the lane first; returns what was done."""
+    real, done = getattr(Lane, name), list[int]()
+
+    async def disturbed(lane: Lane, header: RecordHeader, *rest: object) -> None:
+        if header.segment == segment and header.body_bytes and not done:
+            done.append(segment)
+            await how(lane)
+        await real(lane, header, *rest)
+
+    monkeypatch.setattr(Lane, name, disturbed)
+    return done
 
 
 async def test_messages_go_on_when_another_rank_is_lost(clock: MockClock) -> None:
@@ -38,16 +81,8 @@ async def test_a_view_that_comes_while_a_message_travels_has_it_sent_again_once(
 ) -> None:
     async with some(clock, 3) as ranks:
         one, other, _ = ranks.envelopes
-        real, held = getattr(Lane, name), list[int]()
-
-        async def hold_once(lane: Lane, header: RecordHeader, *rest: object) -> None:
-            if header.segment == 2 and not held:
-                held.append(header.roster)
-                await lane._closed.wait()  # noqa: SLF001 - as one on which nothing moves
-            await real(lane, header, *rest)
-
-        monkeypatch.setattr(Lane, name, hold_once)
-        monkeypatch.setattr(lanes, "ASK_AGAIN_S", 3.0)
+        held = disturb_once(monkeypatch, name, 2, stands_still)
+        monkeypatch.setattr(endpoint, "ASK_AGAIN_S", 3.0)
         sent = await one.begin_send(other.id, X)
         call = await other.begin_receive(one.id)
         await until(lambda: bool(held))
@@ -104,17 +139,9 @@ async def test_who_waits_for_a_rank_that_is_lost_is_told_so_and_any_goes_on_to_t
 async def test_a_message_from_a_rank_that_dies_while_it_travels_gives_way_to_another_s(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, held = Lane.send, list[int]()
-
-    async def hold_once(lane: Lane, header: RecordHeader, body: memoryview) -> None:
-        if header.segment == 2 and not held:
-            held.append(1)
-            await trio.sleep_forever()
-        await real(lane, header, body)
-
     async with some(clock, 3) as ranks:
         a, b, c = ranks.envelopes
-        monkeypatch.setattr(Lane, "send", hold_once)
+        held = disturb_once(monkeypatch, "send", 2, hangs)
         await c.begin_send(a.id, X)
         call = await a.begin_receive(b.id, c.id)
         await until(lambda: bool(held))
@@ -163,7 +190,7 @@ async def test_behind_a_fence_nothing_is_delivered_at_either_end(clock: MockCloc
         receiver.lift("own stall")
         await other.end(call)
         await trio.sleep(5)
-        assert sent not in one.answers  # V3: its trainer hears of nothing
+        assert sent not in one.answers  # V3: its trainer learns nothing
         sender.lift("own stall")
         await one.end(sent)
 
@@ -192,7 +219,7 @@ async def test_a_fenced_sender_sends_nothing(
         await one.end(sent)
 
 
-async def test_who_is_superseded_hears_so(clock: MockClock) -> None:
+async def test_a_superseded_trainer_gets_the_verdict(clock: MockClock) -> None:
     async with some(clock) as ranks:
         one, other = ranks.envelopes
         sending = await one.begin_send(other.id, X)
@@ -207,3 +234,127 @@ async def test_who_is_superseded_hears_so(clock: MockClock) -> None:
             assert (await one.verdict_of(call)).error == "HistorySuperseded"
         later = await one.begin_receive(other.id)
         assert (await one.verdict_of(later)).error == "HistorySuperseded"
+
+
+@pytest.mark.parametrize("kind", [AnnounceMessage, RequestMessage, MessageDelivered])
+@pytest.mark.parametrize("count", [1, 4])
+async def test_a_message_that_is_lost_is_said_again(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, kind: type[P2PMessage], count: int
+) -> None:
+    async with some(clock) as ranks:
+        lost = lose_first(monkeypatch, kind, count)
+        await ranks.deliver(X)
+        assert len(lost) == count
+        await ranks.check_that_nothing_is_left()
+
+
+async def test_a_withdrawal_that_is_lost_is_told_to_who_asks(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with some(clock) as ranks:
+        one, other = ranks.envelopes
+        lost = lose_first(monkeypatch, MessageWithdrawn, 1)
+        await one.verdict_of(await one.begin_send(other.id, X, timeout_s=1))
+        assert len(lost) == 1
+        await ranks.check_that_nothing_is_left()
+
+
+@pytest.mark.parametrize("name", ["send", "receive"])
+@pytest.mark.parametrize("segment", [0, 3])
+async def test_a_lane_that_breaks_is_replaced_and_the_message_comes_whole(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, name: str, segment: int
+) -> None:
+    async with some(clock) as ranks:
+        await ranks.deliver(np.array([1.0]))
+        done = disturb_once(monkeypatch, name, segment, closes)
+        await ranks.deliver(X)
+        assert done == [segment]
+        await ranks.check_that_nothing_is_left()
+
+
+async def test_a_lane_that_brings_nothing_is_replaced(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with some(clock) as ranks:
+        disturb_once(monkeypatch, "send", 3, stands_still)
+        asks = told(monkeypatch)
+        began = trio.current_time()
+        await ranks.deliver(X)
+        assert 5 <= trio.current_time() - began < 10
+        assert {ask.lane for ask in asks if isinstance(ask, RequestMessage)} == {0, 1}
+        await ranks.check_that_nothing_is_left()
+
+
+async def test_a_lane_that_does_not_come_is_asked_for_again(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with some(clock) as ranks:
+        rendezvous = machine_of(ranks.here, ranks.trainers[0]).agent.jobs.rendezvous
+        real, offers = rendezvous.offer, list[object]()
+
+        def offer(edge: object, to: object) -> None:
+            offers.append(edge)
+            if len(offers) > 1:
+                real(edge, to)  # type: ignore[arg-type] # as it came
+
+        monkeypatch.setattr(rendezvous, "offer", offer)
+        await ranks.deliver(X)
+        assert len(offers) == 2
+
+
+async def test_a_slow_lane_is_given_the_time_that_it_needs(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Lane.receive
+
+    async def trickle(lane: Lane, header: RecordHeader, into: memoryview) -> None:
+        if header.body_bytes == 1024 and lane.bytes_received < 10_000_000:
+            lane.bytes_received += 1_000_000  # as a slow network brings it
+            await trio.sleep(4)
+        await real(lane, header, into)
+
+    monkeypatch.setattr(endpoint, "ASK_AGAIN_S", 1.0)
+    async with some(clock) as ranks:
+        asks = told(monkeypatch)
+        monkeypatch.setattr(Lane, "receive", trickle)
+        began = trio.current_time()
+        await ranks.deliver(np.zeros(128))
+        assert trio.current_time() - began >= 10
+        assert {ask.lane for ask in asks if isinstance(ask, RequestMessage)} == {0}
+
+
+async def test_a_sender_that_gives_up_half_way_leaves_the_receiver_to_the_next_message(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disturb_once(monkeypatch, "send", 2, hangs)
+    async with some(clock) as ranks:
+        one, other = ranks.envelopes
+        call = await other.begin_receive(one.id)
+        verdict = await one.verdict_of(await one.begin_send(other.id, X, timeout_s=2))
+        assert verdict.error == "OpTimedOut"
+        sent = await one.begin_send(other.id, -X)
+        got = await other.end(call)
+        assert got is not None
+        assert got.values.tobytes() == (-X).tobytes()
+        await one.end(sent)
+
+
+async def test_a_receiver_that_gives_up_half_way_leaves_the_message_whole(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, hung = LanesIn.bring, list[int]()
+
+    async def hang_once(lanes: LanesIn, *rest: object) -> None:
+        if not hung:
+            hung.append(1)
+            await trio.sleep_forever()
+        await real(lanes, *rest)  # type: ignore[arg-type] # as it came
+
+    monkeypatch.setattr(LanesIn, "bring", hang_once)
+    async with some(clock) as ranks:
+        one, other = ranks.envelopes
+        sent = await one.begin_send(other.id, X)
+        call = await other.begin_receive(one.id, timeout_s=2)
+        assert (await other.verdict_of(call)).error == "OpTimedOut"
+        assert (await other.receive(one.id)).values.tobytes() == X.tobytes()
+        await one.end(sent)

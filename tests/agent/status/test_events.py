@@ -1,7 +1,7 @@
-"""What has happened: numbered, bounded, told to who listens, and documented."""
+"""Events: numbered, bounded, sent to the listener, documented; and those of a view change."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pmesh.agent.status.events import (
     EVENTS_SCHEMA_VERSION,
@@ -18,14 +19,27 @@ from pmesh.agent.status.events import (
     PAGE_BYTES,
     Event,
     EventLog,
+    EventPage,
     News,
     decode_events,
+    describe_change,
     encode_events,
-    events_schema,
 )
+from pmesh.agent.status.schema import json_schema
+from pmesh.core.values import OpOutcome, Primary, Roster, Seat, Terms, Trainer, Verdict, View
 from pmesh.core.wire.local import MAX_SESSION_MESSAGE_BYTES, Events, encode
 from pmesh.errors import UsageError
-from pmesh.ids import Incarnation, JobName, Member, NodeId, OpNumber, node_text
+from pmesh.ids import (
+    Epoch,
+    Incarnation,
+    JobName,
+    Member,
+    NodeId,
+    OpNumber,
+    Slot,
+    TrainerId,
+    node_text,
+)
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "events.schema.json"
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
@@ -89,7 +103,7 @@ def test_who_listens_hears_each_event_and_whether_a_person_wants_to() -> None:
     heard: list[Event] = []
     events = event_log(listener=heard.append)
     events.note("op rerun", "op 3 runs again")
-    events.tell(News(kind="peer lost", text="mini is gone"))
+    events.add(News(kind="peer lost", text="mini is gone"))
     assert [(e.number, e.text, e.is_announced) for e in heard] == [
         (0, "op 3 runs again", False),
         (1, "mini is gone", True),
@@ -144,7 +158,7 @@ def test_events_survive_their_json() -> None:
 
 
 def test_the_schema_in_the_reference_is_current() -> None:
-    assert REFERENCE.read_bytes() == events_schema(), "run: python tools/status_schema.py"
+    assert REFERENCE.read_bytes() == json_schema(EventPage), "run: python tools/status_schema.py"
 
 
 def test_a_field_of_a_later_pmesh_is_ignored() -> None:
@@ -157,3 +171,165 @@ def test_a_field_of_a_later_pmesh_is_ignored() -> None:
 def test_another_schema_says_what_to_do(data: bytes) -> None:
     with pytest.raises(UsageError, match=rf"\({EVENTS_SCHEMA_VERSION}\).*restart the agent"):
         decode_events(data)
+
+
+A, B, C, D = (Member(NodeId(bytes([i]) * 32), Incarnation(i)) for i in (1, 2, 3, 4))
+NAMES = {A: "studio", B: "mini (2)", C: "air", D: "cube"}
+DIGITS = JobName("digits")
+
+
+def view(*members: Member, counter: int = 1, rosters: tuple[Roster, ...] = ()) -> View:
+    epoch = Epoch(counter, *A)
+    seats = tuple(Seat(member, NAMES[member], epoch, None) for member in members)
+    return View(epoch, seats, rosters)
+
+
+def trainer(number: int, member: Member, enters: int = 0) -> Trainer:
+    return Trainer(TrainerId(number), member, Slot(0), NAMES[member], OpNumber(enters))
+
+
+def roster(*trainers: Trainer, number: int = 2, born: int = 2, next_id: int = 2) -> Roster:
+    epoch = Epoch(born, *A)
+    voters = tuple(t.member for t in trainers)
+    return Roster(DIGITS, epoch, number, trainers, Primary(epoch, voters), TrainerId(next_id))
+
+
+TWO = roster(trainer(0, A), trainer(1, B))
+
+
+def told(before: Roster | None, after: Roster | None, *, counter: int = 9) -> list[News]:
+    """What is told of a job whose roster changes."""
+    old, new = ((r,) if r else () for r in (before, after))
+    change = view(A, B, rosters=old), view(A, B, counter=counter, rosters=new)
+    return list(describe_change(*change, {}, me=A))
+
+
+def texts(news: Iterator[News]) -> list[str]:
+    return [one.text for one in news]
+
+
+def kinds_and_texts(news: list[News]) -> list[tuple[str, str]]:
+    return [(one.kind, one.text) for one in news]
+
+
+def test_who_joins_is_named_with_the_ring_and_its_leader() -> None:
+    news = list(describe_change(view(A), view(B, A, C), {}, me=A))
+    assert kinds_and_texts(news) == [
+        ("peer joined", "mini (2) joined"),
+        ("peer joined", "air joined"),
+        ("view", "ring: mini (2) → studio (this machine) → air → mini (2); leader studio"),
+    ]
+    assert [one.names for one in news] == [
+        ("mini (2)",),
+        ("air",),
+        ("mini (2)", "studio", "air"),
+    ]
+
+
+def test_who_is_gone_is_named_with_the_reason_that_is_known() -> None:
+    before = view(A, B, C)
+    assert texts(describe_change(before, view(A), {B: "silent for 2.0 s"}, me=A)) == [
+        "mini (2) is gone: silent for 2.0 s",
+        "air is gone: the others no longer hear it",
+        "alone: no other machine of this mesh is here",
+    ]
+
+
+def test_a_view_that_only_settles_ops_is_no_news() -> None:
+    settled = replace(TWO, number=9, outcomes=(OpOutcome(OpNumber(3), TWO.ids, TWO.ids),))
+    assert not told(TWO, TWO)
+    assert not told(TWO, settled)
+
+
+def test_a_job_begins_and_ends_and_another_run_of_it_begins() -> None:
+    begun = roster(trainer(0, A), trainer(1, B), born=9, number=9)
+    (begins,) = told(None, begun)
+    assert (begins.kind, begins.text) == ("job began", "job 'digits' begins with 2 ranks")
+    assert (begins.job, begins.names) == ("digits", ("studio", "mini (2)"))
+    assert kinds_and_texts(told(TWO, None)) == [("job ended", "job 'digits' has ended")]
+    assert [one.kind for one in told(TWO, begun)] == ["job began", "job ended"]
+
+
+def test_a_job_that_ran_before_this_agent_came_has_not_just_begun() -> None:
+    assert kinds_and_texts(told(None, TWO)) == [
+        ("job found", "job 'digits' was running already, with 2 ranks")
+    ]
+
+
+def test_a_lost_rank_is_named_with_the_reason_that_the_view_gives() -> None:
+    lost = Verdict("RankLost", "rank 1 (mini (2)) is lost: its trainer died", (TrainerId(1),))
+    (loss,) = told(TWO, replace(TWO, number=9, trainers=TWO.trainers[:1], losses=(lost,)))
+    assert loss.kind == "rank lost"
+    assert loss.text == "job 'digits': rank 1 (mini (2)) is lost: its trainer died"
+    assert (loss.job, loss.names) == ("digits", ("mini (2)",))
+
+
+def test_a_rank_lost_in_a_view_that_was_skipped_is_named_too() -> None:
+    (loss,) = told(TWO, replace(TWO, number=9, trainers=TWO.trainers[1:]))
+    assert kinds_and_texts([loss]) == [("rank lost", "job 'digits': rank 0 (studio) is lost")]
+    assert loss.names == ("studio",)
+
+
+def test_who_enters_is_named_with_the_op() -> None:
+    three = roster(*TWO.trainers, trainer(2, C, enters=40), number=9, next_id=3)
+    (entry,) = told(TWO, three)
+    assert kinds_and_texts([entry]) == [
+        ("rank entered", "job 'digits': rank 2 (air) enters, as one of 3")
+    ]
+    assert (entry.job, entry.op, entry.names) == ("digits", 40, ("air",))
+
+
+def test_one_lost_and_another_entered_at_once_are_both_named() -> None:
+    after = roster(trainer(1, B), trainer(2, C, enters=40), number=9, next_id=3)
+    assert [one.kind for one in told(TWO, after)] == ["rank lost", "rank entered"]
+
+
+def test_quorum_and_least_number_of_ranks_are_told_when_they_flip() -> None:
+    two = replace(TWO, terms=Terms(min_ranks=2))
+    one = replace(two, number=9, trainers=two.trainers[:1], quorate=False)
+    lost = [
+        ("quorum lost", "job 'digits' waits: the ranks here are not a majority"),
+        ("job waits", "job 'digits' waits: it has 1 rank, but needs 2"),
+    ]
+    assert kinds_and_texts(told(two, one))[1:] == lost
+    assert kinds_and_texts(told(None, one))[1:] == lost
+    back = roster(trainer(0, A), trainer(2, C, 40), number=12, next_id=3)
+    assert kinds_and_texts(told(one, replace(back, terms=two.terms)))[1:] == [
+        ("quorum regained", "job 'digits' has a majority again"),
+        ("job goes on", "job 'digits' goes on with 2 ranks"),
+    ]
+    still = replace(one, number=12)
+    assert not told(one, still)
+
+
+FOUR = roster(trainer(0, A), trainer(1, B), trainer(2, C), trainer(3, D), next_id=4)
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        replace(FOUR, number=8, trainers=FOUR.trainers[2:]),
+        replace(FOUR, number=6, trainers=FOUR.trainers[2:]),  # settled before ours
+        replace(FOUR, number=8, trainers=(trainer(4, C), trainer(5, D)), next_id=TrainerId(6)),
+    ],
+)
+def test_another_history_of_a_job_is_no_loss_and_no_entry(theirs: Roster) -> None:
+    ours = replace(FOUR, number=7, trainers=FOUR.trainers[:2])
+    (news,) = told(ours, theirs)
+    assert news.kind == "superseded"
+    assert news.text == (
+        "job 'digits' takes the other side's state; studio, mini (2) may return by mesh.sync()"
+    )
+    assert news.names == ("studio", "mini (2)")
+
+
+def test_an_op_that_a_view_fails_is_told_once_with_its_verdict() -> None:
+    verdict = Verdict("OpTimedOut", "rank 1 (mini (2)) has not called it", (TrainerId(1),))
+    failed = (OpOutcome(OpNumber(3), TWO.ids, verdict=verdict),)
+    after = replace(TWO, number=9, outcomes=failed)
+    (news,) = told(TWO, after)
+    assert (news.kind, news.op, news.names) == ("op failed", 3, ("mini (2)",))
+    assert news.text == (
+        "job 'digits': op 3 failed: OpTimedOut: rank 1 (mini (2)) has not called it"
+    )
+    assert not told(after, replace(after, number=12))

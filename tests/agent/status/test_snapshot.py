@@ -1,16 +1,28 @@
-"""What `pmesh status` shows of whole agents."""
+"""What `pmesh status` shows of whole agents, and its documented schema."""
 
+import json
 from functools import partial
+from pathlib import Path
 
 import numpy as np
+import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.status.schema import Status, TermsStatus, decode_status
+from pmesh.agent.status.schema import (
+    SCHEMA_VERSION,
+    Status,
+    TermsStatus,
+    decode_status,
+    encode_status,
+    json_schema,
+)
 from pmesh.core.values import Terms
 from pmesh.core.wire.local import AskStatus, Compresses
 from pmesh.core.wire.local import Status as StatusReply
+from pmesh.errors import UsageError
 from pmesh.ids import node_text
+from tests.worlds.fake_status_agent import SNAPSHOT
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Machine, village
 
@@ -23,7 +35,7 @@ async def status_of(machine: Machine) -> Status:
     return decode_status(reply.json)
 
 
-def picture_of(machine: Machine) -> Status:
+def snapshot_of(machine: Machine) -> Status:
     return machine.agent._snapshot()  # noqa: SLF001 - without a session, at this instant
 
 
@@ -32,20 +44,20 @@ async def test_both_machines_show_one_ring_with_its_leader_and_round_trips(
 ) -> None:
     async with village(clock, 2) as here:
         await trio.sleep(3)
-        pictures = [await status_of(machine) for machine in here.machines]
-        one, two = pictures
+        snapshots = [await status_of(machine) for machine in here.machines]
+        one, two = snapshots
         assert one.view.epoch == two.view.epoch
         assert [m.name for m in one.view.members] == [m.name for m in two.view.members]
         assert [m.rank for m in one.view.members] == [0, 1]
         assert one.view.leader in {m.id for m in one.view.members}
-        for machine, picture in zip(here.machines, pictures, strict=True):
-            by_health = {m.health: m for m in picture.view.members}
+        for machine, snapshot in zip(here.machines, snapshots, strict=True):
+            by_health = {m.health: m for m in snapshot.view.members}
             assert by_health["self"].id == node_text(machine.key.node)
             assert by_health["self"].addresses == (f"127.0.0.1:{machine.port}",)
             assert by_health["healthy"].rtt_ms is not None
             assert by_health["healthy"].interface is not None
-            assert picture.traffic.control_sent_bytes > 1000
-            assert picture.uptime_s >= 3
+            assert snapshot.traffic.control_sent_bytes > 1000
+            assert snapshot.uptime_s >= 3
 
 
 async def test_a_member_whose_link_is_gone_is_shown_as_gone(clock: MockClock) -> None:
@@ -53,7 +65,7 @@ async def test_a_member_whose_link_is_gone_is_shown_as_gone(clock: MockClock) ->
         one, two = here.machines
         one.agent.peers.links.clear()
         one.agent.membership._contacts.clear()  # noqa: SLF001 - between a loss and its view
-        (other,) = [m for m in picture_of(one).view.members if m.health != "self"]
+        (other,) = [m for m in snapshot_of(one).view.members if m.health != "self"]
         assert (other.health, other.rtt_ms, other.addresses) == ("gone", None, ())
         assert other.id == node_text(two.key.node)
 
@@ -70,8 +82,8 @@ async def test_jobs_are_shown_with_how_far_each_rank_is(clock: MockClock) -> Non
             for _ in range(3):
                 await together(*[partial(t.reduce, x) for t in red])
             await trio.sleep(1)
-            picture = await status_of(one)
-            jobs = {job.name: job for job in picture.jobs}
+            snapshot = await status_of(one)
+            jobs = {job.name: job for job in snapshot.jobs}
             assert {name: job.state for name, job in jobs.items()} == {
                 "red": "running",
                 "blue": "running",
@@ -83,8 +95,8 @@ async def test_jobs_are_shown_with_how_far_each_rank_is(clock: MockClock) -> Non
             assert jobs["red"].stable == 2
             programs = {r.name: r.program for r in jobs["red"].ranks}
             assert programs == {"mac-0": "test.py", "mac-1": None}
-            assert picture.traffic.data_sent_bytes > 3 * x.nbytes
-            assert picture.traffic.data_received_bytes > 3 * x.nbytes
+            assert snapshot.traffic.data_sent_bytes > 3 * x.nbytes
+            assert snapshot.traffic.data_received_bytes > 3 * x.nbytes
             assert [(r.rank, r.trainer) for r in jobs["red"].ranks] == [(0, 0), (1, 1)]
             assert jobs["red"].terms == TermsStatus(min_ranks=1, on_loss="continue", quorum="any")
             nursery.cancel_scope.cancel()
@@ -117,7 +129,7 @@ async def test_a_rank_that_is_lost_is_gone_from_its_job_with_the_reason(clock: M
         (whole,) = (await status_of(one)).jobs
         assert (whole.state, whole.reason, whole.losses) == ("running", None, ())
         await trainers[0].die()
-        await until(lambda: len(picture_of(one).jobs[0].ranks) == 1)
+        await until(lambda: len(snapshot_of(one).jobs[0].ranks) == 1)
         (left,) = (await status_of(one)).jobs
         assert (left.state, left.reason) == (
             "below_min_ranks",
@@ -139,13 +151,13 @@ async def test_who_waits_for_a_job_is_shown_on_every_machine_until_it_has_entere
         async with trio.open_nursery() as nursery:
             nursery.start_soon(newcomer.sync)
             for machine, program in ((one, None), (three, "test.py")):
-                await until(lambda: bool(picture_of(machine).jobs[0].newcomers))  # noqa: B023 - called in its turn
-                (job,) = picture_of(machine).jobs
+                await until(lambda: bool(snapshot_of(machine).jobs[0].newcomers))  # noqa: B023 - called in its turn
+                (job,) = snapshot_of(machine).jobs
                 assert (job.state, len(job.ranks)) == ("running", 2)
                 assert [(n.name, n.program) for n in job.newcomers] == [("mac-2", program)]
             await together(*[trainer.sync for trainer in runs])
         for machine in here.machines:
-            (job,) = picture_of(machine).jobs
+            (job,) = snapshot_of(machine).jobs
             assert [r.trainer for r in job.ranks] == sorted(r.trainer for r in job.ranks)
             assert (len(job.ranks), job.newcomers) == (3, ())
 
@@ -157,7 +169,7 @@ async def test_trainers_that_wait_elsewhere_for_a_job_to_begin_are_shown(clock: 
             for machine, wanted in ((two, 3), (two, 5), (one, 4)):
                 trainer = await here.trainer(machine)
                 nursery.start_soon(trainer.join, "green", wanted)
-            await until(lambda: [len(j.newcomers) for j in picture_of(one).jobs] == [3])
+            await until(lambda: [len(j.newcomers) for j in snapshot_of(one).jobs] == [3])
             (green,) = (await status_of(one)).jobs
             assert (green.name, green.state, green.wait_for) == ("green", "waiting", 5)
             assert sorted(n.name for n in green.newcomers) == ["mac-0", "mac-1", "mac-1"]
@@ -171,17 +183,17 @@ async def test_a_job_on_the_smaller_side_shows_that_it_has_no_quorum(clock: Mock
             here.machines, key=lambda machine: machine.settings.name != trainers[0].names[0]
         )
         await senior.kill()
-        await until(lambda: [j.state for j in picture_of(other).jobs] == ["no_quorum"])
-        assert "not a majority" in (picture_of(other).jobs[0].reason or "")
+        await until(lambda: [j.state for j in snapshot_of(other).jobs] == ["no_quorum"])
+        assert "not a majority" in (snapshot_of(other).jobs[0].reason or "")
 
 
 async def test_a_stopped_trainer_is_marked(clock: MockClock) -> None:
     async with village(clock, 1) as here:
         await here.job(here.machines[0])
         (rank,) = here.machines[0].agent.jobs.ranks
-        assert [r.stopped for r in picture_of(here.machines[0]).jobs[0].ranks] == [False]
+        assert [r.stopped for r in snapshot_of(here.machines[0]).jobs[0].ranks] == [False]
         rank.stopped = True
-        assert [r.stopped for r in picture_of(here.machines[0]).jobs[0].ranks] == [True]
+        assert [r.stopped for r in snapshot_of(here.machines[0]).jobs[0].ranks] == [True]
 
 
 async def test_bytes_of_jobs_that_have_ended_stay_counted(clock: MockClock) -> None:
@@ -195,3 +207,38 @@ async def test_bytes_of_jobs_that_have_ended_stay_counted(clock: MockClock) -> N
         await until(lambda: not here.machines[0].agent.jobs.ranks)
         assert here.machines[0].agent.jobs.traffic >= before
         assert before[0] > x.nbytes / 2
+
+
+REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "status.schema.json"
+
+
+def test_the_schema_in_the_reference_is_current() -> None:
+    assert REFERENCE.read_bytes() == json_schema(Status), "run: python tools/status_schema.py"
+
+
+def test_a_snapshot_survives_its_json() -> None:
+    assert decode_status(encode_status(SNAPSHOT)) == SNAPSHOT
+
+
+def test_the_json_holds_what_the_issue_promises() -> None:
+    snapshot = json.loads(encode_status(SNAPSHOT))
+    assert snapshot["schema"] == SCHEMA_VERSION
+    assert {"node", "view", "peers", "jobs", "traffic", "loop_lag_ms"} <= snapshot.keys()
+    assert {"epoch", "leader", "members"} <= snapshot["view"].keys()
+    members = snapshot["view"]["members"]
+    assert all(
+        {"id", "name", "rank", "health", "rtt_ms", "addresses"} <= member.keys()
+        for member in members
+    )
+    assert [member["rank"] for member in members] == [0, 1, 2]
+
+
+def test_a_field_of_a_later_pmesh_is_ignored() -> None:
+    later = json.loads(encode_status(SNAPSHOT)) | {"news": 1}
+    assert decode_status(json.dumps(later).encode()) == SNAPSHOT
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b'{"schema": 1}'])
+def test_another_schema_says_what_to_do(data: bytes) -> None:
+    with pytest.raises(UsageError, match="restart the agent"):
+        decode_status(data)

@@ -5,8 +5,8 @@ from pmesh.core.links.addresses import (
     MAX_DIALLED,
     InterfaceKind,
     LocalAddress,
+    announced_addresses,
     in_dialling_order,
-    told_to_others,
 )
 from pmesh.core.wire.link import Address
 
@@ -70,7 +70,7 @@ def test_a_peer_that_claims_thousands_of_addresses_costs_sixteen_dials() -> None
 
 
 def test_others_are_told_no_scopes_and_nothing_twice() -> None:
-    assert told_to_others(ALL, port=24160) == (
+    assert announced_addresses(ALL, port=24160) == (
         Address("169.254.7.7", 24160),
         Address("fe80::5", 24160),
         Address("10.0.0.5", 24160),

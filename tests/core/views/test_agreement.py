@@ -1,11 +1,12 @@
-"""What a member makes of what it hears, of a loss and of time: V2, V5, V6, V9 of the design."""
+"""How a member handles messages, losses, time and its own sleep: V2, V5, V6, V8, V9."""
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from pmesh.core.values import View
-from pmesh.core.views.agreement import first_state, lose, pass_time
+from pmesh.core.views.agreement import StallGuard, first_state, lose, pass_time, wake
 from pmesh.core.views.leader import highest_counter
 from pmesh.core.views.state import (
     BACK_OFF_S,
@@ -20,7 +21,7 @@ from pmesh.core.views.state import (
     Skip,
     Step,
 )
-from pmesh.core.wire.link import AskView, Leaving, Refuse, Superseded, TellView, Veto
+from pmesh.core.wire.link import AskView, Heartbeat, Leaving, Refuse, Superseded, TellView, Veto
 from pmesh.ids import Incarnation, Member
 from tests.worlds.builders import (
     ANNA,
@@ -37,6 +38,7 @@ from tests.worlds.builders import (
     make_proposal,
     make_roster,
     make_seat,
+    make_state,
     make_view,
     make_waiting,
 )
@@ -251,7 +253,7 @@ class TestALostPeer:
         state = told(BERTS, CARA, TellView(make_view(7, CARA))).state
         state = told(state, CARA, make_heartbeat(make_view(8, CARA))).state
         after = lose(state, CARA.node, "silent for 2.0 s", Facts(), now=NOW).state
-        assert CARA.node not in {*after.peers, *after.told, *after.unplaced}
+        assert CARA.node not in {*after.peers, *after.shown, *after.unplaced}
         assert after.losses == {CARA: "silent for 2.0 s"}
 
     def test_that_was_never_heard_leaves_no_trace(self) -> None:
@@ -353,3 +355,41 @@ def test_the_commit_follows_the_last_answer_in_one_step() -> None:
     assert view.members == (BERT, CARA)
     assert sent(step) == [(CARA, commit(view))]
     assert isinstance(step.actions[0], Send), "the commit is on its way before it is in force"
+
+
+AWAKE_US = 100_000_000
+BOTH = make_view(5, ANNA, BERT)
+ALL = make_view(6, ANNA, BERT, CARA, leader=CARA)
+STATE = make_state(ANNA, BOTH)
+WOKEN = wake(STATE, now_us=AWAKE_US)
+
+
+def beat_of(view: View, *, echo_us: int = AWAKE_US) -> Heartbeat:
+    return msgspec.structs.replace(make_heartbeat(view), echo_us=echo_us)
+
+
+def test_every_other_member_is_asked() -> None:
+    assert StallGuard(AWAKE_US, frozenset({BERT})) == WOKEN
+    assert not wake(make_state(ANNA, make_view(5, ANNA)), now_us=AWAKE_US).unconfirmed
+
+
+def test_only_a_fresh_answer_that_names_our_view_confirms_it() -> None:
+    assert not WOKEN.receive(STATE, BERT, beat_of(BOTH)).unconfirmed
+    assert WOKEN.receive(STATE, BERT, beat_of(BOTH, echo_us=AWAKE_US - 1)) == WOKEN
+    assert WOKEN.receive(STATE, BERT, beat_of(ALL)) == WOKEN
+    assert WOKEN.receive(STATE, CARA, beat_of(BOTH)) == WOKEN
+
+
+def test_who_is_no_longer_of_the_view_need_not_confirm_it() -> None:
+    promised_now = replace(STATE, promised=make_epoch(6), flushed_at=100.0)
+    assert not WOKEN.install(promised_now, make_view(6, ANNA, CARA)).unconfirmed
+    assert WOKEN.install(promised_now, ALL).unconfirmed == {BERT}
+
+
+def test_a_view_that_was_promised_before_the_sleep_is_doubted_by_itself() -> None:
+    """The others may have installed it and left it meanwhile (seed 224309)."""
+    promised_before = replace(STATE, promised=ALL.epoch, flushed_at=99.9)
+    assert WOKEN.install(promised_before, ALL).unconfirmed == {BERT, CARA}
+    confirmed = StallGuard(AWAKE_US)
+    assert confirmed.install(promised_before, ALL).unconfirmed == {BERT, CARA}
+    assert StallGuard().install(promised_before, ALL) == StallGuard()

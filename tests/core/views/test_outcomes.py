@@ -2,10 +2,18 @@
 
 from collections.abc import Mapping
 
-from pmesh.core.values import OpOutcome, Verdict
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pmesh.core.ops.kinds import BOUND_KINDS
+from pmesh.core.values import OpOutcome, Roster, Terms, Verdict
+from pmesh.core.views.op_log import Ledger, complete, fail, report, start
 from pmesh.core.views.outcomes import gather, outcome_of
-from pmesh.core.wire.link import JobReport
-from pmesh.ids import Member, OpNumber
+from pmesh.core.wire.link import Call, JobReport, OpReport, ViewRequest
+from pmesh.core.wire.records import fingerprint
+from pmesh.ids import Member, OpNumber, TrainerId
 from tests.worlds.builders import (
     ANNA,
     BERT,
@@ -19,11 +27,19 @@ from tests.worlds.builders import (
     make_outcome,
     make_report,
     make_roster,
+    make_trainer,
     make_verdict,
     make_view_request,
     running,
 )
 from tests.worlds.settling import NEXT, TIMED_OUT, TRIO, running_everywhere, settle_trio
+
+
+def verdict_of(outcome: OpOutcome | None) -> Verdict:
+    """Return why the op failed."""
+    assert outcome is not None
+    assert outcome.verdict is not None
+    return outcome.verdict
 
 
 class TestTheOpsOfAConcernedJob:
@@ -152,8 +168,7 @@ class TestRanksThatCalledDifferentThings:
             CARA: make_report(TRIO, {2: []}),
         }
         after = settle_trio(reports, make_view_request(TRIO, None, op=4))
-        verdict = after.outcomes[0].verdict
-        assert verdict is not None
+        verdict = verdict_of(after.outcomes[0])
         assert verdict.message.endswith("rank 2 (mac-c): not called yet")
         assert verdict.trainers == (0, 1)
 
@@ -177,9 +192,8 @@ class TestRanksThatCalledDifferentThings:
         after = settle_trio(reports, make_view_request(TRIO, make_verdict("RankLost", 2)))
         (outcome,) = after.outcomes
         assert (outcome.holders, outcome.contributors) == ((), (0, 1))
-        assert outcome.verdict is not None
-        assert outcome.verdict.error == "OpMismatch"
-        assert outcome.verdict.trainers == (0, 1, 2)
+        assert verdict_of(outcome).error == "OpMismatch"
+        assert verdict_of(outcome).trainers == (0, 1, 2)
 
 
 class TestWhatHasFailed:
@@ -236,3 +250,255 @@ def test_an_op_without_an_outcome_runs_on_or_again() -> None:
     roster = make_roster(ANNA, outcomes=[outcome])
     assert outcome_of(roster, OpNumber(3)) == outcome
     assert outcome_of(roster, OpNumber(4)) is None
+
+
+GATHER = make_call("all_gather")
+HOSTS = {0: ANNA, 1: BERT, 2: CARA}
+RERUN = make_view_request(TRIO, None, op=4)
+
+
+def outcome(
+    ended: set[int], left: set[int], *view_requests: ViewRequest, op: int = 4
+) -> OpOutcome | None:
+    """What becomes of an all-gather that has ended at some, of whom those `left` are there."""
+    reports: dict[Member, JobReport | None] = {
+        HOSTS[rank]: make_report(
+            TRIO, {rank: [completed(4, call=GATHER) if rank in ended else running(4, GATHER)]}
+        )
+        for rank in left
+    }
+    after = settle_trio(reports, *view_requests)
+    assert after.number == NEXT.counter
+    return outcome_of(after, OpNumber(op))
+
+
+@pytest.mark.parametrize("kind", sorted(BOUND_KINDS))
+def test_it_fails_everywhere_when_a_rank_is_lost_in_it(kind: str) -> None:
+    call = make_call(kind)
+    after = settle_trio(
+        {m: make_report(TRIO, {i: [running(4, call)]}) for i, m in ((0, ANNA), (1, BERT))}
+    )
+    (found,) = after.outcomes
+    assert (verdict_of(found).error, found.contributors) == ("RosterChanged", ids_of(0, 1))
+    assert "rank 2 (mac-c) is lost" in verdict_of(found).message
+    assert verdict_of(found).trainers == ids_of(2)
+
+
+def test_it_fails_also_where_it_had_ended_when_it_can_t_end_everywhere() -> None:
+    found = outcome({0}, {0, 1})
+    assert found is not None
+    assert (verdict_of(found).error, found.holders) == ("RosterChanged", ())
+
+
+def test_it_has_ended_well_if_it_has_ended_at_all_who_are_left() -> None:
+    assert outcome({0, 1}, {0, 1}) == make_outcome(4, 0, 1, 2, holders=[0, 1])
+
+
+def test_it_runs_again_over_new_lanes_among_the_same_ranks() -> None:
+    assert outcome(set(), {0, 1, 2}, RERUN) is None
+
+
+def test_it_does_not_run_again_without_those_where_it_has_ended() -> None:
+    verdict = verdict_of(outcome({1}, {0, 1, 2}, RERUN))
+    assert verdict.error == "RosterChanged"
+    assert "its ring was rebuilt" in verdict.message
+
+
+def test_it_fails_with_the_verdict_that_was_asked_for_if_there_is_one() -> None:
+    view_request = make_view_request(TRIO, TIMED_OUT, op=4)
+    assert outcome(set(), {0, 1, 2}, view_request) == make_outcome(4, 0, 1, 2, verdict=TIMED_OUT)
+    assert outcome({0}, {0, 1, 2}, view_request) == make_outcome(4, 0, 1, 2, verdict=TIMED_OUT)
+
+
+def test_where_a_loss_is_to_raise_it_says_so() -> None:
+    roster = make_roster(ANNA, BERT, CARA, terms=Terms(on_loss="raise"))
+    after = settle_trio(
+        {m: make_report(roster, {i: [running(4, GATHER)]}) for i, m in ((0, ANNA), (1, BERT))},
+        roster=roster,
+    )
+    assert verdict_of(outcome_of(after, OpNumber(4))).error == "RankLost"
+
+
+def test_ranks_that_called_something_else_hear_of_that_first() -> None:
+    calls = {ANNA: GATHER, BERT: make_call("all_to_all")}
+    reports: dict[Member, JobReport | None] = {
+        m: make_report(TRIO, {i: [running(4, call)]}) for i, (m, call) in enumerate(calls.items())
+    }
+    assert verdict_of(outcome_of(settle_trio(reports), OpNumber(4))).error == "OpMismatch"
+
+
+def test_the_ops_of_every_other_kind_run_again() -> None:
+    after = settle_trio(
+        {m: make_report(TRIO, {i: [running(4)]}) for i, m in ((0, ANNA), (1, BERT))}
+    )
+    assert outcome_of(after, OpNumber(4)) is None
+
+
+def test_it_has_ended_also_where_it_is_stable_and_not_reported_any_more() -> None:
+    """O2: Anna is in the next op; Bert has not heard that everybody has ended this one."""
+    after = settle_trio(
+        {
+            ANNA: make_report(TRIO, {0: [running(5)]}, stable=4),
+            BERT: make_report(TRIO, {1: [completed(4, call=GATHER)]}, stable=3),
+        }
+    )
+    assert outcome_of(after, OpNumber(4)) == make_outcome(4, 0, 1, 2, holders=[1])
+
+
+OP = OpNumber(4)
+
+TO_BERT = Call("broadcast", "float32", (3,), root=0, receivers=(1,))
+"""Anna's state goes to Bert, and Cara hears of it."""
+
+SENDS = OpReport(OP, TO_BERT, is_root=True)
+LACKS = running(4, TO_BERT)
+SENT = msgspec.structs.replace(completed(4, call=TO_BERT), is_root=True)
+HAS = completed(4, call=TO_BERT)
+HEARD = msgspec.structs.replace(HAS, holds=False)
+
+ALL = (ANNA, BERT, CARA)
+
+
+def settle_broadcast(*reports: "OpReport | None", lost: "int | None" = None) -> Roster:
+    """The next roster, of what Anna, Bert and Cara report of the op; None: no word from there."""
+    answers: dict[Member, JobReport | None] = {
+        member: make_report(TRIO, {rank: [told]})
+        for rank, (member, told) in enumerate(zip(ALL, reports, strict=True))
+        if told is not None
+    }
+    verdict = None if lost is None else make_verdict("RankLost", lost)
+    return settle_trio(answers, make_view_request(TRIO, verdict, op=4 if verdict is None else -1))
+
+
+class TestWhoHoldsTheResult:
+    """Nobody else is ever asked for it."""
+
+    def test_is_the_root_and_who_has_received_it(self) -> None:
+        after = settle_broadcast(SENT, HAS, LACKS)
+        assert after.outcomes == (make_outcome(4, 0, 1, 2, holders=[0, 1]),)
+
+    def test_is_nobody_who_only_heard_of_it(self) -> None:
+        after = settle_broadcast(SENT, LACKS, HEARD)
+        assert after.outcomes == (make_outcome(4, 0, 1, 2, holders=[0]),)
+
+    def test_is_a_receiver_when_the_root_is_gone_with_its_machine(self) -> None:
+        after = settle_broadcast(None, HAS, LACKS)
+        assert after.ids == (1, 2)
+        assert after.outcomes == (make_outcome(4, 0, 1, 2, holders=[1]),)
+
+    def test_is_the_root_as_a_witness_when_its_trainer_alone_is_lost(self) -> None:
+        after = settle_broadcast(SENT, LACKS, HEARD, lost=0)
+        assert (after.ids, after.lost_holders) == ((1, 2), (make_trainer(0, ANNA),))
+        assert after.outcomes == (make_outcome(4, 0, 1, 2, holders=[0]),)
+
+    def test_is_no_lost_holder_that_only_heard_of_it(self) -> None:
+        after = settle_broadcast(SENT, LACKS, HEARD, lost=2)
+        assert (after.ids, after.lost_holders) == ((0, 1), ())
+        assert after.outcomes == (make_outcome(4, 0, 1, 2, holders=[0]),)
+
+    def test_is_the_root_before_its_own_end_where_others_have_heard_of_theirs(self) -> None:
+        """I4: Cara's call has returned, so it can't run again without her."""
+        after = settle_broadcast(SENDS, LACKS, HEARD)
+        assert after.outcomes == (make_outcome(4, 0, 1, 2, holders=[0]),)
+        assert after.lost_holders == ()
+
+    def test_is_not_a_root_of_which_only_the_agent_is_left(self) -> None:
+        """Its trainer has ended before the op has: nobody will complete it there.
+
+        Cara may be in a later op, and others may enter with that one: so it fails now (O6).
+        """
+        after = settle_broadcast(SENDS, LACKS, HEARD, lost=0)
+        assert (after.ids, after.lost_holders) == ((1, 2), ())
+        (outcome,) = after.outcomes
+        assert (verdict_of(outcome).error, outcome.contributors) == ("RankLost", (1, 2))
+
+
+class TestABroadcastThatNobodyHolds:
+    """... runs again, or fails."""
+
+    def test_runs_again_when_nobody_has_heard_of_its_end(self) -> None:
+        assert settle_broadcast(SENDS, LACKS, LACKS).outcomes == ()
+
+    def test_runs_again_when_only_one_who_is_gone_had_heard_of_its_end(self) -> None:
+        assert settle_broadcast(SENDS, LACKS, None).outcomes == ()
+
+    def test_fails_for_all_when_the_root_is_lost_also_for_who_has_returned(self) -> None:
+        """Who lacks it says so; who has heard of a success is told at its next call."""
+        told: dict[Member, JobReport | None] = {
+            BERT: make_report(TRIO, {1: [LACKS]}),
+            CARA: make_report(TRIO, {2: [HEARD]}),
+        }
+        root_lost = make_verdict("RankLost")
+        after = settle_trio(told, make_view_request(TRIO, root_lost, op=4))
+        assert after.ids == (1, 2)
+        assert after.outcomes == (make_outcome(4, 1, 2, verdict=root_lost),)
+
+    def test_stays_failed_though_others_had_heard_of_its_end(self) -> None:
+        after = settle_broadcast(SENT, failed(4, TIMED_OUT), HEARD)
+        assert after.outcomes == (make_outcome(4, 0, 1, 2, verdict=TIMED_OUT),)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_ranks_that_name_other_receivers_differ_and_hear_which(*, ended: bool) -> None:
+    """I5: also where the one that differs only passes on that it has ended."""
+    to_cara = msgspec.structs.replace(TO_BERT, receivers=(2,))
+    theirs = msgspec.structs.replace(HEARD if ended else LACKS, call=to_cara)
+    (outcome,) = settle_broadcast(SENT, LACKS, theirs).outcomes
+    assert verdict_of(outcome).error == "OpMismatch"
+    assert verdict_of(outcome).message.endswith(
+        "rank 0 (mac-a): broadcast(float32, 3, root=0, to=(1,)); "
+        "rank 1 (mac-b): broadcast(float32, 3, root=0, to=(1,)); "
+        "rank 2 (mac-c): broadcast(float32, 3, root=0, to=(2,))"
+    )
+
+
+def test_receivers_are_part_of_what_a_call_is() -> None:
+    """O8: the first record that meets another call tells."""
+    calls = [msgspec.structs.replace(TO_BERT, receivers=r) for r in ((), (1,), (2,), (1, 2))]
+    assert len({fingerprint(call) for call in calls}) == len(calls)
+    assert str(calls[0]) == "broadcast(float32, 3, root=0)"
+
+
+def test_what_a_rank_reports_tells_whether_it_sends_holds_or_has_heard() -> None:
+    contributors = ids_of(0, 1, 2)
+    root = start(Ledger(stable=3), OP, TO_BERT, is_root=True)
+    other = start(Ledger(stable=3), OP, TO_BERT)
+    assert report(root, TrainerId(0)).ops == (SENDS,)
+    assert report(other, TrainerId(1)).ops == (LACKS,)
+    assert report(complete(root, OP, contributors), TrainerId(0)).ops == (SENT,)
+    assert report(complete(other, OP, contributors), TrainerId(1)).ops == (HAS,)
+    heard = complete(other, OP, contributors, holds=False)
+    assert report(heard, TrainerId(2)).ops == (HEARD,)
+    assert heard.ended == OP  # like any other: it does not hold up what is stable
+    late = fail(heard, make_outcome(4, 1, 2, verdict=TIMED_OUT))
+    (told,) = report(late, TrainerId(2)).ops
+    assert (told.completed, told.verdict, told.contributors) == (False, TIMED_OUT, (1, 2))
+
+
+@given(
+    st.sampled_from([SENDS, SENT, None]),
+    st.sampled_from([LACKS, HAS, HEARD, None]),
+    st.sampled_from([LACKS, HAS, HEARD]),
+    st.sampled_from([None, 0, 1]),
+)
+def test_whatever_is_reported_only_a_root_or_a_holder_is_named(
+    anna: "OpReport | None", bert: "OpReport | None", cara: OpReport, lost: "int | None"
+) -> None:
+    """I4: and what a survivor completed is completed by all, while anybody can serve it."""
+    reports = (anna, bert, cara)
+    after = settle_broadcast(*reports, lost=lost)
+    outcome: OpOutcome | None = outcome_of(after, OP)
+    told = {i: r for i, r in enumerate(reports) if r is not None}
+    can_serve = {
+        i for i, r in told.items() if (r.completed and r.holds) or (r.is_root and i in after.ids)
+    }
+    left = [told[i] for i in after.ids if i in told]
+    if outcome is not None and outcome.verdict is not None:
+        assert not can_serve
+        assert {report.completed for report in left} == {True, False}
+    elif outcome is not None:
+        assert outcome.holders
+        assert {*outcome.holders} <= can_serve
+        assert outcome.contributors == (0, 1, 2)
+    elif any(report.completed for report in told.values()):
+        assert not can_serve

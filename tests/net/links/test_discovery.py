@@ -64,7 +64,7 @@ class Addresses(AddressWatch):
 
     async def become(self, *addresses: LocalAddress) -> None:
         self._real = addresses
-        await self._look()
+        await self._poll()
 
 
 def advertisement(
@@ -255,7 +255,7 @@ async def test_of_other_meshes_as_many_are_reported_as_can_be_shown(
             await one.hears(found(others[0]))
             async with running(others[1], 19, mesh=OTHER_MESH):
                 with trio.fail_after(TIMEOUT_S):
-                    while not counters.not_shown:  # noqa: ASYNC110 - likewise
+                    while not counters.not_shown:  # noqa: ASYNC110 - as above
                         await trio.sleep(0.01)
         assert await one.next_event() == Gone(node=others[0].node)
 
@@ -295,7 +295,7 @@ async def test_what_zeroconf_keeps_is_thrown_away_but_for_the_agents_that_are_kn
         async with running(theirs, 31):
             await one.hears(found(theirs))
             with trio.fail_after(TIMEOUT_S):
-                while counters.purges < 3:  # noqa: ASYNC110 - likewise
+                while counters.purges < 3:  # noqa: ASYNC110 - as above
                     await trio.sleep(0.01)
             async with running(late, 32):
                 await one.hears(found(late))
@@ -357,12 +357,12 @@ def test_v6_is_spoken_only_where_there_is_no_v4() -> None:
     number, name = socket.if_nameindex()[0]
     v6 = LocalAddress(interface=name, host="fe80::1", prefix_bits=64, kind="wired")
     assert discovery._sockets_for((v6, LOOPBACK)) == ["127.0.0.1"]  # noqa: SLF001 - pure, but ours
-    assert discovery._sockets_for((v6,)) == [number]  # noqa: SLF001 - likewise
+    assert discovery._sockets_for((v6,)) == [number]  # noqa: SLF001 - as above
 
 
 def test_names_on_the_network_are_those_of_the_node() -> None:
     own = advertisement(1)
-    conversation = discovery._Conversation(  # noqa: SLF001 - likewise
+    conversation = discovery._Conversation(  # noqa: SLF001 - as above
         own,
         node_key=key(1),
         key=MESH,
@@ -371,7 +371,7 @@ def test_names_on_the_network_are_those_of_the_node() -> None:
         ready=lambda: None,
     )
     conversation.move_to((LOOPBACK,))
-    service = conversation._service()  # noqa: SLF001 - likewise
+    service = conversation._service()  # noqa: SLF001 - as above
     node = own.node
     assert (service.name, service.server) == (instance_name(node), host_name(node))
     assert service.type == adverts.SERVICE_TYPE

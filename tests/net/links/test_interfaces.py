@@ -1,5 +1,3 @@
-""" """
-
 import errno
 import socket
 import subprocess
@@ -21,7 +19,6 @@ from pmesh.net.links.interfaces import (
     UNKNOWN,
     AddressWatch,
     local_address_of,
-    parse_hardware_ports,
     reachable_at,
     read_addresses,
     remote_address_of,
@@ -171,8 +168,8 @@ def test_macos_tells_the_kind_of_an_interface(
         return SimpleNamespace(stdout=MAC_PORTS)
 
     monkeypatch.setattr(subprocess, "run", run)
-    fake_system("bridge0", "en0", "en4", "en5", macos=True)
-    assert [a.kind for a in read_addresses()] == ["thunderbolt", "wifi", "wired", "wired"]
+    fake_system("bridge0", "en0", "en4", "en5", "en8", macos=True)
+    assert [a.kind for a in read_addresses()] == ["thunderbolt", "wifi", *["wired"] * 3]
     read_addresses()
     assert asked == [["/usr/sbin/networksetup", "-listallhardwareports"]]  # once: it takes 50 ms
 
@@ -189,15 +186,6 @@ def test_without_an_answer_every_interface_counts_as_wired(
     monkeypatch.setattr(subprocess, "run", run)
     fake_system("en0", macos=True)
     assert [address.kind for address in read_addresses()] == ["wired"]
-
-
-def test_hardware_ports_of_a_mac_are_parsed() -> None:
-    assert parse_hardware_ports(MAC_PORTS) == {
-        "en4": "wired",
-        "en8": "wired",
-        "en0": "wifi",
-        "bridge0": "thunderbolt",
-    }
 
 
 @pytest.mark.parametrize(
