@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.worlds.fake_agent import FakeAgent
+from tests.worlds.watched_agent import WatchedAgent, watched_agent
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[FakeAgent]:
-    with FakeAgent(tmp_path / "home") as running:
+def agent(tmp_path: Path) -> Iterator[WatchedAgent]:
+    with watched_agent(tmp_path / "home") as running:
         yield running

@@ -15,8 +15,8 @@ from pmesh.client.link.connection import AgentConnection
 from pmesh.core.values import Terms, Verdict
 from pmesh.core.wire.local import SESSION_VERSION, Connect, Refused
 from pmesh.ids import JobName
-from tests.worlds.fake_agent import FakeAgent
 from tests.worlds.scripted_agent import ScriptedAgent, Trainer, joins, replies
+from tests.worlds.watched_agent import WatchedAgent
 
 
 def test_without_an_agent_the_error_names_the_socket_and_the_remedy(tmp_path: Path) -> None:
@@ -25,9 +25,8 @@ def test_without_an_agent_the_error_names_the_socket_and_the_remedy(tmp_path: Pa
 
 
 def test_a_socket_whose_agent_was_killed_counts_as_no_agent(tmp_path: Path) -> None:
-    with FakeAgent(tmp_path):
-        pass
-    assert (tmp_path / "agent.sock").exists()
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(tmp_path / "agent.sock"))
     with pytest.raises(pmesh.AgentNotRunning):
         pmesh.connect("job", home=tmp_path)
 
@@ -65,15 +64,15 @@ class TestAnAgentWithACrowdAtItsDoor:
 
 
 def test_the_home_comes_from_the_environment(
-    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PMESH_HOME", str(agent.home))
     with pmesh.connect("job") as mesh:
         assert mesh.size == 1
 
 
-def test_too_few_ranks_in_time_is_what_the_agent_says(agent: FakeAgent) -> None:
-    with pytest.raises(pmesh.NotEnoughRanks, match="mac-2 has none"):
+def test_too_few_ranks_in_time_is_what_the_agent_says(agent: WatchedAgent) -> None:
+    with pytest.raises(pmesh.NotEnoughRanks, match="1 of 2 trainers of job 'job' came"):
         pmesh.connect("job", wait_for=2, timeout_s=0.05, home=agent.home)
 
 
@@ -149,7 +148,7 @@ def test_without_other_wishes_a_job_goes_on_with_whoever_is_left(tmp_path: Path)
     "argv", [[], [""], ["x" * 300], [os.fsdecode(b"caf\xe9.py")], ["a\n\x1b[2J.py"]]
 )
 def test_any_program_name_will_do(
-    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch, argv: list[str]
+    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch, argv: list[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", argv)
     pmesh.connect("job", home=agent.home).close()

@@ -5,10 +5,10 @@ import pytest
 
 import pmesh
 from pmesh import DeviceMesh, Mesh
-from tests.worlds.fake_agent import FakeAgent, run_ranks
+from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
 
-def test_a_rank_has_the_group_of_its_row_and_of_its_column(agent: FakeAgent) -> None:
+def test_a_rank_has_the_group_of_its_row_and_of_its_column(agent: WatchedAgent) -> None:
     def look(mesh: Mesh) -> tuple[tuple[int, ...], list[int], list[int], str]:
         grid = DeviceMesh(mesh, (2, 3), ("data", "model"))
         rows = grid["model"].all_gather(np.array([mesh.rank])).tolist()
@@ -40,7 +40,7 @@ def test_a_rank_has_the_group_of_its_row_and_of_its_column(agent: FakeAgent) -> 
     ],
 )
 def test_a_shape_or_names_that_do_not_fit_are_refused(
-    agent: FakeAgent, shape: tuple[int, ...], names: tuple[str, ...], why: str
+    agent: WatchedAgent, shape: tuple[int, ...], names: tuple[str, ...], why: str
 ) -> None:
     def make(mesh: Mesh) -> None:
         with pytest.raises(pmesh.UsageError, match=why):
@@ -49,7 +49,7 @@ def test_a_shape_or_names_that_do_not_fit_are_refused(
     run_ranks(agent.home, 2, make)
 
 
-def test_a_dimension_that_does_not_exist_is_named_with_those_that_do(agent: FakeAgent) -> None:
+def test_a_dimension_that_does_not_exist_is_named_with_those_that_do(agent: WatchedAgent) -> None:
     def ask(mesh: Mesh) -> None:
         grid = DeviceMesh(mesh, (1, 2), ("data", "model"))
         with pytest.raises(pmesh.UsageError, match="dimensions data, model, not 'tensor'"):
@@ -58,7 +58,9 @@ def test_a_dimension_that_does_not_exist_is_named_with_those_that_do(agent: Fake
     run_ranks(agent.home, 2, ask)
 
 
-def test_a_grid_that_is_closed_or_does_not_come_about_leaves_its_groups(agent: FakeAgent) -> None:
+def test_a_grid_that_is_closed_or_not_completed_leaves_its_groups(
+    agent: WatchedAgent,
+) -> None:
     def make(mesh: Mesh) -> None:
         if mesh.rank == 0:  # its column is a group already when nobody comes to its row
             with pytest.raises(pmesh.NotEnoughRanks):

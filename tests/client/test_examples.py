@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.worlds.fake_agent import FakeAgent
+from tests.worlds.watched_agent import WatchedAgent
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
     ("script", "library"), [("train_numpy.py", "numpy"), ("train_mlx.py", "mlx")]
 )
 def test_an_example_trains_to_what_it_should_on_two_ranks(
-    agent: FakeAgent, script: str, library: str
+    agent: WatchedAgent, script: str, library: str
 ) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip(library)

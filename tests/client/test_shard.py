@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import pmesh
 from pmesh.client.mesh import deal, order_of
-from tests.worlds.fake_agent import FakeAgent, run_ranks
+from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
 
 @given(st.integers(0, 300), st.integers(0, 350), st.integers(1, 9), st.integers(0, 3))
@@ -44,7 +44,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert len({tuple(order) for order in orders}) == 9
 
 
-def test_a_mesh_deals_among_its_ranks(agent: FakeAgent) -> None:
+def test_a_mesh_deals_among_its_ranks(agent: WatchedAgent) -> None:
     def program(mesh: pmesh.Mesh) -> list[int]:
         first = mesh.shard(100, epoch=2, position=40, seed=7)
         assert first.dtype == np.int64
@@ -58,7 +58,7 @@ def test_a_mesh_deals_among_its_ranks(agent: FakeAgent) -> None:
     assert sorted(itertools.chain(*shards)) == sorted(order_of(100, epoch=2, seed=7)[40:].tolist())
 
 
-def test_at_the_end_of_an_epoch_nothing_is_left(agent: FakeAgent) -> None:
+def test_at_the_end_of_an_epoch_nothing_is_left(agent: WatchedAgent) -> None:
     with pmesh.connect("job", home=agent.home) as mesh:
         assert mesh.shard(10, position=10).size == 0
         assert mesh.shard(10, position=11).size == 0
@@ -66,7 +66,7 @@ def test_at_the_end_of_an_epoch_nothing_is_left(agent: FakeAgent) -> None:
 
 
 @pytest.mark.parametrize("name", ["dataset_len", "epoch", "position", "seed"])
-def test_a_number_that_can_not_be_is_named(agent: FakeAgent, name: str) -> None:
+def test_a_number_that_can_not_be_is_named(agent: WatchedAgent, name: str) -> None:
     with pmesh.connect("job", home=agent.home) as mesh:
         numbers = {"dataset_len": 10, name: -1}
         with pytest.raises(pmesh.UsageError, match=f"{name} is at least 0 .* not -1"):

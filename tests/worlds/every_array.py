@@ -12,7 +12,6 @@ LIBRARIES = {
     "torch": ["float64", "float16", "bfloat16", "int64", "uint8", "bool"],
 }
 KINDS = [(library, dtype) for library, dtypes in LIBRARIES.items() for dtype in dtypes]
-BITS = {"bfloat16": "uint16", "bool": "uint8"}
 
 
 def make(library: str, dtype: str, values: Any) -> Any:

@@ -1,36 +1,54 @@
-"""A real agent in a thread. A test watches its sessions for messages, and answers in its place."""
+"""A real agent in a thread, whose sessions a test watches, cuts off, and answers in its place."""
 
 import functools
+import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
+import msgspec
+import numpy as np
 import trio
 
 import pmesh
+from pmesh.agent.containment import Contain
+from pmesh.agent.jobs.driver import Jobs
+from pmesh.agent.jobs.trainer import serve_trainer
 from pmesh.core.values import Verdict
 from pmesh.core.wire.framing import frame
+from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import (
+    ENTERS,
     ArenaGranted,
     Attach,
+    Compresses,
+    Connect,
     DropArena,
+    Joined,
+    Leave,
     MessageFailed,
     MessageWaits,
+    OpDone,
     ReceiveMessage,
     Refused,
     Reply,
     Request,
     SendMessage,
+    StartOp,
     WantArena,
     encode,
 )
 from pmesh.ids import TrainerId
+from pmesh.net.local.arena_pools import ArenaShare
 from pmesh.net.local.sessions import PeerCredentials, Session
 from pmesh.testing.simulated_mesh import agent_in_a_thread
-from tests.worlds.fake_agent import run_ranks
+from tests.worlds.scripted_agent import PATIENCE_S
 
 T = TypeVar("T")
 LOST = Verdict("RankLost", "rank 1 (mac-1) is lost")
@@ -42,14 +60,25 @@ class WatchedSession(Session):
     ) -> None:
         super().__init__(stream, credentials)
         self._agent = agent
+        self.job = ""
         self.me = TrainerId(-1)
-        """Of a session for messages."""
-        self.inputs: set[int] = set()
-        """Arenas that it keeps."""
+        self.jobs: Jobs | None = None
+        """The agent's, if this is a trainer's session."""
+        self.inputs: dict[int, mmap.mmap] = {}
+        """Arenas that the program keeps, with what they hold."""
+        self.calls: list[Call] = []
+        self.lent: set[int] = set()
+        """Arenas with results that the program has kept."""
 
     async def receive(self) -> Request:
         while True:
-            request = await super().receive()
+            try:
+                request = await super().receive()
+            except trio.EndOfChannel:
+                self._agent.note(lambda: self._agent.crashed.append(self.me))
+                raise
+            if isinstance(request, StartOp):
+                return await self._agent.start_op(self, request)
             answers = self._agent.answers(self, request)
             if answers is None:
                 return request
@@ -59,8 +88,16 @@ class WatchedSession(Session):
                 raise trio.EndOfChannel
 
     async def send(self, reply: Reply, descriptors: tuple[int, ...] = ()) -> None:
-        if isinstance(reply, ArenaGranted) and reply.kind == "input":
-            self.inputs.add(reply.arena)
+        match reply:
+            case ArenaGranted(number, "input", nbytes):
+                self.inputs[number] = mmap.mmap(descriptors[0], nbytes)
+            case Joined():
+                self.me = reply.world.trainers[reply.world.rank]
+                reply = msgspec.structs.replace(reply, compression=self._agent.compression)
+            case OpDone(lent=True):
+                self.lent.add(reply.arena)
+            case _:
+                pass
         await super().send(reply, descriptors)
 
     def say(self, data: bytes | Reply) -> None:
@@ -69,12 +106,60 @@ class WatchedSession(Session):
             self._stream.socket.fileno(), data if isinstance(data, bytes) else frame(encode(data))
         )
 
+    def leave_behind(self) -> None:
+        """The job goes on without this rank, as when its process has been stopped for long."""
+        assert self.jobs is not None
+        (rank,) = [r for r in self.jobs.ranks if r.id == self.me and r.roster.job == self.job]
+        self.jobs.depart(rank, "is lost: its trainer has been stopped for 60 s")
+
+
+@dataclass(eq=False)
+class Retained:
+    """A root's input, which other ranks may still fetch (O2)."""
+
+    session: WatchedSession
+    arena: int
+    memory: memoryview
+    """Where it lies; a copy once the program has given the arena back."""
+    was: bytes
+
+    @property
+    def unchanged(self) -> bool:
+        return self.memory == self.was
+
 
 class WatchedAgent:
     def __init__(self, home: Path) -> None:
         self.home = home
+        self._changed = threading.Condition()
+        self.sessions: list[WatchedSession] = []
+        """Of trainers, in the order in which they came."""
+        self.calls: list[Call] = []
+        """Those of rank 0, in order."""
+        self.left: list[TrainerId] = []
+        """Trainers that have said that they leave; all others have crashed."""
+        self.crashed: list[TrainerId] = []
+        self.entering: list[TrainerId] = []
+        self.wanted: list[int] = []
+        """The sizes of the input arenas that trainers asked for."""
+        self.shown: list[str] = []
+        """What trainers say of their compression."""
+        self.retained: list[Retained] = []
+        """What roots have broadcast."""
+        self.compression = ""
+        """Of gradients, where trainers don't name one."""
+        self.lends = True
+        self.before_op: Callable[[WatchedSession, StartOp], None] | None = None
+        """Called in a thread, before a rank's op reaches the agent."""
+        self.losses: Mapping[int, int] = {}
+        """By the number of an op of "job": the trainer that is lost as it starts it."""
+        self.left_behind: Mapping[int, int] = {}
+        """The same for a trainer whose connection stays, while the job goes on without it."""
+        self.mismatched: int | None = None
+        """The number of an op that fails at all ranks, as rank 0 has called something else."""
         self.attached: list[WatchedSession] = []
         self.inputs_wanted: list[int] = []
+        """Sizes of the arenas wanted for messages."""
         self.refuses: Verdict | None = None
         """Why nobody gets a session for messages."""
         self.fails: Callable[[SendMessage | ReceiveMessage], Verdict | None] = lambda _: None
@@ -83,20 +168,51 @@ class WatchedAgent:
         self.memory: Verdict | None = None
         """Why there is no arena."""
 
+    def note(self, record: Callable[[], object]) -> None:
+        with self._changed:
+            record()
+            self._changed.notify_all()
+
+    def wait_until(self, happened: Callable[[], bool]) -> None:
+        """Wait until something is so that changes with requests."""
+        with self._changed:
+            assert self._changed.wait_for(happened, PATIENCE_S)
+
     def answers(self, session: WatchedSession, request: Request) -> Sequence[Reply] | None:
         """What a request gets in place of the agent's own answer; None: that."""
+        match request:
+            case Connect(job=job):
+                session.job = job
+                self.note(lambda: self.sessions.append(session))
+            case Leave():
+                self.note(lambda: self.left.append(session.me))
+            case Compresses(text):
+                self.shown.append(text)
+            case WantArena(nbytes) if session.job:
+                self.wanted.append(nbytes)
+            case DropArena(number):
+                for sent in self.retained:
+                    if (sent.session, sent.arena) == (session, number):
+                        sent.memory = memoryview(bytes(sent.memory))
+                session.inputs.pop(number, None)
+                session.lent.discard(number)
+            case _:
+                return self._answers_to_messages(session, request)
+        return None
+
+    def _answers_to_messages(
+        self, session: WatchedSession, request: Request
+    ) -> Sequence[Reply] | None:
         match request:
             case Attach() if self.refuses is not None:
                 return [Refused(self.refuses)]
             case Attach(trainer=me):
                 session.me = me
                 self.attached.append(session)
-            case WantArena() if session.me >= 0 and self.memory is not None:
+            case WantArena() if self.memory is not None:
                 return [Refused(self.memory)]
-            case WantArena(nbytes) if session.me >= 0:
+            case WantArena(nbytes):
                 self.inputs_wanted.append(nbytes)
-            case DropArena(number):
-                session.inputs.discard(number)
             case SendMessage() | ReceiveMessage() if self.ignores(request):
                 return []
             case SendMessage() | ReceiveMessage() if verdict := self.fails(request):
@@ -106,14 +222,67 @@ class WatchedAgent:
                 pass
         return None
 
+    async def start_op(self, session: WatchedSession, request: StartOp) -> StartOp:
+        """Return the op as it reaches the agent. Raises EndOfChannel if its rank is lost now."""
+        session.calls.append(request.call)
+        if session.me == 0:
+            self.note(lambda: self.calls.append(request.call))
+        if request.op == ENTERS:
+            self.note(lambda: self.entering.append(session.me))
+        if request.call.kind == "broadcast" and request.arena >= 0:
+            size = request.count * np.dtype(request.wire_dtype).itemsize
+            sent = memoryview(session.inputs[request.arena])[request.offset : request.offset + size]
+            self.retained.append(Retained(session, request.arena, sent, bytes(sent)))
+        if self.before_op is not None:
+            await trio.to_thread.run_sync(self.before_op, session, request, abandon_on_cancel=True)
+        if session.job == "job" and self.losses.get(request.op) == session.me:
+            raise trio.EndOfChannel
+        if session.job == "job" and self.left_behind.get(request.op) == session.me:
+            session.leave_behind()
+        if session.job == "job" and request.op == self.mismatched and session.me == 0:
+            call = msgspec.structs.replace(request.call, tree="something else")
+            request = msgspec.structs.replace(request, call=call)
+        if not self.lends:
+            request = msgspec.structs.replace(request, borrows=False)
+        return request
+
 
 @contextmanager
 def watched_agent(home: Path) -> Iterator[WatchedAgent]:
     agent = WatchedAgent(home)
-    home.mkdir(mode=0o700)
-    session = functools.partial(WatchedSession, agent)
-    with mock.patch("pmesh.net.local.sessions.Session", session), agent_in_a_thread(home):
+    home.mkdir(mode=0o700, exist_ok=True)
+
+    async def serve(
+        session: Session,
+        request: Connect,
+        jobs: Jobs,
+        share: ArenaShare,
+        contain: Contain,
+        *,
+        compression: str,
+    ) -> None:
+        assert isinstance(session, WatchedSession)
+        session.jobs = jobs
+        await serve_trainer(session, request, jobs, share, contain, compression=compression)
+
+    with (
+        mock.patch("pmesh.net.local.sessions.Session", functools.partial(WatchedSession, agent)),
+        mock.patch("pmesh.agent.run.serve_trainer", serve),
+        agent_in_a_thread(home),
+    ):
         yield agent
+
+
+def run_ranks(home: Path, size: int, program: Callable[[pmesh.Mesh], T]) -> list[T]:
+    """Run the program on `size` ranks, each a thread of its own; results by rank."""
+
+    def rank(_: int) -> tuple[int, T]:
+        with pmesh.connect("job", wait_for=size, home=home) as mesh:
+            return mesh.rank, program(mesh)
+
+    with ThreadPoolExecutor(size) as pool:
+        results: Sequence[tuple[int, T]] = list(pool.map(rank, range(size)))
+    return [result for _, result in sorted(results, key=lambda pair: pair[0])]
 
 
 def run(agent: WatchedAgent, size: int, program: Callable[[pmesh.Mesh], T]) -> list[T]:

@@ -9,10 +9,9 @@ import pytest
 
 import pmesh
 from pmesh.client.calls.queue import Handle, Line
-from pmesh.core.wire.link import Call
-from pmesh.ids import TrainerId
+from pmesh.core.wire.local import StartOp
 from tests.worlds.every_array import make, seen
-from tests.worlds.fake_agent import FakeAgent, Job, loses, run_ranks
+from tests.worlds.watched_agent import WatchedAgent, WatchedSession, run_ranks
 
 PATIENCE_S = 20.0
 
@@ -20,27 +19,27 @@ PATIENCE_S = 20.0
 class Gate:
     """Holds an agent's ops back until it is opened."""
 
-    def __init__(self, agent: FakeAgent, first: int = 0) -> None:
+    def __init__(self, agent: WatchedAgent, first: int = 0) -> None:
         self._agent = agent
         self._first = first
         self.opened = threading.Event()
         self.reached = threading.Event()
         agent.before_op = self._hold
 
-    def _hold(self, job: Job, number: int, call: Call) -> None:
-        del job, call
-        if number >= self._first:
+    def _hold(self, session: WatchedSession, request: StartOp) -> None:
+        del session
+        if request.op >= self._first:
             self.reached.set()
             assert self.opened.wait(PATIENCE_S)
 
 
 @pytest.fixture
-def mesh(agent: FakeAgent) -> Iterator[pmesh.Mesh]:
+def mesh(agent: WatchedAgent) -> Iterator[pmesh.Mesh]:
     with pmesh.connect("job", home=agent.home) as mesh:
         yield mesh
 
 
-def test_handles_are_waited_for_in_any_order(agent: FakeAgent) -> None:
+def test_handles_are_waited_for_in_any_order(agent: WatchedAgent) -> None:
     def program(mesh: pmesh.Mesh) -> list[float]:
         handles = [mesh.all_reduce(np.array(10.0 * k + mesh.rank), async_op=True) for k in range(5)]
         return [float(handles[k].wait()) for k in (3, 0, 4, 4, 1, 2)]
@@ -72,7 +71,7 @@ CALLS: dict[str, tuple[Callable[[Any], Handle[Any]], list[Any]]] = {
 
 @pytest.mark.parametrize(("call", "expected"), CALLS.values(), ids=CALLS.keys())
 def test_every_call_that_can_wait_for_later_gives_the_same_then(
-    agent: FakeAgent, call: Callable[[Any], Handle[Any]], expected: list[Any]
+    agent: WatchedAgent, call: Callable[[Any], Handle[Any]], expected: list[Any]
 ) -> None:
     def plain(x: Any) -> Any:  # noqa: ANN401
         return [plain(one) for one in x] if isinstance(x, list) else x if x is None else x.tolist()
@@ -83,7 +82,7 @@ def test_every_call_that_can_wait_for_later_gives_the_same_then(
     assert run_ranks(agent.home, 2, program) == expected
 
 
-def test_a_handle_knows_whether_its_call_is_done(agent: FakeAgent, mesh: pmesh.Mesh) -> None:
+def test_a_handle_knows_whether_its_call_is_done(agent: WatchedAgent, mesh: pmesh.Mesh) -> None:
     gate = Gate(agent)
     handle = mesh.all_reduce(np.ones(2), async_op=True)
     assert gate.reached.wait(PATIENCE_S)
@@ -101,7 +100,7 @@ def test_a_handle_knows_whether_its_call_is_done(agent: FakeAgent, mesh: pmesh.M
 
 
 def test_two_threads_may_wait_for_one_handle_each_as_long_as_it_likes(
-    agent: FakeAgent, mesh: pmesh.Mesh
+    agent: WatchedAgent, mesh: pmesh.Mesh
 ) -> None:
     gate = Gate(agent)
     handle = mesh.all_reduce(np.ones(1), async_op=True)
@@ -129,7 +128,9 @@ def test_a_time_that_is_over_in_the_call_is_not_taken_for_the_waits() -> None:
     line.end()
 
 
-def test_an_error_comes_when_it_is_waited_for_and_the_calls_behind_go_on(agent: FakeAgent) -> None:
+def test_an_error_is_raised_by_wait_and_the_calls_behind_go_on(
+    agent: WatchedAgent,
+) -> None:
     def program(mesh: pmesh.Mesh) -> list[float]:
         bad = mesh.all_reduce(np.ones(2 + mesh.rank), async_op=True)
         good = mesh.all_reduce(np.ones(2), async_op=True)
@@ -142,7 +143,7 @@ def test_an_error_comes_when_it_is_waited_for_and_the_calls_behind_go_on(agent: 
     assert run_ranks(agent.home, 2, program) == [[2.0]] * 2
 
 
-def test_wrong_arguments_are_told_at_the_call(agent: FakeAgent, mesh: pmesh.Mesh) -> None:
+def test_wrong_arguments_are_told_at_the_call(agent: WatchedAgent, mesh: pmesh.Mesh) -> None:
     for call in (
         lambda: mesh.all_reduce("x", async_op=True),
         lambda: mesh.all_gather(np.array(1), async_op=True),
@@ -153,7 +154,7 @@ def test_wrong_arguments_are_told_at_the_call(agent: FakeAgent, mesh: pmesh.Mesh
     assert agent.calls == []
 
 
-def test_a_blocking_call_runs_behind_those_under_way(agent: FakeAgent, mesh: pmesh.Mesh) -> None:
+def test_a_blocking_call_runs_behind_those_under_way(agent: WatchedAgent, mesh: pmesh.Mesh) -> None:
     gate = Gate(agent)
     first = mesh.all_gather(np.ones(1), async_op=True)
     assert gate.reached.wait(PATIENCE_S)
@@ -167,8 +168,8 @@ def test_a_blocking_call_runs_behind_those_under_way(agent: FakeAgent, mesh: pme
     assert kinds == ["exchange", "all_gather", "all_reduce", "barrier", "sync"]
 
 
-def test_the_world_and_the_last_op_change_when_a_call_is_waited_for(agent: FakeAgent) -> None:
-    agent.before_op = loses(agent, {1: TrainerId(2)})
+def test_the_world_and_the_last_op_change_when_a_call_is_waited_for(agent: WatchedAgent) -> None:
+    agent.losses = {1: 2}
 
     def program(mesh: pmesh.Mesh) -> None:
         if mesh.rank == 2:
@@ -212,7 +213,7 @@ def test_mlx_arrays_are_made_in_the_thread_that_waits(
     assert {*makers} == {threading.current_thread().name}
 
 
-def test_out_is_written_when_the_call_is_waited_for(agent: FakeAgent, mesh: pmesh.Mesh) -> None:
+def test_out_is_written_when_the_call_is_waited_for(agent: WatchedAgent, mesh: pmesh.Mesh) -> None:
     out = np.zeros(2)
     handle = mesh.all_reduce(np.ones(2), out=out, async_op=True)
     agent.wait_until(lambda: bool(agent.calls))
@@ -220,7 +221,7 @@ def test_out_is_written_when_the_call_is_waited_for(agent: FakeAgent, mesh: pmes
     assert out.tolist() == [1, 1]
 
 
-def test_closing_ends_what_is_in_line_and_its_thread(agent: FakeAgent) -> None:
+def test_closing_ends_what_is_in_line_and_its_thread(agent: WatchedAgent) -> None:
     gate = Gate(agent)
     before = {*threading.enumerate()}
     mesh = pmesh.connect("job", home=agent.home)

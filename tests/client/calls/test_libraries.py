@@ -9,7 +9,7 @@ import pytest
 
 import pmesh
 from pmesh.errors import UnsupportedArray
-from tests.worlds.fake_agent import FakeAgent, run_ranks
+from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
 NAMES = ["float32", "float16", "bfloat16", "int32", "int64", "bool"]
 
@@ -32,7 +32,7 @@ def one_rank(home: Path) -> pmesh.Mesh:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [(2, 3), (), (0, 2)])
 def test_mlx_arrays_come_back_as_they_were(
-    agent: FakeAgent, mx: Any, name: str, shape: tuple[int, ...]
+    agent: WatchedAgent, mx: Any, name: str, shape: tuple[int, ...]
 ) -> None:
     dtype = mx.bool_ if name == "bool" else getattr(mx, name)
     x = mx.array(np.arange(6)[: int(np.prod(shape))].reshape(shape)).astype(dtype)
@@ -44,7 +44,7 @@ def test_mlx_arrays_come_back_as_they_were(
             assert mx.array_equal(result, x).item()
 
 
-def test_mlx_float64_stays_float64(agent: FakeAgent, mx: Any) -> None:
+def test_mlx_float64_stays_float64(agent: WatchedAgent, mx: Any) -> None:
     x = mx.array(np.array([1 / 3]), dtype=mx.float64)
     with one_rank(agent.home) as mesh:
         result = mesh.all_reduce(x)
@@ -52,13 +52,13 @@ def test_mlx_float64_stays_float64(agent: FakeAgent, mx: Any) -> None:
     assert np.array(result)[0] == 1 / 3
 
 
-def test_a_result_is_no_view_of_an_arena(agent: FakeAgent, mx: Any) -> None:
+def test_a_result_is_no_view_of_an_arena(agent: WatchedAgent, mx: Any) -> None:
     with one_rank(agent.home) as mesh:
         results = [mesh.all_reduce(mx.full((4,), k)) for k in range(3)]
     assert [result.tolist() for result in results] == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
 
 
-def test_lazy_and_transposed_mlx_arrays_work(agent: FakeAgent, mx: Any) -> None:
+def test_lazy_and_transposed_mlx_arrays_work(agent: WatchedAgent, mx: Any) -> None:
     x = (mx.arange(6).reshape(2, 3) * 2).T
     y = mx.arange(6).reshape(2, 3).astype(mx.bfloat16)[:, ::2]
     with one_rank(agent.home) as mesh:
@@ -67,7 +67,7 @@ def test_lazy_and_transposed_mlx_arrays_work(agent: FakeAgent, mx: Any) -> None:
     assert reduced_y.tolist() == [[0, 2], [3, 5]]
 
 
-def test_mlx_trees_of_value_and_grad_are_averaged_as_they_are(agent: FakeAgent, mx: Any) -> None:
+def test_mlx_trees_of_value_and_grad_are_averaged_as_they_are(agent: WatchedAgent, mx: Any) -> None:
     nn: Any = pytest.importorskip("mlx.nn")
     utils: Any = pytest.importorskip("mlx.utils")
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -85,7 +85,7 @@ def test_mlx_trees_of_value_and_grad_are_averaged_as_they_are(agent: FakeAgent, 
         assert mx.allclose(after[key], value, rtol=1e-6, atol=0).item()
 
 
-def test_unsupported_mlx_dtypes_are_named(agent: FakeAgent, mx: Any) -> None:
+def test_unsupported_mlx_dtypes_are_named(agent: WatchedAgent, mx: Any) -> None:
     with (
         one_rank(agent.home) as mesh,
         pytest.raises(UnsupportedArray, match=r"^w: complex64 is not supported"),
@@ -96,7 +96,7 @@ def test_unsupported_mlx_dtypes_are_named(agent: FakeAgent, mx: Any) -> None:
 @pytest.mark.parametrize("name", [*NAMES, "float64"])
 @pytest.mark.parametrize("shape", [(2, 3), (), (0, 2)])
 def test_torch_tensors_come_back_as_they_were(
-    agent: FakeAgent, torch: Any, name: str, shape: tuple[int, ...]
+    agent: WatchedAgent, torch: Any, name: str, shape: tuple[int, ...]
 ) -> None:
     x = torch.arange(6)[: int(np.prod(shape))].reshape(shape).to(getattr(torch, name))
     with one_rank(agent.home) as mesh:
@@ -109,7 +109,7 @@ def test_torch_tensors_come_back_as_they_were(
 
 
 def test_torch_results_stay_out_of_autograd_also_for_parameters(
-    agent: FakeAgent, torch: Any
+    agent: WatchedAgent, torch: Any
 ) -> None:
     x = torch.nn.Parameter(torch.ones(3))
     with one_rank(agent.home) as mesh:
@@ -119,7 +119,7 @@ def test_torch_results_stay_out_of_autograd_also_for_parameters(
     assert x.requires_grad
 
 
-def test_transposed_and_negated_torch_tensors_work(agent: FakeAgent, torch: Any) -> None:
+def test_transposed_and_negated_torch_tensors_work(agent: WatchedAgent, torch: Any) -> None:
     x = torch.arange(6.0).reshape(2, 3).T.to(torch.bfloat16)
     negated = torch.complex(torch.zeros(2), torch.ones(2)).conj().imag
     assert negated.is_neg()
@@ -128,7 +128,7 @@ def test_transposed_and_negated_torch_tensors_work(agent: FakeAgent, torch: Any)
         assert mesh.all_reduce(negated).tolist() == [-1, -1]
 
 
-def test_a_torch_state_dict_keeps_its_type_and_metadata(agent: FakeAgent, torch: Any) -> None:
+def test_a_torch_state_dict_keeps_its_type_and_metadata(agent: WatchedAgent, torch: Any) -> None:
     state = torch.nn.Linear(2, 2).state_dict()
     with one_rank(agent.home) as mesh:
         result = mesh.broadcast(state)
@@ -137,7 +137,7 @@ def test_a_torch_state_dict_keeps_its_type_and_metadata(agent: FakeAgent, torch:
     assert list(result) == list(state)
 
 
-def test_torch_tensors_without_dense_values_are_refused(agent: FakeAgent, torch: Any) -> None:
+def test_torch_tensors_without_dense_values_are_refused(agent: WatchedAgent, torch: Any) -> None:
     with one_rank(agent.home) as mesh:
         for x in (torch.eye(2).to_sparse(), torch.ones(2, device="meta")):
             with pytest.raises(UnsupportedArray, match="dense torch tensors"):
@@ -148,7 +148,7 @@ def test_torch_tensors_without_dense_values_are_refused(agent: FakeAgent, torch:
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int64"])
 def test_ranks_with_different_libraries_get_the_same_bits(
-    agent: FakeAgent, mx: Any, torch: Any, name: str
+    agent: WatchedAgent, mx: Any, torch: Any, name: str
 ) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     dtype = np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)

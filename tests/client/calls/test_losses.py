@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -9,15 +10,16 @@ import pytest
 
 import pmesh
 from pmesh.client.calls import reducing
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.local import Joined, OpDone, Request, StartOp, World
 from pmesh.ids import OpNumber, Rank, TrainerId
-from tests.worlds.fake_agent import FakeAgent, Job, loses, run_ranks
+from tests.worlds.scripted_agent import VIEW, ScriptedAgent, Trainer, op_done, replies
+from tests.worlds.watched_agent import WatchedAgent, WatchedSession, run_ranks
 
 T = TypeVar("T")
 LOST = TrainerId(0)
 
 
-def survivors(agent: FakeAgent, size: int, program: Callable[[pmesh.Mesh], T]) -> list[T]:
+def survivors(agent: WatchedAgent, size: int, program: Callable[[pmesh.Mesh], T]) -> list[T]:
     """The results of all ranks but 0, which the agent cuts off."""
 
     def rank(mesh: pmesh.Mesh) -> T | None:
@@ -30,9 +32,9 @@ def survivors(agent: FakeAgent, size: int, program: Callable[[pmesh.Mesh], T]) -
 
 
 def test_an_op_goes_on_among_the_survivors_who_see_it_when_their_call_returns(
-    agent: FakeAgent,
+    agent: WatchedAgent,
 ) -> None:
-    agent.before_op = loses(agent, {1: LOST})
+    agent.losses = {1: LOST}
 
     def program(mesh: pmesh.Mesh) -> tuple[Any, ...]:
         mesh.barrier()
@@ -40,7 +42,7 @@ def test_an_op_goes_on_among_the_survivors_who_see_it_when_their_call_returns(
         x = np.full(3, 10.0**mesh.rank)
         return before, mesh.all_reduce(x).tolist(), (mesh.rank, mesh.size, mesh.names), mesh.last_op
 
-    names = ("mac-0", "mac-1", "mac-2")
+    names = ("simulated",) * 3
     results = survivors(agent, 3, program)
     assert results == [
         (
@@ -54,19 +56,17 @@ def test_an_op_goes_on_among_the_survivors_who_see_it_when_their_call_returns(
 
 
 def test_a_mesh_changes_its_ranks_only_when_the_whole_call_has_returned(
-    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reducing, "DEFAULT_BUCKET_BYTES", 8)
     seen: list[tuple[int, int]] = []
     meshes: dict[int, pmesh.Mesh] = {}
 
-    def before_op(job: Job, number: int, call: Call) -> None:
-        del call
-        if number == 0 and LOST in job.roster:
-            agent.expel(job, LOST)
-        if number == 1:
-            seen.extend((meshes[i].rank, meshes[i].size) for i in (1, 2))
+    def before_op(session: WatchedSession, request: StartOp) -> None:
+        if request.op == 1:
+            seen.append((meshes[session.me].rank, meshes[session.me].size))
 
+    agent.losses = {0: LOST}
     agent.before_op = before_op
 
     def program(mesh: pmesh.Mesh) -> tuple[int, int]:
@@ -75,14 +75,14 @@ def test_a_mesh_changes_its_ranks_only_when_the_whole_call_has_returned(
         return mesh.rank, mesh.size
 
     assert survivors(agent, 3, program) == [(0, 2), (1, 2)]
-    assert seen == [(1, 3), (2, 3)]
+    assert sorted(seen) == [(1, 3), (2, 3)]
 
 
 @pytest.mark.parametrize("lost_before", [0, 1, 2])
 def test_each_bucket_of_an_average_is_divided_by_what_was_contributed_to_it(
-    agent: FakeAgent, lost_before: int
+    agent: WatchedAgent, lost_before: int
 ) -> None:
-    agent.before_op = loses(agent, {lost_before: LOST})
+    agent.losses = {lost_before: LOST}
 
     def program(mesh: pmesh.Mesh) -> list[float]:
         grads = [np.full(4, float(mesh.rank)) for _ in range(3)]
@@ -94,8 +94,8 @@ def test_each_bucket_of_an_average_is_divided_by_what_was_contributed_to_it(
     assert survivors(agent, 3, program) == [pytest.approx(expected)] * 2
 
 
-def test_a_mean_counts_who_was_there(agent: FakeAgent) -> None:
-    agent.before_op = loses(agent, {0: LOST})
+def test_a_mean_counts_who_was_there(agent: WatchedAgent) -> None:
+    agent.losses = {0: LOST}
     results = survivors(
         agent, 3, lambda mesh: float(mesh.all_reduce(np.array(mesh.rank * 1.0), "mean"))
     )
@@ -103,9 +103,9 @@ def test_a_mean_counts_who_was_there(agent: FakeAgent) -> None:
 
 
 def test_a_broadcast_whose_root_is_lost_fails_everywhere_and_the_job_goes_on(
-    agent: FakeAgent,
+    agent: WatchedAgent,
 ) -> None:
-    agent.before_op = loses(agent, {0: LOST})
+    agent.losses = {0: LOST}
 
     def program(mesh: pmesh.Mesh) -> tuple[int, int, float]:
         with pytest.raises(pmesh.RankLost):
@@ -116,10 +116,10 @@ def test_a_broadcast_whose_root_is_lost_fails_everywhere_and_the_job_goes_on(
 
 
 def test_a_root_stays_the_same_trainer_while_ranks_change_between_buckets(
-    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reducing, "DEFAULT_BUCKET_BYTES", 8)
-    agent.before_op = loses(agent, {0: LOST})
+    agent.losses = {0: LOST}
 
     def program(mesh: pmesh.Mesh) -> list[float]:
         mine = [np.array(float(mesh.rank)) for _ in range(3)]
@@ -128,31 +128,32 @@ def test_a_root_stays_the_same_trainer_while_ranks_change_between_buckets(
     assert survivors(agent, 3, program) == [[1.0] * 3] * 2
 
 
-def test_a_root_that_is_lost_between_buckets_fails_the_rest_without_an_op(
-    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+def test_a_root_lost_between_buckets_fails_the_rest_without_another_op(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reducing, "DEFAULT_BUCKET_BYTES", 8)
 
-    def before_op(job: Job, number: int, call: Call) -> None:
-        del call
-        if number == 0 and LOST in job.roster:
-            job.op(0).held = True
-            agent.expel(job, LOST)
+    def joins_as_rank_1(trainer: Trainer, request: Request | None) -> None:
+        del request
+        trainer.send(Joined(World(1, (LOST, TrainerId(1)), ("mac-0", "mac-1")), VIEW))
 
-    agent.before_op = before_op
+    def loses_the_root(trainer: Trainer, request: Request | None) -> None:
+        assert isinstance(request, StartOp)
+        arena = agent.grant(trainer, "output", 8)
+        trainer.send(OpDone(request.op, arena.number, World(0, (TrainerId(1),), ("mac-1",))))
 
-    def program(mesh: pmesh.Mesh) -> int:
+    with ScriptedAgent(tmp_path) as agent:
+        agent.steps = [joins_as_rank_1, loses_the_root, replies(op_done(1))]
+        mesh = pmesh.connect("job", home=tmp_path)
         with pytest.raises(pmesh.RankLost, match="some of its arrays had not been sent"):
             mesh.broadcast([np.zeros(1), np.zeros(1)], root=0)
         mesh.barrier()
-        return mesh.size
-
-    assert survivors(agent, 3, program) == [2, 2]
-    assert [op.started.keys() >= {1, 2} for op in agent.jobs["job"].ops.values()] == [True, True]
+        assert mesh.size == 1
+        mesh.close()
 
 
-def test_who_asks_for_it_hears_of_a_loss_once(agent: FakeAgent) -> None:
-    agent.before_op = loses(agent, {0: LOST})
+def test_who_asks_for_it_hears_of_a_loss_once(agent: WatchedAgent) -> None:
+    agent.losses = {0: LOST}
 
     def program(rank: int) -> float | None:
         del rank

@@ -10,7 +10,7 @@ import pytest
 import pmesh
 from pmesh.core.wire.link import Call
 from tests.worlds.every_array import KINDS, make, seen
-from tests.worlds.fake_agent import FakeAgent, run_ranks
+from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
 RANKS = 3
 
@@ -25,7 +25,7 @@ ALL_ROWS = np.concatenate([rows_of(rank) for rank in range(RANKS)])
 
 @pytest.mark.parametrize(("library", "dtype"), KINDS)
 def test_all_gather_lays_the_rows_of_all_behind_each_other(
-    agent: FakeAgent, library: str, dtype: str
+    agent: WatchedAgent, library: str, dtype: str
 ) -> None:
     def program(mesh: pmesh.Mesh) -> Any:
         return seen(mesh.all_gather(make(library, dtype, rows_of(mesh.rank))))
@@ -36,7 +36,7 @@ def test_all_gather_lays_the_rows_of_all_behind_each_other(
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0), (2, 3), (1,) * 7])
 def test_stacked_arrays_of_any_shape_get_a_new_first_dimension(
-    agent: FakeAgent, shape: tuple[int, ...]
+    agent: WatchedAgent, shape: tuple[int, ...]
 ) -> None:
     def program(mesh: pmesh.Mesh) -> Any:
         return mesh.all_gather(np.full(shape, mesh.rank, np.int16), stacked=True)
@@ -48,7 +48,7 @@ def test_stacked_arrays_of_any_shape_get_a_new_first_dimension(
         np.testing.assert_array_equal(result, expected)
 
 
-def test_arrays_without_rows_take_no_room(agent: FakeAgent) -> None:
+def test_arrays_without_rows_take_no_room(agent: WatchedAgent) -> None:
     def program(mesh: pmesh.Mesh) -> Any:
         some = mesh.all_gather(np.full((2 * (mesh.rank == 1), 3), mesh.rank))
         return some.tolist(), mesh.all_gather(np.empty((0, 3))).shape
@@ -56,7 +56,7 @@ def test_arrays_without_rows_take_no_room(agent: FakeAgent) -> None:
     assert run_ranks(agent.home, RANKS, program) == [([[1] * 3] * 2, (0, 3))] * RANKS
 
 
-def test_numpy_scalars_can_be_stacked(agent: FakeAgent) -> None:
+def test_numpy_scalars_can_be_stacked(agent: WatchedAgent) -> None:
     def program(mesh: pmesh.Mesh) -> Any:
         return mesh.all_gather(np.float32(mesh.rank), stacked=True)
 
@@ -65,7 +65,7 @@ def test_numpy_scalars_can_be_stacked(agent: FakeAgent) -> None:
 
 
 @pytest.mark.parametrize("root", range(RANKS))
-def test_gather_gives_one_rank_the_rows_of_all(agent: FakeAgent, root: int) -> None:
+def test_gather_gives_one_rank_the_rows_of_all(agent: WatchedAgent, root: int) -> None:
     def program(mesh: pmesh.Mesh) -> Any:
         plain = mesh.gather(rows_of(mesh.rank), root=root)
         stacked = mesh.gather(np.array(mesh.rank), root, stacked=True)
@@ -80,7 +80,7 @@ def test_gather_gives_one_rank_the_rows_of_all(agent: FakeAgent, root: int) -> N
 @pytest.mark.parametrize(("library", "dtype"), KINDS)
 @pytest.mark.parametrize("root", [0, 2])
 def test_scatter_gives_each_rank_its_array(
-    agent: FakeAgent, library: str, dtype: str, root: int
+    agent: WatchedAgent, library: str, dtype: str, root: int
 ) -> None:
     def program(mesh: pmesh.Mesh) -> Any:
         xs = [make(library, dtype, rows_of(rank)) for rank in range(RANKS)]
@@ -92,7 +92,7 @@ def test_scatter_gives_each_rank_its_array(
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 2)])
 def test_scatter_and_all_to_all_take_arrays_without_rows_or_dimensions(
-    agent: FakeAgent, shape: tuple[int, ...]
+    agent: WatchedAgent, shape: tuple[int, ...]
 ) -> None:
     def program(mesh: pmesh.Mesh) -> Any:
         mine = [np.full(shape, 10 * mesh.rank + to, np.float32) for to in range(2)]
@@ -108,7 +108,7 @@ def test_scatter_and_all_to_all_take_arrays_without_rows_or_dimensions(
 
 @pytest.mark.parametrize(("library", "dtype"), KINDS)
 def test_all_to_all_turns_rows_of_uneven_sizes_into_columns(
-    agent: FakeAgent, library: str, dtype: str
+    agent: WatchedAgent, library: str, dtype: str
 ) -> None:
     def piece(giver: int, taker: int) -> Any:
         return make(library, dtype, np.full(((giver + 2 * taker) % 4, 2), 3 * giver + taker))
@@ -121,7 +121,7 @@ def test_all_to_all_turns_rows_of_uneven_sizes_into_columns(
     assert run_ranks(agent.home, RANKS, program) == expected
 
 
-def test_all_that_arrives_may_be_written_and_the_arguments_stay(agent: FakeAgent) -> None:
+def test_all_that_arrives_may_be_written_and_the_arguments_stay(agent: WatchedAgent) -> None:
     def program(mesh: pmesh.Mesh) -> None:
         x = np.full(2, mesh.rank)
         for round_ in range(2):
@@ -136,7 +136,7 @@ def test_all_that_arrives_may_be_written_and_the_arguments_stay(agent: FakeAgent
     run_ranks(agent.home, 2, program)
 
 
-def test_each_rank_gets_arrays_of_its_own_library(agent: FakeAgent) -> None:
+def test_each_rank_gets_arrays_of_its_own_library(agent: WatchedAgent) -> None:
     libraries = ["numpy", "mlx", "torch"]
     for library in libraries:
         make(library, "bfloat16", [])  # what is not there is missed here, not by one rank
@@ -152,13 +152,13 @@ def test_each_rank_gets_arrays_of_its_own_library(agent: FakeAgent) -> None:
     assert run_ranks(agent.home, RANKS, program) == [expected] * RANKS
 
 
-def test_a_call_takes_two_ops_and_says_what_it_moved(agent: FakeAgent) -> None:
+def test_a_call_takes_two_ops_and_says_what_it_moved(agent: WatchedAgent) -> None:
     def program(mesh: pmesh.Mesh) -> Any:
         mesh.all_gather(np.ones(2, np.float16))
         return mesh.last_op
 
     for last in run_ranks(agent.home, 2, program):
-        assert (last.op, last.contributors, last.names) == (1, (0, 1), ("mac-0", "mac-1"))
+        assert (last.op, last.contributors, last.names) == (1, (0, 1), ("simulated",) * 2)
         assert last.bytes == 4 + 8
     assert [call.kind for call in agent.calls] == ["exchange", "all_gather"]
 
@@ -186,7 +186,7 @@ ONE, TWO = np.ones(2), np.ones((2, 2))
     ],
 )
 def test_ranks_that_do_not_fit_together_hear_of_it_alike_and_stay_in_step(
-    agent: FakeAgent, call: Callable[[pmesh.Mesh], object], message: str
+    agent: WatchedAgent, call: Callable[[pmesh.Mesh], object], message: str
 ) -> None:
     def program(mesh: pmesh.Mesh) -> tuple[str, float]:
         with pytest.raises(pmesh.OpMismatch, match=message) as caught:
@@ -219,7 +219,7 @@ def test_ranks_that_do_not_fit_together_hear_of_it_alike_and_stay_in_step(
     ],
 )
 def test_a_call_without_meaning_raises_before_an_op_starts(
-    agent: FakeAgent, call: Callable[[Any], object], error: type[Exception], message: str
+    agent: WatchedAgent, call: Callable[[Any], object], error: type[Exception], message: str
 ) -> None:
     with pmesh.connect("job", home=agent.home) as mesh:
         with pytest.raises(error, match=message):
@@ -239,7 +239,7 @@ def test_a_call_without_meaning_raises_before_an_op_starts(
     ],
 )
 def test_arrays_of_one_rank_may_differ_in_their_first_dimension_only(
-    agent: FakeAgent, xs: list[Any]
+    agent: WatchedAgent, xs: list[Any]
 ) -> None:
     def program(mesh: pmesh.Mesh) -> None:
         for call in (mesh.all_to_all, lambda xs: mesh.scatter(xs, root=mesh.rank)):

@@ -11,8 +11,8 @@ import pmesh
 from pmesh.core.values import Verdict
 from pmesh.core.wire.local import OpFailed, Request
 from pmesh.ids import OpNumber
-from tests.worlds.fake_agent import FakeAgent, run_ranks
 from tests.worlds.scripted_agent import ScriptedAgent, Trainer, joins
+from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
 OBJECTS: list[object] = [
     None,
@@ -31,7 +31,7 @@ OBJECTS: list[object] = [
 
 
 @pytest.mark.parametrize("obj", OBJECTS)
-def test_objects_arrive_as_they_are(agent: FakeAgent, obj: object) -> None:
+def test_objects_arrive_as_they_are(agent: WatchedAgent, obj: object) -> None:
     def program(mesh: pmesh.Mesh) -> None:
         assert mesh.all_gather_object([obj, mesh.rank]) == [[obj, 0], [obj, 1]]
         for root in range(2):
@@ -46,7 +46,7 @@ class Point:
     x: int
 
 
-def test_what_messagepack_has_no_word_for_arrives_as_what_is_nearest(agent: FakeAgent) -> None:
+def test_what_messagepack_has_no_word_for_arrives_as_what_is_nearest(agent: WatchedAgent) -> None:
     with pmesh.connect("job", home=agent.home) as mesh:
         assert mesh.all_gather_object([(1, 2), {3}, Point(4), bytearray(b"5")]) == [
             [[1, 2], [3], {"x": 4}, b"5"]
@@ -58,7 +58,7 @@ class Opaque:
 
 
 @pytest.mark.parametrize("obj", [Opaque(), np.ones(2), np.int64(1), 2**64, "\ud800", [len]])
-def test_what_is_no_data_is_refused_before_an_op_starts(agent: FakeAgent, obj: object) -> None:
+def test_what_is_no_data_is_refused_before_an_op_starts(agent: WatchedAgent, obj: object) -> None:
     with pmesh.connect("job", home=agent.home) as mesh:
         for call in (mesh.all_gather_object, mesh.broadcast_object):
             with pytest.raises(pmesh.UsageError, match="not data that MessagePack can say: "):
@@ -66,7 +66,7 @@ def test_what_is_no_data_is_refused_before_an_op_starts(agent: FakeAgent, obj: o
     assert agent.calls == []
 
 
-def test_what_holds_itself_is_refused(agent: FakeAgent) -> None:
+def test_what_holds_itself_is_refused(agent: WatchedAgent) -> None:
     endless: list[Any] = []
     endless.append(endless)
     with (
@@ -86,7 +86,7 @@ def test_what_holds_itself_is_refused(agent: FakeAgent) -> None:
     ],
 )
 def test_a_call_without_meaning_raises_before_an_op_starts(
-    agent: FakeAgent, call: Callable[[Any], object], message: str
+    agent: WatchedAgent, call: Callable[[Any], object], message: str
 ) -> None:
     with (
         pmesh.connect("job", home=agent.home) as mesh,
@@ -97,7 +97,7 @@ def test_a_call_without_meaning_raises_before_an_op_starts(
 
 
 def test_a_monitored_barrier_passes_its_time_on_and_raises_what_the_agents_say(
-    agent: FakeAgent,
+    agent: WatchedAgent,
 ) -> None:
     agent.home.joinpath("other").mkdir()
     times: list[float] = []
@@ -115,7 +115,7 @@ def test_a_monitored_barrier_passes_its_time_on_and_raises_what_the_agents_say(
     assert times == [2.5]
 
 
-def test_barriers_match_each_other(agent: FakeAgent) -> None:
+def test_barriers_match_each_other(agent: WatchedAgent) -> None:
     def program(mesh: pmesh.Mesh) -> int:
         mesh.barrier() if mesh.rank else mesh.monitored_barrier(20)
         return -1 if mesh.last_op is None else mesh.last_op.op

@@ -2,8 +2,6 @@
 """Messages between two ranks, as a script sends and receives them."""
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,16 +9,8 @@ import pytest
 
 import pmesh
 from pmesh.client.calls.point_to_point import ANY, PointToPoint
-from tests.worlds.fake_agent import run_ranks
 from tests.worlds.scripted_agent import PATIENCE_S
-from tests.worlds.watched_agent import WatchedAgent, pair, run, watched_agent
-
-
-@pytest.fixture
-def agent(tmp_path: Path) -> Iterator[WatchedAgent]:
-    with watched_agent(tmp_path / "home") as running:
-        yield running
-
+from tests.worlds.watched_agent import WatchedAgent, pair, run, run_ranks
 
 # --- arrays
 

@@ -3,8 +3,7 @@
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,13 +22,7 @@ from pmesh.errors import (
     UsageError,
 )
 from tests.worlds.scripted_agent import PATIENCE_S
-from tests.worlds.watched_agent import LOST, WatchedAgent, pair, run, watched_agent
-
-
-@pytest.fixture
-def agent(tmp_path: Path) -> Iterator[WatchedAgent]:
-    with watched_agent(tmp_path / "home") as running:
-        yield running
+from tests.worlds.watched_agent import LOST, WatchedAgent, pair, run
 
 
 def test_what_can_t_be_is_said_at_once(agent: WatchedAgent) -> None:

@@ -16,7 +16,7 @@ from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import World
 from pmesh.errors import MeshClosed
 from pmesh.ids import OpNumber, TrainerId
-from tests.worlds.fake_agent import FakeAgent, run_ranks
+from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
 BUCKET_BYTES = 16
 WEIGHT_BYTES = 8
@@ -166,7 +166,7 @@ def tree(size: int, value: float) -> list[Any]:
     return [np.full(size, value * i, np.float32) for i in range(1, 4)]
 
 
-def test_memory_for_the_next_bucket_is_kept_until_a_larger_one_comes(agent: FakeAgent) -> None:
+def test_memory_for_the_next_bucket_is_kept_until_a_larger_one_comes(agent: WatchedAgent) -> None:
     def program(mesh: pmesh.Mesh) -> list[Any]:
         for size in (4, 4, 40_000):
             found = mesh.average_gradients(tree(size, mesh.rank), bucket_bytes=4 * size)
@@ -178,7 +178,7 @@ def test_memory_for_the_next_bucket_is_kept_until_a_larger_one_comes(agent: Fake
     assert len(agent.wanted) == 2 * 4  # two arenas in the first call, two larger ones in the last
 
 
-def test_what_a_root_has_sent_is_never_filled_ahead(agent: FakeAgent) -> None:
+def test_what_a_root_has_sent_is_never_filled_ahead(agent: WatchedAgent) -> None:
     """Also if the first bucket has nothing to lay out, and so asks for no memory."""
     grads = [np.empty(0), *tree(4, 1.0)]
 
@@ -190,11 +190,11 @@ def test_what_a_root_has_sent_is_never_filled_ahead(agent: FakeAgent) -> None:
 
     run_ranks(agent.home, 2, program)
     assert agent.retained
-    assert all(bytes(memory) == was for memory, was in agent.retained)
+    assert all(sent.unchanged for sent in agent.retained)
 
 
 def test_what_was_laid_out_for_an_op_that_never_ran_is_not_the_next_calls(
-    agent: FakeAgent,
+    agent: WatchedAgent,
 ) -> None:
     def program(mesh: pmesh.Mesh) -> tuple[str, float]:
         with pytest.raises(pmesh.UsageError) as caught:
@@ -207,7 +207,7 @@ def test_what_was_laid_out_for_an_op_that_never_ran_is_not_the_next_calls(
 
 
 def test_an_interrupt_while_the_next_bucket_is_laid_out_ends_the_mesh(
-    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one in the middle of any op: the reply would be taken for another's."""
     filled, fill = 0, bucketed.fill

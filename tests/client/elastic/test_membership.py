@@ -16,8 +16,8 @@ from pmesh.client.link.connection import AgentConnection
 from pmesh.core.values import Verdict
 from pmesh.core.wire.local import Connect, Refused, Request
 from pmesh.ids import OpNumber, TrainerId
-from tests.worlds.fake_agent import FakeAgent, loses
 from tests.worlds.scripted_agent import ScriptedAgent, Trainer, joins, replies
+from tests.worlds.watched_agent import WatchedAgent, watched_agent
 
 ONE = np.ones(1)
 APART = TrainerId(0)
@@ -29,7 +29,7 @@ def _try_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def two_ranks(
-    agent: FakeAgent,
+    agent: WatchedAgent,
     apart: Callable[[pmesh.Mesh], None],
     other: Callable[[pmesh.Mesh], None],
     **options: Any,  # noqa: ANN401 - of connect
@@ -39,7 +39,7 @@ def two_ranks(
     def run(_: int) -> None:
         with pmesh.connect("job", wait_for=2, home=agent.home, **options) as mesh:
             me = apart if mesh.rank == 0 else other
-            mesh.barrier()
+            mesh.sync(None)
             me(mesh)
 
     with ThreadPoolExecutor(2) as pool:
@@ -49,15 +49,15 @@ def two_ranks(
         raise BaseExceptionGroup("of the ranks", errors)
 
 
-def waits_for_it(agent: FakeAgent) -> Callable[[pmesh.Mesh], None]:
+def waits_for_it(agent: WatchedAgent) -> Callable[[pmesh.Mesh], None]:
     """Goes on with the job, and gives its state to the other when that comes back."""
 
     def other(mesh: pmesh.Mesh) -> None:
         assert mesh.all_reduce(ONE).tolist() == [1.0]
         assert (mesh.rank, mesh.size) == (0, 1)
-        agent.wait_until(lambda: bool(agent.jobs["job"].entering))
+        agent.wait_until(lambda: bool(agent.entering))
         assert mesh.sync({"position": 7}) == {"position": 7}
-        assert (mesh.rank, mesh.size, mesh.step) == (0, 2, 1)
+        assert (mesh.rank, mesh.size, mesh.step) == (0, 2, 2)
         assert mesh.all_reduce(ONE).tolist() == [2.0]
 
     return other
@@ -65,7 +65,7 @@ def waits_for_it(agent: FakeAgent) -> Callable[[pmesh.Mesh], None]:
 
 def comes_back(mesh: pmesh.Mesh) -> None:
     assert mesh.sync({"position": -1, "mine": ONE}) == {"position": 7}
-    assert (mesh.rank, mesh.size, mesh.step) == (1, 2, 1)
+    assert (mesh.rank, mesh.size, mesh.step) == (1, 2, 2)
     assert mesh.all_reduce(ONE).tolist() == [2.0]
 
 
@@ -73,14 +73,17 @@ WAYS_APART = {"superseded": pmesh.HistorySuperseded, "without an agent": pmesh.A
 LOSSES = pytest.mark.parametrize("error", WAYS_APART.values(), ids=WAYS_APART.keys())
 
 
-def comes_apart(agent: FakeAgent, error: type[pmesh.RunError]) -> None:
+def comes_apart(agent: WatchedAgent, error: type[pmesh.RunError]) -> None:
     """Rank 0 does, in op 1."""
-    agent.before_op = loses(agent, {1: APART}, superseded=error is pmesh.HistorySuperseded)
+    if error is pmesh.HistorySuperseded:
+        agent.left_behind = {1: APART}
+    else:
+        agent.losses = {1: APART}
 
 
 @LOSSES
 def test_it_is_told_at_each_call_until_it_syncs(
-    agent: FakeAgent, error: type[pmesh.RunError]
+    agent: WatchedAgent, error: type[pmesh.RunError]
 ) -> None:
     comes_apart(agent, error)
 
@@ -97,7 +100,7 @@ def test_it_is_told_at_each_call_until_it_syncs(
 
 @LOSSES
 def test_it_goes_on_alone_until_it_syncs_if_it_likes(
-    agent: FakeAgent,
+    agent: WatchedAgent,
     error: type[pmesh.RunError],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -110,13 +113,13 @@ def test_it_goes_on_alone_until_it_syncs_if_it_likes(
             np.testing.assert_array_equal(alike["a"], x["a"])
             assert alike["a"].dtype == np.float16
             np.testing.assert_array_equal(alike["b"][0], x["b"][0])
-        assert (mesh.rank, mesh.size, mesh.names) == (0, 1, ("mac-0",))
-        assert mesh.last_op == pmesh.LastOp(OpNumber(-1), (0,), ("mac-0",), 3 * 4 + 4 * 8)  # type: ignore[arg-type]
+        assert (mesh.rank, mesh.size, mesh.names) == (0, 1, ("simulated",))
+        assert mesh.last_op == pmesh.LastOp(OpNumber(-1), (0,), ("simulated",), 3 * 4 + 4 * 8)  # type: ignore[arg-type]
         assert mesh.average_gradients(np.full(2, 5.0), weight=3).tolist() == [5.0, 5.0]
         with pytest.raises(pmesh.UsageError, match="add up to 0"):
             mesh.average_gradients(ONE, weight=0)
         mesh.barrier()
-        assert mesh.last_op == pmesh.LastOp(OpNumber(-1), (0,), ("mac-0",), 0)  # type: ignore[arg-type]
+        assert mesh.last_op == pmesh.LastOp(OpNumber(-1), (0,), ("simulated",), 0)  # type: ignore[arg-type]
         assert sorted(mesh.shard(5).tolist()) == [0, 1, 2, 3, 4]
         comes_back(mesh)
 
@@ -128,32 +131,32 @@ def test_it_goes_on_alone_until_it_syncs_if_it_likes(
 
 @LOSSES
 def test_if_it_likes_a_sync_that_is_cut_short_comes_back_by_itself(
-    agent: FakeAgent, error: type[pmesh.RunError]
+    agent: WatchedAgent, error: type[pmesh.RunError]
 ) -> None:
     comes_apart(agent, error)
 
     def other(mesh: pmesh.Mesh) -> None:
         assert mesh.sync({"position": 6}) == {"position": 6}
-        agent.wait_until(lambda: bool(agent.jobs["job"].entering))
+        agent.wait_until(lambda: bool(agent.entering))
         assert mesh.sync({"position": 7}) == {"position": 7}
-        assert (mesh.size, mesh.step) == (2, 2)
+        assert (mesh.size, mesh.step) == (2, 3)
 
     def apart(mesh: pmesh.Mesh) -> None:
         assert mesh.sync({"position": -1}) == {"position": 7}
-        assert (mesh.rank, mesh.size, mesh.step) == (1, 2, 2)
+        assert (mesh.rank, mesh.size, mesh.step) == (1, 2, 3)
 
     two_ranks(agent, apart, other, on_superseded="sync")
 
 
 @LOSSES
 def test_else_the_sync_raises_and_the_next_one_comes_back(
-    agent: FakeAgent, error: type[pmesh.RunError]
+    agent: WatchedAgent, error: type[pmesh.RunError]
 ) -> None:
     comes_apart(agent, error)
 
     def other(mesh: pmesh.Mesh) -> None:
         mesh.sync({"position": 6})
-        agent.wait_until(lambda: bool(agent.jobs["job"].entering))
+        agent.wait_until(lambda: bool(agent.entering))
         mesh.sync({"position": 7})
 
     def apart(mesh: pmesh.Mesh) -> None:
@@ -164,37 +167,23 @@ def test_else_the_sync_raises_and_the_next_one_comes_back(
     two_ranks(agent, apart, other)
 
 
-def restart(agent: FakeAgent) -> FakeAgent:
-    """Another agent at the same home; the first one's trainers have been cut off."""
-    (agent.home / "agent.sock").unlink()
-    return FakeAgent(agent.home)
-
-
-def cut_off(agent: FakeAgent) -> None:
-    for connection in agent.connections:
-        connection.shutdown(2)
-
-
 def test_a_restarted_agent_is_waited_for_and_begins_the_job_anew_where_it_was(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with FakeAgent(tmp_path) as first:
+    with watched_agent(tmp_path):
         mesh = pmesh.connect("job", home=tmp_path, on_superseded="sync")
         for _ in range(3):
             mesh.sync({})
-        cut_off(first)
-    second = restart(first)
-    with second, caplog.at_level(logging.WARNING, "pmesh"):
+    with watched_agent(tmp_path) as second, caplog.at_level(logging.WARNING, "pmesh"):
         state = {"position": 3}
         assert mesh.sync(state) is state
         assert (mesh.step, mesh.rank, mesh.size) == (4, 0, 1)
         mesh.close()
-    assert [job.founders for job in second.jobs.values()] == [(0,)]
+    assert [session.me for session in second.sessions] == [0]
 
 
 BEGINNINGS: dict[str, tuple[Callable[[pmesh.Mesh], object], str, int]] = {
     "it has synced": (lambda mesh: mesh.sync({"of": "the job"}), "the job", 2),
-    "it has done something": (lambda mesh: mesh.barrier(), "the job", 1),
     "it has just begun": (lambda mesh: mesh.rank, "another history", 4),
 }
 
@@ -203,16 +192,15 @@ BEGINNINGS: dict[str, tuple[Callable[[pmesh.Mesh], object], str, int]] = {
 def test_who_comes_back_from_a_history_that_came_further_takes_the_state_of_a_job_that_has_one(
     tmp_path: Path, begin: Callable[[pmesh.Mesh], object], winner: str, step: int
 ) -> None:
-    with FakeAgent(tmp_path) as first:
+    with watched_agent(tmp_path):
         back = pmesh.connect("job", home=tmp_path, on_superseded="sync")
         for _ in range(3):
             back.sync({"of": "another history"})
-        cut_off(first)
-    with restart(first) as second, ThreadPoolExecutor(1) as pool:
+    with watched_agent(tmp_path) as second, ThreadPoolExecutor(1) as pool:
         mesh = pmesh.connect("job", home=tmp_path)
         begin(mesh)
         entering = pool.submit(back.sync, {"of": "another history"})
-        second.wait_until(lambda: bool(second.jobs["job"].entering))
+        second.wait_until(lambda: bool(second.entering))
         assert mesh.sync({"of": "the job"}) == {"of": winner}
         assert entering.result() == {"of": winner}
         assert mesh.step == back.step == step
@@ -221,17 +209,16 @@ def test_who_comes_back_from_a_history_that_came_further_takes_the_state_of_a_jo
 
 
 def test_no_agent_in_time_is_an_error_and_the_next_sync_tries_again(tmp_path: Path) -> None:
-    with FakeAgent(tmp_path) as first:
+    with watched_agent(tmp_path):
         mesh = pmesh.connect("job", home=tmp_path)
         mesh.sync({})
-        cut_off(first)
     with pytest.raises(pmesh.AgentStopped):
         mesh.sync({})
     with pytest.raises(pmesh.AgentNotRunning, match="'pmesh up'"):
         mesh.sync({}, timeout_s=0.02)
     with pytest.raises(pmesh.AgentStopped, match="comes back to the job"):
         mesh.barrier()
-    with restart(first):
+    with watched_agent(tmp_path):
         mesh.sync({})
         mesh.barrier()
         mesh.close()

@@ -1,7 +1,6 @@
 # ruff: noqa: ANN401 - arrays of libraries that have no common type
 """What comes out of compressed calls, and what is kept: all that went in, whoever is lost."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +18,8 @@ from pmesh.compression.schemes import (
     TopK,
     spec,
 )
-from pmesh.core.wire.link import Call
-from pmesh.ids import TrainerId
 from tests.worlds.compressed import EVERY, FEEDBACK, RANKS, flat, gradients, residual_of
-from tests.worlds.fake_agent import FakeAgent, Job, loses, run_ranks
+from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
 
 def at_once(scheme: Scheme) -> Scheme:
@@ -32,7 +29,7 @@ def at_once(scheme: Scheme) -> Scheme:
 @EVERY
 @pytest.mark.parametrize("bucket_bytes", [1000, 2**20])
 def test_what_came_out_and_what_is_left_is_what_went_in_to_the_last_bit_alike(
-    agent: FakeAgent, scheme: Scheme, bucket_bytes: int
+    agent: WatchedAgent, scheme: Scheme, bucket_bytes: int
 ) -> None:
     weights = [1.0, 2.0, 5.0]
 
@@ -65,10 +62,10 @@ LOSSES = [(scheme, op) for scheme in FEEDBACK for op in (0, 1)]
 
 @pytest.mark.parametrize(("scheme", "lost_in"), [*LOSSES, (PowerSGD(2), 2)], ids=str)
 def test_a_lost_rank_takes_along_its_own_part_and_its_weight(
-    agent: FakeAgent, scheme: Scheme, lost_in: int
+    agent: WatchedAgent, scheme: Scheme, lost_in: int
 ) -> None:
     """In the exchange of weights, in the first op of values, or between the two of PowerSGD."""
-    agent.before_op = loses(agent, {lost_in: TrainerId(1)})
+    agent.losses = {lost_in: 1}
     weights = np.array([1.0, 2.0, 5.0])
 
     def program(mesh: pmesh.Mesh) -> tuple[Any, Any] | None:
@@ -99,7 +96,7 @@ def test_a_lost_rank_takes_along_its_own_part_and_its_weight(
 
 @EVERY
 def test_an_op_that_fails_leaves_the_residuals_as_they_were(
-    agent: FakeAgent, scheme: Scheme
+    agent: WatchedAgent, scheme: Scheme
 ) -> None:
     def program(mesh: pmesh.Mesh) -> None:
         for step in range(2):
@@ -115,27 +112,17 @@ def test_an_op_that_fails_leaves_the_residuals_as_they_were(
     run_ranks(agent.home, 2, program)
 
 
-def fails_in(number: int) -> Callable[[Job, int, Call], None]:
-    """The op of that number fails at all ranks."""
-
-    def before_op(job: Job, op: int, call: Call) -> None:
-        del call
-        job.lost = op == number
-
-    return before_op
-
-
 @EVERY
 def test_who_calls_again_after_a_failure_in_the_middle_sends_nothing_twice(
-    agent: FakeAgent, scheme: Scheme
+    agent: WatchedAgent, scheme: Scheme
 ) -> None:
     last_op_of_the_second_call = 4 if isinstance(scheme, PowerSGD) else 3
-    agent.before_op = fails_in(last_op_of_the_second_call)
+    agent.mismatched = last_op_of_the_second_call
 
     def program(mesh: pmesh.Mesh) -> Any:
         first = mesh.average_gradients(gradients(mesh.rank, 0), compression=scheme)
         before = mesh.error_feedback_state()
-        with pytest.raises(pmesh.RankLost):
+        with pytest.raises(pmesh.OpMismatch):
             mesh.average_gradients(gradients(mesh.rank, 1), compression=scheme)
         after = mesh.error_feedback_state()
         for key, value in before.items():
@@ -152,7 +139,7 @@ def test_who_calls_again_after_a_failure_in_the_middle_sends_nothing_twice(
 @EVERY
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_all_reduce_keeps_nothing_unless_it_is_asked_to(
-    agent: FakeAgent, scheme: Scheme, op: str
+    agent: WatchedAgent, scheme: Scheme, op: str
 ) -> None:
     plain = replace(scheme, error_feedback=None)
 
@@ -176,7 +163,7 @@ def test_all_reduce_keeps_nothing_unless_it_is_asked_to(
     np.testing.assert_allclose(results[0][1] + left / ranks, sum(x) / ranks, atol=1e-5)
 
 
-def test_random_k_is_scaled_only_where_nothing_is_fed_back(agent: FakeAgent) -> None:
+def test_random_k_is_scaled_only_where_nothing_is_fed_back(agent: WatchedAgent) -> None:
     def program(mesh: pmesh.Mesh) -> tuple[float, float]:
         ones = np.ones(1000, np.float32)
         scaled = mesh.all_reduce(ones, "mean", compression=RandomK(0.1))
@@ -186,7 +173,9 @@ def test_random_k_is_scaled_only_where_nothing_is_fed_back(agent: FakeAgent) -> 
     assert run_ranks(agent.home, 2, program) == [(10.0, 1.0)] * 2
 
 
-def test_random_k_takes_other_places_in_each_call_the_same_on_all_ranks(agent: FakeAgent) -> None:
+def test_random_k_takes_other_places_in_each_call_alike_on_all_ranks(
+    agent: WatchedAgent,
+) -> None:
     def program(mesh: pmesh.Mesh) -> list[list[int]]:
         ones = np.ones(100, np.float32)
         return [
@@ -199,7 +188,7 @@ def test_random_k_takes_other_places_in_each_call_the_same_on_all_ranks(agent: F
     assert len({str(places) for places in first}) == 3
 
 
-def test_residuals_go_along_with_another_scheme(agent: FakeAgent) -> None:
+def test_residuals_go_along_with_another_scheme(agent: WatchedAgent) -> None:
     schemes = [TopK(0.05), INT8(), PowerSGD(1, start_step=0), OneBit(), TopK(0.05)]
 
     def program(mesh: pmesh.Mesh) -> Any:
@@ -218,7 +207,7 @@ def test_residuals_go_along_with_another_scheme(agent: FakeAgent) -> None:
 
 
 def test_other_shapes_get_a_fresh_residual_and_a_note(
-    agent: FakeAgent, caplog: pytest.LogCaptureFixture
+    agent: WatchedAgent, caplog: pytest.LogCaptureFixture
 ) -> None:
     def program(mesh: pmesh.Mesh) -> None:
         for length in (100, 120):
@@ -233,7 +222,7 @@ def test_other_shapes_get_a_fresh_residual_and_a_note(
 
 
 def test_arrays_turned_over_are_other_arrays(
-    agent: FakeAgent, caplog: pytest.LogCaptureFixture
+    agent: WatchedAgent, caplog: pytest.LogCaptureFixture
 ) -> None:
     def program(mesh: pmesh.Mesh) -> None:
         x = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -249,7 +238,7 @@ def test_arrays_turned_over_are_other_arrays(
 
 
 def test_arrays_that_lie_apart_are_put_together_for_the_kernels(
-    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compress = top_k.compress
 
@@ -266,7 +255,7 @@ def test_arrays_that_lie_apart_are_put_together_for_the_kernels(
     assert run_ranks(agent.home, 2, program) == [[0, 4, 8, 12]] * 2
 
 
-def test_models_of_other_names_have_residuals_of_their_own(agent: FakeAgent) -> None:
+def test_models_of_other_names_have_residuals_of_their_own(agent: WatchedAgent) -> None:
     def program(mesh: pmesh.Mesh) -> tuple[Any, Any]:
         actor, critic = TopK(0.5, model="actor"), TopK(0.5, model="critic")
         mesh.average_gradients(np.array([1, 8], np.float32), compression=actor)

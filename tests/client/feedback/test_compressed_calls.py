@@ -17,7 +17,7 @@ from pmesh.compression.schemes import (
 from pmesh.errors import UnsupportedCompression
 from tests.worlds.compressed import EVERY, FEEDBACK, flat, gradients, residual_of
 from tests.worlds.every_array import make
-from tests.worlds.fake_agent import FakeAgent, run_ranks
+from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ from tests.worlds.fake_agent import FakeAgent, run_ranks
     ids=str,
 )
 def test_ranks_that_compress_differently_hear_of_it(
-    agent: FakeAgent, one: Scheme | str, other: Scheme | str | None
+    agent: WatchedAgent, one: Scheme | str, other: Scheme | str | None
 ) -> None:
     def program(mesh: pmesh.Mesh) -> None:
         x = np.ones((8, 8), np.float32)
@@ -50,7 +50,7 @@ def test_ranks_that_compress_differently_hear_of_it(
 
 @EVERY
 def test_trees_with_other_names_for_the_same_shapes_are_a_mismatch(
-    agent: FakeAgent, scheme: Scheme
+    agent: WatchedAgent, scheme: Scheme
 ) -> None:
     def program(mesh: pmesh.Mesh) -> None:
         x = {"ab"[mesh.rank]: np.ones((20, 20), np.float32)}
@@ -81,7 +81,7 @@ def test_trees_with_other_names_for_the_same_shapes_are_a_mismatch(
     ],
 )
 def test_what_can_not_be_compressed_is_a_value_error_before_an_op_starts(
-    agent: FakeAgent, call: Callable[[Any, Any], object], message: str
+    agent: WatchedAgent, call: Callable[[Any, Any], object], message: str
 ) -> None:
     with pmesh.connect("job", home=agent.home) as mesh:
         with pytest.raises(ValueError, match=message) as raised:
@@ -91,7 +91,7 @@ def test_what_can_not_be_compressed_is_a_value_error_before_an_op_starts(
 
 
 @pytest.mark.parametrize("strategy", ["tree", "centralized"])
-def test_what_ordinary_ops_do_may_be_done_by_any_strategy(agent: FakeAgent, strategy: Any) -> None:
+def test_schemes_made_of_ordinary_ops_take_any_strategy(agent: WatchedAgent, strategy: Any) -> None:
     def program(mesh: pmesh.Mesh) -> None:
         for scheme in (RandomK(0.5), PowerSGD(1)):
             mesh.all_reduce(np.ones((8, 8), np.float32), compression=scheme, strategy=strategy)
@@ -101,7 +101,7 @@ def test_what_ordinary_ops_do_may_be_done_by_any_strategy(agent: FakeAgent, stra
 
 
 @pytest.mark.parametrize("scheme", [*FEEDBACK, pmesh.Auto()], ids=str)
-def test_a_rank_that_is_alone_gets_its_own_values(agent: FakeAgent, scheme: Scheme) -> None:
+def test_a_rank_that_is_alone_gets_its_own_values(agent: WatchedAgent, scheme: Scheme) -> None:
     with pmesh.connect("job", home=agent.home) as mesh:
         x = gradients(0, 0)
         for result in (
@@ -114,7 +114,7 @@ def test_a_rank_that_is_alone_gets_its_own_values(agent: FakeAgent, scheme: Sche
         assert mesh.error_feedback_state() == {}
 
 
-def test_no_arrays_are_no_op(agent: FakeAgent) -> None:
+def test_no_arrays_are_no_op(agent: WatchedAgent) -> None:
     def program(mesh: pmesh.Mesh) -> None:
         assert mesh.average_gradients({}, compression="int8") == {}
         assert mesh.last_op is None
@@ -124,7 +124,9 @@ def test_no_arrays_are_no_op(agent: FakeAgent) -> None:
 
 
 @EVERY
-def test_a_weight_of_zero_hides_what_can_not_be_averaged(agent: FakeAgent, scheme: Scheme) -> None:
+def test_a_weight_of_zero_hides_gradients_that_are_not_finite(
+    agent: WatchedAgent, scheme: Scheme
+) -> None:
     def program(mesh: pmesh.Mesh) -> None:
         x = np.full(500, 3.0 if mesh.rank else np.nan, np.float32)
         out = mesh.average_gradients(x, mesh.rank, compression=scheme)
@@ -138,7 +140,7 @@ def test_a_weight_of_zero_hides_what_can_not_be_averaged(agent: FakeAgent, schem
 @EVERY
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_comes_out_and_does_not_stay(
-    agent: FakeAgent, scheme: Scheme, bad: float
+    agent: WatchedAgent, scheme: Scheme, bad: float
 ) -> None:
     def program(mesh: pmesh.Mesh) -> None:
         x = np.ones((40, 30), np.float32)
@@ -157,7 +159,7 @@ def test_what_is_not_finite_comes_out_and_does_not_stay(
 
 
 def test_fp16_warns_of_what_it_clips_and_again_when_that_has_doubled(
-    agent: FakeAgent, caplog: pytest.LogCaptureFixture
+    agent: WatchedAgent, caplog: pytest.LogCaptureFixture
 ) -> None:
     def program(mesh: pmesh.Mesh) -> list[int]:
         counts = []
@@ -189,7 +191,7 @@ def test_fp16_warns_of_what_it_clips_and_again_when_that_has_doubled(
 )
 @pytest.mark.parametrize("late", [False, True])
 def test_arrays_of_every_library_and_float_come_back_as_they_are(
-    agent: FakeAgent, library: str, dtype: str, *, late: bool
+    agent: WatchedAgent, library: str, dtype: str, *, late: bool
 ) -> None:
     def program(mesh: pmesh.Mesh) -> None:
         x = make(library, dtype, [1.0, 2.0])
@@ -204,14 +206,14 @@ def test_arrays_of_every_library_and_float_come_back_as_they_are(
     run_ranks(agent.home, 2, program)
 
 
-def test_a_float64_that_float32_can_not_hold_is_infinite(agent: FakeAgent) -> None:
+def test_a_float64_that_float32_can_not_hold_is_infinite(agent: WatchedAgent) -> None:
     def program(mesh: pmesh.Mesh) -> list[float]:
         return list(mesh.all_reduce(np.array([1e300, 1.0]), "mean", compression="bf16"))
 
     assert run_ranks(agent.home, 2, program) == [[np.inf, 1.0]] * 2
 
 
-def test_results_go_into_out_and_through_handles_in_groups_too(agent: FakeAgent) -> None:
+def test_results_go_into_out_and_through_handles_in_groups_too(agent: WatchedAgent) -> None:
     def program(mesh: pmesh.Mesh) -> None:
         group = mesh.group([1, 0])
         assert group is not None

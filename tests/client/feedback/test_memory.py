@@ -25,7 +25,7 @@ from pmesh.compression.schemes import (
 )
 from pmesh.testing import SimulatedMesh
 from tests.worlds.compressed import gradient
-from tests.worlds.fake_agent import FakeAgent, run_ranks
+from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
 
 @pytest.mark.parametrize("scheme", [INT8(), TopK(0.1), PowerSGD(2, start_step=1)], ids=str)
@@ -144,7 +144,7 @@ def test_residuals_move_to_the_arenas_of_another_session() -> None:
     SimulatedMesh(2).run(program)
 
 
-def test_the_agents_default_holds_for_gradients_that_name_nothing(agent: FakeAgent) -> None:
+def test_the_agents_default_holds_for_gradients_that_name_nothing(agent: WatchedAgent) -> None:
     agent.compression = "int8"
 
     def program(mesh: pmesh.Mesh) -> list[tuple[str, str]]:
@@ -192,7 +192,7 @@ def test_the_agents_default_holds_for_gradients_that_name_nothing(agent: FakeAge
     )
 
 
-def test_ranks_whose_agents_have_other_defaults_hear_of_it(agent: FakeAgent) -> None:
+def test_ranks_whose_agents_have_other_defaults_hear_of_it(agent: WatchedAgent) -> None:
     def program(mesh: pmesh.Mesh) -> None:
         mesh._place.compression = "int8" if mesh.rank else ""  # noqa: SLF001 - of two agents
         with pytest.raises(pmesh.OpMismatch, match="int8"):
@@ -201,7 +201,7 @@ def test_ranks_whose_agents_have_other_defaults_hear_of_it(agent: FakeAgent) -> 
     run_ranks(agent.home, 2, program)
 
 
-def test_the_last_op_says_what_compression_came_to(agent: FakeAgent) -> None:
+def test_the_last_op_says_what_compression_came_to(agent: WatchedAgent) -> None:
     def program(mesh: pmesh.Mesh) -> list[Any]:
         seen: list[Any] = []
         for step in range(3):
@@ -256,7 +256,7 @@ def test_who_has_seen_fewer_steps_goes_on_with_the_others() -> None:
     assert {name for _, name in first[::2]} == {"powersgd(1, min_rate 2.0)"}
 
 
-def test_where_no_matrix_pays_power_sgd_is_one_ordinary_op(agent: FakeAgent) -> None:
+def test_where_no_matrix_pays_power_sgd_is_one_ordinary_op(agent: WatchedAgent) -> None:
     def program(mesh: pmesh.Mesh) -> list[float]:
         return list(mesh.all_reduce(np.ones(3, np.float32), compression=PowerSGD(4)))
 
@@ -306,7 +306,7 @@ def test_a_warm_start_of_another_size_is_not_used() -> None:
     assert len({*both(garbled=True), *both(garbled=False)}) == 2
 
 
-def test_power_sgd_takes_two_ops_however_large_the_tree(agent: FakeAgent) -> None:
+def test_power_sgd_takes_two_ops_however_large_the_tree(agent: WatchedAgent) -> None:
     def program(mesh: pmesh.Mesh) -> None:
         grads = [gradient(mesh.rank, step) for step in range(4)]
         mesh.average_gradients(grads, bucket_bytes=1000, compression=PowerSGD(1, start_step=0))
@@ -316,7 +316,7 @@ def test_power_sgd_takes_two_ops_however_large_the_tree(agent: FakeAgent) -> Non
 
 
 def test_garbage_among_the_payloads_is_an_error_on_all_ranks(
-    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def accumulate(*_: object, **__: object) -> None:
         raise ValueError("an index too large")

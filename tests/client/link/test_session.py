@@ -15,6 +15,7 @@ from pmesh.client.link import connection
 from pmesh.core.values import Verdict
 from pmesh.core.wire.framing import frame
 from pmesh.core.wire.local import (
+    ArenaGone,
     ArenaGranted,
     Joined,
     Leave,
@@ -27,7 +28,6 @@ from pmesh.core.wire.local import (
     encode,
 )
 from pmesh.ids import OpNumber
-from tests.worlds.fake_agent import FakeAgent
 from tests.worlds.scripted_agent import (
     ALONE,
     VIEW,
@@ -39,6 +39,7 @@ from tests.worlds.scripted_agent import (
     replies,
     says,
 )
+from tests.worlds.watched_agent import WatchedAgent, watched_agent
 
 ONE = np.ones(1)
 LOST = Verdict("RankLost", "rank 1 is lost")
@@ -228,6 +229,22 @@ def test_a_failed_op_keeps_its_number_unless_it_was_an_earlier_ones_failure(
     assert numbers_of(seen) == numbers
 
 
+def test_an_output_arena_that_the_agent_takes_back_is_used_no_more(scripted: ScriptedAgent) -> None:
+    def answers(trainer: Trainer, request: Request | None) -> None:
+        assert isinstance(request, StartOp)
+        for gone in trainer.outputs:
+            trainer.send(ArenaGone(gone.number))
+        result = scripted.grant(trainer, "output", 8)
+        result.memory[:8] = np.float64(request.op).tobytes()
+        trainer.outputs = [result]
+        trainer.send(op_done(request.op, result.number))
+
+    scripted.steps += [scripted.grants("input", 8), answers, answers]
+    mesh = pmesh.connect("job", home=scripted.home)
+    assert [mesh.all_reduce(ONE).tolist() for _ in range(2)] == [[0], [1]]
+    mesh.close()
+
+
 def test_a_refused_arena_raises_and_the_rank_stays_in_step(scripted: ScriptedAgent) -> None:
     refused = Refused(Verdict("UsageError", "no shared memory for 99 MiB more"))
     scripted.steps += [replies(refused), replies(op_done(0))]
@@ -239,7 +256,7 @@ def test_a_refused_arena_raises_and_the_rank_stays_in_step(scripted: ScriptedAge
 
 
 def test_an_interrupt_in_mid_op_ends_the_mesh_because_the_reply_would_be_taken_for_another(
-    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mesh = pmesh.connect("job", home=agent.home)
     receive = connection.AgentConnection.receive
@@ -263,7 +280,7 @@ def test_leaving_with_an_exception_is_a_crash_and_without_one_is_not(tmp_path: P
         with pmesh.connect("one", home=tmp_path):
             raise ZeroDivisionError
 
-    with FakeAgent(tmp_path) as agent:
+    with watched_agent(tmp_path) as agent:
         with pytest.raises(ZeroDivisionError):
             crash()
         with pmesh.connect("two", home=tmp_path):
@@ -280,7 +297,7 @@ def test_leaving_with_an_exception_is_a_crash_and_without_one_is_not(tmp_path: P
         lambda mesh: mesh.average_gradients([ONE]),
     ],
 )
-def test_a_closed_mesh_says_so(agent: FakeAgent, call: Callable[[pmesh.Mesh], object]) -> None:
+def test_a_closed_mesh_says_so(agent: WatchedAgent, call: Callable[[pmesh.Mesh], object]) -> None:
     mesh = pmesh.connect("job", home=agent.home)
     mesh.close()
     mesh.close()
@@ -315,7 +332,7 @@ def test_closing_from_another_thread_ends_a_call_that_waits(scripted: ScriptedAg
 
 
 def test_a_forked_child_neither_uses_nor_closes_its_parents_mesh(
-    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mesh = pmesh.connect("job", home=agent.home)
     with monkeypatch.context() as child:

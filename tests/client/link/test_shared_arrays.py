@@ -14,15 +14,15 @@ import pmesh
 from pmesh.client.elastic import membership
 from pmesh.testing import SimulatedMesh
 from tests.worlds.every_array import make
-from tests.worlds.fake_agent import FakeAgent, run_ranks
 from tests.worlds.scripted_agent import ScriptedAgent, joins
+from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
 COUNT = 30_000
 NBYTES = 4 * COUNT
 
 
 @pytest.fixture
-def mesh(agent: FakeAgent) -> Iterator[pmesh.Mesh]:
+def mesh(agent: WatchedAgent) -> Iterator[pmesh.Mesh]:
     with pmesh.connect("job", home=agent.home) as mesh:
         yield mesh
 
@@ -33,21 +33,20 @@ def numbered(mesh: pmesh.Mesh) -> Any:
     return x
 
 
-def inputs(agent: FakeAgent) -> set[int]:
+def inputs(agent: WatchedAgent) -> set[int]:
     """The arenas that the first trainer holds to fill."""
-    return set(agent.jobs["job"].trainers[next(iter(agent.jobs["job"].trainers))].inputs)
+    return {*agent.sessions[0].inputs}
 
 
-def lent(agent: FakeAgent) -> set[int]:
-    trainers = agent.jobs["job"].trainers
-    return {number for trainer in trainers.values() for number in trainer.lent}
+def lent(agent: WatchedAgent) -> set[int]:
+    return {number for session in agent.sessions for number in session.lent}
 
 
 # --- inputs
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "int64", "int32", "bool"])
-def test_an_array_of_the_mesh_is_reduced_where_it_lies(agent: FakeAgent, dtype: str) -> None:
+def test_an_array_of_the_mesh_is_reduced_where_it_lies(agent: WatchedAgent, dtype: str) -> None:
     def program(mesh: pmesh.Mesh) -> list[Any]:
         x = mesh.empty((3, 4), dtype)
         assert x.shape == (3, 4)
@@ -76,13 +75,15 @@ PARTS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())
-def test_so_is_a_part_of_it(agent: FakeAgent, mesh: pmesh.Mesh, part: Callable[[Any], Any]) -> None:
+def test_so_is_a_part_of_it(
+    agent: WatchedAgent, mesh: pmesh.Mesh, part: Callable[[Any], Any]
+) -> None:
     x = numbered(mesh)
     assert np.array_equal(mesh.all_reduce(part(x)), part(np.arange(COUNT, dtype=np.float32)))
     assert agent.wanted == [NBYTES]
 
 
-def test_so_is_a_torch_tensor_made_of_it(agent: FakeAgent, mesh: pmesh.Mesh) -> None:
+def test_so_is_a_torch_tensor_made_of_it(agent: WatchedAgent, mesh: pmesh.Mesh) -> None:
     torch = pytest.importorskip("torch")
     x = torch.from_numpy(mesh.empty(COUNT))
     x[:] = torch.arange(COUNT)
@@ -93,7 +94,7 @@ def test_so_is_a_torch_tensor_made_of_it(agent: FakeAgent, mesh: pmesh.Mesh) -> 
     assert agent.wanted == [NBYTES]
 
 
-def test_so_is_each_large_array_of_a_tree(agent: FakeAgent, mesh: pmesh.Mesh) -> None:
+def test_so_is_each_large_array_of_a_tree(agent: WatchedAgent, mesh: pmesh.Mesh) -> None:
     """Also while the one before it is under way, when others would be laid out."""
     count = 9 << 20  # two of them make a bucket too large
     x = mesh.empty((2, count))
@@ -119,7 +120,7 @@ OTHERS: dict[str, Callable[[pmesh.Mesh, Any], Any]] = {
 
 @pytest.mark.parametrize("call", OTHERS.values(), ids=OTHERS.keys())
 def test_what_does_not_lie_there_as_it_travels_is_copied(
-    agent: FakeAgent, call: Callable[[pmesh.Mesh, Any], Any]
+    agent: WatchedAgent, call: Callable[[pmesh.Mesh, Any], Any]
 ) -> None:
     def program(mesh: pmesh.Mesh) -> None:
         x = numbered(mesh)
@@ -135,17 +136,17 @@ def test_what_does_not_lie_there_as_it_travels_is_copied(
 
 
 def test_what_a_root_has_sent_stays_though_its_array_changes(
-    agent: FakeAgent, mesh: pmesh.Mesh
+    agent: WatchedAgent, mesh: pmesh.Mesh
 ) -> None:
     x = numbered(mesh)
     mesh.broadcast(x)
     x[:] = 7
-    (memory, sent) = agent.retained[0]
-    assert bytes(memory) == sent == np.arange(COUNT, dtype=np.float32).tobytes()
+    (sent,) = agent.retained
+    assert bytes(sent.memory) == sent.was == np.arange(COUNT, dtype=np.float32).tobytes()
 
 
 def test_its_memory_goes_back_when_the_last_view_of_it_is_gone(
-    agent: FakeAgent, mesh: pmesh.Mesh
+    agent: WatchedAgent, mesh: pmesh.Mesh
 ) -> None:
     x = numbered(mesh)
     view = x[5:].reshape(-1, 5)
@@ -161,7 +162,7 @@ def test_its_memory_goes_back_when_the_last_view_of_it_is_gone(
     assert inputs(agent) == set()
 
 
-def test_an_array_in_its_old_place_is_not_taken_for_it(agent: FakeAgent, mesh: pmesh.Mesh) -> None:
+def test_another_array_in_its_old_place_is_copied(agent: WatchedAgent, mesh: pmesh.Mesh) -> None:
     """Memory that was given back is found by nobody, whatever lies at its address now."""
     for value in range(20):
         x = mesh.empty(COUNT)
@@ -171,7 +172,7 @@ def test_an_array_in_its_old_place_is_not_taken_for_it(agent: FakeAgent, mesh: p
     assert len(inputs(agent)) == 1
 
 
-def test_in_a_group_the_arrays_of_the_mesh_are_ordinary_ones(agent: FakeAgent) -> None:
+def test_in_a_group_the_arrays_of_the_mesh_are_ordinary_ones(agent: WatchedAgent) -> None:
     def program(mesh: pmesh.Mesh) -> tuple[float, float]:
         x = mesh.empty(3)
         group = mesh.group([1, 0])
@@ -183,7 +184,7 @@ def test_in_a_group_the_arrays_of_the_mesh_are_ordinary_ones(agent: FakeAgent) -
     assert run_ranks(agent.home, 2, program) == [(3, 3)] * 2
 
 
-def test_an_empty_one_and_one_without_dimensions(agent: FakeAgent, mesh: pmesh.Mesh) -> None:
+def test_an_empty_one_and_one_without_dimensions(agent: WatchedAgent, mesh: pmesh.Mesh) -> None:
     assert mesh.empty([0, 3]).shape == (0, 3)
     assert mesh.all_reduce(mesh.empty((0, 3))).shape == (0, 3)
     x = mesh.empty(())
@@ -223,7 +224,7 @@ def test_a_closed_mesh_has_none(mesh: pmesh.Mesh) -> None:
 
 
 def test_a_result_stays_where_it_is_for_as_long_as_it_is_kept(
-    agent: FakeAgent, mesh: pmesh.Mesh
+    agent: WatchedAgent, mesh: pmesh.Mesh
 ) -> None:
     x = numbered(mesh)
     first = mesh.all_reduce(x, copy=False)
@@ -249,13 +250,13 @@ def test_it_can_not_be_written_to(mesh: pmesh.Mesh) -> None:
         result.flags.writeable = True
 
 
-def test_it_outlives_the_mesh(agent: FakeAgent) -> None:
+def test_it_outlives_the_mesh(agent: WatchedAgent) -> None:
     with pmesh.connect("job", home=agent.home) as mesh:
         result = mesh.all_reduce(numbered(mesh), copy=False)
     assert np.array_equal(result, np.arange(COUNT))
 
 
-def test_where_the_agent_lends_no_more_it_is_a_copy(agent: FakeAgent, mesh: pmesh.Mesh) -> None:
+def test_where_the_agent_lends_no_more_it_is_a_copy(agent: WatchedAgent, mesh: pmesh.Mesh) -> None:
     agent.lends = False
     result = mesh.all_reduce(numbered(mesh), copy=False)
     x = np.arange(COUNT, dtype=np.float32)
@@ -265,7 +266,7 @@ def test_where_the_agent_lends_no_more_it_is_a_copy(agent: FakeAgent, mesh: pmes
     assert np.array_equal(result, x + 1)
 
 
-def test_a_tree_stays_too(agent: FakeAgent, mesh: pmesh.Mesh) -> None:
+def test_a_tree_stays_too(agent: WatchedAgent, mesh: pmesh.Mesh) -> None:
     tree: Any = {"a": np.ones((2, 3), np.float32), "b": [np.zeros(4, np.float32)], "c": np.ones(2)}
     result = mesh.all_reduce(tree, copy=False)
     assert len(lent(agent)) == 2  # for each dtype
@@ -279,7 +280,7 @@ def test_a_tree_stays_too(agent: FakeAgent, mesh: pmesh.Mesh) -> None:
     [("numpy", "float16"), ("mlx", "float32"), ("torch", "float32"), ("torch", "bfloat16")],
 )
 def test_what_can_not_stay_is_copied(
-    agent: FakeAgent, mesh: pmesh.Mesh, library: str, dtype: str
+    agent: WatchedAgent, mesh: pmesh.Mesh, library: str, dtype: str
 ) -> None:
     x = make(library, dtype, [1, 2, 3])
     result = mesh.all_reduce(x, copy=False)
@@ -288,7 +289,7 @@ def test_what_can_not_stay_is_copied(
     assert lent(agent) == set()
 
 
-def test_a_handle_gives_it_too(agent: FakeAgent, mesh: pmesh.Mesh) -> None:
+def test_a_handle_gives_it_too(agent: WatchedAgent, mesh: pmesh.Mesh) -> None:
     x = numbered(mesh)
     handle: Any = mesh.all_reduce(x, copy=False, async_op=True)
     result = handle.wait()
