@@ -77,6 +77,12 @@ class Group(Collectives):
         """Leave the group, or end as a crash, as its mesh does."""
         self._stop(crashed=crashed)
 
+    def _trainer_at(self, rank: int) -> TrainerId:
+        """As in a mesh; in a broken group a root may have no rank any more."""
+        if self._broken is not None:
+            raise GroupBroken(self._broken)
+        return super()._trainer_at(rank)
+
     def _do(
         self,
         run: Callable[[Place], tuple[R, LastOp | None]],

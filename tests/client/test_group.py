@@ -198,6 +198,8 @@ def test_a_group_that_loses_a_rank_is_broken_on_all_and_for_good(
                     pmesh.GroupBroken, match=r"ranks \[2, 1, 0\] is broken: .*has left"
                 ):
                     call(group)
+            with pytest.raises(pmesh.GroupBroken):
+                group.broadcast(np.ones(1), root=2)  # a rank that the group had
         mesh.barrier()
         again = mesh.group([1, 2])
         result = again and float(again.all_reduce(np.array(1.0)))
