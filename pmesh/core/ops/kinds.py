@@ -1,4 +1,10 @@
-"""What each kind of op is: one table, which trainers, agents and views read alike."""
+"""What each kind of op is: one table, which trainers, agents and views read alike.
+
+A new collective is a row of `KINDS`, with a plan from `moving` or `reducing` if none here fits, and
+a method in `pmesh.client.calls`. Where each rank only gives a row to a table that all get, the
+kinds `exchange` (int64) and `collect` (bytes) serve without a new row. An input must not hold
+ranks: an op may run again after a loss (O4), with other ranks.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -43,7 +43,7 @@ def resolve_ops(
     known: Knowledge,
     view_requests: Sequence[ViewRequest],
 ) -> tuple[OpOutcome, ...]:
-    """Return the outcome of every op that has one; the others run on, or again (O1).
+    """Return the outcome of every op that has one; the others run on, or again (O4).
 
     Args:
         before: the roster under which the ops were called.
@@ -119,7 +119,7 @@ def _ops_that_a_loss_fails(known: Knowledge) -> list[OpNumber]:
 def _resolve_op(
     after: Roster, op: OpNumber, reports: Mapping[TrainerId, OpReport], stuck: Verdict | None
 ) -> OpOutcome | None:
-    """Return one outcome for all ranks (O3), or None if it ended at none: it runs again (O1)."""
+    """Return one outcome for all ranks (O3), or None if it ended at none: it runs again (O4)."""
     in_order = [report for _, report in sorted(reports.items())]
     for report in in_order:
         if report.verdict is not None:

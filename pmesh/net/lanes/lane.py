@@ -4,8 +4,10 @@ A lane has one direction for data. The other carries one record, the receiver's 
 proves that it has read the offer before the other trusts it with anything.
 
 A lane's calls may be cancelled at any wait: what was half sent or half received is finished by the
-next call, so a lane survives a view change if its edge does (V7). One task may send while another
-receives; two may not do the same.
+next call, so a lane survives a view that leaves its roster as it is (V7). A lane belongs to one
+roster number, and its rank closes it when the job gets another (`RankLanes` of
+`pmesh.agent.jobs.ranks`); the number in each record is a second check (V4). One task may send while
+another receives; two may not do the same.
 
 What a lane does is written once, as steps that say what they wait for. `send` and `receive` wait in
 the event loop; a `Pipeline` (`pmesh.net.lanes.executor`) lets those of large ops wait in threads.
