@@ -185,13 +185,31 @@ def bench(
 
 
 @app.command(name="run")
-def run_(*command: str) -> int:
-    """Run a command and restart it when it fails: 'pmesh run -- python train.py'.
+def run_(*command: Annotated[str, Parameter(show_default=False)], restarts: int = 10) -> int:
+    """Run a command and restart it when it fails: 'pmesh run python train.py'.
 
     Args:
-        command: The command with its arguments.
+        command: The command with its arguments: all from the first word that is not an option.
+        restarts: How often in a row it is started again; a run of a minute begins a new count.
     """
-    return run_command(command)
+    return run_command(command, restarts=restarts)
+
+
+def end_own_options(arguments: Sequence[str]) -> Sequence[str]:
+    """Insert `--` before the command of `pmesh run`, so that its options are not taken for ours.
+
+    >>> end_own_options(["run", "--restarts", "3", "python", "--version"])
+    ['run', '--restarts', '3', '--', 'python', '--version']
+    """
+    if arguments[:1] != ["run"]:
+        return arguments
+    for place, word in enumerate(arguments):
+        is_value = arguments[place - 1] == "--restarts"
+        if place and not word.startswith("-") and not is_value:
+            return [*arguments[:place], "--", *arguments[place:]]
+        if word == "--":
+            break
+    return arguments
 
 
 @app.command
@@ -214,7 +232,10 @@ def run(arguments: Sequence[str]) -> int:
         reconfigure(errors="replace")  # a terminal without UTF-8 shows '?', not an error
     try:
         result = app(
-            arguments, exit_on_error=False, print_error=False, result_action="return_value"
+            end_own_options(arguments),
+            exit_on_error=False,
+            print_error=False,
+            result_action="return_value",
         )
     except CycloptsError as e:
         complain(f"{type(e).__name__}: {e}; see 'pmesh --help'")

@@ -136,21 +136,28 @@ def wait_before_start(previous_s: float, *, ran_s: float) -> float:
 Starter = Callable[[], AbstractAsyncContextManager[Child]]
 
 
-def run_command(command: Sequence[str]) -> int:
+def run_command(command: Sequence[str], *, restarts: int) -> int:
     """Run the command until it succeeds or a signal ends it, and return the exit code.
 
+    Args:
+        command: The program and its arguments.
+        restarts: How many times in a row it is restarted; a run of 60 s begins a new count.
+
     Raises:
-        ConfigError: There is no command.
+        ConfigError: There is no command, or `restarts` is negative.
         UsageError: The command can't be started.
     """
     if not command:
-        raise ConfigError("there is no command; type for example: pmesh run -- python train.py")
-    return trio.run(keep_running, functools.partial(start_group, command), _name_of(command))
+        raise ConfigError("there is no command; type for example: pmesh run python train.py")
+    if restarts < 0:
+        raise ConfigError(f"--restarts must be at least 0, not {restarts}")
+    start = functools.partial(start_group, command)
+    return trio.run(keep_running, start, _name_of(command), restarts)
 
 
-async def keep_running(start: Starter, name: str) -> int:
-    """Restart the command until it succeeds or a signal comes."""
-    runner = Runner(start, name)
+async def keep_running(start: Starter, name: str, restarts: int) -> int:
+    """Restart the command until it succeeds, a signal comes, or it fails too often."""
+    runner = Runner(start, name, restarts)
     async with trio.open_nursery() as nursery:
         await nursery.start(runner.pass_signals_on)
         code = await runner.run()
@@ -161,9 +168,10 @@ async def keep_running(start: Starter, name: str) -> int:
 class Runner:
     """Runs the command again and again."""
 
-    def __init__(self, start: Starter, name: str) -> None:
+    def __init__(self, start: Starter, name: str, restarts: int) -> None:
         self._start = start
         self._name = name
+        self._restarts = restarts
         self._child: Child | None = None
         self._signalled = trio.Event()
         self._signal = 0
@@ -181,20 +189,33 @@ class Runner:
                     self._child.send_signal(number)
 
     async def run(self) -> int:
-        """Return the exit code: 0 if the command succeeded, else that of the signal."""
-        wait_s = 0.0
+        """Return 0 if the command succeeded, else the exit code of the signal or of the command."""
+        wait_s, failures = 0.0, 0
         while True:
             began = trio.current_time()
             code, ending = await self._run_once(first=wait_s == 0)
             if code == 0:
                 return 0
             if not self._signalled.is_set():
-                wait_s = wait_before_start(wait_s, ran_s=trio.current_time() - began)
+                ran_s = trio.current_time() - began
+                failures = 1 if ran_s >= STEADY_S else failures + 1
+                if failures > self._restarts:
+                    complain(f"{self._name} {ending}{self._why_not_again()}")
+                    return code if code > 0 else 128 - code
+                wait_s = wait_before_start(wait_s, ran_s=ran_s)
                 complain(f"{self._name} {ending}; starting it again in {wait_s:g} s")
                 with trio.move_on_after(wait_s):
                     await self._signalled.wait()
             if self._signalled.is_set():
                 return 128 + self._signal  # as in shells
+
+    def _why_not_again(self) -> str:
+        if not self._restarts:
+            return "; --restarts 0 does not start it again"
+        return (
+            f", and failed {self._restarts + 1} times in a row, each time in less than "
+            f"{STEADY_S:g} s; not starting it again: see its last lines above, or give --restarts"
+        )
 
     async def _run_once(self, *, first: bool) -> tuple[int, str]:
         try:
@@ -206,7 +227,7 @@ class Runner:
             if first or e.errno not in _PASSING_ERRORS:
                 what = str(e.filename or self._name)
                 raise UsageError(
-                    f"can't start {what!r}: {e.strerror}; the words after 'pmesh run --' must be "
+                    f"can't start {what!r}: {e.strerror}; the words after 'pmesh run' must be "
                     "a command that runs by itself"
                 ) from e
             return 1, f"could not be started: {e.strerror}"

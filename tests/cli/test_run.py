@@ -103,7 +103,7 @@ async def test_a_command_that_crashes_is_started_again_until_it_ends_well(
 ) -> None:
     runs = FakeRun(5, KILLED), FakeRun(0.5, 1), FakeRun(100, -40), FakeRun(7, 0)
     command = FakeCommand(autojump_clock, *runs)
-    assert await keep_running(command.start, "train.py") == 0
+    assert await keep_running(command.start, "train.py", 10) == 0
     assert command.began == [0, 5 + 1, 6.5 + 2, 108.5 + 1]
     assert command.ended == 4
     assert capsys.readouterr().err.splitlines() == [
@@ -116,7 +116,7 @@ async def test_a_command_that_crashes_is_started_again_until_it_ends_well(
 async def test_a_command_that_ends_well_at_once_is_run_once(
     autojump_clock: MockClock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert await keep_running(FakeCommand(autojump_clock, FakeRun(1, 0)).start, "train.py") == 0
+    assert await keep_running(FakeCommand(autojump_clock, FakeRun(1, 0)).start, "train.py", 10) == 0
     assert not capsys.readouterr().err
 
 
@@ -128,7 +128,7 @@ async def test_a_signal_is_passed_on_and_ends_it(
     command = FakeCommand(autojump_clock, one)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(from_outside(number, after_s=3))
-        assert await keep_running(command.start, "train.py") == 128 + number
+        assert await keep_running(command.start, "train.py", 10) == 128 + number
     assert command.elapsed_s == 3
     assert one.came == [number]
     assert not capsys.readouterr().err
@@ -142,7 +142,7 @@ async def test_every_signal_reaches_a_command_and_the_first_one_counts(
         nursery.start_soon(from_outside(INT, after_s=1))
         nursery.start_soon(from_outside(INT, after_s=2))
         nursery.start_soon(from_outside(TERM, after_s=3))
-        assert await keep_running(FakeCommand(autojump_clock, one).start, "train.py") == 130
+        assert await keep_running(FakeCommand(autojump_clock, one).start, "train.py", 10) == 130
     assert one.came == [INT, INT, TERM]
 
 
@@ -152,7 +152,7 @@ async def test_a_command_that_ends_well_after_a_signal_has_ended_well(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(from_outside(TERM, after_s=1))
         assert (
-            await keep_running(FakeCommand(autojump_clock, FakeRun(1000, 0)).start, "train.py") == 0
+            await keep_running(FakeCommand(autojump_clock, FakeRun(1000, 0)).start, "train.py", 10) == 0
         )
 
 
@@ -160,7 +160,7 @@ async def test_a_signal_between_two_runs_ends_it_at_once(autojump_clock: MockClo
     command = FakeCommand(autojump_clock, FakeRun(1, 1), FakeRun(1, 1), FakeRun(1, 1))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(from_outside(TERM, after_s=3.5))  # the second wait is from 3 to 5
-        assert await keep_running(command.start, "train.py") == 143
+        assert await keep_running(command.start, "train.py", 10) == 143
     assert command.elapsed_s == 3.5
     assert command.ended == 2
 
@@ -170,7 +170,7 @@ async def test_a_signal_while_the_command_is_being_started_reaches_it(
 ) -> None:
     one = FakeRun(1000, 1)
     command = FakeCommand(autojump_clock, one, starting=lambda: signal.raise_signal(TERM))
-    assert await keep_running(command.start, "train.py") == 143
+    assert await keep_running(command.start, "train.py", 10) == 143
     assert one.came == [TERM]
 
 
@@ -180,7 +180,7 @@ async def test_what_can_not_be_started_is_an_error_at_once(autojump_clock: MockC
         with pytest.RaisesGroup(
             pytest.RaisesExc(UsageError, match="can't start 'trian.py': reason;")
         ):
-            await keep_running(command.start, "trian.py")
+            await keep_running(command.start, "trian.py", 10)
 
 
 async def test_what_can_not_be_started_again_for_lack_of_memory_is_tried_again(
@@ -189,14 +189,57 @@ async def test_what_can_not_be_started_again_for_lack_of_memory_is_tried_again(
     command = FakeCommand(
         autojump_clock, FakeRun(1, 1), OSError(errno.ENOMEM, "no memory"), FakeRun(1, 0)
     )
-    assert await keep_running(command.start, "train.py") == 0
+    assert await keep_running(command.start, "train.py", 10) == 0
     assert command.began == [0, 2, 4]
     assert capsys.readouterr().err.splitlines()[1] == (
         "train.py could not be started: no memory; starting it again in 2 s"
     )
     command = FakeCommand(autojump_clock, FakeRun(1, 1), OSError(errno.ENOENT, "it is gone"))
     with pytest.RaisesGroup(pytest.RaisesExc(UsageError, match="it is gone")):
-        await keep_running(command.start, "train.py")
+        await keep_running(command.start, "train.py", 10)
+
+
+async def test_a_command_that_keeps_failing_is_given_up(
+    autojump_clock: MockClock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = FakeCommand(autojump_clock, *[FakeRun(0.5, 3) for _ in range(4)])
+    assert await keep_running(command.start, "train.py", 3) == 3
+    assert command.ended == 4
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "train.py ended with exit code 3, and failed 4 times in a row, each time in less than "
+        "60 s; not starting it again: see its last lines above, or give --restarts"
+    )
+
+
+async def test_a_run_of_a_minute_begins_a_new_count(autojump_clock: MockClock) -> None:
+    runs = [FakeRun(0.5, 1), FakeRun(STEADY_S, 1), FakeRun(0.5, 1), FakeRun(0.5, KILLED)]
+    command = FakeCommand(autojump_clock, *runs)
+    assert await keep_running(command.start, "train.py", 2) == 137
+    assert command.ended == 4
+
+
+async def test_without_restarts_a_failure_is_the_end(
+    autojump_clock: MockClock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = FakeCommand(autojump_clock, FakeRun(0.5, 1))
+    assert await keep_running(command.start, "train.py", 0) == 1
+    assert "--restarts 0 does not start it again" in capsys.readouterr().err
+
+
+def test_restarts_are_counted_from_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["run", "--restarts", "-1", "true"]) == 2
+    assert "--restarts must be at least 0, not -1" in capsys.readouterr().err
+
+
+def test_the_first_word_that_is_no_option_begins_the_command(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    words = ["sh", "-c", 'printf "%s," "$@"', "sh", "--help", "--restarts", "x"]
+    for own in ([], ["--restarts", "0"], ["--restarts=0"]):
+        assert run(["run", *own, *words]) == 0
+        assert capfd.readouterr().out == "--help,--restarts,x,"
+    assert run(["run", "--help"]) == 0
+    assert "--restarts" in capfd.readouterr().out
 
 
 def test_the_command_line_runs_a_command_with_its_own_options(
@@ -219,5 +262,5 @@ def test_a_command_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[s
 def test_no_command_is_a_misuse(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["run", "--"]) == 2
     assert capsys.readouterr().err == (
-        "ConfigError: there is no command; type for example: pmesh run -- python train.py\n"
+        "ConfigError: there is no command; type for example: pmesh run python train.py\n"
     )

@@ -5,7 +5,7 @@ import cyclopts
 import pytest
 
 from pmesh.agent.config import DEFAULT_PORT, PARSERS, Settings, variable_of
-from pmesh.cli.app import FAILED, INTERRUPTED, MISUSED, app
+from pmesh.cli.app import FAILED, INTERRUPTED, MISUSED, app, end_own_options
 from tests.docs.pages import DOCS, PAGES, ROOT, code_in, read, sections, shown_commands, table_rows
 
 PAGE = sections(read(DOCS / "reference" / "command-line.md"))
@@ -72,7 +72,7 @@ def test_the_exit_codes_on_the_page_are_those_of_the_program() -> None:
 def test_every_command_shown_can_be_typed(path: Path) -> None:
     for command in shown_commands(read(path)):
         words = shlex.split(command.replace("…", ""))[1:]
-        app.parse_args(words, exit_on_error=False, print_error=False)
+        app.parse_args(end_own_options(words), exit_on_error=False, print_error=False)
 
 
 def test_commands_are_found_where_the_pages_show_them() -> None:
