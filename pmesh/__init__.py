@@ -26,6 +26,8 @@ from pmesh.errors import (
 )
 
 if TYPE_CHECKING:
+    __version__: str
+
     from pmesh.client.calls.point_to_point import ANY
     from pmesh.client.calls.queue import Handle
     from pmesh.client.collective.bucketed import LastOp
@@ -76,6 +78,7 @@ __all__ = [
     "UnsupportedArray",
     "UnsupportedCompression",
     "UsageError",
+    "__version__",
     "connect",
 ]
 
@@ -97,7 +100,15 @@ _LATER = MappingProxyType(
 """Imported when first asked for: `pmesh status` needs no numpy, nor does who imports one module."""
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "errors"]
+
+
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version  # noqa: PLC0415 - it takes longer than the rest
+
+        return version("pmesh")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found: object = getattr(import_module(_LATER[name]), name)

@@ -152,7 +152,8 @@ async def test_a_command_that_ends_well_after_a_signal_has_ended_well(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(from_outside(TERM, after_s=1))
         assert (
-            await keep_running(FakeCommand(autojump_clock, FakeRun(1000, 0)).start, "train.py", 10) == 0
+            await keep_running(FakeCommand(autojump_clock, FakeRun(1000, 0)).start, "line.py", 10)
+            == 0
         )
 
 

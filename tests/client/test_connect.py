@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +216,11 @@ def test_importing_pmesh_alone_costs_next_to_nothing() -> None:
 def test_every_public_name_is_there_and_no_other() -> None:
     assert all(hasattr(pmesh, name) for name in pmesh.__all__)
     assert not hasattr(pmesh, "disconnect")
+
+
+def test_tab_completion_lists_what_the_package_offers() -> None:
+    assert set(dir(pmesh)) == {*pmesh.__all__, "errors"}
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    assert pmesh.__version__ == version("pmesh")
