@@ -1,5 +1,6 @@
 """`pmesh bench`: how fast this mesh is, in the manner of nccl-tests."""
 
+import contextlib
 import math
 import re
 import statistics
@@ -17,13 +18,13 @@ from typing import Any
 import msgspec
 import numpy as np
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from pmesh.agent.status.schema import decode_status
 from pmesh.cli.bench_calls import COLLECTIVES, STRATEGIES, Collective, Trial
+from pmesh.cli.rows import output
 from pmesh.cli.terminal import complain, printable
 from pmesh.client.connect import connect
 from pmesh.client.control import ask_status
@@ -308,8 +309,9 @@ def check_alike(mesh: Mesh, plan: Plan) -> None:
 def _measure(mesh: Mesh, plan: Plan, *, show: bool) -> list[Row]:
     rows: list[Row] = []
     names = mesh.names
-    console = Console(highlight=False, quiet=not show)
-    with Live(bench_table(names, rows), console=console, auto_refresh=False) as live:
+    console = output()
+    live = Live(bench_table(names, rows), console=console, auto_refresh=False)
+    with live if show and console.is_terminal else contextlib.nullcontext():
         for collective, strategy, nbytes in plan.steps():
             row = measure_row(mesh, collective, strategy, nbytes, seconds=plan.seconds)
             if mesh.names != names:
@@ -319,7 +321,9 @@ def _measure(mesh: Mesh, plan: Plan, *, show: bool) -> list[Row]:
                     "run 'pmesh bench' on all machines again"
                 )
             rows.append(row)
-            live.update(bench_table(names, rows), refresh=True)
+            live.update(bench_table(names, rows), refresh=live.is_started)
+    if show and not console.is_terminal:
+        console.print(bench_table(names, rows))
     return rows
 
 

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import get_args
 
 import msgspec
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from pmesh.agent.status.events import Event, EventKind, EventPage, decode_events, encode_events
+from pmesh.cli.rows import Rows, output
 from pmesh.cli.terminal import complain, printable
 from pmesh.client.control import ask_events
 from pmesh.errors import AgentNotRunning, AgentStopped
@@ -49,7 +47,7 @@ _GOOD: frozenset[EventKind] = frozenset(
 def show_events(home: Path | None, *, follow: bool, as_json: bool) -> int:
     """Print the events that the agent has kept; with `follow`, continue until Ctrl-C."""
     reader = Reader(socket_path(home_directory(home)))
-    console = Console(highlight=False)
+    console = output()
     for page in _follow(reader) if follow else [reader.read()]:
         if as_json:
             sys.stdout.write(encode_events(page).decode() + "\n")
@@ -110,11 +108,9 @@ def _follow(reader: Reader) -> Iterator[EventPage]:
             yield page
 
 
-def _table(page: EventPage) -> Table:
-    table = Table("time", "event", "what happened", box=SIMPLE)
-    for event in page.events:
-        table.add_row(_time(event), _kind(event), Text(printable(event.text)))
-    return table
+def _table(page: EventPage) -> Rows:
+    rows = [(_time(event), _kind(event), Text(printable(event.text))) for event in page.events]
+    return Rows(("time", "event", "what happened"), rows)
 
 
 def _line(event: Event) -> Text:

@@ -15,12 +15,10 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import psutil
-from rich.box import SIMPLE
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from pmesh.agent.status.schema import (
@@ -31,6 +29,7 @@ from pmesh.agent.status.schema import (
     Status,
     decode_status,
 )
+from pmesh.cli.rows import Rows, output
 from pmesh.cli.terminal import printable, say
 from pmesh.client.control import ask_status, stop_agent
 from pmesh.paths import home_directory, socket_path
@@ -165,13 +164,9 @@ def _ring(status: Status, width: int, beat: int | None) -> RenderableType:
     return Padding(Group(title, draw_ring(nodes, width=width, beat=beat)), (1, 0, 0, 0))
 
 
-def _members(status: Status) -> Table:
-    table = Table(
-        "rank", "name", "id", "health", "round trip", "interface", "addresses", box=SIMPLE
-    )
-    for member in status.view.members:
-        table.add_row(*_member_row(member))
-    return table
+def _members(status: Status) -> Rows:
+    headers = ("rank", "name", "id", "health", "round trip", "interface", "addresses")
+    return Rows(headers, [_member_row(member) for member in status.view.members])
 
 
 def _member_row(member: MemberStatus) -> tuple[str | Text, ...]:
@@ -187,32 +182,33 @@ def _member_row(member: MemberStatus) -> tuple[str | Text, ...]:
     )
 
 
-def _peers(peers: list[PeerStatus]) -> Table:
-    table = Table("peer", "id", "state", "addresses", "why", box=SIMPLE, title="Not linked")
-    for peer in peers:
-        table.add_row(
+def _peers(peers: list[PeerStatus]) -> Rows:
+    rows = [
+        (
             Text(printable(peer.name or "")),
             Text(printable((peer.id or "")[:SHORT_ID])),
             peer.state.replace("_", " "),
             _lines(peer.addresses),
             Text(printable(peer.reason or "")),
         )
-    return table
+        for peer in peers
+    ]
+    return Rows(("peer", "id", "state", "addresses", "why"), rows, title="Not linked")
 
 
-def _jobs(jobs: tuple[JobStatus, ...]) -> Table:
-    table = Table("job", "state", "ranks", "ops", "stable", "why", box=SIMPLE, title="Jobs")
-    for job in jobs:
-        waiting = "" if job.wait_for is None else f" for {job.wait_for}"
-        table.add_row(
+def _jobs(jobs: tuple[JobStatus, ...]) -> Rows:
+    rows = [
+        (
             Text(printable(job.name)),
-            f"{job.state.replace('_', ' ')}{waiting}",
+            job.state.replace("_", " ") + ("" if job.wait_for is None else f" for {job.wait_for}"),
             Text("\n".join(_rank_lines(job))),
             "\n".join(str(rank.completed + 1) for rank in job.ranks),
             str(job.stable + 1),
             Text("\n".join(map(printable, _reasons(job)))),
         )
-    return table
+        for job in jobs
+    ]
+    return Rows(("job", "state", "ranks", "ops", "stable", "why"), rows, title="Jobs")
 
 
 def _rank_lines(job: JobStatus) -> Iterator[str]:
@@ -268,7 +264,7 @@ def show_status(home: Path | None, *, watch: bool, as_json: bool) -> int:
     if as_json:
         _print_json(path, watch=watch)
         return 0
-    console = Console(highlight=False)
+    console = output()
     if not watch:
         console.print(render_status(decode_status(ask_status(path)), width=console.width))
     elif not console.is_terminal:  # Live would show nothing before its end
