@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from pmesh.client.calls.queue import check_timeout
+from pmesh.client.calls.traceback import public
 from pmesh.client.elastic.membership import Place
 from pmesh.client.mesh import Mesh
 from pmesh.core.values import Terms
@@ -22,6 +23,7 @@ Quorum = Literal["any", "majority"]
 OnSuperseded = Literal["raise", "sync"]
 
 
+@public
 def connect(
     job: str,
     wait_for: int = 1,

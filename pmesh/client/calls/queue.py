@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
+from pmesh.client.calls.traceback import make_public, public
 from pmesh.client.collective.bucketed import LastOp
 from pmesh.client.elastic.membership import Place
 from pmesh.client.link.session import TrainerSession
@@ -43,6 +44,7 @@ class Handle(Generic[T]):
         """Whether the call has ended, well or badly."""
         return self._done()
 
+    @public
     def wait(self, timeout_s: float | None = None) -> T:
         """The result, once it is there.
 
@@ -67,6 +69,7 @@ class Handle(Generic[T]):
         finally:
             self._lock.release()
 
+    @public
     def result(self) -> T:
         """The result of a call that is done; raises what the call raises.
 
@@ -151,6 +154,9 @@ class Work(Generic[R, T]):
 
 class Caller:
     """A rank among others, and how its calls run; subclasses have the calls."""
+
+    def __init_subclass__(cls) -> None:
+        make_public(cls)
 
     def __init__(self, place: Place) -> None:
         self._place = place

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from pmesh.client.elastic.sync import Offer, Synced, run_sync
-from pmesh.client.link.connection import AgentConnection, error_of
+from pmesh.client.link.connection import AgentConnection, error_of, mesh_ended
 from pmesh.client.link.p2p_session import P2PSession
 from pmesh.client.link.session import TrainerSession
 from pmesh.client.trees.state import Packed
@@ -21,7 +21,6 @@ from pmesh.errors import (
     AgentNotRunning,
     AgentStopped,
     HistorySuperseded,
-    MeshClosed,
     UsageError,
 )
 from pmesh.ids import JobName, TrainerId
@@ -70,7 +69,7 @@ class Place:
     def check_open(self) -> None:
         """Raises MeshClosed, with the reason, unless a call can do something."""
         if self._closing.is_set():
-            raise MeshClosed("this mesh has ended: it was closed")
+            raise mesh_ended("it was closed")
         if not self._lost_agent:
             self._session.check_open()
 
@@ -256,5 +255,5 @@ class Place:
     def _pause(self, deadline: float) -> bool:
         """Wait a moment before another attempt; returns whether the time is over."""
         if self._closing.wait(max(0.0, min(_TRY_AGAIN_S, deadline - time.monotonic()))):
-            raise MeshClosed("this mesh has ended: it was closed")
+            raise mesh_ended("it was closed")
         return time.monotonic() >= deadline

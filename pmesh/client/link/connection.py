@@ -21,7 +21,14 @@ from pmesh.core.wire.local import (
     decode_reply_untrusted,
     encode,
 )
-from pmesh.errors import AgentNotRunning, AgentStopped, PmeshError, ProtocolError, RunError
+from pmesh.errors import (
+    AgentNotRunning,
+    AgentStopped,
+    MeshClosed,
+    PmeshError,
+    ProtocolError,
+    RunError,
+)
 
 SILENCE_S = 60.0  # an agent that lives says something every 10 s while a call waits (I6)
 _QUEUE_FULL_RETRY_S = 0.01  # an agent accepts all that wait in one turn of its loop
@@ -168,6 +175,11 @@ class AgentConnection:
         else:
             what = f"went away: {error.strerror or error}"
         return AgentStopped(f"the agent at {self.path} {what}; see its log, or 'pmesh status'")
+
+
+def mesh_ended(reason: str) -> MeshClosed:
+    """The error of a call that comes after the end."""
+    return MeshClosed(f"this mesh has ended: {reason}; call pmesh.connect() again")
 
 
 def error_of(verdict: Verdict) -> PmeshError:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pmesh.client.link.arenas import Mapped
-from pmesh.client.link.connection import AgentConnection, error_of
+from pmesh.client.link.connection import AgentConnection, error_of, mesh_ended
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.link import Envelope
 from pmesh.core.wire.local import (
@@ -122,7 +122,7 @@ class P2PSession:
 
     def close(self, reason: str) -> None:
         """End it; threads that wait get MeshClosed, with this reason."""
-        self._end(MeshClosed(f"this mesh has ended: {reason}"))
+        self._end(mesh_ended(reason))
 
     def _end(self, why: BaseException) -> None:
         with self._news:

@@ -21,7 +21,7 @@ from pmesh.client.link.arenas import (
     UsersArrays,
     values_in,
 )
-from pmesh.client.link.connection import AgentConnection, error_of
+from pmesh.client.link.connection import AgentConnection, error_of, mesh_ended
 from pmesh.compression.blocks import Float32s
 from pmesh.core.ops.kinds import KINDS, Extent, extent_of
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
@@ -50,7 +50,6 @@ from pmesh.core.wire.local import (
 from pmesh.errors import (
     AgentStopped,
     HistorySuperseded,
-    MeshClosed,
     PmeshError,
     ProtocolError,
     UsageError,
@@ -326,7 +325,7 @@ class TrainerSession:
     def check_open(self) -> None:
         """Raises MeshClosed, with the reason, if the session has ended."""
         if self._ended is not None:
-            raise MeshClosed(f"this mesh has ended: {self._ended}")
+            raise mesh_ended(self._ended)
 
     def leave(self) -> None:
         """End on purpose: the others see that this rank has left the job."""
@@ -384,7 +383,7 @@ class TrainerSession:
             closed = self._ended
             self.end(f"{type(e).__name__}: {e}".rstrip(": "))
             if closed is not None and isinstance(e, PmeshError):
-                raise MeshClosed(f"this mesh has ended: {closed}") from e
+                raise mesh_ended(closed) from e
             if isinstance(e, ProtocolError):
                 raise self._connection.nonsense(str(e)) from e
             raise
