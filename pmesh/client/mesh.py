@@ -29,13 +29,13 @@ def order_of(dataset_len: int, *, epoch: int, seed: int) -> Indices:
     """
     generator = np.random.Philox(key=np.array([seed, epoch], np.uint64))
     order = np.argsort(generator.random_raw(dataset_len), kind="stable").astype(np.int64)
-    order.flags.writeable = False  # it is kept, and what ranks get are views of it
+    order.flags.writeable = False  # it is kept for the next call
     return order
 
 
 def deal(order: Indices, *, position: int, rank: int, size: int) -> Indices:
     """A rank's part of what follows `position`: every `size`-th, from the `rank`-th on."""
-    return order[position + rank :: size]
+    return order[position + rank :: size].copy()  # torch warns of arrays that are read-only
 
 
 def check_shard(dataset_len: int, *, epoch: int, position: int, seed: int) -> None:
@@ -153,7 +153,7 @@ class Mesh(Collectives):
             seed: another one gives other orders.
 
         Returns:
-            Indices from 0 to `dataset_len` - 1 as int64, read-only; empty at the epoch's end.
+            Indices from 0 to `dataset_len` - 1 as int64; empty at the epoch's end.
 
         Raises:
             UsageError: before a newcomer's first `sync`, or for a negative number.

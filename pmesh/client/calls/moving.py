@@ -1,6 +1,7 @@
 """The collectives that move arrays or objects as they are, and those that only wait."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import PurePath
 from typing import Any, Literal, TypeVar, cast, overload
 
 import msgspec
@@ -412,11 +413,42 @@ class Objects(Caller):
         self.barrier(timeout_s)
 
 
+_UNPACKABLE = (TypeError, OverflowError, RecursionError, ValueError)
+
+
 def _packed(obj: object) -> Values:
     try:
-        return np.frombuffer(msgspec.msgpack.encode(obj), np.uint8)
-    except (TypeError, OverflowError, RecursionError, ValueError) as e:
-        raise UsageError(f"not data that MessagePack can say: {e}") from e
+        return np.frombuffer(msgspec.msgpack.encode(obj, enc_hook=_as_plain), np.uint8)
+    except _UNPACKABLE as e:
+        path = "" if isinstance(e, RecursionError) else _path_to_unpackable(obj)
+        where = f"obj{path}: " if path else ""
+        raise UsageError(f"{where}not data that MessagePack can say: {e}") from e
+
+
+def _as_plain(x: object) -> object:
+    """What travels in place of an object: Python's number for numpy's, text for a path."""
+    if isinstance(x, np.generic | np.ndarray) and x.ndim == 0:
+        return cast("object", x.item())
+    if isinstance(x, PurePath):
+        return str(x)
+    kind = f"{type(x).__module__}.{type(x).__name__}".removeprefix("builtins.")
+    hint = "; .item() makes a number of one value, .tolist() a list" if hasattr(x, "item") else ""
+    raise TypeError(f"{kind} is not supported{hint}")
+
+
+def _path_to_unpackable(obj: object) -> str:
+    """Such as "[3]['loss']"; empty if it is the object itself."""
+    items: Iterable[tuple[object, object]] = ()
+    if isinstance(obj, dict):
+        items = cast("dict[object, object]", obj).items()
+    elif isinstance(obj, list | tuple):
+        items = enumerate(cast("Sequence[object]", obj))
+    for key, child in items:
+        try:
+            msgspec.msgpack.encode(child, enc_hook=_as_plain)
+        except _UNPACKABLE:
+            return f"[{key!r}]{_path_to_unpackable(child)}"
+    return ""
 
 
 def _unpacked(data: Values) -> Any:  # noqa: ANN401 - whatever was sent

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar, cast, get_args, overload
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, get_args, overload
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -22,6 +22,7 @@ from pmesh.client.collective.bucketed import (
     take_apart,
     written_into,
 )
+from pmesh.client.collective.differences import name_differences
 from pmesh.client.elastic.membership import Place
 from pmesh.client.feedback.call import (
     Compression,
@@ -37,7 +38,7 @@ from pmesh.core.ops.plan import chunk_bounds
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
 from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import World
-from pmesh.errors import UnsupportedArray, UsageError
+from pmesh.errors import OpMismatch, UnsupportedArray, UsageError
 
 
 def run_reduce_scatter(
@@ -83,7 +84,33 @@ DEFAULT_BUCKET_BYTES = 32 * 1024 * 1024  # large enough that latency is nothing,
 _MOST_VALUES = sys.maxsize // 8  # of 8 bytes, that an address space holds
 DEFAULT_TIMEOUT_S = 1800.0  # I6: a slow peer that is alive gets this long
 
+R = TypeVar("R")
 T = TypeVar("T")
+
+
+class NamedReduction(Protocol):
+    """A member of `torch.distributed.ReduceOp`, such as `ReduceOp.SUM`."""
+
+    @property
+    def name(self) -> str:
+        """Such as "SUM"."""
+        ...
+
+
+Reduction: TypeAlias = str | NamedReduction
+_OTHER_NAMES = {"avg": "mean", "product": "prod"}
+
+
+def named_reduction(op: Reduction) -> str:
+    """The name of a reduction, as `Call` has it.
+
+    >>> named_reduction("sum"), named_reduction("SUM"), named_reduction("avg")
+    ('sum', 'sum', 'mean')
+    """
+    name = (op if isinstance(op, str) else str(getattr(op, "name", op))).lower()
+    return _OTHER_NAMES.get(name, name)
+
+
 Strategy = Literal["auto", "ring", "tree", "centralized", "hierarchical"]
 
 
@@ -129,7 +156,7 @@ class Reducing(Caller):
     def all_reduce(
         self,
         x: T,
-        op: str = ...,
+        op: Reduction = ...,
         timeout_s: float = ...,
         *,
         out: T | None = ...,
@@ -142,7 +169,7 @@ class Reducing(Caller):
     def all_reduce(
         self,
         x: T,
-        op: str = ...,
+        op: Reduction = ...,
         timeout_s: float = ...,
         *,
         out: T | None = ...,
@@ -154,7 +181,7 @@ class Reducing(Caller):
     def all_reduce(
         self,
         x: T,
-        op: str = "sum",
+        op: Reduction = "sum",
         timeout_s: float = DEFAULT_TIMEOUT_S,
         *,
         out: T | None = None,
@@ -168,6 +195,7 @@ class Reducing(Caller):
         Args:
             x: of the same shapes and dtypes on every rank.
             op: sum, mean (floats only), max, min or prod; for bool max (any), min or prod (all).
+                Names in capitals and those of `torch.distributed.ReduceOp` mean the same.
             timeout_s: for each op; a tree takes one for each 32 MiB of a dtype.
             out: arrays like x for the result, numpy's or torch's on the CPU; may be x itself.
             copy: with False numpy arrays may stay where the agent has put them: they can't be
@@ -196,11 +224,12 @@ class Reducing(Caller):
             AgentStopped: the agent on this machine is gone; `sync` comes back through another.
             GroupBroken: in a group, instead of what a lost rank would raise.
         """
-        arrays = take_apart(x, reduction=op)
+        reduction = named_reduction(op)
+        arrays = take_apart(x, reduction=reduction)
         named = named_strategy(strategy)
         wanted = Collective(
             kind="all_reduce",
-            reduction=op,
+            reduction=reduction,
             strategy=named,
             bucket_bytes=DEFAULT_BUCKET_BYTES,
             timeout_s=check_timeout(timeout_s),
@@ -208,7 +237,7 @@ class Reducing(Caller):
         )
         scheme = None
         if compression is not None:
-            scheme = chosen(compression, arrays, reduction=op, strategy=named)
+            scheme = chosen(compression, arrays, reduction=reduction, strategy=named)
         if out is not None:
             if not copy:
                 raise UsageError("out= is where the result is copied to: not with copy=False")
@@ -256,7 +285,7 @@ class Reducing(Caller):
         self,
         x: T,
         root: int = ...,
-        op: str = ...,
+        op: Reduction = ...,
         timeout_s: float = ...,
         *,
         async_op: Literal[False] = ...,
@@ -266,7 +295,7 @@ class Reducing(Caller):
         self,
         x: T,
         root: int = ...,
-        op: str = ...,
+        op: Reduction = ...,
         timeout_s: float = ...,
         *,
         async_op: Literal[True],
@@ -275,7 +304,7 @@ class Reducing(Caller):
         self,
         x: T,
         root: int = 0,
-        op: str = "sum",
+        op: Reduction = "sum",
         timeout_s: float = DEFAULT_TIMEOUT_S,
         *,
         async_op: bool = False,
@@ -293,30 +322,31 @@ class Reducing(Caller):
             RankLost: the root is gone.
             PmeshError: as for `all_reduce`.
         """
+        reduction = named_reduction(op)
         wanted = Collective(
             kind="reduce",
-            reduction=op,
+            reduction=reduction,
             root=self._trainer_at(root),
             bucket_bytes=DEFAULT_BUCKET_BYTES,
             timeout_s=check_timeout(timeout_s),
         )
         result = self._run(
-            wanted, take_apart(x, reduction=op), async_op=async_op, keep=root == self.rank
+            wanted, take_apart(x, reduction=reduction), async_op=async_op, keep=root == self.rank
         )
         return cast("T | None", result)
 
     @overload
     def reduce_scatter(
-        self, x: T, op: str = ..., timeout_s: float = ..., *, async_op: Literal[False] = ...
+        self, x: T, op: Reduction = ..., timeout_s: float = ..., *, async_op: Literal[False] = ...
     ) -> T: ...
     @overload
     def reduce_scatter(
-        self, x: T, op: str = ..., timeout_s: float = ..., *, async_op: Literal[True]
+        self, x: T, op: Reduction = ..., timeout_s: float = ..., *, async_op: Literal[True]
     ) -> Handle[T]: ...
     def reduce_scatter(
         self,
         x: T,
-        op: str = "sum",
+        op: Reduction = "sum",
         timeout_s: float = DEFAULT_TIMEOUT_S,
         *,
         async_op: bool = False,
@@ -337,14 +367,15 @@ class Reducing(Caller):
             RosterChanged: a rank was lost in the op.
             PmeshError: as for `all_reduce`.
         """
-        arrays = take_apart(x, reduction=op)
+        reduction = named_reduction(op)
+        arrays = take_apart(x, reduction=reduction)
         if not arrays.tree.is_bare or not arrays.leaves[0].values.ndim:
             raise UsageError("reduce_scatter takes one array, with at least one dimension")
         timeout_s = check_timeout(timeout_s)
         leaf = arrays.detached().leaves[0]
 
         def ops(session: TrainerSession) -> tuple[Values, LastOp]:
-            return run_reduce_scatter(session, leaf, reduction=op, timeout_s=timeout_s)
+            return run_reduce_scatter(session, leaf, reduction=reduction, timeout_s=timeout_s)
 
         alone = partial(reduce_scatter_alone, leaf)
         result = self._call(ops, alone, arrays.leaves[0].rebuild, async_op=async_op)
@@ -373,12 +404,24 @@ class Reducing(Caller):
                 arrays=laid,
                 feedback=self._feedback,
             )
+        # In an all-reduce nobody returns before all have called: each gets its error in this call.
+        if wanted.kind == "all_reduce" and not arrays.tree.is_bare:
+            ops = partial(_naming_differences, ops, laid, wanted.timeout_s)
         finish: Callable[[list[Any]], object] = arrays.tree.rebuild
         if not keep:
             finish = _drop
         elif late:
             finish = partial(_rebuild_late, arrays)
         return self._call(ops, partial(run_alone, wanted, laid), finish, async_op=async_op)
+
+
+def _naming_differences(
+    ops: Callable[[TrainerSession], R], arrays: Arrays, timeout_s: float, session: TrainerSession
+) -> R:
+    try:
+        return ops(session)
+    except OpMismatch as e:
+        raise name_differences(session, e, arrays, timeout_s=timeout_s) from None
 
 
 def _rebuild_late(arrays: Arrays, results: list[Any]) -> object:

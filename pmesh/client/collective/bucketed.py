@@ -200,6 +200,8 @@ class Arrays:
 
 def take_apart(x: object, *, reduction: str = "") -> Arrays:
     """The arrays of a tree; raises UnsupportedArray for what can't travel, or be reduced so."""
+    if x is None:
+        raise UnsupportedArray("None is not an array")
     tree = flatten(x)
     leaves = tuple(describe(tree))
     for path, leaf in zip(tree.paths, leaves, strict=True):

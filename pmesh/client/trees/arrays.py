@@ -7,7 +7,8 @@ uint16 with the same bits.
 import copy
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -37,8 +38,9 @@ class Tree:
 def flatten(x: object) -> Tree:
     """Take a tree apart; an array, and whatever else is no container, is its own only leaf.
 
-    Dicts are walked in the order of their keys as text, not of insertion, which may differ between
-    ranks. Containers keep their types: named tuples, OrderedDicts with their attributes, and so on.
+    None, as for a parameter without a gradient, is a container of nothing. Dicts are walked in the
+    order of their keys as text, not of insertion, which may differ between ranks. Containers keep
+    their types: named tuples, OrderedDicts with their attributes, and so on.
 
     >>> tree = flatten({"b": [1, 2], "a": (3,)})
     >>> tree.paths, tree.leaves
@@ -70,7 +72,7 @@ def _items(x: object) -> list[tuple[Any, object]] | None:
         return sorted(entries, key=lambda entry: (str(entry[0]), type(entry[0]).__name__))
     if isinstance(x, list | tuple):
         return list(enumerate(cast("Sequence[object]", x)))
-    return None
+    return [] if x is None else None
 
 
 def _walk(x: object, path: str) -> Iterator[tuple[str, object]]:
@@ -86,6 +88,8 @@ def _rebuild(x: object, leaves: Iterator[object]) -> object:
     items = _items(x)
     if items is None:
         return next(leaves)
+    if x is None:
+        return None
     children = {key: _rebuild(child, leaves) for key, child in items}
     if isinstance(x, tuple):
         kind = cast("type[Any]", type(cast("object", x)))
@@ -211,7 +215,11 @@ def _describe(x: object, path: str) -> Leaf:
         leaf = torch.describe(x, where)
     else:
         kind = type(x).__name__
-        hint = "; wrap it, as in numpy.array(x)" if isinstance(x, bool | int | float) else ""
+        hint = ""
+        if isinstance(x, bool | int | float):
+            hint = "; wrap it, as in numpy.array(x)"
+        elif isinstance(x, Iterable) and not isinstance(x, str | bytes | AbstractSet):
+            hint = "; pass a list, as in list(x)"  # a generator, such as torch's net.parameters()
         raise UnsupportedArray(f"{where}a {kind} is not an array{hint}")
     return leaf
 
