@@ -29,7 +29,7 @@ from pmesh.agent.p2p.router import P2PRouter, serve_p2p
 from pmesh.agent.status.events import Event, EventLog, describe_change, encode_events
 from pmesh.agent.status.schema import Status as Snapshot
 from pmesh.agent.status.schema import TurnedAwayStatus, encode_status
-from pmesh.agent.status.snapshot import Sources, take_snapshot
+from pmesh.agent.status.snapshot import Sources, describe_unlinked, take_snapshot
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
@@ -66,6 +66,7 @@ from pmesh.paths import socket_path
 
 MOST_FALLS = 3  # within ten minutes; after these the agent is not restarted
 FALLS_WINDOW_S = 600.0
+ALONE_S = 10.0  # mDNS takes about a second
 LEAVE_S = 0.8  # a clean leave takes less than 1 s, whatever the peers do
 LAG_WINDOW_S = 10.0
 FOUND_AHEAD = 16  # findings that mDNS may queue for us; it keeps the rest itself
@@ -191,6 +192,7 @@ class Agent:
                     watch_turned_away, self._count_turned_away, acceptor.take_hosts, self._event_log
                 )
                 self._say_ready()
+                nursery.start_soon(self._report_alone)
                 scope.shield = True  # not before, as nobody else could cancel the start
                 self.has_started = True
                 task_status.started(scope)
@@ -270,6 +272,23 @@ class Agent:
         if self._settings.min_peers:
             self._announce(f"jobs begin when {self._settings.min_peers} peers are present")
 
+    async def _report_alone(self) -> None:
+        """Say once, to whoever has just started this agent, why no other is here."""
+        await trio.sleep(ALONE_S)
+        if len(self.membership.view.seats) > 1:
+            return
+        self._announce(
+            f"no other machine of this mesh after {ALONE_S:g} s; on another, run 'pmesh key set' "
+            "and 'pmesh up'"
+        )
+        lines = self._describe_unlinked()
+        if self._strangers.deaf is not None:
+            lines += (f"mDNS can't be used: {self._strangers.deaf}",)
+        elif self._settings.mdns and not lines:
+            lines += ("mDNS finds no agent; if one runs, name it: pmesh up --peer HOST",)
+        for line in lines:
+            self._announce(line)
+
     def _installed(self, before: View, after: View, losses: Mapping[Member, str]) -> None:
         self.p2p.follow()
         for news in describe_change(before, after, losses, me=self._me):
@@ -331,8 +350,17 @@ class Agent:
                 return
             contain, compression = self._containment.contain, self._settings.compression
             await serve_trainer(
-                session, request, self.jobs, share, contain, compression=compression
+                session,
+                request,
+                self.jobs,
+                share,
+                contain,
+                compression=compression,
+                unlinked=self._describe_unlinked,
             )
+
+    def _describe_unlinked(self) -> tuple[str, ...]:
+        return describe_unlinked(self.peers, self._strangers)
 
     def _count_turned_away(self) -> TurnedAwayStatus:
         discovery, programs = self._strangers.counters, self._sessions

@@ -27,7 +27,7 @@ OnSuperseded = Literal["raise", "sync"]
 def connect(
     job: str,
     wait_for: int = 1,
-    timeout_s: float = 30.0,
+    timeout_s: float = 300.0,
     home: Path | str | None = None,
     *,
     min_ranks: int = 1,
@@ -47,7 +47,7 @@ def connect(
     Args:
         job: a name of your choice; whoever gives the same one trains together.
         wait_for: how many trainers to wait for before the job begins.
-        timeout_s: how long.
+        timeout_s: how long; meanwhile the logger `pmesh` says for whom.
         home: the agent's home, if it is neither PMESH_HOME nor `~/.pmesh`.
         min_ranks: with fewer than these left, ops wait for somebody to come back.
         on_loss: "continue": when a rank is lost, the op in flight goes on among the others.

@@ -73,7 +73,7 @@ def test_the_home_comes_from_the_environment(
 
 
 def test_too_few_ranks_in_time_is_what_the_agent_says(agent: WatchedAgent) -> None:
-    with pytest.raises(pmesh.NotEnoughRanks, match="1 of 2 trainers of job 'job' came"):
+    with pytest.raises(pmesh.NotEnoughRanks, match="1 of 2 trainers of job 'job' are here"):
         pmesh.connect("job", wait_for=2, timeout_s=0.05, home=agent.home)
 
 

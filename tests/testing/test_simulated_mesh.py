@@ -95,7 +95,7 @@ def test_groups_have_ranks_of_their_own_and_handles_come_in_any_order() -> None:
 def test_a_group_for_which_a_rank_has_waited_in_vain_comes_together_later() -> None:
     def train(mesh: pmesh.Mesh) -> Any:  # noqa: ANN401 - an array
         if mesh.rank == 0:
-            with pytest.raises(pmesh.NotEnoughRanks, match=r"1 of 2 .* came within 0.01 s"):
+            with pytest.raises(pmesh.NotEnoughRanks, match=r"1 of 2 .* are here after 0.01 s"):
                 mesh.group([0, 1], timeout_s=0.01)
         mesh.barrier()
         group = mesh.group([0, 1])

@@ -258,12 +258,11 @@ def watched_agent(home: Path) -> Iterator[WatchedAgent]:
         jobs: Jobs,
         share: ArenaShare,
         contain: Contain,
-        *,
-        compression: str,
+        **options: Any,  # noqa: ANN401 - as they are
     ) -> None:
         assert isinstance(session, WatchedSession)
         session.jobs = jobs
-        await serve_trainer(session, request, jobs, share, contain, compression=compression)
+        await serve_trainer(session, request, jobs, share, contain, **options)
 
     with (
         mock.patch("pmesh.net.local.sessions.Session", functools.partial(WatchedSession, agent)),

@@ -6,7 +6,7 @@ without them.
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import trio
@@ -70,6 +70,12 @@ class Compiler:
 
 POLL_S = 0.02  # while a trainer waits for its job
 WATCH_S = 0.5  # once it has one: each check costs 0.3 ms, and its end is reported without any
+SAY_OF_JOB_EVERY_S = 1.0  # a person waits, and starts the others meanwhile
+MOST_UNLINKED = 3
+ALONE = (
+    "this machine is alone in its mesh: run 'pmesh key set' and 'pmesh up' on the others "
+    "('pmesh status' shows what it finds)"
+)
 PREDECESSOR_S = 2.0  # a job of the same name that is just ending makes way in this time
 
 
@@ -81,6 +87,7 @@ async def serve_trainer(
     contain: Contain,
     *,
     compression: str = "",
+    unlinked: Callable[[], Sequence[str]] = tuple,
 ) -> None:
     """A trainer's session: it waits for its job, then runs ops until it leaves.
 
@@ -91,9 +98,10 @@ async def serve_trainer(
         share: of shared memory, its program's.
         contain: for what nobody foresaw.
         compression: of gradients, where the trainer does not say it; empty: none.
+        unlinked: says for each agent that was found and is not linked why.
     """
     arenas = SessionArenas(share)
-    trainer = _Trainer(session, request, arenas, jobs, contain)
+    trainer = _Trainer(session, request, arenas, jobs, contain, unlinked=unlinked)
     try:
         if request.version != SESSION_VERSION:
             await refuse(session, "ProtocolVersionMismatch", _other_version(request.version))
@@ -123,12 +131,15 @@ class _Trainer:
         arenas: SessionArenas,
         jobs: Jobs,
         contain: Contain,
+        *,
+        unlinked: Callable[[], Sequence[str]],
     ) -> None:
         self._session = session
         self._request = request
         self._arenas = arenas
         self._jobs = jobs
         self._contain = contain
+        self._unlinked = unlinked
         self._job = JobName(request.job)
         self._rank: LocalRank | None = None
         self._grants = Grants(session, arenas)
@@ -215,24 +226,55 @@ class _Trainer:
     async def _wait_for_job(
         self, waiter: WaitingTrainer, timeout_s: float, *, begins: bool
     ) -> Verdict | None:
-        began = said_at = trio.current_time()
+        began, said = trio.current_time(), 0
         while waiter.rank is None and not self._session.trainer_gone():
             now = trio.current_time()
             if now - began >= timeout_s:
-                return Verdict("NotEnoughRanks", _too_few(waiter, timeout_s, self._jobs))
+                return Verdict("NotEnoughRanks", self._too_few(waiter, timeout_s))
             if self._jobs.runs_without_sync(self._job):
                 return Verdict("JobRunning", _never_syncs(self._job))
             if (broken := self._broken_group()) is not None:
                 return broken
             if begins and self._job_runs():
                 return None
-            if now - said_at >= SAY_EVERY_S:
-                said_at = now
-                absent = _without(waiter, self._jobs)
-                await self._session.send(StillWaiting(ENTERS, now - began, absent))
+            if now - began >= (said + 1) * SAY_OF_JOB_EVERY_S:
+                said = math.floor((now - began) / SAY_OF_JOB_EVERY_S)
+                facts = tuple(self._describe_wait(waiter))
+                await self._session.send(StillWaiting(ENTERS, now - began, facts))
             with trio.move_on_after(min(POLL_S, began + timeout_s - now)):
                 await waiter.joined.wait()
         return None
+
+    def _too_few(self, waiter: WaitingTrainer, timeout_s: float) -> str:
+        if self._job_runs():
+            return f"job {waiter.job!r} has not called mesh.sync() within {timeout_s:g} s"
+        count, *others = self._describe_wait(waiter)
+        return "; ".join([f"{count} after {timeout_s:g} s", *others])
+
+    def _describe_wait(self, waiter: WaitingTrainer) -> Iterator[str]:
+        """Say who is there, who is not, and what others wait for."""
+        if self._job_runs():
+            yield f"job {waiter.job!r} runs; this trainer enters in its next mesh.sync()"
+            return
+        view, counts = self._jobs.membership.view, self._jobs.waiting_for(waiter.job)
+        here = f"{sum(counts.values())} of {waiter.wait_for} trainers"
+        yield f"{here} of job {waiter.job!r} are here"
+        if len(view.seats) == 1 and waiter.wait_for > 1:
+            yield ALONE
+            yield from self._unlinked()[:MOST_UNLINKED]
+            return
+        idle = [seat.name for seat in view.seats if not counts.get(seat.member, 0)]
+        yield f"machines without one: {', '.join(idle)}" if idle else "every machine has one"
+        for seat in view.seats:
+            peer = self._jobs.membership.state.peers.get(seat.member.node)
+            for other in () if peer is None else peer.heartbeat.waiting:
+                if other.job != waiter.job:
+                    yield f"{seat.name} waits in job {other.job!r}"
+                elif other.wait_for != waiter.wait_for:
+                    yield (
+                        f"{seat.name} asks for wait_for={other.wait_for}, "
+                        f"this rank for {waiter.wait_for}"
+                    )
 
     def _broken_group(self) -> Verdict | None:
         """Why the group that the trainer makes can't come together any more."""
@@ -373,28 +415,11 @@ class _Trainer:
 
 def _never_syncs(job: JobName) -> str:
     return (
-        f"job {job!r} is running and never calls mesh.sync(), in which others could enter it; "
-        "wait for its end, or choose another name"
+        f"job {job!r} is running and never calls mesh.sync(), in which others could enter it: wait "
+        "for its end, choose another name, start all its trainers at once with "
+        f"pmesh.connect({job!r}, wait_for=N), or begin each step with state = mesh.sync(state)"
     )
 
 
 def _not_in(job: JobName) -> Verdict:
     return Verdict("HistorySuperseded", f"this trainer is not in job {job!r}; {COME_BACK}")
-
-
-def _without(waiter: WaitingTrainer, jobs: Jobs) -> tuple[str, ...]:
-    counts = jobs.waiting_for(waiter.job)
-    return tuple(seat.name for seat in jobs.membership.view.seats if not counts.get(seat.member, 0))
-
-
-def _too_few(waiter: WaitingTrainer, timeout_s: float, jobs: Jobs) -> str:
-    roster = jobs.membership.view.roster_of(waiter.job)
-    if roster is not None:
-        return f"job {waiter.job!r} has not called mesh.sync() within {timeout_s:g} s"
-    counts = jobs.waiting_for(waiter.job)
-    idle = ", ".join(_without(waiter, jobs))
-    machines = f"machines without one: {idle}" if idle else "every machine of the mesh has one"
-    return (
-        f"{sum(counts.values())} of {waiter.wait_for} trainers of job {waiter.job!r} came "
-        f"within {timeout_s:g} s; {machines}"
-    )

@@ -25,6 +25,7 @@ from pmesh.errors import (
 )
 from pmesh.ids import JobName, Member, NodeId, Slot, node_text
 from pmesh.net.links.acceptor import DoorCounters
+from pmesh.net.links.discovery import Found
 from pmesh.net.links.interfaces import AddressWatch
 
 
@@ -175,7 +176,7 @@ def take_snapshot(sources: Sources) -> Status:
                 for rank, seat in enumerate(sources.membership.view.seats)
             ),
         ),
-        peers=tuple(_peers(sources)),
+        peers=tuple(describe_peers(sources.peers, sources.strangers)),
         jobs=tuple(describe_jobs(sources.membership, sources.jobs, me=sources.me)),
         traffic=_traffic(sources),
         loop_lag_ms=round(sources.loop_lag_s * 1e3, 3),
@@ -217,10 +218,10 @@ def _interface(local: Address, sources: Sources) -> str | None:
     return next((own.interface for own in sources.watch.current if own.host == host), None)
 
 
-def _peers(sources: Sources) -> Iterator[schema.PeerStatus]:
+def describe_peers(peers: Peers, strangers: Strangers) -> Iterator[schema.PeerStatus]:
     """Yield all known agents: linked, wanted, refused, or of another mesh or version."""
     shown: set[NodeId] = set()
-    for node, live in sources.peers.links.items():
+    for node, live in peers.links.items():
         shown.add(node)
         hello = live.link.peer
         yield schema.PeerStatus(
@@ -230,10 +231,10 @@ def _peers(sources: Sources) -> Iterator[schema.PeerStatus]:
             addresses=_texts(hello.addresses),
             protocol=hello.protocol,
         )
-    for node, found in sources.strangers.seen.items():
-        shown.add(node)
-        yield _stranger(found.advertisement.node, sources)
-    targets = sources.peers.targets
+    for found in strangers.seen.values():
+        shown.add(found.advertisement.node)
+        yield _stranger(found, other_mesh=strangers.is_of_other_mesh(found))
+    targets = peers.targets
     for refusal in targets.refusals.values():
         whom = refusal.node
         if whom is None or whom not in shown or isinstance(refusal.error, NodeKeyCopied):
@@ -251,10 +252,17 @@ def _peers(sources: Sources) -> Iterator[schema.PeerStatus]:
             )
 
 
-def _stranger(node: NodeId, sources: Sources) -> schema.PeerStatus:
-    found = sources.strangers.seen[node]
+def describe_unlinked(peers: Peers, strangers: Strangers) -> tuple[str, ...]:
+    """Return a line for each agent that was found and is not linked: its name, and why."""
+    return tuple(
+        f"{peer.name or ', '.join(peer.addresses)} is not linked: {peer.reason}"
+        for peer in describe_peers(peers, strangers)
+        if peer.state != "linked" and peer.reason is not None
+    )
+
+
+def _stranger(found: Found, *, other_mesh: bool) -> schema.PeerStatus:
     theirs = found.advertisement
-    other_mesh = sources.strangers.is_of_other_mesh(found)
     reason = (
         "it holds another mesh key; if it should be in this mesh, run 'pmesh key set' on it and "
         "paste what 'pmesh key show' prints here"
@@ -263,7 +271,7 @@ def _stranger(node: NodeId, sources: Sources) -> schema.PeerStatus:
         "install the same version of pmesh on both"
     )
     return schema.PeerStatus(
-        id=node_text(node),
+        id=node_text(theirs.node),
         name=theirs.name,
         state="other_mesh_key" if other_mesh else "other_version",
         addresses=_texts(theirs.addresses),

@@ -5,6 +5,7 @@ next. The session then ends, and says at each later call what had happened.
 """
 
 import logging
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ class TrainerSession:
         self._next_op = OpNumber(0)
         self._compression = ""
         self._enters = False
+        self._waiting = Waiting()
         self._ended: str | None = None
 
     def join(self, request: Connect) -> Joined:
@@ -366,12 +368,13 @@ class TrainerSession:
             while True:
                 match reply := self._connection.receive():
                     case StillWaiting():
-                        _logger.warning("%s", _describe(reply))
+                        self._waiting.note(reply)
                     case ArenaGranted(kind="output"):
                         self._outputs[reply.arena] = self._connection.map_arena(reply)
                     case ArenaGone(arena):
                         self._outputs.pop(arena, None)
                     case _:
+                        self._waiting.end()
                         return reply
 
     @contextmanager
@@ -412,7 +415,40 @@ def exchange_rows(
     return done.values.reshape(-1, len(row)).tolist(), done
 
 
-def _describe(waiting: StillWaiting) -> str:
-    what = "the job" if waiting.op < 0 else f"op {waiting.op}"
-    on = ", ".join(waiting.on) or "nobody in particular"
-    return f"waiting for {what} for {waiting.waited_s:.0f} s; missing: {on}"
+class Waiting:
+    """What a person reads while a call waits.
+
+    While its job has not begun, what the agent says each second: a line whenever that changes, and
+    on a terminal a count of the seconds. Later a line every 10 s.
+    """
+
+    def __init__(self) -> None:
+        self._facts: tuple[str, ...] = ()
+        self._counts = False
+
+    def note(self, waiting: StillWaiting) -> None:
+        """Log it, or count."""
+        if waiting.op >= 0:
+            on = ", ".join(waiting.on) or "nobody in particular"
+            what = f" for op {waiting.op} for {waiting.waited_s:.0f} s; missing: {on}"
+        elif waiting.on != self._facts:
+            what = f": {'; '.join(waiting.on)}"
+        else:
+            self._count(waiting.waited_s)
+            return
+        self.end()
+        self._facts = waiting.on
+        _logger.warning("waiting%s", what)
+
+    def end(self) -> None:
+        """The call goes on: end the line of the count, if there is one."""
+        self._facts = ()
+        if self._counts:
+            self._counts = False
+            sys.stderr.write("\n")
+
+    def _count(self, seconds: float) -> None:
+        if sys.stderr.isatty() and _logger.isEnabledFor(logging.WARNING):
+            self._counts = True
+            sys.stderr.write(f"\r{seconds:.0f} s ")
+            sys.stderr.flush()

@@ -9,7 +9,7 @@ from trio.testing import MockClock
 
 from pmesh.agent.jobs.trainer import PREDECESSOR_S
 from pmesh.core.values import OpOutcome, Terms, Verdict
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.link import Address, Call
 from pmesh.core.wire.local import (
     SESSION_VERSION,
     AskStatus,
@@ -55,17 +55,42 @@ async def test_too_few_trainers_are_counted_and_the_machines_without_one_named(
         verdict = await refusal_of(trainer, "digits", 3, 25.0)
         assert verdict.error == "NotEnoughRanks"
         assert verdict.message == (
-            "1 of 3 trainers of job 'digits' came within 25 s; machines without one: mac-1"
+            "1 of 3 trainers of job 'digits' are here after 25 s; machines without one: mac-1"
         )
-        assert [(w.op, w.on) for w in trainer.waits] == [(-1, ("mac-1",))] * 2  # every 10 s
+        facts = ("1 of 3 trainers of job 'digits' are here", "machines without one: mac-1")
+        assert [(w.op, w.on) for w in trainer.waits] == [(-1, facts)] * 24  # every second
         await end_of(trainer)
 
 
-async def test_too_few_on_every_machine_says_so(clock: MockClock) -> None:
+async def test_a_machine_that_is_alone_says_so_and_whom_it_finds(clock: MockClock) -> None:
     async with village(clock, 1) as here:
-        verdict = await refusal_of(await here.trainer(here.machines[0]), "digits", 2, 1.0)
+        other = here.new_machine("other", peers=(Address("127.0.0.1", 1),))
+        await other.start()
+        verdict = await refusal_of(await here.trainer(other), "digits", 2, 1.0)
         assert "1 of 2 trainers" in verdict.message
-        assert "every machine of the mesh has one" in verdict.message
+        assert "this machine is alone in its mesh: run 'pmesh key set'" in verdict.message
+
+
+async def test_too_few_on_every_machine_says_so(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = [await here.trainer(machine) for machine in here.machines]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(refusal_of, one, "digits", 3, 1.0)
+            verdict = await refusal_of(two, "digits", 3, 1.0)
+        assert "2 of 3 trainers" in verdict.message
+        assert "every machine has one" in verdict.message
+
+
+async def test_another_name_and_another_count_are_named(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        one, two, three = [await here.trainer(machine) for machine in here.machines]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(refusal_of, one, "line", 3, 3.0)
+            nursery.start_soon(refusal_of, two, "lnie", 2, 4.0)
+            await trio.sleep(0.5)
+            verdict = await refusal_of(three, "line", 4, 2.0)
+        assert "mac-0 asks for wait_for=3, this rank for 4" in verdict.message
+        assert "mac-1 waits in job 'lnie'" in verdict.message
 
 
 async def test_trainers_wait_for_peers_where_the_user_wants_some(clock: MockClock) -> None:

@@ -184,7 +184,9 @@ def test_waiting_is_told_with_names(
     scripted: ScriptedAgent, caplog: pytest.LogCaptureFixture
 ) -> None:
     waiting = (
-        StillWaiting(-1, 10.0, ("mac-2", "mac-3")),
+        StillWaiting(-1, 1.0, ("1 of 3 trainers", "mac-2 has none")),
+        StillWaiting(-1, 2.0, ("1 of 3 trainers", "mac-2 has none")),  # nothing new
+        StillWaiting(-1, 3.0, ("2 of 3 trainers",)),
         StillWaiting(0, 20.4, ("rank 1 (mac-2)",)),
         StillWaiting(0, 30.0, ()),
     )
@@ -195,7 +197,8 @@ def test_waiting_is_told_with_names(
     ):
         mesh.barrier()
     assert caplog.messages == [
-        "waiting for the job for 10 s; missing: mac-2, mac-3",
+        "waiting: 1 of 3 trainers; mac-2 has none",
+        "waiting: 2 of 3 trainers",
         "waiting for op 0 for 20 s; missing: rank 1 (mac-2)",
         "waiting for op 0 for 30 s; missing: nobody in particular",
     ]
