@@ -104,6 +104,8 @@ def test_too_few_trainers_are_counted_and_idle_machines_named(
 
     refused = fleet.start_trainer(one, HASTY, "large", "3").await_end()
 
-    assert refused.startswith("NotEnoughRanks: 1 of 3 trainers of job 'large' are here after 0.3 s;")
+    assert refused.startswith(
+        "NotEnoughRanks: 1 of 3 trainers of job 'large' are here after 0.3 s;"
+    )
     assert refused.endswith("machines without one: mac-2")
     one.await_status(lambda status: not status.jobs)

@@ -32,6 +32,7 @@ from pmesh.core.wire.local import (
     Leave,
     OpDone,
     OpFailed,
+    RanksLost,
     Refused,
     Reply,
     Request,
@@ -98,6 +99,7 @@ class Trainer:
         self.joined: Joined | None = None
         self.world = World(-1, (), ())
         self.waits: list[StillWaiting] = []
+        self.losses: list[str] = []
         self.gone: list[int] = []
         self.lent: list[int] = []
         self.maps: dict[int, mmap.mmap] = {}
@@ -133,6 +135,8 @@ class Trainer:
             match reply:
                 case StillWaiting():
                     self.waits.append(reply)
+                case RanksLost(losses):
+                    self.losses += losses
                 case ArenaGranted(number, kind, nbytes):
                     prot = mmap.PROT_READ | (mmap.PROT_WRITE if kind == "input" else 0)
                     descriptor = self._descriptors.popleft()

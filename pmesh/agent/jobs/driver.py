@@ -100,6 +100,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         for rank in installed.ended:
             self._forget(rank)
         for rank in installed.renumbered:
+            rank.note_losses()
             rank.lanes.begin(rank.roster, self.rendezvous)
         for waiter, rank in installed.begun:
             rank.lanes.begin(rank.roster, self.rendezvous)

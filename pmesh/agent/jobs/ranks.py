@@ -7,6 +7,7 @@ import trio
 
 from pmesh.agent.lanes.edge_costs import RingCosts
 from pmesh.agent.lanes.rendezvous import LaneEnd, LaneKey, LaneRendezvous
+from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.jobs.rank import Fence, RankState
 from pmesh.core.values import Roster, Trainer, Verdict
 from pmesh.core.wire.link import Call, KnownPrimary
@@ -60,6 +61,8 @@ class LocalRank(RankState[Result]):
         self.costs = RingCosts()
         self.serving: set[trio.CancelScope] = set()
         """What sends results to other ranks: it must end before the result's memory is reused."""
+        self.losses: list[str] = []
+        """What its trainer has not been told yet: ranks that are lost, not those that have left."""
         self._changed = trio.Event()
         self._attempt: trio.CancelScope | None = None
 
@@ -97,6 +100,14 @@ class LocalRank(RankState[Result]):
         else:
             self.halted_since = None
         return renumbered
+
+    def note_losses(self) -> None:
+        """Keep for the trainer what its new roster says of lost ranks."""
+        left, op = len(self.roster.trainers), self.ledger.started
+        on = f"job {self.roster.job!r} continues with {left} rank{'s' * (left > 1)}, from op {op}"
+        for loss in self.roster.losses:
+            if not loss.message.endswith(LEFT):
+                self.losses.append(f"{loss.message}; {on}")
 
     def end(self, verdict: Verdict) -> tuple[Result, ...]:
         """The attempt is over, and the memory of results free."""

@@ -30,6 +30,7 @@ from pmesh.core.wire.local import (
     Joined,
     Leave,
     OpFailed,
+    RanksLost,
     Refused,
     StartOp,
     StillWaiting,
@@ -345,6 +346,9 @@ class _Trainer:
             reply, arena = await run_op(rank, request, self._jobs)
         finally:
             rank.busy_since = None
+        if rank.losses:
+            await self._session.send(RanksLost(tuple(rank.losses)))
+            rank.losses.clear()
         await self._grants.report_gone()
         if arena is not None:
             await self._grants.grant_output(arena)

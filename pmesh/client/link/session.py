@@ -39,6 +39,7 @@ from pmesh.core.wire.local import (
     Leave,
     OpDone,
     OpFailed,
+    RanksLost,
     Refused,
     Reply,
     Request,
@@ -369,6 +370,9 @@ class TrainerSession:
                 match reply := self._connection.receive():
                     case StillWaiting():
                         self._waiting.note(reply)
+                    case RanksLost(losses):
+                        for loss in losses:
+                            _logger.warning("%s", loss)
                     case ArenaGranted(kind="output"):
                         self._outputs[reply.arena] = self._connection.map_arena(reply)
                     case ArenaGone(arena):

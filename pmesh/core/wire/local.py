@@ -14,7 +14,7 @@ from pmesh.core.wire.link import Call, Envelope
 from pmesh.errors import ProtocolError
 from pmesh.ids import PRINTABLE, JobName, OpNumber, TrainerId
 
-SESSION_VERSION = 7
+SESSION_VERSION = 8
 SYNC_VALUES = 8
 """The number of int64 that each rank gives to a `sync`; its result has as many for each rank."""
 
@@ -252,9 +252,16 @@ class StillWaiting(_Message, frozen=True, tag="still_waiting"):
     """Sent every 10 s while a call waits, with the time and the ranks waited for (I6)."""
 
     op: int
-    """-1 while the job has not begun."""
+    """-1 while the job has not begun: then it is sent each second, and `on` says all of it."""
     waited_s: float
     on: tuple[str, ...]
+
+
+class RanksLost(_Message, frozen=True, tag="ranks_lost"):
+    """Sent before the reply of the call in which ranks were lost; not for those that have left."""
+
+    losses: tuple[str, ...]
+    """A sentence for each."""
 
 
 class Attached(_Message, frozen=True, tag="attached"):
@@ -332,6 +339,7 @@ Reply: TypeAlias = (
     | OpDone
     | OpFailed
     | StillWaiting
+    | RanksLost
     | Attached
     | MessageSent
     | MessageReceived

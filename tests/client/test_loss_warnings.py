@@ -1,0 +1,47 @@
+"""What the terminals of the others show when a rank is lost."""
+
+import logging
+
+import numpy as np
+import pytest
+
+import pmesh
+from pmesh.testing import SimulatedMesh
+
+
+def warnings_of_a_run(caplog: pytest.LogCaptureFixture, *, dies: bool) -> list[str]:
+    simulated = SimulatedMesh(3, on_loss="continue")
+
+    def train(mesh: pmesh.Mesh) -> None:
+        mesh.barrier()
+        if mesh.rank == 1:
+            if not dies:
+                return  # `run` closes its mesh
+            simulated.lose(1)
+        for _ in range(3):
+            mesh.all_reduce(np.ones(1))
+
+    with caplog.at_level(logging.WARNING, "pmesh"):
+        simulated.run(train)
+    return caplog.messages
+
+
+def test_each_of_the_others_says_once_who_is_lost_and_how_many_are_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    said = warnings_of_a_run(caplog, dies=True)
+    assert len(said) == 2
+    for text in said:
+        assert text.startswith("rank 1 (simulated) is lost: its trainer died; ")
+        assert "job 'simulated' continues with 2 ranks, from op " in text
+
+
+def test_a_rank_that_leaves_is_no_loss(caplog: pytest.LogCaptureFixture) -> None:
+    assert warnings_of_a_run(caplog, dies=False) == []
+
+
+def test_the_warning_is_switched_off_as_any_logger_is(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("pmesh"), "disabled", True)
+    assert warnings_of_a_run(caplog, dies=True) == []
