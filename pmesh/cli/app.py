@@ -69,7 +69,7 @@ def up(
     *,
     name: str | None = None,
     listen: str | None = None,
-    peer: Annotated[tuple[str, ...] | None, Parameter(negative="")] = None,
+    peer: Annotated[tuple[str, ...] | None, Parameter(negative="", show_default=False)] = None,
     mdns: bool | None = None,
     min_peers: int | None = None,
     compression: str | None = None,
@@ -77,7 +77,7 @@ def up(
     key_file: Path | None = None,
     log_level: LogLevel | None = None,
     log_json: bool | None = None,
-    detach: Annotated[bool, Parameter(negative="")] = False,
+    detach: Annotated[bool, Parameter(negative="", show_default=False)] = False,
 ) -> int:
     """Run the agent until Ctrl-C or 'pmesh down'.
 
@@ -112,8 +112,8 @@ def up(
 @app.command
 def status(
     *,
-    watch: Annotated[bool, Parameter(negative="")] = False,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    watch: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    json: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     home: Home = None,
 ) -> int:
     """Show the view, the ring, peers, jobs and traffic of the local agent.
@@ -129,8 +129,8 @@ def status(
 @app.command
 def events(
     *,
-    follow: Annotated[bool, Parameter(negative="")] = False,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    follow: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    json: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     home: Home = None,
 ) -> int:
     """Show past events: peers that joined or were lost, and the effects on jobs.
@@ -148,11 +148,11 @@ def bench(
     *,
     min_size: str = "1KiB",
     max_size: str = "256MiB",
-    collective: Annotated[tuple[str, ...], Parameter(negative="")] = (),
-    strategy: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    collective: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
+    strategy: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
     seconds: float = 1.0,
     wait_for: int | None = None,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     plot: Path | None = None,
     home: Home = None,
 ) -> int:

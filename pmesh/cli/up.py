@@ -17,14 +17,21 @@ from typing import Final, TextIO
 import structlog
 import trio
 
-from pmesh.agent.config import LogLevel, Settings, as_environment, load_settings
+from pmesh.agent.config import (
+    Listen,
+    LogLevel,
+    Settings,
+    as_environment,
+    host_port_text,
+    load_settings,
+)
 from pmesh.agent.home import NODE_KEY_BYTES, hold_home, load_node_key, open_home, open_own_file
 from pmesh.agent.limits import raise_open_files
 from pmesh.cli.keys import find_mesh_key
 from pmesh.cli.terminal import announce, complain, dropping_lines, ending_signals, say
 from pmesh.client.control import ask_status
 from pmesh.core.identity.keys import MeshKey, NodeKey
-from pmesh.errors import AgentNotRunning, AgentStopped
+from pmesh.errors import AgentNotRunning, AgentStopped, ConfigError
 from pmesh.paths import home_directory, socket_path
 
 START_TIMEOUT_S = 15.0  # imports on a slow, cold disk take 5 s
@@ -90,7 +97,23 @@ def bring_up(home: Path | None, flags: Mapping[str, object], *, detach: bool) ->
     settings = load_settings(
         directory, flags=flags, environment=os.environ, host_name=socket.gethostname()
     )
+    _check_listen(settings.listen)
     return _start_in_background(settings) if detach else _run_here(settings)
+
+
+def _check_listen(listen: Listen) -> None:
+    """Raise ConfigError for another machine's address, before any key is made."""
+    if not listen.host:
+        return
+    try:
+        family, *_, name = socket.getaddrinfo(listen.host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(name)
+    except OSError as e:
+        where = host_port_text(*listen)
+        raise ConfigError(
+            f"can't listen at {where}: {e.strerror}; --listen must be an address of this machine"
+        ) from e
 
 
 def _run_here(settings: Settings) -> int:

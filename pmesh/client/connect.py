@@ -87,7 +87,9 @@ def connect(
     return Mesh(Place(path, request, goes_on_alone=on_superseded == "sync"), job=job)
 
 
-def _check_count(name: str, count: int) -> None:
+def _check_count(name: str, count: object) -> None:
+    if not isinstance(count, int):
+        raise UsageError(f"{name} is a whole number, not {count!r}")
     if not 1 <= count <= _MAX_RANKS:
         raise UsageError(f"{name} is at least 1 and at most {_MAX_RANKS}, not {count}")
 

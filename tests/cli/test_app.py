@@ -39,7 +39,7 @@ def test_help_is_no_error(words: list[str], capsys: pytest.CaptureFixture[str]) 
         ["status", "now"],
         ["up", "--name"],
         ["events", "--watch"],
-        ["run", "python", "train.py", "--fast"],  # whose option? '--' would tell
+        ["run", "--fast", "python", "train.py"],
     ],
 )
 def test_a_misused_command_is_one_line_and_exit_code_2(

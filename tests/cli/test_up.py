@@ -253,6 +253,16 @@ def start_agent(*words: str) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.parametrize("listen", ["no-such-host.invalid", "192.0.2.1:0"])
+def test_an_address_of_no_interface_is_refused_before_a_key_is_made(
+    tmp_path: Path, listen: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fresh = tmp_path / "fresh"
+    assert run(["up", "--listen", listen, "--home", str(fresh)]) == 2
+    assert "--listen must be an address of this machine" in capsys.readouterr().err
+    assert not list(fresh.glob("*_key"))
+
+
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 0)]

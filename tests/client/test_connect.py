@@ -178,6 +178,7 @@ def test_terms_without_meaning_are_refused_before_anyone_is_asked(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"wait_for": "2"}, "wait_for is a whole number, not '2'"),
         ({"min_ranks": 0}, "min_ranks is at least 1 and at most 1024, not 0"),
         ({"min_ranks": 1025}, "min_ranks is at least 1 and at most 1024, not 1025"),
         ({"on_loss": "ignore"}, "on_loss is 'continue' or 'raise', not 'ignore'"),
