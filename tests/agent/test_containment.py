@@ -209,7 +209,7 @@ async def test_an_error_before_a_trainer_has_joined_leaves_nobody_waiting(
     async with village(clock, 1) as here:
         (machine,) = here.machines
         with capture_logs(), monkeypatch.context() as patch:
-            patch.setattr(trainer, "_without", fail)  # asked after 10 s
+            patch.setattr(trainer._Trainer, "_describe_wait", fail)  # noqa: SLF001 - after 1 s
             with pytest.raises(RefusedError, match="ZeroDivisionError"):
                 await (await here.trainer(machine)).join("digits", 2)
         assert machine.agent.jobs.waiters == {}

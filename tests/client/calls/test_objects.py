@@ -57,7 +57,7 @@ class Opaque:
     """Nothing that travels."""
 
 
-@pytest.mark.parametrize("obj", [Opaque(), np.ones(2), np.int64(1), 2**64, "\ud800", [len]])
+@pytest.mark.parametrize("obj", [Opaque(), np.ones(2), 2**64, "\ud800", [len]])
 def test_what_is_no_data_is_refused_before_an_op_starts(agent: WatchedAgent, obj: object) -> None:
     with pmesh.connect("job", home=agent.home) as mesh:
         for call in (mesh.all_gather_object, mesh.broadcast_object):
