@@ -425,9 +425,9 @@ def _packed(obj: object) -> Values:
         raise UsageError(f"{where}not data that MessagePack can say: {e}") from e
 
 
-def _as_plain(x: object) -> object:
-    """What travels in place of an object: Python's number for numpy's, text for a path."""
-    if isinstance(x, np.generic | np.ndarray) and x.ndim == 0:
+def _as_plain(x: Any) -> object:  # noqa: ANN401 - msgspec gives whatever it does not know
+    """What travels in place of an object: a number for an array of one, text for a path."""
+    if getattr(x, "ndim", None) == 0:
         return cast("object", x.item())
     if isinstance(x, PurePath):
         return str(x)
