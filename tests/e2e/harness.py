@@ -76,9 +76,9 @@ class Running:
 
     @property
     def output(self) -> str:
-        """All that it has printed."""
+        """All that it has printed, but for whom a trainer waits: that depends on the machine."""
         with self._changed:
-            return "\n".join(self._lines)
+            return "\n".join(line for line in self._lines if not line.startswith("waiting: "))
 
     def await_line(self, pattern: str, *, timeout_s: float = TIMEOUT_S) -> re.Match[str]:
         """The next line, after the one found last, in which the pattern occurs."""
