@@ -335,7 +335,8 @@ async def test_a_lost_rank_breaks_the_op_of_those_who_wait_for_it_with_its_name(
             await wait_all_tasks_blocked()
             for lane in lanes.lanes_of(lost):
                 lane.close()
-            for _ in waits:
+            # One that had waited for the other, which ends now, may wait for the view to end it.
+            if waits:
                 assert "mac-0" in await told.receive()
             nursery.cancel_scope.cancel()
 
