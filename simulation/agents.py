@@ -5,6 +5,8 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, assert_never
 
+from pmesh.core.links import health
+from pmesh.core.links.health import WIRED
 from pmesh.core.values import OpOutcome, Roster, View
 from pmesh.core.views import agreement, limits
 from pmesh.core.views.agreement import StallGuard
@@ -17,6 +19,7 @@ from pmesh.core.views.state import (
     Send,
     Step,
     heartbeat_of,
+    is_vouched_for,
 )
 from pmesh.core.wire.link import (
     PROTOCOL_VERSION,
@@ -71,10 +74,7 @@ def _short(epoch: Epoch) -> str:
 
 
 HEARTBEAT_S = 0.2
-GONE_AFTER_S = 2.0
-"""Silence after which a peer is gone (`pmesh.core.links.health`, WIRED)."""
-
-DOUBT_S = GONE_AFTER_S / 2
+DOUBT_S = WIRED.gone_after_s / 2
 """V8: after a stall of our own of this length, somebody may have given us up."""
 
 BACK_AFTER_S = 1.0
@@ -211,13 +211,13 @@ class Agent:
             return
         link = self._links.get(peer)
         if link is not None:
-            link.heard_at = self.now
+            link.health = health.heard_from(link.health, now=self.now).health
             self._receive_on_link(link, message)
 
     def _receive_on_link(self, link: Link, message: LinkMessage) -> None:
         match message:
             case Heartbeat():
-                link.sent_us = message.sent_us
+                self._measure(link, message)
                 if self._is_new(link.member, message):
                     self._handle(link.member, message)
                 self._doubt(self._stall_guard.receive(self.state, link.member, message))
@@ -234,7 +234,20 @@ class Agent:
     def _is_new(self, sender: Member, beat: Heartbeat) -> bool:
         """Else nothing follows from it that the next tick would not do: it saves half the time."""
         peer = self.state.peers.get(sender.node)
-        return peer is None or peer.member != sender or not says_the_same(peer.heartbeat, beat)
+        return (
+            peer is None
+            or peer.member != sender
+            or self.state.flushed_at is not None  # V6: it may show the view; V11: its echo counts
+            or not says_the_same(peer.heartbeat, beat)
+        )
+
+    def _measure(self, link: Link, beat: Heartbeat) -> None:
+        round_trip_s = health.measure_round_trip_s(
+            now_us=round(self.now * 1e6), echo_us=beat.echo_us, held_us=beat.held_us
+        )
+        step = health.heard_from(link.health, now=self.now, round_trip_s=round_trip_s)
+        link.health = step.health
+        link.sent_us, link.heard_at = beat.sent_us, self.now
 
     def _handle(self, sender: Member, message: AgreementMessage) -> None:
         self._perform(agreement.receive(self.state, sender, message, self._known(), now=self.now))
@@ -310,9 +323,12 @@ class Agent:
         self._timeline.after(HEARTBEAT_S * (0.9 + 0.2 * self._random.random()), self._tick)
         if self.asleep:
             return
-        for link in self._links.close_silent(self.now - GONE_AFTER_S):
+        silent = {member.node for member in self._links.silent()}
+        for link in self._links.close_silent(
+            self.now, lambda member: is_vouched_for(self.state, member.node, silent)
+        ):
             self.jobs.lane_broke(link.member)
-            self._lose(link, f"silent for {GONE_AFTER_S} s")
+            self._lose(link, f"silent for {link.health.silence_s:.1f} s")
         self._links.dial_missing(self._peers, self.now)
         self._employ()
         for trainer in self.trainers:
@@ -398,7 +414,8 @@ class Agent:
     def _known(self) -> Facts:
         if self._facts is None:
             self._facts = replace(self.jobs.facts(), round_trips=self._round_trips)
-        return self._facts
+        silent = tuple(member.incarnation for member in self._links.silent())
+        return replace(self._facts, timeout_s=self._links.timeout_s, silent=silent)
 
     def _heartbeat(self) -> Heartbeat:
         return heartbeat_of(self.state, self._known(), self.now)

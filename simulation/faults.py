@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from simulation.agents import GONE_AFTER_S, Agent
+from pmesh.core.links.health import WIRED
+from simulation.agents import Agent
 from simulation.cluster import CALM_FROM_S, FAULTS_UNTIL_S, Cluster, Outcome
 from simulation.invariants import Violation
 from simulation.network import Conditions
@@ -92,7 +93,7 @@ class Faults:
         self._mend_later(number, peer)
 
     def _mend_later(self, number: int, peer: int) -> None:
-        duration_s = self._random.random() * GONE_AFTER_S
+        duration_s = self._random.random() * WIRED.gone_after_s
         self._after(duration_s, lambda: self._cluster.network.mend(number, peer))
 
     def _drop(self, number: int) -> None:

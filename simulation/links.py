@@ -1,10 +1,12 @@
 """The links of one simulated agent: with whom it is connected, and when it last heard of them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
 
+from pmesh.core.links import health
+from pmesh.core.links.health import Condition, Health
 from pmesh.core.wire.link import Heartbeat, LinkMessage
 from pmesh.ids import Member
 from simulation.lane_messages import LaneMessage
@@ -22,7 +24,9 @@ class Link:
     """An authenticated connection."""
 
     member: Member
+    health: Health
     heard_at: float
+    """When its last heartbeat came."""
     sent_us: int = 0
     """The peer's clock in the last heartbeat that came from it."""
 
@@ -38,7 +42,7 @@ class Links:
 
     def add(self, peer: int, member: Member, now: float) -> None:
         """A connection is up, and the Hello has come."""
-        self._up[peer] = Link(member, now)
+        self._up[peer] = Link(member, health.begin(health.WIRED, now=now), now)
 
     def get(self, peer: int) -> Link | None:
         """The link with a host, if there is one."""
@@ -51,15 +55,30 @@ class Links:
     def forgive(self, stalled_s: float, now: float) -> None:
         """V8: for so long we have not listened, so nobody was silent."""
         for link in self._up.values():
-            link.heard_at = min(now, link.heard_at + stalled_s)
+            link.health = health.forgive_stall(link.health, stalled_s=stalled_s, now=now)
 
-    def close_silent(self, since: float) -> list[Link]:
-        """Close the links on which nothing has come since then."""
-        silent = {peer: link for peer, link in self._up.items() if link.heard_at < since}
-        for peer in silent:
-            self._network.close(self._number, peer)
-            del self._up[peer]
-        return list(silent.values())
+    def silent(self) -> list[Member]:
+        """The peers that have been silent for long."""
+        links = self._up.values()
+        return [link.member for link in links if link.health.condition is Condition.SUSPECT]
+
+    @property
+    def timeout_s(self) -> float:
+        """The longest retransmission timeout among the links."""
+        return max((link.health.timeout_s for link in self._up.values()), default=0.0)
+
+    def close_silent(self, now: float, vouched: Callable[[Member], bool]) -> list[Link]:
+        """Judge the silence of all peers, and close the links of those that are gone."""
+        deaf = len(self.silent()) == len(self._up) > 1
+        gone = list[Link]()
+        for peer, link in list(self._up.items()):
+            step = health.pass_time(link.health, now=now, vouched=vouched(link.member), deaf=deaf)
+            link.health = step.health
+            if step.health.condition is Condition.GONE:
+                self._network.close(self._number, peer)
+                del self._up[peer]
+                gone.append(link)
+        return gone
 
     def dial(self, peer: int, now: float) -> None:
         """Try to connect."""
@@ -105,4 +124,5 @@ def says_the_same(beat: Heartbeat, other: Heartbeat) -> bool:
         and beat.waiting == other.waiting
         and beat.view_requests == other.view_requests
         and beat.in_force == other.in_force
+        and beat.silent == other.silent
     )

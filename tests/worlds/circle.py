@@ -3,11 +3,13 @@
 from collections import deque
 from collections.abc import Iterable
 
+import msgspec
+
 from pmesh.core.values import View
 from pmesh.core.views import agreement
 from pmesh.core.views.state import Facts, Fence, Install, MemberState, Send, Step, heartbeat_of
 from pmesh.core.wire import link
-from pmesh.core.wire.link import AgreementMessage, TellView
+from pmesh.core.wire.link import AgreementMessage, Heartbeat, TellView
 from pmesh.ids import Epoch, Member
 from tests.worlds.builders import name_of
 
@@ -22,6 +24,8 @@ class Circle:
         self.states: dict[Member, MemberState] = {}
         self.facts: dict[Member, Facts] = {}
         self.wires: dict[tuple[Member, Member], deque[bytes]] = {}
+        self.echoes: dict[tuple[Member, Member], int] = {}
+        """The clock in the last heartbeat that the one has had from the other."""
         self.fences: list[tuple[Member, Fence]] = []
         self.views: dict[Epoch, View] = {}
         """Every view that anyone ever installed."""
@@ -82,7 +86,8 @@ class Circle:
 
     def beat(self, sender: Member, to: Member) -> None:
         beat = heartbeat_of(self.states[sender], self.facts[sender], self.now)
-        self.send(sender, to, beat)
+        now_us, echo_us = round(self.now * 1e6), self.echoes.get((sender, to), 0)
+        self.send(sender, to, msgspec.structs.replace(beat, sent_us=now_us, echo_us=echo_us))
 
     def tick(self, member: Member) -> None:
         """What an agent does every 0.2 s."""
@@ -99,6 +104,8 @@ class Circle:
         return message
 
     def hear(self, sender: Member, to: Member, message: AgreementMessage) -> None:
+        if isinstance(message, Heartbeat):
+            self.echoes[to, sender] = message.sent_us
         step = agreement.receive(self.states[to], sender, message, self.facts[to], now=self.now)
         self.take(to, step)
 

@@ -144,7 +144,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         """How long the peer at the slower of the two edges may be silent before it is gone."""
         peers = () if rank.rank is None else rank.neighbours()
         known = [h for peer in peers if (h := self.membership.health_of(peer.member.node))]
-        return max((h.thresholds.gone_after_s for h in known), default=WIRED.gone_after_s)
+        return max((h.gone_after_s for h in known), default=WIRED.gone_after_s)
 
     def _report_losses(self, ranks: Iterable[LocalRank]) -> None:
         """Note all before the leader is asked: its view may come at once."""

@@ -20,7 +20,16 @@ from pmesh.core.values import View
 from pmesh.core.views import agreement, limits
 from pmesh.core.views.agreement import StallGuard
 from pmesh.core.views.limits import is_led_astray
-from pmesh.core.views.state import Facts, Fence, Install, MemberState, Send, Step, heartbeat_of
+from pmesh.core.views.state import (
+    Facts,
+    Fence,
+    Install,
+    MemberState,
+    Send,
+    Step,
+    heartbeat_of,
+    is_vouched_for,
+)
 from pmesh.core.wire.link import AgreementMessage, Heartbeat, LinkMessage, TellView
 from pmesh.ids import JobName, Member, NodeId
 from pmesh.net.local.processes import Stall
@@ -174,12 +183,15 @@ class Membership:
     def judge(self, stall: Stall) -> None:
         """Judge the silence of all peers, without counting our own stall."""
         now = trio.current_time()
+        silent = self._silent()
+        deaf = len(silent) == len(self._contacts) > 1
         if stall.total_s >= DOUBT_S:
             self._doubt(agreement.wake(self.state, now_us=_microseconds(now)))
             self.beat()  # the answers confirm our view
         for node, contact in list(self._contacts.items()):
             forgiven = health.forgive_stall(contact.health, stalled_s=stall.total_s, now=now)
-            step = health.pass_time(forgiven, now=now)
+            vouched = is_vouched_for(self.state, node, silent)
+            step = health.pass_time(forgiven, now=now, vouched=vouched, deaf=deaf)
             contact.health = step.health
             if step.changed_to is Condition.SUSPECT:
                 name, silence_s = self.name_of(node), now - contact.health.last_heard
@@ -245,12 +257,22 @@ class Membership:
             for contact in self._contacts.values()
             if contact.health.round_trip_s is not None
         }
-        return replace(self._follower.facts(), round_trips=round_trips)
+        return replace(
+            self._follower.facts(),
+            round_trips=round_trips,
+            timeout_s=max((c.health.timeout_s for c in self._contacts.values()), default=0.0),
+            silent=tuple(self._contacts[node].member.incarnation for node in self._silent()),
+        )
+
+    def _silent(self) -> list[NodeId]:
+        contacts = self._contacts.items()
+        return [node for node, c in contacts if c.health.condition is Condition.SUSPECT]
 
     def _urgent(self) -> object:
         """Return the parts of a heartbeat that are sent at once when they change."""
         beat = heartbeat_of(self.state, self._facts(), trio.current_time())
-        return msgspec.structs.replace(beat, heard=dict.fromkeys(beat.heard, 0), progress=())
+        heard = dict.fromkeys(beat.heard, 0)
+        return msgspec.structs.replace(beat, heard=heard, progress=(), silent=())
 
     def _heartbeat_for(self, contact: _Contact) -> Heartbeat:
         now = trio.current_time()

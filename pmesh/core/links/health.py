@@ -1,15 +1,29 @@
 """The health of a peer, from the messages received from it and the local monotonic clock.
 
 One `Health` belongs to one link. GONE is final: the peer can only be heard again on a new link.
+
+A silence counts as much as it is unusual on its link, as in Hayashibara et al., "The phi accrual
+failure detector" (2004): a link whose silences have ended by themselves before gets longer. And two
+ideas of SWIM with Lifeguard (arXiv 1707.00788): a peer that another member hears is not given up so
+soon, and an agent that suddenly hears nobody doubts itself first.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from math import sqrt
 from typing import Final
 
 ROUND_TRIP_ALPHA: Final = 0.2  # five heartbeats, one second: steady, and follows a change
 MAX_ROUND_TRIP_S: Final = 60.0  # a longer echo is nonsense: the link would be gone by then
+UNUSUAL: Final = 2.0
+"""V12: a silence is unusual if it is this many times as long as the longest one lately."""
+LATELY_S: Final = 60.0
+"""The weight of a silence halves in this time."""
+DEAF: Final = 2.5
+"""V12: how many times as long the others may be silent while this agent hears nobody."""
+LONGEST_SILENCE_S: Final = 10.0
+"""V12: no peer is silent for longer than this without being given up."""
 
 
 class Condition(Enum):
@@ -72,6 +86,26 @@ class Health:
     round_trip_s: float | None = None
     """Exponential moving average; None until an echo has come back."""
     round_trip_variance_s2: float = 0.0
+    silence_s: float = 0.0
+    """The present silence, as it was last judged."""
+    longest_silence_s: float = 0.0
+    """Of those lately that have ended by themselves, weighted by age."""
+
+    @property
+    def patience(self) -> float:
+        """V12: How many times as long as usual the peer may be silent."""
+        usual_s = UNUSUAL * self.longest_silence_s
+        return max(1.0, min(usual_s, LONGEST_SILENCE_S) / self.thresholds.gone_after_s)
+
+    @property
+    def gone_after_s(self) -> float:
+        """V12: Silence after which the peer is gone if nothing speaks for it."""
+        return self.patience * self.thresholds.gone_after_s
+
+    @property
+    def timeout_s(self) -> float:
+        """The retransmission timeout of RFC 6298, with our average; 0 until it is measured."""
+        return (self.round_trip_s or 0.0) + 4 * sqrt(self.round_trip_variance_s2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,28 +123,43 @@ def begin(thresholds: Thresholds, *, now: float) -> Health:
 
 def heard_from(health: Health, *, now: float, round_trip_s: float | None = None) -> Step:
     """Handle any message on the link; a heartbeat may bring a measured round trip."""
-    heard = replace(health, last_heard=max(now, health.last_heard))
+    faded_s = health.longest_silence_s * 0.5 ** (max(0.0, now - health.last_heard) / LATELY_S)
+    heard = replace(
+        health,
+        last_heard=max(now, health.last_heard),
+        silence_s=0.0,
+        longest_silence_s=max(faded_s, health.silence_s),
+    )
     if round_trip_s is not None:
         heard = _average_in(heard, round_trip_s)
     return _apply(heard, Signal.HEARD)
 
 
-def pass_time(health: Health, *, now: float) -> Step:
-    """Judge the silence. First read all waiting messages and forgive stalls."""
-    silence_s = now - health.last_heard
+def pass_time(health: Health, *, now: float, vouched: bool = False, deaf: bool = False) -> Step:
+    """Judge the silence. First read all waiting messages and forgive stalls.
+
+    Args:
+        health: Of the peer.
+        now: The monotonic clock.
+        vouched: V12: another member hears the peer, so only the way between it and us is bad.
+        deaf: V12: all peers are silent, so the fault is probably ours.
+    """
+    health = replace(health, silence_s=max(0.0, now - health.last_heard))
+    limits, patience = health.thresholds, health.patience
+    if deaf:
+        patience = max(patience, DEAF)
+    gone_after_s = min(patience * limits.gone_after_s, max(LONGEST_SILENCE_S, limits.gone_after_s))
+    if vouched:
+        gone_after_s = max(LONGEST_SILENCE_S, gone_after_s)
     signal = None
-    for limit_s, meaning in _limits(health.thresholds):
-        if silence_s >= limit_s:
+    for limit_s, meaning in (
+        (health.patience * limits.degraded_after_s, Signal.LATE),
+        (health.patience * limits.suspect_after_s, Signal.SILENT),
+        (gone_after_s, Signal.LOST),
+    ):
+        if health.silence_s >= limit_s:
             signal = meaning
     return Step(health=health) if signal is None else _apply(health, signal)
-
-
-def next_deadline(health: Health) -> float | None:
-    """Return when `pass_time` changes something next; None if only a message from the peer can."""
-    for limit_s, signal in _limits(health.thresholds):
-        if TRANSITIONS[health.condition][signal] is not health.condition:
-            return health.last_heard + limit_s
-    return None
 
 
 def forgive_stall(health: Health, *, stalled_s: float, now: float) -> Health:
@@ -133,14 +182,6 @@ def measure_round_trip_s(*, now_us: int, echo_us: int, held_us: int) -> float | 
     round_trip_s = (now_us - echo_us - held_us) / 1e6
     possible = echo_us > 0 and held_us >= 0 and 0 <= round_trip_s <= MAX_ROUND_TRIP_S
     return round_trip_s if possible else None
-
-
-def _limits(thresholds: Thresholds) -> tuple[tuple[float, Signal], ...]:
-    return (
-        (thresholds.degraded_after_s, Signal.LATE),
-        (thresholds.suspect_after_s, Signal.SILENT),
-        (thresholds.gone_after_s, Signal.LOST),
-    )
 
 
 def _apply(health: Health, signal: Signal) -> Step:

@@ -16,12 +16,15 @@ from pmesh.core.views.limits import STEP, check_message, is_within_reach
 from pmesh.core.views.rosters import keep_local_rosters
 from pmesh.core.views.state import (
     BACK_OFF_S,
+    FLUSH_DEADLINE_S,
     JOIN_REQUEST_S,
     LONGEST_SKIP_S,
+    MOST_FAILURES,
     MOST_PROMISES,
     NOTICE_S,
     PATIENCE_S,
     SKIP_S,
+    UNREAD_S,
     Action,
     Facts,
     Fence,
@@ -34,8 +37,12 @@ from pmesh.core.views.state import (
     Step,
     continuing_members,
     follows,
+    has_read,
     hear_each_other,
     hears_me,
+    needs_epoch,
+    patience,
+    slowness,
 )
 from pmesh.core.wire.link import (
     AgreementMessage,
@@ -89,7 +96,7 @@ def lose(state: MemberState, node: NodeId, why: str, facts: Facts, *, now: float
     state = replace(
         state,
         proposal=proposal,
-        noticing_until=now + NOTICE_S if led_us else state.noticing_until,
+        noticing_until=now + NOTICE_S * patience(state) if led_us else state.noticing_until,
         shown={other: view for other, view in state.shown.items() if other != node},
         unplaced={other: beat for other, beat in state.unplaced.items() if other != node},
         losses=losses,
@@ -104,7 +111,7 @@ def _is_senior(state: MemberState, member: Member) -> bool:
 
 def pass_time(state: MemberState, facts: Facts, *, now: float) -> Step:
     """Check the deadlines. Call it at each heartbeat (0.2 s): they are at least five times that."""
-    state = replace(state, debt=limits.note_need(state, now))
+    state = replace(state, debt=limits.note_need(state, now), timeout_s=facts.timeout_s)
     return _consider(Step(_give_up_on_silent(state, now)), facts, now)
 
 
@@ -251,6 +258,8 @@ def _flush(state: MemberState, sender: Member, message: Propose, facts: Facts, n
         waiting=facts.waiting,
         primaries=state.primaries,
     )
+    if sender != state.me and needs_epoch(state, now):
+        state = replace(state, failures=min(state.failures + 1, MOST_FAILURES))
     state = replace(
         state,
         promised=message.epoch,
@@ -277,7 +286,9 @@ def _withdraw(state: MemberState, sender: Member, answer: Refuse | Veto, now: fl
             state = replace(state, highest_counter=seen)
     if state.proposal is None or state.proposal.message.epoch != answer.epoch:
         return state
-    return replace(state, proposal=None, quiet_until=now + BACK_OFF_S * _jitter(state))
+    return replace(
+        state, proposal=None, quiet_until=now + BACK_OFF_S * patience(state) * _jitter(state)
+    )
 
 
 def _jitter(state: MemberState) -> float:
@@ -339,6 +350,7 @@ def _install(state: MemberState, view: View, now: float) -> Step:
         view=view,
         promises=(),
         flushed_at=None,
+        failures=max(0, state.failures - 1),
         debt=None,
         installed_at=now,
         proposal=None,
@@ -364,15 +376,22 @@ def _confirm_primaries(state: MemberState) -> MemberState:
 def _give_up_on_silent(state: MemberState, now: float) -> MemberState:
     """V6: leave a member out for a while if its flush answer misses the deadline."""
     proposal = state.proposal
-    if proposal is None or now < proposal.deadline:
+    if proposal is None:
         return state
+    waited_s = now - proposal.made_at
     earlier = {m: s for m, s in state.skipped.items() if s.until + LONGEST_SKIP_S > now}
     silent = dict[Member, Skip]()
     for member in proposal.message.members:
-        if member not in proposal.answers:
-            before = earlier.get(member)
-            lasts_s = SKIP_S if before is None else min(2 * before.lasts_s, LONGEST_SKIP_S)
+        before = earlier.get(member)
+        lasts_s = SKIP_S if before is None else min(2 * before.lasts_s, LONGEST_SKIP_S)
+        if has_read(state, member, proposal.made_at) or not hears_me(state, member):
+            limit_s = FLUSH_DEADLINE_S * slowness(state)
+        else:  # V11: what is still under way is a matter of the network, and not of the member
+            limit_s = UNREAD_S * slowness(state) * lasts_s / SKIP_S
+        if member not in proposal.answers and waited_s >= limit_s:
             silent[member] = Skip(now + lasts_s, lasts_s)
+    if not silent:
+        return state
     return replace(state, proposal=None, skipped={**earlier, **silent})
 
 
@@ -421,8 +440,9 @@ def _ask_to_join(state: MemberState, now: float) -> Step:
         return Step(state)
     best = max(leaders, key=lambda peer: peer.view.weight)
     whole = _can_come_whole(state, best.view, now)
-    asked_lately = now - state.asked_to_join_at < JOIN_REQUEST_S / 4
-    if asked_lately or not (whole or now - met_at >= PATIENCE_S):
+    longer = patience(state)
+    asked_lately = now - state.asked_to_join_at < JOIN_REQUEST_S * longer / 4
+    if asked_lately or not (whole or now - met_at >= PATIENCE_S * longer):
         return Step(state)
     state = replace(state, asked_to_join_at=now)
     return Step(state, (Send(best.member, AskToJoin(state.view.epoch, whole)),))

@@ -8,7 +8,6 @@ from pmesh.core.views import rosters
 from pmesh.core.views.limits import is_within_reach, may_propose
 from pmesh.core.views.ring import Costs, measure_costs, plan_ring
 from pmesh.core.views.state import (
-    FLUSH_DEADLINE_S,
     JOIN_REQUEST_S,
     Facts,
     JoinRequest,
@@ -20,6 +19,7 @@ from pmesh.core.views.state import (
     is_acting,
     is_stale,
     needs_epoch,
+    patience,
 )
 from pmesh.core.wire.link import Commit, Flushed, Propose, ViewRequest, Waiting
 from pmesh.ids import Epoch, Member
@@ -75,8 +75,7 @@ def collect(state: MemberState, sender: Member, answer: Flushed) -> MemberState:
 def begin(state: MemberState, message: Propose, own_answer: Flushed, now: float) -> MemberState:
     """Return the state of a leader that waits for flush answers."""
     answers = {state.me: own_answer}
-    deadline = now + FLUSH_DEADLINE_S
-    return replace(state, proposal=Proposal(message=message, answers=answers, deadline=deadline))
+    return replace(state, proposal=Proposal(message=message, answers=answers, made_at=now))
 
 
 def decide(state: MemberState, facts: Facts) -> Commit | None:
@@ -201,7 +200,8 @@ def _candidates(state: MemberState, now: float) -> tuple[Member, ...]:
 
 
 def _requests(state: MemberState, now: float) -> dict[Member, JoinRequest]:
-    return {m: asked for m, asked in state.joining.items() if now - asked.asked_at < JOIN_REQUEST_S}
+    lasts_s = JOIN_REQUEST_S * patience(state)
+    return {m: asked for m, asked in state.joining.items() if now - asked.asked_at < lasts_s}
 
 
 def _whole_views(state: MemberState, joined: tuple[Member, ...], now: float) -> tuple[Member, ...]:

@@ -26,6 +26,7 @@ from pmesh.core.views.state import (
     continuing_members,
     is_acting,
     is_stale,
+    slowness,
 )
 from pmesh.core.wire.link import (
     AgreementMessage,
@@ -98,7 +99,7 @@ def note_need(state: MemberState, now: float) -> Debt | None:
 def who_holds_up(state: MemberState) -> Member | None:
     """Return the leader if it made no view for far longer than an honest one can take."""
     debt = state.debt
-    return debt.leader if debt is not None and debt.waited_s > HELD_UP_S else None
+    return debt.leader if debt is not None and debt.waited_s > HELD_UP_S * slowness(state) else None
 
 
 def _promised_to(state: MemberState, leader: Member, after: float) -> list[Promise]:

@@ -1,6 +1,6 @@
 """What one member knows: its own state in the agreement, and what its peers reported."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,6 +17,19 @@ from pmesh.core.wire.link import (
     Waiting,
 )
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId
+
+GOOD_ROUND_TRIP_S = 0.25
+"""V11: The deadlines below are for networks whose round trips end within this."""
+
+MOST_SLOW = 4.0
+"""V11: The most that round trips alone prolong them: a peer can pretend that it is slow."""
+
+MOST_FAILURES = 8
+"""V11: The most times that failures double a deadline: `PATIENCE_S` comes to 8 minutes."""
+
+UNREAD_S = 5.0
+"""V11: How long a leader waits for a member that it hears to read its proposal; doubled each time
+in a row."""
 
 PATIENCE_S = 2.0
 """How long an installed view may take to reach everyone, and a flush to end in a commit (V6)."""
@@ -54,6 +67,10 @@ class Facts:
     progress: tuple[RankProgress, ...] = ()
     round_trips: Mapping[Incarnation, int] = field(default_factory=dict[Incarnation, int])
     """Microseconds, for each measured peer."""
+    timeout_s: float = 0.0
+    """The longest retransmission timeout among the links, as in RFC 6298."""
+    silent: tuple[Incarnation, ...] = ()
+    """The peers that have been silent for long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +121,7 @@ class Proposal:
 
     message: Propose
     answers: Mapping[Member, Flushed]
-    deadline: float
+    made_at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +145,10 @@ class MemberState:
     """The last view that each peer showed."""
     unplaced: Mapping[NodeId, Heartbeat] = field(default_factory=dict[NodeId, Heartbeat])
     """Heartbeats that name a view not seen yet."""
+    timeout_s: float = 0.0
+    """`Facts.timeout_s` at the last heartbeat."""
+    failures: int = 0
+    """V11: How many promises more were left without a commit than views have been installed."""
     joining: Mapping[Member, JoinRequest] = field(default_factory=dict[Member, JoinRequest])
     skipped: Mapping[Member, Skip] = field(default_factory=dict[Member, Skip])
     """Members that did not answer a proposal; proposals leave them out for a while."""
@@ -180,6 +201,39 @@ class Step:
     actions: tuple[Action, ...] = ()
 
 
+def slowness(state: MemberState) -> float:
+    """V11: Return how many times as long as on a good network messages take, from 1 on."""
+    return min(max(1.0, state.timeout_s / GOOD_ROUND_TRIP_S), MOST_SLOW)
+
+
+def patience(state: MemberState) -> float:
+    """V11: Return how many times as long as on a good network each deadline is.
+
+    Once the network delivers within any bound, deadlines grow beyond it, and agreements end.
+    """
+    return slowness(state) * 2.0**state.failures
+
+
+def has_read(state: MemberState, member: Member, sent_at: float) -> bool:
+    """V11: True if the member has read all that we sent it before this time.
+
+    A link delivers in order, so a heartbeat that echoes a later one shows it.
+    """
+    peer = state.peers.get(member.node)
+    return peer is not None and peer.heartbeat.echo_us > sent_at * 1e6
+
+
+def is_vouched_for(state: MemberState, node: NodeId, silent: Collection[NodeId]) -> bool:
+    """V12: True if a member that is not silent to us has heard the peer lately."""
+    peer = state.peers.get(node)
+    return peer is not None and any(
+        peer.member.incarnation in other.heartbeat.heard
+        and peer.member.incarnation not in other.heartbeat.silent
+        for other in state.peers.values()
+        if other.member.node not in {node, *silent}
+    )
+
+
 def hears_me(state: MemberState, member: Member) -> bool:
     """V5: True if the member is healthy: it hears us and says so."""
     peer = state.peers.get(member.node)
@@ -203,7 +257,7 @@ def follows(state: MemberState, member: Member, now: float) -> bool:
     Just after an install it may not know of it yet: evidence from before the install never expels.
     """
     peer = state.peers[member.node]
-    fresh = peer.heartbeat.promised <= state.view.epoch and now - state.installed_at < PATIENCE_S
+    fresh = peer.heartbeat.promised <= state.view.epoch and not _is_install_overdue(state, now)
     of_our_line = (state.view.epoch, state.view.previous_epoch_of(member))
     return fresh or peer.view.epoch in of_our_line or state.me in peer.view.members
 
@@ -229,18 +283,23 @@ def is_acting(state: MemberState, now: float) -> bool:
 
 def needs_epoch(state: MemberState, now: float) -> bool:
     """V6: True if we promised an epoch and its commit is overdue: we request a new one."""
-    return state.flushed_at is not None and now - state.flushed_at > PATIENCE_S
+    return state.flushed_at is not None and now - state.flushed_at > PATIENCE_S * patience(state)
 
 
 def is_stale(state: MemberState, kept: tuple[Member, ...], now: float) -> bool:
     """True if a member missed the last install or its commit: all of them need a new epoch."""
-    overdue = now - state.installed_at > PATIENCE_S
+    overdue = _is_install_overdue(state, now)
     return state.flushed_at is not None or any(
         state.peers[member.node].heartbeat.needs_epoch
         or (overdue and state.peers[member.node].view.epoch != state.view.epoch)
         for member in kept
         if member != state.me
     )
+
+
+def _is_install_overdue(state: MemberState, now: float) -> bool:
+    """True if by now all members should have installed our view."""
+    return now - state.installed_at > PATIENCE_S * patience(state)
 
 
 def heartbeat_of(state: MemberState, facts: Facts, now: float) -> Heartbeat:
@@ -259,6 +318,7 @@ def heartbeat_of(state: MemberState, facts: Facts, now: float) -> Heartbeat:
         view_requests=facts.view_requests,
         progress=facts.progress,
         in_force=_in_force(state),
+        silent=facts.silent,
     )
 
 

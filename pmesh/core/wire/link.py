@@ -26,7 +26,7 @@ from pmesh.core.values import (
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, Member, Slot
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; more is an attack
 
@@ -212,6 +212,11 @@ class Heartbeat(_Message, frozen=True, tag=2):
     """How long ago that was."""
     in_force: Annotated[tuple[KnownPrimary, ...], Meta(max_length=MAX_ENTRIES)] = ()
     """Rosters of its view that the sender knows to be in force, for peers that missed it (V10)."""
+    silent: Annotated[
+        tuple[Annotated[Incarnation, Meta(ge=1, le=2**63 - 1)], ...], Meta(max_length=MAX_ENTRIES)
+    ] = ()
+    """Those of `heard` that have been silent for long, so that the sender vouches for the others
+    (V12)."""
 
 
 class AskView(_Message, frozen=True, tag=3):

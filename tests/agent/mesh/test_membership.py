@@ -9,7 +9,7 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.mesh.membership import DOUBT_S, HEARTBEAT_S, Membership
-from pmesh.core.links.health import WIRED, Condition
+from pmesh.core.links.health import DEAF, LONGEST_SILENCE_S, WIRED, Condition
 from pmesh.core.values import View
 from pmesh.core.views.state import Facts
 from pmesh.core.wire.link import Commit, Heartbeat, LinkMessage, Propose, TellView, Waiting
@@ -202,6 +202,54 @@ async def test_silence_is_suspected_and_then_ends_the_membership(
     assert one.view.members == (A,)
     assert one.changes[-1] == (1, {B: "silent for 2.4 s"})
     assert autojump_clock.current_time() < 4
+
+
+async def pass_time(world: World, seconds: float) -> None:
+    """All agents send and judge, twice in each heartbeat."""
+    end = trio.current_time() + seconds
+    while trio.current_time() < end:
+        for side in world.sides.values():
+            side.membership.beat()
+        for _ in range(2):
+            await trio.sleep(HEARTBEAT_S / 2)
+            await world.deliver()
+            for side in world.sides.values():
+                side.membership.judge(AWAKE)
+
+
+async def test_a_silent_peer_that_another_member_hears_gets_more_time(
+    autojump_clock: MockClock,
+) -> None:
+    """V12: only the way between the two is bad."""
+    world = await in_a_view(A, B, C)
+    world.sides[B].links.discard(A)  # what B sends to A is lost
+    await pass_time(world, LONGEST_SILENCE_S - 0.5)
+    assert not world.sides[A].dropped
+    await pass_time(world, 1.0)
+    assert len(world.sides[A].dropped) == 1
+    assert autojump_clock.current_time() > LONGEST_SILENCE_S
+
+
+async def test_a_peer_that_is_silent_to_all_gets_no_more_time(autojump_clock: MockClock) -> None:
+    """V12: the others hear it no better than we do."""
+    world = await in_a_view(A, B, C)
+    world.sides[C].links.clear()
+    await pass_time(world, WIRED.gone_after_s + 0.5)
+    assert world.sides[A].membership.view.members == world.sides[B].membership.view.members
+    assert set(world.sides[A].membership.view.members) == {A, B}
+    assert autojump_clock.current_time() < 2 * WIRED.gone_after_s
+
+
+async def test_who_suddenly_hears_nobody_doubts_itself_first(autojump_clock: MockClock) -> None:
+    """V12: of two peers both are silent, so the fault is probably ours."""
+    world = await in_a_view(A, B, C)
+    for peer in (B, C):
+        world.sides[peer].links.discard(A)
+    await pass_time(world, DEAF * WIRED.gone_after_s - 0.5)
+    assert not world.sides[A].dropped
+    await pass_time(world, 1.0)
+    assert len(world.sides[A].dropped) == 2
+    assert autojump_clock.current_time() > DEAF * WIRED.gone_after_s
 
 
 async def test_a_stall_of_our_own_is_not_held_against_others(autojump_clock: MockClock) -> None:

@@ -16,7 +16,6 @@ from pmesh.core.links.health import (
     forgive_stall,
     heard_from,
     measure_round_trip_s,
-    next_deadline,
     pass_time,
 )
 
@@ -71,22 +70,85 @@ def test_the_table_is_complete() -> None:
 
 def test_a_short_silence_changes_nothing() -> None:
     health = begin(WIRED, now=START)
-    assert pass_time(health, now=START + 0.49).health == health
+    assert pass_time(health, now=START + 0.49).changed_to is None
 
 
 @pytest.mark.parametrize("thresholds", [WIRED, WIFI])
-def test_deadlines_are_exactly_when_something_changes(thresholds: Thresholds) -> None:
+def test_each_condition_begins_exactly_with_its_silence(thresholds: Thresholds) -> None:
     health = begin(thresholds, now=0.0)
-    history: list[tuple[float, Condition | None]] = []
-    while (deadline := next_deadline(health)) is not None:
-        step = pass_time(health, now=deadline)
-        history.append((deadline, step.changed_to))
-        health = step.health
-    assert history == [
+    for silence_s, condition in (
         (thresholds.degraded_after_s, DEGRADED),
         (thresholds.suspect_after_s, SUSPECT),
         (thresholds.gone_after_s, GONE),
-    ]
+    ):
+        assert pass_time(health, now=silence_s - 0.01).changed_to is None
+        step = pass_time(health, now=silence_s)
+        assert step.changed_to is condition
+        health = step.health
+
+
+def after_silences(*silences_s: float) -> tuple[Health, float]:
+    """Return the health after silences that have ended by themselves, and the time."""
+    health, now = begin(WIRED, now=0.0), 0.0
+    for silence_s in silences_s:
+        now += silence_s
+        health = heard_from(pass_time(health, now=now).health, now=now).health
+    return health, now
+
+
+def gone_after_s(health: Health, now: float, *, vouched: bool = False, deaf: bool = False) -> float:
+    """Return the shortest silence in tenths of a second that ends the link."""
+    tenths = range(1, 1000)
+    return next(
+        n / 10
+        for n in tenths
+        if pass_time(health, now=now + n / 10, vouched=vouched, deaf=deaf).changed_to is GONE
+    )
+
+
+class TestUnusualSilence:
+    """V12."""
+
+    @pytest.mark.parametrize(
+        ("silences_s", "patience_s"),
+        [((), 2.0), ((0.2,) * 50, 2.0), ((0.9,), 2.0), ((1.5,), 3.0), ((1.9, 1.9, 1.0), 3.8)],
+    )
+    def test_is_longer_where_long_ones_have_ended_by_themselves(
+        self, silences_s: tuple[float, ...], patience_s: float
+    ) -> None:
+        assert gone_after_s(*after_silences(*silences_s)) == pytest.approx(patience_s, abs=0.11)
+
+    def test_is_forgotten_in_minutes(self) -> None:
+        health, now = after_silences(1.9, *(0.2,) * 600)
+        assert gone_after_s(health, now) == 2.0
+
+    def test_of_our_own_making_counts_for_nothing(self) -> None:
+        health = forgive_stall(begin(WIRED, now=0.0), stalled_s=1.8, now=1.9)
+        health = heard_from(pass_time(health, now=1.9).health, now=1.9).health
+        assert gone_after_s(health, 1.9) == 2.0
+
+    def test_is_allowed_for_longer_while_another_member_hears_the_peer(self) -> None:
+        assert gone_after_s(begin(WIRED, now=0.0), 0.0, vouched=True) == 10.0
+
+    @pytest.mark.parametrize(("thresholds", "patience_s"), [(WIRED, 5.0), (WIFI, 10.0)])
+    def test_is_allowed_for_longer_while_nobody_is_heard(
+        self, thresholds: Thresholds, patience_s: float
+    ) -> None:
+        assert gone_after_s(begin(thresholds, now=0.0), 0.0, deaf=True) == patience_s
+
+    def test_is_never_longer_than_ten_seconds(self) -> None:
+        health, now = after_silences(1.9, 3.7, 7.3)
+        for vouched in (False, True):
+            assert gone_after_s(health, now, vouched=vouched, deaf=True) == 10.0
+
+
+def test_the_timeout_of_a_link_is_its_round_trip_and_four_times_its_deviation() -> None:
+    health = begin(WIRED, now=0.0)
+    assert health.timeout_s == 0.0
+    health = heard_from(health, now=0.1, round_trip_s=0.1).health
+    assert health.timeout_s == pytest.approx(0.1)
+    health = heard_from(health, now=0.1, round_trip_s=0.2).health
+    assert health.timeout_s == pytest.approx(0.12 + 4 * 0.04)
 
 
 def test_on_wires_a_peer_is_suspect_after_one_second_and_gone_after_two() -> None:

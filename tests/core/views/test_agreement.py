@@ -6,7 +6,14 @@ import msgspec
 import pytest
 
 from pmesh.core.values import View
-from pmesh.core.views.agreement import StallGuard, first_state, lose, pass_time, wake
+from pmesh.core.views.agreement import (
+    StallGuard,
+    first_state,
+    lose,
+    pass_time,
+    receive,
+    wake,
+)
 from pmesh.core.views.leader import highest_counter
 from pmesh.core.views.state import (
     BACK_OFF_S,
@@ -14,12 +21,14 @@ from pmesh.core.views.state import (
     NOTICE_S,
     PATIENCE_S,
     SKIP_S,
+    UNREAD_S,
     Facts,
     MemberState,
     Peer,
     Send,
     Skip,
     Step,
+    needs_epoch,
 )
 from pmesh.core.wire.link import AskView, Heartbeat, Leaving, Refuse, Superseded, TellView, Veto
 from pmesh.ids import Incarnation, Member
@@ -310,13 +319,71 @@ class TestALostPeer:
 class TestDeadlines:
     """V6: nothing waits for ever."""
 
-    def test_who_does_not_answer_in_time_is_left_out_for_a_while(self) -> None:
-        leading = lose(CARA_LOST_ANNA, ANNA.node, "closed", Facts(), now=NOW).state
+    LEADING = lose(CARA_LOST_ANNA, ANNA.node, "closed", Facts(), now=NOW).state
+    """It has proposed a view with Cara."""
+
+    @staticmethod
+    def echoing(state: MemberState, member: Member, at: float) -> MemberState:
+        """The member's last heartbeat answers one sent at this time."""
+        peer = state.peers[member.node]
+        beat = msgspec.structs.replace(peer.heartbeat, echo_us=round(at * 1e6))
+        return replace(state, peers={**state.peers, member.node: replace(peer, heartbeat=beat)})
+
+    def test_who_has_read_a_proposal_and_does_not_answer_in_time_is_left_out_for_a_while(
+        self,
+    ) -> None:
+        leading = self.echoing(self.LEADING, CARA, NOW + 0.1)
         before = pass_time(leading, Facts(), now=NOW + FLUSH_DEADLINE_S - 0.01)
         assert before == Step(leading)
         after = pass_time(leading, Facts(), now=NOW + FLUSH_DEADLINE_S).state
         assert after.skipped == {CARA: Skip(NOW + FLUSH_DEADLINE_S + SKIP_S, SKIP_S)}
         assert after.view.members == (BERT,)
+
+    def test_who_has_not_read_it_is_waited_for(self) -> None:
+        """V11: that is the network's fault, and its silence is judged elsewhere."""
+        waiting = self.echoing(self.LEADING, CARA, NOW)
+        assert pass_time(waiting, Facts(), now=NOW + UNREAD_S - 0.01).state == waiting
+        assert CARA in pass_time(waiting, Facts(), now=NOW + UNREAD_S).state.skipped
+
+    def test_who_does_not_hear_us_any_more_is_not_waited_for(self) -> None:
+        peer = self.LEADING.peers[CARA.node]
+        deaf = replace(peer, heartbeat=msgspec.structs.replace(peer.heartbeat, heard={}))
+        state = replace(self.LEADING, peers={**self.LEADING.peers, CARA.node: deaf})
+        assert CARA in pass_time(state, Facts(), now=NOW + FLUSH_DEADLINE_S).state.skipped
+
+    @pytest.mark.parametrize(("timeout_s", "slower"), [(0.0, 1), (0.25, 1), (0.5, 2), (60.0, 4)])
+    def test_deadlines_follow_the_round_trips(self, timeout_s: float, slower: float) -> None:
+        """V11."""
+        facts = Facts(timeout_s=timeout_s)
+        deadline = NOW + slower * FLUSH_DEADLINE_S
+        leading = self.echoing(self.LEADING, CARA, NOW + 0.1)
+        leading = pass_time(leading, facts, now=NOW + 0.2).state
+        assert not pass_time(leading, facts, now=deadline - 0.01).state.skipped
+        assert CARA in pass_time(leading, facts, now=deadline).state.skipped
+
+    def test_who_has_not_read_it_twice_is_waited_for_twice_as_long(self) -> None:
+        """V11: however long messages take, one is answered in the end."""
+        skipped = {CARA: Skip(NOW - 1, SKIP_S)}
+        waiting = replace(self.echoing(self.LEADING, CARA, NOW), skipped=skipped)
+        deadline = NOW + 2 * UNREAD_S
+        assert pass_time(waiting, Facts(), now=deadline - 0.01).state == waiting
+        after = pass_time(waiting, Facts(), now=deadline).state
+        assert after.skipped == {CARA: Skip(deadline + 2 * SKIP_S, 2 * SKIP_S)}
+
+    def test_patience_doubles_with_each_failure_and_halves_with_each_view(self) -> None:
+        """V11."""
+        waits = replace(promising(6), failures=3)
+        assert not needs_epoch(waits, NOW + 8 * PATIENCE_S)
+        assert needs_epoch(waits, NOW + 8 * PATIENCE_S + 0.1)
+        assert told(waits, ANNA, commit(make_view(6, *TRIO.members))).state.failures == 2
+
+    def test_a_promise_without_a_commit_is_a_failure_for_its_member_too(self) -> None:
+        """V11."""
+        waits = promising(6)
+        again = make_proposal(ANNA, 7, waits.view, ANNA, BERT)
+        soon = receive(waits, ANNA, again, Facts(), now=NOW + PATIENCE_S)
+        late = receive(waits, ANNA, again, Facts(), now=NOW + PATIENCE_S + 0.1)
+        assert (soon.state.failures, late.state.failures) == (0, 1)
 
     def test_who_promised_a_leader_that_fell_silent_asks_the_next_for_an_epoch(self) -> None:
         circle = gathered(ANNA, BERT, CARA)

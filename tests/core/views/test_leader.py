@@ -12,7 +12,6 @@ from pmesh.core.values import Seat, Terms, View
 from pmesh.core.views.leader import begin, collect, decide, known_view_requests, propose, ring_order
 from pmesh.core.views.ring import round_trip_cost
 from pmesh.core.views.state import (
-    FLUSH_DEADLINE_S,
     PATIENCE_S,
     Facts,
     JoinRequest,
@@ -213,11 +212,11 @@ class TestCollect:
     )
     ANSWER = make_flushed(BERT, TRIO)
 
-    def test_a_proposal_begins_with_the_leaders_own_answer_and_a_deadline(self) -> None:
+    def test_a_proposal_begins_with_the_leaders_own_answer(self) -> None:
         proposal = self.BEGUN.proposal
         assert proposal is not None
         assert proposal.answers == {ANNA: make_flushed(ANNA, TRIO)}
-        assert proposal.deadline == NOW + FLUSH_DEADLINE_S
+        assert proposal.made_at == NOW
 
     def test_an_answer_is_noted(self) -> None:
         proposal = collect(self.BEGUN, BERT, self.ANSWER).proposal

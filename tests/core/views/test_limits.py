@@ -25,7 +25,7 @@ from pmesh.core.views.limits import (
     is_led_astray,
     who_holds_up,
 )
-from pmesh.core.views.state import Facts, MemberState, Peer, Promise, Proposal, Skip
+from pmesh.core.views.state import UNREAD_S, Facts, MemberState, Peer, Promise, Proposal, Skip
 from pmesh.core.wire.link import (
     AgreementMessage,
     AskToJoin,
@@ -98,7 +98,7 @@ class TestTheLeader:
         leads = replace(
             all_hearing_each_other(BERT, TRIO, CARA),
             skipped={CARA: Skip(NOW - ended_s_ago, lasted_s)},
-            proposal=Proposal(message=asking, answers={}, deadline=NOW),
+            proposal=Proposal(message=asking, answers={}, made_at=NOW - 64 * UNREAD_S),
         )
         after = pass_time(leads, Facts(), now=NOW).state
         assert after.skipped[CARA] == Skip(NOW + lasts_s, lasts_s)

@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from pmesh.core.views.state import (
@@ -13,10 +14,11 @@ from pmesh.core.views.state import (
     hear_each_other,
     hears_me,
     heartbeat_of,
+    is_vouched_for,
     needs_epoch,
 )
 from pmesh.core.wire.link import RankProgress
-from pmesh.ids import TrainerId
+from pmesh.ids import Incarnation, Member, TrainerId
 from tests.worlds.builders import (
     ANNA,
     BERT,
@@ -93,6 +95,33 @@ class TestHearEachOther:
         assert not hear_each_other(all_hearing_each_other(ANNA, TRIO, BERT), ANNA, CARA)
 
 
+class TestIsVouchedFor:
+    """V12: a peer that another member hears is alive."""
+
+    def state(self, *heard: Member, silent: tuple[Incarnation, ...] = ()) -> MemberState:
+        """Bert hears these and so many of them are silent; Cara hears only Anna."""
+        bert = msgspec.structs.replace(make_heartbeat(TRIO, ANNA, *heard), silent=silent)
+        cara = make_peer(CARA, TRIO, make_heartbeat(TRIO, ANNA))
+        return make_state(ANNA, TRIO, make_peer(BERT, TRIO, bert), cara)
+
+    def test_by_a_member_that_hears_it(self) -> None:
+        assert is_vouched_for(self.state(CARA), CARA.node, [CARA.node])
+
+    def test_not_by_a_member_that_does_not_hear_it(self) -> None:
+        assert not is_vouched_for(self.state(), CARA.node, [CARA.node])
+
+    def test_not_by_a_member_to_which_it_is_silent_too(self) -> None:
+        state = self.state(CARA, silent=(CARA.incarnation,))
+        assert not is_vouched_for(state, CARA.node, [CARA.node])
+
+    def test_not_by_a_member_that_is_silent_itself(self) -> None:
+        assert not is_vouched_for(self.state(CARA), CARA.node, [BERT.node, CARA.node])
+
+    def test_not_by_itself_nor_if_nothing_is_known_of_it(self) -> None:
+        assert not is_vouched_for(self.state(CARA), BERT.node, [])
+        assert not is_vouched_for(self.state(CARA), make_member("d").node, [])
+
+
 class TestFollows:
     """V2: who is still of our line of views."""
 
@@ -122,7 +151,7 @@ class TestFollows:
         bert = make_peer(BERT, self.ELSEWHERE, old)
         state = replace(make_state(ANNA, self.VIEW, bert), installed_at=NOW)
         assert follows(state, BERT, NOW + PATIENCE_S / 2)
-        assert not follows(state, BERT, NOW + PATIENCE_S)
+        assert not follows(state, BERT, NOW + PATIENCE_S + 0.01)
 
     def test_evidence_newer_than_the_install_does(self) -> None:
         new = make_heartbeat(self.ELSEWHERE, ANNA, promised=make_epoch(6))
