@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import cyclopts
 import psutil
@@ -61,7 +61,7 @@ class NetLabError(Exception):
     """A command of the lab failed, or this kernel lacks what was asked for."""
 
 
-def _system(command: Sequence[str], *, stdin: str = "") -> str:
+def run_system(command: Sequence[str], *, stdin: str = "") -> str:
     done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NetLabError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
@@ -79,8 +79,8 @@ def why_not() -> str | None:
         return f"missing: {', '.join(missing)} (apt install iproute2 nftables)"
     probe = f"{PREFIX}-{os.getpid()}-probe"
     try:
-        _system(["ip", "netns", "add", probe])
-        _system(["ip", "netns", "del", probe])
+        run_system(["ip", "netns", "add", probe])
+        run_system(["ip", "netns", "del", probe])
     except NetLabError as e:
         return f"no network namespaces in this container: {e}"
     return None
@@ -174,10 +174,10 @@ class NetLab:
         return f"{self.name}-switch"
 
     def _in_switch(self, command: str, *, stdin: str = "") -> None:
-        _system(["ip", "netns", "exec", self._switch, *command.split()], stdin=stdin)
+        run_system(["ip", "netns", "exec", self._switch, *command.split()], stdin=stdin)
 
     def _build(self) -> None:
-        _system(["ip", "netns", "add", self._switch])
+        run_system(["ip", "netns", "add", self._switch])
         # No snooping: without a router's queries a bridge would forget who wants multicast.
         self._in_switch("ip link add bridge up type bridge forward_delay 0 mcast_snooping 0")
         self._in_switch("nft -f -", stdin=CUT_TABLE)
@@ -185,10 +185,16 @@ class NetLab:
             self._plug_in(host)
 
     def _plug_in(self, host: Host) -> None:
-        _system(["ip", "netns", "add", host.namespace])
+        run_system(["ip", "netns", "add", host.namespace])
+        veth = f"link add eth0 type veth peer name {host.name} netns {self._switch}"
+        self._set_up(host, veth)
+        self._in_switch(f"ip link set {host.name} master bridge up")
+
+    def _set_up(self, host: Host, eth0: str = "") -> None:
+        """Give the host its addresses; `eth0` makes the interface if it is not there yet."""
         commands = f"""
             link set lo up
-            link add eth0 type veth peer name {host.name} netns {self._switch}
+            {eth0}
             link set eth0 addrgenmode none
             link set eth0 up
             addr add {host.ipv4}/24 broadcast + dev eth0
@@ -196,8 +202,7 @@ class NetLab:
             addr add fe80::{host.number}/64 dev eth0 nodad
             route add 224.0.0.0/4 dev eth0
         """  # nodad: an address that is still being checked can't be bound, for a second or two
-        _system(["ip", "-netns", host.namespace, "-batch", "-"], stdin=commands)
-        self._in_switch(f"ip link set {host.name} master bridge up")
+        run_system(["ip", "-netns", host.namespace, "-batch", "-"], stdin=commands)
 
     def cut(self, one: Host, *others: Host, one_way: bool = False) -> None:
         """Packets from `one` to the others (to all, if none is named) vanish, and back as well."""
@@ -209,14 +214,22 @@ class NetLab:
         self._cut("add", one, others, one_way=False)
         self._cut("delete", one, others, one_way=False)
 
-    def _cut(self, verb: str, one: Host, others: Sequence[Host], *, one_way: bool) -> None:
+    def _cut(
+        self, verb: Literal["add", "delete"], one: Host, others: Sequence[Host], *, one_way: bool
+    ) -> None:
         others = others or [host for host in self.hosts if host != one]
-        pairs = [f"{one.name} . {other.name}" for other in others]
+        pairs = [(one, other) for other in others]
         if not one_way:
-            pairs += [f"{other.name} . {one.name}" for other in others]
-        if pairs:  # in one transaction: all of them at the same instant
-            elements = ", ".join(pairs)
-            self._in_switch("nft -f -", stdin=f"{verb} element bridge lab cut {{ {elements} }}\n")
+            pairs += [(other, one) for other in others]
+        if pairs:
+            self._change_cuts(verb, pairs)
+
+    def _change_cuts(
+        self, verb: Literal["add", "delete"], pairs: Sequence[tuple[Host, Host]]
+    ) -> None:
+        """In one transaction: all of them at the same instant."""
+        elements = ", ".join(f"{sender.name} . {receiver.name}" for sender, receiver in pairs)
+        self._in_switch("nft -f -", stdin=f"{verb} element bridge lab cut {{ {elements} }}\n")
 
     def unplug(self, host: Host) -> None:
         """Pull the cable: unlike with `cut` the host's interface loses its carrier."""
@@ -249,7 +262,7 @@ class NetLab:
                 rate = ["rate", f"{bits_per_s}bit"] if bits_per_s else []
                 delay = ["netem", "delay", f"{delay_s * 1e6:.0f}us", *rate, "limit", "100000"]
                 try:
-                    _system([*tc, "replace", "dev", device, "root", *delay])
+                    run_system([*tc, "replace", "dev", device, "root", *delay])
                 except NetLabError as e:
                     raise NetLabError(f"this kernel has no netem: no delay here ({e})") from e
             elif bits_per_s:
@@ -257,9 +270,9 @@ class NetLab:
                 # of one write: a smaller one would cut each into packets, and cost CPU.
                 bucket = ["burst", str(max(65536, bits_per_s // 2000))]
                 tbf = ["tbf", "rate", f"{bits_per_s}bit", *bucket, "latency", f"{QUEUE_S}s"]
-                _system([*tc, "replace", "dev", device, "root", *tbf])
-            elif "noqueue" not in _system([*tc, "show", "dev", device, "root"]):
-                _system([*tc, "delete", "dev", device, "root"])
+                run_system([*tc, "replace", "dev", device, "root", *tbf])
+            elif "noqueue" not in run_system([*tc, "show", "dev", device, "root"]):
+                run_system([*tc, "delete", "dev", device, "root"])
 
     def close(self) -> None:
         """End what runs in the hosts, then take the lab down; nothing if that is done already."""
@@ -267,7 +280,7 @@ class NetLab:
 
 
 def _namespaces() -> list[str]:
-    listed: list[dict[str, Any]] = json.loads(_system(["ip", "-json", "netns", "list"]) or "[]")
+    listed: list[dict[str, Any]] = json.loads(run_system(["ip", "-json", "netns", "list"]) or "[]")
     return [entry["name"] for entry in listed if entry["name"].startswith(f"{PREFIX}-")]
 
 
@@ -276,7 +289,7 @@ def _remove(lab: str) -> None:
     for namespace in namespaces:
         _kill_all(namespace)
     for namespace in namespaces:
-        _system(["ip", "netns", "del", namespace])
+        run_system(["ip", "netns", "del", namespace])
 
 
 def _kill_all(namespace: str) -> None:
@@ -293,7 +306,7 @@ def _kill_all(namespace: str) -> None:
 
 def _running(namespace: str) -> list[int]:
     # A zombie has left its namespace already, so whoever started it need not have reaped it.
-    return [int(pid) for pid in _system(["ip", "netns", "pids", namespace]).split()]
+    return [int(pid) for pid in run_system(["ip", "netns", "pids", namespace]).split()]
 
 
 def labs() -> list[str]:

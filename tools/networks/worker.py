@@ -1,0 +1,99 @@
+"""One rank that averages gradients without end; each step is a line of JSON on standard output.
+
+python -m tools.networks.worker pmesh|gloo RANK SIZE BYTES SYNC
+"""
+
+import importlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tools.networks.results import Line
+
+TAKEN_BACK = "taken back"
+
+
+def say(line: Line) -> None:
+    """In one write: lines of threads don't mix."""
+    os.write(1, msgspec.json.encode(line) + b"\n")
+
+
+class Warnings(logging.Handler):
+    """Passes on what pmesh says on the terminal."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(Line(what="said", at=time.monotonic(), says=record.getMessage()))
+
+
+def steps_of_pmesh(size: int, count: int, *, sync: bool) -> Iterator[Callable[[], int]]:
+    """Yield what makes a step and returns how many ranks took part."""
+    import pmesh  # noqa: PLC0415 - a worker imports one library
+
+    logger = logging.getLogger("pmesh")
+    logger.addHandler(Warnings())
+    logger.propagate = False
+    mesh = pmesh.connect(job="networks", wait_for=size)
+    gradients = np.ones(count, np.float32)
+    state: dict[str, Any] = {"step": 0}
+
+    def step() -> int:
+        nonlocal state
+        try:
+            if sync:
+                state = mesh.sync(state)
+            mean = mesh.average_gradients(gradients)
+        except pmesh.HistorySuperseded as e:
+            say(Line(what="error", at=time.monotonic(), says=f"{type(e).__name__}: {e}"))
+            return mesh.size
+        if mean[0] != 1 or mean[-1] != 1:
+            raise RuntimeError(f"the mean of ones is {mean[0]}, {mean[-1]}")
+        state = {"step": state["step"] + 1}
+        return mesh.size
+
+    while True:
+        yield step
+
+
+def steps_of_gloo(rank: int, size: int, count: int) -> Iterator[Callable[[], int]]:
+    """Yield what makes a step; ranks find each other by a file."""
+    torch: Any = importlib.import_module("torch")
+    distributed: Any = importlib.import_module("torch.distributed")
+    store = f"file://{os.environ['NETWORKS_STORE']}"
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    gradients = torch.ones(count)
+
+    def step() -> int:
+        distributed.all_reduce(gradients)
+        gradients.div_(size)
+        return size
+
+    while True:
+        yield step
+
+
+def main(system: str, rank: str, size: str, nbytes: str, sync: str) -> None:
+    """Make steps until the process is killed."""
+    count = int(nbytes) // 4
+    if system == "pmesh":
+        steps = steps_of_pmesh(int(size), count, sync=sync == "sync")
+    else:
+        steps = steps_of_gloo(int(rank), int(size), count)
+    say(Line(what="joined", at=time.monotonic()))
+    for step in steps:
+        began = time.monotonic()
+        try:
+            ranks = step()
+        except Exception as e:  # noqa: BLE001 - the measurement reports it
+            say(Line(what="error", at=time.monotonic(), says=f"{type(e).__name__}: {e}"))
+            sys.exit(1)
+        say(Line(what="step", at=time.monotonic(), took_s=time.monotonic() - began, ranks=ranks))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
