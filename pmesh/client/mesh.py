@@ -1,5 +1,6 @@
 """What `pmesh.connect` returns: a rank among others, its share of the data, and grids of ranks."""
 
+import logging
 import math
 from collections.abc import Sequence
 from types import TracebackType
@@ -10,12 +11,16 @@ import numpy as np
 from pmesh.client.calls.queue import check_timeout
 from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
 from pmesh.client.collective.bucketed import LastOp
+from pmesh.client.collective.differences import state_differences
 from pmesh.client.elastic.membership import Place
+from pmesh.client.elastic.sync import Synced
 from pmesh.client.group import Collectives, Group, Groups, check_ranks, ranks_by_color
 from pmesh.client.trees.state import pack, unpack_untrusted
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import View
 from pmesh.errors import ProtocolError, RunError, UsageError
+
+_logger = logging.getLogger("pmesh")
 
 Indices: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
 
@@ -100,7 +105,9 @@ class Mesh(Collectives):
         of those the lowest rank's: in the first `sync` rank 0's.
 
         A rank that had to be given another state though it was in the job is named in a warning of
-        the logger `pmesh`: what it computes differs from the others.
+        the logger `pmesh`: what it computes differs from the others. So are, on a rank that is
+        given another state, the arrays of its own that come out with another shape or dtype, or not
+        at all.
 
         Args:
             state: dicts, lists and tuples, nested as you like, of arrays (numpy, MLX, torch; any
@@ -121,13 +128,22 @@ class Mesh(Collectives):
         timeout_s = check_timeout(timeout_s)
         packed = pack(state)
 
-        def run(place: Place) -> "tuple[Values | None, LastOp]":
+        def run(place: Place) -> tuple[Synced, LastOp]:
             synced = place.sync(packed, timeout_s=timeout_s)
             last = LastOp.among(synced.last.op, synced.last.world, synced.nbytes)
-            return synced.received, last
+            return synced, last
 
-        def finish(received: "Values | None") -> T:
-            return state if received is None else _unpacked(received, state)
+        def finish(synced: Synced) -> T:
+            if synced.received is None:
+                return state
+            received = _unpacked(synced.received, state)
+            differs = state_differences(state, received, source=synced.source)
+            if differs:
+                _logger.warning(
+                    "mesh.sync: the job's state replaces this rank's, which has other arrays: %s",
+                    differs,
+                )
+            return received
 
         return cast("T", self._do(run, finish))
 

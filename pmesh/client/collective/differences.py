@@ -1,8 +1,8 @@
-"""What differs when ranks call one all-reduce with different trees of arrays, named by path."""
+"""Which arrays differ between the trees of ranks, in one all-reduce or in a `sync`, by path."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from pmesh.client.collective.bucketed import Arrays
 from pmesh.client.collective.gather_ops import Head, cut, exchange, move
 from pmesh.client.link.session import TrainerSession
+from pmesh.client.trees.arrays import flatten
 from pmesh.errors import AgentStopped, HistorySuperseded, OpMismatch, PmeshError
 
 MOST_SHOWN = 3
@@ -42,10 +43,36 @@ def name_differences(
         raise  # this rank is apart from its job from now on
     except PmeshError:
         return error  # a rank was lost meanwhile; what is known says enough
-    found = list(_differences(trees, session.ranks.names))
-    more = f"; and {len(found) - MOST_SHOWN} more" if len(found) > MOST_SHOWN else ""
-    said = "; ".join(found[:MOST_SHOWN]) + more
-    return OpMismatch(f"{text.partition(' differs: ')[0]} differs: {said}" if found else text)
+    labels = [f"on rank {rank} ({name})" for rank, name in enumerate(session.ranks.names)]
+    said = _differences(trees, labels)
+    return OpMismatch(f"{text.partition(' differs: ')[0]} differs: {said}" if said else text)
+
+
+def state_differences(own: object, received: object, *, source: str) -> str:
+    """What a rank loses when the state from a `sync` takes the place of its own; empty: nothing.
+
+    That are arrays of another shape or dtype, and those that only its own state has. Arrays that
+    only the received state has are no reason: a newcomer's optimizer has not made its own yet.
+
+    Args:
+        own: the state that the rank has passed.
+        received: what `sync` returns instead.
+        source: whose state that was, as in "rank 0 (mac-1)".
+    """
+    here, there = _arrays_of(own), _arrays_of(received)
+    if all(there.get(path) == leaf for path, leaf in here.items()):
+        return ""
+    return _differences([here, there], ["here", f"on {source}"])
+
+
+def _arrays_of(state: object) -> Leaves:
+    tree = flatten(state)
+    arrays = ((path, cast("Any", x)) for path, x in zip(tree.paths, tree.leaves, strict=True))
+    return {
+        path: f"{tuple(x.shape)} {str(x.dtype).rpartition('.')[2]}"
+        for path, x in arrays
+        if hasattr(x, "dtype")
+    }
 
 
 def _gather(session: TrainerSession, arrays: Arrays, timeout_s: float) -> list[Leaves]:
@@ -62,15 +89,20 @@ def _gather(session: TrainerSession, arrays: Arrays, timeout_s: float) -> list[L
     return [cast("Leaves", msgspec.msgpack.decode(piece.tobytes())) for piece in pieces]
 
 
-def _differences(trees: Sequence[Leaves], names: Sequence[str]) -> Iterator[str]:
-    """One sentence for each path that ranks differ in, alike on all ranks.
+def _differences(trees: Sequence[Leaves], labels: Sequence[str]) -> str:
+    """The paths that the trees differ in, at most three, and how many more there are.
 
-    >>> list(_differences([{"w": "(2,) float32"}, {"w": "(3,) float32"}], ["a", "b"]))
-    ['w: (2,) float32 on rank 0 (a), (3,) float32 on rank 1 (b)']
-    >>> list(_differences([{"w": "x"}, {"w": "x", "extra": "y"}, {"w": "x"}], ["a", "b", "c"]))
-    ['extra: only on rank 1 (b)']
+    >>> _differences([{"w": "(2,) float32"}, {"w": "(3,) float32"}], ["here", "on rank 1 (b)"])
+    'w: (2,) float32 here, (3,) float32 on rank 1 (b)'
+    >>> _differences([{"w": "x"}, {"w": "x", "extra": "y"}], ["here", "on rank 1 (b)"])
+    'extra: only on rank 1 (b)'
     """
-    labels = [f"rank {rank} ({name})" for rank, name in enumerate(names)]
+    found = list(_each_difference(trees, labels))
+    more = [f"and {len(found) - MOST_SHOWN} more"] if len(found) > MOST_SHOWN else []
+    return "; ".join([*found[:MOST_SHOWN], *more])
+
+
+def _each_difference(trees: Sequence[Leaves], labels: Sequence[str]) -> Iterator[str]:
     for path in dict.fromkeys(path for tree in trees for path in tree):
         ranks: dict[str | None, list[str]] = {}
         for tree, label in zip(trees, labels, strict=True):
@@ -80,10 +112,10 @@ def _differences(trees: Sequence[Leaves], names: Sequence[str]) -> Iterator[str]
         absent = ranks.pop(None, [])
         if absent and len(ranks) == 1:
             here = next(iter(ranks.values()))
-            few = f"only on {_few(here)}" if len(here) <= len(absent) else f"not on {_few(absent)}"
+            few = f"only {_few(here)}" if len(here) <= len(absent) else f"not {_few(absent)}"
             yield f"{path}: {few}"
         else:
-            yield f"{path}: " + ", ".join(f"{leaf} on {_few(on)}" for leaf, on in ranks.items())
+            yield f"{path}: " + ", ".join(f"{leaf} {_few(on)}" for leaf, on in ranks.items())
 
 
 def _few(labels: Sequence[str]) -> str:

@@ -200,6 +200,8 @@ class Synced:
     """That of the rank whose state it is."""
     received: "Values | None"
     """The bytes of the state, if this rank had another one."""
+    source: str
+    """A rank that had it, as in "rank 0 (mac-1)"."""
     last: Done
     """The last op that it took."""
     nbytes: int
@@ -240,6 +242,7 @@ def run_sync(session: TrainerSession, packed: Packed, offer: Offer, *, timeout_s
     return Synced(
         step=plan.best.step,
         received=None if arrival is None else arrival.checked(),
+        source=_shown(plan.holders[0], done.world),
         last=transfer.last,
         nbytes=transfer.nbytes,
     )
@@ -328,13 +331,14 @@ class _Transfer:
 
 
 def _warn_of_corrections(plan: Plan, world: World) -> None:
-    def name(trainer: TrainerId) -> str:
-        rank = rank_of(trainer, world.trainers)
-        return f"rank {rank} ({world.names[rank]})"
-
     for trainer in plan.corrected:
         _logger.warning(
             "%s had another state than %s, and gets that one: what it computes differs",
-            name(trainer),
-            name(plan.holders[0]),
+            _shown(trainer, world),
+            _shown(plan.holders[0], world),
         )
+
+
+def _shown(trainer: TrainerId, world: World) -> str:
+    rank = rank_of(trainer, world.trainers)
+    return f"rank {rank} ({world.names[rank]})"

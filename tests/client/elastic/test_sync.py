@@ -3,6 +3,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -293,6 +294,52 @@ def test_who_begins_with_other_weights_is_not_called_wrong(
     with caplog.at_level(logging.WARNING, "pmesh"):
         run_ranks(agent.home, 2, program)
     assert "another state" not in caplog.text
+
+
+def other_arrays(caplog: pytest.LogCaptureFixture) -> list[str]:
+    said = (message.partition("which has other arrays: ") for message in caplog.messages)
+    return [paths for _, found, paths in said if found]
+
+
+def synced_apart(home: Path, mine: object, theirs: object) -> None:
+    """One sync in which rank 1 passes its own state and gets rank 0's."""
+    run_ranks(home, 2, lambda mesh: mesh.sync(mine if mesh.rank else theirs))
+
+
+def test_who_gets_arrays_of_another_shape_or_dtype_reads_which(
+    agent: WatchedAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    same = {f"layer{i}.w": np.ones((10, 10), np.float32) for i in range(3)}
+    mine = {**same, "layer3.w": np.ones((10, 10), np.float32), "b": np.ones(2, ">f4")}
+    theirs = {**same, "layer3.w": np.ones((10, 11), np.float32), "b": np.ones(2)}
+    with caplog.at_level(logging.WARNING, "pmesh"):
+        synced_apart(agent.home, {"model": mine, "step": 1}, {"model": theirs, "step": 2})
+    (said,) = other_arrays(caplog)
+    assert said == (
+        "model.b: (2,) >f4 here, (2,) float64 on rank 0 (simulated); "
+        "model.layer3.w: (10, 10) float32 here, (10, 11) float32 on rank 0 (simulated)"
+    )
+
+
+def test_who_loses_arrays_in_a_sync_reads_which_and_how_many_more(
+    agent: WatchedAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = {"extra": np.ones(1), "w": [np.ones(2)] * 4}
+    with caplog.at_level(logging.WARNING, "pmesh"):
+        synced_apart(agent.home, mine, {"w": [np.zeros(1)] * 4, "z": np.ones(1)})
+    (said,) = other_arrays(caplog)
+    assert said.startswith("extra: only here; w.0: (2,) float64 here, (1,) float64 on rank 0 (")
+    assert said.endswith("; and 3 more")
+
+
+@pytest.mark.parametrize("mine", [None, {"w": np.zeros(3), "best": 0.5}])
+def test_who_gets_arrays_that_it_had_not_made_yet_is_not_warned(
+    agent: WatchedAgent, caplog: pytest.LogCaptureFixture, mine: object
+) -> None:
+    theirs = {"w": np.ones(3), "optimizer": {"momentum": np.ones(3)}, "best": None}
+    with caplog.at_level(logging.WARNING, "pmesh"):
+        synced_apart(agent.home, mine, theirs)
+    assert other_arrays(caplog) == []
 
 
 def test_a_state_that_was_garbled_on_its_way_is_not_taken(agent: WatchedAgent) -> None:
