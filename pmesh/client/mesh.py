@@ -66,7 +66,9 @@ class Mesh(Collectives):
     and `last_op` say afterwards who took part. Call `sync` at the top of the training loop, and who
     comes, or comes back, takes part too.
 
-    Dtypes: float64, float32, float16, bfloat16 (both added as float32), int64, int32 and bool.
+    Dtypes: float64, float32, float16, bfloat16 (both added as float32), complex128, complex64,
+    signed and unsigned integers of 8 to 64 bits, and bool; calls that only move arrays take other
+    numbers too, such as float8.
 
     Any thread may call; one call runs at a time. Close it, or use it in a `with` statement: leaving
     that by an exception counts as a crash of this rank, so that the others learn of it.

@@ -117,6 +117,8 @@ def inputs_of(size: int, count: int, dtype: str, *, seed: int = 1) -> list[Value
     rows = [dice.integers(-3, 4, count).astype(dtype) for _ in range(size)]
     if np.dtype(dtype).kind == "f":
         rows = [(row * dice.random(count)).astype(dtype) for row in rows]
+    if np.dtype(dtype).kind == "c":
+        rows = [(row * (1 + 2j)).astype(dtype) for row in rows]
     return rows
 
 

@@ -4,7 +4,6 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, get_args, overload
 
@@ -13,12 +12,13 @@ from numpy.typing import DTypeLike, NDArray
 
 from pmesh.client.calls.queue import Caller, Handle, check_timeout
 from pmesh.client.collective.bucketed import (
-    ALONE,
     Arrays,
     Collective,
     LastOp,
+    reduce_scatter_alone,
     run_alone,
     run_collective,
+    run_reduce_scatter,
     take_apart,
     written_into,
 )
@@ -32,53 +32,10 @@ from pmesh.client.feedback.call import (
 )
 from pmesh.client.feedback.memory import Feedback
 from pmesh.client.link.session import TrainerSession
-from pmesh.client.trees.arrays import WIRE_OF, Leaf
+from pmesh.client.trees.arrays import WIRE_OF
 from pmesh.compression.schemes import Scheme
-from pmesh.core.ops.plan import chunk_bounds
-from pmesh.core.ops.reductions import WIRE_DTYPES, Values
-from pmesh.core.wire.link import Call
-from pmesh.core.wire.local import World
+from pmesh.core.ops.reductions import Values
 from pmesh.errors import OpMismatch, UnsupportedArray, UsageError
-
-
-def run_reduce_scatter(
-    session: TrainerSession, leaf: Leaf, *, reduction: str, timeout_s: float
-) -> tuple[Values, LastOp]:
-    """This rank's part, as `numpy.array_split` cuts the first dimension."""
-    places = session.places
-    rows = leaf.values.shape[0]
-    bounds = chunk_bounds(rows, len(places))
-    width = leaf.values.size // rows if rows else 0
-    ranks = sorted(range(len(places)), key=places.__getitem__)  # of each place
-    region = session.input_values(leaf.wire, leaf.values.size, room_bytes=0)
-    begin = 0
-    for rank in ranks:
-        part = _part_of(leaf, bounds[rank], bounds[rank + 1])
-        part.fill(region[begin : begin + part.values.size])
-        begin += part.values.size
-    call = Call("reduce_scatter", leaf.dtype, leaf.values.shape, reduction)
-    done = session.run_op(
-        call,
-        leaf.wire,
-        leaf.values.size,
-        timeout_s=timeout_s,
-        parts=tuple((bounds[rank + 1] - bounds[rank]) * width for rank in ranks),
-    )
-    rank = done.world.rank
-    own = _part_of(leaf, bounds[rank], bounds[rank + 1])
-    return cast("Values", own.like(done.values)), LastOp.among(done.op, done.world, region.nbytes)
-
-
-def reduce_scatter_alone(leaf: Leaf, world: World) -> tuple[Values, LastOp]:
-    """The part of a rank that is alone: the whole."""
-    region = np.empty(leaf.values.size, WIRE_DTYPES[leaf.wire])
-    leaf.fill(region)
-    return cast("Values", leaf.like(region)), LastOp.among(ALONE, world, region.nbytes)
-
-
-def _part_of(leaf: Leaf, begin: int, end: int) -> Leaf:
-    return replace(leaf, values=leaf.values[begin:end])
-
 
 DEFAULT_BUCKET_BYTES = 32 * 1024 * 1024  # large enough that latency is nothing, small to hold
 _MOST_VALUES = sys.maxsize // 8  # of 8 bytes, that an address space holds
@@ -131,7 +88,7 @@ class Reducing(Caller):
 
         Args:
             shape: as for `numpy.empty`; its first values are arbitrary, too.
-            dtype: one that travels as it is: float64, float32, int64, int32 or bool.
+            dtype: one that travels as it is: any that `all_reduce` takes but float16 and bfloat16.
 
         Raises:
             UnsupportedArray: another dtype.
@@ -263,7 +220,8 @@ class Reducing(Caller):
         """Give every rank the values of one.
 
         Args:
-            x: of the same shapes and dtypes on every rank; only the root's values matter.
+            x: of the same shapes and dtypes, any of numbers, on every rank; only the root's values
+                matter.
             root: whose; while ranks change, it stays the same trainer.
             timeout_s: for each op; a tree takes one for each 32 MiB of a dtype.
             async_op: return a handle at once.
@@ -278,7 +236,8 @@ class Reducing(Caller):
             bucket_bytes=DEFAULT_BUCKET_BYTES,
             timeout_s=check_timeout(timeout_s),
         )
-        return cast("T | Handle[T]", self._run(wanted, take_apart(x), async_op=async_op))
+        arrays = take_apart(x, only_moves=True)
+        return cast("T | Handle[T]", self._run(wanted, arrays, async_op=async_op))
 
     @overload
     def reduce(

@@ -11,6 +11,8 @@ import numpy as np
 from pmesh.client.link.arenas import Region
 from pmesh.client.link.session import Done, TrainerSession
 from pmesh.client.trees.arrays import Leaf, Tree, describe, digest, divided, flatten, is_of
+from pmesh.client.trees.raw import describe_bits
+from pmesh.core.ops.plan import chunk_bounds
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values, check_reduction
 from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import World
@@ -50,7 +52,8 @@ def plan_buckets(
     if len(leaves) == 1:
         return [Bucket(wire or leaves[0].wire, (0,), leaves[0].values.size)]
     buckets: list[Bucket] = []
-    for dtype in _WIDEST_FIRST:
+    used = {wire or leaf.wire for leaf in leaves}
+    for dtype in (each for each in WIRE_DTYPES if each in used):
         room = bucket_bytes / WIRE_DTYPES[dtype].itemsize
         run: list[int] = []
         count = 0
@@ -64,9 +67,6 @@ def plan_buckets(
         if run:
             buckets.append(Bucket(dtype, tuple(run), count))
     return buckets
-
-
-_WIDEST_FIRST = ("float64", "float32", "int64", "int32", "bool")
 
 
 def fill(bucket: Bucket, leaves: Sequence[Leaf], region: Values, weight: float | None) -> None:
@@ -179,7 +179,7 @@ class Arrays:
     def digest(self) -> str:
         """Alike on two ranks only if all paths, dtypes and shapes are (I5)."""
         named = zip(self.tree.paths, self.leaves, strict=True)
-        return digest([f"{path} {leaf.dtype} {leaf.values.shape}" for path, leaf in named])
+        return digest([f"{path} {leaf.users_dtype} {leaf.values.shape}" for path, leaf in named])
 
     def is_like(self, other: "Arrays") -> bool:
         """Whether all paths, dtypes and shapes are the same."""
@@ -198,12 +198,12 @@ class Arrays:
         return [leaf.rebuild(values) for leaf, values in zip(self.leaves, results, strict=True)]
 
 
-def take_apart(x: object, *, reduction: str = "") -> Arrays:
+def take_apart(x: object, *, reduction: str = "", only_moves: bool = False) -> Arrays:
     """The arrays of a tree; raises UnsupportedArray for what can't travel, or be reduced so."""
     if x is None:
         raise UnsupportedArray("None is not an array")
     tree = flatten(x)
-    leaves = tuple(describe(tree))
+    leaves = tuple(describe_bits(tree) if only_moves else describe(tree))
     for path, leaf in zip(tree.paths, leaves, strict=True):
         try:
             if reduction:
@@ -236,7 +236,7 @@ def run_collective(
         shape: tuple[int, ...] = (count,)
         dtype = bucket.wire
         if not label:
-            dtype, shape = leaves[0].dtype, leaves[0].values.shape
+            dtype, shape = leaves[0].users_dtype, leaves[0].values.shape
         call = Call(
             wanted.kind,
             dtype,
@@ -317,7 +317,7 @@ class _Overlap:
 
     def take(self, bucket: Bucket, done: Done) -> None:
         """Take the result of an op; UsageError if it can't be averaged."""
-        total = None if self._wanted.weight is None else checked_total(float(done.values[-1]))
+        total = None if self._wanted.weight is None else checked_total(float(done.values[-1].real))
         self._unread = bucket, done, total
         if not self._ahead_bytes:
             self.read()
@@ -343,6 +343,45 @@ def run_alone(wanted: Collective, arrays: Arrays, world: World) -> tuple[list[ob
         results.append(leaf.like(region))
         nbytes += region.nbytes
     return results, LastOp.among(ALONE, world, nbytes)
+
+
+def run_reduce_scatter(
+    session: TrainerSession, leaf: Leaf, *, reduction: str, timeout_s: float
+) -> tuple[Values, LastOp]:
+    """This rank's part, as `numpy.array_split` cuts the first dimension."""
+    places = session.places
+    rows = leaf.values.shape[0]
+    bounds = chunk_bounds(rows, len(places))
+    width = leaf.values.size // rows if rows else 0
+    ranks = sorted(range(len(places)), key=places.__getitem__)  # of each place
+    region = session.input_values(leaf.wire, leaf.values.size, room_bytes=0)
+    begin = 0
+    for rank in ranks:
+        part = _part_of(leaf, bounds[rank], bounds[rank + 1])
+        part.fill(region[begin : begin + part.values.size])
+        begin += part.values.size
+    call = Call("reduce_scatter", leaf.dtype, leaf.values.shape, reduction)
+    done = session.run_op(
+        call,
+        leaf.wire,
+        leaf.values.size,
+        timeout_s=timeout_s,
+        parts=tuple((bounds[rank + 1] - bounds[rank]) * width for rank in ranks),
+    )
+    rank = done.world.rank
+    own = _part_of(leaf, bounds[rank], bounds[rank + 1])
+    return cast("Values", own.like(done.values)), LastOp.among(done.op, done.world, region.nbytes)
+
+
+def reduce_scatter_alone(leaf: Leaf, world: World) -> tuple[Values, LastOp]:
+    """The part of a rank that is alone: the whole."""
+    region = np.empty(leaf.values.size, WIRE_DTYPES[leaf.wire])
+    leaf.fill(region)
+    return cast("Values", leaf.like(region)), LastOp.among(ALONE, world, region.nbytes)
+
+
+def _part_of(leaf: Leaf, begin: int, end: int) -> Leaf:
+    return replace(leaf, values=leaf.values[begin:end])
 
 
 def _rank_of(root: TrainerId | None, world: World) -> int:
@@ -417,4 +456,6 @@ def _can_be_written(x: object) -> bool:
     if isinstance(x, np.ndarray):
         return bool(x.flags.writeable)
     tensor = cast("Any", x)  # torch has no types here
-    return is_of("torch", "Tensor", x) and tensor.device.type == "cpu" and not tensor.is_neg()
+    if not is_of("torch", "Tensor", x):
+        return False
+    return tensor.device.type == "cpu" and not (tensor.is_neg() or tensor.is_conj())

@@ -13,8 +13,8 @@ import numpy as np
 
 from pmesh.client.collective.bucketed import LastOp
 from pmesh.client.link.session import Done, TrainerSession, exchange_rows
-from pmesh.client.trees.arrays import digest
-from pmesh.client.trees.raw import RawArray, from_raw, to_raw
+from pmesh.client.trees.arrays import digest, no_array
+from pmesh.client.trees.raw import from_raw, to_raw
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import World
@@ -23,7 +23,7 @@ from pmesh.ids import TrainerId
 
 LIBRARIES = ("numpy", "mlx", "torch")
 MAX_DIMENSIONS = 8
-_NAME_BYTES = 16
+_NAME_BYTES = 24
 _HEAD_VALUES = 2 + _NAME_BYTES // 8 + MAX_DIMENSIONS
 _NONE: tuple[int, ...] = (-1,) * _HEAD_VALUES
 """The row of a rank that gives nothing."""
@@ -68,10 +68,9 @@ def block_of(x: object, where: str = "") -> Block:
     """The array's bytes; raises UnsupportedArray for what does not travel so."""
     raw = to_raw(x, f"{where}: " if where else "")
     if raw is None:
-        at = f"{where}: " if where else ""
-        raise UnsupportedArray(f"{at}a {type(x).__name__} is not an array")
+        raise no_array(x, f"{where}: " if where else "")
     library = "numpy" if raw.library == "scalar" else raw.library
-    dtype = _plain_name(raw)
+    dtype = raw.plain_dtype
     if dtype is None or len(dtype) > _NAME_BYTES or len(raw.shape) > MAX_DIMENSIONS:
         raise UnsupportedArray(
             f"{where or 'x'}: arrays of numbers in the machine's byte order, with at most "
@@ -80,17 +79,11 @@ def block_of(x: object, where: str = "") -> Block:
     return Block(Head(library, dtype, raw.shape), raw.data, x)
 
 
-def _plain_name(raw: RawArray) -> str | None:
-    if raw.library in ("mlx", "torch") or not raw.dtype.startswith(("<", ">", "|")):
-        return raw.dtype
-    dtype = np.dtype(raw.dtype)
-    return dtype.name if dtype.isnative and dtype.kind in "biufc" else None
-
-
 def build(head: Head, data: Values, like: object) -> object:
     """An array of these bytes, which it may keep; of the library of `like`, if that is an array."""
     dtype = head.dtype
-    if head.library == "numpy" and dtype in np.sctypeDict and np.dtype(dtype).kind in "biufc":
+    # Those of ml_dtypes are in numpy's table too, but have no notation of their own.
+    if head.library == "numpy" and dtype in np.sctypeDict and np.dtype(dtype).isbuiltin == 1:
         dtype = np.dtype(dtype).str
     return from_raw(head.library, dtype, head.shape, data, like=like)
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from pmesh.core.ops.reductions import Values
+from pmesh.core.ops.reductions import Values, parts_of
 from pmesh.errors import UnsupportedArray
 
 
@@ -28,6 +28,8 @@ class Tree:
     leaves: tuple[object, ...]
     rebuild: Callable[[Sequence[object]], object]
     """The same tree with other leaves, given in the same order."""
+    source: object
+    """What was taken apart."""
 
     @property
     def is_bare(self) -> bool:
@@ -35,12 +37,12 @@ class Tree:
         return self.paths == ("",)
 
 
-def flatten(x: object) -> Tree:
+def flatten(x: object, *, with_none: bool = False) -> Tree:
     """Take a tree apart; an array, and whatever else is no container, is its own only leaf.
 
-    None, as for a parameter without a gradient, is a container of nothing. Dicts are walked in the
-    order of their keys as text, not of insertion, which may differ between ranks. Containers keep
-    their types: named tuples, OrderedDicts with their attributes, and so on.
+    None, as for a parameter without a gradient, is a container of nothing, or `with_none` a leaf.
+    Dicts are walked in the order of their keys as text, not of insertion, which may differ between
+    ranks. Containers keep their types: named tuples, OrderedDicts with their attributes, and so on.
 
     >>> tree = flatten({"b": [1, 2], "a": (3,)})
     >>> tree.paths, tree.leaves
@@ -48,15 +50,16 @@ def flatten(x: object) -> Tree:
     >>> tree.rebuild([30, 10, 20])
     {'b': [10, 20], 'a': (30,)}
     """
-    found = tuple(_walk(x, ""))
+    found = tuple(_walk(x, "", with_none=with_none))
 
     def rebuild(leaves: Sequence[object]) -> object:
-        return _rebuild(x, iter(leaves))
+        return _rebuild(x, iter(leaves), with_none=with_none)
 
     return Tree(
         paths=tuple(path for path, _ in found),
         leaves=tuple(leaf for _, leaf in found),
         rebuild=rebuild,
+        source=x,
     )
 
 
@@ -65,32 +68,32 @@ def digest(lines: Sequence[str]) -> str:
     return hashlib.sha3_256("\n".join(lines).encode(errors="replace")).hexdigest()[:8]
 
 
-def _items(x: object) -> list[tuple[Any, object]] | None:
+def _items(x: object, *, with_none: bool) -> list[tuple[Any, object]] | None:
     """Key and child of each entry, in the order that all ranks share; None for a leaf."""
     if isinstance(x, dict):
         entries = cast("dict[Any, object]", x).items()
         return sorted(entries, key=lambda entry: (str(entry[0]), type(entry[0]).__name__))
     if isinstance(x, list | tuple):
         return list(enumerate(cast("Sequence[object]", x)))
-    return [] if x is None else None
+    return [] if x is None and not with_none else None
 
 
-def _walk(x: object, path: str) -> Iterator[tuple[str, object]]:
-    items = _items(x)
+def _walk(x: object, path: str, *, with_none: bool) -> Iterator[tuple[str, object]]:
+    items = _items(x, with_none=with_none)
     if items is None:
         yield path, x
         return
     for key, child in items:
-        yield from _walk(child, f"{path}.{key}" if path else str(key))
+        yield from _walk(child, f"{path}.{key}" if path else str(key), with_none=with_none)
 
 
-def _rebuild(x: object, leaves: Iterator[object]) -> object:
-    items = _items(x)
+def _rebuild(x: object, leaves: Iterator[object], *, with_none: bool) -> object:
+    items = _items(x, with_none=with_none)
     if items is None:
         return next(leaves)
     if x is None:
         return None
-    children = {key: _rebuild(child, leaves) for key, child in items}
+    children = {key: _rebuild(child, leaves, with_none=with_none) for key, child in items}
     if isinstance(x, tuple):
         kind = cast("type[Any]", type(cast("object", x)))
         make = getattr(kind, "_make", kind)  # a named tuple's own way
@@ -107,8 +110,16 @@ WIRE_OF = MappingProxyType(
         "float32": "float32",
         "float16": "float32",
         "bfloat16": "float32",
+        "complex128": "complex128",
+        "complex64": "complex64",
         "int64": "int64",
         "int32": "int32",
+        "int16": "int16",
+        "int8": "int8",
+        "uint64": "uint64",
+        "uint32": "uint32",
+        "uint16": "uint16",
+        "uint8": "uint8",
         "bool": "bool",
     }
 )
@@ -130,6 +141,13 @@ class Leaf:
     """What `rebuild` writes to, if it is of the dtype that travels."""
     takes_read_only: bool = False
     """Whether the array may be one that can't be written to."""
+    bits_of: str = ""
+    """The user's dtype, where `dtype` is only of the same size: then the values are its bits."""
+
+    @property
+    def users_dtype(self) -> str:
+        """What the user's array is of."""
+        return self.bits_of or self.dtype
 
     @property
     def wire(self) -> str:
@@ -186,8 +204,10 @@ class Leaf:
 
 def divided(values: Values, divisor: float, *, out: "Values | None" = None) -> Values:
     """The quotients, in `out` or in fresh memory; 0 / 0 is NaN."""
+    quotients = np.empty(values.shape, values.dtype) if out is None else out
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        quotients: Values = np.divide(values, divisor, out=out)
+        for part, into in zip(parts_of(values), parts_of(quotients), strict=True):
+            np.divide(part, divisor, out=into)
     return quotients
 
 
@@ -214,14 +234,21 @@ def _describe(x: object, path: str) -> Leaf:
 
         leaf = torch.describe(x, where)
     else:
-        kind = type(x).__name__
-        hint = ""
-        if isinstance(x, bool | int | float):
-            hint = "; wrap it, as in numpy.array(x)"
-        elif isinstance(x, Iterable) and not isinstance(x, str | bytes | AbstractSet):
-            hint = "; pass a list, as in list(x)"  # a generator, such as torch's net.parameters()
-        raise UnsupportedArray(f"{where}a {kind} is not an array{hint}")
+        raise no_array(x, where)
     return leaf
+
+
+def no_array(x: object, where: str) -> UnsupportedArray:
+    """The error for what is no array, with what to pass instead."""
+    kind = type(x).__name__
+    hint = ""
+    if isinstance(x, bool | int | float):
+        hint = "; wrap it, as in numpy.array(x)"
+    elif isinstance(x, Iterable) and not isinstance(
+        x, str | bytes | AbstractSet | list | tuple | dict
+    ):
+        hint = "; pass a list, as in list(x)"  # a generator, such as torch's net.parameters()
+    return UnsupportedArray(f"{where}a {kind} is not an array{hint}")
 
 
 def check_dtype(dtype: str, where: str) -> None:
@@ -270,7 +297,8 @@ def is_of(module: str, name: str, x: object) -> bool:
 
 def _multiply(values: Values, weight: float, into: Values) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
-        np.multiply(values, weight, out=into, dtype=into.dtype)
+        for part, product in zip(parts_of(values), parts_of(into), strict=True):
+            np.multiply(part, weight, out=product, dtype=product.dtype)
 
 
 def _bfloat16_bits(values: Values) -> Values:

@@ -4,16 +4,17 @@ import importlib
 import math
 import re
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
-from pmesh.client.trees.arrays import is_of
+from pmesh.client.trees.arrays import Leaf, Tree, evaluate_mlx, is_of, no_array
 from pmesh.core.ops.reductions import Values
 from pmesh.errors import ProtocolError, UnsupportedArray, UsageError
 
 _ADAPTERS = {"mlx": "pmesh.client.trees.mlx", "torch": "pmesh.client.trees.torch"}
 _NOTATION = re.compile(r"[<>|][biufcmMSUV]\d{1,9}(\[\d{0,9}[a-zA-Z]{1,2}\])?")  # but no objects
+_BITS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
 _EXTENSION = "ml_dtypes"  # where numpy has bfloat16 and its like from
 
 
@@ -29,6 +30,14 @@ class RawArray:
     data: Values
     """Flat uint8; a view of the array's memory where it lies there in one piece."""
 
+    @property
+    def plain_dtype(self) -> str | None:
+        """As numpy names it, whatever the library; None unless it is of native numbers."""
+        if self.library in _ADAPTERS or not self.dtype.startswith(("<", ">", "|")):
+            return self.dtype
+        dtype = np.dtype(self.dtype)
+        return dtype.name if dtype.isnative and dtype.kind in "biufc" else None
+
 
 class _Adapter(Protocol):
     def to_raw(self, x: object, where: str) -> RawArray: ...
@@ -38,20 +47,70 @@ class _Adapter(Protocol):
     ) -> object: ...
 
 
+def library_of(x: object) -> str | None:
+    """Whose array x is: numpy, mlx or torch; None if it is none."""
+    if isinstance(x, np.ndarray | np.generic):
+        return "numpy"
+    if is_of("mlx.core", "array", x):
+        return "mlx"
+    return "torch" if is_of("torch", "Tensor", x) else None
+
+
 def to_raw(x: object, where: str) -> RawArray | None:
     """The array's bytes; None if x is no array.
 
     MLX arrays must have been evaluated. Raises UnsupportedArray for what is more than its bytes.
     """
-    if isinstance(x, np.ndarray | np.generic):
+    library = library_of(x)
+    if library is None:
+        return None
+    if library == "numpy":
         return _numpy_to_raw(cast("Values | np.generic", x), where)
-    for library, (module, name) in {
-        "mlx": ("mlx.core", "array"),
-        "torch": ("torch", "Tensor"),
-    }.items():
-        if is_of(module, name, x):
-            return _adapter(library).to_raw(x, where)
-    return None
+    return _adapter(library).to_raw(x, where)
+
+
+def describe_bits(tree: Tree) -> list[Leaf]:
+    """The tree's arrays as integers of their size, for calls that only move them.
+
+    Raises:
+        UnsupportedArray: a leaf is no array of numbers.
+    """
+    evaluate_mlx(tree.leaves)
+    return [_bits(x, path) for path, x in zip(tree.paths, tree.leaves, strict=True)]
+
+
+def _bits(x: object, path: str) -> Leaf:
+    where = f"{path}: " if path else ""
+    swapped = _swapped_dtype(x)
+    native = x if swapped is None else cast("Values", x).astype(swapped.newbyteorder("="))
+    raw = to_raw(native, where)
+    if raw is None:
+        raise no_array(x, where)
+    count = math.prod(raw.shape)
+    bits = _BITS.get(raw.data.size // count if count else 1)
+    if raw.plain_dtype is None or bits is None:
+        raise UnsupportedArray(f"{where}arrays of numbers can be moved, not of {raw.dtype}")
+
+    def rebuild(fresh: Values) -> object:
+        data = fresh.reshape(-1).view(np.uint8)
+        made = from_raw(raw.library, raw.dtype, raw.shape, data, like=x)
+        return made if swapped is None else cast("Values", made).astype(swapped)
+
+    return Leaf(
+        dtype=bits,
+        bits_of=raw.plain_dtype,
+        values=raw.data.view(bits).reshape(raw.shape),
+        rebuild=rebuild,
+        rebuild_copies=raw.library == "mlx",
+    )
+
+
+def _swapped_dtype(x: object) -> "np.dtype[Any] | None":
+    """That of a numpy array in the other byte order."""
+    if not isinstance(x, np.ndarray):
+        return None
+    dtype = cast("Values", x).dtype
+    return None if dtype.isnative else dtype
 
 
 def from_raw(

@@ -24,7 +24,7 @@ def describe(x: Any, where: str) -> Leaf:  # noqa: ANN401 - a torch.Tensor
     _check_dense(x, where)
     dtype = str(x.dtype).removeprefix("torch.")
     check_dtype(dtype, where)
-    here = x.detach().to("cpu").resolve_neg()
+    here = x.detach().to("cpu").resolve_neg().resolve_conj()
     values = here.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else here.numpy()
 
     def rebuild(fresh: Values) -> object:

@@ -1,17 +1,31 @@
 """Reductions: what two ranks' values become, in place, in the dtypes that travel."""
 
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 Values: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[Any]]"
 
-WIRE_DTYPES = MappingProxyType(
-    {name: np.dtype(name) for name in ("float32", "float64", "int32", "int64", "bool", "uint8")}
+_NAMES = (
+    "complex128",
+    "float64",
+    "complex64",
+    "float32",
+    "int64",
+    "uint64",
+    "int32",
+    "uint32",
+    "int16",
+    "uint16",
+    "int8",
+    "uint8",
+    "bool",
 )
-"""What travels. float16 and bfloat16 are widened to float32 by the client, so that sums keep it;
-uint8 are bytes of any dtype, which are moved and not reduced."""
+WIRE_DTYPES = MappingProxyType({name: np.dtype(name) for name in _NAMES})
+"""What travels: of each kind the widest first. float16 and bfloat16 are widened to float32 by the
+client, so that sums keep it."""
 
 _UFUNCS = MappingProxyType(
     {
@@ -23,9 +37,18 @@ _UFUNCS = MappingProxyType(
     }
 )
 _FOR_FLOATS = ("sum", "mean", "max", "min", "prod")
+_FOR_COMPLEX = ("sum", "mean", "prod")  # they have no order
 _FOR_INTEGERS = ("sum", "max", "min", "prod")  # a mean of integers is not an integer
-_FOR_BOOLS = ("max", "min", "prod")  # any, all, all; how many is a sum of integers
-_ALLOWED = MappingProxyType({"f": _FOR_FLOATS, "i": _FOR_INTEGERS, "b": _FOR_BOOLS, "u": ()})
+_ALLOWED = MappingProxyType(
+    {
+        "f": _FOR_FLOATS,
+        "c": _FOR_COMPLEX,
+        "i": _FOR_INTEGERS,
+        "u": _FOR_INTEGERS,
+        "b": _FOR_INTEGERS,  # a sum or max is any, a min or prod all: as numpy, MLX and NCCL add
+    }
+)
+_INEXACT = MappingProxyType({"f": ("max", "min"), "c": ("prod",)})
 
 
 def check_reduction(reduction: str, dtype: str) -> None:
@@ -54,18 +77,28 @@ def is_exact(reduction: str, dtype: str) -> bool:
     """Whether all processors reduce two values to the same bits, if NaN are made equal.
 
     IEEE 754 says what every bit of a sum or product is, but for NaN. The greater of 0 and -0 may be
-    either.
+    either. A complex product is several operations, some of which a processor may fuse.
     """
-    return WIRE_DTYPES[dtype].kind != "f" or reduction not in {"max", "min"}
+    return reduction not in _INEXACT.get(WIRE_DTYPES[dtype].kind, ())
+
+
+def parts_of(values: Values) -> tuple[Values, ...]:
+    """Views of the real and of the imaginary parts; of values that are not complex, they alone."""
+    if values.dtype.kind != "c":
+        return (values,)
+    parts = cast("NDArray[np.complexfloating]", values)
+    return parts.real, parts.imag
 
 
 def make_nan_equal(values: Values) -> None:
     """Replace every NaN by the same one, in place: its sign and its payload are the processor's."""
-    if values.dtype.kind == "f":
-        np.copyto(values, np.nan, where=np.isnan(values))
+    if values.dtype.kind in "fc":
+        for part in parts_of(values):
+            np.copyto(part, np.nan, where=np.isnan(part))
 
 
 def finish(reduction: str, into: Values, contributors: int) -> None:
     """Make the mean of a sum, in place; every other reduction is finished as it is."""
     if reduction == "mean":
-        np.divide(into, contributors, out=into)
+        for part in parts_of(into):  # an infinite part divided as a complex number spoils the other
+            np.divide(part, contributors, out=part)

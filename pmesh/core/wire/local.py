@@ -14,7 +14,7 @@ from pmesh.core.wire.link import Call, Envelope
 from pmesh.errors import ProtocolError
 from pmesh.ids import PRINTABLE, JobName, OpNumber, TrainerId
 
-SESSION_VERSION = 8
+SESSION_VERSION = 9
 SYNC_VALUES = 8
 """The number of int64 that each rank gives to a `sync`; its result has as many for each rank."""
 
@@ -30,8 +30,22 @@ MAX_REQUEST_BYTES = 64 * 1024  # the largest, an all_to_all among 1024 ranks, ta
 
 _MOST = 2**48  # bytes or values: no processor can address as many, and sums of 1024 fit an int64
 
-WireDtype: TypeAlias = Literal["float32", "float64", "int32", "int64", "bool", "uint8"]
-"""uint8: bytes of any dtype, moved but not added."""
+WireDtype: TypeAlias = Literal[
+    "complex128",
+    "float64",
+    "complex64",
+    "float32",
+    "int64",
+    "uint64",
+    "int32",
+    "uint32",
+    "int16",
+    "uint16",
+    "int8",
+    "uint8",
+    "bool",
+]
+"""The keys of `pmesh.core.ops.reductions.WIRE_DTYPES`."""
 
 ArenaKind: TypeAlias = Literal["input", "output"]
 

@@ -222,7 +222,7 @@ def start_op(call: Call, **changed: object) -> StartOp:
 def hostile() -> Iterator[StartOp]:
     yield start_op(Call("all_reduce", "float32", (0,), "median"))
     yield start_op(Call("all_reduce", "int32", (0,), "mean"), wire_dtype="int32")
-    yield start_op(Call("barrier", "bool", (0,)), wire_dtype="bool")
+    yield start_op(Call("all_reduce", "complex64", (0,), "max"), wire_dtype="complex64")
     yield start_op(Call("teleport", "float32", (0,)))
     yield start_op(Call("broadcast", "float32", (0,), root=2))
     yield start_op(Call("broadcast", "float32", (0,)))

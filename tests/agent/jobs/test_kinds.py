@@ -253,7 +253,7 @@ GOOD = StartOp(OpNumber(0), Call("all_gather", "uint8", ()), "uint8", 1, 0, 1.0,
         (Call("sync", "int64", ()), "int64", 7, ()),
         (Call("all_gather", "uint8", ()), "uint8", 1, (1,)),
         (Call("all_to_all", "uint8", ()), "uint8", 1, (1, 1)),
-        (Call("all_reduce", "uint8", (), "sum"), "uint8", 1, ()),
+        (Call("all_reduce", "uint8", (), "mean"), "uint8", 1, ()),
         (Call("reduce_scatter", "int64", (), "mean"), "int64", 2, (1, 1)),
     ],
 )

@@ -114,7 +114,7 @@ def test_it_goes_on_alone_until_it_syncs_if_it_likes(
             assert alike["a"].dtype == np.float16
             np.testing.assert_array_equal(alike["b"][0], x["b"][0])
         assert (mesh.rank, mesh.size, mesh.names) == (0, 1, ("simulated",))
-        assert mesh.last_op == pmesh.LastOp(OpNumber(-1), (0,), ("simulated",), 3 * 4 + 4 * 8)  # type: ignore[arg-type]
+        assert mesh.last_op == pmesh.LastOp(OpNumber(-1), (0,), ("simulated",), 3 * 2 + 4 * 8)  # type: ignore[arg-type]
         assert mesh.average_gradients(np.full(2, 5.0), weight=3).tolist() == [5.0, 5.0]
         with pytest.raises(pmesh.UsageError, match="add up to 0"):
             mesh.average_gradients(ONE, weight=0)

@@ -146,12 +146,12 @@ def test_a_0_d_array_comes_back_as_one() -> None:
         (1.5, r"a float is not an array; wrap it, as in numpy.array\(x\)"),
         (True, "a bool is not an array; wrap it"),
         ("text", "a str is not an array$"),
-        (np.zeros(3, np.uint8), "uint8 is not supported; use float64"),
-        (np.zeros(3, np.complex64), "complex64 is not supported"),
+        (np.zeros(3, ml_dtypes.float8_e5m2), "float8_e5m2 is not supported; use float64"),
+        (np.zeros(3, np.longdouble), "float128 is not supported"),
         (np.zeros(3, object), "object is not supported"),
         (np.ma.masked_array([1.0], [True]), r"MaskedArray means more .* numpy.asarray"),
         ({"a": [np.zeros(1), 2]}, r"a\.1: a int is not an array"),
-        ({"a": {"b": np.zeros(1, np.int8)}}, r"a\.b: int8 is not supported"),
+        ({"a": {"b": np.zeros(1, "U1")}}, r"a\.b: str32 is not supported"),
     ],
 )
 def test_what_cannot_travel_is_refused_by_name(x: object, message: str) -> None:

@@ -139,7 +139,7 @@ def test_the_bytes_of_version_seven_do_not_change_unnoticed() -> None:
     ]
 
 
-def test_the_tags_are_those_of_version_six() -> None:
+def test_the_tags_are_those_of_version_seven() -> None:
     tags = {kind.__struct_config__.tag: kind.__name__ for kind in KINDS}
     assert tags == {
         1: "Hello",

@@ -46,8 +46,9 @@ async def check_all_reduce(size: int, count: int, reduction: str, dtype: str) ->
         results = await reduce_all(ring, inputs, reduction=reduction)
     assert len({result.tobytes() for result in results}) == 1  # I3: bit for bit
     expected = ORACLES[reduction](np.stack(inputs), axis=0).astype(dtype)
-    exact = {"max", "min"} if np.dtype(dtype).kind == "f" else set(ORACLES)
-    tolerance = 0 if reduction in exact else {"float32": 1e-5, "float64": 1e-14}[dtype] * size
+    exact = {"max", "min"} if np.dtype(dtype).kind in "fc" else set(ORACLES)
+    wide = {"float64", "complex128"}
+    tolerance = 0 if reduction in exact else (1e-14 if dtype in wide else 1e-5) * size
     np.testing.assert_allclose(results[0], expected, rtol=tolerance, atol=tolerance)
 
 
