@@ -9,6 +9,7 @@ import pytest
 
 import pmesh
 from pmesh.testing import SimulatedMesh
+from tests.worlds.every_array import make, seen
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,93 @@ def test_gradients_that_no_rank_has_stay_none() -> None:
         return mesh.average_gradients({"used": np.ones(1), "unused": [None, None]})
 
     assert SimulatedMesh(2).run(train) == [{"used": np.ones(1), "unused": [None, None]}] * 2
+
+
+def test_gradients_that_only_some_ranks_have_are_named_with_the_option() -> None:
+    def train(mesh: pmesh.Mesh) -> str:
+        grads = {"used": np.ones(1), "head": {"w": np.ones(2) if mesh.rank == 0 else None}}
+        with pytest.raises(pmesh.OpMismatch) as caught:
+            mesh.average_gradients(grads)
+        return str(caught.value)
+
+    said = (
+        "op 0 of job 'simulated' differs: head.w: (2,) float64 on rank 0 (simulated), None on rank "
+        "1 (simulated); average_gradients(..., missing='zeros') counts None as zeros"
+    )
+    assert SimulatedMesh(2).run(train) == [said] * 2
+
+
+def zeros_like(library: str, dtype: str, *, compression: str | None = None) -> list[Any]:
+    """Three ranks of which each lacks another array, and all lack one; the weights are 1, 2, 3."""
+
+    def train(mesh: pmesh.Mesh) -> Any:  # noqa: ANN401 - a tree
+        grads: list[Any] = [make(library, dtype, [6.0, 12.0]) for _ in range(3)]
+        grads[mesh.rank] = None
+        tree: Any = {"w": grads, "unused": None}
+        weight = 1 + mesh.rank
+        late: Any = mesh.average_gradients(
+            tree, weight, missing="zeros", compression=compression, async_op=True
+        )
+        at_once: Any = mesh.average_gradients(
+            tree, weight, missing="zeros", compression=compression
+        )
+        assert [seen(x) for x in late.wait()["w"]] == [seen(x) for x in at_once["w"]]
+        assert at_once["unused"] is None
+        return [seen(x) for x in at_once["w"]]
+
+    return SimulatedMesh(3).run(train)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("library", ["numpy", "torch", "mlx"])
+def test_gradients_that_only_some_ranks_have_count_as_zeros_elsewhere(
+    library: str, dtype: str
+) -> None:
+    expected = [seen(make(library, dtype, values)) for values in ([5, 10], [4, 8], [3, 6])]
+    assert zeros_like(library, dtype) == [expected] * 3
+
+
+def test_what_is_missing_is_compressed_as_the_rest() -> None:
+    expected = [seen(make("numpy", "float32", values)) for values in ([5, 10], [4, 8], [3, 6])]
+    assert zeros_like("numpy", "float32", compression="fp16") == [expected] * 3
+
+
+def test_a_rank_without_any_gradient_gets_those_of_the_others() -> None:
+    def train(mesh: pmesh.Mesh) -> Any:  # noqa: ANN401 - a tree
+        grads: Any = [make("torch", "float32", [4.0]) if mesh.rank else None]
+        return [seen(x) for x in mesh.average_gradients(grads, missing="zeros")]
+
+    assert SimulatedMesh(2).run(train) == [[seen(make("torch", "float32", [2.0]))]] * 2
+
+
+def test_where_all_ranks_have_all_gradients_it_takes_one_more_op() -> None:
+    def train(mesh: pmesh.Mesh) -> tuple[int, object]:
+        mean = mesh.average_gradients([np.ones(2)], missing="zeros")
+        assert mesh.last_op is not None
+        return mesh.last_op.op, mean[0].tolist()
+
+    assert SimulatedMesh(2).run(train) == [(1, [1, 1])] * 2
+
+
+def test_another_tree_is_named_also_where_what_is_missing_counts() -> None:
+    def train(mesh: pmesh.Mesh) -> None:
+        tree = {"w": np.ones(1 + mesh.rank), "unused": None if mesh.rank else np.ones(1)}
+        with pytest.raises(pmesh.OpMismatch, match=r"differs: w: \(1,\) float64 on rank 0 .*\)$"):
+            mesh.average_gradients(tree, missing="zeros")
+
+    SimulatedMesh(2).run(train)
+
+
+def test_missing_has_two_values_and_no_place_in_out() -> None:
+    def train(mesh: pmesh.Mesh) -> None:
+        wrong: Any = "skip"
+        with pytest.raises(pmesh.UsageError, match=r"missing is one of \('error', 'zeros'\)"):
+            mesh.average_gradients([np.ones(1)], missing=wrong)
+        grads = [np.ones(1)]
+        with pytest.raises(pmesh.UsageError, match="out= has no place"):
+            mesh.average_gradients(grads, out=grads, missing="zeros")
+
+    SimulatedMesh(1).run(train)
 
 
 NO_ARRAYS: dict[str, tuple[Callable[[], Any], str]] = {

@@ -22,7 +22,7 @@ from pmesh.client.collective.bucketed import (
     take_apart,
     written_into,
 )
-from pmesh.client.collective.differences import name_differences
+from pmesh.client.collective.differences import fill_missing, name_differences
 from pmesh.client.elastic.membership import Place
 from pmesh.client.feedback.call import (
     Compression,
@@ -35,6 +35,7 @@ from pmesh.client.link.session import TrainerSession
 from pmesh.client.trees.arrays import WIRE_OF
 from pmesh.compression.schemes import Scheme
 from pmesh.core.ops.reductions import Values
+from pmesh.core.wire.local import World
 from pmesh.errors import OpMismatch, UnsupportedArray, UsageError
 
 DEFAULT_BUCKET_BYTES = 32 * 1024 * 1024  # large enough that latency is nothing, small to hold
@@ -69,6 +70,7 @@ def named_reduction(op: Reduction) -> str:
 
 
 Strategy = Literal["auto", "ring", "tree", "centralized", "hierarchical"]
+Missing = Literal["error", "zeros"]
 
 
 class Reducing(Caller):
@@ -352,26 +354,31 @@ class Reducing(Caller):
         """Run an op for each bucket of a tree; the result is a tree like it, or a handle of one."""
         late = async_op or not self._line.idle
         laid = arrays.detached() if late else arrays
-
-        # No inner functions: Python makes their annotations anew in each call, in 5 µs.
-        ops = partial(run_collective, wanted=wanted, arrays=laid)
-        if compression is not None:
-            ops = partial(
-                run_compressed,
-                wanted=wanted,
-                compression=compression,
-                arrays=laid,
-                feedback=self._feedback,
-            )
-        # In an all-reduce nobody returns before all have called: each gets its error in this call.
-        if wanted.kind == "all_reduce" and not arrays.tree.is_bare:
-            ops = partial(_naming_differences, ops, laid, wanted.timeout_s)
+        ops = self._ops(wanted, laid, compression)
         finish: Callable[[list[Any]], object] = arrays.tree.rebuild
         if not keep:
             finish = _drop
         elif late:
             finish = partial(_rebuild_late, arrays)
         return self._call(ops, partial(run_alone, wanted, laid), finish, async_op=async_op)
+
+    def _ops(
+        self, wanted: Collective, arrays: Arrays, compression: Compression | None
+    ) -> Callable[[TrainerSession], tuple[list[object], LastOp | None]]:
+        # No inner functions: Python makes their annotations anew in each call, in 5 µs.
+        ops = partial(run_collective, wanted=wanted, arrays=arrays)
+        if compression is not None:
+            ops = partial(
+                run_compressed,
+                wanted=wanted,
+                compression=compression,
+                arrays=arrays,
+                feedback=self._feedback,
+            )
+        # In an all-reduce nobody returns before all have called: each gets its error in this call.
+        if wanted.kind == "all_reduce" and not arrays.tree.is_bare:
+            ops = partial(_naming_differences, ops, arrays, wanted.timeout_s)
+        return ops
 
 
 def _naming_differences(
@@ -412,6 +419,7 @@ class Averaging(Reducing):
         out: T | None = ...,
         strategy: Strategy = ...,
         compression: Scheme | str | None = ...,
+        missing: Missing = ...,
         async_op: Literal[False] = ...,
     ) -> T: ...
     @overload
@@ -425,6 +433,7 @@ class Averaging(Reducing):
         out: T | None = ...,
         strategy: Strategy = ...,
         compression: Scheme | str | None = ...,
+        missing: Missing = ...,
         async_op: Literal[True],
     ) -> Handle[T]: ...
     def average_gradients(
@@ -437,6 +446,7 @@ class Averaging(Reducing):
         out: T | None = None,
         strategy: Strategy = "auto",
         compression: Scheme | str | None = None,
+        missing: Missing = "error",
         async_op: bool = False,
     ) -> T | Handle[T]:
         """The mean of every rank's gradients, each rank counting by its weight.
@@ -456,6 +466,9 @@ class Averaging(Reducing):
                 gradients of the next one with the same paths and shapes (see
                 `Scheme.error_feedback`), and PowerSGD begins after its `start_step`. None: what
                 this machine's agent was started with, if anything; "none": nothing.
+            missing: what a None is, as of a parameter that was not used, where another rank has an
+                array: an "error", or "zeros", which count by this rank's weight, and the mean comes
+                out everywhere. Alike on all ranks; not with `out=`; one more small op.
             async_op: return a handle at once.
 
         Returns:
@@ -465,10 +478,13 @@ class Averaging(Reducing):
         Raises:
             UnsupportedCompression: the compression.
             UsageError: the weights of all ranks add up to 0.
+            OpMismatch: only some ranks have None at some path, or other paths, shapes or dtypes.
             PmeshError: as for `all_reduce`.
         """
         if not (math.isfinite(weight) and weight >= 0):
             raise UsageError(f"a weight is a number of samples, at least 0, not {weight}")
+        if missing not in get_args(Missing):
+            raise UsageError(f"missing is one of {get_args(Missing)}, not {missing!r}")
         if bucket_bytes < 1:
             raise UsageError(f"bucket_bytes is at least 1, not {bucket_bytes}")
         arrays = take_apart(grads, reduction="mean")
@@ -481,13 +497,42 @@ class Averaging(Reducing):
             bucket_bytes=bucket_bytes,
             timeout_s=check_timeout(timeout_s),
         )
-        scheme, default = None, self._place.compression
-        if default or compression is not None:
-            scheme = chosen_for_gradients(compression, default, arrays, strategy=named)
+        default = self._place.compression
+        choose = partial(chosen_for_gradients, compression, default, strategy=named)
+        scheme = choose(arrays) if default or compression is not None else None
+        if missing == "zeros":
+            if out is not None:
+                raise UsageError("out= has no place for missing='zeros': leave one of them out")
+            result = self._run_filled(wanted, arrays, choose, async_op=async_op)
+            return cast("T | Handle[T]", result)
         if out is not None:
             arrays = written_into(arrays, out)
         result = self._run(wanted, arrays, compression=scheme, async_op=async_op)
         return cast("T | Handle[T]", result)
+
+    def _run_filled(
+        self,
+        wanted: Collective,
+        arrays: Arrays,
+        choose: Callable[[Arrays], Compression | None],
+        *,
+        async_op: bool,
+    ) -> object:
+        """As `_run`, for the tree that all ranks have together."""
+
+        def ops(session: TrainerSession) -> tuple[tuple[Arrays, list[object]], LastOp | None]:
+            filled = fill_missing(session, arrays, timeout_s=wanted.timeout_s)
+            results, last = self._ops(wanted, filled.detached(), choose(filled))(session)
+            return (filled, results), last
+
+        def alone(world: World) -> tuple[tuple[Arrays, list[object]], LastOp | None]:
+            results, last = run_alone(wanted, arrays.detached(), world)
+            return (arrays, results), last
+
+        def finish(done: tuple[Arrays, list[Any]]) -> object:
+            return _rebuild_late(*done)
+
+        return self._call(ops, alone, finish, async_op=async_op)
 
     def error_feedback_state(self) -> dict[str, Values]:
         """What compression has left out on this rank so far, for a checkpoint of this rank.

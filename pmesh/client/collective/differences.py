@@ -8,9 +8,12 @@ import msgspec
 import numpy as np
 
 from pmesh.client.collective.bucketed import Arrays
-from pmesh.client.collective.gather_ops import Head, cut, exchange, move
-from pmesh.client.link.session import TrainerSession
-from pmesh.client.trees.arrays import flatten
+from pmesh.client.collective.gather_ops import Head, build
+from pmesh.client.link.session import TrainerSession, exchange_rows
+from pmesh.client.trees.arrays import Leaf, Tree, digest, flatten
+from pmesh.client.trees.raw import library_of
+from pmesh.core.ops.reductions import Values
+from pmesh.core.wire.link import Call
 from pmesh.errors import AgentStopped, HistorySuperseded, OpMismatch, PmeshError
 
 MOST_SHOWN = 3
@@ -19,6 +22,9 @@ _TREE = re.compile(r"\b(?:tree|average_gradients) [0-9a-f]{8}[,)]")
 
 Leaves: TypeAlias = Mapping[str, str]
 """By path the shape and dtype."""
+_Heads: TypeAlias = dict[str, Head | None]
+"""By path the array, or that there is None."""
+_decoder = msgspec.json.Decoder(_Heads)
 
 
 def name_differences(
@@ -38,14 +44,66 @@ def name_differences(
     if not len(_RANK.findall(text)) == len(_TREE.findall(text)) == size:
         return error
     try:
-        trees = _gather(session, arrays, timeout_s)
+        trees = _exchange_trees(session, arrays, timeout_s)
     except (AgentStopped, HistorySuperseded):
         raise  # this rank is apart from its job from now on
     except PmeshError:
         return error  # a rank was lost meanwhile; what is known says enough
     labels = [f"on rank {rank} ({name})" for rank, name in enumerate(session.ranks.names)]
-    said = _differences(trees, labels)
-    return OpMismatch(f"{text.partition(' differs: ')[0]} differs: {said}" if said else text)
+    arrays_of_any = {path for tree in trees for path, head in tree.items() if head}
+    shown = [
+        {path: _shown(head) for path, head in tree.items() if path in arrays_of_any}
+        for tree in trees
+    ]
+    said = _differences(shown, labels)
+    if not said:
+        return error
+    if "average_gradients" in text and any("None" in tree.values() for tree in shown):
+        said += "; average_gradients(..., missing='zeros') counts None as zeros"
+    return OpMismatch(f"{text.partition(' differs: ')[0]} differs: {said}")
+
+
+def fill_missing(session: TrainerSession, arrays: Arrays, *, timeout_s: float) -> Arrays:
+    """The same arrays, and zeros where this rank has None and another rank an array.
+
+    It takes one small op, and another one if the ranks' trees differ. After both have run all ranks
+    have the same arrays, if nothing but None was in the way.
+    """
+    others: dict[str, Head] = {}
+    for heads in _exchange_trees(session, arrays, timeout_s):
+        for path, head in heads.items():
+            if head is not None:
+                others.setdefault(path, head)
+    whole = flatten(arrays.tree.source, with_none=True)
+    own, like = iter(arrays.leaves), next(iter(arrays.tree.leaves), None)
+    found: list[Leaf | None] = []
+    for path, x in zip(whole.paths, whole.leaves, strict=True):
+        if x is None:
+            found.append(_zeros(others[path], like) if path in others else None)
+        else:
+            found.append(next(own))
+
+    def rebuild(results: Sequence[object]) -> object:
+        given = iter(results)
+        return whole.rebuild([None if leaf is None else next(given) for leaf in found])
+
+    paths = (path for path, leaf in zip(whole.paths, found, strict=True) if leaf is not None)
+    leaves = tuple(leaf for leaf in found if leaf is not None)
+    values = tuple(leaf.values for leaf in leaves)
+    tree = Tree(paths=tuple(paths), leaves=values, rebuild=rebuild, source=rebuild(values))
+    return Arrays(tree, leaves)
+
+
+def _zeros(head: Head, like: object) -> Leaf:
+    """Zeros of the library of this rank's arrays; if it has none, of that of the other rank's."""
+    own = head._replace(library=library_of(like) or head.library)
+
+    def rebuild(fresh: Values) -> object:
+        return build(own, fresh.reshape(-1).view(np.uint8), like)
+
+    values = np.zeros(head.shape, "uint16" if head.dtype == "bfloat16" else head.dtype)
+    copies = own.library == "mlx"
+    return Leaf(dtype=head.dtype, values=values, rebuild=rebuild, rebuild_copies=copies)
 
 
 def state_differences(own: object, received: object, *, source: str) -> str:
@@ -75,18 +133,38 @@ def _arrays_of(state: object) -> Leaves:
     }
 
 
-def _gather(session: TrainerSession, arrays: Arrays, timeout_s: float) -> list[Leaves]:
-    tree = {
-        path: f"{leaf.values.shape} {leaf.dtype}"
-        for path, leaf in zip(arrays.tree.paths, arrays.leaves, strict=True)
+def _exchange_trees(session: TrainerSession, arrays: Arrays, timeout_s: float) -> list[_Heads]:
+    """Each rank's tree; where a rank is lost meanwhile, those of the others."""
+    own = _heads_of(arrays)
+    data = msgspec.json.encode(own)
+    row = [int(digest([data.decode()]), 16), len(data)]
+    call = Call("exchange", "int64", (len(row),), tree="trees")
+    rows, _ = exchange_rows(session, row, call, timeout_s=timeout_s)
+    if all(each == row for each in rows):
+        return [own] * len(rows)
+    size = max(nbytes for _, nbytes in rows)
+    padded = np.frombuffer(data.ljust(size), np.uint8)
+    session.input_values("uint8", size, room_bytes=0)[:] = padded
+    call = Call("collect", "uint8", (size,), tree="trees")
+    done = session.run_op(call, "uint8", size, timeout_s=timeout_s)
+    by_place = [_decoder.decode(data.tobytes()) for data in done.values.reshape(-1, size)]
+    return [by_place[place] for place in session.places]
+
+
+def _heads_of(arrays: Arrays) -> _Heads:
+    whole, leaves = flatten(arrays.tree.source, with_none=True), iter(arrays.leaves)
+    return {
+        path: None if x is None else _head_of(x, next(leaves))
+        for path, x in zip(whole.paths, whole.leaves, strict=True)
     }
-    data = np.frombuffer(msgspec.msgpack.encode(tree), np.uint8)
-    head = Head("numpy", "uint8", (data.size,))
-    table = exchange(session, head, what="trees", timeout_s=timeout_s)
-    sizes = [each.shape[0] for each in table.heads if each is not None]
-    moved = move(session, table, "all_gather", [data], parts=sizes, timeout_s=timeout_s)
-    pieces = cut(moved.data, sizes)
-    return [cast("Leaves", msgspec.msgpack.decode(piece.tobytes())) for piece in pieces]
+
+
+def _head_of(x: object, leaf: Leaf) -> Head:
+    return Head(cast("str", library_of(x)), leaf.dtype, leaf.values.shape)
+
+
+def _shown(head: Head | None) -> str:
+    return "None" if head is None else f"{head.shape} {head.dtype}"
 
 
 def _differences(trees: Sequence[Leaves], labels: Sequence[str]) -> str:

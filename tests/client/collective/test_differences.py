@@ -51,7 +51,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "no gradient": (
         lambda tree: tree.update({"layer3.w": None}),
-        "layer3.w: only on rank 0 (simulated)",
+        "layer3.w: (10, 10) float64 on rank 0 (simulated), None on rank 1 (simulated)",
     ),
 }
 
@@ -62,6 +62,8 @@ def test_the_error_names_the_path_and_the_ranks(
     changed: Callable[[dict[str, Any]], object], named: str, call: str
 ) -> None:
     said = messages(lambda mesh: getattr(mesh, call)(tree_of(mesh.rank, changed)))
+    if call == "average_gradients" and "None" in named:
+        named += "; average_gradients(..., missing='zeros') counts None as zeros"
     assert said == [f"op 0 of job 'simulated' differs: {named}"] * RANKS
 
 
@@ -74,6 +76,15 @@ def test_at_most_three_paths_are_shown() -> None:
     assert said.endswith("; and 2 more")
 
 
+def test_what_is_none_where_no_rank_has_an_array_is_not_named() -> None:
+    def tree(rank: int) -> dict[str, Any]:
+        return {"w": np.ones(1 + rank), "unused": None} if rank else {"w": np.ones(1)}
+
+    (said, *_) = messages(lambda mesh: mesh.all_reduce(tree(mesh.rank)))
+    assert "w: (1,) float64 on rank 0" in said
+    assert "unused" not in said
+
+
 def test_other_calls_are_named_as_they_are() -> None:
     said = messages(lambda mesh: mesh.all_reduce([np.ones(1)]) if mesh.rank else mesh.barrier())
     assert "rank 0 (simulated): barrier(" in said[0]
@@ -82,7 +93,7 @@ def test_other_calls_are_named_as_they_are() -> None:
 
 def test_a_rank_that_is_lost_meanwhile_leaves_the_error_as_it_was(agent: WatchedAgent) -> None:
     def before_op(session: WatchedSession, request: StartOp) -> None:
-        if request.call.kind == "all_gather" and session.me == 1:
+        if request.call.kind == "collect" and session.me == 1:
             raise trio.EndOfChannel
 
     def program(mesh: pmesh.Mesh) -> str:

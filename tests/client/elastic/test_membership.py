@@ -116,6 +116,7 @@ def test_it_goes_on_alone_until_it_syncs_if_it_likes(
         assert (mesh.rank, mesh.size, mesh.names) == (0, 1, ("simulated",))
         assert mesh.last_op == pmesh.LastOp(OpNumber(-1), (0,), ("simulated",), 3 * 2 + 4 * 8)  # type: ignore[arg-type]
         assert mesh.average_gradients(np.full(2, 5.0), weight=3).tolist() == [5.0, 5.0]
+        assert mesh.average_gradients([np.float32(2), None], missing="zeros") == [2, None]
         with pytest.raises(pmesh.UsageError, match="add up to 0"):
             mesh.average_gradients(ONE, weight=0)
         mesh.barrier()
