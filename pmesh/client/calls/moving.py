@@ -107,6 +107,20 @@ class Moving(Caller):
         result = self._gather(x, root, stacked=stacked, timeout_s=timeout_s, async_op=async_op)
         return cast("T | Handle[T | None] | None", result)
 
+    # What comes is of the root's type: a rank that passes None knows nothing of it.
+    @overload
+    def scatter(
+        self,
+        xs: None,
+        root: int = ...,
+        timeout_s: float = ...,
+        *,
+        async_op: Literal[False] = ...,
+    ) -> Any: ...  # noqa: ANN401 - as above
+    @overload
+    def scatter(
+        self, xs: None, root: int = ..., timeout_s: float = ..., *, async_op: Literal[True]
+    ) -> Handle[Any]: ...
     @overload
     def scatter(
         self,
