@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import pmesh
+from pmesh.client.calls.reducing import Strategy
 from pmesh.client.trees.raw import to_raw
 from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
@@ -91,6 +92,23 @@ def test_every_dtype_is_reduced_as_its_library_adds_it(
     )
     expected = [[bits(total), bits(product), bits(total[rank : rank + 1])] for rank in range(RANKS)]
     assert run_ranks(agent.home, RANKS, program) == expected
+
+
+@pytest.mark.parametrize("strategy", ["ring", "tree", "centralized", "hierarchical"])
+@pytest.mark.parametrize("dtype", ["complex128", "uint8"])
+def test_every_strategy_reduces_the_widest_and_the_narrowest(
+    agent: WatchedAgent, dtype: str, strategy: Strategy
+) -> None:
+    count = 100_001  # of the widest more than one segment
+
+    def of_rank(rank: int) -> Any:
+        return (np.arange(count) % 50 + rank * (1j if dtype == "complex128" else 1)).astype(dtype)
+
+    def program(mesh: pmesh.Mesh) -> bytes:
+        return bytes(mesh.all_reduce(of_rank(mesh.rank), strategy=strategy).data)
+
+    expected = bytes(sum(of_rank(rank) for rank in range(3)).data)
+    assert run_ranks(agent.home, 3, program) == [expected] * 3
 
 
 def test_a_broadcast_sends_as_many_bytes_as_the_array_has(agent: WatchedAgent) -> None:

@@ -61,7 +61,10 @@ async def test_all_ranks_get_the_same_bits_and_the_right_ones(
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-@pytest.mark.parametrize(("reduction", "dtype"), [("sum", "float32"), ("mean", "float64")])
+@pytest.mark.parametrize(
+    ("reduction", "dtype"),
+    [("sum", "float32"), ("mean", "float64"), ("sum", "complex128"), ("max", "uint8")],
+)
 async def test_so_they_do_when_chunks_take_several_odd_segments(
     size: int, reduction: str, dtype: str
 ) -> None:
