@@ -4,6 +4,7 @@ import importlib
 import math
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -35,8 +36,13 @@ class RawArray:
         """As numpy names it, whatever the library; None unless it is of native numbers."""
         if self.library in _ADAPTERS or not self.dtype.startswith(("<", ">", "|")):
             return self.dtype
-        dtype = np.dtype(self.dtype)
-        return dtype.name if dtype.isnative and dtype.kind in "biufc" else None
+        return _plain_name(self.dtype)
+
+
+@lru_cache(maxsize=64)
+def _plain_name(notation: str) -> str | None:
+    dtype = np.dtype(notation)
+    return dtype.name if dtype.isnative and dtype.kind in "biufc" else None
 
 
 class _Adapter(Protocol):
@@ -159,15 +165,19 @@ def _numpy_to_raw(x: "Values | np.generic", where: str) -> RawArray:
         raise UnsupportedArray(
             f"{where}a {kind.__name__} means more than its values; pass numpy.asarray(x)"
         )
-    dtype = x.dtype
-    named = (name for name in (dtype.str, dtype.name) if _dtype_named(name) == dtype)
-    name = next(named, None)
+    name = _name_of(x.dtype)
     if name is None:
-        raise UnsupportedArray(f"{where}an array of {dtype} is more than its bytes")
+        raise UnsupportedArray(f"{where}an array of {x.dtype} is more than its bytes")
     flat = np.ascontiguousarray(x).reshape(-1)
     library = "numpy" if kind is np.ndarray else "scalar"
     data = flat.view(np.uint8) if flat.size else np.empty(0, np.uint8)
     return RawArray(library=library, dtype=name, shape=x.shape, data=data)
+
+
+@lru_cache(maxsize=64)  # numpy puts a name together anew each time, slowly
+def _name_of(dtype: "np.dtype[Any]") -> str | None:
+    named = (name for name in (dtype.str, dtype.name) if _dtype_named(name) == dtype)
+    return next(named, None)
 
 
 def _numpy_from_raw(dtype: str, shape: tuple[int, ...], data: Values) -> Values:
