@@ -43,6 +43,7 @@ _MOST_VALUES = sys.maxsize // 8  # of 8 bytes, that an address space holds
 DEFAULT_TIMEOUT_S = 1800.0  # I6: a slow peer that is alive gets this long
 
 R = TypeVar("R")
+Scalar = TypeVar("Scalar", bound=np.generic)
 T = TypeVar("T")
 
 
@@ -80,6 +81,12 @@ class Reducing(Caller):
         super().__init__(place)
         self._feedback = Feedback()
 
+    @overload
+    def empty(self, shape: int | Sequence[int]) -> NDArray[np.float32]: ...
+    @overload
+    def empty(self, shape: int | Sequence[int], dtype: type[Scalar]) -> NDArray[Scalar]: ...
+    @overload
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[Any]: ...
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> NDArray[Any]:
         """A numpy array in memory that the agent shares: what it holds is not copied to be reduced.
 

@@ -209,7 +209,7 @@ def test_what_can_not_be_had_says_so(
 ) -> None:
     with pytest.raises(error, match=text):
         mesh.empty(shape, dtype)
-    assert mesh.empty(np.int64(3)).shape == (3,)  # type: ignore[arg-type] # numpy's own integers
+    assert mesh.empty(np.int64(3)).shape == (3,)  # type: ignore[call-overload] # numpy's own integers
 
 
 def test_a_closed_mesh_has_none(mesh: pmesh.Mesh) -> None:
