@@ -10,6 +10,7 @@ from pmesh.core.ops.reductions import (
     accumulate,
     check_reduction,
     finish,
+    is_exact,
     make_nan_equal,
 )
 from pmesh.core.wire.local import WireDtype
@@ -105,6 +106,24 @@ def test_nan_are_made_equal_in_every_part(dtype: str) -> None:
     equal = np.where(np.isnan(parts), np.nan, parts).astype(parts.dtype)
     make_nan_equal(x)
     assert x.tobytes() == equal.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("reduction", "dtype", "exact"),
+    [
+        ("sum", "complex64", True),
+        ("prod", "complex64", False),
+        ("prod", "float32", True),
+        ("max", "float64", False),
+        ("max", "uint8", True),
+    ],
+)
+def test_only_what_all_processors_compute_alike_is_exact(
+    reduction: str,
+    dtype: str,
+    exact: bool,  # noqa: FBT001 - a parameter
+) -> None:
+    assert is_exact(reduction, dtype) == exact
 
 
 def test_what_has_no_nan_is_left_alone() -> None:
