@@ -1,4 +1,4 @@
-"""The paths of an agent's home and of its Unix socket."""
+"""The paths of an agent's home, of its files that other programs read, and of its Unix socket."""
 
 import contextlib
 import hashlib
@@ -9,6 +9,8 @@ from pathlib import Path
 
 from pmesh.errors import ConfigError
 
+LOCK_NAME = "agent.lock"
+LOG_NAME = "agent.log"
 MAX_SOCKET_PATH_BYTES = 103  # macOS: 104 with the closing NUL; Linux allows 4 more
 
 # Not tempfile.gettempdir(): it follows TMPDIR, which may differ between the shells of the agent and

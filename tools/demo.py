@@ -121,7 +121,7 @@ class Demo:
     def status(self, name: str) -> Status | None:
         """The agent's picture; None while it does not answer."""
         try:
-            return decode_status(ask_status(socket_path(self.home(name)), timeout_s=2.0))
+            return decode_status(ask_status(self.home(name), timeout_s=2.0))
         except PmeshError:
             return None
 

@@ -18,7 +18,6 @@ from rich.text import Text
 
 from pmesh.cli.events import Reader
 from pmesh.cli.status import RingNode, draw_ring
-from pmesh.paths import socket_path
 from tools.demo import CLONE, FRAME_S, NAMES, Demo, console, meet
 
 TRAIN = f"""
@@ -36,7 +35,7 @@ class Picture:
 
     def __init__(self, demo: Demo) -> None:
         self._demo = demo
-        self._reader = Reader(socket_path(demo.home(NAMES[0])))
+        self._reader = Reader(demo.home(NAMES[0]))
         self._lines: list[Text] = []
         self._ranks = 0
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pmesh.core.identity.keys import MeshKey, NodeKey, mesh_key_from_text, mesh_key_text
 from pmesh.errors import AgentAlreadyRunning, ConfigError, KeyFileError
-from pmesh.paths import check_home
+from pmesh.paths import LOCK_NAME, check_home
 
 
 def open_own_file(path: Path, flags: int = 0) -> int:
@@ -68,9 +68,6 @@ def move_away(path: Path) -> str:
     """Return a command that renames a file, so that a new one can take its path."""
     quoted = shlex.quote(str(path))
     return f"mv {quoted} {quoted}.bad"
-
-
-LOCK_NAME = "agent.lock"
 
 
 def open_home(home: Path) -> Path:

@@ -30,7 +30,7 @@ from pmesh.client.connect import connect
 from pmesh.client.control import ask_status
 from pmesh.client.mesh import Mesh
 from pmesh.errors import ConfigError, RankLost, RunError, UsageError
-from pmesh.paths import home_directory, socket_path
+from pmesh.paths import home_directory
 
 VALUE_BYTES = 4  # float32
 WARM_CALLS = 2
@@ -246,7 +246,7 @@ def _expected(directory: Path) -> int:
     Raises:
         UsageError: There is no other machine.
     """
-    view = decode_status(ask_status(socket_path(directory))).view
+    view = decode_status(ask_status(directory)).view
     if len(view.members) == 1:
         raise UsageError(
             "this agent has met no other machine ('pmesh status' says why); to measure two "

@@ -14,7 +14,7 @@ from pmesh.cli.rows import Rows, output
 from pmesh.cli.terminal import complain, printable
 from pmesh.client.control import ask_events
 from pmesh.errors import AgentNotRunning, AgentStopped
-from pmesh.paths import home_directory, socket_path
+from pmesh.paths import home_directory
 
 POLL_INTERVAL_S = 0.5
 _KIND_CELLS = max(map(len, get_args(EventKind)))
@@ -46,7 +46,7 @@ _GOOD: frozenset[EventKind] = frozenset(
 
 def show_events(home: Path | None, *, follow: bool, as_json: bool) -> int:
     """Print the events that the agent has kept; with `follow`, continue until Ctrl-C."""
-    reader = Reader(socket_path(home_directory(home)))
+    reader = Reader(home_directory(home))
     console = output()
     for page in _follow(reader) if follow else [reader.read()]:
         if as_json:
@@ -61,10 +61,10 @@ def show_events(home: Path | None, *, follow: bool, as_json: bool) -> int:
 
 
 class Reader:
-    """Reads each event of the agents at one socket once."""
+    """Reads each event of the agents of one home once."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, home: Path) -> None:
+        self._home = home
         self._incarnation = ""
         self._after = -1
 
@@ -72,12 +72,12 @@ class Reader:
         """Return all new events.
 
         Raises:
-            AgentNotRunning: Nobody listens there.
-            AgentStopped: The agent went away, or does not answer.
+            AgentNotRunning: Nobody listens at its socket.
+            AgentStopped: The agent ended, or does not answer.
         """
         events: list[Event] = []
         while True:
-            page = decode_events(ask_events(self._path, self._after))
+            page = decode_events(ask_events(self._home, self._after))
             asked_another = page.incarnation != self._incarnation and self._after >= 0
             self._incarnation = page.incarnation
             if asked_another:  # a new agent counts from 0, so this page may lack its first events

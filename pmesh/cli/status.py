@@ -32,7 +32,7 @@ from pmesh.agent.status.schema import (
 from pmesh.cli.rows import Rows, output
 from pmesh.cli.terminal import printable, say
 from pmesh.client.control import ask_status, stop_agent
-from pmesh.paths import home_directory, socket_path
+from pmesh.paths import home_directory
 
 # Both shape and colour show the health, for terminals and eyes without colours.
 HEALTH_MARKS: Final[Mapping[Health, tuple[str, str]]] = MappingProxyType(
@@ -260,42 +260,42 @@ EXIT_TIMEOUT_S = 5.0
 
 def show_status(home: Path | None, *, watch: bool, as_json: bool) -> int:
     """Print the agent's status: once, or every second until Ctrl-C or the agent's end."""
-    path = socket_path(home_directory(home))
+    directory = home_directory(home)
     if as_json:
-        _print_json(path, watch=watch)
+        _print_json(directory, watch=watch)
         return 0
     console = output()
     if not watch:
-        console.print(render_status(decode_status(ask_status(path)), width=console.width))
+        console.print(render_status(decode_status(ask_status(directory)), width=console.width))
     elif not console.is_terminal:  # Live would show nothing before its end
-        for screen in _screens(path, console):
+        for screen in _screens(directory, console):
             console.print(screen)
     else:
         with Live(console=console, auto_refresh=False, screen=True) as live:
-            for screen in _screens(path, console):
+            for screen in _screens(directory, console):
                 live.update(screen, refresh=True)
     return 0
 
 
-def _screens(path: Path, console: Console) -> Iterator[RenderableType]:
+def _screens(home: Path, console: Console) -> Iterator[RenderableType]:
     for beat in itertools.count():
-        status = decode_status(ask_status(path))
+        status = decode_status(ask_status(home))
         yield render_status(status, width=console.width, beat=beat)
         time.sleep(WATCH_INTERVAL_S)
 
 
 def bring_down(home: Path | None) -> int:
     """Stop the agent and wait until its process has ended, which frees its home."""
-    pid = stop_agent(socket_path(home_directory(home)))
+    pid = stop_agent(home_directory(home))
     with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
         psutil.Process(pid).wait(EXIT_TIMEOUT_S)
     say(f"The agent has left the mesh (pid {pid}).")
     return 0
 
 
-def _print_json(path: Path, *, watch: bool) -> None:
+def _print_json(home: Path, *, watch: bool) -> None:
     while True:
-        sys.stdout.write(ask_status(path).decode() + "\n")
+        sys.stdout.write(ask_status(home).decode() + "\n")
         sys.stdout.flush()
         if not watch:
             return

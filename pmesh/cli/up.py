@@ -32,16 +32,14 @@ from pmesh.cli.terminal import announce, complain, dropping_lines, ending_signal
 from pmesh.client.control import ask_status
 from pmesh.core.identity.keys import MeshKey, NodeKey
 from pmesh.errors import AgentNotRunning, AgentStopped, ConfigError
-from pmesh.paths import home_directory, socket_path
+from pmesh.paths import LOG_NAME, home_directory, socket_path
 
 START_TIMEOUT_S = 15.0  # imports on a slow, cold disk take 5 s
 _POLL_INTERVAL_S = 0.05
 
 
-def start_detached(
-    command: Sequence[str], *, environment: Mapping[str, str], socket: Path, log: Path
-) -> int:
-    """Start the command in its own session, and return 0 when an agent answers at the socket.
+def start_detached(command: Sequence[str], *, environment: Mapping[str, str], home: Path) -> int:
+    """Start the command in its own session, and return 0 when an agent of this home answers.
 
     Its output is appended to the log. If it fails to start, print its output and return its exit
     code.
@@ -50,6 +48,7 @@ def start_detached(
         AgentStopped: It neither answered nor ended, and was killed.
         ConfigError: The log can't be written, or is not this user's own.
     """
+    log = home / LOG_NAME
     descriptor = open_own_file(log, os.O_APPEND)
     with open(descriptor, "wb") as output:  # noqa: PTH123 - a descriptor has no path
         begin = os.fstat(descriptor).st_size
@@ -59,7 +58,7 @@ def start_detached(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            cwd=log.parent,
+            cwd=home,
             start_new_session=True,
         )
     deadline = time.monotonic() + START_TIMEOUT_S
@@ -70,7 +69,7 @@ def start_detached(
             if not said:  # on a full disk not even the reason can be written
                 complain(f"the agent ended and could not log why in {log}; 'pmesh up' shows it")
             return process.returncode or 1  # an agent that ends with 0 has not started either
-        if _answers(socket):
+        if _answers(home):
             process.returncode = 0  # Popen would warn that nobody waits for the process
             say(f"The agent is running: pid {process.pid}, log {log}")
             return 0
@@ -80,15 +79,12 @@ def start_detached(
     raise AgentStopped(f"the agent did not start within {START_TIMEOUT_S:g} s; see {log}")
 
 
-def _answers(socket: Path) -> bool:
+def _answers(home: Path) -> bool:
     try:
-        ask_status(socket, timeout_s=1.0)
+        ask_status(home, timeout_s=1.0)
     except (AgentNotRunning, AgentStopped):
         return False
     return True
-
-
-LOG_NAME = "agent.log"
 
 
 def bring_up(home: Path | None, flags: Mapping[str, object], *, detach: bool) -> int:
@@ -134,12 +130,12 @@ def _run_here(settings: Settings) -> int:
 def _start_in_background(settings: Settings) -> int:
     with hold_home(settings.home):  # if an agent runs already, fail here and not in a log
         _keys(settings)  # print a new mesh key here and not in a log
+    socket_path(settings.home)  # a file that is not ours is refused here, too
     others = {key: value for key, value in os.environ.items() if not key.startswith("PMESH_")}
     return start_detached(
         [sys.executable, "-m", "pmesh.cli", "up"],
         environment=others | as_environment(settings),
-        socket=socket_path(settings.home),
-        log=settings.home / LOG_NAME,
+        home=settings.home,
     )
 
 

@@ -14,7 +14,7 @@ from pmesh.core.values import Terms
 from pmesh.core.wire.local import SESSION_VERSION, Connect
 from pmesh.errors import UsageError
 from pmesh.ids import PRINTABLE, JobName
-from pmesh.paths import home_directory, socket_path
+from pmesh.paths import home_directory
 
 _MAX_RANKS = 1024  # what core.session allows
 
@@ -83,8 +83,8 @@ def connect(
         Terms(min_ranks, on_loss, quorum),
         check_timeout(straggler_after_s, "straggler_after_s"),
     )
-    path = socket_path(home_directory(home))
-    return Mesh(Place(path, request, goes_on_alone=on_superseded == "sync"), job=job)
+    place = Place(home_directory(home), request, goes_on_alone=on_superseded == "sync")
+    return Mesh(place, job=job)
 
 
 def _check_count(name: str, count: object) -> None:

@@ -20,41 +20,41 @@ from pmesh.errors import ProtocolError
 ReplyT = TypeVar("ReplyT", bound=Reply)
 
 
-def ask_status(path: Path, *, timeout_s: float = 5.0) -> bytes:
-    """The picture of the agent that listens at `path`, as JSON.
+def ask_status(home: Path, *, timeout_s: float = 5.0) -> bytes:
+    """The picture of the agent of this home, as JSON.
 
     Raises:
-        AgentNotRunning: Nobody listens there.
-        AgentStopped: The agent went away, or stayed silent for `timeout_s`.
+        AgentNotRunning: Nobody listens at its socket.
+        AgentStopped: The agent ended, or stayed silent for `timeout_s`.
     """
-    with closing(AgentConnection(path, silence_s=timeout_s)) as connection:
+    with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
         return _ask(connection, AskStatus(), Status).json
 
 
-def ask_events(path: Path, after: int = -1, *, timeout_s: float = 5.0) -> bytes:
-    """What has happened at the agent that listens at `path`, as JSON.
+def ask_events(home: Path, after: int = -1, *, timeout_s: float = 5.0) -> bytes:
+    """What has happened at the agent of this home, as JSON.
 
     Args:
-        path: Of the agent's socket.
+        home: Of the agent, as `home_directory` returns it.
         after: The number of the last event that the caller has; -1 for all that are kept.
         timeout_s: How long the agent may stay silent.
 
     Raises:
-        AgentNotRunning: Nobody listens there.
-        AgentStopped: The agent went away, or stayed silent for `timeout_s`.
+        AgentNotRunning: Nobody listens at its socket.
+        AgentStopped: The agent ended, or stayed silent for `timeout_s`.
     """
-    with closing(AgentConnection(path, silence_s=timeout_s)) as connection:
+    with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
         return _ask(connection, AskEvents(after), Events).json
 
 
-def stop_agent(path: Path, *, timeout_s: float = 10.0) -> int:
-    """Make the agent at `path` leave the mesh; returns its pid when it has left.
+def stop_agent(home: Path, *, timeout_s: float = 10.0) -> int:
+    """Make the agent of this home leave the mesh; returns its pid when it has left.
 
     Raises:
-        AgentNotRunning: Nobody listens there.
+        AgentNotRunning: Nobody listens at its socket.
         AgentStopped: The agent did not answer, or did not leave, within `timeout_s`.
     """
-    with closing(AgentConnection(path, silence_s=timeout_s)) as connection:
+    with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
         stopping = _ask(connection, StopAgent(), Stopping)
         connection.await_end()  # the last thing that the agent does
     return stopping.pid

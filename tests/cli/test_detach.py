@@ -15,10 +15,9 @@ from tests.worlds import fake_status_agent
 
 def start(directory: Path, deed: str) -> int:
     return start_detached(
-        [sys.executable, fake_status_agent.__file__, str(directory / "s"), deed],
+        [sys.executable, fake_status_agent.__file__, str(directory / "agent.sock"), deed],
         environment=dict(os.environ, PMESH_NAME="studio", PYTHONPATH=os.pathsep.join(sys.path)),
-        socket=directory / "s",
-        log=directory / "agent.log",
+        home=directory,
     )
 
 
@@ -27,7 +26,7 @@ def test_it_returns_when_the_agent_answers(
 ) -> None:
     assert start(tmp_path, "serve") == 0
     pid = int(capsys.readouterr().out.split("pid ")[1].split(",")[0])
-    ask_status(tmp_path / "s")  # the agent's second and last answer
+    ask_status(tmp_path)  # the agent's second and last answer
     os.waitpid(pid, 0)
     log = tmp_path / "agent.log"
     assert log.read_text() == "studio True\n"  # it leads a session: no terminal can end it

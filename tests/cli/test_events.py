@@ -161,7 +161,7 @@ def test_events_of_a_restarted_agent_are_not_mixed_with_its_numbers_before(
     first, second = make_chronicle(1), make_chronicle(2)
     for _ in range(3):
         second.note("view", "more than the first had")
-    reader = Reader(socket)
+    reader = Reader(socket.parent)
     with agent_at(socket, answer_with(first), answer_with(second), answer_with(second)):
         assert len(reader.read().events) == 1
         page = reader.read()
@@ -169,7 +169,7 @@ def test_events_of_a_restarted_agent_are_not_mixed_with_its_numbers_before(
 
 
 def test_a_second_read_without_news_is_empty(socket: Path) -> None:
-    reader, event_log = Reader(socket), make_chronicle()
+    reader, event_log = Reader(socket.parent), make_chronicle()
     with agent_at(socket, *[answer_with(event_log)] * 2):
         assert len(reader.read().events) == 1
         assert not reader.read().events

@@ -318,7 +318,7 @@ def test_an_agent_that_could_not_even_say_why_it_ended_is_said_to_have_ended(
 ) -> None:
     log = tmp_path / "agent.log"
     silent = [sys.executable, "-c", "import os; os._exit(3)"]
-    code = start_detached(silent, environment=os.environ, socket=tmp_path / "s", log=log)
+    code = start_detached(silent, environment=os.environ, home=tmp_path)
     assert code == 3
     assert capsys.readouterr().err == (
         f"the agent ended and could not log why in {log}; 'pmesh up' shows it\n"

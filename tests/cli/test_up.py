@@ -203,21 +203,20 @@ def test_a_detached_agent_gets_the_chosen_settings_and_no_others(
 ) -> None:
     calls: list[tuple[object, Mapping[str, str], Path]] = []
 
-    def note(command: object, *, environment: Mapping[str, str], socket: Path, log: Path) -> int:
-        assert socket == home / "agent.sock"
-        calls.append((command, environment, log))
+    def note(command: object, *, environment: Mapping[str, str], home: Path) -> int:
+        calls.append((command, environment, home))
         return 0
 
     monkeypatch.setattr(up, "start_detached", note)
     monkeypatch.setenv("PMESH_NAME", "loses")
     monkeypatch.setenv("PMESH_STALE", "1")
     assert run(["up", "--detach", "--name", "wins", "--no-mdns"]) == 0
-    (command, environment, log) = calls[0]
+    (command, environment, directory) = calls[0]
     assert command == [sys.executable, "-m", "pmesh.cli", "up"]
     assert (environment["PMESH_NAME"], environment["PMESH_MDNS"]) == ("wins", "false")
     assert environment["PATH"] == os.environ["PATH"]
     assert "PMESH_STALE" not in environment
-    assert log == home / "agent.log"
+    assert directory == home
     assert not agent.starts
 
 

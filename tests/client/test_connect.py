@@ -56,12 +56,12 @@ class TestAnAgentWithACrowdAtItsDoor:
             crowd.accept()[0].close()
 
         monkeypatch.setattr(time, "sleep", meanwhile)
-        AgentConnection(tmp_path / "agent.sock").close()
+        AgentConnection(tmp_path).close()
 
     @pytest.mark.usefixtures("crowd")
     def test_is_not_waited_for_longer_than_for_any_answer(self, tmp_path: Path) -> None:
         with pytest.raises(pmesh.AgentStopped, match=r"has not answered for 0\.02 s"):
-            AgentConnection(tmp_path / "agent.sock", silence_s=0.02)
+            AgentConnection(tmp_path, silence_s=0.02)
 
 
 def test_the_home_comes_from_the_environment(

@@ -36,22 +36,22 @@ def test_an_answer_in_many_pieces_is_read_whole(tmp_path: Path) -> None:
         for byte in frame(encode(Status(b"{}"))):
             connection.send(bytes([byte]))
 
-    with agent_at(tmp_path / "s", answer):
-        assert ask_status(tmp_path / "s") == b"{}"
+    with agent_at(tmp_path / "agent.sock", answer):
+        assert ask_status(tmp_path) == b"{}"
 
 
 @pytest.mark.parametrize(("after", "told"), [(-1, [0, 1]), (0, [1]), (1, [])])
 def test_events_are_asked_from_a_number_on(tmp_path: Path, after: int, told: list[int]) -> None:
     event_log = make_chronicle()
     event_log.note("peer joined", "mac-2 joined")
-    with agent_at(tmp_path / "s", answer_with(event_log)):
-        page = decode_events(ask_events(tmp_path / "s", after))
+    with agent_at(tmp_path / "agent.sock", answer_with(event_log)):
+        page = decode_events(ask_events(tmp_path, after))
     assert [event.number for event in page.events] == told
 
 
 def test_stopping_returns_when_the_agent_has_left(tmp_path: Path) -> None:
-    with agent_at(tmp_path / "s", answer_well):
-        assert stop_agent(tmp_path / "s") == 2**22 + 1
+    with agent_at(tmp_path / "agent.sock", answer_well):
+        assert stop_agent(tmp_path) == 2**22 + 1
 
 
 def test_stopping_also_ends_by_a_reset(tmp_path: Path) -> None:
@@ -59,36 +59,36 @@ def test_stopping_also_ends_by_a_reset(tmp_path: Path) -> None:
         connection.recv(1)  # closing with the rest unread is a reset
         connection.sendall(frame(encode(Stopping(pid=7))))
 
-    with agent_at(tmp_path / "s", answer):
-        assert stop_agent(tmp_path / "s") == 7
+    with agent_at(tmp_path / "agent.sock", answer):
+        assert stop_agent(tmp_path) == 7
 
 
 def test_no_socket_names_the_path_and_the_command(tmp_path: Path, ask: Ask) -> None:
-    with pytest.raises(AgentNotRunning, match=r"no agent listens at .*/s .*'pmesh up'"):
-        ask(tmp_path / "s")
+    with pytest.raises(AgentNotRunning, match=r"no agent listens at .*/agent\.sock .*'pmesh up'"):
+        ask(tmp_path)
 
 
 def test_the_socket_of_a_killed_agent_is_no_agent(tmp_path: Path, ask: Ask) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "s"))
+        listener.bind(str(tmp_path / "agent.sock"))
     with pytest.raises(AgentNotRunning, match="refused"):
-        ask(tmp_path / "s")
+        ask(tmp_path)
 
 
 def test_an_agent_that_hangs_up_is_named(tmp_path: Path, ask: Ask) -> None:
     with (
-        agent_at(tmp_path / "s", hang_up),
+        agent_at(tmp_path / "agent.sock", hang_up),
         pytest.raises(AgentStopped, match="has ended"),
     ):
-        ask(tmp_path / "s")
+        ask(tmp_path)
 
 
 def test_an_agent_that_resets_is_named(tmp_path: Path, ask: Ask) -> None:
     with (
-        agent_at(tmp_path / "s", reset),
-        pytest.raises(AgentStopped, match="went away"),
+        agent_at(tmp_path / "agent.sock", reset),
+        pytest.raises(AgentStopped, match="has ended"),
     ):
-        ask(tmp_path / "s")
+        ask(tmp_path)
 
 
 def test_a_silent_agent_is_not_waited_for_longer_than_told(tmp_path: Path) -> None:
@@ -96,8 +96,11 @@ def test_a_silent_agent_is_not_waited_for_longer_than_told(tmp_path: Path) -> No
         while connection.recv(4096):
             pass
 
-    with agent_at(tmp_path / "s", stay_silent), pytest.raises(AgentStopped, match=r"for 0\.01 s"):
-        ask_status(tmp_path / "s", timeout_s=0.01)
+    with (
+        agent_at(tmp_path / "agent.sock", stay_silent),
+        pytest.raises(AgentStopped, match=r"for 0\.01 s"),
+    ):
+        ask_status(tmp_path, timeout_s=0.01)
 
 
 def test_an_agent_that_promises_to_stop_and_does_not_is_named(tmp_path: Path) -> None:
@@ -106,8 +109,11 @@ def test_an_agent_that_promises_to_stop_and_does_not_is_named(tmp_path: Path) ->
         while connection.recv(4096):
             pass
 
-    with agent_at(tmp_path / "s", promise), pytest.raises(AgentStopped, match=r"for 0\.01 s"):
-        stop_agent(tmp_path / "s", timeout_s=0.01)
+    with (
+        agent_at(tmp_path / "agent.sock", promise),
+        pytest.raises(AgentStopped, match=r"for 0\.01 s"),
+    ):
+        stop_agent(tmp_path, timeout_s=0.01)
 
 
 @pytest.mark.parametrize(
@@ -119,8 +125,8 @@ def test_an_answer_to_another_question_is_a_protocol_error(tmp_path: Path, reply
         connection.recv(4096)
         connection.sendall(reply)
 
-    with agent_at(tmp_path / "s", answer), pytest.raises(ProtocolError):
-        ask_status(tmp_path / "s")
+    with agent_at(tmp_path / "agent.sock", answer), pytest.raises(ProtocolError):
+        ask_status(tmp_path)
 
 
 def test_a_status_is_no_answer_to_a_stop(tmp_path: Path) -> None:
@@ -128,5 +134,8 @@ def test_a_status_is_no_answer_to_a_stop(tmp_path: Path) -> None:
         connection.recv(4096)
         connection.sendall(frame(encode(Status(b""))))
 
-    with agent_at(tmp_path / "s", answer), pytest.raises(ProtocolError, match="not Stopping"):
-        stop_agent(tmp_path / "s")
+    with (
+        agent_at(tmp_path / "agent.sock", answer),
+        pytest.raises(ProtocolError, match="not Stopping"),
+    ):
+        stop_agent(tmp_path)

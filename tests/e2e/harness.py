@@ -23,7 +23,6 @@ from pmesh.agent.status.schema import EpochStatus, Status, decode_status
 from pmesh.client.control import ask_status
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.errors import AgentNotRunning, AgentStopped
-from pmesh.paths import socket_path
 from tools.lab.net import Host
 
 TIMEOUT_S = 30.0  # imports of several processes on two busy cores take 5 s
@@ -139,7 +138,7 @@ class Agent:
 
     def status(self) -> Status:
         """Its picture, now."""
-        return decode_status(ask_status(socket_path(self.home)))
+        return decode_status(ask_status(self.home))
 
     def await_status(
         self, holds: Callable[[Status], bool], *, timeout_s: float = TIMEOUT_S

@@ -114,7 +114,7 @@ class Arena:
             process.end()
         for name, agent in self._agents.items():
             with contextlib.suppress(PmeshError):
-                stop_agent(self._socket(name))
+                stop_agent(self._home(name))
             agent.end(signal.SIGTERM)
         self._liars, self._trainers, self._agents = {}, {}, {}
 

@@ -12,7 +12,6 @@ from typing import Any
 from pmesh.client.control import ask_status
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.errors import PmeshError
-from pmesh.paths import socket_path
 
 LOOK_EVERY_S = 0.05
 
@@ -28,7 +27,7 @@ def inherited() -> dict[str, str]:
 
 def status_of(home: Path, *, timeout_s: float = 5.0) -> dict[str, Any]:
     """An agent's status, as `pmesh status --json` has it; raises PmeshError if none answers."""
-    picture: dict[str, Any] = json.loads(ask_status(socket_path(home), timeout_s=timeout_s))
+    picture: dict[str, Any] = json.loads(ask_status(home, timeout_s=timeout_s))
     return picture
 
 

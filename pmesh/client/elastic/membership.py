@@ -39,13 +39,13 @@ class Place:
     that has ended (HistorySuperseded). Its next `sync` brings it back.
     """
 
-    def __init__(self, path: Path, request: Connect, *, goes_on_alone: bool) -> None:
+    def __init__(self, home: Path, request: Connect, *, goes_on_alone: bool) -> None:
         """Join the job; raises the error that the agent names if that fails."""
-        self._path = path
+        self._home = home
         self._request = request
         self._goes_on_alone = goes_on_alone
         self._closing = threading.Event()
-        self._session = TrainerSession(AgentConnection(path))
+        self._session = TrainerSession(AgentConnection(home))
         try:
             joined = self._session.join(request)
         except BaseException:
@@ -157,7 +157,7 @@ class Place:
             terms=terms,
             group_of=GroupOf(self._request.job, members, self.world.trainers[self.world.rank]),
         )
-        return Place(self._path, request, goes_on_alone=False)
+        return Place(self._home, request, goes_on_alone=False)
 
     def attach(self) -> P2PSession:
         """A session for messages, over another connection to the agent; the caller closes it.
@@ -167,7 +167,7 @@ class Place:
             AgentNotRunning: there is none.
         """
         me = self.world.trainers[self.world.rank]
-        connection = AgentConnection(self._path)
+        connection = AgentConnection(self._home)
         try:
             connection.send(Attach(SESSION_VERSION, self._request.job, me))
             reply = connection.receive()
@@ -233,7 +233,7 @@ class Place:
         """
         while True:
             try:
-                session = self._session = TrainerSession(AgentConnection(self._path))
+                session = self._session = TrainerSession(AgentConnection(self._home))
                 self._join_again(session, deadline)
             except (AgentNotRunning, AgentStopped):
                 if self._pause(deadline):

@@ -2,6 +2,7 @@
 
 import array
 import contextlib
+import logging
 import os
 import select
 import socket
@@ -29,24 +30,29 @@ from pmesh.errors import (
     ProtocolError,
     RunError,
 )
+from pmesh.paths import LOCK_NAME, LOG_NAME, socket_path
 
 SILENCE_S = 60.0  # an agent that lives says something every 10 s while a call waits (I6)
+FIRST_ANSWER_S = 4.0  # one that lives says within 3 s that a trainer must wait
 _QUEUE_FULL_RETRY_S = 0.01  # an agent accepts all that wait in one turn of its loop
 _RECEIVE_BYTES = 64 * 1024
 _ANCILLARY_BYTES = socket.CMSG_SPACE(16 * array.array("i").itemsize)
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # macOS has no such flag
 
+_logger = logging.getLogger("pmesh")
+
 
 class AgentConnection:
-    """A connection to the agent that listens at `path`; a silence of `silence_s` (60) ends it.
+    """A connection to the agent of this home; a silence of `silence_s` (60) ends it.
 
     Raises:
-        AgentNotRunning: nobody listens there.
+        AgentNotRunning: nobody listens at its socket.
         AgentStopped: somebody does, but has not answered for so long.
     """
 
-    def __init__(self, path: Path, *, silence_s: float | None = None) -> None:
-        self.path = path
+    def __init__(self, home: Path, *, silence_s: float | None = None) -> None:
+        self.path = socket_path(home)
+        self._home = home
         self._silence_s = SILENCE_S if silence_s is None else silence_s
         self._reader = FrameReader(max_bytes=MAX_SESSION_MESSAGE_BYTES)
         self._descriptors: deque[int] = deque()
@@ -98,11 +104,20 @@ class AgentConnection:
         message = self._reader.next_message_untrusted()
         if message is not None:
             return decode_reply_untrusted(message)
-        poll = select.poll()  # not select: that knows no descriptor above 1,023
-        poll.register(self._socket.fileno(), select.POLLIN)
-        if timeout_s is not None and not poll.poll(1000 * timeout_s):
+        if timeout_s is not None and not self._has_sent(timeout_s):
             return None
         return self.receive()
+
+    def _has_sent(self, timeout_s: float) -> bool:
+        """Whether there is something to receive, or an end, within `timeout_s`."""
+        poll = select.poll()  # not select: that knows no descriptor above 1,023
+        poll.register(self._socket.fileno(), select.POLLIN)
+        return bool(poll.poll(1000 * timeout_s))
+
+    def await_first_answer(self) -> None:
+        """Wait for the agent to send something; after 4 s warn, and return."""
+        if not self._has_sent(FIRST_ANSWER_S):
+            _logger.warning("the agent at %s does not answer: %s", self.path, self._process())
 
     def await_end(self) -> None:
         """Wait until the agent has closed the connection; AgentStopped if it only falls silent."""
@@ -157,9 +172,7 @@ class AgentConnection:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self._keep_descriptors(rights)
         if not data:
-            raise AgentStopped(
-                f"the agent at {self.path} has ended; its log says why, 'pmesh up' starts another"
-            )
+            raise self._ended()
         return data
 
     def _keep_descriptors(self, rights: bytes) -> None:
@@ -170,11 +183,34 @@ class AgentConnection:
             self._descriptors.append(descriptor)
 
     def _stopped(self, error: OSError) -> AgentStopped:
-        if isinstance(error, TimeoutError):
-            what = f"has not answered for {self._silence_s:g} s"
-        else:
-            what = f"went away: {error.strerror or error}"
-        return AgentStopped(f"the agent at {self.path} {what}; see its log, or 'pmesh status'")
+        if not isinstance(error, TimeoutError):
+            return self._ended()
+        return AgentStopped(
+            f"the agent at {self.path} has not answered for {self._silence_s:g} s: "
+            f"{self._process()}"
+        )
+
+    def _ended(self) -> AgentStopped:
+        return AgentStopped(
+            f"the agent at {self.path} has ended{self._log()}; start another with 'pmesh up'"
+        )
+
+    def _process(self) -> str:
+        """What the agent's process does, where its log is, and the command that helps."""
+        import psutil  # noqa: PLC0415 - 20 ms that only this needs
+
+        try:
+            pid = int((self._home / LOCK_NAME).read_text())
+            status = psutil.Process(pid).status()
+        except (OSError, ValueError, psutil.Error):
+            return f"its process is not running{self._log()}; start another with 'pmesh up'"
+        if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            return f"its process (pid {pid}) is stopped{self._log()}; run 'kill -CONT {pid}'"
+        return f"its process (pid {pid}) runs{self._log()}; run 'kill -9 {pid}; pmesh up'"
+
+    def _log(self) -> str:
+        path = self._home / LOG_NAME  # without --detach, its terminal has the log
+        return f"; its log is {path}" if path.exists() else ""
 
 
 def mesh_ended(reason: str) -> MeshClosed:

@@ -102,7 +102,7 @@ class TrainerSession:
 
     def join(self, request: Connect) -> Joined:
         """Join a job; returns when it begins or if it runs already; raises the agent's error."""
-        reply = self._exchange(request)
+        reply = self._exchange(request, self._connection.await_first_answer)
         if isinstance(reply, Joined):
             self.world = reply.world
             self._enters = reply.world.rank < 0

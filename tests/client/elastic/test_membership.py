@@ -269,9 +269,9 @@ def test_closing_ends_the_wait_for_an_agent(
 ) -> None:
     tried = threading.Event()
 
-    def try_in_vain(path: Path) -> object:
+    def try_in_vain(home: Path) -> object:
         tried.set()
-        return AgentConnection(path)
+        return AgentConnection(home)
 
     with ScriptedAgent(tmp_path, joins) as scripted:
         mesh = pmesh.connect("job", home=tmp_path)
@@ -298,8 +298,8 @@ def test_closing_ends_a_reconnection_that_has_just_been_made(
         with pytest.raises(pmesh.AgentStopped):
             mesh.barrier()
 
-        def closed_meanwhile(path: Path) -> object:
-            connection = AgentConnection(path)
+        def closed_meanwhile(home: Path) -> object:
+            connection = AgentConnection(home)
             mesh.close()  # the lock is held, so it only interrupts
             return connection
 

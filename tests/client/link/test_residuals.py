@@ -44,7 +44,7 @@ class Scripted:
 
     def join(self, *steps: Step) -> TrainerSession:
         self.agent.steps += steps
-        session = TrainerSession(AgentConnection(self.agent.home / "agent.sock"))
+        session = TrainerSession(AgentConnection(self.agent.home))
         session.join(Connect(SESSION_VERSION, JobName("job"), 1, 30.0, "test.py"))
         return session
 

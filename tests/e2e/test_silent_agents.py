@@ -1,0 +1,51 @@
+"""An agent that is frozen, or killed, under the trainers and commands of its machine."""
+
+import signal
+
+from tests.e2e.harness import Fleet
+
+TRAIN = """
+import time
+import numpy as np
+import pmesh
+with pmesh.connect("job") as mesh:
+    print("rank", mesh.rank, flush=True)
+    try:
+        while True:
+            mesh.all_reduce(np.ones(3))
+            time.sleep(0.01)
+    except pmesh.AgentStopped as e:
+        print(e)
+"""
+
+
+def test_who_meets_a_frozen_agent_reads_how_to_continue_it(fleet: Fleet) -> None:
+    agent = fleet.start_agent("mac-1", "--no-mdns")
+    agent.await_status(lambda _: True)
+    pid = agent.process.pid
+    silent = f"the agent at {agent.home}/agent.sock"
+    state = f"its process (pid {pid}) is stopped; run 'kill -CONT {pid}'"
+
+    agent.process.send_signal(signal.SIGSTOP)
+    trainer = fleet.start_trainer(agent, TRAIN)
+    status = fleet.pmesh("status", home=agent.home)
+    warned = trainer.await_line("does not answer")
+    agent.process.send_signal(signal.SIGCONT)
+    trainer.await_line("rank 0")
+
+    assert status.stderr == f"AgentStopped: {silent} has not answered for 5 s: {state}\n"
+    assert warned.string == f"{silent} does not answer: {state}"
+
+
+def test_who_loses_a_killed_agent_reads_how_to_start_another(fleet: Fleet) -> None:
+    agent = fleet.start_agent("mac-1", "--no-mdns")
+    agent.await_status(lambda _: True)
+    (agent.home / "agent.log").touch()  # as --detach does
+    trainer = fleet.start_trainer(agent, TRAIN)
+    trainer.await_line("rank 0")
+    agent.process.send_signal(signal.SIGKILL)
+
+    assert trainer.await_end().splitlines()[-1] == (
+        f"the agent at {agent.home}/agent.sock has ended; its log is {agent.home}/agent.log; "
+        "start another with 'pmesh up'"
+    )
