@@ -73,3 +73,21 @@ def node_from_text(text: str) -> NodeId:
 def short_node(node: NodeId) -> str:
     """Return the first 8 characters of the node id: enough to distinguish 8 machines."""
     return node_text(node)[:8]
+
+
+MAX_NAME = 64
+"""The most characters of a machine's name."""
+
+
+def shared_name(name: str, node: str) -> str:
+    """Return what a machine is called where another has the same name.
+
+    Args:
+        name: The one that both have.
+        node: The machine's id, as `node_text` writes it.
+
+    >>> shared_name("mac", "3f2a6kq7")
+    'mac (3f2a)'
+    """
+    suffix = f" ({node[:4]})"  # of 8 machines, two have the same 4 characters once in 37,000 meshes
+    return name[: MAX_NAME - len(suffix)] + suffix

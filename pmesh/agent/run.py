@@ -360,7 +360,7 @@ class Agent:
             )
 
     def _describe_unlinked(self) -> tuple[str, ...]:
-        return describe_unlinked(self.peers, self._strangers)
+        return describe_unlinked(self.peers, self._strangers, own_name=self._settings.name)
 
     def _count_turned_away(self) -> TurnedAwayStatus:
         discovery, programs = self._strangers.counters, self._sessions

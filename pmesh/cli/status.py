@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -32,6 +33,7 @@ from pmesh.agent.status.schema import (
 from pmesh.cli.rows import Rows, output
 from pmesh.cli.terminal import printable, say
 from pmesh.client.control import ask_status, stop_agent
+from pmesh.ids import shared_name
 from pmesh.paths import home_directory
 
 # Both shape and colour show the health, for terminals and eyes without colours.
@@ -122,6 +124,7 @@ _UNIT_STEP = 1000
 def render_status(status: Status, *, width: int = 80, beat: int | None = None) -> RenderableType:
     """Lay out the whole status; `beat` moves a light around the ring (see `draw_ring`)."""
     parts: list[RenderableType] = [_headline(status), _ring(status, width, beat), _members(status)]
+    parts += _shared_names(status.view.members)
     strangers = [peer for peer in status.peers if peer.state != "linked"]
     if strangers:
         parts.append(_peers(strangers))
@@ -180,6 +183,20 @@ def _member_row(member: MemberStatus) -> tuple[str | Text, ...]:
         Text(printable(member.interface or "")),
         _lines(member.addresses),
     )
+
+
+def _shared_names(members: Sequence[MemberStatus]) -> Iterator[Text]:
+    """Say which machines have one name: their view appends to each the start of its id."""
+    names = Counter(
+        name
+        for member in members
+        if shared_name(name := member.name.rpartition(" (")[0], member.id) == member.name
+    )
+    for name, count in names.items():
+        yield Text(
+            f"{count} machines are called '{printable(name)}'; "
+            "start one with 'pmesh up --name OTHER'"
+        )
 
 
 def _peers(peers: list[PeerStatus]) -> Rows:

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from pmesh.ids import (
     MAX_COUNTER,
+    MAX_NAME,
     PRINTABLE,
     Epoch,
     JobName,
@@ -27,7 +28,7 @@ MAX_TRAINERS = 1024  # of one job
 MAX_JOBS = 256  # no job begins while this many run in the view, groups of ranks included
 
 # Decoding checks these bounds. Numbers stay far enough below 2^63 that sums cannot overflow.
-Name: TypeAlias = Annotated[str, Meta(max_length=64, pattern=PRINTABLE)]
+Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME, pattern=PRINTABLE)]
 Job: TypeAlias = Annotated[JobName, Meta(max_length=64, pattern=PRINTABLE)]
 Op: TypeAlias = Annotated[OpNumber, Meta(ge=0, le=2**62)]
 Id: TypeAlias = Annotated[TrainerId, Meta(ge=0, le=2**62)]
@@ -153,6 +154,7 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
 
     member: Member
     name: Name
+    """Unlike those of the other seats: machines of one name get the start of their id."""
     admitted: Epoch
     """The epoch in which it joined this lineage: earlier is more senior."""
     previous: Epoch | None

@@ -10,6 +10,7 @@ import json
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,6 +66,16 @@ def test_what_a_stranger_calls_itself_does_not_steer_the_terminal() -> None:
 def test_a_quiet_mesh_has_no_empty_tables() -> None:
     assert "Jobs" not in shown(MINIMAL)
     assert "Not linked" not in shown(MINIMAL)
+
+
+def test_machines_of_one_name_are_told_apart_with_a_hint_at_what_names_them() -> None:
+    one, two, three = SNAPSHOT.view.members
+    alike = (msgspec.structs.replace(m, name=f"mac ({m.id[:4]})") for m in (one, two))
+    view = msgspec.structs.replace(SNAPSHOT.view, members=(*alike, three))
+    screen = shown(msgspec.structs.replace(SNAPSHOT, view=view))
+    assert "● mac (aaaa) ★ ──▶ ● mac (bbbb)" in screen
+    assert "2 machines are called 'mac'; start one with 'pmesh up --name OTHER'" in screen
+    assert "are called" not in shown(SNAPSHOT)
 
 
 def test_no_number_of_bytes_lacks_a_unit() -> None:

@@ -141,8 +141,9 @@ class Village:
         port: int = 0,
         mesh: bytes = MESH,
         mdns: bool = False,
+        folder: str = "",
     ) -> Machine:
-        home = self.directory / name
+        home = self.directory / (folder or name)
         home.mkdir(mode=0o700, exist_ok=True)
         settings = Settings(
             home=home,

@@ -12,6 +12,7 @@ from pmesh.agent.jobs import op_task
 from pmesh.agent.jobs.op_task import Op
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
+from pmesh.agent.status.events import Event
 from pmesh.core.ops.kinds import KINDS
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import Values
@@ -32,9 +33,13 @@ def machine_of(here: Village, trainer: Trainer) -> Machine:
     return next(m for m in here.machines if m.settings.name == name)
 
 
-def kinds_of_events(machine: Machine) -> list[str]:
+def events_of(machine: Machine) -> tuple[Event, ...]:
     """What its agent has noted, in order."""
-    return [event.kind for event in machine.agent._event_log.since(-1).events]  # noqa: SLF001
+    return machine.agent._event_log.since(-1).events  # noqa: SLF001
+
+
+def kinds_of_events(machine: Machine) -> list[str]:
+    return [event.kind for event in events_of(machine)]
 
 
 async def cut(one: Machine, *others: Machine) -> None:

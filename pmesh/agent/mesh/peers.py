@@ -415,7 +415,9 @@ class Peers:
         return stream
 
     def name_of(self, member: Member) -> str:
-        live = self.links.get(member.node)
+        seat, live = self.membership.view.seat_of(member), self.links.get(member.node)
+        if seat is not None:
+            return seat.name
         if live is not None:
             return live.link.peer.name
         own = self._hello()

@@ -23,7 +23,7 @@ from pmesh.errors import (
     PmeshError,
     ProtocolVersionMismatch,
 )
-from pmesh.ids import JobName, Member, NodeId, Slot, node_text
+from pmesh.ids import JobName, Member, NodeId, Slot, node_text, shared_name
 from pmesh.net.links.acceptor import DoorCounters
 from pmesh.net.links.discovery import Found
 from pmesh.net.links.interfaces import AddressWatch
@@ -115,11 +115,12 @@ def _ranks(roster: Roster, jobs: Jobs) -> Iterator[schema.RankStatus]:
     here = {r.id: r for r in jobs.ranks if (r.roster.job, r.roster.born) == job}
     for rank, trainer in enumerate(roster.trainers):
         mark = jobs.progress.of(roster, trainer.id)
+        seat = jobs.membership.view.seat_of(trainer.member)
         yield schema.RankStatus(
             rank=rank,
             trainer=trainer.id,
             node=node_text(trainer.member.node),
-            name=trainer.name,
+            name=trainer.name if seat is None else seat.name,
             started=-1 if mark is None else mark.started,
             completed=-1 if mark is None else mark.completed,
             stopped=mark is not None and mark.stopped,
@@ -252,13 +253,19 @@ def describe_peers(peers: Peers, strangers: Strangers) -> Iterator[schema.PeerSt
             )
 
 
-def describe_unlinked(peers: Peers, strangers: Strangers) -> tuple[str, ...]:
+def describe_unlinked(peers: Peers, strangers: Strangers, *, own_name: str) -> tuple[str, ...]:
     """Return a line for each agent that was found and is not linked: its name, and why."""
     return tuple(
-        f"{peer.name or ', '.join(peer.addresses)} is not linked: {peer.reason}"
+        f"{_name(peer, own_name)} is not linked: {peer.reason}"
         for peer in describe_peers(peers, strangers)
         if peer.state != "linked" and peer.reason is not None
     )
+
+
+def _name(peer: schema.PeerStatus, own_name: str) -> str:
+    if peer.name == own_name and peer.id is not None:
+        return shared_name(peer.name, peer.id)
+    return peer.name or ", ".join(peer.addresses)
 
 
 def _stranger(found: Found, *, other_mesh: bool) -> schema.PeerStatus:

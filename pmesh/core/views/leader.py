@@ -1,7 +1,10 @@
 """The leader's half of the agreement: which members to keep, when to propose, what to commit."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+
+import msgspec
 
 from pmesh.core.values import MAX_MEMBERS, Seat, View
 from pmesh.core.views import rosters
@@ -22,7 +25,7 @@ from pmesh.core.views.state import (
     patience,
 )
 from pmesh.core.wire.link import Commit, Flushed, Propose, ViewRequest, Waiting
-from pmesh.ids import Epoch, Member
+from pmesh.ids import Epoch, Member, node_text, shared_name
 
 
 def propose(state: MemberState, facts: Facts, now: float) -> Propose | None:
@@ -83,7 +86,7 @@ def decide(state: MemberState, facts: Facts) -> Commit | None:
     proposal = state.proposal
     if proposal is None or len(proposal.answers) < len(proposal.message.members):
         return None
-    answers, epoch = proposal.answers, proposal.message.epoch
+    answers, epoch = _named_apart(proposal.answers), proposal.message.epoch
     base = _base(state, answers)
     continuing = _continuing(base, answers)
     costs = measure_costs(
@@ -226,6 +229,17 @@ def _may_join(state: MemberState, member: Member) -> bool:
         and state.view.seat_of(member) is None
         and state.view.weight > state.peers[member.node].view.weight
     )
+
+
+def _named_apart(answers: Mapping[Member, Flushed]) -> dict[Member, Flushed]:
+    """Return the answers, those of machines that share a name with other names."""
+    machines = Counter(answer.name for answer in answers.values())
+    return {
+        member: answer
+        if machines[answer.name] == 1
+        else msgspec.structs.replace(answer, name=shared_name(answer.name, node_text(member.node)))
+        for member, answer in answers.items()
+    }
 
 
 def _base(state: MemberState, answers: Mapping[Member, Flushed]) -> View:

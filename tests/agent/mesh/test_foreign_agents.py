@@ -70,6 +70,15 @@ async def test_another_mesh_is_shown_and_never_dialled(clock: MockClock) -> None
         assert not shown(one)
 
 
+async def test_another_mesh_with_our_own_name_is_told_apart(clock: MockClock) -> None:
+    async with village(clock, 0) as here:
+        one = here.new_machine("air")
+        await one.start()
+        discovered(one, found(b"another!"))
+        (line,) = one.agent._describe_unlinked()  # noqa: SLF001 - as waiting lines do
+        assert line.startswith(f"air ({node_text(NODE)[:4]}) is not linked: it holds another")
+
+
 async def test_another_version_is_shown_with_both(clock: MockClock) -> None:
     async with village(clock, 1) as here:
         (one,) = here.machines

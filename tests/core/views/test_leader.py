@@ -19,7 +19,7 @@ from pmesh.core.views.state import (
     Skip,
 )
 from pmesh.core.wire.link import Commit, Flushed
-from pmesh.ids import Member
+from pmesh.ids import Member, node_text
 from tests.worlds.builders import (
     ANNA,
     BERT,
@@ -257,6 +257,24 @@ def committed(state: MemberState, answers: Mapping[Member, Flushed], facts: Fact
 
 
 class TestTheCommit:
+    def test_machines_of_one_name_get_the_start_of_their_ids(self) -> None:
+        answers = {
+            member: msgspec.structs.replace(
+                make_flushed(member, TRIO, waiting=(make_waiting(wait_for=3),)),
+                name="studio" if member == CARA else "mac",
+            )
+            for member in (ANNA, BERT, CARA)
+        }
+        view = committed(IN_PEACE, answers)
+        (roster,) = view.rosters
+        apart = {
+            ANNA: f"mac ({node_text(ANNA.node)[:4]})",
+            BERT: f"mac ({node_text(BERT.node)[:4]})",
+            CARA: "studio",
+        }
+        assert {seat.member: seat.name for seat in view.seats} == apart
+        assert {trainer.member: trainer.name for trainer in roster.trainers} == apart
+
     def test_waits_for_every_answer(self) -> None:
         message = make_proposal(ANNA, 9, TRIO, ANNA, BERT)
         state = begin(
