@@ -12,132 +12,250 @@ from typing import ClassVar
 
 
 class PmeshError(Exception):
-    """The base of all errors that pmesh raises on purpose."""
+    """The base of all errors that pmesh raises on purpose.
+
+    Catch it to catch all others.
+    See docs/how-to/troubleshooting.md#not-for-scripts-to-catch.
+    """
 
     fault: ClassVar[str] = "pmesh"
     """The party at fault: 'caller', 'peer', 'network', 'run' or 'pmesh'."""
 
 
 class UsageError(PmeshError):
-    """You must change a call, an option or a file."""
+    """A call, an option or a file of yours needs a change.
+
+    See the message.
+    See docs/how-to/troubleshooting.md#yours-to-change-usageerror.
+    """
 
     fault = "caller"
 
 
 class ConfigError(UsageError):
-    """An option, environment variable or line of config.toml is invalid."""
+    """An option, a variable or a line of `config.toml` is not valid.
+
+    Change it; the message says where it is.
+    See docs/how-to/troubleshooting.md#yours-to-change-usageerror.
+    """
 
 
 class KeyFileError(UsageError):
-    """Others can read a key file, or it does not hold a key."""
+    """Others can read a key file, or it contains no key.
+
+    Run the command in the message.
+    See docs/how-to/troubleshooting.md#yours-to-change-usageerror.
+    """
 
 
 class AgentNotRunning(UsageError):
-    """No agent listens at this home's socket."""
+    """No agent listens at this home's socket.
+
+    `pmesh up`; if the agent has another home, give the script that one, by `home=` or
+    `PMESH_HOME`.
+    See docs/how-to/troubleshooting.md#yours-to-change-usageerror.
+    """
 
 
 class AgentAlreadyRunning(UsageError):
-    """An agent already runs for this home."""
+    """This home already has an agent.
+
+    Use that agent, stop it with `pmesh down`, or give another `--home`.
+    See docs/how-to/troubleshooting.md#yours-to-change-usageerror.
+    """
 
 
 class PortTaken(UsageError):
-    """Another program listens on the port."""
+    """Another program listens on the port.
+
+    `pmesh up --listen HOST:PORT` with another port.
+    See docs/how-to/troubleshooting.md#yours-to-change-usageerror.
+    """
 
 
 class UnsupportedArray(UsageError, TypeError):
-    """The collective does not support this value, dtype or reduction."""
+    """The call does not take this value, dtype or reduction.
+
+    Convert it to what the call takes, as with `numpy.array(x)`. Also a `TypeError`.
+    See docs/how-to/troubleshooting.md#yours-to-change-usageerror.
+    """
 
 
 class UnsupportedCompression(UsageError, ValueError):
-    """A compression or one of its options does not exist, or does not support these values.
+    """A compression, or an option of one, does not exist or does not apply to these values.
 
-    It is also a ValueError, which Python raises for such options.
+    The message says what is allowed. Also a `ValueError`.
+    See docs/how-to/troubleshooting.md#yours-to-change-usageerror.
     """
 
 
 class OpMismatch(UsageError):
-    """Ranks called one op with a different kind, shape, dtype, reduction or compression."""
+    """The ranks made different calls as the same op: other shapes, or another order.
+
+    The message has what differs. Use the same script on all machines.
+    See docs/how-to/troubleshooting.md#yours-to-change-usageerror.
+    """
 
 
 class JobRunning(UsageError):
-    """The job already has its ranks; no trainer can enter while it runs."""
+    """The job of this name runs and never calls `mesh.sync`, in which newcomers enter.
+
+    Wait until it has ended, choose another name, or call `mesh.sync` at the top of its loop.
+    See docs/how-to/troubleshooting.md#yours-to-change-usageerror.
+    """
 
 
 class MeshClosed(UsageError):
-    """A mesh was called after its `close()`."""
+    """A call came after `close()`, or after the session had ended.
+
+    Call `pmesh.connect()` again.
+    See docs/how-to/troubleshooting.md#yours-to-change-usageerror.
+    """
 
 
 class PeerError(PmeshError):
-    """Another machine must change something."""
+    """Another machine must change something.
+
+    See the message.
+    See docs/how-to/troubleshooting.md#another-machines-peererror.
+    """
 
     fault = "peer"
 
 
 class MeshKeyMismatch(PeerError):
-    """The other side has a different mesh key."""
+    """The other side holds another mesh key.
+
+    `pmesh key show` on one, `pmesh key set` on the other, then `pmesh down` and `pmesh up`
+    there.
+    See docs/how-to/troubleshooting.md#another-machines-peererror.
+    """
 
 
 class ProtocolVersionMismatch(PeerError):
-    """The other side speaks a different version of the protocol."""
+    """The other side speaks another version of the protocol.
+
+    Install the same version of pmesh on both.
+    See docs/how-to/troubleshooting.md#another-machines-peererror.
+    """
 
 
 class NodeKeyCopied(PeerError):
-    """Two running machines have the same node key: a home directory was copied."""
+    """Two running machines have one node key: a home directory was copied.
+
+    On the copy: `mv ~/.pmesh/node_key ~/.pmesh/node_key.bad`, then `pmesh up`.
+    See docs/how-to/troubleshooting.md#another-machines-peererror.
+    """
 
 
 class NetworkError(PmeshError):
-    """The network failed, or the system does not permit its use."""
+    """The network failed, or the system does not permit its use.
+
+    See the message.
+    See docs/how-to/troubleshooting.md#the-networks-networkerror.
+    """
 
     fault = "network"
 
 
 class PeerUnreachable(NetworkError):
-    """A connection could not be made, or did not finish the handshake in time."""
+    """A connection could not be made, or did not complete the handshake in time.
+
+    Check that the machine is awake and runs `pmesh up`, and check its firewall.
+    See docs/how-to/troubleshooting.md#the-networks-networkerror.
+    """
 
 
 class LocalNetworkDenied(NetworkError):
-    """macOS does not let this program talk to the local network."""
+    """macOS may be keeping this program from the local network.
+
+    Allow it.
+    See docs/how-to/troubleshooting.md#the-networks-networkerror.
+    """
 
 
 class LaneBroken(NetworkError):
-    """A data connection ended, or a record on it was forged or corrupted."""
+    """A data connection ended, or a record on it was forged or corrupt.
+
+    If it happens again, check the cable or the Wi-Fi.
+    See docs/how-to/troubleshooting.md#the-networks-networkerror.
+    """
 
 
 class RunError(PmeshError):
-    """No one's fault: machines and trainers come and go."""
+    """Machines and trainers come and go.
+
+    Raised itself if the state that `sync` received differs from the one sent: call `mesh.sync`.
+    See docs/how-to/troubleshooting.md#nobodys-runerror.
+    """
 
     fault = "run"
 
 
 class NotEnoughRanks(RunError):
-    """Fewer trainers than required joined in time."""
+    """Fewer trainers than required came in time; at `connect`, fewer than `wait_for`.
+
+    Start the script on the machines that the message names, with the same `job` and `wait_for`,
+    or wait longer. Also raised if an op waited too long for `min_ranks` or a quorum, or a
+    newcomer for the others' `sync`.
+    See docs/how-to/troubleshooting.md#nobodys-runerror.
+    """
 
 
 class RankLost(RunError):
-    """A rank of the job is gone."""
+    """A rank of the job, which the message names, is lost.
+
+    Continue: the job does. Only with `on_loss="raise"`, or if it was the root of a call or the
+    other side of a message.
+    See docs/how-to/troubleshooting.md#nobodys-runerror.
+    """
 
 
 class RosterChanged(RunError):
-    """A rank was lost in an op whose result depends on the participants, such as a gather (O4)."""
+    """A rank was lost in a call that gives each rank something of its own, as `gather`.
+
+    Call again: `mesh.size` and `mesh.names` say which ranks are left.
+    See docs/how-to/troubleshooting.md#nobodys-runerror.
+    """
 
 
 class GroupBroken(RunError):
-    """A group lost a rank, or its job ended: make another group of the remaining ranks."""
+    """A group has lost a rank, or its job has ended.
+
+    Make another group of the remaining ranks.
+    See docs/how-to/troubleshooting.md#nobodys-runerror.
+    """
 
 
 class OpTimedOut(RunError, TimeoutError):
-    """An op did not end within its timeout."""
+    """An op did not complete within its timeout.
+
+    The message names the ranks that did not call. Also a `TimeoutError`.
+    See docs/how-to/troubleshooting.md#nobodys-runerror.
+    """
 
 
 class HistorySuperseded(RunError):
-    """Another history of this job continues; this one has ended."""
+    """The job continued without this rank: it was cut off, asleep or stopped for too long.
+
+    `mesh.sync` brings it back; `on_superseded="sync"` does so without an error.
+    See docs/how-to/troubleshooting.md#nobodys-runerror.
+    """
 
 
 class AgentStopped(RunError):
-    """The local agent stopped while the trainer was connected."""
+    """The agent on this machine ended, or does not answer.
+
+    Run the command in the message; the next `mesh.sync` returns to the job.
+    See docs/how-to/troubleshooting.md#nobodys-runerror.
+    """
 
 
 class ProtocolError(PmeshError):
-    """Bytes that no pmesh would send; the only error that `_untrusted` functions raise."""
+    """Bytes arrived that no pmesh sends; it never reaches a script.
+
+    If it does, report it.
+    See docs/how-to/troubleshooting.md#not-for-scripts-to-catch.
+    """
 
     fault = "peer"
