@@ -1,3 +1,8 @@
+import re
+from pathlib import Path
+
+import pytest
+
 from pmesh.agent.mesh.membership import HEARTBEAT_S
 from pmesh.core.jobs.attempt import MAX_UNSTABLE_BYTES, MAX_UNSTABLE_OPS
 from pmesh.core.links.dialing import FIRST_DELAY_S, LONGEST_DELAY_S
@@ -15,6 +20,16 @@ MIB = 1024 * 1024
 
 def flat(text: str) -> str:
     return " ".join(text.split())
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "explanation").glob("*.md")), ids=lambda p: p.stem)
+def test_each_page_begins_with_a_paragraph_that_one_can_stop_after(page: Path) -> None:
+    text = re.sub(r"<!--.*?-->\s*", "", read(page), flags=re.DOTALL)
+    title, paragraph, *_ = text.split("\n\n")
+    sentences = re.findall(r"\.(?= |$)", flat(paragraph.replace("*", "")))
+
+    assert title.startswith("# ")
+    assert 3 <= len(sentences) <= 5, paragraph
 
 
 def test_the_silences_in_the_design_are_those_that_the_agent_judges_by() -> None:
