@@ -264,7 +264,7 @@ def describe_unlinked(peers: Peers, strangers: Strangers, *, own_name: str) -> t
 
 def _name(peer: schema.PeerStatus, own_name: str) -> str:
     if peer.name == own_name and peer.id is not None:
-        return shared_name(peer.name, peer.id)
+        return shared_name(own_name, peer.id)
     return peer.name or ", ".join(peer.addresses)
 
 
