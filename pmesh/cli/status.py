@@ -164,7 +164,8 @@ def _ring(status: Status, width: int, beat: int | None) -> RenderableType:
         for m in view.members
     ]
     title = Text(f"View {view.epoch.counter}, {len(nodes)} in the ring, ★ leads", "dim")
-    return Padding(Group(title, draw_ring(nodes, width=width, beat=beat)), (1, 0, 0, 0))
+    ring = Group(title, draw_ring(nodes, width=width, beat=beat))
+    return Padding(ring, (1, 0, 0, 0), expand=False)  # a pipe has no width to fill
 
 
 def _members(status: Status) -> Rows:

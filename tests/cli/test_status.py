@@ -139,6 +139,14 @@ def test_status_shows_the_ring(socket: Path, capsys: pytest.CaptureFixture[str])
     assert "● mac-1 ★" in capsys.readouterr().out
 
 
+def test_a_pipe_gets_no_lines_filled_with_spaces(
+    socket: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with agent_at(socket, answer_well):
+        assert run(["status"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) < 200
+
+
 def test_status_json_is_the_documented_picture(
     socket: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
