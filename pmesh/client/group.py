@@ -1,13 +1,15 @@
 """What a rank of a mesh or a group can call; and groups, each of which is a job of its own."""
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
+from weakref import WeakSet, finalize
 
 from pmesh.client.calls.moving import Moving, Objects
 from pmesh.client.calls.point_to_point import PointToPoint
-from pmesh.client.calls.queue import Handle
+from pmesh.client.calls.queue import Handle, Line
 from pmesh.client.calls.reducing import Averaging
 from pmesh.client.collective.bucketed import LastOp
 from pmesh.client.elastic.membership import Place
@@ -49,16 +51,15 @@ class Group(Collectives):
 
     Its ranks count from 0 in the order in which they were named. Groups run at the same time as
     each other and as the mesh. When a rank of it is lost, its calls raise GroupBroken from then on,
-    on all that are left.
+    on all that are left. A group that nobody holds any more is left, as by `close`.
     """
 
-    def __init__(
-        self, place: Place, ranks: Sequence[int], forget: "Callable[[Group], None]"
-    ) -> None:
+    def __init__(self, place: Place, ranks: Sequence[int]) -> None:
         super().__init__(place)
         self._ranks = tuple(ranks)
-        self._forget = forget
         self._broken: str | None = None
+        # At the program's end its connections close by themselves.
+        finalize(self, _leave, place, self._line, os.getpid()).atexit = False
 
     def __repr__(self) -> str:
         return f"<Group of ranks {list(self._ranks)}, rank {self.rank} of {self.size}>"
@@ -67,11 +68,6 @@ class Group(Collectives):
     def ranks(self) -> tuple[int, ...]:
         """The ranks of the mesh that form the group, in the group's order."""
         return self._ranks
-
-    def close(self) -> None:
-        """Leave the group. A call in which another thread waits raises MeshClosed there."""
-        super().close()
-        self._forget(self)
 
     def stop_with_mesh(self, *, crashed: BaseException | None) -> None:
         """Leave the group, or end as a crash, as its mesh does."""
@@ -104,6 +100,13 @@ class Group(Collectives):
             raise GroupBroken(self._broken) from e
 
 
+def _leave(place: Place, line: Line, process: int) -> None:
+    """Leave a group that nobody holds: in any thread, wherever Python collects garbage."""
+    if os.getpid() == process:  # else a forked child's copy: the rank is the parent's
+        place.leave_at_once()
+        line.end()
+
+
 class Groups:
     """The groups that one trainer has made of its mesh."""
 
@@ -111,7 +114,7 @@ class Groups:
         self._place = place
         self._job = job
         self._made: Counter[tuple[TrainerId, ...]] = Counter()
-        self._open: set[Group] = set()
+        self._open = WeakSet[Group]()
 
     def make(
         self, trainers: tuple[TrainerId, ...], ranks: Sequence[int], timeout_s: float
@@ -134,7 +137,7 @@ class Groups:
                 raise
         except _BREAKS as e:
             raise GroupBroken(_broken(ranks, e)) from e
-        group = Group(place, ranks, self._open.discard)
+        group = Group(place, ranks)
         self._open.add(group)
         return group
 

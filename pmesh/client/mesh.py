@@ -303,7 +303,7 @@ class DeviceMesh:
         return self._groups[name]
 
     def close(self) -> None:
-        """Leave its groups, which otherwise stay until the mesh is closed."""
+        """Leave its groups, as when nobody holds the grid and its groups any more."""
         for group in self._groups.values():
             group.close()
 

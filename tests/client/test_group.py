@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -261,10 +262,91 @@ def test_a_group_that_is_closed_leaves_no_memory_behind(agent: WatchedAgent) -> 
         assert left() is None
 
 
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_a_group_that_nobody_holds_is_left(agent: WatchedAgent, *, in_a_cycle: bool) -> None:
+    with pmesh.connect("job", home=agent.home) as mesh:
+        held: list[Any] = [mesh.group([0])]
+        held[0].barrier()
+        if in_a_cycle:
+            held.append(held)
+        del held
+        collector = threading.Thread(target=gc.collect)
+        collector.start()
+        collector.join()
+        agent.wait_until(lambda: len(agent.left) == 1)
+        mesh.barrier()
+    assert agent.crashed == []
+
+
+def test_a_group_stays_until_nobody_holds_a_handle_of_its_calls(agent: WatchedAgent) -> None:
+    def program(mesh: pmesh.Mesh) -> float:
+        group: Any = mesh.group([0, 1])
+        handle = group.all_reduce(np.array(1.0), async_op=True)
+        del group
+        result = float(handle.wait())
+        mesh.barrier()
+        assert agent.left == []
+        mesh.barrier()
+        del handle
+        agent.wait_until(lambda: len(agent.left) == 2)
+        return result
+
+    assert run_ranks(agent.home, 2, program) == [2, 2]
+
+
+def test_a_message_under_way_keeps_its_group(agent: WatchedAgent) -> None:
+    def program(mesh: pmesh.Mesh) -> float | None:
+        group: Any = mesh.group([0, 1])
+        if mesh.rank == 0:
+            sent = group.send(np.array(7.0), 1, async_op=True)
+            del group
+            mesh.barrier()
+            sent.wait()
+            return None
+        mesh.barrier()
+        got = group.recv(0)
+        return float(got)
+
+    assert run_ranks(agent.home, 2, program) == [None, 7]
+
+
+def test_a_rank_that_drops_its_group_early_spoils_nothing_for_the_others(
+    agent: WatchedAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    def before_op(session: WatchedSession, request: StartOp) -> None:
+        if "/" in session.job and request.call.kind == "broadcast" and session.me != 0:
+            agent.wait_until(lambda: len(agent.left) == 1)
+
+    agent.before_op = before_op
+
+    def program(mesh: pmesh.Mesh) -> float:
+        group = made_of(agent, mesh, (0, 1, 2), (0, 1, 2))
+        got = float(group.broadcast(np.array(mesh.rank + 5.0), root=0))
+        del group
+        mesh.barrier()
+        return got
+
+    assert run_ranks(agent.home, RANKS, program) == [5, 5, 5]
+    assert caplog.messages == []
+
+
+def test_a_forked_childs_copy_of_a_group_is_not_left(agent: WatchedAgent) -> None:
+    with pmesh.connect("job", home=agent.home) as mesh:
+        group: Any = mesh.group([0])
+        parents = group._place  # noqa: SLF001 - what the parent goes on with
+        with mock.patch("os.getpid", return_value=-1):
+            del group
+        mesh.barrier()
+        assert agent.left == []
+        parents.check_open()
+        parents.leave()
+
+
 def test_a_crash_of_the_mesh_is_one_of_its_groups(agent: WatchedAgent) -> None:
     def crashes() -> None:
         with pmesh.connect("job", home=agent.home) as mesh:
-            mesh.group([0])
+            held = mesh.group([0])
+            assert held is not None
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

@@ -24,6 +24,7 @@ from pmesh.core.wire.link import AskResult, Heartbeat, RankProgress
 from pmesh.core.wire.local import Connect
 from pmesh.ids import JobName, Member
 from pmesh.net.local.arena_pools import SessionArenas
+from pmesh.net.local.processes import ProcessExits
 
 POLL_S = 0.25  # how often to check what no message reports
 
@@ -54,6 +55,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         super().__init__(me, _make_rank, min_peers=settings.min_peers, alone_from=alone_from)
         self.event_log = event_log
         self.edge_book = EdgeBook()
+        self.exits = ProcessExits()
         self.results = ResultServer(nursery, self.ranks, self)
         self._ended_traffic = (0, 0)
 

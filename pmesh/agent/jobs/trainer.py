@@ -40,7 +40,7 @@ from pmesh.core.wire.local import (
 from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, OpNumber, TrainerId
 from pmesh.net.local.arena_pools import ArenaShare, SessionArenas
-from pmesh.net.local.processes import TrainerProcess, wait_for_exit
+from pmesh.net.local.processes import TrainerProcess
 from pmesh.net.local.sessions import ENDS_OF_A_SESSION, Session, refuse, report_errors
 
 
@@ -366,7 +366,7 @@ class _Trainer:
     async def _await_end(self, scope: trio.CancelScope) -> None:
         """The process ends: the others hear of it at once, also if a child keeps its connection."""
         with contextlib.suppress(OSError):  # then `_watch` sees it
-            await wait_for_exit(self._session.pid)
+            await self._jobs.exits.wait(self._session.pid)
             if self._rank is None or self._rank.busy_since is None:
                 await trio.sleep(WATCH_S)  # its last words are read first: perhaps it has left
             scope.cancel()

@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, TypeVar, cast, overload
 
 from pmesh.client.calls.queue import Caller, Handle, check_timeout
@@ -111,7 +112,7 @@ class PointToPoint(Caller):
             session.end(call, wait_s)
 
         if async_op:
-            return _handle(session, call, take)
+            return self._handle(session, call, take)
         take(None)
         return None
 
@@ -280,7 +281,27 @@ class PointToPoint(Caller):
             self._last.source = self._rank_of(arrived.source)
             return finish(arrived)
 
-        return _handle(session, call, take) if async_op else take(None)
+        return self._handle(session, call, take) if async_op else take(None)
+
+    def _handle(
+        self, session: P2PSession, call: int, take: Callable[[float | None], T]
+    ) -> Handle[T]:
+        failures: list[PmeshError] = []
+
+        def take_or_fail_again(wait_s: float | None) -> T:
+            if failures:
+                raise failures[0]
+            try:
+                return take(wait_s)
+            except PmeshError as e:
+                failures.append(e)
+                raise
+
+        return Handle(partial(self._is_done, session, call), take_or_fail_again)
+
+    def _is_done(self, session: P2PSession, call: int) -> bool:
+        """Bound, so that a handle keeps its group: with that the call would end."""
+        return session.done(call)
 
     def _peer(self, rank: int, name: str) -> TrainerId:
         """O5: who that rank is, at the call."""
@@ -335,21 +356,6 @@ def check_tag(tag: int) -> None:
 def _head_of(x: object) -> Head:
     evaluate_mlx([x])
     return block_of(x, "like").head
-
-
-def _handle(session: P2PSession, call: int, take: Callable[[float | None], T]) -> Handle[T]:
-    failures: list[PmeshError] = []
-
-    def take_or_fail_again(wait_s: float | None) -> T:
-        if failures:
-            raise failures[0]
-        try:
-            return take(wait_s)
-        except PmeshError as e:
-            failures.append(e)
-            raise
-
-    return Handle(lambda: session.done(call), take_or_fail_again)
 
 
 def _array(arrived: Arrived, library: str, like: object) -> object:

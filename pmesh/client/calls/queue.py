@@ -135,6 +135,7 @@ class Line:
     def _work(self) -> None:
         while (work := self._waiting.get()) is not None:
             work()
+            del work  # it holds its group, which perhaps nobody else does
 
 
 @dataclass(slots=True, eq=False)
@@ -195,7 +196,7 @@ class Caller:
         return self._last_op
 
     def close(self) -> None:
-        """Leave the job. A call in which another thread waits raises MeshClosed there."""
+        """Leave the group. A call in which another thread waits raises MeshClosed there."""
         self._stop(crashed=None)
 
     def _trainer_at(self, rank: int) -> TrainerId:

@@ -45,6 +45,8 @@ class Place:
         self._request = request
         self._goes_on_alone = goes_on_alone
         self._closing = threading.Event()
+        self._messages: P2PSession | None = None
+        self._session = TrainerSession(AgentConnection(path))
         self._session = TrainerSession(AgentConnection(home))
         try:
             joined = self._session.join(request)
@@ -177,11 +179,18 @@ class Place:
         if isinstance(reply, Refused):
             connection.close()
             raise error_of(reply.verdict)
-        return P2PSession(connection)
+        self._messages = P2PSession(connection)
+        return self._messages
 
     def leave(self) -> None:
         """End on purpose."""
         self._closing.set()
+        self._session.leave()
+
+    def leave_at_once(self) -> None:
+        """As `leave`, also of messages, when no thread can make a call any more."""
+        if self._messages is not None:
+            self._messages.close("nobody holds its group any more")
         self._session.leave()
 
     def end(self, reason: str) -> None:

@@ -88,6 +88,12 @@ class AgentConnection:
         except OSError as e:
             raise self._stopped(e) from e
 
+    def send_last(self, request: Request) -> None:
+        """Send a request before `close` if that needs no wait: the agent may be gone, or frozen."""
+        with contextlib.suppress(OSError):
+            self._socket.setblocking(False)  # noqa: FBT003 - it takes no names
+            self._socket.sendall(frame(encode(request)))
+
     def receive(self) -> Reply:
         """The next reply.
 

@@ -50,7 +50,6 @@ from pmesh.core.wire.local import (
     World,
 )
 from pmesh.errors import (
-    AgentStopped,
     HistorySuperseded,
     PmeshError,
     ProtocolError,
@@ -331,12 +330,9 @@ class TrainerSession:
             raise mesh_ended(self._ended)
 
     def leave(self) -> None:
-        """End on purpose: the others see that this rank has left the job."""
+        """End on purpose, without a wait: the others see that this rank has left the job."""
         if self._ended is None:
-            try:
-                self._connection.send(Leave())
-            except AgentStopped:
-                _logger.debug("the agent had gone before this trainer left")
+            self._connection.send_last(Leave())
             self.end("it was closed")
 
     def end(self, reason: str) -> None:

@@ -133,3 +133,21 @@ async def wait_for_exit(pid: int) -> None:
         await trio.lowlevel.checkpoint()
     except trio.BusyResourceError as e:
         raise OSError(errno.EBUSY, "another task already waits for this process") from e
+
+
+class ProcessExits:
+    """The ends of programs. A program has many sessions, and one descriptor reports its end."""
+
+    def __init__(self) -> None:
+        self._waits: dict[int, trio.Event] = {}
+
+    async def wait(self, pid: int) -> None:
+        """As `wait_for_exit`, from any number of tasks: one of them waits for the system."""
+        while pid in self._waits:
+            await self._waits[pid].wait()
+        over = self._waits[pid] = trio.Event()
+        try:
+            await wait_for_exit(pid)
+        finally:
+            del self._waits[pid]
+            over.set()

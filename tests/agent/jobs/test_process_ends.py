@@ -8,7 +8,6 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.jobs import trainer as trainers_module
 from pmesh.agent.jobs.trainer import WATCH_S
 from pmesh.core.wire.local import Leave
 from pmesh.net.local import processes, sessions
@@ -38,7 +37,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
         await found[names[pid]].wait()
 
     monkeypatch.setattr(sessions, "credentials_of", credentials_of)
-    monkeypatch.setattr(trainers_module, "wait_for_exit", wait_for_exit)
+    monkeypatch.setattr(processes, "wait_for_exit", wait_for_exit)
     monkeypatch.setattr(processes, "is_stopped", lambda _: False)
     return found
 

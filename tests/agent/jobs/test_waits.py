@@ -8,7 +8,6 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.jobs import trainer as trainers_module
 from pmesh.core.values import Terms
 from pmesh.net.local import processes, sessions
 from pmesh.net.local.sessions import PeerCredentials
@@ -134,7 +133,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     monkeypatch.setattr(sessions, "credentials_of", credentials_of)
     monkeypatch.setattr(processes, "is_stopped", lambda pid: pids[pid] in names)
-    monkeypatch.setattr(trainers_module, "wait_for_exit", never)
+    monkeypatch.setattr(processes, "wait_for_exit", never)
     return names
 
 

@@ -17,6 +17,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from pmesh.net.local.processes import (
     Clocks,
+    ProcessExits,
     Stall,
     is_stopped,
     own_stall,
@@ -100,6 +101,33 @@ async def test_a_process_is_waited_for_until_it_ends(process: "subprocess.Popen[
         process.kill()
     process.wait()
     await wait_for_exit(process.pid)  # nobody has this number now
+
+
+async def test_many_wait_for_a_process_with_one_descriptor(
+    process: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, pidfd_open = list[int](), os.pidfd_open
+
+    def open_another(pid: int) -> int:
+        opened.append(pid)
+        return pidfd_open(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", open_another)
+    exits = ProcessExits()
+    async with trio.open_nursery() as nursery:
+        with trio.CancelScope() as first:
+            async with trio.open_nursery() as leaving:
+                leaving.start_soon(exits.wait, process.pid)
+                await wait_all_tasks_blocked()
+                for _ in range(3):
+                    nursery.start_soon(exits.wait, process.pid)
+                await wait_all_tasks_blocked()
+                assert len(opened) == 1
+                first.cancel()
+        await wait_all_tasks_blocked()
+        assert len(opened) == 2  # another takes its place
+        assert len(nursery.child_tasks) == 3
+        process.kill()
 
 
 async def test_where_no_descriptor_is_left_nobody_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
