@@ -32,6 +32,7 @@ from pmesh.core.wire.link import (
     LinkMessage,
     OfferLane,
     P2PLinkMessage,
+    RestLane,
     TellView,
 )
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, OpNumber
@@ -224,7 +225,7 @@ class Agent:
                 self.jobs.marked(link.member, message)
             case AskResult():
                 self._answer(message)
-            case Hello() | OfferLane() | KnownPeers() | P2PLinkMessage():
+            case Hello() | OfferLane() | RestLane() | KnownPeers() | P2PLinkMessage():
                 raise AssertionError(f"no simulated agent sends {message}")
             case _:
                 self._handle(link.member, message)

@@ -17,10 +17,10 @@ class Grants:
         self._arenas = arenas
         self._outputs: set[int] = set()
 
-    async def grant_input(self, nbytes: int) -> None:
+    async def grant_input(self, nbytes: int, *, lasting: bool = False) -> None:
         """Grant an arena to write to, or refuse the request."""
         try:
-            arena = await self._arenas.inputs.create(nbytes)
+            arena = await self._arenas.inputs.create(nbytes, lasting=lasting)
         except (UsageError, OSError) as e:  # OSError: the system has no memory or descriptor left
             await refuse(self._session, "UsageError", str(e))
             return

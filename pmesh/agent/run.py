@@ -211,6 +211,7 @@ class Agent:
             nursery=nursery,
             jitter=random.random,
             on_offer=lambda member, offer: self.jobs.rendezvous.accept(member, offer),  # noqa: PLW0108 - the rendezvous comes later
+            on_rest=self.jobs.rest_lane,
             on_ask=self.jobs.results.answer,
             on_p2p=lambda member, message: self.p2p.receive(member, message),  # noqa: PLW0108 - as above
             contain=self._containment.contain,

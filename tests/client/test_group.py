@@ -342,6 +342,33 @@ def test_a_forked_childs_copy_of_a_group_is_not_left(agent: WatchedAgent) -> Non
         parents.leave()
 
 
+def test_after_a_group_has_rested_its_calls_have_their_values(
+    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pmesh.agent.jobs.trainer.IDLE_S", 0.0)
+    monkeypatch.setattr("pmesh.agent.jobs.trainer.WATCH_S", 0.01)
+    x = np.arange(100_000.0)
+    calls: dict[str, Callable[[Any], Any]] = {
+        "all_reduce": lambda g: g.all_reduce(x),
+        "in several buckets": lambda g: g.average_gradients({"a": x, "b": x}, bucket_bytes=65536),
+        "broadcast": lambda g: g.broadcast(x, root=0),
+        "compressed": lambda g: g.all_reduce(x, compression="int8"),
+    }
+    with pmesh.connect("job", home=agent.home) as mesh:
+        group: Any = mesh.group([0])
+        kept = group.empty((3,), np.float32)
+        kept[:] = 7
+        (session,) = of_groups(agent)
+        assert session.jobs is not None
+        arenas = next(r for r in session.jobs.ranks if "/" in r.roster.job).arenas
+        before = {name: call(mesh) for name, call in calls.items()}
+        for name, call in calls.items():
+            while arenas.outputs.nbytes or arenas.inputs.nbytes > 2 * 65536:  # what is kept
+                mesh.barrier()
+            np.testing.assert_equal(call(group), before[name])
+            assert group.all_reduce(kept).tolist() == [7] * 3
+
+
 def test_a_crash_of_the_mesh_is_one_of_its_groups(agent: WatchedAgent) -> None:
     def crashes() -> None:
         with pmesh.connect("job", home=agent.home) as mesh:

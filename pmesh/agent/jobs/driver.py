@@ -6,6 +6,7 @@ It follows the views (`pmesh.agent.mesh.membership.Follower`), and gives the ops
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
 import trio
 
 from pmesh.agent.config import Settings
@@ -20,9 +21,9 @@ from pmesh.core.jobs.jobs import JobsState
 from pmesh.core.links.health import WIRED
 from pmesh.core.values import Roster, Trainer, View
 from pmesh.core.views.state import Facts
-from pmesh.core.wire.link import AskResult, Heartbeat, RankProgress
+from pmesh.core.wire.link import AskResult, Heartbeat, RankProgress, RestLane
 from pmesh.core.wire.local import Connect
-from pmesh.ids import JobName, Member
+from pmesh.ids import JobName, Member, TrainerId
 from pmesh.net.local.arena_pools import SessionArenas
 from pmesh.net.local.processes import ProcessExits
 
@@ -164,6 +165,53 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         self._ended_traffic = sum_of(self._ended_traffic, rank.lanes.traffic)
         if all(other.roster.job != rank.roster.job for other in self.ranks):
             self.rendezvous.forget(rank.roster.job, below=rank.roster.number + 1)
+
+    # --- a group rests
+
+    def rest(self, rank: LocalRank) -> None:
+        """Ask the receivers of its lanes to close them until its next op."""
+        roster = rank.roster
+        for receiver in rank.lanes.ask_to_rest(self.rendezvous):
+            trainer = roster.trainer(receiver)
+            if trainer is not None:
+                self._send_rest(
+                    trainer.member,
+                    RestLane(roster.job, roster.born, roster.number, rank.id, receiver),
+                )
+
+    def rest_lane(self, member: Member, message: RestLane) -> None:
+        """A lane's sender asks to close it, or its receiver has answered."""
+        if message.agreed is None:
+            rank = self._end_of_lane(member, message, message.receiver, message.sender)
+            agreed = (
+                rank is not None
+                and rank.running is None
+                and rank.lanes.agree_to_rest(message.sender, self.rendezvous)
+            )
+            self._send_rest(member, msgspec.structs.replace(message, agreed=agreed))
+        else:
+            rank = self._end_of_lane(member, message, message.sender, message.receiver)
+            if rank is not None:
+                rank.lanes.answered(
+                    message.receiver, agreed=message.agreed, rendezvous=self.rendezvous
+                )
+
+    def _end_of_lane(
+        self, member: Member, message: RestLane, own: TrainerId, peer: TrainerId
+    ) -> LocalRank | None:
+        """Our rank at a lane's end, if the other end is that member's."""
+        run = message.job, message.born, message.number
+        for rank in self.ranks:
+            roster, trainer = rank.roster, rank.roster.trainer(peer)
+            if (roster.job, roster.born, roster.number) == run and rank.id == own:
+                return rank if trainer is not None and trainer.member == member else None
+        return None
+
+    def _send_rest(self, member: Member, message: RestLane) -> None:
+        if member == self.me:
+            self.rest_lane(member, message)
+        else:
+            self.membership.send(member, message)
 
     # --- what surrounds an op
 

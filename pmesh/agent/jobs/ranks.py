@@ -53,6 +53,8 @@ class LocalRank(RankState[Result]):
         """Of the trainer's process, once its session knows this rank."""
         self.busy_since: float | None = None
         """Since when the op that runs has been running."""
+        self.idle_since = trio.current_time()
+        """Since when no op runs, while none does."""
         self.halted_since: float | None = None
         """Since when the op under way has not gone on, once a view change interrupts it."""
         self.released = trio.Event()
@@ -65,6 +67,11 @@ class LocalRank(RankState[Result]):
         """What its trainer has not been told yet: ranks that are lost, not those that have left."""
         self._changed = trio.Event()
         self._attempt: trio.CancelScope | None = None
+
+    @property
+    def is_stable(self) -> bool:
+        """Whether every rank is known to have ended all that this one has started (O2)."""
+        return self.ledger.stable >= self.ledger.started
 
     @property
     def retained_bytes(self) -> int:
@@ -222,6 +229,8 @@ class RankLanes:
         self._roster = roster
         self._offered: set[TrainerId] = set()
         self._open: dict[LaneEnd, Lane] = {}
+        self._asked: dict[TrainerId, trio.Event] = {}
+        """Receivers that are to answer whether the lane to them may rest."""
         self._carrying: set[Lane] = set()
         """Lanes that bring or take results."""
         self.ended_traffic = (0, 0)
@@ -249,8 +258,11 @@ class RankLanes:
         Raises:
             LaneBroken: one can't be opened, or the roster is over.
         """
-        ends_to = {peer: LaneEnd(self.edge(self._me, peer), sending=True) for peer in to}
+        ends_to = {peer: self._end_to(peer) for peer in to}
         ends_from = {peer: LaneEnd(self.edge(peer, self._me), sending=False) for peer in from_}
+        for peer in ends_to:
+            if peer in self._asked:
+                await self._asked[peer].wait()
         for peer in ends_to:  # all at once: each may take a few round trips
             self._offer(peer, rendezvous)
         for end in (*ends_to.values(), *ends_from.values()):
@@ -273,6 +285,44 @@ class RankLanes:
             lane.close()
         self._open.clear()
         self._offered.clear()
+        for asked in self._asked.values():
+            asked.set()
+        self._asked.clear()
+
+    def ask_to_rest(self, rendezvous: LaneRendezvous) -> tuple[TrainerId, ...]:
+        """The receivers that are to be asked whether the lanes to them may rest.
+
+        Only a sender knows that nothing is under way, and only the receiver that it does not wait
+        for the next op already. Until `answered` no op uses these lanes.
+        """
+        ends = {peer: self._end_to(peer) for peer in self._offered - self._asked.keys()}
+        is_open = [p for p, end in ends.items() if end in self._open or rendezvous.holds(end)]
+        self._asked.update((peer, trio.Event()) for peer in is_open)
+        return tuple(is_open)
+
+    def answered(self, receiver: TrainerId, *, agreed: bool, rendezvous: LaneRendezvous) -> None:
+        """The receiver has closed its end of the lane from here if it agrees."""
+        asked = self._asked.pop(receiver, None)
+        if asked is None:
+            return
+        if agreed:
+            self._close_end(self._end_to(receiver), rendezvous)
+            self._offered.discard(receiver)
+        asked.set()
+
+    def agree_to_rest(self, sender: TrainerId, rendezvous: LaneRendezvous) -> bool:
+        """Close the lane from this sender until it is needed again; False if it is not open."""
+        return self._close_end(LaneEnd(self.edge(sender, self._me), sending=False), rendezvous)
+
+    def _close_end(self, end: LaneEnd, rendezvous: LaneRendezvous) -> bool:
+        lane = self._open.pop(end, None) or rendezvous.withdraw(end)
+        if lane is not None:
+            self.count(lane)
+            lane.close()
+        return lane is not None
+
+    def _end_to(self, receiver: TrainerId) -> LaneEnd:
+        return LaneEnd(self.edge(self._me, receiver), sending=True)
 
     def carry(self, lane: Lane) -> None:
         """A result travels on this lane: what it moves is progress, until `count`."""

@@ -24,6 +24,7 @@ from pmesh.core.values import Verdict
 from pmesh.core.wire.local import (
     ENTERS,
     SESSION_VERSION,
+    ArenaGone,
     Compresses,
     Connect,
     DropArena,
@@ -39,7 +40,7 @@ from pmesh.core.wire.local import (
 )
 from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, OpNumber, TrainerId
-from pmesh.net.local.arena_pools import ArenaShare, SessionArenas
+from pmesh.net.local.arena_pools import IDLE_S, ArenaShare, SessionArenas
 from pmesh.net.local.processes import TrainerProcess
 from pmesh.net.local.sessions import ENDS_OF_A_SESSION, Session, refuse, report_errors
 
@@ -300,12 +301,14 @@ class _Trainer:
     async def _serve_requests(self, compiler: Compiler) -> None:
         while True:
             match request := await self._session.receive():
+                case StartOp(arena=arena) if self._arenas.inputs.was_taken_back(arena):
+                    await self._session.send(ArenaGone(arena))
                 case StartOp():
                     await self._serve_op(request)
                     if codec := ring_codec_name(request.call.compression):
                         compiler.want(codec)
-                case WantArena(nbytes):
-                    await self._grants.grant_input(nbytes)
+                case WantArena(nbytes, lasting):
+                    await self._grants.grant_input(nbytes, lasting=lasting)
                 case DropArena(number):
                     self._arenas.drop(number)
                 case Compresses(text):
@@ -345,7 +348,7 @@ class _Trainer:
         try:
             reply, arena = await run_op(rank, request, self._jobs)
         finally:
-            rank.busy_since = None
+            rank.busy_since, rank.idle_since = None, trio.current_time()
         if rank.losses:
             await self._session.send(RanksLost(tuple(rank.losses)))
             rank.losses.clear()
@@ -382,6 +385,7 @@ class _Trainer:
                 continue
             self._look_at(rank, process)
             if rank.busy_since is None:
+                await self._rest(rank)
                 continue
             if self._session.trainer_gone():  # its connection is, if not its process
                 scope.cancel()
@@ -394,6 +398,13 @@ class _Trainer:
             if not stopped <= known or waited_s >= said * SAY_EVERY_S:
                 said = math.floor(waited_s / SAY_EVERY_S) + 1
                 await self._say_on_whom(rank, waited_s)
+
+    async def _rest(self, rank: LocalRank) -> None:
+        """Close the lanes and the memory of a group that has not called for long."""
+        idle_s = trio.current_time() - rank.idle_since
+        if self._request.group_of is not None and rank.is_stable and idle_s >= IDLE_S:
+            self._jobs.rest(rank)
+            await self._arenas.rest()
 
     def _look_at(self, rank: LocalRank, process: TrainerProcess) -> None:
         """Whether the trainer's process has been stopped; for how long the others bear it."""

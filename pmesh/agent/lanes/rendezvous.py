@@ -184,6 +184,15 @@ class LaneRendezvous:
             raise place.failure or LaneBroken("somebody else has taken the lane")
         return lane
 
+    def holds(self, end: LaneEnd) -> bool:
+        """Whether the lane of this end is open, and nobody has taken it."""
+        place = self._places.get(end)
+        return place is not None and place.lane is not None
+
+    def withdraw(self, end: LaneEnd) -> Lane | None:
+        """The lane of this end, if it is open and nobody has taken it."""
+        return self._places.pop(end).lane if self.holds(end) else None
+
     def give_up(self, end: LaneEnd) -> None:
         """Nobody wants this lane any more, though its roster goes on."""
         if not self._is_over(end):

@@ -23,6 +23,7 @@ from pmesh.core.wire.link import (
     OfferLane,
     P2PLinkMessage,
     P2PMessage,
+    RestLane,
 )
 from pmesh.errors import (
     MeshKeyMismatch,
@@ -103,6 +104,7 @@ class Peers:
         nursery: trio.Nursery,
         jitter: Callable[[], float],
         on_offer: Callable[[Member, OfferLane], None],
+        on_rest: Callable[[Member, RestLane], None],
         on_ask: Callable[[AskResult], None],
         on_p2p: Callable[[Member, P2PMessage], None],
         contain: Contain,
@@ -112,6 +114,7 @@ class Peers:
         self._watch = watch
         self._nursery = nursery
         self._on_offer = on_offer
+        self._on_rest = on_rest
         self._on_ask = on_ask
         self._on_p2p = on_p2p
         self._contain = contain
@@ -341,6 +344,8 @@ class Peers:
                         self.targets.introduce(live.link.node, peer.member.node, peer.addresses)
             case OfferLane():
                 self._on_offer(live.member, message)
+            case RestLane():
+                self._on_rest(live.member, message)
             case AskResult():
                 self._on_ask(message)
             case P2PLinkMessage():

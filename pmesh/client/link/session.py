@@ -158,7 +158,7 @@ class TrainerSession:
         """
         if count == 0:
             return np.empty(0, WIRE_DTYPES[dtype])
-        arena = self._want_arena(count * WIRE_DTYPES[dtype].itemsize)
+        arena = self._want_arena(count * WIRE_DTYPES[dtype].itemsize, lasting=True)
         with self._unless_it_fails():
             return self._users.input(arena, values_in(arena, dtype, count))
 
@@ -298,18 +298,27 @@ class TrainerSession:
         return residuals.committed.arena, residuals.attempt.arena
 
     def _zeros(self, count: int) -> Kept:
-        arena = self._want_arena(count * _RESIDUAL_BYTES) if count else None
+        arena = self._want_arena(count * _RESIDUAL_BYTES, lasting=True) if count else None
         with self._unless_it_fails():
             values = values_in(arena, "float32", count)
         values.fill(0)  # the agent gives out arenas again as they are
         return Kept(-1 if arena is None else arena.number, cast("Float32s", values))
 
-    def _want_arena(self, nbytes: int) -> Mapped:
-        reply = self._exchange(WantArena(nbytes))
+    def _want_arena(self, nbytes: int, *, lasting: bool = False) -> Mapped:
+        reply = self._exchange(WantArena(nbytes, lasting))
         if not isinstance(reply, ArenaGranted):
             raise self._answer_error(reply)
         with self._unless_it_fails():
             return self._connection.map_arena(reply)
+
+    def _move_input(self, number: int) -> int:
+        """Move the op's values to another arena; returns its number."""
+        old, self._input = self._input, None
+        if old is None or old.number != number:
+            raise ProtocolError(f"arena {number} is no input of the agent's to take back")
+        self._input = new = self._want_arena(old.nbytes)
+        np.frombuffer(new.memory, np.uint8, old.nbytes)[:] = np.frombuffer(old.memory, np.uint8)
+        return new.number
 
     def _drop_arena(self, number: int) -> None:
         with self._unless_it_fails():
@@ -371,6 +380,13 @@ class TrainerSession:
                             _logger.warning("%s", loss)
                     case ArenaGranted(kind="output"):
                         self._outputs[reply.arena] = self._connection.map_arena(reply)
+                    case ArenaGone(arena) if (
+                        isinstance(request, StartOp) and arena == request.arena
+                    ):
+                        # The group has rested: the agent does not begin the op before it has this.
+                        moved = self._move_input(arena)
+                        request = msgspec.structs.replace(request, arena=moved)
+                        self._connection.send(request)
                     case ArenaGone(arena):
                         self._outputs.pop(arena, None)
                     case _:

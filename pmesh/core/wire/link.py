@@ -328,6 +328,22 @@ class AskResult(_Message, frozen=True, tag=21):
     receiver: Id
 
 
+class RestLane(_Message, frozen=True, tag=27):
+    """The group of a lane rests: the lane's sender asks to close it until the next op.
+
+    The receiver answers with the same message. It agrees, and has closed its end, unless it has
+    started that op.
+    """
+
+    job: Job
+    born: Epoch
+    number: RosterNumber
+    sender: Id
+    receiver: Id
+    agreed: bool | None = None
+    """None: this asks."""
+
+
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """The description of an array that one rank sends to another, without its values (O4)."""
 
@@ -404,7 +420,9 @@ AgreementMessage: TypeAlias = (
     | Leaving
 )
 P2PMessage: TypeAlias = AnnounceMessage | RequestMessage | MessageDelivered | MessageWithdrawn
-LinkMessage: TypeAlias = Hello | AgreementMessage | OfferLane | AskResult | P2PMessage | KnownPeers
+LinkMessage: TypeAlias = (
+    Hello | AgreementMessage | OfferLane | RestLane | AskResult | P2PMessage | KnownPeers
+)
 
 _decoder: msgspec.msgpack.Decoder[LinkMessage] = msgspec.msgpack.Decoder(LinkMessage)
 _encoder = msgspec.msgpack.Encoder()

@@ -99,6 +99,9 @@ class WantArena(_Message, frozen=True, tag="want_arena"):
 
     nbytes: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     """May be more than any machine has: the answer is then a named error."""
+    lasting: bool = False
+    """True if the trainer keeps values there between ops; else the agent may take it back while the
+    trainer's group rests."""
 
 
 class DropArena(_Message, frozen=True, tag="drop_arena"):
@@ -232,7 +235,10 @@ class ArenaGranted(_Message, frozen=True, tag="arena_granted"):
 
 
 class ArenaGone(_Message, frozen=True, tag="arena_gone"):
-    """The agent no longer uses this output arena; unmap it."""
+    """The agent no longer uses this output arena; unmap it.
+
+    Or it has taken an input arena back, and does not begin the op that names it: name another.
+    """
 
     arena: int
 

@@ -197,13 +197,16 @@ class _Pool:
         now = trio.current_time()
         await self._close([a for a, since in self._free.items() if now - since >= IDLE_S])
 
+    async def close_free(self) -> None:
+        await self._close(list(self._free))
+
     async def _create(self, size: int) -> Arena:
         await self.close_idle()
         if not self._share.has_room(size):
             for other in list(self._share.pools):
                 await other.close_idle()
         if self._count >= self._most or not self._share.has_room(size):
-            await self._close(list(self._free))
+            await self.close_free()
         if self._count >= self._most:
             raise UsageError(f"this trainer has {self._most} {self._kind} arenas: drop some arrays")
         self._share.take(size)  # before the arena is made, as other tasks also take
@@ -296,13 +299,37 @@ class InputArenas(_Held):
         super().__init__(
             _Pool("input", numbers, share, most=MAX_INPUT_ARENAS, spares_the_last=False)
         )
+        self._lasting: set[int] = set()
+        self._taken_back: set[int] = set()
 
-    async def create(self, nbytes: int) -> Arena:
+    async def create(self, nbytes: int, *, lasting: bool = False) -> Arena:
         """Return an arena for the trainer (`WantArena`). Raises UsageError beyond the limits."""
         arena = await self._pool.acquire(nbytes)
         self._trainers[arena.number] = arena
         self._ops[arena] = 0
+        if lasting:
+            self._lasting.add(arena.number)
         return arena
+
+    def drop(self, number: int) -> None:
+        """Also of an arena that was taken back."""
+        if number in self._taken_back:
+            self._taken_back.remove(number)
+            return
+        super().drop(number)
+        self._lasting.discard(number)
+
+    def was_taken_back(self, number: int) -> bool:
+        """Return True if the trainer had this arena, and does not know yet that it has rested."""
+        return number in self._taken_back
+
+    async def rest(self) -> None:
+        """Take back and close what the trainer needs for ops alone, and does not need between."""
+        for number, arena in list(self._trainers.items()):
+            if number not in self._lasting and not self._ops[arena]:
+                super().drop(number)
+                self._taken_back.add(number)
+        await self._pool.close_free()
 
     def hold(self, number: int, nbytes: int, *, offset: int = 0) -> Arena:
         """Hold an arena until `release`, for an op that reads `nbytes` from `offset` on.
@@ -352,6 +379,10 @@ class OutputArenas(_Held):
         """Return the arenas closed since the last call, which the trainer must unmap."""
         return self._pool.take_gone()
 
+    async def rest(self) -> None:
+        """Close what neither an op nor the trainer holds."""
+        await self._pool.close_free()
+
 
 class SessionArenas:
     """All shared memory of one session, within its program's share."""
@@ -365,6 +396,11 @@ class SessionArenas:
         """End the trainer's use of an arena (`DropArena`). Raises ProtocolError if it has none."""
         held = self.outputs if number in self.outputs else self.inputs
         held.drop(number)
+
+    async def rest(self) -> None:
+        """Close what the next op can have anew, as its group rests."""
+        await self.inputs.rest()
+        await self.outputs.rest()
 
     async def aclose(self) -> None:
         """Close every arena, even those in use: the trainer is gone, or the agent ends."""
