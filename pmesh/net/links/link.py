@@ -262,6 +262,7 @@ class Link:
     def __init__(self, wire: Wire, peer: Hello) -> None:
         self.peer = peer
         self.messages_received = 0
+        self._read_up_to = 0
         self._wire = wire
         self._queue: deque[bytes] = deque()
         self._queued_bytes = 0
@@ -321,7 +322,9 @@ class Link:
             ProtocolError: The peer sent garbage.
             trio.ClosedResourceError: `aclose` was called.
         """
-        await trio.lowlevel.checkpoint()  # a peer that sends without pause must not hold the loop
+        if self._read_up_to == self._wire.bytes_received:
+            await trio.lowlevel.checkpoint()  # many that came at once must not hold the loop
+        self._read_up_to = self._wire.bytes_received
         if self._failure is None and not self._closed:
             with trio.CancelScope() as self._reading:
                 return await self._next_message()
