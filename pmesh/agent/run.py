@@ -17,13 +17,13 @@ import trio
 
 from pmesh.agent.config import Settings, host_port_text
 from pmesh.agent.containment import Containment
-from pmesh.agent.jobs.driver import POLL_S, Jobs
+from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.trainer import serve_trainer
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.agent.limits import Admission, open_files_limit, plan_files
 from pmesh.agent.mesh.foreign_agents import Strangers
 from pmesh.agent.mesh.foreign_agents import watch as watch_turned_away
-from pmesh.agent.mesh.membership import DOUBT_S, Membership
+from pmesh.agent.mesh.membership import DOUBT_S, TICKS, Membership
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.p2p.router import P2PRouter, serve_p2p
 from pmesh.agent.status.events import Event, EventLog, describe_change, encode_events
@@ -53,7 +53,7 @@ from pmesh.net.links.dialer import error_numbers
 from pmesh.net.links.discovery import Discovered, discover, minute_of_now
 from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.tls import TlsContexts
-from pmesh.net.local.processes import Stall, tick
+from pmesh.net.local.processes import Stall, sleep_in_step, tick
 from pmesh.net.local.sessions import (
     ENDS_OF_A_SESSION,
     Session,
@@ -186,7 +186,7 @@ class Agent:
                     await self._start_discovery(nursery)
                 nursery.start_soon(self.peers.targets.run)
                 nursery.start_soon(self.membership.run)
-                nursery.start_soon(tick, self._judge)
+                nursery.start_soon(self._tick)
                 nursery.start_soon(self._poll_jobs)
                 nursery.start_soon(
                     watch_turned_away, self._count_turned_away, acceptor.take_hosts, self._event_log
@@ -299,6 +299,9 @@ class Agent:
         if event.is_announced:
             self._announce(event.text)
 
+    async def _tick(self) -> None:
+        await tick(self._judge, period_s=lambda: self.membership.pace_s / TICKS)
+
     def _judge(self, stall: Stall) -> None:
         now = trio.current_time()
         if stall.total_s >= DOUBT_S:
@@ -311,7 +314,7 @@ class Agent:
 
     async def _poll_jobs(self) -> None:
         while True:
-            await trio.sleep(POLL_S)
+            await sleep_in_step(self.membership.pace_s)
             self.jobs.poll()
 
     async def _serve_program(self, session: Session) -> None:

@@ -27,8 +27,6 @@ from pmesh.ids import JobName, Member, TrainerId
 from pmesh.net.local.arena_pools import SessionArenas
 from pmesh.net.local.processes import ProcessExits
 
-POLL_S = 0.25  # how often to check what no message reports
-
 
 @dataclass(slots=True, kw_only=True)
 class WaitingTrainer(jobs.WaitingTrainer[LocalRank]):
@@ -132,7 +130,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
             self.event_log.note("trainer continued", f"{name} runs again", job=mark.job)
 
     def poll(self) -> None:
-        """Every quarter of a second: check what no message reports."""
+        """With each heartbeat: check what no message reports."""
         for rank in self.ranks:
             rank.lanes.note_traffic()
             rank.moved, rank.patience_s = sum(rank.lanes.traffic), self._patience_s(rank)

@@ -32,9 +32,11 @@ from pmesh.core.views.state import (
 )
 from pmesh.core.wire.link import AgreementMessage, Heartbeat, LinkMessage, TellView
 from pmesh.ids import JobName, Member, NodeId
-from pmesh.net.local.processes import Stall
+from pmesh.net.local.processes import Stall, sleep_in_step
 
 HEARTBEAT_S = 0.2  # a fifth of the shortest silence that means anything
+QUIET_HEARTBEAT_S = 0.4  # while no job runs: still five before a peer is gone
+TICKS = 2  # in each heartbeat's time: silence is judged 0.1 s late at most
 DOUBT_S = WIRED.gone_after_s / 2  # V8: after a stall this long, a peer may have given us up
 _log = structlog.get_logger()
 
@@ -168,6 +170,26 @@ class Membership:
         """Decide again, as a fact has changed."""
         self._step(lambda facts, now: agreement.pass_time(self.state, facts, now=now))
 
+    @property
+    def pace_s(self) -> float:
+        """How often to send heartbeats, and to check deadlines.
+
+        Slower only while the mesh is quiet: no job runs or is about to, all peers are healthy and
+        in our view. A peer need not know: what it thinks of silence stays the same.
+        """
+        state, facts = self.state, self._follower.facts()
+        quiet = (
+            not (state.view.rosters or facts.waiting or self._stall_guard.unconfirmed)
+            and state.flushed_at is None
+            and len(state.peers) == len(self._contacts)
+            and all(
+                peer.view.epoch == state.view.epoch and not peer.heartbeat.waiting
+                for peer in state.peers.values()
+            )
+            and all(c.health.condition is Condition.HEALTHY for c in self._contacts.values())
+        )
+        return QUIET_HEARTBEAT_S if quiet else HEARTBEAT_S
+
     def beat(self) -> None:
         for contact in self._contacts.values():
             self.send(contact.member, self._heartbeat_for(contact))
@@ -178,7 +200,7 @@ class Membership:
             self.beat()
             if is_led_astray(self.state, now=trio.current_time()):
                 self._led_astray()
-            await trio.sleep(HEARTBEAT_S)
+            await sleep_in_step(self.pace_s)
 
     def judge(self, stall: Stall) -> None:
         """Judge the silence of all peers, without counting our own stall."""

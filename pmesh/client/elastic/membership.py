@@ -46,7 +46,6 @@ class Place:
         self._goes_on_alone = goes_on_alone
         self._closing = threading.Event()
         self._messages: P2PSession | None = None
-        self._session = TrainerSession(AgentConnection(path))
         self._session = TrainerSession(AgentConnection(home))
         try:
             joined = self._session.join(request)

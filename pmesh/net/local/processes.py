@@ -1,6 +1,7 @@
 """Processes of this machine that stand still or end: this agent, and the trainers'."""
 
 import errno
+import math
 import os
 import select
 import sys
@@ -12,7 +13,7 @@ from typing import Final
 import psutil
 import trio
 
-TICK_S: Final = 0.1  # half a heartbeat: silence is judged no later than this
+_ROUNDING = 1e-6  # of a period: after 3 s, 3 / 0.1 may be a little less than 30
 
 # One clock runs while the machine sleeps, the other stops. CLOCK_MONOTONIC stops on Linux and runs
 # on macOS. typeshed knows each name only on its own system.
@@ -55,22 +56,33 @@ def own_stall(before: Clocks, after: Clocks, *, expected_s: float) -> Stall:
     return Stall(late_s=max(0.0, awake_s - expected_s), slept_s=max(0.0, elapsed_s - awake_s))
 
 
+async def sleep_in_step(period_s: float) -> float:
+    """Sleep until the clock is at a multiple of the period; return how long that should take.
+
+    So tasks whose periods are multiples of each other wake the process together.
+    """
+    now = trio.current_time()
+    deadline = (math.floor(now / period_s + _ROUNDING) + 1) * period_s
+    await trio.sleep_until(deadline)
+    return deadline - now
+
+
 async def tick(
     judge: Callable[[Stall], None],
     *,
-    period_s: float = TICK_S,
+    period_s: Callable[[], float],
     read: Callable[[], Clocks] = read_clocks,
 ) -> None:
-    """Call `judge` every `period_s` with the stall since the last call, which is usually 0.
+    """Call `judge` every `period_s()` with the stall since the last call, which is usually 0.
 
     The silence of peers must be judged there and nowhere else: another task would count a stall
     against them before it is known.
     """
     before = read()
     while True:
-        await trio.sleep(period_s)
+        expected_s = await sleep_in_step(period_s())
         after = read()
-        judge(own_stall(before, after, expected_s=period_s))
+        judge(own_stall(before, after, expected_s=expected_s))
         before = after
 
 

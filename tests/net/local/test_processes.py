@@ -290,6 +290,6 @@ async def test_each_tick_tells_what_was_lost_since_the_last(
             if len(stalls) == 2:
                 scope.cancel()
 
-        await tick(judge, period_s=0.1, read=lambda: next(readings))
+        await tick(judge, period_s=lambda: 0.1, read=lambda: next(readings))
     assert [stall.total_s for stall in stalls] == pytest.approx([0.0, 2.5])
     assert autojump_clock.current_time() == pytest.approx(0.2)

@@ -1,0 +1,57 @@
+"""How often agents send heartbeats, and how soon they notice silence."""
+
+from collections.abc import Callable
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from pmesh.agent.mesh.membership import HEARTBEAT_S, QUIET_HEARTBEAT_S, TICKS
+from pmesh.core.links.health import WIRED
+from tests.worlds.trainer import until
+from tests.worlds.village import Village, village
+
+COUNTED_S = 4.0
+
+
+async def interval_s(here: Village) -> float:
+    """Between two messages on the first link."""
+    (live,) = here.machines[0].agent.peers.links.values()
+    before = live.link.messages_received
+    await trio.sleep(COUNTED_S)
+    return COUNTED_S / (live.link.messages_received - before)
+
+
+async def test_heartbeats_are_slower_while_no_job_runs_or_waits(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        quiet, busy = pytest.approx(QUIET_HEARTBEAT_S, rel=0.1), pytest.approx(HEARTBEAT_S, rel=0.1)
+        await trio.sleep(2.0)
+        assert await interval_s(here) == quiet
+        waiting = await here.trainer(here.machines[0])
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(waiting.join, "words", 2)
+            await trio.sleep(1.0)
+            assert await interval_s(here) == busy
+            other = await here.trainer(here.machines[1])
+            await other.join("words", 2)
+        assert await interval_s(here) == busy
+        await waiting.leave()
+        await other.leave()
+        await trio.sleep(2.0)
+        assert await interval_s(here) == quiet
+
+
+@pytest.mark.parametrize("with_a_job", [False, True])
+async def test_silence_is_noticed_as_soon_without_a_job(
+    clock: MockClock, *, with_a_job: bool
+) -> None:
+    async with village(clock, 3) as here:
+        if with_a_job:
+            await here.job(*here.machines)
+        await trio.sleep(2.0)
+        *others, dead = here.machines
+        says_nothing: Callable[..., None] = lambda *_: None  # noqa: E731
+        dead.agent.membership.send = says_nothing
+        began = trio.current_time()
+        await until(lambda: all(len(machine.names) == len(others) for machine in others))
+        assert trio.current_time() - began <= WIRED.gone_after_s + HEARTBEAT_S / TICKS + 0.02
