@@ -23,7 +23,7 @@ from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.agent.limits import Admission, open_files_limit, plan_files
 from pmesh.agent.mesh.foreign_agents import Strangers
 from pmesh.agent.mesh.foreign_agents import watch as watch_turned_away
-from pmesh.agent.mesh.membership import DOUBT_S, TICKS, Membership
+from pmesh.agent.mesh.membership import DOUBT_S, Membership
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.p2p.router import P2PRouter, serve_p2p
 from pmesh.agent.status.events import Event, EventLog, describe_change, encode_events
@@ -300,7 +300,7 @@ class Agent:
             self._announce(event.text)
 
     async def _tick(self) -> None:
-        await tick(self._judge, period_s=lambda: self.membership.pace_s / TICKS)
+        await tick(self._judge, period_s=lambda: self.membership.tick_s)
 
     def _judge(self, stall: Stall) -> None:
         now = trio.current_time()

@@ -36,7 +36,7 @@ from pmesh.net.local.processes import Stall, sleep_in_step
 
 HEARTBEAT_S = 0.2  # a fifth of the shortest silence that means anything
 QUIET_HEARTBEAT_S = 0.4  # while no job runs: still five before a peer is gone
-TICKS = 2  # in each heartbeat's time: silence is judged 0.1 s late at most
+TICK_S = 0.1  # half a heartbeat: silence is judged no later than this
 DOUBT_S = WIRED.gone_after_s / 2  # V8: after a stall this long, a peer may have given us up
 _log = structlog.get_logger()
 
@@ -172,13 +172,21 @@ class Membership:
 
     @property
     def pace_s(self) -> float:
-        """How often to send heartbeats, and to check deadlines.
+        """How often to send heartbeats, and to check deadlines."""
+        return QUIET_HEARTBEAT_S if self._is_quiet() else HEARTBEAT_S
 
-        Slower only while the mesh is quiet: no job runs or is about to, all peers are healthy and
-        in our view. A peer need not know: what it thinks of silence stays the same.
+    @property
+    def tick_s(self) -> float:
+        """How often to judge silence; a peer that is late ends the quiet long before it is gone."""
+        return QUIET_HEARTBEAT_S if self._is_quiet() else TICK_S
+
+    def _is_quiet(self) -> bool:
+        """Whether no job runs or is about to, and all peers are healthy and in our view.
+
+        A peer need not know: what it thinks of silence stays the same.
         """
         state, facts = self.state, self._follower.facts()
-        quiet = (
+        return (
             not (state.view.rosters or facts.waiting or self._stall_guard.unconfirmed)
             and state.flushed_at is None
             and len(state.peers) == len(self._contacts)
@@ -188,7 +196,6 @@ class Membership:
             )
             and all(c.health.condition is Condition.HEALTHY for c in self._contacts.values())
         )
-        return QUIET_HEARTBEAT_S if quiet else HEARTBEAT_S
 
     def beat(self) -> None:
         for contact in self._contacts.values():
