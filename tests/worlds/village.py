@@ -80,9 +80,7 @@ class Machine:
 
     async def start(self) -> None:
         self._stop, self._ended = trio.Event(), trio.Event()
-        self._clock.autojump_threshold = math.inf  # a thread looks for addresses meanwhile
         await self._nursery.start(self._run)
-        self._clock.autojump_threshold = 0
 
     async def _run(self, *, task_status: trio.TaskStatus[None]) -> None:
         """As `run_agent`, but it can also be killed."""
@@ -92,7 +90,9 @@ class Machine:
                     self.agent = Agent(
                         self.settings, self.mesh, self.key, self.lines.append, self._stop
                     )
+                    self._clock.autojump_threshold = math.inf  # a thread looks for addresses
                     self._scope = await outer.start(self.agent.run)
+                    self._clock.autojump_threshold = 0
                     task_status.started()
                     await self._stop.wait()
                     if not self._killed:
