@@ -46,6 +46,7 @@ HEALTH_MARKS: Final[Mapping[Health, tuple[str, str]]] = MappingProxyType(
         "gone": ("✕", "red"),
     }
 )
+STALL_S = 0.5  # as long as a peer on a wire may be silent without being called late
 _EDGE_CELLS = 5
 _SIDES_CELLS = 8
 _SHORTEST_LABEL_CELLS = 7  # "● mac …": a narrower terminal wraps the drawing
@@ -125,6 +126,7 @@ def render_status(status: Status, *, width: int = 80, beat: int | None = None) -
     """Lay out the whole status; `beat` moves a light around the ring (see `draw_ring`)."""
     parts: list[RenderableType] = [_headline(status), _ring(status, width, beat), _members(status)]
     parts += _shared_names(status.view.members)
+    parts += _stalls(status.view.members)
     strangers = [peer for peer in status.peers if peer.state != "linked"]
     if strangers:
         parts.append(_peers(strangers))
@@ -180,10 +182,28 @@ def _member_row(member: MemberStatus) -> tuple[str | Text, ...]:
         Text(printable(member.name)),
         member.id[:SHORT_ID],
         Text(f"{mark} {member.health}", color),
-        "" if member.rtt_ms is None else f"{member.rtt_ms:.2f} ms",
+        _round_trip(member),
         Text(printable(member.interface or "")),
         _lines(member.addresses),
     )
+
+
+def _round_trip(member: MemberStatus) -> str:
+    if member.rtt_ms is None:
+        return ""
+    jitter = "" if member.jitter_ms is None else f" ± {member.jitter_ms:.1f}"
+    return f"{member.rtt_ms:.2f}{jitter} ms"
+
+
+def _stalls(members: Sequence[MemberStatus]) -> Iterator[Text]:
+    """Say which links stand still now and then, and what follows."""
+    for member in members:
+        if member.silence_s is not None and member.silence_s >= STALL_S:
+            yield Text(
+                f"the link to {printable(member.name)} was silent for {member.silence_s:.1f} s "
+                "lately; training waits for it each time",
+                "yellow",
+            )
 
 
 def _shared_names(members: Sequence[MemberStatus]) -> Iterator[Text]:

@@ -419,13 +419,8 @@ class _Trainer:
 
     async def _say_on_whom(self, rank: LocalRank, waited_s: float) -> None:
         op = OpNumber(rank.ledger.started)
-        shortage = rank.describe_shortage(self._jobs.newcomers(rank))
-        names = (
-            (f"more ranks: {shortage}",)
-            if shortage
-            else tuple(self._jobs.progress.describe_late(rank, op))
-        )
-        await self._session.send(StillWaiting(op, waited_s, names))
+        what = self._jobs.progress.describe_wait(rank, op, self._jobs.newcomers(rank))
+        await self._session.send(StillWaiting(op, waited_s, (what,)))
 
 
 def _never_syncs(job: JobName) -> str:

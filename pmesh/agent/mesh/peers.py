@@ -41,6 +41,8 @@ from pmesh.net.links.link import Link, shake_hands
 from pmesh.net.links.tls import TlsContexts
 
 REDIAL_S = 1.0  # V6: an immediate redial that is not even refused in this time has failed
+LONGEST_REDIAL_S = 5.0  # V11: where round trips are long
+REDIAL_ROUND_TRIPS = 4  # TCP, two of TLS, and the Hellos
 PROOF_OF_LIFE_S = 1.0  # five heartbeats: an older incarnation that is silent this long is dead
 MAX_LINKS = 64  # the largest number of members in a view
 MAX_LINKS_PER_ADDRESS = 16  # one machine that invents nodes leaves room for others
@@ -363,7 +365,7 @@ class Peers:
         ordered = in_dialling_order(addresses, local=self._watch.current) or addresses
         found: tuple[Link, Address] | None = None
         try:
-            with trio.move_on_after(REDIAL_S):
+            with trio.move_on_after(self._redial_s(live)):
                 found = await self._dial(ordered)
             if found is not None:  # outside the timeout: it may have to wait for proof of life
                 await self._admit(found[0], dialled=found[1], again=True)
@@ -371,6 +373,11 @@ class Peers:
             why = f"{why}, and a redial failed ({e})"
         if live.link.node not in self.links:
             self._end(live, why)
+
+    def _redial_s(self, live: Live) -> float:
+        health = self.membership.health_of(live.link.node)
+        needs_s = REDIAL_ROUND_TRIPS * (0.0 if health is None else health.timeout_s)
+        return min(max(REDIAL_S, needs_s), LONGEST_REDIAL_S)
 
     def _end(self, live: Live, why: str) -> None:
         """Treat the peer as gone, unless another link with it has come up since."""

@@ -75,6 +75,13 @@ class MemberStatus(_Part, frozen=True, kw_only=True):
     interface: Annotated[
         str | None, Meta(description="The local interface that the link to it uses.")
     ] = None
+    jitter_ms: Annotated[
+        float | None, Meta(description="The standard deviation of the round trip.")
+    ] = None
+    silence_s: Annotated[
+        float | None,
+        Meta(description="The longest silence that has ended by itself lately, weighted by age."),
+    ] = None
 
 
 class ViewStatus(_Part, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from math import sqrt
 from typing import NamedTuple
 
 from pmesh.agent.jobs.driver import Jobs
@@ -203,6 +204,7 @@ def _member(rank: int, seat: Seat, sources: Sources) -> schema.MemberStatus:
         )
     health, live = sources.membership.health_of(node), sources.peers.links.get(node)
     trip = None if health is None else health.round_trip_s
+    jitter = None if health is None else sqrt(health.round_trip_variance_s2)
     return schema.MemberStatus(
         id=node_text(node),
         name=seat.name,
@@ -211,6 +213,8 @@ def _member(rank: int, seat: Seat, sources: Sources) -> schema.MemberStatus:
         rtt_ms=None if trip is None else round(trip * 1e3, 3),
         addresses=() if live is None else _texts(live.link.peer.addresses),
         interface=None if live is None else _interface(live.link.local_address, sources),
+        jitter_ms=None if trip is None or jitter is None else round(jitter * 1e3, 3),
+        silence_s=None if health is None else round(health.longest_silence_s, 1),
     )
 
 

@@ -445,8 +445,8 @@ class Waiting:
     def note(self, waiting: StillWaiting) -> None:
         """Log it, or count."""
         if waiting.op >= 0:
-            on = ", ".join(waiting.on) or "nobody in particular"
-            what = f" for op {waiting.op} for {waiting.waited_s:.0f} s; missing: {on}"
+            on = "; ".join(waiting.on)
+            what = f" for op {waiting.op} for {waiting.waited_s:.0f} s; {on}"
         elif waiting.on != self._facts:
             what = f": {'; '.join(waiting.on)}"
         else:

@@ -74,11 +74,28 @@ class Progress:
             if (mark := self.of(rank.roster, other)) is not None and mark.stopped
         )
 
-    def describe_late(self, rank: RankState[Any], op: OpNumber) -> Iterator[str]:
-        """On whom an op waits, for a person."""
+    def describe_wait(self, rank: RankState[Any], op: OpNumber, newcomers: int) -> str:
+        """On whom an op waits, or in which step it is, for a person (I6).
+
+        Args:
+            rank: Whose op it is.
+            op: The op.
+            newcomers: How many trainers wait to enter the job.
+        """
+        if shortage := rank.describe_shortage(newcomers):
+            return f"missing: more ranks: {shortage}"
         stopped = self.stopped(rank, op)
-        for other in self.late(rank, op):
-            yield rank.roster.describe(other) + ", whose process is stopped" * (other in stopped)
+        late = [
+            rank.roster.describe(other) + ", whose process is stopped" * (other in stopped)
+            for other in self.late(rank, op)
+        ]
+        if late:
+            return f"missing: {', '.join(late)}"
+        if rank.result_elsewhere(op) is not None:
+            return "other ranks have ended it, and its result is being fetched"
+        if rank.fences or rank.view_request is not None:
+            return "the machines are agreeing on who takes part"
+        return "all ranks have called it, and its data are on their way"
 
     def show_no_sync(self, roster: Roster) -> bool:
         """O6: whether the job has run ops, but none in which others could enter it."""

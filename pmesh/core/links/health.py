@@ -18,6 +18,8 @@ ROUND_TRIP_ALPHA: Final = 0.2  # five heartbeats, one second: steady, and follow
 MAX_ROUND_TRIP_S: Final = 60.0  # a longer echo is nonsense: the link would be gone by then
 UNUSUAL: Final = 2.0
 """V12: a silence is unusual if it is this many times as long as the longest one lately."""
+UNUSUAL_ROUND_TRIPS: Final = 5
+"""V12: a silence of fewer round trips is no sign: a closed link takes four to be dialled again."""
 LATELY_S: Final = 60.0
 """The weight of a silence halves in this time."""
 DEAF: Final = 2.5
@@ -94,7 +96,7 @@ class Health:
     @property
     def patience(self) -> float:
         """V12: How many times as long as usual the peer may be silent."""
-        usual_s = UNUSUAL * self.longest_silence_s
+        usual_s = max(UNUSUAL * self.longest_silence_s, UNUSUAL_ROUND_TRIPS * self.timeout_s)
         return max(1.0, min(usual_s, LONGEST_SILENCE_S) / self.thresholds.gone_after_s)
 
     @property

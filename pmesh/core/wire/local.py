@@ -275,6 +275,7 @@ class StillWaiting(_Message, frozen=True, tag="still_waiting"):
     """-1 while the job has not begun: then it is sent each second, and `on` says all of it."""
     waited_s: float
     on: tuple[str, ...]
+    """Sentences for a person: on whom it waits, or in which step it is."""
 
 
 class RanksLost(_Message, frozen=True, tag="ranks_lost"):

@@ -187,8 +187,8 @@ def test_waiting_is_told_with_names(
         StillWaiting(-1, 1.0, ("1 of 3 trainers", "mac-2 has none")),
         StillWaiting(-1, 2.0, ("1 of 3 trainers", "mac-2 has none")),  # nothing new
         StillWaiting(-1, 3.0, ("2 of 3 trainers",)),
-        StillWaiting(0, 20.4, ("rank 1 (mac-2)",)),
-        StillWaiting(0, 30.0, ()),
+        StillWaiting(0, 20.4, ("missing: rank 1 (mac-2)",)),
+        StillWaiting(0, 30.0, ("its data are on their way",)),
     )
     scripted.steps.append(replies(*waiting, op_done(0)))
     with (
@@ -200,7 +200,7 @@ def test_waiting_is_told_with_names(
         "waiting: 1 of 3 trainers; mac-2 has none",
         "waiting: 2 of 3 trainers",
         "waiting for op 0 for 20 s; missing: rank 1 (mac-2)",
-        "waiting for op 0 for 30 s; missing: nobody in particular",
+        "waiting for op 0 for 30 s; its data are on their way",
     ]
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from pmesh.core.jobs.progress import Progress, lanes_stand_still
 from pmesh.core.jobs.rank import RankState
-from pmesh.core.values import Roster, View
+from pmesh.core.values import OpOutcome, Roster, Terms, View
 from pmesh.core.wire.link import RankProgress
 from tests.core.jobs.test_rank import BARRIER, ME, OTHER, RESULT, ZERO, A, rank_of, roster, trainer
 
@@ -45,15 +45,36 @@ def test_what_has_ended_under_a_later_roster_is_not_stable_here_yet() -> None:
         assert progress.stable(rank.roster) == stable
 
 
-def test_who_is_late_is_described_and_whether_its_process_is_stopped() -> None:
+def test_a_wait_is_described_by_who_is_late_and_whether_its_process_is_stopped() -> None:
     rank = rank_of()
     rank.start(ZERO, BARRIER)
     progress = Progress([rank])
-    assert list(progress.describe_late(rank, ZERO)) == ["rank 1 (mac-1)"]
+    assert progress.describe_wait(rank, ZERO, 0) == "missing: rank 1 (mac-1)"
     mark = mark_of(rank, 2, -1, stopped=True)
     progress.hear(msgspec.structs.replace(mark, started=-1))
     assert progress.stopped(rank, ZERO) == {OTHER}
-    assert list(progress.describe_late(rank, ZERO)) == ["rank 1 (mac-1), whose process is stopped"]
+    stopped = "missing: rank 1 (mac-1), whose process is stopped"
+    assert progress.describe_wait(rank, ZERO, 0) == stopped
+
+
+def test_a_wait_for_nobody_is_described_by_its_step() -> None:
+    """I6: never "nobody in particular"."""
+    rank = rank_of()
+    rank.start(ZERO, BARRIER)
+    progress = Progress([rank])
+    progress.hear(mark_of(rank, 2, -1))
+    assert "on their way" in progress.describe_wait(rank, ZERO, 0)
+    rank.request_view(None, ZERO)
+    assert "agreeing on who takes part" in progress.describe_wait(rank, ZERO, 0)
+    rank.follow(roster(3, OpOutcome(ZERO, (ME, OTHER), holders=(OTHER,))))
+    assert "being fetched" in progress.describe_wait(rank, ZERO, 0)
+
+
+def test_a_wait_for_more_ranks_says_how_many() -> None:
+    few = msgspec.structs.replace(roster(2), terms=Terms(min_ranks=3))
+    rank = RankState(few, trainer(ME))
+    rank.start(ZERO, BARRIER)
+    assert "min_ranks" in Progress([rank]).describe_wait(rank, ZERO, 0)
 
 
 def test_a_job_that_runs_ops_without_a_sync_lets_nobody_in() -> None:

@@ -136,6 +136,10 @@ class TestUnusualSilence:
     ) -> None:
         assert gone_after_s(begin(thresholds, now=0.0), 0.0, deaf=True) == patience_s
 
+    def test_is_longer_where_a_redial_takes_long(self) -> None:
+        far = heard_from(begin(WIRED, now=0.0), now=0.0, round_trip_s=0.6).health
+        assert gone_after_s(far, 0.0) == 3.0
+
     def test_is_never_longer_than_ten_seconds(self) -> None:
         health, now = after_silences(1.9, 3.7, 7.3)
         for vouched in (False, True):
