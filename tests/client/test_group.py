@@ -246,7 +246,7 @@ def test_leaving_a_mesh_leaves_its_groups(agent: WatchedAgent) -> None:
         group = mesh.group([0])
         assert group is not None
         group.all_reduce(np.ones(1))
-    agent.wait_until(lambda: len(agent.left) == 2)
+    agent.wait_until(lambda: len(agent.left) >= 2)  # the other rank may leave the mesh already
     with pytest.raises(pmesh.MeshClosed, match="it was closed"):
         group.barrier()
 
@@ -288,7 +288,7 @@ def test_a_group_stays_until_nobody_holds_a_handle_of_its_calls(agent: WatchedAg
         assert agent.left == []
         mesh.barrier()
         del handle
-        agent.wait_until(lambda: len(agent.left) == 2)
+        agent.wait_until(lambda: len(agent.left) >= 2)  # the other rank may leave the mesh already
         return result
 
     assert run_ranks(agent.home, 2, program) == [2, 2]
