@@ -98,6 +98,41 @@ def a_lost_commit_is_made_up_for_by_the_next_heartbeat() -> None:
     run_until(cluster, lambda: junior.state.view.epoch == lost[0], 0.3)
 
 
+def agreements_end_where_messages_take_seconds() -> None:
+    """V11: each deadline of a good network is over before an answer can come."""
+    habits = Habits(job=JOB, wait_for=9)  # no job begins: nothing but the joining changes the view
+    cluster = Cluster(0, size=3, conditions=Conditions(latency_s=2.0), habits=habits)
+    for number in range(3):
+        cluster.start(number)
+    run_until(cluster, cluster.is_one_view, 60.0)
+
+
+def who_has_not_read_a_proposal_is_not_left_out() -> None:
+    """V11: the way to one member stands still for longer than its answer may take."""
+    cluster = formed_cluster(3)
+    leader, other, late = by_seniority(cluster)
+    cluster.network.cut(leader.number, late.number)
+    other.trainers[0].die()  # a reason for a view
+    cluster.run_until(cluster.timeline.now + 1.8)
+    cluster.network.mend(leader.number, late.number)
+    cluster.run_until(cluster.timeline.now + 1.0)
+    for agent in cluster.agents.values():
+        assert len(agent.state.view.seats) == len(cluster.agents)
+    assert cluster.invariants.resets == 0
+
+
+def who_is_silent_to_one_and_not_to_another_is_not_lost() -> None:
+    """V12: the way between two members stands still for twice the usual silence, and mends."""
+    cluster = formed_cluster(3)
+    _, a, b = by_seniority(cluster)
+    cluster.network.partition([a.number], [b.number])
+    cluster.run_until(cluster.timeline.now + 2 * WIRED.gone_after_s)
+    assert all(len(agent.state.view.seats) == 3 for agent in cluster.agents.values())
+    cluster.network.heal()
+    cluster.run_until(cluster.timeline.now + LONGEST_SILENCE_S)
+    assert all(len(agent.state.view.seats) == 3 for agent in cluster.agents.values())
+
+
 def a_half_sent_commit_is_what_the_next_leader_builds_on() -> None:
     """V2: the leader dies; the next one lacks its last view, which the third has installed."""
     cluster = formed_cluster(3)

@@ -113,6 +113,14 @@ def _take_for_continuing(base: Any, answers: Any) -> list[Member]:
     return [member for member in base.by_seniority if member in answers]
 
 
+def _at_once(_: MemberState) -> float:
+    return 1.0
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
 def _yes(*arguments: Any) -> bool:
     return True
 
@@ -254,6 +262,9 @@ MUTATIONS = {
         "V4: a lane is taken from its sender's own agent only", (ops._is_of_our_ring, _yes)
     ),
     "drop_early": Mutation("V4: early is not late", (_age, _drop_early)),
+    "impatient": Mutation("V11: deadlines follow the network", (state.patience, _at_once)),
+    "unread_is_silent": Mutation("V11: who has not read is waited for", (state.has_read, _yes)),
+    "no_voucher": Mutation("V12: whom another hears is alive", (state.is_vouched_for, _never)),
     "hears_is_enough": Mutation("V5: it hears me, and says so", (state.hears_me, _hears)),
     "no_clique": Mutation("V5: members hear each other", (state.hear_each_other, _yes)),
     "old_evidence": Mutation(

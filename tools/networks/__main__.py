@@ -62,7 +62,7 @@ def run(
         hosts: How many ranks, each on a host of its own.
         mib: Of gradients in each step.
         plain: pmesh's ranks leave out mesh.sync(), which gloo does not have.
-        short: A cable and crowded Wi-Fi for some seconds, without a bar for the speed: for CI.
+        short: A cable and crowded Wi-Fi for some seconds, without bars that a busy machine misses: for CI.
         logs: Where all that was printed goes.
 
     Returns:
@@ -85,7 +85,7 @@ def run(
                     place = Place(ranks=hosts, hosts=lab.hosts)
                     found[system] = measure(place, system, folder, load)
                 print(f"{profile}, seed {seed}, {system}: {found[system]}", flush=True)
-            for verdict in verdicts_of(found["pmesh"], found["gloo"], speed=not short):
+            for verdict in verdicts_of(found["pmesh"], found["gloo"], short=short):
                 print(f"  {verdict.what}: {verdict.value} ({verdict.bar}): {verdict.outcome}")
                 missed += verdict.outcome == "MISSED"
     return int(missed > 0)

@@ -68,15 +68,15 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def verdicts_of(ours: Outcome, gloo: Outcome, *, speed: bool) -> list[Verdict]:
-    """Return how pmesh's outcome holds against the bars; without those of the speed if so said."""
+def verdicts_of(ours: Outcome, gloo: Outcome, *, short: bool) -> list[Verdict]:
+    """Return how pmesh's outcome holds against the bars; if short, those of safety."""
     verdicts = [
-        at_most("views", ours.views, goal=0, form="{:.0f}"),
         at_most("steps without all ranks", ours.alone, goal=0, form="{:.0f}"),
         at_most("errors", ours.errors, goal=0, form="{:.0f}"),
     ]
-    if speed:
+    if not short:
         verdicts += [
+            at_most("views", ours.views, goal=0, form="{:.0f}"),
             at_least("steps over gloo's", ours.steps / max(gloo.steps, 1), goal=1.0, floor=0.9),
             at_most("p95 over gloo's", ours.p95_s / gloo.p95_s, goal=1.2),
             at_most("worst over gloo's", ours.worst_s / gloo.worst_s, goal=2.0),

@@ -21,6 +21,7 @@ from pmesh.core.views.state import (
     LONGEST_SKIP_S,
     MOST_FAILURES,
     MOST_PROMISES,
+    MOST_REFUSALS,
     NOTICE_S,
     PATIENCE_S,
     SKIP_S,
@@ -286,8 +287,13 @@ def _withdraw(state: MemberState, sender: Member, answer: Refuse | Veto, now: fl
             state = replace(state, highest_counter=seen)
     if state.proposal is None or state.proposal.message.epoch != answer.epoch:
         return state
+    # V11: whom it leaves out, others may hear for seconds yet (V12).
+    back_off_s = BACK_OFF_S * slowness(state) * 2.0 ** min(state.refusals, MOST_REFUSALS)
     return replace(
-        state, proposal=None, quiet_until=now + BACK_OFF_S * patience(state) * _jitter(state)
+        state,
+        proposal=None,
+        refusals=state.refusals + 1,
+        quiet_until=now + back_off_s * _jitter(state),
     )
 
 
@@ -351,6 +357,7 @@ def _install(state: MemberState, view: View, now: float) -> Step:
         promises=(),
         flushed_at=None,
         failures=max(0, state.failures - 1),
+        refusals=0,
         debt=None,
         installed_at=now,
         proposal=None,

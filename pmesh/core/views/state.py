@@ -52,6 +52,9 @@ mostly notice within milliseconds, and would veto before."""
 BACK_OFF_S = 0.4
 """The longest wait of a refused leader, so that two leaders do not refuse each other forever."""
 
+MOST_REFUSALS = 4
+"""V11: The most times that refusals double it."""
+
 MOST_PROMISES = 64
 """The most promised epochs that a member remembers since its last install: each took its leader at
 least a round trip, and PATIENCE_S is soon over."""
@@ -149,6 +152,8 @@ class MemberState:
     """`Facts.timeout_s` at the last heartbeat."""
     failures: int = 0
     """V11: How many promises more were left without a commit than views have been installed."""
+    refusals: int = 0
+    """V11: How many of its proposals were refused since it installed its view."""
     joining: Mapping[Member, JoinRequest] = field(default_factory=dict[Member, JoinRequest])
     skipped: Mapping[Member, Skip] = field(default_factory=dict[Member, Skip])
     """Members that did not answer a proposal; proposals leave them out for a while."""

@@ -72,7 +72,7 @@ def test_a_wait_for_nobody_is_described_by_its_step() -> None:
 
 def test_a_wait_for_more_ranks_says_how_many() -> None:
     few = msgspec.structs.replace(roster(2), terms=Terms(min_ranks=3))
-    rank = RankState(few, trainer(ME))
+    rank = RankState[str](few, trainer(ME))
     rank.start(ZERO, BARRIER)
     assert "min_ranks" in Progress([rank]).describe_wait(rank, ZERO, 0)
 
