@@ -62,7 +62,7 @@ def run(
         hosts: How many ranks, each on a host of its own.
         mib: Of gradients in each step.
         plain: pmesh's ranks leave out mesh.sync(), which gloo does not have.
-        short: A cable and crowded Wi-Fi for some seconds, without bars that a busy machine misses: for CI.
+        short: A cable and crowded Wi-Fi for some seconds, with the bars of safety only: for CI.
         logs: Where all that was printed goes.
 
     Returns:
