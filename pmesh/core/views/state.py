@@ -212,10 +212,7 @@ def slowness(state: MemberState) -> float:
 
 
 def patience(state: MemberState) -> float:
-    """V11: Return how many times as long as on a good network each deadline is.
-
-    Once the network delivers within any bound, deadlines grow beyond it, and agreements end.
-    """
+    """V11: Return how many times as long as on a good network to wait for a commit, or to join."""
     return slowness(state) * 2.0**state.failures
 
 
