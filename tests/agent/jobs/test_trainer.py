@@ -279,7 +279,7 @@ async def test_a_waiting_call_says_every_ten_seconds_on_whom_it_waits(clock: Moc
         a, _ = await here.job(*here.machines)
         await a.verdict_of(a.barrier(timeout_s=35.0))
         assert [round(w.waited_s) for w in a.waits] == [10, 20, 30]
-        assert {(w.op, w.on) for w in a.waits} == {(0, (f"rank 1 ({a.names[1]})",))}
+        assert {(w.op, w.on) for w in a.waits} == {(0, (f"missing: rank 1 ({a.names[1]})",))}
 
 
 async def test_each_of_two_calls_in_a_row_says_so_from_its_own_beginning(

@@ -56,7 +56,7 @@ async def test_with_too_few_ranks_ops_wait_say_so_and_end_at_their_deadline(
         for trainer in (a, b):
             assert [round(wait.waited_s) for wait in trainer.waits] == [10, 20]
             assert {wait.on for wait in trainer.waits} == {
-                ("more ranks: 2 of at least 3 ranks (min_ranks) are here",)
+                ("missing: more ranks: 2 of at least 3 ranks (min_ranks) are here",)
             }
 
 
@@ -105,7 +105,7 @@ async def test_only_the_side_with_the_majority_goes_on_and_then_all_do(clock: Mo
         assert verdict.error == "NotEnoughRanks"
         why = "this side of a partition has 1 of 3 ranks, which is no majority"
         assert why in verdict.message
-        assert [wait.on for wait in alone.waits] == [(f"more ranks: {why}",)]
+        assert [wait.on for wait in alone.waits] == [(f"missing: more ranks: {why}",)]
         mend(one, two, three)
         await here.settle(one, two, three)
         assert (await alone.verdict_of(alone.barrier())).error == "HistorySuperseded"
@@ -153,7 +153,9 @@ async def test_a_stopped_trainer_is_named_and_after_a_while_the_others_go_on_wit
         results = await reduce_all([a, b])
         assert [r[0] for r in results] == [2.0] * 2
         assert 29 <= clock.current_time() - began <= 32
-        assert {w.on for w in a.waits} == {(f"rank 2 ({c.names[2]}), whose process is stopped",)}
+        assert {w.on for w in a.waits} == {
+            (f"missing: rank 2 ({c.names[2]}), whose process is stopped",)
+        }
         assert "trainer stopped" in kinds_of_events(machine)
         stopped.clear()
         await trio.sleep(1)
@@ -197,7 +199,9 @@ async def test_who_waits_is_told_soon_that_another_is_stopped_in_each_op_anew(
                 await trio.sleep(3)
                 assert len(a.waits) == times
                 assert a.waits[-1].waited_s < 5
-                assert a.waits[-1].on == (f"rank 1 ({b.names[1]}), whose process is stopped",)
+                assert a.waits[-1].on == (
+                    f"missing: rank 1 ({b.names[1]}), whose process is stopped",
+                )
                 await b.barrier()  # which its agent does for it
 
 
