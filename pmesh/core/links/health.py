@@ -90,13 +90,17 @@ class Health:
     round_trip_variance_s2: float = 0.0
     silence_s: float = 0.0
     """The present silence, as it was last judged."""
+    explained: bool = False
+    """V12: another member heard the peer meanwhile, or we heard nobody."""
     longest_silence_s: float = 0.0
     """Of those lately that have ended by themselves, weighted by age."""
+    longest_unexplained_s: float = 0.0
+    """The same, of those that the link itself has to answer for."""
 
     @property
     def patience(self) -> float:
         """V12: How many times as long as usual the peer may be silent."""
-        usual_s = max(UNUSUAL * self.longest_silence_s, UNUSUAL_ROUND_TRIPS * self.timeout_s)
+        usual_s = max(UNUSUAL * self.longest_unexplained_s, UNUSUAL_ROUND_TRIPS * self.timeout_s)
         return max(1.0, min(usual_s, LONGEST_SILENCE_S) / self.thresholds.gone_after_s)
 
     @property
@@ -125,12 +129,14 @@ def begin(thresholds: Thresholds, *, now: float) -> Health:
 
 def heard_from(health: Health, *, now: float, round_trip_s: float | None = None) -> Step:
     """Handle any message on the link; a heartbeat may bring a measured round trip."""
-    faded_s = health.longest_silence_s * 0.5 ** (max(0.0, now - health.last_heard) / LATELY_S)
+    fading = 0.5 ** (max(0.0, now - health.last_heard) / LATELY_S)
+    unexplained_s = 0.0 if health.explained else health.silence_s
     heard = replace(
         health,
         last_heard=max(now, health.last_heard),
         silence_s=0.0,
-        longest_silence_s=max(faded_s, health.silence_s),
+        longest_silence_s=max(fading * health.longest_silence_s, health.silence_s),
+        longest_unexplained_s=max(fading * health.longest_unexplained_s, unexplained_s),
     )
     if round_trip_s is not None:
         heard = _average_in(heard, round_trip_s)
@@ -146,7 +152,8 @@ def pass_time(health: Health, *, now: float, vouched: bool = False, deaf: bool =
         vouched: V12: another member hears the peer, so only the way between it and us is bad.
         deaf: V12: all peers are silent, so the fault is probably ours.
     """
-    health = replace(health, silence_s=max(0.0, now - health.last_heard))
+    silence_s = max(0.0, now - health.last_heard)
+    health = replace(health, silence_s=silence_s, explained=vouched or deaf)
     limits, patience = health.thresholds, health.patience
     if deaf:
         patience = max(patience, DEAF)

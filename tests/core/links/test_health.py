@@ -118,6 +118,13 @@ class TestUnusualSilence:
     ) -> None:
         assert gone_after_s(*after_silences(*silences_s)) == pytest.approx(patience_s, abs=0.11)
 
+    @pytest.mark.parametrize("reason", ["vouched", "deaf"])
+    def test_says_nothing_of_the_link_if_it_is_explained(self, reason: str) -> None:
+        health = pass_time(begin(WIRED, now=0.0), now=1.9, **{reason: True}).health
+        health = heard_from(health, now=1.9).health
+        assert health.longest_silence_s == 1.9
+        assert gone_after_s(health, 1.9) == 2.0
+
     def test_is_forgotten_in_minutes(self) -> None:
         health, now = after_silences(1.9, *(0.2,) * 600)
         assert gone_after_s(health, now) == 2.0
