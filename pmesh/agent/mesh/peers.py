@@ -376,7 +376,7 @@ class Peers:
 
     def _redial_s(self, live: Live) -> float:
         health = self.membership.health_of(live.link.node)
-        needs_s = REDIAL_ROUND_TRIPS * (0.0 if health is None else health.timeout_s)
+        needs_s = REDIAL_ROUND_TRIPS * (0.0 if health is None else health.least_round_trip_s)
         return min(max(REDIAL_S, needs_s), LONGEST_REDIAL_S)
 
     def _end(self, live: Live, why: str) -> None:

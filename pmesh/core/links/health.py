@@ -88,6 +88,8 @@ class Health:
     round_trip_s: float | None = None
     """Exponential moving average; None until an echo has come back."""
     round_trip_variance_s2: float = 0.0
+    least_round_trip_s: float = 0.0
+    """Without what waited in a queue, or for the end of a cut."""
     silence_s: float = 0.0
     """The present silence, as it was last judged."""
     explained: bool = False
@@ -100,7 +102,8 @@ class Health:
     @property
     def patience(self) -> float:
         """V12: How many times as long as usual the peer may be silent."""
-        usual_s = max(UNUSUAL * self.longest_unexplained_s, UNUSUAL_ROUND_TRIPS * self.timeout_s)
+        redial_s = UNUSUAL_ROUND_TRIPS * self.least_round_trip_s
+        usual_s = max(UNUSUAL * self.longest_unexplained_s, redial_s)
         return max(1.0, min(usual_s, LONGEST_SILENCE_S) / self.thresholds.gone_after_s)
 
     @property
@@ -203,7 +206,7 @@ def _apply(health: Health, signal: Signal) -> Step:
 def _average_in(health: Health, round_trip_s: float) -> Health:
     """Add a measurement: Finch, Incremental calculation of weighted mean and variance, §9."""
     if health.round_trip_s is None:
-        return replace(health, round_trip_s=round_trip_s)
+        return replace(health, round_trip_s=round_trip_s, least_round_trip_s=round_trip_s)
     difference = round_trip_s - health.round_trip_s
     increment = ROUND_TRIP_ALPHA * difference
     variance = (1 - ROUND_TRIP_ALPHA) * (health.round_trip_variance_s2 + difference * increment)
@@ -211,4 +214,5 @@ def _average_in(health: Health, round_trip_s: float) -> Health:
         health,
         round_trip_s=health.round_trip_s + increment,
         round_trip_variance_s2=variance,
+        least_round_trip_s=min(health.least_round_trip_s, round_trip_s),
     )

@@ -146,6 +146,9 @@ class TestUnusualSilence:
     def test_is_longer_where_a_redial_takes_long(self) -> None:
         far = heard_from(begin(WIRED, now=0.0), now=0.0, round_trip_s=0.6).health
         assert gone_after_s(far, 0.0) == 3.0
+        held_up = heard_from(begin(WIRED, now=0.0), now=0.0, round_trip_s=0.001).health
+        held_up = heard_from(held_up, now=0.0, round_trip_s=3.0).health  # until a cut was mended
+        assert gone_after_s(held_up, 0.0) == 2.0
 
     def test_is_never_longer_than_ten_seconds(self) -> None:
         health, now = after_silences(1.9, 3.7, 7.3)
