@@ -145,6 +145,8 @@ class _Trainer:
         self._job = JobName(request.job)
         self._rank: LocalRank | None = None
         self._grants = Grants(session, arenas)
+        self._serves = False
+        """Whether a request is being served."""
 
     async def join(self) -> bool:
         """Wait until the job begins, unless it runs; False if the trainer was refused or has gone.
@@ -300,7 +302,10 @@ class _Trainer:
 
     async def _serve_requests(self, compiler: Compiler) -> None:
         while True:
-            match request := await self._session.receive():
+            self._serves = False
+            request = await self._session.receive()
+            self._serves = True
+            match request:
                 case StartOp(arena=arena) if self._arenas.inputs.was_taken_back(arena):
                     await self._session.send(ArenaGone(arena))
                 case StartOp():
@@ -402,6 +407,8 @@ class _Trainer:
     async def _rest(self, rank: LocalRank) -> None:
         """Close the lanes and the memory of a group that has not called for long."""
         idle_s = trio.current_time() - rank.idle_since
+        if self._serves:  # a reply may still name the memory of its result
+            return
         if self._request.group_of is not None and rank.is_stable and idle_s >= IDLE_S:
             self._jobs.rest(rank)
             await self._arenas.rest()
