@@ -5,7 +5,6 @@ import signal
 from tests.e2e.harness import Fleet
 
 TRAIN = """
-import time
 import numpy as np
 import pmesh
 with pmesh.connect("job") as mesh:
@@ -13,7 +12,6 @@ with pmesh.connect("job") as mesh:
     try:
         while True:
             mesh.all_reduce(np.ones(3))
-            time.sleep(0.01)
     except pmesh.AgentStopped as e:
         print(e)
 """

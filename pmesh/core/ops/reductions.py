@@ -1,28 +1,16 @@
 """Reductions: what two ranks' values become, in place, in the dtypes that travel."""
 
 from types import MappingProxyType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pmesh.core.wire.local import WireDtype
+
 Values: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[Any]]"
 
-_NAMES = (
-    "complex128",
-    "float64",
-    "complex64",
-    "float32",
-    "int64",
-    "uint64",
-    "int32",
-    "uint32",
-    "int16",
-    "uint16",
-    "int8",
-    "uint8",
-    "bool",
-)
+_NAMES: tuple[str, ...] = get_args(WireDtype)
 WIRE_DTYPES = MappingProxyType({name: np.dtype(name) for name in _NAMES})
 """What travels: of each kind the widest first. float16 and bfloat16 are widened to float32 by the
 client, so that sums keep it."""

@@ -151,7 +151,7 @@ class MemberState:
     timeout_s: float = 0.0
     """`Facts.timeout_s` at the last heartbeat."""
     failures: int = 0
-    """V11: How many promises more were left without a commit than views have been installed."""
+    """V11: One more for each promise without a commit, one less for each view."""
     refusals: int = 0
     """V11: How many of its proposals were refused since it installed its view."""
     joining: Mapping[Member, JoinRequest] = field(default_factory=dict[Member, JoinRequest])

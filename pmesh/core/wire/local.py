@@ -45,7 +45,7 @@ WireDtype: TypeAlias = Literal[
     "uint8",
     "bool",
 ]
-"""The keys of `pmesh.core.ops.reductions.WIRE_DTYPES`."""
+"""Numpy's names; of each kind the widest first."""
 
 ArenaKind: TypeAlias = Literal["input", "output"]
 
