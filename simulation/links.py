@@ -38,11 +38,15 @@ class Links:
         self._network = network
         self._number = number
         self._up: dict[int, Link] = {}
+        self._before: dict[int, Link] = {}
+        """The last links with those that are gone."""
         self._dialled_at: dict[int, float] = {}
 
     def add(self, peer: int, member: Member, now: float) -> None:
         """A connection is up, and the Hello has come."""
-        self._up[peer] = Link(member, health.begin(health.WIRED, now=now), now)
+        before = self._before.pop(peer, None)
+        known = before.health if before is not None and before.member == member else None
+        self._up[peer] = Link(member, health.begin(health.WIRED, now=now, before=known), now)
 
     def get(self, peer: int) -> Link | None:
         """The link with a host, if there is one."""
@@ -50,7 +54,10 @@ class Links:
 
     def remove(self, peer: int) -> Link | None:
         """The link with a host is over; there may have been none."""
-        return self._up.pop(peer, None)
+        link = self._up.pop(peer, None)
+        if link is not None:
+            self._before[peer] = link
+        return link
 
     def forgive(self, stalled_s: float, now: float) -> None:
         """V8: for so long we have not listened, so nobody was silent."""
@@ -76,7 +83,7 @@ class Links:
             link.health = step.health
             if step.health.condition is Condition.GONE:
                 self._network.close(self._number, peer)
-                del self._up[peer]
+                self.remove(peer)
                 gone.append(link)
         return gone
 

@@ -38,6 +38,7 @@ HEARTBEAT_S = 0.2  # a fifth of the shortest silence that means anything
 QUIET_HEARTBEAT_S = 0.4  # while no job runs: still five before a peer is gone
 TICK_S = 0.1  # half a heartbeat: silence is judged no later than this
 DOUBT_S = WIRED.gone_after_s / 2  # V8: after a stall this long, a peer may have given us up
+MAX_LOST_CONTACTS = 256  # whoever has the mesh key can invent nodes
 _log = structlog.get_logger()
 
 
@@ -70,9 +71,11 @@ class Follower(Protocol):
 class _Contact:
     """What this agent measures about one linked peer."""
 
-    def __init__(self, member: Member, thresholds: Thresholds, now: float) -> None:
+    def __init__(
+        self, member: Member, thresholds: Thresholds, now: float, before: Health | None
+    ) -> None:
         self.member = member
-        self.health: Health = health.begin(thresholds, now=now)
+        self.health: Health = health.begin(thresholds, now=now, before=before)
         self.last_sent_us = 0
         self.last_heard_at = now
 
@@ -102,6 +105,7 @@ class Membership:
         self._noticed = noticed
         self._led_astray = led_astray
         self._contacts: dict[NodeId, _Contact] = {}
+        self._lost_contacts: dict[NodeId, _Contact] = {}
         self._losses: dict[Member, str] = {}
         self._inputs: deque[Callable[[Facts, float], Step]] = deque()
         self._draining = False
@@ -131,7 +135,9 @@ class Membership:
         if contact is not None and contact.member != member:
             self.lose(member.node, "it was restarted")
         if contact is None or contact.member != member:
-            contact = _Contact(member, thresholds, trio.current_time())
+            lost = self._lost_contacts.pop(member.node, None)
+            before = lost.health if lost is not None and lost.member == member else None
+            contact = _Contact(member, thresholds, trio.current_time(), before)
             self._contacts[member.node] = contact
         self.send(member, TellView(self.state.view))
         self.send(member, self._heartbeat_for(contact))
@@ -140,6 +146,9 @@ class Membership:
         """Treat the peer as gone; the caller closes its link if there still is one."""
         contact = self._contacts.pop(node, None)
         if contact is not None:
+            self._lost_contacts[node] = contact
+            if len(self._lost_contacts) > MAX_LOST_CONTACTS:
+                del self._lost_contacts[next(iter(self._lost_contacts))]
             if contact.member in self.view.members:
                 self._losses[contact.member] = why
             self._noticed("loss noticed", f"{self.name_of(node)} is lost: {why}")
@@ -230,7 +239,7 @@ class Membership:
                 self._drop(node, f"silent for {now - contact.health.last_heard:.1f} s")
         leader = limits.who_holds_up(self.state)
         if leader is not None:
-            self._ban(leader.node, f"it made no view for {limits.HELD_UP_S:.0f} s")
+            self._ban(leader.node, f"it made no view for {limits.held_up_s(self.state):.0f} s")
 
     def _doubt(self, after: StallGuard) -> None:
         """V8: deliver nothing while we don't know whether the others have gone on without us."""

@@ -259,7 +259,7 @@ def _flush(state: MemberState, sender: Member, message: Propose, facts: Facts, n
         waiting=facts.waiting,
         primaries=state.primaries,
     )
-    if sender != state.me and needs_epoch(state, now):
+    if _came_to_nothing(state, sender, message, now):
         state = replace(state, failures=min(state.failures + 1, MOST_FAILURES))
     state = replace(
         state,
@@ -272,6 +272,14 @@ def _flush(state: MemberState, sender: Member, message: Propose, facts: Facts, n
     if sender == state.me:
         return Step(leader.begin(state, message, answer, now), (Fence(jobs),))
     return Step(state, (Fence(jobs), Send(sender, answer)))
+
+
+def _came_to_nothing(state: MemberState, sender: Member, message: Propose, now: float) -> bool:
+    """V11: True if a commit of another leader is overdue, or we leave out a member that we hear."""
+    if needs_epoch(state, now) and state.promised.leader != state.me.node:
+        return True
+    left_out = set(state.view.members).difference(message.continuing)
+    return sender == state.me and any(hears_me(state, member) for member in left_out)
 
 
 def _fenced(report: JobReport) -> JobReport:
@@ -356,7 +364,7 @@ def _install(state: MemberState, view: View, now: float) -> Step:
         view=view,
         promises=(),
         flushed_at=None,
-        failures=max(0, state.failures - 1),
+        failures=max(0, state.failures - _is_success(state.view, view)),
         refusals=0,
         debt=None,
         installed_at=now,
@@ -367,6 +375,11 @@ def _install(state: MemberState, view: View, now: float) -> Step:
         losses={m: why for m, why in state.losses.items() if m in view.members},
     )
     return Step(_confirm_primaries(state), (Install(view),))
+
+
+def _is_success(before: View, view: View) -> bool:
+    """V11: True if the agreement was not bought with the loss of a member."""
+    return len(view.seats) > 1 and set(before.members) <= set(view.members)
 
 
 def _confirm_primaries(state: MemberState) -> MemberState:

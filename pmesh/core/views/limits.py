@@ -99,7 +99,12 @@ def note_need(state: MemberState, now: float) -> Debt | None:
 def who_holds_up(state: MemberState) -> Member | None:
     """Return the leader if it made no view for far longer than an honest one can take."""
     debt = state.debt
-    return debt.leader if debt is not None and debt.waited_s > HELD_UP_S * slowness(state) else None
+    return debt.leader if debt is not None and debt.waited_s > held_up_s(state) else None
+
+
+def held_up_s(state: MemberState) -> float:
+    """V11: Return how long a leader may make no view although one is needed."""
+    return HELD_UP_S * slowness(state)
 
 
 def _promised_to(state: MemberState, leader: Member, after: float) -> list[Promise]:
