@@ -362,6 +362,11 @@ class Agent:
             self._showing = True
             self._timeline.after(0.0, self._show_later)
 
+    def lane_patience_s(self, rank: LocalRank) -> float:
+        """How long the peer at the slower of the two edges may be silent before it is gone."""
+        peers = () if rank.rank is None else rank.neighbours()
+        return self._links.gone_after_s([peer.member for peer in peers])
+
     def send_on_lane(self, to: Member, message: LaneMessage) -> None:
         """To a rank's agent, which may be this one."""
         channel = f"lane {message.job}"

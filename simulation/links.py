@@ -1,12 +1,12 @@
 """The links of one simulated agent: with whom it is connected, and when it last heard of them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import msgspec
 
 from pmesh.core.links import health
-from pmesh.core.links.health import Condition, Health
+from pmesh.core.links.health import WIRED, Condition, Health
 from pmesh.core.wire.link import Heartbeat, LinkMessage
 from pmesh.ids import Member
 from simulation.lane_messages import LaneMessage
@@ -73,6 +73,11 @@ class Links:
     def timeout_s(self) -> float:
         """The longest retransmission timeout among the links."""
         return max((link.health.timeout_s for link in self._up.values()), default=0.0)
+
+    def gone_after_s(self, members: Collection[Member]) -> float:
+        """How long the slowest of these peers may be silent."""
+        known = [link.health for link in self._up.values() if link.member in members]
+        return max((health.gone_after_s for health in known), default=WIRED.gone_after_s)
 
     def close_silent(self, now: float, vouched: Callable[[Member], bool]) -> list[Link]:
         """Judge the silence of all peers, and close the links of those that are gone."""

@@ -143,6 +143,8 @@ class Network(Generic[_Message]):
         self._random = random
         self._hosts: dict[int, Host[_Message]] = {}
         self._connections: dict[tuple[int, int], _Connection[_Message]] = {}
+        self._latest: dict[tuple[int, int], _Connection[_Message]] = {}
+        """The last connection of each pair, which may be closed."""
         self._cuts: set[tuple[int, int]] = set()
         self._frozen: dict[int, list[Callable[[], None]]] = {}
         self._ways: dict[tuple[int, int], tuple[float, float]] = {}
@@ -176,7 +178,9 @@ class Network(Generic[_Message]):
                 if to == peer:
                     rest += [(channel, message) for _, message in stream.queue]
         host = self._hosts.get(peer)
-        self._timeline.after(self._delay(number, peer), self._end, number, peer, host, rest)
+        self._timeline.after(
+            self._delay(number, peer), self._end, connection, number, peer, host, rest
+        )
 
     def send(self, number: int, peer: int, channel: str, message: _Message) -> None:
         """Send a message; without a connection it goes nowhere, as into a dead socket."""
@@ -249,8 +253,7 @@ class Network(Generic[_Message]):
                 LEAST_RETRANSMISSION_S + self._way_s(number, peer) + self._way_s(peer, number)
             )
             while self._random.random() < conditions.segment_loss:
-                delay += timeout_s
-                timeout_s *= 2
+                delay += timeout_s  # what follows on the stream shows each loss (RACK, RFC 8985)
         return delay
 
     def _way_s(self, number: int, peer: int) -> float:
@@ -285,7 +288,8 @@ class Network(Generic[_Message]):
         elif {(number, peer), (peer, number)} & self._cuts or peer in self._frozen:
             self._timeline.after(HANDSHAKE_TIMEOUT_S, self._time_out, number, peer, dialler)
         else:
-            connection = self._connections[_pair(number, peer)] = _Connection[_Message]()
+            connection = _Connection[_Message]()
+            self._connections[_pair(number, peer)] = self._latest[_pair(number, peer)] = connection
             self._hand(number, self._begin, connection, number, dialler, peer, host.greeting)
             self._hand(peer, self._begin, connection, peer, host, number, dialler.greeting)
 
@@ -305,9 +309,14 @@ class Network(Generic[_Message]):
             self._hand(number, dialler.unreachable, peer)
 
     def _end(
-        self, number: int, peer: int, host: Host[_Message] | None, rest: list[tuple[str, _Message]]
+        self,
+        connection: _Connection[_Message],
+        number: int,
+        peer: int,
+        host: Host[_Message] | None,
+        rest: list[tuple[str, _Message]],
     ) -> None:
-        if host is None or _pair(number, peer) in self._connections:
+        if host is None or self._latest.get(_pair(number, peer)) is not connection:
             return
         for channel, message in rest:
             if self._hosts.get(peer) is host:  # what it read may have ended it

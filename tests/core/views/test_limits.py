@@ -22,10 +22,20 @@ from pmesh.core.views.limits import (
     WINDOW_S,
     check_message,
     check_view,
+    held_up_s,
     is_led_astray,
     who_holds_up,
 )
-from pmesh.core.views.state import UNREAD_S, Facts, MemberState, Peer, Promise, Proposal, Skip
+from pmesh.core.views.state import (
+    GOOD_ROUND_TRIP_S,
+    UNREAD_S,
+    Facts,
+    MemberState,
+    Peer,
+    Promise,
+    Proposal,
+    Skip,
+)
 from pmesh.core.wire.link import (
     AgreementMessage,
     AskToJoin,
@@ -148,6 +158,10 @@ class TestAViewIsOwed:
         flushed = told(BERTS, ANNA, make_proposal(ANNA, 6, TRIO, *TRIO.members)).state
         assert who_holds_up(self.wait(flushed, HELD_UP_S - 1)) is None
         assert who_holds_up(self.wait(flushed, HELD_UP_S + 1)) == ANNA
+
+    def test_after_longer_on_a_slow_network(self) -> None:
+        slow = replace(BERTS, timeout_s=2 * GOOD_ROUND_TRIP_S)
+        assert (held_up_s(BERTS), held_up_s(slow)) == (HELD_UP_S, 2 * HELD_UP_S)
 
     def test_to_another(self) -> None:
         needs = make_heartbeat(TRIO, ANNA, BERT, needs_epoch=True)
