@@ -107,6 +107,15 @@ def agreements_end_where_messages_take_seconds() -> None:
     run_until(cluster, cluster.is_one_view, 60.0)
 
 
+def agreements_end_where_messages_take_longer_than_a_peer_may_be_silent() -> None:
+    """V12: a link that is given up must not begin again with the limits of a cable."""
+    habits = Habits(job=JOB, wait_for=9)  # no job begins: nothing but the joining changes the view
+    cluster = Cluster(0, size=3, conditions=Conditions(latency_s=6.0), habits=habits)
+    for number in range(3):
+        cluster.start(number)
+    run_until(cluster, cluster.is_one_view, 300.0)
+
+
 def who_has_not_read_a_proposal_is_not_left_out() -> None:
     """V11: the way to one member stands still for longer than its answer may take."""
     cluster = formed_cluster(3)

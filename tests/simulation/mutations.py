@@ -17,6 +17,7 @@ from pmesh.core.jobs import jobs, progress
 from pmesh.core.jobs.jobs import JobsState
 from pmesh.core.jobs.progress import Progress
 from pmesh.core.jobs.rank import RankState
+from pmesh.core.links import health
 from pmesh.core.values import Roster, Trainer, View
 from pmesh.core.views import (
     agreement,
@@ -115,6 +116,13 @@ def _take_for_continuing(base: Any, answers: Any) -> list[Member]:
 
 def _at_once(_: MemberState) -> float:
     return 1.0
+
+
+_begin = health.begin
+
+
+def _begin_anew(thresholds: Any, *, now: float, **_: Any) -> Any:
+    return _begin(thresholds, now=now)
 
 
 def _never(*_: Any) -> bool:
@@ -263,6 +271,9 @@ MUTATIONS = {
     ),
     "drop_early": Mutation("V4: early is not late", (_age, _drop_early)),
     "impatient": Mutation("V11: deadlines follow the network", (state.patience, _at_once)),
+    "forget_links": Mutation(
+        "V12: what was measured of a peer outlives its link", (health.begin, _begin_anew)
+    ),
     "unread_is_silent": Mutation("V11: who has not read is waited for", (state.has_read, _yes)),
     "no_voucher": Mutation("V12: whom another hears is alive", (state.is_vouched_for, _never)),
     "hears_is_enough": Mutation("V5: it hears me, and says so", (state.hears_me, _hears)),

@@ -41,6 +41,7 @@ AIMED = {
     "never_superseded": histories.who_slept_through_several_views_does_not_go_on_alone,
     "drop_early": histories.what_comes_before_its_view_is_not_lost,
     "impatient": histories.agreements_end_where_messages_take_seconds,
+    "forget_links": (histories.agreements_end_where_messages_take_longer_than_a_peer_may_be_silent),
     "unread_is_silent": histories.who_has_not_read_a_proposal_is_not_left_out,
     "no_voucher": histories.who_is_silent_to_one_and_not_to_another_is_not_lost,
     "no_clique": histories.two_who_cannot_hear_each_other_are_not_in_one_view,
