@@ -151,7 +151,7 @@ def own_view(state: MemberState, answers: Any) -> Any:
 
 def only_who_asked(state: MemberState, now: float) -> tuple[Member, ...]:
     asked = leader._requests(state, now)
-    return tuple(member for member in sorted(asked) if leader._may_join(state, member))
+    return tuple(member for member in sorted(asked) if leader._may_join(state, member, now))
 
 
 def as_they_come(state: MemberState, joined: Any, now: float) -> Any:

@@ -20,6 +20,7 @@ from pmesh.core.views.state import (
     JOIN_REQUEST_S,
     LONGEST_SKIP_S,
     MOST_FAILURES,
+    MOST_FLAPPING,
     MOST_PROMISES,
     MOST_REFUSALS,
     NOTICE_S,
@@ -29,6 +30,7 @@ from pmesh.core.views.state import (
     Action,
     Facts,
     Fence,
+    Flaps,
     Install,
     JoinRequest,
     MemberState,
@@ -366,6 +368,7 @@ def _install(state: MemberState, view: View, now: float) -> Step:
         flushed_at=None,
         failures=max(0, state.failures - _is_success(state.view, view)),
         refusals=0,
+        flaps=_note_losses(state, view, now),
         debt=None,
         installed_at=now,
         proposal=None,
@@ -375,6 +378,15 @@ def _install(state: MemberState, view: View, now: float) -> Step:
         losses={m: why for m, why in state.losses.items() if m in view.members},
     )
     return Step(_confirm_primaries(state), (Install(view),))
+
+
+def _note_losses(state: MemberState, view: View, now: float) -> dict[Member, Flaps]:
+    """V11: Return how often members were lost lately, with those that this view leaves out."""
+    flaps = {member: f for member, f in state.flaps.items() if f.left(now) > 0}
+    for member in sorted(set(state.view.members).difference(view.members)):
+        before = flaps.pop(member, None)
+        flaps[member] = Flaps(1 if before is None else before.left(now) + 1, now)
+    return dict(list(flaps.items())[-MOST_FLAPPING:])
 
 
 def _is_success(before: View, view: View) -> bool:

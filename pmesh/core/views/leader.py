@@ -192,12 +192,14 @@ def _candidates(state: MemberState, now: float) -> tuple[Member, ...]:
 
     V9: a job that runs among them must join whole.
     """
-    asked = [member for member in sorted(_requests(state, now)) if _may_join(state, member)]
+    asked = [member for member in sorted(_requests(state, now)) if _may_join(state, member, now)]
     views = {state.peers[member.node].view.epoch for member in asked}
     others = [
         peer.member
         for _, peer in sorted(state.peers.items())
-        if peer.view.epoch in views and peer.member not in asked and _may_join(state, peer.member)
+        if peer.view.epoch in views
+        and peer.member not in asked
+        and _may_join(state, peer.member, now)
     ]
     return (*asked, *others)
 
@@ -223,9 +225,11 @@ def _whole_views(state: MemberState, joined: tuple[Member, ...], now: float) -> 
     )
 
 
-def _may_join(state: MemberState, member: Member) -> bool:
+def _may_join(state: MemberState, member: Member, now: float) -> bool:
+    flaps = state.flaps.get(member)
     return (
         hears_me(state, member)
+        and (flaps is None or now >= flaps.held_off_until)
         and state.view.seat_of(member) is None
         and state.view.weight > state.peers[member.node].view.weight
     )

@@ -55,6 +55,17 @@ BACK_OFF_S = 0.4
 MOST_REFUSALS = 4
 """V11: The most times that refusals double it."""
 
+HOLD_OFF_S = 1.0
+"""V11: How long a leader does not let a member back in that was lost twice; doubled each time."""
+
+LONGEST_HOLD_OFF_S = 30.0
+
+STEADY_S = 60.0
+"""V11: One loss is forgotten each time that a member was not lost for this long."""
+
+MOST_FLAPPING = 256
+"""The most members whose losses are remembered: whoever has the mesh key can invent them."""
+
 MOST_PROMISES = 64
 """The most promised epochs that a member remembers since its last install: each took its leader at
 least a round trip, and PATIENCE_S is soon over."""
@@ -100,6 +111,24 @@ class Skip(NamedTuple):
 
     until: float
     lasts_s: float
+
+
+class Flaps(NamedTuple):
+    """How often a process start of a member was lost lately, and when it was lost last."""
+
+    losses: int
+    lost_at: float
+
+    def left(self, now: float) -> int:
+        """Return the losses that are not forgotten yet."""
+        return max(0, self.losses - int((now - self.lost_at) / STEADY_S))
+
+    @property
+    def held_off_until(self) -> float:
+        """V11: The first loss costs nothing: a machine was cut off, or slept."""
+        if self.losses <= 1:
+            return self.lost_at
+        return self.lost_at + min(HOLD_OFF_S * 2.0 ** (self.losses - 2), LONGEST_HOLD_OFF_S)
 
 
 class Debt(NamedTuple):
@@ -154,6 +183,8 @@ class MemberState:
     """V11: One more for each promise without a commit, one less for each view."""
     refusals: int = 0
     """V11: How many of its proposals were refused since it installed its view."""
+    flaps: Mapping[Member, Flaps] = field(default_factory=dict[Member, Flaps])
+    """V11: The members that views left out lately."""
     joining: Mapping[Member, JoinRequest] = field(default_factory=dict[Member, JoinRequest])
     skipped: Mapping[Member, Skip] = field(default_factory=dict[Member, Skip])
     """Members that did not answer a proposal; proposals leave them out for a while."""
