@@ -96,10 +96,10 @@ def enter_a_completed_sync(known: Any, after: Any) -> OpNumber | None:
     return OpNumber(known.highest) if is_sync else None
 
 
-def enter_without_sync(rank: LocalRank, call: Any) -> None:
+def enter_without_sync(rank: LocalRank, call: Any, *rest: Any) -> None:
     if rank.trainer.enters and not rank.ends:
         call = msgspec.structs.replace(call, kind="barrier")
-    call_op(rank, call)
+    call_op(rank, call, *rest)
 
 
 call_op = ops.call_op
