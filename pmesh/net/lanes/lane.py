@@ -35,7 +35,8 @@ from pmesh.core.wire.records import (
 )
 from pmesh.errors import LaneBroken, PmeshError, ProtocolError
 
-WAKE_UP_BYTES = 128 * 1024  # 1 ms at 1 Gbit/s, where else each packet would wake a thread
+# Else each packet would wake a thread. Linux's first window is twice that, and grows as it is read.
+WAKE_UP_BYTES = 32 * 1024
 GREETING_TIMEOUT_S = 5.0  # as for every connection that has not proven what it is
 
 
