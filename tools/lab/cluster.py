@@ -263,6 +263,7 @@ class Cluster:
         patch: Source that runs in each agent first.
         environment: Further variables of the processes of a node, by its number.
         logs: Where to write what all have printed.
+        lab: Its hosts' network, if not a plain one.
     """
 
     def __init__(
@@ -273,8 +274,9 @@ class Cluster:
         patch: str = "",
         environment: Callable[[int], dict[str, str]] = lambda _: {},
         logs: Path | None = None,
+        lab: NetLab | None = None,
     ) -> None:
-        self.lab = NetLab(count)
+        self.lab = lab or NetLab(count)
         self.options = options
         self.nodes: list[Node] = []
         self.trainers: list[Process] = []
