@@ -47,6 +47,7 @@ HEALTH_MARKS: Final[Mapping[Health, tuple[str, str]]] = MappingProxyType(
     }
 )
 STALL_S = 0.5  # as long as a peer on a wire may be silent without being called late
+BAD_LOSS_PERCENT = 1.0  # crowded Wi-Fi; a line that is well loses a hundredth of it
 _EDGE_CELLS = 5
 _SIDES_CELLS = 8
 _SHORTEST_LABEL_CELLS = 7  # "● mac …": a narrower terminal wraps the drawing
@@ -126,7 +127,7 @@ def render_status(status: Status, *, width: int = 80, beat: int | None = None) -
     """Lay out the whole status; `beat` moves a light around the ring (see `draw_ring`)."""
     parts: list[RenderableType] = [_headline(status), _ring(status, width, beat), _members(status)]
     parts += _shared_names(status.view.members)
-    parts += _stalls(status.view.members)
+    parts += _bad_links(status.view.members)
     strangers = [peer for peer in status.peers if peer.state != "linked"]
     if strangers:
         parts.append(_peers(strangers))
@@ -171,7 +172,7 @@ def _ring(status: Status, width: int, beat: int | None) -> RenderableType:
 
 
 def _members(status: Status) -> Rows:
-    headers = ("rank", "name", "id", "health", "round trip", "interface", "addresses")
+    headers = ("rank", "name", "id", "health", "round trip", "lost", "interface", "addresses")
     return Rows(headers, [_member_row(member) for member in status.view.members])
 
 
@@ -183,6 +184,7 @@ def _member_row(member: MemberStatus) -> tuple[str | Text, ...]:
         member.id[:SHORT_ID],
         Text(f"{mark} {member.health}", color),
         _round_trip(member),
+        "" if member.loss_percent is None else f"{member.loss_percent:.1f} %",
         Text(printable(member.interface or "")),
         _lines(member.addresses),
     )
@@ -195,13 +197,18 @@ def _round_trip(member: MemberStatus) -> str:
     return f"{member.rtt_ms:.2f}{jitter} ms"
 
 
-def _stalls(members: Sequence[MemberStatus]) -> Iterator[Text]:
-    """Say which links stand still now and then, and what follows."""
+def _bad_links(members: Sequence[MemberStatus]) -> Iterator[Text]:
+    """Say which links lose packets or stand still now and then, and what follows."""
     for member in members:
+        found: list[str] = []
+        if member.loss_percent is not None and member.loss_percent >= BAD_LOSS_PERCENT:
+            found.append(f"loses {member.loss_percent:.1f} % of what it sends")
         if member.silence_s is not None and member.silence_s >= STALL_S:
+            found.append(f"was silent for {member.silence_s:.1f} s lately")
+        if found:
             yield Text(
-                f"the link to {printable(member.name)} was silent for {member.silence_s:.1f} s "
-                "lately; training waits for it each time",
+                f"the link to {printable(member.name)} {' and '.join(found)}; "
+                "training waits for it each time",
                 "yellow",
             )
 

@@ -39,7 +39,9 @@ def shown(status: Status) -> str:
         "View 7, 3 in the ring",
         "╭─▶ ● mac-1 ★ ──▶ ● mac-2",
         "0.50 ± 0.0 ms",
-        "the link to mac-2 was silent for 1.6 s lately; training waits for it each time",
+        "2.1 %",
+        "the link to mac-2 loses 2.1 % of what it sends and was silent for 1.6 s lately; training",
+        "the link to studio loses 4.3 % of what it sends; training waits for it each time",
         "en0",
         "other mesh key",
         "holds another mesh key",
@@ -67,6 +69,16 @@ def test_what_a_stranger_calls_itself_does_not_steer_the_terminal() -> None:
 def test_a_quiet_mesh_has_no_empty_tables() -> None:
     assert "Jobs" not in shown(MINIMAL)
     assert "Not linked" not in shown(MINIMAL)
+
+
+def test_a_good_link_is_not_called_bad() -> None:
+    good = (
+        msgspec.structs.replace(m, loss_percent=0.94, silence_s=0.4) for m in SNAPSHOT.view.members
+    )
+    view = msgspec.structs.replace(SNAPSHOT.view, members=tuple(good))
+    screen = shown(msgspec.structs.replace(SNAPSHOT, view=view))
+    assert "0.9 %" in screen
+    assert "training waits" not in screen
 
 
 def test_machines_of_one_name_are_told_apart_with_a_hint_at_what_names_them() -> None:

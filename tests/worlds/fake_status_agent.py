@@ -74,6 +74,7 @@ SNAPSHOT = Status(
                 rtt_ms=0.25 * rank if rank else None,
                 jitter_ms=0.04 if rank else None,
                 silence_s=1.6 if rank == 1 else 0.2,
+                loss_percent=2.14 * rank if rank else None,
                 addresses=(f"10.0.0.{rank + 1}:24160",),
                 interface="en0" if rank else None,
             )

@@ -82,6 +82,10 @@ class MemberStatus(_Part, frozen=True, kw_only=True):
         float | None,
         Meta(description="The longest silence that has ended by itself lately, weighted by age."),
     ] = None
+    loss_percent: Annotated[
+        float | None,
+        Meta(description="Of the TCP segments that the link to it has sent, those sent again."),
+    ] = None
 
 
 class ViewStatus(_Part, frozen=True, kw_only=True):

@@ -205,6 +205,7 @@ def _member(rank: int, seat: Seat, sources: Sources) -> schema.MemberStatus:
     health, live = sources.membership.health_of(node), sources.peers.links.get(node)
     trip = None if health is None else health.round_trip_s
     jitter = None if health is None else sqrt(health.round_trip_variance_s2)
+    loss = None if live is None else live.link.loss
     return schema.MemberStatus(
         id=node_text(node),
         name=seat.name,
@@ -215,6 +216,7 @@ def _member(rank: int, seat: Seat, sources: Sources) -> schema.MemberStatus:
         interface=None if live is None else _interface(live.link.local_address, sources),
         jitter_ms=None if trip is None or jitter is None else round(jitter * 1e3, 3),
         silence_s=None if health is None else round(health.longest_silence_s, 1),
+        loss_percent=None if loss is None else round(loss * 100, 2),
     )
 
 

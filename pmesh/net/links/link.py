@@ -30,7 +30,7 @@ from pmesh.errors import (
     ProtocolVersionMismatch,
 )
 from pmesh.ids import NodeId, short_node
-from pmesh.net.links.interfaces import local_address_of, remote_address_of
+from pmesh.net.links.interfaces import local_address_of, loss_of, remote_address_of
 from pmesh.net.links.tls import (
     ConnectionCut,
     DataReceived,
@@ -296,6 +296,11 @@ class Link:
     def bytes_received(self) -> int:
         """Bytes at the socket, including TLS and the handshake."""
         return self._wire.bytes_received
+
+    @property
+    def loss(self) -> float | None:
+        """The share of the segments that were sent again; see `loss_of`."""
+        return loss_of(self._wire.stream)
 
     def send(self, message: LinkMessage) -> None:
         """Queue a message for the writer; never waits.

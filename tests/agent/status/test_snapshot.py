@@ -60,6 +60,16 @@ async def test_both_machines_show_one_ring_with_its_leader_and_round_trips(
             assert snapshot.uptime_s >= 3
 
 
+async def test_the_loss_of_each_link_is_shown(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 2) as here:
+        assert [m.loss_percent for m in snapshot_of(here.machines[0]).view.members] == [None, None]
+        monkeypatch.setattr("pmesh.net.links.link.loss_of", lambda _: 0.0214)
+        shown = {m.health: m.loss_percent for m in snapshot_of(here.machines[0]).view.members}
+        assert shown == {"self": None, "healthy": 2.14}
+
+
 async def test_a_member_whose_link_is_gone_is_shown_as_gone(clock: MockClock) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
