@@ -409,8 +409,13 @@ class Cluster:
 
     def await_called(self, nodes: Sequence[Node]) -> None:
         """Until all of them are in the middle of the same op, which has just begun."""
-        step = 1 + max((max(node.life.calls, default=-1) for node in nodes), default=-1)
-        self.wait_for(lambda: all(step in node.life.calls for node in nodes), f"step {step}")
+        began = time.monotonic()
+
+        def together() -> bool:
+            called = [{s for s, at in node.life.calls.items() if at >= began} for node in nodes]
+            return bool(set[int].intersection(*called))
+
+        self.wait_for(together, "an op that all have called")
 
     def wait_for(
         self, holds: Callable[[], bool], what: str, *, timeout_s: float = PATIENCE_S
