@@ -172,7 +172,7 @@ def _ring(status: Status, width: int, beat: int | None) -> RenderableType:
 
 
 def _members(status: Status) -> Rows:
-    headers = ("rank", "name", "id", "health", "round trip", "lost", "interface", "addresses")
+    headers = ("rank", "name", "id", "health", "round trip", "sent again", "interface", "addresses")
     return Rows(headers, [_member_row(member) for member in status.view.members])
 
 
@@ -202,7 +202,7 @@ def _bad_links(members: Sequence[MemberStatus]) -> Iterator[Text]:
     for member in members:
         found: list[str] = []
         if member.loss_percent is not None and member.loss_percent >= BAD_LOSS_PERCENT:
-            found.append(f"loses {member.loss_percent:.1f} % of what it sends")
+            found.append(f"had to send {member.loss_percent:.1f} % of its packets again")
         if member.silence_s is not None and member.silence_s >= STALL_S:
             found.append(f"was silent for {member.silence_s:.1f} s lately")
         if found:
