@@ -237,9 +237,9 @@ class Membership:
                 self._noticed("peer silent", f"{name} has been silent for {silence_s:.1f} s")
             if step.changed_to is Condition.GONE:
                 self._drop(node, f"silent for {now - contact.health.last_heard:.1f} s")
-        leader = limits.who_holds_up(self.state)
-        if leader is not None:
-            self._ban(leader.node, f"it made no view for {limits.held_up_s(self.state):.0f} s")
+        debt = limits.who_holds_up(self.state)
+        if debt is not None:
+            self._ban(debt.leader.node, f"it made no view for {now - debt.since:.0f} s")
 
     def _doubt(self, after: StallGuard) -> None:
         """V8: deliver nothing while we don't know whether the others have gone on without us."""

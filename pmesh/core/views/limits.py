@@ -92,19 +92,15 @@ def note_need(state: MemberState, now: float) -> Debt | None:
     leader = members[0]
     before = state.debt
     if before is None or before.leader != leader:
-        return Debt(leader, 0.0, now)
-    return Debt(leader, before.waited_s + min(now - before.at, AWAKE_S), now)
+        return Debt(leader, now, now)
+    waited_s = before.waited_s + min(now - before.at, AWAKE_S) / slowness(state)
+    return Debt(leader, before.since, now, waited_s)
 
 
-def who_holds_up(state: MemberState) -> Member | None:
-    """Return the leader if it made no view for far longer than an honest one can take."""
+def who_holds_up(state: MemberState) -> Debt | None:
+    """Return the leader's debt if it made no view for far longer than an honest one can take."""
     debt = state.debt
-    return debt.leader if debt is not None and debt.waited_s > held_up_s(state) else None
-
-
-def held_up_s(state: MemberState) -> float:
-    """V11: Return how long a leader may make no view although one is needed."""
-    return HELD_UP_S * slowness(state)
+    return debt if debt is not None and debt.waited_s > HELD_UP_S else None
 
 
 def _promised_to(state: MemberState, leader: Member, after: float) -> list[Promise]:

@@ -135,8 +135,11 @@ class Debt(NamedTuple):
     """A leader owes this member's view a change."""
 
     leader: Member
-    waited_s: float
+    since: float
     at: float
+    """When it was last noted."""
+    waited_s: float = 0.0
+    """V11: A second of a slow network counts as less than one."""
 
 
 class JoinRequest(NamedTuple):
