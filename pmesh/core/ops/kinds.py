@@ -124,10 +124,19 @@ class Setting:
 
 
 def _plan_all_reduce(here: Setting) -> RankPlan:
+    return _plan_sum(here, here.request.count)
+
+
+def _plan_sum_of_tables(here: Setting) -> RankPlan:
+    """Each rank's table has its own row, and zeros."""
+    return _plan_sum(here, here.request.count * here.size)
+
+
+def _plan_sum(here: Setting, count: int) -> RankPlan:
     """By the strategy that is asked for, or else by the one that costs the least."""
     request, edges = here.request, here.edges
-    cheapest = "ring" if edges is None else choose(edges, here.nbytes)
-    values = {"count": request.count, "itemsize": here.itemsize}
+    cheapest = "ring" if edges is None else choose(edges, count * here.itemsize)
+    values = {"count": count, "itemsize": here.itemsize}
     match request.call.strategy or cheapest:
         case "tree":
             return plan_tree(**here.at, **values)
@@ -137,12 +146,7 @@ def _plan_all_reduce(here: Setting) -> RankPlan:
             islands = islands_of(edges or ()) or tuple((rank,) for rank in range(here.size))
             return plan_hierarchical(**here.at, **values, islands=islands)
         case _:
-            return _plan_along_ring(here, request.count)
-
-
-def _plan_sum_of_tables(here: Setting) -> RankPlan:
-    """Each rank's table has its own row, and zeros."""
-    return _plan_along_ring(here, here.request.count * here.size)
+            return _plan_along_ring(here, count)
 
 
 def _plan_along_ring(here: Setting, count: int) -> RankPlan:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from pmesh.core.ops.kinds import Extent, extent_of
+from pmesh.core.ops.cost import EdgeCost
+from pmesh.core.ops.kinds import KINDS, Extent, Setting, extent_of
 from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import StartOp
 from pmesh.ids import OpNumber
@@ -40,3 +41,13 @@ def test_parts_that_are_not_one_for_each_rank_are_refused() -> None:
         extent_of(start("gather", 0, (1, 2)), rank=0, size=3)
     with pytest.raises(ValueError, match="1 parts from 3 ranks"):
         extent_of(start("all_to_all", parts=(1, 2, 3), parts_in=(6,)), rank=0, size=3)
+
+
+def test_a_sync_waits_as_seldom_as_a_small_all_reduce_once_the_ranks_know_what_edges_cost() -> None:
+    edge = EdgeCost(alpha_ns=20_000_000, beta_ps=80_000)  # two homes
+    edges = ((edge,) * 3,) * 3
+    for kind in ("sync", "exchange", "all_reduce"):
+        here = Setting(request=start(kind), rank=1, size=3)
+        assert KINDS[kind].plan(here).steps == 4
+        here = Setting(request=start(kind), rank=1, size=3, edges=edges)
+        assert KINDS[kind].plan(here).steps == 2
