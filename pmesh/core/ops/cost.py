@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
-from pmesh.core.ops.plan import SEGMENT_BYTES, halvings
+from pmesh.core.ops.plan import SEGMENT_BYTES, SHORT_SEGMENT_BYTES, halvings
 
 Strategy: TypeAlias = Literal["ring", "tree", "centralized", "hierarchical"]
 Islands: TypeAlias = tuple[tuple[int, ...], ...]
@@ -21,6 +21,9 @@ Islands: TypeAlias = tuple[tuple[int, ...], ...]
 ISLAND_FACTOR = 4
 """How many times faster an island's edges are than the slowest of the ring: less doesn't pay for
 the way to the island's first rank and back."""
+
+LONG_WAY_NS = 16_000_000
+"""More than a house has, most of the time, even by Wi-Fi."""
 
 
 class EdgeCost(NamedTuple):
@@ -30,6 +33,11 @@ class EdgeCost(NamedTuple):
     """Of each record, whatever its size."""
     beta_ps: int
     """Of each byte, in picoseconds: 8,000 at 1 Gbit/s."""
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a ring with this edge has short records."""
+        return self.alpha_ns >= LONG_WAY_NS
 
     def predict_ns(self, *, steps: int, nbytes: int) -> int:
         """How long `steps` take, with `nbytes` in all, each of which waits for all of the last."""
@@ -43,7 +51,8 @@ class EdgeCost(NamedTuple):
         """
         if not steps:
             return 0
-        first = self.predict_ns(steps=1, nbytes=min(nbytes, SEGMENT_BYTES))
+        most = SHORT_SEGMENT_BYTES if self.is_long else SEGMENT_BYTES
+        first = self.predict_ns(steps=1, nbytes=min(nbytes, most))
         sending = self.predict_ns(steps=0, nbytes=nbytes)
         return (steps - 1) * max(first, sending) + self.alpha_ns + sending
 
@@ -72,6 +81,16 @@ def islands_of(edges: Edges) -> Islands:
         tuple(rank % size for rank in range(before + 1, end + 1))
         for before, end in itertools.pairwise([last[-1] - size, *last])
     )
+
+
+def segment_bytes_of(edges: Edges) -> int | None:
+    """The most in a record of a ring over these edges; None: as many as on a short way.
+
+    On a long way short records let the steps of a ring overlap, which hides their latency; on a
+    short one they would cost more than they save.
+    """
+    is_long = any(edges[rank - 1][rank].is_long for rank in range(len(edges)))
+    return SHORT_SEGMENT_BYTES if is_long else None
 
 
 def predict_ns(strategy: Strategy, edges: Edges, nbytes: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-from pmesh.core.ops.cost import Edges, choose, islands_of
+from pmesh.core.ops.cost import Edges, choose, islands_of, segment_bytes_of
 from pmesh.core.ops.moving import (
     plan_all_gather,
     plan_all_to_all,
@@ -151,7 +151,13 @@ def _plan_sum(here: Setting, count: int) -> RankPlan:
 
 def _plan_along_ring(here: Setting, count: int) -> RankPlan:
     call, dtype = here.request.call, here.request.wire_dtype
-    return plan_along_ring(**here.at, count=count, dtype=dtype, reduction=call.reduction or "sum")
+    return plan_along_ring(
+        **here.at,
+        count=count,
+        dtype=dtype,
+        reduction=call.reduction or "sum",
+        segment_bytes=None if here.edges is None else segment_bytes_of(here.edges),
+    )
 
 
 def _at_root(amount: Amount) -> Amount:

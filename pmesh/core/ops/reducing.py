@@ -86,14 +86,25 @@ def plan_ring(
 
 
 def plan_along_ring(
-    *, rank: int, size: int, count: int, dtype: str, reduction: str = "sum"
+    *,
+    rank: int,
+    size: int,
+    count: int,
+    dtype: str,
+    reduction: str = "sum",
+    segment_bytes: int | None = None,
 ) -> RankPlan:
-    """The ring all-reduce of `count` values; of two ranks with few values their exchange."""
+    """The ring all-reduce of `count` values; of two ranks with few values their exchange.
+
+    For `segment_bytes` see `plan_ring`.
+    """
     itemsize = WIRE_DTYPES[dtype].itemsize
     is_small = count * itemsize <= SMALL_BYTES
     if size == 2 and is_small and is_exact(reduction, dtype):  # noqa: PLR2004 - as it says
         return plan_exchange(rank=rank, nbytes=count * itemsize)
-    return plan_ring(rank=rank, size=size, count=count, itemsize=itemsize)
+    return plan_ring(
+        rank=rank, size=size, count=count, itemsize=itemsize, segment_bytes=segment_bytes
+    )
 
 
 @remembered

@@ -1,5 +1,6 @@
 """What each rank gives to an op and gets of it."""
 
+import msgspec
 import pytest
 
 from pmesh.core.ops.cost import EdgeCost
@@ -51,3 +52,15 @@ def test_a_sync_waits_as_seldom_as_a_small_all_reduce_once_the_ranks_know_what_e
         assert KINDS[kind].plan(here).steps == 4
         here = Setting(request=start(kind), rank=1, size=3, edges=edges)
         assert KINDS[kind].plan(here).steps == 2
+
+
+def test_on_a_long_way_a_ring_has_shorter_records() -> None:
+    """So that a rank passes on the first of a chunk while the rest of it is still on its way."""
+    call = Call("all_reduce", "float32", (3 * 80_000,), strategy="ring")
+    request = msgspec.structs.replace(start("all_reduce"), call=call, count=3 * 80_000)
+    for alpha_ns, records in ((100_000, 4 * 1), (5_000_000, 4 * 1), (75_000_000, 4 * 5)):
+        edge = EdgeCost(alpha_ns=alpha_ns, beta_ps=40_000)
+        edges = ((edge,) * 3,) * 3
+        plan = KINDS["all_reduce"].plan(Setting(request=request, rank=1, size=3, edges=edges))
+        assert plan.steps == 4
+        assert [len(sends) for sends in plan.sends.values()] == [records]
