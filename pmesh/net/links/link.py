@@ -376,10 +376,16 @@ class Link:
             return decode_untrusted(data)
 
     async def _send_queued(self) -> None:
-        async with self._sending:
+        if self._sending.locked():
+            await self._sending.acquire()
+        else:
+            self._sending.acquire_nowait()  # `acquire` costs a turn of the loop for each message
+        try:
             while self._queue:
                 await self._wire.send(self._take_batch())
             self._has_queued = trio.Event()
+        finally:
+            self._sending.release()
 
     def _take_batch(self) -> bytes:
         """Take as many messages as fit in one TLS record, but at least one."""
