@@ -140,7 +140,7 @@ class Groups:
     def stop(self, *, crashed: BaseException | None) -> None:
         """Leave them all, or end them as a crash."""
         for group in tuple(self._open):
-            group._stop(crashed=crashed)  # noqa: SLF001 - as its mesh does
+            group._stop(crashed=crashed)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
 
     def _me(self) -> TrainerId:
         world = self._place.world
