@@ -18,11 +18,11 @@ from pmesh.core.views.state import (
     BACK_OFF_S,
     FLUSH_DEADLINE_S,
     JOIN_REQUEST_S,
+    LONGEST_BACK_OFF_S,
     LONGEST_SKIP_S,
     MOST_FAILURES,
     MOST_FLAPPING,
     MOST_PROMISES,
-    MOST_REFUSALS,
     NOTICE_S,
     PATIENCE_S,
     SKIP_S,
@@ -298,7 +298,8 @@ def _withdraw(state: MemberState, sender: Member, answer: Refuse | Veto, now: fl
     if state.proposal is None or state.proposal.message.epoch != answer.epoch:
         return state
     # V11: whom it leaves out, others may hear for seconds yet (V12).
-    back_off_s = BACK_OFF_S * slowness(state) * 2.0 ** min(state.refusals, MOST_REFUSALS)
+    doubled_s = BACK_OFF_S * slowness(state) * 2.0 ** min(state.refusals, 20)
+    back_off_s = min(doubled_s, LONGEST_BACK_OFF_S)
     return replace(
         state,
         proposal=None,

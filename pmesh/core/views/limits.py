@@ -52,9 +52,10 @@ BROKEN: Final = 24
 """Promises in a minute that a leader may leave without a commit. An honest leader leaves out a
 member that does not answer for 1 s, then 2, 4, … 32: three such members together cost 20."""
 
-HELD_UP_S: Final = 15.0
+HELD_UP_S: Final = 30.0
 """Time for many proposals, each without the members that did not answer the last one. With a cut,
-stall or sleep every second, honest leaders have needed more than 6 s."""
+stall or sleep every second, honest leaders have needed more than 15 s: one that is refused backs
+off for up to 8 s, and one that is not read waits for 5 s and more."""
 
 AWAKE_S: Final = 0.5
 """The most time counted between two heartbeats: our own sleep is not the leader's fault."""

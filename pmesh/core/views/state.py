@@ -52,8 +52,8 @@ mostly notice within milliseconds, and would veto before."""
 BACK_OFF_S = 0.4
 """The longest wait of a refused leader, so that two leaders do not refuse each other forever."""
 
-MOST_REFUSALS = 4
-"""V11: The most times that refusals double it."""
+LONGEST_BACK_OFF_S = 8.0
+"""V11: Refusals double it up to this: who differs in whom it hears does not for longer (V12)."""
 
 HOLD_OFF_S = 1.0
 """V11: How long a leader does not let a member back in that was lost twice; doubled each time."""

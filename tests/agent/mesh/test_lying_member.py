@@ -163,9 +163,9 @@ async def test_a_leader_that_never_commits_is_left_out_and_gets_no_link_for_a_wh
                 send(link, message)
 
         monkeypatch.setattr(Link, "send", withhold)
-        trainers = await here.job(*honest)
+        trainers = await here.job(*honest, timeout_s=60.0)
         assert {t.world.trainers for t in trainers} == {(0, 1)}
-        assert any("it made no view for 15 s" in line for m in honest for line in m.lines)
+        assert any("it made no view for 30 s" in line for m in honest for line in m.lines)
         assert liar.settings.name not in honest[0].names
 
 
