@@ -33,7 +33,7 @@ from pmesh.agent.status.snapshot import Sources, describe_unlinked, take_snapsho
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
-from pmesh.core.links.addresses import announced_addresses
+from pmesh.core.links.addresses import announced_addresses, announced_interfaces
 from pmesh.core.values import View
 from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
 from pmesh.core.wire.local import (
@@ -185,6 +185,7 @@ class Agent:
                 if self._settings.mdns:
                     await self._start_discovery(nursery)
                 nursery.start_soon(self.peers.targets.run)
+                nursery.start_soon(self.peers.follow_interfaces)
                 nursery.start_soon(self.membership.run)
                 nursery.start_soon(self._tick)
                 nursery.start_soon(self._poll_jobs)
@@ -214,6 +215,7 @@ class Agent:
             on_rest=self.jobs.rest_lane,
             on_ask=self.jobs.results.answer,
             on_p2p=lambda member, message: self.p2p.receive(member, message),  # noqa: PLW0108 - as above
+            noticed=self._event_log.note,
             contain=self._containment.contain,
         )
         self.membership = Membership(
@@ -262,8 +264,10 @@ class Agent:
         nursery.start_soon(self._strangers.sort, findings, self.peers)
 
     def _hello(self) -> Hello:
-        addresses = announced_addresses(self._watch.current, port=self._port)
-        return Hello(PROTOCOL_VERSION, self._me, self._settings.name, addresses)
+        local = self._watch.current
+        addresses = announced_addresses(local, port=self._port)
+        interfaces = announced_interfaces(local)
+        return Hello(PROTOCOL_VERSION, self._me, self._settings.name, addresses, interfaces)
 
     def _say_ready(self) -> None:
         where = host_port_text(self._settings.listen.host, self._port)

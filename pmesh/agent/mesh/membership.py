@@ -142,6 +142,12 @@ class Membership:
         self.send(member, TellView(self.state.view))
         self.send(member, self._heartbeat_for(contact))
 
+    def path_changed(self, node: NodeId, thresholds: Thresholds) -> None:
+        """Judge the peer's silence by the kind of path over which it is now reached."""
+        contact = self._contacts.get(node)
+        if contact is not None:
+            contact.health = replace(contact.health, thresholds=thresholds)
+
     def lose(self, node: NodeId, why: str) -> None:
         """Treat the peer as gone; the caller closes its link if there still is one."""
         contact = self._contacts.pop(node, None)
@@ -182,14 +188,15 @@ class Membership:
     @property
     def pace_s(self) -> float:
         """How often to send heartbeats, and to check deadlines."""
-        return QUIET_HEARTBEAT_S if self._is_quiet() else HEARTBEAT_S
+        return QUIET_HEARTBEAT_S if self.is_quiet else HEARTBEAT_S
 
     @property
     def tick_s(self) -> float:
         """How often to judge silence; a peer that is late ends the quiet long before it is gone."""
-        return QUIET_HEARTBEAT_S if self._is_quiet() else TICK_S
+        return QUIET_HEARTBEAT_S if self.is_quiet else TICK_S
 
-    def _is_quiet(self) -> bool:
+    @property
+    def is_quiet(self) -> bool:
         """Whether no job runs or is about to, and all peers are healthy and in our view.
 
         A peer need not know: what it thinks of silence stays the same.

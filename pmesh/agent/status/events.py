@@ -38,6 +38,7 @@ EventKind: TypeAlias = Literal[
     "peer silent",
     "loss noticed",
     "peer lost",
+    "path changed",
     "view",
     # jobs and their ranks
     "job began",

@@ -212,8 +212,8 @@ def _member(rank: int, seat: Seat, sources: Sources) -> schema.MemberStatus:
         rank=rank,
         health="gone" if health is None else health.condition.value,
         rtt_ms=None if trip is None else round(trip * 1e3, 3),
-        addresses=() if live is None else _texts(live.link.peer.addresses),
-        interface=None if live is None else _interface(live.link.local_address, sources),
+        addresses=() if live is None else _texts(live.peer.addresses),
+        interface=None if live is None or live.current is None else live.current.key.interface,
         jitter_ms=None if trip is None or jitter is None else round(jitter * 1e3, 3),
         silence_s=None if health is None else round(health.longest_silence_s, 1),
         loss_percent=None if loss is None else round(loss * 100, 2),
@@ -230,7 +230,7 @@ def describe_peers(peers: Peers, strangers: Strangers) -> Iterator[schema.PeerSt
     shown: set[NodeId] = set()
     for node, live in peers.links.items():
         shown.add(node)
-        hello = live.link.peer
+        hello = live.peer
         yield schema.PeerStatus(
             id=node_text(node),
             name=hello.name,

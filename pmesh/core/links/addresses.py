@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from pmesh.core.wire.link import MAX_ADDRESSES, Address
+from pmesh.core.wire.link import MAX_ADDRESSES, Address, PeerInterface
 
 InterfaceKind: TypeAlias = Literal["thunderbolt", "wired", "wifi", "loopback"]
 
@@ -32,6 +32,8 @@ class LocalAddress:
     prefix_bits: int
     """The number of leading bits that the interface's direct neighbours share with it."""
     kind: InterfaceKind
+    speed_mbit_s: int = 0
+    """As the system says; 0 if it does not."""
 
     @property
     def is_link_local_v6(self) -> bool:
@@ -52,6 +54,16 @@ def announced_addresses(local: Iterable[LocalAddress], *, port: int) -> tuple[Ad
     """
     ordered = sorted(local, key=lambda own: _PREFERENCE[own.kind])
     return tuple(dict.fromkeys(Address(own.host, port) for own in ordered))[:MAX_ADDRESSES]
+
+
+def announced_interfaces(local: Iterable[LocalAddress]) -> tuple[PeerInterface, ...]:
+    """Return this machine's interfaces for its Hello, with at most 64 addresses."""
+    found: dict[str, PeerInterface] = {}
+    for own in tuple(local)[:MAX_ADDRESSES]:
+        known = found.get(own.interface)
+        hosts = (own.host,) if known is None else (*known.hosts, own.host)
+        found[own.interface] = PeerInterface(own.interface, own.kind, own.speed_mbit_s, hosts)
+    return tuple(found.values())
 
 
 def in_dialling_order(

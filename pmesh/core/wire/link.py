@@ -26,7 +26,7 @@ from pmesh.core.values import (
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, Member, Slot
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; more is an attack
 
@@ -61,8 +61,22 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+class PeerInterface(msgspec.Struct, frozen=True, array_like=True):
+    """A network interface of the sender's, for paths between two machines."""
+
+    name: Name
+    kind: Name
+    """As in `pmesh.core.links.addresses`; a later version may know others."""
+    speed_mbit_s: Annotated[int, Meta(ge=0, le=2**32)]
+    """As the system says; 0 if it does not."""
+    hosts: Annotated[
+        tuple[Annotated[str, Meta(max_length=255)], ...], Meta(max_length=MAX_ADDRESSES)
+    ]
+    """IP addresses without a scope."""
+
+
 class Hello(_Message, frozen=True, tag=1):
-    """The first message on a link, from both sides."""
+    """The first message on a path, from both sides."""
 
     protocol: Annotated[int, Meta(ge=0, le=2**16 - 1)]
     member: Member
@@ -70,6 +84,10 @@ class Hello(_Message, frozen=True, tag=1):
     """The user's name for the machine."""
     addresses: Annotated[tuple[Address, ...], Meta(max_length=MAX_ADDRESSES)] = ()
     """The addresses at which others can dial the sender."""
+    interfaces: Annotated[tuple[PeerInterface, ...], Meta(max_length=MAX_ADDRESSES)] = ()
+    link: _Count = 0
+    """The number that the sender gives to its link with the receiver. Two paths are of one link if
+    both numbers are the same."""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -406,6 +424,19 @@ class KnownPeers(_Message, frozen=True, tag=22):
     peers: Annotated[tuple[Hello, ...], Meta(max_length=MAX_ENTRIES)]
 
 
+class Ping(_Message, frozen=True, tag=28):
+    """Asks for a Pong on the same path."""
+
+    sent_us: _Microseconds
+    """The sender's monotonic clock; only the sender interprets it."""
+
+
+class Pong(_Message, frozen=True, tag=29):
+    """Answers a Ping at once."""
+
+    sent_us: _Microseconds
+
+
 AgreementMessage: TypeAlias = (
     Heartbeat
     | AskView
@@ -423,17 +454,18 @@ P2PMessage: TypeAlias = AnnounceMessage | RequestMessage | MessageDelivered | Me
 LinkMessage: TypeAlias = (
     Hello | AgreementMessage | OfferLane | RestLane | AskResult | P2PMessage | KnownPeers
 )
+PathMessage: TypeAlias = LinkMessage | Ping | Pong
 
-_decoder: msgspec.msgpack.Decoder[LinkMessage] = msgspec.msgpack.Decoder(LinkMessage)
+_decoder: msgspec.msgpack.Decoder[PathMessage] = msgspec.msgpack.Decoder(PathMessage)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: LinkMessage) -> bytes:
+def encode(message: PathMessage) -> bytes:
     """Return the message as bytes, without a length prefix."""
     return _encoder.encode(message)
 
 
-def decode_untrusted(data: bytes) -> LinkMessage:
+def decode_untrusted(data: bytes) -> PathMessage:
     """Reverse `encode`; raise ProtocolError for anything else."""
     try:
         return _decoder.decode(data)

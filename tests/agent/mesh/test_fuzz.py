@@ -17,10 +17,10 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.mesh import peers
+from pmesh.agent.mesh.links import Link
 from pmesh.core.values import Terms
 from pmesh.core.views.limits import TOLERATED
 from pmesh.ids import TrainerId
-from pmesh.net.links.link import Link
 from pmesh.paths import socket_path
 from tests.worlds.trainer import OpError, RefusedError, Trainer, together, until
 from tests.worlds.village import Machine, Village, village
@@ -89,7 +89,7 @@ async def lie(monkeypatch: pytest.MonkeyPatch, here: Village, hostile: Machine, 
             await trio.sleep(BEGINS_EVERY_S)
 
     def is_his(link: Link) -> bool:
-        return any(live.link is link for live in hostile.agent.peers.links.values())
+        return any(own is link for own in hostile.agent.peers.links.values())
 
     monkeypatch.setattr(peers, "BANNED_S", SHORT_BAN_S)
     monkeypatch.setattr(peers, "LONGEST_BANNED_S", SHORT_BAN_S)

@@ -19,7 +19,7 @@ from pmesh.net.links.acceptor import (
     Authenticated,
     DoorCounters,
 )
-from pmesh.net.links.link import Link, shake_hands
+from pmesh.net.links.path import Path, shake_hands
 from tests.worlds.nodes import ADAS, ADAS_HELLO, BOBS, BOBS_HELLO, STRANGERS
 from tests.worlds.street import Stream, Street, is_closed
 
@@ -354,7 +354,7 @@ async def test_a_broken_listener_ends_the_door() -> None:
 
 
 async def test_real_agents_meet_at_a_real_door_and_strangers_are_told_why() -> None:
-    met: list[Link] = []
+    met: list[Path] = []
     refused: list[PmeshError] = []
 
     async def on_link(
@@ -362,7 +362,11 @@ async def test_real_agents_meet_at_a_real_door_and_strangers_are_told_why() -> N
     ) -> None:
         try:
             link = await shake_hands(
-                stream, contexts=ADAS, server_side=True, hello=ADAS_HELLO, first_bytes=first
+                stream,
+                contexts=ADAS,
+                server_side=True,
+                hello=lambda _: ADAS_HELLO,
+                first_bytes=first,
             )
         except PmeshError as e:
             refused.append(e)
@@ -379,10 +383,14 @@ async def test_real_agents_meet_at_a_real_door_and_strangers_are_told_why() -> N
     async with trio.open_nursery() as nursery:
         await nursery.start(door.serve, listeners)
         stream = await trio.open_tcp_stream("127.0.0.1", port)
-        link = await shake_hands(stream, contexts=BOBS, server_side=False, hello=BOBS_HELLO)
+        link = await shake_hands(
+            stream, contexts=BOBS, server_side=False, hello=lambda _: BOBS_HELLO
+        )
         stream = await trio.open_tcp_stream("127.0.0.1", port)
         with pytest.raises(MeshKeyMismatch):
-            await shake_hands(stream, contexts=STRANGERS, server_side=False, hello=BOBS_HELLO)
+            await shake_hands(
+                stream, contexts=STRANGERS, server_side=False, hello=lambda _: BOBS_HELLO
+            )
         nursery.start_soon(link.aclose)
         with pytest.raises(trio.EndOfChannel):
             await met[0].receive()
