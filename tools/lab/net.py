@@ -106,8 +106,16 @@ class Host:
 
     @property
     def ipv4(self) -> str:
-        """Of its one interface, eth0."""
-        return f"10.77.0.{self.number}"
+        """Of eth0, its interface in the first network."""
+        return self.ipv4_in(0)
+
+    def ipv4_in(self, network: int) -> str:
+        """Of its interface in this network: eth0 in network 0, eth1 in network 1, and so on."""
+        return f"10.{77 + network}.0.{self.number}"
+
+    def port(self, network: int) -> str:
+        """The other end of the cable, at the switch."""
+        return f"{self.name}-{network}" if network else self.name
 
     @property
     def ipv6(self) -> str:
@@ -130,9 +138,13 @@ class Host:
 
 
 class NetLab:
-    """A switch and `count` hosts on it, from `with` to its end, however that comes."""
+    """A switch and `count` hosts on it, from `with` to its end, however that comes.
 
-    def __init__(self, count: int) -> None:
+    With several networks each host has an interface in each: eth0, eth1, and so on.
+    """
+
+    def __init__(self, count: int, *, networks: int = 1) -> None:
+        self._networks = networks
         if not 1 <= count <= 250:  # noqa: PLR2004 - one octet of the address
             raise NetLabError(f"a lab has 1 to 250 hosts, not {count}")
         self.name = f"{PREFIX}-{os.getpid()}-{next(_labs)}"
@@ -179,7 +191,9 @@ class NetLab:
     def _build(self) -> None:
         run_system(["ip", "netns", "add", self._switch])
         # No snooping: without a router's queries a bridge would forget who wants multicast.
-        self._in_switch("ip link add bridge up type bridge forward_delay 0 mcast_snooping 0")
+        for network in range(self._networks):
+            bridge = _bridge(network)
+            self._in_switch(f"ip link add {bridge} up type bridge forward_delay 0 mcast_snooping 0")
         self._in_switch("nft -f -", stdin=CUT_TABLE)
         for host in self.hosts:
             self._plug_in(host)
@@ -189,6 +203,20 @@ class NetLab:
         veth = f"link add eth0 type veth peer name {host.name} netns {self._switch}"
         self._set_up(host, veth)
         self._in_switch(f"ip link set {host.name} master bridge up")
+        for network in range(1, self._networks):
+            self._plug_in_again(host, network)
+
+    def _plug_in_again(self, host: Host, network: int) -> None:
+        device, port = f"eth{network}", host.port(network)
+        commands = f"""
+            link add {device} type veth peer name {port} netns {self._switch}
+            link set {device} addrgenmode none
+            link set {device} up
+            addr add {host.ipv4_in(network)}/24 broadcast + dev {device}
+            addr add fe80::{network}:{host.number}/64 dev {device} nodad
+        """
+        run_system(["ip", "-netns", host.namespace, "-batch", "-"], stdin=commands)
+        self._in_switch(f"ip link set {port} master {_bridge(network)} up")
 
     def _set_up(self, host: Host, eth0: str = "") -> None:
         """Give the host its addresses; `eth0` makes the interface if it is not there yet."""
@@ -231,13 +259,13 @@ class NetLab:
         elements = ", ".join(f"{sender.name} . {receiver.name}" for sender, receiver in pairs)
         self._in_switch("nft -f -", stdin=f"{verb} element bridge lab cut {{ {elements} }}\n")
 
-    def unplug(self, host: Host) -> None:
+    def unplug(self, host: Host, network: int = 0) -> None:
         """Pull the cable: unlike with `cut` the host's interface loses its carrier."""
-        self._in_switch(f"ip link set {host.name} down")
+        self._in_switch(f"ip link set {host.port(network)} down")
 
-    def plug(self, host: Host) -> None:
+    def plug(self, host: Host, network: int = 0) -> None:
         """Undo `unplug`."""
-        self._in_switch(f"ip link set {host.name} up")
+        self._in_switch(f"ip link set {host.port(network)} up")
 
     def lose(self, percent: float) -> None:
         """Each packet on any way is lost with this probability; 0 to end that."""
@@ -245,18 +273,24 @@ class NetLab:
         flush = "flush chain bridge lab loss\n"
         self._in_switch("nft -f -", stdin=flush + (rule if percent else ""))
 
-    def shape(self, host: Host, *, bits_per_s: int | None, delay_s: float = 0.0) -> None:
+    def shape(
+        self, host: Host, *, bits_per_s: int | None, delay_s: float = 0.0, network: int = 0
+    ) -> None:
         """A slower line for the host, alike in both directions; None and 0 for the bare one.
 
         Args:
             host: Whose line.
             bits_per_s: Its bandwidth; None for no limit.
             delay_s: One way. Needs the kernel's netem, which not every kernel has.
+            network: Which of the host's lines.
 
         Raises:
             NetLabError: This kernel can't delay packets; the line is as it was.
         """
-        for namespace, device in ((self._switch, host.name), (host.namespace, "eth0")):
+        for namespace, device in (
+            (self._switch, host.port(network)),
+            (host.namespace, f"eth{network}"),
+        ):
             tc = ["tc", "-netns", namespace, "qdisc"]
             if delay_s:
                 rate = ["rate", f"{bits_per_s}bit"] if bits_per_s else []
@@ -277,6 +311,10 @@ class NetLab:
     def close(self) -> None:
         """End what runs in the hosts, then take the lab down; nothing if that is done already."""
         _remove(self.name)
+
+
+def _bridge(network: int) -> str:
+    return f"bridge{network}" if network else "bridge"
 
 
 def _namespaces() -> list[str]:

@@ -77,6 +77,7 @@ class LivePath:
             since=self.since,
             flaps=self.flaps,
             health=self.health,
+            last_heard=self.last_heard,
             asked_at=self.asked_at,
         )
 
@@ -124,6 +125,7 @@ class Link:
         self.numbers = numbers_of(first.path)
         self.begun_from = first.path.remote_address.host
         self.paths: dict[PathKey, LivePath] = {}
+        self.since = trio.current_time()
         self.leaving = False
         self.redialled = False
         """It has no path, and one is being dialled."""
@@ -251,8 +253,8 @@ def live_path(
         again: As `LivePath.again`.
         link: The link with the peer, if there is one.
     """
-    here, there = bare_host(path.local_address), bare_host(path.remote_address)
-    own = next((own for own in local if own.host == here), None)
+    here, there = path.local_address, bare_host(path.remote_address)
+    own = next((own for own in local if is_at(here, own)), None)
     theirs = _interface_with(path.peer.interfaces, there)
     key = PathKey("" if own is None else own.interface, there if theirs is None else theirs.name)
     kinds = ["" if own is None else own.kind, "" if theirs is None else theirs.kind]
@@ -270,6 +272,12 @@ def live_path(
 
 def _interface_with(interfaces: Iterable[PeerInterface], host: str) -> PeerInterface | None:
     return next((theirs for theirs in interfaces if host in theirs.hosts), None)
+
+
+def is_at(address: Address, own: LocalAddress) -> bool:
+    """Return True if a connection's local address is this one."""
+    host, _, scope = address.host.partition("%")
+    return host == own.host and scope in {"", own.interface}
 
 
 def bare_host(address: Address) -> str:

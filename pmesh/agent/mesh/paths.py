@@ -70,16 +70,17 @@ class PathKeeper:
 
     def _judge_now(self, link: Link) -> None:
         now, quiet = trio.current_time(), self._is_quiet()
-        doubted = any(live.asked_at is not None for live in link.paths.values())
         for live in link.paths.values():
             live.judge()
-            in_use = live is link.current or not quiet
-            if paths.to_ask(live.state(), in_use=in_use, doubted=doubted, now=now):
-                live.ask()
         for key in list(paths.failed([live.state() for live in link.paths.values()], now=now)):
             live = link.paths[key]
             self._lose(link, live, f"{live} is silent")
             live.scope.cancel()
+        doubted = any(live.asked_at is not None for live in link.paths.values())
+        for live in link.paths.values():
+            in_use = live is link.current or not quiet
+            if paths.to_ask(live.state(), in_use=in_use, doubted=doubted, now=now):
+                live.ask()
         if link.choose():
             self._improved(link, "it is better")
 

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -12,10 +12,10 @@ import trio
 
 from pmesh.agent.containment import Contain
 from pmesh.agent.mesh.dial_targets import Targets
-from pmesh.agent.mesh.links import Link, LivePath, bare_host, live_path, numbers_of
+from pmesh.agent.mesh.links import Link, LivePath, bare_host, is_at, live_path, numbers_of
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.paths import PathKeeper
-from pmesh.core.links.addresses import in_dialling_order
+from pmesh.core.links.addresses import LocalAddress, in_dialling_order
 from pmesh.core.links.dialing import STEADY_AFTER_S
 from pmesh.core.links.paths import MAX_PATHS, Way
 from pmesh.core.wire.link import (
@@ -353,16 +353,16 @@ class Peers:
         """Messages go over another path than before."""
         assert link.current is not None  # noqa: S101 - it has switched to this one
         self.membership.path_changed(link.node, link.current.thresholds)
-        self._noticed("path changed", f"{link.peer.name} is reached over {link.current}: {why}")
+        if trio.current_time() - link.since > STEADY_AFTER_S:  # else both have dialled
+            text = f"{link.peer.name} is reached over {link.current}: {why}"
+            self._noticed("path changed", text)
 
     async def follow_interfaces(self) -> None:
         """Close the paths of interfaces that are gone, and tell the peers of the others."""
         seen = self._watch.current
         while True:
-            before = {own.host for own in seen}
-            seen = await self._watch.changed_from(seen)
-            gone = before - {own.host for own in seen}
-            is_over = partial(_begins_at, gone)
+            before, seen = seen, await self._watch.changed_from(seen)
+            is_over = partial(_begins_at, [own for own in before if own not in seen])
             for link in list(self.links.values()):
                 self._close_paths(link, is_over)
                 link.send(KnownPeers((self._hello(),)))
@@ -525,8 +525,8 @@ class Peers:
         _log.info("no lane", peer=self.name_of(member), reason=str(error))
 
 
-def _begins_at(hosts: set[str], live: LivePath) -> bool:
-    return bare_host(live.path.local_address) in hosts
+def _begins_at(gone: Sequence[LocalAddress], live: LivePath) -> bool:
+    return any(is_at(live.path.local_address, own) for own in gone)
 
 
 def _hosts_of(hello: Hello) -> set[str]:

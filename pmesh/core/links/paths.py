@@ -22,6 +22,10 @@ IDLE_ASK_AFTER_S: Final = 1.0
 STEADY_S: Final = 1.0
 """A path is used before another only if it has lasted for so long, twice that after each flap."""
 LONGEST_STEADY_S: Final = 60.0
+MUCH: Final = 4
+"""How many times as long a round trip must be to count as worse: noise is less."""
+FAST_S: Final = 1e-3
+"""Shorter round trips are alike."""
 REDIAL_S: Final = 1.0
 """Before a way that could not be dialled is tried again; twice as long each time."""
 LONGEST_REDIAL_S: Final = 60.0
@@ -59,6 +63,7 @@ class PathState:
     flaps: int = 0
     """How often it was lost lately."""
     health: Health
+    last_heard: float
     asked_at: float | None = None
     """When it was first asked for a sign of life since it has given one."""
 
@@ -68,13 +73,20 @@ class PathState:
         return self.since + min(STEADY_S * 2.0 ** min(self.flaps, 20), LONGEST_STEADY_S)
 
     @property
-    def rank(self) -> tuple[int, float, int]:
-        """Sort key, the best first: the kind, the speed in octaves, the least round trip in them.
+    def rank(self) -> tuple[int, float]:
+        """Sort key, the best first: the kind, and the speed in octaves."""
+        return kind_rank(self.kind), -round(log2(self.speed_mbit_s)) if self.speed_mbit_s else inf
 
-        The least, since a path that carries tensors has a queue.
-        """
-        speed = -round(log2(self.speed_mbit_s)) if self.speed_mbit_s else inf
-        return kind_rank(self.kind), speed, round(log2(max(self.health.least_round_trip_s, 1e-4)))
+    @property
+    def round_trip_s(self) -> float:
+        """The least, since a path that carries tensors has a queue."""
+        return max(self.health.least_round_trip_s, FAST_S)
+
+    def is_better_than(self, other: "PathState") -> bool:
+        """Return True by rank, or of those of one rank by much the shorter round trip."""
+        if self.rank == other.rank:
+            return MUCH * self.round_trip_s <= other.round_trip_s
+        return self.rank < other.rank
 
     def silence_s(self, now: float) -> float:
         """Return for how long it has not answered; 0 if it owes no answer."""
@@ -91,11 +103,11 @@ def to_ask(path: PathState, *, in_use: bool, doubted: bool, now: float) -> bool:
         now: The monotonic clock.
     """
     after_s = ASK_AFTER_S if in_use else IDLE_ASK_AFTER_S
-    return path.asked_at is None and (doubted or now - path.health.last_heard >= after_s)
+    return path.asked_at is None and (doubted or now - path.last_heard >= after_s)
 
 
 def failed(paths: Sequence[PathState], *, now: float) -> Iterator[PathKey]:
-    """Yield the paths that are silent while another one has answered since they were asked.
+    """Yield the paths that are silent, but another one was heard since they were asked.
 
     If none answers, the peer itself is silent, which is for the failure detection to judge.
     """
@@ -104,7 +116,7 @@ def failed(paths: Sequence[PathState], *, now: float) -> Iterator[PathKey]:
         limit_s = path.health.patience * limits.degraded_after_s + path.health.timeout_s
         if asked_at is None or path.silence_s(now) < limit_s:
             continue
-        if any(other.asked_at is None and other.health.last_heard > asked_at for other in paths):
+        if any(other.last_heard > asked_at for other in paths):
             yield path.key
 
 
@@ -117,8 +129,8 @@ def choose(paths: Sequence[PathState], current: PathKey | None, *, now: float) -
     here = next((path for path in paths if path.key == current), None)
     if here is None:
         return ranked[0].key if ranked else None
-    better = (path for path in ranked if path.rank < here.rank)
-    return next((path.key for path in better if _may_replace(path, now)), here.key)
+    better = (path for path in ranked if path.is_better_than(here) and _may_replace(path, now))
+    return next((path.key for path in better), here.key)
 
 
 def _may_replace(path: PathState, now: float) -> bool:

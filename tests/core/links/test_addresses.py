@@ -6,9 +6,10 @@ from pmesh.core.links.addresses import (
     InterfaceKind,
     LocalAddress,
     announced_addresses,
+    announced_interfaces,
     in_dialling_order,
 )
-from pmesh.core.wire.link import Address
+from pmesh.core.wire.link import Address, PeerInterface
 
 
 def local(interface: str, host: str, bits: int, kind: InterfaceKind) -> LocalAddress:
@@ -85,3 +86,21 @@ def test_others_are_told_no_scopes_and_nothing_twice() -> None:
 )
 def test_no_host_that_a_peer_claims_can_raise(hosts: list[str]) -> None:
     assert len(order(*hosts)) <= MAX_DIALLED
+
+
+def test_interfaces_are_announced_with_all_their_addresses() -> None:
+    local = [
+        LocalAddress(interface="en0", host="10.0.0.1", prefix_bits=24, kind="wired"),
+        LocalAddress(
+            interface="bridge0",
+            host="169.254.1.1",
+            prefix_bits=16,
+            kind="thunderbolt",
+            speed_mbit_s=40_000,
+        ),
+        LocalAddress(interface="en0", host="fd00::1", prefix_bits=64, kind="wired"),
+    ]
+    assert announced_interfaces(local) == (
+        PeerInterface("en0", "wired", 0, ("10.0.0.1", "fd00::1")),
+        PeerInterface("bridge0", "thunderbolt", 40_000, ("169.254.1.1",)),
+    )
