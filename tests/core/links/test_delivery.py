@@ -71,6 +71,8 @@ def test_all_messages_arrive_in_order_and_once_whatever_becomes_of_the_paths(
         two.take_all(1 - me)
         two.do(1 - me, "send")
         two.take_all(me)
+    two.do(1, "send")
+    two.take_all(0)
     for me in (0, 1):
         assert two.got[1 - me] == [message(number) for number in range(two.sent[me])]
     assert list(two.ends[0].packets_again()) == []
