@@ -21,7 +21,7 @@ from pmesh.agent.status.schema import decode_as
 from pmesh.core.values import Roster, Trainer, View
 from pmesh.ids import Epoch, JobName, Member, OpNumber, node_text
 
-EVENTS_SCHEMA_VERSION: Literal[2] = 2
+EVENTS_SCHEMA_VERSION: Literal[3] = 3
 
 KEPT = 1000  # a day of a quiet mesh, an hour of one whose machines join and leave all the time
 PAGE_BYTES = 512 * 1024  # with the last event, half of the largest message of a session
@@ -102,7 +102,7 @@ class Event(News, frozen=True, kw_only=True):
 class EventPage(msgspec.Struct, frozen=True, kw_only=True):
     """What `pmesh events --json` prints."""
 
-    schema: Literal[2]
+    schema: Literal[3]
     node: Annotated[str, Meta(description="The node id of the agent that was asked.")]
     name: Annotated[str, Meta(description="Of its machine.")]
     incarnation: Annotated[

@@ -205,7 +205,8 @@ def _member(rank: int, seat: Seat, sources: Sources) -> schema.MemberStatus:
     health, live = sources.membership.health_of(node), sources.peers.links.get(node)
     trip = None if health is None else health.round_trip_s
     jitter = None if health is None else sqrt(health.round_trip_variance_s2)
-    loss = None if live is None else live.link.loss
+    path = None if live is None else live.current
+    loss = None if path is None else path.path.loss
     return schema.MemberStatus(
         id=node_text(node),
         name=seat.name,
@@ -213,7 +214,7 @@ def _member(rank: int, seat: Seat, sources: Sources) -> schema.MemberStatus:
         health="gone" if health is None else health.condition.value,
         rtt_ms=None if trip is None else round(trip * 1e3, 3),
         addresses=() if live is None else _texts(live.peer.addresses),
-        interface=None if live is None or live.current is None else live.current.key.interface,
+        interface=None if path is None else path.key.interface or None,
         jitter_ms=None if trip is None or jitter is None else round(jitter * 1e3, 3),
         silence_s=None if health is None else round(health.longest_silence_s, 1),
         loss_percent=None if loss is None else round(loss * 100, 2),

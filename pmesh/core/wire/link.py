@@ -2,7 +2,7 @@
 
 They are MessagePack arrays, tagged by a short number; msgspec validates them as it decodes. They
 are handled by `pmesh.core.views.agreement` (views), `pmesh.agent.lanes.rendezvous` (lanes) and
-`pmesh.net.links.link` (Hello).
+`pmesh.net.links.path` (Hello).
 """
 
 from typing import Annotated, TypeAlias

@@ -65,7 +65,7 @@ async def test_the_loss_of_each_link_is_shown(
 ) -> None:
     async with village(clock, 2) as here:
         assert [m.loss_percent for m in snapshot_of(here.machines[0]).view.members] == [None, None]
-        monkeypatch.setattr("pmesh.net.links.link.loss_of", lambda _: 0.0214)
+        monkeypatch.setattr("pmesh.net.links.path.loss_of", lambda _: 0.0214)
         shown = {m.health: m.loss_percent for m in snapshot_of(here.machines[0]).view.members}
         assert shown == {"self": None, "healthy": 2.14}
 

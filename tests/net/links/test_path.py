@@ -9,6 +9,7 @@ import trio.testing
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from pmesh.core.links.delivery import pack
 from pmesh.core.wire.framing import frame
 from pmesh.core.wire.link import PROTOCOL_VERSION, Leaving, encode
 from pmesh.errors import (
@@ -68,7 +69,7 @@ async def test_queued_messages_leave_in_one_record_and_one_send() -> None:
             await bob.receive()
         assert sends == 1
         record = 5 + 1 + 16  # header, content type, tag: RFC 8446, 5.2
-        assert ada.bytes_sent - before == record + 100 * len(frame(encode(Leaving())))
+        assert ada.bytes_sent - before == record + 100 * len(frame(pack(0, 0, encode(Leaving()))))
 
 
 async def test_a_receiver_may_give_up_and_come_back() -> None:
