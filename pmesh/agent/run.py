@@ -262,7 +262,7 @@ class Agent:
         nursery.start_soon(self._strangers.sort, findings, self.peers)
 
     def _hello(self) -> Hello:
-        addresses = announced_addresses(self._watch.current, port=self._port)
+        addresses = announced_addresses(self._watch.announced, port=self._port)
         return Hello(PROTOCOL_VERSION, self._me, self._settings.name, addresses)
 
     def _say_ready(self) -> None:

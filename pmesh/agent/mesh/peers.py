@@ -1,7 +1,7 @@
 """The one link with each peer: which of two links stays, and what the end of a link means."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import structlog
@@ -10,7 +10,7 @@ import trio
 from pmesh.agent.containment import Contain
 from pmesh.agent.mesh.dial_targets import Targets
 from pmesh.agent.mesh.membership import Membership
-from pmesh.core.links.addresses import in_dialling_order
+from pmesh.core.links.addresses import BoundAddress, in_dialling_order
 from pmesh.core.links.dialing import STEADY_AFTER_S
 from pmesh.core.links.health import WIFI, WIRED, Thresholds
 from pmesh.core.wire.link import (
@@ -58,8 +58,8 @@ class Live:
     """A link in use, and how it was dialled."""
 
     link: Link
-    dialled: Address | None
-    """Where we dialled it; None if the peer dialled us."""
+    dialled: BoundAddress | None
+    """Where we dialled it, and over which interface; None if the peer dialled us."""
     leaving: bool = False
     again: bool = False
     """True if it was dialled immediately after another link had ended (V6)."""
@@ -150,7 +150,7 @@ class Peers:
     # --- links come up
 
     async def _dial_target(self, addresses: tuple[Address, ...]) -> NodeId:
-        ordered = in_dialling_order(addresses, local=self._watch.current)
+        ordered = self._in_order(addresses)
         if not ordered:
             raise PeerUnreachable(f"no usable address among {', '.join(map(str, addresses))}")
         link, address = await self._dial(ordered)
@@ -159,7 +159,11 @@ class Peers:
             raise PeerUnreachable(f"the link to {link} ended immediately")
         return link.node
 
-    async def _dial(self, addresses: tuple[Address, ...]) -> tuple[Link, Address]:
+    def _in_order(self, addresses: Iterable[Address]) -> tuple[BoundAddress, ...]:
+        watch = self._watch
+        return in_dialling_order(addresses, local=watch.current, bind_all=watch.is_restricted)
+
+    async def _dial(self, addresses: tuple[BoundAddress, ...]) -> tuple[Link, BoundAddress]:
         stream, address = await dial_any(addresses)
         link = await shake_hands(
             stream, contexts=self._contexts, server_side=False, hello=self._hello()
@@ -193,7 +197,9 @@ class Peers:
         except PmeshError as e:
             self.targets.refuse(link.node, e, address)
 
-    async def _admit(self, link: Link, *, dialled: Address | None, again: bool = False) -> None:
+    async def _admit(
+        self, link: Link, *, dialled: BoundAddress | None, again: bool = False
+    ) -> None:
         """Keep the link and start its tasks, unless another link with the peer is preferred."""
         live, own = Live(link, dialled, again=again), self._hello().member
         if self._leaving:
@@ -361,9 +367,9 @@ class Peers:
     async def _redial(self, live: Live, why: str) -> None:
         """V6: an end of file means gone only if a redial fails or meets another incarnation."""
         del self.links[live.link.node]
-        addresses = (live.dialled,) if live.dialled else live.link.peer.addresses
-        ordered = in_dialling_order(addresses, local=self._watch.current) or addresses
-        found: tuple[Link, Address] | None = None
+        addresses = (live.dialled[0],) if live.dialled else live.link.peer.addresses
+        ordered = self._in_order(addresses) or tuple((address, None) for address in addresses)
+        found: tuple[Link, BoundAddress] | None = None
         try:
             with trio.move_on_after(self._redial_s(live)):
                 found = await self._dial(ordered)

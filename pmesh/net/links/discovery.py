@@ -110,7 +110,7 @@ async def discover(
             try:
                 while True:
                     addresses = await watch.changed_from(addresses)
-                    loop.call_soon_threadsafe(conversation.move_to, addresses)
+                    loop.call_soon_threadsafe(conversation.move_to, watch.announced)
             finally:
                 loop.call_soon_threadsafe(conversation.stop)
 
@@ -175,29 +175,33 @@ class _Conversation:
         self._new_at = deque[float](maxlen=MAX_FOUND)
 
     def move_to(self, addresses: tuple[LocalAddress, ...]) -> None:
+        changed = _hosts(addresses) != _hosts(self._addresses)
         self._addresses = addresses
-        self._moved.set()
+        if changed:
+            self._moved.set()
 
     def stop(self) -> None:
         self._stopped = True
         self._moved.set()
 
     async def run(self) -> None:
-        """Run one zeroconf until the addresses change, which its sockets don't survive."""
+        """Run zeroconf until the addresses change, which its sockets don't survive."""
         while not self._stopped:
             self._moved.clear()
             timeout_s = None
             if self._addresses:
                 try:
-                    await self._converse()
-                except OSError as e:
-                    self._report("", Deaf(reason=f"no mDNS: {e}; use --peer"))
+                    async with asyncio.TaskGroup() as group:
+                        for sockets in _sockets_for(self._addresses):
+                            group.create_task(self._converse(sockets))
+                except* OSError as e:
+                    self._report("", Deaf(reason=f"no mDNS: {e.exceptions[0]}; use --peer"))
                     timeout_s = RETRY_S
             self._ready()
             await self._wait_for_move(timeout_s)
 
-    async def _converse(self) -> None:
-        zeroconf = AsyncZeroconf(interfaces=_sockets_for(self._addresses))
+    async def _converse(self, sockets: list[str] | list[int]) -> None:
+        zeroconf = AsyncZeroconf(interfaces=sockets)
         try:
             # zeroconf sends the other two announcements by itself within half a second.
             await zeroconf.async_register_service(  # pyright: ignore[reportUnknownMemberType] - an Awaitable of nothing
@@ -369,14 +373,21 @@ class _Conversation:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _sockets_for(addresses: tuple[LocalAddress, ...]) -> list[str] | list[int]:
-    """Return where zeroconf opens sockets: all v4 addresses, or v6 interfaces if there are none.
+def _hosts(addresses: tuple[LocalAddress, ...]) -> list[tuple[str, str]]:
+    return [(address.interface, address.host) for address in addresses]
 
-    The answers contain v6 addresses too. On macOS a socket for both kinds can't join a v4 group.
-    A v6 group is joined by the interface's number; raises OSError if the interface is gone.
+
+def _sockets_for(addresses: tuple[LocalAddress, ...]) -> list[list[str] | list[int]]:
+    """Return where each zeroconf opens sockets: at v4 addresses, and where there are none, at v6.
+
+    The answers contain v6 addresses too. They are two, as on macOS a socket for both kinds can't
+    join a v4 group. Each socket sends by its own interface, whatever the routes say. A v6 group is
+    joined by the interface's number; raises OSError if the interface is gone.
     """
-    v4 = [address.host for address in addresses if ":" not in address.host]
-    return v4 or sorted({socket.if_nametoindex(address.interface) for address in addresses})
+    v4 = {address.host: address.interface for address in addresses if ":" not in address.host}
+    v6 = {address.interface for address in addresses} - set(v4.values())
+    numbers = sorted(socket.if_nametoindex(interface) for interface in v6)
+    return [sockets for sockets in (list(v4), numbers) if sockets]
 
 
 def _keeps_much(zeroconf: Zeroconf) -> bool:

@@ -5,7 +5,7 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -353,11 +353,13 @@ async def test_a_slow_reader_gets_the_latest_event_of_each_agent() -> None:
         nursery.cancel_scope.cancel()
 
 
-def test_v6_is_spoken_only_where_there_is_no_v4() -> None:
+def test_v6_is_spoken_only_at_interfaces_without_v4() -> None:
     number, name = socket.if_nameindex()[0]
     v6 = LocalAddress(interface=name, host="fe80::1", prefix_bits=64, kind="wired")
-    assert discovery._sockets_for((v6, LOOPBACK)) == ["127.0.0.1"]  # noqa: SLF001 - pure, but ours
-    assert discovery._sockets_for((v6,)) == [number]  # noqa: SLF001 - as above
+    same, other = replace(LOOPBACK, interface=name), replace(LOOPBACK, interface="other9")
+    assert discovery._sockets_for((v6, same)) == [["127.0.0.1"]]  # noqa: SLF001 - pure, but ours
+    assert discovery._sockets_for((v6, other)) == [["127.0.0.1"], [number]]  # noqa: SLF001 - as above
+    assert discovery._sockets_for((v6,)) == [[number]]  # noqa: SLF001 - as above
 
 
 def test_names_on_the_network_are_those_of_the_node() -> None:
