@@ -10,14 +10,15 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Generic, Literal, NoReturn, TypeAlias, TypeVar
+from typing import Final, Generic, Literal, TypeAlias, TypeVar
 
 import trio
 
 from pmesh.core.wire.framing import FIRST_BYTES, FirstBytes, recognize
+from pmesh.core.wire.link import Address
 from pmesh.core.wire.records import lane_of_preamble_untrusted
 from pmesh.errors import PeerUnreachable, PmeshError
-from pmesh.net.links.interfaces import remote_address_of
+from pmesh.net.links.interfaces import local_address_of, remote_address_of
 
 OUT_OF_RESOURCES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 RETRY_S: Final = 0.1  # before the next attempt to accept, as in trio.serve_listeners
@@ -51,7 +52,7 @@ class DoorCounters:
     dropped: int = 0
     """Closed as the oldest, to make room for a new one."""
     refused: int = 0
-    """Closed for another mesh key, another version, or an unknown lane."""
+    """Closed for another mesh key, another version, an unknown lane, or an interface not used."""
     out_of_files: int = 0
     """Not accepted, as the system had no descriptor or memory left."""
     pending: int = 0
@@ -96,9 +97,17 @@ class Acceptor(Generic[StreamT]):
     `serve`, as does every exception after the call.
     """
 
-    def __init__(self, *, on_link: Handler[StreamT], on_lane: Handler[StreamT]) -> None:
+    def __init__(
+        self,
+        *,
+        on_link: Handler[StreamT],
+        on_lane: Handler[StreamT],
+        uses: Callable[[Address], bool] = lambda _: True,
+    ) -> None:
+        """`uses` is asked for the own address of each connection: other connections are refused."""
         self._on_link = on_link
         self._on_lane = on_lane
+        self._uses = uses
         self._counts: Counter[str] = Counter()  # by the names of DoorCounters
         self._pending: list[_Visitor] = []  # oldest first
         self._pace = _Pace()
@@ -124,17 +133,22 @@ class Acceptor(Generic[StreamT]):
         Handlers run inside this call without a time limit, so links may live in them.
         """
         async with trio.open_nursery() as nursery:
+            self._nursery = nursery
             for listener in listeners:
-                nursery.start_soon(self._accept, listener, nursery)
+                self.add(listener)
             task_status.started()
 
-    async def _accept(
-        self, listener: trio.abc.Listener[StreamT], nursery: trio.Nursery
-    ) -> NoReturn:
+    def add(self, listener: trio.abc.Listener[StreamT]) -> None:
+        """Accept at one more listener while `serve` runs, or until the listener is closed."""
+        self._nursery.start_soon(self._accept, listener, self._nursery)
+
+    async def _accept(self, listener: trio.abc.Listener[StreamT], nursery: trio.Nursery) -> None:
         async with listener:
             while True:
                 try:
                     stream = await listener.accept()
+                except trio.ClosedResourceError:
+                    return
                 except OSError as e:
                     if e.errno not in OUT_OF_RESOURCES:
                         raise
@@ -190,6 +204,8 @@ class Acceptor(Generic[StreamT]):
             self._pending.remove(visitor)
             self._counts["authenticated"] += 1
 
+        if not self._uses(local_address_of(stream)):
+            return "refused"
         first, kind = await _read_first_bytes(stream)
         try:
             match kind:

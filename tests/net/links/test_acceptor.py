@@ -8,6 +8,7 @@ import pytest
 import trio
 import trio.testing
 
+from pmesh.core.wire.link import Address
 from pmesh.core.wire.records import encode_preamble
 from pmesh.errors import MeshKeyMismatch, PeerUnreachable, PmeshError
 from pmesh.net.links.acceptor import (
@@ -343,6 +344,40 @@ async def test_a_system_out_of_descriptors_costs_the_oldest_stranger_and_a_momen
         assert await is_closed(stranger)
         assert door.counters == DoorCounters(accepted=2, authenticated=1, dropped=1, out_of_files=2)
     assert autojump_clock.current_time() == pytest.approx(0.4)
+
+
+async def test_a_connection_to_an_address_that_is_not_used_is_refused() -> None:
+    house, street = House(), Street()
+    asked: list[Address] = []
+
+    def uses(own: Address) -> bool:
+        asked.append(own)
+        return False
+
+    door = Acceptor(on_link=house.on_link, on_lane=house.on_lane, uses=uses)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(door.serve, [street])
+        caller = street.call()
+        await settled()
+        assert await is_closed(caller)
+        assert door.counters == DoorCounters(accepted=1, refused=1)
+        assert len(asked) == 1
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_listener_may_come_later_and_be_closed_earlier() -> None:
+    house = House()
+    async with opened(house) as (street, door):
+        second = Street()
+        door.add(second)
+        await second.call().send_all(PREAMBLE)
+        await settled()
+        assert len(house.lanes) == 1
+        second.close()
+        await settled()
+        await street.call().send_all(PREAMBLE)
+        await settled()
+        assert door.counters.authenticated == 2
 
 
 async def test_a_broken_listener_ends_the_door() -> None:
