@@ -71,6 +71,18 @@ def test_an_interface_that_is_not_to_be_used_is_not(
     assert interface_between(one, two) == "cable1"
 
 
+def test_a_cable_is_used_if_only_one_side_names_it(
+    fleet: Fleet, make_lab: Callable[[int], NetLab]
+) -> None:
+    lab = make_lab(2)
+    for cable in CABLES:
+        connect(lab, cable)
+    one = fleet.start_agent("mac-1", host=lab.hosts[0])
+    two = fleet.start_agent("mac-2", "--interface", "cable1", host=lab.hosts[1])
+    fleet.await_view(one, two)
+    assert interface_between(one, two) == interface_between(two, one) == "cable1"
+
+
 def test_a_connection_over_an_interface_that_is_not_used_is_refused(
     fleet: Fleet, make_lab: Callable[[int], NetLab]
 ) -> None:

@@ -10,7 +10,7 @@ import trio
 from pmesh.agent.containment import Contain
 from pmesh.agent.mesh.dial_targets import Targets
 from pmesh.agent.mesh.membership import Membership
-from pmesh.core.links.addresses import BoundAddress, in_dialling_order
+from pmesh.core.links.addresses import BoundAddress, in_dialling_order, interface_of
 from pmesh.core.links.dialing import STEADY_AFTER_S
 from pmesh.core.links.health import WIFI, WIRED, Thresholds
 from pmesh.core.wire.link import (
@@ -274,9 +274,8 @@ class Peers:
         return diallers[0] <= diallers[1]
 
     def _thresholds(self, link: Link) -> Thresholds:
-        host = link.local_address.host.partition("%")[0]
-        kinds = {own.kind for own in self._watch.current if own.host == host}
-        return WIFI if "wifi" in kinds else WIRED
+        own = interface_of(link.local_address, local=self._watch.current)
+        return WIRED if own is None or own.kind != "wifi" else WIFI
 
     def _introduce(self, live: Live) -> None:
         """Introduce the new peer and the others to each other, so that one address is enough."""

@@ -85,6 +85,18 @@ def in_dialling_order(
     return tuple(distinct.values())[:MAX_DIALLED]
 
 
+def interface_of(end: Address, *, local: Iterable[LocalAddress]) -> LocalAddress | None:
+    """Return an address of the interface that a connection uses; None if it is not known.
+
+    Args:
+        end: The connection's own end. A scope in it is the interface, whatever has the address.
+        local: This machine's addresses.
+    """
+    host, _, scope = end.host.partition("%")
+    at_end = (own for own in local if (own.interface == scope if scope else own.host == host))
+    return next(at_end, None)
+
+
 def interfaces_that_share_a_network(local: Sequence[LocalAddress]) -> frozenset[str]:
     """Return the interfaces that have a network in common with another: two cables to one switch.
 

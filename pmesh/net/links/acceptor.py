@@ -15,10 +15,9 @@ from typing import Final, Generic, Literal, TypeAlias, TypeVar
 import trio
 
 from pmesh.core.wire.framing import FIRST_BYTES, FirstBytes, recognize
-from pmesh.core.wire.link import Address
 from pmesh.core.wire.records import lane_of_preamble_untrusted
 from pmesh.errors import PeerUnreachable, PmeshError
-from pmesh.net.links.interfaces import local_address_of, remote_address_of
+from pmesh.net.links.interfaces import remote_address_of
 
 OUT_OF_RESOURCES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 RETRY_S: Final = 0.1  # before the next attempt to accept, as in trio.serve_listeners
@@ -102,9 +101,9 @@ class Acceptor(Generic[StreamT]):
         *,
         on_link: Handler[StreamT],
         on_lane: Handler[StreamT],
-        uses: Callable[[Address], bool] = lambda _: True,
+        uses: Callable[[StreamT], bool] = lambda _: True,
     ) -> None:
-        """`uses` is asked for the own address of each connection: other connections are refused."""
+        """`uses` is False for a connection over an interface that is not used; it is refused."""
         self._on_link = on_link
         self._on_lane = on_lane
         self._uses = uses
@@ -204,7 +203,7 @@ class Acceptor(Generic[StreamT]):
             self._pending.remove(visitor)
             self._counts["authenticated"] += 1
 
-        if not self._uses(local_address_of(stream)):
+        if not self._uses(stream):
             return "refused"
         first, kind = await _read_first_bytes(stream)
         try:

@@ -12,12 +12,12 @@ import trio
 from pmesh.core.links.addresses import BoundAddress, LocalAddress
 from pmesh.core.wire.link import Address
 from pmesh.errors import LocalNetworkDenied, NetworkError, PeerUnreachable
+from pmesh.net.links.interfaces import SO_BINDTODEVICE
 
 DIAL_TIMEOUT_S: Final = 5.0  # a lost SYN is sent again after 1 s and 3 s
 STAGGER_S: Final = 0.25  # RFC 8305 section 8: between the starts of two attempts
 AT_ONCE: Final = 4  # each costs a descriptor, and a peer may name addresses that do not exist
 
-SO_BINDTODEVICE: Final = 25  # socket(7) of Linux; Python has no name for it elsewhere
 _IP_BOUND_IF: Final = 25  # <netinet/in.h> of macOS
 _IPV6_BOUND_IF: Final = 125  # <netinet6/in6.h> of macOS
 

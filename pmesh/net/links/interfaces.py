@@ -11,16 +11,27 @@ from typing import Final, cast
 import psutil
 import trio
 
-from pmesh.core.links.addresses import InterfaceKind, LocalAddress
+from pmesh.core.links.addresses import InterfaceKind, LocalAddress, interface_of
 from pmesh.core.wire.link import Address
 from pmesh.net.links.hardware import Hardware, has_carrier, read_hardware
+
+SO_BINDTODEVICE: Final = 25  # socket(7) of Linux; Python has no name for it elsewhere
 
 UNKNOWN: Final = Address("unknown", 0)
 """The address of a stream in memory, or of one that is no longer connected."""
 
 
 def local_address_of(stream: trio.abc.Stream) -> Address:
-    return _ask(stream, "getsockname")
+    """Return the connection's own end; its scope is the interface to which Linux has bound it.
+
+    Linux takes a packet for any of its addresses at any interface.
+    """
+    address, interface = _ask(stream, "getsockname"), _bound_interface(stream)
+    return (
+        Address(f"{address.host.partition('%')[0]}%{interface}", address.port)
+        if interface
+        else address
+    )
 
 
 def remote_address_of(stream: trio.abc.Stream) -> Address:
@@ -38,6 +49,17 @@ def _ask(stream: trio.abc.Stream, question: str) -> Address:
     host, port, *ipv6 = cast("tuple[str, int, int, int]", name)
     scope = ipv6[1] if ipv6 else 0
     return Address(f"{host}%{socket.if_indextoname(scope)}" if scope else host, port)
+
+
+def _bound_interface(stream: trio.abc.Stream) -> str:
+    """Return the interface to which a connection is bound; "" if to none, or on macOS."""
+    try:
+        name: bytes = stream.socket.getsockopt(  # type: ignore[attr-defined]
+            socket.SOL_SOCKET, SO_BINDTODEVICE, 16
+        )
+    except (AttributeError, OSError):
+        return ""
+    return name.rstrip(b"\0").decode()
 
 
 POLL_S: Final = 5.0  # where the system does not tell of changes, and after it gave no answer
@@ -140,6 +162,8 @@ class AddressWatch:
         self.current: tuple[LocalAddress, ...] = ()
         self.is_restricted = bool(only or never)
         """True if there are interfaces that the agent must not use."""
+        self.knows_arrivals = False
+        """True if a connection that came by an interface in use is always bound to it (Linux)."""
         self._listen_host = listen_host
         self._only = only
         self._read = read or InterfaceReader(only=only, never=never).read
@@ -154,10 +178,14 @@ class AddressWatch:
             if own.kind != "vpn" or own.interface in self._only or own.host == self._listen_host
         )
 
-    def uses(self, own: Address) -> bool:
-        """True if a connection that came to this address of ours may be kept."""
-        host = own.host.partition("%")[0]
-        return not self.is_restricted or any(address.host == host for address in self.current)
+    def uses(self, stream: trio.abc.Stream) -> bool:
+        """True if a connection that was accepted may be kept: it came by an interface in use."""
+        if not self.is_restricted:
+            return True
+        end = local_address_of(stream)
+        if self.knows_arrivals and "%" not in end.host:
+            return False
+        return interface_of(end, local=self.current) is not None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Read the addresses when the system tells of a change, or every 5 s if it can't."""

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 import trio
 
 from pmesh.core.links.addresses import LocalAddress, interfaces_that_share_a_network
-from pmesh.net.links.dialer import SO_BINDTODEVICE
-from pmesh.net.links.interfaces import AddressWatch
+from pmesh.net.links.interfaces import SO_BINDTODEVICE, AddressWatch
 
 BACKLOG = 128
 
@@ -49,6 +48,7 @@ async def listen_at_interfaces(
             bound[new] = [*_listen_at(new[0], listeners)]
             for listener in bound[new]:
                 add(listener)
+            watch.knows_arrivals = watch.is_restricted and len(bound[new]) == len(listeners)
 
 
 def _listen_at(

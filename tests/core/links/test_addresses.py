@@ -7,6 +7,7 @@ from pmesh.core.links.addresses import (
     LocalAddress,
     announced_addresses,
     in_dialling_order,
+    interface_of,
     interfaces_that_share_a_network,
 )
 from pmesh.core.wire.link import Address
@@ -116,6 +117,13 @@ def test_where_interfaces_are_forbidden_every_dial_is_bound_to_one_that_is_not()
         ("mac.local", "en8"),
         ("mac.local", "en0"),
     ]
+
+
+def test_the_interface_of_a_connection_is_the_scope_of_its_end_or_has_its_address() -> None:
+    assert interface_of(Address("10.0.0.5", 1), local=ALL) == WIRED
+    assert interface_of(Address("10.0.0.5%en0", 1), local=ALL) == WIFI
+    assert interface_of(Address("fe80::5%bridge0", 1), local=ALL) == THUNDERBOLT
+    assert interface_of(Address("10.0.0.6", 1), local=ALL) is None
 
 
 def test_interfaces_that_share_a_network_are_known() -> None:

@@ -12,8 +12,7 @@ import trio.testing
 
 from pmesh.core.links.addresses import LocalAddress
 from pmesh.net.links import listening
-from pmesh.net.links.dialer import SO_BINDTODEVICE
-from pmesh.net.links.interfaces import AddressWatch
+from pmesh.net.links.interfaces import SO_BINDTODEVICE, AddressWatch
 from pmesh.net.links.listening import listen_at_interfaces
 
 pytestmark = pytest.mark.skipif(not psutil.LINUX, reason="only Linux answers by its routes")
@@ -59,7 +58,9 @@ async def test_a_connection_stays_at_the_interface_at_which_it_came_in(host: str
         ):
             name = stream.getsockopt(socket.SOL_SOCKET, SO_BINDTODEVICE, 16)
             assert name.rstrip(b"\0") == b"lo"
-        await watch.become()
+            assert watch.uses(stream)
+            await watch.become(GONE)
+            assert not watch.uses(stream)  # whatever its address
         assert bound.socket.fileno() == -1
 
 
@@ -90,5 +91,10 @@ async def test_a_system_that_refuses_keeps_the_agents_own_listener(
     async with listening_beside("127.0.0.1", watch) as (own, added):
         await watch.become(LOOPBACK)
         assert added == []
-        async with await trio.open_tcp_stream(*own.socket.getsockname()), await own.accept():
-            pass
+        async with (
+            await trio.open_tcp_stream(*own.socket.getsockname()),
+            await own.accept() as stream,
+        ):
+            assert watch.uses(stream)  # by its address alone
+            await watch.become(GONE)
+            assert not watch.uses(stream)
