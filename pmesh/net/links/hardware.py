@@ -142,8 +142,10 @@ def parse_thunderbolt(profile: str) -> dict[str, int]:
 
 def _of_macos(interfaces: Iterable[str]) -> Mapping[str, Hardware]:
     ports = parse_hardware_ports(_run(*_NETWORKSETUP))
-    kinds = {device: _kind_of_port(port) for device, port in ports.items()}
-    cables = {}
+    kinds: dict[str, InterfaceKind] = {
+        device: _kind_of_port(port) for device, port in ports.items()
+    }
+    cables: dict[str, int] = {}
     if "thunderbolt" in kinds.values():
         cables = parse_thunderbolt(_run(*_SYSTEM_PROFILER))
     known = {device: Hardware(kind, cables.get(ports[device], 0)) for device, kind in kinds.items()}

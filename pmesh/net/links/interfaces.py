@@ -4,14 +4,14 @@ import contextlib
 import ipaddress
 import re
 import socket
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from socket import AddressFamily
-from typing import Final, cast
+from typing import Final, Protocol, cast
 
 import psutil
 import trio
 
-from pmesh.core.links.addresses import InterfaceKind, LocalAddress, interface_of
+from pmesh.core.links.addresses import LocalAddress, interface_of
 from pmesh.core.wire.link import Address
 from pmesh.net.links.hardware import Hardware, has_carrier, read_hardware
 
@@ -54,9 +54,8 @@ def _ask(stream: trio.abc.Stream, question: str) -> Address:
 def _bound_interface(stream: trio.abc.Stream) -> str:
     """Return the interface to which a connection is bound; "" if to none, or on macOS."""
     try:
-        name: bytes = stream.socket.getsockopt(  # type: ignore[attr-defined]
-            socket.SOL_SOCKET, SO_BINDTODEVICE, 16
-        )
+        bound: socket.socket = getattr(stream, "socket")  # noqa: B009 - not every stream has one
+        name = bound.getsockopt(socket.SOL_SOCKET, SO_BINDTODEVICE, 16)
     except (AttributeError, OSError):
         return ""
     return name.rstrip(b"\0").decode()
@@ -73,6 +72,15 @@ _UNREAL: Final = re.compile(
 _VPN: Final = re.compile(r"(utun|ipsec|tun|tap|wg|tailscale|zt)[\w-]*")
 _OF_INTERFACES: Final = frozenset({0xC, 0xD, 0xE})  # macOS: RTM_NEWADDR, RTM_DELADDR, RTM_IFINFO
 _GROUPS: Final = 0x1 | 0x10 | 0x100  # Linux: RTMGRP_LINK, RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR
+
+
+class _Stats(Protocol):
+    """What psutil says of an interface."""
+
+    @property
+    def flags(self) -> str: ...
+    @property
+    def speed(self) -> int: ...
 
 
 class InterfaceReader:
@@ -103,32 +111,36 @@ class InterfaceReader:
         # Forget the others: the next cable may be of another kind.
         self._hardware = {interface: self._hardware[interface] for interface in addresses}
         return tuple(
-            LocalAddress(
-                interface=interface,
-                host=host,
-                prefix_bits=_prefix_bits(host, address.netmask),
-                kind=kind,
-                speed_mbit_s=self._hardware[interface].speed_mbit_s or stats[interface].speed,
-            )
+            own
             for interface, found in sorted(addresses.items())
             for address in found
             if address.family in (AddressFamily.AF_INET, AddressFamily.AF_INET6)
-            for host in [address.address.partition("%")[0]]
-            for kind in [self._kind(interface, host, flags=stats[interface].flags)]
-            if kind != "vpn" or not ipaddress.ip_address(host).is_link_local
+            for own in self._local(interface, address.address, address.netmask, stats[interface])
+        )
+
+    def _local(
+        self, interface: str, scoped: str, netmask: str | None, stats: _Stats
+    ) -> Iterator[LocalAddress]:
+        host, hardware = scoped.partition("%")[0], self._hardware[interface]
+        ip, kind = ipaddress.ip_address(host), hardware.kind
+        if ip.is_loopback:
+            kind = "loopback"
+        elif _VPN.fullmatch(interface) or "pointopoint" in stats.flags.split(","):
+            if ip.is_link_local:
+                return  # it leads nowhere: macOS has several such tunnels of its own
+            kind = "vpn"  # or a modem
+        yield LocalAddress(
+            interface=interface,
+            host=host,
+            prefix_bits=_prefix_bits(host, netmask),
+            kind=kind,
+            speed_mbit_s=hardware.speed_mbit_s or stats.speed,
         )
 
     def _uses(self, interface: str) -> bool:
         if interface in self._never:
             return False
         return interface in self._only if self._only else not _UNREAL.fullmatch(interface)
-
-    def _kind(self, interface: str, host: str, *, flags: str) -> InterfaceKind:
-        if ipaddress.ip_address(host).is_loopback:
-            return "loopback"
-        if _VPN.fullmatch(interface) or "pointopoint" in flags.split(","):  # or a modem
-            return "vpn"
-        return self._hardware[interface].kind
 
 
 def reachable_at(
