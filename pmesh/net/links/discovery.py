@@ -8,6 +8,7 @@ record for as long as the record says, so we purge its cache when it grows too l
 """
 
 import asyncio
+import math
 import socket
 import time
 from collections import deque
@@ -30,6 +31,7 @@ from pmesh.net.links.packet_filter import DiscoveryCounters, FilteringLoop, Pack
 
 RETRY_S: Final = 5.0  # after the system has refused us port 5353 or multicast
 BROWSE_AGAIN_S: Final = 60.0  # a repaired switch gives no sign, and zeroconf soon asks hourly
+MOVE_AGAIN_S: Final = 1.0  # between two changes of addresses; each costs a goodbye and a greeting
 SETTLE_S: Final = 10.0  # after a change of addresses, known agents have this long to answer again
 RENEW_S: Final = 240.0  # an advertisement contains its minute, and counts as fresh for ten
 RESOLVE_MS: Final = 3000
@@ -169,6 +171,7 @@ class _Conversation:
         self._addresses: tuple[LocalAddress, ...] = ()
         self._stopped = False
         self._moved = asyncio.Event()
+        self._began = -math.inf
         self._known: dict[str, Found] = {}
         self._confirmed: set[str] = set()
         self._resolving: dict[str, asyncio.Task[None]] = {}
@@ -177,7 +180,10 @@ class _Conversation:
     def move_to(self, addresses: tuple[LocalAddress, ...]) -> None:
         changed = _hosts(addresses) != _hosts(self._addresses)
         self._addresses = addresses
-        if changed:
+        loop, then = asyncio.get_running_loop(), self._began + MOVE_AGAIN_S
+        if changed and loop.time() < then:
+            loop.call_at(then, self._moved.set)
+        elif changed:
             self._moved.set()
 
     def stop(self) -> None:
@@ -190,6 +196,7 @@ class _Conversation:
             self._moved.clear()
             timeout_s = None
             if self._addresses:
+                self._began = asyncio.get_running_loop().time()
                 try:
                     async with asyncio.TaskGroup() as group:
                         for sockets in _sockets_for(self._addresses):
