@@ -52,6 +52,7 @@ from pmesh.net.links.acceptor import Acceptor
 from pmesh.net.links.dialer import error_numbers
 from pmesh.net.links.discovery import Discovered, discover, minute_of_now
 from pmesh.net.links.interfaces import AddressWatch
+from pmesh.net.links.listening import listen_at_interfaces
 from pmesh.net.links.tls import TlsContexts
 from pmesh.net.local.processes import Stall, sleep_in_step, tick
 from pmesh.net.local.sessions import (
@@ -141,7 +142,9 @@ class Agent:
         self.begins_anew: str | None = None
         """Why another agent, with another incarnation, must follow this one; else None."""
         self._me = Member(node_key.node, Incarnation(secrets.randbits(62) + 1))
-        self._watch = AddressWatch(settings.listen.host)
+        self._watch = AddressWatch(
+            settings.listen.host, only=settings.interfaces, never=settings.not_interfaces
+        )
         self._strangers = Strangers(self._advertisement_key.tag, minute=minute_of_now)
         self._sessions = SessionCounters()
         self._lags: deque[tuple[float, float]] = deque()
@@ -175,10 +178,14 @@ class Agent:
                 leftovers.callback(self.jobs.close)
                 leftovers.callback(self.p2p.close)
                 acceptor = Acceptor[trio.SocketStream](
-                    on_link=self.peers.welcome, on_lane=self.jobs.rendezvous.welcome
+                    on_link=self.peers.welcome,
+                    on_lane=self.jobs.rendezvous.welcome,
+                    uses=self._watch.uses,
                 )
                 self._acceptor = acceptor
                 await nursery.start(acceptor.serve, listeners)
+                if psutil.LINUX:
+                    nursery.start_soon(listen_at_interfaces, listeners, self._watch, acceptor.add)
                 await self._start_sessions(nursery)
                 for address in self._settings.peers:
                     self.peers.targets.aim_at(address)
@@ -264,9 +271,11 @@ class Agent:
         nursery.start_soon(self._strangers.sort, findings, self.peers)
 
     def _hello(self) -> Hello:
-        local = self._watch.current
-        addresses = announced_addresses(local, port=self._port)
-        interfaces = announced_interfaces(local)
+        local = self._watch.announced
+        addresses, interfaces = (
+            announced_addresses(local, port=self._port),
+            announced_interfaces(local),
+        )
         return Hello(PROTOCOL_VERSION, self._me, self._settings.name, addresses, interfaces)
 
     def _say_ready(self) -> None:

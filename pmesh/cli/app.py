@@ -70,6 +70,10 @@ def up(
     name: str | None = None,
     listen: str | None = None,
     peer: Annotated[tuple[str, ...] | None, Parameter(negative="", show_default=False)] = None,
+    interface: Annotated[tuple[str, ...] | None, Parameter(negative="", show_default=False)] = None,
+    not_interface: Annotated[
+        tuple[str, ...] | None, Parameter(negative="", show_default=False)
+    ] = None,
     mdns: bool | None = None,
     min_peers: int | None = None,
     compression: str | None = None,
@@ -85,6 +89,8 @@ def up(
         name: The name of this machine; default its host name.
         listen: HOST:PORT; default all addresses, port 24160.
         peer: HOST:PORT of another agent, for networks without multicast; may be repeated.
+        interface: The only network interface to use; may be repeated. Default all but VPNs.
+        not_interface: A network interface not to use; may be repeated.
         mdns: Look for other agents by mDNS.
         min_peers: How many peers must be present before a job may begin.
         compression: Gradient compression of trainers here that choose none, such as int8 or auto;
@@ -99,6 +105,8 @@ def up(
         "name": name,
         "listen": listen,
         "peers": peer,
+        "interfaces": interface,
+        "not_interfaces": not_interface,
         "mdns": mdns,
         "min_peers": min_peers,
         "compression": compression,

@@ -94,6 +94,7 @@ def bring_up(home: Path | None, flags: Mapping[str, object], *, detach: bool) ->
         directory, flags=flags, environment=os.environ, host_name=socket.gethostname()
     )
     _check_listen(settings.listen)
+    _check_interfaces((*settings.interfaces, *settings.not_interfaces))
     return _start_in_background(settings) if detach else _run_here(settings)
 
 
@@ -110,6 +111,16 @@ def _check_listen(listen: Listen) -> None:
         raise ConfigError(
             f"can't listen at {where}: {e.strerror}; --listen must be an address of this machine"
         ) from e
+
+
+def _check_interfaces(names: Sequence[str]) -> None:
+    """Raise ConfigError for a name that no interface of this machine has."""
+    known = sorted(name for _, name in socket.if_nameindex())
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"this machine has no network interface {name!r}; it has {', '.join(known)}"
+            )
 
 
 def _run_here(settings: Settings) -> int:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import trio
 
 from pmesh.core.links import health, paths
-from pmesh.core.links.addresses import LocalAddress
+from pmesh.core.links.addresses import BoundAddress, LocalAddress, interface_of
 from pmesh.core.links.delivery import Delivery, Packet
 from pmesh.core.links.health import WIFI, WIRED, Health, Thresholds
 from pmesh.core.links.paths import PathKey, PathState
@@ -46,8 +46,8 @@ class LivePath:
     key: PathKey
     kind: str
     speed_mbit_s: int
-    dialled: Address | None
-    """Where we dialled it; None if the peer dialled us."""
+    dialled: BoundAddress | None
+    """Where we dialled it, and over which interface; None if the peer dialled us."""
     again: bool
     """True if it was dialled immediately after the link's last path had ended (V6)."""
     flaps: int
@@ -240,7 +240,7 @@ def live_path(
     path: Path,
     local: Sequence[LocalAddress],
     *,
-    dialled: Address | None,
+    dialled: BoundAddress | None,
     again: bool,
     link: Link | None,
 ) -> LivePath:
@@ -253,8 +253,8 @@ def live_path(
         again: As `LivePath.again`.
         link: The link with the peer, if there is one.
     """
-    here, there = path.local_address, bare_host(path.remote_address)
-    own = next((own for own in local if is_at(here, own)), None)
+    there = bare_host(path.remote_address)
+    own = interface_of(path.local_address, local=local)
     theirs = _interface_with(path.peer.interfaces, there)
     key = PathKey("" if own is None else own.interface, there if theirs is None else theirs.name)
     kinds = ["" if own is None else own.kind, "" if theirs is None else theirs.kind]

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -15,7 +15,7 @@ from pmesh.agent.mesh.dial_targets import Targets
 from pmesh.agent.mesh.links import Link, LivePath, bare_host, is_at, live_path, numbers_of
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.paths import PathKeeper
-from pmesh.core.links.addresses import LocalAddress, in_dialling_order
+from pmesh.core.links.addresses import BoundAddress, LocalAddress, in_dialling_order
 from pmesh.core.links.dialing import STEADY_AFTER_S
 from pmesh.core.links.paths import MAX_PATHS, Way
 from pmesh.core.wire.link import (
@@ -151,7 +151,7 @@ class Peers:
     # --- paths come up
 
     async def _dial_target(self, addresses: tuple[Address, ...]) -> NodeId:
-        ordered = in_dialling_order(addresses, local=self._watch.current)
+        ordered = self._in_order(addresses)
         if not ordered:
             raise PeerUnreachable(f"no usable address among {', '.join(map(str, addresses))}")
         path, address = await self._dial(ordered)
@@ -160,7 +160,11 @@ class Peers:
             raise PeerUnreachable(f"the link to {path} ended immediately")
         return path.node
 
-    async def _dial(self, addresses: tuple[Address, ...]) -> tuple[Path, Address]:
+    def _in_order(self, addresses: Iterable[Address]) -> tuple[BoundAddress, ...]:
+        watch = self._watch
+        return in_dialling_order(addresses, local=watch.current, bind_all=watch.is_restricted)
+
+    async def _dial(self, addresses: tuple[BoundAddress, ...]) -> tuple[Path, BoundAddress]:
         stream, address = await dial_any(addresses)
         path = await shake_hands(
             stream, contexts=self._contexts, server_side=False, hello=self._hello_to
@@ -169,7 +173,7 @@ class Peers:
 
     async def dial_way(self, way: Way) -> None:
         """Add the path of this way to the link with its peer. Raises PmeshError."""
-        path, address = await self._dial((way.address,))
+        path, address = await self._dial(((way.address, way.own),))
         await self._admit(path, dialled=address)
 
     def _hello_to(self, node: NodeId) -> Hello:
@@ -212,7 +216,9 @@ class Peers:
         except PmeshError as e:
             self.targets.refuse(path.node, e, address)
 
-    async def _admit(self, path: Path, *, dialled: Address | None, again: bool = False) -> None:
+    async def _admit(
+        self, path: Path, *, dialled: BoundAddress | None, again: bool = False
+    ) -> None:
         """Add the path to the link with its peer, which it may begin, and start its tasks."""
         own = self._hello().member
         if self._leaving:
@@ -440,9 +446,9 @@ class Peers:
 
     async def _redial(self, link: Link, last: LivePath, why: str) -> None:
         """V6: an end of file means gone only if a redial fails or meets another incarnation."""
-        addresses = (last.dialled,) if last.dialled else link.peer.addresses
-        ordered = in_dialling_order(addresses, local=self._watch.current) or addresses
-        found: tuple[Path, Address] | None = None
+        addresses = (last.dialled[0],) if last.dialled else link.peer.addresses
+        ordered = self._in_order(addresses) or tuple((address, None) for address in addresses)
+        found: tuple[Path, BoundAddress] | None = None
         link.redialled = True
         try:
             with trio.move_on_after(self._redial_s(link)):

@@ -14,6 +14,7 @@ from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.p2p.router import P2PRouter
 from pmesh.agent.status import schema
 from pmesh.agent.status.schema import Status
+from pmesh.core.links.addresses import interface_of
 from pmesh.core.values import Roster, Seat
 from pmesh.core.views.quorum import is_in_force
 from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Hello
@@ -222,8 +223,8 @@ def _member(rank: int, seat: Seat, sources: Sources) -> schema.MemberStatus:
 
 
 def _interface(local: Address, sources: Sources) -> str | None:
-    host = local.host.partition("%")[0]
-    return next((own.interface for own in sources.watch.current if own.host == host), None)
+    own = interface_of(local, local=sources.watch.current)
+    return None if own is None else own.interface
 
 
 def describe_peers(peers: Peers, strangers: Strangers) -> Iterator[schema.PeerStatus]:

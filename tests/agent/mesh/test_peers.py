@@ -407,7 +407,7 @@ async def test_of_two_dials_at_the_same_instant_both_ends_keep_the_same(
         await here.settle(one, two)
         await trio.sleep(3)
         small, large = sorted([one, two], key=lambda m: m.key.node)
-        assert path_to(small, large).dialled == large.address
+        assert path_to(small, large).dialled == (large.address, None)
         assert path_to(large, small).dialled is None
         assert not any("is gone" in line for machine in (one, two) for line in machine.lines)
 
@@ -452,7 +452,7 @@ async def test_who_does_not_answer_the_redial_in_time_is_gone(
         contact = two.agent.membership._contacts[one.key.node]  # noqa: SLF001 - as if measured
         contact.health = replace(contact.health, least_round_trip_s=round_trip_s)
         with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and says nothing
-            path_to(two, one).dialled = Address("127.0.0.1", silent.getsockname()[1])
+            path_to(two, one).dialled = Address("127.0.0.1", silent.getsockname()[1]), None
             began = trio.current_time()
             end_without_a_word(one)
             await until(lambda: "mac-0 is gone: its connection was closed" in two.lines)
@@ -464,7 +464,7 @@ async def test_a_redial_that_meets_another_incarnation_is_a_restart(clock: MockC
         one, two = here.machines
         again = here.new_machine("again", key=one.key)
         await again.start()
-        path_to(two, one).dialled = again.address
+        path_to(two, one).dialled = again.address, None
         end_without_a_word(one)
         await here.settle(two, again)
         assert "mac-0 is gone: it was restarted" in two.lines

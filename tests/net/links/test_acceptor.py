@@ -345,6 +345,33 @@ async def test_a_system_out_of_descriptors_costs_the_oldest_stranger_and_a_momen
     assert autojump_clock.current_time() == pytest.approx(0.4)
 
 
+async def test_a_connection_over_an_interface_that_is_not_used_is_refused() -> None:
+    house, street = House(), Street()
+    door = Acceptor[Stream](on_link=house.on_link, on_lane=house.on_lane, uses=lambda _: False)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(door.serve, [street])
+        caller = street.call()
+        await settled()
+        assert await is_closed(caller)
+        assert door.counters == DoorCounters(accepted=1, refused=1)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_listener_may_come_later_and_be_closed_earlier() -> None:
+    house = House()
+    async with opened(house) as (street, door):
+        second = Street()
+        door.add(second)
+        await second.call().send_all(PREAMBLE)
+        await settled()
+        assert len(house.lanes) == 1
+        second.close()
+        await settled()
+        await street.call().send_all(PREAMBLE)
+        await settled()
+        assert door.counters.authenticated == 2
+
+
 async def test_a_broken_listener_ends_the_door() -> None:
     house, street = House(), Street()
     street.fail(OSError(errno.EBADF, "bad file descriptor"))
