@@ -517,6 +517,8 @@ class FakeSocket:
     counters: bytes = b""
 
     def getsockopt(self, level: int, option: int, buffersize: int) -> bytes:
+        if (level, option) == (socket.SOL_SOCKET, interfaces.SO_BINDTODEVICE):
+            return bytes(buffersize)
         assert (level, option) in {(socket.IPPROTO_TCP, 11), (socket.IPPROTO_TCP, 0x106)}
         return self.counters[:buffersize]
 
