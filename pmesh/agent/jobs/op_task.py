@@ -466,7 +466,7 @@ def _float32s(memory: memoryview) -> Float32s:
 def _leaves_the_choice(rank: LocalRank, op: Op) -> bool:
     """Whether the ranks are to find out what is quickest; of two ranks, each way is the same."""
     chosen = op.request.call.strategy
-    asks = op.kind in {"all_reduce", "barrier"} and chosen in {"", "hierarchical"}
+    asks = op.kind in {"all_reduce", "barrier"} and chosen in {"", "hierarchical", "chain"}
     knows = rank.costs.edges is not None or op.codec is not None
     return asks and rank.size > 2 and not knows  # noqa: PLR2004 - as it says
 

@@ -96,17 +96,16 @@ async def agree_on_costs(
 
 
 def _edges_of(table: Values) -> Edges:
-    """Edges across the ring were not measured: they are as slow as the slowest along it."""
-    slowest_ps = int(table[:, :, 1].max())
-    alphas = table[:, :, 0]
+    """An edge was measured in the ring's direction; the other one is as fast.
+
+    Edges across the ring were not measured: they are as slow as the slowest along it.
+    """
+    alphas_ns, betas_ps = table[:, :, 0], table[:, :, 1]
+    betas_ps = np.where(betas_ps, betas_ps, betas_ps.T)
+    betas_ps = np.where(betas_ps, betas_ps, betas_ps.max())
     return tuple(
-        tuple(
-            EdgeCost(int(alpha_ns), int(beta_ps) or slowest_ps)
-            for alpha_ns, beta_ps in zip(
-                alphas[rank].tolist(), table[rank, :, 1].tolist(), strict=True
-            )
-        )
-        for rank in range(len(table))
+        tuple(map(EdgeCost, alphas, betas))
+        for alphas, betas in zip(alphas_ns.tolist(), betas_ps.tolist(), strict=True)
     )
 
 

@@ -50,6 +50,27 @@ async def test_the_first_sum_measures_each_edge_once_and_all_ranks_have_one_tabl
         assert len(probes) == 4
 
 
+async def test_a_large_sum_does_without_the_one_slow_edge(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def probe(ring: RingPosition, header: RecordHeader, *, sends: bool) -> int:
+        del header, sends
+        return 800_000 if ring.rank == 2 else 8_000  # 10 Mbit/s from rank 1, else 1 Gbit/s
+
+    monkeypatch.setattr(edge_costs, "_probe", probe)
+    count = 1_000_000
+    async with village(clock, 4) as here:
+        trainers = await here.job(*here.machines)
+        await reduce_all(trainers, ones(count))
+        for rank in ranks_of(here):
+            names = [trainer.name for trainer in rank.roster.trainers]
+            slow = {1: 2, 2: 1}.get(rank.rank or 0)
+            for lane in rank.lanes.all_open():
+                moved = lane.bytes_sent + lane.bytes_received
+                there = names.index(lane.peer)
+                assert (moved > 4 * count) == (there != slow), (rank, lane)
+
+
 async def test_what_is_known_is_not_measured_again_when_a_rank_has_gone(
     clock: MockClock, probes: list[bool]
 ) -> None:
