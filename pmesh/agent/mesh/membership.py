@@ -20,6 +20,7 @@ from pmesh.core.values import View
 from pmesh.core.views import agreement, limits
 from pmesh.core.views.agreement import StallGuard
 from pmesh.core.views.limits import is_led_astray
+from pmesh.core.views.ring import UNKNOWN
 from pmesh.core.views.state import (
     Facts,
     Fence,
@@ -30,7 +31,7 @@ from pmesh.core.views.state import (
     heartbeat_of,
     is_vouched_for,
 )
-from pmesh.core.wire.link import AgreementMessage, Heartbeat, LinkMessage, TellView
+from pmesh.core.wire.link import AgreementMessage, Heartbeat, LinkMessage, MeasuredEdge, TellView
 from pmesh.ids import JobName, Member, NodeId
 from pmesh.net.local.processes import Stall, sleep_in_step
 
@@ -281,14 +282,15 @@ class Membership:
                     self.reevaluate()  # after this step, because the facts have changed
 
     def _facts(self) -> Facts:
-        round_trips = {
-            contact.member.incarnation: _microseconds(contact.health.round_trip_s)
+        edges = {
+            contact.member.incarnation: MeasuredEdge(
+                _microseconds(contact.health.round_trip_s or 0.0)
+            )
             for contact in self._contacts.values()
-            if contact.health.round_trip_s is not None
         }
         return replace(
             self._follower.facts(),
-            round_trips=round_trips,
+            edges=edges,
             timeout_s=max((c.health.timeout_s for c in self._contacts.values()), default=0.0),
             silent=tuple(self._contacts[node].member.incarnation for node in self._silent()),
         )
@@ -300,7 +302,7 @@ class Membership:
     def _urgent(self) -> object:
         """Return the parts of a heartbeat that are sent at once when they change."""
         beat = heartbeat_of(self.state, self._facts(), trio.current_time())
-        heard = dict.fromkeys(beat.heard, 0)
+        heard = dict.fromkeys(beat.heard, UNKNOWN)
         return msgspec.structs.replace(beat, heard=heard, progress=(), silent=())
 
     def _heartbeat_for(self, contact: _Contact) -> Heartbeat:

@@ -26,7 +26,7 @@ from pmesh.core.values import (
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, Member, Slot
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; more is an attack
 
@@ -34,7 +34,7 @@ MAX_ADDRESSES = 64  # of one machine; a Mac with every port in use has about ten
 MAX_ENTRIES = 1024  # entries of any kind about one member's own jobs in one message
 
 _OpOrNone = Annotated[int, Meta(ge=-1, le=2**62)]
-_Cost = Annotated[int, Meta(ge=0, le=1000)]  # half octaves of microseconds: 126 for 2^63
+_Cost = Annotated[int, Meta(ge=0, le=1000)]  # sixteenths of an octave: 992 for 2^62 microseconds
 _CostRow = Annotated[tuple[_Cost, ...], Meta(max_length=MAX_MEMBERS)]
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
 _Microseconds = Annotated[int, Meta(ge=0, le=2**62)]
@@ -185,6 +185,19 @@ class KnownPrimary(msgspec.Struct, frozen=True, array_like=True):
     """True if a majority of each set of voters that it needed is known to have installed it."""
 
 
+RELAYED = -1
+
+
+class MeasuredEdge(msgspec.Struct, frozen=True, array_like=True):
+    """What one end has measured of the edge between two members."""
+
+    round_trip_us: _Microseconds = 0
+    """0 while unknown."""
+    mbit_s: Annotated[int, Meta(ge=RELAYED, le=2**32)] = 0
+    """The settled bandwidth from the other end to this one; 0 while unknown, RELAYED if no bytes
+    travel directly."""
+
+
 class Heartbeat(_Message, frozen=True, tag=2):
     """The state of a member. It is self-contained: the next one makes up for a lost one."""
 
@@ -197,10 +210,10 @@ class Heartbeat(_Message, frozen=True, tag=2):
     needs_epoch: bool
     """True if its promise is overdue and it requests a new proposal (V6)."""
     heard: Annotated[
-        dict[Annotated[Incarnation, Meta(ge=1, le=2**63 - 1)], _Microseconds],
+        dict[Annotated[Incarnation, Meta(ge=1, le=2**63 - 1)], MeasuredEdge],
         Meta(max_length=MAX_ENTRIES),
     ]
-    """The peers that it hears (V5), with the round trip in microseconds, 0 while unknown."""
+    """The peers that it hears (V5), with what it has measured of the way to each."""
     waiting: Annotated[tuple[Waiting, ...], Meta(max_length=MAX_ENTRIES)] = ()
     view_requests: Annotated[tuple[ViewRequest, ...], Meta(max_length=MAX_ENTRIES)] = ()
     progress: Annotated[tuple[RankProgress, ...], Meta(max_length=MAX_ENTRIES)] = ()
