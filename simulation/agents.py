@@ -24,6 +24,7 @@ from pmesh.core.views.state import (
 from pmesh.core.wire.link import (
     PROTOCOL_VERSION,
     AgreementMessage,
+    AskProbe,
     AskResult,
     Commit,
     Heartbeat,
@@ -33,6 +34,7 @@ from pmesh.core.wire.link import (
     MeasuredEdge,
     OfferLane,
     P2PLinkMessage,
+    Probe,
     RestLane,
     TellView,
 )
@@ -225,7 +227,15 @@ class Agent:
                 self.jobs.marked(link.member, message)
             case AskResult():
                 self._answer(message)
-            case Hello() | OfferLane() | RestLane() | KnownPeers() | P2PLinkMessage():
+            case (
+                Hello()
+                | OfferLane()
+                | RestLane()
+                | KnownPeers()
+                | P2PLinkMessage()
+                | AskProbe()
+                | Probe()
+            ):
                 raise AssertionError(f"no simulated agent sends {message}")
             case _:
                 self._handle(link.member, message)

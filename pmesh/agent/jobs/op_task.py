@@ -390,7 +390,7 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
         members = tuple(trainer.member for trainer in rank.roster.trainers)
         times = jobs.round_trips_s(members)
         rank.costs.edges = await agree_on_costs(
-            ring, _header(rank, op), members, times, jobs.edge_book
+            ring, _header(rank, op), members, times, jobs.membership
         )
     if op.codec is not None:
         await _all_reduce_coded(rank, op, op.codec, await rank.ring(rendezvous))

@@ -14,13 +14,14 @@ import msgspec
 import structlog
 import trio
 
+from pmesh.agent.mesh.probing import FASTEST_MBIT_S, Probing
 from pmesh.core.links import health
 from pmesh.core.links.health import WIRED, Condition, Health, Thresholds
 from pmesh.core.values import View
-from pmesh.core.views import agreement, limits
+from pmesh.core.views import agreement, leader, limits
 from pmesh.core.views.agreement import StallGuard
 from pmesh.core.views.limits import is_led_astray
-from pmesh.core.views.ring import UNKNOWN
+from pmesh.core.views.ring import UNKNOWN, Edges, measured_edges
 from pmesh.core.views.state import (
     Facts,
     Fence,
@@ -103,6 +104,7 @@ class Membership:
         self._noticed = noticed
         self._led_astray = led_astray
         self._contacts: dict[NodeId, _Contact] = {}
+        self.probing = Probing(send)
         self._losses: dict[Member, str] = {}
         self._inputs: deque[Callable[[Facts, float], Step]] = deque()
         self._draining = False
@@ -126,6 +128,25 @@ class Membership:
             if health is not None and health.round_trip_s is not None
         }
 
+    def edges_among(self, members: Iterable[Member]) -> Edges:
+        """Return what is known of the edges between members, from all heartbeats."""
+        return measured_edges(tuple(members), leader.reports(self.state, self._facts()))
+
+    def reported_mbit_s(self, member: Member) -> int:
+        """Return the bandwidth from here to a peer, as it reports it; 0 while it is unknown."""
+        peer = self.state.peers.get(member.node)
+        edge = (
+            UNKNOWN
+            if peer is None
+            else peer.heartbeat.heard.get(self.state.me.incarnation, UNKNOWN)
+        )
+        return max(0, edge.mbit_s)
+
+    def probed(self, member: Member, mbit_s: float) -> None:
+        """Note the bandwidth from a peer that an op has found."""
+        if member != self.state.me:
+            self.probing.note(member, min(mbit_s, FASTEST_MBIT_S), "probe")
+
     def link_up(self, member: Member, thresholds: Thresholds) -> None:
         """Start or continue contact with a peer over a new link."""
         contact = self._contacts.get(member.node)
@@ -141,6 +162,7 @@ class Membership:
         """Treat the peer as gone; the caller closes its link if there still is one."""
         contact = self._contacts.pop(node, None)
         if contact is not None:
+            self.probing.forget(contact.member)
             if contact.member in self.view.members:
                 self._losses[contact.member] = why
             self._noticed("loss noticed", f"{self.name_of(node)} is lost: {why}")
@@ -206,9 +228,16 @@ class Membership:
         while True:
             self.reevaluate()
             self.beat()
+            self.probing.ask(self._training_peers())
             if is_led_astray(self.state, now=trio.current_time()):
                 self._led_astray()
             await sleep_in_step(self.pace_s)
+
+    def _training_peers(self) -> set[Member]:
+        """Return the linked machines with which one of our trainers shares a job."""
+        me, linked = self.state.me, {contact.member for contact in self._contacts.values()}
+        hosts = [{trainer.member for trainer in roster.trainers} for roster in self.view.rosters]
+        return linked & set[Member]().union(*(members for members in hosts if me in members))
 
     def judge(self, stall: Stall) -> None:
         """Judge the silence of all peers, without counting our own stall."""
@@ -229,9 +258,9 @@ class Membership:
                 self._noticed("peer silent", f"{name} has been silent for {silence_s:.1f} s")
             if step.changed_to is Condition.GONE:
                 self._drop(node, f"silent for {now - contact.health.last_heard:.1f} s")
-        leader = limits.who_holds_up(self.state)
-        if leader is not None:
-            self._ban(leader.node, f"it made no view for {limits.HELD_UP_S:.0f} s")
+        idle = limits.who_holds_up(self.state)
+        if idle is not None:
+            self._ban(idle.node, f"it made no view for {limits.HELD_UP_S:.0f} s")
 
     def _doubt(self, after: StallGuard) -> None:
         """V8: deliver nothing while we don't know whether the others have gone on without us."""
@@ -284,7 +313,8 @@ class Membership:
     def _facts(self) -> Facts:
         edges = {
             contact.member.incarnation: MeasuredEdge(
-                _microseconds(contact.health.round_trip_s or 0.0)
+                _microseconds(contact.health.round_trip_s or 0.0),
+                self.probing.settled_mbit_s(contact.member),
             )
             for contact in self._contacts.values()
         }

@@ -15,6 +15,7 @@ from pmesh.core.links.dialing import STEADY_AFTER_S
 from pmesh.core.links.health import WIFI, WIRED, Thresholds
 from pmesh.core.wire.link import (
     Address,
+    AskProbe,
     AskResult,
     Hello,
     KnownPeers,
@@ -23,6 +24,7 @@ from pmesh.core.wire.link import (
     OfferLane,
     P2PLinkMessage,
     P2PMessage,
+    Probe,
     RestLane,
 )
 from pmesh.errors import (
@@ -336,7 +338,7 @@ class Peers:
         self.broken_links += 1
         self._bans.add(node, now=trio.current_time())
 
-    def _receive(self, live: Live, message: LinkMessage) -> None:
+    def _receive(self, live: Live, message: LinkMessage) -> None:  # noqa: C901 - one arm for each
         match message:
             case Hello():
                 raise ProtocolError("a second Hello")
@@ -350,6 +352,10 @@ class Peers:
                 self._on_rest(live.member, message)
             case AskResult():
                 self._on_ask(message)
+            case AskProbe():
+                self.membership.probing.answer(live.member, message)
+            case Probe():
+                self.membership.probing.receive(live.member, message)
             case P2PLinkMessage():
                 self._on_p2p(live.member, message)
             case Leaving():

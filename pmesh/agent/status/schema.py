@@ -82,6 +82,9 @@ class MemberStatus(_Part, frozen=True, kw_only=True):
         float | None,
         Meta(description="The longest silence that has ended by itself lately, weighted by age."),
     ] = None
+    mbit_s: Annotated[
+        int | None, Meta(description="The settled bandwidth from it to this machine.")
+    ] = None
 
 
 class ViewStatus(_Part, frozen=True, kw_only=True):

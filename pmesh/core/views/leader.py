@@ -103,7 +103,7 @@ def weigh_rings(state: MemberState, facts: Facts, now: float) -> MemberState:
     view = state.view
     if not view.rosters or now < state.steady_until or not is_acting(state, now):
         return replace(state, reorder=(), weighed=()) if state.weighed else state
-    heard = _heard(state, facts)
+    heard = reports(state, facts)
     costs = measure_costs(view.members, heard)
     if costs == state.weighed:
         return state
@@ -131,7 +131,8 @@ def _jobs_to_reorder(state: MemberState, facts: Facts) -> tuple[JobName, ...]:
     return tuple(job for job in state.reorder if job in busy)
 
 
-def _heard(state: MemberState, facts: Facts) -> Heard:
+def reports(state: MemberState, facts: Facts) -> Heard:
+    """Return what this member and its peers have measured of their edges."""
     theirs = {peer.member: peer.heartbeat.heard for peer in state.peers.values()}
     return theirs | {state.me: facts.edges}
 
@@ -144,7 +145,7 @@ def decide(state: MemberState, facts: Facts) -> Commit | None:
     answers, epoch = _named_apart(proposal.answers), proposal.message.epoch
     base = _base(state, answers)
     continuing = _continuing(base, answers)
-    costs = measure_costs(tuple(answers), _heard(state, facts))
+    costs = measure_costs(tuple(answers), reports(state, facts))
     ring = ring_order(tuple(answers), costs)
     seats = tuple(_seat(member, base, continuing, answers[member], epoch) for member in ring)
     change = rosters.Change(

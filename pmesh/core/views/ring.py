@@ -29,6 +29,9 @@ Costs: TypeAlias = tuple[tuple[int, ...], ...]
 Heard: TypeAlias = Mapping[Member, Mapping[Incarnation, MeasuredEdge]]
 """What each member has measured of the way to its peers."""
 
+Edges: TypeAlias = Mapping[frozenset[Member], MeasuredEdge]
+"""What is known of the edge between each two members."""
+
 UNKNOWN = MeasuredEdge()
 
 STEPS = 16
@@ -91,9 +94,7 @@ def worse_of(one: MeasuredEdge, other: MeasuredEdge) -> MeasuredEdge:
     return MeasuredEdge(round_trip_us, min(known, default=0))
 
 
-def measured_edges(
-    members: Sequence[Member], heard: Heard
-) -> dict[frozenset[Member], MeasuredEdge]:
+def measured_edges(members: Sequence[Member], heard: Heard) -> Edges:
     """Return what is known of the edge between each two of the members."""
     return {
         frozenset((a, b)): worse_of(
@@ -120,12 +121,15 @@ def edges_around(ring: Sequence[Member]) -> tuple[frozenset[Member], ...]:
     return tuple(frozenset(pair) for pair in pairs if pair[0] != pair[1])
 
 
-def slowest_edge(
-    ring: Sequence[Member], edges: Mapping[frozenset[Member], MeasuredEdge]
-) -> MeasuredEdge | None:
+def slowest_edge(ring: Sequence[Member], edges: Edges) -> MeasuredEdge | None:
     """Return the edge of a cycle that costs most; None if it has no edges."""
     around = [edges[edge] for edge in edges_around(ring)]
     return max(around, key=edge_cost, default=None)
+
+
+def times_faster(before: MeasuredEdge, after: MeasuredEdge) -> float:
+    """Return how many times as fast as one edge another is, by their costs."""
+    return float(2 ** ((edge_cost(before) - edge_cost(after)) / STEPS))
 
 
 def is_much_better(before: MeasuredEdge, after: MeasuredEdge) -> bool:

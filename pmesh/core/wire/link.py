@@ -31,6 +31,8 @@ PROTOCOL_VERSION = 8
 MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; more is an attack
 
 MAX_ADDRESSES = 64  # of one machine; a Mac with every port in use has about ten
+MAX_PROBE_BYTES = 256 * 1024  # 2 ms at 1 Gbit/s
+PROBE_PART_BYTES = 8 * 1024  # half of a TLS record
 MAX_ENTRIES = 1024  # entries of any kind about one member's own jobs in one message
 
 _OpOrNone = Annotated[int, Meta(ge=-1, le=2**62)]
@@ -419,6 +421,18 @@ class KnownPeers(_Message, frozen=True, tag=22):
     peers: Annotated[tuple[Hello, ...], Meta(max_length=MAX_ENTRIES)]
 
 
+class AskProbe(_Message, frozen=True, tag=30):
+    """The receiver is to send so many bytes in Probes, which show the bandwidth from it."""
+
+    nbytes: Annotated[int, Meta(ge=1, le=MAX_PROBE_BYTES)]
+
+
+class Probe(_Message, frozen=True, tag=31):
+    """A part of a probe."""
+
+    padding: Annotated[bytes, Meta(min_length=1, max_length=PROBE_PART_BYTES)]
+
+
 AgreementMessage: TypeAlias = (
     Heartbeat
     | AskView
@@ -434,7 +448,15 @@ AgreementMessage: TypeAlias = (
 )
 P2PMessage: TypeAlias = AnnounceMessage | RequestMessage | MessageDelivered | MessageWithdrawn
 LinkMessage: TypeAlias = (
-    Hello | AgreementMessage | OfferLane | RestLane | AskResult | P2PMessage | KnownPeers
+    Hello
+    | AgreementMessage
+    | OfferLane
+    | RestLane
+    | AskResult
+    | P2PMessage
+    | KnownPeers
+    | AskProbe
+    | Probe
 )
 
 _decoder: msgspec.msgpack.Decoder[LinkMessage] = msgspec.msgpack.Decoder(LinkMessage)
