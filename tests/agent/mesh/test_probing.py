@@ -53,14 +53,16 @@ class Edge:
         return asked
 
 
-async def test_one_probe_that_is_disturbed_says_nothing(clock: MockClock) -> None:
+async def test_probes_that_are_disturbed_say_nothing_beside_one_that_is_not(
+    clock: MockClock,
+) -> None:
     del clock
     edge = Edge(94)
     while not edge.anna.settled_mbit_s(BERT):
         await edge.measure()
-    for disturbed_mbit_s in (10, 2000, 10, 2000):
+    for disturbed_mbit_s in (10, 30, 10, 30):
         await trio.sleep(PROBE_EVERY_S)
-        for mbit_s in (94, disturbed_mbit_s, 94):
+        for mbit_s in (disturbed_mbit_s, 94, disturbed_mbit_s):
             edge.mbit_s = mbit_s
             await edge.carry(BERT)
             await trio.sleep(ANSWER_EVERY_S)
@@ -84,7 +86,7 @@ async def test_a_probe_shows_the_bandwidth_and_takes_a_thousandth_of_a_minute_at
     await trio.sleep(PROBE_EVERY_S - 2 * ANSWER_EVERY_S)
     assert await edge.carry(BERT) == 0
     await trio.sleep(2 * ANSWER_EVERY_S)
-    assert await edge.measure() == asked
+    assert await edge.measure() == pytest.approx(asked, rel=0.01)
 
 
 async def test_while_data_flow_nothing_is_probed(clock: MockClock) -> None:
