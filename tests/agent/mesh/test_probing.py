@@ -6,6 +6,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from pmesh.agent.jobs.ranks import MEASURED_BYTES
 from pmesh.agent.mesh.probing import ANSWER_EVERY_S, PROBE_EVERY_S, PROBES, Probing
 from pmesh.core.links.bandwidth import STEADY_S
 from pmesh.core.wire.link import MAX_PROBE_BYTES, AskProbe, LinkMessage, Probe
@@ -144,3 +145,19 @@ async def test_machines_that_train_together_learn_of_every_edge_and_the_others_s
         await until(lambda: known() == {(a, b) for a, b in pairs if 3 not in (a, b)})
         await reduce_all(trainers)
         await until(lambda: agents[0].reported_mbit_s(members[1]) > 0)
+
+
+async def test_the_data_of_an_op_measure_the_edge_that_they_come_over(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        await reduce_all(await here.job(*here.machines))
+        one, other = (machine.agent for machine in here.machines)
+        (lane,) = [lane for lane in here.machines[0].lanes() if not lane.sending]
+        member = other.membership.state.me
+        for nbytes, settled in ((MEASURED_BYTES - 1, 0), (2 * MEASURED_BYTES, 17)):
+            one.membership.probing.forget(member)
+            lane.paced = nbytes, 1.0
+            one.jobs.poll()
+            assert one.membership.probing.settled_mbit_s(member) == settled
+        one.membership.probing.forget(member)
+        one.jobs.poll()  # nothing has come since
+        assert one.membership.probing.settled_mbit_s(member) == 0
