@@ -3,7 +3,7 @@
 The first all-reduce of a roster with more than two ranks, if it leaves the choice to us, begins
 with an agreement: each rank adds how fast the edge to the next one is, if that one has reported it
 in its heartbeat, or sends a probe by which the next finds out; then the tables of all are added up.
-What a probe finds is a measurement like any other (`pmesh.agent.mesh.probing`). It takes
+What this one probe finds is for this table only: the first op is a busy time. It takes
 two turns of the ring and 256 KiB an edge, so 20 ms at 100 Mbit/s, and no op is under way meanwhile.
 """
 
@@ -33,10 +33,6 @@ class Bandwidths(Protocol):
         """Return the bandwidth to a member; 0 while it is unknown."""
         ...
 
-    def probed(self, member: Member, mbit_s: float) -> None:
-        """Take the bandwidth from a member."""
-        ...
-
 
 class RingCosts:
     """The table that all ranks of a roster share; before they have one, they use the ring."""
@@ -59,7 +55,7 @@ async def agree_on_costs(
         header: of the op's records.
         members: whose each rank is, in ring order.
         round_trips_s: to other members, where it has been measured.
-        known: what is known of bandwidths, and learns what is found.
+        known: what is known of bandwidths.
 
     Raises:
         CallsDiffer: a neighbour called something else.
@@ -75,8 +71,6 @@ async def agree_on_costs(
     table[me, after, 1] = known_ps
     measured_ps = await _probe(ring, header, sends=not known_ps)
     table[before, me, 1] += measured_ps
-    if measured_ps:
-        known.probed(members[before], PS_OF_MBIT_S / measured_ps)
     result = np.empty_like(table)
     await all_reduce(
         ring,

@@ -14,7 +14,7 @@ import msgspec
 import structlog
 import trio
 
-from pmesh.agent.mesh.probing import FASTEST_MBIT_S, Probing
+from pmesh.agent.mesh.probing import Probing
 from pmesh.core.links import health
 from pmesh.core.links.health import WIRED, Condition, Health, Thresholds
 from pmesh.core.values import View
@@ -141,11 +141,6 @@ class Membership:
             else peer.heartbeat.heard.get(self.state.me.incarnation, UNKNOWN)
         )
         return max(0, edge.mbit_s)
-
-    def probed(self, member: Member, mbit_s: float) -> None:
-        """Note the bandwidth from a peer that an op has found."""
-        if member != self.state.me:
-            self.probing.note(member, min(mbit_s, FASTEST_MBIT_S), "probe")
 
     def link_up(self, member: Member, thresholds: Thresholds) -> None:
         """Start or continue contact with a peer over a new link."""

@@ -25,12 +25,11 @@ from pmesh.ids import Member
 
 PROBE_EVERY_S = 60.0
 PROBES = 3  # of which the fastest counts
-BYTES_PER_MBIT_S = 2_500  # of each: all are 0.1 % of what goes over the edge in a minute
+BYTES_PER_MBIT_S = 2_500  # of each, or 20 ms: all are 0.1 % of what the edge carries in a minute
 SLOWEST_MBIT_S = 10  # what an edge is taken for at first
 ANSWER_EVERY_S = 1.0  # a peer that asks more often is not answered
 PATIENCE_S = 5.0  # a probe that has not ended by then is asked for again
 SHORTEST_S = 0.5e-3  # a shorter time says more of the event loop than of the network
-FASTEST_MBIT_S = 8e-6 * MAX_PROBE_BYTES / SHORTEST_S  # that a probe shows
 
 
 @dataclass(slots=True)
