@@ -229,10 +229,18 @@ class Membership:
             await sleep_in_step(self.pace_s)
 
     def _training_peers(self) -> set[Member]:
-        """Return the linked machines with which one of our trainers shares a job."""
-        me, linked = self.state.me, {contact.member for contact in self._contacts.values()}
-        hosts = [{trainer.member for trainer in roster.trainers} for roster in self.view.rosters]
-        return linked & set[Member]().union(*(members for members in hosts if me in members))
+        """Return the linked machines that train with one of ours, but those that ours send to next.
+
+        Our data on the way there would hold up our question and what acknowledges the probe, and
+        the data show there how fast that edge is.
+        """
+        me, found, following = self.state.me, set[Member](), set[Member]()
+        for roster in self.view.rosters:
+            ring = [trainer.member for trainer in roster.trainers]
+            if me in ring:
+                found.update(ring)
+                following.update(ring[i] for i in range(len(ring)) if ring[i - 1] == me)
+        return found.intersection(c.member for c in self._contacts.values()) - following
 
     def judge(self, stall: Stall) -> None:
         """Judge the silence of all peers, without counting our own stall."""
