@@ -316,7 +316,7 @@ class Membership:
     def _facts(self) -> Facts:
         edges = {
             contact.member.incarnation: MeasuredEdge(
-                _microseconds(contact.health.round_trip_s or 0.0),
+                _microseconds(contact.health.least_round_trip_s),  # tensors may queue before it
                 self.probing.settled_mbit_s(contact.member),
             )
             for contact in self._contacts.values()

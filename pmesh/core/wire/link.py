@@ -194,7 +194,7 @@ class MeasuredEdge(msgspec.Struct, frozen=True, array_like=True):
     """What one end has measured of the edge between two members."""
 
     round_trip_us: _Microseconds = 0
-    """0 while unknown."""
+    """The least that was measured; 0 while unknown."""
     mbit_s: Annotated[int, Meta(ge=RELAYED, le=2**32)] = 0
     """The settled bandwidth from the other end to this one; 0 while unknown, RELAYED if no bytes
     travel directly."""
