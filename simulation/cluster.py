@@ -6,15 +6,17 @@ from random import Random
 
 from pmesh.core.values import Roster
 from pmesh.core.views.quorum import has_majorities, needed_voters
+from pmesh.core.views.ring import UNKNOWN
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId
 from simulation.agents import Agent
 from simulation.drawing import (
     draw_conditions,
+    draw_edges,
     draw_habits,
-    draw_round_trips,
     draw_size,
     draw_slow_conditions,
+    remeasure,
 )
 from simulation.invariants import Invariants, Violation
 from simulation.links import Message
@@ -44,6 +46,9 @@ minutes, one in some hundred needs ten."""
 
 SLOW_SHARE = 4
 """One seed of so many has a slow network."""
+
+CHANGES = 4
+"""How often the bandwidths change during the faults (V13)."""
 
 AHEAD = 4
 """After the faults each job must end this many more ops at all its ranks."""
@@ -97,7 +102,13 @@ class Cluster:
         self._trace = trace
         drawn = draw_habits(self.random, self.size, until_s=self.schedule.calm_from_s, slow=slow)
         self._habits = [(habits,)] * self.size if habits else drawn
-        self.round_trips = draw_round_trips(self.random, self.size)
+        self.edges = draw_edges(self.random, self.size)
+        """By host: what it measures of the way to each other host; agents read it at each tick."""
+        if self.edges[0].get(1, UNKNOWN) != UNKNOWN:
+            again = Random(seed)  # noqa: S311 - of its own, so that all else stays as it was
+            for number in range(1, CHANGES + 1):
+                at_s = self.schedule.faults_until_s * number / CHANGES
+                self.timeline.after(at_s, remeasure, again, self.edges)
         self._asleep_since: dict[int, float] = {}
 
     def start(self, number: int) -> None:
@@ -114,7 +125,7 @@ class Cluster:
             random=self.random,
             invariants=self.invariants,
             habits=self._habits[number],
-            peers={n: rtt for n, rtt in enumerate(self.round_trips[number]) if n != number},
+            peers=self.edges[number],
             note=self.note,
         )
         if self.on_start is not None:

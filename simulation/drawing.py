@@ -3,6 +3,8 @@
 from random import Random
 
 from pmesh.core.values import Terms
+from pmesh.core.views.ring import UNKNOWN
+from pmesh.core.wire.link import MeasuredEdge
 from pmesh.ids import JobName
 from simulation.network import Conditions
 from simulation.ops import OP_TIMEOUT_S
@@ -76,9 +78,18 @@ def draw_terms(random: Random, trainers: int) -> Terms:
     )
 
 
-def draw_round_trips(random: Random, size: int) -> list[list[int]]:
-    """Microseconds; equal, or so that the ring is not the order of the node ids."""
+def draw_edges(random: Random, size: int) -> list[dict[int, MeasuredEdge]]:
+    """All alike, or so that the ring is not the order of the node ids: what each measures."""
     if chance(random, 0.7):  # planning costs time
-        return [[0] * size for _ in range(size)]
+        return [{b: UNKNOWN for b in range(size) if b != a} for a in range(size)]
     trips = [[random.choice([300, 1000, 5000]) for _ in range(size)] for _ in range(size)]
-    return [[trips[min(a, b)][max(a, b)] for b in range(size)] for a in range(size)]
+    edges = [{b: MeasuredEdge(trips[a][b]) for b in range(size) if b != a} for a in range(size)]
+    remeasure(Random(trips[0][0]), edges)  # noqa: S311 - the seed replays the history
+    return edges
+
+
+def remeasure(random: Random, edges: list[dict[int, MeasuredEdge]]) -> None:
+    """Each agent measures another bandwidth on each of its edges, in place."""
+    for row in edges:
+        for b, edge in row.items():
+            row[b] = MeasuredEdge(edge.round_trip_us, random.choice([10, 100, 1000]))

@@ -26,7 +26,13 @@ from pmesh.agent.mesh.foreign_agents import watch as watch_turned_away
 from pmesh.agent.mesh.membership import DOUBT_S, Membership
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.p2p.router import P2PRouter, serve_p2p
-from pmesh.agent.status.events import Event, EventLog, describe_change, encode_events
+from pmesh.agent.status.events import (
+    Event,
+    EventLog,
+    describe_change,
+    describe_reordered,
+    encode_events,
+)
 from pmesh.agent.status.schema import Status as Snapshot
 from pmesh.agent.status.schema import TurnedAwayStatus, encode_status
 from pmesh.agent.status.snapshot import Sources, describe_unlinked, take_snapshot
@@ -306,6 +312,9 @@ class Agent:
     def _installed(self, before: View, after: View, losses: Mapping[Member, str]) -> None:
         self.p2p.follow()
         for news in describe_change(before, after, losses, me=self._me):
+            self._event_log.add(news)
+        edges = self.membership.edges_among(after.members)
+        for news in describe_reordered(before, after, edges):
             self._event_log.add(news)
 
     def _say(self, event: Event) -> None:

@@ -25,6 +25,7 @@ from pmesh.core.views import (
     op_log,
     outcomes,
     quorum,
+    ring,
     rosters,
     state,
 )
@@ -198,6 +199,19 @@ def _keep_doubts(before: StallGuard, _: MemberState, view: View) -> StallGuard:
     return replace(before, unconfirmed=before.unconfirmed.intersection(view.members))
 
 
+# --- V13
+
+_weigh_rings = leader.weigh_rings
+
+
+def _is_any_better(before: Any, after: Any) -> bool:
+    return ring.edge_cost(after) < ring.edge_cost(before)
+
+
+def _weigh_at_once(state: MemberState, *rest: Any) -> MemberState:
+    return _weigh_rings(replace(state, steady_until=0.0), *rest)
+
+
 # --- V9 and V10
 
 _weight = rosters._History.weight
@@ -276,6 +290,12 @@ MUTATIONS = {
     ),
     "unread_is_silent": Mutation("V11: who has not read is waited for", (state.has_read, _yes)),
     "no_voucher": Mutation("V12: whom another hears is alive", (state.is_vouched_for, _never)),
+    "ring_follows_noise": Mutation(
+        "V13: only a much better ring is worth a view", (ring.is_much_better, _is_any_better)
+    ),
+    "no_ring_pause": Mutation(
+        "V13: a minute lies between two views for a better ring", (_weigh_rings, _weigh_at_once)
+    ),
     "hears_is_enough": Mutation("V5: it hears me, and says so", (state.hears_me, _hears)),
     "no_clique": Mutation("V5: members hear each other", (state.hear_each_other, _yes)),
     "old_evidence": Mutation(

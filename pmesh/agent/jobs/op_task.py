@@ -390,7 +390,7 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
         members = tuple(trainer.member for trainer in rank.roster.trainers)
         times = jobs.round_trips_s(members)
         rank.costs.edges = await agree_on_costs(
-            ring, _header(rank, op), members, times, jobs.edge_book
+            ring, _header(rank, op), members, times, jobs.membership
         )
     if op.codec is not None:
         await _all_reduce_coded(rank, op, op.codec, await rank.ring(rendezvous))
@@ -466,7 +466,7 @@ def _float32s(memory: memoryview) -> Float32s:
 def _leaves_the_choice(rank: LocalRank, op: Op) -> bool:
     """Whether the ranks are to find out what is quickest; of two ranks, each way is the same."""
     chosen = op.request.call.strategy
-    asks = op.kind in {"all_reduce", "barrier"} and chosen in {"", "hierarchical"}
+    asks = op.kind in {"all_reduce", "barrier"} and chosen in {"", "hierarchical", "chain"}
     knows = rank.costs.edges is not None or op.codec is not None
     return asks and rank.size > 2 and not knows  # noqa: PLR2004 - as it says
 

@@ -19,6 +19,7 @@ from pmesh.core.wire.link import (
     PeerInterface,
     Ping,
     Pong,
+    Probe,
     encode,
 )
 from pmesh.errors import PeerUnreachable
@@ -162,6 +163,10 @@ class Link:
 
     def send(self, message: LinkMessage) -> None:
         """Send a message; never waits. It is kept until the peer has acknowledged it."""
+        if isinstance(message, Probe):  # too late, it would measure nothing
+            if self._current is not None:
+                self._current.path.send(message)
+            return
         packet = self._delivery.send(encode(message))
         if self.is_unread:
             for live in self.paths.values():

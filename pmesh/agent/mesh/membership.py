@@ -14,12 +14,14 @@ import msgspec
 import structlog
 import trio
 
+from pmesh.agent.mesh.probing import Probing
 from pmesh.core.links import health
 from pmesh.core.links.health import WIRED, Condition, Health, Thresholds
 from pmesh.core.values import View
-from pmesh.core.views import agreement, limits
+from pmesh.core.views import agreement, leader, limits
 from pmesh.core.views.agreement import StallGuard
 from pmesh.core.views.limits import is_led_astray
+from pmesh.core.views.ring import UNKNOWN, Edges, measured_edges
 from pmesh.core.views.state import (
     Facts,
     Fence,
@@ -30,7 +32,7 @@ from pmesh.core.views.state import (
     heartbeat_of,
     is_vouched_for,
 )
-from pmesh.core.wire.link import AgreementMessage, Heartbeat, LinkMessage, TellView
+from pmesh.core.wire.link import AgreementMessage, Heartbeat, LinkMessage, MeasuredEdge, TellView
 from pmesh.ids import JobName, Member, NodeId
 from pmesh.net.local.processes import Stall, sleep_in_step
 
@@ -106,6 +108,7 @@ class Membership:
         self._led_astray = led_astray
         self._contacts: dict[NodeId, _Contact] = {}
         self._lost_contacts: dict[NodeId, _Contact] = {}
+        self.probing = Probing(send)
         self._losses: dict[Member, str] = {}
         self._inputs: deque[Callable[[Facts, float], Step]] = deque()
         self._draining = False
@@ -128,6 +131,20 @@ class Membership:
             for member, health in known.items()
             if health is not None and health.round_trip_s is not None
         }
+
+    def edges_among(self, members: Iterable[Member]) -> Edges:
+        """Return what is known of the edges between members, from all heartbeats."""
+        return measured_edges(tuple(members), leader.reports(self.state, self._facts()))
+
+    def reported_mbit_s(self, member: Member) -> int:
+        """Return the bandwidth from here to a peer, as it reports it; 0 while it is unknown."""
+        peer = self.state.peers.get(member.node)
+        edge = (
+            UNKNOWN
+            if peer is None
+            else peer.heartbeat.heard.get(self.state.me.incarnation, UNKNOWN)
+        )
+        return max(0, edge.mbit_s)
 
     def link_up(self, member: Member, thresholds: Thresholds) -> None:
         """Start or continue contact with a peer over a new link."""
@@ -155,6 +172,7 @@ class Membership:
             self._lost_contacts[node] = contact
             if len(self._lost_contacts) > MAX_LOST_CONTACTS:
                 del self._lost_contacts[next(iter(self._lost_contacts))]
+            self.probing.forget(contact.member)
             if contact.member in self.view.members:
                 self._losses[contact.member] = why
             self._noticed("loss noticed", f"{self.name_of(node)} is lost: {why}")
@@ -221,9 +239,24 @@ class Membership:
         while True:
             self.reevaluate()
             self.beat()
+            self.probing.ask(self._training_peers())
             if is_led_astray(self.state, now=trio.current_time()):
                 self._led_astray()
             await sleep_in_step(self.pace_s)
+
+    def _training_peers(self) -> set[Member]:
+        """Return the linked machines that train with one of ours, but those that ours send to next.
+
+        Our data on the way there would hold up our question and what acknowledges the probe, and
+        the data show there how fast that edge is.
+        """
+        me, found, following = self.state.me, set[Member](), set[Member]()
+        for roster in self.view.rosters:
+            ring = [trainer.member for trainer in roster.trainers]
+            if me in ring:
+                found.update(ring)
+                following.update(ring[i] for i in range(len(ring)) if ring[i - 1] == me)
+        return found.intersection(c.member for c in self._contacts.values()) - following
 
     def judge(self, stall: Stall) -> None:
         """Judge the silence of all peers, without counting our own stall."""
@@ -297,14 +330,16 @@ class Membership:
                     self.reevaluate()  # after this step, because the facts have changed
 
     def _facts(self) -> Facts:
-        round_trips = {
-            contact.member.incarnation: _microseconds(contact.health.round_trip_s)
+        edges = {
+            contact.member.incarnation: MeasuredEdge(
+                _microseconds(contact.health.least_round_trip_s),  # tensors may queue before it
+                self.probing.settled_mbit_s(contact.member),
+            )
             for contact in self._contacts.values()
-            if contact.health.round_trip_s is not None
         }
         return replace(
             self._follower.facts(),
-            round_trips=round_trips,
+            edges=edges,
             timeout_s=max((c.health.timeout_s for c in self._contacts.values()), default=0.0),
             silent=tuple(self._contacts[node].member.incarnation for node in self._silent()),
         )
@@ -316,7 +351,7 @@ class Membership:
     def _urgent(self) -> object:
         """Return the parts of a heartbeat that are sent at once when they change."""
         beat = heartbeat_of(self.state, self._facts(), trio.current_time())
-        heard = dict.fromkeys(beat.heard, 0)
+        heard = dict.fromkeys(beat.heard, UNKNOWN)
         return msgspec.structs.replace(beat, heard=heard, progress=(), silent=())
 
     def _heartbeat_for(self, contact: _Contact) -> Heartbeat:

@@ -20,6 +20,7 @@ from pmesh.core.links.dialing import STEADY_AFTER_S
 from pmesh.core.links.paths import MAX_PATHS, Way
 from pmesh.core.wire.link import (
     Address,
+    AskProbe,
     AskResult,
     Hello,
     KnownPeers,
@@ -31,6 +32,7 @@ from pmesh.core.wire.link import (
     PathMessage,
     Ping,
     Pong,
+    Probe,
     RestLane,
 )
 from pmesh.errors import (
@@ -423,7 +425,7 @@ class Peers:
         self.broken_links += 1
         self._bans.add(node, now=trio.current_time())
 
-    def _receive(self, link: Link, message: PathMessage) -> None:
+    def _receive(self, link: Link, message: PathMessage) -> None:  # noqa: C901 - one arm for each
         match message:
             case Hello() | Ping() | Pong():
                 raise ProtocolError(f"a {type(message).__name__} out of its place")
@@ -436,6 +438,10 @@ class Peers:
                 self._on_rest(link.member, message)
             case AskResult():
                 self._on_ask(message)
+            case AskProbe():
+                self.membership.probing.answer(link.member, message)
+            case Probe():
+                self.membership.probing.receive(link.member, message)
             case P2PLinkMessage():
                 self._on_p2p(link.member, message)
             case Leaving():

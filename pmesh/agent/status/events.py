@@ -19,6 +19,8 @@ from msgspec import Meta
 
 from pmesh.agent.status.schema import decode_as
 from pmesh.core.values import Roster, Trainer, View
+from pmesh.core.views.ring import Edges, edge_cost, edges_around, times_faster
+from pmesh.core.views.rosters import is_reordered
 from pmesh.ids import Epoch, JobName, Member, OpNumber, node_text
 
 EVENTS_SCHEMA_VERSION: Literal[3] = 3
@@ -248,6 +250,34 @@ def _describe_ring(view: View, me: Member) -> News:
     leader = next(seat.name for seat in view.seats if seat.member.node == view.epoch.leader)
     text = f"ring: {' → '.join(marked)} → {names[0]}; leader {leader}"
     return News(kind="view", text=text, names=names)
+
+
+def describe_reordered(before: View, after: View, edges: Edges) -> Iterator[News]:
+    """Yield an event for each job whose ring now avoids the edge that was its slowest (V13).
+
+    Args:
+        before: The previous view.
+        after: The installed view.
+        edges: What is known of the edges between members of both.
+    """
+    names = {seat.member: seat.name for seat in after.seats}
+    for roster in after.rosters:
+        old = before.roster_of(roster.job)
+        if old is None or not is_reordered(old, roster):
+            continue
+        ring = edges_around([trainer.member for trainer in roster.trainers])
+        left = edges_around([trainer.member for trainer in old.trainers])
+        if not left:  # all on one machine
+            continue
+        slow = max(left, key=lambda edge: edge_cost(edges[edge]))
+        faster = times_faster(edges[slow], max((edges[edge] for edge in ring), key=edge_cost))
+        if faster <= 1 or slow in ring:
+            continue
+        ends = tuple(sorted(names[member] for member in slow))
+        speed = edges[slow].mbit_s
+        how = f"at {speed} Mbit/s" if speed > 0 else "which is relayed"
+        text = f": its ring is {faster:.1f}x faster: {' - '.join(ends)} {how} is avoided"
+        yield _news("view", roster, text, roster.trainers)
 
 
 def _describe_jobs(before: View, after: View) -> Iterator[News]:

@@ -86,6 +86,9 @@ class MemberStatus(_Part, frozen=True, kw_only=True):
         float | None,
         Meta(description="Of the TCP segments that the link to it has sent, those sent again."),
     ] = None
+    mbit_s: Annotated[
+        int | None, Meta(description="The settled bandwidth from it to this machine.")
+    ] = None
 
 
 class ViewStatus(_Part, frozen=True, kw_only=True):

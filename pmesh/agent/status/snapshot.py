@@ -219,6 +219,7 @@ def _member(rank: int, seat: Seat, sources: Sources) -> schema.MemberStatus:
         jitter_ms=None if trip is None or jitter is None else round(jitter * 1e3, 3),
         silence_s=None if health is None else round(health.longest_silence_s, 1),
         loss_percent=None if loss is None else round(loss * 100, 2),
+        mbit_s=sources.membership.probing.settled_mbit_s(seat.member) or None,
     )
 
 

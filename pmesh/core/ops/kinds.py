@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-from pmesh.core.ops.cost import Edges, choose, islands_of, segment_bytes_of
+from pmesh.core.ops.cost import Edges, chain_of, choose, islands_of, segment_bytes_of
 from pmesh.core.ops.moving import (
     plan_all_gather,
     plan_all_to_all,
@@ -23,6 +23,7 @@ from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reducing import (
     plan_along_ring,
     plan_centralized,
+    plan_chain,
     plan_hierarchical,
     plan_reduce,
     plan_reduce_scatter,
@@ -145,6 +146,9 @@ def _plan_sum(here: Setting, count: int) -> RankPlan:
         case "hierarchical":
             islands = islands_of(edges or ()) or tuple((rank,) for rank in range(here.size))
             return plan_hierarchical(**here.at, **values, islands=islands)
+        case "chain":
+            line = chain_of(edges) if edges else tuple(range(here.size))
+            return plan_chain(**here.at, **values, line=line)
         case _:
             return _plan_along_ring(here, count)
 

@@ -3,7 +3,7 @@
 A plan is a value: `pmesh.net.lanes.executor.run_plan` runs any of them, and the tests run those of
 all ranks in memory. Who makes them:
 
-    reducing    all_reduce by ring, tree, centralized and hierarchical; reduce; reduce_scatter
+    reducing    all_reduce by each strategy; reduce; reduce_scatter
     moving      broadcast, all_gather, gather, scatter and all_to_all, which reduce nothing
     coded       all_reduce along the ring with a codec at every hop
 

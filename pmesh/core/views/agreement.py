@@ -13,7 +13,7 @@ import msgspec
 from pmesh.core.values import Seat, View
 from pmesh.core.views import leader, limits, quorum
 from pmesh.core.views.limits import STEP, check_message, is_within_reach
-from pmesh.core.views.rosters import keep_local_rosters
+from pmesh.core.views.rosters import is_reordered, keep_local_rosters
 from pmesh.core.views.state import (
     BACK_OFF_S,
     FLUSH_DEADLINE_S,
@@ -25,6 +25,7 @@ from pmesh.core.views.state import (
     MOST_PROMISES,
     NOTICE_S,
     PATIENCE_S,
+    RING_PAUSE_S,
     SKIP_S,
     UNREAD_S,
     Action,
@@ -115,7 +116,8 @@ def _is_senior(state: MemberState, member: Member) -> bool:
 def pass_time(state: MemberState, facts: Facts, *, now: float) -> Step:
     """Check the deadlines. Call it at each heartbeat (0.2 s): they are at least five times that."""
     state = replace(state, debt=limits.note_need(state, now), timeout_s=facts.timeout_s)
-    return _consider(Step(_give_up_on_silent(state, now)), facts, now)
+    state = leader.weigh_rings(_give_up_on_silent(state, now), facts, now)
+    return _consider(Step(state), facts, now)
 
 
 def _receive(  # noqa: C901, PLR0911 - one arm for each message
@@ -362,9 +364,13 @@ def _install(state: MemberState, view: View, now: float) -> Step:
     """I2: install only a higher epoch, and only a view that includes us."""
     if view.epoch <= state.view.epoch or state.me not in view.members:
         raise ProtocolError(f"a view that can't follow: {view.epoch.counter}")
+    reordered = any(is_reordered(state.view.roster_of(r.job), r) for r in view.rosters)
     state = replace(
         state,
         view=view,
+        reorder=(),
+        weighed=(),
+        steady_until=now + RING_PAUSE_S if reordered else state.steady_until,
         promises=(),
         flushed_at=None,
         failures=max(0, state.failures - _is_success(state.view, view)),

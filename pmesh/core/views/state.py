@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pmesh.core.values import View
+from pmesh.core.views.ring import UNKNOWN, Costs
 from pmesh.core.wire.link import (
     AgreementMessage,
     Flushed,
     Heartbeat,
     JobReport,
     KnownPrimary,
+    MeasuredEdge,
     Propose,
     RankProgress,
     ViewRequest,
@@ -66,6 +68,12 @@ STEADY_S = 60.0
 MOST_FLAPPING = 256
 """The most members whose losses are remembered: whoever has the mesh key can invent them."""
 
+RING_PAUSE_S = 60.0
+"""V13: The least time between two views that are made for a better ring alone."""
+
+RING_RETRY_S = 10.0
+"""V13: How soon a leader tries again if the op under way was over before all had flushed."""
+
 MOST_PROMISES = 64
 """The most promised epochs that a member remembers since its last install: each took its leader at
 least a round trip, and PATIENCE_S is soon over."""
@@ -79,8 +87,10 @@ class Facts:
     waiting: tuple[Waiting, ...] = ()
     view_requests: tuple[ViewRequest, ...] = ()
     progress: tuple[RankProgress, ...] = ()
-    round_trips: Mapping[Incarnation, int] = field(default_factory=dict[Incarnation, int])
-    """Microseconds, for each measured peer."""
+    edges: Mapping[Incarnation, MeasuredEdge] = field(
+        default_factory=dict[Incarnation, MeasuredEdge]
+    )
+    """To each measured peer."""
     timeout_s: float = 0.0
     """The longest retransmission timeout among the links, as in RFC 6298."""
     silent: tuple[Incarnation, ...] = ()
@@ -157,6 +167,8 @@ class Proposal:
     message: Propose
     answers: Mapping[Member, Flushed]
     made_at: float
+    reordered: tuple[JobName, ...] = ()
+    """V13: the jobs that are to get a better ring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +215,12 @@ class MemberState:
     noticing_until: float = 0.0
     """Until then the other members may not have noticed that our leader is gone."""
     asked_to_join_at: float = 0.0
+    reorder: tuple[JobName, ...] = ()
+    """V13: the jobs whose rings can get much better, as its leader sees it."""
+    weighed: Costs = ()
+    """The costs for which `reorder` was found."""
+    steady_until: float = 0.0
+    """V13: before this time no view is made for a better ring alone."""
     met_at: float | None = None
     """When it first heard a heavier view that it can join; None while there is none."""
 
@@ -347,7 +365,7 @@ def heartbeat_of(state: MemberState, facts: Facts, now: float) -> Heartbeat:
         acting=is_acting(state, now),
         needs_epoch=needs_epoch(state, now),
         heard={
-            peer.member.incarnation: facts.round_trips.get(peer.member.incarnation, 0)
+            peer.member.incarnation: facts.edges.get(peer.member.incarnation, UNKNOWN)
             for peer in state.peers.values()
         },
         waiting=facts.waiting,

@@ -31,10 +31,12 @@ PROTOCOL_VERSION = 8
 MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; more is an attack
 
 MAX_ADDRESSES = 64  # of one machine; a Mac with every port in use has about ten
+MAX_PROBE_BYTES = 2 * 1024 * 1024  # 17 ms at 1 Gbit/s
+PROBE_PART_BYTES = 8 * 1024  # half of a TLS record
 MAX_ENTRIES = 1024  # entries of any kind about one member's own jobs in one message
 
 _OpOrNone = Annotated[int, Meta(ge=-1, le=2**62)]
-_Cost = Annotated[int, Meta(ge=0, le=1000)]  # half octaves of microseconds: 126 for 2^63
+_Cost = Annotated[int, Meta(ge=0, le=1000)]  # sixteenths of an octave: 992 for 2^62 microseconds
 _CostRow = Annotated[tuple[_Cost, ...], Meta(max_length=MAX_MEMBERS)]
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
 _Microseconds = Annotated[int, Meta(ge=0, le=2**62)]
@@ -203,6 +205,19 @@ class KnownPrimary(msgspec.Struct, frozen=True, array_like=True):
     """True if a majority of each set of voters that it needed is known to have installed it."""
 
 
+RELAYED = -1
+
+
+class MeasuredEdge(msgspec.Struct, frozen=True, array_like=True):
+    """What one end has measured of the edge between two members."""
+
+    round_trip_us: _Microseconds = 0
+    """The least that was measured; 0 while unknown."""
+    mbit_s: Annotated[int, Meta(ge=RELAYED, le=2**32)] = 0
+    """The settled bandwidth from the other end to this one; 0 while unknown, RELAYED if no bytes
+    travel directly."""
+
+
 class Heartbeat(_Message, frozen=True, tag=2):
     """The state of a member. It is self-contained: the next one makes up for a lost one."""
 
@@ -215,10 +230,10 @@ class Heartbeat(_Message, frozen=True, tag=2):
     needs_epoch: bool
     """True if its promise is overdue and it requests a new proposal (V6)."""
     heard: Annotated[
-        dict[Annotated[Incarnation, Meta(ge=1, le=2**63 - 1)], _Microseconds],
+        dict[Annotated[Incarnation, Meta(ge=1, le=2**63 - 1)], MeasuredEdge],
         Meta(max_length=MAX_ENTRIES),
     ]
-    """The peers that it hears (V5), with the round trip in microseconds, 0 while unknown."""
+    """The peers that it hears (V5), with what it has measured of the way to each."""
     waiting: Annotated[tuple[Waiting, ...], Meta(max_length=MAX_ENTRIES)] = ()
     view_requests: Annotated[tuple[ViewRequest, ...], Meta(max_length=MAX_ENTRIES)] = ()
     progress: Annotated[tuple[RankProgress, ...], Meta(max_length=MAX_ENTRIES)] = ()
@@ -437,6 +452,18 @@ class Pong(_Message, frozen=True, tag=29):
     sent_us: _Microseconds
 
 
+class AskProbe(_Message, frozen=True, tag=30):
+    """The receiver is to send so many bytes in Probes, which show the bandwidth from it."""
+
+    nbytes: Annotated[int, Meta(ge=1, le=MAX_PROBE_BYTES)]
+
+
+class Probe(_Message, frozen=True, tag=31):
+    """A part of a probe."""
+
+    padding: Annotated[bytes, Meta(min_length=1, max_length=PROBE_PART_BYTES)]
+
+
 AgreementMessage: TypeAlias = (
     Heartbeat
     | AskView
@@ -452,7 +479,15 @@ AgreementMessage: TypeAlias = (
 )
 P2PMessage: TypeAlias = AnnounceMessage | RequestMessage | MessageDelivered | MessageWithdrawn
 LinkMessage: TypeAlias = (
-    Hello | AgreementMessage | OfferLane | RestLane | AskResult | P2PMessage | KnownPeers
+    Hello
+    | AgreementMessage
+    | OfferLane
+    | RestLane
+    | AskResult
+    | P2PMessage
+    | KnownPeers
+    | AskProbe
+    | Probe
 )
 PathMessage: TypeAlias = LinkMessage | Ping | Pong
 

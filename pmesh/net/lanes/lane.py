@@ -16,6 +16,7 @@ the event loop; a `Pipeline` (`pmesh.net.lanes.executor`) lets those of large op
 import contextlib
 import select
 import socket
+import time
 from collections.abc import Callable, Generator
 from enum import Enum, auto
 from typing import TypeAlias
@@ -96,6 +97,9 @@ class Lane:
         """Records of a lower roster, which came too late (V4)."""
         self.peer_completed = -1
         """How far the peer had come when it sent its last record (O2)."""
+        self.paced = 0, 0.0
+        """Bytes that this end has waited for in the middle of records, and for how many seconds.
+        The peer had them ready, so they came as fast as the network allowed."""
         self._roster = offer.number
         self._socket = sock
         self._closed = trio.Event()
@@ -225,11 +229,18 @@ class Lane:
                 break
             yield from self._refuse(header, expected)
         end = OVERHEAD_BYTES + header.body_bytes
-        waited |= yield from self._fill(end, end)
+        before, began = self._filled, time.monotonic()  # nothing more is there, and more will come
+        if (yield from self._fill(end, end)):
+            waited = True
+            self._note_pace(end - before, time.monotonic() - began)
         self._open(end, into)
         self.peer_completed = header.completed
         if not waited:
             yield Wait.TURN
+
+    def _note_pace(self, nbytes: int, took_s: float) -> None:
+        if nbytes >= WAKE_UP_BYTES:
+            self.paced = self.paced[0] + nbytes, self.paced[1] + took_s
 
     def _refuse(self, header: RecordHeader, expected: RecordHeader) -> Steps:
         """Drop a record that comes too late; raise for any other that is not the expected one."""

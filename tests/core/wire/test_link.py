@@ -139,7 +139,7 @@ def test_the_bytes_of_version_eight_do_not_change_unnoticed() -> None:
     ]
 
 
-def test_the_tags_are_those_of_version_seven() -> None:
+def test_the_tags_are_those_of_version_eight() -> None:
     tags = {kind.__struct_config__.tag: kind.__name__ for kind in KINDS}
     assert tags == {
         1: "Hello",
@@ -162,6 +162,8 @@ def test_the_tags_are_those_of_version_seven() -> None:
         25: "MessageDelivered",
         26: "MessageWithdrawn",
         27: "RestLane",
+        30: "AskProbe",
+        31: "Probe",
     }
 
 

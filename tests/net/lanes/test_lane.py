@@ -1,5 +1,6 @@
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,7 +18,7 @@ from pmesh.core.wire.records import (
     Sealer,
 )
 from pmesh.errors import LaneBroken
-from pmesh.net.lanes.lane import CallsDiffer, Lane, Wait
+from pmesh.net.lanes.lane import WAKE_UP_BYTES, CallsDiffer, Lane, Wait
 from tests.worlds.lanes import header, lane_pair, offer_between, raw_receiving_lane
 
 
@@ -291,6 +292,33 @@ async def test_a_lane_wakes_up_for_a_header_for_much_of_a_body_and_for_its_rest(
         theirs.sendall(data[-300:])
         assert list(steps) == []
     assert into == bytes(range(250)) * 10
+    assert lane.paced == (0, 0.0)  # too little to tell how fast it came
+    lane.close()
+
+
+async def test_what_comes_while_a_record_is_waited_for_shows_the_bandwidth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 50.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * WAKE_UP_BYTES)
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * WAKE_UP_BYTES)
+    lane = Lane(ours, offer_between(0, 1), sending=False, peer="mac-0")
+    head = header(WAKE_UP_BYTES + 5000)
+    data, sealer = bytes(head.body_bytes), Sealer(offer_between(0, 1).key)
+    with theirs:
+        for pause_s in (2.0, 0.0):  # the second record is there already
+            sent = record(head, data, sealer=sealer)
+            steps = lane.receives(head, memoryview(bytearray(len(data))))
+            early = len(sent) - WAKE_UP_BYTES if pause_s else len(sent)
+            theirs.sendall(sent[:early])
+            if pause_s:
+                assert next(steps) is Wait.READABLE
+                now += pause_s
+                theirs.sendall(sent[early:])
+            list(steps)
+            assert lane.paced == (WAKE_UP_BYTES, 2.0)
     lane.close()
 
 
