@@ -1,6 +1,7 @@
 """The link with one peer: its messages, and the paths over which they go."""
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -50,12 +51,15 @@ class LivePath:
     """Where we dialled it; None if the peer dialled us."""
     again: bool
     """True if it was dialled immediately after the link's last path had ended (V6)."""
+    hosts: tuple[frozenset[str], frozenset[str]]
+    """The addresses of its two interfaces, ours first."""
     flaps: int
     since: float = field(default_factory=trio.current_time)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     last_heard: float = field(default_factory=trio.current_time)
     asked_at: float | None = None
     health: Health = field(init=False)
+    _users: set[trio.CancelScope] = field(default_factory=set[trio.CancelScope])
 
     def __post_init__(self) -> None:
         self.health = health.begin(self.thresholds, now=self.since)
@@ -80,6 +84,21 @@ class LivePath:
             last_heard=self.last_heard,
             asked_at=self.asked_at,
         )
+
+    @contextlib.contextmanager
+    def until_failed(self) -> Iterator[None]:
+        """Cancel what is inside when the path fails."""
+        with trio.CancelScope() as scope:
+            self._users.add(scope)
+            try:
+                yield
+            finally:
+                self._users.discard(scope)
+
+    def fail(self) -> None:
+        """End it, and what its failure cancels."""
+        for scope in (self.scope, *self._users):
+            scope.cancel()
 
     def ask(self) -> None:
         """Ask for a sign of life."""
@@ -266,8 +285,16 @@ def live_path(
         speed_mbit_s=min(speeds),
         dialled=dialled,
         again=again,
+        hosts=(
+            frozenset({here.host.partition("%")[0]} if own is None else _hosts_on(own, local)),
+            frozenset({there} if theirs is None else theirs.hosts),
+        ),
         flaps=0 if link is None else link.flaps_of(key),
     )
+
+
+def _hosts_on(own: LocalAddress, local: Sequence[LocalAddress]) -> Iterator[str]:
+    return (other.host for other in local if other.interface == own.interface)
 
 
 def _interface_with(interfaces: Iterable[PeerInterface], host: str) -> PeerInterface | None:

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Literal
 
@@ -100,6 +101,7 @@ class Peers:
         on_ask: Callable[[AskResult], None],
         on_p2p: Callable[[Member, P2PMessage], None],
         noticed: Callable[[Literal["path changed"], str], None],
+        path_failed: Callable[[AbstractSet[str], AbstractSet[str]], None],
         contain: Contain,
     ) -> None:
         self._hello = hello
@@ -111,12 +113,13 @@ class Peers:
         self._on_ask = on_ask
         self._on_p2p = on_p2p
         self._noticed = noticed
+        self._path_failed = path_failed
         self._contain = contain
         self._keeper = PathKeeper(
             watch,
             is_quiet=lambda: self.membership.is_quiet,
             dial=self.dial_way,
-            lose=self._lose_path,
+            lose=self._end_path,
             improved=self._tell_switch,
         )
         self._bans = Bans()
@@ -378,8 +381,13 @@ class Peers:
 
     def _close_paths(self, link: Link, is_over: Callable[[LivePath], bool]) -> None:
         for live in [live for live in link.paths.values() if is_over(live)]:
-            self._lose_path(link, live, f"{live} has lost its interface")
-            live.scope.cancel()
+            self._end_path(link, live, f"{live} has lost its interface")
+
+    def _end_path(self, link: Link, live: LivePath, why: str) -> None:
+        """Handle a path that has failed: what runs over it need not wait any longer."""
+        self._lose_path(link, live, why)
+        live.fail()
+        self._path_failed(*live.hosts)
 
     async def _read(self, link: Link, live: LivePath) -> tuple[str, bool]:
         """Read until the path ends. Return why, and True if the peer is gone with it."""
@@ -440,7 +448,10 @@ class Peers:
 
     async def _redial(self, link: Link, last: LivePath, why: str) -> None:
         """V6: an end of file means gone only if a redial fails or meets another incarnation."""
-        addresses = (last.dialled,) if last.dialled else link.peer.addresses
+        has_failed = last.scope.cancel_called  # the path; the peer may be well
+        addresses = link.peer.addresses
+        if last.dialled is not None and not has_failed:
+            addresses = (last.dialled,)
         ordered = in_dialling_order(addresses, local=self._watch.current) or addresses
         found: tuple[Path, Address] | None = None
         link.redialled = True
@@ -503,13 +514,16 @@ class Peers:
 
     async def dial_member(self, member: Member) -> trio.SocketStream:
         """Open a new connection to the address at which the member's best path was dialled."""
-        link = self.links.get(member.node)
-        paths = () if link is None else link.carriers()
-        address = next((live.dialled for live in paths if live.dialled is not None), None)
-        if address is None:
-            raise PeerUnreachable(f"this agent has dialled no link to {self.name_of(member)}")
-        stream, _ = await dial_any((address,))
-        return stream
+        while True:
+            link = self.links.get(member.node)
+            paths = () if link is None else (*link.carriers(), *link.paths.values())
+            dialled = ((live, live.dialled) for live in paths if live.dialled is not None)
+            live, address = next(dialled, (None, None))
+            if live is None or address is None:
+                raise PeerUnreachable(f"this agent has dialled no link to {self.name_of(member)}")
+            with live.until_failed():
+                stream, _ = await dial_any((address,))
+                return stream
 
     def name_of(self, member: Member) -> str:
         seat, link = self.membership.view.seat_of(member), self.links.get(member.node)

@@ -7,11 +7,14 @@ from functools import partial
 import numpy as np
 import pytest
 import trio
+from trio import SocketStream
 from trio.testing import MockClock
 
+from pmesh.agent.mesh import peers
 from pmesh.agent.mesh.links import Link, LivePath
-from pmesh.agent.mesh.peers import BANNED_S, MAX_BANNED, Bans
+from pmesh.agent.mesh.peers import BANNED_S, MAX_BANNED, REDIAL_S, Bans
 from pmesh.core.identity.keys import NodeKey
+from pmesh.core.links.paths import PathKey
 from pmesh.core.wire.link import (
     Address,
     AgreementMessage,
@@ -23,7 +26,7 @@ from pmesh.core.wire.link import (
 )
 from pmesh.errors import NodeKeyCopied, PeerUnreachable, PmeshError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, TrainerId, short_node
-from pmesh.net.links.dialer import dial
+from pmesh.net.links.dialer import dial, dial_any
 from tests.worlds.trainer import together, until
 from tests.worlds.village import Machine, Village, village
 
@@ -457,6 +460,48 @@ async def test_who_does_not_answer_the_redial_in_time_is_gone(
             end_without_a_word(one)
             await until(lambda: "mac-0 is gone: its connection was closed" in two.lines)
             assert waits_s <= trio.current_time() - began < waits_s + 0.5
+
+
+async def test_who_has_lost_its_last_path_is_dialled_at_all_its_addresses(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def dial_in_vain(_: object) -> None:
+        await trio.sleep(REDIAL_S / 2)
+        raise PeerUnreachable("a firewall")
+
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        await trio.sleep(1)  # a path that ends sooner has been refused
+        link, lost = live_to(two, one), path_to(two, one)
+        monkeypatch.setattr(one.agent.peers, "_dial", dial_in_vain)
+        with socket.create_server(("127.0.0.1", 0)) as silent:  # where the pulled cable led
+            lost.dialled = Address("127.0.0.1", silent.getsockname()[1])
+            two.agent.peers._end_path(link, lost, "it is silent")  # noqa: SLF001
+            await until(lambda: path_set(two, one) not in (set(), {lost}))
+        assert live_to(two, one) is link
+        assert not any("is gone" in line for line in one.lines + two.lines)
+
+
+async def test_a_lane_that_is_dialled_when_its_path_fails_is_dialled_over_the_next(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        link, failing = live_to(two, one), path_to(two, one)
+        other = replace(failing, key=PathKey("later", "later"), _users=set())
+        link.paths[other.key] = other
+        failing.dialled = nowhere = Address("10.0.0.1", 24160)
+
+        async def fail_meanwhile(addresses: tuple[Address, ...]) -> tuple[SocketStream, Address]:
+            if addresses == (nowhere,):
+                failing.fail()
+                link.remove(failing)
+                await trio.sleep_forever()
+            return await dial_any(addresses)
+
+        monkeypatch.setattr(peers, "dial_any", fail_meanwhile)
+        async with await two.agent.peers.dial_member(link.member) as stream:
+            assert stream.socket.getpeername()[1] == one.port
 
 
 async def test_a_redial_that_meets_another_incarnation_is_a_restart(clock: MockClock) -> None:
