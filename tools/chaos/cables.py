@@ -13,8 +13,8 @@ from tools.lab.oplog import clean_ops_s
 
 NETWORKS = 2
 HOSTS = (3, 4)
-FOUND_S = 4.0
-"""By then each link has both paths: agents dial the second a moment after the first."""
+FOUND_S = 3.0
+"""By then each link has both paths."""
 OUT_S = (1.0, 4.0)
 """How long a cable stays out, once the others have gone on."""
 LOOK_S = 0.1
@@ -83,6 +83,7 @@ def _harm_once(cluster: Cluster, harm: Harm, random: Random, tally: Tally) -> No
     time.sleep(random.uniform(*OUT_S))
     lab.plug(victim.host, network)
     lab.mend(victim.host)
+    time.sleep(FOUND_S)
     cluster.await_ops(1)
     _check(cluster, tally, began, what)
 

@@ -1,6 +1,5 @@
 """The link with one peer: its messages, and the paths over which they go."""
 
-import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -59,7 +58,6 @@ class LivePath:
     last_heard: float = field(default_factory=trio.current_time)
     asked_at: float | None = None
     health: Health = field(init=False)
-    _users: set[trio.CancelScope] = field(default_factory=set[trio.CancelScope])
 
     def __post_init__(self) -> None:
         self.health = health.begin(self.thresholds, now=self.since)
@@ -84,21 +82,6 @@ class LivePath:
             last_heard=self.last_heard,
             asked_at=self.asked_at,
         )
-
-    @contextlib.contextmanager
-    def until_failed(self) -> Iterator[None]:
-        """Cancel what is inside when the path fails."""
-        with trio.CancelScope() as scope:
-            self._users.add(scope)
-            try:
-                yield
-            finally:
-                self._users.discard(scope)
-
-    def fail(self) -> None:
-        """End it, and what its failure cancels."""
-        for scope in (self.scope, *self._users):
-            scope.cancel()
 
     def ask(self) -> None:
         """Ask for a sign of life."""
@@ -239,6 +222,24 @@ class Link:
             now=trio.current_time(),
         )
         return tuple(self.paths[key] for key in keys)
+
+    @property
+    def port(self) -> int:
+        """Where the peer listens; 0 if it does not say."""
+        return self.peer.addresses[0].port if self.peer.addresses else 0
+
+    def addresses(self) -> tuple[Address, ...]:
+        """Return where the peer listens at the end of each path, the best path for tensors first.
+
+        A path that the peer has dialled is one that a firewall may not let us dial.
+        """
+        ordered = dict.fromkeys((*self.carriers(), *self.paths.values()))
+        listening = (Address(live.path.remote_address.host, self.port) for live in ordered)
+        return tuple(
+            dict.fromkeys(
+                live.dialled or there for live, there in zip(ordered, listening, strict=True)
+            )
+        )
 
     def update(self, hello: Hello) -> None:
         """Take what the peer says anew about itself: its interfaces have changed."""

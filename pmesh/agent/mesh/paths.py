@@ -99,7 +99,7 @@ class PathKeeper:
                 way.key: way
                 for way in paths.ways_to(
                     link.peer.interfaces,
-                    port=link.peer.addresses[0].port if link.peer.addresses else 0,
+                    port=link.port,
                     local=local,
                 )
                 if way.key not in link.paths

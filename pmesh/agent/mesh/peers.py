@@ -18,7 +18,7 @@ from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.paths import PathKeeper
 from pmesh.core.links.addresses import LocalAddress, in_dialling_order
 from pmesh.core.links.dialing import STEADY_AFTER_S
-from pmesh.core.links.paths import MAX_PATHS, Way
+from pmesh.core.links.paths import MAX_PATHS, Way, ways_to
 from pmesh.core.wire.link import (
     Address,
     AskResult,
@@ -386,7 +386,7 @@ class Peers:
     def _end_path(self, link: Link, live: LivePath, why: str) -> None:
         """Handle a path that has failed: what runs over it need not wait any longer."""
         self._lose_path(link, live, why)
-        live.fail()
+        live.scope.cancel()
         self._path_failed(*live.hosts)
 
     async def _read(self, link: Link, live: LivePath) -> tuple[str, bool]:
@@ -449,10 +449,13 @@ class Peers:
     async def _redial(self, link: Link, last: LivePath, why: str) -> None:
         """V6: an end of file means gone only if a redial fails or meets another incarnation."""
         has_failed = last.scope.cancel_called  # the path; the peer may be well
-        addresses = link.peer.addresses
         if last.dialled is not None and not has_failed:
-            addresses = (last.dialled,)
-        ordered = in_dialling_order(addresses, local=self._watch.current) or addresses
+            ordered: tuple[Address, ...] = (last.dialled,)
+        else:
+            local, theirs = self._watch.current, link.peer
+            ways = ways_to(theirs.interfaces, port=link.port, local=local)
+            others = in_dialling_order(theirs.addresses, local=local) or theirs.addresses
+            ordered = tuple(dict.fromkeys((*(way.address for way in ways), *others)))
         found: tuple[Path, Address] | None = None
         link.redialled = True
         try:
@@ -509,21 +512,17 @@ class Peers:
 
     def we_dialled(self, member: Member) -> bool:
         link = self.links.get(member.node)
-        current = None if link is None else link.current
-        return current is not None and current.dialled is not None
+        best = next(iter(() if link is None else link.carriers()), None)
+        return best is not None and best.dialled is not None
 
     async def dial_member(self, member: Member) -> trio.SocketStream:
-        """Open a new connection to the address at which the member's best path was dialled."""
-        while True:
-            link = self.links.get(member.node)
-            paths = () if link is None else (*link.carriers(), *link.paths.values())
-            dialled = ((live, live.dialled) for live in paths if live.dialled is not None)
-            live, address = next(dialled, (None, None))
-            if live is None or address is None:
-                raise PeerUnreachable(f"this agent has dialled no link to {self.name_of(member)}")
-            with live.until_failed():
-                stream, _ = await dial_any((address,))
-                return stream
+        """Open a new connection to the member over the best path that takes one."""
+        link = self.links.get(member.node)
+        addresses = () if link is None else link.addresses()
+        if not addresses:
+            raise PeerUnreachable(f"this agent has no link to {self.name_of(member)}")
+        stream, _ = await dial_any(addresses)
+        return stream
 
     def name_of(self, member: Member) -> str:
         seat, link = self.membership.view.seat_of(member), self.links.get(member.node)

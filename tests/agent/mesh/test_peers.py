@@ -3,11 +3,11 @@
 import socket
 from dataclasses import replace
 from functools import partial
+from typing import NoReturn
 
 import numpy as np
 import pytest
 import trio
-from trio import SocketStream
 from trio.testing import MockClock
 
 from pmesh.agent.mesh import peers
@@ -26,7 +26,7 @@ from pmesh.core.wire.link import (
 )
 from pmesh.errors import NodeKeyCopied, PeerUnreachable, PmeshError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, TrainerId, short_node
-from pmesh.net.links.dialer import dial, dial_any
+from pmesh.net.links.dialer import dial
 from tests.worlds.trainer import together, until
 from tests.worlds.village import Machine, Village, village
 
@@ -482,26 +482,30 @@ async def test_who_has_lost_its_last_path_is_dialled_at_all_its_addresses(
         assert not any("is gone" in line for line in one.lines + two.lines)
 
 
-async def test_a_lane_that_is_dialled_when_its_path_fails_is_dialled_over_the_next(
+async def test_a_new_connection_goes_over_the_best_path_whoever_dialled_it(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked: list[tuple[Address, ...]] = []
+
+    async def dial_in_vain(addresses: tuple[Address, ...]) -> NoReturn:
+        asked.append(addresses)
+        raise PeerUnreachable("not now")
+
     async with village(clock, 2) as here:
         one, two = here.machines
-        link, failing = live_to(two, one), path_to(two, one)
-        other = replace(failing, key=PathKey("later", "later"), _users=set())
-        link.paths[other.key] = other
-        failing.dialled = nowhere = Address("10.0.0.1", 24160)
-
-        async def fail_meanwhile(addresses: tuple[Address, ...]) -> tuple[SocketStream, Address]:
-            if addresses == (nowhere,):
-                failing.fail()
-                link.remove(failing)
-                await trio.sleep_forever()
-            return await dial_any(addresses)
-
-        monkeypatch.setattr(peers, "dial_any", fail_meanwhile)
-        async with await two.agent.peers.dial_member(link.member) as stream:
-            assert stream.socket.getpeername()[1] == one.port
+        link, accepted = live_to(one, two), path_to(one, two)
+        await trio.sleep(1)  # by then it is steady
+        assert accepted.dialled is None
+        slow = replace(
+            accepted, key=PathKey("wlan0", "wlan0"), kind="wifi", dialled=Address("10.0.0.1", 1)
+        )
+        link.paths[slow.key] = slow
+        monkeypatch.setattr(peers, "dial_any", dial_in_vain)
+        with pytest.raises(PeerUnreachable, match="not now"):
+            await one.agent.peers.dial_member(link.member)
+        assert asked == [(Address("127.0.0.1", two.port), Address("10.0.0.1", 1))]
+        assert not one.agent.peers.we_dialled(link.member)
+        del link.paths[slow.key]
 
 
 async def test_a_redial_that_meets_another_incarnation_is_a_restart(clock: MockClock) -> None:
