@@ -232,31 +232,46 @@ class NetLab:
         """  # nodad: an address that is still being checked can't be bound, for a second or two
         run_system(["ip", "-netns", host.namespace, "-batch", "-"], stdin=commands)
 
-    def cut(self, one: Host, *others: Host, one_way: bool = False) -> None:
-        """Packets from `one` to the others (to all, if none is named) vanish, and back as well."""
-        self._cut("add", one, others, one_way=one_way)
+    def cut(
+        self, one: Host, *others: Host, one_way: bool = False, network: int | None = None
+    ) -> None:
+        """Packets from `one` to the others (to all, if none is named) vanish, and back as well.
+
+        Those in one network, or in all of them.
+        """
+        self._cut("add", one, others, one_way=one_way, network=network)
 
     def mend(self, one: Host, *others: Host) -> None:
-        """Undo `cut`, both ways."""
+        """Undo `cut`, both ways and in all networks."""
         # An element that is added once more is no error; one deleted that isn't there would be.
-        self._cut("add", one, others, one_way=False)
-        self._cut("delete", one, others, one_way=False)
+        self._cut("add", one, others)
+        self._cut("delete", one, others)
 
     def _cut(
-        self, verb: Literal["add", "delete"], one: Host, others: Sequence[Host], *, one_way: bool
+        self,
+        verb: Literal["add", "delete"],
+        one: Host,
+        others: Sequence[Host],
+        *,
+        one_way: bool = False,
+        network: int | None = None,
     ) -> None:
         others = others or [host for host in self.hosts if host != one]
         pairs = [(one, other) for other in others]
         if not one_way:
             pairs += [(other, one) for other in others]
         if pairs:
-            self._change_cuts(verb, pairs)
+            networks = list(range(self._networks)) if network is None else [network]
+            self._change_cuts(verb, pairs, networks)
 
     def _change_cuts(
-        self, verb: Literal["add", "delete"], pairs: Sequence[tuple[Host, Host]]
+        self,
+        verb: Literal["add", "delete"],
+        pairs: Sequence[tuple[Host, Host]],
+        networks: Sequence[int],
     ) -> None:
         """In one transaction: all of them at the same instant."""
-        elements = ", ".join(f"{sender.name} . {receiver.name}" for sender, receiver in pairs)
+        elements = ", ".join(f"{a.port(n)} . {b.port(n)}" for a, b in pairs for n in networks)
         self._in_switch("nft -f -", stdin=f"{verb} element bridge lab cut {{ {elements} }}\n")
 
     def unplug(self, host: Host, network: int = 0) -> None:
@@ -266,6 +281,13 @@ class NetLab:
     def plug(self, host: Host, network: int = 0) -> None:
         """Undo `unplug`."""
         self._in_switch(f"ip link set {host.port(network)} up")
+
+    def carried_bytes(self, host: Host, network: int = 0) -> int:
+        """What the host has sent and received over one of its cables, all headers included."""
+        show = ["ip", "-json", "-s", "-netns", host.namespace, "link", "show"]
+        (link,) = json.loads(run_system([*show, "dev", f"eth{network}"]))
+        counters = link["stats64"]
+        return int(counters["rx"]["bytes"] + counters["tx"]["bytes"])
 
     def lose(self, percent: float) -> None:
         """Each packet on any way is lost with this probability; 0 to end that."""

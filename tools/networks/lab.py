@@ -95,8 +95,12 @@ class SlowLab(NetLab):
             self._set_up(host)
 
     def _change_cuts(
-        self, verb: Literal["add", "delete"], pairs: Sequence[tuple[Host, Host]]
+        self,
+        verb: Literal["add", "delete"],
+        pairs: Sequence[tuple[Host, Host]],
+        networks: Sequence[int],
     ) -> None:
+        assert networks == [0]  # noqa: S101 - it has one
         assert self._running is not None and self._running.stdin is not None  # noqa: S101, PT018
         order = {"add": "cut", "delete": "mend"}[verb]
         lines = [f"{order} {one.number - 1} {other.number - 1}\n" for one, other in pairs]

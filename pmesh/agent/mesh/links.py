@@ -1,6 +1,6 @@
 """The link with one peer: its messages, and the paths over which they go."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,8 +49,12 @@ class LivePath:
     speed_mbit_s: int
     dialled: BoundAddress | None
     """Where we dialled it, and over which interface; None if the peer dialled us."""
+    own: LocalAddress | None
+    """To which another connection over this path is bound; None for loopback, or if unknown."""
     again: bool
     """True if it was dialled immediately after the link's last path had ended (V6)."""
+    hosts: tuple[frozenset[str], frozenset[str]]
+    """The addresses of its two interfaces, ours first."""
     flaps: int
     since: float = field(default_factory=trio.current_time)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
@@ -226,6 +230,21 @@ class Link:
         )
         return tuple(self.paths[key] for key in keys)
 
+    @property
+    def port(self) -> int:
+        """Where the peer listens; 0 if it does not say."""
+        return self.peer.addresses[0].port if self.peer.addresses else 0
+
+    def addresses(self) -> tuple[BoundAddress, ...]:
+        """Return where the peer listens at the end of each path, the best path for tensors first.
+
+        A path that the peer has dialled is one that a firewall may not let us dial.
+        """
+        ordered = dict.fromkeys((*self.carriers(), *self.paths.values()))
+        ends = (Address(live.path.remote_address.host, self.port) for live in ordered)
+        both = zip(ordered, ends, strict=True)
+        return tuple(dict.fromkeys(live.dialled or (there, live.own) for live, there in both))
+
     def update(self, hello: Hello) -> None:
         """Take what the peer says anew about itself: its interfaces have changed."""
         self.peer = hello
@@ -270,9 +289,18 @@ def live_path(
         kind=max(kinds, key=paths.kind_rank),
         speed_mbit_s=min(speeds),
         dialled=dialled,
+        own=None if own is None or own.kind == "loopback" else own,
         again=again,
+        hosts=(
+            frozenset({bare_host(path.local_address)} if own is None else _hosts_on(own, local)),
+            frozenset({there} if theirs is None else theirs.hosts),
+        ),
         flaps=0 if link is None else link.flaps_of(key),
     )
+
+
+def _hosts_on(own: LocalAddress, local: Sequence[LocalAddress]) -> Iterator[str]:
+    return (other.host for other in local if other.interface == own.interface)
 
 
 def _interface_with(interfaces: Iterable[PeerInterface], host: str) -> PeerInterface | None:

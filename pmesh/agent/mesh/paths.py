@@ -25,7 +25,7 @@ class PathKeeper:
         watch: This machine's addresses.
         is_quiet: Whether no job runs and all peers are well.
         dial: Adds the path of a way to its link; may raise PmeshError.
-        lose: Is told of a path that has failed, and why; the link is to go on without it.
+        lose: Ends a path that has failed, and is told why; the link goes on without it.
         improved: Is told of a link that has chosen a better path.
     """
 
@@ -75,7 +75,6 @@ class PathKeeper:
         for key in list(paths.failed([live.state() for live in link.paths.values()], now=now)):
             live = link.paths[key]
             self._lose(link, live, f"{live} is silent")
-            live.scope.cancel()
         doubted = any(live.asked_at is not None for live in link.paths.values())
         for live in link.paths.values():
             in_use = live is link.current or not quiet
@@ -100,7 +99,7 @@ class PathKeeper:
                 way.key: way
                 for way in paths.ways_to(
                     link.peer.interfaces,
-                    port=link.peer.addresses[0].port if link.peer.addresses else 0,
+                    port=link.port,
                     local=local,
                 )
                 if way.key not in link.paths

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Literal
 
@@ -17,7 +18,7 @@ from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.paths import PathKeeper
 from pmesh.core.links.addresses import BoundAddress, LocalAddress, in_dialling_order
 from pmesh.core.links.dialing import STEADY_AFTER_S
-from pmesh.core.links.paths import MAX_PATHS, Way
+from pmesh.core.links.paths import MAX_PATHS, Way, ways_to
 from pmesh.core.wire.link import (
     Address,
     AskProbe,
@@ -102,6 +103,7 @@ class Peers:
         on_ask: Callable[[AskResult], None],
         on_p2p: Callable[[Member, P2PMessage], None],
         noticed: Callable[[Literal["path changed"], str], None],
+        path_failed: Callable[[AbstractSet[str], AbstractSet[str]], None],
         contain: Contain,
     ) -> None:
         self._hello = hello
@@ -113,12 +115,13 @@ class Peers:
         self._on_ask = on_ask
         self._on_p2p = on_p2p
         self._noticed = noticed
+        self._path_failed = path_failed
         self._contain = contain
         self._keeper = PathKeeper(
             watch,
             is_quiet=lambda: self.membership.is_quiet,
             dial=self.dial_way,
-            lose=self._lose_path,
+            lose=self._end_path,
             improved=self._tell_switch,
         )
         self._bans = Bans()
@@ -386,8 +389,13 @@ class Peers:
 
     def _close_paths(self, link: Link, is_over: Callable[[LivePath], bool]) -> None:
         for live in [live for live in link.paths.values() if is_over(live)]:
-            self._lose_path(link, live, f"{live} has lost its interface")
-            live.scope.cancel()
+            self._end_path(link, live, f"{live} has lost its interface")
+
+    def _end_path(self, link: Link, live: LivePath, why: str) -> None:
+        """Handle a path that has failed: what runs over it need not wait any longer."""
+        self._lose_path(link, live, why)
+        live.scope.cancel()
+        self._path_failed(*live.hosts)
 
     async def _read(self, link: Link, live: LivePath) -> tuple[str, bool]:
         """Read until the path ends. Return why, and True if the peer is gone with it."""
@@ -452,8 +460,14 @@ class Peers:
 
     async def _redial(self, link: Link, last: LivePath, why: str) -> None:
         """V6: an end of file means gone only if a redial fails or meets another incarnation."""
-        addresses = (last.dialled[0],) if last.dialled else link.peer.addresses
-        ordered = self._in_order(addresses) or tuple((address, None) for address in addresses)
+        has_failed = last.scope.cancel_called  # the path; the peer may be well
+        if last.dialled is not None and not has_failed:
+            ordered: tuple[BoundAddress, ...] = (last.dialled,)
+        else:
+            ways = ways_to(link.peer.interfaces, port=link.port, local=self._watch.current)
+            routed = tuple((address, None) for address in link.peer.addresses)
+            others = self._in_order(link.peer.addresses) or routed
+            ordered = tuple(dict.fromkeys((*((way.address, way.own) for way in ways), *others)))
         found: tuple[Path, BoundAddress] | None = None
         link.redialled = True
         try:
@@ -510,17 +524,16 @@ class Peers:
 
     def we_dialled(self, member: Member) -> bool:
         link = self.links.get(member.node)
-        current = None if link is None else link.current
-        return current is not None and current.dialled is not None
+        best = next(iter(() if link is None else link.carriers()), None)
+        return best is not None and best.dialled is not None
 
     async def dial_member(self, member: Member) -> trio.SocketStream:
-        """Open a new connection to the address at which the member's best path was dialled."""
+        """Open a new connection to the member over the best path that takes one."""
         link = self.links.get(member.node)
-        paths = () if link is None else link.carriers()
-        address = next((live.dialled for live in paths if live.dialled is not None), None)
-        if address is None:
-            raise PeerUnreachable(f"this agent has dialled no link to {self.name_of(member)}")
-        stream, _ = await dial_any((address,))
+        addresses = () if link is None else link.addresses()
+        if not addresses:
+            raise PeerUnreachable(f"this agent has no link to {self.name_of(member)}")
+        stream, _ = await dial_any(addresses)
         return stream
 
     def name_of(self, member: Member) -> str:

@@ -15,7 +15,7 @@ from pmesh.core.wire.link import Address, PeerInterface
 
 MAX_PATHS: Final = 8
 """Of one link: two machines on a cable, on Wi-Fi and on Thunderbolt have five that differ."""
-ASK_AFTER_S: Final = 0.2
+ASK_AFTER_S: Final = 0.1
 """A path in use that has brought nothing for so long is asked whether it lives."""
 IDLE_ASK_AFTER_S: Final = 1.0
 """The same for one that is not in use."""

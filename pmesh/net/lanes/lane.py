@@ -50,6 +50,10 @@ class CallsDiffer(PmeshError):  # noqa: N818 - a state, as in pmesh.errors
         """The first op in which the two differ."""
 
 
+class PathLost(LaneBroken):
+    """The path under a lane has failed; its peer is still reached, over another one."""
+
+
 class Wait(Enum):
     """What must be before the next step."""
 
@@ -91,6 +95,8 @@ class Lane:
         full, greeting = OVERHEAD_BYTES + MAX_BODY_BYTES, OVERHEAD_BYTES + PREAMBLE_BYTES
         self.peer = peer
         self.sending = sending
+        self.hosts = _hosts_of(sock)
+        """The addresses of its two ends, ours first, without scopes; "" within one agent."""
         self.bytes_sent = 0
         self.bytes_received = 0
         self.records_dropped = 0
@@ -103,6 +109,7 @@ class Lane:
         self._roster = offer.number
         self._socket = sock
         self._closed = trio.Event()
+        self._path_lost = False
         self._sealer = Sealer(ours)
         self._opener = Opener(theirs)
         self._out = memoryview(bytearray(full if sending else greeting))
@@ -121,6 +128,11 @@ class Lane:
         if self._socket.fileno() != -1:
             trio.lowlevel.notify_closing(self._socket)
         self._socket.close()
+
+    def lose_path(self) -> None:
+        """Close the connection because its path has failed; whoever waits on it gets PathLost."""
+        self._path_lost = True
+        self.close()
 
     def lend(self, stop: Callable[[], None]) -> None:
         """Until `take_back` a thread works with the lane; `stop` makes it end soon.
@@ -318,7 +330,10 @@ class Lane:
 
     def _broken(self, what: str) -> LaneBroken:
         arrow = "to" if self.sending else "from"
-        return LaneBroken(f"the data connection {arrow} {self.peer} {what}")
+        connection = f"the data connection {arrow} {self.peer}"
+        if self._path_lost:
+            return PathLost(f"{connection} has lost its path")
+        return LaneBroken(f"{connection} {what}")
 
     async def greet(self, preamble: bytes = b"") -> None:
         """Prove to the peer that we know the offer."""
@@ -339,3 +354,14 @@ class Lane:
     @property
     def _greeting(self) -> RecordHeader:
         return RecordHeader(0, self._roster, op=0, segment=0, fingerprint=0, completed=-1)
+
+
+def _hosts_of(sock: socket.socket) -> tuple[str, str]:
+    if sock.family == socket.AF_UNIX:
+        return "", ""
+    try:
+        ends = sock.getsockname(), sock.getpeername()
+    except OSError:  # it was reset: the first call will say so
+        return "", ""
+    ours, theirs = (str(end[0]).partition("%")[0] for end in ends)
+    return ours, theirs

@@ -3,15 +3,19 @@
 import socket
 from dataclasses import replace
 from functools import partial
+from typing import NoReturn
 
 import numpy as np
 import pytest
 import trio
 from trio.testing import MockClock
 
+from pmesh.agent.mesh import peers
 from pmesh.agent.mesh.links import Link, LivePath
-from pmesh.agent.mesh.peers import BANNED_S, MAX_BANNED, Bans
+from pmesh.agent.mesh.peers import BANNED_S, MAX_BANNED, REDIAL_S, Bans
 from pmesh.core.identity.keys import NodeKey
+from pmesh.core.links.addresses import BoundAddress
+from pmesh.core.links.paths import PathKey
 from pmesh.core.wire.link import (
     Address,
     AgreementMessage,
@@ -457,6 +461,55 @@ async def test_who_does_not_answer_the_redial_in_time_is_gone(
             end_without_a_word(one)
             await until(lambda: "mac-0 is gone: its connection was closed" in two.lines)
             assert waits_s <= trio.current_time() - began < waits_s + 0.5
+
+
+async def test_who_has_lost_its_last_path_is_dialled_at_all_its_addresses(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def dial_in_vain(_: object) -> None:
+        await trio.sleep(REDIAL_S / 2)
+        raise PeerUnreachable("a firewall")
+
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        await trio.sleep(1)  # a path that ends sooner has been refused
+        link, lost = live_to(two, one), path_to(two, one)
+        monkeypatch.setattr(one.agent.peers, "_dial", dial_in_vain)
+        with socket.create_server(("127.0.0.1", 0)) as silent:  # where the pulled cable led
+            lost.dialled = Address("127.0.0.1", silent.getsockname()[1]), None
+            two.agent.peers._end_path(link, lost, "it is silent")  # noqa: SLF001
+            await until(lambda: path_set(two, one) not in (set(), {lost}))
+        assert live_to(two, one) is link
+        assert not any("is gone" in line for line in one.lines + two.lines)
+
+
+async def test_a_new_connection_goes_over_the_best_path_whoever_dialled_it(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[BoundAddress, ...]] = []
+
+    async def dial_in_vain(addresses: tuple[BoundAddress, ...]) -> NoReturn:
+        asked.append(addresses)
+        raise PeerUnreachable("not now")
+
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        link, accepted = live_to(one, two), path_to(one, two)
+        await trio.sleep(1)  # by then it is steady
+        assert accepted.dialled is None
+        slow = replace(
+            accepted,
+            key=PathKey("wlan0", "wlan0"),
+            kind="wifi",
+            dialled=(Address("10.0.0.1", 1), None),
+        )
+        link.paths[slow.key] = slow
+        monkeypatch.setattr(peers, "dial_any", dial_in_vain)
+        with pytest.raises(PeerUnreachable, match="not now"):
+            await one.agent.peers.dial_member(link.member)
+        assert asked == [((Address("127.0.0.1", two.port), None), (Address("10.0.0.1", 1), None))]
+        assert not one.agent.peers.we_dialled(link.member)
+        del link.paths[slow.key]
 
 
 async def test_a_redial_that_meets_another_incarnation_is_a_restart(clock: MockClock) -> None:

@@ -18,7 +18,7 @@ from pmesh.core.wire.records import (
     Sealer,
 )
 from pmesh.errors import LaneBroken
-from pmesh.net.lanes.lane import WAKE_UP_BYTES, CallsDiffer, Lane, Wait
+from pmesh.net.lanes.lane import WAKE_UP_BYTES, CallsDiffer, Lane, PathLost, Wait
 from tests.worlds.lanes import header, lane_pair, offer_between, raw_receiving_lane
 
 
@@ -248,6 +248,22 @@ async def test_after_a_lane_was_closed_its_calls_say_so() -> None:
             await sending.flush()
         with pytest.raises(LaneBroken, match="from mac-0 broke: Bad file descriptor"):
             await received(receiving, header(0))
+
+
+async def test_a_lane_whose_path_has_failed_says_so_before_and_after_a_wait() -> None:
+    with lane_pair(buffer_bytes=4096) as (sending, receiving):
+        async with trio.open_nursery() as nursery:
+
+            async def expect_the_loss() -> None:
+                with pytest.raises(PathLost, match="from mac-0 has lost its path"):
+                    await received(receiving, header(0))
+
+            nursery.start_soon(expect_the_loss)
+            await wait_all_tasks_blocked()
+            receiving.lose_path()
+        sending.lose_path()
+        with pytest.raises(PathLost, match="to mac-1 has lost its path"):
+            await sending.send(header(0), b"")
 
 
 async def test_a_fast_lane_lets_other_tasks_run() -> None:
