@@ -396,7 +396,6 @@ class Agent:
                 strangers=self._strangers,
                 door=self._acceptor.counters,
                 turned_away=self._count_turned_away(),
-                watch=self._watch,
                 loop_lag_s=max((late for _, late in self._lags), default=0.0),
             )
         )

@@ -20,11 +20,13 @@ import msgspec
 from pmesh.agent.status.events import EventLog, encode_events
 from pmesh.agent.status.schema import (
     DoorStatus,
+    EdgeStatus,
     EpochStatus,
     JobStatus,
     MemberStatus,
     NewcomerStatus,
     NodeStatus,
+    PathStatus,
     PeerStatus,
     RankStatus,
     Status,
@@ -48,6 +50,20 @@ from pmesh.ids import Incarnation, Member, NodeId
 
 IDS = ["a" * 52, "b" * 52, "c" * 52]
 NAMES = ["mac-1", "mac-2", "studio"]
+
+PATHS = (
+    PathStatus(
+        interface="en0",
+        remote="en7",
+        kind="wired",
+        use="in use",
+        speed_mbit_s=100,
+        rtt_ms=0.5,
+        slow="en0 here runs at 100 Mbit/s",
+    ),
+    PathStatus(interface="en1", remote="en\x1b1", kind="wifi", use="standby", rtt_ms=4.25),
+    PathStatus(interface=None, remote="10.0.0.9", kind=None, use="silent"),
+)
 
 SNAPSHOT = Status(
     schema=2,
@@ -77,8 +93,13 @@ SNAPSHOT = Status(
                 loss_percent=2.14 * rank if rank else None,
                 addresses=(f"10.0.0.{rank + 1}:24160",),
                 interface="en0" if rank else None,
+                paths=PATHS if rank else (),
             )
             for rank, (node, name) in enumerate(zip(IDS, NAMES, strict=True))
+        ),
+        edges=tuple(
+            EdgeStatus(sender=IDS[rank], receiver=IDS[(rank + 1) % 3], rtt_ms=0.25 * (rank + 1))
+            for rank in range(3)
         ),
     ),
     peers=(
