@@ -25,6 +25,7 @@ from pmesh.agent.mesh.foreign_agents import Strangers
 from pmesh.agent.mesh.foreign_agents import watch as watch_turned_away
 from pmesh.agent.mesh.membership import DOUBT_S, Membership
 from pmesh.agent.mesh.peers import Peers
+from pmesh.agent.mesh.ping import ping
 from pmesh.agent.p2p.router import P2PRouter, serve_p2p
 from pmesh.agent.status.events import Event, EventLog, describe_change, encode_events
 from pmesh.agent.status.schema import Status as Snapshot
@@ -38,6 +39,7 @@ from pmesh.core.values import View
 from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
 from pmesh.core.wire.local import (
     AskEvents,
+    AskPing,
     AskStatus,
     Attach,
     Connect,
@@ -46,7 +48,7 @@ from pmesh.core.wire.local import (
     StopAgent,
     Stopping,
 )
-from pmesh.errors import ConfigError, PortTaken, ProtocolError, UsageError
+from pmesh.errors import ConfigError, PmeshError, PortTaken, ProtocolError, UsageError
 from pmesh.ids import Incarnation, Member
 from pmesh.net.links.acceptor import Acceptor
 from pmesh.net.links.dialer import error_numbers
@@ -337,6 +339,8 @@ class Agent:
                 await session.send(Status(encode_status(self._snapshot())))
             case AskEvents(after):
                 await session.send(Events(encode_events(self._event_log.since(after))))
+            case AskPing(name):
+                await self._ping(session, name)
             case StopAgent():
                 session.stay()
                 await session.send(Stopping(os.getpid()))
@@ -344,6 +348,15 @@ class Agent:
                 await trio.sleep_forever()  # closed last: its end shows that the agent has ended
             case _:
                 raise ProtocolError(f"a session can't begin with {type(request).__name__}")
+
+    async def _ping(self, session: Session, name: str) -> None:
+        session.stay()
+        try:
+            pinged = await ping(name, self.peers, session.send, local=self._watch.current)
+        except PmeshError as e:
+            await refuse(session, type(e).__name__, str(e))
+        else:
+            await session.send(pinged)
 
     async def _serve_trainer(self, session: Session, request: Connect | Attach) -> None:
         with contextlib.ExitStack() as admitted:

@@ -36,12 +36,17 @@ from pmesh.agent.status.schema import (
     ViewStatus,
     encode_status,
 )
+from pmesh.core.values import Verdict
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.local import (
     AskEvents,
+    AskPing,
     AskStatus,
     Events,
+    Pinged,
+    Refused,
     Stopping,
+    WayTried,
     decode_request_untrusted,
     encode,
 )
@@ -179,6 +184,29 @@ SNAPSHOT = Status(
 )
 MINIMAL = msgspec.structs.replace(SNAPSHOT, peers=(), jobs=())
 
+WAYS = (
+    WayTried(
+        interface="en5",
+        remote="en0",
+        kind="wired",
+        address="10.0.0.2:24160",
+        speed_mbit_s=1000,
+        rtt_ms=0.314,
+    ),
+    WayTried(
+        interface="en1",
+        remote="en\x1b1",
+        kind="wifi",
+        address="10.1.0.2:24160",
+        why_not="no answer in 3 s",
+    ),
+    WayTried(
+        interface="bridge0", kind="thunderbolt", why_not="mac-2 has no address in 10.9.0.0/16"
+    ),
+    Pinged(interface="en5", remote="en0", why="wired is better than wifi"),
+)
+NOBODY = (Refused(Verdict("UsageError", "no other machine is called 'x'; there are mac-2")),)
+
 Answer = Callable[[socket.socket], None]
 
 
@@ -215,6 +243,9 @@ def answer_well(connection: socket.socket, event_log: EventLog | None = None) ->
         case AskEvents(after):
             page = (event_log or make_chronicle()).since(after)
             connection.sendall(frame(encode(Events(encode_events(page)))))
+        case AskPing(name):
+            for reply in WAYS if name == "mac-2" else NOBODY:
+                connection.sendall(frame(encode(reply)))
         case _:
             connection.sendall(frame(encode(Stopping(pid=2**22 + 1))))  # above any pid
 

@@ -10,7 +10,7 @@ from pmesh.core.links import health, paths
 from pmesh.core.links.addresses import LocalAddress
 from pmesh.core.links.delivery import Delivery, Packet
 from pmesh.core.links.health import WIFI, WIRED, Health, Thresholds
-from pmesh.core.links.paths import PathKey, PathState
+from pmesh.core.links.paths import PathKey, PathState, Way
 from pmesh.core.wire.link import (
     Address,
     Hello,
@@ -56,6 +56,8 @@ class LivePath:
     last_heard: float = field(default_factory=trio.current_time)
     asked_at: float | None = None
     health: Health = field(init=False)
+    _answered: trio.Event = field(default_factory=trio.Event)
+    _answer_took_s: float | None = None
 
     def __post_init__(self) -> None:
         self.health = health.begin(self.thresholds, now=self.since)
@@ -88,6 +90,14 @@ class LivePath:
         if self.asked_at is None:
             self.asked_at = now
 
+    async def measure_round_trip_s(self) -> float:
+        """Ask for a sign of life, and return the round trip of the next answer."""
+        self._answer_took_s = None
+        self.ask()
+        while self._answer_took_s is None:
+            await self._answered.wait()
+        return self._answer_took_s
+
     def hear(self, message: PathMessage) -> bool:
         """Note a sign of life; return True if the message is the path's own matter."""
         now = self.last_heard = trio.current_time()
@@ -102,6 +112,9 @@ class LivePath:
                 self.health = health.heard_from(
                     self.health, now=now, round_trip_s=round_trip_s
                 ).health
+                self._answer_took_s = round_trip_s
+                self._answered.set()
+                self._answered = trio.Event()
             case _:
                 return False
         return True
@@ -196,6 +209,11 @@ class Link:
             return False
         self._current = None
         return self.choose()
+
+    def ways(self, local: Sequence[LocalAddress]) -> tuple[Way, ...]:
+        """Return how the peer can be reached directly from this machine's addresses."""
+        port = self.peer.addresses[0].port if self.peer.addresses else 0
+        return paths.ways_to(self.peer.interfaces, port=port, local=local)
 
     def flaps_of(self, key: PathKey) -> int:
         return self._flaps.get(key, 0)

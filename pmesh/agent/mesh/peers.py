@@ -511,6 +511,16 @@ class Peers:
         stream, _ = await dial_any((address,))
         return stream
 
+    @property
+    def names(self) -> dict[str, NodeId]:
+        """The other machines that are in the view or linked, by name."""
+        linked = {link.peer.name: node for node, link in self.links.items()}
+        seats = self.membership.view.seats
+        members = {seat.member.node: seat.name for seat in seats}
+        members.pop(self._hello().member.node, None)
+        outside = {name: node for name, node in linked.items() if node not in members}
+        return outside | {name: node for node, name in members.items()}
+
     def name_of(self, member: Member) -> str:
         seat, link = self.membership.view.seat_of(member), self.links.get(member.node)
         if seat is not None:
