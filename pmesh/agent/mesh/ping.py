@@ -1,7 +1,7 @@
 """Tries every way to another machine, for `pmesh ping`."""
 
 import ipaddress
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
 import trio
@@ -38,10 +38,17 @@ async def ping(
     """
     link = _link_to(name, peers)
     ways = {way.key: way for way in link.ways(local)}
+    answered: set[PathKey] = set()
     async with trio.open_nursery() as nursery:
 
         async def try_one(key: PathKey) -> None:
-            await tell(await _try(link, key, ways.get(key), peers.dial_way))
+            way = ways.get(key)
+            tried = await _try(link, key, way, peers.dial_way)
+            if tried.rtt_ms is not None:
+                answered.add(key)
+            elif way is not None and _is_beside_the_point(way, answered):
+                return
+            await tell(tried)
 
         for key in dict.fromkeys((*link.paths, *ways)):
             nursery.start_soon(try_one, key)
@@ -89,6 +96,15 @@ async def _try(
         why_not="" if trip_s is not None else why_not,
     )
     return tried if live is None else _with_facts(tried, live)
+
+
+def _is_beside_the_point(way: Way, answered: Iterable[PathKey]) -> bool:
+    """Return True for a way between two networks, as both of its ends answer to others.
+
+    The addresses of IPv6 that begin with fe80 don't tell networks apart.
+    """
+    ends = {key.interface for key in answered}, {key.remote for key in answered}
+    return way.own.is_link_local_v6 and way.key.interface in ends[0] and way.key.remote in ends[1]
 
 
 def _with_facts(tried: WayTried, live: LivePath) -> WayTried:

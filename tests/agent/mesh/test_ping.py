@@ -105,6 +105,25 @@ async def test_a_way_that_can_not_be_dialled_says_why(
             assert isinstance(pinged, Pinged)
 
 
+async def test_a_link_local_way_to_an_end_that_has_not_answered_is_shown(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        (key,) = link_to(one, two).paths
+        local = replace(CABLE, host="fe80::1", prefix_bits=64)
+
+        async def vanish(_: Way) -> None:
+            await trio.sleep_forever()
+
+        monkeypatch.setattr(one.agent.peers, "dial_way", vanish)
+        for ends in ((key.interface, "en0"), ("en5", key.remote)):
+            way = Way(PathKey(*ends), local, two.address)
+            monkeypatch.setattr(Link, "ways", lambda *_, way=way: (way,))
+            tried, _ = await ping(one, "mac-1")
+            assert [t.rtt_ms is None for t in tried] == [False, True]
+
+
 async def test_an_interface_that_leads_nowhere_names_its_networks(
     clock: MockClock,
 ) -> None:
