@@ -217,7 +217,7 @@ class Agent:
             on_rest=self.jobs.rest_lane,
             on_ask=self.jobs.results.answer,
             on_p2p=lambda member, message: self.p2p.receive(member, message),  # noqa: PLW0108 - as above
-            noticed=self._event_log.note,
+            noticed=self._event_log.add,
             contain=self._containment.contain,
         )
         self.membership = Membership(

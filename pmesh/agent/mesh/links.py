@@ -127,6 +127,13 @@ class LivePath:
             self.health = health.pass_time(self.health, now=trio.current_time()).health
 
 
+class Switch(NamedTuple):
+    """Messages are to go over another path than before."""
+
+    began: float
+    why: str
+
+
 class Link:
     """The control messages exchanged with one peer: in order, and each once.
 
@@ -149,6 +156,7 @@ class Link:
         self._current: LivePath | None = None
         self._delivery = Delivery()
         self._flaps: dict[PathKey, int] = {}
+        self._switch: Switch | None = None
         self.add(first)
 
     @property
@@ -209,6 +217,23 @@ class Link:
             return False
         self._current = None
         return self.choose()
+
+    def begin_switch(self, why: str, *, since: float) -> None:
+        """Note that the current path has replaced another; `since` is when that was last heard."""
+        if self._switch is None:
+            self._switch = Switch(since, why)
+        if self._current is not None:
+            self._current.ask()
+
+    def end_switch(self, live: LivePath) -> tuple[float, str] | None:
+        """Return how long the switch to this path took, in seconds, and why; None if none did.
+
+        Call it for each packet that the path has brought.
+        """
+        if self._switch is None or live is not self._current:
+            return None
+        (began, why), self._switch = self._switch, None
+        return live.last_heard - began, why
 
     def ways(self, local: Sequence[LocalAddress]) -> tuple[Way, ...]:
         """Return how the peer can be reached directly from this machine's addresses."""
