@@ -1,7 +1,7 @@
 """Collects the status of this agent, which `pmesh status` shows."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from math import sqrt
 from typing import NamedTuple
@@ -17,10 +17,10 @@ from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.p2p.router import P2PRouter
 from pmesh.agent.status import schema
 from pmesh.agent.status.schema import Status
-from pmesh.core.links.reasons import why_slow
+from pmesh.core.links.reasons import USUAL_MBIT_S, why_slow
 from pmesh.core.values import Roster, Seat
 from pmesh.core.views.quorum import is_in_force
-from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Hello
+from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Hello, PeerInterface
 from pmesh.errors import (
     MeshKeyMismatch,
     NodeKeyCopied,
@@ -31,6 +31,7 @@ from pmesh.errors import (
 from pmesh.ids import JobName, Member, NodeId, Slot, node_text, shared_name
 from pmesh.net.links.acceptor import DoorCounters
 from pmesh.net.links.discovery import Found
+from pmesh.net.links.negotiated import able_mbit_s
 
 
 class _Waiter(NamedTuple):
@@ -243,8 +244,24 @@ def _paths(link: Link, trip_s: float | None, sources: Sources) -> Iterator[schem
             speed_mbit_s=live.speed_mbit_s or None,
             rtt_ms=_milliseconds(path_trip_s),
             loss_percent=_percent(live.path.loss),
-            slow=why_slow(state, in_use=in_use, ours=ours, theirs=link.peer.interfaces),
+            slow=why_slow(
+                state,
+                in_use=in_use,
+                ours=ours,
+                theirs=link.peer.interfaces,
+                able_mbit_s=_able_mbit_s(live.key.interface, ours),
+            ),
         )
+
+
+def _able_mbit_s(interface: str, ours: Iterable[PeerInterface]) -> int:
+    """Return what the cable can do, but only of one that looks slow: the port is asked."""
+    usual = USUAL_MBIT_S["wired"]
+    slow = any(
+        own.name == interface and own.kind == "wired" and 0 < own.speed_mbit_s < usual
+        for own in ours
+    )
+    return able_mbit_s(interface) if slow else 0
 
 
 def _edges(membership: Membership) -> Iterator[schema.EdgeStatus]:

@@ -10,6 +10,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from pmesh.agent.status import snapshot
 from pmesh.agent.status.schema import (
     SCHEMA_VERSION,
     Status,
@@ -96,6 +97,27 @@ async def test_a_second_path_and_one_that_is_silent_are_shown(clock: MockClock) 
         shown = {m.health: m.paths for m in snapshot_of(one).view.members}["healthy"]
         assert [path.use for path in shown] == ["in use", "silent"]
         del link.paths[key]
+
+
+@pytest.mark.parametrize(("able", "marked"), [(0, True), (100, False), (1000, True)])
+async def test_a_cable_at_100_mbit_s_is_marked_unless_an_end_can_do_no_more(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, able: int, *, marked: bool
+) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        (live,) = one.agent.peers.links[two.key.node].paths.values()
+        watch = one.agent._watch  # noqa: SLF001 - as if its interface was a cable
+        watch.current = tuple(replace(own, kind="wired", speed_mbit_s=100) for own in watch.current)
+        asked: list[str] = []
+
+        def ask(interface: str) -> int:
+            asked.append(interface)
+            return able
+
+        monkeypatch.setattr(snapshot, "able_mbit_s", ask)
+        shown = {m.health: m.paths for m in snapshot_of(one).view.members}["healthy"]
+        assert [path.slow is not None for path in shown] == [marked]
+        assert asked == [live.key.interface]
 
 
 async def test_the_loss_of_each_link_is_shown(
