@@ -26,6 +26,7 @@ from pmesh.agent.mesh.foreign_agents import watch as watch_turned_away
 from pmesh.agent.mesh.membership import DOUBT_S, Membership
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.mesh.ping import ping
+from pmesh.agent.mesh.storms import count_packets, watch_storms
 from pmesh.agent.p2p.router import P2PRouter, serve_p2p
 from pmesh.agent.status.events import Event, EventLog, describe_change, encode_events
 from pmesh.agent.status.schema import Status as Snapshot
@@ -193,6 +194,12 @@ class Agent:
                 nursery.start_soon(self._poll_jobs)
                 nursery.start_soon(
                     watch_turned_away, self._count_turned_away, acceptor.take_hosts, self._event_log
+                )
+                nursery.start_soon(
+                    watch_storms,
+                    self._watch,
+                    count_packets,
+                    self._event_log.add,
                 )
                 self._say_ready()
                 nursery.start_soon(self._report_alone)
