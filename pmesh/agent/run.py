@@ -25,6 +25,8 @@ from pmesh.agent.mesh.foreign_agents import Strangers
 from pmesh.agent.mesh.foreign_agents import watch as watch_turned_away
 from pmesh.agent.mesh.membership import DOUBT_S, Membership
 from pmesh.agent.mesh.peers import Peers
+from pmesh.agent.mesh.ping import ping
+from pmesh.agent.mesh.storms import count_packets, watch_storms
 from pmesh.agent.p2p.router import P2PRouter, serve_p2p
 from pmesh.agent.status.events import (
     Event,
@@ -44,6 +46,7 @@ from pmesh.core.values import View
 from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
 from pmesh.core.wire.local import (
     AskEvents,
+    AskPing,
     AskStatus,
     Attach,
     Connect,
@@ -52,7 +55,7 @@ from pmesh.core.wire.local import (
     StopAgent,
     Stopping,
 )
-from pmesh.errors import ConfigError, PortTaken, ProtocolError, UsageError
+from pmesh.errors import ConfigError, PmeshError, PortTaken, ProtocolError, UsageError
 from pmesh.ids import Incarnation, Member
 from pmesh.net.links.acceptor import Acceptor
 from pmesh.net.links.dialer import error_numbers
@@ -205,6 +208,12 @@ class Agent:
                 nursery.start_soon(
                     watch_turned_away, self._count_turned_away, acceptor.take_hosts, self._event_log
                 )
+                nursery.start_soon(
+                    watch_storms,
+                    self._watch,
+                    count_packets,
+                    self._event_log.add,
+                )
                 self._say_ready()
                 nursery.start_soon(self._report_alone)
                 scope.shield = True  # not before, as nobody else could cancel the start
@@ -228,7 +237,7 @@ class Agent:
             on_rest=self.jobs.rest_lane,
             on_ask=self.jobs.results.answer,
             on_p2p=lambda member, message: self.p2p.receive(member, message),  # noqa: PLW0108 - as above
-            noticed=self._event_log.note,
+            noticed=self._event_log.add,
             path_failed=lambda *hosts: self.jobs.rendezvous.lose_path(*hosts),  # noqa: PLW0108 - as above
             contain=self._containment.contain,
         )
@@ -356,6 +365,8 @@ class Agent:
                 await session.send(Status(encode_status(self._snapshot())))
             case AskEvents(after):
                 await session.send(Events(encode_events(self._event_log.since(after))))
+            case AskPing(name):
+                await self._ping(session, name)
             case StopAgent():
                 session.stay()
                 await session.send(Stopping(os.getpid()))
@@ -363,6 +374,15 @@ class Agent:
                 await trio.sleep_forever()  # closed last: its end shows that the agent has ended
             case _:
                 raise ProtocolError(f"a session can't begin with {type(request).__name__}")
+
+    async def _ping(self, session: Session, name: str) -> None:
+        session.stay()
+        try:
+            pinged = await ping(name, self.peers, session.send, local=self._watch.current)
+        except PmeshError as e:
+            await refuse(session, type(e).__name__, str(e))
+        else:
+            await session.send(pinged)
 
     async def _serve_trainer(self, session: Session, request: Connect | Attach) -> None:
         with contextlib.ExitStack() as admitted:
@@ -415,7 +435,6 @@ class Agent:
                 strangers=self._strangers,
                 door=self._acceptor.counters,
                 turned_away=self._count_turned_away(),
-                watch=self._watch,
                 loop_lag_s=max((late for _, late in self._lags), default=0.0),
             )
         )

@@ -14,6 +14,7 @@ from pmesh.agent.config import LogLevel
 from pmesh.agent.home import is_full, reason
 from pmesh.cli import keys
 from pmesh.cli.events import show_events
+from pmesh.cli.ping import show_ping
 from pmesh.cli.run import run_command
 from pmesh.cli.status import bring_down, show_status
 from pmesh.cli.terminal import complain, complain_of, say
@@ -132,6 +133,24 @@ def status(
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
     return show_status(home, watch=watch, as_json=json)
+
+
+@app.command
+def ping(
+    name: str,
+    /,
+    *,
+    json: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    home: Home = None,
+) -> int:
+    """Try every way to another machine, and say which one is used and why.
+
+    Args:
+        name: The machine, as 'pmesh status' shows it.
+        json: Print one line of JSON.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    return show_ping(home, name, as_json=json)
 
 
 @app.command

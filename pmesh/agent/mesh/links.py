@@ -10,7 +10,7 @@ from pmesh.core.links import health, paths
 from pmesh.core.links.addresses import BoundAddress, LocalAddress, interface_of
 from pmesh.core.links.delivery import Delivery, Packet
 from pmesh.core.links.health import WIFI, WIRED, Health, Thresholds
-from pmesh.core.links.paths import PathKey, PathState
+from pmesh.core.links.paths import PathKey, PathState, Way
 from pmesh.core.wire.link import (
     Address,
     Hello,
@@ -61,6 +61,8 @@ class LivePath:
     last_heard: float = field(default_factory=trio.current_time)
     asked_at: float | None = None
     health: Health = field(init=False)
+    _answered: trio.Event = field(default_factory=trio.Event)
+    _answer_took_s: float | None = None
 
     def __post_init__(self) -> None:
         self.health = health.begin(self.thresholds, now=self.since)
@@ -93,6 +95,14 @@ class LivePath:
         if self.asked_at is None:
             self.asked_at = now
 
+    async def measure_round_trip_s(self) -> float:
+        """Ask for a sign of life, and return the round trip of the next answer."""
+        self._answer_took_s = None
+        self.ask()
+        while self._answer_took_s is None:
+            await self._answered.wait()
+        return self._answer_took_s
+
     def hear(self, message: PathMessage) -> bool:
         """Note a sign of life; return True if the message is the path's own matter."""
         now = self.last_heard = trio.current_time()
@@ -107,6 +117,9 @@ class LivePath:
                 self.health = health.heard_from(
                     self.health, now=now, round_trip_s=round_trip_s
                 ).health
+                self._answer_took_s = round_trip_s
+                self._answered.set()
+                self._answered = trio.Event()
             case _:
                 return False
         return True
@@ -117,6 +130,13 @@ class LivePath:
             self.health = health.heard_from(self.health, now=self.last_heard).health
         else:
             self.health = health.pass_time(self.health, now=trio.current_time()).health
+
+
+class Switch(NamedTuple):
+    """Messages are to go over another path than before."""
+
+    began: float
+    why: str
 
 
 class Link:
@@ -141,6 +161,7 @@ class Link:
         self._current: LivePath | None = None
         self._delivery = Delivery()
         self._flaps: dict[PathKey, int] = {}
+        self._switch: Switch | None = None
         self.add(first)
 
     @property
@@ -205,6 +226,27 @@ class Link:
             return False
         self._current = None
         return self.choose()
+
+    def begin_switch(self, why: str, *, since: float) -> None:
+        """Note that the current path has replaced another; `since` is when that was last heard."""
+        if self._switch is None:
+            self._switch = Switch(since, why)
+        if self._current is not None:
+            self._current.ask()
+
+    def end_switch(self, live: LivePath) -> tuple[float, str] | None:
+        """Return how long the switch to this path took, in seconds, and why; None if none did.
+
+        Call it for each packet that the path has brought.
+        """
+        if self._switch is None or live is not self._current:
+            return None
+        (began, why), self._switch = self._switch, None
+        return live.last_heard - began, why
+
+    def ways(self, local: Sequence[LocalAddress]) -> tuple[Way, ...]:
+        """Return how the peer can be reached directly from this machine's addresses."""
+        return paths.ways_to(self.peer.interfaces, port=self.port, local=local)
 
     def flaps_of(self, key: PathKey) -> int:
         return self._flaps.get(key, 0)

@@ -33,7 +33,7 @@ from pmesh.core.views.state import (
     is_vouched_for,
 )
 from pmesh.core.wire.link import AgreementMessage, Heartbeat, LinkMessage, MeasuredEdge, TellView
-from pmesh.ids import JobName, Member, NodeId
+from pmesh.ids import Incarnation, JobName, Member, NodeId
 from pmesh.net.local.processes import Stall, sleep_in_step
 
 HEARTBEAT_S = 0.2  # a fifth of the shortest silence that means anything
@@ -329,17 +329,21 @@ class Membership:
                     self._losses = {m: w for m, w in self._losses.items() if m in view.members}
                     self.reevaluate()  # after this step, because the facts have changed
 
-    def _facts(self) -> Facts:
-        edges = {
+    @property
+    def edges(self) -> dict[Incarnation, MeasuredEdge]:
+        """What this agent has measured of the way to each peer."""
+        return {
             contact.member.incarnation: MeasuredEdge(
                 _microseconds(contact.health.least_round_trip_s),  # tensors may queue before it
                 self.probing.settled_mbit_s(contact.member),
             )
             for contact in self._contacts.values()
         }
+
+    def _facts(self) -> Facts:
         return replace(
             self._follower.facts(),
-            edges=edges,
+            edges=self.edges,
             timeout_s=max((c.health.timeout_s for c in self._contacts.values()), default=0.0),
             silent=tuple(self._contacts[node].member.incarnation for node in self._silent()),
         )

@@ -95,15 +95,7 @@ class PathKeeper:
                 pause_s = paths.SECOND_S if second else 0.0
                 fresh, known = Attempts(due=trio.current_time() + pause_s), facts
                 attempts = {}
-            ways = {
-                way.key: way
-                for way in paths.ways_to(
-                    link.peer.interfaces,
-                    port=link.port,
-                    local=local,
-                )
-                if way.key not in link.paths
-            }
+            ways = {way.key: way for way in link.ways(local) if way.key not in link.paths}
             due = [key for key in ways if attempts.get(key, fresh).due <= trio.current_time()]
             async with trio.open_nursery() as nursery:
                 for key in due:

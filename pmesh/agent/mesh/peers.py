@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import Literal
 
 import msgspec
 import structlog
@@ -16,9 +15,10 @@ from pmesh.agent.mesh.dial_targets import Targets
 from pmesh.agent.mesh.links import Link, LivePath, bare_host, is_at, live_path, numbers_of
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.paths import PathKeeper
+from pmesh.agent.status.events import News
 from pmesh.core.links.addresses import BoundAddress, LocalAddress, in_dialling_order
 from pmesh.core.links.dialing import STEADY_AFTER_S
-from pmesh.core.links.paths import MAX_PATHS, Way, ways_to
+from pmesh.core.links.paths import MAX_PATHS, Way
 from pmesh.core.wire.link import (
     Address,
     AskProbe,
@@ -102,7 +102,7 @@ class Peers:
         on_rest: Callable[[Member, RestLane], None],
         on_ask: Callable[[AskResult], None],
         on_p2p: Callable[[Member, P2PMessage], None],
-        noticed: Callable[[Literal["path changed"], str], None],
+        noticed: Callable[[News], None],
         path_failed: Callable[[AbstractSet[str], AbstractSet[str]], None],
         contain: Contain,
     ) -> None:
@@ -122,7 +122,7 @@ class Peers:
             is_quiet=lambda: self.membership.is_quiet,
             dial=self.dial_way,
             lose=self._end_path,
-            improved=self._tell_switch,
+            improved=self._improved,
         )
         self._bans = Bans()
         self.broken_links = 0
@@ -250,6 +250,8 @@ class Peers:
             replaced = link.add(live)
             if replaced is not None:
                 replaced.scope.cancel()
+            elif live is not link.current:
+                _log.info("a path is there", peer=link.peer.name, path=str(live))
         else:
             link = self._begin(live, instead_of=link)
         self._nursery.start_soon(self._run, link, live)
@@ -357,16 +359,26 @@ class Peers:
 
     def _lose_path(self, link: Link, live: LivePath, why: str) -> None:
         """Let the link go on without the path, over another one if there is any."""
+        used = live is link.current
         if link.remove(live):
-            self._tell_switch(link, why)
+            self._begin_switch(link, why, since=live.last_heard)
+        elif not used and link.paths:
+            _log.info("a path has ended", peer=link.peer.name, path=str(live), reason=why)
 
-    def _tell_switch(self, link: Link, why: str) -> None:
-        """Messages go over another path than before."""
+    def _begin_switch(self, link: Link, why: str, *, since: float) -> None:
+        """Messages go over another path than before; it is told once the peer was heard there."""
         assert link.current is not None  # noqa: S101 - it has switched to this one
         self.membership.path_changed(link.node, link.current.thresholds)
         if trio.current_time() - link.since > STEADY_AFTER_S:  # else both have dialled
-            text = f"{link.peer.name} is reached over {link.current}: {why}"
-            self._noticed("path changed", text)
+            link.begin_switch(why, since=since)
+
+    def _improved(self, link: Link, why: str) -> None:
+        self._begin_switch(link, why, since=trio.current_time())
+
+    def _tell_switch(self, link: Link, took_s: float, why: str) -> None:
+        name = link.peer.name
+        text = f"{name} is reached over {link.current} after {took_s:.2f} s: {why}"
+        self._noticed(News(kind="path changed", text=text, names=(name,), duration_s=took_s))
 
     async def follow_interfaces(self) -> None:
         """Close the paths of interfaces that are gone, and tell the peers of the others."""
@@ -403,7 +415,10 @@ class Peers:
         try:
             while not errors:
                 packet = await live.path.receive()
-                if live.hear(packet.message) or not link.receive_untrusted(packet):
+                is_its_own = live.hear(packet.message)
+                if (switched := link.end_switch(live)) is not None:
+                    self._tell_switch(link, *switched)
+                if is_its_own or not link.receive_untrusted(packet):
                     continue
                 with self._contain(
                     f"the link to {link.peer.name}", errors.append, passing=(PmeshError,)
@@ -464,7 +479,7 @@ class Peers:
         if last.dialled is not None and not has_failed:
             ordered: tuple[BoundAddress, ...] = (last.dialled,)
         else:
-            ways = ways_to(link.peer.interfaces, port=link.port, local=self._watch.current)
+            ways = link.ways(self._watch.current)
             routed = tuple((address, None) for address in link.peer.addresses)
             others = self._in_order(link.peer.addresses) or routed
             ordered = tuple(dict.fromkeys((*((way.address, way.own) for way in ways), *others)))
@@ -535,6 +550,16 @@ class Peers:
             raise PeerUnreachable(f"this agent has no link to {self.name_of(member)}")
         stream, _ = await dial_any(addresses)
         return stream
+
+    @property
+    def names(self) -> dict[str, NodeId]:
+        """The other machines that are in the view or linked, by name."""
+        linked = {link.peer.name: node for node, link in self.links.items()}
+        seats = self.membership.view.seats
+        members = {seat.member.node: seat.name for seat in seats}
+        members.pop(self._hello().member.node, None)
+        outside = {name: node for name, node in linked.items() if node not in members}
+        return outside | {name: node for node, name in members.items()}
 
     def name_of(self, member: Member) -> str:
         seat, link = self.membership.view.seat_of(member), self.links.get(member.node)

@@ -41,6 +41,7 @@ EventKind: TypeAlias = Literal[
     "loss noticed",
     "peer lost",
     "path changed",
+    "network loop",
     "view",
     # jobs and their ranks
     "job began",

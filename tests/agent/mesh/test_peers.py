@@ -1,6 +1,7 @@
 """Links between whole agents: which one stays, what its end means, who is turned away."""
 
 import socket
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn
@@ -8,14 +9,16 @@ from typing import NoReturn
 import numpy as np
 import pytest
 import trio
+from structlog.testing import capture_logs
 from trio.testing import MockClock
 
 from pmesh.agent.mesh import peers
-from pmesh.agent.mesh.links import Link, LivePath
+from pmesh.agent.mesh.links import Link, LivePath, live_path
 from pmesh.agent.mesh.peers import BANNED_S, MAX_BANNED, REDIAL_S, Bans
+from pmesh.agent.status.events import Event
 from pmesh.core.identity.keys import NodeKey
-from pmesh.core.links.addresses import BoundAddress
-from pmesh.core.links.paths import PathKey
+from pmesh.core.links.addresses import BoundAddress, LocalAddress
+from pmesh.core.links.paths import PathKey, Way
 from pmesh.core.wire.link import (
     Address,
     AgreementMessage,
@@ -28,6 +31,7 @@ from pmesh.core.wire.link import (
 from pmesh.errors import NodeKeyCopied, PeerUnreachable, PmeshError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, TrainerId, short_node
 from pmesh.net.links.dialer import dial
+from pmesh.net.links.path import Path
 from tests.worlds.trainer import together, until
 from tests.worlds.village import Machine, Village, village
 
@@ -86,6 +90,74 @@ async def test_a_link_that_ends_is_dialled_again_and_nobody_is_gone(clock: MockC
             assert live_to(machine, other) is link
         await trio.sleep(3)
         assert one.agent.membership.view.epoch == epoch
+
+
+@pytest.fixture
+def many_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each connection has two interfaces of its own."""
+    numbers: defaultdict[str, int] = defaultdict(int)
+
+    def numbered(path: Path, *args: object, **facts: object) -> LivePath:
+        live: LivePath = live_path(path, *args, **facts)  # type: ignore[arg-type]
+        name = f"eth{numbers[path.ours.name]}"
+        numbers[path.ours.name] += 1
+        live.key = PathKey(name, name)
+        return live
+
+    monkeypatch.setattr(peers, "live_path", numbered)
+
+
+def events_of(machine: Machine, kind: str) -> list[Event]:
+    log = machine.agent._event_log  # noqa: SLF001 - without a session, at this instant
+    return [event for event in log.since(-1).events if event.kind == kind]
+
+
+async def add_path(machine: Machine, other: Machine) -> LivePath:
+    link = live_to(machine, other)
+    before = set(link.paths)
+    own = LocalAddress(interface="eth1", host="127.0.0.1", prefix_bits=8, kind="wired")
+    await machine.agent.peers.dial_way(Way(PathKey("eth1", "eth1"), own, other.address))
+    await until(lambda: len(live_to(other, machine).paths) == len(link.paths))
+    (new,) = set(link.paths) - before
+    return link.paths[new]
+
+
+@pytest.mark.usefixtures("many_interfaces")
+async def test_a_switch_to_another_path_is_told_once_the_peer_was_heard_there_with_how_long_it_took(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        await trio.sleep(3)
+        old = live_to(one, two).current
+        assert old is not None
+        new = await add_path(one, two)
+        await trio.sleep(3)
+        heard, before = old.last_heard, trio.current_time()
+        await old.path.aclose()
+        for machine in (one, two):
+            await until(lambda m=machine: bool(events_of(m, "path changed")))  # type: ignore[misc]
+        (event,) = events_of(one, "path changed")
+        assert event.names == ("mac-1",)
+        assert event.duration_s is not None
+        assert before - heard <= event.duration_s <= trio.current_time() - heard
+        assert event.text.startswith(f"mac-1 is reached over {new} after {event.duration_s:.2f} s")
+        assert live_to(one, two).current is new
+        assert event.text in one.lines
+
+
+@pytest.mark.usefixtures("many_interfaces")
+async def test_of_a_path_that_is_not_used_only_the_log_tells(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        await trio.sleep(3)
+        with capture_logs() as log:
+            new = await add_path(one, two)
+            await new.path.aclose()
+            await until(lambda: len(live_to(two, one).paths) == 1)
+        assert {line["event"] for line in log} == {"a path is there", "a path has ended"}
+        assert not events_of(one, "path changed")
+        assert not events_of(two, "path changed")
 
 
 async def test_a_clean_leave_is_said_and_is_no_failure(
