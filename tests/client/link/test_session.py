@@ -265,10 +265,10 @@ def test_an_interrupt_in_mid_op_ends_the_mesh_because_the_reply_would_be_taken_f
     receive = connection.AgentConnection.receive
     calls = itertools.count()
 
-    def interrupted(self: connection.AgentConnection) -> object:
+    def interrupted(self: connection.AgentConnection, *, due_s: float) -> object:
         if next(calls) == 1:  # after the arena
             raise KeyboardInterrupt
-        return receive(self)
+        return receive(self, due_s=due_s)
 
     monkeypatch.setattr(connection.AgentConnection, "receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
