@@ -1,5 +1,6 @@
 """What the trainer does when the agent, the user or another thread do the unexpected."""
 
+import io
 import itertools
 import logging
 import os
@@ -202,6 +203,20 @@ def test_waiting_is_told_with_names(
         "waiting for op 0 for 20 s; missing: rank 1 (mac-2)",
         "waiting for op 0 for 30 s; its data are on their way",
     ]
+
+
+def test_an_error_does_not_stand_in_the_line_that_counts_the_seconds(
+    scripted: ScriptedAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = (StillWaiting(-1, seconds, ("1 of 3 trainers",)) for seconds in (1.0, 2.0, 3.0))
+    scripted.steps.append(replies(*waiting))
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    mesh = pmesh.connect("job", home=scripted.home)
+    monkeypatch.setattr("sys.stderr", terminal)
+    with pytest.raises(pmesh.AgentStopped):
+        mesh.barrier()
+    assert terminal.getvalue().endswith("\r2 s \r3 s \n")
 
 
 def numbers_of(requests: list[Request | None]) -> list[int]:
