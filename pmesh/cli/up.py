@@ -199,7 +199,8 @@ def set_up_logs(*, level: LogLevel, as_json: bool, stream: TextIO) -> None:
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    renderer = _renderer(as_json=as_json, colors=stream.isatty())
+    colors = stream.isatty() and not os.environ.get("NO_COLOR")  # no-color.org
+    renderer = _renderer(as_json=as_json, colors=colors)
     last: list[structlog.typing.Processor] = [*_exceptions(as_json=as_json), renderer]
     structlog.configure(
         processors=[Throttle(clock=time.monotonic), *shared, *last],

@@ -234,8 +234,10 @@ def describe_change(
 def _describe_members(before: View, after: View, losses: Mapping[Member, str]) -> Iterator[News]:
     old = {seat.member: seat.name for seat in before.seats}
     new = {seat.member: seat.name for seat in after.seats}
+    alone = len(new) == 1
+    unnoticed = "it continues without this machine" if alone else "the others no longer hear it"
     for member in (member for member in old if member not in new):
-        why = losses.get(member, "the others no longer hear it")
+        why = losses.get(member, unnoticed)
         name = old[member]
         yield News(kind="peer lost", text=f"{name} is gone: {why}", names=(name,))
     for member in (member for member in new if member not in old):

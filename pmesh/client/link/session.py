@@ -411,6 +411,7 @@ class TrainerSession:
         try:
             yield
         except BaseException as e:
+            self._waiting.end()
             closed = self._ended
             self.end(f"{type(e).__name__}: {e}".rstrip(": "))
             if closed is not None and isinstance(e, PmeshError):

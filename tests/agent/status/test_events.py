@@ -233,9 +233,12 @@ def test_who_is_gone_is_named_with_the_reason_that_is_known() -> None:
     before = view(A, B, C)
     assert texts(describe_change(before, view(A), {B: "silent for 2.0 s"}, me=A)) == [
         "mini (2) is gone: silent for 2.0 s",
-        "air is gone: the others no longer hear it",
+        "air is gone: it continues without this machine",
         "alone: no other machine of this mesh is here",
     ]
+    assert texts(describe_change(before, view(A, B), {}, me=A))[0] == (
+        "air is gone: the others no longer hear it"
+    )
 
 
 def test_a_view_that_only_settles_ops_is_no_news() -> None:
