@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -329,6 +329,31 @@ class NetLab:
                 run_system([*tc, "replace", "dev", device, "root", *tbf])
             elif "noqueue" not in run_system([*tc, "show", "dev", device, "root"]):
                 run_system([*tc, "delete", "dev", device, "root"])
+
+    def shape_pairs(self, bits_per_s: Mapping[tuple[Host, Host], int]) -> None:
+        """A line of its own between each two hosts, alike in both directions."""
+        for host in self.hosts:
+            tc = ["tc", "-netns", host.namespace]
+            run_system([*tc, "qdisc", "replace", "dev", "eth0", "root", "handle", "1:", "htb"])
+            for (one, other), speed in bits_per_s.items():
+                if host in (one, other):
+                    self._shape_to(other if host == one else one, tc, speed)
+
+    def _shape_to(self, far: Host, tc: Sequence[str], bits_per_s: int) -> None:
+        number = f"1:{far.number:x}"
+        rate = ["htb", "rate", f"{bits_per_s}bit", "burst", "65536", "quantum", "65536"]
+        run_system([*tc, "class", "add", "dev", "eth0", "parent", "1:", "classid", number, *rate])
+        queue = ["bfifo", "limit", str(max(131072, round(bits_per_s * QUEUE_S / 8)))]
+        run_system([*tc, "qdisc", "add", "dev", "eth0", "parent", number, *queue])
+        for protocol, match, address in (
+            ("ip", "ip", f"{far.ipv4}/32"),
+            ("ipv6", "ip6", f"{far.ipv6}/128"),
+            ("ipv6", "ip6", f"fe80::{far.number}/128"),
+        ):
+            prio = "1" if protocol == "ip" else "2"
+            where = ["filter", "add", "dev", "eth0", "parent", "1:", "protocol", protocol]
+            to = ["prio", prio, "u32", "match", match, "dst", address, "flowid", number]
+            run_system([*tc, *where, *to])
 
     def close(self) -> None:
         """End what runs in the hosts, then take the lab down; nothing if that is done already."""
