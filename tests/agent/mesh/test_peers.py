@@ -115,7 +115,8 @@ def events_of(machine: Machine, kind: str) -> list[Event]:
 async def add_path(machine: Machine, other: Machine) -> LivePath:
     link = live_to(machine, other)
     before = set(link.paths)
-    own = LocalAddress(interface="eth1", host="127.0.0.1", prefix_bits=8, kind="wired")
+    loopback = socket.if_indextoname(1)
+    own = LocalAddress(interface=loopback, host="127.0.0.1", prefix_bits=8, kind="wired")
     await machine.agent.peers.dial_way(Way(PathKey("eth1", "eth1"), own, other.address))
     await until(lambda: len(live_to(other, machine).paths) == len(link.paths))
     (new,) = set(link.paths) - before
