@@ -87,7 +87,7 @@ class PathKeeper:
 
     async def _dial_others(self, link: Link, second: bool) -> None:  # noqa: FBT001 - for start_soon
         attempts: dict[PathKey, Attempts] = {}
-        known: object = None
+        fresh, known = Attempts(), None
         while True:
             changed, local = link.changed, self._watch.current
             facts = local, link.peer.interfaces

@@ -63,7 +63,8 @@ async def watch_storms(
     counted_at = trio.current_time()
     while True:
         cables = {own.interface for own in watch.current if own.kind == "thunderbolt"}
-        after, now = count() if cables else {}, trio.current_time()
+        after: Mapping[str, Packets] = count() if cables else {}
+        now = trio.current_time()
         for interface in cables & before.keys() & after.keys():
             per_s = storm_packets_per_s(
                 before[interface], after[interface], interval_s=now - counted_at
