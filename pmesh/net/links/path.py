@@ -30,7 +30,8 @@ from pmesh.errors import (
     ProtocolVersionMismatch,
 )
 from pmesh.ids import NodeId, short_node
-from pmesh.net.links.interfaces import local_address_of, loss_of, remote_address_of
+from pmesh.net.links.interfaces import local_address_of, remote_address_of
+from pmesh.net.links.loss import loss_of
 from pmesh.net.links.tls import (
     ConnectionCut,
     DataReceived,

@@ -1,7 +1,6 @@
 import errno
 import fcntl
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +22,6 @@ from pmesh.net.links.interfaces import (
     AddressWatch,
     InterfaceReader,
     local_address_of,
-    loss_of,
     reachable_at,
     remote_address_of,
 )
@@ -514,13 +512,10 @@ async def test_where_the_system_tells_nothing_changes_are_noticed(
 @dataclass
 class FakeSocket:
     name: object = ""
-    counters: bytes = b""
 
     def getsockopt(self, level: int, option: int, buffersize: int) -> bytes:
-        if (level, option) == (socket.SOL_SOCKET, interfaces.SO_BINDTODEVICE):
-            return bytes(buffersize)
-        assert (level, option) in {(socket.IPPROTO_TCP, 11), (socket.IPPROTO_TCP, 0x106)}
-        return self.counters[:buffersize]
+        assert (level, option) == (socket.SOL_SOCKET, interfaces.SO_BINDTODEVICE)
+        return bytes(buffersize)
 
     def getpeername(self) -> object:
         if isinstance(self.name, OSError):
@@ -528,9 +523,9 @@ class FakeSocket:
         return self.name
 
 
-def stream_from(name: object, counters: bytes = b"") -> trio.abc.HalfCloseableStream:
+def stream_from(name: object) -> trio.abc.HalfCloseableStream:
     stream, _ = trio.testing.memory_stream_pair()
-    stream.socket = FakeSocket(name, counters)  # type: ignore[attr-defined]
+    stream.socket = FakeSocket(name)  # type: ignore[attr-defined]
     return stream
 
 
@@ -563,44 +558,3 @@ def test_a_global_address_has_no_scope() -> None:
 def test_what_has_no_address_is_unknown(name: object) -> None:
     assert remote_address_of(stream_from(name)) == UNKNOWN
     assert remote_address_of(trio.testing.memory_stream_pair()[0]) == UNKNOWN
-
-
-def counters(layout: str, *values: int) -> bytes:
-    return struct.pack(layout, *values).ljust(512, b"\xff")
-
-
-@pytest.mark.parametrize(
-    ("platform", "told", "loss"),
-    [
-        ("linux", counters("=100xI52xI", 12, 1200), 0.01),
-        ("linux", counters("=100xI52xI", 0, 1200), 0.0),
-        ("linux", counters("=100xI52xI", 12, 199), None),
-        ("linux", counters("=100xI52xI", 12, 1200)[:104], None),  # before Linux 4.6
-        ("darwin", counters("=56xQ40xQ", 1200, 24), 0.02),
-        ("win32", counters("=100xI52xI", 12, 1200), None),
-    ],
-)
-def test_the_loss_of_a_connection_is_what_the_system_has_sent_again(
-    platform: str, told: bytes, loss: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "platform", platform)
-    assert loss_of(stream_from("", told)) == loss
-
-
-async def test_a_connection_within_a_machine_loses_nothing_and_one_in_memory_has_no_loss() -> None:
-    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    port = listener.socket.getsockname()[1]
-    async with (
-        listener,
-        await trio.open_tcp_stream("127.0.0.1", port) as dialled,
-        await listener.accept() as accepted,
-    ):
-        assert loss_of(dialled) is None
-        for _ in range(300):
-            await dialled.send_all(b"x")
-            assert await accepted.receive_some(1) == b"x"
-        loss = loss_of(dialled)
-        assert loss is not None
-        assert loss < 0.05
-    assert loss_of(dialled) is None
-    assert loss_of(trio.testing.memory_stream_pair()[0]) is None
