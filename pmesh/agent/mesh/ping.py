@@ -52,10 +52,10 @@ async def ping(
 
         for key in dict.fromkeys((*link.paths, *ways)):
             nursery.start_soon(try_one, key)
-        used = {key.interface for key in (*link.paths, *ways)}
+        leading = {key.interface for key in (*link.paths, *ways)}
         for interface in dict.fromkeys(own.interface for own in local):
             alike = [own for own in local if own.interface == interface]
-            if interface not in used and alike[0].kind != "loopback":
+            if interface not in leading and alike[0].kind != "loopback":
                 await tell(_of_another_network(link, alike))
     return _result(link)
 
