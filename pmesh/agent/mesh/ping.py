@@ -108,9 +108,12 @@ def _is_beside_the_point(way: Way, answered: Iterable[PathKey]) -> bool:
 
 
 def _with_facts(tried: WayTried, live: LivePath) -> WayTried:
-    address = tried.address or str(live.dialled or live.path.remote_address)
+    there = live.path.remote_address if live.dialled is None else live.dialled[0]
     return msgspec.structs.replace(
-        tried, kind=live.kind, address=address, speed_mbit_s=live.speed_mbit_s
+        tried,
+        kind=live.kind,
+        address=tried.address or str(there),
+        speed_mbit_s=live.speed_mbit_s,
     )
 
 
