@@ -27,7 +27,6 @@ from pmesh.agent.status.schema import (
     Health,
     JobStatus,
     MemberStatus,
-    PathStatus,
     PeerStatus,
     Status,
     ViewStatus,
@@ -201,7 +200,7 @@ def _edges(view: ViewStatus, me: str) -> Rows:
     for edge in view.edges:
         if me not in {edge.sender, edge.receiver}:
             to = Text(f"{names[edge.sender]} → {names[edge.receiver]}")
-            rows.append((to, "", "", "", _round_trip(edge.rtt_ms), ""))
+            rows.append((to, "", "", _mbit_s(edge.mbit_s), _round_trip(edge.rtt_ms), ""))
     return Rows(("to", "path", "kind", "Mbit/s", "round trip", "use"), rows)
 
 
@@ -213,11 +212,13 @@ def _path_rows(
     arrow = "⇄ " if sends and receives else "→ " if sends else "← " if receives else ""
     for path in member.paths:
         first = path is member.paths[0]
+        measured = member.mbit_s if first else None  # of all paths together
+        speed = path.speed_mbit_s if measured is None else measured
         yield (
             Text(arrow + printable(member.name) if first else ""),
             Text(printable(path_text(path.interface, path.remote))),
             Text(printable(path.kind or "")),
-            Text(_mbit_s(path), "yellow" if path.slow else ""),
+            Text(_mbit_s(speed, slow=path.slow is not None), "yellow" if path.slow else ""),
             _round_trip(member.rtt_ms, member.jitter_ms) if first else _round_trip(path.rtt_ms),
             Text(path.use, "red" if path.use == "silent" else ""),
         )
@@ -232,9 +233,8 @@ def path_text(interface: str | None, remote: str) -> str:
     return remote if remote == interface else f"{interface or '?'} → {remote}"
 
 
-def _mbit_s(path: PathStatus) -> str:
-    mark = "! " if path.slow else ""
-    return mark + ("" if path.speed_mbit_s is None else str(path.speed_mbit_s))
+def _mbit_s(speed: int | None, *, slow: bool = False) -> str:
+    return "! " * slow + ("" if speed is None else str(speed))
 
 
 def _round_trip(rtt_ms: float | None, jitter_ms: float | None = None) -> str:

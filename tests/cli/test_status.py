@@ -85,6 +85,18 @@ def test_of_two_machines_each_is_before_and_after_the_other() -> None:
     assert "⇄ mac-2" in shown(msgspec.structs.replace(SNAPSHOT, view=view))
 
 
+def test_a_measured_bandwidth_is_shown_before_a_stated_one() -> None:
+    one, two, three = SNAPSHOT.view.members
+    two = msgspec.structs.replace(two, mbit_s=93)
+    edges = [msgspec.structs.replace(edge, mbit_s=941) for edge in SNAPSHOT.view.edges]
+    view = msgspec.structs.replace(SNAPSHOT.view, members=(one, two, three), edges=tuple(edges))
+    lines = shown(msgspec.structs.replace(SNAPSHOT, view=view)).splitlines()
+    (path,) = [line.split() for line in lines if "→ mac-2 " in line and "en0" in line]
+    assert path[6:8] == ["!", "93"]
+    (edge,) = [line.split() for line in lines if "mac-2 → studio" in line]
+    assert edge[3] == "941"
+
+
 @pytest.mark.parametrize("kind", ["thunderbolt", "wired"])
 def test_paths_fit_a_terminal_of_80_columns(kind: str) -> None:
     one, two, _ = SNAPSHOT.view.members

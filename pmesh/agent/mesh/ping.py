@@ -52,10 +52,10 @@ async def ping(
 
         for key in dict.fromkeys((*link.paths, *ways)):
             nursery.start_soon(try_one, key)
-        used = {key.interface for key in (*link.paths, *ways)}
+        leading = {key.interface for key in (*link.paths, *ways)}
         for interface in dict.fromkeys(own.interface for own in local):
             alike = [own for own in local if own.interface == interface]
-            if interface not in used and alike[0].kind != "loopback":
+            if interface not in leading and alike[0].kind != "loopback":
                 await tell(_of_another_network(link, alike))
     return _result(link)
 
@@ -108,9 +108,12 @@ def _is_beside_the_point(way: Way, answered: Iterable[PathKey]) -> bool:
 
 
 def _with_facts(tried: WayTried, live: LivePath) -> WayTried:
-    address = tried.address or str(live.dialled or live.path.remote_address)
+    there = live.path.remote_address if live.dialled is None else live.dialled[0]
     return msgspec.structs.replace(
-        tried, kind=live.kind, address=address, speed_mbit_s=live.speed_mbit_s
+        tried,
+        kind=live.kind,
+        address=tried.address or str(there),
+        speed_mbit_s=live.speed_mbit_s,
     )
 
 
