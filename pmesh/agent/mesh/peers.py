@@ -120,7 +120,7 @@ class Peers:
             is_quiet=lambda: self.membership.is_quiet,
             dial=self.dial_way,
             lose=self._end_path,
-            improved=self._tell_switch,
+            improved=self._take_better,
         )
         self._bans = Bans()
         self.broken_links = 0
@@ -351,6 +351,15 @@ class Peers:
         """Let the link go on without the path, over another one if there is any."""
         if link.remove(live):
             self._tell_switch(link, why)
+
+    def _take_better(self, link: Link, why: str) -> None:
+        """Messages go over a better path: lanes leave those of a worse kind or speed."""
+        self._tell_switch(link, why)
+        assert link.current is not None  # noqa: S101 - it has switched to this one
+        best = link.current.state().rank
+        for live in link.paths.values():
+            if live.state().rank > best:
+                self._path_failed(*live.hosts)
 
     def _tell_switch(self, link: Link, why: str) -> None:
         """Messages go over another path than before."""
