@@ -89,15 +89,19 @@ def _harm_once(cluster: Cluster, harm: Harm, random: Random, tally: Tally) -> No
 
 
 def run_plugs(run: Run) -> Tally:
-    """The better one of a host's two cables is plugged in, and pulled again."""
+    """The better one of a host's two cables is plugged in for the first time, and once again.
+
+    Then all begin anew: a cable that is pulled often is for a while not trusted.
+    """
     random, tally = run.random(), Tally()
-    with _cluster(run, HOSTS[0], patch=FASTER_PATCH) as cluster:
-        victim = random.choice(cluster.nodes)
-        cluster.lab.unplug(victim.host, 1)
-        _begin(cluster)
-        for _ in range(run.episodes):
-            _plug_once(cluster, victim, tally)
-            time.sleep(random.uniform(*OUT_S))
+    for first in range(0, run.episodes, 2):
+        with _cluster(run, HOSTS[0], patch=FASTER_PATCH) as cluster:
+            victim = random.choice(cluster.nodes)
+            cluster.lab.unplug(victim.host, 1)
+            _begin(cluster)
+            for _ in range(min(2, run.episodes - first)):
+                _plug_once(cluster, victim, tally)
+                time.sleep(random.uniform(*OUT_S))
     return tally
 
 

@@ -373,7 +373,13 @@ class Peers:
             link.begin_switch(why, since=since)
 
     def _improved(self, link: Link, why: str) -> None:
+        """Messages go over a better path: lanes leave those of a worse kind or speed."""
         self._begin_switch(link, why, since=trio.current_time())
+        assert link.current is not None  # noqa: S101 - it has switched to this one
+        best = link.current.state().rank
+        for live in link.paths.values():
+            if live.state().rank > best:
+                self._path_failed(*live.hosts)
 
     def _tell_switch(self, link: Link, took_s: float, why: str) -> None:
         name = link.peer.name

@@ -142,3 +142,19 @@ async def test_a_new_connection_goes_over_the_best_path_whoever_dialled_it(
         assert asked == [((Address("127.0.0.1", two.port), None), (Address("10.0.0.1", 1), None))]
         assert not one.agent.peers.we_dialled(link.member)
         del link.paths[slow.key]
+
+
+async def test_lanes_leave_a_path_of_a_worse_kind_when_a_better_one_is_taken(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[set[str]] = []
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        link, cable = live_to(one, two), path_to(one, two)
+        monkeypatch.setattr(one.agent.peers, "_path_failed", lambda ours, _: left.append(set(ours)))
+        for kind, host in (("wifi", "10.0.0.1"), (cable.kind, "10.0.1.1")):
+            key, hosts = PathKey(host, host), (frozenset({host}), frozenset({host}))
+            link.paths[key] = replace(cable, key=key, kind=kind, hosts=hosts)
+        one.agent.peers._improved(link, "it is better")  # noqa: SLF001
+        assert left == [{"10.0.0.1"}]
+        link.paths = {cable.key: cable}
