@@ -216,7 +216,7 @@ class Agent:
             on_ask=self.jobs.results.answer,
             on_p2p=lambda member, message: self.p2p.receive(member, message),  # noqa: PLW0108 - as above
             noticed=self._event_log.note,
-            path_failed=lambda *hosts: self.jobs.rendezvous.lose_path(*hosts),  # noqa: PLW0108 - as above
+            path_failed=lambda ours, theirs: self.jobs.rendezvous.lose_path(ours, theirs),  # noqa: PLW0108 - as above
             contain=self._containment.contain,
         )
         self.membership = Membership(
