@@ -184,7 +184,6 @@ CAMPAIGNS = (
         holds=after_clean(CABLE_S),
         run=partial(run_harm, harm=pull),
         episodes=100,
-        short_episodes=2,
     ),
     Campaign(
         name="vanish",
@@ -193,7 +192,6 @@ CAMPAIGNS = (
         holds=within(VANISHED_S),
         run=partial(run_harm, harm=vanish),
         episodes=100,
-        short_episodes=1,
     ),
     Campaign(
         name="plug",
@@ -210,7 +208,6 @@ CAMPAIGNS = (
         holds=fact_at_least(FLAP_SHARE, FLAPPING_SPEED),
         run=run_flaps,
         episodes=60,
-        short_episodes=2,
     ),
     Campaign(
         name="stop-trainer",

@@ -61,10 +61,11 @@ def run_harm(run: Run, harm: Harm) -> Tally:
     """Harm the cable in use in the middle of an op, and repair it some seconds later."""
     random, tally = run.random(), Tally()
     for index, hosts in enumerate(HOSTS):
-        with _cluster(run, hosts) as cluster:
-            _begin(cluster)
-            for _ in range((run.episodes + index) // len(HOSTS)):
-                _harm_once(cluster, harm, random, tally)
+        if episodes := (run.episodes + index) // len(HOSTS):
+            with _cluster(run, hosts) as cluster:
+                _begin(cluster)
+                for _ in range(episodes):
+                    _harm_once(cluster, harm, random, tally)
     return tally
 
 

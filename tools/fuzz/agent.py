@@ -18,7 +18,7 @@ import msgspec
 import trio
 
 from pmesh.agent.home import load_node_key, open_home
-from pmesh.agent.mesh import peers
+from pmesh.agent.mesh import bans
 from pmesh.agent.mesh.links import Link
 from pmesh.cli import main
 from pmesh.core.links.delivery import Packet
@@ -120,7 +120,7 @@ def _listening(receive: Callable[[Link, Packet], bool], liar: Liar) -> Callable[
 def _be(order: Order) -> None:
     home = open_home(Path(os.environ["PMESH_HOME"]))
     load_node_key(home, entropy=order.number.to_bytes(32, "big"))
-    peers.BANNED_S = peers.LONGEST_BANNED_S = SHORT_BAN_S
+    bans.BANNED_S = bans.LONGEST_BANNED_S = SHORT_BAN_S
     secrets.randbits = lambda k: order.number % 2**k  # the agent's incarnation is drawn so
     trio.run = partial(trio.run, instruments=[Steps()])  # type: ignore[assignment]
     if order.replay:

@@ -13,7 +13,7 @@ from pmesh.core.links.paths import Attempts, PathKey, Way
 from pmesh.errors import PmeshError
 from pmesh.net.links.interfaces import AddressWatch
 
-TICK_S = 0.1  # a path that fails is noticed no later than this
+TICK_S = 0.05  # a path that fails is noticed no later than this
 QUIET_TICK_S = 0.3  # while no job runs: well before a silent peer is gone
 _log = structlog.get_logger()
 

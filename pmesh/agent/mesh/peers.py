@@ -1,7 +1,6 @@
 """The one link with each peer: which paths join it, and what the end of its last path means."""
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -11,6 +10,7 @@ import structlog
 import trio
 
 from pmesh.agent.containment import Contain
+from pmesh.agent.mesh.bans import Bans
 from pmesh.agent.mesh.dial_targets import Targets
 from pmesh.agent.mesh.links import Link, LivePath, bare_host, is_at, live_path, numbers_of
 from pmesh.agent.mesh.membership import Membership
@@ -57,32 +57,8 @@ REDIAL_ROUND_TRIPS = 4  # TCP, two of TLS, and the Hellos
 PROOF_OF_LIFE_S = 1.0  # five heartbeats: an older incarnation that is silent this long is dead
 MAX_LINKS = 64  # the largest number of members in a view
 MAX_LINKS_PER_ADDRESS = 16  # one machine that invents nodes leaves room for others
-BANNED_S = 2.0  # after the first message that no honest member would send; doubles each time
-LONGEST_BANNED_S = 300.0
-MAX_BANNED = 256
 
 _log = structlog.get_logger()
-
-
-class Bans:
-    """Nodes that get no link for a while, because they did what no honest member would."""
-
-    def __init__(self) -> None:
-        self._bans: dict[NodeId, tuple[float, float]] = {}  # end and length of the latest ban
-
-    def add(self, node: NodeId, *, now: float) -> None:
-        """Ban a node, each time for twice as long, unless it has behaved for five minutes."""
-        until, lasted_s = self._bans.pop(node, (-math.inf, 0.0))
-        again = now < until + LONGEST_BANNED_S
-        lasts_s = min(2 * lasted_s, LONGEST_BANNED_S) if again else BANNED_S
-        self._bans[node] = now + lasts_s, lasts_s
-        if len(self._bans) > MAX_BANNED:
-            del self._bans[next(iter(self._bans))]
-
-    def left_s(self, node: NodeId, *, now: float) -> float:
-        """Return the seconds until the ban ends; 0 if there is none."""
-        until, _ = self._bans.get(node, (now, 0.0))
-        return max(0.0, until - now)
 
 
 class Peers:

@@ -16,7 +16,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.mesh import peers
+from pmesh.agent.mesh import bans
 from pmesh.agent.mesh.links import Link
 from pmesh.core.values import Terms
 from pmesh.core.views.limits import TOLERATED
@@ -91,8 +91,8 @@ async def lie(monkeypatch: pytest.MonkeyPatch, here: Village, hostile: Machine, 
     def is_his(link: Link) -> bool:
         return any(own is link for own in hostile.agent.peers.links.values())
 
-    monkeypatch.setattr(peers, "BANNED_S", SHORT_BAN_S)
-    monkeypatch.setattr(peers, "LONGEST_BANNED_S", SHORT_BAN_S)
+    monkeypatch.setattr(bans, "BANNED_S", SHORT_BAN_S)
+    monkeypatch.setattr(bans, "LONGEST_BANNED_S", SHORT_BAN_S)
     send = lying(Link.send, liar, on=is_his, tell=lambda _: None)
     monkeypatch.setattr(Link, "send", send)
     with trio.move_on_after(LIES_FOR_S):

@@ -9,8 +9,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from pmesh.agent.mesh.bans import BANNED_S, MAX_BANNED, Bans
 from pmesh.agent.mesh.links import Link
-from pmesh.agent.mesh.peers import BANNED_S, MAX_BANNED, Bans
 from pmesh.core.identity.keys import NodeKey
 from pmesh.core.wire.link import (
     Address,
