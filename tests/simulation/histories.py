@@ -148,7 +148,7 @@ def agreements_end_where_messages_take_longer_than_a_peer_may_be_silent() -> Non
     cluster = Cluster(0, size=3, conditions=Conditions(latency_s=6.0), habits=habits)
     for number in range(3):
         cluster.start(number)
-    run_until(cluster, cluster.is_one_view, 300.0)
+    run_until(cluster, cluster.is_one_view, 200.0)
 
 
 def who_has_not_read_a_proposal_is_not_left_out() -> None:

@@ -25,7 +25,10 @@ FLAP_S = 1.0
 FLAP_SHARE = "ops a second over those on the stable path alone"
 FASTER_PATCH = """
 import pmesh.net.links.interfaces as interfaces
-interfaces._linux_kind = lambda interface: "thunderbolt" if interface == "eth1" else "wired"
+from pmesh.net.links.hardware import Hardware
+interfaces.read_hardware = lambda names: {
+    name: Hardware("thunderbolt" if name == "eth1" else "wired") for name in names
+}
 """  # a veth claims one speed whatever the lab gives it; so eth1 is the better one by its kind
 
 Harm = Callable[[NetLab, Host, int], None]

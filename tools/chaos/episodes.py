@@ -15,7 +15,8 @@ from tools.lab.oplog import Op, Options, clean_ops_s, find_violations, next_step
 ANY_PARTS: tuple[tuple[Part, ...], ...] = (("agent",), ("trainer",), BOTH)
 WIFI_PATCH = """
 import pmesh.net.links.interfaces
-pmesh.net.links.interfaces._linux_kind = lambda interface: "wifi"
+from pmesh.net.links.hardware import Hardware
+pmesh.net.links.interfaces.read_hardware = lambda names: dict.fromkeys(names, Hardware("wifi"))
 """  # a veth has no radio; all that follows from the kind of an interface follows from this
 
 

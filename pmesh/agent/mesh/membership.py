@@ -334,7 +334,7 @@ class Membership:
         """What this agent has measured of the way to each peer."""
         return {
             contact.member.incarnation: MeasuredEdge(
-                _microseconds(contact.health.least_round_trip_s),  # tensors may queue before it
+                _least_us(contact.health),
                 self.probing.settled_mbit_s(contact.member),
             )
             for contact in self._contacts.values()
@@ -367,6 +367,11 @@ class Membership:
             echo_us=contact.last_sent_us,
             held_us=_microseconds(now - contact.last_heard_at),
         )
+
+
+def _least_us(health: Health) -> int:
+    """Return the least round trip, as tensors may queue before it; 0 until it is measured."""
+    return 0 if health.round_trip_s is None else max(1, _microseconds(health.least_round_trip_s))
 
 
 def _microseconds(seconds: float) -> int:
