@@ -32,6 +32,7 @@ from pmesh.core.wire.link import (
     LinkMessage,
     OfferLane,
     P2PLinkMessage,
+    Relay,
     RestLane,
     TellView,
 )
@@ -225,7 +226,7 @@ class Agent:
                 self.jobs.marked(link.member, message)
             case AskResult():
                 self._answer(message)
-            case Hello() | OfferLane() | RestLane() | KnownPeers() | P2PLinkMessage():
+            case Hello() | OfferLane() | RestLane() | KnownPeers() | P2PLinkMessage() | Relay():
                 raise AssertionError(f"no simulated agent sends {message}")
             case _:
                 self._handle(link.member, message)

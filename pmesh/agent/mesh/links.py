@@ -22,8 +22,10 @@ from pmesh.core.wire.link import (
     encode,
 )
 from pmesh.errors import PeerUnreachable
-from pmesh.ids import Member, NodeId
+from pmesh.ids import Incarnation, Member, NodeId
 from pmesh.net.links.path import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, Path
+
+MAX_INTRODUCED = 64  # members that one peer has named: as many as a view has
 
 
 class LinkNumbers(NamedTuple):
@@ -62,12 +64,14 @@ class LivePath:
 
     def __str__(self) -> str:
         """Return how a user knows it: the interface, its kind, and where it leads."""
+        if self.kind == paths.RELAYED:
+            return f"{self.key.interface} (relayed)"
         kind = f" ({self.kind})" if self.kind else ""
         return f"{self.key.interface or self.path.local_address.host}{kind} to {self.key.remote}"
 
     @property
     def thresholds(self) -> Thresholds:
-        return WIFI if self.kind == "wifi" else WIRED
+        return WIFI if self.kind in {"wifi", paths.RELAYED} else WIRED
 
     def state(self) -> PathState:
         return PathState(
@@ -133,6 +137,8 @@ class Link:
         self.changed = trio.Event()
         """Its paths, or the interfaces of either side; replaced when it is set."""
         self.scope = trio.CancelScope()
+        self.introduced: dict[Incarnation, Member] = {}
+        """The members that the peer has named."""
         self._current: LivePath | None = None
         self._delivery = Delivery()
         self._flaps: dict[PathKey, int] = {}
@@ -150,6 +156,11 @@ class Link:
     def current(self) -> LivePath | None:
         """The path over which this side sends its messages; None while there is none."""
         return self._current
+
+    @property
+    def is_direct(self) -> bool:
+        """True if a path leads to the peer that no other member forwards."""
+        return any(live.kind != paths.RELAYED for live in self.paths.values())
 
     @property
     def is_unread(self) -> bool:
@@ -221,6 +232,12 @@ class Link:
         )
         return tuple(self.paths[key] for key in keys)
 
+    def introduce(self, member: Member) -> None:
+        """Note a member that the peer has named."""
+        self.introduced[member.incarnation] = member
+        if len(self.introduced) > MAX_INTRODUCED:
+            del self.introduced[next(iter(self.introduced))]
+
     def update(self, hello: Hello) -> None:
         """Take what the peer says anew about itself: its interfaces have changed."""
         self.peer = hello
@@ -243,6 +260,7 @@ def live_path(
     dialled: Address | None,
     again: bool,
     link: Link | None,
+    relay: str | None,
 ) -> LivePath:
     """Return a new path, with what the interfaces at its two ends are.
 
@@ -252,7 +270,12 @@ def live_path(
         dialled: Where it was dialled; None if it was accepted.
         again: As `LivePath.again`.
         link: The link with the peer, if there is one.
+        relay: The name of the agent that forwards its bytes; None if it is direct.
     """
+    if relay is not None:
+        key = PathKey(relay, path.peer.name)
+        flaps = 0 if link is None else link.flaps_of(key)
+        return LivePath(path, key, paths.RELAYED, 0, dialled=None, again=False, flaps=flaps)
     here, there = path.local_address, bare_host(path.remote_address)
     own = next((own for own in local if is_at(here, own)), None)
     theirs = _interface_with(path.peer.interfaces, there)

@@ -6,7 +6,7 @@ flush answer (V3).
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Literal, Protocol
 
@@ -31,7 +31,7 @@ from pmesh.core.views.state import (
     is_vouched_for,
 )
 from pmesh.core.wire.link import AgreementMessage, Heartbeat, LinkMessage, TellView
-from pmesh.ids import JobName, Member, NodeId
+from pmesh.ids import Incarnation, JobName, Member, NodeId
 from pmesh.net.local.processes import Stall, sleep_in_step
 
 HEARTBEAT_S = 0.2  # a fifth of the shortest silence that means anything
@@ -128,6 +128,17 @@ class Membership:
             for member, health in known.items()
             if health is not None and health.round_trip_s is not None
         }
+
+    def hears(self, node: NodeId) -> Collection[Incarnation]:
+        """Return whom a peer hears; nobody if the peer itself is silent."""
+        peer = self.state.peers.get(node)
+        if peer is None or self.is_silent(node):
+            return ()
+        return peer.heartbeat.heard.keys() - set(peer.heartbeat.silent)
+
+    def is_silent(self, node: NodeId) -> bool:
+        """Return True if a peer has been silent for long."""
+        return node in self._silent()
 
     def link_up(self, member: Member, thresholds: Thresholds) -> None:
         """Start or continue contact with a peer over a new link."""

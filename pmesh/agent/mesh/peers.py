@@ -15,6 +15,7 @@ from pmesh.agent.mesh.dial_targets import Targets
 from pmesh.agent.mesh.links import Link, LivePath, bare_host, is_at, live_path, numbers_of
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.paths import PathKeeper
+from pmesh.agent.mesh.relays import Relays
 from pmesh.core.links.addresses import LocalAddress, in_dialling_order
 from pmesh.core.links.dialing import STEADY_AFTER_S
 from pmesh.core.links.paths import MAX_PATHS, Way
@@ -31,6 +32,7 @@ from pmesh.core.wire.link import (
     PathMessage,
     Ping,
     Pong,
+    Relay,
     RestLane,
 )
 from pmesh.errors import (
@@ -118,6 +120,16 @@ class Peers:
             dial=self.dial_way,
             lose=self._lose_path,
             improved=self._tell_switch,
+        )
+        self.relays = Relays(
+            me=lambda: self._hello().member.node,
+            contexts=contexts,
+            hello=self._hello_to,
+            links=lambda: self.links,
+            hears=lambda node: self.membership.hears(node),  # noqa: PLW0108 - it comes later
+            is_silent=lambda node: self.membership.is_silent(node),  # noqa: PLW0108 - as above
+            admit=self._admit_relayed,
+            nursery=nursery,
         )
         self._bans = Bans()
         self.broken_links = 0
@@ -212,7 +224,17 @@ class Peers:
         except PmeshError as e:
             self.targets.refuse(path.node, e, address)
 
-    async def _admit(self, path: Path, *, dialled: Address | None, again: bool = False) -> None:
+    async def _admit_relayed(self, path: Path, relay: str) -> None:
+        await self._admit(path, dialled=None, relay=relay)
+
+    async def _admit(
+        self,
+        path: Path,
+        *,
+        dialled: Address | None,
+        again: bool = False,
+        relay: str | None = None,
+    ) -> None:
         """Add the path to the link with its peer, which it may begin, and start its tasks."""
         own = self._hello().member
         if self._leaving:
@@ -231,7 +253,9 @@ class Peers:
         if link is not None and link.member != path.peer.member:
             await self._judge_incarnations(link, path)
             link = self.links.get(path.node)
-        live = live_path(path, self._watch.current, dialled=dialled, again=again, link=link)
+        live = live_path(
+            path, self._watch.current, dialled=dialled, again=again, link=link, relay=relay
+        )
         if not self._joins(live, link):
             await path.aclose()
             return
@@ -241,6 +265,8 @@ class Peers:
                 replaced.scope.cancel()
         else:
             link = self._begin(live, instead_of=link)
+        if link.is_direct:
+            self.targets.link_up(link.node)
         self._nursery.start_soon(self._run, link, live)
 
     def _joins(self, live: LivePath, link: Link | None) -> bool:
@@ -257,8 +283,8 @@ class Peers:
         link = Link(live)
         self._next_numbers.pop(link.node, None)
         self.links[link.node] = link
-        self.targets.link_up(link.node)
         if instead_of is not None:
+            self.relays.forget(link.node)
             _close(instead_of)
         self.membership.link_up(link.member, live.thresholds)
         self._introduce(link)
@@ -348,6 +374,9 @@ class Peers:
         """Let the link go on without the path, over another one if there is any."""
         if link.remove(live):
             self._tell_switch(link, why)
+        if link.paths and not link.is_direct and self.links.get(link.node) is link:
+            self.relays.forget(link.node)
+            self.targets.link_lost(link.node)
 
     def _tell_switch(self, link: Link, why: str) -> None:
         """Messages go over another path than before."""
@@ -373,7 +402,9 @@ class Peers:
             gone = _hosts_of(link.peer) - _hosts_of(hello)
             link.update(hello)
             self._close_paths(link, lambda live: bare_host(live.path.remote_address) in gone)
-        elif hello.member.node not in self.links and hello.addresses:
+            return
+        link.introduce(hello.member)
+        if hello.member.node not in self.links and hello.addresses:
             self.targets.introduce(link.node, hello.member.node, hello.addresses)
 
     def _close_paths(self, link: Link, is_over: Callable[[LivePath], bool]) -> None:
@@ -432,6 +463,8 @@ class Peers:
                 self._on_ask(message)
             case P2PLinkMessage():
                 self._on_p2p(link.member, message)
+            case Relay():
+                self.relays.receive(link, message)
             case Leaving():
                 link.leaving = True
                 self._end(link, "its agent was stopped")
@@ -466,6 +499,7 @@ class Peers:
         if self.links.get(link.node) not in {None, link}:
             return
         self.links.pop(link.node, None)
+        self.relays.forget(link.node)
         self.targets.forget(link.node)
         self.targets.link_lost(link.node)
         self.membership.lose(link.node, why)
@@ -481,12 +515,14 @@ class Peers:
         """Inform all peers that this is a leave and not a failure, and accept no more links."""
         self._leaving = True
         leaving, self.links = self.links, {}  # so that their ends cause no redial
-        async with trio.open_nursery() as nursery:
-            for link in leaving.values():
-                link.send(Leaving())
-                link.scope.cancel()
-                for live in link.paths.values():
-                    nursery.start_soon(live.path.aclose)
+        for direct in (False, True):  # the relayed paths need the others
+            async with trio.open_nursery() as nursery:
+                for link in leaving.values():
+                    if link.is_direct == direct:
+                        link.send(Leaving())
+                        link.scope.cancel()
+                        for live in link.paths.values():
+                            nursery.start_soon(live.path.aclose)
 
     # --- implements `pmesh.agent.lanes.rendezvous.Reach`
 

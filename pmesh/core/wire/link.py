@@ -24,12 +24,13 @@ from pmesh.core.values import (
     View,
 )
 from pmesh.errors import ProtocolError
-from pmesh.ids import Epoch, Incarnation, Member, Slot
+from pmesh.ids import Epoch, Incarnation, Member, NodeId, Slot
 
 PROTOCOL_VERSION = 8
 
 MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; more is an attack
 
+MAX_RELAYED_BYTES = 16 * 1024  # one TLS record
 MAX_ADDRESSES = 64  # of one machine; a Mac with every port in use has about ten
 MAX_ENTRIES = 1024  # entries of any kind about one member's own jobs in one message
 
@@ -437,6 +438,25 @@ class Pong(_Message, frozen=True, tag=29):
     sent_us: _Microseconds
 
 
+class Relay(_Message, frozen=True, tag=34):
+    """Bytes of a connection between two agents that a third one forwards (V5).
+
+    They are of a TLS connection between the two: nobody else can read or change them.
+    """
+
+    far: Annotated[NodeId, Meta(min_length=32, max_length=32)]
+    """The other end: where the bytes shall go, or where they come from."""
+    number: _Count
+    """Of the connection, given by the end that opens it, the one with the smaller node id."""
+    to_forward: bool = False
+    """True: from an end to the agent that forwards. False: from that one to an end."""
+    data: Annotated[bytes, Meta(max_length=MAX_RELAYED_BYTES)] = b""
+    read: Annotated[int, Meta(ge=0, le=2**32)] = 0
+    """How many more bytes of the other end the sender has read."""
+    ends: bool = False
+    """The sender sends no more."""
+
+
 AgreementMessage: TypeAlias = (
     Heartbeat
     | AskView
@@ -452,7 +472,7 @@ AgreementMessage: TypeAlias = (
 )
 P2PMessage: TypeAlias = AnnounceMessage | RequestMessage | MessageDelivered | MessageWithdrawn
 LinkMessage: TypeAlias = (
-    Hello | AgreementMessage | OfferLane | RestLane | AskResult | P2PMessage | KnownPeers
+    Hello | AgreementMessage | OfferLane | RestLane | AskResult | P2PMessage | KnownPeers | Relay
 )
 PathMessage: TypeAlias = LinkMessage | Ping | Pong
 

@@ -162,6 +162,7 @@ def test_the_tags_are_those_of_version_seven() -> None:
         25: "MessageDelivered",
         26: "MessageWithdrawn",
         27: "RestLane",
+        34: "Relay",
     }
 
 
