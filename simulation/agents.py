@@ -34,6 +34,7 @@ from pmesh.core.wire.link import (
     P2PLinkMessage,
     Relay,
     RestLane,
+    Splice,
     TellView,
 )
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, OpNumber
@@ -226,7 +227,9 @@ class Agent:
                 self.jobs.marked(link.member, message)
             case AskResult():
                 self._answer(message)
-            case Hello() | OfferLane() | RestLane() | KnownPeers() | P2PLinkMessage() | Relay():
+            case Hello() | OfferLane() | RestLane() | KnownPeers() | P2PLinkMessage():
+                raise AssertionError(f"no simulated agent sends {message}")
+            case Relay() | Splice():
                 raise AssertionError(f"no simulated agent sends {message}")
             case _:
                 self._handle(link.member, message)

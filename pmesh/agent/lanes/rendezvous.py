@@ -5,6 +5,7 @@ the lane too, since that direction is known to pass firewalls. Whoever waits for
 end, and an offer may come before the taker has installed the roster (V4: early is not late).
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import trio
 
-from pmesh.core.wire.link import OfferLane
+from pmesh.core.wire.link import OfferLane, Splice
 from pmesh.core.wire.records import LANE_ID_BYTES
 from pmesh.errors import LaneBroken, NetworkError, ProtocolError
 from pmesh.ids import Epoch, JobName, Member, TrainerId
@@ -24,6 +25,8 @@ RETRY_S = 0.2
 MAX_OFFERED = 1024  # by one peer, and not yet taken: a few jobs and ranks; more is an attack
 MAX_DIALS = 16  # at once as one peer asks; each costs a descriptor
 ATTEMPT_S = 5.0  # as long as a connection may take to authenticate
+MAX_SPLICES = 32  # that one peer has asked for; each costs two descriptors and 256 KiB
+SPLICED_BYTES = 128 * 1024  # copied at once: 40 us, so that the event loop stays responsive
 OFFER_PATIENCE_S = 2.0  # a connection may overtake the offer that it belongs to
 _KEY_BYTES = 32
 
@@ -65,6 +68,10 @@ class Reach(Protocol):
         """A new connection to the member's door; NetworkError if there is none."""
         ...
 
+    async def dial_direct(self, member: Member) -> trio.SocketStream:
+        """The same, but never one that another member forwards."""
+        ...
+
     def name_of(self, member: Member) -> str:
         """What the user calls the member's machine."""
         ...
@@ -92,6 +99,14 @@ class _Expected:
     member: Member
 
 
+@dataclass(frozen=True, slots=True)
+class _Splice:
+    """A connection that a member dials, to be forwarded to another one."""
+
+    by: Member
+    to: Member
+
+
 class LaneRendezvous:
     """All lanes of one agent that are being opened, and those not yet taken."""
 
@@ -106,6 +121,8 @@ class LaneRendezvous:
         self._expected: dict[bytes, _Expected] = {}
         self._dials: Counter[Member] = Counter()  # under way, as this peer has asked
         self._turns: dict[Member, trio.CapacityLimiter] = {}
+        self._splices: dict[bytes, _Splice] = {}
+        self._splices_by: Counter[Member] = Counter()  # expected or under way
         self._news = trio.Event()
         self._over: dict[JobName, int] = {}  # every roster below this number
         self._given_up: set[LaneEnd] = set()
@@ -151,8 +168,13 @@ class LaneRendezvous:
     ) -> None:
         """A connection through the door that names a lane; LaneBroken if nobody has offered it."""
         with trio.move_on_after(OFFER_PATIENCE_S):
-            while lane not in self._expected:
+            while lane not in self._expected and lane not in self._splices:
                 await self._news.wait()
+        splice = self._splices.pop(lane, None)
+        if splice is not None:
+            authenticated()
+            self._nursery.start_soon(self._run_splice, stream, splice)
+            return
         expected = self._expected.get(lane)
         if expected is None:
             raise LaneBroken("a connection names a lane that nobody has offered")
@@ -166,6 +188,41 @@ class LaneRendezvous:
         # Not before: the lane's id was in clear, and whoever overheard it must not use it up.
         self._expected.pop(lane, None)
         self._fill(expected.end, opened)
+
+    # --- connections that are forwarded
+
+    def expect_splice(self, member: Member, splice: Splice) -> None:
+        """A peer is about to dial a connection that goes on to another one (V5)."""
+        if self._splices_by[member] < MAX_SPLICES and splice.to != self._me:
+            self._splices_by[member] += 1
+            self._splices[splice.ticket] = _Splice(member, splice.to)
+            self._tell_news()
+            self._nursery.start_soon(self._forget_splice, splice.ticket)
+
+    async def _forget_splice(self, ticket: bytes) -> None:
+        await trio.sleep(ATTEMPT_S)
+        splice = self._splices.pop(ticket, None)
+        if splice is not None:
+            self._end_splice(splice)
+
+    def _end_splice(self, splice: _Splice) -> None:
+        self._splices_by[splice.by] -= 1
+        self._splices_by += Counter()  # removes zeros
+
+    async def _run_splice(self, stream: trio.SocketStream, splice: _Splice) -> None:
+        """Copy both ways; what is copied is sealed between the two ends."""
+        try:
+            async with (
+                stream,
+                await self._reach.dial_direct(splice.to) as onward,
+                trio.open_nursery() as nursery,
+            ):
+                nursery.start_soon(_copy, stream, onward, nursery.cancel_scope)
+                nursery.start_soon(_copy, onward, stream, nursery.cancel_scope)
+        except NetworkError as e:
+            self._reach.complain(splice.to, e)
+        finally:
+            self._end_splice(splice)
 
     async def take(self, end: LaneEnd) -> Lane:
         """The lane of one of our ends, as soon as it is open.
@@ -240,6 +297,9 @@ class LaneRendezvous:
 
     def _expect(self, end: LaneEnd, offer: OfferLane, member: Member) -> None:
         self._expected[offer.lane] = _Expected(end, offer, member)
+        self._tell_news()
+
+    def _tell_news(self) -> None:
         self._news.set()
         self._news = trio.Event()
 
@@ -301,6 +361,16 @@ class LaneRendezvous:
             return_key=self._entropy(_KEY_BYTES),
             dial=dial,
         )
+
+
+async def _copy(
+    source: trio.SocketStream, target: trio.SocketStream, both: trio.CancelScope
+) -> None:
+    """Copy until either of the two is closed; then the other direction ends, too."""
+    with contextlib.suppress(trio.BrokenResourceError):
+        while data := await source.receive_some(SPLICED_BYTES):
+            await target.send_all(data)
+    both.cancel()
 
 
 def _edge_of(offer: OfferLane, host: Member) -> LaneKey:

@@ -53,6 +53,8 @@ class LivePath:
     again: bool
     """True if it was dialled immediately after the link's last path had ended (V6)."""
     flaps: int
+    relay: Member | None = None
+    """The member that forwards its bytes; None if it is direct."""
     since: float = field(default_factory=trio.current_time)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     last_heard: float = field(default_factory=trio.current_time)
@@ -64,10 +66,17 @@ class LivePath:
 
     def __str__(self) -> str:
         """Return how a user knows it: the interface, its kind, and where it leads."""
-        if self.kind == paths.RELAYED:
+        if self.relay is not None:
             return f"{self.key.interface} (relayed)"
         kind = f" ({self.kind})" if self.kind else ""
         return f"{self.key.interface or self.path.local_address.host}{kind} to {self.key.remote}"
+
+    @property
+    def door(self) -> Address:
+        """Where the peer accepts connections, if the path is direct."""
+        if self.dialled is not None or not self.path.peer.addresses:
+            return self.dialled or self.path.remote_address
+        return Address(self.path.remote_address.host, self.path.peer.addresses[0].port)
 
     @property
     def thresholds(self) -> Thresholds:
@@ -158,9 +167,14 @@ class Link:
         return self._current
 
     @property
+    def relay(self) -> Member | None:
+        """The member that forwards between this agent and the peer; None if there is none."""
+        return next((live.relay for live in self.paths.values() if live.relay is not None), None)
+
+    @property
     def is_direct(self) -> bool:
         """True if a path leads to the peer that no other member forwards."""
-        return any(live.kind != paths.RELAYED for live in self.paths.values())
+        return any(live.relay is None for live in self.paths.values())
 
     @property
     def is_unread(self) -> bool:
@@ -224,13 +238,13 @@ class Link:
         return True
 
     def carriers(self) -> tuple[LivePath, ...]:
-        """Return the paths for tensors, the best first."""
+        """Return the paths for tensors, the best first: only direct ones."""
         keys = paths.carriers(
             [live.state() for live in self.paths.values()],
             None if self._current is None else self._current.key,
             now=trio.current_time(),
         )
-        return tuple(self.paths[key] for key in keys)
+        return tuple(live for key in keys if (live := self.paths[key]).relay is None)
 
     def introduce(self, member: Member) -> None:
         """Note a member that the peer has named."""
@@ -260,7 +274,7 @@ def live_path(
     dialled: Address | None,
     again: bool,
     link: Link | None,
-    relay: str | None,
+    relay: Hello | None,
 ) -> LivePath:
     """Return a new path, with what the interfaces at its two ends are.
 
@@ -270,12 +284,20 @@ def live_path(
         dialled: Where it was dialled; None if it was accepted.
         again: As `LivePath.again`.
         link: The link with the peer, if there is one.
-        relay: The name of the agent that forwards its bytes; None if it is direct.
+        relay: The member that forwards its bytes; None if it is direct.
     """
     if relay is not None:
-        key = PathKey(relay, path.peer.name)
-        flaps = 0 if link is None else link.flaps_of(key)
-        return LivePath(path, key, paths.RELAYED, 0, dialled=None, again=False, flaps=flaps)
+        key = PathKey(relay.name, path.peer.name)
+        return LivePath(
+            path=path,
+            key=key,
+            kind=paths.RELAYED,
+            speed_mbit_s=0,
+            dialled=None,
+            again=False,
+            flaps=0 if link is None else link.flaps_of(key),
+            relay=relay.member,
+        )
     here, there = path.local_address, bare_host(path.remote_address)
     own = next((own for own in local if is_at(here, own)), None)
     theirs = _interface_with(path.peer.interfaces, there)

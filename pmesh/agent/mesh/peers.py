@@ -34,6 +34,7 @@ from pmesh.core.wire.link import (
     Pong,
     Relay,
     RestLane,
+    Splice,
 )
 from pmesh.errors import (
     MeshKeyMismatch,
@@ -101,6 +102,7 @@ class Peers:
         on_rest: Callable[[Member, RestLane], None],
         on_ask: Callable[[AskResult], None],
         on_p2p: Callable[[Member, P2PMessage], None],
+        on_splice: Callable[[Member, Splice], None],
         noticed: Callable[[Literal["path changed"], str], None],
         contain: Contain,
     ) -> None:
@@ -126,9 +128,10 @@ class Peers:
             contexts=contexts,
             hello=self._hello_to,
             links=lambda: self.links,
-            hears=lambda node: self.membership.hears(node),  # noqa: PLW0108 - it comes later
-            is_silent=lambda node: self.membership.is_silent(node),  # noqa: PLW0108 - as above
-            admit=self._admit_relayed,
+            membership=lambda: self.membership,
+            admit=lambda path, relay: self._admit(path, dialled=None, relay=relay),
+            dial=self.dial_direct,
+            on_splice=on_splice,
             nursery=nursery,
         )
         self._bans = Bans()
@@ -224,16 +227,13 @@ class Peers:
         except PmeshError as e:
             self.targets.refuse(path.node, e, address)
 
-    async def _admit_relayed(self, path: Path, relay: str) -> None:
-        await self._admit(path, dialled=None, relay=relay)
-
     async def _admit(
         self,
         path: Path,
         *,
         dialled: Address | None,
         again: bool = False,
-        relay: str | None = None,
+        relay: Hello | None = None,
     ) -> None:
         """Add the path to the link with its peer, which it may begin, and start its tasks."""
         own = self._hello().member
@@ -463,7 +463,7 @@ class Peers:
                 self._on_ask(message)
             case P2PLinkMessage():
                 self._on_p2p(link.member, message)
-            case Relay():
+            case Relay() | Splice():
                 self.relays.receive(link, message)
             case Leaving():
                 link.leaving = True
@@ -535,16 +535,25 @@ class Peers:
     def we_dialled(self, member: Member) -> bool:
         link = self.links.get(member.node)
         current = None if link is None else link.current
-        return current is not None and current.dialled is not None
+        if current is None or current.relay is None:
+            return current is not None and current.dialled is not None
+        return self._hello().member.node < member.node  # as it opens relayed paths
 
     async def dial_member(self, member: Member) -> trio.SocketStream:
-        """Open a new connection to the address at which the member's best path was dialled."""
+        """Open a new connection to the member; another one forwards it if nothing else is left."""
         link = self.links.get(member.node)
-        paths = () if link is None else link.carriers()
-        address = next((live.dialled for live in paths if live.dialled is not None), None)
-        if address is None:
-            raise PeerUnreachable(f"this agent has dialled no link to {self.name_of(member)}")
-        stream, _ = await dial_any((address,))
+        if link is not None and link.relay is not None and not link.carriers():
+            return await self.relays.dial_over(link.relay, member)
+        return await self.dial_direct(member)
+
+    async def dial_direct(self, member: Member) -> trio.SocketStream:
+        """Open one to where the member's best path was dialled, or came from."""
+        link = self.links.get(member.node)
+        carriers = () if link is None else link.carriers()
+        if not carriers:
+            raise PeerUnreachable(f"this agent has no path to {self.name_of(member)}")
+        best = min(carriers, key=lambda live: live.dialled is None)  # one that we have dialled
+        stream, _ = await dial_any((best.door,))
         return stream
 
     def name_of(self, member: Member) -> str:

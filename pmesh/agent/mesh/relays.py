@@ -5,19 +5,22 @@ end to end, so the agent between can neither read it nor pretend to be the other
 """
 
 import itertools
+import secrets
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import structlog
 import trio
 
 from pmesh.agent.mesh.links import Link
+from pmesh.agent.mesh.membership import Membership
 from pmesh.core.links import paths
-from pmesh.core.links.paths import RELAYED, Attempts
+from pmesh.core.links.paths import Attempts
 from pmesh.core.links.relaying import MAX_RELAYED, Forwarding, Onward
-from pmesh.core.wire.link import Hello, Relay
+from pmesh.core.wire.link import Hello, Relay, Splice
+from pmesh.core.wire.records import LANE_ID_BYTES, encode_preamble
 from pmesh.errors import PeerUnreachable, PmeshError
-from pmesh.ids import Incarnation, Member, NodeId
+from pmesh.ids import Member, NodeId
 from pmesh.net.links.path import Path, shake_hands
 from pmesh.net.links.relayed import RelayedStream
 from pmesh.net.links.tls import TlsContexts
@@ -36,9 +39,10 @@ class Relays:
         contexts: For TLS.
         hello: Returns what this agent says about itself to a node.
         links: Returns the links with all peers.
-        hears: Returns whom a peer hears; nobody if the peer itself is silent.
-        is_silent: Whether a peer with a link has been silent for long.
-        admit: Takes a path, and the name of the agent that forwards it; may raise PmeshError.
+        membership: Returns what tells who hears whom.
+        admit: Takes a path, and the agent that forwards it; may raise PmeshError.
+        dial: Opens a direct connection to a member; may raise NetworkError.
+        on_splice: Handles a member's request to forward a connection for lanes.
         nursery: For the handshakes.
     """
 
@@ -49,27 +53,31 @@ class Relays:
         contexts: TlsContexts,
         hello: Callable[[NodeId], Hello],
         links: Callable[[], Mapping[NodeId, Link]],
-        hears: Callable[[NodeId], Collection[Incarnation]],
-        is_silent: Callable[[NodeId], bool],
-        admit: Callable[[Path, str], Awaitable[None]],
+        membership: Callable[[], Membership],
+        admit: Callable[[Path, Hello], Awaitable[None]],
+        dial: Callable[[Member], Awaitable[trio.SocketStream]],
+        on_splice: Callable[[Member, Splice], None],
         nursery: trio.Nursery,
     ) -> None:
         self._me = me
         self._contexts = contexts
         self._hello = hello
         self._links = links
-        self._hears = hears
-        self._is_silent = is_silent
+        self._membership = membership
         self._admit = admit
+        self._dial = dial
+        self._on_splice = on_splice
         self._nursery = nursery
         self._numbers = itertools.count(1)
         self.forwarding = Forwarding()
         self.streams: dict[tuple[NodeId, NodeId], RelayedStream] = {}  # by relay and far end
         self._opening: set[Member] = set()
 
-    def receive(self, link: Link, message: Relay) -> None:
+    def receive(self, link: Link, message: Relay | Splice) -> None:
         """Handle a message on a link. Raises ProtocolError if no honest agent would send it."""
-        if message.to_forward:
+        if isinstance(message, Splice):
+            self._on_splice(link.member, message)
+        elif message.to_forward:
             far = self._links().get(message.far)
             reachable = far is not None and far.is_direct and link.is_direct
             onward = self.forwarding.forward(link.node, message, reachable=reachable)
@@ -85,6 +93,23 @@ class Relays:
         for (relay, _), stream in list(self.streams.items()):
             if relay == node:
                 stream.break_off()
+
+    async def dial_over(self, relay: Member, member: Member) -> trio.SocketStream:
+        """Open a connection that a member forwards to another one. Raises NetworkError."""
+        splice = Splice(secrets.token_bytes(LANE_ID_BYTES), member)
+        link = self._links().get(relay.node)
+        if link is None:
+            raise PeerUnreachable("nobody forwards to it any more")
+        link.send(splice)
+        stream = await self._dial(relay)
+        try:
+            await stream.send_all(encode_preamble(splice.ticket))
+        except BaseException as e:
+            stream.socket.close()
+            if isinstance(e, trio.BrokenResourceError):
+                raise PeerUnreachable(f"{link} has closed a connection") from e
+            raise
+        return stream
 
     async def keep(self) -> None:
         """Open what is needed, and close what is not needed any more, until cancelled."""
@@ -109,7 +134,8 @@ class Relays:
         needed = defaultdict[Member, list[Link]](list)
         me, links = self._me(), self._links()
         for relay in links.values():
-            for incarnation in self._hears(relay.node) if relay.is_direct else ():
+            heard = self._membership().hears(relay.node) if relay.is_direct else ()
+            for incarnation in heard:
                 member = relay.introduced.get(incarnation)
                 if member is None or member.node <= me:
                     continue
@@ -119,17 +145,16 @@ class Relays:
         return needed
 
     def _is_out_of_reach(self, link: Link) -> bool:
-        relayed = any(live.kind == RELAYED for live in link.paths.values())
-        return not relayed and (not link.paths or self._is_silent(link.node))
+        return link.relay is None and (not link.paths or self._membership().is_silent(link.node))
 
     def _close_needless(self) -> None:
         now, me = trio.current_time(), self._me()
         for link in self._links().values():
             current = link.current
-            if current is None or current.kind == RELAYED or now - current.since < LINGER_S:
+            if current is None or current.relay is not None or now - current.since < LINGER_S:
                 continue
             for live in link.paths.values():
-                if live.kind == RELAYED and current.asked_at is None and me < link.node:
+                if live.relay is not None and current.asked_at is None and me < link.node:
                     self._nursery.start_soon(live.path.aclose)
 
     async def _open(self, relay: Link, member: Member) -> None:
@@ -169,7 +194,7 @@ class Relays:
         if path.node != stream.far:
             await path.aclose()
             raise PeerUnreachable(f"{relay} has led to {path}, and not where it was to lead")
-        await self._admit(path, relay.peer.name)
+        await self._admit(path, relay.peer)
 
     def _new_stream(self, relay: Link, far: NodeId, number: int) -> RelayedStream:
         """Return one end of a connection; an earlier one with the same agent is over."""

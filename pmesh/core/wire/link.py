@@ -457,6 +457,14 @@ class Relay(_Message, frozen=True, tag=34):
     """The sender sends no more."""
 
 
+class Splice(_Message, frozen=True, tag=35):
+    """Asks the receiver to forward a connection that the sender is about to dial, both ways."""
+
+    ticket: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    """Named by the connection's preamble, in the place of a lane."""
+    to: Member
+
+
 AgreementMessage: TypeAlias = (
     Heartbeat
     | AskView
@@ -472,7 +480,15 @@ AgreementMessage: TypeAlias = (
 )
 P2PMessage: TypeAlias = AnnounceMessage | RequestMessage | MessageDelivered | MessageWithdrawn
 LinkMessage: TypeAlias = (
-    Hello | AgreementMessage | OfferLane | RestLane | AskResult | P2PMessage | KnownPeers | Relay
+    Hello
+    | AgreementMessage
+    | OfferLane
+    | RestLane
+    | AskResult
+    | P2PMessage
+    | KnownPeers
+    | Relay
+    | Splice
 )
 PathMessage: TypeAlias = LinkMessage | Ping | Pong
 

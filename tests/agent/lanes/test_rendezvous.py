@@ -66,6 +66,9 @@ class Side:
         self._nursery.start_soon(self.other.answer_acceptor, streams[1])
         return streams[0]
 
+    async def dial_direct(self, member: Member) -> trio.SocketStream:
+        return await self.dial_member(member)
+
     async def answer_acceptor(self, stream: trio.SocketStream) -> None:
         preamble = await stream.receive_some(PREAMBLE_BYTES)
 

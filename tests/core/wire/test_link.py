@@ -163,6 +163,7 @@ def test_the_tags_are_those_of_version_seven() -> None:
         26: "MessageWithdrawn",
         27: "RestLane",
         34: "Relay",
+        35: "Splice",
     }
 
 
