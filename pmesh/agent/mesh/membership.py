@@ -20,6 +20,7 @@ from pmesh.core.values import View
 from pmesh.core.views import agreement, limits
 from pmesh.core.views.agreement import StallGuard
 from pmesh.core.views.limits import is_led_astray
+from pmesh.core.views.ring import RELAYED_US
 from pmesh.core.views.state import (
     Facts,
     Fence,
@@ -76,6 +77,7 @@ class _Contact:
     ) -> None:
         self.member = member
         self.health: Health = health.begin(thresholds, now=now, before=before)
+        self.relayed = False
         self.last_sent_us = 0
         self.last_heard_at = now
 
@@ -140,8 +142,8 @@ class Membership:
         """Return True if a peer has been silent for long."""
         return node in self._silent()
 
-    def link_up(self, member: Member, thresholds: Thresholds) -> None:
-        """Start or continue contact with a peer over a new link."""
+    def link_up(self, member: Member, thresholds: Thresholds, *, relayed: bool = False) -> None:
+        """Start or continue contact with a peer over a new link, which a third may forward."""
         contact = self._contacts.get(member.node)
         if contact is not None and contact.member != member:
             self.lose(member.node, "it was restarted")
@@ -150,13 +152,15 @@ class Membership:
             before = lost.health if lost is not None and lost.member == member else None
             contact = _Contact(member, thresholds, trio.current_time(), before)
             self._contacts[member.node] = contact
+        contact.relayed = relayed
         self.send(member, TellView(self.state.view))
         self.send(member, self._heartbeat_for(contact))
 
-    def path_changed(self, node: NodeId, thresholds: Thresholds) -> None:
+    def path_changed(self, node: NodeId, thresholds: Thresholds, *, relayed: bool) -> None:
         """Judge the peer's silence by the kind of path over which it is now reached."""
         contact = self._contacts.get(node)
         if contact is not None:
+            contact.relayed = relayed
             contact.health = replace(contact.health, thresholds=thresholds)
 
     def lose(self, node: NodeId, why: str) -> None:
@@ -313,6 +317,10 @@ class Membership:
             for contact in self._contacts.values()
             if contact.health.round_trip_s is not None
         }
+        relayed = [
+            contact.member.incarnation for contact in self._contacts.values() if contact.relayed
+        ]
+        round_trips |= dict.fromkeys(relayed, RELAYED_US)  # V5: the ring avoids it
         return replace(
             self._follower.facts(),
             round_trips=round_trips,

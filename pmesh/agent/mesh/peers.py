@@ -286,7 +286,7 @@ class Peers:
         if instead_of is not None:
             self.relays.forget(link.node)
             _close(instead_of)
-        self.membership.link_up(link.member, live.thresholds)
+        self.membership.link_up(link.member, live.thresholds, relayed=live.relay is not None)
         self._introduce(link)
         second = self._hello().member.node > link.node
         self._nursery.start_soon(partial(self._keeper.keep, link, second=second))
@@ -380,10 +380,12 @@ class Peers:
 
     def _tell_switch(self, link: Link, why: str) -> None:
         """Messages go over another path than before."""
-        assert link.current is not None  # noqa: S101 - it has switched to this one
-        self.membership.path_changed(link.node, link.current.thresholds)
+        live = link.current
+        assert live is not None  # noqa: S101 - it has switched to this one
+        relayed = live.relay is not None
+        self.membership.path_changed(link.node, live.thresholds, relayed=relayed)
         if trio.current_time() - link.since > STEADY_AFTER_S:  # else both have dialled
-            text = f"{link.peer.name} is reached over {link.current}: {why}"
+            text = f"{link.peer.name} is reached over {live}: {why}"
             self._noticed("path changed", text)
 
     async def follow_interfaces(self) -> None:

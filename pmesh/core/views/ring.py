@@ -28,6 +28,9 @@ Costs: TypeAlias = tuple[tuple[int, ...], ...]
 UNMEASURED_COST = 20
 """About a millisecond: the assumption for a home network before the first round trip."""
 
+RELAYED_US = 1 << 62
+"""Said in the place of a round trip where no bytes travel directly: it costs more than any."""
+
 EXACT_UP_TO = 9
 """The most nodes for which every cycle is considered: 2^8 * 8 * 9 costs twice, in 2 ms."""
 

@@ -174,3 +174,20 @@ async def test_the_connections_over_one_member_are_limited(clock: MockClock) -> 
             link_to(one, other).send(Relay(stranger, 1, data=b"\x16"))  # of a TLS handshake
         await trio.sleep(1)
         assert len(other.agent.peers.relays.streams) == MAX_RELAYED
+
+
+async def test_the_ring_goes_around_two_that_are_linked_over_a_third(clock: MockClock) -> None:
+    async with village(clock, 4) as here:
+        _, one, *others = here.machines
+        neighbour = next(other for other in others if are_neighbours(one, other))
+        epoch = one.agent.membership.view.epoch
+        await part(one, neighbour)
+        await until(lambda: one.agent.membership.view.epoch != epoch and len(one.names) == 4)
+        await here.settle(*here.machines)
+        assert not are_neighbours(one, neighbour)
+
+
+def are_neighbours(one: Machine, other: Machine) -> bool:
+    """Whether an edge of a ring of four joins them."""
+    places = [one.names.index(machine.settings.name) for machine in (one, other)]
+    return (places[0] - places[1]) % 2 == 1
