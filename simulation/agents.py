@@ -335,6 +335,7 @@ class Agent:
             self.jobs.lane_broke(link.member)
             self._lose(link, f"silent for {link.health.silence_s:.1f} s")
         self._links.dial_missing(self._peers, self.now)
+        self._links.relay_missing(self._peers, self.now)
         self._employ()
         for trainer in self.trainers:
             trainer.poll()
