@@ -216,7 +216,6 @@ class Agent:
             on_rest=self.jobs.rest_lane,
             on_ask=self.jobs.results.answer,
             on_p2p=lambda member, message: self.p2p.receive(member, message),  # noqa: PLW0108 - as above
-            on_splice=lambda member, splice: self.jobs.rendezvous.expect_splice(member, splice),  # noqa: PLW0108 - as above
             noticed=self._event_log.note,
             contain=self._containment.contain,
         )

@@ -5,14 +5,14 @@ the lane too, since that direction is known to pass firewalls. Whoever waits for
 end, and an offer may come before the taker has installed the roster (V4: early is not late).
 """
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import trio
 
+from pmesh.agent.lanes.splices import Reach, Splices
 from pmesh.core.wire.link import OfferLane, Splice
 from pmesh.core.wire.records import LANE_ID_BYTES
 from pmesh.errors import LaneBroken, NetworkError, ProtocolError
@@ -25,8 +25,6 @@ RETRY_S = 0.2
 MAX_OFFERED = 1024  # by one peer, and not yet taken: a few jobs and ranks; more is an attack
 MAX_DIALS = 16  # at once as one peer asks; each costs a descriptor
 ATTEMPT_S = 5.0  # as long as a connection may take to authenticate
-MAX_SPLICES = 32  # that one peer has asked for; each costs two descriptors and 256 KiB
-SPLICED_BYTES = 128 * 1024  # copied at once: 40 us, so that the event loop stays responsive
 OFFER_PATIENCE_S = 2.0  # a connection may overtake the offer that it belongs to
 _KEY_BYTES = 32
 
@@ -53,34 +51,6 @@ class LaneEnd(NamedTuple):
     sending: bool
 
 
-class Reach(Protocol):
-    """What the rendezvous needs of the links (`pmesh.agent.mesh.peers`)."""
-
-    def send(self, member: Member, message: OfferLane) -> None:
-        """Send on the link to the member, if there is one."""
-        ...
-
-    def we_dialled(self, member: Member) -> bool:
-        """Whether the link to the member was dialled from here."""
-        ...
-
-    async def dial_member(self, member: Member) -> trio.SocketStream:
-        """A new connection to the member's door; NetworkError if there is none."""
-        ...
-
-    async def dial_direct(self, member: Member) -> trio.SocketStream:
-        """The same, but never one that another member forwards."""
-        ...
-
-    def name_of(self, member: Member) -> str:
-        """What the user calls the member's machine."""
-        ...
-
-    def complain(self, member: Member, error: NetworkError) -> None:
-        """Show that a connection to the member failed."""
-        ...
-
-
 @dataclass(slots=True)
 class _LaneSlot:
     """Where one end's lane appears."""
@@ -99,14 +69,6 @@ class _Expected:
     member: Member
 
 
-@dataclass(frozen=True, slots=True)
-class _Splice:
-    """A connection that a member dials, to be forwarded to another one."""
-
-    by: Member
-    to: Member
-
-
 class LaneRendezvous:
     """All lanes of one agent that are being opened, and those not yet taken."""
 
@@ -121,9 +83,10 @@ class LaneRendezvous:
         self._expected: dict[bytes, _Expected] = {}
         self._dials: Counter[Member] = Counter()  # under way, as this peer has asked
         self._turns: dict[Member, trio.CapacityLimiter] = {}
-        self._splices: dict[bytes, _Splice] = {}
-        self._splices_by: Counter[Member] = Counter()  # expected or under way
         self._news = trio.Event()
+        self.splices = Splices(
+            me, reach, nursery, entropy, awaits=self._tell_news, welcome=self.welcome
+        )
         self._over: dict[JobName, int] = {}  # every roster below this number
         self._given_up: set[LaneEnd] = set()
 
@@ -134,8 +97,11 @@ class LaneRendezvous:
         else:
             self._nursery.start_soon(self._keep_offering, edge, to)
 
-    def accept(self, member: Member, offer: OfferLane) -> None:
+    def accept(self, member: Member, offer: OfferLane | Splice) -> None:
         """A peer offers the receiving end of an edge. ProtocolError: beyond all reason."""
+        if isinstance(offer, Splice):
+            self.splices.accept(member, offer)
+            return
         if self._offered_by(member) >= MAX_OFFERED:
             raise ProtocolError("more lanes are offered than any job needs")
         end = LaneEnd(_edge_of(offer, member), sending=False)
@@ -168,12 +134,11 @@ class LaneRendezvous:
     ) -> None:
         """A connection through the door that names a lane; LaneBroken if nobody has offered it."""
         with trio.move_on_after(OFFER_PATIENCE_S):
-            while lane not in self._expected and lane not in self._splices:
+            while lane not in self._expected and lane not in self.splices:
                 await self._news.wait()
-        splice = self._splices.pop(lane, None)
-        if splice is not None:
+        if lane in self.splices:
             authenticated()
-            self._nursery.start_soon(self._run_splice, stream, splice)
+            self.splices.arrive(lane, stream)
             return
         expected = self._expected.get(lane)
         if expected is None:
@@ -188,41 +153,6 @@ class LaneRendezvous:
         # Not before: the lane's id was in clear, and whoever overheard it must not use it up.
         self._expected.pop(lane, None)
         self._fill(expected.end, opened)
-
-    # --- connections that are forwarded
-
-    def expect_splice(self, member: Member, splice: Splice) -> None:
-        """A peer is about to dial a connection that goes on to another one (V5)."""
-        if self._splices_by[member] < MAX_SPLICES and splice.to != self._me:
-            self._splices_by[member] += 1
-            self._splices[splice.ticket] = _Splice(member, splice.to)
-            self._tell_news()
-            self._nursery.start_soon(self._forget_splice, splice.ticket)
-
-    async def _forget_splice(self, ticket: bytes) -> None:
-        await trio.sleep(ATTEMPT_S)
-        splice = self._splices.pop(ticket, None)
-        if splice is not None:
-            self._end_splice(splice)
-
-    def _end_splice(self, splice: _Splice) -> None:
-        self._splices_by[splice.by] -= 1
-        self._splices_by += Counter()  # removes zeros
-
-    async def _run_splice(self, stream: trio.SocketStream, splice: _Splice) -> None:
-        """Copy both ways; what is copied is sealed between the two ends."""
-        try:
-            async with (
-                stream,
-                await self._reach.dial_direct(splice.to) as onward,
-                trio.open_nursery() as nursery,
-            ):
-                nursery.start_soon(_copy, stream, onward, nursery.cancel_scope)
-                nursery.start_soon(_copy, onward, stream, nursery.cancel_scope)
-        except NetworkError as e:
-            self._reach.complain(splice.to, e)
-        finally:
-            self._end_splice(splice)
 
     async def take(self, end: LaneEnd) -> Lane:
         """The lane of one of our ends, as soon as it is open.
@@ -341,7 +271,7 @@ class LaneRendezvous:
     async def _dial(self, end: LaneEnd, offer: OfferLane, member: Member) -> None:
         """Dial the lane of an offer; whoever offered it tries again if that fails."""
         try:
-            stream = await self._reach.dial_member(member)
+            stream = await self.splices.dial(member)
             lane = await dial_lane(stream, offer, peer=self._reach.name_of(member))
         except NetworkError as e:
             self._reach.complain(member, e)
@@ -361,16 +291,6 @@ class LaneRendezvous:
             return_key=self._entropy(_KEY_BYTES),
             dial=dial,
         )
-
-
-async def _copy(
-    source: trio.SocketStream, target: trio.SocketStream, both: trio.CancelScope
-) -> None:
-    """Copy until either of the two is closed; then the other direction ends, too."""
-    with contextlib.suppress(trio.BrokenResourceError):
-        while data := await source.receive_some(SPLICED_BYTES):
-            await target.send_all(data)
-    both.cancel()
 
 
 def _edge_of(offer: OfferLane, host: Member) -> LaneKey:

@@ -98,11 +98,10 @@ class Peers:
         watch: AddressWatch,
         nursery: trio.Nursery,
         jitter: Callable[[], float],
-        on_offer: Callable[[Member, OfferLane], None],
+        on_offer: Callable[[Member, OfferLane | Splice], None],
         on_rest: Callable[[Member, RestLane], None],
         on_ask: Callable[[AskResult], None],
         on_p2p: Callable[[Member, P2PMessage], None],
-        on_splice: Callable[[Member, Splice], None],
         noticed: Callable[[Literal["path changed"], str], None],
         contain: Contain,
     ) -> None:
@@ -130,8 +129,6 @@ class Peers:
             links=lambda: self.links,
             membership=lambda: self.membership,
             admit=lambda path, relay: self._admit(path, dialled=None, relay=relay),
-            dial=self.dial_direct,
-            on_splice=on_splice,
             nursery=nursery,
         )
         self._bans = Bans()
@@ -457,7 +454,7 @@ class Peers:
             case KnownPeers(peers):
                 for peer in peers:
                     self._know(link, peer)
-            case OfferLane():
+            case OfferLane() | Splice():
                 self._on_offer(link.member, message)
             case RestLane():
                 self._on_rest(link.member, message)
@@ -465,7 +462,7 @@ class Peers:
                 self._on_ask(message)
             case P2PLinkMessage():
                 self._on_p2p(link.member, message)
-            case Relay() | Splice():
+            case Relay():
                 self.relays.receive(link, message)
             case Leaving():
                 link.leaving = True
@@ -526,7 +523,7 @@ class Peers:
                         for live in link.paths.values():
                             nursery.start_soon(live.path.aclose)
 
-    # --- implements `pmesh.agent.lanes.rendezvous.Reach`
+    # --- implements `pmesh.agent.lanes.splices.Reach`
 
     def send(self, member: Member, message: LinkMessage) -> None:
         """Send on the link to the member; dropped if there is none."""
@@ -541,14 +538,11 @@ class Peers:
             return current is not None and current.dialled is not None
         return self._hello().member.node < member.node  # as it opens relayed paths
 
-    async def dial_member(self, member: Member) -> trio.SocketStream:
-        """Open a new connection to the member; another one forwards it if nothing else is left."""
+    def relay_of(self, member: Member) -> Member | None:
         link = self.links.get(member.node)
-        if link is not None and link.relay is not None and not link.carriers():
-            return await self.relays.dial_over(link.relay, member)
-        return await self.dial_direct(member)
+        return None if link is None or link.carriers() else link.relay
 
-    async def dial_direct(self, member: Member) -> trio.SocketStream:
+    async def dial_member(self, member: Member) -> trio.SocketStream:
         """Open one to where the member's best path was dialled, or came from."""
         link = self.links.get(member.node)
         carriers = () if link is None else link.carriers()

@@ -5,7 +5,6 @@ end to end, so the agent between can neither read it nor pretend to be the other
 """
 
 import itertools
-import secrets
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -17,8 +16,7 @@ from pmesh.agent.mesh.membership import Membership
 from pmesh.core.links import paths
 from pmesh.core.links.paths import Attempts
 from pmesh.core.links.relaying import MAX_RELAYED, Forwarding, Onward
-from pmesh.core.wire.link import Hello, Relay, Splice
-from pmesh.core.wire.records import LANE_ID_BYTES, encode_preamble
+from pmesh.core.wire.link import Hello, Relay
 from pmesh.errors import PeerUnreachable, PmeshError
 from pmesh.ids import Member, NodeId
 from pmesh.net.links.path import Path, shake_hands
@@ -41,8 +39,6 @@ class Relays:
         links: Returns the links with all peers.
         membership: Returns what tells who hears whom.
         admit: Takes a path, and the agent that forwards it; may raise PmeshError.
-        dial: Opens a direct connection to a member; may raise NetworkError.
-        on_splice: Handles a member's request to forward a connection for lanes.
         nursery: For the handshakes.
     """
 
@@ -55,8 +51,6 @@ class Relays:
         links: Callable[[], Mapping[NodeId, Link]],
         membership: Callable[[], Membership],
         admit: Callable[[Path, Hello], Awaitable[None]],
-        dial: Callable[[Member], Awaitable[trio.SocketStream]],
-        on_splice: Callable[[Member, Splice], None],
         nursery: trio.Nursery,
     ) -> None:
         self._me = me
@@ -65,19 +59,15 @@ class Relays:
         self._links = links
         self._membership = membership
         self._admit = admit
-        self._dial = dial
-        self._on_splice = on_splice
         self._nursery = nursery
         self._numbers = itertools.count(1)
         self.forwarding = Forwarding()
         self.streams: dict[tuple[NodeId, NodeId], RelayedStream] = {}  # by relay and far end
         self._opening: set[Member] = set()
 
-    def receive(self, link: Link, message: Relay | Splice) -> None:
+    def receive(self, link: Link, message: Relay) -> None:
         """Handle a message on a link. Raises ProtocolError if no honest agent would send it."""
-        if isinstance(message, Splice):
-            self._on_splice(link.member, message)
-        elif message.to_forward:
+        if message.to_forward:
             far = self._links().get(message.far)
             reachable = far is not None and far.is_direct and link.is_direct
             onward = self.forwarding.forward(link.node, message, reachable=reachable)
@@ -93,23 +83,6 @@ class Relays:
         for (relay, _), stream in list(self.streams.items()):
             if relay == node:
                 stream.break_off()
-
-    async def dial_over(self, relay: Member, member: Member) -> trio.SocketStream:
-        """Open a connection that a member forwards to another one. Raises NetworkError."""
-        splice = Splice(secrets.token_bytes(LANE_ID_BYTES), member)
-        link = self._links().get(relay.node)
-        if link is None:
-            raise PeerUnreachable("nobody forwards to it any more")
-        link.send(splice)
-        stream = await self._dial(relay)
-        try:
-            await stream.send_all(encode_preamble(splice.ticket))
-        except BaseException as e:
-            stream.socket.close()
-            if isinstance(e, trio.BrokenResourceError):
-                raise PeerUnreachable(f"{link} has closed a connection") from e
-            raise
-        return stream
 
     async def keep(self) -> None:
         """Open what is needed, and close what is not needed any more, until cancelled."""

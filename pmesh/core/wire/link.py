@@ -458,11 +458,14 @@ class Relay(_Message, frozen=True, tag=34):
 
 
 class Splice(_Message, frozen=True, tag=35):
-    """Asks the receiver to forward a connection that the sender is about to dial, both ways."""
+    """Asks the receiver to continue a connection between the two to another member, both ways."""
 
     ticket: Annotated[bytes, Meta(min_length=16, max_length=16)]
     """Named by the connection's preamble, in the place of a lane."""
     to: Member
+    """If it is the receiver, it takes the connection as if it had come through its door."""
+    dial: bool = False
+    """True if the receiver of this message dials, False if the sender does."""
 
 
 AgreementMessage: TypeAlias = (

@@ -3,16 +3,19 @@
 import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
+from itertools import count
 
 import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.lanes.rendezvous import ATTEMPT_S, MAX_SPLICES, LaneRendezvous
-from pmesh.core.wire.link import Splice
+from pmesh.agent.lanes.rendezvous import LaneEnd, LaneRendezvous
+from pmesh.agent.lanes.splices import ARRIVAL_S, MAX_SPLICES
+from pmesh.core.wire.link import OfferLane, Splice
+from pmesh.core.wire.records import LANE_ID_BYTES, PREAMBLE_BYTES
 from pmesh.errors import LaneBroken, NetworkError, PeerUnreachable
 from pmesh.ids import Member
-from tests.agent.lanes.test_rendezvous import A, B, C
+from tests.agent.lanes.test_rendezvous import A, B, C, edge
 from tests.worlds.trainer import until
 from tests.worlds.village import NoReach
 
@@ -34,7 +37,10 @@ class Between(NoReach):
         self.complaints: list[NetworkError] = []
         self.is_cara_up = True
 
-    async def dial_direct(self, member: Member) -> trio.SocketStream:
+    def we_dialled(self, member: Member) -> bool:
+        return member in (A, C)
+
+    async def dial_member(self, member: Member) -> trio.SocketStream:
         await trio.lowlevel.checkpoint()
         assert member == C
         if not self.is_cara_up:
@@ -44,7 +50,7 @@ class Between(NoReach):
         return near
 
     def complain(self, member: Member, error: NetworkError) -> None:
-        assert member == C
+        assert member in {A, C}
         self.complaints.append(error)
 
     async def connect(self, ticket: bytes = TICKET) -> trio.SocketStream:
@@ -69,7 +75,7 @@ async def between() -> AsyncGenerator[Between]:
 
 async def receive(stream: trio.SocketStream, size: int) -> bytes:
     received = b""
-    while len(received) < size and (data := await stream.receive_some()):
+    while len(received) < size and (data := await stream.receive_some(size - len(received))):
         received += data
     return received
 
@@ -77,7 +83,7 @@ async def receive(stream: trio.SocketStream, size: int) -> bytes:
 async def test_bytes_go_both_ways_and_an_end_ends_both(autojump_clock: MockClock) -> None:
     assert autojump_clock
     async with between() as here:
-        here.rendezvous.expect_splice(A, Splice(TICKET, C))
+        here.rendezvous.accept(A, Splice(TICKET, C))
         ada = await here.connect()
         await ada.send_all(b"sealed for Cara")
         await until(lambda: bool(here.caras))
@@ -94,11 +100,11 @@ async def test_bytes_go_both_ways_and_an_end_ends_both(autojump_clock: MockClock
 async def test_a_ticket_serves_once_and_not_for_long(autojump_clock: MockClock) -> None:
     assert autojump_clock
     async with between() as here:
-        here.rendezvous.expect_splice(A, Splice(TICKET, C))
+        here.rendezvous.accept(A, Splice(TICKET, C))
         first, second = await here.connect(), await here.connect()
         assert await receive(second, 1) == b""
-        here.rendezvous.expect_splice(A, Splice(b"u" * 16, C))
-        await trio.sleep(ATTEMPT_S + 1)
+        here.rendezvous.accept(A, Splice(b"u" * 16, C))
+        await trio.sleep(ARRIVAL_S + 1)
         late = await here.connect(b"u" * 16)
         assert await receive(late, 1) == b""
         for stream in (first, second, late):
@@ -113,8 +119,8 @@ async def test_what_one_member_makes_another_forward_is_limited(
     async with between() as here:
         tickets = [bytes([number]) * 16 for number in range(MAX_SPLICES)]
         for ticket in tickets:
-            here.rendezvous.expect_splice(A, Splice(ticket, C))
-        here.rendezvous.expect_splice(A, Splice(TICKET, C))
+            here.rendezvous.accept(A, Splice(ticket, C))
+        here.rendezvous.accept(A, Splice(TICKET, C))
         refused = await here.connect()
         assert await receive(refused, 1) == b""
         await refused.aclose()
@@ -122,8 +128,8 @@ async def test_what_one_member_makes_another_forward_is_limited(
         if room_again_after == "they have ended":
             for ticket in tickets:
                 await (await here.connect(ticket)).aclose()
-        await trio.sleep(ATTEMPT_S + 1)
-        here.rendezvous.expect_splice(A, Splice(TICKET, C))
+        await trio.sleep(ARRIVAL_S + 1)
+        here.rendezvous.accept(A, Splice(TICKET, C))
         ada = await here.connect()
         await ada.send_all(b"x")
         await trio.sleep(0.1)
@@ -135,7 +141,7 @@ async def test_a_connection_that_can_not_go_on_is_closed(autojump_clock: MockClo
     assert autojump_clock
     async with between() as here:
         here.is_cara_up = False
-        here.rendezvous.expect_splice(A, Splice(TICKET, C))
+        here.rendezvous.accept(A, Splice(TICKET, C))
         ada = await here.connect()
         assert await receive(ada, 1) == b""
         await until(lambda: bool(here.complaints))
@@ -143,10 +149,86 @@ async def test_a_connection_that_can_not_go_on_is_closed(autojump_clock: MockClo
         await ada.aclose()
 
 
-async def test_nothing_is_forwarded_to_oneself(autojump_clock: MockClock) -> None:
+class Street(NoReach):
+    """Three agents, of which the outer two can't reach each other; links go one way only."""
+
+    def __init__(self, nursery: trio.Nursery, dialled: set[tuple[Member, Member]]) -> None:
+        self._nursery = nursery
+        self._dialled = dialled
+        self.ends = {member: End(member, self, nursery) for member in (A, B, C)}
+
+    async def dial(self, member: Member, peer: Member) -> trio.SocketStream:
+        await trio.lowlevel.checkpoint()
+        if (member, peer) not in self._dialled:
+            raise PeerUnreachable("there is a firewall")
+        near, far = connection()
+        self._nursery.start_soon(self.ends[peer].answer, far)
+        return near
+
+    def has_dialled(self, member: Member, peer: Member) -> bool:
+        return (member, peer) in self._dialled or (member, peer) == (A, C)
+
+
+class End(NoReach):
+    """One of them."""
+
+    def __init__(self, me: Member, street: Street, nursery: trio.Nursery) -> None:
+        self.me = me
+        self.street = street
+        numbers = count(me.incarnation * 1000)
+        self.rendezvous = LaneRendezvous(
+            me, self, nursery, lambda size: next(numbers).to_bytes(size, "big")
+        )
+
+    def send(self, member: Member, message: OfferLane | Splice) -> None:
+        self.street.ends[member].rendezvous.accept(self.me, message)
+
+    def we_dialled(self, member: Member) -> bool:
+        return self.street.has_dialled(self.me, member)
+
+    def relay_of(self, member: Member) -> Member | None:
+        return B if {self.me, member} == {A, C} else None
+
+    async def dial_member(self, member: Member) -> trio.SocketStream:
+        return await self.street.dial(self.me, member)
+
+    async def answer(self, stream: trio.SocketStream) -> None:
+        authenticated: list[bool] = []
+        try:
+            preamble = await receive(stream, PREAMBLE_BYTES)
+            await self.rendezvous.welcome(
+                stream, preamble[-LANE_ID_BYTES:], lambda: authenticated.append(True)
+            )
+        finally:
+            if not authenticated:
+                await trio.aclose_forcefully(stream)
+
+
+@pytest.mark.parametrize("first", [(A, B), (B, A)], ids=["A dialled B", "B dialled A"])
+@pytest.mark.parametrize("second", [(B, C), (C, B)], ids=["B dialled C", "C dialled B"])
+async def test_each_leg_is_dialled_as_its_link_was(
+    autojump_clock: MockClock, first: tuple[Member, Member], second: tuple[Member, Member]
+) -> None:
+    assert autojump_clock
+    async with trio.open_nursery() as nursery:
+        street = Street(nursery, {first, second})
+        for sender, receiver in ((A, C), (C, A)):
+            there = edge(host=sender)
+            street.ends[sender].rendezvous.offer(there, receiver)
+            for member in (sender, receiver):
+                end = LaneEnd(there, sending=member == sender)
+                (await street.ends[member].rendezvous.take(end)).close()
+        nursery.cancel_scope.cancel()
+
+
+async def test_who_asks_to_be_dialled_and_names_no_lane_gets_nothing(
+    autojump_clock: MockClock,
+) -> None:
     assert autojump_clock
     async with between() as here:
-        here.rendezvous.expect_splice(A, Splice(TICKET, B))
+        here.rendezvous.accept(A, Splice(TICKET, B))
         ada = await here.connect()
+        await ada.send_all(bytes(PREAMBLE_BYTES))
         assert await receive(ada, 1) == b""
+        await until(lambda: bool(here.complaints))
         await ada.aclose()
