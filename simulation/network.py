@@ -212,7 +212,8 @@ class Network(Generic[_Message]):
                 del self._connections[pair]
                 for end, far in (pair, pair[::-1]):
                     host = self._hosts.get(end)
-                    self._timeline.after(0.0, self._end, connection, far, end, host, [])
+                    nothing = list[tuple[str, _Message]]()
+                    self._timeline.after(0.0, self._end, connection, far, end, host, nothing)
 
     def send(self, number: int, peer: int, channel: str, message: _Message) -> None:
         """Send a message; without a connection it goes nowhere, as into a dead socket."""

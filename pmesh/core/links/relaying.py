@@ -68,7 +68,7 @@ class Forwarding:
             raise ProtocolError("a relayed connection exceeds its window")
         if message.ends:
             known.ended.add(sender)
-            if known.ended == pair:
+            if known.ended >= pair:
                 del self._connections[pair]
         onward = Relay(
             sender, message.number, data=message.data, read=message.read, ends=message.ends
