@@ -113,12 +113,14 @@ class Relays:
                 if member is None or member.node <= me:
                     continue
                 link = links.get(member.node)
-                if link is None or link.member != member or self._is_out_of_reach(link):
+                if link is None or link.member != member or self._is_out_of_reach(link, relay):
                     needed[member].append(relay)
         return needed
 
-    def _is_out_of_reach(self, link: Link) -> bool:
-        return link.relay is None and (not link.paths or self._membership().is_silent(link.node))
+    def _is_out_of_reach(self, link: Link, relay: Link) -> bool:
+        """Return True if a path over this relay is worth a try."""
+        is_used = any(live.relay == relay.member for live in link.paths.values())
+        return not is_used and (not link.paths or self._membership().is_silent(link.node))
 
     def _close_needless(self) -> None:
         now, me = trio.current_time(), self._me()

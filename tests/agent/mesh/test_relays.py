@@ -191,3 +191,15 @@ def are_neighbours(one: Machine, other: Machine) -> bool:
     """Whether an edge of a ring of four joins them."""
     places = [one.names.index(machine.settings.name) for machine in (one, other)]
     return (places[0] - places[1]) % 2 == 1
+
+
+async def test_another_forwards_if_the_first_does_not(clock: MockClock) -> None:
+    async with village(clock, 4) as here:
+        first, one, other, second = here.machines
+        await part(one, other)
+        link, lazy = link_to(one, other), link_to(one, other).relay
+        assert lazy is not None
+        machine = first if first.key.node == lazy.node else second
+        machine.agent.peers.relays.forwarding.forward = forward_nothing  # type: ignore[method-assign, assignment]
+        await until(lambda: link.current is not None and link.current.relay not in {lazy, None})
+        assert link_to(one, other) is link
