@@ -66,14 +66,50 @@ def agent_of(cluster: Cluster, rank: LocalRank) -> Agent:
     return next(agent for agent in cluster.agents.values() if rank in agent.jobs.ranks)
 
 
-def two_who_cannot_hear_each_other_are_not_in_one_view() -> None:
+def cut_to_a_chain(cluster: Cluster, *chain: Agent) -> None:
+    """Each can only reach its neighbours in the chain; of four, nobody forwards from end to end."""
+    for place, agent in enumerate(chain):
+        others = [other.number for other in chain[place + 2 :]]
+        cluster.network.partition([agent.number], others)
+
+
+def two_whom_nobody_can_connect_are_not_in_one_view() -> None:
     """V5: both hear the leader, and could go on with it for ever without an op ending."""
-    cluster = formed_cluster(3)
-    _, a, b = by_seniority(cluster)
-    cluster.network.partition([a.number], [b.number])
-    cluster.run_until(cluster.timeline.now + LONGEST_SILENCE_S + WIRED.gone_after_s)
+    cluster = formed_cluster(4)
+    leader, a, between, b = by_seniority(cluster)
+    cut_to_a_chain(cluster, a, leader, between, b)
+    cluster.run_until(cluster.timeline.now + LONGEST_SILENCE_S + 2 * WIRED.gone_after_s)
     for agent in cluster.agents.values():
         assert not {a.state.me, b.state.me} <= set(agent.state.view.members)
+    for agent in (leader, between):
+        assert len(agent.state.view.members) == 3
+
+
+def two_who_cannot_reach_each_other_stay_in_one_view_with_a_third() -> None:
+    """V5: the third forwards, so that nobody is lost, and ops end as before."""
+    cluster = formed_cluster(3)
+    _, a, b = by_seniority(cluster)
+    view, ended = a.state.view, min(cluster.progress().values())
+    cluster.network.partition([a.number], [b.number])
+    cluster.run_until(cluster.timeline.now + LONGEST_SILENCE_S + WIRED.gone_after_s)
+    assert cluster.is_one_view()
+    assert set(a.state.view.members) == set(view.members)
+    assert cluster.invariants.resets == 0
+    assert min(cluster.progress().values()) > ended + 10
+
+
+def who_starts_behind_a_wall_joins_over_a_third() -> None:
+    """V5: a newcomer reaches one member of two, which forwards."""
+    habits = Habits(job=JOB, wait_for=3, think_s=0.3)
+    cluster = Cluster(0, size=3, conditions=Conditions(), habits=habits)
+    cluster.network.partition([0], [2])
+    for number in range(3):
+        cluster.start(number)
+    run_until(cluster, lambda: cluster.is_one_view() and len(cluster.progress()) == 3, 20.0)
+    cluster.crash(1)
+    run_until(
+        cluster, lambda: all(len(a.state.view.seats) == 1 for a in cluster.agents.values()), 20.0
+    )
 
 
 def a_lost_commit_is_made_up_for_by_the_next_heartbeat() -> None:
@@ -167,14 +203,14 @@ def who_has_not_read_a_proposal_is_not_left_out() -> None:
 
 def who_is_silent_to_one_and_not_to_another_is_not_lost() -> None:
     """V12: the way between two members stands still for twice the usual silence, and mends."""
-    cluster = formed_cluster(3)
-    _, a, b = by_seniority(cluster)
-    cluster.network.partition([a.number], [b.number])
+    cluster = formed_cluster(4)
+    leader, a, between, b = by_seniority(cluster)
+    cut_to_a_chain(cluster, a, leader, between, b)
     cluster.run_until(cluster.timeline.now + 2 * WIRED.gone_after_s)
-    assert all(len(agent.state.view.seats) == 3 for agent in cluster.agents.values())
+    assert all(len(agent.state.view.seats) == 4 for agent in cluster.agents.values())
     cluster.network.heal()
     cluster.run_until(cluster.timeline.now + LONGEST_SILENCE_S)
-    assert all(len(agent.state.view.seats) == 3 for agent in cluster.agents.values())
+    assert all(len(agent.state.view.seats) == 4 for agent in cluster.agents.values())
 
 
 def a_half_sent_commit_is_what_the_next_leader_builds_on() -> None:
