@@ -13,6 +13,7 @@ from pmesh.core.links.paths import PathKey, Way
 from pmesh.core.links.reasons import why_used
 from pmesh.core.wire.local import Pinged, WayTried
 from pmesh.errors import PeerUnreachable, PmeshError, UsageError
+from pmesh.ids import NodeId
 
 TRY_S = 3.0  # a lost SYN is sent again after 1 s
 
