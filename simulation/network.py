@@ -177,7 +177,12 @@ class Network(Generic[_Message]):
         return connection is not None and connection.via is None and not cut
 
     def relay(self, number: int, peer: int, via: int) -> None:
-        """Let a third host forward: their connection goes on over it, or a new one comes up."""
+        """Let a third host forward: their connection goes on over it, or a new one comes up.
+
+        Nothing happens where their own way is merely slow: a link prefers it.
+        """
+        if not {(number, peer), (peer, number)} & self._cuts:
+            return
         connection = self._connections.get(_pair(number, peer))
         if connection is None:
             delay = self._travel_s(number, peer, via)
