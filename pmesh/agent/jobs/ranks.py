@@ -112,7 +112,8 @@ class LocalRank(RankState[Result]):
 
     def note_losses(self) -> None:
         """Keep for the trainer what its new roster says of lost ranks."""
-        left, op = len(self.roster.trainers), max(self.ledger.started, 0)
+        left = len(self.roster.trainers)
+        op = self.ledger.started + 1 if self.running is None else self.running
         on = f"job {self.roster.job!r} continues with {left} rank{'s' * (left > 1)}, from op {op}"
         for loss in self.roster.losses:
             if not loss.message.endswith(LEFT):
