@@ -65,9 +65,7 @@ async def test_in_the_middle_of_an_op_the_others_hear_of_it_at_once(
             await lost.die()
 
 
-async def test_the_others_are_told_with_which_op_they_go_on(
-    clock: MockClock, ends: Ends
-) -> None:
+async def test_the_others_are_told_with_which_op_they_go_on(clock: MockClock, ends: Ends) -> None:
     async with village(clock, 3) as here:
         trainers = await here.job(*here.machines)
         await reduce_all(trainers)
