@@ -10,7 +10,7 @@ from pmesh.core.links import health, paths
 from pmesh.core.links.addresses import BoundAddress, LocalAddress, interface_of
 from pmesh.core.links.delivery import Delivery, Packet
 from pmesh.core.links.health import WIFI, WIRED, Health, Thresholds
-from pmesh.core.links.paths import PathKey, PathState, Way
+from pmesh.core.links.paths import Flaps, PathKey, PathState, Way
 from pmesh.core.wire.link import (
     Address,
     Hello,
@@ -168,7 +168,7 @@ class Link:
         """The members that the peer has named."""
         self._current: LivePath | None = None
         self._delivery = Delivery()
-        self._flaps: dict[PathKey, int] = {}
+        self._flaps: dict[PathKey, Flaps] = {}
         self._switch: Switch | None = None
         self.add(first)
 
@@ -226,7 +226,6 @@ class Link:
         """Add a path; return the one that it replaces."""
         replaced = self.paths.pop(live.key, None)
         self.paths[live.key] = live
-        self._flaps.setdefault(live.key, 0)
         if self._current is replaced:
             self._use(live)
         self._tell()
@@ -237,8 +236,8 @@ class Link:
         if self.paths.get(live.key) is not live:
             return False  # another has replaced it
         del self.paths[live.key]
-        lasted_s = trio.current_time() - live.since
-        self._flaps[live.key] = 0 if lasted_s > paths.LONGEST_STEADY_S else live.flaps + 1
+        before, now = self._flaps.get(live.key, Flaps()), trio.current_time()
+        self._flaps[live.key] = paths.lost(live.state(), before, now=now)
         self._tell()
         if self._current is not live:
             return False
@@ -267,7 +266,7 @@ class Link:
         return paths.ways_to(self.peer.interfaces, port=self.port, local=local)
 
     def flaps_of(self, key: PathKey) -> int:
-        return self._flaps.get(key, 0)
+        return self._flaps.get(key, Flaps()).left(trio.current_time())
 
     def choose(self) -> bool:
         """Take the best path for messages; return True if that is another than before."""

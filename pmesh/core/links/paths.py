@@ -20,8 +20,12 @@ ASK_AFTER_S: Final = 0.1
 IDLE_ASK_AFTER_S: Final = 1.0
 """The same for one that is not in use."""
 STEADY_S: Final = 1.0
-"""A path is used before another only if it has lasted for so long, twice that after each flap."""
+"""A path is used before another only if it has lasted for so long, longer after flaps."""
+FREE_FLAPS: Final = 1
+"""So many flaps change nothing: anybody may pull a cable. Each more doubles the time."""
 LONGEST_STEADY_S: Final = 60.0
+FORGET_S: Final = 60.0
+"""A flap is forgotten for each such time without another."""
 MUCH: Final = 4
 """How many times as long a round trip must be to count as worse: noise is less."""
 FAST_S: Final = 0.01
@@ -71,7 +75,7 @@ class PathState:
     """The lower of what the two interfaces claim; 0 if one does not say."""
     since: float
     flaps: int = 0
-    """How often it was lost lately."""
+    """As `Flaps.left` said when it came up."""
     health: Health
     last_heard: float
     asked_at: float | None = None
@@ -80,7 +84,8 @@ class PathState:
     @property
     def steady_at(self) -> float:
         """When it may replace another that works."""
-        return self.since + min(STEADY_S * 2.0 ** min(self.flaps, 20), LONGEST_STEADY_S)
+        doubled = min(max(0, self.flaps - FREE_FLAPS), 20)
+        return self.since + min(STEADY_S * 2.0**doubled, LONGEST_STEADY_S)
 
     @property
     def rank(self) -> tuple[int, float]:
@@ -101,6 +106,35 @@ class PathState:
     def silence_s(self, now: float) -> float:
         """Return for how long it has not answered; 0 if it owes no answer."""
         return 0.0 if self.asked_at is None else now - self.asked_at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flaps:
+    """How often a path was lost lately.
+
+    As in route flap damping (RFC 2439), flaps are forgotten with time, whether the path is up or
+    not, and the first has no effect: for each cable that flaps many are plugged in twice. But only
+    the loss of a path that had been steady counts. That of another one disturbs nobody, since
+    nothing runs over it, so a cable that comes and goes every second is used 1 s after it stays.
+    """
+
+    count: int = 0
+    last: float = -inf
+
+    def left(self, now: float) -> int:
+        """Return how many are not forgotten."""
+        return 0 if self.count == 0 else max(0, self.count - int((now - self.last) / FORGET_S))
+
+
+def lost(path: PathState, before: Flaps, *, now: float) -> Flaps:
+    """Count the loss of a path, if it is a flap.
+
+    Args:
+        path: As it was.
+        before: Of the paths between the same interfaces.
+        now: The monotonic clock.
+    """
+    return before if now < path.steady_at else Flaps(count=before.left(now) + 1, last=now)
 
 
 def to_ask(path: PathState, *, in_use: bool, doubted: bool, now: float) -> bool:
