@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import trio
 
+from pmesh.agent.mesh.probing import PathBandwidth
 from pmesh.core.links import health, paths
 from pmesh.core.links.addresses import BoundAddress, LocalAddress, interface_of
 from pmesh.core.links.delivery import Delivery, Packet
@@ -13,6 +14,7 @@ from pmesh.core.links.health import WIFI, WIRED, Health, Thresholds
 from pmesh.core.links.paths import Flaps, PathKey, PathState, Way
 from pmesh.core.wire.link import (
     Address,
+    AskProbe,
     Hello,
     LinkMessage,
     PathMessage,
@@ -65,11 +67,13 @@ class LivePath:
     last_heard: float = field(default_factory=trio.current_time)
     asked_at: float | None = None
     health: Health = field(init=False)
+    bandwidth: PathBandwidth = field(init=False)
     _answered: trio.Event = field(default_factory=trio.Event)
     _answer_took_s: float | None = None
 
     def __post_init__(self) -> None:
         self.health = health.begin(self.thresholds, now=self.since)
+        self.bandwidth = PathBandwidth(self.path.send)
 
     def __str__(self) -> str:
         """Return how a user knows it: the interface, its kind, and where it leads."""
@@ -89,6 +93,7 @@ class LivePath:
             speed_mbit_s=self.speed_mbit_s,
             since=self.since,
             flaps=self.flaps,
+            measured_mbit_s=self.bandwidth.settled_mbit_s,
             health=self.health,
             last_heard=self.last_heard,
             asked_at=self.asked_at,
@@ -109,8 +114,8 @@ class LivePath:
             await self._answered.wait()
         return self._answer_took_s
 
-    def hear(self, message: PathMessage) -> bool:
-        """Note a sign of life; return True if the message is the path's own matter."""
+    def hear(self, message: PathMessage) -> LinkMessage | None:
+        """Note a sign of life; return the message, but None if it is the path's own matter."""
         now = self.last_heard = trio.current_time()
         self.asked_at = None
         match message:
@@ -126,9 +131,13 @@ class LivePath:
                 self._answer_took_s = round_trip_s
                 self._answered.set()
                 self._answered = trio.Event()
+            case AskProbe():
+                self.bandwidth.answer(message)
+            case Probe():
+                self.bandwidth.receive(message)
             case _:
-                return False
-        return True
+                return message
+        return None
 
     def judge(self) -> None:
         """Weigh its present silence, for V12."""
@@ -206,10 +215,6 @@ class Link:
 
     def send(self, message: LinkMessage) -> None:
         """Send a message; never waits. It is kept until the peer has acknowledged it."""
-        if isinstance(message, Probe):  # too late, it would measure nothing
-            if self._current is not None:
-                self._current.path.send(message)
-            return
         packet = self._delivery.send(encode(message))
         if self.is_unread:
             for live in self.paths.values():
@@ -265,16 +270,26 @@ class Link:
         """Return how the peer can be reached directly from this machine's addresses."""
         return paths.ways_to(self.peer.interfaces, port=self.port, local=local)
 
+    def states(self) -> tuple[PathState, ...]:
+        """Return what is known of each path, in the order of `paths`."""
+        states = (live.state() for live in self.paths.values())
+        return paths.compared(states, self._current_key)
+
+    @property
+    def _current_key(self) -> PathKey | None:
+        return None if self._current is None else self._current.key
+
+    def measure_again(self) -> None:
+        """Measure the bandwidth of its paths anew, since interfaces have changed."""
+        for live in self.paths.values():
+            live.bandwidth.expect_change()
+
     def flaps_of(self, key: PathKey) -> int:
         return self._flaps.get(key, Flaps()).left(trio.current_time())
 
     def choose(self) -> bool:
         """Take the best path for messages; return True if that is another than before."""
-        key = paths.choose(
-            [live.state() for live in self.paths.values()],
-            None if self._current is None else self._current.key,
-            now=trio.current_time(),
-        )
+        key = paths.choose(self.states(), self._current_key, now=trio.current_time())
         if key is None or (self._current is not None and self._current.key == key):
             return False
         self._use(self.paths[key])
@@ -282,11 +297,7 @@ class Link:
 
     def carriers(self) -> tuple[LivePath, ...]:
         """Return the paths for tensors, the best first: only direct ones."""
-        keys = paths.carriers(
-            [live.state() for live in self.paths.values()],
-            None if self._current is None else self._current.key,
-            now=trio.current_time(),
-        )
+        keys = paths.carriers(self.states(), self._current_key, now=trio.current_time())
         return tuple(live for key in keys if (live := self.paths[key]).relay is None)
 
     def introduce(self, member: Member) -> None:
@@ -320,6 +331,7 @@ class Link:
     def update(self, hello: Hello) -> None:
         """Take what the peer says anew about itself: its interfaces have changed."""
         self.peer = hello
+        self.measure_again()
         self._tell()
 
     def _use(self, live: LivePath) -> None:

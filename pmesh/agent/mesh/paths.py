@@ -77,7 +77,7 @@ class PathKeeper:
         now, quiet = trio.current_time(), self._is_quiet()
         for live in link.paths.values():
             live.judge()
-        for key in list(paths.failed([live.state() for live in link.paths.values()], now=now)):
+        for key in list(paths.failed(link.states(), now=now)):
             live = link.paths[key]
             self._lose(link, live, f"{live} is silent")
         doubted = any(live.asked_at is not None for live in link.paths.values())

@@ -5,7 +5,7 @@ Each side chooses for itself over which it sends.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, log2
 from typing import Final, NamedTuple
 
@@ -30,6 +30,10 @@ MUCH: Final = 4
 """How many times as long a round trip must be to count as worse: noise is less."""
 FAST_S: Final = 0.01
 """Shorter round trips are alike: on a busy machine those of one cable differ by that much."""
+SLOW: Final = 4
+"""A path that was measured to carry so many times less than it claims may be outdone."""
+OUTDONE: Final = 2
+"""Another path must carry so many times more for that, if the slow one is in use."""
 REDIAL_S: Final = 1.0
 """Before a way that could not be dialled is tried again; twice as long each time."""
 LONGEST_REDIAL_S: Final = 60.0
@@ -76,6 +80,10 @@ class PathState:
     since: float
     flaps: int = 0
     """As `Flaps.left` said when it came up."""
+    measured_mbit_s: int = 0
+    """What it carries from the peer to here, settled; 0 while unknown."""
+    is_outdone: bool = False
+    """See `compared`."""
     health: Health
     last_heard: float
     asked_at: float | None = None
@@ -88,9 +96,15 @@ class PathState:
         return self.since + min(STEADY_S * 2.0**doubled, LONGEST_STEADY_S)
 
     @property
-    def rank(self) -> tuple[int, float]:
-        """Sort key, the best first: the kind, and the speed in octaves."""
-        return kind_rank(self.kind), -round(log2(self.speed_mbit_s)) if self.speed_mbit_s else inf
+    def rank(self) -> tuple[bool, int, float]:
+        """Sort key, the best first: those not outdone, the kind, and the speed in octaves."""
+        octaves = -round(log2(self.speed_mbit_s)) if self.speed_mbit_s else inf
+        return self.is_outdone, kind_rank(self.kind), octaves
+
+    @property
+    def is_slow(self) -> bool:
+        """True if it was measured to carry far less than its interfaces claim."""
+        return 0 < SLOW * self.measured_mbit_s <= self.speed_mbit_s
 
     @property
     def round_trip_s(self) -> float:
@@ -162,6 +176,24 @@ def failed(paths: Sequence[PathState], *, now: float) -> Iterator[PathKey]:
             continue
         if any(other.last_heard > asked_at for other in paths):
             yield path.key
+
+
+def compared(paths: Iterable[PathState], current: PathKey | None) -> tuple[PathState, ...]:
+    """Return the paths, each with `is_outdone`: it is slow, and another carries more.
+
+    A cable of 1 Gbit/s may carry 100 Mbit/s, as there is a slow switch between. Only measured
+    values decide, which are settled: one that differs by less than 30 %, or for less than 10 s,
+    moves nothing. The current path is left for one that carries twice as much, and is not taken
+    again before it carries as much itself.
+    """
+    known = tuple(paths)
+    most = max((path.measured_mbit_s for path in known), default=0)
+
+    def is_outdone(path: PathState) -> bool:
+        times = most / path.measured_mbit_s if path.is_slow else 0
+        return times >= OUTDONE if path.key == current else times > 1
+
+    return tuple(replace(path, is_outdone=is_outdone(path)) for path in known)
 
 
 def choose(paths: Sequence[PathState], current: PathKey | None, *, now: float) -> PathKey | None:

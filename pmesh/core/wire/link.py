@@ -454,7 +454,7 @@ class Pong(_Message, frozen=True, tag=29):
 
 
 class AskProbe(_Message, frozen=True, tag=30):
-    """The receiver is to send so many bytes in Probes, which show the bandwidth from it."""
+    """The receiver is to send so many bytes in Probes on the same path: they show its bandwidth."""
 
     nbytes: Annotated[int, Meta(ge=1, le=MAX_PROBE_BYTES)]
 
@@ -517,12 +517,10 @@ LinkMessage: TypeAlias = (
     | AskResult
     | P2PMessage
     | KnownPeers
-    | AskProbe
-    | Probe
     | Relay
     | Splice
 )
-PathMessage: TypeAlias = LinkMessage | Ping | Pong
+PathMessage: TypeAlias = LinkMessage | Ping | Pong | AskProbe | Probe
 
 _decoder: msgspec.msgpack.Decoder[PathMessage] = msgspec.msgpack.Decoder(PathMessage)
 _encoder = msgspec.msgpack.Encoder()

@@ -16,6 +16,7 @@ from pmesh.agent.mesh import peers
 from pmesh.agent.mesh.links import Link, LivePath, live_path
 from pmesh.agent.mesh.paths import PathKeeper
 from pmesh.agent.mesh.peers import REDIAL_S
+from pmesh.agent.mesh.probing import PathBandwidth
 from pmesh.agent.status.events import Event
 from pmesh.core.links.addresses import BoundAddress, LocalAddress
 from pmesh.core.links.paths import PathKey, Way
@@ -197,3 +198,28 @@ async def test_lanes_leave_a_path_of_a_worse_kind_when_a_better_one_is_taken(
         one.agent.peers._improved(link, "it is better")  # noqa: SLF001
         assert left == [{"10.0.0.1"}]
         link.paths = {cable.key: cable}
+
+
+@pytest.mark.usefixtures("many_interfaces")
+async def test_a_path_that_carries_far_less_than_it_claims_is_left_for_one_that_carries_more(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        await trio.sleep(3)
+        link = live_to(one, two)
+        old, new = link.current, await add_path(one, two)
+        assert old is not None
+        for live, carried_mbit_s in ((old, 94), (new, 180)):
+            live.speed_mbit_s = 1000
+            live.bandwidth.note(carried_mbit_s, "data")
+        await trio.sleep(3)
+        assert link.current is old
+        new.bandwidth = PathBandwidth(new.path.send)
+        new.bandwidth.note(190, "probe")
+        await until(lambda: link.current is new)
+        assert link.carriers()[0] is new
+        await until(lambda: bool(events_of(one, "path changed")))
+        old.bandwidth.note(94 / 1.3, "probe")
+        await trio.sleep(3)
+        assert link.current is new

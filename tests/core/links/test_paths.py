@@ -22,6 +22,7 @@ from pmesh.core.links.paths import (
     PathState,
     carriers,
     choose,
+    compared,
     failed,
     failed_again,
     kind_rank,
@@ -92,6 +93,44 @@ def test_a_path_that_was_used_and_lost_again_and_again_must_be_steady_for_longer
 ):
     waits = [replace(BOLT, since=0.0, flaps=flaps).steady_at for flaps in range(9)]
     assert waits == [1, 1, 2, 4, 8, 16, 32, LONGEST_STEADY_S, LONGEST_STEADY_S]
+
+
+def carrying(path: PathState, mbit_s: int) -> PathState:
+    return replace(path, measured_mbit_s=mbit_s)
+
+
+def chosen_of(one: PathState, other: PathState, current: PathKey | None) -> PathKey | None:
+    return choose(compared([one, other], current), current, now=NOW)
+
+
+def test_a_cable_that_carries_far_less_than_it_claims_is_left_for_what_carries_much_more() -> None:
+    cable, wlan = CABLE.key, WLAN.key
+    assert chosen_of(carrying(CABLE, 94), carrying(WLAN, 300), cable) == wlan
+    assert chosen_of(carrying(CABLE, 94), carrying(WLAN, 300), None) == wlan
+    assert carriers(compared([carrying(CABLE, 94), carrying(WLAN, 300)], wlan), wlan, now=NOW) == (
+        wlan,
+        cable,
+    )
+    for carried, other, why in (
+        (300, 900, "less than four times below what it claims is no contradiction"),
+        (94, 0, "the other was not measured"),
+        (94, 150, "it is not worth a switch"),
+        (0, 300, "the cable was not measured"),
+    ):
+        assert chosen_of(carrying(CABLE, carried), carrying(WLAN, other), cable) == cable, why
+    unknown = replace(CABLE, speed_mbit_s=0)
+    assert chosen_of(carrying(unknown, 94), carrying(WLAN, 300), cable) == cable
+
+
+@given(st.integers(10, 250), st.integers(10, 900), st.floats(1 / 1.3, 1.3), st.floats(1 / 1.3, 1.3))
+def test_what_was_chosen_by_measurements_is_not_left_again_for_noise(
+    cable: int, wlan: int, noise: float, other_noise: float
+) -> None:
+    chosen = chosen_of(carrying(CABLE, cable), carrying(WLAN, wlan), CABLE.key)
+    if chosen == WLAN.key:
+        measured = round(cable * min(noise, 1.0)), round(wlan * other_noise)
+        now = chosen_of(carrying(CABLE, measured[0]), carrying(WLAN, measured[1]), WLAN.key)
+        assert now == WLAN.key
 
 
 class Plugged:
