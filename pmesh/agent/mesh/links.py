@@ -68,12 +68,14 @@ class LivePath:
     asked_at: float | None = None
     health: Health = field(init=False)
     bandwidth: PathBandwidth = field(init=False)
+    peer_mbit_s: int = 0
+    """What the peer has measured, from here to it; 0 while unknown."""
     _answered: trio.Event = field(default_factory=trio.Event)
     _answer_took_s: float | None = None
 
     def __post_init__(self) -> None:
         self.health = health.begin(self.thresholds, now=self.since)
-        self.bandwidth = PathBandwidth(self.path.send)
+        self.bandwidth = PathBandwidth(self.path.send, self.ask)
 
     def __str__(self) -> str:
         """Return how a user knows it: the interface, its kind, and where it leads."""
@@ -93,16 +95,25 @@ class LivePath:
             speed_mbit_s=self.speed_mbit_s,
             since=self.since,
             flaps=self.flaps,
-            measured_mbit_s=self.bandwidth.settled_mbit_s,
+            measured_mbit_s=self.mbit_s,
             health=self.health,
             last_heard=self.last_heard,
             asked_at=self.asked_at,
         )
 
+    @property
+    def mbit_s(self) -> int:
+        """What it was measured to carry, in the slower direction; 0 while both are unknown.
+
+        Both sides know both values, so that they choose the same path.
+        """
+        known = filter(None, (self.bandwidth.settled_mbit_s, self.peer_mbit_s))
+        return min(known, default=0)
+
     def ask(self) -> None:
-        """Ask for a sign of life."""
+        """Ask for a sign of life, and tell what was measured."""
         now = trio.current_time()
-        self.path.send(Ping(_microseconds(now)))
+        self.path.send(Ping(_microseconds(now), self.bandwidth.settled_mbit_s))
         if self.asked_at is None:
             self.asked_at = now
 
@@ -119,7 +130,8 @@ class LivePath:
         now = self.last_heard = trio.current_time()
         self.asked_at = None
         match message:
-            case Ping(sent_us):
+            case Ping(sent_us, mbit_s):
+                self.peer_mbit_s = mbit_s
                 self.path.send(Pong(sent_us))
             case Pong(sent_us):
                 round_trip_s = health.measure_round_trip_s(

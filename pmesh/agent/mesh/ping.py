@@ -115,7 +115,7 @@ def _with_facts(tried: WayTried, live: LivePath) -> WayTried:
         kind=live.kind,
         address=tried.address or str(there),
         speed_mbit_s=live.speed_mbit_s,
-        mbit_s=live.bandwidth.settled_mbit_s,
+        mbit_s=live.mbit_s,
     )
 
 

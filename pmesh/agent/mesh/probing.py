@@ -5,7 +5,8 @@ machines that train together: an idle mesh stays idle. It is some messages on th
 from the question to the last of them shows at least how fast the way is: a busy machine, other data
 on the way, the round trip and TCP's small window at first only lengthen it. So the fastest of
 three probes is one measurement. (The time between the messages would also get shorter where the
-receiver reads them late, as it does while an op runs.)
+receiver reads them late, as it does while an op runs.) A probe of which the first message has taken
+longer than all others says little, and is repeated with more bytes.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -24,6 +25,8 @@ from pmesh.ids import Member
 PROBE_EVERY_S = 60.0
 OTHERS_EVERY_S = 600.0  # of a path that carries no tensors
 PROBES = 3  # of which the fastest counts
+MOST_PROBES = 8  # of one measurement, with those that were too short to say anything
+LONGER = 4  # times as many bytes has the next one then
 BYTES_PER_MBIT_S = 2_200  # of each, or 18 ms: all are 0.1 % of what the path carries in a minute
 SLOWEST_MBIT_S = 10  # what an edge is taken for at first
 ANSWER_EVERY_S = 1.0  # a peer that asks more often is not answered
@@ -36,10 +39,14 @@ class PathBandwidth:
 
     Args:
         send: Sends over this path.
+        settled: Is called when the settled bandwidth has changed.
     """
 
-    def __init__(self, send: Callable[[AskProbe | Probe], None]) -> None:
+    def __init__(
+        self, send: Callable[[AskProbe | Probe], None], settled: Callable[[], None]
+    ) -> None:
         self._send = send
+        self._settled = settled
         self._bandwidth = Bandwidth()
         self._guess_mbit_s: float = SLOWEST_MBIT_S
         """How fast it is, as far as the next probe's length matters."""
@@ -50,6 +57,9 @@ class PathBandwidth:
         """By the probes since the last measurement."""
         self._asked_bytes = 0
         self._asked_at = -PATIENCE_S
+        self._began_at = 0.0
+        self._asked_times = 0
+        """Since the last measurement."""
         self._arrived_bytes = 0
 
     @property
@@ -69,14 +79,20 @@ class PathBandwidth:
     def note(self, mbit_s: float, source: Source) -> None:
         """Add a measurement; while data tell enough, no probe is due."""
         now = trio.current_time()
-        is_first = self._bandwidth.source == "nominal"
+        is_first, before = self._bandwidth.source == "nominal", self._bandwidth
         self._bandwidth = measured(self._bandwidth, mbit_s, source, now=now)
         self._guess_mbit_s = max(mbit_s, SLOWEST_MBIT_S)
-        self._found_mbit_s.clear()
+        self._end_series()
+        if self._bandwidth.settled_mbit_s != before.settled_mbit_s:
+            self._settled()
         if is_first or self._bandwidth.is_changing:
             self._due_at = now + STEADY_S, now + PROBE_EVERY_S
-        else:
-            self._due_at = now + PROBE_EVERY_S, now + OTHERS_EVERY_S
+
+    def _end_series(self) -> None:
+        now = trio.current_time()
+        self._found_mbit_s.clear()
+        self._asked_times = 0
+        self._due_at = now + PROBE_EVERY_S, now + OTHERS_EVERY_S
 
     def ask(self) -> None:
         """Ask the peer for a probe."""
@@ -84,6 +100,7 @@ class PathBandwidth:
         self._asked_at, self._due_at = now, (now + PATIENCE_S, now + PATIENCE_S)
         self._asked_bytes = min(MAX_PROBE_BYTES, int(self._guess_mbit_s * BYTES_PER_MBIT_S))
         self._arrived_bytes = 0
+        self._asked_times += 1
         self._send(AskProbe(self._asked_bytes))
 
     def answer(self, ask: AskProbe) -> None:
@@ -100,17 +117,29 @@ class PathBandwidth:
         now = trio.current_time()
         if self._arrived_bytes >= self._asked_bytes:
             return  # we have not asked for it
+        if self._arrived_bytes == 0:
+            self._began_at = now
         self._arrived_bytes += len(probe.padding)
-        if self._arrived_bytes < self._asked_bytes:
-            return
+        if self._arrived_bytes >= self._asked_bytes:
+            self._measure(now)
+
+    def _measure(self, now: float) -> None:
         mbit_s = 8e-6 * self._arrived_bytes / max(now - self._asked_at, SHORTEST_S)
         self._due_at = now + ANSWER_EVERY_S, now + ANSWER_EVERY_S
-        if self._asked_bytes < MAX_PROBE_BYTES and mbit_s > 2 * self._guess_mbit_s:
+        is_longest = self._asked_bytes == MAX_PROBE_BYTES
+        is_dwarfed = now - self._began_at < self._began_at - self._asked_at
+        if is_dwarfed:  # it says more of the round trip, or of how busy the two machines are
+            self._guess_mbit_s = max(mbit_s, LONGER * self._guess_mbit_s)
+        elif mbit_s > 2 * self._guess_mbit_s and not is_longest:
             self._guess_mbit_s = mbit_s  # too short for so fast a path: again, and longer
-            return
-        self._found_mbit_s.append(mbit_s)
-        if len(self._found_mbit_s) == PROBES:
-            self.note(max(self._found_mbit_s), "probe")
+        else:
+            self._found_mbit_s.append(mbit_s)
+        is_enough = len(self._found_mbit_s) == PROBES or self._asked_times == MOST_PROBES
+        if is_enough or (is_dwarfed and is_longest):
+            if self._found_mbit_s:
+                self.note(max(self._found_mbit_s), "probe")
+            else:
+                self._end_series()
 
 
 class Probing:

@@ -81,7 +81,7 @@ class PathState:
     flaps: int = 0
     """As `Flaps.left` said when it came up."""
     measured_mbit_s: int = 0
-    """What it carries from the peer to here, settled; 0 while unknown."""
+    """What it carries in the slower direction, settled; 0 while unknown."""
     is_outdone: bool = False
     """See `compared`."""
     health: Health

@@ -50,7 +50,7 @@ def why_slow(
     if path.is_slow:
         return (
             f"{path.key.interface} carries {path.measured_mbit_s} Mbit/s, though both ends claim "
-            f"{path.speed_mbit_s}: look for a slow switch or a bad cable between"
+            f"{path.speed_mbit_s}: a switch or cable between is slow, or a machine is busy"
         )
     return None
 

@@ -445,6 +445,8 @@ class Ping(_Message, frozen=True, tag=28):
 
     sent_us: _Microseconds
     """The sender's monotonic clock; only the sender interprets it."""
+    mbit_s: Annotated[int, Meta(ge=0, le=2**32)] = 0
+    """What the sender has measured of this path, from the receiver to itself; 0 if unknown."""
 
 
 class Pong(_Message, frozen=True, tag=29):

@@ -215,10 +215,14 @@ async def test_a_path_that_carries_far_less_than_it_claims_is_left_for_one_that_
             live.bandwidth.note(carried_mbit_s, "data")
         await trio.sleep(3)
         assert link.current is old
-        new.bandwidth = PathBandwidth(new.path.send)
+        new.bandwidth = PathBandwidth(new.path.send, new.ask)
         new.bandwidth.note(190, "probe")
         await until(lambda: link.current is new)
         assert link.carriers()[0] is new
+        theirs = live_to(two, one)  # it has measured nothing, but was told
+        for path in theirs.paths.values():
+            path.speed_mbit_s = 1000
+        await until(lambda: theirs.current is theirs.paths[new.key])
         await until(lambda: bool(events_of(one, "path changed")))
         old.bandwidth.note(94 / 1.3, "probe")
         await trio.sleep(3)

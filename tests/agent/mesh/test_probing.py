@@ -27,12 +27,16 @@ from tests.worlds.village_ops import reduce_all
 class Way:
     """A path from Bert to Anna, who measures it."""
 
-    def __init__(self, mbit_s: float) -> None:
+    def __init__(self, mbit_s: float, *, round_trip_s: float = 0.0) -> None:
         self.mbit_s = mbit_s
+        self.round_trip_s = round_trip_s
         self.asked: list[AskProbe] = []
         self.answered: list[Probe] = []
-        self.anna = PathBandwidth(self._from_anna)
-        self.bert = PathBandwidth(self._from_bert)
+        self.settled: list[int] = []
+        self.anna = PathBandwidth(
+            self._from_anna, lambda: self.settled.append(self.anna.settled_mbit_s)
+        )
+        self.bert = PathBandwidth(self._from_bert, lambda: None)
 
     def _from_anna(self, message: AskProbe | Probe) -> None:
         assert isinstance(message, AskProbe)
@@ -53,6 +57,7 @@ class Way:
             return 0
         ask = self.asked.pop()
         self.bert.answer(ask)
+        await trio.sleep(self.round_trip_s)
         for part in self.answered:
             await trio.sleep(8 * len(part.padding) / self.mbit_s / 1e6)
             self.anna.receive(part)
@@ -102,6 +107,31 @@ async def test_a_probe_shows_the_bandwidth_and_takes_a_thousandth_of_a_minute_at
     assert await way.carry() == 0
     await trio.sleep(2 * ANSWER_EVERY_S)
     assert await way.measure() == pytest.approx(asked, rel=0.01)
+
+
+@pytest.mark.parametrize("mbit_s", [40, 940])
+async def test_a_round_trip_longer_than_a_probe_is_not_taken_for_a_slow_path(
+    mbit_s: int, clock: MockClock
+) -> None:
+    del clock
+    way = Way(mbit_s, round_trip_s=0.015)
+    for _ in range(8):
+        await way.measure()
+    assert way.settled == [way.anna.settled_mbit_s]
+    assert mbit_s / 2 <= way.anna.settled_mbit_s <= mbit_s
+
+
+async def test_where_no_probe_is_long_enough_nothing_is_claimed_and_the_next_comes_a_minute_later(
+    clock: MockClock,
+) -> None:
+    del clock
+    way = Way(940, round_trip_s=0.1)
+    for _ in range(8):
+        await way.measure()
+    assert way.settled == []
+    assert await way.carry() == 0
+    await trio.sleep(PROBE_EVERY_S)
+    assert await way.carry() == MAX_PROBE_BYTES
 
 
 async def test_while_data_flow_nothing_is_probed(clock: MockClock) -> None:
@@ -214,11 +244,11 @@ async def test_the_data_of_an_op_measure_the_edge_that_they_come_over(clock: Moc
         member = other.membership.state.me
         path = path_to(*here.machines)
         for nbytes, settled in ((MEASURED_BYTES - 1, 0), (2 * MEASURED_BYTES, 17)):
-            path.bandwidth = PathBandwidth(path.path.send)
+            path.bandwidth = PathBandwidth(path.path.send, path.ask)
             lane.paced = nbytes, 1.0
             one.jobs.poll()
             assert one.membership.probing.settled_mbit_s(member) == settled
-        path.bandwidth = PathBandwidth(path.path.send)
+        path.bandwidth = PathBandwidth(path.path.send, path.ask)
         one.membership.probing.forget(member)
         one.jobs.poll()  # nothing has come since
         assert one.membership.probing.settled_mbit_s(member) == 0

@@ -74,7 +74,7 @@ def test_a_path_that_was_measured_to_carry_far_less_than_it_claims_is_marked() -
     text = slow(replace(path("en5"), measured_mbit_s=94), end("en5"), end("en0"))
     assert text == (
         "en5 carries 94 Mbit/s, though both ends claim 1000: "
-        "look for a slow switch or a bad cable between"
+        "a switch or cable between is slow, or a machine is busy"
     )
     assert slow(replace(path("en5"), measured_mbit_s=300), end("en5"), end("en0")) is None
 
