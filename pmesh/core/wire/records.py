@@ -88,6 +88,12 @@ def fingerprint(call: Call) -> int:
     return int.from_bytes(digest[:8], "big")
 
 
+def subflow_key(key: bytes, index: int) -> bytes:
+    """Return the key of one direction of a lane's connection, of several (`subflows`)."""
+    info = b"pmesh lane: subflow %d" % index
+    return HKDFExpand(SHA256(), length=32, info=info).derive(key)
+
+
 class _Keys:
     """The cipher and the nonce for each record of one direction, in order.
 

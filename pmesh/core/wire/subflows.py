@@ -20,7 +20,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from pmesh.core.wire.records import HEADER_BYTES, MAX_BODY_BYTES, OVERHEAD_BYTES, TAG_BYTES
+from pmesh.core.wire.records import (
+    HEADER_BYTES,
+    MAX_BODY_BYTES,
+    OVERHEAD_BYTES,
+    TAG_BYTES,
+    read_header_untrusted,
+)
 from pmesh.errors import ProtocolError
 
 WINDOW_BYTES: Final = 16 * 1024 * 1024  # 1 Gbit/s for as long as 100 Mbit/s take for a record
@@ -67,6 +73,11 @@ def decode_ack(body: bytes | bytearray) -> Ack:
 def put_number(number: int, frame: memoryview) -> None:
     """Write the record's number in front of it."""
     _NUMBER.pack_into(frame, 0, number)
+
+
+def read_frame_untrusted(header: memoryview) -> int:
+    """Return how long the frame with this header is; ProtocolError for an impossible one."""
+    return frame_bytes(read_header_untrusted(header[NUMBER_BYTES:]).body_bytes)
 
 
 def number_of_untrusted(frame: memoryview) -> int:

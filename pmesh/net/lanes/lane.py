@@ -59,6 +59,8 @@ class Wait(Enum):
     """Nothing can be done until the lane is closed, or the call cancelled."""
     PROGRESS = auto()
     """Another part of the same pipeline has got further."""
+    PROGRESS_OR_NETWORK = auto()
+    """Another part has got further, or what was left with the lane can go on."""
     TURN = auto()
     """Nothing; but others on the event loop, which a fast network must not starve, come first."""
 
@@ -116,6 +118,11 @@ class Lane:
         if self._socket.fileno() != -1:
             trio.lowlevel.notify_closing(self._socket)
         self._socket.close()
+
+    def give_up(self) -> tuple[socket.socket, Sealer, Opener]:
+        """The connection and its keys, for a lane that has several; this one is of no more use."""
+        self._closed.set()
+        return self._socket, self._sealer, self._opener
 
     def lend(self, stop: Callable[[], None]) -> None:
         """Until `take_back` a thread works with the lane; `stop` makes it end soon.

@@ -1,0 +1,161 @@
+"""A lane over several connections, some of which are lost."""
+
+import numpy as np
+import pytest
+import trio
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from pmesh.core.wire.records import MAX_BODY_BYTES
+from pmesh.errors import LaneBroken
+from pmesh.net.lanes.executor import Pipeline, Stage
+from pmesh.net.lanes.lane import Lane, Steps
+from tests.net.lanes.test_pipeline import either_way, receive_all, send_all
+from tests.worlds.lanes import header
+from tests.worlds.multipath import Paths, paths_between
+
+BODIES = [np.random.default_rng(i).bytes(MAX_BODY_BYTES) for i in range(8)]
+
+
+async def received(lane: Lane, size: int, *, segment: int = 0, roster: int = 1) -> bytes:
+    into = bytearray(size)
+    await lane.receive(header(size, segment=segment, roster=roster), memoryview(into))
+    return bytes(into)
+
+
+async def move(paths: Paths, moving_bytes: int, *, bodies: list[bytes] = BODIES) -> None:
+    got = list[bytes]()
+
+    def sends() -> Steps:
+        yield from send_all(paths.sending, bodies)
+        yield from paths.sending.flushes()
+
+    parts = [
+        Stage(sends(), paths.sending),
+        Stage(receive_all(paths.receiving, [len(body) for body in bodies], got), paths.receiving),
+    ]
+    await Pipeline().run(parts, moving_bytes=moving_bytes)
+    assert got == bodies
+
+
+@either_way
+async def test_records_go_over_all_paths_and_arrive_in_order(moving_bytes: int) -> None:
+    async with paths_between(3, buffer_bytes=65536) as paths:
+        with trio.fail_after(20):
+            await move(paths, moving_bytes)
+            assert set(paths.sending.paths()) == {"path-0", "path-1", "path-2"}
+            assert "from mac-0" in repr(paths.receiving)
+            await paths.sending.send(header(1), b"!")  # both are the event loop's again
+            assert await received(paths.receiving, 1) == b"!"
+
+
+@either_way
+@pytest.mark.parametrize("lost_by", ["sender", "receiver", "both"])
+async def test_a_path_that_is_lost_in_the_middle_loses_nothing(
+    moving_bytes: int, lost_by: str
+) -> None:
+    async with paths_between(2, buffer_bytes=65536) as paths, trio.open_nursery() as nursery:
+        with trio.fail_after(20):
+            nursery.start_soon(move, paths, moving_bytes)
+            while paths.receiving.bytes_received < 2 * MAX_BODY_BYTES:
+                await trio.lowlevel.checkpoint()
+            if lost_by != "receiver":
+                paths.sending.drop("path-0")
+            if lost_by != "sender":
+                paths.receiving.drop("path-0")
+
+
+async def test_what_was_lost_after_the_op_had_ended_at_the_sender_is_sent_again() -> None:
+    async with paths_between(2) as paths:
+        with trio.fail_after(20):
+            await paths.sending.send(header(1000), bytes(1000))
+            await paths.sending.send(header(10, segment=1), bytes(10))
+            assert paths.sending.idle
+            for name in ("path-0", "path-1"):
+                added = paths.add()
+                paths.receiving.drop(name)  # with what has arrived, unread
+                assert added in paths.receiving.paths()
+            assert await received(paths.receiving, 1000) == bytes(1000)
+            assert await received(paths.receiving, 10, segment=1) == bytes(10)
+
+
+async def test_a_path_that_comes_back_in_time_saves_the_lane(
+    autojump_clock: MockClock,
+) -> None:
+    async with paths_between(1) as paths, trio.open_nursery() as nursery:
+
+        async def receive() -> None:
+            assert await received(paths.receiving, 3) == b"abc"
+
+        nursery.start_soon(receive)
+        for lane in (paths.sending, paths.receiving):
+            lane.drop("path-0")
+        await paths.sending.send(header(3), b"abc")
+        await trio.sleep(1)
+        assert not paths.sending.idle
+        paths.add()
+    assert autojump_clock.current_time() < 2
+
+
+async def test_without_any_path_a_lane_breaks_after_a_while(autojump_clock: MockClock) -> None:
+    async with paths_between(2) as paths:
+        for name in ("path-0", "path-1"):
+            paths.receiving.drop(name)
+        with pytest.raises(LaneBroken, match="from mac-0 has lost its last path"):
+            await received(paths.receiving, 3)
+        assert 1 < autojump_clock.current_time() < 4
+        paths.add()  # too late, and nothing is left open
+
+
+@either_way
+async def test_closing_a_lane_ends_the_op_that_uses_it(moving_bytes: int) -> None:
+    async with paths_between(2) as paths, trio.open_nursery() as nursery:
+
+        async def run() -> None:
+            parts = [
+                Stage(receive_all(paths.receiving, [5], []), paths.receiving),
+                Stage(send_all(paths.sending, []), paths.sending),
+            ]
+            with pytest.raises(LaneBroken, match="from mac-0 was closed"):
+                await Pipeline().run(parts, moving_bytes=moving_bytes)
+
+        with trio.fail_after(10):
+            nursery.start_soon(run)
+            await wait_all_tasks_blocked()
+            for _ in range(2):
+                paths.receiving.close()
+
+
+async def test_a_full_window_makes_the_sender_wait_until_something_has_arrived() -> None:
+    async with paths_between(2, buffer_bytes=65536) as paths, trio.open_nursery() as nursery:
+        bodies = BODIES * 3
+        with trio.fail_after(20):
+            nursery.start_soon(move_slowly, paths, bodies)
+            for segment, body in enumerate(bodies):
+                assert await received(paths.receiving, len(body), segment=segment) == body
+
+
+async def move_slowly(paths: Paths, bodies: list[bytes]) -> None:
+    for segment, body in enumerate(bodies):
+        await paths.sending.send(header(len(body), segment=segment), body)
+    await paths.sending.flush()
+
+
+async def test_a_record_of_a_lower_roster_is_dropped() -> None:
+    async with paths_between(2) as paths:
+        with trio.fail_after(10):
+            await paths.sending.send(header(3, roster=1), b"old")
+            await paths.sending.send(header(5, roster=2), b"early")
+            assert await received(paths.receiving, 5, roster=2) == b"early"
+            assert paths.receiving.records_dropped == 1
+
+
+async def test_a_connection_that_brings_garbage_is_lost_and_the_lane_is_not() -> None:
+    async with paths_between(2) as paths:
+        with trio.fail_after(10):
+            [first, _] = paths.sending._subflows.values()  # noqa: SLF001 - only it has the socket
+            first.sock.send(b"\xff" * 48)
+            await paths.sending.send(header(3), b"abc")
+            assert await received(paths.receiving, 3) == b"abc"
+            assert set(paths.receiving.paths()) == {"path-1"}
+            paths.sending.pump()
+            assert set(paths.sending.paths()) == {"path-1"}

@@ -1,0 +1,77 @@
+"""Lanes over several connections in one process, over real sockets."""
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+import trio
+
+from pmesh.core.wire.link import OfferLane
+from pmesh.core.wire.records import subflow_key
+from pmesh.net.lanes.lane import Lane
+from pmesh.net.lanes.multipath import MultipathLane, Path
+from tests.worlds.lanes import offer_between
+
+
+def connections(
+    offer: OfferLane, index: int, *, buffer_bytes: int | None = None
+) -> tuple[Lane, Lane]:
+    """The two ends of one connection of a lane, as if they had greeted."""
+    part = msgspec.structs.replace(
+        offer,
+        key=subflow_key(offer.key, index),
+        return_key=subflow_key(offer.return_key, index),
+    )
+    ends = socket.socketpair()
+    if buffer_bytes is not None:
+        for end in ends:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+    return (
+        Lane(ends[0], part, sending=True, peer="mac-1"),
+        Lane(ends[1], part, sending=False, peer="mac-0"),
+    )
+
+
+@dataclass
+class Paths:
+    """Both ends of a lane, and how to give it one more path."""
+
+    sending: MultipathLane
+    receiving: MultipathLane
+    offer: OfferLane
+    buffer_bytes: int | None
+    made: int = field(default=1)
+
+    def add(self) -> str:
+        """Return the new path's name."""
+        name, ends = (
+            f"path-{self.made}",
+            connections(self.offer, self.made, buffer_bytes=self.buffer_bytes),
+        )
+        self.made += 1
+        self.sending.add(ends[0], Path(name))
+        self.receiving.add(ends[1], Path(name))
+        return name
+
+
+@asynccontextmanager
+async def paths_between(count: int = 2, *, buffer_bytes: int | None = None) -> AsyncIterator[Paths]:
+    """A lane with so many paths, path-0 and so on; `buffer_bytes` makes them slow."""
+    offer = offer_between(0, 1)
+    first = connections(offer, 0, buffer_bytes=buffer_bytes)
+    lanes = [MultipathLane(end, Path("path-0"), offer) for end in first]
+    made = Paths(lanes[0], lanes[1], offer, buffer_bytes)
+    async with trio.open_nursery() as nursery:
+        for lane in lanes:
+            nursery.start_soon(lane.tend)
+        for _ in range(count - 1):
+            made.add()
+        try:
+            yield made
+        finally:
+            for lane in lanes:
+                lane.close()
+            nursery.cancel_scope.cancel()
