@@ -41,7 +41,7 @@ from pmesh.net.lanes.lane import CallsDiffer, Lane, Steps, Wait
 
 THREADS_FROM_BYTES = 16 * 1024 * 1024  # below, to start them costs more than they save
 COMPUTING_THREADS_FROM_BYTES = 128 * 1024
-LOOK_MS = 1  # for progress, while there is enough to send for longer
+LOOK_MS = 2  # for progress, while there is enough to send for longer
 _NOTHING = memoryview(bytearray())
 
 

@@ -132,7 +132,7 @@ class MultipathLane(Lane):
                 now=perf_counter(),
             )
             self._receives.add(index)
-        self.pump()
+        self.pump(outside=True)
         self._stir()
 
     def drop(self, name: str) -> None:
@@ -141,7 +141,7 @@ class MultipathLane(Lane):
             for subflow in list(self._subflows.values()):
                 if subflow.path.name == name:
                     self._lose(subflow)
-        self.pump()
+        self.pump(outside=True)
         self._stir()
 
     def paths(self) -> dict[str, core.Load]:
@@ -219,7 +219,7 @@ class MultipathLane(Lane):
                 await self._news.wait()
             self._tending = True
             await trio.sleep(PUSH_S if self._sends.has_unsent else TICK_S)
-            self.pump(ticks=True)
+            self.pump(outside=True)
 
     @property
     def _is_quiet(self) -> bool:
@@ -274,8 +274,11 @@ class MultipathLane(Lane):
                 yield Wait.WRITABLE
                 self.check_open()
 
-    def pump(self, *, ticks: bool = False) -> None:
-        """Write and acknowledge what can be, without waiting; from any thread, at any time."""
+    def pump(self, *, outside: bool = False) -> None:
+        """Write and acknowledge what can be, without waiting; from any thread, at any time.
+
+        From `outside` of a call it wakes the call that waits, which may lack nothing any more.
+        """
         with self._lock:
             if self._closed.is_set():
                 return
@@ -285,14 +288,14 @@ class MultipathLane(Lane):
                     if self.sending:
                         self._read_acks(subflow, now)
                     else:
-                        self._write_ack(subflow, waiting=False, force=ticks)
+                        self._write_ack(subflow, waiting=False, force=outside)
             if self.sending:
                 self._sends.relieve(now=now)
                 for subflow in list(self._subflows.values()):
                     with self._losing(subflow):
                         self._write(subflow, now)
                 for subflow in self._subflows.values():  # some may have been lost, and others fill
-                    self._show_interest(subflow)
+                    self._show_interest(subflow, all_of_it=outside)
 
     @contextlib.contextmanager
     def _losing(self, subflow: _Subflow) -> Generator[None, None, None]:
@@ -310,9 +313,9 @@ class MultipathLane(Lane):
             self.bytes_sent += count
             self._sends.wrote(subflow.index, count, now=now)
 
-    def _show_interest(self, subflow: _Subflow) -> None:
+    def _show_interest(self, subflow: _Subflow, *, all_of_it: bool) -> None:
         wants = selectors.EVENT_READ
-        if self.sending and self._sends.has_to_write(subflow.index):
+        if all_of_it or self._sends.has_to_write(subflow.index):
             wants |= selectors.EVENT_WRITE
         if wants != subflow.interest:
             subflow.interest = wants
