@@ -5,13 +5,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-import msgspec
 import trio
 
 from pmesh.core.wire.link import OfferLane
-from pmesh.core.wire.records import subflow_key
 from pmesh.net.lanes.lane import Lane
 from pmesh.net.lanes.multipath import MultipathLane, Path
+from pmesh.net.lanes.opening import offer_of_subflow
 from tests.worlds.lanes import offer_between
 
 
@@ -19,11 +18,7 @@ def connections(
     offer: OfferLane, index: int, *, buffer_bytes: int | None = None
 ) -> tuple[Lane, Lane]:
     """The two ends of one connection of a lane, as if they had greeted."""
-    part = msgspec.structs.replace(
-        offer,
-        key=subflow_key(offer.key, index),
-        return_key=subflow_key(offer.return_key, index),
-    )
+    part = offer_of_subflow(offer, index)
     ends = socket.socketpair()
     if buffer_bytes is not None:
         for end in ends:

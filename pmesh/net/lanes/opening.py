@@ -10,10 +10,11 @@ knows the same                               the lane is up
 import contextlib
 import socket
 
+import msgspec
 import trio
 
 from pmesh.core.wire.link import OfferLane
-from pmesh.core.wire.records import encode_preamble
+from pmesh.core.wire.records import encode_preamble, subflow_key
 from pmesh.net.lanes.lane import WAKE_UP_BYTES, Lane
 
 _LOCAL_BUFFER_BYTES = 1024 * 1024  # macOS gives a socket pair 8 KiB: 64 switches a segment
@@ -62,6 +63,18 @@ async def welcome_lane(stream: trio.SocketStream, offer: OfferLane, *, peer: str
         lane.close()
         raise
     return lane
+
+
+def offer_of_subflow(offer: OfferLane, index: int) -> OfferLane:
+    """The offer by which one connection of a lane greets, where the lane has several.
+
+    Each index has keys of its own, so no index may be used twice.
+    """
+    return msgspec.structs.replace(
+        offer,
+        key=subflow_key(offer.key, index),
+        return_key=subflow_key(offer.return_key, index),
+    )
 
 
 def local_lanes(offer: OfferLane, *, peers: tuple[str, str]) -> tuple[Lane, Lane]:

@@ -17,7 +17,8 @@ from pmesh.core.wire.records import (
 )
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes.lane import Lane
-from pmesh.net.lanes.opening import dial_lane, welcome_lane
+from pmesh.net.lanes.multipath import MultipathLane, Path
+from pmesh.net.lanes.opening import dial_lane, offer_of_subflow, welcome_lane
 from tests.worlds.lanes import header, offer_between
 
 
@@ -76,6 +77,25 @@ async def test_a_lane_comes_up_whoever_dials(*, receiver_dials: bool) -> None:
         into = bytearray(4)
         await receiving.receive(header(4, roster=7), memoryview(into))
         assert into == b"data"
+
+
+async def test_connections_of_one_lane_greet_with_keys_of_their_own_and_carry_it() -> None:
+    offer = offer_between(0, 1)
+    first, second = (offer_of_subflow(offer, index) for index in (0, 1))
+    assert len({offer.key, offer.return_key, first.key, first.return_key, second.key}) == 5
+    async with opened(first, first) as one, opened(second, second) as two:
+        ends = [MultipathLane(lane, Path("cable"), offer) for lane in one]
+        for lane, more in zip(ends, two, strict=True):
+            lane.add(more, Path("wifi"))
+        sending, receiving = sorted(ends, key=lambda lane: not lane.sending)
+        await sending.send(header(4), b"data")
+        into = bytearray(4)
+        await receiving.receive(header(4), memoryview(into))
+        assert into == b"data"
+        for lane in ends:
+            lane.close()
+    async with opened(first, second) as lanes:
+        assert lanes == []
 
 
 def send_buffers_of(lanes: list[Lane]) -> set[int]:
