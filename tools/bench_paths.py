@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path as File
 from typing import Annotated, Any
@@ -166,7 +166,7 @@ def set_cable(state: str) -> None:
 
 
 @contextmanager
-def hosts(mbits: list[int]) -> Iterator[list[str]]:
+def hosts(mbits: list[int]) -> Generator[list[str]]:
     """Two namespaces, with a network for each speed."""
     names = [f"pmeshpaths-{os.getpid()}-{name}" for name in NAMES]
     try:
@@ -217,7 +217,9 @@ def main(
         cut: Pull the first cable in the middle of every so many ops.
         plain: The lane of one connection, over the first network.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else the hosts would outlive us
+    signal.signal(
+        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
+    )  # else the hosts would outlive us
     with hosts(list(mbits)) as names:
         numbers = [len(mbits), mib << 20, ops, cut, int(plain)]
         processes = [

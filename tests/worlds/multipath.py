@@ -1,7 +1,7 @@
 """Lanes over several connections in one process, over real sockets."""
 
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -53,7 +53,9 @@ class Paths:
 
 
 @asynccontextmanager
-async def paths_between(count: int = 2, *, buffer_bytes: int | None = None) -> AsyncIterator[Paths]:
+async def paths_between(
+    count: int = 2, *, buffer_bytes: int | None = None
+) -> AsyncGenerator[Paths]:
     """A lane with so many paths, path-0 and so on; `buffer_bytes` makes them slow."""
     offer = offer_between(0, 1)
     first = connections(offer, 0, buffer_bytes=buffer_bytes)

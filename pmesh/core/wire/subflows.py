@@ -124,7 +124,7 @@ class _Subflow:
     """When bytes went out, or were acknowledged, after a time without either."""
     heard_at: float = float("-inf")
     """When the receiver last said that it has read more."""
-    queue: list[_Sealed] = field(default_factory=list)
+    queue: list[_Sealed] = field(default_factory=list[_Sealed])
     """By number; none of them has begun."""
     queued: int = 0
     current: _Sealed | None = None

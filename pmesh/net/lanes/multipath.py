@@ -106,6 +106,7 @@ class MultipathLane(Lane):
         self._selector = selectors.DefaultSelector()
         self._news = trio.Event()
         self._tending = False
+        self._is_shut = False
         self._why = "was closed"
         self._next_index = 0
         self._join(path, sock, sealer, opener)
@@ -170,7 +171,8 @@ class MultipathLane(Lane):
             for subflow in self._subflows.values():
                 subflow.sock.close()
             self._subflows.clear()
-            if self._selector.get_map() is not None:
+            if not self._is_shut:
+                self._is_shut = True
                 trio.lowlevel.notify_closing(self._selector.fileno())
                 self._selector.close()
 
