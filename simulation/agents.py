@@ -24,14 +24,17 @@ from pmesh.core.views.state import (
 from pmesh.core.wire.link import (
     PROTOCOL_VERSION,
     AgreementMessage,
+    AskProbe,
     AskResult,
     Commit,
     Heartbeat,
     Hello,
     KnownPeers,
     LinkMessage,
+    MeasuredEdge,
     OfferLane,
     P2PLinkMessage,
+    Probe,
     RestLane,
     TellView,
 )
@@ -95,7 +98,7 @@ class Agent:
         random: Random,
         invariants: "Invariants",
         habits: tuple[Habits, ...],
-        peers: Mapping[int, int],
+        peers: Mapping[int, MeasuredEdge],
         note: Callable[[int, str], None],
     ) -> None:
         self.number = number
@@ -111,9 +114,9 @@ class Agent:
         self._note = note
         self._habits = habits
         self._peers = peers
-        """The other hosts' numbers, each with the round trip to it in microseconds."""
+        """The other hosts' numbers, each with what is measured of the way to it; it may change."""
         self._links = Links(network, number)
-        self._round_trips: dict[Incarnation, int] = {}
+        self._edges: dict[Incarnation, MeasuredEdge] = {}
         self.jobs = LocalJobs(self)
         self._trainers: list[Trainer] = []
         self._facts: Facts | None = None
@@ -187,8 +190,7 @@ class Agent:
             if old.member != greeting.member:  # V6: the redial has met another incarnation
                 self._lose(old, "it has restarted")
         self._links.add(peer, greeting.member, self.now)
-        self._round_trips[greeting.member.incarnation] = self._peers[peer]
-        self._facts = None
+        self._edges[greeting.member.incarnation] = self._peers[peer]
         self._links.send_control(greeting.member, TellView(self.state.view))
         self._links.send_control(greeting.member, self._heartbeat())
 
@@ -225,7 +227,15 @@ class Agent:
                 self.jobs.marked(link.member, message)
             case AskResult():
                 self._answer(message)
-            case Hello() | OfferLane() | RestLane() | KnownPeers() | P2PLinkMessage():
+            case (
+                Hello()
+                | OfferLane()
+                | RestLane()
+                | KnownPeers()
+                | P2PLinkMessage()
+                | AskProbe()
+                | Probe()
+            ):
                 raise AssertionError(f"no simulated agent sends {message}")
             case _:
                 self._handle(link.member, message)
@@ -331,6 +341,8 @@ class Agent:
             self.jobs.lane_broke(link.member)
             self._lose(link, f"silent for {link.health.silence_s:.1f} s")
         self._links.dial_missing(self._peers, self.now)
+        for peer, link in self._links.up.items():
+            self._edges[link.member.incarnation] = self._peers[peer]
         self._employ()
         for trainer in self.trainers:
             trainer.poll()
@@ -361,6 +373,11 @@ class Agent:
         if not self._showing:
             self._showing = True
             self._timeline.after(0.0, self._show_later)
+
+    def lane_patience_s(self, rank: LocalRank) -> float:
+        """How long the peer at the slower of the two edges may be silent before it is gone."""
+        peers = () if rank.rank is None else rank.neighbours()
+        return self._links.gone_after_s([peer.member for peer in peers])
 
     def send_on_lane(self, to: Member, message: LaneMessage) -> None:
         """To a rank's agent, which may be this one."""
@@ -414,9 +431,10 @@ class Agent:
 
     def _known(self) -> Facts:
         if self._facts is None:
-            self._facts = replace(self.jobs.facts(), round_trips=self._round_trips)
+            self._facts = self.jobs.facts()
         silent = tuple(member.incarnation for member in self._links.silent())
-        return replace(self._facts, timeout_s=self._links.timeout_s, silent=silent)
+        timeout_s = self._links.timeout_s
+        return replace(self._facts, edges=self._edges, timeout_s=timeout_s, silent=silent)
 
     def _heartbeat(self) -> Heartbeat:
         return heartbeat_of(self.state, self._known(), self.now)

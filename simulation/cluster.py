@@ -6,21 +6,49 @@ from random import Random
 
 from pmesh.core.values import Roster
 from pmesh.core.views.quorum import has_majorities, needed_voters
+from pmesh.core.views.ring import UNKNOWN
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId
 from simulation.agents import Agent
-from simulation.drawing import draw_conditions, draw_habits, draw_round_trips, draw_size
+from simulation.drawing import (
+    draw_conditions,
+    draw_edges,
+    draw_habits,
+    draw_size,
+    draw_slow_conditions,
+    remeasure,
+)
 from simulation.invariants import Invariants, Violation
 from simulation.links import Message
 from simulation.network import Conditions, Network, Timeline
 from simulation.trainers import Habits
 
-FAULTS_UNTIL_S = 16.0
-CALM_FROM_S = 17.0
-SETTLED_BY_S = 77.0
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """When things happen in a history."""
+
+    formed_by_s: float
+    """By then most clusters have a common view; in most histories nothing has gone wrong before."""
+    faults_until_s: float
+    calm_from_s: float
+    settled_by_s: float
+
+
+USUAL = Schedule(formed_by_s=3.0, faults_until_s=16.0, calm_from_s=17.0, settled_by_s=77.0)
 """Long enough for every deadline in a row after the last fault: gone 2, flushes 1 each with
 skips of 1, joins pairwise, ops of 4 each, a stopped trainer 3, an enlistment's 6, trainers back
 after 1."""
+
+SLOW = Schedule(formed_by_s=10.0, faults_until_s=40.0, calm_from_s=45.0, settled_by_s=1845.0)
+"""The same where messages take up to seconds and deadlines grow with them: most settle within two
+minutes, one in some hundred needs ten."""
+
+SLOW_SHARE = 4
+"""One seed of so many has a slow network."""
+
+CHANGES = 4
+"""How often the bandwidths change during the faults (V13)."""
 
 AHEAD = 4
 """After the faults each job must end this many more ops at all its ranks."""
@@ -56,10 +84,13 @@ class Cluster:
         trace: Callable[[str], None] | None = None,
     ) -> None:
         """What is not given is drawn; `habits` are those of one trainer on each node."""
+        slow = conditions is None and seed % SLOW_SHARE == SLOW_SHARE - 1
+        self.schedule = SLOW if slow else USUAL
         self.random = Random(seed)  # noqa: S311 - the seed replays the history
         self.timeline = Timeline()
-        self.size = size or draw_size(self.random)
-        self.conditions = conditions or draw_conditions(self.random)
+        self.size = size or draw_size(self.random, slow=slow)
+        draw = draw_slow_conditions if slow else draw_conditions
+        self.conditions = conditions or draw(self.random)
         self.network: Network[Message] = Network(self.timeline, self.random, self.conditions)
         self.agents: dict[int, Agent] = {}
         self.invariants = Invariants(
@@ -69,9 +100,15 @@ class Cluster:
         self.on_start: Callable[[Agent], None] | None = None
         """Called for each agent that starts."""
         self._trace = trace
-        drawn = draw_habits(self.random, self.size, until_s=CALM_FROM_S)
+        drawn = draw_habits(self.random, self.size, until_s=self.schedule.calm_from_s, slow=slow)
         self._habits = [(habits,)] * self.size if habits else drawn
-        self.round_trips = draw_round_trips(self.random, self.size)
+        self.edges = draw_edges(self.random, self.size)
+        """By host: what it measures of the way to each other host; agents read it at each tick."""
+        if self.edges[0].get(1, UNKNOWN) != UNKNOWN:
+            again = Random(seed)  # noqa: S311 - of its own, so that all else stays as it was
+            for number in range(1, CHANGES + 1):
+                at_s = self.schedule.faults_until_s * number / CHANGES
+                self.timeline.after(at_s, remeasure, again, self.edges)
         self._asleep_since: dict[int, float] = {}
 
     def start(self, number: int) -> None:
@@ -88,7 +125,7 @@ class Cluster:
             random=self.random,
             invariants=self.invariants,
             habits=self._habits[number],
-            peers={n: rtt for n, rtt in enumerate(self.round_trips[number]) if n != number},
+            peers=self.edges[number],
             note=self.note,
         )
         if self.on_start is not None:
@@ -122,7 +159,7 @@ class Cluster:
 
     def calm(self) -> None:
         """All faults end; every node runs."""
-        self.network.conditions = Conditions(latency_s=self.conditions.latency_s)
+        self.network.conditions = self.conditions.calm
         self.network.heal()
         for number in range(self.size):
             self.wake(number)
@@ -138,7 +175,7 @@ class Cluster:
     def settle(self) -> Outcome:
         """After `calm`: until one view holds everyone and each job gets on; else a Violation."""
         goals: Progress | None = None
-        while self.timeline.now < SETTLED_BY_S:
+        while self.timeline.now < self.schedule.settled_by_s:
             self.run_until(self.timeline.now + 0.5)
             progress = self.progress()
             if not self.is_one_view() or self._who_waits():
@@ -203,7 +240,7 @@ class Cluster:
     def _outcome(self) -> Outcome:
         return Outcome(
             simulated_s=self.timeline.now,
-            settled_s=self.timeline.now - CALM_FROM_S,
+            settled_s=self.timeline.now - self.schedule.calm_from_s,
             installs=self.invariants.installs,
             ops_ended=self.invariants.ops_ended,
             ops_failed=self.invariants.ops_failed,

@@ -3,14 +3,31 @@
 from random import Random
 
 from pmesh.core.values import Terms
+from pmesh.core.views.ring import UNKNOWN
+from pmesh.core.wire.link import MeasuredEdge
 from pmesh.ids import JobName
 from simulation.network import Conditions
+from simulation.ops import OP_TIMEOUT_S
 from simulation.trainers import Habits, chance
 
+SLOW_OP_TIMEOUT_S = 30.0
+"""On a slow network a ring of four and two view changes take that long."""
 
-def draw_size(random: Random) -> int:
+
+def draw_size(random: Random, *, slow: bool) -> int:
     """How many nodes: mostly a few, because the cost of a history grows with the square."""
+    if slow:  # its history is several times as long
+        return random.choice([2, 3, 3, 4])
     return random.choice([2, 3, 3, 3, 4, 4, 4, 5, 5, 6, 7, 9])
+
+
+def draw_slow_conditions(random: Random) -> Conditions:
+    """A network on which messages take up to seconds, and segments are lost."""
+    return Conditions(
+        latency_s=random.choice([0.01, 0.2]),
+        slowest_s=random.choice([0.5, 1.0, 2.0]),
+        segment_loss=random.choice([0.0, 0.01, 0.1]),
+    )
 
 
 def draw_conditions(random: Random) -> Conditions:
@@ -23,7 +40,9 @@ def draw_conditions(random: Random) -> Conditions:
     )
 
 
-def draw_habits(random: Random, size: int, *, until_s: float) -> list[tuple[Habits, ...]]:
+def draw_habits(
+    random: Random, size: int, *, until_s: float, slow: bool
+) -> list[tuple[Habits, ...]]:
     """One or two jobs, on all or some of the nodes, now and then two trainers of one on a node."""
     habits: list[list[Habits]] = [[] for _ in range(size)]
     for name in ("digits", "words")[: random.choice([1, 1, 2])]:
@@ -41,9 +60,10 @@ def draw_habits(random: Random, size: int, *, until_s: float) -> list[tuple[Habi
                 comes_back=chance(random, 0.7),
                 think_s=think_s,
                 mistakes=mistakes,
-                pauses=random.choice([0.0, 0.0, 0.02]),
+                pauses=0.0 if slow else random.choice([0.0, 0.0, 0.02]),
                 until_s=until_s,
                 ops=random.choice([1000, 30]),
+                op_timeout_s=SLOW_OP_TIMEOUT_S if slow else OP_TIMEOUT_S,
             )
             habits[host].append(habit)
     return [tuple(theirs) for theirs in habits]
@@ -58,9 +78,18 @@ def draw_terms(random: Random, trainers: int) -> Terms:
     )
 
 
-def draw_round_trips(random: Random, size: int) -> list[list[int]]:
-    """Microseconds; equal, or so that the ring is not the order of the node ids."""
+def draw_edges(random: Random, size: int) -> list[dict[int, MeasuredEdge]]:
+    """All alike, or so that the ring is not the order of the node ids: what each measures."""
     if chance(random, 0.7):  # planning costs time
-        return [[0] * size for _ in range(size)]
+        return [{b: UNKNOWN for b in range(size) if b != a} for a in range(size)]
     trips = [[random.choice([300, 1000, 5000]) for _ in range(size)] for _ in range(size)]
-    return [[trips[min(a, b)][max(a, b)] for b in range(size)] for a in range(size)]
+    edges = [{b: MeasuredEdge(trips[a][b]) for b in range(size) if b != a} for a in range(size)]
+    remeasure(Random(trips[0][0]), edges)  # noqa: S311 - the seed replays the history
+    return edges
+
+
+def remeasure(random: Random, edges: list[dict[int, MeasuredEdge]]) -> None:
+    """Each agent measures another bandwidth on each of its edges, in place."""
+    for row in edges:
+        for b, edge in row.items():
+            row[b] = MeasuredEdge(edge.round_trip_us, random.choice([10, 100, 1000]))

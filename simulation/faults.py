@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from pmesh.core.links.health import WIRED
 from simulation.agents import Agent
-from simulation.cluster import CALM_FROM_S, FAULTS_UNTIL_S, Cluster, Outcome
+from simulation.cluster import Cluster, Outcome
 from simulation.invariants import Violation
 from simulation.network import Conditions
 from simulation.trainers import STRAGGLER_AFTER_S, chance
@@ -12,12 +12,9 @@ from simulation.trainers import STRAGGLER_AFTER_S, chance
 AIMED = 0.2
 """The share of commits that a fault is aimed at: a half-sent commit is the hardest case."""
 
-FORMED_BY_S = 3.0
-"""By then most clusters have a common view; in most histories nothing has gone wrong before."""
-
 
 class Faults:
-    """Plays faults on a cluster until `FAULTS_UNTIL_S`."""
+    """Plays faults on a cluster until its schedule says that they end."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -39,7 +36,7 @@ class Faults:
         if self.crashes_only:
             cluster.network.conditions = Conditions()
         cluster.on_start = self._watch
-        first = FORMED_BY_S * (self.crashes_only + 2 * self._random.random())
+        first = cluster.schedule.formed_by_s * (self.crashes_only + 2 * self._random.random())
         self._after(first, self._strike)
 
     def _watch(self, agent: Agent) -> None:
@@ -49,7 +46,7 @@ class Faults:
         self._cluster.timeline.after(delay_s, what)
 
     def _over(self) -> bool:
-        return self._cluster.timeline.now > FAULTS_UNTIL_S
+        return self._cluster.timeline.now > self._cluster.schedule.faults_until_s
 
     def _strike(self) -> None:
         if self._over():
@@ -123,7 +120,7 @@ class Faults:
 
     def _strike_at_commit(self, agent: Agent) -> None:
         number, network = agent.number, self._cluster.network
-        early = self._cluster.timeline.now < FORMED_BY_S
+        early = self._cluster.timeline.now < self._cluster.schedule.formed_by_s
         if early or self._over() or not chance(self._random, AIMED):
             return
         if not self.crashes_only:
@@ -148,9 +145,9 @@ def run(seed: int, trace: Callable[[str], None] | None = None) -> Outcome:
     faults = Faults(cluster)
     for number in range(cluster.size):
         cluster.start(number)
-    cluster.run_until(FORMED_BY_S)
+    cluster.run_until(cluster.schedule.formed_by_s)
     resets = cluster.invariants.resets
-    cluster.run_until(CALM_FROM_S)
+    cluster.run_until(cluster.schedule.calm_from_s)
     if faults.crashes_only and cluster.invariants.resets > resets:
         raise Violation("a member fell out of its view although only others have crashed")
     cluster.calm()

@@ -1,12 +1,12 @@
 """The links of one simulated agent: with whom it is connected, and when it last heard of them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import msgspec
 
 from pmesh.core.links import health
-from pmesh.core.links.health import Condition, Health
+from pmesh.core.links.health import WIRED, Condition, Health
 from pmesh.core.wire.link import Heartbeat, LinkMessage
 from pmesh.ids import Member
 from simulation.lane_messages import LaneMessage
@@ -37,46 +37,58 @@ class Links:
     def __init__(self, network: Network[Message], number: int) -> None:
         self._network = network
         self._number = number
-        self._up: dict[int, Link] = {}
+        self.up: dict[int, Link] = {}
+        self._before: dict[int, Link] = {}
+        """The last links with those that are gone."""
         self._dialled_at: dict[int, float] = {}
 
     def add(self, peer: int, member: Member, now: float) -> None:
         """A connection is up, and the Hello has come."""
-        self._up[peer] = Link(member, health.begin(health.WIRED, now=now), now)
+        before = self._before.pop(peer, None)
+        known = before.health if before is not None and before.member == member else None
+        self.up[peer] = Link(member, health.begin(health.WIRED, now=now, before=known), now)
 
     def get(self, peer: int) -> Link | None:
         """The link with a host, if there is one."""
-        return self._up.get(peer)
+        return self.up.get(peer)
 
     def remove(self, peer: int) -> Link | None:
         """The link with a host is over; there may have been none."""
-        return self._up.pop(peer, None)
+        link = self.up.pop(peer, None)
+        if link is not None:
+            self._before[peer] = link
+        return link
 
     def forgive(self, stalled_s: float, now: float) -> None:
         """V8: for so long we have not listened, so nobody was silent."""
-        for link in self._up.values():
+        for link in self.up.values():
             link.health = health.forgive_stall(link.health, stalled_s=stalled_s, now=now)
 
     def silent(self) -> list[Member]:
         """The peers that have been silent for long."""
-        links = self._up.values()
+        links = self.up.values()
         return [link.member for link in links if link.health.condition is Condition.SUSPECT]
 
     @property
     def timeout_s(self) -> float:
         """The longest retransmission timeout among the links."""
-        return max((link.health.timeout_s for link in self._up.values()), default=0.0)
+        return max((link.health.timeout_s for link in self.up.values()), default=0.0)
+
+    def gone_after_s(self, members: Collection[Member]) -> float:
+        """How long the slowest of these peers may be silent."""
+        known = [link.health for link in self.up.values() if link.member in members]
+        return max((health.gone_after_s for health in known), default=WIRED.gone_after_s)
 
     def close_silent(self, now: float, vouched: Callable[[Member], bool]) -> list[Link]:
         """Judge the silence of all peers, and close the links of those that are gone."""
-        deaf = len(self.silent()) == len(self._up) > 1
+        deaf = len(self.silent()) == len(self.up) > 1
         gone = list[Link]()
-        for peer, link in list(self._up.items()):
+        for peer, link in list(self.up.items()):
             step = health.pass_time(link.health, now=now, vouched=vouched(link.member), deaf=deaf)
             link.health = step.health
             if step.health.condition is Condition.GONE:
                 self._network.close(self._number, peer)
-                del self._up[peer]
+                self.remove(peer)
                 gone.append(link)
         return gone
 
@@ -88,7 +100,7 @@ class Links:
     def dial_missing(self, peers: Iterable[int], now: float) -> None:
         """Try again to connect with those whom we have no link with."""
         for peer in peers:
-            if peer not in self._up and now - self._dialled_at.get(peer, -9.0) > REDIAL_S:
+            if peer not in self.up and now - self._dialled_at.get(peer, -9.0) > REDIAL_S:
                 self.dial(peer, now)
 
     def send_control(self, to: Member, message: LinkMessage) -> None:
@@ -98,7 +110,7 @@ class Links:
     def beat(self, beat: Heartbeat, now: float) -> None:
         """Send a heartbeat on all links, with the echo of what has come on each."""
         now_us = round(now * 1e6)
-        for peer, link in self._up.items():
+        for peer, link in self.up.items():
             held_us = round((now - link.heard_at) * 1e6)
             message = msgspec.structs.replace(
                 beat, sent_us=now_us, echo_us=link.sent_us, held_us=held_us
@@ -107,7 +119,7 @@ class Links:
 
     def send(self, to: Member, channel: str, message: Message) -> None:
         """Send a message on a channel to a member, if there is a link."""
-        for peer, link in self._up.items():
+        for peer, link in self.up.items():
             if link.member == to:
                 self._network.send(self._number, peer, channel, message)
 
@@ -120,7 +132,7 @@ def says_the_same(beat: Heartbeat, other: Heartbeat) -> bool:
         and beat.flushed == other.flushed
         and beat.acting == other.acting
         and beat.needs_epoch == other.needs_epoch
-        and beat.heard.keys() == other.heard.keys()
+        and beat.heard == other.heard
         and beat.waiting == other.waiting
         and beat.view_requests == other.view_requests
         and beat.in_force == other.in_force

@@ -96,6 +96,8 @@ class LocalJobs(JobsState[WaitingTrainer, LocalRank]):
 
     def poll(self) -> None:
         """At every tick: check what no message reports."""
+        for rank in self.ranks:
+            rank.patience_s = self._host.lane_patience_s(rank)
         passed = self.pass_time(self._host.state, self._host.now)
         if passed.ended:
             self._host.facts_changed()

@@ -6,6 +6,9 @@ Hosts are numbered. A pair has at most one connection, with named channels that 
 first out, as TCP streams are. A cut delays what is under way, as TCP does; a closed connection
 may lose it. Single messages are lost and repeated on the channels named so, although TCP does
 neither: what an agent says on a link must bear it.
+
+On a slow network each way between two hosts has a delay of its own, which changes every minute,
+and a lost segment delays all that follows it on its channel until it has been sent again.
 """
 
 from collections import deque
@@ -54,6 +57,12 @@ _Message = TypeVar("_Message")
 HANDSHAKE_TIMEOUT_S = 1.0
 """After this long a dial that nobody answers has failed."""
 
+DELAYS_LAST_S = 60.0
+"""How long the delay of a way stays the same."""
+
+LEAST_RETRANSMISSION_S = 0.2
+"""What a sender adds to the round trip before it sends a segment again, as Linux does."""
+
 
 class Host(Protocol[_Message]):
     """What lives at a number of the network."""
@@ -96,6 +105,17 @@ class Conditions:
     orderly: float = 0.5
     """The share of closed connections whose other side still reads what was under way."""
     lossy: Collection[str] = ("link",)
+    slowest_s: float = 0.0
+    """The delay of each way is drawn anew every minute, between 0 and this."""
+    segment_loss: float = 0.0
+    """The share of segments that are lost and sent again, on all channels: TCP keeps the order."""
+
+    @property
+    def calm(self) -> "Conditions":
+        """What is left of them once all faults are over: delays and lost segments are no faults."""
+        return Conditions(
+            latency_s=self.latency_s, slowest_s=self.slowest_s, segment_loss=self.segment_loss
+        )
 
 
 class _Stream(Generic[_Message]):
@@ -123,8 +143,12 @@ class Network(Generic[_Message]):
         self._random = random
         self._hosts: dict[int, Host[_Message]] = {}
         self._connections: dict[tuple[int, int], _Connection[_Message]] = {}
+        self._latest: dict[tuple[int, int], _Connection[_Message]] = {}
+        """The last connection of each pair, which may be closed."""
         self._cuts: set[tuple[int, int]] = set()
         self._frozen: dict[int, list[Callable[[], None]]] = {}
+        self._ways: dict[tuple[int, int], tuple[float, float]] = {}
+        """Until when the delay of a way between 0 and 1 lasts, as a share of the slowest."""
 
     def attach(self, number: int, host: Host[_Message]) -> None:
         """A host starts; it is connected with itself only."""
@@ -140,7 +164,8 @@ class Network(Generic[_Message]):
 
     def dial(self, number: int, peer: int) -> None:
         """Connect; the dialling host learns of failure, both of success."""
-        self._timeline.after(self._delay(), self._answer, number, peer, self._hosts[number])
+        delay = self._delay(number, peer)
+        self._timeline.after(delay, self._answer, number, peer, self._hosts[number])
 
     def close(self, number: int, peer: int) -> None:
         """Close the connection: the peer reads its end, and now and then the rest before it."""
@@ -153,7 +178,9 @@ class Network(Generic[_Message]):
                 if to == peer:
                     rest += [(channel, message) for _, message in stream.queue]
         host = self._hosts.get(peer)
-        self._timeline.after(self._delay(), self._end, number, peer, host, rest)
+        self._timeline.after(
+            self._delay(number, peer), self._end, connection, number, peer, host, rest
+        )
 
     def send(self, number: int, peer: int, channel: str, message: _Message) -> None:
         """Send a message; without a connection it goes nowhere, as into a dead socket."""
@@ -168,7 +195,7 @@ class Network(Generic[_Message]):
             copies += (draw < self.conditions.repeats) - (draw > 1 - self.conditions.loss)
         stream = connection.streams.setdefault((peer, channel), _Stream[_Message]())
         for _ in range(copies):
-            stream.last_due = max(stream.last_due, self._timeline.now + self._delay())
+            stream.last_due = max(stream.last_due, self._timeline.now + self._delay(number, peer))
             stream.queue.append((stream.last_due, message))
             self._timeline.at(stream.last_due, self._pump, connection, number, peer, channel)
 
@@ -190,7 +217,8 @@ class Network(Generic[_Message]):
             return
         for to, channel in connection.streams:
             if to == peer:
-                self._timeline.after(self._delay(), self._pump, connection, number, peer, channel)
+                delay = self._delay(number, peer)
+                self._timeline.after(delay, self._pump, connection, number, peer, channel)
 
     def heal(self) -> None:
         """End all cuts."""
@@ -214,11 +242,28 @@ class Network(Generic[_Message]):
             if number in self._hosts:
                 event()
 
-    def _delay(self) -> float:
-        delay = self._random.random() * self.conditions.latency_s
-        if self._random.random() < self.conditions.late_chance:
-            delay += self._random.random() * self.conditions.late_s
+    def _delay(self, number: int, peer: int) -> float:
+        conditions = self.conditions
+        delay = self._random.random() * conditions.latency_s
+        if self._random.random() < conditions.late_chance:
+            delay += self._random.random() * conditions.late_s
+        if conditions.slowest_s and number != peer:
+            delay += self._way_s(number, peer)
+            timeout_s = (
+                LEAST_RETRANSMISSION_S + self._way_s(number, peer) + self._way_s(peer, number)
+            )
+            while self._random.random() < conditions.segment_loss:
+                delay += timeout_s  # what follows on the stream shows each loss (RACK, RFC 8985)
         return delay
+
+    def _way_s(self, number: int, peer: int) -> float:
+        until, share = self._ways.get((number, peer), (0.0, 0.0))
+        if self._timeline.now >= until:
+            # Not all at once: the first ones last for less.
+            lasts_s = DELAYS_LAST_S if until else self._random.random() * DELAYS_LAST_S
+            until, share = self._timeline.now + lasts_s, self._random.random()
+            self._ways[number, peer] = until, share
+        return share * self.conditions.slowest_s
 
     def _pump(
         self, connection: _Connection[_Message], number: int, peer: int, channel: str
@@ -243,7 +288,8 @@ class Network(Generic[_Message]):
         elif {(number, peer), (peer, number)} & self._cuts or peer in self._frozen:
             self._timeline.after(HANDSHAKE_TIMEOUT_S, self._time_out, number, peer, dialler)
         else:
-            connection = self._connections[_pair(number, peer)] = _Connection[_Message]()
+            connection = _Connection[_Message]()
+            self._connections[_pair(number, peer)] = self._latest[_pair(number, peer)] = connection
             self._hand(number, self._begin, connection, number, dialler, peer, host.greeting)
             self._hand(peer, self._begin, connection, peer, host, number, dialler.greeting)
 
@@ -263,9 +309,14 @@ class Network(Generic[_Message]):
             self._hand(number, dialler.unreachable, peer)
 
     def _end(
-        self, number: int, peer: int, host: Host[_Message] | None, rest: list[tuple[str, _Message]]
+        self,
+        connection: _Connection[_Message],
+        number: int,
+        peer: int,
+        host: Host[_Message] | None,
+        rest: list[tuple[str, _Message]],
     ) -> None:
-        if host is None or _pair(number, peer) in self._connections:
+        if host is None or self._latest.get(_pair(number, peer)) is not connection:
             return
         for channel, message in rest:
             if self._hosts.get(peer) is host:  # what it read may have ended it

@@ -23,14 +23,14 @@ ANY_ATTEMPT = 0
 """In the place of a roster's number: what a broadcast brings is the root's in every attempt."""
 
 
-def call_op(rank: LocalRank, call: Call) -> None:
+def call_op(rank: LocalRank, call: Call, timeout_s: float = OP_TIMEOUT_S) -> None:
     """A trainer calls its next op; `rank.replied` gets how it ends."""
     if rank.late_failure is not None:
         _reply(rank, attempts.report_late(rank))
         return
     number = OpNumber(rank.ledger.started + 1)
     root, receivers = attempts.roles_in(rank, call)
-    rank.op = Op(number=number, call=call, timeout_s=OP_TIMEOUT_S, root=root, receivers=receivers)
+    rank.op = Op(number=number, call=call, timeout_s=timeout_s, root=root, receivers=receivers)
     attempts.start(rank, rank.op, rank.host.now)
     rank.host.op_called(rank, number)
     rank.host.facts_changed()

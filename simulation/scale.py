@@ -18,7 +18,14 @@ from pmesh.core.views import agreement, leader
 from pmesh.core.views.leader import ring_order
 from pmesh.core.views.ring import measure_costs
 from pmesh.core.views.state import Facts, Peer
-from pmesh.core.wire.link import Commit, Heartbeat, LinkMessage, decode_untrusted, encode
+from pmesh.core.wire.link import (
+    Commit,
+    Heartbeat,
+    LinkMessage,
+    MeasuredEdge,
+    decode_untrusted,
+    encode,
+)
 from pmesh.ids import Epoch, JobName
 from simulation.agents import HEARTBEAT_S, Agent
 from simulation.cluster import Cluster
@@ -28,7 +35,7 @@ from simulation.network import Conditions
 from simulation.trainers import Habits
 
 LATENCY_S = 0.001  # at most, in a wired network at home
-ROUND_TRIP_US = 600
+EDGE = MeasuredEdge(600, 1000)
 MEASURED_S = 2.0
 PATIENCE_S = 30.0
 FORMED_AFTER_S = 3.0
@@ -112,7 +119,8 @@ def _resting_mesh(nodes: int) -> Cluster:
     """All agents, linked, in one view; how they have come together is left out."""
     habits = Habits(job=JobName("none"), wait_for=1)
     cluster = Cluster(0, size=nodes, conditions=Conditions(latency_s=LATENCY_S), habits=habits)
-    cluster.round_trips = [[ROUND_TRIP_US] * nodes for _ in range(nodes)]
+    for row in cluster.edges:
+        row.update(dict.fromkeys(row, EDGE))
     cluster.on_start = Agent.dismiss
     for number in range(nodes):
         cluster.start(number)
@@ -123,7 +131,7 @@ def _resting_mesh(nodes: int) -> Cluster:
         for i, member in enumerate(members)
     ]
     view = View(epoch, tuple(seats))
-    heard = {member.incarnation: ROUND_TRIP_US for member in members}
+    heard = {member.incarnation: EDGE for member in members}
     beat = Heartbeat(epoch, epoch, False, False, False, heard)  # noqa: FBT003 - as it travels
     for agent in cluster.agents.values():
         others = [member for member in members if member != agent.state.me]
@@ -171,7 +179,7 @@ def _time_heartbeat(agent: Agent, heartbeat: Heartbeat) -> float:
 
 def _time_plan(cluster: Cluster) -> float:
     members = cluster.agents[0].state.view.members
-    heard = {m: {o.incarnation: ROUND_TRIP_US for o in members if o != m} for m in members}
+    heard = {m: {o.incarnation: EDGE for o in members if o != m} for m in members}
     costs = measure_costs(members, heard)
     return _fastest(lambda: ring_order(members, costs), repeats=3)
 

@@ -12,14 +12,12 @@ from pmesh.ids import JobName, OpNumber
 from simulation import ops
 from simulation.local_jobs import LocalJobs, WaitingTrainer
 from simulation.network import Timeline
+from simulation.ops import OP_TIMEOUT_S
 from simulation.ranks import LocalRank
 
 if TYPE_CHECKING:
     from simulation.agents import Agent
 
-
-LONG_THOUGHT_S = 6.0
-"""Longer than an op may take."""
 
 POLL_S = 0.1
 """How often a trainer that stands still checks whether it may go on."""
@@ -27,7 +25,8 @@ POLL_S = 0.1
 STRAGGLER_AFTER_S = 3.0
 """How long the others bear a trainer whose process is stopped."""
 
-CONNECT_TIMEOUT_S = 6.0
+PATIENCE = 1.5
+"""How many times as long as an op a trainer waits for its job to begin, and thinks at the most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +48,7 @@ class Habits:
     """From then on they make no mistakes and no pauses, and do not leave."""
     ops: int = 1000
     """After this many ops a trainer leaves, and comes back."""
+    op_timeout_s: float = OP_TIMEOUT_S
 
 
 class Trainer:
@@ -145,7 +145,7 @@ class Trainer:
         self._waiter = self._jobs.enlist(
             habits.job, habits.wait_for, habits.terms, self._value, self._joined
         )
-        self._timeline.after(CONNECT_TIMEOUT_S, self._give_up, self._waiter)
+        self._timeline.after(PATIENCE * habits.op_timeout_s, self._give_up, self._waiter)
 
     def _give_up(self, waiter: WaitingTrainer) -> None:
         if not self.alive or self._waiter is not waiter:
@@ -173,7 +173,7 @@ class Trainer:
     def _think(self) -> None:
         delay = self._random.random() * self.habits.think_s
         if self._misbehaves(self.habits.pauses):
-            delay += LONG_THOUGHT_S
+            delay += PATIENCE * self.habits.op_timeout_s  # longer than an op may take
         self._timeline.after(delay, self._call)
 
     def _stands_still(self) -> bool:
@@ -204,7 +204,7 @@ class Trainer:
         mistaken = not self._enters and self._misbehaves(self.habits.mistakes)
         call = call_of(number, len(rank.world), mistaken=mistaken)
         rank.replied = self._replied
-        ops.call_op(rank, call)
+        ops.call_op(rank, call, self.habits.op_timeout_s)
 
     def _replied(self, error: Verdict | None) -> None:
         self._enters = error is not None and error.error == "HistorySuperseded"

@@ -84,12 +84,20 @@ def _listen(value: object) -> Listen:
     return Listen(*parse_host_port(_text(value)))
 
 
-def _peers(value: object) -> tuple[Address, ...]:
+def _list(value: object, *, of: str) -> list[object]:
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
     if not isinstance(value, (list, tuple)):
-        raise ValueError("must be a list of HOST:PORT")  # noqa: TRY004 - as above
-    return tuple(_peer(item) for item in cast("list[object]", value))
+        raise ValueError(f"must be a list of {of}")  # noqa: TRY004 - as above
+    return list(cast("list[object]", value))
+
+
+def _names(value: object) -> tuple[str, ...]:
+    return tuple(_text(item) for item in _list(value, of="names of interfaces"))
+
+
+def _peers(value: object) -> tuple[Address, ...]:
+    return tuple(_peer(item) for item in _list(value, of="HOST:PORT"))
 
 
 def _peer(value: object) -> Address:
@@ -141,6 +149,8 @@ PARSERS: Final[Mapping[str, Callable[[object], object]]] = MappingProxyType(
         "name": _name,
         "listen": _listen,
         "peers": _peers,
+        "interfaces": _names,
+        "not_interfaces": _names,
         "mdns": _truth,
         "min_peers": _count,
         "compression": _compression,
@@ -164,6 +174,10 @@ class Settings:
     listen: Listen = EVERYWHERE
     peers: tuple[Address, ...] = ()
     """Dialled for ever, besides what mDNS finds."""
+    interfaces: tuple[str, ...] = ()
+    """The only network interfaces that the agent uses; empty for all that lead to others."""
+    not_interfaces: tuple[str, ...] = ()
+    """Interfaces that it does not use."""
     mdns: bool = True
     min_peers: int = 0
     """How many peers must be present before a job may begin."""
@@ -219,6 +233,8 @@ def as_environment(settings: Settings) -> dict[str, str]:
         "PMESH_NAME": settings.name,
         "PMESH_LISTEN": host_port_text(*settings.listen),
         "PMESH_PEERS": ",".join(host_port_text(p.host, p.port) for p in settings.peers),
+        "PMESH_INTERFACES": ",".join(settings.interfaces),
+        "PMESH_NOT_INTERFACES": ",".join(settings.not_interfaces),
         "PMESH_MDNS": str(settings.mdns).lower(),
         "PMESH_MIN_PEERS": str(settings.min_peers),
         "PMESH_COMPRESSION": settings.compression,
@@ -261,7 +277,12 @@ def _parse(key: str, value: object, *, source: str, base: Path) -> object:
 
 
 def _flag_of(key: str) -> str:
-    special = {"peers": "--peer", "mdns": "--no-mdns"}
+    special = {
+        "peers": "--peer",
+        "mdns": "--no-mdns",
+        "interfaces": "--interface",
+        "not_interfaces": "--not-interface",
+    }
     return special.get(key, f"--{key.replace('_', '-')}")
 
 

@@ -25,19 +25,28 @@ from pmesh.agent.mesh.foreign_agents import Strangers
 from pmesh.agent.mesh.foreign_agents import watch as watch_turned_away
 from pmesh.agent.mesh.membership import DOUBT_S, Membership
 from pmesh.agent.mesh.peers import Peers
+from pmesh.agent.mesh.ping import ping
+from pmesh.agent.mesh.storms import count_packets, watch_storms
 from pmesh.agent.p2p.router import P2PRouter, serve_p2p
-from pmesh.agent.status.events import Event, EventLog, describe_change, encode_events
+from pmesh.agent.status.events import (
+    Event,
+    EventLog,
+    describe_change,
+    describe_reordered,
+    encode_events,
+)
 from pmesh.agent.status.schema import Status as Snapshot
 from pmesh.agent.status.schema import TurnedAwayStatus, encode_status
 from pmesh.agent.status.snapshot import Sources, describe_unlinked, take_snapshot
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
-from pmesh.core.links.addresses import announced_addresses
+from pmesh.core.links.addresses import announced_addresses, announced_interfaces
 from pmesh.core.values import View
 from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
 from pmesh.core.wire.local import (
     AskEvents,
+    AskPing,
     AskStatus,
     Attach,
     Connect,
@@ -46,12 +55,13 @@ from pmesh.core.wire.local import (
     StopAgent,
     Stopping,
 )
-from pmesh.errors import ConfigError, PortTaken, ProtocolError, UsageError
+from pmesh.errors import ConfigError, PmeshError, PortTaken, ProtocolError, UsageError
 from pmesh.ids import Incarnation, Member
 from pmesh.net.links.acceptor import Acceptor
 from pmesh.net.links.dialer import error_numbers
 from pmesh.net.links.discovery import Discovered, discover, minute_of_now
 from pmesh.net.links.interfaces import AddressWatch
+from pmesh.net.links.listening import listen_at_interfaces
 from pmesh.net.links.tls import TlsContexts
 from pmesh.net.local.processes import Stall, sleep_in_step, tick
 from pmesh.net.local.sessions import (
@@ -141,7 +151,9 @@ class Agent:
         self.begins_anew: str | None = None
         """Why another agent, with another incarnation, must follow this one; else None."""
         self._me = Member(node_key.node, Incarnation(secrets.randbits(62) + 1))
-        self._watch = AddressWatch(settings.listen.host)
+        self._watch = AddressWatch(
+            settings.listen.host, only=settings.interfaces, never=settings.not_interfaces
+        )
         self._strangers = Strangers(self._advertisement_key.tag, minute=minute_of_now)
         self._sessions = SessionCounters()
         self._lags: deque[tuple[float, float]] = deque()
@@ -175,21 +187,32 @@ class Agent:
                 leftovers.callback(self.jobs.close)
                 leftovers.callback(self.p2p.close)
                 acceptor = Acceptor[trio.SocketStream](
-                    on_link=self.peers.welcome, on_lane=self.jobs.rendezvous.welcome
+                    on_link=self.peers.welcome,
+                    on_lane=self.jobs.rendezvous.welcome,
+                    uses=self._watch.uses,
                 )
                 self._acceptor = acceptor
                 await nursery.start(acceptor.serve, listeners)
+                if psutil.LINUX:
+                    nursery.start_soon(listen_at_interfaces, listeners, self._watch, acceptor.add)
                 await self._start_sessions(nursery)
                 for address in self._settings.peers:
                     self.peers.targets.aim_at(address)
                 if self._settings.mdns:
                     await self._start_discovery(nursery)
                 nursery.start_soon(self.peers.targets.run)
+                nursery.start_soon(self.peers.follow_interfaces)
                 nursery.start_soon(self.membership.run)
                 nursery.start_soon(self._tick)
                 nursery.start_soon(self._poll_jobs)
                 nursery.start_soon(
                     watch_turned_away, self._count_turned_away, acceptor.take_hosts, self._event_log
+                )
+                nursery.start_soon(
+                    watch_storms,
+                    self._watch,
+                    count_packets,
+                    self._event_log.add,
                 )
                 self._say_ready()
                 nursery.start_soon(self._report_alone)
@@ -214,6 +237,8 @@ class Agent:
             on_rest=self.jobs.rest_lane,
             on_ask=self.jobs.results.answer,
             on_p2p=lambda member, message: self.p2p.receive(member, message),  # noqa: PLW0108 - as above
+            noticed=self._event_log.add,
+            path_failed=lambda ours, theirs: self.jobs.rendezvous.lose_path(ours, theirs),  # noqa: PLW0108 - as above
             contain=self._containment.contain,
         )
         self.membership = Membership(
@@ -262,8 +287,12 @@ class Agent:
         nursery.start_soon(self._strangers.sort, findings, self.peers)
 
     def _hello(self) -> Hello:
-        addresses = announced_addresses(self._watch.current, port=self._port)
-        return Hello(PROTOCOL_VERSION, self._me, self._settings.name, addresses)
+        local = self._watch.announced
+        addresses, interfaces = (
+            announced_addresses(local, port=self._port),
+            announced_interfaces(local),
+        )
+        return Hello(PROTOCOL_VERSION, self._me, self._settings.name, addresses, interfaces)
 
     def _say_ready(self) -> None:
         where = host_port_text(self._settings.listen.host, self._port)
@@ -293,6 +322,9 @@ class Agent:
     def _installed(self, before: View, after: View, losses: Mapping[Member, str]) -> None:
         self.p2p.follow()
         for news in describe_change(before, after, losses, me=self._me):
+            self._event_log.add(news)
+        edges = self.membership.edges_among(after.members)
+        for news in describe_reordered(before, after, edges):
             self._event_log.add(news)
 
     def _say(self, event: Event) -> None:
@@ -333,6 +365,8 @@ class Agent:
                 await session.send(Status(encode_status(self._snapshot())))
             case AskEvents(after):
                 await session.send(Events(encode_events(self._event_log.since(after))))
+            case AskPing(name):
+                await self._ping(session, name)
             case StopAgent():
                 session.stay()
                 await session.send(Stopping(os.getpid()))
@@ -340,6 +374,15 @@ class Agent:
                 await trio.sleep_forever()  # closed last: its end shows that the agent has ended
             case _:
                 raise ProtocolError(f"a session can't begin with {type(request).__name__}")
+
+    async def _ping(self, session: Session, name: str) -> None:
+        session.stay()
+        try:
+            pinged = await ping(name, self.peers, session.send, local=self._watch.current)
+        except PmeshError as e:
+            await refuse(session, type(e).__name__, str(e))
+        else:
+            await session.send(pinged)
 
     async def _serve_trainer(self, session: Session, request: Connect | Attach) -> None:
         with contextlib.ExitStack() as admitted:
@@ -392,7 +435,6 @@ class Agent:
                 strangers=self._strangers,
                 door=self._acceptor.counters,
                 turned_away=self._count_turned_away(),
-                watch=self._watch,
                 loop_lag_s=max((late for _, late in self._lags), default=0.0),
             )
         )

@@ -14,6 +14,7 @@ from pmesh.agent.config import LogLevel
 from pmesh.agent.home import is_full, reason
 from pmesh.cli import keys
 from pmesh.cli.events import show_events
+from pmesh.cli.ping import show_ping
 from pmesh.cli.run import run_command
 from pmesh.cli.status import bring_down, show_status
 from pmesh.cli.terminal import complain, complain_of, say
@@ -70,6 +71,10 @@ def up(
     name: str | None = None,
     listen: str | None = None,
     peer: Annotated[tuple[str, ...] | None, Parameter(negative="", show_default=False)] = None,
+    interface: Annotated[tuple[str, ...] | None, Parameter(negative="", show_default=False)] = None,
+    not_interface: Annotated[
+        tuple[str, ...] | None, Parameter(negative="", show_default=False)
+    ] = None,
     mdns: bool | None = None,
     min_peers: int | None = None,
     compression: str | None = None,
@@ -85,6 +90,8 @@ def up(
         name: The name of this machine; default its host name.
         listen: HOST:PORT; default all addresses, port 24160.
         peer: HOST:PORT of another agent, for networks without multicast; may be repeated.
+        interface: The only network interface to use; may be repeated. Default all but VPNs.
+        not_interface: A network interface not to use; may be repeated.
         mdns: Look for other agents by mDNS.
         min_peers: How many peers must be present before a job may begin.
         compression: Gradient compression of trainers here that choose none, such as int8 or auto;
@@ -99,6 +106,8 @@ def up(
         "name": name,
         "listen": listen,
         "peers": peer,
+        "interfaces": interface,
+        "not_interfaces": not_interface,
         "mdns": mdns,
         "min_peers": min_peers,
         "compression": compression,
@@ -124,6 +133,24 @@ def status(
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
     return show_status(home, watch=watch, as_json=json)
+
+
+@app.command
+def ping(
+    name: str,
+    /,
+    *,
+    json: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    home: Home = None,
+) -> int:
+    """Try every way to another machine, and say which one is used and why.
+
+    Args:
+        name: The machine, as 'pmesh status' shows it.
+        json: Print one line of JSON.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    return show_ping(home, name, as_json=json)
 
 
 @app.command

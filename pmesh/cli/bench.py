@@ -24,7 +24,7 @@ from rich.text import Text
 
 from pmesh.agent.status.schema import decode_status
 from pmesh.cli.bench_calls import COLLECTIVES, STRATEGIES, Collective, Trial
-from pmesh.cli.rows import output
+from pmesh.cli.rows import Rows, output
 from pmesh.cli.terminal import complain, printable
 from pmesh.client.connect import connect
 from pmesh.client.control import ask_status
@@ -138,26 +138,46 @@ def _slowest(mesh: Mesh, seconds: list[float]) -> list[float]:
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
-def bench_table(names: Sequence[str], rows: Iterable[Row]) -> Table:
-    """One line for each row, at most 80 cells wide: the narrowest common terminal."""
-    title = f"{len(names)} ranks: {printable(', '.join(names))}; bandwidth in MB/s"
-    table = Table(
-        title=title, title_justify="left", box=SIMPLE, show_edge=False, pad_edge=False, padding=0
-    )
-    table.add_column("collective")  # this column wraps if numbers are long
-    for head in ("size", "calls", "min", "median", "p99", "alg.", "bus"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("ok?", no_wrap=True, min_width=3)
-    for row in rows:
-        table.add_row(
-            f"{row.collective} {row.strategy or ''}",
-            size_text(row.bytes) if row.bytes else "",
-            str(row.calls),
-            *(time_text(s) for s in (row.min_s, row.median_s, row.p99_s)),
-            *map(_speed_text, (row.algorithm_bytes_per_s, row.bus_bytes_per_s)),
-            Text("yes", "green") if row.correct else Text("NO", "bold red"),
+class BenchRows(Rows):
+    """Columns of numbers, one cell apart, so that 80 cells hold them."""
+
+    def table(self) -> Table:
+        table = Table(
+            title=self.title,
+            title_justify="left",
+            box=SIMPLE,
+            show_edge=False,
+            pad_edge=False,
+            padding=0,
         )
-    return table
+        collective, *numbers, correct = self.headers
+        table.add_column(collective)  # this column wraps if numbers are long
+        for column, header in enumerate(numbers, 1):
+            width = self.width(column)
+            table.add_column(header, justify="right", no_wrap=True, min_width=width)
+        table.add_column(correct, no_wrap=True, min_width=3)
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+
+def bench_table(names: Sequence[str], rows: Iterable[Row]) -> BenchRows:
+    """One line for each row where 80 cells are free, else one for each value."""
+    return BenchRows(
+        ("collective", "size", "calls", "min", "median", "p99", "alg.", "bus", "ok?"),
+        [
+            (
+                f"{row.collective} {row.strategy or ''}",
+                size_text(row.bytes) if row.bytes else "",
+                str(row.calls),
+                *(time_text(s) for s in (row.min_s, row.median_s, row.p99_s)),
+                *map(_speed_text, (row.algorithm_bytes_per_s, row.bus_bytes_per_s)),
+                Text("yes", "green") if row.correct else Text("NO", "bold red"),
+            )
+            for row in rows
+        ],
+        title=f"{len(names)} ranks: {printable(', '.join(names))}; bandwidth in MB/s",
+    )
 
 
 def size_text(nbytes: int) -> str:

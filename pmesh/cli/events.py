@@ -23,6 +23,7 @@ _BAD: frozenset[EventKind] = frozenset(
     {
         "internal error",
         "turned away",
+        "network loop",
         "peer lost",
         "rank lost",
         "trainer stopped",

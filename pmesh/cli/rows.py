@@ -1,6 +1,6 @@
 """Rows for a terminal of any width, and for a pipe: nothing is ever cut."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -35,21 +35,27 @@ class Rows:
     title: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = self._table()
+        table = self.table()
         unbounded = options.update(width=_UNBOUNDED_CELLS)
         fits = Measurement.get(console, unbounded, table).minimum <= options.max_width
         yield table if fits else self._stacked()
 
-    def _table(self) -> Table:
+    def table(self) -> Table:
+        """Return all of it side by side, each column as wide as its cells need."""
         table = Table(box=SIMPLE, title=self.title or None)
         *names, sentence = self.headers
-        for header in names:
-            table.add_column(header, no_wrap=True)
-        longest = max((cell_len(str(row[-1])) for row in self.rows), default=0)
+        for column, header in enumerate(names):
+            # rich would take the longest word for what a column needs, and cut the others.
+            table.add_column(header, no_wrap=True, min_width=self.width(column))
+        longest = _widest(str(row[-1]) for row in self.rows)
         table.add_column(sentence, min_width=min(longest, _SENTENCE_CELLS))
         for row in self.rows:
             table.add_row(*map(_plain, row))
         return table
+
+    def width(self, column: int) -> int:
+        """Return the cells that the header and the rows of a column need."""
+        return _widest((self.headers[column], *(str(row[column]) for row in self.rows)))
 
     def _stacked(self) -> Table:
         """An address or a name that is still too long continues on the next line."""
@@ -63,6 +69,10 @@ class Rows:
                     table.add_row(Text(header, "dim"), _plain(cell))
         table.add_row("", "")
         return table
+
+
+def _widest(cells: Iterable[str]) -> int:
+    return max((cell_len(line) for cell in cells for line in cell.splitlines()), default=0)
 
 
 def _plain(cell: Cell) -> Text:

@@ -23,11 +23,13 @@ from rich.padding import Padding
 from rich.text import Text
 
 from pmesh.agent.status.schema import (
+    EdgeStatus,
     Health,
     JobStatus,
     MemberStatus,
     PeerStatus,
     Status,
+    ViewStatus,
     decode_status,
 )
 from pmesh.cli.rows import Rows, output
@@ -47,6 +49,7 @@ HEALTH_MARKS: Final[Mapping[Health, tuple[str, str]]] = MappingProxyType(
     }
 )
 STALL_S = 0.5  # as long as a peer on a wire may be silent without being called late
+BAD_LOSS_PERCENT = 1.0  # crowded Wi-Fi; a line that is well loses a hundredth of it
 _EDGE_CELLS = 5
 _SIDES_CELLS = 8
 _SHORTEST_LABEL_CELLS = 7  # "● mac …": a narrower terminal wraps the drawing
@@ -126,7 +129,10 @@ def render_status(status: Status, *, width: int = 80, beat: int | None = None) -
     """Lay out the whole status; `beat` moves a light around the ring (see `draw_ring`)."""
     parts: list[RenderableType] = [_headline(status), _ring(status, width, beat), _members(status)]
     parts += _shared_names(status.view.members)
-    parts += _stalls(status.view.members)
+    if any(member.paths for member in status.view.members):
+        parts.append(_edges(status.view, status.node.id))
+    parts += _slow_paths(status.view.members)
+    parts += _bad_links(status.view.members)
     strangers = [peer for peer in status.peers if peer.state != "linked"]
     if strangers:
         parts.append(_peers(strangers))
@@ -171,7 +177,7 @@ def _ring(status: Status, width: int, beat: int | None) -> RenderableType:
 
 
 def _members(status: Status) -> Rows:
-    headers = ("rank", "name", "id", "health", "round trip", "interface", "addresses")
+    headers = ("rank", "name", "id", "health", "sent again", "addresses")
     return Rows(headers, [_member_row(member) for member in status.view.members])
 
 
@@ -182,26 +188,81 @@ def _member_row(member: MemberStatus) -> tuple[str | Text, ...]:
         Text(printable(member.name)),
         member.id[:SHORT_ID],
         Text(f"{mark} {member.health}", color),
-        _round_trip(member),
-        Text(printable(member.interface or "")),
+        "" if member.loss_percent is None else f"{member.loss_percent:.1f} %",
         _lines(member.addresses),
     )
 
 
-def _round_trip(member: MemberStatus) -> str:
-    if member.rtt_ms is None:
+def _edges(view: ViewStatus, me: str) -> Rows:
+    """Show all paths from here, and the edges of the ring between others."""
+    rows = [row for member in view.members for row in _path_rows(member, view.edges, me)]
+    names = {member.id: printable(member.name) for member in view.members}
+    for edge in view.edges:
+        if me not in {edge.sender, edge.receiver}:
+            to = Text(f"{names[edge.sender]} → {names[edge.receiver]}")
+            rows.append((to, "", "", _mbit_s(edge.mbit_s), _round_trip(edge.rtt_ms), ""))
+    return Rows(("to", "path", "kind", "Mbit/s", "round trip", "use"), rows)
+
+
+def _path_rows(
+    member: MemberStatus, edges: Sequence[EdgeStatus], me: str
+) -> Iterator[tuple[str | Text, ...]]:
+    pairs = {(edge.sender, edge.receiver) for edge in edges}
+    sends, receives = (me, member.id) in pairs, (member.id, me) in pairs
+    arrow = "⇄ " if sends and receives else "→ " if sends else "← " if receives else ""
+    for path in member.paths:
+        first = path is member.paths[0]
+        measured = member.mbit_s if first else None  # of all paths together
+        speed = path.speed_mbit_s if measured is None else measured
+        yield (
+            Text(arrow + printable(member.name) if first else ""),
+            Text(printable(path_text(path.interface, path.remote))),
+            Text(printable(path.kind or "")),
+            Text(_mbit_s(speed, slow=path.slow is not None), "yellow" if path.slow else ""),
+            _round_trip(member.rtt_ms, member.jitter_ms) if first else _round_trip(path.rtt_ms),
+            Text(path.use, "red" if path.use == "silent" else ""),
+        )
+
+
+def path_text(interface: str | None, remote: str) -> str:
+    """Name a path by its interfaces here and there.
+
+    >>> path_text("en5", "en0"), path_text("bridge0", "bridge0"), path_text(None, "10.0.0.2")
+    ('en5 → en0', 'bridge0', '? → 10.0.0.2')
+    """
+    return remote if remote == interface else f"{interface or '?'} → {remote}"
+
+
+def _mbit_s(speed: int | None, *, slow: bool = False) -> str:
+    return "! " * slow + ("" if speed is None else str(speed))
+
+
+def _round_trip(rtt_ms: float | None, jitter_ms: float | None = None) -> str:
+    if rtt_ms is None:
         return ""
-    jitter = "" if member.jitter_ms is None else f" ± {member.jitter_ms:.1f}"
-    return f"{member.rtt_ms:.2f}{jitter} ms"
+    jitter = "" if jitter_ms is None else f" ± {jitter_ms:.1f}"
+    return f"{rtt_ms:.2f}{jitter} ms"
 
 
-def _stalls(members: Sequence[MemberStatus]) -> Iterator[Text]:
-    """Say which links stand still now and then, and what follows."""
+def _slow_paths(members: Sequence[MemberStatus]) -> Iterator[Text]:
     for member in members:
+        for path in member.paths:
+            if path.slow is not None:
+                yield Text(f"! {printable(member.name)}: {printable(path.slow)}", "yellow")
+
+
+def _bad_links(members: Sequence[MemberStatus]) -> Iterator[Text]:
+    """Say which links lose packets or stand still now and then, and what follows."""
+    for member in members:
+        found: list[str] = []
+        if member.loss_percent is not None and member.loss_percent >= BAD_LOSS_PERCENT:
+            found.append(f"had to send {member.loss_percent:.1f} % of its packets again")
         if member.silence_s is not None and member.silence_s >= STALL_S:
+            found.append(f"was silent for {member.silence_s:.1f} s lately")
+        if found:
             yield Text(
-                f"the link to {printable(member.name)} was silent for {member.silence_s:.1f} s "
-                "lately; training waits for it each time",
+                f"the link to {printable(member.name)} {' and '.join(found)}; "
+                "training waits for it each time",
                 "yellow",
             )
 

@@ -94,6 +94,7 @@ def bring_up(home: Path | None, flags: Mapping[str, object], *, detach: bool) ->
         directory, flags=flags, environment=os.environ, host_name=socket.gethostname()
     )
     _check_listen(settings.listen)
+    _check_interfaces((*settings.interfaces, *settings.not_interfaces))
     return _start_in_background(settings) if detach else _run_here(settings)
 
 
@@ -110,6 +111,16 @@ def _check_listen(listen: Listen) -> None:
         raise ConfigError(
             f"can't listen at {where}: {e.strerror}; --listen must be an address of this machine"
         ) from e
+
+
+def _check_interfaces(names: Sequence[str]) -> None:
+    """Raise ConfigError for a name that no interface of this machine has."""
+    known = sorted(name for _, name in socket.if_nameindex())
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"this machine has no network interface {name!r}; it has {', '.join(known)}"
+            )
 
 
 def _run_here(settings: Settings) -> int:
@@ -188,7 +199,8 @@ def set_up_logs(*, level: LogLevel, as_json: bool, stream: TextIO) -> None:
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    renderer = _renderer(as_json=as_json, colors=stream.isatty())
+    colors = stream.isatty() and not os.environ.get("NO_COLOR")  # no-color.org
+    renderer = _renderer(as_json=as_json, colors=colors)
     last: list[structlog.typing.Processor] = [*_exceptions(as_json=as_json), renderer]
     structlog.configure(
         processors=[Throttle(clock=time.monotonic), *shared, *last],

@@ -1,19 +1,24 @@
 """What `pmesh status`, `events` and `down` ask of the local agent: one question, one answer."""
 
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
-from pmesh.client.link.connection import AgentConnection
+from pmesh.client.link.connection import AgentConnection, error_of
 from pmesh.core.wire.local import (
     AskEvents,
+    AskPing,
     AskStatus,
     Events,
+    Pinged,
+    Refused,
     Reply,
     Request,
     Status,
     StopAgent,
     Stopping,
+    WayTried,
 )
 from pmesh.errors import ProtocolError
 
@@ -45,6 +50,28 @@ def ask_events(home: Path, after: int = -1, *, timeout_s: float = 5.0) -> bytes:
     """
     with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
         return _ask(connection, AskEvents(after), Events).json
+
+
+def ping(home: Path, name: str, *, timeout_s: float = 10.0) -> Iterator[WayTried | Pinged]:
+    """Yield each way to a machine as the agent of this home has tried it, and at last Pinged.
+
+    Raises:
+        AgentNotRunning: Nobody listens at its socket.
+        AgentStopped: The agent ended, or stayed silent for `timeout_s`.
+        UsageError: No other machine has this name.
+        PeerUnreachable: There is no link to it now.
+    """
+    with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
+        connection.send(AskPing(name))
+        while True:
+            reply = connection.receive()
+            if isinstance(reply, Refused):
+                raise error_of(reply.verdict)
+            if not isinstance(reply, (WayTried, Pinged)):
+                raise connection.nonsense(type(reply).__name__)
+            yield reply
+            if isinstance(reply, Pinged):
+                return
 
 
 def stop_agent(home: Path, *, timeout_s: float = 10.0) -> int:

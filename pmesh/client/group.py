@@ -69,10 +69,6 @@ class Group(Collectives):
         """The ranks of the mesh that form the group, in the group's order."""
         return self._ranks
 
-    def stop_with_mesh(self, *, crashed: BaseException | None) -> None:
-        """Leave the group, or end as a crash, as its mesh does."""
-        self._stop(crashed=crashed)
-
     def _trainer_at(self, rank: int) -> TrainerId:
         """As in a mesh; in a broken group a root may have no rank any more."""
         if self._broken is not None:
@@ -144,7 +140,7 @@ class Groups:
     def stop(self, *, crashed: BaseException | None) -> None:
         """Leave them all, or end them as a crash."""
         for group in tuple(self._open):
-            group.stop_with_mesh(crashed=crashed)
+            group._stop(crashed=crashed)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
 
     def _me(self) -> TrainerId:
         world = self._place.world

@@ -56,6 +56,7 @@ def test_flags_win_over_variables_over_the_file(tmp_path: Path) -> None:
 def test_every_setting_can_stand_in_the_file(tmp_path: Path) -> None:
     file = (
         'name = "studio"\nlisten = "127.0.0.1:0"\npeers = ["a:1", "[::1]:2"]\nmdns = false\n'
+        'interfaces = ["en5"]\nnot_interfaces = ["en0", "utun4"]\n'
         'min_peers = 3\ncompression = "int8"\n'
         'log_level = "debug"\nlog_json = true\nkey_file = "the.key"\n'
     )
@@ -64,6 +65,8 @@ def test_every_setting_can_stand_in_the_file(tmp_path: Path) -> None:
         name="studio",
         listen=Listen("127.0.0.1", 0),
         peers=(Address("a", 1), Address("::1", 2)),
+        interfaces=("en5",),
+        not_interfaces=("en0", "utun4"),
         mdns=False,
         min_peers=3,
         compression="int8",
@@ -116,6 +119,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("peers", [":24160"]),
         ("peers", [1]),
         ("peers", 1),
+        ("interfaces", 1),
+        ("not_interfaces", [1]),
         ("mdns", "maybe"),
         ("mdns", 2),
         ("min_peers", -1),
@@ -128,7 +133,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_value_names_its_source(tmp_path: Path, key: str, value: object) -> None:
-    flag = {"peers": "--peer", "mdns": "--no-mdns"}.get(key, f"--{key.replace('_', '-')}")
+    special = {
+        "peers": "--peer",
+        "mdns": "--no-mdns",
+        "interfaces": "--interface",
+        "not_interfaces": "--not-interface",
+    }
+    flag = special.get(key, f"--{key.replace('_', '-')}")
     with pytest.raises(ConfigError, match=f"^{flag} = "):
         load_settings(tmp_path, flags={key: value}, environment={}, host_name="x")
 
@@ -171,6 +182,8 @@ names = st.text(min_size=1, max_size=15).filter(
         name=names,
         listen=st.builds(Listen, hosts | st.just(""), st.integers(0, 65535)),
         peers=st.lists(st.builds(Address, hosts, st.integers(1, 65535))).map(tuple),
+        interfaces=st.lists(st.sampled_from(["en0", "eth0.7"])).map(tuple),
+        not_interfaces=st.lists(st.sampled_from(["utun4"])).map(tuple),
         mdns=st.booleans(),
         min_peers=st.integers(0, 10**6),
         compression=st.sampled_from(["", *NAMES]),

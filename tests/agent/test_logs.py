@@ -45,6 +45,18 @@ def test_text_lines_are_for_a_person() -> None:
     assert "\x1b" not in stream.getvalue()  # a file gets no colours
 
 
+@pytest.mark.parametrize(("no_color", "colored"), [("", True), ("1", False)])
+def test_no_color_leaves_a_terminal_without_colors(
+    no_color: str, *, colored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    set_up_logs(level="info", as_json=False, stream=stream)
+    structlog.get_logger().warning("peer is silent", peer="mac-2")
+    assert ("\x1b" in stream.getvalue()) == colored
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_no_traceback_shows_the_values_of_variables(*, as_json: bool) -> None:
     stream = io.StringIO()

@@ -249,14 +249,15 @@ async def test_a_peer_that_answers_nothing_does_not_hold_up_a_cancelled_agent(
             nursery.start_soon(run_agent, settings, MESH, KEY, lambda _: None)
             await until(lambda: len(one.names) == 2)
             (live,) = one.agent.peers.links.values()
-            close = live.link.aclose
+            (path,) = live.paths.values()
+            close = path.path.aclose
 
             async def close_late() -> None:
                 told.set()
                 await may_answer.wait()
                 await close()
 
-            live.link.aclose = close_late  # type: ignore[method-assign]
+            path.path.aclose = close_late  # type: ignore[method-assign]
             began = trio.current_time()
             nursery.cancel_scope.cancel()
         took_s = trio.current_time() - began

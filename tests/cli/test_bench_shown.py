@@ -25,8 +25,8 @@ def row(**more: object) -> Row:
     return Row(**(known | more))  # type: ignore[arg-type]
 
 
-def shown(*rows: Row) -> list[str]:
-    console = Console(file=io.StringIO(), width=80, color_system=None)
+def shown(*rows: Row, width: int = 80) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(bench_table(["mac-1", "ma\x1bc-2"], rows))
     return cast("io.StringIO", console.file).getvalue().splitlines()
 
@@ -51,6 +51,16 @@ def test_the_table_fits_a_terminal_and_names_what_is_wrong() -> None:
         "barrier 12 1 ms 2 ms 12.3 ms NO",
     ]
     assert all("…" not in line and len(line) <= 80 for line in lines)
+
+
+def test_a_narrow_terminal_has_a_line_for_each_value() -> None:
+    times = {"min_s": 0.00359, "median_s": 0.00604, "p99_s": 0.0123}
+    lines = shown(row(strategy="hierarchical", calls=1000, **times), row(**times), width=60)
+
+    assert all("…" not in line and len(line) <= 60 for line in lines)
+    cells = [" ".join(line.split()) for line in lines]
+    assert cells.count("collective all_reduce hierarchical") == 1
+    assert cells.count("median 6.04 ms") == cells.count("ok? yes") == 2
 
 
 def test_times_never_show_a_thousand_of_a_unit() -> None:

@@ -71,22 +71,29 @@ def test_a_pipe_gets_a_line_for_each_event_in_local_time(
     ]
 
 
-@pytest.mark.usefixtures("clock")
-def test_a_terminal_gets_a_table_in_which_bad_news_are_red(
-    socket: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def make_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Make standard output a terminal with colors."""
+
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-    event_log = make_chronicle()
-    event_log.note("peer joined", "mac-2 joined")
-    event_log.note("peer lost", "mac-2 is gone")
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
     for variable in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("TERM", "xterm")
+    return terminal
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_terminal_gets_a_table_in_which_bad_news_are_red(
+    socket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event_log = make_chronicle()
+    event_log.note("peer joined", "mac-2 joined")
+    event_log.note("peer lost", "mac-2 is gone")
+    terminal = make_terminal(monkeypatch)
     with agent_at(socket, answer_with(event_log)):
         assert run(["events"]) == 0
     shown = terminal.getvalue()
@@ -94,6 +101,23 @@ def test_a_terminal_gets_a_table_in_which_bad_news_are_red(
     assert "17:30:02.000" in shown
     assert "\x1b[32mpeer joined" in shown
     assert "\x1b[31mpeer lost" in shown
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("columns", [40, 60, 70, 80])
+def test_a_narrow_terminal_cuts_no_event(
+    columns: int, socket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = make_terminal(monkeypatch)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    event_log = make_chronicle()
+    text = "job 'line' stood still for 0.039 s, until op 6 had ended"
+    event_log.note("ring stood still", text)
+    with agent_at(socket, answer_with(event_log)):
+        assert run(["events"]) == 0
+    words = terminal.getvalue().split()
+    assert all(word in words for word in text.split())
+    assert "17:30:01.000" in terminal.getvalue()
 
 
 def test_json_is_one_line_with_all_events(socket: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +131,7 @@ def test_json_is_one_line_with_all_events(socket: Path, capsys: pytest.CaptureFi
         assert run(["events", "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     page = json.loads(line)
-    assert page["schema"] == 2
+    assert page["schema"] == 3
     assert [event["number"] for event in page["events"]] == list(range(1000))
 
 

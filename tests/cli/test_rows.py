@@ -49,6 +49,19 @@ def test_a_narrow_terminal_has_one_line_for_each_cell() -> None:
     assert ["why"] not in lines  # of mac-3, which has none
 
 
+@pytest.mark.parametrize("width", [30, 60, 70, 80, 100])
+def test_no_word_of_a_cell_with_spaces_is_cut(width: int) -> None:
+    cells = ("2026-11-22 17:30:00.000", "30.0 ± 60.7 ms", f"{ADDRESS}\nring: mac-1 → mac-2")
+    rows = Rows(("time", "round trip", "what happened"), [cells])
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(rows)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines)
+    joined = "".join("".join(lines).split())
+    assert all(word in joined for cell in cells for word in cell.split())
+
+
 def test_what_is_longer_than_the_terminal_continues_on_the_next_line() -> None:
     assert ADDRESS in "".join(
         line.removeprefix("addresses").strip() for line in shown(30).split("\n")

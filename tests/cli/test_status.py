@@ -8,6 +8,7 @@ The picture of the ring.
 import io
 import json
 import time
+from itertools import permutations
 from pathlib import Path
 
 import msgspec
@@ -17,16 +18,16 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from pmesh.agent.status.schema import Status
+from pmesh.agent.status.schema import EdgeStatus, PathStatus, Status
 from pmesh.cli.app import run
 from pmesh.cli.status import RingNode, bytes_text, draw_ring, render_status
 from pmesh.paths import home_directory, socket_path
-from tests.worlds.fake_status_agent import MINIMAL, SNAPSHOT, agent_at, answer_well
+from tests.worlds.fake_status_agent import IDS, MINIMAL, SNAPSHOT, agent_at, answer_well
 
 
-def shown(status: Status) -> str:
-    console = Console(file=io.StringIO(), width=120, color_system=None, legacy_windows=False)
-    console.print(render_status(status, width=120))
+def shown(status: Status, *, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
+    console.print(render_status(status, width=width))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -39,7 +40,15 @@ def shown(status: Status) -> str:
         "View 7, 3 in the ring",
         "╭─▶ ● mac-1 ★ ──▶ ● mac-2",
         "0.50 ± 0.0 ms",
-        "the link to mac-2 was silent for 1.6 s lately; training waits for it each time",
+        "→ mac-2          en0 → en7      wired   ! 100    0.25 ± 0.0 ms   in use",
+        "en1 → en�1     wifi             4.25 ms         standby",
+        "? → 10.0.0.9                                    silent",
+        "← studio         en0 → en7",
+        "mac-2 → studio                                   0.50 ms",
+        "! mac-2: en0 here runs at 100 Mbit/s",
+        "2.1 %",
+        "the link to mac-2 had to send 2.1 % of its packets again and was silent for 1.6 s lately",
+        "the link to studio had to send 4.3 % of its packets again; training waits",
         "en0",
         "other mesh key",
         "holds another mesh key",
@@ -67,6 +76,53 @@ def test_what_a_stranger_calls_itself_does_not_steer_the_terminal() -> None:
 def test_a_quiet_mesh_has_no_empty_tables() -> None:
     assert "Jobs" not in shown(MINIMAL)
     assert "Not linked" not in shown(MINIMAL)
+
+
+def test_of_two_machines_each_is_before_and_after_the_other() -> None:
+    one, two = SNAPSHOT.view.members[:2]
+    edges = tuple(EdgeStatus(sender=a, receiver=b, rtt_ms=1.0) for a, b in permutations(IDS[:2]))
+    view = msgspec.structs.replace(SNAPSHOT.view, members=(one, two), edges=edges)
+    assert "⇄ mac-2" in shown(msgspec.structs.replace(SNAPSHOT, view=view))
+
+
+def test_a_measured_bandwidth_is_shown_before_a_stated_one() -> None:
+    one, two, three = SNAPSHOT.view.members
+    two = msgspec.structs.replace(two, mbit_s=93)
+    edges = [msgspec.structs.replace(edge, mbit_s=941) for edge in SNAPSHOT.view.edges]
+    view = msgspec.structs.replace(SNAPSHOT.view, members=(one, two, three), edges=tuple(edges))
+    lines = shown(msgspec.structs.replace(SNAPSHOT, view=view)).splitlines()
+    (path,) = [line.split() for line in lines if "→ mac-2 " in line and "en0" in line]
+    assert path[6:8] == ["!", "93"]
+    (edge,) = [line.split() for line in lines if "mac-2 → studio" in line]
+    assert edge[3] == "941"
+
+
+@pytest.mark.parametrize("kind", ["thunderbolt", "wired"])
+def test_paths_fit_a_terminal_of_80_columns(kind: str) -> None:
+    one, two, _ = SNAPSHOT.view.members
+    path = PathStatus(
+        interface="bridge0",
+        remote="bridge0",
+        kind=kind,
+        use="in use",
+        speed_mbit_s=40_000,
+        slow="of a cable",
+    )
+    two = msgspec.structs.replace(two, name="mac-studio", paths=(path,), rtt_ms=12.34)
+    view = msgspec.structs.replace(SNAPSHOT.view, members=(one, two), edges=SNAPSHOT.view.edges[:1])
+    lines = shown(msgspec.structs.replace(SNAPSHOT, view=view), width=80).splitlines()
+    (row,) = [line.split() for line in lines if "! 40000" in line]
+    assert row[:4] == ["→", "mac-studio", "bridge0", kind]
+
+
+def test_a_good_link_is_not_called_bad() -> None:
+    good = (
+        msgspec.structs.replace(m, loss_percent=0.94, silence_s=0.4) for m in SNAPSHOT.view.members
+    )
+    view = msgspec.structs.replace(SNAPSHOT.view, members=tuple(good))
+    screen = shown(msgspec.structs.replace(SNAPSHOT, view=view))
+    assert "0.9 %" in screen
+    assert "training waits" not in screen
 
 
 def test_machines_of_one_name_are_told_apart_with_a_hint_at_what_names_them() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import types
@@ -22,6 +23,7 @@ from pmesh.core.wire.link import Address
 from pmesh.errors import ConfigError, PeerUnreachable, PortTaken
 
 KEY = MeshKey(bytes(range(32)))
+LOOPBACK = socket.if_nameindex()[0][1]
 
 
 class Start(NamedTuple):
@@ -74,12 +76,15 @@ def agent(home: Path, monkeypatch: pytest.MonkeyPatch) -> FakeAgent:
 def test_every_option_reaches_the_agent(agent: FakeAgent, home: Path) -> None:
     options = "--name studio --listen 127.0.0.1:0 --peer a:1 --peer [::1]:2 --no-mdns --min-peers 2"
     more = "--compression topk --log-level debug --log-json"
-    assert run(["up", *options.split(), *more.split()]) == 0
+    names = ["--interface", LOOPBACK, "--not-interface", LOOPBACK]
+    assert run(["up", *options.split(), *more.split(), *names]) == 0
     assert agent.starts[0].settings == Settings(
         home=home,
         name="studio",
         listen=Listen("127.0.0.1", 0),
         peers=(Address("a", 1), Address("::1", 2)),
+        interfaces=(LOOPBACK,),
+        not_interfaces=(LOOPBACK,),
         mdns=False,
         min_peers=2,
         compression="topk",
@@ -260,6 +265,17 @@ def test_an_address_of_no_interface_is_refused_before_a_key_is_made(
     assert run(["up", "--listen", listen, "--home", str(fresh)]) == 2
     assert "--listen must be an address of this machine" in capsys.readouterr().err
     assert not list(fresh.glob("*_key"))
+
+
+@pytest.mark.usefixtures("agent")
+@pytest.mark.parametrize("option", ["--interface", "--not-interface"])
+def test_an_interface_that_does_not_exist_is_named_with_those_that_do(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["up", option, "gone9"]) == 2
+    message = capsys.readouterr().err
+    assert "this machine has no network interface 'gone9'; it has " in message
+    assert LOOPBACK in message
 
 
 @pytest.mark.usefixtures("home")

@@ -36,6 +36,21 @@ def test_each_of_the_others_says_once_who_is_lost_and_how_many_are_left(
         assert "job 'simulated' continues with 2 ranks, from op " in text
 
 
+def test_a_loss_before_the_first_op_names_the_first_op(caplog: pytest.LogCaptureFixture) -> None:
+    simulated = SimulatedMesh(2, on_loss="continue")
+
+    def train(mesh: pmesh.Mesh) -> None:
+        if mesh.rank == 1:
+            simulated.lose(1)
+        mesh.all_reduce(np.ones(1))
+
+    with caplog.at_level(logging.WARNING, "pmesh"):
+        simulated.run(train)
+    assert [text.partition("; ")[2] for text in caplog.messages] == [
+        "job 'simulated' continues with 1 rank, from op 0"
+    ]
+
+
 def test_a_rank_that_leaves_is_no_loss(caplog: pytest.LogCaptureFixture) -> None:
     assert warnings_of_a_run(caplog, dies=False) == []
 

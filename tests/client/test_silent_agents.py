@@ -9,15 +9,16 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 import pmesh
 from pmesh.client.control import ask_status, stop_agent
-from pmesh.client.link import connection
+from pmesh.client.link import connection, session
 from pmesh.core.wire.local import Request
 from pmesh.paths import LOCK_NAME, LOG_NAME
 from tests.worlds.fake_status_agent import agent_at
-from tests.worlds.scripted_agent import ScriptedAgent, Trainer, joins
+from tests.worlds.scripted_agent import ScriptedAgent, Step, Trainer, joins, op_done, replies
 
 PROGRAM = [sys.executable, "-c", "import signal; print(flush=True); signal.pause()"]
 
@@ -56,22 +57,90 @@ def state(request: pytest.FixtureRequest, process: subprocess.Popen[bytes]) -> s
     return happens(process)
 
 
-def test_connect_warns_of_a_silent_agent_and_waits_on(
-    tmp_path: Path,
-    state: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def joins_late(trainer: Trainer, request: Request | None) -> None:
-        while not caplog.messages:
-            threading.Event().wait(0.001)
-        joins(trainer, request)
-
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call expects a word of its agent every hundredth of a second."""
     monkeypatch.setattr(connection, "FIRST_ANSWER_S", 0.01)
-    with ScriptedAgent(tmp_path, joins_late), pmesh.connect("job", home=tmp_path) as mesh:
+    for name in ("FIRST_ANSWER_S", "ANSWER_S"):
+        monkeypatch.setattr(session, name, 0.01)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_connect_warns_of_a_silent_agent_and_waits_on(
+    tmp_path: Path, state: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        ScriptedAgent(tmp_path, once_warned(caplog, joins)),
+        pmesh.connect("job", home=tmp_path) as mesh,
+    ):
         assert mesh.rank == 0
 
     assert caplog.messages == [f"the agent at {tmp_path}/agent.sock does not answer: {state}"]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_call_warns_once_of_an_agent_that_falls_silent_and_waits_on(
+    tmp_path: Path, state: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = once_warned(caplog, replies(op_done(0)))
+    with ScriptedAgent(tmp_path, joins, answers), pmesh.connect("job", home=tmp_path) as mesh:
+        mesh.barrier()
+
+    assert caplog.messages == [f"the agent at {tmp_path}/agent.sock does not answer: {state}"]
+
+
+def test_a_call_that_waits_for_others_warns_only_if_the_agent_is_stopped(
+    tmp_path: Path,
+    process: subprocess.Popen[bytes],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stops_late(trainer: Trainer, request: Request | None) -> None:
+        looked.wait()
+        stops(process)
+        once_warned(caplog, replies(op_done(0)))(trainer, request)
+
+    def look(pid: int) -> psutil.Process:
+        looked.set()
+        return found(pid)
+
+    looked, found = threading.Event(), psutil.Process
+    monkeypatch.setattr(connection, "FIRST_ANSWER_S", 0.01)
+    monkeypatch.setattr(psutil, "Process", look)
+    with ScriptedAgent(tmp_path, joins, stops_late), pmesh.connect("job", home=tmp_path) as mesh:
+        mesh.barrier()
+
+    (warning,) = caplog.messages
+    assert warning.endswith(f"(pid {process.pid}) is stopped; run 'kill -CONT {process.pid}'")
+
+
+def test_a_call_gives_up_on_an_agent_that_stays_silent(
+    tmp_path: Path, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "FIRST_ANSWER_S", 0.01)
+    monkeypatch.setattr(connection, "SILENCE_S", 0.03)
+    with (
+        ScriptedAgent(tmp_path, joins, replies(), replies()),
+        pytest.raises(pmesh.AgentStopped) as caught,
+        pmesh.connect("job", home=tmp_path) as mesh,
+    ):
+        mesh.barrier()
+
+    assert str(caught.value) == (
+        f"the agent at {tmp_path}/agent.sock has not answered for 0.03 s: {state}"
+    )
+
+
+def once_warned(caplog: pytest.LogCaptureFixture, then: Step) -> Step:
+    """A step that is taken once a warning has been logged, and some more time has passed."""
+
+    def step(trainer: Trainer, request: Request | None) -> None:
+        while not caplog.messages:
+            threading.Event().wait(0.001)
+        threading.Event().wait(0.03)
+        then(trainer, request)
+
+    return step
 
 
 @pytest.mark.parametrize("ask", [ask_status, stop_agent])

@@ -7,7 +7,13 @@ from pmesh.agent.mesh.membership import HEARTBEAT_S
 from pmesh.core.jobs.attempt import MAX_UNSTABLE_BYTES, MAX_UNSTABLE_OPS
 from pmesh.core.links.dialing import FIRST_DELAY_S, LONGEST_DELAY_S
 from pmesh.core.links.health import WIFI, WIRED
-from pmesh.core.ops.plan import LARGE_CHUNK_BYTES, LARGE_SEGMENT_BYTES, SEGMENT_BYTES
+from pmesh.core.ops.cost import LONG_WAY_NS
+from pmesh.core.ops.plan import (
+    LARGE_CHUNK_BYTES,
+    LARGE_SEGMENT_BYTES,
+    SEGMENT_BYTES,
+    SHORT_SEGMENT_BYTES,
+)
 from pmesh.core.views.ring import EXACT_UP_TO
 from pmesh.core.wire.records import KEY_BYTES
 from pmesh.net.links.acceptor import MAX_PENDING, MAX_PENDING_PER_ADDRESS, PENDING_TIMEOUT_S
@@ -54,6 +60,8 @@ def test_the_numbers_in_the_design_are_those_of_the_code() -> None:
     small, large = f"{SEGMENT_BYTES // 1024} KiB", f"{LARGE_SEGMENT_BYTES // MIB} MiB"
     chunks = f"chunks of {LARGE_CHUNK_BYTES // MIB} MiB and more"
     assert f"segments of at most {small}, or {large} in {chunks}" in whole
+    far = f"an edge of {LONG_WAY_NS // 1_000_000} ms or more one way"
+    assert f"or {SHORT_SEGMENT_BYTES // 1024} KiB where a ring has {far}" in whole
     assert "2³⁸ bytes" in whole
     assert KEY_BYTES == 2**38
 

@@ -25,8 +25,8 @@ def fleet() -> Iterator[Fleet]:
 
 
 @pytest.fixture
-def make_lab() -> Iterator[Callable[[int], NetLab]]:
+def make_lab() -> Iterator[Callable[..., NetLab]]:
     """Hosts on a network of their own; for tests marked netns."""
     clean()  # what a run that was killed has left
     with ExitStack() as labs:
-        yield lambda count: labs.enter_context(NetLab(count))
+        yield lambda count, **options: labs.enter_context(NetLab(count, **options))

@@ -1,6 +1,8 @@
 """Machines on a network of their own, which nobody has introduced to each other."""
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -85,3 +87,33 @@ def test_a_second_agent_and_the_first_agree_on_a_view_of_two(
     fleet.await_view(first, second)
     # Measured, not asserted: this machine may be busy. The issue asks for less than 2 s.
     print(f"second agent: up after {up - began:.2f} s, in a view of two {agreed - up:.2f} s later")  # noqa: T201
+
+
+LOSSY = """
+import sys, trio
+from pmesh.net.links.loss import loss_of
+
+async def receive():
+    (listener,) = await trio.open_tcp_listeners(5000, host="0.0.0.0")
+    print("ready", flush=True)
+    async for _ in await listener.accept():
+        pass
+
+async def send():
+    stream = await trio.open_tcp_stream(sys.argv[1], 5000)
+    await stream.send_all(bytes(1 << 23))
+    print(loss_of(stream))
+
+trio.run(send if len(sys.argv) > 1 else receive)
+"""
+
+
+def test_what_a_network_loses_is_counted_at_the_sender(make_lab: Callable[[int], NetLab]) -> None:
+    lab = make_lab(2)
+    one, two = lab.hosts
+    with two.popen([sys.executable, "-c", LOSSY], stdout=subprocess.PIPE) as receiver:
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == "ready\n"
+        lab.lose(5)
+        loss = float(one.run([sys.executable, "-c", LOSSY, two.ipv4]))
+    assert 0.005 < loss < 0.5

@@ -35,6 +35,23 @@ def test_who_meets_a_frozen_agent_reads_how_to_continue_it(fleet: Fleet) -> None
     assert warned.string == f"{silent} does not answer: {state}"
 
 
+def test_a_call_under_way_says_that_its_agent_is_frozen(fleet: Fleet) -> None:
+    agent = fleet.start_agent("mac-1", "--no-mdns")
+    agent.await_status(lambda _: True)
+    trainer = fleet.start_trainer(agent, TRAIN)
+    trainer.await_line("rank 0")
+
+    agent.process.send_signal(signal.SIGSTOP)
+    warned = trainer.await_line("does not answer")
+    agent.process.send_signal(signal.SIGCONT)
+
+    pid = agent.process.pid
+    assert warned.string == (
+        f"the agent at {agent.home}/agent.sock does not answer: its process (pid {pid}) is "
+        f"stopped; run 'kill -CONT {pid}'"
+    )
+
+
 def test_who_loses_a_killed_agent_reads_how_to_start_another(fleet: Fleet) -> None:
     agent = fleet.start_agent("mac-1", "--no-mdns")
     agent.await_status(lambda _: True)

@@ -17,6 +17,7 @@ from pmesh.core.jobs import jobs, progress
 from pmesh.core.jobs.jobs import JobsState
 from pmesh.core.jobs.progress import Progress
 from pmesh.core.jobs.rank import RankState
+from pmesh.core.links import health
 from pmesh.core.values import Roster, Trainer, View
 from pmesh.core.views import (
     agreement,
@@ -24,6 +25,7 @@ from pmesh.core.views import (
     op_log,
     outcomes,
     quorum,
+    ring,
     rosters,
     state,
 )
@@ -117,6 +119,13 @@ def _at_once(_: MemberState) -> float:
     return 1.0
 
 
+_begin = health.begin
+
+
+def _begin_anew(thresholds: Any, *, now: float, **_: Any) -> Any:
+    return _begin(thresholds, now=now)
+
+
 def _never(*_: Any) -> bool:
     return False
 
@@ -188,6 +197,19 @@ def _expel_on_old_evidence(state: MemberState, member: Member, now: float) -> bo
 
 def _keep_doubts(before: StallGuard, _: MemberState, view: View) -> StallGuard:
     return replace(before, unconfirmed=before.unconfirmed.intersection(view.members))
+
+
+# --- V13
+
+_weigh_rings = leader.weigh_rings
+
+
+def _is_any_better(before: Any, after: Any) -> bool:
+    return ring.edge_cost(after) < ring.edge_cost(before)
+
+
+def _weigh_at_once(state: MemberState, *rest: Any) -> MemberState:
+    return _weigh_rings(replace(state, steady_until=0.0), *rest)
 
 
 # --- V9 and V10
@@ -263,8 +285,17 @@ MUTATIONS = {
     ),
     "drop_early": Mutation("V4: early is not late", (_age, _drop_early)),
     "impatient": Mutation("V11: deadlines follow the network", (state.patience, _at_once)),
+    "forget_links": Mutation(
+        "V12: what was measured of a peer outlives its link", (health.begin, _begin_anew)
+    ),
     "unread_is_silent": Mutation("V11: who has not read is waited for", (state.has_read, _yes)),
     "no_voucher": Mutation("V12: whom another hears is alive", (state.is_vouched_for, _never)),
+    "ring_follows_noise": Mutation(
+        "V13: only a much better ring is worth a view", (ring.is_much_better, _is_any_better)
+    ),
+    "no_ring_pause": Mutation(
+        "V13: a minute lies between two views for a better ring", (_weigh_rings, _weigh_at_once)
+    ),
     "hears_is_enough": Mutation("V5: it hears me, and says so", (state.hears_me, _hears)),
     "no_clique": Mutation("V5: members hear each other", (state.hear_each_other, _yes)),
     "old_evidence": Mutation(

@@ -96,10 +96,10 @@ def enter_a_completed_sync(known: Any, after: Any) -> OpNumber | None:
     return OpNumber(known.highest) if is_sync else None
 
 
-def enter_without_sync(rank: LocalRank, call: Any) -> None:
+def enter_without_sync(rank: LocalRank, call: Any, *rest: Any) -> None:
     if rank.trainer.enters and not rank.ends:
         call = msgspec.structs.replace(call, kind="barrier")
-    call_op(rank, call)
+    call_op(rank, call, *rest)
 
 
 call_op = ops.call_op
@@ -151,7 +151,7 @@ def own_view(state: MemberState, answers: Any) -> Any:
 
 def only_who_asked(state: MemberState, now: float) -> tuple[Member, ...]:
     asked = leader._requests(state, now)
-    return tuple(member for member in sorted(asked) if leader._may_join(state, member))
+    return tuple(member for member in sorted(asked) if leader._may_join(state, member, now))
 
 
 def as_they_come(state: MemberState, joined: Any, now: float) -> Any:

@@ -41,10 +41,13 @@ AIMED = {
     "never_superseded": histories.who_slept_through_several_views_does_not_go_on_alone,
     "drop_early": histories.what_comes_before_its_view_is_not_lost,
     "impatient": histories.agreements_end_where_messages_take_seconds,
+    "forget_links": (histories.agreements_end_where_messages_take_longer_than_a_peer_may_be_silent),
     "unread_is_silent": histories.who_has_not_read_a_proposal_is_not_left_out,
     "no_voucher": histories.who_is_silent_to_one_and_not_to_another_is_not_lost,
     "no_clique": histories.two_who_cannot_hear_each_other_are_not_in_one_view,
     "no_forward": histories.a_lost_commit_is_made_up_for_by_the_next_heartbeat,
+    "ring_follows_noise": histories.noise_does_not_change_the_ring,
+    "no_ring_pause": histories.a_ring_changes_once_a_minute_at_most,
     "no_edge_watch": histories.a_lane_that_swallows_everything_is_replaced,
     "no_doubt": histories.who_slept_through_its_expulsion_ends_nothing_old,
     "trust_old_promises": (

@@ -2,6 +2,9 @@
 
 import contextlib
 import math
+import re
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,22 @@ from pmesh.client.mesh import Mesh
 from pmesh.testing import SimulatedMesh
 from tests.docs.pages import DOCS, read
 from tools.bench import __main__ as bench
-from tools.bench.cases import CASES, CONTROL_SHARE, GROWTH, LAG_P99, PSS, judge, judge_flatness
+from tools.bench.cases import (
+    CASES,
+    CONTROL_SHARE,
+    FASTEST,
+    GROWTH,
+    LAG_P99,
+    PSS,
+    find_case,
+    judge,
+    judge_flatness,
+)
 from tools.bench.compressed import WAYS, Ours, arrays_of
 from tools.bench.measuring import fault_in
 from tools.bench.report import render
 from tools.bench.results import Answer, Layout, Measured, Order, Results, Run, Turn, seconds_of
-from tools.bench.systems import Place, Process
+from tools.bench.systems import Place, Process, place_of
 from tools.bench.worker import System, Values, carry_out
 from tools.lab.commands import LabError
 from tools.lab.report import Outcome
@@ -140,6 +153,33 @@ def test_bus_bandwidth_is_held_against_the_line_of_the_same_turn() -> None:
 
     assert m.share_of_ceiling("pmesh") == pytest.approx(1.0)
     assert outcomes(m) == ["met", "MISSED"]
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks", "seconds", "expected"),
+    [
+        ("unequal-2", 2, 0.1, ["met", "met", "met"]),  # of 110 MB/s, 100 on the faster cable
+        ("unequal-2", 2, 0.102, ["MISSED", "met", "met"]),
+        ("unequal-2", 2, 0.104, ["MISSED", "MISSED", "met"]),
+        ("chain-3", 3, 0.099, ["met", "met"]),  # each edge carries the array once each way
+        ("chain-3", 3, 0.102, ["MISSED", "met"]),
+        ("mixed-8", 8, 0.165, ["met", "met"]),  # 1.75 times the array over each line
+        ("mixed-8", 8, 0.167, ["MISSED", "met"]),
+    ],
+)
+def test_a_network_of_several_ways_is_held_against_its_lines(
+    case: str, ranks: int, seconds: float, expected: list[Outcome]
+) -> None:
+    m = measured(
+        case,
+        {"pmesh": turn(seconds)},
+        op_bytes=9_900_000,
+        ranks=ranks,
+        ceiling=(110e6,),
+        facts={CONTROL_SHARE: 0.0001, FASTEST: 100.0},
+    )
+
+    assert outcomes(m) == expected
 
 
 def test_bus_bandwidth_must_stay_the_same_with_more_hosts() -> None:
@@ -333,6 +373,30 @@ def test_the_short_form_runs_all_systems_and_finds_their_results_right(tmp_path:
     assert found["loopback-2"].names == ["pmesh", "ordinary", "gloo", "mlx"]
     assert len(found["loopback-2"].ceiling) == 2
     assert render("benchmarks", [Results(measured=tuple(found.values()))])
+
+
+@pytest.mark.e2e
+@pytest.mark.netns
+@pytest.mark.skipif(shutil.which("iperf3") is None, reason="iperf3 measures the lines")
+def test_the_short_form_measures_hosts_with_two_cables(tmp_path: Path) -> None:
+    (m,) = short(tmp_path, "unequal-2").values()
+
+    assert m.names == ["pmesh", "ordinary"]
+    assert len(m.ceiling) == 2
+    assert min(m.ceiling) / 1e6 > m.facts[FASTEST]
+
+
+@pytest.mark.netns
+def test_each_draw_of_a_mixed_network_names_the_slowest_edge_of_its_best_ring() -> None:
+    for draw in range(2):
+        with place_of(find_case("mixed-8"), draw=draw) as place:
+            ((rank, address),) = place.lines
+            host = place.hosts[rank]
+            ask = f"import socket; socket.socket().connect_ex(({address!r}, 9))"
+            host.run([sys.executable, "-SE", "-c", ask])
+            classes = host.run(["tc", "-s", "class", "show", "dev", "eth0"])
+            number = address.rpartition(".")[2]
+            assert re.search(rf"class htb 1:{number} .*\n Sent [1-9]", classes)
 
 
 @pytest.mark.e2e

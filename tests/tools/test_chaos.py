@@ -39,6 +39,19 @@ def test_a_few_kills_of_each_kind_tear_nothing(tmp_path: Path) -> None:
     assert {"kill-agent", "kill-trainer", "kill-node", "kill-leader", "torn"} < set(measured)
 
 
+def test_cables_that_are_pulled_and_plugged_in_lose_nobody(tmp_path: Path) -> None:
+    results = tmp_path / "cables.json"
+    names = ["cable", "vanish", "plug", "flap"]
+    options = ["--episodes", "1", "--size-mb", "1", "--json", str(results)]
+    with chaos("run", *names, *options) as process:
+        output, _ = process.communicate(timeout=100)
+
+    measured = {m.fault: m for m in read_results(results, Results).measured}
+    assert [m.violations for m in measured.values() if m.violations] == [], output
+    assert set(measured) == set(names)
+    assert all(m.ops_checked > 0 for m in measured.values()), output
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_nothing_behind(number: signal.Signals) -> None:
     before = labs()

@@ -185,3 +185,17 @@ def test_clean_removes_labs_of_killed_owners_only(lab: NetLab) -> None:
 
     assert left not in labs()
     assert lab.name in labs()
+
+
+def test_a_cut_in_one_network_leaves_the_other_alone() -> None:
+    with NetLab(2, networks=2) as lab:
+        one, two = lab.hosts
+        with listening(two) as heard:
+            lab.cut(one, two, network=0)
+            send(one, two.ipv4_in(0), "lost")
+            send(one, two.ipv4_in(1), "over the other")
+            assert heard.next() == "over the other"
+            assert lab.carried_bytes(one, 1) > len("over the other")
+            lab.mend(one)
+            send(one, two.ipv4_in(0), "mended")
+            assert heard.next() == "mended"

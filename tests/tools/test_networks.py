@@ -8,28 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tools.networks.lab import PROFILES, Profile, SlowLab
-from tools.networks.results import Line, Outcome, verdicts_of
+from tools.networks.lab import Profile, SlowLab
+from tools.networks.results import Line, Outcome, verdicts_of, verdicts_of_calls
 
 ROOT = Path(__file__).parents[2]
-PING = """
-import socket, sys, time
-with socket.create_connection((sys.argv[1], 5000), timeout=10) as connection:
-    for _ in range(5):
-        began = time.monotonic()
-        connection.sendall(b"x")
-        connection.recv(1)
-        print(time.monotonic() - began)
-"""
-ECHO = """
-import socket
-with socket.create_server(("", 5000)) as server:
-    print("ready", flush=True)
-    connection, _ = server.accept()
-    with connection:
-        while data := connection.recv(1):
-            connection.sendall(data)
-"""
 
 
 def steps(*took_s: float, ranks: int = 2) -> list[Line]:
@@ -56,30 +38,38 @@ def test_steps_without_all_ranks_and_views_miss_their_bars() -> None:
     assert missed == {"views", "steps without all ranks"}
 
 
+def test_small_calls_are_held_against_the_round_trip() -> None:
+    found = Outcome.of([steps(0.12, 0.12)] * 2, began=10.0, ended=10.24, views=0)
+    for round_trip_s, outcome in ((0.11, "met"), (0.1, "MISSED")):
+        assert verdicts_of_calls(found, found, round_trip_s, short=False)[-1].outcome == outcome
+    assert {v.outcome for v in verdicts_of_calls(found, found, 0.1, short=True)} == {"met"}
+
+
 @pytest.mark.netns
 def test_the_switch_delays_and_a_cut_holds_what_is_sent() -> None:
     with SlowLab(2, Profile(delay_ms=20)) as lab:
         one, two = lab.hosts
-        with two.popen([sys.executable, "-c", ECHO], stdout=subprocess.PIPE) as echo:
-            assert echo.stdout is not None
-            assert echo.stdout.readline() == "ready\n"
-            trips = one.run([sys.executable, "-c", PING, two.ipv4]).split()
-        assert len(trips) == 5
-        assert all(float(trip) >= 0.04 for trip in trips)
+        assert lab.round_trip_s(one, two) >= 0.04
         lab.cut(one, two)
         with pytest.raises(subprocess.CalledProcessError):
-            one.run([sys.executable, "-c", PING.replace("timeout=10", "timeout=0.5"), two.ipv4])
+            lab.round_trip_s(one, two, timeout_s=0.5)
 
 
 @pytest.mark.netns
 @pytest.mark.e2e
-def test_a_mesh_holds_together_on_crowded_wifi() -> None:
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("run", "crowded, seed 1, pmesh: "),
+        ("calls", "homes, seed 1, pmesh: "),
+        ("faults", "healed after a partition of 1 s, longest: "),
+    ],
+)
+def test_the_short_forms_find_nothing_wrong(command: str, shown: str) -> None:
     pytest.importorskip("torch")  # gloo has its turn too
-    assert "crowded" in PROFILES
-    command = [sys.executable, "-m", "tools.networks", "run", "--short"]
     began = time.monotonic()
     done = subprocess.run(
-        command,
+        [sys.executable, "-m", "tools.networks", command, "--short"],
         cwd=ROOT,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
         capture_output=True,
@@ -88,3 +78,4 @@ def test_a_mesh_holds_together_on_crowded_wifi() -> None:
         check=False,
     )
     assert done.returncode == 0, f"{time.monotonic() - began:.0f} s: {done.stdout}{done.stderr}"
+    assert shown in done.stdout

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from pmesh.core.values import OpOutcome, Primary, Roster, Seat, Terms, Trainer, Verdict, View
+from pmesh.core.views.ring import UNKNOWN
 from pmesh.core.views.state import MemberState, Peer
 from pmesh.core.wire.link import (
     Call,
@@ -201,7 +202,7 @@ def make_heartbeat(
         flushed=flushed,
         acting=acting,
         needs_epoch=needs_epoch,
-        heard={member.incarnation: 0 for member in heard},
+        heard={member.incarnation: UNKNOWN for member in heard},
         waiting=tuple(waiting),
         view_requests=tuple(view_requests),
         in_force=tuple(in_force),

@@ -20,11 +20,13 @@ import msgspec
 from pmesh.agent.status.events import EventLog, encode_events
 from pmesh.agent.status.schema import (
     DoorStatus,
+    EdgeStatus,
     EpochStatus,
     JobStatus,
     MemberStatus,
     NewcomerStatus,
     NodeStatus,
+    PathStatus,
     PeerStatus,
     RankStatus,
     Status,
@@ -34,12 +36,17 @@ from pmesh.agent.status.schema import (
     ViewStatus,
     encode_status,
 )
+from pmesh.core.values import Verdict
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.local import (
     AskEvents,
+    AskPing,
     AskStatus,
     Events,
+    Pinged,
+    Refused,
     Stopping,
+    WayTried,
     decode_request_untrusted,
     encode,
 )
@@ -48,6 +55,20 @@ from pmesh.ids import Incarnation, Member, NodeId
 
 IDS = ["a" * 52, "b" * 52, "c" * 52]
 NAMES = ["mac-1", "mac-2", "studio"]
+
+PATHS = (
+    PathStatus(
+        interface="en0",
+        remote="en7",
+        kind="wired",
+        use="in use",
+        speed_mbit_s=100,
+        rtt_ms=0.5,
+        slow="en0 here runs at 100 Mbit/s",
+    ),
+    PathStatus(interface="en1", remote="en\x1b1", kind="wifi", use="standby", rtt_ms=4.25),
+    PathStatus(interface=None, remote="10.0.0.9", kind=None, use="silent"),
+)
 
 SNAPSHOT = Status(
     schema=2,
@@ -74,10 +95,16 @@ SNAPSHOT = Status(
                 rtt_ms=0.25 * rank if rank else None,
                 jitter_ms=0.04 if rank else None,
                 silence_s=1.6 if rank == 1 else 0.2,
+                loss_percent=2.14 * rank if rank else None,
                 addresses=(f"10.0.0.{rank + 1}:24160",),
                 interface="en0" if rank else None,
+                paths=PATHS if rank else (),
             )
             for rank, (node, name) in enumerate(zip(IDS, NAMES, strict=True))
+        ),
+        edges=tuple(
+            EdgeStatus(sender=IDS[rank], receiver=IDS[(rank + 1) % 3], rtt_ms=0.25 * (rank + 1))
+            for rank in range(3)
         ),
     ),
     peers=(
@@ -157,6 +184,29 @@ SNAPSHOT = Status(
 )
 MINIMAL = msgspec.structs.replace(SNAPSHOT, peers=(), jobs=())
 
+WAYS = (
+    WayTried(
+        interface="en5",
+        remote="en0",
+        kind="wired",
+        address="10.0.0.2:24160",
+        speed_mbit_s=1000,
+        rtt_ms=0.314,
+    ),
+    WayTried(
+        interface="en1",
+        remote="en\x1b1",
+        kind="wifi",
+        address="10.1.0.2:24160",
+        why_not="no answer in 3 s",
+    ),
+    WayTried(
+        interface="bridge0", kind="thunderbolt", why_not="mac-2 has no address in 10.9.0.0/16"
+    ),
+    Pinged(interface="en5", remote="en0", why="wired is better than wifi"),
+)
+NOBODY = (Refused(Verdict("UsageError", "no other machine is called 'x'; there are mac-2")),)
+
 Answer = Callable[[socket.socket], None]
 
 
@@ -193,6 +243,9 @@ def answer_well(connection: socket.socket, event_log: EventLog | None = None) ->
         case AskEvents(after):
             page = (event_log or make_chronicle()).since(after)
             connection.sendall(frame(encode(Events(encode_events(page)))))
+        case AskPing(name):
+            for reply in WAYS if name == "mac-2" else NOBODY:
+                connection.sendall(frame(encode(reply)))
         case _:
             connection.sendall(frame(encode(Stopping(pid=2**22 + 1))))  # above any pid
 

@@ -7,12 +7,14 @@ import psutil
 import trio
 
 from pmesh.net.links.acceptor import Acceptor, Authenticated
-from pmesh.net.links.link import shake_hands
+from pmesh.net.links.path import shake_hands
 from tests.worlds.nodes import ADAS, ADAS_HELLO
 
 
 async def on_link(stream: trio.SocketStream, first: bytes, authenticated: Authenticated) -> None:
-    await shake_hands(stream, contexts=ADAS, server_side=True, hello=ADAS_HELLO, first_bytes=first)
+    await shake_hands(
+        stream, contexts=ADAS, server_side=True, hello=lambda _: ADAS_HELLO, first_bytes=first
+    )
     authenticated()
 
 

@@ -11,12 +11,12 @@ from pmesh.core.wire.link import Address, Hello, KnownPeers
 from pmesh.errors import (
     PmeshError,
 )
-from pmesh.net.links.link import Link, shake_hands
+from pmesh.net.links.path import Path, shake_hands
 from pmesh.net.links.tls import TlsContexts
 from tests.worlds.nodes import ADAS, ADAS_HELLO, BOB, BOBS, BOBS_HELLO, hello_of
 
 Streams = tuple[trio.abc.HalfCloseableStream, trio.abc.HalfCloseableStream]
-Outcome = Link | PmeshError
+Outcome = Path | PmeshError
 
 
 @asynccontextmanager
@@ -43,7 +43,10 @@ async def outcomes(
         contexts, hello = who
         try:
             return await shake_hands(
-                streams[server_side], contexts=contexts, server_side=server_side, hello=hello
+                streams[server_side],
+                contexts=contexts,
+                server_side=server_side,
+                hello=lambda _: hello,
             )
         except PmeshError as e:
             return e
@@ -58,11 +61,11 @@ async def outcomes(
 
 
 @asynccontextmanager
-async def linked(streams: Streams | None = None) -> AsyncIterator[tuple[Link, Link]]:
+async def linked(streams: Streams | None = None) -> AsyncIterator[tuple[Path, Path]]:
     """Ada, who dialled, and Bob; their writers run."""
     ada, bob = await outcomes(streams or trio.testing.memory_stream_pair())
-    assert isinstance(ada, Link)
-    assert isinstance(bob, Link)
+    assert isinstance(ada, Path)
+    assert isinstance(bob, Path)
     async with AsyncExitStack() as stack:
         for link in (ada, bob):
             stack.push_async_callback(trio.aclose_forcefully, link._wire.stream)  # noqa: SLF001

@@ -2,6 +2,7 @@
 
 from pmesh.core.values import View
 from pmesh.core.views.agreement import receive
+from pmesh.core.views.ring import USUAL, edge_cost
 from pmesh.core.views.state import Facts, Install, MemberState, Send, Step
 from pmesh.core.wire.link import AgreementMessage, Commit
 from pmesh.ids import Member
@@ -40,7 +41,9 @@ def installed(step: Step) -> list[View]:
 
 def commit(view: View) -> Commit:
     """The commit of a view whose ring is in order of node id: all edges cost the same."""
-    return Commit(view, tuple(tuple(20 * (a != b) for b in view.seats) for a in view.seats))
+    return Commit(
+        view, tuple(tuple(edge_cost(USUAL) * (a != b) for b in view.seats) for a in view.seats)
+    )
 
 
 def promising(counter: int = 6, leader: Member = ANNA) -> MemberState:

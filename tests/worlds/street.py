@@ -49,6 +49,10 @@ class Street(trio.abc.Listener[Stream]):
         """Let one accept fail."""
         self._arrivals.send_nowait(error)
 
+    def close(self) -> None:
+        """Close it while somebody accepts, as a socket can be."""
+        self._waiting.close()
+
     async def accept(self) -> Stream:
         arrival = await self._waiting.receive()
         if isinstance(arrival, OSError):

@@ -180,13 +180,18 @@ class Village:
         name: str = "digits",
         terms: Terms = ANY,
         straggler_after_s: float = 60.0,
+        timeout_s: float = 30.0,
     ) -> list[Trainer]:
         """A trainer on each of the machines, joined; in the order of their ranks."""
         trainers = [await self.trainer(machine) for machine in machines]
 
         async def join(trainer: Trainer) -> None:
             await trainer.join(
-                name, len(trainers), terms=terms, straggler_after_s=straggler_after_s
+                name,
+                len(trainers),
+                terms=terms,
+                straggler_after_s=straggler_after_s,
+                timeout_s=timeout_s,
             )
 
         await together(*[partial(join, trainer) for trainer in trainers])

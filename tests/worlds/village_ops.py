@@ -47,7 +47,8 @@ async def cut(one: Machine, *others: Machine) -> None:
     for machine in (one, *others):
         machine.agent.peers._leaving = True  # noqa: SLF001 - then it lets nobody in
     for live in list(one.agent.peers.links.values()):
-        await live.link.aclose()
+        for path in list(live.paths.values()):
+            await path.path.aclose()
     sizes = {one.settings.name: 1} | {m.settings.name: len(others) for m in others}
     await until(lambda: all(len(m.names) == sizes[m.settings.name] for m in (one, *others)))
 

@@ -140,6 +140,7 @@ class WatchedAgent:
         """Trainers that have said that they leave; all others have crashed."""
         self.crashed: list[TrainerId] = []
         self.entering: list[TrainerId] = []
+        """Trainers whose `sync`, in which they enter, has passed `before_op`: the agent has it."""
         self.wanted: list[int] = []
         """The sizes of the input arenas that trainers asked for."""
         self.shown: list[str] = []
@@ -227,14 +228,14 @@ class WatchedAgent:
         session.calls.append(request.call)
         if session.me == 0:
             self.note(lambda: self.calls.append(request.call))
-        if request.op == ENTERS:
-            self.note(lambda: self.entering.append(session.me))
         if request.call.kind == "broadcast" and request.arena >= 0:
             size = request.count * np.dtype(request.wire_dtype).itemsize
             sent = memoryview(session.inputs[request.arena])[request.offset : request.offset + size]
             self.retained.append(Retained(session, request.arena, sent, bytes(sent)))
         if self.before_op is not None:
             await trio.to_thread.run_sync(self.before_op, session, request, abandon_on_cancel=True)
+        if request.op == ENTERS:
+            self.note(lambda: self.entering.append(session.me))
         if session.job == "job" and self.losses.get(request.op) == session.me:
             raise trio.EndOfChannel
         if session.job == "job" and self.left_behind.get(request.op) == session.me:

@@ -21,6 +21,10 @@ LEAST_MEMORY_BYTES = 200 * MIB
 MOST_GROWTH_BYTES_PER_OP = 4 * KIB  # of the agent's and the trainer's heap; one page of memory
 AUTO_MARGIN = 1.10
 LOSS_MARGIN = 0.01
+CABLES_SHARE, FASTEST_SHARE, CHAIN_SHARE, MIXED_SHARE = 0.9, 0.97, 0.9, 0.95
+DRAWN = (25, 50, 100, 200)
+"""In Mbit/s, the speeds between two hosts of a mixed network, of which each pair draws one."""
+FASTEST = "iperf3 on the fastest line, MB/s"
 CONTROL_SHARE = "control traffic, share of the link"
 LAG_P99 = "loop lag p99, ms"
 PSS = "PSS beyond the caller's arrays, MiB"
@@ -31,6 +35,9 @@ PMESH, ORDINARY, GLOO, MLX = "pmesh", "ordinary", "gloo", "mlx"
 
 Kind = Literal["peers", "gradients", "memory", "lag", "compressed", "train"]
 COMPRESSION: tuple[Kind, ...] = ("compressed", "train")
+Network = Literal["plain", "cables", "chain", "mixed"]
+"""One switch; a switch for each cable of a host; a chain of three, whose ends can't reach each
+other; another speed between any two hosts, by the number of the round."""
 Bars = tuple[tuple[str, float], ...]
 """Of schemes, by name."""
 
@@ -49,6 +56,9 @@ class Case:
     """In network namespaces, else on loopback."""
     link_bits_per_s: int | None = None
     """Of each host of the lab; None: as fast as the kernel is."""
+    network: Network = "plain"
+    more_bits_per_s: tuple[int, ...] = ()
+    """Of each host's further cables."""
     sizes: tuple[int, ...] = ()
     """In bytes; each has its rounds. Empty where the shape of what is reduced says it."""
     layout: Layout = "matrix"
@@ -59,6 +69,11 @@ class Case:
     """How many times faster than uncompressed."""
     wire_bars: Bars = ()
     """How many times fewer bytes than uncompressed."""
+
+    @property
+    def cables_bits_per_s(self) -> tuple[int, ...]:
+        """Of all cables of a host; none where they are as fast as the kernel is."""
+        return () if self.link_bits_per_s is None else (self.link_bits_per_s, *self.more_bits_per_s)
 
     @property
     def is_compression(self) -> bool:
@@ -82,6 +97,22 @@ def _peers(name: str, what: str, ranks: int, *sizes: int, bits_per_s: int | None
     )
 
 
+def _network(name: str, what: str, network: Network, size: int, *megabits: int) -> Case:
+    """Hosts that pmesh alone has to find its ways between."""
+    first, *more = (each * MEGABIT for each in megabits)
+    return Case(
+        name=name,
+        what=what,
+        ranks=int(name.rpartition("-")[2]),
+        kind="peers",
+        turns=(PMESH,),
+        network=network,
+        link_bits_per_s=first,
+        more_bits_per_s=tuple(more),
+        sizes=(size,),
+    )
+
+
 def _alone(kind: Kind, what: str, size: int) -> Case:
     what = f"{what}, 2 ranks"
     turns = (PMESH,)
@@ -101,6 +132,10 @@ CASES: tuple[Case, ...] = (
         )
         for ranks in (2, 4, 8)
     ),
+    _network("unequal-2", "2 hosts, 100 Mbit/s and 1 Gbit/s", "cables", 64 * MIB, 100, 1000),
+    _network("twice-2", "2 hosts, 1 Gbit/s twice", "cables", 64 * MIB, 1000, 1000),
+    _network("chain-3", "3 hosts in a chain, 1 Gbit/s", "chain", 16 * MIB, 1000),
+    _network("mixed-8", "8 hosts, 25 to 200 Mbit/s by pair", "mixed", 4 * MIB, max(DRAWN)),
     _alone(
         "gradients",
         f"average_gradients of {GRADIENT_ARRAYS} arrays against all_reduce of one",
@@ -195,8 +230,9 @@ def judge_flatness(measured: Sequence[Measured], ours: str = PMESH) -> Iterator[
     """Bus bandwidth with the number of hosts, for each link and size with several numbers."""
     kinds: dict[tuple[int, int], list[Measured]] = {}
     for m in measured:
-        link = find_case(m.case).link_bits_per_s
-        if link is not None:
+        case = find_case(m.case)
+        link = case.link_bits_per_s
+        if link is not None and case.network == "plain":
             kinds.setdefault((link, m.op_bytes), []).append(m)
     for (link, op_bytes), group in sorted(kinds.items(), reverse=True):
         if len(group) > 1:
@@ -224,9 +260,24 @@ def _judge_loopback(case: Case, measured: Measured, ours: str) -> Iterator[Verdi
 
 
 def _judge_lan(case: Case, measured: Measured, ours: str) -> Iterator[Verdict]:
-    if case.ranks <= 4:  # noqa: PLR2004 - eight hosts are judged by flatness
-        share = measured.share_of_ceiling(ours)
-        yield at_least("bus bandwidth over iperf3's", share, goal=0.97)
+    share = measured.share_of_ceiling(ours)
+    match case.network:
+        case "plain" if case.ranks <= 4:  # noqa: PLR2004 - eight hosts are judged by flatness
+            yield at_least("bus bandwidth over iperf3's", share, goal=0.97)
+        case "plain":
+            pass
+        case "cables":
+            yield at_least("bus bandwidth over iperf3's on all cables", share, goal=CABLES_SHARE)
+            fastest = measured.bus_bytes_per_s(ours) / 1e6 / measured.facts[FASTEST]
+            yield at_least(
+                "bus bandwidth over iperf3's on the fastest", fastest, goal=FASTEST_SHARE
+            )
+        case "chain":  # a segment goes to one end and its result back: each edge, each way, once
+            share *= case.ranks / (2 * (case.ranks - 1))
+            yield at_least("bytes a second over iperf3's", share, goal=CHAIN_SHARE)
+        case "mixed":
+            what = "bus bandwidth over iperf3's on the slowest edge of the best ring"
+            yield at_least(what, share, goal=MIXED_SHARE)
     if ours == PMESH:
         control = measured.facts[CONTROL_SHARE]
         yield at_most(CONTROL_SHARE, control * 100, goal=0.1, form="{:.3f} %")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from tools.bench.cases import CONTROL_SHARE, GRADIENT_ARRAYS, ORDINARY, PMESH, Case
+from tools.bench.cases import CONTROL_SHARE, FASTEST, GRADIENT_ARRAYS, ORDINARY, PMESH, Case
 from tools.bench.compressed import PARAMETERS, START_STEP, find_way, shapes_of
 from tools.bench.results import Answer, Order, Round, Turn
 from tools.bench.systems import Ceiling, Place, Running, ceiling_of, place_of, started
@@ -19,6 +19,7 @@ from tools.lab.commands import LabError
 
 VALUE_BYTES = 4  # float32
 PATIENCE_S = 240.0  # for a turn
+SETTLE_S = 30.0  # in which agents measure each other's edges, and change their ring
 MOST_TRIALS = 100  # until Auto has picked
 Say = Callable[[str], None]
 
@@ -61,14 +62,41 @@ def op_bytes_of(case: Case) -> int:
 
 def take_rounds(case: Case, rounds: int, say: Say) -> Iterator[Taken]:
     """A B C A B C with each size; what has been taken so far, after each round."""
+    if case.network == "mixed":
+        yield from _take_draws(case, rounds, say)
+    else:
+        yield from _take_in_one_place(case, rounds, say)
+
+
+def _take_draws(case: Case, rounds: int, say: Say) -> Iterator[Taken]:
+    """Another network in each round."""
+    taken: dict[int, Taken] = {}
+    for draw in range(rounds):
+        for one in _take_in_one_place(case, 1, say, draw=draw):
+            before = taken.get(one.op_bytes)
+            taken[one.op_bytes] = together = (
+                one
+                if before is None
+                else Taken(
+                    op_bytes=one.op_bytes,
+                    rounds=before.rounds + one.rounds,
+                    ceiling=before.ceiling + one.ceiling,
+                    facts={name: max(x, before.facts[name]) for name, x in one.facts.items()},
+                )
+            )
+            yield together
+
+
+def _take_in_one_place(case: Case, rounds: int, say: Say, *, draw: int = 0) -> Iterator[Taken]:
     systems = (PMESH,) if case.kind == "compressed" else case.turns
     with (
         tempfile.TemporaryDirectory(prefix="bench-") as folder,
-        place_of(case.ranks, in_lab=case.in_lab, bits_per_s=case.link_bits_per_s) as place,
+        place_of(case, draw=draw) as place,
         started(place, systems, Path(folder)) as running,
         ceiling_of(place) if case.kind == "peers" else contextlib.nullcontext() as ceiling,
     ):
         say(f"{', '.join(running)}: {case.ranks} ranks of each have met")
+        time.sleep(SETTLE_S if case.network == "mixed" else 0.0)
         for op_bytes in case.sizes or (op_bytes_of(case),):
             yield from _Taking(case, place, running, ceiling, op_bytes).take(rounds, say)
 
@@ -86,17 +114,21 @@ class _Taking:
         taken: list[Round] = []
         ceilings: list[float] = []
         facts: dict[str, float] = {}
-        line = self.case.link_bits_per_s if self.case.kind == "peers" else None
-        before = [] if line is None else self.running[PMESH].traffic()
+        lines: tuple[float, ...] = ()
+        line = sum(self.case.cables_bits_per_s) if self.case.kind == "peers" else 0
+        before = [] if not line else self.running[PMESH].traffic()
         began = time.monotonic()
         for _ in range(rounds):
             taken.append({name: self._take_turn(name, order) for name, order in orders.items()})
             if self.ceiling is not None:
-                ceilings.append(self.ceiling())
-            if line is not None:
+                lines = self.ceiling()
+                ceilings.append(sum(lines))
+            if line:
                 line_bytes = line * (time.monotonic() - began) / 8
                 after = self.running[PMESH].traffic()
                 facts = {CONTROL_SHARE: _control_share(before, after, line_bytes)}
+                if self.case.network == "cables":
+                    facts[FASTEST] = round(max(lines) / 1e6, 1)
             yield Taken(
                 op_bytes=self.op_bytes,
                 rounds=tuple(taken),

@@ -43,7 +43,7 @@ def soak(case: Case, op_bytes: int, ops: int) -> Taken:
     patch = LOG_TICKS if case.kind == "lag" else ""
     with (
         tempfile.TemporaryDirectory(prefix="bench-") as folder,
-        place_of(case.ranks, in_lab=False, bits_per_s=None) as place,
+        place_of(case) as place,
         contextlib.ExitStack() as stack,
     ):
         pmesh = start_pmesh(place, Path(folder), stack, patch=patch)

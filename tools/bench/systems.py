@@ -14,11 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations, pairwise, permutations
 from pathlib import Path
+from random import Random
 from typing import IO, Any, Self
 
 import msgspec
 
+from tools.bench.cases import DRAWN, MEGABIT, Case
 from tools.bench.results import Answer, Order
 from tools.lab.agents import await_status, inherited, new_key, status_of
 from tools.lab.commands import LabError
@@ -50,6 +53,10 @@ class Place:
     ranks: int
     hosts: tuple[Host, ...] = field(default=())
     """None of them: loopback."""
+    lines: tuple[tuple[int, str], ...] = ()
+    """What iperf3 measures: the rank of a host, and the address of the other end."""
+    patch: str = ""
+    """Source that each agent runs first."""
 
     @property
     def interface(self) -> str:
@@ -82,42 +89,92 @@ class Place:
         return sum(int(host.run(["cat", counter])) for host in self.hosts)
 
 
+SPEEDS_PATCH = """
+import psutil
+stats_of_all = psutil.net_if_stats
+def shaped():
+    return {{n: s._replace(speed={speeds}.get(n, s.speed)) for n, s in stats_of_all().items()}}
+psutil.net_if_stats = shaped
+"""  # a veth claims 10 Gbit/s, whatever the lab gives it
+
+
 @contextlib.contextmanager
-def place_of(ranks: int, *, in_lab: bool, bits_per_s: int | None) -> Iterator[Place]:
-    """This machine's loopback, or a host for each rank with such a line in either direction."""
-    if not in_lab:
+def place_of(case: Case, *, draw: int = 0) -> Iterator[Place]:
+    """This machine's loopback, or a host for each rank in the network of the case.
+
+    Args:
+        case: Which.
+        draw: Of a mixed network, which of many.
+    """
+    ranks, cables = case.ranks, case.cables_bits_per_s
+    if not case.in_lab:
         yield Place(ranks=ranks)
         return
-    with NetLab(ranks) as lab:
-        for host in lab.hosts:
-            lab.shape(host, bits_per_s=bits_per_s)
-        yield Place(ranks=ranks, hosts=lab.hosts)
+    with NetLab(ranks, networks=max(1, len(cables))) as lab:
+        ends = (0, 1)
+        if case.network == "mixed":
+            ends = _shape_at_random(lab, Random(draw))  # noqa: S311 - repeats a draw
+        else:
+            for host in lab.hosts:
+                for network, bits_per_s in enumerate(cables):
+                    lab.shape(host, bits_per_s=bits_per_s, network=network)
+        if case.network == "chain":
+            lab.cut(lab.hosts[0], lab.hosts[-1])
+        speeds = {f"eth{network}": bits // MEGABIT for network, bits in enumerate(cables)}
+        yield Place(
+            ranks=ranks,
+            hosts=lab.hosts,
+            lines=tuple(
+                (ends[0], lab.hosts[ends[1]].ipv4_in(network))
+                for network in range(len(cables) or 1)
+            ),
+            patch=SPEEDS_PATCH.format(speeds=speeds) if len(cables) > 1 else "",
+        )
 
 
-Ceiling = Callable[[], float]
-"""Measures once: bytes a second, of the stream's payload, in one direction."""
+def _shape_at_random(lab: NetLab, random: Random) -> tuple[int, int]:
+    """Give each pair of hosts a speed of its own; return the slowest edge of the best ring."""
+    speeds = {
+        pair: random.choice(DRAWN) * MEGABIT for pair in combinations(range(len(lab.hosts)), 2)
+    }
+    lab.shape_pairs({(lab.hosts[a], lab.hosts[b]): speed for (a, b), speed in speeds.items()})
+
+    def slowest(ring: tuple[int, ...]) -> tuple[int, int]:
+        edges = [(min(pair), max(pair)) for pair in pairwise((0, *ring, 0))]
+        return min(edges, key=lambda edge: speeds[edge])
+
+    rings = permutations(range(1, len(lab.hosts)))
+    return max(map(slowest, rings), key=lambda edge: speeds[edge])
+
+
+Ceiling = Callable[[], tuple[float, ...]]
+"""Measures once: bytes a second, of the stream's payload, in one direction, on each line."""
 
 
 @contextlib.contextmanager
 def ceiling_of(place: Place) -> Iterator[Ceiling]:
     if not place.hosts:
-        yield stream_bytes_per_s
+        yield lambda: (stream_bytes_per_s(),)
         return
     if shutil.which("iperf3") is None:
         raise LabError("the line is measured by iperf3, which is missing: apt install iperf3")
-    server = place.popen(1, ["iperf3", "-s"], stdout=subprocess.DEVNULL)
+    servers = [
+        place.popen(rank, ["iperf3", "-s"], stdout=subprocess.DEVNULL)
+        for rank in range(place.ranks)
+    ]
     try:
-        yield lambda: iperf_bytes_per_s(place)
+        yield lambda: tuple(iperf_bytes_per_s(place, *line) for line in place.lines)
     finally:
-        server.kill()
-        server.wait()
+        for server in servers:
+            server.kill()
+            server.wait()
 
 
-def iperf_bytes_per_s(place: Place) -> float:
-    """`iperf3 --bidir` between the first two hosts: what one direction gets, of both the mean."""
-    command = ["iperf3", "-c", place.address(1), "-t", str(IPERF_S), "--bidir", "-J"]
+def iperf_bytes_per_s(place: Place, rank: int, address: str) -> float:
+    """`iperf3 --bidir` between two hosts: what one direction gets, of both the mean."""
+    command = ["iperf3", "-c", address, "-t", str(IPERF_S), "--bidir", "-J"]
     for _ in range(IPERF_ATTEMPTS):  # its server may not listen yet, or still be at the last turn
-        client = place.popen(0, command, stdout=subprocess.PIPE)
+        client = place.popen(rank, command, stdout=subprocess.PIPE)
         output, _ = client.communicate(timeout=30.0)
         if client.returncode == 0:
             end = json.loads(output)["end"]
@@ -269,7 +326,7 @@ def start_pmesh(
         ours.append((home, {"PMESH_HOME": str(home), "PMESH_KEY": key, "PMESH_LOG_LEVEL": "error"}))
     agents: list[Process] = []
     for rank, (home, environment) in enumerate(ours):
-        up = [sys.executable, "-c", f"{patch}\n{AGENT}", "up", "--name", home.name]
+        up = [sys.executable, "-c", f"{patch}\n{place.patch}\n{AGENT}", "up", "--name", home.name]
         if not place.hosts:  # else as a user does: all addresses, and mDNS
             up += ["--no-mdns", "--listen", "127.0.0.1:0"]
             if rank:

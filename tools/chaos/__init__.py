@@ -6,6 +6,7 @@ In the order in which a measurement passes through them:
     trainer    the training scripts, which report each op as a line
     episodes   the ways to lose somebody; fault after fault, each in the middle of an op
     campaigns  what is no episode: churn, partitions, a newcomer with 500 MB, cold starts
+    cables     hosts with two cables each, of which one is pulled, goes dead or comes back
     steady     what must disturb nobody
     bits       flipped bits in everything that crosses the network
     bars       what it is measured against

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TypeAlias
 
 from tools.chaos.bits import run_bit_flips
+from tools.chaos.cables import FLAP_SHARE, pull, run_flaps, run_harm, run_plugs, vanish
 from tools.chaos.campaigns import (
     LONGEST_GAP_S,
     MINUTES,
@@ -34,6 +35,10 @@ KILL_MEDIAN_S = 0.060
 KILL_P95_S = 0.300
 SILENCE_S = 2.5
 WIFI_SILENCE_S = 5.5
+CABLE_S = 0.3
+VANISHED_S = 1.0
+PLUGGED_S = 5.0
+FLAPPING_SPEED = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +66,16 @@ def within_kill_bar(measured: Measured) -> bool:
     return took.median <= clean.median + KILL_MEDIAN_S and took.p95 <= clean.median + KILL_P95_S
 
 
+def after_clean(limit_s: float) -> Judgement:
+    """The median at most so much longer than the median clean op."""
+
+    def holds(measured: Measured) -> bool:
+        clean, took = figures_of(measured.clean_s), figures_of(measured.recovery_s)
+        return clean is not None and took is not None and took.median <= clean.median + limit_s
+
+    return holds
+
+
 def within(limit_s: float) -> Judgement:
     """Every time at most so long."""
     return lambda measured: 0 < max(measured.recovery_s, default=math.inf) <= limit_s
@@ -69,6 +84,11 @@ def within(limit_s: float) -> Judgement:
 def fact_within(name: str, limit: float) -> Judgement:
     """A fact at most so much."""
     return lambda measured: measured.facts.get(name, math.inf) <= limit
+
+
+def fact_at_least(name: str, limit: float) -> Judgement:
+    """A fact at least so much."""
+    return lambda measured: measured.facts.get(name, -math.inf) >= limit
 
 
 def nothing_violated(measured: Measured) -> bool:
@@ -156,6 +176,38 @@ CAMPAIGNS = (
         name="stop-agent-wifi",
         what="the same, Wi-Fi preset",
         run=_faults(StopAgent(patch=WIFI_PATCH)),
+    ),
+    Campaign(
+        name="cable",
+        what="the cable in use of two pulled: its carrier is lost; put back some seconds later",
+        bar=f"median ≤ clean + {CABLE_S * 1000:.0f} ms; nobody expelled, no op fails",
+        holds=after_clean(CABLE_S),
+        run=partial(run_harm, harm=pull),
+        episodes=100,
+    ),
+    Campaign(
+        name="vanish",
+        what="packets vanish in the network in use of two; the carrier stays",
+        bar=f"≤ {VANISHED_S:g} s; nobody expelled, no op fails",
+        holds=within(VANISHED_S),
+        run=partial(run_harm, harm=vanish),
+        episodes=100,
+    ),
+    Campaign(
+        name="plug",
+        what="the better one of two cables plugged in, first for the first time: until it is used",
+        bar=f"≤ {PLUGGED_S:g} s; no op fails",
+        holds=within(PLUGGED_S),
+        run=run_plugs,
+        episodes=20,
+    ),
+    Campaign(
+        name="flap",
+        what="the better one of two cables comes and goes every second, 60 times",
+        bar=f"≥ {FLAPPING_SPEED} of the speed with that cable out; nobody expelled, no op fails",
+        holds=fact_at_least(FLAP_SHARE, FLAPPING_SPEED),
+        run=run_flaps,
+        episodes=60,
     ),
     Campaign(
         name="stop-trainer",

@@ -310,7 +310,7 @@ def _part_and_heal(
     ):
         tally.violations.append(f"{what}: HistorySuperseded at {sorted(told)}, not at one side")
     tally.violations += [f"{what}: {name}: {e.says}" for name, e in errors if e.what == "error"]
-    _check_after(cluster, tally, since=mended)
+    check_after(cluster, tally, since=mended)
     cluster.forget_ops(before=time.monotonic())
     return heal_s
 
@@ -333,7 +333,8 @@ def _judge_sides(
     return went_on
 
 
-def _check_after(cluster: Cluster, tally: Tally, *, since: float) -> None:
+def check_after(cluster: Cluster, tally: Tally, *, since: float) -> None:
+    """Compare the ops that all have done together since then."""
     everybody = {node.name for node in cluster.nodes}
     ops = ops_of(cluster.nodes, lambda op: op.called >= since and set(op.names) == everybody)
     tally.check(ops, survivors=ops)

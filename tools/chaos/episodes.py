@@ -15,7 +15,8 @@ from tools.lab.oplog import Op, Options, clean_ops_s, find_violations, next_step
 ANY_PARTS: tuple[tuple[Part, ...], ...] = (("agent",), ("trainer",), BOTH)
 WIFI_PATCH = """
 import pmesh.net.links.interfaces
-pmesh.net.links.interfaces._linux_kind = lambda interface: "wifi"
+from pmesh.net.links.hardware import Hardware
+pmesh.net.links.interfaces.read_hardware = lambda names: dict.fromkeys(names, Hardware("wifi"))
 """  # a veth has no radio; all that follows from the kind of an interface follows from this
 
 
@@ -229,7 +230,7 @@ def _run_episode(cluster: Cluster, fault: Fault, random: Random, tally: Tally) -
     tally.ops_checked += sum(map(len, ops.values()))
     found = find_violations(ops, survivors=[node.name for node in survivors])
     found += [f"{life.name}: {error.says}" for life in lives for error in life.errors(began)]
-    cluster.forget_ops(before=began)
+    cluster.forget_ops(before=time.monotonic())  # a victim's own history may have been far ahead
     what = f"{', '.join(v.name for v in struck.victims)} at {struck.at:.3f}"
     return [f"{what}: {violation}" for violation in found]
 

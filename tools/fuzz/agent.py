@@ -18,10 +18,11 @@ import msgspec
 import trio
 
 from pmesh.agent.home import load_node_key, open_home
-from pmesh.agent.mesh import peers
+from pmesh.agent.mesh import bans
+from pmesh.agent.mesh.links import Link
 from pmesh.cli import main
+from pmesh.core.links.delivery import Packet
 from pmesh.core.wire.link import Heartbeat, LinkMessage, decode_untrusted, encode
-from pmesh.net.links.link import Link
 from tools.fuzz.corpus import Recorder, load
 from tools.fuzz.liar import Liar
 
@@ -108,11 +109,10 @@ def _replaying(send: Send, order: Order) -> Send:
     return replay
 
 
-def _listening(receive: Callable[[Link], Any], liar: Liar) -> Callable[[Link], Any]:
-    async def listen(link: Link) -> LinkMessage:
-        message: LinkMessage = await receive(link)
-        liar.hear(message)
-        return message
+def _listening(receive: Callable[[Link, Packet], bool], liar: Liar) -> Callable[..., bool]:
+    def listen(link: Link, packet: Packet) -> bool:
+        liar.hear(packet.message)
+        return receive(link, packet)
 
     return listen
 
@@ -120,7 +120,7 @@ def _listening(receive: Callable[[Link], Any], liar: Liar) -> Callable[[Link], A
 def _be(order: Order) -> None:
     home = open_home(Path(os.environ["PMESH_HOME"]))
     load_node_key(home, entropy=order.number.to_bytes(32, "big"))
-    peers.BANNED_S = peers.LONGEST_BANNED_S = SHORT_BAN_S
+    bans.BANNED_S = bans.LONGEST_BANNED_S = SHORT_BAN_S
     secrets.randbits = lambda k: order.number % 2**k  # the agent's incarnation is drawn so
     trio.run = partial(trio.run, instruments=[Steps()])  # type: ignore[assignment]
     if order.replay:
@@ -128,7 +128,7 @@ def _be(order: Order) -> None:
     if order.seed >= 0:
         liar, tell, begin = new_liar(order.seed), Recorder(Path(order.log)), Path(order.begin)
         Link.send = lying(Link.send, liar, on=lambda _: begin.exists(), tell=tell)  # type: ignore[method-assign, assignment]
-        Link.receive = _listening(Link.receive, liar)  # type: ignore[method-assign, assignment]
+        Link.receive_untrusted = _listening(Link.receive_untrusted, liar)  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

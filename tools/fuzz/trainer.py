@@ -23,6 +23,7 @@ from pmesh.core.wire.local import (
     MAX_SESSION_MESSAGE_BYTES,
     SESSION_VERSION,
     AskEvents,
+    AskPing,
     AskStatus,
     Attach,
     Compresses,
@@ -80,6 +81,7 @@ def honest_sessions() -> Iterator[tuple[Request, ...]]:
         yield (connect, want, entering)
         yield (AskStatus(),)
         yield (AskEvents(-1),)
+        yield (AskPing("mac-1"),)
         yield (connect, *[WantArena(size) for size in (0, 1, 1 << 20)], *ops)
         yield (attach, want, SendMessage(0, me, envelope, 0, 2.0), ReceiveMessage(1, (me,), 0, 2.0))
 

@@ -23,7 +23,7 @@ from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import AdvertisementKey, NodeKey, mesh_key_from_text
 from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Heartbeat, Hello, KnownPeers, Leaving
 from pmesh.ids import Epoch, Incarnation, Member, NodeId
-from pmesh.net.links.link import Link, shake_hands
+from pmesh.net.links.path import Path, shake_hands
 from pmesh.net.links.tls import TlsContexts
 from tools.hostile.packets import BLACK_HOLES, GROUP, announce, invent, mutate, name_only, question
 
@@ -141,11 +141,13 @@ async def _be_member(order: Order) -> None:
     contexts = TlsContexts.of(issue_credentials(mesh_key, key))
     hello = Hello(PROTOCOL_VERSION, Member(key.node, Incarnation(1)), "liar")
     async with trio.open_nursery() as nursery:
-        links: list[Link] = []
+        links: list[Path] = []
         for peer in order.peers:
             stream = await trio.open_tcp_stream(peer.host, peer.port)
             links.append(
-                await shake_hands(stream, contexts=contexts, server_side=False, hello=hello)
+                await shake_hands(
+                    stream, contexts=contexts, server_side=False, hello=lambda _: hello
+                )
             )
             nursery.start_soon(_serve, links[-1])
         nursery.start_soon(_beat, links, key.node)
@@ -165,7 +167,7 @@ async def _be_member(order: Order) -> None:
         nursery.cancel_scope.cancel()
 
 
-async def _serve(link: Link) -> None:
+async def _serve(link: Path) -> None:
     """Read all and keep nothing, until an agent ends the link."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(link.run_writer)
@@ -176,7 +178,7 @@ async def _serve(link: Link) -> None:
         nursery.cancel_scope.cancel()
 
 
-async def _beat(links: list[Link], node: NodeId) -> None:
+async def _beat(links: list[Path], node: NodeId) -> None:
     epoch = Epoch(1, node, Incarnation(1))
     beat = Heartbeat(epoch, epoch, flushed=False, acting=True, needs_epoch=False, heard={})
     while True:

@@ -10,12 +10,15 @@ from typing import Final, TypeAlias
 
 from msgspec.structs import replace
 
+from pmesh.agent.mesh.links import Link
+from pmesh.core.links.delivery import Packet
 from pmesh.core.values import Roster, Seat, Trainer, View
 from pmesh.core.wire.link import (
     AskToJoin,
     Commit,
     Heartbeat,
     LinkMessage,
+    PathMessage,
     Propose,
     Refuse,
     Superseded,
@@ -23,7 +26,6 @@ from pmesh.core.wire.link import (
     Veto,
 )
 from pmesh.ids import MAX_COUNTER, Epoch, Incarnation, Member, NodeId
-from pmesh.net.links.link import Link
 
 SEED_VARIABLE: Final = "HOSTILE_SEED"
 PATCH: Final = f"""
@@ -87,7 +89,7 @@ class Liar:
         self.told = 0
         """How many views."""
 
-    def see(self, message: LinkMessage) -> None:
+    def see(self, message: PathMessage) -> None:
         """Take note of what it or another has said in earnest."""
         match message:
             case Commit(view=view) | TellView(view=view) | Superseded(view=view):
@@ -138,7 +140,7 @@ class Liar:
 def lie(seed: int) -> None:
     """From now on, on all links of this process."""
     liar = Liar(Random(seed))  # noqa: S311 - repeats a run
-    send, receive = Link.send, Link.receive
+    send, receive = Link.send, Link.receive_untrusted
 
     def lying_send(link: Link, message: LinkMessage) -> None:
         liar.see(message)
@@ -150,10 +152,9 @@ def lie(seed: int) -> None:
             if liar.told // EVERY > before // EVERY:
                 print("lied", liar.told, flush=True)
 
-    async def lying_receive(link: Link) -> LinkMessage:
-        message = await receive(link)
-        liar.see(message)
-        return message
+    def lying_receive(link: Link, packet: Packet) -> bool:
+        liar.see(packet.message)
+        return receive(link, packet)
 
     setattr(Link, "send", lying_send)  # noqa: B010 - a type checker would not have it
-    setattr(Link, "receive", lying_receive)  # noqa: B010
+    setattr(Link, "receive_untrusted", lying_receive)  # noqa: B010

@@ -263,6 +263,7 @@ class Cluster:
         patch: Source that runs in each agent first.
         environment: Further variables of the processes of a node, by its number.
         logs: Where to write what all have printed.
+        lab: Its hosts' network, if not a plain one.
     """
 
     def __init__(
@@ -273,8 +274,9 @@ class Cluster:
         patch: str = "",
         environment: Callable[[int], dict[str, str]] = lambda _: {},
         logs: Path | None = None,
+        lab: NetLab | None = None,
     ) -> None:
-        self.lab = NetLab(count)
+        self.lab = lab or NetLab(count)
         self.options = options
         self.nodes: list[Node] = []
         self.trainers: list[Process] = []
@@ -407,8 +409,13 @@ class Cluster:
 
     def await_called(self, nodes: Sequence[Node]) -> None:
         """Until all of them are in the middle of the same op, which has just begun."""
-        step = 1 + max((max(node.life.calls, default=-1) for node in nodes), default=-1)
-        self.wait_for(lambda: all(step in node.life.calls for node in nodes), f"step {step}")
+        began = time.monotonic()
+
+        def together() -> bool:
+            called = [{s for s, at in node.life.calls.items() if at >= began} for node in nodes]
+            return bool(set[int].intersection(*called))
+
+        self.wait_for(together, "an op that all have called")
 
     def wait_for(
         self, holds: Callable[[], bool], what: str, *, timeout_s: float = PATIENCE_S

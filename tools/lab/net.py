@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -106,8 +106,16 @@ class Host:
 
     @property
     def ipv4(self) -> str:
-        """Of its one interface, eth0."""
-        return f"10.77.0.{self.number}"
+        """Of eth0, its interface in the first network."""
+        return self.ipv4_in(0)
+
+    def ipv4_in(self, network: int) -> str:
+        """Of its interface in this network: eth0 in network 0, eth1 in network 1, and so on."""
+        return f"10.{77 + network}.0.{self.number}"
+
+    def port(self, network: int) -> str:
+        """The other end of the cable, at the switch."""
+        return f"{self.name}-{network}" if network else self.name
 
     @property
     def ipv6(self) -> str:
@@ -130,9 +138,13 @@ class Host:
 
 
 class NetLab:
-    """A switch and `count` hosts on it, from `with` to its end, however that comes."""
+    """A switch and `count` hosts on it, from `with` to its end, however that comes.
 
-    def __init__(self, count: int) -> None:
+    With several networks each host has an interface in each: eth0, eth1, and so on.
+    """
+
+    def __init__(self, count: int, *, networks: int = 1) -> None:
+        self._networks = networks
         if not 1 <= count <= 250:  # noqa: PLR2004 - one octet of the address
             raise NetLabError(f"a lab has 1 to 250 hosts, not {count}")
         self.name = f"{PREFIX}-{os.getpid()}-{next(_labs)}"
@@ -179,7 +191,9 @@ class NetLab:
     def _build(self) -> None:
         run_system(["ip", "netns", "add", self._switch])
         # No snooping: without a router's queries a bridge would forget who wants multicast.
-        self._in_switch("ip link add bridge up type bridge forward_delay 0 mcast_snooping 0")
+        for network in range(self._networks):
+            bridge = _bridge(network)
+            self._in_switch(f"ip link add {bridge} up type bridge forward_delay 0 mcast_snooping 0")
         self._in_switch("nft -f -", stdin=CUT_TABLE)
         for host in self.hosts:
             self._plug_in(host)
@@ -189,6 +203,20 @@ class NetLab:
         veth = f"link add eth0 type veth peer name {host.name} netns {self._switch}"
         self._set_up(host, veth)
         self._in_switch(f"ip link set {host.name} master bridge up")
+        for network in range(1, self._networks):
+            self._plug_in_again(host, network)
+
+    def _plug_in_again(self, host: Host, network: int) -> None:
+        device, port = f"eth{network}", host.port(network)
+        commands = f"""
+            link add {device} type veth peer name {port} netns {self._switch}
+            link set {device} addrgenmode none
+            link set {device} up
+            addr add {host.ipv4_in(network)}/24 broadcast + dev {device}
+            addr add fe80::{network}:{host.number}/64 dev {device} nodad
+        """
+        run_system(["ip", "-netns", host.namespace, "-batch", "-"], stdin=commands)
+        self._in_switch(f"ip link set {port} master {_bridge(network)} up")
 
     def _set_up(self, host: Host, eth0: str = "") -> None:
         """Give the host its addresses; `eth0` makes the interface if it is not there yet."""
@@ -204,40 +232,62 @@ class NetLab:
         """  # nodad: an address that is still being checked can't be bound, for a second or two
         run_system(["ip", "-netns", host.namespace, "-batch", "-"], stdin=commands)
 
-    def cut(self, one: Host, *others: Host, one_way: bool = False) -> None:
-        """Packets from `one` to the others (to all, if none is named) vanish, and back as well."""
-        self._cut("add", one, others, one_way=one_way)
+    def cut(
+        self, one: Host, *others: Host, one_way: bool = False, network: int | None = None
+    ) -> None:
+        """Packets from `one` to the others (to all, if none is named) vanish, and back as well.
+
+        Those in one network, or in all of them.
+        """
+        self._cut("add", one, others, one_way=one_way, network=network)
 
     def mend(self, one: Host, *others: Host) -> None:
-        """Undo `cut`, both ways."""
+        """Undo `cut`, both ways and in all networks."""
         # An element that is added once more is no error; one deleted that isn't there would be.
-        self._cut("add", one, others, one_way=False)
-        self._cut("delete", one, others, one_way=False)
+        self._cut("add", one, others)
+        self._cut("delete", one, others)
 
     def _cut(
-        self, verb: Literal["add", "delete"], one: Host, others: Sequence[Host], *, one_way: bool
+        self,
+        verb: Literal["add", "delete"],
+        one: Host,
+        others: Sequence[Host],
+        *,
+        one_way: bool = False,
+        network: int | None = None,
     ) -> None:
         others = others or [host for host in self.hosts if host != one]
         pairs = [(one, other) for other in others]
         if not one_way:
             pairs += [(other, one) for other in others]
         if pairs:
-            self._change_cuts(verb, pairs)
+            networks = list(range(self._networks)) if network is None else [network]
+            self._change_cuts(verb, pairs, networks)
 
     def _change_cuts(
-        self, verb: Literal["add", "delete"], pairs: Sequence[tuple[Host, Host]]
+        self,
+        verb: Literal["add", "delete"],
+        pairs: Sequence[tuple[Host, Host]],
+        networks: Sequence[int],
     ) -> None:
         """In one transaction: all of them at the same instant."""
-        elements = ", ".join(f"{sender.name} . {receiver.name}" for sender, receiver in pairs)
+        elements = ", ".join(f"{a.port(n)} . {b.port(n)}" for a, b in pairs for n in networks)
         self._in_switch("nft -f -", stdin=f"{verb} element bridge lab cut {{ {elements} }}\n")
 
-    def unplug(self, host: Host) -> None:
+    def unplug(self, host: Host, network: int = 0) -> None:
         """Pull the cable: unlike with `cut` the host's interface loses its carrier."""
-        self._in_switch(f"ip link set {host.name} down")
+        self._in_switch(f"ip link set {host.port(network)} down")
 
-    def plug(self, host: Host) -> None:
+    def plug(self, host: Host, network: int = 0) -> None:
         """Undo `unplug`."""
-        self._in_switch(f"ip link set {host.name} up")
+        self._in_switch(f"ip link set {host.port(network)} up")
+
+    def carried_bytes(self, host: Host, network: int = 0) -> int:
+        """What the host has sent and received over one of its cables, all headers included."""
+        show = ["ip", "-json", "-s", "-netns", host.namespace, "link", "show"]
+        (link,) = json.loads(run_system([*show, "dev", f"eth{network}"]))
+        counters = link["stats64"]
+        return int(counters["rx"]["bytes"] + counters["tx"]["bytes"])
 
     def lose(self, percent: float) -> None:
         """Each packet on any way is lost with this probability; 0 to end that."""
@@ -245,18 +295,24 @@ class NetLab:
         flush = "flush chain bridge lab loss\n"
         self._in_switch("nft -f -", stdin=flush + (rule if percent else ""))
 
-    def shape(self, host: Host, *, bits_per_s: int | None, delay_s: float = 0.0) -> None:
+    def shape(
+        self, host: Host, *, bits_per_s: int | None, delay_s: float = 0.0, network: int = 0
+    ) -> None:
         """A slower line for the host, alike in both directions; None and 0 for the bare one.
 
         Args:
             host: Whose line.
             bits_per_s: Its bandwidth; None for no limit.
             delay_s: One way. Needs the kernel's netem, which not every kernel has.
+            network: Which of the host's lines.
 
         Raises:
             NetLabError: This kernel can't delay packets; the line is as it was.
         """
-        for namespace, device in ((self._switch, host.name), (host.namespace, "eth0")):
+        for namespace, device in (
+            (self._switch, host.port(network)),
+            (host.namespace, f"eth{network}"),
+        ):
             tc = ["tc", "-netns", namespace, "qdisc"]
             if delay_s:
                 rate = ["rate", f"{bits_per_s}bit"] if bits_per_s else []
@@ -274,9 +330,38 @@ class NetLab:
             elif "noqueue" not in run_system([*tc, "show", "dev", device, "root"]):
                 run_system([*tc, "delete", "dev", device, "root"])
 
+    def shape_pairs(self, bits_per_s: Mapping[tuple[Host, Host], int]) -> None:
+        """A line of its own between each two hosts, alike in both directions."""
+        for host in self.hosts:
+            tc = ["tc", "-netns", host.namespace]
+            run_system([*tc, "qdisc", "replace", "dev", "eth0", "root", "handle", "1:", "htb"])
+            for (one, other), speed in bits_per_s.items():
+                if host in (one, other):
+                    self._shape_to(other if host == one else one, tc, speed)
+
+    def _shape_to(self, far: Host, tc: Sequence[str], bits_per_s: int) -> None:
+        number = f"1:{far.number:x}"
+        rate = ["htb", "rate", f"{bits_per_s}bit", "burst", "65536", "quantum", "65536"]
+        run_system([*tc, "class", "add", "dev", "eth0", "parent", "1:", "classid", number, *rate])
+        queue = ["bfifo", "limit", str(max(131072, round(bits_per_s * QUEUE_S / 8)))]
+        run_system([*tc, "qdisc", "add", "dev", "eth0", "parent", number, *queue])
+        for protocol, match, address in (
+            ("ip", "ip", f"{far.ipv4}/32"),
+            ("ipv6", "ip6", f"{far.ipv6}/128"),
+            ("ipv6", "ip6", f"fe80::{far.number}/128"),
+        ):
+            prio = "1" if protocol == "ip" else "2"
+            where = ["filter", "add", "dev", "eth0", "parent", "1:", "protocol", protocol]
+            to = ["prio", prio, "u32", "match", match, "dst", address, "flowid", number]
+            run_system([*tc, *where, *to])
+
     def close(self) -> None:
         """End what runs in the hosts, then take the lab down; nothing if that is done already."""
         _remove(self.name)
+
+
+def _bridge(network: int) -> str:
+    return f"bridge{network}" if network else "bridge"
 
 
 def _namespaces() -> list[str]:

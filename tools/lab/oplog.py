@@ -109,8 +109,9 @@ class Life:
 
     def forget(self, *, before: float) -> None:
         """Drop the ops that were done before this time, but for the last."""
+        calls = self.calls.items()
+        self.calls = {s: at for s, at in calls if at >= before or s not in self.ops}
         self.ops = {s: op for s, op in self.ops.items() if op.done >= before or op is self.last}
-        self.calls = {s: at for s, at in self.calls.items() if at >= before}
 
     def knew_to_be_alone(self, op: Op) -> bool:
         """Whether the op was its own alone, and its trainer had been told so: no history counts it.

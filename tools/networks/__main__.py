@@ -1,7 +1,9 @@
-"""pmesh beside gloo on networks as people have them: steps of training, in turns.
+"""pmesh on networks as people have them: steps of training and small calls beside gloo, and faults.
 
     $ sudo .venv/bin/python -m tools.networks run --short
     $ sudo .venv/bin/python -m tools.networks run far crowded --seconds 120 --seeds 1 --seeds 2
+    $ sudo .venv/bin/python -m tools.networks calls
+    $ sudo .venv/bin/python -m tools.networks faults homes --episodes 10 --partition-s 30
 
 Linux, root, a C compiler, torch. Each profile is in `tools.networks.lab`.
 """
@@ -11,17 +13,20 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from tools.bench.systems import ROOT, Place, Process
+from tools.chaos.episodes import Run
 from tools.lab.agents import await_status, new_key, status_of
 from tools.lab.commands import Flag, LabError, new_app, run_app
-from tools.networks.lab import PROFILES, SlowLab
-from tools.networks.results import Line, Outcome, verdicts_of
+from tools.lab.report import Verdict
+from tools.networks.faults import judge_faults
+from tools.networks.lab import PROFILES, SlowLab, measure_round_trip_s
+from tools.networks.results import Line, Outcome, verdicts_of, verdicts_of_calls
 
 START_S = 60.0
 SHORT = ("wired", "crowded")
@@ -72,23 +77,99 @@ def run(
     missed = 0
     for profile in profiles or (SHORT if short else PROFILES):
         for seed in seeds:
-            found: dict[str, Outcome] = {}
-            for system in SYSTEMS:
-                with contextlib.ExitStack() as stack:
-                    if logs is None:
-                        temporary = tempfile.TemporaryDirectory(prefix="nets-")
-                        folder = Path(stack.enter_context(temporary))
-                    else:
-                        folder = logs / f"{profile}-{seed}-{system}"
-                        folder.mkdir(parents=True)
-                    lab = stack.enter_context(SlowLab(hosts, PROFILES[profile], seed=seed))
-                    place = Place(ranks=hosts, hosts=lab.hosts)
-                    found[system] = measure(place, system, folder, load)
-                print(f"{profile}, seed {seed}, {system}: {found[system]}", flush=True)
-            for verdict in verdicts_of(found["pmesh"], found["gloo"], short=short):
-                print(f"  {verdict.what}: {verdict.value} ({verdict.bar}): {verdict.outcome}")
-                missed += verdict.outcome == "MISSED"
+            found = _take_turns(profile, load, hosts=hosts, seed=seed, logs=logs)
+            missed += _show(verdicts_of(found["pmesh"], found["gloo"], short=short))
     return int(missed > 0)
+
+
+@app.command
+def calls(
+    *profiles: str,
+    seconds: float = 30.0,
+    seed: int = 1,
+    short: Flag = False,
+    logs: Path | None = None,
+) -> int:
+    """Measure an all-reduce of 4 KiB between two hosts beside their round trip, in turns.
+
+    Args:
+        profiles: Which; without any, homes, far and orbit.
+        seconds: How long each system makes calls.
+        seed: Of the network's dice.
+        short: Between two homes for some seconds, with the bars of safety only: for CI.
+        logs: Where all that was printed goes.
+
+    Returns:
+        1 if a bar was missed.
+    """
+    load = Load(seconds=SHORT_S if short else seconds, nbytes=4096, sync=False)
+    missed = 0
+    for profile in profiles or (("homes",) if short else ("homes", "far", "orbit")):
+        trip_s = measure_round_trip_s(profile, seed=seed)
+        found = _take_turns(profile, load, hosts=2, seed=seed, logs=logs)
+        missed += _show(verdicts_of_calls(found["pmesh"], found["gloo"], trip_s, short=short))
+    return int(missed > 0)
+
+
+@app.command
+def faults(
+    *profiles: str,
+    episodes: int = 5,
+    partition_s: tuple[float, ...] = (1.0, 5.0, 30.0),
+    mib: float = 1.0,
+    seed: int = 1,
+    short: Flag = False,
+    logs: Path | None = None,
+) -> int:
+    """Kill ranks, cut hosts off and part the network while three hosts train.
+
+    Args:
+        profiles: Which; without any, all.
+        episodes: Of each fault.
+        partition_s: How long the partitions last; may be repeated.
+        mib: Of each op.
+        seed: Of all dice.
+        short: Once each between homes, with the bars of safety only: for CI.
+        logs: Where all that was printed goes.
+
+    Returns:
+        1 if a bar was missed.
+    """
+    if short:
+        episodes, partition_s, mib = 1, (1.0,), 1 / 16
+    order = Run(episodes=episodes, op_bytes=int(mib * 2**20), seed=seed, logs=logs)
+    missed = 0
+    for profile in profiles or (("homes",) if short else PROFILES):
+        print(f"{profile}, {episodes} times each:", flush=True)
+        missed += _show(judge_faults(profile, order, partition_s, timed=not short))
+    return int(missed > 0)
+
+
+def _take_turns(
+    profile: str, load: Load, *, hosts: int, seed: int, logs: Path | None
+) -> dict[str, Outcome]:
+    found: dict[str, Outcome] = {}
+    for system in SYSTEMS:
+        with contextlib.ExitStack() as stack:
+            if logs is None:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nets-")))
+            else:
+                folder = logs / f"{profile}-{seed}-{system}"
+                folder.mkdir(parents=True)
+            lab = stack.enter_context(SlowLab(hosts, PROFILES[profile], seed=seed))
+            found[system] = measure(Place(ranks=hosts, hosts=lab.hosts), system, folder, load)
+        print(f"{profile}, seed {seed}, {system}: {found[system]}", flush=True)
+    return found
+
+
+def _show(verdicts: Iterable[Verdict]) -> int:
+    """Print a line for each; return how many were missed."""
+    missed = 0
+    for verdict in verdicts:
+        line = f"  {verdict.what}: {verdict.value} ({verdict.bar}): {verdict.outcome}"
+        print(line, flush=True)
+        missed += verdict.outcome == "MISSED"
+    return missed
 
 
 def measure(place: Place, system: str, folder: Path, load: Load) -> Outcome:
@@ -156,7 +237,7 @@ def _collect(worker: Process, into: list[Line]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; errors are one line."""
-    return run_app(app, arguments)
+    return run_app(app, arguments, starts=None)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """A lab whose network is slow, lossy or stalls, by a switch in user space: no netem is needed."""
 
+import statistics
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -11,6 +13,23 @@ from typing import Final, Literal
 from tools.lab.net import Host, NetLab, NetLabError, run_system
 
 SOURCE = Path(__file__).with_name("switch.c")
+_ECHO = """
+import socket
+with socket.create_server(("", 5000)) as server:
+    print("ready", flush=True)
+    connection, _ = server.accept()
+    while data := connection.recv(1):
+        connection.sendall(data)
+"""
+_PING = """
+import socket, sys, time
+with socket.create_connection((sys.argv[1], 5000), timeout=float(sys.argv[2])) as connection:
+    for _ in range(25):
+        began = time.monotonic()
+        connection.sendall(b"x")
+        connection.recv(1)
+        print(time.monotonic() - began)
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,16 +95,36 @@ class SlowLab(NetLab):
             self._set_up(host)
 
     def _change_cuts(
-        self, verb: Literal["add", "delete"], pairs: Sequence[tuple[Host, Host]]
+        self,
+        verb: Literal["add", "delete"],
+        pairs: Sequence[tuple[Host, Host]],
+        networks: Sequence[int],
     ) -> None:
+        assert networks == [0]  # noqa: S101 - it has one
         assert self._running is not None and self._running.stdin is not None  # noqa: S101, PT018
         order = {"add": "cut", "delete": "mend"}[verb]
         lines = [f"{order} {one.number - 1} {other.number - 1}\n" for one, other in pairs]
         self._running.stdin.write("".join(lines))
         self._running.stdin.flush()
 
+    def round_trip_s(self, one: Host, other: Host, *, timeout_s: float = 10.0) -> float:
+        """Measure the median round trip of a byte by TCP; raises CalledProcessError if none."""
+        with other.popen([sys.executable, "-c", _ECHO], stdout=subprocess.PIPE) as echo:
+            try:
+                assert echo.stdout is not None and echo.stdout.readline()  # noqa: S101, PT018
+                ping = [sys.executable, "-c", _PING, other.ipv4, str(timeout_s)]
+                return statistics.median(map(float, one.run(ping, timeout_s=60.0).split()))
+            finally:
+                echo.kill()
+
     def close(self) -> None:
         super().close()
         if self._running is not None:
             with self._running:  # it was killed with all that runs in the lab
                 self._running = None
+
+
+def measure_round_trip_s(profile: str, *, seed: int) -> float:
+    """Measure it between two hosts of a lab of their own."""
+    with SlowLab(2, PROFILES[profile], seed=seed) as lab:
+        return lab.round_trip_s(*lab.hosts)

@@ -70,10 +70,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 def verdicts_of(ours: Outcome, gloo: Outcome, *, short: bool) -> list[Verdict]:
     """Return how pmesh's outcome holds against the bars; if short, those of safety."""
-    verdicts = [
-        at_most("steps without all ranks", ours.alone, goal=0, form="{:.0f}"),
-        at_most("errors", ours.errors, goal=0, form="{:.0f}"),
-    ]
+    verdicts = _of_safety(ours)
     if not short:
         verdicts += [
             at_most("views", ours.views, goal=0, form="{:.0f}"),
@@ -82,3 +79,22 @@ def verdicts_of(ours: Outcome, gloo: Outcome, *, short: bool) -> list[Verdict]:
             at_most("worst over gloo's", ours.worst_s / gloo.worst_s, goal=2.0),
         ]
     return verdicts
+
+
+def verdicts_of_calls(
+    ours: Outcome, gloo: Outcome, round_trip_s: float, *, short: bool
+) -> list[Verdict]:
+    """Return how pmesh's small calls hold against the round trip; if short, only their safety."""
+    if short:
+        return _of_safety(ours)
+    what = (
+        f"median in round trips of {round_trip_s:.4f} s (gloo {gloo.median_s / round_trip_s:.2f})"
+    )
+    return [*_of_safety(ours), at_most(what, ours.median_s / round_trip_s, goal=1.1)]
+
+
+def _of_safety(ours: Outcome) -> list[Verdict]:
+    return [
+        at_most("steps without all ranks", ours.alone, goal=0, form="{:.0f}"),
+        at_most("errors", ours.errors, goal=0, form="{:.0f}"),
+    ]

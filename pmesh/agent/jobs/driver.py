@@ -12,7 +12,6 @@ import trio
 from pmesh.agent.config import Settings
 from pmesh.agent.jobs.ranks import LocalRank, sum_of
 from pmesh.agent.jobs.retained import ResultServer
-from pmesh.agent.lanes.edge_costs import EdgeBook
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.status.events import EventLog
@@ -53,7 +52,6 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         alone_from = trio.current_time() + settings.find_others_s
         super().__init__(me, _make_rank, min_peers=settings.min_peers, alone_from=alone_from)
         self.event_log = event_log
-        self.edge_book = EdgeBook()
         self.exits = ProcessExits()
         self.results = ResultServer(nursery, self.ranks, self)
         self._ended_traffic = (0, 0)
@@ -133,6 +131,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         """With each heartbeat: check what no message reports."""
         for rank in self.ranks:
             rank.lanes.note_traffic()
+            self._note_bandwidths(rank)
             rank.moved, rank.patience_s = sum(rank.lanes.traffic), self._patience_s(rank)
         passed = self.pass_time(self.membership.state, trio.current_time())
         for rank in passed.ended:
@@ -140,6 +139,12 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         self._report_losses(passed.leaving)
         if passed.stuck:
             self.reevaluate()
+
+    def _note_bandwidths(self, rank: LocalRank) -> None:
+        for sender, mbit_s in rank.lanes.measure_mbit_s():
+            trainer = rank.roster.trainer(sender)
+            if trainer is not None and trainer.member != self.me:
+                self.membership.probing.note(trainer.member, mbit_s, "data")
 
     def _patience_s(self, rank: LocalRank) -> float:
         """How long the peer at the slower of the two edges may be silent before it is gone."""

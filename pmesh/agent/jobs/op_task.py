@@ -39,7 +39,7 @@ from pmesh.core.wire.records import RecordHeader
 from pmesh.errors import LaneBroken, ProtocolError, UsageError
 from pmesh.ids import OpNumber, Rank
 from pmesh.net.lanes.executor import run_plan
-from pmesh.net.lanes.lane import CallsDiffer
+from pmesh.net.lanes.lane import CallsDiffer, PathLost
 from pmesh.net.lanes.ring import RingPosition, Tensors, all_reduce_coded
 from pmesh.net.local.arenas import Arena
 
@@ -162,11 +162,18 @@ async def _attempt(rank: LocalRank, op: Op, jobs: Jobs) -> Reply:
         await trio.lowlevel.checkpoint_if_cancelled()  # by a view: it has settled what differed
         number = OpNumber(e.op)
         await _await_view(rank, attempts.differs(rank, number, str(e)), number, jobs)
-    except LaneBroken as e:  # wait for the view without the lost neighbour
-        await trio.sleep(attempts.LANE_GRACE_S)
-        jobs.event_log.note("lane broken", str(e), job=rank.roster.job, op=op.number)
-        await _await_view(rank, attempts.break_lanes(rank, op, str(e)), op.number, jobs)
+    except LaneBroken as e:
+        await _await_lanes(rank, op, e, jobs)
     raise AssertionError("a view ends the wait for it")
+
+
+async def _await_lanes(rank: LocalRank, op: Op, broken: LaneBroken, jobs: Jobs) -> None:
+    """Wait for the view with other lanes: without a lost neighbour, or over another path."""
+    is_path = isinstance(broken, PathLost)  # the neighbour is still there
+    await trio.sleep(0 if is_path else attempts.LANE_GRACE_S)
+    jobs.event_log.note("lane broken", str(broken), job=rank.roster.job, op=op.number)
+    verdict = None if is_path else attempts.break_lanes(rank, op, str(broken))
+    await _await_view(rank, verdict, op.number, jobs)
 
 
 async def _await_view(rank: LocalRank, verdict: Verdict | None, op: int, jobs: Jobs) -> None:
@@ -390,7 +397,7 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
         members = tuple(trainer.member for trainer in rank.roster.trainers)
         times = jobs.round_trips_s(members)
         rank.costs.edges = await agree_on_costs(
-            ring, _header(rank, op), members, times, jobs.edge_book
+            ring, _header(rank, op), members, times, jobs.membership
         )
     if op.codec is not None:
         await _all_reduce_coded(rank, op, op.codec, await rank.ring(rendezvous))
@@ -466,7 +473,7 @@ def _float32s(memory: memoryview) -> Float32s:
 def _leaves_the_choice(rank: LocalRank, op: Op) -> bool:
     """Whether the ranks are to find out what is quickest; of two ranks, each way is the same."""
     chosen = op.request.call.strategy
-    asks = op.kind in {"all_reduce", "barrier"} and chosen in {"", "hierarchical"}
+    asks = op.kind in {"all_reduce", "barrier"} and chosen in {"", "hierarchical", "chain"}
     knows = rank.costs.edges is not None or op.codec is not None
     return asks and rank.size > 2 and not knows  # noqa: PLR2004 - as it says
 

@@ -261,14 +261,15 @@ class _Trainer:
             yield f"job {waiter.job!r} runs; this trainer enters in its next mesh.sync()"
             return
         view, counts = self._jobs.membership.view, self._jobs.waiting_for(waiter.job)
-        here = f"{sum(counts.values())} of {waiter.wait_for} trainers"
-        yield f"{here} of job {waiter.job!r} are here"
+        here = sum(counts.values())
+        yield f"{here} of {waiter.wait_for} trainers of job {waiter.job!r} are here"
         if len(view.seats) == 1 and waiter.wait_for > 1:
             yield ALONE
             yield from self._unlinked()[:MOST_UNLINKED]
             return
-        idle = [seat.name for seat in view.seats if not counts.get(seat.member, 0)]
-        yield f"machines without one: {', '.join(idle)}" if idle else "every machine has one"
+        if here < waiter.wait_for:
+            idle = [seat.name for seat in view.seats if not counts.get(seat.member, 0)]
+            yield f"machines without one: {', '.join(idle)}" if idle else "every machine has one"
         for seat in view.seats:
             peer = self._jobs.membership.state.peers.get(seat.member.node)
             for other in () if peer is None else peer.heartbeat.waiting:

@@ -1,13 +1,14 @@
 """What the edges between a job's ranks cost, measured, and the same table at all ranks.
 
 The first all-reduce of a roster with more than two ranks, if it leaves the choice to us, begins
-with an agreement: each rank sends the next how fast the edge between them is, if that is known
-already, or sends a probe by which the next finds out; then the tables of all are added up. It takes
+with an agreement: each rank adds how fast the edge to the next one is, if that one has reported it
+in its heartbeat, or sends a probe by which the next finds out; then the tables of all are added up.
+What this one probe finds is for this table only: the first op is a busy time. It takes
 two turns of the ring and 256 KiB an edge, so 20 ms at 100 Mbit/s, and no op is under way meanwhile.
 """
 
-import math
 from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 import trio
@@ -21,25 +22,16 @@ from pmesh.net.lanes.lane import CallsDiffer
 from pmesh.net.lanes.ring import RingPosition, all_reduce
 
 PROBE_BYTES = 256 * 1024  # 2 ms at 1 Gbit/s: some times what a busy machine is late
-MEASURED_FOR_S = 600.0  # then an edge is measured again, when a roster changes
+PS_OF_MBIT_S = 8_000_000  # picoseconds for a byte at 1 Mbit/s
 _WORD_BYTES = 8
 
 
-class EdgeBook:
-    """What one agent knows of edges between members, from earlier agreements."""
+class Bandwidths(Protocol):
+    """What an agent knows of its edges: `pmesh.agent.mesh.membership`."""
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[Member, Member], tuple[int, float]] = {}
-
-    def beta_ps(self, edge: tuple[Member, Member]) -> int:
-        """Picoseconds for a byte; 0 if it is not known, or was measured too long ago."""
-        beta_ps, measured_at = self._known.get(edge, (0, -math.inf))
-        return beta_ps if trio.current_time() - measured_at < MEASURED_FOR_S else 0
-
-    def note(self, edge: tuple[Member, Member], beta_ps: int) -> None:
-        """An agreement has found it; a repeated one does not make it younger."""
-        if not self.beta_ps(edge):
-            self._known[edge] = beta_ps, trio.current_time()
+    def reported_mbit_s(self, member: Member) -> int:
+        """Return the bandwidth to a member; 0 while it is unknown."""
+        ...
 
 
 class RingCosts:
@@ -54,7 +46,7 @@ async def agree_on_costs(
     header: RecordHeader,
     members: tuple[Member, ...],
     round_trips_s: Mapping[Member, float],
-    book: EdgeBook,
+    known: Bandwidths,
 ) -> Edges:
     """What each edge costs; the same at every rank, because all call this as part of one op.
 
@@ -63,7 +55,7 @@ async def agree_on_costs(
         header: of the op's records.
         members: whose each rank is, in ring order.
         round_trips_s: to other members, where it has been measured.
-        book: what is known from earlier.
+        known: what is known of bandwidths.
 
     Raises:
         CallsDiffer: a neighbour called something else.
@@ -74,7 +66,8 @@ async def agree_on_costs(
     table = np.zeros((size, size, 2), np.int64)
     for rank, member in enumerate(members):
         table[me, rank, 0] = round(round_trips_s.get(member, 0.0) / 2 * 1e9)
-    known_ps = book.beta_ps((members[me], members[after]))
+    mbit_s = known.reported_mbit_s(members[after])
+    known_ps = max(1, PS_OF_MBIT_S // mbit_s) if mbit_s else 0
     table[me, after, 1] = known_ps
     measured_ps = await _probe(ring, header, sends=not known_ps)
     table[before, me, 1] += measured_ps
@@ -89,24 +82,20 @@ async def agree_on_costs(
         dtype="int64",
         reduction="sum",
     )
-    for rank in range(size):
-        edge = members[rank], members[(rank + 1) % size]
-        book.note(edge, int(result[rank, (rank + 1) % size, 1]))
     return _edges_of(result)
 
 
 def _edges_of(table: Values) -> Edges:
-    """Edges across the ring were not measured: they are as slow as the slowest along it."""
-    slowest_ps = int(table[:, :, 1].max())
-    alphas = table[:, :, 0]
+    """An edge was measured in the ring's direction; the other one is as fast.
+
+    Edges across the ring were not measured: they are as slow as the slowest along it.
+    """
+    alphas_ns, betas_ps = table[:, :, 0], table[:, :, 1]
+    betas_ps = np.where(betas_ps, betas_ps, betas_ps.T)
+    betas_ps = np.where(betas_ps, betas_ps, betas_ps.max())
     return tuple(
-        tuple(
-            EdgeCost(int(alpha_ns), int(beta_ps) or slowest_ps)
-            for alpha_ns, beta_ps in zip(
-                alphas[rank].tolist(), table[rank, :, 1].tolist(), strict=True
-            )
-        )
-        for rank in range(len(table))
+        tuple(map(EdgeCost, alphas, betas))
+        for alphas, betas in zip(alphas_ns.tolist(), betas_ps.tolist(), strict=True)
     )
 
 

@@ -7,8 +7,10 @@ end, and an offer may come before the taker has installed the roster (V4: early 
 
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
+from weakref import WeakSet
 
 import trio
 
@@ -109,6 +111,7 @@ class LaneRendezvous:
         self._news = trio.Event()
         self._over: dict[JobName, int] = {}  # every roster below this number
         self._given_up: set[LaneEnd] = set()
+        self._lanes = WeakSet[Lane]()  # all that were opened, also those that are taken
 
     def offer(self, edge: LaneKey, to: Member) -> None:
         """Open an edge whose sending end is ours; `take` gives it."""
@@ -214,6 +217,13 @@ class LaneRendezvous:
                 del self._places[end]
                 _give_up(place, LaneBroken("its roster is over"))
 
+    def lose_path(self, ours: AbstractSet[str], theirs: AbstractSet[str]) -> None:
+        """Close the lanes between these addresses of an interface here and one of a peer."""
+        for lane in list(self._lanes):
+            here, there = lane.hosts
+            if here in ours and there in theirs:
+                lane.lose_path()
+
     def close(self) -> None:
         """Close what nobody has taken."""
         for place in self._places.values():
@@ -236,6 +246,7 @@ class LaneRendezvous:
         if place.lane is not None:
             place.lane.close()  # an earlier attempt, of which the other side has heard no end
         place.lane = lane
+        self._lanes.add(lane)
         place.filled.set()
 
     def _expect(self, end: LaneEnd, offer: OfferLane, member: Member) -> None:

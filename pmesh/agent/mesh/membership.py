@@ -14,12 +14,14 @@ import msgspec
 import structlog
 import trio
 
+from pmesh.agent.mesh.probing import Probing
 from pmesh.core.links import health
 from pmesh.core.links.health import WIRED, Condition, Health, Thresholds
 from pmesh.core.values import View
-from pmesh.core.views import agreement, limits
+from pmesh.core.views import agreement, leader, limits
 from pmesh.core.views.agreement import StallGuard
 from pmesh.core.views.limits import is_led_astray
+from pmesh.core.views.ring import UNKNOWN, Edges, measured_edges
 from pmesh.core.views.state import (
     Facts,
     Fence,
@@ -30,14 +32,15 @@ from pmesh.core.views.state import (
     heartbeat_of,
     is_vouched_for,
 )
-from pmesh.core.wire.link import AgreementMessage, Heartbeat, LinkMessage, TellView
-from pmesh.ids import JobName, Member, NodeId
+from pmesh.core.wire.link import AgreementMessage, Heartbeat, LinkMessage, MeasuredEdge, TellView
+from pmesh.ids import Incarnation, JobName, Member, NodeId
 from pmesh.net.local.processes import Stall, sleep_in_step
 
 HEARTBEAT_S = 0.2  # a fifth of the shortest silence that means anything
 QUIET_HEARTBEAT_S = 0.4  # while no job runs: still five before a peer is gone
 TICK_S = 0.1  # half a heartbeat: silence is judged no later than this
 DOUBT_S = WIRED.gone_after_s / 2  # V8: after a stall this long, a peer may have given us up
+MAX_LOST_CONTACTS = 256  # whoever has the mesh key can invent nodes
 _log = structlog.get_logger()
 
 
@@ -70,9 +73,11 @@ class Follower(Protocol):
 class _Contact:
     """What this agent measures about one linked peer."""
 
-    def __init__(self, member: Member, thresholds: Thresholds, now: float) -> None:
+    def __init__(
+        self, member: Member, thresholds: Thresholds, now: float, before: Health | None
+    ) -> None:
         self.member = member
-        self.health: Health = health.begin(thresholds, now=now)
+        self.health: Health = health.begin(thresholds, now=now, before=before)
         self.last_sent_us = 0
         self.last_heard_at = now
 
@@ -102,6 +107,8 @@ class Membership:
         self._noticed = noticed
         self._led_astray = led_astray
         self._contacts: dict[NodeId, _Contact] = {}
+        self._lost_contacts: dict[NodeId, _Contact] = {}
+        self.probing = Probing(send)
         self._losses: dict[Member, str] = {}
         self._inputs: deque[Callable[[Facts, float], Step]] = deque()
         self._draining = False
@@ -125,21 +132,47 @@ class Membership:
             if health is not None and health.round_trip_s is not None
         }
 
+    def edges_among(self, members: Iterable[Member]) -> Edges:
+        """Return what is known of the edges between members, from all heartbeats."""
+        return measured_edges(tuple(members), leader.reports(self.state, self._facts()))
+
+    def reported_mbit_s(self, member: Member) -> int:
+        """Return the bandwidth from here to a peer, as it reports it; 0 while it is unknown."""
+        peer = self.state.peers.get(member.node)
+        edge = (
+            UNKNOWN
+            if peer is None
+            else peer.heartbeat.heard.get(self.state.me.incarnation, UNKNOWN)
+        )
+        return max(0, edge.mbit_s)
+
     def link_up(self, member: Member, thresholds: Thresholds) -> None:
         """Start or continue contact with a peer over a new link."""
         contact = self._contacts.get(member.node)
         if contact is not None and contact.member != member:
             self.lose(member.node, "it was restarted")
         if contact is None or contact.member != member:
-            contact = _Contact(member, thresholds, trio.current_time())
+            lost = self._lost_contacts.pop(member.node, None)
+            before = lost.health if lost is not None and lost.member == member else None
+            contact = _Contact(member, thresholds, trio.current_time(), before)
             self._contacts[member.node] = contact
         self.send(member, TellView(self.state.view))
         self.send(member, self._heartbeat_for(contact))
+
+    def path_changed(self, node: NodeId, thresholds: Thresholds) -> None:
+        """Judge the peer's silence by the kind of path over which it is now reached."""
+        contact = self._contacts.get(node)
+        if contact is not None:
+            contact.health = replace(contact.health, thresholds=thresholds)
 
     def lose(self, node: NodeId, why: str) -> None:
         """Treat the peer as gone; the caller closes its link if there still is one."""
         contact = self._contacts.pop(node, None)
         if contact is not None:
+            self._lost_contacts[node] = contact
+            if len(self._lost_contacts) > MAX_LOST_CONTACTS:
+                del self._lost_contacts[next(iter(self._lost_contacts))]
+            self.probing.forget(contact.member)
             if contact.member in self.view.members:
                 self._losses[contact.member] = why
             self._noticed("loss noticed", f"{self.name_of(node)} is lost: {why}")
@@ -173,14 +206,15 @@ class Membership:
     @property
     def pace_s(self) -> float:
         """How often to send heartbeats, and to check deadlines."""
-        return QUIET_HEARTBEAT_S if self._is_quiet() else HEARTBEAT_S
+        return QUIET_HEARTBEAT_S if self.is_quiet else HEARTBEAT_S
 
     @property
     def tick_s(self) -> float:
         """How often to judge silence; a peer that is late ends the quiet long before it is gone."""
-        return QUIET_HEARTBEAT_S if self._is_quiet() else TICK_S
+        return QUIET_HEARTBEAT_S if self.is_quiet else TICK_S
 
-    def _is_quiet(self) -> bool:
+    @property
+    def is_quiet(self) -> bool:
         """Whether no job runs or is about to, and all peers are healthy and in our view.
 
         A peer need not know: what it thinks of silence stays the same.
@@ -205,9 +239,24 @@ class Membership:
         while True:
             self.reevaluate()
             self.beat()
+            self.probing.ask(self._training_peers())
             if is_led_astray(self.state, now=trio.current_time()):
                 self._led_astray()
             await sleep_in_step(self.pace_s)
+
+    def _training_peers(self) -> set[Member]:
+        """Return the linked machines that train with one of ours, but those that ours send to next.
+
+        Our data on the way there would hold up our question and what acknowledges the probe, and
+        the data show there how fast that edge is.
+        """
+        me, found, following = self.state.me, set[Member](), set[Member]()
+        for roster in self.view.rosters:
+            ring = [trainer.member for trainer in roster.trainers]
+            if me in ring:
+                found.update(ring)
+                following.update(ring[i] for i in range(len(ring)) if ring[i - 1] == me)
+        return found.intersection(c.member for c in self._contacts.values()) - following
 
     def judge(self, stall: Stall) -> None:
         """Judge the silence of all peers, without counting our own stall."""
@@ -228,9 +277,9 @@ class Membership:
                 self._noticed("peer silent", f"{name} has been silent for {silence_s:.1f} s")
             if step.changed_to is Condition.GONE:
                 self._drop(node, f"silent for {now - contact.health.last_heard:.1f} s")
-        leader = limits.who_holds_up(self.state)
-        if leader is not None:
-            self._ban(leader.node, f"it made no view for {limits.HELD_UP_S:.0f} s")
+        debt = limits.who_holds_up(self.state)
+        if debt is not None:
+            self._ban(debt.leader.node, f"it made no view for {now - debt.since:.0f} s")
 
     def _doubt(self, after: StallGuard) -> None:
         """V8: deliver nothing while we don't know whether the others have gone on without us."""
@@ -280,15 +329,21 @@ class Membership:
                     self._losses = {m: w for m, w in self._losses.items() if m in view.members}
                     self.reevaluate()  # after this step, because the facts have changed
 
-    def _facts(self) -> Facts:
-        round_trips = {
-            contact.member.incarnation: _microseconds(contact.health.round_trip_s)
+    @property
+    def edges(self) -> dict[Incarnation, MeasuredEdge]:
+        """What this agent has measured of the way to each peer."""
+        return {
+            contact.member.incarnation: MeasuredEdge(
+                _least_us(contact.health),
+                self.probing.settled_mbit_s(contact.member),
+            )
             for contact in self._contacts.values()
-            if contact.health.round_trip_s is not None
         }
+
+    def _facts(self) -> Facts:
         return replace(
             self._follower.facts(),
-            round_trips=round_trips,
+            edges=self.edges,
             timeout_s=max((c.health.timeout_s for c in self._contacts.values()), default=0.0),
             silent=tuple(self._contacts[node].member.incarnation for node in self._silent()),
         )
@@ -300,7 +355,7 @@ class Membership:
     def _urgent(self) -> object:
         """Return the parts of a heartbeat that are sent at once when they change."""
         beat = heartbeat_of(self.state, self._facts(), trio.current_time())
-        heard = dict.fromkeys(beat.heard, 0)
+        heard = dict.fromkeys(beat.heard, UNKNOWN)
         return msgspec.structs.replace(beat, heard=heard, progress=(), silent=())
 
     def _heartbeat_for(self, contact: _Contact) -> Heartbeat:
@@ -312,6 +367,11 @@ class Membership:
             echo_us=contact.last_sent_us,
             held_us=_microseconds(now - contact.last_heard_at),
         )
+
+
+def _least_us(health: Health) -> int:
+    """Return the least round trip, as tensors may queue before it; 0 until it is measured."""
+    return 0 if health.round_trip_s is None else max(1, _microseconds(health.least_round_trip_s))
 
 
 def _microseconds(seconds: float) -> int:

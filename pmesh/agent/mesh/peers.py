@@ -1,20 +1,27 @@
-"""The one link with each peer: which of two links stays, and what the end of a link means."""
+"""The one link with each peer: which paths join it, and what the end of its last path means."""
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
 
+import msgspec
 import structlog
 import trio
 
 from pmesh.agent.containment import Contain
+from pmesh.agent.mesh.bans import Bans
 from pmesh.agent.mesh.dial_targets import Targets
+from pmesh.agent.mesh.links import Link, LivePath, bare_host, is_at, live_path, numbers_of
 from pmesh.agent.mesh.membership import Membership
-from pmesh.core.links.addresses import in_dialling_order
+from pmesh.agent.mesh.paths import PathKeeper
+from pmesh.agent.status.events import News
+from pmesh.core.links.addresses import BoundAddress, LocalAddress, in_dialling_order
 from pmesh.core.links.dialing import STEADY_AFTER_S
-from pmesh.core.links.health import WIFI, WIRED, Thresholds
+from pmesh.core.links.paths import MAX_PATHS, Way
 from pmesh.core.wire.link import (
     Address,
+    AskProbe,
     AskResult,
     Hello,
     KnownPeers,
@@ -23,6 +30,10 @@ from pmesh.core.wire.link import (
     OfferLane,
     P2PLinkMessage,
     P2PMessage,
+    PathMessage,
+    Ping,
+    Pong,
+    Probe,
     RestLane,
 )
 from pmesh.errors import (
@@ -37,7 +48,7 @@ from pmesh.errors import (
 from pmesh.ids import Member, NodeId, short_node
 from pmesh.net.links.dialer import dial_any
 from pmesh.net.links.interfaces import AddressWatch, remote_address_of
-from pmesh.net.links.link import Link, shake_hands
+from pmesh.net.links.path import Path, shake_hands
 from pmesh.net.links.tls import TlsContexts
 
 REDIAL_S = 1.0  # V6: an immediate redial that is not even refused in this time has failed
@@ -46,50 +57,8 @@ REDIAL_ROUND_TRIPS = 4  # TCP, two of TLS, and the Hellos
 PROOF_OF_LIFE_S = 1.0  # five heartbeats: an older incarnation that is silent this long is dead
 MAX_LINKS = 64  # the largest number of members in a view
 MAX_LINKS_PER_ADDRESS = 16  # one machine that invents nodes leaves room for others
-BANNED_S = 2.0  # after the first message that no honest member would send; doubles each time
-LONGEST_BANNED_S = 300.0
-MAX_BANNED = 256
 
 _log = structlog.get_logger()
-
-
-@dataclass(slots=True, eq=False)
-class Live:
-    """A link in use, and how it was dialled."""
-
-    link: Link
-    dialled: Address | None
-    """Where we dialled it; None if the peer dialled us."""
-    leaving: bool = False
-    again: bool = False
-    """True if it was dialled immediately after another link had ended (V6)."""
-    since: float = field(default_factory=trio.current_time)
-    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
-
-    @property
-    def member(self) -> Member:
-        return self.link.peer.member
-
-
-class Bans:
-    """Nodes that get no link for a while, because they did what no honest member would."""
-
-    def __init__(self) -> None:
-        self._bans: dict[NodeId, tuple[float, float]] = {}  # end and length of the latest ban
-
-    def add(self, node: NodeId, *, now: float) -> None:
-        """Ban a node, each time for twice as long, unless it has behaved for five minutes."""
-        until, lasted_s = self._bans.pop(node, (-math.inf, 0.0))
-        again = now < until + LONGEST_BANNED_S
-        lasts_s = min(2 * lasted_s, LONGEST_BANNED_S) if again else BANNED_S
-        self._bans[node] = now + lasts_s, lasts_s
-        if len(self._bans) > MAX_BANNED:
-            del self._bans[next(iter(self._bans))]
-
-    def left_s(self, node: NodeId, *, now: float) -> float:
-        """Return the seconds until the ban ends; 0 if there is none."""
-        until, _ = self._bans.get(node, (now, 0.0))
-        return max(0.0, until - now)
 
 
 class Peers:
@@ -109,6 +78,8 @@ class Peers:
         on_rest: Callable[[Member, RestLane], None],
         on_ask: Callable[[AskResult], None],
         on_p2p: Callable[[Member, P2PMessage], None],
+        noticed: Callable[[News], None],
+        path_failed: Callable[[AbstractSet[str], AbstractSet[str]], None],
         contain: Contain,
     ) -> None:
         self._hello = hello
@@ -119,11 +90,22 @@ class Peers:
         self._on_rest = on_rest
         self._on_ask = on_ask
         self._on_p2p = on_p2p
+        self._noticed = noticed
+        self._path_failed = path_failed
         self._contain = contain
+        self._keeper = PathKeeper(
+            watch,
+            is_quiet=lambda: self.membership.is_quiet,
+            dial=self.dial_way,
+            lose=self._end_path,
+            improved=self._improved,
+        )
         self._bans = Bans()
         self.broken_links = 0
-        """How many links ended because the peer did what no honest member would."""
-        self.links: dict[NodeId, Live] = {}
+        """How many paths ended because the peer did what no honest member would."""
+        self.links: dict[NodeId, Link] = {}
+        self._numbers = itertools.count(1)
+        self._next_numbers: dict[NodeId, int] = {}  # of links that may come up
         self.targets = Targets(self._dial_target, nursery=nursery, jitter=jitter)
         self._ended_bytes = (0, 0)
         self._leaving = False
@@ -141,189 +123,301 @@ class Peers:
     def control_bytes(self) -> tuple[int, int]:
         """Bytes sent and received on links since the agent's start, at the sockets."""
         sent, received = self._ended_bytes
-        links = [live.link for live in self.links.values()]
+        paths = [live.path for link in self.links.values() for live in link.paths.values()]
         return (
-            sent + sum(link.bytes_sent for link in links),
-            received + sum(link.bytes_received for link in links),
+            sent + sum(path.bytes_sent for path in paths),
+            received + sum(path.bytes_received for path in paths),
         )
 
-    # --- links come up
+    # --- paths come up
 
     async def _dial_target(self, addresses: tuple[Address, ...]) -> NodeId:
-        ordered = in_dialling_order(addresses, local=self._watch.current)
+        ordered = self._in_order(addresses)
         if not ordered:
             raise PeerUnreachable(f"no usable address among {', '.join(map(str, addresses))}")
-        link, address = await self._dial(ordered)
-        await self._admit(link, dialled=address)
-        if link.node not in self.links and link.node != self._hello().member.node:
-            raise PeerUnreachable(f"the link to {link} ended immediately")
-        return link.node
+        path, address = await self._dial(ordered)
+        await self._admit(path, dialled=address)
+        if path.node not in self.links and path.node != self._hello().member.node:
+            raise PeerUnreachable(f"the link to {path} ended immediately")
+        return path.node
 
-    async def _dial(self, addresses: tuple[Address, ...]) -> tuple[Link, Address]:
+    def _in_order(self, addresses: Iterable[Address]) -> tuple[BoundAddress, ...]:
+        watch = self._watch
+        return in_dialling_order(addresses, local=watch.current, bind_all=watch.is_restricted)
+
+    async def _dial(self, addresses: tuple[BoundAddress, ...]) -> tuple[Path, BoundAddress]:
         stream, address = await dial_any(addresses)
-        link = await shake_hands(
-            stream, contexts=self._contexts, server_side=False, hello=self._hello()
+        path = await shake_hands(
+            stream, contexts=self._contexts, server_side=False, hello=self._hello_to
         )
-        return link, address
+        return path, address
+
+    async def dial_way(self, way: Way) -> None:
+        """Add the path of this way to the link with its peer. Raises PmeshError."""
+        path, address = await self._dial(((way.address, way.own),))
+        await self._admit(path, dialled=address)
+
+    def _hello_to(self, node: NodeId) -> Hello:
+        """Return our Hello, with the number of the link that exists or will come up."""
+        link = self.links.get(node)
+        if link is not None:
+            number = link.numbers.ours
+        elif node in self._next_numbers:
+            number = self._next_numbers[node]
+        else:
+            number = self._next_numbers[node] = next(self._numbers)
+            if len(self._next_numbers) > MAX_LINKS:
+                del self._next_numbers[next(iter(self._next_numbers))]
+        return msgspec.structs.replace(self._hello(), link=number)
 
     async def welcome(
         self, stream: trio.SocketStream, first_bytes: bytes, authenticated: Callable[[], None]
     ) -> None:
-        """Admit a connection that begins like a link. Raises PmeshError if it is none."""
+        """Admit a connection that begins like a path. Raises PmeshError if it is none."""
         address = remote_address_of(stream)  # the socket's own raises if the peer is gone again
         if self._leaving:
             raise PeerUnreachable("this agent is leaving")
         try:
-            link = await shake_hands(
+            path = await shake_hands(
                 stream,
                 contexts=self._contexts,
                 server_side=True,
-                hello=self._hello(),
+                hello=self._hello_to,
                 first_bytes=first_bytes,
             )
             authenticated()
         except (MeshKeyMismatch, ProtocolVersionMismatch) as e:
             self.targets.refuse(address.host, e, address)
             raise
-        self._nursery.start_soon(self._admit_dialler, link, address)
+        self._nursery.start_soon(self._admit_dialler, path, address)
 
-    async def _admit_dialler(self, link: Link, address: Address) -> None:
+    async def _admit_dialler(self, path: Path, address: Address) -> None:
         try:
-            await self._admit(link, dialled=None)
+            await self._admit(path, dialled=None)
         except PmeshError as e:
-            self.targets.refuse(link.node, e, address)
+            self.targets.refuse(path.node, e, address)
 
-    async def _admit(self, link: Link, *, dialled: Address | None, again: bool = False) -> None:
-        """Keep the link and start its tasks, unless another link with the peer is preferred."""
-        live, own = Live(link, dialled, again=again), self._hello().member
+    async def _admit(
+        self, path: Path, *, dialled: BoundAddress | None, again: bool = False
+    ) -> None:
+        """Add the path to the link with its peer, which it may begin, and start its tasks."""
+        own = self._hello().member
         if self._leaving:
-            await link.aclose()
+            await path.aclose()
             return
-        if link.node == own.node:
-            await link.aclose()
-            if link.peer.member != own:
-                raise _copied_from(self._hello(), link.peer, link)
+        if path.node == own.node:
+            await path.aclose()
+            if path.peer.member != own:
+                raise _copied_from(self._hello(), path.peer, path)
             return
-        refusal = self._refusal_of(link)
+        refusal = self._refusal_of(path)
         if refusal is not None:
-            await link.aclose()
+            await path.aclose()
             raise refusal
-        current = self.links.get(link.node)
-        if current is not None and current.member != live.member:
-            await self._judge_incarnations(current, live)
-            current = self.links.get(link.node)
-        if current is not None and not self._prefers(live, current):
-            await link.aclose()
+        link = self.links.get(path.node)
+        if link is not None and link.member != path.peer.member:
+            await self._judge_incarnations(link, path)
+            link = self.links.get(path.node)
+        live = live_path(path, self._watch.current, dialled=dialled, again=again, link=link)
+        if not self._joins(live, link):
+            await path.aclose()
             return
-        self.links[link.node] = live
-        self.targets.link_up(link.node)
-        if current is not None:
-            current.scope.cancel()
-        self._nursery.start_soon(self._run, live)
-        self.membership.link_up(live.member, self._thresholds(link))
-        self._introduce(live)
+        if link is not None and link.numbers == numbers_of(path):
+            replaced = link.add(live)
+            if replaced is not None:
+                replaced.scope.cancel()
+            elif live is not link.current:
+                _log.info("a path is there", peer=link.peer.name, path=str(live))
+        else:
+            link = self._begin(live, instead_of=link)
+        self._nursery.start_soon(self._run, link, live)
 
-    def _refusal_of(self, link: Link) -> PmeshError | None:
-        """Return why an authenticated link is refused; None if it is not."""
-        banned_s = self._bans.left_s(link.node, now=trio.current_time())
+    def _joins(self, live: LivePath, link: Link | None) -> bool:
+        """Return True if the path is of the link with the peer, or begins one."""
+        numbers, node = numbers_of(live.path), live.path.node
+        if link is None:
+            return numbers.ours == self._next_numbers.get(node)
+        if numbers != link.numbers:  # the peer has given up the link, or one of us an older one
+            return numbers.ours == link.numbers.ours and numbers.theirs > link.numbers.theirs
+        same = link.paths.get(live.key)
+        return same is None or self._prefers(live, same)
+
+    def _begin(self, live: LivePath, *, instead_of: Link | None) -> Link:
+        link = Link(live)
+        self._next_numbers.pop(link.node, None)
+        self.links[link.node] = link
+        self.targets.link_up(link.node)
+        if instead_of is not None:
+            _close(instead_of)
+        self.membership.link_up(link.member, live.thresholds)
+        self._introduce(link)
+        second = self._hello().member.node > link.node
+        self._nursery.start_soon(partial(self._keeper.keep, link, second=second))
+        return link
+
+    def _refusal_of(self, path: Path) -> PmeshError | None:
+        """Return why an authenticated path is refused; None if it is not."""
+        banned_s = self._bans.left_s(path.node, now=trio.current_time())
         if banned_s > 0:
-            text = f"{link} broke the protocol before; it may come back in {banned_s:.0f} s"
+            text = f"{path} broke the protocol before; it may come back in {banned_s:.0f} s"
             return ProtocolError(text)
-        if link.node in self.links:
-            return None
-        host = link.remote_address.host
-        here = sum(live.link.remote_address.host == host for live in self.links.values())
+        link = self.links.get(path.node)
+        if link is not None:
+            full = len(link.paths) >= 2 * MAX_PATHS
+            return PeerUnreachable(f"{path} has {len(link.paths)} paths") if full else None
+        host = path.remote_address.host
+        here = sum(link.begun_from == host for link in self.links.values())
         if len(self.links) >= MAX_LINKS or here >= MAX_LINKS_PER_ADDRESS:
-            text = f"{link} gets no link: {len(self.links)} exist already, {here} from {host}"
+            text = f"{path} gets no link: {len(self.links)} exist already, {here} from {host}"
             return PeerUnreachable(text)
         return None
 
-    async def _judge_incarnations(self, current: Live, new: Live) -> None:
+    async def _judge_incarnations(self, link: Link, new: Path) -> None:
         """Distinguish a restarted agent from a copied home: both come under a known node key."""
         try:
-            lives = await self._shows_life(current)
+            lives = await self._shows_life(link)
         except BaseException:  # the agent is stopping
-            await new.link.aclose()
+            await new.aclose()
             raise
         if lives:
-            await new.link.aclose()
-            raise _copied_from(current.link.peer, new.link.peer, new.link)
-        if self.links.get(new.link.node) is current:
-            self._end(current, "it was restarted")
+            await new.aclose()
+            raise _copied_from(link.peer, new.peer, new)
+        if self.links.get(new.node) is link:
+            self._end(link, "it was restarted")
 
-    async def _shows_life(self, live: Live) -> bool:
+    async def _shows_life(self, link: Link) -> bool:
         """Return True if a message arrives while the link is still the current one."""
-        heard = live.link.messages_received
+        heard = link.messages_received
         deadline = trio.current_time() + PROOF_OF_LIFE_S
-        while self.links.get(live.link.node) is live and trio.current_time() < deadline:
-            if live.link.messages_received > heard:
+        while self.links.get(link.node) is link and link.paths and trio.current_time() < deadline:
+            if link.messages_received > heard:
                 return True
             await trio.sleep(PROOF_OF_LIFE_S / 20)
         return False
 
-    def _prefers(self, new: Live, current: Live) -> bool:
+    def _prefers(self, new: LivePath, current: LivePath) -> bool:
         """If both dials of a pair complete, keep the smaller node's; otherwise the newer."""
-        mine, theirs = self._hello().member.node, new.link.node
+        mine, theirs = self._hello().member.node, new.path.node
         diallers = [theirs if live.dialled is None else mine for live in (new, current)]
         return diallers[0] <= diallers[1]
 
-    def _thresholds(self, link: Link) -> Thresholds:
-        host = link.local_address.host.partition("%")[0]
-        kinds = {own.kind for own in self._watch.current if own.host == host}
-        return WIFI if "wifi" in kinds else WIRED
-
-    def _introduce(self, live: Live) -> None:
+    def _introduce(self, link: Link) -> None:
         """Introduce the new peer and the others to each other, so that one address is enough."""
         for other in self.links.values():
-            if other is not live:  # one peer in a message, as a Hello may be long
-                live.link.send(KnownPeers((other.link.peer,)))
-                other.link.send(KnownPeers((live.link.peer,)))
+            if other is not link:  # one peer in a message, as a Hello may be long
+                link.send(KnownPeers((other.peer,)))
+                other.send(KnownPeers((link.peer,)))
 
-    # --- links run and end
+    # --- paths run and end
 
-    async def _run(self, live: Live) -> None:
+    async def _run(self, link: Link, live: LivePath) -> None:
         why, gone = "", False
         try:
             with live.scope:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(live.link.run_writer)
-                    why, gone = await self._read(live)
+                    nursery.start_soon(live.path.run_writer)
+                    why, gone = await self._read(link, live)
+                    if not gone:
+                        self._lose_path(link, live, why)
                     nursery.cancel_scope.cancel()
         finally:
             with trio.CancelScope(shield=True):
-                await live.link.aclose()
+                await live.path.aclose()
         sent, received = self._ended_bytes
-        self._ended_bytes = sent + live.link.bytes_sent, received + live.link.bytes_received
-        if self.links.get(live.link.node) is not live:
+        self._ended_bytes = sent + live.path.bytes_sent, received + live.path.bytes_received
+        if self.links.get(link.node) is not link:
             return  # another link has replaced it, or the peer was given up
         refused = live.again and trio.current_time() - live.since < STEADY_AFTER_S
-        if gone or refused:
-            self._end(live, why)
-        else:
-            await self._redial(live, why)
+        if gone or (not link.paths and (refused or link.is_unread)):
+            self._end(link, why)
+        elif not (link.paths or link.redialled):
+            await self._redial(link, live, why or "its last path has lost its interface")
 
-    async def _read(self, live: Live) -> tuple[str, bool]:
-        """Read until the link ends. Return why, and True if a redial is pointless."""
+    def _lose_path(self, link: Link, live: LivePath, why: str) -> None:
+        """Let the link go on without the path, over another one if there is any."""
+        used = live is link.current
+        if link.remove(live):
+            self._begin_switch(link, why, since=live.last_heard)
+        elif not used and link.paths:
+            _log.info("a path has ended", peer=link.peer.name, path=str(live), reason=why)
+
+    def _begin_switch(self, link: Link, why: str, *, since: float) -> None:
+        """Messages go over another path than before; it is told once the peer was heard there."""
+        assert link.current is not None  # noqa: S101 - it has switched to this one
+        self.membership.path_changed(link.node, link.current.thresholds)
+        if trio.current_time() - link.since > STEADY_AFTER_S:  # else both have dialled
+            link.begin_switch(why, since=since)
+
+    def _improved(self, link: Link, why: str) -> None:
+        """Messages go over a better path: lanes leave those of a worse kind or speed."""
+        self._begin_switch(link, why, since=trio.current_time())
+        assert link.current is not None  # noqa: S101 - it has switched to this one
+        best = link.current.state().rank
+        for live in link.paths.values():
+            if live.state().rank > best:
+                self._path_failed(*live.hosts)
+
+    def _tell_switch(self, link: Link, took_s: float, why: str) -> None:
+        name = link.peer.name
+        text = f"{name} is reached over {link.current} after {took_s:.2f} s: {why}"
+        self._noticed(News(kind="path changed", text=text, names=(name,), duration_s=took_s))
+
+    async def follow_interfaces(self) -> None:
+        """Close the paths of interfaces that are gone, and tell the peers of the others."""
+        seen = self._watch.current
+        while True:
+            before, seen = seen, await self._watch.changed_from(seen)
+            is_over = partial(_begins_at, [own for own in before if own not in seen])
+            for link in list(self.links.values()):
+                self._close_paths(link, is_over)
+                link.send(KnownPeers((self._hello(),)))
+
+    def _know(self, link: Link, hello: Hello) -> None:
+        """Take what the peer says about another, or anew about its own interfaces."""
+        if hello.member == link.member:
+            gone = _hosts_of(link.peer) - _hosts_of(hello)
+            link.update(hello)
+            self._close_paths(link, lambda live: bare_host(live.path.remote_address) in gone)
+        elif hello.member.node not in self.links and hello.addresses:
+            self.targets.introduce(link.node, hello.member.node, hello.addresses)
+
+    def _close_paths(self, link: Link, is_over: Callable[[LivePath], bool]) -> None:
+        for live in [live for live in link.paths.values() if is_over(live)]:
+            self._end_path(link, live, f"{live} has lost its interface")
+
+    def _end_path(self, link: Link, live: LivePath, why: str) -> None:
+        """Handle a path that has failed: what runs over it need not wait any longer."""
+        self._lose_path(link, live, why)
+        live.scope.cancel()
+        self._path_failed(*live.hosts)
+
+    async def _read(self, link: Link, live: LivePath) -> tuple[str, bool]:
+        """Read until the path ends. Return why, and True if the peer is gone with it."""
         errors: list[str] = []
         try:
             while not errors:
-                message = await live.link.receive()
+                packet = await live.path.receive()
+                is_its_own = live.hear(packet.message)
+                if (switched := link.end_switch(live)) is not None:
+                    self._tell_switch(link, *switched)
+                if is_its_own or not link.receive_untrusted(packet):
+                    continue
                 with self._contain(
-                    f"the link to {live.link.peer.name}", errors.append, passing=(PmeshError,)
+                    f"the link to {link.peer.name}", errors.append, passing=(PmeshError,)
                 ):
-                    self._receive(live, message)
-            self._ban(live.link.node)
+                    self._receive(link, packet.message)
+            self._ban(link.node)
             return errors[0], True
         except trio.EndOfChannel:
-            return ("it left", True) if live.leaving else ("its connection was closed", False)
+            return ("it left", True) if link.leaving else ("its connection was closed", False)
         except trio.ClosedResourceError:
             return "it was given up", False
         except PeerUnreachable:
             return "its connection broke", False
         except ProtocolError as e:
-            self._ban(live.link.node)
-            _log.error("a peer broke the protocol", peer=live.link.peer.name, reason=str(e))
-            self.targets.refuse(live.link.node, e, live.link.remote_address)
+            self._ban(link.node)
+            _log.error("a peer broke the protocol", peer=link.peer.name, reason=str(e))
+            self.targets.refuse(link.node, e, live.path.remote_address)
             return f"it broke the protocol: {e}", True
 
     def ban(self, node: NodeId, why: str) -> None:
@@ -336,102 +430,125 @@ class Peers:
         self.broken_links += 1
         self._bans.add(node, now=trio.current_time())
 
-    def _receive(self, live: Live, message: LinkMessage) -> None:
+    def _receive(self, link: Link, message: PathMessage) -> None:  # noqa: C901 - one arm for each
         match message:
-            case Hello():
-                raise ProtocolError("a second Hello")
+            case Hello() | Ping() | Pong():
+                raise ProtocolError(f"a {type(message).__name__} out of its place")
             case KnownPeers(peers):
                 for peer in peers:
-                    if peer.member.node not in self.links and peer.addresses:
-                        self.targets.introduce(live.link.node, peer.member.node, peer.addresses)
+                    self._know(link, peer)
             case OfferLane():
-                self._on_offer(live.member, message)
+                self._on_offer(link.member, message)
             case RestLane():
-                self._on_rest(live.member, message)
+                self._on_rest(link.member, message)
             case AskResult():
                 self._on_ask(message)
+            case AskProbe():
+                self.membership.probing.answer(link.member, message)
+            case Probe():
+                self.membership.probing.receive(link.member, message)
             case P2PLinkMessage():
-                self._on_p2p(live.member, message)
+                self._on_p2p(link.member, message)
             case Leaving():
-                live.leaving = True
-                self._end(live, "its agent was stopped")
+                link.leaving = True
+                self._end(link, "its agent was stopped")
             case _:
-                self.membership.receive(live.member, message)
+                self.membership.receive(link.member, message)
 
-    async def _redial(self, live: Live, why: str) -> None:
+    async def _redial(self, link: Link, last: LivePath, why: str) -> None:
         """V6: an end of file means gone only if a redial fails or meets another incarnation."""
-        del self.links[live.link.node]
-        addresses = (live.dialled,) if live.dialled else live.link.peer.addresses
-        ordered = in_dialling_order(addresses, local=self._watch.current) or addresses
-        found: tuple[Link, Address] | None = None
+        has_failed = last.scope.cancel_called  # the path; the peer may be well
+        if last.dialled is not None and not has_failed:
+            ordered: tuple[BoundAddress, ...] = (last.dialled,)
+        else:
+            ways = link.ways(self._watch.current)
+            routed = tuple((address, None) for address in link.peer.addresses)
+            others = self._in_order(link.peer.addresses) or routed
+            ordered = tuple(dict.fromkeys((*((way.address, way.own) for way in ways), *others)))
+        found: tuple[Path, BoundAddress] | None = None
+        link.redialled = True
         try:
-            with trio.move_on_after(self._redial_s(live)):
+            with trio.move_on_after(self._redial_s(link)):
                 found = await self._dial(ordered)
             if found is not None:  # outside the timeout: it may have to wait for proof of life
                 await self._admit(found[0], dialled=found[1], again=True)
         except PmeshError as e:
             why = f"{why}, and a redial failed ({e})"
-        if live.link.node not in self.links:
-            self._end(live, why)
+        link.redialled = False
+        if not link.paths and self.links.get(link.node) is link:
+            self._end(link, why)
 
-    def _redial_s(self, live: Live) -> float:
-        health = self.membership.health_of(live.link.node)
+    def _redial_s(self, link: Link) -> float:
+        health = self.membership.health_of(link.node)
         needs_s = REDIAL_ROUND_TRIPS * (0.0 if health is None else health.least_round_trip_s)
         return min(max(REDIAL_S, needs_s), LONGEST_REDIAL_S)
 
-    def _end(self, live: Live, why: str) -> None:
+    def _end(self, link: Link, why: str) -> None:
         """Treat the peer as gone, unless another link with it has come up since."""
-        node = live.link.node
-        live.scope.cancel()
-        if self.links.get(node) not in {None, live}:
+        _close(link)
+        if self.links.get(link.node) not in {None, link}:
             return
-        self.links.pop(node, None)
-        self.targets.forget(node)
-        self.targets.link_lost(node)
-        self.membership.lose(node, why)
+        self.links.pop(link.node, None)
+        self.targets.forget(link.node)
+        self.targets.link_lost(link.node)
+        self.membership.lose(link.node, why)
 
     def drop(self, node: NodeId, why: str) -> None:
-        live = self.links.get(node)
-        if live is None:
+        link = self.links.get(node)
+        if link is None:
             self.membership.lose(node, why)
         else:
-            self._end(live, why)
+            self._end(link, why)
 
     async def leave(self) -> None:
         """Inform all peers that this is a leave and not a failure, and accept no more links."""
         self._leaving = True
         leaving, self.links = self.links, {}  # so that their ends cause no redial
         async with trio.open_nursery() as nursery:
-            for live in leaving.values():
-                live.link.send(Leaving())
-                nursery.start_soon(live.link.aclose)
+            for link in leaving.values():
+                link.send(Leaving())
+                link.scope.cancel()
+                for live in link.paths.values():
+                    nursery.start_soon(live.path.aclose)
 
     # --- implements `pmesh.agent.lanes.rendezvous.Reach`
 
     def send(self, member: Member, message: LinkMessage) -> None:
         """Send on the link to the member; dropped if there is none."""
-        live = self.links.get(member.node)
-        if live is not None and live.member == member:
-            live.link.send(message)
+        link = self.links.get(member.node)
+        if link is not None and link.member == member:
+            link.send(message)
 
     def we_dialled(self, member: Member) -> bool:
-        live = self.links.get(member.node)
-        return live is not None and live.dialled is not None
+        link = self.links.get(member.node)
+        best = next(iter(() if link is None else link.carriers()), None)
+        return best is not None and best.dialled is not None
 
     async def dial_member(self, member: Member) -> trio.SocketStream:
-        """Open a new connection to the address at which the member's link was dialled."""
-        live = self.links.get(member.node)
-        if live is None or live.dialled is None:
-            raise PeerUnreachable(f"this agent has dialled no link to {self.name_of(member)}")
-        stream, _ = await dial_any((live.dialled,))
+        """Open a new connection to the member over the best path that takes one."""
+        link = self.links.get(member.node)
+        addresses = () if link is None else link.addresses()
+        if not addresses:
+            raise PeerUnreachable(f"this agent has no link to {self.name_of(member)}")
+        stream, _ = await dial_any(addresses)
         return stream
 
+    @property
+    def names(self) -> dict[str, NodeId]:
+        """The other machines that are in the view or linked, by name."""
+        linked = {link.peer.name: node for node, link in self.links.items()}
+        seats = self.membership.view.seats
+        members = {seat.member.node: seat.name for seat in seats}
+        members.pop(self._hello().member.node, None)
+        outside = {name: node for name, node in linked.items() if node not in members}
+        return outside | {name: node for node, name in members.items()}
+
     def name_of(self, member: Member) -> str:
-        seat, live = self.membership.view.seat_of(member), self.links.get(member.node)
+        seat, link = self.membership.view.seat_of(member), self.links.get(member.node)
         if seat is not None:
             return seat.name
-        if live is not None:
-            return live.link.peer.name
+        if link is not None:
+            return link.peer.name
         own = self._hello()
         return own.name if member.node == own.member.node else short_node(member.node)
 
@@ -440,10 +557,24 @@ class Peers:
         _log.info("no lane", peer=self.name_of(member), reason=str(error))
 
 
-def _copied_from(one: Hello, other: Hello, link: Link) -> NodeKeyCopied:
+def _begins_at(gone: Sequence[LocalAddress], live: LivePath) -> bool:
+    return any(is_at(live.path.local_address, own) for own in gone)
+
+
+def _hosts_of(hello: Hello) -> set[str]:
+    return {host for interface in hello.interfaces for host in interface.hosts}
+
+
+def _close(link: Link) -> None:
+    link.scope.cancel()
+    for live in link.paths.values():
+        live.scope.cancel()
+
+
+def _copied_from(one: Hello, other: Hello, path: Path) -> NodeKeyCopied:
     where = ", ".join(str(address) for address in one.addresses[:1]) or "unknown address"
     return NodeKeyCopied(
-        f"{one.name} ({where}) and {other.name} ({link.remote_address}) have the same node "
-        f"key ({short_node(link.node)}): a home was copied; on one of them run 'pmesh down', "
+        f"{one.name} ({where}) and {other.name} ({path.remote_address}) have the same node "
+        f"key ({short_node(path.node)}): a home was copied; on one of them run 'pmesh down', "
         "remove node_key from its home, and run 'pmesh up'"
     )

@@ -19,9 +19,11 @@ from msgspec import Meta
 
 from pmesh.agent.status.schema import decode_as
 from pmesh.core.values import Roster, Trainer, View
+from pmesh.core.views.ring import Edges, edge_cost, edges_around, times_faster
+from pmesh.core.views.rosters import is_reordered
 from pmesh.ids import Epoch, JobName, Member, OpNumber, node_text
 
-EVENTS_SCHEMA_VERSION: Literal[2] = 2
+EVENTS_SCHEMA_VERSION: Literal[3] = 3
 
 KEPT = 1000  # a day of a quiet mesh, an hour of one whose machines join and leave all the time
 PAGE_BYTES = 512 * 1024  # with the last event, half of the largest message of a session
@@ -38,6 +40,8 @@ EventKind: TypeAlias = Literal[
     "peer silent",
     "loss noticed",
     "peer lost",
+    "path changed",
+    "network loop",
     "view",
     # jobs and their ranks
     "job began",
@@ -101,7 +105,7 @@ class Event(News, frozen=True, kw_only=True):
 class EventPage(msgspec.Struct, frozen=True, kw_only=True):
     """What `pmesh events --json` prints."""
 
-    schema: Literal[2]
+    schema: Literal[3]
     node: Annotated[str, Meta(description="The node id of the agent that was asked.")]
     name: Annotated[str, Meta(description="Of its machine.")]
     incarnation: Annotated[
@@ -230,8 +234,10 @@ def describe_change(
 def _describe_members(before: View, after: View, losses: Mapping[Member, str]) -> Iterator[News]:
     old = {seat.member: seat.name for seat in before.seats}
     new = {seat.member: seat.name for seat in after.seats}
+    alone = len(new) == 1
+    unnoticed = "it continues without this machine" if alone else "the others no longer hear it"
     for member in (member for member in old if member not in new):
-        why = losses.get(member, "the others no longer hear it")
+        why = losses.get(member, unnoticed)
         name = old[member]
         yield News(kind="peer lost", text=f"{name} is gone: {why}", names=(name,))
     for member in (member for member in new if member not in old):
@@ -247,6 +253,34 @@ def _describe_ring(view: View, me: Member) -> News:
     leader = next(seat.name for seat in view.seats if seat.member.node == view.epoch.leader)
     text = f"ring: {' → '.join(marked)} → {names[0]}; leader {leader}"
     return News(kind="view", text=text, names=names)
+
+
+def describe_reordered(before: View, after: View, edges: Edges) -> Iterator[News]:
+    """Yield an event for each job whose ring now avoids the edge that was its slowest (V13).
+
+    Args:
+        before: The previous view.
+        after: The installed view.
+        edges: What is known of the edges between members of both.
+    """
+    names = {seat.member: seat.name for seat in after.seats}
+    for roster in after.rosters:
+        old = before.roster_of(roster.job)
+        if old is None or not is_reordered(old, roster):
+            continue
+        ring = edges_around([trainer.member for trainer in roster.trainers])
+        left = edges_around([trainer.member for trainer in old.trainers])
+        if not left:  # all on one machine
+            continue
+        slow = max(left, key=lambda edge: edge_cost(edges[edge]))
+        faster = times_faster(edges[slow], max((edges[edge] for edge in ring), key=edge_cost))
+        if faster <= 1 or slow in ring:
+            continue
+        ends = tuple(sorted(names[member] for member in slow))
+        speed = edges[slow].mbit_s
+        how = f"at {speed} Mbit/s" if speed > 0 else "which is relayed"
+        text = f": its ring is {faster:.1f}x faster: {' - '.join(ends)} {how} is avoided"
+        yield _news("view", roster, text, roster.trainers)
 
 
 def _describe_jobs(before: View, after: View) -> Iterator[News]:

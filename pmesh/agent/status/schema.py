@@ -27,6 +27,7 @@ PeerState: TypeAlias = Literal[
     "other_version",
     "node_key_copied",
 ]
+PathUse: TypeAlias = Literal["in use", "standby", "silent"]
 JobState: TypeAlias = Literal["waiting", "running", "below_min_ranks", "no_quorum"]
 
 
@@ -57,6 +58,28 @@ class EpochStatus(_Part, frozen=True, kw_only=True):
     incarnation: str
 
 
+class PathStatus(_Part, frozen=True, kw_only=True):
+    """One way from the agent that was asked to a member, over which both have a connection."""
+
+    interface: Annotated[str | None, Meta(description="The local one; null if it is not known.")]
+    remote: Annotated[str, Meta(description="The member's interface, or its address there.")]
+    kind: Annotated[
+        str | None,
+        Meta(description="thunderbolt, wired, wifi, loopback or vpn: the worse of both ends."),
+    ]
+    use: PathUse
+    speed_mbit_s: Annotated[
+        int | None, Meta(description="The lower of what both interfaces claim; null if unknown.")
+    ] = None
+    rtt_ms: Annotated[float | None, Meta(description="null while unknown.")] = None
+    loss_percent: Annotated[
+        float | None, Meta(description="Of the TCP segments sent over it, those sent again.")
+    ] = None
+    slow: Annotated[
+        str | None, Meta(description="Why it is slower than it should be, and what to do.")
+    ] = None
+
+
 class MemberStatus(_Part, frozen=True, kw_only=True):
     """One member of the view."""
 
@@ -82,6 +105,27 @@ class MemberStatus(_Part, frozen=True, kw_only=True):
         float | None,
         Meta(description="The longest silence that has ended by itself lately, weighted by age."),
     ] = None
+    loss_percent: Annotated[
+        float | None,
+        Meta(description="Of the TCP segments that the link to it has sent, those sent again."),
+    ] = None
+    mbit_s: Annotated[
+        int | None, Meta(description="The settled bandwidth from it to this machine.")
+    ] = None
+    paths: Annotated[tuple[PathStatus, ...], Meta(description="To it, the one in use first.")] = ()
+
+
+class EdgeStatus(_Part, frozen=True, kw_only=True):
+    """One edge of the ring, between neighbours."""
+
+    sender: Annotated[str, Meta(description="The node id of a member.")]
+    receiver: Annotated[str, Meta(description="Of the next one in the ring.")]
+    rtt_ms: Annotated[
+        float | None, Meta(description="As one of the two reports it; null while unknown.")
+    ]
+    mbit_s: Annotated[
+        int | None, Meta(description="The settled bandwidth, the lower of what the two report.")
+    ] = None
 
 
 class ViewStatus(_Part, frozen=True, kw_only=True):
@@ -90,6 +134,9 @@ class ViewStatus(_Part, frozen=True, kw_only=True):
     epoch: EpochStatus
     leader: str
     members: Annotated[tuple[MemberStatus, ...], Meta(description="In ring order.")]
+    edges: Annotated[
+        tuple[EdgeStatus, ...], Meta(description="Of the ring, in its order; none for one member.")
+    ] = ()
 
 
 class PeerStatus(_Part, frozen=True, kw_only=True):

@@ -1,22 +1,33 @@
 """Collects the status of this agent, which `pmesh status` shows."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from math import sqrt
 from typing import NamedTuple
 
+import trio
+
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.mesh.dial_targets import Refusal
 from pmesh.agent.mesh.foreign_agents import Strangers
+from pmesh.agent.mesh.links import Link
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.p2p.router import P2PRouter
 from pmesh.agent.status import schema
 from pmesh.agent.status.schema import Status
+from pmesh.core.links.reasons import USUAL_MBIT_S, why_slow
 from pmesh.core.values import Roster, Seat
 from pmesh.core.views.quorum import is_in_force
-from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Hello
+from pmesh.core.views.ring import UNKNOWN, worse_of
+from pmesh.core.wire.link import (
+    PROTOCOL_VERSION,
+    Address,
+    Hello,
+    MeasuredEdge,
+    PeerInterface,
+)
 from pmesh.errors import (
     MeshKeyMismatch,
     NodeKeyCopied,
@@ -27,7 +38,7 @@ from pmesh.errors import (
 from pmesh.ids import JobName, Member, NodeId, Slot, node_text, shared_name
 from pmesh.net.links.acceptor import DoorCounters
 from pmesh.net.links.discovery import Found
-from pmesh.net.links.interfaces import AddressWatch
+from pmesh.net.links.negotiated import able_mbit_s
 
 
 class _Waiter(NamedTuple):
@@ -147,7 +158,6 @@ class Sources:
     strangers: Strangers
     door: DoorCounters
     turned_away: schema.TurnedAwayStatus
-    watch: AddressWatch
     loop_lag_s: float
 
 
@@ -177,6 +187,7 @@ def take_snapshot(sources: Sources) -> Status:
                 _member(rank, seat, sources)
                 for rank, seat in enumerate(sources.membership.view.seats)
             ),
+            edges=tuple(_edges(sources.membership)),
         ),
         peers=tuple(describe_peers(sources.peers, sources.strangers)),
         jobs=tuple(describe_jobs(sources.membership, sources.jobs, me=sources.me)),
@@ -205,22 +216,92 @@ def _member(rank: int, seat: Seat, sources: Sources) -> schema.MemberStatus:
     health, live = sources.membership.health_of(node), sources.peers.links.get(node)
     trip = None if health is None else health.round_trip_s
     jitter = None if health is None else sqrt(health.round_trip_variance_s2)
+    path = None if live is None else live.current
+    loss = None if path is None else path.path.loss
     return schema.MemberStatus(
         id=node_text(node),
         name=seat.name,
         rank=rank,
         health="gone" if health is None else health.condition.value,
-        rtt_ms=None if trip is None else round(trip * 1e3, 3),
-        addresses=() if live is None else _texts(live.link.peer.addresses),
-        interface=None if live is None else _interface(live.link.local_address, sources),
+        rtt_ms=_milliseconds(trip),
+        addresses=() if live is None else _texts(live.peer.addresses),
+        interface=None if path is None else path.key.interface or None,
         jitter_ms=None if trip is None or jitter is None else round(jitter * 1e3, 3),
         silence_s=None if health is None else round(health.longest_silence_s, 1),
+        loss_percent=_percent(loss),
+        mbit_s=sources.membership.probing.settled_mbit_s(seat.member) or None,
+        paths=() if live is None else tuple(_paths(live, trip, sources)),
     )
 
 
-def _interface(local: Address, sources: Sources) -> str | None:
-    host = local.host.partition("%")[0]
-    return next((own.interface for own in sources.watch.current if own.host == host), None)
+def _paths(link: Link, trip_s: float | None, sources: Sources) -> Iterator[schema.PathStatus]:
+    """Yield the paths of a link; `trip_s` is the round trip of its messages."""
+    now, ours = trio.current_time(), sources.hello.interfaces
+    current = link.current
+    for live in sorted(
+        link.paths.values(), key=lambda live: (live is not current, live.state().rank)
+    ):
+        in_use, state = live is current, live.state()
+        silent = state.silence_s(now) >= live.thresholds.degraded_after_s
+        path_trip_s = live.health.round_trip_s or (trip_s if in_use else None)
+        yield schema.PathStatus(
+            interface=live.key.interface or None,
+            remote=live.key.remote,
+            kind=live.kind or None,
+            use="silent" if silent else "in use" if in_use else "standby",
+            speed_mbit_s=live.speed_mbit_s or None,
+            rtt_ms=_milliseconds(path_trip_s),
+            loss_percent=_percent(live.path.loss),
+            slow=why_slow(
+                state,
+                in_use=in_use,
+                ours=ours,
+                theirs=link.peer.interfaces,
+                able_mbit_s=_able_mbit_s(live.key.interface, ours),
+            ),
+        )
+
+
+def _able_mbit_s(interface: str, ours: Iterable[PeerInterface]) -> int:
+    """Return what the cable can do, but only of one that looks slow: the port is asked."""
+    usual = USUAL_MBIT_S["wired"]
+    slow = any(
+        own.name == interface and own.kind == "wired" and 0 < own.speed_mbit_s < usual
+        for own in ours
+    )
+    return able_mbit_s(interface) if slow else 0
+
+
+def _edges(membership: Membership) -> Iterator[schema.EdgeStatus]:
+    members = membership.view.members
+    for one, other in zip(members, (*members[1:], members[0]), strict=True):
+        if one == other:
+            return
+        reports = [_measured(membership, *ends) for ends in ((one, other), (other, one))]
+        edge = worse_of(*reports)
+        yield schema.EdgeStatus(
+            sender=node_text(one.node),
+            receiver=node_text(other.node),
+            rtt_ms=_milliseconds(edge.round_trip_us / 1e6 or None),
+            mbit_s=max(edge.mbit_s, 0) or None,
+        )
+
+
+def _measured(membership: Membership, one: Member, other: Member) -> MeasuredEdge:
+    """Return what the first of two members reports of the edge between them."""
+    peer = membership.state.peers.get(one.node)
+    if one == membership.state.me:
+        return membership.edges.get(other.incarnation, UNKNOWN)
+    known = {} if peer is None or peer.member != one else peer.heartbeat.heard
+    return known.get(other.incarnation, UNKNOWN)
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else round(share * 100, 2)
 
 
 def describe_peers(peers: Peers, strangers: Strangers) -> Iterator[schema.PeerStatus]:
@@ -228,7 +309,7 @@ def describe_peers(peers: Peers, strangers: Strangers) -> Iterator[schema.PeerSt
     shown: set[NodeId] = set()
     for node, live in peers.links.items():
         shown.add(node)
-        hello = live.link.peer
+        hello = live.peer
         yield schema.PeerStatus(
             id=node_text(node),
             name=hello.name,

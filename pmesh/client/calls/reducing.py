@@ -70,7 +70,7 @@ def named_reduction(op: Reduction) -> str:
     return _OTHER_NAMES.get(name, name)
 
 
-Strategy = Literal["auto", "ring", "tree", "centralized", "hierarchical"]
+Strategy = Literal["auto", "ring", "tree", "centralized", "hierarchical", "chain"]
 Missing = Literal["error", "zeros"]
 
 
@@ -167,9 +167,10 @@ class Reducing(Caller):
             copy: with False numpy arrays may stay where the agent has put them: they can't be
                 written to, and are yours for as long as you keep them. See `empty`.
             strategy: "ring" sends least, "tree" and "centralized" wait least often, "hierarchical"
-                reduces first among those with fast links. "auto" takes the one that costs least by
-                what was measured on the links. Each adds in an order of its own: name one, and two
-                runs with the same ring give the same bits.
+                reduces first among those with fast links, "chain" does without the ring's slowest
+                link. "auto" takes the one that costs least by what was measured on the links. Each
+                adds in an order of its own: name one, and two runs with the same ring give the same
+                bits.
             compression: "int8", PowerSGD(rank=4) and so on (`pmesh.compression.schemes`): fewer
                 bytes for a result that is less exact, still with the same bits on every rank. For
                 sums and means of floats, which are compressed from float32.

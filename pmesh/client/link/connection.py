@@ -34,6 +34,7 @@ from pmesh.paths import LOCK_NAME, LOG_NAME, socket_path
 
 SILENCE_S = 60.0  # an agent that lives says something every 10 s while a call waits (I6)
 FIRST_ANSWER_S = 4.0  # one that lives says within 3 s that a trainer must wait
+ANSWER_S = 14.0  # once it is in a job, within 10 s; one whose process is stopped is not waited for
 _QUEUE_FULL_RETRY_S = 0.01  # an agent accepts all that wait in one turn of its loop
 _RECEIVE_BYTES = 64 * 1024
 _ANCILLARY_BYTES = socket.CMSG_SPACE(16 * array.array("i").itemsize)
@@ -94,14 +95,20 @@ class AgentConnection:
             self._socket.setblocking(False)  # noqa: FBT003 - it takes no names
             self._socket.sendall(frame(encode(request)))
 
-    def receive(self) -> Reply:
+    def receive(self, *, due_s: float | None = None) -> Reply:
         """The next reply.
+
+        Args:
+            due_s: after a silence this long, log a warning; after 4 s already if the agent's
+                process is stopped. None: log nothing.
 
         Raises:
             AgentStopped: the agent is gone, or has been silent for too long.
             ProtocolError: something else than a reply arrived.
         """
         while (message := self._reader.next_message_untrusted()) is None:
+            if due_s is not None:
+                self._warn_of_silence(due_s)
             self._reader.receive_data(self._receive_data())
         return decode_reply_untrusted(message)
 
@@ -112,7 +119,7 @@ class AgentConnection:
             return decode_reply_untrusted(message)
         if timeout_s is not None and not self._has_sent(timeout_s):
             return None
-        return self.receive()
+        return self.receive(due_s=ANSWER_S)
 
     def _has_sent(self, timeout_s: float) -> bool:
         """Whether there is something to receive, or an end, within `timeout_s`."""
@@ -120,10 +127,17 @@ class AgentConnection:
         poll.register(self._socket.fileno(), select.POLLIN)
         return bool(poll.poll(1000 * timeout_s))
 
-    def await_first_answer(self) -> None:
-        """Wait for the agent to send something; after 4 s warn, and return."""
-        if not self._has_sent(FIRST_ANSWER_S):
-            _logger.warning("the agent at %s does not answer: %s", self.path, self._process())
+    def _warn_of_silence(self, due_s: float) -> None:
+        """Wait for the agent to send something, and warn once if it should have."""
+        began, warned = time.monotonic(), False
+        while not self._has_sent(FIRST_ANSWER_S):
+            silent_s = time.monotonic() - began
+            if silent_s >= self._silence_s:
+                raise self._stopped(TimeoutError())
+            stopped, process = self._process()
+            if not warned and (stopped or silent_s >= due_s):
+                warned = True
+                _logger.warning("the agent at %s does not answer: %s", self.path, process)
 
     def await_end(self) -> None:
         """Wait until the agent has closed the connection; AgentStopped if it only falls silent."""
@@ -193,7 +207,7 @@ class AgentConnection:
             return self._ended()
         return AgentStopped(
             f"the agent at {self.path} has not answered for {self._silence_s:g} s: "
-            f"{self._process()}"
+            f"{self._process()[1]}"
         )
 
     def _ended(self) -> AgentStopped:
@@ -201,18 +215,19 @@ class AgentConnection:
             f"the agent at {self.path} has ended{self._log()}; start another with 'pmesh up'"
         )
 
-    def _process(self) -> str:
-        """What the agent's process does, where its log is, and the command that helps."""
+    def _process(self) -> tuple[bool, str]:
+        """Whether the process is stopped; its state, its log, and the command that helps."""
         import psutil  # noqa: PLC0415 - 20 ms that only this needs
 
         try:
             pid = int((self._home / LOCK_NAME).read_text())
             status = psutil.Process(pid).status()
         except (OSError, ValueError, psutil.Error):
-            return f"its process is not running{self._log()}; start another with 'pmesh up'"
-        if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-            return f"its process (pid {pid}) is stopped{self._log()}; run 'kill -CONT {pid}'"
-        return f"its process (pid {pid}) runs{self._log()}; run 'kill -9 {pid}; pmesh up'"
+            return False, f"its process is not running{self._log()}; start another with 'pmesh up'"
+        stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        state, command = ("is stopped", "kill -CONT") if stopped else ("runs", "kill -9")
+        then = "" if stopped else "; pmesh up"
+        return stopped, f"its process (pid {pid}) {state}{self._log()}; run '{command} {pid}{then}'"
 
     def _log(self) -> str:
         path = self._home / LOG_NAME  # without --detach, its terminal has the log

@@ -22,7 +22,13 @@ from pmesh.client.link.arenas import (
     UsersArrays,
     values_in,
 )
-from pmesh.client.link.connection import AgentConnection, error_of, mesh_ended
+from pmesh.client.link.connection import (
+    ANSWER_S,
+    FIRST_ANSWER_S,
+    AgentConnection,
+    error_of,
+    mesh_ended,
+)
 from pmesh.compression.blocks import Float32s
 from pmesh.core.ops.kinds import KINDS, Extent, extent_of
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
@@ -101,7 +107,7 @@ class TrainerSession:
 
     def join(self, request: Connect) -> Joined:
         """Join a job; returns when it begins or if it runs already; raises the agent's error."""
-        reply = self._exchange(request, self._connection.await_first_answer)
+        reply = self._exchange(request, due_s=FIRST_ANSWER_S)
         if isinstance(reply, Joined):
             self.world = reply.world
             self._enters = reply.world.rank < 0
@@ -363,8 +369,14 @@ class TrainerSession:
         if self._ended is not None:
             self.end(self._ended)
 
-    def _exchange(self, request: Request, meanwhile: Callable[[], None] | None = None) -> Reply:
-        """Send a request and wait for the reply that ends it."""
+    def _exchange(
+        self,
+        request: Request,
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        due_s: float = ANSWER_S,
+    ) -> Reply:
+        """Send a request and wait for the reply that ends it; `due_s` is that of `receive`."""
         self.check_open()
         with self._unless_it_fails():
             dropped = [DropArena(number) for number in self._users.take_dropped()]
@@ -372,7 +384,7 @@ class TrainerSession:
             if meanwhile is not None:
                 meanwhile()
             while True:
-                match reply := self._connection.receive():
+                match reply := self._connection.receive(due_s=due_s):
                     case StillWaiting():
                         self._waiting.note(reply)
                     case RanksLost(losses):
@@ -399,6 +411,7 @@ class TrainerSession:
         try:
             yield
         except BaseException as e:
+            self._waiting.end()
             closed = self._ended
             self.end(f"{type(e).__name__}: {e}".rstrip(": "))
             if closed is not None and isinstance(e, PmeshError):

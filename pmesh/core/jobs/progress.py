@@ -17,6 +17,10 @@ def of_job(ranks: Iterable[AnyRank], roster: Roster) -> Iterator[AnyRank]:
     return (rank for rank in ranks if (rank.roster.job, rank.roster.born) == wanted)
 
 
+MOST_STALLS = 4
+"""V11: The most times that stalls of the lanes in one op double how long they may stand still."""
+
+
 class Progress:
     """What others have last reported, beside what the local ranks know."""
 
@@ -133,4 +137,10 @@ def lanes_stand_still(
     if rank.last_move is None or rank.last_move[0] != rank.moved:
         rank.last_move = rank.moved, now
         return False
-    return now - rank.last_move[1] >= rank.patience_s
+    stalled_op, stalls = rank.stalled
+    stalls *= stalled_op == op
+    # V11: a ring of slow links may move nothing for longer than each of them.
+    if now - rank.last_move[1] < rank.patience_s * 2.0**stalls:
+        return False
+    rank.stalled = op, min(stalls + 1, MOST_STALLS)
+    return True

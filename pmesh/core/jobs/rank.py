@@ -57,6 +57,8 @@ class RankState(Generic[R]):
         """How long they may move nothing before the leader is asked for a view (V6)."""
         self.last_move: tuple[int, float] | None = None
         """What had moved on its lanes, and since when no more, while an op waits for them."""
+        self.stalled: tuple[OpNumber, int] = OpNumber(-1), 0
+        """The last op in which they stood still for too long, and how often."""
         self.fences: set[Fence] = set()
         self.in_force = is_in_force(roster, ())
         """Whether those whose votes the roster needed are known to have installed it (V10)."""

@@ -1,6 +1,7 @@
 """The health of a peer, from the messages received from it and the local monotonic clock.
 
-One `Health` belongs to one link. GONE is final: the peer can only be heard again on a new link.
+One `Health` belongs to one link. GONE is final: the peer can only be heard again on a new link,
+which begins with what was measured on the last one.
 
 A silence counts as much as it is unusual on its link, as in Hayashibara et al., "The phi accrual
 failure detector" (2004): a link whose silences have ended by themselves before gets longer. And two
@@ -125,9 +126,31 @@ class Step:
     changed_to: Condition | None = None
 
 
-def begin(thresholds: Thresholds, *, now: float) -> Health:
-    """Return the health of a new link: its handshake was the first sign of life."""
-    return Health(thresholds=thresholds, last_heard=now)
+def begin(thresholds: Thresholds, *, now: float, before: Health | None = None) -> Health:
+    """Return the health of a new link: its handshake was the first sign of life.
+
+    Args:
+        thresholds: Of the kind of network.
+        now: The monotonic clock.
+        before: V12: of the last link with the same incarnation of the peer; its measurements stay.
+            If that was given up for a silence and the peer is back soon, it was given up too early.
+    """
+    if before is None:
+        return Health(thresholds=thresholds, last_heard=now)
+    away_s = now - before.last_heard
+    fading = 0.5 ** (away_s / LATELY_S)
+    was_alive = before.condition is Condition.GONE and away_s <= UNUSUAL * before.silence_s
+    silence_s = before.silence_s if was_alive else 0.0
+    unexplained_s = 0.0 if before.explained else silence_s
+    return replace(
+        before,
+        thresholds=thresholds,
+        last_heard=now,
+        condition=Condition.HEALTHY,
+        silence_s=0.0,
+        longest_silence_s=max(fading * before.longest_silence_s, silence_s),
+        longest_unexplained_s=max(fading * before.longest_unexplained_s, unexplained_s),
+    )
 
 
 def heard_from(health: Health, *, now: float, round_trip_s: float | None = None) -> Step:

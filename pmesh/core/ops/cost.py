@@ -13,14 +13,17 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
-from pmesh.core.ops.plan import SEGMENT_BYTES, halvings
+from pmesh.core.ops.plan import SEGMENT_BYTES, SHORT_SEGMENT_BYTES, halvings
 
-Strategy: TypeAlias = Literal["ring", "tree", "centralized", "hierarchical"]
+Strategy: TypeAlias = Literal["ring", "tree", "centralized", "hierarchical", "chain"]
 Islands: TypeAlias = tuple[tuple[int, ...], ...]
 
 ISLAND_FACTOR = 4
 """How many times faster an island's edges are than the slowest of the ring: less doesn't pay for
 the way to the island's first rank and back."""
+
+LONG_WAY_NS = 16_000_000
+"""More than a house has, most of the time, even by Wi-Fi."""
 
 
 class EdgeCost(NamedTuple):
@@ -30,6 +33,11 @@ class EdgeCost(NamedTuple):
     """Of each record, whatever its size."""
     beta_ps: int
     """Of each byte, in picoseconds: 8,000 at 1 Gbit/s."""
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a ring with this edge has short records."""
+        return self.alpha_ns >= LONG_WAY_NS
 
     def predict_ns(self, *, steps: int, nbytes: int) -> int:
         """How long `steps` take, with `nbytes` in all, each of which waits for all of the last."""
@@ -43,7 +51,8 @@ class EdgeCost(NamedTuple):
         """
         if not steps:
             return 0
-        first = self.predict_ns(steps=1, nbytes=min(nbytes, SEGMENT_BYTES))
+        most = SHORT_SEGMENT_BYTES if self.is_long else SEGMENT_BYTES
+        first = self.predict_ns(steps=1, nbytes=min(nbytes, most))
         sending = self.predict_ns(steps=0, nbytes=nbytes)
         return (steps - 1) * max(first, sending) + self.alpha_ns + sending
 
@@ -62,8 +71,7 @@ def islands_of(edges: Edges) -> Islands:
     hold the last ranks and the first. None at all, (), unless there are at least two, one of which
     has at least two ranks: anything else is an ordinary ring.
     """
-    size = len(edges)
-    times = [_segment_ns(edges[rank][(rank + 1) % size]) for rank in range(size)]
+    size, times = len(edges), _times_along(edges)
     slowest = max(times, default=0)
     last = [rank for rank in range(size) if times[rank] * ISLAND_FACTOR > slowest]
     if not 1 < len(last) < size:
@@ -72,6 +80,32 @@ def islands_of(edges: Edges) -> Islands:
         tuple(rank % size for rank in range(before + 1, end + 1))
         for before, end in itertools.pairwise([last[-1] - size, *last])
     )
+
+
+def segment_bytes_of(edges: Edges) -> int | None:
+    """The most in a record of a ring over these edges; None: as many as on a short way.
+
+    On a long way short records let the steps of a ring overlap, which hides their latency; on a
+    short one they would cost more than they save.
+    """
+    is_long = any(edges[rank - 1][rank].is_long for rank in range(len(edges)))
+    return SHORT_SEGMENT_BYTES if is_long else None
+
+
+def chain_of(edges: Edges) -> tuple[int, ...]:
+    """The ranks in ring order, cut at the ring's slowest edge: the last one of several."""
+    size, times = len(edges), _times_along(edges)
+    first = 1 + max(range(size), key=lambda rank: (times[rank], rank))
+    return tuple((first + place) % size for place in range(size))
+
+
+def _times_along(edges: Edges) -> list[int]:
+    """For each edge of the ring, in ring order, the time of one full record."""
+    size = len(edges)
+    record = SEGMENT_BYTES
+    return [
+        edges[rank][(rank + 1) % size].predict_ns(steps=1, nbytes=record) for rank in range(size)
+    ]
 
 
 def predict_ns(strategy: Strategy, edges: Edges, nbytes: int) -> int:
@@ -85,6 +119,7 @@ def choose(edges: Edges, nbytes: int) -> Strategy:
     waiters: list[Strategy] = ["ring", "tree", "centralized"]
     if islands_of(edges):
         waiters.append("hierarchical")
+    waiters.append("chain")
     return min(waiters, key=lambda strategy: predict_ns(strategy, edges, nbytes))
 
 
@@ -123,16 +158,28 @@ def _centralized_ns(edges: Edges, nbytes: int) -> int:
 def _hierarchical_ns(edges: Edges, nbytes: int) -> int:
     """One phase after the other: right for one record, too much for many, whose phases overlap."""
     islands = islands_of(edges)
-    pairs = [pair for island in islands for pair in itertools.pairwise(island)]
-    longest = max(map(len, islands)) - 1
-    inside = max(
-        _chain_ns(edges[b][a], longest, nbytes) + _chain_ns(edges[a][b], longest, nbytes)
-        for a, b in pairs
+    heads = [island[0] for island in islands]
+    return _there_and_back_ns(edges, islands, nbytes) + _around_ns(edges, heads, nbytes)
+
+
+def _chain_ns(edges: Edges, nbytes: int) -> int:
+    """As if the result travelled back afterwards: a rank's interface carries both at once."""
+    return _there_and_back_ns(edges, (chain_of(edges),), nbytes)
+
+
+def _there_and_back_ns(edges: Edges, chains: Islands, nbytes: int) -> int:
+    pairs = [pair for chain in chains for pair in itertools.pairwise(chain)]
+    longest = max(map(len, chains)) - 1
+    return max(
+        (
+            _one_way_ns(edges[b][a], longest, nbytes) + _one_way_ns(edges[a][b], longest, nbytes)
+            for a, b in pairs
+        ),
+        default=0,
     )
-    return inside + _around_ns(edges, [island[0] for island in islands], nbytes)
 
 
-def _chain_ns(edge: EdgeCost, hops: int, nbytes: int) -> int:
+def _one_way_ns(edge: EdgeCost, hops: int, nbytes: int) -> int:
     record = min(nbytes, SEGMENT_BYTES)
     to_the_end = edge.predict_ns(steps=hops, nbytes=hops * record)
     return to_the_end + edge.predict_ns(steps=0, nbytes=nbytes - record)
@@ -144,9 +191,6 @@ _PREDICTIONS: Mapping[Strategy, Callable[[Edges, int], int]] = MappingProxyType(
         "tree": _tree_ns,
         "centralized": _centralized_ns,
         "hierarchical": _hierarchical_ns,
+        "chain": _chain_ns,
     }
 )
-
-
-def _segment_ns(edge: EdgeCost) -> int:
-    return edge.predict_ns(steps=1, nbytes=SEGMENT_BYTES)

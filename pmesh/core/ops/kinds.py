@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-from pmesh.core.ops.cost import Edges, choose, islands_of
+from pmesh.core.ops.cost import Edges, chain_of, choose, islands_of, segment_bytes_of
 from pmesh.core.ops.moving import (
     plan_all_gather,
     plan_all_to_all,
@@ -23,6 +23,7 @@ from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reducing import (
     plan_along_ring,
     plan_centralized,
+    plan_chain,
     plan_hierarchical,
     plan_reduce,
     plan_reduce_scatter,
@@ -124,10 +125,19 @@ class Setting:
 
 
 def _plan_all_reduce(here: Setting) -> RankPlan:
+    return _plan_sum(here, here.request.count)
+
+
+def _plan_sum_of_tables(here: Setting) -> RankPlan:
+    """Each rank's table has its own row, and zeros."""
+    return _plan_sum(here, here.request.count * here.size)
+
+
+def _plan_sum(here: Setting, count: int) -> RankPlan:
     """By the strategy that is asked for, or else by the one that costs the least."""
     request, edges = here.request, here.edges
-    cheapest = "ring" if edges is None else choose(edges, here.nbytes)
-    values = {"count": request.count, "itemsize": here.itemsize}
+    cheapest = "ring" if edges is None else choose(edges, count * here.itemsize)
+    values = {"count": count, "itemsize": here.itemsize}
     match request.call.strategy or cheapest:
         case "tree":
             return plan_tree(**here.at, **values)
@@ -136,18 +146,22 @@ def _plan_all_reduce(here: Setting) -> RankPlan:
         case "hierarchical":
             islands = islands_of(edges or ()) or tuple((rank,) for rank in range(here.size))
             return plan_hierarchical(**here.at, **values, islands=islands)
+        case "chain":
+            line = chain_of(edges) if edges else tuple(range(here.size))
+            return plan_chain(**here.at, **values, line=line)
         case _:
-            return _plan_along_ring(here, request.count)
-
-
-def _plan_sum_of_tables(here: Setting) -> RankPlan:
-    """Each rank's table has its own row, and zeros."""
-    return _plan_along_ring(here, here.request.count * here.size)
+            return _plan_along_ring(here, count)
 
 
 def _plan_along_ring(here: Setting, count: int) -> RankPlan:
     call, dtype = here.request.call, here.request.wire_dtype
-    return plan_along_ring(**here.at, count=count, dtype=dtype, reduction=call.reduction or "sum")
+    return plan_along_ring(
+        **here.at,
+        count=count,
+        dtype=dtype,
+        reduction=call.reduction or "sum",
+        segment_bytes=None if here.edges is None else segment_bytes_of(here.edges),
+    )
 
 
 def _at_root(amount: Amount) -> Amount:

@@ -3,7 +3,7 @@
 A plan is a value: `pmesh.net.lanes.executor.run_plan` runs any of them, and the tests run those of
 all ranks in memory. Who makes them:
 
-    reducing    all_reduce by ring, tree, centralized and hierarchical; reduce; reduce_scatter
+    reducing    all_reduce by each strategy; reduce; reduce_scatter
     moving      broadcast, all_gather, gather, scatter and all_to_all, which reduce nothing
     coded       all_reduce along the ring with a codec at every hop
 
@@ -29,6 +29,7 @@ from typing import NamedTuple, ParamSpec, cast
 from pmesh.core.wire.records import MAX_BODY_BYTES
 
 SEGMENT_BYTES = 512 * 1024
+SHORT_SEGMENT_BYTES = 64 * 1024  # of a ring over a long way: 5 ms at 100 Mbit/s
 LARGE_SEGMENT_BYTES = MAX_BODY_BYTES  # fewer records; to fill the ring with them takes longer
 LARGE_CHUNK_BYTES = 12 * LARGE_SEGMENT_BYTES  # so that what it takes longer is little
 SMALL_BYTES = 32 * 1024  # fits the socket buffers of every system: no task is needed to send it
@@ -150,7 +151,7 @@ class RankPlan:
     Who waits in this order, and first sends all that it may, never waits for a record whose sender
     waits for a later one of ours. Empty for others."""
     small: bool
-    """Every record, and every copy, has at most SMALL_BYTES; or a ring has one a step."""
+    """No record, and no copy, exceeds SMALL_BYTES; or no chunk of a ring exceeds IN_LINE_BYTES."""
     added_twice: bool
     """Each rank adds all values for itself, so NaN must be made equal (I3)."""
 

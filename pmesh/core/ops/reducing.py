@@ -14,6 +14,8 @@ tree          Recursive halving, then recursive doubling: Thakur, Rabenseifner a
 centralized   All to rank 0 and back.
 hierarchical  A chain inside each island to its first rank, a ring of these, and the chain back: so
               a slow edge carries no more than in a ring with one rank for each island.
+chain         The sum travels along a line of ranks to its first one, and the result back: the edge
+              between the line's ends is not used.
 
 reduce and reduce_scatter go along the ring. What a rank only passes on goes through a few places in
 its scratch, one after the other: it needs no tensor's room for that, and what it adds to is still
@@ -86,14 +88,25 @@ def plan_ring(
 
 
 def plan_along_ring(
-    *, rank: int, size: int, count: int, dtype: str, reduction: str = "sum"
+    *,
+    rank: int,
+    size: int,
+    count: int,
+    dtype: str,
+    reduction: str = "sum",
+    segment_bytes: int | None = None,
 ) -> RankPlan:
-    """The ring all-reduce of `count` values; of two ranks with few values their exchange."""
+    """The ring all-reduce of `count` values; of two ranks with few values their exchange.
+
+    For `segment_bytes` see `plan_ring`.
+    """
     itemsize = WIRE_DTYPES[dtype].itemsize
     is_small = count * itemsize <= SMALL_BYTES
     if size == 2 and is_small and is_exact(reduction, dtype):  # noqa: PLR2004 - as it says
         return plan_exchange(rank=rank, nbytes=count * itemsize)
-    return plan_ring(rank=rank, size=size, count=count, itemsize=itemsize)
+    return plan_ring(
+        rank=rank, size=size, count=count, itemsize=itemsize, segment_bytes=segment_bytes
+    )
 
 
 @remembered
@@ -199,6 +212,40 @@ def plan_hierarchical(
     return _plan_islands(rank, size, islands, bounds, segment_bytes).plan()
 
 
+@remembered
+def plan_chain(
+    *,
+    rank: int,
+    size: int,
+    count: int,
+    itemsize: int,
+    line: tuple[int, ...],
+    segment_bytes: int = SEGMENT_BYTES,
+) -> RankPlan:
+    """Partial sums travel to the first rank of a line, and the result back, record by record.
+
+    Each rank exchanges data only with its neighbours in the line. Both directions are under way at
+    the same time, so each edge carries the tensor once in each.
+
+    Args:
+        rank: as for `plan_ring`.
+        size: as for `plan_ring`.
+        count: as for `plan_ring`.
+        itemsize: as for `plan_ring`.
+        line: every rank once.
+        segment_bytes: as for `plan_ring`.
+    """
+    if size == 1:
+        return _alone(count * itemsize)
+    maker = PlanMaker(size=size)
+    cut = segments(0, count * itemsize, segment_bytes=segment_bytes)
+    chain = _Chain(maker, line, rank, longest=size, finishes=rank == line[0])
+    sums = {record: chain.reduce(record) for record in (_Record(0, *part) for part in cut)}
+    for record, needs in sums.items():
+        chain.spread(record, needs, step=chain.steps)
+    return maker.plan()
+
+
 def _plan_islands(
     rank: int,
     size: int,
@@ -231,9 +278,19 @@ def _plan_islands(
 class _Chain:
     """One rank's place in the chain of its island."""
 
-    def __init__(self, maker: PlanMaker, island: Sequence[int], rank: int, *, longest: int) -> None:
+    def __init__(
+        self,
+        maker: PlanMaker,
+        island: Sequence[int],
+        rank: int,
+        *,
+        longest: int,
+        finishes: bool = False,
+    ) -> None:
         self.steps = longest - 1
         """Until the sum of the longest chain has reached its first rank."""
+        self._finishes = finishes
+        """True if what this rank adds is the sum of all ranks."""
         self._maker = maker
         self._place = island.index(rank)
         self._up = island[self._place - 1] if self._place else None
@@ -244,7 +301,7 @@ class _Chain:
         """Add what comes from below and pass it on; what to wait for until it is in the result."""
         needs: _Needs = ()
         if self._down is not None:
-            added = _add_source(self._distance - 1, record)
+            added = _add_source(self._distance - 1, record, finishes=self._finishes)
             needs = (self._maker.receive(self._down, added),)
         if self._up is not None:
             region = Region.SOURCE if self._down is None else Region.RESULT

@@ -13,22 +13,25 @@ import msgspec
 from pmesh.core.values import Seat, View
 from pmesh.core.views import leader, limits, quorum
 from pmesh.core.views.limits import STEP, check_message, is_within_reach
-from pmesh.core.views.rosters import keep_local_rosters
+from pmesh.core.views.rosters import is_reordered, keep_local_rosters
 from pmesh.core.views.state import (
     BACK_OFF_S,
     FLUSH_DEADLINE_S,
     JOIN_REQUEST_S,
+    LONGEST_BACK_OFF_S,
     LONGEST_SKIP_S,
     MOST_FAILURES,
+    MOST_FLAPPING,
     MOST_PROMISES,
-    MOST_REFUSALS,
     NOTICE_S,
     PATIENCE_S,
+    RING_PAUSE_S,
     SKIP_S,
     UNREAD_S,
     Action,
     Facts,
     Fence,
+    Flaps,
     Install,
     JoinRequest,
     MemberState,
@@ -113,7 +116,8 @@ def _is_senior(state: MemberState, member: Member) -> bool:
 def pass_time(state: MemberState, facts: Facts, *, now: float) -> Step:
     """Check the deadlines. Call it at each heartbeat (0.2 s): they are at least five times that."""
     state = replace(state, debt=limits.note_need(state, now), timeout_s=facts.timeout_s)
-    return _consider(Step(_give_up_on_silent(state, now)), facts, now)
+    state = leader.weigh_rings(_give_up_on_silent(state, now), facts, now)
+    return _consider(Step(state), facts, now)
 
 
 def _receive(  # noqa: C901, PLR0911 - one arm for each message
@@ -259,7 +263,7 @@ def _flush(state: MemberState, sender: Member, message: Propose, facts: Facts, n
         waiting=facts.waiting,
         primaries=state.primaries,
     )
-    if sender != state.me and needs_epoch(state, now):
+    if _came_to_nothing(state, sender, message, now):
         state = replace(state, failures=min(state.failures + 1, MOST_FAILURES))
     state = replace(
         state,
@@ -272,6 +276,14 @@ def _flush(state: MemberState, sender: Member, message: Propose, facts: Facts, n
     if sender == state.me:
         return Step(leader.begin(state, message, answer, now), (Fence(jobs),))
     return Step(state, (Fence(jobs), Send(sender, answer)))
+
+
+def _came_to_nothing(state: MemberState, sender: Member, message: Propose, now: float) -> bool:
+    """V11: True if a commit of another leader is overdue, or we leave out a member that we hear."""
+    if needs_epoch(state, now) and state.promised.leader != state.me.node:
+        return True
+    left_out = set(state.view.members).difference(message.continuing)
+    return sender == state.me and any(hears_me(state, member) for member in left_out)
 
 
 def _fenced(report: JobReport) -> JobReport:
@@ -288,7 +300,8 @@ def _withdraw(state: MemberState, sender: Member, answer: Refuse | Veto, now: fl
     if state.proposal is None or state.proposal.message.epoch != answer.epoch:
         return state
     # V11: whom it leaves out, others may hear for seconds yet (V12).
-    back_off_s = BACK_OFF_S * slowness(state) * 2.0 ** min(state.refusals, MOST_REFUSALS)
+    doubled_s = BACK_OFF_S * slowness(state) * 2.0 ** min(state.refusals, 20)
+    back_off_s = min(doubled_s, LONGEST_BACK_OFF_S)
     return replace(
         state,
         proposal=None,
@@ -351,13 +364,18 @@ def _install(state: MemberState, view: View, now: float) -> Step:
     """I2: install only a higher epoch, and only a view that includes us."""
     if view.epoch <= state.view.epoch or state.me not in view.members:
         raise ProtocolError(f"a view that can't follow: {view.epoch.counter}")
+    reordered = any(is_reordered(state.view.roster_of(r.job), r) for r in view.rosters)
     state = replace(
         state,
         view=view,
+        reorder=(),
+        weighed=(),
+        steady_until=now + RING_PAUSE_S if reordered else state.steady_until,
         promises=(),
         flushed_at=None,
-        failures=max(0, state.failures - 1),
+        failures=max(0, state.failures - _is_success(state.view, view)),
         refusals=0,
+        flaps=_note_losses(state, view, now),
         debt=None,
         installed_at=now,
         proposal=None,
@@ -367,6 +385,20 @@ def _install(state: MemberState, view: View, now: float) -> Step:
         losses={m: why for m, why in state.losses.items() if m in view.members},
     )
     return Step(_confirm_primaries(state), (Install(view),))
+
+
+def _note_losses(state: MemberState, view: View, now: float) -> dict[Member, Flaps]:
+    """V11: Return how often members were lost lately, with those that this view leaves out."""
+    flaps = {member: f for member, f in state.flaps.items() if f.left(now) > 0}
+    for member in sorted(set(state.view.members).difference(view.members)):
+        before = flaps.pop(member, None)
+        flaps[member] = Flaps(1 if before is None else before.left(now) + 1, now)
+    return dict(list(flaps.items())[-MOST_FLAPPING:])
+
+
+def _is_success(before: View, view: View) -> bool:
+    """V11: True if the agreement was not bought with the loss of a member."""
+    return len(view.seats) > 1 and set(before.members) <= set(view.members)
 
 
 def _confirm_primaries(state: MemberState) -> MemberState:

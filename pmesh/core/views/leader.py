@@ -6,12 +6,22 @@ from dataclasses import replace
 
 import msgspec
 
-from pmesh.core.values import MAX_MEMBERS, Seat, View
+from pmesh.core.values import MAX_MEMBERS, Roster, Seat, View
 from pmesh.core.views import rosters
 from pmesh.core.views.limits import is_within_reach, may_propose
-from pmesh.core.views.ring import Costs, measure_costs, plan_ring
+from pmesh.core.views.ring import (
+    Costs,
+    Heard,
+    edges_around,
+    is_much_better,
+    measure_costs,
+    measured_edges,
+    plan_ring,
+    slowest_edge,
+)
 from pmesh.core.views.state import (
     JOIN_REQUEST_S,
+    RING_RETRY_S,
     Facts,
     JoinRequest,
     MemberState,
@@ -25,7 +35,7 @@ from pmesh.core.views.state import (
     patience,
 )
 from pmesh.core.wire.link import Commit, Flushed, Propose, ViewRequest, Waiting
-from pmesh.ids import Epoch, Member, node_text, shared_name
+from pmesh.ids import Epoch, JobName, Member, node_text, shared_name
 
 
 def propose(state: MemberState, facts: Facts, now: float) -> Propose | None:
@@ -45,6 +55,7 @@ def propose(state: MemberState, facts: Facts, now: float) -> Propose | None:
         known_view_requests(state, facts),
         _known_waiting(state, facts, kept + joined),
     )
+    jobs += _jobs_to_reorder(state, facts)
     if not (len(kept) < len(state.view.seats) or joined or jobs or is_stale(state, kept, now)):
         return None
     jobs = tuple(sorted({*jobs, *rosters.jobs_to_vote_on(state.view, state.primaries)}))
@@ -78,7 +89,52 @@ def collect(state: MemberState, sender: Member, answer: Flushed) -> MemberState:
 def begin(state: MemberState, message: Propose, own_answer: Flushed, now: float) -> MemberState:
     """Return the state of a leader that waits for flush answers."""
     answers = {state.me: own_answer}
-    return replace(state, proposal=Proposal(message=message, answers=answers, made_at=now))
+    reordered = tuple(job for job in state.reorder if job in message.jobs)
+    proposal = Proposal(message=message, answers=answers, made_at=now, reordered=reordered)
+    steady_until = now + RING_RETRY_S if reordered else state.steady_until
+    return replace(state, proposal=proposal, reorder=(), steady_until=steady_until)
+
+
+def weigh_rings(state: MemberState, facts: Facts, now: float) -> MemberState:
+    """V13: Find the jobs whose slowest edge gets much better in the ring that is best now.
+
+    Every edge of that ring must have been measured: what is only assumed is no reason.
+    """
+    view = state.view
+    if not view.rosters or now < state.steady_until or not is_acting(state, now):
+        return replace(state, reorder=(), weighed=()) if state.weighed else state
+    heard = reports(state, facts)
+    costs = measure_costs(view.members, heard)
+    if costs == state.weighed:
+        return state
+    edges, ring = measured_edges(view.members, heard), ring_order(view.members, costs)
+
+    def gets_better(roster: Roster) -> bool:
+        before = [trainer.member for trainer in roster.trainers]
+        if not set(before) <= set(view.members):
+            return False  # another view is on its way
+        after = [trainer.member for trainer in rosters.in_ring_order(roster.trainers, ring)]
+        slow, fast = slowest_edge(before, edges), slowest_edge(after, edges)
+        known = all(edges[edge].mbit_s for edge in edges_around(after))
+        return slow is not None and fast is not None and known and is_much_better(slow, fast)
+
+    reorder = tuple(roster.job for roster in view.rosters if gets_better(roster))
+    return replace(state, reorder=reorder, weighed=costs)
+
+
+def _jobs_to_reorder(state: MemberState, facts: Facts) -> tuple[JobName, ...]:
+    """V13: Return the jobs that can get a better ring now: ranks change places within an op."""
+    if not state.reorder:
+        return ()
+    heard = (progress for peer in state.peers.values() for progress in peer.heartbeat.progress)
+    busy = {p.job for p in (*facts.progress, *heard) if p.started > p.completed}
+    return tuple(job for job in state.reorder if job in busy)
+
+
+def reports(state: MemberState, facts: Facts) -> Heard:
+    """Return what this member and its peers have measured of their edges."""
+    theirs = {peer.member: peer.heartbeat.heard for peer in state.peers.values()}
+    return theirs | {state.me: facts.edges}
 
 
 def decide(state: MemberState, facts: Facts) -> Commit | None:
@@ -89,11 +145,7 @@ def decide(state: MemberState, facts: Facts) -> Commit | None:
     answers, epoch = _named_apart(proposal.answers), proposal.message.epoch
     base = _base(state, answers)
     continuing = _continuing(base, answers)
-    costs = measure_costs(
-        tuple(answers),
-        {peer.member: peer.heartbeat.heard for peer in state.peers.values()}
-        | {state.me: facts.round_trips},
-    )
+    costs = measure_costs(tuple(answers), reports(state, facts))
     ring = ring_order(tuple(answers), costs)
     seats = tuple(_seat(member, base, continuing, answers[member], epoch) for member in ring)
     change = rosters.Change(
@@ -102,6 +154,7 @@ def decide(state: MemberState, facts: Facts) -> Commit | None:
         answers=answers,
         view_requests=known_view_requests(state, facts),
         reasons=state.losses,
+        reordered=proposal.reordered,
     )
     after = rosters.next_rosters(base, change, continuing=continuing)
     return Commit(View(epoch, seats, after), costs)
@@ -192,12 +245,14 @@ def _candidates(state: MemberState, now: float) -> tuple[Member, ...]:
 
     V9: a job that runs among them must join whole.
     """
-    asked = [member for member in sorted(_requests(state, now)) if _may_join(state, member)]
+    asked = [member for member in sorted(_requests(state, now)) if _may_join(state, member, now)]
     views = {state.peers[member.node].view.epoch for member in asked}
     others = [
         peer.member
         for _, peer in sorted(state.peers.items())
-        if peer.view.epoch in views and peer.member not in asked and _may_join(state, peer.member)
+        if peer.view.epoch in views
+        and peer.member not in asked
+        and _may_join(state, peer.member, now)
     ]
     return (*asked, *others)
 
@@ -223,9 +278,11 @@ def _whole_views(state: MemberState, joined: tuple[Member, ...], now: float) -> 
     )
 
 
-def _may_join(state: MemberState, member: Member) -> bool:
+def _may_join(state: MemberState, member: Member, now: float) -> bool:
+    flaps = state.flaps.get(member)
     return (
         hears_me(state, member)
+        and (flaps is None or now >= flaps.held_off_until)
         and state.view.seat_of(member) is None
         and state.view.weight > state.peers[member.node].view.weight
     )

@@ -52,9 +52,10 @@ BROKEN: Final = 24
 """Promises in a minute that a leader may leave without a commit. An honest leader leaves out a
 member that does not answer for 1 s, then 2, 4, … 32: three such members together cost 20."""
 
-HELD_UP_S: Final = 15.0
+HELD_UP_S: Final = 30.0
 """Time for many proposals, each without the members that did not answer the last one. With a cut,
-stall or sleep every second, honest leaders have needed more than 6 s."""
+stall or sleep every second, honest leaders have needed more than 15 s: one that is refused backs
+off for up to 8 s, and one that is not read waits for 5 s and more."""
 
 AWAKE_S: Final = 0.5
 """The most time counted between two heartbeats: our own sleep is not the leader's fault."""
@@ -92,14 +93,15 @@ def note_need(state: MemberState, now: float) -> Debt | None:
     leader = members[0]
     before = state.debt
     if before is None or before.leader != leader:
-        return Debt(leader, 0.0, now)
-    return Debt(leader, before.waited_s + min(now - before.at, AWAKE_S), now)
+        return Debt(leader, now, now)
+    waited_s = before.waited_s + min(now - before.at, AWAKE_S) / slowness(state)
+    return Debt(leader, before.since, now, waited_s)
 
 
-def who_holds_up(state: MemberState) -> Member | None:
-    """Return the leader if it made no view for far longer than an honest one can take."""
+def who_holds_up(state: MemberState) -> Debt | None:
+    """Return the leader's debt if it made no view for far longer than an honest one can take."""
     debt = state.debt
-    return debt.leader if debt is not None and debt.waited_s > HELD_UP_S * slowness(state) else None
+    return debt if debt is not None and debt.waited_s > HELD_UP_S else None
 
 
 def _promised_to(state: MemberState, leader: Member, after: float) -> list[Promise]:

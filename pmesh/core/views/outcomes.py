@@ -96,6 +96,21 @@ def op_to_enter(known: Knowledge, after: Roster) -> OpNumber | None:
     return number if is_sync and outcome_of(after, number) is None else None
 
 
+def may_reorder(roster: Roster, known: Knowledge) -> bool:
+    """V13: True if the ranks can change places without failing an op that is bound to them (O4).
+
+    The op under way must be one that runs again in the new order: all ranks see that order when it
+    returns, and so before they call an op that depends on it.
+    """
+    reports = known.ops.get(OpNumber(known.highest), {}).values()
+    return (
+        bool(reports)
+        and outcome_of(roster, OpNumber(known.highest)) is None
+        and not any(r.completed or r.verdict or r.call.kind in BOUND_KINDS for r in reports)
+        and not any(_is_torn(roster, roster, op, given) for op, given in known.ops.items())
+    )
+
+
 def lost_results(roster: Roster, kept: Collection[object]) -> tuple[OpNumber, ...]:
     """Return the ops that cannot be fetched any more: every holder of the result is gone."""
     members = {t.id: t.member for t in roster.trainers + roster.lost_holders}

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 import msgspec
 
 from pmesh.core.values import MAX_JOBS, MAX_TRAINERS, Primary, Roster, Terms, Trainer, Verdict, View
-from pmesh.core.views.outcomes import Knowledge, gather, lost_results, op_to_enter, resolve_ops
+from pmesh.core.views.outcomes import (
+    Knowledge,
+    gather,
+    lost_results,
+    may_reorder,
+    op_to_enter,
+    resolve_ops,
+)
 from pmesh.core.views.quorum import Voters, has_majorities, may_run, needed_voters
 from pmesh.core.wire.link import Flushed, JobReport, KnownPrimary, ViewRequest, Waiting
 from pmesh.ids import Epoch, JobName, Member, OpNumber, Slot, TrainerId
@@ -23,6 +30,8 @@ class Change:
     view_requests: Sequence[ViewRequest]
     reasons: Mapping[Member, str]
     """Why each lost member was lost, as far as the leader knows."""
+    reordered: Collection[JobName] = ()
+    """V13: the jobs that are to get a better ring, if that disturbs no op."""
 
 
 def jobs_to_settle(
@@ -83,6 +92,16 @@ def is_same_history(before: Roster, after: Roster, trainer: Trainer) -> bool:
     return trainer in after.trainers or trainer in after.lost_holders
 
 
+def is_reordered(before: Roster | None, after: Roster) -> bool:
+    """True if the job has the same trainers in another order."""
+    return (
+        before is not None
+        and before.born == after.born
+        and before.ids != after.ids
+        and set(before.ids) == set(after.ids)
+    )
+
+
 def keep_local_rosters(view: View, member: Member) -> tuple[Roster, ...]:
     """Return the rosters whose trainers are all on this member: they survive leaving the view."""
     return tuple(
@@ -133,7 +152,8 @@ def _go_on(roster: Roster, members: frozenset[Member], change: Change) -> _Histo
     gone = _gone(roster, members)
     about = [c for c in change.view_requests if _is_about(c, roster)]
     runs = may_run(roster, _known_primaries(change))
-    cause = gone or about or lost_results(roster, members) or not runs
+    reorders = roster.job in change.reordered and may_reorder(roster, known)
+    cause = gone or about or lost_results(roster, members) or not runs or reorders
     if not cause or any(not report.fenced for report in reports):
         # V7: it runs on. V3: a job that is not fenced everywhere waits for the next view.
         return _History(roster=roster, stable=known.stable)
@@ -146,7 +166,7 @@ def _go_on(roster: Roster, members: frozenset[Member], change: Change) -> _Histo
     settled = msgspec.structs.replace(
         roster,
         number=change.epoch.counter,
-        trainers=_in_ring_order(staying, change.ring),
+        trainers=in_ring_order(staying, change.ring),
         losses=_once(losses),
     )
     outcomes = resolve_ops(roster, settled, known, about)
@@ -205,7 +225,7 @@ def _once(losses: Iterable[Verdict]) -> tuple[Verdict, ...]:
     return tuple(first[trainers] for trainers in sorted(first))
 
 
-def _in_ring_order(trainers: Iterable[Trainer], ring: Sequence[Member]) -> tuple[Trainer, ...]:
+def in_ring_order(trainers: Iterable[Trainer], ring: Sequence[Member]) -> tuple[Trainer, ...]:
     """Order trainers by the view's ring, those of one machine side by side, the oldest first.
 
     A ring may begin anywhere, so the oldest trainer stays rank 0 as long as it lives.
@@ -230,7 +250,7 @@ def _let_in(roster: Roster, known: Knowledge, change: Change) -> Roster:
     entering = _enter(slots, op, roster.next_id, change)
     return msgspec.structs.replace(
         roster,
-        trainers=_in_ring_order([*roster.trainers, *entering], change.ring),
+        trainers=in_ring_order([*roster.trainers, *entering], change.ring),
         next_id=TrainerId(roster.next_id + len(entering)),
         terms=_join_terms(roster.terms, roster.job, waiting),
     )

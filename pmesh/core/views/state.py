@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pmesh.core.values import View
+from pmesh.core.views.ring import UNKNOWN, Costs
 from pmesh.core.wire.link import (
     AgreementMessage,
     Flushed,
     Heartbeat,
     JobReport,
     KnownPrimary,
+    MeasuredEdge,
     Propose,
     RankProgress,
     ViewRequest,
@@ -52,8 +54,25 @@ mostly notice within milliseconds, and would veto before."""
 BACK_OFF_S = 0.4
 """The longest wait of a refused leader, so that two leaders do not refuse each other forever."""
 
-MOST_REFUSALS = 4
-"""V11: The most times that refusals double it."""
+LONGEST_BACK_OFF_S = 8.0
+"""V11: Refusals double it up to this: who differs in whom it hears does not for longer (V12)."""
+
+HOLD_OFF_S = 1.0
+"""V11: How long a leader does not let a member back in that was lost twice; doubled each time."""
+
+LONGEST_HOLD_OFF_S = 30.0
+
+STEADY_S = 60.0
+"""V11: One loss is forgotten each time that a member was not lost for this long."""
+
+MOST_FLAPPING = 256
+"""The most members whose losses are remembered: whoever has the mesh key can invent them."""
+
+RING_PAUSE_S = 60.0
+"""V13: The least time between two views that are made for a better ring alone."""
+
+RING_RETRY_S = 10.0
+"""V13: How soon a leader tries again if the op under way was over before all had flushed."""
 
 MOST_PROMISES = 64
 """The most promised epochs that a member remembers since its last install: each took its leader at
@@ -68,8 +87,10 @@ class Facts:
     waiting: tuple[Waiting, ...] = ()
     view_requests: tuple[ViewRequest, ...] = ()
     progress: tuple[RankProgress, ...] = ()
-    round_trips: Mapping[Incarnation, int] = field(default_factory=dict[Incarnation, int])
-    """Microseconds, for each measured peer."""
+    edges: Mapping[Incarnation, MeasuredEdge] = field(
+        default_factory=dict[Incarnation, MeasuredEdge]
+    )
+    """To each measured peer."""
     timeout_s: float = 0.0
     """The longest retransmission timeout among the links, as in RFC 6298."""
     silent: tuple[Incarnation, ...] = ()
@@ -102,12 +123,33 @@ class Skip(NamedTuple):
     lasts_s: float
 
 
+class Flaps(NamedTuple):
+    """How often a process start of a member was lost lately, and when it was lost last."""
+
+    losses: int
+    lost_at: float
+
+    def left(self, now: float) -> int:
+        """Return the losses that are not forgotten yet."""
+        return max(0, self.losses - int((now - self.lost_at) / STEADY_S))
+
+    @property
+    def held_off_until(self) -> float:
+        """V11: The first loss costs nothing: a machine was cut off, or slept."""
+        if self.losses <= 1:
+            return self.lost_at
+        return self.lost_at + min(HOLD_OFF_S * 2.0 ** (self.losses - 2), LONGEST_HOLD_OFF_S)
+
+
 class Debt(NamedTuple):
     """A leader owes this member's view a change."""
 
     leader: Member
-    waited_s: float
+    since: float
     at: float
+    """When it was last noted."""
+    waited_s: float = 0.0
+    """V11: A second of a slow network counts as less than one."""
 
 
 class JoinRequest(NamedTuple):
@@ -125,6 +167,8 @@ class Proposal:
     message: Propose
     answers: Mapping[Member, Flushed]
     made_at: float
+    reordered: tuple[JobName, ...] = ()
+    """V13: the jobs that are to get a better ring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +198,8 @@ class MemberState:
     """V11: One more for each promise without a commit, one less for each view."""
     refusals: int = 0
     """V11: How many of its proposals were refused since it installed its view."""
+    flaps: Mapping[Member, Flaps] = field(default_factory=dict[Member, Flaps])
+    """V11: The members that views left out lately."""
     joining: Mapping[Member, JoinRequest] = field(default_factory=dict[Member, JoinRequest])
     skipped: Mapping[Member, Skip] = field(default_factory=dict[Member, Skip])
     """Members that did not answer a proposal; proposals leave them out for a while."""
@@ -169,6 +215,12 @@ class MemberState:
     noticing_until: float = 0.0
     """Until then the other members may not have noticed that our leader is gone."""
     asked_to_join_at: float = 0.0
+    reorder: tuple[JobName, ...] = ()
+    """V13: the jobs whose rings can get much better, as its leader sees it."""
+    weighed: Costs = ()
+    """The costs for which `reorder` was found."""
+    steady_until: float = 0.0
+    """V13: before this time no view is made for a better ring alone."""
     met_at: float | None = None
     """When it first heard a heavier view that it can join; None while there is none."""
 
@@ -313,7 +365,7 @@ def heartbeat_of(state: MemberState, facts: Facts, now: float) -> Heartbeat:
         acting=is_acting(state, now),
         needs_epoch=needs_epoch(state, now),
         heard={
-            peer.member.incarnation: facts.round_trips.get(peer.member.incarnation, 0)
+            peer.member.incarnation: facts.edges.get(peer.member.incarnation, UNKNOWN)
             for peer in state.peers.values()
         },
         waiting=facts.waiting,

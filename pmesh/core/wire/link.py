@@ -2,7 +2,7 @@
 
 They are MessagePack arrays, tagged by a short number; msgspec validates them as it decodes. They
 are handled by `pmesh.core.views.agreement` (views), `pmesh.agent.lanes.rendezvous` (lanes) and
-`pmesh.net.links.link` (Hello).
+`pmesh.net.links.path` (Hello).
 """
 
 from typing import Annotated, TypeAlias
@@ -26,15 +26,17 @@ from pmesh.core.values import (
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, Member, Slot
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; more is an attack
 
 MAX_ADDRESSES = 64  # of one machine; a Mac with every port in use has about ten
+MAX_PROBE_BYTES = 2 * 1024 * 1024  # 17 ms at 1 Gbit/s
+PROBE_PART_BYTES = 8 * 1024  # half of a TLS record
 MAX_ENTRIES = 1024  # entries of any kind about one member's own jobs in one message
 
 _OpOrNone = Annotated[int, Meta(ge=-1, le=2**62)]
-_Cost = Annotated[int, Meta(ge=0, le=1000)]  # half octaves of microseconds: 126 for 2^63
+_Cost = Annotated[int, Meta(ge=0, le=1000)]  # sixteenths of an octave: 992 for 2^62 microseconds
 _CostRow = Annotated[tuple[_Cost, ...], Meta(max_length=MAX_MEMBERS)]
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
 _Microseconds = Annotated[int, Meta(ge=0, le=2**62)]
@@ -61,8 +63,22 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+class PeerInterface(msgspec.Struct, frozen=True, array_like=True):
+    """A network interface of the sender's, for paths between two machines."""
+
+    name: Name
+    kind: Name
+    """As in `pmesh.core.links.addresses`; a later version may know others."""
+    speed_mbit_s: Annotated[int, Meta(ge=0, le=2**32)]
+    """As the system says; 0 if it does not."""
+    hosts: Annotated[
+        tuple[Annotated[str, Meta(max_length=255)], ...], Meta(max_length=MAX_ADDRESSES)
+    ]
+    """IP addresses without a scope."""
+
+
 class Hello(_Message, frozen=True, tag=1):
-    """The first message on a link, from both sides."""
+    """The first message on a path, from both sides."""
 
     protocol: Annotated[int, Meta(ge=0, le=2**16 - 1)]
     member: Member
@@ -70,6 +86,10 @@ class Hello(_Message, frozen=True, tag=1):
     """The user's name for the machine."""
     addresses: Annotated[tuple[Address, ...], Meta(max_length=MAX_ADDRESSES)] = ()
     """The addresses at which others can dial the sender."""
+    interfaces: Annotated[tuple[PeerInterface, ...], Meta(max_length=MAX_ADDRESSES)] = ()
+    link: _Count = 0
+    """The number that the sender gives to its link with the receiver. Two paths are of one link if
+    both numbers are the same."""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -185,6 +205,19 @@ class KnownPrimary(msgspec.Struct, frozen=True, array_like=True):
     """True if a majority of each set of voters that it needed is known to have installed it."""
 
 
+RELAYED = -1
+
+
+class MeasuredEdge(msgspec.Struct, frozen=True, array_like=True):
+    """What one end has measured of the edge between two members."""
+
+    round_trip_us: _Microseconds = 0
+    """The least that was measured; 0 while unknown."""
+    mbit_s: Annotated[int, Meta(ge=RELAYED, le=2**32)] = 0
+    """The settled bandwidth from the other end to this one; 0 while unknown, RELAYED if no bytes
+    travel directly."""
+
+
 class Heartbeat(_Message, frozen=True, tag=2):
     """The state of a member. It is self-contained: the next one makes up for a lost one."""
 
@@ -197,10 +230,10 @@ class Heartbeat(_Message, frozen=True, tag=2):
     needs_epoch: bool
     """True if its promise is overdue and it requests a new proposal (V6)."""
     heard: Annotated[
-        dict[Annotated[Incarnation, Meta(ge=1, le=2**63 - 1)], _Microseconds],
+        dict[Annotated[Incarnation, Meta(ge=1, le=2**63 - 1)], MeasuredEdge],
         Meta(max_length=MAX_ENTRIES),
     ]
-    """The peers that it hears (V5), with the round trip in microseconds, 0 while unknown."""
+    """The peers that it hears (V5), with what it has measured of the way to each."""
     waiting: Annotated[tuple[Waiting, ...], Meta(max_length=MAX_ENTRIES)] = ()
     view_requests: Annotated[tuple[ViewRequest, ...], Meta(max_length=MAX_ENTRIES)] = ()
     progress: Annotated[tuple[RankProgress, ...], Meta(max_length=MAX_ENTRIES)] = ()
@@ -406,6 +439,31 @@ class KnownPeers(_Message, frozen=True, tag=22):
     peers: Annotated[tuple[Hello, ...], Meta(max_length=MAX_ENTRIES)]
 
 
+class Ping(_Message, frozen=True, tag=28):
+    """Asks for a Pong on the same path."""
+
+    sent_us: _Microseconds
+    """The sender's monotonic clock; only the sender interprets it."""
+
+
+class Pong(_Message, frozen=True, tag=29):
+    """Answers a Ping at once."""
+
+    sent_us: _Microseconds
+
+
+class AskProbe(_Message, frozen=True, tag=30):
+    """The receiver is to send so many bytes in Probes, which show the bandwidth from it."""
+
+    nbytes: Annotated[int, Meta(ge=1, le=MAX_PROBE_BYTES)]
+
+
+class Probe(_Message, frozen=True, tag=31):
+    """A part of a probe."""
+
+    padding: Annotated[bytes, Meta(min_length=1, max_length=PROBE_PART_BYTES)]
+
+
 AgreementMessage: TypeAlias = (
     Heartbeat
     | AskView
@@ -421,19 +479,28 @@ AgreementMessage: TypeAlias = (
 )
 P2PMessage: TypeAlias = AnnounceMessage | RequestMessage | MessageDelivered | MessageWithdrawn
 LinkMessage: TypeAlias = (
-    Hello | AgreementMessage | OfferLane | RestLane | AskResult | P2PMessage | KnownPeers
+    Hello
+    | AgreementMessage
+    | OfferLane
+    | RestLane
+    | AskResult
+    | P2PMessage
+    | KnownPeers
+    | AskProbe
+    | Probe
 )
+PathMessage: TypeAlias = LinkMessage | Ping | Pong
 
-_decoder: msgspec.msgpack.Decoder[LinkMessage] = msgspec.msgpack.Decoder(LinkMessage)
+_decoder: msgspec.msgpack.Decoder[PathMessage] = msgspec.msgpack.Decoder(PathMessage)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: LinkMessage) -> bytes:
+def encode(message: PathMessage) -> bytes:
     """Return the message as bytes, without a length prefix."""
     return _encoder.encode(message)
 
 
-def decode_untrusted(data: bytes) -> LinkMessage:
+def decode_untrusted(data: bytes) -> PathMessage:
     """Reverse `encode`; raise ProtocolError for anything else."""
     try:
         return _decoder.decode(data)

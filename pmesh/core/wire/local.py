@@ -195,6 +195,13 @@ class AskEvents(_Message, frozen=True, tag="ask_events"):
     """The number of the last event that the caller has; -1 for all that are kept."""
 
 
+class AskPing(_Message, frozen=True, tag="ask_ping"):
+    """Requests to try every way to a machine; answered by Refused, or WayTrieds and Pinged."""
+
+    name: Annotated[str, Meta(max_length=256, pattern=PRINTABLE)]
+    """Of the machine, as in the view."""
+
+
 class StopAgent(_Message, frozen=True, tag="stop_agent"):
     """Asks the agent to leave the mesh and end; answered by Stopping, then end of file."""
 
@@ -332,6 +339,32 @@ class Events(_Message, frozen=True, tag="events"):
     json: bytes
 
 
+class WayTried(_Message, frozen=True, kw_only=True, tag="way_tried"):
+    """One way to the machine has answered, or can't be used."""
+
+    interface: str
+    """The local one; "" if it is not known."""
+    remote: str = ""
+    """The machine's interface; "" if the local one leads to none."""
+    kind: str = ""
+    """The worse of the kinds of both."""
+    address: str = ""
+    """HOST:PORT of the machine."""
+    speed_mbit_s: int = 0
+    """The lower of what both claim; 0 if one does not say."""
+    rtt_ms: float | None = None
+    """None if it has not answered."""
+    why_not: str = ""
+
+
+class Pinged(_Message, frozen=True, kw_only=True, tag="pinged"):
+    """All ways have been tried; messages go over this one. Both interfaces are "" if over none."""
+
+    interface: str = ""
+    remote: str = ""
+    why: str = ""
+
+
 class Stopping(_Message, frozen=True, tag="stopping"):
     """The agent leaves the mesh and ends."""
 
@@ -350,6 +383,7 @@ Request: TypeAlias = (
     | ReceiveMessage
     | AskStatus
     | AskEvents
+    | AskPing
     | StopAgent
 )
 Reply: TypeAlias = (
@@ -368,6 +402,8 @@ Reply: TypeAlias = (
     | MessageWaits
     | Status
     | Events
+    | WayTried
+    | Pinged
     | Stopping
 )
 

@@ -16,6 +16,7 @@ the event loop; a `Pipeline` (`pmesh.net.lanes.executor`) lets those of large op
 import contextlib
 import select
 import socket
+import time
 from collections.abc import Callable, Generator
 from enum import Enum, auto
 from typing import TypeAlias
@@ -35,7 +36,8 @@ from pmesh.core.wire.records import (
 )
 from pmesh.errors import LaneBroken, PmeshError, ProtocolError
 
-WAKE_UP_BYTES = 128 * 1024  # 1 ms at 1 Gbit/s, where else each packet would wake a thread
+# Else each packet would wake a thread. Linux's first window is twice that, and grows as it is read.
+WAKE_UP_BYTES = 32 * 1024
 GREETING_TIMEOUT_S = 5.0  # as for every connection that has not proven what it is
 
 
@@ -46,6 +48,10 @@ class CallsDiffer(PmeshError):  # noqa: N818 - a state, as in pmesh.errors
         super().__init__(f"{peer} called something else as op {op}")
         self.op = op
         """The first op in which the two differ."""
+
+
+class PathLost(LaneBroken):
+    """The path under a lane has failed; its peer is still reached, over another one."""
 
 
 class Wait(Enum):
@@ -91,15 +97,21 @@ class Lane:
         full, greeting = OVERHEAD_BYTES + MAX_BODY_BYTES, OVERHEAD_BYTES + PREAMBLE_BYTES
         self.peer = peer
         self.sending = sending
+        self.hosts = _hosts_of(sock)
+        """The addresses of its two ends, ours first, without scopes; "" within one agent."""
         self.bytes_sent = 0
         self.bytes_received = 0
         self.records_dropped = 0
         """Records of a lower roster, which came too late (V4)."""
         self.peer_completed = -1
         """How far the peer had come when it sent its last record (O2)."""
+        self.paced = 0, 0.0
+        """Bytes that this end has waited for in the middle of records, and for how many seconds.
+        The peer had them ready, so they came as fast as the network allowed."""
         self._roster = offer.number
         self._socket = sock
         self._closed = trio.Event()
+        self._path_lost = False
         self._sealer = Sealer(ours)
         self._opener = Opener(theirs)
         self._out = memoryview(bytearray(full if sending else greeting))
@@ -123,6 +135,11 @@ class Lane:
         """The connection and its keys, for a lane that has several; this one is of no more use."""
         self._closed.set()
         return self._socket, self._sealer, self._opener
+
+    def lose_path(self) -> None:
+        """Close the connection because its path has failed; whoever waits on it gets PathLost."""
+        self._path_lost = True
+        self.close()
 
     def lend(self, stop: Callable[[], None]) -> None:
         """Until `take_back` a thread works with the lane; `stop` makes it end soon.
@@ -231,11 +248,18 @@ class Lane:
                 break
             yield from self._refuse(header, expected)
         end = OVERHEAD_BYTES + header.body_bytes
-        waited |= yield from self._fill(end, end)
+        before, began = self._filled, time.monotonic()  # nothing more is there, and more will come
+        if (yield from self._fill(end, end)):
+            waited = True
+            self._note_pace(end - before, time.monotonic() - began)
         self._open(end, into)
         self.peer_completed = header.completed
         if not waited:
             yield Wait.TURN
+
+    def _note_pace(self, nbytes: int, took_s: float) -> None:
+        if nbytes >= WAKE_UP_BYTES:
+            self.paced = self.paced[0] + nbytes, self.paced[1] + took_s
 
     def _refuse(self, header: RecordHeader, expected: RecordHeader) -> Steps:
         """Drop a record that comes too late; raise for any other that is not the expected one."""
@@ -313,7 +337,10 @@ class Lane:
 
     def _broken(self, what: str) -> LaneBroken:
         arrow = "to" if self.sending else "from"
-        return LaneBroken(f"the data connection {arrow} {self.peer} {what}")
+        connection = f"the data connection {arrow} {self.peer}"
+        if self._path_lost:
+            return PathLost(f"{connection} has lost its path")
+        return LaneBroken(f"{connection} {what}")
 
     async def greet(self, preamble: bytes = b"") -> None:
         """Prove to the peer that we know the offer."""
@@ -334,3 +361,14 @@ class Lane:
     @property
     def _greeting(self) -> RecordHeader:
         return RecordHeader(0, self._roster, op=0, segment=0, fingerprint=0, completed=-1)
+
+
+def _hosts_of(sock: socket.socket) -> tuple[str, str]:
+    if sock.family == socket.AF_UNIX:
+        return "", ""
+    try:
+        ends = sock.getsockname(), sock.getpeername()
+    except OSError:  # it was reset: the first call will say so
+        return "", ""
+    ours, theirs = (str(end[0]).partition("%")[0] for end in ends)
+    return ours, theirs

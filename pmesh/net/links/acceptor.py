@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Generic, Literal, NoReturn, TypeAlias, TypeVar
+from typing import Final, Generic, Literal, TypeAlias, TypeVar
 
 import trio
 
@@ -51,7 +51,7 @@ class DoorCounters:
     dropped: int = 0
     """Closed as the oldest, to make room for a new one."""
     refused: int = 0
-    """Closed for another mesh key, another version, or an unknown lane."""
+    """Closed for another mesh key, another version, an unknown lane, or an interface not used."""
     out_of_files: int = 0
     """Not accepted, as the system had no descriptor or memory left."""
     pending: int = 0
@@ -96,9 +96,17 @@ class Acceptor(Generic[StreamT]):
     `serve`, as does every exception after the call.
     """
 
-    def __init__(self, *, on_link: Handler[StreamT], on_lane: Handler[StreamT]) -> None:
+    def __init__(
+        self,
+        *,
+        on_link: Handler[StreamT],
+        on_lane: Handler[StreamT],
+        uses: Callable[[StreamT], bool] = lambda _: True,
+    ) -> None:
+        """`uses` is False for a connection over an interface that is not used; it is refused."""
         self._on_link = on_link
         self._on_lane = on_lane
+        self._uses = uses
         self._counts: Counter[str] = Counter()  # by the names of DoorCounters
         self._pending: list[_Visitor] = []  # oldest first
         self._pace = _Pace()
@@ -124,17 +132,22 @@ class Acceptor(Generic[StreamT]):
         Handlers run inside this call without a time limit, so links may live in them.
         """
         async with trio.open_nursery() as nursery:
+            self._nursery = nursery
             for listener in listeners:
-                nursery.start_soon(self._accept, listener, nursery)
+                self.add(listener)
             task_status.started()
 
-    async def _accept(
-        self, listener: trio.abc.Listener[StreamT], nursery: trio.Nursery
-    ) -> NoReturn:
+    def add(self, listener: trio.abc.Listener[StreamT]) -> None:
+        """Accept at one more listener while `serve` runs, or until the listener is closed."""
+        self._nursery.start_soon(self._accept, listener, self._nursery)
+
+    async def _accept(self, listener: trio.abc.Listener[StreamT], nursery: trio.Nursery) -> None:
         async with listener:
             while True:
                 try:
                     stream = await listener.accept()
+                except trio.ClosedResourceError:
+                    return
                 except OSError as e:
                     if e.errno not in OUT_OF_RESOURCES:
                         raise
@@ -190,6 +203,8 @@ class Acceptor(Generic[StreamT]):
             self._pending.remove(visitor)
             self._counts["authenticated"] += 1
 
+        if not self._uses(stream):
+            return "refused"
         first, kind = await _read_first_bytes(stream)
         try:
             match kind:

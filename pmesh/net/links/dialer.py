@@ -2,24 +2,36 @@
 
 import errno
 import ipaddress
+import socket
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 import psutil
 import trio
 
+from pmesh.core.links.addresses import BoundAddress, LocalAddress
 from pmesh.core.wire.link import Address
 from pmesh.errors import LocalNetworkDenied, NetworkError, PeerUnreachable
+from pmesh.net.links.interfaces import SO_BINDTODEVICE
 
 DIAL_TIMEOUT_S: Final = 5.0  # a lost SYN is sent again after 1 s and 3 s
 STAGGER_S: Final = 0.25  # RFC 8305 section 8: between the starts of two attempts
 AT_ONCE: Final = 4  # each costs a descriptor, and a peer may name addresses that do not exist
 
+_IP_BOUND_IF: Final = 25  # <netinet/in.h> of macOS
+_IPV6_BOUND_IF: Final = 125  # <netinet6/in6.h> of macOS
 
-async def dial(address: Address, *, timeout_s: float = DIAL_TIMEOUT_S) -> trio.SocketStream:
+
+async def dial(
+    address: Address, *, via: LocalAddress | None = None, timeout_s: float = DIAL_TIMEOUT_S
+) -> trio.SocketStream:
     """Open a TCP connection to this address, without delay (TCP_NODELAY).
 
-    A host name's addresses are tried in parallel, as in RFC 8305.
+    Args:
+        address: A host name's addresses are tried in parallel, as in RFC 8305.
+        via: Packets leave by its interface, whatever the routes say; None for as they say. A host
+            name must then have an address of the same version of IP; the first one is dialled.
+        timeout_s: The limit.
 
     Raises:
         PeerUnreachable: There was no answer, or the name is unknown.
@@ -28,6 +40,8 @@ async def dial(address: Address, *, timeout_s: float = DIAL_TIMEOUT_S) -> trio.S
     where = str(address)
     try:
         with trio.fail_after(timeout_s):
+            if via is not None:
+                return await _dial_bound(address, via)
             return await trio.open_tcp_stream(address.host, address.port)
     except trio.TooSlowError as e:
         raise PeerUnreachable(f"{where} does not answer ({timeout_s:g} s)") from e
@@ -35,10 +49,41 @@ async def dial(address: Address, *, timeout_s: float = DIAL_TIMEOUT_S) -> trio.S
         raise _explain(e, address) from e
 
 
+async def _dial_bound(address: Address, via: LocalAddress) -> trio.SocketStream:
+    family = socket.AF_INET6 if ":" in via.host else socket.AF_INET
+    found = await trio.socket.getaddrinfo(
+        address.host, address.port, family=family, type=socket.SOCK_STREAM
+    )
+    connecting = trio.socket.socket(family, socket.SOCK_STREAM)
+    try:
+        await _bind_to_interface(connecting, via)
+        await connecting.connect(found[0][4])
+    except BaseException:
+        connecting.close()
+        raise
+    return trio.SocketStream(connecting)
+
+
+async def _bind_to_interface(connecting: trio.socket.SocketType, via: LocalAddress) -> None:
+    """Let the socket's packets leave by the interface. Raises OSError if it is gone."""
+    number = socket.if_nametoindex(via.interface)
+    if psutil.MACOS:  # one route covers all of 169.254.0.0/16, and points at Wi-Fi
+        if connecting.family == socket.AF_INET6:
+            connecting.setsockopt(socket.IPPROTO_IPV6, _IPV6_BOUND_IF, number)
+        else:
+            connecting.setsockopt(socket.IPPROTO_IP, _IP_BOUND_IF, number)
+        return
+    try:
+        connecting.setsockopt(socket.SOL_SOCKET, SO_BINDTODEVICE, via.interface.encode())
+    except PermissionError:  # before Linux 5.7; the source address may choose the route
+        scope = (0, number) if via.is_link_local_v6 else ()
+        await connecting.bind((via.host, 0, *scope))
+
+
 async def dial_any(
-    addresses: Sequence[Address], *, timeout_s: float = DIAL_TIMEOUT_S
-) -> tuple[trio.SocketStream, Address]:
-    """Return the first connection that any of these addresses accepts, and its address.
+    addresses: Sequence[BoundAddress], *, timeout_s: float = DIAL_TIMEOUT_S
+) -> tuple[trio.SocketStream, BoundAddress]:
+    """Return the first connection that any of these addresses accepts, and which one did.
 
     They are tried in order, each 0.25 s after the previous one or as soon as that has failed, at
     most four at once: a machine may name interfaces that can't be reached from here.
@@ -51,21 +96,22 @@ async def dial_any(
         PeerUnreachable: None accepted; the message has each reason.
         LocalNetworkDenied: None accepted, and macOS may be withholding its permission.
     """
-    winner: tuple[trio.SocketStream, Address] | None = None
+    winner: tuple[trio.SocketStream, BoundAddress] | None = None
     failures: list[NetworkError] = []
     turns = trio.Semaphore(AT_ONCE)
 
-    async def attempt(address: Address, failed: trio.Event, race: trio.CancelScope) -> None:
+    async def attempt(bound: BoundAddress, failed: trio.Event, race: trio.CancelScope) -> None:
         nonlocal winner
+        address, via = bound
         try:
-            stream = await dial(address, timeout_s=timeout_s)
+            stream = await dial(address, via=via, timeout_s=timeout_s)
         except (PeerUnreachable, LocalNetworkDenied) as e:
             failures.append(e)
             failed.set()
             turns.release()
             return
         if winner is None:
-            winner = stream, address
+            winner = stream, bound
             race.cancel()
         else:  # two connected in the same turn of the loop
             stream.socket.close()

@@ -8,6 +8,7 @@ record for as long as the record says, so we purge its cache when it grows too l
 """
 
 import asyncio
+import math
 import socket
 import time
 from collections import deque
@@ -30,6 +31,7 @@ from pmesh.net.links.packet_filter import DiscoveryCounters, FilteringLoop, Pack
 
 RETRY_S: Final = 5.0  # after the system has refused us port 5353 or multicast
 BROWSE_AGAIN_S: Final = 60.0  # a repaired switch gives no sign, and zeroconf soon asks hourly
+MOVE_AGAIN_S: Final = 1.0  # between two changes of addresses; each costs a goodbye and a greeting
 SETTLE_S: Final = 10.0  # after a change of addresses, known agents have this long to answer again
 RENEW_S: Final = 240.0  # an advertisement contains its minute, and counts as fresh for ten
 RESOLVE_MS: Final = 3000
@@ -110,7 +112,7 @@ async def discover(
             try:
                 while True:
                     addresses = await watch.changed_from(addresses)
-                    loop.call_soon_threadsafe(conversation.move_to, addresses)
+                    loop.call_soon_threadsafe(conversation.move_to, watch.announced)
             finally:
                 loop.call_soon_threadsafe(conversation.stop)
 
@@ -169,35 +171,44 @@ class _Conversation:
         self._addresses: tuple[LocalAddress, ...] = ()
         self._stopped = False
         self._moved = asyncio.Event()
+        self._began = -math.inf
         self._known: dict[str, Found] = {}
         self._confirmed: set[str] = set()
         self._resolving: dict[str, asyncio.Task[None]] = {}
         self._new_at = deque[float](maxlen=MAX_FOUND)
 
     def move_to(self, addresses: tuple[LocalAddress, ...]) -> None:
+        changed = _hosts(addresses) != _hosts(self._addresses)
         self._addresses = addresses
-        self._moved.set()
+        loop, then = asyncio.get_running_loop(), self._began + MOVE_AGAIN_S
+        if changed and loop.time() < then:
+            loop.call_at(then, self._moved.set)
+        elif changed:
+            self._moved.set()
 
     def stop(self) -> None:
         self._stopped = True
         self._moved.set()
 
     async def run(self) -> None:
-        """Run one zeroconf until the addresses change, which its sockets don't survive."""
+        """Run zeroconf until the addresses change, which its sockets don't survive."""
         while not self._stopped:
             self._moved.clear()
             timeout_s = None
             if self._addresses:
+                self._began = asyncio.get_running_loop().time()
                 try:
-                    await self._converse()
-                except OSError as e:
-                    self._report("", Deaf(reason=f"no mDNS: {e}; use --peer"))
+                    async with asyncio.TaskGroup() as group:
+                        for sockets in _sockets_for(self._addresses):
+                            group.create_task(self._converse(sockets))
+                except* OSError as e:
+                    self._report("", Deaf(reason=f"no mDNS: {e.exceptions[0]}; use --peer"))
                     timeout_s = RETRY_S
             self._ready()
             await self._wait_for_move(timeout_s)
 
-    async def _converse(self) -> None:
-        zeroconf = AsyncZeroconf(interfaces=_sockets_for(self._addresses))
+    async def _converse(self, sockets: list[str] | list[int]) -> None:
+        zeroconf = AsyncZeroconf(interfaces=sockets)
         try:
             # zeroconf sends the other two announcements by itself within half a second.
             await zeroconf.async_register_service(  # pyright: ignore[reportUnknownMemberType] - an Awaitable of nothing
@@ -369,14 +380,21 @@ class _Conversation:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _sockets_for(addresses: tuple[LocalAddress, ...]) -> list[str] | list[int]:
-    """Return where zeroconf opens sockets: all v4 addresses, or v6 interfaces if there are none.
+def _hosts(addresses: tuple[LocalAddress, ...]) -> list[tuple[str, str]]:
+    return [(address.interface, address.host) for address in addresses]
 
-    The answers contain v6 addresses too. On macOS a socket for both kinds can't join a v4 group.
-    A v6 group is joined by the interface's number; raises OSError if the interface is gone.
+
+def _sockets_for(addresses: tuple[LocalAddress, ...]) -> list[list[str] | list[int]]:
+    """Return where each zeroconf opens sockets: at v4 addresses, and where there are none, at v6.
+
+    The answers contain v6 addresses too. They are two, as on macOS a socket for both kinds can't
+    join a v4 group. Each socket sends by its own interface, whatever the routes say. A v6 group is
+    joined by the interface's number; raises OSError if the interface is gone.
     """
-    v4 = [address.host for address in addresses if ":" not in address.host]
-    return v4 or sorted({socket.if_nametoindex(address.interface) for address in addresses})
+    v4 = {address.host: address.interface for address in addresses if ":" not in address.host}
+    v6 = {address.interface for address in addresses} - set(v4.values())
+    numbers = sorted(socket.if_nametoindex(interface) for interface in v6)
+    return [sockets for sockets in (list(v4), numbers) if sockets]
 
 
 def _keeps_much(zeroconf: Zeroconf) -> bool:

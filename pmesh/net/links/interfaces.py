@@ -1,28 +1,37 @@
-"""The addresses of this machine's real interfaces, and of the two ends of a connection."""
+"""The addresses of this machine's interfaces, and of the two ends of a connection."""
 
 import contextlib
 import ipaddress
 import re
 import socket
-import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from socket import AddressFamily
-from typing import Final, cast
+from typing import Final, Protocol, cast
 
 import psutil
 import trio
 
-from pmesh.core.links.addresses import InterfaceKind, LocalAddress
+from pmesh.core.links.addresses import LocalAddress, interface_of
 from pmesh.core.wire.link import Address
+from pmesh.net.links.hardware import Hardware, has_carrier, read_hardware
+
+SO_BINDTODEVICE: Final = 25  # socket(7) of Linux; Python has no name for it elsewhere
 
 UNKNOWN: Final = Address("unknown", 0)
 """The address of a stream in memory, or of one that is no longer connected."""
 
 
 def local_address_of(stream: trio.abc.Stream) -> Address:
-    return _ask(stream, "getsockname")
+    """Return the connection's own end; its scope is the interface to which Linux has bound it.
+
+    Linux takes a packet for any of its addresses at any interface.
+    """
+    address, interface = _ask(stream, "getsockname"), _bound_interface(stream)
+    return (
+        Address(f"{address.host.partition('%')[0]}%{interface}", address.port)
+        if interface
+        else address
+    )
 
 
 def remote_address_of(stream: trio.abc.Stream) -> Address:
@@ -42,86 +51,181 @@ def _ask(stream: trio.abc.Stream, question: str) -> Address:
     return Address(f"{host}%{socket.if_indextoname(scope)}" if scope else host, port)
 
 
-POLL_S: Final = 5.0  # a delay that nobody notices after plugging in a cable
+def _bound_interface(stream: trio.abc.Stream) -> str:
+    """Return the interface to which a connection is bound; "" if to none, or on macOS."""
+    try:
+        bound: socket.socket = getattr(stream, "socket")  # noqa: B009 - not every stream has one
+        name = bound.getsockopt(socket.SOL_SOCKET, SO_BINDTODEVICE, 16)
+    except (AttributeError, OSError):
+        return ""
+    return name.rstrip(b"\0").decode()
+
+
+POLL_S: Final = 5.0  # where the system does not tell of changes, and after it gave no answer
+SETTLE_S: Final = 0.05  # one cable makes a dozen messages
 
 # Interfaces that lead to no other machine at home, on macOS and on Linux.
 _UNREAL: Final = re.compile(
-    r"(awdl|llw|utun|ap|anpi|gif|stf|ipsec|pktap|feth|vmenet|vmnet|bridge[1-9]\d\d"
-    r"|docker|br-|veth|virbr|vnet|cni|flannel|cali|tun|tap|wg|tailscale|zt|dummy|ifb)[\w-]*"
+    r"(awdl|llw|ap|anpi|gif|stf|pktap|feth|vmenet|vmnet|bridge[1-9]\d\d"
+    r"|docker|br-|veth|virbr|vnet|cni|flannel|cali|dummy|ifb)[\w-]*"
 )
-_WIFI_PORT: Final = re.compile(r"Wi-?Fi|AirPort", re.IGNORECASE)
-_NETWORKSETUP: Final = "/usr/sbin/networksetup"
-_SYS_CLASS_NET: Final = Path("/sys/class/net")
+_VPN: Final = re.compile(r"(utun|ipsec|tun|tap|wg|tailscale|zt)[\w-]*")
+_OF_INTERFACES: Final = frozenset({0xC, 0xD, 0xE})  # macOS: RTM_NEWADDR, RTM_DELADDR, RTM_IFINFO
+_GROUPS: Final = 0x1 | 0x10 | 0x100  # Linux: RTMGRP_LINK, RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR
 
 
-def read_addresses() -> tuple[LocalAddress, ...]:
-    """Return the addresses of all real interfaces that are up, and loopback. Blocks briefly."""
-    stats = psutil.net_if_stats()
-    addresses = {
-        interface: found
-        for interface, found in psutil.net_if_addrs().items()
-        if interface in stats
-        and stats[interface].isup
-        and _is_real(interface, flags=stats[interface].flags.split(","))
-    }
-    kinds = _kinds(frozenset(addresses))
-    return tuple(
-        LocalAddress(
-            interface=interface,
-            host=address.address.partition("%")[0],
-            prefix_bits=_prefix_bits(address.address, address.netmask),
-            kind=_kind_of_address(address.address, kinds[interface]),
+class _Stats(Protocol):
+    """What psutil says of an interface."""
+
+    @property
+    def flags(self) -> str: ...
+    @property
+    def speed(self) -> int: ...
+
+
+class InterfaceReader:
+    """Reads the addresses of the interfaces that may be used; remembers what their hardware is."""
+
+    def __init__(self, *, only: Collection[str] = (), never: Collection[str] = ()) -> None:
+        """`only`: these alone, whatever they are; `never`: not these, also if `only` names them."""
+        self._only = only
+        self._never = never
+        self._hardware: Mapping[str, Hardware] = {}
+
+    def read(self) -> tuple[LocalAddress, ...]:
+        """Return the addresses of all real interfaces and VPNs that are up, and loopback.
+
+        Blocks briefly; on macOS for half a second when an interface has come up.
+        """
+        stats = psutil.net_if_stats()
+        addresses = {
+            interface: found
+            for interface, found in psutil.net_if_addrs().items()
+            if interface in stats
+            and self._uses(interface)
+            and stats[interface].isup
+            and has_carrier(interface)
+        }
+        if not addresses.keys() <= self._hardware.keys():
+            self._hardware = read_hardware(addresses)
+        # Forget the others: the next cable may be of another kind.
+        self._hardware = {interface: self._hardware[interface] for interface in addresses}
+        return tuple(
+            own
+            for interface, found in sorted(addresses.items())
+            for address in found
+            if address.family in (AddressFamily.AF_INET, AddressFamily.AF_INET6)
+            for own in self._local(interface, address.address, address.netmask, stats[interface])
         )
-        for interface, found in sorted(addresses.items())
-        for address in found
-        if address.family in (AddressFamily.AF_INET, AddressFamily.AF_INET6)
-    )
+
+    def _local(
+        self, interface: str, scoped: str, netmask: str | None, stats: _Stats
+    ) -> Iterator[LocalAddress]:
+        host, hardware = scoped.partition("%")[0], self._hardware[interface]
+        ip, kind = ipaddress.ip_address(host), hardware.kind
+        if ip.is_loopback:
+            kind = "loopback"
+        elif _VPN.fullmatch(interface) or "pointopoint" in stats.flags.split(","):
+            if ip.is_link_local:
+                return  # it leads nowhere: macOS has several such tunnels of its own
+            kind = "vpn"  # or a modem
+        yield LocalAddress(
+            interface=interface,
+            host=host,
+            prefix_bits=_prefix_bits(host, netmask),
+            kind=kind,
+            speed_mbit_s=hardware.speed_mbit_s or stats.speed,
+        )
+
+    def _uses(self, interface: str) -> bool:
+        if interface in self._never:
+            return False
+        return interface in self._only if self._only else not _UNREAL.fullmatch(interface)
 
 
 def reachable_at(
     addresses: Iterable[LocalAddress], *, listen_host: str
 ) -> tuple[LocalAddress, ...]:
-    """Return where others can reach a listener bound to this IP address ("" for all).
+    """Return those at which a listener bound to this IP address ("" for all) can be reached.
 
-    Loopback counts only if it was requested, or if there is nothing else.
+    Loopback counts only if it was requested, or if there is nothing else but VPNs.
     """
     host = listen_host.partition("%")[0]
     if host in {"", "0.0.0.0", "::"}:  # noqa: S104 - asked, not bound
         version = {"": None, "0.0.0.0": 4, "::": 6}[host]  # noqa: S104 - as above
         heard = [a for a in addresses if version in {None, ipaddress.ip_address(a.host).version}]
-        real = [address for address in heard if address.kind != "loopback"]
-        return tuple(real or heard)
+        others = [address for address in heard if address.kind != "loopback"]
+        return tuple(heard if all(address.kind == "vpn" for address in others) else others)
     return tuple(address for address in addresses if address.host == host)
 
 
 class AddressWatch:
-    """The addresses at which this agent can be reached, kept up to date by `run`."""
+    """The addresses that this agent uses, kept up to date by `run`."""
 
     def __init__(
         self,
         listen_host: str = "",
         *,
-        read: Callable[[], tuple[LocalAddress, ...]] = read_addresses,
+        only: Collection[str] = (),
+        never: Collection[str] = (),
+        read: Callable[[], tuple[LocalAddress, ...]] | None = None,
     ) -> None:
+        """`only` and `never` are names of interfaces, as for `InterfaceReader`."""
         self.current: tuple[LocalAddress, ...] = ()
+        self.is_restricted = bool(only or never)
+        """True if there are interfaces that the agent must not use."""
+        self.knows_arrivals = False
+        """True if a connection that came by an interface in use is always bound to it (Linux)."""
         self._listen_host = listen_host
-        self._read = read
+        self._only = only
+        self._read = read or InterfaceReader(only=only, never=never).read
         self._changed = trio.Event()
 
+    @property
+    def announced(self) -> tuple[LocalAddress, ...]:
+        """Those that others are told: no VPN, unless the user has named it or its address."""
+        return tuple(
+            own
+            for own in self.current
+            if own.kind != "vpn" or own.interface in self._only or own.host == self._listen_host
+        )
+
+    def uses(self, stream: trio.abc.Stream) -> bool:
+        """True if a connection that was accepted may be kept: it came by an interface in use."""
+        if not self.is_restricted:
+            return True
+        end = local_address_of(stream)
+        if self.knows_arrivals and "%" not in end.host:
+            return False
+        return interface_of(end, local=self.current) is not None
+
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Poll every 5 s, as the two systems have no common notification without privileges."""
-        await self._poll()
-        task_status.started()
-        while True:
-            await trio.sleep(POLL_S)
-            with contextlib.suppress(OSError):  # no descriptor is left now; later one may be
-                await self._poll()
+        """Read the addresses when the system tells of a change, or every 5 s if it can't."""
+        with contextlib.ExitStack() as opened:
+            notices = open_notices()
+            if notices is not None:
+                opened.callback(notices.close)
+            await self._poll()
+            task_status.started()
+            while True:
+                if notices is None:
+                    await trio.sleep(POLL_S)
+                else:
+                    await _wait_for_notice(notices)
+                await self._poll_until_answered()
 
     async def changed_from(self, seen: tuple[LocalAddress, ...]) -> tuple[LocalAddress, ...]:
         """Return the current addresses as soon as they differ from those."""
         while self.current == seen:
             await self._changed.wait()
         return self.current
+
+    async def _poll_until_answered(self) -> None:
+        while True:
+            try:
+                return await self._poll()
+            except OSError:  # no descriptor is left now; later one may be
+                await trio.sleep(POLL_S)
 
     async def _poll(self) -> None:
         found = await trio.to_thread.run_sync(self._read)
@@ -132,59 +236,44 @@ class AddressWatch:
             self._changed = trio.Event()
 
 
-def parse_hardware_ports(listing: str) -> dict[str, InterfaceKind]:
-    r"""Return the kind of each device in `networksetup -listallhardwareports`.
-
-    >>> parse_hardware_ports("Hardware Port: Wi-Fi\nDevice: en0\nEthernet Address: 00:00")
-    {'en0': 'wifi'}
-    """
-    kinds: dict[str, InterfaceKind] = {}
-    for port, device in re.findall(r"^Hardware Port: (.+)\nDevice: (\S+)", listing, re.MULTILINE):
-        if _WIFI_PORT.match(port):
-            kinds[device] = "wifi"
-        elif port.startswith("Thunderbolt") and "Ethernet" not in port:
-            kinds[device] = "thunderbolt"  # "Thunderbolt Ethernet" is an adapter at 1 or 10 Gbit/s
-        else:
-            kinds[device] = "wired"
-    return kinds
-
-
-@lru_cache(maxsize=1)  # the subprocess takes 50 ms: run again only when the interfaces change
-def _kinds(interfaces: frozenset[str]) -> Mapping[str, InterfaceKind]:
-    known: Mapping[str, InterfaceKind]
-    known = _macos_kinds() if psutil.MACOS else {name: _linux_kind(name) for name in interfaces}
-    return {name: known.get(name, "wired") for name in interfaces}
-
-
-def _macos_kinds() -> dict[str, InterfaceKind]:
-    command = [_NETWORKSETUP, "-listallhardwareports"]
+def open_notices() -> socket.socket | None:
+    """Open a socket on which the system tells of changes of interfaces; None if it has none."""
     try:
-        listing = subprocess.run(  # noqa: S603 - a fixed command of the system's
-            command, capture_output=True, check=True, encoding="utf-8", timeout=5
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}  # the kind only orders addresses and picks thresholds: all wired works too
-    return parse_hardware_ports(listing)
+        # On Linux this is a netlink socket of the family of routes (rtnetlink(7)).
+        notices = socket.socket(socket.AF_ROUTE, socket.SOCK_RAW)
+    except OSError:
+        return None
+    notices.setblocking(False)  # noqa: FBT003 - socket's own
+    if not psutil.MACOS:
+        notices.bind((0, _GROUPS))
+    return notices
 
 
-def _linux_kind(interface: str) -> InterfaceKind:
-    if interface.startswith("thunderbolt"):  # the name that the kernel's thunderbolt-net gives
-        return "thunderbolt"
-    return "wifi" if (_SYS_CLASS_NET / interface / "phy80211").exists() else "wired"
+async def _wait_for_notice(notices: socket.socket) -> None:
+    """Return at the first that concerns an interface, but no sooner than 50 ms after the last."""
+    await trio.sleep(SETTLE_S)
+    while True:
+        await trio.lowlevel.wait_readable(notices)
+        if _read_notices(notices):
+            return
 
 
-def _is_real(interface: str, *, flags: Sequence[str]) -> bool:
-    # A point-to-point interface is a VPN or a modem.
-    return not _UNREAL.fullmatch(interface) and "pointopoint" not in flags
-
-
-def _kind_of_address(host: str, kind: InterfaceKind) -> InterfaceKind:
-    return "loopback" if ipaddress.ip_address(host.partition("%")[0]).is_loopback else kind
+def _read_notices(notices: socket.socket) -> bool:
+    """Read all that have come; return True if one may concern an interface."""
+    found = False
+    while True:
+        try:
+            message = notices.recv(65536)
+        except BlockingIOError:
+            return found
+        except OSError:  # ENOBUFS: too many came
+            return True
+        # macOS tells of routes and of neighbours too: <net/route.h>, rtm_type.
+        found |= not psutil.MACOS or message[3] in _OF_INTERFACES
 
 
 def _prefix_bits(host: str, netmask: str | None) -> int:
     """Return the length of the mask; that of a single address if the system gives no mask."""
-    version_bits = ipaddress.ip_address(host.partition("%")[0]).max_prefixlen
     if netmask is None:
-        return version_bits
+        return ipaddress.ip_address(host).max_prefixlen
     return int(ipaddress.ip_address(netmask)).bit_count()

@@ -11,6 +11,7 @@ from pmesh.agent.jobs import op_task
 from pmesh.agent.jobs.op_task import Op
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
+from pmesh.core.jobs.attempt import LANE_GRACE_S
 from pmesh.core.links.health import WIRED
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import Values
@@ -24,6 +25,7 @@ from tests.worlds.trainer import together, until
 from tests.worlds.village import village
 from tests.worlds.village_ops import (
     RAISE,
+    events_of,
     kinds_of_events,
     ones,
     ranks_of,
@@ -72,6 +74,36 @@ async def test_who_computes_for_long_costs_no_lane(clock: MockClock) -> None:
         results = await together(lambda: a.reduce(ones(10)), compute_first)
         assert [r[0] for r in results] == [2.0] * 2
         assert rank.roster.number == number
+
+
+async def test_an_op_whose_path_fails_runs_again_over_another_at_once(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        await trio.sleep(1)  # a path that ends sooner has been refused
+        trainers = await here.job(one, two)
+        await reduce_all(trainers)
+        real, fails = op_task.run_on_lanes, iter([True])
+
+        async def fail_in_the_middle(
+            rank: LocalRank, op: Op, plan: RankPlan, rendezvous: LaneRendezvous
+        ) -> None:
+            if rank.rank == 0 and next(fails, False):
+                for machine, other in ((one, two), (two, one)):
+                    link = machine.agent.peers.links[other.key.node]
+                    (path,) = link.paths.values()
+                    machine.agent.peers._end_path(link, path, "it is silent")  # noqa: SLF001
+            await real(rank, op, plan, rendezvous)
+
+        monkeypatch.setattr(op_task, "run_on_lanes", fail_in_the_middle)
+        began = trio.current_time()
+        results = await reduce_all(trainers)
+        assert [r[0] for r in results] == [2.0] * 2
+        assert trio.current_time() - began < LANE_GRACE_S
+        (broken,) = [e.text for e in events_of(one) if e.kind == "lane broken"]
+        assert broken.endswith("has lost its path")
+        assert len(one.names) == len(two.names) == 2
 
 
 @pytest.mark.parametrize("error", [LaneBroken("it was closed"), CallsDiffer(0, "mac-1")], ids=str)

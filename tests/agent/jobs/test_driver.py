@@ -91,7 +91,7 @@ async def test_after_an_own_stall_an_op_ends_only_when_the_others_confirm_the_vi
         (live,) = one.agent.peers.links.values()
         unsent = list[LinkMessage]()
         with monkeypatch.context() as patch:
-            patch.setattr(live.link, "send", unsent.append)  # nobody is asked yet
+            patch.setattr(live, "send", unsent.append)  # nobody is asked yet
             one.agent.membership.judge(Stall(late_s=DOUBT_S, slept_s=0.0))
         theirs = next(t for t in trainers if t.names[t.rank] == "mac-0")
         async with trio.open_nursery() as nursery:
@@ -101,7 +101,7 @@ async def test_after_an_own_stall_an_op_ends_only_when_the_others_confirm_the_vi
             assert theirs.next_op == 1
             assert rank.ledger.started == 1
             for message in unsent:
-                live.link.send(message)
+                live.send(message)
         assert theirs.next_op == 2
 
 

@@ -93,6 +93,21 @@ async def test_another_name_and_another_count_are_named(clock: MockClock) -> Non
         assert "mac-1 waits in job 'lnie'" in verdict.message
 
 
+async def test_a_machine_without_a_trainer_is_not_named_when_enough_have_come(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 3) as here:
+        one, two = [await here.trainer(machine) for machine in here.machines[:2]]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(refusal_of, one, "line", 3, 3.0)
+            await trio.sleep(0.5)
+            verdict = await refusal_of(two, "line", 2, 2.0)
+        assert verdict.message == (
+            "2 of 2 trainers of job 'line' are here after 2 s; "
+            "mac-0 asks for wait_for=3, this rank for 2"
+        )
+
+
 async def test_trainers_wait_for_peers_where_the_user_wants_some(clock: MockClock) -> None:
     async with village(clock, 1) as here:
         lonely = here.new_machine("lonely", min_peers=1)

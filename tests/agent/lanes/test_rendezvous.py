@@ -16,7 +16,7 @@ from pmesh.core.wire.link import OfferLane
 from pmesh.core.wire.records import LANE_ID_BYTES, PREAMBLE_BYTES
 from pmesh.errors import LaneBroken, NetworkError, PeerUnreachable, ProtocolError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId
-from pmesh.net.lanes.lane import Lane
+from pmesh.net.lanes.lane import Lane, PathLost
 from pmesh.net.lanes.opening import dial_lane
 
 A, B, C = (Member(NodeId(bytes([i]) * 32), Incarnation(i)) for i in (1, 2, 3))
@@ -424,3 +424,17 @@ async def test_an_offer_whose_roster_is_over_before_its_turn_is_never_made(
         assert ada.offers == []
         assert not ada.rendezvous._places  # noqa: SLF001
         assert autojump_clock.current_time() < 1
+
+
+async def test_a_path_that_fails_breaks_the_lanes_between_its_interfaces_alone() -> None:
+    async with two_sides() as (ada, bob):
+        ada.rendezvous.offer(edge(), B)
+        sending, receiving = await take(ada, sending=True), await take(bob, sending=False)
+        sending.hosts = ("10.0.0.1", "10.0.0.2")
+        ada.rendezvous.lose_path({"10.0.0.1"}, {"10.0.0.3"})
+        ada.rendezvous.lose_path({"10.0.1.1"}, {"10.0.0.2"})
+        sending.check_open()
+        ada.rendezvous.lose_path({"fd00::1", "10.0.0.1"}, {"10.0.0.2"})
+        with pytest.raises(PathLost):
+            sending.check_open()
+        receiving.close()

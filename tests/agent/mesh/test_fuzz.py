@@ -16,11 +16,11 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.mesh import peers
+from pmesh.agent.mesh import bans
+from pmesh.agent.mesh.links import Link
 from pmesh.core.values import Terms
 from pmesh.core.views.limits import TOLERATED
 from pmesh.ids import TrainerId
-from pmesh.net.links.link import Link
 from pmesh.paths import socket_path
 from tests.worlds.trainer import OpError, RefusedError, Trainer, together, until
 from tests.worlds.village import Machine, Village, village
@@ -89,10 +89,10 @@ async def lie(monkeypatch: pytest.MonkeyPatch, here: Village, hostile: Machine, 
             await trio.sleep(BEGINS_EVERY_S)
 
     def is_his(link: Link) -> bool:
-        return any(live.link is link for live in hostile.agent.peers.links.values())
+        return any(own is link for own in hostile.agent.peers.links.values())
 
-    monkeypatch.setattr(peers, "BANNED_S", SHORT_BAN_S)
-    monkeypatch.setattr(peers, "LONGEST_BANNED_S", SHORT_BAN_S)
+    monkeypatch.setattr(bans, "BANNED_S", SHORT_BAN_S)
+    monkeypatch.setattr(bans, "LONGEST_BANNED_S", SHORT_BAN_S)
     send = lying(Link.send, liar, on=is_his, tell=lambda _: None)
     monkeypatch.setattr(Link, "send", send)
     with trio.move_on_after(LIES_FOR_S):

@@ -9,7 +9,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.mesh.peers import BANNED_S, MAX_BANNED, Bans, Live
+from pmesh.agent.mesh.bans import BANNED_S, MAX_BANNED, Bans
+from pmesh.agent.mesh.links import Link
 from pmesh.core.identity.keys import NodeKey
 from pmesh.core.wire.link import (
     Address,
@@ -23,14 +24,11 @@ from pmesh.core.wire.link import (
 from pmesh.errors import NodeKeyCopied, PeerUnreachable, PmeshError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, TrainerId, short_node
 from pmesh.net.links.dialer import dial
+from tests.worlds.paths import close_path, live_to, path_set, path_to
 from tests.worlds.trainer import together, until
 from tests.worlds.village import Machine, Village, village
 
 RESET = b"\x01\0\0\0\0\0\0\0"  # SO_LINGER: closing resets
-
-
-def live_to(machine: Machine, other: Machine) -> Live:
-    return machine.agent.peers.links[other.key.node]
 
 
 def deaf(message: LinkMessage) -> None:
@@ -57,13 +55,9 @@ async def test_a_link_that_ends_is_dialled_again_and_nobody_is_gone(clock: MockC
         epoch = one.agent.membership.view.epoch
         for machine, other in ((one, two), (two, one)):
             await trio.sleep(1)  # a link that ends sooner has been refused
-            before = live_to(machine, other)
-            await before.link.aclose()
-            await until(
-                lambda m=machine, o=other, b=before: (  # type: ignore[misc]
-                    m.agent.peers.links.get(o.key.node) not in {None, b}
-                )
-            )
+            link = live_to(machine, other)
+            await close_path(machine, other)
+            assert live_to(machine, other) is link
         await trio.sleep(3)
         assert one.agent.membership.view.epoch == epoch
 
@@ -157,7 +151,7 @@ async def test_a_silent_peer_is_gone_after_two_seconds(clock: MockClock) -> None
     async with village(clock, 2) as here:
         one, two = here.machines
         began = trio.current_time()
-        live_to(two, one).link.send = deaf  # type: ignore[method-assign]
+        live_to(two, one).send = deaf  # type: ignore[method-assign]
         await until(lambda: any("mac-1 is gone: silent for 2" in line for line in one.lines))
         assert 1.9 < trio.current_time() - began < 3
 
@@ -178,7 +172,7 @@ async def test_a_peer_that_breaks_the_protocol_is_dropped_and_shown(
 ) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
-        link = live_to(two, one).link
+        link = live_to(two, one)
         if nonsense == "hello":
             link.send(link.peer)
         else:
@@ -197,10 +191,10 @@ async def test_the_end_of_a_link_that_was_replaced_loses_nobody(clock: MockClock
     async with village(clock, 2) as here:
         one, two = here.machines
         old = live_to(one, two)
-        await old.link.aclose()
-        await until(lambda: one.agent.peers.links.get(two.key.node) not in {None, old})
+        new = Link(path_to(one, two))
+        one.agent.peers.links[two.key.node] = new
         one.agent.peers._end(old, "it was restarted")  # noqa: SLF001 - a late redial's finding
-        assert live_to(one, two) is not old
+        assert live_to(one, two) is new
         assert len(one.names) == 2
         assert not any("is gone" in line for line in one.lines)
 
@@ -275,7 +269,7 @@ async def test_names_and_messages_for_members_without_a_link(clock: MockClock) -
         assert not peers.we_dialled(stranger)
         epoch = Epoch(1, stranger.node, Incarnation(1))
         ask = AskResult(JobName("x"), epoch, 1, OpNumber(0), TrainerId(0), TrainerId(1))
-        live_to(one, two).link.send(ask)  # of a job that nobody knows
+        live_to(one, two).send(ask)  # of a job that nobody knows
         peers.send(stranger, ask)
         peers.send(old, ask)  # of an incarnation that is gone
         with pytest.raises(PeerUnreachable, match="no link to"):
@@ -292,8 +286,7 @@ async def test_jobs_run_on_while_a_link_is_replaced(clock: MockClock) -> None:
             results = await together(*[partial(t.reduce, x) for t in trainers])
             assert [r[0] for r in results] == [2.0, 2.0]
             await trio.sleep(1)  # a link that ends sooner has been refused
-            await live_to(one, two).link.aclose()
-            await until(lambda: linked(one, two))
+            await close_path(one, two)
 
 
 async def test_a_node_found_by_name_is_dialled_and_bytes_are_counted(clock: MockClock) -> None:
@@ -305,8 +298,7 @@ async def test_a_node_found_by_name_is_dialled_and_bytes_are_counted(clock: Mock
         await here.settle(one, two)
         sent, received = two.agent.peers.control_bytes
         assert min(sent, received) > 1000
-        await live_to(one, two).link.aclose()
-        await until(lambda: linked(one, two))
+        await close_path(one, two)
         assert two.agent.peers.control_bytes > (sent, received)
 
 
@@ -320,7 +312,7 @@ async def test_what_no_honest_member_would_send_is_answered_by_a_ban_that_grows(
     async with village(clock, 2) as here:
         one, two = here.machines
         for _ in range(3):
-            liar = live_to(two, one).link
+            liar = live_to(two, one)
             liar.send(Commit(two.agent.membership.view, ()))
             await until(lambda: not links_in_use(one))
             gone_at = trio.current_time()
@@ -356,7 +348,7 @@ async def test_an_error_of_ours_ends_one_link_and_the_agent_goes_on(
             heard(member, message)
 
         monkeypatch.setattr(one.agent.membership, "receive", stumble)
-        live_to(two, one).link.send(AskView(two.agent.membership.view.epoch))
+        live_to(two, one).send(AskView(two.agent.membership.view.epoch))
         await until(lambda: two.key.node not in links_in_use(one))
         assert three.key.node in links_in_use(one)
         assert [line for line in one.lines if "internal error" in line or "inside pmesh" in line]
@@ -393,8 +385,8 @@ async def test_of_two_dials_at_the_same_instant_both_ends_keep_the_same(
         await here.settle(one, two)
         await trio.sleep(3)
         small, large = sorted([one, two], key=lambda m: m.key.node)
-        assert live_to(small, large).dialled == large.address
-        assert live_to(large, small).dialled is None
+        assert path_to(small, large).dialled == (large.address, None)
+        assert path_to(large, small).dialled is None
         assert not any("is gone" in line for machine in (one, two) for line in machine.lines)
 
 
@@ -403,12 +395,12 @@ async def test_a_connection_that_breaks_is_dialled_again_and_nobody_is_gone(
 ) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
-        before = live_to(one, two)
-        live_to(two, one).link._wire.stream.socket.setsockopt(  # type: ignore[attr-defined] # noqa: SLF001
+        before = path_to(one, two)
+        path_to(two, one).path._wire.stream.socket.setsockopt(  # type: ignore[attr-defined] # noqa: SLF001
             socket.SOL_SOCKET, socket.SO_LINGER, RESET
         )
-        live_to(two, one).link._wire.stream.socket.close()  # type: ignore[attr-defined] # noqa: SLF001
-        await until(lambda: one.agent.peers.links.get(two.key.node) not in {None, before})
+        path_to(two, one).path._wire.stream.socket.close()  # type: ignore[attr-defined] # noqa: SLF001
+        await until(lambda: bool(path_set(one, two)) and before not in path_set(one, two))
         await trio.sleep(3)
         assert linked(one, two)
         assert not any("is gone" in line for machine in (one, two) for line in machine.lines)
@@ -438,7 +430,7 @@ async def test_who_does_not_answer_the_redial_in_time_is_gone(
         contact = two.agent.membership._contacts[one.key.node]  # noqa: SLF001 - as if measured
         contact.health = replace(contact.health, least_round_trip_s=round_trip_s)
         with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and says nothing
-            live_to(two, one).dialled = Address("127.0.0.1", silent.getsockname()[1])
+            path_to(two, one).dialled = Address("127.0.0.1", silent.getsockname()[1]), None
             began = trio.current_time()
             end_without_a_word(one)
             await until(lambda: "mac-0 is gone: its connection was closed" in two.lines)
@@ -450,7 +442,7 @@ async def test_a_redial_that_meets_another_incarnation_is_a_restart(clock: MockC
         one, two = here.machines
         again = here.new_machine("again", key=one.key)
         await again.start()
-        live_to(two, one).dialled = again.address
+        path_to(two, one).dialled = again.address, None
         end_without_a_word(one)
         await here.settle(two, again)
         assert "mac-0 is gone: it was restarted" in two.lines
@@ -460,11 +452,11 @@ async def test_a_redial_that_meets_another_incarnation_is_a_restart(clock: MockC
 async def newcomer_before_the_old_link_has_ended(here: Village) -> Machine:
     """The second machine is frozen, and its next process has just met the first."""
     one, two = here.machines
-    live_to(two, one).link.send = deaf  # type: ignore[method-assign]
+    live_to(two, one).send = deaf  # type: ignore[method-assign]
     again = here.new_machine("again", peers=[one.address], key=two.key)
     await again.start()
     await until(lambda: one.key.node in again.agent.peers.links)
-    assert live_to(one, two).link.peer.name == "mac-1"  # which may still show that it lives
+    assert live_to(one, two).peer.name == "mac-1"  # which may still show that it lives
     return again
 
 
@@ -476,9 +468,7 @@ async def test_an_old_link_that_ends_in_its_proof_of_life_makes_way_at_once(
         again = await newcomer_before_the_old_link_has_ended(here)
         began = trio.current_time()
         end_without_a_word(two)
-        await until(
-            lambda: any(v.link.peer.name == "again" for v in one.agent.peers.links.values())
-        )
+        await until(lambda: any(v.peer.name == "again" for v in one.agent.peers.links.values()))
         assert trio.current_time() - began < 0.5
         await here.settle(one, again)
         assert not any(isinstance(e, NodeKeyCopied) for e in refusals(one))
@@ -490,9 +480,9 @@ async def test_an_agent_that_ends_during_a_proof_of_life_closes_the_new_link_too
     async with village(clock, 2) as here:
         one, _ = here.machines
         again = await newcomer_before_the_old_link_has_ended(here)
-        link = live_to(again, one).link
+        path = path_to(again, one).path
         began = trio.current_time()
         end_without_a_word(one)
         await until(lambda: again.agent.peers.links.get(one.key.node) is None)
         assert trio.current_time() - began < 0.5
-        assert link._closed  # noqa: SLF001
+        assert path._closed  # noqa: SLF001

@@ -1,5 +1,6 @@
 """Events: numbered, bounded, sent to the listener, documented; and those of a view change."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -23,10 +24,12 @@ from pmesh.agent.status.events import (
     News,
     decode_events,
     describe_change,
+    describe_reordered,
     encode_events,
 )
 from pmesh.agent.status.schema import json_schema
 from pmesh.core.values import OpOutcome, Primary, Roster, Seat, Terms, Trainer, Verdict, View
+from pmesh.core.wire.link import RELAYED, MeasuredEdge
 from pmesh.core.wire.local import MAX_SESSION_MESSAGE_BYTES, Events, encode
 from pmesh.errors import UsageError
 from pmesh.ids import (
@@ -230,15 +233,40 @@ def test_who_is_gone_is_named_with_the_reason_that_is_known() -> None:
     before = view(A, B, C)
     assert texts(describe_change(before, view(A), {B: "silent for 2.0 s"}, me=A)) == [
         "mini (2) is gone: silent for 2.0 s",
-        "air is gone: the others no longer hear it",
+        "air is gone: it continues without this machine",
         "alone: no other machine of this mesh is here",
     ]
+    assert texts(describe_change(before, view(A, B), {}, me=A))[0] == (
+        "air is gone: the others no longer hear it"
+    )
 
 
 def test_a_view_that_only_settles_ops_is_no_news() -> None:
     settled = replace(TWO, number=9, outcomes=(OpOutcome(OpNumber(3), TWO.ids, TWO.ids),))
     assert not told(TWO, TWO)
     assert not told(TWO, settled)
+
+
+def test_a_ring_that_avoids_a_slow_edge_says_which_and_what_it_gains() -> None:
+    slow, fast = MeasuredEdge(500, 94), MeasuredEdge(500, 940)
+    four = [trainer(number, member) for number, member in enumerate((A, B, C, D))]
+    before, after = (roster(*(four[i] for i in order)) for order in ((0, 1, 2, 3), (0, 2, 1, 3)))
+    edges = {frozenset(pair): fast for pair in itertools.combinations((A, B, C, D), 2)}
+
+    def said(**speeds: MeasuredEdge) -> list[tuple[str, str]]:
+        known = edges | {frozenset((A, B)): speeds.get("ab", fast)}
+        one, other = (view(A, B, C, D, rosters=(r,)) for r in (before, after))
+        return kinds_and_texts(list(describe_reordered(one, other, known)))
+
+    gain = "job 'digits': its ring is 9.5x faster: mini (2) - studio at 94 Mbit/s is avoided"
+    assert said(ab=slow) == [("view", gain)]
+    (relayed,) = said(ab=MeasuredEdge(500, RELAYED))
+    assert relayed[1].endswith("mini (2) - studio which is relayed is avoided")
+    here = [roster(*(trainer(i, A) for i in order)) for order in ((0, 1), (1, 0))]
+    one, other = (view(A, rosters=(r,)) for r in here)
+    assert list(describe_reordered(one, other, {})) == []
+    assert said() == []  # ranks have changed places for another reason
+    assert list(describe_reordered(view(A), view(A, rosters=(after,)), edges)) == []
 
 
 def test_a_job_begins_and_ends_and_another_run_of_it_begins() -> None:

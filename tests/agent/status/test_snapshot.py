@@ -1,6 +1,7 @@
 """What `pmesh status` shows of whole agents, and its documented schema."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from pmesh.agent.status import snapshot
 from pmesh.agent.status.schema import (
     SCHEMA_VERSION,
     Status,
@@ -17,6 +19,8 @@ from pmesh.agent.status.schema import (
     encode_status,
     json_schema,
 )
+from pmesh.core.links import health
+from pmesh.core.links.paths import PathKey
 from pmesh.core.values import Terms
 from pmesh.core.wire.local import AskStatus, Compresses
 from pmesh.core.wire.local import Status as StatusReply
@@ -56,8 +60,74 @@ async def test_both_machines_show_one_ring_with_its_leader_and_round_trips(
             assert by_health["self"].addresses == (f"127.0.0.1:{machine.port}",)
             assert by_health["healthy"].rtt_ms is not None
             assert by_health["healthy"].interface is not None
+            (path,) = by_health["healthy"].paths
+            assert (path.kind, path.use, path.slow) == ("loopback", "in use", None)
+            assert path.rtt_ms == by_health["healthy"].rtt_ms
+            assert [edge.rtt_ms is not None for edge in snapshot.view.edges] == [True, True]
             assert snapshot.traffic.control_sent_bytes > 1000
             assert snapshot.uptime_s >= 3
+
+
+async def test_the_edges_between_others_are_shown_as_they_report_them(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "measure_round_trip_s", lambda **_: 0.002)  # time stands still
+    async with village(clock, 3) as here:
+        await trio.sleep(3)
+        for machine in here.machines:
+            view = snapshot_of(machine).view
+            ring = [member.id for member in view.members]
+            assert [edge.sender for edge in view.edges] == ring
+            assert [edge.receiver for edge in view.edges] == [*ring[1:], ring[0]]
+            assert [edge.rtt_ms for edge in view.edges] == [2.0, 2.0, 2.0]
+
+
+async def test_a_second_path_and_one_that_is_silent_are_shown(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        link = one.agent.peers.links[two.key.node]
+        (live,) = link.paths.values()
+        key = PathKey("wlan0", "wlan1")
+        link.paths[key] = other = replace(live, key=key, kind="wifi", speed_mbit_s=54)
+        shown = {m.health: m.paths for m in snapshot_of(one).view.members}["healthy"]
+        assert [(p.interface, p.use, p.speed_mbit_s) for p in shown][1:] == [
+            ("wlan0", "standby", 54)
+        ]
+        other.asked_at = trio.current_time() - 2
+        shown = {m.health: m.paths for m in snapshot_of(one).view.members}["healthy"]
+        assert [path.use for path in shown] == ["in use", "silent"]
+        del link.paths[key]
+
+
+@pytest.mark.parametrize(("able", "marked"), [(0, True), (100, False), (1000, True)])
+async def test_a_cable_at_100_mbit_s_is_marked_unless_an_end_can_do_no_more(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, able: int, *, marked: bool
+) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        (live,) = one.agent.peers.links[two.key.node].paths.values()
+        watch = one.agent._watch  # noqa: SLF001 - as if its interface was a cable
+        watch.current = tuple(replace(own, kind="wired", speed_mbit_s=100) for own in watch.current)
+        asked: list[str] = []
+
+        def ask(interface: str) -> int:
+            asked.append(interface)
+            return able
+
+        monkeypatch.setattr(snapshot, "able_mbit_s", ask)
+        shown = {m.health: m.paths for m in snapshot_of(one).view.members}["healthy"]
+        assert [path.slow is not None for path in shown] == [marked]
+        assert asked == [live.key.interface]
+
+
+async def test_the_loss_of_each_link_is_shown(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 2) as here:
+        assert [m.loss_percent for m in snapshot_of(here.machines[0]).view.members] == [None, None]
+        monkeypatch.setattr("pmesh.net.links.path.loss_of", lambda _: 0.0214)
+        shown = {m.health: m.loss_percent for m in snapshot_of(here.machines[0]).view.members}
+        assert shown == {"self": None, "healthy": 2.14}
 
 
 async def test_a_member_whose_link_is_gone_is_shown_as_gone(clock: MockClock) -> None:

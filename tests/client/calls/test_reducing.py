@@ -78,7 +78,9 @@ def test_reduce_scatter_reduces_as_all_reduce_does(agent: WatchedAgent, op: str)
     assert run_ranks(agent.home, RANKS, program) == [True] * RANKS
 
 
-@pytest.mark.parametrize("strategy", ["ring", "tree", "centralized", "hierarchical", "auto"])
+@pytest.mark.parametrize(
+    "strategy", ["ring", "tree", "centralized", "hierarchical", "chain", "auto"]
+)
 def test_the_strategy_travels_with_the_op(agent: WatchedAgent, strategy: Any) -> None:
     with pmesh.connect("job", home=agent.home) as mesh:
         assert mesh.all_reduce(np.ones(1), strategy=strategy).tolist() == [1]

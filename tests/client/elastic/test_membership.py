@@ -14,10 +14,10 @@ import pmesh
 from pmesh.client.elastic import membership
 from pmesh.client.link.connection import AgentConnection
 from pmesh.core.values import Verdict
-from pmesh.core.wire.local import Connect, Refused, Request
+from pmesh.core.wire.local import ENTERS, Connect, Refused, Request, StartOp
 from pmesh.ids import OpNumber, TrainerId
-from tests.worlds.scripted_agent import ScriptedAgent, Trainer, joins, replies
-from tests.worlds.watched_agent import WatchedAgent, watched_agent
+from tests.worlds.scripted_agent import PATIENCE_S, ScriptedAgent, Trainer, joins, replies
+from tests.worlds.watched_agent import WatchedAgent, WatchedSession, watched_agent
 
 ONE = np.ones(1)
 APART = TrainerId(0)
@@ -34,7 +34,7 @@ def two_ranks(
     other: Callable[[pmesh.Mesh], None],
     **options: Any,  # noqa: ANN401 - of connect
 ) -> None:
-    """Rank 0, which comes apart from the job in op 1, and the other, which waits for it there."""
+    """Rank 0, which comes apart from the job in op 1, and the other, which stays in it."""
 
     def run(_: int) -> None:
         with pmesh.connect("job", wait_for=2, home=agent.home, **options) as mesh:
@@ -59,6 +59,30 @@ def waits_for_it(agent: WatchedAgent) -> Callable[[pmesh.Mesh], None]:
         assert mesh.sync({"position": 7}) == {"position": 7}
         assert (mesh.rank, mesh.size, mesh.step) == (0, 2, 2)
         assert mesh.all_reduce(ONE).tolist() == [2.0]
+
+    return other
+
+
+def syncs_without_it(agent: WatchedAgent) -> Callable[[pmesh.Mesh], None]:
+    """Goes on with the job by a sync, and gives its state to the other in the next one.
+
+    A trainer enters any sync that has not ended (O6), so the other is kept out of the first one.
+    """
+    ended = threading.Event()
+
+    def before_op(_: WatchedSession, request: StartOp) -> None:
+        if request.op == ENTERS:
+            assert ended.wait(PATIENCE_S)
+
+    agent.before_op = before_op
+
+    def other(mesh: pmesh.Mesh) -> None:
+        assert mesh.sync({"position": 6}) == {"position": 6}
+        assert (mesh.rank, mesh.size, mesh.step) == (0, 1, 2)
+        ended.set()
+        agent.wait_until(lambda: bool(agent.entering))
+        assert mesh.sync({"position": 7}) == {"position": 7}
+        assert (mesh.rank, mesh.size, mesh.step) == (0, 2, 3)
 
     return other
 
@@ -136,17 +160,11 @@ def test_if_it_likes_a_sync_that_is_cut_short_comes_back_by_itself(
 ) -> None:
     comes_apart(agent, error)
 
-    def other(mesh: pmesh.Mesh) -> None:
-        assert mesh.sync({"position": 6}) == {"position": 6}
-        agent.wait_until(lambda: bool(agent.entering))
-        assert mesh.sync({"position": 7}) == {"position": 7}
-        assert (mesh.size, mesh.step) == (2, 3)
-
     def apart(mesh: pmesh.Mesh) -> None:
         assert mesh.sync({"position": -1}) == {"position": 7}
         assert (mesh.rank, mesh.size, mesh.step) == (1, 2, 3)
 
-    two_ranks(agent, apart, other, on_superseded="sync")
+    two_ranks(agent, apart, syncs_without_it(agent), on_superseded="sync")
 
 
 @LOSSES
@@ -155,17 +173,12 @@ def test_else_the_sync_raises_and_the_next_one_comes_back(
 ) -> None:
     comes_apart(agent, error)
 
-    def other(mesh: pmesh.Mesh) -> None:
-        mesh.sync({"position": 6})
-        agent.wait_until(lambda: bool(agent.entering))
-        mesh.sync({"position": 7})
-
     def apart(mesh: pmesh.Mesh) -> None:
         with pytest.raises(error):
             mesh.sync({"position": -1})
         assert mesh.sync({"position": -1}) == {"position": 7}
 
-    two_ranks(agent, apart, other)
+    two_ranks(agent, apart, syncs_without_it(agent))
 
 
 def test_a_restarted_agent_is_waited_for_and_begins_the_job_anew_where_it_was(

@@ -1,5 +1,6 @@
 """What the trainer does when the agent, the user or another thread do the unexpected."""
 
+import io
 import itertools
 import logging
 import os
@@ -204,6 +205,20 @@ def test_waiting_is_told_with_names(
     ]
 
 
+def test_an_error_does_not_stand_in_the_line_that_counts_the_seconds(
+    scripted: ScriptedAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = (StillWaiting(-1, seconds, ("1 of 3 trainers",)) for seconds in (1.0, 2.0, 3.0))
+    scripted.steps.append(replies(*waiting))
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    mesh = pmesh.connect("job", home=scripted.home)
+    monkeypatch.setattr("sys.stderr", terminal)
+    with pytest.raises(pmesh.AgentStopped):
+        mesh.barrier()
+    assert terminal.getvalue().endswith("\r2 s \r3 s \n")
+
+
 def numbers_of(requests: list[Request | None]) -> list[int]:
     return [request.op for request in requests if isinstance(request, StartOp)]
 
@@ -265,10 +280,10 @@ def test_an_interrupt_in_mid_op_ends_the_mesh_because_the_reply_would_be_taken_f
     receive = connection.AgentConnection.receive
     calls = itertools.count()
 
-    def interrupted(self: connection.AgentConnection) -> object:
+    def interrupted(self: connection.AgentConnection, *, due_s: float) -> object:
         if next(calls) == 1:  # after the arena
             raise KeyboardInterrupt
-        return receive(self)
+        return receive(self, due_s=due_s)
 
     monkeypatch.setattr(connection.AgentConnection, "receive", interrupted)
     with pytest.raises(KeyboardInterrupt):

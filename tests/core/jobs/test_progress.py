@@ -141,3 +141,20 @@ def test_a_lone_rank_has_no_lanes() -> None:
     rank.start(ZERO, BARRIER)
     for now in (0.0, 9.0):
         assert not lanes_stand_still(rank, Progress([rank]), newcomers=0, now=now)
+
+
+def test_lanes_that_stood_still_in_an_op_may_do_so_for_twice_as_long() -> None:
+    rank = rank_of()
+    rank.start(ZERO, BARRIER)
+    progress = Progress([rank])
+    progress.hear(mark_of(rank, 2, -1))
+
+    def stand_still(now: float) -> bool:
+        return lanes_stand_still(rank, progress, newcomers=0, now=now)
+
+    assert not stand_still(0.0)
+    assert stand_still(rank.patience_s)
+    rank.last_move = None
+    assert not stand_still(10.0)
+    assert not stand_still(10.0 + rank.patience_s)
+    assert stand_still(10.0 + 2 * rank.patience_s)

@@ -6,13 +6,24 @@ from pmesh.core.links.addresses import (
     InterfaceKind,
     LocalAddress,
     announced_addresses,
+    announced_interfaces,
     in_dialling_order,
+    interface_of,
+    interfaces_that_share_a_network,
 )
-from pmesh.core.wire.link import Address
+from pmesh.core.wire.link import Address, PeerInterface
 
 
-def local(interface: str, host: str, bits: int, kind: InterfaceKind) -> LocalAddress:
-    return LocalAddress(interface=interface, host=host, prefix_bits=bits, kind=kind)
+def local(
+    interface: str, host: str, bits: int, kind: InterfaceKind, speed_mbit_s: int = 0
+) -> LocalAddress:
+    return LocalAddress(
+        interface=interface,
+        host=host,
+        prefix_bits=bits,
+        kind=kind,
+        speed_mbit_s=speed_mbit_s,
+    )
 
 
 WIFI = local("en0", "192.168.1.5", 24, "wifi")
@@ -24,9 +35,17 @@ LOOPBACK = local("lo0", "127.0.0.1", 8, "loopback")
 ALL = (WIFI, WIFI_LINK_LOCAL, WIRED, THUNDERBOLT, THUNDERBOLT_LINK_LOCAL)
 
 
+def ways(
+    *hosts: str, own: tuple[LocalAddress, ...] = ALL, bind_all: bool = False
+) -> list[tuple[str, str | None]]:
+    """Return the addresses in the order in which they are dialled, and over which interface."""
+    addresses = [Address(host, 1) for host in hosts]
+    found = in_dialling_order(addresses, local=own, bind_all=bind_all)
+    return [(address.host, None if via is None else via.interface) for address, via in found]
+
+
 def order(*hosts: str, own: tuple[LocalAddress, ...] = ALL) -> list[str]:
-    addresses = in_dialling_order([Address(host, 1) for host in hosts], local=own)
-    return [address.host for address in addresses]
+    return [host for host, _ in ways(*hosts, own=own)]
 
 
 def test_the_fastest_kind_of_interface_is_dialled_first() -> None:
@@ -43,6 +62,81 @@ def test_addresses_behind_a_router_and_names_come_last_in_the_given_order() -> N
 
 def test_an_agent_on_this_machine_is_reached_over_loopback_first() -> None:
     assert order("192.168.1.5", "127.0.0.1", own=(WIFI, LOOPBACK)) == ["127.0.0.1", "192.168.1.5"]
+
+
+def test_a_neighbour_is_dialled_over_the_interface_that_reaches_it() -> None:
+    assert ways("169.254.1.1", "10.0.3.9", "8.8.8.8", "mac.local") == [
+        ("169.254.1.1", "bridge0"),
+        ("10.0.3.9", "en8"),
+        ("8.8.8.8", None),
+        ("mac.local", None),
+    ]
+    assert ways("fe80::9") == [("fe80::9%bridge0", "bridge0"), ("fe80::9%en0", "en0")]
+
+
+def test_of_several_interfaces_in_its_network_each_is_tried_and_then_the_systems_choice() -> None:
+    own = (
+        local("en0", "192.168.1.5", 24, "wifi"),
+        local("en1", "192.168.1.6", 24, "wired", 100),
+        local("en2", "192.168.1.7", 24, "wired", 1000),
+        local("en2", "192.168.1.8", 24, "wired", 1000),
+    )
+    assert ways("192.168.1.9", own=own) == [
+        ("192.168.1.9", "en2"),
+        ("192.168.1.9", "en1"),
+        ("192.168.1.9", "en0"),
+        ("192.168.1.9", None),
+    ]
+
+
+def test_this_machine_itself_is_dialled_over_no_interface() -> None:
+    assert ways("192.168.1.5", "127.0.0.1", own=(WIFI, LOOPBACK)) == [
+        ("127.0.0.1", None),
+        ("192.168.1.5", None),
+    ]
+
+
+def test_a_vpn_is_dialled_last() -> None:
+    own = (local("utun3", "100.64.0.5", 10, "vpn"), WIFI)
+    assert order("100.64.0.9", "8.8.8.8", "192.168.1.9", own=own) == [
+        "192.168.1.9",
+        "8.8.8.8",
+        "100.64.0.9",
+    ]
+
+
+def test_where_interfaces_are_forbidden_every_dial_is_bound_to_one_that_is_not() -> None:
+    own = (WIFI, WIRED, THUNDERBOLT_LINK_LOCAL, LOOPBACK)
+    assert ways("8.8.8.8", "10.0.3.9", "2001:db8::1", own=own, bind_all=True) == [
+        ("10.0.3.9", "en8"),
+        ("2001:db8::1", "bridge0"),
+        ("8.8.8.8", "en8"),
+        ("8.8.8.8", "en0"),
+    ]
+    assert ways("mac.local", own=own, bind_all=True) == [
+        ("mac.local", "bridge0"),
+        ("mac.local", "en8"),
+        ("mac.local", "en0"),
+    ]
+
+
+def test_the_interface_of_a_connection_is_the_scope_of_its_end_or_has_its_address() -> None:
+    assert interface_of(Address("10.0.0.5", 1), local=ALL) == WIRED
+    assert interface_of(Address("10.0.0.5%en0", 1), local=ALL) == WIFI
+    assert interface_of(Address("fe80::5%bridge0", 1), local=ALL) == THUNDERBOLT
+    assert interface_of(Address("10.0.0.6", 1), local=ALL) is None
+
+
+def test_interfaces_that_share_a_network_are_known() -> None:
+    cable = local("en9", "169.254.8.8", 16, "wired")
+    same_v6 = local("en9", "fe80::9", 64, "wired")
+    assert interfaces_that_share_a_network((*ALL, cable)) == {"bridge0", "en9"}
+    assert interfaces_that_share_a_network((*ALL, same_v6)) == set()
+    assert interfaces_that_share_a_network((WIRED, local("en8", "10.0.0.6", 16, "wired"))) == set()
+    assert interfaces_that_share_a_network((WIRED, local("en9", "10.0.0.6", 32, "wired"))) == {
+        "en8",
+        "en9",
+    }
 
 
 def test_a_link_local_address_is_tried_on_each_interface_that_has_one() -> None:
@@ -85,3 +179,21 @@ def test_others_are_told_no_scopes_and_nothing_twice() -> None:
 )
 def test_no_host_that_a_peer_claims_can_raise(hosts: list[str]) -> None:
     assert len(order(*hosts)) <= MAX_DIALLED
+
+
+def test_interfaces_are_announced_with_all_their_addresses() -> None:
+    local = [
+        LocalAddress(interface="en0", host="10.0.0.1", prefix_bits=24, kind="wired"),
+        LocalAddress(
+            interface="bridge0",
+            host="169.254.1.1",
+            prefix_bits=16,
+            kind="thunderbolt",
+            speed_mbit_s=40_000,
+        ),
+        LocalAddress(interface="en0", host="fd00::1", prefix_bits=64, kind="wired"),
+    ]
+    assert announced_interfaces(local) == (
+        PeerInterface("en0", "wired", 0, ("10.0.0.1", "fd00::1")),
+        PeerInterface("bridge0", "thunderbolt", 40_000, ("169.254.1.1",)),
+    )

@@ -236,3 +236,21 @@ def test_an_impossible_echo_is_no_measurement(
     now_us: int, echo_us: int, held_us: int, expected: float | None
 ) -> None:
     assert measure_round_trip_s(now_us=now_us, echo_us=echo_us, held_us=held_us) == expected
+
+
+def test_who_is_back_soon_was_given_up_too_early() -> None:
+    gone = pass_time(begin(WIRED, now=START), now=START + 2.0).health
+    assert gone.condition is GONE
+    soon = begin(WIRED, now=START + 3.0, before=gone)
+    assert (soon.condition, soon.gone_after_s) == (HEALTHY, 4.0)
+    assert begin(WIRED, now=START + 5.0, before=gone).gone_after_s == 2.0
+    vouched = replace(gone, explained=True)
+    assert begin(WIRED, now=START + 3.0, before=vouched).gone_after_s == 2.0
+
+
+def test_what_was_measured_outlives_the_link() -> None:
+    silent = pass_time(begin(WIRED, now=START), now=START + 1.5).health
+    heard = heard_from(silent, now=START + 1.5, round_trip_s=0.3).health
+    again = begin(WIRED, now=START + 1.5, before=heard)
+    assert (again.round_trip_s, again.gone_after_s) == (0.3, 3.0)
+    assert begin(WIRED, now=START + 61.5, before=heard).gone_after_s == 2.0

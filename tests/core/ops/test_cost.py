@@ -10,6 +10,7 @@ from pmesh.core.ops.cost import (
     EdgeCost,
     Edges,
     Strategy,
+    chain_of,
     choose,
     islands_of,
     predict_ns,
@@ -109,6 +110,34 @@ def test_one_slow_edge_makes_no_islands() -> None:
     assert islands_of(tuple(map(tuple, slow))) == ()
 
 
+def with_slow_edge(size: int, at: int, slow: EdgeCost) -> Edges:
+    """All alike but for one edge of the ring, which is slow in both directions."""
+    ends = {at, (at + 1) % size}
+    row = range(size)
+    return tuple(tuple(slow if {a, b} == ends else LAN for b in row) for a in row)
+
+
+@pytest.mark.parametrize("size", range(3, 10))
+@pytest.mark.parametrize("factor", [2, 10, 10**6])
+def test_large_tensors_take_the_chain_where_one_edge_of_the_ring_is_slow_or_missing(
+    size: int, factor: int
+) -> None:
+    slow = EdgeCost(alpha_ns=LAN.alpha_ns, beta_ps=LAN.beta_ps * factor)
+    for at in range(size):
+        edges = with_slow_edge(size, at, slow)
+        assert choose(edges, 100 * MIB) == "chain"
+        line = chain_of(edges)
+        assert sorted(line) == list(range(size))
+        assert {line[0], line[-1]} == {at, (at + 1) % size}
+
+
+@pytest.mark.parametrize("size", range(3, 10))
+def test_an_edge_that_is_a_little_slower_is_no_reason_for_a_chain(size: int) -> None:
+    """A rank in the middle sends two tensors where in a ring it sends 2 (n - 1) / n."""
+    slow = EdgeCost(alpha_ns=LAN.alpha_ns, beta_ps=LAN.beta_ps * 21 // 20)
+    assert choose(with_slow_edge(size, 0, slow), 100 * MIB) == "ring"
+
+
 @pytest.mark.parametrize(("factor", "found"), [(ISLAND_FACTOR, True), (ISLAND_FACTOR - 1, False)])
 def test_an_island_is_several_times_faster_than_the_slowest_edge(
     factor: int, *, found: bool
@@ -133,7 +162,7 @@ def test_the_choice_is_never_slower_than_another_and_always_whole_numbers(
     edges: Edges, nbytes: int
 ) -> None:
     strategies: list[Strategy] = ["ring", "tree", "centralized"]
-    strategies += ["hierarchical"] if islands_of(edges) else []
+    strategies += ["hierarchical", "chain"] if islands_of(edges) else ["chain"]
     predicted = {strategy: predict_ns(strategy, edges, nbytes) for strategy in strategies}
     assert all(type(ns) is int for ns in predicted.values())
     chosen = choose(edges, nbytes)

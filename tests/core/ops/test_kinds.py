@@ -1,8 +1,10 @@
 """What each rank gives to an op and gets of it."""
 
+import msgspec
 import pytest
 
-from pmesh.core.ops.kinds import Extent, extent_of
+from pmesh.core.ops.cost import EdgeCost
+from pmesh.core.ops.kinds import KINDS, Extent, Setting, extent_of
 from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import StartOp
 from pmesh.ids import OpNumber
@@ -40,3 +42,25 @@ def test_parts_that_are_not_one_for_each_rank_are_refused() -> None:
         extent_of(start("gather", 0, (1, 2)), rank=0, size=3)
     with pytest.raises(ValueError, match="1 parts from 3 ranks"):
         extent_of(start("all_to_all", parts=(1, 2, 3), parts_in=(6,)), rank=0, size=3)
+
+
+def test_a_sync_waits_as_seldom_as_a_small_all_reduce_once_the_ranks_know_what_edges_cost() -> None:
+    edge = EdgeCost(alpha_ns=20_000_000, beta_ps=80_000)  # two homes
+    edges = ((edge,) * 3,) * 3
+    for kind in ("sync", "exchange", "all_reduce"):
+        here = Setting(request=start(kind), rank=1, size=3)
+        assert KINDS[kind].plan(here).steps == 4
+        here = Setting(request=start(kind), rank=1, size=3, edges=edges)
+        assert KINDS[kind].plan(here).steps == 2
+
+
+def test_on_a_long_way_a_ring_has_shorter_records() -> None:
+    """So that a rank passes on the first of a chunk while the rest of it is still on its way."""
+    call = Call("all_reduce", "float32", (3 * 80_000,), strategy="ring")
+    request = msgspec.structs.replace(start("all_reduce"), call=call, count=3 * 80_000)
+    for alpha_ns, records in ((100_000, 4 * 1), (5_000_000, 4 * 1), (75_000_000, 4 * 5)):
+        edge = EdgeCost(alpha_ns=alpha_ns, beta_ps=40_000)
+        edges = ((edge,) * 3,) * 3
+        plan = KINDS["all_reduce"].plan(Setting(request=request, rank=1, size=3, edges=edges))
+        assert plan.steps == 4
+        assert [len(sends) for sends in plan.sends.values()] == [records]

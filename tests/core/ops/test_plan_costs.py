@@ -18,6 +18,7 @@ from pmesh.core.ops.moving import (
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reducing import (
     plan_centralized,
+    plan_chain,
     plan_hierarchical,
     plan_reduce,
     plan_reduce_scatter,
@@ -47,6 +48,11 @@ def hierarchical(rank: int, size: int) -> RankPlan:
     return plan_hierarchical(rank=rank, size=size, count=count, itemsize=4, islands=islands)
 
 
+def chain(rank: int, size: int) -> RankPlan:
+    count, line = size * BLOCK // 4, tuple(range(size))
+    return plan_chain(rank=rank, size=size, count=count, itemsize=4, line=line)
+
+
 def blocks(make: Callable[..., RankPlan], **more: int) -> Callable[[int, int], RankPlan]:
     return lambda rank, size: make(rank=rank, size=size, nbytes=(BLOCK,) * size, **more)
 
@@ -64,6 +70,7 @@ PLANS: dict[tuple[str, str], Callable[[int, int], RankPlan]] = {
     ("all_reduce", "tree"): all_reduce(plan_tree),
     ("all_reduce", "centralized"): all_reduce(plan_centralized),
     ("all_reduce", "hierarchical"): hierarchical,
+    ("all_reduce", "chain"): chain,
     ("reduce", "ring"): to_root(plan_reduce),
     ("broadcast", "ring"): to_root(plan_broadcast),
     ("reduce_scatter", "ring"): blocks(plan_reduce_scatter),
@@ -119,6 +126,15 @@ def test_what_auto_expects_is_what_the_plans_do(strategy: Strategy, size: int) -
     phases = 2 if strategy == "centralized" else 1  # the root receives it all, then sends it all
     sent = phases * max(plan.bytes_sent for plan in plans)
     assert predict_ns(strategy, betas, size * BLOCK) == sent
+
+
+@pytest.mark.parametrize("size", range(2, 10))
+def test_what_auto_expects_of_a_chain_is_the_whole_tensor_there_and_back(size: int) -> None:
+    edges = ((EdgeCost(alpha_ns=1, beta_ps=1000),) * size,) * size
+    one_record = 2 * (size - 1) * (1 + 600)
+    assert predict_ns("chain", edges, 600) == one_record == chain(size - 1, size).steps * 601
+    large = 2**40
+    assert predict_ns("chain", edges, large) == pytest.approx(2 * large, rel=1e-4)
 
 
 def test_what_auto_expects_of_islands_is_the_sum_of_their_parts() -> None:

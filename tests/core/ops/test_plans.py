@@ -23,11 +23,13 @@ from pmesh.core.ops.plan import (
     LARGE_SEGMENT_BYTES,
     SEGMENT_BYTES,
     Event,
+    Need,
     RankPlan,
     chunk_bounds,
 )
 from pmesh.core.ops.reducing import (
     plan_centralized,
+    plan_chain,
     plan_exchange,
     plan_hierarchical,
     plan_reduce,
@@ -81,6 +83,16 @@ class AllReduce:
                 islands=self.islands,
                 segment_bytes=segment_bytes,
             )
+        if self.strategy == "chain":
+            line = tuple(rank for island in self.islands for rank in island)
+            return plan_chain(
+                rank=rank,
+                size=size,
+                count=count,
+                itemsize=itemsize,
+                line=line,
+                segment_bytes=segment_bytes,
+            )
         make = {"ring": plan_ring, "tree": plan_tree, "centralized": plan_centralized}
         return make[self.strategy](
             rank=rank, size=size, count=count, itemsize=itemsize, segment_bytes=segment_bytes
@@ -90,7 +102,7 @@ class AllReduce:
 ALL_REDUCES = SIZES.flatmap(
     lambda size: st.builds(
         AllReduce,
-        strategy=st.sampled_from(["ring", "tree", "centralized", "hierarchical"]),
+        strategy=st.sampled_from(["ring", "tree", "centralized", "hierarchical", "chain"]),
         size=st.just(size),
         count=COUNTS,
         segment_bytes=SEGMENTS,
@@ -154,6 +166,27 @@ def test_only_large_chunks_travel_in_large_segments(size: int) -> None:
         plan = plan_ring(rank=0, size=size, count=count, itemsize=4)
         assert {send.nbytes for send in plan.sends[1][:16]} == {most}
         assert plan.moving_bytes == 2 * plan.bytes_sent == 4 * (size - 1) * 4 * count // size
+
+
+@given(st.permutations(range(7)), st.integers(0, 3 * SEGMENT_BYTES // 4))
+def test_a_chain_uses_each_edge_of_its_line_once_in_each_direction(
+    line: list[int], count: int
+) -> None:
+    for rank in range(7):
+        plan = plan_chain(rank=rank, size=7, count=count, itemsize=4, line=tuple(line))
+        place = line.index(rank)
+        beside = {line[at] for at in (place - 1, place + 1) if 0 <= at < len(line)}
+        assert {*plan.sends} == {*plan.receives} == beside
+        for sends in plan.sends.values():
+            assert sum(send.nbytes for send in sends) == 4 * count
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_a_chain_sends_the_first_result_back_before_the_last_sum_has_come(size: int) -> None:
+    """What a record of the result waits for is the sum of that record alone."""
+    line, count = tuple(range(size)), 5 * SEGMENT_BYTES // 4
+    first = plan_chain(rank=0, size=size, count=count, itemsize=4, line=line)
+    assert [send.needs for send in first.sends[1]] == [(Need(1, i + 1),) for i in range(5)]
 
 
 @given(COUNTS, ORDERS | IN_LINE)

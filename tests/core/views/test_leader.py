@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pmesh.core.values import Seat, Terms, View
 from pmesh.core.views.leader import begin, collect, decide, known_view_requests, propose, ring_order
-from pmesh.core.views.ring import round_trip_cost
+from pmesh.core.views.ring import edge_cost
 from pmesh.core.views.state import (
     PATIENCE_S,
     Facts,
@@ -18,8 +18,8 @@ from pmesh.core.views.state import (
     MemberState,
     Skip,
 )
-from pmesh.core.wire.link import Commit, Flushed
-from pmesh.ids import Member, node_text
+from pmesh.core.wire.link import Commit, Flushed, MeasuredEdge
+from pmesh.ids import Incarnation, Member, node_text
 from tests.worlds.builders import (
     ANNA,
     BERT,
@@ -357,28 +357,29 @@ class TestTheCommit:
         everyone = (ANNA, BERT, CARA, DORA)
         view = make_view(5, *everyone)
 
-        def trips(me: Member) -> dict[Member, int]:
-            slow = {frozenset((ANNA, BERT)), frozenset((CARA, DORA))}
-            return {m: 9000 if {me, m} in slow else 500 for m in everyone if m != me}
+        slow, fast = MeasuredEdge(500, 94), MeasuredEdge(500, 940)
+
+        def measured(me: Member) -> dict[Incarnation, MeasuredEdge]:
+            apart = {frozenset((ANNA, BERT)), frozenset((CARA, DORA))}
+            others = [m for m in everyone if m != me]
+            return {m.incarnation: slow if {me, m} in apart else fast for m in others}
 
         peers = [
             make_peer(
                 m,
                 view,
-                msgspec.structs.replace(
-                    make_heartbeat(view), heard={o.incarnation: us for o, us in trips(m).items()}
-                ),
+                msgspec.structs.replace(make_heartbeat(view), heard=measured(m)),
             )
             for m in everyone[1:]
         ]
         commit = commit_of(
             make_state(ANNA, view, *peers),
             {m: make_flushed(m, view) for m in everyone},
-            Facts(round_trips={m.incarnation: us for m, us in trips(ANNA).items()}),
+            Facts(edges=measured(ANNA)),
         )
         assert commit is not None
         assert commit.view.members == (ANNA, CARA, BERT, DORA)
-        assert commit.costs[0] == (0, *map(round_trip_cost, (9000, 500, 500)))
+        assert commit.costs[0] == (0, *map(edge_cost, (slow, fast, fast)))
         assert ring_order(commit.view.members, commit.costs) == commit.view.members
 
     def test_settles_the_jobs_with_what_everyone_wants(self) -> None:

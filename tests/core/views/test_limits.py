@@ -25,7 +25,16 @@ from pmesh.core.views.limits import (
     is_led_astray,
     who_holds_up,
 )
-from pmesh.core.views.state import UNREAD_S, Facts, MemberState, Peer, Promise, Proposal, Skip
+from pmesh.core.views.state import (
+    GOOD_ROUND_TRIP_S,
+    UNREAD_S,
+    Facts,
+    MemberState,
+    Peer,
+    Promise,
+    Proposal,
+    Skip,
+)
 from pmesh.core.wire.link import (
     AgreementMessage,
     AskToJoin,
@@ -136,23 +145,41 @@ class TestAViewIsOwed:
     """By whoever leads, to all who have promised it something."""
 
     def wait(
-        self, state: MemberState, seconds: float, *, step_s: float = HEARTBEAT_S
+        self,
+        state: MemberState,
+        seconds: float,
+        *,
+        step_s: float = HEARTBEAT_S,
+        timeout_s: float = 0.0,
+        begin: float = NOW,
     ) -> MemberState:
-        now = NOW
-        while now < NOW + seconds:
+        now = begin
+        while now < begin + seconds:
             now += step_s
-            state = pass_time(state, Facts(), now=now).state
+            state = pass_time(state, Facts(timeout_s=timeout_s), now=now).state
         return state
+
+    def blamed(self, state: MemberState) -> Member | None:
+        debt = who_holds_up(state)
+        return None if debt is None else debt.leader
 
     def test_to_us(self) -> None:
         flushed = told(BERTS, ANNA, make_proposal(ANNA, 6, TRIO, *TRIO.members)).state
         assert who_holds_up(self.wait(flushed, HELD_UP_S - 1)) is None
-        assert who_holds_up(self.wait(flushed, HELD_UP_S + 1)) == ANNA
+        assert self.blamed(self.wait(flushed, HELD_UP_S + 1)) == ANNA
+
+    def test_after_longer_while_the_network_is_slow(self) -> None:
+        flushed = told(BERTS, ANNA, make_proposal(ANNA, 6, TRIO, *TRIO.members)).state
+        slow_s = 2 * (HELD_UP_S - 2)
+        slow = self.wait(flushed, slow_s, timeout_s=2 * GOOD_ROUND_TRIP_S)
+        assert self.blamed(slow) is None
+        assert self.blamed(self.wait(slow, 1, begin=NOW + slow_s)) is None
+        assert self.blamed(self.wait(slow, 3, begin=NOW + slow_s)) == ANNA
 
     def test_to_another(self) -> None:
         needs = make_heartbeat(TRIO, ANNA, BERT, needs_epoch=True)
         others = {**BERTS.peers, CARA.node: make_peer(CARA, TRIO, needs)}
-        assert who_holds_up(self.wait(replace(BERTS, peers=others), HELD_UP_S + 1)) == ANNA
+        assert self.blamed(self.wait(replace(BERTS, peers=others), HELD_UP_S + 1)) == ANNA
 
     def test_by_nobody_in_peace_and_never_by_ourselves(self) -> None:
         assert who_holds_up(self.wait(BERTS, HELD_UP_S + 1)) is None

@@ -3,6 +3,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from pmesh.core.views.ring import UNKNOWN
 from pmesh.core.views.state import (
     FLUSH_DEADLINE_S,
     JOIN_REQUEST_S,
@@ -17,7 +18,7 @@ from pmesh.core.views.state import (
     is_vouched_for,
     needs_epoch,
 )
-from pmesh.core.wire.link import RankProgress
+from pmesh.core.wire.link import MeasuredEdge, RankProgress
 from pmesh.ids import Incarnation, Member, TrainerId
 from tests.worlds.builders import (
     ANNA,
@@ -225,11 +226,12 @@ class TestHeartbeat:
         beat = heartbeat_of(make_state(ANNA, TRIO), Facts(), NOW)
         assert (beat.flushed, beat.needs_epoch, beat.view) == (False, False, beat.promised)
 
-    def test_tells_whom_i_hear_with_the_round_trip_where_it_is_known(self) -> None:
+    def test_tells_whom_i_hear_with_what_is_measured_of_the_way_there(self) -> None:
         state = all_hearing_each_other(ANNA, TRIO, BERT, CARA)
-        facts = Facts(round_trips={BERT.incarnation: 730, DORA.incarnation: 99})
+        edge = MeasuredEdge(730, 940)
+        facts = Facts(edges={BERT.incarnation: edge, DORA.incarnation: MeasuredEdge(99)})
         beat = heartbeat_of(state, facts, NOW)
-        assert beat.heard == {BERT.incarnation: 730, CARA.incarnation: 0}
+        assert beat.heard == {BERT.incarnation: edge, CARA.incarnation: UNKNOWN}
 
     def test_carries_what_the_agent_wants_and_how_far_its_ranks_are(self) -> None:
         roster = make_roster(ANNA)

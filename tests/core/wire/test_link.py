@@ -109,11 +109,11 @@ def test_values_beyond_their_limits_are_refused(message: LinkMessage) -> None:
         decode_untrusted(encode(message))
 
 
-def test_the_bytes_of_version_seven_do_not_change_unnoticed() -> None:
+def test_the_bytes_of_version_eight_do_not_change_unnoticed() -> None:
     nobody = Member(NodeId(b"n"), Incarnation(7))
-    assert link.PROTOCOL_VERSION == 7
+    assert link.PROTOCOL_VERSION == 8
     assert encode(Hello(1, nobody, "mac", (Address("h", 9),))).hex() == (
-        "95 01 01 92 c4 01 6e 07 a3 6d6163 91 92 a1 68 09".replace(" ", "")
+        "97 01 01 92 c4 01 6e 07 a3 6d6163 91 92 a1 68 09 90 00".replace(" ", "")
     )
     assert msgspec.msgpack.decode(encode(AskToJoin(make_epoch(1), whole=True))) == [
         5,
@@ -139,7 +139,7 @@ def test_the_bytes_of_version_seven_do_not_change_unnoticed() -> None:
     ]
 
 
-def test_the_tags_are_those_of_version_seven() -> None:
+def test_the_tags_are_those_of_version_eight() -> None:
     tags = {kind.__struct_config__.tag: kind.__name__ for kind in KINDS}
     assert tags == {
         1: "Hello",
@@ -162,6 +162,8 @@ def test_the_tags_are_those_of_version_seven() -> None:
         25: "MessageDelivered",
         26: "MessageWithdrawn",
         27: "RestLane",
+        30: "AskProbe",
+        31: "Probe",
     }
 
 

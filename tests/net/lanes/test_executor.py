@@ -19,6 +19,7 @@ from pmesh.core.ops.plan import SEGMENT_BYTES, SMALL_BYTES, RankPlan
 from pmesh.core.ops.reducing import (
     WINDOW,
     plan_centralized,
+    plan_chain,
     plan_exchange,
     plan_hierarchical,
     plan_reduce,
@@ -77,6 +78,11 @@ def centralized(size: int, count: int) -> Collective:
 def hierarchical(size: int, count: int) -> Collective:
     islands = ISLANDS.get(size) or ((0, 1, 2), tuple(range(3, size)))
     return reducing(plan_hierarchical, size, count, islands=islands)
+
+
+def chain(size: int, count: int) -> Collective:
+    line = tuple((2 + place) % size for place in range(size))
+    return reducing(plan_chain, size, count, line=line)
 
 
 def reduce(size: int, count: int) -> Collective:
@@ -202,7 +208,7 @@ def _cut(data: bytes, counts: Sequence[int]) -> list[bytes]:
 
 
 def check(make: Make, asked: Collective, results: Sequence[Bytes]) -> None:
-    if make not in {ring, exchange, tree, centralized, hierarchical}:
+    if make not in {ring, exchange, tree, centralized, hierarchical, chain}:
         assert [result.tobytes() for result in results] == expected(make, asked)
         return
     assert len({result.tobytes() for result in results}) == 1  # I3: bit for bit
@@ -216,6 +222,7 @@ ALL = [
     tree,
     centralized,
     hierarchical,
+    chain,
     reduce,
     reduce_scatter,
     broadcast,

@@ -1,5 +1,6 @@
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,7 +18,7 @@ from pmesh.core.wire.records import (
     Sealer,
 )
 from pmesh.errors import LaneBroken
-from pmesh.net.lanes.lane import CallsDiffer, Lane, Wait
+from pmesh.net.lanes.lane import WAKE_UP_BYTES, CallsDiffer, Lane, PathLost, Wait
 from tests.worlds.lanes import header, lane_pair, offer_between, raw_receiving_lane
 
 
@@ -249,6 +250,22 @@ async def test_after_a_lane_was_closed_its_calls_say_so() -> None:
             await received(receiving, header(0))
 
 
+async def test_a_lane_whose_path_has_failed_says_so_before_and_after_a_wait() -> None:
+    with lane_pair(buffer_bytes=4096) as (sending, receiving):
+        async with trio.open_nursery() as nursery:
+
+            async def expect_the_loss() -> None:
+                with pytest.raises(PathLost, match="from mac-0 has lost its path"):
+                    await received(receiving, header(0))
+
+            nursery.start_soon(expect_the_loss)
+            await wait_all_tasks_blocked()
+            receiving.lose_path()
+        sending.lose_path()
+        with pytest.raises(PathLost, match="to mac-1 has lost its path"):
+            await sending.send(header(0), b"")
+
+
 async def test_a_fast_lane_lets_other_tasks_run() -> None:
     turns = 0
 
@@ -291,6 +308,33 @@ async def test_a_lane_wakes_up_for_a_header_for_much_of_a_body_and_for_its_rest(
         theirs.sendall(data[-300:])
         assert list(steps) == []
     assert into == bytes(range(250)) * 10
+    assert lane.paced == (0, 0.0)  # too little to tell how fast it came
+    lane.close()
+
+
+async def test_what_comes_while_a_record_is_waited_for_shows_the_bandwidth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 50.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * WAKE_UP_BYTES)
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * WAKE_UP_BYTES)
+    lane = Lane(ours, offer_between(0, 1), sending=False, peer="mac-0")
+    head = header(WAKE_UP_BYTES + 5000)
+    data, sealer = bytes(head.body_bytes), Sealer(offer_between(0, 1).key)
+    with theirs:
+        for pause_s in (2.0, 0.0):  # the second record is there already
+            sent = record(head, data, sealer=sealer)
+            steps = lane.receives(head, memoryview(bytearray(len(data))))
+            early = len(sent) - WAKE_UP_BYTES if pause_s else len(sent)
+            theirs.sendall(sent[:early])
+            if pause_s:
+                assert next(steps) is Wait.READABLE
+                now += pause_s
+                theirs.sendall(sent[early:])
+            list(steps)
+            assert lane.paced == (WAKE_UP_BYTES, 2.0)
     lane.close()
 
 

@@ -16,7 +16,7 @@ from pmesh.core.wire.records import (
     lane_of_preamble_untrusted,
 )
 from pmesh.errors import LaneBroken
-from pmesh.net.lanes.lane import Lane
+from pmesh.net.lanes.lane import WAKE_UP_BYTES, Lane
 from pmesh.net.lanes.multipath import MultipathLane, Path
 from pmesh.net.lanes.opening import dial_lane, offer_of_subflow, welcome_lane
 from tests.worlds.lanes import header, offer_between
@@ -134,6 +134,15 @@ async def test_between_machines_the_system_says_how_much_is_queued(
     assert (socket.SOL_SOCKET, socket.SO_SNDBUF) not in set_options
     assert (socket.IPPROTO_TCP, socket.TCP_NODELAY) in set_options
     assert (socket.SOL_SOCKET, socket.SO_RCVLOWAT) in set_options
+
+
+async def test_a_lane_reads_before_its_first_window_is_full() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as door,
+        socket.create_connection(door.getsockname()) as dialled,
+    ):
+        window = dialled.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2
+    assert window >= 2 * WAKE_UP_BYTES  # else it fills, and the sender waits for a round trip
 
 
 Opening = Callable[..., Awaitable[Lane]]

@@ -19,7 +19,7 @@ from pmesh.net.links.acceptor import (
     Authenticated,
     DoorCounters,
 )
-from pmesh.net.links.link import Link, shake_hands
+from pmesh.net.links.path import Path, shake_hands
 from tests.worlds.nodes import ADAS, ADAS_HELLO, BOBS, BOBS_HELLO, STRANGERS
 from tests.worlds.street import Stream, Street, is_closed
 
@@ -345,6 +345,33 @@ async def test_a_system_out_of_descriptors_costs_the_oldest_stranger_and_a_momen
     assert autojump_clock.current_time() == pytest.approx(0.4)
 
 
+async def test_a_connection_over_an_interface_that_is_not_used_is_refused() -> None:
+    house, street = House(), Street()
+    door = Acceptor[Stream](on_link=house.on_link, on_lane=house.on_lane, uses=lambda _: False)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(door.serve, [street])
+        caller = street.call()
+        await settled()
+        assert await is_closed(caller)
+        assert door.counters == DoorCounters(accepted=1, refused=1)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_listener_may_come_later_and_be_closed_earlier() -> None:
+    house = House()
+    async with opened(house) as (street, door):
+        second = Street()
+        door.add(second)
+        await second.call().send_all(PREAMBLE)
+        await settled()
+        assert len(house.lanes) == 1
+        second.close()
+        await settled()
+        await street.call().send_all(PREAMBLE)
+        await settled()
+        assert door.counters.authenticated == 2
+
+
 async def test_a_broken_listener_ends_the_door() -> None:
     house, street = House(), Street()
     street.fail(OSError(errno.EBADF, "bad file descriptor"))
@@ -354,7 +381,7 @@ async def test_a_broken_listener_ends_the_door() -> None:
 
 
 async def test_real_agents_meet_at_a_real_door_and_strangers_are_told_why() -> None:
-    met: list[Link] = []
+    met: list[Path] = []
     refused: list[PmeshError] = []
 
     async def on_link(
@@ -362,7 +389,11 @@ async def test_real_agents_meet_at_a_real_door_and_strangers_are_told_why() -> N
     ) -> None:
         try:
             link = await shake_hands(
-                stream, contexts=ADAS, server_side=True, hello=ADAS_HELLO, first_bytes=first
+                stream,
+                contexts=ADAS,
+                server_side=True,
+                hello=lambda _: ADAS_HELLO,
+                first_bytes=first,
             )
         except PmeshError as e:
             refused.append(e)
@@ -379,10 +410,14 @@ async def test_real_agents_meet_at_a_real_door_and_strangers_are_told_why() -> N
     async with trio.open_nursery() as nursery:
         await nursery.start(door.serve, listeners)
         stream = await trio.open_tcp_stream("127.0.0.1", port)
-        link = await shake_hands(stream, contexts=BOBS, server_side=False, hello=BOBS_HELLO)
+        link = await shake_hands(
+            stream, contexts=BOBS, server_side=False, hello=lambda _: BOBS_HELLO
+        )
         stream = await trio.open_tcp_stream("127.0.0.1", port)
         with pytest.raises(MeshKeyMismatch):
-            await shake_hands(stream, contexts=STRANGERS, server_side=False, hello=BOBS_HELLO)
+            await shake_hands(
+                stream, contexts=STRANGERS, server_side=False, hello=lambda _: BOBS_HELLO
+            )
         nursery.start_soon(link.aclose)
         with pytest.raises(trio.EndOfChannel):
             await met[0].receive()

@@ -1,4 +1,5 @@
 import errno
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import psutil
@@ -6,6 +7,7 @@ import pytest
 import trio
 import trio.testing
 
+from pmesh.core.links.addresses import LocalAddress
 from pmesh.core.wire.link import Address
 from pmesh.errors import LocalNetworkDenied, PeerUnreachable
 from pmesh.net.links import dialer
@@ -62,6 +64,98 @@ async def test_a_host_that_can_not_be_is_unreachable(host: str) -> None:
         await dial(Address(host, 1), timeout_s=60)
 
 
+class FakeSocket:
+    """A socket that connects to nobody, and remembers what was asked of it."""
+
+    def __init__(self, refuses: int | None = None) -> None:
+        self.refuses = refuses
+        self.options: list[tuple[int, int, int | bytes]] = []
+        self.bound: tuple[str | int, ...] | None = None
+        self.closed = False
+
+    def __call__(self, family: int, _: int) -> "FakeSocket":
+        self.family = family
+        return self
+
+    def setsockopt(self, level: int, option: int, value: int | bytes) -> None:
+        if self.refuses is not None:
+            raise OSError(self.refuses, "no")
+        self.options.append((level, option, value))
+
+    async def bind(self, address: tuple[str | int, ...]) -> None:
+        await trio.lowlevel.checkpoint()
+        self.bound = address
+
+    async def connect(self, _: object) -> None:
+        await trio.lowlevel.checkpoint()
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+NUMBER, INTERFACE = socket.if_nameindex()[0]
+
+
+def own_address(host: str, interface: str = INTERFACE) -> LocalAddress:
+    return LocalAddress(interface=interface, host=host, prefix_bits=64, kind="wired")
+
+
+@pytest.mark.parametrize(
+    ("macos", "host", "via", "option"),
+    [
+        (True, "169.254.7.8", "169.254.7.7", (socket.IPPROTO_IP, 25, NUMBER)),
+        (True, f"fe80::8%{INTERFACE}", "fe80::7", (socket.IPPROTO_IPV6, 125, NUMBER)),
+        (False, "169.254.7.8", "169.254.7.7", (socket.SOL_SOCKET, 25, INTERFACE.encode())),
+    ],
+)
+async def test_the_packets_of_a_dial_leave_by_its_interface(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    macos: bool,
+    host: str,
+    via: str,
+    option: tuple[int, int, int | bytes],
+) -> None:
+    fake = FakeSocket()
+    monkeypatch.setattr(psutil, "MACOS", macos)
+    monkeypatch.setattr(trio.socket, "socket", fake)
+    with pytest.raises(PeerUnreachable, match="refuses connections"):
+        await dial(Address(host, 7), via=own_address(via))
+    assert fake.options == [option]
+    assert fake.closed
+
+
+@pytest.mark.parametrize(
+    ("host", "via", "bound"),
+    [
+        ("10.0.0.9", "10.0.0.5", ("10.0.0.5", 0)),
+        (f"fe80::8%{INTERFACE}", "fe80::7", ("fe80::7", 0, 0, NUMBER)),
+    ],
+)
+async def test_an_old_linux_that_refuses_gets_the_source_address(
+    monkeypatch: pytest.MonkeyPatch, host: str, via: str, bound: tuple[str | int, ...]
+) -> None:
+    fake = FakeSocket(refuses=errno.EPERM)
+    monkeypatch.setattr(psutil, "MACOS", False)
+    monkeypatch.setattr(trio.socket, "socket", fake)
+    with pytest.raises(PeerUnreachable, match="refuses connections"):
+        await dial(Address(host, 7), via=own_address(via))
+    assert fake.bound == bound
+
+
+async def test_an_interface_that_is_gone_reaches_nobody(listening: Address) -> None:
+    with pytest.raises(PeerUnreachable, match="can't be reached"):
+        await dial(listening, via=own_address("127.0.0.1", "gone9"))
+
+
+@pytest.mark.skipif(not psutil.LINUX, reason="macOS is faked above")
+async def test_a_dial_that_is_bound_connects_without_delay(listening: Address) -> None:
+    async with await dial(listening, via=own_address("127.0.0.1", "lo")) as stream:
+        assert stream.getsockopt(trio.socket.IPPROTO_TCP, trio.socket.TCP_NODELAY)
+        assert stream.getsockopt(socket.SOL_SOCKET, 25, 16).rstrip(b"\0") == b"lo"
+
+
 async def test_silence_ends_in_time(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
@@ -100,9 +194,9 @@ async def test_after_a_refusal_the_next_address_is_dialled_at_once(
         return await (refuse if host == "10.0.0.9" else connect)(host, port)
 
     monkeypatch.setattr(trio, "open_tcp_stream", refuse_or_connect)
-    stream, address = await dial_any([Address("10.0.0.9", 1), listening])
+    stream, address = await dial_any([(Address("10.0.0.9", 1), None), (listening, None)])
     async with stream:
-        assert address == listening
+        assert address == (listening, None)
     assert autojump_clock.current_time() == 0
 
 
@@ -115,9 +209,9 @@ async def test_an_address_that_swallows_packets_costs_a_quarter_of_a_second(
         return await (never if host == "10.0.0.9" else connect)(host, port)
 
     monkeypatch.setattr(trio, "open_tcp_stream", swallow_or_connect)
-    stream, address = await dial_any([Address("10.0.0.9", 1), listening])
+    stream, address = await dial_any([(Address("10.0.0.9", 1), None), (listening, None)])
     async with stream:
-        assert address == listening
+        assert address == (listening, None)
     assert autojump_clock.current_time() < 2 * dialer.STAGGER_S
 
 
@@ -134,7 +228,7 @@ async def test_of_two_that_connect_in_one_turn_one_is_closed(
         return streams[-1]
 
     monkeypatch.setattr(trio, "open_tcp_stream", connect)
-    winner, _ = await dial_any([listening, listening])
+    winner, _ = await dial_any([(listening, None), (listening, None)])
     assert len(streams) == 2
     assert [stream for stream in streams if stream.socket.fileno() >= 0] == [winner]
     await winner.aclose()
@@ -143,7 +237,7 @@ async def test_of_two_that_connect_in_one_turn_one_is_closed(
 
 async def test_when_nobody_accepts_every_reason_is_told(refusing: Address) -> None:
     with pytest.raises(PeerUnreachable, match=r"refuses connections.*; no such host:1 can't"):
-        await dial_any([refusing, Address("no such host", 1)])
+        await dial_any([(refusing, None), (Address("no such host", 1), None)])
 
 
 async def test_when_one_may_have_been_denied_the_error_says_so(
@@ -152,7 +246,7 @@ async def test_when_one_may_have_been_denied_the_error_says_so(
     monkeypatch.setattr(psutil, "MACOS", True)
     monkeypatch.setattr(trio, "open_tcp_stream", fail_with(errno.EHOSTUNREACH))
     with pytest.raises(LocalNetworkDenied, match=r"10\.0\.0\.9"):
-        await dial_any([Address("10.0.0.9", 1), Address("8.8.8.8", 1)])
+        await dial_any([(Address("10.0.0.9", 1), None), (Address("8.8.8.8", 1), None)])
 
 
 def test_an_address_is_described_as_a_person_writes_it() -> None:
@@ -178,6 +272,6 @@ async def test_four_addresses_at_once_are_dialled_at_most(
 
     monkeypatch.setattr(trio, "open_tcp_stream", connect)
     with pytest.raises(PeerUnreachable):
-        await dial_any([Address(f"10.0.0.{n}", 7) for n in range(16)])
+        await dial_any([(Address(f"10.0.0.{n}", 7), None) for n in range(16)])
     assert most == AT_ONCE
     assert autojump_clock.current_time() < 4 * DIAL_TIMEOUT_S + 1

@@ -5,7 +5,7 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ def service_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents of other programs and of other test runs on this machine are not heard."""
     service_type = f"_pmesh-{os.getpid()}._tcp.local."
     monkeypatch.setattr(discovery, "minute_of_now", lambda: 5)
+    monkeypatch.setattr(discovery, "MOVE_AGAIN_S", 0.0)
     monkeypatch.setattr(adverts, "SERVICE_TYPE", service_type)
     monkeypatch.setattr(discovery, "SERVICE_TYPE", service_type)
 
@@ -232,6 +233,30 @@ async def test_who_does_not_answer_after_a_change_of_addresses_is_gone(
         await one.hears(Gone(node=theirs.node))
 
 
+async def test_a_cable_that_comes_and_goes_does_not_keep_the_agent_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(discovery, "MOVE_AGAIN_S", 1e6)
+    opened: list[AsyncZeroconf] = []
+
+    def open_one(**options: Any) -> AsyncZeroconf:  # noqa: ANN401 - zeroconf's own
+        opened.append(AsyncZeroconf(**options))
+        return opened[-1]
+
+    monkeypatch.setattr(discovery, "AsyncZeroconf", open_one)
+    watch, flaps, theirs = (
+        Addresses(LOOPBACK),
+        replace(LOOPBACK, speed_mbit_s=10),
+        advertisement(28),
+    )
+    async with running(advertisement(27), 27, watch=watch) as one:
+        for now in ((flaps,), (replace(flaps, interface="other9"),), (LOOPBACK,)):
+            await watch.become(*now)
+        async with running(theirs, 28):
+            await one.hears(found(theirs))
+    assert len(opened) == 2  # one for each agent
+
+
 async def test_with_our_tag_and_without_our_key_one_is_counted_and_not_reported() -> None:
     impostor, honest = advertisement(24), advertisement(25)
     lacks_key, counters = AdvertisementKey(MESH.tag, b"guessed"), DiscoveryCounters()
@@ -353,11 +378,13 @@ async def test_a_slow_reader_gets_the_latest_event_of_each_agent() -> None:
         nursery.cancel_scope.cancel()
 
 
-def test_v6_is_spoken_only_where_there_is_no_v4() -> None:
+def test_v6_is_spoken_only_at_interfaces_without_v4() -> None:
     number, name = socket.if_nameindex()[0]
     v6 = LocalAddress(interface=name, host="fe80::1", prefix_bits=64, kind="wired")
-    assert discovery._sockets_for((v6, LOOPBACK)) == ["127.0.0.1"]  # noqa: SLF001 - pure, but ours
-    assert discovery._sockets_for((v6,)) == [number]  # noqa: SLF001 - as above
+    same, other = replace(LOOPBACK, interface=name), replace(LOOPBACK, interface="other9")
+    assert discovery._sockets_for((v6, same)) == [["127.0.0.1"]]  # noqa: SLF001 - pure, but ours
+    assert discovery._sockets_for((v6, other)) == [["127.0.0.1"], [number]]  # noqa: SLF001 - as above
+    assert discovery._sockets_for((v6,)) == [[number]]  # noqa: SLF001 - as above
 
 
 def test_names_on_the_network_are_those_of_the_node() -> None:
@@ -370,7 +397,7 @@ def test_names_on_the_network_are_those_of_the_node() -> None:
         report=lambda *_: None,
         ready=lambda: None,
     )
-    conversation.move_to((LOOPBACK,))
+    conversation._addresses = (LOOPBACK,)  # noqa: SLF001 - as above
     service = conversation._service()  # noqa: SLF001 - as above
     node = own.node
     assert (service.name, service.server) == (instance_name(node), host_name(node))

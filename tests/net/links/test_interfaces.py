@@ -1,6 +1,8 @@
 import errno
+import fcntl
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +16,25 @@ import trio.testing
 
 from pmesh.core.links.addresses import InterfaceKind, LocalAddress
 from pmesh.core.wire.link import Address
-from pmesh.net.links import interfaces
+from pmesh.net.links import hardware, interfaces
 from pmesh.net.links.interfaces import (
     UNKNOWN,
     AddressWatch,
+    InterfaceReader,
     local_address_of,
     reachable_at,
-    read_addresses,
     remote_address_of,
 )
 
 MAC_PORTS = """
+Hardware Port: Thunderbolt 1
+Device: en1
+Ethernet Address: 00:00:00:00:00:05
+
+Hardware Port: Thunderbolt 2
+Device: en2
+Ethernet Address: 00:00:00:00:00:06
+
 Hardware Port: Ethernet Adapter (en4)
 Device: en4
 Ethernet Address: 00:00:00:00:00:01
@@ -54,20 +64,24 @@ def an_address(host: str, netmask: str | None) -> SimpleNamespace:
 
 
 @pytest.fixture
-def fake_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Fake]:
+def fake_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
     """A system with these interfaces, each up and with one v4 address unless told otherwise."""
 
-    def fake(*names: str, macos: bool = False, flags: str = "up", isup: bool = True) -> None:
-        stats = {name: SimpleNamespace(isup=isup, flags=flags) for name in names}
+    def fake(
+        *names: str, macos: bool = False, flags: str = "up", isup: bool = True, speed: int = 0
+    ) -> None:
+        stats = {name: SimpleNamespace(isup=isup, flags=flags, speed=speed) for name in names}
         addresses = {name: [an_address("10.1.2.3", "255.255.0.0")] for name in names}
         monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
         monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
         monkeypatch.setattr(psutil, "MACOS", macos)
 
-    monkeypatch.setattr(interfaces, "_SYS_CLASS_NET", tmp_path)
-    interfaces._kinds.cache_clear()  # noqa: SLF001 - what the real system said
-    yield fake
-    interfaces._kinds.cache_clear()  # noqa: SLF001 - what the fake one said
+    monkeypatch.setattr(hardware, "_SYS_CLASS_NET", tmp_path)
+    return fake
+
+
+def read_addresses() -> tuple[LocalAddress, ...]:
+    return InterfaceReader().read()
 
 
 def local(host: str, kind: InterfaceKind = "wired") -> LocalAddress:
@@ -76,12 +90,14 @@ def local(host: str, kind: InterfaceKind = "wired") -> LocalAddress:
 
 LOOPBACK = local("127.0.0.1", "loopback")
 V4, V6 = local("192.168.1.5"), local("fd00::5")
+VPN = LocalAddress(interface="utun3", host="100.64.0.5", prefix_bits=32, kind="vpn")
 
 
 async def test_where_no_descriptor_is_left_addresses_stay_and_are_looked_at_later(
-    autojump_clock: trio.testing.MockClock,
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del autojump_clock
+    without_notices(monkeypatch)
     no_file = OSError(errno.EMFILE, "Too many open files")
     readings: Iterator[tuple[LocalAddress, ...] | OSError] = iter([(V4,), no_file, (V4, V6)])
 
@@ -106,7 +122,7 @@ def test_this_machine_has_its_loopback_address() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["awdl0", "llw0", "utun3", "bridge100", "docker0", "br-1f2e", "veth12ab", "virbr0", "tun0"],
+    ["awdl0", "llw0", "bridge100", "docker0", "br-1f2e", "veth12ab", "virbr0"],
 )
 def test_interfaces_that_lead_to_no_machine_at_home_are_left_out(
     fake_system: Fake, name: str
@@ -121,11 +137,37 @@ def test_real_interfaces_are_kept(fake_system: Fake, name: str) -> None:
     assert [address.interface for address in read_addresses()] == [name]
 
 
-def test_interfaces_that_are_down_or_lead_into_a_tunnel_are_left_out(fake_system: Fake) -> None:
+def test_interfaces_that_are_down_are_left_out(fake_system: Fake) -> None:
     fake_system("eth0", isup=False)
     assert read_addresses() == ()
-    fake_system("ppp0", flags="up,pointopoint")
-    assert read_addresses() == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"), [("utun3", "up"), ("wg0", "up"), ("ppp0", "up,pointopoint")]
+)
+def test_a_tunnel_is_a_vpn_and_has_no_link_local_neighbours(
+    fake_system: Fake, monkeypatch: pytest.MonkeyPatch, name: str, flags: str
+) -> None:
+    fake_system(name, flags=flags)
+    found = [an_address("10.1.2.3", "255.255.0.0"), an_address("fe80::1", "ffff::")]
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {name: found})
+    assert [(own.host, own.kind) for own in read_addresses()] == [("10.1.2.3", "vpn")]
+
+
+def test_an_interface_says_its_speed(fake_system: Fake) -> None:
+    fake_system("eth0", speed=2500)
+    assert [own.speed_mbit_s for own in read_addresses()] == [2500]
+
+
+def test_the_user_may_name_interfaces_that_are_used_alone_or_not_at_all(fake_system: Fake) -> None:
+    fake_system("docker0", "eth0", "eth1")
+
+    def names(**rules: tuple[str, ...]) -> list[str]:
+        return [own.interface for own in InterfaceReader(**rules).read()]
+
+    assert names(only=("docker0", "eth1")) == ["docker0", "eth1"]
+    assert names(never=("eth0",)) == ["eth1"]
+    assert names(only=("eth0", "eth1"), never=("eth0",)) == ["eth1"]
 
 
 def test_an_interface_that_vanishes_while_it_is_read_is_left_out(
@@ -158,25 +200,131 @@ def test_linux_tells_the_kind_of_an_interface(fake_system: Fake, tmp_path: Path)
     assert [address.kind for address in read_addresses()] == ["wired", "thunderbolt", "wifi"]
 
 
-def test_macos_tells_the_kind_of_an_interface(
-    fake_system: Fake, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("lanes", "speed", "expected"),
+    [("2\n", "20.0 Gb/s\n", 40000), ("2\n", "40.0 Gb/s\n", 80000), ("", "", 0)],
+)
+def test_linux_tells_the_speed_of_a_thunderbolt_cable(
+    fake_system: Fake, tmp_path: Path, lanes: str, speed: str, expected: int
 ) -> None:
-    asked: list[list[str]] = []
+    host = tmp_path / "devices" / "0-1"
+    service = host / "0-1.0"
+    service.mkdir(parents=True)
+    (host / "tx_lanes").write_text(lanes)
+    (host / "tx_speed").write_text(speed)
+    (tmp_path / "thunderbolt0").mkdir()
+    (tmp_path / "thunderbolt0" / "device").symlink_to(service)
+    (tmp_path / "br0" / "brif" / "thunderbolt0").mkdir(parents=True)
+    fake_system("thunderbolt0", "br0")
+    found = [(own.kind, own.speed_mbit_s) for own in read_addresses()]
+    assert found == [("thunderbolt", expected)] * 2  # the bridge is what its only member is
 
-    def run(command: list[str], **_: object) -> SimpleNamespace:
-        asked.append(command)
-        return SimpleNamespace(stdout=MAC_PORTS)
 
-    monkeypatch.setattr(subprocess, "run", run)
-    fake_system("bridge0", "en0", "en4", "en5", "en8", macos=True)
-    assert [a.kind for a in read_addresses()] == ["thunderbolt", "wifi", *["wired"] * 3]
-    read_addresses()
-    assert asked == [["/usr/sbin/networksetup", "-listallhardwareports"]]  # once: it takes 50 ms
+def test_a_bridge_with_another_member_is_wired(fake_system: Fake, tmp_path: Path) -> None:
+    for member in ("thunderbolt0", "eth0"):
+        (tmp_path / "br0" / "brif" / member).mkdir(parents=True)
+    fake_system("br0")
+    assert [own.kind for own in read_addresses()] == ["wired"]
+
+
+MAC_THUNDERBOLT = """{"SPThunderboltDataType": [
+    {"_name": "thunderboltusb4_bus_0", "receptacle_1_tag": {
+        "current_speed_key": "40 Gb/s", "receptacle_id_key": "1",
+        "receptacle_status_key": "receptacle_connected"}},
+    {"_name": "thunderboltusb4_bus_1", "receptacle_1_tag": {
+        "current_speed_key": "Up to 120 Gb/s", "receptacle_id_key": "2",
+        "receptacle_status_key": "receptacle_no_devices_connected"}},
+    {"_name": "another"}
+]}"""
+MAC_BRIDGE = """bridge0: flags=8863<UP,BROADCAST,SMART,RUNNING,SIMPLEX,MULTICAST> mtu 1500
+\tmember: en1 flags=3<LEARNING,DISCOVER>
+\tmember: en2 flags=3<LEARNING,DISCOVER>
+\tmedia: <unknown type>
+\tstatus: active
+"""
+
+
+class FakeMac:
+    """What the commands of macOS print, and what its ioctl says of an interface's medium."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.said = {"networksetup": MAC_PORTS, "system_profiler": MAC_THUNDERBOLT}
+        self.bridges = {"bridge0": MAC_BRIDGE}
+        self.asked: list[str] = []
+        self.unplugged: set[str] = set()
+        self.without_medium: set[str] = set()
+        monkeypatch.setattr(subprocess, "run", self._run)
+        monkeypatch.setattr(fcntl, "ioctl", self._ioctl)
+
+    def _run(self, command: tuple[str, ...], **_: object) -> SimpleNamespace:
+        name = command[0].rpartition("/")[2]
+        self.asked.append(name)
+        said = self.bridges.get(command[1], "") if name == "ifconfig" else self.said[name]
+        return SimpleNamespace(stdout=said)
+
+    def _ioctl(self, _: object, code: int, request: bytes) -> bytes:
+        assert (code, len(request)) == (0xC02C6938, 44)  # its size is part of the code
+        name = request[:16].rstrip(b"\0").decode()
+        if name in self.without_medium:
+            raise OSError(errno.EOPNOTSUPP, "not supported")
+        status = 1 if name in self.unplugged else 3
+        return request[:24] + status.to_bytes(4, sys.byteorder) + request[28:]
+
+
+@pytest.fixture
+def mac(monkeypatch: pytest.MonkeyPatch) -> FakeMac:
+    return FakeMac(monkeypatch)
+
+
+def test_macos_tells_the_kind_of_an_interface(fake_system: Fake, mac: FakeMac) -> None:
+    fake_system("bridge0", "bridge1", "en0", "en1", "en4", "en5", "en8", macos=True)
+    kinds = {own.interface: (own.kind, own.speed_mbit_s) for own in read_addresses()}
+    assert kinds == {
+        "bridge0": ("thunderbolt", 40000),  # as its only cable
+        "bridge1": ("wired", 0),
+        "en0": ("wifi", 0),
+        "en1": ("thunderbolt", 40000),
+        "en4": ("wired", 0),
+        "en5": ("wired", 0),
+        "en8": ("wired", 0),
+    }
+    assert mac.asked == ["networksetup", "system_profiler", "ifconfig", "ifconfig"]
+
+
+def test_macos_is_asked_again_only_when_an_interface_comes_up(
+    fake_system: Fake, mac: FakeMac
+) -> None:
+    reader = InterfaceReader()
+    for names, asked in [
+        (("en0", "en1"), 1),
+        (("en0",), 1),  # a loss is known at once
+        (("en0", "en1"), 2),  # perhaps with another cable
+        (("en0", "en1"), 2),
+    ]:
+        fake_system(*names, macos=True)
+        reader.read()
+        assert mac.asked.count("networksetup") == asked
+
+
+def test_a_bridge_that_macos_does_not_describe_has_the_kind_of_its_port(
+    fake_system: Fake, mac: FakeMac
+) -> None:
+    mac.bridges.clear()
+    fake_system("bridge0", macos=True)
+    assert [own.kind for own in read_addresses()] == ["thunderbolt"]
+
+
+def test_macos_says_that_a_cable_was_pulled(fake_system: Fake, mac: FakeMac) -> None:
+    mac.unplugged.add("en4")
+    mac.without_medium.add("en8")
+    fake_system("en0", "en4", "en8", macos=True)
+    assert [own.interface for own in read_addresses()] == ["en0", "en8"]
 
 
 @pytest.mark.parametrize(
     "error", [FileNotFoundError("networksetup"), subprocess.TimeoutExpired("networksetup", 5)]
 )
+@pytest.mark.usefixtures("mac")
 def test_without_an_answer_every_interface_counts_as_wired(
     fake_system: Fake, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -186,6 +334,12 @@ def test_without_an_answer_every_interface_counts_as_wired(
     monkeypatch.setattr(subprocess, "run", run)
     fake_system("en0", macos=True)
     assert [address.kind for address in read_addresses()] == ["wired"]
+
+
+def test_an_answer_that_is_no_json_says_no_speed(fake_system: Fake, mac: FakeMac) -> None:
+    mac.said["system_profiler"] = "no"
+    fake_system("en1", macos=True)
+    assert [(own.kind, own.speed_mbit_s) for own in read_addresses()] == [("thunderbolt", 0)]
 
 
 @pytest.mark.parametrize(
@@ -206,11 +360,143 @@ def test_others_reach_the_addresses_at_which_the_agent_listens(
     assert reachable_at((LOOPBACK, V4, V6), listen_host=listen_host) == expected
 
 
-def test_loopback_counts_where_there_is_nothing_else() -> None:
+def test_loopback_counts_where_there_is_nothing_else_but_a_vpn() -> None:
     assert reachable_at((LOOPBACK,), listen_host="") == (LOOPBACK,)
+    assert reachable_at((LOOPBACK, VPN), listen_host="") == (LOOPBACK, VPN)
+    assert reachable_at((LOOPBACK, VPN, V4), listen_host="") == (VPN, V4)
 
 
-async def test_a_change_of_addresses_is_noticed(autojump_clock: trio.testing.MockClock) -> None:
+@pytest.mark.parametrize(
+    ("listen_host", "only", "expected"),
+    [
+        ("", (), (V4,)),
+        ("", ("utun3", "en0"), (V4, VPN)),
+        ("100.64.0.5", (), (VPN,)),
+    ],
+)
+async def test_a_vpn_is_used_and_announced_only_if_the_user_has_named_it(
+    listen_host: str, only: tuple[str, ...], expected: tuple[LocalAddress, ...]
+) -> None:
+    watch = AddressWatch(listen_host, only=only, read=lambda: (V4, VPN))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(watch.run)
+        assert VPN in watch.current
+        assert watch.announced == expected
+        nursery.cancel_scope.cancel()
+
+
+async def test_without_a_rule_every_connection_is_kept() -> None:
+    assert AddressWatch().uses(stream_from(("10.0.0.9", 1)))
+    assert not AddressWatch(never=["en0"]).uses(stream_from(("10.0.0.9", 1)))
+
+
+def without_notices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "open_notices", lambda: None)
+
+
+class FakeRouteSocket:
+    def __init__(self, *kind: int) -> None:
+        self.kind = kind
+        self.bound: tuple[int, int] | None = None
+
+    def setblocking(self, blocking: bool) -> None:  # noqa: FBT001 - socket's own
+        assert not blocking
+
+    def bind(self, address: tuple[int, int]) -> None:
+        self.bound = address
+
+
+@pytest.mark.parametrize(("macos", "bound"), [(False, (0, 0x111)), (True, None)])
+def test_the_system_tells_of_interfaces_on_a_socket(
+    monkeypatch: pytest.MonkeyPatch, *, macos: bool, bound: tuple[int, int] | None
+) -> None:
+    monkeypatch.setattr(psutil, "MACOS", macos)
+    monkeypatch.setattr(socket, "socket", FakeRouteSocket)
+    notices: object = interfaces.open_notices()
+    assert isinstance(notices, FakeRouteSocket)
+    assert notices.kind == (socket.AF_ROUTE, socket.SOCK_RAW)
+    assert notices.bound == bound
+
+
+def test_a_system_may_refuse_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EAFNOSUPPORT, "not here")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    assert interfaces.open_notices() is None
+
+
+@pytest.fixture
+def notices(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """The end at which the system writes what a watch reads on its routing socket (macOS)."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    theirs.setblocking(False)  # noqa: FBT003 - as above
+    monkeypatch.setattr(psutil, "MACOS", True)
+    monkeypatch.setattr(interfaces, "open_notices", lambda: theirs)
+    yield ours
+    ours.close()
+
+
+def notice(kind: int) -> bytes:
+    return bytes([8, 0, 5, kind, 0, 0, 0, 0])
+
+
+async def test_what_the_system_tells_is_read_at_once(
+    autojump_clock: trio.testing.MockClock, notices: socket.socket
+) -> None:
+    looks = iter([(V4,), (V4, V6)])
+    watch = AddressWatch(read=lambda: next(looks))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(watch.run)
+        for kind in (0x1, 0xC, 0xE):  # a route, an address, an interface
+            notices.send(notice(kind))
+        assert await watch.changed_from((V4,)) == (V4, V6)
+        nursery.cancel_scope.cancel()
+    assert autojump_clock.current_time() < interfaces.POLL_S
+
+
+async def test_what_concerns_no_interface_is_not_read(
+    autojump_clock: trio.testing.MockClock, notices: socket.socket
+) -> None:
+    looks = iter([(V4,)])  # a second would raise
+    watch = AddressWatch(read=lambda: next(looks))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(watch.run)
+        notices.send(notice(0x1))
+        await trio.sleep(60)
+        nursery.cancel_scope.cancel()
+    assert autojump_clock.autojump_threshold == 0
+
+
+async def test_after_more_notices_than_fit_the_addresses_are_read(
+    autojump_clock: trio.testing.MockClock,
+    notices: socket.socket,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    del autojump_clock
+    looks = iter([(V4,), (V4, V6)])
+    watch = AddressWatch(read=lambda: next(looks))
+
+    class Overflowing(socket.socket):
+        def recv(self, *options: int) -> bytes:
+            super().recv(*options)
+            raise OSError(errno.ENOBUFS, "No buffer space available")
+
+    theirs = interfaces.open_notices()
+    assert theirs is not None
+    overflowing = Overflowing(fileno=theirs.detach())
+    monkeypatch.setattr(interfaces, "open_notices", lambda: overflowing)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(watch.run)
+        notices.send(notice(0x1))
+        assert await watch.changed_from((V4,)) == (V4, V6)
+        nursery.cancel_scope.cancel()
+
+
+async def test_where_the_system_tells_nothing_changes_are_noticed(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_notices(monkeypatch)
     looks = iter([(V4,), (V4,), (V4, V6)])
     watch = AddressWatch(read=lambda: next(looks, (V4, V6)))
     async with trio.open_nursery() as nursery:
@@ -225,7 +511,11 @@ async def test_a_change_of_addresses_is_noticed(autojump_clock: trio.testing.Moc
 
 @dataclass
 class FakeSocket:
-    name: object
+    name: object = ""
+
+    def getsockopt(self, level: int, option: int, buffersize: int) -> bytes:
+        assert (level, option) == (socket.SOL_SOCKET, interfaces.SO_BINDTODEVICE)
+        return bytes(buffersize)
 
     def getpeername(self) -> object:
         if isinstance(self.name, OSError):

@@ -144,6 +144,12 @@ def test_no_packet_makes_it_raise(noise: bytes, at: int) -> None:
         judge_untrusted(forged, key=MESH)
 
 
+def test_an_entry_that_comes_twice_ends_the_record() -> None:
+    entries = (b"v=%d" % PROTOCOL_VERSION, b"tag=" + MESH.tag.hex().encode(), b"tag=another")
+    packet = b"".join(bytes([len(entry)]) + entry for entry in entries)
+    assert judge_untrusted(packet, key=MESH) == "forged"  # by the first tag it claims to be ours
+
+
 def test_a_loop_hands_on_only_what_passes() -> None:
     class Heard(asyncio.DatagramProtocol):
         def __init__(self) -> None:

@@ -9,6 +9,7 @@ import trio.testing
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from pmesh.core.links.delivery import pack
 from pmesh.core.wire.framing import frame
 from pmesh.core.wire.link import PROTOCOL_VERSION, Leaving, encode
 from pmesh.errors import (
@@ -18,7 +19,7 @@ from pmesh.errors import (
     ProtocolVersionMismatch,
 )
 from pmesh.net.links.interfaces import UNKNOWN, local_address_of
-from pmesh.net.links.link import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, Link, shake_hands
+from pmesh.net.links.path import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, Path, shake_hands
 from pmesh.net.links.tls import TlsContexts, TlsFailed
 from tests.worlds.links import known, linked, outcomes, tcp_streams
 from tests.worlds.nodes import (
@@ -41,8 +42,8 @@ async def test_messages_arrive_in_order_both_ways() -> None:
         for message in sent:
             ada.send(message)
             bob.send(message)
-        assert [await bob.receive() for _ in sent] == sent
-        assert [await ada.receive() for _ in sent] == sent
+        assert [(await bob.receive()).message for _ in sent] == sent
+        assert [(await ada.receive()).message for _ in sent] == sent
         assert ada.messages_received == bob.messages_received == len(sent)
         assert ada.bytes_sent == bob.bytes_received
 
@@ -68,7 +69,7 @@ async def test_queued_messages_leave_in_one_record_and_one_send() -> None:
             await bob.receive()
         assert sends == 1
         record = 5 + 1 + 16  # header, content type, tag: RFC 8446, 5.2
-        assert ada.bytes_sent - before == record + 100 * len(frame(encode(Leaving())))
+        assert ada.bytes_sent - before == record + 100 * len(frame(pack(0, 0, encode(Leaving()))))
 
 
 async def test_a_receiver_may_give_up_and_come_back() -> None:
@@ -76,7 +77,7 @@ async def test_a_receiver_may_give_up_and_come_back() -> None:
         with trio.move_on_after(0):
             await bob.receive()
         ada.send(known(60_000))
-        assert await bob.receive() == known(60_000)
+        assert (await bob.receive()).message == known(60_000)
 
 
 async def test_a_flood_of_messages_leaves_other_tasks_their_turn() -> None:
@@ -107,7 +108,7 @@ async def test_a_closed_link_delivers_what_was_queued_and_then_ends() -> None:
         ada.send(Leaving())
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ada.aclose)
-            assert await bob.receive() == Leaving()
+            assert (await bob.receive()).message == Leaving()
             with pytest.raises(trio.EndOfChannel):
                 await bob.receive()
             await bob.aclose()
@@ -120,8 +121,8 @@ async def test_a_closed_link_delivers_what_was_queued_and_then_ends() -> None:
 async def test_a_reader_whose_end_is_the_writers_end_loses_no_farewell() -> None:
     """As agents run a link: one nursery for both, and what ends the reader ends the writer."""
     ada, bob = await outcomes(trio.testing.memory_stream_pair())
-    assert isinstance(ada, Link)
-    assert isinstance(bob, Link)
+    assert isinstance(ada, Path)
+    assert isinstance(bob, Path)
 
     async def run() -> None:
         async with trio.open_nursery() as nursery:
@@ -136,7 +137,7 @@ async def test_a_reader_whose_end_is_the_writers_end_loses_no_farewell() -> None
         ada.send(Leaving())
         await trio.lowlevel.checkpoint()  # the writer has taken it
         nursery.start_soon(ada.aclose)
-        assert await bob.receive() == Leaving()
+        assert (await bob.receive()).message == Leaving()
         with pytest.raises(trio.EndOfChannel):
             await bob.receive()
         await bob.aclose()
@@ -186,7 +187,7 @@ async def test_a_reset_connection_is_broken() -> None:
             await bob.receive()
 
 
-async def speak(link: Link, data: bytes) -> None:
+async def speak(link: Path, data: bytes) -> None:
     await link._wire.send(data)  # noqa: SLF001 - as only a faulty member could
 
 
@@ -207,7 +208,7 @@ async def test_a_forged_record_ends_the_link_and_is_not_blamed_on_the_peer() -> 
             await bob.receive()
 
 
-async def stuffed(link: Link, queue: Callable[[], None]) -> None:
+async def stuffed(link: Path, queue: Callable[[], None]) -> None:
     """Stop the peer's reading, then queue."""
     async with trio.open_nursery() as nursery:
 
@@ -253,7 +254,7 @@ async def test_a_full_queue_is_still_delivered() -> None:
         for _ in range(MAX_QUEUED_MESSAGES):
             await bob.receive()
         ada.send(Leaving())
-        assert await bob.receive() == Leaving()
+        assert (await bob.receive()).message == Leaving()
 
 
 async def test_what_has_been_sent_no_longer_counts_as_queued() -> None:
@@ -261,7 +262,7 @@ async def test_what_has_been_sent_no_longer_counts_as_queued() -> None:
         message = known(200_000)
         for _ in range(MAX_QUEUED_BYTES // 200_000 + 2):
             ada.send(message)
-            assert await bob.receive() == message
+            assert (await bob.receive()).message == message
 
 
 async def test_a_member_can_not_pass_its_late_failure_off_as_another_key(
@@ -292,7 +293,7 @@ async def test_no_goodbye_goes_into_the_middle_of_a_record() -> None:
         before = ada.bytes_sent
         await ada.aclose()
         assert ada.bytes_sent == before
-        assert await bob.receive() == Leaving()
+        assert (await bob.receive()).message == Leaving()
         with pytest.raises(PeerUnreachable, match="without a goodbye"):
             await bob.receive()
 
@@ -307,8 +308,8 @@ async def test_closing_a_broken_link_is_quiet() -> None:
 
 async def test_both_sides_know_each_other_when_a_link_is_up() -> None:
     ada, bob = await outcomes(trio.testing.memory_stream_pair())
-    assert isinstance(ada, Link)
-    assert isinstance(bob, Link)
+    assert isinstance(ada, Path)
+    assert isinstance(bob, Path)
     assert (ada.peer, bob.peer) == (BOBS_HELLO, ADAS_HELLO)
     assert (ada.node, bob.node) == (BOB.node, ADA.node)
     assert ada.remote_address == UNKNOWN
@@ -326,18 +327,20 @@ async def test_a_link_knows_both_addresses_of_its_connection() -> None:
 
 async def test_what_was_read_before_the_handshake_belongs_to_it() -> None:
     dialled, accepted = trio.testing.memory_stream_pair()
-    results: list[Link] = []
+    results: list[Path] = []
 
     async def accept() -> None:
         first = bytes(await accepted.receive_some(21))
         link = await shake_hands(
-            accepted, contexts=BOBS, server_side=True, hello=BOBS_HELLO, first_bytes=first
+            accepted, contexts=BOBS, server_side=True, hello=lambda _: BOBS_HELLO, first_bytes=first
         )
         results.append(link)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(accept)
-        link = await shake_hands(dialled, contexts=ADAS, server_side=False, hello=ADAS_HELLO)
+        link = await shake_hands(
+            dialled, contexts=ADAS, server_side=False, hello=lambda _: ADAS_HELLO
+        )
     assert results[0].peer == ADAS_HELLO
     # Both have counted every byte at the socket, the handshake's too.
     assert (link.bytes_sent, link.bytes_received) == (
@@ -382,7 +385,7 @@ async def test_another_version_is_named_on_both_sides_with_both_versions(
     assert f"speaks protocol {PROTOCOL_VERSION + 1}, this machine {PROTOCOL_VERSION};" in str(ours)
     # Whatever a newer version does with it: it has got the Hello of the one that refuses it. Here
     # it takes it for a link, and doesn't answer the goodbye.
-    assert isinstance(theirs, Link)
+    assert isinstance(theirs, Path)
     assert theirs.peer == ADAS_HELLO
     assert autojump_clock.current_time() == pytest.approx(0.5)
 
@@ -411,7 +414,7 @@ async def test_garbage_is_not_pmesh(garbage: bytes) -> None:
     await theirs.send_all(garbage)
     await theirs.send_eof()
     with pytest.raises(ProtocolError, match="does not speak pmesh"):
-        await shake_hands(ours, contexts=ADAS, server_side=True, hello=ADAS_HELLO)
+        await shake_hands(ours, contexts=ADAS, server_side=True, hello=lambda _: ADAS_HELLO)
 
 
 async def test_silence_ends_after_5_s_and_closes_the_connection(
@@ -420,7 +423,7 @@ async def test_silence_ends_after_5_s_and_closes_the_connection(
     ours, theirs = trio.testing.memory_stream_pair()
     began = autojump_clock.current_time()
     with pytest.raises(PeerUnreachable, match="did not finish the handshake within 5 s"):
-        await shake_hands(ours, contexts=ADAS, server_side=True, hello=ADAS_HELLO)
+        await shake_hands(ours, contexts=ADAS, server_side=True, hello=lambda _: ADAS_HELLO)
     assert autojump_clock.current_time() - began == pytest.approx(5.0)
     assert await theirs.receive_some() == b""
 
@@ -430,14 +433,14 @@ async def test_a_connection_that_ends_early_is_unreachable(*, server_side: bool)
     ours, theirs = trio.testing.memory_stream_pair()
     await theirs.send_eof()
     with pytest.raises(PeerUnreachable, match="without a goodbye"):
-        await shake_hands(ours, contexts=ADAS, server_side=server_side, hello=ADAS_HELLO)
+        await shake_hands(ours, contexts=ADAS, server_side=server_side, hello=lambda _: ADAS_HELLO)
 
 
 async def test_a_connection_that_breaks_in_the_handshake_is_unreachable() -> None:
     ours, theirs = trio.testing.memory_stream_pair()
     await trio.aclose_forcefully(theirs)
     with pytest.raises(PeerUnreachable, match="broke"):
-        await shake_hands(ours, contexts=ADAS, server_side=False, hello=ADAS_HELLO)
+        await shake_hands(ours, contexts=ADAS, server_side=False, hello=lambda _: ADAS_HELLO)
 
 
 async def test_a_cancelled_handshake_closes_its_connection() -> None:
@@ -445,7 +448,7 @@ async def test_a_cancelled_handshake_closes_its_connection() -> None:
     async with trio.open_nursery() as nursery:
 
         async def shake() -> None:
-            await shake_hands(ours, contexts=ADAS, server_side=True, hello=ADAS_HELLO)
+            await shake_hands(ours, contexts=ADAS, server_side=True, hello=lambda _: ADAS_HELLO)
 
         nursery.start_soon(shake)
         await trio.testing.wait_all_tasks_blocked()

@@ -1,26 +1,26 @@
-"""Links: the authenticated control connection of two agents, one for each pair.
+"""Paths: the authenticated control connections of two agents, one for each pair of interfaces.
 
-`shake_hands` turns a dialled or accepted connection into a `Link`. Then one task receives, one
+`shake_hands` turns a dialled or accepted connection into a `Path`. Then one task receives, one
 runs the writer, and any task sends. `Wire` runs TLS over a stream, counts the bytes, and maps its
-end to errors of pmesh.
+end to errors of pmesh. All paths between two agents make one link (`pmesh.agent.mesh.links`).
 """
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Final, assert_never
 
 import trio
 
 from pmesh.core.identity.certificates import node_of_certificate_untrusted
+from pmesh.core.links.delivery import Packet, pack, unpack_untrusted
 from pmesh.core.wire.framing import FrameReader, OtherProtocol, frame, read_hello_untrusted
 from pmesh.core.wire.link import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     Address,
     Hello,
-    LinkMessage,
-    decode_untrusted,
+    PathMessage,
     encode,
 )
 from pmesh.errors import (
@@ -31,6 +31,7 @@ from pmesh.errors import (
 )
 from pmesh.ids import NodeId, short_node
 from pmesh.net.links.interfaces import local_address_of, remote_address_of
+from pmesh.net.links.loss import loss_of
 from pmesh.net.links.tls import (
     ConnectionCut,
     DataReceived,
@@ -181,7 +182,7 @@ class Wire:
 
 
 HANDSHAKE_TIMEOUT_S: Final = 5.0  # a Mac that has just woken answers within 2 s
-MAX_QUEUED_MESSAGES: Final = 4096  # 13 minutes of heartbeats: a peer that stopped reading
+MAX_QUEUED_MESSAGES: Final = 16384  # an hour of heartbeats: a peer that stopped reading
 MAX_QUEUED_BYTES: Final = 4 * 1024 * 1024  # 200 views of 64 members
 
 _BATCH_BYTES = 16 * 1024  # one TLS record
@@ -192,17 +193,17 @@ async def shake_hands(
     *,
     contexts: TlsContexts,
     server_side: bool,
-    hello: Hello,
+    hello: Callable[[NodeId], Hello],
     first_bytes: bytes = b"",
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
-) -> "Link":
-    """Prove each other's mesh key and node key, exchange Hellos, and return the link.
+) -> "Path":
+    """Prove each other's mesh key and node key, exchange Hellos, and return the path.
 
     Args:
-        stream: The connection; it belongs to the link, and is closed if the handshake fails.
+        stream: The connection; it belongs to the path, and is closed if the handshake fails.
         contexts: This node's contexts, from `TlsContexts.of`.
         server_side: True if the connection was accepted, False if it was dialled.
-        hello: What this node says about itself.
+        hello: Returns what this node says about itself to the node that TLS has proven.
         first_bytes: The bytes that were already read.
         timeout_s: The limit for the whole handshake.
 
@@ -216,7 +217,7 @@ async def shake_hands(
     try:
         with trio.fail_after(timeout_s):
             certificate = await wire.handshake(first_bytes)
-            return Link(wire, await _exchange_hellos(wire, hello, certificate))
+            return await _exchange_hellos(wire, hello, certificate)
     except trio.TooSlowError:
         await trio.aclose_forcefully(stream)
         raise PeerUnreachable(
@@ -230,11 +231,14 @@ async def shake_hands(
         raise
 
 
-async def _exchange_hellos(wire: Wire, hello: Hello, certificate: bytes) -> Hello:
+async def _exchange_hellos(
+    wire: Wire, hello: Callable[[NodeId], Hello], certificate: bytes
+) -> "Path":
     """Send ours first, so that both sides know both versions if they differ."""
     with naming(wire.remote):
         node = node_of_certificate_untrusted(certificate)
-    await wire.send(frame(encode(hello)))
+    ours = hello(node)
+    await wire.send(frame(encode(ours)))
     try:
         data = await wire.next_frame()
     except trio.EndOfChannel:
@@ -246,7 +250,7 @@ async def _exchange_hellos(wire: Wire, hello: Hello, certificate: bytes) -> Hell
             f"{wire.remote} speaks protocol {theirs.protocol}, this machine {PROTOCOL_VERSION}; "
             "install the same version of pmesh on both"
         )
-    return theirs
+    return Path(wire, ours, theirs)
 
 
 async def _part_and_close(wire: Wire) -> None:
@@ -256,10 +260,11 @@ async def _part_and_close(wire: Wire) -> None:
         await trio.aclose_forcefully(wire.stream)
 
 
-class Link:
+class Path:
     """An authenticated connection to a peer for control messages, made by `shake_hands`."""
 
-    def __init__(self, wire: Wire, peer: Hello) -> None:
+    def __init__(self, wire: Wire, ours: Hello, peer: Hello) -> None:
+        self.ours = ours
         self.peer = peer
         self.messages_received = 0
         self._read_up_to = 0
@@ -297,27 +302,43 @@ class Link:
         """Bytes at the socket, including TLS and the handshake."""
         return self._wire.bytes_received
 
-    def send(self, message: LinkMessage) -> None:
-        """Queue a message for the writer; never waits.
+    @property
+    def loss(self) -> float | None:
+        """The share of the segments that were sent again; see `loss_of`."""
+        return loss_of(self._wire.stream)
 
-        If 4096 messages or 4 MiB are queued, the peer has stopped reading and the link ends:
-        `receive` raises PeerUnreachable. A message to a link that has ended is dropped.
+    def send(self, message: PathMessage) -> None:
+        """Queue a message of the path itself, which has no number on the link; never waits."""
+        self.send_packet(pack(0, 0, encode(message)))
+
+    def send_packet(self, packet: bytes) -> None:
+        """Queue what `pack` has made for the writer; never waits.
+
+        If 16384 packets or 4 MiB are queued, the peer has stopped reading and the path ends:
+        `receive` raises PeerUnreachable. A packet to a path that has ended is dropped.
         """
         if self._closed or self._failure is not None:
             return
-        data = frame(encode(message))
+        data = frame(packet)
         self._queue.append(data)
         self._queued_bytes += len(data)
         if len(self._queue) > MAX_QUEUED_MESSAGES or self._queued_bytes > MAX_QUEUED_BYTES:
-            self._fail(PeerUnreachable(f"{self} has stopped reading"))
+            self.fail(PeerUnreachable(f"{self} has stopped reading"))
         else:
             self._has_queued.set()
 
-    async def receive(self) -> LinkMessage:
-        """Return the next message. For one task at a time; may be cancelled and called again.
+    def fail(self, failure: PeerUnreachable) -> None:
+        """End the path: nothing more is sent, and `receive` raises the failure."""
+        self._failure = failure
+        self._queue.clear()
+        self._reading.cancel()
+        self._writing.cancel()
+
+    async def receive(self) -> Packet:
+        """Return the next packet. For one task at a time; may be cancelled and called again.
 
         Raises:
-            trio.EndOfChannel: The peer closed the link on purpose.
+            trio.EndOfChannel: The peer closed the path on purpose.
             PeerUnreachable: The connection broke, or the peer stopped reading.
             ProtocolError: The peer sent garbage.
             trio.ClosedResourceError: `aclose` was called.
@@ -327,18 +348,18 @@ class Link:
         self._read_up_to = self._wire.bytes_received
         if self._failure is None and not self._closed:
             with trio.CancelScope() as self._reading:
-                return await self._next_message()
+                return await self._next_packet()
         raise self._failure or trio.ClosedResourceError
 
     async def run_writer(self) -> None:
-        """Send queued messages in large batches; return when the link has ended."""
+        """Send queued messages in large batches; return when the path has ended."""
         with self._writing:
             try:
                 while True:
                     await self._has_queued.wait()
                     await self._send_queued()
             except PeerUnreachable as e:
-                self._fail(e)
+                self.fail(e)
 
     async def aclose(self) -> None:
         """Send queued messages and a goodbye, and close; takes at most 0.5 s."""
@@ -364,17 +385,23 @@ class Link:
     def __str__(self) -> str:
         return f"{self.peer.name} ({short_node(self.node)}, {self.remote_address})"
 
-    async def _next_message(self) -> LinkMessage:
+    async def _next_packet(self) -> Packet:
         data = await self._wire.next_frame()
         self.messages_received += 1
         with naming(self):
-            return decode_untrusted(data)
+            return unpack_untrusted(data)
 
     async def _send_queued(self) -> None:
-        async with self._sending:
+        if self._sending.locked():
+            await self._sending.acquire()
+        else:
+            self._sending.acquire_nowait()  # `acquire` costs a turn of the loop for each message
+        try:
             while self._queue:
                 await self._wire.send(self._take_batch())
             self._has_queued = trio.Event()
+        finally:
+            self._sending.release()
 
     def _take_batch(self) -> bytes:
         """Take as many messages as fit in one TLS record, but at least one."""
@@ -385,10 +412,3 @@ class Link:
             size += len(batch[-1])
         self._queued_bytes -= size
         return b"".join(batch)
-
-    def _fail(self, failure: PeerUnreachable) -> None:
-        """End the link: nothing more is sent, and `receive` raises the failure."""
-        self._failure = failure
-        self._queue.clear()
-        self._reading.cancel()
-        self._writing.cancel()

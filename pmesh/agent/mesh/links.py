@@ -1,0 +1,364 @@
+"""The link with one peer: its messages, and the paths over which they go."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import trio
+
+from pmesh.core.links import health, paths
+from pmesh.core.links.addresses import BoundAddress, LocalAddress, interface_of
+from pmesh.core.links.delivery import Delivery, Packet
+from pmesh.core.links.health import WIFI, WIRED, Health, Thresholds
+from pmesh.core.links.paths import PathKey, PathState, Way
+from pmesh.core.wire.link import (
+    Address,
+    Hello,
+    LinkMessage,
+    PathMessage,
+    PeerInterface,
+    Ping,
+    Pong,
+    Probe,
+    encode,
+)
+from pmesh.errors import PeerUnreachable
+from pmesh.ids import Member, NodeId
+from pmesh.net.links.path import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, Path
+
+
+class LinkNumbers(NamedTuple):
+    """Identifies a link between two agents: both have numbered it."""
+
+    ours: int
+    theirs: int
+
+
+def numbers_of(path: Path) -> LinkNumbers:
+    """Return the link of which a path is."""
+    return LinkNumbers(path.ours.link, path.peer.link)
+
+
+@dataclass(slots=True, eq=False)
+class LivePath:
+    """A path in use, and how it was dialled."""
+
+    path: Path
+    key: PathKey
+    kind: str
+    speed_mbit_s: int
+    dialled: BoundAddress | None
+    """Where we dialled it, and over which interface; None if the peer dialled us."""
+    own: LocalAddress | None
+    """To which another connection over this path is bound; None for loopback, or if unknown."""
+    again: bool
+    """True if it was dialled immediately after the link's last path had ended (V6)."""
+    hosts: tuple[frozenset[str], frozenset[str]]
+    """The addresses of its two interfaces, ours first."""
+    flaps: int
+    since: float = field(default_factory=trio.current_time)
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    last_heard: float = field(default_factory=trio.current_time)
+    asked_at: float | None = None
+    health: Health = field(init=False)
+    _answered: trio.Event = field(default_factory=trio.Event)
+    _answer_took_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.health = health.begin(self.thresholds, now=self.since)
+
+    def __str__(self) -> str:
+        """Return how a user knows it: the interface, its kind, and where it leads."""
+        kind = f" ({self.kind})" if self.kind else ""
+        return f"{self.key.interface or self.path.local_address.host}{kind} to {self.key.remote}"
+
+    @property
+    def thresholds(self) -> Thresholds:
+        return WIFI if self.kind == "wifi" else WIRED
+
+    def state(self) -> PathState:
+        return PathState(
+            key=self.key,
+            kind=self.kind,
+            speed_mbit_s=self.speed_mbit_s,
+            since=self.since,
+            flaps=self.flaps,
+            health=self.health,
+            last_heard=self.last_heard,
+            asked_at=self.asked_at,
+        )
+
+    def ask(self) -> None:
+        """Ask for a sign of life."""
+        now = trio.current_time()
+        self.path.send(Ping(_microseconds(now)))
+        if self.asked_at is None:
+            self.asked_at = now
+
+    async def measure_round_trip_s(self) -> float:
+        """Ask for a sign of life, and return the round trip of the next answer."""
+        self._answer_took_s = None
+        self.ask()
+        while self._answer_took_s is None:
+            await self._answered.wait()
+        return self._answer_took_s
+
+    def hear(self, message: PathMessage) -> bool:
+        """Note a sign of life; return True if the message is the path's own matter."""
+        now = self.last_heard = trio.current_time()
+        self.asked_at = None
+        match message:
+            case Ping(sent_us):
+                self.path.send(Pong(sent_us))
+            case Pong(sent_us):
+                round_trip_s = health.measure_round_trip_s(
+                    now_us=_microseconds(now), echo_us=sent_us, held_us=0
+                )
+                self.health = health.heard_from(
+                    self.health, now=now, round_trip_s=round_trip_s
+                ).health
+                self._answer_took_s = round_trip_s
+                self._answered.set()
+                self._answered = trio.Event()
+            case _:
+                return False
+        return True
+
+    def judge(self) -> None:
+        """Weigh its present silence, for V12."""
+        if self.asked_at is None:
+            self.health = health.heard_from(self.health, now=self.last_heard).health
+        else:
+            self.health = health.pass_time(self.health, now=trio.current_time()).health
+
+
+class Switch(NamedTuple):
+    """Messages are to go over another path than before."""
+
+    began: float
+    why: str
+
+
+class Link:
+    """The control messages exchanged with one peer: in order, and each once.
+
+    It lasts as long as one of its paths, and the time that V6 gives for dialling another.
+    """
+
+    def __init__(self, first: LivePath) -> None:
+        self.peer: Hello = first.path.peer
+        self.numbers = numbers_of(first.path)
+        self.begun_from = first.path.remote_address.host
+        self.paths: dict[PathKey, LivePath] = {}
+        self.since = trio.current_time()
+        self.leaving = False
+        self.redialled = False
+        """It has no path, and one is being dialled."""
+        self.messages_received = 0
+        self.changed = trio.Event()
+        """Its paths, or the interfaces of either side; replaced when it is set."""
+        self.scope = trio.CancelScope()
+        self._current: LivePath | None = None
+        self._delivery = Delivery()
+        self._flaps: dict[PathKey, int] = {}
+        self._switch: Switch | None = None
+        self.add(first)
+
+    @property
+    def node(self) -> NodeId:
+        return self.peer.member.node
+
+    @property
+    def member(self) -> Member:
+        return self.peer.member
+
+    @property
+    def current(self) -> LivePath | None:
+        """The path over which this side sends its messages; None while there is none."""
+        return self._current
+
+    @property
+    def is_unread(self) -> bool:
+        """The peer acknowledges nothing any more."""
+        return self._delivery.exceeds(MAX_QUEUED_MESSAGES, MAX_QUEUED_BYTES)
+
+    def __str__(self) -> str:
+        """Return how an error names the peer."""
+        return self.peer.name if self._current is None else str(self._current.path)
+
+    def send(self, message: LinkMessage) -> None:
+        """Send a message; never waits. It is kept until the peer has acknowledged it."""
+        if isinstance(message, Probe):  # too late, it would measure nothing
+            if self._current is not None:
+                self._current.path.send(message)
+            return
+        packet = self._delivery.send(encode(message))
+        if self.is_unread:
+            for live in self.paths.values():
+                live.path.fail(PeerUnreachable(f"{self} has stopped reading"))
+        elif self._current is not None:
+            self._current.path.send_packet(packet)
+
+    def receive_untrusted(self, packet: Packet) -> bool:
+        """Return True if the packet brings a message that is new. May raise ProtocolError."""
+        self.messages_received += 1
+        return self._delivery.receive_untrusted(packet)
+
+    def add(self, live: LivePath) -> LivePath | None:
+        """Add a path; return the one that it replaces."""
+        replaced = self.paths.pop(live.key, None)
+        self.paths[live.key] = live
+        self._flaps.setdefault(live.key, 0)
+        if self._current is replaced:
+            self._use(live)
+        self._tell()
+        return replaced
+
+    def remove(self, live: LivePath) -> bool:
+        """Forget a path that has ended; return True if messages now go over another one."""
+        if self.paths.get(live.key) is not live:
+            return False  # another has replaced it
+        del self.paths[live.key]
+        lasted_s = trio.current_time() - live.since
+        self._flaps[live.key] = 0 if lasted_s > paths.LONGEST_STEADY_S else live.flaps + 1
+        self._tell()
+        if self._current is not live:
+            return False
+        self._current = None
+        return self.choose()
+
+    def begin_switch(self, why: str, *, since: float) -> None:
+        """Note that the current path has replaced another; `since` is when that was last heard."""
+        if self._switch is None:
+            self._switch = Switch(since, why)
+        if self._current is not None:
+            self._current.ask()
+
+    def end_switch(self, live: LivePath) -> tuple[float, str] | None:
+        """Return how long the switch to this path took, in seconds, and why; None if none did.
+
+        Call it for each packet that the path has brought.
+        """
+        if self._switch is None or live is not self._current:
+            return None
+        (began, why), self._switch = self._switch, None
+        return live.last_heard - began, why
+
+    def ways(self, local: Sequence[LocalAddress]) -> tuple[Way, ...]:
+        """Return how the peer can be reached directly from this machine's addresses."""
+        return paths.ways_to(self.peer.interfaces, port=self.port, local=local)
+
+    def flaps_of(self, key: PathKey) -> int:
+        return self._flaps.get(key, 0)
+
+    def choose(self) -> bool:
+        """Take the best path for messages; return True if that is another than before."""
+        key = paths.choose(
+            [live.state() for live in self.paths.values()],
+            None if self._current is None else self._current.key,
+            now=trio.current_time(),
+        )
+        if key is None or (self._current is not None and self._current.key == key):
+            return False
+        self._use(self.paths[key])
+        return True
+
+    def carriers(self) -> tuple[LivePath, ...]:
+        """Return the paths for tensors, the best first."""
+        keys = paths.carriers(
+            [live.state() for live in self.paths.values()],
+            None if self._current is None else self._current.key,
+            now=trio.current_time(),
+        )
+        return tuple(self.paths[key] for key in keys)
+
+    @property
+    def port(self) -> int:
+        """Where the peer listens; 0 if it does not say."""
+        return self.peer.addresses[0].port if self.peer.addresses else 0
+
+    def addresses(self) -> tuple[BoundAddress, ...]:
+        """Return where the peer listens at the end of each path, the best path for tensors first.
+
+        A path that the peer has dialled is one that a firewall may not let us dial.
+        """
+        ordered = dict.fromkeys((*self.carriers(), *self.paths.values()))
+        ends = (Address(live.path.remote_address.host, self.port) for live in ordered)
+        both = zip(ordered, ends, strict=True)
+        return tuple(dict.fromkeys(live.dialled or (there, live.own) for live, there in both))
+
+    def update(self, hello: Hello) -> None:
+        """Take what the peer says anew about itself: its interfaces have changed."""
+        self.peer = hello
+        self._tell()
+
+    def _use(self, live: LivePath) -> None:
+        self._current = live
+        for packet in self._delivery.packets_again():
+            live.path.send_packet(packet)
+
+    def _tell(self) -> None:
+        self.changed.set()
+        self.changed = trio.Event()
+
+
+def live_path(
+    path: Path,
+    local: Sequence[LocalAddress],
+    *,
+    dialled: BoundAddress | None,
+    again: bool,
+    link: Link | None,
+) -> LivePath:
+    """Return a new path, with what the interfaces at its two ends are.
+
+    Args:
+        path: The connection.
+        local: This machine's addresses.
+        dialled: Where it was dialled; None if it was accepted.
+        again: As `LivePath.again`.
+        link: The link with the peer, if there is one.
+    """
+    there = bare_host(path.remote_address)
+    own = interface_of(path.local_address, local=local)
+    theirs = _interface_with(path.peer.interfaces, there)
+    key = PathKey("" if own is None else own.interface, there if theirs is None else theirs.name)
+    kinds = ["" if own is None else own.kind, "" if theirs is None else theirs.kind]
+    speeds = [0 if own is None else own.speed_mbit_s, 0 if theirs is None else theirs.speed_mbit_s]
+    return LivePath(
+        path=path,
+        key=key,
+        kind=max(kinds, key=paths.kind_rank),
+        speed_mbit_s=min(speeds),
+        dialled=dialled,
+        own=None if own is None or own.kind == "loopback" else own,
+        again=again,
+        hosts=(
+            frozenset({bare_host(path.local_address)} if own is None else _hosts_on(own, local)),
+            frozenset({there} if theirs is None else theirs.hosts),
+        ),
+        flaps=0 if link is None else link.flaps_of(key),
+    )
+
+
+def _hosts_on(own: LocalAddress, local: Sequence[LocalAddress]) -> Iterator[str]:
+    return (other.host for other in local if other.interface == own.interface)
+
+
+def _interface_with(interfaces: Iterable[PeerInterface], host: str) -> PeerInterface | None:
+    return next((theirs for theirs in interfaces if host in theirs.hosts), None)
+
+
+def is_at(address: Address, own: LocalAddress) -> bool:
+    """Return True if a connection's local address is this one."""
+    host, _, scope = address.host.partition("%")
+    return host == own.host and scope in {"", own.interface}
+
+
+def bare_host(address: Address) -> str:
+    """Return the host without the scope, which differs at the two ends."""
+    return address.host.partition("%")[0]
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)

@@ -1,0 +1,191 @@
+"""Which of the paths of a link is used, when one has failed, and which others to dial.
+
+A path is one way between two agents: an interface here, one there, and a connection between them.
+Each side chooses for itself over which it sends.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf, log2
+from typing import Final, NamedTuple
+
+from pmesh.core.links.addresses import LocalAddress
+from pmesh.core.links.health import Health
+from pmesh.core.wire.link import Address, PeerInterface
+
+MAX_PATHS: Final = 8
+"""Of one link: two machines on a cable, on Wi-Fi and on Thunderbolt have five that differ."""
+ASK_AFTER_S: Final = 0.1
+"""A path in use that has brought nothing for so long is asked whether it lives."""
+IDLE_ASK_AFTER_S: Final = 1.0
+"""The same for one that is not in use."""
+STEADY_S: Final = 1.0
+"""A path is used before another only if it has lasted for so long, twice that after each flap."""
+LONGEST_STEADY_S: Final = 60.0
+MUCH: Final = 4
+"""How many times as long a round trip must be to count as worse: noise is less."""
+FAST_S: Final = 0.01
+"""Shorter round trips are alike: on a busy machine those of one cable differ by that much."""
+REDIAL_S: Final = 1.0
+"""Before a way that could not be dialled is tried again; twice as long each time."""
+LONGEST_REDIAL_S: Final = 60.0
+SECOND_S: Final = 2.0
+"""The larger node dials a way so much later: it is for a way that only one side can dial."""
+
+_KINDS: Final = ("loopback", "thunderbolt", "wired", "", "wifi", "vpn")
+"""The best first; "" is an interface that neither side knows, as behind a router."""
+
+
+def kind_rank(kind: str) -> int:
+    """Return the place of a kind of interface, the best first; one of a later version is last."""
+    return _KINDS.index(kind) if kind in _KINDS else len(_KINDS)
+
+
+class PathKey(NamedTuple):
+    """What distinguishes the paths of one link."""
+
+    interface: str
+    """Ours; "" if the connection's local address is not one that we know."""
+    remote: str
+    """The peer's interface, or its address where the peer does not name one with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathState:
+    """What is known of a path. Times are seconds of this machine's monotonic clock."""
+
+    key: PathKey
+    kind: str
+    """The worse of the kinds of its two interfaces."""
+    speed_mbit_s: int
+    """The lower of what the two interfaces claim; 0 if one does not say."""
+    since: float
+    flaps: int = 0
+    """How often it was lost lately."""
+    health: Health
+    last_heard: float
+    asked_at: float | None = None
+    """When it was first asked for a sign of life since it has given one."""
+
+    @property
+    def steady_at(self) -> float:
+        """When it may replace another that works."""
+        return self.since + min(STEADY_S * 2.0 ** min(self.flaps, 20), LONGEST_STEADY_S)
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Sort key, the best first: the kind, and the speed in octaves."""
+        return kind_rank(self.kind), -round(log2(self.speed_mbit_s)) if self.speed_mbit_s else inf
+
+    @property
+    def round_trip_s(self) -> float:
+        """The least, since a path that carries tensors has a queue."""
+        return max(self.health.least_round_trip_s, FAST_S)
+
+    def is_better_than(self, other: "PathState") -> bool:
+        """Return True by rank, or of those of one rank by much the shorter round trip."""
+        if self.rank == other.rank:
+            return MUCH * self.round_trip_s <= other.round_trip_s
+        return self.rank < other.rank
+
+    def silence_s(self, now: float) -> float:
+        """Return for how long it has not answered; 0 if it owes no answer."""
+        return 0.0 if self.asked_at is None else now - self.asked_at
+
+
+def to_ask(path: PathState, *, in_use: bool, doubted: bool, now: float) -> bool:
+    """Return True if the path shall show whether it lives.
+
+    Args:
+        path: Which has not been asked since it was last heard.
+        in_use: It carries messages or tensors.
+        doubted: Another path of the link owes an answer.
+        now: The monotonic clock.
+    """
+    after_s = ASK_AFTER_S if in_use else IDLE_ASK_AFTER_S
+    return path.asked_at is None and (doubted or now - path.last_heard >= after_s)
+
+
+def failed(paths: Sequence[PathState], *, now: float) -> Iterator[PathKey]:
+    """Yield the paths that are silent, but another one was heard since they were asked.
+
+    If none answers, the peer itself is silent, which is for the failure detection to judge.
+    """
+    for path in paths:
+        limits, asked_at = path.health.thresholds, path.asked_at
+        limit_s = path.health.patience * limits.degraded_after_s + path.health.timeout_s
+        if asked_at is None or path.silence_s(now) < limit_s:
+            continue
+        if any(other.last_heard > asked_at for other in paths):
+            yield path.key
+
+
+def choose(paths: Sequence[PathState], current: PathKey | None, *, now: float) -> PathKey | None:
+    """Return the path to send messages over; None if there is none.
+
+    The current one stays until it is lost, or a better one has been steady for a while.
+    """
+    ranked = sorted(paths, key=lambda path: (path.rank, path.key))
+    here = next((path for path in paths if path.key == current), None)
+    if here is None:
+        return ranked[0].key if ranked else None
+    better = (path for path in ranked if path.is_better_than(here) and _may_replace(path, now))
+    return next((path.key for path in better), here.key)
+
+
+def _may_replace(path: PathState, now: float) -> bool:
+    return path.asked_at is None and now >= path.steady_at
+
+
+def carriers(
+    paths: Sequence[PathState], current: PathKey | None, *, now: float
+) -> tuple[PathKey, ...]:
+    """Return the paths for tensors, the best first: the current one, and those that are steady."""
+    usable = [path for path in paths if path.key == current or _may_replace(path, now)]
+    return tuple(path.key for path in sorted(usable, key=lambda path: (path.rank, path.key)))
+
+
+# --- the ways that are not yet paths
+
+
+class Way(NamedTuple):
+    """Where a path may be dialled."""
+
+    key: PathKey
+    own: LocalAddress
+    address: Address
+
+
+def ways_to(
+    interfaces: Iterable[PeerInterface], *, port: int, local: Sequence[LocalAddress]
+) -> tuple[Way, ...]:
+    """Return how a peer's interfaces can be reached directly: one way for each pair of interfaces.
+
+    Args:
+        interfaces: Of the peer, as it says.
+        port: Where it listens.
+        local: This machine's addresses.
+    """
+    ways: dict[PathKey, Way] = {}
+    for theirs in interfaces:
+        for host in theirs.hosts:
+            for own in local:
+                key = PathKey(own.interface, theirs.name)
+                if key not in ways and own.kind != "loopback" and own.reaches(host):
+                    scoped = f"{host}%{own.interface}" if own.is_link_local_v6 else host
+                    ways[key] = Way(key, own, Address(scoped, port))
+    return tuple(ways.values())[:MAX_PATHS]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempts:
+    """How often a way has failed, or its path was lost, and when to try again."""
+
+    count: int = 0
+    due: float = -inf
+
+
+def failed_again(attempts: Attempts, *, now: float) -> Attempts:
+    """Handle a way that could not be dialled, or a path that did not last."""
+    pause_s = min(REDIAL_S * 2.0 ** min(attempts.count, 20), LONGEST_REDIAL_S)
+    return Attempts(count=attempts.count + 1, due=now + pause_s)

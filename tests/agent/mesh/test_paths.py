@@ -1,0 +1,160 @@
+"""The paths of a link between whole agents: which is used, and what is told of it."""
+
+import socket
+from collections import defaultdict
+from dataclasses import replace
+from typing import NoReturn
+
+import pytest
+import trio
+from structlog.testing import capture_logs
+from trio.testing import MockClock
+
+from pmesh.agent.mesh import peers
+from pmesh.agent.mesh.links import LivePath, live_path
+from pmesh.agent.mesh.peers import REDIAL_S
+from pmesh.agent.status.events import Event
+from pmesh.core.links.addresses import BoundAddress, LocalAddress
+from pmesh.core.links.paths import PathKey, Way
+from pmesh.core.wire.link import (
+    Address,
+)
+from pmesh.errors import PeerUnreachable
+from pmesh.net.links.path import Path
+from tests.worlds.paths import live_to, path_set, path_to
+from tests.worlds.trainer import until
+from tests.worlds.village import Machine, village
+
+
+@pytest.fixture
+def many_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each connection has two interfaces of its own."""
+    numbers: defaultdict[str, int] = defaultdict(int)
+
+    def numbered(path: Path, *args: object, **facts: object) -> LivePath:
+        live: LivePath = live_path(path, *args, **facts)  # type: ignore[arg-type]
+        name = f"eth{numbers[path.ours.name]}"
+        numbers[path.ours.name] += 1
+        live.key = PathKey(name, name)
+        return live
+
+    monkeypatch.setattr(peers, "live_path", numbered)
+
+
+def events_of(machine: Machine, kind: str) -> list[Event]:
+    log = machine.agent._event_log  # noqa: SLF001 - without a session, at this instant
+    return [event for event in log.since(-1).events if event.kind == kind]
+
+
+async def add_path(machine: Machine, other: Machine) -> LivePath:
+    link = live_to(machine, other)
+    before = set(link.paths)
+    loopback = socket.if_indextoname(1)
+    own = LocalAddress(interface=loopback, host="127.0.0.1", prefix_bits=8, kind="wired")
+    await machine.agent.peers.dial_way(Way(PathKey("eth1", "eth1"), own, other.address))
+    await until(lambda: len(live_to(other, machine).paths) == len(link.paths))
+    (new,) = set(link.paths) - before
+    return link.paths[new]
+
+
+@pytest.mark.usefixtures("many_interfaces")
+async def test_a_switch_to_another_path_is_told_once_the_peer_was_heard_there_with_how_long_it_took(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        await trio.sleep(3)
+        old = live_to(one, two).current
+        assert old is not None
+        new = await add_path(one, two)
+        await trio.sleep(3)
+        heard, before = old.last_heard, trio.current_time()
+        await old.path.aclose()
+        for machine in (one, two):
+            await until(lambda m=machine: bool(events_of(m, "path changed")))  # type: ignore[misc]
+        (event,) = events_of(one, "path changed")
+        assert event.names == ("mac-1",)
+        assert event.duration_s is not None
+        assert before - heard <= event.duration_s <= trio.current_time() - heard
+        assert event.text.startswith(f"mac-1 is reached over {new} after {event.duration_s:.2f} s")
+        assert live_to(one, two).current is new
+        assert event.text in one.lines
+
+
+@pytest.mark.usefixtures("many_interfaces")
+async def test_of_a_path_that_is_not_used_only_the_log_tells(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        await trio.sleep(3)
+        with capture_logs() as log:
+            new = await add_path(one, two)
+            await new.path.aclose()
+            await until(lambda: len(live_to(two, one).paths) == 1)
+        assert {line["event"] for line in log} == {"a path is there", "a path has ended"}
+        assert not events_of(one, "path changed")
+        assert not events_of(two, "path changed")
+
+
+async def test_who_has_lost_its_last_path_is_dialled_at_all_its_addresses(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def dial_in_vain(_: object) -> None:
+        await trio.sleep(REDIAL_S / 2)
+        raise PeerUnreachable("a firewall")
+
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        await trio.sleep(1)  # a path that ends sooner has been refused
+        link, lost = live_to(two, one), path_to(two, one)
+        monkeypatch.setattr(one.agent.peers, "_dial", dial_in_vain)
+        with socket.create_server(("127.0.0.1", 0)) as silent:  # where the pulled cable led
+            lost.dialled = Address("127.0.0.1", silent.getsockname()[1]), None
+            two.agent.peers._end_path(link, lost, "it is silent")  # noqa: SLF001
+            await until(lambda: path_set(two, one) not in (set(), {lost}))
+        assert live_to(two, one) is link
+        assert not any("is gone" in line for line in one.lines + two.lines)
+
+
+async def test_a_new_connection_goes_over_the_best_path_whoever_dialled_it(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[BoundAddress, ...]] = []
+
+    async def dial_in_vain(addresses: tuple[BoundAddress, ...]) -> NoReturn:
+        asked.append(addresses)
+        raise PeerUnreachable("not now")
+
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        link, accepted = live_to(one, two), path_to(one, two)
+        await trio.sleep(1)  # by then it is steady
+        assert accepted.dialled is None
+        slow = replace(
+            accepted,
+            key=PathKey("wlan0", "wlan0"),
+            kind="wifi",
+            dialled=(Address("10.0.0.1", 1), None),
+        )
+        link.paths[slow.key] = slow
+        monkeypatch.setattr(peers, "dial_any", dial_in_vain)
+        with pytest.raises(PeerUnreachable, match="not now"):
+            await one.agent.peers.dial_member(link.member)
+        assert asked == [((Address("127.0.0.1", two.port), None), (Address("10.0.0.1", 1), None))]
+        assert not one.agent.peers.we_dialled(link.member)
+        del link.paths[slow.key]
+
+
+async def test_lanes_leave_a_path_of_a_worse_kind_when_a_better_one_is_taken(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[set[str]] = []
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        link, cable = live_to(one, two), path_to(one, two)
+        monkeypatch.setattr(one.agent.peers, "_path_failed", lambda ours, _: left.append(set(ours)))
+        for kind, host in (("wifi", "10.0.0.1"), (cable.kind, "10.0.1.1")):
+            key, hosts = PathKey(host, host), (frozenset({host}), frozenset({host}))
+            link.paths[key] = replace(cable, key=key, kind=kind, hosts=hosts)
+        one.agent.peers._improved(link, "it is better")  # noqa: SLF001
+        assert left == [{"10.0.0.1"}]
+        link.paths = {cable.key: cable}

@@ -1,0 +1,168 @@
+"""Which path is used, which has failed, and which others to dial."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pmesh.core.links.addresses import InterfaceKind, LocalAddress
+from pmesh.core.links.health import WIFI, WIRED, begin
+from pmesh.core.links.paths import (
+    ASK_AFTER_S,
+    IDLE_ASK_AFTER_S,
+    LONGEST_REDIAL_S,
+    LONGEST_STEADY_S,
+    MAX_PATHS,
+    REDIAL_S,
+    STEADY_S,
+    Attempts,
+    PathKey,
+    PathState,
+    carriers,
+    choose,
+    failed,
+    failed_again,
+    kind_rank,
+    to_ask,
+    ways_to,
+)
+from pmesh.core.wire.link import Address, PeerInterface
+
+NOW = 1000.0
+
+
+def path(
+    interface: str,
+    kind: str = "wired",
+    *,
+    speed: int = 1000,
+    since: float = 0.0,
+    flaps: int = 0,
+    asked_at: float | None = None,
+    last_heard: float = NOW,
+    round_trip_s: float = 0.0003,
+) -> PathState:
+    health = begin(WIFI if kind == "wifi" else WIRED, now=since)
+    health = replace(health, round_trip_s=round_trip_s, least_round_trip_s=round_trip_s)
+    return PathState(
+        key=PathKey(interface, "en0"),
+        kind=kind,
+        speed_mbit_s=speed,
+        since=since,
+        flaps=flaps,
+        health=health,
+        last_heard=last_heard,
+        asked_at=asked_at,
+    )
+
+
+CABLE, WLAN = path("eth0"), path("wlan0", "wifi", round_trip_s=0.004)
+BOLT = path("bolt0", "thunderbolt", speed=20_000)
+
+
+def test_the_best_kind_is_chosen_first_then_the_fastest() -> None:
+    fast = path("eth1", speed=10_000)
+    unknown, later = path("eth2", speed=0), path("x", "a kind of a later version")
+    assert choose([], None, now=NOW) is None
+    for first, *rest in ([BOLT, CABLE], [CABLE, WLAN], [fast, CABLE], [CABLE, unknown]):
+        assert choose([*rest, first], None, now=NOW) == first.key
+    assert carriers([later, WLAN, CABLE, BOLT], None, now=NOW) == (
+        BOLT.key,
+        CABLE.key,
+        WLAN.key,
+        later.key,
+    )
+    assert sorted(["vpn", "wifi", "", "wired"], key=kind_rank) == ["wired", "", "wifi", "vpn"]
+
+
+def test_a_better_path_replaces_another_once_it_has_been_steady() -> None:
+    young = replace(BOLT, since=NOW - STEADY_S / 2)
+    assert choose([CABLE, young], CABLE.key, now=NOW) == CABLE.key
+    assert choose([CABLE, young], CABLE.key, now=NOW + STEADY_S) == BOLT.key
+    assert carriers([CABLE, young], CABLE.key, now=NOW) == (CABLE.key,)
+    doubtful = replace(BOLT, asked_at=NOW)
+    assert choose([CABLE, doubtful], CABLE.key, now=NOW) == CABLE.key
+
+
+def test_a_path_that_comes_and_goes_must_be_steady_for_longer_each_time() -> None:
+    waits = [replace(BOLT, since=0.0, flaps=flaps).steady_at for flaps in range(8)]
+    assert waits == [1, 2, 4, 8, 16, 32, LONGEST_STEADY_S, LONGEST_STEADY_S]
+
+
+@given(st.floats(0.0001, 1), st.floats(0.0001, 1))
+def test_of_two_paths_of_one_rank_noise_moves_nothing(one_s: float, other_s: float) -> None:
+    one, other = path("a", round_trip_s=one_s), path("b", round_trip_s=other_s)
+    chosen = choose([one, other], one.key, now=NOW)
+    assert chosen == choose([one, other], chosen, now=NOW)  # and it does not come back
+    if other_s > one_s / 3:
+        assert chosen == one.key
+
+
+def test_a_path_in_use_is_asked_soon_and_another_only_now_and_then() -> None:
+    for in_use, after_s in ((True, ASK_AFTER_S), (False, IDLE_ASK_AFTER_S)):
+        heard = replace(CABLE, last_heard=NOW - after_s)
+        assert to_ask(heard, in_use=in_use, doubted=False, now=NOW + 0.01)
+        assert not to_ask(heard, in_use=in_use, doubted=False, now=NOW - 0.01)
+        assert to_ask(heard, in_use=in_use, doubted=True, now=NOW - 0.01)
+        asked = replace(heard, asked_at=NOW)
+        assert not to_ask(asked, in_use=in_use, doubted=True, now=NOW + 1)
+
+
+def test_a_path_fails_if_it_is_silent_while_another_answers() -> None:
+    silent = replace(CABLE, asked_at=NOW - 0.6, last_heard=NOW - 0.8)
+    answered, before = replace(WLAN, last_heard=NOW - 0.5), replace(WLAN, last_heard=NOW - 0.7)
+    assert list(failed([silent, answered], now=NOW)) == [CABLE.key]
+    assert list(failed([silent, before], now=NOW)) == []  # the machine itself may be silent
+    assert list(failed([silent], now=NOW)) == []
+    assert list(failed([replace(silent, asked_at=NOW - 0.4), answered], now=NOW)) == []
+    wlan = replace(WLAN, asked_at=NOW - 0.9, last_heard=NOW - 2)
+    assert list(failed([wlan, CABLE], now=NOW)) == []  # Wi-Fi rests for so long
+    assert list(failed([replace(wlan, asked_at=NOW - 1.1), CABLE], now=NOW)) == [WLAN.key]
+
+
+# --- ways
+
+
+def own(interface: str, host: str, kind: InterfaceKind = "wired", bits: int = 24) -> LocalAddress:
+    return LocalAddress(interface=interface, host=host, prefix_bits=bits, kind=kind)
+
+
+def theirs(name: str, *hosts: str) -> PeerInterface:
+    return PeerInterface(name, "wired", 1000, hosts)
+
+
+def test_each_pair_of_interfaces_that_reach_one_another_is_one_way() -> None:
+    local = (
+        own("en0", "10.0.0.1"),
+        own("en0", "fd00::1", bits=64),
+        own("en1", "10.0.1.1"),
+        own("bridge0", "fe80::1", bits=64),
+    )
+    peer = [
+        theirs("eth0", "10.0.0.2", "fd00::2"),
+        theirs("eth1", "10.0.2.2"),
+        theirs("tb", "fe80::2"),
+    ]
+    ways = ways_to(peer, port=24160, local=local)
+    assert [(way.key, way.address) for way in ways] == [
+        (("en0", "eth0"), Address("10.0.0.2", 24160)),
+        (("bridge0", "tb"), Address("fe80::2%bridge0", 24160)),
+    ]
+    assert ways[0].own == local[0]
+
+
+def test_there_are_only_so_many_ways_and_none_over_loopback() -> None:
+    local = [own(f"en{n}", f"10.0.0.{n}") for n in range(1, 5)]
+    peer = [theirs(f"eth{n}", f"10.0.0.{n + 100}") for n in range(5)]
+    assert len(ways_to(peer, port=1, local=local)) == MAX_PATHS
+    lo = own("lo", "127.0.0.1", "loopback", 8)
+    assert ways_to([theirs("lo", "127.0.0.1")], port=1, local=[lo]) == ()
+
+
+@pytest.mark.parametrize(("times", "pause_s"), [(1, REDIAL_S), (3, 4.0), (40, LONGEST_REDIAL_S)])
+def test_a_way_that_fails_is_tried_again_after_a_growing_pause(times: int, pause_s: float) -> None:
+    attempts = Attempts()
+    for _ in range(times):
+        attempts = failed_again(attempts, now=NOW)
+    assert attempts == Attempts(count=times, due=NOW + pause_s)

@@ -1,0 +1,68 @@
+"""What was sent again, from the counters of two systems; the call is faked."""
+
+import socket
+import struct
+import sys
+from dataclasses import dataclass
+
+import pytest
+import trio
+import trio.testing
+
+from pmesh.net.links.loss import loss_of
+
+
+@dataclass
+class FakeSocket:
+    counters: bytes
+
+    def getsockopt(self, level: int, option: int, buffersize: int) -> bytes:
+        assert (level, option) in {(socket.IPPROTO_TCP, 11), (socket.IPPROTO_TCP, 0x106)}
+        return self.counters[:buffersize]
+
+
+def stream_with(counters: bytes) -> trio.abc.HalfCloseableStream:
+    stream, _ = trio.testing.memory_stream_pair()
+    stream.socket = FakeSocket(counters)  # type: ignore[attr-defined]
+    return stream
+
+
+def counters(layout: str, *values: int) -> bytes:
+    return struct.pack(layout, *values).ljust(512, b"\xff")
+
+
+@pytest.mark.parametrize(
+    ("platform", "told", "loss"),
+    [
+        ("linux", counters("=100xI52xI", 12, 1200), 0.01),
+        ("linux", counters("=100xI52xI", 0, 1200), 0.0),
+        ("linux", counters("=100xI52xI", 12, 199), None),
+        ("linux", counters("=100xI52xI", 12, 1200)[:104], None),  # before Linux 4.6
+        ("darwin", counters("=56xQ40xQ", 1200, 24), 0.02),
+        ("win32", counters("=100xI52xI", 12, 1200), None),
+    ],
+)
+def test_the_loss_of_a_connection_is_what_the_system_has_sent_again(
+    platform: str, told: bytes, loss: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    assert loss_of(stream_with(told)) == loss
+
+
+async def test_a_connection_within_a_machine_loses_nothing_and_one_in_memory_has_no_loss() -> None:
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    port = listener.socket.getsockname()[1]
+    async with (
+        listener,
+        await trio.open_tcp_stream("127.0.0.1", port) as dialled,
+        await listener.accept() as accepted,
+    ):
+        assert loss_of(dialled) is None
+        for _ in range(300):
+            await dialled.send_all(b"x")
+            assert await accepted.receive_some(1) == b"x"
+        loss = loss_of(dialled)
+        assert loss is not None
+        assert loss < 0.05
+    assert loss_of(dialled) is None
+    assert loss_of(trio.testing.memory_stream_pair()[0]) is None
