@@ -35,7 +35,9 @@ from pmesh.core.wire.link import (
     OfferLane,
     P2PLinkMessage,
     Probe,
+    Relay,
     RestLane,
+    Splice,
     TellView,
 )
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, OpNumber
@@ -237,6 +239,8 @@ class Agent:
                 | Probe()
             ):
                 raise AssertionError(f"no simulated agent sends {message}")
+            case Relay() | Splice():
+                raise AssertionError(f"no simulated agent sends {message}")
             case _:
                 self._handle(link.member, message)
 
@@ -343,6 +347,7 @@ class Agent:
         self._links.dial_missing(self._peers, self.now)
         for peer, link in self._links.up.items():
             self._edges[link.member.incarnation] = self._peers[peer]
+        self._links.relay_missing(self._peers, self.now)
         self._employ()
         for trainer in self.trainers:
             trainer.poll()

@@ -15,6 +15,9 @@ from simulation.network import Network
 REDIAL_S = 1.0
 """How often a peer that is gone is dialled."""
 
+RELAY_AFTER_S = 2.0
+"""V5: How long a peer is missing before another one forwards to it."""
+
 Message = LinkMessage | LaneMessage
 """What simulated agents send each other; values that nobody changes, so they travel as they are."""
 
@@ -41,6 +44,7 @@ class Links:
         self._before: dict[int, Link] = {}
         """The last links with those that are gone."""
         self._dialled_at: dict[int, float] = {}
+        self._missing_since: dict[int, float] = {}
 
     def add(self, peer: int, member: Member, now: float) -> None:
         """A connection is up, and the Hello has come."""
@@ -102,6 +106,37 @@ class Links:
         for peer in peers:
             if peer not in self.up and now - self._dialled_at.get(peer, -9.0) > REDIAL_S:
                 self.dial(peer, now)
+
+    def relay_missing(self, peers: Iterable[int], now: float) -> None:
+        """V5: Let others forward to those whom we can't reach; of two the smaller one does so."""
+        for peer in peers:
+            link = self.up.get(peer)
+            if link is None:
+                since = self._missing_since.setdefault(peer, now)
+                due = now - since > RELAY_AFTER_S
+            else:
+                self._missing_since.pop(peer, None)
+                due = link.health.condition is Condition.SUSPECT
+            via = self._relay_to(peer) if due and peer > self._number else None
+            if via is not None:
+                self._network.relay(self._number, peer, via)
+
+    def _relay_to(self, peer: int) -> int | None:
+        """A peer that we hear, and that reaches another one."""
+        heard = (
+            other
+            for other, link in self.up.items()
+            if other != peer and link.health.condition is not Condition.SUSPECT
+        )
+        network = self._network
+        return next(
+            (
+                via
+                for via in heard
+                if network.reaches(self._number, via) and network.reaches(via, peer)
+            ),
+            None,
+        )
 
     def send_control(self, to: Member, message: LinkMessage) -> None:
         """Send a control message to a member, if there is a link."""

@@ -5,7 +5,8 @@ Time is callbacks in the order in which they are due; nothing ever waits.
 Hosts are numbered. A pair has at most one connection, with named channels that are first in,
 first out, as TCP streams are. A cut delays what is under way, as TCP does; a closed connection
 may lose it. Single messages are lost and repeated on the channels named so, although TCP does
-neither: what an agent says on a link must bear it.
+neither: what an agent says on a link must bear it. A third host may forward what two others say to
+each other, until their own way is mended.
 
 On a slow network each way between two hosts has a delay of its own, which changes every minute,
 and a lost segment delays all that follows it on its channel until it has been sent again.
@@ -125,7 +126,9 @@ class _Stream(Generic[_Message]):
 
 
 class _Connection(Generic[_Message]):
-    def __init__(self, *ends: int) -> None:
+    def __init__(self, *ends: int, via: int | None = None) -> None:
+        self.via = via
+        """The host that forwards between the two ends; None if it is direct."""
         self.ends = set(ends)
         """The hosts that know of it, and may send on it: one that is frozen does so later."""
         self.streams: dict[tuple[int, str], _Stream[_Message]] = {}
@@ -165,12 +168,38 @@ class Network(Generic[_Message]):
     def dial(self, number: int, peer: int) -> None:
         """Connect; the dialling host learns of failure, both of success."""
         delay = self._delay(number, peer)
-        self._timeline.after(delay, self._answer, number, peer, self._hosts[number])
+        self._timeline.after(delay, self._answer, number, peer, self._hosts[number], None)
+
+    def reaches(self, number: int, peer: int) -> bool:
+        """Whether the two are connected directly, and nothing is in the way."""
+        connection = self._connections.get(_pair(number, peer))
+        cut = {(number, peer), (peer, number)} & self._cuts
+        return connection is not None and connection.via is None and not cut
+
+    def relay(self, number: int, peer: int, via: int) -> None:
+        """Let a third host forward: their connection goes on over it, or a new one comes up.
+
+        Nothing happens where their own way is merely slow: a link prefers it.
+        """
+        if not {(number, peer), (peer, number)} & self._cuts:
+            return
+        connection = self._connections.get(_pair(number, peer))
+        if connection is None:
+            delay = self._travel_s(number, peer, via)
+            self._timeline.after(delay, self._answer, number, peer, self._hosts[number], via)
+        else:
+            connection.via = via
+            self._go_on(connection, number, peer)
+            self._go_on(connection, peer, number)
 
     def close(self, number: int, peer: int) -> None:
         """Close the connection: the peer reads its end, and now and then the rest before it."""
         connection = self._connections.pop(_pair(number, peer), None)
-        if connection is None or (number, peer) in self._cuts:
+        if connection is None:
+            return
+        if connection.via is None:
+            self._end_relayed(number, peer)
+        if self._is_held_up(number, peer, connection.via):
             return
         rest: list[tuple[str, _Message]] = []
         if self._random.random() < self.conditions.orderly:
@@ -178,9 +207,18 @@ class Network(Generic[_Message]):
                 if to == peer:
                     rest += [(channel, message) for _, message in stream.queue]
         host = self._hosts.get(peer)
-        self._timeline.after(
-            self._delay(number, peer), self._end, connection, number, peer, host, rest
-        )
+        delay = self._travel_s(number, peer, connection.via)
+        self._timeline.after(delay, self._end, connection, number, peer, host, rest)
+
+    def _end_relayed(self, number: int, peer: int) -> None:
+        """Close what either of two hosts, no longer connected, forwards to the other."""
+        for pair, connection in list(self._connections.items()):
+            if connection.via in {number, peer} and {number, peer} - {connection.via} <= {*pair}:
+                del self._connections[pair]
+                for end, far in (pair, pair[::-1]):
+                    host = self._hosts.get(end)
+                    nothing = list[tuple[str, _Message]]()
+                    self._timeline.after(0.0, self._end, connection, far, end, host, nothing)
 
     def send(self, number: int, peer: int, channel: str, message: _Message) -> None:
         """Send a message; without a connection it goes nowhere, as into a dead socket."""
@@ -195,7 +233,8 @@ class Network(Generic[_Message]):
             copies += (draw < self.conditions.repeats) - (draw > 1 - self.conditions.loss)
         stream = connection.streams.setdefault((peer, channel), _Stream[_Message]())
         for _ in range(copies):
-            stream.last_due = max(stream.last_due, self._timeline.now + self._delay(number, peer))
+            delay = self._travel_s(number, peer, connection.via)
+            stream.last_due = max(stream.last_due, self._timeline.now + delay)
             stream.queue.append((stream.last_due, message))
             self._timeline.at(stream.last_due, self._pump, connection, number, peer, channel)
 
@@ -213,11 +252,23 @@ class Network(Generic[_Message]):
         """End a cut; what it held up goes on its way."""
         self._cuts.discard((number, peer))
         connection = self._connections.get(_pair(number, peer))
-        if connection is None:
-            return
+        if connection is not None:
+            if (peer, number) not in self._cuts:
+                connection.via = None
+            self._go_on(connection, number, peer)
+        self._go_on_over(number)
+        self._go_on_over(peer)
+
+    def _go_on_over(self, via: int) -> None:
+        for pair, connection in list(self._connections.items()):
+            if connection.via == via:
+                self._go_on(connection, *pair)
+                self._go_on(connection, *pair[::-1])
+
+    def _go_on(self, connection: _Connection[_Message], number: int, peer: int) -> None:
         for to, channel in connection.streams:
             if to == peer:
-                delay = self._delay(number, peer)
+                delay = self._travel_s(number, peer, connection.via)
                 self._timeline.after(delay, self._pump, connection, number, peer, channel)
 
     def heal(self) -> None:
@@ -241,6 +292,17 @@ class Network(Generic[_Message]):
         for event in arrived:
             if number in self._hosts:
                 event()
+        self._go_on_over(number)
+
+    def _is_held_up(self, number: int, peer: int, via: int | None) -> bool:
+        if via is None:
+            return (number, peer) in self._cuts
+        return via in self._frozen or bool({(number, via), (via, peer)} & self._cuts)
+
+    def _travel_s(self, number: int, peer: int, via: int | None) -> float:
+        if via is None:
+            return self._delay(number, peer)
+        return self._delay(number, via) + self._delay(via, peer)
 
     def _delay(self, number: int, peer: int) -> float:
         conditions = self.conditions
@@ -273,22 +335,27 @@ class Network(Generic[_Message]):
             queue
             and queue[0][0] <= self._timeline.now
             and self._connections.get(_pair(number, peer)) is connection
-            and (number, peer) not in self._cuts
+            and not self._is_held_up(number, peer, connection.via)
         ):
             _, message = queue.popleft()
             self.delivered += 1
             self._hand(peer, self._hosts[peer].received, number, channel, message)
 
-    def _answer(self, number: int, peer: int, dialler: Host[_Message]) -> None:
+    def _answer(self, number: int, peer: int, dialler: Host[_Message], via: int | None) -> None:
         if self._hosts.get(number) is not dialler or _pair(number, peer) in self._connections:
             return
         host = self._hosts.get(peer)
-        if host is None:  # refused
+        forwards = via is None or (self.reaches(number, via) and self.reaches(via, peer))
+        if host is None or not forwards:  # refused
             self._hand(number, dialler.unreachable, peer)
-        elif {(number, peer), (peer, number)} & self._cuts or peer in self._frozen:
+        elif (
+            self._is_held_up(number, peer, via)
+            or self._is_held_up(peer, number, via)
+            or peer in self._frozen
+        ):
             self._timeline.after(HANDSHAKE_TIMEOUT_S, self._time_out, number, peer, dialler)
         else:
-            connection = _Connection[_Message]()
+            connection = _Connection[_Message](via=via)
             self._connections[_pair(number, peer)] = self._latest[_pair(number, peer)] = connection
             self._hand(number, self._begin, connection, number, dialler, peer, host.greeting)
             self._hand(peer, self._begin, connection, peer, host, number, dialler.greeting)

@@ -202,6 +202,7 @@ class Agent:
                     await self._start_discovery(nursery)
                 nursery.start_soon(self.peers.targets.run)
                 nursery.start_soon(self.peers.follow_interfaces)
+                nursery.start_soon(self.peers.relays.keep)
                 nursery.start_soon(self.membership.run)
                 nursery.start_soon(self._tick)
                 nursery.start_soon(self._poll_jobs)

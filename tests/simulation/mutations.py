@@ -36,6 +36,7 @@ from pmesh.core.wire.link import Propose
 from pmesh.ids import Epoch, Incarnation, Member
 from simulation import lane_messages, ops
 from simulation.agents import Agent
+from simulation.links import Links
 from tests.simulation import op_rules as without
 
 Function: TypeAlias = Callable[..., Any]
@@ -298,6 +299,11 @@ MUTATIONS = {
     ),
     "hears_is_enough": Mutation("V5: it hears me, and says so", (state.hears_me, _hears)),
     "no_clique": Mutation("V5: members hear each other", (state.hear_each_other, _yes)),
+    "no_relay": Mutation(
+        "V5: a third forwards between two that can't reach each other",
+        (Links.relay_missing, without.none),
+        owner=Links,
+    ),
     "old_evidence": Mutation(
         "V5: evidence older than an install expels nobody",
         (state.follows, _expel_on_old_evidence),

@@ -6,7 +6,7 @@ import pytest
 
 from simulation.invariants import Violation
 from simulation.seeds import judge_many
-from tests.simulation import histories
+from tests.simulation import histories, link_histories
 from tests.simulation.mutations import MUTATIONS
 
 SEEDS = 150
@@ -40,14 +40,15 @@ AIMED = {
     "own_view_base": histories.a_half_sent_commit_is_what_the_next_leader_builds_on,
     "never_superseded": histories.who_slept_through_several_views_does_not_go_on_alone,
     "drop_early": histories.what_comes_before_its_view_is_not_lost,
-    "impatient": histories.agreements_end_where_messages_take_seconds,
-    "forget_links": (histories.agreements_end_where_messages_take_longer_than_a_peer_may_be_silent),
-    "unread_is_silent": histories.who_has_not_read_a_proposal_is_not_left_out,
-    "no_voucher": histories.who_is_silent_to_one_and_not_to_another_is_not_lost,
-    "no_clique": histories.two_who_cannot_hear_each_other_are_not_in_one_view,
+    "impatient": link_histories.agreements_end_where_messages_take_seconds,
+    "forget_links": (link_histories.agreements_end_where_messages_outlast_a_silence),
+    "unread_is_silent": link_histories.who_has_not_read_a_proposal_is_not_left_out,
+    "no_voucher": link_histories.who_is_silent_to_one_and_not_to_another_is_not_lost,
+    "no_clique": link_histories.two_whom_nobody_can_connect_are_not_in_one_view,
+    "no_relay": link_histories.two_who_cannot_reach_each_other_stay_in_one_view_with_a_third,
     "no_forward": histories.a_lost_commit_is_made_up_for_by_the_next_heartbeat,
-    "ring_follows_noise": histories.noise_does_not_change_the_ring,
-    "no_ring_pause": histories.a_ring_changes_once_a_minute_at_most,
+    "ring_follows_noise": link_histories.noise_does_not_change_the_ring,
+    "no_ring_pause": link_histories.a_ring_changes_once_a_minute_at_most,
     "no_edge_watch": histories.a_lane_that_swallows_everything_is_replaced,
     "no_doubt": histories.who_slept_through_its_expulsion_ends_nothing_old,
     "trust_old_promises": (
@@ -96,7 +97,10 @@ def test_random_histories_notice_that_a_rule_is_missing(name: str) -> None:
     assert any(verdict.outcome is None for verdict in verdicts), MUTATIONS[name].rule
 
 
-@pytest.mark.parametrize("history", dict.fromkeys(AIMED.values()))
+@pytest.mark.parametrize(
+    "history",
+    dict.fromkeys([*AIMED.values(), link_histories.who_starts_behind_a_wall_joins_over_a_third]),
+)
 def test_an_aimed_history_goes_well(history: Callable[[], None]) -> None:
     history()
 

@@ -18,7 +18,7 @@ from pmesh.agent.config import Listen, Settings
 from pmesh.agent.run import Agent
 from pmesh.core.identity.keys import MeshKey, NodeKey
 from pmesh.core.values import Terms
-from pmesh.core.wire.link import Address, OfferLane
+from pmesh.core.wire.link import Address, OfferLane, Splice
 from pmesh.errors import NetworkError
 from pmesh.ids import Member
 from pmesh.net.lanes.lane import Lane
@@ -30,7 +30,7 @@ MESH = MeshKey(b"m" * 32)
 class NoReach:
     """What a lane rendezvous needs of the links, for an agent that has none."""
 
-    def send(self, member: Member, message: OfferLane) -> None:
+    def send(self, member: Member, message: OfferLane | Splice) -> None:
         raise AssertionError(member, message)
 
     def we_dialled(self, member: Member) -> bool:
@@ -38,6 +38,9 @@ class NoReach:
 
     async def dial_member(self, member: Member) -> trio.SocketStream:
         await trio.lowlevel.checkpoint()
+        raise AssertionError(member)
+
+    def relay_of(self, member: Member) -> Member | None:
         raise AssertionError(member)
 
     def name_of(self, member: Member) -> str:

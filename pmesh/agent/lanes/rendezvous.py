@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from weakref import WeakSet
 
 import trio
 
-from pmesh.core.wire.link import OfferLane
+from pmesh.agent.lanes.splices import Reach, Splices
+from pmesh.core.wire.link import OfferLane, Splice
 from pmesh.core.wire.records import LANE_ID_BYTES
 from pmesh.errors import LaneBroken, NetworkError, ProtocolError
 from pmesh.ids import Epoch, JobName, Member, TrainerId
@@ -52,30 +53,6 @@ class LaneEnd(NamedTuple):
     sending: bool
 
 
-class Reach(Protocol):
-    """What the rendezvous needs of the links (`pmesh.agent.mesh.peers`)."""
-
-    def send(self, member: Member, message: OfferLane) -> None:
-        """Send on the link to the member, if there is one."""
-        ...
-
-    def we_dialled(self, member: Member) -> bool:
-        """Whether the link to the member was dialled from here."""
-        ...
-
-    async def dial_member(self, member: Member) -> trio.SocketStream:
-        """A new connection to the member's door; NetworkError if there is none."""
-        ...
-
-    def name_of(self, member: Member) -> str:
-        """What the user calls the member's machine."""
-        ...
-
-    def complain(self, member: Member, error: NetworkError) -> None:
-        """Show that a connection to the member failed."""
-        ...
-
-
 @dataclass(slots=True)
 class _LaneSlot:
     """Where one end's lane appears."""
@@ -109,6 +86,9 @@ class LaneRendezvous:
         self._dials: Counter[Member] = Counter()  # under way, as this peer has asked
         self._turns: dict[Member, trio.CapacityLimiter] = {}
         self._news = trio.Event()
+        self.splices = Splices(
+            me, reach, nursery, entropy, awaits=self._tell_news, welcome=self.welcome
+        )
         self._over: dict[JobName, int] = {}  # every roster below this number
         self._given_up: set[LaneEnd] = set()
         self._lanes = WeakSet[Lane]()  # all that were opened, also those that are taken
@@ -120,8 +100,11 @@ class LaneRendezvous:
         else:
             self._nursery.start_soon(self._keep_offering, edge, to)
 
-    def accept(self, member: Member, offer: OfferLane) -> None:
+    def accept(self, member: Member, offer: OfferLane | Splice) -> None:
         """A peer offers the receiving end of an edge. ProtocolError: beyond all reason."""
+        if isinstance(offer, Splice):
+            self.splices.accept(member, offer)
+            return
         if self._offered_by(member) >= MAX_OFFERED:
             raise ProtocolError("more lanes are offered than any job needs")
         end = LaneEnd(_edge_of(offer, member), sending=False)
@@ -154,8 +137,12 @@ class LaneRendezvous:
     ) -> None:
         """A connection through the door that names a lane; LaneBroken if nobody has offered it."""
         with trio.move_on_after(OFFER_PATIENCE_S):
-            while lane not in self._expected:
+            while lane not in self._expected and lane not in self.splices:
                 await self._news.wait()
+        if lane in self.splices:
+            authenticated()
+            self.splices.arrive(lane, stream)
+            return
         expected = self._expected.get(lane)
         if expected is None:
             raise LaneBroken("a connection names a lane that nobody has offered")
@@ -251,6 +238,9 @@ class LaneRendezvous:
 
     def _expect(self, end: LaneEnd, offer: OfferLane, member: Member) -> None:
         self._expected[offer.lane] = _Expected(end, offer, member)
+        self._tell_news()
+
+    def _tell_news(self) -> None:
         self._news.set()
         self._news = trio.Event()
 
@@ -292,7 +282,7 @@ class LaneRendezvous:
     async def _dial(self, end: LaneEnd, offer: OfferLane, member: Member) -> None:
         """Dial the lane of an offer; whoever offered it tries again if that fails."""
         try:
-            stream = await self._reach.dial_member(member)
+            stream = await self.splices.dial(member)
             lane = await dial_lane(stream, offer, peer=self._reach.name_of(member))
         except NetworkError as e:
             self._reach.complain(member, e)

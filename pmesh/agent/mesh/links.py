@@ -22,9 +22,11 @@ from pmesh.core.wire.link import (
     Probe,
     encode,
 )
-from pmesh.errors import PeerUnreachable
-from pmesh.ids import Member, NodeId
+from pmesh.errors import NodeKeyCopied, PeerUnreachable
+from pmesh.ids import Incarnation, Member, NodeId, short_node
 from pmesh.net.links.path import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, Path
+
+MAX_INTRODUCED = 64  # members that one peer has named: as many as a view has
 
 
 class LinkNumbers(NamedTuple):
@@ -56,6 +58,8 @@ class LivePath:
     hosts: tuple[frozenset[str], frozenset[str]]
     """The addresses of its two interfaces, ours first."""
     flaps: int
+    relay: Member | None = None
+    """The member that forwards its bytes; None if it is direct."""
     since: float = field(default_factory=trio.current_time)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     last_heard: float = field(default_factory=trio.current_time)
@@ -69,12 +73,14 @@ class LivePath:
 
     def __str__(self) -> str:
         """Return how a user knows it: the interface, its kind, and where it leads."""
+        if self.relay is not None:
+            return f"{self.key.interface} (relayed)"
         kind = f" ({self.kind})" if self.kind else ""
         return f"{self.key.interface or self.path.local_address.host}{kind} to {self.key.remote}"
 
     @property
     def thresholds(self) -> Thresholds:
-        return WIFI if self.kind == "wifi" else WIRED
+        return WIFI if self.kind in {"wifi", paths.RELAYED} else WIRED
 
     def state(self) -> PathState:
         return PathState(
@@ -158,6 +164,8 @@ class Link:
         self.changed = trio.Event()
         """Its paths, or the interfaces of either side; replaced when it is set."""
         self.scope = trio.CancelScope()
+        self.introduced: dict[Incarnation, Member] = {}
+        """The members that the peer has named."""
         self._current: LivePath | None = None
         self._delivery = Delivery()
         self._flaps: dict[PathKey, int] = {}
@@ -176,6 +184,16 @@ class Link:
     def current(self) -> LivePath | None:
         """The path over which this side sends its messages; None while there is none."""
         return self._current
+
+    @property
+    def relay(self) -> Member | None:
+        """The member that forwards between this agent and the peer; None if there is none."""
+        return next((live.relay for live in self.paths.values() if live.relay is not None), None)
+
+    @property
+    def is_direct(self) -> bool:
+        """True if a path leads to the peer that no other member forwards."""
+        return any(live.relay is None for live in self.paths.values())
 
     @property
     def is_unread(self) -> bool:
@@ -264,13 +282,19 @@ class Link:
         return True
 
     def carriers(self) -> tuple[LivePath, ...]:
-        """Return the paths for tensors, the best first."""
+        """Return the paths for tensors, the best first: only direct ones."""
         keys = paths.carriers(
             [live.state() for live in self.paths.values()],
             None if self._current is None else self._current.key,
             now=trio.current_time(),
         )
-        return tuple(self.paths[key] for key in keys)
+        return tuple(live for key in keys if (live := self.paths[key]).relay is None)
+
+    def introduce(self, member: Member) -> None:
+        """Note a member that the peer has named."""
+        self.introduced[member.incarnation] = member
+        if len(self.introduced) > MAX_INTRODUCED:
+            del self.introduced[next(iter(self.introduced))]
 
     @property
     def port(self) -> int:
@@ -282,10 +306,17 @@ class Link:
 
         A path that the peer has dialled is one that a firewall may not let us dial.
         """
-        ordered = dict.fromkeys((*self.carriers(), *self.paths.values()))
+        direct = (live for live in self.paths.values() if live.relay is None)
+        ordered = dict.fromkeys((*self.carriers(), *direct))
         ends = (Address(live.path.remote_address.host, self.port) for live in ordered)
         both = zip(ordered, ends, strict=True)
         return tuple(dict.fromkeys(live.dialled or (there, live.own) for live, there in both))
+
+    def close(self) -> None:
+        """End its paths, and the task that keeps them."""
+        self.scope.cancel()
+        for live in self.paths.values():
+            live.scope.cancel()
 
     def update(self, hello: Hello) -> None:
         """Take what the peer says anew about itself: its interfaces have changed."""
@@ -309,6 +340,7 @@ def live_path(
     dialled: BoundAddress | None,
     again: bool,
     link: Link | None,
+    relay: Hello | None,
 ) -> LivePath:
     """Return a new path, with what the interfaces at its two ends are.
 
@@ -318,7 +350,22 @@ def live_path(
         dialled: Where it was dialled; None if it was accepted.
         again: As `LivePath.again`.
         link: The link with the peer, if there is one.
+        relay: The member that forwards its bytes; None if it is direct.
     """
+    if relay is not None:
+        key = PathKey(relay.name, path.peer.name)
+        return LivePath(
+            path=path,
+            key=key,
+            kind=paths.RELAYED,
+            speed_mbit_s=0,
+            dialled=None,
+            own=None,
+            again=False,
+            hosts=(frozenset(), frozenset()),
+            flaps=0 if link is None else link.flaps_of(key),
+            relay=relay.member,
+        )
     there = bare_host(path.remote_address)
     own = interface_of(path.local_address, local=local)
     theirs = _interface_with(path.peer.interfaces, there)
@@ -362,3 +409,20 @@ def bare_host(address: Address) -> str:
 
 def _microseconds(seconds: float) -> int:
     return round(seconds * 1e6)
+
+
+def begins_at(gone: Sequence[LocalAddress], live: LivePath) -> bool:
+    return any(is_at(live.path.local_address, own) for own in gone)
+
+
+def hosts_of(hello: Hello) -> set[str]:
+    return {host for interface in hello.interfaces for host in interface.hosts}
+
+
+def copied_from(one: Hello, other: Hello, path: Path) -> NodeKeyCopied:
+    where = ", ".join(str(address) for address in one.addresses[:1]) or "unknown address"
+    return NodeKeyCopied(
+        f"{one.name} ({where}) and {other.name} ({path.remote_address}) have the same node "
+        f"key ({short_node(path.node)}): a home was copied; on one of them run 'pmesh down', "
+        "remove node_key from its home, and run 'pmesh up'"
+    )

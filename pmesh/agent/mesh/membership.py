@@ -6,7 +6,7 @@ flush answer (V3).
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Literal, Protocol
 
@@ -32,7 +32,14 @@ from pmesh.core.views.state import (
     heartbeat_of,
     is_vouched_for,
 )
-from pmesh.core.wire.link import AgreementMessage, Heartbeat, LinkMessage, MeasuredEdge, TellView
+from pmesh.core.wire.link import (
+    RELAYED,
+    AgreementMessage,
+    Heartbeat,
+    LinkMessage,
+    MeasuredEdge,
+    TellView,
+)
 from pmesh.ids import Incarnation, JobName, Member, NodeId
 from pmesh.net.local.processes import Stall, sleep_in_step
 
@@ -78,6 +85,7 @@ class _Contact:
     ) -> None:
         self.member = member
         self.health: Health = health.begin(thresholds, now=now, before=before)
+        self.relayed = False
         self.last_sent_us = 0
         self.last_heard_at = now
 
@@ -146,8 +154,19 @@ class Membership:
         )
         return max(0, edge.mbit_s)
 
-    def link_up(self, member: Member, thresholds: Thresholds) -> None:
-        """Start or continue contact with a peer over a new link."""
+    def hears(self, node: NodeId) -> Collection[Incarnation]:
+        """Return whom a peer hears; nobody if the peer itself is silent."""
+        peer = self.state.peers.get(node)
+        if peer is None or self.is_silent(node):
+            return ()
+        return peer.heartbeat.heard.keys() - set(peer.heartbeat.silent)
+
+    def is_silent(self, node: NodeId) -> bool:
+        """Return True if a peer has been silent for long."""
+        return node in self._silent()
+
+    def link_up(self, member: Member, thresholds: Thresholds, *, relayed: bool = False) -> None:
+        """Start or continue contact with a peer over a new link, which a third may forward."""
         contact = self._contacts.get(member.node)
         if contact is not None and contact.member != member:
             self.lose(member.node, "it was restarted")
@@ -156,13 +175,15 @@ class Membership:
             before = lost.health if lost is not None and lost.member == member else None
             contact = _Contact(member, thresholds, trio.current_time(), before)
             self._contacts[member.node] = contact
+        contact.relayed = relayed
         self.send(member, TellView(self.state.view))
         self.send(member, self._heartbeat_for(contact))
 
-    def path_changed(self, node: NodeId, thresholds: Thresholds) -> None:
+    def path_changed(self, node: NodeId, thresholds: Thresholds, *, relayed: bool) -> None:
         """Judge the peer's silence by the kind of path over which it is now reached."""
         contact = self._contacts.get(node)
         if contact is not None:
+            contact.relayed = relayed
             contact.health = replace(contact.health, thresholds=thresholds)
 
     def lose(self, node: NodeId, why: str) -> None:
@@ -335,7 +356,8 @@ class Membership:
         return {
             contact.member.incarnation: MeasuredEdge(
                 _least_us(contact.health),
-                self.probing.settled_mbit_s(contact.member),
+                # V5: the ring avoids an edge over which another member forwards.
+                RELAYED if contact.relayed else self.probing.settled_mbit_s(contact.member),
             )
             for contact in self._contacts.values()
         }

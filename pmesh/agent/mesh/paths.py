@@ -97,10 +97,13 @@ class PathKeeper:
                 attempts = {}
             ways = {way.key: way for way in link.ways(local) if way.key not in link.paths}
             due = [key for key in ways if attempts.get(key, fresh).due <= trio.current_time()]
+            longest_s = paths.LONGEST_REDIAL_S if link.is_direct else paths.LONGEST_RELAYED_S
             async with trio.open_nursery() as nursery:
                 for key in due:
                     before = attempts.get(key, fresh)
-                    attempts[key] = paths.failed_again(before, now=trio.current_time())
+                    attempts[key] = paths.failed_again(
+                        before, now=trio.current_time(), longest_s=longest_s
+                    )
                     nursery.start_soon(self._dial_one, link, ways[key])
             next_due = min((attempts.get(key, fresh).due for key in ways), default=float("inf"))
             with trio.move_on_at(next_due):

@@ -1,7 +1,7 @@
 """The one link with each peer: which paths join it, and what the end of its last path means."""
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from functools import partial
 
@@ -12,11 +12,21 @@ import trio
 from pmesh.agent.containment import Contain
 from pmesh.agent.mesh.bans import Bans
 from pmesh.agent.mesh.dial_targets import Targets
-from pmesh.agent.mesh.links import Link, LivePath, bare_host, is_at, live_path, numbers_of
+from pmesh.agent.mesh.links import (
+    Link,
+    LivePath,
+    bare_host,
+    begins_at,
+    copied_from,
+    hosts_of,
+    live_path,
+    numbers_of,
+)
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.paths import PathKeeper
+from pmesh.agent.mesh.relays import Relays
 from pmesh.agent.status.events import News
-from pmesh.core.links.addresses import BoundAddress, LocalAddress, in_dialling_order
+from pmesh.core.links.addresses import BoundAddress, in_dialling_order
 from pmesh.core.links.dialing import STEADY_AFTER_S
 from pmesh.core.links.paths import MAX_PATHS, Way
 from pmesh.core.wire.link import (
@@ -34,12 +44,13 @@ from pmesh.core.wire.link import (
     Ping,
     Pong,
     Probe,
+    Relay,
     RestLane,
+    Splice,
 )
 from pmesh.errors import (
     MeshKeyMismatch,
     NetworkError,
-    NodeKeyCopied,
     PeerUnreachable,
     PmeshError,
     ProtocolError,
@@ -74,7 +85,7 @@ class Peers:
         watch: AddressWatch,
         nursery: trio.Nursery,
         jitter: Callable[[], float],
-        on_offer: Callable[[Member, OfferLane], None],
+        on_offer: Callable[[Member, OfferLane | Splice], None],
         on_rest: Callable[[Member, RestLane], None],
         on_ask: Callable[[AskResult], None],
         on_p2p: Callable[[Member, P2PMessage], None],
@@ -99,6 +110,15 @@ class Peers:
             dial=self.dial_way,
             lose=self._end_path,
             improved=self._improved,
+        )
+        self.relays = Relays(
+            me=lambda: self._hello().member.node,
+            contexts=contexts,
+            hello=self._hello_to,
+            links=lambda: self.links,
+            membership=lambda: self.membership,
+            admit=lambda path, relay: self._admit(path, dialled=None, relay=relay),
+            nursery=nursery,
         )
         self._bans = Bans()
         self.broken_links = 0
@@ -198,7 +218,12 @@ class Peers:
             self.targets.refuse(path.node, e, address)
 
     async def _admit(
-        self, path: Path, *, dialled: BoundAddress | None, again: bool = False
+        self,
+        path: Path,
+        *,
+        dialled: BoundAddress | None,
+        again: bool = False,
+        relay: Hello | None = None,
     ) -> None:
         """Add the path to the link with its peer, which it may begin, and start its tasks."""
         own = self._hello().member
@@ -208,7 +233,7 @@ class Peers:
         if path.node == own.node:
             await path.aclose()
             if path.peer.member != own:
-                raise _copied_from(self._hello(), path.peer, path)
+                raise copied_from(self._hello(), path.peer, path)
             return
         refusal = self._refusal_of(path)
         if refusal is not None:
@@ -218,11 +243,17 @@ class Peers:
         if link is not None and link.member != path.peer.member:
             await self._judge_incarnations(link, path)
             link = self.links.get(path.node)
-        live = live_path(path, self._watch.current, dialled=dialled, again=again, link=link)
+        live = live_path(
+            path, self._watch.current, dialled=dialled, again=again, link=link, relay=relay
+        )
         if not self._joins(live, link):
             await path.aclose()
             return
-        if link is not None and link.numbers == numbers_of(path):
+        self._attach(live, link)
+
+    def _attach(self, live: LivePath, link: Link | None) -> None:
+        """Add the path to its link, or begin one with it."""
+        if link is not None and link.numbers == numbers_of(live.path):
             replaced = link.add(live)
             if replaced is not None:
                 replaced.scope.cancel()
@@ -230,6 +261,8 @@ class Peers:
                 _log.info("a path is there", peer=link.peer.name, path=str(live))
         else:
             link = self._begin(live, instead_of=link)
+        if link.is_direct:
+            self.targets.link_up(link.node)
         self._nursery.start_soon(self._run, link, live)
 
     def _joins(self, live: LivePath, link: Link | None) -> bool:
@@ -246,10 +279,10 @@ class Peers:
         link = Link(live)
         self._next_numbers.pop(link.node, None)
         self.links[link.node] = link
-        self.targets.link_up(link.node)
         if instead_of is not None:
-            _close(instead_of)
-        self.membership.link_up(link.member, live.thresholds)
+            self.relays.forget(link.node)
+            instead_of.close()
+        self.membership.link_up(link.member, live.thresholds, relayed=live.relay is not None)
         self._introduce(link)
         second = self._hello().member.node > link.node
         self._nursery.start_soon(partial(self._keeper.keep, link, second=second))
@@ -281,7 +314,7 @@ class Peers:
             raise
         if lives:
             await new.aclose()
-            raise _copied_from(link.peer, new.peer, new)
+            raise copied_from(link.peer, new.peer, new)
         if self.links.get(new.node) is link:
             self._end(link, "it was restarted")
 
@@ -340,11 +373,15 @@ class Peers:
             self._begin_switch(link, why, since=live.last_heard)
         elif not used and link.paths:
             _log.info("a path has ended", peer=link.peer.name, path=str(live), reason=why)
+        if link.paths and not link.is_direct and self.links.get(link.node) is link:
+            self.relays.forget(link.node)
+            self.targets.link_lost(link.node)
 
     def _begin_switch(self, link: Link, why: str, *, since: float) -> None:
         """Messages go over another path than before; it is told once the peer was heard there."""
         assert link.current is not None  # noqa: S101 - it has switched to this one
-        self.membership.path_changed(link.node, link.current.thresholds)
+        relayed = link.current.relay is not None
+        self.membership.path_changed(link.node, link.current.thresholds, relayed=relayed)
         if trio.current_time() - link.since > STEADY_AFTER_S:  # else both have dialled
             link.begin_switch(why, since=since)
 
@@ -367,7 +404,7 @@ class Peers:
         seen = self._watch.current
         while True:
             before, seen = seen, await self._watch.changed_from(seen)
-            is_over = partial(_begins_at, [own for own in before if own not in seen])
+            is_over = partial(begins_at, [own for own in before if own not in seen])
             for link in list(self.links.values()):
                 self._close_paths(link, is_over)
                 link.send(KnownPeers((self._hello(),)))
@@ -375,10 +412,12 @@ class Peers:
     def _know(self, link: Link, hello: Hello) -> None:
         """Take what the peer says about another, or anew about its own interfaces."""
         if hello.member == link.member:
-            gone = _hosts_of(link.peer) - _hosts_of(hello)
+            gone = hosts_of(link.peer) - hosts_of(hello)
             link.update(hello)
             self._close_paths(link, lambda live: bare_host(live.path.remote_address) in gone)
-        elif hello.member.node not in self.links and hello.addresses:
+            return
+        link.introduce(hello.member)
+        if hello.member.node not in self.links and hello.addresses:
             self.targets.introduce(link.node, hello.member.node, hello.addresses)
 
     def _close_paths(self, link: Link, is_over: Callable[[LivePath], bool]) -> None:
@@ -437,7 +476,7 @@ class Peers:
             case KnownPeers(peers):
                 for peer in peers:
                     self._know(link, peer)
-            case OfferLane():
+            case OfferLane() | Splice():
                 self._on_offer(link.member, message)
             case RestLane():
                 self._on_rest(link.member, message)
@@ -449,6 +488,8 @@ class Peers:
                 self.membership.probing.receive(link.member, message)
             case P2PLinkMessage():
                 self._on_p2p(link.member, message)
+            case Relay():
+                self.relays.receive(link, message)
             case Leaving():
                 link.leaving = True
                 self._end(link, "its agent was stopped")
@@ -485,10 +526,11 @@ class Peers:
 
     def _end(self, link: Link, why: str) -> None:
         """Treat the peer as gone, unless another link with it has come up since."""
-        _close(link)
+        link.close()
         if self.links.get(link.node) not in {None, link}:
             return
         self.links.pop(link.node, None)
+        self.relays.forget(link.node)
         self.targets.forget(link.node)
         self.targets.link_lost(link.node)
         self.membership.lose(link.node, why)
@@ -504,14 +546,16 @@ class Peers:
         """Inform all peers that this is a leave and not a failure, and accept no more links."""
         self._leaving = True
         leaving, self.links = self.links, {}  # so that their ends cause no redial
-        async with trio.open_nursery() as nursery:
-            for link in leaving.values():
-                link.send(Leaving())
-                link.scope.cancel()
-                for live in link.paths.values():
-                    nursery.start_soon(live.path.aclose)
+        for direct in (False, True):  # the relayed paths need the others
+            async with trio.open_nursery() as nursery:
+                for link in leaving.values():
+                    if link.is_direct == direct:
+                        link.send(Leaving())
+                        link.scope.cancel()
+                        for live in link.paths.values():
+                            nursery.start_soon(live.path.aclose)
 
-    # --- implements `pmesh.agent.lanes.rendezvous.Reach`
+    # --- implements `pmesh.agent.lanes.splices.Reach`
 
     def send(self, member: Member, message: LinkMessage) -> None:
         """Send on the link to the member; dropped if there is none."""
@@ -522,26 +566,22 @@ class Peers:
     def we_dialled(self, member: Member) -> bool:
         link = self.links.get(member.node)
         best = next(iter(() if link is None else link.carriers()), None)
-        return best is not None and best.dialled is not None
+        if best is None:  # as the smaller node opens relayed paths
+            return link is not None and self._hello().member.node < member.node
+        return best.dialled is not None
+
+    def relay_of(self, member: Member) -> Member | None:
+        link = self.links.get(member.node)
+        return None if link is None or link.carriers() else link.relay
 
     async def dial_member(self, member: Member) -> trio.SocketStream:
         """Open a new connection to the member over the best path that takes one."""
         link = self.links.get(member.node)
         addresses = () if link is None else link.addresses()
         if not addresses:
-            raise PeerUnreachable(f"this agent has no link to {self.name_of(member)}")
+            raise PeerUnreachable(f"this agent has no path to {self.name_of(member)}")
         stream, _ = await dial_any(addresses)
         return stream
-
-    @property
-    def names(self) -> dict[str, NodeId]:
-        """The other machines that are in the view or linked, by name."""
-        linked = {link.peer.name: node for node, link in self.links.items()}
-        seats = self.membership.view.seats
-        members = {seat.member.node: seat.name for seat in seats}
-        members.pop(self._hello().member.node, None)
-        outside = {name: node for name, node in linked.items() if node not in members}
-        return outside | {name: node for node, name in members.items()}
 
     def name_of(self, member: Member) -> str:
         seat, link = self.membership.view.seat_of(member), self.links.get(member.node)
@@ -555,26 +595,3 @@ class Peers:
     def complain(self, member: Member, error: NetworkError) -> None:
         """Log a failed connection to the member; the lane rendezvous tries again."""
         _log.info("no lane", peer=self.name_of(member), reason=str(error))
-
-
-def _begins_at(gone: Sequence[LocalAddress], live: LivePath) -> bool:
-    return any(is_at(live.path.local_address, own) for own in gone)
-
-
-def _hosts_of(hello: Hello) -> set[str]:
-    return {host for interface in hello.interfaces for host in interface.hosts}
-
-
-def _close(link: Link) -> None:
-    link.scope.cancel()
-    for live in link.paths.values():
-        live.scope.cancel()
-
-
-def _copied_from(one: Hello, other: Hello, path: Path) -> NodeKeyCopied:
-    where = ", ".join(str(address) for address in one.addresses[:1]) or "unknown address"
-    return NodeKeyCopied(
-        f"{one.name} ({where}) and {other.name} ({path.remote_address}) have the same node "
-        f"key ({short_node(path.node)}): a home was copied; on one of them run 'pmesh down', "
-        "remove node_key from its home, and run 'pmesh up'"
-    )

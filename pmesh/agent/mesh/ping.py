@@ -13,6 +13,7 @@ from pmesh.core.links.paths import PathKey, Way
 from pmesh.core.links.reasons import why_used
 from pmesh.core.wire.local import Pinged, WayTried
 from pmesh.errors import PeerUnreachable, PmeshError, UsageError
+from pmesh.ids import NodeId
 
 TRY_S = 3.0  # a lost SYN is sent again after 1 s
 
@@ -61,7 +62,7 @@ async def ping(
 
 
 def _link_to(name: str, peers: Peers) -> Link:
-    known = peers.names
+    known = _known(peers)
     if name not in known:
         there = f"there are {', '.join(known)}" if known else "no other machine is here"
         raise UsageError(f"no other machine is called {name!r}; {there}")
@@ -132,3 +133,13 @@ def _result(link: Link) -> Pinged:
     others = [live.state() for live in link.paths.values() if live is not current]
     why = why_used(current.state(), others)
     return Pinged(interface=current.key.interface, remote=current.key.remote, why=why)
+
+
+def _known(peers: Peers) -> dict[str, NodeId]:
+    """The other machines that are in the view or linked, by name."""
+    linked = {link.peer.name: node for node, link in peers.links.items()}
+    seats = peers.membership.view.seats
+    members = {seat.member.node: seat.name for seat in seats}
+    members.pop(peers.membership.state.me.node, None)
+    outside = {name: node for name, node in linked.items() if node not in members}
+    return outside | {name: node for node, name in members.items()}

@@ -29,15 +29,25 @@ FAST_S: Final = 0.01
 REDIAL_S: Final = 1.0
 """Before a way that could not be dialled is tried again; twice as long each time."""
 LONGEST_REDIAL_S: Final = 60.0
+LONGEST_RELAYED_S: Final = 5.0
+"""The longest pause while no direct path is left."""
 SECOND_S: Final = 2.0
 """The larger node dials a way so much later: it is for a way that only one side can dial."""
+
+RELAYED: Final = "relayed"
+"""The kind of a path whose bytes another member forwards."""
 
 _KINDS: Final = ("loopback", "thunderbolt", "wired", "", "wifi", "vpn")
 """The best first; "" is an interface that neither side knows, as behind a router."""
 
 
 def kind_rank(kind: str) -> int:
-    """Return the place of a kind of interface, the best first; one of a later version is last."""
+    """Return the place of a kind of path, the best first; one of a later version is next to last.
+
+    The last is a relayed one.
+    """
+    if kind == RELAYED:
+        return len(_KINDS) + 1
     return _KINDS.index(kind) if kind in _KINDS else len(_KINDS)
 
 
@@ -185,7 +195,9 @@ class Attempts:
     due: float = -inf
 
 
-def failed_again(attempts: Attempts, *, now: float) -> Attempts:
+def failed_again(
+    attempts: Attempts, *, now: float, longest_s: float = LONGEST_REDIAL_S
+) -> Attempts:
     """Handle a way that could not be dialled, or a path that did not last."""
-    pause_s = min(REDIAL_S * 2.0 ** min(attempts.count, 20), LONGEST_REDIAL_S)
+    pause_s = min(REDIAL_S * 2.0 ** min(attempts.count, 20), longest_s)
     return Attempts(count=attempts.count + 1, due=now + pause_s)

@@ -24,12 +24,13 @@ from pmesh.core.values import (
     View,
 )
 from pmesh.errors import ProtocolError
-from pmesh.ids import Epoch, Incarnation, Member, Slot
+from pmesh.ids import Epoch, Incarnation, Member, NodeId, Slot
 
 PROTOCOL_VERSION = 8
 
 MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; more is an attack
 
+MAX_RELAYED_BYTES = 16 * 1024  # one TLS record
 MAX_ADDRESSES = 64  # of one machine; a Mac with every port in use has about ten
 MAX_PROBE_BYTES = 2 * 1024 * 1024  # 17 ms at 1 Gbit/s
 PROBE_PART_BYTES = 8 * 1024  # half of a TLS record
@@ -464,6 +465,36 @@ class Probe(_Message, frozen=True, tag=31):
     padding: Annotated[bytes, Meta(min_length=1, max_length=PROBE_PART_BYTES)]
 
 
+class Relay(_Message, frozen=True, tag=34):
+    """Bytes of a connection between two agents that a third one forwards (V5).
+
+    They are of a TLS connection between the two: nobody else can read or change them.
+    """
+
+    far: Annotated[NodeId, Meta(min_length=32, max_length=32)]
+    """The other end: where the bytes shall go, or where they come from."""
+    number: _Count
+    """Of the connection, given by the end that opens it, the one with the smaller node id."""
+    to_forward: bool = False
+    """True: from an end to the agent that forwards. False: from that one to an end."""
+    data: Annotated[bytes, Meta(max_length=MAX_RELAYED_BYTES)] = b""
+    read: Annotated[int, Meta(ge=0, le=2**32)] = 0
+    """How many more bytes of the other end the sender has read."""
+    ends: bool = False
+    """The sender sends no more."""
+
+
+class Splice(_Message, frozen=True, tag=35):
+    """Asks the receiver to continue a connection between the two to another member, both ways."""
+
+    ticket: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    """Named by the connection's preamble, in the place of a lane."""
+    to: Member
+    """If it is the receiver, it takes the connection as if it had come through its door."""
+    dial: bool = False
+    """True if the receiver of this message dials, False if the sender does."""
+
+
 AgreementMessage: TypeAlias = (
     Heartbeat
     | AskView
@@ -488,6 +519,8 @@ LinkMessage: TypeAlias = (
     | KnownPeers
     | AskProbe
     | Probe
+    | Relay
+    | Splice
 )
 PathMessage: TypeAlias = LinkMessage | Ping | Pong
 

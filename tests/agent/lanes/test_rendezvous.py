@@ -12,7 +12,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent.lanes import rendezvous as rendezvous_module
 from pmesh.agent.lanes.rendezvous import MAX_DIALS, MAX_OFFERED, LaneEnd, LaneKey, LaneRendezvous
-from pmesh.core.wire.link import OfferLane
+from pmesh.core.wire.link import OfferLane, Splice
 from pmesh.core.wire.records import LANE_ID_BYTES, PREAMBLE_BYTES
 from pmesh.errors import LaneBroken, NetworkError, PeerUnreachable, ProtocolError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId
@@ -45,8 +45,9 @@ class Side:
         self.late = False
         self._nursery = nursery
 
-    def send(self, member: Member, message: OfferLane) -> None:
+    def send(self, member: Member, message: OfferLane | Splice) -> None:
         assert member == self.other.me
+        assert isinstance(message, OfferLane)
         self.offers.append(message)
         if self.link_is_up:
             self.other.rendezvous.accept(self.me, message)
@@ -65,6 +66,9 @@ class Side:
         streams = [trio.SocketStream(trio.socket.from_stdlib_socket(end)) for end in (ours, theirs)]
         self._nursery.start_soon(self.other.answer_acceptor, streams[1])
         return streams[0]
+
+    def relay_of(self, _: Member) -> Member | None:
+        return None
 
     async def answer_acceptor(self, stream: trio.SocketStream) -> None:
         preamble = await stream.receive_some(PREAMBLE_BYTES)

@@ -272,7 +272,7 @@ async def test_names_and_messages_for_members_without_a_link(clock: MockClock) -
         live_to(one, two).send(ask)  # of a job that nobody knows
         peers.send(stranger, ask)
         peers.send(old, ask)  # of an incarnation that is gone
-        with pytest.raises(PeerUnreachable, match="no link to"):
+        with pytest.raises(PeerUnreachable, match="no path to"):
             await peers.dial_member(stranger)
         peers.complain(stranger, PeerUnreachable("no"))
 

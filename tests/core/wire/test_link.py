@@ -164,6 +164,8 @@ def test_the_tags_are_those_of_version_eight() -> None:
         27: "RestLane",
         30: "AskProbe",
         31: "Probe",
+        34: "Relay",
+        35: "Splice",
     }
 
 

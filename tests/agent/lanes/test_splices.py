@@ -1,0 +1,234 @@
+"""A member forwards a connection between two others that can't reach each other."""
+
+import socket
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from itertools import count
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from pmesh.agent.lanes.rendezvous import LaneEnd, LaneRendezvous
+from pmesh.agent.lanes.splices import ARRIVAL_S, MAX_SPLICES
+from pmesh.core.wire.link import OfferLane, Splice
+from pmesh.core.wire.records import LANE_ID_BYTES, PREAMBLE_BYTES
+from pmesh.errors import LaneBroken, NetworkError, PeerUnreachable
+from pmesh.ids import Member
+from tests.agent.lanes.test_rendezvous import A, B, C, edge
+from tests.worlds.trainer import until
+from tests.worlds.village import NoReach
+
+TICKET = b"t" * 16
+
+
+def connection() -> tuple[trio.SocketStream, trio.SocketStream]:
+    ours, theirs = socket.socketpair()
+    near, far = (trio.SocketStream(trio.socket.from_stdlib_socket(end)) for end in (ours, theirs))
+    return near, far
+
+
+class Between(NoReach):
+    """The one that forwards, and what Cara gets."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self.rendezvous = LaneRendezvous(B, self, nursery, bytes)
+        self.caras: list[trio.SocketStream] = []
+        self.complaints: list[NetworkError] = []
+        self.is_cara_up = True
+
+    def we_dialled(self, member: Member) -> bool:
+        return member in (A, C)
+
+    async def dial_member(self, member: Member) -> trio.SocketStream:
+        await trio.lowlevel.checkpoint()
+        assert member == C
+        if not self.is_cara_up:
+            raise PeerUnreachable("it refuses connections")
+        near, far = connection()
+        self.caras.append(far)
+        return near
+
+    def complain(self, member: Member, error: NetworkError) -> None:
+        assert member in {A, C}
+        self.complaints.append(error)
+
+    async def connect(self, ticket: bytes = TICKET) -> trio.SocketStream:
+        """Ada's end of a connection whose preamble names this ticket."""
+        near, far = connection()
+        with suppress(LaneBroken):
+            await self.rendezvous.welcome(far, ticket, lambda: None)
+            return near
+        await far.aclose()
+        return near
+
+
+@asynccontextmanager
+async def between() -> AsyncGenerator[Between]:
+    async with trio.open_nursery() as nursery:
+        there = Between(nursery)
+        yield there
+        nursery.cancel_scope.cancel()
+    for stream in there.caras:
+        await stream.aclose()
+
+
+async def receive(stream: trio.SocketStream, size: int) -> bytes:
+    received = b""
+    while len(received) < size and (data := await stream.receive_some(size - len(received))):
+        received += data
+    return received
+
+
+async def test_bytes_go_both_ways_and_an_end_ends_both(autojump_clock: MockClock) -> None:
+    assert autojump_clock
+    async with between() as here:
+        here.rendezvous.accept(A, Splice(TICKET, C))
+        ada = await here.connect()
+        await ada.send_all(b"sealed for Cara")
+        await until(lambda: bool(here.caras))
+        (cara,) = here.caras
+        assert await receive(cara, 15) == b"sealed for Cara"
+        sent = bytes(range(256)) * 4096
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(cara.send_all, sent)
+            assert await receive(ada, len(sent)) == sent
+        await ada.aclose()
+        assert await receive(cara, 1) == b""
+
+
+async def test_a_ticket_serves_once_and_not_for_long(autojump_clock: MockClock) -> None:
+    assert autojump_clock
+    async with between() as here:
+        here.rendezvous.accept(A, Splice(TICKET, C))
+        first, second = await here.connect(), await here.connect()
+        assert await receive(second, 1) == b""
+        here.rendezvous.accept(A, Splice(b"u" * 16, C))
+        await trio.sleep(ARRIVAL_S + 1)
+        late = await here.connect(b"u" * 16)
+        assert await receive(late, 1) == b""
+        for stream in (first, second, late):
+            await stream.aclose()
+
+
+@pytest.mark.parametrize("room_again_after", ["they have ended", "nobody came"])
+async def test_what_one_member_makes_another_forward_is_limited(
+    autojump_clock: MockClock, room_again_after: str
+) -> None:
+    assert autojump_clock
+    async with between() as here:
+        tickets = [bytes([number]) * 16 for number in range(MAX_SPLICES)]
+        for ticket in tickets:
+            here.rendezvous.accept(A, Splice(ticket, C))
+        here.rendezvous.accept(A, Splice(TICKET, C))
+        refused = await here.connect()
+        assert await receive(refused, 1) == b""
+        await refused.aclose()
+
+        if room_again_after == "they have ended":
+            for ticket in tickets:
+                await (await here.connect(ticket)).aclose()
+        await trio.sleep(ARRIVAL_S + 1)
+        here.rendezvous.accept(A, Splice(TICKET, C))
+        ada = await here.connect()
+        await ada.send_all(b"x")
+        await trio.sleep(0.1)
+        assert await receive(here.caras[-1], 1) == b"x"
+        await ada.aclose()
+
+
+async def test_a_connection_that_can_not_go_on_is_closed(autojump_clock: MockClock) -> None:
+    assert autojump_clock
+    async with between() as here:
+        here.is_cara_up = False
+        here.rendezvous.accept(A, Splice(TICKET, C))
+        ada = await here.connect()
+        assert await receive(ada, 1) == b""
+        await until(lambda: bool(here.complaints))
+        assert [str(error) for error in here.complaints] == ["it refuses connections"]
+        await ada.aclose()
+
+
+class Street(NoReach):
+    """Three agents, of which the outer two can't reach each other; links go one way only."""
+
+    def __init__(self, nursery: trio.Nursery, dialled: set[tuple[Member, Member]]) -> None:
+        self._nursery = nursery
+        self._dialled = dialled
+        self.ends = {member: End(member, self, nursery) for member in (A, B, C)}
+
+    async def dial(self, member: Member, peer: Member) -> trio.SocketStream:
+        await trio.lowlevel.checkpoint()
+        if (member, peer) not in self._dialled:
+            raise PeerUnreachable("there is a firewall")
+        near, far = connection()
+        self._nursery.start_soon(self.ends[peer].answer, far)
+        return near
+
+    def has_dialled(self, member: Member, peer: Member) -> bool:
+        return (member, peer) in self._dialled or (member, peer) == (A, C)
+
+
+class End(NoReach):
+    """One of them."""
+
+    def __init__(self, me: Member, street: Street, nursery: trio.Nursery) -> None:
+        self.me = me
+        self.street = street
+        numbers = count(me.incarnation * 1000)
+        self.rendezvous = LaneRendezvous(
+            me, self, nursery, lambda size: next(numbers).to_bytes(size, "big")
+        )
+
+    def send(self, member: Member, message: OfferLane | Splice) -> None:
+        self.street.ends[member].rendezvous.accept(self.me, message)
+
+    def we_dialled(self, member: Member) -> bool:
+        return self.street.has_dialled(self.me, member)
+
+    def relay_of(self, member: Member) -> Member | None:
+        return B if {self.me, member} == {A, C} else None
+
+    async def dial_member(self, member: Member) -> trio.SocketStream:
+        return await self.street.dial(self.me, member)
+
+    async def answer(self, stream: trio.SocketStream) -> None:
+        authenticated: list[bool] = []
+        try:
+            preamble = await receive(stream, PREAMBLE_BYTES)
+            await self.rendezvous.welcome(
+                stream, preamble[-LANE_ID_BYTES:], lambda: authenticated.append(True)
+            )
+        finally:
+            if not authenticated:
+                await trio.aclose_forcefully(stream)
+
+
+@pytest.mark.parametrize("first", [(A, B), (B, A)], ids=["A dialled B", "B dialled A"])
+@pytest.mark.parametrize("second", [(B, C), (C, B)], ids=["B dialled C", "C dialled B"])
+async def test_each_leg_is_dialled_as_its_link_was(
+    autojump_clock: MockClock, first: tuple[Member, Member], second: tuple[Member, Member]
+) -> None:
+    assert autojump_clock
+    async with trio.open_nursery() as nursery:
+        street = Street(nursery, {first, second})
+        for sender, receiver in ((A, C), (C, A)):
+            there = edge(host=sender)
+            street.ends[sender].rendezvous.offer(there, receiver)
+            for member in (sender, receiver):
+                end = LaneEnd(there, sending=member == sender)
+                (await street.ends[member].rendezvous.take(end)).close()
+        nursery.cancel_scope.cancel()
+
+
+async def test_who_asks_to_be_dialled_and_names_no_lane_gets_nothing(
+    autojump_clock: MockClock,
+) -> None:
+    assert autojump_clock
+    async with between() as here:
+        here.rendezvous.accept(A, Splice(TICKET, B))
+        ada = await here.connect()
+        await ada.send_all(bytes(PREAMBLE_BYTES))
+        assert await receive(ada, 1) == b""
+        await until(lambda: bool(here.complaints))
+        await ada.aclose()

@@ -1,0 +1,206 @@
+"""Agents of which two can't reach each other, but both reach a third."""
+
+from collections.abc import Callable
+
+import msgspec
+import trio
+from trio.testing import MockClock
+
+from pmesh.agent.mesh.links import Link, LivePath
+from pmesh.agent.mesh.relays import LINGER_S, RELAY_AFTER_S
+from pmesh.core.links.addresses import BoundAddress
+from pmesh.core.links.health import LONGEST_SILENCE_S
+from pmesh.core.links.paths import LONGEST_RELAYED_S, RELAYED
+from pmesh.core.links.relaying import MAX_RELAYED, WINDOW_BYTES, Onward
+from pmesh.core.wire.link import MAX_RELAYED_BYTES, Relay
+from pmesh.errors import PeerUnreachable
+from pmesh.ids import NodeId
+from pmesh.net.links.path import Path
+from tests.worlds.trainer import until
+from tests.worlds.village import Machine, village
+
+
+def link_to(machine: Machine, other: Machine) -> Link:
+    return machine.agent.peers.links[other.key.node]
+
+
+def reached_over(machine: Machine, other: Machine) -> str | None:
+    """The kind of the path over which messages go; None if there is no link."""
+    link = machine.agent.peers.links.get(other.key.node)
+    return None if link is None or link.current is None else link.current.kind
+
+
+def build_wall(one: Machine, other: Machine) -> Callable[[], None]:
+    """Neither can dial the other, until what is returned is called."""
+    dials = {machine: machine.agent.peers._dial for machine in (one, other)}  # noqa: SLF001
+
+    def refuse(machine: Machine, far: Machine) -> None:
+        async def dial(addresses: tuple[BoundAddress, ...]) -> tuple[Path, BoundAddress]:
+            if any(address.port == far.port for address, _ in addresses):
+                raise PeerUnreachable("there is a wall")
+            return await dials[machine](addresses)
+
+        machine.agent.peers._dial = dial  # type: ignore[method-assign]  # noqa: SLF001
+
+    def break_down() -> None:
+        for machine, dial in dials.items():
+            machine.agent.peers._dial = dial  # type: ignore[method-assign]  # noqa: SLF001
+
+    refuse(one, other)
+    refuse(other, one)
+    return break_down
+
+
+def swallow(live: LivePath) -> None:
+    """From now on all packets vanish that are sent on the path."""
+    live.path.send_packet = lambda packet: None  # type: ignore[method-assign]  # noqa: ARG005
+
+
+async def test_two_that_lose_their_link_come_together_over_a_third(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        _, one, other = here.machines
+        await trio.sleep(1)
+        build_wall(one, other)
+        (live,) = link_to(one, other).paths.values()
+        await live.path.aclose()
+        await until(lambda: reached_over(one, other) == reached_over(other, one) == RELAYED)
+        await here.settle(*here.machines)
+
+
+async def test_a_link_whose_only_path_falls_silent_goes_on_over_a_third(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        _, one, other = here.machines
+        epoch = one.agent.membership.view.epoch
+        await trio.sleep(1)
+        build_wall(one, other)
+        for machine, far in ((one, other), (other, one)):
+            for live in link_to(machine, far).paths.values():
+                swallow(live)
+        await until(lambda: reached_over(one, other) == reached_over(other, one) == RELAYED)
+        await trio.sleep(2 * LONGEST_SILENCE_S)
+        assert {machine.agent.membership.view.epoch for machine in here.machines} == {epoch}
+        assert any("mac-2 is reached over mac-0 (relayed)" in line for line in one.lines)
+
+
+async def test_a_direct_path_takes_over_and_the_relayed_one_ends(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        between, one, other = here.machines
+        await trio.sleep(1)
+        break_down = build_wall(one, other)
+        (live,) = link_to(one, other).paths.values()
+        await live.path.aclose()
+        await until(lambda: reached_over(one, other) == reached_over(other, one) == RELAYED)
+        link = link_to(one, other)
+        assert len(between.agent.peers.relays.forwarding) == 1
+        break_down()
+        await until(lambda: RELAYED not in {reached_over(one, other), reached_over(other, one)})
+        await trio.sleep(LINGER_S + LONGEST_RELAYED_S)
+        assert link_to(one, other) is link
+        assert link.is_direct
+        assert len(link.paths) == 1
+        assert len(between.agent.peers.relays.forwarding) == 0
+
+
+async def test_who_leaves_says_so_over_a_relayed_path_too(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        _, one, other = here.machines
+        await part(one, other)
+        await here.settle(*here.machines)
+        await one.stop()
+        await until(lambda: any("mac-1 is gone: its agent was stopped" in x for x in other.lines))
+
+
+async def test_when_the_one_between_is_gone_the_two_are_apart(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        between, one, other = here.machines
+        await part(one, other)
+        await between.kill()
+        await until(lambda: len(one.names) == len(other.names) == 1)
+
+
+async def test_who_sends_more_than_its_window_is_turned_away(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        between, one, other = here.machines
+        flood = Relay(other.key.node, 99, to_forward=True, data=bytes(MAX_RELAYED_BYTES))
+        sender = one if one.key.node < other.key.node else other
+        flood = msgspec.structs.replace(flood, far=max(one.key.node, other.key.node))
+        for _ in range(WINDOW_BYTES // MAX_RELAYED_BYTES + 1):
+            link_to(sender, between).send(flood)
+        await until(lambda: between.agent.peers.broken_links == 1)
+
+
+async def test_nobody_is_reached_who_is_not_whom_the_path_was_to_lead_to(clock: MockClock) -> None:
+    async with village(clock, 4) as here:
+        between, *others = here.machines
+        one, other, decoy = sorted(others, key=lambda machine: machine.key.node)
+        await trio.sleep(1)
+        build_wall(one, other)
+
+        def misdirect(sender: NodeId, message: Relay, *, reachable: bool) -> Onward:
+            assert reachable
+            to, source = (
+                (decoy, one) if sender == one.key.node else (one, other)  # as if from the other
+            )
+            onward = msgspec.structs.replace(message, far=source.key.node, to_forward=False)
+            return Onward(to.key.node, onward)
+
+        between.agent.peers.relays.forwarding.forward = misdirect  # type: ignore[method-assign]
+        decoy.agent.peers.relays.forwarding.forward = forward_nothing  # type: ignore[method-assign, assignment]
+        (live,) = link_to(one, other).paths.values()
+        await live.path.aclose()
+        await trio.sleep(10 * RELAY_AFTER_S)
+        assert reached_over(one, other) is None
+        assert len(link_to(one, decoy).paths) == 1
+
+
+def forward_nothing(_: NodeId, message: Relay, *, reachable: bool) -> None:
+    assert reachable
+    assert message.to_forward
+
+
+async def part(one: Machine, other: Machine) -> None:
+    """Let the two reach each other over a third only."""
+    await trio.sleep(1)  # a link that ends sooner has been refused
+    build_wall(one, other)
+    (live,) = link_to(one, other).paths.values()
+    await live.path.aclose()
+    await until(lambda: reached_over(one, other) == reached_over(other, one) == RELAYED)
+
+
+async def test_the_connections_over_one_member_are_limited(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, other = here.machines
+        for number in range(MAX_RELAYED + 4):
+            stranger = NodeId(bytes(31) + bytes([number]))
+            link_to(one, other).send(Relay(stranger, 1, data=b"\x16"))  # of a TLS handshake
+        await trio.sleep(1)
+        assert len(other.agent.peers.relays.streams) == MAX_RELAYED
+
+
+async def test_the_ring_goes_around_two_that_are_linked_over_a_third(clock: MockClock) -> None:
+    async with village(clock, 4) as here:
+        _, one, *others = here.machines
+        neighbour = next(other for other in others if are_neighbours(one, other))
+        epoch = one.agent.membership.view.epoch
+        await part(one, neighbour)
+        await until(lambda: one.agent.membership.view.epoch != epoch and len(one.names) == 4)
+        await here.settle(*here.machines)
+        assert not are_neighbours(one, neighbour)
+
+
+def are_neighbours(one: Machine, other: Machine) -> bool:
+    """Whether an edge of a ring of four joins them."""
+    places = [one.names.index(machine.settings.name) for machine in (one, other)]
+    return (places[0] - places[1]) % 2 == 1
+
+
+async def test_another_forwards_if_the_first_does_not(clock: MockClock) -> None:
+    async with village(clock, 4) as here:
+        first, one, other, second = here.machines
+        await part(one, other)
+        link, lazy = link_to(one, other), link_to(one, other).relay
+        assert lazy is not None
+        machine = first if first.key.node == lazy.node else second
+        machine.agent.peers.relays.forwarding.forward = forward_nothing  # type: ignore[method-assign, assignment]
+        await until(lambda: link.current is not None and link.current.relay not in {lazy, None})
+        assert link_to(one, other) is link

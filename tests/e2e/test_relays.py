@@ -1,0 +1,61 @@
+"""Machines of which two can't reach each other, but both reach a third."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.harness import Fleet
+from tools.lab.net import NetLab
+
+pytestmark = pytest.mark.netns
+
+TRAINER = """
+import json
+import numpy as np
+import pmesh
+
+with pmesh.connect(job="relayed", wait_for=3) as mesh:
+    own = np.full(100_000, 1.0 + mesh.rank, np.float32)
+    sums = {float(mesh.all_reduce(own)[-1]) for _ in range(10)}
+    roots = [float(mesh.broadcast(own, root=rank)[-1]) for rank in range(3)]
+    rows = np.ravel(mesh.all_gather(own[:1])).tolist()
+    mesh.barrier()
+    print(json.dumps([sorted(sums), roots, rows, mesh.size]))
+"""
+
+
+def test_two_machines_that_only_a_third_reaches_train_with_it(
+    fleet: Fleet, make_lab: Callable[[int], NetLab]
+) -> None:
+    lab = make_lab(3)
+    first, _, last = lab.hosts
+    lab.cut(first, last)
+    agents = [fleet.start_agent(f"mac-{host.number}", host=host) for host in lab.hosts]
+    fleet.await_view(*agents)
+    trainers = [fleet.start_trainer(agent, TRAINER) for agent in agents]
+    for trainer in trainers:
+        results = json.loads(trainer.await_line(r"^\[.*\]$")[0])
+        assert results == [[6.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0], 3]
+
+
+def test_a_direct_path_takes_over_and_a_relayed_one_steps_in(
+    fleet: Fleet, make_lab: Callable[[int], NetLab]
+) -> None:
+    lab = make_lab(3)
+    first, _, last = lab.hosts
+    lab.cut(first, last)
+    agents = [fleet.start_agent(f"mac-{host.number}", host=host) for host in lab.hosts]
+    fleet.await_view(*agents)
+
+    lab.mend(first, last)
+    agents[0].process.await_line(r"mac-3 is reached over eth0 \(wired\)")
+    agents[2].process.await_line(r"mac-1 is reached over eth0 \(wired\)")
+    lab.cut(first, last)
+    agents[0].process.await_line(r"mac-3 is reached over mac-2 \(relayed\)")
+    agents[2].process.await_line(r"mac-1 is reached over mac-2 \(relayed\)")
+    assert not any("is gone" in agent.process.output for agent in agents)
+
+    agents[1].process.reap()
+    for agent in (agents[0], agents[2]):
+        agent.await_status(lambda status: len(status.view.members) == 1)
