@@ -27,14 +27,15 @@ import trio
 from pmesh.core.wire.link import OfferLane
 from pmesh.ids import Epoch, Incarnation, JobName, NodeId, TrainerId
 from pmesh.net.lanes.lane import WAKE_UP_BYTES, Lane
-from pmesh.net.lanes.multipath import MultipathLane, Path
-from pmesh.net.lanes.opening import offer_of_subflow
+from pmesh.net.lanes.multipath import Facts, MultipathLane
+from pmesh.net.lanes.opening import offer_of_connection
 from pmesh.net.lanes.ring import RingPosition, all_reduce
 from tools.lab.commands import LabError
 from tools.lab.net import run_system
 
 PORT = 5100
 NAMES = ("a", "b")
+PATH_0 = ({"10.78.0.1", "10.78.0.2"},) * 2  # the ends of the first network
 app = cyclopts.App(help=__doc__, help_format="plaintext", version_flags=[])
 
 
@@ -49,6 +50,7 @@ def offer(sender: int) -> OfferLane:
         receiver=TrainerId(1 - sender),
         key=bytes([1, sender]) * 16,
         return_key=bytes([2, sender]) * 16,
+        several=True,
     )
 
 
@@ -79,7 +81,7 @@ class Host:
             made = offer(sender)
             lane = self._lane(sock, made, 0, plain=self.plain)
             if not self.plain:
-                lane = MultipathLane(lane, Path("path-0"), made, wake_up_bytes=WAKE_UP_BYTES)
+                lane = MultipathLane(lane, Facts(), made)
             self.lanes.append(lane)
         for path in range(1, self.paths):
             self.add(path, path)
@@ -92,13 +94,13 @@ class Host:
         for sender, sock in enumerate(self.connect(path)):
             lane = self.lanes[sender]
             assert isinstance(lane, MultipathLane)  # noqa: S101 - so it was opened
-            lane.add(self._lane(sock, offer(sender), index), Path(f"path-{path}"))
+            lane.join(self._lane(sock, offer(sender), index), index, Facts())
 
     def _lane(
         self, sock: socket.socket, made: OfferLane, index: int, *, plain: bool = False
     ) -> Lane:
         if not plain:
-            made = offer_of_subflow(made, index)
+            made = offer_of_connection(made, index)
         sending = made.sender == self.rank
         return Lane(
             sock, made, sending=sending, peer=NAMES[1 - self.rank], wake_up_bytes=WAKE_UP_BYTES
@@ -144,7 +146,7 @@ class Host:
             set_cable("down")
         for lane in self.lanes:
             assert isinstance(lane, MultipathLane)  # noqa: S101 - so it was opened
-            lane.drop("path-0")
+            lane.drop(*PATH_0)
 
     @staticmethod
     async def _reduce(ring: RingPosition, op: int, source: Any, result: Any) -> None:  # noqa: ANN401 - arrays

@@ -9,8 +9,8 @@ import trio
 
 from pmesh.core.wire.link import OfferLane
 from pmesh.net.lanes.lane import Lane
-from pmesh.net.lanes.multipath import MultipathLane, Path
-from pmesh.net.lanes.opening import offer_of_subflow
+from pmesh.net.lanes.multipath import Facts, MultipathLane
+from pmesh.net.lanes.opening import offer_of_connection
 from tests.worlds.lanes import offer_between
 
 
@@ -18,16 +18,27 @@ def connections(
     offer: OfferLane, index: int, *, buffer_bytes: int | None = None
 ) -> tuple[Lane, Lane]:
     """The two ends of one connection of a lane, as if they had greeted."""
-    part = offer_of_subflow(offer, index)
+    part = offer_of_connection(offer, index)
     ends = socket.socketpair()
     if buffer_bytes is not None:
         for end in ends:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
             end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
-    return (
-        Lane(ends[0], part, sending=True, peer="mac-1"),
-        Lane(ends[1], part, sending=False, peer="mac-0"),
-    )
+    sending = Lane(ends[0], part, sending=True, peer="mac-1")
+    receiving = Lane(ends[1], part, sending=False, peer="mac-0")
+    sending.hosts = receiving.hosts = f"path-{index}", f"path-{index}"
+    return sending, receiving
+
+
+def drop(lane: MultipathLane, name: str) -> None:
+    """Lose a path at one end."""
+    lane.drop({name}, {name})
+
+
+def names_of(lane: MultipathLane) -> set[str]:
+    """Return the paths of the connections that are in use."""
+    names = {f"path-{index}" for index in range(100)}
+    return {name for name in names if lane.runs_between({name}, {name})}
 
 
 @dataclass
@@ -42,14 +53,11 @@ class Paths:
 
     def add(self) -> str:
         """Return the new path's name."""
-        name, ends = (
-            f"path-{self.made}",
-            connections(self.offer, self.made, buffer_bytes=self.buffer_bytes),
-        )
-        self.made += 1
-        self.sending.add(ends[0], Path(name))
-        self.receiving.add(ends[1], Path(name))
-        return name
+        index, self.made = self.made, self.made + 1
+        ends = connections(self.offer, index, buffer_bytes=self.buffer_bytes)
+        for lane, end in zip((self.sending, self.receiving), ends, strict=True):
+            lane.join(end, index, Facts())
+        return f"path-{index}"
 
 
 @asynccontextmanager
@@ -57,9 +65,9 @@ async def paths_between(
     count: int = 2, *, buffer_bytes: int | None = None
 ) -> AsyncGenerator[Paths]:
     """A lane with so many paths, path-0 and so on; `buffer_bytes` makes them slow."""
-    offer = offer_between(0, 1)
+    offer = offer_between(0, 1, several=True)
     first = connections(offer, 0, buffer_bytes=buffer_bytes)
-    lanes = [MultipathLane(end, Path("path-0"), offer) for end in first]
+    lanes = [MultipathLane(end, Facts(), offer) for end in first]
     made = Paths(lanes[0], lanes[1], offer, buffer_bytes)
     async with trio.open_nursery() as nursery:
         for lane in lanes:

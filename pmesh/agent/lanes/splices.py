@@ -21,8 +21,8 @@ from pmesh.core.wire.link import OfferLane, Splice
 from pmesh.core.wire.records import (
     LANE_ID_BYTES,
     PREAMBLE_BYTES,
+    Preamble,
     encode_preamble,
-    lane_of_preamble_untrusted,
 )
 from pmesh.errors import NetworkError, PeerUnreachable, ProtocolError
 from pmesh.ids import Member
@@ -123,8 +123,7 @@ class Splices:
             stream = await (self._dial(by, ticket) if splice.dial else self._arrival(ticket))
             async with stream:
                 if splice.to == self._me:
-                    lane = lane_of_preamble_untrusted(await _receive_preamble(stream))
-                    await self._welcome(stream, lane, lambda: None)
+                    await self._welcome(stream, await _receive_preamble(stream), lambda: None)
                 else:
                     far = splice.to
                     await self._continue(stream, far)
@@ -147,7 +146,7 @@ class Splices:
     async def _dial(self, peer: Member, ticket: bytes) -> trio.SocketStream:
         stream = await self._reach.dial_member(peer)
         try:
-            await stream.send_all(encode_preamble(ticket))
+            await stream.send_all(encode_preamble(Preamble(ticket)))
         except BaseException as e:
             stream.socket.close()
             if isinstance(e, trio.BrokenResourceError):

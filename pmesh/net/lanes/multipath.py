@@ -11,9 +11,10 @@ import select
 import selectors
 import socket
 import threading
-from collections.abc import Callable, Generator
+import time
+from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import NamedTuple
 
 import trio
@@ -24,7 +25,9 @@ from pmesh.core.wire.records import OVERHEAD_BYTES, Opener, RecordHeader, Sealer
 from pmesh.errors import ProtocolError
 from pmesh.net.lanes.lane import Lane, Steps, Wait
 
-GRACE_S = 2.0  # without any path: a cable that is plugged in elsewhere, a redial
+MAX_SUBFLOWS = 16  # twice as many as a link has paths; more is an attack
+GRACE_S = 2.0  # after the last path has failed, until another one is joined
+LINGER_S = 2.0  # after `close`, until all that was sent has been acknowledged
 TICK_S = 0.05  # of what no call does: the last acknowledgements, and what is lost after an op
 PUSH_S = 0.005  # while the system has no room for what is left
 UNKNOWN_BYTES_PER_S = 125e6
@@ -32,13 +35,21 @@ _ACK = RecordHeader(core.ACK_BODY_BYTES, 0, op=0, segment=0, fingerprint=0, comp
 _ACK_BYTES = OVERHEAD_BYTES + core.ACK_BODY_BYTES
 
 
-class Path(NamedTuple):
-    """A way between two agents, for one connection of a lane."""
+class Facts(NamedTuple):
+    """What is known of a connection before anything was sent over it."""
 
-    name: str
-    """The same as long as the way is."""
     bytes_per_s: float = UNKNOWN_BYTES_PER_S
     round_trip_s: float = 0.0
+
+
+class Carrier(NamedTuple):
+    """A path between two agents that is to carry a connection of each lane."""
+
+    hosts: tuple[AbstractSet[str], AbstractSet[str]]
+    """The addresses of its two interfaces, ours first."""
+    facts: Facts
+    dial: Callable[[], Awaitable[trio.SocketStream]]
+    """Opens another connection over it, to the peer's door; may raise NetworkError."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +57,7 @@ class _Subflow:
     """One connection of a lane; acknowledgements go against its data."""
 
     index: int
-    path: Path
+    hosts: tuple[str, str]
     sock: socket.socket
     sealer: Sealer
     opener: Opener
@@ -58,7 +69,6 @@ class _Subflow:
     )
     frame: memoryview = field(default_factory=lambda: memoryview(b""))
     filled: int = 0
-    keeps: bool = True
     asked: int = 1
     interest: int = selectors.EVENT_READ
 
@@ -91,15 +101,13 @@ class MultipathLane(Lane):
     `tend` must run in the event loop for as long as the lane is open.
     """
 
-    def __init__(
-        self, first: Lane, path: Path, offer: OfferLane, *, wake_up_bytes: int = 1
-    ) -> None:
-        """The lane of `offer`, over a connection on this path that has been greeted."""
-        sock, sealer, opener = first.give_up()
-        super().__init__(sock, offer, sending=first.sending, peer=first.peer)
-        self._most_asked = wake_up_bytes
+    def __init__(self, first: Lane, facts: Facts, offer: OfferLane) -> None:
+        """The lane of `offer`, whose connection with index 0 has been greeted."""
+        super().__init__(first.give_up()[0], offer, sending=first.sending, peer=first.peer)
+        self.wake_up_bytes = first.wake_up_bytes
         self._lock = threading.Lock()
         self._subflows: dict[int, _Subflow] = {}
+        self._used: set[int] = set()
         self._sends = core.SendWindow()
         self._receives = core.ReceiveWindow()
         self._buffers = _Buffers()
@@ -107,51 +115,59 @@ class MultipathLane(Lane):
         self._news = trio.Event()
         self._tending = False
         self._is_shut = False
+        self._was_ended = False
+        """The peer, and not the network, has ended the connection that was lost last."""
         self._why = "was closed"
-        self._next_index = 0
-        self._join(path, sock, sealer, opener)
+        self.join(first, 0, facts)
 
     # --- its connections
 
-    def add(self, connection: Lane, path: Path) -> None:
-        """A connection more, which has been greeted, on this path."""
-        sock, sealer, opener = connection.give_up()
-        if self._closed.is_set():
-            sock.close()
-            return
-        self._join(path, sock, sealer, opener)
+    def join(self, connection: Lane, index: int, facts: Facts) -> None:
+        """Take a connection more, which has been greeted with the keys of this index.
 
-    def _join(self, path: Path, sock: socket.socket, sealer: Sealer, opener: Opener) -> None:
+        Raises:
+            LaneBroken: another one was joined under the index, whose keys serve once; or there are
+                too many; or the lane is closed. The connection is closed.
+        """
+        if self.is_closed or index in self._used or len(self._subflows) >= MAX_SUBFLOWS:
+            connection.close()
+            raise self._broken(f"takes no connection with index {index}")
+        self._used.add(index)
+        sock, sealer, opener = connection.give_up()
         with self._lock:
-            index, self._next_index = self._next_index, self._next_index + 1
-            self._subflows[index] = _Subflow(index, path, sock, sealer, opener)
+            self._subflows[index] = _Subflow(index, connection.hosts, sock, sealer, opener)
             self._selector.register(sock, selectors.EVENT_READ)
             self._sends.add(
                 index,
-                bytes_per_s=path.bytes_per_s,
-                round_trip_s=path.round_trip_s,
-                now=perf_counter(),
+                bytes_per_s=facts.bytes_per_s,
+                round_trip_s=facts.round_trip_s,
+                now=time.perf_counter(),
             )
             self._receives.add(index)
         self.pump(outside=True)
         self._stir()
 
-    def drop(self, name: str) -> None:
-        """This path is lost, or no longer to be used: the others bring what it has not brought."""
+    def runs_between(self, ours: AbstractSet[str], theirs: AbstractSet[str]) -> bool:
+        """Whether one of its connections has its two ends at these addresses."""
+        with self._lock:
+            return any(_is_between(s, ours, theirs) for s in self._subflows.values())
+
+    def drop(self, ours: AbstractSet[str], theirs: AbstractSet[str]) -> None:
+        """The path between these has failed: the others bring what it has not brought."""
         with self._lock:
             for subflow in list(self._subflows.values()):
-                if subflow.path.name == name:
-                    self._lose(subflow)
+                if _is_between(subflow, ours, theirs):
+                    self._lose(subflow, ended=False)
         self.pump(outside=True)
         self._stir()
 
-    def paths(self) -> dict[str, core.Load]:
-        """What is known of each path that is in use, by its name."""
+    def loads(self) -> list[core.Load]:
+        """What is known of each connection that is in use, in the order in which they joined."""
         with self._lock:
-            loads = self._sends.subflows
-            return {s.path.name: loads[index] for index, s in self._subflows.items()}
+            return list(self._sends.subflows.values())
 
-    def _lose(self, subflow: _Subflow) -> None:
+    def _lose(self, subflow: _Subflow, *, ended: bool) -> None:
+        self._was_ended = ended
         del self._subflows[subflow.index]
         self._selector.unregister(subflow.sock)
         subflow.sock.close()
@@ -161,20 +177,22 @@ class MultipathLane(Lane):
     # --- the lane's life
 
     def close(self) -> None:
-        """Close all connections; whoever waits on the lane gets LaneBroken."""
+        """Whoever waits on the lane gets LaneBroken; `tend` closes the connections."""
         self._closed.set()
         self._stir()
         if self._stop_thread is not None:
             self._stop_thread()
-            return
+        elif not self._is_shut:
+            trio.lowlevel.notify_closing(self._selector.fileno())
+
+    def _shut(self) -> None:
+        self.close()
         with self._lock:
             for subflow in self._subflows.values():
                 subflow.sock.close()
             self._subflows.clear()
-            if not self._is_shut:
-                self._is_shut = True
-                trio.lowlevel.notify_closing(self._selector.fileno())
-                self._selector.close()
+            self._is_shut = True
+            self._selector.close()
 
     def check_open(self) -> None:
         """Raises LaneBroken if the lane has been closed, or has been without a path too long."""
@@ -200,32 +218,60 @@ class MultipathLane(Lane):
         if wait not in {Wait.READABLE, Wait.WRITABLE}:
             await super().wait_for(wait)
             return
+        self.check_open()
         try:
             await trio.lowlevel.wait_readable(self._selector.fileno())
         except (trio.ClosedResourceError, ValueError, OSError) as e:
             raise self._broken(self._why) from e
 
     async def tend(self) -> None:
-        """Do what is to be done between the calls, until the lane is closed."""
-        while not self._closed.is_set():
-            self._news = trio.Event()
-            if not self._subflows:
-                with trio.move_on_after(GRACE_S):
+        """Do what is to be done between the calls, until the lane is closed; then end it."""
+        try:
+            while not self.is_closed:
+                await self._tend_once()
+            with trio.move_on_after(LINGER_S):  # a socket that is closed before would be reset
+                while self._stop_thread is not None or self._awaits_acks:
+                    await trio.sleep(PUSH_S)
+                    self.pump()
+        finally:
+            self._shut()
+
+    async def _tend_once(self) -> None:
+        self._news = trio.Event()
+        if not self._subflows:
+            await self._await_path()
+            return
+        if self._stop_thread is None and self._is_quiet:
+            self._tending = False
+            await self._news.wait()
+        self._tending = True
+        await trio.sleep(PUSH_S if self._sends.has_unsent else TICK_S)
+        self.pump(outside=True)
+
+    async def _await_path(self) -> None:
+        """Give the lane up if the peer has, or if no other path is joined in time."""
+        if not self._was_ended:
+            with trio.move_on_after(GRACE_S):
+                while not (self._subflows or self.is_closed):
                     await self._news.wait()
-                if not self._subflows and not self._closed.is_set():
-                    self._why = "has lost its last path"
-                    self.close()
-                continue
-            if self._stop_thread is None and self._is_quiet:
-                self._tending = False
-                await self._news.wait()
-            self._tending = True
-            await trio.sleep(PUSH_S if self._sends.has_unsent else TICK_S)
-            self.pump(outside=True)
+                    self._news = trio.Event()
+        elif self._receives.first is not None:
+            await trio.sleep(TICK_S)  # all has come before the end
+            return
+        if not (self._subflows or self.is_closed):
+            self._why = "ended"
+            self._path_lost = not self._was_ended
+            self.close()
 
     @property
     def _is_quiet(self) -> bool:
         return self._sends.is_empty if self.sending else not self._receives.owing
+
+    @property
+    def _awaits_acks(self) -> bool:
+        """What it was to send is on its way, whole."""
+        under_way = not (self._sends.is_empty or self._sends.has_unsent)
+        return self.sending and under_way and bool(self._subflows)
 
     def _stir(self) -> None:
         """In the event loop: `tend` has something to look after."""
@@ -273,8 +319,8 @@ class MultipathLane(Lane):
         while self._sends.has_unsent:
             self.pump()
             if self._sends.has_unsent:
-                yield Wait.WRITABLE
                 self.check_open()
+                yield Wait.WRITABLE
 
     def pump(self, *, outside: bool = False) -> None:
         """Write and acknowledge what can be, without waiting; from any thread, at any time.
@@ -282,9 +328,9 @@ class MultipathLane(Lane):
         From `outside` of a call it wakes the call that waits, which may lack nothing any more.
         """
         with self._lock:
-            if self._closed.is_set():
+            if self._is_shut:
                 return
-            now = perf_counter()
+            now = time.perf_counter()
             for subflow in list(self._subflows.values()):
                 with self._losing(subflow):
                     if self.sending:
@@ -306,8 +352,10 @@ class MultipathLane(Lane):
             yield
         except BlockingIOError:
             return
-        except (OSError, ProtocolError):
-            self._lose(subflow)
+        except (OSError, ProtocolError) as e:
+            self._lose(subflow, ended=isinstance(e, ConnectionError | ProtocolError))
+            if self._stop_thread is None:  # else `tend` looks by itself
+                self._stir()
 
     def _write(self, subflow: _Subflow, now: float) -> None:
         while part := self._sends.next_part(subflow.index):
@@ -343,7 +391,8 @@ class MultipathLane(Lane):
     def _fill(self, enough: int, limit: int) -> Generator[Wait, None, bool]:
         """Receive until the next record is there, whole; True if that took a wait."""
         del enough, limit
-        waited = False
+        waited = all_flow = False
+        before, began = 0, 0.0
         while True:
             with self._lock:
                 frame = self._receives.first
@@ -352,7 +401,12 @@ class MultipathLane(Lane):
                         with self._losing(subflow):
                             self._read(subflow)
                     frame = self._receives.first
+                if frame is None and not waited:
+                    all_flow = all(subflow.frame for subflow in self._subflows.values())
+                    before, began = self.bytes_received, time.monotonic()
             if frame is not None:
+                if all_flow:
+                    self._note_pace(self.bytes_received - before, time.monotonic() - began)
                 self._in = frame[core.NUMBER_BYTES :]
                 self._filled = len(self._in)
                 return waited
@@ -396,7 +450,7 @@ class MultipathLane(Lane):
     def _ask_for_rest(self, subflow: _Subflow) -> None:
         """As `Lane._ask_for`."""
         rest = len(subflow.frame) if subflow.frame else core.FRAME_HEADER_BYTES
-        asked = min(rest - subflow.filled, self._most_asked)
+        asked = min(rest - subflow.filled, self.wake_up_bytes)
         if asked != subflow.asked:
             subflow.asked = asked
             with contextlib.suppress(OSError):
@@ -420,3 +474,8 @@ class MultipathLane(Lane):
             self._buffers.give(self._receives.opened())
         if not self._tending and self._stop_thread is None:
             self._stir()
+
+
+def _is_between(subflow: _Subflow, ours: AbstractSet[str], theirs: AbstractSet[str]) -> bool:
+    here, there = subflow.hosts
+    return here in ours and there in theirs
