@@ -7,16 +7,15 @@ end, and an offer may come before the taker has installed the roster (V4: early 
 
 from collections import Counter
 from collections.abc import Callable
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
-from weakref import WeakSet
 
 import trio
 
+from pmesh.agent.lanes.lane_paths import LanePaths
 from pmesh.agent.lanes.splices import Reach, Splices
 from pmesh.core.wire.link import OfferLane, Splice
-from pmesh.core.wire.records import LANE_ID_BYTES
+from pmesh.core.wire.records import LANE_ID_BYTES, decode_preamble_untrusted
 from pmesh.errors import LaneBroken, NetworkError, ProtocolError
 from pmesh.ids import Epoch, JobName, Member, TrainerId
 from pmesh.net.lanes.lane import Lane
@@ -89,9 +88,9 @@ class LaneRendezvous:
         self.splices = Splices(
             me, reach, nursery, entropy, awaits=self._tell_news, welcome=self.welcome
         )
+        self.paths = LanePaths(reach, nursery)
         self._over: dict[JobName, int] = {}  # every roster below this number
         self._given_up: set[LaneEnd] = set()
-        self._lanes = WeakSet[Lane]()  # all that were opened, also those that are taken
 
     def offer(self, edge: LaneKey, to: Member) -> None:
         """Open an edge whose sending end is ours; `take` gives it."""
@@ -133,12 +132,20 @@ class LaneRendezvous:
                 del self._dials[member], self._turns[member]
 
     async def welcome(
-        self, stream: trio.SocketStream, lane: bytes, authenticated: Callable[[], None]
+        self, stream: trio.SocketStream, first_bytes: bytes, authenticated: Callable[[], None]
     ) -> None:
-        """A connection through the door that names a lane; LaneBroken if nobody has offered it."""
+        """A connection through the door that names a lane; LaneBroken if nobody has offered it.
+
+        ProtocolError if its first bytes are no preamble.
+        """
+        preamble = decode_preamble_untrusted(first_bytes)
+        lane, index = preamble
         with trio.move_on_after(OFFER_PATIENCE_S):
-            while lane not in self._expected and lane not in self.splices:
+            while not self._awaits(lane, index):
                 await self._news.wait()
+        if index:
+            await self.paths.welcome(stream, preamble, authenticated)
+            return
         if lane in self.splices:
             authenticated()
             self.splices.arrive(lane, stream)
@@ -154,8 +161,15 @@ class LaneRendezvous:
             opened.close()
             raise
         # Not before: the lane's id was in clear, and whoever overheard it must not use it up.
-        self._expected.pop(lane, None)
-        self._fill(expected.end, opened)
+        if self._expected.pop(lane, None) is None:  # a second one, which was recorded
+            opened.close()
+            return
+        self._fill(expected.end, self.paths.begin(opened, expected.offer, expected.member))
+
+    def _awaits(self, lane: bytes, index: int) -> bool:
+        if index:
+            return lane in self.paths
+        return lane in self._expected or lane in self.splices
 
     async def take(self, end: LaneEnd) -> Lane:
         """The lane of one of our ends, as soon as it is open.
@@ -204,13 +218,6 @@ class LaneRendezvous:
                 del self._places[end]
                 _give_up(place, LaneBroken("its roster is over"))
 
-    def lose_path(self, ours: AbstractSet[str], theirs: AbstractSet[str]) -> None:
-        """Close the lanes between these addresses of an interface here and one of a peer."""
-        for lane in list(self._lanes):
-            here, there = lane.hosts
-            if here in ours and there in theirs:
-                lane.lose_path()
-
     def close(self) -> None:
         """Close what nobody has taken."""
         for place in self._places.values():
@@ -233,7 +240,7 @@ class LaneRendezvous:
         if place.lane is not None:
             place.lane.close()  # an earlier attempt, of which the other side has heard no end
         place.lane = lane
-        self._lanes.add(lane)
+        self._tell_news()
         place.filled.set()
 
     def _expect(self, end: LaneEnd, offer: OfferLane, member: Member) -> None:
@@ -263,7 +270,8 @@ class LaneRendezvous:
             return  # before this task has had its first turn
         place = self._place(end)
         for _ in range(ATTEMPTS):
-            offer = self._make_offer(edge, dial=not self._reach.we_dialled(to))
+            several = edge.op == -1 and self.paths.is_worth_several(to)
+            offer = self._make_offer(edge, dial=not self._reach.we_dialled(to), several=several)
             if offer.dial:
                 self._expect(end, offer, to)
             self._reach.send(to, offer)
@@ -287,9 +295,9 @@ class LaneRendezvous:
         except NetworkError as e:
             self._reach.complain(member, e)
             return
-        self._fill(end, lane)
+        self._fill(end, self.paths.begin(lane, offer, member))
 
-    def _make_offer(self, edge: LaneKey, *, dial: bool) -> OfferLane:
+    def _make_offer(self, edge: LaneKey, *, dial: bool, several: bool = False) -> OfferLane:
         return OfferLane(
             job=edge.job,
             born=edge.born,
@@ -301,6 +309,7 @@ class LaneRendezvous:
             key=self._entropy(_KEY_BYTES),
             return_key=self._entropy(_KEY_BYTES),
             dial=dial,
+            several=several,
         )
 
 

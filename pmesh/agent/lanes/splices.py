@@ -26,6 +26,7 @@ from pmesh.core.wire.records import (
 )
 from pmesh.errors import NetworkError, PeerUnreachable, ProtocolError
 from pmesh.ids import Member
+from pmesh.net.lanes.multipath import Carrier
 
 MAX_SPLICES = 32  # that one peer has asked for; each costs two descriptors and 256 KiB
 SPLICED_BYTES = 128 * 1024  # copied at once: 40 us, so that the event loop stays responsive
@@ -45,6 +46,10 @@ class Reach(Protocol):
 
     def relay_of(self, member: Member) -> Member | None:
         """Return who forwards to a member; None if it can be dialled directly."""
+        ...
+
+    def paths_to(self, member: Member) -> tuple[Carrier, ...]:
+        """Return the paths over which a lane goes at once, the best first; () if none is direct."""
         ...
 
     async def dial_member(self, member: Member) -> trio.SocketStream:

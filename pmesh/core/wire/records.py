@@ -73,13 +73,13 @@ class Preamble(NamedTuple):
 
     lane: bytes
     """The lane's id."""
-    index: int = 0
-    """Of the connection among those of its lane, where it has several (`subflows`)."""
+    connection: int = 0
+    """Its index among those of the lane, where it has several (`subflows`)."""
 
 
 def encode_preamble(preamble: Preamble) -> bytes:
     """Return the preamble as bytes; their length is always the same."""
-    return PREAMBLE_MAGIC + preamble.lane + _INDEX.pack(preamble.index)
+    return PREAMBLE_MAGIC + preamble.lane + _INDEX.pack(preamble.connection)
 
 
 def decode_preamble_untrusted(data: bytes) -> Preamble:

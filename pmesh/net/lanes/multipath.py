@@ -129,7 +129,7 @@ class MultipathLane(Lane):
             LaneBroken: another one was joined under the index, whose keys serve once; or there are
                 too many; or the lane is closed. The connection is closed.
         """
-        if self.is_closed or index in self._used or len(self._subflows) >= MAX_SUBFLOWS:
+        if self.is_closed or self.has_used(index) or len(self._subflows) >= MAX_SUBFLOWS:
             connection.close()
             raise self._broken(f"takes no connection with index {index}")
         self._used.add(index)
@@ -146,6 +146,10 @@ class MultipathLane(Lane):
             self._receives.add(index)
         self.pump(outside=True)
         self._stir()
+
+    def has_used(self, index: int) -> bool:
+        """Whether a connection was joined under it."""
+        return index in self._used
 
     def runs_between(self, ours: AbstractSet[str], theirs: AbstractSet[str]) -> bool:
         """Whether one of its connections has its two ends at these addresses."""

@@ -24,6 +24,7 @@ from pmesh.core.links.paths import (
     failed,
     failed_again,
     kind_rank,
+    spread,
     to_ask,
     ways_to,
 )
@@ -83,6 +84,46 @@ def test_a_better_path_replaces_another_once_it_has_been_steady() -> None:
     assert carriers([CABLE, young], CABLE.key, now=NOW) == (CABLE.key,)
     doubtful = replace(BOLT, asked_at=NOW)
     assert choose([CABLE, doubtful], CABLE.key, now=NOW) == CABLE.key
+
+
+def to(remote: str, state: PathState) -> PathState:
+    return replace(state, key=PathKey(state.key.interface, remote))
+
+
+GIGABIT, SECOND = to("en0", path("eth0")), to("en1", path("eth1"))
+
+
+@pytest.mark.parametrize(
+    ("other", "brings"),
+    [
+        pytest.param(SECOND, True, id="as fast"),
+        pytest.param(replace(SECOND, speed_mbit_s=50), True, id="a twentieth"),
+        pytest.param(replace(SECOND, speed_mbit_s=49), False, id="less"),
+        pytest.param(replace(SECOND, speed_mbit_s=0), False, id="of unknown speed"),
+        pytest.param(to("en0", SECOND), False, id="to the same interface there"),
+        pytest.param(to("en1", GIGABIT), False, id="from the same interface here"),
+        pytest.param(replace(SECOND, since=NOW - STEADY_S / 2), False, id="young"),
+        pytest.param(replace(SECOND, asked_at=NOW - 0.1), True, id="asked"),
+        pytest.param(replace(SECOND, asked_at=NOW - 0.6), False, id="silent"),
+    ],
+)
+def test_a_lane_goes_over_the_paths_that_bring_more(other: PathState, *, brings: bool) -> None:
+    both = (GIGABIT.key, other.key)
+    assert spread([other, GIGABIT], GIGABIT.key, now=NOW) == both[: 1 + brings]
+
+
+def test_a_lane_goes_over_one_path_if_the_speed_of_the_best_is_unknown() -> None:
+    unknown = replace(SECOND, kind="thunderbolt", speed_mbit_s=0)
+    assert spread([GIGABIT, unknown], GIGABIT.key, now=NOW) == (unknown.key,)
+    assert spread([], None, now=NOW) == ()
+    young = replace(GIGABIT, since=NOW)
+    assert spread([young], young.key, now=NOW) == (young.key,)
+
+
+def test_four_paths_between_two_interfaces_each_are_two() -> None:
+    crossed = [to("en1", GIGABIT), to("en0", SECOND)]
+    keys = (GIGABIT.key, SECOND.key)
+    assert spread([*crossed, SECOND, GIGABIT], None, now=NOW) == keys
 
 
 def test_a_path_that_comes_and_goes_must_be_steady_for_longer_each_time() -> None:
