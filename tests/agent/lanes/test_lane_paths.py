@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import trio
+import trio.lowlevel
 from trio.testing import MockClock
 
 from pmesh.agent.lanes.lane_paths import WIDEN_EVERY_S
@@ -211,6 +212,7 @@ async def test_a_lane_whose_paths_are_all_lost_has_lost_its_path(
 ) -> None:
     async with two_machines(monkeypatch, "cable", "wifi") as (ada, bob):
         lanes = await both_ends(ada, bob)
+        await trio.sleep(1)
         for side in (ada, bob):
             side.lose("cable")
             side.lose("wifi")
@@ -239,8 +241,7 @@ async def test_a_lane_of_one_connection_is_broken_once_for_a_second_path(
         plain = await both_ends(ada, bob, of=edge(op=-1, number=6))
         ada.cables.append("new")
         began = autojump_clock.current_time()
-        while not plain[0].is_closed:
-            await trio.sleep(1)
+        await until(lambda: plain[0].is_closed)
         assert autojump_clock.current_time() - began > WIDEN_EVERY_S / 2
         plain[1].close()
 
@@ -355,5 +356,5 @@ async def test_nothing_is_kept_of_a_lane_that_is_closed(
 
 async def reopened(ada: Cabled, bob: Cabled) -> tuple[Cabled, Cabled]:
     ada.rendezvous.offer(edge(), B)
-    await trio.sleep(0)
+    await trio.lowlevel.checkpoint()
     return ada, bob

@@ -1,17 +1,21 @@
 """A lane over several connections, some of which are lost."""
 
+import socket
+
 import numpy as np
 import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.core.wire.records import MAX_BODY_BYTES
+from pmesh.core.wire.subflows import WINDOW_RECORDS
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes.executor import Pipeline, Stage
-from pmesh.net.lanes.lane import Lane, PathLost, Steps
+from pmesh.net.lanes.lane import Lane, PathLost, Steps, Wait
+from pmesh.net.lanes.multipath import MAX_SUBFLOWS, Facts, MultipathLane
 from tests.net.lanes.test_pipeline import either_way, receive_all, send_all
 from tests.worlds.lanes import header
-from tests.worlds.multipath import Paths, drop, names_of, paths_between
+from tests.worlds.multipath import Paths, connections, drop, names_of, paths_between
 
 BODIES = [np.random.default_rng(i).bytes(MAX_BODY_BYTES) for i in range(8)]
 
@@ -103,8 +107,10 @@ async def test_without_any_path_a_lane_breaks_after_a_while(autojump_clock: Mock
         with pytest.raises(PathLost, match="from mac-0 has lost its path"):
             await received(paths.receiving, 3)
         assert 1 < autojump_clock.current_time() < 4
+        spare, other = connections(paths.offer, 2)
         with pytest.raises(LaneBroken):
-            paths.add()  # too late
+            paths.receiving.join(other, 2, Facts())  # too late
+        spare.close()
 
 
 @either_way
@@ -160,3 +166,101 @@ async def test_a_connection_that_brings_garbage_is_lost_and_the_lane_is_not() ->
             assert names_of(paths.receiving) == {"path-1"}
             paths.sending.pump()
             assert names_of(paths.sending) == {"path-1"}
+
+
+# --- the lane ends
+
+
+async def test_what_was_sent_before_the_lane_is_closed_arrives() -> None:
+    """A closed socket that gets an acknowledgement resets, and loses what has not arrived."""
+    async with paths_between(2, tcp=True) as paths:
+        with trio.fail_after(20):
+            await move_slowly(paths, BODIES[:4])
+            paths.sending.close()
+            for segment, body in enumerate(BODIES[:4]):
+                assert await received(paths.receiving, len(body), segment=segment) == body
+            with pytest.raises(LaneBroken, match="from mac-0 ended"):
+                await received(paths.receiving, 1, segment=4)
+
+
+async def test_a_lane_whose_peer_is_gone_lingers_no_longer_than_it_must(
+    autojump_clock: MockClock,
+) -> None:
+    async with paths_between(2) as paths, trio.open_nursery() as nursery:
+        nursery.start_soon(paths.sending.tend)
+        await paths.sending.send(header(3), b"abc")  # and nobody receives it
+        paths.sending.close()
+    assert autojump_clock.current_time() < 5
+
+
+@either_way
+@pytest.mark.parametrize("who", ["sending", "receiving"])
+async def test_a_lane_that_the_peer_closes_ends_at_once(moving_bytes: int, who: str) -> None:
+    async with paths_between(2, buffer_bytes=65536) as paths, trio.open_nursery() as nursery:
+        ours: MultipathLane = getattr(paths, who)
+        theirs = paths.sending if ours is paths.receiving else paths.receiving
+
+        async def run() -> None:
+            steps = send_all(ours, 3 * BODIES) if ours.sending else receive_all(ours, [5], [])
+            idle = Stage(receive_all(ours, [], []), None)
+            with pytest.raises(LaneBroken, match=r"mac-. ended"):
+                await Pipeline().run([Stage(steps, ours), idle], moving_bytes=moving_bytes)
+
+        with trio.fail_after(1):  # less than a path that fails is waited for
+            nursery.start_soon(run)
+            await wait_all_tasks_blocked()
+            theirs.close()
+
+
+async def test_a_connection_joins_once_and_not_too_many_do() -> None:
+    async with paths_between(2) as paths:
+        for _ in range(MAX_SUBFLOWS - 2):
+            paths.add()
+        for index in (0, 1, MAX_SUBFLOWS):
+            spare, other = connections(paths.offer, index)
+            with pytest.raises(LaneBroken, match=f"takes no connection with index {index}"):
+                paths.sending.join(spare, index, Facts())
+            assert spare.is_closed
+            other.close()
+
+
+# --- no wake-up is lost
+
+
+async def test_acknowledgements_that_are_read_between_the_calls_wake_a_sender_that_waits() -> None:
+    """It waits for the socket, which has nothing more to say; and its window is full."""
+    async with paths_between(2) as paths, trio.open_nursery() as nursery:
+        with trio.fail_after(5):
+            nursery.start_soon(move_slowly, paths, [b"!"] * (WINDOW_RECORDS + 10))
+            await wait_all_tasks_blocked()
+            assert not paths.sending.idle
+            for segment in range(WINDOW_RECORDS):  # without a turn for anybody else
+                steps = paths.receiving.receives(
+                    header(1, segment=segment), memoryview(bytearray(1))
+                )
+                assert set(steps) <= {Wait.TURN}
+            paths.receiving.pump(outside=True)
+            paths.sending.pump(outside=True)
+
+
+async def test_who_loses_the_last_connection_while_it_waits_is_told() -> None:
+    async with paths_between(1) as paths, trio.open_nursery() as nursery:
+
+        async def receive() -> None:
+            with pytest.raises(LaneBroken, match="from mac-0 ended"):
+                await received(paths.receiving, 3)
+
+        with trio.fail_after(1):
+            nursery.start_soon(receive)
+            await wait_all_tasks_blocked()
+            [subflow] = paths.sending._subflows.values()  # noqa: SLF001 - only it has the socket
+            subflow.sock.shutdown(socket.SHUT_RDWR)
+
+
+async def test_how_fast_data_come_is_measured() -> None:
+    async with paths_between(1, buffer_bytes=65536) as paths:
+        with trio.fail_after(20):
+            await move(paths, 0)
+        nbytes, took_s = paths.receiving.paced
+        assert 0 < nbytes <= sum(map(len, BODIES)) + 2**20
+        assert took_s > 0
