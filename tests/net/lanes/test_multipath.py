@@ -171,16 +171,24 @@ async def test_a_connection_that_brings_garbage_is_lost_and_the_lane_is_not() ->
 # --- the lane ends
 
 
-async def test_what_was_sent_before_the_lane_is_closed_arrives() -> None:
+async def test_what_was_sent_before_the_lane_is_closed_arrives(
+    autojump_clock: MockClock,
+) -> None:
     """A closed socket that gets an acknowledgement resets, and loses what has not arrived."""
-    async with paths_between(2, tcp=True) as paths:
+    async with paths_between(1, tcp=True) as paths:
+        [subflow] = paths.receiving._subflows.values()  # noqa: SLF001 - only it has the socket
+        subflow.sock.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF, 65536
+        )  # the rest is on its way
         with trio.fail_after(20):
-            await move_slowly(paths, BODIES[:4])
+            await move_slowly(paths, BODIES[:3])
             paths.sending.close()
-            for segment, body in enumerate(BODIES[:4]):
+            await trio.sleep(1)
+            for segment, body in enumerate(BODIES[:3]):
                 assert await received(paths.receiving, len(body), segment=segment) == body
             with pytest.raises(LaneBroken, match="from mac-0 ended"):
-                await received(paths.receiving, 1, segment=4)
+                await received(paths.receiving, 1, segment=3)
+    assert autojump_clock.current_time() < 2
 
 
 async def test_a_lane_whose_peer_is_gone_lingers_no_longer_than_it_must(
@@ -196,6 +204,11 @@ async def test_a_lane_whose_peer_is_gone_lingers_no_longer_than_it_must(
 @either_way
 @pytest.mark.parametrize("who", ["sending", "receiving"])
 async def test_a_lane_that_the_peer_closes_ends_at_once(moving_bytes: int, who: str) -> None:
+    with trio.fail_after(1):  # less than a path that fails is waited for
+        await end_while_it_waits(moving_bytes, who)
+
+
+async def end_while_it_waits(moving_bytes: int, who: str) -> None:
     async with paths_between(2, buffer_bytes=65536) as paths, trio.open_nursery() as nursery:
         ours: MultipathLane = getattr(paths, who)
         theirs = paths.sending if ours is paths.receiving else paths.receiving
@@ -206,10 +219,9 @@ async def test_a_lane_that_the_peer_closes_ends_at_once(moving_bytes: int, who: 
             with pytest.raises(LaneBroken, match=r"mac-. ended"):
                 await Pipeline().run([Stage(steps, ours), idle], moving_bytes=moving_bytes)
 
-        with trio.fail_after(1):  # less than a path that fails is waited for
-            nursery.start_soon(run)
-            await wait_all_tasks_blocked()
-            theirs.close()
+        nursery.start_soon(run)
+        await wait_all_tasks_blocked()
+        theirs.close()
 
 
 async def test_a_connection_joins_once_and_not_too_many_do() -> None:
@@ -229,8 +241,8 @@ async def test_a_connection_joins_once_and_not_too_many_do() -> None:
 
 async def test_acknowledgements_that_are_read_between_the_calls_wake_a_sender_that_waits() -> None:
     """It waits for the socket, which has nothing more to say; and its window is full."""
-    async with paths_between(2) as paths, trio.open_nursery() as nursery:
-        with trio.fail_after(5):
+    with trio.fail_after(5):
+        async with paths_between(2) as paths, trio.open_nursery() as nursery:
             nursery.start_soon(move_slowly, paths, [b"!"] * (WINDOW_RECORDS + 10))
             await wait_all_tasks_blocked()
             assert not paths.sending.idle
@@ -244,13 +256,13 @@ async def test_acknowledgements_that_are_read_between_the_calls_wake_a_sender_th
 
 
 async def test_who_loses_the_last_connection_while_it_waits_is_told() -> None:
-    async with paths_between(1) as paths, trio.open_nursery() as nursery:
+    with trio.fail_after(1):
+        async with paths_between(1) as paths, trio.open_nursery() as nursery:
 
-        async def receive() -> None:
-            with pytest.raises(LaneBroken, match="from mac-0 ended"):
-                await received(paths.receiving, 3)
+            async def receive() -> None:
+                with pytest.raises(LaneBroken, match="from mac-0 ended"):
+                    await received(paths.receiving, 3)
 
-        with trio.fail_after(1):
             nursery.start_soon(receive)
             await wait_all_tasks_blocked()
             [subflow] = paths.sending._subflows.values()  # noqa: SLF001 - only it has the socket
