@@ -7,6 +7,7 @@
 
 import contextlib
 import itertools
+import math
 import sys
 import time
 from collections import Counter
@@ -25,6 +26,7 @@ from rich.text import Text
 from pmesh.agent.status.schema import (
     EdgeStatus,
     Health,
+    HeldOffStatus,
     JobStatus,
     MemberStatus,
     PeerStatus,
@@ -133,6 +135,7 @@ def render_status(status: Status, *, width: int = 80, beat: int | None = None) -
         parts.append(_edges(status.view, status.node.id))
     parts += _slow_paths(status.view.members)
     parts += _bad_links(status.view.members)
+    parts += _held_off(status.held_off)
     strangers = [peer for peer in status.peers if peer.state != "linked"]
     if strangers:
         parts.append(_peers(strangers))
@@ -265,6 +268,15 @@ def _bad_links(members: Sequence[MemberStatus]) -> Iterator[Text]:
                 "training waits for it each time",
                 "yellow",
             )
+
+
+def _held_off(those: Sequence[HeldOffStatus]) -> Iterator[Text]:
+    for one in those:
+        yield Text(
+            f"{printable(one.name)} was lost {one.losses} times lately; "
+            f"it is let back in in {math.ceil(one.back_in_s)} s",
+            "yellow",
+        )
 
 
 def _shared_names(members: Sequence[MemberStatus]) -> Iterator[Text]:

@@ -337,7 +337,7 @@ def test_a_wrong_result_is_shown_and_fails_the_command(
 
     captured = capsys.readouterr()
     assert [line.split()[0] for line in captured.out.splitlines() if "NO" in line] == ["broadcast"]
-    assert "RunError: 1 of 16 rows had wrong results: broadcast; report this" in captured.err
+    assert "RunError: 1 of 17 rows had wrong results: broadcast; report this" in captured.err
 
 
 def test_a_lost_machine_ends_the_measurement_by_name(

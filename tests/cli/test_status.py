@@ -49,6 +49,7 @@ def shown(status: Status, *, width: int = 120) -> str:
         "2.1 %",
         "the link to mac-2 had to send 2.1 % of its packets again and was silent for 1.6 s lately",
         "the link to studio had to send 4.3 % of its packets again; training waits",
+        "a�ir was lost 3 times lately; it is let back in in 8 s",
         "en0",
         "other mesh key",
         "holds another mesh key",

@@ -1,5 +1,6 @@
 """What a user reads of an agent that does not answer, or is gone: its state, its log, the cure."""
 
+import math
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ from pmesh.paths import LOCK_NAME, LOG_NAME
 from tests.worlds.fake_status_agent import agent_at
 from tests.worlds.scripted_agent import ScriptedAgent, Step, Trainer, joins, op_done, replies
 
+PATIENCE_S = 20.0
 PROGRAM = [sys.executable, "-c", "import signal; print(flush=True); signal.pause()"]
 
 
@@ -65,12 +67,38 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(session, name, 0.01)
 
 
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Released each time that a call has found its agent silent, and looks at the process."""
+
+    def look(pid: int) -> psutil.Process:
+        looked.release()
+        return found(pid)
+
+    looked, found = threading.Semaphore(0), psutil.Process
+    monkeypatch.setattr(psutil, "Process", look)
+    return looked
+
+
+def after_more(looks: threading.Semaphore, then: Step) -> Step:
+    """A step that is taken once the call has looked and logged what it finds, perhaps again."""
+
+    def step(trainer: Trainer, request: Request | None) -> None:
+        while looks.acquire(blocking=False):
+            pass  # one that has begun before may have come too early
+        for _ in range(4):
+            assert looks.acquire(timeout=PATIENCE_S)
+        then(trainer, request)
+
+    return step
+
+
 @pytest.mark.usefixtures("impatient")
-def test_connect_warns_of_a_silent_agent_and_waits_on(
-    tmp_path: Path, state: str, caplog: pytest.LogCaptureFixture
+def test_connect_warns_once_of_a_silent_agent_and_waits_on(
+    tmp_path: Path, state: str, looks: threading.Semaphore, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
-        ScriptedAgent(tmp_path, once_warned(caplog, joins)),
+        ScriptedAgent(tmp_path, after_more(looks, joins)),
         pmesh.connect("job", home=tmp_path) as mesh,
     ):
         assert mesh.rank == 0
@@ -80,34 +108,36 @@ def test_connect_warns_of_a_silent_agent_and_waits_on(
 
 @pytest.mark.usefixtures("impatient")
 def test_a_call_warns_once_of_an_agent_that_falls_silent_and_waits_on(
-    tmp_path: Path, state: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    state: str,
+    looks: threading.Semaphore,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    answers = once_warned(caplog, replies(op_done(0)))
+    answers = after_more(looks, replies(op_done(0)))
     with ScriptedAgent(tmp_path, joins, answers), pmesh.connect("job", home=tmp_path) as mesh:
         mesh.barrier()
 
     assert caplog.messages == [f"the agent at {tmp_path}/agent.sock does not answer: {state}"]
 
 
-def test_a_call_that_waits_for_others_warns_only_if_the_agent_is_stopped(
+def test_a_call_that_waits_for_others_warns_only_once_the_agent_is_stopped(
     tmp_path: Path,
     process: subprocess.Popen[bytes],
+    looks: threading.Semaphore,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def stops_late(trainer: Trainer, request: Request | None) -> None:
-        looked.wait()
+        assert caplog.messages == []
         stops(process)
-        once_warned(caplog, replies(op_done(0)))(trainer, request)
+        after_more(looks, replies(op_done(0)))(trainer, request)
 
-    def look(pid: int) -> psutil.Process:
-        looked.set()
-        return found(pid)
-
-    looked, found = threading.Event(), psutil.Process
     monkeypatch.setattr(connection, "FIRST_ANSWER_S", 0.01)
-    monkeypatch.setattr(psutil, "Process", look)
-    with ScriptedAgent(tmp_path, joins, stops_late), pmesh.connect("job", home=tmp_path) as mesh:
+    monkeypatch.setattr(session, "ANSWER_S", math.inf)
+    with (
+        ScriptedAgent(tmp_path, joins, after_more(looks, stops_late)),
+        pmesh.connect("job", home=tmp_path) as mesh,
+    ):
         mesh.barrier()
 
     (warning,) = caplog.messages
@@ -129,18 +159,6 @@ def test_a_call_gives_up_on_an_agent_that_stays_silent(
     assert str(caught.value) == (
         f"the agent at {tmp_path}/agent.sock has not answered for 0.03 s: {state}"
     )
-
-
-def once_warned(caplog: pytest.LogCaptureFixture, then: Step) -> Step:
-    """A step that is taken once a warning has been logged, and some more time has passed."""
-
-    def step(trainer: Trainer, request: Request | None) -> None:
-        while not caplog.messages:
-            threading.Event().wait(0.001)
-        threading.Event().wait(0.03)
-        then(trainer, request)
-
-    return step
 
 
 @pytest.mark.parametrize("ask", [ask_status, stop_agent])

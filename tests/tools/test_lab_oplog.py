@@ -117,10 +117,14 @@ def test_a_survivor_that_skipped_an_op_which_another_completed_is_named() -> Non
     lives = {"a": whole, "b": [whole[0], whole[2]], "c": []}
 
     assert find_violations(lives, survivors=["a", "b", "c"]) == [
-        "b has not completed [2], others have",
+        "b has not completed [2], but step 3",
         "c has completed nothing, others step 3",
     ]
-    # The last one may be under way; and who came later has not skipped what was before.
+
+
+def test_who_came_later_or_whose_last_lines_are_not_read_yet_has_skipped_nothing() -> None:
+    whole = [op(step, done=float(step)) for step in (1, 2, 3, 4)]
+
     assert find_violations({"a": whole, "b": whole[1:2]}, survivors=["a", "b"]) == []
 
 

@@ -22,6 +22,7 @@ from pmesh.agent.status.schema import (
     DoorStatus,
     EdgeStatus,
     EpochStatus,
+    HeldOffStatus,
     JobStatus,
     MemberStatus,
     NewcomerStatus,
@@ -181,6 +182,7 @@ SNAPSHOT = Status(
         broken_links=2,
         programs=0,
     ),
+    held_off=(HeldOffStatus(id="e" * 52, name="a\x1bir", losses=3, back_in_s=7.2),),
 )
 MINIMAL = msgspec.structs.replace(SNAPSHOT, peers=(), jobs=())
 

@@ -410,7 +410,7 @@ def _piece(x: Values) -> Values:
     return x.reshape(-1)[:PIECE_VALUES]
 
 
-_STRATEGIES = ("tree", "centralized", "hierarchical", "chain")
+_STRATEGIES = ("tree", "centralized", "hierarchical", "chain", "direct")
 CALLS: Mapping[str, Sequence[Callable[[At], Trial]]] = MappingProxyType(
     {
         "sum": (_sum,),

@@ -166,8 +166,8 @@ def find_violations(
 
     Args:
         lives: The ops to be compared, each trainer's in the order of their completion.
-        survivors: Those of them who must have done every step from their first on, up to the last
-            that any of them has done but one (the last may be under way).
+        survivors: Those of them who must have done every step from their first on, up to their
+            own last: the lines of one may be read later than those of the others.
     """
     found = [
         f"step {op.step} at {name}: not the sum of what {', '.join(op.names)} gave"
@@ -196,9 +196,9 @@ def _skipped(lives: Mapping[str, Sequence[Op]]) -> list[str]:
             found.append(f"{name} has completed nothing, others step {last}")
             continue
         steps = {op.step for op in ops}
-        missing = set(range(ops[0].step, last)) - steps
+        missing = set(range(ops[0].step, ops[-1].step)) - steps
         if missing:
-            found.append(f"{name} has not completed {sorted(missing)}, others have")
+            found.append(f"{name} has not completed {sorted(missing)}, but step {ops[-1].step}")
     return found
 
 

@@ -106,13 +106,15 @@ class LocalRank(RankState[Result]):
         if renumbered:
             self.costs = RingCosts()
             self._stop_attempt()
+            self.lanes.follow(roster)
         else:
             self.halted_since = None
         return renumbered
 
     def note_losses(self) -> None:
         """Keep for the trainer what its new roster says of lost ranks."""
-        left, op = len(self.roster.trainers), max(self.ledger.started, 0)
+        left = len(self.roster.trainers)
+        op = self.ledger.started + 1 if self.running is None else self.running
         on = f"job {self.roster.job!r} continues with {left} rank{'s' * (left > 1)}, from op {op}"
         for loss in self.roster.losses:
             if not loss.message.endswith(LEFT):
@@ -121,6 +123,7 @@ class LocalRank(RankState[Result]):
     def end(self, verdict: Verdict) -> tuple[Result, ...]:
         """The attempt is over, and the memory of results free."""
         self._stop_attempt()
+        self.lanes.close()
         released = super().end(verdict)
         self._release(released)
         self.released.set()
@@ -179,7 +182,6 @@ class LocalRank(RankState[Result]):
             self._attempt.cancel()
         for scope in self.serving:
             scope.cancel()
-        self.lanes.close()
 
     # --- the memory of results
 
@@ -223,7 +225,7 @@ class RankLanes:
     """A lane for each direction and each other rank that this one exchanges tensors with.
 
     Those of the ring are opened as soon as a view is installed, the others when an op needs them.
-    All live as long as the roster's number.
+    All live as long as the roster's number, and longer where only other ranks are lost.
     """
 
     def __init__(self, me: TrainerId, roster: Roster) -> None:
@@ -291,13 +293,36 @@ class RankLanes:
                 self._paced[end] = nbytes, took_s
                 yield end.edge.sender, 8 * count / waited_s / 1e6
 
+    def follow(self, roster: Roster) -> None:
+        """Another roster is in force. If ranks are lost, keep the lanes between those that stay.
+
+        V4: what is late on them has a lower number, and is dropped. They stay as fast as they were,
+        and nobody waits for new ones. Any other roster may have been made because a lane broke.
+        """
+        before, kept, paced = self._roster, dict[LaneEnd, Lane](), self._paced
+        is_loss = set(roster.ids) < set(before.ids)
+        for end, lane in list(self._open.items()) if is_loss else ():
+            peer = end.edge.receiver if end.sending else end.edge.sender
+            was, stays = before.trainer(peer), roster.trainer(peer)
+            if lane.is_open and was and stays and was.member == stays.member:
+                kept[end] = self._open.pop(end)
+        self.close()
+        self._roster = roster
+        for end, lane in kept.items():
+            renamed = end._replace(edge=self.edge(end.edge.sender, end.edge.receiver))
+            self._open[renamed] = lane
+            if end in paced:
+                self._paced[renamed] = paced[end]
+            if end.sending:
+                self._offered.add(end.edge.receiver)
+
     def close(self) -> None:
         """Their roster is over, or one of them broke."""
         for lane in self.all_open():
             self.count(lane)
             lane.close()
         self._open.clear()
-        self._paced.clear()
+        self._paced = {}
         self._offered.clear()
         for asked in self._asked.values():
             asked.set()

@@ -152,6 +152,15 @@ class PeerStatus(_Part, frozen=True, kw_only=True):
     protocol: int | None = None
 
 
+class HeldOffStatus(_Part, frozen=True, kw_only=True):
+    """A linked agent that views have lost again and again, and that is not let back in yet."""
+
+    id: str
+    name: str
+    losses: Annotated[int, Meta(description="That are not forgotten yet: one is after a minute.")]
+    back_in_s: Annotated[float, Meta(description="After how long it may be a member again.")]
+
+
 class RankStatus(_Part, frozen=True, kw_only=True):
     """One trainer of a job."""
 
@@ -287,6 +296,7 @@ class Status(_Part, frozen=True, kw_only=True):
     ]
     door: DoorStatus
     turned_away: TurnedAwayStatus
+    held_off: tuple[HeldOffStatus, ...] = ()
 
 
 def encode_status(status: Status) -> bytes:

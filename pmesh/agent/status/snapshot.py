@@ -195,6 +195,7 @@ def take_snapshot(sources: Sources) -> Status:
         loop_lag_ms=round(sources.loop_lag_s * 1e3, 3),
         door=schema.DoorStatus(**asdict(sources.door)),
         turned_away=sources.turned_away,
+        held_off=tuple(_held_off(sources.membership, sources.peers)),
     )
 
 
@@ -270,6 +271,23 @@ def _able_mbit_s(interface: str, ours: Iterable[PeerInterface]) -> int:
         for own in ours
     )
     return able_mbit_s(interface) if slow else 0
+
+
+def _held_off(membership: Membership, peers: Peers) -> Iterator[schema.HeldOffStatus]:
+    """V11: Yield whom the leader does not let back in yet."""
+    now = trio.current_time()
+    for member, flaps in membership.state.flaps.items():
+        live = peers.links.get(member.node)
+        back_in_s = flaps.held_off_until - now
+        if live is None or live.member != member or membership.view.seat_of(member) is not None:
+            continue
+        if back_in_s > 0:
+            yield schema.HeldOffStatus(
+                id=node_text(member.node),
+                name=live.peer.name,
+                losses=flaps.left(now),
+                back_in_s=round(back_in_s, 1),
+            )
 
 
 def _edges(membership: Membership) -> Iterator[schema.EdgeStatus]:

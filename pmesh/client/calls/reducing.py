@@ -70,7 +70,7 @@ def named_reduction(op: Reduction) -> str:
     return _OTHER_NAMES.get(name, name)
 
 
-Strategy = Literal["auto", "ring", "tree", "centralized", "hierarchical", "chain"]
+Strategy = Literal["auto", "ring", "tree", "centralized", "hierarchical", "chain", "direct"]
 Missing = Literal["error", "zeros"]
 
 
@@ -168,9 +168,9 @@ class Reducing(Caller):
                 written to, and are yours for as long as you keep them. See `empty`.
             strategy: "ring" sends least, "tree" and "centralized" wait least often, "hierarchical"
                 reduces first among those with fast links, "chain" does without the ring's slowest
-                link. "auto" takes the one that costs least by what was measured on the links. Each
-                adds in an order of its own: name one, and two runs with the same ring give the same
-                bits.
+                link, "direct" waits twice and uses all links. "auto" takes the one that costs least
+                by what was measured on the links. Each adds in an order of its own: name one, and
+                two runs with the same ring give the same bits.
             compression: "int8", PowerSGD(rank=4) and so on (`pmesh.compression.schemes`): fewer
                 bytes for a result that is less exact, still with the same bits on every rank. For
                 sums and means of floats, which are compressed from float32.

@@ -107,7 +107,7 @@ class TrainerSession:
 
     def join(self, request: Connect) -> Joined:
         """Join a job; returns when it begins or if it runs already; raises the agent's error."""
-        reply = self._exchange(request, due_s=FIRST_ANSWER_S)
+        reply = self._exchange(request)
         if isinstance(reply, Joined):
             self.world = reply.world
             self._enters = reply.world.rank < 0
@@ -369,14 +369,9 @@ class TrainerSession:
         if self._ended is not None:
             self.end(self._ended)
 
-    def _exchange(
-        self,
-        request: Request,
-        meanwhile: Callable[[], None] | None = None,
-        *,
-        due_s: float = ANSWER_S,
-    ) -> Reply:
-        """Send a request and wait for the reply that ends it; `due_s` is that of `receive`."""
+    def _exchange(self, request: Request, meanwhile: Callable[[], None] | None = None) -> Reply:
+        """Send a request and wait for the reply that ends it."""
+        due_s = FIRST_ANSWER_S if isinstance(request, Connect) else ANSWER_S
         self.check_open()
         with self._unless_it_fails():
             dropped = [DropArena(number) for number in self._users.take_dropped()]

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from pmesh.core.ops.plan import SEGMENT_BYTES, SHORT_SEGMENT_BYTES, halvings
 
-Strategy: TypeAlias = Literal["ring", "tree", "centralized", "hierarchical", "chain"]
+Strategy: TypeAlias = Literal["ring", "tree", "centralized", "hierarchical", "chain", "direct"]
 Islands: TypeAlias = tuple[tuple[int, ...], ...]
 
 ISLAND_FACTOR = 4
@@ -24,6 +24,10 @@ the way to the island's first rank and back."""
 
 LONG_WAY_NS = 16_000_000
 """More than a house has, most of the time, even by Wi-Fi."""
+
+FAR_NS = 2_000_000
+"""More than a cable has. Below, what `direct` saves is little, and a switch may drop what several
+ranks send to one at the same time."""
 
 
 class EdgeCost(NamedTuple):
@@ -82,6 +86,11 @@ def islands_of(edges: Edges) -> Islands:
     )
 
 
+def is_far(edges: Edges) -> bool:
+    """Whether some edge of the ring takes as long as by Wi-Fi, so that each hop counts."""
+    return any(edges[rank - 1][rank].alpha_ns >= FAR_NS for rank in range(len(edges)))
+
+
 def segment_bytes_of(edges: Edges) -> int | None:
     """The most in a record of a ring over these edges; None: as many as on a short way.
 
@@ -120,6 +129,8 @@ def choose(edges: Edges, nbytes: int) -> Strategy:
     if islands_of(edges):
         waiters.append("hierarchical")
     waiters.append("chain")
+    if is_far(edges):
+        waiters.insert(0, "direct")
     return min(waiters, key=lambda strategy: predict_ns(strategy, edges, nbytes))
 
 
@@ -167,6 +178,14 @@ def _chain_ns(edges: Edges, nbytes: int) -> int:
     return _there_and_back_ns(edges, (chain_of(edges),), nbytes)
 
 
+def _direct_ns(edges: Edges, nbytes: int) -> int:
+    """All edges are used at once, by records that are passed on as they arrive."""
+    size = len(edges)
+    used = [edges[a][b] for a in range(size) for b in range(size) if a != b]
+    each_step = -(-nbytes // size) * (size - 1)
+    return max((edge.predict_flow_ns(steps=2, nbytes=each_step) for edge in used), default=0)
+
+
 def _there_and_back_ns(edges: Edges, chains: Islands, nbytes: int) -> int:
     pairs = [pair for chain in chains for pair in itertools.pairwise(chain)]
     longest = max(map(len, chains)) - 1
@@ -192,5 +211,6 @@ _PREDICTIONS: Mapping[Strategy, Callable[[Edges, int], int]] = MappingProxyType(
         "centralized": _centralized_ns,
         "hierarchical": _hierarchical_ns,
         "chain": _chain_ns,
+        "direct": _direct_ns,
     }
 )

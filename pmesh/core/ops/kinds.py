@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-from pmesh.core.ops.cost import Edges, chain_of, choose, islands_of, segment_bytes_of
+from pmesh.core.ops.cost import Edges, chain_of, choose, is_far, islands_of, segment_bytes_of
 from pmesh.core.ops.moving import (
     plan_all_gather,
     plan_all_to_all,
@@ -19,11 +19,13 @@ from pmesh.core.ops.moving import (
     plan_gather,
     plan_scatter,
 )
-from pmesh.core.ops.plan import RankPlan
+from pmesh.core.ops.plan import SMALL_BYTES, RankPlan
 from pmesh.core.ops.reducing import (
     plan_along_ring,
     plan_centralized,
     plan_chain,
+    plan_direct,
+    plan_exchange,
     plan_hierarchical,
     plan_reduce,
     plan_reduce_scatter,
@@ -130,7 +132,15 @@ def _plan_all_reduce(here: Setting) -> RankPlan:
 
 def _plan_sum_of_tables(here: Setting) -> RankPlan:
     """Each rank's table has its own row, and zeros."""
-    return _plan_sum(here, here.request.count * here.size)
+    return _plan_integers(here, here.request.count * here.size)
+
+
+def _plan_integers(here: Setting, count: int) -> RankPlan:
+    """A sum of integers, in which the order does not matter: on a long way in one hop."""
+    nbytes = count * here.itemsize
+    if here.edges is not None and is_far(here.edges) and nbytes <= SMALL_BYTES:
+        return plan_exchange(**here.at, nbytes=nbytes)
+    return _plan_sum(here, count)
 
 
 def _plan_sum(here: Setting, count: int) -> RankPlan:
@@ -149,6 +159,8 @@ def _plan_sum(here: Setting, count: int) -> RankPlan:
         case "chain":
             line = chain_of(edges) if edges else tuple(range(here.size))
             return plan_chain(**here.at, **values, line=line)
+        case "direct":
+            return plan_direct(**here.at, **values)
         case _:
             return _plan_along_ring(here, count)
 
@@ -194,7 +206,7 @@ class OpKind:
 KINDS: Mapping[str, OpKind] = MappingProxyType(
     {
         "all_reduce": OpKind(plan=_plan_all_reduce, reduces=True),
-        "barrier": OpKind(plan=_plan_all_reduce, reduces=True),
+        "barrier": OpKind(plan=lambda here: _plan_integers(here, 0), reduces=True),
         "broadcast": OpKind(
             plan=lambda here: plan_broadcast(**here.rooted, nbytes=here.nbytes, reach=here.reach),
             gives=_at_root(_count),

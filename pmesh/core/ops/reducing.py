@@ -16,6 +16,9 @@ hierarchical  A chain inside each island to its first rank, a ring of these, and
               a slow edge carries no more than in a ring with one rank for each island.
 chain         The sum travels along a line of ranks to its first one, and the result back: the edge
               between the line's ends is not used.
+direct        Each rank sends every chunk straight to the rank that adds it up, and that one the sum
+              to all: the "pairwise" reduce_scatter of Thakur et al. and its all_gather, all
+              exchanges of each at once.
 
 reduce and reduce_scatter go along the ring. What a rank only passes on goes through a few places in
 its scratch, one after the other: it needs no tensor's room for that, and what it adds to is still
@@ -23,7 +26,7 @@ in the cache.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pmesh.core.ops.plan import (
@@ -31,6 +34,7 @@ from pmesh.core.ops.plan import (
     LARGE_CHUNK_BYTES,
     LARGE_SEGMENT_BYTES,
     SEGMENT_BYTES,
+    SHORT_SEGMENT_BYTES,
     SMALL_BYTES,
     Need,
     PlanMaker,
@@ -103,23 +107,78 @@ def plan_along_ring(
     itemsize = WIRE_DTYPES[dtype].itemsize
     is_small = count * itemsize <= SMALL_BYTES
     if size == 2 and is_small and is_exact(reduction, dtype):  # noqa: PLR2004 - as it says
-        return plan_exchange(rank=rank, nbytes=count * itemsize)
+        return plan_exchange(rank=rank, size=2, nbytes=count * itemsize)
     return plan_ring(
         rank=rank, size=size, count=count, itemsize=itemsize, segment_bytes=segment_bytes
     )
 
 
 @remembered
-def plan_exchange(*, rank: int, nbytes: int) -> RankPlan:
-    """Two ranks send each other all they have: as many bytes as along their ring, in one step.
+def plan_exchange(*, rank: int, size: int, nbytes: int) -> RankPlan:
+    """All ranks send each other all they have, in one step: for small tensors.
 
-    Both add, so that must be exact. It takes twice the additions: for small tensors.
+    Two ranks send as many bytes as along their ring. Each rank adds up all values, beginning with
+    its own, so their order must not matter: of two values, or in a sum of integers.
     """
-    maker = PlanMaker(size=2)
+    maker = PlanMaker(size=size)
+    if size == 1:
+        return _alone(nbytes)
+    peers = _all_others(rank, size)
     for record in (_Record(0, *segment) for segment in segments(0, nbytes)):
-        maker.send(1 - rank, _send(0, Region.SOURCE, record))
-        maker.receive(1 - rank, _add_source(0, record, finishes=True))
+        for peer in peers:
+            maker.send(peer, _send(0, Region.SOURCE, record))
+        _receive_sum(maker, peers, record, places=itertools.repeat(0))
     return maker.plan(added_twice=True)
+
+
+@remembered
+def plan_direct(
+    *, rank: int, size: int, count: int, itemsize: int, segment_bytes: int = SHORT_SEGMENT_BYTES
+) -> RankPlan:
+    """Each chunk straight to its owner, which adds in the order of the ring, and sends it to all.
+
+    Two steps, and as many bytes as a ring. For the rest see `plan_ring`.
+    """
+    maker = PlanMaker(size=size)
+    if size == 1:
+        return _alone(count * itemsize)
+    bounds = [value * itemsize for value in chunk_bounds(count, size)]
+    chunks = [
+        [_Record(number, *segment) for segment in segments(*ends, segment_bytes=segment_bytes)]
+        for number, ends in enumerate(itertools.pairwise(bounds))
+    ]
+    peers, own = _all_others(rank, size), chunks[rank]
+    for peer in peers:
+        for record in chunks[peer]:
+            maker.send(peer, _send(0, Region.SOURCE, record))
+    for record in own:
+        done = _receive_sum(maker, peers, record, places=itertools.count(0, own[0].nbytes))
+        for peer in peers:
+            maker.send(peer, _send(1, Region.RESULT, record, (done,)))
+    for peer in peers:
+        for record in chunks[peer]:
+            maker.receive(peer, _keep(1, record))
+    return maker.plan()
+
+
+def _all_others(rank: int, size: int) -> list[int]:
+    return [(rank + distance) % size for distance in range(1, size)]
+
+
+def _receive_sum(
+    maker: PlanMaker, peers: Sequence[int], record: _Record, *, places: Iterable[int]
+) -> Need:
+    """In step 0, add what each of these sends, in their order; what to wait for until it is done.
+
+    `places` says where in the scratch that of each lands, but for the first one's.
+    """
+    first, *others = peers
+    done = maker.receive(first, _add_source(0, record, finishes=not others))
+    for peer, place in zip(others, places, strict=False):
+        finishes = peer == others[-1]
+        added = _add_to_result(0, record, (done,), slot=place, finishes=finishes)
+        done = maker.receive(peer, added)
+    return done
 
 
 @remembered

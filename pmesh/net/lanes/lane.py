@@ -4,10 +4,10 @@ A lane has one direction for data. The other carries one record, the receiver's 
 proves that it has read the offer before the other trusts it with anything.
 
 A lane's calls may be cancelled at any wait: what was half sent or half received is finished by the
-next call, so a lane survives a view that leaves its roster as it is (V7). A lane belongs to one
-roster number, and its rank closes it when the job gets another (`RankLanes` of
-`pmesh.agent.jobs.ranks`); the number in each record is a second check (V4). One task may send while
-another receives; two may not do the same.
+next call, so a lane survives a view that leaves its roster as it is (V7), or loses other ranks
+(`RankLanes.follow` of `pmesh.agent.jobs.ranks`). After any other its rank closes it; the number in
+each record tells what is late (V4). One task may send while another receives; two may not do the
+same.
 
 What a lane does is written once, as steps that say what they wait for. `send` and `receive` wait in
 the event loop; a `Pipeline` (`pmesh.net.lanes.executor`) lets those of large ops wait in threads.
@@ -172,6 +172,11 @@ class Lane:
     def register(self, poll: select.poll) -> None:
         """In a thread: `poll` is to return when the lane's steps may go on."""
         poll.register(self._socket, select.POLLOUT if self.sending else select.POLLIN)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody has closed it here."""
+        return not self._closed.is_set()
 
     def check_open(self) -> None:
         """Raises LaneBroken if the lane has been closed."""

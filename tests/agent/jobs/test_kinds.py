@@ -92,7 +92,7 @@ async def test_every_kind_brings_each_rank_what_is_its(
             np.testing.assert_array_equal(got, np.concatenate(expected))
             table = await run(trainer, collecting(9), np.full(9, rank, np.uint8))
             np.testing.assert_array_equal(table.reshape(size, 9)[:, 0], range(size))
-            for strategy in ("ring", "tree", "centralized", "hierarchical", "chain"):
+            for strategy in ("ring", "tree", "centralized", "hierarchical", "chain", "direct"):
                 reducing = Call("all_reduce", "float32", (7,), "sum", strategy=strategy)
                 np.testing.assert_array_equal(await run(trainer, reducing, block(rank, 7)), summed)
 

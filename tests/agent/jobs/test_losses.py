@@ -1,5 +1,7 @@
 """A rank is lost in the middle of an op: the others complete it, all with the same bits."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import trio
@@ -10,6 +12,7 @@ from pmesh.agent.jobs.trainer import WATCH_S
 from pmesh.core.jobs.jobs import LEAVE_GRACE_S
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import View
+from pmesh.core.wire.link import Call
 from pmesh.ids import TrainerId
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Village, village
@@ -70,6 +73,66 @@ async def test_the_survivors_complete_the_op_with_their_own_values(
         assert (a.rank, b.rank) == (0, 1)
         means = await together(lambda: a.reduce(x, "mean"), lambda: b.reduce(x, "mean"))
         assert [m[0] for m in means] == [x[0]] * 2
+
+
+def reducing(strategy: str, count: int) -> Call:
+    return Call("all_reduce", "float32", (count,), "sum", strategy=strategy)
+
+
+@pytest.mark.parametrize("how", ["trainer", "machine"])
+async def test_the_lanes_between_those_that_stay_are_kept_with_what_was_under_way(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """V4: what the attempt before has left in them is dropped; and none is opened."""
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        a, b, c = trainers
+        call, values = reducing("direct", 300_000), inputs_of(trainers, 300_000)
+        run = {t: partial(t.run, call, x) for t, x in zip(trainers, values, strict=True)}
+        await together(*run.values())
+        before = {machine: set(machine.lanes()) for machine in here.machines}
+        held = hold_all_reduces(monkeypatch, size=3, ranks=[2], complete=False)
+
+        async def lose_one() -> None:
+            await until(lambda: held == [2])
+            await lose(here, c, how)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lose_one)
+            nursery.start_soon(swallow, run[c]())
+            results = await together(run[a], run[b])
+        x, y, _ = values
+        for result in results:
+            np.testing.assert_array_equal(result, x + y)
+        for trainer in (a, b):
+            machine = machine_of(here, trainer)
+            assert set(machine.lanes()) < before[machine]
+            assert len(machine.lanes()) == 2
+        kept = [lane for trainer in (a, b) for lane in machine_of(here, trainer).lanes()]
+        assert sum(lane.records_dropped for lane in kept) > 0
+
+
+async def test_no_lane_is_kept_where_one_broke(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        await reduce_all(trainers)
+        before = {lane for machine in here.machines for lane in machine.lanes()}
+        here.machines[1].lanes()[0].close()
+        await reduce_all(trainers)
+        assert not before & {lane for machine in here.machines for lane in machine.lanes()}
+
+
+async def test_a_kept_lane_that_breaks_is_replaced(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        await reduce_all(trainers)
+        *others, lost = trainers
+        before = machine_of(here, others[0]).lanes()
+        await lose(here, lost, "machine")
+        await reduce_all(others)
+        (kept,) = set(before) & set(machine_of(here, others[0]).lanes())
+        kept.close()
+        assert [r[0] for r in await reduce_all(others)] == [2.0] * 2
 
 
 # --- what one of them had completed (I4)

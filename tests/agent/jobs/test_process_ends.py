@@ -65,6 +65,24 @@ async def test_in_the_middle_of_an_op_the_others_hear_of_it_at_once(
             await lost.die()
 
 
+async def test_the_others_are_told_with_which_op_they_go_on(clock: MockClock, ends: Ends) -> None:
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        await reduce_all(trainers)
+        *others, lost = trainers
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(others[0].reduce, ones(9))  # op 1 runs on one of the two
+            await trio.sleep(1)
+            ends[machine_of(here, lost).settings.name].set()
+            await all_have(here, 2)
+            await others[1].reduce(ones(9))
+        assert [text.rpartition(", ")[2] for trainer in others for text in trainer.losses] == [
+            "from op 1",
+            "from op 1",
+        ]
+        await lost.die()
+
+
 async def test_between_two_ops_its_last_words_are_read_first(clock: MockClock, ends: Ends) -> None:
     async with village(clock, 2) as here:
         trainers = await here.job(*here.machines)

@@ -8,14 +8,21 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.mesh.membership import DOUBT_S, HEARTBEAT_S, Membership
+from pmesh.agent.mesh.membership import (
+    DOUBT_S,
+    HEARTBEAT_S,
+    QUIET_HEARTBEAT_S,
+    TICK_S,
+    Membership,
+)
 from pmesh.core.links.health import DEAF, LONGEST_SILENCE_S, WIRED, Condition
 from pmesh.core.values import View
 from pmesh.core.views.state import Facts
 from pmesh.core.wire.link import Commit, Heartbeat, LinkMessage, Propose, TellView, Waiting
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, JobName, Member, NodeId, Slot
-from pmesh.net.local.processes import Stall
+from pmesh.net.local.processes import Clocks, Stall, tick
+from tests.worlds.trainer import until
 
 A, B, C = (Member(NodeId(bytes([i]) * 32), Incarnation(i)) for i in (1, 2, 3))
 AWAKE = Stall(late_s=0.0, slept_s=0.0)
@@ -215,6 +222,41 @@ async def pass_time(world: World, seconds: float) -> None:
             await world.deliver()
             for side in world.sides.values():
                 side.membership.judge(AWAKE)
+
+
+@pytest.mark.parametrize("with_a_trainer", [False, True])
+async def test_silence_is_noticed_as_soon_while_no_trainer_is_there(
+    autojump_clock: MockClock, *, with_a_trainer: bool
+) -> None:
+    """Though heartbeats are sent, and silence is judged, half as often then."""
+
+    async def deliver() -> None:
+        while True:
+            await world.deliver()
+            await trio.sleep(0.01)
+
+    def read() -> Clocks:
+        return Clocks(elapsed_s=trio.current_time(), awake_s=trio.current_time())
+
+    async def judge(membership: Membership) -> None:
+        await tick(membership.judge, period_s=lambda: membership.tick_s, read=read)
+
+    world = await in_a_view(A, B, C)
+    one = world.sides[A]
+    if with_a_trainer:
+        one.follower.now = Facts(waiting=(Waiting(JobName("digits"), Slot(0), 2),))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(deliver)
+        for side in world.sides.values():
+            nursery.start_soon(side.membership.run)
+            nursery.start_soon(judge, side.membership)
+        await trio.sleep_until(10 * QUIET_HEARTBEAT_S + 0.05)  # a heartbeat has just been sent
+        assert one.membership.pace_s == (HEARTBEAT_S if with_a_trainer else QUIET_HEARTBEAT_S)
+        world.sides[C].links.clear()
+        began = trio.current_time()
+        await until(lambda: C not in one.view.members)
+        nursery.cancel_scope.cancel()
+    assert autojump_clock.current_time() - began <= WIRED.gone_after_s + TICK_S + 0.02
 
 
 async def test_a_silent_peer_that_another_member_hears_gets_more_time(

@@ -1,6 +1,7 @@
 """What `pmesh status` shows of whole agents, and its documented schema."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from trio.testing import MockClock
 from pmesh.agent.status import snapshot
 from pmesh.agent.status.schema import (
     SCHEMA_VERSION,
+    HeldOffStatus,
     Status,
     TermsStatus,
     decode_status,
@@ -208,6 +210,33 @@ async def test_a_rank_that_is_lost_is_gone_from_its_job_with_the_reason(clock: M
         assert [(r.rank, r.trainer, r.name) for r in left.ranks] == [(0, 1, trainers[0].names[1])]
         (loss,) = left.losses
         assert "is lost: its trainer died" in loss
+
+
+async def held_off_by(machine: Machine) -> HeldOffStatus:
+    """Whom it holds off, once that one is linked again."""
+    await until(lambda: bool(snapshot_of(machine).held_off))
+    (held,) = snapshot_of(machine).held_off
+    return held
+
+
+async def test_a_machine_that_is_lost_again_and_again_is_shown_while_it_is_held_off(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 3) as here:
+        *others, flaps = here.machines
+        speaks: Callable[..., None] = flaps.agent.membership.send
+        says_nothing: Callable[..., None] = lambda *_: None  # noqa: E731
+        for _ in range(3):
+            await here.settle(*here.machines)
+            flaps.agent.membership.send = says_nothing
+            await here.settle(*others)
+            flaps.agent.membership.send = speaks
+        for machine in others:
+            held = await held_off_by(machine)
+            assert (held.name, held.losses) == ("mac-2", 3)
+            assert 0.0 < held.back_in_s <= 2.0
+        await here.settle(*here.machines)
+        assert snapshot_of(others[0]).held_off == ()
 
 
 async def test_who_waits_for_a_job_is_shown_on_every_machine_until_it_has_entered(

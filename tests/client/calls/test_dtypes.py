@@ -94,7 +94,9 @@ def test_every_dtype_is_reduced_as_its_library_adds_it(
     assert run_ranks(agent.home, RANKS, program) == expected
 
 
-@pytest.mark.parametrize("strategy", ["ring", "tree", "centralized", "hierarchical", "chain"])
+@pytest.mark.parametrize(
+    "strategy", ["ring", "tree", "centralized", "hierarchical", "chain", "direct"]
+)
 @pytest.mark.parametrize("dtype", ["complex128", "uint8"])
 def test_every_strategy_reduces_the_widest_and_the_narrowest(
     agent: WatchedAgent, dtype: str, strategy: Strategy

@@ -79,7 +79,7 @@ def test_reduce_scatter_reduces_as_all_reduce_does(agent: WatchedAgent, op: str)
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ring", "tree", "centralized", "hierarchical", "chain", "auto"]
+    "strategy", ["ring", "tree", "centralized", "hierarchical", "chain", "direct", "auto"]
 )
 def test_the_strategy_travels_with_the_op(agent: WatchedAgent, strategy: Any) -> None:
     with pmesh.connect("job", home=agent.home) as mesh:

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.core.ops.cost import (
+    FAR_NS,
     ISLAND_FACTOR,
     UNMEASURED,
     EdgeCost,
@@ -12,6 +13,7 @@ from pmesh.core.ops.cost import (
     Strategy,
     chain_of,
     choose,
+    is_far,
     islands_of,
     predict_ns,
 )
@@ -157,14 +159,25 @@ def test_islands_are_runs_of_the_ring_and_hold_every_rank_once(edges: Edges) -> 
         assert all((a + 1) % len(edges) == b for a, b in itertools.pairwise(ring))
 
 
+@pytest.mark.parametrize("size", range(3, 10))
+@pytest.mark.parametrize("nbytes", [4096, MIB, 64 * MIB])
+def test_by_wifi_all_send_straight_to_each_other(size: int, nbytes: int) -> None:
+    wifi = EdgeCost(alpha_ns=FAR_NS, beta_ps=30_000)
+    assert choose(((wifi,) * size,) * size, nbytes) == "direct"
+    cable = wifi._replace(alpha_ns=FAR_NS - 1)
+    assert choose(((cable,) * size,) * size, nbytes) != "direct"
+
+
 @given(any_edges(), st.integers(0, 2**40))
 def test_the_choice_is_never_slower_than_another_and_always_whole_numbers(
     edges: Edges, nbytes: int
 ) -> None:
     strategies: list[Strategy] = ["ring", "tree", "centralized"]
     strategies += ["hierarchical", "chain"] if islands_of(edges) else ["chain"]
+    strategies += ["direct"] if is_far(edges) else []
     predicted = {strategy: predict_ns(strategy, edges, nbytes) for strategy in strategies}
     assert all(type(ns) is int for ns in predicted.values())
     chosen = choose(edges, nbytes)
     assert predicted[chosen] == min(predicted.values())
-    assert all(predicted[s] > predicted[chosen] for s in strategies[: strategies.index(chosen)])
+    if chosen != "direct":
+        assert all(predicted[s] > predicted[chosen] for s in strategies[: strategies.index(chosen)])

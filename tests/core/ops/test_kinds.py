@@ -1,5 +1,7 @@
 """What each rank gives to an op and gets of it."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -44,14 +46,25 @@ def test_parts_that_are_not_one_for_each_rank_are_refused() -> None:
         extent_of(start("all_to_all", parts=(1, 2, 3), parts_in=(6,)), rank=0, size=3)
 
 
-def test_a_sync_waits_as_seldom_as_a_small_all_reduce_once_the_ranks_know_what_edges_cost() -> None:
-    edge = EdgeCost(alpha_ns=20_000_000, beta_ps=80_000)  # two homes
-    edges = ((edge,) * 3,) * 3
-    for kind in ("sync", "exchange", "all_reduce"):
-        here = Setting(request=start(kind), rank=1, size=3)
-        assert KINDS[kind].plan(here).steps == 4
-        here = Setting(request=start(kind), rank=1, size=3, edges=edges)
-        assert KINDS[kind].plan(here).steps == 2
+@pytest.mark.parametrize(
+    ("kind", "steps"), [("sync", 1), ("exchange", 1), ("barrier", 1), ("all_reduce", 2)]
+)
+@pytest.mark.parametrize("size", [3, 8])
+def test_on_a_long_way_small_ops_wait_once_or_twice_once_the_ranks_know_what_edges_cost(
+    kind: str, steps: int, size: int
+) -> None:
+    wifi = EdgeCost(alpha_ns=4_000_000, beta_ps=80_000)
+    here = Setting(request=start(kind), rank=1, size=size)
+    assert KINDS[kind].plan(here).steps == 2 * (size - 1)
+    here = replace(here, edges=((wifi,) * size,) * size)
+    assert KINDS[kind].plan(here).steps == steps
+
+
+def test_a_large_table_is_not_sent_to_every_rank() -> None:
+    wifi = EdgeCost(alpha_ns=4_000_000, beta_ps=80_000)
+    request = msgspec.structs.replace(start("exchange"), wire_dtype="int64", count=2000)
+    here = Setting(request=request, rank=1, size=3, edges=((wifi,) * 3,) * 3)
+    assert KINDS["exchange"].plan(here).bytes_sent == 2 * 2 * 8 * 2000
 
 
 def test_on_a_long_way_a_ring_has_shorter_records() -> None:

@@ -19,6 +19,7 @@ from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reducing import (
     plan_centralized,
     plan_chain,
+    plan_direct,
     plan_hierarchical,
     plan_reduce,
     plan_reduce_scatter,
@@ -71,6 +72,7 @@ PLANS: dict[tuple[str, str], Callable[[int, int], RankPlan]] = {
     ("all_reduce", "centralized"): all_reduce(plan_centralized),
     ("all_reduce", "hierarchical"): hierarchical,
     ("all_reduce", "chain"): chain,
+    ("all_reduce", "direct"): all_reduce(plan_direct),
     ("reduce", "ring"): to_root(plan_reduce),
     ("broadcast", "ring"): to_root(plan_broadcast),
     ("reduce_scatter", "ring"): blocks(plan_reduce_scatter),
@@ -117,7 +119,7 @@ def test_one_rank_alone_sends_nothing_and_waits_for_nobody(row: tuple[str, str])
 
 
 @pytest.mark.parametrize("size", range(1, 10))
-@pytest.mark.parametrize("strategy", ["ring", "tree", "centralized"])
+@pytest.mark.parametrize("strategy", ["ring", "tree", "centralized", "direct"])
 def test_what_auto_expects_is_what_the_plans_do(strategy: Strategy, size: int) -> None:
     plans = [PLANS["all_reduce", strategy](rank, size) for rank in range(size)]
     alphas = ((EdgeCost(alpha_ns=1, beta_ps=0),) * size,) * size

@@ -30,6 +30,7 @@ from pmesh.core.ops.plan import (
 from pmesh.core.ops.reducing import (
     plan_centralized,
     plan_chain,
+    plan_direct,
     plan_exchange,
     plan_hierarchical,
     plan_reduce,
@@ -93,7 +94,12 @@ class AllReduce:
                 line=line,
                 segment_bytes=segment_bytes,
             )
-        make = {"ring": plan_ring, "tree": plan_tree, "centralized": plan_centralized}
+        make = {
+            "ring": plan_ring,
+            "tree": plan_tree,
+            "centralized": plan_centralized,
+            "direct": plan_direct,
+        }
         return make[self.strategy](
             rank=rank, size=size, count=count, itemsize=itemsize, segment_bytes=segment_bytes
         )
@@ -102,7 +108,9 @@ class AllReduce:
 ALL_REDUCES = SIZES.flatmap(
     lambda size: st.builds(
         AllReduce,
-        strategy=st.sampled_from(["ring", "tree", "centralized", "hierarchical", "chain"]),
+        strategy=st.sampled_from(
+            ["ring", "tree", "centralized", "hierarchical", "chain", "direct"]
+        ),
         size=st.just(size),
         count=COUNTS,
         segment_bytes=SEGMENTS,
@@ -189,11 +197,12 @@ def test_a_chain_sends_the_first_result_back_before_the_last_sum_has_come(size: 
     assert [send.needs for send in first.sends[1]] == [(Need(1, i + 1),) for i in range(5)]
 
 
-@given(COUNTS, ORDERS | IN_LINE)
-def test_an_exchange_is_a_ring_of_two_in_one_step(count: int, order: Order) -> None:
-    sources = values_of(2, count, "float64", seed=count)
-    plans = [plan_exchange(rank=rank, nbytes=8 * count) for rank in range(2)]
-    assert all((plan.steps, plan.bytes_sent) == (1, 8 * count) for plan in plans)
+@given(SIZES, COUNTS, ORDERS | IN_LINE)
+def test_an_exchange_brings_the_sum_to_all_in_one_step(size: int, count: int, order: Order) -> None:
+    sources = values_of(size, count, "float64", seed=count)
+    plans = [plan_exchange(rank=rank, size=size, nbytes=8 * count) for rank in range(size)]
+    steps, sent = int(size > 1), 8 * count * (size - 1)
+    assert all((plan.steps, plan.bytes_sent) == (steps, sent) for plan in plans)
     check_shape(plans, segment_bytes=SEGMENT_BYTES)
     results = PlanWorld(plans, sources, reduction="mean").run(order, whole_bytes(sources))
     assert {result.tobytes() for result in results} == {reduced(sources, "mean").tobytes()}
@@ -325,6 +334,8 @@ BARRIERS: dict[str, Callable[[int, int], RankPlan]] = {
     "ring": lambda rank, size: plan_ring(rank=rank, size=size, count=0, itemsize=4),
     "tree": lambda rank, size: plan_tree(rank=rank, size=size, count=0, itemsize=4),
     "centralized": lambda rank, size: plan_centralized(rank=rank, size=size, count=0, itemsize=4),
+    "direct": lambda rank, size: plan_direct(rank=rank, size=size, count=0, itemsize=4),
+    "exchange": lambda rank, size: plan_exchange(rank=rank, size=size, nbytes=0),
     "hierarchical": lambda rank, size: plan_hierarchical(
         rank=rank,
         size=size,

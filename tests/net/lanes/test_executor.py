@@ -20,6 +20,7 @@ from pmesh.core.ops.reducing import (
     WINDOW,
     plan_centralized,
     plan_chain,
+    plan_direct,
     plan_exchange,
     plan_hierarchical,
     plan_reduce,
@@ -63,7 +64,7 @@ def exchange(size: int, count: int) -> Collective:
     if size != 2:
         return ring(size, count)
     both = ring(size, count)
-    both.plans = [plan_exchange(rank=rank, nbytes=4 * count) for rank in range(size)]
+    both.plans = [plan_exchange(rank=rank, size=2, nbytes=4 * count) for rank in range(size)]
     return both
 
 
@@ -83,6 +84,10 @@ def hierarchical(size: int, count: int) -> Collective:
 def chain(size: int, count: int) -> Collective:
     line = tuple((2 + place) % size for place in range(size))
     return reducing(plan_chain, size, count, line=line)
+
+
+def direct(size: int, count: int) -> Collective:
+    return reducing(plan_direct, size, count)
 
 
 def reduce(size: int, count: int) -> Collective:
@@ -208,7 +213,7 @@ def _cut(data: bytes, counts: Sequence[int]) -> list[bytes]:
 
 
 def check(make: Make, asked: Collective, results: Sequence[Bytes]) -> None:
-    if make not in {ring, exchange, tree, centralized, hierarchical, chain}:
+    if make not in {ring, exchange, tree, centralized, hierarchical, chain, direct}:
         assert [result.tobytes() for result in results] == expected(make, asked)
         return
     assert len({result.tobytes() for result in results}) == 1  # I3: bit for bit
@@ -223,6 +228,7 @@ ALL = [
     centralized,
     hierarchical,
     chain,
+    direct,
     reduce,
     reduce_scatter,
     broadcast,
