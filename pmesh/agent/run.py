@@ -240,7 +240,7 @@ class Agent:
             on_ask=self.jobs.results.answer,
             on_p2p=lambda member, message: self.p2p.receive(member, message),  # noqa: PLW0108 - as above
             noticed=self._event_log.add,
-            path_failed=lambda ours, theirs: self.jobs.rendezvous.lose_path(ours, theirs),  # noqa: PLW0108 - as above
+            path_failed=lambda *hosts, **how: self.jobs.rendezvous.lose_path(*hosts, **how),  # noqa: PLW0108 - as above
             contain=self._containment.contain,
         )
         self.membership = Membership(

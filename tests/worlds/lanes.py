@@ -29,7 +29,9 @@ EMPTY = memoryview(b"")
 BORN = Epoch(1, NodeId(bytes(32)), Incarnation(1))
 
 
-def offer_between(sender: int, receiver: int, *, number: int = 1, dial: bool = False) -> OfferLane:
+def offer_between(
+    sender: int, receiver: int, *, number: int = 1, dial: bool = False, several: bool = False
+) -> OfferLane:
     return OfferLane(
         lane=bytes([sender, receiver]) * 8,
         job=JobName("digits"),
@@ -40,6 +42,7 @@ def offer_between(sender: int, receiver: int, *, number: int = 1, dial: bool = F
         key=bytes([1, sender]) * 16,
         return_key=bytes([2, receiver]) * 16,
         dial=dial,
+        several=several,
     )
 
 

@@ -22,6 +22,7 @@ from pmesh.core.wire.link import Address, OfferLane, Splice
 from pmesh.errors import NetworkError
 from pmesh.ids import Member
 from pmesh.net.lanes.lane import Lane
+from pmesh.net.lanes.multipath import Carrier
 from tests.worlds.trainer import ANY, Trainer, together, until
 
 MESH = MeshKey(b"m" * 32)
@@ -35,6 +36,9 @@ class NoReach:
 
     def we_dialled(self, member: Member) -> bool:
         raise AssertionError(member)
+
+    def paths_to(self, _: Member) -> tuple[Carrier, ...]:
+        return ()
 
     async def dial_member(self, member: Member) -> trio.SocketStream:
         await trio.lowlevel.checkpoint()

@@ -11,13 +11,13 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
-from weakref import WeakSet
 
 import trio
 
+from pmesh.agent.lanes.lane_paths import LanePaths
 from pmesh.agent.lanes.splices import Reach, Splices
 from pmesh.core.wire.link import OfferLane, Splice
-from pmesh.core.wire.records import LANE_ID_BYTES
+from pmesh.core.wire.records import LANE_ID_BYTES, decode_preamble_untrusted
 from pmesh.errors import LaneBroken, NetworkError, ProtocolError
 from pmesh.ids import Epoch, JobName, Member, TrainerId
 from pmesh.net.lanes.lane import Lane, PathLost
@@ -91,9 +91,9 @@ class LaneRendezvous:
         self.splices = Splices(
             me, reach, nursery, entropy, awaits=self._tell_news, welcome=self.welcome
         )
+        self.paths = LanePaths(reach, nursery)
         self._over: dict[JobName, int] = {}  # every roster below this number
         self._given_up: set[LaneEnd] = set()
-        self._lanes = WeakSet[Lane]()  # all that were opened, also those that are taken
         self._opening: dict[trio.CancelScope, tuple[str, str]] = {}
         """The connections that do not yet carry a lane, with the addresses of their two ends."""
 
@@ -137,12 +137,20 @@ class LaneRendezvous:
                 del self._dials[member], self._turns[member]
 
     async def welcome(
-        self, stream: trio.SocketStream, lane: bytes, authenticated: Callable[[], None]
+        self, stream: trio.SocketStream, first_bytes: bytes, authenticated: Callable[[], None]
     ) -> None:
-        """A connection through the door that names a lane; LaneBroken if nobody has offered it."""
+        """A connection through the door that names a lane; LaneBroken if nobody has offered it.
+
+        ProtocolError if its first bytes are no preamble.
+        """
+        preamble = decode_preamble_untrusted(first_bytes)
+        lane, index = preamble
         with trio.move_on_after(OFFER_PATIENCE_S):
-            while lane not in self._expected and lane not in self.splices:
+            while not self._awaits(lane, index):
                 await self._news.wait()
+        if index:
+            await self.paths.welcome(stream, preamble, authenticated)
+            return
         if lane in self.splices:
             authenticated()
             self.splices.arrive(lane, stream)
@@ -158,8 +166,15 @@ class LaneRendezvous:
             opened.close()
             raise
         # Not before: the lane's id was in clear, and whoever overheard it must not use it up.
-        self._expected.pop(lane, None)
-        self._fill(expected.end, opened)
+        if self._expected.pop(lane, None) is None:  # a second one, which was recorded
+            opened.close()
+            return
+        self._fill(expected.end, self.paths.begin(opened, expected.offer, expected.member))
+
+    def _awaits(self, lane: bytes, index: int) -> bool:
+        if index:
+            return lane in self.paths
+        return lane in self._expected or lane in self.splices
 
     async def take(self, end: LaneEnd) -> Lane:
         """The lane of one of our ends, as soon as it is open.
@@ -208,15 +223,11 @@ class LaneRendezvous:
                 del self._places[end]
                 _give_up(place, LaneBroken("its roster is over"))
 
-    def lose_path(self, ours: AbstractSet[str], theirs: AbstractSet[str]) -> None:
-        """Close the lanes between these addresses of an interface here and one of a peer.
-
-        What is being opened between them ends, too: nobody answers there any more.
-        """
-        for lane in list(self._lanes):
-            here, there = lane.hosts
-            if here in ours and there in theirs:
-                lane.lose_path()
+    def lose_path(
+        self, ours: AbstractSet[str], theirs: AbstractSet[str], *, outranked: bool = False
+    ) -> None:
+        """As `LanePaths.lose`; what is being opened over the path is opened over another one."""
+        self.paths.lose(ours, theirs, outranked=outranked)
         for scope, (here, there) in self._opening.items():
             if here in ours and there in theirs:
                 scope.cancel()
@@ -260,7 +271,7 @@ class LaneRendezvous:
         if place.lane is not None:
             place.lane.close()  # an earlier attempt, of which the other side has heard no end
         place.lane = lane
-        self._lanes.add(lane)
+        self._tell_news()
         place.filled.set()
 
     def _expect(self, end: LaneEnd, offer: OfferLane, member: Member) -> None:
@@ -290,7 +301,8 @@ class LaneRendezvous:
             return  # before this task has had its first turn
         place = self._place(end)
         for _ in range(ATTEMPTS):
-            offer = self._make_offer(edge, dial=not self._reach.we_dialled(to))
+            several = edge.op == -1 and self.paths.is_worth_several(to)
+            offer = self._make_offer(edge, dial=not self._reach.we_dialled(to), several=several)
             if offer.dial:
                 self._expect(end, offer, to)
             self._reach.send(to, offer)
@@ -313,7 +325,7 @@ class LaneRendezvous:
         except NetworkError as e:
             self._reach.complain(member, e)
             return
-        self._fill(end, lane)
+        self._fill(end, self.paths.begin(lane, offer, member))
 
     async def _dialled(self, offer: OfferLane, member: Member) -> Lane:
         """Dial again over the next path for each that fails meanwhile: greetings are all alike."""
@@ -322,7 +334,7 @@ class LaneRendezvous:
             with suppress(PathLost):
                 return await self._open(stream, dial_lane(stream, offer, peer=name))
 
-    def _make_offer(self, edge: LaneKey, *, dial: bool) -> OfferLane:
+    def _make_offer(self, edge: LaneKey, *, dial: bool, several: bool = False) -> OfferLane:
         return OfferLane(
             job=edge.job,
             born=edge.born,
@@ -334,6 +346,7 @@ class LaneRendezvous:
             key=self._entropy(_KEY_BYTES),
             return_key=self._entropy(_KEY_BYTES),
             dial=dial,
+            several=several,
         )
 
 

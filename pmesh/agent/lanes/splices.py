@@ -21,11 +21,12 @@ from pmesh.core.wire.link import OfferLane, Splice
 from pmesh.core.wire.records import (
     LANE_ID_BYTES,
     PREAMBLE_BYTES,
+    Preamble,
     encode_preamble,
-    lane_of_preamble_untrusted,
 )
 from pmesh.errors import NetworkError, PeerUnreachable, ProtocolError
 from pmesh.ids import Member
+from pmesh.net.lanes.multipath import Carrier
 
 MAX_SPLICES = 32  # that one peer has asked for; each costs two descriptors and 256 KiB
 SPLICED_BYTES = 128 * 1024  # copied at once: 40 us, so that the event loop stays responsive
@@ -45,6 +46,10 @@ class Reach(Protocol):
 
     def relay_of(self, member: Member) -> Member | None:
         """Return who forwards to a member; None if it can be dialled directly."""
+        ...
+
+    def paths_to(self, member: Member) -> tuple[Carrier, ...]:
+        """Return the paths over which a lane goes at once, the best first; () if none is direct."""
         ...
 
     async def dial_member(self, member: Member) -> trio.SocketStream:
@@ -123,8 +128,7 @@ class Splices:
             stream = await (self._dial(by, ticket) if splice.dial else self._arrival(ticket))
             async with stream:
                 if splice.to == self._me:
-                    lane = lane_of_preamble_untrusted(await _receive_preamble(stream))
-                    await self._welcome(stream, lane, lambda: None)
+                    await self._welcome(stream, await _receive_preamble(stream), lambda: None)
                 else:
                     far = splice.to
                     await self._continue(stream, far)
@@ -147,7 +151,7 @@ class Splices:
     async def _dial(self, peer: Member, ticket: bytes) -> trio.SocketStream:
         stream = await self._reach.dial_member(peer)
         try:
-            await stream.send_all(encode_preamble(ticket))
+            await stream.send_all(encode_preamble(Preamble(ticket)))
         except BaseException as e:
             stream.socket.close()
             if isinstance(e, trio.BrokenResourceError):

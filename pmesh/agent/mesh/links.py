@@ -1,8 +1,10 @@
 """The link with one peer: its messages, and the paths over which they go."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import trio
 
@@ -26,9 +28,21 @@ from pmesh.core.wire.link import (
 )
 from pmesh.errors import NodeKeyCopied, PeerUnreachable
 from pmesh.ids import Incarnation, Member, NodeId, short_node
+from pmesh.net.lanes.multipath import UNKNOWN_BYTES_PER_S, Carrier, Facts
+from pmesh.net.links.dialer import dial_any
 from pmesh.net.links.path import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, Path
 
 MAX_INTRODUCED = 64  # members that one peer has named: as many as a view has
+
+
+class PathFailed(Protocol):
+    """What is told of a path between these addresses of an interface here and one of a peer."""
+
+    def __call__(
+        self, ours: AbstractSet[str], theirs: AbstractSet[str], *, outranked: bool = False
+    ) -> None:
+        """It has failed, or was only `outranked` by a better one."""
+        ...
 
 
 class LinkNumbers(NamedTuple):
@@ -330,9 +344,21 @@ class Link:
         """
         direct = (live for live in self.paths.values() if live.relay is None)
         ordered = dict.fromkeys((*self.carriers(), *direct))
-        ends = (Address(live.path.remote_address.host, self.port) for live in ordered)
-        both = zip(ordered, ends, strict=True)
-        return tuple(dict.fromkeys(live.dialled or (there, live.own) for live, there in both))
+        return tuple(dict.fromkeys(map(self._end_of, ordered)))
+
+    def _end_of(self, live: LivePath) -> BoundAddress:
+        return live.dialled or (Address(live.path.remote_address.host, self.port), live.own)
+
+    def spread(self) -> tuple[Carrier, ...]:
+        """Return the paths over which a lane goes at once, the best first: only direct ones."""
+        direct = [state for state in self.states() if state.kind != paths.RELAYED]
+        keys = paths.spread(direct, self._current_key, now=trio.current_time())
+        return tuple(self._carrier(self.paths[key]) for key in keys)
+
+    def _carrier(self, live: LivePath) -> Carrier:
+        bytes_per_s = (live.mbit_s or live.speed_mbit_s) * 1e6 / 8 or UNKNOWN_BYTES_PER_S
+        facts = Facts(bytes_per_s, live.health.least_round_trip_s)
+        return Carrier(live.hosts, facts, partial(_dial, self._end_of(live)))
 
     def close(self) -> None:
         """End its paths, and the task that keeps them."""
@@ -354,6 +380,11 @@ class Link:
     def _tell(self) -> None:
         self.changed.set()
         self.changed = trio.Event()
+
+
+async def _dial(end: BoundAddress) -> trio.SocketStream:
+    stream, _ = await dial_any((end,))
+    return stream
 
 
 def live_path(

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Iterable
-from collections.abc import Set as AbstractSet
 from functools import partial
 
 import msgspec
@@ -15,6 +14,7 @@ from pmesh.agent.mesh.dial_targets import Targets
 from pmesh.agent.mesh.links import (
     Link,
     LivePath,
+    PathFailed,
     bare_host,
     begins_at,
     copied_from,
@@ -53,6 +53,7 @@ from pmesh.errors import (
     ProtocolVersionMismatch,
 )
 from pmesh.ids import Member, NodeId, short_node
+from pmesh.net.lanes.multipath import Carrier
 from pmesh.net.links.dialer import dial_any
 from pmesh.net.links.interfaces import AddressWatch, remote_address_of
 from pmesh.net.links.path import Path, shake_hands
@@ -86,7 +87,7 @@ class Peers:
         on_ask: Callable[[AskResult], None],
         on_p2p: Callable[[Member, P2PMessage], None],
         noticed: Callable[[News], None],
-        path_failed: Callable[[AbstractSet[str], AbstractSet[str]], None],
+        path_failed: PathFailed,
         contain: Contain,
     ) -> None:
         self._hello = hello
@@ -382,13 +383,13 @@ class Peers:
             link.begin_switch(why, since=since)
 
     def _improved(self, link: Link, why: str) -> None:
-        """Messages go over a better path: lanes leave those of a worse kind or speed."""
+        """Messages go over a better path: lanes of one connection leave the worse ones."""
         self._begin_switch(link, why, since=trio.current_time())
         assert link.current is not None  # noqa: S101 - it has switched to this one
         ranks = {state.key: state.rank for state in link.states()}
         for key, live in link.paths.items():
             if ranks[key] > ranks[link.current.key]:
-                self._path_failed(*live.hosts)
+                self._path_failed(*live.hosts, outranked=True)
 
     def _tell_switch(self, link: Link, took_s: float, why: str) -> None:
         name = link.peer.name
@@ -567,14 +568,16 @@ class Peers:
         link = self.links.get(member.node)
         return None if link is None or link.carriers() else link.relay
 
+    def paths_to(self, member: Member) -> tuple[Carrier, ...]:
+        link = self.links.get(member.node)
+        return () if link is None else link.spread()
+
     async def dial_member(self, member: Member) -> trio.SocketStream:
         """Open a new connection to the member over the best path that takes one."""
         link = self.links.get(member.node)
-        addresses = () if link is None else link.addresses()
-        if not addresses:
+        if link is None or not (addresses := link.addresses()):
             raise PeerUnreachable(f"this agent has no path to {self.name_of(member)}")
-        stream, _ = await dial_any(addresses)
-        return stream
+        return (await dial_any(addresses))[0]
 
     def bandwidths_to(self, member: Member) -> tuple[PathBandwidth, ...]:
         """Return what is measured of the paths to the member, the one that tensors take first."""

@@ -34,6 +34,8 @@ SLOW: Final = 4
 """A path that was measured to carry so many times less than it claims may be outdone."""
 OUTDONE: Final = 2
 """Another path must carry so many times more for that, if the slow one is in use."""
+LEAST_SHARE: Final = 0.05
+"""A path with less of the bandwidth of the best one is not worth a connection of each lane."""
 REDIAL_S: Final = 1.0
 """Before a way that could not be dialled is tried again; twice as long each time."""
 LONGEST_REDIAL_S: Final = 60.0
@@ -100,6 +102,11 @@ class PathState:
         """Sort key, the best first: those not outdone, the kind, and the speed in octaves."""
         octaves = -round(log2(self.speed_mbit_s)) if self.speed_mbit_s else inf
         return self.is_outdone, kind_rank(self.kind), octaves
+
+    @property
+    def brings_mbit_s(self) -> int:
+        """What it was measured to carry, or else what it claims; 0 while both are unknown."""
+        return self.measured_mbit_s or self.speed_mbit_s
 
     @property
     def is_slow(self) -> bool:
@@ -219,6 +226,29 @@ def carriers(
     """Return the paths for tensors, the best first: the current one, and those that are steady."""
     usable = [path for path in paths if path.key == current or _may_replace(path, now)]
     return tuple(path.key for path in sorted(usable, key=lambda path: (path.rank, path.key)))
+
+
+def spread(
+    paths: Sequence[PathState], current: PathKey | None, *, now: float
+) -> tuple[PathKey, ...]:
+    """Return the paths over which a lane goes at once, the best first; one if that is as fast.
+
+    Two that end at one interface share what it carries, so only the better one counts.
+    """
+    chosen: list[PathState] = []
+    for path in sorted(paths, key=lambda path: (path.rank, path.key)):
+        is_heard = path.silence_s(now) < path.health.thresholds.degraded_after_s
+        is_usable = path.key == current or (is_heard and now >= path.steady_at)
+        if is_usable and (not chosen or _brings_more(path, chosen)):
+            chosen.append(path)
+    return tuple(path.key for path in chosen)
+
+
+def _brings_more(path: PathState, chosen: Sequence[PathState]) -> bool:
+    ours, theirs = path.key
+    if any(ours == other.key.interface or theirs == other.key.remote for other in chosen):
+        return False
+    return path.brings_mbit_s >= LEAST_SHARE * chosen[0].brings_mbit_s > 0
 
 
 # --- the ways that are not yet paths

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from pmesh.core.wire.link import PROTOCOL_VERSION, Hello, decode_untrusted
-from pmesh.core.wire.records import PREAMBLE_BYTES, encode_preamble
+from pmesh.core.wire.records import PREAMBLE_BYTES, PREAMBLE_MAGIC
 from pmesh.errors import ProtocolError
 from pmesh.ids import NodeId
 
@@ -72,7 +72,6 @@ MAX_CLIENT_HELLO_BYTES: Final = 16 * 1024
 FIRST_BYTES: Final = PREAMBLE_BYTES
 """The most bytes to read: those after a preamble belong to the lane."""
 
-_LANE = encode_preamble(b"")
 _TLS_HEADER_BYTES = 9  # of the record (5) and of the handshake message in it (4): RFC 8446, 5.1, 4
 _HANDSHAKE_RECORD, _CLIENT_HELLO = 22, 1
 
@@ -92,7 +91,7 @@ def recognize(first: bytes) -> FirstBytes:
     >>> recognize(b"GET / HTTP/1.1")
     <FirstBytes.GARBAGE: 4>
     """
-    if first[: len(_LANE)] == _LANE[: len(first)]:
+    if first[: len(PREAMBLE_MAGIC)] == PREAMBLE_MAGIC[: len(first)]:
         return FirstBytes.LANE if len(first) >= PREAMBLE_BYTES else FirstBytes.TOO_FEW
     if _may_be_client_hello(first):
         return FirstBytes.LINK if len(first) >= _TLS_HEADER_BYTES else FirstBytes.TOO_FEW

@@ -26,7 +26,7 @@ from pmesh.core.values import (
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, Slot
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; more is an attack
 
@@ -349,6 +349,8 @@ class OfferLane(_Message, frozen=True, tag=20):
     carries the retained output of this op (O2)."""
     dial: bool = False
     """True if the receiver of this message dials, False if the sender does."""
+    several: bool = False
+    """True if the lane runs over several connections (`pmesh.core.wire.subflows`)."""
 
 
 class AskResult(_Message, frozen=True, tag=21):

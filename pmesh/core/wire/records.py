@@ -30,11 +30,10 @@ OVERHEAD_BYTES = HEADER_BYTES + TAG_BYTES
 MAX_BODY_BYTES = 1024 * 1024  # sealing one takes 0.1 ms, which the event loop can spare
 KEY_BYTES = 2**38  # 2^34 blocks under one key: a forger's advantage stays below 2^-60
 
-_PREAMBLE_MAGIC = (
-    b"PMLN\x01"  # no TLS record begins with it: the acceptor distinguishes lanes by it
-)
+PREAMBLE_MAGIC = b"PMLN\x02"  # no TLS record begins with it: the acceptor distinguishes lanes by it
 LANE_ID_BYTES = 16
-PREAMBLE_BYTES = len(_PREAMBLE_MAGIC) + LANE_ID_BYTES
+_INDEX = struct.Struct(">I")
+PREAMBLE_BYTES = len(PREAMBLE_MAGIC) + LANE_ID_BYTES + _INDEX.size
 
 
 class RecordHeader(NamedTuple):
@@ -69,16 +68,27 @@ def read_header_untrusted(
     return header
 
 
-def encode_preamble(lane: bytes) -> bytes:
-    """Return the first bytes on a lane's connection: its lane id, in clear."""
-    return _PREAMBLE_MAGIC + lane
+class Preamble(NamedTuple):
+    """The first bytes on a lane's connection, in clear."""
+
+    lane: bytes
+    """The lane's id."""
+    connection: int = 0
+    """Its index among those of the lane, where it has several (`subflows`)."""
 
 
-def lane_of_preamble_untrusted(data: bytes) -> bytes:
-    """Return the lane id of a preamble; raise ProtocolError for anything else."""
-    if len(data) != PREAMBLE_BYTES or not data.startswith(_PREAMBLE_MAGIC):
+def encode_preamble(preamble: Preamble) -> bytes:
+    """Return the preamble as bytes; their length is always the same."""
+    return PREAMBLE_MAGIC + preamble.lane + _INDEX.pack(preamble.connection)
+
+
+def decode_preamble_untrusted(data: bytes) -> Preamble:
+    """Reverse `encode_preamble`; raise ProtocolError for anything else."""
+    if len(data) != PREAMBLE_BYTES or not data.startswith(PREAMBLE_MAGIC):
         raise ProtocolError("not the beginning of a lane")
-    return data[len(_PREAMBLE_MAGIC) :]
+    begin = len(PREAMBLE_MAGIC)
+    (index,) = _INDEX.unpack_from(data, begin + LANE_ID_BYTES)
+    return Preamble(data[begin : begin + LANE_ID_BYTES], index)
 
 
 @lru_cache(maxsize=256)  # every training step makes the same few calls
@@ -86,6 +96,12 @@ def fingerprint(call: Call) -> int:
     """Return a 64-bit hash of the call that is equal on every machine (O8)."""
     digest = hashlib.sha3_256(msgspec.msgpack.encode(call)).digest()
     return int.from_bytes(digest[:8], "big")
+
+
+def subflow_key(key: bytes, index: int) -> bytes:
+    """Return the key of one direction of a lane's connection, of several (`subflows`)."""
+    info = b"pmesh lane: subflow %d" % index
+    return HKDFExpand(SHA256(), length=32, info=info).derive(key)
 
 
 class _Keys:

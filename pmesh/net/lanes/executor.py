@@ -41,6 +41,7 @@ from pmesh.net.lanes.lane import CallsDiffer, Lane, Steps, Wait
 
 THREADS_FROM_BYTES = 16 * 1024 * 1024  # below, to start them costs more than they save
 COMPUTING_THREADS_FROM_BYTES = 128 * 1024
+LOOK_MS = 2  # for progress, while there is enough to send for longer
 _NOTHING = memoryview(bytearray())
 
 
@@ -273,13 +274,15 @@ class _Execution:
         ]
 
     def _send_all(self, track: _Track[Send]) -> Steps:
-        yield from track.lane.flushes()
+        lane = track.lane
+        yield from lane.flushes()
         while not track.is_over:
             while not self._has(track.records[track.done].needs):
-                yield Wait.PROGRESS
-            yield from track.lane.sends(*self._next_record(track))
+                yield Wait.PROGRESS if lane.idle else Wait.PROGRESS_OR_NETWORK
+            yield from lane.sends(*self._next_record(track))
             track.done += 1
             self._pipe.note_progress()
+        yield from lane.flushes()
 
     def _next_record(self, track: _Track[Send]) -> tuple[RecordHeader, memoryview]:
         send = track.records[track.done]
@@ -387,7 +390,7 @@ class Pipeline:
 
     async def _follow(self, stage: Stage) -> None:
         for wait in stage.steps:
-            if wait is Wait.PROGRESS:
+            if wait in {Wait.PROGRESS, Wait.PROGRESS_OR_NETWORK}:  # the event loop tends the lane
                 await self._waiting.park()
             elif stage.lane is None:
                 await trio.lowlevel.checkpoint()
@@ -490,6 +493,8 @@ class _Threads:
                     network.poll()
                 case Wait.PROGRESS:
                     self._await_progress(beyond=seen)
+                case Wait.PROGRESS_OR_NETWORK:
+                    self._await_either(network, beyond=seen)
                 case Wait.CLOSED:
                     self._await_stop()
                 case Wait.TURN:
@@ -498,6 +503,10 @@ class _Threads:
     def _await_progress(self, *, beyond: int) -> None:
         with self._progress:
             self._progress.wait_for(lambda: self._stopped or self._steps_seen != beyond)
+
+    def _await_either(self, network: select.poll, *, beyond: int) -> None:
+        while not (self._stopped or self._steps_seen != beyond or network.poll(LOOK_MS)):
+            pass
 
     def _await_stop(self) -> None:
         with self._progress:

@@ -18,6 +18,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Generator
+from collections.abc import Set as AbstractSet
 from enum import Enum, auto
 from typing import TypeAlias
 
@@ -65,6 +66,8 @@ class Wait(Enum):
     """Nothing can be done until the lane is closed, or the call cancelled."""
     PROGRESS = auto()
     """Another part of the same pipeline has got further."""
+    PROGRESS_OR_NETWORK = auto()
+    """Another part has got further, or what was left with the lane can go on."""
     TURN = auto()
     """Nothing; but others on the event loop, which a fast network must not starve, come first."""
 
@@ -116,8 +119,15 @@ class Lane:
         self._unsent = self._out[:0]
         self._in = memoryview(bytearray(greeting if sending else full))
         self._filled = 0  # bytes of _in that hold what has arrived
-        self._most_asked, self._asked = wake_up_bytes, 1
+        self.wake_up_bytes = wake_up_bytes
+        """Who waits for more than that is woken only when so much is there."""
+        self._asked = 1
         self._stop_thread: Callable[[], None] | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called, perhaps by the lane itself."""
+        return self._closed.is_set()
 
     def close(self) -> None:
         """Close the connection; whoever waits on it gets LaneBroken."""
@@ -128,6 +138,16 @@ class Lane:
         if self._socket.fileno() != -1:
             trio.lowlevel.notify_closing(self._socket)
         self._socket.close()
+
+    def give_up(self) -> tuple[socket.socket, Sealer, Opener]:
+        """The connection and its keys, for a lane that has several; this one is of no more use."""
+        self._closed.set()
+        return self._socket, self._sealer, self._opener
+
+    def runs_between(self, ours: AbstractSet[str], theirs: AbstractSet[str]) -> bool:
+        """Whether its two ends are at these addresses of an interface here and one of the peer."""
+        here, there = self.hosts
+        return here in ours and there in theirs
 
     def lose_path(self) -> None:
         """Close the connection because its path has failed; whoever waits on it gets PathLost."""
@@ -152,11 +172,6 @@ class Lane:
     def register(self, poll: select.poll) -> None:
         """In a thread: `poll` is to return when the lane's steps may go on."""
         poll.register(self._socket, select.POLLOUT if self.sending else select.POLLIN)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether nobody has closed it here."""
-        return not self._closed.is_set()
 
     def check_open(self) -> None:
         """Raises LaneBroken if the lane has been closed."""
@@ -294,7 +309,7 @@ class Lane:
 
     def _ask_for(self, nbytes: int) -> None:
         """Have the system say READABLE once that much is there, or what is worth a wakeup."""
-        asked = min(nbytes, self._most_asked)
+        asked = min(nbytes, self.wake_up_bytes)
         if asked != self._asked:
             with contextlib.suppress(OSError):  # macOS: it was reset; the next read will say so
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, asked)

@@ -10,17 +10,20 @@ knows the same                               the lane is up
 import contextlib
 import socket
 
+import msgspec
 import trio
 
 from pmesh.core.wire.link import OfferLane
-from pmesh.core.wire.records import encode_preamble
+from pmesh.core.wire.records import Preamble, encode_preamble, subflow_key
 from pmesh.net.lanes.lane import WAKE_UP_BYTES, Lane
 
 _LOCAL_BUFFER_BYTES = 1024 * 1024  # macOS gives a socket pair 8 KiB: 64 switches a segment
 _SAME_MACHINE_BUFFER_BYTES = 512 * 1024  # a segment, in pages that a core still has next time
 
 
-async def dial_lane(stream: trio.SocketStream, offer: OfferLane, *, peer: str) -> Lane:
+async def dial_lane(
+    stream: trio.SocketStream, offer: OfferLane, *, peer: str, index: int = 0
+) -> Lane:
     """Open the lane of an offer over a connection that we have dialled to the peer's door.
 
     Whoever dials speaks first; the lane is up when both have greeted.
@@ -29,13 +32,15 @@ async def dial_lane(stream: trio.SocketStream, offer: OfferLane, *, peer: str) -
         stream: the new connection, which the lane takes over.
         offer: as it went over the link.
         peer: the other machine's name, for errors.
+        index: of the connection, if the lane has several.
 
     Raises:
         LaneBroken: the other side does not know the offer, or did not answer within 5 s.
     """
-    lane = _lane_over(stream, offer, sending=not offer.dial, peer=peer)
+    keyed = offer_of_connection(offer, index)
+    lane = _lane_over(stream, keyed, sending=not offer.dial, peer=peer)
     try:
-        await lane.greet(encode_preamble(offer.lane))
+        await lane.greet(encode_preamble(Preamble(offer.lane, index)))
         await lane.receive_greeting()
     except BaseException:
         lane.close()
@@ -43,18 +48,22 @@ async def dial_lane(stream: trio.SocketStream, offer: OfferLane, *, peer: str) -
     return lane
 
 
-async def welcome_lane(stream: trio.SocketStream, offer: OfferLane, *, peer: str) -> Lane:
+async def welcome_lane(
+    stream: trio.SocketStream, offer: OfferLane, *, peer: str, index: int = 0
+) -> Lane:
     """Open the lane of an offer over a connection that came through our door.
 
     Args:
         stream: the connection, of which exactly the preamble has been read. The lane takes it over.
         offer: the one whose lane id the preamble names.
         peer: the other machine's name, for errors.
+        index: as in the preamble.
 
     Raises:
         LaneBroken: who dialled does not know the offer, or did not say so within 5 s.
     """
-    lane = _lane_over(stream, offer, sending=offer.dial, peer=peer)
+    keyed = offer_of_connection(offer, index)
+    lane = _lane_over(stream, keyed, sending=offer.dial, peer=peer)
     try:
         await lane.receive_greeting()
         await lane.greet()
@@ -62,6 +71,20 @@ async def welcome_lane(stream: trio.SocketStream, offer: OfferLane, *, peer: str
         lane.close()
         raise
     return lane
+
+
+def offer_of_connection(offer: OfferLane, index: int) -> OfferLane:
+    """The offer with the keys by which one connection of its lane greets.
+
+    Where a lane has several, each index has keys of its own, so no index may be used twice.
+    """
+    if not offer.several:
+        return offer
+    return msgspec.structs.replace(
+        offer,
+        key=subflow_key(offer.key, index),
+        return_key=subflow_key(offer.return_key, index),
+    )
 
 
 def local_lanes(offer: OfferLane, *, peers: tuple[str, str]) -> tuple[Lane, Lane]:

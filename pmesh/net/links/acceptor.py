@@ -15,7 +15,6 @@ from typing import Final, Generic, Literal, TypeAlias, TypeVar
 import trio
 
 from pmesh.core.wire.framing import FIRST_BYTES, FirstBytes, recognize
-from pmesh.core.wire.records import lane_of_preamble_untrusted
 from pmesh.errors import PeerUnreachable, PmeshError
 from pmesh.net.links.interfaces import remote_address_of
 
@@ -88,8 +87,8 @@ class _Pace:
 class Acceptor(Generic[StreamT]):
     """Accepts connections, and hands over those that belong to the mesh.
 
-    A handler gets the stream, bytes (`on_link`: those read so far; `on_lane`: the lane id), and a
-    callable `authenticated`. Until the handler calls it, the connection is a stranger's: limited,
+    A handler gets the stream, the bytes read so far (`on_lane`: the preamble), and a callable
+    `authenticated`. Until the handler calls it, the connection is a stranger's: limited,
     and cancelled when its time is over. After the call the stream belongs to the handler; a call
     that is too late raises PeerUnreachable. A handler that returns or raises a PmeshError before
     the call refuses the connection, which the acceptor then closes. Any other exception ends
@@ -212,7 +211,7 @@ class Acceptor(Generic[StreamT]):
                     await self._pace.turn()
                     await self._on_link(stream, first, authenticated)
                 case FirstBytes.LANE:
-                    await self._on_lane(stream, lane_of_preamble_untrusted(first), authenticated)
+                    await self._on_lane(stream, first, authenticated)
                 case FirstBytes.GARBAGE:
                     return "garbage"
                 case FirstBytes.TOO_FEW:

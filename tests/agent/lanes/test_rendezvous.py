@@ -13,10 +13,11 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from pmesh.agent.lanes import rendezvous as rendezvous_module
 from pmesh.agent.lanes.rendezvous import MAX_DIALS, MAX_OFFERED, LaneEnd, LaneKey, LaneRendezvous
 from pmesh.core.wire.link import OfferLane, Splice
-from pmesh.core.wire.records import LANE_ID_BYTES, PREAMBLE_BYTES, encode_preamble
+from pmesh.core.wire.records import PREAMBLE_BYTES, Preamble, encode_preamble
 from pmesh.errors import LaneBroken, NetworkError, PeerUnreachable, ProtocolError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId
 from pmesh.net.lanes.lane import Lane, PathLost
+from pmesh.net.lanes.multipath import Carrier
 from pmesh.net.lanes.opening import dial_lane
 
 A, B, C = (Member(NodeId(bytes([i]) * 32), Incarnation(i)) for i in (1, 2, 3))
@@ -70,6 +71,9 @@ class Side:
     def relay_of(self, _: Member) -> Member | None:
         return None
 
+    def paths_to(self, _: Member) -> tuple[Carrier, ...]:
+        return ()
+
     async def answer_acceptor(self, stream: trio.SocketStream) -> None:
         preamble = await stream.receive_some(PREAMBLE_BYTES)
 
@@ -78,7 +82,7 @@ class Side:
                 raise PeerUnreachable("its time at the door was over")
 
         try:
-            await self.rendezvous.welcome(stream, bytes(preamble[-LANE_ID_BYTES:]), authenticated)
+            await self.rendezvous.welcome(stream, bytes(preamble), authenticated)
         except NetworkError as e:
             self.complaints.append(e)
         finally:
@@ -435,10 +439,10 @@ async def test_a_path_that_fails_breaks_the_lanes_between_its_interfaces_alone()
         ada.rendezvous.offer(edge(), B)
         sending, receiving = await take(ada, sending=True), await take(bob, sending=False)
         sending.hosts = ("10.0.0.1", "10.0.0.2")
-        ada.rendezvous.lose_path({"10.0.0.1"}, {"10.0.0.3"})
-        ada.rendezvous.lose_path({"10.0.1.1"}, {"10.0.0.2"})
+        ada.rendezvous.paths.lose({"10.0.0.1"}, {"10.0.0.3"})
+        ada.rendezvous.paths.lose({"10.0.1.1"}, {"10.0.0.2"})
         sending.check_open()
-        ada.rendezvous.lose_path({"fd00::1", "10.0.0.1"}, {"10.0.0.2"})
+        ada.rendezvous.paths.lose({"fd00::1", "10.0.0.1"}, {"10.0.0.2"})
         with pytest.raises(PathLost):
             sending.check_open()
         receiving.close()
@@ -487,7 +491,7 @@ async def test_a_welcome_over_a_path_that_fails_ends_at_once_and_the_lane_is_sti
         listener = socket.create_server(("127.0.0.1", 0))
         async with trio.SocketListener(trio.socket.from_stdlib_socket(listener)) as door:
             stalled = await trio.open_tcp_stream(*listener.getsockname())
-            await stalled.send_all(encode_preamble(ada.offers[0].lane))
+            await stalled.send_all(encode_preamble(Preamble(ada.offers[0].lane)))
             nursery.start_soon(ada.answer_acceptor, await door.accept())
         await trio.sleep(0.1)
         ada.rendezvous.lose_path({"127.0.0.1"}, {"127.0.0.1"})

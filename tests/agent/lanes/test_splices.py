@@ -12,7 +12,7 @@ from trio.testing import MockClock
 from pmesh.agent.lanes.rendezvous import LaneEnd, LaneRendezvous
 from pmesh.agent.lanes.splices import ARRIVAL_S, MAX_SPLICES
 from pmesh.core.wire.link import OfferLane, Splice
-from pmesh.core.wire.records import LANE_ID_BYTES, PREAMBLE_BYTES
+from pmesh.core.wire.records import PREAMBLE_BYTES, Preamble, encode_preamble
 from pmesh.errors import LaneBroken, NetworkError, PeerUnreachable
 from pmesh.ids import Member
 from tests.agent.lanes.test_rendezvous import A, B, C, edge
@@ -57,7 +57,7 @@ class Between(NoReach):
         """Ada's end of a connection whose preamble names this ticket."""
         near, far = connection()
         with suppress(LaneBroken):
-            await self.rendezvous.welcome(far, ticket, lambda: None)
+            await self.rendezvous.welcome(far, encode_preamble(Preamble(ticket)), lambda: None)
             return near
         await far.aclose()
         return near
@@ -196,9 +196,7 @@ class End(NoReach):
         authenticated: list[bool] = []
         try:
             preamble = await receive(stream, PREAMBLE_BYTES)
-            await self.rendezvous.welcome(
-                stream, preamble[-LANE_ID_BYTES:], lambda: authenticated.append(True)
-            )
+            await self.rendezvous.welcome(stream, preamble, lambda: authenticated.append(True))
         finally:
             if not authenticated:
                 await trio.aclose_forcefully(stream)

@@ -191,7 +191,12 @@ async def test_lanes_leave_a_path_of_a_worse_kind_when_a_better_one_is_taken(
     async with village(clock, 2) as here:
         one, two = here.machines
         link, cable = live_to(one, two), path_to(one, two)
-        monkeypatch.setattr(one.agent.peers, "_path_failed", lambda ours, _: left.append(set(ours)))
+
+        def path_failed(ours: frozenset[str], _: frozenset[str], *, outranked: bool) -> None:
+            assert outranked
+            left.append(set(ours))
+
+        monkeypatch.setattr(one.agent.peers, "_path_failed", path_failed)
         for kind, host in (("wifi", "10.0.0.1"), (cable.kind, "10.0.1.1")):
             key, hosts = PathKey(host, host), (frozenset({host}), frozenset({host}))
             link.paths[key] = replace(cable, key=key, kind=kind, hosts=hosts)

@@ -27,6 +27,7 @@ from pmesh.core.links.paths import (
     failed_again,
     kind_rank,
     lost,
+    spread,
     to_ask,
     ways_to,
 )
@@ -172,6 +173,46 @@ def test_a_cable_that_flaps_for_an_hour_is_lost_in_use_less_than_twice_a_minute(
     while cable.now < NOW + 3600:
         losses += cable.plug(for_s=for_s) > 0
     assert losses <= 60 + 6
+
+
+def to(remote: str, state: PathState) -> PathState:
+    return replace(state, key=PathKey(state.key.interface, remote))
+
+
+GIGABIT, SECOND = to("en0", path("eth0")), to("en1", path("eth1"))
+
+
+@pytest.mark.parametrize(
+    ("other", "brings"),
+    [
+        pytest.param(SECOND, True, id="as fast"),
+        pytest.param(replace(SECOND, speed_mbit_s=50), True, id="a twentieth"),
+        pytest.param(replace(SECOND, speed_mbit_s=49), False, id="less"),
+        pytest.param(replace(SECOND, speed_mbit_s=0), False, id="of unknown speed"),
+        pytest.param(to("en0", SECOND), False, id="to the same interface there"),
+        pytest.param(to("en1", GIGABIT), False, id="from the same interface here"),
+        pytest.param(replace(SECOND, since=NOW - STEADY_S / 2), False, id="young"),
+        pytest.param(replace(SECOND, asked_at=NOW - 0.1), True, id="asked"),
+        pytest.param(replace(SECOND, asked_at=NOW - 0.6), False, id="silent"),
+    ],
+)
+def test_a_lane_goes_over_the_paths_that_bring_more(other: PathState, *, brings: bool) -> None:
+    both = (GIGABIT.key, other.key)
+    assert spread([other, GIGABIT], GIGABIT.key, now=NOW) == both[: 1 + brings]
+
+
+def test_a_lane_goes_over_one_path_if_the_speed_of_the_best_is_unknown() -> None:
+    unknown = replace(SECOND, kind="thunderbolt", speed_mbit_s=0)
+    assert spread([GIGABIT, unknown], GIGABIT.key, now=NOW) == (unknown.key,)
+    assert spread([], None, now=NOW) == ()
+    young = replace(GIGABIT, since=NOW)
+    assert spread([young], young.key, now=NOW) == (young.key,)
+
+
+def test_four_paths_between_two_interfaces_each_are_two() -> None:
+    crossed = [to("en1", GIGABIT), to("en0", SECOND)]
+    keys = (GIGABIT.key, SECOND.key)
+    assert spread([*crossed, SECOND, GIGABIT], None, now=NOW) == keys
 
 
 @given(st.floats(0.0001, 1), st.floats(0.0001, 1))

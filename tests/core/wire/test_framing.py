@@ -20,7 +20,7 @@ from pmesh.core.wire.framing import (
     recognize,
 )
 from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Hello, Leaving, encode
-from pmesh.core.wire.records import encode_preamble
+from pmesh.core.wire.records import Preamble, encode_preamble
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, Member, NodeId
 
@@ -102,7 +102,7 @@ def test_a_claim_of_four_gibibytes_costs_four_bytes() -> None:
     assert reader.buffered == PREFIX_BYTES
 
 
-PREAMBLE = encode_preamble(bytes(range(16)))
+PREAMBLE = encode_preamble(Preamble(bytes(range(16)), 1))
 # What OpenSSL 3.0 sends first, as Python makes it; 225 bytes follow in all.
 CLIENT_HELLO = bytes.fromhex("16030100dc010000d80303")
 
@@ -121,7 +121,7 @@ def client_hello(claims: int) -> bytes:
         (client_hello(0xFFFFFF), FirstBytes.GARBAGE),
         (PREAMBLE, FirstBytes.LANE),
         (PREAMBLE[:-1], FirstBytes.TOO_FEW),
-        (b"PMLN\x02" + bytes(16), FirstBytes.GARBAGE),
+        (b"PMLN\x01" + bytes(20), FirstBytes.GARBAGE),
         (b"G", FirstBytes.GARBAGE),
         (b"\xff\xff\xff\xff", FirstBytes.GARBAGE),  # a frame that claims 4 GiB
         (b"\x16\x02", FirstBytes.GARBAGE),

@@ -9,11 +9,12 @@ from pmesh.core.wire.records import (
     OVERHEAD_BYTES,
     PREAMBLE_BYTES,
     Opener,
+    Preamble,
     RecordHeader,
     Sealer,
+    decode_preamble_untrusted,
     encode_preamble,
     fingerprint,
-    lane_of_preamble_untrusted,
     read_header_untrusted,
 )
 from pmesh.errors import ProtocolError
@@ -53,7 +54,7 @@ def test_a_header_is_read_as_it_was_written(header: RecordHeader) -> None:
 
 
 def test_the_layout_is_the_documented_one() -> None:
-    assert (HEADER_BYTES, OVERHEAD_BYTES, PREAMBLE_BYTES) == (40, 56, 21)
+    assert (HEADER_BYTES, OVERHEAD_BYTES, PREAMBLE_BYTES) == (40, 56, 25)
     buffer = memoryview(bytearray(OVERHEAD_BYTES))
     Sealer(KEY).seal(RecordHeader(0, 1, 2, 3, 4, -1), b"", buffer)
     expected = (
@@ -125,9 +126,9 @@ def test_a_claim_of_4_gib_is_refused_by_its_header() -> None:
 @given(st.binary(max_size=30))
 def test_any_bytes_are_a_preamble_or_a_protocol_error(data: bytes) -> None:
     with pytest.raises(ProtocolError):
-        lane_of_preamble_untrusted(data)
-    lane = data[:16].ljust(16, b".")
-    assert lane_of_preamble_untrusted(encode_preamble(lane)) == lane
+        decode_preamble_untrusted(data)
+    preamble = Preamble(data[:16].ljust(16, b"."), len(data) << 27)
+    assert decode_preamble_untrusted(encode_preamble(preamble)) == preamble
 
 
 def test_a_fingerprint_tells_calls_apart_and_is_the_same_everywhere() -> None:

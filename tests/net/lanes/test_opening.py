@@ -12,12 +12,14 @@ from pmesh.core.wire.link import OfferLane
 from pmesh.core.wire.records import (
     OVERHEAD_BYTES,
     PREAMBLE_BYTES,
+    Preamble,
     Sealer,
-    lane_of_preamble_untrusted,
+    decode_preamble_untrusted,
 )
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes.lane import WAKE_UP_BYTES, Lane
-from pmesh.net.lanes.opening import dial_lane, welcome_lane
+from pmesh.net.lanes.multipath import Facts, MultipathLane
+from pmesh.net.lanes.opening import dial_lane, offer_of_connection, welcome_lane
 from tests.worlds.lanes import header, offer_between
 
 
@@ -33,28 +35,30 @@ async def connection() -> AsyncIterator[tuple[trio.SocketStream, trio.SocketStre
         yield dialled, accepted
 
 
-async def read_preamble(stream: trio.SocketStream) -> bytes:
+async def read_preamble(stream: trio.SocketStream) -> Preamble:
     """As the door does: not a byte more."""
     data = b""
     while len(data) < PREAMBLE_BYTES:
         data += await stream.receive_some(PREAMBLE_BYTES - len(data))
-    return lane_of_preamble_untrusted(data)
+    return decode_preamble_untrusted(data)
 
 
 @asynccontextmanager
-async def opened(dialled: OfferLane, welcomed: OfferLane) -> AsyncIterator[list[Lane]]:
+async def opened(
+    dialled: OfferLane, welcomed: OfferLane, *, index: int = 0
+) -> AsyncIterator[list[Lane]]:
     """The lanes that came up: none, some, or the dialled one and then the welcomed one."""
     lanes: dict[int, Lane] = {}
     async with connection() as (ours, theirs):
 
         async def dial() -> None:
             with contextlib.suppress(LaneBroken):
-                lanes[0] = await dial_lane(ours, dialled, peer="mac-door")
+                lanes[0] = await dial_lane(ours, dialled, peer="mac-door", index=index)
 
         async def welcome() -> None:
-            assert await read_preamble(theirs) == dialled.lane
+            assert await read_preamble(theirs) == (dialled.lane, index)
             with contextlib.suppress(LaneBroken):
-                lanes[1] = await welcome_lane(theirs, welcomed, peer="mac-dialler")
+                lanes[1] = await welcome_lane(theirs, welcomed, peer="mac-dialler", index=index)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(dial)
@@ -76,6 +80,34 @@ async def test_a_lane_comes_up_whoever_dials(*, receiver_dials: bool) -> None:
         into = bytearray(4)
         await receiving.receive(header(4, roster=7), memoryview(into))
         assert into == b"data"
+
+
+async def test_connections_of_one_lane_greet_with_keys_of_their_own_and_carry_it() -> None:
+    offer = offer_between(0, 1, several=True)
+    first, second = (offer_of_connection(offer, index) for index in (0, 1))
+    assert len({offer.key, offer.return_key, first.key, first.return_key, second.key}) == 5
+    async with opened(offer, offer) as one, opened(offer, offer, index=1) as two:
+        ends = [MultipathLane(lane, Facts(), offer) for lane in one]
+        for lane, more in zip(ends, two, strict=True):
+            lane.join(more, 1, Facts())
+        sending, receiving = sorted(ends, key=lambda lane: not lane.sending)
+        async with trio.open_nursery() as nursery:
+            for lane in ends:
+                nursery.start_soon(lane.tend)
+            await sending.send(header(4), b"data")
+            into = bytearray(4)
+            await receiving.receive(header(4), memoryview(into))
+            assert into == b"data"
+            for lane in ends:
+                lane.close()
+
+
+async def test_a_greeting_of_another_connection_of_the_lane_is_refused() -> None:
+    offer = offer_between(0, 1, several=True)
+    first, second = (offer_of_connection(offer, index) for index in (0, 1))
+    plain = [msgspec.structs.replace(each, several=False) for each in (first, second)]
+    async with opened(*plain) as lanes:
+        assert lanes == []
 
 
 def send_buffers_of(lanes: list[Lane]) -> set[int]:

@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from pmesh.core.wire.records import encode_preamble
+from pmesh.core.wire.records import Preamble, encode_preamble
 from pmesh.errors import MeshKeyMismatch, PeerUnreachable, PmeshError
 from pmesh.net.links.acceptor import (
     HANDSHAKE_BURST,
@@ -24,8 +24,7 @@ from tests.worlds.nodes import ADAS, ADAS_HELLO, BOBS, BOBS_HELLO, STRANGERS
 from tests.worlds.street import Stream, Street, is_closed
 
 CLIENT_HELLO = bytes.fromhex("16030100dc010000d80303")
-LANE = bytes(range(16))
-PREAMBLE = encode_preamble(LANE)
+PREAMBLE = encode_preamble(Preamble(bytes(range(16))))
 
 
 @dataclass
@@ -85,8 +84,8 @@ async def test_a_client_hello_opens_a_link_and_the_rest_of_it_stays_in_the_strea
         caller = street.call()
         await caller.send_all(CLIENT_HELLO + bytes(200))
         await settled()
-        assert house.links == [CLIENT_HELLO + bytes(10)]
-        assert len(await house.let_in[0].receive_some(1000)) == 190
+        assert house.links == [CLIENT_HELLO + bytes(14)]
+        assert len(await house.let_in[0].receive_some(1000)) == 186
         assert door.counters == DoorCounters(accepted=1, authenticated=1)
 
 
@@ -95,7 +94,7 @@ async def test_a_preamble_opens_a_lane_and_what_follows_belongs_to_the_lane() ->
     async with opened(house) as (street, door):
         await street.call().send_all(PREAMBLE + b"sealed")
         await settled()
-        assert house.lanes == [LANE]
+        assert house.lanes == [PREAMBLE]
         assert await house.let_in[0].receive_some(1000) == b"sealed"
         assert door.counters == DoorCounters(accepted=1, authenticated=1)
 
@@ -108,7 +107,7 @@ async def test_first_bytes_may_come_one_by_one() -> None:
             assert house.lanes == []
             await caller.send_all(PREAMBLE[at : at + 1])
             await settled()
-        assert house.lanes == [LANE]
+        assert house.lanes == [PREAMBLE]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +222,7 @@ async def test_a_thousand_that_never_speak_do_not_keep_a_peer_out() -> None:
         peer = street.call("10.1.0.1")
         await peer.send_all(PREAMBLE)
         await settled()
-        assert house.lanes == [LANE]
+        assert house.lanes == [PREAMBLE]
         counters = door.counters
         assert counters.pending == MAX_PENDING - 1
         assert counters.accepted == counters.pending + counters.dropped + 1 == 1001

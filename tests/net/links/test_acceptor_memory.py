@@ -17,7 +17,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from pmesh.core.wire.records import encode_preamble
+from pmesh.core.wire.records import Preamble, encode_preamble
 from pmesh.net.links.acceptor import MAX_PENDING, DoorCounters
 from pmesh.net.links.tls import MAX_HANDSHAKE_BYTES
 from tests.worlds.nodes import naive_client
@@ -83,11 +83,11 @@ def silence(_caller: socket.socket) -> None:
 
 
 def half_a_preamble(caller: socket.socket) -> None:
-    caller.sendall(encode_preamble(bytes(16))[:20])
+    caller.sendall(encode_preamble(Preamble(bytes(16)))[:20])
 
 
 def lane_that_stalls(caller: socket.socket) -> None:
-    caller.sendall(encode_preamble(bytes(16)))
+    caller.sendall(encode_preamble(Preamble(bytes(16))))
 
 
 @dataclass

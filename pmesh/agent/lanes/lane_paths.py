@@ -1,0 +1,157 @@
+"""Keeps open lanes on the paths that there are.
+
+A lane over several connections gets one on each path that brings enough, and a new one when such a
+path comes; whoever dialled the lane dials them, each with an index of its own. A lane of one
+connection is broken when a second such path comes: the op runs again over a lane of several.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from itertools import count
+from weakref import WeakSet
+
+import trio
+
+from pmesh.agent.lanes.splices import Reach
+from pmesh.core.wire.link import OfferLane
+from pmesh.core.wire.records import Preamble
+from pmesh.errors import LaneBroken, NetworkError
+from pmesh.ids import Member
+from pmesh.net.lanes.lane import Lane
+from pmesh.net.lanes.multipath import Carrier, Facts, MultipathLane
+from pmesh.net.lanes.opening import dial_lane, welcome_lane
+
+LOOK_S = 0.25  # for paths that have come: 50 us a look, while a lane is open
+RETRY_S = 2.0  # before a path over which no connection came up is tried again
+WIDEN_EVERY_S = 60.0  # at most so often a lane is broken for a second path
+
+Hosts = tuple[AbstractSet[str], AbstractSet[str]]
+
+
+@dataclass(slots=True, eq=False)
+class _Several:
+    """An open lane of several connections."""
+
+    lane: MultipathLane
+    offer: OfferLane
+    member: Member
+    indices: Iterator[int] = field(default_factory=lambda: count(1))
+    dialling: set[Hosts] = field(default_factory=set[Hosts])
+
+
+class LanePaths:
+    """All open lanes to other agents."""
+
+    def __init__(self, reach: Reach, nursery: trio.Nursery) -> None:
+        self._reach = reach
+        self._nursery = nursery
+        self._lanes = WeakSet[Lane]()
+        self._several: dict[bytes, _Several] = {}  # by the lane's id
+        self._widened: dict[Member, float] = {}
+
+    def __contains__(self, lane: bytes) -> bool:
+        """Whether this is the id of an open lane of several connections."""
+        return lane in self._several
+
+    def is_worth_several(self, member: Member) -> bool:
+        """Whether a lane to this member gets several connections."""
+        return len(self._reach.paths_to(member)) > 1
+
+    def begin(self, first: Lane, offer: OfferLane, member: Member) -> Lane:
+        """Return the lane of an offer, of which a connection has been opened."""
+        lane = first
+        if offer.several:
+            lane = MultipathLane(first, self._facts_of(first, member), offer)
+            several = self._several[offer.lane] = _Several(lane, offer, member)
+            self._nursery.start_soon(self._keep, several)
+        elif first.sending and offer.op == -1:
+            self._nursery.start_soon(self._widen, first, member)
+        self._lanes.add(lane)
+        return lane
+
+    async def welcome(
+        self, stream: trio.SocketStream, preamble: Preamble, authenticated: Callable[[], None]
+    ) -> None:
+        """Take a connection more through the door; LaneBroken if its lane can't use it."""
+        several = self._several.get(preamble.lane)
+        if several is None or several.lane.has_used(preamble.connection):
+            raise LaneBroken("a connection names a lane that does not await it")
+        lane, offer, member = several.lane, several.offer, several.member
+        name = self._reach.name_of(member)
+        opened = await welcome_lane(stream, offer, peer=name, index=preamble.connection)
+        try:
+            authenticated()
+        except NetworkError:
+            opened.close()
+            raise
+        with contextlib.suppress(LaneBroken):  # it was closed meanwhile
+            lane.join(opened, preamble.connection, self._facts_of(opened, member))
+
+    def lose(
+        self, ours: AbstractSet[str], theirs: AbstractSet[str], *, outranked: bool = False
+    ) -> None:
+        """The path between these addresses has failed: no lane shall wait for it any longer.
+
+        If it was `outranked`, only lanes of one connection leave it, for a better one.
+        """
+        for lane in list(self._lanes):
+            if not lane.runs_between(ours, theirs):
+                continue
+            if not isinstance(lane, MultipathLane):
+                lane.lose_path()
+            elif not outranked:
+                lane.drop(ours, theirs)
+
+    def _facts_of(self, connection: Lane, member: Member) -> Facts:
+        known = self._reach.paths_to(member)
+        return next((c.facts for c in known if connection.runs_between(*c.hosts)), Facts())
+
+    async def _widen(self, lane: Lane, member: Member) -> None:
+        """Break a lane once when a second path is there; it is opened again over both."""
+        while not lane.is_closed:
+            await trio.sleep(LOOK_S)
+            now = trio.current_time()
+            is_due = now - self._widened.get(member, -WIDEN_EVERY_S) >= WIDEN_EVERY_S
+            if is_due and self.is_worth_several(member) and not lane.is_closed:
+                self._widened[member] = now
+                lane.lose_path()
+
+    # --- lanes of several connections
+
+    async def _keep(self, several: _Several) -> None:
+        lane, offer = several.lane, several.offer
+        try:
+            async with trio.open_nursery() as nursery:
+                if offer.dial != lane.sending:
+                    nursery.start_soon(self._add_paths, several, nursery)
+                await lane.tend()
+                nursery.cancel_scope.cancel()
+        finally:
+            del self._several[offer.lane]
+
+    async def _add_paths(self, several: _Several, nursery: trio.Nursery) -> None:
+        while True:
+            for carrier in self._reach.paths_to(several.member):
+                is_used = several.lane.runs_between(*carrier.hosts)
+                if not is_used and carrier.hosts not in several.dialling:
+                    several.dialling.add(carrier.hosts)
+                    nursery.start_soon(self._add, several, carrier)
+            await trio.sleep(LOOK_S)
+
+    async def _add(self, several: _Several, carrier: Carrier) -> None:
+        index, name = next(several.indices), self._reach.name_of(several.member)
+        try:
+            stream = await carrier.dial()
+            connection = await dial_lane(stream, several.offer, peer=name, index=index)
+            known = [other.hosts for other in self._reach.paths_to(several.member)]
+            if connection.runs_between(*carrier.hosts) and carrier.hosts in known:
+                several.lane.join(connection, index, carrier.facts)
+            else:  # the system has taken another way, or the path has failed meanwhile
+                connection.close()
+        except NetworkError as e:
+            self._reach.complain(several.member, e)
+        if not several.lane.runs_between(*carrier.hosts):
+            await trio.sleep(RETRY_S)
+        several.dialling.discard(carrier.hosts)

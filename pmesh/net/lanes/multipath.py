@@ -1,0 +1,485 @@
+"""A lane over several connections, one on each path between two agents.
+
+What goes where is decided in `pmesh.core.wire.subflows`. To the executor it is a lane like any
+other. Its sockets are in one selector, which a thread's poll and the event loop wait for as for a
+socket. A connection may be added or lost at any time, also while a thread has the lane: a lock
+guards them, and whoever holds it does not wait.
+"""
+
+import contextlib
+import select
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import trio
+
+from pmesh.core.wire import subflows as core
+from pmesh.core.wire.link import OfferLane
+from pmesh.core.wire.records import OVERHEAD_BYTES, Opener, RecordHeader, Sealer
+from pmesh.errors import ProtocolError
+from pmesh.net.lanes.lane import Lane, Steps, Wait
+
+MAX_SUBFLOWS = 16  # twice as many as a link has paths; more is an attack
+GRACE_S = 2.0  # after the last path has failed, until another one is joined
+LINGER_S = 2.0  # after `close`, until all that was sent has been acknowledged
+TICK_S = 0.05  # of what no call does: the last acknowledgements, and what is lost after an op
+PUSH_S = 0.005  # while the system has no room for what is left
+UNKNOWN_BYTES_PER_S = 125e6
+_ACK = RecordHeader(core.ACK_BODY_BYTES, 0, op=0, segment=0, fingerprint=0, completed=-1)
+_ACK_BYTES = OVERHEAD_BYTES + core.ACK_BODY_BYTES
+
+
+class Facts(NamedTuple):
+    """What is known of a connection before anything was sent over it."""
+
+    bytes_per_s: float = UNKNOWN_BYTES_PER_S
+    round_trip_s: float = 0.0
+
+
+class Carrier(NamedTuple):
+    """A path between two agents that is to carry a connection of each lane."""
+
+    hosts: tuple[AbstractSet[str], AbstractSet[str]]
+    """The addresses of its two interfaces, ours first."""
+    facts: Facts
+    dial: Callable[[], Awaitable[trio.SocketStream]]
+    """Opens another connection over it, to the peer's door; may raise NetworkError."""
+
+
+@dataclass(slots=True, eq=False)
+class _Subflow:
+    """One connection of a lane; acknowledgements go against its data."""
+
+    index: int
+    hosts: tuple[str, str]
+    sock: socket.socket
+    sealer: Sealer
+    opener: Opener
+    ack: memoryview = field(default_factory=lambda: memoryview(bytearray(_ACK_BYTES)))
+    ack_filled: int = 0
+    unsent_ack: memoryview = field(default_factory=lambda: memoryview(b""))
+    header: memoryview = field(
+        default_factory=lambda: memoryview(bytearray(core.FRAME_HEADER_BYTES))
+    )
+    frame: memoryview = field(default_factory=lambda: memoryview(b""))
+    filled: int = 0
+    asked: int = 1
+    interest: int = selectors.EVENT_READ
+
+
+class _Buffers:
+    """Memory of records that are done with, by length."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[memoryview]] = {}
+        self._bytes = 0
+
+    def take(self, nbytes: int) -> memoryview:
+        free = self._free.get(nbytes)
+        if not free:
+            return memoryview(bytearray(nbytes))
+        self._bytes -= nbytes
+        return free.pop()
+
+    def give(self, frame: memoryview) -> None:
+        if self._bytes + len(frame) > core.WINDOW_BYTES:
+            self._free.clear()
+            self._bytes = 0
+        self._free.setdefault(len(frame), []).append(frame)
+        self._bytes += len(frame)
+
+
+class MultipathLane(Lane):
+    """One end of a lane over several connections. It owns their sockets.
+
+    `tend` must run in the event loop for as long as the lane is open.
+    """
+
+    def __init__(self, first: Lane, facts: Facts, offer: OfferLane) -> None:
+        """The lane of `offer`, whose connection with index 0 has been greeted."""
+        super().__init__(first.give_up()[0], offer, sending=first.sending, peer=first.peer)
+        self.wake_up_bytes = first.wake_up_bytes
+        self._lock = threading.Lock()
+        self._subflows: dict[int, _Subflow] = {}
+        self._used: set[int] = set()
+        self._sends = core.SendWindow()
+        self._receives = core.ReceiveWindow()
+        self._buffers = _Buffers()
+        self._selector = selectors.DefaultSelector()
+        self._news = trio.Event()
+        self._tending = False
+        self._is_shut = False
+        self._was_ended = False
+        """The peer, and not the network, has ended the connection that was lost last."""
+        self._why = "was closed"
+        self.join(first, 0, facts)
+
+    # --- its connections
+
+    def join(self, connection: Lane, index: int, facts: Facts) -> None:
+        """Take a connection more, which has been greeted with the keys of this index.
+
+        Raises:
+            LaneBroken: another one was joined under the index, whose keys serve once; or there are
+                too many; or the lane is closed. The connection is closed.
+        """
+        if self.is_closed or self.has_used(index) or len(self._subflows) >= MAX_SUBFLOWS:
+            connection.close()
+            raise self._broken(f"takes no connection with index {index}")
+        self._used.add(index)
+        sock, sealer, opener = connection.give_up()
+        with self._lock:
+            self._subflows[index] = _Subflow(index, connection.hosts, sock, sealer, opener)
+            self._selector.register(sock, selectors.EVENT_READ)
+            self._sends.add(
+                index,
+                bytes_per_s=facts.bytes_per_s,
+                round_trip_s=facts.round_trip_s,
+                now=time.perf_counter(),
+            )
+            self._receives.add(index)
+        self.pump(outside=True)
+        self._stir()
+
+    def has_used(self, index: int) -> bool:
+        """Whether a connection was joined under it."""
+        return index in self._used
+
+    def runs_between(self, ours: AbstractSet[str], theirs: AbstractSet[str]) -> bool:
+        """Whether one of its connections has its two ends at these addresses."""
+        with self._lock:
+            return any(_is_between(s, ours, theirs) for s in self._subflows.values())
+
+    def drop(self, ours: AbstractSet[str], theirs: AbstractSet[str]) -> None:
+        """The path between these has failed: the others bring what it has not brought."""
+        with self._lock:
+            for subflow in list(self._subflows.values()):
+                if _is_between(subflow, ours, theirs):
+                    self._lose(subflow, ended=False)
+        self.pump(outside=True)
+        self._stir()
+
+    def loads(self) -> list[core.Load]:
+        """What is known of each connection that is in use, in the order in which they joined."""
+        with self._lock:
+            return list(self._sends.subflows.values())
+
+    def _lose(self, subflow: _Subflow, *, ended: bool) -> None:
+        self._was_ended = ended
+        del self._subflows[subflow.index]
+        self._selector.unregister(subflow.sock)
+        subflow.sock.close()
+        self._sends.drop(subflow.index)
+        self._receives.drop(subflow.index)
+
+    # --- the lane's life
+
+    def close(self) -> None:
+        """Whoever waits on the lane gets LaneBroken; `tend` closes the connections."""
+        self._closed.set()
+        self._stir()
+        if self._stop_thread is not None:
+            self._stop_thread()
+        elif not self._is_shut:
+            trio.lowlevel.notify_closing(self._selector.fileno())
+
+    def _shut(self) -> None:
+        self.close()
+        with self._lock:
+            for subflow in self._subflows.values():
+                subflow.sock.close()
+            self._subflows.clear()
+            self._is_shut = True
+            self._selector.close()
+
+    def check_open(self) -> None:
+        """Raises LaneBroken if the lane has been closed, or has been without a path too long."""
+        if self._closed.is_set():
+            raise self._broken(self._why)
+
+    def lend(self, stop: Callable[[], None]) -> None:
+        """Until `take_back` a thread works with the lane; `stop` makes it end soon."""
+        super().lend(stop)
+        self._stir()
+
+    def take_back(self) -> None:
+        """The thread has ended."""
+        super().take_back()
+        self._stir()
+
+    def register(self, poll: select.poll) -> None:
+        """In a thread: `poll` is to return when the lane's steps may go on."""
+        poll.register(self._selector.fileno(), select.POLLIN)
+
+    async def wait_for(self, wait: Wait) -> None:
+        """Wait, in the event loop, for what a step of this lane has yielded."""
+        if wait not in {Wait.READABLE, Wait.WRITABLE}:
+            await super().wait_for(wait)
+            return
+        self.check_open()
+        try:
+            await trio.lowlevel.wait_readable(self._selector.fileno())
+        except (trio.ClosedResourceError, ValueError, OSError) as e:
+            raise self._broken(self._why) from e
+
+    async def tend(self) -> None:
+        """Do what is to be done between the calls, until the lane is closed; then end it."""
+        try:
+            while not self.is_closed:
+                await self._tend_once()
+            with trio.move_on_after(LINGER_S):  # a socket that is closed before would be reset
+                while self._stop_thread is not None or self._awaits_acks:
+                    await trio.sleep(PUSH_S)
+                    self.pump()
+        finally:
+            self._shut()
+
+    async def _tend_once(self) -> None:
+        self._news = trio.Event()
+        if not self._subflows:
+            await self._await_path()
+            return
+        if self._stop_thread is None and self._is_quiet:
+            self._tending = False
+            await self._news.wait()
+        self._tending = True
+        await trio.sleep(PUSH_S if self._sends.has_unsent else TICK_S)
+        self.pump(outside=True)
+
+    async def _await_path(self) -> None:
+        """Give the lane up if the peer has, or if no other path is joined in time."""
+        if not self._was_ended:
+            with trio.move_on_after(GRACE_S):
+                while not (self._subflows or self.is_closed):
+                    await self._news.wait()
+                    self._news = trio.Event()
+        elif self._receives.first is not None:
+            await trio.sleep(TICK_S)  # all has come before the end
+            return
+        if not (self._subflows or self.is_closed):
+            self._why = "ended"
+            self._path_lost = not self._was_ended
+            self.close()
+
+    @property
+    def _is_quiet(self) -> bool:
+        return self._sends.is_empty if self.sending else not self._receives.owing
+
+    @property
+    def _awaits_acks(self) -> bool:
+        """What it was to send is on its way, whole."""
+        under_way = not (self._sends.is_empty or self._sends.has_unsent)
+        return self.sending and under_way and bool(self._subflows)
+
+    def _stir(self) -> None:
+        """In the event loop: `tend` has something to look after."""
+        self._news.set()
+
+    # --- what goes out
+
+    @property
+    def idle(self) -> bool:
+        """All has been handed to the system, and `post` may be called."""
+        if self._is_idle:
+            return True
+        self.pump()
+        return self._is_idle
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._sends.has_room and not self._sends.has_unsent
+
+    def post(self, header: RecordHeader, body: bytes | memoryview) -> bool:
+        """Seal a record and hand over what the system takes at once; True if that was all."""
+        frame = self._buffers.take(core.frame_bytes(header.body_bytes))
+        core.put_number(self._sends.next_number, frame)
+        self._sealer.seal(header, body, frame[core.NUMBER_BYTES :])
+        with self._lock:
+            self._sends.put(frame)
+        self.pump()
+        if not self._tending and self._stop_thread is None:
+            self._stir()
+        return self._is_idle
+
+    def sends(self, header: RecordHeader, body: bytes | memoryview) -> Steps:
+        """The steps of `send`, which ends when `body` may be reused; `flushes` sends the rest."""
+        self.check_open()
+        while not self._sends.has_room:
+            self.pump()
+            if not self._sends.has_room:
+                yield Wait.WRITABLE
+                self.check_open()
+        self.post(header, body)
+        yield Wait.TURN
+
+    def flushes(self) -> Steps:
+        """Until all has been handed to the system."""
+        while self._sends.has_unsent:
+            self.pump()
+            if self._sends.has_unsent:
+                self.check_open()
+                yield Wait.WRITABLE
+
+    def pump(self, *, outside: bool = False) -> None:
+        """Write and acknowledge what can be, without waiting; from any thread, at any time.
+
+        From `outside` of a call it wakes the call that waits, which may lack nothing any more.
+        """
+        with self._lock:
+            if self._is_shut:
+                return
+            now = time.perf_counter()
+            for subflow in list(self._subflows.values()):
+                with self._losing(subflow):
+                    if self.sending:
+                        self._read_acks(subflow, now)
+                    else:
+                        self._write_ack(subflow, waiting=False, force=outside)
+            if self.sending:
+                self._sends.relieve(now=now)
+                for subflow in list(self._subflows.values()):
+                    with self._losing(subflow):
+                        self._write(subflow, now)
+                for subflow in self._subflows.values():  # some may have been lost, and others fill
+                    self._show_interest(subflow, all_of_it=outside)
+
+    @contextlib.contextmanager
+    def _losing(self, subflow: _Subflow) -> Generator[None, None, None]:
+        """A connection that ends, or brings what it should not, is lost; the lane is not."""
+        try:
+            yield
+        except BlockingIOError:
+            return
+        except (OSError, ProtocolError) as e:
+            self._lose(subflow, ended=isinstance(e, ConnectionError | ProtocolError))
+            if self._stop_thread is None:  # else `tend` looks by itself
+                self._stir()
+
+    def _write(self, subflow: _Subflow, now: float) -> None:
+        while part := self._sends.next_part(subflow.index):
+            count = subflow.sock.send(part)
+            self.bytes_sent += count
+            self._sends.wrote(subflow.index, count, now=now)
+
+    def _show_interest(self, subflow: _Subflow, *, all_of_it: bool) -> None:
+        wants = selectors.EVENT_READ
+        if all_of_it or self._sends.has_to_write(subflow.index):
+            wants |= selectors.EVENT_WRITE
+        if wants != subflow.interest:
+            subflow.interest = wants
+            self._selector.modify(subflow.sock, wants)
+
+    def _read_acks(self, subflow: _Subflow, now: float) -> None:
+        while True:
+            count = subflow.sock.recv_into(subflow.ack[subflow.ack_filled :])
+            if not count:
+                raise ConnectionResetError
+            subflow.ack_filled += count
+            if subflow.ack_filled < _ACK_BYTES:
+                continue
+            subflow.ack_filled = 0
+            body = bytearray(core.ACK_BODY_BYTES)
+            subflow.opener.open_untrusted(subflow.ack, body)
+            ack = core.decode_ack(body)
+            for frame in self._sends.acknowledge_untrusted(subflow.index, ack, now=now):
+                self._buffers.give(frame)
+
+    # --- what comes in
+
+    def _fill(self, enough: int, limit: int) -> Generator[Wait, None, bool]:
+        """Receive until the next record is there, whole; True if that took a wait."""
+        del enough, limit
+        waited = all_flow = False
+        before, began = 0, 0.0
+        while True:
+            with self._lock:
+                frame = self._receives.first
+                if frame is None:
+                    for subflow in list(self._subflows.values()):
+                        with self._losing(subflow):
+                            self._read(subflow)
+                    frame = self._receives.first
+                if frame is None and not waited:
+                    all_flow = all(subflow.frame for subflow in self._subflows.values())
+                    before, began = self.bytes_received, time.monotonic()
+            if frame is not None:
+                if all_flow:
+                    self._note_pace(self.bytes_received - before, time.monotonic() - began)
+                self._in = frame[core.NUMBER_BYTES :]
+                self._filled = len(self._in)
+                return waited
+            self.check_open()
+            waited = True
+            yield Wait.READABLE
+
+    def _read(self, subflow: _Subflow) -> None:
+        """One record, or as much of it as is there."""
+        whole = False
+        try:
+            while not whole:
+                whole = self._read_some(subflow)
+        except BlockingIOError:
+            self._ask_for_rest(subflow)
+            self._write_ack(subflow, waiting=True)
+            raise
+        self._write_ack(subflow, waiting=False)
+
+    def _read_some(self, subflow: _Subflow) -> bool:
+        """Receive once; True if that ends a record."""
+        begins = subflow.filled < core.FRAME_HEADER_BYTES
+        into = subflow.header if begins else subflow.frame
+        count = subflow.sock.recv_into(into[subflow.filled :])
+        if not count:
+            raise ConnectionResetError
+        subflow.filled += count
+        self.bytes_received += count
+        self._receives.read(subflow.index, count)
+        if begins and subflow.filled == core.FRAME_HEADER_BYTES:
+            nbytes = core.read_frame_untrusted(subflow.header)
+            subflow.frame = self._buffers.take(nbytes)
+            subflow.frame[: core.FRAME_HEADER_BYTES] = subflow.header
+        elif not begins and subflow.filled == len(subflow.frame):
+            frame, subflow.frame, subflow.filled = subflow.frame, memoryview(b""), 0
+            if not self._receives.arrived_untrusted(subflow.index, frame):
+                self._buffers.give(frame)
+            return True
+        return False
+
+    def _ask_for_rest(self, subflow: _Subflow) -> None:
+        """As `Lane._ask_for`."""
+        rest = len(subflow.frame) if subflow.frame else core.FRAME_HEADER_BYTES
+        asked = min(rest - subflow.filled, self.wake_up_bytes)
+        if asked != subflow.asked:
+            subflow.asked = asked
+            with contextlib.suppress(OSError):
+                subflow.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, asked)
+
+    def _write_ack(self, subflow: _Subflow, *, waiting: bool, force: bool = False) -> None:
+        index = subflow.index
+        if not subflow.unsent_ack and (
+            self._receives.is_due(index, waiting=waiting)
+            or (force and index in self._receives.owing)
+        ):
+            ack = core.encode_ack(self._receives.acknowledge(index, waiting=waiting))
+            subflow.unsent_ack = subflow.ack[: subflow.sealer.seal(_ACK, ack, subflow.ack)]
+        if subflow.unsent_ack:
+            count = subflow.sock.send(subflow.unsent_ack)
+            subflow.unsent_ack = subflow.unsent_ack[count:]
+
+    def _open(self, end: int, into: bytearray | memoryview) -> None:
+        super()._open(end, into)
+        with self._lock:
+            self._buffers.give(self._receives.opened())
+        if not self._tending and self._stop_thread is None:
+            self._stir()
+
+
+def _is_between(subflow: _Subflow, ours: AbstractSet[str], theirs: AbstractSet[str]) -> bool:
+    here, there = subflow.hosts
+    return here in ours and there in theirs

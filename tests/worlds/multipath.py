@@ -1,0 +1,89 @@
+"""Lanes over several connections in one process, over real sockets."""
+
+import socket
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import trio
+
+from pmesh.core.wire.link import OfferLane
+from pmesh.net.lanes.lane import Lane
+from pmesh.net.lanes.multipath import Facts, MultipathLane
+from pmesh.net.lanes.opening import offer_of_connection
+from tests.worlds.lanes import offer_between
+
+
+def connections(
+    offer: OfferLane, index: int, *, buffer_bytes: int | None = None, tcp: bool = False
+) -> tuple[Lane, Lane]:
+    """The two ends of one connection of a lane, as if they had greeted."""
+    part = offer_of_connection(offer, index)
+    ends = _tcp_pair() if tcp else socket.socketpair()
+    if buffer_bytes is not None:
+        for end in ends:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+    sending = Lane(ends[0], part, sending=True, peer="mac-1")
+    receiving = Lane(ends[1], part, sending=False, peer="mac-0")
+    sending.hosts = receiving.hosts = f"path-{index}", f"path-{index}"
+    return sending, receiving
+
+
+def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dialled = socket.create_connection(listener.getsockname())
+        return dialled, listener.accept()[0]
+
+
+def drop(lane: MultipathLane, name: str) -> None:
+    """Lose a path at one end."""
+    lane.drop({name}, {name})
+
+
+def names_of(lane: MultipathLane) -> set[str]:
+    """Return the paths of the connections that are in use."""
+    names = {f"path-{index}" for index in range(100)}
+    return {name for name in names if lane.runs_between({name}, {name})}
+
+
+@dataclass
+class Paths:
+    """Both ends of a lane, and how to give it one more path."""
+
+    sending: MultipathLane
+    receiving: MultipathLane
+    offer: OfferLane
+    buffer_bytes: int | None
+    tcp: bool
+    made: int = field(default=1)
+
+    def add(self) -> str:
+        """Return the new path's name."""
+        index, self.made = self.made, self.made + 1
+        ends = connections(self.offer, index, buffer_bytes=self.buffer_bytes, tcp=self.tcp)
+        for lane, end in zip((self.sending, self.receiving), ends, strict=True):
+            lane.join(end, index, Facts())
+        return f"path-{index}"
+
+
+@asynccontextmanager
+async def paths_between(
+    count: int = 2, *, buffer_bytes: int | None = None, tcp: bool = False
+) -> AsyncGenerator[Paths]:
+    """A lane with so many paths, path-0 and so on; `buffer_bytes` makes them slow."""
+    offer = offer_between(0, 1, several=True)
+    first = connections(offer, 0, buffer_bytes=buffer_bytes, tcp=tcp)
+    lanes = [MultipathLane(end, Facts(), offer) for end in first]
+    made = Paths(lanes[0], lanes[1], offer, buffer_bytes, tcp)
+    async with trio.open_nursery() as nursery:
+        for lane in lanes:
+            nursery.start_soon(lane.tend)
+        for _ in range(count - 1):
+            made.add()
+        try:
+            yield made
+        finally:
+            for lane in lanes:
+                lane.close()
+            nursery.cancel_scope.cancel()
