@@ -57,15 +57,16 @@ def offer(sender: int) -> OfferLane:
 class Host:
     """One of the two, in its own process and namespace: rank 0 dials, rank 1 answers."""
 
-    def __init__(self, rank: int, paths: int, *, plain: bool) -> None:
-        self.rank, self.paths, self.plain = rank, paths, plain
+    def __init__(self, rank: int, paths: int, networks: int, *, plain: bool) -> None:
+        self.rank, self.paths, self.networks, self.plain = rank, paths, networks, plain
         self.lanes: list[Lane] = []
 
     def connect(self, path: int) -> list[socket.socket]:
-        """A connection for the lane of either rank, over this path."""
+        """A connection for the lane of either rank, over this path's network."""
+        address = f"10.78.{path % self.networks}.2"
         if self.rank == 0:
-            return [self._dial(f"10.78.{path}.2") for _ in NAMES]
-        with socket.create_server((f"10.78.{path}.2", PORT)) as listener:
+            return [self._dial(address) for _ in NAMES]
+        with socket.create_server((address, PORT)) as listener:
             return [listener.accept()[0] for _ in NAMES]
 
     @staticmethod
@@ -197,9 +198,12 @@ def hosts(mbits: list[int]) -> Generator[list[str]]:
 
 
 @app.command
-def host(rank: int, paths: int, nbytes: int, ops: int, cut: int, plain: int) -> None:  # noqa: PLR0917 - a program's own
+def host(  # noqa: PLR0917 - a program's own
+    rank: int, paths: int, networks: int, nbytes: int, ops: int, cut: int, plain: int
+) -> None:
     """One of the two hosts: started by the main program."""
-    print(json.dumps(trio.run(Host(rank, paths, plain=bool(plain)).run, nbytes, ops, cut)))
+    one = Host(rank, paths, networks, plain=bool(plain))
+    print(json.dumps(trio.run(one.run, nbytes, ops, cut)))
 
 
 @app.default
@@ -208,6 +212,7 @@ def main(
     mib: int = 64,
     ops: int = 10,
     cut: int = 0,
+    connections: int = 1,
     plain: Annotated[bool, cyclopts.Parameter(negative="")] = False,
 ) -> None:
     """Measure, and print a line.
@@ -217,13 +222,14 @@ def main(
         mib: What is reduced.
         ops: How often.
         cut: Pull the first cable in the middle of every so many ops.
+        connections: Of a lane on each network.
         plain: The lane of one connection, over the first network.
     """
     signal.signal(
         signal.SIGTERM, lambda number, _: sys.exit(128 + number)
     )  # else the hosts would outlive us
     with hosts(list(mbits)) as names:
-        numbers = [len(mbits), mib << 20, ops, cut, int(plain)]
+        numbers = [connections * len(mbits), len(mbits), mib << 20, ops, cut, int(plain)]
         processes = [
             subprocess.Popen(
                 ["ip", "netns", "exec", name, sys.executable, "-m", "tools.bench_paths", "host"]
@@ -243,7 +249,8 @@ def main(
     cuts = [s for i, s in enumerate(seconds) if cut and i % cut == cut - 1]
     clean = statistics.median(s for i, s in enumerate(seconds) if i and s not in cuts)
     cpu = statistics.mean(a["cpu_s_per_gb"] for a in answers)
-    line = f"{'+'.join(map(str, mbits))} Mbit/s{' plain' if plain else ''}: "
+    how = " plain" if plain else f", {connections} connections each" if connections > 1 else ""
+    line = f"{'+'.join(map(str, mbits))} Mbit/s{how}: "
     line += f"{(mib << 20) / clean / 1e6:.1f} MB/s, {cpu:.2f} s of CPU a GB"
     if cuts:
         line += f"; clean {clean:.3f} s, cut in the middle {statistics.median(cuts):.3f} s"
