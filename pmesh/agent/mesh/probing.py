@@ -23,7 +23,7 @@ from pmesh.core.wire.link import (
 from pmesh.ids import Member
 
 PROBE_EVERY_S = 60.0
-OTHERS_EVERY_S = 600.0  # of a path that carries no tensors
+OTHERS_EVERY_S = 3600.0  # of a path that carries no tensors, which may show more than they would
 PROBES = 3  # of which the fastest counts
 MOST_PROBES = 8  # of one measurement, with those that were too short to say anything
 LONGER = 4  # times as many bytes has the next one then
