@@ -23,13 +23,13 @@ from pmesh.core.wire.link import (
 from pmesh.ids import Member
 
 PROBE_EVERY_S = 60.0
-OTHERS_EVERY_S = 600.0  # of a path that carries no tensors
+OTHERS_EVERY_S = 3600.0  # of a path that carries no tensors, which may show more than they would
 PROBES = 3  # of which the fastest counts
 MOST_PROBES = 8  # of one measurement, with those that were too short to say anything
 LONGER = 4  # times as many bytes has the next one then
 BYTES_PER_MBIT_S = 2_200  # of each, or 18 ms: all are 0.1 % of what the path carries in a minute
 SLOWEST_MBIT_S = 10  # what an edge is taken for at first
-ANSWER_EVERY_S = 1.0  # a peer that asks more often is not answered
+ANSWER_EVERY_S = 0.5  # a peer that asks more often is not answered
 PATIENCE_S = 5.0  # a probe that has not ended by then is asked for again
 SHORTEST_S = 0.5e-3  # a shorter time says more of the event loop than of the network
 
