@@ -154,6 +154,11 @@ class Membership:
         )
         return max(0, edge.mbit_s)
 
+    def is_relayed(self, member: Member) -> bool:
+        """Return True if another member forwards to this one (V5)."""
+        contact = self._contacts.get(member.node)
+        return contact is not None and contact.relayed
+
     def hears(self, node: NodeId) -> Collection[Incarnation]:
         """Return whom a peer hears; nobody if the peer itself is silent."""
         peer = self.state.peers.get(node)
