@@ -271,10 +271,11 @@ class Membership:
             await sleep_in_step(self.pace_s)
 
     def _training_peers(self) -> set[Member]:
-        """Return the linked machines that train with one of ours, but those that ours send to next.
+        """Return the direct peers that train with one of ours, but those that ours send to next.
 
         Our data on the way there would hold up our question and what acknowledges the probe, and
-        the data show there how fast that edge is.
+        the data show there how fast that edge is. What another member forwards is not measured:
+        the ring avoids it however fast it is (V5).
         """
         me, found, following = self.state.me, set[Member](), set[Member]()
         for roster in self.view.rosters:
@@ -282,7 +283,8 @@ class Membership:
             if me in ring:
                 found.update(ring)
                 following.update(ring[i] for i in range(len(ring)) if ring[i - 1] == me)
-        return found.intersection(c.member for c in self._contacts.values()) - following
+        direct = (c.member for c in self._contacts.values() if not c.relayed)
+        return found.intersection(direct) - following
 
     def judge(self, stall: Stall) -> None:
         """Judge the silence of all peers, without counting our own stall."""
