@@ -115,15 +115,18 @@ class _Taking:
         ceilings: list[float] = []
         facts: dict[str, float] = {}
         lines: tuple[float, ...] = ()
-        line = sum(self.case.cables_bits_per_s) if self.case.kind == "peers" else 0
+        has_lines = self.case.kind == "peers" and self.case.network != "mixed"  # one for each host
+        line = sum(self.case.cables_bits_per_s) if has_lines else 0
         before = [] if not line else self.running[PMESH].traffic()
         began = time.monotonic()
-        for _ in range(rounds):
+        for number in range(1, rounds + 1):
             taken.append({name: self._take_turn(name, order) for name, order in orders.items()})
             if self.ceiling is not None:
                 lines = self.ceiling()
                 ceilings.append(sum(lines))
             if line:
+                if number == rounds:
+                    time.sleep(max(0.0, began + self.case.control_s - time.monotonic()))
                 line_bytes = line * (time.monotonic() - began) / 8
                 after = self.running[PMESH].traffic()
                 facts = {CONTROL_SHARE: _control_share(before, after, line_bytes)}
