@@ -19,7 +19,7 @@ from tools.lab.commands import LabError
 
 VALUE_BYTES = 4  # float32
 PATIENCE_S = 240.0  # for a turn
-SETTLE_S = 30.0  # in which agents measure each other's edges, and change their ring
+SETTLE_S = 75.0  # in which agents measure each other's edges, and change their ring, perhaps twice
 MOST_TRIALS = 100  # until Auto has picked
 Say = Callable[[str], None]
 
@@ -96,9 +96,11 @@ def _take_in_one_place(case: Case, rounds: int, say: Say, *, draw: int = 0) -> I
         ceiling_of(place) if case.kind == "peers" else contextlib.nullcontext() as ceiling,
     ):
         say(f"{', '.join(running)}: {case.ranks} ranks of each have met")
-        time.sleep(SETTLE_S if case.network == "mixed" else 0.0)
         for op_bytes in case.sizes or (op_bytes_of(case),):
-            yield from _Taking(case, place, running, ceiling, op_bytes).take(rounds, say)
+            taking = _Taking(case, place, running, ceiling, op_bytes)
+            if case.network == "mixed":
+                taking.settle()
+            yield from taking.take(rounds, say)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,12 @@ class _Taking:
                 ceiling=tuple(map(round, ceilings)),
                 facts=facts,
             )
+
+    def settle(self) -> None:
+        """Reduce until the ring is the best one: V13, ranks change places within an op."""
+        until = time.monotonic() + SETTLE_S
+        while time.monotonic() < until:
+            self._ask(PMESH, Order(what="all_reduce", count=self.op_bytes // VALUE_BYTES))
 
     def _orders(self) -> dict[str, Order]:
         """What has its turns: each system and each of two calls of pmesh, or each scheme."""
