@@ -25,6 +25,20 @@ with pmesh.connect(job="relayed", wait_for=3) as mesh:
 """
 
 
+LARGE = """
+import numpy as np
+import pmesh
+
+with pmesh.connect(job="relayed", wait_for=3) as mesh:
+    own = np.ones(4_000_000, np.float32)
+    for _ in range(4):
+        assert mesh.all_reduce(own)[-1] == 3
+    print("done", flush=True)
+    mesh.barrier()
+"""
+LARGE_BYTES = 4 * 16_000_000
+
+
 def test_two_machines_that_only_a_third_reaches_train_with_it(
     fleet: Fleet, make_lab: Callable[[int], NetLab]
 ) -> None:
@@ -37,6 +51,25 @@ def test_two_machines_that_only_a_third_reaches_train_with_it(
     for trainer in trainers:
         results = json.loads(trainer.await_line(r"^\[.*\]$")[0])
         assert results == [[6.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0], 3]
+
+
+def test_a_large_tensor_goes_along_the_two_cables_and_is_not_forwarded(
+    fleet: Fleet, make_lab: Callable[[int], NetLab]
+) -> None:
+    """A chain sends it once over each cable each way; a ring, a third of it more."""
+    lab = make_lab(3)
+    first, _, last = lab.hosts
+    lab.cut(first, last)
+    agents = [fleet.start_agent(f"mac-{host.number}", host=host) for host in lab.hosts]
+    fleet.await_view(*agents)
+    before = [lab.carried_bytes(host) for host in lab.hosts]
+    trainers = [fleet.start_trainer(agent, LARGE) for agent in agents]
+    for trainer in trainers:
+        trainer.await_line("^done$")
+    after = [lab.carried_bytes(host) for host in lab.hosts]
+    carried = [(b - a) / LARGE_BYTES for a, b in zip(before, after, strict=True)]
+    assert all(2 <= at_an_end < 2.3 for at_an_end in (carried[0], carried[2])), carried
+    assert 4 <= carried[1] < 4.6, carried
 
 
 def test_a_direct_path_takes_over_and_a_relayed_one_steps_in(

@@ -85,6 +85,8 @@ def run(
     for case in [find_case(name) for name in cases] or CASES:
         rounds_ = rounds or (SHORT_ROUNDS if short else 3 if case.is_compression else 5)
         chosen = replace(case, side=side or (SHORT_SIDE if short else case.side))
+        if short:
+            chosen = replace(chosen, control_s=0.0)
         if case.sizes:
             chosen = replace(chosen, sizes=sizes or ((SHORT_BYTES,) if short else case.sizes))
         elif short:

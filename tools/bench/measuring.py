@@ -19,7 +19,7 @@ from tools.lab.commands import LabError
 
 VALUE_BYTES = 4  # float32
 PATIENCE_S = 240.0  # for a turn
-SETTLE_S = 30.0  # in which agents measure each other's edges, and change their ring
+SETTLE_S = 75.0  # in which agents measure each other's edges, and change their ring, perhaps twice
 MOST_TRIALS = 100  # until Auto has picked
 Say = Callable[[str], None]
 
@@ -96,9 +96,11 @@ def _take_in_one_place(case: Case, rounds: int, say: Say, *, draw: int = 0) -> I
         ceiling_of(place) if case.kind == "peers" else contextlib.nullcontext() as ceiling,
     ):
         say(f"{', '.join(running)}: {case.ranks} ranks of each have met")
-        time.sleep(SETTLE_S if case.network == "mixed" else 0.0)
         for op_bytes in case.sizes or (op_bytes_of(case),):
-            yield from _Taking(case, place, running, ceiling, op_bytes).take(rounds, say)
+            taking = _Taking(case, place, running, ceiling, op_bytes)
+            if case.network == "mixed":
+                taking.settle()
+            yield from taking.take(rounds, say)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +117,18 @@ class _Taking:
         ceilings: list[float] = []
         facts: dict[str, float] = {}
         lines: tuple[float, ...] = ()
-        line = sum(self.case.cables_bits_per_s) if self.case.kind == "peers" else 0
+        has_lines = self.case.kind == "peers" and self.case.network != "mixed"  # one for each host
+        line = sum(self.case.cables_bits_per_s) if has_lines else 0
         before = [] if not line else self.running[PMESH].traffic()
         began = time.monotonic()
-        for _ in range(rounds):
+        for number in range(1, rounds + 1):
             taken.append({name: self._take_turn(name, order) for name, order in orders.items()})
             if self.ceiling is not None:
                 lines = self.ceiling()
                 ceilings.append(sum(lines))
             if line:
+                if number == rounds:
+                    time.sleep(max(0.0, began + self.case.control_s - time.monotonic()))
                 line_bytes = line * (time.monotonic() - began) / 8
                 after = self.running[PMESH].traffic()
                 facts = {CONTROL_SHARE: _control_share(before, after, line_bytes)}
@@ -135,6 +140,12 @@ class _Taking:
                 ceiling=tuple(map(round, ceilings)),
                 facts=facts,
             )
+
+    def settle(self) -> None:
+        """Reduce until the ring is the best one: V13, ranks change places within an op."""
+        until = time.monotonic() + SETTLE_S
+        while time.monotonic() < until:
+            self._ask(PMESH, Order(what="all_reduce", count=self.op_bytes // VALUE_BYTES))
 
     def _orders(self) -> dict[str, Order]:
         """What has its turns: each system and each of two calls of pmesh, or each scheme."""

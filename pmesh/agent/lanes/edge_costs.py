@@ -5,6 +5,9 @@ with an agreement: each rank adds how fast the edge to the next one is, if that 
 in its heartbeat, or sends a probe by which the next finds out; then the tables of all are added up.
 What this one probe finds is for this table only: the first op is a busy time. It takes
 two turns of the ring and 256 KiB an edge, so 20 ms at 100 Mbit/s, and no op is under way meanwhile.
+
+An edge over which another machine forwards (V5) is not probed. Nothing else would be on its way
+then, and the edge would seem as fast as those that it consists of, and whose bandwidth it shares.
 """
 
 from collections.abc import Mapping
@@ -23,6 +26,7 @@ from pmesh.net.lanes.ring import RingPosition, all_reduce
 
 PROBE_BYTES = 256 * 1024  # 2 ms at 1 Gbit/s: some times what a busy machine is late
 PS_OF_MBIT_S = 8_000_000  # picoseconds for a byte at 1 Mbit/s
+RELAYED_PS = 1000 * PS_OF_MBIT_S  # no edge that a strategy can do without is worth forwarding for
 _WORD_BYTES = 8
 
 
@@ -31,6 +35,10 @@ class Bandwidths(Protocol):
 
     def reported_mbit_s(self, member: Member) -> int:
         """Return the bandwidth to a member; 0 while it is unknown."""
+        ...
+
+    def is_relayed(self, member: Member) -> bool:
+        """Return True if another member forwards to this one."""
         ...
 
 
@@ -66,10 +74,11 @@ async def agree_on_costs(
     table = np.zeros((size, size, 2), np.int64)
     for rank, member in enumerate(members):
         table[me, rank, 0] = round(round_trips_s.get(member, 0.0) / 2 * 1e9)
+        table[me, rank, 1] = RELAYED_PS if known.is_relayed(member) else 0
     mbit_s = known.reported_mbit_s(members[after])
-    known_ps = max(1, PS_OF_MBIT_S // mbit_s) if mbit_s else 0
-    table[me, after, 1] = known_ps
-    measured_ps = await _probe(ring, header, sends=not known_ps)
+    if mbit_s and not table[me, after, 1]:
+        table[me, after, 1] = max(1, PS_OF_MBIT_S // mbit_s)
+    measured_ps = await _probe(ring, header, sends=not table[me, after, 1])
     table[before, me, 1] += measured_ps
     result = np.empty_like(table)
     await all_reduce(
@@ -88,11 +97,12 @@ async def agree_on_costs(
 def _edges_of(table: Values) -> Edges:
     """An edge was measured in the ring's direction; the other one is as fast.
 
-    Edges across the ring were not measured: they are as slow as the slowest along it.
+    Edges across the ring were not measured: they are as slow as the slowest direct one along it.
     """
     alphas_ns, betas_ps = table[:, :, 0], table[:, :, 1]
     betas_ps = np.where(betas_ps, betas_ps, betas_ps.T)
-    betas_ps = np.where(betas_ps, betas_ps, betas_ps.max())
+    slowest_ps = betas_ps.max(where=betas_ps < RELAYED_PS, initial=1)
+    betas_ps = np.where(betas_ps, betas_ps, slowest_ps)
     return tuple(
         tuple(map(EdgeCost, alphas, betas))
         for alphas, betas in zip(alphas_ns.tolist(), betas_ps.tolist(), strict=True)

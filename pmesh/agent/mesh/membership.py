@@ -155,6 +155,11 @@ class Membership:
         )
         return max(0, edge.mbit_s)
 
+    def is_relayed(self, member: Member) -> bool:
+        """Return True if another member forwards to this one (V5)."""
+        contact = self._contacts.get(member.node)
+        return contact is not None and contact.relayed
+
     def hears(self, node: NodeId) -> Collection[Incarnation]:
         """Return whom a peer hears; nobody if the peer itself is silent."""
         peer = self.state.peers.get(node)
@@ -267,14 +272,18 @@ class Membership:
             await sleep_in_step(self.pace_s)
 
     def _training_peers(self) -> tuple[set[Member], set[Member]]:
-        """Return the linked machines that train with one of ours, and whom of them ours send to."""
+        """Return the direct peers that train with one of ours, and whom of them ours send to next.
+
+        What another member forwards is not measured: the ring avoids it however fast it is (V5).
+        """
         me, found, following = self.state.me, set[Member](), set[Member]()
         for roster in self.view.rosters:
             ring = [trainer.member for trainer in roster.trainers]
             if me in ring:
                 found.update(ring)
                 following.update(ring[i] for i in range(len(ring)) if ring[i - 1] == me)
-        return found.intersection(c.member for c in self._contacts.values()), following
+        direct = (c.member for c in self._contacts.values() if not c.relayed)
+        return found.intersection(direct), following
 
     def judge(self, stall: Stall) -> None:
         """Judge the silence of all peers, without counting our own stall."""

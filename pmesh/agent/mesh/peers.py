@@ -140,7 +140,8 @@ class Peers:
     def control_bytes(self) -> tuple[int, int]:
         """Bytes sent and received on links since the agent's start, at the sockets."""
         sent, received = self._ended_bytes
-        paths = [live.path for link in self.links.values() for live in link.paths.values()]
+        lives = [live for link in self.links.values() for live in link.paths.values()]
+        paths = [live.path for live in lives if live.relay is None]  # a relayed one has no socket
         return (
             sent + sum(path.bytes_sent for path in paths),
             received + sum(path.bytes_received for path in paths),
@@ -353,8 +354,9 @@ class Peers:
         finally:
             with trio.CancelScope(shield=True):
                 await live.path.aclose()
-        sent, received = self._ended_bytes
-        self._ended_bytes = sent + live.path.bytes_sent, received + live.path.bytes_received
+        if live.relay is None:
+            sent, received = self._ended_bytes
+            self._ended_bytes = sent + live.path.bytes_sent, received + live.path.bytes_received
         if self.links.get(link.node) is not link:
             return  # another link has replaced it, or the peer was given up
         refused = live.again and trio.current_time() - live.since < STEADY_AFTER_S

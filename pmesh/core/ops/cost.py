@@ -13,7 +13,12 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
-from pmesh.core.ops.plan import SEGMENT_BYTES, SHORT_SEGMENT_BYTES, halvings
+from pmesh.core.ops.plan import (
+    SEGMENT_BYTES,
+    SHORT_SEGMENT_BYTES,
+    chain_segment_bytes,
+    halvings,
+)
 
 Strategy: TypeAlias = Literal["ring", "tree", "centralized", "hierarchical", "chain", "direct"]
 Islands: TypeAlias = tuple[tuple[int, ...], ...]
@@ -172,12 +177,14 @@ def _hierarchical_ns(edges: Edges, nbytes: int) -> int:
     """One phase after the other: right for one record, too much for many, whose phases overlap."""
     islands = islands_of(edges)
     heads = [island[0] for island in islands]
-    return _there_and_back_ns(edges, islands, nbytes) + _around_ns(edges, heads, nbytes)
+    there_and_back = _there_and_back_ns(edges, islands, nbytes, SEGMENT_BYTES)
+    return there_and_back + _around_ns(edges, heads, nbytes)
 
 
 def _chain_ns(edges: Edges, nbytes: int) -> int:
     """As if the result travelled back afterwards: a rank's interface carries both at once."""
-    return _there_and_back_ns(edges, (chain_of(edges),), nbytes)
+    most = chain_segment_bytes(len(edges), nbytes)
+    return _there_and_back_ns(edges, (chain_of(edges),), nbytes, most)
 
 
 def _direct_ns(edges: Edges, nbytes: int) -> int:
@@ -188,20 +195,20 @@ def _direct_ns(edges: Edges, nbytes: int) -> int:
     return max((edge.predict_flow_ns(steps=2, nbytes=each_step) for edge in used), default=0)
 
 
-def _there_and_back_ns(edges: Edges, chains: Islands, nbytes: int) -> int:
+def _there_and_back_ns(edges: Edges, chains: Islands, nbytes: int, most: int) -> int:
     pairs = [pair for chain in chains for pair in itertools.pairwise(chain)]
-    longest = max(map(len, chains)) - 1
+    longest, record = max(map(len, chains)) - 1, min(nbytes, most)
     return max(
         (
-            _one_way_ns(edges[b][a], longest, nbytes) + _one_way_ns(edges[a][b], longest, nbytes)
+            _one_way_ns(edges[b][a], longest, nbytes, record)
+            + _one_way_ns(edges[a][b], longest, nbytes, record)
             for a, b in pairs
         ),
         default=0,
     )
 
 
-def _one_way_ns(edge: EdgeCost, hops: int, nbytes: int) -> int:
-    record = min(nbytes, SEGMENT_BYTES)
+def _one_way_ns(edge: EdgeCost, hops: int, nbytes: int, record: int) -> int:
     to_the_end = edge.predict_ns(steps=hops, nbytes=hops * record)
     return to_the_end + edge.predict_ns(steps=0, nbytes=nbytes - record)
 

@@ -33,6 +33,7 @@ SEGMENT_BYTES = 512 * 1024
 SHORT_SEGMENT_BYTES = 64 * 1024  # of a ring over a long way: 5 ms at 100 Mbit/s
 LARGE_SEGMENT_BYTES = MAX_BODY_BYTES  # fewer records; to fill the ring with them takes longer
 LARGE_CHUNK_BYTES = 12 * LARGE_SEGMENT_BYTES  # so that what it takes longer is little
+FILLING_SHARE = 32  # of a chain: 3 %; shorter records cost more CPU than they save
 SMALL_BYTES = 32 * 1024  # fits the socket buffers of every system: no task is needed to send it
 IN_LINE_BYTES = SEGMENT_BYTES  # fits those between two agents of one machine, and often others
 
@@ -290,6 +291,20 @@ def segments(
     """
     offsets = range(begin, end, segment_bytes) or (begin,)
     return tuple((offset, min(segment_bytes, end - offset)) for offset in offsets)
+
+
+def chain_segment_bytes(size: int, nbytes: int) -> int:
+    """Return the most bytes in a record of a chain of `size` ranks.
+
+    When the last record leaves the end of the line, it still has to travel to the first rank and
+    back. That is to take at most 1/FILLING_SHARE of the time of all records.
+
+    >>> [chain_segment_bytes(size, 16 << 20) // 1024 for size in (2, 3, 8)]
+    [512, 128, 64]
+    """
+    hops = 2 * size - 3  # after its first one
+    wanted = nbytes // (FILLING_SHARE * max(1, hops))
+    return min(SEGMENT_BYTES, max(1, wanted // SHORT_SEGMENT_BYTES) * SHORT_SEGMENT_BYTES)
 
 
 def halvings(size: int) -> Iterator[tuple[int, int]]:

@@ -39,6 +39,7 @@ from pmesh.core.ops.plan import (
     Region,
     Send,
     Then,
+    chain_segment_bytes,
     chunk_bounds,
     halvings,
     remembered,
@@ -272,7 +273,7 @@ def plan_chain(
     count: int,
     itemsize: int,
     line: tuple[int, ...],
-    segment_bytes: int = SEGMENT_BYTES,
+    segment_bytes: int | None = None,
 ) -> RankPlan:
     """Partial sums travel to the first rank of a line, and the result back, record by record.
 
@@ -285,12 +286,13 @@ def plan_chain(
         count: as for `plan_ring`.
         itemsize: as for `plan_ring`.
         line: every rank once.
-        segment_bytes: as for `plan_ring`.
+        segment_bytes: as for `plan_ring`. None: as `chain_segment_bytes` says.
     """
     if size == 1:
         return _alone(count * itemsize)
-    maker = PlanMaker(size=size)
-    cut = segments(0, count * itemsize, segment_bytes=segment_bytes)
+    maker, nbytes = PlanMaker(size=size), count * itemsize
+    most = chain_segment_bytes(size, nbytes) if segment_bytes is None else segment_bytes
+    cut = segments(0, nbytes, segment_bytes=most)
     chain = _Chain(maker, line, rank, longest=size, finishes=rank == line[0])
     sums = {record: chain.reduce(record) for record in (_Record(0, *part) for part in cut)}
     for record, needs in sums.items():

@@ -6,6 +6,7 @@ from trio.testing import MockClock
 
 from pmesh.agent.lanes import edge_costs
 from pmesh.agent.mesh.probing import PROBE_EVERY_S
+from pmesh.core.links.health import WIRED
 from pmesh.core.wire.link import Call
 from pmesh.core.wire.records import RecordHeader
 from pmesh.net.lanes.ring import RingPosition
@@ -66,6 +67,26 @@ async def test_a_large_sum_does_without_the_one_slow_edge(
                 moved = lane.bytes_sent + lane.bytes_received
                 there = names.index(lane.peer)
                 assert (moved > 4 * count) == (there != slow), (rank, lane)
+
+
+async def test_nothing_large_goes_over_an_edge_that_another_machine_forwards(
+    clock: MockClock, probes: list[bool]
+) -> None:
+    """V5: it would seem as fast as the others, since nothing else is on its way during a probe."""
+    count = 1_000_000
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        first, _, last = (machine.agent.membership for machine in here.machines)
+        for one, other in ((first, last), (last, first)):
+            one.path_changed(other.state.me.node, WIRED, relayed=True)
+        await reduce_all(trainers, ones(count))
+        assert sorted(probes) == [False, True, True]
+        check_alike(here, 3)
+        for machine in here.machines:
+            for lane in machine.lanes():
+                moved = lane.bytes_sent + lane.bytes_received
+                ends = {lane.peer, machine.settings.name}
+                assert (moved > 4 * count) == ("mac-1" in ends), ends
 
 
 async def test_what_is_known_is_not_measured_again_when_a_rank_has_gone(

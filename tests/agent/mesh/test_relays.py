@@ -1,5 +1,6 @@
 """Agents of which two can't reach each other, but both reach a third."""
 
+import itertools
 from collections.abc import Callable
 
 import msgspec
@@ -7,6 +8,7 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.mesh.links import Link, LivePath
+from pmesh.agent.mesh.probing import PROBE_EVERY_S
 from pmesh.agent.mesh.relays import LINGER_S, RELAY_AFTER_S
 from pmesh.core.links.addresses import BoundAddress
 from pmesh.core.links.health import LONGEST_SILENCE_S
@@ -204,3 +206,28 @@ async def test_another_forwards_if_the_first_does_not(clock: MockClock) -> None:
         machine.agent.peers.relays.forwarding.forward = forward_nothing  # type: ignore[method-assign, assignment]
         await until(lambda: link.current is not None and link.current.relay not in {lazy, None})
         assert link_to(one, other) is link
+
+
+async def test_what_is_relayed_counts_once_and_is_not_measured_by_probes(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        one, middle, other = here.machines
+        build_wall(one, other)
+        (live,) = link_to(one, other).paths.values()
+        await live.path.aclose()
+        await until(lambda: reached_over(one, other) == reached_over(other, one) == RELAYED)
+        await here.job(*here.machines)
+        await trio.sleep(PROBE_EVERY_S)
+        agents = [machine.agent.membership for machine in here.machines]
+        measured = {
+            frozenset((a.state.me, b.state.me))
+            for a, b in itertools.permutations(agents, 2)
+            if a.probing.settled_mbit_s(b.state.me)
+        }
+        assert measured == {frozenset((agents[1].state.me, agents[at].state.me)) for at in (0, 2)}
+        sent_before, _ = one.agent.peers.control_bytes
+        current = link_to(one, middle).current
+        assert current is not None
+        at_the_socket = current.path.bytes_sent
+        await trio.sleep(PROBE_EVERY_S)
+        sent, _ = one.agent.peers.control_bytes
+        assert sent - sent_before == current.path.bytes_sent - at_the_socket > 0

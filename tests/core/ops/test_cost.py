@@ -133,6 +133,14 @@ def test_large_tensors_take_the_chain_where_one_edge_of_the_ring_is_slow_or_miss
         assert {line[0], line[-1]} == {at, (at + 1) % size}
 
 
+def test_of_a_long_chain_the_time_until_it_is_filled_counts() -> None:
+    """Thirteen more records of 64 KiB travel before the last of 16 MiB is back: 5 %."""
+    edges = edges_of(8)
+    both_ways = 2 * LAN.predict_ns(steps=0, nbytes=16 * MIB)
+    filled = predict_ns("chain", edges, 16 * MIB) - both_ways
+    assert filled == pytest.approx(12 * (LAN.alpha_ns + 64 * 1024 * 8) + 2 * LAN.alpha_ns, rel=1e-3)
+
+
 @pytest.mark.parametrize("size", range(3, 10))
 def test_an_edge_that_is_a_little_slower_is_no_reason_for_a_chain(size: int) -> None:
     """A rank in the middle sends two tensors where in a ring it sends 2 (n - 1) / n."""

@@ -22,6 +22,7 @@ from pmesh.core.ops.plan import (
     LARGE_CHUNK_BYTES,
     LARGE_SEGMENT_BYTES,
     SEGMENT_BYTES,
+    SHORT_SEGMENT_BYTES,
     Event,
     Need,
     RankPlan,
@@ -192,8 +193,23 @@ def test_a_chain_uses_each_edge_of_its_line_once_in_each_direction(
 def test_a_chain_sends_the_first_result_back_before_the_last_sum_has_come(size: int) -> None:
     """What a record of the result waits for is the sum of that record alone."""
     line, count = tuple(range(size)), 5 * SEGMENT_BYTES // 4
-    first = plan_chain(rank=0, size=size, count=count, itemsize=4, line=line)
+    first = plan_chain(
+        rank=0, size=size, count=count, itemsize=4, line=line, segment_bytes=SEGMENT_BYTES
+    )
     assert [send.needs for send in first.sends[1]] == [(Need(1, i + 1),) for i in range(5)]
+
+
+@pytest.mark.parametrize("size", range(2, 10))
+@pytest.mark.parametrize("mib", [1, 16, 100])
+def test_the_longer_a_chain_the_shorter_its_records_so_that_it_is_filled_soon(
+    size: int, mib: int
+) -> None:
+    count, line = mib << 18, tuple(range(size))
+    plan = plan_chain(rank=size - 1, size=size, count=count, itemsize=4, line=line)
+    hops = 2 * (size - 1) - 1  # of the last record, after its first one
+    filling = hops * plan.largest / plan.bytes_sent
+    assert filling <= 1 / 32 or plan.largest == SHORT_SEGMENT_BYTES
+    assert filling > 1 / 100 or plan.largest == SEGMENT_BYTES
 
 
 @given(SIZES, COUNTS, ORDERS | IN_LINE)
