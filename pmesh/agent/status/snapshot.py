@@ -243,13 +243,14 @@ def _paths(link: Link, trip_s: float | None, sources: Sources) -> Iterator[schem
         link.paths.values(), key=lambda live: (live is not current, live.state().rank)
     ):
         in_use, state = live is current, live.state()
+        carries = sources.jobs.rendezvous.paths.carries(*live.hosts)
         silent = state.silence_s(now) >= live.thresholds.degraded_after_s
         path_trip_s = live.health.round_trip_s or (trip_s if in_use else None)
         yield schema.PathStatus(
             interface=live.key.interface or None,
             remote=live.key.remote,
             kind=live.kind or None,
-            use="silent" if silent else "in use" if in_use else "standby",
+            use="silent" if silent else "in use" if in_use or carries else "standby",
             speed_mbit_s=live.speed_mbit_s or None,
             rtt_ms=_milliseconds(path_trip_s),
             loss_percent=_percent(live.path.loss),
