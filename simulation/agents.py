@@ -24,7 +24,6 @@ from pmesh.core.views.state import (
 from pmesh.core.wire.link import (
     PROTOCOL_VERSION,
     AgreementMessage,
-    AskProbe,
     AskResult,
     Commit,
     Heartbeat,
@@ -34,7 +33,6 @@ from pmesh.core.wire.link import (
     MeasuredEdge,
     OfferLane,
     P2PLinkMessage,
-    Probe,
     Relay,
     RestLane,
     Splice,
@@ -229,15 +227,7 @@ class Agent:
                 self.jobs.marked(link.member, message)
             case AskResult():
                 self._answer(message)
-            case (
-                Hello()
-                | OfferLane()
-                | RestLane()
-                | KnownPeers()
-                | P2PLinkMessage()
-                | AskProbe()
-                | Probe()
-            ):
+            case Hello() | OfferLane() | RestLane() | KnownPeers() | P2PLinkMessage():
                 raise AssertionError(f"no simulated agent sends {message}")
             case Relay() | Splice():
                 raise AssertionError(f"no simulated agent sends {message}")

@@ -27,6 +27,7 @@ from pmesh.agent.mesh.foreign_agents import watch as watch_turned_away
 from pmesh.agent.mesh.membership import DOUBT_S, Membership
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.mesh.ping import ping
+from pmesh.agent.mesh.probing import Probing
 from pmesh.agent.mesh.storms import count_packets, watch_storms
 from pmesh.agent.p2p.router import P2PRouter, serve_p2p
 from pmesh.agent.status.events import (
@@ -253,6 +254,7 @@ class Agent:
             installed=self._installed,
             noticed=self._event_log.note,
             led_astray=lambda: self.begin_anew("a member raised our epoch counter too far"),
+            probing=Probing(self.peers.bandwidths_to),
         )
         self.peers.membership = self.jobs.membership = self.membership
         self.jobs.rendezvous = LaneRendezvous(self._me, self.peers, nursery, secrets.token_bytes)
@@ -261,7 +263,7 @@ class Agent:
     def _leave_path(
         self, ours: AbstractSet[str], theirs: AbstractSet[str], *, outranked: bool = False
     ) -> None:
-        self.jobs.rendezvous.paths.lose(ours, theirs, outranked=outranked)
+        self.jobs.rendezvous.lose_path(ours, theirs, outranked=outranked)
 
     async def _start_sessions(self, nursery: trio.Nursery) -> None:
         path = socket_path(self._settings.home)

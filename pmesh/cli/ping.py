@@ -52,7 +52,8 @@ def show_ping(home: Path | None, name: str, *, as_json: bool) -> int:
 
 def _line(way: WayTried) -> str:
     path = path_text(way.interface, way.remote) if way.remote else way.interface
-    speed = f"{way.speed_mbit_s} Mbit/s" if way.speed_mbit_s else ""
+    speeds = (way.mbit_s, "measured"), (way.speed_mbit_s, "nominal")
+    speed = ", ".join(f"{mbit_s} Mbit/s {what}" for mbit_s, what in speeds if mbit_s)
     found = way.why_not if way.rtt_ms is None else f"{way.rtt_ms:.2f} ms"
     if way.rtt_ms is None:
         return f"{path:<20}  {way.address:<20}  {way.kind:<11}  {found}"

@@ -215,13 +215,11 @@ def _path_rows(
     arrow = "⇄ " if sends and receives else "→ " if sends else "← " if receives else ""
     for path in member.paths:
         first = path is member.paths[0]
-        measured = member.mbit_s if first else None  # of all paths together
-        speed = path.speed_mbit_s if measured is None else measured
         yield (
             Text(arrow + printable(member.name) if first else ""),
             Text(printable(path_text(path.interface, path.remote))),
             Text(printable(path.kind or "")),
-            Text(_mbit_s(speed, slow=path.slow is not None), "yellow" if path.slow else ""),
+            Text(_mbit_s(path.mbit_s, path.speed_mbit_s, path.slow), "yellow" if path.slow else ""),
             _round_trip(member.rtt_ms, member.jitter_ms) if first else _round_trip(path.rtt_ms),
             Text(path.use, "red" if path.use == "silent" else ""),
         )
@@ -236,8 +234,14 @@ def path_text(interface: str | None, remote: str) -> str:
     return remote if remote == interface else f"{interface or '?'} → {remote}"
 
 
-def _mbit_s(speed: int | None, *, slow: bool = False) -> str:
-    return "! " * slow + ("" if speed is None else str(speed))
+def _mbit_s(measured: int | None, nominal: int | None = None, slow: str | None = None) -> str:
+    """Show what was measured; what the interfaces claim, in parentheses, where nothing was.
+
+    >>> _mbit_s(94, 1000, "of a cable"), _mbit_s(None, 1000), _mbit_s(940)
+    ('! 94', '(1000)', '940')
+    """
+    known = f"({nominal})" if measured is None and nominal is not None else measured or ""
+    return f"{known}" if slow is None else f"! {known}"
 
 
 def _round_trip(rtt_ms: float | None, jitter_ms: float | None = None) -> str:

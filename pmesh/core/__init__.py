@@ -13,8 +13,8 @@ views       state (what one member knows), agreement (the effects of a message),
             continue), ring (its order), limits (against dishonest members)
 jobs        rank (its fences, failures and results), progress (how far all are), attempt (does for
             one op what the view has decided), jobs (who waits, who lives here)
-ops         kinds, plan (sends and receives), reducing, moving, coded (who makes plans), cost (which
-            is the fastest), reductions (the arithmetic)
+ops         kinds, plan (sends and receives), reducing, reduce_scatter, moving, coded (who makes
+            plans), cost (which is the fastest), reductions (the arithmetic)
 p2p         messages between two ranks, each exactly once
 
 There are two shapes: byte protocols are objects that take bytes and return events; decisions are

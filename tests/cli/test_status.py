@@ -40,11 +40,11 @@ def shown(status: Status, *, width: int = 120) -> str:
         "View 7, 3 in the ring",
         "╭─▶ ● mac-1 ★ ──▶ ● mac-2",
         "0.50 ± 0.0 ms",
-        "→ mac-2          en0 → en7      wired   ! 100    0.25 ± 0.0 ms   in use",
-        "en1 → en�1     wifi             4.25 ms         standby",
-        "? → 10.0.0.9                                    silent",
+        "→ mac-2          en0 → en7      wired   ! (100)   0.25 ± 0.0 ms   in use",
+        "en1 → en�1     wifi              4.25 ms         standby",
+        "? → 10.0.0.9                                     silent",
         "← studio         en0 → en7",
-        "mac-2 → studio                                   0.50 ms",
+        "mac-2 → studio                                    0.50 ms",
         "! mac-2: en0 here runs at 100 Mbit/s",
         "2.1 %",
         "the link to mac-2 had to send 2.1 % of its packets again and was silent for 1.6 s lately",
@@ -86,14 +86,18 @@ def test_of_two_machines_each_is_before_and_after_the_other() -> None:
     assert "⇄ mac-2" in shown(msgspec.structs.replace(SNAPSHOT, view=view))
 
 
-def test_a_measured_bandwidth_is_shown_before_a_stated_one() -> None:
+def test_a_measured_bandwidth_is_shown_for_each_path_and_only_else_what_its_interfaces_claim() -> (
+    None
+):
     one, two, three = SNAPSHOT.view.members
-    two = msgspec.structs.replace(two, mbit_s=93)
+    paths = [msgspec.structs.replace(path, mbit_s=n) for n, path in enumerate(two.paths, 93)]
+    two = msgspec.structs.replace(two, paths=tuple(paths))
     edges = [msgspec.structs.replace(edge, mbit_s=941) for edge in SNAPSHOT.view.edges]
     view = msgspec.structs.replace(SNAPSHOT.view, members=(one, two, three), edges=tuple(edges))
     lines = shown(msgspec.structs.replace(SNAPSHOT, view=view)).splitlines()
     (path,) = [line.split() for line in lines if "→ mac-2 " in line and "en0" in line]
-    assert path[6:8] == ["!", "93"]
+    assert path[6:9] == ["!", "93", "0.25"]
+    assert any("wifi    94 " in line for line in lines)
     (edge,) = [line.split() for line in lines if "mac-2 → studio" in line]
     assert edge[3] == "941"
 
@@ -107,12 +111,13 @@ def test_paths_fit_a_terminal_of_80_columns(kind: str) -> None:
         kind=kind,
         use="in use",
         speed_mbit_s=40_000,
+        mbit_s=9_400,
         slow="of a cable",
     )
     two = msgspec.structs.replace(two, name="mac-studio", paths=(path,), rtt_ms=12.34)
     view = msgspec.structs.replace(SNAPSHOT.view, members=(one, two), edges=SNAPSHOT.view.edges[:1])
     lines = shown(msgspec.structs.replace(SNAPSHOT, view=view), width=80).splitlines()
-    (row,) = [line.split() for line in lines if "! 40000" in line]
+    (row,) = [line.split() for line in lines if "! 9400 " in line]
     assert row[:4] == ["→", "mac-studio", "bridge0", kind]
 
 

@@ -193,6 +193,7 @@ WAYS = (
         kind="wired",
         address="10.0.0.2:24160",
         speed_mbit_s=1000,
+        mbit_s=941,
         rtt_ms=0.314,
     ),
     WayTried(

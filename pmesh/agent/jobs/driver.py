@@ -144,7 +144,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         for sender, mbit_s in rank.lanes.measure_mbit_s():
             trainer = rank.roster.trainer(sender)
             if trainer is not None and trainer.member != self.me:
-                self.membership.probing.note(trainer.member, mbit_s, "data")
+                self.membership.probing.note(trainer.member, mbit_s)
 
     def _patience_s(self, rank: LocalRank) -> float:
         """How long the peer at the slower of the two edges may be silent before it is gone."""

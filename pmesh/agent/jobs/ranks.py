@@ -304,7 +304,7 @@ class RankLanes:
         for end, lane in list(self._open.items()) if is_loss else ():
             peer = end.edge.receiver if end.sending else end.edge.sender
             was, stays = before.trainer(peer), roster.trainer(peer)
-            if lane.is_open and was and stays and was.member == stays.member:
+            if not lane.is_closed and was and stays and was.member == stays.member:
                 kept[end] = self._open.pop(end)
         self.close()
         self._roster = roster

@@ -6,7 +6,9 @@ end, and an offer may come before the taker has installed the roster (V4: early 
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,8 +20,9 @@ from pmesh.core.wire.link import OfferLane, Splice
 from pmesh.core.wire.records import LANE_ID_BYTES, decode_preamble_untrusted
 from pmesh.errors import LaneBroken, NetworkError, ProtocolError
 from pmesh.ids import Epoch, JobName, Member, TrainerId
-from pmesh.net.lanes.lane import Lane
+from pmesh.net.lanes.lane import Lane, PathLost
 from pmesh.net.lanes.opening import dial_lane, local_lanes, welcome_lane
+from pmesh.net.links.interfaces import local_address_of, remote_address_of
 
 ATTEMPTS = 3  # a connection that fails thrice in a row is for the leader to judge
 RETRY_S = 0.2
@@ -91,6 +94,8 @@ class LaneRendezvous:
         self.paths = LanePaths(reach, nursery)
         self._over: dict[JobName, int] = {}  # every roster below this number
         self._given_up: set[LaneEnd] = set()
+        self._opening: dict[trio.CancelScope, tuple[str, str]] = {}
+        """The connections that do not yet carry a lane, with the addresses of their two ends."""
 
     def offer(self, edge: LaneKey, to: Member) -> None:
         """Open an edge whose sending end is ours; `take` gives it."""
@@ -154,7 +159,7 @@ class LaneRendezvous:
         if expected is None:
             raise LaneBroken("a connection names a lane that nobody has offered")
         name = self._reach.name_of(expected.member)
-        opened = await welcome_lane(stream, expected.offer, peer=name)
+        opened = await self._open(stream, welcome_lane(stream, expected.offer, peer=name))
         try:
             authenticated()
         except NetworkError:
@@ -217,6 +222,32 @@ class LaneRendezvous:
             if self._is_over(end):
                 del self._places[end]
                 _give_up(place, LaneBroken("its roster is over"))
+
+    def lose_path(
+        self, ours: AbstractSet[str], theirs: AbstractSet[str], *, outranked: bool = False
+    ) -> None:
+        """As `LanePaths.lose`; what is being opened over the path is opened over another one."""
+        self.paths.lose(ours, theirs, outranked=outranked)
+        for scope, (here, there) in self._opening.items():
+            if here in ours and there in theirs:
+                scope.cancel()
+
+    async def _open(self, stream: trio.SocketStream, opening: Awaitable[Lane]) -> Lane:
+        """Await what opens a lane over a connection; PathLost if its path fails meanwhile."""
+        ends = local_address_of(stream), remote_address_of(stream)
+        here, there = (end.host.partition("%")[0] for end in ends)
+        lane: Lane | None = None
+        with trio.CancelScope() as scope:
+            self._opening[scope] = here, there
+            try:
+                lane = await opening
+            finally:
+                del self._opening[scope]
+        if lane is not None and not scope.cancel_called:
+            return lane
+        if lane is not None:
+            lane.close()
+        raise PathLost(f"the path to {there} has failed")
 
     def close(self) -> None:
         """Close what nobody has taken."""
@@ -290,12 +321,18 @@ class LaneRendezvous:
     async def _dial(self, end: LaneEnd, offer: OfferLane, member: Member) -> None:
         """Dial the lane of an offer; whoever offered it tries again if that fails."""
         try:
-            stream = await self.splices.dial(member)
-            lane = await dial_lane(stream, offer, peer=self._reach.name_of(member))
+            lane = await self._dialled(offer, member)
         except NetworkError as e:
             self._reach.complain(member, e)
             return
         self._fill(end, self.paths.begin(lane, offer, member))
+
+    async def _dialled(self, offer: OfferLane, member: Member) -> Lane:
+        """Dial again over the next path for each that fails meanwhile: greetings are all alike."""
+        while True:
+            stream, name = await self.splices.dial(member), self._reach.name_of(member)
+            with suppress(PathLost):
+                return await self._open(stream, dial_lane(stream, offer, peer=name))
 
     def _make_offer(self, edge: LaneKey, *, dial: bool, several: bool = False) -> OfferLane:
         return OfferLane(

@@ -8,13 +8,15 @@ from typing import NamedTuple, Protocol
 
 import trio
 
+from pmesh.agent.mesh.probing import PathBandwidth
 from pmesh.core.links import health, paths
 from pmesh.core.links.addresses import BoundAddress, LocalAddress, interface_of
 from pmesh.core.links.delivery import Delivery, Packet
 from pmesh.core.links.health import WIFI, WIRED, Health, Thresholds
-from pmesh.core.links.paths import PathKey, PathState, Way
+from pmesh.core.links.paths import Flaps, PathKey, PathState, Way
 from pmesh.core.wire.link import (
     Address,
+    AskProbe,
     Hello,
     LinkMessage,
     PathMessage,
@@ -79,11 +81,15 @@ class LivePath:
     last_heard: float = field(default_factory=trio.current_time)
     asked_at: float | None = None
     health: Health = field(init=False)
+    bandwidth: PathBandwidth = field(init=False)
+    peer_mbit_s: int = 0
+    """What the peer has measured, from here to it; 0 while unknown."""
     _answered: trio.Event = field(default_factory=trio.Event)
     _answer_took_s: float | None = None
 
     def __post_init__(self) -> None:
         self.health = health.begin(self.thresholds, now=self.since)
+        self.bandwidth = PathBandwidth(self.path.send, self.ask)
 
     def __str__(self) -> str:
         """Return how a user knows it: the interface, its kind, and where it leads."""
@@ -103,15 +109,25 @@ class LivePath:
             speed_mbit_s=self.speed_mbit_s,
             since=self.since,
             flaps=self.flaps,
+            measured_mbit_s=self.mbit_s,
             health=self.health,
             last_heard=self.last_heard,
             asked_at=self.asked_at,
         )
 
+    @property
+    def mbit_s(self) -> int:
+        """What it was measured to carry, in the slower direction; 0 while both are unknown.
+
+        Both sides know both values, so that they choose the same path.
+        """
+        known = filter(None, (self.bandwidth.settled_mbit_s, self.peer_mbit_s))
+        return min(known, default=0)
+
     def ask(self) -> None:
-        """Ask for a sign of life."""
+        """Ask for a sign of life, and tell what was measured."""
         now = trio.current_time()
-        self.path.send(Ping(_microseconds(now)))
+        self.path.send(Ping(_microseconds(now), self.bandwidth.settled_mbit_s))
         if self.asked_at is None:
             self.asked_at = now
 
@@ -123,12 +139,13 @@ class LivePath:
             await self._answered.wait()
         return self._answer_took_s
 
-    def hear(self, message: PathMessage) -> bool:
-        """Note a sign of life; return True if the message is the path's own matter."""
+    def hear(self, message: PathMessage) -> LinkMessage | None:
+        """Note a sign of life; return the message, but None if it is the path's own matter."""
         now = self.last_heard = trio.current_time()
         self.asked_at = None
         match message:
-            case Ping(sent_us):
+            case Ping(sent_us, mbit_s):
+                self.peer_mbit_s = mbit_s
                 self.path.send(Pong(sent_us))
             case Pong(sent_us):
                 round_trip_s = health.measure_round_trip_s(
@@ -140,9 +157,13 @@ class LivePath:
                 self._answer_took_s = round_trip_s
                 self._answered.set()
                 self._answered = trio.Event()
+            case AskProbe():
+                self.bandwidth.answer(message)
+            case Probe():
+                self.bandwidth.receive(message)
             case _:
-                return False
-        return True
+                return message
+        return None
 
     def judge(self) -> None:
         """Weigh its present silence, for V12."""
@@ -182,7 +203,7 @@ class Link:
         """The members that the peer has named."""
         self._current: LivePath | None = None
         self._delivery = Delivery()
-        self._flaps: dict[PathKey, int] = {}
+        self._flaps: dict[PathKey, Flaps] = {}
         self._switch: Switch | None = None
         self.add(first)
 
@@ -220,10 +241,6 @@ class Link:
 
     def send(self, message: LinkMessage) -> None:
         """Send a message; never waits. It is kept until the peer has acknowledged it."""
-        if isinstance(message, Probe):  # too late, it would measure nothing
-            if self._current is not None:
-                self._current.path.send(message)
-            return
         packet = self._delivery.send(encode(message))
         if self.is_unread:
             for live in self.paths.values():
@@ -240,7 +257,6 @@ class Link:
         """Add a path; return the one that it replaces."""
         replaced = self.paths.pop(live.key, None)
         self.paths[live.key] = live
-        self._flaps.setdefault(live.key, 0)
         if self._current is replaced:
             self._use(live)
         self._tell()
@@ -251,8 +267,8 @@ class Link:
         if self.paths.get(live.key) is not live:
             return False  # another has replaced it
         del self.paths[live.key]
-        lasted_s = trio.current_time() - live.since
-        self._flaps[live.key] = 0 if lasted_s > paths.LONGEST_STEADY_S else live.flaps + 1
+        before, now = self._flaps.get(live.key, Flaps()), trio.current_time()
+        self._flaps[live.key] = paths.lost(live.state(), before, now=now)
         self._tell()
         if self._current is not live:
             return False
@@ -280,16 +296,26 @@ class Link:
         """Return how the peer can be reached directly from this machine's addresses."""
         return paths.ways_to(self.peer.interfaces, port=self.port, local=local)
 
+    def states(self) -> tuple[PathState, ...]:
+        """Return what is known of each path, in the order of `paths`."""
+        states = (live.state() for live in self.paths.values())
+        return paths.compared(states, self._current_key)
+
+    @property
+    def _current_key(self) -> PathKey | None:
+        return None if self._current is None else self._current.key
+
+    def measure_again(self) -> None:
+        """Measure the bandwidth of its paths anew, since interfaces have changed."""
+        for live in self.paths.values():
+            live.bandwidth.expect_change()
+
     def flaps_of(self, key: PathKey) -> int:
-        return self._flaps.get(key, 0)
+        return self._flaps.get(key, Flaps()).left(trio.current_time())
 
     def choose(self) -> bool:
         """Take the best path for messages; return True if that is another than before."""
-        key = paths.choose(
-            [live.state() for live in self.paths.values()],
-            None if self._current is None else self._current.key,
-            now=trio.current_time(),
-        )
+        key = paths.choose(self.states(), self._current_key, now=trio.current_time())
         if key is None or (self._current is not None and self._current.key == key):
             return False
         self._use(self.paths[key])
@@ -297,11 +323,7 @@ class Link:
 
     def carriers(self) -> tuple[LivePath, ...]:
         """Return the paths for tensors, the best first: only direct ones."""
-        keys = paths.carriers(
-            [live.state() for live in self.paths.values()],
-            None if self._current is None else self._current.key,
-            now=trio.current_time(),
-        )
+        keys = paths.carriers(self.states(), self._current_key, now=trio.current_time())
         return tuple(live for key in keys if (live := self.paths[key]).relay is None)
 
     def introduce(self, member: Member) -> None:
@@ -329,15 +351,12 @@ class Link:
 
     def spread(self) -> tuple[Carrier, ...]:
         """Return the paths over which a lane goes at once, the best first: only direct ones."""
-        keys = paths.spread(
-            [live.state() for live in self.paths.values() if live.relay is None],
-            None if self._current is None else self._current.key,
-            now=trio.current_time(),
-        )
+        direct = [state for state in self.states() if state.kind != paths.RELAYED]
+        keys = paths.spread(direct, self._current_key, now=trio.current_time())
         return tuple(self._carrier(self.paths[key]) for key in keys)
 
     def _carrier(self, live: LivePath) -> Carrier:
-        bytes_per_s = live.speed_mbit_s * 1e6 / 8 or UNKNOWN_BYTES_PER_S
+        bytes_per_s = (live.mbit_s or live.speed_mbit_s) * 1e6 / 8 or UNKNOWN_BYTES_PER_S
         facts = Facts(bytes_per_s, live.health.least_round_trip_s)
         return Carrier(live.hosts, facts, partial(_dial, self._end_of(live)))
 
@@ -350,6 +369,7 @@ class Link:
     def update(self, hello: Hello) -> None:
         """Take what the peer says anew about itself: its interfaces have changed."""
         self.peer = hello
+        self.measure_again()
         self._tell()
 
     def _use(self, live: LivePath) -> None:

@@ -105,6 +105,7 @@ class Membership:
         installed: Callable[[View, View, Mapping[Member, str]], None],
         noticed: Callable[[Literal["peer silent", "loss noticed"], str], None],
         led_astray: Callable[[], None],
+        probing: Probing,
     ) -> None:
         self.state: MemberState = agreement.first_state(me, name, now=trio.current_time())
         self._follower = follower
@@ -116,7 +117,7 @@ class Membership:
         self._led_astray = led_astray
         self._contacts: dict[NodeId, _Contact] = {}
         self._lost_contacts: dict[NodeId, _Contact] = {}
-        self.probing = Probing(send)
+        self.probing = probing
         self._losses: dict[Member, str] = {}
         self._inputs: deque[Callable[[Facts, float], Step]] = deque()
         self._draining = False
@@ -260,24 +261,20 @@ class Membership:
         while True:
             self.reevaluate()
             self.beat()
-            self.probing.ask(self._training_peers())
+            self.probing.ask(*self._training_peers())
             if is_led_astray(self.state, now=trio.current_time()):
                 self._led_astray()
             await sleep_in_step(self.pace_s)
 
-    def _training_peers(self) -> set[Member]:
-        """Return the linked machines that train with one of ours, but those that ours send to next.
-
-        Our data on the way there would hold up our question and what acknowledges the probe, and
-        the data show there how fast that edge is.
-        """
+    def _training_peers(self) -> tuple[set[Member], set[Member]]:
+        """Return the linked machines that train with one of ours, and whom of them ours send to."""
         me, found, following = self.state.me, set[Member](), set[Member]()
         for roster in self.view.rosters:
             ring = [trainer.member for trainer in roster.trainers]
             if me in ring:
                 found.update(ring)
                 following.update(ring[i] for i in range(len(ring)) if ring[i - 1] == me)
-        return found.intersection(c.member for c in self._contacts.values()) - following
+        return found.intersection(c.member for c in self._contacts.values()), following
 
     def judge(self, stall: Stall) -> None:
         """Judge the silence of all peers, without counting our own stall."""

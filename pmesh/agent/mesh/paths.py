@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import TypeAlias
 
 import structlog
 import trio
@@ -9,13 +10,17 @@ import trio
 from pmesh.agent.mesh.links import Link, LivePath
 from pmesh.core.links import paths
 from pmesh.core.links.addresses import LocalAddress
-from pmesh.core.links.paths import Attempts, PathKey, Way
+from pmesh.core.links.paths import Attempts, Way
+from pmesh.core.wire.link import PeerInterface
 from pmesh.errors import PmeshError
 from pmesh.net.links.interfaces import AddressWatch
 
 TICK_S = 0.05  # a path that fails is noticed no later than this
 QUIET_TICK_S = 0.3  # while no job runs: well before a silent peer is gone
 _log = structlog.get_logger()
+
+Facts: TypeAlias = tuple[tuple[LocalAddress, ...], tuple[PeerInterface, ...]]
+"""The addresses of this machine, and the interfaces of the peer."""
 
 
 class PathKeeper:
@@ -72,7 +77,7 @@ class PathKeeper:
         now, quiet = trio.current_time(), self._is_quiet()
         for live in link.paths.values():
             live.judge()
-        for key in list(paths.failed([live.state() for live in link.paths.values()], now=now)):
+        for key in list(paths.failed(link.states(), now=now)):
             live = link.paths[key]
             self._lose(link, live, f"{live} is silent")
         doubted = any(live.asked_at is not None for live in link.paths.values())
@@ -86,34 +91,55 @@ class PathKeeper:
     # --- the ways that are not yet paths
 
     async def _dial_others(self, link: Link, second: bool) -> None:  # noqa: FBT001 - for start_soon
-        attempts: dict[PathKey, Attempts] = {}
-        fresh, known = Attempts(), None
-        while True:
-            changed, local = link.changed, self._watch.current
-            facts = local, link.peer.interfaces
-            if facts != known:  # a cable was plugged in: all is worth another try
-                pause_s = paths.SECOND_S if second else 0.0
-                fresh, known = Attempts(due=trio.current_time() + pause_s), facts
-                attempts = {}
-            ways = {way.key: way for way in link.ways(local) if way.key not in link.paths}
-            due = [key for key in ways if attempts.get(key, fresh).due <= trio.current_time()]
-            longest_s = paths.LONGEST_REDIAL_S if link.is_direct else paths.LONGEST_RELAYED_S
-            async with trio.open_nursery() as nursery:
-                for key in due:
-                    before = attempts.get(key, fresh)
-                    attempts[key] = paths.failed_again(
-                        before, now=trio.current_time(), longest_s=longest_s
-                    )
-                    nursery.start_soon(self._dial_one, link, ways[key])
-            next_due = min((attempts.get(key, fresh).due for key in ways), default=float("inf"))
-            with trio.move_on_at(next_due):
-                await self._any_change(changed, local)
+        """Dial each way by itself, as one may hang for 5 s; there are at most eight."""
+        pause_s = paths.SECOND_S if second else 0.0
+        kept: dict[Way, trio.CancelScope] = {}
+        async with trio.open_nursery() as nursery:
+            while True:
+                facts = self._facts(link)
+                ways = link.ways(facts[0])
+                for way in kept.keys() - set(ways):
+                    kept.pop(way).cancel()
+                for way in ways:
+                    if way not in kept:
+                        scope = kept[way] = trio.CancelScope()
+                        nursery.start_soon(self._keep_way, link, way, scope, pause_s)
+                await self._other_facts(link, facts)
+
+    async def _keep_way(
+        self, link: Link, way: Way, scope: trio.CancelScope, first_pause_s: float
+    ) -> None:
+        """Dial the way whenever it is not a path, after growing pauses."""
+        attempts, known = Attempts(), None
+        with scope:
+            while True:
+                facts = self._facts(link)
+                if facts != known:  # a cable was plugged in: each way is worth another try
+                    attempts, known = Attempts(due=trio.current_time() + first_pause_s), facts
+                with trio.move_on_at(attempts.due):
+                    await self._other_facts(link, facts)
+                    continue
+                if way.key in link.paths:
+                    await link.changed.wait()
+                    continue
+                longest_s = paths.LONGEST_REDIAL_S if link.is_direct else paths.LONGEST_RELAYED_S
+                now = trio.current_time()
+                attempts = paths.failed_again(attempts, now=now, longest_s=longest_s)
+                await self._dial_one(link, way)
 
     async def _dial_one(self, link: Link, way: Way) -> None:
         try:
             await self._dial(way)
         except PmeshError as e:
             _log.debug("no path", peer=link.peer.name, interface=way.key.interface, reason=str(e))
+
+    def _facts(self, link: Link) -> Facts:
+        return self._watch.current, link.peer.interfaces
+
+    async def _other_facts(self, link: Link, known: Facts) -> None:
+        """Wait until the interfaces of either side differ from the known ones."""
+        while self._facts(link) == known:
+            await self._any_change(link.changed, known[0])
 
     async def _any_change(self, changed: trio.Event, seen: tuple[LocalAddress, ...]) -> None:
         """Wait until the link's paths change, or the interfaces of either side."""

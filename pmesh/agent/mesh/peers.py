@@ -24,6 +24,7 @@ from pmesh.agent.mesh.links import (
 )
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.paths import PathKeeper
+from pmesh.agent.mesh.probing import PathBandwidth
 from pmesh.agent.mesh.relays import Relays
 from pmesh.agent.status.events import News
 from pmesh.core.links.addresses import BoundAddress, in_dialling_order
@@ -31,7 +32,6 @@ from pmesh.core.links.dialing import STEADY_AFTER_S
 from pmesh.core.links.paths import MAX_PATHS, Way
 from pmesh.core.wire.link import (
     Address,
-    AskProbe,
     AskResult,
     Hello,
     KnownPeers,
@@ -40,10 +40,6 @@ from pmesh.core.wire.link import (
     OfferLane,
     P2PLinkMessage,
     P2PMessage,
-    PathMessage,
-    Ping,
-    Pong,
-    Probe,
     Relay,
     RestLane,
     Splice,
@@ -390,9 +386,9 @@ class Peers:
         """Messages go over a better path: lanes of one connection leave the worse ones."""
         self._begin_switch(link, why, since=trio.current_time())
         assert link.current is not None  # noqa: S101 - it has switched to this one
-        best = link.current.state().rank
-        for live in link.paths.values():
-            if live.state().rank > best:
+        ranks = {state.key: state.rank for state in link.states()}
+        for key, live in link.paths.items():
+            if ranks[key] > ranks[link.current.key]:
                 self._path_failed(*live.hosts, outranked=True)
 
     def _tell_switch(self, link: Link, took_s: float, why: str) -> None:
@@ -408,6 +404,7 @@ class Peers:
             is_over = partial(begins_at, [own for own in before if own not in seen])
             for link in list(self.links.values()):
                 self._close_paths(link, is_over)
+                link.measure_again()
                 link.send(KnownPeers((self._hello(),)))
 
     def _know(self, link: Link, hello: Hello) -> None:
@@ -437,15 +434,15 @@ class Peers:
         try:
             while not errors:
                 packet = await live.path.receive()
-                is_its_own = live.hear(packet.message)
+                message = live.hear(packet.message)
                 if (switched := link.end_switch(live)) is not None:
                     self._tell_switch(link, *switched)
-                if is_its_own or not link.receive_untrusted(packet):
+                if message is None or not link.receive_untrusted(packet):
                     continue
                 with self._contain(
                     f"the link to {link.peer.name}", errors.append, passing=(PmeshError,)
                 ):
-                    self._receive(link, packet.message)
+                    self._receive(link, message)
             self._ban(link.node)
             return errors[0], True
         except trio.EndOfChannel:
@@ -470,10 +467,10 @@ class Peers:
         self.broken_links += 1
         self._bans.add(node, now=trio.current_time())
 
-    def _receive(self, link: Link, message: PathMessage) -> None:  # noqa: C901 - one arm for each
+    def _receive(self, link: Link, message: LinkMessage) -> None:
         match message:
-            case Hello() | Ping() | Pong():
-                raise ProtocolError(f"a {type(message).__name__} out of its place")
+            case Hello():
+                raise ProtocolError("a Hello out of its place")
             case KnownPeers(peers):
                 for peer in peers:
                     self._know(link, peer)
@@ -483,10 +480,6 @@ class Peers:
                 self._on_rest(link.member, message)
             case AskResult():
                 self._on_ask(message)
-            case AskProbe():
-                self.membership.probing.answer(link.member, message)
-            case Probe():
-                self.membership.probing.receive(link.member, message)
             case P2PLinkMessage():
                 self._on_p2p(link.member, message)
             case Relay():
@@ -585,6 +578,11 @@ class Peers:
         if link is None or not (addresses := link.addresses()):
             raise PeerUnreachable(f"this agent has no path to {self.name_of(member)}")
         return (await dial_any(addresses))[0]
+
+    def bandwidths_to(self, member: Member) -> tuple[PathBandwidth, ...]:
+        """Return what is measured of the paths to the member, the one that tensors take first."""
+        link = self.links.get(member.node)
+        return () if link is None else tuple(live.bandwidth for live in link.carriers())
 
     def name_of(self, member: Member) -> str:
         seat, link = self.membership.view.seat_of(member), self.links.get(member.node)

@@ -115,6 +115,7 @@ def _with_facts(tried: WayTried, live: LivePath) -> WayTried:
         kind=live.kind,
         address=tried.address or str(there),
         speed_mbit_s=live.speed_mbit_s,
+        mbit_s=live.mbit_s,
     )
 
 
@@ -130,8 +131,9 @@ def _result(link: Link) -> Pinged:
     current = link.current
     if current is None:
         return Pinged()
-    others = [live.state() for live in link.paths.values() if live is not current]
-    why = why_used(current.state(), others)
+    states = {state.key: state for state in link.states()}
+    used = states.pop(current.key)
+    why = why_used(used, tuple(states.values()))
     return Pinged(interface=current.key.interface, remote=current.key.remote, why=why)
 
 

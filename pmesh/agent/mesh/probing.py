@@ -1,15 +1,15 @@
-"""Measures the bandwidth from each peer to this agent: from the data of lanes, or by short probes.
+"""Measures the bandwidth of each path to this agent: by the data of lanes, or by short probes.
 
 A probe is asked for by its receiver, where nothing else has been measured lately, and only between
-machines that train together: an idle mesh stays idle. It is some messages on the link. The time
+machines that train together: an idle mesh stays idle. It is some messages on the path. The time
 from the question to the last of them shows at least how fast the way is: a busy machine, other data
 on the way, the round trip and TCP's small window at first only lengthen it. So the fastest of
 three probes is one measurement. (The time between the messages would also get shorter where the
-receiver reads them late, as it does while an op runs.)
+receiver reads them late, as it does while an op runs.) A probe of which the first message has taken
+longer than all others says little, and is repeated with more bytes.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import trio
 
@@ -18,102 +18,173 @@ from pmesh.core.wire.link import (
     MAX_PROBE_BYTES,
     PROBE_PART_BYTES,
     AskProbe,
-    LinkMessage,
     Probe,
 )
 from pmesh.ids import Member
 
 PROBE_EVERY_S = 60.0
+OTHERS_EVERY_S = 3600.0  # of a path that carries no tensors, which may show more than they would
 PROBES = 3  # of which the fastest counts
-BYTES_PER_MBIT_S = 2_500  # of each, or 20 ms: all are 0.1 % of what the edge carries in a minute
+MOST_PROBES = 8  # of one measurement, with those that were too short to say anything
+LONGER = 4  # times as many bytes has the next one then
+BYTES_PER_MBIT_S = 2_200  # of each, or 18 ms: all are 0.1 % of what the path carries in a minute
 SLOWEST_MBIT_S = 10  # what an edge is taken for at first
-ANSWER_EVERY_S = 1.0  # a peer that asks more often is not answered
+ANSWER_EVERY_S = 0.5  # a peer that asks more often is not answered
 PATIENCE_S = 5.0  # a probe that has not ended by then is asked for again
 SHORTEST_S = 0.5e-3  # a shorter time says more of the event loop than of the network
 
 
-@dataclass(slots=True)
-class _Edge:
-    """The edge from one peer."""
+class PathBandwidth:
+    """The bandwidth of one path, from the peer to this agent.
 
-    bandwidth: Bandwidth = Bandwidth()  # noqa: RUF009 - it is frozen
-    guess_mbit_s: float = SLOWEST_MBIT_S
-    """How fast it is, as far as the next probe's length matters."""
-    due_at: float = 0.0
-    answered_at: float = -ANSWER_EVERY_S
-    found_mbit_s: list[float] = field(default_factory=list[float])
-    """By the probes since the last measurement."""
-    asked_bytes: int = 0
-    asked_at: float = 0.0
-    arrived_bytes: int = 0
+    Args:
+        send: Sends over this path.
+        settled: Is called when the settled bandwidth has changed.
+    """
+
+    def __init__(
+        self, send: Callable[[AskProbe | Probe], None], settled: Callable[[], None]
+    ) -> None:
+        self._send = send
+        self._settled = settled
+        self._bandwidth = Bandwidth()
+        self._guess_mbit_s: float = SLOWEST_MBIT_S
+        """How fast it is, as far as the next probe's length matters."""
+        self._due_at = 0.0, 0.0
+        """When to ask for a probe if tensors take this path, and if they take another one."""
+        self._answered_at = -ANSWER_EVERY_S
+        self._found_mbit_s: list[float] = []
+        """By the probes since the last measurement."""
+        self._asked_bytes = 0
+        self._asked_at = -PATIENCE_S
+        self._began_at = 0.0
+        self._asked_times = 0
+        """Since the last measurement."""
+        self._arrived_bytes = 0
+
+    @property
+    def settled_mbit_s(self) -> int:
+        """0 while it is unknown."""
+        return self._bandwidth.settled_mbit_s
+
+    def due_at(self, *, in_use: bool) -> float:
+        """Return when the next probe is due, by whether tensors take this path."""
+        return self._due_at[not in_use]
+
+    def expect_change(self) -> None:
+        """An interface has changed, so a probe is due."""
+        due_at = max(trio.current_time(), self._asked_at + PATIENCE_S)  # else two would mix
+        self._due_at = due_at, due_at
+
+    def note(self, mbit_s: float, source: Source) -> None:
+        """Add a measurement; while data tell enough, no probe is due."""
+        now = trio.current_time()
+        is_first, before = self._bandwidth.source == "nominal", self._bandwidth
+        self._bandwidth = measured(self._bandwidth, mbit_s, source, now=now)
+        self._guess_mbit_s = max(mbit_s, SLOWEST_MBIT_S)
+        self._end_series()
+        if self._bandwidth.settled_mbit_s != before.settled_mbit_s:
+            self._settled()
+        if is_first or self._bandwidth.is_changing:
+            self._due_at = now + STEADY_S, now + PROBE_EVERY_S
+
+    def _end_series(self) -> None:
+        now = trio.current_time()
+        self._found_mbit_s.clear()
+        self._asked_times = 0
+        self._due_at = now + PROBE_EVERY_S, now + OTHERS_EVERY_S
+
+    def ask(self) -> None:
+        """Ask the peer for a probe."""
+        now = trio.current_time()
+        self._asked_at, self._due_at = now, (now + PATIENCE_S, now + PATIENCE_S)
+        self._asked_bytes = min(MAX_PROBE_BYTES, int(self._guess_mbit_s * BYTES_PER_MBIT_S))
+        self._arrived_bytes = 0
+        self._asked_times += 1
+        self._send(AskProbe(self._asked_bytes))
+
+    def answer(self, ask: AskProbe) -> None:
+        """Send a probe to the peer that asks for it."""
+        now = trio.current_time()
+        if now - self._answered_at < ANSWER_EVERY_S:
+            return
+        self._answered_at = now
+        for begin in range(0, ask.nbytes, PROBE_PART_BYTES):
+            self._send(Probe(bytes(min(PROBE_PART_BYTES, ask.nbytes - begin))))
+
+    def receive(self, probe: Probe) -> None:
+        """A part of a probe has arrived; the last one gives a measurement."""
+        now = trio.current_time()
+        if self._arrived_bytes >= self._asked_bytes:
+            return  # we have not asked for it
+        if self._arrived_bytes == 0:
+            self._began_at = now
+        self._arrived_bytes += len(probe.padding)
+        if self._arrived_bytes >= self._asked_bytes:
+            self._measure(now)
+
+    def _measure(self, now: float) -> None:
+        mbit_s = 8e-6 * self._arrived_bytes / max(now - self._asked_at, SHORTEST_S)
+        self._due_at = now + ANSWER_EVERY_S, now + ANSWER_EVERY_S
+        is_longest = self._asked_bytes == MAX_PROBE_BYTES
+        is_dwarfed = now - self._began_at < self._began_at - self._asked_at
+        if is_dwarfed:  # it says more of the round trip, or of how busy the two machines are
+            self._guess_mbit_s = max(mbit_s, LONGER * self._guess_mbit_s)
+        elif mbit_s > 2 * self._guess_mbit_s and not is_longest:
+            self._guess_mbit_s = mbit_s  # too short for so fast a path: again, and longer
+        else:
+            self._found_mbit_s.append(mbit_s)
+        is_enough = len(self._found_mbit_s) == PROBES or self._asked_times == MOST_PROBES
+        if is_enough or (is_dwarfed and is_longest):
+            if self._found_mbit_s:
+                self.note(max(self._found_mbit_s), "probe")
+            else:
+                self._end_series()
 
 
 class Probing:
-    """What one agent measures of the edges from its peers."""
+    """What one agent measures of the paths from its peers.
 
-    def __init__(self, send: Callable[[Member, LinkMessage], None]) -> None:
-        self._send = send
-        self._edges: dict[Member, _Edge] = {}
+    Args:
+        paths_to: Returns the paths to a peer, the one that tensors take first.
+    """
+
+    def __init__(self, paths_to: Callable[[Member], Sequence[PathBandwidth]]) -> None:
+        self._paths_to = paths_to
+        self._known_mbit_s: dict[Member, int] = {}
 
     def settled_mbit_s(self, member: Member) -> int:
-        """Return the settled bandwidth from a peer; 0 while it is unknown."""
-        edge = self._edges.get(member)
-        return 0 if edge is None else edge.bandwidth.settled_mbit_s
+        """Return the settled bandwidth from a peer; 0 while it is unknown.
 
-    def note(self, member: Member, mbit_s: float, source: Source) -> None:
-        """Add a measurement; while data tell enough, no probe is due."""
-        edge, now = self._edge(member), trio.current_time()
-        is_first = edge.bandwidth.source == "nominal"
-        edge.bandwidth = measured(edge.bandwidth, mbit_s, source, now=now)
-        edge.guess_mbit_s = max(mbit_s, SLOWEST_MBIT_S)
-        edge.found_mbit_s.clear()
-        soon = is_first or edge.bandwidth.is_changing
-        edge.due_at = now + (STEADY_S if soon else PROBE_EVERY_S)
+        It is that of the path that tensors take, or of the one before until it is measured.
+        """
+        for path in self._paths_to(member)[:1]:
+            if path.settled_mbit_s:
+                self._known_mbit_s[member] = path.settled_mbit_s
+        return self._known_mbit_s.get(member, 0)
+
+    def note(self, member: Member, mbit_s: float) -> None:
+        """Add what the data of lanes have shown."""
+        for path in self._paths_to(member)[:1]:
+            path.note(mbit_s, "data")
 
     def forget(self, member: Member) -> None:
         """The peer is gone."""
-        self._edges.pop(member, None)
+        self._known_mbit_s.pop(member, None)
 
-    def ask(self, members: Iterable[Member]) -> None:
-        """Ask one of these peers for a probe, if one is due: two would share an interface."""
-        now = trio.current_time()
-        due = [m for m in members if self._edge(m).due_at <= now]
+    def ask(self, members: Iterable[Member], following: Collection[Member]) -> None:
+        """Ask for one probe, if any is due: two would share an interface.
+
+        Args:
+            members: Those that train with this machine.
+            following: Those that it sends tensors to. The data would hold up our question and what
+                acknowledges the probe, and show there how fast the path is.
+        """
+        due: list[tuple[float, int, PathBandwidth]] = []
+        for member in members:
+            for place, path in enumerate(self._paths_to(member)):
+                due_at = path.due_at(in_use=place == 0)
+                if due_at <= trio.current_time() and (place or member not in following):
+                    due.append((due_at, len(due), path))
         if due:
-            self._ask(min(due, key=lambda member: self._edge(member).due_at))
-
-    def _ask(self, member: Member) -> None:
-        edge, now = self._edge(member), trio.current_time()
-        edge.asked_at, edge.due_at = now, now + PATIENCE_S
-        edge.asked_bytes = min(MAX_PROBE_BYTES, int(edge.guess_mbit_s * BYTES_PER_MBIT_S))
-        edge.arrived_bytes = 0
-        self._send(member, AskProbe(edge.asked_bytes))
-
-    def answer(self, member: Member, ask: AskProbe) -> None:
-        """Send a probe to the peer that asks for it."""
-        edge, now = self._edge(member), trio.current_time()
-        if now - edge.answered_at < ANSWER_EVERY_S:
-            return
-        edge.answered_at = now
-        for begin in range(0, ask.nbytes, PROBE_PART_BYTES):
-            self._send(member, Probe(bytes(min(PROBE_PART_BYTES, ask.nbytes - begin))))
-
-    def receive(self, member: Member, probe: Probe) -> None:
-        """A part of a probe has arrived; the last one gives a measurement."""
-        edge, now = self._edge(member), trio.current_time()
-        if edge.arrived_bytes >= edge.asked_bytes:
-            return  # we have not asked for it
-        edge.arrived_bytes += len(probe.padding)
-        if edge.arrived_bytes < edge.asked_bytes:
-            return
-        mbit_s = 8e-6 * edge.arrived_bytes / max(now - edge.asked_at, SHORTEST_S)
-        if edge.asked_bytes < MAX_PROBE_BYTES and mbit_s > 2 * edge.guess_mbit_s:
-            edge.guess_mbit_s = mbit_s  # too short for so fast an edge: again, and longer
-            edge.due_at = now + ANSWER_EVERY_S
-            return
-        edge.found_mbit_s.append(mbit_s)
-        edge.due_at = now + ANSWER_EVERY_S
-        if len(edge.found_mbit_s) == PROBES:
-            self.note(member, max(edge.found_mbit_s), "probe")
-
-    def _edge(self, member: Member) -> _Edge:
-        return self._edges.setdefault(member, _Edge())
+            min(due)[-1].ask()

@@ -71,6 +71,9 @@ class PathStatus(_Part, frozen=True, kw_only=True):
     speed_mbit_s: Annotated[
         int | None, Meta(description="The lower of what both interfaces claim; null if unknown.")
     ] = None
+    mbit_s: Annotated[
+        int | None, Meta(description="Measured, in the slower direction; null while unknown.")
+    ] = None
     rtt_ms: Annotated[float | None, Meta(description="null while unknown.")] = None
     loss_percent: Annotated[
         float | None, Meta(description="Of the TCP segments sent over it, those sent again.")

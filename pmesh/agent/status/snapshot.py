@@ -239,10 +239,9 @@ def _paths(link: Link, trip_s: float | None, sources: Sources) -> Iterator[schem
     """Yield the paths of a link; `trip_s` is the round trip of its messages."""
     now, ours = trio.current_time(), sources.hello.interfaces
     current = link.current
-    for live in sorted(
-        link.paths.values(), key=lambda live: (live is not current, live.state().rank)
-    ):
-        in_use, state = live is current, live.state()
+    both = zip(link.paths.values(), link.states(), strict=True)
+    for live, state in sorted(both, key=lambda pair: (pair[0] is not current, pair[1].rank)):
+        in_use = live is current
         carries = sources.jobs.rendezvous.paths.carries(*live.hosts)
         silent = state.silence_s(now) >= live.thresholds.degraded_after_s
         path_trip_s = live.health.round_trip_s or (trip_s if in_use else None)
@@ -252,6 +251,7 @@ def _paths(link: Link, trip_s: float | None, sources: Sources) -> Iterator[schem
             kind=live.kind or None,
             use="silent" if silent else "in use" if in_use or carries else "standby",
             speed_mbit_s=live.speed_mbit_s or None,
+            mbit_s=state.measured_mbit_s or None,
             rtt_ms=_milliseconds(path_trip_s),
             loss_percent=_percent(live.path.loss),
             slow=why_slow(

@@ -5,7 +5,7 @@ Each side chooses for itself over which it sends.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, log2
 from typing import Final, NamedTuple
 
@@ -20,12 +20,20 @@ ASK_AFTER_S: Final = 0.1
 IDLE_ASK_AFTER_S: Final = 1.0
 """The same for one that is not in use."""
 STEADY_S: Final = 1.0
-"""A path is used before another only if it has lasted for so long, twice that after each flap."""
+"""A path is used before another only if it has lasted for so long, longer after flaps."""
+FREE_FLAPS: Final = 1
+"""So many flaps change nothing: anybody may pull a cable. Each more doubles the time."""
 LONGEST_STEADY_S: Final = 60.0
+FORGET_S: Final = 60.0
+"""A flap is forgotten for each such time without another."""
 MUCH: Final = 4
 """How many times as long a round trip must be to count as worse: noise is less."""
 FAST_S: Final = 0.01
 """Shorter round trips are alike: on a busy machine those of one cable differ by that much."""
+SLOW: Final = 4
+"""A path that was measured to carry so many times less than it claims may be outdone."""
+OUTDONE: Final = 2
+"""Another path must carry so many times more for that, if the slow one is in use."""
 LEAST_SHARE: Final = 0.05
 """A path with less of the bandwidth of the best one is not worth a connection of each lane."""
 REDIAL_S: Final = 1.0
@@ -73,7 +81,11 @@ class PathState:
     """The lower of what the two interfaces claim; 0 if one does not say."""
     since: float
     flaps: int = 0
-    """How often it was lost lately."""
+    """As `Flaps.left` said when it came up."""
+    measured_mbit_s: int = 0
+    """What it carries in the slower direction, settled; 0 while unknown."""
+    is_outdone: bool = False
+    """See `compared`."""
     health: Health
     last_heard: float
     asked_at: float | None = None
@@ -82,12 +94,24 @@ class PathState:
     @property
     def steady_at(self) -> float:
         """When it may replace another that works."""
-        return self.since + min(STEADY_S * 2.0 ** min(self.flaps, 20), LONGEST_STEADY_S)
+        doubled = min(max(0, self.flaps - FREE_FLAPS), 20)
+        return self.since + min(STEADY_S * 2.0**doubled, LONGEST_STEADY_S)
 
     @property
-    def rank(self) -> tuple[int, float]:
-        """Sort key, the best first: the kind, and the speed in octaves."""
-        return kind_rank(self.kind), -round(log2(self.speed_mbit_s)) if self.speed_mbit_s else inf
+    def rank(self) -> tuple[bool, int, float]:
+        """Sort key, the best first: those not outdone, the kind, and the speed in octaves."""
+        octaves = -round(log2(self.speed_mbit_s)) if self.speed_mbit_s else inf
+        return self.is_outdone, kind_rank(self.kind), octaves
+
+    @property
+    def brings_mbit_s(self) -> int:
+        """What it was measured to carry, or else what it claims; 0 while both are unknown."""
+        return self.measured_mbit_s or self.speed_mbit_s
+
+    @property
+    def is_slow(self) -> bool:
+        """True if it was measured to carry far less than its interfaces claim."""
+        return 0 < SLOW * self.measured_mbit_s <= self.speed_mbit_s
 
     @property
     def round_trip_s(self) -> float:
@@ -103,6 +127,35 @@ class PathState:
     def silence_s(self, now: float) -> float:
         """Return for how long it has not answered; 0 if it owes no answer."""
         return 0.0 if self.asked_at is None else now - self.asked_at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flaps:
+    """How often a path was lost lately.
+
+    As in route flap damping (RFC 2439), flaps are forgotten with time, whether the path is up or
+    not, and the first has no effect: for each cable that flaps many are plugged in twice. But only
+    the loss of a path that had been steady counts. That of another one disturbs nobody, since
+    nothing runs over it, so a cable that comes and goes every second is used 1 s after it stays.
+    """
+
+    count: int = 0
+    last: float = -inf
+
+    def left(self, now: float) -> int:
+        """Return how many are not forgotten."""
+        return 0 if self.count == 0 else max(0, self.count - int((now - self.last) / FORGET_S))
+
+
+def lost(path: PathState, before: Flaps, *, now: float) -> Flaps:
+    """Count the loss of a path, if it is a flap.
+
+    Args:
+        path: As it was.
+        before: Of the paths between the same interfaces.
+        now: The monotonic clock.
+    """
+    return before if now < path.steady_at else Flaps(count=before.left(now) + 1, last=now)
 
 
 def to_ask(path: PathState, *, in_use: bool, doubted: bool, now: float) -> bool:
@@ -130,6 +183,24 @@ def failed(paths: Sequence[PathState], *, now: float) -> Iterator[PathKey]:
             continue
         if any(other.last_heard > asked_at for other in paths):
             yield path.key
+
+
+def compared(paths: Iterable[PathState], current: PathKey | None) -> tuple[PathState, ...]:
+    """Return the paths, each with `is_outdone`: it is slow, and another carries more.
+
+    A cable of 1 Gbit/s may carry 100 Mbit/s, as there is a slow switch between. Only measured
+    values decide, which are settled: one that differs by less than 30 %, or for less than 10 s,
+    moves nothing. The current path is left for one that carries twice as much, and is not taken
+    again before it carries as much itself.
+    """
+    known = tuple(paths)
+    most = max((path.measured_mbit_s for path in known), default=0)
+
+    def is_outdone(path: PathState) -> bool:
+        times = most / path.measured_mbit_s if path.is_slow else 0
+        return times >= OUTDONE if path.key == current else times > 1
+
+    return tuple(replace(path, is_outdone=is_outdone(path)) for path in known)
 
 
 def choose(paths: Sequence[PathState], current: PathKey | None, *, now: float) -> PathKey | None:
@@ -177,7 +248,7 @@ def _brings_more(path: PathState, chosen: Sequence[PathState]) -> bool:
     ours, theirs = path.key
     if any(ours == other.key.interface or theirs == other.key.remote for other in chosen):
         return False
-    return path.speed_mbit_s >= LEAST_SHARE * chosen[0].speed_mbit_s > 0
+    return path.brings_mbit_s >= LEAST_SHARE * chosen[0].brings_mbit_s > 0
 
 
 # --- the ways that are not yet paths

@@ -47,6 +47,11 @@ def why_slow(
                 f"{name} {where} runs at {end.speed_mbit_s} Mbit/s, though {who} can do {should}: "
                 "try another cable or port"
             )
+    if path.is_slow:
+        return (
+            f"{path.key.interface} carries {path.measured_mbit_s} Mbit/s, though both ends claim "
+            f"{path.speed_mbit_s}: a switch or cable between is slow, or a machine is busy"
+        )
     return None
 
 
@@ -59,14 +64,21 @@ def why_used(used: PathState, others: Sequence[PathState]) -> str:
     if not others:
         return "no other way answers"
     best = min(others, key=lambda path: (path.rank, path.key))
-    name = best.key.interface
     if best.is_better_than(used):
-        if best.asked_at is not None:
-            return f"{name} would be better, but owes an answer"
-        lost = f" and was lost {best.flaps} times lately" if best.flaps else ""
-        return f"{name} would be better, but is new{lost}: it is used once it has lasted"
+        return _why_not_yet(best)
+    name = best.key.interface
+    if best.is_outdone and not used.is_outdone:
+        return f"{name} carries only {best.measured_mbit_s} of {best.speed_mbit_s} Mbit/s"
     if kind_rank(used.kind) < kind_rank(best.kind):
         return f"{used.kind} is better than {best.kind}"
     if used.rank < best.rank:
         return f"it is faster than {name}"
     return f"it was there first, and {name} is not much better"
+
+
+def _why_not_yet(better: PathState) -> str:
+    name = better.key.interface
+    if better.asked_at is not None:
+        return f"{name} would be better, but owes an answer"
+    lost = f" and was lost {better.flaps} times lately" if better.flaps else ""
+    return f"{name} would be better, but is new{lost}: it is used once it has lasted"

@@ -20,6 +20,7 @@ from pmesh.core.ops.moving import (
     plan_scatter,
 )
 from pmesh.core.ops.plan import SMALL_BYTES, RankPlan
+from pmesh.core.ops.reduce_scatter import plan_reduce, plan_reduce_scatter
 from pmesh.core.ops.reducing import (
     plan_along_ring,
     plan_centralized,
@@ -27,8 +28,6 @@ from pmesh.core.ops.reducing import (
     plan_direct,
     plan_exchange,
     plan_hierarchical,
-    plan_reduce,
-    plan_reduce_scatter,
     plan_tree,
 )
 from pmesh.core.ops.reductions import WIRE_DTYPES

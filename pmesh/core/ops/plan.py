@@ -3,9 +3,10 @@
 A plan is a value: `pmesh.net.lanes.executor.run_plan` runs any of them, and the tests run those of
 all ranks in memory. Who makes them:
 
-    reducing    all_reduce by each strategy; reduce; reduce_scatter
-    moving      broadcast, all_gather, gather, scatter and all_to_all, which reduce nothing
-    coded       all_reduce along the ring with a codec at every hop
+    reducing        all_reduce by each strategy
+    reduce_scatter  reduce and reduce_scatter
+    moving          broadcast, all_gather, gather, scatter and all_to_all, which reduce nothing
+    coded           all_reduce along the ring with a codec at every hop
 
 For each lane a plan has the records in the order in which they travel: the n-th send to a rank is
 the n-th receive there, with as many bytes. Nothing orders one lane against another but `Need`s.

@@ -447,6 +447,8 @@ class Ping(_Message, frozen=True, tag=28):
 
     sent_us: _Microseconds
     """The sender's monotonic clock; only the sender interprets it."""
+    mbit_s: Annotated[int, Meta(ge=0, le=2**32)] = 0
+    """What the sender has measured of this path, from the receiver to itself; 0 if unknown."""
 
 
 class Pong(_Message, frozen=True, tag=29):
@@ -456,7 +458,7 @@ class Pong(_Message, frozen=True, tag=29):
 
 
 class AskProbe(_Message, frozen=True, tag=30):
-    """The receiver is to send so many bytes in Probes, which show the bandwidth from it."""
+    """The receiver is to send so many bytes in Probes on the same path: they show its bandwidth."""
 
     nbytes: Annotated[int, Meta(ge=1, le=MAX_PROBE_BYTES)]
 
@@ -519,12 +521,10 @@ LinkMessage: TypeAlias = (
     | AskResult
     | P2PMessage
     | KnownPeers
-    | AskProbe
-    | Probe
     | Relay
     | Splice
 )
-PathMessage: TypeAlias = LinkMessage | Ping | Pong
+PathMessage: TypeAlias = LinkMessage | Ping | Pong | AskProbe | Probe
 
 _decoder: msgspec.msgpack.Decoder[PathMessage] = msgspec.msgpack.Decoder(PathMessage)
 _encoder = msgspec.msgpack.Encoder()

@@ -352,6 +352,8 @@ class WayTried(_Message, frozen=True, kw_only=True, tag="way_tried"):
     """HOST:PORT of the machine."""
     speed_mbit_s: int = 0
     """The lower of what both claim; 0 if one does not say."""
+    mbit_s: int = 0
+    """What was measured in the slower direction; 0 while unknown."""
     rtt_ms: float | None = None
     """None if it has not answered."""
     why_not: str = ""

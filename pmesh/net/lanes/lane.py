@@ -173,11 +173,6 @@ class Lane:
         """In a thread: `poll` is to return when the lane's steps may go on."""
         poll.register(self._socket, select.POLLOUT if self.sending else select.POLLIN)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether nobody has closed it here."""
-        return not self._closed.is_set()
-
     def check_open(self) -> None:
         """Raises LaneBroken if the lane has been closed."""
         if self._closed.is_set():

@@ -13,7 +13,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from pmesh.agent.lanes import rendezvous as rendezvous_module
 from pmesh.agent.lanes.rendezvous import MAX_DIALS, MAX_OFFERED, LaneEnd, LaneKey, LaneRendezvous
 from pmesh.core.wire.link import OfferLane, Splice
-from pmesh.core.wire.records import PREAMBLE_BYTES
+from pmesh.core.wire.records import PREAMBLE_BYTES, Preamble, encode_preamble
 from pmesh.errors import LaneBroken, NetworkError, PeerUnreachable, ProtocolError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId
 from pmesh.net.lanes.lane import Lane, PathLost
@@ -446,3 +446,59 @@ async def test_a_path_that_fails_breaks_the_lanes_between_its_interfaces_alone()
         with pytest.raises(PathLost):
             sending.check_open()
         receiving.close()
+
+
+@pytest.mark.parametrize("ada_dials", [True, False])
+async def test_a_lane_that_is_being_opened_over_a_path_that_fails_is_opened_over_another_at_once(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, *, ada_dials: bool
+) -> None:
+    silent: list[trio.SocketStream] = []
+    paths = iter(("127.0.0.2", "127.0.0.1"))
+    async with two_sides(ada_dials=ada_dials) as (ada, bob), trio.open_nursery() as nursery:
+
+        async def dial_over_the_best_path(_: Member) -> trio.SocketStream:
+            listener = socket.create_server((next(paths), 0))
+            async with trio.SocketListener(trio.socket.from_stdlib_socket(listener)) as door:
+                stream = await trio.open_tcp_stream(*listener.getsockname())
+                accepted = await door.accept()
+            if stream.socket.getpeername()[0] == "127.0.0.2":
+                silent.append(accepted)
+            else:
+                nursery.start_soon(answerer.answer_acceptor, accepted)
+            return stream
+
+        dialler, answerer = (ada, bob) if ada_dials else (bob, ada)
+        monkeypatch.setattr(dialler, "dial_member", dial_over_the_best_path)
+        ada.rendezvous.offer(edge(), B)
+        await trio.sleep(1)
+        dialler.rendezvous.lose_path({"127.0.0.1"}, {"127.0.0.1"})
+        await trio.sleep(1)
+        assert len(silent) == 1
+        dialler.rendezvous.lose_path({"127.0.0.1"}, {"127.0.0.2"})
+        await opened(ada, bob)
+        assert len(ada.offers) == 1
+        assert autojump_clock.current_time() < 2.1
+        await silent[0].aclose()
+
+
+async def test_a_welcome_over_a_path_that_fails_ends_at_once_and_the_lane_is_still_awaited(
+    autojump_clock: MockClock,
+) -> None:
+    async with two_sides(ada_dials=False) as (ada, bob), trio.open_nursery() as nursery:
+        bob.unreachable = 1
+        ada.rendezvous.offer(edge(), B)
+        await trio.sleep(0.1)
+        listener = socket.create_server(("127.0.0.1", 0))
+        async with trio.SocketListener(trio.socket.from_stdlib_socket(listener)) as door:
+            stalled = await trio.open_tcp_stream(*listener.getsockname())
+            await stalled.send_all(encode_preamble(Preamble(ada.offers[0].lane)))
+            nursery.start_soon(ada.answer_acceptor, await door.accept())
+        await trio.sleep(0.1)
+        ada.rendezvous.lose_path({"127.0.0.1"}, {"127.0.0.1"})
+        assert await stalled.receive_some(1) == b""
+        assert isinstance(ada.complaints[-1], PathLost)
+        bob.rendezvous.accept(A, ada.offers[0])
+        await opened(ada, bob)
+        assert len(ada.offers) == 1
+        assert autojump_clock.current_time() < 1
+        await stalled.aclose()

@@ -15,6 +15,7 @@ from pmesh.agent.mesh.membership import (
     TICK_S,
     Membership,
 )
+from pmesh.agent.mesh.probing import Probing
 from pmesh.core.links.health import DEAF, LONGEST_SILENCE_S, WIRED, Condition
 from pmesh.core.values import View
 from pmesh.core.views.state import Facts
@@ -103,6 +104,7 @@ class Side:
             installed=self.installed,
             noticed=lambda kind, text: self.noticed.append((kind, text)),
             led_astray=lambda: self.noticed.append(("led astray", "")),
+            probing=Probing(lambda _: ()),
         )
         self.follower.membership = self.membership
 

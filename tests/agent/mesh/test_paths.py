@@ -3,23 +3,26 @@
 import socket
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from typing import NoReturn
 
 import pytest
 import trio
+from msgspec import structs
 from structlog.testing import capture_logs
 from trio.testing import MockClock
 
 from pmesh.agent.mesh import peers
-from pmesh.agent.mesh.links import LivePath, live_path
+from pmesh.agent.mesh.links import Link, LivePath, live_path
+from pmesh.agent.mesh.paths import PathKeeper
 from pmesh.agent.mesh.peers import REDIAL_S
+from pmesh.agent.mesh.probing import PathBandwidth
 from pmesh.agent.status.events import Event
 from pmesh.core.links.addresses import BoundAddress, LocalAddress
 from pmesh.core.links.paths import PathKey, Way
-from pmesh.core.wire.link import (
-    Address,
-)
+from pmesh.core.wire.link import Address, PeerInterface
 from pmesh.errors import PeerUnreachable
+from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.path import Path
 from tests.worlds.paths import live_to, path_set, path_to
 from tests.worlds.trainer import until
@@ -115,6 +118,43 @@ async def test_who_has_lost_its_last_path_is_dialled_at_all_its_addresses(
         assert not any("is gone" in line for line in one.lines + two.lines)
 
 
+async def test_a_way_that_does_not_answer_holds_up_no_other_and_is_given_up_with_its_interface(
+    clock: MockClock,
+) -> None:
+    began: list[tuple[str, float]] = []
+    watch = AddressWatch(read=tuple)
+
+    async def dial(way: Way) -> None:
+        began.append((way.key.interface, round(trio.current_time() - start, 2)))
+        if way.key.interface == "eth0":
+            await trio.sleep_forever()
+        raise PeerUnreachable("it refuses connections")
+
+    async with village(clock, 2) as here, trio.open_nursery() as nursery:
+        one, two = here.machines
+        link = Link(path_to(one, two))
+        hosts = "10.0.0.2", "10.0.1.2"
+        theirs = tuple(PeerInterface(host, "wired", 1000, (host,)) for host in hosts)
+        link.update(structs.replace(link.peer, interfaces=theirs))
+        both = watch.current = tuple(
+            LocalAddress(interface=f"eth{n}", host=f"10.0.{n}.1", prefix_bits=24, kind="wired")
+            for n in range(2)
+        )
+        keeper = PathKeeper(
+            watch, is_quiet=lambda: True, dial=dial, lose=lambda *_: None, improved=lambda *_: None
+        )
+        start = trio.current_time()
+        nursery.start_soon(partial(keeper.keep, link, second=False))
+        await trio.sleep(3.5)
+        eth1 = [("eth1", 0), ("eth1", 1), ("eth1", 3)]
+        assert sorted(began) == [("eth0", 0), *eth1]
+        for watch.current in (both[1:], both):
+            link.update(link.peer)  # so that it looks
+            await trio.sleep(0.8)
+        assert sorted(began) == [("eth0", 0), ("eth0", 4.3), *eth1, ("eth1", 3.5), ("eth1", 4.3)]
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_new_connection_goes_over_the_best_path_whoever_dialled_it(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,3 +203,32 @@ async def test_lanes_leave_a_path_of_a_worse_kind_when_a_better_one_is_taken(
         one.agent.peers._improved(link, "it is better")  # noqa: SLF001
         assert left == [{"10.0.0.1"}]
         link.paths = {cable.key: cable}
+
+
+@pytest.mark.usefixtures("many_interfaces")
+async def test_a_path_that_carries_far_less_than_it_claims_is_left_for_one_that_carries_more(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        await trio.sleep(3)
+        link = live_to(one, two)
+        old, new = link.current, await add_path(one, two)
+        assert old is not None
+        for live, carried_mbit_s in ((old, 94), (new, 180)):
+            live.speed_mbit_s = 1000
+            live.bandwidth.note(carried_mbit_s, "data")
+        await trio.sleep(3)
+        assert link.current is old
+        new.bandwidth = PathBandwidth(new.path.send, new.ask)
+        new.bandwidth.note(190, "probe")
+        await until(lambda: link.current is new)
+        assert link.carriers()[0] is new
+        theirs = live_to(two, one)  # it has measured nothing, but was told
+        for path in theirs.paths.values():
+            path.speed_mbit_s = 1000
+        await until(lambda: theirs.current is theirs.paths[new.key])
+        await until(lambda: bool(events_of(one, "path changed")))
+        old.bandwidth.note(94 / 1.3, "probe")
+        await trio.sleep(3)
+        assert link.current is new

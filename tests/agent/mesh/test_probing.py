@@ -7,41 +7,60 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.jobs.ranks import MEASURED_BYTES
-from pmesh.agent.mesh.probing import ANSWER_EVERY_S, PROBE_EVERY_S, PROBES, Probing
+from pmesh.agent.mesh.probing import (
+    ANSWER_EVERY_S,
+    OTHERS_EVERY_S,
+    PROBE_EVERY_S,
+    PROBES,
+    PathBandwidth,
+    Probing,
+)
 from pmesh.core.links.bandwidth import STEADY_S
-from pmesh.core.wire.link import MAX_PROBE_BYTES, AskProbe, LinkMessage, Probe
-from pmesh.ids import Member
-from tests.worlds.builders import ANNA, BERT, CARA
+from pmesh.core.wire.link import MAX_PROBE_BYTES, AskProbe, Probe
+from tests.worlds.builders import BERT, CARA
+from tests.worlds.paths import path_to
 from tests.worlds.trainer import until
 from tests.worlds.village import village
 from tests.worlds.village_ops import reduce_all
 
 
-class Edge:
-    """From Bert to Anna, who measures it."""
+class Way:
+    """A path from Bert to Anna, who measures it."""
 
-    def __init__(self, mbit_s: float) -> None:
+    def __init__(self, mbit_s: float, *, round_trip_s: float = 0.0) -> None:
         self.mbit_s = mbit_s
-        self.asked: list[tuple[Member, AskProbe]] = []
-        self.answered: list[LinkMessage] = []
-        self.anna = Probing(self._from_anna)
-        self.bert = Probing(lambda _, message: self.answered.append(message))
+        self.round_trip_s = round_trip_s
+        self.asked: list[AskProbe] = []
+        self.answered: list[Probe] = []
+        self.settled: list[int] = []
+        self.anna = PathBandwidth(
+            self._from_anna, lambda: self.settled.append(self.anna.settled_mbit_s)
+        )
+        self.bert = PathBandwidth(self._from_bert, lambda: None)
 
-    def _from_anna(self, to: Member, message: LinkMessage) -> None:
+    def _from_anna(self, message: AskProbe | Probe) -> None:
         assert isinstance(message, AskProbe)
-        self.asked.append((to, message))
+        self.asked.append(message)
 
-    async def carry(self, *members: Member) -> int:
-        """Let Anna ask, and bring what Bert answers; returns for how many bytes she has asked."""
-        self.anna.ask(members)
+    def _from_bert(self, message: AskProbe | Probe) -> None:
+        assert isinstance(message, Probe)
+        self.answered.append(message)
+
+    async def carry(self, *, in_use: bool = True) -> int:
+        """Ask if it is due, and bring what Bert answers; returns for how many bytes was asked."""
+        if self.anna.due_at(in_use=in_use) <= trio.current_time():
+            self.anna.ask()
+        return await self.bring()
+
+    async def bring(self) -> int:
         if not self.asked:
             return 0
-        _, ask = self.asked.pop()
-        self.bert.answer(ANNA, ask)
+        ask = self.asked.pop()
+        self.bert.answer(ask)
+        await trio.sleep(self.round_trip_s)
         for part in self.answered:
-            assert isinstance(part, Probe)
             await trio.sleep(8 * len(part.padding) / self.mbit_s / 1e6)
-            self.anna.receive(BERT, part)
+            self.anna.receive(part)
         self.answered.clear()
         return ask.nbytes
 
@@ -49,7 +68,7 @@ class Edge:
         """Carry three probes; returns for how many bytes."""
         asked = 0
         for _ in range(PROBES):
-            asked += await self.carry(BERT)
+            asked += await self.carry()
             await trio.sleep(ANSWER_EVERY_S)
         return asked
 
@@ -58,16 +77,16 @@ async def test_probes_that_are_disturbed_say_nothing_beside_one_that_is_not(
     clock: MockClock,
 ) -> None:
     del clock
-    edge = Edge(94)
-    while not edge.anna.settled_mbit_s(BERT):
-        await edge.measure()
+    way = Way(94)
+    while not way.anna.settled_mbit_s:
+        await way.measure()
     for disturbed_mbit_s in (10, 30, 10, 30):
         await trio.sleep(PROBE_EVERY_S)
         for mbit_s in (disturbed_mbit_s, 94, disturbed_mbit_s):
-            edge.mbit_s = mbit_s
-            await edge.carry(BERT)
+            way.mbit_s = mbit_s
+            await way.carry()
             await trio.sleep(ANSWER_EVERY_S)
-        assert edge.anna.settled_mbit_s(BERT) == 94
+        assert way.anna.settled_mbit_s == 94
 
 
 @pytest.mark.parametrize("mbit_s", [5, 94, 940])
@@ -75,58 +94,127 @@ async def test_a_probe_shows_the_bandwidth_and_takes_a_thousandth_of_a_minute_at
     mbit_s: int, clock: MockClock
 ) -> None:
     del clock
-    edge = Edge(mbit_s)
-    assert edge.anna.settled_mbit_s(BERT) == 0
-    while not edge.anna.settled_mbit_s(BERT):
-        await edge.measure()
-    assert edge.anna.settled_mbit_s(BERT) == pytest.approx(mbit_s, rel=0.01)
-    assert await edge.carry(BERT) == 0
+    way = Way(mbit_s)
+    assert way.anna.settled_mbit_s == 0
+    while not way.anna.settled_mbit_s:
+        await way.measure()
+    assert way.anna.settled_mbit_s == pytest.approx(mbit_s, rel=0.01)
+    assert await way.carry() == 0
     await trio.sleep(STEADY_S)
-    asked = await edge.measure()  # once more, since the first one may have been disturbed
+    asked = await way.measure()  # once more, since the first one may have been disturbed
     assert asked <= min(3 * MAX_PROBE_BYTES, max(mbit_s, 10) * 60e6 / 8 / 1000)
     await trio.sleep(PROBE_EVERY_S - 2 * ANSWER_EVERY_S)
-    assert await edge.carry(BERT) == 0
+    assert await way.carry() == 0
     await trio.sleep(2 * ANSWER_EVERY_S)
-    assert await edge.measure() == pytest.approx(asked, rel=0.01)
+    assert await way.measure() == pytest.approx(asked, rel=0.01)
+
+
+@pytest.mark.parametrize("mbit_s", [40, 940])
+async def test_a_round_trip_longer_than_a_probe_is_not_taken_for_a_slow_path(
+    mbit_s: int, clock: MockClock
+) -> None:
+    del clock
+    way = Way(mbit_s, round_trip_s=0.015)
+    for _ in range(8):
+        await way.measure()
+    assert way.settled == [way.anna.settled_mbit_s]
+    assert mbit_s / 2 <= way.anna.settled_mbit_s <= mbit_s
+
+
+async def test_where_no_probe_is_long_enough_nothing_is_claimed_and_the_next_comes_a_minute_later(
+    clock: MockClock,
+) -> None:
+    del clock
+    way = Way(940, round_trip_s=0.1)
+    for _ in range(8):
+        await way.measure()
+    assert way.settled == []
+    assert await way.carry() == 0
+    await trio.sleep(PROBE_EVERY_S)
+    assert await way.carry() == MAX_PROBE_BYTES
 
 
 async def test_while_data_flow_nothing_is_probed(clock: MockClock) -> None:
     del clock
-    edge = Edge(94)
+    way = Way(94)
     for _ in range(5):
-        edge.anna.note(BERT, 94, "data")
+        way.anna.note(94, "data")
         await trio.sleep(STEADY_S - 1)
-        assert await edge.carry(BERT) == 0
+        assert await way.carry() == 0
 
 
 async def test_a_probe_that_never_comes_is_asked_for_again_and_only_one_at_a_time(
     clock: MockClock,
 ) -> None:
     del clock
-    edge = Edge(94)
-    edge.anna.ask([BERT, CARA])
-    edge.anna.ask([BERT, CARA])
-    edge.anna.ask([BERT, CARA])
-    assert {to for to, _ in edge.asked} == {BERT, CARA}
-    assert len(edge.asked) == 2
+    ways = {BERT: [Way(94)], CARA: [Way(94)]}
+    probing = Probing(lambda member: [way.anna for way in ways[member]])
+    for _ in range(3):
+        probing.ask([BERT, CARA], ())
+    assert [len(way.asked) for member in ways for way in ways[member]] == [1, 1]
     await trio.sleep(10)
-    edge.anna.ask([BERT])
-    assert len(edge.asked) == 3
+    probing.ask([BERT], ())
+    assert len(ways[BERT][0].asked) == 2
 
 
 async def test_who_asks_too_often_is_not_answered_and_what_nobody_asked_for_says_nothing(
     clock: MockClock,
 ) -> None:
     del clock
-    edge = Edge(94)
-    edge.bert.answer(ANNA, AskProbe(10_000))
-    edge.bert.answer(ANNA, AskProbe(10_000))
-    assert [len(part.padding) for part in edge.answered if isinstance(part, Probe)] == [8192, 1808]
-    edge.anna.receive(BERT, Probe(bytes(8192)))
-    assert edge.anna.settled_mbit_s(BERT) == 0
-    edge.anna.note(BERT, 94, "data")
-    edge.anna.forget(BERT)
-    assert edge.anna.settled_mbit_s(BERT) == 0
+    way = Way(94)
+    way.bert.answer(AskProbe(10_000))
+    way.bert.answer(AskProbe(10_000))
+    assert [len(part.padding) for part in way.answered] == [8192, 1808]
+    way.anna.receive(Probe(bytes(8192)))
+    assert way.anna.settled_mbit_s == 0
+
+
+async def test_a_path_that_carries_no_tensors_is_probed_when_it_comes_seldom_then_and_on_a_change(
+    clock: MockClock,
+) -> None:
+    del clock
+    used, other = Way(940), Way(94)
+    probing = Probing(lambda _: [used.anna, other.anna])
+
+    async def pass_time(seconds: float) -> int:
+        """Return for how many bytes was asked over the other path."""
+        asked, until = 0, trio.current_time() + seconds
+        while trio.current_time() < until:
+            probing.ask([BERT], {BERT})
+            asked += await other.bring()
+            await trio.sleep(0.2)
+        return asked
+
+    assert await pass_time(60) <= other.mbit_s * 60e6 / 8 / 1000
+    assert other.anna.settled_mbit_s == pytest.approx(94, rel=0.01)
+    assert used.asked == [], "the tensors that go to Bert would be in the way"
+    assert await pass_time(PROBE_EVERY_S) > 0, "the first time something may have disturbed it"
+    assert await pass_time(OTHERS_EVERY_S - PROBE_EVERY_S) == 0
+    assert await pass_time(2 * PROBE_EVERY_S) > 0
+    other.anna.expect_change()
+    assert await pass_time(10) > 0
+
+
+async def test_what_is_known_of_a_peer_is_that_of_the_path_that_tensors_take(
+    clock: MockClock,
+) -> None:
+    del clock
+    ways = [Way(94), Way(940)]
+    probing = Probing(lambda _: [way.anna for way in ways])
+    probing.note(BERT, 94)
+    ways.reverse()
+    assert probing.settled_mbit_s(BERT) == 0, "it was never asked while the first was used"
+    ways.reverse()
+    assert probing.settled_mbit_s(BERT) == 94
+    ways.reverse()
+    assert probing.settled_mbit_s(BERT) == 94, "until the other is measured"
+    probing.note(BERT, 940)
+    assert probing.settled_mbit_s(BERT) == 940
+    ways.clear()
+    probing.note(BERT, 1)  # its last path has just gone
+    assert probing.settled_mbit_s(BERT) == 940
+    probing.forget(BERT)
+    assert probing.settled_mbit_s(BERT) == 0
 
 
 async def test_machines_that_train_together_learn_of_every_edge_and_the_others_stay_idle(
@@ -154,11 +242,13 @@ async def test_the_data_of_an_op_measure_the_edge_that_they_come_over(clock: Moc
         one, other = (machine.agent for machine in here.machines)
         (lane,) = [lane for lane in here.machines[0].lanes() if not lane.sending]
         member = other.membership.state.me
+        path = path_to(*here.machines)
         for nbytes, settled in ((MEASURED_BYTES - 1, 0), (2 * MEASURED_BYTES, 17)):
-            one.membership.probing.forget(member)
+            path.bandwidth = PathBandwidth(path.path.send, path.ask)
             lane.paced = nbytes, 1.0
             one.jobs.poll()
             assert one.membership.probing.settled_mbit_s(member) == settled
+        path.bandwidth = PathBandwidth(path.path.send, path.ask)
         one.membership.probing.forget(member)
         one.jobs.poll()  # nothing has come since
         assert one.membership.probing.settled_mbit_s(member) == 0

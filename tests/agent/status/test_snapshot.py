@@ -91,10 +91,13 @@ async def test_a_second_path_and_one_that_is_silent_are_shown(clock: MockClock) 
         (live,) = link.paths.values()
         key = PathKey("wlan0", "wlan1")
         link.paths[key] = other = replace(live, key=key, kind="wifi", speed_mbit_s=54)
+        other.bandwidth.note(9, "probe")
         shown = {m.health: m.paths for m in snapshot_of(one).view.members}["healthy"]
-        assert [(p.interface, p.use, p.speed_mbit_s) for p in shown][1:] == [
-            ("wlan0", "standby", 54)
+        assert [(p.interface, p.use, p.speed_mbit_s, p.mbit_s) for p in shown][1:] == [
+            ("wlan0", "standby", 54, 9)
         ]
+        assert shown[0].mbit_s is None
+        assert "carries 9 Mbit/s" in (shown[1].slow or "")
         other.asked_at = trio.current_time() - 2
         shown = {m.health: m.paths for m in snapshot_of(one).view.members}["healthy"]
         assert [path.use for path in shown] == ["in use", "silent"]

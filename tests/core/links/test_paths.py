@@ -17,13 +17,16 @@ from pmesh.core.links.paths import (
     REDIAL_S,
     STEADY_S,
     Attempts,
+    Flaps,
     PathKey,
     PathState,
     carriers,
     choose,
+    compared,
     failed,
     failed_again,
     kind_rank,
+    lost,
     spread,
     to_ask,
     ways_to,
@@ -86,6 +89,92 @@ def test_a_better_path_replaces_another_once_it_has_been_steady() -> None:
     assert choose([CABLE, doubtful], CABLE.key, now=NOW) == CABLE.key
 
 
+def test_a_path_that_was_used_and_lost_again_and_again_must_be_steady_for_longer_each_time() -> (
+    None
+):
+    waits = [replace(BOLT, since=0.0, flaps=flaps).steady_at for flaps in range(9)]
+    assert waits == [1, 1, 2, 4, 8, 16, 32, LONGEST_STEADY_S, LONGEST_STEADY_S]
+
+
+def carrying(path: PathState, mbit_s: int) -> PathState:
+    return replace(path, measured_mbit_s=mbit_s)
+
+
+def chosen_of(one: PathState, other: PathState, current: PathKey | None) -> PathKey | None:
+    return choose(compared([one, other], current), current, now=NOW)
+
+
+def test_a_cable_that_carries_far_less_than_it_claims_is_left_for_what_carries_much_more() -> None:
+    cable, wlan = CABLE.key, WLAN.key
+    assert chosen_of(carrying(CABLE, 94), carrying(WLAN, 300), cable) == wlan
+    assert chosen_of(carrying(CABLE, 94), carrying(WLAN, 300), None) == wlan
+    assert carriers(compared([carrying(CABLE, 94), carrying(WLAN, 300)], wlan), wlan, now=NOW) == (
+        wlan,
+        cable,
+    )
+    for carried, other, why in (
+        (300, 900, "less than four times below what it claims is no contradiction"),
+        (94, 0, "the other was not measured"),
+        (94, 150, "it is not worth a switch"),
+        (0, 300, "the cable was not measured"),
+    ):
+        assert chosen_of(carrying(CABLE, carried), carrying(WLAN, other), cable) == cable, why
+    unknown = replace(CABLE, speed_mbit_s=0)
+    assert chosen_of(carrying(unknown, 94), carrying(WLAN, 300), cable) == cable
+
+
+@given(st.integers(10, 250), st.integers(10, 900), st.floats(1 / 1.3, 1.3), st.floats(1 / 1.3, 1.3))
+def test_what_was_chosen_by_measurements_is_not_left_again_for_noise(
+    cable: int, wlan: int, noise: float, other_noise: float
+) -> None:
+    chosen = chosen_of(carrying(CABLE, cable), carrying(WLAN, wlan), CABLE.key)
+    if chosen == WLAN.key:
+        measured = round(cable * min(noise, 1.0)), round(wlan * other_noise)
+        now = chosen_of(carrying(CABLE, measured[0]), carrying(WLAN, measured[1]), WLAN.key)
+        assert now == WLAN.key
+
+
+class Plugged:
+    """A cable that is plugged in again and again."""
+
+    def __init__(self) -> None:
+        self.flaps = Flaps()
+        self.now = NOW
+
+    def plug(self, *, for_s: float) -> float:
+        """Plug it in for so long, and out for 1 s; return for how long it was used."""
+        path = replace(BOLT, since=self.now, flaps=self.flaps.left(self.now))
+        self.now += for_s
+        self.flaps = lost(path, self.flaps, now=self.now)
+        used_s = max(0.0, self.now - path.steady_at)
+        self.now += 1.0
+        return used_s
+
+
+def test_the_fourth_time_within_a_minute_a_cable_is_used_within_five_seconds() -> None:
+    cable = Plugged()
+    assert [cable.plug(for_s=18) for _ in range(4)] == [17, 17, 16, 14]
+    cable.now += LONGEST_STEADY_S  # it lies in a drawer
+    assert cable.plug(for_s=9) == 5
+
+
+def test_a_cable_that_does_not_stay_until_it_is_used_is_used_at_once_when_it_stays() -> None:
+    cable = Plugged()
+    assert [cable.plug(for_s=0.9) for _ in range(60)] == [0] * 60
+    assert cable.plug(for_s=10) == 9
+
+
+@given(st.floats(0.5, 30))
+def test_a_cable_that_flaps_for_an_hour_is_lost_in_use_less_than_twice_a_minute(
+    for_s: float,
+) -> None:
+    cable = Plugged()
+    losses = 0
+    while cable.now < NOW + 3600:
+        losses += cable.plug(for_s=for_s) > 0
+    assert losses <= 60 + 6
+
+
 def to(remote: str, state: PathState) -> PathState:
     return replace(state, key=PathKey(state.key.interface, remote))
 
@@ -124,11 +213,6 @@ def test_four_paths_between_two_interfaces_each_are_two() -> None:
     crossed = [to("en1", GIGABIT), to("en0", SECOND)]
     keys = (GIGABIT.key, SECOND.key)
     assert spread([*crossed, SECOND, GIGABIT], None, now=NOW) == keys
-
-
-def test_a_path_that_comes_and_goes_must_be_steady_for_longer_each_time() -> None:
-    waits = [replace(BOLT, since=0.0, flaps=flaps).steady_at for flaps in range(8)]
-    assert waits == [1, 2, 4, 8, 16, 32, LONGEST_STEADY_S, LONGEST_STEADY_S]
 
 
 @given(st.floats(0.0001, 1), st.floats(0.0001, 1))

@@ -70,6 +70,15 @@ def test_what_both_ends_of_a_cable_have_said_counts_more_than_what_is_usual() ->
     assert "runs at 1000 Mbit/s, though both of its ends can do 10000" in text
 
 
+def test_a_path_that_was_measured_to_carry_far_less_than_it_claims_is_marked() -> None:
+    text = slow(replace(path("en5"), measured_mbit_s=94), end("en5"), end("en0"))
+    assert text == (
+        "en5 carries 94 Mbit/s, though both ends claim 1000: "
+        "a switch or cable between is slow, or a machine is busy"
+    )
+    assert slow(replace(path("en5"), measured_mbit_s=300), end("en5"), end("en0")) is None
+
+
 def test_wifi_beside_a_cable_is_marked_while_it_is_used() -> None:
     wlan = path("en1", "wifi", 0)
     here, there = (end("en1", "wifi", 0), end("en5")), (end("en0", "wifi", 0), end("en7"))
@@ -81,6 +90,7 @@ def test_wifi_beside_a_cable_is_marked_while_it_is_used() -> None:
 
 
 CABLE, WLAN = path("eth0"), path("wlan0", "wifi", 0)
+OUTDONE = replace(CABLE, measured_mbit_s=94, is_outdone=True)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +99,7 @@ CABLE, WLAN = path("eth0"), path("wlan0", "wifi", 0)
         (CABLE, WLAN, "wired is better than wifi"),
         (path("eth1", speed=10_000), CABLE, "it is faster than eth0"),
         (CABLE, path("eth1"), "it was there first, and eth1 is not much better"),
+        (WLAN, OUTDONE, "eth0 carries only 94 of 1000 Mbit/s"),
         (WLAN, CABLE, "eth0 would be better, but is new: it is used once it has lasted"),
         (WLAN, replace(CABLE, flaps=3), "but is new and was lost 3 times lately"),
         (WLAN, replace(CABLE, asked_at=1.0), "eth0 would be better, but owes an answer"),

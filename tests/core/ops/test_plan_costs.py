@@ -16,13 +16,12 @@ from pmesh.core.ops.moving import (
     plan_scatter,
 )
 from pmesh.core.ops.plan import RankPlan
+from pmesh.core.ops.reduce_scatter import plan_reduce, plan_reduce_scatter
 from pmesh.core.ops.reducing import (
     plan_centralized,
     plan_chain,
     plan_direct,
     plan_hierarchical,
-    plan_reduce,
-    plan_reduce_scatter,
     plan_ring,
     plan_tree,
 )

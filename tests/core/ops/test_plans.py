@@ -27,14 +27,13 @@ from pmesh.core.ops.plan import (
     RankPlan,
     chunk_bounds,
 )
+from pmesh.core.ops.reduce_scatter import plan_reduce, plan_reduce_scatter
 from pmesh.core.ops.reducing import (
     plan_centralized,
     plan_chain,
     plan_direct,
     plan_exchange,
     plan_hierarchical,
-    plan_reduce,
-    plan_reduce_scatter,
     plan_ring,
     plan_tree,
 )

@@ -18,8 +18,8 @@ from pmesh.core.wire.link import (
     Hello,
     KnownPeers,
     KnownPrimary,
-    LinkMessage,
     OfferLane,
+    PathMessage,
     Refuse,
     TellView,
     decode_untrusted,
@@ -39,16 +39,16 @@ from tests.worlds.builders import (
 )
 from tests.worlds.strategies import garbled, values_of
 
-KINDS: tuple[type[msgspec.Struct], ...] = typing.get_args(LinkMessage)
+KINDS: tuple[type[msgspec.Struct], ...] = typing.get_args(PathMessage)
 MESSAGES = st.sampled_from(KINDS).flatmap(values_of)
 """Each kind as often as any other."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_message_comes_back_from_its_bytes(kind: type[LinkMessage]) -> None:
+def test_every_kind_of_message_comes_back_from_its_bytes(kind: type[PathMessage]) -> None:
     @settings(max_examples=25)  # 15 kinds
     @given(values_of(kind))
-    def comes_back(message: LinkMessage) -> None:
+    def comes_back(message: PathMessage) -> None:
         decoded = decode_untrusted(encode(message))
         assert decoded == message
         assert type(decoded) is type(message)
@@ -104,7 +104,7 @@ def offer(lane: bytes = bytes(16), key: bytes = bytes(32), job: JobName = DIGITS
         pytest.param(offer(job=JobName("x" * 65)), id="a job's name of 65 characters"),
     ],
 )
-def test_values_beyond_their_limits_are_refused(message: LinkMessage) -> None:
+def test_values_beyond_their_limits_are_refused(message: PathMessage) -> None:
     with pytest.raises(ProtocolError):
         decode_untrusted(encode(message))
 
@@ -162,6 +162,8 @@ def test_the_tags_are_those_of_version_nine() -> None:
         25: "MessageDelivered",
         26: "MessageWithdrawn",
         27: "RestLane",
+        28: "Ping",
+        29: "Pong",
         30: "AskProbe",
         31: "Probe",
         34: "Relay",

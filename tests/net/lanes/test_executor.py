@@ -16,15 +16,13 @@ from pmesh.core.ops.moving import (
     plan_scatter,
 )
 from pmesh.core.ops.plan import SEGMENT_BYTES, SMALL_BYTES, RankPlan
+from pmesh.core.ops.reduce_scatter import WINDOW, plan_reduce, plan_reduce_scatter
 from pmesh.core.ops.reducing import (
-    WINDOW,
     plan_centralized,
     plan_chain,
     plan_direct,
     plan_exchange,
     plan_hierarchical,
-    plan_reduce,
-    plan_reduce_scatter,
     plan_ring,
     plan_tree,
 )

@@ -161,7 +161,7 @@ async def test_the_sending_end_expects_nothing_but_a_greeting() -> None:
     ours, theirs = socket.socketpair()
     lane = Lane(ours, offer, sending=True, peer="mac-1")
     theirs.sendall(record(header(100), bytes(100), sealer=Sealer(offer.return_key)))
-    with pytest.raises(LaneBroken, match="to mac-1 broke: a record claims 100 bytes, 21 are"):
+    with pytest.raises(LaneBroken, match="to mac-1 broke: a record claims 100 bytes, 25 are"):
         await lane.receive_greeting()
     lane.close()
     theirs.close()
