@@ -8,6 +8,7 @@ import random
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from datetime import datetime
 from importlib.metadata import version
 
@@ -240,7 +241,7 @@ class Agent:
             on_ask=self.jobs.results.answer,
             on_p2p=lambda member, message: self.p2p.receive(member, message),  # noqa: PLW0108 - as above
             noticed=self._event_log.add,
-            path_failed=lambda *hosts, **how: self.jobs.rendezvous.lose_path(*hosts, **how),  # noqa: PLW0108 - as above
+            path_failed=self._leave_path,
             contain=self._containment.contain,
         )
         self.membership = Membership(
@@ -258,6 +259,11 @@ class Agent:
         self.peers.membership = self.jobs.membership = self.membership
         self.jobs.rendezvous = LaneRendezvous(self._me, self.peers, nursery, secrets.token_bytes)
         self.p2p = P2PRouter(self._me, self.jobs.ranks, self.jobs.rendezvous, self.peers.send)
+
+    def _leave_path(
+        self, ours: AbstractSet[str], theirs: AbstractSet[str], *, outranked: bool = False
+    ) -> None:
+        self.jobs.rendezvous.lose_path(ours, theirs, outranked=outranked)
 
     async def _start_sessions(self, nursery: trio.Nursery) -> None:
         path = socket_path(self._settings.home)

@@ -52,6 +52,9 @@ def test_both_cables_carry_an_op_and_one_that_is_pulled_meanwhile_costs_none(
     trainers[0].await_line("op 8 has ended")
     assert all(now - then > 32 * MIB for now, then in zip(carried(), before, strict=True))
 
+    [uses] = [{p.use for p in m.paths} for m in agents[0].status().view.members if m.paths]
+    assert uses == {"in use"}
+
     lab.unplug(victim, 0)
     for trainer in trainers:
         trainer.await_end()

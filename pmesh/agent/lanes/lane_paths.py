@@ -104,6 +104,10 @@ class LanePaths:
             elif not outranked:
                 lane.drop(ours, theirs)
 
+    def carries(self, ours: AbstractSet[str], theirs: AbstractSet[str]) -> bool:
+        """Whether an open lane has a connection on the path between these addresses."""
+        return any(lane.runs_between(ours, theirs) for lane in self._lanes if not lane.is_closed)
+
     def _facts_of(self, connection: Lane, member: Member) -> Facts:
         known = self._reach.paths_to(member)
         return next((c.facts for c in known if connection.runs_between(*c.hosts)), Facts())

@@ -242,13 +242,14 @@ def _paths(link: Link, trip_s: float | None, sources: Sources) -> Iterator[schem
     both = zip(link.paths.values(), link.states(), strict=True)
     for live, state in sorted(both, key=lambda pair: (pair[0] is not current, pair[1].rank)):
         in_use = live is current
+        carries = sources.jobs.rendezvous.paths.carries(*live.hosts)
         silent = state.silence_s(now) >= live.thresholds.degraded_after_s
         path_trip_s = live.health.round_trip_s or (trip_s if in_use else None)
         yield schema.PathStatus(
             interface=live.key.interface or None,
             remote=live.key.remote,
             kind=live.kind or None,
-            use="silent" if silent else "in use" if in_use else "standby",
+            use="silent" if silent else "in use" if in_use or carries else "standby",
             speed_mbit_s=live.speed_mbit_s or None,
             mbit_s=state.measured_mbit_s or None,
             rtt_ms=_milliseconds(path_trip_s),

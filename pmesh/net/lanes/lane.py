@@ -101,7 +101,7 @@ class Lane:
         self.hosts = _hosts_of(sock)
         """The addresses of its two ends, ours first, without scopes; "" within one agent."""
         self.bytes_sent = 0
-        self.bytes_received = 0
+        self.bytes_received: int = 0
         self.records_dropped = 0
         """Records of a lower roster, which came too late (V4)."""
         self.peer_completed = -1

@@ -406,7 +406,8 @@ class MultipathLane(Lane):
                             self._read(subflow)
                     frame = self._receives.first
                 if frame is None and not waited:
-                    all_flow = all(subflow.frame for subflow in self._subflows.values())
+                    flowing = [bool(subflow.frame) for subflow in self._subflows.values()]
+                    all_flow = bool(flowing) and all(flowing)
                     before, began = self.bytes_received, time.monotonic()
             if frame is not None:
                 if all_flow:

@@ -153,6 +153,9 @@ async def test_with_two_paths_a_lane_has_a_connection_on_each(
         await trio.sleep(1)
         assert used(ada, lanes[0]) == used(bob, lanes[1]) == {"cable", "wifi"}
         await say(lanes, b"over both")
+        for side in (ada, bob):
+            carries = side.rendezvous.paths.carries
+            assert [carries(*side.hosts(cable)) for cable in ("wifi", "new")] == [True, False]
         answering = bob if ada_dials else ada
         assert [first[-4:] for first in answering.preambles] == [bytes(4), b"\0\0\0\1"]
         close(*lanes)
