@@ -54,7 +54,9 @@ class Gradients:
             if grads is not None:
                 mx.eval(loss, grads)  # one iteration's activations at a time
             mx.random.seed(seed)
-            part = None if share.targets == targets else mx.array(share.targets / targets, mx.float32)
+            part = (
+                None if share.targets == targets else mx.array(share.targets / targets, mx.float32)
+            )
             tokens, spans = mx.array(share.tokens), mx.array(share.spans)
             mean, grads = self._compiled(tokens, spans, part, grads)
             loss += mean * share.targets

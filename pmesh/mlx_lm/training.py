@@ -12,6 +12,7 @@ result by rounding only.
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -235,7 +236,7 @@ class Training:
         print(
             f"Trained {self._state.iteration} iterations; this was rank {self._mesh.rank} of "
             f"{self._mesh.size}. The adapters are on {self._mesh.names[0]}, weights "
-            f"{digest(self._state)}",
+            f"{digest(self._state.adapters())}",
             flush=True,
         )
 
@@ -287,10 +288,10 @@ def evaluate(
     return float(total / max(targets, 1)) if mesh.size == size else None
 
 
-def digest(state: State) -> str:
+def digest(adapters: Mapping[str, Any]) -> str:
     """Return a hash of the trained weights: the same on all machines, as their bits are."""
     hasher = xxhash.xxh3_64()
-    for name, x in sorted(state.adapters().items()):
+    for name, x in sorted(adapters.items()):
         hasher.update(f"{name} {x.shape} {x.dtype}".encode())
         hasher.update(np.array(x.reshape(-1).view(mx.uint8)).tobytes())
     return hasher.hexdigest()
