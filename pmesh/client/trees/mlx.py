@@ -17,13 +17,21 @@ def evaluate(arrays: Sequence[object]) -> None:
     mx.eval(*arrays)  # pyright: ignore[reportUnknownMemberType] - its stub leaves *args bare
 
 
-def describe(x: object, where: str) -> Leaf:
-    """An evaluated array as numpy sees it, without a copy: its memory is shared with the CPU."""
+def describe(x: object, where: str, *, lazily: bool = False) -> Leaf:
+    """An evaluated array as numpy sees it, without a copy: its memory is shared with the CPU.
+
+    With `lazily` it need not be evaluated: the leaf's values have its shape and mean nothing.
+    """
     array = cast("mx.array", x)
     dtype = str(array.dtype).removeprefix("mlx.core.")
     check_dtype(dtype, where)
     is_bfloat16 = dtype == "bfloat16"
-    values = cast("Values", np.array(array.view(mx.uint16) if is_bfloat16 else array, copy=False))
+    values: Values
+    if lazily:
+        values = np.broadcast_to(np.zeros((), "uint16" if is_bfloat16 else dtype), array.shape)
+    else:
+        viewed = array.view(mx.uint16) if is_bfloat16 else array
+        values = cast("Values", np.array(viewed, copy=False))
 
     def rebuild(native: Values) -> mx.array:
         if is_bfloat16:
