@@ -139,7 +139,7 @@ class Training:
         began, size = time.perf_counter(), mesh.size
         iterations = range(state.iteration, state.iteration + run.updates_after)
         shares = [run.train.share(i, rank=mesh.rank, size=size) for i in iterations]
-        seeds = [_seed_of(run.seed, i, mesh.rank) for i in iterations]
+        seeds = [seed_of(run.seed, i, mesh.rank) for i in iterations]
         targets = sum(share.targets for share in shares if share is not None)
         self._warn_of_truncation(sum(share.truncated for share in shares if share is not None))
         loss, grads = self._gradients.of(shares, seeds)
@@ -297,6 +297,6 @@ def digest(adapters: Mapping[str, Any]) -> str:
     return hasher.hexdigest()
 
 
-def _seed_of(seed: int, iteration: int, rank: int) -> int:
+def seed_of(seed: int, iteration: int, rank: int) -> int:
     """Return what the random numbers of a rank's share begin with, on any machine."""
     return int(np.random.SeedSequence([seed, iteration, rank]).generate_state(1, np.uint64)[0])
