@@ -96,7 +96,7 @@ class Trainer:
 
 def prepare(folder: Path, said: Said | None = None, **options: Any) -> tuple[State, Run]:  # noqa: ANN401
     """A state and what to do with it, as a session makes them."""
-    chosen = {
+    chosen: dict[str, Any] = {
         "kind": "lora",
         "batch_size": 5,
         "iters": 6,
