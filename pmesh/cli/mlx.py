@@ -163,6 +163,8 @@ def run_mlx(
         AgentNotRunning: The number of machines is not given, and there is no agent to ask.
     """
     program = program_of(command)
+    if program.kind == "script" and not Path(program.target).is_file():
+        raise UsageError(f"there is no file {program.target}")
     directory = home_directory(home)
     launch = Launch(
         job=program.name[:64] if job is None else job,
