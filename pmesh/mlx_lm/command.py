@@ -38,8 +38,8 @@ def train(arguments: list[str]) -> int:
     ask_status(home_directory(None))  # now, and not when the model is loaded
     if importlib.util.find_spec("mlx_lm") is None:
         raise UsageError(
-            "mlx-lm is not installed beside pmesh: pip install mlx-lm in the environment that "
-            "has pmesh"
+            "mlx-lm is not installed beside pmesh: pip install 'mlx-lm>=0.32' in the environment "
+            "that has pmesh"
         )
     # They import MLX and mlx-lm, which takes seconds.
     from pmesh.mlx_lm.prepared import parse, prepare  # noqa: PLC0415

@@ -49,13 +49,13 @@ def parse(arguments: list[str]) -> Any:
         SystemExit: The parser has refused them, and said why.
     """
     found: list[Any] = []
-    program = sys.argv[0]
+    typed = sys.argv
     with _standing_in(run=found.append), _explained("can't read the options"):
         sys.argv = ["mlx_lm.lora", *arguments]
         try:
             lora.main()
         finally:
-            sys.argv[:] = [program]
+            sys.argv = typed
     (options,) = found
     _check(options)
     return options

@@ -1,5 +1,6 @@
 """Trainings of three ranks in which `kill -9` hits any of them at random times; each comes back."""
 
+import math
 import re
 import subprocess
 import tempfile
@@ -196,16 +197,22 @@ def _judge(training: Training, iterations: int, tally: Tally) -> None:
     saved = training.adapters / "adapters.safetensors"
     loaded = load_arrays(saved)
     on_disk = "none" if loaded is None else digest(loaded[0])
-    if len({*ends, on_disk}) != 1:
-        tally.violations.append(f"{where}: weights {ends}, and on the disk {on_disk}")
     losses = [
         float(match[2])
         for rank in training.ranks
         for match in rank.found(_VALIDATED)
         if int(match[1]) == iterations
     ]
-    loss = losses[0] if losses else float("nan")
-    tally.losses.append(loss)
+    judge_ends(tally, where, ends, on_disk, losses)
+
+
+def judge_ends(
+    tally: Tally, where: str, ends: Sequence[str], on_disk: str, losses: Sequence[float]
+) -> None:
+    """Count a training whose ranks ended with these weights and validation losses."""
+    if len({*ends, on_disk}) != 1:
+        tally.violations.append(f"{where}: weights {ends}, and on the disk {on_disk}")
+    tally.losses.append(losses[0] if losses else math.nan)
     tally.digests.append(on_disk)
-    if not abs(loss / tally.losses[0] - 1) <= MOST_LOSS_CHANGE:
-        tally.violations.append(f"{where}: loss {loss}, undisturbed {tally.losses[0]}")
+    if not abs(tally.losses[-1] / tally.losses[0] - 1) <= MOST_LOSS_CHANGE:
+        tally.violations.append(f"{where}: loss {tally.losses[-1]}, undisturbed {tally.losses[0]}")
