@@ -161,13 +161,12 @@ class Replica:
         """A rank of this machine makes a call; its calls are numbered in order."""
         open_from = min((c for t, c in self._open if t == trainer), default=call)
         asked = self._open[trainer, call] = Ask(trainer, call, open_from, command)
-        if self._keepers is not None:
-            self._tell_coordinator(asked)
+        self._tell_coordinator(asked)
         return self._done()
 
     def give_up(self, trainer: TrainerId, call: int) -> tuple[Output, ...]:
         """Nobody waits for this call any more; a write may still be carried out."""
-        if self._open.pop((trainer, call), None) is not None and self._keepers is not None:
+        if self._open.pop((trainer, call), None) is not None:
             self._tell_coordinator(GiveUp(trainer, call))
         return self._done()
 
