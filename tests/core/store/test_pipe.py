@@ -74,7 +74,8 @@ def test_both_directions_survive_any_losses(seed: int) -> None:
     for step in range(400):
         now, side = step / 10, random.randrange(2)
         if step < 100:
-            message = random.choice([Have(step), entry(step, random.choice([5, 50_000]))])
+            kinds: list[StoreMessage] = [Have(step), entry(step, random.choice([5, 50_000]))]
+            message = random.choice(kinds)
             ends[side].send(message)
             sent[side].append(message)
         wires[side] += ends[side].parts(now=now)

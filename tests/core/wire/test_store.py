@@ -39,7 +39,7 @@ ENCODED = st.sampled_from(list(DECODERS)).flatmap(values_of).map(encode)
 def test_everything_comes_back_from_its_bytes(kind: type[msgspec.Struct]) -> None:
     @settings(max_examples=25)  # 21 kinds
     @given(values_of(kind))
-    def comes_back(message: object) -> None:
+    def comes_back(message: StoreMessage | Command | Answer) -> None:
         assert DECODERS[kind](encode(message)) == message
 
     comes_back()
