@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from pmesh.client.calls.point_to_point import ANY
     from pmesh.client.calls.queue import Handle
+    from pmesh.client.calls.store import Store
     from pmesh.client.collective.bucketed import LastOp
     from pmesh.client.connect import connect
     from pmesh.client.group import Group
@@ -74,6 +75,7 @@ __all__ = [
     "RankLost",
     "RosterChanged",
     "RunError",
+    "Store",
     "TopK",
     "UnsupportedArray",
     "UnsupportedCompression",
@@ -94,6 +96,7 @@ _LATER = MappingProxyType(
         "Handle": "pmesh.client.calls.queue",
         "LastOp": "pmesh.client.collective.bucketed",
         "Mesh": "pmesh.client.mesh",
+        "Store": "pmesh.client.calls.store",
         "connect": "pmesh.client.connect",
     }
 )
