@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pmesh.client.collective.bucketed import LastOp
     from pmesh.client.connect import connect
     from pmesh.client.group import Group
+    from pmesh.client.local_updates import LocalUpdates, Nesterov
     from pmesh.client.mesh import DeviceMesh, Mesh
     from pmesh.compression.schemes import (
         BF16,
@@ -61,8 +62,10 @@ __all__ = [
     "HistorySuperseded",
     "JobRunning",
     "LastOp",
+    "LocalUpdates",
     "Mesh",
     "MeshClosed",
+    "Nesterov",
     "NetworkError",
     "NotEnoughRanks",
     "OneBit",
@@ -95,6 +98,7 @@ _LATER = MappingProxyType(
         "Group": "pmesh.client.group",
         "Handle": "pmesh.client.calls.queue",
         "LastOp": "pmesh.client.collective.bucketed",
+        **dict.fromkeys(("LocalUpdates", "Nesterov"), "pmesh.client.local_updates"),
         "Mesh": "pmesh.client.mesh",
         "Store": "pmesh.client.calls.store",
         "connect": "pmesh.client.connect",

@@ -16,7 +16,7 @@ def test_every_call_does_what_its_name_says() -> None:
     def train(mesh: pmesh.Mesh) -> None:
         store = mesh.store
         assert store is mesh.store
-        store.set("bytes", bytearray(b"12"))
+        store.set("bytes", b"12")
         assert store.get("bytes") == b"12"
         assert store.add("bytes", -2) == 10
         assert store.add("new") == 1
