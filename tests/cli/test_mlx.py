@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from pmesh.cli import mlx
 from pmesh.cli.app import run
 from pmesh.cli.mlx import Program, program_of, trains_lora
 from pmesh.client.launched import Launch
@@ -128,7 +127,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedAgent:
 def became(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What this process would have become."""
     found: list[list[str]] = []
-    monkeypatch.setattr(mlx.os, "execv", lambda _, words: found.append(words))
+    monkeypatch.setattr(os, "execv", lambda _, words: found.append(words))
     return found
 
 
@@ -149,7 +148,12 @@ def test_mlx_lms_own_loop_runs_where_it_is_asked_for(
 ) -> None:
     lora = pytest.importorskip("pmesh.mlx_lm")
     trained: list[list[str]] = []
-    monkeypatch.setattr(lora, "train", lambda words: trained.append(words) or 0)
+
+    def train(words: list[str]) -> int:
+        trained.append(words)
+        return 0
+
+    monkeypatch.setattr(lora, "train", train)
     command = ["-m", "mlx_lm", "lora", "--train"]
     assert run(["mlx", "--wait-for", "2", *command]) == 0
     assert (trained, became) == ([["--train"]], [])

@@ -1,5 +1,6 @@
 """Groups of the drop-in: the numbers of the start, splits, losses, and the global group."""
 
+import atexit
 import logging
 import threading
 from pathlib import Path
@@ -37,7 +38,7 @@ def test_ranks_are_numbered_by_the_key_within_their_color() -> None:
 
 
 def test_a_negative_key_keeps_the_order() -> None:
-    def split(mesh: pmesh.Mesh) -> tuple[int, float]:
+    def split(mesh: pmesh.Mesh) -> tuple[int, object]:
         half = pmesh.mlx.Group(mesh).split(7)
         return half.rank(), pmesh.mlx.all_sum(mx.array(1.0), group=half).item()
 
@@ -109,7 +110,7 @@ def test_a_launch_for_several_joins_its_job(
     with watched_agent(tmp_path / "home") as agent:
         monkeypatch.setenv("PMESH_HOME", str(agent.home))
         registered: list[Any] = []
-        monkeypatch.setattr(groups.atexit, "register", registered.append)
+        monkeypatch.setattr(atexit, "register", registered.append)
         monkeypatch.setattr(Launch, "join", lambda self: pmesh.connect(self.job, home=agent.home))
         group = pmesh.mlx.init()
         assert isinstance(group, pmesh.mlx.Group)
@@ -147,7 +148,7 @@ def test_the_first_backend_that_has_ranks_becomes_the_global_group_as_in_mlx(
 
     made = Two()
     monkeypatch.setattr(groups, "_native_init", lambda *_, **__: made)
-    pmesh.mlx.init(backend="jaccl", all_gather_factory=lambda *_: None)  # type: ignore[arg-type,return-value]
+    pmesh.mlx.init(backend="jaccl", all_gather_factory=lambda *_: None)
     assert world == [made]
     assert pmesh.mlx.init() is made  # type: ignore[comparison-overlap]
     assert not groups.is_shared()

@@ -67,8 +67,11 @@ def test_the_gradient_of_a_gather_is_the_ranks_own_rows(shape: tuple[int, ...]) 
 def test_the_gradient_of_a_scatter_is_gathered() -> None:
     def gradient(group: pmesh.mlx.Group) -> object:
         x = mx.ones((RANKS, 2))
-        scatter = lambda x: pmesh.mlx.sum_scatter(x, group=group) * (group.rank() + 1.0)  # noqa: E731
-        return mx.grad(lambda x: scatter(x).sum())(x).tolist()
+
+        def loss(x: mx.array) -> mx.array:
+            return (pmesh.mlx.sum_scatter(x, group=group) * (group.rank() + 1.0)).sum()
+
+        return mx.grad(loss)(x).tolist()
 
     assert among(gradient) == [[[1.0] * 2, [2.0] * 2, [3.0] * 2]] * RANKS
 
