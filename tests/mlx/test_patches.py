@@ -75,3 +75,11 @@ def test_it_is_used_as_a_decorator_as_mlxs_is() -> None:
 
     assert double.__doc__ == "Twice x."
     assert double(mx.array(2.0)).item() == 4
+
+
+@pytest.mark.parametrize("compiled", [mx.compile, compile_what_does_not_wait])
+def test_in_a_class_it_does_not_become_a_method(compiled: Callable[[Any], Any]) -> None:
+    class Layer:
+        activate = compiled(lambda x: x * 2)
+
+    assert Layer().activate(mx.array(3.0)).item() == 6
