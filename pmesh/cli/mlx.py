@@ -6,7 +6,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -173,8 +172,9 @@ def run_mlx(
     )
     os.environ.update(launch.variables(), PMESH_HOME=str(directory))
     if elastic and trains_lora(program):
-        trained: int = import_module("pmesh.mlx_lm").train(lora_arguments(program))
-        return trained
+        from pmesh.mlx_lm import train  # noqa: PLC0415 - mlx-lm, which other programs need not have
+
+        return train(lora_arguments(program))
     words = [program.python, *program.flags, "-m", RUNNER, program.kind, program.target]
     try:
         os.execv(program.python, [*words, *program.arguments])  # noqa: S606 - what the user named
