@@ -54,7 +54,7 @@ class Store:
         """`attached` returns the trainer's second connection to its agent."""
         self._attached = attached
 
-    def set(self, key: str, value: bytes, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def set(self, key: str, value: bytes | bytearray, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Give the key a value, whatever it had before."""
         self._ask(Set(_key(key), _value(value)), timeout_s)
 
@@ -105,7 +105,9 @@ class Store:
         answer = self._ask(command, timeout_s).value
         return desired if answer is True else cast("bytes | None", answer)
 
-    def append(self, key: str, value: bytes, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def append(
+        self, key: str, value: bytes | bytearray, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
         """Put bytes behind the key's value, or set it to them if it has none."""
         self._ask(Append(_key(key), _value(value)), timeout_s)
 
