@@ -13,7 +13,7 @@ import xxhash
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.core.store.pipe import WINDOW_BYTES, Part, Pipe
 from pmesh.core.store.replica import Keepers, Output, Replica, Send
-from pmesh.core.values import Roster, Verdict
+from pmesh.core.values import MAX_MEMBERS, Roster, Verdict
 from pmesh.core.wire.link import MAX_STORE_PART_BYTES, StorePart
 from pmesh.core.wire.store import Answer, Command, Get, Wait
 from pmesh.errors import PmeshError
@@ -78,7 +78,7 @@ class _Store:
             return
         came = Part(part.offset, part.read, part.data)
         for message in pipe.receive_untrusted(came, now=trio.current_time()):
-            self._carry_out(self._replica.receive(member, message))
+            self._carry_out(self._replica.receive_untrusted(member, message))
         self._send_parts()
 
     async def call(self, rank: LocalRank, command: Command, timeout_s: float) -> Answer | None:
@@ -176,7 +176,8 @@ class Stores:
             if (job, store.number) == (part.job, part.roster):
                 store.receive(member, part)
                 return
-        self._early.setdefault(member, deque(maxlen=MAX_EARLY)).append(part)
+        if member in self._early or len(self._early) < MAX_MEMBERS:
+            self._early.setdefault(member, deque(maxlen=MAX_EARLY)).append(part)
 
     async def call(self, rank: LocalRank, command: Command, timeout_s: float) -> Answer:
         """Carry out a command of a local rank.

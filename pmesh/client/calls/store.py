@@ -120,7 +120,10 @@ class Store:
         return cast("bool", self._ask(Check(_keys(keys)), timeout_s).value)
 
     def keys(self, prefix: str = "", timeout_s: float = DEFAULT_TIMEOUT_S) -> list[str]:
-        """Return all keys that begin with the prefix, in alphabetical order."""
+        """Return all keys that begin with the prefix, in alphabetical order.
+
+        Raises UsageError if they take more than 1 MiB: name a longer prefix.
+        """
         names = cast("tuple[str, ...]", self._ask(Keys(_key(prefix)), timeout_s).value)
         return list(names)
 
