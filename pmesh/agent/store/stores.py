@@ -163,7 +163,7 @@ class Stores:
         early, self._early = self._early, {}
         for member, parts in early.items():
             for part in parts:
-                self.receive(member, part)
+                self._deliver(member, part)
 
     def poll(self) -> None:
         """With each heartbeat."""
@@ -172,12 +172,18 @@ class Stores:
 
     def receive(self, member: Member, part: StorePart) -> None:
         """Handle a message of another agent; one that precedes its view here waits for that."""
+        if self._deliver(member, part):
+            return
+        if member in self._early or len(self._early) < MAX_MEMBERS:
+            self._early.setdefault(member, deque(maxlen=MAX_EARLY)).append(part)
+
+    def _deliver(self, member: Member, part: StorePart) -> bool:
+        """Return False if no roster that is in force here is the part's."""
         for (job, _), store in self._stores.items():
             if (job, store.number) == (part.job, part.roster):
                 store.receive(member, part)
-                return
-        if member in self._early or len(self._early) < MAX_MEMBERS:
-            self._early.setdefault(member, deque(maxlen=MAX_EARLY)).append(part)
+                return True
+        return False
 
     async def call(self, rank: LocalRank, command: Command, timeout_s: float) -> Answer:
         """Carry out a command of a local rank.
