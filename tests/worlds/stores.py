@@ -138,7 +138,7 @@ class World:
         machine = self.machines[wire[1]]
         if machine.lives and machine.version == version and wire[0] in machine.pipes:
             for message in machine.pipes[wire[0]].receive_untrusted(part, now=self.now):
-                self._carry_out(machine, machine.replica.receive(wire[0], message))
+                self._carry_out(machine, machine.replica.receive_untrusted(wire[0], message))
             self._send_parts(machine)
 
     def _lose(self) -> None:

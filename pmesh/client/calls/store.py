@@ -54,7 +54,7 @@ class Store:
         """`attached` returns the trainer's second connection to its agent."""
         self._attached = attached
 
-    def set(self, key: str, value: bytes, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def set(self, key: str, value: bytes | bytearray, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Give the key a value, whatever it had before."""
         self._ask(Set(_key(key), _value(value)), timeout_s)
 
@@ -105,7 +105,9 @@ class Store:
         answer = self._ask(command, timeout_s).value
         return desired if answer is True else cast("bytes | None", answer)
 
-    def append(self, key: str, value: bytes, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def append(
+        self, key: str, value: bytes | bytearray, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
         """Put bytes behind the key's value, or set it to them if it has none."""
         self._ask(Append(_key(key), _value(value)), timeout_s)
 
@@ -118,7 +120,10 @@ class Store:
         return cast("bool", self._ask(Check(_keys(keys)), timeout_s).value)
 
     def keys(self, prefix: str = "", timeout_s: float = DEFAULT_TIMEOUT_S) -> list[str]:
-        """Return all keys that begin with the prefix, in alphabetical order."""
+        """Return all keys that begin with the prefix, in alphabetical order.
+
+        Raises UsageError if they take more than 1 MiB: name a longer prefix.
+        """
         names = cast("tuple[str, ...]", self._ask(Keys(_key(prefix)), timeout_s).value)
         return list(names)
 

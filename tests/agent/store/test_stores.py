@@ -1,12 +1,16 @@
 """S1 to S4: the store of a job, over real agents."""
 
+from collections.abc import Collection
+
 import pytest
 import trio
 from trio.testing import MockClock
 
 from pmesh.agent.store.serving import MAX_CALLS, MAX_CALLS_BYTES
+from pmesh.agent.store.stores import Stores
 from pmesh.core.store.pipe import AGAIN_S
 from pmesh.core.values import Terms
+from pmesh.core.wire.link import StorePart
 from pmesh.core.wire.local import (
     MAX_STORE_DATA_BYTES,
     SESSION_VERSION,
@@ -25,8 +29,8 @@ from pmesh.core.wire.store import (
     Wait,
     encode,
 )
-from pmesh.ids import JobName
-from tests.worlds.store_connection import StoreConnection, sharing
+from pmesh.ids import JobName, Member
+from tests.worlds.store_connection import Sharing, StoreConnection, sharing
 from tests.worlds.trainer import together, until
 from tests.worlds.village_ops import cut, enter, machine_of, mend, ranks_of
 
@@ -68,6 +72,43 @@ async def test_the_agent_that_coordinates_is_killed_and_every_answered_add_count
         assert sorted(map(str, sums)) == sorted(map(str, range(1, 41)))
         assert await there.stores[2].ask(Get("n")) == b"40"
         assert there.tables([1, 2]) == [{"n": b"40"}] * 2
+
+
+def deafen(monkeypatch: pytest.MonkeyPatch, there: Sharing, ranks: Collection[int]) -> None:
+    """The agents of these ranks get no more store messages from that of rank 0."""
+    real, speaker = Stores.receive, there.machine_of(0).agent.membership.state.me
+    deaf = [there.machine_of(rank).agent.stores for rank in ranks]
+
+    def receive(stores: Stores, member: Member, part: StorePart) -> None:
+        if stores not in deaf or member != speaker:
+            real(stores, member, part)
+
+    monkeypatch.setattr(Stores, "receive", receive)
+
+
+async def test_what_not_all_machines_have_is_not_answered(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S1."""
+    async with sharing(clock) as there:
+        deafen(monkeypatch, there, [2])
+        calls = await there.stores[0].begin(Add("n", 1)), await there.stores[0].begin(Keys(""))
+        await until(lambda: there.tables(range(3)) == [{"n": b"1"}, {"n": b"1"}, {}])
+        await trio.sleep(1)
+        assert not set(calls) & there.stores[0].answers.keys()
+
+
+async def test_a_write_whose_answer_is_lost_with_the_coordinator_is_carried_out_once(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S2, S3: only the machine of rank 2 has it, and that of rank 1 coordinates next."""
+    async with sharing(clock) as there:
+        deafen(monkeypatch, there, [1])
+        call = await there.stores[1].begin(Add("n", 1))
+        await until(lambda: there.tables(range(3)) == [{"n": b"1"}, {}, {"n": b"1"}])
+        await there.machine_of(0).kill()
+        assert await there.stores[1].end(call) == 1
+        assert await there.stores[2].ask(Get("n")) == b"1"
 
 
 async def test_a_newcomer_has_a_copy_that_outlives_all_others(clock: MockClock) -> None:

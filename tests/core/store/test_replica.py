@@ -21,6 +21,8 @@ from pmesh.core.wire.store import (
     Ask,
     Check,
     Command,
+    CopyAnswer,
+    CopyBegins,
     CopyEnds,
     CopyValue,
     Entry,
@@ -31,8 +33,10 @@ from pmesh.core.wire.store import (
     Keys,
     Report,
     Set,
+    StoreMessage,
     Wait,
 )
+from pmesh.errors import ProtocolError
 from pmesh.ids import Member, TrainerId
 from tests.worlds.builders import ANNA, BERT, CARA, make_roster
 from tests.worlds.linearizable import is_linearizable
@@ -102,10 +106,11 @@ class Post:
             if isinstance(output, Finished):
                 self.answers[output.trainer, output.call] = output.answer.value
             elif output.to not in out_of_reach:
-                came = self.replicas[output.to].receive(sender, output.message)
+                came = self.replicas[output.to].receive_untrusted(sender, output.message)
                 queue.extend((output.to, o) for o in came)
 
 
+LARGE = bytes(2**20)
 ID_OF = {ANNA: TrainerId(0), BERT: TrainerId(1), CARA: TrainerId(2)}
 
 
@@ -161,13 +166,17 @@ def test_a_call_that_was_given_up_is_not_answered_and_leaves_nothing() -> None:
     post.ask(BERT, 0, Wait(("a", "b")))
     post.ask(BERT, 1, Get("a"))
     post.ask(BERT, 2, Get("c"))
-    for call in (0, 2):
+    post.replicas[ANNA].allow(may_order=False)
+    post.ask(BERT, 3, Add("n", 1))
+    for call in (0, 2, 3):
         given_up = post.replicas[BERT].give_up(ID_OF[BERT], call)
         post.carry([(BERT, output) for output in given_up])
     assert post.replicas[BERT].give_up(ID_OF[BERT], 0) == ()
-    for call, key in enumerate("abc", 3):
+    post.replicas[ANNA].allow(may_order=True)
+    for call, key in enumerate("abc"):
         post.ask(ANNA, call, Set(key, b"1"))
-    assert post.answers == {(1, 1): b"1", (0, 3): None, (0, 4): None, (0, 5): None}
+    post.ask(ANNA, 3, Keys("n"))
+    assert post.answers == {(1, 1): b"1", (0, 0): None, (0, 1): None, (0, 2): None, (0, 3): ()}
 
 
 def test_the_coordinator_orders_no_more_than_the_copies_can_take() -> None:
@@ -178,10 +187,37 @@ def test_the_coordinator_orders_no_more_than_the_copies_can_take() -> None:
     copy = post.replicas[ANNA].copy
     assert copy is not None
     assert copy.position == MOST_UNDER_WAY_BYTES // 2**20
-    came = post.replicas[ANNA].receive(BERT, Have(1))
+    came = post.replicas[ANNA].receive_untrusted(BERT, Have(1))
     post.carry([(ANNA, output) for output in came], out_of_reach=[BERT])
     assert copy.position == MOST_UNDER_WAY_BYTES // 2**20 + 1
     assert list(post.answers) == [(0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("to", "flood", "text"),
+    [
+        (
+            ANNA,
+            (Ask(ID_OF[BERT], i, 0, Set("k", LARGE)) for i in range(20)),
+            "too many store calls",
+        ),
+        (BERT, (CopyValue(str(i), LARGE) for i in range(70)), "larger than any"),
+        (BERT, (CopyAnswer(ID_OF[ANNA], i, Answer(i)) for i in range(2**17)), "larger than any"),
+        (BERT, [CopyAnswer(ID_OF[ANNA], 0, Answer(LARGE))], "larger than any"),
+    ],
+)
+def test_what_would_take_more_memory_than_any_store_ends_the_link(
+    to: Member, flood: Iterable[StoreMessage], text: str
+) -> None:
+    replica, sender = Replica(to), BERT if to == ANNA else ANNA
+    replica.follow(keepers(ANNA, BERT, is_first=True))
+
+    def receive_all() -> None:
+        for message in (CopyBegins(0), *flood):
+            replica.receive_untrusted(sender, message)
+
+    with pytest.raises(ProtocolError, match=text):
+        receive_all()
 
 
 def test_messages_out_of_their_place_change_nothing() -> None:
@@ -193,15 +229,15 @@ def test_messages_out_of_their_place_change_nothing() -> None:
     strange = Entry(7, ID_OF[ANNA], 0, 0, 0, None)
     answered = Answered(ID_OF[BERT], 0, Answer())
     for message in (strange, CopyEnds(), CopyValue("n", b"2"), answered):
-        assert bert.receive(ANNA, message) == ()
+        assert bert.receive_untrusted(ANNA, message) == ()
     for asked in (Ask(ID_OF[ANNA], 9, 0, Add("n", 1)), GiveUp(ID_OF[ANNA], 9)):
-        assert anna.receive(BERT, asked) == ()
-        assert bert.receive(ANNA, asked) == ()
-    assert anna.receive(BERT, Report(1)) == ()
+        assert anna.receive_untrusted(BERT, asked) == ()
+        assert bert.receive_untrusted(ANNA, asked) == ()
+    assert anna.receive_untrusted(BERT, Report(1)) == ()
     early = Replica(ANNA)
     assert early.follow(keepers(ANNA, BERT, is_first=True)) == ()
-    assert early.receive(BERT, Have(9)) == ()
-    assert Replica(CARA).receive(ANNA, Fetch(NO_COPY)) == ()
+    assert early.receive_untrusted(BERT, Have(9)) == ()
+    assert Replica(CARA).receive_untrusted(ANNA, Fetch(NO_COPY)) == ()
     post.ask(BERT, 1, Get("n"))
     assert post.answers[1, 1] == b"1"
 

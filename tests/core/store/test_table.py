@@ -83,6 +83,14 @@ def test_what_can_not_be_done_says_why_and_changes_nothing(
     assert (table.values, table.nbytes) == ({"k": held}, before)
 
 
+def test_more_keys_than_one_answer_takes_are_asked_for_by_a_prefix() -> None:
+    table = Table()
+    for i in range(1100):
+        table.put(f"{i:04}" + "k" * 1000, b"")
+    assert "1100 keys of the job's store take more than" in table.read(Keys("")).refused
+    assert len(table.read(Keys("00")).value) == 100  # type: ignore[arg-type]
+
+
 def test_a_store_that_is_too_full_can_be_emptied() -> None:
     table = Table(most_bytes=300)
     table.put("k", bytes(500))
