@@ -1,6 +1,5 @@
 """An optimizer whose state is shared out among the ranks: the first stage of ZeRO."""
 
-import importlib
 import logging
 import math
 import secrets
@@ -15,10 +14,10 @@ from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
 from pmesh.client.mesh import Mesh
 from pmesh.client.trees.mlx import evaluate
 from pmesh.errors import RosterChanged, UsageError
+from pmesh.mlx.flat import Arrays, Flat, as_arrays, utils
 from pmesh.mlx.shards import buckets_of, owners_of
-from pmesh.mlx.units import Among, Arrays, Rows, State, Unit, Whole, as_arrays, is_elementwise
+from pmesh.mlx.units import Among, Rows, State, Unit, Whole, is_elementwise
 
-_utils: Any = importlib.import_module("mlx.utils")  # it has no types
 _logger = logging.getLogger("pmesh")
 
 DEFAULT_BUCKET_BYTES = 32 * 1024 * 1024  # as in average_gradients
@@ -157,7 +156,7 @@ class ShardedOptimizer:
             try:
                 share = self._agree(weight)
                 for fresh in self._steps(self._units[done:], model, flat, share):
-                    model.update(_utils.tree_unflatten(list(fresh.items())))
+                    model.update(utils.tree_unflatten(list(fresh.items())))
                     done += 1
             except RosterChanged:
                 continue  # the same for all ranks: they share out anew, and go on with this unit
@@ -182,7 +181,7 @@ class ShardedOptimizer:
             for i in own:
                 states |= self._units[i].gather(among, [its[i] for its in held])
             flat = [(f"{path}.{key}", x) for path in states for key, x in states[path].items()]
-            found.append({**optimizer.state, **(_utils.tree_unflatten(flat) if flat else {})})
+            found.append({**optimizer.state, **(utils.tree_unflatten(flat) if flat else {})})
         return found[0] if self._optimizer is self._optimizers[0] else {"states": found}
 
     def load_state(self, state: dict[str, Any], parameters: Any) -> None:  # noqa: ANN401 - as above
@@ -295,10 +294,10 @@ def _rows_of(optimizer: Any, arrays: Arrays, bucket_bytes: int) -> list[Unit]:  
     units: list[Unit] = []
     for dtype in dict.fromkeys(x.dtype for x in arrays.values()):
         nbytes = {path: x.nbytes for path, x in arrays.items() if x.dtype == dtype}
-        for paths in buckets_of(nbytes, bucket_bytes):
-            shapes = tuple(arrays[path].shape for path in paths)
-            sizes = tuple(arrays[path].size for path in paths)
-            units.append(Rows(optimizer, paths, shapes, sizes, dtype))
+        units += [
+            Rows(optimizer, Flat.of({path: arrays[path] for path in paths}))
+            for paths in buckets_of(nbytes, bucket_bytes)
+        ]
     return units
 
 

@@ -3,17 +3,16 @@
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias
 
 import mlx.core as mx
 
 from pmesh.client.mesh import Mesh
 from pmesh.client.trees.mlx import evaluate
 from pmesh.errors import RosterChanged
+from pmesh.mlx.flat import Arrays, Flat
 from pmesh.mlx.shards import Span, cover, parts_of, span_of
 
-Arrays: TypeAlias = dict[str, mx.array]
-"""By their path."""
 State: TypeAlias = dict[str, mx.array]
 """What an optimizer keeps of one array, such as `m` and `v`."""
 
@@ -114,11 +113,13 @@ class Rows:
     """
 
     optimizer: Any
-    paths: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    sizes: tuple[int, ...]
-    dtype: mx.Dtype
+    flat: Flat
     states: dict[Span, State] = field(default_factory=dict[Span, State])
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Of its arrays."""
+        return self.flat.paths
 
     @property
     def nbytes(self) -> int:
@@ -146,12 +147,12 @@ class Rows:
                 found[span][key] = mx.contiguous(values[span.begin : span.end])
             evaluate([state[key] for state in found.values()])
         self.states = found
-        return sum(self.sizes) - sum(span.size for _, span in givers)
+        return self.flat.count - sum(span.size for _, span in givers)
 
     def lay_out(self, gradients: Arrays, share: float) -> mx.array:
         """The gradients times this rank's share, evaluated, in the dtype that they are added in."""
-        flat = self._cut(gradients, Span(0, sum(self.sizes)))
-        wide = flat if self.dtype == mx.complex64 else flat.astype(mx.float32)
+        flat = self.flat.cut(gradients, Span(0, self.flat.count))
+        wide = flat if self.flat.dtype == mx.complex64 else flat.astype(mx.float32)
         scaled = wide * share
         evaluate([scaled])
         return scaled
@@ -169,19 +170,21 @@ class Rows:
         updated: list[mx.array] = []
         for span, gradient in zip(self._wanted(among), means, strict=True):
             state = dict(self.states[span])
-            values = self._cut(parameters, span)
-            updated.append(self.optimizer.apply_single(gradient.astype(self.dtype), values, state))
+            values = self.flat.cut(parameters, span)
+            updated.append(
+                self.optimizer.apply_single(gradient.astype(self.flat.dtype), values, state)
+            )
             fresh[span] = state
         evaluate([updated, fresh])
         values = among.all_gather(updated[0])
         self.states = fresh
-        return self._taken_apart(values)
+        return self.flat.take_apart(values)
 
     def gather(self, among: Among, held: Sequence[list[list[int]]]) -> dict[str, State]:
         """The whole state by path, on every rank."""
         found: dict[str, State] = {path: {} for path in self.paths}
         for key, values in self._collected(among, self._givers(held)):
-            for path, part in self._taken_apart(values).items():
+            for path, part in self.flat.take_apart(values).items():
                 found[path][key] = part
         return found
 
@@ -189,7 +192,7 @@ class Rows:
         """Keep this rank's part of what `gather` has returned."""
         self.states = {
             span: {
-                key: mx.contiguous(self._cut({p: states[p][key] for p in self.paths}, span))
+                key: mx.contiguous(self.flat.cut({p: states[p][key] for p in self.paths}, span))
                 for key in self._initial(1)
             }
             for span in self._wanted(among)
@@ -197,34 +200,15 @@ class Rows:
         evaluate([self.states])
 
     def _wanted(self, among: Among) -> list[Span]:
-        return [span_of(part, sum(self.sizes), among.size) for part in among.kept_parts(among.rank)]
+        return [span_of(part, self.flat.count, among.size) for part in among.kept_parts(among.rank)]
 
     def _givers(self, held: Sequence[list[list[int]]]) -> list[tuple[int, Span]]:
-        return cover([[Span(*span) for span in spans] for spans in held], sum(self.sizes))
+        return cover([[Span(*span) for span in spans] for spans in held], self.flat.count)
 
     def _initial(self, count: int) -> State:
         state: State = {}
-        self.optimizer.init_single(mx.zeros(count, self.dtype), state)
+        self.optimizer.init_single(mx.zeros(count, self.flat.dtype), state)
         return state
-
-    def _cut(self, arrays: Arrays, span: Span) -> mx.array:
-        found: list[mx.array] = []
-        at = 0
-        for path, size in zip(self.paths, self.sizes, strict=True):
-            begin, end = max(span.begin - at, 0), min(span.end - at, size)
-            if begin < end:
-                found.append(mx.flatten(arrays[path])[begin:end])
-            at += size
-        return mx.concatenate(found) if found else mx.zeros(0, self.dtype)
-
-    def _taken_apart(self, values: mx.array) -> Arrays:
-        found: Arrays = {}
-        at = 0
-        for path, shape, size in zip(self.paths, self.shapes, self.sizes, strict=True):
-            found[path] = mx.reshape(values[at : at + size], shape)
-            at += size
-        evaluate([found])
-        return found
 
     def _replicated(self, among: Among, own: mx.array) -> list[mx.array]:
         """The mean gradients of the other parts that this rank keeps, from their ranks."""
@@ -259,7 +243,7 @@ class Rows:
             found.append(gathered[begins[rank] : begins[rank] + span.size])
             begins[rank] += span.size
             at = span.end
-        found.append(self._initial(sum(self.sizes) - at)[key])
+        found.append(self._initial(self.flat.count - at)[key])
         return mx.concatenate(found)
 
     def _kept(self, span: Span) -> State:
@@ -370,9 +354,3 @@ class Whole:
 def is_elementwise(optimizer: object) -> bool:
     """Whether it updates each value by what it keeps of that value alone."""
     return type(optimizer) in ELEMENTWISE
-
-
-def as_arrays(tree: object) -> Arrays:
-    """A tree's arrays by their paths, in MLX's order."""
-    flatten: Any = importlib.import_module("mlx.utils").tree_flatten
-    return cast("Arrays", dict(flatten(tree)))
