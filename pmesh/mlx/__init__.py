@@ -1,5 +1,6 @@
-"""What pmesh does for MLX: optimizers whose state is shared out among the ranks."""
+"""What pmesh does for MLX: optimizers, and whole models, that are shared out among the ranks."""
 
+from pmesh.mlx.fully_sharded import Block, FullySharded, fully_shard
 from pmesh.mlx.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["ShardedOptimizer"]
+__all__ = ["Block", "FullySharded", "ShardedOptimizer", "fully_shard"]

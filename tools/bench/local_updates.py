@@ -140,7 +140,7 @@ def train_apart(mesh: pmesh.Mesh, rank: Rank, options: argparse.Namespace) -> No
     local = pmesh.LocalUpdates(
         mesh,
         inner_steps=options.inner_steps,
-        outer=pmesh.Nesterov() if options.nesterov else "average",
+        outer=pmesh.Nesterov(*options.nesterov) if options.nesterov else "average",
         compression=options.compression,
         fragments=options.fragments,
         delayed=options.delayed,
@@ -191,9 +191,9 @@ def report(path: Path) -> None:
     ways: dict[tuple[object, ...], dict[int, float]] = defaultdict(dict)
     keys = ("steps", "rate", "inner_steps", "compression", "fragments", "delayed", "nesterov")
     for each in runs:
-        ways[tuple(each[key] for key in keys)][each["seed"]] = each["loss"]
+        ways[tuple(str(each[key] or "") for key in keys)][each["seed"]] = each["loss"]
     for way, losses in ways.items():
-        plain = ways.get((*way[:2], None, None, 1, False, False), {})
+        plain = ways.get((*way[:2], "", "", "1", "", ""), {})
         ratios = [losses[seed] / plain[seed] for seed in losses if seed in plain]
         shown = ", ".join(f"{key} {value}" for key, value in zip(keys, way, strict=True) if value)
         mean = f"{statistics.fmean(ratios):.4f} times synchronous" if ratios else ""
@@ -209,7 +209,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--compression")
     parser.add_argument("--fragments", type=int, default=1)
     parser.add_argument("--delayed", action="store_true")
-    parser.add_argument("--nesterov", action="store_true")
+    parser.add_argument("--nesterov", type=float, nargs=2, help="the outer rate and momentum")
     parser.add_argument("--report", type=Path, help="print what the runs in this file say")
     options = parser.parse_args(argv)
     if options.report:
