@@ -62,8 +62,8 @@ def fully_shard(
 
     Args:
         blocks: in the order in which they are computed: modules of `mlx.nn` that take one array and
-            return one, or `Block`s. All ranks have the same weights in them, or those of rank r
-            count for the r-th part. They are empty afterwards.
+            return one, or `Block` objects. All ranks must have the same weights in them; the
+            modules are empty afterwards.
         mesh: this rank's.
         timeout_s: for each op.
 
