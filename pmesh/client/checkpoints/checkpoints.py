@@ -113,6 +113,11 @@ class Checkpoints:
     def __repr__(self) -> str:
         return f"<Checkpoints in {self._folder}>"
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether this rank still writes its share of a save."""
+        return self._under_way is not None and not self._under_way.done()
+
     def save(self, state: object, step: int, *, own: object = None, copy: bool = True) -> bool:
         """Save a state if it is time; the ranks agree on whether it is.
 
@@ -222,8 +227,7 @@ class Checkpoints:
 
     def _is_due(self, every_s: float) -> bool:
         """Whether no rank still writes, and for some rank the time has come; one small op."""
-        idle = self._under_way is None or self._under_way.done()
-        ages = np.array([idle, self._began - time.monotonic()])
+        ages = np.array([not self.is_saving, self._began - time.monotonic()])
         all_idle, oldest = self._mesh.all_reduce(ages, "min")
         return bool(all_idle) and -float(oldest) >= every_s
 
