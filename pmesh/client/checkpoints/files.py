@@ -78,6 +78,8 @@ def write_save(
         _write_file(save / manifest_name(manifest.rank, size), [text], disk)
         _flush_directory(folder)
     except OSError as e:
+        if not list(save.glob("rank-*.json")):
+            shutil.rmtree(save, ignore_errors=True)  # else each attempt fills the disk a bit more
         cure = "free some space" if e.errno in _TOO_FULL else "make it writable"
         raise UsageError(
             f"can't save step {manifest.step} in {save}: {e.strerror}; {cure}, or give Checkpoints "
