@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pmesh.client.calls.point_to_point import ANY
     from pmesh.client.calls.queue import Handle
     from pmesh.client.calls.store import Store
+    from pmesh.client.checkpoints.checkpoints import Checkpoints
     from pmesh.client.collective.bucketed import LastOp
     from pmesh.client.connect import connect
     from pmesh.client.group import Group
@@ -55,6 +56,7 @@ __all__ = [
     "AgentNotRunning",
     "AgentStopped",
     "Auto",
+    "Checkpoints",
     "DeviceMesh",
     "Group",
     "GroupBroken",
@@ -94,6 +96,7 @@ _LATER = MappingProxyType(
             ("Auto", "BF16", "FP16", "INT8", "OneBit", "PowerSGD", "RandomK", "TopK"),
             "pmesh.compression.schemes",
         ),
+        "Checkpoints": "pmesh.client.checkpoints.checkpoints",
         "DeviceMesh": "pmesh.client.mesh",
         "Group": "pmesh.client.group",
         "Handle": "pmesh.client.calls.queue",
