@@ -21,7 +21,7 @@ def apply() -> None:
     # Its own compiled functions stay as they are: none calls us.
     nn, utils = import_module("mlx.nn"), import_module("mlx.nn.utils")
     for name in pmesh.mlx.__all__:
-        if name != "average_gradients":
+        if hasattr(mx.distributed, name):
             setattr(mx.distributed, name, getattr(pmesh.mlx, name))
     native: Callable[..., Any] = utils.average_gradients
     average: Any = functools.wraps(native)(ops.average_gradients)
