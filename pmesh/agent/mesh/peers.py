@@ -24,7 +24,7 @@ from pmesh.agent.mesh.links import (
 )
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.paths import PathKeeper
-from pmesh.agent.mesh.probing import PathBandwidth
+from pmesh.agent.mesh.probing import ProbedPath
 from pmesh.agent.mesh.relays import Relays
 from pmesh.agent.status.events import News
 from pmesh.core.links.addresses import BoundAddress, in_dialling_order
@@ -33,13 +33,13 @@ from pmesh.core.links.paths import MAX_PATHS, Way
 from pmesh.core.wire.link import (
     Address,
     AskResult,
+    ForRanks,
     Hello,
     KnownPeers,
     Leaving,
     LinkMessage,
     OfferLane,
-    P2PLinkMessage,
-    P2PMessage,
+    RanksMessage,
     Relay,
     RestLane,
     Splice,
@@ -85,7 +85,7 @@ class Peers:
         on_offer: Callable[[Member, OfferLane | Splice], None],
         on_rest: Callable[[Member, RestLane], None],
         on_ask: Callable[[AskResult], None],
-        on_p2p: Callable[[Member, P2PMessage], None],
+        on_ranks: Callable[[Member, RanksMessage], None],
         noticed: Callable[[News], None],
         path_failed: PathFailed,
         contain: Contain,
@@ -97,7 +97,7 @@ class Peers:
         self._on_offer = on_offer
         self._on_rest = on_rest
         self._on_ask = on_ask
-        self._on_p2p = on_p2p
+        self._on_ranks = on_ranks
         self._noticed = noticed
         self._path_failed = path_failed
         self._contain = contain
@@ -482,8 +482,8 @@ class Peers:
                 self._on_rest(link.member, message)
             case AskResult():
                 self._on_ask(message)
-            case P2PLinkMessage():
-                self._on_p2p(link.member, message)
+            case ForRanks():
+                self._on_ranks(link.member, message)
             case Relay():
                 self.relays.receive(link, message)
             case Leaving():
@@ -581,10 +581,10 @@ class Peers:
             raise PeerUnreachable(f"this agent has no path to {self.name_of(member)}")
         return (await dial_any(addresses))[0]
 
-    def bandwidths_to(self, member: Member) -> tuple[PathBandwidth, ...]:
-        """Return what is measured of the paths to the member, the one that tensors take first."""
+    def probed_paths_to(self, member: Member) -> tuple[ProbedPath, ...]:
+        """Return what is measured of the paths to the member, the best for tensors first."""
         link = self.links.get(member.node)
-        return () if link is None else tuple(live.bandwidth for live in link.carriers())
+        return () if link is None else link.probed()
 
     def name_of(self, member: Member) -> str:
         seat, link = self.membership.view.seat_of(member), self.links.get(member.node)
