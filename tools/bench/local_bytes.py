@@ -26,6 +26,7 @@ from tools.lab.net import Host, NetLab
 
 RANKS, VALUES, REPEATS, START_S, IDLE_S = 4, 1_044_704, 20, 60.0, 5.0
 INNER_STEPS = (50, 500)
+REST_S, AT_REST_BYTES_PER_S = 120.0, 20_000
 ROOT = Path(__file__).resolve().parents[2]
 COUNTERS = [Path("/sys/class/net/eth0/statistics") / f"{way}_bytes" for way in ("tx", "rx")]
 
@@ -35,12 +36,27 @@ def carried() -> int:
     return sum(int(counter.read_text()) for counter in COUNTERS)
 
 
+def await_rest() -> None:
+    """Wait until agents have measured each other's lines, which they do at first."""
+    deadline = time.monotonic() + REST_S
+    before = carried()
+    while time.monotonic() < deadline:
+        time.sleep(IDLE_S)
+        now = carried()
+        if now - before < AT_REST_BYTES_PER_S * IDLE_S:
+            return
+        before = now
+    raise SystemExit(f"agents still measure lines after {REST_S:.0f} s")
+
+
 def work() -> None:
     """One rank: print what each way took of this host's interface."""
     random = np.random.default_rng()
     found: dict[str, float] = {}
     with pmesh.connect("bytes", RANKS) as mesh:
         gradients = random.normal(size=VALUES).astype(np.float32)
+        await_rest()
+        mesh.barrier(timeout_s=2 * REST_S)
         mesh.average_gradients(gradients)
         before = carried()
         for _ in range(REPEATS):
@@ -66,7 +82,8 @@ def work() -> None:
 
 def start(host: Host, command: list[str], **environment: str) -> "subprocess.Popen[str]":
     settings = {**inherited(), "PYTHONPATH": str(ROOT), **environment}
-    return host.popen(command, env=settings, stdout=subprocess.PIPE)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}  # agents say a lot
+    return host.popen(command, env=settings, **pipes)
 
 
 def measure(folder: Path) -> list[dict[str, float]]:
