@@ -92,7 +92,11 @@ def evaluate_in_groups(parameters: Tree, state: Tree) -> None:
     seven times the parameters' bytes instead of four, counting the gradients.
     """
     pairs: list[tuple[Any, Tree]] = []
-    trees.tree_map(lambda *pair: pairs.append(pair), parameters, state)
+
+    def take(parameter: Any, its_state: Tree) -> None:
+        pairs.append((parameter, its_state))
+
+    trees.tree_map(take, parameters, state)
     group: list[Any] = []
     group_bytes = 0
     while pairs:
