@@ -92,7 +92,11 @@ def evaluate_in_groups(parameters: Tree, state: Tree) -> None:
     seven times the parameters' bytes instead of four, counting the gradients.
     """
     pairs: list[tuple[Any, Tree]] = []
-    trees.tree_map(lambda *pair: pairs.append(pair), parameters, state)
+
+    def note(x: Any, its_state: Tree) -> None:
+        pairs.append((x, its_state))
+
+    trees.tree_map(note, parameters, state)
     group: list[Any] = []
     group_bytes = 0
     while pairs:
