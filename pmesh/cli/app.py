@@ -39,6 +39,8 @@ app = App(
 )
 key_app = App(name="key", help="The mesh key: every machine that holds it is a member of the mesh.")
 app.command(key_app)
+checkpoint_app = App(name="checkpoint", help="Look into the folders of pmesh.Checkpoints.")
+app.command(checkpoint_app)
 
 
 @key_app.command
@@ -64,6 +66,45 @@ def set_(
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
     return keys.take(words, home)
+
+
+@checkpoint_app.command(name="list")
+def list_(*folders: Path) -> int:
+    """List the steps that are saved in folders.
+
+    Args:
+        folders: What scripts give to pmesh.Checkpoints; several are looked at together.
+    """
+    from pmesh.cli.checkpoint import list_checkpoints  # noqa: PLC0415 - numpy
+
+    return list_checkpoints(folders)
+
+
+@checkpoint_app.command(name="show")
+def show_arrays(*folders: Path, step: int | None = None) -> int:
+    """Show the arrays of one step.
+
+    Args:
+        folders: What scripts give to pmesh.Checkpoints.
+        step: Which; default the latest that is whole.
+    """
+    from pmesh.cli.checkpoint import show_checkpoint  # noqa: PLC0415 - numpy
+
+    return show_checkpoint(folders, step)
+
+
+@checkpoint_app.command
+def export(*folders: Path, to: Path, step: int | None = None) -> int:
+    """Write one step as one safetensors file.
+
+    Args:
+        folders: What scripts give to pmesh.Checkpoints; together they need all parts.
+        to: The file to write.
+        step: Which; default the latest that is whole.
+    """
+    from pmesh.cli.checkpoint import export_checkpoint  # noqa: PLC0415 - numpy
+
+    return export_checkpoint(folders, to, step)
 
 
 @app.command

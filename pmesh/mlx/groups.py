@@ -14,6 +14,7 @@ from pmesh.client.group import Collectives, ranks_by_color
 from pmesh.client.launched import Launch
 from pmesh.client.mesh import Mesh
 from pmesh.errors import PmeshError, RankLost, UsageError
+from pmesh.ids import TrainerId
 
 _logger = logging.getLogger("pmesh")
 
@@ -46,7 +47,7 @@ class Group:
         self._mesh = mesh
         self._whole = mesh if whole is None and isinstance(mesh, Mesh) else whole
         self._rank = 0 if mesh is None else int(mesh.rank)
-        self._trainers = () if mesh is None else mesh.trainers
+        self._trainers: tuple[TrainerId, ...] = () if mesh is None else mesh.trainers
         self._names = ("this machine",) if mesh is None else mesh.names
         self._sending: list[Handle[None]] = []
         self._warned = False

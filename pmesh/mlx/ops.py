@@ -6,6 +6,7 @@ an `mx.custom_function`, with the vjp and the jvp that MLX has for it.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any, TypeAlias, cast
 
 import mlx.core as mx
@@ -155,9 +156,8 @@ def average_gradients(
     """
     among = group or init()
     if not isinstance(among, Group):
-        from mlx.nn import utils  # noqa: PLC0415 - whose function ours may have replaced
-
-        native = getattr(utils.average_gradients, "__wrapped__", utils.average_gradients)
+        present = import_module("mlx.nn.utils").average_gradients
+        native = getattr(present, "__wrapped__", present)  # ours may have taken its place
         return native(gradients, among, all_reduce_size, communication_stream)
     if among.size() == 1:
         return gradients
@@ -209,9 +209,13 @@ def _function(
     made = group.functions.get(name)
     if made is None:
         forward, vjp, jvp = make(group)
-        custom = mx.custom_function(partial(_run_now, name, forward))
+
+        def filled_jvp(primals: object, tangents: object) -> object:
+            return jvp(_filled(primals, tangents))
+
+        custom: Any = mx.custom_function(partial(_run_now, name, forward))
         custom.vjp(vjp)
-        custom.jvp(lambda x, tangent: jvp(_filled(x, tangent)))
+        custom.jvp(filled_jvp)
         custom.vmap(partial(_refuse_vmap, name))
         made = group.functions[name] = cast("Eager", custom)
     return made
@@ -266,7 +270,7 @@ def _make_gather(group: Group) -> tuple[Eager, Callable[..., Any], Eager]:
 
 def _gathered(group: Group, x: mx.array) -> mx.array:
     group.check_complete("all_gather")
-    rows = x if x.ndim else x.reshape(1)
+    rows = x if x.ndim else cast("Any", x).reshape(1)
     return cast("mx.array", group.run(lambda mesh: mesh.all_gather(rows)))
 
 

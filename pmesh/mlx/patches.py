@@ -3,6 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
@@ -17,14 +18,15 @@ _native_compile = mx.compile
 
 def apply() -> None:
     """Replace `mx.distributed`, `nn.average_gradients` and `mx.compile`; before other imports."""
-    from mlx import nn  # noqa: PLC0415 - its own compiled functions stay as they are: none calls us
-    from mlx.nn import utils  # noqa: PLC0415
-
+    # Its own compiled functions stay as they are: none calls us.
+    nn, utils = import_module("mlx.nn"), import_module("mlx.nn.utils")
     for name in pmesh.mlx.__all__:
-        if name != "average_gradients":
+        if hasattr(mx.distributed, name):
             setattr(mx.distributed, name, getattr(pmesh.mlx, name))
-    average: Any = functools.wraps(utils.average_gradients)(ops.average_gradients)
-    nn.average_gradients = utils.average_gradients = average
+    native: Callable[..., Any] = utils.average_gradients
+    average: Any = functools.wraps(native)(ops.average_gradients)
+    for module in (nn, utils):
+        setattr(module, "average_gradients", average)  # noqa: B010 - a module has no such attribute to type checkers
     mx.compile = compile_what_does_not_wait
 
 
@@ -41,26 +43,36 @@ def compile_what_does_not_wait(
     ranks, a function with captured state, as a training step is, is never traced. Another one runs
     once as it is, and is compiled if it has called no other rank then.
     """
-    compiled: Callable[..., Any] = _native_compile(fun, inputs, outputs, shapeless)
-    captures = inputs is not None or outputs is not None
-    runs_as_it_is: list[bool] = [True] if captures else []
+    return _Function(fun, inputs, outputs, shapeless=shapeless)
 
-    @functools.wraps(fun)
-    def call(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - whatever it takes
+
+class _Function:
+    """What `mx.compile` returns; like MLX's, it does not become a method where it is in a class."""
+
+    def __init__(
+        self, fun: Callable[..., Any], inputs: object, outputs: object, *, shapeless: bool
+    ) -> None:
+        functools.update_wrapper(self, fun)
+        self._fun = fun
+        self._compiled: Callable[..., Any] = _native_compile(fun, inputs, outputs, shapeless)
+        self._captures = inputs is not None or outputs is not None
+        self._runs_as_it_is = self._captures
+        self._has_run = self._captures
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - whatever it takes
         if not is_shared():
-            return compiled(*arguments, **named)
-        if not runs_as_it_is:
+            return self._compiled(*arguments, **named)
+        if not self._has_run:
             before = ops.calls[0]
-            result = fun(*arguments, **named)
-            runs_as_it_is.append(ops.calls[0] > before)
-            if runs_as_it_is[0]:
-                _say_uncompiled(fun)
+            result = self._fun(*arguments, **named)
+            self._has_run, self._runs_as_it_is = True, ops.calls[0] > before
+            if self._runs_as_it_is:
+                _say_uncompiled(self._fun)
             return result
-        if captures:
-            _say_uncompiled(fun)
-        return (fun if runs_as_it_is[0] else compiled)(*arguments, **named)
-
-    return call
+        if self._captures:
+            _say_uncompiled(self._fun)
+        run = self._fun if self._runs_as_it_is else self._compiled
+        return run(*arguments, **named)
 
 
 _said: set[str] = set()

@@ -93,10 +93,10 @@ def evaluate_in_groups(parameters: Tree, state: Tree) -> None:
     """
     pairs: list[tuple[Any, Tree]] = []
 
-    def note(x: Any, its_state: Tree) -> None:
-        pairs.append((x, its_state))
+    def take(parameter: Any, its_state: Tree) -> None:
+        pairs.append((parameter, its_state))
 
-    trees.tree_map(note, parameters, state)
+    trees.tree_map(take, parameters, state)
     group: list[Any] = []
     group_bytes = 0
     while pairs:

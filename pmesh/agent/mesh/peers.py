@@ -33,13 +33,13 @@ from pmesh.core.links.paths import MAX_PATHS, Way
 from pmesh.core.wire.link import (
     Address,
     AskResult,
+    ForRanks,
     Hello,
     KnownPeers,
     Leaving,
     LinkMessage,
     OfferLane,
-    P2PLinkMessage,
-    P2PMessage,
+    RanksMessage,
     Relay,
     RestLane,
     Splice,
@@ -85,7 +85,7 @@ class Peers:
         on_offer: Callable[[Member, OfferLane | Splice], None],
         on_rest: Callable[[Member, RestLane], None],
         on_ask: Callable[[AskResult], None],
-        on_p2p: Callable[[Member, P2PMessage], None],
+        on_ranks: Callable[[Member, RanksMessage], None],
         noticed: Callable[[News], None],
         path_failed: PathFailed,
         contain: Contain,
@@ -97,7 +97,7 @@ class Peers:
         self._on_offer = on_offer
         self._on_rest = on_rest
         self._on_ask = on_ask
-        self._on_p2p = on_p2p
+        self._on_ranks = on_ranks
         self._noticed = noticed
         self._path_failed = path_failed
         self._contain = contain
@@ -482,8 +482,8 @@ class Peers:
                 self._on_rest(link.member, message)
             case AskResult():
                 self._on_ask(message)
-            case P2PLinkMessage():
-                self._on_p2p(link.member, message)
+            case ForRanks():
+                self._on_ranks(link.member, message)
             case Relay():
                 self.relays.receive(link, message)
             case Leaving():

@@ -45,7 +45,8 @@ def to_raw(x: object, where: str) -> RawArray:
     """An evaluated array as its bytes."""
     del where  # there is none that has no bytes
     array = cast("mx.array", x)
-    viewed = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    # A view in any case: `x += 1` frees or overwrites the memory of x, unless another array has it.
+    viewed = array.view(mx.uint16 if array.dtype == mx.bfloat16 else array.dtype)
     values = np.ascontiguousarray(cast("Values", np.array(viewed, copy=False))).reshape(-1)
     return RawArray(
         library="mlx",
