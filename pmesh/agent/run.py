@@ -256,7 +256,7 @@ class Agent:
             installed=self._installed,
             noticed=self._event_log.note,
             led_astray=lambda: self.begin_anew("a member raised our epoch counter too far"),
-            probing=Probing(self.peers.bandwidths_to),
+            probing=Probing(self.peers.probed_paths_to),
         )
         self.peers.membership = self.jobs.membership = self.membership
         self.jobs.rendezvous = LaneRendezvous(self._me, self.peers, nursery, secrets.token_bytes)

@@ -202,12 +202,20 @@ class _Taking:
         return dict.fromkeys(self.case.turns, Order(what="train", times=self.case.steps))
 
     def _take_turn(self, name: str, order: Order) -> Turn:
-        sent = self.place.sent_bytes() if self.case.is_compression else 0
+        sent = self._sent_bytes() if self.case.is_compression else 0
         answers = self._ask(name, order)
         if self.case.is_compression:
-            sent = self.place.sent_bytes() - sent
+            sent = self._sent_bytes() - sent
         turn = turn_of(order, answers)
         return replace(turn, wire_bytes=round(sent / self.place.ranks / turn.calls))
+
+    def _sent_bytes(self) -> int:
+        """By all hosts, at their interfaces, without what agents tell each other.
+
+        Their probes of the bandwidth, a few MB after the start, would be most of a short turn.
+        """
+        control = sum(agent["control_sent_bytes"] for agent in self.running[PMESH].traffic())
+        return self.place.sent_bytes() - control
 
 
 def turn_of(order: Order, answers: Sequence[Answer]) -> Turn:

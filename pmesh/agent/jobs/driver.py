@@ -141,10 +141,10 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
             self.reevaluate()
 
     def _note_bandwidths(self, rank: LocalRank) -> None:
-        for sender, mbit_s in rank.lanes.measure_mbit_s():
+        for sender, hosts, mbit_s in rank.lanes.measure_mbit_s():
             trainer = rank.roster.trainer(sender)
             if trainer is not None and trainer.member != self.me:
-                self.membership.probing.note(trainer.member, mbit_s)
+                self.membership.probing.note(trainer.member, hosts, mbit_s)
 
     def _patience_s(self, rank: LocalRank) -> float:
         """How long the peer at the slower of the two edges may be silent before it is gone."""

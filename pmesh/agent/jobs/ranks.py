@@ -12,7 +12,7 @@ from pmesh.core.jobs.rank import Fence, RankState
 from pmesh.core.values import Roster, Trainer, Verdict
 from pmesh.core.wire.link import Call, KnownPrimary
 from pmesh.ids import OpNumber, TrainerId
-from pmesh.net.lanes.lane import Lane
+from pmesh.net.lanes.lane import Lane, Pace
 from pmesh.net.lanes.ring import RingPosition
 from pmesh.net.local.arena_pools import SessionArenas
 from pmesh.net.local.arenas import Arena
@@ -233,8 +233,8 @@ class RankLanes:
         self._roster = roster
         self._offered: set[TrainerId] = set()
         self._open: dict[LaneEnd, Lane] = {}
-        self._paced: dict[LaneEnd, tuple[int, float]] = {}
-        """What was known of `Lane.paced` at the last measurement."""
+        self._paces: dict[LaneEnd, dict[tuple[str, str], Pace]] = {}
+        """`Lane.paces` as they were at the last measurement of each connection."""
         self._asked: dict[TrainerId, trio.Event] = {}
         """Receivers that are to answer whether the lane to them may rest."""
         self._carrying: set[Lane] = set()
@@ -284,14 +284,21 @@ class RankLanes:
         ends = sorted(self._open, key=lambda end: not end.sending)
         return tuple(self._open[end] for end in ends)
 
-    def measure_mbit_s(self) -> Iterator[tuple[TrainerId, float]]:
-        """Yield how fast data have come since the last call, where they were enough to say."""
+    def measure_mbit_s(self) -> Iterator[tuple[TrainerId, tuple[str, str], float]]:
+        """Yield how fast data have come since the last call, where they were enough to say.
+
+        For each connection: who has sent them, between which addresses (ours first), and Mbit/s.
+        """
         for end, lane in self._open.items():
-            (nbytes, took_s), earlier = lane.paced, self._paced.get(end, (0, 0.0))
-            count, waited_s = nbytes - earlier[0], took_s - earlier[1]
-            if not end.sending and count >= MEASURED_BYTES and waited_s > 0:
-                self._paced[end] = nbytes, took_s
-                yield end.edge.sender, 8 * count / waited_s / 1e6
+            if end.sending:
+                continue
+            earlier = self._paces.setdefault(end, {})
+            for hosts, pace in tuple(lane.paces.items()):  # a thread may add to them
+                before = earlier.get(hosts, Pace())
+                count, waited_s = pace.nbytes - before.nbytes, pace.took_s - before.took_s
+                if count >= MEASURED_BYTES and waited_s > 0:
+                    earlier[hosts] = pace
+                    yield end.edge.sender, hosts, 8 * count / waited_s / 1e6
 
     def follow(self, roster: Roster) -> None:
         """Another roster is in force. If ranks are lost, keep the lanes between those that stay.
@@ -299,7 +306,7 @@ class RankLanes:
         V4: what is late on them has a lower number, and is dropped. They stay as fast as they were,
         and nobody waits for new ones. Any other roster may have been made because a lane broke.
         """
-        before, kept, paced = self._roster, dict[LaneEnd, Lane](), self._paced
+        before, kept, paces = self._roster, dict[LaneEnd, Lane](), self._paces
         is_loss = set(roster.ids) < set(before.ids)
         for end, lane in list(self._open.items()) if is_loss else ():
             peer = end.edge.receiver if end.sending else end.edge.sender
@@ -311,8 +318,8 @@ class RankLanes:
         for end, lane in kept.items():
             renamed = end._replace(edge=self.edge(end.edge.sender, end.edge.receiver))
             self._open[renamed] = lane
-            if end in paced:
-                self._paced[renamed] = paced[end]
+            if end in paces:
+                self._paces[renamed] = paces[end]
             if end.sending:
                 self._offered.add(end.edge.receiver)
 
@@ -322,7 +329,7 @@ class RankLanes:
             self.count(lane)
             lane.close()
         self._open.clear()
-        self._paced = {}
+        self._paces = {}
         self._offered.clear()
         for asked in self._asked.values():
             asked.set()

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import trio
 
-from pmesh.agent.mesh.probing import PathBandwidth
+from pmesh.agent.mesh.probing import PathBandwidth, ProbedPath
 from pmesh.core.links import health, paths
 from pmesh.core.links.addresses import BoundAddress, LocalAddress, interface_of
 from pmesh.core.links.delivery import Delivery, Packet
@@ -351,9 +351,19 @@ class Link:
 
     def spread(self) -> tuple[Carrier, ...]:
         """Return the paths over which a lane goes at once, the best first: only direct ones."""
+        return tuple(self._carrier(self.paths[key]) for key in self._spread_keys())
+
+    def _spread_keys(self) -> tuple[PathKey, ...]:
         direct = [state for state in self.states() if state.kind != paths.RELAYED]
-        keys = paths.spread(direct, self._current_key, now=trio.current_time())
-        return tuple(self._carrier(self.paths[key]) for key in keys)
+        return paths.spread(direct, self._current_key, now=trio.current_time())
+
+    def probed(self) -> tuple[ProbedPath, ...]:
+        """Return what is measured of the paths for tensors, the best first."""
+        carriers, used = self.carriers(), self._spread_keys()
+        return tuple(
+            ProbedPath(live.bandwidth, live.hosts, in_use=live is carriers[0] or live.key in used)
+            for live in carriers
+        )
 
     def _carrier(self, live: LivePath) -> Carrier:
         bytes_per_s = (live.mbit_s or live.speed_mbit_s) * 1e6 / 8 or UNKNOWN_BYTES_PER_S

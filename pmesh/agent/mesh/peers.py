@@ -24,7 +24,7 @@ from pmesh.agent.mesh.links import (
 )
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.paths import PathKeeper
-from pmesh.agent.mesh.probing import PathBandwidth
+from pmesh.agent.mesh.probing import ProbedPath
 from pmesh.agent.mesh.relays import Relays
 from pmesh.agent.status.events import News
 from pmesh.core.links.addresses import BoundAddress, in_dialling_order
@@ -581,10 +581,10 @@ class Peers:
             raise PeerUnreachable(f"this agent has no path to {self.name_of(member)}")
         return (await dial_any(addresses))[0]
 
-    def bandwidths_to(self, member: Member) -> tuple[PathBandwidth, ...]:
-        """Return what is measured of the paths to the member, the one that tensors take first."""
+    def probed_paths_to(self, member: Member) -> tuple[ProbedPath, ...]:
+        """Return what is measured of the paths to the member, the best for tensors first."""
         link = self.links.get(member.node)
-        return () if link is None else tuple(live.bandwidth for live in link.carriers())
+        return () if link is None else link.probed()
 
     def name_of(self, member: Member) -> str:
         seat, link = self.membership.view.seat_of(member), self.links.get(member.node)

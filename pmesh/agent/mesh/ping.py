@@ -109,11 +109,14 @@ def _is_beside_the_point(way: Way, answered: Iterable[PathKey]) -> bool:
 
 
 def _with_facts(tried: WayTried, live: LivePath) -> WayTried:
-    there = live.path.remote_address if live.dialled is None else live.dialled[0]
+    address = ""  # of one that is relayed, the peer's end has none
+    if live.relay is None:
+        there = live.path.remote_address if live.dialled is None else live.dialled[0]
+        address = tried.address or str(there)
     return msgspec.structs.replace(
         tried,
         kind=live.kind,
-        address=tried.address or str(there),
+        address=address,
         speed_mbit_s=live.speed_mbit_s,
         mbit_s=live.mbit_s,
     )

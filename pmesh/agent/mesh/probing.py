@@ -10,6 +10,8 @@ longer than all others says little, and is repeated with more bytes.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
 import trio
 
@@ -142,31 +144,46 @@ class PathBandwidth:
                 self._end_series()
 
 
+class ProbedPath(NamedTuple):
+    """A path to a peer, and what is measured of it."""
+
+    bandwidth: PathBandwidth
+    hosts: tuple[AbstractSet[str], AbstractSet[str]]
+    """The addresses of its two interfaces, ours first."""
+    in_use: bool
+    """Tensors take it, perhaps with others."""
+
+
 class Probing:
     """What one agent measures of the paths from its peers.
 
     Args:
-        paths_to: Returns the paths to a peer, the one that tensors take first.
+        paths_to: Returns the paths to a peer, the best for tensors first.
     """
 
-    def __init__(self, paths_to: Callable[[Member], Sequence[PathBandwidth]]) -> None:
+    def __init__(self, paths_to: Callable[[Member], Sequence[ProbedPath]]) -> None:
         self._paths_to = paths_to
         self._known_mbit_s: dict[Member, int] = {}
 
     def settled_mbit_s(self, member: Member) -> int:
         """Return the settled bandwidth from a peer; 0 while it is unknown.
 
-        It is that of the path that tensors take, or of the one before until it is measured.
+        It is that of all paths that tensors take, or of those before until one is measured.
         """
-        for path in self._paths_to(member)[:1]:
-            if path.settled_mbit_s:
-                self._known_mbit_s[member] = path.settled_mbit_s
+        used = (path.bandwidth for path in self._paths_to(member) if path.in_use)
+        if known := sum(bandwidth.settled_mbit_s for bandwidth in used):
+            self._known_mbit_s[member] = known
         return self._known_mbit_s.get(member, 0)
 
-    def note(self, member: Member, mbit_s: float) -> None:
-        """Add what the data of lanes have shown."""
-        for path in self._paths_to(member)[:1]:
-            path.note(mbit_s, "data")
+    def note(self, member: Member, hosts: tuple[str, str], mbit_s: float) -> None:
+        """Add what the data of a lane have shown of the path between these addresses.
+
+        What came between others, as through a translation of addresses, is said of the best path.
+        """
+        known, (here, there) = self._paths_to(member), hosts
+        between = (path for path in known if here in path.hosts[0] and there in path.hosts[1])
+        for path in (*between, *known)[:1]:
+            path.bandwidth.note(mbit_s, "data")
 
     def forget(self, member: Member) -> None:
         """The peer is gone."""
@@ -182,9 +199,10 @@ class Probing:
         """
         due: list[tuple[float, int, PathBandwidth]] = []
         for member in members:
-            for place, path in enumerate(self._paths_to(member)):
-                due_at = path.due_at(in_use=place == 0)
-                if due_at <= trio.current_time() and (place or member not in following):
-                    due.append((due_at, len(due), path))
+            for path in self._paths_to(member):
+                due_at = path.bandwidth.due_at(in_use=path.in_use)
+                is_filled = path.in_use and member in following
+                if due_at <= trio.current_time() and not is_filled:
+                    due.append((due_at, len(due), path.bandwidth))
         if due:
             min(due)[-1].ask()

@@ -17,10 +17,10 @@ import contextlib
 import select
 import socket
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from collections.abc import Set as AbstractSet
 from enum import Enum, auto
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import trio
 
@@ -76,6 +76,13 @@ Steps: TypeAlias = Generator[Wait, None, None]
 """Goes on when what it has yielded has come true, or perhaps has; may be closed at any yield."""
 
 
+class Pace(NamedTuple):
+    """How much data took how long."""
+
+    nbytes: int = 0
+    took_s: float = 0.0
+
+
 class Lane:
     """One end of a lane. It owns its socket."""
 
@@ -106,9 +113,9 @@ class Lane:
         """Records of a lower roster, which came too late (V4)."""
         self.peer_completed = -1
         """How far the peer had come when it sent its last record (O2)."""
-        self.paced = 0, 0.0
-        """Bytes that this end has waited for in the middle of records, and for how many seconds.
-        The peer had them ready, so they came as fast as the network allowed."""
+        self.paces: dict[tuple[str, str], Pace] = {}
+        """What has come while this end waited in the middle of a record, by the `hosts` between
+        which it came. The peer had it ready, so it came as fast as the network allowed."""
         self._roster = offer.number
         self._socket = sock
         self._closed = trio.Event()
@@ -264,15 +271,18 @@ class Lane:
         before, began = self._filled, time.monotonic()  # nothing more is there, and more will come
         if (yield from self._fill(end, end)):
             waited = True
-            self._note_pace(end - before, time.monotonic() - began)
+            self._note_paces({self.hosts: end - before}, time.monotonic() - began)
         self._open(end, into)
         self.peer_completed = header.completed
         if not waited:
             yield Wait.TURN
 
-    def _note_pace(self, nbytes: int, took_s: float) -> None:
-        if nbytes >= WAKE_UP_BYTES:
-            self.paced = self.paced[0] + nbytes, self.paced[1] + took_s
+    def _note_paces(self, came: Mapping[tuple[str, str], int], took_s: float) -> None:
+        if sum(came.values()) < WAKE_UP_BYTES:
+            return  # too little to tell
+        for hosts, nbytes in came.items():
+            before = self.paces.get(hosts, Pace())
+            self.paces[hosts] = Pace(before.nbytes + nbytes, before.took_s + took_s)
 
     def _refuse(self, header: RecordHeader, expected: RecordHeader) -> Steps:
         """Drop a record that comes too late; raise for any other that is not the expected one."""

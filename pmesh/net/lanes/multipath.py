@@ -12,7 +12,8 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections import Counter
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -69,6 +70,7 @@ class _Subflow:
     )
     frame: memoryview = field(default_factory=lambda: memoryview(b""))
     filled: int = 0
+    bytes_read: int = 0
     asked: int = 1
     interest: int = selectors.EVENT_READ
 
@@ -396,7 +398,7 @@ class MultipathLane(Lane):
         """Receive until the next record is there, whole; True if that took a wait."""
         del enough, limit
         waited = all_flow = False
-        before, began = 0, 0.0
+        before, began = dict[int, int](), 0.0
         while True:
             with self._lock:
                 frame = self._receives.first
@@ -408,16 +410,26 @@ class MultipathLane(Lane):
                 if frame is None and not waited:
                     flowing = [bool(subflow.frame) for subflow in self._subflows.values()]
                     all_flow = bool(flowing) and all(flowing)
-                    before, began = self.bytes_received, time.monotonic()
+                    before = {s.index: s.bytes_read for s in self._subflows.values()}
+                    began = time.monotonic()
             if frame is not None:
                 if all_flow:
-                    self._note_pace(self.bytes_received - before, time.monotonic() - began)
+                    self._note_paces(self._came_since(before), time.monotonic() - began)
                 self._in = frame[core.NUMBER_BYTES :]
                 self._filled = len(self._in)
                 return waited
             self.check_open()
             waited = True
             yield Wait.READABLE
+
+    def _came_since(self, before: Mapping[int, int]) -> Counter[tuple[str, str]]:
+        """Bytes by path, on which there may be several connections."""
+        came = Counter[tuple[str, str]]()
+        with self._lock:
+            for subflow in self._subflows.values():
+                if subflow.index in before:
+                    came[subflow.hosts] += subflow.bytes_read - before[subflow.index]
+        return came
 
     def _read(self, subflow: _Subflow) -> None:
         """One record, or as much of it as is there."""
@@ -439,6 +451,7 @@ class MultipathLane(Lane):
         if not count:
             raise ConnectionResetError
         subflow.filled += count
+        subflow.bytes_read += count
         self.bytes_received += count
         self._receives.read(subflow.index, count)
         if begins and subflow.filled == core.FRAME_HEADER_BYTES:

@@ -9,9 +9,10 @@ from trio.testing import MockClock
 from pmesh.agent.mesh.links import Link
 from pmesh.agent.mesh.ping import TRY_S
 from pmesh.core.links.addresses import LocalAddress
-from pmesh.core.links.paths import PathKey, Way
+from pmesh.core.links.paths import RELAYED, PathKey, Way
 from pmesh.core.wire.local import AskPing, Pinged, Refused, WayTried
 from pmesh.errors import PeerUnreachable
+from tests.agent.mesh.test_relays import build_wall, reached_over
 from tests.worlds.trainer import Trainer, until
 from tests.worlds.village import Machine, village
 
@@ -171,3 +172,18 @@ async def test_a_link_between_two_paths_uses_none(clock: MockClock) -> None:
         link._current = None  # noqa: SLF001 - as while V6 dials again
         _, pinged = await ping(one, "mac-1")
         assert pinged == Pinged()
+
+
+async def test_a_relayed_path_has_no_address(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        _, one, other = here.machines
+        await trio.sleep(1)
+        build_wall(one, other)
+        (live,) = link_to(one, other).paths.values()
+        await live.path.aclose()
+        await until(lambda: reached_over(one, other) == reached_over(other, one) == RELAYED)
+        for machine, name in ((one, other.settings.name), (other, one.settings.name)):
+            ways, _ = await ping(machine, name)
+            [relayed] = [way for way in ways if way.kind == RELAYED]
+            assert (relayed.address, relayed.mbit_s) == ("", 0)
+            assert relayed.rtt_ms is not None

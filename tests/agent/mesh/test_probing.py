@@ -13,15 +13,20 @@ from pmesh.agent.mesh.probing import (
     PROBE_EVERY_S,
     PROBES,
     PathBandwidth,
+    ProbedPath,
     Probing,
 )
 from pmesh.core.links.bandwidth import STEADY_S
 from pmesh.core.wire.link import MAX_PROBE_BYTES, AskProbe, Probe
+from pmesh.net.lanes.lane import Pace
 from tests.worlds.builders import BERT, CARA
 from tests.worlds.paths import path_to
 from tests.worlds.trainer import until
 from tests.worlds.village import village
 from tests.worlds.village_ops import reduce_all
+
+UNKNOWN = "", ""
+"""Addresses that no path is known to have."""
 
 
 class Way:
@@ -37,6 +42,11 @@ class Way:
             self._from_anna, lambda: self.settled.append(self.anna.settled_mbit_s)
         )
         self.bert = PathBandwidth(self._from_bert, lambda: None)
+
+    def path(self, hosts: tuple[str, str] = ("", ""), *, in_use: bool = True) -> ProbedPath:
+        """To Anna's agent."""
+        here, there = hosts
+        return ProbedPath(self.anna, ({here}, {there}), in_use)
 
     def _from_anna(self, message: AskProbe | Probe) -> None:
         assert isinstance(message, AskProbe)
@@ -148,7 +158,7 @@ async def test_a_probe_that_never_comes_is_asked_for_again_and_only_one_at_a_tim
 ) -> None:
     del clock
     ways = {BERT: [Way(94)], CARA: [Way(94)]}
-    probing = Probing(lambda member: [way.anna for way in ways[member]])
+    probing = Probing(lambda member: [way.path() for way in ways[member]])
     for _ in range(3):
         probing.ask([BERT, CARA], ())
     assert [len(way.asked) for member in ways for way in ways[member]] == [1, 1]
@@ -174,7 +184,7 @@ async def test_a_path_that_carries_no_tensors_is_probed_when_it_comes_seldom_the
 ) -> None:
     del clock
     used, other = Way(940), Way(94)
-    probing = Probing(lambda _: [used.anna, other.anna])
+    probing = Probing(lambda _: [used.path(), other.path(in_use=False)])
 
     async def pass_time(seconds: float) -> int:
         """Return for how many bytes was asked over the other path."""
@@ -200,21 +210,39 @@ async def test_what_is_known_of_a_peer_is_that_of_the_path_that_tensors_take(
 ) -> None:
     del clock
     ways = [Way(94), Way(940)]
-    probing = Probing(lambda _: [way.anna for way in ways])
-    probing.note(BERT, 94)
+    probing = Probing(lambda _: [way.path(in_use=way is ways[0]) for way in ways])
+    probing.note(BERT, UNKNOWN, 94)
     ways.reverse()
     assert probing.settled_mbit_s(BERT) == 0, "it was never asked while the first was used"
     ways.reverse()
     assert probing.settled_mbit_s(BERT) == 94
     ways.reverse()
     assert probing.settled_mbit_s(BERT) == 94, "until the other is measured"
-    probing.note(BERT, 940)
+    probing.note(BERT, UNKNOWN, 940)
     assert probing.settled_mbit_s(BERT) == 940
     ways.clear()
-    probing.note(BERT, 1)  # its last path has just gone
+    probing.note(BERT, UNKNOWN, 1)  # its last path has just gone
     assert probing.settled_mbit_s(BERT) == 940
     probing.forget(BERT)
     assert probing.settled_mbit_s(BERT) == 0
+
+
+async def test_data_over_several_paths_measure_each_and_the_edge_carries_their_sum(
+    clock: MockClock,
+) -> None:
+    del clock
+    wire, wifi = ("10.0.0.1", "10.0.0.2"), ("10.0.1.1", "10.0.1.2")
+    fast, slow = Way(940), Way(94)
+    probing = Probing(lambda _: [fast.path(wire), slow.path(wifi)])
+    probing.note(BERT, wifi, 94)
+    assert (fast.anna.settled_mbit_s, slow.anna.settled_mbit_s) == (0, 94)
+    probing.note(BERT, wire, 940)
+    assert (fast.anna.settled_mbit_s, slow.anna.settled_mbit_s) == (940, 94)
+    assert probing.settled_mbit_s(BERT) == 940 + 94
+    await trio.sleep(2 * PROBE_EVERY_S)
+    probing.ask([BERT], {BERT})
+    assert not fast.asked
+    assert not slow.asked, "tensors fill it too"
 
 
 async def test_machines_that_train_together_learn_of_every_edge_and_the_others_stay_idle(
@@ -245,7 +273,7 @@ async def test_the_data_of_an_op_measure_the_edge_that_they_come_over(clock: Moc
         path = path_to(*here.machines)
         for nbytes, settled in ((MEASURED_BYTES - 1, 0), (2 * MEASURED_BYTES, 17)):
             path.bandwidth = PathBandwidth(path.path.send, path.ask)
-            lane.paced = nbytes, 1.0
+            lane.paces = {lane.hosts: Pace(nbytes, 1.0)}
             one.jobs.poll()
             assert one.membership.probing.settled_mbit_s(member) == settled
         path.bandwidth = PathBandwidth(path.path.send, path.ask)

@@ -308,7 +308,7 @@ async def test_a_lane_wakes_up_for_a_header_for_much_of_a_body_and_for_its_rest(
         theirs.sendall(data[-300:])
         assert list(steps) == []
     assert into == bytes(range(250)) * 10
-    assert lane.paced == (0, 0.0)  # too little to tell how fast it came
+    assert lane.paces == {}  # too little to tell how fast it came
     lane.close()
 
 
@@ -334,7 +334,7 @@ async def test_what_comes_while_a_record_is_waited_for_shows_the_bandwidth(
                 now += pause_s
                 theirs.sendall(sent[early:])
             list(steps)
-            assert lane.paced == (WAKE_UP_BYTES, 2.0)
+            assert lane.paces == {lane.hosts: (WAKE_UP_BYTES, 2.0)}
     lane.close()
 
 

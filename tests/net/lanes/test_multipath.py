@@ -273,6 +273,24 @@ async def test_how_fast_data_come_is_measured() -> None:
     async with paths_between(1, buffer_bytes=65536) as paths:
         with trio.fail_after(20):
             await move(paths, 0)
-        nbytes, took_s = paths.receiving.paced
+        [(nbytes, took_s)] = paths.receiving.paces.values()
         assert 0 < nbytes <= sum(map(len, BODIES)) + 2**20
         assert took_s > 0
+
+
+async def test_how_fast_data_come_is_measured_for_each_path() -> None:
+    async with paths_between(2, buffer_bytes=65536) as paths, trio.open_nursery() as nursery:
+
+        async def receive() -> None:
+            for segment, body in enumerate(BODIES[:2]):
+                assert await received(paths.receiving, len(body), segment=segment) == body
+
+        for segment, body in enumerate(BODIES[:2]):
+            await paths.sending.send(header(len(body), segment=segment), body)
+        with trio.fail_after(20):
+            nursery.start_soon(receive)
+            await wait_all_tasks_blocked()  # in the middle of a record on both
+            await paths.sending.flush()
+    paces = paths.receiving.paces
+    assert {ours for ours, _ in paces} == {"path-0", "path-1"}
+    assert all(0 < pace.nbytes <= MAX_BODY_BYTES and pace.took_s > 0 for pace in paces.values())
