@@ -1,0 +1,178 @@
+"""Where the ranks of `torch.distributed` come from: a mesh, in the order that torch wants."""
+
+import atexit
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+from types import FrameType
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from pmesh.client.connect import connect
+from pmesh.client.group import Collectives
+from pmesh.client.mesh import Mesh
+from pmesh.errors import PmeshError, UsageError
+from pmesh.torch.options import Options, options_of
+from pmesh.torch.store import MeshStore
+
+_JOIN_S = 300.0  # as `pmesh.connect` waits by default
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The mesh under the default process group."""
+
+    mesh: Mesh
+    order: tuple[int, ...]
+    """For each rank of torch that of the mesh."""
+
+    def of(self, ranks: list[int]) -> Collectives:
+        """The collectives among these ranks of torch; of all of them if there are none named."""
+        named = [self.order[rank] for rank in ranks or range(len(self.order))]
+        if not ranks and named == sorted(named):
+            return self.mesh
+        group = self.mesh.group(named)
+        if group is None:
+            raise UsageError(f"this rank is none of the ranks {ranks}")
+        return group
+
+
+class Worlds:
+    """The world of this process, from the rendezvous to `destroy_process_group`."""
+
+    def __init__(self) -> None:
+        self.current: World | None = None
+        self._waiting: Mesh | None = None
+        self._store: MeshStore | None = None
+        """Kept: of what C++ alone refers to, torch would forget the class."""
+        self._begun = 0
+        atexit.register(self._end_with_the_program)
+
+    def meet(self, options: Options, timeout: timedelta | None) -> tuple[MeshStore, int, int]:
+        """Join the job; returns the store, this rank and how many there are.
+
+        Raises:
+            UsageError: the job runs already, or a group is there.
+            PmeshError: as for `pmesh.connect`.
+        """
+        self.end()
+        self._begun += 1
+        suffix = "" if self._begun == 1 else f".{self._begun}"
+        count = options.ranks()
+        mesh = _connected(options.job_name() + suffix, count, options, timeout)
+        self._waiting = mesh
+        self._store = MeshStore(mesh.store, "torch/")
+        return self._store, mesh.rank, mesh.size
+
+    def begin(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        options: Options,
+        timeout: timedelta | None,
+    ) -> World:
+        """The world of a default group: that of `meet`, or of ranks that torch has given out."""
+        if self._waiting is not None:
+            mesh, self._waiting = self._waiting, None
+            self.current = World(mesh, tuple(range(mesh.size)))
+            return self.current
+        self.end()
+        if rank == 0:
+            store.set("pmesh/job", f"{options.job_name()[:32]}.{secrets.token_hex(6)}")
+        job = store.get("pmesh/job").decode()
+        mesh = _connected(job, size, options, timeout)
+        theirs = mesh.all_gather_object([rank, size])
+        if sorted(theirs) != [[each, size] for each in range(size)]:
+            mesh.close()
+            raise UsageError(
+                f"the ranks do not fit together: they are given as [rank, world_size] {theirs}"
+            )
+        self.current = World(mesh, tuple(theirs.index([each, size]) for each in range(size)))
+        return self.current
+
+    def end(self) -> None:
+        """Leave the job, if there is one."""
+        for mesh in (self._waiting, self.current and self.current.mesh):
+            if mesh is not None:
+                mesh.close()
+        self._waiting = self.current = None
+
+    def _end_with_the_program(self) -> None:
+        """A script that has ended by an exception counts as a crash of its rank."""
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if self.current is not None and error is not None:
+            self.current.mesh.__exit__(type(error), error, None)
+        self.end()
+
+
+WORLDS = Worlds()
+
+
+def _connected(job: str, size: int, options: Options, timeout: timedelta | None) -> Mesh:
+    mesh = connect(
+        job,
+        wait_for=size,
+        timeout_s=min(timeout.total_seconds(), _JOIN_S) if timeout else _JOIN_S,
+        home=options.home,
+        on_loss="raise",
+        quorum=options.quorum,
+    )
+    if mesh.rank < 0 or mesh.size != size:
+        found = "runs already" if mesh.rank < 0 else f"has {mesh.size} ranks, not {size}"
+        mesh.close()
+        raise UsageError(
+            f"the job {job!r} {found}; torch fixes the number of ranks at the start: "
+            "end the job's scripts everywhere, then start all of them"
+        )
+    return mesh
+
+
+def rendezvous_of_mesh(
+    url: str, timeout: timedelta | None = None, **_: object
+) -> Iterator[tuple[Any, int, int]]:
+    """What `init_method="pmesh://"` calls."""
+    del url
+    try:
+        yield WORLDS.meet(options_of(_argument("pg_options")), timeout)
+    except PmeshError as e:
+        raise dist.DistBackendError(f"{type(e).__name__}: {e}") from e
+    raise RuntimeError("pmesh:// can't be initialised twice")
+
+
+def install_rendezvous() -> None:
+    """Let `pmesh://`, and `env://` of the backend `pmesh`, find their ranks in the mesh.
+
+    torch reads RANK, WORLD_SIZE and MASTER_ADDR where neither a store nor an init_method is given.
+    Where the launcher has set them, as torchrun does, they hold for pmesh, too.
+    """
+    module = import_module("torch.distributed.rendezvous")
+    handlers = cast("dict[str, Any]", vars(module)["_rendezvous_handlers"])
+    if "pmesh" in handlers:
+        return
+    of_torch = handlers["env"]
+
+    def env(url: str, **named: Any) -> Iterator[tuple[Any, int, int]]:  # noqa: ANN401
+        given = any(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+        if not given and "?" not in url and "pmesh" in str(_argument("backend")).lower():
+            return rendezvous_of_mesh(url, **named)
+        return cast("Iterator[tuple[Any, int, int]]", of_torch(url, **named))
+
+    handlers["env"] = env
+    handlers["pmesh"] = rendezvous_of_mesh
+
+
+def _argument(name: str) -> object:
+    """An argument of the `init_process_group` that this is called from; None outside of one.
+
+    torch hands a rendezvous neither the backend nor its options.
+    """
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+    while frame is not None and frame.f_code.co_name != "init_process_group":
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get(name)
