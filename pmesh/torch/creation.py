@@ -5,9 +5,8 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
 from pmesh.errors import PmeshError
+from pmesh.torch.library import Store, dist
 from pmesh.torch.options import options_of
 from pmesh.torch.process_group import ProcessGroup
 from pmesh.torch.ranks import WORLDS
@@ -34,7 +33,7 @@ def create(backend_options: Any, pg_options: object) -> ProcessGroup:  # noqa: A
 
 def _group_of(
     ranks: Sequence[int],
-    store: dist.Store,
+    store: Store,
     rank: int,
     size: int,
     *,

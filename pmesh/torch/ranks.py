@@ -1,22 +1,16 @@
 """Where the ranks of `torch.distributed` come from: a mesh, in the order that torch wants."""
 
 import atexit
-import os
 import secrets
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib import import_module
-from types import FrameType
-from typing import Any, cast
-
-import torch.distributed as dist
 
 from pmesh.client.connect import connect
 from pmesh.client.group import Collectives
 from pmesh.client.mesh import Mesh
 from pmesh.errors import PmeshError, UsageError
+from pmesh.torch.library import Store, dist
 from pmesh.torch.options import Options, options_of
 from pmesh.torch.store import MeshStore
 
@@ -71,7 +65,7 @@ class Worlds:
 
     def begin(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         size: int,
         options: Options,
@@ -98,9 +92,10 @@ class Worlds:
 
     def end(self) -> None:
         """Leave the job, if there is one."""
-        for mesh in (self._waiting, self.current and self.current.mesh):
-            if mesh is not None:
-                mesh.close()
+        if self._waiting is not None:
+            self._waiting.close()
+        if self.current is not None:
+            self.current.mesh.close()
         self._waiting = self.current = None
 
     def _end_with_the_program(self) -> None:
@@ -133,46 +128,9 @@ def _connected(job: str, size: int, options: Options, timeout: timedelta | None)
     return mesh
 
 
-def rendezvous_of_mesh(
-    url: str, timeout: timedelta | None = None, **_: object
-) -> Iterator[tuple[Any, int, int]]:
-    """What `init_method="pmesh://"` calls."""
-    del url
+def meet(pg_options: object, timeout: timedelta | None) -> tuple[MeshStore, int, int]:
+    """As `Worlds.meet`; raises DistBackendError with the message of pmesh."""
     try:
-        yield WORLDS.meet(options_of(_argument("pg_options")), timeout)
+        return WORLDS.meet(options_of(pg_options), timeout)
     except PmeshError as e:
         raise dist.DistBackendError(f"{type(e).__name__}: {e}") from e
-    raise RuntimeError("pmesh:// can't be initialised twice")
-
-
-def install_rendezvous() -> None:
-    """Let `pmesh://`, and `env://` of the backend `pmesh`, find their ranks in the mesh.
-
-    torch reads RANK, WORLD_SIZE and MASTER_ADDR where neither a store nor an init_method is given.
-    Where the launcher has set them, as torchrun does, they hold for pmesh, too.
-    """
-    module = import_module("torch.distributed.rendezvous")
-    handlers = cast("dict[str, Any]", vars(module)["_rendezvous_handlers"])
-    if "pmesh" in handlers:
-        return
-    of_torch = handlers["env"]
-
-    def env(url: str, **named: Any) -> Iterator[tuple[Any, int, int]]:  # noqa: ANN401
-        given = any(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
-        if not given and "?" not in url and "pmesh" in str(_argument("backend")).lower():
-            return rendezvous_of_mesh(url, **named)
-        return cast("Iterator[tuple[Any, int, int]]", of_torch(url, **named))
-
-    handlers["env"] = env
-    handlers["pmesh"] = rendezvous_of_mesh
-
-
-def _argument(name: str) -> object:
-    """An argument of the `init_process_group` that this is called from; None outside of one.
-
-    torch hands a rendezvous neither the backend nor its options.
-    """
-    frame: FrameType | None = sys._getframe()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
-    while frame is not None and frame.f_code.co_name != "init_process_group":
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals.get(name)

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-import torch.distributed as dist
-
 from pmesh.errors import UnsupportedArray
+from pmesh.torch.library import dist
 
 _NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _PMESH_OF = {"AVG": "mean", "PRODUCT": "prod"}

@@ -2,18 +2,17 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from pmesh.errors import UnsupportedArray
+from pmesh.torch.library import Tensor, torch
 
 
-def given(x: torch.Tensor) -> torch.Tensor:
+def given(x: Tensor) -> Tensor:
     """The values, outside of autograd; a view of the tensor where it lies so already."""
     check(x)
     return x.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
-def check(x: torch.Tensor) -> None:
+def check(x: Tensor) -> None:
     """Raises UnsupportedArray for a tensor that is more, or less, than its values."""
     if x.layout != torch.strided:
         raise UnsupportedArray(f"the backend 'pmesh' takes dense tensors, not {x.layout}")
@@ -25,7 +24,7 @@ def check(x: torch.Tensor) -> None:
 class Target:
     """A tensor to be written to, and where pmesh writes: itself, or memory on the CPU."""
 
-    def __init__(self, x: torch.Tensor, *, filled: bool = False) -> None:
+    def __init__(self, x: Tensor, *, filled: bool = False) -> None:
         """`filled`: whether the memory is to have the tensor's values."""
         check(x)
         self._tensor = x.detach()
@@ -43,15 +42,15 @@ class Target:
             self._tensor.copy_(self.memory)
 
 
-def targets(xs: Sequence[torch.Tensor]) -> list[Target]:
+def targets(xs: Sequence[Tensor]) -> list[Target]:
     """One for each."""
     return [Target(x) for x in xs]
 
 
-def pieces(x: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+def pieces(x: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """Views of so many values each, one behind the other, of a tensor in one piece."""
     flat = x.reshape(-1)
-    found: list[torch.Tensor] = []
+    found: list[Tensor] = []
     begin = 0
     for count in counts:
         found.append(flat[begin : begin + count])

@@ -4,15 +4,14 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
-import torch.distributed as dist
-
 from pmesh.client.calls.store import Store
 from pmesh.errors import PmeshError
+from pmesh.torch.library import dist
 
 T = TypeVar("T")
 
 
-class MeshStore(dist.Store):
+class MeshStore(dist.Store):  # type: ignore[misc] # torch has no types here
     """Keys and values in the agents of the job: there is no address to type, and no server to lose.
 
     They are linearizable, and stay while any rank of the job is there: see `pmesh.Store`. Calls

@@ -6,19 +6,17 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from pmesh.client.calls.queue import Handle
+from pmesh.torch.library import Tensor, dist, torch
 
 
-class Work(dist.Work):
+class Work(dist.Work):  # type: ignore[misc] # torch has no types here
     """An op that another thread runs, or that has run.
 
     Not one that torch makes of a future: `wait` of that returns True though the future has failed.
     """
 
-    def __init__(self, done: "Future[Any]", tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, done: "Future[Any]", tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self._done = done
         self._tensors = list(tensors)
@@ -49,7 +47,7 @@ class Work(dist.Work):
         """The error of an op that has failed."""
         return self._done.exception() if self.is_completed() else None
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> list[Tensor]:
         """The tensors that were written to; waits for them."""
         self.wait()
         return self._tensors
@@ -89,7 +87,7 @@ class MessageWork(Work):
         self,
         handle: Handle[Any],
         take: Callable[[float | None], Any],
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[Tensor],
     ) -> None:
         """`take` waits for at most that many seconds, and writes what has come to its tensor."""
         super().__init__(Future(), tensors)
