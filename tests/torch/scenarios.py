@@ -324,7 +324,7 @@ SAME: dict[str, Callable[[Path], Result]] = {
 
 
 def main() -> None:
-    backend, rank, folder, *names = sys.argv[1:]
+    rank, folder, backend, *names = sys.argv[1:]
     torch.set_num_threads(1)
     if backend == "gloo":
         file = f"file://{folder}/store"
