@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from pmesh.errors import UnsupportedArray
 from pmesh.torch.library import dist
 
 _NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
@@ -13,7 +12,7 @@ def reduction_of(op: Any) -> tuple[str, object]:  # noqa: ANN401 - torch's Reduc
     """The name of a reduction, and what to multiply by before (None: nothing).
 
     Raises:
-        UnsupportedArray: it is none of `SUM`, `AVG`, `PRODUCT`, `MIN`, `MAX`, `BAND`, `BOR`,
+        ValueError: it is none of `SUM`, `AVG`, `PRODUCT`, `MIN`, `MAX`, `BAND`, `BOR`,
             `BXOR` and `PREMUL_SUM`.
     """
     for name in _NAMES:
@@ -21,4 +20,4 @@ def reduction_of(op: Any) -> tuple[str, object]:  # noqa: ANN401 - torch's Reduc
             return _PMESH_OF.get(name, name.lower()), None
     if op == dist.ReduceOp.PREMUL_SUM:
         return "sum", op.factor
-    raise UnsupportedArray(f"the backend 'pmesh' has no reduction {op}")
+    raise ValueError(f"the backend 'pmesh' has no reduction {op}")

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from pmesh.errors import UnsupportedArray
 from pmesh.torch.library import Tensor, torch
 
 
@@ -13,12 +12,12 @@ def given(x: Tensor) -> Tensor:
 
 
 def check(x: Tensor) -> None:
-    """Raises UnsupportedArray for a tensor that is more, or less, than its values."""
+    """Raises ValueError for a tensor that is more, or less, than its values."""
     if x.layout != torch.strided:
-        raise UnsupportedArray(f"the backend 'pmesh' takes dense tensors, not {x.layout}")
+        raise ValueError(f"the backend 'pmesh' takes dense tensors, not {x.layout}")
     if x.is_quantized or x.device.type == "meta":
         what = "quantized" if x.is_quantized else "of the device 'meta', without data"
-        raise UnsupportedArray(f"the backend 'pmesh' can't move a tensor that is {what}")
+        raise ValueError(f"the backend 'pmesh' can't move a tensor that is {what}")
 
 
 class Target:
