@@ -135,9 +135,9 @@ def work(backend: str, rank: int) -> None:
 
 
 def _outcome(suite: Any, case_class: Any, case: str, backend: str, *, rank: int, file: str) -> str:
-    import unittest  # noqa: PLC0415 - workers only
+    import unittest
 
-    import torch.distributed as dist  # noqa: PLC0415 - torch is optional
+    import torch.distributed as dist
 
     named = any(part in case for part in _NAMED)
     seconds = suite.CUSTOM_PG_TIMEOUT.get(case, CASE_S)
