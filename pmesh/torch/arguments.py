@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from pmesh.torch.library import Tensor, dist, torch
+from pmesh.torch.library import Tensor, TorchOptions, dist, torch
 
 Tensors = Sequence[Tensor]
 
@@ -23,7 +23,7 @@ def options_for(
     given_options = dict(named or {})
     if isinstance(opts, wanted) and not given_options:
         return opts
-    made = opts if isinstance(opts, wanted) else wanted()
+    made: TorchOptions = opts if isinstance(opts, wanted) else wanted()
     if opts is not None and made is not opts:
         given_options["root" if root and isinstance(opts, int) else "op"] = opts
     if timeout is not None:
@@ -48,7 +48,7 @@ def one_of(tensors: Tensor | Tensors, what: str) -> Tensor:
 
 def list_in(lists: Sequence[Any]) -> list[Tensor]:
     """The list of a call for one tensor, which C++ passes as a list of lists."""
-    inner = lists[0] if lists else []
+    inner: Any = lists[0] if lists else []
     return [*lists] if isinstance(inner, torch.Tensor) else [*inner]
 
 

@@ -45,7 +45,7 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         end: Callable[[], None],
     ) -> None:
         """`split` makes a group of some ranks of this one, and `end` leaves it."""
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # pyright: ignore[reportUnknownMemberType]
         self._calls = calls
         self._store = store
         self._timeout_s = timeout.total_seconds()
@@ -78,7 +78,7 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
-        super()._set_group_name(name)
+        super()._set_group_name(name)  # pyright: ignore[reportUnknownMemberType]
 
     def getGroupName(self) -> str:  # noqa: N802 - what C++ calls
         """By which functional collectives find the group."""
@@ -168,7 +168,7 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
             for work in works:
                 work.wait()
 
-        tensors = [tensor for work in works for tensor in work._tensors]  # noqa: SLF001
+        tensors = [tensor for work in works for tensor in work.tensors]
         return Work(Line().submit(wait_for_all) if works else _DONE, tensors)
 
     # --- how ops run

@@ -100,7 +100,9 @@ class Worlds:
 
     def _end_with_the_program(self) -> None:
         """A script that has ended by an exception counts as a crash of its rank."""
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        error: BaseException | None = getattr(sys, "last_exc", None) or getattr(
+            sys, "last_value", None
+        )
         if self.current is not None and error is not None:
             self.current.mesh.__exit__(type(error), error, None)
         self.end()

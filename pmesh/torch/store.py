@@ -20,7 +20,7 @@ class MeshStore(dist.Store):  # type: ignore[misc] # torch has no types here
 
     def __init__(self, store: Store, prefix: str = "") -> None:
         """`prefix` is put before every key."""
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self._store = store
         self._prefix = prefix
 

@@ -17,9 +17,9 @@ class Work(dist.Work):  # type: ignore[misc] # torch has no types here
     """
 
     def __init__(self, done: "Future[Any]", tensors: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self._done = done
-        self._tensors = list(tensors)
+        self.tensors = list(tensors)
         self._lock = threading.RLock()
         self._future: Any = None
 
@@ -50,7 +50,7 @@ class Work(dist.Work):  # type: ignore[misc] # torch has no types here
     def result(self) -> list[Tensor]:
         """The tensors that were written to; waits for them."""
         self.wait()
-        return self._tensors
+        return self.tensors
 
     def source_rank(self) -> int:
         """The rank in its group that a message has come from."""
@@ -64,7 +64,7 @@ class Work(dist.Work):  # type: ignore[misc] # torch has no types here
         with self._lock:
             if self._future is not None:
                 return self._future
-            devices = {t.device for t in self._tensors if t.device.type == "cuda"}
+            devices = {t.device for t in self.tensors if t.device.type == "cuda"}
             self._future = torch.futures.Future(devices=list(devices))
         self._done.add_done_callback(self._pass_on)
         return self._future
@@ -75,7 +75,7 @@ class Work(dist.Work):  # type: ignore[misc] # torch has no types here
                 return
             error = done.exception()
             if error is None:
-                self._future.set_result(self._tensors)
+                self._future.set_result(self.tensors)
             else:
                 self._future.set_exception(error)
 

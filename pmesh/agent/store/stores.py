@@ -13,7 +13,7 @@ import xxhash
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.core.store.pipe import WINDOW_BYTES, Part, Pipe
 from pmesh.core.store.replica import Keepers, Output, Replica, Send
-from pmesh.core.values import Roster, Verdict
+from pmesh.core.values import MAX_MEMBERS, Roster, Verdict
 from pmesh.core.wire.link import MAX_STORE_PART_BYTES, StorePart
 from pmesh.core.wire.store import Answer, Command, Get, Wait
 from pmesh.errors import PmeshError
@@ -78,7 +78,7 @@ class _Store:
             return
         came = Part(part.offset, part.read, part.data)
         for message in pipe.receive_untrusted(came, now=trio.current_time()):
-            self._carry_out(self._replica.receive(member, message))
+            self._carry_out(self._replica.receive_untrusted(member, message))
         self._send_parts()
 
     async def call(self, rank: LocalRank, command: Command, timeout_s: float) -> Answer | None:
@@ -163,7 +163,7 @@ class Stores:
         early, self._early = self._early, {}
         for member, parts in early.items():
             for part in parts:
-                self.receive(member, part)
+                self._deliver(member, part)
 
     def poll(self) -> None:
         """With each heartbeat."""
@@ -172,11 +172,18 @@ class Stores:
 
     def receive(self, member: Member, part: StorePart) -> None:
         """Handle a message of another agent; one that precedes its view here waits for that."""
+        if self._deliver(member, part):
+            return
+        if member in self._early or len(self._early) < MAX_MEMBERS:
+            self._early.setdefault(member, deque(maxlen=MAX_EARLY)).append(part)
+
+    def _deliver(self, member: Member, part: StorePart) -> bool:
+        """Return False if no roster that is in force here is the part's."""
         for (job, _), store in self._stores.items():
             if (job, store.number) == (part.job, part.roster):
                 store.receive(member, part)
-                return
-        self._early.setdefault(member, deque(maxlen=MAX_EARLY)).append(part)
+                return True
+        return False
 
     async def call(self, rank: LocalRank, command: Command, timeout_s: float) -> Answer:
         """Carry out a command of a local rank.

@@ -1,13 +1,16 @@
 """Collectives that write into arrays whose sizes all ranks know beforehand: one op each."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import numpy as np
 
 from pmesh.client.calls.queue import Caller, check_timeout
 from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S, Reduction, named_reduction
-from pmesh.client.collective.bucketed import LastOp, take_apart, written_into
+from pmesh.client.collective.bucketed import (
+    LastOp,
+    is_memory_of,
+    may_be_written,
+    take_apart,
+    written_into,
+)
 from pmesh.client.collective.gather_ops import Block, block_of, check_count, exchange
 from pmesh.client.link.session import Done, TrainerSession
 from pmesh.client.trees.arrays import Leaf, digest, evaluate_mlx
@@ -260,19 +263,14 @@ def _targets(outs: Sequence[object]) -> list[Values]:
     return [_target(out) for out in outs]
 
 
-def _target(out: Any) -> Values:  # noqa: ANN401 - numpy's, or a torch.Tensor, which has no types here
-    if isinstance(out, np.ndarray):
-        whole = bool(out.flags.writeable and out.flags.c_contiguous)
-    else:
-        block = block_of(out)
-        whole = block.head.library == "torch" and out.device.type == "cpu"
-        whole = whole and out.is_contiguous() and not (out.is_neg() or out.is_conj())
-    if not whole:
+def _target(out: object) -> Values:
+    block = block_of(out)
+    if not may_be_written(out) or not is_memory_of(out, block.data):
         raise UnsupportedArray(
             "results are written into numpy arrays and torch tensors on the CPU, "
             "which may be written to and lie in one piece"
         )
-    return block_of(out).data
+    return block.data
 
 
 def _equal_targets(

@@ -5,6 +5,7 @@ from typing import cast
 
 from pmesh.client.calls.queue import check_timeout
 from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
+from pmesh.client.calls.traceback import make_public
 from pmesh.client.link.p2p_session import P2PSession
 from pmesh.core.wire.store import (
     MAX_KEY_BYTES,
@@ -53,7 +54,7 @@ class Store:
         """`attached` returns the trainer's second connection to its agent."""
         self._attached = attached
 
-    def set(self, key: str, value: bytes, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def set(self, key: str, value: bytes | bytearray, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Give the key a value, whatever it had before."""
         self._ask(Set(_key(key), _value(value)), timeout_s)
 
@@ -104,7 +105,9 @@ class Store:
         answer = self._ask(command, timeout_s).value
         return desired if answer is True else cast("bytes | None", answer)
 
-    def append(self, key: str, value: bytes, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def append(
+        self, key: str, value: bytes | bytearray, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
         """Put bytes behind the key's value, or set it to them if it has none."""
         self._ask(Append(_key(key), _value(value)), timeout_s)
 
@@ -117,7 +120,10 @@ class Store:
         return cast("bool", self._ask(Check(_keys(keys)), timeout_s).value)
 
     def keys(self, prefix: str = "", timeout_s: float = DEFAULT_TIMEOUT_S) -> list[str]:
-        """Return all keys that begin with the prefix, in alphabetical order."""
+        """Return all keys that begin with the prefix, in alphabetical order.
+
+        Raises UsageError if they take more than 1 MiB: name a longer prefix.
+        """
         names = cast("tuple[str, ...]", self._ask(Keys(_key(prefix)), timeout_s).value)
         return list(names)
 
@@ -126,6 +132,9 @@ class Store:
         if answer.refused:
             raise UsageError(answer.refused)
         return answer
+
+
+make_public(Store)
 
 
 def _key(key: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator
 
 from pmesh.core.store.table import Table
 from pmesh.core.wire.store import (
+    MAX_STORE_BYTES,
     Answer,
     CopyAnswer,
     CopyBegins,
@@ -13,7 +14,10 @@ from pmesh.core.wire.store import (
     Entry,
     StoreMessage,
 )
+from pmesh.errors import ProtocolError
 from pmesh.ids import TrainerId
+
+MAX_ANSWERS = 64 * 1024  # a trainer waits for few at a time
 
 
 class Copy:
@@ -28,6 +32,7 @@ class Copy:
         self.position = position
         self.answers: dict[TrainerId, dict[int, Answer]] = {}
         self._log = deque[Entry]()
+        self._received_answers = 0
 
     def apply(self, entry: Entry) -> Answer | None:
         """Carry out the next entry; return its answer, None if it has no command."""
@@ -75,9 +80,14 @@ class Copy:
         ]
         return [CopyBegins(self.position), *values, *answers, CopyEnds()]
 
-    def receive(self, part: CopyValue | CopyAnswer) -> None:
-        """Take a part of a whole copy."""
+    def receive_untrusted(self, part: CopyValue | CopyAnswer) -> None:
+        """Take a part of a whole copy. Raises ProtocolError if there are more than a store has."""
         if isinstance(part, CopyValue):
             self.table.put(part.key, part.value)
         else:
             self.answers.setdefault(part.trainer, {})[part.call] = part.answer
+            self._received_answers += 1
+        is_long = isinstance(part, CopyAnswer) and isinstance(part.answer.value, bytes | tuple)
+        too_many = self._received_answers > MAX_ANSWERS or self.table.nbytes > MAX_STORE_BYTES
+        if is_long or too_many:
+            raise ProtocolError("a copy of a store that is larger than any may be")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.link import MAX_STORE_PART_BYTES
 from pmesh.core.wire.store import (
-    MAX_ANSWER_BYTES,
+    MAX_COMMAND_BYTES,
     StoreMessage,
     decode_message_untrusted,
     encode,
@@ -23,7 +23,7 @@ PART_BYTES = MAX_STORE_PART_BYTES
 WINDOW_BYTES = 8 * PART_BYTES  # of the 4 MiB that a link keeps for a peer
 AGAIN_S = 0.4  # longer than most round trips, and doubled each time that nothing comes of it
 SELDOM_S = 5.0
-MAX_FRAME_BYTES = MAX_ANSWER_BYTES + 64 * 1024
+MAX_FRAME_BYTES = 2 * MAX_COMMAND_BYTES  # keys have as many bytes more, with their lengths
 
 
 class Part(NamedTuple):

@@ -10,8 +10,8 @@ Liskov and Cowling, "Viewstamped Replication Revisited" (2012), with all replica
 views already say who is there, so one survivor is enough.
 """
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, assert_never
 
@@ -24,6 +24,7 @@ from pmesh.core.wire.store import (
     Answered,
     Append,
     Ask,
+    Check,
     Command,
     CompareSet,
     CopyAnswer,
@@ -38,11 +39,19 @@ from pmesh.core.wire.store import (
     Report,
     Set,
     StoreMessage,
+    Wait,
 )
+from pmesh.errors import ProtocolError
 from pmesh.ids import Member, TrainerId
 
 MOST_UNDER_WAY_BYTES = 4 * 1024 * 1024
 """The coordinator orders no more while copies lack so much: it bounds what they keep."""
+
+MOST_ASKED_BYTES = 16 * 1024 * 1024
+"""The most that commands of one trainer take which wait at the coordinator: twice what its agent
+lets it have under way."""
+
+_CALL_BYTES = 512  # of a call without its values
 
 _WRITES = (Set, Add, CompareSet, Append, Delete)
 
@@ -99,21 +108,46 @@ class _Coordinator:
         self.have: dict[Member, int] = {}
         """Which entry each other machine has."""
         self.queue = deque[Ask]()
+        self.kept_bytes = Counter[TrainerId]()
+        """What those in `queue` and `parked` take, by trainer."""
         self.parked: dict[str, dict[CallId, Ask]] = {}
         """Calls that wait for a key to be set, by that key."""
         self.unanswered = deque[tuple[Entry, Answer]]()
         """Ordered, and not yet at every copy."""
         self.under_way_bytes = 0
 
+    def put_untrusted(self, asked: Ask) -> None:
+        """Queue a command. Raises ProtocolError if it is one too many for its trainer."""
+        self.queue.append(asked)
+        self.kept_bytes[asked.trainer] += _size(asked.command)
+        if self.kept_bytes[asked.trainer] > MOST_ASKED_BYTES:
+            raise ProtocolError(f"too many store calls of trainer {asked.trainer}")
+
+    def take(self) -> Ask:
+        """Return the first of the queue."""
+        asked = self.queue.popleft()
+        self.kept_bytes[asked.trainer] -= _size(asked.command)
+        return asked
+
     def park(self, key: str, asked: Ask) -> None:
+        """Let it wait for a key."""
+        self.kept_bytes[asked.trainer] += _size(asked.command)
         self.parked.setdefault(key, {})[asked.trainer, asked.call] = asked
 
+    def wake(self, key: str) -> None:
+        """The key has been written: look again at those that wait for it."""
+        self.queue.extend(self.parked.pop(key, {}).values())
+
     def give_up(self, call: CallId) -> None:
-        self.queue = deque(a for a in self.queue if (a.trainer, a.call) != call)
+        found = [asked for asked in self.queue if (asked.trainer, asked.call) == call]
+        for asked in found:
+            self.queue.remove(asked)
         for key in [key for key, parked in self.parked.items() if call in parked]:
-            del self.parked[key][call]
+            found.append(self.parked[key].pop(call))
             if not self.parked[key]:
                 del self.parked[key]
+        for asked in found:
+            self.kept_bytes[asked.trainer] -= _size(asked.command)
 
 
 class Replica:
@@ -161,18 +195,20 @@ class Replica:
         """A rank of this machine makes a call; its calls are numbered in order."""
         open_from = min((c for t, c in self._open if t == trainer), default=call)
         asked = self._open[trainer, call] = Ask(trainer, call, open_from, command)
-        if self._keepers is not None:
-            self._tell_coordinator(asked)
+        self._tell_coordinator(asked)
         return self._done()
 
     def give_up(self, trainer: TrainerId, call: int) -> tuple[Output, ...]:
         """Nobody waits for this call any more; a write may still be carried out."""
-        if self._open.pop((trainer, call), None) is not None and self._keepers is not None:
+        if self._open.pop((trainer, call), None) is not None:
             self._tell_coordinator(GiveUp(trainer, call))
         return self._done()
 
-    def receive(self, sender: Member, message: StoreMessage) -> tuple[Output, ...]:
-        """Another machine of this roster has sent a message under it."""
+    def receive_untrusted(self, sender: Member, message: StoreMessage) -> tuple[Output, ...]:
+        """Another machine of this roster has sent a message under it.
+
+        Raises ProtocolError for more than an honest machine sends.
+        """
         self._handle(sender, message)
         return self._done()
 
@@ -208,7 +244,7 @@ class Replica:
                 self._arriving = Copy(position)
             case CopyValue() | CopyAnswer():
                 if self._arriving is not None:
-                    self._arriving.receive(message)
+                    self._arriving.receive_untrusted(message)
             case CopyEnds():
                 self._take_whole_copy()
             case Answered(trainer, call, answer):
@@ -252,7 +288,7 @@ class Replica:
                 self._compare_reports(lead)
             case Ask(trainer, call):
                 if self._is_at(trainer, sender):
-                    lead.queue.append(message)
+                    lead.put_untrusted(message)
             case GiveUp(trainer, call):
                 if self._is_at(trainer, sender):
                     lead.give_up((trainer, call))
@@ -293,7 +329,7 @@ class Replica:
         if lead is None or copy is None or not lead.orders:
             return
         while self._may_order and lead.queue and lead.under_way_bytes < MOST_UNDER_WAY_BYTES:
-            self._order(lead, copy, lead.queue.popleft())
+            self._order(lead, copy, lead.take())
 
     def _order(self, lead: _Coordinator, copy: Copy, asked: Ask) -> None:
         """Order a command, unless it waits for a key."""
@@ -313,9 +349,9 @@ class Replica:
         for host in lead.have:
             self._tell(host, entry)
         lead.unanswered.append((entry, answer))
-        lead.under_way_bytes += _size(entry)
+        lead.under_way_bytes += _size(entry.command)
         if write is not None:
-            lead.queue.extend(lead.parked.pop(write.key, {}).values())
+            lead.wake(write.key)
         self._answer(lead)
 
     def _answer(self, lead: _Coordinator) -> None:
@@ -325,22 +361,20 @@ class Replica:
         everywhere = min(lead.have.values(), default=self.copy.position)
         while lead.unanswered and lead.unanswered[0][0].position <= everywhere:
             entry, answer = lead.unanswered.popleft()
-            lead.under_way_bytes -= _size(entry)
+            lead.under_way_bytes -= _size(entry.command)
             home = self._keepers.homes[entry.trainer]
             self._tell(home, Answered(entry.trainer, entry.call, answer))
         self.copy.settle(everywhere)
 
 
-def _size(entry: Entry) -> int:
-    """Return about what the entry takes in memory."""
-    return 256 + sum(map(len, _values_of(entry.command)))
-
-
-def _values_of(command: object) -> Iterable[bytes]:
+def _size(command: Command | None) -> int:
+    """Return about what the command takes in memory."""
     match command:
         case Set(_, value) | Append(_, value):
-            return (value,)
+            return _CALL_BYTES + len(value)
         case CompareSet(_, expected, desired):
-            return (expected, desired)
+            return _CALL_BYTES + len(expected) + len(desired)
+        case Wait(keys) | Check(keys):
+            return _CALL_BYTES + sum(map(len, keys))
         case _:
-            return ()
+            return _CALL_BYTES

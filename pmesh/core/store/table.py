@@ -79,9 +79,16 @@ class Table:
             case Check(keys):
                 return Answer(all(key in self.values for key in keys))
             case Keys(prefix):
-                return Answer(tuple(sorted(key for key in self.values if key.startswith(prefix))))
+                return self._keys(prefix)
             case _:
                 assert_never(command)
+
+    def _keys(self, prefix: str) -> Answer:
+        names = tuple(sorted(key for key in self.values if key.startswith(prefix)))
+        if sum(len(name.encode()) for name in names) > MAX_VALUE_BYTES:
+            text = f"{len(names)} keys of the job's store take more than {MAX_VALUE_BYTES} bytes"
+            return Answer(refused=f"{text}: name a longer prefix")
+        return Answer(names)
 
     def put(self, key: str, value: bytes) -> None:
         """Set a value without a check: it comes from a table that has made them."""

@@ -17,7 +17,6 @@ MAX_KEYS = MAX_TRAINERS  # of one call: ranks mostly wait for a key of each
 MAX_COMMAND_BYTES = 2 * MAX_VALUE_BYTES + 64 * 1024  # a compare_set has two values
 MAX_STORE_BYTES = 64 * 1024 * 1024
 KEY_OVERHEAD_BYTES = 128  # what Python needs for a key and its value beside their bytes
-MAX_ANSWER_BYTES = MAX_STORE_BYTES  # all keys, of a store that is full of them
 
 NO_COPY = -1
 
@@ -92,7 +91,7 @@ class Check(_Message, frozen=True, tag=8):
 
 
 class Keys(_Message, frozen=True, tag=9):
-    """Ask for all keys that begin so."""
+    """Ask for all keys that begin so; refused if they take more than a value may."""
 
     prefix: _Key
 
