@@ -36,6 +36,7 @@ _NAMED = ("monitored_barrier", "get_backend", "Backend_enum")
 
 def cases_named(part: str) -> list[str]:
     os.environ.setdefault("BACKEND", "gloo")
+    os.environ.setdefault("WORLD_SIZE", str(RANKS))
     os.environ.setdefault("TEMP_DIR", tempfile.gettempdir())
     base = importlib.import_module(_SUITE).DistributedTest._DistTestBase
     return [name for name in sorted(dir(base)) if name.startswith("test_") and part in name]
@@ -120,6 +121,7 @@ def _read(
 
 def work(backend: str, rank: int) -> None:
     """A rank: for each line of its input one case, for each case one line."""
+    importlib.import_module("pmesh.torch")
     suite: Any = importlib.import_module(_SUITE)
     case_class = type(
         "Case",

@@ -40,6 +40,7 @@ def compression_hook(
         averaged = used.average(flat, gradients, compression)
         return averaged.get_future().then(_flat)
 
+    hook.__annotations__.clear()  # DDP wants its own types there, or none
     return hook
 
 

@@ -1,15 +1,14 @@
 """What torch calls to make a process group of the backend `pmesh`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
-from pmesh.errors import PmeshError
+from pmesh.errors import PmeshError, UsageError
 from pmesh.torch.library import Store, dist
 from pmesh.torch.options import options_of
 from pmesh.torch.process_group import ProcessGroup
-from pmesh.torch.ranks import WORLDS
+from pmesh.torch.ranks import WORLDS, World, world_of
 
 
 def create(backend_options: Any, pg_options: object) -> ProcessGroup:  # noqa: ANN401 - torch's
@@ -26,23 +25,20 @@ def create(backend_options: Any, pg_options: object) -> ProcessGroup:  # noqa: A
     try:
         if not ranks:
             WORLDS.begin(store, rank, size, options, timeout)
-        return _group_of(ranks, store, rank, size, timeout=timeout, name=name)
+        elif WORLDS.current is None:  # the default group is another backend's
+            world = world_of(store, rank, size, options, timeout)
+            return _group_in(world, [], store, rank, timeout=timeout, name=name)
+        if WORLDS.current is None:
+            raise UsageError("the default process group has ended")
+        return _group_in(WORLDS.current, ranks, store, rank, timeout=timeout, name=name)
     except PmeshError as e:
         raise dist.DistBackendError(f"{type(e).__name__}: {e}") from e
 
 
-def _group_of(
-    ranks: Sequence[int],
-    store: Store,
-    rank: int,
-    size: int,
-    *,
-    timeout: timedelta,
-    name: str,
+def _group_in(
+    world: World, ranks: Sequence[int], store: Store, rank: int, *, timeout: timedelta, name: str
 ) -> ProcessGroup:
-    world = WORLDS.current
-    if world is None:
-        raise dist.DistBackendError("the default process group of pmesh has ended")
+    """The group of some ranks of a world, or of all if none is named; it ends with that."""
     calls = world.of(list(ranks))
 
     def split(chosen: Sequence[int]) -> ProcessGroup | None:
@@ -51,7 +47,11 @@ def _group_of(
         named = [ranks[each] if ranks else each for each in chosen]
         prefix = dist.PrefixStore(f"{name}:{named}", store)
         place = list(chosen).index(rank)
-        return _group_of(named, prefix, place, len(named), timeout=timeout, name="")
+        return _group_in(world, named, prefix, place, timeout=timeout, name="")
 
-    end: Callable[[], None] = calls.close if ranks else partial(WORLDS.end)
-    return ProcessGroup(calls, store, rank, size, timeout=timeout, name=name, split=split, end=end)
+    end = calls.close
+    if not ranks:
+        end = WORLDS.end if world is WORLDS.current else world.mesh.close
+    return ProcessGroup(
+        calls, store, rank, calls.size, timeout=timeout, name=name, split=split, end=end
+    )

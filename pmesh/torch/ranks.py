@@ -59,6 +59,10 @@ class Worlds:
         suffix = "" if self._begun == 1 else f".{self._begun}"
         count = options.ranks()
         mesh = _connected(options.job_name() + suffix, count, options, timeout)
+        counts = mesh.all_gather_object(count)
+        if set(counts) != {mesh.size}:
+            mesh.close()
+            raise UsageError(f"{mesh.size} ranks have met, which wait for {counts}: PMESH_WAIT_FOR")
         self._waiting = mesh
         self._store = MeshStore(mesh.store, "torch/")
         return self._store, mesh.rank, mesh.size
@@ -75,19 +79,9 @@ class Worlds:
         if self._waiting is not None:
             mesh, self._waiting = self._waiting, None
             self.current = World(mesh, tuple(range(mesh.size)))
-            return self.current
-        self.end()
-        if rank == 0:
-            store.set("pmesh/job", f"{options.job_name()[:32]}.{secrets.token_hex(6)}")
-        job = store.get("pmesh/job").decode()
-        mesh = _connected(job, size, options, timeout)
-        theirs = mesh.all_gather_object([rank, size])
-        if sorted(theirs) != [[each, size] for each in range(size)]:
-            mesh.close()
-            raise UsageError(
-                f"the ranks do not fit together: they are given as [rank, world_size] {theirs}"
-            )
-        self.current = World(mesh, tuple(theirs.index([each, size]) for each in range(size)))
+        else:
+            self.end()
+            self.current = world_of(store, rank, size, options, timeout)
         return self.current
 
     def end(self) -> None:
@@ -108,6 +102,28 @@ class Worlds:
         self.end()
 
 
+def world_of(
+    store: Store, rank: int, size: int, options: Options, timeout: timedelta | None
+) -> World:
+    """The world of ranks that torch has given out, which meet by a store of torch's.
+
+    Raises:
+        UsageError: the ranks do not fit together.
+        PmeshError: as for `pmesh.connect`.
+    """
+    if rank == 0:
+        store.set("pmesh/job", f"{options.job_name()[:32]}.{secrets.token_hex(6)}")
+    job = store.get("pmesh/job").decode()
+    mesh = _connected(job, size, options, timeout)
+    theirs = mesh.all_gather_object([rank, size])
+    if sorted(theirs) != [[each, mesh.size] for each in range(mesh.size)]:
+        mesh.close()
+        raise UsageError(
+            f"the ranks do not fit together: they are given as [rank, world_size] {theirs}"
+        )
+    return World(mesh, tuple(theirs.index([each, size]) for each in range(size)))
+
+
 WORLDS = Worlds()
 
 
@@ -120,11 +136,10 @@ def _connected(job: str, size: int, options: Options, timeout: timedelta | None)
         on_loss="raise",
         quorum=options.quorum,
     )
-    if mesh.rank < 0 or mesh.size != size:
-        found = "runs already" if mesh.rank < 0 else f"has {mesh.size} ranks, not {size}"
+    if mesh.rank < 0:
         mesh.close()
         raise UsageError(
-            f"the job {job!r} {found}; torch fixes the number of ranks at the start: "
+            f"the job {job!r} runs already; torch fixes the number of ranks at the start: "
             "end the job's scripts everywhere, then start all of them"
         )
     return mesh

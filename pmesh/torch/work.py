@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from pmesh.client.calls.queue import Handle
-from pmesh.torch.library import Tensor, dist, torch
+from pmesh.torch.library import Tensor, TorchFuture, dist, torch
 
 
 class Work(dist.Work):  # type: ignore[misc] # torch has no types here
@@ -21,7 +21,8 @@ class Work(dist.Work):  # type: ignore[misc] # torch has no types here
         self._done = done
         self.tensors = list(tensors)
         self._lock = threading.RLock()
-        self._future: Any = None
+        self._future: TorchFuture = None
+        self._settled: TorchFuture = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the op has ended; raise its error if it has failed."""
@@ -59,25 +60,28 @@ class Work(dist.Work):  # type: ignore[misc] # torch has no types here
 
     _source_rank = source_rank
 
-    def get_future(self) -> Any:  # noqa: ANN401 - torch.futures.Future of a list of tensors
+    def get_future(self) -> TorchFuture:
         """A future that gets the tensors, or the op's error."""
         with self._lock:
             if self._future is not None:
                 return self._future
             devices = {t.device for t in self.tensors if t.device.type == "cuda"}
-            self._future = torch.futures.Future(devices=list(devices))
+            self._settled = torch.futures.Future(devices=list(devices))
+            # Not set_exception: that fails for who asks in Python, but C++, as in DDP, then takes
+            # the exception for the result. What a callback raises is an error there, too.
+            self._future = self._settled.then(self._result_or_error)
         self._done.add_done_callback(self._pass_on)
         return self._future
 
+    def _result_or_error(self, settled: TorchFuture) -> list[Tensor]:
+        del settled
+        self._done.result()
+        return self.tensors
+
     def _pass_on(self, done: "Future[Any]") -> None:
         with self._lock:
-            if self._future is None or self._future.done() or not done.done():
-                return
-            error = done.exception()
-            if error is None:
-                self._future.set_result(self.tensors)
-            else:
-                self._future.set_exception(error)
+            if self._settled is not None and done.done() and not self._settled.done():
+                self._settled.set_result(None)
 
 
 class MessageWork(Work):
@@ -106,7 +110,7 @@ class MessageWork(Work):
             self._settle(None)
         return self._done.done()
 
-    def get_future(self) -> Any:  # noqa: ANN401 - as in Work
+    def get_future(self) -> TorchFuture:
         """A future that gets the tensors, or the error; a thread of its own waits for it."""
         if not self.is_completed():
             threading.Thread(target=self._settle, name="pmesh-message", daemon=True).start()

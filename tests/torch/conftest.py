@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pmesh.testing.simulated_mesh import agent_in_a_thread
+from tools.lab.agents import inherited
 
 collect_ignore_glob: list[str] = []
 if find_spec("torch") is None:
@@ -28,26 +29,22 @@ class Programs:
     home: Path
     folder: Path
 
-    def run(self, module: str, *arguments: str, ranks: int = 3, **environment: str) -> list[int]:
-        """Start a module once for each rank; returns how each has ended."""
-        settings = dict(
-            os.environ,
-            PMESH_HOME=str(self.home),
-            PMESH_WAIT_FOR=str(ranks),
-            OMP_NUM_THREADS="1",
+    def run(
+        self, module: str, function: str, *arguments: str, ranks: int = 3, **environment: str
+    ) -> int:
+        """Call a function of a module as each of so many ranks; returns 0 if all end well."""
+        settings = inherited() | {
+            "PMESH_HOME": str(self.home),
+            "PMESH_WAIT_FOR": str(ranks),
+            "OMP_NUM_THREADS": "1",
             **environment,
-        )
-        command = [sys.executable, "-W", "ignore", "-m", module]
-        running = [
-            subprocess.Popen([*command, str(rank), str(self.folder), *arguments], env=settings)
-            for rank in range(ranks)
-        ]
-        try:
-            return [each.wait(PATIENCE_S) for each in running]
-        finally:
-            for each in running:
-                each.kill()
-                each.wait()
+        }
+        command = [sys.executable, "-W", "ignore", "-m", "tests.torch.start", module, function]
+        with subprocess.Popen([*command, str(ranks), *arguments], env=settings) as started:
+            try:
+                return started.wait(PATIENCE_S)
+            finally:
+                started.kill()
 
 
 @pytest.fixture(scope="session")
@@ -68,8 +65,8 @@ def both(programs: Programs) -> dict[str, list[dict[str, Any]]]:
     for backend in ("gloo", "pmesh"):
         of_backend = Programs(programs.home, programs.folder / backend)
         of_backend.folder.mkdir()
-        ended = of_backend.run("tests.torch.scenarios", backend)
-        assert ended == [0, 0, 0], backend
+        folder = str(of_backend.folder)
+        assert of_backend.run("tests.torch.scenarios", "run_all", folder, backend) == 0, backend
         found[backend] = [
             torch.load(of_backend.folder / f"rank-{rank}.pt", weights_only=False)
             for rank in range(3)

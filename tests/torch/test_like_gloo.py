@@ -13,6 +13,9 @@ Found = dict[str, list[dict[str, Any]]]
 @pytest.mark.parametrize("scenario", SAME)
 def test_a_scenario_gives_what_gloo_gives(both: Found, scenario: str) -> None:
     for rank, (of_gloo, of_pmesh) in enumerate(zip(both["gloo"], both["pmesh"], strict=True)):
+        if scenario == "objects":
+            assert of_pmesh[scenario] == of_gloo[scenario]
+            continue
         # Floats to a sum in another order: gloo adds in its own.
         torch.testing.assert_close(
             of_pmesh[scenario],
