@@ -21,6 +21,8 @@ from pmesh.agent.containment import Containment
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.trainer import serve_trainer
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
+from pmesh.agent.launches.router import Launches
+from pmesh.agent.launches.sessions import serve_launch
 from pmesh.agent.limits import Admission, open_files_limit, plan_files
 from pmesh.agent.mesh.foreign_agents import Strangers
 from pmesh.agent.mesh.foreign_agents import watch as watch_turned_away
@@ -45,6 +47,7 @@ from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
 from pmesh.core.links.addresses import announced_addresses, announced_interfaces
 from pmesh.core.values import View
+from pmesh.core.wire.launches import AskLaunches, EndLaunch, FollowLaunch, Launch
 from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
 from pmesh.core.wire.local import (
     AskEvents,
@@ -134,6 +137,7 @@ class Agent:
     membership: Membership
     jobs: Jobs
     p2p: P2PRouter
+    launches: Launches
 
     def __init__(
         self,
@@ -205,6 +209,7 @@ class Agent:
                 nursery.start_soon(self.peers.targets.run)
                 nursery.start_soon(self.peers.follow_interfaces)
                 nursery.start_soon(self.peers.relays.keep)
+                nursery.start_soon(self.launches.run)
                 nursery.start_soon(self.membership.run)
                 nursery.start_soon(self._tick)
                 nursery.start_soon(self._poll_jobs)
@@ -240,6 +245,7 @@ class Agent:
             on_rest=self.jobs.rest_lane,
             on_ask=self.jobs.results.answer,
             on_p2p=lambda member, message: self.p2p.receive(member, message),  # noqa: PLW0108 - as above
+            on_launch=lambda member, message: self.launches.receive(member, message),  # noqa: PLW0108 - as above
             noticed=self._event_log.add,
             path_failed=self._leave_path,
             contain=self._containment.contain,
@@ -259,6 +265,17 @@ class Agent:
         self.peers.membership = self.jobs.membership = self.membership
         self.jobs.rendezvous = LaneRendezvous(self._me, self.peers, nursery, secrets.token_bytes)
         self.p2p = P2PRouter(self._me, self.jobs.ranks, self.jobs.rendezvous, self.peers.send)
+        self.launches = Launches(
+            self._me,
+            self._settings.name,
+            home=self._settings.home,
+            allow_run=self._settings.allow_run,
+            view=lambda: self.membership.view,
+            links=lambda: self.peers.links,
+            nursery=nursery,
+            noticed=self._event_log.add,
+            launch_ids=lambda: secrets.token_hex(6),
+        )
 
     def _leave_path(
         self, ours: AbstractSet[str], theirs: AbstractSet[str], *, outranked: bool = False
@@ -376,6 +393,9 @@ class Agent:
                 await session.send(Events(encode_events(self._event_log.since(after))))
             case AskPing(name):
                 await self._ping(session, name)
+            case Launch() | FollowLaunch() | AskLaunches() | EndLaunch():
+                session.stay()
+                await serve_launch(session, request, self.launches)
             case StopAgent():
                 session.stay()
                 await session.send(Stopping(os.getpid()))

@@ -1,8 +1,8 @@
 """Control messages between two agents on a link.
 
 They are MessagePack arrays, tagged by a short number; msgspec validates them as it decodes. They
-are handled by `pmesh.core.views.agreement` (views), `pmesh.agent.lanes.rendezvous` (lanes) and
-`pmesh.net.links.path` (Hello).
+are handled by `pmesh.core.views.agreement` (views), `pmesh.agent.lanes.rendezvous` (lanes),
+`pmesh.agent.launches` (launches) and `pmesh.net.links.path` (Hello).
 """
 
 from typing import Annotated, TypeAlias
@@ -23,10 +23,11 @@ from pmesh.core.values import (
     Verdict,
     View,
 )
+from pmesh.core.wire.launches import AnyLaunchMessage
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, Slot
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; more is an attack
 
@@ -523,6 +524,7 @@ LinkMessage: TypeAlias = (
     | KnownPeers
     | Relay
     | Splice
+    | AnyLaunchMessage
 )
 PathMessage: TypeAlias = LinkMessage | Ping | Pong | AskProbe | Probe
 

@@ -10,11 +10,12 @@ import msgspec
 from msgspec import Meta
 
 from pmesh.core.values import Terms, Verdict, View
+from pmesh.core.wire.launches import LaunchReply, LaunchRequest
 from pmesh.core.wire.link import Call, Envelope
 from pmesh.errors import ProtocolError
 from pmesh.ids import PRINTABLE, JobName, OpNumber, TrainerId
 
-SESSION_VERSION = 9
+SESSION_VERSION = 10
 SYNC_VALUES = 8
 """The number of int64 that each rank gives to a `sync`; its result has as many for each rank."""
 
@@ -387,6 +388,7 @@ Request: TypeAlias = (
     | AskEvents
     | AskPing
     | StopAgent
+    | LaunchRequest
 )
 Reply: TypeAlias = (
     Joined
@@ -407,6 +409,7 @@ Reply: TypeAlias = (
     | WayTried
     | Pinged
     | Stopping
+    | LaunchReply
 )
 
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
