@@ -263,8 +263,8 @@ class Launches:
 
     def find(self, text: str) -> StartedHere | PartHere:
         """Return a launch by its id or its job, the latest one. Raises UsageError."""
-        known = [*reversed(self.started.values()), *reversed(self.parts.values())]
-        for launch in known:
+        known: list[StartedHere | PartHere] = [*self.started.values()]
+        for launch in [*reversed(known), *reversed(self.parts.values())]:
             if text in {launch.launch, launch.job}:
                 return launch
         raise UsageError(f"this machine knows no launch {text!r}; 'pmesh ps' lists them")

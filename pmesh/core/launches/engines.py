@@ -7,7 +7,7 @@ mlx: https://ml-explore.github.io/mlx/build/html/usage/distributed.html
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, assert_never
 
 from pmesh.core.wire.launches import Engine, RankPart, Variable
 from pmesh.ids import NodeId
@@ -104,6 +104,8 @@ def _part(run: Run, place: Place, rank: int) -> RankPart:
             variables, files = {"MLX_RANK": str(rank)}, {"MLX_HOSTFILE": _ring_hosts(run)}
         case "jaccl":
             variables, files = _jaccl(run, place, rank), {"MLX_IBV_DEVICES": _rdma_devices(run)}
+        case _:
+            assert_never(run.engine)
     return RankPart(rank, _settings(variables), _settings(files))
 
 

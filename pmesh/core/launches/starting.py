@@ -145,10 +145,10 @@ def machine_lost(launch: Started, node: NodeId, why: str, *, now: float) -> Step
     seat = launch.seat_of(node)
     if seat is None or seat.phase in {"over", "lost"} or launch.phase == "over":
         return Step(launch)
-    launch = _seated(launch, replace(seat, phase="lost", refusal=f"{seat.name} is lost: {why}"))
-    if launch.phase == "asking":
-        return _answered(launch, now=now)
     note = Tell(f"{seat.name} is lost: {why}")
+    if launch.phase == "asking":
+        return _answered(_seated(launch, replace(seat, phase="lost", refusal=note.text)), now=now)
+    launch = _seated(launch, replace(seat, phase="lost"))
     if launch.phase == "running" and not launch.elastic:
         return _fail(replace(launch, code=launch.code or 1), note, now=now)
     return _settle(launch, (note,), now=now)
@@ -231,8 +231,10 @@ def _answered(launch: Started, *, now: float) -> Step:
     refused = [seat.refusal for seat in launch.seats if seat.phase == "lost" and seat.refusal]
     ready = [seat.node for seat in launch.seats if seat.phase == "ready"]
     if launch.phase == "running":  # one that is back
-        notes = tuple(map(Tell, () if ready else refused))
-        return _settle(_begin(launch), (*notes, *map(Begin, ready)), now=now)
+        actions: tuple[Action, ...] = tuple(Begin(node) for node in ready)
+        if not ready:
+            actions = tuple(Tell(refusal) for refusal in refused)
+        return _settle(_begin(launch), actions, now=now)
     if ready and (not refused or launch.generation > 0):
         begun = _begin(replace(launch, phase="running", deadline=None))
         return Step(begun, (*map(Tell, refused), *map(Begin, ready)))
