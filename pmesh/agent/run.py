@@ -274,6 +274,7 @@ class Agent:
             links=lambda: self.peers.links,
             nursery=nursery,
             noticed=self._event_log.add,
+            contain=self._containment.contain,
             launch_ids=lambda: secrets.token_hex(6),
         )
 

@@ -286,8 +286,8 @@ async def _show(
     screen: Screen | None = None
     while True:
         match reply := await agent.receive():
-            case LaunchBegan(launch, job, names):
-                screen = Screen(names)
+            case LaunchBegan(launch, _, names, counts):
+                screen = Screen(names, counts)
                 if isinstance(request, Launch):
                     if request.terms.detach:
                         say(launch)
@@ -298,7 +298,6 @@ async def _show(
                             f"--engine {request.terms.engine}: its data are not encrypted, and go "
                             "around pmesh's own connections"
                         )
-                del job
             case LaunchLines(data) if screen is not None:
                 await trio.to_thread.run_sync(screen.show, data, abandon_on_cancel=True)
             case LaunchInputTaken():
@@ -347,10 +346,10 @@ async def _pass_input_on(agent: AgentStream, taken: trio.MemoryReceiveChannel[No
 class Screen:
     """Prints lines with the names of machines, each in its colour."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], counts: Sequence[int]) -> None:
         self._names = [_printable(name) for name in names]
         self._width = max(map(len, self._names), default=0)
-        self._ranks: dict[int, set[int]] = {}
+        self._counts = counts
         self._colored = {
             stream: stream.isatty() and not os.environ.get("NO_COLOR")
             for stream in (sys.stdout, sys.stderr)
@@ -375,13 +374,8 @@ class Screen:
         name = self._names[line.seat].ljust(self._width)
         if self._colored[stream]:
             name = f"\x1b[{_COLORS[line.seat % len(_COLORS)]}m{name}\x1b[0m"
-        return f"{name} {self._rank(line)}| {text}\n"
-
-    def _rank(self, line: Line) -> str:
-        """Return the rank where a machine has several."""
-        ranks = self._ranks.setdefault(line.seat, set())
-        ranks.add(line.rank)
-        return f"{line.rank} " if len(ranks) > 1 else ""
+        rank = f"{line.rank} " if self._counts[line.seat] > 1 else ""
+        return f"{name} {rank}| {text}\n"
 
 
 def _printable(text: str) -> str:

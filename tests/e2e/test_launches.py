@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -199,3 +201,103 @@ def test_a_detached_launch_goes_on_until_it_is_stopped(fleet: Fleet, ring: list[
     assert not running(marker)
     assert "ended by" not in fleet.pmesh("logs", launch, home=ring[1].home).stderr
     assert "mac-2 | up\n" in fleet.pmesh("logs", launch, home=ring[1].home).stdout
+
+
+GLOO = """
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+total = torch.tensor([10.0 ** dist.get_rank()])
+dist.all_reduce(total)
+print("sum", int(total), flush=True)
+dist.destroy_process_group()
+"""
+
+RING = """
+import mlx.core as mx
+
+group = mx.distributed.init(backend="ring", strict=True)
+total = mx.distributed.all_sum(mx.array([10.0 ** group.rank()]), stream=mx.cpu)
+print("sum", int(total.item()), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "engine", "source"),
+    [("torch", "gloo", GLOO), ("mlx.core", "mlx-ring", RING)],
+)
+def test_a_script_for_another_launcher_runs_unchanged(
+    fleet: Fleet, ring: list[Agent], tmp_path: Path, module: str, engine: str, source: str
+) -> None:
+    pytest.importorskip(module)
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    options = ("--on", "all", "-n", "4", "--engine", engine)
+    done = fleet.pmesh("run", *options, "--", str(script), home=ring[0].home)
+    assert done.returncode == 0, done.stderr
+    assert [line.partition("| ")[2] for line in done.stdout.splitlines()] == ["sum 1111"] * 4
+    assert done.stderr.count("not encrypted") == 1
+
+
+def test_an_engine_that_needs_all_ranks_starts_all_of_them_again(
+    fleet: Fleet, ring: list[Agent]
+) -> None:
+    script = (
+        'echo "generation $TORCHELASTIC_RESTART_COUNT of $WORLD_SIZE"; '
+        'if [ "$TORCHELASTIC_RESTART_COUNT" = 1 ]; then exit 0; fi; sleep 600'
+    )
+    options = ("--on", "all", "--engine", "gloo", "--restarts", "2", "--grace", "1")
+    started = fleet.start_command("run", *options, "--", "sh", "-c", script, home=ring[0].home)
+    for _ in range(3):
+        started.await_line("generation 0 of 3")
+    ring[2].process.send_signal(signal.SIGKILL)
+    started.await_line(r"mac-3 is lost.*; all ranks are started again \(1 of 2\)")
+    for _ in range(2):
+        started.await_line("generation 1 of 2")
+    started.await_end(code=0)
+
+
+def test_no_line_is_lost_or_torn_while_the_terminal_is_slow(
+    fleet: Fleet, ring: list[Agent], tmp_path: Path
+) -> None:
+    lines = 30_000
+    script = (
+        "import sys, pathlib\n"
+        f"for i in range({lines}): print(i, 'x' * 60)\n"
+        "sys.stdout.flush()\n"
+        f"pathlib.Path({str(tmp_path)!r}, sys.argv[1] + str(__import__('os').getpid())).touch()\n"
+    )
+    command = (sys.executable, "-m", "pmesh.cli", "run", "--on", "all", "--")
+    run = subprocess.Popen(
+        [*command, sys.executable, "-c", script, "done"],
+        env=os.environ | {"PMESH_HOME": str(ring[0].home)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    await_that(lambda: len(list(tmp_path.iterdir())) == 3)  # though nobody has read a line
+    text, _ = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 0
+    for name in ("mac-1", "mac-2", "mac-3"):
+        own = [line for line in text.splitlines() if line.startswith(f"{name} | ")]
+        assert own == [f"{name} | {i} {'x' * 60}" for i in range(lines)]
+
+
+def test_another_version_of_the_script_is_named_and_nothing_starts(
+    fleet: Fleet, ring: list[Agent], tmp_path: Path
+) -> None:
+    """All homes are on one disk: HOME tells the machines apart."""
+    fleet.pmesh("stop", "nothing", home=ring[0].home)
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / "train.py").write_text(f"print({folder.name!r})")
+    other = fleet.start_agent("mac-4", "--no-mdns", "--peer", ring[0].address, HOME=str(there))
+    fleet.await_view(*ring, other)
+    fleet.pmesh("allow", "run", "--as-root", home=other.home)
+    started = fleet.start_command(
+        "run", "--on", "mac-1,mac-4", "--cwd", str(here), "--", str(Path("~") / "train.py"),
+        home=ring[0].home, HOME=str(here),
+    )  # fmt: skip
+    output = started.await_end(code=1)
+    assert "mac-4: ~/train.py differs from the starter's; copy it there" in output

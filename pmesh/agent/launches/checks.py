@@ -39,6 +39,16 @@ def check_command(command: Command, environment: Mapping[str, str]) -> Found:
     refusal = why_not_set(name for name, _ in command.variables)
     if refusal:
         raise UsageError(refusal)
+    try:
+        return _find(command, environment)
+    except (
+        OSError,
+        RuntimeError,
+    ) as e:  # a path that may not be looked at; a user who is not there
+        raise UsageError(f"it can't look for the command's files: {e}") from e
+
+
+def _find(command: Command, environment: Mapping[str, str]) -> Found:
     cwd = Path(command.cwd).expanduser()
     if not cwd.is_dir():
         raise UsageError(f"there is no directory {command.cwd!r}; copy it there, or give --cwd")

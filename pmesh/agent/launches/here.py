@@ -10,6 +10,7 @@ from pathlib import Path
 
 import trio
 
+from pmesh.agent.containment import Contain
 from pmesh.agent.launches.checks import Found
 from pmesh.core.launches import part as decide
 from pmesh.core.launches.engines import own_environment
@@ -35,6 +36,7 @@ from pmesh.net.local.spool import Spool
 WINDOW_BYTES = 8 * MAX_OUTPUT_BYTES  # on the way to the starter: heartbeats must pass, too
 DRAIN_S = 1.0  # a process that has left the group may hold a pipe open for ever
 UNSTARTED_S = 60.0  # the starter begins, or cancels, within seconds
+_FAILED = 1
 _NOT_FOUND = 127  # as in shells
 _READ_BYTES = 64 * 1024
 
@@ -48,10 +50,12 @@ class PartHere:
         found: Found,
         starter: Member,
         *,
+        link: object | None,
         home: Path,
         spool: Spool,
         send: Callable[[AnyLaunchMessage], None],
         nursery: trio.Nursery,
+        contain: Contain,
     ) -> None:
         self.prepare = prepare
         self.starter = starter
@@ -63,10 +67,12 @@ class PartHere:
         self.cancelled = False
         self.over = trio.Event()
         """All ranks have ended, or it was cancelled before they began."""
+        self._link = link
         self._found = found
         self._home = home
         self._send = send
         self._nursery = nursery
+        self._contain = contain
         self._parts: dict[int, RankPart] = {}
         self._children: dict[int, PipedChild] = {}
         self._files = home / "launches" / f"{prepare.launch}.files"
@@ -91,6 +97,14 @@ class PartHere:
     @property
     def names(self) -> tuple[str, ...]:
         return self.prepare.names
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many ranks each machine runs; of the others it is not known."""
+        return tuple(
+            self.prepare.ranks if seat == self.prepare.seat else 1
+            for seat in range(len(self.names))
+        )
 
     @property
     def code(self) -> int | None:
@@ -157,12 +171,18 @@ class PartHere:
         self._read = max(self._read, offset)
         self._tell()
 
-    def find_starter(self) -> None:
-        """There is a new link with the starter: what was on its way over the last one is lost."""
-        self._connected = True
-        self._sent = self._read
-        self._reported = 0
-        self._tell()
+    def follow(self, link: object | None) -> None:
+        """Tell it the present link with the starter; what was on its way over another is lost."""
+        if link is self._link:
+            return
+        if self._link is not None:
+            self._lose_starter()
+        self._link = link
+        if link is not None:
+            self._connected = True
+            self._sent = self._read
+            self._reported = 0
+            self._tell()
 
     def take_input(self, message: RankInput) -> None:
         """Pass input on to rank 0. Raises ProtocolError if the starter has not waited."""
@@ -171,7 +191,7 @@ class PartHere:
         except trio.WouldBlock:
             raise ProtocolError("input came before the last one was taken") from None
 
-    def lose_starter(self) -> None:
+    def _lose_starter(self) -> None:
         """The link with the starter has ended: so do all ranks, unless they are detached."""
         self._connected = False
         if not self.prepare.terms.detach and not self.is_over:
@@ -230,6 +250,14 @@ class PartHere:
     # --- processes
 
     async def _run_rank(self, rank: int) -> None:
+        codes = list[int]()
+        with self._contain(f"rank {rank} of a launch"):
+            codes.append(await self._run_process(rank))
+        self._children.pop(rank, None)
+        code = codes[0] if codes else _FAILED
+        self._apply(decide.rank_ended(self.state, rank, code, now=trio.current_time()))
+
+    async def _run_process(self, rank: int) -> int:
         part = self._parts[rank]
         reads = rank == 0 and not self.prepare.terms.detach
         try:
@@ -240,12 +268,10 @@ class PartHere:
                 self._children[rank] = child
                 if self.state.ends:  # the signal came while the process was started
                     child.send_signal(signal.SIGTERM)
-                code = await self._follow(rank, child)
+                return await self._follow(rank, child)
         except OSError as e:
             self._append(note(rank, f"{self._found.words[0]} can't be started: {e.strerror}"))
-            code = _NOT_FOUND
-        self._children.pop(rank, None)
-        self._apply(decide.rank_ended(self.state, rank, code, now=trio.current_time()))
+            return _NOT_FOUND
 
     async def _follow(self, rank: int, child: PipedChild) -> int:
         async with trio.open_nursery() as readers:

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import trio
 
+from pmesh.agent.containment import Contain
 from pmesh.agent.launches.checks import Found, check_command, free_ports
 from pmesh.agent.launches.here import PartHere
 from pmesh.agent.launches.permission import load_permission, why_not
@@ -63,6 +64,7 @@ class Launches:
         links: Callable[[], Mapping[NodeId, Link]],
         nursery: trio.Nursery,
         noticed: Callable[[News], None],
+        contain: Contain,
         launch_ids: Callable[[], str],
     ) -> None:
         self._me = me
@@ -73,6 +75,7 @@ class Launches:
         self._links = links
         self._nursery = nursery
         self._noticed = noticed
+        self._contain = contain
         self._launch_ids = launch_ids
         self._spools = itertools.count()
         self.started: dict[str, StartedHere] = {}
@@ -90,7 +93,8 @@ class Launches:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._look)
             async for message in self._own_messages:
-                self.receive(self._me, message)
+                with self._contain("a launch on this machine"):
+                    self.receive(self._me, message)
 
     def send(self, node: NodeId, message: AnyLaunchMessage) -> None:
         if node == self._me.node:
@@ -131,20 +135,28 @@ class Launches:
     # --- what others ask for
 
     async def _prepare(self, member: Member, message: PrepareLaunch) -> None:
-        try:
-            found = await self._check(member, message)
-        except PmeshError as e:
-            self.send(member.node, LaunchPrepared(message.launch, _sentence(str(e))))
-            return
+        refusals = list[str]()
+        with self._contain("a question about a launch", refusals.append):
+            try:
+                await self._begin_part(member, message)
+            except PmeshError as e:
+                refusals.append(str(e))
+        for refusal in refusals:
+            self.send(member.node, LaunchPrepared(message.launch, _sentence(refusal)))
+
+    async def _begin_part(self, member: Member, message: PrepareLaunch) -> None:
+        found = await self._check(member, message)
         spool = Spool(self._home / "launches" / f"part-{next(self._spools)}")
         part = PartHere(
             message,
             found,
             member,
+            link=self._link_with(member),
             home=self._home,
             spool=spool,
             send=partial(self.send, member.node),
             nursery=self._nursery,
+            contain=self._contain,
         )
         _keep(self.parts, message.launch, part)
         self._nursery.start_soon(self._run_part, part)
@@ -177,7 +189,8 @@ class Launches:
         return await trio.to_thread.run_sync(check)
 
     async def _run_part(self, part: PartHere) -> None:
-        await part.run()
+        with self._contain("a launch on this machine"):
+            await part.run()
         if part.has_begun:
             codes = {rank: here.code for rank, here in part.state.ranks.items()}
             ends = ", ".join(f"rank {rank} with {code}" for rank, code in codes.items())
@@ -233,31 +246,35 @@ class Launches:
         """Follow the links with all who take part."""
         while True:
             await trio.sleep(LOOK_S)
-            links = dict(self._links())
-            before, self._linked = self._linked, links
-            for node in {*before, *links}:
-                old, new = before.get(node), links.get(node)
-                if old is not new:
-                    self._relink(node, old, new)
-            for launch in self.started.values():
-                launch.pass_time()
+            with self._contain("the launches of this machine"):
+                self._follow_links()
+
+    def _follow_links(self) -> None:
+        """Tell launches which machines are lost and which are back, and the time."""
+        links = dict(self._links())
+        before, self._linked = self._linked, links
+        for node in {*before, *links}:
+            old, new = before.get(node), links.get(node)
+            if old is not new:
+                self._relink(node, old, new)
+        for part in self.parts.values():
+            part.follow(self._link_with(part.starter))
+        for launch in self.started.values():
+            launch.pass_time()
 
     def _relink(self, node: NodeId, old: Link | None, new: Link | None) -> None:
         if old is not None:
             self._lost[node] = old.member
-            for part in self.parts.values():
-                if part.starter == old.member:
-                    part.lose_starter()
-        if new is not None:
-            for part in self.parts.values():
-                if part.starter == new.member:
-                    part.find_starter()
         same = new is not None and self._lost.get(node) == new.member
         for launch in self.started.values():
             if old is not None:
                 launch.lose(node, "its agent has ended, or can't be reached")
             if new is not None:
                 launch.find(node, same=same)
+
+    def _link_with(self, member: Member) -> Link | None:
+        link = self._links().get(member.node)
+        return link if link is not None and link.member == member else None
 
     # --- for people
 

@@ -91,7 +91,7 @@ async def _tell_taken(session: Session, taken: trio.Event) -> None:
 
 
 def _began(launch: StartedHere | PartHere) -> LaunchBegan:
-    return LaunchBegan(launch.launch, launch.job, launch.names)
+    return LaunchBegan(launch.launch, launch.job, launch.names, launch.counts)
 
 
 async def _follow(session: Session, launch: StartedHere | PartHere, *, follow: bool) -> None:

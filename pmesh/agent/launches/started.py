@@ -67,6 +67,10 @@ class StartedHere:
     def is_over(self) -> bool:
         return self.over.is_set()
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(seat.count for seat in self.state.seats)
+
     def close(self) -> None:
         """Forget the output of a launch that is over."""
         self.spool.close()

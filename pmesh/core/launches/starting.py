@@ -231,10 +231,9 @@ def _answered(launch: Started, *, now: float) -> Step:
     refused = [seat.refusal for seat in launch.seats if seat.phase == "lost" and seat.refusal]
     ready = [seat.node for seat in launch.seats if seat.phase == "ready"]
     if launch.phase == "running":  # one that is back
-        actions: tuple[Action, ...] = tuple(Begin(node) for node in ready)
-        if not ready:
-            actions = tuple(Tell(refusal) for refusal in refused)
-        return _settle(_begin(launch), actions, now=now)
+        tells: list[Action] = [Tell(refusal) for refusal in refused if not ready]
+        begins: list[Action] = [Begin(node) for node in ready]
+        return _settle(_begin(launch), (*tells, *begins), now=now)
     if ready and (not refused or launch.generation > 0):
         begun = _begin(replace(launch, phase="running", deadline=None))
         return Step(begun, (*map(Tell, refused), *map(Begin, ready)))
@@ -268,8 +267,8 @@ def _fail(launch: Started, note: Tell, *, now: float) -> Step:
     running = [seat for seat in launch.seats if seat.phase == "runs"]
     left = f"{failures} of {launch.restarts}" if launch.restarts else ""
     what = f"all ranks are started again ({left})" if again else "all ranks are ended"
-    actions = (Tell(f"{note.text}; {what}"), *(Signal(s.node, _TERM) for s in running))
-    return _settle(launch, actions, now=now)
+    signals = (Signal(seat.node, _TERM) for seat in running)
+    return _settle(launch, (Tell(f"{note.text}; {what}"), *signals), now=now)
 
 
 def _settle(launch: Started, actions: tuple[Action, ...] = (), *, now: float) -> Step:

@@ -261,6 +261,8 @@ class LaunchBegan(_SessionMessage, frozen=True, tag="launch_began"):
     job: str
     names: tuple[str, ...]
     """Of the machines; a line of output has the index of its machine."""
+    counts: tuple[int, ...]
+    """How many ranks each runs, as far as this agent knows."""
 
 
 class LaunchLines(_SessionMessage, frozen=True, tag="launch_lines"):
