@@ -21,6 +21,7 @@ from pmesh.core.views.state import (
     heartbeat_of,
     is_vouched_for,
 )
+from pmesh.core.wire.launches import LaunchMessage
 from pmesh.core.wire.link import (
     PROTOCOL_VERSION,
     AgreementMessage,
@@ -229,7 +230,7 @@ class Agent:
                 self._answer(message)
             case Hello() | OfferLane() | RestLane() | KnownPeers() | ForRanks():
                 raise AssertionError(f"no simulated agent sends {message}")
-            case Relay() | Splice():
+            case Relay() | Splice() | LaunchMessage():
                 raise AssertionError(f"no simulated agent sends {message}")
             case _:
                 self._handle(link.member, message)

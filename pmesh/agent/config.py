@@ -153,6 +153,7 @@ PARSERS: Final[Mapping[str, Callable[[object], object]]] = MappingProxyType(
         "not_interfaces": _names,
         "mdns": _truth,
         "min_peers": _count,
+        "allow_run": _truth,
         "compression": _compression,
         "log_level": _log_level,
         "log_json": _truth,
@@ -181,6 +182,8 @@ class Settings:
     mdns: bool = True
     min_peers: int = 0
     """How many peers must be present before a job may begin."""
+    allow_run: bool = False
+    """Run what any member asks for, as after `pmesh allow run`."""
     find_others_s: float = 2.0
     """For so long after its start an agent finds its mesh, where a job of its trainers may run
     already; none begins here until then."""
@@ -237,6 +240,7 @@ def as_environment(settings: Settings) -> dict[str, str]:
         "PMESH_NOT_INTERFACES": ",".join(settings.not_interfaces),
         "PMESH_MDNS": str(settings.mdns).lower(),
         "PMESH_MIN_PEERS": str(settings.min_peers),
+        "PMESH_ALLOW_RUN": str(settings.allow_run).lower(),
         "PMESH_COMPRESSION": settings.compression,
         "PMESH_LOG_LEVEL": settings.log_level,
         "PMESH_LOG_JSON": str(settings.log_json).lower(),

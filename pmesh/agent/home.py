@@ -135,10 +135,10 @@ def load_node_key(home: Path, *, entropy: bytes) -> NodeKey:
         KeyFileError: The file is not a private file of 32 bytes, or can't be written.
     """
     path = home / NODE_KEY_NAME
-    seed = _read_private(path)
+    seed = read_private(path)
     if seed is None:
         seed = entropy
-        _write_private(path, seed)
+        write_private(path, seed)
     if len(seed) != NODE_KEY_BYTES:
         raise KeyFileError(
             f"{path} holds {len(seed)} bytes, but a node key has {NODE_KEY_BYTES}; to get a new"
@@ -150,7 +150,7 @@ def load_node_key(home: Path, *, entropy: bytes) -> NodeKey:
 def load_mesh_key(home: Path) -> MeshKey | None:
     """Load the home's mesh key; None if there is none. Raises KeyFileError if it is invalid."""
     path = home / MESH_KEY_NAME
-    text = _read_private(path)
+    text = read_private(path)
     return None if text is None else _parse_mesh_key(path, text)
 
 
@@ -160,7 +160,7 @@ def read_mesh_key(path: Path) -> MeshKey:
     Raises:
         KeyFileError: The file is missing, not private, or holds no mesh key.
     """
-    text = _read_private(path, flags=0)
+    text = read_private(path, flags=0)
     if text is None:
         raise KeyFileError(f"there is no key file {path}")
     return _parse_mesh_key(path, text)
@@ -168,7 +168,7 @@ def read_mesh_key(path: Path) -> MeshKey:
 
 def store_mesh_key(home: Path, key: MeshKey) -> None:
     """Write the home's mesh key, replacing any other. Raises KeyFileError if that fails."""
-    _write_private(home / MESH_KEY_NAME, f"{mesh_key_text(key)}\n".encode())
+    write_private(home / MESH_KEY_NAME, f"{mesh_key_text(key)}\n".encode())
 
 
 def _parse_mesh_key(path: Path, text: bytes) -> MeshKey:
@@ -181,7 +181,7 @@ def _parse_mesh_key(path: Path, text: bytes) -> MeshKey:
         ) from e
 
 
-def _read_private(path: Path, flags: int = os.O_NOFOLLOW) -> bytes | None:
+def read_private(path: Path, flags: int = os.O_NOFOLLOW) -> bytes | None:
     """Read a file of this user that nobody else can read; None if there is none."""
     try:  # O_NONBLOCK: a pipe won't block
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
@@ -205,7 +205,7 @@ def _read_private(path: Path, flags: int = os.O_NOFOLLOW) -> bytes | None:
         return file.read(_LONGEST_KEY_FILE_BYTES)
 
 
-def _write_private(path: Path, content: bytes) -> None:
+def write_private(path: Path, content: bytes) -> None:
     """Write the file atomically, so that it survives a power loss; a link is replaced."""
     temporary = None
     try:

@@ -21,11 +21,13 @@ from pmesh.agent.containment import Containment
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.trainer import serve_trainer
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
+from pmesh.agent.launches.router import Launches
+from pmesh.agent.launches.sessions import serve_launch
 from pmesh.agent.limits import Admission, open_files_limit, plan_files
 from pmesh.agent.mesh.foreign_agents import Strangers
 from pmesh.agent.mesh.foreign_agents import watch as watch_turned_away
 from pmesh.agent.mesh.membership import DOUBT_S, Membership
-from pmesh.agent.mesh.peers import Peers
+from pmesh.agent.mesh.peers import BeyondMesh, Peers
 from pmesh.agent.mesh.ping import ping
 from pmesh.agent.mesh.probing import Probing
 from pmesh.agent.mesh.storms import count_packets, watch_storms
@@ -46,7 +48,17 @@ from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
 from pmesh.core.links.addresses import announced_addresses, announced_interfaces
 from pmesh.core.values import View
-from pmesh.core.wire.link import PROTOCOL_VERSION, Hello, RanksMessage, StorePart
+from pmesh.core.wire.launches import AskLaunches, EndLaunch, FollowLaunch, Launch
+from pmesh.core.wire.link import (
+    PROTOCOL_VERSION,
+    AskResult,
+    Hello,
+    OfferLane,
+    P2PLinkMessage,
+    RestLane,
+    Splice,
+    StorePart,
+)
 from pmesh.core.wire.local import (
     AskEvents,
     AskPing,
@@ -136,6 +148,7 @@ class Agent:
     jobs: Jobs
     p2p: P2PRouter
     stores: Stores
+    launches: Launches
 
     def __init__(
         self,
@@ -207,6 +220,7 @@ class Agent:
                 nursery.start_soon(self.peers.targets.run)
                 nursery.start_soon(self.peers.follow_interfaces)
                 nursery.start_soon(self.peers.relays.keep)
+                nursery.start_soon(self.launches.run)
                 nursery.start_soon(self.membership.run)
                 nursery.start_soon(self._tick)
                 nursery.start_soon(self._poll_jobs)
@@ -238,10 +252,7 @@ class Agent:
             watch=self._watch,
             nursery=nursery,
             jitter=random.random,
-            on_offer=lambda member, offer: self.jobs.rendezvous.accept(member, offer),  # noqa: PLW0108 - the rendezvous comes later
-            on_rest=self.jobs.rest_lane,
-            on_ask=self.jobs.results.answer,
-            on_ranks=self._receive_for_ranks,
+            on_message=self._receive,
             noticed=self._event_log.add,
             path_failed=self._leave_path,
             contain=self._containment.contain,
@@ -262,12 +273,33 @@ class Agent:
         self.jobs.rendezvous = LaneRendezvous(self._me, self.peers, nursery, secrets.token_bytes)
         self.p2p = P2PRouter(self._me, self.jobs.ranks, self.jobs.rendezvous, self.peers.send)
         self.stores = Stores(self._me, self.jobs.ranks, self.peers.send)
+        self.launches = Launches(
+            self._me,
+            self._settings.name,
+            home=self._settings.home,
+            allow_run=self._settings.allow_run,
+            view=lambda: self.membership.view,
+            links=lambda: self.peers.links,
+            nursery=nursery,
+            noticed=self._event_log.add,
+            contain=self._containment.contain,
+            launch_ids=lambda: secrets.token_hex(6),
+        )
 
-    def _receive_for_ranks(self, member: Member, message: RanksMessage) -> None:
-        if isinstance(message, StorePart):
-            self.stores.receive(member, message)
-        else:
-            self.p2p.receive(member, message)
+    def _receive(self, member: Member, message: BeyondMesh) -> None:
+        match message:
+            case OfferLane() | Splice():
+                self.jobs.rendezvous.accept(member, message)
+            case RestLane():
+                self.jobs.rest_lane(member, message)
+            case AskResult():
+                self.jobs.results.answer(message)
+            case StorePart():
+                self.stores.receive(member, message)
+            case P2PLinkMessage():
+                self.p2p.receive(member, message)
+            case _:
+                self.launches.receive(member, message)
 
     def _leave_path(
         self, ours: AbstractSet[str], theirs: AbstractSet[str], *, outranked: bool = False
@@ -387,6 +419,9 @@ class Agent:
                 await session.send(Events(encode_events(self._event_log.since(after))))
             case AskPing(name):
                 await self._ping(session, name)
+            case Launch() | FollowLaunch() | AskLaunches() | EndLaunch():
+                session.stay()
+                await serve_launch(session, request, self.launches)
             case StopAgent():
                 session.stay()
                 await session.send(Stopping(os.getpid()))

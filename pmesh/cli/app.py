@@ -15,11 +15,13 @@ from pmesh.agent.config import LogLevel
 from pmesh.agent.home import is_full, reason
 from pmesh.cli import keys
 from pmesh.cli.events import show_events
+from pmesh.cli.launches import allow_run, show_launches, stop_launch
 from pmesh.cli.ping import show_ping
 from pmesh.cli.run import run_command
 from pmesh.cli.status import bring_down, show_status
 from pmesh.cli.terminal import complain, complain_of, say
 from pmesh.cli.up import bring_up
+from pmesh.core.wire.launches import Engine, LaunchTerms
 from pmesh.core.wire.link import PROTOCOL_VERSION
 from pmesh.errors import ConfigError, PmeshError, UsageError
 
@@ -41,6 +43,8 @@ key_app = App(name="key", help="The mesh key: every machine that holds it is a m
 app.command(key_app)
 checkpoint_app = App(name="checkpoint", help="Look into the folders of pmesh.Checkpoints.")
 app.command(checkpoint_app)
+allow_app = App(name="allow", help="What other members of the mesh may do on this machine.")
+app.command(allow_app)
 
 
 @key_app.command
@@ -119,6 +123,7 @@ def up(
     ] = None,
     mdns: bool | None = None,
     min_peers: int | None = None,
+    allow_run: bool | None = None,
     compression: str | None = None,
     home: Home = None,
     key_file: Path | None = None,
@@ -136,6 +141,7 @@ def up(
         not_interface: A network interface not to use; may be repeated.
         mdns: Look for other agents by mDNS.
         min_peers: How many peers must be present before a job may begin.
+        allow_run: Run what other members ask for, as after 'pmesh allow run'.
         compression: Gradient compression of trainers here that choose none, such as int8 or auto;
             the same on all machines of a job. Default none.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
@@ -152,6 +158,7 @@ def up(
         "not_interfaces": not_interface,
         "mdns": mdns,
         "min_peers": min_peers,
+        "allow_run": allow_run,
         "compression": compression,
         "key_file": key_file,
         "log_level": log_level,
@@ -254,14 +261,66 @@ def bench(
 
 
 @app.command(name="run")
-def run_(*command: Annotated[str, Parameter(show_default=False)], restarts: int = 10) -> int:
-    """Run a command and restart it when it fails: 'pmesh run python train.py'.
+def run_(
+    *command: Annotated[str, Parameter(show_default=False)],
+    on: str | None = None,
+    count: Annotated[int, Parameter(name=["--count", "-n"])] = 0,
+    per_node: int = 1,
+    job: str = "",
+    engine: Engine = "pmesh",
+    restarts: int = 10,
+    grace: float = 3.0,
+    hang_timeout: float = 0.0,
+    detach: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    env: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
+    cwd: Path | None = None,
+    python: str = "",
+    module: Annotated[str, Parameter(name=["--module", "-m"])] = "",
+    shell: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    home: Home = None,
+) -> int:
+    """Run a command here, or with --on on several machines; start it again when it fails.
 
     Args:
         command: The command with its arguments: all from the first word that is not an option.
+        on: The machines, such as mac-1,mac-3; or all. Without it the command runs only here.
+        count: How many ranks in all; default --per-node on each machine.
+        per_node: How many ranks on each machine.
+        job: The name of the job; default a new one.
+        engine: What the script trains with: pmesh, gloo, nccl, mlx-ring or jaccl.
         restarts: How often in a row it is started again; a run of a minute begins a new count.
+        grace: Seconds between a signal and SIGKILL.
+        hang_timeout: Start all ranks again if none prints a line for so many seconds; 0: never.
+        detach: Print the launch's id and end; 'pmesh logs' shows the output.
+        env: NAME=VALUE for each rank; may be repeated.
+        cwd: The working directory on each machine; default this one.
+        python: The Python on each machine; default the one here.
+        module: Run a Python module, as python -m does.
+        shell: Run the words by /bin/sh.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    return run_command(command, restarts=restarts)
+    if on is None:
+        return run_command(command, restarts=restarts)
+    from pmesh.cli.launch import Wishes, launch_of, run_launch  # noqa: PLC0415 - for speed
+
+    if restarts < 0 or per_node < 1 or count < 0 or grace < 0 or hang_timeout < 0:
+        raise ConfigError(
+            "--restarts, --per-node, --count, --grace and --hang-timeout are positive"
+        )
+    terms = LaunchTerms(engine, restarts, grace, detach, hang_timeout)
+    wishes = Wishes(
+        on=on,
+        count=count,
+        per_node=per_node,
+        terms=terms,
+        job=job,
+        environment=env,
+        cwd=cwd,
+        python=python,
+        module=module,
+        shell=shell,
+    )
+    return run_launch(home, launch_of(command, wishes, os.environ))
 
 
 @app.command(name="mlx")
@@ -291,8 +350,14 @@ def mlx_(
 
 
 _VALUED_OPTIONS = MappingProxyType(
-    {"run": ("--restarts",), "mlx": ("--job", "--wait-for", "--compression", "--home")}
-)
+    {
+        "run": (
+            "--on", "--count", "-n", "--per-node", "--job", "--engine", "--restarts", "--grace",
+            "--hang-timeout", "--env", "--cwd", "--python", "--module", "-m", "--home",
+        ),
+        "mlx": ("--job", "--wait-for", "--compression", "--home"),
+    }
+)  # fmt: skip
 """Of the commands that run another one, those of our own options that have a value."""
 
 
@@ -309,11 +374,70 @@ def end_own_options(arguments: Sequence[str]) -> Sequence[str]:
         return arguments
     for place, word in enumerate(arguments):
         is_value = arguments[place - 1] in valued
-        if place and (word == "-m" or not (word.startswith("-") or is_value)):
+        begins = not (word.startswith("-") or is_value) or (word == "-m" and word not in valued)
+        if place and begins:
             return [*arguments[:place], "--", *arguments[place:]]
         if word == "--":
             break
     return arguments
+
+
+@app.command
+def ps(*, home: Home = None) -> int:
+    """Show the commands that 'pmesh run --on' has started from here, and those that run here."""
+    return show_launches(home)
+
+
+@app.command
+def logs(
+    launch: str,
+    /,
+    *,
+    follow: Annotated[
+        bool, Parameter(name=["--follow", "-f"], negative="", show_default=False)
+    ] = False,
+    home: Home = None,
+) -> int:
+    """Show what a command has printed: on the machine that started it, of all machines.
+
+    Args:
+        launch: Its id or its job, as 'pmesh ps' shows them.
+        follow: Continue until the command has ended, or Ctrl-C.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    from pmesh.cli.launch import show_log  # noqa: PLC0415 - for speed
+
+    return show_log(home, launch, follow=follow)
+
+
+@app.command
+def stop(launch: str, /, *, home: Home = None) -> int:
+    """End a command everywhere.
+
+    Args:
+        launch: Its id or its job, as 'pmesh ps' shows them.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    return stop_launch(home, launch)
+
+
+@allow_app.command(name="run")
+def allow_run_(
+    *,
+    member: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
+    as_root: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    no: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    home: Home = None,
+) -> int:
+    """Let members of the mesh run commands on this machine, as the user who runs its agent.
+
+    Args:
+        member: Only this machine; may be repeated. Default every member.
+        as_root: Also if the agent runs as root.
+        no: Take all permissions back.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    return allow_run(home, member, as_root=as_root, no=no)
 
 
 @app.command

@@ -3,134 +3,27 @@
 No process that the command started outlives this one.
 """
 
-import contextlib
 import errno
 import functools
-import os
-import signal
-import subprocess
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Protocol, Self
 
 import trio
 
 from pmesh.cli.terminal import complain, ending_signals
+from pmesh.core.launches.restarts import (
+    STEADY_S,
+    count_failures,
+    describe_end,
+    exit_code,
+    wait_before_start,
+)
 from pmesh.errors import ConfigError, UsageError
-
-# It reads the process group, then an empty line once the group has ended. Its input closes when
-# 'pmesh run' ends, even by SIGKILL, after which 'pmesh run' can't clean up by itself.
-_GUARD = """
-while read -r line; do group=$line; done
-[ -n "$group" ] || exit 0
-kill -s TERM -- "-$group"
-left=10
-while [ $left -gt 0 ] && kill -s 0 -- "-$group"; do left=$((left - 1)); sleep 1; done
-kill -s KILL -- "-$group"
-"""
-
-
-class Child(Protocol):
-    """One run of the command."""
-
-    async def wait(self) -> int:
-        """Wait for the end and return the exit code, or minus the number of a signal."""
-        ...
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal to the command and to every process that it started."""
-        ...
-
-
-@asynccontextmanager
-async def start_group(command: Sequence[str]) -> AsyncGenerator[Child]:
-    """Start the command in its own process group, and kill the group if the command fails.
-
-    It has its own session too: otherwise Ctrl-C would reach it twice, from the terminal and us.
-
-    Raises:
-        OSError: The command can't be started.
-    """
-    with _Guard() as guard:
-        process = await trio.lowlevel.open_process(
-            command, start_new_session=True, preexec_fn=guard.watch_this_process
-        )
-        try:
-            yield _Group(process)
-        finally:
-            if process.returncode != 0:
-                _signal_group(process.pid, signal.SIGKILL)
-            with trio.CancelScope(shield=True):
-                await process.wait()
-
-
-class _Guard:
-    """A process that ends the process group if this process dies first."""
-
-    def __enter__(self) -> Self:
-        self._process = subprocess.Popen(  # noqa: S603 - our own script
-            ["/bin/sh", "-c", _GUARD],
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None  # noqa: S101 - it was started with a pipe
-        self._pipe = self._process.stdin
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._pipe, contextlib.suppress(BrokenPipeError):  # the guard was killed
-            self._pipe.write(b"\n")
-        self._process.wait()
-
-    def watch_this_process(self) -> None:
-        """Called in the new process before it becomes the command, so that there is no race."""
-        self._pipe.write(b"%d\n" % os.getpid())  # pragma: no cover - in a process that is replaced
-
-
-class _Group:
-    def __init__(self, process: trio.Process) -> None:
-        self._process = process
-
-    async def wait(self) -> int:
-        return await self._process.wait()
-
-    def send_signal(self, number: int) -> None:
-        if self._process.returncode is None:
-            _signal_group(self._process.pid, number)
-
-
-def _signal_group(group: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: only zombies are left
-        os.killpg(group, number)
-
-
-FIRST_WAIT_S = 1.0
-LONGEST_WAIT_S = 30.0  # a machine that has recovered should come back soon
-STEADY_S = 60.0  # a command that ran this long had started well: its failure is a new one
+from pmesh.net.local.groups import Child, start_group
 
 # The machine is short of a resource, perhaps because of the crash itself.
 _PASSING_ERRORS = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
-
-
-def wait_before_start(previous_s: float, *, ran_s: float) -> float:
-    """Return the seconds to wait before a failed command is restarted.
-
-    Args:
-        previous_s: The wait before this run; 0 before the first.
-        ran_s: How long it ran.
-
-    >>> wait_before_start(0, ran_s=0.1)
-    1.0
-    >>> wait_before_start(16, ran_s=59), wait_before_start(16, ran_s=60)
-    (30.0, 1.0)
-    """
-    if previous_s == 0 or ran_s >= STEADY_S:
-        return FIRST_WAIT_S
-    return min(2 * previous_s, LONGEST_WAIT_S)
 
 
 Starter = Callable[[], AbstractAsyncContextManager[Child]]
@@ -198,10 +91,10 @@ class Runner:
                 return 0
             if not self._signalled.is_set():
                 ran_s = trio.current_time() - began
-                failures = 1 if ran_s >= STEADY_S else failures + 1
+                failures = count_failures(failures, ran_s=ran_s)
                 if failures > self._restarts:
                     complain(f"{self._name} {ending}{self._why_not_again()}")
-                    return code if code > 0 else 128 - code
+                    return exit_code(code)
                 wait_s = wait_before_start(wait_s, ran_s=ran_s)
                 complain(f"{self._name} {ending}; starting it again in {wait_s:g} s")
                 with trio.move_on_after(wait_s):
@@ -233,19 +126,10 @@ class Runner:
             return 1, f"could not be started: {e.strerror}"
         finally:
             self._child = None
-        return code, _describe_end(code)
+        return code, describe_end(code)
 
 
 def _name_of(command: Sequence[str]) -> str:
     """Return the name that a person would use: that of the Python script, if there is one."""
     script = next((word for word in command if word.endswith(".py")), command[0])
     return Path(script).name
-
-
-def _describe_end(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"ended by {signal.Signals(-code).name}"
-    except ValueError:  # a real-time signal
-        return f"ended by signal {-code}"

@@ -25,8 +25,8 @@ OnSuperseded = Literal["raise", "sync"]
 
 @public
 def connect(
-    job: str,
-    wait_for: int = 1,
+    job: str | None = None,
+    wait_for: int | None = None,
     timeout_s: float = 300.0,
     home: Path | str | None = None,
     *,
@@ -45,8 +45,10 @@ def connect(
     holds for all of them.
 
     Args:
-        job: a name of your choice; whoever gives the same one trains together.
-        wait_for: how many trainers to wait for before the job begins.
+        job: a name of your choice; whoever gives the same one trains together. Default PMESH_JOB,
+            which `pmesh run --on` sets.
+        wait_for: how many trainers to wait for before the job begins. Default PMESH_WAIT_FOR,
+            which `pmesh run --on` sets, else 1.
         timeout_s: how long; meanwhile the logger `pmesh` says for whom.
         home: the agent's home, if it is neither PMESH_HOME nor `~/.pmesh`.
         min_ranks: with fewer than these left, ops wait for somebody to come back.
@@ -67,6 +69,7 @@ def connect(
         NotEnoughRanks: fewer than `wait_for` trainers came in time.
         JobRunning: the job runs without ever calling `mesh.sync`, so nobody can enter it.
     """
+    job, wait_for = _job(job), _wait_for(wait_for)
     if not 1 <= len(job) <= 64 or not re.search(PRINTABLE, job):  # noqa: PLR2004 - what core.session allows
         raise UsageError(f"a job's name has 1 to 64 characters, all of which print: {job!r}")
     _check_count("wait_for", wait_for)
@@ -85,6 +88,23 @@ def connect(
     )
     place = Place(home_directory(home), request, goes_on_alone=on_superseded == "sync")
     return Mesh(place, job=job)
+
+
+def _job(job: str | None) -> str:
+    if job is None and "PMESH_JOB" not in os.environ:
+        raise UsageError(
+            "a job needs a name: pmesh.connect(job=...), or start it by 'pmesh run --on all'"
+        )
+    return os.environ["PMESH_JOB"] if job is None else job
+
+
+def _wait_for(wait_for: int | None) -> int:
+    if wait_for is not None:
+        return wait_for
+    text = os.environ.get("PMESH_WAIT_FOR", "1")
+    if not (text.isascii() and text.isdecimal()):
+        raise UsageError(f"PMESH_WAIT_FOR is a number of trainers, not {text!r}")
+    return int(text)
 
 
 def _check_count(name: str, count: object) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pmesh.client.link.connection import AgentConnection, error_of
+from pmesh.core.wire.launches import AskLaunches, EndLaunch, LaunchEnding, Launches, LaunchRow
 from pmesh.core.wire.local import (
     AskEvents,
     AskPing,
@@ -74,6 +75,29 @@ def ping(home: Path, name: str, *, timeout_s: float = 10.0) -> Iterator[WayTried
                 return
 
 
+def ask_launches(home: Path, *, timeout_s: float = 5.0) -> tuple[LaunchRow, ...]:
+    """The launches that the agent of this home has started or runs, the latest first.
+
+    Raises:
+        AgentNotRunning: Nobody listens at its socket.
+        AgentStopped: The agent ended, or stayed silent for `timeout_s`.
+    """
+    with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
+        return _ask(connection, AskLaunches(), Launches).rows
+
+
+def end_launch(home: Path, launch: str, *, timeout_s: float = 5.0) -> str:
+    """End a launch, named by its id or its job; return its id.
+
+    Raises:
+        AgentNotRunning: Nobody listens at its socket.
+        AgentStopped: The agent ended, or stayed silent for `timeout_s`.
+        UsageError: The agent knows no such launch.
+    """
+    with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
+        return _ask(connection, EndLaunch(launch), LaunchEnding).launch
+
+
 def stop_agent(home: Path, *, timeout_s: float = 10.0) -> int:
     """Make the agent of this home leave the mesh; returns its pid when it has left.
 
@@ -90,6 +114,8 @@ def stop_agent(home: Path, *, timeout_s: float = 10.0) -> int:
 def _ask(connection: AgentConnection, request: Request, wanted: type[ReplyT]) -> ReplyT:
     connection.send(request)
     reply = connection.receive()
+    if isinstance(reply, Refused):
+        raise error_of(reply.verdict)
     if not isinstance(reply, wanted):
         raise ProtocolError(
             f"the agent at {connection.path} answered with {type(reply).__name__}, "

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.cli.app import run
-from pmesh.cli.run import LONGEST_WAIT_S, STEADY_S, Child, keep_running, wait_before_start
+from pmesh.cli.run import keep_running
+from pmesh.core.launches.restarts import LONGEST_WAIT_S, STEADY_S, wait_before_start
 from pmesh.errors import UsageError
+from pmesh.net.local.groups import Child
 
 TERM = signal.SIGTERM
 INT = signal.SIGINT

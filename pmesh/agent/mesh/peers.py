@@ -30,6 +30,7 @@ from pmesh.agent.status.events import News
 from pmesh.core.links.addresses import BoundAddress, in_dialling_order
 from pmesh.core.links.dialing import STEADY_AFTER_S
 from pmesh.core.links.paths import MAX_PATHS, Way
+from pmesh.core.wire.launches import AnyLaunchMessage, LaunchMessage
 from pmesh.core.wire.link import (
     Address,
     AskResult,
@@ -68,6 +69,9 @@ MAX_LINKS_PER_ADDRESS = 16  # one machine that invents nodes leaves room for oth
 
 _log = structlog.get_logger()
 
+BeyondMesh: TypeAlias = OfferLane | Splice | RestLane | AskResult | RanksMessage | AnyLaunchMessage
+"""Messages that do not concern the mesh itself, but jobs or launches."""
+
 
 class Peers:
     """All links of one agent."""
@@ -82,10 +86,7 @@ class Peers:
         watch: AddressWatch,
         nursery: trio.Nursery,
         jitter: Callable[[], float],
-        on_offer: Callable[[Member, OfferLane | Splice], None],
-        on_rest: Callable[[Member, RestLane], None],
-        on_ask: Callable[[AskResult], None],
-        on_ranks: Callable[[Member, RanksMessage], None],
+        on_message: Callable[[Member, BeyondMesh], None],
         noticed: Callable[[News], None],
         path_failed: PathFailed,
         contain: Contain,
@@ -94,10 +95,7 @@ class Peers:
         self._contexts = contexts
         self._watch = watch
         self._nursery = nursery
-        self._on_offer = on_offer
-        self._on_rest = on_rest
-        self._on_ask = on_ask
-        self._on_ranks = on_ranks
+        self._on_message = on_message
         self._noticed = noticed
         self._path_failed = path_failed
         self._contain = contain
@@ -476,14 +474,8 @@ class Peers:
             case KnownPeers(peers):
                 for peer in peers:
                     self._know(link, peer)
-            case OfferLane() | Splice():
-                self._on_offer(link.member, message)
-            case RestLane():
-                self._on_rest(link.member, message)
-            case AskResult():
-                self._on_ask(message)
-            case ForRanks():
-                self._on_ranks(link.member, message)
+            case OfferLane() | Splice() | RestLane() | AskResult() | ForRanks() | LaunchMessage():
+                self._on_message(link.member, message)
             case Relay():
                 self.relays.receive(link, message)
             case Leaving():

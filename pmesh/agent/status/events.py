@@ -23,7 +23,7 @@ from pmesh.core.views.ring import Edges, edge_cost, edges_around, times_faster
 from pmesh.core.views.rosters import is_reordered
 from pmesh.ids import Epoch, JobName, Member, OpNumber, node_text
 
-EVENTS_SCHEMA_VERSION: Literal[3] = 3
+EVENTS_SCHEMA_VERSION: Literal[4] = 4
 
 KEPT = 1000  # a day of a quiet mesh, an hour of one whose machines join and leave all the time
 PAGE_BYTES = 512 * 1024  # with the last event, half of the largest message of a session
@@ -43,6 +43,10 @@ EventKind: TypeAlias = Literal[
     "path changed",
     "network loop",
     "view",
+    # commands that other machines have run here
+    "command started",
+    "command ended",
+    "command refused",
     # jobs and their ranks
     "job began",
     "job found",
@@ -105,7 +109,7 @@ class Event(News, frozen=True, kw_only=True):
 class EventPage(msgspec.Struct, frozen=True, kw_only=True):
     """What `pmesh events --json` prints."""
 
-    schema: Literal[3]
+    schema: Literal[4]
     node: Annotated[str, Meta(description="The node id of the agent that was asked.")]
     name: Annotated[str, Meta(description="Of its machine.")]
     incarnation: Annotated[

@@ -2,7 +2,8 @@
 
 They are MessagePack arrays, tagged by a short number; msgspec validates them as it decodes. They
 are handled by `pmesh.core.views.agreement` (views), `pmesh.agent.lanes.rendezvous` (lanes),
-`pmesh.agent.store.stores` (jobs' stores) and `pmesh.net.links.path` (Hello).
+`pmesh.agent.store.stores` (jobs' stores), `pmesh.agent.launches` (launches) and
+`pmesh.net.links.path` (Hello).
 """
 
 from typing import Annotated, TypeAlias
@@ -23,6 +24,7 @@ from pmesh.core.values import (
     Verdict,
     View,
 )
+from pmesh.core.wire.launches import AnyLaunchMessage
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, Slot
 
@@ -542,6 +544,7 @@ LinkMessage: TypeAlias = (
     | KnownPeers
     | Relay
     | Splice
+    | AnyLaunchMessage
 )
 PathMessage: TypeAlias = LinkMessage | Ping | Pong | AskProbe | Probe
 

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from pmesh.core.values import Terms, Verdict, View
+from pmesh.core.wire.launches import LaunchReply, LaunchRequest
 from pmesh.core.wire.link import Call, Envelope
 from pmesh.errors import ProtocolError
 from pmesh.ids import PRINTABLE, JobName, OpNumber, TrainerId
@@ -419,6 +420,7 @@ Request: TypeAlias = (
     | AskEvents
     | AskPing
     | StopAgent
+    | LaunchRequest
 )
 Reply: TypeAlias = (
     Joined
@@ -441,6 +443,7 @@ Reply: TypeAlias = (
     | WayTried
     | Pinged
     | Stopping
+    | LaunchReply
 )
 
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

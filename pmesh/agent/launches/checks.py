@@ -1,0 +1,139 @@
+"""Whether this machine can run a command: its directory, its program, its Python, its files."""
+
+import hashlib
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pmesh.core.launches.engines import why_not_set
+from pmesh.core.wire.launches import Command, Digest
+from pmesh.errors import UsageError
+
+PYTHON_S = 10.0  # a slow disk; a Python that needs longer does not run here
+_VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
+_MAX_HASHED_BYTES = 1024**3  # a script that is longer is no script
+_HASH_BYTES = 1024 * 1024
+
+
+class Found(NamedTuple):
+    """A command as this machine runs it."""
+
+    words: tuple[str, ...]
+    cwd: Path
+
+
+def check_command(command: Command, environment: Mapping[str, str]) -> Found:
+    """Find all that the command needs; blocks, and runs a Python to learn its version.
+
+    Args:
+        command: What another machine asks for.
+        environment: What the command would inherit.
+
+    Raises:
+        UsageError: Why it can't run here.
+    """
+    refusal = why_not_set(name for name, _ in command.variables)
+    if refusal:
+        raise UsageError(refusal)
+    try:
+        return _find(command, environment)
+    except (
+        OSError,
+        RuntimeError,
+    ) as e:  # a path that may not be looked at; a user who is not there
+        raise UsageError(f"it can't look for the command's files: {e}") from e
+
+
+def _find(command: Command, environment: Mapping[str, str]) -> Found:
+    cwd = Path(command.cwd).expanduser()
+    if not cwd.is_dir():
+        raise UsageError(f"there is no directory {command.cwd!r}; copy it there, or give --cwd")
+    if not os.access(cwd, os.X_OK):
+        raise UsageError(f"the agent's user can't enter {command.cwd!r}")
+    program = find_program(command.words[0], cwd, environment)
+    if command.python:
+        _check_python(program, command.python)
+    for digest in command.digests:
+        _check_digest(cwd, digest)
+    return Found((program, *command.words[1:]), cwd)
+
+
+def find_program(word: str, cwd: Path, environment: Mapping[str, str]) -> str:
+    """Return the absolute path of a program. Raises UsageError if there is none."""
+    # Not resolved: the python of a virtual environment is a link.
+    path = str(cwd / Path(word).expanduser()) if "/" in word else word
+    found = shutil.which(path, path=environment.get("PATH", os.defpath))
+    if found is None:
+        raise UsageError(f"there is no program {word!r}; install it there, or give --python")
+    return str(cwd / found)
+
+
+def python_version(program: str) -> str:
+    """Return the version of a Python, such as 3.13; "" if the program is none."""
+    try:
+        ran = subprocess.run(  # noqa: S603 - a program that is about to be run anyway
+            [program, "-I", "-c", _VERSION],
+            capture_output=True,
+            text=True,
+            timeout=PYTHON_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return ""
+    return ran.stdout.strip() if ran.returncode == 0 else ""
+
+
+def _check_python(program: str, wanted: str) -> None:
+    version = python_version(program)
+    if version != wanted:
+        what = f"is Python {version}" if version else "does not run"
+        raise UsageError(
+            f"{program} {what}, and the starter's is Python {wanted}; install that one there, or "
+            "give --python"
+        )
+
+
+def _check_digest(cwd: Path, wanted: Digest) -> None:
+    try:
+        found = digest_of(cwd, wanted.path)
+    except OSError as e:
+        raise UsageError(f"{wanted.path} can't be read: {e.strerror}; copy it there") from e
+    if found != wanted:
+        raise UsageError(f"{wanted.path} differs from the starter's; copy it there")
+
+
+def digest_of(cwd: Path, path: str) -> Digest:
+    """Hash a file, or all Python files of a package with their names. Raises OSError."""
+    whole = cwd / Path(path).expanduser()
+    hashed = hashlib.sha256()
+    for file in _files_of(whole):
+        name = str(file.relative_to(whole)) if file != whole else ""
+        size = file.stat().st_size
+        if size > _MAX_HASHED_BYTES:
+            raise OSError(0, "it is larger than 1 GiB")
+        hashed.update(f"{name}\0{size}\0".encode())
+        with file.open("rb") as stream:
+            while block := stream.read(_HASH_BYTES):
+                hashed.update(block)
+    return Digest(path, hashed.hexdigest())
+
+
+def _files_of(whole: Path) -> Sequence[Path]:
+    return sorted(whole.rglob("*.py")) if whole.is_dir() else [whole]
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """Return TCP ports that nobody uses now; another program may take one before a rank does."""
+    sockets = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("", 0))
+        return tuple(one.getsockname()[1] for one in sockets)
+    finally:
+        for one in sockets:
+            one.close()

@@ -1,0 +1,345 @@
+"""The ranks of one launch on this machine: their processes, and the way of their output."""
+
+import contextlib
+import os
+import shutil
+import signal
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import trio
+
+from pmesh.agent.containment import Contain
+from pmesh.agent.launches.checks import Found
+from pmesh.core.launches import part as decide
+from pmesh.core.launches.engines import own_environment
+from pmesh.core.launches.lines import ERROR, OUT, LineSplitter, note
+from pmesh.core.launches.part import Part, PartStep, Report, Say, SignalRank, StartRank
+from pmesh.core.launches.restarts import exit_code
+from pmesh.core.wire.launches import (
+    MAX_OUTPUT_BYTES,
+    AnyLaunchMessage,
+    BeginRanks,
+    InputRead,
+    PrepareLaunch,
+    RankEnded,
+    RankInput,
+    RankOutput,
+    RankPart,
+)
+from pmesh.errors import ProtocolError
+from pmesh.ids import Member
+from pmesh.net.local.groups import PipedChild, start_piped_group
+from pmesh.net.local.spool import Spool
+
+WINDOW_BYTES = 8 * MAX_OUTPUT_BYTES  # on the way to the starter: heartbeats must pass, too
+DRAIN_S = 1.0  # a process that has left the group may hold a pipe open for ever
+UNSTARTED_S = 60.0  # the starter begins, or cancels, within seconds
+_FAILED = 1
+_NOT_FOUND = 127  # as in shells
+_READ_BYTES = 64 * 1024
+
+
+class PartHere:
+    """What this machine runs of a launch."""
+
+    def __init__(
+        self,
+        prepare: PrepareLaunch,
+        found: Found,
+        starter: Member,
+        *,
+        link: object | None,
+        home: Path,
+        spool: Spool,
+        send: Callable[[AnyLaunchMessage], None],
+        nursery: trio.Nursery,
+        contain: Contain,
+    ) -> None:
+        self.prepare = prepare
+        self.starter = starter
+        self.spool = spool
+        self.since = trio.current_time()
+        elastic = prepare.terms.engine == "pmesh"
+        restarts = prepare.terms.restarts if elastic else 0
+        self.state = Part(restarts=restarts, grace_s=prepare.terms.grace_s)
+        self.cancelled = False
+        self.over = trio.Event()
+        """All ranks have ended, or it was cancelled before they began."""
+        self._link = link
+        self._found = found
+        self._home = home
+        self._send = send
+        self._nursery = nursery
+        self._contain = contain
+        self._parts: dict[int, RankPart] = {}
+        self._children: dict[int, PipedChild] = {}
+        self._files = home / "launches" / f"{prepare.launch}.files"
+        self._reports = deque[tuple[int, RankEnded]]()
+        """What has been reported, or will be once the output up to an offset was sent."""
+        self._reported = 0
+        self._sent = self._read = spool.end
+        self._connected = True
+        self._changed = trio.Event()
+        self._scope = trio.CancelScope()
+        self._input_ends = False
+        self._feed, self._fed = trio.open_memory_channel[bytes](1)
+
+    @property
+    def launch(self) -> str:
+        return self.prepare.launch
+
+    @property
+    def job(self) -> str:
+        return self.prepare.job
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.prepare.names
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many ranks each machine runs; of the others it is not known."""
+        return tuple(
+            self.prepare.ranks if seat == self.prepare.seat else 1
+            for seat in range(len(self.names))
+        )
+
+    @property
+    def code(self) -> int | None:
+        """The exit code of its first rank that failed, else 0; None while one runs."""
+        codes = [rank.code for rank in self.state.ranks.values()]
+        if not codes or None in codes:
+            return None
+        return next((exit_code(code) for code in codes if code), 0)
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self.state.ranks)
+
+    @property
+    def is_over(self) -> bool:
+        return self.over.is_set()
+
+    @property
+    def phase(self) -> str:
+        """For a person."""
+        if not self.has_begun:
+            return "over" if self.is_over else "asking"
+        return "over" if self.is_over else "ending" if self.state.ends else "running"
+
+    async def run(self) -> None:
+        """Keep time and send the output, until all has ended and the starter has read it."""
+        with self._scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._send_output)
+                await self._keep_time()
+                nursery.cancel_scope.cancel()
+        shutil.rmtree(self._files, ignore_errors=True)
+
+    def close(self) -> None:
+        """Forget the output of a launch that is over."""
+        self._scope.cancel()
+        self.spool.close()
+
+    # --- what the starter says
+
+    def begin(self, message: BeginRanks) -> None:
+        """Start the ranks. Raises ProtocolError if they were started already."""
+        if self.has_begun or self.cancelled or len(message.ranks) != self.prepare.ranks:
+            raise ProtocolError(
+                "a launch began twice, or with other ranks than it was prepared for"
+            )
+        self._parts = {part.rank: part for part in message.ranks}
+        now = trio.current_time()
+        self._apply(decide.begin(self.state, message.generation, self._parts, now=now))
+
+    def end(self, number: int) -> None:
+        """End all ranks by a signal, or cancel a launch that has not begun."""
+        if self.has_begun:
+            self._apply(decide.end(self.state, number, now=trio.current_time()))
+        else:
+            self.cancelled = True
+            self.over.set()
+            self._tell()
+
+    def read_up_to(self, offset: int) -> None:
+        """The starter has stored the output up to here. Raises ProtocolError if it can't have."""
+        if offset > self._sent:
+            raise ProtocolError("output was acknowledged that was never sent")
+        self._read = max(self._read, offset)
+        self._tell()
+
+    def follow(self, link: object | None) -> None:
+        """Tell it the present link with the starter; what was on its way over another is lost."""
+        if link is self._link:
+            return
+        if self._link is not None:
+            self._lose_starter()
+        self._link = link
+        if link is not None:
+            self._connected = True
+            self._sent = self._read
+            self._reported = 0
+            self._tell()
+
+    def take_input(self, message: RankInput) -> None:
+        """Pass input on to rank 0. Raises ProtocolError if the starter has not waited."""
+        try:
+            self._feed.send_nowait(message.data)
+        except trio.WouldBlock:
+            raise ProtocolError("input came before the last one was taken") from None
+
+    def _lose_starter(self) -> None:
+        """The link with the starter has ended: so do all ranks, unless they are detached."""
+        self._connected = False
+        if not self.prepare.terms.detach and not self.is_over:
+            self._append(note(0, "the starter is lost: all ranks here are ended"))
+            self.end(signal.SIGTERM)
+
+    # --- decisions, carried out
+
+    def _apply(self, step: PartStep) -> None:
+        self.state = step.part
+        for action in step.actions:
+            match action:
+                case StartRank(rank):
+                    self._nursery.start_soon(self._run_rank, rank)
+                case SignalRank(rank, number):
+                    child = self._children.get(rank)
+                    if child is not None:
+                        child.send_signal(number)
+                case Report(rank, code):
+                    ended = RankEnded(self.prepare.launch, self.state.generation, rank, code)
+                    self._reports.append((self.spool.end, ended))
+                case Say(rank, text):
+                    self._append(note(rank, text))
+        if self.has_begun and self.state.is_over:
+            self.over.set()
+        self._tell()
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, trio.Event()
+        changed.set()
+
+    @property
+    def _is_done(self) -> bool:
+        is_read = self._reported == len(self._reports) and self._read == self.spool.end
+        awaited = self._connected or self.prepare.terms.detach
+        return self.is_over and (is_read or not awaited)
+
+    async def _keep_time(self) -> None:
+        while not self._is_done:
+            deadline = decide.next_deadline(self.state)
+            if not self.has_begun:
+                deadline = self.since + UNSTARTED_S
+            with trio.move_on_at(float("inf") if deadline is None else deadline):
+                await self._changed.wait()
+            now = trio.current_time()
+            if not self.has_begun and now >= self.since + UNSTARTED_S:
+                self.end(signal.SIGTERM)
+            else:
+                self._pass_time(now)
+
+    def _pass_time(self, now: float) -> None:
+        step = decide.pass_time(self.state, now=now)
+        if step.actions:
+            self._apply(step)
+
+    # --- processes
+
+    async def _run_rank(self, rank: int) -> None:
+        codes = list[int]()
+        with self._contain(f"rank {rank} of a launch"):
+            codes.append(await self._run_process(rank))
+        self._children.pop(rank, None)
+        code = codes[0] if codes else _FAILED
+        self._apply(decide.rank_ended(self.state, rank, code, now=trio.current_time()))
+
+    async def _run_process(self, rank: int) -> int:
+        part = self._parts[rank]
+        reads = rank == 0 and not self.prepare.terms.detach
+        try:
+            environment = self._environment(part)
+            async with start_piped_group(
+                self._found.words, cwd=self._found.cwd, environment=environment, reads=reads
+            ) as child:
+                self._children[rank] = child
+                if self.state.ends:  # the signal came while the process was started
+                    child.send_signal(signal.SIGTERM)
+                return await self._follow(rank, child)
+        except OSError as e:
+            self._append(note(rank, f"{self._found.words[0]} can't be started: {e.strerror}"))
+            return _NOT_FOUND
+
+    async def _follow(self, rank: int, child: PipedChild) -> int:
+        async with trio.open_nursery() as readers:
+            readers.start_soon(self._store, child.stdout, LineSplitter(rank, OUT))
+            readers.start_soon(self._store, child.stderr, LineSplitter(rank, ERROR))
+            feeding = trio.CancelScope()
+            if child.stdin is not None:
+                readers.start_soon(self._feed_input, child.stdin, feeding)
+            code = await child.wait()
+            feeding.cancel()
+            readers.cancel_scope.deadline = trio.current_time() + DRAIN_S
+        return code
+
+    async def _store(self, stream: trio.abc.ReceiveStream, lines: LineSplitter) -> None:
+        try:
+            while data := await stream.receive_some(_READ_BYTES):
+                self._append(lines.receive(data))
+        finally:
+            self._append(lines.end())
+
+    async def _feed_input(self, stdin: trio.abc.SendStream, scope: trio.CancelScope) -> None:
+        with scope:
+            while not self._input_ends:
+                data = await self._fed.receive()
+                self._input_ends = not data
+                with contextlib.suppress(trio.BrokenResourceError):  # rank 0 does not read it
+                    await stdin.send_all(data)
+                self._send(InputRead(self.prepare.launch))
+            await stdin.aclose()
+
+    def _environment(self, part: RankPart) -> Mapping[str, str]:
+        """Return the variables of a rank; writes the files that the engine wants."""
+        values = {"PYTHONUNBUFFERED": "1"} | own_environment(os.environ)
+        values |= {"PMESH_HOME": str(self._home)} | dict(part.variables)
+        for name, content in part.files:
+            self._files.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = self._files / f"{name}.{part.rank}"
+            path.write_text(content, encoding="utf-8")
+            values[name] = str(path)
+        return values | dict(self.prepare.command.variables)
+
+    # --- output
+
+    def _append(self, lines: bytes) -> None:
+        self.spool.append(lines)
+        self._tell()
+
+    async def _send_output(self) -> None:
+        """Send what the ranks print, as fast as the starter stores it, and then their ends."""
+        while True:
+            changed = self._changed
+            if self._connected and self._send_some():
+                await trio.lowlevel.checkpoint()
+            else:
+                await changed.wait()
+
+    def _send_some(self) -> bool:
+        """Send one message; return False if there is none to send now."""
+        if self._reported < len(self._reports):
+            after, ended = self._reports[self._reported]
+            if self._sent >= after:
+                self._send(ended)
+                self._reported += 1
+                self._tell()
+                return True
+        if self._sent - self._read >= WINDOW_BYTES or self._sent >= self.spool.end:
+            return False
+        piece = self.spool.read(self._sent, MAX_OUTPUT_BYTES)
+        self._send(RankOutput(self.prepare.launch, piece.offset, piece.data))
+        self._sent = piece.offset + len(piece.data)
+        return True

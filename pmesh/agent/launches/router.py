@@ -1,0 +1,388 @@
+"""All launches of one agent: those started here, and those that others have run here."""
+
+import itertools
+import math
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import trio
+
+from pmesh.agent.containment import Contain
+from pmesh.agent.launches.checks import Found, check_command, free_ports
+from pmesh.agent.launches.here import PartHere
+from pmesh.agent.launches.permission import load_permission, why_not
+from pmesh.agent.launches.started import StartedHere
+from pmesh.agent.mesh.links import Link, bare_host, hosts_of
+from pmesh.agent.status.events import EventKind, News
+from pmesh.core.launches.engines import own_environment
+from pmesh.core.launches.starting import Seat
+from pmesh.core.values import View
+from pmesh.core.wire.launches import (
+    AnyLaunchMessage,
+    BeginRanks,
+    Launch,
+    LaunchPrepared,
+    LaunchRow,
+    OutputRead,
+    PrepareLaunch,
+    RankInput,
+    SignalNumber,
+    SignalRanks,
+    StopLaunch,
+    WayTo,
+)
+from pmesh.errors import PmeshError, UsageError
+from pmesh.ids import Member, NodeId
+from pmesh.net.local.spool import Spool
+
+LOOK_S = 0.1  # how soon a lost link ends the ranks
+KEPT = 20  # launches whose output is kept
+MAX_RUNNING = 16  # parts of launches at once
+ENDS_S = 10.0  # the ranks of the last attempt, which a lost link has ended, must be gone
+AGAIN_S = 60.0  # a member that is refused again and again is no news
+
+
+_Kept = TypeVar("_Kept", StartedHere, PartHere)
+
+
+class Launches:
+    """What this agent has started, and what it runs."""
+
+    def __init__(
+        self,
+        me: Member,
+        name: str,
+        *,
+        home: Path,
+        allow_run: bool,
+        view: Callable[[], View],
+        links: Callable[[], Mapping[NodeId, Link]],
+        nursery: trio.Nursery,
+        noticed: Callable[[News], None],
+        contain: Contain,
+        launch_ids: Callable[[], str],
+    ) -> None:
+        self._me = me
+        self._name = name
+        self._home = home
+        self._allow_run = allow_run
+        self._view = view
+        self._links = links
+        self._nursery = nursery
+        self._noticed = noticed
+        self._contain = contain
+        self._launch_ids = launch_ids
+        self._spools = itertools.count()
+        self.started: dict[str, StartedHere] = {}
+        self.parts: dict[str, PartHere] = {}
+        self._linked: dict[NodeId, Link] = {}
+        self._lost: dict[NodeId, Member] = {}
+        self._refused_at: dict[NodeId, float] = {}
+        self._own, self._own_messages = trio.open_memory_channel[AnyLaunchMessage](math.inf)
+
+    # --- messages
+
+    async def run(self) -> None:
+        """Deliver what this agent says to itself, and follow the links."""
+        shutil.rmtree(self._home / "launches", ignore_errors=True)  # of an agent before this one
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._look)
+            async for message in self._own_messages:
+                with self._contain("a launch on this machine"):
+                    self.receive(self._me, message)
+
+    def send(self, node: NodeId, message: AnyLaunchMessage) -> None:
+        if node == self._me.node:
+            self._own.send_nowait(message)
+        elif node in self._links():
+            self._links()[node].send(message)
+
+    def receive(self, member: Member, message: AnyLaunchMessage) -> None:
+        """Take a message of a member; what does not concern its own launches counts nothing."""
+        match message:
+            case PrepareLaunch():
+                self._nursery.start_soon(self._prepare, member, message)
+            case BeginRanks() | SignalRanks() | OutputRead() | RankInput():
+                part = self.parts.get(message.launch)
+                if part is not None and part.starter == member:
+                    self._pass_on(part, message)
+            case _:
+                launch = self.started.get(message.launch)
+                if launch is not None:
+                    launch.receive(member.node, message)
+
+    def _pass_on(
+        self, part: PartHere, message: BeginRanks | SignalRanks | OutputRead | RankInput
+    ) -> None:
+        match message:
+            case BeginRanks():
+                part.begin(message)
+                command = described(part.prepare.command.words)
+                starter = self._name_of(part.starter.node)
+                self._note("command started", f"{starter} runs here: {command}", starter)
+            case SignalRanks(_, number):
+                part.end(number)
+            case OutputRead(_, offset):
+                part.read_up_to(offset)
+            case RankInput():
+                part.take_input(message)
+
+    # --- what others ask for
+
+    async def _prepare(self, member: Member, message: PrepareLaunch) -> None:
+        refusals = list[str]()
+        with self._contain("a question about a launch", refusals.append):
+            try:
+                await self._begin_part(member, message)
+            except PmeshError as e:
+                refusals.append(str(e))
+        for refusal in refusals:
+            self.send(member.node, LaunchPrepared(message.launch, _sentence(refusal)))
+
+    async def _begin_part(self, member: Member, message: PrepareLaunch) -> None:
+        found = await self._check(member, message)
+        spool = Spool(self._home / "launches" / f"part-{next(self._spools)}")
+        part = PartHere(
+            message,
+            found,
+            member,
+            link=self._link_with(member),
+            home=self._home,
+            spool=spool,
+            send=partial(self.send, member.node),
+            nursery=self._nursery,
+            contain=self._contain,
+        )
+        _keep(self.parts, message.launch, part)
+        self._nursery.start_soon(self._run_part, part)
+        ports = await trio.to_thread.run_sync(free_ports, 2 * message.ranks)
+        self.send(member.node, LaunchPrepared(message.launch, "", ports, self._ways()))
+
+    async def _check(self, member: Member, message: PrepareLaunch) -> Found:
+        """Return the command as it runs here. Raises UsageError if it does not."""
+        if member != self._me:
+            permission = await trio.to_thread.run_sync(load_permission, self._home)
+            refusal = why_not(
+                permission,
+                member.node,
+                allowed_by_option=self._allow_run,
+                is_root=os.geteuid() == 0,
+            )
+            if refusal:
+                self._note_refusal(member, message, refusal)
+                raise UsageError(refusal)
+        before = self.parts.get(message.launch)
+        if before is not None:
+            if before.starter.node != member.node:
+                raise UsageError("another machine has started a launch of this id")
+            with trio.move_on_after(ENDS_S):
+                await before.over.wait()
+        running = [part for part in self.parts.values() if not part.is_over]
+        if before in running or len(running) >= MAX_RUNNING:
+            raise UsageError(f"it still runs {len(running)} commands of launches")
+        check = partial(check_command, message.command, own_environment(os.environ))
+        return await trio.to_thread.run_sync(check)
+
+    async def _run_part(self, part: PartHere) -> None:
+        with self._contain("a launch on this machine"):
+            await part.run()
+        if part.has_begun:
+            codes = {rank: here.code for rank, here in part.state.ranks.items()}
+            ends = ", ".join(f"rank {rank} with {code}" for rank, code in codes.items())
+            command = described(part.prepare.command.words)
+            starter = self._name_of(part.starter.node)
+            self._note("command ended", f"{command} of {starter} has ended: {ends}", starter)
+
+    def _note_refusal(self, member: Member, message: PrepareLaunch, refusal: str) -> None:
+        now = trio.current_time()
+        if now - self._refused_at.get(member.node, -math.inf) < AGAIN_S:
+            return
+        self._refused_at[member.node] = now
+        name = self._name_of(member.node)
+        what = described(message.command.words)
+        self._note("command refused", f"{name} wanted to run here: {what}; {refusal}", name)
+
+    def _ways(self) -> tuple[WayTo, ...]:
+        """Return how this machine reaches the others over the best paths."""
+        return tuple(
+            WayTo(node, *way)
+            for node, link in self._links().items()
+            if (way := _best_way(link)) is not None
+        )
+
+    # --- what is started here
+
+    def start(self, request: Launch) -> StartedHere:
+        """Begin a launch. Raises UsageError if the machines it names are not there."""
+        seats = self._seats(request)
+        launch_id = self._launch_ids()
+        spool = Spool(self._home / "launches" / f"started-{next(self._spools)}")
+        launch = StartedHere(launch_id, request, seats, spool=spool, send=self.send)
+        _keep(self.started, launch_id, launch)
+        launch.start()
+        return launch
+
+    def _seats(self, request: Launch) -> list[Seat]:
+        here = {seat.name: seat.member for seat in self._view().seats}
+        for name in request.on:
+            if name not in here:
+                raise UsageError(f"no machine is called {name!r}; there are {', '.join(here)}")
+        names = [name for name in here if not request.on or name in request.on]
+        counts = (
+            spread(request.count, len(names)) if request.count else [request.per_node] * len(names)
+        )
+        return [
+            Seat(node=here[name].node, name=name, count=count)
+            for name, count in zip(names, counts, strict=True)
+            if count
+        ]
+
+    async def _look(self) -> None:
+        """Follow the links with all who take part."""
+        while True:
+            await trio.sleep(LOOK_S)
+            with self._contain("the launches of this machine"):
+                self._follow_links()
+
+    def _follow_links(self) -> None:
+        """Tell launches which machines are lost and which are back, and the time."""
+        links = dict(self._links())
+        before, self._linked = self._linked, links
+        for node in {*before, *links}:
+            old, new = before.get(node), links.get(node)
+            if old is not new:
+                self._relink(node, old, new)
+        for part in self.parts.values():
+            part.follow(self._link_with(part.starter))
+        for launch in self.started.values():
+            launch.pass_time()
+
+    def _relink(self, node: NodeId, old: Link | None, new: Link | None) -> None:
+        if old is not None:
+            self._lost[node] = old.member
+        same = new is not None and self._lost.get(node) == new.member
+        for launch in self.started.values():
+            if old is not None:
+                launch.lose(node, "its agent has ended, or can't be reached")
+            if new is not None:
+                launch.find(node, same=same)
+
+    def _link_with(self, member: Member) -> Link | None:
+        link = self._links().get(member.node)
+        return link if link is not None and link.member == member else None
+
+    # --- for people
+
+    def find(self, text: str) -> StartedHere | PartHere:
+        """Return a launch by its id or its job, the latest one. Raises UsageError."""
+        known: list[StartedHere | PartHere] = [*self.started.values()]
+        for launch in [*reversed(known), *reversed(self.parts.values())]:
+            if text in {launch.launch, launch.job}:
+                return launch
+        raise UsageError(f"this machine knows no launch {text!r}; 'pmesh ps' lists them")
+
+    def end(self, launch: StartedHere | PartHere, number: SignalNumber) -> None:
+        """End a launch everywhere, or at least here if its starter is gone."""
+        if isinstance(launch, StartedHere):
+            launch.interrupt(number)
+        else:
+            launch.end(number)
+            self.send(launch.starter.node, StopLaunch(launch.prepare.launch))
+
+    def rows(self) -> tuple[LaunchRow, ...]:
+        """Return what `pmesh ps` shows, the latest first."""
+        now = trio.current_time()
+        rows = [
+            LaunchRow(
+                launch=launch.launch,
+                job=launch.job,
+                command=described(launch.request.command.words),
+                starter=self._name,
+                here=True,
+                machines=launch.names,
+                state=launch.state.phase,
+                age_s=round(now - launch.since, 1),
+                code=launch.code,
+            )
+            for launch in self.started.values()
+        ]
+        rows += [
+            LaunchRow(
+                launch=launch_id,
+                job=part.prepare.job,
+                command=described(part.prepare.command.words),
+                starter=self._name_of(part.starter.node),
+                here=False,
+                machines=part.prepare.names,
+                state=part.phase,
+                age_s=round(now - part.since, 1),
+                code=None,
+            )
+            for launch_id, part in self.parts.items()
+            if launch_id not in self.started
+        ]
+        return tuple(sorted(rows, key=lambda row: row.age_s))
+
+    def _name_of(self, node: NodeId) -> str:
+        if node == self._me.node:
+            return self._name
+        link = self._links().get(node)
+        named = {seat.member.node: seat.name for seat in self._view().seats}
+        return named.get(node) or ("a machine that is gone" if link is None else link.peer.name)
+
+    def _note(self, kind: EventKind, text: str, name: str) -> None:
+        self._noticed(News(kind=kind, text=text, names=(name,)))
+
+
+def _keep(kept: dict[str, _Kept], launch_id: str, launch: _Kept) -> None:
+    """Add the latest launch, and forget the oldest ones that are over."""
+    before = kept.pop(launch_id, None)
+    if before is not None:
+        before.close()
+    kept[launch_id] = launch
+    for old in [old for old, one in kept.items() if one.is_over][: max(0, len(kept) - KEPT)]:
+        kept.pop(old).close()
+
+
+def _best_way(link: Link) -> tuple[str, str] | None:
+    """Return an IPv4 address of the peer on the best path, and the interface here; None if none."""
+    live = link.current
+    if live is None:
+        return None
+    for host in (
+        bare_host(live.path.remote_address),
+        *sorted(live.hosts[1]),
+        *sorted(hosts_of(link.peer)),
+    ):
+        if ":" not in host:
+            return host, live.key.interface
+    return None
+
+
+def spread(count: int, machines: int) -> list[int]:
+    """Return how many ranks each machine runs.
+
+    >>> spread(4, 3), spread(2, 3)
+    ([2, 1, 1], [1, 1, 0])
+    """
+    each, more = divmod(count, machines)
+    return [each + (index < more) for index in range(machines)]
+
+
+def described(words: Iterable[str]) -> str:
+    r"""Return a command as one line of printable text.
+
+    >>> described(["python", "-c", "print()\n"])
+    "python -c 'print()\\n'"
+    """
+    text = shlex.join(words)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _sentence(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)[:4096]

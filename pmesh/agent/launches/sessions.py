@@ -1,0 +1,116 @@
+"""Launches as local programs see them: `pmesh run --on`, `ps`, `logs` and `stop`."""
+
+import trio
+
+from pmesh.agent.launches.here import PartHere
+from pmesh.agent.launches.router import Launches
+from pmesh.agent.launches.started import StartedHere
+from pmesh.core.launches.lines import seated
+from pmesh.core.wire.launches import (
+    AskLaunches,
+    EndLaunch,
+    FollowLaunch,
+    Launch,
+    LaunchBegan,
+    LaunchEnding,
+    LaunchInput,
+    LaunchInputTaken,
+    LaunchLines,
+    LaunchOver,
+    SignalLaunch,
+    SignalNumber,
+)
+from pmesh.core.wire.launches import (
+    Launches as LaunchRows,
+)
+from pmesh.errors import ProtocolError, UsageError
+from pmesh.net.local.sessions import Session, refuse
+
+LINES_BYTES = 64 * 1024  # of one message
+LOOK_S = 0.05  # after the last line
+_SIGTERM: SignalNumber = 15
+
+
+async def serve_launch(
+    session: Session,
+    request: Launch | FollowLaunch | AskLaunches | EndLaunch,
+    launches: Launches,
+) -> None:
+    """Serve a program until it has its answer, or is gone."""
+    try:
+        match request:
+            case AskLaunches():
+                await session.send(LaunchRows(launches.rows()))
+            case EndLaunch(text):
+                launch = launches.find(text)
+                launches.end(launch, _SIGTERM)
+                await session.send(LaunchEnding(launch.launch))
+            case FollowLaunch(text, follow):
+                await _follow(session, launches.find(text), follow=follow)
+            case Launch():
+                await _serve_starter(session, launches.start(request))
+    except UsageError as e:
+        await refuse(session, type(e).__name__, str(e))
+
+
+async def _serve_starter(session: Session, launch: StartedHere) -> None:
+    """Show what all ranks print; if the program is gone, end them, unless they are detached."""
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_take_requests, session, launch, nursery)
+            await launch.begun.wait()
+            if launch.refusal:
+                await refuse(session, "UsageError", launch.refusal)
+            elif launch.request.terms.detach:
+                await session.send(_began(launch))
+            else:
+                await _follow(session, launch, follow=True)
+            nursery.cancel_scope.cancel()
+    except* (trio.EndOfChannel, trio.BrokenResourceError):
+        pass
+    finally:
+        if not (launch.request.terms.detach and launch.begun.is_set()):
+            launch.interrupt(_SIGTERM)  # no effect once it is over
+
+
+async def _take_requests(session: Session, launch: StartedHere, nursery: trio.Nursery) -> None:
+    while True:
+        match request := await session.receive():
+            case SignalLaunch(number):
+                launch.interrupt(number)
+            case LaunchInput(data):
+                launch.send_input(data)
+                nursery.start_soon(_tell_taken, session, launch.input_taken)
+            case _:
+                raise ProtocolError(f"{type(request).__name__} during a launch")
+
+
+async def _tell_taken(session: Session, taken: trio.Event) -> None:
+    await taken.wait()
+    await session.send(LaunchInputTaken())
+
+
+def _began(launch: StartedHere | PartHere) -> LaunchBegan:
+    return LaunchBegan(launch.launch, launch.job, launch.names, launch.counts)
+
+
+async def _follow(session: Session, launch: StartedHere | PartHere, *, follow: bool) -> None:
+    """Send the output as fast as the program reads it."""
+    await session.send(_began(launch))
+    offset = 0
+    while True:
+        is_over = launch.is_over  # read first: nothing is written after the end
+        piece = launch.spool.read(offset, LINES_BYTES)
+        if piece.data:
+            data = piece.data
+            if isinstance(launch, PartHere):
+                data = seated(data, launch.prepare.seat)
+            await session.send(LaunchLines(data))
+            offset = piece.offset + len(piece.data)
+        elif is_over or not follow:
+            code = launch.code if is_over else None
+            await session.send(LaunchOver(-1 if code is None else code))
+            return
+        else:
+            with trio.move_on_after(LOOK_S):
+                await launch.spool.grown_beyond(offset)

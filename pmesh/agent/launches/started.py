@@ -1,0 +1,230 @@
+"""A launch that was started on this machine: its questions, its output, its end."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import trio
+
+from pmesh.core.launches import starting as decide
+from pmesh.core.launches.engines import Place, Run, parts_of, unreachable
+from pmesh.core.launches.lines import NOTE, STARTER, seated
+from pmesh.core.launches.starting import Ask, Begin, Over, Seat, Signal, Started, Step, Tell
+from pmesh.core.wire.launches import (
+    AnyLaunchMessage,
+    BeginRanks,
+    InputRead,
+    Launch,
+    LaunchPrepared,
+    OutputRead,
+    PrepareLaunch,
+    RankEnded,
+    RankInput,
+    RankOutput,
+    SignalNumber,
+    SignalRanks,
+    StopLaunch,
+)
+from pmesh.errors import ProtocolError
+from pmesh.ids import JobName, NodeId
+from pmesh.net.local.spool import Spool
+
+_SIGTERM: SignalNumber = 15
+Deliver = Callable[[NodeId, AnyLaunchMessage], None]
+
+
+class StartedHere:
+    """Carries out what `pmesh.core.launches.starting` decides."""
+
+    def __init__(
+        self, launch: str, request: Launch, seats: Sequence[Seat], *, spool: Spool, send: Deliver
+    ) -> None:
+        self.launch = launch
+        self.request = request
+        self.job = JobName(request.job or launch)
+        self.spool = spool
+        self.since = trio.current_time()
+        self.begun = trio.Event()
+        """All machines have agreed, or it is over."""
+        self.over = trio.Event()
+        self.code: int | None = None
+        self.refusal = ""
+        self.input_taken = trio.Event()
+        self.state = Started(
+            elastic=request.terms.engine == "pmesh",
+            restarts=request.terms.restarts,
+            grace_s=request.terms.grace_s,
+            seats=tuple(seats),
+        )
+        self._send = send
+        self._prepared: dict[NodeId, LaunchPrepared] = {}
+        self._read: dict[NodeId, int] = {}
+        self._heard_at = self.since
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(seat.name for seat in self.state.seats)
+
+    @property
+    def is_over(self) -> bool:
+        return self.over.is_set()
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(seat.count for seat in self.state.seats)
+
+    def close(self) -> None:
+        """Forget the output of a launch that is over."""
+        self.spool.close()
+
+    def start(self) -> None:
+        """Ask all machines."""
+        self._apply(decide.first_step(self.state, now=trio.current_time()))
+
+    def interrupt(self, number: SignalNumber) -> None:
+        """Pass a signal on to all ranks."""
+        self._apply(decide.interrupt(self.state, number, now=trio.current_time()))
+
+    def pass_time(self) -> None:
+        """Call it often: machines that do not answer are given up, and ranks that hang."""
+        now = trio.current_time()
+        self._apply(decide.pass_time(self.state, now=now))
+        quiet_s = self.request.terms.hang_timeout_s
+        if quiet_s and self.state.phase == "running" and now - self._heard_at >= quiet_s:
+            self._heard_at = now
+            self._apply(decide.hang(self.state, quiet_s, now=now))
+
+    def send_input(self, data: bytes) -> None:
+        """Pass input on to rank 0; `input_taken` is set when it may be given more."""
+        self.input_taken = trio.Event()
+        first = next((seat for seat in self.state.seats if 0 in seat.ranks), None)
+        if first is not None and first.phase == "runs":
+            self._send(first.node, RankInput(self.launch, data))
+        else:
+            self.input_taken.set()
+
+    def lose(self, node: NodeId, why: str) -> None:
+        """The link with a machine has ended; detached ranks go on without it."""
+        self.input_taken.set()
+        if not self.request.terms.detach:
+            self._apply(decide.machine_lost(self.state, node, why, now=trio.current_time()))
+
+    def find(self, node: NodeId, *, same: bool) -> None:
+        """There is a link again with a machine; `same` if its agent has not been restarted."""
+        now = trio.current_time()
+        if self.request.terms.detach:
+            if same:
+                return
+            self._apply(decide.machine_lost(self.state, node, "it was restarted", now=now))
+        self._apply(decide.machine_back(self.state, node, now=now))
+
+    def receive(self, node: NodeId, message: AnyLaunchMessage) -> None:
+        """Take what a machine says. Raises ProtocolError for what no machine says."""
+        seat, now = self.state.seat_of(node), trio.current_time()
+        if seat is None:
+            return  # it takes no part: its claims count nothing
+        match message:
+            case LaunchPrepared():
+                if len(message.ports) < 2 * seat.count and not message.refusal:
+                    raise ProtocolError("a launch was prepared without ports")
+                self._prepared[node] = message
+                self._read[node] = message.offset
+                why = f"{seat.name}: {message.refusal}" if message.refusal else ""
+                self._apply(decide.prepared(self.state, node, why, now=now))
+            case RankOutput():
+                self._store(node, message)
+            case RankEnded(_, generation, rank, code):
+                if generation == self.state.generation:
+                    self._apply(decide.rank_ended(self.state, node, rank, code, now=now))
+            case InputRead():
+                self.input_taken.set()
+            case StopLaunch():
+                self._note(f"stopped on {seat.name}")
+                self.interrupt(_SIGTERM)
+            case _:
+                raise ProtocolError(f"{type(message).__name__} to the starter of a launch")
+
+    def _store(self, node: NodeId, message: RankOutput) -> None:
+        if not message.data.endswith(b"\n"):
+            raise ProtocolError("output that does not end with a line")
+        expected = self._read.get(node)
+        if expected is None:
+            return
+        data = message.data[max(0, expected - message.offset) :]  # a part may be sent again
+        if message.offset > expected:
+            self._note(f"{message.offset - expected} bytes of output are lost: too much waited")
+        index = next(i for i, seat in enumerate(self.state.seats) if seat.node == node)
+        self.spool.append(seated(data, index) if data else b"")
+        self._read[node] = max(expected, message.offset + len(message.data))
+        self._heard_at = trio.current_time()
+        self._send(node, OutputRead(self.launch, self._read[node]))
+
+    def _note(self, text: str) -> None:
+        self.spool.append(b"%d 0 %b %b\n" % (STARTER, NOTE, text.replace("\n", " ").encode()))
+
+    # --- decisions, carried out
+
+    def _apply(self, step: Step) -> None:
+        self.state = step.launch
+        parts = self._parts_of([a.node for a in step.actions if isinstance(a, Begin)])
+        for action in step.actions:
+            match action:
+                case Ask(node):
+                    self._send(node, self._prepare(node))
+                case Begin(node):
+                    if node in parts:
+                        self._send(node, parts[node])
+                case Signal(node, number):
+                    self._send(node, SignalRanks(self.launch, number))
+                case Tell(text):
+                    self._note(text)
+                case Over(code, refusal):
+                    self.code, self.refusal = code, refusal
+                    self.over.set()
+                    self.begun.set()
+                    self.input_taken.set()
+
+    def _prepare(self, node: NodeId) -> PrepareLaunch:
+        seats = self.state.seats
+        (index,) = (i for i, seat in enumerate(seats) if seat.node == node)
+        return PrepareLaunch(
+            launch=self.launch,
+            job=self.job,
+            command=self.request.command,
+            terms=self.request.terms,
+            seat=index,
+            nodes=tuple(seat.node for seat in seats),
+            names=self.names,
+            ranks=seats[index].count,
+        )
+
+    def _parts_of(self, nodes: Sequence[NodeId]) -> Mapping[NodeId, BeginRanks]:
+        """Return what each machine is to begin; ends the launch if two can't reach each other."""
+        if not nodes:
+            return {}
+        self._heard_at = trio.current_time()
+        places = [self._place(seat) for seat in self.state.seats if seat.node in self._prepared]
+        engine = self.request.terms.engine
+        run = Run(
+            engine=engine,
+            job=self.job,
+            launch=self.launch,
+            generation=self.state.generation,
+            restarts=self.request.terms.restarts,
+            places=[place for place in places if place.ranks],
+        )
+        apart = unreachable(engine, run.places)
+        if apart is not None:
+            names = {seat.node: seat.name for seat in self.state.seats}
+            one, other = (names[node] for node in apart)
+            self._note(f"{one} has no IPv4 address of {other}, which --engine {engine} needs")
+            self.interrupt(_SIGTERM)
+            return {}
+        self.begun.set()
+        return {
+            node: BeginRanks(self.launch, run.generation, parts_of(run, node)) for node in nodes
+        }
+
+    def _place(self, seat: Seat) -> Place:
+        said = self._prepared[seat.node]
+        ways = {way.node: (way.host, way.interface) for way in said.ways}
+        ranks = seat.ranks if seat.phase != "lost" or self.state.elastic else ()
+        return Place(node=seat.node, ranks=ranks, ports=said.ports, ways=ways)

@@ -1,0 +1,394 @@
+"""`pmesh run --on`: starts a command on several machines, and shows what all of them print.
+
+`pmesh logs` shows the same later.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TextIO
+
+import trio
+
+from pmesh.agent.launches.checks import digest_of, python_version
+from pmesh.cli.terminal import complain, ending_signals, say
+from pmesh.client.link.connection import error_of
+from pmesh.core.launches.engines import why_not_set
+from pmesh.core.launches.lines import ERROR, NOTE, STARTER, Line, read_lines
+from pmesh.core.wire.framing import FrameReader, frame
+from pmesh.core.wire.launches import (
+    MAX_COMMAND_TEXT,
+    MAX_COMMAND_WORDS,
+    MAX_OUTPUT_BYTES,
+    MAX_VARIABLES,
+    Command,
+    Digest,
+    FollowLaunch,
+    Launch,
+    LaunchBegan,
+    LaunchInput,
+    LaunchInputTaken,
+    LaunchLines,
+    LaunchOver,
+    LaunchTerms,
+    SignalLaunch,
+    SignalNumber,
+    Variable,
+)
+from pmesh.core.wire.local import (
+    MAX_REQUEST_BYTES,
+    MAX_SESSION_MESSAGE_BYTES,
+    Refused,
+    Reply,
+    Request,
+    decode_reply_untrusted,
+    encode,
+)
+from pmesh.errors import AgentNotRunning, AgentStopped, ConfigError, ProtocolError
+from pmesh.paths import home_directory, socket_path
+
+_COLORS: Final = (36, 33, 35, 32, 34, 96, 93, 95)  # red is for errors
+_RECEIVE_BYTES = 64 * 1024
+_LONGEST_NAME = 255  # of a file; a longer argument is none
+_PATIENCE = 3  # signals: the first asks, the second kills, the third waits no longer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """The options of `pmesh run --on`."""
+
+    on: str = "all"
+    count: int = 0
+    per_node: int = 1
+    terms: LaunchTerms = field(default_factory=LaunchTerms)
+    job: str = ""
+    environment: Sequence[str] = ()
+    cwd: Path | None = None
+    python: str = ""
+    module: str = ""
+    shell: bool = False
+
+
+# --- the command
+
+
+def launch_of(words: Sequence[str], wishes: Wishes, environment: Mapping[str, str]) -> Launch:
+    """Return what to ask for.
+
+    Args:
+        words: The command.
+        wishes: The options.
+        environment: Of this process; it says where programs are found.
+
+    Raises:
+        ConfigError: An option is not valid, or the command is not there.
+    """
+    cwd = (wishes.cwd or Path.cwd()).expanduser().absolute()
+    variables = _variables(wishes.environment)
+    words = _with_python(words, wishes)
+    program = _find(words[0], cwd, environment)
+    version = python_version(program) if is_python(program) else ""
+    named = words[0] if "/" not in words[0] and not _is_virtual(program) else _portable(program)
+    command = Command(
+        words=(named, *words[1:]),
+        cwd=_portable(str(cwd)),
+        variables=variables,
+        python=version,
+        digests=_digests(words[1:], cwd),
+    )
+    request = Launch(
+        job=wishes.job,
+        command=command,
+        terms=wishes.terms,
+        on=() if wishes.on == "all" else tuple(dict.fromkeys(wishes.on.split(","))),
+        count=wishes.count,
+        per_node=wishes.per_node,
+    )
+    _check_size(request)
+    return request
+
+
+def _check_size(request: Launch) -> None:
+    command = request.command
+    texts = [*command.words, command.cwd, *(value for _, value in command.variables)]
+    if any("\0" in text for text in texts):
+        raise ConfigError("an argument can't contain a null character")
+    try:
+        nbytes = len(encode(request))
+    except UnicodeEncodeError as e:
+        raise ConfigError("an argument is not valid UTF-8; other machines can't get it") from e
+    too_many = len(command.words) > MAX_COMMAND_WORDS or len(command.variables) > MAX_VARIABLES
+    if nbytes > MAX_REQUEST_BYTES or too_many or max(map(len, texts)) > MAX_COMMAND_TEXT:
+        raise ConfigError(
+            f"the command is too long: at most {MAX_COMMAND_WORDS} words, {MAX_VARIABLES} --env, "
+            f"and {MAX_REQUEST_BYTES // 1024} KiB in all; put it into a file"
+        )
+
+
+def _variables(settings: Sequence[str]) -> tuple[Variable, ...]:
+    variables: dict[str, str] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ConfigError(f"--env {setting!r} is not NAME=VALUE")
+        variables[name] = value
+    refusal = why_not_set(variables)
+    if refusal:
+        raise ConfigError(f"--env: {refusal}")
+    return tuple(Variable(name, value) for name, value in variables.items())
+
+
+def _with_python(words: Sequence[str], wishes: Wishes) -> tuple[str, ...]:
+    if wishes.shell:
+        return ("/bin/sh", "-c", shlex.join(words) if len(words) > 1 else "".join(words))
+    python = wishes.python or sys.executable
+    if wishes.module:
+        return (python, "-m", wishes.module, *words)
+    if not words:
+        raise ConfigError(
+            "there is no command; type for example: pmesh run --on all -- python train.py"
+        )
+    if words[0].endswith(".py"):
+        return (python, *words)
+    if wishes.python and is_python(words[0]):
+        return (wishes.python, *words[1:])
+    return tuple(words)
+
+
+def is_python(program: str) -> bool:
+    """Return True for the name of a Python.
+
+    >>> is_python("/usr/bin/python3.13"), is_python("pytest")
+    (True, False)
+    """
+    return re.fullmatch(r"python[0-9.]*", Path(program).name) is not None
+
+
+def _find(word: str, cwd: Path, environment: Mapping[str, str]) -> str:
+    path = str(cwd / Path(word).expanduser()) if "/" in word else word
+    found = shutil.which(path, path=environment.get("PATH", os.defpath))
+    if found is None:
+        raise ConfigError(f"there is no program {word!r} here; give the path of one")
+    return str(cwd / found)
+
+
+def _is_virtual(program: str) -> bool:
+    """Return True for a program of a virtual environment: the same one must be used elsewhere."""
+    return (Path(program).parent.parent / "pyvenv.cfg").exists()
+
+
+def _portable(path: str) -> str:
+    """Write the home directory as ~: users may have other names on other machines."""
+    home = str(Path.home())
+    return f"~{path[len(home) :]}" if path.startswith(f"{home}/") and home != "/" else path
+
+
+def _digests(words: Sequence[str], cwd: Path) -> tuple[Digest, ...]:
+    """Hash the Python files and packages that the command names: they must be the same there."""
+    names: list[str] = []
+    for before, word in zip(("", *words), words, strict=False):
+        module = word.replace(".", "/")
+        candidates = (module, f"{module}.py") if before == "-m" else (word,)
+        names += [name for name in candidates if name and _is_code(cwd / name)][:1]
+    try:
+        return tuple(digest_of(cwd, name) for name in dict.fromkeys(names))
+    except OSError as e:
+        raise ConfigError(f"can't read {e.filename}: {e.strerror}") from e
+
+
+def _is_code(path: Path) -> bool:
+    if len(path.name) > _LONGEST_NAME:
+        return False
+    return (path.is_file() and path.suffix == ".py") or (path / "__init__.py").is_file()
+
+
+# --- the session
+
+
+class AgentStream:
+    """Whole messages to and from the agent, in a trio program."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self._stream = stream
+        self._reader = FrameReader(max_bytes=MAX_SESSION_MESSAGE_BYTES)
+        self._sending = trio.Lock()
+
+    async def send(self, request: Request) -> None:
+        async with self._sending:
+            try:
+                await self._stream.send_all(frame(encode(request)))
+            except trio.BrokenResourceError as e:
+                raise _agent_is_gone() from e
+
+    async def receive(self) -> Reply:
+        """Return the next reply. Raises the PmeshError with which the agent refuses."""
+        while (message := self._reader.next_message_untrusted()) is None:
+            try:
+                data = await self._stream.receive_some(_RECEIVE_BYTES)
+            except trio.BrokenResourceError as e:
+                raise _agent_is_gone() from e
+            if not data:
+                raise _agent_is_gone()
+            self._reader.receive_data(data)
+        reply = decode_reply_untrusted(message)
+        if isinstance(reply, Refused):
+            raise error_of(reply.verdict)
+        return reply
+
+
+def _agent_is_gone() -> AgentStopped:
+    return AgentStopped("the agent has ended, and with it all that was not detached; 'pmesh up'")
+
+
+async def _open(home: Path) -> trio.SocketStream:
+    path = socket_path(home)
+    try:
+        return await trio.open_unix_socket(path)
+    except OSError as e:
+        raise AgentNotRunning(
+            f"no agent listens at {path} ({e.strerror or e}); start one with 'pmesh up'"
+        ) from e
+
+
+def run_launch(home: Path | None, request: Launch) -> int:
+    """Start the command everywhere, show the output, and return the exit code."""
+    return trio.run(_converse, home_directory(home), request)
+
+
+def show_log(home: Path | None, launch: str, *, follow: bool) -> int:
+    """Print the output of a launch; with `follow`, until it ends."""
+    return trio.run(_converse, home_directory(home), FollowLaunch(launch, follow))
+
+
+async def _converse(home: Path, request: Launch | FollowLaunch) -> int:
+    attends = isinstance(request, Launch) and not request.terms.detach
+    async with await _open(home) as stream:
+        agent = AgentStream(stream)
+        await agent.send(request)
+        taken_in, taken = trio.open_memory_channel[None](1)
+        async with trio.open_nursery() as nursery:
+            if attends:
+                await nursery.start(_pass_signals_on, agent, nursery)
+            code = await _show(agent, nursery, taken_in, taken, request)
+            nursery.cancel_scope.cancel()
+        return code if code is not None else 130
+
+
+async def _show(
+    agent: AgentStream,
+    nursery: trio.Nursery,
+    taken_in: trio.MemorySendChannel[None],
+    taken: trio.MemoryReceiveChannel[None],
+    request: Launch | FollowLaunch,
+) -> int | None:
+    screen: Screen | None = None
+    while True:
+        match reply := await agent.receive():
+            case LaunchBegan(launch, _, names, counts):
+                screen = Screen(names, counts)
+                if isinstance(request, Launch):
+                    if request.terms.detach:
+                        say(launch)
+                        return 0
+                    nursery.start_soon(_pass_input_on, agent, taken)
+                    if request.terms.engine != "pmesh":
+                        complain(
+                            f"--engine {request.terms.engine}: its data are not encrypted, and go "
+                            "around pmesh's own connections"
+                        )
+            case LaunchLines(data) if screen is not None:
+                await trio.to_thread.run_sync(screen.show, data, abandon_on_cancel=True)
+            case LaunchInputTaken():
+                taken_in.send_nowait(None)
+            case LaunchOver(code):
+                return max(code, 0) if isinstance(request, FollowLaunch) else code
+            case _:
+                raise ProtocolError(f"the agent sent {type(reply).__name__} during a launch")
+
+
+async def _pass_signals_on(
+    agent: AgentStream, nursery: trio.Nursery, task_status: trio.TaskStatus[None]
+) -> None:
+    with trio.open_signal_receiver(*ending_signals()) as signals:
+        task_status.started()
+        came = 0
+        async for number in signals:
+            came += 1
+            if came == _PATIENCE:
+                nursery.cancel_scope.cancel()
+            await agent.send(SignalLaunch(_number_of(number)))
+
+
+def _number_of(number: int) -> SignalNumber:
+    return 2 if number == 2 else 15 if number == 15 else 1  # noqa: PLR2004 - SIGINT, SIGTERM
+
+
+async def _pass_input_on(agent: AgentStream, taken: trio.MemoryReceiveChannel[None]) -> None:
+    """Read standard input in a thread: a terminal that others use, too, must stay as it is."""
+    while True:
+        try:
+            data = await trio.to_thread.run_sync(
+                os.read, sys.stdin.fileno(), MAX_OUTPUT_BYTES, abandon_on_cancel=True
+            )
+        except (OSError, ValueError):  # it is closed
+            data = b""
+        await agent.send(LaunchInput(data))
+        if not data:
+            return
+        await taken.receive()
+
+
+# --- the output
+
+
+class Screen:
+    """Prints lines with the names of machines, each in its colour."""
+
+    def __init__(self, names: Sequence[str], counts: Sequence[int]) -> None:
+        self._names = [_printable(name) for name in names]
+        self._width = max(map(len, self._names), default=0)
+        self._counts = counts
+        self._colored = {
+            stream: stream.isatty() and not os.environ.get("NO_COLOR")
+            for stream in (sys.stdout, sys.stderr)
+        }
+
+    def show(self, data: bytes) -> None:
+        """Write whole lines to standard output and standard error."""
+        texts: dict[TextIO, list[str]] = {}
+        for line in read_lines(data):
+            stream = sys.stdout if line.kind not in {ERROR, NOTE} else sys.stderr
+            texts.setdefault(stream, []).append(self._format(line, stream))
+        for stream, lines in texts.items():
+            stream.write("".join(lines))
+            stream.flush()
+
+    def _format(self, line: Line, stream: TextIO) -> str:
+        text = _printable(line.text.decode(errors="replace").rstrip("\r").rpartition("\r")[2])
+        if line.seat == STARTER or not 0 <= line.seat < len(self._names):
+            return f"pmesh: {text}\n"
+        if line.kind == NOTE:
+            text = f"pmesh: rank {line.rank} {text}"
+        name = self._names[line.seat].ljust(self._width)
+        if self._colored[stream]:
+            name = f"\x1b[{_COLORS[line.seat % len(_COLORS)]}m{name}\x1b[0m"
+        rank = f"{line.rank} " if self._counts[line.seat] > 1 else ""
+        return f"{name} {rank}| {text}\n"
+
+
+def _printable(text: str) -> str:
+    r"""Replace what could control the terminal, but for tabs.
+
+    >>> _printable("a\tb\x1b[2J")
+    'a\tb�[2J'
+    """
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() or c == "\t" else "�" for c in text)
+    )

@@ -1,0 +1,80 @@
+"""`pmesh ps`, `stop` and `allow`: launches on this machine, and who may start them."""
+
+from pathlib import Path
+
+from rich.text import Text
+
+from pmesh.agent.home import open_home
+from pmesh.agent.launches.permission import Permission, load_permission, store_permission
+from pmesh.agent.status.schema import decode_status
+from pmesh.cli.rows import Rows, output
+from pmesh.cli.terminal import printable, say
+from pmesh.client.control import ask_launches, ask_status, end_launch
+from pmesh.core.wire.launches import LaunchRow
+from pmesh.errors import UsageError
+from pmesh.paths import home_directory
+
+
+def show_launches(home: Path | None) -> int:
+    """Print a row for each launch that this agent has started or runs."""
+    rows = [_row(row) for row in ask_launches(home_directory(home))]
+    headers = ("launch", "job", "state", "age", "started on", "machines", "command")
+    output().print(Rows(headers, rows))
+    return 0
+
+
+def _row(row: LaunchRow) -> tuple[Text, ...]:
+    state = row.state if row.code is None else f"{row.state}, exit code {row.code}"
+    where = row.starter + (" (this one)" if row.here else "")
+    machines = ", ".join(row.machines)
+    texts = (row.launch, row.job, state, _age(row.age_s), where, machines, row.command)
+    return tuple(Text(printable(text)) for text in texts)
+
+
+def _age(seconds: float) -> str:
+    """Return a time for a person.
+
+    >>> _age(59.4), _age(61), _age(7300)
+    ('59 s', '1 min', '2 h')
+    """
+    for unit, least in (("h", 3600), ("min", 60)):
+        if seconds >= least:
+            return f"{int(seconds // least)} {unit}"
+    return f"{int(seconds)} s"
+
+
+def stop_launch(home: Path | None, launch: str) -> int:
+    """End a launch everywhere."""
+    say(f"launch {end_launch(home_directory(home), launch)} is being ended")
+    return 0
+
+
+def allow_run(home: Path | None, names: tuple[str, ...], *, as_root: bool, no: bool) -> int:
+    """Write who may run commands here; it counts from the next request on."""
+    directory = open_home(home_directory(home))
+    before = load_permission(directory)
+    if no:
+        store_permission(directory, Permission())
+        say("this machine runs nothing that others ask for; what runs already goes on")
+        return 0
+    nodes = _nodes(directory, names)
+    permission = Permission(
+        everyone=not names,
+        members=tuple(dict.fromkeys((*before.members, *nodes))) if names else (),
+        as_root=as_root or before.as_root,
+    )
+    store_permission(directory, permission)
+    whom = ", ".join(map(printable, names)) if names else "every member of the mesh"
+    say(f"this machine runs what {whom} asks for, as the user who runs the agent")
+    return 0
+
+
+def _nodes(home: Path, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the node ids of machines. Raises UsageError for a name that no machine has."""
+    if not names:
+        return ()
+    known = {m.name: m.id for m in decode_status(ask_status(home)).view.members}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"no machine is called {name!r}; there are {', '.join(known)}")
+    return tuple(known[name] for name in names)

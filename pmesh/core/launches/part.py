@@ -1,0 +1,156 @@
+"""The ranks of one launch on one machine: when they are started, ended and killed."""
+
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from pmesh.core.launches.restarts import (
+    STEADY_S,
+    count_failures,
+    describe_end,
+    wait_before_start,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHere:
+    """One rank: it runs, or is due to be started again, or has ended with a code."""
+
+    began: float
+    failures: int = 0
+    wait_s: float = 0.0
+    due: float | None = None
+    code: int | None = None
+
+    @property
+    def runs(self) -> bool:
+        return self.due is None and self.code is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The ranks of this machine, by number."""
+
+    restarts: int
+    """How often in a row a rank that fails is started again here."""
+    grace_s: float
+    generation: int = 0
+    ranks: Mapping[int, RankHere] = field(default_factory=dict[int, RankHere])
+    ends: bool = False
+    kill_at: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return all(rank.code is not None for rank in self.ranks.values())
+
+
+@dataclass(frozen=True, slots=True)
+class StartRank:
+    """Start the process of this rank."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class SignalRank:
+    """Send a signal to the process group of this rank."""
+
+    rank: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The rank has ended for good."""
+
+    rank: int
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Write a note into the output."""
+
+    rank: int
+    text: str
+
+
+PartAction: TypeAlias = StartRank | SignalRank | Report | Say
+
+
+@dataclass(frozen=True, slots=True)
+class PartStep:
+    """The next state, and what to do."""
+
+    part: Part
+    actions: tuple[PartAction, ...] = ()
+
+
+def begin(part: Part, generation: int, ranks: Iterable[int], *, now: float) -> PartStep:
+    """Start these ranks; those of an earlier generation have ended."""
+    begun = {rank: RankHere(began=now) for rank in ranks}
+    after = replace(part, generation=generation, ranks=begun, ends=False, kill_at=None)
+    return PartStep(after, tuple(map(StartRank, begun)))
+
+
+def rank_ended(part: Part, rank: int, code: int, *, now: float) -> PartStep:
+    """The process of a rank has ended; `code` as in `subprocess`."""
+    before = part.ranks[rank]
+    ran_s = now - before.began
+    failures = count_failures(before.failures, ran_s=ran_s)
+    if code == 0 or part.ends or failures > part.restarts:
+        after = _with(part, rank, replace(before, code=code))
+        report = Report(rank, code)
+        if code == 0 or part.ends or not part.restarts:
+            return PartStep(after, (report,))
+        text = (
+            f"{describe_end(code)}, and failed {failures} times in a row, each time in less than "
+            f"{STEADY_S:g} s; it is not started again"
+        )
+        return PartStep(after, (Say(rank, text), report))
+    wait_s = wait_before_start(before.wait_s, ran_s=ran_s)
+    waits = replace(before, failures=failures, wait_s=wait_s, due=now + wait_s)
+    text = f"{describe_end(code)}; it is started again in {wait_s:g} s"
+    return PartStep(_with(part, rank, waits), (Say(rank, text),))
+
+
+def end(part: Part, number: int, *, now: float) -> PartStep:
+    """End all ranks by a signal; those that remain after the grace are killed."""
+    actions: list[PartAction] = []
+    ranks = dict(part.ranks)
+    for rank, here in part.ranks.items():
+        if here.runs:
+            actions.append(SignalRank(rank, number))
+        elif here.due is not None:  # it fails at this moment: nobody would start it again
+            ranks[rank] = replace(here, due=None, code=-number)
+            actions.append(Report(rank, -number))
+    kill_at = part.kill_at if part.ends else now + part.grace_s
+    return PartStep(replace(part, ranks=ranks, ends=True, kill_at=kill_at), tuple(actions))
+
+
+def pass_time(part: Part, *, now: float) -> PartStep:
+    """Start the ranks that are due, and kill those whose grace is over."""
+    actions: list[PartAction] = []
+    ranks = dict(part.ranks)
+    for rank, here in part.ranks.items():
+        if here.due is not None and now >= here.due:
+            ranks[rank] = replace(here, due=None, began=now)
+            actions.append(StartRank(rank))
+    if part.kill_at is not None and now >= part.kill_at:
+        running = [rank for rank, here in part.ranks.items() if here.runs]
+        actions += [SignalRank(rank, signal.SIGKILL) for rank in running]
+        part = replace(part, kill_at=None)
+    return PartStep(replace(part, ranks=ranks), tuple(actions))
+
+
+def next_deadline(part: Part) -> float | None:
+    """Return when `pass_time` must be called; None if nothing is due."""
+    due = [here.due for here in part.ranks.values() if here.due is not None]
+    if part.kill_at is not None and not part.is_over:
+        due.append(part.kill_at)
+    return min(due, default=None)
+
+
+def _with(part: Part, rank: int, here: RankHere) -> Part:
+    return replace(part, ranks={**part.ranks, rank: here})

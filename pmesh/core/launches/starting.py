@@ -1,0 +1,305 @@
+"""A launch on the machine that has started it: from the first question to one exit code.
+
+Every machine is asked first, and nothing starts unless all agree. With the engine `pmesh` a machine
+that is lost leaves the others running, and starts its ranks again when it is back. The other
+engines can't go on without a rank: all ranks are ended, and those machines that are there are asked
+again, as a new generation.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+from pmesh.core.launches.restarts import describe_end, exit_code
+from pmesh.core.wire.launches import SignalNumber
+from pmesh.ids import NodeId
+
+ANSWER_S = 20.0  # a machine looks for programs and hashes files before it answers
+REPORT_S = 2.0  # after the grace: killed processes are reported at once
+
+Phase: TypeAlias = Literal["asking", "running", "restarting", "ending", "over"]
+SeatPhase: TypeAlias = Literal["asked", "ready", "runs", "over", "lost"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """One machine of the launch."""
+
+    node: NodeId
+    name: str
+    count: int
+    """How many ranks it runs."""
+    phase: SeatPhase = "asked"
+    refusal: str = ""
+    ranks: tuple[int, ...] = ()
+    codes: Mapping[int, int] = field(default_factory=dict[int, int])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A launch, as its starter knows it."""
+
+    elastic: bool
+    """True if the ranks go on without one that is lost."""
+    restarts: int
+    grace_s: float
+    seats: tuple[Seat, ...]
+    phase: Phase = "asking"
+    generation: int = 0
+    failures: int = 0
+    signal: int = 0
+    """The signal that ends it; 0 while none does."""
+    code: int = 0
+    """Of the first rank that failed; 0 while none did."""
+    deadline: float | None = None
+
+    def seat_of(self, node: NodeId) -> Seat | None:
+        return next((seat for seat in self.seats if seat.node == node), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask this machine whether it can run its ranks."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """All have agreed: start the ranks of this machine."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Send a signal to the ranks of this machine, or cancel what it has agreed to."""
+
+    node: NodeId
+    number: SignalNumber
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Write a note into the output."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The launch has ended with this exit code."""
+
+    code: int
+    refusal: str = ""
+    """Set if nothing was started."""
+
+
+Action: TypeAlias = Ask | Begin | Signal | Tell | Over
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The next state, and what to do."""
+
+    launch: Started
+    actions: tuple[Action, ...] = ()
+
+
+def first_step(launch: Started, *, now: float) -> Step:
+    """Ask all machines."""
+    asked = replace(launch, deadline=now + ANSWER_S)
+    return Step(asked, tuple(Ask(seat.node) for seat in launch.seats))
+
+
+def prepared(launch: Started, node: NodeId, refusal: str, *, now: float) -> Step:
+    """A machine has answered."""
+    seat = launch.seat_of(node)
+    if seat is None or seat.phase != "asked":
+        return Step(launch)
+    if refusal:
+        return _answered(_seated(launch, replace(seat, phase="lost", refusal=refusal)), now=now)
+    return _answered(_seated(launch, replace(seat, phase="ready")), now=now)
+
+
+def rank_ended(launch: Started, node: NodeId, rank: int, code: int, *, now: float) -> Step:
+    """A rank of the present generation has ended and is not started again by its machine."""
+    seat = launch.seat_of(node)
+    if seat is None or seat.phase != "runs" or rank not in seat.ranks or rank in seat.codes:
+        return Step(launch)
+    codes = {**seat.codes, rank: code}
+    over = len(codes) == len(seat.ranks)
+    seat = replace(seat, codes=codes, phase="over" if over else "runs")
+    launch = _seated(launch, seat)
+    if code == 0 or launch.phase in {"ending", "restarting"}:
+        return _settle(launch, now=now)
+    launch = replace(launch, code=launch.code or exit_code(code))
+    note = Tell(f"rank {rank} on {seat.name} {describe_end(code)}")
+    if launch.elastic:
+        return _settle(launch, (note,), now=now)
+    return _fail(launch, note, now=now)
+
+
+def machine_lost(launch: Started, node: NodeId, why: str, *, now: float) -> Step:
+    """The link with a machine has ended."""
+    seat = launch.seat_of(node)
+    if seat is None or seat.phase in {"over", "lost"} or launch.phase == "over":
+        return Step(launch)
+    note = Tell(f"{seat.name} is lost: {why}")
+    if launch.phase == "asking":
+        return _answered(_seated(launch, replace(seat, phase="lost", refusal=note.text)), now=now)
+    launch = _seated(launch, replace(seat, phase="lost"))
+    if launch.phase == "running" and not launch.elastic:
+        return _fail(replace(launch, code=launch.code or 1), note, now=now)
+    return _settle(launch, (note,), now=now)
+
+
+def machine_back(launch: Started, node: NodeId, *, now: float) -> Step:
+    """There is a link again with a machine that was lost: it starts its ranks again."""
+    seat = launch.seat_of(node)
+    if seat is None or seat.phase != "lost" or launch.phase != "running":
+        return Step(launch)
+    if not launch.elastic:  # it takes part in the next generation, if there is one
+        return Step(_seated(launch, replace(seat, phase="over", codes={}, ranks=())))
+    launch = _seated(launch, replace(seat, phase="asked", refusal="", codes={}))
+    return Step(
+        replace(launch, deadline=now + ANSWER_S),
+        (Tell(f"{seat.name} is back: its ranks are started again"), Ask(node)),
+    )
+
+
+def interrupt(launch: Started, number: SignalNumber, *, now: float) -> Step:
+    """A signal came, or the starter is lost; the second one kills."""
+    if launch.phase == "over":
+        return Step(launch)
+    sent = _KILL if launch.signal else number
+    launch = replace(
+        launch,
+        signal=launch.signal or number,
+        phase="ending",
+        deadline=now + (0.0 if launch.signal else launch.grace_s) + REPORT_S,
+    )
+    live = [seat for seat in launch.seats if seat.phase in {"ready", "runs", "asked"}]
+    seats = tuple(
+        replace(seat, phase="over") if seat.phase in {"ready", "asked"} else seat
+        for seat in launch.seats
+    )
+    signals = tuple(Signal(seat.node, sent if seat.phase == "runs" else _KILL) for seat in live)
+    return _settle(replace(launch, seats=seats), signals, now=now)
+
+
+def hang(launch: Started, quiet_s: float, *, now: float) -> Step:
+    """No rank has shown any progress for so long."""
+    if launch.phase != "running":
+        return Step(launch)
+    note = Tell(f"no rank has printed anything for {quiet_s:g} s")
+    return _fail(replace(launch, code=launch.code or 1), note, now=now)
+
+
+def pass_time(launch: Started, *, now: float) -> Step:
+    """Give up machines that do not answer."""
+    if launch.deadline is None or now < launch.deadline:
+        return Step(launch)
+    silent = [
+        seat
+        for seat in launch.seats
+        if seat.phase == "asked"
+        or (seat.phase == "runs" and launch.phase in {"ending", "restarting"})
+    ]
+    launch = replace(launch, deadline=None)
+    for seat in silent:
+        refusal = f"{seat.name} has not answered"
+        launch = _seated(launch, replace(seat, phase="lost", refusal=refusal))
+    if launch.phase == "asking":
+        return _answered(launch, now=now)
+    return _settle(launch, tuple(Tell(f"{s.name} has not answered") for s in silent), now=now)
+
+
+_KILL: SignalNumber = 9
+_TERM: SignalNumber = 15
+
+
+def _seated(launch: Started, seat: Seat) -> Started:
+    seats = tuple(seat if other.node == seat.node else other for other in launch.seats)
+    return replace(launch, seats=seats)
+
+
+def _answered(launch: Started, *, now: float) -> Step:
+    """See whether all machines that were asked have answered."""
+    if any(seat.phase == "asked" for seat in launch.seats):
+        return Step(launch)
+    refused = [seat.refusal for seat in launch.seats if seat.phase == "lost" and seat.refusal]
+    ready = [seat.node for seat in launch.seats if seat.phase == "ready"]
+    if launch.phase == "running":  # one that is back
+        tells: list[Action] = [Tell(refusal) for refusal in refused if not ready]
+        begins: list[Action] = [Begin(node) for node in ready]
+        return _settle(_begin(launch), (*tells, *begins), now=now)
+    if ready and (not refused or launch.generation > 0):
+        begun = _begin(replace(launch, phase="running", deadline=None))
+        return Step(begun, (*map(Tell, refused), *map(Begin, ready)))
+    over = replace(launch, phase="over", code=1, deadline=None)
+    cancelled = tuple(Signal(node, _KILL) for node in ready)
+    return Step(over, (*cancelled, Over(1, "; ".join(refused))))
+
+
+def _begin(launch: Started) -> Started:
+    """Give the machines that are ready their ranks; those that were there keep theirs."""
+    seats: list[Seat] = []
+    first = 0
+    for seat in launch.seats:
+        ready = seat.phase == "ready"
+        ranks = tuple(range(first, first + seat.count))
+        seats.append(replace(seat, phase="runs", ranks=ranks, codes={}) if ready else seat)
+        first += seat.count if ready or launch.elastic else 0
+    return replace(launch, seats=tuple(seats))
+
+
+def _fail(launch: Started, note: Tell, *, now: float) -> Step:
+    """A rank of an engine that needs all of them is lost: end the others, perhaps begin again."""
+    failures = launch.failures + 1
+    again = failures <= launch.restarts
+    launch = replace(
+        launch,
+        failures=failures,
+        phase="restarting" if again else "ending",
+        deadline=now + launch.grace_s + REPORT_S,
+    )
+    running = [seat for seat in launch.seats if seat.phase == "runs"]
+    left = f"{failures} of {launch.restarts}" if launch.restarts else ""
+    what = f"all ranks are started again ({left})" if again else "all ranks are ended"
+    signals = (Signal(seat.node, _TERM) for seat in running)
+    return _settle(launch, (Tell(f"{note.text}; {what}"), *signals), now=now)
+
+
+def _settle(launch: Started, actions: tuple[Action, ...] = (), *, now: float) -> Step:
+    """Go on once no machine runs anything any more."""
+    if launch.phase in {"asking", "over"} or any(
+        seat.phase in {"asked", "ready", "runs"} for seat in launch.seats
+    ):
+        return Step(launch, actions)
+    if launch.phase == "restarting":
+        seats = tuple(
+            seat if seat.phase == "lost" else replace(seat, phase="asked", codes={}, ranks=())
+            for seat in launch.seats
+        )
+        there = [seat for seat in seats if seat.phase == "asked"]
+        if there:
+            again = replace(
+                launch,
+                seats=seats,
+                phase="asking",
+                generation=launch.generation + 1,
+                deadline=now + ANSWER_S,
+                code=0,
+            )
+            return Step(again, (*actions, *(Ask(seat.node) for seat in there)))
+    code = _final_code(launch)
+    return Step(replace(launch, phase="over", code=code, deadline=None), (*actions, Over(code)))
+
+
+def _final_code(launch: Started) -> int:
+    if launch.signal:
+        return 128 + launch.signal
+    if launch.code:
+        return launch.code
+    return 0 if any(seat.phase == "over" and seat.codes for seat in launch.seats) else 1

@@ -1,0 +1,318 @@
+"""Messages about launches: commands that one machine asks others to run.
+
+Between agents they travel on the link, so the sender is the node that TLS has proven; a launch
+belongs to the node that asked for it first. Between `pmesh run` and its agent they travel on the
+Unix socket.
+"""
+
+from typing import Annotated, Literal, NamedTuple, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from pmesh.core.values import MAX_MEMBERS, MAX_TRAINERS, Job, Name
+from pmesh.ids import PRINTABLE, NodeId
+
+MAX_OUTPUT_BYTES = 32 * 1024  # of one message: two TLS records
+MAX_COMMAND_TEXT = 32 * 1024
+MAX_COMMAND_WORDS = 1024
+MAX_VARIABLES = 256
+MAX_PORTS = 64  # of the ranks of one machine
+
+Engine: TypeAlias = Literal["pmesh", "gloo", "nccl", "mlx-ring", "jaccl"]
+
+LaunchId: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9a-f]{12}\Z")]
+Text: TypeAlias = Annotated[str, Meta(max_length=MAX_COMMAND_TEXT, pattern=r"^[^\x00]*\Z")]
+"""Anything that may be an argument of a program, line breaks included."""
+VariableName: TypeAlias = Annotated[str, Meta(max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z")]
+Sentence: TypeAlias = Annotated[str, Meta(max_length=4096, pattern=PRINTABLE)]
+SignalNumber: TypeAlias = Literal[1, 2, 9, 15]
+"""SIGHUP, SIGINT, SIGKILL, SIGTERM: the same numbers on Linux and macOS."""
+_Count = Annotated[int, Meta(ge=0, le=2**62)]
+_Rank = Annotated[int, Meta(ge=0, le=MAX_TRAINERS - 1)]
+_Node = Annotated[NodeId, Meta(min_length=32, max_length=32)]
+_Seconds = Annotated[float, Meta(ge=0, le=86400)]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    pass
+
+
+class Variable(NamedTuple):
+    """One variable of an environment."""
+
+    name: VariableName
+    value: Text
+
+
+Variables: TypeAlias = Annotated[tuple[Variable, ...], Meta(max_length=MAX_VARIABLES)]
+
+
+class Digest(msgspec.Struct, frozen=True, array_like=True):
+    """The content of a file, or of a package with all of its modules."""
+
+    path: Text
+    """Relative to the working directory, or absolute."""
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+
+
+class Command(msgspec.Struct, frozen=True, array_like=True):
+    """What each rank runs."""
+
+    words: Annotated[tuple[Text, ...], Meta(min_length=1, max_length=MAX_COMMAND_WORDS)]
+    cwd: Text
+    """A path that begins with `~/` lies in the home directory of each machine's user."""
+    variables: Variables = ()
+    """Of `--env`."""
+    python: Name = ""
+    """The version, such as 3.13, that the first word must be; "" if it is no Python."""
+    digests: Annotated[tuple[Digest, ...], Meta(max_length=MAX_COMMAND_WORDS)] = ()
+    """What must be the same on each machine."""
+
+
+class LaunchTerms(msgspec.Struct, frozen=True, array_like=True):
+    """How ranks are started again and ended."""
+
+    engine: Engine = "pmesh"
+    restarts: Annotated[int, Meta(ge=0, le=10**6)] = 10
+    grace_s: _Seconds = 3.0
+    """Between a signal and SIGKILL."""
+    detach: bool = False
+    """False: all ends with the starter."""
+    hang_timeout_s: _Seconds = 0.0
+    """Without a line from any rank for so long, all are started again; 0 for never."""
+
+
+# --- between two agents
+
+
+class LaunchMessage(_Message, frozen=True):
+    """A message between two agents about one launch."""
+
+    launch: LaunchId
+
+
+class PrepareLaunch(LaunchMessage, frozen=True, tag=40):
+    """Asks whether the receiver can and may run the command; answered by LaunchPrepared."""
+
+    job: Job
+    command: Command
+    terms: LaunchTerms
+    seat: Annotated[int, Meta(ge=0, le=MAX_MEMBERS - 1)]
+    """Of the receiver, in `nodes`."""
+    nodes: Annotated[tuple[_Node, ...], Meta(max_length=MAX_MEMBERS)]
+    names: Annotated[tuple[Name, ...], Meta(max_length=MAX_MEMBERS)]
+    ranks: Annotated[int, Meta(ge=1, le=MAX_PORTS)]
+    """How many the receiver is to run."""
+
+
+class WayTo(msgspec.Struct, frozen=True, array_like=True):
+    """How the sender reaches another machine over the best path."""
+
+    node: _Node
+    host: Annotated[str, Meta(max_length=255)]
+    """An IPv4 address of the other machine; "" if there is none."""
+    interface: Name
+    """The sender's own."""
+
+
+class LaunchPrepared(LaunchMessage, frozen=True, tag=41):
+    """Nothing has been started yet."""
+
+    refusal: Sentence = ""
+    """Why the sender does not run the command; "" if it does."""
+    ports: Annotated[
+        tuple[Annotated[int, Meta(ge=1, le=65535)], ...], Meta(max_length=2 * MAX_PORTS)
+    ] = ()
+    """TCP ports that are free: two for each rank."""
+    ways: Annotated[tuple[WayTo, ...], Meta(max_length=MAX_MEMBERS)] = ()
+    offset: _Count = 0
+    """Where the output begins."""
+
+
+class RankPart(msgspec.Struct, frozen=True, array_like=True):
+    """One rank that a machine is to start."""
+
+    rank: _Rank
+    variables: Variables = ()
+    """Of the engine."""
+    files: Variables = ()
+    """Contents, by the variable that is to hold the path of a file with it."""
+
+
+class BeginRanks(LaunchMessage, frozen=True, tag=42):
+    """Every machine has agreed: start the ranks."""
+
+    generation: _Count
+    ranks: Annotated[tuple[RankPart, ...], Meta(min_length=1, max_length=MAX_PORTS)]
+
+
+class SignalRanks(LaunchMessage, frozen=True, tag=43):
+    """Ends the receiver's ranks: the signal, and SIGKILL after the grace."""
+
+    number: SignalNumber
+
+
+class RankEnded(LaunchMessage, frozen=True, tag=44):
+    """A rank has ended and is not started again by the sender; all of its output was sent."""
+
+    generation: _Count
+    rank: _Rank
+    code: Annotated[int, Meta(ge=-64, le=255)]
+    """Minus the number of a signal, as in `subprocess`."""
+
+
+class RankOutput(LaunchMessage, frozen=True, tag=45):
+    """Whole lines of the sender's ranks, as `pmesh.core.launches.lines` writes them."""
+
+    offset: _Count
+    data: Annotated[bytes, Meta(max_length=MAX_OUTPUT_BYTES)]
+
+
+class OutputRead(LaunchMessage, frozen=True, tag=46):
+    """The starter has stored the receiver's output up to here."""
+
+    offset: _Count
+
+
+class RankInput(LaunchMessage, frozen=True, tag=47):
+    """Standard input for rank 0; no data is its end. One at a time, until InputRead."""
+
+    data: Annotated[bytes, Meta(max_length=MAX_OUTPUT_BYTES)]
+
+
+class InputRead(LaunchMessage, frozen=True, tag=48):
+    """Rank 0 has taken the input."""
+
+
+class StopLaunch(LaunchMessage, frozen=True, tag=49):
+    """`pmesh stop` on a machine that takes part; the receiver is the starter."""
+
+
+AnyLaunchMessage: TypeAlias = (
+    PrepareLaunch
+    | LaunchPrepared
+    | BeginRanks
+    | SignalRanks
+    | RankEnded
+    | RankOutput
+    | OutputRead
+    | RankInput
+    | InputRead
+    | StopLaunch
+)
+
+
+# --- between a local program and its agent
+
+
+class _SessionMessage(msgspec.Struct, frozen=True):
+    pass
+
+
+class Launch(_SessionMessage, frozen=True, tag="launch"):
+    """Starts a command; answered by Refused, or LaunchBegan and then as FollowLaunch."""
+
+    job: Annotated[str, Meta(max_length=64, pattern=PRINTABLE)]
+    """"" for the id of the launch."""
+    command: Command
+    terms: LaunchTerms
+    on: Annotated[tuple[Name, ...], Meta(max_length=MAX_MEMBERS)] = ()
+    """Names of machines; empty for all."""
+    count: Annotated[int, Meta(ge=0, le=MAX_TRAINERS)] = 0
+    """How many ranks in all; 0 for `per_node` on each machine."""
+    per_node: Annotated[int, Meta(ge=1, le=MAX_PORTS)] = 1
+
+
+class SignalLaunch(_SessionMessage, frozen=True, tag="signal_launch"):
+    """Passes a signal on to all ranks; they are killed after the grace, or by a second one."""
+
+    number: SignalNumber
+
+
+class LaunchInput(_SessionMessage, frozen=True, tag="launch_input"):
+    """Standard input for rank 0; answered by LaunchInputTaken."""
+
+    data: Annotated[bytes, Meta(max_length=MAX_OUTPUT_BYTES)]
+
+
+class FollowLaunch(_SessionMessage, frozen=True, tag="follow_launch"):
+    """Asks for the output of a launch; answered by LaunchBegan, LaunchLines and LaunchOver."""
+
+    launch: Name
+    """Its id or its job; the latest one of that job."""
+    follow: bool = False
+
+
+class AskLaunches(_SessionMessage, frozen=True, tag="ask_launches"):
+    """Requests what this agent has started or runs; answered by Launches."""
+
+
+class EndLaunch(_SessionMessage, frozen=True, tag="end_launch"):
+    """Ends a launch everywhere; answered by Refused or LaunchEnding."""
+
+    launch: Name
+
+
+class LaunchBegan(_SessionMessage, frozen=True, tag="launch_began"):
+    """Every machine has agreed."""
+
+    launch: str
+    job: str
+    names: tuple[str, ...]
+    """Of the machines; a line of output has the index of its machine."""
+    counts: tuple[int, ...]
+    """How many ranks each runs, as far as this agent knows."""
+
+
+class LaunchLines(_SessionMessage, frozen=True, tag="launch_lines"):
+    """Output, as `pmesh.core.launches.lines` writes it."""
+
+    data: bytes
+
+
+class LaunchInputTaken(_SessionMessage, frozen=True, tag="launch_input_taken"):
+    """More input may be sent."""
+
+
+class LaunchOver(_SessionMessage, frozen=True, tag="launch_over"):
+    """All output has been sent."""
+
+    code: int
+    """-1 if it goes on."""
+
+
+class LaunchRow(msgspec.Struct, frozen=True):
+    """One launch, in `pmesh ps`."""
+
+    launch: str
+    job: str
+    command: str
+    starter: str
+    """The name of the machine that has started it."""
+    here: bool
+    """True if that is this machine."""
+    machines: tuple[str, ...]
+    state: str
+    age_s: float
+    code: int | None
+
+
+class Launches(_SessionMessage, frozen=True, tag="launches"):
+    """The latest first."""
+
+    rows: tuple[LaunchRow, ...]
+
+
+class LaunchEnding(_SessionMessage, frozen=True, tag="launch_ending"):
+    """The ranks are being ended."""
+
+    launch: str
+
+
+LaunchRequest: TypeAlias = (
+    Launch | SignalLaunch | LaunchInput | FollowLaunch | AskLaunches | EndLaunch
+)
+LaunchReply: TypeAlias = (
+    LaunchBegan | LaunchLines | LaunchInputTaken | LaunchOver | Launches | LaunchEnding
+)

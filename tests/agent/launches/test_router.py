@@ -1,0 +1,385 @@
+"""Who may have this machine run what; attacked by members that lie. Real processes run."""
+
+import stat
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import cast
+
+import pytest
+import trio
+import trio.testing
+from msgspec.structs import replace
+
+from pmesh.agent.containment import Containment
+from pmesh.agent.launches.permission import (
+    PERMISSION_NAME,
+    Permission,
+    load_permission,
+    store_permission,
+    why_not,
+)
+from pmesh.agent.launches.router import MAX_RUNNING, Launches
+from pmesh.agent.mesh.links import Link
+from pmesh.agent.status.events import EventLog, News
+from pmesh.core.launches.lines import read_lines, seated
+from pmesh.core.values import View
+from pmesh.core.wire.launches import (
+    AnyLaunchMessage,
+    BeginRanks,
+    Command,
+    Launch,
+    LaunchPrepared,
+    LaunchTerms,
+    OutputRead,
+    PrepareLaunch,
+    RankEnded,
+    RankInput,
+    RankOutput,
+    RankPart,
+    SignalRanks,
+    StopLaunch,
+    Variable,
+)
+from pmesh.errors import ConfigError, ProtocolError, UsageError
+from pmesh.ids import Incarnation, Member, NodeId, node_text
+from tests.worlds.builders import make_view
+
+ME, ANNA, EVE = (Member(NodeId(bytes([n]) * 32), Incarnation(n)) for n in (77, 65, 69))
+ID = "0123456789ab"
+EVERYONE = Permission(everyone=True, as_root=True)
+
+
+class FakePeer:
+    """What an addressee of messages keeps of them."""
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.current = None
+        self.sent: list[AnyLaunchMessage] = []
+        self.came = trio.Event()
+
+    def send(self, message: AnyLaunchMessage) -> None:
+        self.sent.append(message)
+        self.came.set()
+
+    async def next(self) -> AnyLaunchMessage:
+        with trio.fail_after(20):
+            while not self.sent:
+                self.came = trio.Event()
+                await self.came.wait()
+        return self.sent.pop(0)
+
+
+class Here:
+    """The launches of this machine, with two members at the other ends of links."""
+
+    def __init__(self, home: Path, nursery: trio.Nursery, *, allow_run: bool = False) -> None:
+        self.home = home
+        self.anna, self.eve = FakePeer(ANNA), FakePeer(EVE)
+        self.links = {ANNA.node: self.anna, EVE.node: self.eve}
+        self.news: list[News] = []
+        self.view: View = make_view(1, ME, ANNA, EVE)
+        self.event_log = EventLog(
+            ME,
+            "mac-1",
+            clock=trio.current_time,
+            wall_clock=lambda: datetime.now().astimezone(),
+            listener=lambda event: self.news.append(event),  # noqa: PLW0108 - a News, too
+        )
+        self.launches = Launches(
+            ME,
+            "mac-1",
+            home=home,
+            allow_run=allow_run,
+            view=lambda: self.view,
+            links=lambda: cast("dict[NodeId, Link]", self.links),
+            nursery=nursery,
+            noticed=self.news.append,
+            contain=Containment(self.event_log, clock=trio.current_time).contain,
+            launch_ids=lambda: ID,
+        )
+
+    async def prepare(self, message: PrepareLaunch, member: Member = ANNA) -> str:
+        """Ask this machine; return why it refuses."""
+        self.launches.receive(member, message)
+        answer = await (self.anna if member == ANNA else self.eve).next()
+        assert isinstance(answer, LaunchPrepared)
+        return answer.refusal
+
+    def begin(self, member: Member = ANNA, launch: str = ID) -> None:
+        self.launches.receive(member, BeginRanks(launch, 0, (RankPart(0),)))
+
+    async def output(self) -> tuple[str, RankEnded]:
+        """All that comes back, until the rank has ended."""
+        text = b""
+        while not isinstance(message := await self.anna.next(), RankEnded):
+            assert isinstance(message, RankOutput)
+            text += b"".join(b"%b\n" % line.text for line in read_lines(seated(message.data, 0)))
+            read = message.offset + len(message.data)
+            self.launches.receive(ANNA, OutputRead(ID, read))
+        return text.decode(), message
+
+
+@asynccontextmanager
+async def launches_in(
+    home: Path, permission: Permission | None = EVERYONE, *, allow_run: bool = False
+) -> AsyncGenerator[Here]:
+    home.chmod(0o700)  # noqa: ASYNC240 - before the loop has anything to do
+    if permission is not None:
+        store_permission(home, permission)
+    async with trio.open_nursery() as nursery:
+        here = Here(home, nursery, allow_run=allow_run)
+        nursery.start_soon(here.launches.run)
+        await trio.testing.wait_all_tasks_blocked()
+        yield here
+        nursery.cancel_scope.cancel()
+
+
+def asks(
+    *words: str, variables: tuple[tuple[str, str], ...] = (), **terms: object
+) -> PrepareLaunch:
+    return PrepareLaunch(
+        launch=ID,
+        job="digits",  # type: ignore[arg-type]
+        command=Command(words, "/", tuple(Variable(*v) for v in variables)),
+        terms=LaunchTerms(**terms),  # type: ignore[arg-type]
+        seat=0,
+        nodes=(ME.node,),
+        names=("mac-1",),
+        ranks=1,
+    )
+
+
+# --- who may
+
+
+async def test_a_member_that_is_not_allowed_is_refused_and_it_is_noted_once(tmp_path: Path) -> None:
+    async with launches_in(tmp_path, None) as here:
+        for _ in range(2):
+            refusal = await here.prepare(asks("touch", "x\ny"))
+            assert refusal.startswith("it does not run what others ask for")
+        here.begin()
+        assert not here.launches.parts
+        (news,) = here.news
+        assert news.kind == "command refused"
+        assert "wanted to run here: touch 'x\\ny'" in news.text
+
+
+async def test_only_the_members_that_are_named_may(tmp_path: Path) -> None:
+    named = Permission(members=(node_text(ANNA.node),), as_root=True)
+    async with launches_in(tmp_path, named) as here:
+        assert await here.prepare(asks("true"), EVE)
+        assert await here.prepare(asks("true")) == ""
+
+
+async def test_a_permission_that_is_taken_back_counts_from_the_next_request_on(
+    tmp_path: Path,
+) -> None:
+    async with launches_in(tmp_path) as here:
+        assert await here.prepare(asks("true")) == ""
+        here.begin()
+        await here.output()
+        store_permission(tmp_path, Permission())
+        assert await here.prepare(asks("true"))  # also for the launch that it ran before
+
+
+def test_root_must_be_allowed_by_itself() -> None:
+    nobody, everyone = Permission(), Permission(everyone=True)
+    assert "runs as root" in why_not(everyone, ANNA.node, allowed_by_option=False, is_root=True)
+    assert "runs as root" in why_not(nobody, ANNA.node, allowed_by_option=True, is_root=True)
+    assert why_not(EVERYONE, ANNA.node, allowed_by_option=False, is_root=True) == ""
+
+
+@pytest.mark.parametrize("content", [b"everyone", b'{"everyone": 1}', b"\xff"])
+async def test_a_permission_file_that_is_not_ours_allows_nothing(
+    tmp_path: Path, content: bytes
+) -> None:
+    async with launches_in(tmp_path) as here:
+        (tmp_path / PERMISSION_NAME).write_bytes(content)
+        assert "is not what 'pmesh allow' writes" in await here.prepare(asks("true"))
+
+
+def test_a_permission_that_others_can_read_or_write_is_refused(tmp_path: Path) -> None:
+    store_permission(tmp_path, EVERYONE)
+    path = tmp_path / PERMISSION_NAME
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert load_permission(tmp_path) == EVERYONE
+    path.chmod(0o666)
+    with pytest.raises(ConfigError, match="other users can read"):
+        load_permission(tmp_path)
+
+
+# --- forged and repeated
+
+
+async def test_only_the_starter_of_a_launch_can_begin_signal_or_feed_it(tmp_path: Path) -> None:
+    async with launches_in(tmp_path) as here:
+        assert await here.prepare(asks("cat")) == ""
+        other_start = Member(ANNA.node, Incarnation(99))
+        for member in (EVE, other_start):
+            here.begin(member)
+            here.launches.receive(member, SignalRanks(ID, 9))
+        part = here.launches.parts[ID]
+        assert not part.has_begun
+        assert not part.is_over
+        here.begin()
+        for member in (EVE, other_start):
+            here.launches.receive(member, SignalRanks(ID, 9))
+            here.launches.receive(member, RankInput(ID, b"forged\n"))
+            here.launches.receive(member, OutputRead(ID, 2**40))
+        here.launches.receive(ANNA, RankInput(ID, b"mine\n"))
+        await here.anna.next()
+        here.launches.receive(ANNA, RankInput(ID, b""))
+        text = ""
+        while not isinstance(message := await here.anna.next(), RankEnded):
+            if isinstance(message, RankOutput):
+                text += message.data.decode()
+        assert (text, message.code) == ("0 o mine\n", 0)
+
+
+async def test_another_member_can_not_take_a_launch_over(tmp_path: Path) -> None:
+    async with launches_in(tmp_path) as here:
+        assert await here.prepare(asks("true")) == ""
+        refusal = await here.prepare(asks("touch", str(tmp_path / "x")), EVE)
+        assert refusal == "another machine has started a launch of this id"
+        assert here.launches.parts[ID].starter == ANNA
+
+
+async def test_a_begin_that_is_repeated_starts_nothing(tmp_path: Path) -> None:
+    async with launches_in(tmp_path) as here:
+        assert await here.prepare(asks("true")) == ""
+        here.begin()
+        with pytest.raises(ProtocolError, match="began twice"):
+            here.begin()
+        assert (await here.output())[1].code == 0
+        with pytest.raises(ProtocolError, match="began twice"):
+            here.begin()
+
+
+async def test_a_launch_that_was_cancelled_or_never_prepared_can_not_begin(tmp_path: Path) -> None:
+    async with launches_in(tmp_path) as here:
+        here.begin()
+        assert not here.launches.parts
+        assert await here.prepare(asks("true")) == ""
+        here.launches.receive(ANNA, SignalRanks(ID, 15))
+        with pytest.raises(ProtocolError):
+            here.begin()
+
+
+async def test_more_ranks_than_were_prepared_are_refused(tmp_path: Path) -> None:
+    async with launches_in(tmp_path) as here:
+        assert await here.prepare(asks("true")) == ""
+        with pytest.raises(ProtocolError):
+            here.launches.receive(ANNA, BeginRanks(ID, 0, (RankPart(0), RankPart(1))))
+
+
+async def test_what_a_starter_can_not_know_is_refused(tmp_path: Path) -> None:
+    async with launches_in(tmp_path) as here:
+        assert await here.prepare(asks("cat")) == ""
+        here.begin()
+        with pytest.raises(ProtocolError, match="never sent"):
+            here.launches.receive(ANNA, OutputRead(ID, 1))
+        here.launches.receive(ANNA, RankInput(ID, b"1\n"))
+        with pytest.raises(ProtocolError, match="before the last one was taken"):
+            here.launches.receive(ANNA, RankInput(ID, b"2\n"))
+
+
+async def test_a_member_can_start_only_so_many(tmp_path: Path) -> None:
+    async with launches_in(tmp_path) as here:
+        for number in range(MAX_RUNNING + 1):
+            refusal = await here.prepare(replace(asks("true"), launch=f"{number:012x}"))
+            assert bool(refusal) == (number == MAX_RUNNING)
+
+
+# --- what runs
+
+
+@pytest.mark.parametrize("name", ["LD_PRELOAD", "DYLD_INSERT_LIBRARIES", "BASH_ENV", "PMESH_KEY"])
+async def test_a_variable_that_changes_the_loader_is_refused(tmp_path: Path, name: str) -> None:
+    async with launches_in(tmp_path) as here:
+        refusal = await here.prepare(asks("true", variables=((name, "x"),)))
+        assert refusal.startswith(f"{name} may not be set")
+
+
+async def test_arguments_are_never_read_by_a_shell(tmp_path: Path) -> None:
+    words = ("$HOME", "a\nb", "; touch x", "`id`", "--", "")
+    async with launches_in(tmp_path) as here:
+        script = "import sys; print(sys.argv[1:])"
+        assert await here.prepare(asks("python3", "-c", script, *words)) == ""
+        here.begin()
+        assert (await here.output())[0] == f"{list(words)}\n"
+        (started, *_) = here.news
+        assert "\n" not in started.text
+
+
+async def test_the_mesh_key_does_not_reach_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PMESH_KEY", "secret")
+    async with launches_in(tmp_path) as here:
+        assert await here.prepare(asks("env", variables=(("EPOCHS", "3"),))) == ""
+        here.begin()
+        text, _ = await here.output()
+        assert "secret" not in text
+        assert "EPOCHS=3\n" in text
+        assert f"PMESH_HOME={tmp_path}\n" in text
+
+
+async def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    async with launches_in(tmp_path) as here:
+        assert await here.prepare(asks("no-such-program")) == (
+            "there is no program 'no-such-program'; install it there, or give --python"
+        )
+        nowhere = Command(("true",), "/nowhere")
+        refusal = await here.prepare(replace(asks("true"), command=nowhere))
+        nobody = Command(("true",), "~no-such-user/x")
+        assert "can't look for" in await here.prepare(replace(asks("true"), command=nobody))
+        assert refusal == "there is no directory '/nowhere'; copy it there, or give --cwd"
+        python = Command(("python3",), "/", (), "2.7")
+        assert "and the starter's is Python 2.7" in await here.prepare(
+            replace(asks("true"), command=python)
+        )
+
+
+async def test_the_ranks_end_with_the_link_to_their_starter(tmp_path: Path) -> None:
+    async with launches_in(tmp_path) as here:
+        assert await here.prepare(asks("sleep", "86400", grace_s=0.1)) == ""
+        here.begin()
+        del here.links[ANNA.node]
+        with trio.fail_after(20):
+            await here.launches.parts[ID].over.wait()
+
+
+# --- the starter
+
+
+async def test_a_stranger_to_a_launch_can_not_speak_for_it(tmp_path: Path) -> None:
+    async with launches_in(tmp_path) as here:
+        request = Launch("", Command(("true",), "/"), LaunchTerms(), on=(here.view.seats[1].name,))
+        launch = here.launches.start(request)
+        assert isinstance(await here.anna.next(), PrepareLaunch)
+        here.launches.receive(EVE, LaunchPrepared(ID, "no"))
+        here.launches.receive(EVE, StopLaunch(ID))
+        assert not launch.begun.is_set()
+        ports = tuple(range(7000, 7002))
+        here.launches.receive(ANNA, LaunchPrepared(ID, "", ports))
+        assert isinstance(await here.anna.next(), BeginRanks)
+        here.launches.receive(EVE, RankOutput(ID, 0, b"0 o forged\n"))
+        here.launches.receive(EVE, RankEnded(ID, 0, 0, 0))
+        assert (launch.spool.end, launch.is_over) == (0, False)
+        with pytest.raises(ProtocolError):
+            here.launches.receive(ANNA, RankOutput(ID, 0, b"0 o torn"))
+        with pytest.raises(ProtocolError):
+            launch.receive(ANNA.node, OutputRead(ID, 0))
+        here.launches.receive(ANNA, StopLaunch(ID))
+        assert isinstance(await here.anna.next(), SignalRanks)
+
+
+async def test_a_machine_that_is_not_there_is_named(tmp_path: Path) -> None:
+    async with launches_in(tmp_path) as here:
+        with pytest.raises(UsageError, match="no machine is called 'mac-9'; there are"):
+            here.launches.start(Launch("", Command(("true",), "/"), LaunchTerms(), on=("mac-9",)))
+        with pytest.raises(UsageError, match="knows no launch 'x'"):
+            here.launches.find("x")

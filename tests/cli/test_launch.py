@@ -1,0 +1,143 @@
+"""What `pmesh run --on` asks for, and how it shows what comes back."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from pmesh.agent.launches.checks import digest_of
+from pmesh.cli.app import run
+from pmesh.cli.launch import Screen, Wishes, launch_of
+from pmesh.core.launches.lines import STARTER
+from pmesh.errors import ConfigError
+
+HERE = {"PATH": os.environ["PATH"]}
+SHELL = Wishes(shell=True)  # noqa: S604 - no subprocess
+
+
+def words_of(*words: str, wishes: Wishes | None = None) -> tuple[str, ...]:
+    return launch_of(words, wishes or Wishes(), HERE).command.words
+
+
+def test_a_script_runs_with_the_python_that_runs_pmesh(tmp_path: Path) -> None:
+    words = words_of("train.py", "--epochs", "3", wishes=Wishes(cwd=tmp_path))
+    assert words[1:] == ("train.py", "--epochs", "3")
+    assert Path(words[0]).name.startswith("python")
+
+
+def test_a_module_a_shell_and_another_python_can_be_asked_for() -> None:
+    python = Wishes(python=sys.executable)
+    assert words_of("python", "x", wishes=python)[1:] == ("x",)
+    assert words_of("a", wishes=Wishes(module="pkg.train"))[1:] == ("-m", "pkg.train", "a")
+    assert words_of("echo a | cat", wishes=SHELL) == ("/bin/sh", "-c", "echo a | cat")
+    assert words_of("echo", "a b", wishes=SHELL)[2] == "echo 'a b'"
+
+
+def test_a_program_on_the_path_is_looked_up_on_each_machine() -> None:
+    assert words_of("sleep", "1") == ("sleep", "1")
+
+
+def test_a_virtual_environment_must_be_at_the_same_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    program = tmp_path / "venv" / "bin" / "tool"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    (tmp_path / "venv" / "pyvenv.cfg").touch()
+    request = launch_of(["tool"], Wishes(cwd=tmp_path / "venv"), {"PATH": str(program.parent)})
+    assert request.command.words == ("~/venv/bin/tool",)
+    assert request.command.cwd == "~/venv"
+
+
+def test_the_files_and_packages_that_the_command_names_are_hashed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("1")
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").write_text("2")
+    (tmp_path / "data.csv").write_text("3")
+    wishes = Wishes(cwd=tmp_path)
+    named = launch_of(["train.py", "pkg", "data.csv"], wishes, HERE).command.digests
+    assert [digest.path for digest in named] == ["train.py", "pkg"]
+    (by_module,) = launch_of(["x"], Wishes(cwd=tmp_path, module="pkg"), HERE).command.digests
+    assert by_module == named[1]
+    (tmp_path / "pkg" / "more.py").write_text("4")
+    assert digest_of(tmp_path, "pkg") != named[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "wishes", "message"),
+    [
+        ([], Wishes(), "there is no command"),
+        (["no-such-program"], Wishes(), "there is no program 'no-such-program' here"),
+        (["true", "\0"], Wishes(), "null character"),
+        (["true", "\udc80"], Wishes(), "not valid UTF-8"),
+        (["true", "x" * 70_000], Wishes(), "too long"),
+        (["true"], Wishes(environment=["X"]), "--env 'X' is not NAME=VALUE"),
+        (["true"], Wishes(environment=["PMESH_JOB=x"]), "PMESH_JOB may not be set"),
+    ],
+)
+def test_what_can_not_be_asked_for_is_named(words: list[str], wishes: Wishes, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        launch_of(words, wishes, HERE)
+
+
+def test_the_machines_and_the_variables_are_passed_on() -> None:
+    wishes = Wishes(on="mac-1,mac-2,mac-1", environment=["A=1", "B=x=y", "A=2"])
+    request = launch_of(["true"], wishes, HERE)
+    assert request.on == ("mac-1", "mac-2")
+    assert dict(request.command.variables) == {"A": "2", "B": "x=y"}
+
+
+def test_lines_carry_the_name_of_their_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(["mac-1", "studio"], [1, 2])
+    screen.show(
+        b"0 0 o one\n1 2 o two\x1b[2J\n1 1 e bad\n0 0 o 10%%\r20%%\r\n"
+        b"0 0 n it failed\n%d 0 n mac-2 is lost\n9 0 o forged\n" % STARTER
+    )
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        "mac-1  | one",
+        "studio 2 | two�[2J",
+        "mac-1  | 20%",
+        "pmesh: forged",
+    ]
+    assert err.splitlines() == [
+        "studio 1 | bad",
+        "mac-1  | pmesh: rank 0 it failed",
+        "pmesh: mac-2 is lost",
+    ]
+
+
+def test_on_a_terminal_names_have_colours(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    Screen(["a", "b"], [1, 1]).show(b"0 0 o x\n1 0 o y\n")
+    assert capsys.readouterr().out == "\x1b[36ma\x1b[0m | x\n\x1b[33mb\x1b[0m | y\n"
+
+
+@pytest.mark.parametrize("command", [["run", "--on", "all", "true"], ["ps"], ["logs", "x"]])
+def test_without_an_agent_the_error_says_what_to_type(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.chmod(0o700)
+    options = ["--home", str(tmp_path)]
+    arguments = (
+        [*command, *options] if command[0] != "run" else [*command[:1], *options, *command[1:]]
+    )
+    assert run(arguments) == 1
+    assert "start one with 'pmesh up'" in capsys.readouterr().err
+
+
+def test_permission_is_given_and_taken_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = ["--home", str(tmp_path / "home")]
+    assert run(["allow", "run", *home]) == 0
+    assert "every member of the mesh" in capsys.readouterr().out
+    assert run(["allow", "run", "--no", *home]) == 0
+    assert "nothing that others ask for" in capsys.readouterr().out
+    assert run(["run", "--on", "all", "--restarts", "-1", "true"]) == 2

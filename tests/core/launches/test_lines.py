@@ -1,0 +1,35 @@
+"""Output in records of one line."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pmesh.core.launches.lines import (
+    MAX_LINE_BYTES,
+    OUT,
+    LineSplitter,
+    read_lines,
+    seated,
+)
+
+
+@given(st.lists(st.binary(max_size=50)), st.integers(0, 9))
+def test_no_line_is_lost_or_torn_however_it_arrives(pieces: list[bytes], rank: int) -> None:
+    lines = LineSplitter(rank, OUT)
+    records = b"".join(map(lines.receive, pieces)) + lines.end()
+    read = list(read_lines(seated(records, 3) if records else b""))
+    whole = b"".join(pieces)
+    expected = whole.split(b"\n")[:-1] + ([whole.split(b"\n")[-1]] if whole[-1:] != b"\n" else [])
+    assert [line.text for line in read] == (expected if whole else [])
+    assert {(line.seat, line.rank, line.kind) for line in read} <= {(3, rank, OUT)}
+
+
+def test_a_line_that_is_too_long_is_broken() -> None:
+    lines = LineSplitter(0, OUT)
+    records = lines.receive(b"x" * (MAX_LINE_BYTES + 1)) + lines.receive(b"y\n")
+    texts = [line.text for line in read_lines(seated(records, 0))]
+    assert b"".join(texts) == b"x" * (MAX_LINE_BYTES + 1) + b"y"
+    assert max(map(len, texts)) == MAX_LINE_BYTES
+
+
+def test_what_is_no_record_is_dropped() -> None:
+    assert list(read_lines(b"x 0 o one\n0 x o one\n0 0 o\n0 0 o \n")) == [(0, 0, OUT, b"")]

@@ -1,0 +1,87 @@
+"""When the ranks of one machine are started, ended and killed."""
+
+import signal
+
+from pmesh.core.launches.part import (
+    Part,
+    PartStep,
+    Report,
+    Say,
+    SignalRank,
+    StartRank,
+    begin,
+    end,
+    next_deadline,
+    pass_time,
+    rank_ended,
+)
+
+
+def begun(*ranks: int, restarts: int = 10) -> Part:
+    step = begin(Part(restarts=restarts, grace_s=3.0), 0, ranks, now=100.0)
+    assert step.actions == tuple(map(StartRank, ranks))
+    return step.part
+
+
+def test_a_rank_that_ends_well_is_reported_and_not_started_again() -> None:
+    step = rank_ended(begun(0, 1), 1, 0, now=101.0)
+    assert step.actions == (Report(1, 0),)
+    assert not step.part.is_over
+    assert rank_ended(step.part, 0, 0, now=102.0).part.is_over
+
+
+def test_a_rank_that_fails_is_started_again_after_a_wait() -> None:
+    step = rank_ended(begun(0), 0, 3, now=101.0)
+    assert step.actions == (Say(0, "ended with exit code 3; it is started again in 1 s"),)
+    assert next_deadline(step.part) == 102.0
+    assert pass_time(step.part, now=101.9) == PartStep(step.part)
+    again = pass_time(step.part, now=102.0)
+    assert again.actions == (StartRank(0),)
+    assert next_deadline(again.part) is None
+    twice = rank_ended(again.part, 0, -9, now=102.5)
+    assert twice.actions == (Say(0, "ended by SIGKILL; it is started again in 2 s"),)
+
+
+def test_a_rank_that_fails_too_often_is_reported() -> None:
+    part = rank_ended(begun(0, restarts=1), 0, 3, now=101.0).part
+    step = rank_ended(pass_time(part, now=102.0).part, 0, 4, now=103.0)
+    said, report = step.actions
+    assert isinstance(said, Say)
+    assert "failed 2 times in a row, each time in less than 60 s" in said.text
+    assert report == Report(0, 4)
+
+
+def test_without_restarts_the_first_failure_is_reported() -> None:
+    assert rank_ended(begun(0, restarts=0), 0, 3, now=101.0).actions == (Report(0, 3),)
+
+
+def test_a_signal_reaches_those_that_run_and_ends_those_that_wait() -> None:
+    part = rank_ended(begun(0, 1, 2), 1, 3, now=101.0).part
+    part = rank_ended(part, 2, 0, now=101.0).part
+    step = end(part, signal.SIGINT, now=101.5)
+    assert step.actions == (SignalRank(0, signal.SIGINT), Report(1, -signal.SIGINT))
+    assert next_deadline(step.part) == 104.5
+    killed = pass_time(step.part, now=104.5)
+    assert killed.actions == (SignalRank(0, signal.SIGKILL),)
+    assert next_deadline(killed.part) is None
+    over = rank_ended(killed.part, 0, -9, now=104.6)
+    assert over.actions == (Report(0, -9),)
+    assert over.part.is_over
+
+
+def test_a_second_signal_does_not_put_off_the_end() -> None:
+    step = end(end(begun(0), signal.SIGINT, now=101.0).part, signal.SIGTERM, now=103.0)
+    assert step.actions == (SignalRank(0, signal.SIGTERM),)
+    assert next_deadline(step.part) == 104.0
+
+
+def test_a_deadline_is_over_with_the_ranks() -> None:
+    part = end(begun(0), signal.SIGTERM, now=101.0).part
+    assert next_deadline(rank_ended(part, 0, 0, now=101.1).part) is None
+
+
+def test_another_generation_begins_anew() -> None:
+    over = rank_ended(begun(0, restarts=0), 0, 3, now=101.0).part
+    step = begin(over, 1, [4], now=102.0)
+    assert step.actions == (StartRank(4),)
+    assert (step.part.generation, step.part.is_over) == (1, False)
