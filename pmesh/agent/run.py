@@ -48,13 +48,18 @@ from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
 from pmesh.core.links.addresses import announced_addresses, announced_interfaces
 from pmesh.core.values import View
-from pmesh.core.wire.launches import AskLaunches, EndLaunch, FollowLaunch, Launch
+from pmesh.core.wire.launches import (
+    AskLaunches,
+    EndLaunch,
+    FollowLaunch,
+    Launch,
+    LaunchMessage,
+)
 from pmesh.core.wire.link import (
     PROTOCOL_VERSION,
     AskResult,
     Hello,
     OfferLane,
-    P2PLinkMessage,
     RestLane,
     Splice,
     StorePart,
@@ -296,10 +301,10 @@ class Agent:
                 self.jobs.results.answer(message)
             case StorePart():
                 self.stores.receive(member, message)
-            case P2PLinkMessage():
-                self.p2p.receive(member, message)
-            case _:
+            case LaunchMessage():
                 self.launches.receive(member, message)
+            case _:
+                self.p2p.receive(member, message)
 
     def _leave_path(
         self, ours: AbstractSet[str], theirs: AbstractSet[str], *, outranked: bool = False

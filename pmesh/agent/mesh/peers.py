@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import TypeAlias
 
 import msgspec
 import structlog
