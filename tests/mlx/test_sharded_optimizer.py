@@ -220,7 +220,7 @@ def test_a_newcomer_may_get_the_number_of_a_lost_rank() -> None:
                     simulated.lose(1)
                     newcomer.start()
             elif mesh.size == 2:  # else the newcomer is not here yet
-                update_once(mesh, model, optimizer, optimizer.step.item())
+                update_once(mesh, model, optimizer, int(np.array(optimizer.step)))
 
     newcomer = threading.Thread(target=lambda: ends.append(train(simulated.connect())))
     ends += simulated.run(train)
