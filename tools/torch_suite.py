@@ -81,7 +81,7 @@ class Workers:
                     found[rank] = "its process has ended"
         results = [found.get(rank, "did not end") for rank in range(RANKS)]
         failed = [result for result in results if result not in ("passed", "skipped")]
-        if failed:
+        if len(found) < RANKS or "its process has ended" in results:
             self.stop()
         return failed[0] if failed else max(set(results), key=results.count)
 
@@ -139,6 +139,7 @@ def work(backend: str, rank: int) -> None:
 def _outcome(suite: Any, case_class: Any, case: str, backend: str, *, rank: int, file: str) -> str:
     import unittest
 
+    import torch
     import torch.distributed as dist
 
     named = any(part in case for part in _NAMED)
@@ -146,6 +147,7 @@ def _outcome(suite: Any, case_class: Any, case: str, backend: str, *, rank: int,
     test = case_class(case)
     test.rank, test.file_name = rank, file
     suite.Barrier.barrier_id = 0
+    torch.manual_seed(0)  # torch's own runner has new processes, which all begin with one seed
     try:
         dist.init_process_group(
             backend,
@@ -164,6 +166,8 @@ def _outcome(suite: Any, case_class: Any, case: str, backend: str, *, rank: int,
     except SystemExit:
         dist.destroy_process_group()  # how torch's decorators skip
     except BaseException as e:  # noqa: BLE001 - a failure is the result
+        if dist.is_initialized():
+            dist.destroy_process_group()
         return f"{type(e).__name__}: {e}"[:300]
     else:
         return "passed"
@@ -207,7 +211,13 @@ def compare(part: str, backends: list[str]) -> dict[str, dict[str, str]]:
         try:
             for case in cases_named(part):
                 found[case] = {name: each.run(case) for name, each in workers.items()}
-                print(case, *found[case].values(), sep=" | ", file=sys.stderr, flush=True)
+                print(
+                    case,
+                    *(each.splitlines()[0] for each in found[case].values()),
+                    sep=" | ",
+                    file=sys.stderr,
+                    flush=True,
+                )
         finally:
             for each in workers.values():
                 each.stop()
