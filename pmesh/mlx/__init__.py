@@ -10,6 +10,7 @@ from MLX, and why.
 ranks.
 """
 
+from pmesh.mlx.families import language_model_blocks
 from pmesh.mlx.fully_sharded import Block, FullySharded, fully_shard
 from pmesh.mlx.groups import Group, init, is_available
 from pmesh.mlx.ops import (
@@ -38,6 +39,7 @@ __all__ = [
     "fully_shard",
     "init",
     "is_available",
+    "language_model_blocks",
     "recv",
     "recv_like",
     "send",

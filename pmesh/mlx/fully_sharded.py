@@ -51,7 +51,8 @@ def fully_shard(
             optimizer.update(model, gradients)
             mx.eval(model.parameters(), optimizer.state)
 
-    A step sends the weights twice and the gradients once: 1.5 times what `average_gradients` sends.
+    A step sends the weights twice and the gradients once: 1.5 times what `average_gradients` sends,
+    or as much where weights are of 16 bits, since sums travel as float32.
     Nothing of this happens inside of a transformation of MLX's, so nothing waits for the network in
     the GPU's queue. It is ZeRO-3 (Rajbhandari et al. 2020, arXiv 1910.02054), and what PyTorch's
     `fully_shard` does. Any numbers of rows and ranks go together.

@@ -49,7 +49,7 @@ class ShardedOptimizer:
     at the first step, and the logger `pmesh` warns. A part that begins anew takes some large steps
     with Adam, which has no bias correction by default. With `replicas=2` the next rank keeps each
     part, too, and one rank at a time can be lost without any effect. It costs that memory once
-    more, and half as many bytes again.
+    more, and with two ranks half as many bytes again, with more ranks less.
 
     Args:
         optimizer: one of `mlx.optimizers`, fresh.

@@ -23,7 +23,14 @@ import xxhash
 from pmesh.client.mesh import Mesh
 from pmesh.errors import RankLost, RosterChanged
 from pmesh.mlx_lm.batches import Batches
-from pmesh.mlx_lm.halves import Gradients, Loss, clear_cache, compile_update, loss_of
+from pmesh.mlx_lm.halves import (
+    Gradients,
+    Loss,
+    clear_cache,
+    compile_update,
+    evaluate_in_groups,
+    loss_of,
+)
 from pmesh.mlx_lm.libraries import mx
 from pmesh.mlx_lm.state import State
 from pmesh.mlx_lm.terms import check_alike
@@ -152,8 +159,8 @@ class Training:
             state.model.trainable_parameters(), state.optimizer.state, grads
         )
         state.model.update(parameters)
-        del parameters, grads  # else the update could not reuse their memory
-        mx.eval(state.model.trainable_parameters(), state.optimizer.state)
+        del parameters, grads  # else their memory could not be freed on the way
+        evaluate_in_groups(state.model.trainable_parameters(), state.optimizer.state)
         clear_cache(run.args.clear_cache_threshold)
         state.iteration += len(iterations)
         self._since.loss += loss

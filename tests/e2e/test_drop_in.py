@@ -12,9 +12,10 @@ import pytest
 
 from tests.docs.pages import DOCS, read, sections, table_rows
 from tests.e2e.harness import TIMEOUT_S, Fleet
-from tests.worlds.mlx_cases import CASES
 
 pytest.importorskip("mlx.core")
+
+from tests.worlds.mlx_cases import CASES
 
 RANKS = 3
 DIFFERENT = {

@@ -37,9 +37,10 @@ def test_ranks_are_numbered_by_the_key_within_their_color() -> None:
     assert SimulatedMesh(4).run(split) == [(1, 2, 1), (1, 2, 1), (0, 2, 1), (0, 2, 1)]
 
 
-def test_a_negative_key_keeps_the_order() -> None:
+def test_a_negative_key_is_the_rank_itself() -> None:
     def split(mesh: pmesh.Mesh) -> tuple[int, object]:
-        half = pmesh.mlx.Group(mesh).split(7)
+        whole = pmesh.mlx.Group(mesh)
+        half = whole.split(7, -1 if whole.rank() else 1)  # which is 1 for both
         return half.rank(), pmesh.mlx.all_sum(mx.array(1.0), group=half).item()
 
     assert SimulatedMesh(2).run(split) == [(0, 2.0), (1, 2.0)]

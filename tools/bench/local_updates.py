@@ -30,7 +30,6 @@ torch: Any = importlib.import_module("torch")  # optional, so it has no types he
 
 RANKS = 4
 CONTEXT = 32  # characters
-BATCH = 4  # windows of each rank in each step
 WIDTH, HEADS, LAYERS = 144, 4, 4
 ALPHABET = 128  # ASCII; what is not in it is read as a question mark
 WARM_UP = 0.05  # of the steps, in which the learning rate rises
@@ -114,7 +113,9 @@ class Rank:
                 x.copy_(weights[name])
 
     def compute_gradients(self, rank: int) -> None:
-        windows = windows_of(self._text, BATCH, [self._options.seed, rank, self._step])
+        windows = windows_of(
+            self._text, self._options.batch, [self._options.seed, rank, self._step]
+        )
         self._optimizer.zero_grad()
         loss_of(self.net, windows).backward()
 
@@ -189,11 +190,20 @@ def report(path: Path) -> None:
     """Print each way to train beside synchronous training with the same seeds, steps and rate."""
     runs = [json.loads(line) for line in path.read_text().splitlines()]
     ways: dict[tuple[object, ...], dict[int, float]] = defaultdict(dict)
-    keys = ("steps", "rate", "inner_steps", "compression", "fragments", "delayed", "nesterov")
+    keys = (
+        "steps",
+        "batch",
+        "rate",
+        "inner_steps",
+        "compression",
+        "fragments",
+        "delayed",
+        "nesterov",
+    )
     for each in runs:
-        ways[tuple(str(each[key] or "") for key in keys)][each["seed"]] = each["loss"]
+        ways[tuple(str(each.get(key, 4) or "") for key in keys)][each["seed"]] = each["loss"]
     for way, losses in ways.items():
-        plain = ways.get((*way[:2], "", "", "1", "", ""), {})
+        plain = ways.get((*way[:3], "", "", "1", "", ""), {})
         ratios = [losses[seed] / plain[seed] for seed in losses if seed in plain]
         shown = ", ".join(f"{key} {value}" for key, value in zip(keys, way, strict=True) if value)
         mean = f"{statistics.fmean(ratios):.4f} times synchronous" if ratios else ""
@@ -204,6 +214,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=4, help="windows of each rank in a step")
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--inner-steps", type=int, help="none: synchronous")
     parser.add_argument("--compression")

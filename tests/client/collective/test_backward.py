@@ -134,6 +134,19 @@ def test_gradients_that_are_compressed_or_asked_for_later_are_computed_at_once(
     assert evaluated == [LAYERS + 2] * 6
 
 
+def test_a_step_of_powersgd_is_a_call_and_not_a_bucket(mx: Any) -> None:
+    def train(mesh: pmesh.Mesh) -> list[str]:
+        found = []
+        for _ in range(3):
+            scheme = pmesh.PowerSGD(rank=1, start_step=2)
+            mesh.average_gradients(gradients(mx), bucket_bytes=BUCKET_BYTES, compression=scheme)
+            assert mesh.last_op is not None
+            found.append(mesh.last_op.compression.partition("(")[0])
+        return found
+
+    assert SimulatedMesh(2).run(train) == [["none", "none", "powersgd"]] * 2
+
+
 def test_gradients_that_do_not_count_are_not_computed(mx: Any, evaluated: list[int]) -> None:
     def train(mesh: pmesh.Mesh) -> list[float]:
         mean = mesh.average_gradients(gradients(mx, mesh.rank), weight=mesh.rank)
