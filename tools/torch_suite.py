@@ -32,7 +32,7 @@ from pmesh.testing.simulated_mesh import agent_in_a_thread
 RANKS = 3
 CASE_S = 60.0  # torch's own cases have timeouts of at most 10 s; a hang is a failure
 _SUITE = "torch.testing._internal.distributed.distributed_test"
-_NAMED = ("monitored_barrier", "get_backend", "Backend_enum", "_no_sync")
+_NAMED = ("monitored_barrier", "Backend_enum", "_no_sync")
 """Parts of the names of cases that compare the backend's name with gloo's."""
 
 
