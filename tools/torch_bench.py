@@ -126,13 +126,15 @@ def work(what: str, compression: str, seconds: float) -> None:
         taken: dict[str, list[float]] = {way: [] for way in turns}
         for step in (*turns.values(), *turns.values(), *turns.values()):
             step()
+        ways = list(turns)
         until = time.monotonic() + seconds
         going = torch.ones(1)
         while going.item():
-            for way, step in turns.items():
+            ways.append(ways.pop(0))  # none goes always right after the same other
+            for way in ways:
                 dist.barrier()
                 begun = time.perf_counter()
-                step()
+                turns[way]()
                 taken[way].append(time.perf_counter() - begun)
             going.fill_(time.monotonic() < until)
             dist.broadcast(going, 0)

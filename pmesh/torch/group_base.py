@@ -13,6 +13,7 @@ from pmesh.errors import (
     GroupBroken,
     HistorySuperseded,
     MeshClosed,
+    OpTimedOut,
     PmeshError,
     RankLost,
     RosterChanged,
@@ -222,7 +223,8 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
             self._lost = f"{type(e).__name__}: {e}"
             raise dist.DistBackendError(self._lost) from e
         except PmeshError as e:
-            raise dist.DistBackendError(f"{type(e).__name__}: {e}") from e
+            late = " Timed out :" if isinstance(e, OpTimedOut) else ""  # torch's own words for it
+            raise dist.DistBackendError(f"{type(e).__name__}:{late} {e}") from e
 
 
 def _shown(name: str, tensors: Tensors) -> AbstractContextManager[object]:

@@ -147,8 +147,9 @@ class ProcessGroup(GroupBase):
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], inputs: Tensors, opts: object = None
     ) -> Work:
-        """The same of several tensors, each with a list of its own."""
-        pairs = [(targets(outs), given(x)) for outs, x in zip(output_lists, inputs, strict=True)]
+        """The same of several tensors: for each rank a list of its tensors."""
+        found = [targets([of_rank[i] for of_rank in output_lists]) for i in range(len(inputs))]
+        pairs = [(outs, given(x)) for outs, x in zip(found, inputs, strict=True)]
         run, outs = self._all_gather_of(pairs), [out for outs in output_lists for out in outs]
         return self._run("all_gather", options_for("Allgather", opts), run, inputs, outs)
 

@@ -167,11 +167,11 @@ def test_short_forms_and_names_of_all_versions_of_torch() -> None:
         group.allgather_into_tensor_coalesced(many, ones).wait()
         sums = [torch.zeros(1)]
         group.reduce_scatter_tensor_coalesced(sums, [torch.arange(2.0)]).wait()
-        lists = [[torch.zeros(1), torch.zeros(1)]]
+        lists = [[torch.zeros(1)], [torch.zeros(1)]]
         group.allgather_coalesced(lists, [torch.tensor([3.0])]).wait()
         group.barrier(timeout=timedelta(seconds=50)).wait()
         group.monitored_barrier(timedelta(seconds=50), wait_all_ranks=True)
-        found = [x, told, base, part, swapped, *many, *sums, *lists[0]]
+        found = [x, told, base, part, swapped, *many, *sums, lists[0][0], lists[1][0]]
         return [each.tolist() for each in found] + [y.item() if rank == 0 else 2.0]
 
     rest = [[3.0], [3.0], 2.0]

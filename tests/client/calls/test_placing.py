@@ -88,6 +88,26 @@ def test_all_to_all_into_moves_unequal_parts() -> None:
     assert SimulatedMesh(2).run(train) == [[0, 1, 1], [1, 1, 1]]
 
 
+def test_ranks_of_a_group_count_in_its_order_not_in_that_of_the_ring() -> None:
+    def train(mesh: Mesh) -> Any:
+        group = mesh.group([2, 0, 1])
+        assert group is not None
+        rank = group.rank
+        gathered, swapped, parts = ([np.zeros(1) for _ in range(3)] for _ in range(3))
+        group.all_gather_into(gathered, np.array([10.0 * rank]))
+        group.all_to_all_into(swapped, [np.array([10.0 * rank + to]) for to in range(3)])
+        mine, scattered = np.zeros(1), np.zeros(1)
+        group.reduce_scatter_into(mine, [np.array([float(to)]) for to in range(3)])
+        group.gather_into(parts if rank == 1 else None, np.array([float(rank)]), root=1)
+        group.scatter_into(scattered, parts if rank == 1 else None, root=1)
+        found = [np.concatenate(gathered), np.concatenate(swapped), mine, scattered]
+        return rank, [each.tolist() for each in found]
+
+    for rank, found in SimulatedMesh(3).run(train):
+        swapped = [10.0 * each + rank for each in range(3)]
+        assert found == [[0.0, 10.0, 20.0], swapped, [3.0 * rank], [float(rank)]]
+
+
 def test_parts_that_nobody_expects_fail_on_all_ranks() -> None:
     def train(mesh: Mesh) -> str:
         xs = [np.zeros(1 + mesh.rank), np.zeros(1)]
