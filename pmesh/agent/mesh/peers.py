@@ -30,7 +30,6 @@ from pmesh.agent.status.events import News
 from pmesh.core.links.addresses import BoundAddress, in_dialling_order
 from pmesh.core.links.dialing import STEADY_AFTER_S
 from pmesh.core.links.paths import MAX_PATHS, Way
-from pmesh.core.wire.launches import AnyLaunchMessage, LaunchMessage
 from pmesh.core.wire.link import (
     Address,
     AskResult,
@@ -87,7 +86,6 @@ class Peers:
         on_rest: Callable[[Member, RestLane], None],
         on_ask: Callable[[AskResult], None],
         on_p2p: Callable[[Member, P2PMessage], None],
-        on_launch: Callable[[Member, AnyLaunchMessage], None],
         noticed: Callable[[News], None],
         path_failed: PathFailed,
         contain: Contain,
@@ -100,7 +98,6 @@ class Peers:
         self._on_rest = on_rest
         self._on_ask = on_ask
         self._on_p2p = on_p2p
-        self._on_launch = on_launch
         self._noticed = noticed
         self._path_failed = path_failed
         self._contain = contain
@@ -481,8 +478,12 @@ class Peers:
                     self._know(link, peer)
             case OfferLane() | Splice():
                 self._on_offer(link.member, message)
-            case RestLane() | AskResult() | P2PLinkMessage() | LaunchMessage():
-                self._pass_on(link.member, message)
+            case RestLane():
+                self._on_rest(link.member, message)
+            case AskResult():
+                self._on_ask(message)
+            case P2PLinkMessage():
+                self._on_p2p(link.member, message)
             case Relay():
                 self.relays.receive(link, message)
             case Leaving():
@@ -490,19 +491,6 @@ class Peers:
                 self._end(link, "its agent was stopped")
             case _:
                 self.membership.receive(link.member, message)
-
-    def _pass_on(
-        self, member: Member, message: RestLane | AskResult | P2PMessage | AnyLaunchMessage
-    ) -> None:
-        match message:
-            case RestLane():
-                self._on_rest(member, message)
-            case AskResult():
-                self._on_ask(message)
-            case P2PLinkMessage():
-                self._on_p2p(member, message)
-            case _:
-                self._on_launch(member, message)
 
     async def _redial(self, link: Link, last: LivePath, why: str) -> None:
         """V6: an end of file means gone only if a redial fails or meets another incarnation."""
