@@ -30,9 +30,12 @@ if TYPE_CHECKING:
 
     from pmesh.client.calls.point_to_point import ANY
     from pmesh.client.calls.queue import Handle
+    from pmesh.client.calls.store import Store
+    from pmesh.client.checkpoints.checkpoints import Checkpoints
     from pmesh.client.collective.bucketed import LastOp
     from pmesh.client.connect import connect
     from pmesh.client.group import Group
+    from pmesh.client.local_updates import LocalUpdates, Nesterov
     from pmesh.client.mesh import DeviceMesh, Mesh
     from pmesh.compression.schemes import (
         BF16,
@@ -53,6 +56,7 @@ __all__ = [
     "AgentNotRunning",
     "AgentStopped",
     "Auto",
+    "Checkpoints",
     "DeviceMesh",
     "Group",
     "GroupBroken",
@@ -60,8 +64,10 @@ __all__ = [
     "HistorySuperseded",
     "JobRunning",
     "LastOp",
+    "LocalUpdates",
     "Mesh",
     "MeshClosed",
+    "Nesterov",
     "NetworkError",
     "NotEnoughRanks",
     "OneBit",
@@ -74,6 +80,7 @@ __all__ = [
     "RankLost",
     "RosterChanged",
     "RunError",
+    "Store",
     "TopK",
     "UnsupportedArray",
     "UnsupportedCompression",
@@ -89,11 +96,14 @@ _LATER = MappingProxyType(
             ("Auto", "BF16", "FP16", "INT8", "OneBit", "PowerSGD", "RandomK", "TopK"),
             "pmesh.compression.schemes",
         ),
+        "Checkpoints": "pmesh.client.checkpoints.checkpoints",
         "DeviceMesh": "pmesh.client.mesh",
         "Group": "pmesh.client.group",
         "Handle": "pmesh.client.calls.queue",
         "LastOp": "pmesh.client.collective.bucketed",
+        **dict.fromkeys(("LocalUpdates", "Nesterov"), "pmesh.client.local_updates"),
         "Mesh": "pmesh.client.mesh",
+        "Store": "pmesh.client.calls.store",
         "connect": "pmesh.client.connect",
     }
 )

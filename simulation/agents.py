@@ -27,13 +27,13 @@ from pmesh.core.wire.link import (
     AgreementMessage,
     AskResult,
     Commit,
+    ForRanks,
     Heartbeat,
     Hello,
     KnownPeers,
     LinkMessage,
     MeasuredEdge,
     OfferLane,
-    P2PLinkMessage,
     Relay,
     RestLane,
     Splice,
@@ -228,7 +228,7 @@ class Agent:
                 self.jobs.marked(link.member, message)
             case AskResult():
                 self._answer(message)
-            case Hello() | OfferLane() | RestLane() | KnownPeers() | P2PLinkMessage():
+            case Hello() | OfferLane() | RestLane() | KnownPeers() | ForRanks():
                 raise AssertionError(f"no simulated agent sends {message}")
             case Relay() | Splice() | LaunchMessage():
                 raise AssertionError(f"no simulated agent sends {message}")

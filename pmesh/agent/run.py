@@ -42,13 +42,21 @@ from pmesh.agent.status.events import (
 from pmesh.agent.status.schema import Status as Snapshot
 from pmesh.agent.status.schema import TurnedAwayStatus, encode_status
 from pmesh.agent.status.snapshot import Sources, describe_unlinked, take_snapshot
+from pmesh.agent.store.stores import Stores
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
 from pmesh.core.links.addresses import announced_addresses, announced_interfaces
 from pmesh.core.values import View
-from pmesh.core.wire.launches import AskLaunches, EndLaunch, FollowLaunch, Launch
-from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
+from pmesh.core.wire.launches import (
+    AnyLaunchMessage,
+    AskLaunches,
+    EndLaunch,
+    FollowLaunch,
+    Launch,
+    LaunchMessage,
+)
+from pmesh.core.wire.link import PROTOCOL_VERSION, Hello, RanksMessage, StorePart
 from pmesh.core.wire.local import (
     AskEvents,
     AskPing,
@@ -138,6 +146,7 @@ class Agent:
     jobs: Jobs
     p2p: P2PRouter
     launches: Launches
+    stores: Stores
 
     def __init__(
         self,
@@ -244,8 +253,7 @@ class Agent:
             on_offer=lambda member, offer: self.jobs.rendezvous.accept(member, offer),  # noqa: PLW0108 - the rendezvous comes later
             on_rest=self.jobs.rest_lane,
             on_ask=self.jobs.results.answer,
-            on_p2p=lambda member, message: self.p2p.receive(member, message),  # noqa: PLW0108 - as above
-            on_launch=lambda member, message: self.launches.receive(member, message),  # noqa: PLW0108 - as above
+            on_ranks=self._receive,
             noticed=self._event_log.add,
             path_failed=self._leave_path,
             contain=self._containment.contain,
@@ -277,6 +285,15 @@ class Agent:
             contain=self._containment.contain,
             launch_ids=lambda: secrets.token_hex(6),
         )
+        self.stores = Stores(self._me, self.jobs.ranks, self.peers.send)
+
+    def _receive(self, member: Member, message: RanksMessage | AnyLaunchMessage) -> None:
+        if isinstance(message, StorePart):
+            self.stores.receive(member, message)
+        elif isinstance(message, LaunchMessage):
+            self.launches.receive(member, message)
+        else:
+            self.p2p.receive(member, message)
 
     def _leave_path(
         self, ours: AbstractSet[str], theirs: AbstractSet[str], *, outranked: bool = False
@@ -348,6 +365,7 @@ class Agent:
 
     def _installed(self, before: View, after: View, losses: Mapping[Member, str]) -> None:
         self.p2p.follow()
+        self.stores.follow()
         for news in describe_change(before, after, losses, me=self._me):
             self._event_log.add(news)
         edges = self.membership.edges_among(after.members)
@@ -375,6 +393,7 @@ class Agent:
         while True:
             await sleep_in_step(self.membership.pace_s)
             self.jobs.poll()
+            self.stores.poll()
 
     async def _serve_program(self, session: Session) -> None:
         """Serve a local program; an error of ours ends its session, and not the agent."""
@@ -423,7 +442,7 @@ class Agent:
                 return
             session.stay()
             if isinstance(request, Attach):
-                await serve_p2p(session, request, self.p2p, share)
+                await serve_p2p(session, request, self.p2p, self.stores, share)
                 return
             contain, compression = self._containment.contain, self._settings.compression
             await serve_trainer(

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version as installed_version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
@@ -42,6 +43,8 @@ key_app = App(name="key", help="The mesh key: every machine that holds it is a m
 app.command(key_app)
 allow_app = App(name="allow", help="What other members of the mesh may do on this machine.")
 app.command(allow_app)
+checkpoint_app = App(name="checkpoint", help="Look into the folders of pmesh.Checkpoints.")
+app.command(checkpoint_app)
 
 
 @key_app.command
@@ -67,6 +70,45 @@ def set_(
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
     return keys.take(words, home)
+
+
+@checkpoint_app.command(name="list")
+def list_(*folders: Path) -> int:
+    """List the steps that are saved in folders.
+
+    Args:
+        folders: What scripts give to pmesh.Checkpoints; several are looked at together.
+    """
+    from pmesh.cli.checkpoint import list_checkpoints  # noqa: PLC0415 - numpy
+
+    return list_checkpoints(folders)
+
+
+@checkpoint_app.command(name="show")
+def show_arrays(*folders: Path, step: int | None = None) -> int:
+    """Show the arrays of one step.
+
+    Args:
+        folders: What scripts give to pmesh.Checkpoints.
+        step: Which; default the latest that is whole.
+    """
+    from pmesh.cli.checkpoint import show_checkpoint  # noqa: PLC0415 - numpy
+
+    return show_checkpoint(folders, step)
+
+
+@checkpoint_app.command
+def export(*folders: Path, to: Path, step: int | None = None) -> int:
+    """Write one step as one safetensors file.
+
+    Args:
+        folders: What scripts give to pmesh.Checkpoints; together they need all parts.
+        to: The file to write.
+        step: Which; default the latest that is whole.
+    """
+    from pmesh.cli.checkpoint import export_checkpoint  # noqa: PLC0415 - numpy
+
+    return export_checkpoint(folders, to, step)
 
 
 @app.command
@@ -281,25 +323,64 @@ def run_(
     return run_launch(home, launch_of(command, wishes, os.environ))
 
 
-_OPTIONS_WITH_VALUES = frozenset(
+@app.command(name="mlx")
+def mlx_(
+    *command: Annotated[str, Parameter(show_default=False)],
+    job: str | None = None,
+    wait_for: int | None = None,
+    compression: str | None = None,
+    elastic: bool = True,
+    home: Home = None,
+) -> int:
+    """Run an MLX program on all machines: 'pmesh mlx python train.py', the same on each.
+
+    Args:
+        command: The program with its arguments: python, '-m MODULE' or a console script.
+        job: The job's name, the same on all machines; default the program's.
+        wait_for: How many trainers begin together; default one on each machine of the mesh.
+        compression: How its gradients are compressed, such as int8; default what the agent has.
+        elastic: Train 'mlx_lm.lora --train' by pmesh's own loop, which machines may leave and join.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    from pmesh.cli.mlx import run_mlx  # noqa: PLC0415 - numpy, which others don't need
+
+    return run_mlx(
+        home, command, job=job, wait_for=wait_for, compression=compression, elastic=elastic
+    )
+
+
+_MODULE_OPTIONS = ("-m", "--module")
+_VALUED_OPTIONS = MappingProxyType(
     {
-        "--on", "--count", "-n", "--per-node", "--job", "--engine", "--restarts", "--grace",
-        "--hang-timeout", "--env", "--cwd", "--python", "--module", "-m", "--home",
+        "run": (
+            *("--on", "--count", "-n", "--per-node", "--job", "--engine", "--restarts", "--grace"),
+            *("--hang-timeout", "--env", "--cwd", "--python", "--home", *_MODULE_OPTIONS),
+        ),
+        "mlx": ("--job", "--wait-for", "--compression", "--home"),
     }
-)  # fmt: skip
+)
+"""Of the commands that run another one, those of our own options that have a value."""
 
 
 def end_own_options(arguments: Sequence[str]) -> Sequence[str]:
-    """Insert `--` before the command of `pmesh run`, so that its options are not taken for ours.
+    """Insert `--` before the command of `pmesh run` or `mlx`: its options are not ours.
 
     >>> end_own_options(["run", "--restarts", "3", "python", "--version"])
     ['run', '--restarts', '3', '--', 'python', '--version']
+    >>> end_own_options(["mlx", "--no-elastic", "-m", "mlx_lm", "lora", "--train"])
+    ['mlx', '--no-elastic', '--', '-m', 'mlx_lm', 'lora', '--train']
+    >>> end_own_options(["run", "--on", "all", "-m", "pkg.train", "--epochs", "3"])
+    ['run', '--on', 'all', '-m', 'pkg.train', '--', '--epochs', '3']
     """
-    if arguments[:1] != ["run"]:
+    valued = _VALUED_OPTIONS.get(arguments[0]) if arguments else None
+    if valued is None:
         return arguments
     for place, word in enumerate(arguments):
-        is_value = arguments[place - 1] in _OPTIONS_WITH_VALUES
-        if place and not word.startswith("-") and not is_value:
+        if arguments[place - 1] in _MODULE_OPTIONS and "-m" in valued:
+            return [*arguments[: place + 1], "--", *arguments[place + 1 :]]
+        is_value = arguments[place - 1] in valued
+        begins = word == "-m" and "-m" not in valued
+        if place and (begins or not (word.startswith("-") or is_value)):
             return [*arguments[:place], "--", *arguments[place:]]
         if word == "--":
             break

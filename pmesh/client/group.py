@@ -7,10 +7,10 @@ from functools import partial
 from typing import TypeVar
 from weakref import WeakSet, finalize
 
+from pmesh.client.calls.averaging import Averaging
 from pmesh.client.calls.moving import Moving, Objects
 from pmesh.client.calls.point_to_point import PointToPoint
 from pmesh.client.calls.queue import Handle, Line
-from pmesh.client.calls.reducing import Averaging
 from pmesh.client.collective.bucketed import LastOp
 from pmesh.client.elastic.membership import Place
 from pmesh.client.link.session import TrainerSession, exchange_rows

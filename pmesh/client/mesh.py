@@ -10,11 +10,13 @@ import numpy as np
 
 from pmesh.client.calls.queue import check_timeout
 from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
+from pmesh.client.calls.store import Store
 from pmesh.client.collective.bucketed import LastOp
 from pmesh.client.collective.differences import state_differences
 from pmesh.client.elastic.membership import Place
 from pmesh.client.elastic.sync import Synced
 from pmesh.client.group import Collectives, Group, Groups, check_ranks, ranks_by_color
+from pmesh.client.link.p2p_session import P2PSession
 from pmesh.client.trees.state import pack, unpack_untrusted
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import View
@@ -79,6 +81,7 @@ class Mesh(Collectives):
         self._job = job
         self._shard_order: tuple[tuple[int, int, int], Indices] | None = None
         self._groups = Groups(place, job)
+        self._store = Store(self._attach_synced)
 
     def __repr__(self) -> str:
         return f"<Mesh {self._job!r}, rank {self.rank} of {self.size}>"
@@ -91,6 +94,11 @@ class Mesh(Collectives):
         happens, and a newcomer goes on with the job's number: it runs the body for what is left.
         """
         return self._place.step
+
+    @property
+    def store(self) -> Store:
+        """Keys and values that all ranks of the job share (`pmesh.Store`)."""
+        return self._store
 
     @property
     def view(self) -> View:
@@ -239,6 +247,10 @@ class Mesh(Collectives):
         traceback: TracebackType | None,
     ) -> None:
         self._stop(crashed=error)
+
+    def _attach_synced(self) -> P2PSession:
+        self._place.check_synced()
+        return self._attached()
 
     def _stop(self, *, crashed: BaseException | None) -> None:
         self._groups.stop(crashed=crashed)

@@ -30,6 +30,7 @@ CALLS: dict[str, Callable[[pmesh.Mesh], object]] = {
     "gather": lambda mesh: mesh.gather(np.ones(2), root=7),
     "send": lambda mesh: mesh.send(np.ones(2), 9),
     "shard": lambda mesh: mesh.shard(-1),
+    "store": lambda mesh: mesh.store.get("nothing", timeout_s=0.01),
     "sync": lambda mesh: mesh.sync(object()),
 }
 

@@ -27,6 +27,7 @@ def call_everything(mesh: pmesh.Mesh) -> None:
     ask_for_facts(mesh)
     reduce(mesh)
     move(mesh)
+    share(mesh)
     send(mesh)
     call_late(mesh)
     group_ranks(mesh)
@@ -80,6 +81,21 @@ def move(mesh: pmesh.Mesh) -> None:
     assert_type(mesh.broadcast_object(1), Any)
     mesh.barrier()
     mesh.monitored_barrier(10)
+
+
+def share(mesh: pmesh.Mesh) -> None:
+    store = mesh.store
+    assert_type(store, pmesh.Store)
+    key = f"of {mesh.rank}"
+    store.set(key, b"1")
+    store.append(key, b"0")
+    store.wait([key], timeout_s=10)
+    assert_type(store.get(key), bytes)
+    assert_type(store.add("n"), int)
+    assert_type(store.compare_set("b", b"", b"2"), bytes | None)
+    assert_type(store.check([key]), bool)
+    assert_type(store.keys(), list[str])
+    assert_type(store.delete(key), bool)
 
 
 def send(mesh: pmesh.Mesh) -> None:

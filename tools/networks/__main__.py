@@ -9,6 +9,7 @@ Linux, root, a C compiler, torch. Each profile is in `tools.networks.lab`.
 """
 
 import contextlib
+import subprocess
 import sys
 import tempfile
 import threading
@@ -204,6 +205,14 @@ def measure(place: Place, system: str, folder: Path, load: Load) -> Outcome:
         ended = time.monotonic()
         views = _views(homes) - before
         (folder / "lines.json").write_bytes(msgspec.json.encode(ranks))
+        for home in homes:
+            events = subprocess.run(
+                [sys.executable, "-c", AGENT, "events", "--home", str(home)],
+                capture_output=True,
+                check=False,
+                text=True,
+            )
+            (folder / f"{home.name}.events").write_text(events.stdout + events.stderr)
         return Outcome.of(ranks, began=began, ended=ended, views=views)
 
 

@@ -30,16 +30,17 @@ from pmesh.agent.status.events import News
 from pmesh.core.links.addresses import BoundAddress, in_dialling_order
 from pmesh.core.links.dialing import STEADY_AFTER_S
 from pmesh.core.links.paths import MAX_PATHS, Way
+from pmesh.core.wire.launches import AnyLaunchMessage, LaunchMessage
 from pmesh.core.wire.link import (
     Address,
     AskResult,
+    ForRanks,
     Hello,
     KnownPeers,
     Leaving,
     LinkMessage,
     OfferLane,
-    P2PLinkMessage,
-    P2PMessage,
+    RanksMessage,
     Relay,
     RestLane,
     Splice,
@@ -85,7 +86,7 @@ class Peers:
         on_offer: Callable[[Member, OfferLane | Splice], None],
         on_rest: Callable[[Member, RestLane], None],
         on_ask: Callable[[AskResult], None],
-        on_p2p: Callable[[Member, P2PMessage], None],
+        on_ranks: Callable[[Member, RanksMessage | AnyLaunchMessage], None],
         noticed: Callable[[News], None],
         path_failed: PathFailed,
         contain: Contain,
@@ -97,7 +98,7 @@ class Peers:
         self._on_offer = on_offer
         self._on_rest = on_rest
         self._on_ask = on_ask
-        self._on_p2p = on_p2p
+        self._on_ranks = on_ranks
         self._noticed = noticed
         self._path_failed = path_failed
         self._contain = contain
@@ -225,12 +226,9 @@ class Peers:
     ) -> None:
         """Add the path to the link with its peer, which it may begin, and start its tasks."""
         own = self._hello().member
-        if self._leaving:
+        if self._leaving or path.node == own.node:
             await path.aclose()
-            return
-        if path.node == own.node:
-            await path.aclose()
-            if path.peer.member != own:
+            if not self._leaving and path.peer.member != own:
                 raise copied_from(self._hello(), path.peer, path)
             return
         refusal = self._refusal_of(path)
@@ -482,8 +480,8 @@ class Peers:
                 self._on_rest(link.member, message)
             case AskResult():
                 self._on_ask(message)
-            case P2PLinkMessage():
-                self._on_p2p(link.member, message)
+            case ForRanks() | LaunchMessage():
+                self._on_ranks(link.member, message)
             case Relay():
                 self.relays.receive(link, message)
             case Leaving():

@@ -13,6 +13,8 @@ from pmesh.agent.grants import SAY_EVERY_S, Grants
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.agent.p2p.endpoint import MessageLost, P2PEndpoint, Received
+from pmesh.agent.store.serving import StoreCalls
+from pmesh.agent.store.stores import Stores
 from pmesh.core.jobs.rank import COME_BACK
 from pmesh.core.values import Verdict
 from pmesh.core.wire.link import AnnounceMessage, MessageWithdrawn, P2PMessage
@@ -27,6 +29,7 @@ from pmesh.core.wire.local import (
     MessageWaits,
     ReceiveMessage,
     SendMessage,
+    StoreCall,
     WantArena,
 )
 from pmesh.errors import ProtocolError
@@ -117,8 +120,10 @@ MAX_CALLS = 48  # at a time: a session may have 64 arenas of a kind, some of the
 _CHECK_S = 1.0
 
 
-async def serve_p2p(session: Session, request: Attach, room: P2PRouter, share: ArenaShare) -> None:
-    """Serve one trainer's messages, in its program's share of memory, until it disconnects."""
+async def serve_p2p(
+    session: Session, request: Attach, room: P2PRouter, stores: Stores, share: ArenaShare
+) -> None:
+    """Serve a trainer's messages and store calls, in its program's memory, until it disconnects."""
     rank = room.rank_of(request.job, request.trainer, pid=session.pid)
     if request.version != SESSION_VERSION:
         text = f"the trainer speaks session version {request.version}, the agent {SESSION_VERSION}"
@@ -132,8 +137,10 @@ async def serve_p2p(session: Session, request: Attach, room: P2PRouter, share: A
     arenas = SessionArenas(share)
     try:
         async with trio.open_nursery() as nursery:
-            serving = _Envelopes(session, room.endpoint_of(rank), arenas, nursery)
+            calls = StoreCalls(session, stores, rank, nursery)
+            serving = _Envelopes(session, room.endpoint_of(rank), arenas, calls, nursery)
             nursery.start_soon(serving.report_waits)
+            nursery.start_soon(calls.report_waits)
             await serving.run()
     finally:
         with trio.CancelScope(shield=True):
@@ -153,9 +160,15 @@ class _Envelopes:
     """The calls of one connection."""
 
     def __init__(
-        self, session: Session, endpoint: P2PEndpoint, arenas: SessionArenas, nursery: trio.Nursery
+        self,
+        session: Session,
+        endpoint: P2PEndpoint,
+        arenas: SessionArenas,
+        store_calls: StoreCalls,
+        nursery: trio.Nursery,
     ) -> None:
         self._session = session
+        self._store_calls = store_calls
         self._endpoint = endpoint
         self._arenas = arenas
         self._nursery = nursery
@@ -169,6 +182,8 @@ class _Envelopes:
             match request := await self._session.receive():
                 case SendMessage() | ReceiveMessage():
                     await self._begin(request)
+                case StoreCall():
+                    await self._store_calls.begin(request)
                 case WantArena(nbytes):
                     await self._grants.grant_input(nbytes)
                 case DropArena(number):

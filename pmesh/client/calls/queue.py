@@ -191,6 +191,11 @@ class Caller:
         return self._world.names
 
     @property
+    def trainers(self) -> tuple[TrainerId, ...]:
+        """For each rank the id of its trainer, which stays the same while ranks change."""
+        return self._world.trainers
+
+    @property
     def last_op(self) -> LastOp | None:
         """Facts about the last collective call that returned or was waited for; None before."""
         return self._last_op

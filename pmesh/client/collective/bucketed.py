@@ -8,9 +8,19 @@ from typing import Any, cast
 
 import numpy as np
 
+from pmesh.client.collective.buckets import Backward, Bucket, plan_buckets
 from pmesh.client.link.arenas import Region
 from pmesh.client.link.session import Done, TrainerSession
-from pmesh.client.trees.arrays import Leaf, Tree, describe, digest, divided, flatten, is_of
+from pmesh.client.trees.arrays import (
+    Leaf,
+    Tree,
+    describe,
+    digest,
+    divided,
+    flatten,
+    is_mlx,
+    is_of,
+)
 from pmesh.client.trees.raw import describe_bits
 from pmesh.core.ops.plan import chunk_bounds
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values, check_reduction
@@ -18,55 +28,6 @@ from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import World
 from pmesh.errors import RankLost, UnsupportedArray, UsageError
 from pmesh.ids import OpNumber, Rank, TrainerId
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """A run of arrays that travel as one dtype, as one op."""
-
-    wire: str
-    leaves: tuple[int, ...]
-    """Their indices in the tree."""
-    count: int
-    """Values, all in all."""
-
-    @property
-    def nbytes(self) -> int:
-        """What it takes in an arena."""
-        return self.count * WIRE_DTYPES[self.wire].itemsize
-
-
-def plan_buckets(
-    leaves: Sequence[Leaf], *, bucket_bytes: float, wire: str | None = None
-) -> list[Bucket]:
-    """Cut the arrays into buckets of at most `bucket_bytes`; a larger array has its own.
-
-    The order is the same for all ranks: by the dtype that travels, the widest first (so that the
-    weights of an average are added in the best precision there is), then as in the tree.
-
-    Args:
-        leaves: the tree's.
-        bucket_bytes: may be infinite.
-        wire: what all of them travel as; None: each as its dtype does.
-    """
-    if len(leaves) == 1:
-        return [Bucket(wire or leaves[0].wire, (0,), leaves[0].values.size)]
-    buckets: list[Bucket] = []
-    used = {wire or leaf.wire for leaf in leaves}
-    for dtype in (each for each in WIRE_DTYPES if each in used):
-        room = bucket_bytes / WIRE_DTYPES[dtype].itemsize
-        run: list[int] = []
-        count = 0
-        for index in (i for i, leaf in enumerate(leaves) if (wire or leaf.wire) == dtype):
-            size = leaves[index].values.size
-            if run and count + size > room:
-                buckets.append(Bucket(dtype, tuple(run), count))
-                run, count = [], 0
-            run.append(index)
-            count += size
-        if run:
-            buckets.append(Bucket(dtype, tuple(run), count))
-    return buckets
 
 
 def fill(bucket: Bucket, leaves: Sequence[Leaf], region: Values, weight: float | None) -> None:
@@ -167,6 +128,16 @@ class Collective:
     timeout_s: float
     borrows: bool = False
     """Whether numpy's arrays may stay in shared memory, where they can't be written to."""
+    backward: Backward | None = None
+    """The buckets of gradients that are computed while others travel; None: as the tree has them,
+    of `bucket_bytes`."""
+
+    def buckets_of(self, leaves: Sequence[Leaf]) -> list[Bucket]:
+        """The ops that it takes."""
+        if self.backward is None:
+            return plan_buckets(leaves, bucket_bytes=self.bucket_bytes)
+        backward = self.backward
+        return plan_buckets(leaves, bucket_bytes=backward.bucket_bytes, order=backward.order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +146,12 @@ class Arrays:
 
     tree: Tree
     leaves: tuple[Leaf, ...]
+    lazy: bool = False
+    """Whether MLX's arrays are yet to be evaluated: the values of their leaves mean nothing."""
+
+    def evaluated(self) -> "Arrays":
+        """The same with all values; in the thread of the caller, whose MLX's streams are."""
+        return Arrays(self.tree, tuple(describe(self.tree))) if self.lazy else self
 
     def digest(self) -> str:
         """Alike on two ranks only if all paths, dtypes and shapes are (I5)."""
@@ -198,19 +175,25 @@ class Arrays:
         return [leaf.rebuild(values) for leaf, values in zip(self.leaves, results, strict=True)]
 
 
-def take_apart(x: object, *, reduction: str = "", only_moves: bool = False) -> Arrays:
-    """The arrays of a tree; raises UnsupportedArray for what can't travel, or be reduced so."""
+def take_apart(
+    x: object, *, reduction: str = "", only_moves: bool = False, lazily: bool = False
+) -> Arrays:
+    """The arrays of a tree, those of MLX `lazily` or evaluated.
+
+    Raises:
+        UnsupportedArray: it can't travel, or not be reduced so.
+    """
     if x is None:
         raise UnsupportedArray("None is not an array")
     tree = flatten(x)
-    leaves = tuple(describe_bits(tree) if only_moves else describe(tree))
+    leaves = tuple(describe_bits(tree) if only_moves else describe(tree, lazily=lazily))
     for path, leaf in zip(tree.paths, leaves, strict=True):
         try:
             if reduction:
                 check_reduction(reduction, leaf.wire)
         except ValueError as e:
             raise UnsupportedArray(f"{path}: {e}" if path else str(e)) from e
-    return Arrays(tree, leaves)
+    return Arrays(tree, leaves, lazy=lazily)
 
 
 def run_collective(
@@ -222,8 +205,8 @@ def run_collective(
     op and the next, and each bucket is divided by what was contributed to it.
     """
     leaves = arrays.leaves
-    buckets = plan_buckets(leaves, bucket_bytes=wanted.bucket_bytes)
-    overlap = _Overlap(session, wanted, leaves, buckets)
+    buckets = wanted.buckets_of(leaves)
+    overlap = _Overlap(session, wanted, arrays, buckets)
     label = _label(wanted, arrays)
     nbytes = 0
     last: LastOp | None = None
@@ -270,16 +253,21 @@ class _Overlap:
         self,
         session: TrainerSession,
         wanted: Collective,
-        leaves: Sequence[Leaf],
+        arrays: Arrays,
         buckets: Sequence[Bucket],
     ) -> None:
-        self.results: list[object] = [None] * len(leaves)
+        self.results: list[object] = [None] * len(arrays.leaves)
         self._session = session
         self._wanted = wanted
-        self._leaves = leaves
+        self._tree = arrays.tree
+        self._leaves = list(arrays.leaves)
+        # With a weight of 0 nobody looks at the values, so they need not be computed.
+        lazy = arrays.lazy and wanted.weight != 0
+        self._unevaluated = {i for i, x in enumerate(arrays.tree.leaves) if lazy and is_mlx(x)}
         self._room_bytes = max((bucket.nbytes for bucket in buckets), default=0) + _WEIGHT_BYTES
         # A large array, in a bucket of its own, would take as much memory again.
-        ahead = [b.nbytes for b in buckets[1:] if b.nbytes <= wanted.bucket_bytes]
+        largest = wanted.bucket_bytes if wanted.backward is None else wanted.backward.bucket_bytes
+        ahead = [b.nbytes for b in buckets[1:] if b.nbytes <= largest]
         # A broadcast's root can't: what it has sent is kept, and memory is asked for anew (O2).
         self._ahead_bytes = 0 if wanted.kind == "broadcast" or not ahead else max(ahead)
         session.prepare_ahead(self._ahead_bytes and self._ahead_bytes + _WEIGHT_BYTES)
@@ -302,18 +290,28 @@ class _Overlap:
     def lay_out(self, bucket: Bucket) -> None:
         """Fill the input of the next op, if that was not done ahead."""
         if bucket is not self._laid_out:
+            self._evaluate(bucket)
             count = self.count(bucket)
             region = self._session.input_values(bucket.wire, count, room_bytes=self._room_bytes)
             fill(bucket, self._leaves, region, self._wanted.weight)
 
     def meanwhile(self, following: Bucket | None) -> None:
         """Lay out the next bucket and read the last result while an op runs."""
+        if following is not None:
+            self._evaluate(following)
         fits = following is not None and following.nbytes <= self._ahead_bytes
         if following is not None and fits and self.region(following) is None:
             region = self._session.values_ahead(following.wire, self.count(following))
             fill(following, self._leaves, region, self._wanted.weight)
             self._laid_out = following
         self.read()
+
+    def _evaluate(self, bucket: Bucket) -> None:
+        """Compute its arrays: at most one bucket ahead, or `mx.eval` would wait for more."""
+        indices = [index for index in bucket.leaves if index in self._unevaluated]
+        for index, leaf in zip(indices, describe(self._tree, indices), strict=True):
+            self._leaves[index] = leaf
+        self._unevaluated.difference_update(indices)
 
     def take(self, bucket: Bucket, done: Done) -> None:
         """Take the result of an op; UsageError if it can't be averaged."""
@@ -337,7 +335,7 @@ def run_alone(wanted: Collective, arrays: Arrays, world: World) -> tuple[list[ob
         checked_total(wanted.weight)
     results: list[object] = []
     nbytes = 0
-    for leaf in arrays.leaves:
+    for leaf in arrays.evaluated().leaves:
         region = np.empty(leaf.values.size, WIRE_DTYPES[leaf.wire])
         leaf.fill(region)
         results.append(leaf.like(region))
@@ -396,7 +394,9 @@ def _rank_of(root: TrainerId | None, world: World) -> int:
 def _label(wanted: Collective, arrays: Arrays) -> str:
     """A name that all ranks give a call with these arrays; empty for a single array."""
     if wanted.weight is not None:
-        return f"average_gradients {arrays.digest()}"
+        order = wanted.backward
+        by = "" if order is None else f" by {order.digest(arrays.tree.paths)}"
+        return f"average_gradients {arrays.digest()}{by}"
     return "" if arrays.tree.is_bare else f"tree {arrays.digest()}"
 
 

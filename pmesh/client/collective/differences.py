@@ -18,7 +18,9 @@ from pmesh.errors import AgentStopped, HistorySuperseded, OpMismatch, PmeshError
 
 MOST_SHOWN = 3
 _RANK = re.compile(r"\brank \d+ \(")
-_TREE = re.compile(r"\b(?:tree|average_gradients) [0-9a-f]{8}[,)]")
+_TREE = re.compile(r"\b(?:tree|average_gradients) [0-9a-f]{8}(?: by [0-9a-f]{8})?[,)]")
+_AVERAGE = re.compile(r"\baverage_gradients ([0-9a-f]{8})((?: by [0-9a-f]{8})?)[,)]")
+_UNCALLED = "not called yet"
 
 Leaves: TypeAlias = Mapping[str, str]
 """By path the shape and dtype."""
@@ -61,6 +63,21 @@ def name_differences(
     if "average_gradients" in text and any("None" in tree.values() for tree in shown):
         said += "; average_gradients(..., missing='zeros') counts None as zeros"
     return OpMismatch(f"{text.partition(' differs: ')[0]} differs: {said}")
+
+
+def only_orders_differ(error: OpMismatch, arrays: Arrays) -> bool:
+    """Whether all ranks that have called average gradients alike, in other buckets.
+
+    So it is where one rank's arrays are MLX's and another's are not, or dicts were filled in other
+    orders. What the ranks do then must depend on nothing but the text, which is alike on all.
+    """
+    text = str(error)
+    calls = _AVERAGE.findall(text)
+    return (
+        len(calls) + text.count(_UNCALLED) == len(_RANK.findall(text))
+        and {tree for tree, _ in calls} == {arrays.digest()}
+        and len({order for _, order in calls}) > 1
+    )
 
 
 def fill_missing(session: TrainerSession, arrays: Arrays, *, timeout_s: float) -> Arrays:

@@ -19,10 +19,10 @@ from pmesh.client.collective.bucketed import (
     Collective,
     LastOp,
     checked_total,
-    plan_buckets,
     read,
     run_collective,
 )
+from pmesh.client.collective.buckets import plan_buckets
 from pmesh.client.feedback.kernels import (
     Piece,
     Summed,

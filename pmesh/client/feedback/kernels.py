@@ -14,7 +14,8 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from pmesh.client.collective.bucketed import Bucket, fill
+from pmesh.client.collective.bucketed import fill
+from pmesh.client.collective.buckets import Bucket
 from pmesh.client.feedback.memory import Feedback, Memory
 from pmesh.client.link.arenas import Residuals
 from pmesh.client.link.session import Done, TrainerSession

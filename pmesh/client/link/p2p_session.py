@@ -1,4 +1,6 @@
-"""A trainer's second connection to its agent, for messages: several calls at a time, of any thread.
+"""A trainer's second connection to its agent, for messages and its job's store.
+
+Several calls run at a time, of any thread.
 
 The thread that waits first reads for all of them, and wakes the others at each reply.
 """
@@ -15,6 +17,7 @@ from pmesh.client.link.connection import AgentConnection, error_of, mesh_ended
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.link import Envelope
 from pmesh.core.wire.local import (
+    MAX_STORE_DATA_BYTES,
     ArenaGone,
     ArenaGranted,
     DropArena,
@@ -27,8 +30,12 @@ from pmesh.core.wire.local import (
     Reply,
     Request,
     SendMessage,
+    StoreAnswered,
+    StoreCall,
+    StoreWaits,
     WantArena,
 )
+from pmesh.core.wire.store import Answer, Command, decode_answer_untrusted, encode
 from pmesh.errors import AgentStopped, MeshClosed, PmeshError, ProtocolError
 from pmesh.ids import TrainerId
 
@@ -52,7 +59,7 @@ class Arrived:
 
 
 class P2PSession:
-    """Sends and receives over one attached connection."""
+    """Sends, receives and store calls over one attached connection."""
 
     def __init__(self, connection: AgentConnection) -> None:
         self._connection = connection
@@ -66,6 +73,8 @@ class P2PSession:
         self._inputs: list[Mapped] = []
         self._lent: dict[int, Mapped] = {}
         self._maps: dict[int, Mapped] = {}
+        self._parts: dict[int, bytearray] = {}
+        """What has come of answers of the store."""
         self._ended: PmeshError | None = None
 
     @property
@@ -93,6 +102,27 @@ class P2PSession:
             call = self._next_call()
             self._send(ReceiveMessage(call, sources, tag, timeout_s))
         return call
+
+    def ask_store(self, command: Command, timeout_s: float) -> Answer:
+        """Carry out a command in the job's store, and wait for its answer.
+
+        Raises PmeshError as `end`.
+        """
+        data = encode(command)
+        begins = range(0, len(data), MAX_STORE_DATA_BYTES)
+        parts = [data[begin : begin + MAX_STORE_DATA_BYTES] for begin in begins]
+        with self._sending:
+            call, last = self._next_call(), len(parts) - 1
+            self._send(
+                *(StoreCall(call, part, i < last, timeout_s) for i, part in enumerate(parts))
+            )
+        match reply := self._await(call, None):
+            case StoreAnswered(data=answer):
+                return decode_answer_untrusted(answer)
+            case MessageFailed():
+                raise error_of(reply.verdict)
+            case _:
+                raise self._nonsense(type(reply).__name__)
 
     def done(self, call: int) -> bool:
         """Whether a call has ended, well or badly."""
@@ -186,10 +216,10 @@ class P2PSession:
         self._under_way.add(self._calls)
         return self._calls
 
-    def _send(self, request: Request) -> None:
+    def _send(self, *requests: Request) -> None:
         self._check_open()
         try:
-            self._connection.send(request)
+            self._connection.send(*requests)
         except BaseException as e:
             self._end(e)
             if isinstance(e, AgentStopped):  # perhaps because another thread has closed it
@@ -252,6 +282,13 @@ class P2PSession:
             case MessageWaits(waited_s=waited_s, on=on):
                 names = " or ".join(on)
                 _logger.warning("waiting for a message for %.0f s, with %s", waited_s, names)
+            case StoreWaits(waited_s=waited_s, on=on):
+                _logger.warning("waiting for %.0f s: %s", waited_s, on)
+            case StoreAnswered(call, data, more):
+                whole = self._parts.setdefault(call, bytearray())
+                whole += data
+                if not more:
+                    self._answers[call] = StoreAnswered(call, bytes(self._parts.pop(call)), more)
             case MessageSent(call) | MessageReceived(call) | MessageFailed(call):
                 self._answers[call] = reply
             case _:

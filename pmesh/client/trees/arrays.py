@@ -211,24 +211,57 @@ def divided(values: Values, divisor: float, *, out: "Values | None" = None) -> V
     return quotients
 
 
-def describe(tree: Tree) -> list[Leaf]:
+def insertion_order(tree: Tree) -> tuple[int, ...]:
+    """The indices of its leaves in the order in which its dicts were filled.
+
+    >>> tree = flatten({"model": {"b": 1, "a": 2}, "lm_head": 3})
+    >>> [tree.paths[index] for index in insertion_order(tree)]
+    ['model.b', 'model.a', 'lm_head']
+    """
+    index_of = {path: index for index, path in enumerate(tree.paths)}
+    return tuple(index_of[path] for path in _inserted(tree.source, "") if path in index_of)
+
+
+def _inserted(x: object, path: str) -> Iterator[str]:
+    children: Iterable[tuple[object, object]]
+    if isinstance(x, dict):
+        children = cast("dict[object, object]", x).items()
+    elif isinstance(x, list | tuple):
+        children = enumerate(cast("Sequence[object]", x))
+    else:
+        yield path
+        return
+    for key, child in children:
+        yield from _inserted(child, f"{path}.{key}" if path else str(key))
+
+
+def describe(
+    tree: Tree, indices: Iterable[int] | None = None, *, lazily: bool = False
+) -> list[Leaf]:
     """The tree's arrays; MLX arrays among them are evaluated, all in one go.
+
+    Args:
+        tree: the user's.
+        indices: of the leaves to describe; None: of all.
+        lazily: evaluate none; the values of MLX's arrays have the right shapes and mean nothing.
 
     Raises:
         UnsupportedArray: a leaf is no array, or of a dtype that does not travel.
     """
-    evaluate_mlx(tree.leaves)
-    return [_describe(x, path) for path, x in zip(tree.paths, tree.leaves, strict=True)]
+    chosen = range(len(tree.leaves)) if indices is None else tuple(indices)
+    if not lazily:
+        evaluate_mlx([tree.leaves[index] for index in chosen])
+    return [_describe(tree.leaves[index], tree.paths[index], lazily=lazily) for index in chosen]
 
 
-def _describe(x: object, path: str) -> Leaf:
+def _describe(x: object, path: str, *, lazily: bool) -> Leaf:
     where = f"{path}: " if path else ""
     if isinstance(x, np.ndarray | np.generic):
         leaf = _numpy_leaf(cast("Values | np.generic", x), where)
-    elif is_of("mlx.core", "array", x):
+    elif is_mlx(x):
         from pmesh.client.trees import mlx  # noqa: PLC0415 - MLX is there, as the user has an array
 
-        leaf = mlx.describe(x, where)
+        leaf = mlx.describe(x, where, lazily=lazily)
     elif is_of("torch", "Tensor", x):
         from pmesh.client.trees import torch  # noqa: PLC0415 - torch is there, as the user has a tensor
 
@@ -282,11 +315,16 @@ def _name_of(dtype: "np.dtype[Any]") -> str:
 
 def evaluate_mlx(leaves: Sequence[object]) -> None:
     """Compute the MLX arrays among these, all in one go."""
-    found = [x for x in leaves if is_of("mlx.core", "array", x)]
+    found = [x for x in leaves if is_mlx(x)]
     if found:
         from pmesh.client.trees import mlx  # noqa: PLC0415 - MLX is there, as the user has arrays of it
 
         mlx.evaluate(found)
+
+
+def is_mlx(x: object) -> bool:
+    """Whether x is an MLX array."""
+    return is_of("mlx.core", "array", x)
 
 
 def is_of(module: str, name: str, x: object) -> bool:

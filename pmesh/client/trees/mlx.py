@@ -17,13 +17,21 @@ def evaluate(arrays: Sequence[object]) -> None:
     mx.eval(*arrays)  # pyright: ignore[reportUnknownMemberType] - its stub leaves *args bare
 
 
-def describe(x: object, where: str) -> Leaf:
-    """An evaluated array as numpy sees it, without a copy: its memory is shared with the CPU."""
+def describe(x: object, where: str, *, lazily: bool = False) -> Leaf:
+    """An evaluated array as numpy sees it, without a copy: its memory is shared with the CPU.
+
+    With `lazily` it need not be evaluated: the leaf's values have its shape and mean nothing.
+    """
     array = cast("mx.array", x)
     dtype = str(array.dtype).removeprefix("mlx.core.")
     check_dtype(dtype, where)
     is_bfloat16 = dtype == "bfloat16"
-    values = cast("Values", np.array(array.view(mx.uint16) if is_bfloat16 else array, copy=False))
+    values: Values
+    if lazily:
+        values = np.broadcast_to(np.zeros((), "uint16" if is_bfloat16 else dtype), array.shape)
+    else:
+        viewed = array.view(mx.uint16) if is_bfloat16 else array
+        values = cast("Values", np.array(viewed, copy=False))
 
     def rebuild(native: Values) -> mx.array:
         if is_bfloat16:
@@ -37,7 +45,8 @@ def to_raw(x: object, where: str) -> RawArray:
     """An evaluated array as its bytes."""
     del where  # there is none that has no bytes
     array = cast("mx.array", x)
-    viewed = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    # A view in any case: `x += 1` frees or overwrites the memory of x, unless another array has it.
+    viewed = array.view(mx.uint16 if array.dtype == mx.bfloat16 else array.dtype)
     values = np.ascontiguousarray(cast("Values", np.array(viewed, copy=False))).reshape(-1)
     return RawArray(
         library="mlx",

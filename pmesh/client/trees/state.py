@@ -6,7 +6,7 @@ then every array's memory, aligned. Two states are the same if their bytes are.
 
 import copy
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, Any, TypeAlias, assert_never, cast
@@ -93,20 +93,43 @@ class Packed:
             region[begin - start : end - start] = piece[begin - position : end - position]
 
 
-def pack(state: object) -> Packed:
-    """The state's bytes, without a copy of arrays that lie in one piece.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """A state taken apart: its structure with the plain values, and its arrays."""
+
+    header: bytes
+    """The structure and the plain values."""
+    paths: tuple[str, ...]
+    """Of each array, such as `layers.0.weight`; two may be equal."""
+    arrays: tuple[RawArray, ...]
+    """Views of the user's arrays."""
+
+
+def describe(state: object) -> Described:
+    """Take a state apart, without a copy of arrays that lie in one piece.
 
     Raises:
         UnsupportedArray: it holds something else than dicts, lists, tuples, arrays and plain
             values; the path is named.
     """
     evaluate_mlx(flatten(state).leaves)
-    arrays: list[RawArray] = []
-    tree = _describe(state, "", arrays)
+    found: list[tuple[str, RawArray]] = []
+    tree = _describe(state, "", found)
     try:
         header = _encoder.encode(tree)
     except UnicodeEncodeError as e:
         raise UnsupportedArray(f"a text of the state is no Unicode: {e}") from e
+    return Described(
+        header=header,
+        paths=tuple(path for path, _ in found),
+        arrays=tuple(array for _, array in found),
+    )
+
+
+def pack(state: object) -> Packed:
+    """The state's bytes; raises as `describe` does."""
+    described = describe(state)
+    header, arrays = described.header, described.arrays
     prefixed = len(header).to_bytes(_LENGTH_BYTES, "little") + header
     pieces: list[Values] = []
     for data in (np.frombuffer(prefixed, np.uint8), *(array.data for array in arrays)):
@@ -144,12 +167,48 @@ def unpack_untrusted(data: Values, own: object) -> object:
     try:
         tree = _decoder.decode(data[_LENGTH_BYTES:end].tobytes())
         position = end + -end % ALIGNMENT_BYTES
-        return _Builder(data, position).build(tree, own)
-    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as e:
+        return _Builder(_behind(data, position)).build(tree, own)
+    except _NO_STATE as e:
         raise ProtocolError(f"not a state: {e}") from e
 
 
-def _describe(x: object, path: str, arrays: list[RawArray]) -> _Tree:
+def rebuild_untrusted(header: bytes, arrays: Iterable[Values], own: object) -> object:
+    """The state of which `describe` has made this header and these arrays.
+
+    Args:
+        header: as in `Described`.
+        arrays: the bytes of each array, as `unpack_untrusted` wants them; they may be kept.
+        own: as for `unpack_untrusted`.
+
+    Raises:
+        ProtocolError: no state has these parts.
+        UsageError: it holds arrays of a library that is not installed here.
+    """
+    given = iter(arrays)
+    try:
+        return _Builder(lambda _: next(given)).build(_decoder.decode(header), own)
+    except (*_NO_STATE, StopIteration) as e:
+        raise ProtocolError(f"not a state: {e}") from e
+
+
+_NO_STATE = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
+
+
+def _behind(data: Values, position: int) -> Callable[[int], Values]:
+    """What returns the next array of so many bytes, from a position on."""
+
+    def take(nbytes: int) -> Values:
+        nonlocal position
+        start, end = position, position + nbytes
+        if end > data.size:
+            raise ProtocolError(f"an array ends at {end} of {data.size} bytes")
+        position = end + -end % ALIGNMENT_BYTES
+        return data[start:end]
+
+    return take
+
+
+def _describe(x: object, path: str, arrays: list[tuple[str, RawArray]]) -> _Tree:
     def child(key: object, value: object) -> _Tree:
         return _describe(value, f"{path}.{key}" if path else str(key), arrays)
 
@@ -164,7 +223,7 @@ def _describe(x: object, path: str, arrays: list[RawArray]) -> _Tree:
     array = to_raw(x, where)
     if array is None:
         return _describe_plain(x, where)
-    arrays.append(array)
+    arrays.append((path, array))
     return _Array(array.library, array.dtype, array.shape, array.data.size)
 
 
@@ -182,11 +241,10 @@ def _describe_plain(x: object, where: str) -> _Scalar:
 
 
 class _Builder:
-    """Makes a tree of the bytes behind a header, array after array."""
+    """Makes a tree of a header and of arrays, which it takes in their order."""
 
-    def __init__(self, data: Values, position: int) -> None:
-        self._data = data
-        self._position = position
+    def __init__(self, take: Callable[[int], Values]) -> None:
+        self._take = take
 
     def build(self, tree: _Tree, own: object) -> object:
         match tree:
@@ -205,11 +263,7 @@ class _Builder:
         assert_never(tree)
 
     def _array(self, tree: _Array, own: object) -> object:
-        end = self._position + tree.nbytes
-        if end > self._data.size:
-            raise ProtocolError(f"an array ends at {end} of {self._data.size} bytes")
-        data = self._data[self._position : end]
-        self._position = end + -end % ALIGNMENT_BYTES
+        data = self._take(tree.nbytes)
         return from_raw(tree.library, tree.dtype, tree.shape, data, like=own)
 
     def _dict(self, keys: tuple[_Scalar, ...], children: tuple[_Tree, ...], own: object) -> object:

@@ -2,7 +2,8 @@
 
 They are MessagePack arrays, tagged by a short number; msgspec validates them as it decodes. They
 are handled by `pmesh.core.views.agreement` (views), `pmesh.agent.lanes.rendezvous` (lanes),
-`pmesh.agent.launches` (launches) and `pmesh.net.links.path` (Hello).
+`pmesh.agent.store.stores` (jobs' stores), `pmesh.agent.launches` (launches) and
+`pmesh.net.links.path` (Hello).
 """
 
 from typing import Annotated, TypeAlias
@@ -35,6 +36,7 @@ MAX_RELAYED_BYTES = 16 * 1024  # one TLS record
 MAX_ADDRESSES = 64  # of one machine; a Mac with every port in use has about ten
 MAX_PROBE_BYTES = 2 * 1024 * 1024  # 17 ms at 1 Gbit/s
 PROBE_PART_BYTES = 8 * 1024  # half of a TLS record
+MAX_STORE_PART_BYTES = 32 * 1024  # heartbeats go between the parts: 26 ms at 10 Mbit/s
 MAX_ENTRIES = 1024  # entries of any kind about one member's own jobs in one message
 
 _OpOrNone = Annotated[int, Meta(ge=-1, le=2**62)]
@@ -402,7 +404,11 @@ class MessageAddress(msgspec.Struct, frozen=True, array_like=True):
     """Its number among all messages from this sender to this receiver, from 0, of any tag."""
 
 
-class P2PLinkMessage(_Message, frozen=True):
+class ForRanks(_Message, frozen=True):
+    """A message between two agents about what ranks send each other or share."""
+
+
+class P2PLinkMessage(ForRanks, frozen=True):
     """A message between two agents about a point-to-point message."""
 
     address: MessageAddress
@@ -500,6 +506,19 @@ class Splice(_Message, frozen=True, tag=35):
     """True if the receiver of this message dials, False if the sender does."""
 
 
+class StorePart(ForRanks, frozen=True, tag=36):
+    """A part of what two copies of a job's store say to each other (`pmesh.core.store.pipe`)."""
+
+    job: Job
+    roster: _Count
+    """A hash of the roster under which it is said: both ends must have installed the same one."""
+    offset: _Count
+    """Of the first byte of `data` in all that the sender has said under this roster."""
+    read: _Count
+    """How many bytes of the receiver's the sender has read."""
+    data: Annotated[bytes, Meta(max_length=MAX_STORE_PART_BYTES)] = b""
+
+
 AgreementMessage: TypeAlias = (
     Heartbeat
     | AskView
@@ -514,13 +533,14 @@ AgreementMessage: TypeAlias = (
     | Leaving
 )
 P2PMessage: TypeAlias = AnnounceMessage | RequestMessage | MessageDelivered | MessageWithdrawn
+RanksMessage: TypeAlias = P2PMessage | StorePart
 LinkMessage: TypeAlias = (
     Hello
     | AgreementMessage
     | OfferLane
     | RestLane
     | AskResult
-    | P2PMessage
+    | RanksMessage
     | KnownPeers
     | Relay
     | Splice

@@ -29,6 +29,8 @@ ENTERS = -1
 MAX_SESSION_MESSAGE_BYTES = 1024 * 1024  # a status of 64 peers is 60 KiB
 MAX_REQUEST_BYTES = 64 * 1024  # the largest, an all_to_all among 1024 ranks, takes 22 KiB
 
+MAX_STORE_DATA_BYTES = 32 * 1024  # half of a request
+
 _MOST = 2**48  # bytes or values: no processor can address as many, and sums of 1024 fit an int64
 
 WireDtype: TypeAlias = Literal[
@@ -152,10 +154,10 @@ class Leave(_Message, frozen=True, tag="leave"):
 
 
 class Attach(_Message, frozen=True, tag="attach"):
-    """The first request on a second connection of a joined trainer, for its messages.
+    """The first request on a second connection of a joined trainer, for messages and its store.
 
-    Answered by Attached or Refused. Several SendMessage and ReceiveMessage may follow at a time, in
-    parallel with each other and with the ops of the trainer's first connection.
+    Answered by Attached or Refused. Several SendMessage, ReceiveMessage and StoreCall may follow at
+    a time, in parallel with each other and with the ops of the trainer's first connection.
     """
 
     version: _Version
@@ -182,6 +184,18 @@ class ReceiveMessage(_Message, frozen=True, tag="receive"):
     sources: _Trainers
     """The trainers whose messages match."""
     tag: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    timeout_s: _Seconds
+
+
+class StoreCall(_Message, frozen=True, tag="store"):
+    """A part of a command for the job's store; the last one is answered by StoreAnswered."""
+
+    call: _Count
+    """As in SendMessage."""
+    data: Annotated[bytes, Meta(max_length=MAX_STORE_DATA_BYTES)]
+    """Of the command (`pmesh.core.wire.store`)."""
+    more: bool
+    """True if other parts of the command follow."""
     timeout_s: _Seconds
 
 
@@ -328,6 +342,23 @@ class MessageWaits(_Message, frozen=True, tag="message_waits"):
     on: tuple[str, ...]
 
 
+class StoreAnswered(_Message, frozen=True, tag="store_answered"):
+    """A part of the answer to a command (`pmesh.core.wire.store`)."""
+
+    call: int
+    data: bytes
+    more: bool
+    """True if other parts of the answer follow."""
+
+
+class StoreWaits(_Message, frozen=True, tag="store_waits"):
+    """Sent every 10 s while a command waits, with the time, and for what it waits (I6)."""
+
+    call: int
+    waited_s: float
+    on: str
+
+
 class Status(_Message, frozen=True, tag="status"):
     """The agent's status, as the JSON that `pmesh status --json` prints."""
 
@@ -384,6 +415,7 @@ Request: TypeAlias = (
     | Attach
     | SendMessage
     | ReceiveMessage
+    | StoreCall
     | AskStatus
     | AskEvents
     | AskPing
@@ -404,6 +436,8 @@ Reply: TypeAlias = (
     | MessageReceived
     | MessageFailed
     | MessageWaits
+    | StoreAnswered
+    | StoreWaits
     | Status
     | Events
     | WayTried

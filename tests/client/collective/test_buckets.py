@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pmesh.client.collective.bucketed import fill, plan_buckets, read
+from pmesh.client.collective.bucketed import fill, read
+from pmesh.client.collective.buckets import plan_buckets
 from pmesh.client.trees.arrays import Leaf, describe, flatten
 
 

@@ -109,9 +109,9 @@ def test_values_beyond_their_limits_are_refused(message: PathMessage) -> None:
         decode_untrusted(encode(message))
 
 
-def test_the_bytes_of_version_nine_do_not_change_unnoticed() -> None:
+def test_the_bytes_of_version_ten_do_not_change_unnoticed() -> None:
     nobody = Member(NodeId(b"n"), Incarnation(7))
-    assert link.PROTOCOL_VERSION == 9
+    assert link.PROTOCOL_VERSION == 10
     assert encode(Hello(1, nobody, "mac", (Address("h", 9),))).hex() == (
         "97 01 01 92 c4 01 6e 07 a3 6d6163 91 92 a1 68 09 90 00".replace(" ", "")
     )
@@ -139,7 +139,7 @@ def test_the_bytes_of_version_nine_do_not_change_unnoticed() -> None:
     ]
 
 
-def test_the_tags_are_those_of_version_nine() -> None:
+def test_the_tags_are_those_of_version_ten() -> None:
     tags = {kind.__struct_config__.tag: kind.__name__ for kind in KINDS}
     assert tags == {
         1: "Hello",
@@ -168,6 +168,17 @@ def test_the_tags_are_those_of_version_nine() -> None:
         31: "Probe",
         34: "Relay",
         35: "Splice",
+        36: "StorePart",
+        40: "PrepareLaunch",
+        41: "LaunchPrepared",
+        42: "BeginRanks",
+        43: "SignalRanks",
+        44: "RankEnded",
+        45: "RankOutput",
+        46: "OutputRead",
+        47: "RankInput",
+        48: "InputRead",
+        49: "StopLaunch",
     }
 
 

@@ -1,0 +1,1 @@
+"""The copies of jobs' stores that one agent keeps."""

@@ -1,0 +1,105 @@
+"""The store calls of one trainer's connection: any number wait at a time."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import trio
+
+from pmesh.agent.grants import SAY_EVERY_S
+from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.agent.store.stores import StoreFailed, Stores, describe
+from pmesh.core.values import Verdict
+from pmesh.core.wire.local import (
+    MAX_STORE_DATA_BYTES,
+    MessageFailed,
+    StoreAnswered,
+    StoreCall,
+    StoreWaits,
+)
+from pmesh.core.wire.store import (
+    MAX_COMMAND_BYTES,
+    Command,
+    decode_command_untrusted,
+    encode,
+)
+from pmesh.errors import ProtocolError
+from pmesh.net.local.sessions import Session
+
+MAX_CALLS = 256  # at a time
+MAX_CALLS_BYTES = 8 * 1024 * 1024  # of their commands: the coordinator may have to keep them
+_LONGEST_S = 1e9
+_CHECK_S = 1.0
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A command that has no answer yet."""
+
+    command: Command
+    nbytes: int
+    since: float
+    said: int = 1
+
+
+class StoreCalls:
+    """Carries out the commands of one rank."""
+
+    def __init__(
+        self, session: Session, stores: Stores, rank: LocalRank, nursery: trio.Nursery
+    ) -> None:
+        self._session = session
+        self._stores = stores
+        self._rank = rank
+        self._nursery = nursery
+        self._parts: dict[int, bytearray] = {}
+        self._waiting: dict[int, _Waiting] = {}
+
+    async def begin(self, request: StoreCall) -> None:
+        """Take a part of a command, and with the last one carry it out in a task."""
+        call = request.call
+        if call in self._waiting:
+            raise ProtocolError(f"store call {call} is already running")
+        data = self._parts.setdefault(call, bytearray())
+        data += request.data
+        if len(data) > MAX_COMMAND_BYTES or len(self._parts) > 1:
+            raise ProtocolError("a store command that is too long, or has another in its middle")
+        if request.more:
+            return
+        del self._parts[call]
+        command = decode_command_untrusted(bytes(data))
+        under_way = sum(waiting.nbytes for waiting in self._waiting.values())
+        if len(self._waiting) >= MAX_CALLS or under_way + len(data) > MAX_CALLS_BYTES:
+            text = f"at most {MAX_CALLS} store calls with {MAX_CALLS_BYTES} bytes at a time"
+            verdict = Verdict("UsageError", f"{text}: wait for some of them")
+            await self._session.send(MessageFailed(call, verdict))
+            return
+        self._waiting[call] = _Waiting(command, len(data), trio.current_time())
+        self._nursery.start_soon(self._carry_out, call, command, request.timeout_s)
+
+    async def report_waits(self) -> None:
+        """Tell the trainer of calls that wait for long (I6)."""
+        while True:
+            await trio.sleep(_CHECK_S)
+            now = trio.current_time()
+            for call, waiting in list(self._waiting.items()):
+                if now - waiting.since >= waiting.said * SAY_EVERY_S:
+                    waiting.said += 1
+                    on = describe(waiting.command)
+                    await self._session.send(StoreWaits(call, now - waiting.since, on))
+
+    async def _carry_out(self, call: int, command: Command, timeout_s: float) -> None:
+        replies: Iterator[StoreAnswered | MessageFailed]
+        try:
+            answer = await self._stores.call(self._rank, command, min(timeout_s, _LONGEST_S))
+            replies = _in_parts(call, encode(answer))
+        except StoreFailed as e:
+            replies = iter([MessageFailed(call, e.verdict)])
+        del self._waiting[call]
+        for reply in replies:
+            await self._session.send(reply)
+
+
+def _in_parts(call: int, data: bytes) -> Iterator[StoreAnswered]:
+    for begin in range(0, len(data), MAX_STORE_DATA_BYTES):
+        end = begin + MAX_STORE_DATA_BYTES
+        yield StoreAnswered(call, data[begin:end], more=end < len(data))

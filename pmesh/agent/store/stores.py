@@ -1,0 +1,218 @@
+"""The stores of all jobs of one agent: carries `pmesh.core.store` out over the links (S1)."""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+import trio
+import xxhash
+
+from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.core.store.pipe import WINDOW_BYTES, Part, Pipe
+from pmesh.core.store.replica import Keepers, Output, Replica, Send
+from pmesh.core.values import MAX_MEMBERS, Roster, Verdict
+from pmesh.core.wire.link import MAX_STORE_PART_BYTES, StorePart
+from pmesh.core.wire.store import Answer, Command, Get, Wait
+from pmesh.errors import PmeshError
+from pmesh.ids import Epoch, JobName, Member, TrainerId
+
+MAX_EARLY = WINDOW_BYTES // MAX_STORE_PART_BYTES  # what one honest peer sends ahead of its view
+
+
+class StoreFailed(PmeshError):  # noqa: N818 - a state, as in pmesh.errors
+    """A command got no answer; the verdict has the reason."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.message)
+        self.verdict = verdict
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call of one of our ranks that has not been answered."""
+
+    rank: LocalRank
+    answer: Answer | None = None
+    failure: Verdict | None = None
+    ended: trio.Event = field(default_factory=trio.Event)
+
+
+class _Store:
+    """The store of one job, as far as it is here."""
+
+    def __init__(self, me: Member, send: Callable[[Member, StorePart], None]) -> None:
+        self.ranks: tuple[LocalRank, ...] = ()
+        self.number = 0
+        """The hash of the roster that it follows."""
+        self.numbers = itertools.count()
+        self._job = JobName("")
+        self._send = send
+        self._replica = Replica(me)
+        self._pipes: dict[Member, Pipe] = {}
+        self._calls: dict[tuple[TrainerId, int], _Call] = {}
+
+    def follow(self, ranks: tuple[LocalRank, ...]) -> None:
+        """A view is in force in which these ranks of ours are in the job."""
+        self.ranks = ranks
+        self._fail_superseded()
+        roster = ranks[0].roster
+        number = _hash(roster)
+        if number != self.number:
+            keepers = Keepers.of(roster)
+            self._job, self.number = roster.job, number
+            self._pipes = {host: Pipe() for host in keepers.hosts}
+            self._carry_out(self._replica.follow(keepers))
+        self.poll()
+
+    def poll(self) -> None:
+        """Note whether there is a quorum, and repeat what may be lost."""
+        may_order = any(rank.may_run for rank in self.ranks)
+        self._carry_out(self._replica.allow(may_order=may_order))
+
+    def receive(self, member: Member, part: StorePart) -> None:
+        pipe = self._pipes.get(member)
+        if pipe is None:
+            return
+        came = Part(part.offset, part.read, part.data)
+        for message in pipe.receive_untrusted(came, now=trio.current_time()):
+            self._carry_out(self._replica.receive_untrusted(member, message))
+        self._send_parts()
+
+    async def call(self, rank: LocalRank, command: Command, timeout_s: float) -> Answer | None:
+        """Return the answer; None if there is none in time. Raises StoreFailed."""
+        key, call = (rank.id, next(self.numbers)), _Call(rank)
+        self._calls[key] = call
+        try:
+            self._carry_out(self._replica.ask(*key, command))
+            with trio.move_on_after(timeout_s):
+                await call.ended.wait()
+        finally:
+            del self._calls[key]
+            self._carry_out(self._replica.give_up(*key))
+        if call.failure is not None:
+            raise StoreFailed(call.failure)
+        return call.answer
+
+    def end(self) -> None:
+        """None of our ranks is in the job any more."""
+        self.ranks = ()
+        self._pipes.clear()
+        self._fail_superseded()
+
+    def _fail_superseded(self) -> None:
+        for call in self._calls.values():
+            if call.rank not in self.ranks:
+                call.failure = call.rank.superseded or call.rank.why_superseded
+                call.ended.set()
+
+    def _carry_out(self, outputs: tuple[Output, ...]) -> None:
+        for output in outputs:
+            if isinstance(output, Send):
+                if (pipe := self._pipes.get(output.to)) is not None:
+                    pipe.send(output.message)
+            elif (call := self._calls.get((output.trainer, output.call))) is not None:
+                call.answer = output.answer
+                call.ended.set()
+        self._send_parts()
+
+    def _send_parts(self) -> None:
+        now = trio.current_time()
+        for host, pipe in self._pipes.items():
+            for part in pipe.parts(now=now):
+                self._send(host, StorePart(self._job, self.number, *part))
+
+
+_Run: TypeAlias = tuple[JobName, Epoch]
+
+
+class Stores:
+    """The stores of one agent's jobs. Call `follow` after each view, and `poll` now and then."""
+
+    def __init__(
+        self,
+        me: Member,
+        ranks: Sequence[LocalRank],
+        send: Callable[[Member, StorePart], None],
+    ) -> None:
+        """`ranks` are the local ranks, a list that its owner changes; `send` uses the links."""
+        self._me = me
+        self._ranks = ranks
+        self._send = send
+        self._stores: dict[_Run, _Store] = {}
+        self._early: dict[Member, deque[StorePart]] = {}
+
+    def follow(self) -> None:
+        """A view is in force, and the ranks have followed it (S2, S4)."""
+        present: dict[_Run, tuple[LocalRank, ...]] = {}
+        for rank in self._ranks:
+            if rank.superseded is None:
+                run = rank.roster.job, rank.roster.born
+                present[run] = (*present.get(run, ()), rank)
+        for run, store in list(self._stores.items()):
+            # A copy outlives no gap: what the others did meanwhile may contradict it (S4).
+            if not set(store.ranks).intersection(present.get(run, ())):
+                store.end()
+                del self._stores[run]
+        for run, ranks in present.items():
+            if run not in self._stores:
+                self._stores[run] = _Store(self._me, self._send)
+            self._stores[run].follow(ranks)
+        early, self._early = self._early, {}
+        for member, parts in early.items():
+            for part in parts:
+                self._deliver(member, part)
+
+    def poll(self) -> None:
+        """With each heartbeat."""
+        for store in self._stores.values():
+            store.poll()
+
+    def receive(self, member: Member, part: StorePart) -> None:
+        """Handle a message of another agent; one that precedes its view here waits for that."""
+        if self._deliver(member, part):
+            return
+        if member in self._early or len(self._early) < MAX_MEMBERS:
+            self._early.setdefault(member, deque(maxlen=MAX_EARLY)).append(part)
+
+    def _deliver(self, member: Member, part: StorePart) -> bool:
+        """Return False if no roster that is in force here is the part's."""
+        for (job, _), store in self._stores.items():
+            if (job, store.number) == (part.job, part.roster):
+                store.receive(member, part)
+                return True
+        return False
+
+    async def call(self, rank: LocalRank, command: Command, timeout_s: float) -> Answer:
+        """Carry out a command of a local rank.
+
+        Raises:
+            StoreFailed: The rank is no longer in its job, or there was no answer in time.
+        """
+        store = self._stores.get((rank.roster.job, rank.roster.born))
+        if store is None or rank not in store.ranks:
+            raise StoreFailed(rank.superseded or rank.why_superseded)
+        answer = await store.call(rank, command, timeout_s)
+        if answer is None:
+            text = f"{describe(command)} within {timeout_s:g} s"
+            raise StoreFailed(Verdict("OpTimedOut", text))
+        return answer
+
+
+def describe(command: Command) -> str:
+    """Say what has not happened yet while a command waits."""
+    match command:
+        case Get(key):
+            return f"key {key!r} of the job's store was not set"
+        case Wait(keys):
+            return f"not all of the keys {', '.join(map(repr, keys[:8]))} were set in the store"
+        case _:
+            name = type(command).__name__.lower()
+            return f"the other machines of the job did not acknowledge a {name} in its store"
+
+
+def _hash(roster: Roster) -> int:
+    named = (roster.job, roster.born, roster.number, roster.trainers)
+    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(named)) >> 2

@@ -1,0 +1,362 @@
+"""`pmesh.Checkpoints`: each rank writes its share of the job's state to its own disk."""
+
+import logging
+import os
+import secrets
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self, cast
+
+import msgspec
+import numpy as np
+
+from pmesh.client.checkpoints.files import (
+    DamagedError,
+    Disk,
+    manifests_in,
+    read_own,
+    remove_saves_before,
+    write_save,
+)
+from pmesh.client.checkpoints.layout import (
+    FORMAT,
+    Contents,
+    Holding,
+    Manifest,
+    contents_of,
+    holding_of,
+    layout_digest,
+    parts_of_rank,
+)
+from pmesh.client.checkpoints.loading import Found, load_together, whole_saves
+from pmesh.client.collective.differences import state_differences
+from pmesh.client.mesh import Mesh
+from pmesh.client.trees.raw import RawArray
+from pmesh.client.trees.state import describe, rebuild_untrusted
+from pmesh.core.ops.reductions import Values
+from pmesh.errors import ProtocolError, UsageError
+
+REST = 9.0
+"""Seconds of rest after each second of processor time: a save takes a tenth of one core."""
+
+_logger = logging.getLogger("pmesh")
+
+
+class Loaded(NamedTuple):
+    """What `Checkpoints.load` has found."""
+
+    step: int
+    """As given to `save`."""
+    state: Any
+    """The state that was saved, the same on all ranks."""
+    own: Any
+    """What this rank alone had given to `save`; None if this folder has none."""
+
+
+class Checkpoints:
+    """Saves of a job's state, of which each rank writes a share to a folder on its own disk.
+
+    The arrays are cut into one part per rank. Rank r writes part r and those of the next
+    `replicas - 1` ranks, as safetensors files, each first to another name; at the end it writes a
+    manifest. A save counts if the disks of the ranks that are there have all its parts. So a crash
+    at any moment leaves the save before, and with `replicas=2` any one machine may stay away.
+
+    All ranks must make the same calls; `save` and `load` are collective. Use it in a `with`
+    statement, or call `close`, which waits for the last save.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        mesh: Mesh,
+        *,
+        every_s: float | None = None,
+        keep: int = 3,
+        replicas: int = 2,
+        asynchronous: bool = True,
+    ) -> None:
+        """Use a folder, which the first save creates.
+
+        Args:
+            folder: on this machine; ranks may also share one, such as on a network drive.
+            mesh: from `pmesh.connect`.
+            every_s: `save` does nothing until this many seconds have passed since the last one; it
+                costs a small op each time. None: each call saves.
+            keep: how many whole saves stay; while one is written there is one more.
+            replicas: on how many disks each part is.
+            asynchronous: write in a thread, which takes a tenth of a core, while training goes on.
+
+        Raises:
+            UsageError: a number is too small.
+        """
+        if keep < 1 or replicas < 1 or (every_s is not None and every_s < 0):
+            raise UsageError(
+                "Checkpoints: keep and replicas are at least 1, every_s at least 0, not "
+                f"keep={keep}, replicas={replicas}, every_s={every_s}"
+            )
+        self._folder = Path(folder).expanduser().resolve()
+        self._mesh = mesh
+        self._every_s = every_s
+        self._keep = keep
+        self._replicas = replicas
+        self._asynchronous = asynchronous
+        self._thread = ThreadPoolExecutor(1, "pmesh-checkpoint")
+        self._hurry = threading.Event()
+        self._under_way: Future[Manifest] | None = None
+        self._worked_until_s = 0.0
+        self._copies: dict[str, Values] = {}
+        self._failed: UsageError | None = None
+        self._began = time.monotonic()
+
+    def __repr__(self) -> str:
+        return f"<Checkpoints in {self._folder}>"
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether this rank still writes its share of a save."""
+        return self._under_way is not None and not self._under_way.done()
+
+    def save(self, state: object, step: int, *, own: object = None, copy: bool = True) -> bool:
+        """Save a state if it is time; the ranks agree on whether it is.
+
+        An earlier save that is under way ends first, unless `every_s` is given: then this one
+        waits for its turn. If a rank can't write, it warns, and its training continues; the save
+        still counts if other ranks have its parts.
+
+        Args:
+            state: as for `mesh.sync`, and the same on all ranks, so best what `sync` has returned.
+            step: what `load` returns.
+            own: what only this rank has, such as `mesh.error_feedback_state()`. It is on this
+                rank's disk only.
+            copy: False says that no array is written to until `wait()` returns or the next save
+                begins; then nothing is copied. MLX arrays are never copied.
+
+        Returns:
+            Whether a save has begun; with `asynchronous=False`, whether one is on the disks.
+
+        Raises:
+            UsageError: the ranks have different states or steps; with `asynchronous=False` also
+                if parts could not be written at all.
+            UnsupportedArray: the state holds something that can't be saved.
+            PmeshError: as for `all_reduce`.
+        """
+        if self._every_s is not None and not self._is_due(self._every_s):
+            return False
+        self._settle()
+        manifest, arrays, private = self._prepared(state, step, own)
+        self._began = time.monotonic()
+        share = {number for part in manifest.digests for number in manifest.contents.order(part)}
+        copies = copy and self._asynchronous
+        kept = [
+            self._kept(f"{number}", array, copy=copies) if number in share else array.data[:0]
+            for number, array in enumerate(arrays)
+        ]
+        kept_own = [
+            self._kept(f"own {number}", array, copy=copies) for number, array in enumerate(private)
+        ]
+        self._hurry.clear()
+        pace = self._rest if self._asynchronous else _do_nothing
+        self._under_way = self._thread.submit(
+            write_save, self._folder, manifest, kept, kept_own, Disk(pace=pace)
+        )
+        if not self._asynchronous:
+            self._settle()
+            self._check_whole(manifest)
+        return True
+
+    def wait(self) -> None:
+        """Wait until this rank's share of the last save is on its disk.
+
+        Raises:
+            UsageError: it could not be written.
+        """
+        self._settle()
+        if self._failed is not None:
+            raise self._failed
+
+    def load(self, like: object = None) -> Loaded | None:
+        """Load the latest save of which the ranks have all parts, whatever their number.
+
+        Each rank reads what its disk has, and the ranks send each other what somebody lacks.
+
+        Args:
+            like: a state as the script makes it. Arrays that the save has with another shape or
+                dtype, or not at all, are an error. Named tuples and torch devices are as
+                in it.
+
+        Returns:
+            None if there is no save, and for a newcomer to a running job, which gets the job's
+            state in its first `mesh.sync`.
+
+        Raises:
+            NotEnoughRanks: there are saves, but parts of each are on machines that are not there.
+            UsageError: the save is of another model, or the folder can't be read.
+            PmeshError: as for `all_reduce`.
+        """
+        if self._mesh.rank < 0:
+            return None
+        self._settle()
+        found = load_together(self._mesh, self._folder)
+        self._began = time.monotonic()
+        if found is None:
+            return None
+        step, header = found.manifest.step, found.manifest.contents.header
+        state = self._rebuilt(header, found.arrays, like, step)
+        differs = "" if like is None else state_differences(like, state, source="disk")
+        if differs:
+            raise UsageError(
+                f"step {step} in {self._folder} is of another model: {differs}; give Checkpoints "
+                "another folder, or make the model as it was"
+            )
+        return Loaded(step, state, self._own(found))
+
+    def close(self) -> None:
+        """Wait for the save under way; a warning says if it failed."""
+        self._settle()
+        self._thread.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _kept(self, name: str, array: RawArray, *, copy: bool) -> Values:
+        """The bytes of an array as they are now, in memory that is kept for the next save.
+
+        To touch fresh memory takes several times as long as the copy.
+        """
+        if not copy or array.library == "mlx":
+            return array.data
+        kept = self._copies.get(name)
+        if kept is None or kept.size != array.data.size:
+            kept = self._copies[name] = np.empty(array.data.size, np.uint8)
+        np.copyto(kept, array.data)
+        return kept
+
+    def _is_due(self, every_s: float) -> bool:
+        """Whether no rank still writes, and for some rank the time has come; one small op."""
+        ages = np.array([not self.is_saving, self._began - time.monotonic()])
+        all_idle, oldest = self._mesh.all_reduce(ages, "min")
+        return bool(all_idle) and -float(oldest) >= every_s
+
+    def _prepared(
+        self, state: object, step: int, own: object
+    ) -> tuple[Manifest, tuple[RawArray, ...], tuple[RawArray, ...]]:
+        """Agree with the other ranks on what is saved; forget old saves."""
+        described, private = describe(state), describe(own)
+        whole = contents_of(described, 1)
+        holdings = [holding_of(manifest) for manifest in manifests_in(self._folder)[0]]
+        mine = [secrets.token_hex(4), layout_digest(whole), step, time.time(), holdings]
+        told = self._mesh.all_gather_object(mine)
+        if any(each[1:3] != told[0][1:3] for each in told):
+            raise UsageError(
+                f"the ranks save different states: {_differing(told, self._mesh.names)}. Call save "
+                "with what mesh.sync has returned, and pass what differs by rank as own="
+            )
+        every = [msgspec.convert(each, Holding) for *_, theirs in told for each in theirs]
+        self._forget(every)
+        rank, size = self._mesh.rank, len(told)
+        manifest = Manifest(
+            format=FORMAT,
+            serial=max((holding.key.serial for holding in every), default=0) + 1,
+            step=step,
+            save_id=told[0][0],
+            saved_at=told[0][3],
+            rank=rank,
+            names=tuple(self._mesh.names),
+            replicas=self._replicas,
+            contents=contents_of(described, size),
+            digests=dict.fromkeys(parts_of_rank(rank, size, self._replicas), ""),
+            own=None if own is None else contents_of(private, 1),
+        )
+        return manifest, described.arrays, private.arrays
+
+    def _forget(self, holdings: list[Holding]) -> None:
+        """Remove what is older than the saves to keep, which are whole."""
+        whole = whole_saves(holdings)
+        if len(whole) >= self._keep:
+            remove_saves_before(self._folder, whole[self._keep - 1].serial)
+
+    def _check_whole(self, manifest: Manifest) -> None:
+        """With the other ranks; raises UsageError on all of them if a part is nowhere."""
+        holdings = [holding_of(each) for each in manifests_in(self._folder)[0]]
+        told = self._mesh.all_gather_object([holdings, str(self._failed or "")])
+        every = [msgspec.convert(each, Holding) for theirs, _ in told for each in theirs]
+        if manifest.key not in whole_saves(every):
+            why = next((failed for _, failed in told if failed), "a rank was lost")
+            raise UsageError(f"step {manifest.step} is not saved: {why}")
+        self._forget(every)
+
+    def _settle(self) -> None:
+        """Wait for the save under way, without rests."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return
+        self._hurry.set()
+        try:
+            under_way.result()
+            self._failed = None
+        except UsageError as e:
+            self._failed = e
+            _logger.warning("checkpoints: %s", e)
+
+    def _rest(self) -> None:
+        """Called after each piece, in the thread that writes."""
+        worked_s = time.thread_time() - self._worked_until_s
+        if threading.main_thread().is_alive():
+            self._hurry.wait(max(0.0, worked_s) * REST)
+        self._worked_until_s = time.thread_time()
+
+    def _rebuilt(
+        self, header: bytes, arrays: tuple[Values, ...], like: object, step: int
+    ) -> object:
+        try:
+            return rebuild_untrusted(header, arrays, like)
+        except ProtocolError as e:
+            raise UsageError(
+                f"step {step} in {self._folder} was saved by another version of pmesh: {e}"
+            ) from e
+
+    def _own(self, found: Found) -> object:
+        """What this folder has of this rank alone, in the same save."""
+        manifests = [
+            manifest
+            for manifest in manifests_in(self._folder)[0]
+            if manifest.key == found.manifest.key and manifest.own is not None
+        ]
+        if len(manifests) > 1:  # several ranks share the folder
+            manifests = [m for m in manifests if m.rank == self._mesh.rank]
+        if not manifests:
+            return None
+        try:
+            arrays = tuple(read_own(self._folder, manifests[0]))
+        except DamagedError as e:
+            _logger.warning("checkpoints: %s; this rank goes on without it", e)
+            return None
+        header = cast("Contents", manifests[0].own).header
+        return self._rebuilt(header, arrays, None, found.manifest.step)
+
+
+def _do_nothing() -> None: ...
+
+
+def _differing(told: list[Any], names: tuple[str, ...]) -> str:
+    """Who has saved something else than rank 0.
+
+    >>> _differing([["a", "x", 5, 0, []], ["b", "x", 6, 0, []]], ("mac-1", "mac-2"))
+    'rank 1 (mac-2) has step 6, rank 0 (mac-1) has step 5'
+    """
+    odd = next(rank for rank, each in enumerate(told) if each[1:3] != told[0][1:3])
+    who = f"rank {odd} ({names[odd]})"
+    if told[odd][2] != told[0][2]:
+        return f"{who} has step {told[odd][2]}, rank 0 ({names[0]}) has step {told[0][2]}"
+    return f"{who} has other arrays or plain values than rank 0 ({names[0]})"

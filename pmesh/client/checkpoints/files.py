@@ -1,0 +1,247 @@
+"""The files of checkpoints: written so that a kill at any byte leaves the save before, and read."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import xxhash
+
+from pmesh.client.checkpoints.layout import (
+    Contents,
+    Manifest,
+    decode_manifest_untrusted,
+    manifest_name,
+    own_name,
+    part_name,
+    safetensors_header,
+)
+from pmesh.core.ops.reductions import Values
+from pmesh.errors import ProtocolError, UsageError
+
+PIECE_BYTES = 1024 * 1024  # small, so that a rest comes often and no step waits long for a core
+_TOO_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """How bytes reach a file; tests give another `write`."""
+
+    write: Callable[[int, memoryview], int] = os.write
+    pace: Callable[[], None] = lambda: None
+    """Called after each piece."""
+
+
+class DamagedError(Exception):
+    """A file is not what its manifest says; the message names it."""
+
+
+def write_save(
+    folder: Path, manifest: Manifest, arrays: Sequence[Values], own: Sequence[Values], disk: Disk
+) -> Manifest:
+    """Write a rank's share of a save, and last of all the manifest.
+
+    Args:
+        folder: of all saves.
+        manifest: which save and, as keys of `digests`, which parts; its digests are filled in.
+        arrays: flat uint8, by the numbers in the contents; those of other parts are not looked at.
+        own: what only this rank has.
+        disk: what writes.
+
+    Raises:
+        UsageError: the disk is full, read-only, or gone; nothing of the save counts.
+    """
+    save = folder / manifest.key.folder
+    contents, size = manifest.contents, len(manifest.names)
+    metadata = {"pmesh_step": str(manifest.step)}
+    try:
+        save.mkdir(parents=True, exist_ok=True)
+        digests = {
+            part: _write_part(
+                save / part_name(part, size), contents, part, arrays, metadata=metadata, disk=disk
+            )
+            for part in manifest.digests
+        }
+        digest = ""
+        if manifest.own is not None:
+            path = save / own_name(manifest.rank, size)
+            digest = _write_part(path, manifest.own, 0, own, metadata=metadata, disk=disk)
+        whole = msgspec.structs.replace(manifest, digests=digests, own_digest=digest)
+        text = np.frombuffer(msgspec.json.encode(whole), np.uint8)
+        _write_file(save / manifest_name(manifest.rank, size), [text], disk)
+        _flush_directory(folder)
+    except OSError as e:
+        if not list(save.glob("rank-*.json")):
+            shutil.rmtree(save, ignore_errors=True)  # else each attempt fills the disk a bit more
+        cure = "free some space" if e.errno in _TOO_FULL else "make it writable"
+        raise UsageError(
+            f"can't save step {manifest.step} in {save}: {e.strerror}; {cure}, or give Checkpoints "
+            "a folder on another disk; earlier saves are as they were"
+        ) from e
+    return whole
+
+
+def _write_part(
+    path: Path,
+    contents: Contents,
+    part: int,
+    arrays: Sequence[Values],
+    *,
+    metadata: dict[str, str],
+    disk: Disk,
+) -> str:
+    order = contents.order(part)
+    header = safetensors_header([contents.arrays[i] for i in order], metadata)
+    return _write_file(path, [np.frombuffer(header, np.uint8), *(arrays[i] for i in order)], disk)
+
+
+def _write_file(path: Path, chunks: Iterable[Values], disk: Disk) -> str:
+    """Write to another name, flush, then rename; return the digest."""
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
+    file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        try:
+            digest = _write_chunks(file, chunks, disk)
+            _flush(file)
+        finally:
+            os.close(file)
+        new.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise
+    _flush_directory(path.parent)
+    return digest
+
+
+def _write_chunks(file: int, chunks: Iterable[Values], disk: Disk) -> str:
+    hasher = xxhash.xxh3_128()
+    for chunk in chunks:
+        for start in range(0, chunk.size, PIECE_BYTES):
+            piece = chunk.data[start : start + PIECE_BYTES]
+            hasher.update(piece)
+            while piece:
+                piece = piece[disk.write(file, piece) :]
+            disk.pace()
+    return hasher.hexdigest()
+
+
+def _flush(file: int) -> None:
+    """To the disk itself: on macOS fsync only hands the bytes to the drive's cache."""
+    full = getattr(fcntl, "F_FULLFSYNC", None)
+    if full is not None:
+        with contextlib.suppress(OSError):  # a network drive knows no such thing
+            fcntl.fcntl(file, full)
+            return
+    os.fsync(file)
+
+
+def _flush_directory(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def export_file(
+    path: Path, contents: Contents, arrays: Sequence[Values], metadata: dict[str, str]
+) -> None:
+    """Write all arrays into one safetensors file. Raises UsageError if that fails."""
+    whole = msgspec.structs.replace(contents, cuts=(0, len(contents.arrays)))
+    try:
+        _write_part(path, whole, 0, arrays, metadata=metadata, disk=Disk())
+    except OSError as e:
+        raise UsageError(f"can't write {path}: {e.strerror}; choose another file") from e
+
+
+def manifests_in(folder: Path) -> tuple[list[Manifest], list[str]]:
+    """The manifests of all saves there, and what is wrong with those that can't be used.
+
+    Raises:
+        UsageError: the folder can't be read.
+    """
+    manifests: list[Manifest] = []
+    wrong: list[str] = []
+    try:
+        found = sorted(folder.glob("save-*/rank-*.json")) if folder.exists() else []
+        if folder.exists():
+            next(folder.iterdir(), None)  # glob says nothing of a folder that can't be read
+    except OSError as e:
+        raise UsageError(f"can't read the checkpoints in {folder}: {e.strerror}") from e
+    for path in found:
+        try:
+            manifest = decode_manifest_untrusted(path.read_bytes())
+        except (OSError, ProtocolError) as e:
+            wrong.append(f"{path} is damaged: {e}")
+            continue
+        size = len(manifest.names)
+        there = {
+            part: digest
+            for part, digest in manifest.digests.items()
+            if (path.parent / part_name(part, size)).exists()
+        }
+        manifests.append(msgspec.structs.replace(manifest, digests=there))
+    return manifests, wrong
+
+
+def read_part(folder: Path, manifest: Manifest, part: int) -> dict[int, Values]:
+    """The arrays of a part, flat uint8, by their numbers. Raises DamagedError."""
+    path = folder / manifest.key.folder / part_name(part, len(manifest.names))
+    return _read_arrays(path, manifest.contents, part, manifest.digests[part])
+
+
+def read_own(folder: Path, manifest: Manifest) -> list[Values]:
+    """What only the rank that wrote this manifest has. Raises DamagedError."""
+    assert manifest.own is not None  # noqa: S101 - the caller has looked
+    path = folder / manifest.key.folder / own_name(manifest.rank, len(manifest.names))
+    found = _read_arrays(path, manifest.own, 0, manifest.own_digest)
+    return [found[i] for i in range(len(found))]
+
+
+def _read_arrays(path: Path, contents: Contents, part: int, digest: str) -> dict[int, Values]:
+    order = contents.order(part)
+    hasher, nbytes = xxhash.xxh3_128(), [contents.arrays[i].nbytes for i in order]
+    try:
+        with path.open("rb", buffering=0) as file:
+            length = file.read(8)
+            start = path.stat().st_size - sum(nbytes) - len(length)
+            if start != int.from_bytes(length, "little"):
+                raise DamagedError(f"{path} is damaged: its length is not that of what was saved")
+            hasher.update(length + file.read(start))
+            arrays = [np.empty(size, np.uint8) for size in nbytes]
+            for into in arrays:
+                _fill(into, file.readinto)
+                hasher.update(into.data)
+    except (OSError, EOFError) as e:
+        raise DamagedError(f"{path} can't be read: {e}") from e
+    if hasher.hexdigest() != digest:
+        raise DamagedError(f"{path} is damaged: its bytes are not those that were saved")
+    return dict(zip(order, arrays, strict=True))
+
+
+def _fill(into: Values, read: Callable[[memoryview], int | None]) -> None:
+    left = into.data
+    while left:
+        count = read(left)
+        if not count:
+            raise EOFError("it ends too early")
+        left = left[count:]
+
+
+def remove_saves_before(folder: Path, serial: int) -> None:
+    """Remove the saves with a lower serial number: first what makes them count."""
+    for save in folder.glob("save-*-step-*"):
+        number = save.name.split("-")[1]
+        if not number.isdecimal() or int(number) >= serial:
+            continue
+        for manifest in save.glob("rank-*.json"):
+            manifest.unlink(missing_ok=True)
+        shutil.rmtree(save, ignore_errors=True)  # another rank may remove it at the same time

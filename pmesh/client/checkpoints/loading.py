@@ -1,0 +1,202 @@
+"""How ranks load a save: they agree on the latest whole one, and send what somebody lacks."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from pmesh.client.checkpoints.files import DamagedError, manifests_in, read_part
+from pmesh.client.checkpoints.layout import (
+    Contents,
+    Holding,
+    Key,
+    Manifest,
+    decode_manifest_untrusted,
+    holding_of,
+    layout_digest,
+    machines_with,
+    merged,
+    missing_parts,
+)
+from pmesh.client.mesh import Mesh
+from pmesh.core.ops.reductions import Values
+from pmesh.errors import NotEnoughRanks, RankLost, RosterChanged
+
+CHUNK_BYTES = 16 * 1024 * 1024  # to each rank in one op; each op costs a round trip
+
+_logger = logging.getLogger("pmesh")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A save, whole in this rank's memory."""
+
+    manifest: Manifest
+    """Of some rank."""
+    arrays: tuple[Values, ...]
+    """Flat uint8, by number."""
+
+
+def load_together(mesh: Mesh, folder: Path) -> Found | None:
+    """The latest save that the disks of all ranks have all parts of; None if there is no save.
+
+    Raises:
+        NotEnoughRanks: there are saves, but each lacks parts that are on other machines.
+        UsageError: the folder can't be read.
+        PmeshError: as for `all_reduce`.
+    """
+    while True:
+        try:
+            return _load(mesh, folder)
+        except (RankLost, RosterChanged):  # on all ranks alike
+            _logger.warning("checkpoints: a rank was lost while loading; the others begin again")
+
+
+def _load(mesh: Mesh, folder: Path) -> Found | None:
+    manifests, wrong = manifests_in(folder)
+    for what in wrong:
+        _logger.warning("checkpoints: %s; it does not count", what)
+    told = mesh.all_gather_object([holding_of(manifest) for manifest in manifests])
+    saves = merged([msgspec.convert(each, Holding) for mine in told for each in mine])
+    reasons: list[str] = []
+    for save in saves:
+        lacking = missing_parts(save)
+        found = None if lacking else _Attempt(mesh, folder, manifests, save).run()
+        if isinstance(found, Found):
+            for reason in reasons:
+                _logger.warning("checkpoints: %s; step %d is loaded", reason, save.key.step)
+            return found
+        reasons.append(_reason(save, lacking or found or []))
+    if not reasons:
+        return None
+    raise NotEnoughRanks(
+        f"no checkpoint is whole: {'; '.join(reasons[:3])}. Start the script there too, with their "
+        f"folders. To begin anew without them, remove {folder} on every machine"
+    )
+
+
+def _reason(save: Holding, lacking: Sequence[int]) -> str:
+    where = ", ".join(machines_with(lacking, save.names, save.replicas))
+    parts = ", ".join(str(part + 1) for part in lacking)
+    return f"step {save.key.step} lacks part {parts} of {len(save.names)}, saved by {where}"
+
+
+class _Attempt:
+    """Loads one save of which, by the manifests, all parts are there."""
+
+    def __init__(
+        self, mesh: Mesh, folder: Path, manifests: Sequence[Manifest], save: Holding
+    ) -> None:
+        self._mesh = mesh
+        self._folder = folder
+        self._save = save
+        self._mine = [
+            manifest
+            for manifest in manifests
+            if manifest.key == save.key and layout_digest(manifest.contents) == save.layout
+        ]
+        self._arrays: dict[int, Values] = {}
+
+    def run(self) -> Found | list[int]:
+        """The save; or the parts of which every copy is damaged."""
+        own = self._read()
+        told = self._mesh.all_gather_object([sorted(own), bool(self._mine)])
+        has = [set(parts) for parts, _ in told]
+        lacking = [p for p in range(len(self._save.names)) if not any(p in parts for parts in has)]
+        if lacking:
+            return lacking
+        manifest = self._agree_on_manifest([knows for _, knows in told])
+        self._exchange(manifest.contents, has)
+        arrays = tuple(self._arrays[i] for i in range(len(manifest.contents.arrays)))
+        return Found(manifest=manifest, arrays=arrays)
+
+    def _read(self) -> set[int]:
+        """Read all parts that are here and sound."""
+        sound: set[int] = set()
+        for manifest in self._mine:
+            for part, digest in manifest.digests.items():
+                if part in sound:
+                    continue
+                if digest != self._save.digests[part]:
+                    _logger.warning(
+                        "checkpoints: part %d of step %d differs between ranks, so their states "
+                        "did; that of another rank is loaded",
+                        part + 1,
+                        manifest.step,
+                    )
+                    continue
+                try:
+                    self._arrays |= read_part(self._folder, manifest, part)
+                except DamagedError as e:
+                    _logger.warning("checkpoints: %s; another copy is looked for", e)
+                else:
+                    sound.add(part)
+        return sound
+
+    def _agree_on_manifest(self, knows: Sequence[bool]) -> Manifest:
+        if all(knows):
+            return self._mine[0]
+        root = knows.index(True)
+        text = msgspec.json.encode(self._mine[0]) if self._mesh.rank == root else b""
+        return decode_manifest_untrusted(self._mesh.broadcast_object(text, root))
+
+    def _exchange(self, contents: Contents, has: Sequence[set[int]]) -> None:
+        """Send each part from ranks that have it to those that lack it, and to no other."""
+        size, me = len(has), self._mesh.rank
+        streams: list[list[list[int]]] = [[[] for _ in range(size)] for _ in range(size)]
+        for part in range(contents.parts):
+            holders = [rank for rank in range(size) if part in has[rank]]
+            lackers = [rank for rank in range(size) if part not in has[rank]]
+            for count, lacker in enumerate(lackers):
+                source = holders[(part + count) % len(holders)]
+                streams[source][lacker] += range(*contents.cuts[part : part + 2])
+        lengths = [
+            [sum(contents.arrays[i].nbytes for i in stream) for stream in row] for row in streams
+        ]
+        longest = max(length for row in lengths for length in row)
+        for row in streams:
+            for i in row[me]:
+                self._arrays[i] = np.empty(contents.arrays[i].nbytes, np.uint8)
+        out = [_Run([self._arrays[i] for i in stream]) for stream in streams[me]]
+        into = [_Run([self._arrays[i] for i in row[me]]) for row in streams]
+        for _ in range(0, longest, CHUNK_BYTES):
+            blocks = [run.take(CHUNK_BYTES) for run in out]
+            for rank, block in enumerate(self._mesh.all_to_all(blocks)):
+                if rank != me:
+                    into[rank].put(block)
+
+
+class _Run:
+    """Several arrays as one row of bytes, read or written from its start on."""
+
+    def __init__(self, arrays: Sequence[Values]) -> None:
+        self._arrays = [array for array in arrays if array.size]
+
+    def take(self, nbytes: int) -> Values:
+        """The next bytes; fewer at the end."""
+        return np.concatenate([np.empty(0, np.uint8), *self._next(nbytes)])
+
+    def put(self, block: Values) -> None:
+        """Write the next bytes."""
+        start = 0
+        for region in self._next(block.size):
+            region[:] = block[start : start + region.size]
+            start += region.size
+
+    def _next(self, nbytes: int) -> list[Values]:
+        pieces: list[Values] = []
+        while nbytes and self._arrays:
+            first = self._arrays.pop(0)
+            pieces.append(first[:nbytes])
+            if first.size > nbytes:
+                self._arrays.insert(0, first[nbytes:])
+            nbytes -= pieces[-1].size
+        return pieces
+
+
+def whole_saves(holdings: Sequence[Holding]) -> list[Key]:
+    """The saves of which all parts are there, the latest first."""
+    return [holding.key for holding in merged(holdings) if not missing_parts(holding)]

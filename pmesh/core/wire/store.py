@@ -1,0 +1,246 @@
+"""What is said about a job's store: commands, their answers, and what its copies tell each other.
+
+`pmesh.core.store.table` carries commands out, `pmesh.core.store.replica` exchanges the rest.
+"""
+
+from typing import Annotated, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from pmesh.core.values import MAX_TRAINERS, Id
+from pmesh.errors import ProtocolError
+
+MAX_KEY_BYTES = 1024
+MAX_VALUE_BYTES = 1024 * 1024
+MAX_KEYS = MAX_TRAINERS  # of one call: ranks mostly wait for a key of each
+MAX_COMMAND_BYTES = 2 * MAX_VALUE_BYTES + 64 * 1024  # a compare_set has two values
+MAX_STORE_BYTES = 64 * 1024 * 1024
+KEY_OVERHEAD_BYTES = 128  # what Python needs for a key and its value beside their bytes
+
+NO_COPY = -1
+
+_Key = Annotated[str, Meta(max_length=MAX_KEY_BYTES)]
+_KeyList = Annotated[tuple[_Key, ...], Meta(max_length=MAX_KEYS)]
+_Value = Annotated[bytes, Meta(max_length=MAX_VALUE_BYTES)]
+_Count = Annotated[int, Meta(ge=0, le=2**62)]
+_Position = Annotated[int, Meta(ge=NO_COPY, le=2**62)]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    pass
+
+
+# --- what a rank asks for
+
+
+class Set(_Message, frozen=True, tag=1):
+    """Let the key have this value."""
+
+    key: _Key
+    value: _Value
+
+
+class Add(_Message, frozen=True, tag=2):
+    """Add to the number that the key has, 0 if it has none; the answer is the sum."""
+
+    key: _Key
+    amount: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class CompareSet(_Message, frozen=True, tag=3):
+    """Let the key have `desired` if it has `expected`, or nothing where that is empty.
+
+    The answer is True, or what the key has instead.
+    """
+
+    key: _Key
+    expected: _Value
+    desired: _Value
+
+
+class Append(_Message, frozen=True, tag=4):
+    """Put these bytes behind the key's value."""
+
+    key: _Key
+    value: _Value
+
+
+class Delete(_Message, frozen=True, tag=5):
+    """Remove the key; the answer is whether it was there."""
+
+    key: _Key
+
+
+class Get(_Message, frozen=True, tag=6):
+    """Wait until the key is set; the answer is its value."""
+
+    key: _Key
+
+
+class Wait(_Message, frozen=True, tag=7):
+    """Wait until all of these keys are set."""
+
+    keys: _KeyList
+
+
+class Check(_Message, frozen=True, tag=8):
+    """Ask whether all of these keys are set."""
+
+    keys: _KeyList
+
+
+class Keys(_Message, frozen=True, tag=9):
+    """Ask for all keys that begin so; refused if they take more than a value may."""
+
+    prefix: _Key
+
+
+Write: TypeAlias = Set | Add | CompareSet | Append | Delete
+Read: TypeAlias = Get | Wait | Check | Keys
+Command: TypeAlias = Write | Read
+
+
+class Answer(_Message, frozen=True):
+    """What came of a command."""
+
+    value: bool | int | bytes | tuple[str, ...] | None = None
+    refused: str = ""
+    """Why it can't be done, in words; the store is as it was."""
+
+
+# --- what the copies of one store say to each other
+
+
+class Report(_Message, frozen=True, tag=20):
+    """To the coordinator of a new roster: how far the sender's copy has come."""
+
+    position: _Position
+    """How many entries it has; NO_COPY if the sender has only just entered the job."""
+
+
+class Fetch(_Message, frozen=True, tag=21):
+    """From the coordinator, to the copy that has come furthest: send me what I lack."""
+
+    after: _Position
+
+
+class Ask(_Message, frozen=True, tag=22):
+    """To the coordinator: carry out a command for one of the sender's ranks."""
+
+    trainer: Id
+    call: _Count
+    """The number of the call among those of this trainer."""
+    open_from: _Count
+    """All calls of this trainer with a lower number have been answered, or given up."""
+    command: Command
+
+
+class GiveUp(_Message, frozen=True, tag=23):
+    """To the coordinator: nobody waits for the answer any more."""
+
+    trainer: Id
+    call: _Count
+
+
+class Entry(_Message, frozen=True, tag=24):
+    """The next step of all copies, as the coordinator has ordered it."""
+
+    position: _Count
+    """From 1 on; the entry before has one less."""
+    trainer: Id
+    call: _Count
+    open_from: _Count
+    """As in `Ask`."""
+    stable: _Position
+    """Every copy has all entries up to this one."""
+    command: Write | None
+    """None if nothing changes: the coordinator only asks whether the roster is still in force."""
+
+
+class Have(_Message, frozen=True, tag=25):
+    """To the coordinator: the sender's copy has all entries up to this one."""
+
+    position: _Count
+
+
+class Answered(_Message, frozen=True, tag=26):
+    """From the coordinator: what came of a command."""
+
+    trainer: Id
+    call: _Count
+    answer: Answer
+
+
+class CopyBegins(_Message, frozen=True, tag=27):
+    """A whole copy follows, for one that has none or has fallen too far behind."""
+
+    position: _Count
+
+
+class CopyValue(_Message, frozen=True, tag=28):
+    """A key of the copy."""
+
+    key: _Key
+    value: _Value
+
+
+class CopyAnswer(_Message, frozen=True, tag=29):
+    """An answer that its trainer may not have got yet."""
+
+    trainer: Id
+    call: _Count
+    answer: Answer
+
+
+class CopyEnds(_Message, frozen=True, tag=30):
+    """The copy is whole."""
+
+
+StoreMessage: TypeAlias = (
+    Report
+    | Fetch
+    | Ask
+    | GiveUp
+    | Entry
+    | Have
+    | Answered
+    | CopyBegins
+    | CopyValue
+    | CopyAnswer
+    | CopyEnds
+)
+
+_T = TypeVar("_T")
+
+_encoder = msgspec.msgpack.Encoder()
+_messages: msgspec.msgpack.Decoder[StoreMessage] = msgspec.msgpack.Decoder(StoreMessage)
+_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: StoreMessage | Command | Answer) -> bytes:
+    """Return the message as bytes, without a length prefix."""
+    return _encoder.encode(message)
+
+
+def decode_message_untrusted(data: bytes) -> StoreMessage:
+    """Decode what another agent says; raise ProtocolError for anything else."""
+    return _decode(_messages, data)
+
+
+def decode_command_untrusted(data: bytes) -> Command:
+    """Decode what a trainer asks for; raise ProtocolError for anything else."""
+    return _decode(_commands, data)
+
+
+def decode_answer_untrusted(data: bytes) -> Answer:
+    """Decode the answer of an agent; raise ProtocolError for anything else."""
+    return _decode(_answers, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        raise ProtocolError(f"not of a store: {e}") from e

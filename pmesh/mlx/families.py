@@ -1,0 +1,52 @@
+"""The blocks of mlx-lm's language models, for `fully_shard`."""
+
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+
+from pmesh.errors import UsageError
+from pmesh.mlx.fully_sharded import Block
+
+FAMILIES = ("llama", "mistral", "olmo2", "qwen2", "qwen3")
+"""Model types whose forward pass is an embedding, layers with a causal mask, a norm and a head."""
+
+
+def language_model_blocks(model: Any) -> list[Block]:  # noqa: ANN401 - mlx-lm has no types
+    """The blocks of a model that `mlx_lm.load` returns: from token ids to logits.
+
+    The last block is the norm and the head, which may be the embedding again.
+
+    Args:
+        model: of the type llama, mistral, olmo2, qwen2 or qwen3, quantized, with adapters or as it
+            is. Token ids have the shape (batch, length), logits (batch, length, vocabulary).
+
+    Raises:
+        UsageError: its type is another one, or some of its layers see a sliding window only.
+    """
+    kind = str(getattr(model, "model_type", type(model).__name__))
+    if kind not in FAMILIES:
+        raise UsageError(
+            f"the blocks of a {kind} are not known, but those of {', '.join(FAMILIES)}: pass "
+            "fully_shard() a list of pmesh.mlx.Block yourself"
+        )
+    inner = model.model
+    if any(getattr(layer, "use_sliding", False) for layer in inner.layers):
+        raise UsageError(f"this {kind} has layers with a sliding window, which need another mask")
+    tied = not hasattr(model, "lm_head")
+    head = inner.embed_tokens if tied else model.lm_head
+    return [
+        Block((inner.embed_tokens,), inner.embed_tokens),
+        *(Block((layer,), partial(_attend, layer)) for layer in inner.layers),
+        Block((inner.norm, head), partial(_end, inner.norm, head.as_linear if tied else head)),
+    ]
+
+
+def _attend(layer: Any, x: mx.array) -> mx.array:  # noqa: ANN401 - as above
+    attended: mx.array = layer(x, "causal" if x.shape[1] > 1 else None, None)
+    return attended
+
+
+def _end(norm: Any, head: Any, x: mx.array) -> mx.array:  # noqa: ANN401 - as above
+    logits: mx.array = head(norm(x))
+    return logits

@@ -1,0 +1,312 @@
+"""What `mx.distributed` does, at once, and what its gradients are.
+
+In a transformation of MLX's, what runs at once would be a constant: each function here is therefore
+an `mx.custom_function`, with the vjp and the jvp that MLX has for it.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any, TypeAlias, cast
+
+import mlx.core as mx
+
+from pmesh.client.trees.arrays import flatten
+from pmesh.errors import UsageError
+from pmesh.mlx.groups import Group, NativeGroup, init
+
+AnyGroup: TypeAlias = Group | NativeGroup
+Stream: TypeAlias = Any  # MLX's Stream, Device, DeviceType or None: of no matter here
+Eager: TypeAlias = Callable[[Any], Any]
+Scalar: TypeAlias = bool | int | float | complex
+
+_native = {
+    name: getattr(mx.distributed, name)
+    for name in ("all_sum", "all_max", "all_min", "all_gather", "sum_scatter", "send", "recv")
+}
+_BUCKET_BYTES = 32 * 1024 * 1024  # as in MLX
+
+calls = [0]
+"""How many calls this process has made so far: what a compiled function must not contain."""
+
+
+def all_sum(
+    x: mx.array | Scalar, *, group: AnyGroup | None = None, stream: Stream = None
+) -> mx.array:
+    """The sum of all ranks' arrays; of bools whether any is true. For the arguments see MLX."""
+    return _reduced("all_sum", "sum", x, group, stream)
+
+
+def all_max(
+    x: mx.array | Scalar, *, group: AnyGroup | None = None, stream: Stream = None
+) -> mx.array:
+    """The greatest of all ranks' values, one by one."""
+    return _reduced("all_max", "max", x, group, stream)
+
+
+def all_min(
+    x: mx.array | Scalar, *, group: AnyGroup | None = None, stream: Stream = None
+) -> mx.array:
+    """The least of all ranks' values, one by one."""
+    return _reduced("all_min", "min", x, group, stream)
+
+
+def all_gather(
+    x: mx.array | Scalar, *, group: AnyGroup | None = None, stream: Stream = None
+) -> mx.array:
+    """The rows of all ranks, in their order; raises RankLost once a rank is lost."""
+    among = group or init()
+    array = _array(x)
+    if not isinstance(among, Group):
+        return cast("mx.array", _native["all_gather"](array, group=among, stream=stream))
+    if among.size() == 1:
+        return array
+    return cast("mx.array", _function(among, "all_gather", _make_gather)(array))
+
+
+def sum_scatter(
+    x: mx.array | Scalar, *, group: AnyGroup | None = None, stream: Stream = None
+) -> mx.array:
+    """This rank's rows of the sum; raises RankLost once a rank is lost.
+
+    Raises:
+        ValueError: the ranks can't divide the rows evenly.
+    """
+    among = group or init()
+    array = _array(x)
+    if not isinstance(among, Group):
+        return cast("mx.array", _native["sum_scatter"](array, group=among, stream=stream))
+    if among.size() == 1:
+        return array
+    if array.ndim == 0 or array.shape[0] % among.size():
+        raise ValueError(
+            f"[sum_scatter] the first dimension of an array of shape {array.shape} can't be "
+            f"divided among {among.size()} ranks"
+        )
+    return cast("mx.array", _function(among, "sum_scatter", _make_scatter)(array))
+
+
+def send(
+    x: mx.array | Scalar, dst: int, *, group: AnyGroup | None = None, stream: Stream = None
+) -> mx.array:
+    """Send an array to one rank; returns it at once, and does not wait for the receiver.
+
+    Raises:
+        ValueError: there is no such rank, or no other.
+        RankLost: the receiver of this or of an earlier message is lost.
+    """
+    among = group or init()
+    array = _array(x)
+    if not isinstance(among, Group):
+        return cast("mx.array", _native["send"](array, dst, group=among, stream=stream))
+    _check_peer(among, dst, "send to", "destination")
+    sent = _function(among, f"send {dst}", partial(_make_send, dst=dst))(array)
+    return cast("mx.array", sent)
+
+
+def recv(
+    shape: Sequence[int],
+    dtype: mx.Dtype,
+    src: int,
+    *,
+    group: AnyGroup | None = None,
+    stream: Stream = None,
+) -> mx.array:
+    """Receive an array of that shape and dtype from one rank; waits for it.
+
+    Raises:
+        ValueError: there is no such rank, or no other.
+        UsageError: what has come is of another shape or dtype.
+        RankLost: the sender is lost.
+    """
+    among = group or init()
+    if not isinstance(among, Group):
+        return cast("mx.array", _native["recv"](shape, dtype, src, group=among, stream=stream))
+    _check_peer(among, src, "recv from", "source")
+    _count()
+    source, like = among.place_of(src), mx.zeros((), dtype)
+    came = cast("mx.array", among.run(lambda mesh: mesh.recv(source, like=like)))
+    if (came.shape, came.dtype) != (tuple(shape), dtype):
+        raise UsageError(
+            f"rank {src} has sent {came.dtype} of shape {came.shape}, not {dtype} of {tuple(shape)}"
+        )
+    return came
+
+
+def recv_like(
+    x: mx.array, src: int, *, group: AnyGroup | None = None, stream: Stream = None
+) -> mx.array:
+    """Receive an array of the shape and dtype of x from one rank; see `recv`."""
+    return recv(x.shape, x.dtype, src, group=group, stream=stream)
+
+
+def average_gradients(
+    gradients: Any,  # noqa: ANN401 - a tree
+    group: AnyGroup | None = None,
+    all_reduce_size: int = _BUCKET_BYTES,
+    communication_stream: Stream = None,
+) -> Any:  # noqa: ANN401 - a tree like it
+    """The mean of all ranks' gradients, over those that are left; see `Mesh.average_gradients`.
+
+    Args:
+        gradients: a tree, best not yet evaluated: then it is computed while parts of it travel.
+        group: of the ranks; None: of all.
+        all_reduce_size: the most bytes that travel as one op; at most 0: each array by itself.
+        communication_stream: of no matter but for a group of MLX's own.
+    """
+    among = group or init()
+    if not isinstance(among, Group):
+        present = import_module("mlx.nn.utils").average_gradients
+        native = getattr(present, "__wrapped__", present)  # ours may have taken its place
+        return native(gradients, among, all_reduce_size, communication_stream)
+    if among.size() == 1:
+        return gradients
+    arrays = flatten(gradients).leaves
+    if not all(_is_inexact(x) for x in arrays):
+        each = partial(all_sum, group=among)
+        tree = flatten(gradients)
+        return tree.rebuild([each(cast("mx.array", x)) / among.size() for x in tree.leaves])
+    make = partial(_make_average, bucket_bytes=max(1, all_reduce_size))
+    return _function(among, f"average {all_reduce_size}", make)(gradients)
+
+
+def _is_inexact(x: object) -> bool:
+    return isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.inexact)
+
+
+def _array(x: mx.array | Scalar) -> mx.array:
+    return x if isinstance(x, mx.array) else mx.array(x)
+
+
+def _check_peer(group: Group, rank: int, what: str, name: str) -> None:
+    if group.size() == 1:
+        raise ValueError(f"Cannot {what} a singleton group")
+    if not 0 <= rank < group.size():
+        raise ValueError(f"Invalid {name}={rank} for a group of size {group.size()}")
+
+
+def _count() -> None:
+    calls[0] += 1
+
+
+def _reduced(
+    name: str, reduction: str, x: mx.array | Scalar, group: AnyGroup | None, stream: Stream
+) -> mx.array:
+    among = group or init()
+    array = _array(x)
+    if not isinstance(among, Group):
+        return cast("mx.array", _native[name](array, group=among, stream=stream))
+    if among.size() == 1:
+        return array
+    reduced = _function(among, name, partial(_make_reduce, reduction=reduction))(array)
+    return cast("mx.array", reduced)
+
+
+def _function(
+    group: Group, name: str, make: Callable[[Group], tuple[Eager, Callable[..., Any], Eager]]
+) -> Eager:
+    """The differentiable function of that name for a group."""
+    made = group.functions.get(name)
+    if made is None:
+        forward, vjp, jvp = make(group)
+
+        def filled_jvp(primals: object, tangents: object) -> object:
+            return jvp(_filled(primals, tangents))
+
+        custom: Any = mx.custom_function(partial(_run_now, name, forward))
+        custom.vjp(vjp)
+        custom.jvp(filled_jvp)
+        custom.vmap(partial(_refuse_vmap, name))
+        made = group.functions[name] = cast("Eager", custom)
+    return made
+
+
+def _filled(primals: object, tangents: object) -> object:
+    """The tangents, with zeros for arrays that have none."""
+    tree = flatten(tangents, with_none=True)
+    pairs = zip(flatten(primals).leaves, tree.leaves, strict=True)
+    return tree.rebuild([mx.zeros_like(cast("mx.array", x)) if t is None else t for x, t in pairs])
+
+
+def _run_now(name: str, forward: Eager, x: Any) -> Any:  # noqa: ANN401 - an array or a tree
+    _count()
+    try:
+        return forward(x)
+    except (RuntimeError, ValueError) as e:
+        if "transformations like compile or vmap" not in str(e):
+            raise
+        raise UsageError(
+            f"{name} waits for the network at once, which a function inside mx.compile or mx.vmap "
+            "can't: compile what comes before and after it"
+        ) from None
+
+
+def _refuse_vmap(name: str, *_: object) -> None:
+    raise UsageError(f"{name} can't be vectorized by mx.vmap: call it outside, for all at once")
+
+
+def _make_reduce(group: Group, reduction: str) -> tuple[Eager, Callable[..., Any], Eager]:
+    def forward(x: mx.array) -> mx.array:
+        return cast("mx.array", group.run(lambda mesh: mesh.all_reduce(x, reduction)))
+
+    return forward, _pass_on, forward
+
+
+def _pass_on(_: object, cotangent: mx.array, __: object) -> mx.array:
+    return cotangent
+
+
+def _make_gather(group: Group) -> tuple[Eager, Callable[..., Any], Eager]:
+    def forward(x: mx.array) -> mx.array:
+        return _gathered(group, x)
+
+    def vjp(x: mx.array, cotangent: mx.array, _: object) -> mx.array:
+        rows = x.shape[0] if x.ndim else 1
+        own = cotangent[group.rank() * rows : (group.rank() + 1) * rows]
+        return own if x.ndim else own.squeeze(0)
+
+    return forward, vjp, forward
+
+
+def _gathered(group: Group, x: mx.array) -> mx.array:
+    group.check_complete("all_gather")
+    rows = x if x.ndim else cast("Any", x).reshape(1)
+    return cast("mx.array", group.run(lambda mesh: mesh.all_gather(rows)))
+
+
+def _make_scatter(group: Group) -> tuple[Eager, Callable[..., Any], Eager]:
+    def forward(x: mx.array) -> mx.array:
+        group.check_complete("sum_scatter")
+        return cast("mx.array", group.run(lambda mesh: mesh.reduce_scatter(x)))
+
+    def vjp(_: object, cotangent: mx.array, __: object) -> mx.array:
+        return _gathered(group, cotangent)
+
+    return forward, vjp, forward
+
+
+def _make_send(group: Group, dst: int) -> tuple[Eager, Callable[..., Any], Eager]:
+    def forward(x: mx.array) -> mx.array:
+        to = group.place_of(dst)
+        group.note_sending(group.run(lambda mesh: mesh.send(x, to, async_op=True)))
+        return x
+
+    def refuse(*_: object) -> None:
+        raise ValueError("send has no gradient, as in MLX")
+
+    return forward, refuse, refuse
+
+
+def _make_average(group: Group, bucket_bytes: int) -> tuple[Eager, Callable[..., Any], Eager]:
+    def forward(tree: object) -> object:
+        return group.run(
+            lambda mesh: mesh.average_gradients(
+                tree, bucket_bytes=bucket_bytes, compression=group.compression
+            )
+        )
+
+    def vjp(_: object, cotangents: object, __: object) -> object:
+        tree = flatten(cotangents)
+        return tree.rebuild([cast("mx.array", x) / group.size() for x in tree.leaves])
+
+    return forward, vjp, forward

@@ -1,0 +1,89 @@
+"""Puts the drop-in into the place of MLX's own functions, for programs that know only those."""
+
+import functools
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import mlx.core as mx
+
+import pmesh.mlx
+from pmesh.mlx import ops
+from pmesh.mlx.groups import is_shared
+
+_logger = logging.getLogger("pmesh")
+_native_compile = mx.compile
+
+
+def apply() -> None:
+    """Replace `mx.distributed`, `nn.average_gradients` and `mx.compile`; before other imports."""
+    # Its own compiled functions stay as they are: none calls us.
+    nn, utils = import_module("mlx.nn"), import_module("mlx.nn.utils")
+    for name in pmesh.mlx.__all__:
+        if hasattr(mx.distributed, name):
+            setattr(mx.distributed, name, getattr(pmesh.mlx, name))
+    native: Callable[..., Any] = utils.average_gradients
+    average: Any = functools.wraps(native)(ops.average_gradients)
+    for module in (nn, utils):
+        setattr(module, "average_gradients", average)  # noqa: B010 - a module has no such attribute to type checkers
+    mx.compile = compile_what_does_not_wait
+
+
+def compile_what_does_not_wait(
+    fun: Callable[..., Any],
+    inputs: object = None,
+    outputs: object = None,
+    shapeless: bool = False,  # noqa: FBT001, FBT002 - as MLX has it
+) -> Callable[..., Any]:
+    """`mx.compile`, but for functions that call other ranks: those run as they are.
+
+    Such a call waits for the network, which a trace can't, and a trace that fails can't be undone:
+    it leaves its tracers in the model, and the random state is gone. So where there are several
+    ranks, a function with captured state, as a training step is, is never traced. Another one runs
+    once as it is, and is compiled if it has called no other rank then.
+    """
+    return _Function(fun, inputs, outputs, shapeless=shapeless)
+
+
+class _Function:
+    """What `mx.compile` returns; like MLX's, it does not become a method where it is in a class."""
+
+    def __init__(
+        self, fun: Callable[..., Any], inputs: object, outputs: object, *, shapeless: bool
+    ) -> None:
+        functools.update_wrapper(self, fun)
+        self._fun = fun
+        self._compiled: Callable[..., Any] = _native_compile(fun, inputs, outputs, shapeless)
+        self._captures = inputs is not None or outputs is not None
+        self._runs_as_it_is = self._captures
+        self._has_run = self._captures
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - whatever it takes
+        if not is_shared():
+            return self._compiled(*arguments, **named)
+        if not self._has_run:
+            before = ops.calls[0]
+            result = self._fun(*arguments, **named)
+            self._has_run, self._runs_as_it_is = True, ops.calls[0] > before
+            if self._runs_as_it_is:
+                _say_uncompiled(self._fun)
+            return result
+        if self._captures:
+            _say_uncompiled(self._fun)
+        run = self._fun if self._runs_as_it_is else self._compiled
+        return run(*arguments, **named)
+
+
+_said: set[str] = set()
+
+
+def _say_uncompiled(fun: Callable[..., Any]) -> None:
+    if not _said:
+        name = getattr(fun, "__qualname__", type(fun).__qualname__)
+        _said.add(name)
+        _logger.warning(
+            "%s runs uncompiled, as every function does here that captures state or calls other "
+            "ranks: pmesh waits for the network in Python, where a compiled function can't",
+            name,
+        )

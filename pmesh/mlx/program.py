@@ -1,0 +1,48 @@
+"""Runs a program for MLX over a mesh: what `pmesh mlx` becomes.
+
+python -m pmesh.mlx.program script|module|code TARGET ARGUMENT...
+"""
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+from pmesh.mlx import patches
+from pmesh.mlx.groups import leave
+
+
+def run(kind: str, target: str, arguments: Sequence[str]) -> None:
+    """Run a program as Python itself would, as `__main__`, and leave the job when it ends.
+
+    A program that raises an error, or exits with another code than 0, counts as a crash of its
+    rank, of which the others learn.
+    """
+    patches.apply()
+    try:
+        _run(kind, target, arguments)
+    except SystemExit as e:
+        leave(crashed=e if e.code else None)
+        raise
+    except BaseException as e:
+        leave(crashed=e)
+        raise
+    leave()
+
+
+def _run(kind: str, target: str, arguments: Sequence[str]) -> None:
+    if kind == "module":
+        sys.argv = [target, *arguments]
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    elif kind == "script":
+        sys.argv = [target, *arguments]
+        sys.path[0] = os.path.dirname(os.path.realpath(target))  # noqa: PTH120 - as Python sets it
+        runpy.run_path(target, run_name="__main__")
+    else:
+        sys.argv = ["-c", *arguments]
+        sys.path[0] = ""
+        exec(compile(target, "<string>", "exec"), {"__name__": "__main__"})  # noqa: S102 - it is what the user typed
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -1,0 +1,305 @@
+"""An optimizer whose state is shared out among the ranks: the first stage of ZeRO."""
+
+import logging
+import math
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+
+from pmesh.client.calls.queue import check_timeout
+from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
+from pmesh.client.mesh import Mesh
+from pmesh.client.trees.mlx import evaluate
+from pmesh.errors import RosterChanged, UsageError
+from pmesh.mlx.flat import Arrays, Flat, as_arrays, utils
+from pmesh.mlx.shards import buckets_of, owners_of
+from pmesh.mlx.units import Among, Rows, State, Unit, Whole, is_elementwise
+
+_logger = logging.getLogger("pmesh")
+
+DEFAULT_BUCKET_BYTES = 32 * 1024 * 1024  # as in average_gradients
+
+
+class ShardedOptimizer:
+    """An optimizer of MLX whose state is shared out among the ranks (ZeRO-1).
+
+    Each rank keeps the state of its part of the parameters: with n ranks an n-th of the memory.
+    `update` takes the place of `average_gradients` and of the optimizer's own `update`::
+
+        optimizer = pmesh.mlx.ShardedOptimizer(optim.AdamW(1e-3), mesh)
+        while mesh.step < STEPS:
+            parameters, optimizer.state = mesh.sync((model.parameters(), optimizer.state))
+            model.update(parameters)
+            loss, gradients = loss_and_gradients(model, x, y)
+            optimizer.update(model, gradients, weight=len(x))
+
+    For each bucket of parameters the ranks add up the gradients so that each gets its part
+    (`reduce_scatter`), apply the optimizer to that part, and give each other the results
+    (`all_gather`): the bytes that `average_gradients` sends. SGD, RMSprop, Adagrad, AdaDelta, Adam,
+    AdamW, Adamax and Lion are cut by values. Other optimizers, such as Adafactor, Muon and your
+    own, get whole arrays, each on one rank; that sends half as many bytes again. The optimizers of
+    a `MultiOptimizer` are each treated in their own way. This is ZeRO-1 (Rajbhandari et al. 2020,
+    arXiv 1910.02054, section 5.1).
+
+    When ranks are lost or enter, the next `update`, or what is left of the one under way, shares
+    the state out anew. With `replicas=1` what a lost rank kept is gone: that part begins anew, as
+    at the first step, and the logger `pmesh` warns. A part that begins anew takes some large steps
+    with Adam, which has no bias correction by default. With `replicas=2` the next rank keeps each
+    part, too, and one rank at a time can be lost without any effect. It costs that memory once
+    more, and with two ranks half as many bytes again, with more ranks less.
+
+    Args:
+        optimizer: one of `mlx.optimizers`, fresh.
+        mesh: this rank's.
+        replicas: how many ranks keep each part of the state.
+        bucket_bytes: how much is updated at once; an array is never divided among buckets.
+        timeout_s: for each op.
+
+    Raises:
+        UsageError: an option is out of range.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,  # noqa: ANN401 - MLX's optimizers have no types
+        mesh: Mesh,
+        *,
+        replicas: int = 1,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        if replicas < 1:
+            raise UsageError(f"replicas is at least 1, not {replicas}")
+        if bucket_bytes < 1:
+            raise UsageError(f"bucket_bytes is at least 1, not {bucket_bytes}")
+        self._optimizer = optimizer
+        self._optimizers: list[Any] = list(getattr(optimizer, "optimizers", [optimizer]))
+        self._mesh = mesh
+        self._replicas = replicas
+        self._bucket_bytes = bucket_bytes
+        self._timeout_s = check_timeout(timeout_s)
+        self._units: list[Unit] = []
+        self._among: Among | None = None
+        self._lineage = 0
+        """Another one each time the state is shared out; 0: never here."""
+
+    @property
+    def optimizer(self) -> Any:  # noqa: ANN401 - as above
+        """The one that was given: its options may be read and changed, alike on all ranks."""
+        return self._optimizer
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What all ranks have alike, such as the step and the learning rate, for `mesh.sync`.
+
+        Assigning the state of another rank, which a newcomer gets, drops what this one has kept.
+        """
+        return {"optimizers": [each.state for each in self._optimizers], "shared": self._lineage}
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        if state["shared"] != self._lineage:
+            self._among, self._lineage = None, state["shared"]
+            for unit in self._units:
+                unit.drop()
+        for each, own in zip(self._optimizers, state["optimizers"], strict=True):
+            each.state = own
+
+    @property
+    def step(self) -> mx.array:
+        """How many updates there were."""
+        return cast("mx.array", self._optimizers[0].step)
+
+    @property
+    def learning_rate(self) -> mx.array:
+        """That of the optimizer; set it alike on all ranks."""
+        return cast("mx.array", self._optimizer.learning_rate)
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float | mx.array) -> None:
+        self._optimizer.learning_rate = rate
+
+    @property
+    def nbytes(self) -> int:
+        """What this rank keeps of the state, in bytes."""
+        return sum(unit.nbytes for unit in self._units)
+
+    def update(self, model: Any, gradients: Any, weight: float = 1.0) -> None:  # noqa: ANN401 - as above
+        """Update a model by the mean of all ranks' gradients, as it would be on one machine.
+
+        The new parameters are evaluated, and the same bits on every rank. A rank that is lost
+        meanwhile does not count in the buckets that follow.
+
+        Args:
+            model: its parameters are replaced, bucket by bucket.
+            gradients: of this rank's batch, better not evaluated: a bucket is computed while the
+                one before travels. The same arrays in each call.
+            weight: how much this rank counts, such as its number of samples.
+
+        Raises:
+            UsageError: the arrays are others than before, or the weights add up to 0.
+            PmeshError: as for `reduce_scatter` and `all_gather`, but for RosterChanged. All ranks
+                have the same parameters then, of which some may have been updated.
+        """
+        if not (math.isfinite(weight) and weight >= 0):
+            raise UsageError(f"a weight is a number of samples, at least 0, not {weight}")
+        flat = as_arrays(gradients)
+        self._plan(flat)
+        for each in self._optimizers:
+            each.apply_gradients({}, {})  # the step, and what follows a schedule
+            evaluate([each.state])
+        done = 0
+        while done < len(self._units):
+            try:
+                share = self._agree(weight)
+                for fresh in self._steps(self._units[done:], model, flat, share):
+                    model.update(utils.tree_unflatten(list(fresh.items())))
+                    done += 1
+            except RosterChanged:
+                continue  # the same for all ranks: they share out anew, and go on with this unit
+
+    def gather_state(self) -> dict[str, Any]:
+        """The whole state, as the optimizer by itself would have it; all ranks must call this.
+
+        It takes as much memory, on every rank, as without sharding.
+
+        Raises:
+            UsageError: there was no update yet.
+            PmeshError: as for `all_gather`.
+        """
+        if self._among is None:
+            raise UsageError("there is no state before the first update")
+        among = self._among
+        held = self._mesh.all_gather_object([unit.held() for unit in self._units], self._timeout_s)
+        found: list[dict[str, Any]] = []
+        for optimizer in self._optimizers:
+            own = [i for i, unit in enumerate(self._units) if unit.optimizer is optimizer]
+            states: dict[str, State] = {}
+            for i in own:
+                states |= self._units[i].gather(among, [its[i] for its in held])
+            flat = [(f"{path}.{key}", x) for path in states for key, x in states[path].items()]
+            found.append({**optimizer.state, **(utils.tree_unflatten(flat) if flat else {})})
+        return found[0] if self._optimizer is self._optimizers[0] else {"states": found}
+
+    def load_state(self, state: dict[str, Any], parameters: Any) -> None:  # noqa: ANN401 - as above
+        """Go on with what `gather_state` has returned, among these ranks; each must call this.
+
+        Args:
+            state: the same on all ranks, such as from a checkpoint.
+            parameters: those that get gradients, as `model.trainable_parameters()`.
+        """
+        self._plan(as_arrays(parameters))
+        among = self._among = self._among_now()
+        self._give_owners(among.size)
+        states = state.get("states", [state])
+        for optimizer, own in zip(self._optimizers, states, strict=True):
+            scalars = {key: x for key, x in own.items() if isinstance(x, mx.array)}
+            optimizer.state = {key: scalars[key] for key in optimizer.state if key in scalars}
+            flat = as_arrays(own)
+            for unit in self._units:
+                if unit.optimizer is optimizer:
+                    unit.load(among, {path: _below(flat, path) for path in unit.paths})
+        self._lineage = 1  # any, as long as all ranks have the same
+
+    def _plan(self, arrays: Arrays) -> None:
+        """Cut the arrays into units, once; the last ones first, as gradients are made."""
+        paths = set(arrays)
+        if self._units:
+            if paths != {path for unit in self._units for path in unit.paths}:
+                raise UsageError("these gradients have other paths than those of the first update")
+            return
+        filters: Sequence[Any] = getattr(self._optimizer, "filters", [_takes_all])
+        chosen: dict[str, int] = {}
+        for path in reversed(arrays):
+            chosen[path] = next(i for i, f in enumerate(filters) if f(path, arrays[path]))
+        for index, optimizer in enumerate(self._optimizers):
+            own = {path: arrays[path] for path, chosen_one in chosen.items() if chosen_one == index}
+            if is_elementwise(optimizer):
+                self._units += _rows_of(optimizer, own, self._bucket_bytes)
+            else:
+                self._units += [Whole(optimizer, p, x.shape, x.dtype) for p, x in own.items()]
+
+    def _among_now(self) -> Among:
+        mesh = self._mesh
+        return Among(mesh, mesh.rank, mesh.size, self._replicas, self._timeout_s)
+
+    def _agree(self, weight: float) -> float:
+        """This rank's share of all weights, once the state is shared out among those who are here.
+
+        A newcomer may have the number that a lost rank had, so each says what it knows.
+        """
+        while True:
+            stale = self._among != self._among_now()
+            total, others = self._mesh.all_reduce(
+                np.array([weight, stale], np.float64), "sum", self._timeout_s
+            ).tolist()
+            if not total:
+                raise UsageError("nothing to average: the weights of all ranks add up to 0")
+            if not others and self._among == self._among_now():
+                return float(weight / total)
+            self._share_out()
+
+    def _share_out(self) -> None:
+        own = [secrets.randbits(62), [unit.held() for unit in self._units]]
+        told = self._mesh.all_gather_object(own, self._timeout_s)
+        among = self._among_now()
+        if len(told) != among.size:
+            raise RosterChanged("a rank was lost while an optimizer's state was shared out")
+        self._among = None
+        self._give_owners(among.size)
+        lost = sum(
+            unit.reshard(among, [held[i] for _, held in told]) for i, unit in enumerate(self._units)
+        )
+        is_new = not any(spans for _, held in told for spans in held)
+        self._among, self._lineage = among, told[0][0]
+        if lost and not is_new:
+            _logger.warning(
+                "%d values of the optimizer's state are lost with the ranks that had them, and "
+                "begin anew; replicas=2 would have kept them",
+                lost,
+            )
+
+    def _give_owners(self, size: int) -> None:
+        whole = {unit.path: unit for unit in self._units if isinstance(unit, Whole)}
+        sizes = {path: math.prod(unit.shape) for path, unit in whole.items()}
+        for path, owner in owners_of(sizes, size).items():
+            whole[path].owner = owner
+
+    def _steps(
+        self,
+        units: Sequence[Unit],
+        model: Any,  # noqa: ANN401 - as above
+        gradients: Arrays,
+        share: float,
+    ) -> Iterator[Arrays]:
+        """Update unit after unit; the next one's gradients are computed while one is added up."""
+        among = cast("Among", self._among)
+        laid_out = units[0].lay_out(gradients, share)
+        for i, unit in enumerate(units):
+            mean = unit.start(among, laid_out)
+            if i + 1 < len(units):
+                laid_out = units[i + 1].lay_out(gradients, share)
+            parameters = as_arrays(model.trainable_parameters())
+            yield unit.step(among, mean, parameters)
+
+
+def _takes_all(_path: str, _x: mx.array) -> bool:
+    return True
+
+
+def _rows_of(optimizer: Any, arrays: Arrays, bucket_bytes: int) -> list[Unit]:  # noqa: ANN401 - as above
+    units: list[Unit] = []
+    for dtype in dict.fromkeys(x.dtype for x in arrays.values()):
+        nbytes = {path: x.nbytes for path, x in arrays.items() if x.dtype == dtype}
+        units += [
+            Rows(optimizer, Flat.of({path: arrays[path] for path in paths}))
+            for paths in buckets_of(nbytes, bucket_bytes)
+        ]
+    return units
+
+
+def _below(flat: Arrays, path: str) -> State:
+    return {p[len(path) + 1 :]: x for p, x in flat.items() if p.rpartition(".")[0] == path}

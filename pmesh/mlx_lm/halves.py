@@ -1,0 +1,122 @@
+"""The two compiled halves of a step, with the average between them; and the loss without a step."""
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+from pmesh.mlx_lm.batches import Share
+from pmesh.mlx_lm.libraries import mx, nn, trees
+
+Tree: TypeAlias = Any
+"""Nested dicts and lists of MLX's arrays."""
+
+GROUP_BYTES = 64 << 20  # of parameters: many adapters in one evaluation, few layers of a model
+
+Loss: TypeAlias = Callable[..., Any]
+"""Of a model, tokens and spans: the mean over the targets, and how many there are."""
+
+
+class Gradients:
+    """The gradients of the mean loss over all targets of this rank's rows."""
+
+    def __init__(self, model: Any, loss: Loss) -> None:
+        self._model = model
+        of_one = nn.value_and_grad(model, loss)
+        state = [model.state, mx.random.state]
+
+        @partial(mx.compile, inputs=state, outputs=state)
+        def compiled(tokens: Any, spans: Any, part: Any, before: Tree) -> tuple[Any, Tree]:
+            (mean, _), grads = of_one(model, tokens, spans)
+            if part is not None:
+                grads = trees.tree_map(partial(_times, part), grads)
+            if before is not None:
+                grads = trees.tree_map(operator.add, grads, before)
+            return mean, grads
+
+        self._compiled = compiled
+
+    def of(self, shares: Sequence[Share | None], seeds: Sequence[int]) -> tuple[float, Tree]:
+        """Add up the gradients of several iterations, each by its number of targets.
+
+        Args:
+            shares: This rank's rows at each iteration.
+            seeds: What the random numbers of each iteration (dropout) begin with.
+
+        Returns:
+            The sum of the losses over all targets, and the gradients of their mean, not evaluated:
+            with them the average overlaps. Zeros if there are no rows.
+        """
+        targets = sum(share.targets for share in shares if share is not None)
+        loss: Any = 0.0
+        grads: Tree = None
+        for share, seed in zip(shares, seeds, strict=True):
+            if share is None:
+                continue
+            if grads is not None:
+                mx.eval(loss, grads)  # one iteration's activations at a time
+            mx.random.seed(seed)
+            part = (
+                None if share.targets == targets else mx.array(share.targets / targets, mx.float32)
+            )
+            tokens, spans = mx.array(share.tokens), mx.array(share.spans)
+            mean, grads = self._compiled(tokens, spans, part, grads)
+            loss += mean * share.targets
+        if grads is None:
+            return 0.0, trees.tree_map(mx.zeros_like, self._model.trainable_parameters())
+        # Evaluated before the gradients, which are evaluated while they are sent: its graph would
+        # keep the activations.
+        return float(loss.item()), grads
+
+
+def _times(part: Any, x: Any) -> Any:
+    return (x * part).astype(x.dtype)
+
+
+def compile_update(optimizer: Any) -> Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]:
+    """Return the optimizer as a function: parameters, state, gradients → parameters, state."""
+
+    def update(parameters: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
+        optimizer.state = state
+        parameters = optimizer.apply_gradients(grads, parameters)
+        return parameters, optimizer.state
+
+    compiled: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]] = mx.compile(update)
+    return compiled
+
+
+def evaluate_in_groups(parameters: Tree, state: Tree) -> None:
+    """Evaluate updated parameters and their optimizer state, some at a time.
+
+    Evaluated all at once, the new arrays were there before the old ones could be freed: with Adam
+    seven times the parameters' bytes instead of four, counting the gradients.
+    """
+    pairs: list[tuple[Any, Tree]] = []
+
+    def take(parameter: Any, its_state: Tree) -> None:
+        pairs.append((parameter, its_state))
+
+    trees.tree_map(take, parameters, state)
+    group: list[Any] = []
+    group_bytes = 0
+    while pairs:
+        group.append(pairs.pop())
+        group_bytes += group[-1][0].nbytes
+        if group_bytes >= GROUP_BYTES:
+            mx.eval(group)
+            group, group_bytes = [], 0
+    mx.eval(group, state)
+
+
+def loss_of(model: Any, loss: Loss, share: Share | None) -> float:
+    """Return the sum of the losses over the targets of a share."""
+    if share is None:
+        return 0.0
+    mean, _ = loss(model, mx.array(share.tokens), mx.array(share.spans))
+    return float(mean.item()) * share.targets
+
+
+def clear_cache(above_bytes: int) -> None:
+    """Give memory that is kept for reuse back to the system, as mlx-lm does."""
+    if mx.get_cache_memory() > above_bytes:
+        mx.clear_cache()

@@ -1,0 +1,81 @@
+"""One trainer's run from the connection to the test: the parts put together."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from pmesh.client.connect import connect
+from pmesh.client.launched import Launch
+from pmesh.client.mesh import Mesh
+from pmesh.mlx_lm.batches import Batches
+from pmesh.mlx_lm.libraries import datasets, trainer
+from pmesh.mlx_lm.prepared import Prepared
+from pmesh.mlx_lm.state import STATE, State
+from pmesh.mlx_lm.terms import MODEL, Terms, describe_model, describe_rows, option_terms
+from pmesh.mlx_lm.training import Run, Training, evaluate
+
+PATIENCE_S = 1800.0  # another machine may still download the model
+
+
+def run_session(prepared: Prepared, launch: Launch, *, resumes: bool) -> None:
+    """Join the job, train, and test if that is asked for.
+
+    Raises:
+        UsageError: The data are too few, the saved state is of another run, or another machine has
+            other options, another model or other data.
+        PmeshError: As for `pmesh.connect` and `Mesh.sync`.
+    """
+    trainer.maybe_set_recommended_wired_limit()
+    options = prepared.options
+    folder = Path(options.adapter_path)
+    state = State(prepared.model, prepared.optimizer, _terms(prepared, launch))
+    run = Run(
+        args=prepared.args,
+        loss=prepared.loss,
+        seed=options.seed,
+        compression=launch.compression or None,
+        callback=prepared.callback,
+        train=_batches(prepared, prepared.train_set, "training"),
+        valid=_batches(prepared, prepared.valid_set, "validation") if prepared.valid_set else None,
+        folder=folder,
+    )
+    test = _batches(prepared, prepared.test_set, "test") if options.test else None
+    if resumes and state.load(folder):
+        print(
+            f"Resuming after iteration {state.iteration} of {run.last}, from {folder / STATE}; "
+            "--no-resume begins anew",
+            flush=True,
+        )
+    with connect(launch.job, launch.wait_for, PATIENCE_S, on_superseded="sync") as mesh:
+        Training(mesh, run, state).run()
+        if test is not None:
+            _test(mesh, prepared, test)
+
+
+def _terms(prepared: Prepared, launch: Launch) -> Terms:
+    return {
+        **option_terms(prepared.options.__dict__),
+        "--compression": launch.compression or "the agent's",
+        MODEL: describe_model(prepared.model),
+        "training set": describe_rows(prepared.train_set),
+        "validation set": describe_rows(prepared.valid_set),
+    }
+
+
+def _batches(prepared: Prepared, dataset: Any, name: str) -> Batches:
+    return Batches(
+        datasets.CacheDataset(dataset),
+        batch_size=prepared.options.batch_size,
+        max_length=prepared.options.max_seq_length,
+        seed=prepared.options.seed,
+        name=name,
+    )
+
+
+def _test(mesh: Mesh, prepared: Prepared, batches: Batches) -> None:
+    loss = None
+    while loss is None:  # a rank was lost, with its rows
+        count = prepared.options.test_batches
+        loss = evaluate(mesh, prepared.model, prepared.loss, batches, count)
+    if mesh.rank == 0:
+        print(f"Test loss {loss:.3f}, Test ppl {math.exp(loss):.3f}.", flush=True)

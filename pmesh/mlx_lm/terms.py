@@ -1,0 +1,107 @@
+"""What must be the same on all machines of a run, and what a saved state must fit.
+
+Paths differ between machines, so models and data sets are compared by what they hold.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+
+from pmesh.errors import UsageError
+from pmesh.mlx_lm.libraries import mx, trees
+
+Terms = dict[str, str]
+"""Texts to show by the name of an option, or of what was loaded."""
+
+# Places, and what only the machine itself is concerned with.
+_LOCAL = frozenset(
+    {
+        *("adapter_path", "clear_cache_threshold", "config", "data", "model", "project_name"),
+        *("report_to", "resume_adapter_file", "train", "trust_remote_code"),
+    }
+)
+_SAMPLED = 64  # values of each array: other weights differ in them, and reading all would take long
+
+MODEL = "base model"
+OF_A_STATE = (MODEL, "--fine-tune-type", "--num-layers", "--lora-parameters", "--optimizer")
+"""What a saved state goes with; other options may change when a run is resumed."""
+
+
+class Rows(Protocol):
+    """A data set as it was read."""
+
+    def __getitem__(self, idx: int) -> object: ...
+    def __len__(self) -> int: ...
+
+
+def option_terms(options: Mapping[str, Any]) -> Terms:
+    """Return the options that all machines must share.
+
+    >>> option_terms({"batch_size": 4, "model": "/Users/ann/llama"})
+    {'--batch-size': '4'}
+    """
+    return {
+        "--" + name.replace("_", "-"): str(value)
+        for name, value in sorted(options.items())
+        if name not in _LOCAL
+    }
+
+
+def describe_rows(rows: Rows) -> str:
+    """Return how many rows there are, and a hash of them all."""
+    hasher = xxhash.xxh3_64()
+    for row in range(len(rows)):
+        hasher.update(repr(rows[row]).encode(errors="surrogatepass"))
+    return f"{len(rows)} rows, hash {hasher.hexdigest()}"
+
+
+def describe_model(model: Any) -> str:
+    """Return a hash of the frozen parameters: names, shapes, dtypes and a sample of the values."""
+    trained = dict(trees.tree_flatten(model.trainable_parameters()))
+    frozen = [(k, x) for k, x in trees.tree_flatten(model.parameters()) if k not in trained]
+    samples = [x.reshape(-1)[:: max(1, x.size // _SAMPLED)].view(mx.uint8) for _, x in frozen]
+    mx.eval(samples)
+    hasher = xxhash.xxh3_64()
+    for (name, x), sample in zip(frozen, samples, strict=True):
+        hasher.update(f"{name} {x.shape} {x.dtype}".encode())
+        hasher.update(np.array(sample).tobytes())
+    shape = " by ".join(str(x) for x in frozen[0][1].shape) if frozen else "no parameters"
+    return f"{len(frozen)} frozen arrays, the first of {shape}, hash {hasher.hexdigest()}"
+
+
+def check_alike(names: Sequence[str], terms: Sequence[Terms]) -> None:
+    """Compare the terms of machines with those of the first.
+
+    Raises:
+        UsageError: Some differ; the message names what, where and how.
+    """
+    for name, other in zip(names[1:], terms[1:], strict=True):
+        if differences := _differences(terms[0], other):
+            shown = "; ".join(
+                f"{what} is {one} on {names[0]} and {another} on {name}"
+                for what, one, another in differences
+            )
+            raise UsageError(f"{shown}: give the same options, model and data on all machines")
+
+
+def check_resumable(path: object, saved: Terms, terms: Terms) -> None:
+    """Compare the terms of a saved state with those of this run, as far as it depends on them.
+
+    Raises:
+        UsageError: It is of another model, or of another kind of fine-tuning.
+    """
+    ours, theirs = ({k: x.get(k, "nothing") for k in OF_A_STATE} for x in (terms, saved))
+    if differences := _differences(theirs, ours):
+        shown = "; ".join(f"{what} was {one}, and is {now} here" for what, one, now in differences)
+        raise UsageError(
+            f"{path} is the state of another run: {shown}; give the options and the model of that "
+            "run, another --adapter-path, or --no-resume to begin anew and replace it"
+        )
+
+
+def _differences(one: Terms, other: Terms) -> list[tuple[str, str, str]]:
+    names = [*one, *(name for name in other if name not in one)]
+    pairs = [(name, one.get(name, "not given"), other.get(name, "not given")) for name in names]
+    return [pair for pair in pairs if pair[1] != pair[2]]

@@ -1,0 +1,309 @@
+"""The training loop: mlx-lm's iterations, validations, reports and files, among ranks that change.
+
+A step is one update of the weights: `grad_accumulation_steps` iterations. It begins with
+`mesh.sync`, where machines enter; the average between the two compiled halves runs on the host,
+never in the GPU's queue. Whatever a rank decides depends on the state that `sync` gives to all, and
+on the world that all see alike (O5), so all decide alike.
+
+If a rank is lost in a step, all discard the step and take it again: the rows of the batch are dealt
+out among those that are left. So each update is that of the whole batch, and a loss changes the
+result by rounding only.
+"""
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from pmesh.client.mesh import Mesh
+from pmesh.errors import RankLost, RosterChanged
+from pmesh.mlx_lm.batches import Batches
+from pmesh.mlx_lm.halves import (
+    Gradients,
+    Loss,
+    clear_cache,
+    compile_update,
+    evaluate_in_groups,
+    loss_of,
+)
+from pmesh.mlx_lm.libraries import mx
+from pmesh.mlx_lm.state import State
+from pmesh.mlx_lm.terms import check_alike
+
+# The weight of a rank without a row: if no rank has one, the average must still be a number.
+_NO_WEIGHT = 1e-20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What is trained, on what, and where to."""
+
+    args: Any
+    """mlx-lm's `TrainingArgs`."""
+    loss: Loss
+    seed: int
+    compression: str | None
+    callback: Any
+    """mlx-lm's `TrainingCallback`, or None."""
+    train: Batches
+    valid: Batches | None
+    folder: Path
+    """Of the adapters."""
+
+    @property
+    def updates_after(self) -> int:
+        """How many iterations make a step."""
+        count: int = self.args.grad_accumulation_steps
+        return count
+
+    @property
+    def last(self) -> int:
+        """The last iteration: those after the last update would change nothing."""
+        iterations: int = self.args.iters
+        return iterations - iterations % self.updates_after
+
+
+@dataclass(slots=True)
+class _Since:
+    """What this rank has done since the last report."""
+
+    loss: float = 0.0
+    targets: int = 0
+    iterations: int = 0
+    seconds: float = 0.0
+
+
+class Training:
+    """One rank of a run."""
+
+    def __init__(self, mesh: Mesh, run: Run, state: State) -> None:
+        self._mesh = mesh
+        self._run = run
+        self._state = state
+        self._since = _Since()
+        self._names: tuple[str, ...] = ()
+        self._truncated = False
+        self._gradients = Gradients(state.model, run.loss)
+        self._update = compile_update(state.optimizer)
+
+    def run(self) -> None:
+        """Train until all iterations are done, and have the last adapters saved.
+
+        Raises:
+            UsageError: Machines disagree about what to do.
+            PmeshError: As for `Mesh.sync`.
+        """
+        self._state.model.train()
+        self._begin()
+        self._enter()
+        while self._state.iteration < self._run.last:
+            if (not self._validation_is_due() or self._validate()) and self._step():
+                self._report_and_save()
+            self._enter()
+        self._end()
+
+    def _begin(self) -> None:
+        """Compare the terms of those who begin the job, and take the newest state that one has."""
+        while self._mesh.rank >= 0:  # a newcomer gets its state, and the terms, in `sync`
+            try:
+                said = self._mesh.all_gather_object([self._state.terms, self._state.iteration])
+                check_alike(self._mesh.names, [terms for terms, _ in said])
+                iterations = [iteration for _, iteration in said]
+                root = iterations.index(max(iterations))
+                if root:  # what rank 0 has, `sync` gives to all
+                    self._state.receive(self._mesh, root)
+            except (RankLost, RosterChanged):
+                continue  # among those who are left
+            return
+
+    def _enter(self) -> None:
+        """Have the same state as all others; machines enter here."""
+        tree = self._state.tree()
+        synced = self._mesh.sync(tree)
+        mesh = self._mesh
+        if synced is not tree:
+            names = (mesh.names[0], mesh.names[mesh.rank])
+            check_alike(names, [synced["terms"], self._state.terms])
+            self._state.take(synced)
+            self._since = _Since()
+        if mesh.names != self._names:
+            self._names = mesh.names
+            ranks = "1 rank" if mesh.size == 1 else f"{mesh.size} ranks"
+            print(
+                f"Iter {self._state.iteration}: {ranks}, {', '.join(mesh.names)}; "
+                f"this is rank {mesh.rank}",
+                flush=True,
+            )
+
+    def _step(self) -> bool:
+        """Take one step; False if a rank was lost, and its rows with it."""
+        mesh, run, state = self._mesh, self._run, self._state
+        began, size = time.perf_counter(), mesh.size
+        iterations = range(state.iteration, state.iteration + run.updates_after)
+        shares = [run.train.share(i, rank=mesh.rank, size=size) for i in iterations]
+        seeds = [seed_of(run.seed, i, mesh.rank) for i in iterations]
+        targets = sum(share.targets for share in shares if share is not None)
+        self._warn_of_truncation(sum(share.truncated for share in shares if share is not None))
+        loss, grads = self._gradients.of(shares, seeds)
+        grads = mesh.average_gradients(
+            grads, weight=max(targets, _NO_WEIGHT), compression=run.compression
+        )
+        if mesh.size != size:
+            return False
+        parameters, state.optimizer.state = self._update(
+            state.model.trainable_parameters(), state.optimizer.state, grads
+        )
+        state.model.update(parameters)
+        del parameters, grads  # else their memory could not be freed on the way
+        evaluate_in_groups(state.model.trainable_parameters(), state.optimizer.state)
+        clear_cache(run.args.clear_cache_threshold)
+        state.iteration += len(iterations)
+        self._since.loss += loss
+        self._since.targets += targets
+        self._since.iterations += len(iterations)
+        self._since.seconds += time.perf_counter() - began
+        return True
+
+    def _validation_is_due(self) -> bool:
+        done, next_ = self._state.iteration, self._after_next()
+        every = self._run.args.steps_per_eval
+        due = done == 0 or next_ == self._run.last or next_ // every > done // every
+        return self._run.valid is not None and due and self._state.validated < next_
+
+    def _after_next(self) -> int:
+        """The number of the last iteration of the next step, counted from 1 as mlx-lm does."""
+        return self._state.iteration + self._run.updates_after
+
+    def _validate(self) -> bool:
+        """Report the mean loss over validation batches; False if a rank was lost meanwhile."""
+        began = time.perf_counter()
+        assert self._run.valid is not None  # noqa: S101 - or no validation is due
+        model, count = self._state.model, self._run.args.val_batches
+        loss = evaluate(self._mesh, model, self._run.loss, self._run.valid, count)
+        model.train()
+        if loss is None:
+            return False
+        iteration = 1 if self._state.iteration == 0 else self._after_next()
+        self._state.validated = self._after_next()
+        took_s = time.perf_counter() - began
+        self._say(f"Iter {iteration}: Val loss {loss:.3f}, Val took {took_s:.3f}s")
+        self._call_back(
+            "on_val_loss_report", iteration=iteration - 1, val_loss=loss, val_time=took_s
+        )
+        return True
+
+    def _report_and_save(self) -> None:
+        run, done = self._run, self._state.iteration
+        before = done - run.updates_after
+        if (
+            done == run.last
+            or done // run.args.steps_per_report > before // run.args.steps_per_report
+        ):
+            self._report()
+        if done // run.args.steps_per_save > before // run.args.steps_per_save and self._leads():
+            self._state.save(run.folder, numbered=True)
+            self._say(f"Iter {done}: Saved adapter weights to {run.folder}")
+
+    def _report(self) -> None:
+        """Report the mean loss since the last report, over all ranks that are there."""
+        since, self._since = self._since, _Since()
+        loss, tokens = self._mesh.all_reduce(np.array([since.loss, since.targets], np.float64))
+        self._state.trained_tokens += int(tokens)
+        seconds = since.seconds or math.inf  # a newcomer's first step may be one that was discarded
+        info = {
+            "iteration": self._state.iteration,
+            "train_loss": float(loss / max(tokens, 1)),
+            "learning_rate": float(self._state.optimizer.learning_rate.item()),
+            "iterations_per_second": since.iterations / seconds,
+            "tokens_per_second": float(tokens) / seconds,
+            "trained_tokens": self._state.trained_tokens,
+            "peak_memory": mx.get_peak_memory() / 1e9,
+        }
+        self._say(
+            "Iter {iteration}: Train loss {train_loss:.3f}, Learning Rate {learning_rate:.3e}, "
+            "It/sec {iterations_per_second:.3f}, Tokens/sec {tokens_per_second:.3f}, "
+            "Trained Tokens {trained_tokens}, Peak mem {peak_memory:.3f} GB".format(**info)
+        )
+        self._call_back("on_train_loss_report", **info)
+
+    def _end(self) -> None:
+        """Have rank 0 save the last adapters; if it is lost before it has, the next one does."""
+        while True:
+            saved = self._leads()
+            if saved:
+                self._state.save(self._run.folder, numbered=False)
+                self._say(f"Saved final weights to {self._run.folder}")
+            if self._mesh.all_reduce(np.array(int(saved)), op="max"):
+                break
+        print(
+            f"Trained {self._state.iteration} iterations; this was rank {self._mesh.rank} of "
+            f"{self._mesh.size}. The adapters are on {self._mesh.names[0]}, weights "
+            f"{digest(self._state.adapters())}",
+            flush=True,
+        )
+
+    def _leads(self) -> bool:
+        return self._mesh.rank == 0
+
+    def _say(self, line: str) -> None:
+        if self._leads():
+            print(line, flush=True)
+
+    def _call_back(self, name: str, **info: object) -> None:
+        if self._leads() and self._run.callback is not None:
+            getattr(self._run.callback, name)(info)
+
+    def _warn_of_truncation(self, rows: int) -> None:
+        if rows and not self._truncated:
+            self._truncated = True
+            length = self._run.args.max_seq_length
+            print(
+                f"[WARNING] Some rows have more than {length} tokens and are cut there: split "
+                "them, or give a longer --max-seq-length",
+                flush=True,
+            )
+
+
+def evaluate(
+    mesh: Mesh,
+    model: Any,
+    loss: Loss,
+    batches: Batches,
+    count: int,
+) -> float | None:
+    """Return the mean loss over the first batches; None if a rank was lost, and its rows with it.
+
+    Args:
+        mesh: Each rank takes its share of each batch.
+        model: It is left in the mode for evaluation.
+        loss: As for training.
+        batches: The data set.
+        count: How many batches; -1 for all.
+    """
+    model.eval()
+    size, sums = mesh.size, np.zeros(2)
+    for number in range(len(batches) if count < 0 else min(count, len(batches))):
+        share = batches.share(number, rank=mesh.rank, size=size)
+        if share is not None:
+            sums += loss_of(model, loss, share), share.targets
+    total, targets = mesh.all_reduce(sums)
+    return float(total / max(targets, 1)) if mesh.size == size else None
+
+
+def digest(adapters: Mapping[str, Any]) -> str:
+    """Return a hash of the trained weights: the same on all machines, as their bits are."""
+    hasher = xxhash.xxh3_64()
+    for name, x in sorted(adapters.items()):
+        hasher.update(f"{name} {x.shape} {x.dtype}".encode())
+        hasher.update(np.array(x.reshape(-1).view(mx.uint8)).tobytes())
+    return hasher.hexdigest()
+
+
+def seed_of(seed: int, iteration: int, rank: int) -> int:
+    """Return what the random numbers of a rank's share begin with, on any machine."""
+    return int(np.random.SeedSequence([seed, iteration, rank]).generate_state(1, np.uint64)[0])

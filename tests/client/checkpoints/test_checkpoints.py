@@ -1,0 +1,236 @@
+"""`pmesh.Checkpoints` among the ranks of a simulated mesh, each with a folder of its own."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import pmesh
+from pmesh.client.checkpoints import files
+from pmesh.testing import SimulatedMesh
+
+Values = Any
+
+
+def state_at(step: int) -> dict[str, Any]:
+    """Arrays of several libraries, dtypes and sizes, and the plain values of a training."""
+    return {
+        "layers": [np.full((50, 7), step, np.float32), {"bias": np.full(3, step, np.float64)}],
+        "mlx": mx.full((11,), step, dtype=mx.bfloat16),
+        "random": np.random.PCG64(step).state,
+        "position": step,
+        "odd": np.full(5, step, np.uint8),
+        "swapped": np.arange(4, dtype=">f4"),
+        "nothing": None,
+        "empty": np.empty((0, 4), np.float32),
+    }
+
+
+def assert_equal(found: Any, expected: Any) -> None:  # noqa: ANN401 - any tree
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key, value in expected.items():
+            assert_equal(found[key], value)
+    elif isinstance(expected, list):
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+    elif isinstance(expected, mx.array):
+        assert found.dtype == expected.dtype
+        assert mx.array_equal(found, expected)
+    elif isinstance(expected, np.ndarray):
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
+    else:
+        assert found == expected
+
+
+def save(base: Path, size: int, *steps: int, **options: Any) -> list[list[bool]]:  # noqa: ANN401
+    def train(mesh: pmesh.Mesh) -> list[bool]:
+        with pmesh.Checkpoints(base / str(mesh.rank), mesh, **options) as checkpoints:
+            return [checkpoints.save(state_at(step), step, own=mesh.rank) for step in steps]
+
+    return SimulatedMesh(size).run(train)
+
+
+def load(base: Path, size: int, like: object = None) -> list[Any]:
+    def begin(mesh: pmesh.Mesh) -> Any:  # noqa: ANN401 - what was saved
+        with pmesh.Checkpoints(base / str(mesh.rank), mesh) as checkpoints:
+            found = checkpoints.load(like)
+            if found is not None:
+                mx.eval(found.state["mlx"])  # MLX's streams belong to threads
+            return found
+
+    return SimulatedMesh(size).run(begin)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_any_number_of_ranks_loads_what_three_have_saved(tmp_path: Path, size: int) -> None:
+    save(tmp_path, 3, 7)
+
+    for rank, loaded in enumerate(load(tmp_path, size)):
+        assert loaded.step == 7
+        assert_equal(loaded.state, state_at(7))
+        assert loaded.own == (rank if rank < 3 else None)
+
+
+def test_a_part_of_which_every_copy_is_away_names_the_machines(tmp_path: Path) -> None:
+    save(tmp_path, 3, 7)
+
+    with pytest.raises(pmesh.NotEnoughRanks, match="step 7 lacks part 3 of 3, saved by simulated"):
+        load(tmp_path, 1)
+
+
+def test_without_a_save_there_is_nothing_to_load(tmp_path: Path) -> None:
+    assert load(tmp_path, 2) == [None, None]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_old_saves_are_removed_once_later_ones_are_whole(
+    tmp_path: Path, *, asynchronous: bool
+) -> None:
+    save(tmp_path, 2, 1, 2, 3, 4, keep=2, asynchronous=asynchronous)
+
+    left = sorted(int(path.name.split("-")[3]) for path in (tmp_path / "0").iterdir())
+    assert left == ([2, 3, 4] if asynchronous else [3, 4])  # the last one is not known to be whole
+
+
+def test_with_a_time_between_saves_one_call_in_that_time_saves(tmp_path: Path) -> None:
+    assert save(tmp_path, 2, 1, 2, every_s=3600) == [[False, False]] * 2
+    assert save(tmp_path, 2, 1, every_s=0) == [[True]] * 2
+
+
+def test_others_read_a_part_by_the_paths_of_the_state(tmp_path: Path) -> None:
+    save(tmp_path, 1, 7)
+
+    (part,) = tmp_path.glob("0/save-*/part-*.safetensors")
+    arrays = load_file(part)
+    np.testing.assert_array_equal(arrays["layers.0"], state_at(7)["layers"][0])
+    np.testing.assert_array_equal(arrays["layers.1.bias"], state_at(7)["layers"][1]["bias"])
+
+
+def test_a_damaged_part_is_taken_from_the_other_rank_that_has_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 3, 7)
+    (part,) = tmp_path.glob("0/save-*/part-00001-*")
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+
+    for loaded in load(tmp_path, 3):
+        assert_equal(loaded.state, state_at(7))
+    assert f"{part} is damaged: its bytes are not those that were saved" in caplog.text
+
+
+def test_if_all_copies_of_a_part_are_damaged_the_save_before_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 3, 7, 8)
+    for part in tmp_path.glob("*/save-*-step-8-*/part-00002-*"):
+        part.write_bytes(b"")
+
+    assert [loaded.step for loaded in load(tmp_path, 3)] == [7, 7, 7]
+    assert "step 8 lacks part 2 of 3, saved by simulated; step 7 is loaded" in caplog.text
+
+
+def test_a_damaged_manifest_does_not_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 2, 7)
+    (manifest,) = tmp_path.glob("0/save-*/rank-*.json")
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+
+    assert [loaded.step for loaded in load(tmp_path, 2)] == [7, 7]
+    assert f"{manifest} is damaged" in caplog.text
+
+
+def test_a_save_of_another_model_names_what_differs(tmp_path: Path) -> None:
+    save(tmp_path, 1, 7)
+    other = state_at(7) | {"odd": np.zeros(6, np.uint8)}
+
+    match = r"step 7 in .* is of another model: odd: \(6,\) uint8 here, \(5,\) uint8 on disk"
+    with pytest.raises(pmesh.UsageError, match=match):
+        load(tmp_path, 1, other)
+
+
+def test_states_that_differ_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    def train(mesh: pmesh.Mesh) -> None:
+        with pmesh.Checkpoints(tmp_path / str(mesh.rank), mesh) as checkpoints:
+            checkpoints.save({"seed": mesh.rank}, 1)
+
+    with pytest.raises(pmesh.UsageError, match=r"rank 1 \(simulated\) has other .* plain values"):
+        SimulatedMesh(2).run(train)
+
+
+@pytest.mark.parametrize("library", ["numpy", "mlx"])
+def test_what_is_written_to_an_array_after_save_is_not_in_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    go = threading.Event()
+    write_save = files.write_save
+
+    def later(*args: Any) -> Any:  # noqa: ANN401 - as the original
+        assert go.wait(20)
+        return write_save(*args)
+
+    monkeypatch.setattr("pmesh.client.checkpoints.checkpoints.write_save", later)
+
+    def train(mesh: pmesh.Mesh) -> Any:  # noqa: ANN401 - an array
+        x: Any = np.zeros(1000) if library == "numpy" else mx.zeros(1000)
+        mx.eval(x) if library == "mlx" else None
+        with pmesh.Checkpoints(tmp_path, mesh) as checkpoints:
+            checkpoints.save({"x": x}, 1)
+            x += 1
+            if library == "mlx":
+                mx.eval(x)
+            go.set()
+            checkpoints.wait()
+            loaded = checkpoints.load()
+            assert loaded is not None
+            return np.array(loaded.state["x"])
+
+    (found,) = SimulatedMesh(1).run(train)
+    assert not found.any()
+
+
+@pytest.mark.parametrize("options", [{"keep": 0}, {"replicas": 0}, {"every_s": -1}])
+def test_numbers_that_make_no_sense_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(pmesh.UsageError, match="keep and replicas are at least 1"):
+        save(tmp_path, 1, 1, **options)
+
+
+def test_a_folder_that_cannot_be_written_names_itself_and_training_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "0").write_text("no folder can be made here")
+
+    def train(mesh: pmesh.Mesh) -> bool:
+        folder = tmp_path / str(mesh.rank) / "saves"
+        with pmesh.Checkpoints(folder, mesh, asynchronous=False) as checkpoints:
+            return checkpoints.save(state_at(1), 1)  # rank 1 has all parts
+
+    assert SimulatedMesh(2).run(train) == [True, True]
+    assert f"can't save step 1 in {tmp_path / '0' / 'saves'}" in caplog.text
+    assert "give Checkpoints a folder on another disk" in caplog.text
+
+
+def test_a_save_that_lacks_a_part_is_an_error_on_all_ranks_if_they_wait_for_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "0").write_text("no folder can be made here")
+
+    def train(mesh: pmesh.Mesh) -> str:
+        folder = tmp_path / str(mesh.rank) / "saves"
+        with pmesh.Checkpoints(folder, mesh, replicas=1, asynchronous=False) as checkpoints:
+            with pytest.raises(pmesh.UsageError) as caught:
+                checkpoints.save(state_at(1), 1)
+            return str(caught.value)
+
+    first, second = SimulatedMesh(2).run(train)
+    assert first == second
+    assert first.startswith("step 1 is not saved: can't save step 1")

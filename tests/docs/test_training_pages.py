@@ -1,0 +1,33 @@
+from collections.abc import Iterator
+
+import pytest
+
+from tests.docs.pages import DOCS, read
+from tests.e2e.harness import Fleet
+
+SCRIPTS = [("slow-links", 0), ("models-that-do-not-fit", 0), ("models-that-do-not-fit", 1)]
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    fleet = Fleet()
+    try:
+        yield fleet
+    finally:
+        fleet.close()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("page", "number"), SCRIPTS)
+def test_the_scripts_of_the_pages_train_on_two_ranks(fleet: Fleet, page: str, number: int) -> None:
+    text = read(DOCS / "how-to" / f"{page}.md")
+    script = text.split("```python\n")[number + 1].split("```")[0]
+    agent = fleet.start_agent("mac-1", "--no-mdns")
+    agent.await_status(lambda _: True)
+
+    trainers = [fleet.start_trainer(agent, script) for _ in range(2)]
+
+    printed = sorted(trainer.await_end() for trainer in trainers)
+    assert [line.partition(": ")[0] for line in printed] == ["rank 0", "rank 1"]
+    if page == "slow-links":
+        assert len({line.partition(": ")[2] for line in printed}) == 1

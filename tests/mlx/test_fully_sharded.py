@@ -1,0 +1,178 @@
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx import nn, optimizers
+from mlx.utils import tree_flatten
+
+import pmesh
+from pmesh.mlx import Block, FullySharded, fully_shard
+from pmesh.testing import SimulatedMesh
+
+BATCH, WORDS, WIDTH = 12, 13, 10
+
+
+def make_parts() -> list[Any]:
+    """An embedding, four blocks and a norm; nothing of it is divisible by three."""
+    mx.random.seed(3)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+    return [nn.Embedding(WORDS, WIDTH), *layers, nn.RMSNorm(WIDTH)]
+
+
+def blocks_of(parts: list[Any]) -> list[Any]:
+    """The head is the embedding again."""
+    embedding, norm = parts[0], parts[-1]
+    return [*parts[:-1], Block((norm, embedding), lambda x: embedding.as_linear(norm(x)))]
+
+
+def batch(step: int) -> tuple[mx.array, mx.array]:
+    words = np.random.default_rng(step).integers(0, WORDS, (BATCH, 2))
+    return mx.array(words[:, :1]), mx.array(words[:, 1:])
+
+
+def loss_of(logits: mx.array, y: mx.array) -> mx.array:
+    loss: mx.array = nn.losses.cross_entropy(logits, y, reduction="mean")
+    return loss
+
+
+def share_of(mesh: pmesh.Mesh, step: int) -> tuple[mx.array, mx.array]:
+    """Of unequal sizes: three ranks get 3, 4 and 5 samples."""
+    x, y = batch(step)
+    begin, end = ([0, 3, 7, BATCH], [0, 5, BATCH], [0, BATCH])[3 - mesh.size][
+        mesh.rank : mesh.rank + 2
+    ]
+    return x[begin:end], y[begin:end]
+
+
+def numbers(arrays: list[dict[str, mx.array]]) -> np.ndarray[Any, Any]:
+    return np.concatenate([np.array(x).reshape(-1) for each in arrays for x in each.values()])
+
+
+def train_plainly(steps: int) -> tuple[list[float], np.ndarray[Any, Any]]:
+    parts, optimizer, losses = make_parts(), optimizers.AdamW(0.01), list[float]()
+    model = nn.Sequential(*parts)
+
+    def whole(_: object, x: mx.array, y: mx.array) -> mx.array:
+        for block in blocks_of(parts):
+            x = block.call(x) if isinstance(block, Block) else block(x)
+        return loss_of(x, y)
+
+    for step in range(steps):
+        loss, gradients = nn.value_and_grad(model, whole)(model, *batch(step))
+        optimizer.update(model, gradients)
+        losses.append(loss.item())
+    # In the order in which blocks name them first: the embedding, the layers, the norm.
+    return losses, numbers([dict(tree_flatten(part.parameters())) for part in parts])
+
+
+def step_once(mesh: pmesh.Mesh, model: FullySharded, optimizer: Any, step: int) -> float:  # noqa: ANN401 - MLX's have no types
+    x, y = share_of(mesh, step)
+    loss, gradients = model.loss_and_gradients(loss_of, x, y, weight=len(x))
+    optimizer.update(model, gradients)
+    mx.eval(model.parameters(), optimizer.state)
+    return float(np.array(loss))
+
+
+def test_twenty_steps_are_those_of_one_machine() -> None:
+    def train(mesh: pmesh.Mesh) -> tuple[list[float], np.ndarray[Any, Any]]:
+        model, optimizer = fully_shard(blocks_of(make_parts()), mesh), optimizers.AdamW(0.01)
+        losses = [step_once(mesh, model, optimizer, step) for step in range(20)]
+        return losses, numbers(list(model.gather()))
+
+    losses, weights = train_plainly(20)
+    results = SimulatedMesh(3).run(train)
+    assert len({each.tobytes() for _, each in results}) == 1
+    np.testing.assert_allclose(results[0][1], weights, atol=1e-5)
+    for found, _ in results:
+        np.testing.assert_allclose(found, losses, rtol=1e-5)
+
+
+def test_each_rank_keeps_its_part_and_the_modules_are_empty() -> None:
+    def train(mesh: pmesh.Mesh) -> int:
+        parts = make_parts()
+        model, optimizer = fully_shard(blocks_of(parts), mesh), optimizers.AdamW(0.01)
+        step_once(mesh, model, optimizer, 0)
+        model(batch(0)[0])
+        assert all(x.size == 0 for part in parts for _, x in tree_flatten(part.parameters()))
+        moments = [x for _, x in tree_flatten(optimizer.state["modules"])]
+        kept: int = sum(x.size for _, x in tree_flatten(model.parameters()))
+        assert sum(x.size for x in moments) == 2 * kept
+        return kept
+
+    whole = sum(x.size for part in make_parts() for _, x in tree_flatten(part.parameters()))
+    kept = SimulatedMesh(3).run(train)
+    assert sum(kept) == whole
+    assert max(kept) - min(kept) <= 6  # one more of each module
+
+
+def test_a_call_computes_what_the_model_does() -> None:
+    expected = batch(0)[0]
+    for block in blocks_of(make_parts()):
+        expected = block.call(expected) if isinstance(block, Block) else block(expected)
+
+    def forward(mesh: pmesh.Mesh) -> np.ndarray[Any, Any]:
+        model = fully_shard(blocks_of(make_parts()), mesh)
+        return np.array(model(batch(0)[0]))
+
+    for found in SimulatedMesh(2).run(forward):
+        np.testing.assert_allclose(found, np.array(expected), atol=1e-6)
+
+
+def test_frozen_weights_are_shared_out_and_get_no_gradients() -> None:
+    def train(mesh: pmesh.Mesh) -> tuple[bool, bool]:
+        parts = make_parts()
+        before = numbers([dict(tree_flatten(parts[0].parameters()))])
+        parts[0].freeze()
+        for part in parts[1:]:
+            part.set_dtype(mx.bfloat16)
+        embedding, *layers, norm = parts
+        head = Block((norm, embedding), lambda x: embedding.as_linear(norm(x)))
+        cast = Block((), lambda x: x.astype(mx.bfloat16))
+        model, optimizer = fully_shard([embedding, cast, *layers, head], mesh), optimizers.SGD(0.1)
+        first = [np.array(x.astype(mx.float32)) for _, x in tree_flatten(model.parameters())]
+        step_once(mesh, model, optimizer, 0)
+        second = [np.array(x.astype(mx.float32)) for _, x in tree_flatten(model.parameters())]
+        after = numbers([next(iter(list(model.gather())))])
+        moved = any((one != two).any() for one, two in zip(first, second, strict=True))
+        return bool((before == after).all()), moved
+
+    assert SimulatedMesh(2).run(train) == [(True, True)] * 2
+
+
+def test_after_a_loss_all_load_what_was_saved_and_go_on() -> None:
+    simulated = SimulatedMesh(3, on_loss="continue")
+
+    def train(mesh: pmesh.Mesh) -> np.ndarray[Any, Any]:
+        model, optimizer = fully_shard(blocks_of(make_parts()), mesh), optimizers.AdamW(0.01)
+        own, saved, changes = mesh.rank, list[dict[str, mx.array]](), 0
+        step = 0
+        while step < 6:
+            if step == 2:
+                saved = list(model.gather())
+            if step == 4 and own == 1 and not changes:
+                simulated.lose(1)
+            try:
+                step_once(mesh, model, optimizer, step)
+                step += 1
+            except pmesh.errors.RosterChanged:
+                changes += 1
+                model.load(saved)
+                step, optimizer = 2, optimizers.AdamW(0.01)
+        assert changes == 1
+        return numbers(list(model.gather()))
+
+    first, second = simulated.run(train)
+    assert first.tobytes() == second.tobytes()
+
+
+def test_what_means_nothing_is_refused() -> None:
+    def train(mesh: pmesh.Mesh) -> None:
+        with pytest.raises(pmesh.UsageError, match="no block"):
+            fully_shard([], mesh)
+        model = fully_shard(blocks_of(make_parts()), mesh)
+        for weight in (0, -1, float("inf")):
+            with pytest.raises(pmesh.UsageError, match="weight"):
+                model.loss_and_gradients(loss_of, *batch(0), weight=weight)
+
+    SimulatedMesh(1).run(train)

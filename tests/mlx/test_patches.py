@@ -1,0 +1,85 @@
+"""mx.compile where there are several ranks."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from pmesh.mlx import ops, patches
+from pmesh.mlx.patches import compile_what_does_not_wait
+
+
+class Traced:
+    """A function that counts how often Python runs it: a compiled one runs in its trace only."""
+
+    def __init__(self, *, communicates: bool = False) -> None:
+        self.runs = 0
+        self.communicates = communicates
+
+    def __call__(self, x: mx.array) -> mx.array:
+        self.runs += 1
+        ops.calls[0] += self.communicates
+        return x * 2
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    monkeypatch.setattr(patches, "_said", set())
+
+    def share(yes: bool) -> None:  # noqa: FBT001
+        monkeypatch.setattr(patches, "is_shared", lambda: yes)
+
+    share(True)  # noqa: FBT003
+    return share
+
+
+def runs_of(traced: Traced, **options: Any) -> int:  # noqa: ANN401 - as mx.compile has them
+    """How often it runs in five calls."""
+    compiled = compile_what_does_not_wait(traced, **options)
+    for i in range(5):
+        assert compiled(mx.array(float(i))).item() == 2 * i
+    return traced.runs
+
+
+def test_alone_everything_is_compiled(shared: Callable[[bool], None]) -> None:
+    shared(False)  # noqa: FBT003
+    assert runs_of(Traced(communicates=True)) == 1
+    assert runs_of(Traced(), inputs=[], outputs=[]) == 1
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_function_that_calls_no_other_rank_is_compiled_after_its_first_run() -> None:
+    assert runs_of(Traced()) == 2
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("options", [{}, {"inputs": []}, {"outputs": []}])
+def test_a_function_with_state_or_calls_is_never_traced_and_one_line_says_so(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "pmesh"):
+        assert runs_of(Traced(communicates=not options), **options) == 5
+        assert runs_of(Traced(communicates=not options), **options) == 5
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("Traced runs uncompiled")
+
+
+@pytest.mark.usefixtures("shared")
+def test_it_is_used_as_a_decorator_as_mlxs_is() -> None:
+    @compile_what_does_not_wait
+    def double(x: mx.array) -> mx.array:
+        """Twice x."""
+        return x * 2
+
+    assert double.__doc__ == "Twice x."
+    assert double(mx.array(2.0)).item() == 4
+
+
+@pytest.mark.parametrize("compiled", [mx.compile, compile_what_does_not_wait])
+def test_in_a_class_it_does_not_become_a_method(compiled: Callable[[Any], Any]) -> None:
+    class Layer:
+        activate = compiled(lambda x: x * 2)
+
+    assert Layer().activate(mx.array(3.0)).item() == 6

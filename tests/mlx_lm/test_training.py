@@ -1,0 +1,354 @@
+"""The loop on meshes of threads: what ranks compute together, also when they come and go."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pmesh
+from pmesh.mlx_lm.batches import Share, pad
+from pmesh.mlx_lm.files import load_arrays
+from pmesh.mlx_lm.halves import Gradients
+from pmesh.mlx_lm.libraries import mx, nn, trainer, trees
+from pmesh.mlx_lm.state import State
+from pmesh.mlx_lm.training import Training, digest, seed_of
+from pmesh.testing import SimulatedMesh
+from tests.worlds.lora import Trainer, make_model, prepare
+
+Adapters = dict[str, Any]
+
+
+def run(folder: Path, size: int, **options: Any) -> list[Trainer]:  # noqa: ANN401
+    """Train on so many ranks; each keeps what it was told."""
+    hashes: list[str] = []
+
+    def train(mesh: pmesh.Mesh) -> Trainer:
+        one = Trainer(mesh, folder)
+        hashes.append(one.train(**options))
+        return one
+
+    trainers = SimulatedMesh(size, on_loss="continue").run(train)
+    assert len(set(hashes)) == 1
+    return trainers
+
+
+def adapters_in(folder: Path) -> Adapters:
+    return {name: np.array(x) for name, x in adapters_in_mlx(folder).items()}
+
+
+def adapters_in_mlx(folder: Path) -> Adapters:
+    loaded = load_arrays(folder / "adapters.safetensors")
+    assert loaded is not None
+    return loaded[0]
+
+
+def assert_close(one: Adapters, other: Adapters, *, within: float = 1e-5) -> None:
+    assert one.keys() == other.keys()
+    for name, x in one.items():
+        np.testing.assert_allclose(x, other[name], atol=within, rtol=within)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "full"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_learn_what_one_rank_learns_though_the_batch_does_not_divide(
+    tmp_path: Path, kind: str, size: int
+) -> None:
+    run(tmp_path / "one", 1, kind=kind)
+    run(tmp_path / "many", size, kind=kind)
+
+    assert_close(adapters_in(tmp_path / "one"), adapters_in(tmp_path / "many"))
+
+
+def test_one_rank_learns_what_mlx_lm_would(tmp_path: Path) -> None:
+    state, plan = prepare(tmp_path)
+    gradients = nn.value_and_grad(state.model, trainer.default_loss)
+    for iteration in range(6):
+        share = plan.train.share(iteration, rank=0, size=1)
+        assert share is not None
+        _, grads = gradients(state.model, mx.array(share.tokens), mx.array(share.spans))
+        state.optimizer.update(state.model, grads)
+    expected = {name: np.array(x) for name, x in state.adapters().items()}
+
+    run(tmp_path, 1)
+
+    assert any(np.any(x) for name, x in expected.items() if name.endswith("lora_b"))
+    assert_close(expected, adapters_in(tmp_path))
+
+
+def test_a_rank_may_have_no_row(tmp_path: Path) -> None:
+    run(tmp_path / "one", 1, batch_size=2)
+    run(tmp_path / "many", 3, batch_size=2)
+
+    assert_close(adapters_in(tmp_path / "one"), adapters_in(tmp_path / "many"))
+
+
+def test_a_batch_without_a_target_changes_nothing(tmp_path: Path) -> None:
+    def train(mesh: pmesh.Mesh) -> tuple[str, str, int]:
+        state, plan = prepare(tmp_path, iters=1, valid=False)
+        before = digest(state.adapters())
+        plan.train.share = lambda *_, **__: None  # type: ignore[method-assign]
+        Training(mesh, plan, state).run()
+        return before, digest(state.adapters()), state.iteration
+
+    (before, after, iteration), other = SimulatedMesh(2).run(train)
+    assert (before, after, iteration) == other
+    assert before == after
+    assert iteration == 1
+
+
+def test_accumulated_iterations_are_one_update_of_all_their_rows(tmp_path: Path) -> None:
+    state, plan = prepare(tmp_path)
+    gradients = nn.value_and_grad(state.model, trainer.default_loss)
+    for first in (0, 3):
+        shares = [plan.train.share(first + i, rank=0, size=1) for i in range(3)]
+        rows = [row for share in shares if share is not None for row in rows_of(share)]
+        share = pad(rows, max_length=64)
+        assert share is not None
+        _, grads = gradients(state.model, mx.array(share.tokens), mx.array(share.spans))
+        state.optimizer.update(state.model, grads)
+    expected = {name: np.array(x) for name, x in state.adapters().items()}
+
+    trainers = run(tmp_path, 2, iters=7, accumulate=3)
+
+    assert_close(expected, adapters_in(tmp_path))
+    assert [info["iteration"] for info in trainers[0].said.losses] == [3, 6]
+    assert trainers[0].state is not None
+    assert int(trainers[0].state.optimizer.step.item()) == 2
+
+
+def rows_of(share: Share) -> list[tuple[list[int], int]]:
+    pairs = zip(share.tokens.tolist(), share.spans.tolist(), strict=True)
+    return [(tokens[:end], start) for tokens, (start, end) in pairs]
+
+
+def test_reports_and_validations_are_those_of_all_ranks(tmp_path: Path) -> None:
+    one = run(tmp_path / "one", 1)[0].said
+    many = [trainer.said for trainer in run(tmp_path / "many", 3)]
+
+    assert not many[1].losses + many[2].losses + many[1].validations
+    assert [info["iteration"] for info in one.validations] == [0, 1, 3, 5]  # as mlx-lm counts
+    assert [info["iteration"] for info in one.losses] == [2, 4, 6]
+    for key, ours, theirs in (
+        ("val_loss", many[0].validations, one.validations),
+        ("train_loss", many[0].losses, one.losses),
+        ("trained_tokens", many[0].losses, one.losses),
+    ):
+        assert [x[key] for x in ours] == pytest.approx([x[key] for x in theirs], rel=1e-5)
+    assert one.losses[-1]["train_loss"] < one.losses[0]["train_loss"]
+
+
+def test_rank_0_saves_as_mlx_lm_does(tmp_path: Path) -> None:
+    run(tmp_path, 2, iters=4)
+
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [
+        *("0000002_adapters.safetensors", "0000004_adapters.safetensors"),
+        *("adapters.safetensors", "pmesh_state.safetensors"),
+    ]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_step_in_which_a_rank_is_lost_is_taken_again_with_all_its_rows(
+    tmp_path: Path, lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "undisturbed", 3)
+    simulated = SimulatedMesh(3, on_loss="continue")
+    ready = threading.Barrier(3)
+    averaged = pmesh.Mesh.average_gradients
+
+    def average(mesh: pmesh.Mesh, grads: Any, **options: Any) -> Any:  # noqa: ANN401
+        if mesh.step == 3 and mesh.size == 3:
+            ready.wait()
+            if mesh.rank == lost:
+                simulated.lose(lost)
+        return averaged(mesh, grads, **options)
+
+    monkeypatch.setattr(pmesh.Mesh, "average_gradients", average)
+
+    results = simulated.run(lambda mesh: Trainer(mesh, tmp_path / "disturbed").train())
+
+    assert len(results) == 2
+    assert len(set(results)) == 1
+    assert_close(adapters_in(tmp_path / "undisturbed"), adapters_in(tmp_path / "disturbed"))
+
+
+def test_a_validation_in_which_a_rank_is_lost_is_made_again_with_all_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = run(tmp_path / "undisturbed", 3)[0].said.validations
+    simulated = SimulatedMesh(3, on_loss="continue")
+    ready = threading.Barrier(3)
+    all_reduce = pmesh.Mesh.all_reduce
+
+    def reduced(mesh: pmesh.Mesh, x: Any, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+        if mesh.step == 4 and mesh.size == 3:  # validates before its step
+            ready.wait()
+            if mesh.rank == 2:
+                simulated.lose(2)
+        return all_reduce(mesh, x, *arguments, **options)
+
+    monkeypatch.setattr(pmesh.Mesh, "all_reduce", reduced)
+
+    def train(mesh: pmesh.Mesh) -> Trainer:
+        one = Trainer(mesh, tmp_path / "disturbed")
+        one.train()
+        return one
+
+    validations = simulated.run(train)[0].said.validations
+
+    assert [v["iteration"] for v in validations] == [v["iteration"] for v in undisturbed]
+    assert [v["val_loss"] for v in validations] == pytest.approx(
+        [v["val_loss"] for v in undisturbed], rel=1e-5
+    )
+
+
+def join_late(
+    simulated: SimulatedMesh, monkeypatch: pytest.MonkeyPatch, train: Callable[[pmesh.Mesh], Any]
+) -> Callable[[], Any]:
+    """A trainer that comes at the others' fifth step; returns what waits for its result."""
+    asks_to_enter = threading.Event()
+    sync, average = pmesh.Mesh.sync, pmesh.Mesh.average_gradients
+    pool = ThreadPoolExecutor(1)
+    calls: list[Future[Any]] = []
+
+    def come() -> Any:  # noqa: ANN401
+        with simulated.connect() as mesh:
+            return train(mesh)
+
+    def synced(mesh: pmesh.Mesh, *arguments: Any) -> Any:  # noqa: ANN401
+        if mesh.rank < 0:
+            asks_to_enter.set()
+        return sync(mesh, *arguments)
+
+    def averaged(mesh: pmesh.Mesh, grads: Any, **options: Any) -> Any:  # noqa: ANN401
+        if mesh.step == 5 and mesh.rank == 0:
+            calls.append(pool.submit(come))
+            asks_to_enter.wait()
+        return average(mesh, grads, **options)
+
+    monkeypatch.setattr(pmesh.Mesh, "sync", synced)
+    monkeypatch.setattr(pmesh.Mesh, "average_gradients", averaged)
+
+    def result() -> Any:  # noqa: ANN401
+        with pool:
+            return calls[0].result()
+
+    return result
+
+
+LONG: dict[str, Any] = {"iters": 150, "every": 50, "rate": 0.01}
+"""A newcomer of the fifth step has entered long before the end."""
+
+
+def test_a_newcomer_goes_on_with_the_state_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated = SimulatedMesh(2, on_loss="continue")
+    newcomer = join_late(
+        simulated,
+        monkeypatch,
+        lambda mesh: Trainer(mesh, tmp_path / "newcomer").train(model_seed=0, **LONG),
+    )
+
+    results = simulated.run(lambda mesh: Trainer(mesh, tmp_path / "first").train(**LONG))
+
+    assert {newcomer()} == set(results)
+    assert not list((tmp_path / "newcomer").iterdir())
+
+
+def test_a_newcomer_with_other_options_is_told_which_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated = SimulatedMesh(2, on_loss="continue")
+    other = {"terms": {"--batch-size": "7"}, "rank": 3}
+    newcomer = join_late(
+        simulated,
+        monkeypatch,
+        lambda mesh: Trainer(mesh, tmp_path / "newcomer").train(**LONG, **other),
+    )
+
+    results = simulated.run(lambda mesh: Trainer(mesh, tmp_path / "first").train(**LONG))
+
+    with pytest.raises(pmesh.UsageError, match=r"--batch-size is 5 on simulated and 7 on"):
+        newcomer()
+    assert len(set(results)) == 1
+
+
+def test_those_who_begin_with_other_options_are_told_which(tmp_path: Path) -> None:
+    def train(mesh: pmesh.Mesh) -> None:
+        Trainer(mesh, tmp_path).train(terms={"--iters": str(mesh.rank)})
+
+    with pytest.raises(pmesh.UsageError, match=r"--iters is 0 on simulated and 1 on simulated"):
+        SimulatedMesh(2).run(train)
+
+
+def test_a_run_goes_on_from_the_newest_state_that_any_machine_has(tmp_path: Path) -> None:
+    run(tmp_path / "whole", 2, optimizer="adam", rate=0.01)
+    run(tmp_path / "stopped", 2, iters=4, optimizer="adam", rate=0.01)
+    run(tmp_path / "older", 2, iters=2, optimizer="adam", rate=0.01)
+
+    def train(mesh: pmesh.Mesh) -> tuple[str, list[int]]:
+        folder = tmp_path / ("older" if mesh.rank == 0 else "stopped")
+        one = Trainer(mesh, folder)
+        digest = one.train(resumes=True, optimizer="adam", rate=0.01)
+        return digest, [info["iteration"] for info in one.said.losses]
+
+    (one, told), (other, _) = SimulatedMesh(2).run(train)
+
+    assert one == other == digest(adapters_in_mlx(tmp_path / "whole"))
+    assert told == [6]
+
+
+def test_if_rank_0_is_lost_before_it_has_saved_the_next_one_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated = SimulatedMesh(2, on_loss="continue")
+    save = State.save
+
+    def saved(state: State, folder: Path, *, numbered: bool) -> None:
+        if folder.name == "rank-0" and not numbered:
+            simulated.lose(0)
+        else:
+            save(state, folder, numbered=numbered)
+
+    monkeypatch.setattr(State, "save", saved)
+    results = simulated.run(
+        lambda mesh: Trainer(mesh, tmp_path / f"rank-{mesh.rank}").train(every=100)
+    )
+
+    assert results == [digest(adapters_in_mlx(tmp_path / "rank-1"))]
+    assert not (tmp_path / "rank-0" / "adapters.safetensors").exists()
+
+
+def test_random_numbers_begin_anew_with_each_rank_and_iteration() -> None:
+    model = make_model(dropout=0.5)
+    ones = trees.tree_map(mx.ones_like, model.trainable_parameters())
+    model.update(ones)  # a fresh lora_b is zero, and hides what is dropped
+    rows = pad([(range(30), 0)], max_length=64)
+    gradients = Gradients(model, trainer.default_loss)
+
+    losses = [gradients.of([rows], [seed])[0] for seed in (1, 2, 1)]
+
+    assert losses[0] == losses[2] != losses[1]
+    seeds = {seed_of(0, iteration, rank) for iteration in range(9) for rank in range(9)}
+    assert len(seeds) == 81
+
+
+def test_a_run_with_dropout_can_be_repeated(tmp_path: Path) -> None:
+    for name in ("once", "again"):
+        run(tmp_path / name, 2, dropout=0.5)
+
+    assert_close(adapters_in(tmp_path / "once"), adapters_in(tmp_path / "again"), within=0)
+
+
+@pytest.mark.parametrize("compression", ["int8", "bf16"])
+def test_compressed_gradients_give_all_ranks_the_same_bits(
+    tmp_path: Path, compression: str
+) -> None:
+    said = run(tmp_path, 2, compression=compression, iters=20, every=10)[0].said
+
+    assert said.losses[-1]["train_loss"] < said.losses[0]["train_loss"]

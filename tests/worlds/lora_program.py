@@ -1,0 +1,26 @@
+"""mlx_lm.lora as it is; at the end each rank, not only rank 0, saves its weights.
+
+python -m tests.worlds.lora_program FOLDER ARGUMENT-OF-MLX_LM.LORA...
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm import lora
+
+FOLDER = Path(sys.argv.pop(1))
+train = lora.train
+
+
+def train_and_save(*arguments: Any, model: Any, **named: Any) -> None:  # noqa: ANN401 - mlx-lm's
+    """What mlx-lm calls to train."""
+    train(*arguments, model=model, **named)
+    weights = dict(tree_flatten(model.trainable_parameters()))
+    mx.save_safetensors(str(FOLDER / f"{mx.distributed.init().rank()}.safetensors"), weights)
+
+
+lora.train = train_and_save
+lora.main()
