@@ -41,10 +41,10 @@ app = App(
 )
 key_app = App(name="key", help="The mesh key: every machine that holds it is a member of the mesh.")
 app.command(key_app)
-checkpoint_app = App(name="checkpoint", help="Look into the folders of pmesh.Checkpoints.")
-app.command(checkpoint_app)
 allow_app = App(name="allow", help="What other members of the mesh may do on this machine.")
 app.command(allow_app)
+checkpoint_app = App(name="checkpoint", help="Look into the folders of pmesh.Checkpoints.")
+app.command(checkpoint_app)
 
 
 @key_app.command
@@ -349,15 +349,16 @@ def mlx_(
     )
 
 
+_MODULE_OPTIONS = ("-m", "--module")
 _VALUED_OPTIONS = MappingProxyType(
     {
         "run": (
-            "--on", "--count", "-n", "--per-node", "--job", "--engine", "--restarts", "--grace",
-            "--hang-timeout", "--env", "--cwd", "--python", "--module", "-m", "--home",
+            *("--on", "--count", "-n", "--per-node", "--job", "--engine", "--restarts", "--grace"),
+            *("--hang-timeout", "--env", "--cwd", "--python", "--home", *_MODULE_OPTIONS),
         ),
         "mlx": ("--job", "--wait-for", "--compression", "--home"),
     }
-)  # fmt: skip
+)
 """Of the commands that run another one, those of our own options that have a value."""
 
 
@@ -368,14 +369,18 @@ def end_own_options(arguments: Sequence[str]) -> Sequence[str]:
     ['run', '--restarts', '3', '--', 'python', '--version']
     >>> end_own_options(["mlx", "--no-elastic", "-m", "mlx_lm", "lora", "--train"])
     ['mlx', '--no-elastic', '--', '-m', 'mlx_lm', 'lora', '--train']
+    >>> end_own_options(["run", "--on", "all", "-m", "pkg.train", "--epochs", "3"])
+    ['run', '--on', 'all', '-m', 'pkg.train', '--', '--epochs', '3']
     """
     valued = _VALUED_OPTIONS.get(arguments[0]) if arguments else None
     if valued is None:
         return arguments
     for place, word in enumerate(arguments):
+        if arguments[place - 1] in _MODULE_OPTIONS and "-m" in valued:
+            return [*arguments[: place + 1], "--", *arguments[place + 1 :]]
         is_value = arguments[place - 1] in valued
-        begins = not (word.startswith("-") or is_value) or (word == "-m" and word not in valued)
-        if place and begins:
+        begins = word == "-m" and "-m" not in valued
+        if place and (begins or not (word.startswith("-") or is_value)):
             return [*arguments[:place], "--", *arguments[place:]]
         if word == "--":
             break

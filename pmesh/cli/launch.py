@@ -54,7 +54,6 @@ from pmesh.paths import home_directory, socket_path
 
 _COLORS: Final = (36, 33, 35, 32, 34, 96, 93, 95)  # red is for errors
 _RECEIVE_BYTES = 64 * 1024
-_LONGEST_NAME = 255  # of a file; a longer argument is none
 _PATIENCE = 3  # signals: the first asks, the second kills, the third waits no longer
 
 
@@ -202,9 +201,10 @@ def _digests(words: Sequence[str], cwd: Path) -> tuple[Digest, ...]:
 
 
 def _is_code(path: Path) -> bool:
-    if len(path.name) > _LONGEST_NAME:
+    try:
+        return (path.is_file() and path.suffix == ".py") or (path / "__init__.py").is_file()
+    except OSError:  # a long argument is no path
         return False
-    return (path.is_file() and path.suffix == ".py") or (path / "__init__.py").is_file()
 
 
 # --- the session

@@ -5,6 +5,8 @@ from typing import Any
 from hypothesis import strategies as st
 from msgspec import inspect
 
+from pmesh.ids import PRINTABLE
+
 Strategy = st.SearchStrategy[Any]
 
 LONGEST_TUPLE = 2  # enough for none, one and several
@@ -18,7 +20,7 @@ def values_of(type_: object) -> Strategy:
     return _strategy(inspect.type_info(type_))
 
 
-def _strategy(info: inspect.Type) -> Strategy:  # noqa: C901, PLR0911 - one arm for each kind of type
+def _strategy(info: inspect.Type) -> Strategy:  # noqa: C901, PLR0911, PLR0912 - one arm for each kind of type
     match info:
         case inspect.NoneType():
             return st.none()
@@ -26,8 +28,13 @@ def _strategy(info: inspect.Type) -> Strategy:  # noqa: C901, PLR0911 - one arm 
             return st.booleans()
         case inspect.IntType(ge=ge, le=le):
             return st.integers(-(2**63) if ge is None else ge, 2**64 - 1 if le is None else le)
-        case inspect.FloatType(gt=gt):
-            return st.floats(gt, exclude_min=gt is not None, allow_nan=False)
+        case inspect.FloatType(gt=gt, ge=ge, le=le):
+            least = gt if ge is None else ge
+            return st.floats(least, le, exclude_min=gt is not None, allow_nan=False)
+        case inspect.StrType(pattern=str(pattern), max_length=longest) if pattern != PRINTABLE:
+            return st.from_regex(pattern, alphabet=ANY_TEXT).filter(
+                lambda text: len(text) <= (longest or LONGEST_TEXT)
+            )
         case inspect.StrType(min_length=shortest, max_length=longest, pattern=pattern):
             return st.text(
                 ANY_TEXT if pattern is None else PRINTED_TEXT,

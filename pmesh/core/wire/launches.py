@@ -21,7 +21,7 @@ MAX_PORTS = 64  # of the ranks of one machine
 
 Engine: TypeAlias = Literal["pmesh", "gloo", "nccl", "mlx-ring", "jaccl"]
 
-LaunchId: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9a-f]{12}\Z")]
+LaunchId: TypeAlias = Annotated[str, Meta(max_length=12, pattern=r"^[0-9a-f]{12}\Z")]
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_COMMAND_TEXT, pattern=r"^[^\x00]*\Z")]
 """Anything that may be an argument of a program, line breaks included."""
 VariableName: TypeAlias = Annotated[str, Meta(max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z")]
@@ -53,7 +53,7 @@ class Digest(msgspec.Struct, frozen=True, array_like=True):
 
     path: Text
     """Relative to the working directory, or absolute."""
-    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    sha256: Annotated[str, Meta(max_length=64, pattern=r"^[0-9a-f]{64}\Z")]
 
 
 class Command(msgspec.Struct, frozen=True, array_like=True):

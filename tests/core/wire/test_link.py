@@ -169,6 +169,16 @@ def test_the_tags_are_those_of_version_ten() -> None:
         34: "Relay",
         35: "Splice",
         36: "StorePart",
+        40: "PrepareLaunch",
+        41: "LaunchPrepared",
+        42: "BeginRanks",
+        43: "SignalRanks",
+        44: "RankEnded",
+        45: "RankOutput",
+        46: "OutputRead",
+        47: "RankInput",
+        48: "InputRead",
+        49: "StopLaunch",
     }
 
 

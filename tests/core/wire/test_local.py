@@ -170,7 +170,7 @@ def unbounded(  # noqa: C901 - one arm for each type
 ) -> Iterator[str]:
     """The places in a type whose values may be of any size."""
     match info:
-        case inspect.StructType(fields=fields):
+        case inspect.StructType(fields=fields) | inspect.NamedTupleType(fields=fields):
             for field in fields:
                 yield from unbounded(field.type, f"{where}.{field.name}")
         case inspect.UnionType(types=types):
@@ -181,8 +181,8 @@ def unbounded(  # noqa: C901 - one arm for each type
             yield from unbounded(item, f"{where}[]")
         case inspect.IntType(ge=least, le=most):
             yield from [where] * (least is None or most is None)
-        case inspect.FloatType(gt=least):  # a NaN is greater than nothing
-            yield from [where] * (least is None)
+        case inspect.FloatType(gt=above, ge=least):  # a NaN is greater than nothing
+            yield from [where] * (above is None and least is None)
         case inspect.StrType(max_length=longest, pattern=pattern):
             yield from [where] * (longest is None or pattern is None)
         case inspect.BytesType(max_length=longest):
