@@ -23,9 +23,10 @@ SLOW = (
     "tests/simulation/test_mutations.py::test_random_histories_notice_that_a_rule_is_missing",
     *("tests/tools/test_bench.py", "tests/tools/test_chaos.py", "tests/tools/test_training.py"),
     "tests/tools/test_lora.py::test_killed_ranks_come_back",
-    "tests/tools/test_mlx_speed.py",
+    *("tests/tools/test_mlx_speed.py", "tests/tools/test_sharded.py"),
     "tests/tools/test_networks.py::test_a_mesh_holds_together_on_crowded_wifi",
     *("tests/client/test_examples.py", "tests/docs/test_readme.py", "tests/e2e/"),
+    "tests/docs/test_training_pages.py",
 )
 NOT_SLOW = ("tests/e2e/test_lan.py", "tests/e2e/test_losses.py", "tests/e2e/test_jobs.py")
 

@@ -27,7 +27,7 @@ from pmesh.agent.limits import Admission, open_files_limit, plan_files
 from pmesh.agent.mesh.foreign_agents import Strangers
 from pmesh.agent.mesh.foreign_agents import watch as watch_turned_away
 from pmesh.agent.mesh.membership import DOUBT_S, Membership
-from pmesh.agent.mesh.peers import Peers
+from pmesh.agent.mesh.peers import BeyondMesh, Peers
 from pmesh.agent.mesh.ping import ping
 from pmesh.agent.mesh.probing import Probing
 from pmesh.agent.mesh.storms import count_packets, watch_storms
@@ -49,14 +49,21 @@ from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
 from pmesh.core.links.addresses import announced_addresses, announced_interfaces
 from pmesh.core.values import View
 from pmesh.core.wire.launches import (
-    AnyLaunchMessage,
     AskLaunches,
     EndLaunch,
     FollowLaunch,
     Launch,
     LaunchMessage,
 )
-from pmesh.core.wire.link import PROTOCOL_VERSION, Hello, RanksMessage, StorePart
+from pmesh.core.wire.link import (
+    PROTOCOL_VERSION,
+    AskResult,
+    Hello,
+    OfferLane,
+    RestLane,
+    Splice,
+    StorePart,
+)
 from pmesh.core.wire.local import (
     AskEvents,
     AskPing,
@@ -145,8 +152,8 @@ class Agent:
     membership: Membership
     jobs: Jobs
     p2p: P2PRouter
-    launches: Launches
     stores: Stores
+    launches: Launches
 
     def __init__(
         self,
@@ -250,10 +257,7 @@ class Agent:
             watch=self._watch,
             nursery=nursery,
             jitter=random.random,
-            on_offer=lambda member, offer: self.jobs.rendezvous.accept(member, offer),  # noqa: PLW0108 - the rendezvous comes later
-            on_rest=self.jobs.rest_lane,
-            on_ask=self.jobs.results.answer,
-            on_ranks=self._receive,
+            on_message=self._receive,
             noticed=self._event_log.add,
             path_failed=self._leave_path,
             contain=self._containment.contain,
@@ -273,6 +277,7 @@ class Agent:
         self.peers.membership = self.jobs.membership = self.membership
         self.jobs.rendezvous = LaneRendezvous(self._me, self.peers, nursery, secrets.token_bytes)
         self.p2p = P2PRouter(self._me, self.jobs.ranks, self.jobs.rendezvous, self.peers.send)
+        self.stores = Stores(self._me, self.jobs.ranks, self.peers.send)
         self.launches = Launches(
             self._me,
             self._settings.name,
@@ -285,15 +290,21 @@ class Agent:
             contain=self._containment.contain,
             launch_ids=lambda: secrets.token_hex(6),
         )
-        self.stores = Stores(self._me, self.jobs.ranks, self.peers.send)
 
-    def _receive(self, member: Member, message: RanksMessage | AnyLaunchMessage) -> None:
-        if isinstance(message, StorePart):
-            self.stores.receive(member, message)
-        elif isinstance(message, LaunchMessage):
-            self.launches.receive(member, message)
-        else:
-            self.p2p.receive(member, message)
+    def _receive(self, member: Member, message: BeyondMesh) -> None:
+        match message:
+            case OfferLane() | Splice():
+                self.jobs.rendezvous.accept(member, message)
+            case RestLane():
+                self.jobs.rest_lane(member, message)
+            case AskResult():
+                self.jobs.results.answer(message)
+            case StorePart():
+                self.stores.receive(member, message)
+            case LaunchMessage():
+                self.launches.receive(member, message)
+            case _:
+                self.p2p.receive(member, message)
 
     def _leave_path(
         self, ours: AbstractSet[str], theirs: AbstractSet[str], *, outranked: bool = False

@@ -9,6 +9,7 @@ from weakref import WeakSet, finalize
 
 from pmesh.client.calls.averaging import Averaging
 from pmesh.client.calls.moving import Moving, Objects
+from pmesh.client.calls.placing import Placing
 from pmesh.client.calls.point_to_point import PointToPoint
 from pmesh.client.calls.queue import Handle, Line
 from pmesh.client.collective.bucketed import LastOp
@@ -27,7 +28,7 @@ from pmesh.errors import (
 from pmesh.ids import JobName, TrainerId
 
 
-class Collectives(Averaging, Moving, Objects, PointToPoint):
+class Collectives(Averaging, Moving, Placing, Objects, PointToPoint):
     """The collectives, under the names of `torch.distributed` where they mean the same.
 
     They block until the result is there, and take an array of numpy, MLX or torch, where it makes

@@ -12,14 +12,20 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize(
-    ("script", "library"), [("train_numpy.py", "numpy"), ("train_mlx.py", "mlx")]
+    ("script", "library"),
+    [("train_numpy.py", "numpy"), ("train_mlx.py", "mlx"), ("train_torch.py", "torch")],
 )
 def test_an_example_trains_to_what_it_should_on_two_ranks(
     agent: WatchedAgent, script: str, library: str
 ) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip(library)
-    environment = {**os.environ, "PMESH_HOME": str(agent.home)}
+    environment = {
+        **os.environ,
+        "PMESH_HOME": str(agent.home),
+        "PMESH_WAIT_FOR": "2",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, str(EXAMPLES / script), "2"]
     ranks = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)

@@ -7,7 +7,9 @@ import pytest
 
 import pmesh
 from pmesh.core.ops.reductions import Values
+from pmesh.core.wire.local import SYNC_VALUES
 from pmesh.testing import SimulatedMesh
+from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
 Weights = dict[str, Any]
 
@@ -243,6 +245,19 @@ def test_bfloat16_weights_of_mlx_are_averaged_in_float32() -> None:
     (_, first), (_, second) = SimulatedMesh(2).run(train)
     assert first.tobytes() == second.tobytes()
     assert first[0] > 1
+
+
+def test_a_round_sends_what_a_step_does_and_one_small_op(agent: WatchedAgent) -> None:
+    def train(mesh: pmesh.Mesh) -> None:
+        local = pmesh.LocalUpdates(mesh, inner_steps=50)
+        weights = np.zeros(1000, np.float32)
+        for _ in range(2):
+            weights, _ = local.begin(weights)
+            weights = local.end(weights + np.float32(mesh.rank))
+
+    run_ranks(agent.home, 2, train)
+    calls = [(call.kind, call.shape) for call in agent.calls]
+    assert calls == [("sync", (SYNC_VALUES,)), ("all_reduce", (1001,))] * 2
 
 
 def test_a_round_by_the_clock_has_at_least_one_step() -> None:

@@ -13,7 +13,7 @@ import pmesh
 from pmesh.client.calls.point_to_point import PointToPoint
 from pmesh.client.group import Collectives
 from pmesh.core.values import View
-from pmesh.ids import Rank
+from pmesh.ids import Rank, TrainerId
 from pmesh.testing import SimulatedMesh
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def ask_for_facts(mesh: pmesh.Mesh) -> None:
     assert_type(mesh.rank, Rank)
     assert_type(mesh.size, int)
     assert_type(mesh.names, tuple[str, ...])
+    assert_type(mesh.trainers, tuple[TrainerId, ...])
     assert_type(mesh.step, int)
     assert_type(mesh.view, View)
     assert_type(mesh.last_op, pmesh.LastOp | None)

@@ -130,7 +130,7 @@ def test_with_replicas_a_lost_rank_takes_no_state_with_it(
 def test_an_update_goes_on_among_the_others_from_where_a_rank_was_lost() -> None:
     simulated = SimulatedMesh(3, on_loss="continue")
 
-    def train(mesh: pmesh.Mesh) -> tuple[bytes, int]:
+    def train(mesh: pmesh.Mesh) -> tuple[np.ndarray[Any, Any], int]:
         model, inner, own = make_model(), optimizers.AdamW(0.01), mesh.rank
         optimizer = ShardedOptimizer(inner, mesh, replicas=2, bucket_bytes=200)
         plain, calls = inner.apply_single, 0
@@ -144,13 +144,16 @@ def test_an_update_goes_on_among_the_others_from_where_a_rank_was_lost() -> None
 
         inner.apply_single = apply_single
         for step in range(6):
-            update_once(mesh, model, optimizer, step)
+            # All have the same batch, so that the mean is the same whoever is there.
+            _, gradients = nn.value_and_grad(model, loss_of)(model, *batch(step))
+            optimizer.update(model, gradients)
         assert optimizer.step.item() == 6
-        return weights_of(model).tobytes(), optimizer.nbytes
+        return weights_of(model), optimizer.nbytes
 
     (first, kept), (second, others) = simulated.run(train)
-    assert first == second
-    assert kept == others == 2 * len(first)  # two of two parts, of two moments
+    assert first.tobytes() == second.tobytes()
+    np.testing.assert_allclose(first, train_plainly(OPTIMIZERS["AdamW"], 6), atol=1e-5)
+    assert kept == others == 2 * first.nbytes  # two of two parts, of two moments
 
 
 def test_without_replicas_the_lost_part_begins_anew_with_a_warning(
@@ -197,6 +200,50 @@ def test_a_newcomer_gets_its_part_and_all_end_with_the_same_bits(
     assert len(ends) == 3
     assert len(set(ends)) == 1
     assert "begin anew" not in caplog.text
+
+
+def test_a_newcomer_may_get_the_number_of_a_lost_rank() -> None:
+    simulated = SimulatedMesh(2, on_loss="continue")
+    ends: list[bytes] = []
+
+    def train(mesh: pmesh.Mesh) -> bytes:
+        model, own, lost = make_model(), mesh.rank, mesh.rank < 0
+        optimizer = ShardedOptimizer(optimizers.AdamW(0.01), mesh, bucket_bytes=200)
+        while True:
+            weights, optimizer.state = mesh.sync((model.parameters(), optimizer.state))
+            model.update(weights)
+            if optimizer.step.item() == 5:
+                return weights_of(model).tobytes()
+            if optimizer.step.item() == 2 and not lost:
+                lost = True
+                if own == 1:
+                    simulated.lose(1)
+                    newcomer.start()
+            elif mesh.size == 2:  # else the newcomer is not here yet
+                update_once(mesh, model, optimizer, int(np.array(optimizer.step)))
+
+    newcomer = threading.Thread(target=lambda: ends.append(train(simulated.connect())))
+    ends += simulated.run(train)
+    newcomer.join()
+    assert len(ends) == 2
+    assert len(set(ends)) == 1
+
+
+def test_a_rank_that_gets_the_state_of_others_drops_what_it_kept(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def train(mesh: pmesh.Mesh) -> bytes:
+        model = make_model()
+        optimizer = ShardedOptimizer(multi(), mesh, bucket_bytes=200)
+        update_once(mesh, model, optimizer, 0)
+        if mesh.rank == 1:
+            optimizer.state = {**optimizer.state, "shared": -1}
+            assert optimizer.nbytes == 0
+        update_once(mesh, model, optimizer, 1)
+        return weights_of(model).tobytes()
+
+    assert len(set(SimulatedMesh(2).run(train))) == 1
+    assert "begin anew" in caplog.text
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -26,16 +26,20 @@ import pmesh
 from pmesh.mlx import ShardedOptimizer, fully_shard
 from pmesh.testing.simulated_mesh import agent_in_a_thread
 
-RANKS, BLOCKS, WIDTH, BATCH, STEPS = 3, 4, 1024, 12, 20
-BUCKET_BYTES = 4 * WIDTH * WIDTH  # that of one matrix
+RANKS, BLOCKS, BATCH, STEPS = 3, 4, 12, 20
 WAYS = ("plain", "zero-1", "fully sharded")
 
 
-def make_blocks() -> list[Any]:
-    """Four blocks of two matrices each: 8.4 million parameters."""
+def bucket_bytes(width: int) -> int:
+    """That of one matrix."""
+    return 4 * width * width
+
+
+def make_blocks(width: int) -> list[Any]:
+    """Four blocks of two matrices each: 8.4 million parameters with a width of 1,024."""
     mx.random.seed(1)
     return [
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
         for _ in range(BLOCKS)
     ]
 
@@ -48,15 +52,15 @@ def loss_of(output: mx.array, y: mx.array) -> mx.array:
 class Training:
     """One of the three ways, a step at a time."""
 
-    def __init__(self, way: str, mesh: pmesh.Mesh | None) -> None:
-        self._mesh = mesh
-        blocks, self._optimizer = make_blocks(), optimizers.AdamW(1e-4)
+    def __init__(self, way: str, width: int, mesh: pmesh.Mesh | None) -> None:
+        self._mesh, self._width = mesh, width
+        blocks, self._optimizer = make_blocks(width), optimizers.AdamW(1e-4)
         self.sharded: Any = None
         if way == "fully sharded" and mesh:
             self.sharded = fully_shard(blocks, mesh)
         self.zero = None
         if way == "zero-1" and mesh:
-            self.zero = ShardedOptimizer(self._optimizer, mesh, bucket_bytes=BUCKET_BYTES)
+            self.zero = ShardedOptimizer(self._optimizer, mesh, bucket_bytes=bucket_bytes(width))
         self.model = nn.Sequential(*blocks)
         del blocks
         if not self.sharded:
@@ -65,7 +69,7 @@ class Training:
 
     def step(self, number: int) -> None:
         rank, size = (self._mesh.rank, self._mesh.size) if self._mesh else (0, 1)
-        x = np.random.default_rng(number).normal(size=(BATCH, WIDTH)).astype(np.float32)
+        x = np.random.default_rng(number).normal(size=(BATCH, self._width)).astype(np.float32)
         own = mx.array(x[rank::size])
         if self.sharded:
             _, gradients = self.sharded.loss_and_gradients(loss_of, own, mx.sin(own))
@@ -89,10 +93,10 @@ class Training:
         return np.concatenate([np.array(x).reshape(-1) for x in arrays])
 
 
-def work(way: str, home: str, out: str) -> None:
+def work(way: str, width: int, home: str, out: str) -> None:
     """Train, and print what it took as a line of JSON; save the weights."""
     mesh = pmesh.connect("memory", RANKS, home=Path(home)) if home else None
-    training = Training(way, mesh)
+    training = Training(way, width, mesh)
     for number in range(2):
         training.step(number)
     mx.reset_peak_memory()
@@ -109,14 +113,24 @@ def work(way: str, home: str, out: str) -> None:
     print(json.dumps(found), flush=True)
 
 
-def measure(way: str, folder: Path) -> tuple[list[dict[str, int]], np.ndarray[Any, Any]]:
+def measure(
+    way: str, width: int, folder: Path
+) -> tuple[list[dict[str, int]], np.ndarray[Any, Any]]:
     """What each rank took, and the weights in the end."""
     ranks = 1 if way == "plain" else RANKS
     with agent_in_a_thread(folder / "home"):
         running = [
             subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "tools.bench.sharded", "--work", way),
+                    *(
+                        sys.executable,
+                        "-m",
+                        "tools.bench.sharded",
+                        "--work",
+                        way,
+                        "--width",
+                        str(width),
+                    ),
                     *("--home", "" if way == "plain" else str(folder / "home")),
                     *("--out", str(folder / f"{way} {rank}.npy")),
                 ],
@@ -129,25 +143,35 @@ def measure(way: str, folder: Path) -> tuple[list[dict[str, int]], np.ndarray[An
     return answers, np.load(folder / f"{way} 0.npy")
 
 
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", choices=WAYS, help="be one rank")
-    parser.add_argument("--home", default="")
-    parser.add_argument("--out", default="")
-    options = parser.parse_args(argv)
-    if options.work:
-        work(options.work, options.home, options.out)
-        return
+def measure_all(width: int) -> tuple[dict[str, dict[str, int]], dict[str, np.ndarray[Any, Any]]]:
+    """For each way the most that a rank took, in bytes, and the weights in the end."""
     found: dict[str, dict[str, int]] = {}
     weights: dict[str, np.ndarray[Any, Any]] = {}
     for way in WAYS:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "home").mkdir(mode=0o700)
-            answers, weights[way] = measure(way, Path(folder))
+            answers, weights[way] = measure(way, width, Path(folder))
         found[way] = {key: max(each[key] for each in answers) for key in answers[0]}
+    return found, weights
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", choices=WAYS, help="be one rank")
+    parser.add_argument("--home", default="")
+    parser.add_argument("--out", default="")
+    parser.add_argument("--width", type=int, default=1024, help="of each matrix")
+    options = parser.parse_args(argv)
+    if options.work:
+        work(options.work, options.width, options.home, options.out)
+        return
+    found, weights = measure_all(options.width)
     plain = found["plain"]
     parameters = math.prod(weights["plain"].shape)
-    print(f"{parameters} parameters, {BLOCKS} blocks, buckets of {BUCKET_BYTES / 2**20:g} MiB")
+    print(
+        f"{parameters} parameters, {BLOCKS} blocks, "
+        f"buckets of {bucket_bytes(options.width) / 2**20:g} MiB"
+    )
     for way, its in found.items():
         peak = its["mlx"] + its["numpy"]
         off = np.abs(weights[way] - weights["plain"]).max()

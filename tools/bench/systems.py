@@ -311,7 +311,20 @@ Start = Callable[[Place, Path, contextlib.ExitStack], Running]
 def start_pmesh(
     place: Place, folder: Path, stack: contextlib.ExitStack, *, patch: str = ""
 ) -> Running:
-    """An agent and a trainer for each rank.
+    """An agent and a trainer for each rank; for the arguments see `start_agents`."""
+    agents, ours = start_agents(place, folder, stack, patch=patch)
+    environments = [
+        environment | {"BENCH_AGENT": str(agent.pid)}
+        for agent, (_, environment) in zip(agents, ours, strict=True)
+    ]
+    workers = _start_workers(place, "pmesh", folder, stack, environments)
+    return Running(workers, agents, tuple(home for home, _ in ours))
+
+
+def start_agents(
+    place: Place, folder: Path, stack: contextlib.ExitStack, *, patch: str = ""
+) -> tuple[list[Process], list[tuple[Path, dict[str, str]]]]:
+    """An agent for each rank; returns them once they have met, and each one's home and settings.
 
     Args:
         place: where they run.
@@ -338,12 +351,7 @@ def start_pmesh(
         )
     for agent, (home, _) in zip(agents, ours, strict=True):
         _await_status(home, agent, members=place.ranks)
-    environments = [
-        environment | {"BENCH_AGENT": str(agent.pid)}
-        for agent, (_, environment) in zip(agents, ours, strict=True)
-    ]
-    workers = _start_workers(place, "pmesh", folder, stack, environments)
-    return Running(workers, agents, tuple(home for home, _ in ours))
+    return agents, ours
 
 
 def start_gloo(place: Place, folder: Path, stack: contextlib.ExitStack) -> Running:

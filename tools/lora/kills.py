@@ -58,8 +58,9 @@ class Rank:
 
     def _read(self) -> None:
         assert self.process.stdout is not None  # noqa: S101 - it was started with a pipe
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip())
+        with self.process.stdout as stream:
+            for line in stream:
+                self.lines.append(line.rstrip())
 
     def found(self, pattern: re.Pattern[str]) -> list[re.Match[str]]:
         return [match for line in tuple(self.lines) if (match := pattern.search(line))]

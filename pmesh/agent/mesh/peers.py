@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import TypeAlias
 
 import msgspec
 import structlog
@@ -69,6 +70,9 @@ MAX_LINKS_PER_ADDRESS = 16  # one machine that invents nodes leaves room for oth
 
 _log = structlog.get_logger()
 
+BeyondMesh: TypeAlias = OfferLane | Splice | RestLane | AskResult | RanksMessage | AnyLaunchMessage
+"""Messages that do not concern the mesh itself, but jobs or launches."""
+
 
 class Peers:
     """All links of one agent."""
@@ -83,10 +87,7 @@ class Peers:
         watch: AddressWatch,
         nursery: trio.Nursery,
         jitter: Callable[[], float],
-        on_offer: Callable[[Member, OfferLane | Splice], None],
-        on_rest: Callable[[Member, RestLane], None],
-        on_ask: Callable[[AskResult], None],
-        on_ranks: Callable[[Member, RanksMessage | AnyLaunchMessage], None],
+        on_message: Callable[[Member, BeyondMesh], None],
         noticed: Callable[[News], None],
         path_failed: PathFailed,
         contain: Contain,
@@ -95,10 +96,7 @@ class Peers:
         self._contexts = contexts
         self._watch = watch
         self._nursery = nursery
-        self._on_offer = on_offer
-        self._on_rest = on_rest
-        self._on_ask = on_ask
-        self._on_ranks = on_ranks
+        self._on_message = on_message
         self._noticed = noticed
         self._path_failed = path_failed
         self._contain = contain
@@ -226,9 +224,12 @@ class Peers:
     ) -> None:
         """Add the path to the link with its peer, which it may begin, and start its tasks."""
         own = self._hello().member
-        if self._leaving or path.node == own.node:
+        if self._leaving:
             await path.aclose()
-            if not self._leaving and path.peer.member != own:
+            return
+        if path.node == own.node:
+            await path.aclose()
+            if path.peer.member != own:
                 raise copied_from(self._hello(), path.peer, path)
             return
         refusal = self._refusal_of(path)
@@ -474,14 +475,8 @@ class Peers:
             case KnownPeers(peers):
                 for peer in peers:
                     self._know(link, peer)
-            case OfferLane() | Splice():
-                self._on_offer(link.member, message)
-            case RestLane():
-                self._on_rest(link.member, message)
-            case AskResult():
-                self._on_ask(message)
-            case ForRanks() | LaunchMessage():
-                self._on_ranks(link.member, message)
+            case OfferLane() | Splice() | RestLane() | AskResult() | ForRanks() | LaunchMessage():
+                self._on_message(link.member, message)
             case Relay():
                 self.relays.receive(link, message)
             case Leaving():

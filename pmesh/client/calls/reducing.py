@@ -158,7 +158,8 @@ class Reducing(Caller):
 
         Args:
             x: of the same shapes and dtypes on every rank.
-            op: sum, mean (floats only), max, min or prod; for bool max (any), min or prod (all).
+            op: sum, mean (floats only), max, min or prod; for bool max (any), min or prod (all);
+                for integers and bool also band, bor and bxor, which combine bits.
                 Names in capitals and those of `torch.distributed.ReduceOp` mean the same.
             timeout_s: for each op; a tree takes one for each 32 MiB of a dtype.
             out: arrays like x for the result, numpy's or torch's on the CPU; may be x itself.
@@ -211,11 +212,23 @@ class Reducing(Caller):
 
     @overload
     def broadcast(
-        self, x: T, root: int = ..., timeout_s: float = ..., *, async_op: Literal[False] = ...
+        self,
+        x: T,
+        root: int = ...,
+        timeout_s: float = ...,
+        *,
+        out: T | None = ...,
+        async_op: Literal[False] = ...,
     ) -> T: ...
     @overload
     def broadcast(
-        self, x: T, root: int = ..., timeout_s: float = ..., *, async_op: Literal[True]
+        self,
+        x: T,
+        root: int = ...,
+        timeout_s: float = ...,
+        *,
+        out: T | None = ...,
+        async_op: Literal[True],
     ) -> Handle[T]: ...
     def broadcast(
         self,
@@ -223,6 +236,7 @@ class Reducing(Caller):
         root: int = 0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         *,
+        out: T | None = None,
         async_op: bool = False,
     ) -> T | Handle[T]:
         """Give every rank the values of one.
@@ -232,6 +246,7 @@ class Reducing(Caller):
                 matter.
             root: whose; while ranks change, it stays the same trainer.
             timeout_s: for each op; a tree takes one for each 32 MiB of a dtype.
+            out: as for `all_reduce`; may be x itself.
             async_op: return a handle at once.
 
         Raises:
@@ -245,6 +260,8 @@ class Reducing(Caller):
             timeout_s=check_timeout(timeout_s),
         )
         arrays = take_apart(x, only_moves=True)
+        if out is not None:
+            arrays = written_into(arrays, out, only_moves=True)
         return cast("T | Handle[T]", self._run(wanted, arrays, async_op=async_op))
 
     @overload

@@ -162,7 +162,8 @@ class Arrays:
         """Whether all paths, dtypes and shapes are the same."""
         pairs = zip(self.leaves, other.leaves, strict=False)
         return self.tree.paths == other.tree.paths and all(
-            one.dtype == two.dtype and one.values.shape == two.values.shape for one, two in pairs
+            one.users_dtype == two.users_dtype and one.values.shape == two.values.shape
+            for one, two in pairs
         )
 
     def detached(self) -> "Arrays":
@@ -411,14 +412,14 @@ def _as_it_is(values: Values) -> object:
     return values
 
 
-def written_into(arrays: Arrays, out: object) -> Arrays:
-    """The same arrays, whose results go into those of `out`.
+def written_into(arrays: Arrays, out: object, *, only_moves: bool = False) -> Arrays:
+    """The same arrays, whose results go into those of `out`; for `only_moves` see `take_apart`.
 
     Raises:
         UnsupportedArray: an array of `out` can't be written to.
         UsageError: its paths, shapes or dtypes are others.
     """
-    targets = take_apart(out)
+    targets = take_apart(out, only_moves=only_moves)
     if not targets.is_like(arrays):
         raise UsageError("out= is to have the paths, shapes and dtypes of what is reduced")
     leaves = tuple(
@@ -433,10 +434,11 @@ def written_into(arrays: Arrays, out: object) -> Arrays:
 
 
 def _writer(target: Leaf, x: object, path: str) -> Callable[[Values], object]:
-    if not _can_be_written(x):
+    if not may_be_written(x) or (target.bits_of and not is_memory_of(x, target.values)):
         where = f"{path}: " if path else ""
         raise UnsupportedArray(
             f"{where}out= takes numpy arrays that may be written to and torch tensors on the CPU"
+            f"{', in one piece and in the byte order of the machine' * bool(target.bits_of)}"
         )
 
     def write(values: Values) -> object:
@@ -447,12 +449,19 @@ def _writer(target: Leaf, x: object, path: str) -> Callable[[Values], object]:
     return write
 
 
+def is_memory_of(x: object, values: Values) -> bool:
+    """Whether the bits are the array's memory, no copy of what lies in several pieces."""
+    address = x.ctypes.data if isinstance(x, np.ndarray) else cast("Any", x).data_ptr()
+    return not values.size or address == values.ctypes.data
+
+
 def _divisible(target: Leaf) -> "Values | None":
     """The array, if quotients can be written to it without rounding."""
     return target.values if target.values.dtype == WIRE_DTYPES[target.wire] else None
 
 
-def _can_be_written(x: object) -> bool:
+def may_be_written(x: object) -> bool:
+    """Whether results may be written into the array: numpy's, or torch's on the CPU."""
     if isinstance(x, np.ndarray):
         return bool(x.flags.writeable)
     tensor = cast("Any", x)  # torch has no types here

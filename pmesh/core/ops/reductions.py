@@ -22,11 +22,22 @@ _UFUNCS = MappingProxyType(
         "max": np.maximum,  # propagates NaN, as does minimum
         "min": np.minimum,
         "prod": np.multiply,
+        "band": np.bitwise_and,
+        "bor": np.bitwise_or,
+        "bxor": np.bitwise_xor,
     }
 )
 _FOR_FLOATS = ("sum", "mean", "max", "min", "prod")
 _FOR_COMPLEX = ("sum", "mean", "prod")  # they have no order
-_FOR_INTEGERS = ("sum", "max", "min", "prod")  # a mean of integers is not an integer
+_FOR_INTEGERS = (
+    "sum",
+    "max",
+    "min",
+    "prod",
+    "band",
+    "bor",
+    "bxor",
+)  # a mean of integers is not an integer
 _ALLOWED = MappingProxyType(
     {
         "f": _FOR_FLOATS,
@@ -52,7 +63,7 @@ def accumulate(reduction: str, into: Values, other: Values) -> None:
     """Add (multiply, ...) `other` to `into`, in place, without an allocation.
 
     Args:
-        reduction: sum, mean (its sum), max, min or prod.
+        reduction: sum, mean (its sum), max, min, prod, band, bor or bxor.
         into: any shape, a wire dtype.
         other: the same shape and dtype; only read.
     """

@@ -1,0 +1,367 @@
+"""Collectives that write into arrays whose sizes all ranks know beforehand: one op each."""
+
+from collections.abc import Callable, Sequence
+
+from pmesh.client.calls.queue import Caller, check_timeout
+from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S, Reduction, named_reduction
+from pmesh.client.collective.bucketed import (
+    LastOp,
+    is_memory_of,
+    may_be_written,
+    take_apart,
+    written_into,
+)
+from pmesh.client.collective.gather_ops import Block, block_of, check_count, exchange
+from pmesh.client.link.session import Done, TrainerSession
+from pmesh.client.trees.arrays import Leaf, digest, evaluate_mlx
+from pmesh.core.ops.reductions import Values
+from pmesh.core.wire.link import Call
+from pmesh.core.wire.local import World
+from pmesh.errors import OpMismatch, RosterChanged, UnsupportedArray, UsageError
+from pmesh.ids import TrainerId
+
+
+class Placing(Caller):
+    """all_gather_into, gather_into, scatter_into, reduce_scatter_into and all_to_all_into.
+
+    The names and meanings of `all_gather` and so on, but all ranks know the shape of what each one
+    gives, as the callers of `torch.distributed` do. So a call takes one op instead of two, and
+    writes into arrays that are there. These are numpy's or torch's on the CPU, in one piece of
+    memory. A call with other sizes or dtypes on another rank raises OpMismatch on all.
+    """
+
+    def all_gather_into(
+        self, outs: Sequence[object], x: object, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """Write the array of each rank into `outs`, which has one of the same size for each.
+
+        Raises:
+            UsageError: they are not one for each rank, or this rank's is of another size.
+            OpMismatch: another rank has other sizes.
+            PmeshError: as for `all_gather`.
+        """
+        check_count(outs, self.size, "all_gather_into")
+        targets, given = _targets(outs), _given([x])[0]
+        if targets[self.rank].size != given.data.size:
+            raise UsageError(
+                f"this rank gives {given.data.size} bytes, and expects "
+                f"{targets[self.rank].size} of itself"
+            )
+        sizes = [target.size for target in targets]
+
+        def ops(session: TrainerSession) -> tuple[None, LastOp]:
+            label = digest([f"{given.head.dtype} {sizes}"])
+            by_rank = _in_places(session, sizes)
+            _lay_out(session, [given.data])
+            call = Call("all_gather", "uint8", (sum(sizes),), tree=label)
+            done = session.run_op(
+                call, "uint8", given.data.size, timeout_s=timeout_s, parts=by_rank
+            )
+            return None, _take(session, done, targets)
+
+        self._run_placed(ops, timeout_s)
+
+    def gather_into(
+        self,
+        outs: Sequence[object] | None,
+        x: object,
+        root: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Write the arrays of all ranks, which have one size, into those of `outs` at the root.
+
+        Raises:
+            UsageError: the root's are not one of this size for each rank.
+            OpMismatch: another rank has an array of another size.
+            PmeshError: as for `gather`.
+        """
+        trainer, given = self._trainer_at(root), _given([x])[0]
+        targets: list[Values] = []
+        if root == self.rank:
+            targets = _equal_targets(outs, given, self.size, "gather_into")
+
+        def ops(session: TrainerSession) -> tuple[None, LastOp]:
+            sizes = [given.data.size] * len(session.places)
+            _lay_out(session, [given.data])
+            call = Call(
+                "gather",
+                "uint8",
+                (sum(sizes),),
+                root=_place_of(session, trainer),
+                tree=digest([f"{given.head.dtype} {sizes}"]),
+            )
+            done = session.run_op(
+                call, "uint8", given.data.size, timeout_s=timeout_s, parts=tuple(sizes)
+            )
+            return None, _take(session, done, targets)
+
+        self._run_placed(ops, timeout_s)
+
+    def scatter_into(
+        self,
+        out: object,
+        xs: Sequence[object] | None,
+        root: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Write into `out` this rank's array of those that the root has, all of one size.
+
+        Raises:
+            UsageError: the root's are not one of this size for each rank.
+            OpMismatch: another rank expects another size.
+            PmeshError: as for `scatter`.
+        """
+        trainer, target = self._trainer_at(root), _targets([out])[0]
+        expected = _given([out])[0].head.dtype
+        blocks: list[Block] = []
+        if root == self.rank:
+            check_count(xs or (), self.size, "scatter_into")
+            blocks = _given(xs or ())
+            _check_sizes([block.data for block in blocks], target.size, "scatter_into")
+
+        def ops(session: TrainerSession) -> tuple[None, LastOp]:
+            sizes = [target.size] * len(session.places)
+            _check_size_of(session, self.size)
+            gives = [blocks[rank].data for rank in _ranks(session)] if blocks else []
+            _lay_out(session, gives)
+            call = Call(
+                "scatter",
+                "uint8",
+                (sum(sizes),),
+                root=_place_of(session, trainer),
+                tree=digest([f"{expected} {sizes}"]),
+            )
+            count = sum(each.size for each in gives)
+            done = session.run_op(call, "uint8", count, timeout_s=timeout_s, parts=tuple(sizes))
+            target[:] = done.values
+            return None, LastOp.among(done.op, done.world, count + target.size)
+
+        self._run_placed(ops, timeout_s)
+
+    def reduce_scatter_into(
+        self,
+        out: object,
+        xs: Sequence[object],
+        op: Reduction = "sum",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Combine the arrays that the ranks give for each rank, and write this rank's into `out`.
+
+        Args:
+            out: like this rank's array of `xs`.
+            xs: one for each rank, with the same shapes and dtype on every rank.
+            op: as for `all_reduce`.
+            timeout_s: for the op.
+
+        Raises:
+            UsageError: they are not one for each rank, or `out` is not like this rank's.
+            OpMismatch: another rank has other shapes.
+            PmeshError: as for `reduce_scatter`.
+        """
+        check_count(xs, self.size, "reduce_scatter_into")
+        reduction = named_reduction(op)
+        leaves = take_apart(list(xs), reduction=reduction).leaves
+        if len({leaf.dtype for leaf in leaves}) != 1:
+            raise UsageError("reduce_scatter_into takes arrays of one dtype")
+        own = take_apart(xs[self.rank], reduction=reduction)
+        target = written_into(own, out).leaves[0]
+        counts = [leaf.values.size for leaf in leaves]
+
+        def ops(session: TrainerSession) -> tuple[None, LastOp]:
+            by_place = _in_places(session, counts)
+            region = session.input_values(leaves[0].wire, sum(counts), room_bytes=0)
+            _fill([leaves[rank] for rank in _ranks(session)], region)
+            shapes = [leaf.values.shape for leaf in leaves]
+            call = Call(
+                "reduce_scatter",
+                leaves[0].dtype,
+                (sum(counts),),
+                reduction,
+                tree=digest([str(shapes)]),
+            )
+            done = session.run_op(
+                call, leaves[0].wire, sum(counts), timeout_s=timeout_s, parts=by_place
+            )
+            target.of(done.values)
+            return None, LastOp.among(done.op, done.world, region.nbytes)
+
+        self._run_placed(ops, timeout_s)
+
+    def all_to_all_into(
+        self,
+        outs: Sequence[object],
+        xs: Sequence[object],
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        equal: bool = False,
+    ) -> None:
+        """Give each rank one array, and write that of each into `outs`.
+
+        Args:
+            outs: one for each rank, of the size that it gives.
+            xs: one for each rank.
+            timeout_s: for each op.
+            equal: whether all arrays of all ranks have one size. Then this takes one op; else two,
+                as the ranks first tell each other their sizes.
+
+        Raises:
+            UsageError: they are not one for each rank, or not equal.
+            OpMismatch: what one rank gives another is not what that expects.
+            PmeshError: as for `all_to_all`.
+        """
+        check_count(outs, self.size, "all_to_all_into")
+        check_count(xs, self.size, "all_to_all_into")
+        blocks, targets = _given(xs), _targets(outs)
+        gives = [block.data for block in blocks]
+        if equal:
+            _check_sizes([*gives, *targets], gives[0].size, "all_to_all_into")
+        sizes_out, sizes_in = [each.size for each in gives], [each.size for each in targets]
+
+        def ops(session: TrainerSession) -> tuple[None, LastOp]:
+            label = f"{blocks[0].head.dtype} {sizes_out}"
+            if not equal:
+                label = _agreed(session, blocks[0], sizes_out, sizes_in, timeout_s)
+            parts, parts_in = _in_places(session, sizes_out), _in_places(session, sizes_in)
+            _lay_out(session, [gives[rank] for rank in _ranks(session)])
+            call = Call("all_to_all", "uint8", (), tree=digest([label]))
+            done = session.run_op(
+                call,
+                "uint8",
+                sum(sizes_out),
+                timeout_s=timeout_s,
+                parts=parts,
+                parts_in=parts_in,
+            )
+            return None, _take(session, done, targets)
+
+        self._run_placed(ops, timeout_s)
+
+    def _run_placed(
+        self, ops: Callable[[TrainerSession], tuple[None, LastOp]], timeout_s: float
+    ) -> None:
+        check_timeout(timeout_s)
+        self._call(ops, _refuse_alone, _nothing, async_op=False)
+
+
+def _nothing(result: None) -> None:
+    return result
+
+
+def _refuse_alone(world: World) -> tuple[None, LastOp]:
+    """A rank that is alone for the time being has not the sizes of all."""
+    del world
+    raise RosterChanged("this rank is alone, and the call has arrays for several")
+
+
+def _given(xs: Sequence[object]) -> list[Block]:
+    evaluate_mlx(list(xs))
+    return [block_of(x) for x in xs]
+
+
+def _targets(outs: Sequence[object]) -> list[Values]:
+    """The arrays' memory as flat bytes."""
+    return [_target(out) for out in outs]
+
+
+def _target(out: object) -> Values:
+    block = block_of(out)
+    if not may_be_written(out) or not is_memory_of(out, block.data):
+        raise UnsupportedArray(
+            "results are written into numpy arrays and torch tensors on the CPU, "
+            "which may be written to and lie in one piece"
+        )
+    return block.data
+
+
+def _equal_targets(
+    outs: Sequence[object] | None, given: Block, size: int, what: str
+) -> list[Values]:
+    check_count(outs or (), size, what)
+    targets = _targets(outs or ())
+    _check_sizes(targets, given.data.size, what)
+    return targets
+
+
+def _check_sizes(arrays: Sequence[Values], nbytes: int, what: str) -> None:
+    if any(each.size != nbytes for each in arrays):
+        raise UsageError(
+            f"{what} takes arrays of one size, here {nbytes} bytes, "
+            f"not {[each.size for each in arrays]}"
+        )
+
+
+def _check_size_of(session: TrainerSession, size: int) -> None:
+    if len(session.places) != size:
+        raise RosterChanged("a rank was lost before this call, which has an array for each")
+
+
+def _ranks(session: TrainerSession) -> list[int]:
+    """For each place in the ring its rank."""
+    places = session.places
+    return sorted(range(len(places)), key=places.__getitem__)
+
+
+def _in_places(session: TrainerSession, numbers: Sequence[int]) -> tuple[int, ...]:
+    """Numbers by rank, reordered by place in the ring."""
+    _check_size_of(session, len(numbers))
+    return tuple(numbers[rank] for rank in _ranks(session))
+
+
+def _place_of(session: TrainerSession, trainer: TrainerId) -> int:
+    if trainer not in session.world.trainers:
+        raise RosterChanged("the root of this call is lost")
+    return session.world.trainers.index(trainer)
+
+
+def _lay_out(session: TrainerSession, blocks: Sequence[Values]) -> None:
+    region = session.input_values("uint8", sum(each.size for each in blocks), room_bytes=0)
+    begin = 0
+    for block in blocks:
+        region[begin : begin + block.size] = block
+        begin += block.size
+
+
+def _fill(leaves: Sequence[Leaf], region: Values) -> None:
+    begin = 0
+    for leaf in leaves:
+        end = begin + leaf.values.size
+        leaf.fill(region[begin:end])
+        begin = end
+
+
+def _take(session: TrainerSession, done: Done, targets: Sequence[Values]) -> LastOp:
+    """Copy blocks, which lie in the order of the ring, to where each belongs."""
+    begin = 0
+    for rank in _ranks(session) if targets else ():
+        target = targets[rank]
+        target[:] = done.values[begin : begin + target.size]
+        begin += target.size
+    return LastOp.among(done.op, done.world, done.values.size)
+
+
+def _agreed(
+    session: TrainerSession,
+    block: Block,
+    gives: Sequence[int],
+    expects: Sequence[int],
+    timeout_s: float,
+) -> str:
+    """Exchange what each rank gives and expects; OpMismatch, on all ranks, if it does not fit."""
+    head = block.head._replace(shape=())
+    what = "all_to_all_into"
+    table = exchange(session, head, [*gives, *expects], what=what, timeout_s=timeout_s)
+    size = len(gives)
+    if table.size != size:
+        raise RosterChanged("a rank was lost before an array for each could be sent")
+    dtypes = [each.dtype if each else "" for each in table.heads]
+    if len(set(dtypes)) > 1:
+        raise OpMismatch(f"{what}: the ranks give {', '.join(dtypes)}")
+    for giver, counts in enumerate(table.counts):
+        for taker in range(size):
+            wanted = table.counts[taker][size + giver]
+            if counts[taker] != wanted:
+                raise OpMismatch(
+                    f"{what}: rank {giver} gives rank {taker} {counts[taker]} bytes, "
+                    f"which expects {wanted}"
+                )
+    return table.label()

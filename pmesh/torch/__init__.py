@@ -1,0 +1,48 @@
+"""`torch.distributed` over pmesh: `torch.distributed.init_process_group("pmesh")`.
+
+Importing this registers the backend for cpu, cuda and mps. Where pmesh is installed, `import torch`
+imports it by itself (torch's autoload, from torch 2.5 on), so a script changes one word.
+"""
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pmesh.torch.compression import compression_hook
+    from pmesh.torch.options import Options
+    from pmesh.torch.process_group import ProcessGroup
+
+__all__ = ["Options", "compression_hook", "register"]
+
+_DEVICES = ["cpu", "cuda", "mps"]
+_LATER = MappingProxyType(
+    {"Options": "pmesh.torch.options", "compression_hook": "pmesh.torch.compression"}
+)
+
+
+def register() -> None:
+    """Register the backend, once; what importing this, and torch's autoload, do."""
+    from pmesh.torch.library import dist  # noqa: PLC0415 - who only wants options needs no torch
+
+    if not dist.is_available() or "PMESH" in dist.Backend._plugins:  # noqa: SLF001
+        return
+    from pmesh.torch.rendezvous import install  # noqa: PLC0415 - where torch has been built with it
+
+    dist.Backend.register_backend("pmesh", _create, extended_api=True, devices=_DEVICES)
+    install()
+
+
+def _create(backend_options: Any, pg_options: object) -> "ProcessGroup":  # noqa: ANN401 - torch's
+    from pmesh.torch.creation import create  # noqa: PLC0415 - only who uses it pays for it
+
+    return create(backend_options, pg_options)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LATER[name]), name)
+
+
+register()

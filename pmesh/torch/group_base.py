@@ -1,0 +1,236 @@
+"""What torch asks of a process group, and how its ops run."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from pmesh.client.calls.queue import Handle, Line
+from pmesh.client.group import Collectives
+from pmesh.errors import (
+    AgentStopped,
+    GroupBroken,
+    HistorySuperseded,
+    MeshClosed,
+    OpTimedOut,
+    PmeshError,
+    RankLost,
+    RosterChanged,
+)
+from pmesh.torch.library import Store, Tensor, dist, torch
+from pmesh.torch.work import MessageWork, Work
+
+T = TypeVar("T")
+Tensors = Sequence[Tensor]
+
+_ENDS = (RankLost, GroupBroken, RosterChanged, HistorySuperseded, AgentStopped, MeshClosed)
+"""After these, torch's fixed number of ranks is not there any more."""
+_DONE: "Future[None]" = Future()
+_DONE.set_result(None)
+
+
+class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types here
+    """A group's names, times and numbers, and how its ops run; a subclass has the ops."""
+
+    def __init__(
+        self,
+        calls: Collectives,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        timeout: timedelta,
+        name: str = "",
+        split: "Callable[[Sequence[int]], GroupBase | None]",
+        end: Callable[[], None],
+    ) -> None:
+        """`split` makes a group of some ranks of this one, and `end` leaves it."""
+        super().__init__(rank, size)  # pyright: ignore[reportUnknownMemberType]
+        self._calls = calls
+        self._store = store
+        self._timeout_s = timeout.total_seconds()
+        self._name, self._desc = name, "undefined"
+        self._split, self._end = split, end
+        self._line = Line()
+        self._lost = ""
+        self._sequence = 0
+        self._since_coalescing: list[Work] | None = None
+
+    # --- what torch asks of a group
+
+    def getBackendName(self) -> str:  # noqa: N802 - what C++ calls
+        """The backend's name."""
+        return "pmesh"
+
+    def _get_backend_name(self) -> str:
+        return "pmesh"
+
+    def name(self) -> str:
+        """The backend's name."""
+        return "pmesh"
+
+    @property
+    def group_name(self) -> str:
+        """By which functional collectives find the group."""
+        return self._name
+
+    pg_name = group_name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+        super()._set_group_name(name)  # pyright: ignore[reportUnknownMemberType]
+
+    def getGroupName(self) -> str:  # noqa: N802 - what C++ calls
+        """By which functional collectives find the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - what C++ calls
+        """Give it another name."""
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        """What it is for."""
+        return self._desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - what C++ calls
+        """What it is for."""
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - what C++ calls
+        """Say what it is for."""
+        self._desc = desc
+
+    def get_group_store(self) -> Store:
+        """The store of the group."""
+        return self._store
+
+    def _get_backend(self, device: object) -> "GroupBase":
+        del device  # all of them
+        return self
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._sequence = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The time for each op that names none."""
+        self._timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+    supports_splitting = True
+
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: object = None,
+    ) -> "GroupBase | None":
+        """A group of some ranks of this one, which count in this order; None if not of them."""
+        del opts, device_types
+        made = self._split(list(new_ranks))
+        if made is not None:
+            made.setGroupName(group_name or f"{self._name}:{list(new_ranks)}")
+            made.setGroupDesc(group_desc or self._desc)
+            if timeout is not None:
+                made.set_timeout(timeout)
+        return made
+
+    def shutdown(self) -> None:
+        """Leave the group once what was called has ended."""
+        self._line.end()
+        self._end()
+
+    def abort(self) -> None:
+        """Leave at once."""
+        self._lost = self._lost or "the process group was aborted"
+        self.shutdown()
+
+    # --- coalescing
+
+    def _start_coalescing(self, device: object) -> None:
+        del device
+        self._since_coalescing = []
+
+    def _end_coalescing(self, device: object) -> Work:
+        del device
+        works, self._since_coalescing = self._since_coalescing or [], None
+
+        def wait_for_all() -> None:
+            for work in works:
+                work.wait()
+
+        tensors = [tensor for work in works for tensor in work.tensors]
+        return Work(Line().submit(wait_for_all) if works else _DONE, tensors)
+
+    # --- how ops run
+
+    def _message(
+        self,
+        name: str,
+        begin: Callable[[], Handle[T]],
+        x: Tensor,
+        finish: Callable[[T], int],
+    ) -> Work:
+        with _shown(name, [x]):
+            handle = self._guarded(begin)
+
+        def take(seconds: float | None) -> int:
+            return self._guarded(lambda: finish(handle.wait(seconds)))
+
+        return self._note(MessageWork(handle, take, [x]))
+
+    def _run(
+        self,
+        name: str,
+        options: Any,  # noqa: ANN401 - torch's
+        run: Callable[[float], None],
+        shown: Tensors,
+        results: Tensors,
+    ) -> Work:
+        """Run an op: here if its caller waits for it and none is under way, else in the thread."""
+        given_s = options.timeout.total_seconds()
+        seconds = given_s if given_s > 0 else self._timeout_s
+        self._sequence += 1
+        with _shown(name, shown):
+            if not getattr(options, "asyncOp", True) and self._line.idle:
+                self._guarded(lambda: run(seconds))
+                return Work(_DONE, results)
+            done = self._line.submit(lambda: self._guarded(lambda: run(seconds)))
+        return self._note(Work(done, results))
+
+    def _note(self, work: Work) -> Work:
+        if self._since_coalescing is not None:
+            self._since_coalescing.append(work)
+        return work
+
+    def _guarded(self, call: Callable[[], T]) -> T:
+        """Errors as torch has them, the first loss again for each call after it."""
+        if self._lost:
+            raise dist.DistBackendError(self._lost)
+        try:
+            return call()
+        except _ENDS as e:
+            self._lost = f"{type(e).__name__}: {e}"
+            raise dist.DistBackendError(self._lost) from e
+        except PmeshError as e:
+            late = " Timed out :" if isinstance(e, OpTimedOut) else ""  # torch's own words for it
+            raise dist.DistBackendError(f"{type(e).__name__}:{late} {e}") from e
+
+
+def _shown(name: str, tensors: Tensors) -> AbstractContextManager[object]:
+    """The op in what torch.profiler records, with the shapes of its inputs."""
+    if not torch.autograd.profiler._is_profiler_enabled:  # noqa: SLF001 - only this is quick
+        return nullcontext()
+    record = torch._C._profiler._RecordFunctionFast  # noqa: SLF001 - only this takes shapes
+    shown: AbstractContextManager[object] = record(f"pmesh:{name}", list(tensors))
+    return shown

@@ -1,0 +1,398 @@
+"""The process group: each op of `torch.distributed` by a call of pmesh."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from pmesh.client.calls.point_to_point import ANY
+from pmesh.client.calls.queue import Handle
+from pmesh.compression.schemes import Scheme
+from pmesh.errors import UsageError
+from pmesh.torch.arguments import check_dtype, counts_of, list_in, list_of, one_of, options_for
+from pmesh.torch.group_base import GroupBase, Tensors
+from pmesh.torch.library import Tensor, dist
+from pmesh.torch.reductions import reduction_of
+from pmesh.torch.staging import Target, given, pieces, targets
+from pmesh.torch.work import Work
+
+
+class ProcessGroup(GroupBase):
+    """Some ranks of `torch.distributed` over pmesh; the tensors may be on any device.
+
+    All collectives run in the order in which they were called: one that its caller waits for in
+    the caller's thread, others in a thread of the group. Their errors are
+    `torch.distributed.DistBackendError`, on all ranks the same. Once a rank is lost, every call
+    raises it at once.
+    """
+
+    # --- reductions
+
+    def allreduce(
+        self,
+        tensors: Tensor | Tensors,
+        opts: object = None,
+        timeout: timedelta | None = None,
+        **named: object,
+    ) -> Work:
+        """The sum, and so on, of all ranks' values, in place."""
+        return self._all_reduce(tensors, options_for("Allreduce", opts, timeout, named))
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: object = None) -> Work:
+        """The same for several tensors as one op of each dtype."""
+        return self._all_reduce(tensors, options_for("AllreduceCoalesced", opts))
+
+    def reduce(
+        self,
+        tensors: Tensor | Tensors,
+        opts: object = None,
+        timeout: timedelta | None = None,
+        **named: object,
+    ) -> Work:
+        """The sum, and so on, at one rank."""
+        options = options_for("Reduce", opts, timeout, named, root="root")
+        x = one_of(tensors, "reduce")
+        reduction, factor = reduction_of(options.reduceOp)
+        target, values = Target(x, filled=True), given(x)
+        root = options.rootRank
+
+        def run(seconds: float) -> None:
+            scaled = values if factor is None else values * factor
+            result = self._calls.reduce(scaled, root, reduction, seconds)
+            if result is not None:
+                target.memory.copy_(result)
+                target.write()
+
+        return self._run("reduce", options, run, [x], [x])
+
+    def reduce_scatter(
+        self,
+        outputs: Tensor | Tensors,
+        inputs: Sequence[Any],
+        opts: object = None,
+        timeout: timedelta | None = None,
+        **named: object,
+    ) -> Work:
+        """This rank's part of the sum of lists with a tensor for each rank."""
+        out = one_of(outputs, "reduce_scatter")
+        xs = list_in(inputs)
+        options = options_for("ReduceScatter", opts, timeout, named)
+        run = self._reduce_scatter_of([(out, [given(x) for x in xs])], options)
+        return self._run("reduce_scatter", options, run, xs, [out])
+
+    def reduce_scatter_single(self, output: Tensor, x: Tensor, opts: object = None) -> Work:
+        """The same of one tensor, whose parts for the ranks lie behind each other."""
+        return self._reduce_scatter_singles("_reduce_scatter_base", [output], [x], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: object = None
+    ) -> Work:
+        """The same of several tensors."""
+        return self._reduce_scatter_singles(
+            "reduce_scatter_tensor_coalesced", outputs, inputs, opts
+        )
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def average(
+        self, flat: Tensor, gradients: dict[str, Tensor], compression: Scheme | str
+    ) -> Work:
+        """The mean of gradients, compressed with feedback, in place; they are views of `flat`."""
+        found = {name: Target(x, filled=True) for name, x in gradients.items()}
+
+        def run(seconds: float) -> None:
+            tree = {name: target.memory for name, target in found.items()}
+            self._calls.average_gradients(
+                tree, timeout_s=seconds, out=tree, compression=compression
+            )
+            _write(list(found.values()))
+
+        return self._run("average_gradients", dist.AllreduceOptions(), run, [flat], [flat])
+
+    # --- moving
+
+    def broadcast(
+        self,
+        tensors: Tensor | Tensors,
+        opts: object = None,
+        timeout: timedelta | None = None,
+        **named: object,
+    ) -> Work:
+        """The values of one rank for all, in place."""
+        options = options_for("Broadcast", opts, timeout, named, root="root")
+        x = one_of(tensors, "broadcast")
+        root, target = options.rootRank, Target(x, filled=True)
+
+        def run(seconds: float) -> None:
+            self._calls.broadcast(target.memory, root, seconds, out=target.memory)
+            target.write()
+
+        return self._run("broadcast", options, run, [x], [x])
+
+    def allgather(
+        self,
+        outputs: Sequence[Any],
+        inputs: Tensor | Tensors,
+        opts: object = None,
+        timeout: timedelta | None = None,
+    ) -> Work:
+        """The tensors of all ranks in a list."""
+        x, outs = one_of(inputs, "all_gather"), list_in(outputs)
+        check_dtype(outs, x, "all_gather")
+        options = options_for("Allgather", opts, timeout)
+        run = self._all_gather_of([(targets(outs), given(x))])
+        return self._run("all_gather", options, run, [x], outs)
+
+    def allgather_coalesced(
+        self, output_lists: Sequence[Tensors], inputs: Tensors, opts: object = None
+    ) -> Work:
+        """The same of several tensors: for each rank a list of its tensors."""
+        found = [targets([of_rank[i] for of_rank in output_lists]) for i in range(len(inputs))]
+        pairs = [(outs, given(x)) for outs, x in zip(found, inputs, strict=True)]
+        run, outs = self._all_gather_of(pairs), [out for outs in output_lists for out in outs]
+        return self._run("all_gather", options_for("Allgather", opts), run, inputs, outs)
+
+    def all_gather_single(
+        self,
+        output: Tensor,
+        x: Tensor,
+        opts: object = None,
+        timeout: timedelta | None = None,
+    ) -> Work:
+        """The tensors of all ranks behind each other in one."""
+        return self._all_gather_singles("_all_gather_base", [output], [x], opts, timeout)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: object = None
+    ) -> Work:
+        """The same of several tensors."""
+        return self._all_gather_singles("all_gather_into_tensor_coalesced", outputs, inputs, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(
+        self,
+        outputs: Sequence[Any],
+        inputs: Tensor | Tensors,
+        opts: object = None,
+        timeout: timedelta | None = None,
+        **named: object,
+    ) -> Work:
+        """The tensors of all ranks at one of them."""
+        options = options_for("Gather", opts, timeout, named, root="root")
+        x, root = one_of(inputs, "gather"), options.rootRank
+        outs = list_in(outputs) if root == self.rank() else []
+        check_dtype(outs, x, "gather")
+        values, found = given(x), targets(outs)
+
+        def run(seconds: float) -> None:
+            places = [target.memory for target in found] if root == self.rank() else None
+            self._calls.gather_into(places, values, root, seconds)
+            _write(found)
+
+        return self._run("gather", options, run, [x], outs)
+
+    def scatter(
+        self,
+        outputs: Tensor | Tensors,
+        inputs: Sequence[Any],
+        opts: object = None,
+        timeout: timedelta | None = None,
+        **named: object,
+    ) -> Work:
+        """A tensor for each rank of those that one of them has."""
+        options = options_for("Scatter", opts, timeout, named, root="root")
+        out, root = one_of(outputs, "scatter"), options.rootRank
+        xs = list_in(inputs) if root == self.rank() else []
+        check_dtype(xs, out, "scatter")
+        values, target = [given(x) for x in xs], Target(out)
+
+        def run(seconds: float) -> None:
+            parts = values if root == self.rank() else None
+            self._calls.scatter_into(target.memory, parts, root, seconds)
+            target.write()
+
+        return self._run("scatter", options, run, xs, [out])
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        x: Tensor,
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: object = None,
+        timeout: timedelta | None = None,
+    ) -> Work:
+        """Parts of one tensor, along its first dimension, to each rank."""
+        equal = not output_split_sizes and not input_split_sizes
+        target, values = Target(output), given(x)
+        check_dtype([output], x, "all_to_all")
+        xs = pieces(values, counts_of(values, input_split_sizes, self.size()))
+        outs = pieces(target.memory, counts_of(target.memory, output_split_sizes, self.size()))
+
+        def run(seconds: float) -> None:
+            self._calls.all_to_all_into(outs, xs, seconds, equal=equal)
+            target.write()
+
+        return self._run("all_to_all", options_for("AllToAll", opts, timeout), run, [x], [output])
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(
+        self,
+        outputs: Tensors,
+        inputs: Tensors,
+        opts: object = None,
+        timeout: timedelta | None = None,
+    ) -> Work:
+        """A tensor of a list to each rank."""
+        found, values = targets(outputs), [given(x) for x in inputs]
+
+        def run(seconds: float) -> None:
+            self._calls.all_to_all_into([each.memory for each in found], values, seconds)
+            _write(found)
+
+        return self._run("all_to_all", options_for("AllToAll", opts, timeout), run, inputs, outputs)
+
+    def send(self, tensors: Tensors, to: int, tag: int = 0) -> Work:
+        """A tensor to one rank."""
+        x = one_of(tensors, "send")
+
+        def begin() -> Handle[Any]:
+            return self._calls.send(given(x), to, tag, self._timeout_s, async_op=True)
+
+        return self._message("send", begin, x, lambda _: to)
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
+        """A tensor from one rank."""
+        return self._receive("recv", one_of(tensors, "recv"), source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+        """A tensor from whichever rank sends first."""
+        return self._receive("recvAnySource", one_of(tensors, "recv"), ANY, tag)
+
+    def barrier(self, opts: object = None, timeout: timedelta | None = None) -> Work:
+        """Wait for all ranks."""
+        return self._run(
+            "barrier", options_for("Barrier", opts, timeout), self._calls.barrier, [], []
+        )
+
+    def monitored_barrier(
+        self,
+        timeout: timedelta | None = None,
+        wait_all_ranks: bool = False,  # noqa: FBT001, FBT002
+    ) -> None:
+        """Wait for all ranks; the error names all that have not come."""
+        del wait_all_ranks  # all are named in any case
+        options = options_for("Barrier", None, timeout)
+        self._run("monitored_barrier", options, self._calls.monitored_barrier, [], []).wait()
+
+    # --- inside
+
+    def _all_reduce(self, tensors: Tensor | Tensors, options: Any) -> Work:  # noqa: ANN401
+        xs = list_of(tensors)
+        reduction, factor = reduction_of(options.reduceOp)
+        found = [Target(x, filled=True) for x in xs]
+
+        def run(seconds: float) -> None:
+            values = [target.memory for target in found]
+            if factor is not None:
+                for each in values:
+                    each.mul_(factor)
+            tree: Any = values[0] if len(values) == 1 else values
+            self._calls.all_reduce(tree, reduction, seconds, out=tree)
+            _write(found)
+
+        return self._run("all_reduce", options, run, xs, xs)
+
+    def _reduce_scatter_singles(
+        self, name: str, outputs: Tensors, inputs: Tensors, opts: object
+    ) -> Work:
+        options = options_for("ReduceScatter", opts)
+        parts: list[tuple[Tensor, list[Tensor]]] = []
+        for out, x in zip(outputs, inputs, strict=True):
+            check_dtype([out], x, "reduce_scatter")
+            if out.numel() * self.size() != x.numel():
+                raise ValueError(
+                    f"reduce_scatter: {x.numel()} values are no {self.size()} times {out.numel()}"
+                )
+            parts.append((out, pieces(given(x), [out.numel()] * self.size())))
+        run = self._reduce_scatter_of(parts, options)
+        return self._run(name, options, run, inputs, outputs)
+
+    def _reduce_scatter_of(
+        self,
+        parts: Sequence[tuple[Tensor, list[Tensor]]],
+        options: Any,  # noqa: ANN401 - torch's
+    ) -> Callable[[float], None]:
+        reduction, factor = reduction_of(options.reduceOp)
+        pairs = [(Target(out), xs) for out, xs in parts]
+
+        def run(seconds: float) -> None:
+            for target, xs in pairs:
+                scaled = xs if factor is None else [x * factor for x in xs]
+                own = target.memory.reshape(scaled[self.rank()].shape)
+                self._calls.reduce_scatter_into(own, scaled, reduction, seconds)
+                target.write()
+
+        return run
+
+    def _all_gather_singles(
+        self,
+        name: str,
+        outputs: Tensors,
+        inputs: Tensors,
+        opts: object,
+        timeout: timedelta | None = None,
+    ) -> Work:
+        parts: list[tuple[list[Target], Tensor]] = []
+        whole: list[Target] = []
+        for out, x in zip(outputs, inputs, strict=True):
+            check_dtype([out], x, "all_gather")
+            if out.numel() != x.numel() * self.size():
+                raise ValueError(
+                    f"all_gather: {out.numel()} values are no {self.size()} times {x.numel()}"
+                )
+            whole.append(Target(out))
+            cut = pieces(whole[-1].memory, [x.numel()] * self.size())
+            parts.append((targets(cut), given(x)))
+        run = self._all_gather_of(parts, whole)
+        return self._run(name, options_for("Allgather", opts, timeout), run, inputs, outputs)
+
+    def _all_gather_of(
+        self, parts: Sequence[tuple[list[Target], Tensor]], whole: Sequence[Target] = ()
+    ) -> Callable[[float], None]:
+        def run(seconds: float) -> None:
+            for found, x in parts:
+                self._calls.all_gather_into([target.memory for target in found], x, seconds)
+                _write(found)
+            _write(whole)
+
+        return run
+
+    def _receive(self, name: str, x: Tensor, source: int, tag: int) -> Work:
+        target = Target(x)
+
+        def begin() -> Handle[Any]:
+            like = target.memory
+            return self._calls.recv(source, tag, self._timeout_s, like=like, async_op=True)
+
+        def take(arrived: Tensor) -> int:
+            if (arrived.dtype, arrived.numel()) != (x.dtype, x.numel()):
+                raise UsageError(
+                    f"what has come is {arrived.dtype} {list(arrived.shape)}, and does not fit "
+                    f"into {x.dtype} {list(x.shape)}"
+                )
+            target.memory.copy_(arrived.reshape(x.shape))
+            target.write()
+            return source if source != ANY else int(self._calls.last_source or 0)
+
+        return self._message(name, begin, x, take)
+
+
+def _write(found: Sequence[Target]) -> None:
+    for target in found:
+        target.write()

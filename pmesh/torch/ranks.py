@@ -1,0 +1,153 @@
+"""Where the ranks of `torch.distributed` come from: a mesh, in the order that torch wants."""
+
+import atexit
+import secrets
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+from pmesh.client.connect import connect
+from pmesh.client.group import Collectives
+from pmesh.client.mesh import Mesh
+from pmesh.errors import PmeshError, UsageError
+from pmesh.torch.library import Store, dist
+from pmesh.torch.options import Options, options_of
+from pmesh.torch.store import MeshStore
+
+_JOIN_S = 300.0  # as `pmesh.connect` waits by default
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The mesh under the default process group."""
+
+    mesh: Mesh
+    order: tuple[int, ...]
+    """For each rank of torch that of the mesh."""
+
+    def of(self, ranks: list[int]) -> Collectives:
+        """The collectives among these ranks of torch; of all of them if there are none named."""
+        named = [self.order[rank] for rank in ranks or range(len(self.order))]
+        if not ranks and named == sorted(named):
+            return self.mesh
+        group = self.mesh.group(named)
+        if group is None:
+            raise UsageError(f"this rank is none of the ranks {ranks}")
+        return group
+
+
+class Worlds:
+    """The world of this process, from the rendezvous to `destroy_process_group`."""
+
+    def __init__(self) -> None:
+        self.current: World | None = None
+        self._waiting: Mesh | None = None
+        self._store: MeshStore | None = None
+        """Kept: of what C++ alone refers to, torch would forget the class."""
+        self._begun = 0
+        atexit.register(self._end_with_the_program)
+
+    def meet(self, options: Options, timeout: timedelta | None) -> tuple[MeshStore, int, int]:
+        """Join the job; returns the store, this rank and how many there are.
+
+        Raises:
+            UsageError: the job runs already, or a group is there.
+            PmeshError: as for `pmesh.connect`.
+        """
+        self.end()
+        self._begun += 1
+        suffix = "" if self._begun == 1 else f".{self._begun}"
+        count = options.ranks()
+        mesh = _connected(options.job_name() + suffix, count, options, timeout)
+        counts = mesh.all_gather_object(count)
+        if set(counts) != {mesh.size}:
+            mesh.close()
+            raise UsageError(f"{mesh.size} ranks have met, which wait for {counts}: PMESH_WAIT_FOR")
+        self._waiting = mesh
+        self._store = MeshStore(mesh.store, "torch/")
+        return self._store, mesh.rank, mesh.size
+
+    def begin(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        options: Options,
+        timeout: timedelta | None,
+    ) -> World:
+        """The world of a default group: that of `meet`, or of ranks that torch has given out."""
+        if self._waiting is not None:
+            mesh, self._waiting = self._waiting, None
+            self.current = World(mesh, tuple(range(mesh.size)))
+        else:
+            self.end()
+            self.current = world_of(store, rank, size, options, timeout)
+        return self.current
+
+    def end(self) -> None:
+        """Leave the job, if there is one."""
+        if self._waiting is not None:
+            self._waiting.close()
+        if self.current is not None:
+            self.current.mesh.close()
+        self._waiting = self.current = None
+
+    def _end_with_the_program(self) -> None:
+        """A script that has ended by an exception counts as a crash of its rank."""
+        error: BaseException | None = getattr(sys, "last_exc", None) or getattr(
+            sys, "last_value", None
+        )
+        if self.current is not None and error is not None:
+            self.current.mesh.__exit__(type(error), error, None)
+        self.end()
+
+
+def world_of(
+    store: Store, rank: int, size: int, options: Options, timeout: timedelta | None
+) -> World:
+    """The world of ranks that torch has given out, which meet by a store of torch's.
+
+    Raises:
+        UsageError: the ranks do not fit together.
+        PmeshError: as for `pmesh.connect`.
+    """
+    if rank == 0:
+        store.set("pmesh/job", f"{options.job_name()[:32]}.{secrets.token_hex(6)}")
+    job = store.get("pmesh/job").decode()
+    mesh = _connected(job, size, options, timeout)
+    theirs = mesh.all_gather_object([rank, size])
+    if sorted(theirs) != [[each, mesh.size] for each in range(mesh.size)]:
+        mesh.close()
+        raise UsageError(
+            f"the ranks do not fit together: they are given as [rank, world_size] {theirs}"
+        )
+    return World(mesh, tuple(theirs.index([each, size]) for each in range(size)))
+
+
+WORLDS = Worlds()
+
+
+def _connected(job: str, size: int, options: Options, timeout: timedelta | None) -> Mesh:
+    mesh = connect(
+        job,
+        wait_for=size,
+        timeout_s=min(timeout.total_seconds(), _JOIN_S) if timeout else _JOIN_S,
+        home=options.home,
+        on_loss="raise",
+        quorum=options.quorum,
+    )
+    if mesh.rank < 0:
+        mesh.close()
+        raise UsageError(
+            f"the job {job!r} runs already; torch fixes the number of ranks at the start: "
+            "end the job's scripts everywhere, then start all of them"
+        )
+    return mesh
+
+
+def meet(pg_options: object, timeout: timedelta | None) -> tuple[MeshStore, int, int]:
+    """As `Worlds.meet`; raises DistBackendError with the message of pmesh."""
+    try:
+        return WORLDS.meet(options_of(pg_options), timeout)
+    except PmeshError as e:
+        raise dist.DistBackendError(f"{type(e).__name__}: {e}") from e

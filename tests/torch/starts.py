@@ -1,0 +1,198 @@
+"""How ranks of `torch.distributed` start, each a program for every rank."""
+
+import contextlib
+import os
+import sys
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import pmesh
+import pmesh.torch
+
+RANKS = 3
+
+
+def check_sum(group: Any = None) -> None:
+    x = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(x, group=group)
+    assert x.item() == 3.0
+
+
+def by_options(rank: int) -> None:
+    """Nothing in the environment says how many ranks there are."""
+    del os.environ["PMESH_WAIT_FOR"]
+    with refused("how many ranks are there"):
+        dist.init_process_group("pmesh")
+    with refused("takes pg_options=pmesh.torch.Options"):
+        dist.init_process_group("pmesh", pg_options=object())
+    options = pmesh.torch.Options(job="by-options", wait_for=RANKS)
+    dist.init_process_group("pmesh", pg_options=options)
+    check_sum()
+    store = dist.distributed_c10d._get_default_store()
+    check_store(store)
+    dist.destroy_process_group()
+
+
+def check_store(store: Any) -> None:
+    """All that a Store can, in Python and through the PrefixStore around it."""
+    rank = dist.get_rank()
+    store.set(f"of-{rank}", "a")
+    store.wait([f"of-{each}" for each in range(RANKS)], timedelta(seconds=60))
+    assert store.get("of-1") == b"a"
+    assert store.check(["of-0", "of-2"])
+    assert not store.check(["of-0", "nothing"])
+    dist.barrier()
+    if rank == 0:
+        assert store.add("n", 4) == 4
+        assert store.compare_set("new", "", "b") == b"b"
+        assert store.compare_set("new", "a", "c") == b"b"
+        assert store.compare_set("none", "a", "c") == b"a"
+        store.append("new", "c")
+        store.multi_set(["x", "y"], ["1", "2"])
+        assert store.multi_get(["new", "x", "y"]) == [b"bc", b"1", b"2"]
+        keys = store.num_keys()
+        assert store.delete_key("x")
+        assert not store.delete_key("x")
+        assert store.num_keys() == keys - 1
+        assert store.has_extended_api()
+        store.set_timeout(timedelta(milliseconds=1))
+        with refused("OpTimedOut"):
+            store.get("nothing")
+    dist.barrier()
+
+
+def twice_by_url(rank: int) -> None:
+    """A second group of a process is another job."""
+    for _ in range(2):
+        dist.init_process_group("pmesh", init_method="pmesh://")
+        check_sum()
+        dist.destroy_process_group()
+
+
+def with_ranks_given(rank: int, folder: str) -> None:
+    """Ranks stay as they are given, whatever those of the mesh; the groups of torch too."""
+    given = (rank + 1) % RANKS
+    init = f"file://{folder}/given"
+    dist.init_process_group("pmesh", init_method=init, rank=given, world_size=RANKS)
+    assert dist.get_rank() == given
+    everyone: list[Any] = [None] * RANKS
+    dist.all_gather_object(everyone, rank)
+    assert everyone == [(each - 1) % RANKS for each in range(RANKS)]
+    pair = dist.new_group([1, 2])
+    if given:
+        told = torch.tensor([given])
+        dist.broadcast(told, 2, group=pair)
+        assert told.item() == 2
+        inner = pair.split_group([1, 0])
+        assert inner is not None
+        assert inner.rank() == 2 - given
+        inner.allreduce([told]).wait()
+        assert told.item() == 4
+    by_gloo = dist.new_group(backend="gloo")
+    check_sum(by_gloo)
+    dist.destroy_process_group()
+
+
+def by_a_launcher(rank: int, folder: str) -> None:
+    """As torchrun sets them; a store of torch's is what the address is of."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    with refused("MASTER_ADDR"):
+        dist.init_process_group("pmesh")
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    with refused("RANK"):
+        dist.init_process_group("gloo")  # as ever
+    init = f"file://{folder}/mixed"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.init_process_group("cpu:gloo,mps:pmesh", init, rank=rank, world_size=RANKS)
+    check_sum()
+    dist.destroy_process_group()
+
+
+def beside_gloo(rank: int, folder: str) -> None:
+    """A group of pmesh where the default one is gloo's."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/beside", rank=rank, world_size=3)
+    group = dist.new_group(backend="pmesh")
+    check_sum(group)
+    x = torch.tensor([float(rank)])
+    dist.all_reduce(x)
+    assert x.item() == 3.0
+    dist.destroy_process_group()
+
+
+def of_other_sizes(rank: int, folder: str) -> None:
+    """One rank has another world size: an error on all of them, in time."""
+    size = 2 if rank == 1 else 3
+    store = dist.FileStore(f"{folder}/sizes")
+    seconds = timedelta(seconds=3)
+    with refused("NotEnoughRanks|do not fit together|runs already|JobRunning"):
+        dist.init_process_group("pmesh", None, seconds, size, rank, store)
+
+
+def without_an_agent(rank: int, folder: str) -> None:
+    os.environ["PMESH_HOME"] = f"{folder}/nobody"
+    with refused("AgentNotRunning.*pmesh up"):
+        dist.init_process_group("pmesh")
+
+
+def with_a_loss(rank: int) -> None:
+    """One is killed in the middle; the others get one error, in each op after it."""
+    dist.init_process_group("pmesh")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    found: object = None
+    for step in range(5):
+        if step == 2 and dist.get_rank() == 1:
+            os._exit(0)
+        try:
+            model(torch.ones(1, 4)).sum().backward()
+        except RuntimeError as e:
+            found = step, "RankLost" in str(e)
+            break
+    assert found == (2, True)
+    for _ in range(2):
+        with refused("RankLost: rank 1 .* is lost"):
+            dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+
+
+def with_compression(rank: int) -> None:
+    """DDP trains with compressed gradients, with the same bits on all ranks."""
+    dist.init_process_group("pmesh")
+    for scheme in ("int8", pmesh.PowerSGD(rank=2, start_step=1), "none"):
+        torch.manual_seed(1)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+        model.register_comm_hook(None, pmesh.torch.compression_hook(scheme))
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        torch.manual_seed(rank)
+        losses: list[float] = []
+        for _ in range(20):
+            x = torch.randn(16, 64)
+            optimizer.zero_grad()
+            loss = ((model(x) - x) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0], (scheme, losses)
+        weights = model.module.weight.detach()
+        others = [torch.empty_like(weights) for _ in range(RANKS)]
+        dist.all_gather(others, weights)
+        assert all(torch.equal(weights, other) for other in others)
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def refused(why: str) -> Any:
+    import re
+
+    try:
+        yield
+    except (RuntimeError, ValueError, pmesh.PmeshError) as e:
+        assert re.search(why, f"{type(e).__name__}: {e}", re.DOTALL), (why, e)  # noqa: PT017
+    else:
+        raise AssertionError(f"nobody has said {why!r}")
+    sys.stdout.flush()

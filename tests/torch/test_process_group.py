@@ -1,0 +1,364 @@
+"""The process group's methods, among threads."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from pmesh.client.mesh import Mesh
+from pmesh.errors import MeshClosed
+from pmesh.testing import SimulatedMesh
+from pmesh.torch.process_group import ProcessGroup
+from pmesh.torch.work import Work
+
+T = TypeVar("T")
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+INTEGERS = ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8")
+COMPLEX = ("complex128", "complex64")
+ADDED = (*FLOATS, *COMPLEX, *INTEGERS, "bool")
+MOVED = (*ADDED, "float8_e4m3fn", "float8_e5m2")
+
+
+def group_of(mesh: Mesh) -> ProcessGroup:
+    return ProcessGroup(
+        mesh,
+        None,
+        mesh.rank,
+        mesh.size,
+        timeout=timedelta(minutes=1),
+        name="all",
+        split=lambda _: None,
+        end=lambda: None,
+    )
+
+
+def run(program: Callable[[ProcessGroup], T], ranks: int = 3) -> list[T]:
+    return SimulatedMesh(ranks).run(lambda mesh: program(group_of(mesh)))
+
+
+def reducing(op: Any, *, waits: bool = False) -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    options.asyncOp = not waits
+    return options
+
+
+def bits(x: torch.Tensor) -> list[int]:
+    flat = x.contiguous().reshape(-1).view(torch.uint8)
+    return [int(each) for each in flat]
+
+
+@pytest.mark.parametrize("dtype", ADDED)
+@pytest.mark.parametrize("waits", [True, False])
+def test_values_of_every_dtype_that_adds_are_added(dtype: str, *, waits: bool) -> None:
+    def program(group: ProcessGroup) -> Any:
+        x = torch.tensor([0, 1, 2]).to(getattr(torch, dtype))
+        group.allreduce([x], reducing(ReduceOp.SUM, waits=waits)).wait()
+        return bits(x)
+
+    expected = torch.tensor([0, 3, 6]).to(getattr(torch, dtype))
+    assert run(program) == [bits(expected)] * 3
+
+
+@pytest.mark.parametrize("dtype", MOVED)
+def test_values_of_every_dtype_are_moved(dtype: str) -> None:
+    def tensor(rank: int) -> torch.Tensor:
+        return torch.tensor([[rank, 1], [0, 1]]).to(getattr(torch, dtype))
+
+    def program(group: ProcessGroup) -> Any:
+        rank, told = group.rank(), tensor(group.rank())
+        options = dist.BroadcastOptions()
+        options.rootRank = 2
+        group.broadcast([told], options).wait()
+        gathered = [torch.empty_like(told) for _ in range(3)]
+        group.allgather([gathered], [tensor(rank)]).wait()
+        came = torch.empty_like(told)
+        sent = group.send([tensor(rank)], (rank + 1) % 3, 5)
+        group.recv([came], (rank + 2) % 3, 5).wait()
+        sent.wait()
+        return [bits(each) for each in (told, *gathered, came)]
+
+    for rank, found in enumerate(run(program)):
+        everyone = [bits(tensor(each)) for each in range(3)]
+        assert found == [everyone[2], *everyone, everyone[(rank + 2) % 3]]
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (ReduceOp.SUM, 9),
+        (ReduceOp.PRODUCT, 24),
+        (ReduceOp.MIN, 2),
+        (ReduceOp.MAX, 4),
+        (ReduceOp.BAND, 0),
+        (ReduceOp.BOR, 7),
+        (ReduceOp.BXOR, 5),
+    ],
+)
+def test_all_reductions_of_integers(op: Any, expected: int) -> None:
+    def program(group: ProcessGroup) -> Any:
+        x = torch.tensor(group.rank() + 2)  # without a dimension
+        group.allreduce([x], reducing(op)).wait()
+        return x.item()
+
+    assert run(program) == [expected] * 3
+
+
+def test_a_mean_and_a_sum_of_products() -> None:
+    def program(group: ProcessGroup) -> Any:
+        x, y = torch.tensor([group.rank() + 1.0]), torch.tensor([group.rank() + 1.0])
+        group.allreduce([x], reducing(ReduceOp.AVG)).wait()
+        group.allreduce([y], reducing(dist._make_nccl_premul_sum(0.5))).wait()
+        out, parts = torch.zeros(1), torch.arange(3.0)
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = dist._make_nccl_premul_sum(2.0)
+        group.reduce_scatter_single(out, parts, options).wait()
+        return [x.item(), y.item(), out.item()]
+
+    assert run(program) == [[2.0, 3.0, 6.0 * rank] for rank in range(3)]
+
+
+def test_tensors_in_several_pieces_or_of_no_size_or_of_a_parameter() -> None:
+    def program(group: ProcessGroup) -> Any:
+        columns = torch.arange(6.0).reshape(2, 3).T
+        conjugate = torch.tensor([1 + 2j, 3 - 1j]).conj()
+        nothing = torch.empty(0, 3)
+        parameter = torch.nn.Parameter(torch.ones(2))
+        for x in (columns, conjugate, nothing, parameter):
+            group.allreduce([x]).wait()
+            group.broadcast([x]).wait()
+        halves = torch.zeros(4, 3)[:, ::2]
+        group.all_gather_single(halves, torch.full((2, 2), float(group.rank()))).wait()
+        seen = [columns.tolist(), conjugate.tolist(), parameter.tolist(), halves.tolist()]
+        return [*seen, parameter.requires_grad, parameter.grad_fn]
+
+    expected = [
+        [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]],
+        [2 - 4j, 6 + 2j],
+        [2.0, 2.0],
+        [[0.0, 0.0]] * 2 + [[1.0, 1.0]] * 2,
+        *(True, None),
+    ]
+    assert run(program, ranks=2) == [expected] * 2
+
+
+def test_short_forms_and_names_of_all_versions_of_torch() -> None:
+    def program(group: ProcessGroup) -> Any:
+        rank, two = group.rank(), group.size()
+        x = torch.tensor([rank + 1.0])
+        group.allreduce(x, ReduceOp.MAX).wait()
+        group.allreduce([x], op=ReduceOp.SUM, timeout=timedelta(seconds=50)).wait()
+        told = torch.tensor([float(rank)])
+        group.broadcast(told, root=1).wait()
+        group.broadcast(told, 1).wait()
+        group.reduce(y := torch.ones(1), root=0).wait()
+        base, part = torch.zeros(two), torch.zeros(1)
+        group._allgather_base(base, torch.tensor([float(rank)])).wait()
+        group._reduce_scatter_base(part, base).wait()
+        swapped = torch.zeros(two)
+        group.alltoall_base(swapped, base, [], []).wait()
+        many = [torch.zeros(two), torch.zeros(two, dtype=torch.int8)]
+        ones = [torch.ones(1), torch.ones(1, dtype=torch.int8)]
+        group.allgather_into_tensor_coalesced(many, ones).wait()
+        sums = [torch.zeros(1)]
+        group.reduce_scatter_tensor_coalesced(sums, [torch.arange(2.0)]).wait()
+        lists = [[torch.zeros(1)], [torch.zeros(1)]]
+        group.allgather_coalesced(lists, [torch.tensor([3.0])]).wait()
+        group.barrier(timeout=timedelta(seconds=50)).wait()
+        group.monitored_barrier(timedelta(seconds=50), wait_all_ranks=True)
+        found = [x, told, base, part, swapped, *many, *sums, lists[0][0], lists[1][0]]
+        return [each.tolist() for each in found] + [y.item() if rank == 0 else 2.0]
+
+    rest = [[3.0], [3.0], 2.0]
+    assert run(program, ranks=2) == [
+        [[4.0], [1.0], [0.0, 1.0], [2.0 * r], [float(r)] * 2, [1.0] * 2, [1] * 2, [2.0 * r], *rest]
+        for r in range(2)
+    ]
+
+
+def test_lists_with_roots_and_messages_from_anyone() -> None:
+    def program(group: ProcessGroup) -> Any:
+        rank = group.rank()
+        gather, scatter = dist.GatherOptions(), dist.ScatterOptions()
+        gather.rootRank = scatter.rootRank = 1
+        outs = [torch.zeros(1) for _ in range(3)]
+        x, mine = torch.tensor([float(rank)]), torch.zeros(1)
+        group.gather([outs] if rank == 1 else [], [x], gather).wait()
+        group.scatter([mine], [outs] if rank == 1 else [], scatter).wait()
+        lists = [torch.zeros(1 + i) for i in range(3)]
+        group.alltoall(lists, [torch.full((1 + rank,), float(rank)) for _ in range(3)]).wait()
+        out = torch.zeros(1)
+        group.reduce_scatter([out], [[x.clone() for _ in range(3)]]).wait()
+        sources: list[int] = []
+        if rank == 0:
+            for _ in range(2):
+                work = group.recv_anysource([came := torch.zeros(1)], 3)
+                work.wait()
+                assert came.item() == work._source_rank()
+                sources.append(work.source_rank())
+        else:
+            group.send([x], 0, 3).wait()
+        return [mine.item(), out.item(), [each.tolist() for each in lists], sorted(sources)]
+
+    swapped = [[0.0], [1.0] * 2, [2.0] * 3]
+    assert run(program) == [[float(r), 3.0, swapped, [1, 2] if r == 0 else []] for r in range(3)]
+
+
+def test_a_future_gets_the_tensors_and_its_callbacks_run() -> None:
+    def program(group: ProcessGroup) -> Any:
+        x, came = torch.ones(1), torch.zeros(1)
+        work = group.allreduce([x])
+        doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+        work.wait()
+        done = group.allreduce([x], reducing(ReduceOp.MAX, waits=True))
+        sent = group.send([x], 1 - group.rank())
+        received = group.recv([came], 1 - group.rank()).get_future()
+        received.wait()
+        sent.synchronize()
+        assert done.is_completed()
+        assert done.is_success()
+        assert done.exception() is None
+        assert done.result()[0] is x
+        assert sent.is_completed()
+        return [doubled.wait().item(), received.value()[0].item(), came.item()]
+
+    assert run(program, ranks=2) == [[4.0, 2.0, 2.0]] * 2
+
+
+def test_an_op_that_fails_raises_when_it_is_waited_for_and_in_its_future() -> None:
+    def program(group: ProcessGroup) -> str:
+        work: Work = group.allreduce([torch.ones(2 + group.rank())])
+        future = work.get_future()
+        with pytest.raises(dist.DistBackendError, match="OpMismatch"):
+            work.wait()
+        with pytest.raises(Exception, match="OpMismatch"):
+            future.wait()
+        assert isinstance(work.exception(), dist.DistBackendError)
+        assert not work.is_success()
+        with pytest.raises(dist.DistBackendError, match="OpMismatch"):
+            group.allreduce([torch.ones(2 + group.rank())], reducing(ReduceOp.SUM, waits=True))
+        group.allreduce([torch.ones(1)]).wait()  # nobody was lost
+        return "raised"
+
+    assert run(program) == ["raised"] * 3
+
+
+def test_a_lost_rank_ends_the_group_with_one_error() -> None:
+    simulated = SimulatedMesh(3)
+
+    def train(mesh: Mesh) -> Any:
+        group = group_of(mesh)
+        if mesh.rank == 2:
+            simulated.lose(2)
+        errors: list[str] = []
+        for _ in range(3):
+            with pytest.raises(dist.DistBackendError) as e:
+                group.allreduce([torch.ones(1)]).wait()
+            errors.append(str(e.value))
+        with pytest.raises(dist.DistBackendError):
+            group.send([torch.ones(1)], (mesh.rank + 1) % 2).wait()
+        if mesh.rank == 2:
+            raise MeshClosed("as its program would")
+        assert len(set(errors)) == 1
+        return errors[0]
+
+    first, second = simulated.run(train)
+    assert first == second
+    assert first.startswith("RankLost: rank 2 (simulated) is lost")
+
+
+def test_what_can_t_be_sent_is_refused_by_name() -> None:
+    group = run(lambda group: group, ranks=1)[0]
+    for x, why in [
+        (torch.ones(2).to_sparse(), "dense tensors, not torch.sparse_coo"),
+        (torch.ones(2, device="meta"), "'meta', without data"),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            group.allreduce([x])
+    with pytest.raises(dist.DistBackendError, match="float8_e5m2 is not supported"):
+        group.allreduce([torch.ones(2).to(torch.float8_e5m2)]).wait()
+    with pytest.raises(ValueError, match="one tensor at a time, not 2"):
+        group.broadcast([torch.ones(1), torch.ones(1)])
+    with pytest.raises(ValueError, match="does not fit into"):
+        group.all_gather_single(torch.ones(1), torch.ones(1, dtype=torch.int8))
+    with pytest.raises(ValueError, match="are no 1 times"):
+        group.all_gather_single(torch.ones(3), torch.ones(1))
+    with pytest.raises(ValueError, match="are no 1 times"):
+        group.reduce_scatter_single(torch.ones(3), torch.ones(1))
+    with pytest.raises(ValueError, match="are not those of 2 rows"):
+        group.all_to_all_single(torch.ones(2), torch.ones(2), [3], [3])
+
+
+def test_a_message_of_another_dtype_is_an_error_of_its_receiver() -> None:
+    def program(group: ProcessGroup) -> str:
+        if group.rank() == 0:
+            group.send([torch.ones(2)], 1).wait()
+            return ""
+        with pytest.raises(dist.DistBackendError) as e:
+            group.recv([torch.ones(2, dtype=torch.int64)], 0).wait()
+        return str(e.value)
+
+    assert "torch.float32 [2], and does not fit into torch.int64 [2]" in run(program, ranks=2)[1]
+
+
+def test_a_receive_may_be_waited_for_again() -> None:
+    def program(group: ProcessGroup) -> Any:
+        came = torch.zeros(1)
+        if group.rank() == 0:
+            work = group.recv([came], 1)
+            with pytest.raises(dist.DistBackendError, match="still under way"):
+                work.wait(timedelta(milliseconds=1))
+            assert not work.is_completed()
+        group.barrier().wait()
+        if group.rank() == 0:
+            work.wait()
+        else:
+            group.send([torch.ones(1)], 0).wait()
+        return came.item()
+
+    assert run(program, ranks=2)[0] == 1.0
+
+
+def test_the_profiler_shows_ops_with_their_shapes() -> None:
+    def program(group: ProcessGroup) -> Any:
+        with torch.autograd.profiler.profile(record_shapes=True) as profile:
+            group.allreduce([torch.ones(2, 3)], reducing(ReduceOp.SUM, waits=True)).wait()
+        events = [each for each in profile.function_events if each.name == "pmesh:all_reduce"]
+        return [each.input_shapes for each in events]
+
+    assert run(program, ranks=1) == [[[[2, 3]]]]
+
+
+def test_what_torch_asks_of_a_group() -> None:
+    group = run(lambda group: group, ranks=1)[0]
+    assert (group.name(), group.group_name, group.size()) == ("pmesh", "all", 1)
+    group._set_group_name("other")
+    group._set_group_desc("for a test")
+    assert (group.group_name, group.group_desc) == ("other", "for a test")
+    group._set_sequence_number_for_group()
+    assert group._get_sequence_number_for_group() == 0
+    assert group._get_backend(torch.device("cpu")) is group
+    assert group.split_group([5]) is None
+    group.abort()
+    with pytest.raises(dist.DistBackendError, match="aborted"):
+        group.barrier().wait()
+
+
+def test_works_between_start_and_end_of_coalescing_are_one() -> None:
+    def program(group: ProcessGroup) -> Any:
+        x, came = torch.ones(1), torch.zeros(1)
+        group._start_coalescing(torch.device("cpu"))
+        group.allreduce([x])
+        group.send([torch.ones(1)], 1 - group.rank())
+        group.recv([came], 1 - group.rank())
+        group._end_coalescing(torch.device("cpu")).wait()
+        group._start_coalescing(torch.device("cpu"))
+        assert group._end_coalescing(torch.device("cpu")).wait()
+        return [x.item(), came.item()]
+
+    assert run(program, ranks=2) == [[2.0, 1.0]] * 2

@@ -1,0 +1,256 @@
+"""torch's own suite of `torch.distributed`, on gloo and on pmesh: what passes there passes here?
+
+    python -m tools.torch_suite                    # all cases; minutes
+    python -m tools.torch_suite --cases all_reduce # those whose names contain this
+    python -m tools.torch_suite --markdown         # the table of docs/explanation/torch.md
+
+The cases are those of `DistributedTest._DistTestBase` in torch's installed test modules. Three
+ranks run each case in turn, in one process each, over a process group made anew for it. The
+decorators that pick cases by the backend's name read gloo, so pmesh runs what gloo does. In a case
+that compares the name itself, pmesh stands where gloo does: the table marks it. What the profiler
+has seen is checked only of the backends that the suite names, as events that are asynchronous,
+which none can be that Python makes.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from pmesh.testing.simulated_mesh import agent_in_a_thread
+
+RANKS = 3
+CASE_S = 60.0  # torch's own cases have timeouts of at most 10 s; a hang is a failure
+_SUITE = "torch.testing._internal.distributed.distributed_test"
+_NAMED = ("monitored_barrier", "Backend_enum", "_no_sync")
+"""Parts of the names of cases that compare the backend's name with gloo's."""
+
+
+def cases_named(part: str) -> list[str]:
+    os.environ.setdefault("BACKEND", "gloo")
+    os.environ.setdefault("WORLD_SIZE", str(RANKS))
+    os.environ.setdefault("TEMP_DIR", tempfile.gettempdir())
+    base = importlib.import_module(_SUITE).DistributedTest._DistTestBase
+    return [name for name in sorted(dir(base)) if name.startswith("test_") and part in name]
+
+
+class Workers:
+    """The ranks of one backend, as processes that live until one hangs."""
+
+    def __init__(self, backend: str, home: str, folder: str) -> None:
+        self._environment = dict(
+            os.environ,
+            BACKEND="gloo",
+            WORLD_SIZE=str(RANKS),
+            PMESH_HOME=home,
+            TEMP_DIR=folder,
+            OMP_NUM_THREADS="1",
+        )
+        self._backend = backend
+        self._folder = folder
+        self._processes: list[subprocess.Popen[str]] = []
+        self._lines: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._count = 0
+
+    def run(self, case: str) -> str:
+        """Run a case on all ranks: "passed", "skipped", or the error of a rank that failed."""
+        if not self._processes:
+            self._start()
+        self._count += 1
+        file = str(Path(self._folder, f"store-{self._count}"))
+        barrier = Path(self._folder, "barrier")
+        for old in barrier.iterdir():
+            old.unlink()
+        for process in self._processes:
+            print(json.dumps([case, file]), file=process.stdin, flush=True)
+        found: dict[int, str] = {}
+        with contextlib.suppress(queue.Empty):
+            while len(found) < RANKS:
+                rank, line = self._lines.get(timeout=CASE_S)
+                if line.startswith("RESULT "):
+                    found[rank] = json.loads(line.removeprefix("RESULT "))
+                elif not line:
+                    found[rank] = "its process has ended"
+        results = [found.get(rank, "did not end") for rank in range(RANKS)]
+        failed = [result for result in results if result not in ("passed", "skipped")]
+        if len(found) < RANKS or "its process has ended" in results:
+            self.stop()
+        return failed[0] if failed else max(set(results), key=results.count)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._processes = []
+
+    def _start(self) -> None:
+        self._lines = queue.SimpleQueue()
+        Path(self._folder, "barrier").mkdir(exist_ok=True)
+        Path(self._folder, "test_dir").mkdir(exist_ok=True)
+        for rank in range(RANKS):
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-W", "ignore", "-m", "tools.torch_suite"),
+                    *("--worker", self._backend, "--rank", str(rank)),
+                ],
+                env=self._environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            self._processes.append(process)
+            threading.Thread(target=_read, args=(process, rank, self._lines), daemon=True).start()
+
+
+def _read(
+    process: "subprocess.Popen[str]", rank: int, lines: "queue.SimpleQueue[tuple[int, str]]"
+) -> None:
+    for line in process.stdout or ():
+        lines.put((rank, line.strip() or " "))
+    lines.put((rank, ""))
+
+
+def work(backend: str, rank: int) -> None:
+    """A rank: for each line of its input one case, for each case one line."""
+    importlib.import_module("pmesh.torch")
+    suite: Any = importlib.import_module(_SUITE)
+    case_class = type(
+        "Case",
+        (suite.TestDistBackend, suite.DistributedTest._DistTestBase),
+        {},
+    )
+    for line in sys.stdin:
+        case, file = json.loads(line)
+        print(
+            "RESULT " + json.dumps(_outcome(suite, case_class, case, backend, rank=rank, file=file))
+        )
+        sys.stdout.flush()
+
+
+def _outcome(suite: Any, case_class: Any, case: str, backend: str, *, rank: int, file: str) -> str:
+    import unittest
+
+    import torch
+    import torch.distributed as dist
+
+    named = any(part in case for part in _NAMED)
+    seconds = suite.CUSTOM_PG_TIMEOUT.get(case, CASE_S)
+    test = case_class(case)
+    test.rank, test.file_name = rank, file
+    suite.Barrier.barrier_id = 0
+    torch.manual_seed(0)  # torch's own runner has new processes, which all begin with one seed
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{file}",
+            world_size=RANKS,
+            rank=rank,
+            timeout=timedelta(seconds=seconds),
+        )
+        with _as_gloo(suite, dist) if named and backend != "gloo" else _by_its_name(suite, backend):
+            test._barrier()
+            getattr(test, case)()
+            test._barrier()
+        dist.destroy_process_group()
+    except unittest.SkipTest:
+        dist.destroy_process_group()
+    except SystemExit:
+        dist.destroy_process_group()  # how torch's decorators skip
+    except BaseException as e:  # noqa: BLE001 - a failure is the result
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return f"{type(e).__name__}: {e}"[:300]
+    else:
+        return "passed"
+    return "skipped"
+
+
+@contextlib.contextmanager
+def _by_its_name(suite: Any, backend: str) -> Iterator[None]:
+    suite.BACKEND = backend
+    yield
+
+
+@contextlib.contextmanager
+def _as_gloo(suite: Any, dist: Any) -> Iterator[None]:
+    """Let the process group say that it is gloo's."""
+    suite.BACKEND = "gloo"
+    of_torch = dist.get_backend
+    modules = (dist, dist.distributed_c10d)
+    for module in modules:
+        module.get_backend = lambda *_: "gloo"
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.get_backend = of_torch
+
+
+def compare(part: str, backends: list[str]) -> dict[str, dict[str, str]]:
+    """For each case what it gives on each backend."""
+    found: dict[str, dict[str, str]] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="pmesh-") as home,
+        tempfile.TemporaryDirectory(prefix="suite-") as folder,
+        agent_in_a_thread(Path(home)),
+    ):
+        workers = {name: Workers(name, home, folder) for name in backends}
+        try:
+            for case in cases_named(part):
+                found[case] = {name: each.run(case) for name, each in workers.items()}
+                print(
+                    case,
+                    *(each.splitlines()[0] for each in found[case].values()),
+                    sep=" | ",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        finally:
+            for each in workers.values():
+                each.stop()
+    return found
+
+
+def _print_table(found: dict[str, dict[str, str]]) -> None:
+    print("| case | gloo | pmesh | |\n|---|---|---|---|")
+    for case, results in found.items():
+        if set(results.values()) != {"skipped"}:
+            mark = "stands where gloo does" if any(part in case for part in _NAMED) else ""
+            print(f"| `{case}` | {results.get('gloo')} | {results.get('pmesh')} | {mark} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--cases", default="", help="part of the names")
+    parser.add_argument("--backends", nargs="*", default=["gloo", "pmesh"])
+    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options.worker, options.rank)
+        return
+    found = compare(options.cases, options.backends)
+    if options.markdown:
+        _print_table(found)
+    passed = [case for case, each in found.items() if each.get("gloo") == "passed"]
+    failed = [case for case in passed if found[case].get("pmesh", "passed") != "passed"]
+    print(f"{len(found)} cases, {len(passed)} pass on gloo, {len(failed)} of them not on pmesh")
+    for case in failed:
+        print(f"  {case}: {found[case]['pmesh']}")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
