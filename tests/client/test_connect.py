@@ -225,3 +225,26 @@ def test_tab_completion_lists_what_the_package_offers() -> None:
 
 def test_the_version_is_that_of_the_installed_package() -> None:
     assert pmesh.__version__ == version("pmesh")
+
+
+def test_the_job_comes_from_pmesh_run_where_none_is_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(pmesh.UsageError, match="a job needs a name"):
+        pmesh.connect()
+    monkeypatch.setenv("PMESH_JOB", "")
+    with pytest.raises(pmesh.UsageError, match="a job's name has 1 to 64 characters"):
+        pmesh.connect()
+    monkeypatch.setenv("PMESH_JOB", "digits")
+    monkeypatch.setenv("PMESH_WAIT_FOR", "three")
+    with pytest.raises(
+        pmesh.UsageError, match="PMESH_WAIT_FOR is a number of trainers, not 'three'"
+    ):
+        pmesh.connect()
+    monkeypatch.setenv("PMESH_WAIT_FOR", "0")
+    with pytest.raises(pmesh.UsageError, match="wait_for is at least 1"):
+        pmesh.connect()
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("PMESH_WAIT_FOR", "3")
+    with pytest.raises(pmesh.AgentNotRunning):
+        pmesh.connect(home=tmp_path)

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.e2e.harness import TIMEOUT_S, Agent, Fleet, Running
+from tools.lab.net import NetLab
 
 ENDS_S = 5.0
 """Within so long nothing may be left running, whatever has happened."""
@@ -244,6 +245,35 @@ def test_a_script_for_another_launcher_runs_unchanged(
     assert done.returncode == 0, done.stderr
     assert [line.partition("| ")[2] for line in done.stdout.splitlines()] == ["sum 1111"] * 4
     assert done.stderr.count("not encrypted") == 1
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize(
+    ("engine", "source"),
+    [
+        pytest.param("gloo", GLOO, marks=needs("torch")),
+        pytest.param("mlx-ring", RING, marks=needs("mlx")),
+    ],
+)
+def test_machines_of_a_network_find_each_other_s_addresses(
+    fleet: Fleet,
+    make_lab: Callable[[int], NetLab],
+    tmp_path: Path,
+    engine: str,
+    source: str,
+) -> None:
+    lab = make_lab(3)
+    hosts = {f"mac-{host.number}": host for host in lab.hosts}
+    agents = [fleet.start_agent(name, host=host) for name, host in hosts.items()]
+    fleet.await_view(*agents)
+    for agent in agents:
+        fleet.pmesh("allow", "run", "--as-root", home=agent.home)
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    options = ("--on", "all", "--engine", engine, "--restarts", "0")
+    done = fleet.pmesh("run", *options, "--", str(script), home=agents[0].home)
+    assert done.returncode == 0, done.stderr
+    assert [line.partition("| ")[2] for line in done.stdout.splitlines()] == ["sum 111"] * 3
 
 
 def test_an_engine_that_needs_all_ranks_starts_all_of_them_again(
