@@ -27,6 +27,7 @@ def call_everything(mesh: pmesh.Mesh) -> None:
     ask_for_facts(mesh)
     reduce(mesh)
     move(mesh)
+    place(mesh)
     share(mesh)
     send(mesh)
     call_late(mesh)
@@ -82,6 +83,17 @@ def move(mesh: pmesh.Mesh) -> None:
     assert_type(mesh.broadcast_object(1), Any)
     mesh.barrier()
     mesh.monitored_barrier(10)
+
+
+def place(mesh: pmesh.Mesh) -> None:
+    x: Floats = np.ones(2, np.float32)
+    xs = [x] * mesh.size
+    outs = [np.zeros(2, np.float32) for _ in xs]
+    assert_type(mesh.all_gather_into(outs, x), None)
+    assert_type(mesh.gather_into(outs if mesh.rank == 0 else None, x), None)
+    assert_type(mesh.scatter_into(outs[0], xs if mesh.rank == 0 else None), None)
+    assert_type(mesh.reduce_scatter_into(outs[0], xs), None)
+    assert_type(mesh.all_to_all_into(outs, xs), None)
 
 
 def share(mesh: pmesh.Mesh) -> None:

@@ -11,7 +11,6 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm import lora
 
-FOLDER = Path(sys.argv.pop(1))
 train = lora.train
 
 
@@ -19,8 +18,10 @@ def train_and_save(*arguments: Any, model: Any, **named: Any) -> None:  # noqa: 
     """What mlx-lm calls to train."""
     train(*arguments, model=model, **named)
     weights = dict(tree_flatten(model.trainable_parameters()))
-    mx.save_safetensors(str(FOLDER / f"{mx.distributed.init().rank()}.safetensors"), weights)
+    mx.save_safetensors(str(folder / f"{mx.distributed.init().rank()}.safetensors"), weights)
 
 
-lora.train = train_and_save
-lora.main()
+if __name__ == "__main__":
+    folder = Path(sys.argv.pop(1))
+    lora.train = train_and_save
+    lora.main()

@@ -210,10 +210,12 @@ class _Taking:
         return replace(turn, wire_bytes=round(sent / self.place.ranks / turn.calls))
 
     def _sent_bytes(self) -> int:
-        """By all hosts, at their interfaces, without what agents tell each other.
+        """By all hosts, at their interfaces, without what agents tell each other; 0 on loopback.
 
         Their probes of the bandwidth, a few MB after the start, would be most of a short turn.
         """
+        if not self.place.hosts:
+            return 0
         control = sum(agent["control_sent_bytes"] for agent in self.running[PMESH].traffic())
         return self.place.sent_bytes() - control
 

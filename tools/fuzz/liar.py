@@ -7,6 +7,7 @@ Messages are msgspec structs, which check their fields when they are decoded and
 made: so a changed message can break its type too, and only its receiver sees that.
 """
 
+import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from random import Random
@@ -31,6 +32,7 @@ HOSTS = ("127.0.0.1", "127.0.0.2", "::1")  # an agent dials what it is told: loo
 PORTS = (1, 9, 65535, 0, 65536)
 REMEMBERED = 128  # of each type; more would be older views only
 STOP_HERE = 0.3  # how often a value is changed as a whole, rather than something in it
+DIGITS = (12, 64)  # of what is written in hexadecimal: a launch, a hash
 
 
 class Seen:
@@ -280,12 +282,14 @@ def example(info: inspect.Type, dice: Random) -> Any:  # noqa: ANN401, C901, PLR
     match info:
         case inspect.BoolType():
             return dice.random() < 0.5  # noqa: PLR2004
-        case inspect.IntType(ge=at_least):
-            return (at_least or 0) + dice.choice((0, 0, 1, 2, 1000))
+        case inspect.IntType(ge=at_least, le=at_most):
+            value = (at_least or 0) + dice.choice((0, 0, 1, 2, 1000))
+            return value if at_most is None else min(value, at_most)
         case inspect.FloatType():
             return dice.choice((0.5, 5.0))
-        case inspect.StrType(min_length=shortest):
-            return "x" * (shortest or dice.randrange(2))
+        case inspect.StrType(min_length=shortest, pattern=pattern):
+            texts = ["x" * (shortest or dice.randrange(2)), "x", *("0" * n for n in DIGITS)]
+            return next(text for text in texts if re.search(pattern or "", text))
         case inspect.BytesType(min_length=shortest):
             return bytes([dice.randrange(256)]) * (shortest or 0)
         case inspect.LiteralType(values=values):

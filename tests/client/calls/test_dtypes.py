@@ -147,7 +147,7 @@ def test_complex_gradients_are_averaged_part_by_part(agent: WatchedAgent) -> Non
 REFUSED: dict[str, tuple[Callable[[pmesh.Mesh], object], str]] = {
     "a mean of integers": (
         lambda mesh: mesh.all_reduce(np.ones(1, np.uint8), "mean"),
-        "no 'mean' of uint8; these are allowed: sum, max, min, prod",
+        "no 'mean' of uint8; these are allowed: sum, max, min, prod, band, bor, bxor",
     ),
     "a maximum of complex numbers": (
         lambda mesh: mesh.all_reduce({"w": np.ones(1, np.complex64)}, "max"),
