@@ -23,6 +23,7 @@ _LATER = MappingProxyType(
 
 def register() -> None:
     """Register the backend, once; what importing this, and torch's autoload, do."""
+    import_module("torch")  # the whole of it, before a module of ours: its autoload calls this too
     from pmesh.torch.library import dist  # noqa: PLC0415 - who only wants options needs no torch
 
     if not dist.is_available() or "PMESH" in dist.Backend._plugins:  # noqa: SLF001
