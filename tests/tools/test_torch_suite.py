@@ -10,9 +10,7 @@ pytest.importorskip("torch")
 pytest.importorskip("expecttest", reason="torch's own suite imports it")
 
 
-@pytest.mark.parametrize(
-    "part", ["test_all_reduce_sum", "test_reduce_sum", "test_irecv"]
-)
+@pytest.mark.parametrize("part", ["test_all_reduce_sum", "test_reduce_sum", "test_irecv"])
 def test_cases_that_pass_on_gloo_pass_on_pmesh(part: str) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tools.torch_suite", "--cases", part]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
