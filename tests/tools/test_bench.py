@@ -412,7 +412,8 @@ def test_the_short_form_runs_all_schemes_and_finds_their_results_right(tmp_path:
 
     assert len(found.rounds) == 2
     assert {"none", "int8", "powersgd-4", "auto-any"} < set(found.names)
-    assert all("tried on these ranks" in turn.picked for turn in found.turns("auto"))
+    # Trials begin anew where the ring has changed meanwhile, as it may between busy machines (V13).
+    assert any("tried on these ranks" in turn.picked for turn in found.turns("auto"))
     assert render("compression-speed", [Results(measured=(found,))])
 
 
