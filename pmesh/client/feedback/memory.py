@@ -49,8 +49,8 @@ class Trials:
     def compare(self, latest: Mapping[TrainerId, tuple[int, int]]) -> None:
         """Take in what `latest` returned on each rank, in the same order on all.
 
-        All begin anew if the ranks are others or in another order, or if one has not seen the trials
-        of the rest.
+        All begin anew if the ranks are others or in another order, or if one has not seen the
+        trials of the rest.
         """
         trainers = tuple(latest)
         same = trainers == self.trainers and {begun for begun, _ in latest.values()} == {self.begun}
