@@ -2,7 +2,7 @@
 
 In the order in which a run passes through them: `command`, `prepared` (mlx-lm's own preparations),
 `session`, `training` with `batches` (which rows a rank takes) and `halves` (what is compiled),
-`state` and `files`; `terms` is what must be the same on all machines.
+`state` and `files` (what is kept); `terms` is what must be the same on all machines.
 """
 
 from pmesh.mlx_lm.command import train

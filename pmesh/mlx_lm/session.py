@@ -10,7 +10,7 @@ from pmesh.client.mesh import Mesh
 from pmesh.mlx_lm.batches import Batches
 from pmesh.mlx_lm.libraries import datasets, trainer
 from pmesh.mlx_lm.prepared import Prepared
-from pmesh.mlx_lm.state import STATE, State
+from pmesh.mlx_lm.state import State
 from pmesh.mlx_lm.terms import MODEL, Terms, describe_model, describe_rows, option_terms
 from pmesh.mlx_lm.training import Run, Training, evaluate
 
@@ -38,14 +38,9 @@ def run_session(prepared: Prepared, launch: Launch, *, resumes: bool) -> None:
         train=_batches(prepared, prepared.train_set, "training"),
         valid=_batches(prepared, prepared.valid_set, "validation") if prepared.valid_set else None,
         folder=folder,
+        resumes=resumes,
     )
     test = _batches(prepared, prepared.test_set, "test") if options.test else None
-    if resumes and state.load(folder):
-        print(
-            f"Resuming after iteration {state.iteration} of {run.last}, from {folder / STATE}; "
-            "--no-resume begins anew",
-            flush=True,
-        )
     with connect(launch.job, launch.wait_for, PATIENCE_S, on_superseded="sync") as mesh:
         Training(mesh, run, state).run()
         if test is not None:

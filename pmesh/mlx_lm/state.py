@@ -1,17 +1,15 @@
-"""The state of a run: what `mesh.sync` gives to newcomers, and what is kept on a disk."""
+"""The state of a run: what `mesh.sync` gives to newcomers, and what checkpoints keep."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from pmesh.client.mesh import Mesh
+from pmesh.client.collective.differences import state_differences
 from pmesh.errors import UsageError
-from pmesh.mlx_lm.files import load_arrays, save_arrays
-from pmesh.mlx_lm.libraries import trees
+from pmesh.mlx_lm.files import replace
+from pmesh.mlx_lm.libraries import mx, trees
 from pmesh.mlx_lm.terms import Terms, check_resumable
 
 ADAPTERS = "adapters.safetensors"
-STATE = "pmesh_state.safetensors"
-"""Beside the adapters: what a run needs to go on after all machines have stopped."""
 
 _COUNTS = ("iteration", "validated", "trained_tokens")
 
@@ -41,61 +39,55 @@ class State:
         self.model.update(tree["parameters"])
         self.optimizer.state = tree["optimizer"]
 
-    def receive(self, mesh: Mesh, root: int) -> None:
-        """Take the state of one rank; all ranks call this.
-
-        Raises:
-            RankLost: That rank is gone.
-        """
-        counts = mesh.broadcast_object(self._counts(), root)
-        self.take({**mesh.broadcast(self._arrays(), root), **counts})
-
     def adapters(self) -> dict[str, Any]:
         """Return the trained weights by name, as mlx-lm loads them."""
         return dict(trees.tree_flatten(self.model.trainable_parameters()))
 
-    def save(self, folder: Path, *, numbered: bool) -> None:
-        """Write the adapters, and the state of the run.
+    def save_adapters(self, folder: Path, *, numbered: bool) -> None:
+        """Write the trained weights where mlx-lm looks for them.
 
         Args:
             folder: Of the adapters.
-            numbered: Keep a copy of the adapters under the number of the iteration, as mlx-lm does.
-        """
-        adapters = self.adapters()
-        if numbered:
-            save_arrays(folder / f"{self.iteration:07d}_{ADAPTERS}", adapters)
-        save_arrays(folder / ADAPTERS, adapters)
-        arrays = dict(trees.tree_flatten(self._arrays()))
-        save_arrays(folder / STATE, arrays, {"terms": self.terms, **self._counts()})
-
-    def load(self, folder: Path) -> bool:
-        """Go on where a run in this folder has ended; returns whether there was one.
+            numbered: Keep a copy under the number of the iteration, as mlx-lm does.
 
         Raises:
-            UsageError: It was of another model, or with options that make other arrays.
+            UsageError: They can't be written there.
         """
-        path = folder / STATE
-        loaded = load_arrays(path)
-        if loaded is None:
-            return False
-        arrays, values = loaded
-        check_resumable(path, values.get("terms", {}), self.terms)
-        wanted = dict(trees.tree_flatten(self._arrays()))
-        for name in sorted({*wanted, *arrays}):
-            one, other = wanted.get(name), arrays.get(name)
-            if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
-                raise UsageError(
-                    f"{path} is the state of another run: its {name} is {_described(other)}, and "
-                    f"this run's {_described(one)}; give another --adapter-path, or --no-resume to "
-                    "begin anew and replace it"
-                )
+        adapters = self.adapters()
 
-        def loaded_array(name: str, _: object) -> object:
-            return arrays[name]
+        def write(new: Path) -> None:
+            mx.save_safetensors(str(new), adapters, {"format": "mlx"})
 
-        tree = trees.tree_map_with_path(loaded_array, self._arrays())
-        self.take({**tree, **{name: values[name] for name in _COUNTS}})
-        return True
+        if numbered:
+            replace(folder / f"{self.iteration:07d}_{ADAPTERS}", write)
+        replace(folder / ADAPTERS, write)
+
+    def resume(self, saved: Any, folder: Path) -> None:
+        """Go on with what `tree` has returned in an earlier run, with this run's learning rate.
+
+        Args:
+            saved: Whatever was loaded.
+            folder: Where it was saved.
+
+        Raises:
+            UsageError: It is of another model, or of options that make other arrays.
+        """
+        if not isinstance(saved, dict) or not {"terms", *_COUNTS, *self._arrays()} <= saved.keys():
+            raise UsageError(
+                f"{folder} has checkpoints of another program: give another --adapter-path, or "
+                "--no-resume to begin anew and replace them"
+            )
+        tree = cast("dict[str, Any]", saved)
+        check_resumable(folder, tree["terms"], self.terms)
+        arrays = {name: tree[name] for name in self._arrays()}
+        if differences := state_differences(self._arrays(), arrays, source="disk"):
+            raise UsageError(
+                f"{folder} has the state of another run: {differences}; give another "
+                "--adapter-path, or --no-resume to begin anew and replace it"
+            )
+        rate = self.optimizer.learning_rate
+        self.take(tree)
+        self.optimizer.learning_rate = rate
 
     def _counts(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in _COUNTS}
@@ -103,7 +95,3 @@ class State:
     def _arrays(self) -> dict[str, Any]:
         parameters = self.model.trainable_parameters()
         return {"parameters": parameters, "optimizer": self.optimizer.state}
-
-
-def _described(array: Any) -> str:
-    return "not there" if array is None else f"{array.shape} of {array.dtype}"

@@ -96,7 +96,7 @@ def check_resumable(path: object, saved: Terms, terms: Terms) -> None:
     if differences := _differences(theirs, ours):
         shown = "; ".join(f"{what} was {one}, and is {now} here" for what, one, now in differences)
         raise UsageError(
-            f"{path} is the state of another run: {shown}; give the options and the model of that "
+            f"{path} has the state of another run: {shown}; give the options and the model of that "
             "run, another --adapter-path, or --no-resume to begin anew and replace it"
         )
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from pmesh.client.checkpoints.checkpoints import Checkpoints
 from pmesh.client.mesh import Mesh
 from pmesh.errors import RankLost, RosterChanged
 from pmesh.mlx_lm.batches import Batches
@@ -37,6 +38,9 @@ from pmesh.mlx_lm.terms import check_alike
 
 # The weight of a rank without a row: if no rank has one, the average must still be a number.
 _NO_WEIGHT = 1e-20
+CHECKPOINTS = "pmesh_checkpoints"
+"""Beside the adapters: this machine's part of what a run needs to go on."""
+REPLICAS = 2  # so that any one machine may be lost with its disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,8 @@ class Run:
     valid: Batches | None
     folder: Path
     """Of the adapters."""
+    resumes: bool
+    """Whether to go on from a checkpoint that is there."""
 
     @property
     def updates_after(self) -> int:
@@ -88,6 +94,11 @@ class Training:
         self._since = _Since()
         self._names: tuple[str, ...] = ()
         self._truncated = False
+        # In the background the save would hold its arrays beside those of the next step: in full
+        # fine-tuning as much memory again as the weights and the optimizer take.
+        self._checkpoints = Checkpoints(
+            run.folder / CHECKPOINTS, mesh, keep=1, replicas=REPLICAS, asynchronous=False
+        )
         self._gradients = Gradients(state.model, run.loss)
         self._update = compile_update(state.optimizer)
 
@@ -99,27 +110,40 @@ class Training:
             PmeshError: As for `Mesh.sync`.
         """
         self._state.model.train()
-        self._begin()
-        self._enter()
-        while self._state.iteration < self._run.last:
-            if (not self._validation_is_due() or self._validate()) and self._step():
-                self._report_and_save()
+        with self._checkpoints:
+            self._begin()
             self._enter()
-        self._end()
+            while self._state.iteration < self._run.last:
+                if (not self._validation_is_due() or self._validate()) and self._step():
+                    self._report_and_save()
+                self._enter()
+            self._end()
 
     def _begin(self) -> None:
-        """Compare the terms of those who begin the job, and take the newest state that one has."""
+        """Compare the terms of those who begin the job, and load the last checkpoint."""
+        resumes = {"--no-resume": "not given" if self._run.resumes else "given"}
         while self._mesh.rank >= 0:  # a newcomer gets its state, and the terms, in `sync`
             try:
-                said = self._mesh.all_gather_object([self._state.terms, self._state.iteration])
-                check_alike(self._mesh.names, [terms for terms, _ in said])
-                iterations = [iteration for _, iteration in said]
-                root = iterations.index(max(iterations))
-                if root:  # what rank 0 has, `sync` gives to all
-                    self._state.receive(self._mesh, root)
+                terms = self._mesh.all_gather_object(resumes | self._state.terms)
             except (RankLost, RosterChanged):
                 continue  # among those who are left
+            check_alike(self._mesh.names, terms)
+            if self._run.resumes:
+                self._resume()
             return
+
+    def _resume(self) -> None:
+        loaded = self._checkpoints.load()
+        if loaded is None:
+            return
+        folder = self._run.folder / CHECKPOINTS
+        self._state.resume(loaded.state, folder)
+        self._mesh.load_error_feedback_state(loaded.own or {})
+        print(
+            f"Resuming after iteration {self._state.iteration} of {self._run.last}, from {folder}; "
+            "--no-resume begins anew",
+            flush=True,
+        )
 
     def _enter(self) -> None:
         """Have the same state as all others; machines enter here."""
@@ -205,9 +229,21 @@ class Training:
             or done // run.args.steps_per_report > before // run.args.steps_per_report
         ):
             self._report()
-        if done // run.args.steps_per_save > before // run.args.steps_per_save and self._leads():
-            self._state.save(run.folder, numbered=True)
+        if self._is_saved_now():
+            if self._leads():
+                self._state.save_adapters(run.folder, numbered=True)
+            self._save_state()
             self._say(f"Iter {done}: Saved adapter weights to {run.folder}")
+
+    def _is_saved_now(self) -> bool:
+        """Whether a step that has just ended is saved; all ranks agree, as their states do."""
+        every, done = self._run.args.steps_per_save, self._state.iteration
+        return bool(done // every > (done - self._run.updates_after) // every)
+
+    def _save_state(self) -> None:
+        """Save what a run needs to go on after machines have stopped, among all ranks."""
+        own = self._mesh.error_feedback_state() or None
+        self._checkpoints.save(self._state.tree(), self._state.iteration, own=own)
 
     def _report(self) -> None:
         """Report the mean loss since the last report, over all ranks that are there."""
@@ -236,10 +272,12 @@ class Training:
         while True:
             saved = self._leads()
             if saved:
-                self._state.save(self._run.folder, numbered=False)
+                self._state.save_adapters(self._run.folder, numbered=False)
                 self._say(f"Saved final weights to {self._run.folder}")
             if self._mesh.all_reduce(np.array(int(saved)), op="max"):
                 break
+        if not self._is_saved_now():
+            self._save_state()
         print(
             f"Trained {self._state.iteration} iterations; this was rank {self._mesh.rank} of "
             f"{self._mesh.size}. The adapters are on {self._mesh.names[0]}, weights "

@@ -11,8 +11,7 @@ import pytest
 import pmesh
 from pmesh.client.launched import Launch
 from pmesh.mlx_lm import session, train
-from pmesh.mlx_lm.files import load_arrays
-from pmesh.mlx_lm.libraries import lora
+from pmesh.mlx_lm.libraries import lora, mx
 from pmesh.mlx_lm.training import digest
 from tests.worlds.watched_agent import watched_agent
 from tools.lora.tiny import make_data, make_model
@@ -58,13 +57,13 @@ def test_it_trains_and_tests_as_mlx_lm_does_and_goes_on_where_it_was(
     config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert config["num_layers"] == 2
     lora.load(str(model), adapter_path=str(tmp_path / "adapters"))
-    first = digest((load_arrays(tmp_path / "adapters" / "adapters.safetensors") or ({}, {}))[0])
+    first = digest(mx.load(str(tmp_path / "adapters" / "adapters.safetensors")))
     assert f"weights {first}" in said
     assert (lora.train, lora.run, sys.argv) == stands
 
     assert train([*words(model, data), "--iters", "3"]) == 0
     said = capsys.readouterr().out
-    assert "Resuming after iteration 2 of 3, from adapters/pmesh_state.safetensors" in said
+    assert "Resuming after iteration 2 of 3, from adapters/pmesh_checkpoints;" in said
     assert "Iter 1:" not in said
 
     assert train([*words(model, data), "--no-resume"]) == 0
@@ -162,7 +161,7 @@ def test_a_folder_with_the_state_of_another_model_is_refused(
 
     said = refused(words(other, data))
 
-    assert said.startswith("adapters/pmesh_state.safetensors is the state of another run: base mod")
+    assert said.startswith("adapters/pmesh_checkpoints has the state of another run: base model")
     assert "--adapter-path, or --no-resume" in said
 
 

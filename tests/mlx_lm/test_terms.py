@@ -38,7 +38,7 @@ def test_a_run_may_be_resumed_with_more_iterations_but_not_with_another_model() 
     saved = {MODEL: "one", "--iters": "5"}
     check_resumable("state", saved, {MODEL: "one", "--iters": "9"})
 
-    with pytest.raises(UsageError, match=r"state is the state of another run: base model was one"):
+    with pytest.raises(UsageError, match=r"state has the state of another run: base model was one"):
         check_resumable("state", saved, {MODEL: "two", "--iters": "5"})
 
 

@@ -1,7 +1,8 @@
 """The loop on meshes of threads: what ranks compute together, also when they come and go."""
 
+import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import pytest
 
 import pmesh
 from pmesh.mlx_lm.batches import Share, pad
-from pmesh.mlx_lm.files import load_arrays
 from pmesh.mlx_lm.halves import Gradients
 from pmesh.mlx_lm.libraries import mx, nn, trainer, trees
 from pmesh.mlx_lm.state import State
@@ -41,9 +41,8 @@ def adapters_in(folder: Path) -> Adapters:
 
 
 def adapters_in_mlx(folder: Path) -> Adapters:
-    loaded = load_arrays(folder / "adapters.safetensors")
-    assert loaded is not None
-    return loaded[0]
+    loaded: Adapters = mx.load(str(folder / "adapters.safetensors"))
+    return loaded
 
 
 def assert_close(one: Adapters, other: Adapters, *, within: float = 1e-5) -> None:
@@ -147,7 +146,7 @@ def test_rank_0_saves_as_mlx_lm_does(tmp_path: Path) -> None:
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [
         *("0000002_adapters.safetensors", "0000004_adapters.safetensors"),
-        *("adapters.safetensors", "pmesh_state.safetensors"),
+        *("adapters.safetensors", "pmesh_checkpoints"),
     ]
 
 
@@ -257,7 +256,9 @@ def test_a_newcomer_goes_on_with_the_state_of_the_others(
     results = simulated.run(lambda mesh: Trainer(mesh, tmp_path / "first").train(**LONG))
 
     assert {newcomer()} == set(results)
-    assert not list((tmp_path / "newcomer").iterdir())
+    written = {path.suffix for path in (tmp_path / "newcomer").rglob("*") if path.is_file()}
+    assert written == {".safetensors", ".json"}  # its part of the checkpoints
+    assert not list((tmp_path / "newcomer").glob("*.safetensors"))
 
 
 def test_a_newcomer_with_other_options_is_told_which_and_the_others_go_on(
@@ -286,28 +287,89 @@ def test_those_who_begin_with_other_options_are_told_which(tmp_path: Path) -> No
         SimulatedMesh(2).run(train)
 
 
+ADAM: dict[str, Any] = {"optimizer": "adam", "rate": 0.01}
+
+
+def run_apart(base: Path, machines: Sequence[int], **options: Any) -> tuple[str, list[Trainer]]:  # noqa: ANN401
+    """Train on machines with a folder each; the hash of the adapters, and the trainers."""
+
+    def train(mesh: pmesh.Mesh) -> tuple[str, Trainer]:
+        one = Trainer(mesh, base / f"mac-{machines[mesh.rank]}")
+        return one.train(**ADAM, **options), one
+
+    base.mkdir(exist_ok=True)
+    results = SimulatedMesh(len(machines), on_loss="continue").run(train)
+    (end,) = {end for end, _ in results}
+    return end, [trainer for _, trainer in results]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_after_any_one_machine_is_lost_with_its_disk_the_others_go_on_from_the_last_save(
+    tmp_path: Path, lost: int
+) -> None:
+    run_apart(tmp_path / "whole", [0, 1, 2])
+    run_apart(tmp_path / "stopped", [0, 1, 2], iters=4)
+    shutil.rmtree(tmp_path / "stopped" / f"mac-{lost}")
+    left = [machine for machine in range(3) if machine != lost]
+
+    _, trainers = run_apart(tmp_path / "stopped", left, resumes=True)
+
+    assert [info["iteration"] for info in trainers[0].said.losses] == [6]
+    assert_close(
+        adapters_in(tmp_path / "whole" / "mac-0"),
+        adapters_in(tmp_path / "stopped" / f"mac-{left[0]}"),
+    )
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_with_a_new_machine_in_the_place_of_a_lost_one_the_weights_are_the_same_bits(
+    tmp_path: Path, lost: int
+) -> None:
+    """Of two ranks: three may add up in another order in the next run."""
+    whole, _ = run_apart(tmp_path / "whole", [0, 1])
+    run_apart(tmp_path / "stopped", [0, 1], iters=4)
+    shutil.rmtree(tmp_path / "stopped" / f"mac-{lost}")
+
+    end, trainers = run_apart(tmp_path / "stopped", [0, 1], resumes=True)
+
+    assert end == whole
+    assert [info["iteration"] for info in trainers[0].said.losses] == [6]
+
+
 def test_a_run_goes_on_from_the_newest_state_that_any_machine_has(tmp_path: Path) -> None:
-    run(tmp_path / "whole", 2, optimizer="adam", rate=0.01)
-    run(tmp_path / "stopped", 2, iters=4, optimizer="adam", rate=0.01)
-    run(tmp_path / "older", 2, iters=2, optimizer="adam", rate=0.01)
+    whole, _ = run_apart(tmp_path, [0, 1])
+    run_apart(tmp_path, [2, 3], iters=4)
+    run_apart(tmp_path, [4, 3], iters=4, resumes=True)
+    run_apart(tmp_path, [4], iters=2)
 
-    def train(mesh: pmesh.Mesh) -> tuple[str, list[int]]:
-        folder = tmp_path / ("older" if mesh.rank == 0 else "stopped")
-        one = Trainer(mesh, folder)
-        digest = one.train(resumes=True, optimizer="adam", rate=0.01)
-        return digest, [info["iteration"] for info in one.said.losses]
+    end, trainers = run_apart(tmp_path, [4, 3], resumes=True)
 
-    (one, told), (other, _) = SimulatedMesh(2).run(train)
+    assert end == whole
+    assert [info["iteration"] for info in trainers[0].said.losses] == [6]
 
-    assert one == other == digest(adapters_in_mlx(tmp_path / "whole"))
-    assert told == [6]
+
+def test_what_compression_has_left_out_is_part_of_what_is_saved(tmp_path: Path) -> None:
+    whole, _ = run_apart(tmp_path / "whole", [0, 1], compression="int8")
+    run_apart(tmp_path / "stopped", [0, 1], iters=4, compression="int8")
+
+    end, _ = run_apart(tmp_path / "stopped", [0, 1], resumes=True, compression="int8")
+
+    assert end == whole
+
+
+def test_to_begin_anew_on_some_machines_only_is_refused(tmp_path: Path) -> None:
+    def train(mesh: pmesh.Mesh) -> None:
+        Trainer(mesh, tmp_path).train(resumes=mesh.rank == 0)
+
+    with pytest.raises(pmesh.UsageError, match=r"--no-resume is not given on .* and given on"):
+        SimulatedMesh(2).run(train)
 
 
 def test_if_rank_0_is_lost_before_it_has_saved_the_next_one_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simulated = SimulatedMesh(2, on_loss="continue")
-    save = State.save
+    save = State.save_adapters
 
     def saved(state: State, folder: Path, *, numbered: bool) -> None:
         if folder.name == "rank-0" and not numbered:
@@ -315,7 +377,7 @@ def test_if_rank_0_is_lost_before_it_has_saved_the_next_one_saves(
         else:
             save(state, folder, numbered=numbered)
 
-    monkeypatch.setattr(State, "save", saved)
+    monkeypatch.setattr(State, "save_adapters", saved)
     results = simulated.run(
         lambda mesh: Trainer(mesh, tmp_path / f"rank-{mesh.rank}").train(every=100)
     )

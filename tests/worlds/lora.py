@@ -118,8 +118,6 @@ def prepare(folder: Path, said: Said | None = None, **options: Any) -> tuple[Sta
     optimizer = (SGD if chosen["optimizer"] == "sgd" else Adam)(learning_rate=chosen["rate"])
     state = State(model, optimizer, chosen["terms"])
     folder.mkdir(exist_ok=True)
-    if chosen["resumes"]:
-        state.load(folder)
 
     def batches(count: int, seed: int) -> Batches:
         rows, size = Rows(count, seed=seed), chosen["batch_size"]
@@ -144,5 +142,6 @@ def prepare(folder: Path, said: Said | None = None, **options: Any) -> tuple[Sta
         train=batches(40, 1),
         valid=batches(15, 2) if chosen["valid"] else None,
         folder=folder,
+        resumes=chosen["resumes"],
     )
     return state, run

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from pmesh.mlx_lm.files import load_arrays
+from pmesh.mlx_lm.libraries import mx
 from pmesh.mlx_lm.training import digest
 from tools.demo import NAMES, Demo
 from tools.lab.commands import LabError
@@ -196,8 +196,7 @@ def _judge(training: Training, iterations: int, tally: Tally) -> None:
     for rank in (*training.ranks, *training.lost):
         tally.violations += [f"{where}: {rank.name}: {m.string}" for m in rank.found(_WRONG)]
     saved = training.adapters / "adapters.safetensors"
-    loaded = load_arrays(saved)
-    on_disk = "none" if loaded is None else digest(loaded[0])
+    on_disk = digest(mx.load(str(saved))) if saved.exists() else "none"
     losses = [
         float(match[2])
         for rank in training.ranks

@@ -37,11 +37,12 @@ from pmesh.client.mesh import Mesh
 from pmesh.client.trees.raw import RawArray
 from pmesh.client.trees.state import describe, rebuild_untrusted
 from pmesh.core.ops.reductions import Values
-from pmesh.errors import ProtocolError, UsageError
+from pmesh.errors import ProtocolError, RosterChanged, UsageError
 
 REST = 9.0
 """Seconds of rest after each second of processor time: a save takes a tenth of one core."""
 
+_NOTHING = np.empty(0, np.uint8)  # in the place of an array that this rank does not write
 _logger = logging.getLogger("pmesh")
 
 
@@ -151,7 +152,7 @@ class Checkpoints:
         share = {number for part in manifest.digests for number in manifest.contents.order(part)}
         copies = copy and self._asynchronous
         kept = [
-            self._kept(f"{number}", array, copy=copies) if number in share else array.data[:0]
+            self._kept(f"{number}", array, copy=copies) if number in share else _NOTHING
             for number, array in enumerate(arrays)
         ]
         kept_own = [
@@ -248,6 +249,16 @@ class Checkpoints:
         all_idle, oldest = self._mesh.all_reduce(ages, "min")
         return bool(all_idle) and -float(oldest) >= every_s
 
+    def _gather(self, mine: object) -> list[Any]:
+        """What each rank says; if a rank is lost meanwhile, each of those that are left."""
+        while True:
+            try:
+                return self._mesh.all_gather_object(mine)
+            except RosterChanged:  # on all ranks alike
+                _logger.warning(
+                    "checkpoints: a rank was lost in a save; the others save without it"
+                )
+
     def _prepared(
         self, state: object, step: int, own: object
     ) -> tuple[Manifest, tuple[RawArray, ...], tuple[RawArray, ...]]:
@@ -256,7 +267,7 @@ class Checkpoints:
         whole = contents_of(described, 1)
         holdings = [holding_of(manifest) for manifest in manifests_in(self._folder)[0]]
         mine = [secrets.token_hex(4), layout_digest(whole), step, time.time(), holdings]
-        told = self._mesh.all_gather_object(mine)
+        told = self._gather(mine)
         if any(each[1:3] != told[0][1:3] for each in told):
             raise UsageError(
                 f"the ranks save different states: {_differing(told, self._mesh.names)}. Call save "
@@ -289,7 +300,7 @@ class Checkpoints:
     def _check_whole(self, manifest: Manifest) -> None:
         """With the other ranks; raises UsageError on all of them if a part is nowhere."""
         holdings = [holding_of(each) for each in manifests_in(self._folder)[0]]
-        told = self._mesh.all_gather_object([holdings, str(self._failed or "")])
+        told = self._gather([holdings, str(self._failed or "")])
         every = [msgspec.convert(each, Holding) for theirs, _ in told for each in theirs]
         if manifest.key not in whole_saves(every):
             why = next((failed for _, failed in told if failed), "a rank was lost")

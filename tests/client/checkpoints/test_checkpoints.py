@@ -234,3 +234,33 @@ def test_a_save_that_lacks_a_part_is_an_error_on_all_ranks_if_they_wait_for_it(
     first, second = SimulatedMesh(2).run(train)
     assert first == second
     assert first.startswith("step 1 is not saved: can't save step 1")
+
+
+def test_a_rank_that_is_lost_in_a_save_costs_the_others_neither_the_save_nor_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    simulated = SimulatedMesh(3, on_loss="continue")
+    together = threading.Barrier(3)
+    gather = pmesh.Mesh.all_gather_object
+
+    def gathered(mesh: pmesh.Mesh, *arguments: Any) -> list[Any]:  # noqa: ANN401 - as the original
+        if mesh.size == 3:
+            together.wait(20)
+            if mesh.rank == 1:
+                simulated.lose(1)
+            gather(mesh, *arguments)
+            raise pmesh.RosterChanged("a rank was lost between the call's two ops")
+        return gather(mesh, *arguments)
+
+    monkeypatch.setattr(pmesh.Mesh, "all_gather_object", gathered)
+
+    def train(mesh: pmesh.Mesh) -> bool:
+        folder = tmp_path / str(mesh.rank)
+        with pmesh.Checkpoints(folder, mesh, asynchronous=False) as checkpoints:
+            return checkpoints.save(state_at(5), 5)
+
+    assert simulated.run(train) == [True, True]
+    assert "a rank was lost in a save; the others save without it" in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2"]
+    (tmp_path / "2").rename(tmp_path / "1")
+    assert [loaded.step for loaded in load(tmp_path, 2)] == [5, 5]
