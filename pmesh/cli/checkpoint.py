@@ -94,16 +94,19 @@ def export_checkpoint(folders: Sequence[Path], to: Path, step: int | None) -> in
 
 def _manifests(folders: Sequence[Path]) -> list[tuple[Path, Manifest]]:
     found: list[tuple[Path, Manifest]] = []
+    any_is_damaged = False
     for folder in folders:
         manifests, wrong = manifests_in(folder.expanduser())
+        any_is_damaged = any_is_damaged or bool(wrong)
         found += [(folder.expanduser(), manifest) for manifest in manifests]
         for what in wrong:
             complain(f"{what}; it does not count")
     if not found:
-        raise UsageError(
-            f"no checkpoints in {', '.join(map(str, folders))}; name the folder that the script "
-            "gives to pmesh.Checkpoints"
-        )
+        cure = "name the folder that the script gives to pmesh.Checkpoints"
+        if any_is_damaged:
+            cure = "copy the folder of another machine, and name that one too"
+        where = ", ".join(map(str, folders))
+        raise UsageError(f"no checkpoint in {where} can be used; {cure}")
     return found
 
 

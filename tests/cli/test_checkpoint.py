@@ -70,10 +70,25 @@ def test_a_damaged_part_can_not_be_exported(
     assert "is damaged" in capsys.readouterr().err
 
 
+def test_a_folder_whose_manifests_are_damaged_asks_for_that_of_another_machine(
+    folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for manifest in tmp_path.glob("0/save-*/rank-*.json"):
+        manifest.write_bytes(manifest.read_bytes()[:100])
+    assert run(["checkpoint", "list", folders[0]]) == 1
+    said = capsys.readouterr().err
+    assert "json is damaged" in said
+    assert "can be used; copy the folder of another machine" in said
+    assert run(["checkpoint", "list", *folders]) == 0
+
+
 def test_a_folder_or_step_without_a_save_is_named(
     folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["checkpoint", "list", str(tmp_path / "none")]) == 1
-    assert f"no checkpoints in {tmp_path / 'none'}" in capsys.readouterr().err
+    assert (
+        f"no checkpoint in {tmp_path / 'none'} can be used; name the folder"
+        in capsys.readouterr().err
+    )
     assert run(["checkpoint", "show", *folders, "--step", "5"]) == 1
     assert "there is no step 5; there are 20, 10" in capsys.readouterr().err

@@ -23,7 +23,7 @@ from pmesh.client.checkpoints.layout import (
 )
 from pmesh.client.mesh import Mesh
 from pmesh.core.ops.reductions import Values
-from pmesh.errors import NotEnoughRanks, RankLost, RosterChanged
+from pmesh.errors import NotEnoughRanks, RankLost, RosterChanged, UsageError
 
 CHUNK_BYTES = 16 * 1024 * 1024  # to each rank in one op; each op costs a round trip
 
@@ -45,7 +45,7 @@ def load_together(mesh: Mesh, folder: Path) -> Found | None:
 
     Raises:
         NotEnoughRanks: there are saves, but each lacks parts that are on other machines.
-        UsageError: the folder can't be read.
+        UsageError: the folder can't be read, or what is in the folders of all ranks is damaged.
         PmeshError: as for `all_reduce`.
     """
     while True:
@@ -59,8 +59,8 @@ def _load(mesh: Mesh, folder: Path) -> Found | None:
     manifests, wrong = manifests_in(folder)
     for what in wrong:
         _logger.warning("checkpoints: %s; it does not count", what)
-    told = mesh.all_gather_object([holding_of(manifest) for manifest in manifests])
-    saves = merged([msgspec.convert(each, Holding) for mine in told for each in mine])
+    told = mesh.all_gather_object([[holding_of(manifest) for manifest in manifests], wrong[:1]])
+    saves = merged([msgspec.convert(each, Holding) for mine, _ in told for each in mine])
     reasons: list[str] = []
     for save in saves:
         lacking = missing_parts(save)
@@ -70,6 +70,12 @@ def _load(mesh: Mesh, folder: Path) -> Found | None:
                 _logger.warning("checkpoints: %s; step %d is loaded", reason, save.key.step)
             return found
         reasons.append(_reason(save, lacking or found or []))
+    damaged = next((what[0] for _, what in told if what), "")
+    if not reasons and damaged:  # no crash does this: to begin anew would replace what can be saved
+        raise UsageError(
+            f"no checkpoint can be read: {damaged}. Bring the file back from a copy; or, to begin "
+            "anew, remove the folders of checkpoints on every machine"
+        )
     if not reasons:
         return None
     raise NotEnoughRanks(

@@ -149,6 +149,15 @@ def test_a_damaged_manifest_does_not_count(
     assert f"{manifest} is damaged" in caplog.text
 
 
+def test_if_every_manifest_is_damaged_nobody_begins_anew(tmp_path: Path) -> None:
+    save(tmp_path, 2, 7)
+    for manifest in tmp_path.glob("*/save-*/rank-*.json"):
+        manifest.write_bytes(manifest.read_bytes()[:100])
+
+    with pytest.raises(pmesh.UsageError, match=r"no checkpoint can be read: .*json is damaged"):
+        load(tmp_path, 2)
+
+
 def test_a_save_of_another_model_names_what_differs(tmp_path: Path) -> None:
     save(tmp_path, 1, 7)
     other = state_at(7) | {"odd": np.zeros(6, np.uint8)}
