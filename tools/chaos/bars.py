@@ -19,6 +19,7 @@ from tools.chaos.campaigns import (
     run_restarts,
 )
 from tools.chaos.episodes import WIFI_PATCH, AnyKill, Cut, Kill, Run, StopAgent, Tally, run_faults
+from tools.chaos.goodput import GOODPUT, run_goodput
 from tools.chaos.results import Measured, figures_of
 from tools.chaos.steady import (
     run_computing_trainers,
@@ -39,6 +40,7 @@ CABLE_S = 0.3
 VANISHED_S = 1.0
 PLUGGED_S = 5.0
 FLAPPING_SPEED = 0.8
+LEAST_GOODPUT = 0.88
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +288,15 @@ CAMPAIGNS = (
         holds=fact_within("longest time without a completed op, s", LONGEST_GAP_S),
         run=run_churn,
         episodes=MINUTES,
+    ),
+    Campaign(
+        name="goodput",
+        what="one of 8 nodes of unequal speed, which train by local updates, killed each minute",
+        bar=f"≥ {LEAST_GOODPUT} of the samples per second without kills; equal weights",
+        holds=fact_at_least(GOODPUT, LEAST_GOODPUT),
+        run=run_goodput,
+        episodes=5,
+        one_size=True,
     ),
     Campaign(
         name="join",

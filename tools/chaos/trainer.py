@@ -1,10 +1,10 @@
 """The training scripts of the campaigns; each call and each result is a line on standard output.
 
 Started in a trainer process by `tools.lab.cluster`, or as `python -m tools.chaos.trainer OPTIONS`,
-with a job's options as JSON. One is the elastic loop, with an op whose result can be checked. The
-other learns handwritten digits: softmax regression with weight decay, so that it converges to one
-minimum, whatever has happened on the way. The batch of all ranks together is the same for any
-number of them.
+with a job's options as JSON. One is the elastic loop, with an op whose result can be checked.
+Another trains by local updates. The third learns handwritten digits: softmax regression with weight
+decay, so that it converges to one minimum, whatever has happened on the way. The batch of all ranks
+together is the same for any number of them.
 """
 
 import importlib.util
@@ -79,6 +79,27 @@ def train(mesh: pmesh.Mesh, options: Options) -> None:
         done = time.monotonic()
         say("done", at=done, step=step, names=mesh.names, **trial.judge(result)._asdict())
         expected = state["position"] = step + 1
+
+
+def train_apart(mesh: pmesh.Mesh, options: Options) -> None:
+    """Local updates in rounds of a time, until the process is killed; the computation sleeps.
+
+    Eight ranks can't compute on two cores without slowing each other down; asleep each keeps the
+    speed that it is given.
+    """
+    local = pmesh.LocalUpdates(mesh, round_s=options.round_s)
+    weights = np.zeros(options.op_bytes // 4, np.float32)
+    while True:
+        weights, _ = local.begin(weights)
+        number, samples = local.round, 0
+        say("called", step=number)
+        for _ in local.steps():
+            time.sleep(options.pause_s)
+            samples += 1
+        weights = local.end(weights + np.float32(samples * options.number), samples=samples)
+        digest = xxhash.xxh3_128_hexdigest(weights.tobytes())
+        say("done", step=number, names=mesh.names, digest=digest)
+        say("counted", step=number, value=samples)
 
 
 GLOBAL_BATCH = 96
@@ -169,7 +190,8 @@ def main(options_text: str) -> int:
             straggler_after_s=options.straggler_after_s,
         ) as mesh:
             say("joined")
-            (learn if options.epochs else train)(mesh, options)
+            apart = train_apart if options.round_s else train
+            (learn if options.epochs else apart)(mesh, options)
     except pmesh.PmeshError as e:
         say("error", says=f"{type(e).__name__}: {e}")
         return 1

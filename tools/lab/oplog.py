@@ -33,6 +33,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     compute_at_step: int = -1
     """In this step it computes for `compute_s`, without a call."""
     compute_s: float = 0.0
+    round_s: float = 0.0
+    """Of local updates, where `pause_s` is the time of a sample; 0: it makes other calls."""
     epochs: int = 0
     """For how long it learns handwritten digits; 0: it makes calls until it is killed."""
 
@@ -41,7 +43,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line of a trainer."""
 
     what: str
-    """joined, entered, called, done, waiting, superseded, error or ended."""
+    """joined, entered, called, done, counted, waiting, superseded, error or ended."""
     at: float
     step: int = -1
     names: tuple[str, ...] = ()
@@ -51,7 +53,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether the result is the sum of what the contributors gave, in every bit."""
     says: str = ""
     value: float = 0.0
-    """Of entering: how long it took, in seconds; of the end: the loss."""
+    """Of entering: how long it took, in seconds; of counted: the samples of a round that this rank
+    has brought into the average; of the end: the loss."""
 
 
 _decoder = msgspec.json.Decoder(Report)
