@@ -7,6 +7,7 @@ which it is away. Agents, trainers and the network are real; what a trainer comp
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from tools.chaos.episodes import Run, Tally
 from tools.lab.cluster import Cluster, Node, Process, settled_ops
@@ -47,7 +48,7 @@ def run_goodput(
             cluster.await_agent(victim)
             cluster.start_trainer(victim, pause_s=SAMPLE_S[victim.host.number - 1])
             time.sleep(max(0.0, due - time.monotonic()))
-        disturbed = _speed_between(cluster.trainers, began, time.monotonic())
+        disturbed = _speed_since(cluster, began)
         _await_rounds(cluster, 1, round_s)
         ops, errors = settled_ops(cluster.trainers, 0.0, time.monotonic() - 1.0)
         tally.check(ops)
@@ -79,18 +80,26 @@ def _await_rounds(cluster: Cluster, count: int, round_s: float) -> None:
 def _speed_in(cluster: Cluster, seconds: float) -> float:
     began = time.monotonic()
     time.sleep(seconds)
-    return _speed_between(cluster.trainers, began, time.monotonic())
+    return _speed_since(cluster, began)
 
 
-def _speed_between(trainers: Sequence[Process], began: float, ended: float) -> float:
-    counted = [
-        report
+def _speed_since(cluster: Cluster, began: float) -> float:
+    """Once at least two rounds have ended since then: a busy machine takes long for a short one."""
+    counted = partial(_counted_since, cluster.trainers, began)
+    cluster.wait_for(
+        lambda: len({number for number, _, _ in counted()}) > 1, "two rounds", timeout_s=PATIENCE_S
+    )
+    return samples_per_s(counted())
+
+
+def _counted_since(trainers: Sequence[Process], began: float) -> list[tuple[int, float, float]]:
+    return [
+        (report.step, report.at, report.value)
         for trainer in trainers
         if trainer.life is not None
         for report in list(trainer.life.others)
-        if report.what == "counted" and began <= report.at <= ended
+        if report.what == "counted" and report.at >= began
     ]
-    return samples_per_s([(report.step, report.at, report.value) for report in counted])
 
 
 def samples_per_s(counted: Sequence[tuple[int, float, float]]) -> float:
