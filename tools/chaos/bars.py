@@ -296,7 +296,6 @@ CAMPAIGNS = (
         holds=fact_at_least(GOODPUT, LEAST_GOODPUT),
         run=run_goodput,
         episodes=5,
-        one_size=True,
     ),
     Campaign(
         name="join",
