@@ -286,6 +286,14 @@ class AskLaunches(_SessionMessage, frozen=True, tag="ask_launches"):
     """Requests what this agent has started or runs; answered by Launches."""
 
 
+class AskHosts(_SessionMessage, frozen=True, tag="ask_hosts"):
+    """Asks where ranks would run, as `Launch` has it; answered by Refused or Hosts."""
+
+    on: Annotated[tuple[Name, ...], Meta(max_length=MAX_MEMBERS)] = ()
+    count: Annotated[int, Meta(ge=0, le=MAX_TRAINERS)] = 0
+    per_node: Annotated[int, Meta(ge=1, le=MAX_PORTS)] = 1
+
+
 class EndLaunch(_SessionMessage, frozen=True, tag="end_launch"):
     """Ends a launch everywhere; answered by Refused or LaunchEnding."""
 
@@ -356,6 +364,21 @@ class Launches(_SessionMessage, frozen=True, tag="launches"):
     rows: tuple[LaunchRow, ...]
 
 
+class LaunchHost(msgspec.Struct, frozen=True):
+    """One machine, as it is reached from here over the best path."""
+
+    name: str
+    host: str
+    """An IPv4 address."""
+    ranks: int
+
+
+class Hosts(_SessionMessage, frozen=True, tag="hosts"):
+    """In the order of the ring."""
+
+    hosts: tuple[LaunchHost, ...]
+
+
 class LaunchEnding(_SessionMessage, frozen=True, tag="launch_ending"):
     """The ranks are being ended."""
 
@@ -363,7 +386,7 @@ class LaunchEnding(_SessionMessage, frozen=True, tag="launch_ending"):
 
 
 LaunchRequest: TypeAlias = (
-    Launch | SignalLaunch | LaunchInput | FollowLaunch | AskLaunches | EndLaunch
+    Launch | SignalLaunch | LaunchInput | FollowLaunch | AskLaunches | AskHosts | EndLaunch
 )
 LaunchReply: TypeAlias = (
     LaunchSends
@@ -372,5 +395,6 @@ LaunchReply: TypeAlias = (
     | LaunchInputTaken
     | LaunchOver
     | Launches
+    | Hosts
     | LaunchEnding
 )
