@@ -24,7 +24,7 @@ from pmesh.cli.terminal import complain, ending_signals, say
 from pmesh.client.control import ask_launches
 from pmesh.client.link.connection import error_of
 from pmesh.core.launches.engines import why_not_set
-from pmesh.core.launches.lines import ERROR, NOTE, STARTER, Line, read_lines
+from pmesh.core.launches.lines import ERROR, MACHINE, NOTE, STARTER, Line, read_lines
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.launches import (
     MAX_COMMAND_TEXT,
@@ -60,6 +60,7 @@ from pmesh.paths import home_directory, socket_path
 DEFAULT_SYNC_LIMIT: Final = 100 * 1024**2  # code, and not data sets
 _COLORS: Final = (36, 33, 35, 32, 34, 96, 93, 95)  # red is for errors
 _RECEIVE_BYTES = 64 * 1024
+_INTERRUPTED = 130  # as in shells
 _PATIENCE = 3  # signals: the first asks, the second kills, the third waits no longer
 
 
@@ -277,7 +278,7 @@ async def _converse(home: Path, request: Launch | FollowLaunch) -> int:
         agent = AgentStream(stream)
         await agent.send(request)
         taken_in, taken = trio.open_memory_channel[None](1)
-        code: int | None = 0
+        code = _INTERRUPTED  # if it is not set below
         async with trio.open_nursery() as nursery:
             if attends:
                 await nursery.start(_pass_signals_on, agent, nursery)
@@ -286,12 +287,12 @@ async def _converse(home: Path, request: Launch | FollowLaunch) -> int:
                 _tell_begin(home, request, began)
             if attends:
                 nursery.start_soon(_pass_input_on, agent, taken)
-            if attends or isinstance(request, FollowLaunch):
+            if isinstance(request, Launch) and request.terms.detach:
+                code = 0
+            else:
                 code = await _show(agent, Screen(began.names, began.counts), taken_in)
             nursery.cancel_scope.cancel()
-        if code is None or code >= 0:
-            return 130 if code is None else code
-        return 0
+    return code
 
 
 async def _await_begin(agent: AgentStream) -> LaunchBegan:
@@ -321,7 +322,7 @@ def _tell_begin(home: Path, request: Launch, began: LaunchBegan) -> None:
 
 
 async def _show(agent: AgentStream, screen: "Screen", taken: trio.MemorySendChannel[None]) -> int:
-    """Show the output; return the exit code, -1 if the launch goes on."""
+    """Show the output, and return the exit code; 0 if the launch goes on."""
     while True:
         match reply := await agent.receive():
             case LaunchLines(data):
@@ -331,7 +332,7 @@ async def _show(agent: AgentStream, screen: "Screen", taken: trio.MemorySendChan
             case LaunchSends():  # it had been on its way
                 pass
             case LaunchOver(code):
-                return code
+                return max(code, 0)
             case _:
                 raise _out_of_turn(reply)
 
@@ -402,7 +403,7 @@ class Screen:
         if line.seat == STARTER or not 0 <= line.seat < len(self._names):
             return f"pmesh: {text}\n"
         if line.kind == NOTE:
-            text = f"pmesh: rank {line.rank} {text}"
+            text = f"pmesh: {text}" if line.rank == MACHINE else f"pmesh: rank {line.rank} {text}"
         name = self._names[line.seat].ljust(self._width)
         if self._colored[stream]:
             name = f"\x1b[{_COLORS[line.seat % len(_COLORS)]}m{name}\x1b[0m"

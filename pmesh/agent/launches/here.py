@@ -14,7 +14,7 @@ from pmesh.agent.containment import Contain
 from pmesh.agent.launches.checks import Found
 from pmesh.core.launches import part as decide
 from pmesh.core.launches.engines import own_environment
-from pmesh.core.launches.lines import ERROR, OUT, LineSplitter, note
+from pmesh.core.launches.lines import ERROR, MACHINE, OUT, LineSplitter, note
 from pmesh.core.launches.part import Part, PartStep, Report, Say, SignalRank, StartRank
 from pmesh.core.launches.restarts import exit_code
 from pmesh.core.wire.launches import (
@@ -197,7 +197,7 @@ class PartHere:
         """The link with the starter has ended: so do all ranks, unless they are detached."""
         self._connected = False
         if not self.prepare.terms.detach and not self.is_over:
-            self._append(note(0, "the starter is lost: all ranks here are ended"))
+            self._append(note(MACHINE, "the starter is lost: all ranks here are ended"))
             self.end(signal.SIGTERM)
 
     # --- decisions, carried out

@@ -13,6 +13,7 @@ from typing import TypeVar
 import trio
 
 from pmesh.agent.containment import Contain
+from pmesh.agent.home import is_full
 from pmesh.agent.launches.checks import Found, check_command, free_ports
 from pmesh.agent.launches.here import PartHere
 from pmesh.agent.launches.permission import load_permission, why_not
@@ -21,6 +22,7 @@ from pmesh.agent.launches.syncing import Syncing
 from pmesh.agent.mesh.links import Link, bare_host, hosts_of
 from pmesh.agent.status.events import EventKind, News
 from pmesh.core.launches.engines import LOOPBACK, own_environment
+from pmesh.core.launches.lines import MACHINE, STARTER, note, seated
 from pmesh.core.launches.starting import Seat
 from pmesh.core.values import View
 from pmesh.core.wire.launches import (
@@ -188,7 +190,7 @@ class Launches:
 
     async def _begin_part(self, member: Member, message: PrepareLaunch) -> None:
         found = await self._check(member, message)
-        spool = Spool(self._home / "launches" / f"part-{next(self._spools)}")
+        spool = self._spool("part", lambda e: note(MACHINE, _full_disk(e)))
         part = PartHere(
             message,
             found,
@@ -272,7 +274,12 @@ class Launches:
         """Begin a launch. Raises UsageError if the machines it names are not there."""
         seats = self._seats(request)
         launch_id = self._launch_ids()
-        spool = Spool(self._home / "launches" / f"started-{next(self._spools)}")
+        spool = self._spool(
+            "started",
+            lambda e: seated(
+                note(MACHINE, f"{self._name}, which has started it: {_full_disk(e)}"), STARTER
+            ),
+        )
         launch = StartedHere(launch_id, request, seats, spool=spool, send=self.send)
         _keep(self.started, launch_id, launch)
         launch.start()
@@ -295,6 +302,10 @@ class Launches:
             return None if way is None else way[0]
         own = (link.current.hosts[0] for link in links.values() if link.current is not None)
         return next((host for hosts in own for host in sorted(hosts) if ":" not in host), LOOPBACK)
+
+    def _spool(self, kind: str, describe: Callable[[OSError], bytes]) -> Spool:
+        directory = self._home / "launches" / f"{kind}-{next(self._spools)}"
+        return Spool(directory, describe=describe)
 
     def _seats(self, request: Launch | AskHosts) -> list[Seat]:
         here = {seat.name: seat.member for seat in self._view().seats}
@@ -420,6 +431,14 @@ def _keep(kept: dict[str, _Kept], launch_id: str, launch: _Kept) -> None:
     kept[launch_id] = launch
     for old in [old for old, one in kept.items() if one.is_over][: max(0, len(kept) - KEPT)]:
         kept.pop(old).close()
+
+
+def _full_disk(error: OSError) -> str:
+    cure = ", as it is full: free some space there" if is_full(error) else f": {error.strerror}"
+    return (
+        f"its disk takes no output{cure}; only the latest lines are kept, in memory, and the ranks "
+        "go on"
+    )
 
 
 def _best_way(link: Link) -> tuple[str, str] | None:

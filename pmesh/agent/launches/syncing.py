@@ -122,7 +122,7 @@ class Syncing:
     async def prune(self, launches: frozenset[str]) -> None:
         """Remove what was not used for long; these launches may still need their files."""
         self._needed = {one: hashes for one, hashes in self._needed.items() if one in launches}
-        needed = frozenset().union(*self._needed.values())
+        needed = frozenset(itertools.chain.from_iterable(self._needed.values()))
         await _in_thread(self._store.prune, needed)
         await _in_thread(self._copies.prune, launches)
 
