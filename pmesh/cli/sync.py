@@ -68,8 +68,8 @@ def entries_in(root: Path, home: Path, *, most_bytes: int) -> list[Entry]:
     Raises:
         ConfigError: It can't be sent: it is too large, or has something that others can't get.
     """
-    uses_git, paths = _paths_in(root)
     try:
+        uses_git, paths = _paths_in(root)
         entries = [
             entry
             for path in paths
@@ -77,7 +77,9 @@ def entries_in(root: Path, home: Path, *, most_bytes: int) -> list[Entry]:
             for entry in _entry(root, path)
         ]
     except OSError as e:
-        raise ConfigError(f"--sync can't read {e.filename!r}: {e.strerror}") from e
+        raise ConfigError(
+            f"--sync can't read {e.filename!r}: {e.strerror}; make it readable, or move it elsewhere"
+        ) from e
     cure = _IGNORE if uses_git else "move it out of the directory"
     flaw = flaw_of(entries)
     if flaw:
@@ -159,13 +161,7 @@ def _paths_in(root: Path) -> tuple[bool, list[str]]:
         raise ConfigError(f"there is no directory {str(root)!r} to send")
     listed = _git_paths(root)
     if listed is None:
-        try:
-            return False, list(_walk(root))
-        except OSError as e:
-            raise ConfigError(
-                f"--sync can't read the directory {e.filename!r}: {e.strerror}; make it readable, "
-                "or move it elsewhere"
-            ) from e
+        return False, list(_walk(root))
     return True, _without_environments(listed)
 
 

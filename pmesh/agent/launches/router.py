@@ -100,7 +100,7 @@ class Launches:
         self._linked: dict[NodeId, Link] = {}
         self._lost: dict[NodeId, Member] = {}
         self._refused_at: dict[NodeId, float] = {}
-        self._questions: dict[str, _Question] = {}
+        self.questions: dict[str, _Question] = {}
         self.syncing = Syncing(
             home,
             send=self.send,
@@ -171,22 +171,22 @@ class Launches:
         with self._contain("a question about a launch", refusals.append), question.scope:
             try:
                 self._withdraw(member, message.launch)
-                if self._questions.setdefault(message.launch, question) is not question:
+                if self.questions.setdefault(message.launch, question) is not question:
                     raise UsageError("another machine has started a launch of this id")
                 await self._begin_part(member, message)
             except PmeshError as e:
                 refusals.append(str(e))
-        if self._questions.get(message.launch) is question:
-            del self._questions[message.launch]
+        if self.questions.get(message.launch) is question:
+            del self.questions[message.launch]
         for refusal in refusals:
             self.send(member.node, LaunchPrepared(message.launch, _sentence(refusal)))
 
     def _withdraw(self, member: Member, launch: str) -> None:
         """Stop what is done for a question that this member has asked."""
-        question = self._questions.get(launch)
+        question = self.questions.get(launch)
         if question is not None and question.member == member:
             question.scope.cancel()
-            del self._questions[launch]
+            del self.questions[launch]
 
     async def _begin_part(self, member: Member, message: PrepareLaunch) -> None:
         found = await self._check(member, message)
@@ -227,7 +227,7 @@ class Launches:
             with trio.move_on_after(ENDS_S):
                 await before.over.wait()
         running = [part for part in self.parts.values() if not part.is_over]
-        if before in running or len(running) + len(self._questions) > MAX_RUNNING:
+        if before in running or len(running) + len(self.questions) > MAX_RUNNING:
             raise UsageError(f"it still runs {len(running)} commands of launches")
         command = await self.syncing.bring(member, message)
         if message.command.tree is not None:
@@ -239,7 +239,7 @@ class Launches:
         """Return the launches whose files are needed, or may be needed again."""
         alive = [launch for launch, part in self.parts.items() if not part.is_over]
         alive += [launch for launch, started in self.started.items() if not started.is_over]
-        return frozenset({*alive, *self._questions})
+        return frozenset({*alive, *self.questions})
 
     async def _run_part(self, part: PartHere) -> None:
         with self._contain("a launch on this machine"):
@@ -338,7 +338,7 @@ class Launches:
             if old is not new:
                 self._relink(node, old, new)
         self.syncing.follow_links()
-        for question in self._questions.values():
+        for question in self.questions.values():
             if self._link_with(question.member) is not question.link:
                 question.scope.cancel()
         for part in self.parts.values():

@@ -125,7 +125,7 @@ def prepared(launch: Started, node: NodeId, refusal: str, *, now: float) -> Step
 def prepares(launch: Started, node: NodeId, *, now: float) -> Started:
     """A machine that was asked takes files: it has more time to answer."""
     seat = launch.seat_of(node)
-    if seat is None or seat.phase != "asked" or launch.deadline is None:
+    if seat is None or seat.phase != "asked":
         return launch
     return replace(launch, deadline=now + ANSWER_S)
 
