@@ -77,9 +77,8 @@ def entries_in(root: Path, home: Path, *, most_bytes: int) -> list[Entry]:
             for entry in _entry(root, path)
         ]
     except OSError as e:
-        raise ConfigError(
-            f"--sync can't read {e.filename!r}: {e.strerror}; make it readable, or move it elsewhere"
-        ) from e
+        where = f"--sync can't read {e.filename!r}: {e.strerror}"
+        raise ConfigError(f"{where}; make it readable, or move it elsewhere") from e
     cure = _IGNORE if uses_git else "move it out of the directory"
     flaw = flaw_of(entries)
     if flaw:
@@ -186,7 +185,7 @@ def _git_paths(root: Path) -> list[str] | None:
     if ran.returncode and "not a git repository" in said:
         return None
     if ran.returncode or "could not open directory" in said:
-        raise ConfigError(f"git can't list the files to send: {said.splitlines()[-1]}")
+        raise ConfigError(f"git can't list the files to send: {' '.join(said.split())}")
     paths: list[str] = []
     for path in dict.fromkeys(os.fsdecode(ran.stdout).split("\0")[:-1]):
         inner = path.rstrip("/")

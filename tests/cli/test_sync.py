@@ -226,7 +226,7 @@ def test_what_can_not_be_read_is_named(open_root: Path, *, uses_git: bool) -> No
     (root / "home").chmod(0o777)
     if uses_git:
         git(root, "init", "-q")
-        for path in (root, *root.glob(".git/**/*")):
+        for path in (root, root / ".git", *root.glob(".git/**/*")):
             os.chown(path, NOBODY, NOBODY)
     (root / "closed").chmod(0o700)
     assert "closed" in nobody_says(root)
