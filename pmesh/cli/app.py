@@ -305,6 +305,8 @@ def run_(
         sync_limit: How much all of its files may hold, in bytes, KiB, MiB or GiB.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
+    if on is None and (sync or engine == "mpi"):
+        raise ConfigError("--sync and --engine mpi need --on: give --on all, or names")
     if on is None:
         return run_command(command, restarts=restarts)
     from pmesh.cli.launch import Wishes, launch_of, run_launch  # noqa: PLC0415 - for speed

@@ -311,7 +311,9 @@ async def _await_begin(agent: AgentStream) -> LaunchBegan:
 def _tell_begin(home: Path, request: Launch, began: LaunchBegan) -> None:
     tree, terms = request.command.tree, request.terms
     if tree is not None:
-        complain(f"each machine runs in a copy, here: {copy_path(home, began.launch, tree)}")
+        copy = copy_path(home, began.launch, tree)
+        if copy.exists():  # not where the launch runs only on others, or was interrupted
+            complain(f"each machine runs in a copy of the directory, here: {copy}")
     if terms.detach:
         say(began.launch)
     if terms.engine != "pmesh":

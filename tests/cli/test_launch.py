@@ -141,3 +141,13 @@ def test_permission_is_given_and_taken_back(
     assert run(["allow", "run", "--no", *home]) == 0
     assert "nothing that others ask for" in capsys.readouterr().out
     assert run(["run", "--on", "all", "--restarts", "-1", "true"]) == 2
+
+
+@pytest.mark.parametrize("options", [["--sync"], ["--engine", "mpi"]])
+def test_what_makes_no_sense_on_one_machine_is_refused(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["run", *options, "true"]) == 2
+    assert "need --on" in capsys.readouterr().err
+    assert run(["run", "--on", "all", "--sync-limit", "much", "true"]) == 2
+    assert "--sync-limit must be a number of bytes" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """`pmesh run --on all --sync`: machines that hold nothing of the project run it all the same."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Agent, Fleet
+from tests.e2e.harness import TIMEOUT_S, Agent, Fleet
 from tools.lab.net import NetLab
 
 TRAIN = """
@@ -85,7 +86,7 @@ def test_a_project_of_one_machine_trains_on_three_and_only_changes_are_sent_agai
         assert not (copy / "data.bin").exists()
         assert stored(agent) == 4  # three files that are not empty, and the tree
     assert not (project / "result").exists()
-    assert f"here: {copies_of(machines[0])[0]}\n" in done.stderr
+    assert f"of the directory, here: {copies_of(machines[0])[0]}\n" in done.stderr
 
     (project / "model" / "layers.py").write_text("SIZE = 7\n")
     done = run(fleet, machines[0], project, "--", "train.py", "project")
@@ -229,6 +230,48 @@ def test_a_full_disk_under_the_output_is_named_and_the_ranks_go_on(
         logs = fleet.pmesh("logs", "night", home=agent.home)
         assert logs.stderr.count(notice) == 1, logs.stderr
         assert f"mac-2 | line {lines - 1}\n" in logs.stdout
+
+
+@pytest.fixture
+def slow_line(fleet: Fleet, make_lab: Callable[[int], NetLab]) -> list[Agent]:
+    """Two machines, with 24 Mbit/s between them."""
+    lab = make_lab(2)
+    for host in lab.hosts:
+        lab.shape(host, bits_per_s=24_000_000)
+    agents = [fleet.start_agent(f"mac-{host.number}", host=host) for host in lab.hosts]
+    fleet.await_view(*agents)
+    for agent in agents:
+        fleet.pmesh("allow", "run", "--as-root", home=agent.home)
+    return agents
+
+
+@pytest.mark.netns
+def test_a_long_transfer_is_shown_changes_no_view_and_ends_with_ctrl_c(
+    fleet: Fleet, slow_line: list[Agent], project: Path
+) -> None:
+    (project / "weights").write_bytes(os.urandom(9_000_000))  # 3 s
+    epoch = fleet.await_view(*slow_line)
+    ours, theirs = os.openpty()
+    sending = subprocess.Popen(
+        [*(sys.executable, "-m", "pmesh.cli", "run", "--on", "all", "--sync"),
+         *("--cwd", project, "--", "true")],
+        env=os.environ | {"PMESH_HOME": str(slow_line[0].home), "TERM": "xterm"},
+        stdin=subprocess.DEVNULL,
+        stderr=theirs,
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    while b"files for mac-2" not in shown:
+        shown += os.read(ours, 4096)
+    sending.send_signal(signal.SIGINT)
+    assert sending.wait(TIMEOUT_S) == 130
+    os.close(ours)
+    assert copies_of(slow_line[1]) == []
+
+    done = run(fleet, slow_line[0], project, "--", "true")
+    assert done.returncode == 0, done.stderr
+    assert len(copies_of(slow_line[1])) == 1
+    assert fleet.await_view(*slow_line) == epoch
 
 
 @pytest.mark.netns

@@ -6,7 +6,7 @@ agent was restarted.
 
 import shutil
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -80,7 +80,7 @@ class Copies:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def check_room(home: Path, entries: Sequence[Entry], missing: Sequence[Content]) -> None:
+def check_room(home: Path, entries: Sequence[Entry], missing: Iterable[Content]) -> None:
     """Raise UsageError if the disk has no room for the missing contents and the copy."""
     copied = sum(entry.nbytes for entry in entries if isinstance(entry, FileEntry))
     needed = copied + sum(content.nbytes for content in missing)
@@ -92,9 +92,10 @@ def check_room(home: Path, entries: Sequence[Entry], missing: Sequence[Content])
         )
 
 
-def missing_of(store: FileStore, entries: Sequence[Entry]) -> list[int]:
-    """Return the indices of the contents that are not in the store."""
-    return [index for index, content in enumerate(contents_of(entries)) if not store.has(content)]
+def missing_of(store: FileStore, entries: Sequence[Entry]) -> dict[int, Content]:
+    """Return the contents that are not in the store, by their index in the tree."""
+    contents = enumerate(contents_of(entries))
+    return {index: content for index, content in contents if not store.has(content)}
 
 
 def why_no_copy(error: OSError) -> str:

@@ -231,9 +231,13 @@ class Launches:
             raise UsageError(f"it still runs {len(running)} commands of launches")
         command = await self.syncing.bring(member, message)
         if message.command.tree is not None:
-            await self.syncing.prune(self._in_use())
+            await self._prune()
         check = partial(check_command, command, own_environment(os.environ))
         return await trio.to_thread.run_sync(check)
+
+    async def _prune(self) -> None:
+        with self._contain("the files of launches"):
+            await self.syncing.prune(self._in_use())
 
     def _in_use(self) -> frozenset[str]:
         """Return the launches whose files are needed, or may be needed again."""
@@ -283,6 +287,8 @@ class Launches:
         launch = StartedHere(launch_id, request, seats, spool=spool, send=self.send)
         _keep(self.started, launch_id, launch)
         launch.start()
+        if request.command.tree is not None:
+            self._nursery.start_soon(self._prune)
         return launch
 
     def hosts(self, request: AskHosts) -> tuple[LaunchHost, ...]:

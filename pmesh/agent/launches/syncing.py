@@ -135,11 +135,9 @@ class Syncing:
             await self._take(pull, launch, [whole], [])
         entries = await _in_thread(self._entries_of, launch, whole)
         missing = await _in_thread(missing_of, self._store, entries)
-        contents = contents_of(entries)
-        wanted = [contents[index] for index in missing]
-        await _in_thread(check_room, self._home, entries, wanted)
+        await _in_thread(check_room, self._home, entries, missing.values())
         if missing:
-            await self._take(pull, launch, wanted, missing)
+            await self._take(pull, launch, list(missing.values()), list(missing))
         await _in_thread(self._copies.make, path, entries)
         return path
 

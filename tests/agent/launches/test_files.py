@@ -196,10 +196,10 @@ def test_without_room_for_all_files_nothing_is_asked_for(
     tmp_path: Path, store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entries = entries_of(store)
-    assert missing_of(store, entries) == []
+    assert missing_of(store, entries) == {}
     missing = Content(bytes(32), 3 << 20)
     entries = [*entries, FileEntry("big", *missing)]
-    assert missing_of(store, entries) == [1]
+    assert missing_of(store, entries) == {1: missing}
     check_room(tmp_path, entries, [missing])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
     with pytest.raises(UsageError, match="its disk has 5 MiB left, and the files need 7 MiB"):
