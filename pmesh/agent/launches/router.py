@@ -115,7 +115,7 @@ class Launches:
     async def run(self) -> None:
         """Deliver what this agent says to itself, and follow the links."""
         shutil.rmtree(self._home / "launches", ignore_errors=True)  # of an agent before this one
-        await self.syncing.clean()
+        self.syncing.clean()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._look)
             async for message in self._own_messages:

@@ -63,9 +63,9 @@ class Syncing:
         self._needed: dict[str, frozenset[bytes]] = {}
         """The hashes that a launch may need again, when a machine comes back."""
 
-    async def clean(self) -> None:
+    def clean(self) -> None:
         """Remove what an agent before this one has begun and not finished."""
-        await trio.to_thread.run_sync(self._copies.clean)
+        self._copies.clean()
 
     def receive_untrusted(
         self, member: Member, message: FilesMessage, launch: StartedHere | None
