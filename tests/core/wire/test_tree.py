@@ -50,7 +50,13 @@ def test_a_tree_comes_back_as_it_was_and_equal_ones_have_equal_bytes() -> None:
 
 
 def test_each_content_counts_once_and_empty_files_need_none() -> None:
-    tree = [file("a", 5), file("b", 5), file("c", 0), DirectoryEntry("d"), file("e", 7, b"e" * 32)]
+    tree: list[Entry] = [
+        file("a", 5),
+        file("b", 5),
+        file("c", 0),
+        DirectoryEntry("d"),
+        file("e", 7, b"e" * 32),
+    ]
     assert contents_of(tree) == (Content(HASH, 5), Content(b"e" * 32, 7))
 
 
