@@ -59,11 +59,11 @@ def test_the_files_and_packages_that_the_command_names_are_hashed(tmp_path: Path
     (tmp_path / "data.csv").write_text("3")
     wishes = Wishes(cwd=tmp_path)
     named = launch_of(["train.py", "pkg", "data.csv"], wishes, HERE).command.digests
-    assert [digest.path for digest in named] == ["train.py", "pkg"]
-    (by_module,) = launch_of(["x"], Wishes(cwd=tmp_path, module="pkg"), HERE).command.digests
-    assert by_module == named[1]
+    assert [digest.path for digest in named] == ["train.py", "pkg/__init__.py", "pkg"]
+    by_module = launch_of(["x"], Wishes(cwd=tmp_path, module="pkg"), HERE).command.digests
+    assert by_module == named[1:]
     (tmp_path / "pkg" / "more.py").write_text("4")
-    assert digest_of(tmp_path, "pkg") != named[1]
+    assert digest_of(tmp_path, "pkg") != named[2]
 
 
 @pytest.mark.parametrize(
@@ -141,3 +141,13 @@ def test_permission_is_given_and_taken_back(
     assert run(["allow", "run", "--no", *home]) == 0
     assert "nothing that others ask for" in capsys.readouterr().out
     assert run(["run", "--on", "all", "--restarts", "-1", "true"]) == 2
+
+
+@pytest.mark.parametrize("options", [["--sync"], ["--engine", "mpi"]])
+def test_what_makes_no_sense_on_one_machine_is_refused(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["run", *options, "true"]) == 2
+    assert "need --on" in capsys.readouterr().err
+    assert run(["run", "--on", "all", "--sync-limit", "much", "true"]) == 2
+    assert "--sync-limit must be a number of bytes" in capsys.readouterr().err

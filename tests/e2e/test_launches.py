@@ -336,4 +336,4 @@ def test_another_version_of_the_script_is_named_and_nothing_starts(
         "run", *options, "--", "train.py", home=ring[0].home, HOME=str(here)
     )
     output = started.await_end(code=1)
-    assert "mac-4: train.py differs from the starter's; copy it there" in output
+    assert "mac-4: train.py differs from the starter's; copy it there, or give --sync" in output

@@ -142,6 +142,21 @@ class StartedHere:
             case _:
                 raise ProtocolError(f"{type(message).__name__} to the starter of a launch")
 
+    def name_of(self, node: NodeId) -> str:
+        seat = self.state.seat_of(node)
+        return "" if seat is None else seat.name
+
+    def is_preparing(self, node: NodeId) -> bool:
+        """Return True if a machine was asked and has not answered: it has more time then."""
+        self.state = decide.prepares(self.state, node, now=trio.current_time())
+        seat = self.state.seat_of(node)
+        return seat is not None and seat.phase == "asked"
+
+    def refuse(self, node: NodeId, why: str) -> None:
+        """A machine can't get its files from here."""
+        refusal = f"{self.name_of(node)}: {why}"
+        self._apply(decide.prepared(self.state, node, refusal, now=trio.current_time()))
+
     def _store(self, node: NodeId, message: RankOutput) -> None:
         if not message.data.endswith(b"\n"):
             raise ProtocolError("output that does not end with a line")

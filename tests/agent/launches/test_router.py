@@ -336,7 +336,7 @@ async def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         refusal = await here.prepare(replace(asks("true"), command=nowhere))
         nobody = Command(("true",), "~no-such-user/x")
         assert "can't look for" in await here.prepare(replace(asks("true"), command=nobody))
-        assert refusal == "there is no directory '/nowhere'; copy it there, or give --cwd"
+        assert refusal == "there is no directory '/nowhere'; copy it there, or give --sync or --cwd"
         python = Command(("python3",), "/", (), "2.7")
         assert "and the starter's is Python 2.7" in await here.prepare(
             replace(asks("true"), command=python)

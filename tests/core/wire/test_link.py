@@ -179,6 +179,9 @@ def test_the_tags_are_those_of_version_eleven() -> None:
         47: "RankInput",
         48: "InputRead",
         49: "StopLaunch",
+        50: "AskFiles",
+        51: "FilePart",
+        52: "FilesStored",
     }
 
 
