@@ -441,22 +441,26 @@ class Cluster:
 
     def start_cold_agent(self, node: Node) -> None:
         """`pmesh up` as a user starts it, imports and all."""
+        node.agent, _ = self.start_command(node, "up", "--name", node.name)
+
+    def start_command(
+        self, node: Node, *arguments: str
+    ) -> tuple[Process, subprocess.Popen[str]]:
+        """A command of `pmesh` in the node's host, as a user starts it."""
         reading, writing = os.pipe()
-        command = [sys.executable, "-m", "pmesh.cli", "up", "--name", node.name]
         with os.fdopen(writing, "wb") as output:
             started = node.host.popen(
-                command,
+                [sys.executable, "-m", "pmesh.cli", *arguments],
                 env=self._home(node),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
             )
-        node.agent = self._follow(
-            Process(f"agent of {node.name} ({started.pid})", started.pid), reading
-        )
         self._stack.callback(started.wait)
         self._stack.callback(started.kill)
+        name = f"pmesh {arguments[0]} of {node.name} ({started.pid})"
+        return self._follow(Process(name, started.pid), reading), started
 
     def _home(self, node: Node) -> dict[str, str]:
         own = self._environment_of(node.host.number)

@@ -1,0 +1,130 @@
+"""Kills, floods and slow terminals for `pmesh run --on`.
+
+    $ sudo .venv/bin/python -m tools.launches list
+    $ sudo .venv/bin/python -m tools.launches run starter ctrl-c --episodes 50 --json launches.json
+
+Linux, root.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.chaos.results import Results, Table
+from tools.lab.commands import new_app, run_app
+from tools.lab.results import describe_commit, describe_machine, read_results, replaced, write_results
+from tools.launches.house import House
+from tools.launches.kills import CASES, ENDS_S, Case, Tally, run_case
+
+EPISODES = 50
+MACHINES = 3
+app = new_app("launches", __doc__)
+
+
+@app.command(name="list")
+def list_cases() -> None:
+    """What is tried."""
+    for case in CASES:
+        print(f"{case.name:18} {case.what}, --engine {case.engine}")
+
+
+@app.command
+def run(
+    *names: str,
+    episodes: int = EPISODES,
+    seed: int = 1,
+    json: Path | None = None,
+    logs: Path | None = None,
+) -> int:
+    """Kill somebody, again and again; exits with 1 if a promise was broken.
+
+    Args:
+        names: Of what is tried, as `list` shows them; without any, all.
+        episodes: How often each.
+        seed: Of the dice.
+        json: Where the rows go, for `python -m tools.chaos report`; what it holds of others stays.
+        logs: A folder for what all machines have printed.
+    """
+    unknown = set(names) - {case.name for case in CASES}
+    if unknown:
+        raise ValueError(f"no case is called {', '.join(sorted(unknown))}; 'list' shows them")
+    chosen = [case for case in CASES if not names or case.name in names]
+    kept = True
+    with tempfile.TemporaryDirectory(prefix="launches-") as folder, House(MACHINES, logs=logs) as house:
+        for case in chosen:
+            print(f"{case.name}: {case.what}, --engine {case.engine}; {episodes} times …", flush=True)
+            began = time.monotonic()
+            tally = run_case(house, case, episodes, seed=seed, folder=Path(folder))
+            kept = _tell(tally, time.monotonic() - began) and kept
+            if json is not None:
+                _store(json, _row(case, tally))
+    return 0 if kept else 1
+
+
+def _tell(tally: Tally, took_s: float) -> bool:
+    """Print what was measured; return whether every promise was kept."""
+    if tally.ended_s:
+        median, most = statistics.median(tally.ended_s), max(tally.ended_s)
+        print(f"  nothing left after {median:.2f} s (median), {most:.2f} s (most)", flush=True)
+    for violation in tally.violations:
+        print(f"  VIOLATION {violation}")
+    kept = _is_kept(tally)
+    count = len(tally.ended_s)
+    print(f"  {count} in {took_s:.0f} s: {'met' if kept else 'MISSED'}", flush=True)
+    return kept
+
+
+def _is_kept(tally: Tally) -> bool:
+    return not tally.violations and 0 < max(tally.ended_s, default=0.0) <= ENDS_S
+
+
+def _row(case: Case, tally: Tally) -> tuple[str, ...]:
+    times = tally.ended_s or [0.0]
+    after = "the others train to the end" if case.goes_on else "all ends"
+    if case.goes_on and case.trained == MACHINES:
+        after = "all train to the end"
+    return (
+        case.what,
+        case.engine,
+        after,
+        "" if case.code is None else str(case.code),
+        str(len(tally.ended_s) + len(tally.violations)),
+        f"{statistics.median(times):.2f}",
+        f"{max(times):.2f}",
+        "met" if _is_kept(tally) else f"**MISSED**, {len(tally.violations)} times",
+    )
+
+
+def _store(path: Path, row: tuple[str, ...]) -> None:
+    """Into the table of this file, in the place of what was measured of the same before."""
+    tables = read_results(path, Results).tables if path.exists() else ()
+    before = tables[0].rows if tables else ()
+    rows = replaced(before, row, lambda cells: cells[:2])
+    order = [(case.what, case.engine) for case in CASES]
+    rows = tuple(sorted(rows, key=lambda cells: order.index((cells[0], cells[1]))))  # type: ignore[arg-type]
+    write_results(path, Results(tables=(_table(rows),)))
+
+
+def _table(rows: tuple[tuple[str, ...], ...]) -> Table:
+    return Table(
+        title="One command on all machines",
+        text="Three machines run one rank each, from `pmesh run --on all`. Every rank and a child "
+        "of it ignore SIGINT, SIGTERM and SIGHUP. The time is from the blow until no process was "
+        f"left of what must end, and may be {ENDS_S:g} s. The ranks that go on must reach the last "
+        "step with the same weights; with gloo and mlx-ring they start again from the checkpoint "
+        f"that their script writes. At {describe_commit()}, {describe_machine()}.",
+        command="sudo .venv/bin/python -m tools.launches run",
+        columns=("what", "engine", "then", "exit code", "tried", "median, s", "most, s", "verdict"),
+        rows=rows,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_app(app, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
