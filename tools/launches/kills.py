@@ -150,7 +150,7 @@ class Episode:
 
     def run(self, tally: Tally) -> None:
         case, launch = self._case, self._launch
-        await_that(self._trains, f"step 2 of all ranks\n{launch.text}", within_s=STARTS_S)
+        await_that(self._trains, f"step 6 of all ranks\n{launch.text}", within_s=STARTS_S)
         time.sleep(self._dice.uniform(0, 0.3))
         doomed = self._doomed()
         took_s = self._strike(doomed)
@@ -168,7 +168,7 @@ class Episode:
     def _trains(self) -> bool:
         if self._launch.code is not None:
             raise CampaignError(f"the launch has ended before\n{self._launch.text}")
-        return all(self._launch.lines_of(node, "step 2") for node in self._house.nodes)
+        return all(self._launch.lines_of(node, "step 6") for node in self._house.nodes)
 
     def _doomed(self) -> frozenset[int]:
         """What must be gone soon: of one machine, or of all."""

@@ -155,10 +155,11 @@ class PartHere:
         now = trio.current_time()
         self._apply(decide.begin(self.state, message.generation, self._parts, now=now))
 
-    def end(self, number: int) -> None:
+    def end(self, number: int, *, is_lost: bool = False) -> None:
         """End all ranks by a signal, or cancel a launch that has not begun."""
         if self.has_begun:
-            self._apply(decide.end(self.state, number, now=trio.current_time()))
+            now = trio.current_time()
+            self._apply(decide.end(self.state, number, now=now, is_lost=is_lost))
         else:
             self.cancelled = True
             self.over.set()
@@ -196,7 +197,7 @@ class PartHere:
         self._connected = False
         if not self.prepare.terms.detach and not self.is_over:
             self._append(note(0, "the starter is lost: all ranks here are ended"))
-            self.end(signal.SIGTERM)
+            self.end(signal.SIGTERM, is_lost=True)
 
     # --- decisions, carried out
 

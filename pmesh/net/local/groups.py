@@ -14,6 +14,8 @@ from typing import Protocol, Self
 
 import trio
 
+from pmesh.core.launches.part import LOST_GRACE_S
+
 # It reads the process group, then an empty line once the group has ended. Its input closes when
 # this process ends, even by SIGKILL, after which it can't clean up by itself.
 _GUARD = """
@@ -91,7 +93,7 @@ async def start_piped_group(
     Raises:
         OSError: The command can't be started.
     """
-    with _Guard(patience_s=2) as guard:
+    with _Guard(patience_s=LOST_GRACE_S) as guard:
         process = await trio.lowlevel.open_process(
             command,
             cwd=cwd,
