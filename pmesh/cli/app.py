@@ -299,17 +299,11 @@ def run_(
         shell: Run the words by /bin/sh.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    if on is None:
-        return run_command(command, restarts=restarts)
     from pmesh.cli.launch import Wishes, launch_of, run_launch  # noqa: PLC0415 - for speed
 
-    if restarts < 0 or per_node < 1 or count < 0 or grace < 0 or hang_timeout < 0:
-        raise ConfigError(
-            "--restarts, --per-node, --count, --grace and --hang-timeout are positive"
-        )
     terms = LaunchTerms(engine, restarts, grace, detach, hang_timeout)
     wishes = Wishes(
-        on=on,
+        on="all" if on is None else on,
         count=count,
         per_node=per_node,
         terms=terms,
@@ -320,6 +314,12 @@ def run_(
         module=module,
         shell=shell,
     )
+    if on is None:
+        if wishes != Wishes(terms=LaunchTerms(restarts=restarts)):
+            raise ConfigError(
+                "without --on only --restarts can be given; name the machines, such as: --on all"
+            )
+        return run_command(command, restarts=restarts)
     return run_launch(home, launch_of(command, wishes, os.environ))
 
 
@@ -487,7 +487,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _report(group: BaseExceptionGroup[BaseException]) -> int:
     """Print the errors that trio grouped; raise the group again if one of them is a bug."""
-    expected, unexpected = group.split((PmeshError, KeyboardInterrupt))
+    expected, unexpected = group.split((PmeshError, KeyboardInterrupt, OSError))
     if unexpected is not None or expected is None:
         raise group
     code = FAILED
@@ -495,6 +495,8 @@ def _report(group: BaseExceptionGroup[BaseException]) -> int:
         if isinstance(error, PmeshError):
             complain_of(error)
             code = max(code, _code_of(error))
+        elif isinstance(error, OSError):
+            code = max(code, _output_lost(error))
         else:
             code = INTERRUPTED
     return code

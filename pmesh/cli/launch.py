@@ -20,11 +20,16 @@ from pmesh.cli.terminal import complain, ending_signals, say
 from pmesh.client.link.connection import error_of
 from pmesh.core.launches.engines import why_not_set
 from pmesh.core.launches.lines import ERROR, NOTE, STARTER, Line, read_lines
+from pmesh.core.values import MAX_TRAINERS
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.launches import (
     MAX_COMMAND_TEXT,
     MAX_COMMAND_WORDS,
+    MAX_JOB_NAME,
     MAX_OUTPUT_BYTES,
+    MAX_PORTS,
+    MAX_RESTARTS,
+    MAX_TERM_S,
     MAX_VARIABLES,
     Command,
     Digest,
@@ -50,6 +55,7 @@ from pmesh.core.wire.local import (
     encode,
 )
 from pmesh.errors import AgentNotRunning, AgentStopped, ConfigError, ProtocolError
+from pmesh.ids import MAX_NAME, PRINTABLE
 from pmesh.paths import home_directory, socket_path
 
 _COLORS: Final = (36, 33, 35, 32, 34, 96, 93, 95)  # red is for errors
@@ -88,8 +94,10 @@ def launch_of(words: Sequence[str], wishes: Wishes, environment: Mapping[str, st
         ConfigError: An option is not valid, or the command is not there.
     """
     cwd = (wishes.cwd or Path.cwd()).expanduser().absolute()
+    _check_numbers(wishes)
     variables = _variables(wishes.environment)
     words = _with_python(words, wishes)
+    _check_script(words, cwd)
     program = _find(words[0], cwd, environment)
     version = python_version(program) if is_python(program) else ""
     named = words[0] if "/" not in words[0] and not _is_virtual(program) else _portable(program)
@@ -104,12 +112,45 @@ def launch_of(words: Sequence[str], wishes: Wishes, environment: Mapping[str, st
         job=wishes.job,
         command=command,
         terms=wishes.terms,
-        on=() if wishes.on == "all" else tuple(dict.fromkeys(wishes.on.split(","))),
+        on=_machines(wishes.on),
         count=wishes.count,
         per_node=wishes.per_node,
     )
     _check_size(request)
     return request
+
+
+def _check_numbers(wishes: Wishes) -> None:
+    terms = wishes.terms
+    for option, value, least, most in (
+        ("--count", wishes.count, 0, MAX_TRAINERS),
+        ("--per-node", wishes.per_node, 1, MAX_PORTS),
+        ("--restarts", terms.restarts, 0, MAX_RESTARTS),
+        ("--grace", terms.grace_s, 0, MAX_TERM_S),
+        ("--hang-timeout", terms.hang_timeout_s, 0, MAX_TERM_S),
+    ):
+        if not least <= value <= most:  # nor is it nan
+            raise ConfigError(f"{option} is {value}, but must be from {least} to {most}")
+    if len(wishes.job) > MAX_JOB_NAME or not re.match(PRINTABLE, wishes.job):
+        raise ConfigError(
+            f"--job {wishes.job!r}: the name of a job has at most {MAX_JOB_NAME} characters, and "
+            "no line breaks or other control characters"
+        )
+
+
+def _machines(on: str) -> tuple[str, ...]:
+    """Return the names of the machines; none for all."""
+    names = tuple(dict.fromkeys(name.strip() for name in on.split(",") if name.strip()))
+    if not names:
+        raise ConfigError("--on names no machine; give all, or names such as mac-1,mac-3")
+    return () if "all" in names else names
+
+
+def _check_script(words: Sequence[str], cwd: Path) -> None:
+    """Refuse a script that is not there: it would fail on each machine, again and again."""
+    script = words[1] if len(words) > 1 and is_python(words[0]) else "-"
+    if not script.startswith("-") and not (cwd / Path(script).expanduser()).exists():
+        raise ConfigError(f"there is no {script!r} in {cwd}; give the path of the script, or --cwd")
 
 
 def _check_size(request: Launch) -> None:
@@ -127,6 +168,8 @@ def _check_size(request: Launch) -> None:
             f"the command is too long: at most {MAX_COMMAND_WORDS} words, {MAX_VARIABLES} --env, "
             f"and {MAX_REQUEST_BYTES // 1024} KiB in all; put it into a file"
         )
+    if any(len(name) > MAX_NAME for name in request.on):
+        raise ConfigError(f"--on: a machine's name has at most {MAX_NAME} characters")
 
 
 def _variables(settings: Sequence[str]) -> tuple[Variable, ...]:
@@ -267,16 +310,18 @@ def show_log(home: Path | None, launch: str, *, follow: bool) -> int:
 
 async def _converse(home: Path, request: Launch | FollowLaunch) -> int:
     attends = isinstance(request, Launch) and not request.terms.detach
+    code: int | None = None
+    signals: list[int] = []
     async with await _open(home) as stream:
         agent = AgentStream(stream)
         await agent.send(request)
         taken_in, taken = trio.open_memory_channel[None](1)
         async with trio.open_nursery() as nursery:
             if attends:
-                await nursery.start(_pass_signals_on, agent, nursery)
+                await nursery.start(_pass_signals_on, agent, nursery, signals)
             code = await _show(agent, nursery, taken_in, taken, request)
             nursery.cancel_scope.cancel()
-        return code if code is not None else 130
+    return 128 + signals[0] if code is None else code
 
 
 async def _show(
@@ -285,7 +330,7 @@ async def _show(
     taken_in: trio.MemorySendChannel[None],
     taken: trio.MemoryReceiveChannel[None],
     request: Launch | FollowLaunch,
-) -> int | None:
+) -> int:
     screen: Screen | None = None
     while True:
         match reply := await agent.receive():
@@ -312,14 +357,16 @@ async def _show(
 
 
 async def _pass_signals_on(
-    agent: AgentStream, nursery: trio.Nursery, task_status: trio.TaskStatus[None]
+    agent: AgentStream,
+    nursery: trio.Nursery,
+    came: list[int],
+    task_status: trio.TaskStatus[None],
 ) -> None:
     with trio.open_signal_receiver(*ending_signals()) as signals:
         task_status.started()
-        came = 0
         async for number in signals:
-            came += 1
-            if came == _PATIENCE:
+            came.append(number)
+            if len(came) == _PATIENCE:
                 nursery.cancel_scope.cancel()
             await agent.send(SignalLaunch(_number_of(number)))
 

@@ -1,7 +1,9 @@
 """Kills, floods and slow terminals for `pmesh run --on`.
 
     $ sudo .venv/bin/python -m tools.launches list
-    $ sudo .venv/bin/python -m tools.launches run starter ctrl-c --episodes 50 --json launches.json
+    $ sudo .venv/bin/python -m tools.launches run starter ctrl-c --episodes 50 --json kills.json
+    $ sudo .venv/bin/python -m tools.launches flood --json flood.json
+    $ sudo .venv/bin/python -m tools.launches terminals --json terminals.json
 
 Linux, root.
 """
@@ -13,11 +15,21 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from tools.chaos.results import Results, Table
 from tools.lab.commands import new_app, run_app
-from tools.lab.results import describe_commit, describe_machine, read_results, replaced, write_results
+from tools.lab.results import (
+    describe_commit,
+    describe_machine,
+    read_results,
+    replaced,
+    write_results,
+)
+from tools.lab.units import MIB
 from tools.launches.house import House
 from tools.launches.kills import CASES, ENDS_S, Case, Tally, run_case
+from tools.launches.output import LINES_PER_S, TERMINALS, Terminal, flood, steps_per_s
 
 EPISODES = 50
 MACHINES = 3
@@ -53,15 +65,99 @@ def run(
         raise ValueError(f"no case is called {', '.join(sorted(unknown))}; 'list' shows them")
     chosen = [case for case in CASES if not names or case.name in names]
     kept = True
-    with tempfile.TemporaryDirectory(prefix="launches-") as folder, House(MACHINES, logs=logs) as house:
+    with (
+        tempfile.TemporaryDirectory(prefix="launches-") as folder,
+        House(MACHINES, logs=logs) as house,
+    ):
         for case in chosen:
-            print(f"{case.name}: {case.what}, --engine {case.engine}; {episodes} times …", flush=True)
+            print(
+                f"{case.name}: {case.what}, --engine {case.engine}; {episodes} times …", flush=True
+            )
             began = time.monotonic()
             tally = run_case(house, case, episodes, seed=seed, folder=Path(folder))
             kept = _tell(tally, time.monotonic() - began) and kept
             if json is not None:
                 _store(json, _row(case, tally))
     return 0 if kept else 1
+
+
+@app.command(name="flood")
+def run_flood(
+    *, lines_per_s: int = LINES_PER_S, seconds: int = 20, json: Path | None = None
+) -> int:
+    """Let four machines print; exits with 1 if a line was lost, torn or out of order.
+
+    Args:
+        lines_per_s: Of each machine.
+        seconds: For how long.
+        json: Where the table goes.
+    """
+    with House(4) as house:
+        found = flood(house, lines_per_s=lines_per_s, seconds=seconds)
+    for wrong in found.wrong[:10]:
+        print(f"  VIOLATION {wrong}")
+    wanted = 4 * lines_per_s * seconds
+    rows = (
+        ("lines printed", f"{wanted:,}"),
+        ("lost, torn, or out of order within a rank", f"{wanted - found.lines:,}"),
+        (
+            f"the slowest rank took, for what it was to print in {seconds} s",
+            f"{found.ranks_s:.1f} s",
+        ),
+        ("until `pmesh run` had printed all and ended", f"{found.took_s:.1f} s"),
+        ("most that an agent's own memory grew by", f"{found.agent_growth / MIB:.1f} MiB"),
+        ("most memory of `pmesh run`", f"{found.starter_bytes / MIB:.0f} MiB"),
+    )
+    text = (
+        f"Four machines print {lines_per_s:,} lines of about 70 bytes a second each, for {seconds} "
+        "s; each line of a machine must be the one after its last. "
+    )
+    table = _table("Ten thousand lines a second", text, "flood", ("what", "measured"))
+    _finish(table, rows, json)
+    return int(bool(found.wrong))
+
+
+@app.command(name="terminals")
+def run_terminals(*, seconds: float = 8.0, turns: int = 3, json: Path | None = None) -> int:
+    """Train behind a terminal that reads all, one that reads 1 kB/s, and a stopped `pmesh run`.
+
+    Args:
+        seconds: Of each training.
+        turns: How often each; medians count.
+        json: Where the table goes.
+    """
+    speeds: dict[Terminal, list[float]] = {kind: [] for kind in TERMINALS}
+    with tempfile.TemporaryDirectory(prefix="launches-") as folder, House(3) as house:
+        for _ in range(turns):
+            for kind, found in speeds.items():
+                found.append(steps_per_s(house, kind, seconds=seconds, folder=Path(folder)))
+                print(f"  {kind}: {found[-1]:.1f} steps/s", flush=True)
+    rows = tuple(
+        (TERMINALS[kind], f"{statistics.median(found):.1f}", " ".join(f"{v:.0f}" for v in found))
+        for kind, found in speeds.items()
+    )
+    text = "Three ranks sum in each step, and print 20 lines. The terminals take turns. "
+    columns = ("terminal", "steps/s, median", "each")
+    table = _table("A slow terminal", text, "terminals", columns)
+    _finish(table, rows, json)
+    return 0
+
+
+def _table(title: str, text: str, command: str, columns: tuple[str, ...]) -> Table:
+    return Table(
+        title=title,
+        text=f"{text}At {describe_commit()}, {describe_machine()}.",
+        command=f"sudo .venv/bin/python -m tools.launches {command}",
+        columns=columns,
+        rows=(),
+    )
+
+
+def _finish(table: Table, rows: tuple[tuple[str, ...], ...], json: Path | None) -> None:
+    for row in rows:
+        print(f"  {': '.join(row)}", flush=True)
+    if json is not None:
+        write_results(json, Results(tables=(replace(table, rows=rows),)))
 
 
 def _tell(tally: Tally, took_s: float) -> bool:
@@ -105,21 +201,16 @@ def _store(path: Path, row: tuple[str, ...]) -> None:
     rows = replaced(before, row, lambda cells: cells[:2])
     order = [(case.what, case.engine) for case in CASES]
     rows = tuple(sorted(rows, key=lambda cells: order.index((cells[0], cells[1]))))  # type: ignore[arg-type]
-    write_results(path, Results(tables=(_table(rows),)))
-
-
-def _table(rows: tuple[tuple[str, ...], ...]) -> Table:
-    return Table(
-        title="One command on all machines",
-        text="Three machines run one rank each, from `pmesh run --on all`. Every rank and a child "
-        "of it ignore SIGINT, SIGTERM and SIGHUP. The time is from the blow until no process was "
-        f"left of what must end, and may be {ENDS_S:g} s. The ranks that go on must reach the last "
-        "step with the same weights; with gloo and mlx-ring they start again from the checkpoint "
-        f"that their script writes. At {describe_commit()}, {describe_machine()}.",
-        command="sudo .venv/bin/python -m tools.launches run",
-        columns=("what", "engine", "then", "exit code", "tried", "median, s", "most, s", "verdict"),
-        rows=rows,
+    text = (
+        "Three machines run one rank each, from `pmesh run --on all`. Every rank and a child of it "
+        "ignore SIGINT, SIGTERM and SIGHUP. The time is from the blow until no process was left of "
+        f"what must end; the bar is {ENDS_S:g} s. The ranks that go on must reach the last step "
+        "with the same weights; with gloo and mlx-ring they start again from the checkpoint that "
+        "their script writes. "
     )
+    columns = ("what", "engine", "then", "exit code", "tried", "median, s", "most, s", "verdict")
+    table = _table("One command on all machines", text, "run", columns)
+    write_results(path, Results(tables=(replace(table, rows=rows),)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -118,7 +118,7 @@ def alive(pids: Iterable[int]) -> list[int]:
     found = list[int]()
     for pid in pids:
         with contextlib.suppress(OSError):
-            os.readlink(f"/proc/{pid}/ns/net")
+            Path(f"/proc/{pid}/ns/net").readlink()
             found.append(pid)
     return found
 

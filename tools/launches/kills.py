@@ -14,7 +14,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 from tools.lab.cluster import CampaignError, Node
-from tools.launches.house import House, Launched, alive, await_that, command_of
+from tools.launches.house import House, alive, await_that, command_of
 
 ENDS_S = 5.0
 """Within so long nothing may be left of what must end."""
@@ -237,8 +237,8 @@ class Episode:
             raise CampaignError(f"it did not enter the others' training\n{launch.text}")
 
     def _entered_later(self) -> int | None:
-        first, *later = self._launch.lines_of(self._victim, "entered at step ")
-        return next((step for line in later if (step := int(line.split()[-1])) > 0), None)
+        entries = self._launch.lines_of(self._victim, "entered at step ")
+        return next((step for line in entries if (step := int(line.split()[-1])) > 0), None)
 
     def _clear(self) -> None:
         """Nothing is left anywhere; what a cut machine was to run goes on there until now."""
@@ -251,6 +251,3 @@ class Episode:
         except CampaignError:
             left = [" ".join(command_of(pid)) for pid in house.left()]
             raise CampaignError(f"left at the end: {left}\n{self._launch.text}") from None
-
-
-__all__ = ["CASES", "Case", "Launched", "Tally", "run_case"]

@@ -1,6 +1,5 @@
 """The ranks of one launch on this machine: their processes, and the way of their output."""
 
-import contextlib
 import os
 import shutil
 import signal
@@ -298,9 +297,12 @@ class PartHere:
             while not self._input_ends:
                 data = await self._fed.receive()
                 self._input_ends = not data
-                with contextlib.suppress(trio.BrokenResourceError):  # rank 0 does not read it
+                try:
                     await stdin.send_all(data)
-                self._send(InputRead(self.prepare.launch))
+                except trio.BrokenResourceError:
+                    pass  # rank 0 does not read it
+                finally:  # it may also end before it has read this: the next run gets what follows
+                    self._send(InputRead(self.prepare.launch))
             await stdin.aclose()
 
     def _environment(self, part: RankPart) -> Mapping[str, str]:

@@ -13,7 +13,6 @@ from pmesh.core.launches.restarts import (
     wait_before_start,
 )
 
-
 LOST_GRACE_S = 2  # with the silence limit of a wire, nothing outlives its starter by 5 s
 
 
@@ -136,10 +135,10 @@ def end(part: Part, number: int, *, now: float, is_lost: bool = False) -> PartSt
         elif here.due is not None:  # it fails at this moment: nobody would start it again
             ranks[rank] = replace(here, due=None, code=-number)
             actions.append(Report(rank, -number))
-    kill_at: float | None = now + min(part.grace_s, LOST_GRACE_S if is_lost else math.inf)
-    if part.ends:
-        kill_at = None if part.kill_at is None else min(part.kill_at, kill_at)
-    return PartStep(replace(part, ranks=ranks, ends=True, kill_at=kill_at), tuple(actions))
+    kill_at = now + min(part.grace_s, LOST_GRACE_S if is_lost else math.inf)
+    before = part.kill_at if part.ends else math.inf  # None: they were killed already
+    kills = None if before is None else min(before, kill_at)
+    return PartStep(replace(part, ranks=ranks, ends=True, kill_at=kills), tuple(actions))
 
 
 def pass_time(part: Part, *, now: float) -> PartStep:

@@ -4,7 +4,6 @@ Usage: mlx_digits.py DATA CHECKPOINT STEPS PAUSE
 """
 
 import hashlib
-import os
 import sys
 import time
 from pathlib import Path
@@ -41,7 +40,7 @@ def main(data: Path, checkpoint: Path, steps: int, pause_s: float) -> None:
         if rank == 0 and (step + 1) % SAVE_EVERY == 0:
             written = checkpoint.with_suffix(".new.npz")
             np.savez(written, weights=np.array(weights), step=step + 1)
-            os.replace(written, checkpoint)
+            written.replace(checkpoint)
         print(f"step {step}", flush=True)
         time.sleep(pause_s)
     accuracy = mx.mean(mx.argmax(x @ weights, axis=1) == y).item()

@@ -4,7 +4,6 @@ Usage: torch_digits.py DATA CHECKPOINT STEPS PAUSE
 """
 
 import hashlib
-import os
 import sys
 import time
 from pathlib import Path
@@ -37,12 +36,12 @@ def main(data: Path, checkpoint: Path, steps: int, pause_s: float) -> None:
     for step in range(first, steps):
         mine = (torch.arange(BATCH) * size + rank + step * BATCH * size) % len(x)
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(ddp(x[mine]), y[mine]).backward()
+        torch.nn.functional.cross_entropy(ddp(x[mine]), y[mine]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if rank == 0 and (step + 1) % SAVE_EVERY == 0:
             written = checkpoint.with_suffix(".new")
             torch.save({"model": model.state_dict(), "step": step + 1}, written)
-            os.replace(written, checkpoint)
+            written.replace(checkpoint)
         print(f"step {step}", flush=True)
         time.sleep(pause_s)
     accuracy = (model(x).argmax(1) == y).float().mean().item()
