@@ -310,8 +310,7 @@ def show_log(home: Path | None, launch: str, *, follow: bool) -> int:
 
 async def _converse(home: Path, request: Launch | FollowLaunch) -> int:
     attends = isinstance(request, Launch) and not request.terms.detach
-    code: int | None = None
-    signals: list[int] = []
+    codes, signals = list[int](), list[int]()
     async with await _open(home) as stream:
         agent = AgentStream(stream)
         await agent.send(request)
@@ -319,9 +318,9 @@ async def _converse(home: Path, request: Launch | FollowLaunch) -> int:
         async with trio.open_nursery() as nursery:
             if attends:
                 await nursery.start(_pass_signals_on, agent, nursery, signals)
-            code = await _show(agent, nursery, taken_in, taken, request)
+            codes.append(await _show(agent, nursery, taken_in, taken, request))
             nursery.cancel_scope.cancel()
-    return 128 + signals[0] if code is None else code
+    return codes[0] if codes else 128 + signals[0]
 
 
 async def _show(

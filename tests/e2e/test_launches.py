@@ -1,6 +1,7 @@
 """`pmesh run --on`: one command on the machines of a mesh, from one terminal."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -318,6 +319,57 @@ def test_no_line_is_lost_or_torn_while_the_terminal_is_slow(
     for name in ("mac-1", "mac-2", "mac-3"):
         own = [line for line in text.splitlines() if line.startswith(f"{name} | ")]
         assert own == [f"{name} | {i} {'x' * 60}" for i in range(lines)]
+
+
+@pytest.mark.parametrize("hangs", ["kill -STOP $$", "while :; do sleep 1; done"])
+def test_ranks_that_hang_are_started_again(fleet: Fleet, ring: list[Agent], hangs: str) -> None:
+    script = f'echo began; [ "$TORCHELASTIC_RESTART_COUNT" = 1 ] && exit 0; {hangs}'
+    options = ("--on", "all", "--engine", "gloo", "--hang-timeout", "2", "--grace", "0.5")
+    done = fleet.pmesh("run", *options, "--", "sh", "-c", script, home=ring[0].home)
+    assert done.returncode == 0, done.stderr
+    assert "no rank has printed anything for 2 s; all ranks are started again" in done.stderr
+    assert done.stdout.count("began") == 6
+
+
+def start_chatter(ring: list[Agent], *, output: int) -> "subprocess.Popen[bytes]":
+    """Ranks that print for ever, and a `pmesh run` that shows it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "pmesh.cli", "run", *SLEEPERS, "while :; do echo x; done"],
+        env=os.environ | {"PMESH_HOME": str(ring[0].home)},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def test_a_pipe_that_is_closed_ends_all(ring: list[Agent]) -> None:
+    reading, writing = os.pipe()
+    with start_chatter(ring, output=writing) as run:
+        os.close(writing)
+        assert os.read(reading, 4096)
+        os.close(reading)
+        _, errors = run.communicate(timeout=TIMEOUT_S)
+    assert (run.returncode, errors) == (1, b"")
+    await_that(lambda: not running("while :; do echo x; done"), within_s=ENDS_S)
+
+
+def test_a_third_signal_ends_a_run_that_can_not_print(ring: list[Agent]) -> None:
+    reading, writing = os.pipe()
+    try:
+        with start_chatter(ring, output=writing) as run:
+            os.close(writing)
+            await_that(lambda: select.select([reading], [], [], 0)[0] != [])
+
+            def has_ended() -> bool:
+                run.send_signal(signal.SIGINT)  # two that come at once are one
+                return run.poll() is not None
+
+            await_that(has_ended)
+            _, errors = run.communicate(timeout=TIMEOUT_S)
+        assert (run.returncode, errors) == (130, b"")
+    finally:
+        os.close(reading)
 
 
 def test_another_version_of_the_script_is_named_and_nothing_starts(

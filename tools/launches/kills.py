@@ -130,6 +130,9 @@ def run_case(house: House, case: Case, episodes: int, *, seed: int, folder: Path
             tally.violations.append(f"episode {number}: {e}")
             for pid in house.left():
                 os.kill(pid, signal.SIGKILL)
+        if case.victim == "cable":  # agents have more patience with a link that has recovered
+            for node in house.nodes:
+                node.kill("agent")
         house.heal()
     return tally
 
