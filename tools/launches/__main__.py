@@ -8,6 +8,7 @@
 Linux, root.
 """
 
+import signal
 import statistics
 import sys
 import tempfile
@@ -214,6 +215,7 @@ def _store(path: Path, row: tuple[str, ...]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     return run_app(app, arguments)
 
 
