@@ -141,6 +141,27 @@ def start_sleepers(fleet: Fleet, agent: Agent, marker: str, *options: str) -> Ru
     return started
 
 
+@pytest.mark.parametrize("victim", ["rank", "agent"])
+def test_children_in_groups_of_their_own_end_too(
+    fleet: Fleet, ring: list[Agent], victim: str
+) -> None:
+    """`timeout` makes a group; a signal to the group of the rank does not reach it."""
+    marker = f"86400.{os.getpid()}{time.monotonic_ns()}"
+    script = 'timeout 86400 sleep "$0" & echo up; wait'
+    options = ("--on", "mac-1", "--restarts", "0")
+    started = fleet.start_command(
+        "run", *options, "--", "sh", "-c", script, marker, home=ring[0].home
+    )
+    started.await_line("[|] up")
+    (rank,) = [pid for pid in running(marker) if psutil.Process(pid).name() == "sh"]
+    await_that(lambda: len(running(marker)) == 3)
+    if victim == "rank":
+        psutil.Process(rank).kill()
+    else:
+        ring[0].process.send_signal(signal.SIGKILL)
+    await_that(lambda: not running(marker), within_s=ENDS_S)
+
+
 @pytest.mark.parametrize("victim", ["ctrl-c", "starter", "agent of the starter"])
 def test_nothing_is_left_running_anywhere(fleet: Fleet, ring: list[Agent], victim: str) -> None:
     marker = f"86400.{os.getpid()}{time.monotonic_ns()}"

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -75,10 +76,9 @@ def run(
                 f"{case.name}: {case.what}, --engine {case.engine}; {episodes} times …", flush=True
             )
             began = time.monotonic()
-            tally = run_case(house, case, episodes, seed=seed, folder=Path(folder))
+            keep = (lambda _: None) if json is None else partial(_store, json, case)
+            tally = run_case(house, case, episodes, seed=seed, folder=Path(folder), keep=keep)
             kept = _tell(tally, time.monotonic() - began) and kept
-            if json is not None:
-                _store(json, _row(case, tally))
     return 0 if kept else 1
 
 
@@ -188,15 +188,17 @@ def _row(case: Case, tally: Tally) -> tuple[str, ...]:
         case.engine,
         after,
         "" if case.code is None else str(case.code),
-        str(len(tally.ended_s) + len(tally.violations)),
+        str(tally.tried),
         f"{statistics.median(times):.2f}",
         f"{max(times):.2f}",
-        "met" if _is_kept(tally) else f"**MISSED**, {len(tally.violations)} times",
+        "met" if _is_kept(tally) else "**MISSED**",
+        describe_commit(),
     )
 
 
-def _store(path: Path, row: tuple[str, ...]) -> None:
+def _store(path: Path, case: Case, tally: Tally) -> None:
     """Into the table of this file, in the place of what was measured of the same before."""
+    row = _row(case, tally)
     tables = read_results(path, Results).tables if path.exists() else ()
     before = tables[0].rows if tables else ()
     rows = replaced(before, row, lambda cells: cells[:2])
@@ -209,7 +211,17 @@ def _store(path: Path, row: tuple[str, ...]) -> None:
         "with the same weights; with gloo and mlx-ring they start again from the checkpoint that "
         "their script writes. "
     )
-    columns = ("what", "engine", "then", "exit code", "tried", "median, s", "most, s", "verdict")
+    columns = (
+        "what",
+        "engine",
+        "then",
+        "exit code",
+        "tried",
+        "median, s",
+        "most, s",
+        "verdict",
+        "at",
+    )
     table = _table("One command on all machines", text, "run", columns)
     write_results(path, Results(tables=(replace(table, rows=rows),)))
 

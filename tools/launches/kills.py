@@ -5,7 +5,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -106,6 +106,7 @@ CASES = (
 class Tally:
     """What was measured of one case."""
 
+    tried: int = 0
     ended_s: list[float] = field(default_factory=list[float])
     """From the blow until nothing was left of what must end, in each episode."""
     violations: list[str] = field(default_factory=list[str])
@@ -119,17 +120,36 @@ def write_digits(folder: Path) -> Path:
     return path
 
 
-def run_case(house: House, case: Case, episodes: int, *, seed: int, folder: Path) -> Tally:
-    """Strike so many times; what goes wrong is kept, and the house begins anew."""
+def run_case(
+    house: House,
+    case: Case,
+    episodes: int,
+    *,
+    seed: int,
+    folder: Path,
+    keep: Callable[[Tally], None] = lambda _: None,
+) -> Tally:
+    """Strike so many times; what goes wrong is kept, and the house begins anew.
+
+    Args:
+        house: Where.
+        case: Whom.
+        episodes: How often.
+        seed: Of the dice.
+        folder: For data and checkpoints.
+        keep: Is called after each episode, so that a campaign that is killed has results.
+    """
     dice, tally = random.Random(f"{case.name} {seed}"), Tally()  # noqa: S311 - no secret
     data = write_digits(folder)
     for number in range(episodes):
+        tally.tried += 1
         try:
             Episode(house, case, dice, data, folder / f"{case.name}-{seed}-{number}.npz").run(tally)
         except CampaignError as e:
             tally.violations.append(f"episode {number}: {e}")
             for pid in house.left():
                 os.kill(pid, signal.SIGKILL)
+        keep(tally)
         if case.victim == "cable":  # agents have more patience with a link that has recovered
             for node in house.nodes:
                 node.kill("agent")
