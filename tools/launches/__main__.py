@@ -209,7 +209,8 @@ def _store(path: Path, case: Case, tally: Tally) -> None:
         "ignore SIGINT, SIGTERM and SIGHUP. The time is from the blow until no process was left of "
         f"what must end; the bar is {ENDS_S:g} s. The ranks that go on must reach the last step "
         "with the same weights; with gloo and mlx-ring they start again from the checkpoint that "
-        "their script writes. "
+        "their script writes. Before a link is cut the agents are new: with one that has recovered "
+        "from a cut they have more patience, up to 10 s. "
     )
     columns = (
         "what",
