@@ -305,21 +305,13 @@ def run_(
         sync_limit: How much all of its files may hold, in bytes, KiB, MiB or GiB.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    if on is None and (sync or engine == "mpi"):
-        raise ConfigError("--sync and --engine mpi need --on: give --on all, or names")
-    if on is None:
-        return run_command(command, restarts=restarts)
     from pmesh.cli.launch import Wishes, launch_of, run_launch  # noqa: PLC0415 - for speed
 
-    if restarts < 0 or per_node < 1 or count < 0 or grace < 0 or hang_timeout < 0:
-        raise ConfigError(
-            "--restarts, --per-node, --count, --grace and --hang-timeout are positive"
-        )
     terms = LaunchTerms(
         "pmesh" if engine == "mpi" else engine, restarts, grace, detach, hang_timeout
     )
     wishes = Wishes(
-        on=on,
+        on="all" if on is None else on,
         count=count,
         per_node=per_node,
         terms=terms,
@@ -332,6 +324,12 @@ def run_(
         sync=sync,
         sync_limit=parse_size("--sync-limit", sync_limit),
     )
+    if on is None:
+        if engine == "mpi" or wishes != Wishes(terms=LaunchTerms(restarts=restarts)):
+            raise ConfigError(
+                "without --on only --restarts can be given; name the machines, such as: --on all"
+            )
+        return run_command(command, restarts=restarts)
     if engine == "mpi":
         return show_hosts(home, AskHosts(wishes.machines, count, per_node), command)
     return run_launch(home, launch_of(command, wishes, os.environ), wishes)
@@ -502,7 +500,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _report(group: BaseExceptionGroup[BaseException]) -> int:
     """Print the errors that trio grouped; raise the group again if one of them is a bug."""
-    expected, unexpected = group.split((PmeshError, KeyboardInterrupt))
+    expected, unexpected = group.split((PmeshError, KeyboardInterrupt, OSError))
     if unexpected is not None or expected is None:
         raise group
     code = FAILED
@@ -510,6 +508,8 @@ def _report(group: BaseExceptionGroup[BaseException]) -> int:
         if isinstance(error, PmeshError):
             complain_of(error)
             code = max(code, _code_of(error))
+        elif isinstance(error, OSError):
+            code = max(code, _output_lost(error))
         else:
             code = INTERRUPTED
     return code

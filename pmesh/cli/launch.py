@@ -25,11 +25,16 @@ from pmesh.client.control import ask_launches
 from pmesh.client.link.connection import error_of
 from pmesh.core.launches.engines import why_not_set
 from pmesh.core.launches.lines import ERROR, MACHINE, NOTE, STARTER, Line, read_lines
+from pmesh.core.values import MAX_TRAINERS
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.launches import (
     MAX_COMMAND_TEXT,
     MAX_COMMAND_WORDS,
+    MAX_JOB_NAME,
     MAX_OUTPUT_BYTES,
+    MAX_PORTS,
+    MAX_RESTARTS,
+    MAX_TERM_S,
     MAX_VARIABLES,
     Command,
     FollowLaunch,
@@ -55,12 +60,12 @@ from pmesh.core.wire.local import (
     encode,
 )
 from pmesh.errors import AgentNotRunning, AgentStopped, ConfigError, ProtocolError
+from pmesh.ids import MAX_NAME, PRINTABLE
 from pmesh.paths import home_directory, socket_path
 
 DEFAULT_SYNC_LIMIT: Final = 100 * 1024**2  # code, and not data sets
 _COLORS: Final = (36, 33, 35, 32, 34, 96, 93, 95)  # red is for errors
 _RECEIVE_BYTES = 64 * 1024
-_INTERRUPTED = 130  # as in shells
 _PATIENCE = 3  # signals: the first asks, the second kills, the third waits no longer
 
 
@@ -89,8 +94,11 @@ class Wishes:
 
     @property
     def machines(self) -> tuple[str, ...]:
-        """Those that are named; empty for all."""
-        return () if self.on == "all" else tuple(dict.fromkeys(self.on.split(",")))
+        """Those that are named; empty for all. Raises ConfigError if `on` names none."""
+        names = tuple(dict.fromkeys(name.strip() for name in self.on.split(",") if name.strip()))
+        if not names:
+            raise ConfigError("--on names no machine; give all, or names such as mac-1,mac-3")
+        return () if "all" in names else names
 
 
 # --- the command
@@ -108,8 +116,10 @@ def launch_of(words: Sequence[str], wishes: Wishes, environment: Mapping[str, st
         ConfigError: An option is not valid, or the command is not there.
     """
     cwd = wishes.directory
+    _check_numbers(wishes)
     variables = _variables(wishes.environment)
     words = _with_python(words, wishes)
+    _check_script(words, cwd)
     program = _find(words[0], cwd, environment)
     version = python_version(program) if is_python(program) else ""
     named = words[0] if "/" not in words[0] and not _is_virtual(program) else _portable(program)
@@ -134,6 +144,31 @@ def launch_of(words: Sequence[str], wishes: Wishes, environment: Mapping[str, st
     return request
 
 
+def _check_numbers(wishes: Wishes) -> None:
+    terms = wishes.terms
+    for option, value, least, most in (
+        ("--count", wishes.count, 0, MAX_TRAINERS),
+        ("--per-node", wishes.per_node, 1, MAX_PORTS),
+        ("--restarts", terms.restarts, 0, MAX_RESTARTS),
+        ("--grace", terms.grace_s, 0, MAX_TERM_S),
+        ("--hang-timeout", terms.hang_timeout_s, 0, MAX_TERM_S),
+    ):
+        if not least <= value <= most:  # nor is it nan
+            raise ConfigError(f"{option} is {value}, but must be from {least} to {most}")
+    if len(wishes.job) > MAX_JOB_NAME or not re.match(PRINTABLE, wishes.job):
+        raise ConfigError(
+            f"--job {wishes.job!r}: the name of a job has at most {MAX_JOB_NAME} characters, and "
+            "no line breaks or other control characters"
+        )
+
+
+def _check_script(words: Sequence[str], cwd: Path) -> None:
+    """Refuse a script that is not there: it would fail on each machine, again and again."""
+    script = words[1] if len(words) > 1 and is_python(words[0]) else "-"
+    if not script.startswith("-") and not (cwd / Path(script).expanduser()).exists():
+        raise ConfigError(f"there is no {script!r} in {cwd}; give the path of the script, or --cwd")
+
+
 def _check_size(request: Launch) -> None:
     command = request.command
     texts = [*command.words, command.cwd, *(value for _, value in command.variables)]
@@ -149,6 +184,8 @@ def _check_size(request: Launch) -> None:
             f"the command is too long: at most {MAX_COMMAND_WORDS} words, {MAX_VARIABLES} --env, "
             f"and {MAX_REQUEST_BYTES // 1024} KiB in all; put it into a file"
         )
+    if any(len(name) > MAX_NAME for name in request.on):
+        raise ConfigError(f"--on: a machine's name has at most {MAX_NAME} characters")
 
 
 def _variables(settings: Sequence[str]) -> tuple[Variable, ...]:
@@ -274,25 +311,25 @@ def show_log(home: Path | None, launch: str, *, follow: bool) -> int:
 
 async def _converse(home: Path, request: Launch | FollowLaunch) -> int:
     attends = isinstance(request, Launch) and not request.terms.detach
+    codes, signals = list[int](), list[int]()
     async with await _open(home) as stream:
         agent = AgentStream(stream)
         await agent.send(request)
         taken_in, taken = trio.open_memory_channel[None](1)
-        code = _INTERRUPTED  # if it is not set below
         async with trio.open_nursery() as nursery:
             if attends:
-                await nursery.start(_pass_signals_on, agent, nursery)
+                await nursery.start(_pass_signals_on, agent, nursery, signals)
             began = await _await_begin(agent)
             if isinstance(request, Launch):
                 _tell_begin(home, request, began)
             if attends:
                 nursery.start_soon(_pass_input_on, agent, taken)
             if isinstance(request, Launch) and request.terms.detach:
-                code = 0
+                codes.append(0)
             else:
-                code = await _show(agent, Screen(began.names, began.counts), taken_in)
+                codes.append(await _show(agent, Screen(began.names, began.counts), taken_in))
             nursery.cancel_scope.cancel()
-    return code
+    return codes[0] if codes else 128 + signals[0]
 
 
 async def _await_begin(agent: AgentStream) -> LaunchBegan:
@@ -344,14 +381,16 @@ def _out_of_turn(reply: Reply) -> ProtocolError:
 
 
 async def _pass_signals_on(
-    agent: AgentStream, nursery: trio.Nursery, task_status: trio.TaskStatus[None]
+    agent: AgentStream,
+    nursery: trio.Nursery,
+    came: list[int],
+    task_status: trio.TaskStatus[None],
 ) -> None:
     with trio.open_signal_receiver(*ending_signals()) as signals:
         task_status.started()
-        came = 0
         async for number in signals:
-            came += 1
-            if came == _PATIENCE:
+            came.append(number)
+            if len(came) == _PATIENCE:
                 nursery.cancel_scope.cancel()
             await agent.send(SignalLaunch(_number_of(number)))
 

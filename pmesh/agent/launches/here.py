@@ -1,6 +1,5 @@
 """The ranks of one launch on this machine: their processes, and the way of their output."""
 
-import contextlib
 import os
 import shutil
 import signal
@@ -157,10 +156,11 @@ class PartHere:
         now = trio.current_time()
         self._apply(decide.begin(self.state, message.generation, self._parts, now=now))
 
-    def end(self, number: int) -> None:
+    def end(self, number: int, *, is_lost: bool = False) -> None:
         """End all ranks by a signal, or cancel a launch that has not begun."""
         if self.has_begun:
-            self._apply(decide.end(self.state, number, now=trio.current_time()))
+            now = trio.current_time()
+            self._apply(decide.end(self.state, number, now=now, is_lost=is_lost))
         else:
             self.cancelled = True
             self.over.set()
@@ -198,7 +198,7 @@ class PartHere:
         self._connected = False
         if not self.prepare.terms.detach and not self.is_over:
             self._append(note(MACHINE, "the starter is lost: all ranks here are ended"))
-            self.end(signal.SIGTERM)
+            self.end(signal.SIGTERM, is_lost=True)
 
     # --- decisions, carried out
 
@@ -299,9 +299,12 @@ class PartHere:
             while not self._input_ends:
                 data = await self._fed.receive()
                 self._input_ends = not data
-                with contextlib.suppress(trio.BrokenResourceError):  # rank 0 does not read it
+                try:
                     await stdin.send_all(data)
-                self._send(InputRead(self.prepare.launch))
+                except trio.BrokenResourceError:
+                    pass  # rank 0 does not read it
+                finally:  # it may also end before it has read this: the next run gets what follows
+                    self._send(InputRead(self.prepare.launch))
             await stdin.aclose()
 
     def _environment(self, part: RankPart) -> Mapping[str, str]:

@@ -26,6 +26,7 @@ from pmesh.core.launches.lines import MACHINE, STARTER, note, seated
 from pmesh.core.launches.starting import Seat
 from pmesh.core.values import View
 from pmesh.core.wire.launches import (
+    MAX_PORTS,
     AnyLaunchMessage,
     AskFiles,
     AskHosts,
@@ -227,8 +228,16 @@ class Launches:
             with trio.move_on_after(ENDS_S):
                 await before.over.wait()
         running = [part for part in self.parts.values() if not part.is_over]
-        if before in running or len(running) + len(self.questions) > MAX_RUNNING:
-            raise UsageError(f"it still runs {len(running)} commands of launches")
+        if before in running:
+            raise UsageError(f"the ranks of the last attempt have not ended after {ENDS_S:g} s")
+        if len(running) + len(self.questions) > MAX_RUNNING:
+            raise UsageError(f"it runs {len(running)} launches already; 'pmesh ps' lists them")
+        same = [part.launch for part in running if part.job == message.job]
+        if same:
+            raise UsageError(
+                f"launch {same[0]} runs the job {message.job!r} there already; end it by "
+                f"'pmesh stop {same[0]}', or give another --job"
+            )
         command = await self.syncing.bring(member, message)
         if message.command.tree is not None:
             await self._prune()
@@ -317,11 +326,17 @@ class Launches:
         here = {seat.name: seat.member for seat in self._view().seats}
         for name in request.on:
             if name not in here:
-                raise UsageError(f"no machine is called {name!r}; there are {', '.join(here)}")
+                there = ", ".join(sorted(here))
+                raise UsageError(f"no machine is called {name!r}; there are {there}")
         names = [name for name in here if not request.on or name in request.on]
         counts = (
             spread(request.count, len(names)) if request.count else [request.per_node] * len(names)
         )
+        if max(counts) > MAX_PORTS:
+            raise UsageError(
+                f"{max(counts)} ranks on one machine are too many: at most {MAX_PORTS}; give a "
+                "smaller -n or --per-node"
+            )
         return [
             Seat(node=here[name].node, name=name, count=count)
             for name, count in zip(names, counts, strict=True)
@@ -369,16 +384,29 @@ class Launches:
     # --- for people
 
     def find(self, text: str) -> StartedHere | PartHere:
-        """Return a launch by its id or its job, the latest one. Raises UsageError."""
-        known: list[StartedHere | PartHere] = [*self.started.values()]
-        for launch in [*reversed(known), *reversed(self.parts.values())]:
-            if text in {launch.launch, launch.job}:
-                return launch
-        raise UsageError(f"this machine knows no launch {text!r}; 'pmesh ps' lists them")
+        """Return a launch by its id or its job; if there are several, the latest that runs.
+
+        Raises:
+            UsageError: There is none.
+        """
+        known: list[StartedHere | PartHere] = [
+            *reversed(self.started.values()),
+            *reversed(self.parts.values()),
+        ]
+        named = [launch for launch in known if text in {launch.launch, launch.job}]
+        if not named:
+            raise UsageError(f"this machine knows no launch {text!r}; 'pmesh ps' lists them")
+        return next((launch for launch in named if not launch.is_over), named[0])
 
     def end(self, launch: StartedHere | PartHere, number: SignalNumber) -> None:
-        """End a launch everywhere, or at least here if its starter is gone."""
+        """End a launch everywhere, or at least here if its starter is gone.
+
+        Raises:
+            UsageError: It has ended already.
+        """
         if isinstance(launch, StartedHere):
+            if launch.is_over:
+                raise UsageError(f"launch {launch.launch} has ended already")
             launch.interrupt(number)
         else:
             launch.end(number)

@@ -5,7 +5,7 @@ import trio
 from pmesh.agent.launches.here import PartHere
 from pmesh.agent.launches.router import Launches
 from pmesh.agent.launches.started import StartedHere
-from pmesh.core.launches.lines import seated
+from pmesh.core.launches.lines import STARTER, note, seated
 from pmesh.core.wire.launches import (
     AskHosts,
     AskLaunches,
@@ -122,6 +122,9 @@ async def _follow(session: Session, launch: StartedHere | PartHere, *, follow: b
             data = piece.data
             if isinstance(launch, PartHere):
                 data = seated(data, launch.prepare.seat)
+            if piece.offset > offset:
+                text = f"{piece.offset - offset} bytes of output are not kept any more"
+                data = seated(note(0, text), STARTER) + data
             await session.send(LaunchLines(data))
             offset = piece.offset + len(piece.data)
         elif is_over or not follow:

@@ -19,6 +19,9 @@ MAX_COMMAND_TEXT = 32 * 1024
 MAX_COMMAND_WORDS = 1024
 MAX_VARIABLES = 256
 MAX_PORTS = 64  # of the ranks of one machine
+MAX_JOB_NAME = 64
+MAX_RESTARTS = 10**6
+MAX_TERM_S = 86400
 
 Engine: TypeAlias = Literal["pmesh", "gloo", "nccl", "mlx-ring", "jaccl"]
 
@@ -32,7 +35,7 @@ SignalNumber: TypeAlias = Literal[1, 2, 9, 15]
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
 _Rank = Annotated[int, Meta(ge=0, le=MAX_TRAINERS - 1)]
 _Node = Annotated[NodeId, Meta(min_length=32, max_length=32)]
-_Seconds = Annotated[float, Meta(ge=0, le=86400)]
+_Seconds = Annotated[float, Meta(ge=0, le=MAX_TERM_S)]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
@@ -84,7 +87,7 @@ class LaunchTerms(msgspec.Struct, frozen=True, array_like=True):
     """How ranks are started again and ended."""
 
     engine: Engine = "pmesh"
-    restarts: Annotated[int, Meta(ge=0, le=10**6)] = 10
+    restarts: Annotated[int, Meta(ge=0, le=MAX_RESTARTS)] = 10
     grace_s: _Seconds = 3.0
     """Between a signal and SIGKILL."""
     detach: bool = False
@@ -251,7 +254,7 @@ class _SessionMessage(msgspec.Struct, frozen=True):
 class Launch(_SessionMessage, frozen=True, tag="launch"):
     """Starts a command; answered by Refused, or LaunchBegan and then as FollowLaunch."""
 
-    job: Annotated[str, Meta(max_length=64, pattern=PRINTABLE)]
+    job: Annotated[str, Meta(max_length=MAX_JOB_NAME, pattern=PRINTABLE)]
     """"" for the id of the launch."""
     command: Command
     terms: LaunchTerms
