@@ -26,7 +26,7 @@ def run(
     *,
     kind: Literal["elastic", "ddp", "fsdp"] = "elastic",
     kills: int = 100,
-    steps: int = 600,
+    steps: int = 300,
     seed: int = 1,
     json: Path | None = None,
 ) -> int:

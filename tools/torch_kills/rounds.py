@@ -11,7 +11,7 @@ from random import Random
 from tools.lab.commands import LabError
 from tools.torch_kills.ranks import RANKS, Rank, train_elastic, train_fixed
 
-PATIENCE_S = 120.0  # of a machine on which others work, too
+PATIENCE_S = 600.0  # of a machine on which others work, too
 LOOK_EVERY_S = 0.002
 PROMISED_S = 2.5  # docs/explanation/reliability.md; the death of a process is noticed far sooner
 STEPS_BEFORE = 3  # DDP has laid out its buckets anew
