@@ -73,7 +73,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
             **options,
         )
         self.gradient_weight = 1.0
-        self.synced = False
+        self._elastic = elastic
         cap_bytes = int((options.get("bucket_cap_mb") or _BUCKET_MIB) * _MIB)
         average = partial(_average, elastic, self, compression)
         gradients = Gradients(cut_into_buckets(named, cap_bytes), average, elastic.line)
@@ -90,7 +90,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's
         """As torch's; UsageError for a model that no `sync` has got yet."""
-        if torch.is_grad_enabled() and not self.synced:
+        if torch.is_grad_enabled() and self not in self._elastic.synced:
             raise UsageError(
                 "this model's weights may differ from those of the other ranks: call "
                 "pmesh.torch.sync(model, optimizer) at the top of the training loop"

@@ -45,6 +45,7 @@ def init(options: Options | None = None, *, elastic: bool = False) -> Mesh | Non
             "torch.distributed has a process group already, whose number of ranks is fixed: leave "
             "init_process_group out of a program that calls pmesh.torch.init(elastic=True)"
         )
+    WORLDS.end()
     mesh = connect(
         chosen.job_name(),
         chosen.ranks(),
@@ -95,9 +96,7 @@ def sync(*parts: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:  # noqa: AN
     if received is not state:
         _load(parts, received)
     for module in modules:
-        for each in module.modules():
-            if hasattr(each, "synced"):
-                each.synced = True
+        elastic.synced.update(module.modules())
 
 
 def _check_part(part: Any) -> None:  # noqa: ANN401 - what the user has

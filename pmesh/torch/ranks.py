@@ -5,6 +5,8 @@ import secrets
 import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
 
 from pmesh.client.calls.queue import Line
 from pmesh.client.connect import connect
@@ -46,6 +48,8 @@ class Elastic:
     """Runs the ops of the backward passes of all models, in order."""
     models: int = 0
     """How many models have been wrapped: each gets a number, the same on every rank."""
+    synced: "WeakSet[Any]" = field(default_factory=WeakSet[Any])
+    """The modules whose weights are the same on all ranks."""
 
     def number_of_next_model(self) -> int:
         """Count one more model."""
@@ -110,7 +114,6 @@ class Worlds:
 
     def begin_elastic(self, mesh: Mesh) -> None:
         """From now on the number of ranks may change, until `end`."""
-        self.end()
         self.elastic = Elastic(mesh)
 
     def check_not_elastic(self) -> None:

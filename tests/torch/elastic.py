@@ -207,6 +207,8 @@ def refuses(rank: int, folder: str) -> None:
         pmesh.torch.sync(model.parameters())
     with refused(r"call pmesh.torch.sync\(model, optimizer\) at the top"):
         model(torch.ones(1, 2))
+    with refused("only dense torch tensors with data"):
+        pmesh.torch.sync(pmesh.torch.DistributedDataParallel(nn.Linear(2, 2, device="meta")))
     with torch.no_grad():
         model(torch.ones(1, 2))  # looks only at what this rank has
     mesh.close()
@@ -221,7 +223,7 @@ def disagree(rank: int) -> None:
     ]
     for net in of_rank:
         model = pmesh.torch.DistributedDataParallel(net)
-        model.synced = True  # sync would bring one shape to all
+        model._elastic.synced.add(model)  # sync would bring one shape to all
         with refused("OpMismatch"):
             model(torch.ones(1, 2, dtype=net.weight.dtype)).sum().backward()
     net = nn.Linear(2, 2)
