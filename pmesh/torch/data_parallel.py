@@ -24,7 +24,7 @@ _TAKES = (
     *("device_ids", "output_device", "dim", "bucket_cap_mb", "find_unused_parameters"),
     *("gradient_as_bucket_view", "batched_grad_copy"),
 )
-_Average = Callable[[dict[str, Tensor]], None]
+_Average = Callable[[dict[str, Target]], None]
 
 
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # type: ignore[misc] # torch has no types here
@@ -82,7 +82,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
         def hook(state: object, bucket: Any) -> Any:  # noqa: ANN401 - a torch.distributed.GradBucket
             del state
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-            done = gradients.add({name_of[id(p)]: gradient for p, gradient in pairs})
+            # What is on a GPU is copied here: only this thread's stream has waited for it.
+            found = {name_of[id(p)]: Target(gradient, filled=True) for p, gradient in pairs}
+            done = gradients.add(found)
             return Work(done, [bucket.buffer()]).get_future().then(_flat)
 
         hook.__annotations__.clear()  # DDP wants its own types there, or none
@@ -126,7 +128,7 @@ class Gradients:
         self._bucket_of = {name: i for i, names in enumerate(buckets) for name in names}
         self._begin_pass()
 
-    def add(self, gradients: dict[str, Tensor]) -> "Future[None]":
+    def add(self, gradients: dict[str, Target]) -> "Future[None]":
         """Take some that are ready; the future is done when they have been averaged."""
         self._ready |= gradients
         done = self._done[max(self._bucket_of[name] for name in gradients)]
@@ -138,7 +140,7 @@ class Gradients:
         return done
 
     def _begin_pass(self) -> None:
-        self._ready: dict[str, Tensor] = {}
+        self._ready: dict[str, Target] = {}
         self._done: list[Future[None]] = [Future() for _ in self._buckets]
         self._next = 0
 
@@ -149,7 +151,7 @@ class Gradients:
         self._next += 1
 
     def _run(
-        self, bucket: dict[str, Tensor], before: "Future[None] | None", done: "Future[None]"
+        self, bucket: dict[str, Target], before: "Future[None] | None", done: "Future[None]"
     ) -> None:
         try:
             if before is not None:
@@ -226,15 +228,14 @@ def _average(
     elastic: Elastic,
     model: DistributedDataParallel,
     compression: Scheme | str | None,
-    gradients: dict[str, Tensor],
+    gradients: dict[str, Target],
 ) -> None:
-    found = {name: Target(gradient, filled=True) for name, gradient in gradients.items()}
-    tree = {name: target.memory for name, target in found.items()}
+    tree = {name: target.memory for name, target in gradients.items()}
     weight = model.gradient_weight
     _guarded(
         lambda: elastic.mesh.average_gradients(tree, weight, out=tree, compression=compression)
     )
-    for target in found.values():
+    for target in gradients.values():
         target.write()
 
 

@@ -8,6 +8,7 @@ import torch
 
 from pmesh.client.calls.queue import Line
 from pmesh.torch.data_parallel import Gradients, cut_into_buckets
+from pmesh.torch.staging import Target
 from tests.torch.conftest import Programs
 from tests.torch.elastic import WAYS
 
@@ -21,6 +22,10 @@ def line() -> Any:
 
 def parameters(**counts: int) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(count) for name, count in counts.items()}
+
+
+def gradients_of(names: str) -> dict[str, Target]:
+    return {name: Target(torch.zeros(1)) for name in names}
 
 
 def test_buckets_follow_the_parameters_from_the_last_to_the_first() -> None:
@@ -42,7 +47,7 @@ def test_ops_are_the_same_whatever_the_buckets_of_ddp(line: Line, layout: list[s
     gradients = Gradients(["dc", "b", "a"], lambda bucket: ops.append("".join(bucket)), line)
 
     for _ in range(2):
-        done = [gradients.add(parameters(**dict.fromkeys(names, 1))) for names in layout]
+        done = [gradients.add(gradients_of(names)) for names in layout]
         for each in done:
             each.result(60)
 
@@ -59,12 +64,12 @@ def test_after_an_op_that_failed_the_rest_of_its_pass_is_left_out(line: Line) ->
 
     gradients = Gradients(["d", "b", "a"], average, line)
 
-    first, *rest = [gradients.add(parameters(**{name: 1})) for name in "dba"]
+    first, *rest = [gradients.add(gradients_of(name)) for name in "dba"]
     first.result(60)
     for each in rest:
         with pytest.raises(ValueError, match="of the second"):
             each.result(60)
-    gradients.add(parameters(a=1, b=1, d=1)).result(60)
+    gradients.add(gradients_of("abd")).result(60)
 
     assert ops == ["d", "b", "d", "b", "a"]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # what DDP imports when it is constructed: here once for all ranks
 import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn
