@@ -17,7 +17,7 @@ from tools.torch_kills.rounds import Tally, judge_errors, judge_losses, judge_st
 @pytest.mark.parametrize("kind", ["elastic", "ddp", "fsdp"])
 def test_a_short_campaign_finds_nothing(tmp_path: Path, kind: str) -> None:
     results = tmp_path / "kills.json"
-    options = ["--kind", kind, "--kills", "2", "--steps", "150", "--json", str(results)]
+    options = ["--kind", kind, "--kills", "2", "--steps", "300", "--json", str(results)]
     # A process of its own: it forks, and must have no threads.
     command = [sys.executable, "-W", "ignore", "-m", "tools.torch_kills", "run", *options]
 

@@ -102,8 +102,8 @@ def digest_of(model: nn.Module) -> str:
 def train_elastic(tell: Tell, *, steps: int) -> None:
     """Train digits for so many steps, whoever is there."""
     images, labels = digits()
-    torch.manual_seed(os.getpid())
     mesh = pmesh.torch.init(elastic=True)
+    torch.manual_seed(1 + mesh.rank)  # every training begins with the same weights, of its rank 0
     model = pmesh.torch.DistributedDataParallel(net(), bucket_cap_mb=0.003)
     optimizer = torch.optim.Adam(model.parameters(), RATE, weight_decay=1e-2)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, steps)
