@@ -24,6 +24,8 @@ SLOW = (
     *("tests/tools/test_bench.py", "tests/tools/test_chaos.py", "tests/tools/test_training.py"),
     "tests/tools/test_launches.py",
     "tests/tools/test_lora.py::test_killed_ranks_come_back",
+    "tests/tools/test_torch_kills.py::test_a_short_campaign",
+    "tests/torch/test_elastic.py::test_a_training_in_which_a_rank_is_killed",
     *("tests/tools/test_mlx_speed.py", "tests/tools/test_sharded.py"),
     "tests/tools/test_networks.py::test_a_mesh_holds_together_on_crowded_wifi",
     *("tests/client/test_examples.py", "tests/docs/test_readme.py", "tests/e2e/"),
