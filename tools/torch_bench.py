@@ -3,8 +3,9 @@
     python -m tools.torch_bench ops                       # all_reduce, on this machine's loopback
     python -m tools.torch_bench ddp --ranks 4             # steps of DDP
     python -m tools.torch_bench fsdp --mbit 1000          # in hosts of a network lab (root)
-    python -m tools.torch_bench ddp --mbit 100 --compression int8
-    python -m tools.torch_bench ddp --mbit 100 --compression powersgd  # beside torch's own hook
+    python -m tools.torch_bench ddp --mbit 100 --compression int8 powersgd
+
+With powersgd, torch's powerSGD_hook over gloo is measured, too.
 
 Each rank has an agent of its own. The ways take turns in an order that is drawn for each round. A
 row has a way's median, its ratio to gloo's, and the processor time of a rank and its agent.
@@ -34,6 +35,7 @@ MODELS = {"11.2 M": (1024, 10), "25.2 M": (1024, 24)}
 little is computed that what a step takes is mostly communication."""
 POWER_SGD = "powersgd"
 OF_TORCH = "powerSGD_hook"
+ONE_BUCKET_MB = 1024
 AGENT_PID = "BENCH_AGENT"
 Step = Callable[[], None]
 
@@ -62,20 +64,23 @@ def ops(gloo: Any, mesh: Any) -> dict[str, dict[str, Step]]:
     return found
 
 
-def ddp(gloo: Any, compression: str, models: Sequence[str]) -> dict[str, dict[str, Step]]:
+def ddp(gloo: Any, compression: Sequence[str], models: Sequence[str]) -> dict[str, dict[str, Step]]:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
     found: dict[str, dict[str, Step]] = {}
-    groups = {"gloo": gloo, "pmesh": None}
-    if compression:
-        groups[compression] = None
-    if compression == POWER_SGD:
+    groups: dict[str, Any] = {"gloo": gloo, "pmesh": None}
+    groups |= dict.fromkeys(compression)
+    if POWER_SGD in compression:
         groups[OF_TORCH] = gloo
     for name in models:
         found[f"DDP of {name}"] = turns = {}
         for way, group in groups.items():
-            model = DistributedDataParallel(_perceptron(name), process_group=group)
+            # That hook waits in gloo's two threads: two buckets wait for each other forever.
+            cap_mb = ONE_BUCKET_MB if way == OF_TORCH else None
+            model = DistributedDataParallel(
+                _perceptron(name), process_group=group, bucket_cap_mb=cap_mb
+            )
             _compress(model, way, gloo)
             turns[way] = _stepper(model, torch.optim.SGD(model.parameters(), 1e-3))
     return found
@@ -138,7 +143,7 @@ def _stepper(model: Any, optimizer: Any) -> Step:
     return step
 
 
-def work(what: str, model: str, compression: str, seconds: float) -> None:
+def work(what: str, model: str, compression: Sequence[str], seconds: float) -> None:
     """A rank. Every rank takes as many rounds as rank 0 says."""
     import torch
     import torch.distributed as dist
@@ -207,7 +212,7 @@ def measure(options: argparse.Namespace) -> None:
         agents, ours = start_agents(place, folder, stack)
         command = [sys.executable, "-W", "ignore", "-m", "tools.torch_bench", options.what]
         command += ["--worker", "--seconds", str(options.seconds)]
-        command += ["--compression", options.compression, "--model", options.model]
+        command += ["--model", options.model, "--compression", *options.compression]
         workers = [
             stack.enter_context(
                 Process(
@@ -250,7 +255,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--mbit", type=int, default=0, help="of each host's line; 0: loopback")
     parser.add_argument("--model", default="", help="part of its size: 11.2 or 25.2; else both")
-    parser.add_argument("--compression", default="", help="DDP also with int8, powersgd, ...")
+    parser.add_argument("--compression", nargs="*", default=[], help="DDP also with int8, powersgd")
     parser.add_argument("--seconds", type=float, default=15.0, help="for each case")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
