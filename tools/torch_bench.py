@@ -76,7 +76,7 @@ def ddp(gloo: Any, compression: Sequence[str], models: Sequence[str]) -> dict[st
     for name in models:
         found[f"DDP of {name}"] = turns = {}
         for way, group in groups.items():
-            # That hook waits in gloo's two threads: two buckets wait for each other forever.
+            # With several buckets a run hung: this hook waits for gloo inside gloo's callbacks.
             cap_mb = ONE_BUCKET_MB if way == OF_TORCH else None
             model = DistributedDataParallel(
                 _perceptron(name), process_group=group, bucket_cap_mb=cap_mb
