@@ -3,29 +3,49 @@
     python -m tools.torch_bench ops                       # all_reduce, on this machine's loopback
     python -m tools.torch_bench ddp --ranks 4             # steps of DDP
     python -m tools.torch_bench fsdp --mbit 1000          # in hosts of a network lab (root)
-    python -m tools.torch_bench ddp --mbit 100 --compression int8
+    python -m tools.torch_bench ddp --mbit 100 --compression int8 powersgd
 
-Each rank has an agent of its own. Rank 0 prints the median of each way, and its ratio to gloo's.
+With powersgd, torch's powerSGD_hook over gloo is measured, too.
+
+Each rank has an agent of its own. The ways take turns in an order that is drawn for each round. A
+row has a way's median, its ratio to gloo's, and the processor time of a rank and its agent.
 """
 
 import argparse
 import contextlib
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import psutil
 
 from tools.bench.systems import PATIENCE_S, ROOT, Place, Process, start_agents
 from tools.lab.net import NetLab
 
 MODELS = {"11.2 M": (1024, 10), "25.2 M": (1024, 24)}
-"""Width of a layer, and how many: perceptrons, as torchvision's ResNet18 is not installed."""
+"""Width of a layer, and how many. Perceptrons with the bytes of a ResNet18 and of a transformer: so
+little is computed that what a step takes is mostly communication."""
+POWER_SGD = "powersgd"
+OF_TORCH = "powerSGD_hook"
+ONE_BUCKET_MB = 1024
+AGENT_PID = "BENCH_AGENT"
 Step = Callable[[], None]
+
+
+class Taken(NamedTuple):
+    """What a way has taken, of each run."""
+
+    seconds: list[float]
+    cpu_s: list[float]
+    """Of this rank and its agent."""
 
 
 def ops(gloo: Any, mesh: Any) -> dict[str, dict[str, Step]]:
@@ -44,32 +64,49 @@ def ops(gloo: Any, mesh: Any) -> dict[str, dict[str, Step]]:
     return found
 
 
-def ddp(gloo: Any, compression: str) -> dict[str, dict[str, Step]]:
+def ddp(gloo: Any, compression: Sequence[str], models: Sequence[str]) -> dict[str, dict[str, Step]]:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    import pmesh.torch
-
     found: dict[str, dict[str, Step]] = {}
-    for name in MODELS:
+    groups: dict[str, Any] = {"gloo": gloo, "pmesh": None}
+    groups |= dict.fromkeys(compression)
+    if POWER_SGD in compression:
+        groups[OF_TORCH] = gloo
+    for name in models:
         found[f"DDP of {name}"] = turns = {}
-        for way, group in (("gloo", gloo), ("pmesh", None), (compression, None)):
-            if way:
-                model = DistributedDataParallel(_perceptron(name), process_group=group)
-                if way == compression:
-                    scheme: Any = pmesh.PowerSGD(4) if way == "powersgd" else way
-                    model.register_comm_hook(None, pmesh.torch.compression_hook(scheme))
-                turns[way] = _stepper(model, torch.optim.SGD(model.parameters(), 1e-3))
+        for way, group in groups.items():
+            # With several buckets a run hung: this hook waits for gloo inside gloo's callbacks.
+            cap_mb = ONE_BUCKET_MB if way == OF_TORCH else None
+            model = DistributedDataParallel(
+                _perceptron(name), process_group=group, bucket_cap_mb=cap_mb
+            )
+            _compress(model, way, gloo)
+            turns[way] = _stepper(model, torch.optim.SGD(model.parameters(), 1e-3))
     return found
 
 
-def fsdp(gloo: Any) -> dict[str, dict[str, Step]]:
+def _compress(model: Any, way: str, gloo: Any) -> None:
+    """Give the model the communication hook of the way, if it has one."""
+    import pmesh.torch
+
+    if way == OF_TORCH:
+        hooks = import_module("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")
+        # It compresses from this iteration on, and allows no earlier one with feedback.
+        state = hooks.PowerSGDState(gloo, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        model.register_comm_hook(state, hooks.powerSGD_hook)
+    elif way not in {"gloo", "pmesh"}:
+        scheme: Any = pmesh.PowerSGD(4) if way == POWER_SGD else way
+        model.register_comm_hook(None, pmesh.torch.compression_hook(scheme))
+
+
+def fsdp(gloo: Any, models: Sequence[str]) -> dict[str, dict[str, Step]]:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     found: dict[str, dict[str, Step]] = {}
-    for name in MODELS:
+    for name in models:
         found[f"FSDP2 of {name}"] = turns = {}
         for way, group in (("gloo", gloo), ("pmesh", torch.distributed.group.WORLD)):
             mesh = DeviceMesh.from_group(group, "cpu")
@@ -106,7 +143,7 @@ def _stepper(model: Any, optimizer: Any) -> Step:
     return step
 
 
-def work(what: str, compression: str, seconds: float) -> None:
+def work(what: str, model: str, compression: Sequence[str], seconds: float) -> None:
     """A rank. Every rank takes as many rounds as rank 0 says."""
     import torch
     import torch.distributed as dist
@@ -117,25 +154,28 @@ def work(what: str, compression: str, seconds: float) -> None:
     dist.init_process_group("pmesh")
     gloo = dist.new_group(backend="gloo")
     assert WORLDS.current is not None  # noqa: S101 - the group is pmesh's
+    models = [name for name in MODELS if model in name]
     cases = {
         "ops": lambda: ops(gloo, WORLDS.current.mesh if WORLDS.current else None),
-        "ddp": lambda: ddp(gloo, compression),
-        "fsdp": lambda: fsdp(gloo),
+        "ddp": lambda: ddp(gloo, compression, models),
+        "fsdp": lambda: fsdp(gloo, models),
     }[what]()
     for name, turns in cases.items():
-        taken: dict[str, list[float]] = {way: [] for way in turns}
+        taken = {way: Taken([], []) for way in turns}
         for step in (*turns.values(), *turns.values(), *turns.values()):
             step()
         ways = list(turns)
+        order = random.Random(0)  # noqa: S311 - the same at all ranks
         until = time.monotonic() + seconds
         going = torch.ones(1)
         while going.item():
-            ways.append(ways.pop(0))  # none goes always right after the same other
+            order.shuffle(ways)
             for way in ways:
                 dist.barrier()
-                begun = time.perf_counter()
+                begun, cpu_s = time.perf_counter(), _cpu_s()
                 turns[way]()
-                taken[way].append(time.perf_counter() - begun)
+                taken[way].seconds.append(time.perf_counter() - begun)
+                taken[way].cpu_s.append(_cpu_s() - cpu_s)
             going.fill_(time.monotonic() < until)
             dist.broadcast(going, 0)
         if dist.get_rank() == 0:
@@ -143,6 +183,11 @@ def work(what: str, compression: str, seconds: float) -> None:
     dist.barrier()
     dist.destroy_process_group()
     print("end", flush=True)
+
+
+def _cpu_s() -> float:
+    processes = psutil.Process(), psutil.Process(int(os.environ[AGENT_PID]))
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 @contextlib.contextmanager
@@ -164,10 +209,10 @@ def measure(options: argparse.Namespace) -> None:
         contextlib.ExitStack() as stack,
     ):
         folder = Path(name)
-        _, ours = start_agents(place, folder, stack)
+        agents, ours = start_agents(place, folder, stack)
         command = [sys.executable, "-W", "ignore", "-m", "tools.torch_bench", options.what]
         command += ["--worker", "--seconds", str(options.seconds)]
-        command += ["--compression", options.compression]
+        command += ["--model", options.model, "--compression", *options.compression]
         workers = [
             stack.enter_context(
                 Process(
@@ -178,6 +223,7 @@ def measure(options: argparse.Namespace) -> None:
                     | {
                         "PMESH_WAIT_FOR": str(place.ranks),
                         "PMESH_JOB": "bench",
+                        AGENT_PID: str(agents[rank].pid),
                         "GLOO_SOCKET_IFNAME": place.interface,
                         "OMP_NUM_THREADS": "1",
                         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
@@ -192,13 +238,15 @@ def measure(options: argparse.Namespace) -> None:
                 _print_case(*json.loads(line))
 
 
-def _print_case(name: str, taken: dict[str, list[float]]) -> None:
+def _print_case(name: str, taken: dict[str, list[list[float]]]) -> None:
     """The slowest rank decides how long a barrier takes, so any rank's time is that of all."""
-    medians = {way: statistics.median(times) for way, times in taken.items()}
-    for way, seconds in medians.items():
-        ratio = seconds / medians["gloo"]
-        runs = len(taken[way])
-        print(f"{name:24} {way:16} {seconds * 1e3:10.3f} ms  {ratio:5.2f} x gloo  ({runs} runs)")
+    medians = {way: statistics.median(seconds) for way, (seconds, _) in taken.items()}
+    for way, (seconds, cpu_s) in taken.items():
+        ratio = medians[way] / medians["gloo"]
+        text = f"{name:20} {way:16} {medians[way] * 1e3:10.3f} ms  {ratio:5.2f} x gloo"
+        cpu_ms = statistics.mean(cpu_s) * 1e3  # its clock has steps of 10 ms
+        # At once: who reads a file, or a run that is ended early, has all that was measured.
+        print(f"{text}  {cpu_ms:8.2f} ms of processor  ({len(seconds)} runs)", flush=True)
 
 
 def main() -> None:
@@ -206,12 +254,13 @@ def main() -> None:
     parser.add_argument("what", choices=["ops", "ddp", "fsdp"])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--mbit", type=int, default=0, help="of each host's line; 0: loopback")
-    parser.add_argument("--compression", default="", help="DDP also with int8, powersgd, ...")
+    parser.add_argument("--model", default="", help="part of its size: 11.2 or 25.2; else both")
+    parser.add_argument("--compression", nargs="*", default=[], help="DDP also with int8, powersgd")
     parser.add_argument("--seconds", type=float, default=15.0, help="for each case")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        work(options.what, options.compression, options.seconds)
+        work(options.what, options.model, options.compression, options.seconds)
     else:
         measure(options)
 

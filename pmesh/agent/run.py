@@ -49,6 +49,7 @@ from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
 from pmesh.core.links.addresses import announced_addresses, announced_interfaces
 from pmesh.core.values import View
 from pmesh.core.wire.launches import (
+    AskHosts,
     AskLaunches,
     EndLaunch,
     FollowLaunch,
@@ -424,7 +425,7 @@ class Agent:
                 await session.send(Events(encode_events(self._event_log.since(after))))
             case AskPing(name):
                 await self._ping(session, name)
-            case Launch() | FollowLaunch() | AskLaunches() | EndLaunch():
+            case Launch() | FollowLaunch() | AskLaunches() | AskHosts() | EndLaunch():
                 session.stay()
                 await serve_launch(session, request, self.launches)
             case StopAgent():

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -15,13 +15,14 @@ from pmesh.agent.config import LogLevel
 from pmesh.agent.home import is_full, reason
 from pmesh.cli import keys
 from pmesh.cli.events import show_events
-from pmesh.cli.launches import allow_run, show_launches, stop_launch
+from pmesh.cli.launches import allow_run, show_hosts, show_launches, stop_launch
 from pmesh.cli.ping import show_ping
 from pmesh.cli.run import run_command
+from pmesh.cli.sizes import parse_size
 from pmesh.cli.status import bring_down, show_status
 from pmesh.cli.terminal import complain, complain_of, say
 from pmesh.cli.up import bring_up
-from pmesh.core.wire.launches import Engine, LaunchTerms
+from pmesh.core.wire.launches import AskHosts, Engine, LaunchTerms
 from pmesh.core.wire.link import PROTOCOL_VERSION
 from pmesh.errors import ConfigError, PmeshError, UsageError
 
@@ -267,7 +268,7 @@ def run_(
     count: Annotated[int, Parameter(name=["--count", "-n"])] = 0,
     per_node: int = 1,
     job: str = "",
-    engine: Engine = "pmesh",
+    engine: Engine | Literal["mpi"] = "pmesh",
     restarts: int = 10,
     grace: float = 3.0,
     hang_timeout: float = 0.0,
@@ -277,6 +278,8 @@ def run_(
     python: str = "",
     module: Annotated[str, Parameter(name=["--module", "-m"])] = "",
     shell: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    sync: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    sync_limit: str = "100MiB",
     home: Home = None,
 ) -> int:
     """Run a command here, or with --on on several machines; start it again when it fails.
@@ -287,7 +290,8 @@ def run_(
         count: How many ranks in all; default --per-node on each machine.
         per_node: How many ranks on each machine.
         job: The name of the job; default a new one.
-        engine: What the script trains with: pmesh, gloo, nccl, mlx-ring or jaccl.
+        engine: What the script trains with: pmesh, gloo, nccl, mlx-ring or jaccl; or mpi, which
+            starts nothing and prints a host file for mpirun.
         restarts: How often in a row it is started again; a run of a minute begins a new count.
         grace: Seconds between a signal and SIGKILL.
         hang_timeout: Start all ranks again if none prints a line for so many seconds; 0: never.
@@ -297,19 +301,17 @@ def run_(
         python: The Python on each machine; default the one here.
         module: Run a Python module, as python -m does.
         shell: Run the words by /bin/sh.
+        sync: Send the working directory first, but for what git ignores; run in a copy of it.
+        sync_limit: How much all of its files may hold, in bytes, KiB, MiB or GiB.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    if on is None:
-        return run_command(command, restarts=restarts)
     from pmesh.cli.launch import Wishes, launch_of, run_launch  # noqa: PLC0415 - for speed
 
-    if restarts < 0 or per_node < 1 or count < 0 or grace < 0 or hang_timeout < 0:
-        raise ConfigError(
-            "--restarts, --per-node, --count, --grace and --hang-timeout are positive"
-        )
-    terms = LaunchTerms(engine, restarts, grace, detach, hang_timeout)
+    terms = LaunchTerms(
+        "pmesh" if engine == "mpi" else engine, restarts, grace, detach, hang_timeout
+    )
     wishes = Wishes(
-        on=on,
+        on="all" if on is None else on,
         count=count,
         per_node=per_node,
         terms=terms,
@@ -319,8 +321,18 @@ def run_(
         python=python,
         module=module,
         shell=shell,
+        sync=sync,
+        sync_limit=parse_size("--sync-limit", sync_limit),
     )
-    return run_launch(home, launch_of(command, wishes, os.environ))
+    if on is None:
+        if engine == "mpi" or wishes != Wishes(terms=LaunchTerms(restarts=restarts)):
+            raise ConfigError(
+                "without --on only --restarts can be given; name the machines, such as: --on all"
+            )
+        return run_command(command, restarts=restarts)
+    if engine == "mpi":
+        return show_hosts(home, AskHosts(wishes.machines, count, per_node), command)
+    return run_launch(home, launch_of(command, wishes, os.environ), wishes)
 
 
 @app.command(name="mlx")
@@ -354,7 +366,8 @@ _VALUED_OPTIONS = MappingProxyType(
     {
         "run": (
             *("--on", "--count", "-n", "--per-node", "--job", "--engine", "--restarts", "--grace"),
-            *("--hang-timeout", "--env", "--cwd", "--python", "--home", *_MODULE_OPTIONS),
+            *("--hang-timeout", "--env", "--cwd", "--python", "--sync-limit", "--home"),
+            *_MODULE_OPTIONS,
         ),
         "mlx": ("--job", "--wait-for", "--compression", "--home"),
     }
@@ -487,7 +500,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _report(group: BaseExceptionGroup[BaseException]) -> int:
     """Print the errors that trio grouped; raise the group again if one of them is a bug."""
-    expected, unexpected = group.split((PmeshError, KeyboardInterrupt))
+    expected, unexpected = group.split((PmeshError, KeyboardInterrupt, OSError))
     if unexpected is not None or expected is None:
         raise group
     code = FAILED
@@ -495,6 +508,8 @@ def _report(group: BaseExceptionGroup[BaseException]) -> int:
         if isinstance(error, PmeshError):
             complain_of(error)
             code = max(code, _code_of(error))
+        elif isinstance(error, OSError):
+            code = max(code, _output_lost(error))
         else:
             code = INTERRUPTED
     return code

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import re
 import statistics
 import sys
 import time
@@ -25,6 +24,7 @@ from rich.text import Text
 from pmesh.agent.status.schema import decode_status
 from pmesh.cli.bench_calls import COLLECTIVES, STRATEGIES, Collective, Trial
 from pmesh.cli.rows import Rows, output
+from pmesh.cli.sizes import parse_size
 from pmesh.cli.terminal import complain, printable
 from pmesh.client.connect import connect
 from pmesh.client.control import ask_status
@@ -216,8 +216,6 @@ JOB = "bench"
 PATIENCE_S = 300.0  # the user starts it on one machine after another
 SIZE_STEP = 4
 SCHEMA_VERSION = 1
-_FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_SIZE = re.compile(r"(\d+) *([KMG]?)(?:i?B)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,8 +282,8 @@ def plan_of(wishes: Wishes) -> Plan:
     _check_names("--strategy", wishes.strategies, STRATEGIES)
     if not 0 < wishes.seconds <= 3600:  # noqa: PLR2004 - an hour for one row
         raise ConfigError(f"--seconds must be over 0 and at most 3600, not {wishes.seconds:g}")
-    smallest = parse_size("--min-size", wishes.min_size)
-    largest = parse_size("--max-size", wishes.max_size)
+    smallest = parse_size("--min-size", wishes.min_size, least=VALUE_BYTES)
+    largest = parse_size("--max-size", wishes.max_size, least=VALUE_BYTES)
     if smallest > largest:
         raise ConfigError(f"--min-size {wishes.min_size} is above --max-size {wishes.max_size}")
     return Plan(
@@ -294,25 +292,6 @@ def plan_of(wishes: Wishes) -> Plan:
         strategies=tuple(wishes.strategies) or STRATEGIES,
         seconds=wishes.seconds,
     )
-
-
-def parse_size(option: str, text: str) -> int:
-    """Parse a number of bytes.
-
-    >>> parse_size("--min-size", "1KiB"), parse_size("--min-size", "3m"), parse_size("", "100")
-    (1024, 3145728, 100)
-
-    Raises:
-        ConfigError: The text is not a size, or the size is below that of one value.
-    """
-    found = _SIZE.fullmatch(text.strip())
-    size = int(found[1]) * _FACTORS[found[2].upper()] if found else 0
-    if size < VALUE_BYTES:
-        raise ConfigError(
-            f"{option} must be a number of bytes, at least {VALUE_BYTES}, such as 4096, 64KiB or "
-            f"16MiB, not {text!r}"
-        )
-    return size
 
 
 def check_alike(mesh: Mesh, plan: Plan) -> None:

@@ -3,6 +3,7 @@
 `pmesh logs` shows the same later.
 """
 
+import contextlib
 import os
 import re
 import shlex
@@ -15,19 +16,27 @@ from typing import Final, TextIO
 
 import trio
 
-from pmesh.agent.launches.checks import digest_of, python_version
+from pmesh.agent.launches.checks import python_version
+from pmesh.agent.launches.copies import copy_path
+from pmesh.cli.same_code import digests_of
+from pmesh.cli.sync import SendingShown, with_tree
 from pmesh.cli.terminal import complain, ending_signals, say
+from pmesh.client.control import ask_launches
 from pmesh.client.link.connection import error_of
 from pmesh.core.launches.engines import why_not_set
-from pmesh.core.launches.lines import ERROR, NOTE, STARTER, Line, read_lines
+from pmesh.core.launches.lines import ERROR, MACHINE, NOTE, STARTER, Line, read_lines
+from pmesh.core.values import MAX_TRAINERS
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.launches import (
     MAX_COMMAND_TEXT,
     MAX_COMMAND_WORDS,
+    MAX_JOB_NAME,
     MAX_OUTPUT_BYTES,
+    MAX_PORTS,
+    MAX_RESTARTS,
+    MAX_TERM_S,
     MAX_VARIABLES,
     Command,
-    Digest,
     FollowLaunch,
     Launch,
     LaunchBegan,
@@ -35,6 +44,7 @@ from pmesh.core.wire.launches import (
     LaunchInputTaken,
     LaunchLines,
     LaunchOver,
+    LaunchSends,
     LaunchTerms,
     SignalLaunch,
     SignalNumber,
@@ -50,8 +60,10 @@ from pmesh.core.wire.local import (
     encode,
 )
 from pmesh.errors import AgentNotRunning, AgentStopped, ConfigError, ProtocolError
+from pmesh.ids import MAX_NAME, PRINTABLE
 from pmesh.paths import home_directory, socket_path
 
+DEFAULT_SYNC_LIMIT: Final = 100 * 1024**2  # code, and not data sets
 _COLORS: Final = (36, 33, 35, 32, 34, 96, 93, 95)  # red is for errors
 _RECEIVE_BYTES = 64 * 1024
 _PATIENCE = 3  # signals: the first asks, the second kills, the third waits no longer
@@ -71,6 +83,22 @@ class Wishes:
     python: str = ""
     module: str = ""
     shell: bool = False
+    sync: bool = False
+    """Send the working directory first."""
+    sync_limit: int = DEFAULT_SYNC_LIMIT
+
+    @property
+    def directory(self) -> Path:
+        """The working directory."""
+        return Path(os.path.abspath((self.cwd or Path.cwd()).expanduser()))  # noqa: PTH100 - no '..'
+
+    @property
+    def machines(self) -> tuple[str, ...]:
+        """Those that are named; empty for all. Raises ConfigError if `on` names none."""
+        names = tuple(dict.fromkeys(name.strip() for name in self.on.split(",") if name.strip()))
+        if not names:
+            raise ConfigError("--on names no machine; give all, or names such as mac-1,mac-3")
+        return () if "all" in names else names
 
 
 # --- the command
@@ -87,29 +115,58 @@ def launch_of(words: Sequence[str], wishes: Wishes, environment: Mapping[str, st
     Raises:
         ConfigError: An option is not valid, or the command is not there.
     """
-    cwd = (wishes.cwd or Path.cwd()).expanduser().absolute()
+    cwd = wishes.directory
+    _check_numbers(wishes)
     variables = _variables(wishes.environment)
     words = _with_python(words, wishes)
+    _check_script(words, cwd)
     program = _find(words[0], cwd, environment)
     version = python_version(program) if is_python(program) else ""
     named = words[0] if "/" not in words[0] and not _is_virtual(program) else _portable(program)
+    if wishes.sync and Path(program).is_relative_to(cwd) and not _is_virtual(program):
+        named = f"./{Path(program).relative_to(cwd)}"
     command = Command(
         words=(named, *words[1:]),
         cwd=_portable(str(cwd)),
         variables=variables,
         python=version,
-        digests=_digests(words[1:], cwd),
+        digests=digests_of(words[1:], cwd, copied=wishes.sync),
     )
     request = Launch(
         job=wishes.job,
         command=command,
         terms=wishes.terms,
-        on=() if wishes.on == "all" else tuple(dict.fromkeys(wishes.on.split(","))),
+        on=wishes.machines,
         count=wishes.count,
         per_node=wishes.per_node,
     )
     _check_size(request)
     return request
+
+
+def _check_numbers(wishes: Wishes) -> None:
+    terms = wishes.terms
+    for option, value, least, most in (
+        ("--count", wishes.count, 0, MAX_TRAINERS),
+        ("--per-node", wishes.per_node, 1, MAX_PORTS),
+        ("--restarts", terms.restarts, 0, MAX_RESTARTS),
+        ("--grace", terms.grace_s, 0, MAX_TERM_S),
+        ("--hang-timeout", terms.hang_timeout_s, 0, MAX_TERM_S),
+    ):
+        if not least <= value <= most:  # nor is it nan
+            raise ConfigError(f"{option} is {value}, but must be from {least} to {most}")
+    if len(wishes.job) > MAX_JOB_NAME or not re.match(PRINTABLE, wishes.job):
+        raise ConfigError(
+            f"--job {wishes.job!r}: the name of a job has at most {MAX_JOB_NAME} characters, and "
+            "no line breaks or other control characters"
+        )
+
+
+def _check_script(words: Sequence[str], cwd: Path) -> None:
+    """Refuse a script that is not there: it would fail on each machine, again and again."""
+    script = words[1] if len(words) > 1 and is_python(words[0]) else "-"
+    if not script.startswith("-") and not (cwd / Path(script).expanduser()).exists():
+        raise ConfigError(f"there is no {script!r} in {cwd}; give the path of the script, or --cwd")
 
 
 def _check_size(request: Launch) -> None:
@@ -127,6 +184,8 @@ def _check_size(request: Launch) -> None:
             f"the command is too long: at most {MAX_COMMAND_WORDS} words, {MAX_VARIABLES} --env, "
             f"and {MAX_REQUEST_BYTES // 1024} KiB in all; put it into a file"
         )
+    if any(len(name) > MAX_NAME for name in request.on):
+        raise ConfigError(f"--on: a machine's name has at most {MAX_NAME} characters")
 
 
 def _variables(settings: Sequence[str]) -> tuple[Variable, ...]:
@@ -187,26 +246,6 @@ def _portable(path: str) -> str:
     return f"~{path[len(home) :]}" if path.startswith(f"{home}/") and home != "/" else path
 
 
-def _digests(words: Sequence[str], cwd: Path) -> tuple[Digest, ...]:
-    """Hash the Python files and packages that the command names: they must be the same there."""
-    names: list[str] = []
-    for before, word in zip(("", *words), words, strict=False):
-        module = word.replace(".", "/")
-        candidates = (module, f"{module}.py") if before == "-m" else (word,)
-        names += [name for name in candidates if name and _is_code(cwd / name)][:1]
-    try:
-        return tuple(digest_of(cwd, name) for name in dict.fromkeys(names))
-    except OSError as e:
-        raise ConfigError(f"can't read {e.filename}: {e.strerror}") from e
-
-
-def _is_code(path: Path) -> bool:
-    try:
-        return (path.is_file() and path.suffix == ".py") or (path / "__init__.py").is_file()
-    except OSError:  # a long argument is no path
-        return False
-
-
 # --- the session
 
 
@@ -255,9 +294,14 @@ async def _open(home: Path) -> trio.SocketStream:
         ) from e
 
 
-def run_launch(home: Path | None, request: Launch) -> int:
+def run_launch(home: Path | None, request: Launch, wishes: Wishes) -> int:
     """Start the command everywhere, show the output, and return the exit code."""
-    return trio.run(_converse, home_directory(home), request)
+    directory = home_directory(home)
+    if wishes.sync:
+        ask_launches(directory)  # without an agent there is nothing to read files for
+        most_bytes = wishes.sync_limit
+        request = with_tree(request, directory, wishes.directory, most_bytes=most_bytes)
+    return trio.run(_converse, directory, request)
 
 
 def show_log(home: Path | None, launch: str, *, follow: bool) -> int:
@@ -267,59 +311,86 @@ def show_log(home: Path | None, launch: str, *, follow: bool) -> int:
 
 async def _converse(home: Path, request: Launch | FollowLaunch) -> int:
     attends = isinstance(request, Launch) and not request.terms.detach
+    codes, signals = list[int](), list[int]()
     async with await _open(home) as stream:
         agent = AgentStream(stream)
         await agent.send(request)
         taken_in, taken = trio.open_memory_channel[None](1)
         async with trio.open_nursery() as nursery:
             if attends:
-                await nursery.start(_pass_signals_on, agent, nursery)
-            code = await _show(agent, nursery, taken_in, taken, request)
+                await nursery.start(_pass_signals_on, agent, nursery, signals)
+            began = await _await_begin(agent)
+            if isinstance(request, Launch):
+                _tell_begin(home, request, began)
+            if attends:
+                nursery.start_soon(_pass_input_on, agent, taken)
+            if isinstance(request, Launch) and request.terms.detach:
+                codes.append(0)
+            else:
+                codes.append(await _show(agent, Screen(began.names, began.counts), taken_in))
             nursery.cancel_scope.cancel()
-        return code if code is not None else 130
+    return codes[0] if codes else 128 + signals[0]
 
 
-async def _show(
-    agent: AgentStream,
-    nursery: trio.Nursery,
-    taken_in: trio.MemorySendChannel[None],
-    taken: trio.MemoryReceiveChannel[None],
-    request: Launch | FollowLaunch,
-) -> int | None:
-    screen: Screen | None = None
+async def _await_begin(agent: AgentStream) -> LaunchBegan:
+    """Wait until all machines have agreed, and show how they get their files meanwhile."""
+    with contextlib.closing(SendingShown()) as sending:
+        while True:
+            match reply := await agent.receive():
+                case LaunchBegan():
+                    return reply
+                case LaunchSends(machines):
+                    sending.show(machines)
+                case _:
+                    raise _out_of_turn(reply)
+
+
+def _tell_begin(home: Path, request: Launch, began: LaunchBegan) -> None:
+    tree, terms = request.command.tree, request.terms
+    if tree is not None:
+        copy = copy_path(home, began.launch, tree)
+        if copy.exists():  # not where the launch runs only on others, or was interrupted
+            complain(f"each machine runs in a copy of the directory, here: {copy}")
+    if terms.detach:
+        say(began.launch)
+    if terms.engine != "pmesh":
+        complain(
+            f"--engine {terms.engine}: its data are not encrypted, and go around pmesh's own "
+            "connections"
+        )
+
+
+async def _show(agent: AgentStream, screen: "Screen", taken: trio.MemorySendChannel[None]) -> int:
+    """Show the output, and return the exit code; 0 if the launch goes on."""
     while True:
         match reply := await agent.receive():
-            case LaunchBegan(launch, _, names, counts):
-                screen = Screen(names, counts)
-                if isinstance(request, Launch):
-                    if request.terms.detach:
-                        say(launch)
-                        return 0
-                    nursery.start_soon(_pass_input_on, agent, taken)
-                    if request.terms.engine != "pmesh":
-                        complain(
-                            f"--engine {request.terms.engine}: its data are not encrypted, and go "
-                            "around pmesh's own connections"
-                        )
-            case LaunchLines(data) if screen is not None:
+            case LaunchLines(data):
                 await trio.to_thread.run_sync(screen.show, data, abandon_on_cancel=True)
             case LaunchInputTaken():
-                taken_in.send_nowait(None)
+                taken.send_nowait(None)
+            case LaunchSends():  # it had been on its way
+                pass
             case LaunchOver(code):
-                return max(code, 0) if isinstance(request, FollowLaunch) else code
+                return max(code, 0)
             case _:
-                raise ProtocolError(f"the agent sent {type(reply).__name__} during a launch")
+                raise _out_of_turn(reply)
+
+
+def _out_of_turn(reply: Reply) -> ProtocolError:
+    return ProtocolError(f"the agent sent {type(reply).__name__} during a launch")
 
 
 async def _pass_signals_on(
-    agent: AgentStream, nursery: trio.Nursery, task_status: trio.TaskStatus[None]
+    agent: AgentStream,
+    nursery: trio.Nursery,
+    came: list[int],
+    task_status: trio.TaskStatus[None],
 ) -> None:
     with trio.open_signal_receiver(*ending_signals()) as signals:
         task_status.started()
-        came = 0
         async for number in signals:
-            came += 1
-            if came == _PATIENCE:
+            came.append(number)
+            if len(came) == _PATIENCE:
                 nursery.cancel_scope.cancel()
             await agent.send(SignalLaunch(_number_of(number)))
 
@@ -373,7 +444,7 @@ class Screen:
         if line.seat == STARTER or not 0 <= line.seat < len(self._names):
             return f"pmesh: {text}\n"
         if line.kind == NOTE:
-            text = f"pmesh: rank {line.rank} {text}"
+            text = f"pmesh: {text}" if line.rank == MACHINE else f"pmesh: rank {line.rank} {text}"
         name = self._names[line.seat].ljust(self._width)
         if self._colored[stream]:
             name = f"\x1b[{_COLORS[line.seat % len(_COLORS)]}m{name}\x1b[0m"

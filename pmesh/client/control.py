@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from pmesh.client.link.connection import AgentConnection, error_of
-from pmesh.core.wire.launches import AskLaunches, EndLaunch, LaunchEnding, Launches, LaunchRow
+from pmesh.core.wire.launches import (
+    AskHosts,
+    AskLaunches,
+    EndLaunch,
+    Hosts,
+    LaunchEnding,
+    Launches,
+    LaunchHost,
+    LaunchRow,
+)
 from pmesh.core.wire.local import (
     AskEvents,
     AskPing,
@@ -84,6 +93,18 @@ def ask_launches(home: Path, *, timeout_s: float = 5.0) -> tuple[LaunchRow, ...]
     """
     with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
         return _ask(connection, AskLaunches(), Launches).rows
+
+
+def ask_hosts(home: Path, request: AskHosts, *, timeout_s: float = 5.0) -> tuple[LaunchHost, ...]:
+    """Where ranks would run, in the order of the ring.
+
+    Raises:
+        AgentNotRunning: Nobody listens at its socket.
+        AgentStopped: The agent ended, or stayed silent for `timeout_s`.
+        UsageError: A machine is not there, or has no IPv4 address.
+    """
+    with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
+        return _ask(connection, request, Hosts).hosts
 
 
 def end_launch(home: Path, launch: str, *, timeout_s: float = 5.0) -> str:

@@ -123,6 +123,8 @@ class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """Lost trainers; only their agents still hold some results (O2)."""
     losses: tuple[Verdict, ...] = ()
     """The trainers lost in the view that settled it, and why."""
+    lanes: Annotated[tuple[tuple[Id, Id], ...], Meta(max_length=MAX_TRAINERS**2)] = ()
+    """V4: The lanes of the number before that stay, each by its sender and its receiver."""
 
     @cached_property  # in a view change, each rank's report on each op reads it
     def ids(self) -> tuple[TrainerId, ...]:

@@ -10,14 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pmesh.torch.compression import compression_hook
+    from pmesh.torch.data_parallel import DistributedDataParallel
+    from pmesh.torch.elastic import init, sync
     from pmesh.torch.options import Options
     from pmesh.torch.process_group import ProcessGroup
 
-__all__ = ["Options", "compression_hook", "register"]
+__all__ = [
+    "DistributedDataParallel",
+    "Options",
+    "compression_hook",
+    "init",
+    "register",
+    "sync",
+]
 
 _DEVICES = ["cpu", "cuda", "mps"]
 _LATER = MappingProxyType(
-    {"Options": "pmesh.torch.options", "compression_hook": "pmesh.torch.compression"}
+    {
+        "DistributedDataParallel": "pmesh.torch.data_parallel",
+        "Options": "pmesh.torch.options",
+        "compression_hook": "pmesh.torch.compression",
+        "init": "pmesh.torch.elastic",
+        "sync": "pmesh.torch.elastic",
+    }
 )
 
 

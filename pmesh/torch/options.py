@@ -24,6 +24,8 @@ class Options:
     """The agent's home. Default: PMESH_HOME, or else `~/.pmesh`."""
     quorum: Quorum = "any"
     """As for `pmesh.connect`."""
+    min_ranks: int = 1
+    """As for `pmesh.connect`; only for `pmesh.torch.init(elastic=True)`."""
 
     def job_name(self) -> str:
         """The name to connect with."""

@@ -3,9 +3,12 @@
 import atexit
 import secrets
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
 
+from pmesh.client.calls.queue import Line
 from pmesh.client.connect import connect
 from pmesh.client.group import Collectives
 from pmesh.client.mesh import Mesh
@@ -36,11 +39,34 @@ class World:
         return group
 
 
+@dataclass(slots=True)
+class Elastic:
+    """The job of a program whose number of ranks may change."""
+
+    mesh: Mesh
+    line: Line = field(default_factory=Line)
+    """Runs the ops of the backward passes of all models, in order."""
+    models: int = 0
+    """How many models have been wrapped: each gets a number, the same on every rank."""
+    synced: "WeakSet[Any]" = field(default_factory=WeakSet[Any])
+    """The modules whose weights are the same on all ranks."""
+
+    def number_of_next_model(self) -> int:
+        """Count one more model."""
+        self.models += 1
+        return self.models
+
+    def finish_ops(self) -> None:
+        """Wait for the ops of a backward pass that was given up."""
+        self.line.submit(lambda: None).result()
+
+
 class Worlds:
     """The world of this process, from the rendezvous to `destroy_process_group`."""
 
     def __init__(self) -> None:
         self.current: World | None = None
+        self.elastic: Elastic | None = None
         self._waiting: Mesh | None = None
         self._store: MeshStore | None = None
         """Kept: of what C++ alone refers to, torch would forget the class."""
@@ -54,6 +80,7 @@ class Worlds:
             UsageError: the job runs already, or a group is there.
             PmeshError: as for `pmesh.connect`.
         """
+        self.check_not_elastic()
         self.end()
         self._begun += 1
         suffix = "" if self._begun == 1 else f".{self._begun}"
@@ -80,25 +107,44 @@ class Worlds:
             mesh, self._waiting = self._waiting, None
             self.current = World(mesh, tuple(range(mesh.size)))
         else:
+            self.check_not_elastic()
             self.end()
             self.current = world_of(store, rank, size, options, timeout)
         return self.current
 
+    def begin_elastic(self, mesh: Mesh) -> None:
+        """From now on the number of ranks may change, until `end`."""
+        self.elastic = Elastic(mesh)
+
+    def check_not_elastic(self) -> None:
+        """Raises UsageError if a process group is asked for in an elastic program."""
+        if self.elastic is not None:
+            raise UsageError(
+                "this program has called pmesh.torch.init(elastic=True), and a process group has "
+                "a fixed number of ranks, as have DistributedDataParallel of torch, FSDP, "
+                "DeviceMesh and DTensor. Call mesh.all_reduce and so on, and wrap the model in "
+                "pmesh.torch.DistributedDataParallel; or leave pmesh.torch.init out, and a lost "
+                "rank ends the training"
+            )
+
     def end(self) -> None:
         """Leave the job, if there is one."""
+        if self.elastic is not None:
+            self.elastic.mesh.close()
         if self._waiting is not None:
             self._waiting.close()
         if self.current is not None:
             self.current.mesh.close()
-        self._waiting = self.current = None
+        self._waiting = self.current = self.elastic = None
 
     def _end_with_the_program(self) -> None:
         """A script that has ended by an exception counts as a crash of its rank."""
         error: BaseException | None = getattr(sys, "last_exc", None) or getattr(
             sys, "last_value", None
         )
-        if self.current is not None and error is not None:
-            self.current.mesh.__exit__(type(error), error, None)
+        world = self.current or self.elastic
+        if world is not None and error is not None:
+            world.mesh.__exit__(type(error), error, None)
         self.end()
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, cast
 Found: TypeAlias = Iterator[tuple[Any, int, int]]
 """A store, this rank, and how many there are."""
 
+_NO_BACKEND = ("none", "undefined")  # what torch has there if its caller names none
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 
@@ -29,7 +30,8 @@ def install() -> None:
 
     def env(url: str, **named: Any) -> Found:  # noqa: ANN401 - torch's
         given = "?" in url or any(os.environ.get(name) for name in _OF_LAUNCHERS)
-        if not given and "pmesh" in str(argument_of_init("backend")).lower():
+        wanted = str(argument_of_init("backend")).lower()
+        if not given and ("pmesh" in wanted or (wanted in _NO_BACKEND and _is_elastic())):
             return of_mesh(url, **named)
         return cast("Found", of_torch(url, **named))
 
@@ -47,6 +49,12 @@ def of_mesh(url: str, timeout: timedelta | None = None, **_: object) -> Found:
 
     del url
     yield meet(argument_of_init("pg_options"), timeout)
+
+
+def _is_elastic() -> bool:
+    """Whether a process group is to be refused; DeviceMesh and FSDP make one without a backend."""
+    ranks: Any = sys.modules.get("pmesh.torch.ranks")
+    return ranks is not None and ranks.WORLDS.elastic is not None
 
 
 def argument_of_init(name: str) -> object:

@@ -22,9 +22,9 @@ from pmesh.cli.bench import (
     Row,
     check_alike,
     measure_row,
-    parse_size,
 )
 from pmesh.cli.bench_calls import COLLECTIVES, Collective
+from pmesh.cli.sizes import parse_size
 from pmesh.client.connect import connect
 from pmesh.client.mesh import Mesh
 from pmesh.errors import UsageError

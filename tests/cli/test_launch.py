@@ -1,5 +1,6 @@
 """What `pmesh run --on` asks for, and how it shows what comes back."""
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pmesh.agent.launches.checks import digest_of
 from pmesh.cli.app import run
 from pmesh.cli.launch import Screen, Wishes, launch_of
 from pmesh.core.launches.lines import STARTER
+from pmesh.core.wire.launches import LaunchTerms
 from pmesh.errors import ConfigError
 
 HERE = {"PATH": os.environ["PATH"]}
@@ -21,13 +23,15 @@ def words_of(*words: str, wishes: Wishes | None = None) -> tuple[str, ...]:
 
 
 def test_a_script_runs_with_the_python_that_runs_pmesh(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
     words = words_of("train.py", "--epochs", "3", wishes=Wishes(cwd=tmp_path))
     assert words[1:] == ("train.py", "--epochs", "3")
     assert Path(words[0]).name.startswith("python")
 
 
-def test_a_module_a_shell_and_another_python_can_be_asked_for() -> None:
-    python = Wishes(python=sys.executable)
+def test_a_module_a_shell_and_another_python_can_be_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    python = Wishes(python=sys.executable, cwd=tmp_path)
     assert words_of("python", "x", wishes=python)[1:] == ("x",)
     assert words_of("a", wishes=Wishes(module="pkg.train"))[1:] == ("-m", "pkg.train", "a")
     assert words_of("echo a | cat", wishes=SHELL) == ("/bin/sh", "-c", "echo a | cat")
@@ -59,11 +63,11 @@ def test_the_files_and_packages_that_the_command_names_are_hashed(tmp_path: Path
     (tmp_path / "data.csv").write_text("3")
     wishes = Wishes(cwd=tmp_path)
     named = launch_of(["train.py", "pkg", "data.csv"], wishes, HERE).command.digests
-    assert [digest.path for digest in named] == ["train.py", "pkg"]
-    (by_module,) = launch_of(["x"], Wishes(cwd=tmp_path, module="pkg"), HERE).command.digests
-    assert by_module == named[1]
+    assert [digest.path for digest in named] == ["train.py", "pkg/__init__.py", "pkg"]
+    by_module = launch_of(["x"], Wishes(cwd=tmp_path, module="pkg"), HERE).command.digests
+    assert by_module == named[1:]
     (tmp_path / "pkg" / "more.py").write_text("4")
-    assert digest_of(tmp_path, "pkg") != named[1]
+    assert digest_of(tmp_path, "pkg") != named[2]
 
 
 @pytest.mark.parametrize(
@@ -76,6 +80,17 @@ def test_the_files_and_packages_that_the_command_names_are_hashed(tmp_path: Path
         (["true", "x" * 70_000], Wishes(), "too long"),
         (["true"], Wishes(environment=["X"]), "--env 'X' is not NAME=VALUE"),
         (["true"], Wishes(environment=["PMESH_JOB=x"]), "PMESH_JOB may not be set"),
+        (["no-such.py"], Wishes(), "there is no 'no-such.py' in .*; give the path"),
+        (["python3", "no-such.py"], Wishes(), "there is no 'no-such.py'"),
+        (["true"], Wishes(on=" ,"), "--on names no machine; give all"),
+        (["true"], Wishes(on="x" * 65), "--on: a machine's name has at most 64 characters"),
+        (["true"], Wishes(count=-1), "--count is -1, but must be from 0 to 1024"),
+        (["true"], Wishes(per_node=65), "--per-node is 65, but must be from 1 to 64"),
+        (["true"], Wishes(terms=LaunchTerms(restarts=-1)), "--restarts is -1"),
+        (["true"], Wishes(terms=LaunchTerms(grace_s=math.nan)), "--grace is nan"),
+        (["true"], Wishes(terms=LaunchTerms(hang_timeout_s=1e9)), "--hang-timeout is"),
+        (["true"], Wishes(job="a\nb"), "--job 'a.nb': the name of a job"),
+        (["true"], Wishes(job="x" * 65), "has at most 64 characters"),
     ],
 )
 def test_what_can_not_be_asked_for_is_named(words: list[str], wishes: Wishes, message: str) -> None:
@@ -84,10 +99,11 @@ def test_what_can_not_be_asked_for_is_named(words: list[str], wishes: Wishes, me
 
 
 def test_the_machines_and_the_variables_are_passed_on() -> None:
-    wishes = Wishes(on="mac-1,mac-2,mac-1", environment=["A=1", "B=x=y", "A=2"])
+    wishes = Wishes(on="mac-1, mac-2,mac-1", environment=["A=1", "B=x=y", "A=2"])
     request = launch_of(["true"], wishes, HERE)
     assert request.on == ("mac-1", "mac-2")
     assert dict(request.command.variables) == {"A": "2", "B": "x=y"}
+    assert launch_of(["true"], Wishes(on="mac-1,all"), HERE).on == ()
 
 
 def test_lines_carry_the_name_of_their_machine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,3 +157,16 @@ def test_permission_is_given_and_taken_back(
     assert run(["allow", "run", "--no", *home]) == 0
     assert "nothing that others ask for" in capsys.readouterr().out
     assert run(["run", "--on", "all", "--restarts", "-1", "true"]) == 2
+
+
+@pytest.mark.parametrize("options", [["--sync"], ["--engine", "mpi"], ["--detach"]])
+def test_what_means_nothing_on_this_machine_alone_is_refused(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["run", *options, "--", "true"]) == 2
+    assert "without --on only --restarts can be given" in capsys.readouterr().err
+
+
+def test_a_limit_that_is_no_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["run", "--on", "all", "--sync-limit", "much", "true"]) == 2
+    assert "--sync-limit must be a number of bytes" in capsys.readouterr().err

@@ -13,7 +13,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.mark.parametrize(
     ("script", "library"),
-    [("train_numpy.py", "numpy"), ("train_mlx.py", "mlx"), ("train_torch.py", "torch")],
+    [
+        *(("train_numpy.py", "numpy"), ("train_mlx.py", "mlx")),
+        *(("train_torch.py", "torch"), ("train_torch_elastic.py", "torch")),
+    ],
 )
 def test_an_example_trains_to_what_it_should_on_two_ranks(
     agent: WatchedAgent, script: str, library: str

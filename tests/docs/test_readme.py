@@ -1,4 +1,5 @@
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,17 +21,26 @@ def fleet() -> Iterator[Fleet]:
 
 
 @pytest.mark.e2e
-def test_the_ten_lines_print_on_both_ranks_what_the_readme_shows(fleet: Fleet) -> None:
-    script = README.split("```python\n")[1].split("```")[0]
-    shown = README.split("```text\n")[1].split("```")[0].split("\n")
-    agent = fleet.start_agent("mac-1", "--no-mdns")
-    agent.await_status(lambda _: True)
+def test_the_ten_lines_print_on_both_machines_what_the_readme_shows(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    (tmp_path / "line.py").write_text(README.split("```python\n")[1].split("```")[0])
+    shown = README.split("```console\n")[1].split("```")[0].splitlines()
+    commands = [line.partition("$ pmesh ")[2].split() for line in shown if "$ pmesh " in line]
+    assert commands[0] == commands[1] == ["up", "--detach", "--allow-run"]
+    agents = fleet.start_ring("mac-1", "mac-2")
+    for agent in agents:  # the test may run as root
+        assert fleet.pmesh("allow", "run", "--as-root", home=agent.home).returncode == 0
 
-    trainers = [fleet.start_trainer(agent, script) for _ in range(2)]
+    *options, program, script = commands[2]
+    assert (program, script) == ("python", "line.py")
+    options.insert(options.index("--"), f"--cwd={tmp_path}")
+    done = fleet.pmesh(*options, sys.executable, script, home=agents[0].home)
 
-    printed = sorted(trainer.await_end() for trainer in trainers)
+    assert done.returncode == 0, done.stderr
+    printed, expected = sorted(done.stdout.splitlines()), shown[-2:]
     assert [line.partition(": ")[0] for line in printed] == [
-        line.partition(": ")[0] for line in shown if line
+        line.partition(": ")[0] for line in expected
     ]
     weights = {line.partition(": ")[2] for line in printed}
     assert len(weights) == 1

@@ -1,6 +1,7 @@
 """`pmesh run --on`: one command on the machines of a mesh, from one terminal."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -138,6 +139,27 @@ def start_sleepers(fleet: Fleet, agent: Agent, marker: str, *options: str) -> Ru
         started.await_line("mac-. +[|] up")
     assert len(running(marker)) == 6
     return started
+
+
+@pytest.mark.parametrize("victim", ["rank", "agent"])
+def test_children_in_groups_of_their_own_end_too(
+    fleet: Fleet, ring: list[Agent], victim: str
+) -> None:
+    """`timeout` makes a group; a signal to the group of the rank does not reach it."""
+    marker = f"86400.{os.getpid()}{time.monotonic_ns()}"
+    script = 'timeout 86400 sleep "$0" & echo up; wait'
+    options = ("--on", "mac-1", "--restarts", "0")
+    started = fleet.start_command(
+        "run", *options, "--", "sh", "-c", script, marker, home=ring[0].home
+    )
+    started.await_line("[|] up")
+    (rank,) = [pid for pid in running(marker) if psutil.Process(pid).name() == "sh"]
+    await_that(lambda: len(running(marker)) == 3)
+    if victim == "rank":
+        psutil.Process(rank).kill()
+    else:
+        ring[0].process.send_signal(signal.SIGKILL)
+    await_that(lambda: not running(marker), within_s=ENDS_S)
 
 
 @pytest.mark.parametrize("victim", ["ctrl-c", "starter", "agent of the starter"])
@@ -320,6 +342,53 @@ def test_no_line_is_lost_or_torn_while_the_terminal_is_slow(
         assert own == [f"{name} | {i} {'x' * 60}" for i in range(lines)]
 
 
+@pytest.mark.parametrize("hangs", ["kill -STOP $$", "while :; do sleep 1; done"])
+def test_ranks_that_hang_are_started_again(fleet: Fleet, ring: list[Agent], hangs: str) -> None:
+    script = f'echo began; [ "$TORCHELASTIC_RESTART_COUNT" = 1 ] && exit 0; {hangs}'
+    options = ("--on", "all", "--engine", "gloo", "--hang-timeout", "2", "--grace", "0.5")
+    done = fleet.pmesh("run", *options, "--", "sh", "-c", script, home=ring[0].home)
+    assert done.returncode == 0, done.stderr
+    assert "no rank has printed anything for 2 s; all ranks are started again" in done.stderr
+    assert done.stdout.count("began") == 6
+
+
+def start_chatter(ring: list[Agent], *, output: int) -> "subprocess.Popen[bytes]":
+    """Ranks that print for ever, and a `pmesh run` that shows it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "pmesh.cli", "run", *SLEEPERS, "while :; do echo x; done"],
+        env=os.environ | {"PMESH_HOME": str(ring[0].home)},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def test_a_pipe_that_is_closed_ends_all(ring: list[Agent]) -> None:
+    reading, writing = os.pipe()
+    with start_chatter(ring, output=writing) as run:
+        os.close(writing)
+        assert os.read(reading, 4096)
+        os.close(reading)
+        _, errors = run.communicate(timeout=TIMEOUT_S)
+    assert (run.returncode, errors) == (1, b"")
+    await_that(lambda: not running("while :; do echo x; done"), within_s=ENDS_S)
+
+
+def test_a_third_signal_ends_a_run_that_can_not_print(ring: list[Agent]) -> None:
+    reading, writing = os.pipe()
+    try:
+        with start_chatter(ring, output=writing) as run:
+            os.close(writing)
+            await_that(lambda: select.select([reading], [], [], 0)[0] != [])
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # two alike may be one
+                run.send_signal(number)
+            _, errors = run.communicate(timeout=TIMEOUT_S)
+        assert (run.returncode in {129, 130, 143}, errors) == (True, b"")
+    finally:
+        os.close(reading)
+
+
 def test_another_version_of_the_script_is_named_and_nothing_starts(
     fleet: Fleet, ring: list[Agent], tmp_path: Path
 ) -> None:
@@ -336,4 +405,4 @@ def test_another_version_of_the_script_is_named_and_nothing_starts(
         "run", *options, "--", "train.py", home=ring[0].home, HOME=str(here)
     )
     output = started.await_end(code=1)
-    assert "mac-4: train.py differs from the starter's; copy it there" in output
+    assert "mac-4: train.py differs from the starter's; copy it there, or give --sync" in output

@@ -1,4 +1,6 @@
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,11 +42,14 @@ class Programs:
             **environment,
         }
         command = [sys.executable, "-W", "ignore", "-m", "tests.torch.start", module, function]
-        with subprocess.Popen([*command, str(ranks), *arguments], env=settings) as started:
+        with subprocess.Popen(
+            [*command, str(ranks), *arguments], env=settings, start_new_session=True
+        ) as started:
             try:
                 return started.wait(PATIENCE_S)
             finally:
-                started.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(started.pid, signal.SIGKILL)  # with its ranks
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable
 
 import torch
+import torch._dynamo  # what DDP imports when it is constructed: here once for all ranks
 
 
 def fork(rank: int, call: Callable[[int], None]) -> int:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import pmesh
 import pmesh.torch
+from pmesh.torch.ranks import WORLDS
 
 RANKS = 3
 
@@ -132,6 +133,31 @@ def of_other_sizes(rank: int, folder: str) -> None:
     seconds = timedelta(seconds=3)
     with refused("NotEnoughRanks|do not fit together|runs already|JobRunning"):
         dist.init_process_group("pmesh", None, seconds, size, rank, store)
+
+
+def of_other_models(rank: int) -> None:
+    """One rank has a model that does not fit: torch tells it there, and all others get an error."""
+    whys = {"shape": "appears not to match", "meta": "of the device 'meta', without data"}
+    for kind, why in whys.items():
+        dist.init_process_group("pmesh")
+        odd = dist.get_rank() == 1
+        model = torch.nn.Linear(4, 3 if odd and kind == "shape" else 4)
+        if odd and kind == "meta":
+            model = model.to("meta")
+        with refused(why if odd else "RankLost: rank 1 .* is lost"):
+            try:
+                torch.nn.parallel.DistributedDataParallel(model)
+            finally:
+                if odd:
+                    crash()
+        dist.destroy_process_group()
+
+
+def crash() -> None:
+    """Leave the job as a script does that ends by an exception."""
+    world = WORLDS.current
+    assert world is not None
+    world.mesh.__exit__(RuntimeError, RuntimeError("it has ended"), None)
 
 
 def without_an_agent(rank: int, folder: str) -> None:

@@ -248,6 +248,21 @@ def test_an_op_that_fails_raises_when_it_is_waited_for_and_in_its_future() -> No
     assert run(program) == ["raised"] * 3
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_another_dtype_at_one_rank_is_an_error_at_all(*, waits: bool) -> None:
+    def program(group: ProcessGroup) -> str:
+        dtype = torch.float64 if group.rank() == 1 else torch.float32
+        with pytest.raises(dist.DistBackendError, match="OpMismatch") as e:
+            group.allreduce(
+                [torch.ones(2, dtype=dtype)], reducing(ReduceOp.SUM, waits=waits)
+            ).wait()
+        return str(e.value)
+
+    errors = run(program)
+    assert errors[1:] == errors[:1] * 2
+    assert "float64" in errors[0]
+
+
 def test_a_lost_rank_ends_the_group_with_one_error() -> None:
     simulated = SimulatedMesh(3)
 

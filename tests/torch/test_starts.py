@@ -9,7 +9,8 @@ from tests.torch.conftest import Programs
 
 
 @pytest.mark.parametrize(
-    "program", ["by_options", "twice_by_url", "with_a_loss", "with_compression"]
+    "program",
+    ["by_options", "twice_by_url", "with_a_loss", "with_compression", "of_other_models"],
 )
 def test_ranks_come_from_the_mesh(programs: Programs, program: str) -> None:
     assert programs.run("tests.torch.starts", program, PMESH_JOB=program) == 0

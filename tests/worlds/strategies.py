@@ -48,6 +48,8 @@ def _strategy(info: inspect.Type) -> Strategy:  # noqa: C901, PLR0911, PLR0912 -
         case inspect.VarTupleType(item_type=item, min_length=shortest):
             items = st.lists(_strategy(item), min_size=shortest or 0, max_size=LONGEST_TUPLE)
             return items.map(tuple)
+        case inspect.TupleType(item_types=types):
+            return st.tuples(*map(_strategy, types))
         case inspect.DictType(key_type=key, value_type=value):
             return st.dictionaries(_strategy(key), _strategy(value), max_size=LONGEST_TUPLE)
         case inspect.UnionType(types=types):

@@ -318,7 +318,10 @@ class Cluster:
         """`pmesh up` in the node's host; they find each other by mDNS."""
         up = ("up", "--name", node.name)
         node.agent = self._start(
-            node, Order(kind="agent", arguments=up, environment=self._home(node), patch=self._patch)
+            node,
+            Order(
+                kind="agent", arguments=up, environment=self.environment_of(node), patch=self._patch
+            ),
         )
 
     def start_trainer(self, node: Node, **changed: Any) -> None:  # noqa: ANN401 - of Options
@@ -326,7 +329,7 @@ class Cluster:
         options = msgspec.structs.replace(self.options, number=node.host.number, **changed)
         text = msgspec.json.encode(options).decode()
         node.trainer = self._start(
-            node, Order(kind="trainer", arguments=(text,), environment=self._home(node))
+            node, Order(kind="trainer", arguments=(text,), environment=self.environment_of(node))
         )
         self.trainers.append(node.trainer)
 
@@ -441,24 +444,26 @@ class Cluster:
 
     def start_cold_agent(self, node: Node) -> None:
         """`pmesh up` as a user starts it, imports and all."""
+        node.agent, _ = self.start_command(node, "up", "--name", node.name)
+
+    def start_command(self, node: Node, *arguments: str) -> tuple[Process, subprocess.Popen[str]]:
+        """A command of `pmesh` in the node's host, as a user starts it."""
         reading, writing = os.pipe()
-        command = [sys.executable, "-m", "pmesh.cli", "up", "--name", node.name]
         with os.fdopen(writing, "wb") as output:
             started = node.host.popen(
-                command,
-                env=self._home(node),
+                [sys.executable, "-m", "pmesh.cli", *arguments],
+                env=self.environment_of(node),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
             )
-        node.agent = self._follow(
-            Process(f"agent of {node.name} ({started.pid})", started.pid), reading
-        )
         self._stack.callback(started.wait)
         self._stack.callback(started.kill)
+        name = f"pmesh {arguments[0]} of {node.name} ({started.pid})"
+        return self._follow(Process(name, started.pid), reading), started
 
-    def _home(self, node: Node) -> dict[str, str]:
+    def environment_of(self, node: Node) -> dict[str, str]:
         own = self._environment_of(node.host.number)
         return self._environment | own | {"PMESH_HOME": str(node.home)}
 

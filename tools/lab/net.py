@@ -132,6 +132,10 @@ class Host:
             self.command(command), stdout=subprocess.PIPE, text=True, check=True, timeout=timeout_s
         ).stdout
 
+    def pids(self) -> list[int]:
+        """The processes that run in this host; a zombie has left it already."""
+        return [int(pid) for pid in run_system(["ip", "netns", "pids", self.namespace]).split()]
+
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:  # noqa: ANN401 - Popen's own
         """The command, started; what still runs when the lab closes is killed."""
         return subprocess.Popen(self.command(command), text=True, **options)

@@ -120,6 +120,10 @@ class LocalRank(RankState[Result]):
             if not loss.message.endswith(LEFT):
                 self.losses.append(f"{loss.message}; {on}")
 
+    def open_lanes(self) -> tuple[tuple[TrainerId, ...], tuple[TrainerId, ...]]:
+        """Return to whom and from whom a lane is open."""
+        return self.lanes.peers()
+
     def end(self, verdict: Verdict) -> tuple[Result, ...]:
         """The attempt is over, and the memory of results free."""
         self._stop_attempt()
@@ -225,7 +229,7 @@ class RankLanes:
     """A lane for each direction and each other rank that this one exchanges tensors with.
 
     Those of the ring are opened as soon as a view is installed, the others when an op needs them.
-    All live as long as the roster's number, and longer where only other ranks are lost.
+    All live as long as the roster's number, and longer where the next roster keeps them (V4).
     """
 
     def __init__(self, me: TrainerId, roster: Roster) -> None:
@@ -284,6 +288,12 @@ class RankLanes:
         ends = sorted(self._open, key=lambda end: not end.sending)
         return tuple(self._open[end] for end in ends)
 
+    def peers(self) -> tuple[tuple[TrainerId, ...], tuple[TrainerId, ...]]:
+        """Return to whom and from whom a lane is open that is not about to rest."""
+        ends = [end for end, lane in self._open.items() if not lane.is_closed]
+        to = {end.edge.receiver for end in ends if end.sending} - self._asked.keys()
+        return tuple(sorted(to)), tuple(sorted(end.edge.sender for end in ends if not end.sending))
+
     def measure_mbit_s(self) -> Iterator[tuple[TrainerId, tuple[str, str], float]]:
         """Yield how fast data have come since the last call, where they were enough to say.
 
@@ -301,17 +311,14 @@ class RankLanes:
                     yield end.edge.sender, hosts, 8 * count / waited_s / 1e6
 
     def follow(self, roster: Roster) -> None:
-        """Another roster is in force. If ranks are lost, keep the lanes between those that stay.
+        """Another roster is in force: close the lanes, except those that it keeps (V4).
 
-        V4: what is late on them has a lower number, and is dropped. They stay as fast as they were,
-        and nobody waits for new ones. Any other roster may have been made because a lane broke.
+        What is late on these has a lower number, and is dropped. They stay as fast as they were,
+        and nobody waits for new ones.
         """
-        before, kept, paces = self._roster, dict[LaneEnd, Lane](), self._paces
-        is_loss = set(roster.ids) < set(before.ids)
-        for end, lane in list(self._open.items()) if is_loss else ():
-            peer = end.edge.receiver if end.sending else end.edge.sender
-            was, stays = before.trainer(peer), roster.trainer(peer)
-            if not lane.is_closed and was and stays and was.member == stays.member:
+        kept, paces = dict[LaneEnd, Lane](), self._paces
+        for end, lane in list(self._open.items()):
+            if not lane.is_closed and (end.edge.sender, end.edge.receiver) in roster.lanes:
                 kept[end] = self._open.pop(end)
         self.close()
         self._roster = roster

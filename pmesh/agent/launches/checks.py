@@ -51,14 +51,17 @@ def check_command(command: Command, environment: Mapping[str, str]) -> Found:
 def _find(command: Command, environment: Mapping[str, str]) -> Found:
     cwd = Path(command.cwd).expanduser()
     if not cwd.is_dir():
-        raise UsageError(f"there is no directory {command.cwd!r}; copy it there, or give --cwd")
+        raise UsageError(
+            f"there is no directory {command.cwd!r}; copy it there, or give --sync or --cwd"
+        )
     if not os.access(cwd, os.X_OK):
         raise UsageError(f"the agent's user can't enter {command.cwd!r}")
     program = find_program(command.words[0], cwd, environment)
     if command.python:
         _check_python(program, command.python)
+    cure = "copy it there" if command.tree else "copy it there, or give --sync"
     for digest in command.digests:
-        _check_digest(cwd, digest)
+        _check_digest(cwd, digest, cure)
     return Found((program, *command.words[1:]), cwd)
 
 
@@ -98,20 +101,21 @@ def _check_python(program: str, wanted: str) -> None:
         )
 
 
-def _check_digest(cwd: Path, wanted: Digest) -> None:
+def _check_digest(cwd: Path, wanted: Digest, cure: str) -> None:
     try:
         found = digest_of(cwd, wanted.path)
     except OSError as e:
-        raise UsageError(f"{wanted.path} can't be read: {e.strerror}; copy it there") from e
+        raise UsageError(f"{wanted.path} can't be read: {e.strerror}; {cure}") from e
     if found != wanted:
-        raise UsageError(f"{wanted.path} differs from the starter's; copy it there")
+        what = "has other Python files than" if (cwd / wanted.path).is_dir() else "differs from"
+        raise UsageError(f"{wanted.path} {what} the starter's; {cure}")
 
 
 def digest_of(cwd: Path, path: str) -> Digest:
     """Hash a file, or all Python files of a package with their names. Raises OSError."""
     whole = cwd / Path(path).expanduser()
     hashed = hashlib.sha256()
-    for file in _files_of(whole):
+    for file in python_files(whole) if whole.is_dir() else [whole]:
         name = str(file.relative_to(whole)) if file != whole else ""
         size = file.stat().st_size
         if size > _MAX_HASHED_BYTES:
@@ -123,8 +127,9 @@ def digest_of(cwd: Path, path: str) -> Digest:
     return Digest(path, hashed.hexdigest())
 
 
-def _files_of(whole: Path) -> Sequence[Path]:
-    return sorted(whole.rglob("*.py")) if whole.is_dir() else [whole]
+def python_files(package: Path) -> Sequence[Path]:
+    """Return the Python files of a package and of those within it."""
+    return sorted(package.rglob("*.py"))
 
 
 def free_ports(count: int) -> tuple[int, ...]:

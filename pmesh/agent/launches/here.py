@@ -1,6 +1,5 @@
 """The ranks of one launch on this machine: their processes, and the way of their output."""
 
-import contextlib
 import os
 import shutil
 import signal
@@ -14,7 +13,7 @@ from pmesh.agent.containment import Contain
 from pmesh.agent.launches.checks import Found
 from pmesh.core.launches import part as decide
 from pmesh.core.launches.engines import own_environment
-from pmesh.core.launches.lines import ERROR, OUT, LineSplitter, note
+from pmesh.core.launches.lines import ERROR, MACHINE, OUT, LineSplitter, note
 from pmesh.core.launches.part import Part, PartStep, Report, Say, SignalRank, StartRank
 from pmesh.core.launches.restarts import exit_code
 from pmesh.core.wire.launches import (
@@ -36,6 +35,7 @@ from pmesh.net.local.spool import Spool
 WINDOW_BYTES = 8 * MAX_OUTPUT_BYTES  # on the way to the starter: heartbeats must pass, too
 DRAIN_S = 1.0  # a process that has left the group may hold a pipe open for ever
 UNSTARTED_S = 60.0  # the starter begins, or cancels, within seconds
+UNSTARTED_SYNCED_S = 3600.0  # unless others still take files over a slow line
 _FAILED = 1
 _NOT_FOUND = 127  # as in shells
 _READ_BYTES = 64 * 1024
@@ -64,6 +64,7 @@ class PartHere:
         elastic = prepare.terms.engine == "pmesh"
         restarts = prepare.terms.restarts if elastic else 0
         self.state = Part(restarts=restarts, grace_s=prepare.terms.grace_s)
+        self._unstarted_s = UNSTARTED_S if prepare.command.tree is None else UNSTARTED_SYNCED_S
         self.cancelled = False
         self.over = trio.Event()
         """All ranks have ended, or it was cancelled before they began."""
@@ -155,10 +156,11 @@ class PartHere:
         now = trio.current_time()
         self._apply(decide.begin(self.state, message.generation, self._parts, now=now))
 
-    def end(self, number: int) -> None:
+    def end(self, number: int, *, is_lost: bool = False) -> None:
         """End all ranks by a signal, or cancel a launch that has not begun."""
         if self.has_begun:
-            self._apply(decide.end(self.state, number, now=trio.current_time()))
+            now = trio.current_time()
+            self._apply(decide.end(self.state, number, now=now, is_lost=is_lost))
         else:
             self.cancelled = True
             self.over.set()
@@ -195,8 +197,8 @@ class PartHere:
         """The link with the starter has ended: so do all ranks, unless they are detached."""
         self._connected = False
         if not self.prepare.terms.detach and not self.is_over:
-            self._append(note(0, "the starter is lost: all ranks here are ended"))
-            self.end(signal.SIGTERM)
+            self._append(note(MACHINE, "the starter is lost: all ranks here are ended"))
+            self.end(signal.SIGTERM, is_lost=True)
 
     # --- decisions, carried out
 
@@ -233,11 +235,11 @@ class PartHere:
         while not self._is_done:
             deadline = decide.next_deadline(self.state)
             if not self.has_begun:
-                deadline = self.since + UNSTARTED_S
+                deadline = self.since + self._unstarted_s
             with trio.move_on_at(float("inf") if deadline is None else deadline):
                 await self._changed.wait()
             now = trio.current_time()
-            if not self.has_begun and now >= self.since + UNSTARTED_S:
+            if not self.has_begun and now >= self.since + self._unstarted_s:
                 self.end(signal.SIGTERM)
             else:
                 self._pass_time(now)
@@ -297,9 +299,12 @@ class PartHere:
             while not self._input_ends:
                 data = await self._fed.receive()
                 self._input_ends = not data
-                with contextlib.suppress(trio.BrokenResourceError):  # rank 0 does not read it
+                try:
                     await stdin.send_all(data)
-                self._send(InputRead(self.prepare.launch))
+                except trio.BrokenResourceError:
+                    pass  # rank 0 does not read it
+                finally:  # it may also end before it has read this: the next run gets what follows
+                    self._send(InputRead(self.prepare.launch))
             await stdin.aclose()
 
     def _environment(self, part: RankPart) -> Mapping[str, str]:

@@ -13,19 +13,28 @@ from typing import TypeVar
 import trio
 
 from pmesh.agent.containment import Contain
+from pmesh.agent.home import is_full
 from pmesh.agent.launches.checks import Found, check_command, free_ports
 from pmesh.agent.launches.here import PartHere
 from pmesh.agent.launches.permission import load_permission, why_not
 from pmesh.agent.launches.started import StartedHere
+from pmesh.agent.launches.syncing import Syncing
 from pmesh.agent.mesh.links import Link, bare_host, hosts_of
 from pmesh.agent.status.events import EventKind, News
-from pmesh.core.launches.engines import own_environment
+from pmesh.core.launches.engines import LOOPBACK, own_environment
+from pmesh.core.launches.lines import MACHINE, STARTER, note, seated
 from pmesh.core.launches.starting import Seat
 from pmesh.core.values import View
 from pmesh.core.wire.launches import (
+    MAX_PORTS,
     AnyLaunchMessage,
+    AskFiles,
+    AskHosts,
     BeginRanks,
+    FilePart,
+    FilesStored,
     Launch,
+    LaunchHost,
     LaunchPrepared,
     LaunchRow,
     OutputRead,
@@ -48,6 +57,15 @@ AGAIN_S = 60.0  # a member that is refused again and again is no news
 
 
 _Kept = TypeVar("_Kept", StartedHere, PartHere)
+
+
+class _Question:
+    """Somebody has asked whether this machine can run a launch, and has no answer yet."""
+
+    def __init__(self, member: Member, link: Link | None) -> None:
+        self.member = member
+        self.link = link
+        self.scope = trio.CancelScope()
 
 
 class Launches:
@@ -83,6 +101,14 @@ class Launches:
         self._linked: dict[NodeId, Link] = {}
         self._lost: dict[NodeId, Member] = {}
         self._refused_at: dict[NodeId, float] = {}
+        self.questions: dict[str, _Question] = {}
+        self.syncing = Syncing(
+            home,
+            send=self.send,
+            link_with=lambda node: self._links().get(node),
+            nursery=nursery,
+            contain=contain,
+        )
         self._own, self._own_messages = trio.open_memory_channel[AnyLaunchMessage](math.inf)
 
     # --- messages
@@ -90,6 +116,7 @@ class Launches:
     async def run(self) -> None:
         """Deliver what this agent says to itself, and follow the links."""
         shutil.rmtree(self._home / "launches", ignore_errors=True)  # of an agent before this one
+        self.syncing.clean()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._look)
             async for message in self._own_messages:
@@ -107,7 +134,12 @@ class Launches:
         match message:
             case PrepareLaunch():
                 self._nursery.start_soon(self._prepare, member, message)
+            case AskFiles() | FilePart() | FilesStored():
+                launch = self.started.get(message.launch)
+                self.syncing.receive_untrusted(member, message, launch)
             case BeginRanks() | SignalRanks() | OutputRead() | RankInput():
+                if isinstance(message, SignalRanks):
+                    self._withdraw(member, message.launch)
                 part = self.parts.get(message.launch)
                 if part is not None and part.starter == member:
                     self._pass_on(part, message)
@@ -136,17 +168,30 @@ class Launches:
 
     async def _prepare(self, member: Member, message: PrepareLaunch) -> None:
         refusals = list[str]()
-        with self._contain("a question about a launch", refusals.append):
+        question = _Question(member, self._link_with(member))
+        with self._contain("a question about a launch", refusals.append), question.scope:
             try:
+                self._withdraw(member, message.launch)
+                if self.questions.setdefault(message.launch, question) is not question:
+                    raise UsageError("another machine has started a launch of this id")
                 await self._begin_part(member, message)
             except PmeshError as e:
                 refusals.append(str(e))
+        if self.questions.get(message.launch) is question:
+            del self.questions[message.launch]
         for refusal in refusals:
             self.send(member.node, LaunchPrepared(message.launch, _sentence(refusal)))
 
+    def _withdraw(self, member: Member, launch: str) -> None:
+        """Stop what is done for a question that this member has asked."""
+        question = self.questions.get(launch)
+        if question is not None and question.member == member:
+            question.scope.cancel()
+            del self.questions[launch]
+
     async def _begin_part(self, member: Member, message: PrepareLaunch) -> None:
         found = await self._check(member, message)
-        spool = Spool(self._home / "launches" / f"part-{next(self._spools)}")
+        spool = self._spool("part", lambda e: note(MACHINE, _full_disk(e)))
         part = PartHere(
             message,
             found,
@@ -183,10 +228,31 @@ class Launches:
             with trio.move_on_after(ENDS_S):
                 await before.over.wait()
         running = [part for part in self.parts.values() if not part.is_over]
-        if before in running or len(running) >= MAX_RUNNING:
-            raise UsageError(f"it still runs {len(running)} commands of launches")
-        check = partial(check_command, message.command, own_environment(os.environ))
+        if before in running:
+            raise UsageError(f"the ranks of the last attempt have not ended after {ENDS_S:g} s")
+        if len(running) + len(self.questions) > MAX_RUNNING:
+            raise UsageError(f"it runs {len(running)} launches already; 'pmesh ps' lists them")
+        same = [part.launch for part in running if part.job == message.job]
+        if same:
+            raise UsageError(
+                f"launch {same[0]} runs the job {message.job!r} there already; end it by "
+                f"'pmesh stop {same[0]}', or give another --job"
+            )
+        command = await self.syncing.bring(member, message)
+        if message.command.tree is not None:
+            await self._prune()
+        check = partial(check_command, command, own_environment(os.environ))
         return await trio.to_thread.run_sync(check)
+
+    async def _prune(self) -> None:
+        with self._contain("the files of launches"):
+            await self.syncing.prune(self._in_use())
+
+    def _in_use(self) -> frozenset[str]:
+        """Return the launches whose files are needed, or may be needed again."""
+        alive = [launch for launch, part in self.parts.items() if not part.is_over]
+        alive += [launch for launch, started in self.started.items() if not started.is_over]
+        return frozenset({*alive, *self.questions})
 
     async def _run_part(self, part: PartHere) -> None:
         with self._contain("a launch on this machine"):
@@ -221,21 +287,56 @@ class Launches:
         """Begin a launch. Raises UsageError if the machines it names are not there."""
         seats = self._seats(request)
         launch_id = self._launch_ids()
-        spool = Spool(self._home / "launches" / f"started-{next(self._spools)}")
+        spool = self._spool(
+            "started",
+            lambda e: seated(
+                note(MACHINE, f"{self._name}, which has started it: {_full_disk(e)}"), STARTER
+            ),
+        )
         launch = StartedHere(launch_id, request, seats, spool=spool, send=self.send)
         _keep(self.started, launch_id, launch)
         launch.start()
+        if request.command.tree is not None:
+            self._nursery.start_soon(self._prune)
         return launch
 
-    def _seats(self, request: Launch) -> list[Seat]:
+    def hosts(self, request: AskHosts) -> tuple[LaunchHost, ...]:
+        """Return where ranks would run. Raises UsageError if a machine has no IPv4 address here."""
+        hosts: list[LaunchHost] = []
+        for seat in self._seats(request):
+            host = self._host_of(seat.node)
+            if host is None:
+                raise UsageError(f"there is no way to an IPv4 address of {seat.name} from here")
+            hosts.append(LaunchHost(seat.name, host, seat.count))
+        return tuple(hosts)
+
+    def _host_of(self, node: NodeId) -> str | None:
+        links = self._links()
+        if node != self._me.node:
+            way = _best_way(links[node]) if node in links else None
+            return None if way is None else way[0]
+        own = (link.current.hosts[0] for link in links.values() if link.current is not None)
+        return next((host for hosts in own for host in sorted(hosts) if ":" not in host), LOOPBACK)
+
+    def _spool(self, kind: str, describe: Callable[[OSError], bytes]) -> Spool:
+        directory = self._home / "launches" / f"{kind}-{next(self._spools)}"
+        return Spool(directory, describe=describe)
+
+    def _seats(self, request: Launch | AskHosts) -> list[Seat]:
         here = {seat.name: seat.member for seat in self._view().seats}
         for name in request.on:
             if name not in here:
-                raise UsageError(f"no machine is called {name!r}; there are {', '.join(here)}")
+                there = ", ".join(sorted(here))
+                raise UsageError(f"no machine is called {name!r}; there are {there}")
         names = [name for name in here if not request.on or name in request.on]
         counts = (
             spread(request.count, len(names)) if request.count else [request.per_node] * len(names)
         )
+        if max(counts) > MAX_PORTS:
+            raise UsageError(
+                f"{max(counts)} ranks on one machine are too many: at most {MAX_PORTS}; give a "
+                "smaller -n or --per-node"
+            )
         return [
             Seat(node=here[name].node, name=name, count=count)
             for name, count in zip(names, counts, strict=True)
@@ -257,6 +358,10 @@ class Launches:
             old, new = before.get(node), links.get(node)
             if old is not new:
                 self._relink(node, old, new)
+        self.syncing.follow_links()
+        for question in self.questions.values():
+            if self._link_with(question.member) is not question.link:
+                question.scope.cancel()
         for part in self.parts.values():
             part.follow(self._link_with(part.starter))
         for launch in self.started.values():
@@ -279,16 +384,29 @@ class Launches:
     # --- for people
 
     def find(self, text: str) -> StartedHere | PartHere:
-        """Return a launch by its id or its job, the latest one. Raises UsageError."""
-        known: list[StartedHere | PartHere] = [*self.started.values()]
-        for launch in [*reversed(known), *reversed(self.parts.values())]:
-            if text in {launch.launch, launch.job}:
-                return launch
-        raise UsageError(f"this machine knows no launch {text!r}; 'pmesh ps' lists them")
+        """Return a launch by its id or its job; if there are several, the latest that runs.
+
+        Raises:
+            UsageError: There is none.
+        """
+        known: list[StartedHere | PartHere] = [
+            *reversed(self.started.values()),
+            *reversed(self.parts.values()),
+        ]
+        named = [launch for launch in known if text in {launch.launch, launch.job}]
+        if not named:
+            raise UsageError(f"this machine knows no launch {text!r}; 'pmesh ps' lists them")
+        return next((launch for launch in named if not launch.is_over), named[0])
 
     def end(self, launch: StartedHere | PartHere, number: SignalNumber) -> None:
-        """End a launch everywhere, or at least here if its starter is gone."""
+        """End a launch everywhere, or at least here if its starter is gone.
+
+        Raises:
+            UsageError: It has ended already.
+        """
         if isinstance(launch, StartedHere):
+            if launch.is_over:
+                raise UsageError(f"launch {launch.launch} has ended already")
             launch.interrupt(number)
         else:
             launch.end(number)
@@ -347,6 +465,14 @@ def _keep(kept: dict[str, _Kept], launch_id: str, launch: _Kept) -> None:
     kept[launch_id] = launch
     for old in [old for old, one in kept.items() if one.is_over][: max(0, len(kept) - KEPT)]:
         kept.pop(old).close()
+
+
+def _full_disk(error: OSError) -> str:
+    cure = ", as it is full: free some space there" if is_full(error) else f": {error.strerror}"
+    return (
+        f"its disk takes no output{cure}; only the latest lines are kept, in memory, and the ranks "
+        "go on"
+    )
 
 
 def _best_way(link: Link) -> tuple[str, str] | None:

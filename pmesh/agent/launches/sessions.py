@@ -5,11 +5,13 @@ import trio
 from pmesh.agent.launches.here import PartHere
 from pmesh.agent.launches.router import Launches
 from pmesh.agent.launches.started import StartedHere
-from pmesh.core.launches.lines import seated
+from pmesh.core.launches.lines import STARTER, note, seated
 from pmesh.core.wire.launches import (
+    AskHosts,
     AskLaunches,
     EndLaunch,
     FollowLaunch,
+    Hosts,
     Launch,
     LaunchBegan,
     LaunchEnding,
@@ -17,6 +19,7 @@ from pmesh.core.wire.launches import (
     LaunchInputTaken,
     LaunchLines,
     LaunchOver,
+    LaunchSends,
     SignalLaunch,
     SignalNumber,
 )
@@ -28,12 +31,14 @@ from pmesh.net.local.sessions import Session, refuse
 
 LINES_BYTES = 64 * 1024  # of one message
 LOOK_S = 0.05  # after the last line
+SHOWN_AFTER_S = 1.0  # files that are there sooner need no picture
+SHOWN_EVERY_S = 0.2
 _SIGTERM: SignalNumber = 15
 
 
 async def serve_launch(
     session: Session,
-    request: Launch | FollowLaunch | AskLaunches | EndLaunch,
+    request: Launch | FollowLaunch | AskLaunches | AskHosts | EndLaunch,
     launches: Launches,
 ) -> None:
     """Serve a program until it has its answer, or is gone."""
@@ -41,6 +46,8 @@ async def serve_launch(
         match request:
             case AskLaunches():
                 await session.send(LaunchRows(launches.rows()))
+            case AskHosts():
+                await session.send(Hosts(launches.hosts(request)))
             case EndLaunch(text):
                 launch = launches.find(text)
                 launches.end(launch, _SIGTERM)
@@ -48,16 +55,17 @@ async def serve_launch(
             case FollowLaunch(text, follow):
                 await _follow(session, launches.find(text), follow=follow)
             case Launch():
-                await _serve_starter(session, launches.start(request))
+                await _serve_starter(session, launches.start(request), launches)
     except UsageError as e:
         await refuse(session, type(e).__name__, str(e))
 
 
-async def _serve_starter(session: Session, launch: StartedHere) -> None:
+async def _serve_starter(session: Session, launch: StartedHere, launches: Launches) -> None:
     """Show what all ranks print; if the program is gone, end them, unless they are detached."""
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_take_requests, session, launch, nursery)
+            nursery.start_soon(_show_files_sent, session, launch, launches)
             await launch.begun.wait()
             if launch.refusal:
                 await refuse(session, "UsageError", launch.refusal)
@@ -71,6 +79,15 @@ async def _serve_starter(session: Session, launch: StartedHere) -> None:
     finally:
         if not (launch.request.terms.detach and launch.begun.is_set()):
             launch.interrupt(_SIGTERM)  # no effect once it is over
+
+
+async def _show_files_sent(session: Session, launch: StartedHere, launches: Launches) -> None:
+    await trio.sleep(SHOWN_AFTER_S)
+    while not launch.begun.is_set():
+        machines = launches.syncing.sent(launch)
+        if machines:
+            await session.send(LaunchSends(machines))
+        await trio.sleep(SHOWN_EVERY_S)
 
 
 async def _take_requests(session: Session, launch: StartedHere, nursery: trio.Nursery) -> None:
@@ -105,6 +122,9 @@ async def _follow(session: Session, launch: StartedHere | PartHere, *, follow: b
             data = piece.data
             if isinstance(launch, PartHere):
                 data = seated(data, launch.prepare.seat)
+            if piece.offset > offset:
+                text = f"{piece.offset - offset} bytes of output are not kept any more"
+                data = seated(note(0, text), STARTER) + data
             await session.send(LaunchLines(data))
             offset = piece.offset + len(piece.data)
         elif is_over or not follow:

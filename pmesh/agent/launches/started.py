@@ -6,7 +6,7 @@ import trio
 
 from pmesh.core.launches import starting as decide
 from pmesh.core.launches.engines import Place, Run, parts_of, unreachable
-from pmesh.core.launches.lines import NOTE, STARTER, seated
+from pmesh.core.launches.lines import STARTER, note, seated
 from pmesh.core.launches.starting import Ask, Begin, Over, Seat, Signal, Started, Step, Tell
 from pmesh.core.wire.launches import (
     AnyLaunchMessage,
@@ -48,6 +48,7 @@ class StartedHere:
         self.code: int | None = None
         self.refusal = ""
         self.input_taken = trio.Event()
+        self._input_ends = False
         self.state = Started(
             elastic=request.terms.engine == "pmesh",
             restarts=request.terms.restarts,
@@ -95,6 +96,7 @@ class StartedHere:
     def send_input(self, data: bytes) -> None:
         """Pass input on to rank 0; `input_taken` is set when it may be given more."""
         self.input_taken = trio.Event()
+        self._input_ends = self._input_ends or not data
         first = next((seat for seat in self.state.seats if 0 in seat.ranks), None)
         if first is not None and first.phase == "runs":
             self._send(first.node, RankInput(self.launch, data))
@@ -142,6 +144,21 @@ class StartedHere:
             case _:
                 raise ProtocolError(f"{type(message).__name__} to the starter of a launch")
 
+    def name_of(self, node: NodeId) -> str:
+        seat = self.state.seat_of(node)
+        return "" if seat is None else seat.name
+
+    def is_preparing(self, node: NodeId) -> bool:
+        """Return True if a machine was asked and has not answered: it has more time then."""
+        self.state = decide.prepares(self.state, node, now=trio.current_time())
+        seat = self.state.seat_of(node)
+        return seat is not None and seat.phase == "asked"
+
+    def refuse(self, node: NodeId, why: str) -> None:
+        """A machine can't get its files from here."""
+        refusal = f"{self.name_of(node)}: {why}"
+        self._apply(decide.prepared(self.state, node, refusal, now=trio.current_time()))
+
     def _store(self, node: NodeId, message: RankOutput) -> None:
         if not message.data.endswith(b"\n"):
             raise ProtocolError("output that does not end with a line")
@@ -158,7 +175,7 @@ class StartedHere:
         self._send(node, OutputRead(self.launch, self._read[node]))
 
     def _note(self, text: str) -> None:
-        self.spool.append(b"%d 0 %b %b\n" % (STARTER, NOTE, text.replace("\n", " ").encode()))
+        self.spool.append(seated(note(0, text), STARTER))
 
     # --- decisions, carried out
 
@@ -171,7 +188,7 @@ class StartedHere:
                     self._send(node, self._prepare(node))
                 case Begin(node):
                     if node in parts:
-                        self._send(node, parts[node])
+                        self._begin(node, parts[node])
                 case Signal(node, number):
                     self._send(node, SignalRanks(self.launch, number))
                 case Tell(text):
@@ -181,6 +198,11 @@ class StartedHere:
                     self.over.set()
                     self.begun.set()
                     self.input_taken.set()
+
+    def _begin(self, node: NodeId, begin: BeginRanks) -> None:
+        self._send(node, begin)
+        if self._input_ends and any(part.rank == 0 for part in begin.ranks):
+            self._send(node, RankInput(self.launch, b""))  # the rank 0 before it has had all input
 
     def _prepare(self, node: NodeId) -> PrepareLaunch:
         seats = self.state.seats

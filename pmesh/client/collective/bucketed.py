@@ -419,8 +419,9 @@ def written_into(arrays: Arrays, out: object, *, only_moves: bool = False) -> Ar
         UnsupportedArray: an array of `out` can't be written to.
         UsageError: its paths, shapes or dtypes are others.
     """
-    targets = take_apart(out, only_moves=only_moves)
-    if not targets.is_like(arrays):
+    in_place = out is arrays.tree.source  # as torch has it: what is known is not found out again
+    targets = arrays if in_place else take_apart(out, only_moves=only_moves)
+    if not (in_place or targets.is_like(arrays)):
         raise UsageError("out= is to have the paths, shapes and dtypes of what is reduced")
     leaves = tuple(
         replace(

@@ -12,6 +12,7 @@ import msgspec
 
 from pmesh.core.jobs.progress import AnyRank, Progress, lanes_stand_still, of_job
 from pmesh.core.jobs.rank import COME_BACK, RankState
+from pmesh.core.ops.kinds import BOUND_KINDS
 from pmesh.core.values import Roster, Terms, Trainer, Verdict, View
 from pmesh.core.views.rosters import is_same_history
 from pmesh.core.views.state import Facts, MemberState
@@ -338,14 +339,17 @@ def compare_calls(rank: RankState[Any], mark: RankProgress) -> bool:
 def announce_leave(rank: RankState[Any], now: float) -> bool:
     """A trainer that is gone is a lost rank, at once: its op runs again without it.
 
-    Who leaves in order has ended its last op, and waits a moment for the others to end it too.
+    A rank that leaves in order has ended its last op. It stays until the others have ended that op
+    too: for LEAVE_GRACE_S, or for as long as it takes if the op is bound to its ranks, since a view
+    without this rank would fail such an op where it still runs (O4).
     Returns whether the leader must learn of it now.
     """
     if rank.leaving is None or rank.view_request or rank.over or rank.rank is None:
         return False
-    unstable = rank.ledger.stable < rank.ledger.started
-    if rank.leaving == LEFT and unstable and now - rank.leaving_since < LEAVE_GRACE_S:
-        return False
+    if rank.leaving == LEFT and rank.ledger.stable < rank.ledger.started:
+        is_bound = any(report.call.kind in BOUND_KINDS for report in rank.ledger.ops.values())
+        if is_bound or now - rank.leaving_since < LEAVE_GRACE_S:
+            return False
     text = f"{rank.roster.describe(rank.id)} {rank.leaving}"
     rank.request_view(Verdict("RankLost", text, (rank.id,)))
     return True

@@ -9,6 +9,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Generic, Literal, TypeAlias, TypeVar
 
+import msgspec
+
 from pmesh.core.links.health import WIRED
 from pmesh.core.ops.kinds import KINDS
 from pmesh.core.values import OpOutcome, Roster, Trainer, Verdict
@@ -135,8 +137,15 @@ class RankState(Generic[R]):
 
     def report(self) -> JobReport:
         """For the flush answer (V3)."""
-        roster, ranks = self.roster, (ledgers.report(self.ledger, self.id),)
-        return JobReport(roster.job, roster.born, roster.number, fenced=False, ranks=ranks)
+        roster, (sends_to, receives_from) = self.roster, self.open_lanes()
+        rank = msgspec.structs.replace(
+            ledgers.report(self.ledger, self.id), sends_to=sends_to, receives_from=receives_from
+        )
+        return JobReport(roster.job, roster.born, roster.number, fenced=False, ranks=(rank,))
+
+    def open_lanes(self) -> tuple[tuple[TrainerId, ...], tuple[TrainerId, ...]]:
+        """Return to whom and from whom this rank holds a lane; the driver knows."""
+        return (), ()
 
     def progress(self) -> RankProgress:
         """For every heartbeat (O2)."""

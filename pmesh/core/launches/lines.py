@@ -14,6 +14,9 @@ ERROR = b"e"
 NOTE = b"n"
 """What pmesh says itself."""
 
+MACHINE = -1
+"""Instead of a rank: a note about the machine."""
+
 STARTER = -1
 """The seat of notes of the starter."""
 

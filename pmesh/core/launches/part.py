@@ -1,5 +1,6 @@
 """The ranks of one launch on one machine: when they are started, ended and killed."""
 
+import math
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,8 @@ from pmesh.core.launches.restarts import (
     describe_end,
     wait_before_start,
 )
+
+LOST_GRACE_S = 2  # with the silence limit of a wire, nothing outlives its starter by 5 s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +118,15 @@ def rank_ended(part: Part, rank: int, code: int, *, now: float) -> PartStep:
     return PartStep(_with(part, rank, waits), (Say(rank, text),))
 
 
-def end(part: Part, number: int, *, now: float) -> PartStep:
-    """End all ranks by a signal; those that remain after the grace are killed."""
+def end(part: Part, number: int, *, now: float, is_lost: bool = False) -> PartStep:
+    """End all ranks by a signal; those that remain after the grace are killed.
+
+    Args:
+        part: The ranks.
+        number: The signal.
+        now: The time.
+        is_lost: The starter is lost: nobody waits for the ranks, and the grace is short.
+    """
     actions: list[PartAction] = []
     ranks = dict(part.ranks)
     for rank, here in part.ranks.items():
@@ -125,8 +135,10 @@ def end(part: Part, number: int, *, now: float) -> PartStep:
         elif here.due is not None:  # it fails at this moment: nobody would start it again
             ranks[rank] = replace(here, due=None, code=-number)
             actions.append(Report(rank, -number))
-    kill_at = part.kill_at if part.ends else now + part.grace_s
-    return PartStep(replace(part, ranks=ranks, ends=True, kill_at=kill_at), tuple(actions))
+    kill_at = now + min(part.grace_s, LOST_GRACE_S if is_lost else math.inf)
+    before = part.kill_at if part.ends else math.inf  # None: they were killed already
+    kills = None if before is None else min(before, kill_at)
+    return PartStep(replace(part, ranks=ranks, ends=True, kill_at=kills), tuple(actions))
 
 
 def pass_time(part: Part, *, now: float) -> PartStep:

@@ -122,6 +122,14 @@ def prepared(launch: Started, node: NodeId, refusal: str, *, now: float) -> Step
     return _answered(_seated(launch, replace(seat, phase="ready")), now=now)
 
 
+def prepares(launch: Started, node: NodeId, *, now: float) -> Started:
+    """A machine that was asked takes files: it has more time to answer."""
+    seat = launch.seat_of(node)
+    if seat is None or seat.phase != "asked":
+        return launch
+    return replace(launch, deadline=now + ANSWER_S)
+
+
 def rank_ended(launch: Started, node: NodeId, rank: int, code: int, *, now: float) -> Step:
     """A rank of the present generation has ended and is not started again by its machine."""
     seat = launch.seat_of(node)

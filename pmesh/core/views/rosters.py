@@ -178,7 +178,30 @@ def _go_on(roster: Roster, members: frozenset[Member], change: Change) -> _Histo
     )
     settled = msgspec.structs.replace(settled, outcomes=outcomes, lost_holders=lost_holders)
     settled = _let_in(settled, known, change)
+    is_loss = set(settled.ids) < set(roster.ids)  # another roster may mean that a lane broke
+    lanes = _lanes_to_keep(roster, settled, reports) if is_loss else ()
+    settled = msgspec.structs.replace(settled, lanes=lanes)
     return _History(roster=_vote(settled, change), stable=known.stable)
+
+
+def _lanes_to_keep(
+    before: Roster, after: Roster, reports: Iterable[JobReport]
+) -> tuple[tuple[TrainerId, TrainerId], ...]:
+    """V4: Return the lanes between ranks that stay which both ends hold.
+
+    If only one end kept a lane, it would use it while the other waited for a new one.
+    """
+    under = [report for report in reports if report.number == before.number]
+    ranks = {rank.trainer: rank for report in under for rank in report.ranks}
+    return tuple(
+        (sender, receiver)
+        for sender in after.ids
+        for receiver in after.ids
+        if sender in ranks
+        and receiver in ranks
+        and receiver in ranks[sender].sends_to
+        and sender in ranks[receiver].receives_from
+    )
 
 
 def _gone(roster: Roster, kept: Collection[Member]) -> tuple[Trainer, ...]:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from pmesh.core.values import MAX_MEMBERS, MAX_TRAINERS, Job, Name
+from pmesh.core.wire.tree import MAX_ENTRIES, MAX_TREE_BYTES, Sha256
 from pmesh.ids import PRINTABLE, NodeId
 
 MAX_OUTPUT_BYTES = 32 * 1024  # of one message: two TLS records
@@ -18,6 +19,9 @@ MAX_COMMAND_TEXT = 32 * 1024
 MAX_COMMAND_WORDS = 1024
 MAX_VARIABLES = 256
 MAX_PORTS = 64  # of the ranks of one machine
+MAX_JOB_NAME = 64
+MAX_RESTARTS = 10**6
+MAX_TERM_S = 86400
 
 Engine: TypeAlias = Literal["pmesh", "gloo", "nccl", "mlx-ring", "jaccl"]
 
@@ -31,7 +35,7 @@ SignalNumber: TypeAlias = Literal[1, 2, 9, 15]
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
 _Rank = Annotated[int, Meta(ge=0, le=MAX_TRAINERS - 1)]
 _Node = Annotated[NodeId, Meta(min_length=32, max_length=32)]
-_Seconds = Annotated[float, Meta(ge=0, le=86400)]
+_Seconds = Annotated[float, Meta(ge=0, le=MAX_TERM_S)]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
@@ -56,6 +60,13 @@ class Digest(msgspec.Struct, frozen=True, array_like=True):
     sha256: Annotated[str, Meta(max_length=64, pattern=r"^[0-9a-f]{64}\Z")]
 
 
+class TreeName(msgspec.Struct, frozen=True, array_like=True):
+    """The directory that all machines are to run in, by the hash of its encoded tree."""
+
+    sha256: Sha256
+    nbytes: Annotated[int, Meta(ge=1, le=MAX_TREE_BYTES)]
+
+
 class Command(msgspec.Struct, frozen=True, array_like=True):
     """What each rank runs."""
 
@@ -68,13 +79,15 @@ class Command(msgspec.Struct, frozen=True, array_like=True):
     """The version, such as 3.13, that the first word must be; "" if it is no Python."""
     digests: Annotated[tuple[Digest, ...], Meta(max_length=MAX_COMMAND_WORDS)] = ()
     """What must be the same on each machine."""
+    tree: TreeName | None = None
+    """What each machine is to have a copy of and run in, instead of `cwd`."""
 
 
 class LaunchTerms(msgspec.Struct, frozen=True, array_like=True):
     """How ranks are started again and ended."""
 
     engine: Engine = "pmesh"
-    restarts: Annotated[int, Meta(ge=0, le=10**6)] = 10
+    restarts: Annotated[int, Meta(ge=0, le=MAX_RESTARTS)] = 10
     grace_s: _Seconds = 3.0
     """Between a signal and SIGKILL."""
     detach: bool = False
@@ -189,6 +202,33 @@ class StopLaunch(LaunchMessage, frozen=True, tag=49):
     """`pmesh stop` on a machine that takes part; the receiver is the starter."""
 
 
+class AskFiles(LaunchMessage, frozen=True, tag=50):
+    """Before LaunchPrepared: the sender lacks files. The starter answers with FileParts."""
+
+    pull: _Count
+    """The number of this question; a new one takes the place of the last one."""
+    wanted: Annotated[
+        tuple[Annotated[int, Meta(ge=0, le=MAX_ENTRIES - 1)], ...], Meta(max_length=MAX_ENTRIES)
+    ] = ()
+    """Indices of contents of the tree, ascending; empty for the tree itself."""
+
+
+class FilePart(LaunchMessage, frozen=True, tag=51):
+    """Some bytes of all the contents that were asked for, one after the other."""
+
+    pull: _Count
+    offset: _Count
+    data: Annotated[bytes, Meta(min_length=1, max_length=MAX_OUTPUT_BYTES)]
+
+
+class FilesStored(LaunchMessage, frozen=True, tag=52):
+    """The sender has stored the bytes up to here; also repeated as a sign of life."""
+
+    pull: _Count
+    offset: _Count
+
+
+FilesMessage: TypeAlias = AskFiles | FilePart | FilesStored
 AnyLaunchMessage: TypeAlias = (
     PrepareLaunch
     | LaunchPrepared
@@ -200,6 +240,7 @@ AnyLaunchMessage: TypeAlias = (
     | RankInput
     | InputRead
     | StopLaunch
+    | FilesMessage
 )
 
 
@@ -213,7 +254,7 @@ class _SessionMessage(msgspec.Struct, frozen=True):
 class Launch(_SessionMessage, frozen=True, tag="launch"):
     """Starts a command; answered by Refused, or LaunchBegan and then as FollowLaunch."""
 
-    job: Annotated[str, Meta(max_length=64, pattern=PRINTABLE)]
+    job: Annotated[str, Meta(max_length=MAX_JOB_NAME, pattern=PRINTABLE)]
     """"" for the id of the launch."""
     command: Command
     terms: LaunchTerms
@@ -248,10 +289,32 @@ class AskLaunches(_SessionMessage, frozen=True, tag="ask_launches"):
     """Requests what this agent has started or runs; answered by Launches."""
 
 
+class AskHosts(_SessionMessage, frozen=True, tag="ask_hosts"):
+    """Asks where ranks would run, as `Launch` has it; answered by Refused or Hosts."""
+
+    on: Annotated[tuple[Name, ...], Meta(max_length=MAX_MEMBERS)] = ()
+    count: Annotated[int, Meta(ge=0, le=MAX_TRAINERS)] = 0
+    per_node: Annotated[int, Meta(ge=1, le=MAX_PORTS)] = 1
+
+
 class EndLaunch(_SessionMessage, frozen=True, tag="end_launch"):
     """Ends a launch everywhere; answered by Refused or LaunchEnding."""
 
     launch: Name
+
+
+class FilesSent(msgspec.Struct, frozen=True):
+    """How much of the files that a machine lacks it has by now."""
+
+    name: str
+    nbytes: int
+    total: int
+
+
+class LaunchSends(_SessionMessage, frozen=True, tag="launch_sends"):
+    """Repeated before LaunchBegan, while files are sent."""
+
+    machines: tuple[FilesSent, ...]
 
 
 class LaunchBegan(_SessionMessage, frozen=True, tag="launch_began"):
@@ -304,6 +367,21 @@ class Launches(_SessionMessage, frozen=True, tag="launches"):
     rows: tuple[LaunchRow, ...]
 
 
+class LaunchHost(msgspec.Struct, frozen=True):
+    """One machine, as it is reached from here over the best path."""
+
+    name: str
+    host: str
+    """An IPv4 address."""
+    ranks: int
+
+
+class Hosts(_SessionMessage, frozen=True, tag="hosts"):
+    """In the order of the ring."""
+
+    hosts: tuple[LaunchHost, ...]
+
+
 class LaunchEnding(_SessionMessage, frozen=True, tag="launch_ending"):
     """The ranks are being ended."""
 
@@ -311,8 +389,15 @@ class LaunchEnding(_SessionMessage, frozen=True, tag="launch_ending"):
 
 
 LaunchRequest: TypeAlias = (
-    Launch | SignalLaunch | LaunchInput | FollowLaunch | AskLaunches | EndLaunch
+    Launch | SignalLaunch | LaunchInput | FollowLaunch | AskLaunches | AskHosts | EndLaunch
 )
 LaunchReply: TypeAlias = (
-    LaunchBegan | LaunchLines | LaunchInputTaken | LaunchOver | Launches | LaunchEnding
+    LaunchSends
+    | LaunchBegan
+    | LaunchLines
+    | LaunchInputTaken
+    | LaunchOver
+    | Launches
+    | Hosts
+    | LaunchEnding
 )

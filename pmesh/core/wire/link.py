@@ -28,7 +28,7 @@ from pmesh.core.wire.launches import AnyLaunchMessage
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, Slot
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; more is an attack
 
@@ -145,6 +145,10 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
     stable: _OpOrNone
     """Every op up to this one has ended at all ranks; -1 before the first."""
     ops: Annotated[tuple[OpReport, ...], Meta(max_length=MAX_ENTRIES)]
+    sends_to: Annotated[tuple[Id, ...], Meta(max_length=MAX_TRAINERS)] = ()
+    """The ranks to which it holds an open lane (V4)."""
+    receives_from: Annotated[tuple[Id, ...], Meta(max_length=MAX_TRAINERS)] = ()
+    """The ranks from which it holds an open lane."""
 
 
 class JobReport(msgspec.Struct, frozen=True, array_like=True):

@@ -12,7 +12,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol, Self
 
+import psutil
 import trio
+
+from pmesh.core.launches.part import LOST_GRACE_S
 
 # It reads the process group, then an empty line once the group has ended. Its input closes when
 # this process ends, even by SIGKILL, after which it can't clean up by itself.
@@ -23,6 +26,7 @@ kill -s TERM -- "-$group"
 left=$1
 while [ $left -gt 0 ] && kill -s 0 -- "-$group"; do left=$((left - 1)); sleep 1; done
 kill -s KILL -- "-$group"
+pkill -KILL -s "$group"  # children in groups of their own; not every macOS can choose by session
 """
 
 
@@ -80,7 +84,7 @@ class PipedChild(Protocol):
 async def start_piped_group(
     command: Sequence[str], *, cwd: Path, environment: Mapping[str, str], reads: bool
 ) -> AsyncGenerator[PipedChild]:
-    """As `start_group`, with pipes; the group is killed in any case once the command has ended.
+    """As `start_group`, with pipes; its session is killed in any case once the command has ended.
 
     Args:
         command: The program, as an absolute path, and its arguments.
@@ -91,7 +95,7 @@ async def start_piped_group(
     Raises:
         OSError: The command can't be started.
     """
-    with _Guard(patience_s=2) as guard:
+    with _Guard(patience_s=LOST_GRACE_S) as guard:
         process = await trio.lowlevel.open_process(
             command,
             cwd=cwd,
@@ -106,7 +110,7 @@ async def start_piped_group(
         try:
             yield child
         finally:
-            _signal_group(process.pid, signal.SIGKILL)
+            _kill_session(process.pid)
             with trio.CancelScope(shield=True):
                 await process.wait()
                 for stream in (child.stdin, child.stdout, child.stderr):
@@ -168,10 +172,19 @@ class _PipedGroup(_Group):
         self.stderr: trio.abc.ReceiveStream = process.stderr
 
     async def wait(self) -> int:
-        """Wait for the end; what the command has left behind in its group is killed then."""
+        """Wait for the end; what the command has left behind in its session is killed then."""
         code = await super().wait()
-        _signal_group(self._process.pid, signal.SIGKILL)
+        _kill_session(self._process.pid)
         return code
+
+
+def _kill_session(session: int) -> None:
+    """Kill a group, and what its processes have put into groups of their own, as `timeout` does."""
+    _signal_group(session, signal.SIGKILL)
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
+            if os.getsid(pid) == session:
+                os.kill(pid, signal.SIGKILL)
 
 
 def _signal_group(group: int, number: int) -> None:

@@ -1,18 +1,23 @@
 """Output that waits on the disk, so that a slow reader neither stops its writer nor fills memory.
 
-The newest segments are kept; a reader that falls behind the oldest one skips what is gone.
+The newest segments are kept; a reader that falls behind the oldest one skips what is gone. While
+the disk takes nothing, a little waits in memory instead.
 """
 
 import os
 import shutil
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import trio
 
 SEGMENT_BYTES = 16 * 1024 * 1024
 MAX_SEGMENTS = 32  # 512 MiB: 80 minutes of 1,000 lines a second
+MEMORY_BYTES = (
+    512 * 1024
+)  # of a segment in memory, of which there are two: as much as is on its way
 
 
 class Piece(NamedTuple):
@@ -27,52 +32,86 @@ class Spool:
     """Lines in files below a directory; offsets count from the first line ever written."""
 
     def __init__(
-        self, directory: Path, *, segment_bytes: int = SEGMENT_BYTES, segments: int = MAX_SEGMENTS
+        self,
+        directory: Path,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        segments: int = MAX_SEGMENTS,
+        memory_bytes: int = MEMORY_BYTES,
+        describe: Callable[[OSError], bytes] = lambda _: b"",
     ) -> None:
+        """Write nothing yet.
+
+        Args:
+            directory: It is made for the first line.
+            segment_bytes: After so many, a file is full.
+            segments: How many there are at most.
+            memory_bytes: After so many, the disk is tried again.
+            describe: Returns a line for the readers, when the disk begins to refuse lines.
+        """
         self._directory = directory
         self._segment_bytes = segment_bytes
-        self._segments = deque[tuple[int, int]]()
-        """The offset and the descriptor of each, oldest first."""
+        self._segments = deque[_Segment]()
+        """The oldest first."""
         self._most = segments
+        self._memory_bytes = memory_bytes
+        self._describe = describe
         self.end = 0
         self.failed: OSError | None = None
-        """Set once the disk has refused lines; they and later ones are dropped."""
+        """Why the disk refuses lines now."""
         self._grown = trio.Event()
 
     def append(self, lines: bytes) -> None:
-        """Add whole lines. A full disk loses them, and sets `failed`."""
-        if not lines or self.failed is not None:
+        """Add whole lines. Where the disk refuses them, only the latest are kept, in memory."""
+        if not lines:
             return
         try:
-            if not self._segments or self.end - self._segments[-1][0] >= self._segment_bytes:
-                self._begin_segment()
-            view = memoryview(lines)
-            while view:
-                view = view[os.write(self._segments[-1][1], view) :]
+            self._write(lines)
         except OSError as e:
+            notice = self._describe(e) if self.failed is None else b""
             self.failed = e
-            return
+            lines = notice + lines
+            self._begin_in_memory().write(lines)
         self.end += len(lines)
         grown, self._grown = self._grown, trio.Event()
         grown.set()
 
-    def _begin_segment(self) -> None:
+    def _write(self, lines: bytes) -> None:
+        """Write to the last segment, or to another file if that is full."""
+        last = self._segments[-1] if self._segments else None
+        if last is not None and last.end - last.start < last.most:
+            last.write(lines)
+            return
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = self._directory / f"{self.end:020}.lines"
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._segments.append((self.end, os.open(path, flags, 0o600)))
+        segment = _OnDisk(self._directory, self.end, self._segment_bytes)
+        try:
+            segment.write(lines)
+        except OSError:
+            segment.remove()
+            raise
+        self.failed = None
+        self._add(segment)
+
+    def _begin_in_memory(self) -> "_Segment":
+        """Begin a segment that does not need the disk; of those there are two at most."""
+        before = [one for one in self._segments if isinstance(one, _InMemory)]
+        for old in before[:-1]:
+            self._segments.remove(old)
+        segment = _InMemory(self.end, self._memory_bytes)
+        self._add(segment)
+        return segment
+
+    def _add(self, segment: "_Segment") -> None:
+        self._segments.append(segment)
         if len(self._segments) > self._most:
-            offset, descriptor = self._segments.popleft()
-            os.close(descriptor)
-            (self._directory / f"{offset:020}.lines").unlink()
+            self._segments.popleft().remove()
 
     def read(self, offset: int, most: int) -> Piece:
         """Return lines from the offset on, at most so many bytes; none if there are no more."""
-        if self._segments:
-            offset = max(offset, self._segments[0][0])
-        for start, descriptor in reversed(self._segments):
-            if start <= offset < self.end:
-                data = os.pread(descriptor, most, offset - start)
+        for segment in self._segments:
+            if offset < segment.end:
+                offset = max(offset, segment.start)
+                data = segment.read(offset, min(most, segment.end - offset))
                 return Piece(offset, data[: data.rfind(b"\n") + 1])
         return Piece(offset, b"")
 
@@ -83,8 +122,71 @@ class Spool:
 
     def close(self, *, keep: bool = False) -> None:
         """Remove the files, or only close them."""
-        for _, descriptor in self._segments:
-            os.close(descriptor)
+        for segment in self._segments:
+            segment.close()
         self._segments.clear()
         if not keep:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class _Segment(Protocol):
+    start: int
+    end: int
+    most: int
+
+    def write(self, lines: bytes) -> None: ...
+
+    def read(self, offset: int, nbytes: int) -> bytes: ...
+
+    def close(self) -> None: ...
+
+    def remove(self) -> None: ...
+
+
+class _OnDisk:
+    def __init__(self, directory: Path, start: int, most: int) -> None:
+        self.start = self.end = start
+        self.most = most
+        self._path = directory / f"{start:020}.lines"
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._descriptor = os.open(self._path, flags, 0o600)
+
+    def write(self, lines: bytes) -> None:
+        """Write all, or raise OSError; what was written then is never read."""
+        place = self.end - self.start
+        view = memoryview(lines)
+        while view:
+            written = os.pwrite(self._descriptor, view, place)
+            place, view = place + written, view[written:]
+        self.end += len(lines)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return os.pread(self._descriptor, nbytes, offset - self.start)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def remove(self) -> None:
+        self.close()
+        self._path.unlink(missing_ok=True)
+
+
+class _InMemory:
+    def __init__(self, start: int, most: int) -> None:
+        self.start = self.end = start
+        self.most = most
+        self._lines = bytearray()
+
+    def write(self, lines: bytes) -> None:
+        self._lines += lines
+        self.end += len(lines)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        begin = offset - self.start
+        return bytes(self._lines[begin : begin + nbytes])
+
+    def close(self) -> None:
+        self._lines.clear()
+
+    def remove(self) -> None:
+        self.close()

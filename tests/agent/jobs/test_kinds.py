@@ -12,42 +12,16 @@ from trio.testing import MockClock
 from pmesh.agent.jobs import op_task
 from pmesh.agent.jobs.op_task import check_request
 from pmesh.agent.jobs.ranks import LocalRank
-from pmesh.core.ops.kinds import extent_of
 from pmesh.core.ops.plan import RankPlan
-from pmesh.core.ops.reductions import WIRE_DTYPES, Values
+from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.link import Call
-from pmesh.core.wire.local import OpDone, OpFailed, StartOp
+from pmesh.core.wire.local import StartOp
 from pmesh.errors import LaneBroken, ProtocolError
 from pmesh.ids import OpNumber, TrainerId
 from pmesh.net.lanes import executor
 from tests.worlds.trainer import OpError, Trainer, together, until
 from tests.worlds.village import village
-from tests.worlds.village_ops import ones, ranks_of, reduce_all, swallow
-
-
-async def run(
-    trainer: Trainer,
-    call: Call,
-    values: Values,
-    parts: tuple[int, ...] = (),
-    parts_in: tuple[int, ...] = (),
-) -> Values:
-    """One op; what this rank gets of it, which may be nothing."""
-    arena, name = -1, values.dtype.name
-    if values.size:
-        arena = await trainer.input_arena(values.nbytes)
-        trainer.maps[arena][: values.nbytes] = values.tobytes()
-    number = OpNumber(trainer.next_op)
-    request = StartOp(number, call, name, values.size, arena, 60.0, parts, parts_in)  # type: ignore[arg-type] # a key of WIRE_DTYPES
-    gets = extent_of(request, rank=trainer.rank, size=len(trainer.names)).gets
-    reply = await trainer.ask(request)
-    assert isinstance(reply, OpDone | OpFailed)
-    trainer._has_ended(reply, number)  # noqa: SLF001 - what `Trainer.run` does
-    if isinstance(reply, OpFailed):
-        raise OpError(reply)
-    if reply.arena < 0:
-        return np.empty(0, WIRE_DTYPES[name])
-    return np.frombuffer(trainer.maps[reply.arena], WIRE_DTYPES[name], gets).copy()
+from tests.worlds.village_ops import ones, ranks_of, reduce_all, run, swallow
 
 
 def block(rank: int, size: int) -> Values:

@@ -24,6 +24,7 @@ from tests.worlds.village_ops import (
     ones,
     ranks_of,
     reduce_all,
+    run,
     swallow,
     verdicts_of_all,
 )
@@ -283,6 +284,19 @@ async def test_who_leaves_waits_a_moment_for_the_others_to_end_its_last_op(
         await until(lambda: other.size == 1)
         assert LEAVE_GRACE_S <= clock.current_time() - began <= LEAVE_GRACE_S + 0.5
         assert (await b.broadcast(ones(9)))[0] == 1.0
+
+
+async def test_a_rank_that_has_given_its_part_of_a_gather_may_leave_long_before_the_root_has_it(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 2) as here:
+        root, giver = await here.job(*here.machines)
+        gather = Call("gather", "float32", (), root=0)
+        await run(giver, gather, ones(3), (3, 3))
+        await giver.leave()
+        await trio.sleep(60 * LEAVE_GRACE_S)  # on a slow line, the other parts take that long
+        assert (await run(root, gather, ones(3), (3, 3))).tolist() == [1.0] * 6
+        await until(lambda: [rank.size for rank in ranks_of(here)] == [1])
 
 
 async def test_one_lost_while_another_loss_is_being_agreed_on_is_told_with_the_next_view(

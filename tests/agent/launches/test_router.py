@@ -1,7 +1,8 @@
 """Who may have this machine run what; attacked by members that lie. Real processes run."""
 
+import itertools
 import stat
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
@@ -43,7 +44,7 @@ from pmesh.core.wire.launches import (
     Variable,
 )
 from pmesh.errors import ConfigError, ProtocolError, UsageError
-from pmesh.ids import Incarnation, Member, NodeId, node_text
+from pmesh.ids import Incarnation, JobName, Member, NodeId, node_text
 from tests.worlds.builders import make_view
 
 ME, ANNA, EVE = (Member(NodeId(bytes([n]) * 32), Incarnation(n)) for n in (77, 65, 69))
@@ -80,6 +81,7 @@ class Here:
         self.anna, self.eve = FakePeer(ANNA), FakePeer(EVE)
         self.links = {ANNA.node: self.anna, EVE.node: self.eve}
         self.news: list[News] = []
+        self.ids: Iterator[str] = itertools.repeat(ID)
         self.view: View = make_view(1, ME, ANNA, EVE)
         self.event_log = EventLog(
             ME,
@@ -98,7 +100,7 @@ class Here:
             nursery=nursery,
             noticed=self.news.append,
             contain=Containment(self.event_log, clock=trio.current_time).contain,
-            launch_ids=lambda: ID,
+            launch_ids=lambda: next(self.ids),
         )
 
     async def prepare(self, message: PrepareLaunch, member: Member = ANNA) -> str:
@@ -289,8 +291,22 @@ async def test_what_a_starter_can_not_know_is_refused(tmp_path: Path) -> None:
 async def test_a_member_can_start_only_so_many(tmp_path: Path) -> None:
     async with launches_in(tmp_path) as here:
         for number in range(MAX_RUNNING + 1):
-            refusal = await here.prepare(replace(asks("true"), launch=f"{number:012x}"))
+            request = replace(asks("true"), launch=f"{number:012x}", job=JobName(f"job {number}"))
+            refusal = await here.prepare(request)
             assert bool(refusal) == (number == MAX_RUNNING)
+
+
+async def test_a_job_that_runs_here_is_not_started_twice(tmp_path: Path) -> None:
+    other = "ba9876543210"
+    async with launches_in(tmp_path) as here:
+        assert await here.prepare(asks("true")) == ""
+        assert await here.prepare(replace(asks("true"), launch=other), EVE) == (
+            f"launch {ID} runs the job 'digits' there already; end it by 'pmesh stop {ID}', "
+            "or give another --job"
+        )
+        here.begin()
+        await here.output()
+        assert await here.prepare(replace(asks("true"), launch=other), EVE) == ""
 
 
 # --- what runs
@@ -336,7 +352,7 @@ async def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         refusal = await here.prepare(replace(asks("true"), command=nowhere))
         nobody = Command(("true",), "~no-such-user/x")
         assert "can't look for" in await here.prepare(replace(asks("true"), command=nobody))
-        assert refusal == "there is no directory '/nowhere'; copy it there, or give --cwd"
+        assert refusal == "there is no directory '/nowhere'; copy it there, or give --sync or --cwd"
         python = Command(("python3",), "/", (), "2.7")
         assert "and the starter's is Python 2.7" in await here.prepare(
             replace(asks("true"), command=python)
@@ -383,3 +399,39 @@ async def test_a_machine_that_is_not_there_is_named(tmp_path: Path) -> None:
             here.launches.start(Launch("", Command(("true",), "/"), LaunchTerms(), on=("mac-9",)))
         with pytest.raises(UsageError, match="knows no launch 'x'"):
             here.launches.find("x")
+
+
+async def test_more_ranks_than_a_machine_takes_are_not_asked_for(tmp_path: Path) -> None:
+    async with launches_in(tmp_path) as here:
+        with pytest.raises(UsageError, match="65 ranks on one machine are too many: at most 64"):
+            here.launches.start(Launch("", Command(("true",), "/"), LaunchTerms(), count=193))
+        assert not here.launches.started
+
+
+async def test_a_name_means_the_latest_launch_that_runs(tmp_path: Path) -> None:
+    async with launches_in(tmp_path) as here:
+        here.ids = itertools.cycle(["00000000000a", "00000000000b"])
+        there = (here.view.seats[1].name,)
+        request = Launch("night", Command(("true",), "/"), LaunchTerms(), on=there)
+        one, two = here.launches.start(request), here.launches.start(request)
+        assert here.launches.find("night") == two
+        here.launches.end(two, 15)
+        assert here.launches.find("night") == one
+        with pytest.raises(UsageError, match="launch 00000000000b has ended already"):
+            here.launches.end(two, 15)
+
+
+async def test_a_new_rank_0_learns_that_the_input_has_ended(tmp_path: Path) -> None:
+    async with launches_in(tmp_path) as here:
+        terms = LaunchTerms(engine="gloo", restarts=1)
+        launch = here.launches.start(
+            Launch("", Command(("true",), "/"), terms, on=(here.view.seats[1].name,))
+        )
+        for generation in range(2):
+            assert isinstance(await here.anna.next(), PrepareLaunch)
+            here.launches.receive(ANNA, LaunchPrepared(ID, "", (7000, 7001)))
+            assert isinstance(await here.anna.next(), BeginRanks)
+            if generation == 0:
+                launch.send_input(b"")
+            assert await here.anna.next() == RankInput(ID, b"")
+            here.launches.receive(ANNA, RankEnded(ID, generation, 0, 1))

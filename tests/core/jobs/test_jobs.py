@@ -10,7 +10,7 @@ from pmesh.core.jobs.jobs import LEAVE_GRACE_S, LEFT, JobsState, WaitingTrainer
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import Roster, Terms, Trainer, View
 from pmesh.core.views.state import MemberState, Peer
-from pmesh.core.wire.link import RankProgress, Waiting
+from pmesh.core.wire.link import Call, RankProgress, Waiting
 from pmesh.ids import Slot
 from tests.core.jobs.test_rank import (
     BARRIER,
@@ -37,6 +37,7 @@ from tests.worlds.builders import (
 )
 
 Waiter = WaitingTrainer[RankState[str]]
+GATHER = Call("gather", "float32", (), root=1)
 Here = JobsState[Waiter, RankState[str]]
 THERE = Trainer(OTHER, BERT, Slot(0), "b")
 APART = roster(2, trainers=[trainer(ME), THERE])
@@ -190,6 +191,17 @@ def test_a_loss_is_told_at_once_and_a_leave_in_order_after_a_grace() -> None:
     # A view that did not know of it is told again.
     later = msgspec.structs.replace(APART, number=3)
     assert here.follow(state, view_of(later), 8.0).leaving == (rank,)
+
+
+def test_a_rank_that_leaves_stays_until_an_op_that_is_bound_to_it_has_ended_everywhere() -> None:
+    here, state = begun(APART)
+    (rank,) = here.ranks
+    rank.start(ZERO, GATHER)
+    rank.complete(ZERO, RESULT, (ME, OTHER))
+    assert not here.leave(rank, LEFT, 5.0)
+    assert not here.pass_time(state, 5.0 + 60 * LEAVE_GRACE_S).leaving
+    rank.stabilize(ZERO)
+    assert here.pass_time(state, 5.0 + 61 * LEAVE_GRACE_S).leaving == (rank,)
 
 
 def test_who_dies_has_no_grace() -> None:

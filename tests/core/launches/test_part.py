@@ -1,6 +1,7 @@
 """When the ranks of one machine are started, ended and killed."""
 
 import signal
+from dataclasses import replace
 
 from pmesh.core.launches.part import (
     Part,
@@ -67,6 +68,16 @@ def test_a_signal_reaches_those_that_run_and_ends_those_that_wait() -> None:
     over = rank_ended(killed.part, 0, -9, now=104.6)
     assert over.actions == (Report(0, -9),)
     assert over.part.is_over
+
+
+def test_ranks_that_have_lost_their_starter_get_a_short_grace() -> None:
+    patient = replace(begun(0), grace_s=30.0)
+    assert end(patient, signal.SIGTERM, now=101.0, is_lost=True).part.kill_at == 103.0
+    ending = end(patient, signal.SIGINT, now=101.0).part
+    assert ending.kill_at == 131.0
+    assert end(ending, signal.SIGTERM, now=102.0, is_lost=True).part.kill_at == 104.0
+    hasty = replace(begun(0), grace_s=0.5)
+    assert end(hasty, signal.SIGTERM, now=101.0, is_lost=True).part.kill_at == 101.5
 
 
 def test_a_second_signal_does_not_put_off_the_end() -> None:

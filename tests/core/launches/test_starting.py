@@ -22,6 +22,7 @@ from pmesh.core.launches.starting import (
     machine_lost,
     pass_time,
     prepared,
+    prepares,
     rank_ended,
 )
 from pmesh.ids import NodeId
@@ -97,6 +98,17 @@ def test_a_machine_that_is_lost_or_silent_before_the_start_is_a_refusal() -> Non
     assert play.take(pass_time(play.launch, now=play.now + ANSWER_S - 0.1)) == ()
     actions = play.take(pass_time(play.launch, now=play.now + ANSWER_S))
     assert actions == (Signal(A, 9), Over(1, "mac-2 is lost: gone; mac-3 has not answered"))
+
+
+def test_a_machine_that_takes_files_has_more_time_to_answer() -> None:
+    play = Play()
+    play.answer(A)
+    play.launch = prepares(play.launch, B, now=play.now + ANSWER_S - 0.1)
+    assert play.take(pass_time(play.launch, now=play.now + ANSWER_S)) == ()
+    for node in (A, STRANGER):  # they were not asked, or have answered
+        assert prepares(play.launch, node, now=play.now + 10 * ANSWER_S) is play.launch
+    play.answer(B, C)
+    assert prepares(play.launch, B, now=play.now) is play.launch
 
 
 def test_all_zeros_are_a_success() -> None:

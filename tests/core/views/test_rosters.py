@@ -143,6 +143,50 @@ def test_what_a_member_reports_of_trainers_that_are_not_its_own_counts_for_nothi
     assert after.outcomes == ()
 
 
+class TestLanes:
+    """V4: those that both ends hold outlive a loss, and nothing else."""
+
+    def lanes_after(
+        self,
+        sends: Mapping[int, tuple[int, ...]],
+        receives: Mapping[int, tuple[int, ...]],
+        *,
+        lost: Member | None = CARA,
+        number: int = TRIO.number,
+    ) -> tuple[tuple[int, int], ...]:
+        """The lanes that Anna's (0), Bert's (1) and Cara's (2) trainers keep."""
+        reports: dict[Member, JobReport] = {}
+        for trainer in TRIO.trainers:
+            report = make_report(TRIO, {trainer.id: [running(4)]})
+            rank = msgspec.structs.replace(
+                report.ranks[0],
+                sends_to=ids_of(*sends.get(trainer.id, ())),
+                receives_from=ids_of(*receives.get(trainer.id, ())),
+            )
+            reports[trainer.member] = msgspec.structs.replace(report, ranks=(rank,), number=number)
+        base = make_view(5, ANNA, BERT, CARA, rosters=[TRIO])
+        answers = {m: make_flushed(m, base, jobs=[reports[m]]) for m in reports if m != lost}
+        requests = [make_view_request(TRIO, None, op=4)] if lost is None else []
+        (after,) = settle(base, answers, view_requests=requests)
+        return after.lanes
+
+    def test_stay_where_both_ends_hold_them(self) -> None:
+        assert self.lanes_after({0: (1,), 1: (2,)}, {1: (0,), 0: (2,)}) == ((0, 1),)
+
+    def test_end_where_the_receiver_has_not_taken_its_end_yet(self) -> None:
+        assert self.lanes_after({0: (1,)}, {}) == ()
+
+    def test_end_where_the_sender_has_not_taken_its_end_yet(self) -> None:
+        assert self.lanes_after({}, {1: (0,)}) == ()
+
+    def test_end_where_nobody_is_lost(self) -> None:
+        """One of them may have broken: that is why the op runs again."""
+        assert self.lanes_after({0: (1,)}, {1: (0,)}, lost=None) == ()
+
+    def test_end_where_they_are_of_another_number(self) -> None:
+        assert self.lanes_after({0: (1,)}, {1: (0,)}, number=TRIO.number - 1) == ()
+
+
 class TestJobsToSettle:
     """What a view change would help; the others run on (V7)."""
 

@@ -109,9 +109,9 @@ def test_values_beyond_their_limits_are_refused(message: PathMessage) -> None:
         decode_untrusted(encode(message))
 
 
-def test_the_bytes_of_version_ten_do_not_change_unnoticed() -> None:
+def test_the_bytes_of_version_eleven_do_not_change_unnoticed() -> None:
     nobody = Member(NodeId(b"n"), Incarnation(7))
-    assert link.PROTOCOL_VERSION == 10
+    assert link.PROTOCOL_VERSION == 11
     assert encode(Hello(1, nobody, "mac", (Address("h", 9),))).hex() == (
         "97 01 01 92 c4 01 6e 07 a3 6d6163 91 92 a1 68 09 90 00".replace(" ", "")
     )
@@ -139,7 +139,7 @@ def test_the_bytes_of_version_ten_do_not_change_unnoticed() -> None:
     ]
 
 
-def test_the_tags_are_those_of_version_ten() -> None:
+def test_the_tags_are_those_of_version_eleven() -> None:
     tags = {kind.__struct_config__.tag: kind.__name__ for kind in KINDS}
     assert tags == {
         1: "Hello",
@@ -179,6 +179,9 @@ def test_the_tags_are_those_of_version_ten() -> None:
         47: "RankInput",
         48: "InputRead",
         49: "StopLaunch",
+        50: "AskFiles",
+        51: "FilePart",
+        52: "FilesStored",
     }
 
 

@@ -54,17 +54,74 @@ async def test_a_reader_waits_for_more(tmp_path: Path) -> None:
     spool.close()
 
 
-def test_a_full_disk_loses_lines_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spool = Spool(tmp_path / "x")
+class Disk:
+    """`os.pwrite`, which can be told that the disk is full; it then writes a part first."""
 
-    def refuse(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_full = False
+        self._write = os.pwrite
+        monkeypatch.setattr(os, "pwrite", self.write)
 
-    monkeypatch.setattr(os, "write", refuse)
-    spool.append(b"lost\n")
+    def write(self, descriptor: int, data: memoryview, offset: int) -> int:
+        if self.is_full:
+            self._write(descriptor, data[:1], offset)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self._write(descriptor, data, offset)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+def test_a_full_disk_is_told_of_and_the_latest_lines_stay(tmp_path: Path, disk: Disk) -> None:
+    spool = Spool(tmp_path / "x", memory_bytes=10, describe=lambda e: f"{e.strerror}\n".encode())
+    spool.append(b"stored\n")
+    disk.is_full = True
+    for number in range(3):
+        spool.append(b"line %d\n" % number)
     assert spool.failed is not None
-    spool.append(b"lost, too\n")
-    assert spool.end == 0
+    assert read_all(spool, 100) == b"stored\nNo space left on device\nline 0\nline 1\nline 2\n"
+    for number in range(3, 50):
+        spool.append(b"line %d\n" % number)
+    kept = read_all(spool, 100)
+    assert kept.startswith(b"stored\nline ")
+    assert kept.endswith(b"line 48\nline 49\n")
+    assert len(kept) < 100  # memory is bounded
     spool.close()
+
+
+def test_a_reader_that_is_behind_learns_how_much_is_gone(tmp_path: Path, disk: Disk) -> None:
+    spool = Spool(tmp_path / "x", memory_bytes=10)
+    disk.is_full = True
+    for _ in range(10):
+        spool.append(b"ten bytes\n")
+    piece = spool.read(0, 100)
+    assert (piece.offset, piece.data) == (80, b"ten bytes\n")
+    spool.close()
+
+
+def test_a_disk_that_has_room_again_is_used_again(tmp_path: Path, disk: Disk) -> None:
+    spool = Spool(tmp_path / "x", memory_bytes=10, describe=lambda _: b"full\n")
+    disk.is_full = True
+    spool.append(b"ten bytes\n")
+    disk.is_full = False
+    spool.append(b"stored\n")
+    assert spool.failed is None
+    assert read_all(spool, 100) == b"full\nten bytes\nstored\n"
+    spool.append(b"too\n")
+    assert read_all(spool, 100) == b"full\nten bytes\nstored\ntoo\n"
+    spool.close()
+
+
+def test_memory_is_forgotten_like_files(tmp_path: Path, disk: Disk) -> None:
+    spool = Spool(tmp_path / "x", segment_bytes=10, segments=1, memory_bytes=10)
+    disk.is_full = True
+    spool.append(b"ten bytes\n")
+    disk.is_full = False
+    spool.append(b"ten bytes\n")
+    assert spool.read(0, 100) == (10, b"ten bytes\n")
+    disk.is_full = True
+    spool.append(b"ten bytes\n")
+    spool.close()
+    assert spool.read(0, 100) == (0, b"")

@@ -1,0 +1,105 @@
+"""Copies of the directories that `pmesh run --sync` sends: one for each launch, to run in.
+
+A copy is made once. A rank that is started again finds what it has written there, also after its
+agent was restarted.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from pmesh.agent.home import is_full
+from pmesh.agent.launches.files import SYNC_NAME, FileStore
+from pmesh.core.wire.launches import TreeName
+from pmesh.core.wire.tree import Content, Entry, FileEntry, LinkEntry, contents_of
+from pmesh.errors import UsageError
+
+KEPT = 20  # copies of launches, as of their output
+_BUILDING: Final = ".new-"
+
+
+def copy_path(home: Path, launch: str, tree: TreeName) -> Path:
+    """Return where the copy for a launch is, or would be."""
+    return _copies(home) / f"{launch}-{tree.sha256.hex()[:8]}"
+
+
+def _copies(home: Path) -> Path:
+    return home / SYNC_NAME / "copies"
+
+
+class Copies:
+    """The copies on this machine; its methods block."""
+
+    def __init__(self, home: Path, store: FileStore) -> None:
+        self._directory = _copies(home)
+        self._store = store
+
+    def make(self, path: Path, entries: Sequence[Entry]) -> None:
+        """Make the copy from the store. Raises UsageError if that can't be done here."""
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            building = Path(tempfile.mkdtemp(dir=self._directory, prefix=_BUILDING))
+            try:
+                self._fill(building, entries)
+                building.rename(path)
+            finally:
+                shutil.rmtree(building, ignore_errors=True)
+        except OSError as e:
+            raise UsageError(why_no_copy(e)) from e
+
+    def _fill(self, directory: Path, entries: Sequence[Entry]) -> None:
+        """Write directories and files, and links after them: so nothing is written through one."""
+        for entry in sorted(entries, key=lambda entry: isinstance(entry, LinkEntry)):
+            path = directory / entry.path
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                match entry:
+                    case FileEntry(_, sha256, nbytes, executable):
+                        self._store.copy_out(Content(sha256, nbytes), path, executable=executable)
+                    case LinkEntry(_, target):
+                        path.symlink_to(target)
+                    case _:
+                        path.mkdir()
+            except FileExistsError as e:
+                raise UsageError(
+                    f"its disk does not tell {entry.path!r} from another name; rename one of them"
+                ) from e
+
+    def prune(self, in_use: Collection[str]) -> None:
+        """Remove the oldest copies beyond `KEPT`, but for those of launches that are in use."""
+        copies = sorted(self._directory.glob("[!.]*"), key=lambda path: path.stat().st_mtime)
+        for path in copies[: max(0, len(copies) - KEPT)]:
+            if path.name.partition("-")[0] not in in_use:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def clean(self) -> None:
+        """Remove what an agent that was killed has begun."""
+        for path in self._directory.glob(f"{_BUILDING}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def check_room(home: Path, entries: Sequence[Entry], missing: Iterable[Content]) -> None:
+    """Raise UsageError if the disk has no room for the missing contents and the copy."""
+    copied = sum(entry.nbytes for entry in entries if isinstance(entry, FileEntry))
+    needed = copied + sum(content.nbytes for content in missing)
+    free = shutil.disk_usage(home).free
+    if needed > free:
+        raise UsageError(
+            f"its disk has {free >> 20} MiB left, and the files need {(needed >> 20) + 1} MiB; "
+            "free some space there"
+        )
+
+
+def missing_of(store: FileStore, entries: Sequence[Entry]) -> dict[int, Content]:
+    """Return the contents that are not in the store, by their index in the tree."""
+    contents = enumerate(contents_of(entries))
+    return {index: content for index, content in contents if not store.has(content)}
+
+
+def why_no_copy(error: OSError) -> str:
+    """Return why files can't be written here."""
+    if is_full(error):
+        return "its disk is full, so it can't take the files; free some space there"
+    return f"it can't write the files: {error.strerror or error}"

@@ -1,0 +1,281 @@
+"""Files on their way: a machine that is asked to run a launch pulls what it lacks of its directory.
+
+Only a machine that allows the launch asks for files, so nobody else can send any. The starter
+sends what was asked for as fast as it is stored there.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+import trio
+from msgspec import structs
+
+from pmesh.agent.containment import Contain
+from pmesh.agent.launches.copies import Copies, check_room, copy_path, missing_of, why_no_copy
+from pmesh.agent.launches.files import ContentsReceiver, FileStore
+from pmesh.agent.launches.started import Deliver, StartedHere
+from pmesh.core.launches.pulling import PART_BYTES, Incoming, Outgoing, Slice
+from pmesh.core.wire.launches import (
+    AskFiles,
+    Command,
+    FilePart,
+    FilesMessage,
+    FilesSent,
+    FilesStored,
+    PrepareLaunch,
+    TreeName,
+)
+from pmesh.core.wire.tree import Content, Entry, contents_of, decode_tree_untrusted
+from pmesh.errors import ProtocolError, UsageError
+from pmesh.ids import Member, NodeId
+
+BATCH_BYTES: Final = 4 * PART_BYTES  # read at once: half of the window
+BEAT_S = 5.0  # a quarter of what the starter waits: hashing and copying on a slow disk take longer
+
+_Result = TypeVar("_Result")
+
+
+class Syncing:
+    """The directories that this agent sends and receives."""
+
+    def __init__(
+        self,
+        home: Path,
+        *,
+        send: Deliver,
+        link_with: Callable[[NodeId], object | None],
+        nursery: trio.Nursery,
+        contain: Contain,
+    ) -> None:
+        self._home = home
+        self._send = send
+        self._link_with = link_with
+        self._nursery = nursery
+        self._contain = contain
+        self._store = FileStore(home)
+        self._copies = Copies(home, self._store)
+        self._pulls: dict[str, _Pull] = {}
+        self._pushes: dict[tuple[str, NodeId], _Push] = {}
+        self._numbers = itertools.count(1)
+        self._needed: dict[str, frozenset[bytes]] = {}
+        """The hashes that a launch may need again, when a machine comes back."""
+
+    def clean(self) -> None:
+        """Remove what an agent before this one has begun and not finished."""
+        self._copies.clean()
+
+    def receive_untrusted(
+        self, member: Member, message: FilesMessage, launch: StartedHere | None
+    ) -> None:
+        """Take a message; `launch` is the one that was started here, if it was.
+
+        Raises ProtocolError for what no honest machine would send.
+        """
+        match message:
+            case FilePart(launch_id, number, offset, data):
+                pull = self._pulls.get(launch_id)
+                if pull is not None and (pull.starter, pull.number) == (member, number):
+                    pull.receive_untrusted(offset, data)
+            case AskFiles():
+                if launch is not None and launch.is_preparing(member.node):
+                    self._begin_push(launch, member.node, message)
+            case FilesStored(launch_id, number, offset):
+                push = self._pushes.get((launch_id, member.node))
+                if launch is not None and launch.is_preparing(member.node) and push is not None:
+                    push.acknowledge_untrusted(number, offset)
+
+    def follow_links(self) -> None:
+        """End what was on its way over a link that has ended."""
+        for key, push in list(self._pushes.items()):
+            if push.launch.is_over or self._link_with(key[1]) is not push.link:
+                push.scope.cancel()
+                del self._pushes[key]
+
+    # --- this machine takes files
+
+    async def bring(self, starter: Member, message: PrepareLaunch) -> Command:
+        """Return the command as it runs in a copy of the starter's directory, if it has one.
+
+        Raises:
+            UsageError: The directory can't be had here; the message says why.
+            ProtocolError: It is none.
+        """
+        tree = message.command.tree
+        if tree is None:
+            return message.command
+        pull = self._pulls[message.launch] = _Pull(starter)
+        beating = trio.CancelScope()
+        self._nursery.start_soon(self._beat, beating, pull, message.launch)
+        try:
+            path = await self._bring(pull, message.launch, tree)
+        except OSError as e:
+            raise UsageError(why_no_copy(e)) from e
+        finally:
+            beating.cancel()
+            if self._pulls.get(message.launch) is pull:
+                del self._pulls[message.launch]
+        return structs.replace(message.command, cwd=str(path))
+
+    async def prune(self, launches: frozenset[str]) -> None:
+        """Remove what was not used for long; these launches may still need their files."""
+        self._needed = {one: hashes for one, hashes in self._needed.items() if one in launches}
+        needed = frozenset(itertools.chain.from_iterable(self._needed.values()))
+        await _in_thread(self._store.prune, needed)
+        await _in_thread(self._copies.prune, launches)
+
+    async def _bring(self, pull: "_Pull", launch: str, tree: TreeName) -> Path:
+        path = copy_path(self._home, launch, tree)
+        if await _in_thread(path.is_dir):  # a rank is started again
+            return path
+        whole = Content(tree.sha256, tree.nbytes)
+        if not await _in_thread(self._store.has, whole):
+            await self._take(pull, launch, [whole], [])
+        entries = await _in_thread(self._entries_of, launch, whole)
+        missing = await _in_thread(missing_of, self._store, entries)
+        await _in_thread(check_room, self._home, entries, missing.values())
+        if missing:
+            await self._take(pull, launch, list(missing.values()), list(missing))
+        await _in_thread(self._copies.make, path, entries)
+        return path
+
+    def _entries_of(self, launch: str, whole: Content) -> tuple[Entry, ...]:
+        entries = decode_tree_untrusted(self._store.read_whole(whole))
+        hashes = {content.sha256 for content in contents_of(entries)}
+        self._needed[launch] = frozenset({whole.sha256, *hashes})
+        return entries
+
+    async def _take(
+        self, pull: "_Pull", launch: str, contents: Sequence[Content], wanted: Sequence[int]
+    ) -> None:
+        """Ask the starter for contents, and store them."""
+        pull.begin(next(self._numbers), contents)
+        self._send(pull.starter.node, AskFiles(launch, pull.number, tuple(wanted)))
+        receiver = ContentsReceiver(self._store)
+        try:
+            while not pull.incoming.is_stored:
+                received, slices = await pull.next_slices()
+                await _in_thread(receiver.write, slices)
+                pull.incoming.stored = received
+                self._send(pull.starter.node, FilesStored(launch, pull.number, received))
+        finally:
+            receiver.close()
+
+    async def _beat(self, scope: trio.CancelScope, pull: "_Pull", launch: str) -> None:
+        """Tell the starter that this machine is at work."""
+        with scope:
+            while True:
+                await trio.sleep(BEAT_S)
+                stored = FilesStored(launch, pull.number, pull.incoming.stored)
+                self._send(pull.starter.node, stored)
+
+    # --- this machine sends files
+
+    def sent(self, launch: StartedHere) -> tuple[FilesSent, ...]:
+        """Return how far each machine is that has asked for files."""
+        return tuple(
+            FilesSent(launch.name_of(node), push.outgoing.stored, push.outgoing.total)
+            for (launch_id, node), push in self._pushes.items()
+            if launch_id == launch.launch and push.has_begun
+        )
+
+    def _begin_push(self, launch: StartedHere, node: NodeId, message: AskFiles) -> None:
+        key = (launch.launch, node)
+        before = self._pushes.get(key)
+        if before is not None:
+            before.scope.cancel()
+        push = self._pushes[key] = _Push(launch, self._link_with(node), message.pull)
+        self._nursery.start_soon(self._run_push, push, node, message.wanted)
+
+    async def _run_push(self, push: "_Push", node: NodeId, wanted: Sequence[int]) -> None:
+        failures = list[str]()
+        with self._contain("files for a launch", failures.append), push.scope:
+            try:
+                push.begin(await _in_thread(self._contents, push.launch, wanted))
+                await self._send_all(push, node)
+            except OSError as e:
+                failures.append(f"the starter can't read the files: {e.strerror or e}")
+            except ProtocolError as e:
+                failures.append(str(e))
+        for failure in failures:
+            push.launch.refuse(node, failure)
+
+    def _contents(self, launch: StartedHere, wanted: Sequence[int]) -> list[Content]:
+        tree = launch.request.command.tree
+        if tree is None:
+            raise ProtocolError("it wants files of a launch that has none")
+        whole = Content(tree.sha256, tree.nbytes)
+        contents = contents_of(self._entries_of(launch.launch, whole))
+        if not wanted:
+            return [whole]
+        if list(wanted) != sorted(set(wanted)) or wanted[-1] >= len(contents):
+            raise ProtocolError("it wants files that are not there")
+        return [contents[index] for index in wanted]
+
+    async def _send_all(self, push: "_Push", node: NodeId) -> None:
+        outgoing = push.outgoing
+        while not outgoing.is_sent:
+            changed, offset = push.changed, outgoing.sent
+            slices = outgoing.take(BATCH_BYTES)
+            if not slices:
+                await changed.wait()
+                continue
+            data = await _in_thread(self._store.read, slices)
+            for begin in range(0, len(data), PART_BYTES):
+                part = data[begin : begin + PART_BYTES]
+                self._send(node, FilePart(push.launch.launch, push.number, offset + begin, part))
+
+
+class _Pull:
+    """What this machine takes of a starter for one launch."""
+
+    def __init__(self, starter: Member) -> None:
+        self.starter = starter
+        self.number = 0
+        self.incoming = Incoming(())
+        self._slices: list[tuple[Slice, bytes]] = []
+        self._came = trio.Event()
+
+    def begin(self, number: int, contents: Sequence[Content]) -> None:
+        self.number = number
+        self.incoming = Incoming(contents)
+
+    def receive_untrusted(self, offset: int, data: bytes) -> None:
+        self._slices += self.incoming.receive_untrusted(offset, data)
+        self._came.set()
+
+    async def next_slices(self) -> tuple[int, list[tuple[Slice, bytes]]]:
+        """Return all that has come, and up to where in the stream that is."""
+        await self._came.wait()
+        self._came = trio.Event()
+        slices, self._slices = self._slices, []
+        return self.incoming.received, slices
+
+
+class _Push:
+    """What this machine sends to another one for a launch that was started here."""
+
+    def __init__(self, launch: StartedHere, link: object | None, number: int) -> None:
+        self.launch = launch
+        self.link = link
+        self.number = number
+        self.scope = trio.CancelScope()
+        self.changed = trio.Event()
+        self.outgoing = Outgoing(())
+        self.has_begun = False
+
+    def begin(self, contents: Sequence[Content]) -> None:
+        self.outgoing = Outgoing(contents)
+        self.has_begun = True
+
+    def acknowledge_untrusted(self, number: int, offset: int) -> None:
+        if number == self.number and self.has_begun:
+            self.outgoing.acknowledge_untrusted(offset)
+            changed, self.changed = self.changed, trio.Event()
+            changed.set()
+
+
+async def _in_thread(function: Callable[..., _Result], *arguments: object) -> _Result:
+    return await trio.to_thread.run_sync(partial(function, *arguments))

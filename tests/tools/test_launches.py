@@ -1,0 +1,71 @@
+"""The short form of the campaigns on `pmesh run --on`: real agents and ranks on a network."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tools.chaos.results import Results
+from tools.lab.results import read_results
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.e2e, pytest.mark.netns]
+
+
+def launches(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.launches", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    # No time is asserted: this machine may be busy. What went wrong is named.
+    assert "VIOLATION" not in done.stdout, done.stdout
+    assert done.returncode in {0, 1}, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("rank-pmesh", "back", "starter", "starter-agent", "starter-machine", "cable-pmesh"),
+        pytest.param(
+            "rank-gloo",
+            marks=pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed"),
+        ),
+        pytest.param(
+            "machine-mlx-ring",
+            marks=pytest.mark.skipif(find_spec("mlx") is None, reason="mlx is not installed"),
+        ),
+    ],
+)
+def test_a_blow_leaves_nothing_running_that_must_end(case: str, tmp_path: Path) -> None:
+    results = tmp_path / "kills.json"
+    launches("run", case, "--episodes", "1", "--json", str(results))
+    (table,) = read_results(results, Results).tables
+    ((_, _, _, _, tried, *_),) = table.rows
+    assert tried == "1"
+
+
+def test_no_line_of_a_flood_is_lost_or_torn(tmp_path: Path) -> None:
+    results = tmp_path / "flood.json"
+    launches("flood", "--lines-per-s", "2000", "--seconds", "2", "--json", str(results))
+    (table,) = read_results(results, Results).tables
+    assert ("lost, torn, or out of order within a rank", "0") in table.rows
+
+
+def test_a_terminal_that_does_not_read_holds_nobody_up() -> None:
+    output = launches("terminals", "--seconds", "1", "--turns", "1")
+    assert "stopped: " in output
+
+
+def test_a_case_that_is_not_there_is_named() -> None:
+    output = launches("run", "no-such-case")
+    assert "no case is called no-such-case; 'list' shows them" in output

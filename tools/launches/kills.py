@@ -1,0 +1,276 @@
+"""Somebody is killed, or cut off, while ranks train; what must end ends, and the others go on."""
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import numpy as np
+from sklearn.datasets import load_digits
+
+from tools.lab.cluster import CampaignError, Node
+from tools.launches.house import House, alive, await_that, command_of
+
+ENDS_S = 5.0
+"""Within so long nothing may be left of what must end."""
+STARTS_S, TRAINS_S = 90.0, 90.0  # a busy machine imports torch for a while
+FOR_EVER = 10**6
+ACCURACY = 0.85
+SCRIPTS = Path(__file__).parent / "scripts"
+# The rank and a child of it heed no signal.
+STUBBORN = 'trap "" INT TERM HUP; sleep 86400 & exec "$0" "$@"'
+
+Engine: TypeAlias = Literal["pmesh", "gloo", "mlx-ring"]
+Victim: TypeAlias = Literal["rank", "agent", "machine", "cable", "starter", "ctrl-c"]
+
+_SCRIPT = {"pmesh": "pmesh_digits.py", "gloo": "torch_digits.py", "mlx-ring": "mlx_digits.py"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Whom to strike, and what is promised then."""
+
+    name: str
+    what: str
+    victim: Victim
+    engine: Engine = "pmesh"
+    of_starter: bool = False
+    """The victim's machine is the one on which the launch was started."""
+    comes_back: bool = False
+    """The agent is started again at once."""
+    restarts: int = 10
+    code: int | None = 0
+    """The exit code; None if `pmesh run` itself is killed."""
+    goes_on: bool = True
+    """The ranks that are left train to the end."""
+
+    @property
+    def steps(self) -> int:
+        if not self.goes_on:
+            return FOR_EVER
+        return 300 if self.comes_back else 60
+
+    @property
+    def trained(self) -> int:
+        """How many of three ranks reach the end."""
+        return 3 if self.victim == "rank" or self.comes_back else 2
+
+
+def _for_engines(name: str, what: str, victim: Victim) -> list[Case]:
+    engines: tuple[Engine, ...] = ("pmesh", "gloo", "mlx-ring")
+    return [Case(name=f"{name}-{e}", what=what, victim=victim, engine=e) for e in engines]
+
+
+def _of_starter(
+    name: str, what: str, victim: Victim, *, code: int | None, of_starter: bool = True
+) -> Case:
+    return Case(
+        name=name, what=what, victim=victim, of_starter=of_starter, code=code, goes_on=False
+    )
+
+
+CASES = (
+    *_for_engines("rank", "kill -9 of a rank", "rank"),
+    *_for_engines("agent", "kill -9 of an agent", "agent"),
+    *_for_engines("machine", "kill -9 of all on a machine", "machine"),
+    *_for_engines("cable", "the link of a machine is cut", "cable"),
+    Case(
+        name="back",
+        what="kill -9 of an agent that is started again",
+        victim="agent",
+        comes_back=True,
+    ),
+    Case(
+        name="rank-once",
+        what="kill -9 of a rank, --restarts 0",
+        victim="rank",
+        engine="mlx-ring",
+        restarts=0,
+        code=137,
+        goes_on=False,
+    ),
+    _of_starter("ctrl-c", "Ctrl-C", "ctrl-c", code=130),
+    _of_starter("starter", "kill -9 of `pmesh run`", "starter", code=None),
+    _of_starter("starter-agent", "kill -9 of the starter's agent", "agent", code=1),
+    _of_starter("starter-machine", "kill -9 of all on its machine", "machine", code=None),
+    _of_starter("starter-cable", "the link of its machine is cut", "cable", code=None),
+)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was measured of one case."""
+
+    tried: int = 0
+    ended_s: list[float] = field(default_factory=list[float])
+    """From the blow until nothing was left of what must end, in each episode."""
+    violations: list[str] = field(default_factory=list[str])
+
+
+def write_digits(folder: Path) -> Path:
+    """scikit-learn's digits, in a form that loads in milliseconds."""
+    images, labels = load_digits(return_X_y=True)
+    path = folder / "digits.npz"
+    np.savez(path, images=(images / 16).astype(np.float32), labels=labels.astype(np.int64))
+    return path
+
+
+def run_case(
+    house: House,
+    case: Case,
+    episodes: int,
+    *,
+    seed: int,
+    folder: Path,
+    keep: Callable[[Tally], None] = lambda _: None,
+) -> Tally:
+    """Strike so many times; what goes wrong is kept, and the house begins anew.
+
+    Args:
+        house: Where.
+        case: Whom.
+        episodes: How often.
+        seed: Of the dice.
+        folder: For data and checkpoints.
+        keep: Is called after each episode, so that a campaign that is killed has results.
+    """
+    dice, tally = random.Random(f"{case.name} {seed}"), Tally()  # noqa: S311 - no secret
+    data = write_digits(folder)
+    for number in range(episodes):
+        tally.tried += 1
+        try:
+            Episode(house, case, dice, data, folder / f"{case.name}-{seed}-{number}.npz").run(tally)
+        except CampaignError as e:
+            tally.violations.append(f"episode {number}: {e}")
+            for pid in house.left():
+                os.kill(pid, signal.SIGKILL)
+        keep(tally)
+        if case.victim == "cable":  # agents have more patience with a link that has recovered
+            for node in house.nodes:
+                node.kill("agent")
+        house.heal()
+    return tally
+
+
+class Episode:
+    """One launch that is struck once."""
+
+    def __init__(
+        self, house: House, case: Case, dice: random.Random, data: Path, checkpoint: Path
+    ) -> None:
+        self._house, self._case, self._dice = house, case, dice
+        starter, *others = dice.sample(house.nodes, len(house.nodes))
+        self._victim = starter if case.of_starter else others[0]
+        engine = ("--engine", case.engine, "--restarts", str(case.restarts))
+        rank = (sys.executable, str(SCRIPTS / _SCRIPT[case.engine]), str(data), str(checkpoint))
+        command = ("sh", "-c", STUBBORN, *rank, str(case.steps), "0.05")
+        self._launch = house.launch(starter, "--on", "all", *engine, "--", *command)
+
+    def run(self, tally: Tally) -> None:
+        case, launch = self._case, self._launch
+        await_that(self._trains, f"step 6 of all ranks\n{launch.text}", within_s=STARTS_S)
+        time.sleep(self._dice.uniform(0, 0.3))
+        doomed = self._doomed()
+        took_s = self._strike(doomed)
+        tally.ended_s.append(took_s)
+        if case.comes_back:
+            self._house.cluster.start_agent(self._victim)
+        if case.goes_on:
+            self._await_end()
+            self._check_result()
+        elif case.code is not None:
+            self._await_end()
+        self._check_code()
+        self._clear()
+
+    def _trains(self) -> bool:
+        if self._launch.code is not None:
+            raise CampaignError(f"the launch has ended before\n{self._launch.text}")
+        return all(self._launch.lines_of(node, "step 6") for node in self._house.nodes)
+
+    def _doomed(self) -> frozenset[int]:
+        """What must be gone soon: of one machine, or of all."""
+        case, house = self._case, self._house
+        mine = case.victim in {"rank", "agent", "machine", "cable"} and not case.of_starter
+        if case.engine == "pmesh" and mine:
+            nodes: Sequence[Node] = [self._victim]
+        elif case.victim == "cable" and case.of_starter:
+            nodes = [node for node in house.nodes if node != self._victim]
+        else:
+            nodes = house.nodes
+        return house.left(nodes) - {self._launch.process.pid}
+
+    def _strike(self, doomed: frozenset[int]) -> float:
+        match self._case.victim:
+            case "rank":
+                (rank,) = (
+                    pid
+                    for pid in self._house.left([self._victim])
+                    if command_of(pid)[0:1] == [sys.executable] and "--on" not in command_of(pid)
+                )
+                os.kill(rank, signal.SIGKILL)
+            case "agent":
+                self._victim.kill("agent")
+            case "machine":
+                self._house.kill_machine(self._victim)
+            case "cable":
+                self._house.cluster.lab.cut(self._victim.host)
+            case "starter":
+                self._launch.send(signal.SIGKILL)
+            case "ctrl-c":
+                self._launch.send(signal.SIGINT)
+        began = time.monotonic()
+        try:
+            await_that(lambda: not alive(doomed), "the end", within_s=4 * ENDS_S)
+        except CampaignError:
+            left = [" ".join(command_of(pid)) for pid in alive(doomed)]
+            raise CampaignError(f"left running: {left}\n{self._launch.text}") from None
+        return time.monotonic() - began
+
+    def _await_end(self) -> None:
+        launch = self._launch
+        what = "the end of pmesh run"
+        try:
+            await_that(lambda: launch.code is not None, what, within_s=TRAINS_S)
+        except CampaignError as e:
+            raise CampaignError(f"{e}\n{launch.text}") from None
+
+    def _check_code(self) -> None:
+        if self._case.code is not None and self._launch.code != self._case.code:
+            raise CampaignError(f"exit code {self._launch.code}\n{self._launch.text}")
+
+    def _check_result(self) -> None:
+        """All who are left have the same weights, and these are good."""
+        case, launch = self._case, self._launch
+        await_that(lambda: launch.process.ended, "the end of the output", within_s=ENDS_S)
+        ends = [line for node in self._house.nodes for line in launch.lines_of(node, "trained")]
+        results = [(steps, digest) for _, steps, digest, _ in map(str.split, ends)]
+        good = all(float(line.split()[-1]) >= ACCURACY for line in ends)
+        wanted = case.trained
+        if len(ends) != wanted or set(results) != {(str(case.steps), results[0][1])} or not good:
+            raise CampaignError(f"wrong result {ends}\n{launch.text}")
+        if case.engine != "pmesh" and "resumed at step" not in launch.text:
+            raise CampaignError(f"not resumed\n{launch.text}")
+        if case.comes_back and self._entered_later() is None:
+            raise CampaignError(f"it did not enter the others' training\n{launch.text}")
+
+    def _entered_later(self) -> int | None:
+        entries = self._launch.lines_of(self._victim, "entered at step ")
+        return next((step for line in entries if (step := int(line.split()[-1])) > 0), None)
+
+    def _clear(self) -> None:
+        """Nothing is left anywhere; what a cut machine was to run goes on there until now."""
+        if self._case.victim == "cable" and self._case.of_starter:
+            self._launch.send(signal.SIGTERM)
+            self._await_end()
+        house = self._house
+        try:
+            await_that(lambda: not house.left(), "the end of all", within_s=ENDS_S)
+        except CampaignError:
+            left = [" ".join(command_of(pid)) for pid in house.left()]
+            raise CampaignError(f"left at the end: {left}\n{self._launch.text}") from None

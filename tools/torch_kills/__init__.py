@@ -1,0 +1,1 @@
+"""Kills of ranks in the middle of training with torch."""

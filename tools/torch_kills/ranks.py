@@ -1,0 +1,158 @@
+"""What a rank of these campaigns does: a fork of a process that has imported torch already."""
+
+import hashlib
+import json
+import os
+import re
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # what DDP imports when it is constructed: here once for all ranks
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import pmesh.torch
+
+Tell = Callable[..., None]
+RANKS, BATCH, RATE = 3, 40, 0.02
+
+
+class Rank:
+    """A process that can be killed, and the lines that it tells."""
+
+    def __init__(self, program: Callable[[Tell], None], home: Path, job: str) -> None:
+        reading, writing = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            os.close(reading)
+            os.environ |= {"PMESH_HOME": str(home), "PMESH_JOB": job, "PMESH_WAIT_FOR": "3"}
+            _run(program, writing)
+        os.close(writing)
+        os.set_blocking(reading, False)
+        self._reading = reading
+        self._rest = b""
+        self._told: list[dict[str, Any]] = []
+        self._reaped = False
+
+    @property
+    def told(self) -> list[dict[str, Any]]:
+        """All that it has told so far."""
+        while True:
+            try:
+                data = os.read(self._reading, 1 << 16)
+            except BlockingIOError:
+                break
+            if not data:
+                break
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            self._told += [json.loads(line) for line in lines]
+        return self._told
+
+    def find(self, name: str) -> Any:
+        """The last thing of that name that it has told; None if there is none."""
+        return next((each[name] for each in reversed(self.told) if name in each), None)
+
+    def kill(self) -> None:
+        """End it, if it runs, and keep what it has told."""
+        if self._reaped:
+            return
+        os.kill(self.pid, 9)
+        os.waitpid(self.pid, 0)
+        self._reaped = True
+        _ = self.told
+        os.close(self._reading)
+        self._reading = os.open(os.devnull, os.O_RDONLY)
+
+
+def _run(program: Callable[[Tell], None], writing: int) -> None:
+    def tell(**facts: object) -> None:
+        os.write(writing, json.dumps(facts | {"at": time.monotonic()}).encode() + b"\n")
+
+    try:
+        program(tell)
+    except BaseException:  # noqa: BLE001 - the campaign says so
+        tell(crash=traceback.format_exc())
+    finally:
+        os._exit(0)
+
+
+def net() -> nn.Sequential:
+    layers = [nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 10)]
+    return nn.Sequential(*layers)
+
+
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    images, labels = (torch.from_numpy(each) for each in load_digits(return_X_y=True))
+    return images.float() / 16, labels
+
+
+def digest_of(model: nn.Module) -> str:
+    hashed = hashlib.sha256()
+    for each in model.state_dict().values():
+        hashed.update(each.numpy().tobytes())
+    return hashed.hexdigest()[:16]
+
+
+def train_elastic(tell: Tell, *, steps: int) -> None:
+    """Train digits for so many steps, whoever is there."""
+    images, labels = digits()
+    mesh = pmesh.torch.init(elastic=True)
+    torch.manual_seed(1 + mesh.rank)  # every training begins with the same weights, of its rank 0
+    model = pmesh.torch.DistributedDataParallel(net(), bucket_cap_mb=0.003)
+    optimizer = torch.optim.Adam(model.parameters(), RATE, weight_decay=1e-2)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, steps)
+    while mesh.step < steps or mesh.size < RANKS:  # one that was killed late comes back, too
+        pmesh.torch.sync(model, optimizer, schedule)
+        mine = mesh.shard(len(images), epoch=mesh.step)[:BATCH]
+        optimizer.zero_grad()
+        cross_entropy(model(images[mine]), labels[mine]).backward()
+        optimizer.step()
+        schedule.step()
+        tell(step=mesh.step, size=mesh.size, rank=mesh.rank, digest=digest_of(model))
+    with torch.no_grad():
+        tell(loss=cross_entropy(model(images), labels).item())
+    mesh.close()
+
+
+def train_fixed(tell: Tell, *, sharded: bool) -> None:
+    """Train until a rank is lost, with torch's own DDP or FSDP2; then call once more."""
+    images, labels = digits()
+    dist.init_process_group("pmesh")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model: Any = net()
+    if sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model[::2]:
+            fully_shard(layer)
+        fully_shard(model)
+    else:
+        model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.003)
+    optimizer = torch.optim.Adam(model.parameters(), RATE)
+    step = 0
+    try:
+        while True:
+            step += 1
+            mine = slice((step * size + rank) * BATCH % 1600, None)
+            optimizer.zero_grad()
+            cross_entropy(model(images[mine][:BATCH]), labels[mine][:BATCH]).backward()
+            optimizer.step()
+            tell(step=step, rank=rank)
+    except RuntimeError as e:  # of the backward pass, in which torch makes it one; or below it
+        tell(error=_message(e))
+    try:
+        dist.all_reduce(torch.ones(1))
+    except dist.DistBackendError as e:
+        tell(again=_message(e))
+
+
+def _message(error: RuntimeError) -> str:
+    """The line with the message of pmesh: torch puts its own lines around it in C++."""
+    found = re.search(r"\w+: rank \d.*", str(error))
+    return found[0] if found else repr(error)
