@@ -12,7 +12,7 @@ from tools.chaos.results import Results
 from tools.lab.results import read_results
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.e2e, pytest.mark.netns]
+pytestmark = [pytest.mark.e2e, pytest.mark.netns, pytest.mark.timeout(300)]
 
 
 def launches(*arguments: str) -> str:
@@ -23,7 +23,7 @@ def launches(*arguments: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=110,
+        timeout=250,
         check=False,
     )
     # No time is asserted: this machine may be busy. What went wrong is named.

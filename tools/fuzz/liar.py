@@ -277,7 +277,7 @@ class Liar:
         )
 
 
-def example(info: inspect.Type, dice: Random) -> Any:  # noqa: ANN401, C901, PLR0911 - one arm for each kind of type
+def example(info: inspect.Type, dice: Random) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - one arm for each kind of type
     """A small valid value of a type that msgspec knows."""
     match info:
         case inspect.BoolType():
@@ -296,6 +296,8 @@ def example(info: inspect.Type, dice: Random) -> Any:  # noqa: ANN401, C901, PLR
             return dice.choice(values)
         case inspect.VarTupleType(item_type=item, min_length=shortest):
             return tuple(example(item, dice) for _ in range((shortest or 0) + dice.randrange(3)))
+        case inspect.TupleType(item_types=items):
+            return tuple(example(item, dice) for item in items)
         case inspect.DictType(key_type=key, value_type=value):
             return {example(key, dice): example(value, dice) for _ in range(dice.randrange(3))}
         case inspect.UnionType(types=types):
