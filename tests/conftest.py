@@ -21,6 +21,8 @@ NEEDS_THE_MACHINE = ("tests/e2e/", "tests/tools/", "tests/docs/test_readme.py")
 SLOW = (
     *("tests/agent/mesh/test_fuzz.py", "tests/simulation/test_simulation.py"),
     "tests/simulation/test_mutations.py::test_random_histories_notice_that_a_rule_is_missing",
+    "tests/simulation/test_mutations.py::test_an_aimed_history_goes_well[a_ring_changes",
+    "tests/simulation/test_mutations.py::test_an_aimed_history_notices_that_a_rule_is_missing[no_ring",
     *("tests/tools/test_bench.py", "tests/tools/test_chaos.py", "tests/tools/test_training.py"),
     "tests/tools/test_launches.py",
     "tests/tools/test_lora.py::test_killed_ranks_come_back",
