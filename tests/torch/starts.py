@@ -136,7 +136,10 @@ def of_other_sizes(rank: int, folder: str) -> None:
 
 
 def of_other_models(rank: int) -> None:
-    """One rank has a model that does not fit: torch tells it there, and all others get an error."""
+    """One rank has a model that does not fit: torch tells it there, and all others get an error.
+
+    DDP's constructor may have ended on them by then; their next call does not.
+    """
     whys = {"shape": "appears not to match", "meta": "of the device 'meta', without data"}
     for kind, why in whys.items():
         dist.init_process_group("pmesh")
@@ -147,6 +150,7 @@ def of_other_models(rank: int) -> None:
         with refused(why if odd else "RankLost: rank 1 .* is lost"):
             try:
                 torch.nn.parallel.DistributedDataParallel(model)
+                dist.barrier()
             finally:
                 if odd:
                     crash()
