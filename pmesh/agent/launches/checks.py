@@ -15,6 +15,7 @@ from pmesh.errors import UsageError
 
 PYTHON_S = 10.0  # a slow disk; a Python that needs longer does not run here
 _VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
+_HAS_MODULE = "import sys, importlib.util as u; print(u.find_spec(sys.argv[1]) is not None)"
 _MAX_HASHED_BYTES = 1024**3  # a script that is longer is no script
 _HASH_BYTES = 1024 * 1024
 
@@ -59,6 +60,7 @@ def _find(command: Command, environment: Mapping[str, str]) -> Found:
     program = find_program(command.words[0], cwd, environment)
     if command.python:
         _check_python(program, command.python)
+        _check_module(program, command.words[1:], cwd, {**environment, **dict(command.variables)})
     cure = "copy it there" if command.tree else "copy it there, or give --sync"
     for digest in command.digests:
         _check_digest(cwd, digest, cure)
@@ -77,14 +79,23 @@ def find_program(word: str, cwd: Path, environment: Mapping[str, str]) -> str:
 
 def python_version(program: str) -> str:
     """Return the version of a Python, such as 3.13; "" if the program is none."""
+    return _output_of([program, "-I", "-c", _VERSION])
+
+
+def _output_of(
+    command: Sequence[str], cwd: Path | None = None, environment: Mapping[str, str] | None = None
+) -> str:
+    """Return what a program prints; "" if it fails."""
     try:
         ran = subprocess.run(  # noqa: S603 - a program that is about to be run anyway
-            [program, "-I", "-c", _VERSION],
+            command,
             capture_output=True,
             text=True,
             timeout=PYTHON_S,
             check=False,
             stdin=subprocess.DEVNULL,
+            cwd=cwd,
+            env=environment,
         )
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return ""
@@ -98,6 +109,20 @@ def _check_python(program: str, wanted: str) -> None:
         raise UsageError(
             f"{program} {what}, and the starter's is Python {wanted}; install that one there, or "
             "give --python"
+        )
+
+
+def _check_module(
+    program: str, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str]
+) -> None:
+    """Refuse `-m NAME` without such a module, whose ranks would fail again and again."""
+    if len(arguments) < 2 or arguments[0] != "-m":  # noqa: PLR2004 - the option and its value
+        return
+    outermost = arguments[1].partition(".")[0]  # a find of an inner one would run the outer one
+    found = _output_of([program, "-c", _HAS_MODULE, outermost], cwd, environment)
+    if found == "False":
+        raise UsageError(
+            f"{program} has no module {outermost!r}; install it there, or give --python or --sync"
         )
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import stat
+import sys
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from datetime import datetime
@@ -357,6 +358,23 @@ async def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         assert "and the starter's is Python 2.7" in await here.prepare(
             replace(asks("true"), command=python)
         )
+
+
+async def test_a_module_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """Of an inner module only the outermost package is looked for: a look would run it."""
+    (tmp_path / "mine").mkdir()
+    version = ".".join(map(str, sys.version_info[:2]))
+    async with launches_in(tmp_path) as here:
+
+        async def refusal(*words: str) -> str:
+            command = Command((sys.executable, *words), str(tmp_path), (), version)
+            return await here.prepare(replace(asks("true"), command=command))
+
+        assert await refusal("-m", "no_such_module.train") == (
+            f"{sys.executable} has no module 'no_such_module'; install it there, or give --python "
+            "or --sync"
+        )
+        assert await refusal("-m", "mine.train") == ""
 
 
 async def test_the_ranks_end_with_the_link_to_their_starter(tmp_path: Path) -> None:
