@@ -30,9 +30,9 @@ import psutil
 from tools.bench.systems import PATIENCE_S, ROOT, Place, Process, start_agents
 from tools.lab.net import NetLab
 
-MODELS = {"11.2 M": (1024, 10), "25.2 M": (1024, 24)}
-"""Width of a layer, and how many. Perceptrons with the bytes of a ResNet18 and of a transformer: so
-little is computed that what a step takes is mostly communication."""
+MODELS = ("ResNet18", "transformer")
+STRATEGIES = ("ring", "direct")
+"""Each beside the one that pmesh chooses, which may not be the fastest."""
 POWER_SGD = "powersgd"
 OF_TORCH = "powerSGD_hook"
 ONE_BUCKET_MB = 1024
@@ -60,12 +60,14 @@ def ops(gloo: Any, mesh: Any) -> dict[str, dict[str, Step]]:
             "gloo": lambda x=x: dist.all_reduce(x, group=gloo),
             "pmesh": lambda x=x: dist.all_reduce(x),
             "mesh.all_reduce": lambda x=x: mesh.all_reduce(x, out=x),
+        } | {
+            f"mesh, {strategy}": lambda x=x, s=strategy: mesh.all_reduce(x, out=x, strategy=s)
+            for strategy in STRATEGIES
         }
     return found
 
 
 def ddp(gloo: Any, compression: Sequence[str], models: Sequence[str]) -> dict[str, dict[str, Step]]:
-    import torch
     from torch.nn.parallel import DistributedDataParallel
 
     found: dict[str, dict[str, Step]] = {}
@@ -78,11 +80,12 @@ def ddp(gloo: Any, compression: Sequence[str], models: Sequence[str]) -> dict[st
         for way, group in groups.items():
             # With several buckets a run hung: this hook waits for gloo inside gloo's callbacks.
             cap_mb = ONE_BUCKET_MB if way == OF_TORCH else None
-            model = DistributedDataParallel(
-                _perceptron(name), process_group=group, bucket_cap_mb=cap_mb
+            model = _model(name)
+            parallel = DistributedDataParallel(
+                model.network, process_group=group, bucket_cap_mb=cap_mb
             )
-            _compress(model, way, gloo)
-            turns[way] = _stepper(model, torch.optim.SGD(model.parameters(), 1e-3))
+            _compress(parallel, way, gloo)
+            turns[way] = _stepper(model, parallel)
     return found
 
 
@@ -110,34 +113,28 @@ def fsdp(gloo: Any, models: Sequence[str]) -> dict[str, dict[str, Step]]:
         found[f"FSDP2 of {name}"] = turns = {}
         for way, group in (("gloo", gloo), ("pmesh", torch.distributed.group.WORLD)):
             mesh = DeviceMesh.from_group(group, "cpu")
-            model = _perceptron(name)
-            for layer in model:
-                if isinstance(layer, torch.nn.Linear):
-                    fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-            turns[way] = _stepper(model, torch.optim.SGD(model.parameters(), 1e-3))
+            model = _model(name)
+            for part in (*model.parts, model.network):
+                fully_shard(part, mesh=mesh)
+            turns[way] = _stepper(model, model.network)
     return found
 
 
-def _perceptron(name: str) -> Any:
+def _model(name: str) -> Any:
     import torch
 
-    width, layers = MODELS[name]
-    parts = [
-        part for _ in range(layers) for part in (torch.nn.Linear(width, width), torch.nn.ReLU())
-    ]
     torch.manual_seed(0)
-    return torch.nn.Sequential(*parts, torch.nn.Linear(width, 1))
+    return import_module("tools.torch_models").MODELS[name]()
 
 
-def _stepper(model: Any, optimizer: Any) -> Step:
+def _stepper(model: Any, parallel: Any) -> Step:
     import torch
 
-    x = torch.randn(8, MODELS["11.2 M"][0])
+    optimizer = torch.optim.SGD(parallel.parameters(), 1e-3)
 
     def step() -> None:
         optimizer.zero_grad()
-        model(x).mean().backward()
+        model.loss(parallel).backward()
         optimizer.step()
 
     return step
@@ -254,7 +251,7 @@ def main() -> None:
     parser.add_argument("what", choices=["ops", "ddp", "fsdp"])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--mbit", type=int, default=0, help="of each host's line; 0: loopback")
-    parser.add_argument("--model", default="", help="part of its size: 11.2 or 25.2; else both")
+    parser.add_argument("--model", default="", choices=["", *MODELS], help="else both")
     parser.add_argument("--compression", nargs="*", default=[], help="DDP also with int8, powersgd")
     parser.add_argument("--seconds", type=float, default=15.0, help="for each case")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
