@@ -86,6 +86,8 @@ class _Contact:
         self.member = member
         self.health: Health = health.begin(thresholds, now=now, before=before)
         self.relayed = False
+        self.mbit_s = 0
+        """The settled bandwidth from the peer, looked up before each heartbeat."""
         self.last_sent_us = 0
         self.last_heard_at = now
 
@@ -182,8 +184,9 @@ class Membership:
             contact = _Contact(member, thresholds, trio.current_time(), before)
             self._contacts[member.node] = contact
         contact.relayed = relayed
+        self._measure(contact)
         self.send(member, TellView(self.state.view))
-        self.send(member, self._heartbeat_for(contact))
+        self._send_heartbeat([contact])
 
     def path_changed(self, node: NodeId, thresholds: Thresholds, *, relayed: bool) -> None:
         """Judge the peer's silence by the kind of path over which it is now reached."""
@@ -191,6 +194,7 @@ class Membership:
         if contact is not None:
             contact.relayed = relayed
             contact.health = replace(contact.health, thresholds=thresholds)
+            self._measure(contact)
 
     def lose(self, node: NodeId, why: str) -> None:
         """Treat the peer as gone; the caller closes its link if there still is one."""
@@ -228,6 +232,8 @@ class Membership:
 
     def reevaluate(self) -> None:
         """Decide again, as a fact has changed."""
+        for contact in self._contacts.values():
+            self._measure(contact)
         self._step(lambda facts, now: agreement.pass_time(self.state, facts, now=now))
 
     @property
@@ -259,8 +265,7 @@ class Membership:
         )
 
     def beat(self) -> None:
-        for contact in self._contacts.values():
-            self.send(contact.member, self._heartbeat_for(contact))
+        self._send_heartbeat(self._contacts.values())
 
     async def run(self) -> None:
         while True:
@@ -332,9 +337,9 @@ class Membership:
         finally:
             self._draining = False
             self._inputs.clear()
-        if self._reported != self._urgent():
+        if self._reported != (urgent := self._urgent()):
+            self._reported = urgent
             self.beat()
-            self._reported = self._urgent()
 
     def _advance(self, decide: Callable[[Facts, float], Step]) -> None:
         before = self.state
@@ -360,13 +365,14 @@ class Membership:
     def edges(self) -> dict[Incarnation, MeasuredEdge]:
         """What this agent has measured of the way to each peer."""
         return {
-            contact.member.incarnation: MeasuredEdge(
-                _least_us(contact.health),
-                # V5: the ring avoids an edge over which another member forwards.
-                RELAYED if contact.relayed else self.probing.settled_mbit_s(contact.member),
-            )
+            contact.member.incarnation: MeasuredEdge(_least_us(contact.health), contact.mbit_s)
             for contact in self._contacts.values()
         }
+
+    def _measure(self, contact: _Contact) -> None:
+        # V5: the ring avoids an edge over which another member forwards.
+        measured = RELAYED if contact.relayed else self.probing.settled_mbit_s(contact.member)
+        contact.mbit_s = measured
 
     def _facts(self) -> Facts:
         return replace(
@@ -382,19 +388,21 @@ class Membership:
 
     def _urgent(self) -> object:
         """Return the parts of a heartbeat that are sent at once when they change."""
-        beat = heartbeat_of(self.state, self._facts(), trio.current_time())
+        beat = heartbeat_of(self.state, self._follower.facts(), trio.current_time())
         heard = dict.fromkeys(beat.heard, UNKNOWN)
-        return msgspec.structs.replace(beat, heard=heard, progress=(), silent=())
+        return msgspec.structs.replace(beat, heard=heard, progress=())
 
-    def _heartbeat_for(self, contact: _Contact) -> Heartbeat:
+    def _send_heartbeat(self, contacts: Iterable[_Contact]) -> None:
         now = trio.current_time()
         beat = heartbeat_of(self.state, self._facts(), now)
-        return msgspec.structs.replace(
-            beat,
-            sent_us=_microseconds(now),
-            echo_us=contact.last_sent_us,
-            held_us=_microseconds(now - contact.last_heard_at),
-        )
+        for contact in list(contacts):
+            told = msgspec.structs.replace(
+                beat,
+                sent_us=_microseconds(now),
+                echo_us=contact.last_sent_us,
+                held_us=_microseconds(now - contact.last_heard_at),
+            )
+            self.send(contact.member, told)
 
 
 def _least_us(health: Health) -> int:
