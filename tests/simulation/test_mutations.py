@@ -9,6 +9,9 @@ from simulation.seeds import judge_many
 from tests.simulation import histories, link_histories
 from tests.simulation.mutations import MUTATIONS
 
+# The rarest take two minutes with a core of their own; what they run is covered by tests/core.
+pytestmark = [pytest.mark.timeout(600), pytest.mark.no_cover]
+
 SEEDS = 150
 """Twice what the rarest of RANDOM took when it was measured."""
 
