@@ -232,7 +232,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         self.membership.send(member, message)
 
     def round_trips_s(self, members: Iterable[Member]) -> dict[Member, float]:
-        """To those of these that have been measured."""
+        """The least ones, to those of these that have been measured."""
         return self.membership.round_trips_s(members)
 
     def newcomers(self, rank: LocalRank) -> int:

@@ -396,9 +396,8 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
         ring = await rank.ring(rendezvous)
         members = tuple(trainer.member for trainer in rank.roster.trainers)
         times = jobs.round_trips_s(members)
-        rank.costs.edges = await agree_on_costs(
-            ring, _header(rank, op), members, times, jobs.membership
-        )
+        edges = await agree_on_costs(ring, _header(rank, op), members, times, jobs.membership)
+        rank.costs.agreed(edges, op.number)
     if op.codec is not None:
         await _all_reduce_coded(rank, op, op.codec, await rank.ring(rendezvous))
         return
@@ -474,8 +473,8 @@ def _leaves_the_choice(rank: LocalRank, op: Op) -> bool:
     """Whether the ranks are to find out what is quickest; of two ranks, each way is the same."""
     chosen = op.request.call.strategy
     asks = op.kind in {"all_reduce", "barrier"} and chosen in {"", "hierarchical", "chain"}
-    knows = rank.costs.edges is not None or op.codec is not None
-    return asks and rank.size > 2 and not knows  # noqa: PLR2004 - as it says
+    due = op.codec is None and rank.costs.is_due(op.number)
+    return asks and rank.size > 2 and due  # noqa: PLR2004 - as it says
 
 
 def _source_of(op: Op) -> memoryview:

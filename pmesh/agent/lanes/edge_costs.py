@@ -1,8 +1,9 @@
 """What the edges between a job's ranks cost, measured, and the same table at all ranks.
 
 The first all-reduce of a roster with more than two ranks, if it leaves the choice to us, begins
-with an agreement: each rank adds how fast the edge to the next one is, if that one has reported it
-in its heartbeat, or sends a probe by which the next finds out; then the tables of all are added up.
+with an agreement, and now and then a later one does: each rank adds how fast the edge to the next
+one is, if that one has reported it in its heartbeat, or sends a probe by which the next finds out;
+then the tables of all are added up.
 What this one probe finds is for this table only: the first op is a busy time. It takes
 two turns of the ring and 256 KiB an edge, so 20 ms at 100 Mbit/s, and no op is under way meanwhile.
 
@@ -27,6 +28,7 @@ from pmesh.net.lanes.ring import RingPosition, all_reduce
 PROBE_BYTES = 256 * 1024  # 2 ms at 1 Gbit/s: some times what a busy machine is late
 PS_OF_MBIT_S = 8_000_000  # picoseconds for a byte at 1 Mbit/s
 RELAYED_PS = 1000 * PS_OF_MBIT_S  # no edge that a strategy can do without is worth forwarding for
+AGAIN_AFTER = 8  # ops; then nine times as many
 _WORD_BYTES = 8
 
 
@@ -43,10 +45,25 @@ class Bandwidths(Protocol):
 
 
 class RingCosts:
-    """The table that all ranks of a roster share; before they have one, they use the ring."""
+    """The table that all ranks of a roster share; before they have one, they use the ring.
+
+    The first one is made in a busy time, and of edges that are not known yet from one probe each.
+    So they make it again, ever more seldom: after 8 ops, 80, 728 and so on.
+    """
 
     def __init__(self) -> None:
         self.edges: Edges | None = None
+        self._first = self._due = 0
+
+    def is_due(self, op: int) -> bool:
+        """Whether the ranks make the table in this op: the same at all, as they number alike."""
+        return op >= self._due
+
+    def agreed(self, edges: Edges, op: int) -> None:
+        """Take the table that all ranks have made in this op."""
+        if self.edges is None:
+            self._first = op
+        self.edges, self._due = edges, op + AGAIN_AFTER * (op - self._first + 1)
 
 
 async def agree_on_costs(
@@ -62,7 +79,7 @@ async def agree_on_costs(
         ring: where this rank stands, among at least two.
         header: of the op's records.
         members: whose each rank is, in ring order.
-        round_trips_s: to other members, where it has been measured.
+        round_trips_s: the least to other members, where it has been measured.
         known: what is known of bandwidths.
 
     Raises:

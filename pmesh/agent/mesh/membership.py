@@ -135,10 +135,13 @@ class Membership:
         return None if contact is None else contact.health
 
     def round_trips_s(self, members: Iterable[Member]) -> dict[Member, float]:
-        """Return the round trips to those of the members that have been measured."""
+        """Return the least round trips to those of the members that have been measured.
+
+        What the processes of busy machines add says nothing about the edge.
+        """
         known = {member: self.health_of(member.node) for member in members}
         return {
-            member: health.round_trip_s
+            member: health.least_round_trip_s
             for member, health in known.items()
             if health is not None and health.round_trip_s is not None
         }
@@ -188,12 +191,25 @@ class Membership:
         self.send(member, TellView(self.state.view))
         self._send_heartbeat([contact])
 
-    def path_changed(self, node: NodeId, thresholds: Thresholds, *, relayed: bool) -> None:
-        """Judge the peer's silence by the kind of path over which it is now reached."""
+    def path_changed(
+        self, node: NodeId, thresholds: Thresholds, least_s: float, *, relayed: bool
+    ) -> None:
+        """Judge the peer by the path over which it is now reached.
+
+        Args:
+            node: The peer's.
+            thresholds: Of its kind.
+            least_s: Its least round trip; 0 if it was not measured.
+            relayed: Whether another member forwards.
+        """
         contact = self._contacts.get(node)
         if contact is not None:
             contact.relayed = relayed
-            contact.health = replace(contact.health, thresholds=thresholds)
+            contact.health = replace(
+                contact.health,
+                thresholds=thresholds,
+                least_round_trip_s=least_s or contact.health.least_round_trip_s,
+            )
             self._measure(contact)
 
     def lose(self, node: NodeId, why: str) -> None:

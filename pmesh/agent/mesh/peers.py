@@ -378,8 +378,9 @@ class Peers:
     def _begin_switch(self, link: Link, why: str, *, since: float) -> None:
         """Messages go over another path than before; it is told once the peer was heard there."""
         assert link.current is not None  # noqa: S101 - it has switched to this one
-        relayed = link.current.relay is not None
-        self.membership.path_changed(link.node, link.current.thresholds, relayed=relayed)
+        live, relayed = link.current, link.current.relay is not None
+        least_s = live.health.least_round_trip_s
+        self.membership.path_changed(link.node, live.thresholds, least_s, relayed=relayed)
         if trio.current_time() - link.since > STEADY_AFTER_S:  # else both have dialled
             link.begin_switch(why, since=since)
 

@@ -30,9 +30,9 @@ the way to the island's first rank and back."""
 LONG_WAY_NS = 16_000_000
 """More than a house has, most of the time, even by Wi-Fi."""
 
-FAR_NS = 2_000_000
-"""More than a cable has. Below, what `direct` saves is little, and a switch may drop what several
-ranks send to one at the same time."""
+FAR_NS = 1_500_000
+"""More than a cable has at its best. Below, what `direct` saves is little, and a switch may drop
+what several ranks send to one at the same time."""
 
 
 class EdgeCost(NamedTuple):

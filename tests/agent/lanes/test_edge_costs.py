@@ -78,7 +78,7 @@ async def test_nothing_large_goes_over_an_edge_that_another_machine_forwards(
         trainers = await here.job(*here.machines)
         first, _, last = (machine.agent.membership for machine in here.machines)
         for one, other in ((first, last), (last, first)):
-            one.path_changed(other.state.me.node, WIRED, relayed=True)
+            one.path_changed(other.state.me.node, WIRED, 0.0, relayed=True)
         await reduce_all(trainers, ones(count))
         assert sorted(probes) == [False, True, True]
         check_alike(here, 3)
@@ -117,3 +117,21 @@ async def test_two_ranks_and_a_strategy_that_is_named_ask_for_nothing(
     async with village(clock, 2) as here:
         await reduce_all(await here.job(*here.machines))
     assert probes == []
+
+
+async def test_the_table_is_made_again_ever_more_seldom_from_what_is_known_by_then(
+    clock: MockClock, probes: list[bool]
+) -> None:
+    async with village(clock, 3) as here:
+        trainers = await here.job(*here.machines)
+        agreements: list[int] = []
+        for op in range(1, 100):
+            probes.clear()
+            await reduce_all(trainers)
+            agreements += [op] * bool(probes)
+            if op == 1:
+                assert probes == [True] * 3
+                await trio.sleep(PROBE_EVERY_S)
+            assert True not in probes or op == 1
+        assert agreements == [1, 9, 81]
+        check_alike(here, 3)
