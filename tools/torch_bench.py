@@ -99,7 +99,7 @@ def _compress(model: Any, way: str, gloo: Any) -> None:
         state = hooks.PowerSGDState(gloo, matrix_approximation_rank=4, start_powerSGD_iter=2)
         model.register_comm_hook(state, hooks.powerSGD_hook)
     elif way not in {"gloo", "pmesh"}:
-        scheme: Any = pmesh.PowerSGD(4) if way == POWER_SGD else way
+        scheme: Any = pmesh.PowerSGD(4, start_step=2) if way == POWER_SGD else way
         model.register_comm_hook(None, pmesh.torch.compression_hook(scheme))
 
 
