@@ -1,19 +1,20 @@
 """Measures what an asynchronous save of a large state costs a step.
 
 One rank, which writes all of the state, trains without saving and with a save under way, in turns
-in one run. The steps multiply matrices on all cores. It prints the median step of both, the step
-in which `save` was called, and what the save cost in all, as a part of the time that it took.
+in one run. The steps multiply matrices on all cores. It prints the median step of both, how long
+`save` took, and what the saves cost in all, as a part of the time that they took. A machine whose
+speed drifts by some percent needs several rounds: take a smaller state for more of them.
 
-Run: python -m tools.bench_checkpoints [numpy|mlx] [MB] [FOLDER]
+Run: python -m tools.bench_checkpoints [numpy|mlx] [MB] [FOLDER] [ROUNDS]
 """
 
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,36 +23,41 @@ from pmesh.testing import SimulatedMesh
 
 ARRAYS = 64
 STEP_S = 0.5  # what a step is made to take, at least
-ROUNDS = 1
 QUIET_STEPS = 12
-LONGEST_STEPS = 60
+LONGEST_STEPS = 240
 
 
 def main() -> None:
-    library, megabytes, folder = [*sys.argv[1:], *("numpy", "2000", "")[len(sys.argv) - 1 :]]
+    defaults = ("numpy", "2000", "", "1")
+    library, megabytes, folder, rounds = [*sys.argv[1:], *defaults[len(sys.argv) - 1 :]]
     with tempfile.TemporaryDirectory(dir=folder or None) as into:
-        SimulatedMesh(1).run(lambda mesh: measure(mesh, library, int(megabytes), Path(into)))
+        SimulatedMesh(1).run(
+            lambda mesh: measure(mesh, library, int(megabytes), Path(into), int(rounds))
+        )
 
 
-def measure(mesh: pmesh.Mesh, library: str, megabytes: int, folder: Path) -> None:
+def measure(mesh: pmesh.Mesh, library: str, megabytes: int, folder: Path, rounds: int) -> None:
     state = make_state(library, megabytes)
     step = make_step()
     for copy in (True, False):
         with pmesh.Checkpoints(folder, mesh, keep=1, every_s=0) as checkpoints:
             checkpoints.save(state, 0, copy=copy)  # the first one faults memory in
             checkpoints.wait()
-            for _ in range(ROUNDS):
-                report(f"{library}, copy={copy}", checkpoints, state, step, copy=copy)
+            turns = [take_turn(checkpoints, state, step, copy=copy) for _ in range(rounds)]
+        report(f"{library}, copy={copy}", turns)
 
 
-def report(
-    name: str,
-    checkpoints: pmesh.Checkpoints,
-    state: object,
-    step: Callable[[], float],
-    *,
-    copy: bool,
-) -> None:
+class Turn(NamedTuple):
+    """Seconds of each step without a save, of `save` itself, and of each step while it writes."""
+
+    quiet: list[float]
+    call_s: float
+    busy: list[float]
+
+
+def take_turn(
+    checkpoints: pmesh.Checkpoints, state: object, step: Callable[[], float], *, copy: bool
+) -> Turn:
     quiet = [step() for _ in range(QUIET_STEPS)]
     began = time.perf_counter()
     checkpoints.save(state, 1, copy=copy)
@@ -59,15 +65,20 @@ def report(
     busy = [step()]
     while checkpoints.is_saving and len(busy) < LONGEST_STEPS:
         busy.append(step())
-    whole = not checkpoints.is_saving
     checkpoints.wait()
-    plain = statistics.median(quiet)
-    total = call_s + sum(busy) - len(busy) * plain
+    return Turn(quiet, call_s, busy)
+
+
+def report(name: str, turns: Sequence[Turn]) -> None:
+    plain = statistics.median(s for turn in turns for s in turn.quiet)
+    saving = statistics.median(s for turn in turns for s in turn.busy)
+    call_s = statistics.median(turn.call_s for turn in turns)
+    count = sum(len(turn.busy) for turn in turns)
+    total = sum(turn.call_s + sum(turn.busy) for turn in turns) - count * plain
     print(
-        f"{name}: a step {plain:.3f} s, while saving {statistics.median(busy):.3f} s "
-        f"({statistics.median(busy) / plain - 1:+.1%}); save() {call_s:.3f} s; in all "
-        f"{total:+.2f} s in {len(busy)} steps ({total / (len(busy) * plain):+.1%})"
-        f"{'' if whole else ', and the save had not ended'}",
+        f"{name}: a step {plain:.3f} s, while saving {saving:.3f} s ({saving / plain - 1:+.1%}); "
+        f"save() {call_s:.3f} s; in all {total:+.2f} s in {count} steps "
+        f"({total / (count * plain):+.1%})",
         flush=True,
     )
 

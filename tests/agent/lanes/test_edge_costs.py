@@ -6,7 +6,7 @@ from trio.testing import MockClock
 
 from pmesh.agent.lanes import edge_costs
 from pmesh.agent.mesh.probing import PROBE_EVERY_S
-from pmesh.core.links.health import WIRED
+from pmesh.core.links.health import WIFI, WIRED
 from pmesh.core.wire.link import Call
 from pmesh.core.wire.records import RecordHeader
 from pmesh.net.lanes.ring import RingPosition
@@ -135,3 +135,16 @@ async def test_the_table_is_made_again_ever_more_seldom_from_what_is_known_by_th
             assert True not in probes or op == 1
         assert agreements == [1, 9, 81]
         check_alike(here, 3)
+
+
+async def test_the_round_trip_that_counts_is_the_least_one_of_the_path_in_use(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 2) as here:
+        first, second = (machine.agent.membership for machine in here.machines)
+        other = second.state.me
+        assert first.round_trips_s([other])[other] < 0.004
+        first.path_changed(other.node, WIFI, 0.004, relayed=False)
+        assert first.round_trips_s([other]) == {other: 0.004}
+        first.path_changed(other.node, WIRED, 0.0, relayed=False)  # it was not measured
+        assert first.round_trips_s([other]) == {other: 0.004}
