@@ -12,6 +12,7 @@ OF_A_GROUP = 2  # descriptors that one may hold while it rests
 # After each line it waits for a signal.
 TRAINER = f"""
 import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # before numpy starts threads
 import numpy as np
 import pmesh
 
@@ -20,7 +21,6 @@ def say(word):
     print(word, flush=True)
     signal.sigwait([signal.SIGUSR1])
 
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 x = np.ones(1_000_000, np.float32)
 with pmesh.connect(job="groups", wait_for=3) as mesh:
     say("began")

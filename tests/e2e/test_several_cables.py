@@ -1,7 +1,9 @@
 """Two machines with two cables between them: both carry an op, and one may be pulled meanwhile."""
 
 import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -14,15 +16,18 @@ pytestmark = pytest.mark.netns
 GIGABIT = 1_000_000_000
 MIB = 1024 * 1024
 TRAINER = """
+import itertools, os
 import numpy as np
 import pmesh
 
 with pmesh.connect(job="cables", wait_for=2) as mesh:
     own = np.full(8 * 1024 * 1024, 1.0 + mesh.rank, np.float32)
-    for op in range(16):
+    for op in itertools.count():
         total = mesh.all_reduce(own)
         assert mesh.size == 2 and (total == 3.0).all(), (mesh.size, total)
         print(f"op {op} has ended", flush=True)
+        if mesh.all_reduce(np.array([os.path.exists(os.environ["LAST"])]), "max")[0]:
+            break
 """
 
 
@@ -32,8 +37,10 @@ def reruns(fleet: Fleet, agent: Agent) -> int:
 
 
 def test_both_cables_carry_an_op_and_one_that_is_pulled_meanwhile_costs_none(
-    fleet: Fleet, make_lab: Callable[..., NetLab]
+    fleet: Fleet, make_lab: Callable[..., NetLab], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    last = tmp_path / "last"
+    monkeypatch.setenv("LAST", str(last))
     lab = make_lab(2, networks=2)
     for host in lab.hosts:
         for network in (0, 1):
@@ -60,6 +67,9 @@ def test_both_cables_carry_an_op_and_one_that_is_pulled_meanwhile_costs_none(
     agents[0].await_status(uses_both)  # a path counts for less while a busy machine measures it
 
     lab.unplug(victim, 0)
+    *_, newest = re.findall(r"op (\d+) has ended", trainers[0].output)
+    trainers[0].await_line(f"op {int(newest) + 3} has ended")
+    last.touch()
     for trainer in trainers:
         trainer.await_end()
     assert reruns(fleet, agents[0]) == reruns_before
