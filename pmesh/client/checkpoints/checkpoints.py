@@ -39,8 +39,8 @@ from pmesh.client.trees.state import describe, rebuild_untrusted
 from pmesh.core.ops.reductions import Values
 from pmesh.errors import ProtocolError, RosterChanged, UsageError
 
-REST = 9.0
-"""Seconds of rest after each second of processor time: a save takes a tenth of one core."""
+REST = 19.0
+"""Seconds of rest after each second of processor time: a save takes a twentieth of one core."""
 
 _NOTHING = np.empty(0, np.uint8)  # in the place of an array that this rank does not write
 _logger = logging.getLogger("pmesh")
