@@ -9,7 +9,7 @@ from simulation.seeds import judge_many
 from tests.simulation import histories, link_histories
 from tests.simulation.mutations import MUTATIONS
 
-# The rarest take two minutes with a core of their own; what they run is covered by tests/core.
+# Beside other tests the rarest took two minutes with coverage; tests/core covers what they run.
 pytestmark = [pytest.mark.timeout(600), pytest.mark.no_cover]
 
 SEEDS = 150
