@@ -31,6 +31,11 @@ from tools.bench.systems import PATIENCE_S, ROOT, Place, Process, start_agents
 from tools.lab.net import NetLab
 
 MODELS = ("ResNet18", "transformer")
+OPS = (("4 KiB", 1024, 1), ("100 of 4 KiB", 1024, 100), ("25 MB", 6_250_000, 1))
+"""What is reduced: its name, how many float32, and how often in a row.
+
+Between two calls of one way come those of the others and barriers: then caches and cores are cold.
+"""
 STRATEGIES = ("ring", "direct")
 """Each beside the one that pmesh chooses, which may not be the fastest."""
 POWER_SGD = "powersgd"
@@ -54,9 +59,9 @@ def ops(gloo: Any, mesh: Any) -> dict[str, dict[str, Step]]:
     import torch.distributed as dist
 
     found: dict[str, dict[str, Step]] = {}
-    for name, count in (("4 KiB", 1024), ("25 MB", 6_250_000)):
+    for name, count, times in OPS:
         x = torch.ones(count)
-        found[f"all_reduce of {name}"] = {
+        ways: dict[str, Step] = {
             "gloo": lambda x=x: dist.all_reduce(x, group=gloo),
             "pmesh": lambda x=x: dist.all_reduce(x),
             "mesh.all_reduce": lambda x=x: mesh.all_reduce(x, out=x),
@@ -64,7 +69,16 @@ def ops(gloo: Any, mesh: Any) -> dict[str, dict[str, Step]]:
             f"mesh, {strategy}": lambda x=x, s=strategy: mesh.all_reduce(x, out=x, strategy=s)
             for strategy in STRATEGIES
         }
+        found[name] = {way: _repeated(op, times) for way, op in ways.items()}
     return found
+
+
+def _repeated(op: Step, times: int) -> Step:
+    def step() -> None:
+        for _ in range(times):
+            op()
+
+    return step
 
 
 def ddp(gloo: Any, compression: Sequence[str], models: Sequence[str]) -> dict[str, dict[str, Step]]:

@@ -11,6 +11,7 @@ from pmesh.errors import UsageError
 from pmesh.torch.arguments import check_dtype, counts_of, list_in, list_of, one_of, options_for
 from pmesh.torch.group_base import GroupBase, Tensors
 from pmesh.torch.library import Tensor, dist
+from pmesh.torch.monitored_barrier import monitored_barrier
 from pmesh.torch.reductions import reduction_of
 from pmesh.torch.staging import Target, given, pieces, targets
 from pmesh.torch.work import Work
@@ -285,10 +286,14 @@ class ProcessGroup(GroupBase):
         timeout: timedelta | None = None,
         wait_all_ranks: bool = False,  # noqa: FBT001, FBT002
     ) -> None:
-        """Wait for all ranks; the error names all that have not come."""
-        del wait_all_ranks  # all are named in any case
+        """Wait for all ranks; the error names the first that has not come, or all of them."""
+
+        def run(seconds: float) -> None:
+            given_s = seconds if timeout is None else timeout.total_seconds()
+            monitored_barrier(self._calls, given_s, wait_all_ranks=wait_all_ranks)
+
         options = options_for("Barrier", None, timeout)
-        self._run("monitored_barrier", options, self._calls.monitored_barrier, [], []).wait()
+        self._run("monitored_barrier", options, run, [], []).wait()
 
     # --- inside
 

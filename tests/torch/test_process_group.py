@@ -1,5 +1,6 @@
 """The process group's methods, among threads."""
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -179,6 +180,68 @@ def test_short_forms_and_names_of_all_versions_of_torch() -> None:
         [[4.0], [1.0], [0.0, 1.0], [2.0 * r], [float(r)] * 2, [1.0] * 2, [1] * 2, [2.0 * r], *rest]
         for r in range(2)
     ]
+
+
+def said_by(barrier: Callable[[], None]) -> str:
+    try:
+        barrier()
+    except dist.DistBackendError as e:
+        return str(e)
+    return ""
+
+
+def test_who_does_not_come_to_a_monitored_barrier_is_named_and_may_come_to_the_next() -> None:
+    def program(group: ProcessGroup) -> Any:
+        said = ""
+        if group.rank() != 1:
+            said = said_by(lambda: group.monitored_barrier(timedelta(seconds=0.5)))
+        x = torch.ones(1)
+        group.allreduce([x]).wait()
+        group.monitored_barrier(timedelta(seconds=50))
+        return said, x.item()
+
+    late = "Rank 1 failed to pass monitoredBarrier in 500 ms"
+    first, second, third = run(program)
+    assert first == (f"OpTimedOut: Timed out : {late}", 3)
+    assert second == ("", 3)
+    assert third[0].endswith(
+        "Rank 2 successfully reached monitoredBarrier, but received errors while waiting for "
+        f"send/recv from rank 0: {late}"
+    )
+
+
+def test_a_monitored_barrier_names_all_who_do_not_come_or_the_first() -> None:
+    def program(group: ProcessGroup) -> Any:
+        soon, said = timedelta(seconds=0.2), list[str]()
+        if group.rank() == 0:
+            for all_ranks in (True, False):
+                said += [said_by(lambda w=all_ranks: group.monitored_barrier(soon, w))]
+        group.barrier().wait()
+        return [*said, said_by(lambda: group.monitored_barrier(timedelta(0)))]
+
+    of_all, of_first, of_0 = run(program)[0]
+    assert "Ranks 1, 2 failed to pass monitoredBarrier in 200 ms" in of_all
+    assert "Rank 1 failed to pass monitoredBarrier in 200 ms" in of_first
+    assert "Rank 0 timed out in monitoredBarrier after 0 ms" in of_0
+
+
+def test_a_rank_that_is_lost_ends_a_monitored_barrier_at_once_for_all() -> None:
+    told = threading.Event()
+
+    def program(group: ProcessGroup) -> Any:
+        group.barrier().wait()
+        if group.rank() == 2:
+            return ""
+        said = said_by(lambda: group.monitored_barrier(timedelta(seconds=500)))
+        if group.rank() == 1:
+            told.set()
+        told.wait(100)  # who leaves tells nobody
+        return said
+
+    first, second, _ = run(program)
+    assert first.startswith("RankLost: ")
+    assert "Rank 1 successfully reached monitoredBarrier" in second
+    assert second.endswith(first.removeprefix("RankLost: "))
 
 
 def test_lists_with_roots_and_messages_from_anyone() -> None:

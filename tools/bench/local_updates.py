@@ -2,14 +2,18 @@
 
 Four ranks train as threads of one process, which make the calls that a user's script makes. Each
 line that is printed is one run: the loss is that of text that no rank has seen, in nats for each
-character. All runs with one seed begin with the same weights and draw the same samples.
+character. All runs with one seed begin with the same weights and draw the same samples. With
+`--together-first` they begin with weights that were trained synchronously, as in the papers; then
+the rate falls to 0.
 
-    $ python -m tools.bench.local_updates --seed 1 >> runs.jsonl  # synchronous
-    $ python -m tools.bench.local_updates --seed 1 --inner-steps 500 >> runs.jsonl
+    $ python -m tools.bench.local_updates --seed 1 --inner-steps 1 50 500 >> runs.jsonl
+    $ python -m tools.bench.local_updates --seed 1 --together-first 3000 --steps 2000 --rate 1e-3 \
+        --inner-steps 1 50 500 >> runs.jsonl
     $ python -m tools.bench.local_updates --report runs.jsonl
 """
 
 import argparse
+import copy
 import importlib
 import json
 import math
@@ -18,6 +22,7 @@ import sys
 import sysconfig
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +91,12 @@ def windows_of(text: np.ndarray[Any, Any], count: int, seed: list[int]) -> Any:
 
 
 def rate_at(step: int, options: argparse.Namespace) -> float:
-    """A rise, then half a cosine down to a tenth."""
+    """A rise, then half a cosine down to a tenth; after synchronous steps a line down to 0."""
+    first: int = options.together_first
+    if step < first:
+        return float(options.first_rate) * min(1.0, (step + 1) / (WARM_UP * first))
+    if first:
+        return float(options.rate * (1 - (step - first) / options.steps))
     warm_up = WARM_UP * options.steps
     part = (step - warm_up) / (options.steps - warm_up)
     shape = (step + 1) / warm_up if part < 0 else 0.55 + 0.45 * math.cos(math.pi * part)
@@ -127,26 +137,28 @@ class Rank:
         self._step += 1
 
 
-def train_together(mesh: pmesh.Mesh, rank: Rank, options: argparse.Namespace) -> None:
+def train_together(mesh: pmesh.Mesh, rank: Rank, steps: int) -> None:
     """Average the gradients in each step."""
-    for _ in range(options.steps):
+    for _ in range(steps):
         rank.compute_gradients(mesh.rank)
         gradients = [x.grad for x in rank.net.parameters()]
         mesh.average_gradients(gradients, out=gradients)
         rank.update()
 
 
-def train_apart(mesh: pmesh.Mesh, rank: Rank, options: argparse.Namespace) -> None:
+def train_apart(
+    mesh: pmesh.Mesh, rank: Rank, inner_steps: int, options: argparse.Namespace
+) -> None:
     """Average the weights now and then."""
     local = pmesh.LocalUpdates(
         mesh,
-        inner_steps=options.inner_steps,
+        inner_steps=inner_steps,
         outer=pmesh.Nesterov(*options.nesterov) if options.nesterov else "average",
         compression=options.compression,
         fragments=options.fragments,
         delayed=options.delayed,
     )
-    rounds = options.steps * options.fragments // options.inner_steps
+    rounds = options.steps * options.fragments // inner_steps
     weights = rank.weights
     while local.round < rounds:
         weights, _ = local.begin(weights)
@@ -158,9 +170,8 @@ def train_apart(mesh: pmesh.Mesh, rank: Rank, options: argparse.Namespace) -> No
     rank.load(local.finish(weights))
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """One training; returns its options and the held-out loss."""
-    torch.set_num_threads(1)
+def begin(options: argparse.Namespace) -> tuple[list[Rank], Any]:
+    """Ranks with the same weights, after their synchronous steps; and text that they don't see."""
     text, held_out = read_text()
     torch.manual_seed(options.seed)
     first = make_net().state_dict()
@@ -169,21 +180,45 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         net = make_net()
         net.load_state_dict(first)
         ranks.append(Rank(net, text, options))
-    began = time.monotonic()
-    how = train_apart if options.inner_steps else train_together
-    SimulatedMesh(RANKS).run(lambda mesh: how(mesh, ranks[mesh.rank], options))
-    seconds = time.monotonic() - began
-    with torch.no_grad():
-        windows = windows_of(held_out, MEASURED_WINDOWS, [0])
-        loss = statistics.fmean(loss_of(ranks[0].net, part).item() for part in windows.split(64))
-    same = all(
-        torch.equal(one, other)
-        for rank in ranks
-        for one, other in zip(rank.net.parameters(), ranks[0].net.parameters(), strict=True)
-    )
-    parameters = sum(x.numel() for x in ranks[0].net.parameters())
-    chosen = {key: value for key, value in vars(options).items() if key != "report"}
-    return {**chosen, "parameters": parameters, "loss": loss, "same_bits": same, "seconds": seconds}
+    if options.together_first:
+        SimulatedMesh(RANKS).run(
+            lambda mesh: train_together(mesh, ranks[mesh.rank], options.together_first)
+        )
+    return ranks, windows_of(held_out, MEASURED_WINDOWS, [0])
+
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A training for each number of inner steps; its options and its held-out loss."""
+    torch.set_num_threads(1)
+    beginning, windows = begin(options)
+    for inner_steps in options.inner_steps:
+        ranks = copy.deepcopy(beginning)
+        began = time.monotonic()
+
+        def train(mesh: pmesh.Mesh, ranks: list[Rank] = ranks, steps: int = inner_steps) -> None:
+            if steps == 1:
+                train_together(mesh, ranks[mesh.rank], options.steps)
+            else:
+                train_apart(mesh, ranks[mesh.rank], steps, options)
+
+        SimulatedMesh(RANKS).run(train)
+        seconds = time.monotonic() - began
+        with torch.no_grad():
+            loss = statistics.fmean(loss_of(ranks[0].net, x).item() for x in windows.split(64))
+        same = all(
+            torch.equal(one, other)
+            for rank in ranks
+            for one, other in zip(rank.net.parameters(), ranks[0].net.parameters(), strict=True)
+        )
+        chosen = {key: value for key, value in vars(options).items() if key != "report"}
+        yield {
+            **chosen,
+            "inner_steps": inner_steps,
+            "parameters": sum(x.numel() for x in ranks[0].net.parameters()),
+            "loss": loss,
+            "same_bits": same,
+            "seconds": seconds,
+        }
 
 
 def report(path: Path) -> None:
@@ -191,6 +226,7 @@ def report(path: Path) -> None:
     runs = [json.loads(line) for line in path.read_text().splitlines()]
     ways: dict[tuple[object, ...], dict[int, float]] = defaultdict(dict)
     keys = (
+        "together_first",
         "steps",
         "batch",
         "rate",
@@ -203,7 +239,7 @@ def report(path: Path) -> None:
     for each in runs:
         ways[tuple(str(each.get(key, 4) or "") for key in keys)][each["seed"]] = each["loss"]
     for way, losses in ways.items():
-        plain = ways.get((*way[:3], "", "", "1", "", ""), {})
+        plain = ways.get((*way[:4], "1", "", "1", "", ""), {})
         ratios = [losses[seed] / plain[seed] for seed in losses if seed in plain]
         shown = ", ".join(f"{key} {value}" for key, value in zip(keys, way, strict=True) if value)
         mean = f"{statistics.fmean(ratios):.4f} times synchronous" if ratios else ""
@@ -216,7 +252,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=4, help="windows of each rank in a step")
     parser.add_argument("--rate", type=float, default=2e-3)
-    parser.add_argument("--inner-steps", type=int, help="none: synchronous")
+    parser.add_argument("--together-first", type=int, default=0, help="steps before --steps")
+    parser.add_argument("--first-rate", type=float, default=2e-3, help="of these steps")
+    parser.add_argument(
+        "--inner-steps", type=int, nargs="+", default=[1], help="of each training; 1: synchronous"
+    )
     parser.add_argument("--compression")
     parser.add_argument("--fragments", type=int, default=1)
     parser.add_argument("--delayed", action="store_true")
@@ -226,7 +266,8 @@ def main(argv: list[str]) -> None:
     if options.report:
         report(options.report)
     else:
-        print(json.dumps(run(options)), flush=True)
+        for each in run(options):
+            print(json.dumps(each), flush=True)
 
 
 if __name__ == "__main__":
