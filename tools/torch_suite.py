@@ -223,11 +223,17 @@ def compare(part: str, backends: list[str]) -> dict[str, dict[str, str]]:
 
 
 def _print_table(found: dict[str, dict[str, str]]) -> None:
-    print("| case | gloo | pmesh | |\n|---|---|---|---|")
+    groups: dict[tuple[str, ...], list[str]] = {}
     for case, results in found.items():
-        if set(results.values()) != {"skipped"}:
-            mark = "stands where gloo does" if any(part in case for part in _NAMED) else ""
-            print(f"| `{case}` | {results.get('gloo')} | {results.get('pmesh')} | {mark} |")
+        ended = tuple(
+            result if result in {"passed", "skipped"} else "failed"
+            for result in (results.get("gloo", "skipped"), results.get("pmesh", "skipped"))
+        )
+        mark = " (*)" if any(part in case for part in _NAMED) else ""
+        groups.setdefault(ended, []).append(f"`{case.removeprefix('test_')}`{mark}")
+    print("| gloo | pmesh | | cases |\n|---|---|---|---|")
+    for (on_gloo, on_pmesh), cases in sorted(groups.items(), key=lambda group: -len(group[1])):
+        print(f"| {on_gloo} | {on_pmesh} | {len(cases)} | {', '.join(cases)} |")
 
 
 def main() -> None:
