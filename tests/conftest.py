@@ -25,7 +25,7 @@ SLOW = (
     "tests/simulation/test_mutations.py::test_an_aimed_history_notices_that_a_rule_is_missing[no_ring",
     *("tests/tools/test_bench.py", "tests/tools/test_chaos.py", "tests/tools/test_training.py"),
     "tests/tools/test_launches.py",
-    "tests/tools/test_lora.py::test_killed_ranks_come_back",
+    *("tests/tools/test_local_updates.py", "tests/tools/test_lora.py::test_killed_ranks_come_back"),
     "tests/tools/test_goodput.py::test_after",
     "tests/tools/test_torch_kills.py::test_a_short_campaign",
     *("tests/torch/test_elastic.py", "tests/torch/test_starts.py"),
