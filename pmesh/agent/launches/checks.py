@@ -16,6 +16,7 @@ from pmesh.errors import UsageError
 PYTHON_S = 10.0  # a slow disk; a Python that needs longer does not run here
 _VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 _HAS_MODULE = "import sys, importlib.util as u; print(u.find_spec(sys.argv[1]) is not None)"
+_OPTIONS_WITH_VALUES = {"-W", "-X"}  # of Python, before what it is to run
 _MAX_HASHED_BYTES = 1024**3  # a script that is longer is no script
 _HASH_BYTES = 1024 * 1024
 
@@ -116,14 +117,28 @@ def _check_module(
     program: str, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str]
 ) -> None:
     """Refuse `-m NAME` without such a module, whose ranks would fail again and again."""
-    if len(arguments) < 2 or arguments[0] != "-m":  # noqa: PLR2004 - the option and its value
+    module = _module_in(arguments)
+    if not module:
         return
-    outermost = arguments[1].partition(".")[0]  # a find of an inner one would run the outer one
+    outermost = module.partition(".")[0]  # a find of an inner one would run the outer one
     found = _output_of([program, "-c", _HAS_MODULE, outermost], cwd, environment)
     if found == "False":
         raise UsageError(
             f"{program} has no module {outermost!r}; install it there, or give --python or --sync"
         )
+
+
+def _module_in(arguments: Sequence[str]) -> str:
+    """The module that Python would run; "" if it would run something else."""
+    words = iter(arguments)
+    for word in words:
+        if word == "-m":
+            return next(words, "")
+        if word in _OPTIONS_WITH_VALUES:
+            next(words, "")
+        elif not word.startswith("-") or word in {"-", "-c"}:
+            break
+    return ""
 
 
 def _check_digest(cwd: Path, wanted: Digest, cure: str) -> None:

@@ -360,21 +360,29 @@ async def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         )
 
 
-async def test_a_module_that_is_not_there_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("-m no_such_module.train", True),
+        ("-u -X dev -W error -m no_such_module", True),
+        ("-m mine.train", False),
+        ("-u", False),
+        ("-u train.py -m no_such_module", False),
+        ("-c pass -m no_such_module", False),
+    ],
+)
+async def test_a_module_that_is_not_there_is_named(
+    tmp_path: Path, words: str, *, refused: bool
+) -> None:
     """Of an inner module only the outermost package is looked for: a look would run it."""
     (tmp_path / "mine").mkdir()
     version = ".".join(map(str, sys.version_info[:2]))
+    command = Command((sys.executable, *words.split()), str(tmp_path), (), version)
     async with launches_in(tmp_path) as here:
+        refusal = await here.prepare(replace(asks("true"), command=command))
 
-        async def refusal(*words: str) -> str:
-            command = Command((sys.executable, *words), str(tmp_path), (), version)
-            return await here.prepare(replace(asks("true"), command=command))
-
-        assert await refusal("-m", "no_such_module.train") == (
-            f"{sys.executable} has no module 'no_such_module'; install it there, or give --python "
-            "or --sync"
-        )
-        assert await refusal("-m", "mine.train") == ""
+    named = f"{sys.executable} has no module 'no_such_module'; install it there, or give --python"
+    assert refusal == (f"{named} or --sync" if refused else "")
 
 
 async def test_the_ranks_end_with_the_link_to_their_starter(tmp_path: Path) -> None:
