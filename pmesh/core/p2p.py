@@ -3,7 +3,8 @@
 One `send` makes one message. The sender keeps it and announces it repeatedly until it is settled:
 delivered or withdrawn. The receiver notes announcements, and requests a message when a receive
 waits for it; one at a time from each sender, since they follow each other on the pair's lane.
-Announcements, requests and acknowledgements may be lost or repeated.
+Announcements, requests and acknowledgements may be lost or repeated. The values of a small message
+come with its first announcement (MPI's eager protocol), and need no request if that has come.
 
 The messages of a pair are numbered across all tags, so that the memory of either side does not grow
 with the number of tags. Their order within a tag follows from `before`.
@@ -13,10 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
-from pmesh.core.wire.link import Envelope
+from pmesh.core.wire.link import EAGER_BYTES, Envelope
 from pmesh.ids import TrainerId
 
 MAX_KEPT = 256  # messages of a pair not yet received; a receiver notes as many
+EAGER_ROOM_BYTES = 64 * 1024  # of a pair, in the link's queue before a heartbeat
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -54,6 +56,13 @@ def standing(outbox: Outbox, sequence: int) -> tuple[int, int]:
     return min(outbox.kept), max(earlier, default=-1)
 
 
+def is_eager(outbox: Outbox, sequence: int) -> bool:
+    """Return True if the message's values may go with its first announcement."""
+    sizes = [envelope.nbytes for envelope in outbox.kept.values()]
+    small = sum(nbytes for nbytes in sizes if nbytes <= EAGER_BYTES)
+    return outbox.kept[sequence].nbytes <= EAGER_BYTES and small <= EAGER_ROOM_BYTES
+
+
 # --- the receiver's side
 
 
@@ -64,6 +73,8 @@ class Noted(NamedTuple):
     before: int
     arrival: int
     """Its index among all announcements, so that ANY takes the earliest."""
+    values: bytes | None = None
+    """None if they are to be requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +107,13 @@ class Wanted(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A message requested for a receive."""
+    """A message that a receive gets."""
 
     sender: TrainerId
     sequence: int
     envelope: Envelope
+    values: bytes | None = None
+    """As `Noted.values`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +133,14 @@ class Inbox:
 
 
 def note(
-    inbox: Inbox, sender: TrainerId, sequence: int, envelope: Envelope, *, first: int, before: int
+    inbox: Inbox,
+    sender: TrainerId,
+    sequence: int,
+    envelope: Envelope,
+    *,
+    first: int,
+    before: int,
+    values: bytes = b"",
 ) -> tuple[Inbox, bool]:
     """Note an announcement. Returns True if it is already delivered: the sender must learn that."""
     source = inbox.sources.get(sender, Source())
@@ -130,7 +150,11 @@ def note(
     noted = source.noted.get(sequence)
     if sequence >= source.first and (noted or len(source.noted) < MAX_KEPT):
         arrival = inbox.arrivals if noted is None else noted.arrival
-        source = replace(source, noted={**source.noted, sequence: Noted(envelope, before, arrival)})
+        came = values if len(values) == envelope.nbytes else None
+        if came is None and noted is not None:
+            came = noted.values
+        heard = Noted(envelope, before, arrival, came)
+        source = replace(source, noted={**source.noted, sequence: heard})
     inbox = replace(_with_source(inbox, sender, source), arrivals=inbox.arrivals + 1)
     return _choose(inbox), False
 
@@ -206,7 +230,7 @@ def _ready(
         sequence = source.next_of(wanted.tag)
         if sequence is not None:
             noted = source.noted[sequence]
-            yield noted.arrival, Transfer(sender, sequence, noted.envelope)
+            yield noted.arrival, Transfer(sender, sequence, noted.envelope, noted.values)
 
 
 def _settle_below(source: Source, first: int) -> Source:

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, TypeAlias, cast
 
 import mlx.core as mx
+import numpy as np
 
 from pmesh.client.trees.arrays import flatten
 from pmesh.errors import UsageError
@@ -270,8 +271,12 @@ def _make_gather(group: Group) -> tuple[Eager, Callable[..., Any], Eager]:
 
 def _gathered(group: Group, x: mx.array) -> mx.array:
     group.check_complete("all_gather")
-    rows = x if x.ndim else cast("Any", x).reshape(1)
-    return cast("mx.array", group.run(lambda mesh: mesh.all_gather(rows)))
+    # MLX has arrays of one shape on all ranks: one op, and not the two of mesh.all_gather.
+    gathered = np.empty((group.size(), x.nbytes), np.uint8)
+    group.run(lambda mesh: mesh.all_gather_into(list(gathered), x))
+    rows = (group.size() * x.shape[0], *x.shape[1:]) if x.ndim else (group.size(),)
+    flat: Any = mx.array(gathered.reshape(-1))
+    return cast("mx.array", flat.view(x.dtype).reshape(rows))
 
 
 def _make_scatter(group: Group) -> tuple[Eager, Callable[..., Any], Eager]:

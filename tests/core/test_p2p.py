@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pmesh.core import p2p
-from pmesh.core.p2p import MAX_KEPT, Inbox, Outbox, Transfer, Wanted
-from pmesh.core.wire.link import AnnounceMessage, Envelope, MessageAddress
+from pmesh.core.p2p import EAGER_ROOM_BYTES, MAX_KEPT, Inbox, Outbox, Transfer, Wanted
+from pmesh.core.wire.link import EAGER_BYTES, AnnounceMessage, Envelope, MessageAddress
 from pmesh.ids import JobName, TrainerId
 from tests.worlds.builders import make_epoch
 
@@ -30,8 +30,11 @@ def announced(
     tag: int = 0,
     first: int = 0,
     before: int = -1,
+    values: bytes = b"",
 ) -> Inbox:
-    noted, again = p2p.note(inbox, sender, sequence, envelope(tag), first=first, before=before)
+    noted, again = p2p.note(
+        inbox, sender, sequence, envelope(tag), first=first, before=before, values=values
+    )
     assert not again
     return noted
 
@@ -63,6 +66,33 @@ def test_so_many_messages_may_wait_for_one_receiver_and_no_more() -> None:
         p2p.keep(outbox, envelope())
     _, sequence = p2p.keep(p2p.settle(outbox, 17), envelope())
     assert sequence == MAX_KEPT
+
+
+def test_the_values_of_a_small_message_go_with_its_announcement_while_there_is_room() -> None:
+    outbox = Outbox()
+    for nbytes in (EAGER_BYTES + 4, *[EAGER_BYTES] * (EAGER_ROOM_BYTES // EAGER_BYTES), 0, 4):
+        outbox, last = p2p.keep(outbox, envelope(nbytes=nbytes))
+
+    eager = [p2p.is_eager(outbox, sequence) for sequence in outbox.kept]
+    assert eager == [False] * (last + 1)
+    outbox = p2p.settle(outbox, last)
+    assert [p2p.is_eager(outbox, sequence) for sequence in outbox.kept] == [
+        False,
+        *[True] * (last - 1),
+    ]
+
+
+def test_values_that_have_come_are_kept_and_others_requested() -> None:
+    def brought(inbox: Inbox) -> bytes | None:
+        return inbox.under_way[1].values
+
+    inbox = announced(Inbox(), ANNA, 0, values=b"1234")
+    assert brought(wanting(inbox, 1, ANNA)) == b"1234"
+    assert brought(wanting(announced(inbox, ANNA, 0), 1, ANNA)) == b"1234"
+    inbox = announced(Inbox(), ANNA, 0)
+    assert brought(wanting(inbox, 1, ANNA)) is None
+    assert brought(wanting(announced(inbox, ANNA, 0, values=b"1234"), 1, ANNA)) == b"1234"
+    assert brought(wanting(announced(Inbox(), ANNA, 0, values=b"123"), 1, ANNA)) is None
 
 
 def test_a_message_waits_for_its_receive_and_a_receive_for_its_message() -> None:
@@ -161,6 +191,11 @@ def test_a_sender_that_announces_without_end_takes_a_bounded_place() -> None:
     assert inbox.sources[ANNA].noted[0].envelope.tag == 77
 
 
+def values_of(sequence: int) -> bytes:
+    """Of every second message, so that the others are requested."""
+    return sequence.to_bytes(4, "big") if sequence % 2 else b""
+
+
 @dataclass
 class Sender:
     outbox: Outbox = field(default_factory=Outbox)
@@ -195,7 +230,7 @@ class Post(RuleBasedStateMachine):
         at = self.senders[sender]
         if not at.lost:
             at.outbox, sequence = p2p.keep(at.outbox, envelope(tag))
-            self.announce(sender, sequence, fate)
+            self.announce(sender, sequence, fate, values=values_of(sequence))
 
     @rule(sender=senders, fate=fates, data=st.data())
     def announce_again(self, sender: TrainerId, fate: Fate, data: st.DataObject) -> None:
@@ -235,9 +270,10 @@ class Post(RuleBasedStateMachine):
 
     @rule(fate=fates)
     def lanes_bring_messages(self, fate: Fate) -> None:
-        """Those that are under way, unless their senders do not keep them any more."""
+        """Those that are under way, unless they are requested, and not kept any more."""
         for call, transfer in self.inbox.under_way.items():
-            if transfer.sequence in self.senders[transfer.sender].outbox.kept:
+            kept = self.senders[transfer.sender].outbox.kept
+            if transfer.sequence in kept or transfer.values is not None:
                 self.take(call, transfer, fate)
             else:
                 self.inbox = p2p.withdraw(self.inbox, transfer.sender, transfer.sequence)
@@ -302,13 +338,15 @@ class Post(RuleBasedStateMachine):
                 for sequence in list(at.outbox.kept):
                     self.announce(id_, sequence, "arrives")
 
-    def announce(self, sender: TrainerId, sequence: int, fate: Fate) -> None:
+    def announce(
+        self, sender: TrainerId, sequence: int, fate: Fate, *, values: bytes = b""
+    ) -> None:
         at = self.senders[sender]
         if sequence not in at.outbox.kept:
             return
         first, before = p2p.standing(at.outbox, sequence)
         address = MessageAddress(JobName("digits"), make_epoch(1), sender, RECEIVER, sequence)
-        said = AnnounceMessage(address, at.outbox.kept[sequence], first, before)
+        said = AnnounceMessage(address, at.outbox.kept[sequence], first, before, values)
         if fate == "arrives":
             self.hear(sender, said)
         elif fate == "late":
@@ -317,7 +355,13 @@ class Post(RuleBasedStateMachine):
     def hear(self, sender: TrainerId, said: AnnounceMessage) -> None:
         sequence = said.address.sequence
         self.inbox, again = p2p.note(
-            self.inbox, sender, sequence, said.envelope, first=said.first, before=said.before
+            self.inbox,
+            sender,
+            sequence,
+            said.envelope,
+            first=said.first,
+            before=said.before,
+            values=said.values,
         )
         if again:
             self.confirm(sender, sequence)
@@ -332,10 +376,12 @@ class Post(RuleBasedStateMachine):
 
     def take(self, call: int, transfer: Transfer, fate: Fate) -> None:
         at = self.senders[transfer.sender]
-        sent = at.outbox.kept[transfer.sequence]
-        assert sent == transfer.envelope
+        if transfer.values is None:
+            assert at.outbox.kept[transfer.sequence] == transfer.envelope
+        else:
+            assert transfer.values == values_of(transfer.sequence)
         self.inbox = p2p.deliver(self.inbox, call)
-        self.delivered[transfer.sender].append((sent.tag, transfer.sequence))
+        self.delivered[transfer.sender].append((transfer.envelope.tag, transfer.sequence))
         if fate == "arrives":
             self.confirm(transfer.sender, transfer.sequence)
         elif fate == "late":

@@ -300,7 +300,7 @@ class P2PEndpoint:
 
     # --- sends
 
-    def begin_send(self, to: TrainerId, envelope: Envelope) -> Sending:
+    def begin_send(self, to: TrainerId, envelope: Envelope, values: memoryview) -> Sending:
         """Announce a message; `end_send` must follow. Messages keep the order of these calls.
 
         Raises:
@@ -315,7 +315,8 @@ class P2PEndpoint:
             (name,) = self.describe((to,))
             raise MessageLost(Verdict("UsageError", f"{e} for {name} to receive them")) from e
         sending = self._sends[to, sequence] = Sending(to, sequence, envelope)
-        self._announce(sending)
+        eager = p2p.is_eager(self._outboxes[to], sequence) and not self._rank.fences  # V3
+        self._announce(sending, bytes(values) if eager else b"")
         return sending
 
     async def end_send(self, sending: Sending, values: memoryview) -> None:
@@ -356,10 +357,10 @@ class P2PEndpoint:
                 self._announce(sending)
                 pause_s = min(2 * pause_s, SELDOM_S)
 
-    def _announce(self, sending: Sending) -> None:
+    def _announce(self, sending: Sending, values: bytes = b"") -> None:
         first, before = p2p.standing(self._outboxes[sending.to], sending.sequence)
         address = self._address(self._rank.id, sending.to, sending.sequence)
-        self._send_to(sending.to, AnnounceMessage(address, sending.envelope, first, before))
+        self._send_to(sending.to, AnnounceMessage(address, sending.envelope, first, before, values))
 
     # --- receives
 
@@ -404,7 +405,7 @@ class P2PEndpoint:
     async def _bring(
         self, receiving: Receiving, transfer: Transfer, outputs: OutputArenas
     ) -> Received | None:
-        """Request the message and deliver it; return None if the caller must try again."""
+        """Deliver the message, requested if need be; return None if the caller must try again."""
         arena, nbytes = None, transfer.envelope.nbytes
         if nbytes:
             try:
@@ -419,7 +420,10 @@ class P2PEndpoint:
                 receiving.bringing = transfer, scope
                 if self._inbox.under_way.get(receiving.call) != transfer:
                     return None  # it was withdrawn while memory was acquired
-                await self._lanes_in.bring(transfer, address, target)
+                if transfer.values is None:
+                    await self._lanes_in.bring(transfer, address, target)
+                elif transfer.values:
+                    target[:] = transfer.values
                 await self._rank.quorum()
                 await self._rank.unfenced()  # V3: there is no await between here and the delivery
                 receiving.bringing = None
@@ -440,9 +444,15 @@ class P2PEndpoint:
         """Handle a message from the agent of another rank of the job."""
         sequence = message.address.sequence
         match message:
-            case AnnounceMessage(address, envelope, first, before):
+            case AnnounceMessage(address, envelope, first, before, values):
                 inbox, again = p2p.note(
-                    self._inbox, peer, sequence, envelope, first=first, before=before
+                    self._inbox,
+                    peer,
+                    sequence,
+                    envelope,
+                    first=first,
+                    before=before,
+                    values=values,
                 )
                 self._update(inbox)
                 if again:

@@ -246,15 +246,15 @@ class _Envelopes:
             raise ProtocolError(f"a message of {nbytes} bytes with arena {request.arena}")
         inputs = self._arenas.inputs
         arena = inputs.hold(request.arena, nbytes) if nbytes else None
+        values = memoryview(b"") if arena is None else arena.memory[:nbytes].toreadonly()
         try:
-            sending = self._endpoint.begin_send(request.to, request.envelope)
+            sending = self._endpoint.begin_send(request.to, request.envelope, values)
         except MessageLost:
             if arena is not None:
                 inputs.release(arena)
             raise
 
         async def end() -> MessageSent:
-            values = memoryview(b"") if arena is None else arena.memory[:nbytes].toreadonly()
             try:
                 await self._endpoint.end_send(sending, values)
             finally:

@@ -28,8 +28,9 @@ from pmesh.core.wire.launches import AnyLaunchMessage
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, Slot
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
+EAGER_BYTES = 16 * 1024  # a token's activations of the largest open models
 MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; more is an attack
 
 MAX_RELAYED_BYTES = 16 * 1024  # one TLS record
@@ -426,6 +427,8 @@ class AnnounceMessage(P2PLinkMessage, frozen=True, tag=23):
     """Every message of this pair below this number is settled: delivered or withdrawn."""
     before: _OpOrNone
     """The previous unsettled message of the same tag, to be delivered first; -1 if none."""
+    values: Annotated[bytes, Meta(max_length=EAGER_BYTES)] = b""
+    """All of the message's, or none."""
 
 
 class RequestMessage(P2PLinkMessage, frozen=True, tag=24):

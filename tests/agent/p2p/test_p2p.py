@@ -12,7 +12,13 @@ from trio.testing import MockClock
 from pmesh.agent.p2p import router
 from pmesh.agent.p2p.router import MAX_CALLS
 from pmesh.core.p2p import MAX_KEPT
-from pmesh.core.wire.link import AnnounceMessage, Envelope, MessageAddress
+from pmesh.core.wire.link import (
+    AnnounceMessage,
+    Envelope,
+    MessageAddress,
+    MessageDelivered,
+    RequestMessage,
+)
 from pmesh.core.wire.local import (
     SESSION_VERSION,
     Attach,
@@ -25,7 +31,7 @@ from pmesh.core.wire.local import (
 from pmesh.ids import JobName, TrainerId
 from pmesh.net.local.arena_pools import SessionArenas
 from tests.worlds.lanes import share_of_one
-from tests.worlds.p2p import MessageError, P2PConnection, attach
+from tests.worlds.p2p import MessageError, P2PConnection, attach, lose_first, told
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Village, village
 from tests.worlds.village_ops import (
@@ -86,6 +92,46 @@ async def test_a_message_of_many_records_comes_whole_and_one_without_values_too(
         assert [g.envelope.shape for g in got] == [(400_001,), (0,), (1,)]
         for call in calls:
             await pair.one.end(call)
+
+
+async def test_a_small_message_comes_with_its_announcement(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_pair(clock) as pair:
+        said = told(monkeypatch)
+        sent = await pair.one.begin_send(pair.other.id, X)
+        await trio.sleep(0.2)  # it is announced again, without its values
+        got = await pair.other.receive(pair.one.id)
+        await pair.one.end(sent)
+
+        assert got.values.tobytes() == X.tobytes()
+        assert {type(message) for message in said} == {AnnounceMessage, MessageDelivered}
+        announced = [message for message in said if isinstance(message, AnnounceMessage)]
+        assert [len(message.values) for message in announced[:2]] == [X.nbytes, 0]
+
+
+async def test_a_small_message_is_requested_if_its_values_were_lost_or_there_was_a_fence(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_pair(clock) as pair:
+        lose_first(monkeypatch, AnnounceMessage, 1)
+        said = told(monkeypatch)
+        await together(
+            lambda: pair.one.send(pair.other.id, X), lambda: pair.other.receive(pair.one.id)
+        )
+        rank = ranks_of(pair.here)[0]
+        rank.fence("own stall")
+        sent = await pair.one.begin_send(pair.other.id, X)
+        call = await pair.other.begin_receive(pair.one.id)
+        await trio.sleep(1)
+        assert call not in pair.other.answers  # V3: nothing is sent behind a fence
+        rank.lift("own stall")
+        got = await pair.other.end(call)
+        await pair.one.end(sent)
+
+        assert got is not None
+        assert got.values.tobytes() == X.tobytes()
+        assert {m.address.sequence for m in said if isinstance(m, RequestMessage)} == {0, 1}
 
 
 async def test_a_send_ends_when_its_message_is_received_and_not_before(clock: MockClock) -> None:

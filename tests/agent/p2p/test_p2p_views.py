@@ -308,7 +308,7 @@ async def test_a_slow_lane_is_given_the_time_that_it_needs(
     real = Lane.receive
 
     async def trickle(lane: Lane, header: RecordHeader, into: memoryview) -> None:
-        if header.body_bytes == 1024 and lane.bytes_received < 10_000_000:
+        if header.body_bytes == 32 * 1024 and lane.bytes_received < 10_000_000:
             lane.bytes_received += 1_000_000  # as a slow network brings it
             await trio.sleep(4)
         await real(lane, header, into)
@@ -318,7 +318,7 @@ async def test_a_slow_lane_is_given_the_time_that_it_needs(
         asks = told(monkeypatch)
         monkeypatch.setattr(Lane, "receive", trickle)
         began = trio.current_time()
-        await ranks.deliver(np.zeros(128))
+        await ranks.deliver(np.zeros(4096))
         assert trio.current_time() - began >= 10
         assert {ask.lane for ask in asks if isinstance(ask, RequestMessage)} == {0}
 
