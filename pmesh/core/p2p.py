@@ -150,9 +150,9 @@ def note(
     noted = source.noted.get(sequence)
     if sequence >= source.first and (noted or len(source.noted) < MAX_KEPT):
         arrival = inbox.arrivals if noted is None else noted.arrival
-        came = values if len(values) == envelope.nbytes else None
-        if came is None and noted is not None:
-            came = noted.values
+        held = sum(len(each.values or b"") for each in source.noted.values())
+        fits = len(values) == envelope.nbytes and held + len(values) <= EAGER_ROOM_BYTES
+        came = noted.values if noted and noted.values is not None else values if fits else None
         heard = Noted(envelope, before, arrival, came)
         source = replace(source, noted={**source.noted, sequence: heard})
     inbox = replace(_with_source(inbox, sender, source), arrivals=inbox.arrivals + 1)

@@ -95,6 +95,17 @@ def test_values_that_have_come_are_kept_and_others_requested() -> None:
     assert brought(wanting(announced(Inbox(), ANNA, 0, values=b"123"), 1, ANNA)) is None
 
 
+def test_a_sender_that_brings_values_without_end_takes_a_bounded_place() -> None:
+    inbox, values = Inbox(), bytes(EAGER_BYTES)
+    for sequence in range(2 * EAGER_ROOM_BYTES // EAGER_BYTES):
+        large = envelope(nbytes=len(values))
+        inbox, _ = p2p.note(inbox, ANNA, sequence, large, first=0, before=-1, values=values)
+        inbox, _ = p2p.note(inbox, ANNA, sequence, large, first=0, before=-1, values=values)
+
+    noted = inbox.sources[ANNA].noted.values()
+    assert sum(len(each.values or b"") for each in noted) == EAGER_ROOM_BYTES
+
+
 def test_a_message_waits_for_its_receive_and_a_receive_for_its_message() -> None:
     inbox = announced(Inbox(), ANNA, 0)
     assert under_way(wanting(inbox, 1, ANNA)) == {1: (ANNA, 0)}
