@@ -10,14 +10,17 @@ from pmesh.core.wire import link
 from pmesh.core.wire.link import (
     MAX_MESSAGE_BYTES,
     Address,
+    AnnounceMessage,
     AskToJoin,
     Call,
     Commit,
+    Envelope,
     Flushed,
     Heartbeat,
     Hello,
     KnownPeers,
     KnownPrimary,
+    MessageAddress,
     OfferLane,
     PathMessage,
     Refuse,
@@ -109,9 +112,9 @@ def test_values_beyond_their_limits_are_refused(message: PathMessage) -> None:
         decode_untrusted(encode(message))
 
 
-def test_the_bytes_of_version_eleven_do_not_change_unnoticed() -> None:
+def test_the_bytes_of_version_twelve_do_not_change_unnoticed() -> None:
     nobody = Member(NodeId(b"n"), Incarnation(7))
-    assert link.PROTOCOL_VERSION == 11
+    assert link.PROTOCOL_VERSION == 12
     assert encode(Hello(1, nobody, "mac", (Address("h", 9),))).hex() == (
         "97 01 01 92 c4 01 6e 07 a3 6d6163 91 92 a1 68 09 90 00".replace(" ", "")
     )
@@ -132,6 +135,11 @@ def test_the_bytes_of_version_eleven_do_not_change_unnoticed() -> None:
         [],
         [["digits", list(make_epoch(1)), list(make_epoch(3)), False]],
     ]
+    said = AnnounceMessage(
+        MessageAddress(DIGITS, make_epoch(1), TrainerId(0), TrainerId(1), 3),
+        *(Envelope(5, "int8", (2,), 2), 1, -1, b"xy"),
+    )
+    assert msgspec.msgpack.decode(encode(said))[2:] == [[5, "int8", [2], 2], 1, -1, b"xy"]
     assert msgspec.msgpack.decode(encode(Commit(view, ((0,),)))) == [
         11,
         [list(make_epoch(1)), [], []],
@@ -139,7 +147,7 @@ def test_the_bytes_of_version_eleven_do_not_change_unnoticed() -> None:
     ]
 
 
-def test_the_tags_are_those_of_version_eleven() -> None:
+def test_the_tags_are_those_of_version_twelve() -> None:
     tags = {kind.__struct_config__.tag: kind.__name__ for kind in KINDS}
     assert tags == {
         1: "Hello",
