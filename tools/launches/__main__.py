@@ -30,7 +30,7 @@ from tools.lab.results import (
 )
 from tools.lab.units import MIB
 from tools.launches.house import House
-from tools.launches.kills import CASES, ENDS_S, Case, Tally, run_case
+from tools.launches.kills import CASES, DEAF_ENDS_S, ENDS_S, Case, Tally, run_case
 from tools.launches.output import LINES_PER_S, TERMINALS, Terminal, flood, steps_per_s
 
 EPISODES = 50
@@ -78,7 +78,7 @@ def run(
             began = time.monotonic()
             keep = (lambda _: None) if json is None else partial(_store, json, case)
             tally = run_case(house, case, episodes, seed=seed, folder=Path(folder), keep=keep)
-            kept = _tell(tally, time.monotonic() - began) and kept
+            kept = _tell(case, tally, time.monotonic() - began) and kept
     return 0 if kept else 1
 
 
@@ -161,21 +161,21 @@ def _finish(table: Table, rows: tuple[tuple[str, ...], ...], json: Path | None) 
         write_results(json, Results(tables=(replace(table, rows=rows),)))
 
 
-def _tell(tally: Tally, took_s: float) -> bool:
+def _tell(case: Case, tally: Tally, took_s: float) -> bool:
     """Print what was measured; return whether every promise was kept."""
     if tally.ended_s:
         median, most = statistics.median(tally.ended_s), max(tally.ended_s)
         print(f"  nothing left after {median:.2f} s (median), {most:.2f} s (most)", flush=True)
     for violation in tally.violations:
         print(f"  VIOLATION {violation}")
-    kept = _is_kept(tally)
+    kept = _is_kept(case, tally)
     count = len(tally.ended_s)
     print(f"  {count} in {took_s:.0f} s: {'met' if kept else 'MISSED'}", flush=True)
     return kept
 
 
-def _is_kept(tally: Tally) -> bool:
-    return not tally.violations and 0 < max(tally.ended_s, default=0.0) <= ENDS_S
+def _is_kept(case: Case, tally: Tally) -> bool:
+    return not tally.violations and 0 < max(tally.ended_s, default=0.0) <= case.ends_s
 
 
 def _row(case: Case, tally: Tally) -> tuple[str, ...]:
@@ -191,7 +191,7 @@ def _row(case: Case, tally: Tally) -> tuple[str, ...]:
         str(tally.tried),
         f"{statistics.median(times):.2f}",
         f"{max(times):.2f}",
-        "met" if _is_kept(tally) else "**MISSED**",
+        "met" if _is_kept(case, tally) else "**MISSED**",
         describe_commit(),
     )
 
@@ -201,16 +201,18 @@ def _store(path: Path, case: Case, tally: Tally) -> None:
     row = _row(case, tally)
     tables = read_results(path, Results).tables if path.exists() else ()
     before = tables[0].rows if tables else ()
-    rows = replaced(before, row, lambda cells: cells[:2])
     order = [(case.what, case.engine) for case in CASES]
+    known = [cells for cells in before if cells[:2] in order]  # the rest had other names
+    rows = replaced(known, row, lambda cells: cells[:2])
     rows = tuple(sorted(rows, key=lambda cells: order.index((cells[0], cells[1]))))  # type: ignore[arg-type]
     text = (
         "Three machines run one rank each, from `pmesh run --on all`. Every rank and a child of it "
         "ignore SIGINT, SIGTERM and SIGHUP. The time is from the blow until no process was left of "
-        f"what must end; the bar is {ENDS_S:g} s. The ranks that go on must reach the last step "
-        "with the same weights; with gloo and mlx-ring they start again from the checkpoint that "
-        "their script writes. Before a link is cut the agents are new: with one that has recovered "
-        "from a cut they have more patience, up to 10 s. "
+        f"what must end; the bar is {ENDS_S:g} s, and {DEAF_ENDS_S:g} s where a machine's own link "
+        "is cut: it hears nobody, and waits for longer before it believes that (V12). The ranks "
+        "that go on must reach the last step with the same weights; with gloo and mlx-ring they "
+        "start again from the checkpoint that their script writes. Before a link is cut the agents "
+        "are new: with one that has recovered from a cut they have more patience, up to 10 s. "
     )
     columns = (
         "what",

@@ -18,6 +18,8 @@ from tools.launches.house import House, alive, await_that, command_of
 
 ENDS_S = 5.0
 """Within so long nothing may be left of what must end."""
+DEAF_ENDS_S = 10.0
+"""The same on a machine whose own link is cut: it hears nobody, and waits for longer (V12)."""
 STARTS_S, TRAINS_S = 90.0, 90.0  # a busy machine imports torch for a while
 FOR_EVER = 10**6
 ACCURACY = 0.85
@@ -54,6 +56,10 @@ class Case:
         if not self.goes_on:
             return FOR_EVER
         return 300 if self.comes_back else 60
+
+    @property
+    def ends_s(self) -> float:
+        return DEAF_ENDS_S if self.victim == "cable" and not self.of_starter else ENDS_S
 
     @property
     def trained(self) -> int:
