@@ -15,6 +15,13 @@ from tools.lab.net import why_not
 settings.register_profile("untimed", deadline=None)  # a busy machine is no finding
 settings.load_profile("untimed")
 
+STORMS = (
+    "tests/agent/jobs/test_storms.py::test_whatever_dies_every_op_has_one_result_and_nothing_hangs"
+)
+STORE_HISTORIES = (
+    "tests/agent/store/test_histories.py::"
+    "test_with_a_majority_all_calls_on_all_sides_are_as_on_one_machine"
+)
 NEEDS_THE_MACHINE = ("tests/e2e/", "tests/tools/", "tests/docs/test_readme.py")
 # `make test` leaves these to `make test-all`, which takes twice as long: short forms of campaigns,
 # and tests of whole processes where one in a single process tests the same rule.
@@ -22,7 +29,11 @@ SLOW = (
     *("tests/agent/mesh/test_fuzz.py", "tests/simulation/test_simulation.py"),
     "tests/simulation/test_mutations.py::test_random_histories_notice_that_a_rule_is_missing",
     "tests/simulation/test_mutations.py::test_an_aimed_history_goes_well[a_ring_changes",
+    "tests/simulation/test_mutations.py::test_an_aimed_history_goes_well[noise_does_not_change",
     "tests/simulation/test_mutations.py::test_an_aimed_history_notices_that_a_rule_is_missing[no_ring",
+    "tests/simulation/test_mutations.py::test_an_aimed_history_notices_that_a_rule_is_missing[ring_f",
+    *(f"{STORMS}[{seed}]" for seed in (1, 2)),
+    *(f"{STORE_HISTORIES}[{seed}]" for seed in range(4, 8)),
     *("tests/tools/test_bench.py", "tests/tools/test_chaos.py", "tests/tools/test_training.py"),
     "tests/tools/test_launches.py",
     *("tests/tools/test_local_updates.py", "tests/tools/test_lora.py::test_killed_ranks_come_back"),
@@ -32,6 +43,7 @@ SLOW = (
     *("tests/tools/test_mlx_speed.py", "tests/tools/test_networks.py"),
     *("tests/tools/test_pipelined.py", "tests/tools/test_sharded.py"),
     "tests/tools/test_torch_suite.py",
+    "tests/agent/lanes/test_edge_costs.py::test_what_is_known_is_not_measured_again",
     "tests/agent/mesh/test_relays.py::test_what_is_relayed_counts_once",
     "tests/agent/mesh/test_probing.py::test_machines_that_train_together",
     "tests/mlx_lm/test_training.py::test_a_newcomer",
