@@ -83,6 +83,13 @@ class House:
                 self.cluster.start_agent(node)
         await_that(self._are_together, "all machines in one view", within_s=60.0)
 
+    def kill_agents(self) -> None:
+        """Kill all of them; `heal` then starts new ones."""
+        for node in self.nodes:
+            node.kill("agent")
+        ended = "the end of the agents"
+        await_that(lambda: not any(runs(node.agent) for node in self.nodes), ended, within_s=10.0)
+
     def _are_together(self) -> bool:
         return all(
             len(node.status().get("view", {}).get("members", ())) == len(self.nodes)

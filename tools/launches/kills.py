@@ -157,8 +157,7 @@ def run_case(
                 os.kill(pid, signal.SIGKILL)
         keep(tally)
         if case.victim == "cable":  # agents have more patience with a link that has recovered
-            for node in house.nodes:
-                node.kill("agent")
+            house.kill_agents()
         house.heal()
     return tally
 
