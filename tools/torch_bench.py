@@ -1,6 +1,7 @@
 """Training by torch over pmesh beside gloo: the same processes, in turns.
 
     python -m tools.torch_bench ops                       # all_reduce, on this machine's loopback
+    python -m tools.torch_bench python                    # what torch and pmesh.torch add to it
     python -m tools.torch_bench ddp --ranks 4             # steps of DDP
     python -m tools.torch_bench fsdp --mbit 1000          # in hosts of a network lab (root)
     python -m tools.torch_bench ddp --mbit 100 --compression int8 powersgd
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,6 +81,42 @@ def _repeated(op: Step, times: int) -> Step:
             op()
 
     return step
+
+
+class _Nothing:
+    """Calls of a mesh that does nothing."""
+
+    rank, size = 0, 1
+
+    def all_reduce(self, *_: object, **__: object) -> None:
+        pass
+
+
+def measure_python() -> None:
+    """The processor time of an all_reduce through torch whose op takes none, beside gloo's."""
+    import torch
+    import torch.distributed as dist
+
+    from pmesh.torch.process_group import ProcessGroup
+
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        ends: Any = lambda *_: None  # noqa: E731
+        calls: Any = _Nothing()
+        return ProcessGroup(calls, store, rank, size, timeout=timeout, split=ends, end=ends)
+
+    torch.set_num_threads(1)
+    dist.Backend.register_backend("nothing", make, devices=["cpu"])
+    dist.init_process_group("nothing", store=dist.HashStore(), rank=0, world_size=1)
+    x = torch.ones(OPS[0][1])
+    groups = {"pmesh.torch, without its op": None, "gloo, one rank": dist.new_group(backend="gloo")}
+    taken: dict[str, list[float]] = {name: [] for name in groups}
+    for _ in range(15):
+        for name, group in groups.items():
+            begun = time.thread_time()
+            _repeated(lambda group=group: dist.all_reduce(x, group=group), 1000)()
+            taken[name].append((time.thread_time() - begun) * 1e3)
+    for name, micros in taken.items():
+        print(f"{name:28} {min(micros):6.1f} us, the least of {len(micros)} times 1,000 calls")
 
 
 def ddp(gloo: Any, compression: Sequence[str], models: Sequence[str]) -> dict[str, dict[str, Step]]:
@@ -262,7 +300,7 @@ def _print_case(name: str, taken: dict[str, list[list[float]]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["ops", "ddp", "fsdp"])
+    parser.add_argument("what", choices=["ops", "python", "ddp", "fsdp"])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--mbit", type=int, default=0, help="of each host's line; 0: loopback")
     parser.add_argument("--model", default="", choices=["", *MODELS], help="else both")
@@ -272,6 +310,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         work(options.what, options.model, options.compression, options.seconds)
+    elif options.what == "python":
+        measure_python()
     else:
         measure(options)
 
