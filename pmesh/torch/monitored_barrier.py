@@ -9,7 +9,7 @@ from pmesh.client.group import Collectives
 from pmesh.errors import OpTimedOut, PmeshError
 
 _TAG = MAX_TAG  # a program's own messages may have it, too, but what for?
-_LOOKS_S = 0.01
+_LOOKS_S = 0.01  # it is called to find errors, not often
 
 
 def monitored_barrier(calls: Collectives, seconds: float, *, wait_all_ranks: bool) -> None:
