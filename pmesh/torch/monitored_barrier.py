@@ -46,7 +46,7 @@ def _collect(calls: Collectives, seconds: float, *, wait_all_ranks: bool) -> Non
                 coming.pop(rank).wait()
             except PmeshError as e:
                 failed[rank] = e
-        time.sleep(_LOOKS_S if coming else 0)
+        time.sleep(_LOOKS_S)
     lost = [e for e in failed.values() if not isinstance(e, OpTimedOut)]
     late = sorted(failed)[: None if wait_all_ranks else 1]
     error: PmeshError | None = lost[0] if lost else None
