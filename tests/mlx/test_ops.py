@@ -65,6 +65,17 @@ def test_the_gradient_of_a_gather_is_the_ranks_own_rows(shape: tuple[int, ...]) 
     assert among(gradient) == ([0, 1, 2] if shape == () else [[0, 1], [2, 3], [4, 5]])
 
 
+def test_a_gather_of_other_shapes_or_dtypes_is_an_error_on_all_ranks() -> None:
+    def gather(group: pmesh.mlx.Group) -> None:
+        first = group.rank() == 0
+        with pytest.raises(pmesh.OpMismatch):
+            pmesh.mlx.all_gather(mx.ones(1 if first else 2), group=group)
+        with pytest.raises(pmesh.OpMismatch):
+            pmesh.mlx.all_gather(mx.ones(2, mx.int32 if first else mx.float32), group=group)
+
+    among(gather)
+
+
 def test_the_gradient_of_a_scatter_is_gathered() -> None:
     def gradient(group: pmesh.mlx.Group) -> object:
         x = mx.ones((RANKS, 2))
