@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -154,6 +155,16 @@ def test_an_exception_ends_the_lab_and_what_runs_in_it() -> None:
         _ = 1 / 0
     assert sleeper.wait(timeout=10) == -signal.SIGKILL
     assert lab.name not in labs()
+
+
+def test_a_process_that_has_not_reached_its_host_yet_ends_with_the_lab() -> None:
+    yes = shutil.which("yes")  # `ip` would be there at once; this has its arguments and never is
+    assert yes is not None
+    with NetLab(1) as lab:
+        command = lab.hosts[0].command(["sleep", "1000"])
+        late = subprocess.Popen(command, executable=yes, stdout=subprocess.PIPE)
+    with late:
+        assert late.wait(timeout=10) == -signal.SIGKILL
 
 
 def test_a_lab_that_fails_while_it_is_built_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

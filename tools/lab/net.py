@@ -124,7 +124,7 @@ class Host:
 
     def command(self, command: Sequence[str]) -> list[str]:
         """What runs `command` in this host; `ip` replaces itself, so pid and signals are its."""
-        return ["ip", "netns", "exec", self.namespace, *command]
+        return [*_enter(self.namespace), *command]
 
     def run(self, command: Sequence[str], *, timeout_s: float = 30.0) -> str:
         """What the command printed; raises CalledProcessError or TimeoutExpired."""
@@ -190,7 +190,7 @@ class NetLab:
         return f"{self.name}-switch"
 
     def _in_switch(self, command: str, *, stdin: str = "") -> None:
-        run_system(["ip", "netns", "exec", self._switch, *command.split()], stdin=stdin)
+        run_system([*_enter(self._switch), *command.split()], stdin=stdin)
 
     def _build(self) -> None:
         run_system(["ip", "netns", "add", self._switch])
@@ -364,6 +364,10 @@ class NetLab:
         _remove(self.name)
 
 
+def _enter(namespace: str) -> list[str]:
+    return ["ip", "netns", "exec", namespace]
+
+
 def _bridge(network: int) -> str:
     return f"bridge{network}" if network else "bridge"
 
@@ -384,13 +388,20 @@ def _remove(lab: str) -> None:
 def _kill_all(namespace: str) -> None:
     """Until none is left: one may start another while we look."""
     deadline = time.monotonic() + KILL_DEADLINE_S
-    while pids := _running(namespace):
+    while pids := [*_entering(namespace), *_running(namespace)]:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
             raise NetLabError(f"processes {pids} in {namespace} can't be killed")
         time.sleep(0.01)
+
+
+def _entering(namespace: str) -> list[int]:
+    """Those that a busy machine has not let in yet; asked for first, since who is not one is in."""
+    enter = _enter(namespace)
+    listed = psutil.process_iter(["cmdline"])
+    return [process.pid for process in listed if (process.info["cmdline"] or [])[: len(enter)] == enter]
 
 
 def _running(namespace: str) -> list[int]:
