@@ -401,7 +401,9 @@ def _entering(namespace: str) -> list[int]:
     """Those that a busy machine has not let in yet; asked for first, since who is not one is in."""
     enter = _enter(namespace)
     listed = psutil.process_iter(["cmdline"])
-    return [process.pid for process in listed if (process.info["cmdline"] or [])[: len(enter)] == enter]
+    return [
+        process.pid for process in listed if (process.info["cmdline"] or [])[: len(enter)] == enter
+    ]
 
 
 def _running(namespace: str) -> list[int]:
