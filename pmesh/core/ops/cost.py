@@ -27,6 +27,10 @@ ISLAND_FACTOR = 4
 """How many times faster an island's edges are than the slowest of the ring: less doesn't pay for
 the way to the island's first rank and back."""
 
+CHAIN_FACTOR = 2
+"""How many times slower than all others an edge of the ring is that a chain leaves out: less may be
+the noise of two measurements (`pmesh.core.links.bandwidth`)."""
+
 LONG_WAY_NS = 16_000_000
 """More than a house has, most of the time, even by Wi-Fi."""
 
@@ -91,6 +95,12 @@ def islands_of(edges: Edges) -> Islands:
     )
 
 
+def has_slow_edge(edges: Edges) -> bool:
+    """Whether one edge of the ring takes CHAIN_FACTOR times as long as any other."""
+    *_, second, slowest = [0, 0, *sorted(_times_along(edges))]
+    return slowest >= CHAIN_FACTOR * second
+
+
 def is_far(edges: Edges) -> bool:
     """Whether some edge of the ring takes as long as by Wi-Fi, so that each hop counts."""
     return any(edges[rank - 1][rank].alpha_ns >= FAR_NS for rank in range(len(edges)))
@@ -137,7 +147,8 @@ def choose(edges: Edges, nbytes: int) -> Strategy:
     waiters: list[Strategy] = ["direct" if is_far(edges) else "ring", "tree", "centralized"]
     if islands_of(edges):
         waiters.append("hierarchical")
-    waiters.append("chain")
+    if has_slow_edge(edges):
+        waiters.append("chain")
     return min(waiters, key=lambda strategy: predict_ns(strategy, edges, nbytes))
 
 

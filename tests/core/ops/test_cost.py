@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pmesh.core.links.bandwidth import CHANGED
 from pmesh.core.ops.cost import (
+    CHAIN_FACTOR,
     FAR_NS,
     ISLAND_FACTOR,
     UNMEASURED,
@@ -13,6 +15,7 @@ from pmesh.core.ops.cost import (
     Strategy,
     chain_of,
     choose,
+    has_slow_edge,
     is_far,
     islands_of,
     predict_ns,
@@ -120,7 +123,7 @@ def with_slow_edge(size: int, at: int, slow: EdgeCost) -> Edges:
 
 
 @pytest.mark.parametrize("size", range(3, 10))
-@pytest.mark.parametrize("factor", [2, 10, 10**6])
+@pytest.mark.parametrize("factor", [2 * CHAIN_FACTOR, 10, 10**6])
 def test_large_tensors_take_the_chain_where_one_edge_of_the_ring_is_slow_or_missing(
     size: int, factor: int
 ) -> None:
@@ -142,9 +145,9 @@ def test_of_a_long_chain_the_time_until_it_is_filled_counts() -> None:
 
 
 @pytest.mark.parametrize("size", range(3, 10))
-def test_an_edge_that_is_a_little_slower_is_no_reason_for_a_chain(size: int) -> None:
-    """A rank in the middle sends two tensors where in a ring it sends 2 (n - 1) / n."""
-    slow = EdgeCost(alpha_ns=LAN.alpha_ns, beta_ps=LAN.beta_ps * 21 // 20)
+def test_an_edge_that_may_be_slower_by_noise_alone_is_no_reason_for_a_chain(size: int) -> None:
+    """Where its measurement is 30 % too low and the others are 30 % too high."""
+    slow = EdgeCost(alpha_ns=LAN.alpha_ns, beta_ps=round(LAN.beta_ps * CHANGED**2))
     assert choose(with_slow_edge(size, 0, slow), 100 * MIB) == "ring"
 
 
@@ -181,7 +184,8 @@ def test_the_choice_is_never_slower_than_another_and_always_whole_numbers(
     edges: Edges, nbytes: int
 ) -> None:
     strategies: list[Strategy] = ["direct" if is_far(edges) else "ring", "tree", "centralized"]
-    strategies += ["hierarchical", "chain"] if islands_of(edges) else ["chain"]
+    strategies += ["hierarchical"] if islands_of(edges) else []
+    strategies += ["chain"] if has_slow_edge(edges) else []
     predicted = {strategy: predict_ns(strategy, edges, nbytes) for strategy in strategies}
     assert all(type(ns) is int for ns in predicted.values())
     chosen = choose(edges, nbytes)
