@@ -176,7 +176,7 @@ async def test_a_timeout_that_another_view_overtakes_is_told_to_the_leader_again
     told = 0
     tell = LocalRank.request_view
 
-    def tell_in_vain_once(rank: LocalRank, verdict: Verdict | None, op: int) -> None:
+    def tell_in_vain_once(rank: LocalRank, verdict: Verdict | None, op: int = -1) -> None:
         nonlocal told
         told += 1
         if told > 1:
