@@ -35,7 +35,7 @@ SLOW = (
     *(f"{STORMS}[{seed}]" for seed in (1, 2)),
     *(f"{STORE_HISTORIES}[{seed}]" for seed in range(4, 8)),
     *("tests/tools/test_bench.py", "tests/tools/test_chaos.py", "tests/tools/test_training.py"),
-    "tests/tools/test_launches.py",
+    *("tests/tools/test_launches.py", "tests/tools/test_fuzz.py"),
     *("tests/tools/test_local_updates.py", "tests/tools/test_lora.py::test_killed_ranks_come_back"),
     "tests/tools/test_goodput.py::test_after",
     "tests/tools/test_torch_kills.py::test_a_short_campaign",
