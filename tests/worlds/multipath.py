@@ -13,6 +13,8 @@ from pmesh.net.lanes.multipath import Facts, MultipathLane
 from pmesh.net.lanes.opening import offer_of_connection
 from tests.worlds.lanes import offer_between
 
+UNKNOWN = Facts()
+
 
 def connections(
     offer: OfferLane, index: int, *, buffer_bytes: int | None = None, tcp: bool = False
@@ -57,14 +59,22 @@ class Paths:
     buffer_bytes: int | None
     tcp: bool
     made: int = field(default=1)
+    stalled: list[Lane] = field(default_factory=list)
 
-    def add(self) -> str:
-        """Return the new path's name."""
+    def add(self, facts: Facts = UNKNOWN, *, stalled: bool = False) -> str:
+        """Return the new path's name. A stalled one takes a little, and brings nothing."""
         index, self.made = self.made, self.made + 1
-        ends = connections(self.offer, index, buffer_bytes=self.buffer_bytes, tcp=self.tcp)
-        for lane, end in zip((self.sending, self.receiving), ends, strict=True):
-            lane.join(end, index, Facts())
+        sends, receives = self._connect(index)
+        if stalled:
+            self.stalled.append(receives)
+            unused, receives = self._connect(index)
+            self.stalled.append(unused)
+        self.sending.join(sends, index, facts)
+        self.receiving.join(receives, index, facts)
         return f"path-{index}"
+
+    def _connect(self, index: int) -> tuple[Lane, Lane]:
+        return connections(self.offer, index, buffer_bytes=self.buffer_bytes, tcp=self.tcp)
 
 
 @asynccontextmanager
@@ -84,6 +94,6 @@ async def paths_between(
         try:
             yield made
         finally:
-            for lane in lanes:
+            for lane in (*lanes, *made.stalled):
                 lane.close()
             nursery.cancel_scope.cancel()

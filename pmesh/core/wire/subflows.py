@@ -199,8 +199,16 @@ class SendWindow:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether a subflow has something to write, or a record has no subflow."""
-        return bool(self._homeless) or any(map(self.has_to_write, self._subflows))
+        """Whether anything that the receiver lacks has yet to be written.
+
+        The rest of a record that has arrived over another subflow is not: the receiver reads no
+        more once it has all, so who waited for that might wait for ever.
+        """
+        return bool(self._homeless) or any(map(self._lacks_part_of, self._subflows.values()))
+
+    def _lacks_part_of(self, subflow: _Subflow) -> bool:
+        current = subflow.current
+        return bool(subflow.queue) or (current is not None and current.number >= self._wanted)
 
     @property
     def is_empty(self) -> bool:

@@ -251,7 +251,7 @@ class MultipathLane(Lane):
             self._tending = False
             await self._news.wait()
         self._tending = True
-        await trio.sleep(PUSH_S if self._sends.has_unsent else TICK_S)
+        await trio.sleep(PUSH_S if self._has_unsent else TICK_S)
         self.pump(outside=True)
 
     async def _await_path(self) -> None:
@@ -271,13 +271,15 @@ class MultipathLane(Lane):
 
     @property
     def _is_quiet(self) -> bool:
-        return self._sends.is_empty if self.sending else not self._receives.owing
+        with self._lock:
+            return self._sends.is_empty if self.sending else not self._receives.owing
 
     @property
     def _awaits_acks(self) -> bool:
         """What it was to send is on its way, whole."""
-        under_way = not (self._sends.is_empty or self._sends.has_unsent)
-        return self.sending and under_way and bool(self._subflows)
+        with self._lock:
+            under_way = not (self._sends.is_empty or self._sends.has_unsent)
+            return self.sending and under_way and bool(self._subflows)
 
     def _stir(self) -> None:
         """In the event loop: `tend` has something to look after."""
@@ -295,12 +297,23 @@ class MultipathLane(Lane):
 
     @property
     def _is_idle(self) -> bool:
-        return self._sends.has_room and not self._sends.has_unsent
+        return self._has_room and not self._has_unsent
+
+    @property
+    def _has_room(self) -> bool:
+        with self._lock:
+            return self._sends.has_room
+
+    @property
+    def _has_unsent(self) -> bool:
+        with self._lock:
+            return self._sends.has_unsent
 
     def post(self, header: RecordHeader, body: bytes | memoryview) -> bool:
         """Seal a record and hand over what the system takes at once; True if that was all."""
-        frame = self._buffers.take(core.frame_bytes(header.body_bytes))
-        core.put_number(self._sends.next_number, frame)
+        with self._lock:
+            frame = self._buffers.take(core.frame_bytes(header.body_bytes))
+            core.put_number(self._sends.next_number, frame)
         self._sealer.seal(header, body, frame[core.NUMBER_BYTES :])
         with self._lock:
             self._sends.put(frame)
@@ -312,9 +325,9 @@ class MultipathLane(Lane):
     def sends(self, header: RecordHeader, body: bytes | memoryview) -> Steps:
         """The steps of `send`, which ends when `body` may be reused; `flushes` sends the rest."""
         self.check_open()
-        while not self._sends.has_room:
+        while not self._has_room:
             self.pump()
-            if not self._sends.has_room:
+            if not self._has_room:
                 yield Wait.WRITABLE
                 self.check_open()
         self.post(header, body)
@@ -322,9 +335,9 @@ class MultipathLane(Lane):
 
     def flushes(self) -> Steps:
         """Until all has been handed to the system."""
-        while self._sends.has_unsent:
+        while self._has_unsent:
             self.pump()
-            if self._sends.has_unsent:
+            if self._has_unsent:
                 self.check_open()
                 yield Wait.WRITABLE
 

@@ -224,6 +224,23 @@ def test_what_has_arrived_over_one_subflow_is_not_sent_over_another() -> None:
     assert not sending.has_unsent
 
 
+def test_the_rest_of_a_record_that_has_arrived_over_another_subflow_waits_for_nobody() -> None:
+    sending = window(MBIT)
+    put(sending, 100_000)
+    write(sending, 0, most=10)
+    sending.add(1, bytes_per_s=1e9, round_trip_s=0, now=0.0)
+    sending.relieve(now=9.0)
+    assert numbers(write(sending, 1), 100_000) == [0]
+    assert sending.has_unsent  # it may yet come first
+    sending.acknowledge_untrusted(1, Ack(frame_bytes(100_000), 1, waiting=True), now=9.0)
+    assert not sending.has_unsent
+    put(sending, 100_000)
+    assert sending.has_unsent
+    assert numbers(write(sending, 1), 100_000) == [1]
+    assert not sending.has_unsent
+    assert len(write(sending, 0)) == frame_bytes(100_000) - 10  # what has begun is finished
+
+
 def test_while_there_is_no_subflow_nothing_is_kept_twice() -> None:
     sending = window(MBIT, MBIT)
     put(sending)

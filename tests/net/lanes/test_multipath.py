@@ -1,6 +1,10 @@
 """A lane over several connections, some of which are lost."""
 
+import contextlib
 import socket
+import sys
+import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,6 +20,18 @@ from pmesh.net.lanes.multipath import MAX_SUBFLOWS, Facts, MultipathLane
 from tests.net.lanes.test_pipeline import either_way, receive_all, send_all
 from tests.worlds.lanes import header
 from tests.worlds.multipath import Paths, connections, drop, names_of, paths_between
+
+
+@contextlib.contextmanager
+def eager_threads() -> Iterator[None]:
+    """They take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
 
 BODIES = [np.random.default_rng(i).bytes(MAX_BODY_BYTES) for i in range(8)]
 
@@ -66,6 +82,20 @@ async def test_a_path_that_is_lost_in_the_middle_loses_nothing(
                 drop(paths.sending, "path-0")
             if lost_by != "sender":
                 drop(paths.receiving, "path-0")
+
+
+@either_way
+async def test_an_op_does_not_wait_for_a_path_that_stalls_once_the_others_have_brought_all(
+    moving_bytes: int,
+) -> None:
+    """It has half of a record, which the receiver, whose op has ended, will not read."""
+    async with paths_between(1, buffer_bytes=65536) as paths:
+        stalled = paths.add(Facts(bytes_per_s=30e6), stalled=True)
+        with trio.fail_after(20):
+            await move(paths, moving_bytes)
+            assert stalled in names_of(paths.sending)
+            await paths.sending.send(header(1), b"!")
+            assert await received(paths.receiving, 1) == b"!"
 
 
 async def test_what_was_lost_after_the_op_had_ended_at_the_sender_is_sent_again() -> None:
@@ -267,6 +297,33 @@ async def test_who_loses_the_last_connection_while_it_waits_is_told() -> None:
             await wait_all_tasks_blocked()
             [subflow] = paths.sending._subflows.values()  # noqa: SLF001 - only it has the socket
             subflow.sock.shutdown(socket.SHUT_RDWR)
+
+
+async def test_a_thread_may_work_with_the_lane_while_paths_come_and_go() -> None:
+    async with paths_between(2, buffer_bytes=65536) as paths:
+        began, ended = threading.Event(), threading.Event()
+
+        def look() -> None:
+            began.set()
+            while not ended.is_set():
+                assert paths.sending.idle
+
+        def change() -> None:
+            lost = "path-0"
+            for _ in range(30):
+                added = paths.add()
+                for lane in (paths.sending, paths.receiving):
+                    drop(lane, lost)
+                lost = added
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.to_thread.run_sync, look)
+            await trio.to_thread.run_sync(began.wait)
+            try:
+                with eager_threads():
+                    change()
+            finally:
+                ended.set()
 
 
 async def test_how_fast_data_come_is_measured() -> None:
