@@ -412,8 +412,10 @@ def test_the_short_form_runs_all_schemes_and_finds_their_results_right(tmp_path:
 
     assert len(found.rounds) == 2
     assert {"none", "int8", "powersgd-4", "auto-any"} < set(found.names)
-    # Trials begin anew where the ring has changed meanwhile, as it may between busy machines (V13).
-    assert any("tried on these ranks" in turn.picked for turn in found.turns("auto"))
+    # Trials begin anew where the ring has changed meanwhile, as it may between busy machines (V13),
+    # so they need not have ended: that they do is tested in tests/client/feedback.
+    picked = [turn.picked for name in ("auto", "auto-any") for turn in found.turns(name)]
+    assert all(re.search(r"tried on these ranks|: trial \d+ of \d+", each) for each in picked)
     assert render("compression-speed", [Results(measured=(found,))])
 
 
