@@ -9,6 +9,9 @@ two turns of the ring and 256 KiB an edge, so 20 ms at 100 Mbit/s, and no op is 
 
 An edge over which another machine forwards (V5) is not probed. Nothing else would be on its way
 then, and the edge would seem as fast as those that it consists of, and whose bandwidth it shares.
+Nor is one between two ranks of one machine, which would show only what else their agent was doing:
+it has one cost, so that all the ranks of a machine are a ring, whose sums have the same bits in
+each run.
 """
 
 from collections.abc import Mapping
@@ -28,6 +31,7 @@ from pmesh.net.lanes.ring import RingPosition, all_reduce
 PROBE_BYTES = 256 * 1024  # 2 ms at 1 Gbit/s: some times what a busy machine is late
 PS_OF_MBIT_S = 8_000_000  # picoseconds for a byte at 1 Mbit/s
 RELAYED_PS = 1000 * PS_OF_MBIT_S  # no edge that a strategy can do without is worth forwarding for
+LOCAL_PS = 500  # 16 Gbit/s, about what one event loop seals, moves and opens
 AGAIN_AFTER = 8  # ops; then nine times as many
 _WORD_BYTES = 8
 
@@ -92,6 +96,8 @@ async def agree_on_costs(
     for rank, member in enumerate(members):
         table[me, rank, 0] = round(round_trips_s.get(member, 0.0) / 2 * 1e9)
         table[me, rank, 1] = RELAYED_PS if known.is_relayed(member) else 0
+        if member == members[me]:
+            table[me, rank, 1] = LOCAL_PS
     mbit_s = known.reported_mbit_s(members[after])
     if mbit_s and not table[me, after, 1]:
         table[me, after, 1] = max(1, PS_OF_MBIT_S // mbit_s)

@@ -1,5 +1,7 @@
 """Ranks find out what their edges cost: together, seldom, and only for a call that asks for it."""
 
+import itertools
+
 import pytest
 import trio
 from trio.testing import MockClock
@@ -7,6 +9,7 @@ from trio.testing import MockClock
 from pmesh.agent.lanes import edge_costs
 from pmesh.agent.mesh.probing import PROBE_EVERY_S
 from pmesh.core.links.health import WIFI, WIRED
+from pmesh.core.ops.cost import EdgeCost
 from pmesh.core.wire.link import Call
 from pmesh.core.wire.records import RecordHeader
 from pmesh.net.lanes.ring import RingPosition
@@ -46,6 +49,24 @@ async def test_the_first_sum_measures_each_edge_once_and_all_ranks_have_one_tabl
         check_alike(here, 4)
         await reduce_all(trainers)
         assert len(probes) == 4
+
+
+async def test_edges_within_one_machine_are_alike_and_are_not_measured(
+    clock: MockClock, probes: list[bool]
+) -> None:
+    async with village(clock, 2) as here:
+        first, second = here.machines
+        trainers = await here.job(first, first, second, second)
+        await reduce_all(trainers)
+        assert sorted(probes) == [False, False, True, True]
+        check_alike(here, 4)
+        for rank in ranks_of(here):
+            members = [trainer.member for trainer in rank.roster.trainers]
+            costs = rank.costs.edges
+            assert costs is not None
+            for one, other in itertools.permutations(range(4), 2):
+                if members[one] == members[other]:
+                    assert costs[one][other] == EdgeCost(0, edge_costs.LOCAL_PS)
 
 
 async def test_a_large_sum_does_without_the_one_slow_edge(
