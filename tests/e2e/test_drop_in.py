@@ -1,10 +1,6 @@
 """The drop-in beside MLX's own ring, in real processes: the same results, or a row of the table."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +12,7 @@ from tests.e2e.harness import TIMEOUT_S, Fleet
 pytest.importorskip("mlx.core")
 
 from tests.worlds.mlx_cases import CASES
+from tests.worlds.mlx_ring import run_over_mlxs_ring
 
 RANKS = 3
 DIFFERENT = {
@@ -27,15 +24,6 @@ DIFFERENT = {
 """Cases that are not as in MLX, with their row in the table of docs/how-to/mlx-programs.md."""
 
 
-def free_addresses() -> list[list[str]]:
-    """MLX's ring takes its ports from a file, so they are free now and, mostly, a moment later."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(RANKS)]
-    addresses = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
-    for each in sockets:
-        each.close()
-    return addresses
-
-
 def results_in(output: str) -> dict[str, Any]:
     (line,) = (line for line in output.splitlines() if line.startswith(CASES))
     found: dict[str, Any] = json.loads(line.removeprefix(CASES))
@@ -43,22 +31,9 @@ def results_in(output: str) -> dict[str, Any]:
 
 
 def of_mlx(folder: Path) -> list[dict[str, Any]]:
-    hosts = folder / "hosts.json"
-    hosts.write_text(json.dumps(free_addresses()))
-    command = [sys.executable, "-m", "tests.worlds.mlx_cases", "native"]
-    environments = [
-        os.environ | {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)} for rank in range(RANKS)
-    ]
-    running = [
-        subprocess.Popen(command, env=each, stdout=subprocess.PIPE, text=True)
-        for each in environments
-    ]
-    try:
-        return [results_in(each.communicate(timeout=TIMEOUT_S)[0]) for each in running]
-    finally:
-        for each in running:
-            each.kill()
-            each.wait()
+    words = ("-m", "tests.worlds.mlx_cases", "native")
+    printed = run_over_mlxs_ring(words, ranks=RANKS, folder=folder, timeout_s=TIMEOUT_S)
+    return [results_in(each) for each in printed]
 
 
 def of_pmesh() -> list[dict[str, Any]]:

@@ -1,9 +1,7 @@
 """`pmesh mlx` with real agents: unchanged programs, among them mlx_lm.lora; losses."""
 
 import importlib.util
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.harness import Fleet
-from tests.e2e.test_drop_in import free_addresses
+from tests.worlds.mlx_ring import run_over_mlxs_ring
 
 mx = pytest.importorskip("mlx.core")
 
@@ -78,26 +76,6 @@ def test_an_error_of_the_program_is_a_crash_of_its_rank(tmp_path: Path) -> None:
     assert "ValueError: no data" in said
 
 
-def of_mlx(folder: Path, words: list[str]) -> None:
-    hosts = folder / "hosts.json"
-    hosts.write_text(json.dumps(free_addresses()))
-    own = {"MLX_HOSTFILE": str(hosts), "HF_HUB_OFFLINE": "1"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.worlds.lora_program", str(folder), *words],
-            env=os.environ | own | {"MLX_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        assert [each.wait(100) for each in running] == [0] * RANKS
-    finally:
-        for each in running:
-            each.kill()
-            each.wait()
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(
     importlib.util.find_spec("mlx_lm") is None and not os.environ.get("CI"),
@@ -116,13 +94,17 @@ def test_mlx_lms_lora_learns_what_it_learns_over_mlxs_ring(tmp_path: Path) -> No
     folders = tmp_path / "mlx", tmp_path / "pmesh"
     for folder in folders:
         folder.mkdir()
-    of_mlx(folders[0], words)
+    program = ("-m", "tests.worlds.lora_program")
+    run_over_mlxs_ring(
+        (*program, str(folders[0]), *words), ranks=RANKS, folder=tmp_path, timeout_s=60
+    )
     options = ("--no-elastic", "--wait-for", str(RANKS))
-    program = ("-m", "tests.worlds.lora_program", str(folders[1]))
     with Fleet() as fleet:
         one, other = fleet.start_ring("mac-1", "mac-2")
         running = [
-            fleet.start_command("mlx", *options, *program, *words, home=at.home, HF_HUB_OFFLINE="1")
+            fleet.start_command(
+                "mlx", *options, *program, str(folders[1]), *words, home=at.home, HF_HUB_OFFLINE="1"
+            )
             for at in (one, other, other)
         ]
         for each in running:
