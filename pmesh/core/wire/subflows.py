@@ -339,7 +339,10 @@ class SendWindow:
         latest = max(subflow.heard_at for subflow in self._subflows.values())
         for subflow in self._subflows.values():
             busy = subflow.sent > subflow.received
-            subflow.is_silent |= busy and latest - subflow.busy_at > SILENT_S
+            if busy and latest - subflow.busy_at > SILENT_S and not subflow.is_silent:
+                subflow.is_silent = True
+                for record in self._kept.values():
+                    record.copied = False  # perhaps to this one
 
     def _copy_if_late(self, record: _Sealed) -> None:
         here, nbytes = self._subflows[record.subflow], len(record.frame)
@@ -362,6 +365,8 @@ class _Read:
 
     nbytes: int = 0
     acknowledged: int = 0
+    told: int = 0
+    """The lowest record that lacked when this subflow last said so."""
     records: int = 0
     """Since the last acknowledgement."""
 
@@ -431,8 +436,12 @@ class ReceiveWindow:
 
     @property
     def owing(self) -> list[int]:
-        """The subflows of which not all that has been read is acknowledged."""
-        return [index for index, s in self._subflows.items() if s.nbytes > s.acknowledged]
+        """The subflows on which not all has been said: another may fail with what it has said."""
+        return [
+            index
+            for index, s in self._subflows.items()
+            if s.nbytes > s.acknowledged or s.told < self._lacks
+        ]
 
     def is_due(self, index: int, *, waiting: bool) -> bool:
         """Whether to acknowledge on this subflow; `waiting`: there is nothing more to read."""
@@ -445,6 +454,7 @@ class ReceiveWindow:
         """What to say on this subflow, which is taken as said."""
         subflow = self._subflows[index]
         subflow.acknowledged, subflow.records, self._grown = subflow.nbytes, 0, 0
+        subflow.told = self._lacks
         return Ack(subflow.nbytes, self._lacks, waiting)
 
 

@@ -114,6 +114,9 @@ class MultipathLane(Lane):
         self._receives = core.ReceiveWindow()
         self._buffers = _Buffers()
         self._selector = selectors.DefaultSelector()
+        self._wakes, self._woken = socket.socketpair()
+        self._is_woken = False
+        self._selector.register(self._wakes, selectors.EVENT_READ)
         self._news = trio.Event()
         self._tending = False
         self._is_shut = False
@@ -199,6 +202,8 @@ class MultipathLane(Lane):
             self._subflows.clear()
             self._is_shut = True
             self._selector.close()
+            self._wakes.close()
+            self._woken.close()
 
     def check_open(self) -> None:
         """Raises LaneBroken if the lane has been closed, or has been without a path too long."""
@@ -362,7 +367,8 @@ class MultipathLane(Lane):
                     with self._losing(subflow):
                         self._write(subflow, now)
                 for subflow in self._subflows.values():  # some may have been lost, and others fill
-                    self._show_interest(subflow, all_of_it=outside)
+                    self._show_interest(subflow)
+                self._wake(wakes=outside)
 
     @contextlib.contextmanager
     def _losing(self, subflow: _Subflow) -> Generator[None, None, None]:
@@ -382,13 +388,21 @@ class MultipathLane(Lane):
             self.bytes_sent += count
             self._sends.wrote(subflow.index, count, now=now)
 
-    def _show_interest(self, subflow: _Subflow, *, all_of_it: bool) -> None:
+    def _show_interest(self, subflow: _Subflow) -> None:
         wants = selectors.EVENT_READ
-        if all_of_it or self._sends.has_to_write(subflow.index):
+        if self._sends.has_to_write(subflow.index):
             wants |= selectors.EVENT_WRITE
         if wants != subflow.interest:
             subflow.interest = wants
             self._selector.modify(subflow.sock, wants)
+
+    def _wake(self, *, wakes: bool) -> None:
+        """Make the selector ready, or no longer so: its sockets may all be full, and silent."""
+        if wakes and not self._is_woken:
+            self._woken.send(b"!")
+        elif self._is_woken and not wakes:
+            self._wakes.recv(1)
+        self._is_woken = wakes
 
     def _read_acks(self, subflow: _Subflow, now: float) -> None:
         while True:
@@ -414,12 +428,15 @@ class MultipathLane(Lane):
         before, began = dict[int, int](), 0.0
         while True:
             with self._lock:
-                frame = self._receives.first
+                frame, may_have_more = self._receives.first, False
                 if frame is None:
                     for subflow in list(self._subflows.values()):
                         with self._losing(subflow):
                             self._read(subflow)
+                            may_have_more = True
                     frame = self._receives.first
+                if frame is None and may_have_more:
+                    continue  # no wait: the system was asked to tell of more than may be there
                 if frame is None and not waited:
                     flowing = [bool(subflow.frame) for subflow in self._subflows.values()]
                     all_flow = bool(flowing) and all(flowing)
@@ -445,7 +462,7 @@ class MultipathLane(Lane):
         return came
 
     def _read(self, subflow: _Subflow) -> None:
-        """One record, or as much of it as is there."""
+        """One record; BlockingIOError if not all of it is there."""
         whole = False
         try:
             while not whole:

@@ -277,6 +277,24 @@ def test_a_subflow_that_is_silent_while_another_is_not_counts_as_lost_until_it_i
     assert sending.has_to_write(0)
 
 
+def test_what_was_copied_to_a_subflow_that_falls_silent_is_copied_to_another() -> None:
+    sending = window(MBIT, MBIT)
+    put(sending)
+    put(sending)
+    assert numbers(write(sending, 0)) == [0]
+    assert numbers(write(sending, 1, now=0.2)) == [1]
+    sending.add(2, bytes_per_s=1000 * MBIT, round_trip_s=0, now=0.2)
+    first, second = put(sending, 10), put(sending, 200_000)
+    assert write(sending, 2) == bytes(first) + bytes(second)
+    sending.acknowledge_untrusted(2, Ack(len(first), 0, waiting=False), now=SILENT_S + 0.1)
+    sending.relieve(now=SILENT_S + 0.1)
+    assert numbers(write(sending, 1, now=SILENT_S + 0.1)) == [0]  # the other one has much to do
+    sent = len(first) + len(second)
+    sending.acknowledge_untrusted(2, Ack(sent, 0, waiting=True), now=SILENT_S + 0.3)
+    sending.relieve(now=SILENT_S + 0.3)
+    assert numbers(write(sending, 2)) == [0, 1]
+
+
 def test_a_receiver_that_does_not_read_makes_nobody_silent() -> None:
     sending = window(MBIT, MBIT)
     put(sending)
@@ -417,6 +435,20 @@ def test_what_fills_a_gap_is_acknowledged_at_once_however_small() -> None:
     assert not window.is_due(1, waiting=True)  # there is nothing new to say of that one
     assert window.is_due(0, waiting=True)
     assert window.acknowledge(0, waiting=True).wanted == 3
+
+
+def test_each_subflow_is_told_what_is_lacked_for_another_may_be_lost_with_what_it_was_told() -> (
+    None
+):
+    window = receiving(0, 1)
+    window.read(0, frame_bytes(0))
+    bring(window, 0)
+    assert window.owing == [0, 1]
+    assert window.acknowledge(0, waiting=True).wanted == 1
+    assert window.owing == [1]
+    assert not window.is_due(1, waiting=True)  # there is time
+    assert window.acknowledge(1, waiting=True).wanted == 1
+    assert window.owing == []
 
 
 # --- both, in any order of events

@@ -5,6 +5,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from pmesh.core.wire.records import MAX_BODY_BYTES
 from pmesh.core.wire.subflows import WINDOW_RECORDS
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes.executor import Pipeline, Stage
-from pmesh.net.lanes.lane import Lane, PathLost, Steps, Wait
+from pmesh.net.lanes.lane import WAKE_UP_BYTES, Lane, PathLost, Steps, Wait
 from pmesh.net.lanes.multipath import MAX_SUBFLOWS, Facts, MultipathLane
 from tests.net.lanes.test_pipeline import either_way, receive_all, send_all
 from tests.worlds.lanes import header
@@ -267,6 +268,71 @@ async def test_a_connection_joins_once_and_not_too_many_do() -> None:
 
 
 # --- no wake-up is lost
+
+
+async def receive_copy(paths: Paths, moving_bytes: int, nursery: trio.Nursery) -> str:
+    """Receive a record of which a stalled path has the half.
+
+    Returns the path that has brought it, where the sender has yet to read that it has arrived.
+    """
+    paths.add(Facts(bytes_per_s=30e6), stalled=True)
+    for lane in (paths.sending, paths.receiving):
+        drop(lane, "path-0")
+
+    def sends() -> Steps:
+        yield from send_all(paths.sending, BODIES[:1])
+        yield from paths.sending.flushes()
+
+    stages = [Stage(sends(), paths.sending)]
+    nursery.start_soon(partial(Pipeline().run, stages, moving_bytes=moving_bytes))
+    while not paths.sending.bytes_sent:
+        await trio.lowlevel.checkpoint()
+    good, got = paths.add(), list[bytes]()
+    for _ in receive_all(paths.receiving, [MAX_BODY_BYTES], got):
+        await trio.lowlevel.checkpoint()
+    assert got == BODIES[:1]
+    return good
+
+
+@either_way
+async def test_who_waits_is_woken_though_the_only_path_that_is_left_is_full(
+    moving_bytes: int,
+) -> None:
+    with trio.fail_after(20):
+        async with paths_between(1, buffer_bytes=65536) as paths, trio.open_nursery() as nursery:
+            drop(paths.receiving, await receive_copy(paths, moving_bytes, nursery))
+            paths.sending.pump(outside=True)  # it learns that all has arrived, and loses the path
+
+
+@either_way
+async def test_that_all_has_arrived_is_said_again_where_the_path_was_lost_that_said_it(
+    moving_bytes: int,
+) -> None:
+    with trio.fail_after(20):
+        async with paths_between(1, buffer_bytes=65536) as paths, trio.open_nursery() as nursery:
+            good = await receive_copy(paths, moving_bytes, nursery)
+            for lane in (paths.sending, paths.receiving):
+                drop(lane, good)
+            paths.add()
+
+
+async def test_a_small_record_behind_the_rest_of_a_large_one_wakes_who_waits_for_much() -> None:
+    bodies = [b"small", BODIES[0]]
+    with trio.fail_after(20):
+        async with paths_between(1, buffer_bytes=65536, tcp=True) as paths:
+            paths.receiving.wake_up_bytes = WAKE_UP_BYTES
+            paths.add(Facts(bytes_per_s=1e9, round_trip_s=1e-3))  # takes the large one
+            stalled = paths.add(Facts(bytes_per_s=1e6), stalled=True)
+            for lane in (paths.sending, paths.receiving):
+                drop(lane, "path-0")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(move_slowly, paths, bodies)
+                steps = receive_all(paths.receiving, [len(body) for body in bodies], [])
+                while next(steps) is Wait.TURN or paths.receiving.bytes_received < WAKE_UP_BYTES:
+                    await trio.lowlevel.checkpoint()
+                drop(paths.sending, stalled)  # so the small one goes behind the large one
+                for wait in steps:
+                    await paths.receiving.wait_for(wait)
 
 
 async def test_acknowledgements_that_are_read_between_the_calls_wake_a_sender_that_waits() -> None:
