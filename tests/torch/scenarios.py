@@ -43,6 +43,19 @@ def ddp(folder: Path) -> Result:
     return {"losses": losses, "weights": full(model.parameters())}
 
 
+def power_sgd(folder: Path) -> Result:
+    """torch's own hook, which makes calls where a call of its own has ended, and waits for them."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+
+    model = nn.parallel.DistributedDataParallel(net())  # one bucket: with several gloo hangs
+    state = power.PowerSGDState(
+        None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1
+    )
+    model.register_comm_hook(state, power.powerSGD_hook)
+    losses = train(model, torch.optim.SGD(model.parameters(), 0.01))
+    return {"losses": losses, "weights": full(model.parameters())}
+
+
 def ddp_unused(folder: Path) -> Result:
     class Sometimes(nn.Module):
         def __init__(self) -> None:
@@ -289,6 +302,7 @@ SAME: dict[str, Callable[[Path], Result]] = {
     each.__name__: each
     for each in (
         ddp,
+        power_sgd,
         ddp_unused,
         zero,
         fsdp2,

@@ -1,9 +1,10 @@
 """How the calls of a mesh or a group run: at once, or in a thread, behind those under way."""
 
+import contextlib
 import itertools
 import os
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -36,13 +37,14 @@ class Handle(Generic[T]):
         self._take = take
         self._lock = threading.Lock()
         self._result: list[T] = []
+        self._process = os.getpid()
 
     def __repr__(self) -> str:
         return f"<Handle, {'done' if self.done() else 'under way'}>"
 
     def done(self) -> bool:
         """Whether the call has ended, well or badly."""
-        return self._done()
+        return os.getpid() != self._process or self._done()
 
     @public
     def wait(self, timeout_s: float | None = None) -> T:
@@ -55,6 +57,7 @@ class Handle(Generic[T]):
             OpTimedOut: it is still under way.
             PmeshError: what the call raises.
         """
+        _check_not_forked(self._process)
         seconds = -1 if timeout_s is None else max(timeout_s, 0)
         if not self._lock.acquire(timeout=seconds):  # another thread waits for it, too
             raise OpTimedOut(f"the call is still under way after {seconds:g} s")
@@ -81,61 +84,133 @@ class Handle(Generic[T]):
         return self.wait()
 
 
-class Line:
-    """Runs functions in order, in one thread that starts with the first."""
+class _Result(Future[T]):
+    """What a function returns; knows whether anybody is to be called back."""
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._under_way = 0
+        super().__init__()
+        self.adding = threading.Lock()
+        self.calls_back = False
+
+    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+        with self.adding:
+            self.calls_back = True
+        super().add_done_callback(fn)
+
+
+class Line:
+    """Runs functions one after the other, in threads that start when they are needed.
+
+    Who is called back when a function has ended may submit others and wait for them: meanwhile
+    another thread runs what waits.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._news = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._free = 0
+        """How many of them run nothing, and call nobody back."""
+        self._runs = False
         self._ended = False
+        self._process = os.getpid()
 
     @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
-        return self._under_way == 0
+        return not (self._waiting or self._runs)
 
     def submit(self, run: "Callable[[], T]") -> "Future[T]":
-        """Run it after all that were submitted before."""
-        future: Future[T] = Future()
+        """Run it after all that were submitted before.
 
-        def work() -> None:
-            try:
-                result = run()
-            except BaseException as e:  # noqa: BLE001 - the waiting thread raises it
-                self._end()
-                future.set_exception(e)
-            else:
-                self._end()
-                future.set_result(result)
-
-        with self._lock:
-            self._under_way += 1
+        Raises:
+            MeshClosed: this process was forked from that of the line, and has none of its threads.
+            RuntimeError: the system gives no thread.
+        """
+        _check_not_forked(self._process)
+        result: _Result[T] = _Result()
+        with self._news:
             if not self._ended:
-                self._waiting.put(work)
-                if self._thread is None:
-                    # It must not keep a program that has ended from ending.
-                    self._thread = threading.Thread(target=self._work, name="pmesh", daemon=True)
-                    self._thread.start()
-                return future
-        work()
-        return future
+                self._waiting.append(partial(self._run, run, result))
+                try:
+                    self._see_to_it()
+                except RuntimeError:
+                    self._waiting.pop()
+                    raise
+                return result
+        _settling(run, result)()
+        return result
 
     def end(self) -> None:
-        """Let the thread end after what was submitted; what is submitted later runs at once."""
-        with self._lock:
+        """Let the threads end after what was submitted; what is submitted later runs at once."""
+        with self._news:
             self._ended = True
-            self._waiting.put(None)
+            self._news.notify_all()
 
-    def _end(self) -> None:
-        with self._lock:
-            self._under_way -= 1
+    def join(self, timeout_s: float) -> None:
+        """Wait for the threads of a line that has ended, each for that long at most."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    def _see_to_it(self) -> None:
+        """Under the lock: have a thread for what waits."""
+        self._news.notify()
+        if self._waiting and not (self._runs or self._free):
+            # It must not keep a program that has ended from ending.
+            thread = threading.Thread(target=self._work, name="pmesh", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+            self._free += 1
+
+    # --- in a thread
 
     def _work(self) -> None:
-        while (work := self._waiting.get()) is not None:
+        while (work := self._next()) is not None:
             work()
             del work  # it holds its group, which perhaps nobody else does
+
+    def _next(self) -> Callable[[], None] | None:
+        """None: nothing will come any more."""
+        with self._news:
+            while self._runs or not self._waiting:
+                if self._ended and not self._waiting:
+                    self._news.notify()  # and so on, to the last
+                    return None
+                self._news.wait()
+            self._runs = True
+            self._free -= 1
+            return self._waiting.popleft()
+
+    def _run(self, run: "Callable[[], T]", result: "_Result[T]") -> None:
+        settle = _settling(run, result)
+        with result.adding:
+            quiet = not result.calls_back
+            if quiet:
+                with self._news:
+                    self._runs, self._free = False, self._free + 1
+                settle()
+        if quiet:
+            return
+        with self._news:
+            self._runs = False
+            with contextlib.suppress(RuntimeError):  # no thread: this one goes on, a little later
+                self._see_to_it()
+        settle()
+        with self._news:
+            self._free += 1
+
+
+def _settling(run: "Callable[[], T]", result: "_Result[T]") -> Callable[[], None]:
+    """Run it; what this returns gives the result to who waits, and calls others back."""
+    try:
+        return partial(result.set_result, run())
+    except BaseException as e:  # noqa: BLE001 - the waiting thread raises it
+        return partial(result.set_exception, e)
+
+
+def _check_not_forked(process: int) -> None:
+    if os.getpid() != process:
+        raise MeshClosed("this process was forked from the trainer; call connect() in it")
 
 
 @dataclass(slots=True, eq=False)
@@ -254,8 +329,7 @@ class Caller:
         return work.finish(value)
 
     def _execute(self, work: Work[R, T]) -> tuple[R, LastOp | None]:
-        if os.getpid() != self._process:
-            raise MeshClosed("this process was forked from the trainer; call connect() in it")
+        _check_not_forked(self._process)
         with self._lock:
             self._place.check_open()
             try:

@@ -157,8 +157,9 @@ def prepare_schemes(count: int, *, wait: bool) -> None:
         return
     with _lock:
         if not _threads:
-            _threads.append(threading.Thread(target=fast.prepare_schemes, name="pmesh-compile"))
-            _threads[0].start()
+            thread = threading.Thread(target=fast.prepare_schemes, name="pmesh-compile")
+            thread.start()
+            _threads.append(thread)
     if wait:
         _threads[0].join()
 

@@ -1,0 +1,133 @@
+"""Functions that run one after the other, in threads, and who is called back when they end."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+
+import pytest
+
+import pmesh
+from pmesh.client.calls.queue import Handle, Line
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    made = Line()
+    yield made
+    made.end()
+    made.join(PATIENCE_S)
+
+
+def test_they_run_in_order_and_one_at_a_time(line: Line) -> None:
+    ran, at_work = list[int](), threading.Lock()
+
+    def run(number: int) -> int:
+        assert at_work.acquire(blocking=False)
+        ran.append(number)
+        at_work.release()
+        return number
+
+    futures = [line.submit(partial(run, number)) for number in range(200)]
+    for future in futures[::3]:
+        future.add_done_callback(lambda _: None)
+    assert [future.result(PATIENCE_S) for future in futures] == ran == list(range(200))
+    assert line.idle
+
+
+@pytest.mark.parametrize("when", ["submitted by it", "submitted before it"])
+def test_who_is_called_back_may_wait_for_another(line: Line, when: str) -> None:
+    may_run, got = threading.Event(), Future[str]()
+
+    def call_back(_: Future[bool]) -> None:
+        other = behind if when == "submitted before it" else line.submit(lambda: "ran")
+        got.set_result(other.result(PATIENCE_S))
+
+    first = line.submit(lambda: may_run.wait(PATIENCE_S))
+    first.add_done_callback(call_back)
+    behind = line.submit(lambda: "ran")
+    may_run.set()
+    assert got.result(PATIENCE_S) == "ran"
+
+
+def test_who_asks_to_be_called_back_late_is_called_at_once(line: Line) -> None:
+    future = line.submit(lambda: 1)
+    assert future.result(PATIENCE_S) == 1
+    called = list[int]()
+    future.add_done_callback(lambda done: called.append(done.result()))
+    assert called == [1]
+
+
+def test_without_a_thread_the_caller_is_told_and_the_next_one_runs(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            line.submit(lambda: 1)
+    assert line.idle
+    assert line.submit(lambda: 2).result(PATIENCE_S) == 2
+
+
+def test_without_a_second_thread_what_waits_runs_after_the_call_back(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_run, order = threading.Event(), list[str]()
+    first = line.submit(lambda: may_run.wait(PATIENCE_S))
+    first.add_done_callback(lambda _: order.append("called back"))
+    second = line.submit(lambda: order.append("ran"))
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    may_run.set()
+    second.result(PATIENCE_S)
+    assert order == ["called back", "ran"]
+
+
+def test_a_line_that_has_ended_does_what_waits_and_has_no_threads_left() -> None:
+    line, may_run = Line(), threading.Event()
+    futures: list[Future[object]] = [line.submit(lambda: may_run.wait(PATIENCE_S))]
+    futures[0].add_done_callback(lambda _: None)  # so a second thread comes
+    futures += [line.submit(lambda: 1), line.submit(lambda: 2)]
+    line.end()
+    may_run.set()
+    line.join(PATIENCE_S)
+    assert [future.result(0) for future in futures] == [True, 1, 2]
+    assert not any(thread.is_alive() for thread in line._threads)  # noqa: SLF001 - the promise
+    assert line.submit(threading.current_thread).result(0) is threading.current_thread()
+
+
+def in_a_child(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
+    """What a fork leaves of a line: no thread."""
+    own = os.getpid()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: own + 1)
+        call()
+
+
+def test_a_forked_child_does_not_wait_for_threads_that_it_has_not(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_run = threading.Event()
+    future = line.submit(lambda: may_run.wait(PATIENCE_S))
+    handle = Handle(future.done, future.result)
+
+    def wait() -> None:
+        assert handle.done()
+        with pytest.raises(pmesh.MeshClosed, match="forked"):
+            handle.wait()
+        with pytest.raises(pmesh.MeshClosed, match="forked"):
+            line.submit(lambda: 1)
+
+    in_a_child(monkeypatch, wait)
+    assert not handle.done()
+    may_run.set()
+    assert handle.wait(PATIENCE_S)
