@@ -5,7 +5,7 @@ import os
 import secrets
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, cast
@@ -309,10 +309,12 @@ class Checkpoints:
 
     def _settle(self) -> None:
         """Wait for the save under way, without rests."""
-        under_way, self._under_way = self._under_way, None
+        under_way = self._under_way
         if under_way is None:
             return
         self._hurry.set()
+        wait([under_way])  # Ctrl-C here leaves it under way: what it reads is not written to
+        self._under_way = None
         try:
             under_way.result()
             self._failed = None

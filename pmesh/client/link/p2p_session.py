@@ -5,9 +5,11 @@ Several calls run at a time, of any thread.
 The thread that waits first reads for all of them, and wakes the others at each reply.
 """
 
+import contextlib
 import logging
 import threading
 import time
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,19 +118,21 @@ class P2PSession:
             self._send(
                 *(StoreCall(call, part, i < last, timeout_s) for i, part in enumerate(parts))
             )
-        match reply := self._await(call, None):
-            case StoreAnswered(data=answer):
-                return decode_answer_untrusted(answer)
-            case MessageFailed():
-                raise error_of(reply.verdict)
-            case _:
-                raise self._nonsense(type(reply).__name__)
+        with self._whole_or_ended():
+            match reply := self._await(call, None):
+                case StoreAnswered(data=answer):
+                    return decode_answer_untrusted(answer)
+                case MessageFailed():
+                    raise error_of(reply.verdict)
+                case _:
+                    raise self._nonsense(type(reply).__name__)
 
     def done(self, call: int) -> bool:
         """Whether a call has ended, well or badly."""
         try:
-            while call in self._under_way - set(self._answers) and self._read_some(0.0):
-                pass
+            while call in self._under_way and call not in self._answers:
+                if not self._read_some(0.0, call):
+                    break
         except PmeshError:
             return True
         return call in self._answers or call not in self._under_way or self.has_ended
@@ -140,19 +144,31 @@ class P2PSession:
             TimeoutError: it is still under way.
             PmeshError: what became of it; MeshClosed or AgentStopped if the connection has ended.
         """
-        match reply := self._await(call, timeout_s):
-            case MessageSent():
-                return None
-            case MessageFailed():
-                raise error_of(reply.verdict)
-            case MessageReceived():
-                return self._arrived(reply)
-            case _:
-                raise self._nonsense(type(reply).__name__)
+        with self._whole_or_ended():
+            match reply := self._await(call, timeout_s):
+                case MessageSent():
+                    return None
+                case MessageFailed():
+                    raise error_of(reply.verdict)
+                case MessageReceived():
+                    return self._arrived(reply)
+                case _:
+                    raise self._nonsense(type(reply).__name__)
 
     def close(self, reason: str) -> None:
         """End it; threads that wait get MeshClosed, with this reason."""
         self._end(mesh_ended(reason))
+
+    @contextlib.contextmanager
+    def _whole_or_ended(self) -> Generator[None]:
+        """What Ctrl-C interrupts in the middle would leave an answer that nobody takes."""
+        try:
+            yield
+        except (TimeoutError, PmeshError):
+            raise
+        except BaseException as e:
+            self._end(e)
+            raise
 
     def _end(self, why: BaseException) -> None:
         with self._news:
@@ -170,12 +186,13 @@ class P2PSession:
     # --- arenas
 
     def _take_input(self, nbytes: int) -> Mapped:
-        with self._wanting:
-            fitting = [arena for arena in self._inputs if arena.nbytes >= nbytes]
-            if fitting:
-                best = min(fitting, key=lambda arena: arena.nbytes)
-                self._inputs.remove(best)
-                return best
+        with self._wanting, self._whole_or_ended():
+            with self._news:
+                fitting = [arena for arena in self._inputs if arena.nbytes >= nbytes]
+                if fitting:
+                    best = min(fitting, key=lambda arena: arena.nbytes)
+                    self._inputs.remove(best)
+                    return best
             with self._sending:
                 self._send(WantArena(nbytes))
             match reply := self._await(_ARENA, None):
@@ -190,12 +207,14 @@ class P2PSession:
         arena = self._lent.pop(call, None)
         if arena is None:
             return
-        self._inputs.append(arena)
-        if len(self._inputs) > KEPT_INPUTS:
+        with self._news:
+            self._inputs.append(arena)
+            if len(self._inputs) <= KEPT_INPUTS:
+                return
             smallest = min(self._inputs, key=lambda arena: arena.nbytes)
             self._inputs.remove(smallest)
-            with self._sending:
-                self._send(DropArena(smallest.number))
+        with self._sending:
+            self._send(DropArena(smallest.number))
 
     def _arrived(self, reply: MessageReceived) -> Arrived:
         envelope = reply.envelope
@@ -237,14 +256,16 @@ class P2PSession:
             left_s = None if deadline is None else deadline - time.monotonic()
             if left_s is not None and left_s <= 0:
                 raise TimeoutError
-            self._read_some(left_s)
+            self._read_some(left_s, call)
         self._under_way.discard(call)
         self._give_back(call)
         return reply
 
-    def _read_some(self, timeout_s: float | None) -> bool:
+    def _read_some(self, timeout_s: float | None, call: int) -> bool:
         """Read a message, or wait until another thread has; returns whether one may have come."""
         with self._news:
+            if call in self._answers:  # since its thread has looked
+                return True
             self._check_open()
             if self._reading:
                 return self._news.wait(timeout_s)

@@ -11,6 +11,7 @@ import pytest
 
 import pmesh
 from pmesh.client.calls.point_to_point import ANY, MAX_TAG, PointToPoint
+from pmesh.client.link.p2p_session import P2PSession
 from pmesh.core.values import Verdict
 from pmesh.core.wire.local import MessageSent, ReceiveMessage, SendMessage
 from pmesh.errors import (
@@ -206,6 +207,82 @@ def test_an_interrupted_wait_ends_its_connection_and_the_next_call_opens_another
         return len(agent.attached)
 
     assert pair(agent, lambda m: m.recv(1), receive)[1] == 3
+
+
+def test_who_is_interrupted_while_another_reads_ends_the_connection_too(
+    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer would be taken for that of the next receive, or wait for ever to be taken."""
+
+    def receive(m: PointToPoint) -> int:
+        lost, other = m.recv(0, async_op=True), m.recv(0, tag=1, async_op=True)
+        session: Any = m._p2p[1]  # type: ignore[index] # noqa: SLF001 - the wait is in there
+        reading, failures = threading.Event(), list[BaseException]()
+        receive_within = session._connection.receive_within  # noqa: SLF001 - as above
+
+        def read(timeout_s: float | None) -> object:
+            reading.set()
+            return receive_within(timeout_s)
+
+        def wait() -> None:
+            with pytest.raises(MeshClosed, match="KeyboardInterrupt") as closed:
+                other.wait()
+            failures.append(closed.value)
+
+        def interrupt(_: float | None) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(session._connection, "receive_within", read)  # noqa: SLF001 - as above
+            thread = threading.Thread(target=wait)
+            thread.start()
+            assert reading.wait(PATIENCE_S)
+            patched.setattr(session._news, "wait", interrupt)  # noqa: SLF001 - as above
+            with pytest.raises(KeyboardInterrupt):
+                lost.wait()
+        thread.join(PATIENCE_S)
+        assert len(failures) == 1
+        with pytest.raises(MeshClosed, match="KeyboardInterrupt"):
+            lost.wait()
+        m.send(np.zeros(1), 0)
+        return len(agent.attached)
+
+    assert pair(agent, lambda m: m.recv(1), receive)[1] == 3
+
+
+def test_an_answer_that_comes_as_its_thread_begins_to_wait_is_not_missed(
+    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, arrived = threading.Event(), threading.Event()
+    read_some = P2PSession._read_some  # noqa: SLF001 - between it and what was before
+
+    def late(session: P2PSession, timeout_s: float | None, call: int) -> bool:
+        if threading.current_thread().name == "late" and not looked.is_set():
+            looked.set()
+            assert arrived.wait(PATIENCE_S)
+        return read_some(session, timeout_s, call)
+
+    monkeypatch.setattr(P2PSession, "_read_some", late)
+
+    def receive(m: PointToPoint) -> int:
+        first, second = m.recv(0, tag=1, async_op=True), m.recv(0, tag=2, async_op=True)
+        got = list[int]()
+        thread = threading.Thread(target=lambda: got.append(int(first.wait()[0])), name="late")
+        thread.start()
+        assert looked.wait(PATIENCE_S)
+        m.send(np.zeros(1), 0)
+        second.wait()  # reads the answer to the first, too
+        assert first.done()
+        arrived.set()
+        thread.join(PATIENCE_S)
+        return got[0]
+
+    def send(m: PointToPoint) -> None:
+        m.recv(1)
+        m.send(np.array([1]), 1, tag=1)
+        m.send(np.array([2]), 1, tag=2)
+
+    assert pair(agent, send, receive)[1] == 1
 
 
 def test_garbage_from_the_agent_is_named(agent: WatchedAgent) -> None:

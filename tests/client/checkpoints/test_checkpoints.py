@@ -1,6 +1,7 @@
 """`pmesh.Checkpoints` among the ranks of a simulated mesh, each with a folder of its own."""
 
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,41 @@ def test_what_is_written_to_an_array_after_save_is_not_in_the_save(
 
     (found,) = SimulatedMesh(1).run(train)
     assert not found.any()
+
+
+def test_a_save_after_ctrl_c_waits_for_the_one_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, waited, written = threading.Event(), list[bool](), list[int]()
+    write_save = files.write_save
+
+    def later(folder: Path, manifest: Any, arrays: Any, *more: Any) -> Any:  # noqa: ANN401 - as the original
+        assert go.wait(20)
+        written.append(int(max(each.view(float).max() for each in arrays)))
+        return write_save(folder, manifest, arrays, *more)
+
+    def interrupt(under_way: Any) -> Any:  # noqa: ANN401 - as the original
+        if not waited:
+            waited.append(True)
+            raise KeyboardInterrupt
+        go.set()
+        return wait(under_way)
+
+    monkeypatch.setattr("pmesh.client.checkpoints.checkpoints.write_save", later)
+    monkeypatch.setattr("pmesh.client.checkpoints.checkpoints.wait", interrupt)
+
+    def train(mesh: pmesh.Mesh) -> list[float]:
+        with pmesh.Checkpoints(tmp_path, mesh) as checkpoints:
+            checkpoints.save({"x": np.zeros(1000)}, 1)
+            with pytest.raises(KeyboardInterrupt):
+                checkpoints.wait()
+            checkpoints.save({"x": np.ones(1000)}, 2)  # into the memory that the first was in
+            checkpoints.wait()
+            loaded = checkpoints.load()
+            assert loaded is not None
+            return [float(np.max(loaded.state["x"])), *map(float, written)]
+
+    assert SimulatedMesh(1).run(train) == [[1, 0, 1]]
 
 
 @pytest.mark.parametrize("options", [{"keep": 0}, {"replicas": 0}, {"every_s": -1}])
