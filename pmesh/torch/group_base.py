@@ -170,7 +170,12 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
                 work.wait()
 
         tensors = [tensor for work in works for tensor in work.tensors]
-        return Work(Line().submit(wait_for_all) if works else _DONE, tensors)
+        if not works:
+            return Work(_DONE, tensors)
+        line = Line()
+        done = line.submit(wait_for_all)
+        line.end()
+        return Work(done, tensors)
 
     # --- how ops run
 

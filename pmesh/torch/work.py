@@ -1,6 +1,7 @@
 """What an op of `torch.distributed` returns: to be waited for, with its error."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -117,17 +118,21 @@ class MessageWork(Work):
         return super().get_future()
 
     def _settle(self, seconds: float | None = None) -> None:
-        with self._settling:
+        until = None if seconds is None else time.monotonic() + seconds
+        if not self._settling.acquire(timeout=-1 if seconds is None else seconds):
+            raise dist.DistBackendError(f"Timed out : the message is under way after {seconds:g} s")
+        try:
             if self._done.done():
                 return
-            try:
-                result = self._take(seconds)
-            except Exception as e:
-                if not self._handle.done():
-                    raise  # it goes on after the time that this thread would wait
-                self._done.set_exception(e)
-            else:
-                self._done.set_result(result)
+            result = self._take(None if until is None else max(0.0, until - time.monotonic()))
+        except Exception as e:
+            if until is not None and not self._handle.done():
+                raise  # it goes on after the time that this thread would wait
+            self._done.set_exception(e)
+        else:
+            self._done.set_result(result)
+        finally:
+            self._settling.release()
 
 
 def _seconds(timeout: timedelta | None) -> float | None:

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from pmesh.client.calls.queue import Handle
 from pmesh.client.mesh import Mesh
 from pmesh.errors import MeshClosed
 from pmesh.testing import SimulatedMesh
 from pmesh.torch.process_group import ProcessGroup
-from pmesh.torch.work import Work
+from pmesh.torch.work import MessageWork, Work
 
 T = TypeVar("T")
 
@@ -294,6 +295,58 @@ def test_a_future_gets_the_tensors_and_its_callbacks_run() -> None:
     assert run(program, ranks=2) == [[4.0, 2.0, 2.0]] * 2
 
 
+def test_a_callback_may_call_ops_and_wait_for_them() -> None:
+    def program(group: ProcessGroup) -> Any:
+        def add_again(future: Any) -> Any:
+            (x,) = future.value()
+            group.allreduce([x]).wait()
+            group.allreduce([x], reducing(ReduceOp.SUM, waits=True))
+            return x.item()
+
+        return group.allreduce([torch.ones(1)]).get_future().then(add_again).wait()
+
+    assert run(program, ranks=2) == [8.0] * 2
+
+
+class NeverComes:
+    """A message, and how long those that wait for it have asked for."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.ended, self.asked = threading.Event(), threading.Event()
+        self._error = error
+
+    def take(self, seconds: float | None) -> int:
+        self.asked.set()
+        if self._error is not None:
+            raise self._error
+        if not self.ended.wait(seconds):
+            raise dist.DistBackendError("Timed out")
+        return 1
+
+    def work(self) -> MessageWork:
+        return MessageWork(Handle(self.ended.is_set, self.take), self.take, [torch.ones(1)])
+
+
+def test_the_future_of_a_message_gets_the_error_of_a_group_that_has_lost_a_rank() -> None:
+    work = NeverComes(dist.DistBackendError("RankLost")).work()  # though it is still under way
+    with pytest.raises(Exception, match="RankLost"):
+        work.get_future().wait()
+    with pytest.raises(dist.DistBackendError, match="RankLost"):
+        work.wait()
+
+
+def test_who_waits_for_a_message_does_so_as_long_as_it_likes_beside_its_future() -> None:
+    message = NeverComes()
+    work = message.work()
+    future = work.get_future()
+    assert message.asked.wait(20)
+    with pytest.raises(dist.DistBackendError, match="Timed out"):
+        work.wait(timedelta(seconds=0.01))
+    message.ended.set()
+    assert future.wait()
+    assert work.source_rank() == 1
+
+
 def test_an_op_that_fails_raises_when_it_is_waited_for_and_in_its_future() -> None:
     def program(group: ProcessGroup) -> str:
         work: Work = group.allreduce([torch.ones(2 + group.rank())])
@@ -435,7 +488,11 @@ def test_works_between_start_and_end_of_coalescing_are_one() -> None:
         group.allreduce([x])
         group.send([torch.ones(1)], 1 - group.rank())
         group.recv([came], 1 - group.rank())
+        before = set(threading.enumerate())
         group._end_coalescing(torch.device("cpu")).wait()
+        for thread in set(threading.enumerate()) - before:
+            thread.join(20)
+            assert not thread.is_alive()
         group._start_coalescing(torch.device("cpu"))
         assert group._end_coalescing(torch.device("cpu")).wait()
         return [x.item(), came.item()]

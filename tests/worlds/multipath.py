@@ -94,6 +94,8 @@ async def paths_between(
         try:
             yield made
         finally:
-            for lane in (*lanes, *made.stalled):
+            for lane in lanes:
                 lane.close()
+            for end in made.stalled:
+                end.close()
             nursery.cancel_scope.cancel()
