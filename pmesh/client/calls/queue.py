@@ -108,9 +108,8 @@ class Line:
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
         self._news = threading.Condition()
-        self._threads: list[threading.Thread] = []
         self._free = 0
-        """How many of them run nothing, and call nobody back."""
+        """How many threads run nothing, and call nobody back."""
         self._runs = False
         self._ended = False
         self._process = os.getpid()
@@ -147,19 +146,12 @@ class Line:
             self._ended = True
             self._news.notify_all()
 
-    def join(self, timeout_s: float) -> None:
-        """Wait for the threads of a line that has ended, each for that long at most."""
-        for thread in self._threads:
-            thread.join(timeout_s)
-
     def _see_to_it(self) -> None:
         """Under the lock: have a thread for what waits."""
         self._news.notify()
         if self._waiting and not (self._runs or self._free):
             # It must not keep a program that has ended from ending.
-            thread = threading.Thread(target=self._work, name="pmesh", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            threading.Thread(target=self._work, name="pmesh", daemon=True).start()
             self._free += 1
 
     # --- in a thread
