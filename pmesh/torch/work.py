@@ -120,7 +120,9 @@ class MessageWork(Work):
     def _settle(self, seconds: float | None = None) -> None:
         until = None if seconds is None else time.monotonic() + seconds
         if not self._settling.acquire(timeout=-1 if seconds is None else seconds):
-            raise dist.DistBackendError(f"Timed out : the message is under way after {seconds:g} s")
+            raise dist.DistBackendError(
+                f"Timed out : the message is still under way after {seconds:g} s"
+            )
         try:
             if self._done.done():
                 return

@@ -308,8 +308,8 @@ def test_a_callback_may_call_ops_and_wait_for_them() -> None:
     assert run(program, ranks=2) == [8.0] * 2
 
 
-class NeverComes:
-    """A message, and how long those that wait for it have asked for."""
+class LateMessage:
+    """A message that comes when the test says so, or fails at once."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.ended, self.asked = threading.Event(), threading.Event()
@@ -328,7 +328,7 @@ class NeverComes:
 
 
 def test_the_future_of_a_message_gets_the_error_of_a_group_that_has_lost_a_rank() -> None:
-    work = NeverComes(dist.DistBackendError("RankLost")).work()  # though it is still under way
+    work = LateMessage(dist.DistBackendError("RankLost")).work()  # though it is still under way
     with pytest.raises(Exception, match="RankLost"):
         work.get_future().wait()
     with pytest.raises(dist.DistBackendError, match="RankLost"):
@@ -336,7 +336,7 @@ def test_the_future_of_a_message_gets_the_error_of_a_group_that_has_lost_a_rank(
 
 
 def test_who_waits_for_a_message_does_so_as_long_as_it_likes_beside_its_future() -> None:
-    message = NeverComes()
+    message = LateMessage()
     work = message.work()
     future = work.get_future()
     assert message.asked.wait(20)

@@ -114,9 +114,9 @@ class MultipathLane(Lane):
         self._receives = core.ReceiveWindow()
         self._buffers = _Buffers()
         self._selector = selectors.DefaultSelector()
-        self._wakes, self._woken = socket.socketpair()
+        self._wake_reader, self._wake_writer = socket.socketpair()
         self._is_woken = False
-        self._selector.register(self._wakes, selectors.EVENT_READ)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._news = trio.Event()
         self._tending = False
         self._is_shut = False
@@ -202,8 +202,8 @@ class MultipathLane(Lane):
             self._subflows.clear()
             self._is_shut = True
             self._selector.close()
-            self._wakes.close()
-            self._woken.close()
+            self._wake_reader.close()
+            self._wake_writer.close()
 
     def check_open(self) -> None:
         """Raises LaneBroken if the lane has been closed, or has been without a path too long."""
@@ -368,7 +368,7 @@ class MultipathLane(Lane):
                         self._write(subflow, now)
                 for subflow in self._subflows.values():  # some may have been lost, and others fill
                     self._show_interest(subflow)
-                self._wake(wakes=outside)
+                self._set_wake(outside)
 
     @contextlib.contextmanager
     def _losing(self, subflow: _Subflow) -> Generator[None, None, None]:
@@ -396,12 +396,12 @@ class MultipathLane(Lane):
             subflow.interest = wants
             self._selector.modify(subflow.sock, wants)
 
-    def _wake(self, *, wakes: bool) -> None:
+    def _set_wake(self, wakes: bool) -> None:  # noqa: FBT001 - it is the whole of it
         """Make the selector ready, or no longer so: its sockets may all be full, and silent."""
         if wakes and not self._is_woken:
-            self._woken.send(b"!")
+            self._wake_writer.send(b"!")
         elif self._is_woken and not wakes:
-            self._wakes.recv(1)
+            self._wake_reader.recv(1)
         self._is_woken = wakes
 
     def _read_acks(self, subflow: _Subflow, now: float) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 
@@ -107,14 +107,6 @@ def test_a_line_that_has_ended_does_what_waits_and_what_comes_late(line: Line) -
     assert line.submit(threading.current_thread).result(0) is threading.current_thread()
 
 
-def in_a_child(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
-    """What a fork leaves of a line: no thread."""
-    own = os.getpid()
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "getpid", lambda: own + 1)
-        call()
-
-
 def test_a_forked_child_does_not_wait_for_threads_that_it_has_not(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,14 +114,14 @@ def test_a_forked_child_does_not_wait_for_threads_that_it_has_not(
     future = line.submit(lambda: may_run.wait(PATIENCE_S))
     handle = Handle(future.done, future.result)
 
-    def wait() -> None:
+    own = os.getpid()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: own + 1)  # as in a child
         assert handle.done()
         with pytest.raises(pmesh.MeshClosed, match="forked"):
             handle.wait()
         with pytest.raises(pmesh.MeshClosed, match="forked"):
             line.submit(lambda: 1)
-
-    in_a_child(monkeypatch, wait)
     assert not handle.done()
     may_run.set()
     assert handle.wait(PATIENCE_S)
