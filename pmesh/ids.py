@@ -1,6 +1,7 @@
 """Distinct types for identifiers: nodes, incarnations, jobs, ranks, ops, epochs."""
 
 import base64
+import re
 from typing import Annotated, NamedTuple, NewType
 
 from msgspec import Meta
@@ -21,6 +22,13 @@ OpNumber = NewType("OpNumber", int)
 PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]*\Z"
 """A pattern for text from others. It appears in logs, events and terminals, so it must not start a
 line, control a terminal, or change the text direction."""
+
+PathName = NewType("PathName", str)
+"""Text that may become part of a path, whoever has sent it: see `path_name`."""
+
+PATH_NAME = r"^[a-z0-9_-]{1,64}\Z"
+"""A pattern for a `PathName`. It has no dot and no slash, so it leads nowhere else. It has no
+capitals, so that a disk that ignores case tells two of them apart."""
 
 TrainerId = NewType("TrainerId", int)
 """A trainer's number within its job: fixed when it enters and never reused, while ranks change."""
@@ -47,6 +55,17 @@ class Epoch(NamedTuple):
     """Grows with each proposal."""
     leader: Annotated[NodeId, Meta(min_length=32, max_length=32)]
     incarnation: Annotated[Incarnation, Meta(ge=1, le=2**63 - 1)]
+
+
+def path_name(text: str) -> PathName:
+    """Return the text as a part of a path; raise ValueError if it could lead anywhere else.
+
+    >>> path_name("3f2a6kq7-5fe0")
+    '3f2a6kq7-5fe0'
+    """
+    if not re.match(PATH_NAME, text):
+        raise ValueError(f"not a name that may be part of a path: {text[:MAX_NAME]!r}")
+    return PathName(text)
 
 
 def node_text(node: NodeId) -> str:

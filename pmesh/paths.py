@@ -1,16 +1,25 @@
-"""The paths of an agent's home, of its files that other programs read, and of its Unix socket."""
+"""The paths of an agent's home, of its files that other programs read, and of its Unix socket.
+
+And how directories are opened, removed and compared without being led elsewhere by a link.
+"""
 
 import contextlib
 import hashlib
 import os
 import shlex
+import shutil
 import stat
+from collections.abc import Generator
 from pathlib import Path
 
 from pmesh.errors import ConfigError
 
 LOCK_NAME = "agent.lock"
+NODE_KEY_NAME = "node_key"
+MESH_KEY_NAME = "mesh_key"
 LOG_NAME = "agent.log"
+HOME_NAMES = (NODE_KEY_NAME, MESH_KEY_NAME, LOCK_NAME)
+"""Files of which the home of each agent has one: two are the keys."""
 MAX_SOCKET_PATH_BYTES = 103  # macOS: 104 with the closing NUL; Linux allows 4 more
 
 # Not tempfile.gettempdir(): it follows TMPDIR, which may differ between the shells of the agent and
@@ -122,3 +131,53 @@ def _private_directory() -> Path:
             "or set PMESH_HOME to a shorter path"
         )
     return directory
+
+
+def holds_keys(directory: Path) -> bool:
+    """Return True for the home of any agent, whatever its path is."""
+    return any(os.path.lexists(directory / name) for name in HOME_NAMES)
+
+
+def path_below(directory: Path, path: Path) -> Path | None:
+    """Return how a path goes on from a directory; None if it leads elsewhere.
+
+    Links are followed, but for one at its end. Directories are compared by what they are: a disk
+    may have several names for one.
+    """
+    real = path.parent.resolve() / path.name
+    for above in (real, *real.parents):
+        with contextlib.suppress(OSError):
+            if above.samefile(directory):
+                return real.relative_to(above)
+    return None
+
+
+@contextlib.contextmanager
+def open_directory(path: Path | str, *, within: int | None = None) -> Generator[int]:
+    """Give a descriptor of a directory; one that is a link is refused.
+
+    Args:
+        path: What to open.
+        within: A descriptor of the directory that a relative path begins at.
+
+    Raises:
+        OSError: There is no such directory, or it can't be entered.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, dir_fd=within)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def remove_tree(directory: Path, name: str) -> None:
+    """Remove what has this name in a directory, with all that is in it; a failure is no error.
+
+    No link is followed, so nothing is removed elsewhere. Raises ValueError for a name that leads
+    elsewhere.
+    """
+    if "/" in name or name in {"", ".", ".."}:
+        raise ValueError(f"{name!r} is not the name of something in a directory")
+    with contextlib.suppress(OSError), open_directory(directory) as descriptor:
+        shutil.rmtree(name, ignore_errors=True, dir_fd=descriptor)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pmesh.core.identity.keys import MeshKey, NodeKey, mesh_key_from_text, mesh_key_text
 from pmesh.errors import AgentAlreadyRunning, ConfigError, KeyFileError
-from pmesh.paths import LOCK_NAME, check_home
+from pmesh.paths import LOCK_NAME, MESH_KEY_NAME, NODE_KEY_NAME, check_home
 
 
 def open_own_file(path: Path, flags: int = 0) -> int:
@@ -121,8 +121,6 @@ def hold_home(home: Path) -> Generator[None]:
         os.close(descriptor)
 
 
-NODE_KEY_NAME = "node_key"
-MESH_KEY_NAME = "mesh_key"
 NODE_KEY_BYTES = 32
 _LONGEST_KEY_FILE_BYTES = 4096  # a mesh key is 100 bytes; we don't read a huge file by mistake
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO

@@ -5,12 +5,12 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, cast
 
-import msgspec
 import numpy as np
 
 from pmesh.client.checkpoints.files import (
@@ -26,12 +26,17 @@ from pmesh.client.checkpoints.layout import (
     Contents,
     Holding,
     Manifest,
+    Share,
+    Wish,
     contents_of,
     holding_of,
     layout_digest,
+    next_serial,
+    outdated_by,
     parts_of_rank,
+    save_id_of,
 )
-from pmesh.client.checkpoints.loading import Found, load_together, whole_saves
+from pmesh.client.checkpoints.loading import Found, load_together, read_untrusted, whole_saves
 from pmesh.client.collective.differences import state_differences
 from pmesh.client.mesh import Mesh
 from pmesh.client.trees.raw import RawArray
@@ -264,24 +269,25 @@ class Checkpoints:
     ) -> tuple[Manifest, tuple[RawArray, ...], tuple[RawArray, ...]]:
         """Agree with the other ranks on what is saved; forget old saves."""
         described, private = describe(state), describe(own)
-        whole = contents_of(described, 1)
-        holdings = [holding_of(manifest) for manifest in manifests_in(self._folder)[0]]
-        mine = [secrets.token_hex(4), layout_digest(whole), step, time.time(), holdings]
-        told = self._gather(mine)
-        if any(each[1:3] != told[0][1:3] for each in told):
+        layout = layout_digest(contents_of(described, 1))
+        on_disk = manifests_in(self._folder)[0]
+        holdings = tuple(holding_of(manifest) for manifest in on_disk)
+        told = self._gather(Wish(secrets.token_hex(4), layout, step, holdings))
+        wishes = read_untrusted(told, Wish, self._mesh.names)
+        if any((wish.layout, wish.step) != (layout, step) for wish in wishes):
             raise UsageError(
-                f"the ranks save different states: {_differing(told, self._mesh.names)}. Call save "
-                "with what mesh.sync has returned, and pass what differs by rank as own="
+                f"the ranks save different states: {_differing(wishes, self._mesh.names)}. Call "
+                "save with what mesh.sync has returned, and pass what differs by rank as own="
             )
-        every = [msgspec.convert(each, Holding) for *_, theirs in told for each in theirs]
-        self._forget(every)
-        rank, size = self._mesh.rank, len(told)
+        every = [holding for wish in wishes for holding in wish.holdings]
+        self._forget(on_disk, every)
+        rank, size = self._mesh.rank, len(wishes)
         manifest = Manifest(
             format=FORMAT,
-            serial=max((holding.key.serial for holding in every), default=0) + 1,
+            serial=next_serial(wishes),
             step=step,
-            save_id=told[0][0],
-            saved_at=told[0][3],
+            save_id=save_id_of(wishes),
+            saved_at=time.time(),
             rank=rank,
             names=tuple(self._mesh.names),
             replicas=self._replicas,
@@ -291,21 +297,23 @@ class Checkpoints:
         )
         return manifest, described.arrays, private.arrays
 
-    def _forget(self, holdings: list[Holding]) -> None:
+    def _forget(self, on_disk: Sequence[Manifest], claimed: Sequence[Holding]) -> None:
         """Remove what is older than the saves to keep, which are whole."""
-        whole = whole_saves(holdings)
-        if len(whole) >= self._keep:
-            remove_saves_before(self._folder, whole[self._keep - 1].serial)
+        oldest = outdated_by(on_disk, claimed, self._keep)
+        if oldest is not None:
+            remove_saves_before(self._folder, oldest)
 
     def _check_whole(self, manifest: Manifest) -> None:
         """With the other ranks; raises UsageError on all of them if a part is nowhere."""
-        holdings = [holding_of(each) for each in manifests_in(self._folder)[0]]
-        told = self._gather([holdings, str(self._failed or "")])
-        every = [msgspec.convert(each, Holding) for theirs, _ in told for each in theirs]
+        on_disk = manifests_in(self._folder)[0]
+        holdings = tuple(holding_of(each) for each in on_disk)
+        told = self._gather(Share(holdings, str(self._failed or "")))
+        shares = read_untrusted(told, Share, self._mesh.names)
+        every = [holding for share in shares for holding in share.holdings]
         if manifest.key not in whole_saves(every):
-            why = next((failed for _, failed in told if failed), "a rank was lost")
+            why = next((share.failed for share in shares if share.failed), "a rank was lost")
             raise UsageError(f"step {manifest.step} is not saved: {why}")
-        self._forget(every)
+        self._forget(on_disk, every)
 
     def _settle(self) -> None:
         """Wait for the save under way, without rests."""
@@ -362,14 +370,19 @@ class Checkpoints:
 def _do_nothing() -> None: ...
 
 
-def _differing(told: list[Any], names: tuple[str, ...]) -> str:
+def _differing(wishes: Sequence[Wish], names: tuple[str, ...]) -> str:
     """Who has saved something else than rank 0.
 
-    >>> _differing([["a", "x", 5, 0, []], ["b", "x", 6, 0, []]], ("mac-1", "mac-2"))
+    >>> _differing([Wish("a", "x", 5, ()), Wish("b", "x", 6, ())], ("mac-1", "mac-2"))
     'rank 1 (mac-2) has step 6, rank 0 (mac-1) has step 5'
     """
-    odd = next(rank for rank, each in enumerate(told) if each[1:3] != told[0][1:3])
+    first = wishes[0]
+    odd = next(
+        rank
+        for rank, wish in enumerate(wishes)
+        if (wish.layout, wish.step) != (first.layout, first.step)
+    )
     who = f"rank {odd} ({names[odd]})"
-    if told[odd][2] != told[0][2]:
-        return f"{who} has step {told[odd][2]}, rank 0 ({names[0]}) has step {told[0][2]}"
+    if wishes[odd].step != first.step:
+        return f"{who} has step {wishes[odd].step}, rank 0 ({names[0]}) has step {first.step}"
     return f"{who} has other arrays or plain values than rank 0 ({names[0]})"

@@ -4,9 +4,9 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
-import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import xxhash
 
 from pmesh.client.checkpoints.layout import (
     Contents,
+    Key,
     Manifest,
     decode_manifest_untrusted,
     manifest_name,
@@ -25,8 +26,10 @@ from pmesh.client.checkpoints.layout import (
 )
 from pmesh.core.ops.reductions import Values
 from pmesh.errors import ProtocolError, UsageError
+from pmesh.paths import open_directory, remove_tree
 
 PIECE_BYTES = 1024 * 1024  # small, so that a rest comes often and no step waits long for a core
+_FOLDER = re.compile(r"save-([0-9]{1,20})-step-(-?[0-9]{1,20})-")  # see `Key.folder`
 _TOO_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -58,67 +61,110 @@ def write_save(
     Raises:
         UsageError: the disk is full, read-only, or gone; nothing of the save counts.
     """
-    save = folder / manifest.key.folder
-    contents, size = manifest.contents, len(manifest.names)
-    metadata = {"pmesh_step": str(manifest.step)}
+    name = manifest.key.folder
     try:
-        save.mkdir(parents=True, exist_ok=True)
-        digests = {
-            part: _write_part(
-                save / part_name(part, size), contents, part, arrays, metadata=metadata, disk=disk
-            )
-            for part in manifest.digests
-        }
-        digest = ""
-        if manifest.own is not None:
-            path = save / own_name(manifest.rank, size)
-            digest = _write_part(path, manifest.own, 0, own, metadata=metadata, disk=disk)
-        whole = msgspec.structs.replace(manifest, digests=digests, own_digest=digest)
-        text = np.frombuffer(msgspec.json.encode(whole), np.uint8)
-        _write_file(save / manifest_name(manifest.rank, size), [text], disk)
-        _flush_directory(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        with open_directory(folder) as parent, _new_directory(name, parent) as save:
+            whole = _write_share(save, manifest, arrays, own, disk)
+            os.fsync(parent)
     except OSError as e:
-        if not list(save.glob("rank-*.json")):
-            shutil.rmtree(save, ignore_errors=True)  # else each attempt fills the disk a bit more
         cure = "free some space" if e.errno in _TOO_FULL else "make it writable"
         raise UsageError(
-            f"can't save step {manifest.step} in {save}: {e.strerror}; {cure}, or give Checkpoints "
-            "a folder on another disk; earlier saves are as they were"
+            f"can't save step {manifest.step} in {folder / name}: {e.strerror}; {cure}, or give "
+            "Checkpoints a folder on another disk; earlier saves are as they were"
         ) from e
     return whole
 
 
-def _write_part(
-    path: Path,
-    contents: Contents,
-    part: int,
+@contextlib.contextmanager
+def _new_directory(name: str, parent: int) -> Generator["_Directory"]:
+    """Give a directory, made if there is none; after an error what was created is removed.
+
+    Else each attempt would fill the disk a bit more. What other ranks have written there
+    stays.
+    """
+    is_ours = False
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, dir_fd=parent)
+        is_ours = True
+    with open_directory(name, within=parent) as descriptor:
+        directory = _Directory(descriptor)
+        try:
+            yield directory
+        except OSError:
+            directory.remove_created()
+            if is_ours:
+                with contextlib.suppress(OSError):  # others have written to it
+                    os.rmdir(name, dir_fd=parent)
+            raise
+
+
+class _Directory:
+    """An open directory, and the names of the files that were created in it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._created: list[str] = []
+
+    def write(self, name: str, chunks: Iterable[Values], disk: Disk) -> str:
+        """Write to another name, flush, then rename; return the digest."""
+        here = self._descriptor
+        new = f".{name}.{secrets.token_hex(4)}.new"
+        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=here)
+        try:
+            try:
+                digest = _write_chunks(file, chunks, disk)
+                _flush(file)
+            finally:
+                os.close(file)
+            is_new = name not in os.listdir(here)  # noqa: PTH208 - a descriptor
+            os.replace(new, name, src_dir_fd=here, dst_dir_fd=here)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(new, dir_fd=here)
+            raise
+        if is_new:  # else another rank has the same part, in a folder that they share
+            self._created.append(name)
+        os.fsync(here)
+        return digest
+
+    def remove_created(self) -> None:
+        for name in reversed(self._created):  # the manifest first: nothing counts without its parts
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=self._descriptor)
+
+
+def _write_share(
+    save: _Directory,
+    manifest: Manifest,
     arrays: Sequence[Values],
-    *,
-    metadata: dict[str, str],
+    own: Sequence[Values],
     disk: Disk,
-) -> str:
+) -> Manifest:
+    contents, size = manifest.contents, len(manifest.names)
+    metadata = {"pmesh_step": str(manifest.step)}
+    digests = {
+        part: save.write(part_name(part, size), _chunks(contents, part, arrays, metadata), disk)
+        for part in manifest.digests
+    }
+    digest = ""
+    if manifest.own is not None:
+        chunks = _chunks(manifest.own, 0, own, metadata)
+        digest = save.write(own_name(manifest.rank, size), chunks, disk)
+    whole = msgspec.structs.replace(manifest, digests=digests, own_digest=digest)
+    text = np.frombuffer(msgspec.json.encode(whole), np.uint8)
+    save.write(manifest_name(manifest.rank, size), [text], disk)
+    return whole
+
+
+def _chunks(
+    contents: Contents, part: int, arrays: Sequence[Values], metadata: dict[str, str]
+) -> Iterator[Values]:
+    """Yield the bytes of a part's file."""
     order = contents.order(part)
     header = safetensors_header([contents.arrays[i] for i in order], metadata)
-    return _write_file(path, [np.frombuffer(header, np.uint8), *(arrays[i] for i in order)], disk)
-
-
-def _write_file(path: Path, chunks: Iterable[Values], disk: Disk) -> str:
-    """Write to another name, flush, then rename; return the digest."""
-    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
-    file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        try:
-            digest = _write_chunks(file, chunks, disk)
-            _flush(file)
-        finally:
-            os.close(file)
-        new.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            new.unlink()
-        raise
-    _flush_directory(path.parent)
-    return digest
+    yield np.frombuffer(header, np.uint8)
+    yield from (arrays[i] for i in order)
 
 
 def _write_chunks(file: int, chunks: Iterable[Values], disk: Disk) -> str:
@@ -143,21 +189,14 @@ def _flush(file: int) -> None:
     os.fsync(file)
 
 
-def _flush_directory(path: Path) -> None:
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
 def export_file(
     path: Path, contents: Contents, arrays: Sequence[Values], metadata: dict[str, str]
 ) -> None:
     """Write all arrays into one safetensors file. Raises UsageError if that fails."""
     whole = msgspec.structs.replace(contents, cuts=(0, len(contents.arrays)))
     try:
-        _write_part(path, whole, 0, arrays, metadata=metadata, disk=Disk())
+        with open_directory(path.parent) as parent:
+            _Directory(parent).write(path.name, _chunks(whole, 0, arrays, metadata), Disk())
     except OSError as e:
         raise UsageError(f"can't write {path}: {e.strerror}; choose another file") from e
 
@@ -236,12 +275,14 @@ def _fill(into: Values, read: Callable[[memoryview], int | None]) -> None:
         left = left[count:]
 
 
-def remove_saves_before(folder: Path, serial: int) -> None:
-    """Remove the saves with a lower serial number: first what makes them count."""
+def remove_saves_before(folder: Path, key: Key) -> None:
+    """Remove the saves that are older than this one: first what makes them count."""
     for save in folder.glob("save-*-step-*"):
-        number = save.name.split("-")[1]
-        if not number.isdecimal() or int(number) >= serial:
+        named = _FOLDER.match(save.name)
+        if named is None or (int(named[1]), int(named[2])) >= (key.serial, key.step):
             continue
-        for manifest in save.glob("rank-*.json"):
-            manifest.unlink(missing_ok=True)
-        shutil.rmtree(save, ignore_errors=True)  # another rank may remove it at the same time
+        with contextlib.suppress(OSError), open_directory(save) as descriptor:
+            for name in os.listdir(descriptor):  # noqa: PTH208 - a descriptor
+                if name.startswith("rank-"):
+                    os.unlink(name, dir_fd=descriptor)
+        remove_tree(folder, save.name)  # another rank may remove it at the same time

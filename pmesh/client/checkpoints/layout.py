@@ -12,13 +12,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from pmesh.client.trees.raw import RawArray
 from pmesh.client.trees.state import Described
+from pmesh.core.values import MAX_TRAINERS, Name
 from pmesh.errors import ProtocolError
+from pmesh.ids import PATH_NAME, PathName, path_name
 
 FORMAT = 1  # of the manifest; another number is refused
 _TYPES = MappingProxyType(
@@ -42,6 +45,17 @@ _TYPES = MappingProxyType(
     }
 )
 """The names of safetensors. Arrays of any other dtype are stored as their bytes, as U8."""
+
+
+MAX_SERIAL = 2**62
+MAX_LEAP = (
+    2**40
+)  # of a serial by one lie: no job makes as many saves, and 4 million lies reach 2^62
+
+SaveId: TypeAlias = Annotated[PathName, Meta(pattern=PATH_NAME)]
+Serial: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_SERIAL)]
+Names: TypeAlias = Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MAX_TRAINERS)]
+Step: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,15 +101,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank has written of one step. Its file is written last, and makes the step count."""
 
     format: int
-    serial: int
+    serial: Serial
     """Counts the saves of a job: a later save has a higher one, also after a restart."""
-    step: int
-    save_id: str
+    step: Step
+    save_id: SaveId
     """Tells apart two saves of the same step; random, the same on all ranks."""
     saved_at: float
-    """Seconds since 1970 by the clock of rank 0."""
+    """Seconds since 1970 by the clock of this machine."""
     rank: int
-    names: tuple[str, ...]
+    names: Names
     """The machines, by rank."""
     replicas: int
     contents: Contents
@@ -114,15 +128,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 class Key(NamedTuple):
     """Names a save; a later one is greater."""
 
-    serial: int
-    step: int
-    save_id: str
+    serial: Serial
+    step: Step
+    save_id: SaveId
 
     @property
     def folder(self) -> str:
         """The name of its folder.
 
-        >>> Key(3, 100, "5fe0").folder
+        >>> Key(3, 100, PathName("5fe0")).folder
         'save-000003-step-100-5fe0'
         """
         return f"save-{self.serial:06}-step-{self.step}-{self.save_id}"
@@ -134,9 +148,28 @@ class Holding(NamedTuple):
     key: Key
     layout: str
     """The digest of its contents."""
-    names: tuple[str, ...]
+    names: Names
     replicas: int
     digests: dict[int, str]
+
+
+class Wish(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank wants to save; what ranks tell each other before they do."""
+
+    token: str
+    """Random: the id of the save is made from those of all ranks."""
+    layout: str
+    """The digest of the contents."""
+    step: Step
+    holdings: tuple[Holding, ...]
+
+
+class Share(msgspec.Struct, frozen=True, array_like=True):
+    """How a save ended at a rank."""
+
+    holdings: tuple[Holding, ...]
+    failed: str
+    """Why it could not write; "" if it could."""
 
 
 _decoder = msgspec.json.Decoder(Manifest)
@@ -224,6 +257,24 @@ def holding_of(manifest: Manifest) -> Holding:
     return Holding(manifest.key, layout, manifest.names, manifest.replicas, manifest.digests)
 
 
+def save_id_of(wishes: Sequence[Wish]) -> PathName:
+    """The same on all ranks, and chosen by none of them."""
+    tokens = msgspec.json.encode([wish.token for wish in wishes])
+    return path_name(hashlib.sha3_256(tokens).hexdigest()[:8])
+
+
+def next_serial(wishes: Sequence[Wish]) -> int:
+    """The serial of a save that is later than those on the disks of all ranks.
+
+    One that leaps too far is a lie and does not count; else it would use up the numbers.
+    """
+    latest = 0
+    for serial in sorted(max((h.key.serial for h in w.holdings), default=0) for w in wishes):
+        if serial <= latest + MAX_LEAP:
+            latest = serial
+    return latest + 1
+
+
 def merged(holdings: Sequence[Holding]) -> list[Holding]:
     """One for each save, with the parts of all of them; the latest save first."""
     found: dict[tuple[Key, str], Holding] = {}
@@ -237,6 +288,32 @@ def merged(holdings: Sequence[Holding]) -> list[Holding]:
 def missing_parts(holding: Holding) -> list[int]:
     """The parts that nobody has."""
     return [part for part in range(len(holding.names)) if part not in holding.digests]
+
+
+def outdated_by(own: Sequence[Manifest], claimed: Sequence[Holding], keep: int) -> Key | None:
+    """The save before which all that this disk has may go; None if nothing may.
+
+    What others say can make a save count, but only one of which this disk has its own whole share.
+    So no claim about saves that are not here makes one go that is.
+
+    Args:
+        own: The manifests on this disk, of which only the parts that are there count.
+        claimed: What all ranks say they have.
+        keep: How many later saves must be whole.
+    """
+    mine = [holding_of(each) for each in own if _has_whole_share(each)]
+    here = {(holding.key, holding.layout) for holding in mine}
+    whole = [
+        holding.key
+        for holding in merged([*mine, *claimed])  # ours first: they say how many parts there are
+        if (holding.key, holding.layout) in here and not missing_parts(holding)
+    ]
+    return whole[keep - 1] if len(whole) >= keep else None
+
+
+def _has_whole_share(manifest: Manifest) -> bool:
+    share = parts_of_rank(manifest.rank, len(manifest.names), manifest.replicas)
+    return manifest.digests.keys() >= set(share)
 
 
 def machines_with(parts: Sequence[int], names: Sequence[str], replicas: int) -> list[str]:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -14,6 +15,8 @@ from pmesh.client.checkpoints.layout import (
     Holding,
     Key,
     Manifest,
+    Share,
+    Wish,
     decode_manifest_untrusted,
     holding_of,
     layout_digest,
@@ -23,10 +26,11 @@ from pmesh.client.checkpoints.layout import (
 )
 from pmesh.client.mesh import Mesh
 from pmesh.core.ops.reductions import Values
-from pmesh.errors import NotEnoughRanks, RankLost, RosterChanged, UsageError
+from pmesh.errors import NotEnoughRanks, PeerError, RankLost, RosterChanged, UsageError
 
 CHUNK_BYTES = 16 * 1024 * 1024  # to each rank in one op; each op costs a round trip
 
+_Said = TypeVar("_Said", Wish, Share)
 _logger = logging.getLogger("pmesh")
 
 
@@ -59,8 +63,9 @@ def _load(mesh: Mesh, folder: Path) -> Found | None:
     manifests, wrong = manifests_in(folder)
     for what in wrong:
         _logger.warning("checkpoints: %s; it does not count", what)
-    told = mesh.all_gather_object([[holding_of(manifest) for manifest in manifests], wrong[:1]])
-    saves = merged([msgspec.convert(each, Holding) for mine, _ in told for each in mine])
+    mine = Share(tuple(holding_of(manifest) for manifest in manifests), "".join(wrong[:1]))
+    shares = read_untrusted(mesh.all_gather_object(mine), Share, mesh.names)
+    saves = merged([holding for share in shares for holding in share.holdings])
     reasons: list[str] = []
     for save in saves:
         lacking = missing_parts(save)
@@ -70,7 +75,7 @@ def _load(mesh: Mesh, folder: Path) -> Found | None:
                 _logger.warning("checkpoints: %s; step %d is loaded", reason, save.key.step)
             return found
         reasons.append(_reason(save, lacking or found or []))
-    damaged = next((what[0] for _, what in told if what), "")
+    damaged = next((share.failed for share in shares if share.failed), "")
     if not reasons and damaged:  # no crash does this: to begin anew would replace what can be saved
         raise UsageError(
             f"no checkpoint can be read: {damaged}. Bring the file back from a copy; or, to begin "
@@ -201,6 +206,24 @@ class _Run:
                 self._arrays.insert(0, first[nbytes:])
             nbytes -= pieces[-1].size
         return pieces
+
+
+def read_untrusted(told: Sequence[object], kind: type[_Said], names: Sequence[str]) -> list[_Said]:
+    """Return what each rank has said of its saves.
+
+    Raises:
+        PeerError: A rank has said what no pmesh says.
+    """
+    said: list[_Said] = []
+    for rank, each in enumerate(told):
+        try:
+            said.append(msgspec.convert(each, kind))
+        except msgspec.ValidationError as e:
+            raise PeerError(
+                f"rank {rank} ({names[rank]}) says of its saves what no pmesh says: {e}; install "
+                "the same version of pmesh there"
+            ) from e
+    return said
 
 
 def whole_saves(holdings: Sequence[Holding]) -> list[Key]:

@@ -1,11 +1,13 @@
 """`pmesh.Checkpoints` among the ranks of a simulated mesh, each with a folder of its own."""
 
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -309,3 +311,86 @@ def test_a_rank_that_is_lost_in_a_save_costs_the_others_neither_the_save_nor_the
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2"]
     (tmp_path / "2").rename(tmp_path / "1")
     assert [loaded.step for loaded in load(tmp_path, 2)] == [5, 5]
+
+
+# --- what a rank that lies can do to the disks of others
+
+
+def lying(monkeypatch: pytest.MonkeyPatch, lie: Callable[[list[Any]], object]) -> None:
+    """From now on rank 0 changes what it tells the others before a save."""
+    gather = pmesh.Mesh.all_gather_object
+
+    def gathered(mesh: pmesh.Mesh, obj: object, *more: Any) -> list[Any]:  # noqa: ANN401 - as the original
+        said = msgspec.msgpack.decode(msgspec.msgpack.encode(obj))
+        if mesh.rank == 0 and len(said) > 2:
+            lie(said)
+        return gather(mesh, said, *more)
+
+    monkeypatch.setattr(pmesh.Mesh, "all_gather_object", gathered)
+
+
+def claim(serial: int, names: Sequence[str] = ("a",)) -> list[Any]:
+    """A save that is nowhere."""
+    return [[serial, 9, "feed"], "layout", list(names), 1, {0: "digest"}]
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name.split("-")[3]) for path in folder.iterdir())
+
+
+def test_no_rank_chooses_where_another_one_writes_or_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its id of a save is no part of a path; in the old way this removed all that was there."""
+    precious = tmp_path / "precious"
+    (precious / "part-00002-of-00002.safetensors" / "so that the write fails").mkdir(parents=True)
+    before = sorted(precious.rglob("*"))
+    lying(monkeypatch, lambda said: said.__setitem__(0, "x/../../precious"))
+
+    assert save(tmp_path, 2, 1) == [[True], [True]]
+
+    assert sorted(precious.rglob("*")) == before
+    assert steps_in(tmp_path / "1") == [1]
+    assert [loaded.step for loaded in load(tmp_path, 2)] == [1, 1]
+
+
+@pytest.mark.parametrize("serial", [10**9, 2**62 - 2])
+def test_claims_of_another_rank_make_no_save_go_and_use_up_no_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serial: int
+) -> None:
+    save(tmp_path, 2, 1, 2, 3)
+    with monkeypatch.context() as lies:
+        lying(lies, lambda said: said[-1].extend(claim(serial + n) for n in range(3)))
+        save(tmp_path, 2, 4)
+    assert steps_in(tmp_path / "1") == [1, 2, 3, 4]
+
+    save(tmp_path, 2, 5)
+    assert steps_in(tmp_path / "1") == [2, 3, 4, 5]
+    assert [loaded.step for loaded in load(tmp_path, 2)] == [5, 5]
+
+
+def test_a_rank_that_claims_more_than_it_has_of_a_save_does_not_change_what_the_others_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says that the saves have one part, which it has; the others know that there are two."""
+
+    def shrink(said: list[Any]) -> None:
+        for holding in said[-1]:
+            holding[2:] = [["a"], 1, {0: "digest"}]
+
+    save(tmp_path, 2, 1, 2, 3, keep=1, replicas=1)
+    assert steps_in(tmp_path / "1") == [2, 3]
+    for part in (tmp_path / "1").glob("save-*-step-3-*/part-*"):
+        part.unlink()
+    lying(monkeypatch, shrink)
+    save(tmp_path, 2, 4, keep=1, replicas=1)
+    assert steps_in(tmp_path / "1") == [2, 3, 4]
+
+
+def test_what_no_pmesh_says_of_its_saves_names_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lying(monkeypatch, lambda said: said[-1].append(claim(1, names=[])))
+
+    with pytest.raises(pmesh.PeerError, match=r"rank 0 \(simulated\) says of its saves what no"):
+        save(tmp_path, 2, 1)

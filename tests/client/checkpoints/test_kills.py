@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from pmesh.client.checkpoints import files
-from pmesh.client.checkpoints.files import Disk, manifests_in, read_part, write_save
+from pmesh.client.checkpoints.files import (
+    Disk,
+    manifests_in,
+    read_part,
+    remove_saves_before,
+    write_save,
+)
 from pmesh.client.checkpoints.layout import (
     FORMAT,
     Manifest,
@@ -139,3 +145,31 @@ def test_a_manifest_of_another_format_is_named(tmp_path: Path) -> None:
     found, wrong = manifests_in(tmp_path)
     assert found == []
     assert "a manifest of format 2, not 1" in wrong[0]
+
+
+def test_no_save_is_written_or_removed_through_a_link(tmp_path: Path) -> None:
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "saves"
+    save(elsewhere, 0, 1, Disk())
+    before = sorted(elsewhere.rglob("*"))
+    folder.mkdir()
+    for step in (1, 2):
+        (folder / manifest_of(0, step)[0].key.folder).symlink_to(next(elsewhere.iterdir()))
+
+    with pytest.raises(UsageError, match="can't save step 2"):
+        save(folder, 0, 2, Disk())
+    remove_saves_before(folder, manifest_of(0, 2)[0].key)
+
+    assert sorted(elsewhere.rglob("*")) == before
+    assert not [path for path in before if path.is_dir() and not list(path.iterdir())]
+
+
+def test_a_write_that_fails_removes_what_it_has_created_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, Disk())  # another rank, on a drive that they share
+    before = sorted(tmp_path.rglob("*"))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for budget in (100_000, 500_000, 700_000):  # part 3, which both have, then part 1
+        with pytest.raises(UsageError, match="No space left"):
+            save(tmp_path, 2, 2, disk_with(budget, full))
+
+        assert sorted(tmp_path.rglob("*")) == before
