@@ -26,6 +26,9 @@ MAX_SOCKET_PATH_BYTES = 103  # macOS: 104 with the closing NUL; Linux allows 4 m
 # the trainer, and both need the same path. macOS and Linux both have this one.
 SYSTEM_TEMPORARY = Path("/tmp")  # noqa: S108 - the directory made in it is 0700 and checked
 
+A_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+"""Flags of `os.open` for a directory that is no link to one."""
+
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS_PASS = stat.S_IXGRP | stat.S_IXOTH
@@ -163,8 +166,7 @@ def open_directory(path: Path | str, *, within: int | None = None) -> Generator[
     Raises:
         OSError: There is no such directory, or it can't be entered.
     """
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path, flags, dir_fd=within)
+    descriptor = os.open(path, A_DIRECTORY, dir_fd=within)
     try:
         yield descriptor
     finally:

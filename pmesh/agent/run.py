@@ -77,7 +77,7 @@ from pmesh.core.wire.local import (
     Stopping,
 )
 from pmesh.errors import ConfigError, PmeshError, PortTaken, ProtocolError, UsageError
-from pmesh.ids import Incarnation, Member
+from pmesh.ids import Incarnation, Member, path_name
 from pmesh.net.links.acceptor import Acceptor
 from pmesh.net.links.dialer import error_numbers
 from pmesh.net.links.discovery import Discovered, discover, minute_of_now
@@ -289,7 +289,7 @@ class Agent:
             nursery=nursery,
             noticed=self._event_log.add,
             contain=self._containment.contain,
-            launch_ids=lambda: secrets.token_hex(6),
+            launch_ids=lambda: path_name(secrets.token_hex(6)),
         )
 
     def _receive(self, member: Member, message: BeyondMesh) -> None:

@@ -4,9 +4,12 @@ A copy is made once. A rank that is started again finds what it has written ther
 agent was restarted.
 """
 
+import contextlib
+import errno
+import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -15,14 +18,21 @@ from pmesh.agent.launches.files import SYNC_NAME, FileStore
 from pmesh.core.wire.launches import TreeName
 from pmesh.core.wire.tree import Content, Entry, FileEntry, LinkEntry, contents_of
 from pmesh.errors import UsageError
+from pmesh.ids import PathName, path_name
+from pmesh.paths import A_DIRECTORY, open_directory, remove_tree
 
 KEPT = 20  # copies of launches, as of their output
 _BUILDING: Final = ".new-"
+_TAKEN = (
+    errno.EEXIST,
+    errno.ENOTDIR,
+    errno.ELOOP,
+)  # by a file or a link of what counts as its name
 
 
-def copy_path(home: Path, launch: str, tree: TreeName) -> Path:
+def copy_path(home: Path, launch: PathName, tree: TreeName) -> Path:
     """Return where the copy for a launch is, or would be."""
-    return _copies(home) / f"{launch}-{tree.sha256.hex()[:8]}"
+    return _copies(home) / path_name(f"{launch}-{tree.sha256.hex()[:8]}")
 
 
 def _copies(home: Path) -> Path:
@@ -42,42 +52,68 @@ class Copies:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             building = Path(tempfile.mkdtemp(dir=self._directory, prefix=_BUILDING))
             try:
-                self._fill(building, entries)
+                with open_directory(building) as directory:
+                    self._fill(directory, entries)
                 building.rename(path)
             finally:
-                shutil.rmtree(building, ignore_errors=True)
+                remove_tree(self._directory, building.name)
         except OSError as e:
             raise UsageError(why_no_copy(e)) from e
 
-    def _fill(self, directory: Path, entries: Sequence[Entry]) -> None:
-        """Write directories and files, and links after them: so nothing is written through one."""
+    def _fill(self, directory: int, entries: Sequence[Entry]) -> None:
+        """Write directories and files, and links after them.
+
+        The tree has nothing below a link, but a disk may take `Data` and `data` for one name: so
+        each directory is opened, and none that is a link.
+        """
         for entry in sorted(entries, key=lambda entry: isinstance(entry, LinkEntry)):
-            path = directory / entry.path
+            *above, name = entry.path.split("/")
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                match entry:
-                    case FileEntry(_, sha256, nbytes, executable):
-                        self._store.copy_out(Content(sha256, nbytes), path, executable=executable)
-                    case LinkEntry(_, target):
-                        path.symlink_to(target)
-                    case _:
-                        path.mkdir()
-            except FileExistsError as e:
+                with _directory_in(directory, above) as here:
+                    self._write(entry, name, here)
+            except OSError as e:
+                if e.errno not in _TAKEN:
+                    raise
                 raise UsageError(
                     f"its disk does not tell {entry.path!r} from another name; rename one of them"
                 ) from e
 
+    def _write(self, entry: Entry, name: str, here: int) -> None:
+        match entry:
+            case FileEntry(_, sha256, nbytes, executable):
+                content = Content(sha256, nbytes)
+                self._store.copy_out(content, name, within=here, executable=executable)
+            case LinkEntry(_, target):
+                os.symlink(target, name, dir_fd=here)
+            case _:
+                os.mkdir(name, dir_fd=here)
+
     def prune(self, in_use: Collection[str]) -> None:
         """Remove the oldest copies beyond `KEPT`, but for those of launches that are in use."""
-        copies = sorted(self._directory.glob("[!.]*"), key=lambda path: path.stat().st_mtime)
+        copies = sorted(self._directory.glob("[!.]*"), key=lambda path: path.lstat().st_mtime)
         for path in copies[: max(0, len(copies) - KEPT)]:
             if path.name.partition("-")[0] not in in_use:
-                shutil.rmtree(path, ignore_errors=True)
+                remove_tree(self._directory, path.name)
 
     def clean(self) -> None:
         """Remove what an agent that was killed has begun."""
         for path in self._directory.glob(f"{_BUILDING}*"):
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(self._directory, path.name)
+
+
+@contextlib.contextmanager
+def _directory_in(directory: int, names: Iterable[str]) -> Generator[int]:
+    """Give a directory below an open one, made if there is none; one at a time is open."""
+    here = os.dup(directory)
+    try:
+        for name in names:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, dir_fd=here)
+            above, here = here, os.open(name, A_DIRECTORY, dir_fd=here)
+            os.close(above)
+        yield here
+    finally:
+        os.close(here)
 
 
 def check_room(home: Path, entries: Sequence[Entry], missing: Iterable[Content]) -> None:

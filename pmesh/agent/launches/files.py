@@ -109,10 +109,18 @@ class FileStore:
             raise self._damaged(content)
         return data
 
-    def copy_out(self, content: Content, path: Path, *, executable: bool) -> None:
-        """Write a new file with this content, checked. Raises OSError, also if there is one."""
+    def copy_out(self, content: Content, name: str, *, within: int, executable: bool) -> None:
+        """Write a new file with this content, checked. Raises OSError, also if there is one.
+
+        Args:
+            content: What it is to hold.
+            name: Of the file.
+            within: A descriptor of its directory.
+            executable: The user may run it.
+        """
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(path, flags, 0o755 if executable else 0o644)
+        mode = 0o755 if executable else 0o644
+        descriptor = os.open(name, flags, mode, dir_fd=within)
         with open(descriptor, "wb") as writer:  # noqa: PTH123 - a descriptor
             if not content.nbytes:
                 return

@@ -1,7 +1,6 @@
 """The ranks of one launch on this machine: their processes, and the way of their output."""
 
 import os
-import shutil
 import signal
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -31,6 +30,7 @@ from pmesh.errors import ProtocolError
 from pmesh.ids import Member
 from pmesh.net.local.groups import PipedChild, start_piped_group
 from pmesh.net.local.spool import Spool
+from pmesh.paths import remove_tree
 
 WINDOW_BYTES = 8 * MAX_OUTPUT_BYTES  # on the way to the starter: heartbeats must pass, too
 DRAIN_S = 1.0  # a process that has left the group may hold a pipe open for ever
@@ -137,7 +137,7 @@ class PartHere:
                 nursery.start_soon(self._send_output)
                 await self._keep_time()
                 nursery.cancel_scope.cancel()
-        shutil.rmtree(self._files, ignore_errors=True)
+        remove_tree(self._files.parent, self._files.name)
 
     def close(self) -> None:
         """Forget the output of a launch that is over."""
@@ -311,9 +311,9 @@ class PartHere:
         """Return the variables of a rank; writes the files that the engine wants."""
         values = {"PYTHONUNBUFFERED": "1"} | own_environment(os.environ)
         values |= {"PMESH_HOME": str(self._home)} | dict(part.variables)
-        for name, content in part.files:
+        for number, (name, content) in enumerate(part.files):
             self._files.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = self._files / f"{name}.{part.rank}"
+            path = self._files / f"{part.rank}-{number}"
             path.write_text(content, encoding="utf-8")
             values[name] = str(path)
         return values | dict(self.prepare.command.variables)

@@ -4,7 +4,6 @@ import itertools
 import math
 import os
 import shlex
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -46,8 +45,9 @@ from pmesh.core.wire.launches import (
     WayTo,
 )
 from pmesh.errors import PmeshError, UsageError
-from pmesh.ids import Member, NodeId
+from pmesh.ids import Member, NodeId, PathName
 from pmesh.net.local.spool import Spool
+from pmesh.paths import remove_tree
 
 LOOK_S = 0.1  # how soon a lost link ends the ranks
 KEPT = 20  # launches whose output is kept
@@ -83,7 +83,7 @@ class Launches:
         nursery: trio.Nursery,
         noticed: Callable[[News], None],
         contain: Contain,
-        launch_ids: Callable[[], str],
+        launch_ids: Callable[[], PathName],
     ) -> None:
         self._me = me
         self._name = name
@@ -115,7 +115,7 @@ class Launches:
 
     async def run(self) -> None:
         """Deliver what this agent says to itself, and follow the links."""
-        shutil.rmtree(self._home / "launches", ignore_errors=True)  # of an agent before this one
+        remove_tree(self._home, "launches")  # of an agent before this one
         self.syncing.clean()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._look)

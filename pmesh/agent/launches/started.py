@@ -24,7 +24,7 @@ from pmesh.core.wire.launches import (
     StopLaunch,
 )
 from pmesh.errors import ProtocolError
-from pmesh.ids import JobName, NodeId
+from pmesh.ids import JobName, NodeId, PathName
 from pmesh.net.local.spool import Spool
 
 _SIGTERM: SignalNumber = 15
@@ -35,7 +35,13 @@ class StartedHere:
     """Carries out what `pmesh.core.launches.starting` decides."""
 
     def __init__(
-        self, launch: str, request: Launch, seats: Sequence[Seat], *, spool: Spool, send: Deliver
+        self,
+        launch: PathName,
+        request: Launch,
+        seats: Sequence[Seat],
+        *,
+        spool: Spool,
+        send: Deliver,
     ) -> None:
         self.launch = launch
         self.request = request

@@ -30,7 +30,7 @@ from pmesh.core.wire.launches import (
 )
 from pmesh.core.wire.tree import Content, Entry, contents_of, decode_tree_untrusted
 from pmesh.errors import ProtocolError, UsageError
-from pmesh.ids import Member, NodeId
+from pmesh.ids import Member, NodeId, PathName
 
 BATCH_BYTES: Final = 4 * PART_BYTES  # read at once: half of the window
 BEAT_S = 5.0  # a quarter of what the starter waits: hashing and copying on a slow disk take longer
@@ -126,7 +126,7 @@ class Syncing:
         await _in_thread(self._store.prune, needed)
         await _in_thread(self._copies.prune, launches)
 
-    async def _bring(self, pull: "_Pull", launch: str, tree: TreeName) -> Path:
+    async def _bring(self, pull: "_Pull", launch: PathName, tree: TreeName) -> Path:
         path = copy_path(self._home, launch, tree)
         if await _in_thread(path.is_dir):  # a rank is started again
             return path
@@ -148,7 +148,7 @@ class Syncing:
         return entries
 
     async def _take(
-        self, pull: "_Pull", launch: str, contents: Sequence[Content], wanted: Sequence[int]
+        self, pull: "_Pull", launch: PathName, contents: Sequence[Content], wanted: Sequence[int]
     ) -> None:
         """Ask the starter for contents, and store them."""
         pull.begin(next(self._numbers), contents)
@@ -163,7 +163,7 @@ class Syncing:
         finally:
             receiver.close()
 
-    async def _beat(self, scope: trio.CancelScope, pull: "_Pull", launch: str) -> None:
+    async def _beat(self, scope: trio.CancelScope, pull: "_Pull", launch: PathName) -> None:
         """Tell the starter that this machine is at work."""
         with scope:
             while True:

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from pmesh.core.values import MAX_MEMBERS, MAX_TRAINERS, Job, Name
 from pmesh.core.wire.tree import MAX_ENTRIES, MAX_TREE_BYTES, Sha256
-from pmesh.ids import PRINTABLE, NodeId
+from pmesh.ids import PRINTABLE, NodeId, PathName
 
 MAX_OUTPUT_BYTES = 32 * 1024  # of one message: two TLS records
 MAX_COMMAND_TEXT = 32 * 1024
@@ -25,7 +25,7 @@ MAX_TERM_S = 86400
 
 Engine: TypeAlias = Literal["pmesh", "gloo", "nccl", "mlx-ring", "jaccl"]
 
-LaunchId: TypeAlias = Annotated[str, Meta(max_length=12, pattern=r"^[0-9a-f]{12}\Z")]
+LaunchId: TypeAlias = Annotated[PathName, Meta(max_length=12, pattern=r"^[0-9a-f]{12}\Z")]
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_COMMAND_TEXT, pattern=r"^[^\x00]*\Z")]
 """Anything that may be an argument of a program, line breaks included."""
 VariableName: TypeAlias = Annotated[str, Meta(max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z")]

@@ -92,7 +92,8 @@ def flaw_of(entries: Iterable[Entry]) -> str:
 
     Nothing may be written outside of the directory, whatever the entries say. So the names have no
     `..`, nothing lies below a link, and a link leads only downwards once it has gone up through the
-    directories above it, which are real ones.
+    directories above it, which are real ones. A disk may take `Data` and `data` for one name: who
+    makes the directory opens each one above an entry, and none that is a link.
 
     >>> flaw_of([LinkEntry("data", "/mnt/data")])
     "'data' is a link to '/mnt/data', outside of the directory"

@@ -5,13 +5,14 @@ the disk takes nothing, a little waits in memory instead.
 """
 
 import os
-import shutil
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import trio
+
+from pmesh.paths import remove_tree
 
 SEGMENT_BYTES = 16 * 1024 * 1024
 MAX_SEGMENTS = 32  # 512 MiB: 80 minutes of 1,000 lines a second
@@ -126,7 +127,7 @@ class Spool:
             segment.close()
         self._segments.clear()
         if not keep:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            remove_tree(self._directory.parent, self._directory.name)
 
 
 class _Segment(Protocol):

@@ -3,10 +3,12 @@
 import errno
 import hashlib
 import os
+import resource
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,10 +25,14 @@ from pmesh.core.wire.tree import (
     FileEntry,
     LinkEntry,
     content_of,
+    flaw_of,
 )
 from pmesh.errors import UsageError
+from pmesh.ids import path_name
+from pmesh.paths import open_directory
 
 TREE = TreeName(bytes(32), 1)
+ID = path_name("0123456789ab")
 
 
 @pytest.fixture
@@ -48,7 +54,8 @@ def test_equal_files_are_stored_once_and_come_back(tmp_path: Path, store: FileSt
     assert one == other == content_of(b"the same" * 1000)
     assert len(stored_files(tmp_path)) == 1
     assert store.read([Slice(one, 4, 8), Slice(one, 0, 3)]) == b"samethe " + b"the"
-    store.copy_out(one, tmp_path / "c", executable=True)
+    with open_directory(tmp_path) as here:
+        store.copy_out(one, "c", within=here, executable=True)
     assert (tmp_path / "c").read_bytes() == b"the same" * 1000
     assert os.access(tmp_path / "c", os.X_OK)
 
@@ -57,7 +64,8 @@ def test_an_empty_file_needs_no_content(tmp_path: Path, store: FileStore) -> Non
     (tmp_path / "empty").touch()
     content = store.add_file(tmp_path / "empty")
     assert stored_files(tmp_path) == []
-    store.copy_out(content, tmp_path / "copy", executable=False)
+    with open_directory(tmp_path) as here:
+        store.copy_out(content, "copy", within=here, executable=False)
     assert (tmp_path / "copy").read_bytes() == b""
 
 
@@ -103,8 +111,8 @@ def test_a_content_that_was_damaged_is_found_out_and_removed(
         assert not store.has(content)
         store.add_bytes(b"right")
     store.path_of(content).write_bytes(b"wrong")
-    with pytest.raises(OSError, match="damaged"):
-        store.copy_out(content, tmp_path / "copy", executable=False)
+    with open_directory(tmp_path) as here, pytest.raises(OSError, match="damaged"):
+        store.copy_out(content, "copy", within=here, executable=False)
     assert not store.has(content)
     assert store.read_whole(store.add_bytes(b"right")) == b"right"
 
@@ -156,7 +164,7 @@ def entries_of(store: FileStore) -> Sequence[Entry]:
 
 
 def test_a_copy_has_files_links_and_empty_directories(tmp_path: Path, store: FileStore) -> None:
-    path = copy_path(tmp_path / "home", "0123456789ab", TREE)
+    path = copy_path(tmp_path / "home", ID, TREE)
     Copies(tmp_path / "home", store).make(path, entries_of(store))
     assert (path / "latest").read_text() == "print(1)\n"
     assert os.access(path / "pkg" / "run.py", os.X_OK)
@@ -172,10 +180,62 @@ def test_names_that_a_disk_does_not_tell_apart_are_refused_and_nothing_stays(
     """As Foo.py and foo.py on a Mac; here the same name twice."""
     content = store.add_bytes(b"x")
     twice = [FileEntry("a/foo.py", *content)] * 2
-    path = copy_path(tmp_path / "home", "0123456789ab", TREE)
+    path = copy_path(tmp_path / "home", ID, TREE)
     with pytest.raises(UsageError, match=r"does not tell 'a/foo\.py' from another name"):
         Copies(tmp_path / "home", store).make(path, twice)
     assert list(path.parent.iterdir()) == []
+
+
+def on_a_disk_that_ignores_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As APFS and exFAT do; here all names become lower-case."""
+    for name, at in (("open", 0), ("mkdir", 0), ("stat", 0), ("symlink", 1)):
+        real = getattr(os, name)
+
+        def folded(*args: Any, real: Any = real, at: int = at, **more: Any) -> Any:  # noqa: ANN401 - as the original
+            path = os.fspath(args[at])
+            path = path.casefold() if isinstance(path, str) else path
+            return real(*args[:at], path, *args[at + 1 :], **more)
+
+        monkeypatch.setattr(os, name, folded)
+
+
+def test_no_copy_goes_through_a_link_on_a_disk_that_ignores_case(
+    tmp_path: Path, store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its names nothing lies below the link; through it, a link would lead out of the copy."""
+    entries = [LinkEntry("a/lib", ".."), LinkEntry("a/LIB/out", "../../elsewhere")]
+    assert flaw_of(entries) == ""
+    path = copy_path(tmp_path / "home", ID, TREE)
+    Copies(tmp_path / "home", store).make(path, entries)  # this disk tells them apart
+    shutil.rmtree(path)
+
+    on_a_disk_that_ignores_case(monkeypatch)
+    with pytest.raises(UsageError, match="its disk does not tell 'a/LIB/out' from another"):
+        Copies(tmp_path / "home", store).make(path, entries)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_names_that_differ_by_case_are_copied_where_the_disk_tells_them_apart(
+    tmp_path: Path, store: FileStore
+) -> None:
+    content = store.add_bytes(b"x")
+    names = {"README", "readme", "Lib/x", "lib/X", "e\u0301", "\u00e9"}
+    path = copy_path(tmp_path / "home", ID, TREE)
+    Copies(tmp_path / "home", store).make(path, [FileEntry(name, *content) for name in names])
+    assert {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()} == names
+
+
+def test_a_directory_may_be_as_deep_as_a_path_is_long(tmp_path: Path, store: FileStore) -> None:
+    """One descriptor is open at a time, whatever the depth."""
+    deep = "/".join("d" * 400)
+    path = copy_path(tmp_path / "home", ID, TREE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    try:
+        Copies(tmp_path / "home", store).make(path, [DirectoryEntry(deep)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (path / deep).is_dir()
 
 
 def test_a_disk_that_becomes_full_is_named_and_nothing_stays(
@@ -186,7 +246,7 @@ def test_a_disk_that_becomes_full_is_named_and_nothing_stays(
 
     entries = entries_of(store)
     monkeypatch.setattr(store, "copy_out", refuse)
-    path = copy_path(tmp_path / "home", "0123456789ab", TREE)
+    path = copy_path(tmp_path / "home", ID, TREE)
     with pytest.raises(UsageError, match="its disk is full"):
         Copies(tmp_path / "home", store).make(path, entries)
     assert list(path.parent.iterdir()) == []
@@ -212,7 +272,7 @@ def test_the_latest_copies_are_kept_and_those_in_use(
     monkeypatch.setattr(copying, "KEPT", 2)
     home = tmp_path / "home"
     made = Copies(home, store)
-    paths = [copy_path(home, f"{n:012x}", TREE) for n in range(5)]
+    paths = [copy_path(home, path_name(f"{n:012x}"), TREE) for n in range(5)]
     for n, path in enumerate(paths):
         made.make(path, entries_of(store))
         os.utime(path, (n, n))

@@ -45,11 +45,11 @@ from pmesh.core.wire.launches import (
     Variable,
 )
 from pmesh.errors import ConfigError, ProtocolError, UsageError
-from pmesh.ids import Incarnation, JobName, Member, NodeId, node_text
+from pmesh.ids import Incarnation, JobName, Member, NodeId, PathName, node_text
 from tests.worlds.builders import make_view
 
 ME, ANNA, EVE = (Member(NodeId(bytes([n]) * 32), Incarnation(n)) for n in (77, 65, 69))
-ID = "0123456789ab"
+ID = PathName("0123456789ab")
 EVERYONE = Permission(everyone=True, as_root=True)
 
 
@@ -82,7 +82,7 @@ class Here:
         self.anna, self.eve = FakePeer(ANNA), FakePeer(EVE)
         self.links = {ANNA.node: self.anna, EVE.node: self.eve}
         self.news: list[News] = []
-        self.ids: Iterator[str] = itertools.repeat(ID)
+        self.ids: Iterator[PathName] = itertools.repeat(ID)
         self.view: View = make_view(1, ME, ANNA, EVE)
         self.event_log = EventLog(
             ME,
@@ -111,7 +111,7 @@ class Here:
         assert isinstance(answer, LaunchPrepared)
         return answer.refusal
 
-    def begin(self, member: Member = ANNA, launch: str = ID) -> None:
+    def begin(self, member: Member = ANNA, launch: PathName = ID) -> None:
         self.launches.receive(member, BeginRanks(launch, 0, (RankPart(0),)))
 
     async def output(self) -> tuple[str, RankEnded]:
