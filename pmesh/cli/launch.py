@@ -61,7 +61,7 @@ from pmesh.core.wire.local import (
 )
 from pmesh.errors import AgentNotRunning, AgentStopped, ConfigError, ProtocolError
 from pmesh.ids import MAX_NAME, PRINTABLE, path_name
-from pmesh.paths import home_directory, socket_path
+from pmesh.paths import home_directory, path_below, socket_path
 
 DEFAULT_SYNC_LIMIT: Final = 100 * 1024**2  # code, and not data sets
 _COLORS: Final = (36, 33, 35, 32, 34, 96, 93, 95)  # red is for errors
@@ -123,8 +123,9 @@ def launch_of(words: Sequence[str], wishes: Wishes, environment: Mapping[str, st
     program = _find(words[0], cwd, environment)
     version = python_version(program) if is_python(program) else ""
     named = words[0] if "/" not in words[0] and not _is_virtual(program) else _portable(program)
-    if wishes.sync and Path(program).is_relative_to(cwd) and not _is_virtual(program):
-        named = f"./{Path(program).relative_to(cwd)}"
+    inner = path_below(cwd, Path(program)) if wishes.sync else None
+    if inner is not None and not _is_virtual(program):
+        named = f"./{inner}"
     command = Command(
         words=(named, *words[1:]),
         cwd=_portable(str(cwd)),

@@ -1,6 +1,5 @@
 """The Python files that a command names, and their hashes: every machine must have the same."""
 
-import os
 from collections.abc import Iterator, Sequence
 from modulefinder import ModuleFinder
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Final
 from pmesh.agent.launches.checks import digest_of, python_files
 from pmesh.core.wire.launches import Digest
 from pmesh.errors import ConfigError
+from pmesh.paths import path_below
 
 MAX_FILES: Final = 300  # that are named one by one: 40 KiB of the 64 of a request
 
@@ -59,19 +59,18 @@ def named_code(words: Sequence[str], cwd: Path) -> Iterator[str]:
 
 def _is_in_copy(name: str, cwd: Path) -> bool:
     """Return True for a file that is sent. Raises ConfigError if the copy has another path."""
-    is_inside = Path(os.path.normpath(cwd / name)).is_relative_to(cwd)
-    if is_inside and Path(name).is_absolute():
-        inner = Path(name).relative_to(cwd)
+    inner = path_below(cwd, cwd / name)
+    if inner is not None and Path(name).is_absolute():
         raise ConfigError(
             f"{name} is in the directory that --sync sends, and each machine runs a copy of it; "
             f"name it {str(inner)!r}"
         )
-    if not is_inside and not Path(name).is_absolute():
+    if inner is None and not Path(name).is_absolute():
         raise ConfigError(
             f"{name} lies outside of the directory that --sync sends; start from a directory that "
             "has it, or give its whole path and copy it to each machine"
         )
-    return is_inside
+    return inner is not None
 
 
 def _module(name: str, cwd: Path) -> str:

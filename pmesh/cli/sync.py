@@ -3,11 +3,12 @@
 They are stored below the agent's home as they are now; what changes later, the launch does not see.
 """
 
+import functools
 import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +20,8 @@ from pmesh.agent.home import reason
 from pmesh.agent.launches.files import FileStore
 from pmesh.cli.same_code import named_code
 from pmesh.cli.sizes import rounded
-from pmesh.cli.terminal import printable
+from pmesh.cli.terminal import complain, printable
+from pmesh.core.identity.keys import mesh_key_from_text
 from pmesh.core.wire.launches import FilesSent, Launch, TreeName
 from pmesh.core.wire.tree import (
     MAX_ENTRIES,
@@ -32,12 +34,19 @@ from pmesh.core.wire.tree import (
     flaw_of,
 )
 from pmesh.errors import ConfigError, UsageError
+from pmesh.paths import holds_keys, path_below
 
 NEVER_SENT: Final = frozenset({".git", "__pycache__"})
 VIRTUAL_ENVIRONMENT: Final = "pyvenv.cfg"  # the file that makes a directory one
 _LARGEST = 5  # files that a message names
 _NO_HASH = bytes(32)
 _IGNORE = "list it in .gitignore"
+_LONGEST_KEY = 256  # bytes of a file with a mesh key, which has 75 characters
+_NO_CODE_OF_CHECKOUTS = ("-c", "core.fsmonitor=")
+"""Options of git: the configuration of a checkout, which may be somebody else's, can name a program
+that git runs whenever it lists files. The other such programs fetch what a checkout lacks."""
+_NO_FETCHING: Final = {"GIT_ALLOW_PROTOCOL": ""}
+_INCOMPLETE = ("could not open directory", "not allowed")  # what git says, and goes on
 
 
 def with_tree(request: Launch, home: Path, cwd: Path, *, most_bytes: int) -> Launch:
@@ -55,25 +64,27 @@ def with_tree(request: Launch, home: Path, cwd: Path, *, most_bytes: int) -> Lau
     entries = entries_in(cwd, home, most_bytes=most_bytes)
     sent = {entry.path for entry in entries}
     for name in named_code(request.command.words[1:], cwd):
-        path = os.path.normpath(name)
-        if (cwd / name).is_file() and not Path(name).is_absolute() and path not in sent:
+        path = path_below(cwd, cwd / name)
+        if (cwd / name).is_file() and not Path(name).is_absolute() and str(path) not in sent:
             raise ConfigError(f"{name} is not sent, as git ignores it; take it out of .gitignore")
     tree = store_tree(FileStore(home), cwd, entries)
     return structs.replace(request, command=structs.replace(request.command, tree=tree))
 
 
 def entries_in(root: Path, home: Path, *, most_bytes: int) -> list[Entry]:
-    """Return what is sent of a directory, without the agent's home; files without their hashes.
+    """Return what is sent of a directory, without the homes of agents; files without their hashes.
 
     Raises:
         ConfigError: It can't be sent: it is too large, or has something that others can't get.
     """
     try:
         uses_git, paths = _paths_in(root)
+        _check_not_in(home, root)
+        may_be_sent = _sent_directories(root, home)
         entries = [
             entry
             for path in paths
-            if not (root / path).is_relative_to(home)  # it has keys
+            if may_be_sent(path.rpartition("/")[0])
             for entry in _entry(root, path)
         ]
     except OSError as e:
@@ -87,7 +98,61 @@ def entries_in(root: Path, home: Path, *, most_bytes: int) -> list[Entry]:
         why = "git ignores all that is in it" if uses_git else "it is empty"
         raise ConfigError(f"--sync has nothing to send of {root}: {why}")
     _check_limit(entries, most_bytes, uses_git=uses_git)
+    for entry in entries:
+        if isinstance(entry, FileEntry) and _is_mesh_key(root / entry.path, entry.nbytes):
+            raise ConfigError(
+                f"{entry.path!r} is a mesh key, which --sync never sends: whoever has it can join; "
+                f"move it out of the directory, or {_IGNORE}"
+            )
     return entries
+
+
+# --- what has keys
+
+
+def _check_not_in(home: Path, root: Path) -> None:
+    real = root.resolve()
+    if holds_keys(real) or any(_is_same(above, home) for above in (real, *real.parents)):
+        raise ConfigError(
+            f"--sync does not send {root}: it is in the home of an agent, which has keys; start "
+            "from another directory, or give --cwd"
+        )
+
+
+def _sent_directories(root: Path, home: Path) -> Callable[[str], bool]:
+    """Return what says of a directory below the root, named as in it, if its files may be sent."""
+
+    @functools.cache
+    def may_be_sent(directory: str) -> bool:
+        if not directory:
+            return True
+        here = root / directory
+        if here.is_symlink() or not may_be_sent(directory.rpartition("/")[0]):
+            return False  # git may list what was there before a link took its place
+        is_home = holds_keys(here) or _is_same(here, home)
+        if is_home:
+            complain(f"--sync does not send {directory}: it is the home of an agent, with keys")
+        return not is_home
+
+    return may_be_sent
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """By what they are: a directory may have many names, by links and where a disk ignores case."""
+    try:
+        return one.samefile(other)
+    except FileNotFoundError:
+        return False
+
+
+def _is_mesh_key(path: Path, nbytes: int) -> bool:
+    if nbytes > _LONGEST_KEY:
+        return False
+    try:
+        mesh_key_from_text(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # it is said later why it can't be read
+        return False
+    return True
 
 
 def _check_limit(entries: Sequence[Entry], most_bytes: int, *, uses_git: bool) -> None:
@@ -166,17 +231,27 @@ def _paths_in(root: Path) -> tuple[bool, list[str]]:
 
 def _git_paths(root: Path) -> list[str] | None:
     """Return what git does not ignore; None where there is no checkout."""
-    command = ["git", "-C", str(root), "ls-files", "-z", "-co", "--exclude-standard"]
+    command = [
+        "git",
+        "-C",
+        str(root),
+        *_NO_CODE_OF_CHECKOUTS,
+        "ls-files",
+        "-z",
+        "-co",
+        "--exclude-standard",
+    ]
     try:
         ran = subprocess.run(  # noqa: S603 - git, as the user has it
             command,
             capture_output=True,
             check=False,
             stdin=subprocess.DEVNULL,
-            env=os.environ | {"LC_ALL": "C"},
+            env=os.environ | _NO_FETCHING | {"LC_ALL": "C"},
         )
     except FileNotFoundError as e:
-        if not any((above / ".git").exists() for above in (root, *root.parents)):
+        real = root.resolve()
+        if not any((above / ".git").exists() for above in (real, *real.parents)):
             return None
         raise ConfigError(
             f"{root} is a git checkout, and there is no git to say what it ignores; install git"
@@ -184,8 +259,11 @@ def _git_paths(root: Path) -> list[str] | None:
     said = ran.stderr.decode(errors="replace").strip()
     if ran.returncode and "not a git repository" in said:
         return None
-    if ran.returncode or "could not open directory" in said:
-        raise ConfigError(f"git can't list the files to send: {' '.join(said.split())}")
+    if ran.returncode or any(what in said for what in _INCOMPLETE):
+        cure = f"; if you trust {root}, let it fetch what it lacks: git -C {root} status"
+        lacks = "not allowed" in said
+        why = " ".join(said.split())
+        raise ConfigError(f"git can't list the files to send: {why}{cure if lacks else ''}")
     paths: list[str] = []
     for path in dict.fromkeys(os.fsdecode(ran.stdout).split("\0")[:-1]):
         inner = path.rstrip("/")

@@ -14,6 +14,7 @@ from pmesh.agent.launches.files import FileStore
 from pmesh.cli import sync
 from pmesh.cli.launch import Wishes, launch_of
 from pmesh.cli.sync import SendingShown, entries_in, with_tree
+from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.core.wire.launches import FilesSent, Launch
 from pmesh.core.wire.tree import (
     Content,
@@ -111,6 +112,102 @@ def test_the_agent_s_home_is_never_sent(root: Path, *, uses_git: bool) -> None:
     if uses_git:
         git(root, "init", "-q")
     assert list(sent(root, root / ".pmesh")) == ["train.py"]
+
+
+@pytest.mark.parametrize("uses_git", [True, False])
+def test_the_home_is_never_sent_whatever_the_path_of_the_directory(
+    root: Path, tmp_path: Path, *, uses_git: bool
+) -> None:
+    """As macOS's /tmp, which is a link, and a /home that lies elsewhere."""
+    write(root, "train.py", "deep/agent/config.toml")
+    (tmp_path / "link").symlink_to(root)
+    if uses_git:
+        git(root, "init", "-q")
+    assert list(sent(tmp_path / "link", root / "deep" / "agent")) == ["train.py"]
+    assert list(sent(root, tmp_path / "link" / "deep" / "agent")) == ["train.py"]
+
+
+@pytest.mark.parametrize("uses_git", [True, False])
+@pytest.mark.parametrize("name", ["node_key", "mesh_key", "agent.lock"])
+def test_a_home_of_another_agent_is_not_sent_either(
+    root: Path, home: Path, capsys: pytest.CaptureFixture[str], name: str, *, uses_git: bool
+) -> None:
+    write(root, "train.py", f"deep/second/{name}", "deep/second/sync/x", "deep/second/y")
+    if uses_git:
+        git(root, "init", "-q")
+    assert list(sent(root, home)) == ["train.py"]
+    assert capsys.readouterr().err == (
+        "--sync does not send deep/second: it is the home of an agent, with keys\n"
+    )
+
+
+def test_nothing_is_sent_from_within_a_home(root: Path, home: Path, tmp_path: Path) -> None:
+    write(home, "node_key", "sync/copies/x/train.py")
+    (tmp_path / "link").symlink_to(home)
+    for inside in (home, home / "sync" / "copies" / "x", tmp_path / "link" / "sync"):
+        with pytest.raises(ConfigError, match="it is in the home of an agent, which has keys"):
+            sent(inside, home)
+    with pytest.raises(ConfigError, match="it is in the home of an agent, which has keys"):
+        sent(home, root)
+
+
+def test_a_mesh_key_is_not_sent_wherever_it_is(root: Path, home: Path) -> None:
+    write(root, "train.py", "pmesh-notes.txt", text="pmesh-is-here")
+    (root / "not-text").write_bytes(b"\xff")
+    assert len(sent(root, home)) == 3
+    write(root, "keys/shared", text=f"{mesh_key_text(MeshKey(bytes(32)))}\n")
+    with pytest.raises(ConfigError, match="'keys/shared' is a mesh key, which --sync never sends"):
+        sent(root, home)
+
+
+def test_no_file_is_sent_that_lies_behind_a_link(root: Path, home: Path, tmp_path: Path) -> None:
+    """git lists what was there before the link took its place."""
+    write(root, "train.py", "data/secret", text="ours")
+    git(root, "init", "-q")
+    git(root, "add", ".")
+    (root / "data").rename(tmp_path / "elsewhere")
+    (root / "data").symlink_to(tmp_path / "elsewhere")
+    write(root, ".gitignore", text="data\n")
+    assert sorted(sent(root, home)) == [".gitignore", "train.py"]
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """One that leaves a trace, `ran`."""
+    path = tmp_path / "program"
+    path.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_git_runs_no_monitor_of_a_checkout(root: Path, home: Path, program: Path) -> None:
+    """One within this one may be somebody else's."""
+    write(root, "train.py", "vendor/x")
+    for path in (root, root / "vendor"):
+        git(path, "init", "-q")
+        git(path, "config", "core.fsmonitor", str(program))
+    assert sorted(sent(root, home)) == ["train.py", "vendor/x"]
+    assert not program.with_name("ran").exists()
+
+
+def test_git_fetches_nothing_for_a_checkout(root: Path, home: Path, program: Path) -> None:
+    """It would, where one says that it is not whole, and run what its configuration names."""
+    write(root, "train.py", "vendor/x", "vendor/deep/y")
+    theirs = root / "vendor"
+    for path in (root, theirs):
+        git(path, "init", "-q")
+    git(theirs, "update-index", "--add", "--cacheinfo", f"100644,{'5' * 40},.gitignore")
+    git(theirs, "update-index", "--skip-worktree", ".gitignore")
+    for setting, value in (
+        ("core.repositoryFormatVersion", "1"),
+        ("extensions.partialClone", "origin"),
+        ("remote.origin.url", f"ext::{program}"),
+        ("protocol.ext.allow", "always"),
+    ):
+        git(theirs, "config", setting, value)
+    with pytest.raises(ConfigError, match=r"git can't list the files to send: .* not allowed"):
+        sent(root, home)
+    assert not program.with_name("ran").exists()
 
 
 @pytest.mark.parametrize(
@@ -272,6 +369,21 @@ def test_the_directory_is_stored_as_it_is_now(root: Path, home: Path) -> None:
     content = content_of(b"print(1)")
     assert entries == (LinkEntry("l", "train.py"), FileEntry("train.py", *content))
     assert store.read_whole(content) == b"print(1)"
+
+
+def test_what_a_command_names_is_found_in_the_directory_whatever_its_path(
+    root: Path, home: Path, tmp_path: Path
+) -> None:
+    write(root, "v1/train.py", "run.sh")
+    (root / "run.sh").chmod(0o755)
+    (root / "current").symlink_to("v1")
+    (tmp_path / "link").symlink_to(root)
+    assert with_tree(request(root, "true", "current/train.py"), home, root, most_bytes=MANY)
+    wishes = Wishes(cwd=tmp_path / "link", sync=True)
+    command = launch_of([str(root / "run.sh")], wishes, HERE).command
+    assert command.words == ("./run.sh",)
+    with pytest.raises(ConfigError, match=r"name it 'v1/train\.py'"):
+        launch_of(["true", str(root / "v1" / "train.py")], wishes, HERE)
 
 
 def test_a_script_that_git_ignores_is_named(root: Path, home: Path) -> None:
