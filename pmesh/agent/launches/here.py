@@ -27,7 +27,7 @@ from pmesh.core.wire.launches import (
     RankPart,
 )
 from pmesh.errors import ProtocolError
-from pmesh.ids import Member
+from pmesh.ids import Member, path_name
 from pmesh.net.local.groups import PipedChild, start_piped_group
 from pmesh.net.local.spool import Spool
 from pmesh.paths import remove_tree
@@ -76,7 +76,7 @@ class PartHere:
         self._contain = contain
         self._parts: dict[int, RankPart] = {}
         self._children: dict[int, PipedChild] = {}
-        self._files = home / "launches" / f"{prepare.launch}.files"
+        self._files = home / "launches" / path_name(f"{prepare.launch}-files")
         self._reports = deque[tuple[int, RankEnded]]()
         """What has been reported, or will be once the output up to an offset was sent."""
         self._reported = 0
@@ -313,7 +313,7 @@ class PartHere:
         values |= {"PMESH_HOME": str(self._home)} | dict(part.variables)
         for number, (name, content) in enumerate(part.files):
             self._files.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = self._files / f"{part.rank}-{number}"
+            path = self._files / path_name(f"{part.rank}-{number}")
             path.write_text(content, encoding="utf-8")
             values[name] = str(path)
         return values | dict(self.prepare.command.variables)

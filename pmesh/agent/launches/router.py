@@ -45,7 +45,7 @@ from pmesh.core.wire.launches import (
     WayTo,
 )
 from pmesh.errors import PmeshError, UsageError
-from pmesh.ids import Member, NodeId, PathName
+from pmesh.ids import Member, NodeId, PathName, path_name
 from pmesh.net.local.spool import Spool
 from pmesh.paths import remove_tree
 
@@ -319,7 +319,7 @@ class Launches:
         return next((host for hosts in own for host in sorted(hosts) if ":" not in host), LOOPBACK)
 
     def _spool(self, kind: str, describe: Callable[[OSError], bytes]) -> Spool:
-        directory = self._home / "launches" / f"{kind}-{next(self._spools)}"
+        directory = self._home / "launches" / path_name(f"{kind}-{next(self._spools)}")
         return Spool(directory, describe=describe)
 
     def _seats(self, request: Launch | AskHosts) -> list[Seat]:

@@ -52,7 +52,7 @@ MAX_LEAP = (
     2**40
 )  # of a serial by one lie: no job makes as many saves, and 4 million lies reach 2^62
 
-SaveId: TypeAlias = Annotated[PathName, Meta(pattern=PATH_NAME)]
+SaveId: TypeAlias = Annotated[PathName, Meta(max_length=8, pattern=PATH_NAME)]
 Serial: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_SERIAL)]
 Names: TypeAlias = Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MAX_TRAINERS)]
 Step: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -133,13 +133,13 @@ class Key(NamedTuple):
     save_id: SaveId
 
     @property
-    def folder(self) -> str:
+    def folder(self) -> PathName:
         """The name of its folder.
 
         >>> Key(3, 100, PathName("5fe0")).folder
         'save-000003-step-100-5fe0'
         """
-        return f"save-{self.serial:06}-step-{self.step}-{self.save_id}"
+        return path_name(f"save-{self.serial:06}-step-{self.step}-{self.save_id}")
 
 
 class Holding(NamedTuple):
