@@ -50,7 +50,8 @@ class FakeAgent:
         announce: Callable[[str], None],
     ) -> None:
         self.starts.append(Start(settings, mesh_key, node_key))
-        announce("mac-2 joined\nthe ring: mac-1 → mac-2")
+        announce("mac-2 joined")
+        announce("the ring: mac-1 →\nmac-2")  # a line break would let one begin a line of ours
         self.then()
         await trio.lowlevel.checkpoint()
 
