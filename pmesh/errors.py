@@ -10,6 +10,8 @@ PmeshError
 
 from typing import ClassVar
 
+from pmesh.texts import printable
+
 
 class PmeshError(Exception):
     """The base of all errors that pmesh raises on purpose.
@@ -20,6 +22,10 @@ class PmeshError(Exception):
 
     fault: ClassVar[str] = "pmesh"
     """The party at fault: 'caller', 'peer', 'network', 'run' or 'pmesh'."""
+
+    def __str__(self) -> str:
+        """Return the message as one printable line: other machines may have written parts of it."""
+        return printable(super().__str__())
 
 
 class UsageError(PmeshError):

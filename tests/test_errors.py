@@ -1,4 +1,5 @@
 import inspect
+import traceback
 
 import pytest
 
@@ -53,3 +54,10 @@ def test_scripts_that_know_only_builtin_errors_can_catch_these() -> None:
 def test_the_fault_of_garbage_is_the_peers_and_of_a_surprise_our_own() -> None:
     assert ProtocolError.fault == "peer"
     assert PmeshError.fault == "pmesh"
+
+
+@pytest.mark.parametrize("error", [RunError, UnsupportedArray, OpTimedOut])
+def test_what_others_have_written_into_a_message_is_printable(error: type[PmeshError]) -> None:
+    raised = error("mac\x1b]0;x\x07 says:\npmesh: done\x9b")
+    shown = traceback.format_exception(raised)
+    assert shown[-1].endswith("mac�]0;x� says: pmesh: done�\n")

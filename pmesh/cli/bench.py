@@ -3,7 +3,6 @@
 import contextlib
 import math
 import statistics
-import sys
 import time
 import zlib
 from collections import Counter
@@ -25,12 +24,13 @@ from pmesh.agent.status.schema import decode_status
 from pmesh.cli.bench_calls import COLLECTIVES, STRATEGIES, Collective, Trial
 from pmesh.cli.rows import Rows, output
 from pmesh.cli.sizes import parse_size
-from pmesh.cli.terminal import complain, printable
+from pmesh.cli.terminal import complain, say_json
 from pmesh.client.connect import connect
 from pmesh.client.control import ask_status
 from pmesh.client.mesh import Mesh
 from pmesh.errors import ConfigError, RankLost, RunError, UsageError
 from pmesh.paths import home_directory
+from pmesh.texts import printable
 
 VALUE_BYTES = 4  # float32
 WARM_CALLS = 2
@@ -248,8 +248,7 @@ def run_bench(home: Path | None, wishes: Wishes) -> int:
     if wishes.as_json:
         version = installed_version("pmesh")
         report = Report(schema=SCHEMA_VERSION, version=version, names=names, rows=tuple(rows))
-        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
-        sys.stdout.flush()
+        say_json(msgspec.json.encode(report))
     if wishes.plot is not None:
         draw(wishes.plot, names, rows)
     if wrong := [row for row in rows if not row.correct]:

@@ -11,10 +11,11 @@ from rich.text import Text
 
 from pmesh.agent.status.events import Event, EventKind, EventPage, decode_events, encode_events
 from pmesh.cli.rows import Rows, output
-from pmesh.cli.terminal import complain, printable
+from pmesh.cli.terminal import complain, say_json
 from pmesh.client.control import ask_events
 from pmesh.errors import AgentNotRunning, AgentStopped
 from pmesh.paths import home_directory
+from pmesh.texts import printable
 
 POLL_INTERVAL_S = 0.5
 _KIND_CELLS = max(map(len, get_args(EventKind)))
@@ -51,7 +52,7 @@ def show_events(home: Path | None, *, follow: bool, as_json: bool) -> int:
     console = output()
     for page in _follow(reader) if follow else [reader.read()]:
         if as_json:
-            sys.stdout.write(encode_events(page).decode() + "\n")
+            say_json(encode_events(page))
         elif console.is_terminal and not follow:
             console.print(_table(page))
         else:

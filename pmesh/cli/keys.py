@@ -27,7 +27,7 @@ def make(home: Path | None) -> int:
             f"{directory / MESH_KEY_NAME} already holds a mesh key ('pmesh key show' prints it);"
             " to start a new mesh, move that file away first"
         )
-    say(invitation(_new_key(directory)))
+    say(*invitation(_new_key(directory)))
     return 0
 
 
@@ -82,14 +82,14 @@ def find_mesh_key(settings: Settings) -> MeshKey:
     key = load_mesh_key(settings.home)
     if key is None:
         key = _new_key(settings.home)
-        say(invitation(key))
+        say(*invitation(key))
     return key
 
 
-def invitation(key: MeshKey) -> str:
-    """Tell the user what to do with a new key."""
+def invitation(key: MeshKey) -> tuple[str, ...]:
+    """Tell the user what to do with a new key, in lines."""
     to_do = "On each other machine run 'pmesh key set', and paste this line when it asks:"
-    return f"A new mesh key. {to_do}\n\n    {mesh_key_text(key)}\n"
+    return f"A new mesh key. {to_do}", "", f"    {mesh_key_text(key)}", ""
 
 
 def _ask_key() -> MeshKey:

@@ -24,7 +24,16 @@ from pmesh.cli.terminal import complain, ending_signals, say
 from pmesh.client.control import ask_launches
 from pmesh.client.link.connection import error_of
 from pmesh.core.launches.engines import why_not_set
-from pmesh.core.launches.lines import ERROR, MACHINE, NOTE, STARTER, Line, read_lines
+from pmesh.core.launches.lines import (
+    ERROR,
+    MACHINE,
+    NOTE,
+    STARTER,
+    Line,
+    label_of,
+    labels,
+    read_lines,
+)
 from pmesh.core.values import MAX_TRAINERS
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.launches import (
@@ -62,6 +71,7 @@ from pmesh.core.wire.local import (
 from pmesh.errors import AgentNotRunning, AgentStopped, ConfigError, ProtocolError
 from pmesh.ids import MAX_NAME, PRINTABLE, path_name
 from pmesh.paths import home_directory, path_below, socket_path
+from pmesh.texts import printable
 
 DEFAULT_SYNC_LIMIT: Final = 100 * 1024**2  # code, and not data sets
 _COLORS: Final = (36, 33, 35, 32, 34, 96, 93, 95)  # red is for errors
@@ -422,7 +432,7 @@ class Screen:
     """Prints lines with the names of machines, each in its colour."""
 
     def __init__(self, names: Sequence[str], counts: Sequence[int]) -> None:
-        self._names = [_printable(name) for name in names]
+        self._names = labels(names)
         self._width = max(map(len, self._names), default=0)
         self._counts = counts
         self._colored = {
@@ -442,14 +452,16 @@ class Screen:
 
     def _format(self, line: Line, stream: TextIO) -> str:
         text = _printable(line.text.decode(errors="replace").rstrip("\r").rpartition("\r")[2])
-        if line.seat == STARTER or not 0 <= line.seat < len(self._names):
+        if line.seat == STARTER:
             return f"pmesh: {text}\n"
+        known = 0 <= line.seat < len(self._names)  # else a log has lines that pmesh did not write
         if line.kind == NOTE:
             text = f"pmesh: {text}" if line.rank == MACHINE else f"pmesh: rank {line.rank} {text}"
-        name = self._names[line.seat].ljust(self._width)
+        name = self._names[line.seat] if known else label_of(line.seat, "?")
+        name = name.ljust(self._width)
         if self._colored[stream]:
             name = f"\x1b[{_COLORS[line.seat % len(_COLORS)]}m{name}\x1b[0m"
-        rank = f"{line.rank} " if self._counts[line.seat] > 1 else ""
+        rank = f"{line.rank} " if not known or self._counts[line.seat] > 1 else ""
         return f"{name} {rank}| {text}\n"
 
 
@@ -459,8 +471,4 @@ def _printable(text: str) -> str:
     >>> _printable("a\tb\x1b[2J")
     'a\tb�[2J'
     """
-    return (
-        text
-        if text.isprintable()
-        else "".join(c if c.isprintable() or c == "\t" else "�" for c in text)
-    )
+    return "\t".join(map(printable, text.split("\t")))

@@ -10,17 +10,18 @@ from pmesh.agent.home import open_home
 from pmesh.agent.launches.permission import Permission, load_permission, store_permission
 from pmesh.agent.status.schema import decode_status
 from pmesh.cli.rows import Rows, output
-from pmesh.cli.terminal import complain, printable, say
+from pmesh.cli.terminal import complain, say
 from pmesh.client.control import ask_hosts, ask_launches, ask_status, end_launch
 from pmesh.core.wire.launches import AskHosts, LaunchRow
 from pmesh.errors import UsageError
 from pmesh.paths import home_directory
+from pmesh.texts import printable
 
 
 def show_hosts(home: Path | None, request: AskHosts, command: Sequence[str]) -> int:
     """Print a host file for mpirun of Open MPI; how to give it the command, on standard error."""
     hosts = ask_hosts(home_directory(home), request)
-    say("\n".join(f"{host.host} slots={host.ranks}" for host in hosts))
+    say(*(f"{host.host} slots={host.ranks}" for host in hosts))
     words = shlex.join(command or ("COMMAND",))
     complain(f"save these lines as 'hosts', then type: mpirun --hostfile hosts {words}")
     return 0

@@ -1,12 +1,11 @@
 """`pmesh ping`: tries every way to another machine, and says which one is used."""
 
-import sys
 from pathlib import Path
 
 import msgspec
 
 from pmesh.cli.status import path_text
-from pmesh.cli.terminal import say
+from pmesh.cli.terminal import say, say_json
 from pmesh.client.control import ping
 from pmesh.core.wire.local import WayTried
 from pmesh.paths import home_directory
@@ -42,7 +41,7 @@ def show_ping(home: Path | None, name: str, *, as_json: bool) -> int:
             used = Used(interface=reply.interface, remote=reply.remote, why=reply.why)
     if as_json:
         report = PingReport(name=name, ways=tuple(ways), used=used)
-        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+        say_json(msgspec.json.encode(report))
     elif used is None:
         say(f"no way to {name} is used")
     else:

@@ -1,4 +1,7 @@
-"""Rows for a terminal of any width, and for a pipe: nothing is ever cut."""
+"""Rows for a terminal of any width, and for a pipe: nothing is ever cut.
+
+All commands get their console here: what others have written is no markup, and can't control it.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,10 +9,13 @@ from typing import TypeAlias
 
 from rich.box import SIMPLE
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from pmesh.texts import printable
 
 Cell: TypeAlias = str | Text
 
@@ -17,10 +23,28 @@ _UNBOUNDED_CELLS = 10_000  # the width of a pipe or a file
 _SENTENCE_CELLS = 24  # a narrower column of text is hard to read
 
 
-def output() -> Console:
-    """Return the console of standard output; into a pipe or a file it has no right margin."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_UNBOUNDED_CELLS)
+class Output(Console):
+    """Takes no str for markup, as the name "[/bold] mac", and draws only what is printable."""
+
+    def __init__(self, *, stderr: bool = False, width: int | None = None) -> None:
+        super().__init__(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Yield what is drawn; rich's own control codes are no text."""
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.isprintable():
+                yield segment
+            else:
+                lines = map(printable, segment.text.split("\n"))
+                yield Segment("\n".join(lines), segment.style)
+
+
+def output(*, stderr: bool = False) -> Console:
+    """Return the console; into a pipe or a file it has no right margin."""
+    console = Output(stderr=stderr)
+    return console if console.is_terminal else Output(stderr=stderr, width=_UNBOUNDED_CELLS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,5 +100,5 @@ def _widest(cells: Iterable[str]) -> int:
 
 
 def _plain(cell: Cell) -> Text:
-    """Return the text as it is: rich would take '[fd77::1]' in a str for markup."""
+    """Return the text as it is, lines and all."""
     return cell if isinstance(cell, Text) else Text(cell)

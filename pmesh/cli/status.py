@@ -8,7 +8,6 @@
 import contextlib
 import itertools
 import math
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,10 +34,11 @@ from pmesh.agent.status.schema import (
     decode_status,
 )
 from pmesh.cli.rows import Rows, output
-from pmesh.cli.terminal import printable, say
+from pmesh.cli.terminal import say, say_json
 from pmesh.client.control import ask_status, stop_agent
 from pmesh.ids import shared_name
 from pmesh.paths import home_directory
+from pmesh.texts import printable
 
 # Both shape and colour show the health, for terminals and eyes without colours.
 HEALTH_MARKS: Final[Mapping[Health, tuple[str, str]]] = MappingProxyType(
@@ -410,8 +410,7 @@ def bring_down(home: Path | None) -> int:
 
 def _print_json(home: Path, *, watch: bool) -> None:
     while True:
-        sys.stdout.write(ask_status(home).decode() + "\n")
-        sys.stdout.flush()
+        say_json(ask_status(home))
         if not watch:
             return
         time.sleep(WATCH_INTERVAL_S)

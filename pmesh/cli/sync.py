@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Final
 
 from msgspec import structs
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
 from pmesh.agent.home import reason
 from pmesh.agent.launches.files import FileStore
+from pmesh.cli.rows import output
 from pmesh.cli.same_code import named_code
 from pmesh.cli.sizes import rounded
-from pmesh.cli.terminal import complain, printable
+from pmesh.cli.terminal import complain
 from pmesh.core.identity.keys import mesh_key_from_text
 from pmesh.core.wire.launches import FilesSent, Launch, TreeName
 from pmesh.core.wire.tree import (
@@ -35,6 +35,7 @@ from pmesh.core.wire.tree import (
 )
 from pmesh.errors import ConfigError, UsageError
 from pmesh.paths import holds_keys, path_below
+from pmesh.texts import printable
 
 NEVER_SENT: Final = frozenset({".git", "__pycache__"})
 VIRTUAL_ENVIRONMENT: Final = "pyvenv.cfg"  # the file that makes a directory one
@@ -313,10 +314,10 @@ class SendingShown:
 
     def __init__(self) -> None:
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             DownloadColumn(binary_units=True),
-            console=Console(stderr=True),
+            console=output(stderr=True),
             transient=True,
             disable=not sys.stderr.isatty(),
         )

@@ -1,36 +1,39 @@
-"""Prints text; no text from another machine can control the terminal."""
+"""Prints lines: none that another machine has written can control the terminal, or begin a line.
+
+`pmesh.cli.rows` does the same for tables; tests find every other way to print.
+"""
 
 import contextlib
+import json
 import signal
 import sys
 from typing import TextIO, cast
 
 from pmesh.errors import PmeshError
+from pmesh.texts import printable
 
 
-def printable(text: str) -> str:
-    r"""Replace control characters, as names come from other machines.
-
-    >>> printable("mac\x1b[2J")
-    'mac�[2J'
-    """
-    return "".join(c if c.isprintable() else "�" for c in text)
+def say(*lines: str) -> None:
+    """Print each line to standard output without buffering, even to a pipe or a file."""
+    sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
+    sys.stdout.flush()
 
 
-def say(text: str) -> None:
-    """Print lines to standard output without buffering, even to a pipe or a file."""
-    sys.stdout.write("\n".join(printable(line) for line in text.split("\n")) + "\n")
+def say_json(data: bytes) -> None:
+    r"""Print JSON of one line; what a terminal would obey is escaped, as in "\u009b"."""
+    text = data.decode()
+    sys.stdout.write("".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text) + "\n")
     sys.stdout.flush()
 
 
 def complain(text: str) -> None:
     """Print one line to standard error."""
-    sys.stderr.write(printable(" ".join(text.split("\n"))) + "\n")
+    sys.stderr.write(f"{printable(text)}\n")
     sys.stderr.flush()
 
 
 def announce(text: str) -> None:
-    """Print as `say` does, or drop the lines: an agent outlives a full disk and a lost terminal."""
+    """Print as `say` does, or drop the line: an agent outlives a full disk and a lost terminal."""
     with contextlib.suppress(OSError):
         say(text)
 

@@ -1,6 +1,7 @@
 """`pmesh up`: starts an agent in the foreground or the background, and sets up its logs."""
 
 import functools
+import io
 import logging
 import os
 import secrets
@@ -33,6 +34,7 @@ from pmesh.client.control import ask_status
 from pmesh.core.identity.keys import MeshKey, NodeKey
 from pmesh.errors import AgentNotRunning, AgentStopped, ConfigError
 from pmesh.paths import LOG_NAME, home_directory, socket_path
+from pmesh.texts import printable
 
 START_TIMEOUT_S = 15.0  # imports on a slow, cold disk take 5 s
 _POLL_INTERVAL_S = 0.05
@@ -65,7 +67,8 @@ def start_detached(command: Sequence[str], *, environment: Mapping[str, str], ho
     while time.monotonic() < deadline:
         if process.poll() is not None:
             said = log.read_bytes()[begin:].decode(errors="replace")
-            sys.stderr.write(said)
+            for line in said.splitlines():
+                complain(line)
             if not said:  # on a full disk not even the reason can be written
                 complain(f"the agent ended and could not log why in {log}; 'pmesh up' shows it")
             return process.returncode or 1  # an agent that ends with 0 has not started either
@@ -198,6 +201,7 @@ def set_up_logs(*, level: LogLevel, as_json: bool, stream: TextIO) -> None:
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _printable_values,
     ]
     colors = stream.isatty() and not os.environ.get("NO_COLOR")  # no-color.org
     renderer = _renderer(as_json=as_json, colors=colors)
@@ -252,8 +256,23 @@ class Throttle:
 def _renderer(*, as_json: bool, colors: bool) -> structlog.typing.Processor:
     if as_json:
         return structlog.processors.JSONRenderer()
-    return structlog.dev.ConsoleRenderer(
-        colors=colors, exception_formatter=structlog.dev.plain_traceback
+    return structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=_write_traceback)
+
+
+def _printable_values(
+    logger: object, method: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """Process an event of structlog: reasons and names come from other machines."""
+    del logger, method
+    return {k: printable(value) if isinstance(value, str) else value for k, value in event.items()}
+
+
+def _write_traceback(stream: TextIO, error: structlog.typing.ExcInfo) -> None:
+    """Write a traceback, indented: no line of its message can look like a line of the log."""
+    whole = io.StringIO()
+    structlog.dev.plain_traceback(whole, error)
+    stream.writelines(
+        f"\n    {printable(line)}" for line in whole.getvalue().strip("\n").split("\n")
     )
 
 

@@ -22,6 +22,7 @@ from pmesh.ids import (
     Slot,
     TrainerId,
 )
+from pmesh.texts import printable
 
 MAX_MEMBERS = 64  # a mesh at home has 8
 MAX_TRAINERS = 1024  # of one job
@@ -45,6 +46,14 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     message: Annotated[str, Meta(max_length=64 * 1024)]
     trainers: Ids = ()
     """The trainers at fault: lost, late, or with a different call."""
+
+    def __post_init__(self) -> None:
+        """Make the message printable, here and when it is decoded: it may quote what users typed.
+
+        To refuse it would punish an honest agent for what its trainers or others have said.
+        """
+        if not self.message.isprintable():
+            msgspec.structs.force_setattr(self, "message", printable(self.message))
 
 
 class OpOutcome(msgspec.Struct, frozen=True, array_like=True):

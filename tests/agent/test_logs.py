@@ -70,6 +70,22 @@ def test_no_traceback_shows_the_values_of_variables(*, as_json: bool) -> None:
     assert mesh_key not in stream.getvalue()
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_no_text_of_others_controls_a_terminal_or_looks_like_a_line(*, as_json: bool) -> None:
+    stream = io.StringIO()
+    set_up_logs(level="info", as_json=as_json, stream=stream)
+    evil = "a\x1b[2J\x9b\n2026-11-22T12:00:00Z [info     ] all is well \u202e"
+    structlog.get_logger().warning("no link", peer="mac\x1b2", reason=evil)
+    logging.getLogger("zeroconf").warning("%s is gone", evil)
+    try:
+        raise ValueError(evil)  # noqa: TRY301 - something to log
+    except ValueError:
+        structlog.get_logger().exception("failed")
+    lines = stream.getvalue().splitlines()
+    assert all(line.isprintable() for line in lines)
+    assert sum(not line.startswith("    ") for line in lines) == 3
+
+
 def test_what_is_below_the_level_is_not_written() -> None:
     stream = io.StringIO()
     set_up_logs(level="error", as_json=False, stream=stream)

@@ -117,12 +117,28 @@ def test_lines_carry_the_name_of_their_machine(capsys: pytest.CaptureFixture[str
         "mac-1  | one",
         "studio 2 | two�[2J",
         "mac-1  | 20%",
-        "pmesh: forged",
+        '9 "?"  0 | forged',
     ]
     assert err.splitlines() == [
         "studio 1 | bad",
         "mac-1  | pmesh: rank 0 it failed",
         "pmesh: mac-2 is lost",
+    ]
+
+
+def test_no_name_looks_like_another_or_like_pmesh(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["mac-1", "pmesh: done", "mac-1 0 | x", "mac-1 1", "Mac-1 1 ", "pmesh"]
+    Screen([*names], [2, 1, 1, 1, 1, 1]).show(
+        b"0 1 o a\n1 0 o b\n2 0 o c\n3 0 o d\n4 0 o e\n5 0 o f\n63 0 o g\n"
+    )
+    assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()] == [
+        "mac-1 1 | a",
+        '1 "pmesh: done" | b',
+        '2 "mac-1 0 � x" | c',
+        '3 "mac-1 1" | d',
+        '4 "Mac-1 1 " | e',
+        '5 "pmesh" | f',
+        '63 "?" 0 | g',
     ]
 
 

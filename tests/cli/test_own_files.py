@@ -16,7 +16,7 @@ from pmesh.cli.app import run
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
 
 KEY = MeshKey(bytes(range(32)))
-OTHER = MeshKey(bytes(32))
+OTHER = MeshKey(bytes(range(32, 64)))
 PRECIOUS = "what a link or another user's file leads to\n"
 
 WHO_OPENS = {

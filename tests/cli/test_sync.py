@@ -447,6 +447,8 @@ def test_bars_name_the_machines(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     shown = SendingShown()
-    shown.show([FilesSent("mac-2", 5 << 20, 10 << 20)])
+    shown.show([FilesSent("mac-2", 5 << 20, 10 << 20), FilesSent("[/bold] mac", 5, 10)])
     shown.close()
-    assert "files for mac-2" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "files for mac-2" in err
+    assert "files for [/bold] mac" in err

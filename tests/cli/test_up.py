@@ -1,5 +1,6 @@
 """`pmesh up`: what the agent is started with, and how it ends. The agent itself is faked."""
 
+import io
 import os
 import signal
 import socket
@@ -49,7 +50,8 @@ class FakeAgent:
         announce: Callable[[str], None],
     ) -> None:
         self.starts.append(Start(settings, mesh_key, node_key))
-        announce("mac-2 joined\nthe ring: mac-1 → mac-2")
+        announce("mac-2 joined")
+        announce("the ring: mac-1 →\nmac-2")  # a line break would let one begin a line of ours
         self.then()
         await trio.lowlevel.checkpoint()
 
@@ -121,7 +123,7 @@ def test_a_first_up_makes_a_key_and_prints_the_line_for_the_next_machine(
 def test_the_mesh_key_may_come_from_a_file_or_a_variable(
     agent: FakeAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by_file, by_variable = MeshKey(bytes(32)), MeshKey(bytes([1]) * 32)
+    by_file, by_variable = MeshKey(bytes(range(100, 132))), MeshKey(bytes(range(50, 82)))
     (tmp_path / "other").mkdir()
     store_mesh_key(tmp_path / "other", by_file)
     monkeypatch.setenv("PMESH_KEY", mesh_key_text(by_variable))
@@ -137,6 +139,23 @@ def test_a_variable_without_a_key_is_named(
     monkeypatch.setenv("PMESH_KEY", "correct horse battery staple")
     assert run(["up"]) == 2
     assert capsys.readouterr().err.startswith("ConfigError: PMESH_KEY is not a mesh key")
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_key_of_zero_bytes_is_refused_wherever_it_comes_from(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zeros = MeshKey(bytes(32))
+    monkeypatch.setattr("sys.stdin", io.StringIO(mesh_key_text(zeros)))
+    assert run(["key", "set"]) == 2
+    store_mesh_key(home, zeros)
+    assert run(["up"]) == run(["up", "--key-file", str(home / "mesh_key")]) == 1
+    assert run(["key", "show"]) == 1
+    monkeypatch.setenv("PMESH_KEY", mesh_key_text(zeros))
+    assert run(["up"]) == run(["key", "show"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 6
+    assert all("'pmesh key new' makes a random one" in error for error in errors)
 
 
 def test_what_the_agent_announces_is_printed(

@@ -60,3 +60,11 @@ def test_the_warning_is_switched_off_as_any_logger_is(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("pmesh"), "disabled", True)
     assert warnings_of_a_run(caplog, dies=True) == []
+
+
+def test_what_others_have_written_does_not_control_the_terminal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, "pmesh"):
+        logging.getLogger("pmesh").warning("%s is lost: %s", "mac\x1b[2J", "why\npmesh: done")
+    assert caplog.messages == ["mac�[2J is lost: why pmesh: done"]

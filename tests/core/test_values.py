@@ -1,6 +1,7 @@
+import msgspec
 from msgspec.structs import replace
 
-from pmesh.core.values import Roster, Seat, Terms, View
+from pmesh.core.values import Roster, Seat, Terms, Verdict, View
 from pmesh.ids import Epoch, Member, TrainerId
 from tests.worlds.builders import (
     ANNA,
@@ -126,3 +127,12 @@ def test_values_can_be_compared_and_hashed_but_not_changed() -> None:
 
     assert {one(ANNA), one(ANNA), one(BERT)} == {one(BERT), one(ANNA)}
     assert make_trainer(0, ANNA) != make_trainer(0, ANNA, slot=1)
+
+
+def test_a_verdict_is_printable_whoever_has_made_it() -> None:
+    """It is never refused: an honest agent may have been told such a thing by its own trainer."""
+    evil, printed = "a\x1b]0;x\x07\npmesh: b\u202e", "a�]0;x� pmesh: b�"
+    assert Verdict("OpMismatch", evil).message == printed
+    sent = msgspec.msgpack.encode(["OpMismatch", evil, []])
+    assert msgspec.msgpack.decode(sent, type=Verdict) == Verdict("OpMismatch", printed)
+    assert Verdict("RankLost", "mac is löst →").message == "mac is löst →"

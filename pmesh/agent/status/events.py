@@ -22,6 +22,7 @@ from pmesh.core.values import Roster, Trainer, View
 from pmesh.core.views.ring import Edges, edge_cost, edges_around, times_faster
 from pmesh.core.views.rosters import is_reordered
 from pmesh.ids import Epoch, JobName, Member, OpNumber, node_text
+from pmesh.texts import printable
 
 EVENTS_SCHEMA_VERSION: Literal[4] = 4
 
@@ -173,9 +174,10 @@ class EventLog:
         )
 
     def add(self, news: News) -> None:
+        text = printable(news.text)
         event = Event(
             kind=news.kind,
-            text=news.text if len(news.text) <= MAX_TEXT else f"{news.text[: MAX_TEXT - 1]}…",
+            text=text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…",
             job=news.job,
             op=news.op,
             names=news.names[:MAX_NAMES],

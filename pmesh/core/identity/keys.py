@@ -20,6 +20,7 @@ TAG_BYTES = 8  # enough to distinguish the meshes of one house; it proves nothin
 
 _PREFIX = "pmesh"
 _GROUP_CHARACTERS = 4  # easy to read out
+_LEAST_DIFFERENT_BYTES = 12  # of 32 random ones, fewer differ once in 10^25 keys
 _CHECKSUM_BYTES = 3  # 32 + 3 bytes fill 56 base32 characters exactly; 1 typo in 16 million passes
 _TEXT_CHARACTERS = (KEY_BYTES + _CHECKSUM_BYTES) * 8 // 5
 _ALPHABET = frozenset("abcdefghijklmnopqrstuvwxyz234567")  # RFC 4648 base32
@@ -115,6 +116,11 @@ def mesh_key_from_text(text: str) -> MeshKey:
     key = MeshKey(data[:KEY_BYTES])
     if data[KEY_BYTES:] != _checksum(key):
         raise ValueError("a character of this mesh key is wrong (its checksum differs)")
+    if len(set(key)) < _LEAST_DIFFERENT_BYTES:
+        raise ValueError(
+            "anybody can guess this mesh key, as it repeats a few bytes; 'pmesh key new' makes a "
+            "random one"
+        )
     return key
 
 

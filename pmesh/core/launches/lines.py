@@ -4,8 +4,13 @@ A record is `SEAT RANK KIND LINE`, where the seat is the index of the machine; a
 its own seat, which the starter adds: no machine can speak for another.
 """
 
-from collections.abc import Iterator
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+from pmesh.texts import printable
 
 MAX_LINE_BYTES = 16 * 1024  # a longer one is broken into several: two fit in a message
 
@@ -73,6 +78,50 @@ def seated(data: bytes, seat: int) -> bytes:
     """
     prefix = b"%d " % seat
     return prefix + data[:-1].replace(b"\n", b"\n" + prefix) + data[-1:]
+
+
+_IN_WORDS = frozenset("-_.'()")
+_CATEGORIES = frozenset(("Lu", "Ll", "Lo", "Mn", "Mc", "Nd"))  # Lm has a letter like a colon
+_LIKE_BARS = frozenset("ǀǁǂǃ")
+
+
+def labels(names: Sequence[str]) -> tuple[str, ...]:
+    r"""Return what stands before the lines of each machine, unlike what others and pmesh have.
+
+    A machine chooses its name. One that could be taken for another, or for pmesh, is quoted, with
+    the number of the machine; what others look like does not change.
+
+    >>> labels(["mac-1", "Anna's Mac 2", "pmesh: done | mac-1"])
+    ('mac-1', "Anna's Mac 2", '2 "pmesh: done � mac-1"')
+    """
+    keys = [unicodedata.normalize("NFKC", name).casefold() for name in names]
+    counts = Counter(keys)
+    return tuple(
+        name
+        if counts[key] == 1 and _is_plain(name, key, counts)
+        else label_of(seat, printable(name).replace("|", "�").replace('"', "�"))
+        for seat, (name, key) in enumerate(zip(names, keys, strict=True))
+    )
+
+
+def label_of(seat: int, name: str) -> str:
+    """Return what no name of words alone looks like."""
+    return f'{seat} "{name}"'
+
+
+def _is_plain(name: str, key: str, others: Counter[str]) -> bool:
+    """Return True for words that neither are pmesh's nor end as another machine's rank does."""
+    words = name.split(" ")
+    of_another = re.fullmatch(r"(.*) [0-9]+", key)
+    return (
+        all(word and all(map(_is_in_words, word)) for word in words)
+        and key != "pmesh"
+        and (of_another is None or of_another[1] not in others)
+    )
+
+
+def _is_in_words(c: str) -> bool:
+    return c in _IN_WORDS or (unicodedata.category(c) in _CATEGORIES and c not in _LIKE_BARS)
 
 
 class Line(NamedTuple):

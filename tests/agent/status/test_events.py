@@ -113,6 +113,12 @@ def test_who_listens_hears_each_event_and_whether_a_person_wants_to() -> None:
     ]
 
 
+def test_no_text_of_others_controls_a_terminal_or_begins_a_line() -> None:
+    events = event_log()
+    events.note("peer lost", "mac\x1b]0;x\x07 is gone: ok\nring: mac-1 alone")
+    assert events.since(-1).events[0].text == "mac�]0;x� is gone: ok ring: mac-1 alone"
+
+
 @given(count=st.integers(0, 2 * KEPT + 1), after=st.integers(-3, 2 * KEPT + 3))
 def test_the_last_thousand_events_are_kept_and_told_from_any_number_on(
     count: int, after: int

@@ -15,7 +15,8 @@ from pmesh.core.identity.keys import (
 )
 from pmesh.ids import NodeId
 
-mesh_keys = st.binary(min_size=32, max_size=32).map(MeshKey)
+seeds = st.binary(min_size=32, max_size=32)
+mesh_keys = seeds.map(lambda seed: MeshKey(hashlib.sha3_256(seed).digest()))
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz234567"
 
 
@@ -44,6 +45,13 @@ def test_a_mistyped_character_is_refused(key: MeshKey, at: int, character: str) 
     characters[len("pmesh") + at] = character
     with pytest.raises(ValueError, match="checksum"):
         mesh_key_from_text("".join(characters))
+
+
+@pytest.mark.parametrize("part", [b"\0", b"\xff", b"ab", bytes(range(8))])
+def test_a_key_that_anybody_can_guess_is_refused(part: bytes) -> None:
+    text = mesh_key_text(MeshKey(part * (32 // len(part))))
+    with pytest.raises(ValueError, match="'pmesh key new' makes a random one"):
+        mesh_key_from_text(text)
 
 
 def test_two_swapped_groups_are_refused() -> None:
