@@ -60,7 +60,7 @@ from pmesh.core.wire.local import (
     encode,
 )
 from pmesh.errors import AgentNotRunning, AgentStopped, ConfigError, ProtocolError
-from pmesh.ids import MAX_NAME, PRINTABLE
+from pmesh.ids import MAX_NAME, PRINTABLE, SHORT_ID
 from pmesh.paths import home_directory, socket_path
 
 DEFAULT_SYNC_LIMIT: Final = 100 * 1024**2  # code, and not data sets
@@ -347,6 +347,8 @@ async def _await_begin(agent: AgentStream) -> LaunchBegan:
 
 def _tell_begin(home: Path, request: Launch, began: LaunchBegan) -> None:
     tree, terms = request.command.tree, request.terms
+    where = [f"{name} ({id_[:SHORT_ID]})" for name, id_ in zip(began.names, began.ids, strict=True)]
+    complain(f"runs on {', '.join(where)}")
     if tree is not None:
         copy = copy_path(home, began.launch, tree)
         if copy.exists():  # not where the launch runs only on others, or was interrupted
