@@ -2,6 +2,9 @@
 
 import base64
 import re
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, NamedTuple, NewType
 
 from msgspec import Meta
@@ -89,9 +92,13 @@ def node_from_text(text: str) -> NodeId:
     return NodeId(node)
 
 
+SHORT_ID = 8
+"""How many characters of a node id are shown: enough to distinguish 8 machines."""
+
+
 def short_node(node: NodeId) -> str:
-    """Return the first 8 characters of the node id: enough to distinguish 8 machines."""
-    return node_text(node)[:8]
+    """Return the first characters of the node id."""
+    return node_text(node)[:SHORT_ID]
 
 
 MAX_NAME = 64
@@ -110,3 +117,46 @@ def shared_name(name: str, node: str) -> str:
     """
     suffix = f" ({node[:4]})"  # of 8 machines, two have the same 4 characters once in 37,000 meshes
     return name[: MAX_NAME - len(suffix)] + suffix
+
+
+_LIKE_AN_ID = re.compile(r"[a-z2-7]{52}")
+
+
+def tell_apart(
+    said: Mapping[NodeId, str], owners: Mapping[str, NodeId] = MappingProxyType({})
+) -> dict[NodeId, str]:
+    """Return what to call each machine: no two the same, and none like one that is not here.
+
+    Machines that say the same get the start of their ids, and if even that is not clear, their ids.
+
+    Args:
+        said: What each machine calls itself.
+        owners: Names that belong to one machine, which may be away.
+
+    >>> one, two = NodeId(bytes(32)), NodeId(bytes([255]) * 32)
+    >>> list(tell_apart({one: "mac", two: "mac"}).values())
+    ['mac (aaaa)', 'mac (7777)']
+    >>> list(tell_apart({one: "mac", two: "linux"}, {"mac": two}).values())
+    ['mac (aaaa)', 'linux']
+    """
+    clearer = {node: 1 if _LIKE_AN_ID.fullmatch(name) else 0 for node, name in said.items()}
+    while True:
+        shown = {node: _call(node, name, clearer[node]) for node, name in said.items()}
+        times = Counter(shown.values())
+        unclear = [
+            node
+            for node, name in shown.items()
+            if clearer[node] < 2  # noqa: PLR2004 - nobody is called like a whole id
+            and (times[name] > 1 or owners.get(name, node) != node)
+        ]
+        if not unclear:
+            return shown
+        for node in unclear:
+            clearer[node] += 1
+
+
+def _call(node: NodeId, name: str, clearer: int) -> str:
+    if not clearer:
+        return name
+    text = node_text(node)
+    return shared_name(name, text) if clearer == 1 else text

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from pmesh.core.links import health
 from pmesh.core.links.health import WIRED
-from pmesh.core.values import OpOutcome, Roster, View
+from pmesh.core.values import OpOutcome, Roster, SignedName, View
 from pmesh.core.views import agreement, limits
 from pmesh.core.views.agreement import StallGuard
 from pmesh.core.views.state import (
@@ -104,10 +104,13 @@ class Agent:
     ) -> None:
         self.number = number
         self.name = f"node-{number}"
-        self.state: MemberState = agreement.first_state(member, self.name, now=timeline.now)
+        said = SignedName(
+            self.name, bytes(64)
+        )  # the driver checks signatures, and is not simulated
+        self.state: MemberState = agreement.first_state(member, said, now=timeline.now)
         self.before_commit: Callable[[Agent], None] | None = None
         """Called when this agent is about to send a commit: where faults hurt most."""
-        self.greeting = Hello(PROTOCOL_VERSION, member, self.name)
+        self.greeting = Hello(PROTOCOL_VERSION, member, said)
         self._timeline = timeline
         self._network = network
         self._random = random

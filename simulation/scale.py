@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import cyclopts
 
-from pmesh.core.values import Seat, View
+from pmesh.core.values import Seat, SignedName, View
 from pmesh.core.views import agreement, leader
 from pmesh.core.views.leader import ring_order
 from pmesh.core.views.ring import measure_costs
@@ -127,7 +127,7 @@ def _resting_mesh(nodes: int) -> Cluster:
     members = [agent.state.me for agent in cluster.agents.values()]
     epoch = Epoch(nodes + 1, *members[0])
     seats = [
-        Seat(member, f"node-{i}", Epoch(i + 1, *members[0]), None)
+        Seat(member, SignedName(f"node-{i}", bytes(64)), Epoch(i + 1, *members[0]), None)
         for i, member in enumerate(members)
     ]
     view = View(epoch, tuple(seats))

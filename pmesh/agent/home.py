@@ -179,7 +179,9 @@ def _parse_mesh_key(path: Path, text: bytes) -> MeshKey:
         ) from e
 
 
-def read_private(path: Path, flags: int = os.O_NOFOLLOW) -> bytes | None:
+def read_private(
+    path: Path, flags: int = os.O_NOFOLLOW, *, most_bytes: int = _LONGEST_KEY_FILE_BYTES
+) -> bytes | None:
     """Read a file of this user that nobody else can read; None if there is none."""
     try:  # O_NONBLOCK: a pipe won't block
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
@@ -200,7 +202,7 @@ def read_private(path: Path, flags: int = os.O_NOFOLLOW) -> bytes | None:
             raise _of_another(path)
         if found.st_mode & _OTHERS:
             raise KeyFileError(f"other users can read {path}; run: {_make_private(path)}")
-        return file.read(_LONGEST_KEY_FILE_BYTES)
+        return file.read(most_bytes)
 
 
 def write_private(path: Path, content: bytes) -> None:

@@ -27,6 +27,7 @@ from pmesh.agent.limits import Admission, open_files_limit, plan_files
 from pmesh.agent.mesh.foreign_agents import Strangers
 from pmesh.agent.mesh.foreign_agents import watch as watch_turned_away
 from pmesh.agent.mesh.membership import DOUBT_S, Membership
+from pmesh.agent.mesh.names import Names, load_names
 from pmesh.agent.mesh.peers import BeyondMesh, Peers
 from pmesh.agent.mesh.ping import ping
 from pmesh.agent.mesh.probing import Probing
@@ -46,6 +47,7 @@ from pmesh.agent.store.stores import Stores
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
+from pmesh.core.identity.names import sign_name
 from pmesh.core.links.addresses import announced_addresses, announced_interfaces
 from pmesh.core.values import View
 from pmesh.core.wire.launches import (
@@ -67,17 +69,20 @@ from pmesh.core.wire.link import (
 )
 from pmesh.core.wire.local import (
     AskEvents,
+    AskMachines,
     AskPing,
     AskStatus,
     Attach,
     Connect,
     Events,
+    ForgetName,
+    Machines,
     Status,
     StopAgent,
     Stopping,
 )
 from pmesh.errors import ConfigError, PmeshError, PortTaken, ProtocolError, UsageError
-from pmesh.ids import Incarnation, Member, path_name
+from pmesh.ids import Incarnation, Member, node_text, path_name
 from pmesh.net.links.acceptor import Acceptor
 from pmesh.net.links.dialer import error_numbers
 from pmesh.net.links.discovery import Discovered, discover, minute_of_now
@@ -174,6 +179,7 @@ class Agent:
         self.begins_anew: str | None = None
         """Why another agent, with another incarnation, must follow this one; else None."""
         self._me = Member(node_key.node, Incarnation(secrets.randbits(62) + 1))
+        self._said = sign_name(node_key, self._me, settings.name)
         self._watch = AddressWatch(
             settings.listen.host, only=settings.interfaces, never=settings.not_interfaces
         )
@@ -189,6 +195,8 @@ class Agent:
             wall_clock=lambda: datetime.now().astimezone(),
             listener=self._say,
         )
+        owners = load_names(settings.home)
+        self._names = Names(owners, noticed=self._event_log.add)
         self._version = version("pmesh")  # it opens a file; later no descriptor may be left
         self._files = plan_files(open_files_limit())
         memory_bytes = psutil.virtual_memory().total
@@ -228,6 +236,7 @@ class Agent:
                 nursery.start_soon(self.peers.relays.keep)
                 nursery.start_soon(self.launches.run)
                 nursery.start_soon(self.membership.run)
+                nursery.start_soon(self._names.keep, self._settings.home)
                 nursery.start_soon(self._tick)
                 nursery.start_soon(self._poll_jobs)
                 nursery.start_soon(
@@ -265,7 +274,8 @@ class Agent:
         )
         self.membership = Membership(
             self._me,
-            self._settings.name,
+            self._said,
+            names=self._names,
             follower=self.jobs,
             send=self.peers.send,
             drop=self.peers.drop,
@@ -284,6 +294,7 @@ class Agent:
             self._settings.name,
             home=self._settings.home,
             allow_run=self._settings.allow_run,
+            names=self._names,
             view=lambda: self.membership.view,
             links=lambda: self.peers.links,
             nursery=nursery,
@@ -348,7 +359,7 @@ class Agent:
             announced_addresses(local, port=self._port),
             announced_interfaces(local),
         )
-        return Hello(PROTOCOL_VERSION, self._me, self._settings.name, addresses, interfaces)
+        return Hello(PROTOCOL_VERSION, self._me, self._said, addresses, interfaces)
 
     def _say_ready(self) -> None:
         where = host_port_text(self._settings.listen.host, self._port)
@@ -378,10 +389,11 @@ class Agent:
     def _installed(self, before: View, after: View, losses: Mapping[Member, str]) -> None:
         self.p2p.follow()
         self.stores.follow()
-        for news in describe_change(before, after, losses, me=self._me):
+        name_of = self._names.of_seat
+        for news in describe_change(before, after, losses, me=self._me, name_of=name_of):
             self._event_log.add(news)
         edges = self.membership.edges_among(after.members)
-        for news in describe_reordered(before, after, edges):
+        for news in describe_reordered(before, after, edges, name_of=name_of):
             self._event_log.add(news)
 
     def _say(self, event: Event) -> None:
@@ -425,6 +437,8 @@ class Agent:
                 await session.send(Events(encode_events(self._event_log.since(after))))
             case AskPing(name):
                 await self._ping(session, name)
+            case AskMachines() | ForgetName():
+                await self._tell_machines(session, request)
             case Launch() | FollowLaunch() | AskLaunches() | AskHosts() | EndLaunch():
                 session.stay()
                 await serve_launch(session, request, self.launches)
@@ -444,6 +458,18 @@ class Agent:
             await refuse(session, type(e).__name__, str(e))
         else:
             await session.send(pinged)
+
+    async def _tell_machines(self, session: Session, request: AskMachines | ForgetName) -> None:
+        names = self._names
+        try:
+            if isinstance(request, AskMachines):
+                found = tuple(map(names.find, request.names))
+            else:
+                found = (names.forget(request.name),)
+        except UsageError as e:
+            await refuse(session, type(e).__name__, str(e))
+        else:
+            await session.send(Machines(tuple(map(node_text, found))))
 
     async def _serve_trainer(self, session: Session, request: Connect | Attach) -> None:
         with contextlib.ExitStack() as admitted:

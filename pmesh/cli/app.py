@@ -15,7 +15,7 @@ from pmesh.agent.config import LogLevel
 from pmesh.agent.home import is_full, reason
 from pmesh.cli import keys
 from pmesh.cli.events import show_events
-from pmesh.cli.launches import allow_run, show_hosts, show_launches, stop_launch
+from pmesh.cli.launches import allow_run, forget, show_hosts, show_launches, stop_launch
 from pmesh.cli.ping import show_ping
 from pmesh.cli.run import run_command
 from pmesh.cli.sizes import parse_size
@@ -286,7 +286,8 @@ def run_(
 
     Args:
         command: The command with its arguments: all from the first word that is not an option.
-        on: The machines, such as mac-1,mac-3; or all. Without it the command runs only here.
+        on: The machines, such as mac-1,mac-3, or the first 8 or more characters of their ids; or
+            all. Without it the command runs only here.
         count: How many ranks in all; default --per-node on each machine.
         per_node: How many ranks on each machine.
         job: The name of the job; default a new one.
@@ -450,12 +451,24 @@ def allow_run_(
     """Let members of the mesh run commands on this machine, as the user who runs its agent.
 
     Args:
-        member: Only this machine; may be repeated. Default every member.
+        member: Only this machine, by its name, its id, or the first 8 or more characters of its
+            id; may be repeated. What is stored is the id. Default every member.
         as_root: Also if the agent runs as root.
         no: Take all permissions back.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
     return allow_run(home, member, as_root=as_root, no=no)
+
+
+@app.command(name="forget")
+def forget_(name: str, /, *, home: Home = None) -> int:
+    """Let another machine have a name: you have reinstalled the one that had it before.
+
+    Args:
+        name: As 'pmesh status' shows it.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    return forget(home, name)
 
 
 @app.command

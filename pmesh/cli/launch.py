@@ -69,7 +69,7 @@ from pmesh.core.wire.local import (
     encode,
 )
 from pmesh.errors import AgentNotRunning, AgentStopped, ConfigError, ProtocolError
-from pmesh.ids import MAX_NAME, PRINTABLE, path_name
+from pmesh.ids import MAX_NAME, PRINTABLE, SHORT_ID, path_name
 from pmesh.paths import home_directory, path_below, socket_path
 from pmesh.texts import printable
 
@@ -358,6 +358,8 @@ async def _await_begin(agent: AgentStream) -> LaunchBegan:
 
 def _tell_begin(home: Path, request: Launch, began: LaunchBegan) -> None:
     tree, terms = request.command.tree, request.terms
+    where = [f"{name} ({id_[:SHORT_ID]})" for name, id_ in zip(began.names, began.ids, strict=True)]
+    complain(f"runs on {', '.join(where)}")
     if tree is not None:
         copy = copy_path(home, path_name(began.launch), tree)
         if copy.exists():  # not where the launch runs only on others, or was interrupted

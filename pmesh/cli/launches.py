@@ -8,12 +8,11 @@ from rich.text import Text
 
 from pmesh.agent.home import open_home
 from pmesh.agent.launches.permission import Permission, load_permission, store_permission
-from pmesh.agent.status.schema import decode_status
 from pmesh.cli.rows import Rows, output
 from pmesh.cli.terminal import complain, say
-from pmesh.client.control import ask_hosts, ask_launches, ask_status, end_launch
+from pmesh.client.control import ask_hosts, ask_launches, ask_machines, end_launch, forget_name
 from pmesh.core.wire.launches import AskHosts, LaunchRow
-from pmesh.errors import UsageError
+from pmesh.ids import node_from_text
 from pmesh.paths import home_directory
 from pmesh.texts import printable
 
@@ -69,24 +68,35 @@ def allow_run(home: Path | None, names: tuple[str, ...], *, as_root: bool, no: b
         store_permission(directory, Permission())
         say("this machine runs nothing that others ask for; what runs already goes on")
         return 0
-    nodes = _nodes(directory, names)
+    nodes = names if all(map(_is_id, names)) else ask_machines(directory, names)
     permission = Permission(
         everyone=not names,
         members=tuple(dict.fromkeys((*before.members, *nodes))) if names else (),
         as_root=as_root or before.as_root,
     )
     store_permission(directory, permission)
-    whom = ", ".join(map(printable, names)) if names else "every member of the mesh"
-    say(f"this machine runs what {whom} asks for, as the user who runs the agent")
+    for whom in _described(names, nodes) if names else ["every member of the mesh"]:
+        say(f"this machine runs what {whom} asks for, as the user who runs the agent")
     return 0
 
 
-def _nodes(home: Path, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the node ids of machines. Raises UsageError for a name that no machine has."""
-    if not names:
-        return ()
-    known = {m.name: m.id for m in decode_status(ask_status(home)).view.members}
-    for name in names:
-        if name not in known:
-            raise UsageError(f"no machine is called {name!r}; there are {', '.join(known)}")
-    return tuple(known[name] for name in names)
+def forget(home: Path | None, name: str) -> int:
+    """Let another machine have a name."""
+    node = forget_name(home_directory(home), name)
+    say(f"{name!r} is no more the name of {node}; the next machine that says it has it")
+    return 0
+
+
+def _described(names: Sequence[str], nodes: Sequence[str]) -> list[str]:
+    return [
+        node if node.startswith(name) else f"{name}, whose id is {node},"
+        for name, node in zip(names, nodes, strict=True)
+    ]
+
+
+def _is_id(text: str) -> bool:
+    try:
+        node_from_text(text)
+    except ValueError:
+        return False
+    return True

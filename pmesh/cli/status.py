@@ -8,6 +8,7 @@
 import contextlib
 import itertools
 import math
+import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ from pmesh.agent.status.schema import (
 from pmesh.cli.rows import Rows, output
 from pmesh.cli.terminal import say, say_json
 from pmesh.client.control import ask_status, stop_agent
-from pmesh.ids import shared_name
+from pmesh.ids import SHORT_ID, shared_name
 from pmesh.paths import home_directory
 from pmesh.texts import printable
 
@@ -123,7 +124,6 @@ def _label(node: RingNode, cells: int) -> Text:
     return Text.assemble((mark, color), " ", (name, "bold" if node.here else ""), star)
 
 
-SHORT_ID = 8  # as `pmesh.ids.short_node`
 _UNIT_STEP = 1000
 
 
@@ -291,10 +291,14 @@ def _shared_names(members: Sequence[MemberStatus]) -> Iterator[Text]:
         if shared_name(name := member.name.rpartition(" (")[0], member.id) == member.name
     )
     for name, count in names.items():
-        yield Text(
-            f"{count} machines are called '{printable(name)}'; "
-            "start one with 'pmesh up --name OTHER'"
-        )
+        if count > 1:
+            text = f"{count} machines are called '{name}'; start one with 'pmesh up --name OTHER'"
+        else:
+            text = (
+                f"another machine had the name '{name}' before; if it is the same one, reinstalled,"
+                f" type: pmesh forget {shlex.quote(name)}"
+            )
+        yield Text(printable(text))
 
 
 def _peers(peers: list[PeerStatus]) -> Rows:

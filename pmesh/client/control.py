@@ -18,9 +18,12 @@ from pmesh.core.wire.launches import (
 )
 from pmesh.core.wire.local import (
     AskEvents,
+    AskMachines,
     AskPing,
     AskStatus,
     Events,
+    ForgetName,
+    Machines,
     Pinged,
     Refused,
     Reply,
@@ -82,6 +85,31 @@ def ping(home: Path, name: str, *, timeout_s: float = 10.0) -> Iterator[WayTried
             yield reply
             if isinstance(reply, Pinged):
                 return
+
+
+def ask_machines(home: Path, names: tuple[str, ...], *, timeout_s: float = 5.0) -> tuple[str, ...]:
+    """The node ids, as text, of machines that are given by their names or the starts of their ids.
+
+    Raises:
+        AgentNotRunning: Nobody listens at its socket.
+        AgentStopped: The agent ended, or stayed silent for `timeout_s`.
+        UsageError: The agent knows no such machine.
+    """
+    with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
+        return _ask(connection, AskMachines(names), Machines).ids
+
+
+def forget_name(home: Path, name: str, *, timeout_s: float = 5.0) -> str:
+    """Let another machine have a name; return the id of the one that it belonged to.
+
+    Raises:
+        AgentNotRunning: Nobody listens at its socket.
+        AgentStopped: The agent ended, or stayed silent for `timeout_s`.
+        UsageError: The agent knows no such name.
+    """
+    with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
+        (node,) = _ask(connection, ForgetName(name), Machines).ids
+        return node
 
 
 def ask_launches(home: Path, *, timeout_s: float = 5.0) -> tuple[LaunchRow, ...]:

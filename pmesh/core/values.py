@@ -17,10 +17,12 @@ from pmesh.ids import (
     Epoch,
     JobName,
     Member,
+    NodeId,
     OpNumber,
     Rank,
     Slot,
     TrainerId,
+    tell_apart,
 )
 from pmesh.texts import printable
 
@@ -36,6 +38,14 @@ Id: TypeAlias = Annotated[TrainerId, Meta(ge=0, le=2**62)]
 Ids: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_TRAINERS)]
 Members: TypeAlias = Annotated[tuple[Member, ...], Meta(max_length=MAX_TRAINERS)]
 RosterNumber: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_COUNTER)]
+
+
+class SignedName(msgspec.Struct, frozen=True, array_like=True):
+    """What a machine is called, in its own words (`pmesh.core.identity.names`)."""
+
+    name: Name
+    signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
+    """By its node key, over the name and the member."""
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -74,10 +84,15 @@ class Trainer(msgspec.Struct, frozen=True, array_like=True):
     id: Id
     member: Member
     slot: Annotated[Slot, Meta(ge=0, le=2**62)]
-    name: Name
+    said: SignedName
     """The name of its machine, for messages."""
     enters: Op = OpNumber(0)
     """Its first op: the job's first, or the `sync` in which it entered (O6)."""
+
+    @property
+    def name(self) -> str:
+        """What its machine calls itself; others may say the same."""
+        return self.said.name
 
 
 class Terms(msgspec.Struct, frozen=True, array_like=True):
@@ -140,6 +155,15 @@ class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """All ranks, in ring order."""
         return tuple(trainer.id for trainer in self.trainers)
 
+    @cached_property
+    def names(self) -> dict[NodeId, str]:
+        """The names of all machines of the roster, no two of them the same."""
+        known = self.trainers + self.lost_holders
+        return tell_apart({trainer.member.node: trainer.name for trainer in known})
+
+    def name_of(self, trainer: Trainer) -> str:
+        return self.names[trainer.member.node]
+
     def rank_of(self, trainer: TrainerId) -> Rank | None:
         """Return the trainer's index in the ring; None if it is lost."""
         return Rank(self.ids.index(trainer)) if trainer in self.ids else None
@@ -156,20 +180,25 @@ class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):
         rank = self.rank_of(trainer)
         known = self.trainer(trainer)
         if rank is None or known is None:
-            return f"a lost rank ({known.name})" if known else "a lost rank"
-        return f"rank {rank} ({known.name})"
+            return f"a lost rank ({self.name_of(known)})" if known else "a lost rank"
+        return f"rank {rank} ({self.name_of(known)})"
 
 
 class Seat(msgspec.Struct, frozen=True, array_like=True):
     """One member's place in a view."""
 
     member: Member
-    name: Name
-    """Unlike those of the other seats: machines of one name get the start of their id."""
+    said: SignedName
+    """Nobody can give the machine another name; two machines may say the same."""
     admitted: Epoch
     """The epoch in which it joined this lineage: earlier is more senior."""
     previous: Epoch | None
     """The epoch that it had installed before this one (V2); None for a newcomer."""
+
+    @property
+    def name(self) -> str:
+        """What the machine calls itself; others may say the same."""
+        return self.said.name
 
 
 class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
@@ -209,7 +238,7 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @classmethod
     def of_one(
-        cls, member: Member, name: str, epoch: Epoch, rosters: Sequence[Roster] = ()
+        cls, member: Member, said: SignedName, epoch: Epoch, rosters: Sequence[Roster] = ()
     ) -> Self:
         """Return the view of an agent that has met no other, or was left behind."""
-        return cls(epoch, (Seat(member, name, epoch, None),), tuple(rosters))
+        return cls(epoch, (Seat(member, said, epoch, None),), tuple(rosters))

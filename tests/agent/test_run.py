@@ -326,7 +326,7 @@ async def test_an_agent_whose_counter_was_led_astray_begins_anew(clock: MockCloc
         before = one.agent.membership.state
         far = Epoch(SOUND + 1, *before.me)
         one.agent.membership.state = replace(
-            before, promised=far, view=View.of_one(before.me, "mac-0", far)
+            before, promised=far, view=View.of_one(before.me, before.said, far)
         )
         await until(lambda: one.agent._me != before.me and one.agent.has_started)  # noqa: SLF001 - as above
         assert one.agent.membership.state.promised.counter < SOUND

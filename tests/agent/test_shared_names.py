@@ -7,7 +7,11 @@ from functools import partial
 import pytest
 from trio.testing import MockClock
 
+from pmesh.agent.mesh.names import load_names
 from pmesh.core.values import Terms
+from pmesh.core.wire.launches import Command, Launch, LaunchTerms
+from pmesh.core.wire.local import AskMachines, ForgetName, Machines, Refused, Reply, Request
+from pmesh.errors import UsageError
 from pmesh.ids import node_text
 from tests.worlds.trainer import RefusedError, together, until
 from tests.worlds.village import Machine, Village, village
@@ -72,3 +76,50 @@ async def test_a_job_that_runs_already_is_shown_with_the_names_of_now(clock: Moc
         await meet(one, two)
         (job,) = one.agent._snapshot().jobs  # noqa: SLF001 - without a session, at this instant
         assert [rank.name for rank in job.ranks] == [apart(one)]
+
+
+async def test_who_takes_the_name_of_a_machine_that_is_away_trains_and_is_not_taken_for_it(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        await two.stop()
+        await here.settle(one)
+        taker = here.new_machine("mac-1", peers=[one.address], folder="taker")
+        await taker.start()
+        longer = f"mac-1 ({node_text(taker.key.node)[:4]})"
+        await until(lambda: set(one.names) == {"mac-0", longer})
+        await here.job(one, taker)
+        (news,) = [event for event in events_of(one) if event.kind == "name refused"]
+        assert news.text.endswith("type: pmesh forget mac-1")
+
+        launches = one.agent.launches
+        with pytest.raises(UsageError, match="is not the one that had this name before"):
+            launches.start(launch_on("mac-1"))
+        assert not launches.started
+        for name in (longer, node_text(taker.key.node)[:8]):
+            (seat,) = launches.start(launch_on(name)).state.seats
+            assert (seat.node, seat.name) == (taker.key.node, longer)
+
+        await until(lambda: longer in load_names(one.settings.home))
+        for machine in (taker, one):
+            await machine.stop()
+        await one.start()  # it remembers
+        again = here.new_machine("mac-1", peers=[one.address], folder="taker", key=taker.key)
+        await again.start()
+        await until(lambda: set(one.names) == {"mac-0", longer})
+
+        async def ask(request: Request) -> Reply:
+            return await (await here.trainer(one)).ask(request)
+
+        assert await ask(ForgetName("mac-1")) == Machines((node_text(two.key.node),))
+        assert set(one.names) == {"mac-0", "mac-1"}
+        ids = tuple(node_text(machine.key.node) for machine in (taker, one))
+        assert await ask(AskMachines(("mac-1", "mac-0"))) == Machines(ids)
+        refused = await ask(AskMachines(("mac-9",)))
+        assert isinstance(refused, Refused)
+        assert "no machine is called 'mac-9'" in refused.verdict.message
+
+
+def launch_on(name: str) -> Launch:
+    return Launch("", Command(("true",), "/"), LaunchTerms(), on=(name,))

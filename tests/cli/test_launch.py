@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 
 from pmesh.agent.launches.checks import digest_of
+from pmesh.agent.launches.permission import load_permission
 from pmesh.cli.app import run
 from pmesh.cli.launch import Screen, Wishes, launch_of
 from pmesh.core.launches.lines import STARTER
 from pmesh.core.wire.launches import LaunchTerms
 from pmesh.errors import ConfigError
+from pmesh.ids import NodeId, node_text
+from pmesh.paths import home_directory, socket_path
+from tests.worlds.fake_status_agent import IDS, agent_at, answer_well
 
 HERE = {"PATH": os.environ["PATH"]}
 SHELL = Wishes(shell=True)  # noqa: S604 - no subprocess
@@ -173,6 +177,36 @@ def test_permission_is_given_and_taken_back(
     assert run(["allow", "run", "--no", *home]) == 0
     assert "nothing that others ask for" in capsys.readouterr().out
     assert run(["run", "--on", "all", "--restarts", "-1", "true"]) == 2
+
+
+def test_permission_is_given_to_node_ids_which_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("PMESH_HOME", str(tmp_path))
+    whole = node_text(NodeId(bytes(range(32))))
+    with agent_at(socket_path(home_directory()), answer_well):
+        assert run(["allow", "run", "--member", "mac-2"]) == 0
+    assert capsys.readouterr().out == (
+        f"this machine runs what mac-2, whose id is {IDS[1]}, asks for, as the user who runs the "
+        "agent\n"
+    )
+    assert run(["allow", "run", "--member", whole]) == 0  # without an agent
+    assert f"what {whole} asks for" in capsys.readouterr().out
+    assert load_permission(tmp_path).members == (IDS[1], whole)
+    assert run(["allow", "run", "--member", "mac-1"]) == 1
+    assert "start one with 'pmesh up'" in capsys.readouterr().err
+
+
+def test_a_name_is_taken_back_from_its_machine_which_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PMESH_HOME", str(tmp_path))
+    with agent_at(socket_path(home_directory()), answer_well):
+        assert run(["forget", "mac-2"]) == 0
+    assert capsys.readouterr().out == (
+        f"'mac-2' is no more the name of {IDS[1]}; the next machine that says it has it\n"
+    )
 
 
 @pytest.mark.parametrize("options", [["--sync"], ["--engine", "mpi"], ["--detach"]])

@@ -141,6 +141,15 @@ def test_machines_of_one_name_are_told_apart_with_a_hint_at_what_names_them() ->
     assert "are called" not in shown(SNAPSHOT)
 
 
+def test_a_machine_that_has_the_name_of_another_gets_a_hint_at_what_to_type() -> None:
+    one, *others = SNAPSHOT.view.members
+    other = msgspec.structs.replace(one, name=f"my mac ({one.id[:4]})")
+    view = msgspec.structs.replace(SNAPSHOT.view, members=(other, *others))
+    screen = " ".join(shown(msgspec.structs.replace(SNAPSHOT, view=view)).split())
+    assert "another machine had the name 'my mac' before; if it is the same one," in screen
+    assert "type: pmesh forget 'my mac'" in screen
+
+
 def test_no_number_of_bytes_lacks_a_unit() -> None:
     assert bytes_text(10**21) == "1000000.0 PB"
 

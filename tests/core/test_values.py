@@ -15,6 +15,7 @@ from tests.worlds.builders import (
     make_seat,
     make_trainer,
     make_view,
+    unsigned,
 )
 
 EMPTY = View(make_epoch(1), ())
@@ -75,11 +76,11 @@ def test_a_job_is_found_by_its_name() -> None:
 
 def test_an_agent_that_met_nobody_is_alone_the_first_in_its_view() -> None:
     roster = make_roster(ANNA)
-    view = View.of_one(ANNA, "mac-a", make_epoch(1), [roster])
+    view = View.of_one(ANNA, unsigned("mac-a"), make_epoch(1), [roster])
     assert view == View(
-        make_epoch(1), (Seat(ANNA, "mac-a", make_epoch(1), previous=None),), (roster,)
+        make_epoch(1), (Seat(ANNA, unsigned("mac-a"), make_epoch(1), previous=None),), (roster,)
     )
-    assert View.of_one(ANNA, "mac-a", make_epoch(1)).rosters == ()
+    assert View.of_one(ANNA, unsigned("mac-a"), make_epoch(1)).rosters == ()
 
 
 HURT = make_roster(CARA, ANNA, ids=[2, 7], lost_holders=[make_trainer(4, BERT)])

@@ -17,7 +17,7 @@ from pmesh.core.wire.link import (
 )
 from pmesh.core.wire.local import decode_request_untrusted
 from pmesh.core.wire.local import encode as encode_request
-from tests.worlds.builders import ANNA, BERT, make_roster, make_view
+from tests.worlds.builders import ANNA, BERT, make_roster, make_view, unsigned
 from tools.fuzz.agent import new_liar
 from tools.fuzz.corpus import Case, Recorder, keep, load, recorded
 from tools.fuzz.liar import HOSTS, Seen, children, example, mutate
@@ -25,7 +25,7 @@ from tools.fuzz.trainer import REQUESTS, honest_sessions
 
 VIEW = make_view(3, ANNA, BERT, rosters=[make_roster(ANNA, BERT)])
 COMMIT = Commit(VIEW, ((0, 1), (1, 0)))
-PEERS = KnownPeers((Hello(5, ANNA, "mac-a", (Address("127.0.0.1", 7000),)),))
+PEERS = KnownPeers((Hello(5, ANNA, unsigned("mac-a"), (Address("127.0.0.1", 7000),)),))
 
 
 def new_dice(seed: int) -> Random:

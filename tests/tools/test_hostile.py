@@ -11,6 +11,7 @@ from pmesh.core.identity.keys import AdvertisementKey
 from pmesh.core.values import Primary, Roster, Seat, Trainer, View
 from pmesh.core.wire.link import Commit, Heartbeat, LinkMessage, Propose, encode
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot, TrainerId
+from tests.worlds.builders import unsigned
 from tools.hostile.liar import TWISTS, Liar, Twist
 from tools.hostile.packets import RECORDS, announce, invent
 from tools.hostile.rows import ROWS
@@ -30,10 +31,11 @@ def random() -> Random:
 def view() -> View:
     """Both, with a job of one rank at each."""
     trainers = tuple(
-        Trainer(TrainerId(n), member, Slot(1), f"mac-{n}") for n, member in enumerate((ME, YOU))
+        Trainer(TrainerId(n), member, Slot(1), unsigned(f"mac-{n}"))
+        for n, member in enumerate((ME, YOU))
     )
     job = Roster(JobName("job"), EPOCH, 1, trainers, Primary(EPOCH, (ME, YOU)), TrainerId(2))
-    seats = tuple(Seat(member, "mac", EPOCH, None) for member in (ME, YOU))
+    seats = tuple(Seat(member, unsigned("mac"), EPOCH, None) for member in (ME, YOU))
     return View(EPOCH, seats, (job,))
 
 

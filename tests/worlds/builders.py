@@ -2,7 +2,17 @@
 
 from collections.abc import Iterable, Mapping
 
-from pmesh.core.values import OpOutcome, Primary, Roster, Seat, Terms, Trainer, Verdict, View
+from pmesh.core.values import (
+    OpOutcome,
+    Primary,
+    Roster,
+    Seat,
+    SignedName,
+    Terms,
+    Trainer,
+    Verdict,
+    View,
+)
 from pmesh.core.views.ring import UNKNOWN
 from pmesh.core.views.state import MemberState, Peer
 from pmesh.core.wire.link import (
@@ -35,12 +45,21 @@ def name_of(member: Member) -> str:
     return f"mac-{chr(member.node[0])}"
 
 
+def unsigned(name: str) -> SignedName:
+    """A name as it travels; the core leaves it to the driver to check the signature."""
+    return SignedName(name, bytes(64))
+
+
+def said_by(member: Member) -> SignedName:
+    return unsigned(name_of(member))
+
+
 def make_epoch(counter: int, leader: Member = ANNA) -> Epoch:
     return Epoch(counter, *leader)
 
 
 def make_seat(member: Member, admitted: int = 1, previous: Epoch | None = None) -> Seat:
-    return Seat(member, name_of(member), make_epoch(admitted), previous)
+    return Seat(member, said_by(member), make_epoch(admitted), previous)
 
 
 def make_view(
@@ -56,7 +75,7 @@ def make_view(
 
 
 def make_trainer(id_: int, member: Member, *, slot: int = 0, enters: int = 0) -> Trainer:
-    return Trainer(TrainerId(id_), member, Slot(slot), name_of(member), OpNumber(enters))
+    return Trainer(TrainerId(id_), member, Slot(slot), said_by(member), OpNumber(enters))
 
 
 def make_roster(
@@ -156,7 +175,7 @@ def make_flushed(
     """
     return Flushed(
         epoch or make_epoch(9),
-        name_of(member),
+        said_by(member),
         view,
         tuple(jobs),
         tuple(waiting),
@@ -217,7 +236,7 @@ def make_state(me: Member, view: View, *peers: Peer, now: float = 100.0) -> Memb
     """A member that installed the view long before now, 100 s, and hears these peers."""
     return MemberState(
         me=me,
-        name=name_of(me),
+        said=said_by(me),
         view=view,
         promised=view.epoch,
         installed_at=now - 50.0,

@@ -11,7 +11,7 @@ from pmesh.core.views.state import Facts, Fence, Install, MemberState, Send, Ste
 from pmesh.core.wire import link
 from pmesh.core.wire.link import AgreementMessage, Heartbeat, TellView
 from pmesh.ids import Epoch, Member
-from tests.worlds.builders import name_of
+from tests.worlds.builders import said_by
 
 HEARTBEAT_S = 0.2
 
@@ -33,7 +33,7 @@ class Circle:
             self.start(member)
 
     def start(self, member: Member) -> None:
-        self.states[member] = agreement.first_state(member, name_of(member), now=self.now)
+        self.states[member] = agreement.first_state(member, said_by(member), now=self.now)
         self.facts[member] = Facts()
 
     def stop(self, member: Member) -> None:

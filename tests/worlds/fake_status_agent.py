@@ -41,9 +41,12 @@ from pmesh.core.values import Verdict
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.local import (
     AskEvents,
+    AskMachines,
     AskPing,
     AskStatus,
     Events,
+    ForgetName,
+    Machines,
     Pinged,
     Refused,
     Stopping,
@@ -249,6 +252,11 @@ def answer_well(connection: socket.socket, event_log: EventLog | None = None) ->
         case AskPing(name):
             for reply in WAYS if name == "mac-2" else NOBODY:
                 connection.sendall(frame(encode(reply)))
+        case AskMachines(names):
+            ids = tuple(IDS[NAMES.index(name)] for name in names)
+            connection.sendall(frame(encode(Machines(ids))))
+        case ForgetName():
+            connection.sendall(frame(encode(Machines((IDS[1],)))))
         case _:
             connection.sendall(frame(encode(Stopping(pid=2**22 + 1))))  # above any pid
 

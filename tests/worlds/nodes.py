@@ -3,17 +3,23 @@
 import datetime as dt
 import ssl
 from dataclasses import replace
+from typing import TypeVar
 
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec.structs import replace as change
 
 from pmesh.core.identity.certificates import Credentials, derive_authority, issue_credentials
 from pmesh.core.identity.keys import MeshKey, NodeKey
+from pmesh.core.identity.names import sign_name
+from pmesh.core.values import Seat, Trainer, View
 from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
 from pmesh.ids import Incarnation, Member
 from pmesh.net.links.tls import TlsContexts
+
+AnySeated = TypeVar("AnySeated", Seat, Trainer)
 
 MESH = MeshKey(b"m" * 32)
 OTHER_MESH = MeshKey(b"o" * 32)
@@ -25,7 +31,20 @@ STRANGERS = TlsContexts.of(issue_credentials(OTHER_MESH, BOB))
 
 
 def hello_of(key: NodeKey, name: str, *, protocol: int = PROTOCOL_VERSION) -> Hello:
-    return Hello(protocol, Member(key.node, Incarnation(1)), name)
+    member = Member(key.node, Incarnation(1))
+    return Hello(protocol, member, sign_name(key, member, name))
+
+
+def signed(view: View, *keys: NodeKey) -> View:
+    """The view with the names of these nodes signed, where they have a seat or a rank."""
+    known = {key.node: key for key in keys}
+
+    def sign(one: AnySeated) -> AnySeated:
+        key = known.get(one.member.node)
+        return one if key is None else change(one, said=sign_name(key, one.member, one.name))
+
+    rosters = tuple(change(r, trainers=tuple(map(sign, r.trainers))) for r in view.rosters)
+    return change(view, seats=tuple(map(sign, view.seats)), rosters=rosters)
 
 
 ADAS_HELLO, BOBS_HELLO = hello_of(ADA, "ada"), hello_of(BOB, "bob")

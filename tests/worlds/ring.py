@@ -17,7 +17,7 @@ from pmesh.core.views.rosters import is_same_history
 from pmesh.core.views.state import Facts, MemberState
 from pmesh.core.wire.link import Call, Flushed, JobReport, Propose, ViewRequest, Waiting
 from pmesh.ids import Epoch, Member, OpNumber, Slot, TrainerId
-from tests.worlds.builders import DIGITS, make_call, make_verdict, name_of
+from tests.worlds.builders import DIGITS, make_call, make_verdict, said_by
 
 TIMED_OUT = make_verdict("OpTimedOut")
 Contributors = tuple[TrainerId, ...]
@@ -96,7 +96,7 @@ class RingWorld:
     # Agents and trainers come and go
 
     def start(self, member: Member) -> None:
-        view = View.of_one(member, name_of(member), Epoch(1, *member))
+        view = View.of_one(member, said_by(member), Epoch(1, *member))
         self.agents[member] = Agent(me=member, view=view)
 
     def kill(self, member: Member) -> None:
@@ -248,7 +248,7 @@ class RingWorld:
                 DIGITS, roster.born, roster.number, fenced=True, ranks=ranks
             )
         jobs, waiting = tuple(reports.values()), tuple(agent.waiting)
-        return Flushed(epoch, name_of(member), agent.view, jobs, waiting)
+        return Flushed(epoch, said_by(member), agent.view, jobs, waiting)
 
     def propose(self, leader: Member, others: Iterable[Member]) -> View:
         """All of them flush, and the leader decides; nobody has installed it yet."""
@@ -262,7 +262,7 @@ class RingWorld:
         ]
         state = MemberState(
             me=leader,
-            name=name_of(leader),
+            said=said_by(leader),
             view=self.agents[leader].view,
             promised=epoch,
             highest_counter=epoch.counter,

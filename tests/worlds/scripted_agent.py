@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pmesh.core.values import View
+from pmesh.core.values import SignedName, View
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.local import (
     MAX_SESSION_MESSAGE_BYTES,
@@ -29,7 +29,8 @@ from pmesh.net.local.arenas import Arena, arena_bytes, create_arena
 
 PATIENCE_S = 20.0
 NODE = NodeId(bytes(32))
-VIEW = View.of_one(Member(NODE, Incarnation(1)), "here", Epoch(1, NODE, Incarnation(1)))
+SAID = SignedName("here", bytes(64))
+VIEW = View.of_one(Member(NODE, Incarnation(1)), SAID, Epoch(1, NODE, Incarnation(1)))
 ALONE = World(0, (TrainerId(0),), ("here",))
 
 

@@ -83,7 +83,8 @@ class Machine:
     @property
     def names(self) -> list[str]:
         """Of the machines in its view, in ring order."""
-        return [seat.name for seat in self.agent.membership.view.seats]
+        seats = self.agent.membership.view.seats
+        return list(map(self.agent.membership.names.of_seat, seats))
 
     async def start(self) -> None:
         self._stop, self._ended = trio.Event(), trio.Event()

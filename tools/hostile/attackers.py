@@ -21,6 +21,8 @@ import trio
 
 from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import AdvertisementKey, NodeKey, mesh_key_from_text
+from pmesh.core.identity.names import sign_name
+from pmesh.core.values import SignedName
 from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Heartbeat, Hello, KnownPeers, Leaving
 from pmesh.ids import Epoch, Incarnation, Member, NodeId
 from pmesh.net.links.path import Path, shake_hands
@@ -139,7 +141,8 @@ async def _be_member(order: Order) -> None:
     key = NodeKey.from_seed(secrets.token_bytes(32))
     mesh_key = mesh_key_from_text(os.environ["PMESH_KEY"])
     contexts = TlsContexts.of(issue_credentials(mesh_key, key))
-    hello = Hello(PROTOCOL_VERSION, Member(key.node, Incarnation(1)), "liar")
+    me = Member(key.node, Incarnation(1))
+    hello = Hello(PROTOCOL_VERSION, me, sign_name(key, me, "liar"))
     async with trio.open_nursery() as nursery:
         links: list[Path] = []
         for peer in order.peers:
@@ -191,7 +194,7 @@ def _nobody() -> Hello:
     random = secrets.SystemRandom()
     addresses = tuple(Address(host, 7777) for host in random.sample(BLACK_HOLES, 3))
     some = Member(NodeId(secrets.token_bytes(32)), Incarnation(random.randrange(1, 2**63)))
-    return Hello(PROTOCOL_VERSION, some, "mac", addresses)
+    return Hello(PROTOCOL_VERSION, some, SignedName("mac", bytes(64)), addresses)
 
 
 def knock(order: Order) -> None:

@@ -11,8 +11,10 @@ from typing import Final, TypeAlias
 from msgspec.structs import replace
 
 from pmesh.agent.mesh.links import Link
+from pmesh.core.identity.keys import NodeKey
+from pmesh.core.identity.names import sign_name
 from pmesh.core.links.delivery import Packet
-from pmesh.core.values import Roster, Seat, Trainer, View
+from pmesh.core.values import Roster, Seat, SignedName, Trainer, View
 from pmesh.core.wire.link import (
     AskToJoin,
     Commit,
@@ -25,7 +27,7 @@ from pmesh.core.wire.link import (
     TellView,
     Veto,
 )
-from pmesh.ids import MAX_COUNTER, Epoch, Incarnation, Member, NodeId
+from pmesh.ids import MAX_COUNTER, Epoch, Incarnation, Member
 
 SEED_VARIABLE: Final = "HOSTILE_SEED"
 PATCH: Final = f"""
@@ -49,11 +51,17 @@ TWISTS: Final[dict[str, Twist]] = {
     "jobs without ranks": lambda view, _: replace(view, rosters=_with_ranks(view, lambda _: ())),
     "jobs, but no seats": lambda view, _: replace(view, seats=()),
     "300 seats": lambda view, _: replace(
-        view, seats=view.seats + tuple(Seat(_nobody(), "mac", view.epoch, None) for _ in range(298))
+        view, seats=view.seats + tuple(_stranger(view.epoch) for _ in range(298))
     ),
     "ranks of a machine without a seat": lambda view, _: replace(
         view,
-        rosters=_with_ranks(view, lambda ranks: tuple(replace(r, member=_nobody()) for r in ranks)),
+        rosters=_with_ranks(view, lambda ranks: tuple(map(_elsewhere, ranks))),
+    ),
+    "names have changed places": lambda view, _: replace(
+        view,
+        seats=tuple(
+            replace(seat, said=view.seats[i - 1].said) for i, seat in enumerate(view.seats)
+        ),
     ),
     # Well-formed, and false: nobody is left but the leader and the one who reads it.
     "you are alone": lambda view, you: replace(
@@ -64,8 +72,20 @@ TWISTS: Final[dict[str, Twist]] = {
 }
 
 
-def _nobody() -> Member:
-    return Member(NodeId(os.urandom(32)), Incarnation(1))
+def _nobody() -> tuple[Member, SignedName]:
+    """Return a machine that does not exist, and has yet signed its name."""
+    key = NodeKey.from_seed(os.urandom(32))
+    member = Member(key.node, Incarnation(1))
+    return member, sign_name(key, member, "mac")
+
+
+def _stranger(admitted: Epoch) -> Seat:
+    return Seat(*_nobody(), admitted, None)
+
+
+def _elsewhere(rank: Trainer) -> Trainer:
+    member, said = _nobody()
+    return replace(rank, member=member, said=said)
 
 
 def _with_ranks(

@@ -261,23 +261,23 @@ class _Trainer:
             yield f"job {waiter.job!r} runs; this trainer enters in its next mesh.sync()"
             return
         view, counts = self._jobs.membership.view, self._jobs.waiting_for(waiter.job)
-        here = sum(counts.values())
+        here, name_of = sum(counts.values()), self._jobs.membership.names.of_seat
         yield f"{here} of {waiter.wait_for} trainers of job {waiter.job!r} are here"
         if len(view.seats) == 1 and waiter.wait_for > 1:
             yield ALONE
             yield from self._unlinked()[:MOST_UNLINKED]
             return
         if here < waiter.wait_for:
-            idle = [seat.name for seat in view.seats if not counts.get(seat.member, 0)]
+            idle = [name_of(seat) for seat in view.seats if not counts.get(seat.member, 0)]
             yield f"machines without one: {', '.join(idle)}" if idle else "every machine has one"
         for seat in view.seats:
             peer = self._jobs.membership.state.peers.get(seat.member.node)
             for other in () if peer is None else peer.heartbeat.waiting:
                 if other.job != waiter.job:
-                    yield f"{seat.name} waits in job {other.job!r}"
+                    yield f"{name_of(seat)} waits in job {other.job!r}"
                 elif other.wait_for != waiter.wait_for:
                     yield (
-                        f"{seat.name} asks for wait_for={other.wait_for}, "
+                        f"{name_of(seat)} asks for wait_for={other.wait_for}, "
                         f"this rank for {waiter.wait_for}"
                     )
 
@@ -367,8 +367,9 @@ class _Trainer:
         if self._rank is not None and self._rank.world:
             return self._rank.describe_world()
         roster = self._jobs.membership.view.roster_of(self._job)
-        trainers = () if roster is None else roster.trainers
-        return World(-1, tuple(t.id for t in trainers), tuple(t.name for t in trainers))
+        if roster is None:
+            return World(-1, (), ())
+        return World(-1, roster.ids, tuple(map(roster.name_of, roster.trainers)))
 
     # --- what the op's own straight line can't see while it waits for the network
 

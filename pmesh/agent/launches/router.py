@@ -19,6 +19,7 @@ from pmesh.agent.launches.permission import load_permission, why_not
 from pmesh.agent.launches.started import StartedHere
 from pmesh.agent.launches.syncing import Syncing
 from pmesh.agent.mesh.links import Link, bare_host, hosts_of
+from pmesh.agent.mesh.names import Names
 from pmesh.agent.status.events import EventKind, News
 from pmesh.core.launches.engines import LOOPBACK, own_environment
 from pmesh.core.launches.lines import MACHINE, STARTER, note, seated
@@ -78,6 +79,7 @@ class Launches:
         *,
         home: Path,
         allow_run: bool,
+        names: Names,
         view: Callable[[], View],
         links: Callable[[], Mapping[NodeId, Link]],
         nursery: trio.Nursery,
@@ -89,6 +91,7 @@ class Launches:
         self._name = name
         self._home = home
         self._allow_run = allow_run
+        self._names = names
         self._view = view
         self._links = links
         self._nursery = nursery
@@ -323,14 +326,11 @@ class Launches:
         return Spool(directory, describe=describe)
 
     def _seats(self, request: Launch | AskHosts) -> list[Seat]:
-        here = {seat.name: seat.member for seat in self._view().seats}
-        for name in request.on:
-            if name not in here:
-                there = ", ".join(sorted(here))
-                raise UsageError(f"no machine is called {name!r}; there are {there}")
-        names = [name for name in here if not request.on or name in request.on]
+        here = {seat.member.node: self._names.of_seat(seat) for seat in self._view().seats}
+        named = self._names.find_each_here(request.on) if request.on else here.keys()
+        nodes = [node for node in here if node in named]
         counts = (
-            spread(request.count, len(names)) if request.count else [request.per_node] * len(names)
+            spread(request.count, len(nodes)) if request.count else [request.per_node] * len(nodes)
         )
         if max(counts) > MAX_PORTS:
             raise UsageError(
@@ -338,8 +338,8 @@ class Launches:
                 "smaller -n or --per-node"
             )
         return [
-            Seat(node=here[name].node, name=name, count=count)
-            for name, count in zip(names, counts, strict=True)
+            Seat(node=node, name=here[node], count=count)
+            for node, count in zip(nodes, counts, strict=True)
             if count
         ]
 
@@ -450,8 +450,10 @@ class Launches:
         if node == self._me.node:
             return self._name
         link = self._links().get(node)
-        named = {seat.member.node: seat.name for seat in self._view().seats}
-        return named.get(node) or ("a machine that is gone" if link is None else link.peer.name)
+        named = {seat.member.node: self._names.of_seat(seat) for seat in self._view().seats}
+        if node in named or link is None:
+            return named.get(node, "a machine that is gone")
+        return self._names.of(node, link.peer.name)
 
     def _note(self, kind: EventKind, text: str, name: str) -> None:
         self._noticed(News(kind=kind, text=text, names=(name,)))

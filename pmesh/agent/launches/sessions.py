@@ -27,6 +27,7 @@ from pmesh.core.wire.launches import (
     Launches as LaunchRows,
 )
 from pmesh.errors import ProtocolError, UsageError
+from pmesh.ids import node_text
 from pmesh.net.local.sessions import Session, refuse
 
 LINES_BYTES = 64 * 1024  # of one message
@@ -108,7 +109,12 @@ async def _tell_taken(session: Session, taken: trio.Event) -> None:
 
 
 def _began(launch: StartedHere | PartHere) -> LaunchBegan:
-    return LaunchBegan(launch.launch, launch.job, launch.names, launch.counts)
+    if isinstance(launch, StartedHere):
+        nodes = [seat.node for seat in launch.state.seats]
+    else:
+        nodes = list(launch.prepare.nodes)
+    ids = tuple(map(node_text, nodes))
+    return LaunchBegan(launch.launch, launch.job, launch.names, launch.counts, ids)
 
 
 async def _follow(session: Session, launch: StartedHere | PartHere, *, follow: bool) -> None:

@@ -14,10 +14,12 @@ import msgspec
 import structlog
 import trio
 
+from pmesh.agent.mesh.names import Names
 from pmesh.agent.mesh.probing import Probing
+from pmesh.core.identity.names import Claim, check_name_untrusted, claims_of
 from pmesh.core.links import health
 from pmesh.core.links.health import WIRED, Condition, Health, Thresholds
-from pmesh.core.values import View
+from pmesh.core.values import MAX_MEMBERS, SignedName, View
 from pmesh.core.views import agreement, leader, limits
 from pmesh.core.views.agreement import StallGuard
 from pmesh.core.views.limits import is_led_astray
@@ -40,13 +42,17 @@ from pmesh.core.wire.link import (
     MeasuredEdge,
     TellView,
 )
+from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, JobName, Member, NodeId
+from pmesh.net.links.acceptor import HANDSHAKE_INTERVAL_S
 from pmesh.net.local.processes import Stall, sleep_in_step
 
 HEARTBEAT_S = 0.2  # a fifth of the shortest silence that means anything
 QUIET_HEARTBEAT_S = 0.4  # while no job runs: still five before a peer is gone
 TICK_S = 0.1  # half a heartbeat: silence is judged no later than this
 DOUBT_S = WIRED.gone_after_s / 2  # V8: after a stall this long, a peer may have given us up
+NEW_CLAIMS = 2 * MAX_MEMBERS  # those of a view, and ranks that it has lost: 11 ms of verifying
+NEW_CLAIMS_PER_S = 4 / HANDSHAKE_INTERVAL_S  # an honest agent accepts new machines, and dials some
 MAX_LOST_CONTACTS = 256  # whoever has the mesh key can invent nodes
 _log = structlog.get_logger()
 
@@ -90,6 +96,26 @@ class _Contact:
         """The settled bandwidth from the peer, looked up before each heartbeat."""
         self.last_sent_us = 0
         self.last_heard_at = now
+        self._claims: dict[Claim, None] = {}
+        self._more_claims, self._since = float(NEW_CLAIMS), now
+
+    def check_names_untrusted(self, message: AgreementMessage, now: float) -> None:
+        """Raise ProtocolError if the peer gives a machine a name that its node has not signed.
+
+        A peer can't make us verify many: an honest one meets no more machines than shake hands
+        with it, and what others do to our memory does not count, as each peer has its own.
+        """
+        new = claims_of(self.member, message) - self._claims.keys()
+        earned = (now - self._since) * NEW_CLAIMS_PER_S
+        self._more_claims = min(NEW_CLAIMS, self._more_claims + earned) - len(new)
+        self._since = now
+        if self._more_claims < 0:
+            raise ProtocolError("the names of more machines than it can have met")
+        for member, said in new:
+            check_name_untrusted(member, said)
+        self._claims |= dict.fromkeys(new)
+        for oldest in list(self._claims)[: max(0, len(self._claims) - NEW_CLAIMS)]:
+            del self._claims[oldest]
 
 
 class Membership:
@@ -98,8 +124,9 @@ class Membership:
     def __init__(
         self,
         me: Member,
-        name: str,
+        said: SignedName,
         *,
+        names: Names,
         follower: Follower,
         send: Callable[[Member, LinkMessage], None],
         drop: Callable[[NodeId, str], None],
@@ -109,7 +136,9 @@ class Membership:
         led_astray: Callable[[], None],
         probing: Probing,
     ) -> None:
-        self.state: MemberState = agreement.first_state(me, name, now=trio.current_time())
+        self.state: MemberState = agreement.first_state(me, said, now=trio.current_time())
+        self.names = names
+        names.follow(self.state.view)
         self._follower = follower
         self.send = send
         self._drop = drop
@@ -231,6 +260,7 @@ class Membership:
         if contact is None or contact.member != member:
             return  # a late message on a link that was given up
         now, round_trip_s = trio.current_time(), None
+        contact.check_names_untrusted(message, now)
         if isinstance(message, Heartbeat):
             contact.last_sent_us, contact.last_heard_at = message.sent_us, now
             round_trip_s = health.measure_round_trip_s(
@@ -338,7 +368,7 @@ class Membership:
             self._follower.trust()
 
     def name_of(self, node: NodeId) -> str:
-        seats = (seat.name for seat in self.view.seats if seat.member.node == node)
+        seats = (self.names.of_seat(s) for s in self.view.seats if s.member.node == node)
         return next(seats, "a stranger")
 
     def _step(self, decide: Callable[[Facts, float], Step]) -> None:
@@ -371,6 +401,7 @@ class Membership:
                     after = self._stall_guard.install(before, view)
                     if after.unconfirmed:
                         self._doubt(after)  # before anything can be delivered in this view
+                    self.names.follow(view)
                     self._follower.install(view)
                     self._doubt(after)
                     self._installed(before.view, view, self._losses)

@@ -255,7 +255,7 @@ class Peers:
             if replaced is not None:
                 replaced.scope.cancel()
             elif live is not link.current:
-                _log.info("a path is there", peer=link.peer.name, path=str(live))
+                _log.info("a path is there", peer=self.name_of(link.member), path=str(live))
         else:
             link = self._begin(live, instead_of=link)
         if link.is_direct:
@@ -370,7 +370,9 @@ class Peers:
         if link.remove(live):
             self._begin_switch(link, why, since=live.last_heard)
         elif not used and link.paths:
-            _log.info("a path has ended", peer=link.peer.name, path=str(live), reason=why)
+            _log.info(
+                "a path has ended", peer=self.name_of(link.member), path=str(live), reason=why
+            )
         if link.paths and not link.is_direct and self.links.get(link.node) is link:
             self.relays.forget(link.node)
             self.targets.link_lost(link.node)
@@ -394,7 +396,7 @@ class Peers:
                 self._path_failed(*live.hosts, outranked=True)
 
     def _tell_switch(self, link: Link, took_s: float, why: str) -> None:
-        name = link.peer.name
+        name = self.name_of(link.member)
         text = f"{name} is reached over {link.current} after {took_s:.2f} s: {why}"
         self._noticed(News(kind="path changed", text=text, names=(name,), duration_s=took_s))
 
@@ -412,6 +414,8 @@ class Peers:
     def _know(self, link: Link, hello: Hello) -> None:
         """Take what the peer says about another, or anew about its own interfaces."""
         if hello.member == link.member:
+            if hello.said != link.peer.said:
+                raise ProtocolError("a machine that changes its name while it runs")
             gone = hosts_of(link.peer) - hosts_of(hello)
             link.update(hello)
             self._close_paths(link, lambda live: bare_host(live.path.remote_address) in gone)
@@ -442,7 +446,7 @@ class Peers:
                 if message is None or not link.receive_untrusted(packet):
                     continue
                 with self._contain(
-                    f"the link to {link.peer.name}", errors.append, passing=(PmeshError,)
+                    f"the link to {self.name_of(link.member)}", errors.append, passing=(PmeshError,)
                 ):
                     self._receive(link, message)
             self._ban(link.node)
@@ -455,7 +459,7 @@ class Peers:
             return "its connection broke", False
         except ProtocolError as e:
             self._ban(link.node)
-            _log.error("a peer broke the protocol", peer=link.peer.name, reason=str(e))
+            _log.error("a peer broke the protocol", peer=self.name_of(link.member), reason=str(e))
             self.targets.refuse(link.node, e, live.path.remote_address)
             return f"it broke the protocol: {e}", True
 
@@ -583,9 +587,9 @@ class Peers:
     def name_of(self, member: Member) -> str:
         seat, link = self.membership.view.seat_of(member), self.links.get(member.node)
         if seat is not None:
-            return seat.name
+            return self.membership.names.of_seat(seat)
         if link is not None:
-            return link.peer.name
+            return self.membership.names.of(member.node, link.peer.name)
         own = self._hello()
         return own.name if member.node == own.member.node else short_node(member.node)
 

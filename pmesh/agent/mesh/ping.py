@@ -142,9 +142,9 @@ def _result(link: Link) -> Pinged:
 
 def _known(peers: Peers) -> dict[str, NodeId]:
     """The other machines that are in the view or linked, by name."""
-    linked = {link.peer.name: node for node, link in peers.links.items()}
-    seats = peers.membership.view.seats
-    members = {seat.member.node: seat.name for seat in seats}
+    names, seats = peers.membership.names, peers.membership.view.seats
+    linked = {names.of(node, link.peer.name): node for node, link in peers.links.items()}
+    members = {seat.member.node: names.of_seat(seat) for seat in seats}
     members.pop(peers.membership.state.me.node, None)
     outside = {name: node for name, node in linked.items() if node not in members}
     return outside | {name: node for node, name in members.items()}

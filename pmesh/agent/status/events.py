@@ -18,13 +18,13 @@ import msgspec
 from msgspec import Meta
 
 from pmesh.agent.status.schema import decode_as
-from pmesh.core.values import Roster, Trainer, View
+from pmesh.core.values import Roster, Seat, Trainer, View
 from pmesh.core.views.ring import Edges, edge_cost, edges_around, times_faster
 from pmesh.core.views.rosters import is_reordered
 from pmesh.ids import Epoch, JobName, Member, OpNumber, node_text
 from pmesh.texts import printable
 
-EVENTS_SCHEMA_VERSION: Literal[4] = 4
+EVENTS_SCHEMA_VERSION: Literal[5] = 5
 
 KEPT = 1000  # a day of a quiet mesh, an hour of one whose machines join and leave all the time
 PAGE_BYTES = 512 * 1024  # with the last event, half of the largest message of a session
@@ -42,6 +42,7 @@ EventKind: TypeAlias = Literal[
     "loss noticed",
     "peer lost",
     "path changed",
+    "name refused",
     "network loop",
     "view",
     # commands that other machines have run here
@@ -110,7 +111,7 @@ class Event(News, frozen=True, kw_only=True):
 class EventPage(msgspec.Struct, frozen=True, kw_only=True):
     """What `pmesh events --json` prints."""
 
-    schema: Literal[4]
+    schema: Literal[5]
     node: Annotated[str, Meta(description="The node id of the agent that was asked.")]
     name: Annotated[str, Meta(description="Of its machine.")]
     incarnation: Annotated[
@@ -221,7 +222,12 @@ def decode_events(data: bytes) -> EventPage:
 
 
 def describe_change(
-    before: View, after: View, losses: Mapping[Member, str], *, me: Member
+    before: View,
+    after: View,
+    losses: Mapping[Member, str],
+    *,
+    me: Member,
+    name_of: Callable[[Seat], str],
 ) -> Iterator[News]:
     """Yield the events of a view change; none if the view only settles ops.
 
@@ -230,16 +236,19 @@ def describe_change(
         after: The installed view.
         losses: Why members were lost, as far as this agent noticed it itself.
         me: This agent, which is marked in the ring.
+        name_of: What to call the machine of a seat.
     """
-    yield from _describe_members(before, after, losses)
+    yield from _describe_members(before, after, losses, name_of)
     if before.members != after.members:
-        yield _describe_ring(after, me)
+        yield _describe_ring(after, me, name_of)
     yield from _describe_jobs(before, after)
 
 
-def _describe_members(before: View, after: View, losses: Mapping[Member, str]) -> Iterator[News]:
-    old = {seat.member: seat.name for seat in before.seats}
-    new = {seat.member: seat.name for seat in after.seats}
+def _describe_members(
+    before: View, after: View, losses: Mapping[Member, str], name_of: Callable[[Seat], str]
+) -> Iterator[News]:
+    old = {seat.member: name_of(seat) for seat in before.seats}
+    new = {seat.member: name_of(seat) for seat in after.seats}
     alone = len(new) == 1
     unnoticed = "it continues without this machine" if alone else "the others no longer hear it"
     for member in (member for member in old if member not in new):
@@ -250,26 +259,29 @@ def _describe_members(before: View, after: View, losses: Mapping[Member, str]) -
         yield News(kind="peer joined", text=f"{new[member]} joined", names=(new[member],))
 
 
-def _describe_ring(view: View, me: Member) -> News:
-    names = tuple(seat.name for seat in view.seats)
+def _describe_ring(view: View, me: Member, name_of: Callable[[Seat], str]) -> News:
+    names = tuple(name_of(seat) for seat in view.seats)
     if len(names) == 1:
         text = "alone: no other machine of this mesh is here"
         return News(kind="view", text=text, names=names)
-    marked = [seat.name + " (this machine)" * (seat.member == me) for seat in view.seats]
-    leader = next(seat.name for seat in view.seats if seat.member.node == view.epoch.leader)
+    marked = [name_of(seat) + " (this machine)" * (seat.member == me) for seat in view.seats]
+    leader = next(name_of(seat) for seat in view.seats if seat.member.node == view.epoch.leader)
     text = f"ring: {' → '.join(marked)} → {names[0]}; leader {leader}"
     return News(kind="view", text=text, names=names)
 
 
-def describe_reordered(before: View, after: View, edges: Edges) -> Iterator[News]:
+def describe_reordered(
+    before: View, after: View, edges: Edges, *, name_of: Callable[[Seat], str]
+) -> Iterator[News]:
     """Yield an event for each job whose ring now avoids the edge that was its slowest (V13).
 
     Args:
         before: The previous view.
         after: The installed view.
         edges: What is known of the edges between members of both.
+        name_of: What to call the machine of a seat.
     """
-    names = {seat.member: seat.name for seat in after.seats}
+    names = {seat.member: name_of(seat) for seat in after.seats}
     for roster in after.rosters:
         old = before.roster_of(roster.job)
         if old is None or not is_reordered(old, roster):
@@ -315,7 +327,8 @@ def _describe_job(before: Roster, after: Roster) -> Iterator[News]:
         yield from _describe_entries(before, after)
     else:
         gone = [trainer for trainer in before.trainers if trainer not in after.trainers]
-        text = f"takes the other side's state; {', '.join(_names(gone))} may return by mesh.sync()"
+        lost = ", ".join(_names(before, gone))
+        text = f"takes the other side's state; {lost} may return by mesh.sync()"
         yield _news("superseded", after, text, gone)
     yield from _describe_state(before, after)
     yield from _describe_failed_ops(before, after)
@@ -384,11 +397,11 @@ def _news(
 ) -> News:
     """The text follows the job's name, and starts with a verb or a colon."""
     text = f"job {roster.job!r}{text}" if text[0] == ":" else f"job {roster.job!r} {text}"
-    return News(kind=kind, text=text, job=roster.job, op=op, names=_names(trainers))
+    return News(kind=kind, text=text, job=roster.job, op=op, names=_names(roster, trainers))
 
 
-def _names(trainers: Sequence[Trainer]) -> tuple[str, ...]:
-    return tuple(trainer.name for trainer in trainers)
+def _names(roster: Roster, trainers: Sequence[Trainer]) -> tuple[str, ...]:
+    return tuple(roster.names.get(trainer.member.node, trainer.name) for trainer in trainers)
 
 
 def _count(trainers: Sequence[Trainer]) -> str:

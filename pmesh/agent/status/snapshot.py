@@ -73,8 +73,8 @@ def _waiters(membership: Membership, jobs: Jobs, me: Member) -> Iterator[_Waiter
     for seat in membership.view.seats:
         for job, slot, wait_for, program in _waiting_at(seat.member, membership, jobs, me):
             if (seat.member, slot) not in inside:  # a heartbeat may be older than the view
-                node = node_text(seat.member.node)
-                shown = schema.NewcomerStatus(node=node, name=seat.name, program=program)
+                node, name = node_text(seat.member.node), membership.names.of_seat(seat)
+                shown = schema.NewcomerStatus(node=node, name=name, program=program)
                 yield _Waiter(job, wait_for, shown)
 
 
@@ -123,7 +123,7 @@ def _state_of_job(roster: Roster, *, in_force: bool) -> tuple[schema.JobState, s
 
 
 def _ranks(roster: Roster, jobs: Jobs) -> Iterator[schema.RankStatus]:
-    job = roster.job, roster.born
+    job, names = (roster.job, roster.born), jobs.membership.names
     here = {r.id: r for r in jobs.ranks if (r.roster.job, r.roster.born) == job}
     for rank, trainer in enumerate(roster.trainers):
         mark = jobs.progress.of(roster, trainer.id)
@@ -132,7 +132,7 @@ def _ranks(roster: Roster, jobs: Jobs) -> Iterator[schema.RankStatus]:
             rank=rank,
             trainer=trainer.id,
             node=node_text(trainer.member.node),
-            name=trainer.name if seat is None else seat.name,
+            name=roster.name_of(trainer) if seat is None else names.of_seat(seat),
             started=-1 if mark is None else mark.started,
             completed=-1 if mark is None else mark.completed,
             stopped=mark is not None and mark.stopped,
@@ -204,11 +204,11 @@ def _texts(addresses: tuple[Address, ...]) -> tuple[str, ...]:
 
 
 def _member(rank: int, seat: Seat, sources: Sources) -> schema.MemberStatus:
-    node = seat.member.node
+    node, name = seat.member.node, sources.membership.names.of_seat(seat)
     if seat.member == sources.me:
         return schema.MemberStatus(
             id=node_text(node),
-            name=seat.name,
+            name=name,
             rank=rank,
             health="self",
             rtt_ms=None,
@@ -221,7 +221,7 @@ def _member(rank: int, seat: Seat, sources: Sources) -> schema.MemberStatus:
     loss = None if path is None else path.path.loss
     return schema.MemberStatus(
         id=node_text(node),
-        name=seat.name,
+        name=name,
         rank=rank,
         health="gone" if health is None else health.condition.value,
         rtt_ms=_milliseconds(trip),
@@ -285,7 +285,7 @@ def _held_off(membership: Membership, peers: Peers) -> Iterator[schema.HeldOffSt
         if back_in_s > 0:
             yield schema.HeldOffStatus(
                 id=node_text(member.node),
-                name=live.peer.name,
+                name=membership.names.of(member.node, live.peer.name),
                 losses=flaps.left(now),
                 back_in_s=round(back_in_s, 1),
             )
@@ -331,7 +331,7 @@ def describe_peers(peers: Peers, strangers: Strangers) -> Iterator[schema.PeerSt
         hello = live.peer
         yield schema.PeerStatus(
             id=node_text(node),
-            name=hello.name,
+            name=peers.membership.names.of(node, hello.name),
             state="linked",
             addresses=_texts(hello.addresses),
             protocol=hello.protocol,

@@ -68,7 +68,7 @@ class RankState(Generic[R]):
         """The op that has been called and that has not ended."""
         self.results: dict[OpNumber, R] = {}
         """What is retained until it is stable (O2)."""
-        self._names = {t.id: t.name for t in roster.trainers}
+        self._names = {t.id: roster.name_of(t) for t in roster.trainers}
         self._outcomes = {outcome.op: outcome for outcome in roster.outcomes}
         self._failed: set[OpNumber] = set()
         """The ops whose failure was raised, or will be as `late_failure`: once each."""
@@ -191,7 +191,7 @@ class RankState(Generic[R]):
         self.in_force = is_in_force(roster, ())
         self.view_request = None
         self.last_move = None  # the new lanes have had no time to move anything
-        self._names |= {t.id: t.name for t in roster.trainers}
+        self._names |= {t.id: roster.name_of(t) for t in roster.trainers}
         self._outcomes = {outcome.op: outcome for outcome in roster.outcomes}
         self._failed = {
             op for op in self._failed if op in self._outcomes or op > self.ledger.stable

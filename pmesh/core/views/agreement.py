@@ -10,7 +10,7 @@ from typing import assert_never
 
 import msgspec
 
-from pmesh.core.values import Seat, View
+from pmesh.core.values import Seat, SignedName, View
 from pmesh.core.views import leader, limits, quorum
 from pmesh.core.views.limits import STEP, check_message, is_within_reach
 from pmesh.core.views.rosters import is_reordered, keep_local_rosters
@@ -67,12 +67,12 @@ from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Member, NodeId
 
 
-def first_state(me: Member, name: str, *, now: float) -> MemberState:
+def first_state(me: Member, said: SignedName, *, now: float) -> MemberState:
     """Return the state of a process that has just started: alone in its own view."""
     epoch = Epoch(1, *me)
-    view = View.of_one(me, name, epoch)
+    view = View.of_one(me, said, epoch)
     return MemberState(
-        me=me, name=name, view=view, promised=epoch, installed_at=now, highest_counter=1
+        me=me, said=said, view=view, promised=epoch, installed_at=now, highest_counter=1
     )
 
 
@@ -257,7 +257,7 @@ def _flush(state: MemberState, sender: Member, message: Propose, facts: Facts, n
     reports = tuple(_fenced(report) if report.job in jobs else report for report in facts.reports)
     answer = Flushed(
         epoch=message.epoch,
-        name=state.name,
+        said=state.said,
         view=state.view,
         jobs=reports,
         waiting=facts.waiting,
@@ -330,7 +330,7 @@ def _leave_if_superseded(state: MemberState, sender: Member, view: View, now: fl
     counter = max(state.highest_counter, state.promised.counter) + 1
     epoch = Epoch(counter, *state.me)
     kept = keep_local_rosters(state.view, state.me)
-    alone = View.of_one(state.me, state.name, epoch, kept)
+    alone = View.of_one(state.me, state.said, epoch, kept)
     return _install(replace(state, promised=epoch), alone, now)
 
 

@@ -1,10 +1,7 @@
 """The leader's half of the agreement: which members to keep, when to propose, what to commit."""
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-
-import msgspec
 
 from pmesh.core.values import MAX_MEMBERS, Roster, Seat, View
 from pmesh.core.views import rosters
@@ -35,7 +32,7 @@ from pmesh.core.views.state import (
     patience,
 )
 from pmesh.core.wire.link import Commit, Flushed, Propose, ViewRequest, Waiting
-from pmesh.ids import Epoch, JobName, Member, node_text, shared_name
+from pmesh.ids import Epoch, JobName, Member
 
 
 def propose(state: MemberState, facts: Facts, now: float) -> Propose | None:
@@ -142,7 +139,7 @@ def decide(state: MemberState, facts: Facts) -> Commit | None:
     proposal = state.proposal
     if proposal is None or len(proposal.answers) < len(proposal.message.members):
         return None
-    answers, epoch = _named_apart(proposal.answers), proposal.message.epoch
+    answers, epoch = proposal.answers, proposal.message.epoch
     base = _base(state, answers)
     continuing = _continuing(base, answers)
     costs = measure_costs(tuple(answers), reports(state, facts))
@@ -288,17 +285,6 @@ def _may_join(state: MemberState, member: Member, now: float) -> bool:
     )
 
 
-def _named_apart(answers: Mapping[Member, Flushed]) -> dict[Member, Flushed]:
-    """Return the answers, those of machines that share a name with other names."""
-    machines = Counter(answer.name for answer in answers.values())
-    return {
-        member: answer
-        if machines[answer.name] == 1
-        else msgspec.structs.replace(answer, name=shared_name(answer.name, node_text(member.node)))
-        for member, answer in answers.items()
-    }
-
-
 def _base(state: MemberState, answers: Mapping[Member, Flushed]) -> View:
     """V2: Return the highest view among the answers that has the leader as a continuing member.
 
@@ -328,5 +314,5 @@ def _seat(
 ) -> Seat:
     seat = base.seat_of(member)
     if seat is None or member not in continuing:
-        return Seat(member, answer.name, epoch, None)
-    return Seat(member, answer.name, seat.admitted, answer.view.epoch)
+        return Seat(member, answer.said, epoch, None)
+    return Seat(member, answer.said, seat.admitted, answer.view.epoch)

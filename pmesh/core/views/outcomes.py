@@ -225,7 +225,7 @@ def _holders(after: Roster, reports: Mapping[TrainerId, OpReport]) -> tuple[Trai
 
 def _mismatch(roster: Roster, op: OpNumber, asked: Mapping[TrainerId, OpReport]) -> Verdict:
     said = "; ".join(
-        f"rank {rank} ({trainer.name}): "
+        f"rank {rank} ({roster.name_of(trainer)}): "
         f"{asked[trainer.id].call if trainer.id in asked else 'not called yet'}"
         for rank, trainer in enumerate(roster.trainers)
         if trainer.enters <= op

@@ -354,7 +354,7 @@ def _enter(
     slots: Iterable[tuple[Member, Slot]], op: OpNumber, first: TrainerId, change: Change
 ) -> list[Trainer]:
     return [
-        Trainer(TrainerId(first + i), member, slot, change.answers[member].name, op)
+        Trainer(TrainerId(first + i), member, slot, change.answers[member].said, op)
         for i, (member, slot) in enumerate(slots)
     ]
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pmesh.core.values import View
+from pmesh.core.values import SignedName, View
 from pmesh.core.views.ring import UNKNOWN, Costs
 from pmesh.core.wire.link import (
     AgreementMessage,
@@ -176,7 +176,7 @@ class MemberState:
     """The state of one member. Times are seconds of the local monotonic clock."""
 
     me: Member
-    name: str
+    said: SignedName
     view: View
     promised: Epoch
     promises: tuple[Epoch, ...] = ()

@@ -259,7 +259,8 @@ class Launch(_SessionMessage, frozen=True, tag="launch"):
     command: Command
     terms: LaunchTerms
     on: Annotated[tuple[Name, ...], Meta(max_length=MAX_MEMBERS)] = ()
-    """Names of machines; empty for all."""
+    """What stood between the commas: names of machines, ids, or their first 8 or more characters.
+    Empty for all machines."""
     count: Annotated[int, Meta(ge=0, le=MAX_TRAINERS)] = 0
     """How many ranks in all; 0 for `per_node` on each machine."""
     per_node: Annotated[int, Meta(ge=1, le=MAX_PORTS)] = 1
@@ -326,6 +327,8 @@ class LaunchBegan(_SessionMessage, frozen=True, tag="launch_began"):
     """Of the machines; a line of output has the index of its machine."""
     counts: tuple[int, ...]
     """How many ranks each runs, as far as this agent knows."""
+    ids: tuple[str, ...]
+    """Their node ids, as text."""
 
 
 class LaunchLines(_SessionMessage, frozen=True, tag="launch_lines"):

@@ -20,6 +20,7 @@ from pmesh.core.values import (
     Name,
     Op,
     RosterNumber,
+    SignedName,
     Terms,
     Verdict,
     View,
@@ -28,10 +29,10 @@ from pmesh.core.wire.launches import AnyLaunchMessage
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, Slot
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 EAGER_BYTES = 16 * 1024  # a token's activations of the largest open models
-MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; more is an attack
+MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 31 KiB; more is an attack
 
 MAX_RELAYED_BYTES = 16 * 1024  # one TLS record
 MAX_ADDRESSES = 64  # of one machine; a Mac with every port in use has about ten
@@ -87,7 +88,7 @@ class Hello(_Message, frozen=True, tag=1):
 
     protocol: Annotated[int, Meta(ge=0, le=2**16 - 1)]
     member: Member
-    name: Name
+    said: SignedName
     """The user's name for the machine."""
     addresses: Annotated[tuple[Address, ...], Meta(max_length=MAX_ADDRESSES)] = ()
     """The addresses at which others can dial the sender."""
@@ -95,6 +96,11 @@ class Hello(_Message, frozen=True, tag=1):
     link: _Count = 0
     """The number that the sender gives to its link with the receiver. Two paths are of one link if
     both numbers are the same."""
+
+    @property
+    def name(self) -> str:
+        """What the machine calls itself; others may say the same."""
+        return self.said.name
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -298,7 +304,7 @@ class Flushed(_Message, frozen=True, tag=7):
     """A promise to install nothing below this epoch, and to deliver nothing older for its jobs."""
 
     epoch: Epoch
-    name: Name
+    said: SignedName
     """The user's name for the sender's machine."""
     view: View
     """The view that the sender has installed."""

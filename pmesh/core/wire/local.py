@@ -9,13 +9,13 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from pmesh.core.values import Terms, Verdict, View
+from pmesh.core.values import MAX_MEMBERS, Name, Terms, Verdict, View
 from pmesh.core.wire.launches import LaunchReply, LaunchRequest
 from pmesh.core.wire.link import Call, Envelope
 from pmesh.errors import ProtocolError
 from pmesh.ids import PRINTABLE, JobName, OpNumber, TrainerId
 
-SESSION_VERSION = 10
+SESSION_VERSION = 11
 SYNC_VALUES = 8
 """The number of int64 that each rank gives to a `sync`; its result has as many for each rank."""
 
@@ -217,6 +217,19 @@ class AskPing(_Message, frozen=True, tag="ask_ping"):
     """Of the machine, as in the view."""
 
 
+class AskMachines(_Message, frozen=True, tag="ask_machines"):
+    """Asks whose these names are; answered by Refused or Machines."""
+
+    names: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
+    """Each is the name of a machine, its id, or the first 8 or more characters of that."""
+
+
+class ForgetName(_Message, frozen=True, tag="forget_name"):
+    """Lets a machine have a name that was another one's; answered by Refused or Machines."""
+
+    name: Name
+
+
 class StopAgent(_Message, frozen=True, tag="stop_agent"):
     """Asks the agent to leave the mesh and end; answered by Stopping, then end of file."""
 
@@ -399,6 +412,13 @@ class Pinged(_Message, frozen=True, kw_only=True, tag="pinged"):
     why: str = ""
 
 
+class Machines(_Message, frozen=True, tag="machines"):
+    """The machines that were asked for."""
+
+    ids: tuple[str, ...]
+    """Their node ids as text, in the order of the question."""
+
+
 class Stopping(_Message, frozen=True, tag="stopping"):
     """The agent leaves the mesh and ends."""
 
@@ -419,6 +439,8 @@ Request: TypeAlias = (
     | AskStatus
     | AskEvents
     | AskPing
+    | AskMachines
+    | ForgetName
     | StopAgent
     | LaunchRequest
 )
@@ -442,6 +464,7 @@ Reply: TypeAlias = (
     | Events
     | WayTried
     | Pinged
+    | Machines
     | Stopping
     | LaunchReply
 )

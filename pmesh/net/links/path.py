@@ -13,6 +13,7 @@ from typing import Final, assert_never
 import trio
 
 from pmesh.core.identity.certificates import node_of_certificate_untrusted
+from pmesh.core.identity.names import check_name_untrusted
 from pmesh.core.links.delivery import Packet, pack, unpack_untrusted
 from pmesh.core.wire.framing import FrameReader, OtherProtocol, frame, read_hello_untrusted
 from pmesh.core.wire.link import (
@@ -245,6 +246,8 @@ async def _exchange_hellos(
         raise PeerUnreachable(f"{wire.remote} left before it sent a Hello") from None
     with naming(wire.remote):
         theirs = read_hello_untrusted(data, proven=node)
+        if isinstance(theirs, Hello):
+            check_name_untrusted(theirs.member, theirs.said)
     if isinstance(theirs, OtherProtocol):
         raise ProtocolVersionMismatch(
             f"{wire.remote} speaks protocol {theirs.protocol}, this machine {PROTOCOL_VERSION}; "

@@ -24,6 +24,7 @@ from pmesh.agent.launches.permission import (
 )
 from pmesh.agent.launches.router import MAX_RUNNING, Launches
 from pmesh.agent.mesh.links import Link
+from pmesh.agent.mesh.names import Names
 from pmesh.agent.status.events import EventLog, News
 from pmesh.core.launches.lines import read_lines, seated
 from pmesh.core.values import View
@@ -84,6 +85,8 @@ class Here:
         self.news: list[News] = []
         self.ids: Iterator[PathName] = itertools.repeat(ID)
         self.view: View = make_view(1, ME, ANNA, EVE)
+        self.names = Names({}, noticed=self.news.append)
+        self.names.follow(self.view)
         self.event_log = EventLog(
             ME,
             "mac-1",
@@ -96,6 +99,7 @@ class Here:
             "mac-1",
             home=home,
             allow_run=allow_run,
+            names=self.names,
             view=lambda: self.view,
             links=lambda: cast("dict[NodeId, Link]", self.links),
             nursery=nursery,

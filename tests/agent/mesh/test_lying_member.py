@@ -13,7 +13,8 @@ from pmesh.agent.mesh.dial_targets import MAX_INTRODUCED
 from pmesh.agent.mesh.links import Link
 from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import NodeKey
-from pmesh.core.values import Roster, Seat, View
+from pmesh.core.identity.names import sign_name
+from pmesh.core.values import Roster, Seat, SignedName, View
 from pmesh.core.wire.link import (
     PROTOCOL_VERSION,
     Address,
@@ -30,14 +31,16 @@ from pmesh.errors import PeerUnreachable, ProtocolError
 from pmesh.ids import MAX_COUNTER, Epoch, Incarnation, Member, NodeId
 from pmesh.net.links.path import Path, shake_hands
 from pmesh.net.links.tls import TlsContexts
-from tests.worlds.builders import make_heartbeat, make_member, make_roster, make_view
+from tests.worlds.builders import make_heartbeat, make_roster, make_view, unsigned
+from tests.worlds.nodes import signed
 from tests.worlds.trainer import until
 from tests.worlds.village import MESH, Machine, village
 
 KEY = NodeKey.from_seed(b"l" * 32)
 LIAR = Member(KEY.node, Incarnation(666))
-CRONY = make_member("z")
-THIRD = make_member("y")
+CRONY_KEY, THIRD_KEY = (NodeKey.from_seed(letter * 32) for letter in (b"z", b"y"))
+CRONY, THIRD = (Member(key.node, Incarnation(1)) for key in (CRONY_KEY, THIRD_KEY))
+ALL_KEYS = (KEY, CRONY_KEY, THIRD_KEY)
 
 
 @dataclass
@@ -63,13 +66,13 @@ class Liar:
 
 
 @asynccontextmanager
-async def lying_to(machine: Machine) -> AsyncGenerator[Liar]:
+async def lying_to(machine: Machine, said: SignedName | None = None) -> AsyncGenerator[Liar]:
     stream = await trio.open_tcp_stream("127.0.0.1", machine.port)
     link = await shake_hands(
         stream,
         contexts=TlsContexts.of(issue_credentials(MESH, KEY)),
         server_side=False,
-        hello=lambda _: Hello(PROTOCOL_VERSION, LIAR, "liar", link=1),
+        hello=lambda _: Hello(PROTOCOL_VERSION, LIAR, said or SAID[LIAR], link=1),
     )
     async with trio.open_nursery() as nursery:
         liar = Liar(link)
@@ -87,44 +90,71 @@ def of(machine: Machine) -> Member:
     return machine.agent._me  # noqa: SLF001 - also while it begins anew
 
 
-def commit(epoch: Epoch, *members: Member, rosters: tuple[Roster, ...] = ()) -> Commit:
+Told = dict[Member, SignedName]
+SAID: Told = {
+    member: sign_name(key, member, f"liar {i}")
+    for i, (key, member) in enumerate(zip(ALL_KEYS, (LIAR, CRONY, THIRD), strict=True))
+}
+
+
+def commit(epoch: Epoch, said: Told, rosters: tuple[Roster, ...] = ()) -> Commit:
     """In the ring order that follows from equal costs: only the view is bad."""
-    seats = tuple(Seat(member, "mac", epoch, None) for member in sorted(members))
+    seats = tuple(Seat(member, said[member], epoch, None) for member in sorted(said))
     view = View(epoch, seats, rosters)
     size = len(view.seats)
     return Commit(view, tuple(tuple(20 * (a != b) for b in range(size)) for a in range(size)))
 
 
-def without_a_seat_for_its_leader(epoch: Epoch, honest: Member) -> Commit:
-    return commit(epoch, honest, CRONY)
+def without_a_seat_for_its_leader(epoch: Epoch, honest: Told) -> Commit:
+    return commit(epoch, honest | {CRONY: SAID[CRONY]})
 
 
-def with_a_roster_without_trainers(epoch: Epoch, honest: Member) -> Commit:
+def with_a_roster_without_trainers(epoch: Epoch, honest: Told) -> Commit:
     born = msgspec.structs.replace(make_roster(), born=epoch, number=epoch.counter)
-    return commit(epoch, LIAR, honest, rosters=(born,))
+    return commit(epoch, honest | {LIAR: SAID[LIAR]}, rosters=(born,))
 
 
-def with_300_seats(epoch: Epoch, honest: Member) -> Commit:
+def with_300_seats(epoch: Epoch, honest: Told) -> Commit:
     others = [Member(NodeId(n.to_bytes(32, "big")), Incarnation(n)) for n in range(1, 299)]
-    return commit(epoch, LIAR, honest, *others)
+    return commit(epoch, honest | dict.fromkeys(others, unsigned("mac")) | {LIAR: SAID[LIAR]})
 
 
-@pytest.mark.parametrize(
-    "bad_commit",
-    [without_a_seat_for_its_leader, with_a_roster_without_trainers, with_300_seats],
-    ids=lambda make: make.__name__,
-)
+def with_its_own_name_for_another(epoch: Epoch, honest: Told) -> Commit:
+    ((member, said),) = honest.items()
+    return commit(epoch, {LIAR: said, member: SAID[LIAR]})
+
+
+def with_a_rank_of_another_name(epoch: Epoch, honest: Told) -> Commit:
+    ((member, said),) = honest.items()
+    begun = msgspec.structs.replace(make_roster(member), born=epoch, number=epoch.counter)
+    rank = msgspec.structs.replace(begun.trainers[0], said=SAID[LIAR])
+    named = msgspec.structs.replace(begun, trainers=(rank,))
+    return commit(epoch, {LIAR: SAID[LIAR], member: said}, rosters=(named,))
+
+
+BAD_COMMITS: dict[Callable[[Epoch, Told], Commit], str] = {
+    without_a_seat_for_its_leader: "a view whose leader has no seat",
+    with_a_roster_without_trainers: "without trainers",
+    with_300_seats: "not a control message",
+    with_its_own_name_for_another: "a name that its machine has not signed",
+    with_a_rank_of_another_name: "a name that its machine has not signed",
+}
+
+
+@pytest.mark.parametrize("bad_commit", BAD_COMMITS, ids=lambda make: make.__name__)
 async def test_a_commit_that_no_leader_could_have_made_ends_the_liars_link_and_nothing_else(
-    clock: MockClock, bad_commit: Callable[[Epoch, Member], Commit]
+    clock: MockClock, bad_commit: Callable[[Epoch, Told], Commit]
 ) -> None:
     async with village(clock, 1) as here:
         (one,) = here.machines
         async with lying_to(one) as liar:
-            base, epoch = make_view(5, LIAR, CRONY, THIRD), Epoch(7, *LIAR)
+            base, epoch = signed(make_view(5, LIAR, CRONY, THIRD), *ALL_KEYS), Epoch(7, *LIAR)
             liar.ask_to_promise(epoch, base, of(one))
             await until(lambda: one.agent.membership.state.promised == epoch)
-            liar.link.send(bad_commit(epoch, of(one)))
+            liar.link.send(bad_commit(epoch, {of(one): one.agent.membership.state.said}))
             await until(lambda: liar.ended)
+        (why,) = one.agent.peers.targets.refusals.values()
+        assert BAD_COMMITS[bad_commit] in str(why.error)
         assert one.agent.peers.broken_links == 1
         assert not [line for line in one.lines if "inside pmesh" in line]
         two = here.new_machine("mac-1", peers=[one.address])
@@ -139,7 +169,7 @@ async def test_a_counter_that_no_honest_member_reaches_leaves_the_others_togethe
         one, two = here.machines
         trainers = await here.job(one, two)
         async with lying_to(one) as liar:
-            view = make_view(MAX_COUNTER, LIAR, rosters=[make_roster(LIAR)])
+            view = signed(make_view(MAX_COUNTER, LIAR, rosters=[make_roster(LIAR)]), KEY)
             liar.link.send(TellView(view))
             liar.link.send(make_heartbeat(view, of(one)))
             await until(lambda: liar.ended)
@@ -172,6 +202,61 @@ async def test_a_leader_that_never_commits_is_left_out_and_gets_no_link_for_a_wh
         assert liar.settings.name not in honest[0].names
 
 
+def swapped(view: View) -> View:
+    """The view in which every two neighbours have each other's names."""
+    seats = view.seats
+    names = [seats[i ^ 1].said if i ^ 1 < len(seats) else seats[i].said for i in range(len(seats))]
+    renamed = [msgspec.structs.replace(s, said=n) for s, n in zip(seats, names, strict=True)]
+    return msgspec.structs.replace(view, seats=tuple(renamed))
+
+
+async def test_a_leader_that_swaps_the_names_of_two_seats_is_refused_and_nobody_else(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = Link.send
+    async with village(clock, 3) as here:
+        leader = here.machines[0].agent.membership.view.by_seniority[0]
+        (liar,) = (m for m in here.machines if of(m) == leader)
+        honest = [m for m in here.machines if m is not liar]
+
+        def lie(link: Link, message: LinkMessage) -> None:
+            if link in liar.agent.peers.links.values() and isinstance(message, Commit):
+                message = Commit(swapped(message.view), message.costs)
+            send(link, message)
+
+        monkeypatch.setattr(Link, "send", lie)
+        trainers = await here.job(*honest, timeout_s=60.0)  # they need a view for it
+        assert {t.world.trainers for t in trainers} == {(0, 1)}
+        for machine in honest:
+            seats = machine.agent.membership.view.seats
+            assert {seat.member: seat.name for seat in seats} == {
+                of(other): other.settings.name for other in honest
+            }
+            assert machine.agent.peers.broken_links == 1
+            (refusal,) = machine.agent.peers.targets.refusals.values()
+            assert refusal.node == liar.key.node
+        assert liar.agent.peers.broken_links == 0
+
+
+async def test_a_peer_that_changes_its_name_while_it_runs_gets_no_link(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        async with lying_to(one) as liar:
+            renamed = Hello(PROTOCOL_VERSION, LIAR, sign_name(KEY, LIAR, "mac-0"), link=1)
+            liar.link.send(KnownPeers((renamed,)))
+            await until(lambda: liar.ended)
+        assert one.agent.peers.broken_links == 1
+
+
+async def test_a_hello_with_a_name_that_was_not_signed_gets_no_link(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        said = sign_name(KEY, Member(KEY.node, Incarnation(1)), "liar")  # of an earlier start
+        async with lying_to(one, said) as liar:
+            await until(lambda: liar.ended)
+        assert not one.agent.peers.links
+
+
 async def test_agents_without_jobs_that_were_led_astray_come_together_again(
     clock: MockClock,
 ) -> None:
@@ -181,6 +266,7 @@ async def test_agents_without_jobs_that_were_led_astray_come_together_again(
         before = of(one)
         async with lying_to(one) as liar:
             view = make_view(2**40, LIAR, CRONY, rosters=[make_roster(LIAR)])
+            view = signed(view, *ALL_KEYS)
             epoch = Epoch(2**40 + 1, *LIAR)
             liar.ask_to_promise(epoch, view, of(one))
             await until(lambda: one.agent.membership.state.promised == epoch)
@@ -202,7 +288,7 @@ async def test_what_a_member_invents_is_dialled_little_and_forgotten_with_it(
                     Hello(
                         PROTOCOL_VERSION,
                         Member(NodeId((512 * batch + n + 1).to_bytes(32, "big")), Incarnation(1)),
-                        "nobody",
+                        unsigned("nobody"),
                         (Address("127.0.0.1", 1),) if n else (),
                     )
                     for n in range(512)

@@ -1,31 +1,39 @@
 """The driver of the agreement: what it sends, what it does with what comes, and in which order."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import pytest
 import trio
 from trio.testing import MockClock
 
+from pmesh.agent.mesh import membership
 from pmesh.agent.mesh.membership import (
     DOUBT_S,
     HEARTBEAT_S,
+    NEW_CLAIMS,
     QUIET_HEARTBEAT_S,
     TICK_S,
     Membership,
 )
+from pmesh.agent.mesh.names import Names
 from pmesh.agent.mesh.probing import Probing
+from pmesh.core.identity.keys import NodeKey
+from pmesh.core.identity.names import sign_name
 from pmesh.core.links.health import DEAF, LONGEST_SILENCE_S, WIRED, Condition
-from pmesh.core.values import View
+from pmesh.core.values import Seat, SignedName, View
 from pmesh.core.views.state import Facts
 from pmesh.core.wire.link import Commit, Heartbeat, LinkMessage, Propose, TellView, Waiting
 from pmesh.errors import ProtocolError
-from pmesh.ids import Incarnation, JobName, Member, NodeId, Slot
+from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot
 from pmesh.net.local.processes import Clocks, Stall, tick
+from tests.worlds.nodes import signed
 from tests.worlds.trainer import until
 
-A, B, C = (Member(NodeId(bytes([i]) * 32), Incarnation(i)) for i in (1, 2, 3))
+KEYS = sorted((NodeKey.from_seed(bytes([i]) * 32) for i in (1, 2, 3)), key=lambda key: key.node)
+KEY_OF = {key.node: key for key in KEYS}
+A, B, C = (Member(key.node, Incarnation(i)) for i, key in enumerate(KEYS, 1))
 AWAKE = Stall(late_s=0.0, slept_s=0.0)
 
 
@@ -96,7 +104,8 @@ class Side:
         self.follower = Follower()
         self.membership = Membership(
             me,
-            f"mac-{me.incarnation}",
+            sign_name(KEY_OF[me.node], me, f"mac-{me.incarnation}"),
+            names=Names({}, noticed=lambda news: self.noticed.append((news.kind, news.text))),
             follower=self.follower,
             send=self.send,
             drop=self.drop,
@@ -122,6 +131,69 @@ class Side:
     @property
     def view(self) -> View:
         return self.membership.view
+
+
+class Crowd:
+    """Nodes that a peer may show, and how many names are verified for that."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.verified = 0
+        check = membership.check_name_untrusted
+
+        def count(member: Member, said: SignedName) -> None:
+            self.verified += 1
+            check(member, said)
+
+        monkeypatch.setattr(membership, "check_name_untrusted", count)
+
+    def view(self, leader: Member, numbers: Iterable[int]) -> View:
+        """A view of a member and of the nodes with these numbers."""
+        keys = [NodeKey.from_seed(number.to_bytes(32, "big")) for number in numbers]
+        epoch = Epoch(1, *leader)
+        seats = [
+            Seat(Member(key.node, leader.incarnation), SAID, epoch, None)
+            for key in (KEY_OF[leader.node], *keys)
+        ]
+        return signed(View(epoch, tuple(seats)), KEY_OF[leader.node], *keys)
+
+
+SAID = SignedName("mac", bytes(64))
+
+
+async def test_a_peer_can_not_make_us_verify_names_without_end(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del autojump_clock
+    world, crowd = await two_in_a_view(), Crowd(monkeypatch)
+    here = world.sides[A].membership
+
+    def show_many() -> None:
+        for first in range(1000, 2000, 60):
+            here.receive(B, TellView(crowd.view(B, range(first, first + 60))))
+
+    with pytest.raises(ProtocolError, match="the names of more machines than it can have met"):
+        show_many()
+    assert crowd.verified <= NEW_CLAIMS
+    await trio.sleep(1)
+    here.receive(B, TellView(crowd.view(B, range(60))))  # as fast as machines can come
+
+
+async def test_what_one_peer_shows_costs_another_nothing(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del autojump_clock
+    world, crowd = await in_a_view(A, B, C), Crowd(monkeypatch)
+    here = world.sides[A].membership
+    view = crowd.view(B, range(63))
+    here.receive(B, TellView(view))
+    assert crowd.verified == 64
+    for first in range(1000, 1300, 60):  # more than we remember of one
+        here.receive(C, TellView(crowd.view(C, range(first, first + 60))))
+        await trio.sleep(1)
+    crowd.verified = 0
+    for _ in range(100):
+        here.receive(B, TellView(view))
+    assert crowd.verified == 0
 
 
 async def two_in_a_view() -> World:

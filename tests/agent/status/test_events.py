@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
@@ -43,6 +44,7 @@ from pmesh.ids import (
     TrainerId,
     node_text,
 )
+from tests.worlds.builders import unsigned
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "events.schema.json"
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
@@ -185,16 +187,17 @@ def test_another_schema_says_what_to_do(data: bytes) -> None:
 A, B, C, D = (Member(NodeId(bytes([i]) * 32), Incarnation(i)) for i in (1, 2, 3, 4))
 NAMES = {A: "studio", B: "mini (2)", C: "air", D: "cube"}
 DIGITS = JobName("digits")
+name_of = attrgetter("name")
 
 
 def view(*members: Member, counter: int = 1, rosters: tuple[Roster, ...] = ()) -> View:
     epoch = Epoch(counter, *A)
-    seats = tuple(Seat(member, NAMES[member], epoch, None) for member in members)
+    seats = tuple(Seat(member, unsigned(NAMES[member]), epoch, None) for member in members)
     return View(epoch, seats, rosters)
 
 
 def trainer(number: int, member: Member, enters: int = 0) -> Trainer:
-    return Trainer(TrainerId(number), member, Slot(0), NAMES[member], OpNumber(enters))
+    return Trainer(TrainerId(number), member, Slot(0), unsigned(NAMES[member]), OpNumber(enters))
 
 
 def roster(*trainers: Trainer, number: int = 2, born: int = 2, next_id: int = 2) -> Roster:
@@ -210,7 +213,7 @@ def told(before: Roster | None, after: Roster | None, *, counter: int = 9) -> li
     """What is told of a job whose roster changes."""
     old, new = ((r,) if r else () for r in (before, after))
     change = view(A, B, rosters=old), view(A, B, counter=counter, rosters=new)
-    return list(describe_change(*change, {}, me=A))
+    return list(describe_change(*change, {}, me=A, name_of=name_of))
 
 
 def texts(news: Iterator[News]) -> list[str]:
@@ -222,7 +225,7 @@ def kinds_and_texts(news: list[News]) -> list[tuple[str, str]]:
 
 
 def test_who_joins_is_named_with_the_ring_and_its_leader() -> None:
-    news = list(describe_change(view(A), view(B, A, C), {}, me=A))
+    news = list(describe_change(view(A), view(B, A, C), {}, me=A, name_of=name_of))
     assert kinds_and_texts(news) == [
         ("peer joined", "mini (2) joined"),
         ("peer joined", "air joined"),
@@ -237,12 +240,14 @@ def test_who_joins_is_named_with_the_ring_and_its_leader() -> None:
 
 def test_who_is_gone_is_named_with_the_reason_that_is_known() -> None:
     before = view(A, B, C)
-    assert texts(describe_change(before, view(A), {B: "silent for 2.0 s"}, me=A)) == [
+    assert texts(
+        describe_change(before, view(A), {B: "silent for 2.0 s"}, me=A, name_of=name_of)
+    ) == [
         "mini (2) is gone: silent for 2.0 s",
         "air is gone: it continues without this machine",
         "alone: no other machine of this mesh is here",
     ]
-    assert texts(describe_change(before, view(A, B), {}, me=A))[0] == (
+    assert texts(describe_change(before, view(A, B), {}, me=A, name_of=name_of))[0] == (
         "air is gone: the others no longer hear it"
     )
 
@@ -262,7 +267,7 @@ def test_a_ring_that_avoids_a_slow_edge_says_which_and_what_it_gains() -> None:
     def said(**speeds: MeasuredEdge) -> list[tuple[str, str]]:
         known = edges | {frozenset((A, B)): speeds.get("ab", fast)}
         one, other = (view(A, B, C, D, rosters=(r,)) for r in (before, after))
-        return kinds_and_texts(list(describe_reordered(one, other, known)))
+        return kinds_and_texts(list(describe_reordered(one, other, known, name_of=name_of)))
 
     gain = "job 'digits': its ring is 9.5x faster: mini (2) - studio at 94 Mbit/s is avoided"
     assert said(ab=slow) == [("view", gain)]
@@ -270,9 +275,11 @@ def test_a_ring_that_avoids_a_slow_edge_says_which_and_what_it_gains() -> None:
     assert relayed[1].endswith("mini (2) - studio which is relayed is avoided")
     here = [roster(*(trainer(i, A) for i in order)) for order in ((0, 1), (1, 0))]
     one, other = (view(A, rosters=(r,)) for r in here)
-    assert list(describe_reordered(one, other, {})) == []
+    assert list(describe_reordered(one, other, {}, name_of=name_of)) == []
     assert said() == []  # ranks have changed places for another reason
-    assert list(describe_reordered(view(A), view(A, rosters=(after,)), edges)) == []
+    assert (
+        list(describe_reordered(view(A), view(A, rosters=(after,)), edges, name_of=name_of)) == []
+    )
 
 
 def test_a_job_begins_and_ends_and_another_run_of_it_begins() -> None:

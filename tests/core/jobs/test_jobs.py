@@ -34,12 +34,13 @@ from tests.worlds.builders import (
     make_seat,
     make_state,
     make_waiting,
+    unsigned,
 )
 
 Waiter = WaitingTrainer[RankState[str]]
 GATHER = Call("gather", "float32", (), root=1)
 Here = JobsState[Waiter, RankState[str]]
-THERE = Trainer(OTHER, BERT, Slot(0), "b")
+THERE = Trainer(OTHER, BERT, Slot(0), unsigned("b"))
 APART = roster(2, trainers=[trainer(ME), THERE])
 """One of its ranks is here, the other at Bert's."""
 

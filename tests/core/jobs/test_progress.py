@@ -8,6 +8,7 @@ from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import OpOutcome, Roster, Terms, View
 from pmesh.core.wire.link import RankProgress
 from tests.core.jobs.test_rank import BARRIER, ME, OTHER, RESULT, ZERO, A, rank_of, roster, trainer
+from tests.worlds.builders import unsigned
 
 
 def mark_of(
@@ -94,9 +95,9 @@ def test_marks_of_jobs_that_are_over_and_of_lost_ranks_are_forgotten(
     rank = rank_of()
     progress = Progress([rank])
     progress.hear(mark_of(rank, 2, 0))
-    progress.forget(View.of_one(A, "mac-0", rank.roster.born, (rank.roster,)))
+    progress.forget(View.of_one(A, unsigned("mac-0"), rank.roster.born, (rank.roster,)))
     assert progress.of(rank.roster, OTHER) is not None
-    progress.forget(View.of_one(A, "mac-0", rank.roster.born, left))
+    progress.forget(View.of_one(A, unsigned("mac-0"), rank.roster.born, left))
     assert progress.of(rank.roster, OTHER) is None
 
 

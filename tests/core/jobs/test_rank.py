@@ -8,6 +8,7 @@ from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import OpOutcome, Primary, Roster, Terms, Trainer, Verdict
 from pmesh.core.wire.link import Call, KnownPrimary
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, Slot, TrainerId
+from tests.worlds.builders import unsigned
 
 A = Member(NodeId(bytes([1]) * 32), Incarnation(1))
 BARRIER = Call("barrier", "float32", (0,))
@@ -18,7 +19,12 @@ RESULT = "a result"
 
 
 def trainer(number: TrainerId, enters: OpNumber = ZERO) -> Trainer:
-    return Trainer(number, A, Slot(number), f"mac-{number}", enters)
+    return Trainer(number, A, Slot(number), unsigned(f"mac-{number}"), enters)
+
+
+def on_its_own_machine(number: TrainerId) -> Trainer:
+    home = Member(NodeId(bytes([1 + number]) * 32), Incarnation(1))
+    return msgspec.structs.replace(trainer(number), member=home, said=unsigned(f"mac-{number}"))
 
 
 def roster(
@@ -185,8 +191,9 @@ def test_a_rank_that_the_others_go_on_without_is_superseded_and_serves_what_it_h
 
 
 def test_the_world_changes_when_a_call_returns_and_is_told_once() -> None:
-    rank = rank_of()
-    rank.follow(roster(3, trainers=[trainer(ME), trainer(THIRD)]))
+    one, other, third = map(on_its_own_machine, (ME, OTHER, THIRD))
+    rank = RankState[str](roster(2, trainers=[one, other]), one)
+    rank.follow(roster(3, trainers=[one, third]))
     assert rank.world == (ME, OTHER)
     assert rank.describe_world().names == ("mac-0", "mac-1")
     assert rank.see((ME, OTHER)) is None

@@ -50,6 +50,7 @@ from tests.worlds.builders import (
     make_state,
     make_view,
     make_waiting,
+    said_by,
 )
 from tests.worlds.circle import gathered
 from tests.worlds.one_member import (
@@ -66,15 +67,15 @@ from tests.worlds.one_member import (
 
 
 def test_a_process_that_has_just_started_is_alone_in_a_view_of_its_own() -> None:
-    state = first_state(ANNA, "mac-a", now=7.0)
-    assert state.view == View.of_one(ANNA, "mac-a", make_epoch(1, ANNA))
+    state = first_state(ANNA, said_by(ANNA), now=7.0)
+    assert state.view == View.of_one(ANNA, said_by(ANNA), make_epoch(1, ANNA))
     assert (state.promised, state.highest_counter) == (state.view.epoch, 1)
     assert (state.installed_at, state.flushed_at) == (7.0, None)
 
 
 def test_two_processes_of_one_node_never_begin_with_the_same_epoch() -> None:
     again = make_member("a", incarnation=99)
-    first, second = (first_state(m, "mac-a", now=0.0).promised for m in (ANNA, again))
+    first, second = (first_state(m, said_by(m), now=0.0).promised for m in (ANNA, again))
     assert first != second
 
 
@@ -146,7 +147,7 @@ class TestAHeartbeat:
         state = told(promising(12), ANNA, TellView(view)).state
         step = told(state, ANNA, make_heartbeat(view, BERT))
         (alone,) = installed(step)
-        assert alone == View.of_one(BERT, "mac-b", make_epoch(13, BERT))
+        assert alone == View.of_one(BERT, said_by(BERT), make_epoch(13, BERT))
         assert step.state.promised == alone.epoch
 
     @pytest.mark.parametrize(

@@ -40,8 +40,9 @@ from tests.worlds.builders import (
     make_view,
     make_view_request,
     make_waiting,
-    name_of,
     running,
+    said_by,
+    unsigned,
 )
 
 NOW = 100.0
@@ -257,23 +258,25 @@ def committed(state: MemberState, answers: Mapping[Member, Flushed], facts: Fact
 
 
 class TestTheCommit:
-    def test_machines_of_one_name_get_the_start_of_their_ids(self) -> None:
+    def test_machines_of_one_name_keep_it_and_get_the_start_of_their_ids_where_shown(self) -> None:
         answers = {
             member: msgspec.structs.replace(
                 make_flushed(member, TRIO, waiting=(make_waiting(wait_for=3),)),
-                name="studio" if member == CARA else "mac",
+                said=unsigned("studio" if member == CARA else "mac"),
             )
             for member in (ANNA, BERT, CARA)
         }
         view = committed(IN_PEACE, answers)
         (roster,) = view.rosters
         apart = {
-            ANNA: f"mac ({node_text(ANNA.node)[:4]})",
-            BERT: f"mac ({node_text(BERT.node)[:4]})",
-            CARA: "studio",
+            ANNA.node: f"mac ({node_text(ANNA.node)[:4]})",
+            BERT.node: f"mac ({node_text(BERT.node)[:4]})",
+            CARA.node: "studio",
         }
-        assert {seat.member: seat.name for seat in view.seats} == apart
-        assert {trainer.member: trainer.name for trainer in roster.trainers} == apart
+        assert {seat.member: seat.said for seat in view.seats} == {
+            member: answer.said for member, answer in answers.items()
+        }
+        assert roster.names == apart
 
     def test_waits_for_every_answer(self) -> None:
         message = make_proposal(ANNA, 9, TRIO, ANNA, BERT)
@@ -292,14 +295,17 @@ class TestTheCommit:
         assert view == View(
             make_epoch(9),
             tuple(
-                Seat(member, name_of(member), make_epoch(i + 1), TRIO.epoch)
+                Seat(member, said_by(member), make_epoch(i + 1), TRIO.epoch)
                 for i, member in enumerate((ANNA, BERT, CARA))
             ),
         )
 
     def test_takes_a_name_as_its_machine_says_it_now(self) -> None:
         renamed = make_flushed(BERT, TRIO)
-        answers = {ANNA: make_flushed(ANNA, TRIO), BERT: Flushed(renamed.epoch, "new", TRIO, ())}
+        answers = {
+            ANNA: make_flushed(ANNA, TRIO),
+            BERT: Flushed(renamed.epoch, unsigned("new"), TRIO, ()),
+        }
         seat = committed(WITHOUT_CARA, answers).seat_of(BERT)
         assert seat is not None
         assert seat.name == "new"
@@ -307,14 +313,14 @@ class TestTheCommit:
     def test_admits_a_newcomer_with_its_own_epoch(self) -> None:
         dora = make_flushed(DORA, make_view(3, DORA))
         view = committed(WITHOUT_CARA, {ANNA: make_flushed(ANNA, TRIO), DORA: dora})
-        assert view.seat_of(DORA) == Seat(DORA, "mac-d", make_epoch(9), None)
+        assert view.seat_of(DORA) == Seat(DORA, said_by(DORA), make_epoch(9), None)
         assert view.by_seniority == (ANNA, DORA)
 
     def test_takes_for_a_newcomer_who_has_gone_another_way(self) -> None:
         """V2: a seat in the base is not enough: it must follow it."""
         elsewhere = make_flushed(BERT, make_view(7, BERT, DORA))
         view = committed(WITHOUT_CARA, {ANNA: make_flushed(ANNA, TRIO), BERT: elsewhere})
-        assert view.seat_of(BERT) == Seat(BERT, "mac-b", make_epoch(9), None)
+        assert view.seat_of(BERT) == Seat(BERT, said_by(BERT), make_epoch(9), None)
 
     def test_lets_continue_who_missed_the_base_but_was_in_the_view_before(self) -> None:
         base = make_view(5, ANNA, BERT, previous=make_epoch(4))
@@ -322,7 +328,7 @@ class TestTheCommit:
         state = all_hearing_each_other(ANNA, base, BERT)
         answers = {ANNA: make_flushed(ANNA, base), BERT: make_flushed(BERT, before)}
         seat = committed(state, answers).seat_of(BERT)
-        assert seat == Seat(BERT, "mac-b", make_epoch(2), before.epoch)
+        assert seat == Seat(BERT, said_by(BERT), make_epoch(2), before.epoch)
 
     def test_goes_on_from_the_highest_view_that_has_the_leader(self) -> None:
         """V2: the leader itself may have missed the last commit."""

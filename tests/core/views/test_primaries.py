@@ -26,6 +26,7 @@ from tests.worlds.builders import (
     make_roster,
     make_view,
     make_waiting,
+    said_by,
 )
 from tests.worlds.circle import Circle, gathered
 from tests.worlds.one_member import BERTS, NOW, commit, promising, sent, told
@@ -64,7 +65,7 @@ class TestAPrimaryRoster:
         assert remembered(make_view(8, ANNA, BERT, rosters=[JOB]), known=confirmed) == confirmed
 
     def test_is_remembered_by_one_who_falls_out_of_the_view(self) -> None:
-        assert remembered(View.of_one(BERT, "mac-b", make_epoch(8, BERT))) == KNOWN
+        assert remembered(View.of_one(BERT, said_by(BERT), make_epoch(8, BERT))) == KNOWN
 
     def test_is_remembered_by_one_who_is_taken_in_elsewhere(self) -> None:
         assert remembered(make_view(8, DORA, BERT)) == KNOWN

@@ -23,6 +23,7 @@ from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Hello, Leaving, enco
 from pmesh.core.wire.records import Preamble, encode_preamble
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, Member, NodeId
+from tests.worlds.builders import unsigned
 
 LIMIT = 1000
 
@@ -160,7 +161,8 @@ def test_all_is_decided_when_all_is_read(first: bytes) -> None:
 
 
 ADA = NodeId(b"a" * 32)
-HELLO = Hello(PROTOCOL_VERSION, Member(ADA, Incarnation(7)), "ada", (Address("10.0.0.1", 24160),))
+ADDRESS = Address("10.0.0.1", 24160)
+HELLO = Hello(PROTOCOL_VERSION, Member(ADA, Incarnation(7)), unsigned("ada"), (ADDRESS,))
 
 
 def test_a_hello_of_our_version_is_read_whole() -> None:

@@ -39,6 +39,7 @@ from tests.worlds.builders import (
     make_roster,
     make_seat,
     make_view,
+    unsigned,
 )
 from tests.worlds.strategies import garbled, values_of
 
@@ -90,6 +91,9 @@ def test_garbage_of_every_kind_is_a_protocol_error(data: bytes) -> None:
         decode_untrusted(data)
 
 
+NAMELESS = unsigned("")
+
+
 def offer(lane: bytes = bytes(16), key: bytes = bytes(32), job: JobName = DIGITS) -> OfferLane:
     return OfferLane(lane, job, make_epoch(1), 1, TrainerId(0), TrainerId(1), key, bytes(32))
 
@@ -97,11 +101,11 @@ def offer(lane: bytes = bytes(16), key: bytes = bytes(32), job: JobName = DIGITS
 @pytest.mark.parametrize(
     "message",
     [
-        pytest.param(Hello(1, ANNA, "x" * 65), id="a name of 65 characters"),
-        pytest.param(Hello(1, ANNA, "", (Address("h" * 256, 1),)), id="a host name too long"),
-        pytest.param(Hello(1, ANNA, "", (Address("host", 0),)), id="port 0"),
-        pytest.param(Hello(1, ANNA, "", (Address("host", 65536),)), id="port 65536"),
-        pytest.param(Hello(1, ANNA, "", (Address("host", 1),) * 65), id="65 addresses"),
+        pytest.param(Hello(1, ANNA, unsigned("x" * 65)), id="a name of 65 characters"),
+        pytest.param(Hello(1, ANNA, NAMELESS, (Address("h" * 256, 1),)), id="a host name too long"),
+        pytest.param(Hello(1, ANNA, NAMELESS, (Address("host", 0),)), id="port 0"),
+        pytest.param(Hello(1, ANNA, NAMELESS, (Address("host", 65536),)), id="port 65536"),
+        pytest.param(Hello(1, ANNA, NAMELESS, (Address("host", 1),) * 65), id="65 addresses"),
         pytest.param(offer(lane=bytes(15)), id="a lane id of 15 bytes"),
         pytest.param(offer(key=bytes(33)), id="a key of 33 bytes"),
         pytest.param(offer(job=JobName("x" * 65)), id="a job's name of 65 characters"),
@@ -112,11 +116,13 @@ def test_values_beyond_their_limits_are_refused(message: PathMessage) -> None:
         decode_untrusted(encode(message))
 
 
-def test_the_bytes_of_version_twelve_do_not_change_unnoticed() -> None:
+def test_the_bytes_of_version_thirteen_do_not_change_unnoticed() -> None:
     nobody = Member(NodeId(b"n"), Incarnation(7))
-    assert link.PROTOCOL_VERSION == 12
-    assert encode(Hello(1, nobody, "mac", (Address("h", 9),))).hex() == (
-        "97 01 01 92 c4 01 6e 07 a3 6d6163 91 92 a1 68 09 90 00".replace(" ", "")
+    assert link.PROTOCOL_VERSION == 13
+    assert encode(Hello(1, nobody, unsigned("mac"), (Address("h", 9),))).hex() == (
+        f"97 01 01 92 c4 01 6e 07 92 a3 6d6163 c4 40 {'00' * 64} 91 92 a1 68 09 90 00".replace(
+            " ", ""
+        )
     )
     assert msgspec.msgpack.decode(encode(AskToJoin(make_epoch(1), whole=True))) == [
         5,
@@ -125,11 +131,11 @@ def test_the_bytes_of_version_twelve_do_not_change_unnoticed() -> None:
     ]
     view = View(make_epoch(1), ())
     known = KnownPrimary(DIGITS, make_epoch(1), make_epoch(3))
-    flushed = Flushed(make_epoch(4), "mac", view, (), primaries=(known,))
+    flushed = Flushed(make_epoch(4), unsigned("mac"), view, (), primaries=(known,))
     assert msgspec.msgpack.decode(encode(flushed)) == [
         7,
         list(make_epoch(4)),
-        "mac",
+        ["mac", bytes(64)],
         [list(make_epoch(1)), [], []],
         [],
         [],
@@ -147,7 +153,7 @@ def test_the_bytes_of_version_twelve_do_not_change_unnoticed() -> None:
     ]
 
 
-def test_the_tags_are_those_of_version_twelve() -> None:
+def test_the_tags_are_those_of_version_thirteen() -> None:
     tags = {kind.__struct_config__.tag: kind.__name__ for kind in KINDS}
     assert tags == {
         1: "Hello",
@@ -199,14 +205,14 @@ def test_a_later_version_may_append_fields() -> None:
     assert decoded == Refuse(make_epoch(2), make_epoch(1))
 
 
-def test_sixty_four_members_with_jobs_need_a_tenth_of_what_is_allowed() -> None:
+def test_sixty_four_members_with_jobs_need_an_eighth_of_what_is_allowed() -> None:
     members = [Member(NodeId(bytes([i]) * 32), Incarnation(2**62 + i)) for i in range(64)]
     view = View(
         make_epoch(2**40),
         tuple(map(make_seat, members)),
         tuple(make_roster(*members, job=JobName(f"job {i}")) for i in range(2)),
     )
-    assert len(encode(TellView(view))) < MAX_MESSAGE_BYTES // 10
+    assert len(encode(TellView(view))) < MAX_MESSAGE_BYTES // 8
 
 
 def test_an_idle_heartbeat_of_eight_members_fits_one_packet() -> None:
@@ -221,7 +227,7 @@ def test_a_heartbeat_says_nothing_of_jobs_unless_told() -> None:
 
 
 def test_known_peers_are_told_as_they_introduced_themselves() -> None:
-    told = KnownPeers((Hello(1, ANNA, "mac-a", (Address("10.0.0.1", 24160),)),))
+    told = KnownPeers((Hello(1, ANNA, unsigned("mac-a"), (Address("10.0.0.1", 24160),)),))
     assert decode_untrusted(encode(told)) == told
 
 
