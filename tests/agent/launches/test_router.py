@@ -440,7 +440,7 @@ async def test_more_ranks_than_a_machine_takes_are_not_asked_for(tmp_path: Path)
 
 async def test_a_name_means_the_latest_launch_that_runs(tmp_path: Path) -> None:
     async with launches_in(tmp_path) as here:
-        here.ids = itertools.cycle(["00000000000a", "00000000000b"])
+        here.ids = itertools.cycle([PathName("00000000000a"), PathName("00000000000b")])
         there = (here.view.seats[1].name,)
         request = Launch("night", Command(("true",), "/"), LaunchTerms(), on=there)
         one, two = here.launches.start(request), here.launches.start(request)

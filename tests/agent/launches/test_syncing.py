@@ -26,7 +26,7 @@ from pmesh.core.wire.launches import (
 )
 from pmesh.core.wire.tree import Entry, FileEntry, LinkEntry, content_of, encode_tree
 from pmesh.errors import ProtocolError
-from pmesh.ids import Incarnation, Member
+from pmesh.ids import Incarnation, Member, PathName
 from tests.agent.launches.test_router import ANNA, EVE, ID, Here, asks, launches_in
 
 SCRIPT = b"import model\n"
@@ -372,7 +372,7 @@ async def test_a_member_that_takes_no_part_gets_no_file(tmp_path: Path) -> None:
         start(here)
         await here.anna.next()
         here.launches.receive(EVE, AskFiles(ID, 1))
-        here.launches.receive(ANNA, AskFiles("ba9876543210", 1))
+        here.launches.receive(ANNA, AskFiles(PathName("ba9876543210"), 1))
         await trio.testing.wait_all_tasks_blocked()
         assert not here.eve.sent
         assert not here.anna.sent

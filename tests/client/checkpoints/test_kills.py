@@ -28,6 +28,7 @@ from pmesh.client.checkpoints.layout import (
 )
 from pmesh.client.trees.state import describe
 from pmesh.errors import UsageError
+from pmesh.ids import path_name
 
 SIZE = 3
 EVERY_BYTES = 997
@@ -60,7 +61,7 @@ def manifest_of(rank: int, step: int) -> tuple[Manifest, list[Any]]:
         format=FORMAT,
         serial=step,
         step=step,
-        save_id="id",
+        save_id=path_name("id"),
         saved_at=0.0,
         rank=rank,
         names=("a", "b", "c"),
