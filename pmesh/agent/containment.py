@@ -2,11 +2,12 @@
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVarTuple, Unpack
 
 import structlog
+import trio
 from structlog.typing import FilteringBoundLogger
 
 from pmesh.agent.status.events import EventLog
@@ -15,6 +16,8 @@ AGAIN_S = 60.0  # the same error is no news, and a peer that provokes it must no
 MAX_PLACES = 256  # few lines of the agent raise, and no place contains text from outside
 
 _log: FilteringBoundLogger = structlog.get_logger()
+
+_Args = TypeVarTuple("_Args")
 
 _Place: TypeAlias = tuple[str, str, int]
 """The error's type, and the file and line that raised it."""
@@ -30,6 +33,37 @@ class Contain(Protocol):
         *,
         passing: tuple[type[Exception], ...] = (),
     ) -> contextlib.AbstractContextManager[None]: ...
+
+
+class Tasks(Protocol):
+    """Where a driver starts what it does for one peer: a nursery, or `ContainedTasks`."""
+
+    def start_soon(
+        self, async_fn: Callable[[Unpack[_Args]], Awaitable[object]], /, *args: *_Args
+    ) -> None:
+        """Start a task; returns at once."""
+        ...
+
+
+class ContainedTasks:
+    """Tasks of which none ends another, or the agent: not when no descriptor is left, either."""
+
+    def __init__(self, nursery: trio.Nursery, contain: Contain, what: str) -> None:
+        """`what` is the thing that an error ends, as for `Containment.contain`."""
+        self._nursery = nursery
+        self._contain = contain
+        self._what = what
+
+    def start_soon(
+        self, async_fn: Callable[[Unpack[_Args]], Awaitable[object]], /, *args: *_Args
+    ) -> None:
+        """Start a task; returns at once."""
+
+        async def run() -> None:
+            with self._contain(self._what):
+                await async_fn(*args)
+
+        self._nursery.start_soon(run)
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ import structlog
 import trio
 
 from pmesh.agent.config import Settings, host_port_text
-from pmesh.agent.containment import Containment
+from pmesh.agent.containment import ContainedTasks, Containment
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.trainer import serve_trainer
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
@@ -221,6 +221,7 @@ class Agent:
                     on_link=self.peers.welcome,
                     on_lane=self.jobs.rendezvous.welcome,
                     uses=self._watch.uses,
+                    contain=self._containment.contain,
                 )
                 self._acceptor = acceptor
                 await nursery.start(acceptor.serve, listeners)
@@ -260,17 +261,20 @@ class Agent:
         self.stopped.set()
 
     def _assemble(self, nursery: trio.Nursery) -> None:
-        self.jobs = Jobs(self._me, nursery, self._event_log, self._settings)
+        contain = self._containment.contain
+        results = ContainedTasks(nursery, contain, "the sending of a result")
+        lanes = ContainedTasks(nursery, contain, "a data connection")
+        self.jobs = Jobs(self._me, results, self._event_log, self._settings)
         self.peers = Peers(
             self._hello,
             contexts=self._contexts,
             watch=self._watch,
-            nursery=nursery,
+            nursery=ContainedTasks(nursery, contain, "a link"),
             jitter=random.random,
             on_message=self._receive,
             noticed=self._event_log.add,
             path_failed=self._leave_path,
-            contain=self._containment.contain,
+            contain=contain,
         )
         self.membership = Membership(
             self._me,
@@ -286,7 +290,9 @@ class Agent:
             probing=Probing(self.peers.probed_paths_to),
         )
         self.peers.membership = self.jobs.membership = self.membership
-        self.jobs.rendezvous = LaneRendezvous(self._me, self.peers, nursery, secrets.token_bytes)
+        self.jobs.rendezvous = LaneRendezvous(
+            self._me, self.peers, lanes, secrets.token_bytes, awaits=self.jobs.awaits_lane
+        )
         self.p2p = P2PRouter(self._me, self.jobs.ranks, self.jobs.rendezvous, self.peers.send)
         self.stores = Stores(self._me, self.jobs.ranks, self.peers.send)
         self.launches = Launches(
@@ -299,7 +305,7 @@ class Agent:
             links=lambda: self.peers.links,
             nursery=nursery,
             noticed=self._event_log.add,
-            contain=self._containment.contain,
+            contain=contain,
             launch_ids=lambda: path_name(secrets.token_hex(6)),
         )
 
@@ -310,7 +316,7 @@ class Agent:
             case RestLane():
                 self.jobs.rest_lane(member, message)
             case AskResult():
-                self.jobs.results.answer(message)
+                self.jobs.results.answer(member, message)
             case StorePart():
                 self.stores.receive(member, message)
             case LaunchMessage():

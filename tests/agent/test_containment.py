@@ -1,5 +1,6 @@
 """What nobody foresaw ends one thing, is told once, and leaves what was meant to pass alone."""
 
+import errno
 from datetime import UTC, datetime
 from typing import NoReturn
 
@@ -8,12 +9,14 @@ import trio
 from structlog.testing import capture_logs
 from trio.testing import MockClock
 
-from pmesh.agent.containment import AGAIN_S, MAX_PLACES, Containment
+from pmesh.agent.containment import AGAIN_S, MAX_PLACES, ContainedTasks, Containment
 from pmesh.agent.jobs import trainer
 from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.agent.lanes import rendezvous
 from pmesh.agent.p2p import router
 from pmesh.agent.run import Agent
 from pmesh.agent.status.events import EventLog
+from pmesh.core.wire.link import OfferLane
 from pmesh.core.wire.local import (
     SESSION_VERSION,
     AskStatus,
@@ -25,6 +28,8 @@ from pmesh.core.wire.local import (
 )
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, JobName, Member, NodeId, TrainerId
+from pmesh.net.lanes import opening
+from pmesh.net.lanes.lane import Lane
 from tests.worlds.trainer import RefusedError, together
 from tests.worlds.village import Machine, Village, village
 from tests.worlds.village_ops import kinds_of_events, machine_of, ones, reduce_all
@@ -173,6 +178,49 @@ async def test_of_several_errors_at_once_each_is_told_and_what_was_foreseen_pass
     assert caught.group_contains(ProtocolError)
     assert not caught.group_contains((KeyError, ValueError))
     assert [text.partition("(")[2][:8] for text in heard] == ["KeyError", "ValueErr"]
+
+
+async def test_a_task_that_fails_ends_no_other_and_says_what_it_was() -> None:
+    watched, ended = Watched(), list[int]()
+
+    async def work(number: int) -> None:
+        await trio.lowlevel.checkpoint()
+        if number == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        ended.append(number)
+
+    with capture_logs():
+        async with trio.open_nursery() as nursery:
+            tasks = ContainedTasks(nursery, watched.contain, "a data connection")
+            for number in range(3):
+                tasks.start_soon(work, number)
+    assert sorted(ended) == [0, 2]
+    (event,) = watched.events
+    assert event.startswith("a data connection ended with an error inside pmesh")
+    assert "Too many open files" in event
+
+
+async def test_an_agent_without_a_descriptor_for_a_lane_stays_and_the_job_goes_on(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, failures = opening.dial_lane, 3
+
+    async def dial_lane(stream: trio.SocketStream, offer: OfferLane, *, peer: str) -> Lane:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            await trio.aclose_forcefully(stream)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return await real(stream, offer, peer=peer)
+
+    monkeypatch.setattr(rendezvous, "dial_lane", dial_lane)
+    async with village(clock, 2) as here:
+        before = [machine.agent for machine in here.machines]
+        trainers = await here.job(*here.machines)
+        assert [r[0] for r in await reduce_all(trainers)] == [2.0, 2.0]
+        assert not failures
+        assert [machine.agent for machine in here.machines] == before
+        assert "internal error" in [k for m in here.machines for k in kinds_of_events(m)]
 
 
 # --- sessions of local programs

@@ -10,9 +10,10 @@ import msgspec
 import trio
 
 from pmesh.agent.config import Settings
+from pmesh.agent.containment import Tasks
 from pmesh.agent.jobs.ranks import LocalRank, sum_of
 from pmesh.agent.jobs.retained import ResultServer
-from pmesh.agent.lanes.rendezvous import LaneRendezvous
+from pmesh.agent.lanes.rendezvous import LaneKey, LaneRendezvous
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.status.events import EventLog
 from pmesh.core.jobs import jobs
@@ -46,14 +47,12 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
     rendezvous: LaneRendezvous
     membership: Membership
 
-    def __init__(
-        self, me: Member, nursery: trio.Nursery, event_log: EventLog, settings: Settings
-    ) -> None:
+    def __init__(self, me: Member, tasks: Tasks, event_log: EventLog, settings: Settings) -> None:
         alone_from = trio.current_time() + settings.find_others_s
         super().__init__(me, _make_rank, min_peers=settings.min_peers, alone_from=alone_from)
         self.event_log = event_log
         self.exits = ProcessExits()
-        self.results = ResultServer(nursery, self.ranks, self)
+        self.results = ResultServer(tasks, self.ranks, self)
         self._ended_traffic = (0, 0)
 
     # --- trainers come and go (`pmesh.agent.jobs.trainer`)
@@ -106,6 +105,16 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
             waiter.joined.set()
         self._report_losses(installed.leaving)
         self.results.answer_early()
+
+    def lost(self, member: Member) -> None:
+        """A peer is gone, and with it all that waits for it to be in a view with us."""
+        self.results.forget(member)
+        self.rendezvous.lose(member)
+
+    def awaits_lane(self, edge: LaneKey) -> bool:
+        """Whether an edge leads to one of our ranks, under its present roster."""
+        ends = (rank for rank in self.ranks if rank.id == edge.receiver)
+        return any(rank.lanes.edge(edge.sender, rank.id, edge.op) == edge for rank in ends)
 
     def marked(self, member: Member, heartbeat: Heartbeat) -> None:
         """A peer has reported how far its ranks have come, and what it has installed."""

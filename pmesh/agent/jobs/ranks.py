@@ -17,6 +17,7 @@ from pmesh.net.lanes.ring import RingPosition
 from pmesh.net.local.arena_pools import SessionArenas
 from pmesh.net.local.arenas import Arena
 
+MAX_LOSSES = 64  # as many ranks as a view has members; a trainer that makes no op hears of no more
 MEASURED_BYTES = 1024 * 1024  # of a lane: 8 ms at 1 Gbit/s
 
 
@@ -119,6 +120,7 @@ class LocalRank(RankState[Result]):
         for loss in self.roster.losses:
             if not loss.message.endswith(LEFT):
                 self.losses.append(f"{loss.message}; {on}")
+        del self.losses[:-MAX_LOSSES]
 
     def open_lanes(self) -> tuple[tuple[TrainerId, ...], tuple[TrainerId, ...]]:
         """Return to whom and from whom a lane is open."""

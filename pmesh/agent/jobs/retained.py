@@ -1,11 +1,11 @@
 """O2: a rank that missed the end of an op takes its result from one that did not."""
 
 import itertools
-from collections import deque
 from typing import TYPE_CHECKING
 
 import trio
 
+from pmesh.agent.containment import Tasks
 from pmesh.agent.jobs.ranks import LocalRank, Result
 from pmesh.agent.lanes.rendezvous import LaneEnd
 from pmesh.core.jobs.attempt import ASK_AGAIN_S
@@ -13,7 +13,7 @@ from pmesh.core.values import OpOutcome
 from pmesh.core.wire.link import AskResult, Call
 from pmesh.core.wire.records import fingerprint
 from pmesh.errors import LaneBroken
-from pmesh.ids import OpNumber
+from pmesh.ids import Member, OpNumber
 from pmesh.net.lanes.lane import CallsDiffer, Lane
 from pmesh.net.lanes.ring import RingPosition, broadcast
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pmesh.agent.jobs.driver import Jobs
 
 COPIED_BYTES = 1024 * 1024  # at once: some 0.1 ms, so that the event loop stays responsive
-MAX_EARLY = 64  # a few jobs and ranks; who asks more asks again
+MAX_EARLY = 64  # of one peer: a few jobs and ranks; who asks more asks again
 
 
 async def fetch_result(
@@ -121,32 +121,41 @@ async def _send_result(
 class ResultServer:
     """Answers those who ask for results that are retained here."""
 
-    def __init__(self, nursery: trio.Nursery, ranks: list[LocalRank], jobs: "Jobs") -> None:
+    def __init__(self, tasks: Tasks, ranks: list[LocalRank], jobs: "Jobs") -> None:
         """`ranks` are the local ones, a list that its owner changes."""
-        self._nursery = nursery
+        self._tasks = tasks
         self._ranks = ranks
         self._jobs = jobs
         self._serving: set[AskResult] = set()
-        self._early: deque[AskResult] = deque(maxlen=MAX_EARLY)
+        self._early: dict[Member, dict[AskResult, None]] = {}
 
-    def answer(self, ask: AskResult) -> None:
+    def answer(self, member: Member, ask: AskResult) -> None:
         """A peer's rank asks (O2); of a view that is not installed here yet, answered by then."""
         for rank in self._ranks:
             same_job = (rank.roster.job, rank.roster.born) == (ask.job, ask.born)
             if not same_job or rank.id != ask.holder:
                 continue
+            asker = rank.roster.trainer(ask.receiver)
             if ask.number > rank.roster.number:  # V4: early is not late
-                self._early.append(ask)
+                early = self._early.setdefault(member, {})
+                if len(early) < MAX_EARLY:
+                    early[ask] = None
+            elif asker is None or asker.member != member:
+                continue  # only who lacks a result may have it sent
             elif ask not in self._serving:  # they ask again if it takes long
                 self._serving.add(ask)
-                self._nursery.start_soon(self._serve, rank, ask)
+                self._tasks.start_soon(self._serve, rank, ask)
 
     def answer_early(self) -> None:
         """A view has been installed."""
-        early = list(self._early)
-        self._early.clear()
-        for ask in early:
-            self.answer(ask)
+        early, self._early = self._early, {}
+        for member, asks in early.items():
+            for ask in asks:
+                self.answer(member, ask)
+
+    def forget(self, member: Member) -> None:
+        """A peer is gone."""
+        self._early.pop(member, None)
 
     async def _serve(self, rank: LocalRank, ask: AskResult) -> None:
         try:

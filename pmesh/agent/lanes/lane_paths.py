@@ -14,6 +14,7 @@ from weakref import WeakSet
 
 import trio
 
+from pmesh.agent.containment import Tasks
 from pmesh.agent.lanes.splices import Reach
 from pmesh.core.wire.link import OfferLane
 from pmesh.core.wire.records import Preamble
@@ -44,9 +45,9 @@ class _Several:
 class LanePaths:
     """All open lanes to other agents."""
 
-    def __init__(self, reach: Reach, nursery: trio.Nursery) -> None:
+    def __init__(self, reach: Reach, tasks: Tasks) -> None:
         self._reach = reach
-        self._nursery = nursery
+        self._tasks = tasks
         self._lanes = WeakSet[Lane]()
         self._several: dict[bytes, _Several] = {}  # by the lane's id
         self._widened: dict[Member, float] = {}
@@ -60,14 +61,18 @@ class LanePaths:
         return len(self._reach.paths_to(member)) > 1
 
     def begin(self, first: Lane, offer: OfferLane, member: Member) -> Lane:
-        """Return the lane of an offer, of which a connection has been opened."""
+        """Return the lane of an offer, of which a connection has been opened.
+
+        Raises:
+            LaneBroken: The system has no descriptor left for it. The connection is closed.
+        """
         lane = first
         if offer.several:
             lane = MultipathLane(first, self._facts_of(first, member), offer)
             several = self._several[offer.lane] = _Several(lane, offer, member)
-            self._nursery.start_soon(self._keep, several)
+            self._tasks.start_soon(self._keep, several)
         elif first.sending and offer.op == -1:
-            self._nursery.start_soon(self._widen, first, member)
+            self._tasks.start_soon(self._widen, first, member)
         self._lanes.add(lane)
         return lane
 
@@ -103,6 +108,10 @@ class LanePaths:
                 lane.lose_path()
             elif not outranked:
                 lane.drop(ours, theirs)
+
+    def forget(self, member: Member) -> None:
+        """The peer is gone."""
+        self._widened.pop(member, None)
 
     def carries(self, ours: AbstractSet[str], theirs: AbstractSet[str]) -> bool:
         """Whether an open lane has a connection on the path between these addresses."""

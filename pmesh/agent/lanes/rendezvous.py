@@ -2,10 +2,12 @@
 
 A lane is known at both ends by its `Edge`. Who sends the tensors offers; who dialled the link dials
 the lane too, since that direction is known to pass firewalls. Whoever waits for it takes it by its
-end, and an offer may come before the taker has installed the roster (V4: early is not late).
+end.
+
+An offer may come before the taker has installed the roster (V4: early is not late). It then waits,
+and nothing is opened for it. So a peer that has no rank in a job can cause no connection.
 """
 
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
@@ -14,11 +16,12 @@ from typing import NamedTuple
 
 import trio
 
+from pmesh.agent.containment import Tasks
 from pmesh.agent.lanes.lane_paths import LanePaths
 from pmesh.agent.lanes.splices import Reach, Splices
 from pmesh.core.wire.link import OfferLane, Splice
 from pmesh.core.wire.records import LANE_ID_BYTES, decode_preamble_untrusted
-from pmesh.errors import LaneBroken, NetworkError, ProtocolError
+from pmesh.errors import LaneBroken, NetworkError
 from pmesh.ids import Epoch, JobName, Member, TrainerId
 from pmesh.net.lanes.lane import Lane, PathLost
 from pmesh.net.lanes.opening import dial_lane, local_lanes, welcome_lane
@@ -26,10 +29,14 @@ from pmesh.net.links.interfaces import local_address_of, remote_address_of
 
 ATTEMPTS = 3  # a connection that fails thrice in a row is for the leader to judge
 RETRY_S = 0.2
-MAX_OFFERED = 1024  # by one peer, and not yet taken: a few jobs and ranks; more is an attack
-MAX_DIALS = 16  # at once as one peer asks; each costs a descriptor
 ATTEMPT_S = 5.0  # as long as a connection may take to authenticate
-OFFER_PATIENCE_S = 2.0  # a connection may overtake the offer that it belongs to
+MAX_EARLY = 64  # offers of one peer, 1 KiB each: from eight ranks to each of eight
+EARLY_S = 10.0  # before a roster: longer than all attempts of who offers
+OFFER_PATIENCE_S = 4.0  # a connection may precede its offer, or our roster; the door gives 5 s
+UNTAKEN_S = 10.0  # a result or message was asked for; who asked has given up long before
+MAX_BESIDE = 4  # between two ranks: a result, messages, and for each the one that replaces it
+MAX_JOBS_OVER = 1024  # names of jobs that programs here have chosen
+RING = -1  # the `op` of lanes that ops use
 _KEY_BYTES = 32
 
 
@@ -44,7 +51,7 @@ class LaneKey(NamedTuple):
     one number, and give one trainer's number to two trainers. None: the roster has no such one."""
     sender: TrainerId
     receiver: TrainerId
-    op: int = -1
+    op: int = RING
     """-1: the ring; the retained result of this op (O2); below -1: messages (O4)."""
 
 
@@ -64,6 +71,13 @@ class _LaneSlot:
     filled: trio.Event = field(default_factory=trio.Event)
 
 
+class _Early(NamedTuple):
+    """An offer for a roster that is not installed here."""
+
+    offer: OfferLane
+    until: float
+
+
 @dataclass(frozen=True, slots=True)
 class _Expected:
     """A lane that somebody else dials."""
@@ -74,26 +88,45 @@ class _Expected:
 
 
 class LaneRendezvous:
-    """All lanes of one agent that are being opened, and those not yet taken."""
+    """All lanes of one agent that are being opened, and those not yet taken.
+
+    Args:
+        me: This agent.
+        reach: Its links.
+        tasks: For what opens lanes, and keeps them.
+        entropy: Returns random bytes.
+        awaits: Whether an edge leads to a rank here, under its present roster.
+    """
 
     def __init__(
-        self, me: Member, reach: Reach, nursery: trio.Nursery, entropy: Callable[[int], bytes]
+        self,
+        me: Member,
+        reach: Reach,
+        tasks: Tasks,
+        entropy: Callable[[int], bytes],
+        *,
+        awaits: Callable[[LaneKey], bool],
     ) -> None:
         self._me = me
         self._reach = reach
-        self._nursery = nursery
+        self._tasks = tasks
         self._entropy = entropy
+        self._awaits_edge = awaits
         self._places: dict[LaneEnd, _LaneSlot] = {}
         self._expected: dict[bytes, _Expected] = {}
-        self._dials: Counter[Member] = Counter()  # under way, as this peer has asked
-        self._turns: dict[Member, trio.CapacityLimiter] = {}
+        self._openings: dict[LaneEnd, trio.CancelScope] = {}
+        """What opens the lane of an end. If a peer offers it, it also keeps it until it is taken:
+        one for each pair of ranks, and MAX_BESIDE more."""
+        self._early: dict[Member, dict[LaneEnd, _Early]] = {}
         self._news = trio.Event()
         self.splices = Splices(
-            me, reach, nursery, entropy, awaits=self._tell_news, welcome=self.welcome
+            me, reach, tasks, entropy, awaits=self._tell_news, welcome=self.welcome
         )
-        self.paths = LanePaths(reach, nursery)
+        self.paths = LanePaths(reach, tasks)
         self._over: dict[JobName, int] = {}  # every roster below this number
-        self._given_up: set[LaneEnd] = set()
+        self._given_up: dict[LaneEnd, int] = {}
+        """By a pair of ranks (its end, as of op 0), the last of its lanes for messages that nobody
+        wants any more; nor those before it."""
         self._opening: dict[trio.CancelScope, tuple[str, str]] = {}
         """The connections that do not yet carry a lane, with the addresses of their two ends."""
 
@@ -102,39 +135,92 @@ class LaneRendezvous:
         if to == self._me:
             self._join_locally(edge)
         else:
-            self._nursery.start_soon(self._keep_offering, edge, to)
+            end = LaneEnd(edge, sending=True)
+            self._tasks.start_soon(self._keep_offering, end, to, self._begin_opening(end))
 
     def accept(self, member: Member, offer: OfferLane | Splice) -> None:
-        """A peer offers the receiving end of an edge. ProtocolError: beyond all reason."""
+        """A peer offers the receiving end of an edge."""
         if isinstance(offer, Splice):
             self.splices.accept(member, offer)
             return
-        if self._offered_by(member) >= MAX_OFFERED:
-            raise ProtocolError("more lanes are offered than any job needs")
         end = LaneEnd(_edge_of(offer, member), sending=False)
         if self._is_over(end):
             return  # on its way while a view was installed here
-        if offer.dial:
-            self._dials[member] += 1
-            self._nursery.start_soon(self._dial_as_asked, end, offer, member)
-        else:
-            self._expect(end, offer, member)
+        if self._awaits_edge(end.edge):
+            self._open_offered(end, offer, member)
+            return
+        now, early = trio.current_time(), self._early.setdefault(member, {})
+        for late in [other for other, kept in early.items() if kept.until <= now]:
+            del early[late]
+        if end in early or len(early) < MAX_EARLY:  # who offers it in vain does so again
+            early[end] = _Early(offer, now + EARLY_S)
 
-    def _offered_by(self, member: Member) -> int:
-        """What this peer has made us keep; what others have offered does not count against it."""
-        expected = sum(expected.member == member for expected in self._expected.values())
-        places = sum(e.edge.host == member and not e.sending for e in self._places)
-        return max(expected, places) + self._dials[member]
+    def _open_early(self) -> None:
+        """A roster is installed: open what was offered for it."""
+        now = trio.current_time()
+        for member, early in self._early.items():
+            for end, (offer, until) in list(early.items()):
+                awaited = self._awaits_edge(end.edge)
+                if awaited or until <= now or self._is_over(end):
+                    del early[end]
+                if awaited and until > now:
+                    self._open_offered(end, offer, member)
 
-    async def _dial_as_asked(self, end: LaneEnd, offer: OfferLane, member: Member) -> None:
-        turns = self._turns.setdefault(member, trio.CapacityLimiter(MAX_DIALS))
+    def _open_offered(self, end: LaneEnd, offer: OfferLane, member: Member) -> None:
+        scope = self._begin_opening(end)
+        if offer.op != RING:
+            scope.deadline = trio.current_time() + UNTAKEN_S
+            self._make_room(end)
+        self._tasks.start_soon(self._receive, end, offer, member, scope)
+
+    def _begin_opening(self, end: LaneEnd) -> trio.CancelScope:
+        """Return the scope of what opens an end; an earlier attempt makes way."""
+        if end in self._openings:
+            self._openings[end].cancel()
+        scope = self._openings[end] = trio.CancelScope()
+        return scope
+
+    def _make_room(self, end: LaneEnd) -> None:
+        """Of the lanes between two ranks that ops don't use, the oldest makes way."""
+        beside = [
+            other
+            for other in self._openings
+            if other.edge.op != RING and _pair_of(other) == _pair_of(end)
+        ]
+        for oldest in beside[:-MAX_BESIDE]:
+            self._openings[oldest].cancel()
+
+    async def _receive(
+        self, end: LaneEnd, offer: OfferLane, member: Member, scope: trio.CancelScope
+    ) -> None:
+        """Open what a peer has offered, and keep it until somebody takes it."""
         try:
-            async with turns:
-                await self._dial(end, offer, member)
+            with scope:
+                if offer.dial:
+                    async with self.splices.turns_of(member):
+                        await self._dial(end, offer, member)
+                else:
+                    self._expect(end, offer, member)
+                if not offer.dial or self.holds(end):
+                    await trio.sleep_forever()
         finally:
-            self._dials[member] -= 1
-            if not self._dials[member]:
-                del self._dials[member], self._turns[member]
+            self._expected.pop(offer.lane, None)
+            if self._openings.get(end) is scope and (lane := self.withdraw(end)) is not None:
+                lane.close()
+            self._end_opening(end, scope)
+
+    def _end_opening(self, end: LaneEnd, scope: trio.CancelScope) -> None:
+        if self._openings.get(end) is scope:
+            del self._openings[end]
+
+    def lose(self, member: Member) -> None:
+        """The link with a peer has ended: so does what it has caused, unless an op uses it."""
+        self._early.pop(member, None)
+        for end, scope in self._openings.items():
+            if end.edge.host == member and not end.sending:
+                scope.cancel()
+        self.splices.lose(member)
+        self.paths.forget(member)
 
     async def welcome(
         self, stream: trio.SocketStream, first_bytes: bytes, authenticated: Callable[[], None]
@@ -151,11 +237,11 @@ class LaneRendezvous:
         if index:
             await self.paths.welcome(stream, preamble, authenticated)
             return
-        if lane in self.splices:
+        expected = self._expected.get(lane)
+        if expected is None and lane in self.splices:  # a ticket must not be another's lane
             authenticated()
             self.splices.arrive(lane, stream)
             return
-        expected = self._expected.get(lane)
         if expected is None:
             raise LaneBroken("a connection names a lane that nobody has offered")
         name = self._reach.name_of(expected.member)
@@ -169,7 +255,15 @@ class LaneRendezvous:
         if self._expected.pop(lane, None) is None:  # a second one, which was recorded
             opened.close()
             return
-        self._fill(expected.end, self.paths.begin(opened, expected.offer, expected.member))
+        self._begin(expected.end, opened, expected.offer, expected.member)
+
+    def _begin(self, end: LaneEnd, opened: Lane, offer: OfferLane, member: Member) -> None:
+        try:
+            lane = self.paths.begin(opened, offer, member)
+        except LaneBroken as e:
+            self._reach.complain(member, e)
+        else:
+            self._fill(end, lane)
 
     def _awaits(self, lane: bytes, index: int) -> bool:
         if index:
@@ -189,6 +283,7 @@ class LaneRendezvous:
         if self._places.get(end) is place:
             del self._places[end]
         lane, place.lane = place.lane, None
+        self._stop_opening(end)
         if lane is None:
             raise place.failure or LaneBroken("somebody else has taken the lane")
         return lane
@@ -200,28 +295,39 @@ class LaneRendezvous:
 
     def withdraw(self, end: LaneEnd) -> Lane | None:
         """The lane of this end, if it is open and nobody has taken it."""
-        return self._places.pop(end).lane if self.holds(end) else None
+        if not self.holds(end):
+            return None
+        self._stop_opening(end)
+        return self._places.pop(end).lane
 
     def give_up(self, end: LaneEnd) -> None:
-        """Nobody wants this lane any more, though its roster goes on."""
+        """Nobody wants this lane for messages any more, nor those of the pair before it."""
         if not self._is_over(end):
-            self._given_up.add(end)
-            self._drop_what_is_over()
+            self._given_up[_pair_of(end)] = end.edge.op
+            self._drop(end)
 
     def forget(self, job: JobName, *, below: int) -> None:
-        """The job's rosters below this number are over: so are their lanes."""
-        self._over[job] = max(below, self._over.get(job, below))
-        self._drop_what_is_over()
-        self._given_up = {end for end in self._given_up if not self._is_of_the_past(end)}
-
-    def _drop_what_is_over(self) -> None:
-        for lane, expected in list(self._expected.items()):
-            if self._is_over(expected.end):
-                del self._expected[lane]
-        for end, place in list(self._places.items()):
+        """The job's rosters below this number are over, with their lanes; others may be new."""
+        self._over[job] = max(below, self._over.pop(job, below))
+        if len(self._over) > MAX_JOBS_OVER:
+            del self._over[next(iter(self._over))]
+        for end in {*self._openings, *self._places}:
             if self._is_over(end):
-                del self._places[end]
-                _give_up(place, LaneBroken("its roster is over"))
+                self._drop(end)
+        given_up = self._given_up.items()
+        self._given_up = {end: op for end, op in given_up if not self._is_of_the_past(end)}
+        self._open_early()
+        self._tell_news()
+
+    def _drop(self, end: LaneEnd) -> None:
+        self._stop_opening(end)
+        if end in self._places:
+            _give_up(self._places.pop(end), LaneBroken("its roster is over"))
+
+    def _stop_opening(self, end: LaneEnd) -> None:
+        scope = self._openings.pop(end, None)
+        if scope is not None:
+            scope.cancel()
 
     def lose_path(
         self, ours: AbstractSet[str], theirs: AbstractSet[str], *, outranked: bool = False
@@ -255,7 +361,9 @@ class LaneRendezvous:
             _give_up(place, LaneBroken("the agent ends"))
 
     def _is_over(self, end: LaneEnd) -> bool:
-        return self._is_of_the_past(end) or end in self._given_up
+        return (
+            self._is_of_the_past(end) or self._given_up.get(_pair_of(end), 0) <= end.edge.op < RING
+        )
 
     def _is_of_the_past(self, end: LaneEnd) -> bool:
         return end.edge.number < self._over.get(end.edge.job, 0)
@@ -294,23 +402,25 @@ class LaneRendezvous:
         self._fill(LaneEnd(edge, sending=True), sending)
         self._fill(LaneEnd(edge, sending=False), receiving)
 
-    async def _keep_offering(self, edge: LaneKey, to: Member) -> None:
+    async def _keep_offering(self, end: LaneEnd, to: Member, scope: trio.CancelScope) -> None:
         """Offer, again if it fails, until the lane is open, given up or forgotten."""
-        end = LaneEnd(edge, sending=True)
+        try:
+            with scope:
+                await self._offer_again(end, to)
+        finally:
+            self._end_opening(end, scope)
+
+    async def _offer_again(self, end: LaneEnd, to: Member) -> None:
         if self._is_over(end):
             return  # before this task has had its first turn
-        place = self._place(end)
+        edge, place = end.edge, self._place(end)
         for _ in range(ATTEMPTS):
-            several = edge.op == -1 and self.paths.is_worth_several(to)
+            several = edge.op == RING and self.paths.is_worth_several(to)
             offer = self._make_offer(edge, dial=not self._reach.we_dialled(to), several=several)
             if offer.dial:
-                self._expect(end, offer, to)
-            self._reach.send(to, offer)
-            if offer.dial:
-                with trio.move_on_after(ATTEMPT_S):
-                    await place.filled.wait()
-                self._expected.pop(offer.lane, None)
+                await self._await_dial(end, offer, to, place)
             else:
+                self._reach.send(to, offer)
                 await self._dial(end, offer, to)
             if place.filled.is_set() or self._places.get(end) is not place:
                 return
@@ -318,14 +428,25 @@ class LaneRendezvous:
         name = self._reach.name_of(to)
         _give_up(place, LaneBroken(f"no data connection to {name} can be made"))
 
+    async def _await_dial(
+        self, end: LaneEnd, offer: OfferLane, to: Member, place: _LaneSlot
+    ) -> None:
+        self._expect(end, offer, to)
+        try:
+            self._reach.send(to, offer)
+            with trio.move_on_after(ATTEMPT_S):
+                await place.filled.wait()
+        finally:
+            self._expected.pop(offer.lane, None)
+
     async def _dial(self, end: LaneEnd, offer: OfferLane, member: Member) -> None:
         """Dial the lane of an offer; whoever offered it tries again if that fails."""
         try:
             lane = await self._dialled(offer, member)
         except NetworkError as e:
             self._reach.complain(member, e)
-            return
-        self._fill(end, self.paths.begin(lane, offer, member))
+        else:
+            self._begin(end, lane, offer, member)
 
     async def _dialled(self, offer: OfferLane, member: Member) -> Lane:
         """Dial again over the next path for each that fails meanwhile: greetings are all alike."""
@@ -354,6 +475,11 @@ def _edge_of(offer: OfferLane, host: Member) -> LaneKey:
     return LaneKey(
         offer.job, offer.born, offer.number, host, offer.sender, offer.receiver, offer.op
     )
+
+
+def _pair_of(end: LaneEnd) -> LaneEnd:
+    """The same for all lanes from one rank to another."""
+    return LaneEnd(end.edge._replace(op=0), end.sending)
 
 
 def _give_up(place: _LaneSlot, failure: LaneBroken) -> None:

@@ -11,12 +11,12 @@ is known to pass firewalls; where B has dialled the link to C, its leg needs no 
 """
 
 import contextlib
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import trio
 
+from pmesh.agent.containment import Tasks
 from pmesh.core.wire.link import OfferLane, Splice
 from pmesh.core.wire.records import (
     LANE_ID_BYTES,
@@ -28,7 +28,10 @@ from pmesh.errors import NetworkError, PeerUnreachable, ProtocolError
 from pmesh.ids import Member
 from pmesh.net.lanes.multipath import Carrier
 
-MAX_SPLICES = 32  # that one peer has asked for; each costs two descriptors and 256 KiB
+MAX_SPLICES = 16  # that one peer has asked for; each costs two descriptors and 256 KiB
+MAX_ALL_SPLICES = 64  # of all peers: a house in which every second pair needs a third
+MAX_DIALS = 4  # at once as one peer asks, with up to four descriptors each
+IDLE_S = 60.0  # a rank that computes for longer gets another connection for its next op
 SPLICED_BYTES = 128 * 1024  # copied at once: 40 us, so that the event loop stays responsive
 ARRIVAL_S = 5.0  # as long as a connection may take to authenticate
 
@@ -71,7 +74,7 @@ class Splices:
     Args:
         me: This agent.
         reach: Its links.
-        nursery: For the connections that it continues.
+        tasks: For the connections that it continues.
         entropy: Returns random bytes.
         awaits: Is called when another ticket is awaited.
         welcome: Takes a connection that names a lane, as if it had come through the door.
@@ -81,7 +84,7 @@ class Splices:
         self,
         me: Member,
         reach: Reach,
-        nursery: trio.Nursery,
+        tasks: Tasks,
         entropy: Callable[[int], bytes],
         *,
         awaits: Callable[[], None],
@@ -89,12 +92,14 @@ class Splices:
     ) -> None:
         self._me = me
         self._reach = reach
-        self._nursery = nursery
+        self._tasks = tasks
         self._entropy = entropy
         self._awaits = awaits
         self._welcome = welcome
         self._awaited: dict[bytes, trio.MemorySendChannel[trio.SocketStream]] = {}
-        self._asked_by: Counter[Member] = Counter()
+        self._under_way: dict[trio.CancelScope, tuple[Member, Member]] = {}
+        """What this agent does for others: who has asked for it, and where it leads."""
+        self._turns: dict[Member, trio.CapacityLimiter] = {}
 
     def __contains__(self, ticket: bytes) -> bool:
         return ticket in self._awaited
@@ -116,37 +121,60 @@ class Splices:
         self._reach.send(peer, Splice(ticket, to, dial=not dials))
         return await (self._dial(peer, ticket) if dials else self._arrival(ticket))
 
+    def turns_of(self, member: Member) -> trio.CapacityLimiter:
+        """Return what limits the dials that a peer has asked for."""
+        return self._turns.setdefault(member, trio.CapacityLimiter(MAX_DIALS))
+
     def accept(self, member: Member, splice: Splice) -> None:
         """Do what a peer asks for, unless it has asked for too much already."""
-        if self._asked_by[member] < MAX_SPLICES:
-            self._asked_by[member] += 1
-            self._nursery.start_soon(self._run, member, splice)
+        by_it = sum(by == member for by, _ in self._under_way.values())
+        if by_it < MAX_SPLICES and len(self._under_way) < MAX_ALL_SPLICES:
+            scope = trio.CancelScope()
+            self._under_way[scope] = member, splice.to
+            self._tasks.start_soon(self._run, member, splice, scope)
 
-    async def _run(self, by: Member, splice: Splice) -> None:
-        ticket, far = splice.ticket, by
+    def lose(self, member: Member) -> None:
+        """The link with a peer has ended: nothing is continued for it, or to it."""
+        self._turns.pop(member, None)
+        for scope, ends in self._under_way.items():
+            if member in ends:
+                scope.cancel()
+
+    async def _run(self, by: Member, splice: Splice, scope: trio.CancelScope) -> None:
+        far = by
         try:
-            stream = await (self._dial(by, ticket) if splice.dial else self._arrival(ticket))
-            async with stream:
-                if splice.to == self._me:
-                    await self._welcome(stream, await _receive_preamble(stream), lambda: None)
-                else:
-                    far = splice.to
-                    await self._continue(stream, far)
+            with scope:
+                async with await self._first_leg(by, splice) as stream:
+                    if splice.to == self._me:
+                        await self._welcome(stream, await _receive_preamble(stream), lambda: None)
+                    else:
+                        far = splice.to
+                        await self._continue(by, stream, far)
         except NetworkError as e:
             self._reach.complain(far, e)
         except ProtocolError as e:
             self._reach.complain(far, PeerUnreachable(str(e)))
         finally:
-            self._asked_by[by] -= 1
-            self._asked_by += Counter()  # without the zeros
+            del self._under_way[scope]
 
-    async def _continue(self, stream: trio.SocketStream, to: Member) -> None:
-        """Copy both ways; what is copied is sealed between the two ends."""
-        direct = self._reach.we_dialled(to)
-        onward = await (self._reach.dial_member(to) if direct else self._connect(to, to))
-        async with onward, trio.open_nursery() as nursery:
-            nursery.start_soon(_copy, stream, onward, nursery.cancel_scope)
-            nursery.start_soon(_copy, onward, stream, nursery.cancel_scope)
+    async def _first_leg(self, by: Member, splice: Splice) -> trio.SocketStream:
+        if not splice.dial:
+            return await self._arrival(splice.ticket)
+        async with self.turns_of(by):
+            return await self._dial(by, splice.ticket)
+
+    async def _continue(self, by: Member, stream: trio.SocketStream, to: Member) -> None:
+        """Copy both ways, until it is idle; what is copied is sealed between the two ends."""
+        if self._reach.we_dialled(to):
+            async with self.turns_of(by):
+                onward = await self._reach.dial_member(to)
+        else:
+            onward = await self._connect(to, to)
+        async with onward:
+            with trio.move_on_after(IDLE_S) as either:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(_copy, stream, onward, either)
+                    nursery.start_soon(_copy, onward, stream, either)
 
     async def _dial(self, peer: Member, ticket: bytes) -> trio.SocketStream:
         stream = await self._reach.dial_member(peer)
@@ -187,10 +215,11 @@ async def _receive_preamble(stream: trio.SocketStream) -> bytes:
 
 
 async def _copy(
-    source: trio.SocketStream, target: trio.SocketStream, both: trio.CancelScope
+    source: trio.SocketStream, target: trio.SocketStream, either: trio.CancelScope
 ) -> None:
     """Copy until either of the two is closed; then the other direction ends, too."""
     with contextlib.suppress(trio.BrokenResourceError):
         while data := await source.receive_some(SPLICED_BYTES):
             await target.send_all(data)
-    both.cancel()
+            either.deadline = trio.current_time() + IDLE_S
+    either.cancel()

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import structlog
 import trio
 
+from pmesh.agent.containment import Tasks
 from pmesh.core.links import dialing
 from pmesh.core.links.dialing import Phase, Target
 from pmesh.core.wire.link import Address
@@ -52,7 +53,7 @@ class Targets:
         self,
         dial: Callable[[tuple[Address, ...]], Awaitable[NodeId]],
         *,
-        nursery: trio.Nursery,
+        nursery: Tasks,
         jitter: Callable[[], float],
     ) -> None:
         self._dial = dial
@@ -176,9 +177,9 @@ class Targets:
         except PmeshError as e:
             self._fail(key, e, addresses[0])
         else:
-            self._node_of[key] = node
             self.refusals.pop(key, None)
-            if key in self._targets:
+            if key in self._targets:  # else it was removed meanwhile
+                self._node_of[key] = node
                 self._set(key, dialing.link_up(self._targets[key], now=trio.current_time()))
         finally:
             self._dials.discard(key)

@@ -32,6 +32,7 @@ from pmesh.net.lanes.multipath import UNKNOWN_BYTES_PER_S, Carrier, Facts
 from pmesh.net.links.dialer import dial_any
 from pmesh.net.links.path import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, Path
 
+MAX_FLAPS = 64  # paths whose ends are remembered; the peer names its interfaces as it likes
 MAX_INTRODUCED = 64  # members that one peer has named: as many as a view has
 
 
@@ -269,6 +270,8 @@ class Link:
         del self.paths[live.key]
         before, now = self._flaps.get(live.key, Flaps()), trio.current_time()
         self._flaps[live.key] = paths.lost(live.state(), before, now=now)
+        if len(self._flaps) > MAX_FLAPS:
+            del self._flaps[next(iter(self._flaps))]
         self._tell()
         if self._current is not live:
             return False

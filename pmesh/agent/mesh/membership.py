@@ -78,6 +78,10 @@ class Follower(Protocol):
 
     def install(self, view: View) -> None: ...
 
+    def lost(self, member: Member) -> None:
+        """Forget what a peer has caused here: it is gone."""
+        ...
+
     def marked(self, member: Member, heartbeat: Heartbeat) -> None:
         """Take from a peer's heartbeat how far its ranks have come."""
         ...
@@ -249,6 +253,7 @@ class Membership:
             if len(self._lost_contacts) > MAX_LOST_CONTACTS:
                 del self._lost_contacts[next(iter(self._lost_contacts))]
             self.probing.forget(contact.member)
+            self._follower.lost(contact.member)
             if contact.member in self.view.members:
                 self._losses[contact.member] = why
             self._noticed("loss noticed", f"{self.name_of(node)} is lost: {why}")

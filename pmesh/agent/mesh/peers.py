@@ -9,7 +9,7 @@ import msgspec
 import structlog
 import trio
 
-from pmesh.agent.containment import Contain
+from pmesh.agent.containment import Contain, Tasks
 from pmesh.agent.mesh.bans import Bans
 from pmesh.agent.mesh.dial_targets import Targets
 from pmesh.agent.mesh.links import (
@@ -85,7 +85,7 @@ class Peers:
         *,
         contexts: TlsContexts,
         watch: AddressWatch,
-        nursery: trio.Nursery,
+        nursery: Tasks,
         jitter: Callable[[], float],
         on_message: Callable[[Member, BeyondMesh], None],
         noticed: Callable[[News], None],

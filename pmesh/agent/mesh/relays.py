@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 import structlog
 import trio
 
+from pmesh.agent.containment import Tasks
 from pmesh.agent.mesh.links import Link
 from pmesh.agent.mesh.membership import Membership
 from pmesh.core.links import paths
@@ -23,6 +24,7 @@ from pmesh.net.links.path import Path, shake_hands
 from pmesh.net.links.relayed import RelayedStream
 from pmesh.net.links.tls import TlsContexts
 
+MAX_OPENING = 8  # at once over one peer, which may name members that don't exist
 RELAY_AFTER_S = 2.0  # a direct link takes less, and the peers of a new member all meet at once
 LINGER_S = 10.0  # a direct path that has lasted for so long needs no relayed one beside it
 TICK_S = 0.5
@@ -51,7 +53,7 @@ class Relays:
         links: Callable[[], Mapping[NodeId, Link]],
         membership: Callable[[], Membership],
         admit: Callable[[Path, Hello], Awaitable[None]],
-        nursery: trio.Nursery,
+        nursery: Tasks,
     ) -> None:
         self._me = me
         self._contexts = contexts
@@ -63,7 +65,8 @@ class Relays:
         self._numbers = itertools.count(1)
         self.forwarding = Forwarding()
         self.streams: dict[tuple[NodeId, NodeId], RelayedStream] = {}  # by relay and far end
-        self._opening: set[Member] = set()
+        self._opening: dict[Member, NodeId] = {}
+        """Who is to be reached, and over whom."""
 
     def receive(self, link: Link, message: Relay) -> None:
         """Handle a message on a link. Raises ProtocolError if no honest agent would send it."""
@@ -94,13 +97,17 @@ class Relays:
             for member, relays in needed.items():
                 wait_s = 0.0 if member.node in self._links() else RELAY_AFTER_S
                 tried = known.get(member, Attempts(due=now + wait_s))
-                if tried.due <= now and member not in self._opening:
-                    relay = relays[tried.count % len(relays)]
-                    self._opening.add(member)
+                relay = relays[tried.count % len(relays)]
+                if tried.due <= now and self._may_open(relay, member):
+                    self._opening[member] = relay.node
                     self._nursery.start_soon(self._open, relay, member)
                     tried = paths.failed_again(tried, now=now)
                 attempts[member] = tried
             self._close_needless()
+
+    def _may_open(self, relay: Link, member: Member) -> bool:
+        busy = sum(over == relay.node for over in self._opening.values())
+        return member not in self._opening and busy < MAX_OPENING
 
     def _needed(self) -> dict[Member, list[Link]]:
         """Return the members that are to be reached over another one, and over which."""
@@ -139,7 +146,7 @@ class Relays:
         except PmeshError as e:
             _log.debug("no relayed path", over=relay.peer.name, reason=str(e))
         finally:
-            self._opening.discard(member)
+            del self._opening[member]
 
     def _take(self, relay: Link, message: Relay) -> None:
         """Take what comes from an agent that forwards it to this one."""

@@ -40,6 +40,8 @@ from pmesh.errors import LaneBroken, PmeshError, ProtocolError
 # Else each packet would wake a thread. Linux's first window is twice that, and grows as it is read.
 WAKE_UP_BYTES = 32 * 1024
 GREETING_TIMEOUT_S = 5.0  # as for every connection that has not proven what it is
+_WHOLE_BYTES = OVERHEAD_BYTES + MAX_BODY_BYTES
+_GREETING_BYTES = OVERHEAD_BYTES + PREAMBLE_BYTES
 
 
 class CallsDiffer(PmeshError):  # noqa: N818 - a state, as in pmesh.errors
@@ -102,7 +104,6 @@ class Lane:
         ours, theirs = offer.key, offer.return_key
         if not sending:
             ours, theirs = theirs, ours
-        full, greeting = OVERHEAD_BYTES + MAX_BODY_BYTES, OVERHEAD_BYTES + PREAMBLE_BYTES
         self.peer = peer
         self.sending = sending
         self.hosts = _hosts_of(sock)
@@ -122,9 +123,10 @@ class Lane:
         self._path_lost = False
         self._sealer = Sealer(ours)
         self._opener = Opener(theirs)
-        self._out = memoryview(bytearray(full if sending else greeting))
+        self._out = memoryview(bytearray(_GREETING_BYTES))
         self._unsent = self._out[:0]
-        self._in = memoryview(bytearray(greeting if sending else full))
+        self._in = memoryview(bytearray(_GREETING_BYTES))
+        """Both are as long as a record from the first one on: many a lane is never used."""
         self._filled = 0  # bytes of _in that hold what has arrived
         self.wake_up_bytes = wake_up_bytes
         """Who waits for more than that is woken only when so much is there."""
@@ -208,6 +210,8 @@ class Lane:
         Otherwise the rest goes with `flush`, before which there is no other `post`.
         """
         assert self.idle, "flush before the next post"  # noqa: S101 - its buffer is in use
+        if len(self._out) < OVERHEAD_BYTES + header.body_bytes:
+            self._out = memoryview(bytearray(_WHOLE_BYTES))
         self._unsent = self._out[: self._sealer.seal(header, body, self._out)]
         self._send_some()
         return self.idle
@@ -301,6 +305,10 @@ class Lane:
     def _fill(self, enough: int, limit: int) -> Generator[Wait, None, bool]:
         """Receive until `_in` holds `enough`, at most `limit`; True if that took a wait."""
         waited = False
+        if len(self._in) < limit:
+            whole = memoryview(bytearray(_WHOLE_BYTES))
+            whole[: self._filled] = self._in[: self._filled]
+            self._in = whole
         while self._filled < enough:
             try:
                 count = self._socket.recv_into(self._in[self._filled : limit])
@@ -343,7 +351,9 @@ class Lane:
 
     def _header(self) -> RecordHeader:
         try:
-            return read_header_untrusted(self._in, max_body_bytes=len(self._in) - OVERHEAD_BYTES)
+            return read_header_untrusted(
+                self._in, max_body_bytes=PREAMBLE_BYTES if self.sending else MAX_BODY_BYTES
+            )
         except ProtocolError as e:
             raise self._broken(f"broke: {e}") from e
 

@@ -27,6 +27,7 @@ from pmesh.errors import ProtocolError
 from pmesh.net.lanes.lane import Lane, Steps, Wait
 
 MAX_SUBFLOWS = 16  # twice as many as a link has paths; more is an attack
+MAX_INDICES = 65_536  # that have served: a path that comes and goes each minute, for six weeks
 GRACE_S = 2.0  # after the last path has failed, until another one is joined
 LINGER_S = 2.0  # after `close`, until all that was sent has been acknowledged
 TICK_S = 0.05  # of what no call does: the last acknowledgements, and what is lost after an op
@@ -104,7 +105,11 @@ class MultipathLane(Lane):
     """
 
     def __init__(self, first: Lane, facts: Facts, offer: OfferLane) -> None:
-        """The lane of `offer`, whose connection with index 0 has been greeted."""
+        """The lane of `offer`, whose connection with index 0 has been greeted.
+
+        Raises:
+            LaneBroken: No descriptor is left for its selector. The connection is closed.
+        """
         super().__init__(first.give_up()[0], offer, sending=first.sending, peer=first.peer)
         self.wake_up_bytes = first.wake_up_bytes
         self._lock = threading.Lock()
@@ -113,10 +118,8 @@ class MultipathLane(Lane):
         self._sends = core.SendWindow()
         self._receives = core.ReceiveWindow()
         self._buffers = _Buffers()
-        self._selector = selectors.DefaultSelector()
-        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._selector, self._wake_reader, self._wake_writer = self._open_selector()
         self._is_woken = False
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._news = trio.Event()
         self._tending = False
         self._is_shut = False
@@ -125,6 +128,21 @@ class MultipathLane(Lane):
         self._why = "was closed"
         self.join(first, 0, facts)
 
+    def _open_selector(self) -> tuple[selectors.DefaultSelector, socket.socket, socket.socket]:
+        """Return a selector, and a pair of sockets of which the first one wakes it."""
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(super().close)
+            try:
+                selector = on_error.enter_context(selectors.DefaultSelector())
+                reader, writer = socket.socketpair()
+                on_error.callback(reader.close)
+                on_error.callback(writer.close)
+                selector.register(reader, selectors.EVENT_READ)
+            except OSError as e:
+                raise self._broken(f"has no room: {e.strerror}") from e
+            on_error.pop_all()
+        return selector, reader, writer
+
     # --- its connections
 
     def join(self, connection: Lane, index: int, facts: Facts) -> None:
@@ -132,16 +150,21 @@ class MultipathLane(Lane):
 
         Raises:
             LaneBroken: another one was joined under the index, whose keys serve once; or there are
-                too many; or the lane is closed. The connection is closed.
+                too many, also for the system; or the lane is closed. The connection is closed.
         """
-        if self.is_closed or self.has_used(index) or len(self._subflows) >= MAX_SUBFLOWS:
+        is_full = len(self._subflows) >= MAX_SUBFLOWS or len(self._used) >= MAX_INDICES
+        if self.is_closed or self.has_used(index) or is_full:
             connection.close()
             raise self._broken(f"takes no connection with index {index}")
         self._used.add(index)
         sock, sealer, opener = connection.give_up()
         with self._lock:
+            try:
+                self._selector.register(sock, selectors.EVENT_READ)
+            except OSError as e:  # the system watches no more
+                sock.close()
+                raise self._broken(f"has no room: {e.strerror}") from e
             self._subflows[index] = _Subflow(index, connection.hosts, sock, sealer, opener)
-            self._selector.register(sock, selectors.EVENT_READ)
             self._sends.add(
                 index,
                 bytes_per_s=facts.bytes_per_s,

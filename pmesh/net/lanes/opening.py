@@ -106,7 +106,8 @@ def local_lanes(offer: OfferLane, *, peers: tuple[str, str]) -> tuple[Lane, Lane
 
 def _lane_over(stream: trio.SocketStream, offer: OfferLane, *, sending: bool, peer: str) -> Lane:
     # Below trio's sockets: theirs always yield, and `post` must send without giving up its turn.
-    sock = socket.socket(fileno=stream.socket.detach())
+    family = stream.socket.family  # which macOS does not say any more of one that was reset
+    sock = socket.socket(family, socket.SOCK_STREAM, fileno=stream.socket.detach())
     if not _is_within_one_machine(sock):
         # The system's own send buffer is better there: it grows with what is under way.
         return Lane(sock, offer, sending=sending, peer=peer, wake_up_bytes=WAKE_UP_BYTES)

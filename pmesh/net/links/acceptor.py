@@ -5,6 +5,7 @@ oldest is closed first, and TLS starts only when the first bytes look like pmesh
 kind take less than 16 MiB (tests/net/links/test_acceptor_memory.py measures it).
 """
 
+import contextlib
 import errno
 import math
 from collections import Counter
@@ -18,7 +19,8 @@ from pmesh.core.wire.framing import FIRST_BYTES, FirstBytes, recognize
 from pmesh.errors import PeerUnreachable, PmeshError
 from pmesh.net.links.interfaces import remote_address_of
 
-OUT_OF_RESOURCES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
+BROKEN_LISTENER: Final = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK})
+"""Errors of `accept` that stay, so that only another listener can help. All others pass."""
 RETRY_S: Final = 0.1  # before the next attempt to accept, as in trio.serve_listeners
 
 
@@ -52,7 +54,7 @@ class DoorCounters:
     refused: int = 0
     """Closed for another mesh key, another version, an unknown lane, or an interface not used."""
     out_of_files: int = 0
-    """Not accepted, as the system had no descriptor or memory left."""
+    """Not accepted, as the system had no descriptor or memory left, or refused it otherwise."""
     pending: int = 0
     """Not yet authenticated."""
 
@@ -91,8 +93,8 @@ class Acceptor(Generic[StreamT]):
     `authenticated`. Until the handler calls it, the connection is a stranger's: limited,
     and cancelled when its time is over. After the call the stream belongs to the handler; a call
     that is too late raises PeerUnreachable. A handler that returns or raises a PmeshError before
-    the call refuses the connection, which the acceptor then closes. Any other exception ends
-    `serve`, as does every exception after the call.
+    the call refuses the connection, which the acceptor then closes. Any other exception, and every
+    exception after the call, goes to `contain`, or ends `serve` without it.
     """
 
     def __init__(
@@ -101,11 +103,22 @@ class Acceptor(Generic[StreamT]):
         on_link: Handler[StreamT],
         on_lane: Handler[StreamT],
         uses: Callable[[StreamT], bool] = lambda _: True,
+        contain: Callable[[str], contextlib.AbstractContextManager[object]] = (
+            contextlib.nullcontext
+        ),
     ) -> None:
-        """`uses` is False for a connection over an interface that is not used; it is refused."""
+        """Make an acceptor that doesn't accept yet.
+
+        Args:
+            on_link: Takes connections that may become links.
+            on_lane: Takes those that may become lanes.
+            uses: False for a connection over an interface that is not used; it is refused.
+            contain: Lets no exception out of what is said to end with it.
+        """
         self._on_link = on_link
         self._on_lane = on_lane
         self._uses = uses
+        self._contain = contain
         self._counts: Counter[str] = Counter()  # by the names of DoorCounters
         self._pending: list[_Visitor] = []  # oldest first
         self._pace = _Pace()
@@ -148,7 +161,7 @@ class Acceptor(Generic[StreamT]):
                 except trio.ClosedResourceError:
                     return
                 except OSError as e:
-                    if e.errno not in OUT_OF_RESOURCES:
+                    if e.errno in BROKEN_LISTENER:
                         raise
                     await self._wait_for_resources()
                 else:
@@ -180,9 +193,9 @@ class Acceptor(Generic[StreamT]):
         visitor.scope.cancel()
 
     async def _meet(self, stream: StreamT, visitor: _Visitor) -> None:
-        outcome: _Outcome = "timed_out"
+        outcome: _Outcome = "refused"
         try:
-            with visitor.scope:
+            with self._contain("a connection to this agent's port"), visitor.scope:
                 outcome = await self._let_in(stream, visitor)
         finally:
             if visitor in self._pending:  # neither authenticated nor dropped: not counted yet

@@ -45,7 +45,8 @@ async def dial(
             return await trio.open_tcp_stream(address.host, address.port)
     except trio.TooSlowError as e:
         raise PeerUnreachable(f"{where} does not answer ({timeout_s:g} s)") from e
-    except (OSError, ValueError) as e:  # ValueError: a name that can't be one
+    except (OSError, ValueError, RuntimeError) as e:
+        # ValueError: a name that can't be one. RuntimeError: no thread is left that could look up.
         raise _explain(e, address) from e
 
 
@@ -134,7 +135,7 @@ async def dial_any(
     return winner
 
 
-def _explain(error: OSError | ValueError, address: Address) -> NetworkError:
+def _explain(error: OSError | ValueError | RuntimeError, address: Address) -> NetworkError:
     where = str(address)
     codes = set(error_numbers(error))
     if psutil.MACOS and errno.EHOSTUNREACH in codes and _may_be_neighbour(address.host):

@@ -42,13 +42,13 @@ def _ask(stream: trio.abc.Stream, question: str) -> Address:
     """Ask the socket of the stream; a test's stream with an address has a `socket` too."""
     try:
         name: object = getattr(getattr(stream, "socket", None), question)()
-    except (AttributeError, OSError):  # no socket; no longer connected
+        if not isinstance(name, tuple):  # AF_UNIX: a path
+            return UNKNOWN
+        host, port, *ipv6 = cast("tuple[str, int, int, int]", name)
+        scope = ipv6[1] if ipv6 else 0
+        return Address(f"{host}%{socket.if_indextoname(scope)}" if scope else host, port)
+    except (AttributeError, OSError):  # no socket; not connected, or its interface is gone
         return UNKNOWN
-    if not isinstance(name, tuple):  # AF_UNIX: a path
-        return UNKNOWN
-    host, port, *ipv6 = cast("tuple[str, int, int, int]", name)
-    scope = ipv6[1] if ipv6 else 0
-    return Address(f"{host}%{socket.if_indextoname(scope)}" if scope else host, port)
 
 
 def _bound_interface(stream: trio.abc.Stream) -> str:
@@ -224,7 +224,7 @@ class AddressWatch:
         while True:
             try:
                 return await self._poll()
-            except OSError:  # no descriptor is left now; later one may be
+            except (OSError, RuntimeError):  # no descriptor or thread is left now
                 await trio.sleep(POLL_S)
 
     async def _poll(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import trio
 
 from pmesh.core.links.addresses import LocalAddress, interfaces_that_share_a_network
-from pmesh.net.links.interfaces import SO_BINDTODEVICE, AddressWatch
+from pmesh.net.links.interfaces import POLL_S, SO_BINDTODEVICE, AddressWatch
 
 BACKLOG = 128
 
@@ -35,7 +35,12 @@ async def listen_at_interfaces(
     addresses: tuple[LocalAddress, ...] = ()
     while True:
         addresses = await watch.changed_from(addresses)
-        numbers = {name: number for number, name in socket.if_nameindex()}
+        try:
+            numbers = {name: number for number, name in socket.if_nameindex()}
+        except OSError:  # no descriptor is left now
+            addresses = ()
+            await trio.sleep(POLL_S)
+            continue
         names = interfaces_that_share_a_network(addresses)
         if watch.is_restricted:  # with one that is not used
             names = frozenset(address.interface for address in addresses)

@@ -32,7 +32,7 @@ from pmesh.core.wire.local import (
     encode,
 )
 from pmesh.errors import AgentAlreadyRunning, ConfigError, ProtocolError
-from pmesh.net.links.acceptor import OUT_OF_RESOURCES, RETRY_S
+from pmesh.net.links.acceptor import BROKEN_LISTENER, RETRY_S
 
 
 class PeerCredentials(NamedTuple):
@@ -208,7 +208,7 @@ class SessionCounters:
     """Closed after VISIT_S, or as the oldest of too many visitors."""
     garbage: int = 0
     out_of_files: int = 0
-    """Not accepted, as the system had no descriptor or memory left."""
+    """Not accepted, as the system had no descriptor or memory left, or refused it otherwise."""
 
 
 Handler: TypeAlias = Callable[[Session], Awaitable[object]]
@@ -254,7 +254,7 @@ class _Sessions:
             try:
                 stream = await listener.accept()
             except OSError as e:
-                if e.errno not in OUT_OF_RESOURCES:
+                if e.errno in BROKEN_LISTENER:
                     raise
                 self._counters.out_of_files += 1
                 self._end_oldest_visit()  # it holds a descriptor that another may need

@@ -10,6 +10,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from pmesh.agent.jobs import op_task
 from pmesh.agent.jobs.op_task import Op
 from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.agent.jobs.retained import MAX_EARLY
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.core.jobs.attempt import LANE_GRACE_S
 from pmesh.core.links.health import WIRED
@@ -215,11 +216,28 @@ async def test_nobody_is_served_what_is_not_retained(clock: MockClock) -> None:
             (0, rank.id, TrainerId(7), roster.number),
             (0, other, rank.id, roster.number),
         ):
-            jobs.results.answer(
-                AskResult(roster.job, roster.born, number, OpNumber(op), holder, asker)
-            )
+            ask = AskResult(roster.job, roster.born, number, OpNumber(op), holder, asker)
+            jobs.results.answer(here.machines[1].agent.jobs.me, ask)
         await wait_all_tasks_blocked()
         assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
+
+
+async def test_only_who_lacks_a_result_may_have_it_sent(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        one, other, third = here.machines
+        trainers = await here.job(one, other)
+        await reduce_all(trainers)
+        jobs, (rank,) = one.agent.jobs, one.agent.jobs.ranks
+        roster = rank.roster
+        (peer,) = [trainer for trainer in roster.ids if trainer != rank.id]
+        for op in range(200):  # early, too
+            for number in (roster.number, roster.number + 1):
+                ask = AskResult(roster.job, roster.born, number, OpNumber(op), rank.id, peer)
+                jobs.results.answer(third.agent.jobs.me, ask)
+        assert not jobs.results._serving  # noqa: SLF001
+        assert [len(asks) for asks in jobs.results._early.values()] == [MAX_EARLY]  # noqa: SLF001
+        await third.kill()
+        await until(lambda: not jobs.results._early)  # noqa: SLF001
 
 
 async def test_a_result_of_another_call_is_not_taken_from_a_rank_on_the_same_machine(

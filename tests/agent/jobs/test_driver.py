@@ -131,5 +131,6 @@ async def test_a_fetch_that_breaks_on_its_way_ends_nobody(
         (rank,) = jobs.ranks
         r = rank.roster
         (other,) = [trainer for trainer in r.ids if trainer != rank.id]
-        jobs.results.answer(AskResult(r.job, r.born, r.number, OpNumber(0), rank.id, other))
+        ask = AskResult(r.job, r.born, r.number, OpNumber(0), rank.id, other)
+        jobs.results.answer(here.machines[1].agent.jobs.me, ask)
         assert await reduce_all(trainers) == [2.0, 2.0]

@@ -131,7 +131,7 @@ async def test_a_rank_without_a_place_waits_for_the_view_that_says_so() -> None:
         rank.follow(roster(3, trainers=[trainer(OTHER), trainer(THIRD)]))
         with rank.attempt() as attempt:
             async with trio.open_nursery() as nursery:
-                rendezvous = LaneRendezvous(A, NoReach(), nursery, bytes)
+                rendezvous = LaneRendezvous(A, NoReach(), nursery, bytes, awaits=lambda _: True)
                 nursery.start_soon(rank.ring, rendezvous)
                 await wait_all_tasks_blocked()
                 rendezvous.close()

@@ -16,7 +16,7 @@ from pmesh.core.jobs.attempt import ASK_AGAIN_S
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import OpOutcome
 from pmesh.core.wire.link import AskResult
-from pmesh.ids import OpNumber, TrainerId
+from pmesh.ids import Member, OpNumber, TrainerId
 from pmesh.net.lanes import ring
 from pmesh.net.lanes.ring import RingPosition
 from tests.worlds.trainer import Trainer, together, until
@@ -178,12 +178,12 @@ async def test_a_holder_that_is_asked_before_its_view_comes_answers_as_soon_as_i
 ) -> None:
     real, asked_at = ResultServer.answer, list[float]()
 
-    def answer_early(server: ResultServer, ask: AskResult) -> None:
+    def answer_early(server: ResultServer, member: Member, ask: AskResult) -> None:
         asked_at.append(trio.current_time())
         (holder,) = jobs.ranks
         roster = holder.roster
         holder.roster = msgspec.structs.replace(roster, number=ask.number - 1)
-        real(server, ask)
+        real(server, member, ask)
         holder.roster = roster
         monkeypatch.setattr(ResultServer, "answer", real)
         jobs.install(jobs.membership.view)
@@ -212,10 +212,10 @@ async def test_a_second_holder_is_asked_when_the_first_does_not_answer(
 ) -> None:
     real, asked = ResultServer.answer, list[AskResult]()
 
-    def answer(server: ResultServer, ask: AskResult) -> None:
+    def answer(server: ResultServer, member: Member, ask: AskResult) -> None:
         asked.append(ask)
         if ask.holder != 0:
-            real(server, ask)
+            real(server, member, ask)
 
     monkeypatch.setattr(ResultServer, "answer", answer)
     async with village(clock, 4) as here:

@@ -1,9 +1,11 @@
 """Lanes over several paths between two agents: which get several connections, and when."""
 
+import errno
 import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import NoReturn
 
 import pytest
 import trio
@@ -14,12 +16,13 @@ from pmesh.agent.lanes.lane_paths import WIDEN_EVERY_S
 from pmesh.agent.lanes.rendezvous import LaneKey
 from pmesh.core.wire.link import OfferLane
 from pmesh.core.wire.records import PREAMBLE_BYTES, Preamble, encode_preamble
-from pmesh.errors import NetworkError, PeerUnreachable
+from pmesh.errors import LaneBroken, NetworkError, PeerUnreachable
 from pmesh.ids import Member
 from pmesh.net.lanes import lane as lane_module
+from pmesh.net.lanes import multipath
 from pmesh.net.lanes.lane import Lane, PathLost
 from pmesh.net.lanes.multipath import Carrier, Facts, MultipathLane
-from tests.agent.lanes.test_rendezvous import A, B, Side, edge, opened, take
+from tests.agent.lanes.test_rendezvous import A, B, Side, descriptors, edge, opened, take
 from tests.worlds.lanes import header
 from tests.worlds.trainer import until
 
@@ -361,3 +364,32 @@ async def reopened(ada: Cabled, bob: Cabled) -> tuple[Cabled, Cabled]:
     ada.rendezvous.offer(edge(), B)
     await trio.lowlevel.checkpoint()
     return ada, bob
+
+
+async def test_no_descriptor_for_a_lane_of_several_connections_is_a_broken_lane(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_machines(monkeypatch, "cable", "wifi") as (ada, bob):
+        before = descriptors()
+        with monkeypatch.context() as full:
+            full.setattr(multipath, "socket", WithoutPairs())
+            ada.rendezvous.offer(edge(), B)
+            with pytest.raises(LaneBroken, match="can be made"):
+                await take(ada, sending=True)
+        assert "Too many open files" in str(ada.complaints[0])
+        await trio.sleep(1)
+        assert descriptors() == before
+        lanes = await both_ends(ada, bob, edge(6))
+        assert used(ada, lanes[0]) == {"cable"}  # at first, as always
+        close(*lanes)
+    assert autojump_clock.current_time() < 5
+
+
+class WithoutPairs:
+    """The module `socket`, as it is once no descriptor is left."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(socket, name)
+
+    def socketpair(self) -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")

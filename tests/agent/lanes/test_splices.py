@@ -7,15 +7,22 @@ from itertools import count
 
 import pytest
 import trio
-from trio.testing import MockClock
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent.lanes.rendezvous import LaneEnd, LaneRendezvous
-from pmesh.agent.lanes.splices import ARRIVAL_S, MAX_SPLICES
+from pmesh.agent.lanes.splices import (
+    ARRIVAL_S,
+    IDLE_S,
+    MAX_ALL_SPLICES,
+    MAX_DIALS,
+    MAX_SPLICES,
+)
 from pmesh.core.wire.link import OfferLane, Splice
 from pmesh.core.wire.records import PREAMBLE_BYTES, Preamble, encode_preamble
 from pmesh.errors import LaneBroken, NetworkError, PeerUnreachable
 from pmesh.ids import Member
-from tests.agent.lanes.test_rendezvous import A, B, C, edge
+from tests.agent.lanes.test_rendezvous import A, B, C, descriptors, edge
+from tests.worlds.builders import make_member
 from tests.worlds.trainer import until
 from tests.worlds.village import NoReach
 
@@ -32,7 +39,7 @@ class Between(NoReach):
     """The one that forwards, and what Cara gets."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
-        self.rendezvous = LaneRendezvous(B, self, nursery, bytes)
+        self.rendezvous = LaneRendezvous(B, self, nursery, bytes, awaits=lambda _: True)
         self.caras: list[trio.SocketStream] = []
         self.complaints: list[NetworkError] = []
         self.is_cara_up = True
@@ -137,6 +144,85 @@ async def test_what_one_member_makes_another_forward_is_limited(
         await ada.aclose()
 
 
+async def test_what_all_members_make_another_forward_is_limited(autojump_clock: MockClock) -> None:
+    assert autojump_clock
+    async with between() as here:
+        splices = here.rendezvous.splices
+        askers = [make_member(letter) for letter in "qrstuvwx"]
+        for number in range(len(askers) * MAX_SPLICES):
+            ticket = number.to_bytes(16, "big")
+            here.rendezvous.accept(askers[number // MAX_SPLICES], Splice(ticket, C))
+        await wait_all_tasks_blocked()
+        assert len(splices._awaited) == MAX_ALL_SPLICES  # noqa: SLF001
+        for asker in askers:
+            here.rendezvous.lose(asker)
+        await wait_all_tasks_blocked()
+        assert not splices._awaited  # noqa: SLF001
+        assert not splices._under_way  # noqa: SLF001
+
+
+async def test_what_is_idle_for_a_minute_is_closed(autojump_clock: MockClock) -> None:
+    async with between() as here:
+        before = descriptors()
+        here.rendezvous.accept(A, Splice(TICKET, C))
+        ada = await here.connect()
+        await until(lambda: bool(here.caras))
+        (cara,) = here.caras
+        for sends, receives in ((ada, cara), (cara, ada)):
+            await trio.sleep(IDLE_S - 1)
+            await sends.send_all(b"x")
+            assert await receive(receives, 1) == b"x"
+        since = autojump_clock.current_time()
+        with trio.fail_after(2 * IDLE_S):
+            assert await receive(ada, 1) == await receive(cara, 1) == b""
+        assert autojump_clock.current_time() == pytest.approx(since + IDLE_S, abs=0.1)
+        await ada.aclose()
+        await cara.aclose()
+        assert descriptors() == before
+
+
+@pytest.mark.parametrize("lost", [A, C], ids=["who has asked", "where it leads"])
+async def test_what_is_continued_for_a_peer_or_to_it_goes_with_its_link(
+    autojump_clock: MockClock, lost: Member
+) -> None:
+    async with between() as here:
+        before = descriptors()
+        adas = list[trio.SocketStream]()
+        for number in range(MAX_SPLICES):
+            ticket = bytes([number]) * 16
+            here.rendezvous.accept(A, Splice(ticket, C))
+            if number % 2:  # the others never come
+                adas.append(await here.connect(ticket))
+        await until(lambda: len(here.caras) == len(adas))
+        here.rendezvous.lose(lost)
+        for stream in (*adas, *here.caras):
+            assert await receive(stream, 1) == b""
+            await stream.aclose()
+        assert descriptors() == before
+        assert not here.rendezvous.splices._under_way  # noqa: SLF001
+        assert autojump_clock.current_time() < 1
+
+
+async def test_a_member_makes_another_dial_a_few_at_a_time(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dials = 0
+
+    async def nobody_answers(_: Member) -> trio.SocketStream:
+        nonlocal dials
+        dials += 1
+        await trio.sleep_forever()
+        raise AssertionError("nobody answers")
+
+    async with between() as here:
+        monkeypatch.setattr(here, "dial_member", nobody_answers)
+        for number in range(MAX_SPLICES):
+            here.rendezvous.accept(A, Splice(bytes([number]) * 16, C, dial=True))
+        await trio.sleep(1)
+        assert dials == MAX_DIALS
+        assert autojump_clock.current_time() >= 1
+
+
 async def test_a_connection_that_can_not_go_on_is_closed(autojump_clock: MockClock) -> None:
     assert autojump_clock
     async with between() as here:
@@ -177,7 +263,11 @@ class End(NoReach):
         self.street = street
         numbers = count(me.incarnation * 1000)
         self.rendezvous = LaneRendezvous(
-            me, self, nursery, lambda size: next(numbers).to_bytes(size, "big")
+            me,
+            self,
+            nursery,
+            lambda size: next(numbers).to_bytes(size, "big"),
+            awaits=lambda _: True,
         )
 
     def send(self, member: Member, message: OfferLane | Splice) -> None:

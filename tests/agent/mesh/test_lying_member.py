@@ -1,7 +1,7 @@
 """One who holds the mesh key and sends what no honest member would, to a whole agent."""
 
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,19 +22,25 @@ from pmesh.core.wire.link import (
     Hello,
     KnownPeers,
     LinkMessage,
+    OfferLane,
     PathMessage,
     Propose,
     Refuse,
+    Splice,
     TellView,
 )
-from pmesh.errors import PeerUnreachable, ProtocolError
-from pmesh.ids import MAX_COUNTER, Epoch, Incarnation, Member, NodeId
+from pmesh.errors import LaneBroken, PeerUnreachable, ProtocolError
+from pmesh.ids import MAX_COUNTER, Epoch, Incarnation, JobName, Member, NodeId, TrainerId
+from pmesh.net.lanes.lane import Lane
+from pmesh.net.lanes.opening import dial_lane
 from pmesh.net.links.path import Path, shake_hands
 from pmesh.net.links.tls import TlsContexts
-from tests.worlds.builders import make_heartbeat, make_roster, make_view, unsigned
+from tests.agent.lanes.test_rendezvous import descriptors
+from tests.worlds.builders import make_heartbeat, make_member, make_roster, make_view, unsigned
 from tests.worlds.nodes import signed
 from tests.worlds.trainer import until
 from tests.worlds.village import MESH, Machine, village
+from tests.worlds.village_ops import reduce_all
 
 KEY = NodeKey.from_seed(b"l" * 32)
 LIAR = Member(KEY.node, Incarnation(666))
@@ -307,3 +313,55 @@ async def test_a_refusal_of_nothing_changes_nothing(clock: MockClock) -> None:
             liar.link.send(Refuse(Epoch(1, *LIAR), Epoch(2, *LIAR)))
             await until(lambda: one.agent.membership.state.highest_counter == 2)
             assert not liar.ended
+
+
+# --- lanes of jobs that do not exist
+
+
+def made_up_offer(number: int) -> OfferLane:
+    return OfferLane(
+        lane=number.to_bytes(16, "big"),
+        job=JobName("there is none"),
+        born=Epoch(1, *LIAR),
+        number=number,
+        sender=TrainerId(0),
+        receiver=TrainerId(1),
+        key=bytes(32),
+        return_key=bytes(32),
+        dial=number % 3 == 0,
+        several=number % 2 == 0,
+    )
+
+
+async def test_a_member_without_a_rank_that_opens_lanes_leaves_nothing(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        trainers = await here.job(one, two)
+        for _ in range(4):  # then they have all the memory that they need
+            await reduce_all(trainers)
+        before, most = descriptors(), 0
+        opened: list[Lane] = []
+
+        async def open_it(offer: OfferLane) -> None:
+            stream = await trio.open_tcp_stream("127.0.0.1", one.port)
+            with suppress(LaneBroken):
+                opened.append(await dial_lane(stream, offer, peer="victim"))
+
+        async with lying_to(one) as liar:
+            for number in range(1, 91):
+                liar.link.send(made_up_offer(number))
+                liar.link.send(Splice(number.to_bytes(16, "little"), of(two)))
+            await trio.sleep(0.1)
+            async with trio.open_nursery() as nursery:
+                for number in range(1, 91):
+                    if number % 3:
+                        nursery.start_soon(open_it, made_up_offer(number))
+                        await trio.sleep(0.1)
+                        most = max(most, descriptors() - before - len(nursery.child_tasks))
+            assert not opened
+            assert most <= 64
+            assert [r[0] for r in await reduce_all(trainers)] == [2.0, 2.0]
+        await trio.sleep(5)
+        assert descriptors() == before
+        assert one.agent.peers.broken_links == 0
+        assert [r[0] for r in await reduce_all(trainers)] == [2.0, 2.0]

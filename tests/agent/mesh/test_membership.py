@@ -63,6 +63,9 @@ class Follower:
             self.membership.reevaluate()
             self.membership.beat()
 
+    def lost(self, member: Member) -> None:
+        self.told.append(f"lost {member.incarnation}")
+
     def marked(self, member: Member, heartbeat: Heartbeat) -> None:
         del member
         self.told.append(f"marked {heartbeat.view.counter}")

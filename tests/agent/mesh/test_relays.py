@@ -4,19 +4,20 @@ import itertools
 from collections.abc import Callable
 
 import msgspec
+import pytest
 import trio
 from trio.testing import MockClock
 
 from pmesh.agent.mesh.links import Link, LivePath
 from pmesh.agent.mesh.probing import PROBE_EVERY_S
-from pmesh.agent.mesh.relays import LINGER_S, RELAY_AFTER_S
+from pmesh.agent.mesh.relays import LINGER_S, MAX_OPENING, RELAY_AFTER_S
 from pmesh.core.links.addresses import BoundAddress
 from pmesh.core.links.health import LONGEST_SILENCE_S
 from pmesh.core.links.paths import LONGEST_RELAYED_S, RELAYED
 from pmesh.core.links.relaying import MAX_RELAYED, WINDOW_BYTES, Onward
 from pmesh.core.wire.link import MAX_RELAYED_BYTES, Relay
 from pmesh.errors import PeerUnreachable
-from pmesh.ids import NodeId
+from pmesh.ids import Incarnation, Member, NodeId
 from pmesh.net.links.path import Path
 from tests.worlds.trainer import until
 from tests.worlds.village import Machine, village
@@ -177,6 +178,28 @@ async def test_the_connections_over_one_member_are_limited(clock: MockClock) -> 
             link_to(one, other).send(Relay(stranger, 1, data=b"\x16"))  # of a TLS handshake
         await trio.sleep(1)
         assert len(other.agent.peers.relays.streams) == MAX_RELAYED
+
+
+async def test_a_peer_that_hears_many_who_do_not_exist_causes_few_connections(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 2) as here:
+        one, other = here.machines
+        link = link_to(one, other)
+        invented = [
+            Member(NodeId(b"\xff" * 31 + bytes([n])), Incarnation(n + 1)) for n in range(60)
+        ]
+        for member in invented:
+            link.introduce(member)
+        heard = {member.incarnation for member in invented}
+        forwarding = other.agent.peers.relays.forwarding
+        monkeypatch.setattr(forwarding, "forward", lambda *_, **__: None)
+        monkeypatch.setattr(one.agent.membership, "hears", lambda _: heard)
+        most = 0
+        for _ in range(20):
+            await trio.sleep(1)
+            most = max(most, len(one.agent.peers.relays.streams))
+        assert most == MAX_OPENING
 
 
 async def test_the_ring_goes_around_two_that_are_linked_over_a_third(clock: MockClock) -> None:

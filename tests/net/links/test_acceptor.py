@@ -1,7 +1,7 @@
 import errno
 import math
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -258,6 +258,29 @@ async def test_what_a_handler_may_not_raise_ends_the_door_and_closes_its_listene
     assert street.closed
 
 
+async def test_what_is_contained_ends_one_connection_and_the_next_is_let_in() -> None:
+    contained: list[str] = []
+
+    @contextmanager
+    def contain(what: str) -> Generator[None]:
+        try:
+            yield
+        except OSError as e:
+            contained.append(f"{what}: {e.strerror}")
+
+    house, street = House(treat=fail_with(OSError(errno.EMFILE, "no descriptor"))), Street()
+    door = Acceptor[Stream](on_link=house.on_link, on_lane=house.on_lane, contain=contain)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(door.serve, [street])
+        for count in (1, 2):
+            caller = street.call()
+            await caller.send_all(PREAMBLE)
+            assert await is_closed(caller)
+            assert contained == ["a connection to this agent's port: no descriptor"] * count
+            assert door.counters == DoorCounters(accepted=count, refused=count)
+        nursery.cancel_scope.cancel()
+
+
 async def test_authentication_that_comes_too_late_is_void(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
@@ -325,7 +348,7 @@ async def test_lanes_need_no_turn(autojump_clock: trio.testing.MockClock) -> Non
         assert autojump_clock.current_time() == 0
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EIO])
 async def test_a_system_out_of_descriptors_costs_the_oldest_stranger_and_a_moment(
     autojump_clock: trio.testing.MockClock, number: int
 ) -> None:

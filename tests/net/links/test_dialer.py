@@ -58,6 +58,18 @@ async def test_a_refused_connection_says_what_to_do(refusing: Address) -> None:
         await dial(refusing)
 
 
+async def test_no_thread_to_look_up_a_name_is_one_dial_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def no_thread(_host: str, _port: int) -> trio.SocketStream:
+        await trio.lowlevel.checkpoint()
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(trio, "open_tcp_stream", no_thread)
+    with pytest.raises(PeerUnreachable, match="can't start new thread"):
+        await dial(Address("mac-mini.local", 1))
+
+
 @pytest.mark.parametrize("host", ["no such host", "x" * 70 + ".local", "nul\0", "é" * 100, ""])
 async def test_a_host_that_can_not_be_is_unreachable(host: str) -> None:
     with pytest.raises(PeerUnreachable):

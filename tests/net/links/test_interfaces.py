@@ -99,11 +99,14 @@ async def test_where_no_descriptor_is_left_addresses_stay_and_are_looked_at_late
     del autojump_clock
     without_notices(monkeypatch)
     no_file = OSError(errno.EMFILE, "Too many open files")
-    readings: Iterator[tuple[LocalAddress, ...] | OSError] = iter([(V4,), no_file, (V4, V6)])
+    no_thread = RuntimeError("can't start new thread")
+    readings: Iterator[tuple[LocalAddress, ...] | Exception] = iter(
+        [(V4,), no_file, no_thread, (V4, V6)]
+    )
 
     def read() -> tuple[LocalAddress, ...]:
         found = next(readings)
-        if isinstance(found, OSError):
+        if isinstance(found, Exception):
             raise found
         return found
 
@@ -548,6 +551,11 @@ def test_a_link_local_address_says_its_interface() -> None:
     stream = stream_from(("fe80::1", 5, 0, index))
     assert remote_address_of(stream) == Address(f"fe80::1%{interface}", 5)
     assert str(remote_address_of(stream)) == f"[fe80::1%{interface}]:5"
+
+
+def test_an_interface_that_is_gone_gives_no_address() -> None:
+    """Nor does a system without a descriptor, which it takes to ask for the name."""
+    assert remote_address_of(stream_from(("fe80::1", 5, 0, 2**30))) == UNKNOWN
 
 
 def test_a_global_address_has_no_scope() -> None:

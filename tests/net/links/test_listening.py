@@ -12,7 +12,7 @@ import trio.testing
 
 from pmesh.core.links.addresses import LocalAddress
 from pmesh.net.links import listening
-from pmesh.net.links.interfaces import SO_BINDTODEVICE, AddressWatch
+from pmesh.net.links.interfaces import POLL_S, SO_BINDTODEVICE, AddressWatch
 from pmesh.net.links.listening import listen_at_interfaces
 
 pytestmark = pytest.mark.skipif(not psutil.LINUX, reason="only Linux answers by its routes")
@@ -98,3 +98,23 @@ async def test_a_system_that_refuses_keeps_the_agents_own_listener(
             assert watch.uses(stream)  # by its address alone
             await watch.become(GONE)
             assert not watch.uses(stream)
+
+
+async def test_no_descriptor_to_ask_for_the_interfaces_is_no_end_of_listening(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    real, failures = socket.if_nameindex, [OSError(errno.EMFILE, "Too many open files")]
+
+    def if_nameindex() -> list[tuple[int, str]]:
+        if failures:
+            raise failures.pop()
+        return real()
+
+    monkeypatch.setattr(socket, "if_nameindex", if_nameindex)
+    watch = Addresses(only=["lo"])
+    async with listening_beside("127.0.0.1", watch) as (_, added):
+        await watch.become(LOOPBACK)
+        assert added == []
+        await trio.sleep(POLL_S + 1)
+        assert len(added) == 1
+    assert autojump_clock.current_time() > POLL_S

@@ -311,7 +311,7 @@ async def test_who_is_pushed_out_while_it_decides_to_stay_is_gone(path: Path) ->
             await stream.aclose()
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EIO])
 async def test_a_system_out_of_descriptors_costs_the_oldest_visitor_and_a_moment(
     path: Path,
     monkeypatch: pytest.MonkeyPatch,
