@@ -15,7 +15,7 @@ from pmesh.core.wire.link import Call, Envelope
 from pmesh.errors import ProtocolError
 from pmesh.ids import PRINTABLE, JobName, OpNumber, TrainerId
 
-SESSION_VERSION = 10
+SESSION_VERSION = 11
 SYNC_VALUES = 8
 """The number of int64 that each rank gives to a `sync`; its result has as many for each rank."""
 
