@@ -12,6 +12,7 @@ from pmesh.net.local.sessions import MAX_VISITORS
 OPEN_FILES = 10_240  # macOS starts programs with 256 and allows this many (OPEN_MAX)
 FEW_OPEN_FILES = 1024  # ample for 64 pending connections, 8 links, lanes and arenas of a few jobs
 
+MAX_FOLLOWERS = 64  # terminals with a launch
 MAX_TRAINERS = 128  # their part of a heartbeat takes half of a control message
 
 _FILES_OF_A_TRAINER = 2  # its connection, and a descriptor that reports the end of its process
@@ -25,6 +26,8 @@ class FilePlan:
     """The limit of this process."""
     visitors: int
     """Connections that have not identified themselves as a trainer's."""
+    followers: int
+    """Connections that show what a launch prints, for as long as it runs."""
     trainers: int
     """Connections of trainers: for their ops, for their messages, and for each group."""
     arenas: int
@@ -48,13 +51,19 @@ def plan_files(limit: int) -> FilePlan:
     """Divide the files: half stays for the agent's own listeners, links, lanes and dials.
 
     >>> plan_files(256)
-    FilePlan(limit=256, visitors=32, trainers=16, arenas=64)
+    FilePlan(limit=256, visitors=32, followers=16, trainers=16, arenas=48)
     """
     local = limit // 2
     visitors = max(min(MAX_VISITORS, local // 4), 1)
+    followers = max(min(MAX_FOLLOWERS, local // 8), 1)
     trainers = max(min(MAX_TRAINERS, local // 8), 1)
-    arenas = max(local - visitors - _FILES_OF_A_TRAINER * trainers, 0)
-    return FilePlan(limit=limit, visitors=visitors, trainers=trainers, arenas=arenas)
+    return FilePlan(
+        limit=limit,
+        visitors=visitors,
+        followers=followers,
+        trainers=trainers,
+        arenas=max(local - visitors - followers - _FILES_OF_A_TRAINER * trainers, 0),
+    )
 
 
 def open_files_limit() -> int:
@@ -89,8 +98,23 @@ class Admission:
     def __init__(self, files: FilePlan, *, memory_bytes: int) -> None:
         """`memory_bytes` is the machine's memory, half of which arenas may take."""
         self._files = files
+        self._followers = 0
         self._trainers = Budget[int](limit=files.trainers)
         self._arenas = ArenaBudget(files=files.arenas, nbytes=memory_bytes // 2)
+
+    @contextlib.contextmanager
+    def follow(self) -> Generator[None]:
+        """Admit a program that starts or follows a launch. Raises UsageError if full."""
+        if self._followers >= self._files.followers:
+            raise UsageError(
+                f"{self._followers} programs show launches here, as many as this agent serves; "
+                "end a 'pmesh logs -f' or a 'pmesh run --on'"
+            )
+        self._followers += 1
+        try:
+            yield
+        finally:
+            self._followers -= 1
 
     @contextlib.contextmanager
     def admit(self, pid: int) -> Generator[ArenaShare]:

@@ -445,9 +445,10 @@ class Agent:
                 await self._ping(session, name)
             case AskMachines() | ForgetName():
                 await self._tell_machines(session, request)
-            case Launch() | FollowLaunch() | AskLaunches() | AskHosts() | EndLaunch():
-                session.stay()
+            case AskLaunches() | AskHosts() | EndLaunch():
                 await serve_launch(session, request, self.launches)
+            case Launch() | FollowLaunch():
+                await self._serve_follower(session, request)
             case StopAgent():
                 session.stay()
                 await session.send(Stopping(os.getpid()))
@@ -456,8 +457,17 @@ class Agent:
             case _:
                 raise ProtocolError(f"a session can't begin with {type(request).__name__}")
 
+    async def _serve_follower(self, session: Session, request: Launch | FollowLaunch) -> None:
+        with contextlib.ExitStack() as admitted:
+            try:
+                admitted.enter_context(self._admission.follow())
+            except UsageError as e:
+                await refuse(session, "UsageError", str(e))
+                return
+            session.stay()
+            await serve_launch(session, request, self.launches)
+
     async def _ping(self, session: Session, name: str) -> None:
-        session.stay()
         try:
             pinged = await ping(name, self.peers, session.send, local=self._watch.current)
         except PmeshError as e:

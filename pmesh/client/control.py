@@ -119,8 +119,13 @@ def ask_launches(home: Path, *, timeout_s: float = 5.0) -> tuple[LaunchRow, ...]
         AgentNotRunning: Nobody listens at its socket.
         AgentStopped: The agent ended, or stayed silent for `timeout_s`.
     """
+    rows: list[LaunchRow] = []
     with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
-        return _ask(connection, AskLaunches(), Launches).rows
+        some = _ask(connection, AskLaunches(), Launches).rows
+        while some:
+            rows += some
+            some = _await(connection, Launches).rows
+    return tuple(rows)
 
 
 def ask_hosts(home: Path, request: AskHosts, *, timeout_s: float = 5.0) -> tuple[LaunchHost, ...]:
@@ -162,6 +167,10 @@ def stop_agent(home: Path, *, timeout_s: float = 10.0) -> int:
 
 def _ask(connection: AgentConnection, request: Request, wanted: type[ReplyT]) -> ReplyT:
     connection.send(request)
+    return _await(connection, wanted)
+
+
+def _await(connection: AgentConnection, wanted: type[ReplyT]) -> ReplyT:
     reply = connection.receive()
     if isinstance(reply, Refused):
         raise error_of(reply.verdict)

@@ -1,5 +1,6 @@
 """Whether this machine can run a command: its directory, its program, its Python, its files."""
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pmesh.core.launches.engines import why_not_set
+from pmesh.core.launches.engines import environment_of
 from pmesh.core.wire.launches import Command, Digest
 from pmesh.errors import UsageError
 
@@ -28,21 +29,19 @@ class Found(NamedTuple):
     cwd: Path
 
 
-def check_command(command: Command, environment: Mapping[str, str]) -> Found:
+def check_command(command: Command, inherited: Mapping[str, str]) -> Found:
     """Find all that the command needs; blocks, and runs a Python to learn its version.
 
     Args:
         command: What another machine asks for.
-        environment: What the command would inherit.
+        inherited: The agent's own environment.
 
     Raises:
         UsageError: Why it can't run here.
     """
-    refusal = why_not_set(name for name, _ in command.variables)
-    if refusal:
-        raise UsageError(refusal)
+    environment = environment_of(inherited, {}, command.variables)
     try:
-        return _find(command, environment)
+        return _find(command, environment, inherited)
     except (
         OSError,
         RuntimeError,
@@ -50,7 +49,7 @@ def check_command(command: Command, environment: Mapping[str, str]) -> Found:
         raise UsageError(f"it can't look for the command's files: {e}") from e
 
 
-def _find(command: Command, environment: Mapping[str, str]) -> Found:
+def _find(command: Command, environment: Mapping[str, str], inherited: Mapping[str, str]) -> Found:
     cwd = Path(command.cwd).expanduser()
     if not cwd.is_dir():
         raise UsageError(
@@ -58,10 +57,10 @@ def _find(command: Command, environment: Mapping[str, str]) -> Found:
         )
     if not os.access(cwd, os.X_OK):
         raise UsageError(f"the agent's user can't enter {command.cwd!r}")
-    program = find_program(command.words[0], cwd, environment)
+    program = find_program(command.words[0], cwd, inherited)
     if command.python:
         _check_python(program, command.python)
-        _check_module(program, command.words[1:], cwd, {**environment, **dict(command.variables)})
+        _check_module(program, command.words[1:], cwd, environment)
     cure = "copy it there" if command.tree else "copy it there, or give --sync"
     for digest in command.digests:
         _check_digest(cwd, digest, cure)
@@ -173,12 +172,14 @@ def python_files(package: Path) -> Sequence[Path]:
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    """Return TCP ports that nobody uses now; another program may take one before a rank does."""
-    sockets = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(count)]
-    try:
-        for one in sockets:
+    """Return TCP ports that nobody uses now; another program may take one before a rank does.
+
+    Raises OSError if the system has none left, or no descriptor.
+    """
+    ports: list[int] = []
+    with contextlib.ExitStack() as held:
+        for _ in range(count):
+            one = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             one.bind(("", 0))
-        return tuple(one.getsockname()[1] for one in sockets)
-    finally:
-        for one in sockets:
-            one.close()
+            ports.append(one.getsockname()[1])
+    return tuple(ports)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import trio
 from pmesh.agent.containment import Contain
 from pmesh.agent.launches.checks import Found
 from pmesh.core.launches import part as decide
-from pmesh.core.launches.engines import own_environment
+from pmesh.core.launches.engines import environment_of, ranks_untrusted, settings_of
 from pmesh.core.launches.lines import ERROR, MACHINE, OUT, LineSplitter, note
 from pmesh.core.launches.part import Part, PartStep, Report, Say, SignalRank, StartRank
 from pmesh.core.launches.restarts import exit_code
@@ -19,14 +18,14 @@ from pmesh.core.wire.launches import (
     MAX_OUTPUT_BYTES,
     AnyLaunchMessage,
     BeginRanks,
+    Command,
     InputRead,
     PrepareLaunch,
     RankEnded,
     RankInput,
     RankOutput,
-    RankPart,
 )
-from pmesh.errors import ProtocolError
+from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import Member, path_name
 from pmesh.net.local.groups import PipedChild, start_piped_group
 from pmesh.net.local.spool import Spool
@@ -65,7 +64,6 @@ class PartHere:
         restarts = prepare.terms.restarts if elastic else 0
         self.state = Part(restarts=restarts, grace_s=prepare.terms.grace_s)
         self._unstarted_s = UNSTARTED_S if prepare.command.tree is None else UNSTARTED_SYNCED_S
-        self.cancelled = False
         self.over = trio.Event()
         """All ranks have ended, or it was cancelled before they began."""
         self._link = link
@@ -74,10 +72,9 @@ class PartHere:
         self._send = send
         self._nursery = nursery
         self._contain = contain
-        self._parts: dict[int, RankPart] = {}
+        self._begun: BeginRanks | None = None
         self._children: dict[int, PipedChild] = {}
-        self._files = home / "launches" / path_name(f"{prepare.launch}-files")
-        self._reports = deque[tuple[int, RankEnded]]()
+        self._reports = list[tuple[int, RankEnded]]()
         """What has been reported, or will be once the output up to an offset was sent."""
         self._reported = 0
         self._sent = self._read = spool.end
@@ -94,6 +91,11 @@ class PartHere:
     @property
     def job(self) -> str:
         return self.prepare.job
+
+    @property
+    def command(self) -> Command:
+        """As the starter has given it."""
+        return self.prepare.command
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -139,6 +141,11 @@ class PartHere:
                 nursery.cancel_scope.cancel()
         remove_tree(self._files.parent, self._files.name)
 
+    @property
+    def _files(self) -> Path:
+        """What the engine wants: below the output, whose directory has a name of ours."""
+        return self.spool.directory / "files"
+
     def close(self) -> None:
         """Forget the output of a launch that is over."""
         self._scope.cancel()
@@ -148,13 +155,17 @@ class PartHere:
 
     def begin(self, message: BeginRanks) -> None:
         """Start the ranks. Raises ProtocolError if they were started already."""
-        if self.has_begun or self.cancelled or len(message.ranks) != self.prepare.ranks:
-            raise ProtocolError(
-                "a launch began twice, or with other ranks than it was prepared for"
-            )
-        self._parts = {part.rank: part for part in message.ranks}
+        ranks = ranks_untrusted(self.prepare, message)
+        if self.has_begun:
+            raise ProtocolError("a launch began twice")
+        if self.is_over:  # others kept the starter waiting, or 'pmesh stop' here crossed it
+            for rank in ranks:
+                code = -signal.SIGTERM
+                self._send(RankEnded(self.launch, message.generation, rank, code))
+            return
+        self._begun = message
         now = trio.current_time()
-        self._apply(decide.begin(self.state, message.generation, self._parts, now=now))
+        self._apply(decide.begin(self.state, message.generation, ranks, now=now))
 
     def end(self, number: int, *, is_lost: bool = False) -> None:
         """End all ranks by a signal, or cancel a launch that has not begun."""
@@ -162,13 +173,12 @@ class PartHere:
             now = trio.current_time()
             self._apply(decide.end(self.state, number, now=now, is_lost=is_lost))
         else:
-            self.cancelled = True
             self.over.set()
             self._tell()
 
     def read_up_to(self, offset: int) -> None:
         """The starter has stored the output up to here. Raises ProtocolError if it can't have."""
-        if offset > self._sent:
+        if offset > self.spool.end:  # what was sent over a link before this one may be, too
             raise ProtocolError("output was acknowledged that was never sent")
         self._read = max(self._read, offset)
         self._tell()
@@ -260,10 +270,9 @@ class PartHere:
         self._apply(decide.rank_ended(self.state, rank, code, now=trio.current_time()))
 
     async def _run_process(self, rank: int) -> int:
-        part = self._parts[rank]
         reads = rank == 0 and not self.prepare.terms.detach
         try:
-            environment = self._environment(part)
+            environment = self._environment(rank)
             async with start_piped_group(
                 self._found.words, cwd=self._found.cwd, environment=environment, reads=reads
             ) as child:
@@ -271,8 +280,9 @@ class PartHere:
                 if self.state.ends:  # the signal came while the process was started
                     child.send_signal(signal.SIGTERM)
                 return await self._follow(rank, child)
-        except OSError as e:
-            self._append(note(rank, f"{self._found.words[0]} can't be started: {e.strerror}"))
+        except (OSError, UsageError) as e:
+            why = e.strerror if isinstance(e, OSError) else str(e)
+            self._append(note(rank, f"{self._found.words[0]} can't be started: {why}"))
             return _NOT_FOUND
 
     async def _follow(self, rank: int, child: PipedChild) -> int:
@@ -307,16 +317,18 @@ class PartHere:
                     self._send(InputRead(self.prepare.launch))
             await stdin.aclose()
 
-    def _environment(self, part: RankPart) -> Mapping[str, str]:
+    def _environment(self, rank: int) -> Mapping[str, str]:
         """Return the variables of a rank; writes the files that the engine wants."""
-        values = {"PYTHONUNBUFFERED": "1"} | own_environment(os.environ)
-        values |= {"PMESH_HOME": str(self._home)} | dict(part.variables)
-        for number, (name, content) in enumerate(part.files):
+        assert self._begun is not None  # noqa: S101 - else no rank is started
+        settings = settings_of(self.prepare, self._begun, rank)
+        own = {"PMESH_HOME": str(self._home), **settings.variables}
+        for number, (name, content) in enumerate(settings.files.items()):
             self._files.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = self._files / path_name(f"{part.rank}-{number}")
+            path = self._files / path_name(f"{rank}-{number}")
             path.write_text(content, encoding="utf-8")
-            values[name] = str(path)
-        return values | dict(self.prepare.command.variables)
+            own[name] = str(path)
+        inherited = {"PYTHONUNBUFFERED": "1", **os.environ}
+        return environment_of(inherited, own, self.prepare.command.variables)
 
     # --- output
 
@@ -328,12 +340,12 @@ class PartHere:
         """Send what the ranks print, as fast as the starter stores it, and then their ends."""
         while True:
             changed = self._changed
-            if self._connected and self._send_some():
+            if self._connected and await self._send_some():
                 await trio.lowlevel.checkpoint()
             else:
                 await changed.wait()
 
-    def _send_some(self) -> bool:
+    async def _send_some(self) -> bool:
         """Send one message; return False if there is none to send now."""
         if self._reported < len(self._reports):
             after, ended = self._reports[self._reported]
@@ -344,7 +356,13 @@ class PartHere:
                 return True
         if self._sent - self._read >= WINDOW_BYTES or self._sent >= self.spool.end:
             return False
-        piece = self.spool.read(self._sent, MAX_OUTPUT_BYTES)
-        self._send(RankOutput(self.prepare.launch, piece.offset, piece.data))
+        offset = self._sent
+        piece = await self.spool.read_soon(offset, MAX_OUTPUT_BYTES)
+        if offset != self._sent or not self._connected:
+            return True  # the link has changed meanwhile
         self._sent = piece.offset + len(piece.data)
+        if piece.data:
+            self._send(RankOutput(self.prepare.launch, piece.offset, piece.data))
+        else:
+            self._read = self._sent  # its files are lost: nobody can read the rest
         return True

@@ -4,10 +4,12 @@ import itertools
 import math
 import os
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+import signal
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import trio
 
@@ -16,15 +18,16 @@ from pmesh.agent.home import is_full
 from pmesh.agent.launches.checks import Found, check_command, free_ports
 from pmesh.agent.launches.here import PartHere
 from pmesh.agent.launches.permission import load_permission, why_not
-from pmesh.agent.launches.started import StartedHere
+from pmesh.agent.launches.started import StartedHere, read_of
 from pmesh.agent.launches.syncing import Syncing
-from pmesh.agent.mesh.links import Link, bare_host, hosts_of
+from pmesh.agent.launches.ways import best_way
+from pmesh.agent.mesh.links import Link
 from pmesh.agent.mesh.names import Names
 from pmesh.agent.status.events import EventKind, News
-from pmesh.core.launches.engines import LOOPBACK, own_environment
+from pmesh.core.launches.engines import LOOPBACK, MAX_RDMA_RANKS
 from pmesh.core.launches.lines import MACHINE, STARTER, note, seated
 from pmesh.core.launches.starting import Seat
-from pmesh.core.values import View
+from pmesh.core.values import MAX_TRAINERS, View
 from pmesh.core.wire.launches import (
     MAX_PORTS,
     AnyLaunchMessage,
@@ -40,32 +43,43 @@ from pmesh.core.wire.launches import (
     OutputRead,
     PrepareLaunch,
     RankInput,
+    RankOutput,
     SignalNumber,
     SignalRanks,
     StopLaunch,
     WayTo,
 )
 from pmesh.errors import PmeshError, UsageError
-from pmesh.ids import Member, NodeId, PathName, path_name
+from pmesh.ids import Member, NodeId, PathName, path_name, short_node
 from pmesh.net.local.spool import Spool
 from pmesh.paths import remove_tree
 
 LOOK_S = 0.1  # how soon a lost link ends the ranks
 KEPT = 20  # launches whose output is kept
+MAX_STARTED = 64  # by programs of this machine at once: each is a terminal, or was detached
 MAX_RUNNING = 16  # parts of launches at once
+MAX_ASKED = 16  # questions of one member at once: each has 256 KiB, and takes a thread
+MAX_SHOWN = 500  # characters of a command, for a person
 ENDS_S = 10.0  # the ranks of the last attempt, which a lost link has ended, must be gone
 AGAIN_S = 60.0  # a member that is refused again and again is no news
 
 
 _Kept = TypeVar("_Kept", StartedHere, PartHere)
+_Key = TypeVar("_Key")
+
+LaunchKey: TypeAlias = tuple[NodeId, str]
+"""The node that has started it, and its id: another node may have chosen the same id."""
 
 
 class _Question:
     """Somebody has asked whether this machine can run a launch, and has no answer yet."""
 
-    def __init__(self, member: Member, link: Link | None) -> None:
+    def __init__(self, member: Member, launch: str, link: Link | None) -> None:
         self.member = member
+        self.launch = launch
         self.link = link
+        self.allowed = False
+        """Only what a member may ask for takes the place of another launch."""
         self.scope = trio.CancelScope()
 
 
@@ -100,11 +114,11 @@ class Launches:
         self._launch_ids = launch_ids
         self._spools = itertools.count()
         self.started: dict[str, StartedHere] = {}
-        self.parts: dict[str, PartHere] = {}
+        self.parts: dict[LaunchKey, PartHere] = {}
         self._linked: dict[NodeId, Link] = {}
-        self._lost: dict[NodeId, Member] = {}
         self._refused_at: dict[NodeId, float] = {}
-        self.questions: dict[str, _Question] = {}
+        self.questions: list[_Question] = []
+        """Until the task of each has ended: a thread can't be cancelled."""
         self.syncing = Syncing(
             home,
             send=self.send,
@@ -136,20 +150,22 @@ class Launches:
         """Take a message of a member; what does not concern its own launches counts nothing."""
         match message:
             case PrepareLaunch():
-                self._nursery.start_soon(self._prepare, member, message)
+                self._ask(member, message)
             case AskFiles() | FilePart() | FilesStored():
                 launch = self.started.get(message.launch)
                 self.syncing.receive_untrusted(member, message, launch)
             case BeginRanks() | SignalRanks() | OutputRead() | RankInput():
                 if isinstance(message, SignalRanks):
                     self._withdraw(member, message.launch)
-                part = self.parts.get(message.launch)
+                part = self.parts.get((member.node, message.launch))
                 if part is not None and part.starter == member:
                     self._pass_on(part, message)
             case _:
                 launch = self.started.get(message.launch)
                 if launch is not None:
                     launch.receive(member.node, message)
+                elif isinstance(message, RankOutput):  # that launch is forgotten here
+                    self.send(member.node, read_of(message))
 
     def _pass_on(
         self, part: PartHere, message: BeginRanks | SignalRanks | OutputRead | RankInput
@@ -169,32 +185,42 @@ class Launches:
 
     # --- what others ask for
 
-    async def _prepare(self, member: Member, message: PrepareLaunch) -> None:
+    def _ask(self, member: Member, message: PrepareLaunch) -> None:
+        self._withdraw(member, message.launch)
+        if sum(question.member.node == member.node for question in self.questions) >= MAX_ASKED:
+            refusal = f"it looks at {MAX_ASKED} launches of this machine already; try again"
+            self.send(member.node, LaunchPrepared(message.launch, refusal))
+            return
+        question = _Question(member, message.launch, self._link_with(member))
+        self.questions.append(question)
+        self._nursery.start_soon(self._prepare, question, message)
+
+    async def _prepare(self, question: _Question, message: PrepareLaunch) -> None:
         refusals = list[str]()
-        question = _Question(member, self._link_with(member))
         with self._contain("a question about a launch", refusals.append), question.scope:
             try:
-                self._withdraw(member, message.launch)
-                if self.questions.setdefault(message.launch, question) is not question:
-                    raise UsageError("another machine has started a launch of this id")
-                await self._begin_part(member, message)
+                await self._begin_part(question, message)
             except PmeshError as e:
                 refusals.append(str(e))
-        if self.questions.get(message.launch) is question:
-            del self.questions[message.launch]
+            except OSError as e:  # no descriptor, no process, a disk that fails
+                refusals.append(f"it can't prepare the launch: {e.strerror or e}")
+        self.questions.remove(question)
         for refusal in refusals:
-            self.send(member.node, LaunchPrepared(message.launch, _sentence(refusal)))
+            self.send(question.member.node, LaunchPrepared(message.launch, _sentence(refusal)))
 
     def _withdraw(self, member: Member, launch: str) -> None:
         """Stop what is done for a question that this member has asked."""
-        question = self.questions.get(launch)
-        if question is not None and question.member == member:
-            question.scope.cancel()
-            del self.questions[launch]
+        for question in self.questions:
+            if (question.member, question.launch) == (member, launch):
+                question.scope.cancel()
 
-    async def _begin_part(self, member: Member, message: PrepareLaunch) -> None:
-        found = await self._check(member, message)
-        spool = self._spool("part", lambda e: note(MACHINE, _full_disk(e)))
+    async def _begin_part(self, question: _Question, message: PrepareLaunch) -> None:
+        member = question.member
+        found = await self._check(question, message)
+        ports = await trio.to_thread.run_sync(free_ports, 2 * message.ranks)
+        before = self.parts.get((member.node, message.launch))
+        begin = 0 if before is None else before.spool.end  # it may still be acknowledged
+        spool = self._spool("part", lambda e: note(MACHINE, _full_disk(e)), begin=begin)
         part = PartHere(
             message,
             found,
@@ -206,13 +232,14 @@ class Launches:
             nursery=self._nursery,
             contain=self._contain,
         )
-        _keep(self.parts, message.launch, part)
+        _keep(self.parts, (member.node, message.launch), part)
         self._nursery.start_soon(self._run_part, part)
-        ports = await trio.to_thread.run_sync(free_ports, 2 * message.ranks)
-        self.send(member.node, LaunchPrepared(message.launch, "", ports, self._ways()))
+        answer = LaunchPrepared(message.launch, "", ports, self._ways(), begin)
+        self.send(member.node, answer)
 
-    async def _check(self, member: Member, message: PrepareLaunch) -> Found:
+    async def _check(self, question: _Question, message: PrepareLaunch) -> Found:
         """Return the command as it runs here. Raises UsageError if it does not."""
+        member = question.member
         if member != self._me:
             permission = await trio.to_thread.run_sync(load_permission, self._home)
             refusal = why_not(
@@ -224,16 +251,15 @@ class Launches:
             if refusal:
                 self._note_refusal(member, message, refusal)
                 raise UsageError(refusal)
-        before = self.parts.get(message.launch)
+        question.allowed = True
+        before = self.parts.get((member.node, message.launch))
         if before is not None:
-            if before.starter.node != member.node:
-                raise UsageError("another machine has started a launch of this id")
             with trio.move_on_after(ENDS_S):
                 await before.over.wait()
         running = [part for part in self.parts.values() if not part.is_over]
         if before in running:
             raise UsageError(f"the ranks of the last attempt have not ended after {ENDS_S:g} s")
-        if len(running) + len(self.questions) > MAX_RUNNING:
+        if len(running) + sum(one.allowed for one in self.questions) > MAX_RUNNING:
             raise UsageError(f"it runs {len(running)} launches already; 'pmesh ps' lists them")
         same = [part.launch for part in running if part.job == message.job]
         if same:
@@ -244,7 +270,7 @@ class Launches:
         command = await self.syncing.bring(member, message)
         if message.command.tree is not None:
             await self._prune()
-        check = partial(check_command, command, own_environment(os.environ))
+        check = partial(check_command, command, os.environ)
         return await trio.to_thread.run_sync(check)
 
     async def _prune(self) -> None:
@@ -253,13 +279,15 @@ class Launches:
 
     def _in_use(self) -> frozenset[str]:
         """Return the launches whose files are needed, or may be needed again."""
-        alive = [launch for launch, part in self.parts.items() if not part.is_over]
-        alive += [launch for launch, started in self.started.items() if not started.is_over]
-        return frozenset({*alive, *self.questions})
+        launches: list[StartedHere | PartHere] = [*self.parts.values(), *self.started.values()]
+        alive = [one.launch for one in launches if not one.is_over]
+        return frozenset({*alive, *(question.launch for question in self.questions)})
 
     async def _run_part(self, part: PartHere) -> None:
         with self._contain("a launch on this machine"):
             await part.run()
+        if not part.is_over:  # an error of ours: nobody watches its ranks any more
+            part.end(signal.SIGKILL)
         if part.has_begun:
             codes = {rank: here.code for rank, here in part.state.ranks.items()}
             ends = ", ".join(f"rank {rank} with {code}" for rank, code in codes.items())
@@ -269,9 +297,10 @@ class Launches:
 
     def _note_refusal(self, member: Member, message: PrepareLaunch, refusal: str) -> None:
         now = trio.current_time()
-        if now - self._refused_at.get(member.node, -math.inf) < AGAIN_S:
+        recent = {node: at for node, at in self._refused_at.items() if now - at < AGAIN_S}
+        self._refused_at = {member.node: now, **recent}
+        if member.node in recent:
             return
-        self._refused_at[member.node] = now
         name = self._name_of(member.node)
         what = described(message.command.words)
         self._note("command refused", f"{name} wanted to run here: {what}; {refusal}", name)
@@ -281,7 +310,7 @@ class Launches:
         return tuple(
             WayTo(node, *way)
             for node, link in self._links().items()
-            if (way := _best_way(link)) is not None
+            if (way := best_way(link)) is not None
         )
 
     # --- what is started here
@@ -289,6 +318,15 @@ class Launches:
     def start(self, request: Launch) -> StartedHere:
         """Begin a launch. Raises UsageError if the machines it names are not there."""
         seats = self._seats(request)
+        running = sum(not launch.is_over for launch in self.started.values())
+        if running >= MAX_STARTED:
+            raise UsageError(
+                f"this machine has started {running} launches that go on; 'pmesh ps' lists them, "
+                "and 'pmesh stop' ends one"
+            )
+        ranks = sum(seat.count for seat in seats)
+        if request.terms.engine == "jaccl" and ranks > MAX_RDMA_RANKS:
+            raise UsageError(f"--engine jaccl takes at most {MAX_RDMA_RANKS} ranks, not {ranks}")
         launch_id = self._launch_ids()
         spool = self._spool(
             "started",
@@ -316,14 +354,14 @@ class Launches:
     def _host_of(self, node: NodeId) -> str | None:
         links = self._links()
         if node != self._me.node:
-            way = _best_way(links[node]) if node in links else None
+            way = best_way(links[node]) if node in links else None
             return None if way is None else way[0]
         own = (link.current.hosts[0] for link in links.values() if link.current is not None)
         return next((host for hosts in own for host in sorted(hosts) if ":" not in host), LOOPBACK)
 
-    def _spool(self, kind: str, describe: Callable[[OSError], bytes]) -> Spool:
+    def _spool(self, kind: str, describe: Callable[[OSError], bytes], *, begin: int = 0) -> Spool:
         directory = self._home / "launches" / path_name(f"{kind}-{next(self._spools)}")
-        return Spool(directory, describe=describe)
+        return Spool(directory, begin=begin, describe=describe)
 
     def _seats(self, request: Launch | AskHosts) -> list[Seat]:
         here = {seat.member.node: self._names.of_seat(seat) for seat in self._view().seats}
@@ -337,6 +375,8 @@ class Launches:
                 f"{max(counts)} ranks on one machine are too many: at most {MAX_PORTS}; give a "
                 "smaller -n or --per-node"
             )
+        if sum(counts) > MAX_TRAINERS:
+            raise UsageError(f"{sum(counts)} ranks are too many: at most {MAX_TRAINERS}")
         return [
             Seat(node=node, name=here[node], count=count)
             for node, count in zip(nodes, counts, strict=True)
@@ -357,9 +397,9 @@ class Launches:
         for node in {*before, *links}:
             old, new = before.get(node), links.get(node)
             if old is not new:
-                self._relink(node, old, new)
+                self._relink(old, new)
         self.syncing.follow_links()
-        for question in self.questions.values():
+        for question in self.questions:
             if self._link_with(question.member) is not question.link:
                 question.scope.cancel()
         for part in self.parts.values():
@@ -367,15 +407,12 @@ class Launches:
         for launch in self.started.values():
             launch.pass_time()
 
-    def _relink(self, node: NodeId, old: Link | None, new: Link | None) -> None:
-        if old is not None:
-            self._lost[node] = old.member
-        same = new is not None and self._lost.get(node) == new.member
+    def _relink(self, old: Link | None, new: Link | None) -> None:
         for launch in self.started.values():
             if old is not None:
-                launch.lose(node, "its agent has ended, or can't be reached")
+                launch.lose(old.member, "its agent has ended, or can't be reached")
             if new is not None:
-                launch.find(node, same=same)
+                launch.find(new.member)
 
     def _link_with(self, member: Member) -> Link | None:
         link = self._links().get(member.node)
@@ -384,19 +421,45 @@ class Launches:
     # --- for people
 
     def find(self, text: str) -> StartedHere | PartHere:
-        """Return a launch by its id or its job; if there are several, the latest that runs.
+        """Return a launch by ID@MACHINE, by its id, or by its job: then the latest that runs.
 
         Raises:
-            UsageError: There is none.
+            UsageError: There is none, or machines have started several.
         """
-        known: list[StartedHere | PartHere] = [
-            *reversed(self.started.values()),
-            *reversed(self.parts.values()),
-        ]
-        named = [launch for launch in known if text in {launch.launch, launch.job}]
+        known = self._known()
+        named = (
+            [one for one in known if text in self._full_names(one)]
+            or [one for one in known if text == one.launch]
+            or [one for one in known if text == one.job and not one.is_over]
+            or [one for one in known if text == one.job]
+        )
         if not named:
             raise UsageError(f"this machine knows no launch {text!r}; 'pmesh ps' lists them")
-        return next((launch for launch in named if not launch.is_over), named[0])
+        latest = {self._starter_of(one): one for one in reversed(named)}
+        if len(latest) > 1:
+            those = ", or ".join(
+                f"{self._full_names(one)[1]} (of {self._name_of(node)})"
+                for node, one in latest.items()
+            )
+            raise UsageError(f"several machines have started {text!r}; give {those}")
+        return named[0]
+
+    def _known(self) -> Sequence[StartedHere | PartHere]:
+        """Return all launches, of both kinds the latest first."""
+        parts = [
+            part
+            for (starter, launch), part in self.parts.items()
+            if starter != self._me.node or launch not in self.started
+        ]
+        return (*reversed(self.started.values()), *reversed(parts))
+
+    def _starter_of(self, launch: StartedHere | PartHere) -> NodeId:
+        return self._me.node if isinstance(launch, StartedHere) else launch.starter.node
+
+    def _full_names(self, launch: StartedHere | PartHere) -> tuple[str, str]:
+        """Return what names this launch and no other; the second one for certain."""
+        node = self._starter_of(launch)
+        return f"{launch.launch}@{self._name_of(node)}", f"{launch.launch}@{short_node(node)}"
 
     def end(self, launch: StartedHere | PartHere, number: SignalNumber) -> None:
         """End a launch everywhere, or at least here if its starter is gone.
@@ -414,37 +477,24 @@ class Launches:
 
     def rows(self) -> tuple[LaunchRow, ...]:
         """Return what `pmesh ps` shows, the latest first."""
-        now = trio.current_time()
-        rows = [
-            LaunchRow(
-                launch=launch.launch,
-                job=launch.job,
-                command=described(launch.request.command.words),
-                starter=self._name,
-                here=True,
-                machines=launch.names,
-                state=launch.state.phase,
-                age_s=round(now - launch.since, 1),
-                code=launch.code,
-            )
-            for launch in self.started.values()
-        ]
-        rows += [
-            LaunchRow(
-                launch=launch_id,
-                job=part.prepare.job,
-                command=described(part.prepare.command.words),
-                starter=self._name_of(part.starter.node),
-                here=False,
-                machines=part.prepare.names,
-                state=part.phase,
-                age_s=round(now - part.since, 1),
-                code=None,
-            )
-            for launch_id, part in self.parts.items()
-            if launch_id not in self.started
-        ]
+        known = self._known()
+        ids = Counter(launch.launch for launch in known)
+        rows = (self._row(one, is_alone=ids[one.launch] == 1) for one in known)
         return tuple(sorted(rows, key=lambda row: row.age_s))
+
+    def _row(self, launch: StartedHere | PartHere, *, is_alone: bool) -> LaunchRow:
+        here = isinstance(launch, StartedHere)
+        return LaunchRow(
+            launch=launch.launch if is_alone else self._full_names(launch)[1],
+            job=launch.job,
+            command=described(launch.command.words),
+            starter=self._name_of(self._starter_of(launch)),
+            here=here,
+            machines=launch.names,
+            state=launch.phase,
+            age_s=round(trio.current_time() - launch.since, 1),
+            code=launch.code if here else None,
+        )
 
     def _name_of(self, node: NodeId) -> str:
         if node == self._me.node:
@@ -459,14 +509,26 @@ class Launches:
         self._noticed(News(kind=kind, text=text, names=(name,)))
 
 
-def _keep(kept: dict[str, _Kept], launch_id: str, launch: _Kept) -> None:
-    """Add the latest launch, and forget the oldest ones that are over."""
-    before = kept.pop(launch_id, None)
+def _keep(kept: dict[_Key, _Kept], key: _Key, launch: _Kept) -> None:
+    """Add the latest launch, and forget the oldest ones that are over.
+
+    They are taken from the starter that has most: so none can push out those of others.
+    """
+    before = kept.pop(key, None)
     if before is not None:
         before.close()
-    kept[launch_id] = launch
-    for old in [old for old, one in kept.items() if one.is_over][: max(0, len(kept) - KEPT)]:
-        kept.pop(old).close()
+    kept[key] = launch
+    while len(kept) > KEPT:
+        over = {old: _starter(one) for old, one in kept.items() if one.is_over}
+        if not over:
+            return
+        ((most, _),) = Counter(over.values()).most_common(1)
+        oldest = next(old for old, starter in over.items() if starter == most)
+        kept.pop(oldest).close()
+
+
+def _starter(launch: StartedHere | PartHere) -> NodeId | None:
+    return launch.starter.node if isinstance(launch, PartHere) else None
 
 
 def _full_disk(error: OSError) -> str:
@@ -475,21 +537,6 @@ def _full_disk(error: OSError) -> str:
         f"its disk takes no output{cure}; only the latest lines are kept, in memory, and the ranks "
         "go on"
     )
-
-
-def _best_way(link: Link) -> tuple[str, str] | None:
-    """Return an IPv4 address of the peer on the best path, and the interface here; None if none."""
-    live = link.current
-    if live is None:
-        return None
-    for host in (
-        bare_host(live.path.remote_address),
-        *sorted(live.hosts[1]),
-        *sorted(hosts_of(link.peer)),
-    ):
-        if ":" not in host:
-            return host, live.key.interface
-    return None
 
 
 def spread(count: int, machines: int) -> list[int]:
@@ -502,14 +549,15 @@ def spread(count: int, machines: int) -> list[int]:
     return [each + (index < more) for index in range(machines)]
 
 
-def described(words: Iterable[str]) -> str:
-    r"""Return a command as one line of printable text.
+def described(words: Sequence[str]) -> str:
+    r"""Return the beginning of a command, as one line of printable text.
 
     >>> described(["python", "-c", "print()\n"])
     "python -c 'print()\\n'"
     """
-    text = shlex.join(words)
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    text = shlex.join(word[:MAX_SHOWN] for word in words[:MAX_SHOWN])[: MAX_SHOWN + 1]
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
 def _sentence(text: str) -> str:

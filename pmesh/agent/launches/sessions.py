@@ -31,7 +31,6 @@ from pmesh.ids import node_text
 from pmesh.net.local.sessions import Session, refuse
 
 LINES_BYTES = 64 * 1024  # of one message
-LOOK_S = 0.05  # after the last line
 SHOWN_AFTER_S = 1.0  # files that are there sooner need no picture
 SHOWN_EVERY_S = 0.2
 _SIGTERM: SignalNumber = 15
@@ -46,7 +45,9 @@ async def serve_launch(
     try:
         match request:
             case AskLaunches():
-                await session.send(LaunchRows(launches.rows()))
+                for row in launches.rows():
+                    await session.send(LaunchRows((row,)))
+                await session.send(LaunchRows(()))
             case AskHosts():
                 await session.send(Hosts(launches.hosts(request)))
             case EndLaunch(text):
@@ -54,7 +55,11 @@ async def serve_launch(
                 launches.end(launch, _SIGTERM)
                 await session.send(LaunchEnding(launch.launch))
             case FollowLaunch(text, follow):
-                await _follow(session, launches.find(text), follow=follow)
+                launch = launches.find(text)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(session.await_end)
+                    await _follow(session, launch, follow=follow)
+                    nursery.cancel_scope.cancel()
             case Launch():
                 await _serve_starter(session, launches.start(request), launches)
     except UsageError as e:
@@ -120,10 +125,10 @@ def _began(launch: StartedHere | PartHere) -> LaunchBegan:
 async def _follow(session: Session, launch: StartedHere | PartHere, *, follow: bool) -> None:
     """Send the output as fast as the program reads it."""
     await session.send(_began(launch))
-    offset = 0
+    offset = launch.spool.begin
     while True:
         is_over = launch.is_over  # read first: nothing is written after the end
-        piece = launch.spool.read(offset, LINES_BYTES)
+        piece = await launch.spool.read_soon(offset, LINES_BYTES)
         if piece.data:
             data = piece.data
             if isinstance(launch, PartHere):
@@ -138,5 +143,17 @@ async def _follow(session: Session, launch: StartedHere | PartHere, *, follow: b
             await session.send(LaunchOver(-1 if code is None else code))
             return
         else:
-            with trio.move_on_after(LOOK_S):
-                await launch.spool.grown_beyond(offset)
+            await _more(launch, offset)
+
+
+async def _more(launch: StartedHere | PartHere, offset: int) -> None:
+    """Wait for lines after the offset, or for the end of the launch."""
+    async with trio.open_nursery() as nursery:
+
+        async def end() -> None:
+            await launch.over.wait()
+            nursery.cancel_scope.cancel()
+
+        nursery.start_soon(end)
+        await launch.spool.grown_beyond(offset)
+        nursery.cancel_scope.cancel()

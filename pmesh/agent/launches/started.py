@@ -1,16 +1,18 @@
 """A launch that was started on this machine: its questions, its output, its end."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import trio
 
 from pmesh.core.launches import starting as decide
-from pmesh.core.launches.engines import Place, Run, parts_of, unreachable
+from pmesh.core.launches.engines import Place, begin_messages, unreachable
 from pmesh.core.launches.lines import STARTER, note, seated
 from pmesh.core.launches.starting import Ask, Begin, Over, Seat, Signal, Started, Step, Tell
 from pmesh.core.wire.launches import (
     AnyLaunchMessage,
     BeginRanks,
+    Command,
     InputRead,
     Launch,
     LaunchPrepared,
@@ -24,11 +26,17 @@ from pmesh.core.wire.launches import (
     StopLaunch,
 )
 from pmesh.errors import ProtocolError
-from pmesh.ids import JobName, NodeId, PathName
+from pmesh.ids import JobName, Member, NodeId, PathName
 from pmesh.net.local.spool import Spool
 
+MAX_QUESTIONS = 4  # for the tree and the contents, in two attempts; each reads up to 16 MiB
 _SIGTERM: SignalNumber = 15
 Deliver = Callable[[NodeId, AnyLaunchMessage], None]
+
+
+def read_of(message: RankOutput) -> OutputRead:
+    """Return the answer to output after which more may come."""
+    return OutputRead(message.launch, message.offset + len(message.data))
 
 
 class StartedHere:
@@ -54,6 +62,7 @@ class StartedHere:
         self.code: int | None = None
         self.refusal = ""
         self.input_taken = trio.Event()
+        self.input_taken.set()
         self._input_ends = False
         self.state = Started(
             elastic=request.terms.engine == "pmesh",
@@ -64,7 +73,18 @@ class StartedHere:
         self._send = send
         self._prepared: dict[NodeId, LaunchPrepared] = {}
         self._read: dict[NodeId, int] = {}
+        self._lost: dict[NodeId, Member] = {}
+        self._questions = Counter[NodeId]()
         self._heard_at = self.since
+
+    @property
+    def command(self) -> Command:
+        return self.request.command
+
+    @property
+    def phase(self) -> str:
+        """For a person."""
+        return self.state.phase
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -100,26 +120,34 @@ class StartedHere:
             self._apply(decide.hang(self.state, quiet_s, now=now))
 
     def send_input(self, data: bytes) -> None:
-        """Pass input on to rank 0; `input_taken` is set when it may be given more."""
-        self.input_taken = trio.Event()
-        self._input_ends = self._input_ends or not data
+        """Pass input on to rank 0; `input_taken` is set when it may be given more.
+
+        Raises ProtocolError for more than that: the machine of rank 0 would refuse it, and us.
+        """
+        if self._input_ends or not self.input_taken.is_set():
+            raise ProtocolError("input before the last one was taken, or after its end")
+        self._input_ends = not data
         first = next((seat for seat in self.state.seats if 0 in seat.ranks), None)
         if first is not None and first.phase == "runs":
+            self.input_taken = trio.Event()
             self._send(first.node, RankInput(self.launch, data))
-        else:
-            self.input_taken.set()
 
-    def lose(self, node: NodeId, why: str) -> None:
+    def lose(self, member: Member, why: str) -> None:
         """The link with a machine has ended; detached ranks go on without it."""
-        self.input_taken.set()
+        seat = self.state.seat_of(member.node)
+        if seat is None:
+            return
+        self._lost[member.node] = member
+        if 0 in seat.ranks:
+            self.input_taken.set()
         if not self.request.terms.detach:
-            self._apply(decide.machine_lost(self.state, node, why, now=trio.current_time()))
+            self._apply(decide.machine_lost(self.state, seat.node, why, now=trio.current_time()))
 
-    def find(self, node: NodeId, *, same: bool) -> None:
-        """There is a link again with a machine; `same` if its agent has not been restarted."""
-        now = trio.current_time()
+    def find(self, member: Member) -> None:
+        """There is a link again with a machine, whose agent may have been restarted."""
+        node, now = member.node, trio.current_time()
         if self.request.terms.detach:
-            if same:
+            if self._lost.get(node, member) == member:
                 return
             self._apply(decide.machine_lost(self.state, node, "it was restarted", now=now))
         self._apply(decide.machine_back(self.state, node, now=now))
@@ -131,46 +159,77 @@ class StartedHere:
             return  # it takes no part: its claims count nothing
         match message:
             case LaunchPrepared():
-                if len(message.ports) < 2 * seat.count and not message.refusal:
-                    raise ProtocolError("a launch was prepared without ports")
-                self._prepared[node] = message
-                self._read[node] = message.offset
-                why = f"{seat.name}: {message.refusal}" if message.refusal else ""
-                self._apply(decide.prepared(self.state, node, why, now=now))
+                self._take_answer(seat, message)
             case RankOutput():
-                self._store(node, message)
+                self._take_output(seat, message)
             case RankEnded(_, generation, rank, code):
                 if generation == self.state.generation:
                     self._apply(decide.rank_ended(self.state, node, rank, code, now=now))
             case InputRead():
-                self.input_taken.set()
+                if 0 in seat.ranks:
+                    self.input_taken.set()
             case StopLaunch():
-                self._note(f"stopped on {seat.name}")
-                self.interrupt(_SIGTERM)
+                self._stop(seat)
             case _:
                 raise ProtocolError(f"{type(message).__name__} to the starter of a launch")
+
+    def _take_answer(self, seat: Seat, message: LaunchPrepared) -> None:
+        if len(message.ports) < 2 * seat.count and not message.refusal:
+            raise ProtocolError("a launch was prepared without ports")
+        if seat.phase == "asked":
+            self._prepared[seat.node] = message
+            self._read[seat.node] = message.offset
+            why = f"{seat.name}: {message.refusal}" if message.refusal else ""
+            self._apply(decide.prepared(self.state, seat.node, why, now=trio.current_time()))
+
+    def _stop(self, seat: Seat) -> None:
+        if not (self.state.signal or self.is_over):  # once: nobody can put the end off
+            self._note(f"stopped on {seat.name}")
+            self.interrupt(_SIGTERM)
 
     def name_of(self, node: NodeId) -> str:
         seat = self.state.seat_of(node)
         return "" if seat is None else seat.name
 
     def is_preparing(self, node: NodeId) -> bool:
-        """Return True if a machine was asked and has not answered: it has more time then."""
-        self.state = decide.prepares(self.state, node, now=trio.current_time())
+        """Return True if a machine was asked and has not answered.
+
+        It has more time then, if there are files to take: others that have agreed wait for it.
+        """
+        if self.request.command.tree is not None:
+            self.state = decide.prepares(self.state, node, now=trio.current_time())
         seat = self.state.seat_of(node)
         return seat is not None and seat.phase == "asked"
+
+    def may_ask(self, node: NodeId) -> bool:
+        """Return True if a machine gets the files that it asks for; one that never ends is refused.
+
+        That is no crime: a question from before its link was lost may still be on its way.
+        """
+        if not self.is_preparing(node):
+            return False
+        self._questions[node] += 1
+        if self._questions[node] > MAX_QUESTIONS:
+            self.refuse(node, "it asks for the files again and again")
+        return self._questions[node] <= MAX_QUESTIONS
 
     def refuse(self, node: NodeId, why: str) -> None:
         """A machine can't get its files from here."""
         refusal = f"{self.name_of(node)}: {why}"
         self._apply(decide.prepared(self.state, node, refusal, now=trio.current_time()))
 
-    def _store(self, node: NodeId, message: RankOutput) -> None:
+    def _take_output(self, seat: Seat, message: RankOutput) -> None:
+        """Store what a machine's ranks print; what comes when they can't print is dropped.
+
+        That is acknowledged, and no crime: the launch may have ended while it was on its way.
+        """
+        node = seat.node
         if not message.data.endswith(b"\n"):
             raise ProtocolError("output that does not end with a line")
-        expected = self._read.get(node)
-        if expected is None:
+        if self.is_over or not seat.prints:
+            self._send(node, read_of(message))
             return
+        expected = self._read[node]
         data = message.data[max(0, expected - message.offset) :]  # a part may be sent again
         if message.offset > expected:
             self._note(f"{message.offset - expected} bytes of output are lost: too much waited")
@@ -191,6 +250,7 @@ class StartedHere:
         for action in step.actions:
             match action:
                 case Ask(node):
+                    self._questions[node] = 0
                     self._send(node, self._prepare(node))
                 case Begin(node):
                     if node in parts:
@@ -199,7 +259,7 @@ class StartedHere:
                     self._send(node, SignalRanks(self.launch, number))
                 case Tell(text):
                     self._note(text)
-                case Over(code, refusal):
+                case Over(code, refusal):  # nothing is written after it
                     self.code, self.refusal = code, refusal
                     self.over.set()
                     self.begun.set()
@@ -207,8 +267,10 @@ class StartedHere:
 
     def _begin(self, node: NodeId, begin: BeginRanks) -> None:
         self._send(node, begin)
-        if self._input_ends and any(part.rank == 0 for part in begin.ranks):
-            self._send(node, RankInput(self.launch, b""))  # the rank 0 before it has had all input
+        if begin.group == 0:  # it has rank 0
+            self.input_taken.set()
+            if self._input_ends:
+                self._send(node, RankInput(self.launch, b""))  # the one before it has had all input
 
     def _prepare(self, node: NodeId) -> PrepareLaunch:
         seats = self.state.seats
@@ -229,17 +291,10 @@ class StartedHere:
         if not nodes:
             return {}
         self._heard_at = trio.current_time()
-        places = [self._place(seat) for seat in self.state.seats if seat.node in self._prepared]
+        known = [self._place(seat) for seat in self.state.seats if seat.node in self._prepared]
+        places = [place for place in known if place.ranks]
         engine = self.request.terms.engine
-        run = Run(
-            engine=engine,
-            job=self.job,
-            launch=self.launch,
-            generation=self.state.generation,
-            restarts=self.request.terms.restarts,
-            places=[place for place in places if place.ranks],
-        )
-        apart = unreachable(engine, run.places)
+        apart = unreachable(engine, places)
         if apart is not None:
             names = {seat.node: seat.name for seat in self.state.seats}
             one, other = (names[node] for node in apart)
@@ -247,9 +302,7 @@ class StartedHere:
             self.interrupt(_SIGTERM)
             return {}
         self.begun.set()
-        return {
-            node: BeginRanks(self.launch, run.generation, parts_of(run, node)) for node in nodes
-        }
+        return begin_messages(self.launch, engine, self.state.generation, places)
 
     def _place(self, seat: Seat) -> Place:
         said = self._prepared[seat.node]

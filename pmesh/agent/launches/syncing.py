@@ -57,7 +57,8 @@ class Syncing:
         self._contain = contain
         self._store = FileStore(home)
         self._copies = Copies(home, self._store)
-        self._pulls: dict[str, _Pull] = {}
+        self._pulls: dict[tuple[NodeId, str], _Pull] = {}
+        """By the starter and its launch: another starter may have chosen the same id."""
         self._pushes: dict[tuple[str, NodeId], _Push] = {}
         self._numbers = itertools.count(1)
         self._needed: dict[str, frozenset[bytes]] = {}
@@ -76,11 +77,11 @@ class Syncing:
         """
         match message:
             case FilePart(launch_id, number, offset, data):
-                pull = self._pulls.get(launch_id)
+                pull = self._pulls.get((member.node, launch_id))
                 if pull is not None and (pull.starter, pull.number) == (member, number):
                     pull.receive_untrusted(offset, data)
             case AskFiles():
-                if launch is not None and launch.is_preparing(member.node):
+                if launch is not None and launch.may_ask(member.node):
                     self._begin_push(launch, member.node, message)
             case FilesStored(launch_id, number, offset):
                 push = self._pushes.get((launch_id, member.node))
@@ -106,7 +107,8 @@ class Syncing:
         tree = message.command.tree
         if tree is None:
             return message.command
-        pull = self._pulls[message.launch] = _Pull(starter)
+        key = (starter.node, message.launch)
+        pull = self._pulls[key] = _Pull(starter)
         beating = trio.CancelScope()
         self._nursery.start_soon(self._beat, beating, pull, message.launch)
         try:
@@ -115,8 +117,8 @@ class Syncing:
             raise UsageError(why_no_copy(e)) from e
         finally:
             beating.cancel()
-            if self._pulls.get(message.launch) is pull:
-                del self._pulls[message.launch]
+            if self._pulls.get(key) is pull:
+                del self._pulls[key]
         return structs.replace(message.command, cwd=str(path))
 
     async def prune(self, launches: frozenset[str]) -> None:

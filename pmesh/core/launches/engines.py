@@ -7,15 +7,27 @@ mlx: https://ml-explore.github.io/mlx/build/html/usage/distributed.html
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, assert_never
+from typing import Final, NamedTuple, assert_never
 
-from pmesh.core.wire.launches import Engine, RankPart, Variable
+from pmesh.core.values import MAX_TRAINERS
+from pmesh.core.wire.launches import BeginRanks, Engine, PrepareLaunch, RankGroup, Variable
+from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import NodeId
 
 LOOPBACK: Final = "127.0.0.1"
+MAX_RDMA_RANKS: Final = 64  # the table of their devices grows with the square
 
+# What the loader, the C library, a shell, or a Python before its first module obeys in *every*
+# program of the machine. What one language or one program heeds (PYTHONPATH, NODE_OPTIONS,
+# PERL5LIB, PATH) is the business of whoever gives the command.
 _LOADERS = ("LD_", "DYLD_")
-_REFUSED = frozenset({"BASH_ENV", "ENV", "GCONV_PATH", "IFS", "PYTHONHOME", "SHELLOPTS"})
+_REFUSED = frozenset(
+    {
+        *("GCONV_PATH", "GLIBC_TUNABLES"),
+        *("BASH_ENV", "BASHOPTS", "ENV", "IFS", "PS4", "SHELLOPTS", "ZDOTDIR"),
+        *("PYTHONEXECUTABLE", "PYTHONHOME", "PYTHONPLATLIBDIR", "__PYVENV_LAUNCHER__"),
+    }
+)
 
 
 def why_not_set(names: Iterable[str]) -> str:
@@ -37,13 +49,28 @@ def why_not_set(names: Iterable[str]) -> str:
     return ""
 
 
-def own_environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return what a rank inherits of the agent: all but the mesh key and the agent's settings.
+def environment_of(
+    inherited: Mapping[str, str], settings: Mapping[str, str], asked: Iterable[Variable]
+) -> dict[str, str]:
+    """Return all variables of a process of a launch. Every such environment is made here.
 
-    >>> own_environment({"HOME": "/home/anna", "PMESH_KEY": "secret"})
+    Args:
+        inherited: The agent's own, of which the mesh key and the agent's settings are left out.
+        settings: What this machine sets by itself.
+        asked: What a message has brought; it comes last, so it may change the others.
+
+    Raises:
+        UsageError: One of those that were asked for may not be set.
+
+    >>> environment_of({"HOME": "/home/anna", "PMESH_KEY": "secret"}, {}, [])
     {'HOME': '/home/anna'}
     """
-    return {name: value for name, value in inherited.items() if not name.startswith("PMESH_")}
+    variables = {variable.name: variable.value for variable in asked}
+    refusal = why_not_set(variables)
+    if refusal:
+        raise UsageError(refusal)
+    own = {name: value for name, value in inherited.items() if not name.startswith("PMESH_")}
+    return {**own, **settings, **variables}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,107 +99,121 @@ def unreachable(engine: Engine, places: Sequence[Place]) -> tuple[NodeId, NodeId
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What all ranks of one generation share."""
-
-    engine: Engine
-    job: str
-    launch: str
-    generation: int
-    restarts: int
-    places: Sequence[Place]
-
-    @property
-    def world_size(self) -> int:
-        return sum(len(place.ranks) for place in self.places)
+def begin_messages(
+    launch: str, engine: Engine, generation: int, places: Sequence[Place]
+) -> Mapping[NodeId, BeginRanks]:
+    """Return what each machine needs to know to start its ranks."""
+    groups = tuple(
+        RankGroup(len(place.ranks)) if engine == "pmesh" else _group(place, before, places)
+        for before, place in zip((places[-1], *places[:-1]), places, strict=True)
+    )
+    return {
+        place.node: BeginRanks(launch, generation, index, groups, place.host_of(places[0].node))
+        for index, place in enumerate(places)
+    }
 
 
-def parts_of(run: Run, node: NodeId) -> tuple[RankPart, ...]:
-    """Return the ranks of one machine with their environment."""
-    (place,) = (place for place in run.places if place.node == node)
-    return tuple(_part(run, place, rank) for rank in place.ranks)
+def _group(place: Place, before: Place, places: Sequence[Place]) -> RankGroup:
+    count = len(place.ranks)
+    interfaces = tuple(place.ways.get(other.node, ("", ""))[1] for other in places)
+    return RankGroup(count, before.host_of(place.node), tuple(place.ports[:count]), interfaces)
 
 
-def _part(run: Run, place: Place, rank: int) -> RankPart:
-    match run.engine:
+def ranks_untrusted(prepare: PrepareLaunch, begin: BeginRanks) -> range:
+    """Return the ranks that this machine is to start. Raises ProtocolError if they can't be."""
+    counts = [group.count for group in begin.groups]
+    if begin.group >= len(counts) or sum(counts) > MAX_TRAINERS:
+        raise ProtocolError("a launch began with ranks that it can't have")
+    if counts[begin.group] != prepare.ranks:
+        raise ProtocolError("a launch began with other ranks than it was prepared for")
+    if prepare.terms.engine == "jaccl" and sum(counts) > MAX_RDMA_RANKS:
+        raise ProtocolError("a launch began with more ranks than its engine takes")
+    if prepare.terms.engine != "pmesh" and any(
+        len(group.ports) != group.count or len(group.interfaces) != len(counts)
+        for group in begin.groups
+    ):
+        raise ProtocolError("a launch began without ports or interfaces")
+    first = sum(counts[: begin.group])
+    return range(first, first + prepare.ranks)
+
+
+class Settings(NamedTuple):
+    """What an engine wants to find in the environment of a rank."""
+
+    variables: Mapping[str, str]
+    files: Mapping[str, str]
+    """Contents, by the variable that is to hold the path of a file with it."""
+
+
+def settings_of(prepare: PrepareLaunch, begin: BeginRanks, rank: int) -> Settings:
+    """Return what one of the `ranks_untrusted` finds: names of ours, values that were checked."""
+    match prepare.terms.engine:
         case "pmesh":
-            variables, files = _pmesh(run), dict[str, str]()
+            return Settings({"PMESH_JOB": prepare.job, "PMESH_WAIT_FOR": _size(begin)}, {})
         case "gloo" | "nccl":
-            variables, files = _torch(run, place, rank), {}
+            return Settings(_torch(prepare, begin, rank), {})
         case "mlx-ring":
-            variables, files = {"MLX_RANK": str(rank)}, {"MLX_HOSTFILE": _ring_hosts(run)}
+            return Settings({"MLX_RANK": str(rank)}, {"MLX_HOSTFILE": _ring_hosts(begin)})
         case "jaccl":
-            variables, files = _jaccl(run, place, rank), {"MLX_IBV_DEVICES": _rdma_devices(run)}
+            coordinator = f"{begin.first_host}:{begin.groups[0].ports[0]}"
+            variables = {"MLX_RANK": str(rank), "MLX_JACCL_COORDINATOR": coordinator}
+            return Settings(variables, {"MLX_IBV_DEVICES": _rdma_devices(begin)})
         case _:
-            assert_never(run.engine)
-    return RankPart(rank, _settings(variables), _settings(files))
+            assert_never(prepare.terms.engine)
 
 
-def _settings(values: Mapping[str, str]) -> tuple[Variable, ...]:
-    return tuple(Variable(name, value) for name, value in values.items())
+def _size(begin: BeginRanks) -> str:
+    return str(sum(group.count for group in begin.groups))
 
 
-def _pmesh(run: Run) -> dict[str, str]:
-    return {"PMESH_JOB": run.job, "PMESH_WAIT_FOR": str(run.world_size)}
-
-
-def _torch(run: Run, place: Place, rank: int) -> dict[str, str]:
-    first = run.places[0]
-    group = run.places.index(place)
-    after = run.places[(group + 1) % len(run.places)]
-    interface = place.ways.get(after.node, ("", ""))[1]
+def _torch(prepare: PrepareLaunch, begin: BeginRanks, rank: int) -> Mapping[str, str]:
+    index, groups = begin.group, begin.groups
+    here = groups[index]
     variables = {
-        "RANK": rank,
-        "LOCAL_RANK": place.ranks.index(rank),
-        "WORLD_SIZE": run.world_size,
-        "LOCAL_WORLD_SIZE": len(place.ranks),
-        "GROUP_RANK": group,
-        "GROUP_WORLD_SIZE": len(run.places),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank - sum(group.count for group in groups[:index])),
+        "WORLD_SIZE": _size(begin),
+        "LOCAL_WORLD_SIZE": str(here.count),
+        "GROUP_RANK": str(index),
+        "GROUP_WORLD_SIZE": str(len(groups)),
         "ROLE_NAME": "default",
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": run.world_size,
-        "MASTER_ADDR": place.host_of(first.node),
-        "MASTER_PORT": first.ports[0],
-        "TORCHELASTIC_RUN_ID": run.launch,
-        "TORCHELASTIC_RESTART_COUNT": run.generation,
-        "TORCHELASTIC_MAX_RESTARTS": run.restarts,
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": _size(begin),
+        "MASTER_ADDR": begin.first_host,
+        "MASTER_PORT": str(groups[0].ports[0]),
+        "TORCHELASTIC_RUN_ID": begin.launch,
+        "TORCHELASTIC_RESTART_COUNT": str(begin.generation),
+        "TORCHELASTIC_MAX_RESTARTS": str(prepare.terms.restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
+    interface = here.interfaces[(index + 1) % len(groups)]
     if interface:
         variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    return {name: str(value) for name, value in variables.items()}
+    return variables
 
 
-def _ring_hosts(run: Run) -> str:
+def _ring_hosts(begin: BeginRanks) -> str:
     """Where each rank listens: at the address by which the rank before it reaches its machine."""
-    order = [(place, index) for place in run.places for index in range(len(place.ranks))]
-    hosts: list[list[str]] = []
-    for (before, _), (place, index) in zip((order[-1], *order[:-1]), order, strict=True):
-        hosts.append([f"{before.host_of(place.node)}:{place.ports[index]}"])
+    hosts = [
+        [f"{LOOPBACK if index else group.host}:{port}"]
+        for group in begin.groups
+        for index, port in enumerate(group.ports)
+    ]
     return json.dumps(hosts)
 
 
-def _jaccl(run: Run, place: Place, rank: int) -> dict[str, str]:
-    first = run.places[0]
-    coordinator = f"{place.host_of(first.node)}:{first.ports[0]}"
-    return {"MLX_RANK": str(rank), "MLX_JACCL_COORDINATOR": coordinator}
-
-
-def _rdma_devices(run: Run) -> str:
+def _rdma_devices(begin: BeginRanks) -> str:
     """For each rank a row: the RDMA device that leads to each other rank, None for itself.
 
     macOS calls the device of the interface en5 `rdma_en5`.
     """
-    order = [(place, rank) for place in run.places for rank in place.ranks]
-    return json.dumps(
+    rows = [
         [
-            [None if rank == other else _rdma_device(place, there.node) for there, other in order]
-            for place, rank in order
+            f"rdma_{interface}" if interface else None
+            for interface, other in zip(group.interfaces, begin.groups, strict=True)
+            for _ in range(other.count)
         ]
-    )
-
-
-def _rdma_device(place: Place, to: NodeId) -> str | None:
-    interface = place.ways.get(to, ("", ""))[1]
-    return f"rdma_{interface}" if interface else None
+        for group in begin.groups
+        for _ in range(group.count)
+    ]
+    return json.dumps(rows)

@@ -34,6 +34,14 @@ class Seat:
     ranks: tuple[int, ...] = ()
     codes: Mapping[int, int] = field(default_factory=dict[int, int])
 
+    @property
+    def prints(self) -> bool:
+        """It has agreed and begun, and not ended: only then its output counts.
+
+        A machine that is lost may come back with its last lines, also once it was asked again.
+        """
+        return bool(self.ranks) and not self.refusal and self.phase not in {"ready", "over"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from pmesh.core.values import MAX_MEMBERS, MAX_TRAINERS, Job, Name
 from pmesh.core.wire.tree import MAX_ENTRIES, MAX_TREE_BYTES, Sha256
-from pmesh.ids import PRINTABLE, NodeId, PathName
+from pmesh.ids import MAX_NAME, PRINTABLE, NodeId, PathName
 
 MAX_OUTPUT_BYTES = 32 * 1024  # of one message: two TLS records
 MAX_COMMAND_TEXT = 32 * 1024
@@ -36,6 +36,14 @@ _Count = Annotated[int, Meta(ge=0, le=2**62)]
 _Rank = Annotated[int, Meta(ge=0, le=MAX_TRAINERS - 1)]
 _Node = Annotated[NodeId, Meta(min_length=32, max_length=32)]
 _Seconds = Annotated[float, Meta(ge=0, le=MAX_TERM_S)]
+_Port = Annotated[int, Meta(ge=1, le=65535)]
+
+Host: TypeAlias = Annotated[
+    str, Meta(max_length=15, pattern=r"^([0-9]{1,3}\.[0-9]{1,3}\.[0-9]{1,3}\.[0-9]{1,3})?\Z")
+]
+"""An IPv4 address; "" for none. It becomes part of environments, so it can be nothing else."""
+Interface: TypeAlias = Annotated[str, Meta(max_length=15, pattern=r"^[A-Za-z0-9_.-]*\Z")]
+"""The name of a network interface, as long as systems allow (IFNAMSIZ); "" for none."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
@@ -123,9 +131,9 @@ class WayTo(msgspec.Struct, frozen=True, array_like=True):
     """How the sender reaches another machine over the best path."""
 
     node: _Node
-    host: Annotated[str, Meta(max_length=255)]
-    """An IPv4 address of the other machine; "" if there is none."""
-    interface: Name
+    host: Host
+    """Of the other machine."""
+    interface: Interface
     """The sender's own."""
 
 
@@ -134,30 +142,38 @@ class LaunchPrepared(LaunchMessage, frozen=True, tag=41):
 
     refusal: Sentence = ""
     """Why the sender does not run the command; "" if it does."""
-    ports: Annotated[
-        tuple[Annotated[int, Meta(ge=1, le=65535)], ...], Meta(max_length=2 * MAX_PORTS)
-    ] = ()
+    ports: Annotated[tuple[_Port, ...], Meta(max_length=2 * MAX_PORTS)] = ()
     """TCP ports that are free: two for each rank."""
     ways: Annotated[tuple[WayTo, ...], Meta(max_length=MAX_MEMBERS)] = ()
     offset: _Count = 0
     """Where the output begins."""
 
 
-class RankPart(msgspec.Struct, frozen=True, array_like=True):
-    """One rank that a machine is to start."""
+class RankGroup(msgspec.Struct, frozen=True, array_like=True):
+    """The ranks of one machine, and where an engine finds them."""
 
-    rank: _Rank
-    variables: Variables = ()
-    """Of the engine."""
-    files: Variables = ()
-    """Contents, by the variable that is to hold the path of a file with it."""
+    count: Annotated[int, Meta(ge=1, le=MAX_PORTS)]
+    host: Host = ""
+    """Where the machine of the group before reaches this one."""
+    ports: Annotated[tuple[_Port, ...], Meta(max_length=MAX_PORTS)] = ()
+    """Where each of its ranks may listen."""
+    interfaces: Annotated[tuple[Interface, ...], Meta(max_length=MAX_MEMBERS)] = ()
+    """Of this machine, by the group to which they lead; "" to itself."""
 
 
 class BeginRanks(LaunchMessage, frozen=True, tag=42):
-    """Every machine has agreed: start the ranks."""
+    """Every machine has agreed: start the ranks.
+
+    The receiver makes their environment of these facts by itself: the message has no variables.
+    """
 
     generation: _Count
-    ranks: Annotated[tuple[RankPart, ...], Meta(min_length=1, max_length=MAX_PORTS)]
+    group: Annotated[int, Meta(ge=0, le=MAX_MEMBERS - 1)]
+    """The receiver's, in `groups`."""
+    groups: Annotated[tuple[RankGroup, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
+    """Ranks count through them. With the engine `pmesh` they have only their counts."""
+    first_host: Host = ""
+    """Where the receiver reaches the machine of rank 0."""
 
 
 class SignalRanks(LaunchMessage, frozen=True, tag=43):
@@ -251,6 +267,12 @@ class _SessionMessage(msgspec.Struct, frozen=True):
     pass
 
 
+LaunchText: TypeAlias = Annotated[
+    str, Meta(max_length=MAX_JOB_NAME + 1 + MAX_NAME, pattern=PRINTABLE)
+]
+"""How a launch is named: ID, or ID@MACHINE for that of one starter, or the latest of a JOB."""
+
+
 class Launch(_SessionMessage, frozen=True, tag="launch"):
     """Starts a command; answered by Refused, or LaunchBegan and then as FollowLaunch."""
 
@@ -281,13 +303,12 @@ class LaunchInput(_SessionMessage, frozen=True, tag="launch_input"):
 class FollowLaunch(_SessionMessage, frozen=True, tag="follow_launch"):
     """Asks for the output of a launch; answered by LaunchBegan, LaunchLines and LaunchOver."""
 
-    launch: Name
-    """Its id or its job; the latest one of that job."""
+    launch: LaunchText
     follow: bool = False
 
 
 class AskLaunches(_SessionMessage, frozen=True, tag="ask_launches"):
-    """Requests what this agent has started or runs; answered by Launches."""
+    """Requests what this agent has started or runs; answered by Launches, again and again."""
 
 
 class AskHosts(_SessionMessage, frozen=True, tag="ask_hosts"):
@@ -301,7 +322,7 @@ class AskHosts(_SessionMessage, frozen=True, tag="ask_hosts"):
 class EndLaunch(_SessionMessage, frozen=True, tag="end_launch"):
     """Ends a launch everywhere; answered by Refused or LaunchEnding."""
 
-    launch: Name
+    launch: LaunchText
 
 
 class FilesSent(msgspec.Struct, frozen=True):
@@ -352,6 +373,7 @@ class LaunchRow(msgspec.Struct, frozen=True):
     """One launch, in `pmesh ps`."""
 
     launch: str
+    """As it is named: by its id, and its starter if another one has taken the same id."""
     job: str
     command: str
     starter: str
@@ -365,7 +387,7 @@ class LaunchRow(msgspec.Struct, frozen=True):
 
 
 class Launches(_SessionMessage, frozen=True, tag="launches"):
-    """The latest first."""
+    """Some of them, the latest first; a message without rows is the last one."""
 
     rows: tuple[LaunchRow, ...]
 

@@ -89,6 +89,7 @@ VISIT_S = 5.0  # programs of pmesh send at once, and read the reply
 MAX_VISITORS = 64  # programs that do not stay; beyond that, the oldest is closed
 REPORT_S = 1.0  # a program that does not read this notices the end of its session
 BACKLOG = 128
+MAX_REFUSAL = 16 * 1024  # characters: other machines may have written some of them
 _RECEIVE_BYTES = 64 * 1024
 
 
@@ -124,6 +125,16 @@ class Session:
                 raise trio.EndOfChannel
             self._reader.receive_data(data)
         return decode_request_untrusted(message)
+
+    async def await_end(self) -> NoReturn:
+        """Wait until the program is gone. Run it beside whatever answers for long.
+
+        Raises:
+            trio.EndOfChannel: It is gone.
+            ProtocolError: It has sent something, though its request is being answered.
+        """
+        request = await self.receive()
+        raise ProtocolError(f"{type(request).__name__} while another request was answered")
 
     async def send(self, reply: Reply, descriptors: tuple[int, ...] = ()) -> None:
         """Send a whole reply; a caller that cancels this must close the session.
@@ -184,7 +195,7 @@ class Session:
 
 async def refuse(session: Session, error: str, message: str) -> None:
     """Refuse a request with the name of a class in `pmesh.errors`."""
-    await session.send(Refused(Verdict(error, message)))
+    await session.send(Refused(Verdict(error, message[:MAX_REFUSAL])))
 
 
 async def report_errors(session: Session, errors: Sequence[str]) -> None:

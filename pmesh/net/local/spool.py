@@ -1,24 +1,27 @@
 """Output that waits on the disk, so that a slow reader neither stops its writer nor fills memory.
 
 The newest segments are kept; a reader that falls behind the oldest one skips what is gone. While
-the disk takes nothing, a little waits in memory instead.
+the disk takes nothing, a little waits in memory instead. No file stays open: an agent has many
+spools, and few descriptors.
 """
 
+import contextlib
+import errno
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import trio
 
+from pmesh.net.links.acceptor import RETRY_S
 from pmesh.paths import remove_tree
 
 SEGMENT_BYTES = 16 * 1024 * 1024
 MAX_SEGMENTS = 32  # 512 MiB: 80 minutes of 1,000 lines a second
-MEMORY_BYTES = (
-    512 * 1024
-)  # of a segment in memory, of which there are two: as much as is on its way
+MEMORY_BYTES = 512 * 1024  # of a segment in memory, of which there are two: what is on its way
+_PASSES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 
 class Piece(NamedTuple):
@@ -39,6 +42,7 @@ class Spool:
         segment_bytes: int = SEGMENT_BYTES,
         segments: int = MAX_SEGMENTS,
         memory_bytes: int = MEMORY_BYTES,
+        begin: int = 0,
         describe: Callable[[OSError], bytes] = lambda _: b"",
     ) -> None:
         """Write nothing yet.
@@ -48,16 +52,17 @@ class Spool:
             segment_bytes: After so many, a file is full.
             segments: How many there are at most.
             memory_bytes: After so many, the disk is tried again.
+            begin: The offset of the first line.
             describe: Returns a line for the readers, when the disk begins to refuse lines.
         """
-        self._directory = directory
+        self.directory = directory
         self._segment_bytes = segment_bytes
         self._segments = deque[_Segment]()
         """The oldest first."""
         self._most = segments
         self._memory_bytes = memory_bytes
         self._describe = describe
-        self.end = 0
+        self.begin = self.end = begin
         self.failed: OSError | None = None
         """Why the disk refuses lines now."""
         self._grown = trio.Event()
@@ -83,8 +88,8 @@ class Spool:
         if last is not None and last.end - last.start < last.most:
             last.write(lines)
             return
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        segment = _OnDisk(self._directory, self.end, self._segment_bytes)
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        segment = _OnDisk(self.directory, self.end, self._segment_bytes)
         try:
             segment.write(lines)
         except OSError:
@@ -108,26 +113,44 @@ class Spool:
             self._segments.popleft().remove()
 
     def read(self, offset: int, most: int) -> Piece:
-        """Return lines from the offset on, at most so many bytes; none if there are no more."""
+        """Return lines from the offset on, at most so many bytes; none if there are no more.
+
+        A file that can't be read is skipped, as if its lines were too old.
+
+        Raises:
+            OSError: The system has no descriptor left; it may have one later.
+        """
         for segment in self._segments:
             if offset < segment.end:
                 offset = max(offset, segment.start)
-                data = segment.read(offset, min(most, segment.end - offset))
-                return Piece(offset, data[: data.rfind(b"\n") + 1])
+                try:
+                    data = segment.read(offset, min(most, segment.end - offset))
+                except OSError as e:
+                    if e.errno in _PASSES:
+                        raise
+                    data = b""
+                if lines := data[: data.rfind(b"\n") + 1]:
+                    return Piece(offset, lines)
+                offset = segment.end
         return Piece(offset, b"")
+
+    async def read_soon(self, offset: int, most: int) -> Piece:
+        """As `read`, as soon as the system has a descriptor for it."""
+        while True:
+            try:
+                return self.read(offset, most)
+            except OSError:
+                await trio.sleep(RETRY_S)
 
     async def grown_beyond(self, offset: int) -> None:
         """Wait until there are lines after the offset."""
         while self.end <= offset:
             await self._grown.wait()
 
-    def close(self, *, keep: bool = False) -> None:
-        """Remove the files, or only close them."""
-        for segment in self._segments:
-            segment.close()
+    def close(self) -> None:
+        """Remove the files."""
         self._segments.clear()
-        if not keep:
-            remove_tree(self._directory.parent, self._directory.name)
+        remove_tree(self.directory.parent, self.directory.name)
 
 
 class _Segment(Protocol):
@@ -139,8 +162,6 @@ class _Segment(Protocol):
 
     def read(self, offset: int, nbytes: int) -> bytes: ...
 
-    def close(self) -> None: ...
-
     def remove(self) -> None: ...
 
 
@@ -149,27 +170,34 @@ class _OnDisk:
         self.start = self.end = start
         self.most = most
         self._path = directory / f"{start:020}.lines"
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._descriptor = os.open(self._path, flags, 0o600)
+        with self._opened(os.O_WRONLY | os.O_CREAT | os.O_TRUNC):
+            pass
+
+    @contextlib.contextmanager
+    def _opened(self, flags: int) -> Generator[int]:
+        descriptor = os.open(self._path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def write(self, lines: bytes) -> None:
         """Write all, or raise OSError; what was written then is never read."""
         place = self.end - self.start
         view = memoryview(lines)
-        while view:
-            written = os.pwrite(self._descriptor, view, place)
-            place, view = place + written, view[written:]
+        with self._opened(os.O_WRONLY) as descriptor:
+            while view:
+                written = os.pwrite(descriptor, view, place)
+                place, view = place + written, view[written:]
         self.end += len(lines)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        return os.pread(self._descriptor, nbytes, offset - self.start)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
+        with self._opened(os.O_RDONLY) as descriptor:
+            return os.pread(descriptor, nbytes, offset - self.start)
 
     def remove(self) -> None:
-        self.close()
-        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # at the latest it goes with its directory
+            self._path.unlink()
 
 
 class _InMemory:
@@ -186,8 +214,5 @@ class _InMemory:
         begin = offset - self.start
         return bytes(self._lines[begin : begin + nbytes])
 
-    def close(self) -> None:
-        self._lines.clear()
-
     def remove(self) -> None:
-        self.close()
+        self._lines.clear()

@@ -38,9 +38,9 @@ from pmesh.core.wire.launches import (
     OutputRead,
     PrepareLaunch,
     RankEnded,
+    RankGroup,
     RankInput,
     RankOutput,
-    RankPart,
     SignalRanks,
     StopLaunch,
     Variable,
@@ -116,7 +116,7 @@ class Here:
         return answer.refusal
 
     def begin(self, member: Member = ANNA, launch: PathName = ID) -> None:
-        self.launches.receive(member, BeginRanks(launch, 0, (RankPart(0),)))
+        self.launches.receive(member, BeginRanks(launch, 0, 0, (RankGroup(1),)))
 
     async def output(self) -> tuple[str, RankEnded]:
         """All that comes back, until the rank has ended."""
@@ -228,7 +228,7 @@ async def test_only_the_starter_of_a_launch_can_begin_signal_or_feed_it(tmp_path
         for member in (EVE, other_start):
             here.begin(member)
             here.launches.receive(member, SignalRanks(ID, 9))
-        part = here.launches.parts[ID]
+        part = here.launches.parts[ANNA.node, ID]
         assert not part.has_begun
         assert not part.is_over
         here.begin()
@@ -249,9 +249,15 @@ async def test_only_the_starter_of_a_launch_can_begin_signal_or_feed_it(tmp_path
 async def test_another_member_can_not_take_a_launch_over(tmp_path: Path) -> None:
     async with launches_in(tmp_path) as here:
         assert await here.prepare(asks("true")) == ""
-        refusal = await here.prepare(asks("touch", str(tmp_path / "x")), EVE)
-        assert refusal == "another machine has started a launch of this id"
-        assert here.launches.parts[ID].starter == ANNA
+        other = replace(asks("sleep", "86400", grace_s=0.1), job=JobName("other"))
+        assert await here.prepare(other, EVE) == ""  # a launch of its own, beside the first one
+        here.begin(EVE)
+        assert here.launches.parts[EVE.node, ID].has_begun
+        part = here.launches.parts[ANNA.node, ID]
+        assert (part.starter, part.has_begun) == (ANNA, False)
+        here.launches.receive(EVE, SignalRanks(ID, 9))
+        here.begin()
+        assert (await here.output())[1].code == 0
 
 
 async def test_a_begin_that_is_repeated_starts_nothing(tmp_path: Path) -> None:
@@ -271,15 +277,15 @@ async def test_a_launch_that_was_cancelled_or_never_prepared_can_not_begin(tmp_p
         assert not here.launches.parts
         assert await here.prepare(asks("true")) == ""
         here.launches.receive(ANNA, SignalRanks(ID, 15))
-        with pytest.raises(ProtocolError):
-            here.begin()
+        here.begin()
+        assert not here.launches.parts[ANNA.node, ID].has_begun
 
 
 async def test_more_ranks_than_were_prepared_are_refused(tmp_path: Path) -> None:
     async with launches_in(tmp_path) as here:
         assert await here.prepare(asks("true")) == ""
         with pytest.raises(ProtocolError):
-            here.launches.receive(ANNA, BeginRanks(ID, 0, (RankPart(0), RankPart(1))))
+            here.launches.receive(ANNA, BeginRanks(ID, 0, 0, (RankGroup(2),)))
 
 
 async def test_what_a_starter_can_not_know_is_refused(tmp_path: Path) -> None:
@@ -395,7 +401,7 @@ async def test_the_ranks_end_with_the_link_to_their_starter(tmp_path: Path) -> N
         here.begin()
         del here.links[ANNA.node]
         with trio.fail_after(20):
-            await here.launches.parts[ID].over.wait()
+            await here.launches.parts[ANNA.node, ID].over.wait()
 
 
 # --- the starter

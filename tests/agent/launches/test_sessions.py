@@ -1,22 +1,57 @@
 """What local programs are shown of a launch."""
 
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import cast
 
+import psutil
+import pytest
+import trio
+from trio.testing import MockClock
+
 from pmesh.agent.launches.sessions import serve_launch
+from pmesh.agent.limits import Admission, plan_files
 from pmesh.core.launches.lines import NOTE, OUT, STARTER, read_lines
-from pmesh.core.wire.launches import Command, FollowLaunch, Launch, LaunchLines, LaunchTerms
+from pmesh.core.wire.launches import (
+    MAX_COMMAND_WORDS,
+    AskLaunches,
+    Command,
+    EndLaunch,
+    FollowLaunch,
+    Launch,
+    LaunchBegan,
+    LaunchEnding,
+    Launches,
+    LaunchInput,
+    LaunchLines,
+    LaunchOver,
+    LaunchTerms,
+)
+from pmesh.core.wire.local import (
+    MAX_SESSION_MESSAGE_BYTES,
+    AskStatus,
+    Refused,
+    Reply,
+    Status,
+    encode,
+)
 from pmesh.net.local.sessions import Session
 from pmesh.net.local.spool import Spool
 from tests.agent.launches.test_router import launches_in
+from tests.worlds.trainer import Trainer, until
+from tests.worlds.village import Machine, Village, village
 
 
 class FakeSession:
     def __init__(self) -> None:
-        self.sent: list[object] = []
+        self.sent: list[Reply] = []
 
-    async def send(self, reply: object) -> None:
+    async def send(self, reply: Reply) -> None:
         self.sent.append(reply)
+
+    async def await_end(self) -> None:
+        await trio.sleep_forever()
 
 
 async def test_lines_that_a_reader_was_too_slow_for_are_counted(tmp_path: Path) -> None:
@@ -38,3 +73,84 @@ async def test_lines_that_a_reader_was_too_slow_for_are_counted(tmp_path: Path) 
             (0, OUT, b"line 2"),
             (0, OUT, b"line 3"),
         ]
+
+
+async def test_many_long_commands_can_be_listed(tmp_path: Path) -> None:
+    async with launches_in(tmp_path) as here:
+        here.ids = (f"{number:012x}" for number in range(30))
+        there = (here.view.seats[1].name,)
+        words = ("true", *("x" * 180,) * (MAX_COMMAND_WORDS - 1))
+        for _ in range(30):
+            here.launches.start(Launch("", Command(words, "/"), LaunchTerms(), on=there))
+        session = FakeSession()
+        await serve_launch(cast("Session", session), AskLaunches(), here.launches)
+        assert sum(len(reply.rows) for reply in session.sent if isinstance(reply, Launches)) == 30
+        assert session.sent[-1] == Launches(())
+        assert all(len(encode(reply)) < MAX_SESSION_MESSAGE_BYTES for reply in session.sent)
+
+
+# --- real sessions
+
+
+@asynccontextmanager
+async def quiet_launch(
+    clock: MockClock, *, files: int = 1024
+) -> AsyncGenerator[tuple[Village, Machine]]:
+    """An agent with so many files, that runs a launch which prints nothing."""
+    async with village(clock, 1) as here:
+        (machine,) = here.machines
+        machine.agent._admission = Admission(plan_files(files), memory_bytes=2**30)  # noqa: SLF001 - the machine is as it is
+        terms = LaunchTerms(detach=True, grace_s=0.1)
+        request = Launch("night", Command(("sh", "-c", "echo up; exec sleep 86400"), "/"), terms)
+        clock.autojump_threshold = 60  # looking for the program takes real time
+        launch = machine.agent.launches.start(request)
+        with trio.fail_after(60):
+            await launch.spool.grown_beyond(0)
+        clock.autojump_threshold = 0
+        yield here, machine
+
+
+async def follow(here: Village, machine: Machine) -> Trainer:
+    program = await here.trainer(machine)
+    assert isinstance(await program.ask(FollowLaunch("night", follow=True)), LaunchBegan)
+    assert await program.receive() == LaunchLines(b"0 0 o up\n")
+    return program
+
+
+async def test_who_follows_a_quiet_launch_and_goes_leaves_nothing(clock: MockClock) -> None:
+    async with quiet_launch(clock) as (here, machine):
+        descriptors = psutil.Process().num_fds()
+        programs = [await follow(here, machine) for _ in range(10)]
+        for program in programs:
+            await program.stream.aclose()
+        await until(lambda: psutil.Process().num_fds() == descriptors)
+
+
+async def test_who_speaks_while_it_follows_a_launch_is_closed(clock: MockClock) -> None:
+    async with quiet_launch(clock) as (here, machine):
+        program = await follow(here, machine)
+        await program.send(LaunchInput(b"x"))
+        with pytest.raises(trio.EndOfChannel):
+            await program.receive()
+
+
+async def test_a_follower_sees_the_end_at_once(clock: MockClock) -> None:
+    async with quiet_launch(clock) as (here, machine):
+        program = await follow(here, machine)
+        clock.autojump_threshold = 60  # a process ends in real time
+        stopped = await (await here.trainer(machine)).ask(EndLaunch("night"))
+        assert isinstance(stopped, LaunchEnding)
+        assert await program.receive() == LaunchOver(128 + 15)
+
+
+async def test_with_few_files_followers_are_refused_and_commands_are_answered(
+    clock: MockClock,
+) -> None:
+    async with quiet_launch(clock, files=64) as (here, machine):
+        for _ in range(4):
+            await follow(here, machine)
+        refused = await (await here.trainer(machine)).ask(FollowLaunch("night", follow=True))
+        assert isinstance(refused, Refused)
+        assert "4 programs show launches here" in refused.verdict.message
+        assert isinstance(await (await here.trainer(machine)).ask(AskStatus()), Status)
+        assert isinstance(await (await here.trainer(machine)).ask(AskLaunches()), Launches)

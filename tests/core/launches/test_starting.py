@@ -1,5 +1,8 @@
 """One launch from the first question to its exit code, as its starter decides."""
 
+from dataclasses import replace
+from typing import get_args
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +14,7 @@ from pmesh.core.launches.starting import (
     Begin,
     Over,
     Seat,
+    SeatPhase,
     Signal,
     Started,
     Step,
@@ -294,3 +298,11 @@ def test_whatever_happens_it_ends_once_and_after_an_interrupt_always(data: st.Da
     play.take(pass_time(play.launch, now=play.now + 3.0 + REPORT_S))
     assert sum(isinstance(action, Over) for action in play.all) == 1
     assert play.launch.phase == "over"
+
+
+def test_output_counts_only_of_machines_that_have_begun_and_not_ended() -> None:
+    ran = Seat(node=A, name="mac-1", count=1, ranks=(0,))
+    counts = {phase for phase in get_args(SeatPhase) if replace(ran, phase=phase).prints}
+    assert counts == {"asked", "runs", "lost"}
+    assert not replace(ran, phase="lost", refusal="no").prints
+    assert not replace(ran, phase="lost", ranks=()).prints

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import psutil
 import pytest
 import trio
 import trio.testing
@@ -125,3 +126,68 @@ def test_memory_is_forgotten_like_files(tmp_path: Path, disk: Disk) -> None:
     spool.append(b"ten bytes\n")
     spool.close()
     assert spool.read(0, 100) == (0, b"")
+
+
+class Descriptors:
+    """`os.open`, which can be told that the system has none left, or that a file is damaged."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.error: int | None = None
+        self._open = os.open
+        monkeypatch.setattr(os, "open", self.open)
+
+    def open(self, path: Path, flags: int, mode: int = 0o777) -> int:
+        if self.error is not None:
+            raise OSError(self.error, os.strerror(self.error))
+        return self._open(path, flags, mode)
+
+
+@pytest.fixture
+def descriptors(monkeypatch: pytest.MonkeyPatch) -> Descriptors:
+    return Descriptors(monkeypatch)
+
+
+async def test_a_reader_waits_for_a_descriptor_and_loses_nothing(
+    tmp_path: Path, descriptors: Descriptors
+) -> None:
+    spool = Spool(tmp_path / "x", memory_bytes=10)
+    spool.append(b"stored\n")
+    descriptors.error = errno.EMFILE
+    spool.append(b"in memory\n")
+    with pytest.raises(OSError, match="Too many open files"):
+        spool.read(0, 100)
+    pieces = list[bytes]()
+
+    async def read() -> None:
+        pieces.append((await spool.read_soon(0, 100)).data)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not pieces
+        descriptors.error = None
+    assert pieces == [b"stored\n"]
+    assert spool.read(7, 100) == (7, b"in memory\n")
+    spool.close()
+
+
+def test_a_file_that_can_not_be_read_is_skipped(tmp_path: Path, descriptors: Descriptors) -> None:
+    spool = Spool(tmp_path / "x", segment_bytes=10, begin=100)
+    spool.append(b"ten bytes\n")
+    spool.append(b"and more\n")
+    descriptors.error = errno.EIO
+    assert spool.read(100, 100) == (119, b"")
+    descriptors.error = None
+    (tmp_path / "x" / f"{100:020}.lines").unlink()
+    assert spool.read(100, 100) == (110, b"and more\n")
+    spool.close()
+
+
+def test_output_keeps_no_file_open(tmp_path: Path) -> None:
+    before = psutil.Process().num_fds()
+    spool = Spool(tmp_path / "x", segment_bytes=10)
+    for _ in range(20):
+        spool.append(b"ten bytes\n")
+    assert spool.read(0, 100).data
+    assert psutil.Process().num_fds() == before
+    spool.close()
