@@ -4,9 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from pmesh.compression.schemes import Scheme
-from pmesh.errors import UsageError
-from pmesh.torch.library import Tensor, dist
-from pmesh.torch.process_group import ProcessGroup
+from pmesh.torch.library import Tensor
+from pmesh.torch.process_group import pmesh_group
 
 
 def compression_hook(
@@ -29,9 +28,7 @@ def compression_hook(
         UsageError: the group is none of the backend `pmesh`.
         UnsupportedCompression: at the first step: see `mesh.average_gradients`.
     """
-    used = group if group is not None else dist.distributed_c10d._get_default_group()  # noqa: SLF001
-    if not isinstance(used, ProcessGroup):
-        raise UsageError("compression_hook is for a group of the backend 'pmesh'")
+    used = pmesh_group(group, "compression_hook")
 
     def hook(state: object, bucket: Any) -> Any:  # noqa: ANN401 - a torch.distributed.GradBucket
         del state

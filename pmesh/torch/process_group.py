@@ -295,6 +295,27 @@ class ProcessGroup(GroupBase):
         options = options_for("Barrier", None, timeout)
         self._run("monitored_barrier", options, run, [], []).wait()
 
+    # --- objects
+
+    def all_gather_object(self, obj: object) -> list[Any]:
+        """See `pmesh.torch.all_gather_object`."""
+        gathered: list[Any] = self._object(
+            "all_gather_object", lambda seconds: self._calls.all_gather_object(obj, seconds)
+        )
+        return gathered
+
+    def broadcast_object(self, obj: object, root: int) -> Any:  # noqa: ANN401 - the root's object
+        """See `pmesh.torch.broadcast_object`; the root is a rank of this group."""
+        return self._object(
+            "broadcast_object", lambda seconds: self._calls.broadcast_object(obj, root, seconds)
+        )
+
+    def _object(self, name: str, call: Callable[[float], Any]) -> Any:  # noqa: ANN401 - data
+        found: list[Any] = []
+        options = options_for("Barrier", None)
+        self._run(name, options, lambda seconds: found.append(call(seconds)), [], []).wait()
+        return found[0]
+
     # --- inside
 
     def _all_reduce(self, tensors: Tensor | Tensors, options: Any) -> Work:  # noqa: ANN401
@@ -396,6 +417,14 @@ class ProcessGroup(GroupBase):
             return source if source != ANY else int(self._calls.last_source or 0)
 
         return self._message(name, begin, x, take)
+
+
+def pmesh_group(group: object, what: str) -> ProcessGroup:
+    """The group, or the default one for None; UsageError if it is another backend's."""
+    used = group if group is not None else dist.distributed_c10d._get_default_group()  # noqa: SLF001
+    if not isinstance(used, ProcessGroup):
+        raise UsageError(f"{what} is for a group of the backend 'pmesh'")
+    return used
 
 
 def _write(found: Sequence[Target]) -> None:

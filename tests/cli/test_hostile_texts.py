@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pmesh.agent.status.events import encode_events
 from pmesh.agent.status.schema import encode_status
 from pmesh.cli.app import run
 from pmesh.cli.rows import output
@@ -42,7 +43,7 @@ from pmesh.core.wire.local import (
     encode,
 )
 from pmesh.paths import home_directory, socket_path
-from tests.worlds.fake_status_agent import SNAPSHOT, agent_at, encode_events, make_chronicle
+from tests.worlds.fake_status_agent import SNAPSHOT, agent_at, make_chronicle
 
 EVIL = "[/bold] m\x1b]0;you\x07\x9b2J\npmesh: \u202e:boom:"
 SHOWN = "[/bold] m�]0;you��2J pmesh: �:boom:"

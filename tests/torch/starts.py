@@ -33,9 +33,21 @@ def by_options(rank: int) -> None:
     options = pmesh.torch.Options(job="by-options", wait_for=RANKS)
     dist.init_process_group("pmesh", pg_options=options)
     check_sum()
+    check_objects(rank)
     store = dist.distributed_c10d._get_default_store()
     check_store(store)
     dist.destroy_process_group()
+
+
+def check_objects(rank: int) -> None:
+    """Ours, which do not unpickle; `src` is a rank of the default group, as in torch."""
+    mine = dist.get_rank()
+    assert pmesh.torch.all_gather_object([mine, None]) == [[each, None] for each in range(RANKS)]
+    assert pmesh.torch.broadcast_object({"of": mine}, 1) == {"of": 1}
+    reverse = dist.new_group([2, 0])
+    if mine != 1:
+        assert sorted(pmesh.torch.all_gather_object(mine, reverse)) == [0, 2]
+        assert pmesh.torch.broadcast_object(mine, 2, reverse) == 2
 
 
 def check_store(store: Any) -> None:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+import pmesh
+import pmesh.torch
 from pmesh.client.calls.queue import Handle
 from pmesh.client.mesh import Mesh
 from pmesh.errors import MeshClosed
@@ -498,3 +500,22 @@ def test_works_between_start_and_end_of_coalescing_are_one() -> None:
         return [x.item(), came.item()]
 
     assert run(program, ranks=2) == [[2.0, 1.0]] * 2
+
+
+def test_objects_are_gathered_and_broadcast_without_pickle() -> None:
+    def program(group: ProcessGroup) -> Any:
+        rank = group.rank()
+        everyone = pmesh.torch.all_gather_object({"rank": rank}, group)
+        told = group.broadcast_object(["of", rank], 2)
+        with pytest.raises(dist.DistBackendError, match="not data that MessagePack can say"):
+            pmesh.torch.all_gather_object(len, group)
+        return [everyone, told]
+
+    assert run(program) == [[[{"rank": 0}, {"rank": 1}, {"rank": 2}], ["of", 2]]] * 3
+
+
+def test_objects_are_for_a_group_of_the_backend() -> None:
+    with pytest.raises(pmesh.UsageError, match="is for a group of the backend 'pmesh'"):
+        pmesh.torch.all_gather_object(1, group=object())
+    with pytest.raises(pmesh.UsageError, match="is for a group of the backend 'pmesh'"):
+        pmesh.torch.broadcast_object(1, group=object())

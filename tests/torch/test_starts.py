@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+import pmesh.torch
 from tests.torch.conftest import Programs
 
 
@@ -43,3 +44,66 @@ def test_the_backend_is_there_whichever_is_imported_first(first: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
     assert done.returncode == 0, done.stderr
+
+
+AUTOLOAD = (
+    "import importlib.metadata as m, sys;"
+    "loads = m.EntryPoint('pmesh', 'pmesh.torch:register', 'torch.backends');"
+    "m.entry_points = lambda **_: [loads];"
+)
+
+
+def import_torch(program: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-c", AUTOLOAD + program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.parametrize("broken", ["pmesh.torch.rendezvous", "pmesh.torch.library"])
+def test_import_torch_works_where_pmesh_is_broken_and_says_so_once(broken: str) -> None:
+    done = import_torch(f"sys.modules['{broken}'] = None; import torch, pmesh.torch")
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "pmesh" in line]
+    assert len(said) == 1
+    assert said[0].startswith("torch.distributed has no backend 'pmesh' in this program: ModuleNot")
+    assert said[0].endswith("; install pmesh again, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0")
+
+
+def test_import_torch_brings_six_small_modules_and_no_library() -> None:
+    """Who never uses pmesh does not wait for it, nor for what reads its settings."""
+    done = import_torch(
+        "import torch; print(*sorted(n for n in sys.modules if n.split('.')[0] in"
+        " ('pmesh', 'msgspec', 'trio', 'nacl', 'zeroconf', 'structlog', 'rich', 'platformdirs')))",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [
+        "pmesh",
+        "pmesh.errors",
+        "pmesh.texts",
+        "pmesh.torch",
+        "pmesh.torch.library",
+        "pmesh.torch.rendezvous",
+    ]
+
+
+@pytest.mark.parametrize("error", [ImportError("x"), SyntaxError("x"), OSError("x"), KeyError("x")])
+def test_no_error_of_the_registration_reaches_who_imports_torch(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(pmesh.torch, "_register", fail)
+    monkeypatch.setattr(pmesh.torch, "_failures", [])
+    pmesh.torch.register()
+    pmesh.torch.register()
+    assert len(caplog.messages) == 1
+    assert type(error).__name__ in caplog.messages[0]
+
+
+def test_ctrl_c_in_the_registration_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pmesh.torch, "_register", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pmesh.torch.register()

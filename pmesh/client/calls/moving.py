@@ -28,7 +28,7 @@ from pmesh.client.trees.arrays import evaluate_mlx
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import World
-from pmesh.errors import RosterChanged, UsageError
+from pmesh.errors import RosterChanged, RunError, UsageError
 
 T = TypeVar("T")
 
@@ -354,7 +354,7 @@ class Objects(Caller):
             The objects in the order of ranks.
 
         Raises:
-            UsageError: the object holds something else.
+            UsageError: the object holds something else, or one has more than 64 MiB.
             RosterChanged: a rank was lost in the call.
             PmeshError: as for `all_reduce`.
         """
@@ -364,7 +364,7 @@ class Objects(Caller):
         def ops(session: TrainerSession) -> tuple[Any, LastOp]:
             head = Head("numpy", "uint8", (data.size,))
             table = exchange(session, head, what="all_gather_object", timeout_s=timeout_s)
-            sizes = [each.shape[0] for each in table.heads if each is not None]
+            sizes = [_size_of(each, rank) for rank, each in enumerate(table.heads)]
             moved = move(session, table, "all_gather", [data], parts=sizes, timeout_s=timeout_s)
             return [_unpacked(piece) for piece in cut(moved.data, sizes)], moved.last
 
@@ -385,8 +385,8 @@ class Objects(Caller):
             head = Head("numpy", "uint8", (data.size,)) if is_root else None
             what = with_root("broadcast_object", session, trainer)
             table = exchange(session, head, what=what, timeout_s=timeout_s)
-            of_root = table.heads[rank_of(table.done.world, trainer)]
-            size = 0 if of_root is None else of_root.shape[0]
+            at = rank_of(table.done.world, trainer)
+            size = _size_of(table.heads[at], at)
             if is_root:
                 session.input_values("uint8", size, room_bytes=0)[:] = data
             place = session.world.trainers.index(trainer)
@@ -427,6 +427,7 @@ class Objects(Caller):
         self.barrier(timeout_s)
 
 
+MAX_OBJECT_BYTES = 64 << 20  # one byte may be a dict, which has 64 in memory
 _UNPACKABLE = (TypeError, OverflowError, RecursionError, ValueError)
 
 
@@ -465,8 +466,22 @@ def _path_to_unpackable(obj: object) -> str:
     return ""
 
 
+def _size_of(head: Head | None, rank: int) -> int:
+    """The bytes that a rank says it sends; UsageError, on all ranks alike, for what can't be."""
+    size = head.shape[0] if head is not None and len(head.shape) == 1 else 0
+    if not 0 < size <= MAX_OBJECT_BYTES:  # even None has a byte
+        raise UsageError(
+            f"the object of rank {rank} has {size} bytes as MessagePack, and may have 1 to "
+            f"{MAX_OBJECT_BYTES}; move arrays by all_gather or broadcast"
+        )
+    return size
+
+
 def _unpacked(data: Values) -> Any:  # noqa: ANN401 - whatever was sent
-    return msgspec.msgpack.decode(data.tobytes())
+    try:
+        return msgspec.msgpack.decode(data.tobytes())
+    except (*_UNPACKABLE, msgspec.MsgspecError) as e:
+        raise RunError(f"what a rank has sent as an object is none: {e}") from e
 
 
 def _as_it_is(result: T) -> T:

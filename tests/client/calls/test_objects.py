@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import pmesh
+from pmesh.client.calls import moving
 from pmesh.core.values import Verdict
 from pmesh.core.wire.local import OpFailed, Request
 from pmesh.ids import OpNumber
@@ -64,6 +65,36 @@ def test_what_is_no_data_is_refused_before_an_op_starts(agent: WatchedAgent, obj
             with pytest.raises(pmesh.UsageError, match="not data that MessagePack can say: "):
                 call(obj)
     assert agent.calls == []
+
+
+@pytest.mark.parametrize("sent", [b"\xc1", b"\xa1\xff", b"\x81\x91\x80\x01", b"\x91" * 100_000])
+def test_what_a_rank_sends_as_an_object_and_is_none_is_an_error_of_the_call(
+    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(moving, "_packed", lambda _: np.frombuffer(sent, np.uint8))
+
+    def program(mesh: pmesh.Mesh) -> None:
+        with pytest.raises(pmesh.RunError, match="what a rank has sent as an object is none"):
+            mesh.all_gather_object(1)
+        with pytest.raises(pmesh.RunError, match="what a rank has sent as an object is none"):
+            mesh.broadcast_object(1)
+
+    run_ranks(agent.home, 2, program)
+
+
+def test_an_object_that_is_too_large_is_refused_on_all_ranks(
+    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moving, "MAX_OBJECT_BYTES", 100)
+
+    def program(mesh: pmesh.Mesh) -> None:
+        with pytest.raises(pmesh.UsageError, match=r"of rank 1 has 103 bytes .* by all_gather"):
+            mesh.all_gather_object(bytes(101 * mesh.rank))
+        with pytest.raises(pmesh.UsageError, match="of rank 1 has 103 bytes"):
+            mesh.broadcast_object(bytes(101), root=1)
+        assert mesh.all_gather_object(bytes(98)) == [bytes(98)] * 2
+
+    run_ranks(agent.home, 2, program)
 
 
 def test_what_holds_itself_is_refused(agent: WatchedAgent) -> None:

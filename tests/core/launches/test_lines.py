@@ -7,6 +7,7 @@ from pmesh.core.launches.lines import (
     MAX_LINE_BYTES,
     OUT,
     LineSplitter,
+    labels,
     read_lines,
     seated,
 )
@@ -33,3 +34,25 @@ def test_a_line_that_is_too_long_is_broken() -> None:
 
 def test_what_is_no_record_is_dropped() -> None:
     assert list(read_lines(b"x 0 o one\n0 x o one\n0 0 o\n0 0 o \n")) == [(0, 0, OUT, b"")]
+
+
+WORDS = st.sampled_from(
+    ["mac", "pmesh", "Mac", "mac 1", "1", " ", ":", "|", '"', "ö", "\u01c0", "\u02d0", "\x1b"]
+)
+NAMES = st.lists(st.lists(WORDS, max_size=3).map("".join), max_size=6)
+
+
+@given(NAMES, st.integers(0, 9))
+def test_no_machine_chooses_a_name_that_looks_like_another_or_like_pmesh(
+    names: list[str], rank: int
+) -> None:
+    shown = labels(names)
+    prefixes = [*shown, *(f"{label} {rank}" for label in shown), "pmesh:", "pmesh"]
+    assert len({" ".join(prefix.casefold().split()) for prefix in prefixes}) == len(prefixes)
+    assert not any(bar in label for label in shown for bar in "|\x1b\u01c0" if '"' not in label)
+    assert "|" not in "".join(shown)
+
+
+def test_names_of_words_stay_as_they_are() -> None:
+    names = ["mac-1", "mac-1 (3f2a)", "Anna's Mac mini 2", "書斎", "Jürgen", "pmesh-4"]
+    assert labels(names) == tuple(names)
