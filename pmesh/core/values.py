@@ -26,6 +26,14 @@ from pmesh.ids import (
 MAX_MEMBERS = 64  # a mesh at home has 8
 MAX_TRAINERS = 1024  # of one job
 MAX_JOBS = 256  # no job begins while this many run in the view, groups of ranks included
+MAX_JOB_BYTES = (
+    64  # of its name in UTF-8: a member may have 128 trainers that wait for as many jobs
+)
+MAX_TEXT_BYTES = 2048  # of an error: 20 ranks, each with its call
+
+MAX_ROSTERS_BYTES = 96 * 1024  # of all jobs in a view: 600 trainers of machines with short names
+MAX_SEAT_BYTES = 512  # with names of 256 bytes, as 64 characters may have, and a signature
+MAX_VIEW_BYTES = MAX_ROSTERS_BYTES + MAX_MEMBERS * MAX_SEAT_BYTES + 128  # its epoch, and prefixes
 
 # Decoding checks these bounds. Numbers stay far enough below 2^63 that sums cannot overflow.
 Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME, pattern=PRINTABLE)]
@@ -36,15 +44,44 @@ Ids: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_TRAINERS)]
 Members: TypeAlias = Annotated[tuple[Member, ...], Meta(max_length=MAX_TRAINERS)]
 RosterNumber: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_COUNTER)]
 
+_ELLIPSIS = "…"
+_encoder = msgspec.msgpack.Encoder()
+
+
+def nbytes_of(value: object) -> int:
+    """Return how many bytes a value takes in a message."""
+    return len(_encoder.encode(value))
+
+
+def cut_text(text: str, most: int) -> str:
+    """Return the text with at most this many bytes of UTF-8; an ellipsis shows that it was cut.
+
+    >>> cut_text("naïve", 5)
+    'na…'
+    """
+    data = text.encode("utf-8", "replace")  # names of files may have bytes that are no text
+    if len(data) <= most:
+        return data.decode()
+    return data[: most - len(_ELLIPSIS.encode())].decode("utf-8", "ignore") + _ELLIPSIS
+
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
     """Why an op or a job failed, in a serializable form; the same for all ranks (O3)."""
 
     error: Name
     """The name of a class in `pmesh.errors`."""
-    message: Annotated[str, Meta(max_length=64 * 1024)]
+    message: Annotated[str, Meta(max_length=MAX_TEXT_BYTES)]
     trainers: Ids = ()
     """The trainers at fault: lost, late, or with a different call."""
+
+    def __post_init__(self) -> None:
+        """Cut what is too long, where it is made and where it is decoded: views contain verdicts.
+
+        >>> len(Verdict("RankLost", "x" * 5000).message.encode())
+        2048
+        """
+        msgspec.structs.force_setattr(self, "message", cut_text(self.message, MAX_TEXT_BYTES))
+        msgspec.structs.force_setattr(self, "trainers", self.trainers[:MAX_TRAINERS])
 
 
 class OpOutcome(msgspec.Struct, frozen=True, array_like=True):
@@ -131,6 +168,17 @@ class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """All ranks, in ring order."""
         return tuple(trainer.id for trainer in self.trainers)
 
+    @cached_property  # whoever waits for a job asks again and again whether there is room
+    def nbytes(self) -> int:
+        """How many bytes it takes in a message."""
+        return nbytes_of(self)
+
+    @cached_property
+    def lasting_bytes(self) -> int:
+        """How many of them do not change from one view to the next while its trainers stay."""
+        settled = (self.outcomes, self.lost_holders, self.losses, self.lanes)
+        return self.nbytes - sum(map(nbytes_of, settled))
+
     def rank_of(self, trainer: TrainerId) -> Rank | None:
         """Return the trainer's index in the ring; None if it is lost."""
         return Rank(self.ids.index(trainer)) if trainer in self.ids else None
@@ -169,7 +217,7 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
     epoch: Epoch
     seats: Annotated[tuple[Seat, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
     """In ring order."""
-    rosters: Annotated[tuple[Roster, ...], Meta(max_length=4 * MAX_JOBS)] = ()
+    rosters: Annotated[tuple[Roster, ...], Meta(max_length=MAX_JOBS)] = ()
 
     @cached_property  # each message reads these two
     def members(self) -> tuple[Member, ...]:
@@ -204,3 +252,11 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
     ) -> Self:
         """Return the view of an agent that has met no other, or was left behind."""
         return cls(epoch, (Seat(member, name, epoch, None),), tuple(rosters))
+
+
+_view_decoder = msgspec.msgpack.Decoder(View)
+
+
+def decoded(view: View) -> View:
+    """Return the view as others get it; raise msgspec.MsgspecError if no bounds allow that."""
+    return _view_decoder.decode(_encoder.encode(view))

@@ -23,6 +23,7 @@ from pmesh.core.wire.link import (
     MessageAddress,
     OfferLane,
     PathMessage,
+    PeerInterface,
     Refuse,
     TellView,
     decode_untrusted,
@@ -112,9 +113,21 @@ def test_values_beyond_their_limits_are_refused(message: PathMessage) -> None:
         decode_untrusted(encode(message))
 
 
-def test_the_bytes_of_version_twelve_do_not_change_unnoticed() -> None:
+def test_a_message_beyond_its_bound_is_neither_made_nor_taken() -> None:
+    addresses = (Address("h" * 255, 1),) * 64
+    interfaces = (PeerInterface("eth0", "wired", 0, ("h" * 255,) * 4),)
+    hello = Hello(1, ANNA, "mac-a", addresses[:56], interfaces)
+    assert decode_untrusted(encode(hello)) == hello
+    large = msgspec.structs.replace(hello, addresses=addresses)
+    with pytest.raises(ValueError, match=r"a Hello of 17.* bytes, 16384 are allowed"):
+        encode(large)
+    with pytest.raises(ProtocolError, match=r"a Hello of 17.* bytes, 16384 are allowed"):
+        decode_untrusted(msgspec.msgpack.encode(large))
+
+
+def test_the_bytes_of_version_thirteen_do_not_change_unnoticed() -> None:
     nobody = Member(NodeId(b"n"), Incarnation(7))
-    assert link.PROTOCOL_VERSION == 12
+    assert link.PROTOCOL_VERSION == 13
     assert encode(Hello(1, nobody, "mac", (Address("h", 9),))).hex() == (
         "97 01 01 92 c4 01 6e 07 a3 6d6163 91 92 a1 68 09 90 00".replace(" ", "")
     )
@@ -147,7 +160,7 @@ def test_the_bytes_of_version_twelve_do_not_change_unnoticed() -> None:
     ]
 
 
-def test_the_tags_are_those_of_version_twelve() -> None:
+def test_the_tags_are_those_of_version_thirteen() -> None:
     tags = {kind.__struct_config__.tag: kind.__name__ for kind in KINDS}
     assert tags == {
         1: "Hello",
