@@ -18,6 +18,7 @@ from pmesh.net.local.arena_pools import SessionArenas
 from pmesh.net.local.arenas import Arena
 
 MEASURED_BYTES = 1024 * 1024  # of a lane: 8 ms at 1 Gbit/s
+MAX_LOSSES = 64  # told to a trainer at its next call, which may be hours away
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +120,7 @@ class LocalRank(RankState[Result]):
         for loss in self.roster.losses:
             if not loss.message.endswith(LEFT):
                 self.losses.append(f"{loss.message}; {on}")
+        del self.losses[:-MAX_LOSSES]
 
     def open_lanes(self) -> tuple[tuple[TrainerId, ...], tuple[TrainerId, ...]]:
         """Return to whom and from whom a lane is open."""
