@@ -10,7 +10,7 @@ from pmesh.client.calls.queue import check_timeout
 from pmesh.client.calls.traceback import public
 from pmesh.client.elastic.membership import Place
 from pmesh.client.mesh import Mesh
-from pmesh.core.values import Terms
+from pmesh.core.values import MAX_JOB_BYTES, Terms
 from pmesh.core.wire.local import SESSION_VERSION, Connect
 from pmesh.errors import UsageError
 from pmesh.ids import PRINTABLE, JobName
@@ -70,8 +70,12 @@ def connect(
         JobRunning: the job runs without ever calling `mesh.sync`, so nobody can enter it.
     """
     job, wait_for = _job(job), _wait_for(wait_for)
-    if not 1 <= len(job) <= 64 or not re.search(PRINTABLE, job):  # noqa: PLR2004 - what core.session allows
-        raise UsageError(f"a job's name has 1 to 64 characters, all of which print: {job!r}")
+    nbytes = len(job.encode("utf-8", "replace"))
+    if not 1 <= nbytes <= MAX_JOB_BYTES or not re.search(PRINTABLE, job):
+        raise UsageError(
+            f"a job's name has 1 to {MAX_JOB_BYTES} characters, all of which print (fewer if they "
+            f"are not ASCII): {job!r}"
+        )
     _check_count("wait_for", wait_for)
     _check_count("min_ranks", min_ranks)
     _check_choice("on_loss", on_loss, get_args(OnLoss))

@@ -29,6 +29,14 @@ from pmesh.texts import printable
 MAX_MEMBERS = 64  # a mesh at home has 8
 MAX_TRAINERS = 1024  # of one job
 MAX_JOBS = 256  # no job begins while this many run in the view, groups of ranks included
+MAX_JOB_BYTES = (
+    64  # of its name in UTF-8: a member may have 128 trainers that wait for as many jobs
+)
+MAX_TEXT_BYTES = 2048  # of an error: 20 ranks, each with its call
+
+MAX_ROSTERS_BYTES = 96 * 1024  # of all jobs in a view: 600 trainers of machines with short names
+MAX_SEAT_BYTES = 512  # with names of 256 bytes, as 64 characters may have, and a signature
+MAX_VIEW_BYTES = MAX_ROSTERS_BYTES + MAX_MEMBERS * MAX_SEAT_BYTES + 128  # its epoch, and prefixes
 
 # Decoding checks these bounds. Numbers stay far enough below 2^63 that sums cannot overflow.
 Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME, pattern=PRINTABLE)]
@@ -38,6 +46,26 @@ Id: TypeAlias = Annotated[TrainerId, Meta(ge=0, le=2**62)]
 Ids: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_TRAINERS)]
 Members: TypeAlias = Annotated[tuple[Member, ...], Meta(max_length=MAX_TRAINERS)]
 RosterNumber: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_COUNTER)]
+
+_ELLIPSIS = "…"
+_encoder = msgspec.msgpack.Encoder()
+
+
+def nbytes_of(value: object) -> int:
+    """Return how many bytes a value takes in a message."""
+    return len(_encoder.encode(value))
+
+
+def cut_text(text: str, most: int) -> str:
+    """Return the text with at most this many bytes of UTF-8; an ellipsis shows that it was cut.
+
+    >>> cut_text("naïve", 5)
+    'na…'
+    """
+    data = text.encode("utf-8", "replace")  # names of files may have bytes that are no text
+    if len(data) <= most:
+        return data.decode()
+    return data[: most - len(_ELLIPSIS.encode())].decode("utf-8", "ignore") + _ELLIPSIS
 
 
 class SignedName(msgspec.Struct, frozen=True, array_like=True):
@@ -53,17 +81,22 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
 
     error: Name
     """The name of a class in `pmesh.errors`."""
-    message: Annotated[str, Meta(max_length=64 * 1024)]
+    message: Annotated[str, Meta(max_length=MAX_TEXT_BYTES)]
     trainers: Ids = ()
     """The trainers at fault: lost, late, or with a different call."""
 
     def __post_init__(self) -> None:
-        """Make the message printable, here and when it is decoded: it may quote what users typed.
+        """Make the message printable and cut it, where it is made and where it is decoded.
 
-        To refuse it would punish an honest agent for what its trainers or others have said.
+        It may quote what users typed, and views contain verdicts: to refuse it would punish an
+        honest agent for what its trainers or others have said.
+
+        >>> len(Verdict("RankLost", "x" * 5000).message.encode())
+        2048
         """
-        if not self.message.isprintable():
-            msgspec.structs.force_setattr(self, "message", printable(self.message))
+        message = self.message if self.message.isprintable() else printable(self.message)
+        msgspec.structs.force_setattr(self, "message", cut_text(message, MAX_TEXT_BYTES))
+        msgspec.structs.force_setattr(self, "trainers", self.trainers[:MAX_TRAINERS])
 
 
 class OpOutcome(msgspec.Struct, frozen=True, array_like=True):
@@ -164,6 +197,17 @@ class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):
     def name_of(self, trainer: Trainer) -> str:
         return self.names[trainer.member.node]
 
+    @cached_property  # whoever waits for a job asks again and again whether there is room
+    def nbytes(self) -> int:
+        """How many bytes it takes in a message."""
+        return nbytes_of(self)
+
+    @cached_property
+    def lasting_bytes(self) -> int:
+        """How many of them do not change from one view to the next while its trainers stay."""
+        settled = (self.outcomes, self.lost_holders, self.losses, self.lanes)
+        return self.nbytes - sum(map(nbytes_of, settled))
+
     def rank_of(self, trainer: TrainerId) -> Rank | None:
         """Return the trainer's index in the ring; None if it is lost."""
         return Rank(self.ids.index(trainer)) if trainer in self.ids else None
@@ -207,7 +251,7 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
     epoch: Epoch
     seats: Annotated[tuple[Seat, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
     """In ring order."""
-    rosters: Annotated[tuple[Roster, ...], Meta(max_length=4 * MAX_JOBS)] = ()
+    rosters: Annotated[tuple[Roster, ...], Meta(max_length=MAX_JOBS)] = ()
 
     @cached_property  # each message reads these two
     def members(self) -> tuple[Member, ...]:
@@ -242,3 +286,11 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
     ) -> Self:
         """Return the view of an agent that has met no other, or was left behind."""
         return cls(epoch, (Seat(member, said, epoch, None),), tuple(rosters))
+
+
+_view_decoder = msgspec.msgpack.Decoder(View)
+
+
+def decoded(view: View) -> View:
+    """Return the view as others get it; raise msgspec.MsgspecError if no bounds allow that."""
+    return _view_decoder.decode(_encoder.encode(view))

@@ -235,6 +235,8 @@ def test_the_job_comes_from_pmesh_run_where_none_is_given(
     monkeypatch.setenv("PMESH_JOB", "")
     with pytest.raises(pmesh.UsageError, match="a job's name has 1 to 64 characters"):
         pmesh.connect()
+    with pytest.raises(pmesh.UsageError, match="fewer if they are not ASCII"):
+        pmesh.connect("ü" * 33)
     monkeypatch.setenv("PMESH_JOB", "digits")
     monkeypatch.setenv("PMESH_WAIT_FOR", "three")
     with pytest.raises(

@@ -3,17 +3,24 @@
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-import msgspec
 import trio
 import trio.testing
 
-from pmesh.core.wire.link import Address, Hello, KnownPeers
+from pmesh.core.wire.link import Flushed, Hello
 from pmesh.errors import (
     PmeshError,
 )
 from pmesh.net.links.path import Path, shake_hands
 from pmesh.net.links.tls import TlsContexts
-from tests.worlds.nodes import ADAS, ADAS_HELLO, BOB, BOBS, BOBS_HELLO, hello_of
+from tests.worlds.builders import (
+    completed,
+    make_flushed,
+    make_member,
+    make_report,
+    make_roster,
+    make_view,
+)
+from tests.worlds.nodes import ADAS, ADAS_HELLO, BOBS, BOBS_HELLO
 
 Streams = tuple[trio.abc.HalfCloseableStream, trio.abc.HalfCloseableStream]
 Outcome = Path | PmeshError
@@ -76,8 +83,9 @@ async def linked(streams: Streams | None = None) -> AsyncIterator[tuple[Path, Pa
             nursery.cancel_scope.cancel()
 
 
-def known(size: int) -> KnownPeers:
+def answer(size: int) -> Flushed:
     """A message of about so many bytes, up to 200 KiB."""
-    hello = hello_of(BOB, "bob")
-    addresses = (Address("h" * 250, 1),) * 8
-    return KnownPeers((msgspec.structs.replace(hello, addresses=addresses),) * (size // 2048))
+    bob = make_member("b")
+    op = completed(0, *[2**62] * 220)  # 2 KiB
+    report = make_report(make_roster(bob), {place: [op] for place in range(size // 2048)})
+    return make_flushed(bob, make_view(1, bob), jobs=[report])

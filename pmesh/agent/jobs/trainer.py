@@ -5,8 +5,9 @@ without them.
 """
 
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 import trio
@@ -20,7 +21,8 @@ from pmesh.compression.codecs import codec_of
 from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.jobs.rank import COME_BACK
 from pmesh.core.ops.kinds import ring_codec_name
-from pmesh.core.values import Verdict
+from pmesh.core.values import MAX_JOB_BYTES, Verdict
+from pmesh.core.wire.link import Waiting
 from pmesh.core.wire.local import (
     ENTERS,
     SESSION_VERSION,
@@ -74,6 +76,7 @@ POLL_S = 0.02  # while a trainer waits for its job
 WATCH_S = 0.5  # once it has one: each check costs 0.3 ms, and its end is reported without any
 SAY_OF_JOB_EVERY_S = 1.0  # a person waits, and starts the others meanwhile
 MOST_UNLINKED = 3
+MOST_WISHES = 4  # of one machine, which may say that it has 128 trainers
 ALONE = (
     "this machine is alone in its mesh: run 'pmesh key set' and 'pmesh up' on the others "
     "('pmesh status' shows what it finds)"
@@ -107,6 +110,8 @@ async def serve_trainer(
     try:
         if request.version != SESSION_VERSION:
             await refuse(session, "ProtocolVersionMismatch", _other_version(request.version))
+        elif len(request.job.encode()) > MAX_JOB_BYTES:
+            await refuse(session, "UsageError", _too_long(request.job))
         elif await trainer.join():
             await trainer.serve(compression)
     finally:
@@ -114,6 +119,11 @@ async def serve_trainer(
             abandoned.give_up_results()  # the agent ends
         with trio.CancelScope(shield=True):
             await arenas.aclose()
+
+
+def _too_long(job: str) -> str:
+    nbytes = len(job.encode())
+    return f"the job's name {job!r} takes {nbytes} bytes in UTF-8, {MAX_JOB_BYTES} are allowed"
 
 
 def _other_version(version: int) -> str:
@@ -270,16 +280,12 @@ class _Trainer:
         if here < waiter.wait_for:
             idle = [name_of(seat) for seat in view.seats if not counts.get(seat.member, 0)]
             yield f"machines without one: {', '.join(idle)}" if idle else "every machine has one"
+        if here >= waiter.wait_for:
+            yield "the view may have no room for more trainers: wait for the end of other jobs"
         for seat in view.seats:
             peer = self._jobs.membership.state.peers.get(seat.member.node)
-            for other in () if peer is None else peer.heartbeat.waiting:
-                if other.job != waiter.job:
-                    yield f"{name_of(seat)} waits in job {other.job!r}"
-                elif other.wait_for != waiter.wait_for:
-                    yield (
-                        f"{name_of(seat)} asks for wait_for={other.wait_for}, "
-                        f"this rank for {waiter.wait_for}"
-                    )
+            others = () if peer is None else peer.heartbeat.waiting
+            yield from itertools.islice(_other_wishes(name_of(seat), others, waiter), MOST_WISHES)
 
     def _broken_group(self) -> Verdict | None:
         """Why the group that the trainer makes can't come together any more."""
@@ -430,6 +436,15 @@ class _Trainer:
         op = OpNumber(rank.ledger.started)
         what = self._jobs.progress.describe_wait(rank, op, self._jobs.newcomers(rank))
         await self._session.send(StillWaiting(op, waited_s, (what,)))
+
+
+def _other_wishes(name: str, others: Iterable[Waiting], waiter: WaitingTrainer) -> Iterator[str]:
+    """Say for what else the trainers of a machine wait."""
+    for other in others:
+        if other.job != waiter.job:
+            yield f"{name} waits in job {other.job!r}"
+        elif other.wait_for != waiter.wait_for:
+            yield f"{name} asks for wait_for={other.wait_for}, this rank for {waiter.wait_for}"
 
 
 def _never_syncs(job: JobName) -> str:

@@ -8,24 +8,15 @@ from typing import NamedTuple, Protocol
 
 import trio
 
+from pmesh.agent.containment import Contain
 from pmesh.agent.mesh.probing import PathBandwidth, ProbedPath
 from pmesh.core.links import health, paths
 from pmesh.core.links.addresses import BoundAddress, LocalAddress, interface_of
 from pmesh.core.links.delivery import Delivery, Packet
 from pmesh.core.links.health import WIFI, WIRED, Health, Thresholds
 from pmesh.core.links.paths import Flaps, PathKey, PathState, Way
-from pmesh.core.wire.link import (
-    Address,
-    AskProbe,
-    Hello,
-    LinkMessage,
-    PathMessage,
-    PeerInterface,
-    Ping,
-    Pong,
-    Probe,
-    encode,
-)
+from pmesh.core.wire.link import Address, Hello, LinkMessage, PathMessage, PeerInterface, encode
+from pmesh.core.wire.probes import AskProbe, Ping, Pong, Probe
 from pmesh.errors import NodeKeyCopied, PeerUnreachable
 from pmesh.ids import Incarnation, Member, NodeId, short_node
 from pmesh.net.lanes.multipath import UNKNOWN_BYTES_PER_S, Carrier, Facts
@@ -187,7 +178,8 @@ class Link:
     It lasts as long as one of its paths, and the time that V6 gives for dialling another.
     """
 
-    def __init__(self, first: LivePath) -> None:
+    def __init__(self, first: LivePath, *, contain: Contain) -> None:
+        self._contain = contain
         self.peer: Hello = first.path.peer
         self.numbers = numbers_of(first.path)
         self.begun_from = first.path.remote_address.host
@@ -241,8 +233,17 @@ class Link:
         return self.peer.name if self._current is None else str(self._current.path)
 
     def send(self, message: LinkMessage) -> None:
-        """Send a message; never waits. It is kept until the peer has acknowledged it."""
-        packet = self._delivery.send(encode(message))
+        """Send a message; never waits. It is kept until the peer has acknowledged it.
+
+        One that can't be encoded, as it would be too large, is not sent: that is this agent's own
+        error. The peer would end the link and take this machine for a hostile one.
+        """
+        errors: list[str] = []
+        with self._contain(f"a message to {self.peer.name}", errors.append):
+            data = encode(message)
+        if errors:
+            return
+        packet = self._delivery.send(data)
         if self.is_unread:
             for live in self.paths.values():
                 live.path.fail(PeerUnreachable(f"{self} has stopped reading"))

@@ -273,7 +273,7 @@ class Peers:
         return same is None or self._prefers(live, same)
 
     def _begin(self, live: LivePath, *, instead_of: Link | None) -> Link:
-        link = Link(live)
+        link = Link(live, contain=self._contain)
         self._next_numbers.pop(link.node, None)
         self.links[link.node] = link
         if instead_of is not None:

@@ -16,12 +16,7 @@ from typing import NamedTuple
 import trio
 
 from pmesh.core.links.bandwidth import STEADY_S, Bandwidth, Source, measured
-from pmesh.core.wire.link import (
-    MAX_PROBE_BYTES,
-    PROBE_PART_BYTES,
-    AskProbe,
-    Probe,
-)
+from pmesh.core.wire.probes import MAX_PROBE_BYTES, PROBE_PART_BYTES, AskProbe, Probe
 from pmesh.ids import Member
 
 PROBE_EVERY_S = 60.0

@@ -13,10 +13,19 @@ import msgspec
 from pmesh.core.jobs.progress import AnyRank, Progress, lanes_stand_still, of_job
 from pmesh.core.jobs.rank import COME_BACK, RankState
 from pmesh.core.ops.kinds import BOUND_KINDS
-from pmesh.core.values import Roster, Terms, Trainer, Verdict, View
+from pmesh.core.values import Roster, Terms, Trainer, Verdict, View, nbytes_of
+from pmesh.core.views import room
 from pmesh.core.views.rosters import is_same_history
 from pmesh.core.views.state import Facts, MemberState
-from pmesh.core.wire.link import Heartbeat, JobReport, RankProgress, ViewRequest, Waiting
+from pmesh.core.wire.link import (
+    MAX_REQUESTS_BYTES,
+    MAX_WAITING,
+    Heartbeat,
+    JobReport,
+    RankProgress,
+    ViewRequest,
+    Waiting,
+)
 from pmesh.ids import JobName, Member, OpNumber, Slot, TrainerId
 
 LEAVE_GRACE_S = 1.0  # the others mostly end a leaver's last op by themselves; then they learn of it
@@ -127,19 +136,24 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
         inside = {(t.member, t.slot) for t in trainers}
         counts = dict.fromkeys(state.view.members, 0)
         for member in counts:
-            peer = state.peers.get(member.node)
-            theirs = peer.heartbeat.waiting if peer is not None else ()
+            theirs = _waiting_at(state, member)
             # It has a place by our view, and does not know it yet.
             counts[member] = sum(w.job == job and (member, w.slot) not in inside for w in theirs)
         ours = [c for c in self.waiters.values() if c.job == job and c.rank is None]
         return counts | {self.me: len(ours)}
 
     def newcomers_to(self, state: MemberState, job: JobName, now: float) -> int:
-        """How many trainers wait to enter the job."""
-        counts = self.waiting_at(state, job)
-        if not self._may_begin(state, now):
-            del counts[self.me]
-        return sum(counts.values())
+        """How many trainers wait to enter the job, and find room there."""
+        waiting = {member: _waiting_at(state, member) for member in state.view.members}
+        waiting[self.me] = self._waiting(state, now)
+        roster = state.view.roster_of(job)
+        inside = {(t.member, t.slot) for t in (() if roster is None else roster.trainers)}
+        admitted = room.admit(state.view.rosters, waiting, room.names_in(state.view, waiting))
+        return sum(
+            w.job == job and (member, w.slot) not in inside
+            for member, theirs in admitted.items()
+            for w in theirs
+        )
 
     def _may_begin(self, state: MemberState, now: float) -> bool:
         """Whether our trainers may take part, or enough peers are still to be found."""
@@ -150,15 +164,18 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
 
     def known(self, state: MemberState, now: float) -> Facts:
         """What the local jobs want and have; without round trips."""
-        waits = self._may_begin(state, now)
-        waiters = [c for c in self.waiters.values() if waits and c.rank is None]
         view_requests = (rank.view_request for rank in self.ranks if rank.view_request is not None)
         return Facts(
             reports=tuple(self._reports()),
-            waiting=tuple(Waiting(c.job, c.slot, c.wait_for, c.terms) for c in waiters),
-            view_requests=(*view_requests, *self._absent),
+            waiting=self._waiting(state, now),
+            view_requests=_first((*view_requests, *self._absent)),
             progress=tuple(rank.progress() for rank in self.ranks),
         )
+
+    def _waiting(self, state: MemberState, now: float) -> tuple[Waiting, ...]:
+        waits = self._may_begin(state, now)
+        waiters = [c for c in self.waiters.values() if waits and c.rank is None]
+        return tuple(Waiting(c.job, c.slot, c.wait_for, c.terms) for c in waiters[:MAX_WAITING])
 
     def _reports(self) -> Iterator[JobReport]:
         merged: dict[tuple[object, ...], JobReport] = {}
@@ -286,6 +303,24 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
     def neighbour(self, rank: AnyRank, other: TrainerId) -> AnyRank | None:
         """Another trainer of the same job, if it lives here too."""
         return next((r for r in of_job(self.ranks, rank.roster) if r.id == other), None)
+
+
+def _waiting_at(state: MemberState, member: Member) -> tuple[Waiting, ...]:
+    peer = state.peers.get(member.node)
+    return () if peer is None else peer.heartbeat.waiting
+
+
+def _first(view_requests: tuple[ViewRequest, ...]) -> tuple[ViewRequest, ...]:
+    """Return the first ones that fit into a heartbeat; the others follow once these are settled.
+
+    A leader may say that far more trainers live here than any agent serves.
+    """
+    left = MAX_REQUESTS_BYTES - 5  # the prefix
+    for place, view_request in enumerate(view_requests):
+        left -= nbytes_of(view_request)
+        if left < 0:
+            return view_requests[:place]
+    return view_requests
 
 
 def _why_ended(rank: RankState[Any], roster: Roster | None) -> Verdict:

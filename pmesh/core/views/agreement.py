@@ -13,6 +13,7 @@ import msgspec
 from pmesh.core.values import Seat, SignedName, View
 from pmesh.core.views import leader, limits, quorum
 from pmesh.core.views.limits import STEP, check_message, is_within_reach
+from pmesh.core.views.room import fit_answer
 from pmesh.core.views.rosters import is_reordered, keep_local_rosters
 from pmesh.core.views.state import (
     BACK_OFF_S,
@@ -187,9 +188,11 @@ def _without(state: MemberState, node: NodeId) -> MemberState:
 
 
 def _known_view(state: MemberState, node: NodeId, epoch: Epoch) -> View | None:
-    """Return the view of this epoch. An epoch names one view (I1), so any source will do."""
-    shown = [state.shown[node]] if node in state.shown else []
-    views = [state.view, *shown, *(peer.view for peer in state.peers.values())]
+    """Return the view of this epoch: ours, or what the node itself has shown.
+
+    An epoch names one view (I1), but another node may have shown a forged one under its name.
+    """
+    views = (state.view, state.shown.get(node, state.view))
     return next((view for view in views if view.epoch == epoch), None)
 
 
@@ -275,7 +278,7 @@ def _flush(state: MemberState, sender: Member, message: Propose, facts: Facts, n
     )
     if sender == state.me:
         return Step(leader.begin(state, message, answer, now), (Fence(jobs),))
-    return Step(state, (Fence(jobs), Send(sender, answer)))
+    return Step(state, (Fence(jobs), Send(sender, fit_answer(answer))))
 
 
 def _came_to_nothing(state: MemberState, sender: Member, message: Propose, now: float) -> bool:

@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pmesh.core.values import MAX_MEMBERS, Roster, Seat, View
-from pmesh.core.views import rosters
-from pmesh.core.views.limits import is_within_reach, may_propose
+import msgspec
+
+from pmesh.core.values import MAX_JOBS, MAX_MEMBERS, Roster, Seat, View
+from pmesh.core.views import room, rosters
+from pmesh.core.views.limits import is_taken, is_within_reach, may_propose
 from pmesh.core.views.ring import (
     Costs,
     Heard,
@@ -45,7 +47,7 @@ def propose(state: MemberState, facts: Facts, now: float) -> Propose | None:
         return None
     kept = _clique(state, (state.me,), continuing_members(state, now)[1:], now)
     joined = _clique(state, kept, _candidates(state, now), now)[len(kept) : MAX_MEMBERS]
-    joined = _whole_views(state, joined, now)
+    joined = _with_room(state, _whole_views(state, joined, now))
     jobs = rosters.jobs_to_settle(
         state.view,
         kept,
@@ -55,7 +57,7 @@ def propose(state: MemberState, facts: Facts, now: float) -> Propose | None:
     jobs += _jobs_to_reorder(state, facts)
     if not (len(kept) < len(state.view.seats) or joined or jobs or is_stale(state, kept, now)):
         return None
-    jobs = tuple(sorted({*jobs, *rosters.jobs_to_vote_on(state.view, state.primaries)}))
+    jobs = tuple(sorted({*jobs, *rosters.jobs_to_vote_on(state.view, state.primaries)}))[:MAX_JOBS]
     epoch = Epoch(highest_counter(state) + 1, *state.me)
     return Propose(epoch, state.view, kept + joined, kept, jobs)
 
@@ -153,8 +155,15 @@ def decide(state: MemberState, facts: Facts) -> Commit | None:
         reasons=state.losses,
         reordered=proposal.reordered,
     )
-    after = rosters.next_rosters(base, change, continuing=continuing)
-    return Commit(View(epoch, seats, after), costs)
+    view = View(epoch, seats, ())
+    # A roster that no other would take can only be one that a lying rank has spoilt: its job ends.
+    after = [
+        roster
+        for roster in rosters.next_rosters(base, change, continuing=continuing)
+        if is_taken(msgspec.structs.replace(view, rosters=(roster,)))
+    ]
+    kept = room.fit(after, {roster.job: roster for roster in base.rosters})
+    return Commit(msgspec.structs.replace(view, rosters=kept), costs)
 
 
 def ring_order(members: tuple[Member, ...], costs: Costs) -> tuple[Member, ...]:
@@ -182,10 +191,11 @@ def _is_concerned(state: MemberState, member: Member, view_request: ViewRequest)
 def _known_waiting(
     state: MemberState, facts: Facts, members: tuple[Member, ...]
 ) -> Mapping[Member, tuple[Waiting, ...]]:
-    return {
+    waiting = {
         member: facts.waiting if member == state.me else state.peers[member.node].heartbeat.waiting
         for member in members
     }
+    return room.admit(state.view.rosters, waiting, room.names_in(state.view, members))
 
 
 def _someone_else_leads(state: MemberState, now: float) -> bool:
@@ -273,6 +283,27 @@ def _whole_views(state: MemberState, joined: tuple[Member, ...], now: float) -> 
         for member, view in views.items()
         if view.epoch in impatient or set(view.members) <= set(joined)
     )
+
+
+def _with_room(state: MemberState, joined: tuple[Member, ...]) -> tuple[Member, ...]:
+    """Return the members for whose jobs our view has room; the others stay apart with theirs."""
+    ours = {(roster.job, roster.born) for roster in state.view.rosters}
+    jobs, left = len(ours), room.ADMITTED_BYTES - sum(r.lasting_bytes for r in state.view.rosters)
+    members: dict[Epoch, list[Member]] = {}
+    for member in joined:
+        members.setdefault(state.peers[member.node].view.epoch, []).append(member)
+    kept = set[Epoch]()
+    for epoch, several in members.items():
+        theirs = [
+            roster.lasting_bytes
+            for roster in state.peers[several[0].node].view.rosters
+            if (roster.job, roster.born) not in ours
+        ]
+        share = room.SHARE_BYTES * len(several)
+        if sum(theirs) <= min(left, share) and len(theirs) <= max(0, MAX_JOBS - jobs):
+            kept.add(epoch)
+            jobs, left = jobs + len(theirs), left - sum(theirs)
+    return tuple(m for m in joined if state.peers[m.node].view.epoch in kept)
 
 
 def _may_join(state: MemberState, member: Member, now: float) -> bool:

@@ -17,7 +17,9 @@ may enter. If it was led astray, its members restart as if their agents had been
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Final
 
-from pmesh.core.values import Roster, View
+import msgspec
+
+from pmesh.core.values import MAX_JOB_BYTES, MAX_ROSTERS_BYTES, Roster, View, decoded, nbytes_of
 from pmesh.core.views.state import (
     PATIENCE_S,
     Debt,
@@ -29,6 +31,7 @@ from pmesh.core.views.state import (
     slowness,
 )
 from pmesh.core.wire.link import (
+    MAX_REQUESTS_BYTES,
     AgreementMessage,
     Commit,
     Flushed,
@@ -38,7 +41,7 @@ from pmesh.core.wire.link import (
     TellView,
 )
 from pmesh.errors import ProtocolError
-from pmesh.ids import MAX_COUNTER, Member
+from pmesh.ids import MAX_COUNTER, JobName, Member
 
 WINDOW_S: Final = 2.0
 PACE: Final = 32
@@ -144,6 +147,10 @@ def check_message(sender: Member, message: AgreementMessage) -> None:
     match message:
         case Heartbeat():
             _demand(message.view <= message.promised, "a promise below the installed epoch (V1)")
+            _check_names(w.job for w in message.waiting)
+            _demand(
+                nbytes_of(message.view_requests) <= MAX_REQUESTS_BYTES, "too large view requests"
+            )
         case TellView() | Superseded():
             _check_view_of(sender, message.view)
         case Propose():
@@ -165,10 +172,27 @@ def check_view(view: View) -> None:
         _demand(seat.admitted <= view.epoch, "a seat from a later view")
         _demand(seat.previous is None or seat.previous < view.epoch, "a seat from a later view")
     _demand_unique([roster.job for roster in view.rosters], "rosters of one job")
+    _check_names(roster.job for roster in view.rosters)
+    nbytes = sum(roster.nbytes for roster in view.rosters)
+    _demand(nbytes <= MAX_ROSTERS_BYTES, f"rosters of {nbytes} bytes")
     for roster in view.rosters:
         _demand(roster.number <= counter, "a roster from a later view")
         _demand(roster.primary.epoch <= view.epoch, "a quorum from a later view")
         _check_roster(roster, view.members)
+
+
+def is_taken(view: View) -> bool:
+    """True if others take the view for one that a leader could have committed."""
+    try:
+        check_view(decoded(view))
+    except (msgspec.MsgspecError, ProtocolError):
+        return False
+    return True
+
+
+def _check_names(jobs: Iterable[JobName]) -> None:
+    for job in jobs:
+        _demand(len(job.encode()) <= MAX_JOB_BYTES, f"job {job!r}: its name is too long")
 
 
 def _check_roster(roster: Roster, members: Sequence[Member]) -> None:
@@ -212,6 +236,7 @@ def _check_flushed(sender: Member, message: Flushed) -> None:
         for rank in report.ranks:
             _demand_unique([op.op for op in rank.ops], "reports of one op")
     _demand_unique([waiting.slot for waiting in message.waiting], "trainers that wait")
+    _check_names(waiting.job for waiting in message.waiting)
 
 
 def _check_commit(sender: Member, message: Commit) -> None:

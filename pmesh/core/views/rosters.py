@@ -1,7 +1,7 @@
 """How jobs begin, which trainers are in them, and how view changes affect them (O3, I4, O6, V9)."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -15,6 +15,7 @@ from pmesh.core.views.outcomes import (
     resolve_ops,
 )
 from pmesh.core.views.quorum import Voters, has_majorities, may_run, needed_voters
+from pmesh.core.views.room import admit
 from pmesh.core.wire.link import Flushed, JobReport, KnownPrimary, ViewRequest, Waiting
 from pmesh.ids import Epoch, JobName, Member, OpNumber, Slot, TrainerId
 
@@ -52,7 +53,7 @@ def jobs_to_settle(
     }
     known = {roster.job for roster in view.rosters}
     ready = {job for job in _ready_jobs(waiting) if job not in known}
-    return tuple(sorted(running | (ready if len(known) < MAX_JOBS else set())))
+    return tuple(sorted([*running, *sorted(ready)[: max(0, MAX_JOBS - len(known))]]))
 
 
 def jobs_to_vote_on(view: View, known: Collection[KnownPrimary]) -> tuple[JobName, ...]:
@@ -64,6 +65,7 @@ def next_rosters(
     base: View, change: Change, *, continuing: Collection[Member]
 ) -> tuple[Roster, ...]:
     """Return the rosters of the view that `change.epoch` names."""
+    change = replace(change, answers=_with_admitted(change.answers, base))
     histories: dict[JobName, list[_History]] = {}
     for view, members in _lineages(base, continuing, change):
         for roster in view.rosters:
@@ -77,6 +79,17 @@ def next_rosters(
         if job not in rosters and len(rosters) < MAX_JOBS:
             rosters[job] = _first_roster(job, change, waiting)
     return tuple(rosters[job] for job in sorted(rosters))
+
+
+def _with_admitted(answers: Mapping[Member, Flushed], base: View) -> dict[Member, Flushed]:
+    """Return the answers with those of the waiting trainers for which there is room."""
+    waiting = {member: answer.waiting for member, answer in answers.items()}
+    names = {member: answer.name for member, answer in answers.items()}
+    admitted = admit(base.rosters, waiting, names)
+    return {
+        member: msgspec.structs.replace(answer, waiting=admitted[member])
+        for member, answer in answers.items()
+    }
 
 
 def is_same_history(before: Roster, after: Roster, trainer: Trainer) -> bool:
@@ -155,8 +168,10 @@ def _go_on(roster: Roster, members: frozenset[Member], change: Change) -> _Histo
     reorders = roster.job in change.reordered and may_reorder(roster, known)
     cause = gone or about or lost_results(roster, members) or not runs or reorders
     if not cause or any(not report.fenced for report in reports):
-        # V7: it runs on. V3: a job that is not fenced everywhere waits for the next view.
-        return _History(roster=roster, stable=known.stable)
+        # V7: it runs on. V3: a job that is not fenced everywhere waits for the next view, unless a
+        # lost rank's agent is all that is left of it.
+        runs_on = any(trainer.member in change.answers for trainer in roster.trainers)
+        return _History(roster=roster, stable=known.stable) if runs_on else None
     left = {t for c in about if c.op < 0 and c.verdict for t in c.verdict.trainers}
     losses = [_loss(roster, trainer, change.reasons) for trainer in gone]
     losses += [c.verdict for c in about if c.op < 0 and c.verdict]

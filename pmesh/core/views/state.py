@@ -7,6 +7,7 @@ from typing import NamedTuple
 from pmesh.core.values import SignedName, View
 from pmesh.core.views.ring import UNKNOWN, Costs
 from pmesh.core.wire.link import (
+    MAX_WAITING,
     AgreementMessage,
     Flushed,
     Heartbeat,
@@ -370,7 +371,7 @@ def heartbeat_of(state: MemberState, facts: Facts, now: float) -> Heartbeat:
         },
         waiting=facts.waiting,
         view_requests=facts.view_requests,
-        progress=facts.progress,
+        progress=facts.progress[:MAX_WAITING],
         in_force=_in_force(state),
         silent=facts.silent,
     )

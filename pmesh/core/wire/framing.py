@@ -39,8 +39,8 @@ class FrameReader:
     """
 
     def __init__(self, *, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
         self._buffer = bytearray()
-        self._max_bytes = max_bytes
 
     def receive_data(self, data: bytes | bytearray | memoryview) -> None:
         self._buffer += data
@@ -50,8 +50,8 @@ class FrameReader:
         if len(self._buffer) < PREFIX_BYTES:
             return None
         length = int.from_bytes(self._buffer[:PREFIX_BYTES], "big")
-        if length > self._max_bytes:
-            raise ProtocolError(f"a message claims {length} bytes, {self._max_bytes} are allowed")
+        if length > self.max_bytes:
+            raise ProtocolError(f"a message claims {length} bytes, {self.max_bytes} are allowed")
         end = PREFIX_BYTES + length
         if len(self._buffer) < end:
             return None

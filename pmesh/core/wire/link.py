@@ -4,16 +4,22 @@ They are MessagePack arrays, tagged by a short number; msgspec validates them as
 are handled by `pmesh.core.views.agreement` (views), `pmesh.agent.lanes.rendezvous` (lanes),
 `pmesh.agent.store.stores` (jobs' stores), `pmesh.agent.launches` (launches) and
 `pmesh.net.links.path` (Hello).
+
+Each kind of message has a bound in bytes, `bound_of`. What others have said goes into our messages,
+so each part that one member may fill is small enough for all of them to fit. `encode` refuses a
+message beyond its bound: that is our error, and must not look like the receiver's peer's.
 """
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from pmesh.core.values import (
+    MAX_JOBS,
     MAX_MEMBERS,
     MAX_TRAINERS,
+    MAX_VIEW_BYTES,
     Id,
     Ids,
     Job,
@@ -26,20 +32,23 @@ from pmesh.core.values import (
     View,
 )
 from pmesh.core.wire.launches import AnyLaunchMessage
+from pmesh.core.wire.probes import AskProbe, Ping, Pong, Probe
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, Slot
 
 PROTOCOL_VERSION = 13
 
 EAGER_BYTES = 16 * 1024  # a token's activations of the largest open models
-MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 31 KiB; more is an attack
+MAX_MESSAGE_BYTES = 256 * 1024  # 0.2 s at 10 Mbit/s: heartbeats behind it are not late
+MAX_HELLO_BYTES = 16 * 1024  # 64 addresses and interfaces take 8 KiB; each peer passes it on
 
 MAX_RELAYED_BYTES = 16 * 1024  # one TLS record
 MAX_ADDRESSES = 64  # of one machine; a Mac with every port in use has about ten
-MAX_PROBE_BYTES = 2 * 1024 * 1024  # 17 ms at 1 Gbit/s
-PROBE_PART_BYTES = 8 * 1024  # half of a TLS record
 MAX_STORE_PART_BYTES = 32 * 1024  # heartbeats go between the parts: 26 ms at 10 Mbit/s
 MAX_ENTRIES = 1024  # entries of any kind about one member's own jobs in one message
+MAX_WAITING = 128  # trainers of one member: as many as an agent serves
+MAX_REQUESTS_BYTES = 64 * 1024  # of one member's view requests: 400 with the usual texts
+MAX_PRIMARIES = MAX_JOBS + 32  # of the view's jobs, and of those that a member dropped out of
 
 _OpOrNone = Annotated[int, Meta(ge=-1, le=2**62)]
 _Cost = Annotated[int, Meta(ge=0, le=1000)]  # sixteenths of an octave: 992 for 2^62 microseconds
@@ -55,7 +64,8 @@ _Shape = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**48)], ...], Meta(max_le
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
-    pass
+    most_bytes: ClassVar[int] = MAX_MESSAGE_BYTES
+    """The bound: smaller for what contains others' values, so that it fits whatever they say."""
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
@@ -86,6 +96,7 @@ class PeerInterface(msgspec.Struct, frozen=True, array_like=True):
 class Hello(_Message, frozen=True, tag=1):
     """The first message on a path, from both sides."""
 
+    most_bytes = MAX_HELLO_BYTES
     protocol: Annotated[int, Meta(ge=0, le=2**16 - 1)]
     member: Member
     said: SignedName
@@ -236,6 +247,7 @@ class MeasuredEdge(msgspec.Struct, frozen=True, array_like=True):
 class Heartbeat(_Message, frozen=True, tag=2):
     """The state of a member. It is self-contained: the next one makes up for a lost one."""
 
+    most_bytes = 160 * 1024  # view requests 64, waiting, progress and in_force 16 + 16 + 45 KiB
     view: Epoch
     promised: Epoch
     flushed: bool
@@ -249,16 +261,16 @@ class Heartbeat(_Message, frozen=True, tag=2):
         Meta(max_length=MAX_ENTRIES),
     ]
     """The peers that it hears (V5), with what it has measured of the way to each."""
-    waiting: Annotated[tuple[Waiting, ...], Meta(max_length=MAX_ENTRIES)] = ()
+    waiting: Annotated[tuple[Waiting, ...], Meta(max_length=MAX_WAITING)] = ()
     view_requests: Annotated[tuple[ViewRequest, ...], Meta(max_length=MAX_ENTRIES)] = ()
-    progress: Annotated[tuple[RankProgress, ...], Meta(max_length=MAX_ENTRIES)] = ()
+    progress: Annotated[tuple[RankProgress, ...], Meta(max_length=MAX_WAITING)] = ()
     sent_us: _Microseconds = 0
     """The sender's monotonic clock; only the sender interprets it."""
     echo_us: _Microseconds = 0
     """The last `sent_us` from the receiver."""
     held_us: _Microseconds = 0
     """How long ago that was."""
-    in_force: Annotated[tuple[KnownPrimary, ...], Meta(max_length=MAX_ENTRIES)] = ()
+    in_force: Annotated[tuple[KnownPrimary, ...], Meta(max_length=MAX_JOBS)] = ()
     """Rosters of its view that the sender knows to be in force, for peers that missed it (V10)."""
     silent: Annotated[
         tuple[Annotated[Incarnation, Meta(ge=1, le=2**63 - 1)], ...], Meta(max_length=MAX_ENTRIES)
@@ -276,6 +288,7 @@ class AskView(_Message, frozen=True, tag=3):
 class TellView(_Message, frozen=True, tag=4):
     """A view that the sender has installed."""
 
+    most_bytes = MAX_VIEW_BYTES + 16
     view: View
 
 
@@ -290,13 +303,14 @@ class AskToJoin(_Message, frozen=True, tag=5):
 class Propose(_Message, frozen=True, tag=6):
     """The leader asks the future members of an epoch to flush."""
 
+    most_bytes = MAX_VIEW_BYTES + 32 * 1024  # 256 jobs, and 64 members twice
     epoch: Epoch
     base: View
     """The view that the leader has installed."""
     members: _Seats
     continuing: _Seats
     """The members that, as far as the leader knows, are of its lineage."""
-    jobs: Annotated[tuple[Job, ...], Meta(max_length=MAX_ENTRIES)]
+    jobs: Annotated[tuple[Job, ...], Meta(max_length=MAX_JOBS)]
     """The jobs whose ops must stop; the others run on (V7)."""
 
 
@@ -309,8 +323,8 @@ class Flushed(_Message, frozen=True, tag=7):
     view: View
     """The view that the sender has installed."""
     jobs: Annotated[tuple[JobReport, ...], Meta(max_length=MAX_ENTRIES)]
-    waiting: Annotated[tuple[Waiting, ...], Meta(max_length=MAX_ENTRIES)] = ()
-    primaries: Annotated[tuple[KnownPrimary, ...], Meta(max_length=MAX_ENTRIES)] = ()
+    waiting: Annotated[tuple[Waiting, ...], Meta(max_length=MAX_WAITING)] = ()
+    primaries: Annotated[tuple[KnownPrimary, ...], Meta(max_length=MAX_PRIMARIES)] = ()
     """Only of jobs that require a quorum."""
 
 
@@ -330,12 +344,14 @@ class Veto(_Message, frozen=True, tag=9):
 class Superseded(_Message, frozen=True, tag=10):
     """The receiver's lineage continued without it; this view is the proof."""
 
+    most_bytes = MAX_VIEW_BYTES + 16
     view: View
 
 
 class Commit(_Message, frozen=True, tag=11):
     """The decided view. The receiver installs it if it promised its epoch (V1)."""
 
+    most_bytes = MAX_VIEW_BYTES + 16 * 1024  # 64 x 64 costs of 3 bytes
     view: View
     costs: Annotated[tuple[_CostRow, ...], Meta(max_length=MAX_MEMBERS)]
     """The costs from which the ring was planned: a row for each member, in sorted order."""
@@ -459,34 +475,8 @@ class MessageWithdrawn(P2PLinkMessage, frozen=True, tag=26):
 class KnownPeers(_Message, frozen=True, tag=22):
     """The peers that the sender has links with, and their addresses: one address finds them all."""
 
+    most_bytes = MAX_HELLO_BYTES + 16  # one peer in a message
     peers: Annotated[tuple[Hello, ...], Meta(max_length=MAX_ENTRIES)]
-
-
-class Ping(_Message, frozen=True, tag=28):
-    """Asks for a Pong on the same path."""
-
-    sent_us: _Microseconds
-    """The sender's monotonic clock; only the sender interprets it."""
-    mbit_s: Annotated[int, Meta(ge=0, le=2**32)] = 0
-    """What the sender has measured of this path, from the receiver to itself; 0 if unknown."""
-
-
-class Pong(_Message, frozen=True, tag=29):
-    """Answers a Ping at once."""
-
-    sent_us: _Microseconds
-
-
-class AskProbe(_Message, frozen=True, tag=30):
-    """The receiver is to send so many bytes in Probes on the same path: they show its bandwidth."""
-
-    nbytes: Annotated[int, Meta(ge=1, le=MAX_PROBE_BYTES)]
-
-
-class Probe(_Message, frozen=True, tag=31):
-    """A part of a probe."""
-
-    padding: Annotated[bytes, Meta(min_length=1, max_length=PROBE_PART_BYTES)]
 
 
 class Relay(_Message, frozen=True, tag=34):
@@ -565,14 +555,33 @@ _decoder: msgspec.msgpack.Decoder[PathMessage] = msgspec.msgpack.Decoder(PathMes
 _encoder = msgspec.msgpack.Encoder()
 
 
+def bound_of(kind: type[PathMessage]) -> int:
+    """Return how many bytes a message of this kind may have."""
+    return kind.most_bytes if issubclass(kind, _Message) else MAX_MESSAGE_BYTES
+
+
 def encode(message: PathMessage) -> bytes:
-    """Return the message as bytes, without a length prefix."""
-    return _encoder.encode(message)
+    """Return the message as bytes, without a length prefix.
+
+    Raises ValueError for one beyond its bound: nobody would take it, and the error is ours.
+    """
+    data = _encoder.encode(message)
+    if len(data) > bound_of(type(message)):
+        raise ValueError(_too_large(message, data))
+    return data
 
 
 def decode_untrusted(data: bytes) -> PathMessage:
     """Reverse `encode`; raise ProtocolError for anything else."""
     try:
-        return _decoder.decode(data)
+        message = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise ProtocolError(f"not a control message: {e}") from e
+    if len(data) > bound_of(type(message)):
+        raise ProtocolError(_too_large(message, data))
+    return message
+
+
+def _too_large(message: PathMessage, data: bytes) -> str:
+    kind = type(message)
+    return f"a {kind.__name__} of {len(data)} bytes, {bound_of(kind)} are allowed"

@@ -14,9 +14,10 @@ import trio
 
 from pmesh.core.identity.certificates import node_of_certificate_untrusted
 from pmesh.core.identity.names import check_name_untrusted
-from pmesh.core.links.delivery import Packet, pack, unpack_untrusted
+from pmesh.core.links.delivery import PREFIX_BYTES, Packet, pack, unpack_untrusted
 from pmesh.core.wire.framing import FrameReader, OtherProtocol, frame, read_hello_untrusted
 from pmesh.core.wire.link import (
+    MAX_HELLO_BYTES,
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     Address,
@@ -68,7 +69,7 @@ class Wire:
         self.remote = remote_address_of(stream)
         self.bytes_sent = 0
         self.bytes_received = 0
-        self._frames = FrameReader(max_bytes=MAX_MESSAGE_BYTES)
+        self.frames = FrameReader(max_bytes=MAX_HELLO_BYTES)
         self._half_sent = False
         self._judged = False
 
@@ -102,7 +103,7 @@ class Wire:
                 case None:
                     await self._read()
                 case DataReceived():
-                    self._frames.receive_data(event.data)
+                    self.frames.receive_data(event.data)
                 case _:
                     assert not isinstance(event, HandshakeCompleted)  # noqa: S101 - only once
                     raise self._error_of(event)
@@ -149,7 +150,7 @@ class Wire:
 
     def _next_whole_frame(self) -> bytes | None:
         with naming(self.remote):
-            return self._frames.next_message_untrusted()
+            return self.frames.next_message_untrusted()
 
     async def _read(self) -> None:
         try:
@@ -253,6 +254,7 @@ async def _exchange_hellos(
             f"{wire.remote} speaks protocol {theirs.protocol}, this machine {PROTOCOL_VERSION}; "
             "install the same version of pmesh on both"
         )
+    wire.frames.max_bytes = PREFIX_BYTES + MAX_MESSAGE_BYTES
     return Path(wire, ours, theirs)
 
 

@@ -72,13 +72,13 @@ class Liar:
 
 
 @asynccontextmanager
-async def lying_to(machine: Machine, said: SignedName | None = None) -> AsyncGenerator[Liar]:
+async def lying_to(machine: Machine, hello: Hello | None = None) -> AsyncGenerator[Liar]:
     stream = await trio.open_tcp_stream("127.0.0.1", machine.port)
     link = await shake_hands(
         stream,
         contexts=TlsContexts.of(issue_credentials(MESH, KEY)),
         server_side=False,
-        hello=lambda _: Hello(PROTOCOL_VERSION, LIAR, said or SAID[LIAR], link=1),
+        hello=lambda _: hello or Hello(PROTOCOL_VERSION, LIAR, SAID[LIAR], link=1),
     )
     async with trio.open_nursery() as nursery:
         liar = Liar(link)
@@ -258,7 +258,7 @@ async def test_a_hello_with_a_name_that_was_not_signed_gets_no_link(clock: MockC
     async with village(clock, 1) as here:
         (one,) = here.machines
         said = sign_name(KEY, Member(KEY.node, Incarnation(1)), "liar")  # of an earlier start
-        async with lying_to(one, said) as liar:
+        async with lying_to(one, Hello(PROTOCOL_VERSION, LIAR, said, link=1)) as liar:
             await until(lambda: liar.ended)
         assert not one.agent.peers.links
 
@@ -289,15 +289,15 @@ async def test_what_a_member_invents_is_dialled_little_and_forgotten_with_it(
     async with village(clock, 1) as here:
         (one,) = here.machines
         async with lying_to(one) as liar:
-            for batch in range(8):
+            for batch in range(32):
                 inventions = tuple(
                     Hello(
                         PROTOCOL_VERSION,
-                        Member(NodeId((512 * batch + n + 1).to_bytes(32, "big")), Incarnation(1)),
+                        Member(NodeId((128 * batch + n + 1).to_bytes(32, "big")), Incarnation(1)),
                         unsigned("nobody"),
                         (Address("127.0.0.1", 1),) if n else (),
                     )
-                    for n in range(512)
+                    for n in range(128)
                 )
                 liar.link.send(KnownPeers(inventions))
             await until(lambda: len(one.agent.peers.targets.wanted) == MAX_INTRODUCED)

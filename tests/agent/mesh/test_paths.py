@@ -132,7 +132,7 @@ async def test_a_way_that_does_not_answer_holds_up_no_other_and_is_given_up_with
 
     async with village(clock, 2) as here, trio.open_nursery() as nursery:
         one, two = here.machines
-        link = Link(path_to(one, two))
+        link = Link(path_to(one, two), contain=one.agent._containment.contain)  # noqa: SLF001
         hosts = "10.0.0.2", "10.0.1.2"
         theirs = tuple(PeerInterface(host, "wired", 1000, (host,)) for host in hosts)
         link.update(structs.replace(link.peer, interfaces=theirs))

@@ -20,13 +20,16 @@ from pmesh.core.wire.link import (
     Commit,
     LinkMessage,
     OfferLane,
+    TellView,
 )
 from pmesh.errors import NodeKeyCopied, PeerUnreachable, PmeshError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, TrainerId, short_node
 from pmesh.net.links.dialer import dial
+from tests.worlds.builders import make_roster, make_view
 from tests.worlds.paths import close_path, live_to, path_set, path_to
 from tests.worlds.trainer import together, until
 from tests.worlds.village import Machine, Village, village
+from tests.worlds.village_ops import events_of
 
 RESET = b"\x01\0\0\0\0\0\0\0"  # SO_LINGER: closing resets
 
@@ -191,7 +194,7 @@ async def test_the_end_of_a_link_that_was_replaced_loses_nobody(clock: MockClock
     async with village(clock, 2) as here:
         one, two = here.machines
         old = live_to(one, two)
-        new = Link(path_to(one, two))
+        new = Link(path_to(one, two), contain=one.agent._containment.contain)  # noqa: SLF001
         one.agent.peers.links[two.key.node] = new
         one.agent.peers._end(old, "it was restarted")  # noqa: SLF001 - a late redial's finding
         assert live_to(one, two) is new
@@ -486,3 +489,18 @@ async def test_an_agent_that_ends_during_a_proof_of_life_closes_the_new_link_too
         await until(lambda: again.agent.peers.links.get(one.key.node) is None)
         assert trio.current_time() - began < 0.5
         assert path._closed  # noqa: SLF001
+
+
+async def test_a_message_that_is_too_large_is_our_own_error_and_the_link_stays(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        link, me = live_to(one, two), one.agent.membership.state.me
+        too_large = TellView(make_view(1, me, rosters=[make_roster(*[me] * 4000)]))
+        link.send(too_large)
+        await here.job(one, two)
+        assert live_to(one, two) is link
+        (event,) = [e for e in events_of(one) if e.kind == "internal error"]
+        assert event.text.startswith(f"a message to {two.settings.name} ended with an error")
+        assert "a TellView of" in event.text

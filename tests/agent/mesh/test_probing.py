@@ -17,7 +17,7 @@ from pmesh.agent.mesh.probing import (
     Probing,
 )
 from pmesh.core.links.bandwidth import STEADY_S
-from pmesh.core.wire.link import MAX_PROBE_BYTES, AskProbe, Probe
+from pmesh.core.wire.probes import MAX_PROBE_BYTES, AskProbe, Probe
 from pmesh.net.lanes.lane import Pace
 from tests.worlds.builders import BERT, CARA
 from tests.worlds.paths import path_to

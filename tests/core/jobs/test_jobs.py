@@ -8,9 +8,9 @@ import pytest
 from pmesh.core.jobs import jobs as engine
 from pmesh.core.jobs.jobs import LEAVE_GRACE_S, LEFT, JobsState, WaitingTrainer
 from pmesh.core.jobs.rank import RankState
-from pmesh.core.values import Roster, Terms, Trainer, View
+from pmesh.core.values import Roster, Terms, Trainer, View, nbytes_of
 from pmesh.core.views.state import MemberState, Peer
-from pmesh.core.wire.link import Call, RankProgress, Waiting
+from pmesh.core.wire.link import MAX_REQUESTS_BYTES, Call, RankProgress, Waiting
 from pmesh.ids import Slot
 from tests.core.jobs.test_rank import (
     BARRIER,
@@ -31,6 +31,7 @@ from tests.worlds.builders import (
     FACES,
     make_epoch,
     make_heartbeat,
+    make_roster,
     make_seat,
     make_state,
     make_waiting,
@@ -112,6 +113,16 @@ def test_newcomers_are_those_who_wait_elsewhere_and_have_no_place_yet() -> None:
     assert here.waiting_at(state, DIGITS) == {A: 0, BERT: 1}  # slot 0 is in it by our view
     assert here.newcomers_to(state, DIGITS, 0.0) == 1
     assert here.newcomers_to(state, FACES, 0.0) == 1
+
+
+def test_a_view_with_far_more_trainers_than_live_here_makes_no_heartbeat_too_large() -> None:
+    """A leader may invent them; what is not asked for now is once these are settled."""
+    here, view = jobs_here(), view_of(make_roster(*[A] * 1000))
+    state = make_state(A, view)
+    here.follow(state, view, 0.0)
+    requests = here.known(state, 0.0).view_requests
+    assert nbytes_of(requests) <= MAX_REQUESTS_BYTES
+    assert 200 < len(requests) < 1000
 
 
 def test_a_trainer_that_gave_up_while_its_job_began_is_lost() -> None:

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.core.links.delivery import PREFIX_BYTES, Delivery, pack, unpack_untrusted
-from pmesh.core.wire.link import Leaving, Ping, Refuse, encode
+from pmesh.core.wire.link import Leaving, Refuse, encode
+from pmesh.core.wire.probes import Ping
 from pmesh.errors import ProtocolError
 from tests.worlds.builders import make_epoch
 

@@ -107,13 +107,16 @@ class TestAHeartbeat:
         state = told(BERTS, DORA, TellView(doras)).state
         assert sent(told(state, DORA, make_heartbeat(doras, BERT))) == []
 
-    def test_of_a_view_that_another_peer_has_shown_needs_no_question(self) -> None:
+    def test_of_a_view_that_only_another_peer_has_shown_is_asked_for(self) -> None:
+        """What that one has shown under this epoch may be forged."""
         doras = make_view(3, DORA)
         state = replace(
             BERTS, peers={**BERTS.peers, DORA.node: make_peer(DORA, doras, make_heartbeat(doras))}
         )
         emma = make_member("e")
-        assert told(state, emma, make_heartbeat(doras)).state.peers[emma.node].view == doras
+        step = told(state, emma, make_heartbeat(doras))
+        assert emma.node not in step.state.peers
+        assert sent(step) == [(emma, AskView(doras.epoch))]
 
     def test_raises_the_counter_that_the_next_proposal_must_exceed(self) -> None:
         """V1: a fresh counter above all seen."""

@@ -23,6 +23,7 @@ from pmesh.core.wire.link import (
     MessageAddress,
     OfferLane,
     PathMessage,
+    PeerInterface,
     Refuse,
     TellView,
     decode_untrusted,
@@ -114,6 +115,18 @@ def offer(lane: bytes = bytes(16), key: bytes = bytes(32), job: JobName = DIGITS
 def test_values_beyond_their_limits_are_refused(message: PathMessage) -> None:
     with pytest.raises(ProtocolError):
         decode_untrusted(encode(message))
+
+
+def test_a_message_beyond_its_bound_is_neither_made_nor_taken() -> None:
+    addresses = (Address("h" * 255, 1),) * 64
+    interfaces = (PeerInterface("eth0", "wired", 0, ("h" * 255,) * 4),)
+    hello = Hello(1, ANNA, unsigned("mac-a"), addresses[:56], interfaces)
+    assert decode_untrusted(encode(hello)) == hello
+    large = msgspec.structs.replace(hello, addresses=addresses)
+    with pytest.raises(ValueError, match=r"a Hello of 17.* bytes, 16384 are allowed"):
+        encode(large)
+    with pytest.raises(ProtocolError, match=r"a Hello of 17.* bytes, 16384 are allowed"):
+        decode_untrusted(msgspec.msgpack.encode(large))
 
 
 def test_the_bytes_of_version_thirteen_do_not_change_unnoticed() -> None:

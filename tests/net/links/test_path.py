@@ -21,7 +21,7 @@ from pmesh.errors import (
 from pmesh.net.links.interfaces import UNKNOWN, local_address_of
 from pmesh.net.links.path import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, Path, shake_hands
 from pmesh.net.links.tls import TlsContexts, TlsFailed
-from tests.worlds.links import known, linked, outcomes, tcp_streams
+from tests.worlds.links import answer, linked, outcomes, tcp_streams
 from tests.worlds.nodes import (
     ADA,
     ADAS,
@@ -38,7 +38,7 @@ from tests.worlds.nodes import (
 
 async def test_messages_arrive_in_order_both_ways() -> None:
     async with linked() as (ada, bob):
-        sent = [known(size) for size in (0, 100_000, 0, 300, 40_000)] + [Leaving()] * 50
+        sent = [answer(size) for size in (0, 100_000, 0, 300, 40_000)] + [Leaving()] * 50
         for message in sent:
             ada.send(message)
             bob.send(message)
@@ -76,8 +76,8 @@ async def test_a_receiver_may_give_up_and_come_back() -> None:
     async with linked() as (ada, bob):
         with trio.move_on_after(0):
             await bob.receive()
-        ada.send(known(60_000))
-        assert (await bob.receive()).message == known(60_000)
+        ada.send(answer(60_000))
+        assert (await bob.receive()).message == answer(60_000)
 
 
 async def test_a_flood_of_messages_leaves_other_tasks_their_turn() -> None:
@@ -103,7 +103,7 @@ async def test_a_flood_of_messages_leaves_other_tasks_their_turn() -> None:
 
 async def test_a_closed_link_delivers_what_was_queued_and_then_ends() -> None:
     async with tcp_streams() as streams, linked(streams) as (ada, bob):
-        bob.send(known(100_000))  # unread by Ada: a plain close would reset the connection
+        bob.send(answer(100_000))  # unread by Ada: a plain close would reset the connection
         await trio.testing.wait_all_tasks_blocked()
         ada.send(Leaving())
         async with trio.open_nursery() as nursery:
@@ -228,7 +228,7 @@ async def stuffed(link: Path, queue: Callable[[], None]) -> None:
     [(0, MAX_QUEUED_MESSAGES), (200_000, MAX_QUEUED_BYTES // 200_000)],
 )
 async def test_a_peer_that_stops_reading_ends_the_link(size: int, count: int) -> None:
-    message = known(size)
+    message = answer(size)
     queued = len(frame(encode(message))) if size else 0
     count = MAX_QUEUED_BYTES // queued if queued else count
     async with linked() as (ada, _):
@@ -259,7 +259,7 @@ async def test_a_full_queue_is_still_delivered() -> None:
 
 async def test_what_has_been_sent_no_longer_counts_as_queued() -> None:
     async with linked() as (ada, bob):
-        message = known(200_000)
+        message = answer(200_000)
         for _ in range(MAX_QUEUED_BYTES // 200_000 + 2):
             ada.send(message)
             assert (await bob.receive()).message == message

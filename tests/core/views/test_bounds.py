@@ -1,0 +1,661 @@
+"""What one member may send, whatever it is, never makes an honest one send what others refuse.
+
+Two honest members, Anna who leads and Bert, run on the real functions. Cara, who has a seat, and
+Dora, who has none and wants in, send anything that is taken.
+"""
+
+import typing
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pmesh.core.values import (
+    MAX_JOB_BYTES,
+    MAX_JOBS,
+    MAX_MEMBERS,
+    MAX_ROSTERS_BYTES,
+    MAX_SEAT_BYTES,
+    MAX_TEXT_BYTES,
+    MAX_TRAINERS,
+    MAX_VIEW_BYTES,
+    OpOutcome,
+    Primary,
+    Roster,
+    Seat,
+    Terms,
+    Trainer,
+    Verdict,
+    View,
+    nbytes_of,
+)
+from pmesh.core.views import agreement
+from pmesh.core.views.limits import check_message, check_view
+from pmesh.core.views.room import ADMITTED_BYTES, SHARE_BYTES, admit, fit, fit_answer
+from pmesh.core.views.state import Facts, Install, MemberState, Send, Step, heartbeat_of
+from pmesh.core.wire import link
+from pmesh.core.wire.link import (
+    MAX_MESSAGE_BYTES,
+    MAX_PRIMARIES,
+    MAX_REQUESTS_BYTES,
+    MAX_WAITING,
+    AgreementMessage,
+    AskToJoin,
+    Commit,
+    Flushed,
+    Heartbeat,
+    JobReport,
+    KnownPrimary,
+    MeasuredEdge,
+    OpReport,
+    Propose,
+    RankProgress,
+    RankReport,
+    TellView,
+    ViewRequest,
+    Waiting,
+    bound_of,
+    decode_untrusted,
+    encode,
+)
+from pmesh.errors import ProtocolError
+from pmesh.ids import (
+    MAX_COUNTER,
+    MAX_NAME,
+    Epoch,
+    Incarnation,
+    JobName,
+    Member,
+    NodeId,
+    OpNumber,
+    Slot,
+    TrainerId,
+)
+from tests.worlds.builders import (
+    ANNA,
+    BERT,
+    CARA,
+    DIGITS,
+    DORA,
+    FACES,
+    all_hearing_each_other,
+    completed,
+    make_call,
+    make_epoch,
+    make_flushed,
+    make_heartbeat,
+    make_member,
+    make_outcome,
+    make_report,
+    make_roster,
+    make_trainer,
+    make_verdict,
+    make_view,
+    make_view_request,
+    make_waiting,
+    running,
+)
+
+NOW = 100.0
+HONEST = (ANNA, BERT)
+EMMA = make_member("e")
+WIDE = "\N{CAT FACE}"
+"""A character of four bytes."""
+LONGEST_NAME = WIDE * MAX_NAME
+LONGEST_JOB = JobName("j" * MAX_JOB_BYTES)
+ANY_MEMBER = Member(NodeId(bytes(32)), Incarnation(2**63 - 1))
+LATE = Epoch(MAX_COUNTER, NodeId(bytes(32)), Incarnation(2**63 - 1))
+LARGEST = 2**62
+
+OURS = make_roster(ANNA, BERT, CARA, terms=Terms(on_loss="raise", quorum="majority"))
+BASE = make_view(5, ANNA, BERT, CARA, rosters=[OURS, make_roster(ANNA, BERT, job=FACES)])
+
+
+def is_taken(sender: Member, message: AgreementMessage) -> bool:
+    """True if a member that sends this is not punished for it."""
+    try:
+        check_message(sender, typing.cast("AgreementMessage", decode_untrusted(encode(message))))
+    except (ProtocolError, ValueError):
+        return False
+    return True
+
+
+@dataclass
+class Mesh:
+    """The honest members, and the messages between them; those to others are dropped."""
+
+    states: dict[Member, MemberState]
+    facts: dict[Member, Facts]
+    under_way: deque[tuple[Member, Member, AgreementMessage]] = field(default_factory=deque)
+    epoch: Epoch | None = None
+    """Of the last proposal."""
+
+    def tell(self, member: Member, sender: Member, message: AgreementMessage) -> None:
+        """Somebody who may lie sends this; if it is taken, the honest ones say what follows."""
+        if is_taken(sender, message):
+            try:
+                self._take(member, self._received(member, sender, message))
+            except ProtocolError:
+                return  # the sender is punished
+            self.deliver()
+
+    def _received(self, member: Member, sender: Member, message: AgreementMessage) -> Step:
+        facts = self.facts[member]
+        return agreement.receive(self.states[member], sender, message, facts, now=NOW)
+
+    def _take(self, member: Member, step: Step) -> None:
+        self.states[member] = step.state
+        for action in step.actions:
+            match action:
+                case Send(to, message):
+                    decoded = decode_untrusted(encode(message))
+                    assert decoded == message
+                    check_message(member, message)  # what it raises bans an honest member
+                    if isinstance(message, Propose):
+                        self.epoch = message.epoch
+                    if to in HONEST:
+                        self.under_way.append((member, to, message))
+                case Install():
+                    passed = agreement.pass_time(step.state, self.facts[member], now=NOW)
+                    self._take(member, passed)
+                case _:
+                    pass
+
+    def deliver(self) -> None:
+        """Of an honest one, all is taken."""
+        while self.under_way:
+            sender, to, message = self.under_way.popleft()
+            self._take(to, self._received(to, sender, message))
+
+    def beat(self) -> None:
+        """Everyone sends a heartbeat, and time passes."""
+        for member in HONEST:
+            state, facts = self.states[member], self.facts[member]
+            beat = heartbeat_of(state, facts, NOW)
+            assert decode_untrusted(encode(beat)) == beat
+            for other in HONEST:
+                if other != member:
+                    self.under_way.append((member, other, beat))
+        self.deliver()
+        for member in HONEST:
+            step = agreement.pass_time(self.states[member], self.facts[member], now=NOW)
+            self._take(member, step)
+        self.deliver()
+
+
+def new_mesh(base: View = BASE) -> Mesh:
+    reports = {
+        member: tuple(
+            make_report(roster, {trainer.id: [running(4)]}, fenced=False)
+            for roster in base.rosters
+            for trainer in roster.trainers_at(member)
+        )
+        for member in HONEST
+    }
+    others = {ANNA: (BERT, CARA), BERT: (ANNA, CARA)}
+    return Mesh(
+        {m: all_hearing_each_other(m, base, *others[m]) for m in HONEST},
+        {m: Facts(reports=reports[m]) for m in HONEST},
+    )
+
+
+# --- whatever somebody may send
+
+SIZES = st.sampled_from([MAX_TRAINERS, 0, 1, 40, MAX_TRAINERS])
+NUMBERS = st.sampled_from([0, 1, 4, LARGEST])
+IDS = st.sampled_from([2, 2, 2, 0, 1, 5, LARGEST]).map(TrainerId)
+OPS = NUMBERS.map(OpNumber)
+JOBS = st.sampled_from([DIGITS, FACES, JobName("x"), LONGEST_JOB])
+NAMES = st.sampled_from(["", "mac-c", LONGEST_NAME])
+MANY_IDS = SIZES.map(lambda n: tuple(TrainerId(LARGEST - i) for i in range(n)))
+VERDICTS = st.builds(
+    Verdict,
+    st.sampled_from(["RankLost", LONGEST_NAME]),
+    st.sampled_from(["", "why", "x" * MAX_TEXT_BYTES, WIDE * MAX_TEXT_BYTES]),
+    IDS.map(lambda id_: (id_,)) | MANY_IDS,
+)
+CALLS = st.sampled_from(
+    [make_call(), make_call("sync"), make_call("gather"), make_call(LONGEST_NAME)]
+)
+OP_REPORTS = st.builds(
+    OpReport,
+    OPS,
+    CALLS,
+    completed=st.booleans(),
+    verdict=st.none() | VERDICTS,
+    contributors=MANY_IDS,
+    holds=st.booleans(),
+    is_root=st.booleans(),
+)
+
+
+def several(items: st.SearchStrategy[typing.Any], most: int = 2) -> st.SearchStrategy[typing.Any]:
+    return st.lists(items, max_size=most).map(tuple)
+
+
+def _many_waiting(count: int, job: JobName, *, apart: bool) -> tuple[Waiting, ...]:
+    """All of one job, or each of its own."""
+    return tuple(
+        Waiting(JobName(f"{i:03}{job}"[:MAX_JOB_BYTES]) if apart else job, Slot(i), 1)
+        for i in range(count)
+    )
+
+
+WAITING = st.builds(_many_waiting, st.sampled_from([0, 1, MAX_WAITING]), JOBS, apart=st.booleans())
+
+
+def _many_ops(first: int, count: int, op: OpReport) -> tuple[OpReport, ...]:
+    return tuple(
+        msgspec.structs.replace(op, op=OpNumber(min(first + i, LARGEST - i))) for i in range(count)
+    )
+
+
+SEVERAL_OPS = several(OP_REPORTS) | st.builds(
+    _many_ops, NUMBERS, st.sampled_from([2, 20]), OP_REPORTS
+)
+RANKS = several(st.builds(RankReport, IDS, st.just(-1) | NUMBERS, SEVERAL_OPS))
+
+
+def _many_ranks(count: int, op: OpReport) -> tuple[RankReport, ...]:
+    return tuple(RankReport(TrainerId(LARGEST - i), 0, (op,)) for i in range(count))
+
+
+VIEW_REQUESTS = several(
+    st.builds(
+        ViewRequest,
+        job=st.just(OURS.job),
+        born=st.just(OURS.born),
+        number=st.just(OURS.number),
+        verdict=st.none() | VERDICTS,
+        op=st.just(-1) | OPS,
+    ),
+    5,
+)
+
+
+OUTCOMES = several(st.builds(OpOutcome, OPS, MANY_IDS, MANY_IDS, st.none() | VERDICTS))
+
+
+@st.composite
+def brought(draw: st.DrawFn) -> View:
+    """Dora's view, with a job in which anything may stand; some of its ranks may be elsewhere."""
+    count, first = (
+        draw(st.sampled_from([1, 2, 100, 400])),
+        draw(st.sampled_from([0, LARGEST - 400])),
+    )
+    at = draw(st.sampled_from([(DORA,), (EMMA,), (DORA, EMMA)]))
+    name = draw(NAMES)
+    trainers = tuple(
+        Trainer(TrainerId(first + i), at[i % len(at)], Slot(i), name) for i in range(count)
+    )
+    lost = Trainer(TrainerId(first + count), DORA, Slot(0), name)
+    roster = Roster(
+        job=draw(JOBS),
+        born=make_epoch(2, DORA),
+        number=2,
+        trainers=trainers,
+        primary=Primary(make_epoch(2, DORA), tuple(t.member for t in trainers)),
+        next_id=TrainerId(draw(st.sampled_from([first + count + 1, LARGEST]))),
+        terms=Terms(quorum=draw(st.sampled_from(["any", "majority"]))),
+        outcomes=draw(OUTCOMES),
+        lost_holders=(lost,) if draw(st.booleans()) else (),
+        losses=draw(several(VERDICTS)),
+    )
+    seats = (Seat(DORA, name, make_epoch(2, DORA), None), Seat(EMMA, name, make_epoch(2), None))
+    return View(make_epoch(2, DORA), seats, (roster,))
+
+
+def reports_on(view: View) -> st.SearchStrategy[typing.Any]:
+    """On the first job of the view, and on its last one."""
+    return st.tuples(
+        *(
+            st.builds(
+                JobReport,
+                job=st.just(roster.job),
+                born=st.just(roster.born),
+                number=st.just(roster.number),
+                fenced=st.booleans(),
+                ranks=RANKS | st.builds(_many_ranks, SIZES, OP_REPORTS),
+            )
+            for roster in {view.rosters[0], view.rosters[-1]}
+        )
+    )
+
+
+def beats_of(view: View) -> st.SearchStrategy[Heartbeat]:
+    """Whatever it says of its jobs and of the network, it hears all."""
+    heard = {m.incarnation: MeasuredEdge(2**62, 2**32) for m in (*HONEST, CARA, DORA)}
+    beat = make_heartbeat(view, *HONEST, CARA, DORA)
+    return st.builds(
+        partial(msgspec.structs.replace, beat, heard=heard),
+        waiting=WAITING,
+        view_requests=VIEW_REQUESTS,
+        acting=st.booleans(),
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(beats=beats_of(BASE), jobs=reports_on(BASE), waiting=WAITING, name=NAMES)
+def test_whatever_a_member_with_a_seat_says_of_its_jobs(
+    beats: Heartbeat, jobs: tuple[JobReport, ...], waiting: tuple[Waiting, ...], name: str
+) -> None:
+    mesh = new_mesh()
+    for member in HONEST:
+        mesh.tell(member, CARA, beats)
+    mesh.beat()
+    epoch = mesh.epoch or make_epoch(6)
+    mesh.tell(ANNA, CARA, Flushed(epoch, name, BASE, jobs, waiting))
+    mesh.beat()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_whatever_a_newcomer_says_of_its_view(data: st.DataObject) -> None:
+    mesh, view = new_mesh(), data.draw(brought())
+    beat = data.draw(beats_of(view))
+    for member in HONEST:
+        mesh.tell(member, CARA, make_heartbeat(BASE, *HONEST, DORA))
+        mesh.tell(member, DORA, TellView(view))
+        mesh.tell(member, DORA, beat)
+    mesh.tell(ANNA, DORA, AskToJoin(view.epoch))
+    mesh.beat()
+    epoch, other = mesh.epoch or make_epoch(6), data.draw(brought())
+    waiting = _many_waiting(2, other.rosters[0].job, apart=False)
+    mesh.tell(ANNA, CARA, Flushed(epoch, "mac-c", BASE, data.draw(reports_on(BASE))))
+    reports = data.draw(reports_on(other))
+    mesh.tell(ANNA, DORA, Flushed(epoch, LONGEST_NAME, other, reports, waiting))
+    mesh.beat()
+
+
+# --- the seeds of what was found
+
+
+def commits(mesh: Mesh, jobs: tuple[JobReport, ...] = ()) -> View:
+    """Cara answers a proposal like this; the view that follows."""
+    mesh.beat()
+    assert mesh.epoch is not None
+    mesh.tell(ANNA, CARA, Flushed(mesh.epoch, "mac-c", BASE, jobs))
+    view = mesh.states[ANNA].view
+    assert view.epoch == mesh.epoch == mesh.states[BERT].view.epoch
+    return view
+
+
+def test_thousands_of_bytes_of_error_text_are_cut_where_they_are_made() -> None:
+    verdict = Verdict("OpMismatch", "x" * 261_000)
+    mesh = new_mesh()
+    request = make_view_request(OURS, verdict, op=4)
+    mesh.tell(ANNA, CARA, make_heartbeat(BASE, *HONEST, view_requests=[request]))
+    (outcome,) = commits(mesh, (make_report(OURS, {2: [running(4)]}),)).rosters[0].outcomes
+    assert outcome.verdict is not None
+    assert len(outcome.verdict.message.encode()) == MAX_TEXT_BYTES
+
+
+def test_an_op_with_the_highest_number_ends_its_job_and_no_other() -> None:
+    """The next op, which the loss fails, has a number that no message may name."""
+    mesh = new_mesh()
+    mesh.facts = dict.fromkeys(HONEST, Facts(reports=(make_report(OURS, {0: []}, fenced=False),)))
+    gone = make_view_request(OURS, make_verdict("RankLost", 2))
+    mesh.tell(ANNA, CARA, make_heartbeat(BASE, *HONEST, view_requests=[gone]))
+    last = completed(LARGEST, 0)
+    assert [r.job for r in commits(mesh, (make_report(OURS, {2: [last]}),)).rosters] == [FACES]
+
+
+def test_a_rank_that_reports_more_than_a_view_holds_ends_its_job_and_no_other() -> None:
+    mesh = new_mesh()
+    request = make_view_request(OURS, make_verdict(), op=4)
+    mesh.tell(ANNA, CARA, make_heartbeat(BASE, *HONEST, view_requests=[request]))
+    ops = [completed(op, *range(LARGEST - MAX_TRAINERS, LARGEST)) for op in range(4, 24)]
+    view = commits(mesh, (make_report(OURS, {2: ops}),))
+    assert [roster.job for roster in view.rosters] == [FACES]
+
+
+def test_a_job_whose_last_agent_does_not_fence_it_ends() -> None:
+    """All its ranks are lost, and the machine that holds their result names it still."""
+    lost = make_trainer(1, CARA)
+    outcome = make_outcome(4, 0, 1, holders=[1])
+    spoilt = make_roster(EMMA, lost_holders=[lost], outcomes=[outcome], job=DIGITS)
+    base = make_view(5, ANNA, BERT, CARA, EMMA, rosters=[spoilt, make_roster(*HONEST, job=FACES)])
+    mesh = new_mesh(base)
+    mesh.facts = dict.fromkeys(HONEST, Facts())
+    mesh.tell(ANNA, CARA, make_heartbeat(base, *HONEST))
+    mesh.beat()
+    assert mesh.epoch is not None
+    report = make_report(spoilt, {1: []}, fenced=False)
+    mesh.tell(ANNA, CARA, Flushed(mesh.epoch, "mac-c", base, (report,)))
+    assert mesh.states[BERT].view.epoch == mesh.epoch
+    assert [roster.job for roster in mesh.states[BERT].view.rosters] == [FACES]
+
+
+# --- who gets room
+
+
+def trainers_of(*jobs: str) -> tuple[Waiting, ...]:
+    return tuple(Waiting(JobName(job), Slot(i), 1) for i, job in enumerate(jobs))
+
+
+def test_a_thousand_waiting_trainers_are_refused_at_the_one_who_says_so() -> None:
+    many = tuple(make_waiting(1, slot) for slot in range(1000))
+    assert not is_taken(CARA, make_heartbeat(BASE, waiting=many))
+    assert is_taken(CARA, make_heartbeat(BASE, waiting=many[:MAX_WAITING]))
+
+
+def test_one_members_waiting_trainers_displace_nobody_elses() -> None:
+    many = trainers_of(*(f"{i:03}".ljust(MAX_JOB_BYTES, "j") for i in range(MAX_WAITING)))
+    waiting = {ANNA: trainers_of("z"), CARA: many}
+    admitted = admit((), waiting, {ANNA: "mac-a", CARA: LONGEST_NAME})
+    assert admitted[ANNA] == waiting[ANNA]
+    assert 0 < len(admitted[CARA]) < MAX_WAITING
+    assert admitted[CARA] == many[: len(admitted[CARA])]  # the others come later, in this order
+
+
+def test_all_trainers_that_an_agent_serves_find_room() -> None:
+    waiting = {ANNA: trainers_of(*["digits"] * MAX_WAITING)}
+    assert admit((), waiting, {ANNA: "mac-mini"}) == waiting
+
+
+def test_all_members_together_are_admitted_no_more_than_a_view_holds() -> None:
+    members = [Member(NodeId(bytes([i]) * 32), Incarnation(2**62 + i)) for i in range(MAX_MEMBERS)]
+    waiting = dict.fromkeys(members, trainers_of(*["digits"] * MAX_WAITING))
+    admitted = admit((), waiting, dict.fromkeys(members, "mac"))
+    counts = {len(theirs) for theirs in admitted.values()}
+    assert 0 < min(counts) == max(counts) - 1
+    roster = make_roster(*(m for m, theirs in admitted.items() for _ in theirs))
+    assert roster.lasting_bytes <= ADMITTED_BYTES
+
+
+def test_there_is_a_most_of_jobs_and_of_ranks() -> None:
+    full = [make_roster(ANNA, job=JobName(f"{i}")) for i in range(MAX_JOBS)]
+    assert admit(full, {BERT: trainers_of("new")}, {BERT: ""}) == {BERT: ()}
+
+
+def big(job: str, *members: Member, texts: int = 0, number: int = 5) -> Roster:
+    """A roster with so many losses, each with the longest text."""
+    losses = [Verdict("RankLost", "x" * MAX_TEXT_BYTES, (TrainerId(i),)) for i in range(texts)]
+    return make_roster(*members, job=JobName(job), losses=losses, number=number)
+
+
+def test_where_there_is_room_a_view_keeps_all_its_jobs_as_they_are() -> None:
+    rosters = [big("a", ANNA, texts=20), big("b", CARA, texts=20)]
+    assert fit(rosters, {}) == tuple(rosters)
+
+
+def test_where_there_is_none_texts_get_short() -> None:
+    a, b = fit([big("a", ANNA, CARA, texts=50), big("b", CARA)], {})
+    assert {len(loss.message) for loss in a.losses} == {62}
+    assert b == big("b", CARA)
+
+
+def lost(job: str, *members: Member, holders: int) -> Roster:
+    """A roster that a view change has made large, in what can't be shortened."""
+    outcomes = [make_outcome(op, *range(1000, 1000 + holders)) for op in range(2, 34)]
+    return make_roster(*members, job=JobName(job), outcomes=outcomes)
+
+
+def test_where_even_that_is_not_enough_the_jobs_of_who_uses_most_end() -> None:
+    honest = lost("honest", ANNA, CARA, holders=100)  # which Cara has entered, too
+    caras = [lost(f"cara-{i}", CARA, holders=90) for i in range(12)]
+    rosters = sorted([honest, *caras], key=lambda roster: roster.job)
+    kept = fit(rosters, {roster.job: roster for roster in rosters})
+    assert honest in kept
+    assert sum(roster.nbytes for roster in kept) <= MAX_ROSTERS_BYTES
+    assert list(kept) == sorted(kept, key=lambda roster: roster.job)
+
+
+def test_of_jobs_that_a_newcomer_brings_all_counts() -> None:
+    ours = [lost("ours", ANNA, BERT, holders=300)]
+    theirs = lost("theirs", DORA, holders=900)
+    assert fit([*ours, theirs], {roster.job: roster for roster in ours}) == tuple(ours)
+
+
+def test_a_flush_answer_gives_up_the_texts_and_who_waits_before_it_is_too_large() -> None:
+    failed = OpReport(OpNumber(4), make_call(), verdict=Verdict("RankLost", "x" * 9000))
+    ran = running(5)
+    report = make_report(OURS, {i: [failed, ran] for i in range(200)})
+    answer = make_flushed(ANNA, BASE, jobs=[report], waiting=[make_waiting(1)])
+    assert nbytes_of(answer) > MAX_MESSAGE_BYTES
+    fitting = fit_answer(answer)
+    assert fitting.waiting == ()
+    assert fitting.jobs[0].ranks[0].ops[1] == ran
+    encode(fitting)
+    assert fit_answer(fitting) is fitting
+
+
+# --- the bounds, by arithmetic
+
+
+CUT_WHEN_MADE = {
+    link.Hello: "the addresses of one machine take 8 KiB (addresses.announced_*)",
+    link.KnownPeers: "one Hello in each",
+    Heartbeat: "own entries, each with a bound (test_the_largest_heartbeat)",
+    TellView: "MAX_VIEW_BYTES, which limits.check_view demands and leader.decide keeps",
+    link.Superseded: "the same",
+    Propose: "the same, and test_the_largest_proposal",
+    Commit: "the same, and test_the_largest_commit",
+    Flushed: "the same, and room.fit_answer",
+}
+
+
+def worst_bytes(info: msgspec.inspect.Type) -> float:  # noqa: PLR0911, C901 - one arm for each kind
+    """How many bytes a value may take that decoding accepts."""
+    match info:
+        case msgspec.inspect.NoneType() | msgspec.inspect.BoolType():
+            return 1
+        case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
+            return 9
+        case msgspec.inspect.StrType(max_length=most):
+            return 5 + 4 * (float("inf") if most is None else most)
+        case msgspec.inspect.BytesType(max_length=most):
+            return 5 + (float("inf") if most is None else most)
+        case msgspec.inspect.LiteralType(values=values):
+            return max(nbytes_of(value) for value in values)
+        case msgspec.inspect.VarTupleType(item_type=item, max_length=most):
+            return 5 + worst_bytes(item) * (float("inf") if most is None else most)
+        case msgspec.inspect.TupleType(item_types=types):
+            return 5 + sum(map(worst_bytes, types))
+        case msgspec.inspect.DictType(key_type=key, value_type=value, max_length=most):
+            each = worst_bytes(key) + worst_bytes(value)
+            return 5 + each * (float("inf") if most is None else most)
+        case msgspec.inspect.UnionType(types=types):
+            return max(map(worst_bytes, types))
+        case (
+            msgspec.inspect.StructType(fields=fields)
+            | msgspec.inspect.NamedTupleType(fields=fields)
+        ):
+            named = 1 if getattr(info, "array_like", True) else 64
+            return 14 + sum(named + worst_bytes(field.type) for field in fields)
+        case _:
+            raise NotImplementedError(info)
+
+
+KINDS: tuple[type[link.PathMessage], ...] = typing.get_args(link.PathMessage)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_kind_of_message_fits_by_its_fields_or_is_cut_when_it_is_made(
+    kind: type[link.PathMessage],
+) -> None:
+    """A new kind fails here: bound its fields, or say where it is cut and test that."""
+    fits = worst_bytes(msgspec.inspect.type_info(kind)) <= bound_of(kind)
+    assert fits or kind in CUT_WHEN_MADE or is_of_launches(kind)
+
+
+def is_of_launches(kind: type) -> bool:
+    """Their bounds are in `pmesh.core.wire.launches`; nobody passes them on."""
+    return kind.__module__ == "pmesh.core.wire.launches"
+
+
+MEMBERS = tuple(
+    Member(NodeId(bytes([i]) * 32), Incarnation(2**63 - 1 - i)) for i in range(MAX_MEMBERS)
+)
+PRIMARY = KnownPrimary(LONGEST_JOB, LATE, LATE, in_force=True)
+WAITS = Waiting(LONGEST_JOB, Slot(2**62), MAX_TRAINERS, Terms(1024, "continue", "majority"))
+
+
+def bytes_beside_the_view(message: Propose | Commit | Flushed) -> int:
+    view = message.base if isinstance(message, Propose) else message.view
+    return nbytes_of(message) - nbytes_of(view)
+
+
+VIEW = make_view(5, ANNA)
+
+
+def test_the_largest_view_is_within_its_bound() -> None:
+    seat = Seat(ANY_MEMBER, LONGEST_NAME, LATE, LATE)
+    assert nbytes_of(seat) + 67 <= MAX_SEAT_BYTES  # there is room for a signature
+    empty = View(LATE, (seat,) * MAX_MEMBERS, ())
+    assert nbytes_of(empty) + MAX_ROSTERS_BYTES <= MAX_VIEW_BYTES
+
+
+def test_the_largest_proposal_is_within_its_bound() -> None:
+    jobs = (LONGEST_JOB,) * MAX_JOBS
+    proposal = Propose(LATE, VIEW, MEMBERS, MEMBERS, jobs)
+    assert bytes_beside_the_view(proposal) + MAX_VIEW_BYTES <= bound_of(Propose)
+
+
+def test_the_largest_commit_is_within_its_bound() -> None:
+    costs = tuple((1000,) * MAX_MEMBERS for _ in MEMBERS)
+    assert bytes_beside_the_view(Commit(VIEW, costs)) + MAX_VIEW_BYTES <= bound_of(Commit)
+
+
+def test_a_flush_answer_has_room_for_its_ranks_beside_the_largest_of_all_else() -> None:
+    answer = Flushed(
+        LATE, LONGEST_NAME, VIEW, (), (WAITS,) * MAX_WAITING, (PRIMARY,) * MAX_PRIMARIES
+    )
+    rest = bound_of(Flushed) - MAX_VIEW_BYTES - bytes_beside_the_view(answer)
+    assert rest >= 56 * 1024
+
+
+def test_the_largest_heartbeat_is_within_its_bound() -> None:
+    progress = RankProgress(
+        LONGEST_JOB, MAX_COUNTER, TrainerId(LARGEST), LARGEST, LARGEST, 2**64 - 1, LARGEST
+    )
+    beat = Heartbeat(
+        view=LATE,
+        promised=LATE,
+        flushed=True,
+        acting=True,
+        needs_epoch=True,
+        heard={m.incarnation: MeasuredEdge(2**62, 2**32) for m in MEMBERS},
+        waiting=(WAITS,) * MAX_WAITING,
+        progress=(progress,) * MAX_WAITING,
+        sent_us=2**62,
+        echo_us=2**62,
+        held_us=2**62,
+        in_force=(PRIMARY,) * MAX_JOBS,
+        silent=tuple(m.incarnation for m in MEMBERS),
+    )
+    assert nbytes_of(beat) + MAX_REQUESTS_BYTES <= bound_of(Heartbeat)
+
+
+def test_a_view_that_is_too_large_is_refused() -> None:
+    roster = lost("large", ANNA, holders=MAX_TRAINERS)
+    with pytest.raises(ProtocolError, match="rosters of"):
+        check_view(make_view(5, ANNA, rosters=[roster]))
+
+
+def test_the_shares_leave_room_for_what_view_changes_add() -> None:
+    assert SHARE_BYTES < ADMITTED_BYTES < MAX_ROSTERS_BYTES
