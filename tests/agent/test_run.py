@@ -330,7 +330,7 @@ async def test_an_agent_whose_counter_was_led_astray_begins_anew(clock: MockCloc
         )
         await until(lambda: one.agent._me != before.me and one.agent.has_started)  # noqa: SLF001 - as above
         assert one.agent.membership.state.promised.counter < SOUND
-        two = here.new_machine("mac-1", peers=[one.address])
+        two = here.new_machine("mac-1", peers=[one.address], key=two.key)
         await two.start()
         await here.settle(one, two)
 

@@ -35,7 +35,7 @@ def view() -> View:
         for n, member in enumerate((ME, YOU))
     )
     job = Roster(JobName("job"), EPOCH, 1, trainers, Primary(EPOCH, (ME, YOU)), TrainerId(2))
-    seats = tuple(Seat(member, unsigned("mac"), EPOCH, None) for member in (ME, YOU))
+    seats = tuple(Seat(t.member, t.said, EPOCH, None) for t in trainers)
     return View(EPOCH, seats, (job,))
 
 

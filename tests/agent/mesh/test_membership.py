@@ -8,7 +8,6 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.mesh import membership
 from pmesh.agent.mesh.membership import (
     DOUBT_S,
     HEARTBEAT_S,
@@ -20,7 +19,7 @@ from pmesh.agent.mesh.membership import (
 from pmesh.agent.mesh.names import Names
 from pmesh.agent.mesh.probing import Probing
 from pmesh.core.identity.keys import NodeKey
-from pmesh.core.identity.names import sign_name
+from pmesh.core.identity.names import check_name_untrusted, sign_name
 from pmesh.core.links.health import DEAF, LONGEST_SILENCE_S, WIRED, Condition
 from pmesh.core.values import Seat, SignedName, View
 from pmesh.core.views.state import Facts
@@ -141,13 +140,12 @@ class Crowd:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.verified = 0
-        check = membership.check_name_untrusted
 
         def count(member: Member, said: SignedName) -> None:
             self.verified += 1
-            check(member, said)
+            check_name_untrusted(member, said)
 
-        monkeypatch.setattr(membership, "check_name_untrusted", count)
+        monkeypatch.setattr(f"{Membership.__module__}.check_name_untrusted", count)
 
     def view(self, leader: Member, numbers: Iterable[int]) -> View:
         """A view of a member and of the nodes with these numbers."""
