@@ -232,7 +232,7 @@ class Liar:
             self._receive(lie)
         except ProtocolError:
             return self.dice.random() < GARBAGE
-        except (OverflowError, TypeError):
+        except (OverflowError, TypeError, ValueError):
             return False  # not even we can encode it
         return True
 

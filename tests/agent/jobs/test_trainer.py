@@ -7,7 +7,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.jobs.trainer import PREDECESSOR_S
+from pmesh.agent.jobs.trainer import MOST_WISHES, PREDECESSOR_S
 from pmesh.core.values import OpOutcome, Terms, Verdict
 from pmesh.core.wire.link import Address, Call
 from pmesh.core.wire.local import (
@@ -91,6 +91,28 @@ async def test_another_name_and_another_count_are_named(clock: MockClock) -> Non
             verdict = await refusal_of(three, "line", 4, 2.0)
         assert "mac-0 asks for wait_for=3, this rank for 4" in verdict.message
         assert "mac-1 waits in job 'lnie'" in verdict.message
+
+
+async def test_of_a_machine_with_many_trainers_a_few_are_named(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        here_waits = await here.trainer(one)
+        async with trio.open_nursery() as nursery:
+            for number in range(MOST_WISHES + 4):
+                there = await here.trainer(two)
+                nursery.start_soon(there.join, f"other-{number}", 2)
+            await trio.sleep(0.5)
+            verdict = await refusal_of(here_waits, "digits", 2, 1.0)
+            nursery.cancel_scope.cancel()
+        assert verdict.message.count("mac-1 waits in job") == MOST_WISHES
+
+
+async def test_a_job_whose_name_takes_too_many_bytes_is_refused(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        verdict = await refusal_of(
+            await here.trainer(here.machines[0]), "\N{CAT FACE}" * 17, 1, 1.0
+        )
+        assert "takes 68 bytes in UTF-8, 64 are allowed" in verdict.message
 
 
 async def test_a_machine_without_a_trainer_is_not_named_when_enough_have_come(
