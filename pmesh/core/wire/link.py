@@ -28,7 +28,7 @@ from pmesh.core.wire.launches import AnyLaunchMessage
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, Slot
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 EAGER_BYTES = 16 * 1024  # a token's activations of the largest open models
 MAX_MESSAGE_BYTES = 256 * 1024  # a view of 64 members with rosters is 20 KiB; more is an attack

@@ -114,7 +114,7 @@ def test_values_beyond_their_limits_are_refused(message: PathMessage) -> None:
 
 def test_the_bytes_of_version_twelve_do_not_change_unnoticed() -> None:
     nobody = Member(NodeId(b"n"), Incarnation(7))
-    assert link.PROTOCOL_VERSION == 12
+    assert link.PROTOCOL_VERSION == 13
     assert encode(Hello(1, nobody, "mac", (Address("h", 9),))).hex() == (
         "97 01 01 92 c4 01 6e 07 a3 6d6163 91 92 a1 68 09 90 00".replace(" ", "")
     )
