@@ -240,6 +240,7 @@ class Agent:
                 nursery.start_soon(self._names.keep, self._settings.home)
                 nursery.start_soon(self._tick)
                 nursery.start_soon(self._poll_jobs)
+                nursery.start_soon(self.stores.run)
                 nursery.start_soon(
                     watch_turned_away, self._count_turned_away, acceptor.take_hosts, self._event_log
                 )

@@ -56,6 +56,18 @@ def standing(outbox: Outbox, sequence: int) -> tuple[int, int]:
     return min(outbox.kept), max(earlier, default=-1)
 
 
+def must_tell(outbox: Outbox, sequence: int, tag: int) -> bool:
+    """Return True if the receiver must be told that a delivered message is settled.
+
+    It learns that from `first`, unless another message waits for so long that it would remember
+    many that came later. An earlier one of the same tag may be announced again: while it is kept,
+    the receiver must remember this one.
+    """
+    waits_long = outbox.next_sequence - min(outbox.kept, default=outbox.next_sequence) > MAX_KEPT
+    earlier = (s for s, envelope in outbox.kept.items() if s < sequence and envelope.tag == tag)
+    return waits_long and not any(True for _ in earlier)
+
+
 def is_eager(outbox: Outbox, sequence: int) -> bool:
     """Return True if the message's values may go with its first announcement."""
     sizes = [envelope.nbytes for envelope in outbox.kept.values()]
@@ -186,13 +198,16 @@ def withdraw(inbox: Inbox, sender: TrainerId, sequence: int) -> Inbox:
     """Forget a message that the sender no longer keeps; the next of its tag follows."""
     source = inbox.sources.get(sender, Source())
     gone = source.noted.get(sequence)
-    if gone is None:
+    delivered = {tag: last for tag, last in source.delivered.items() if last != sequence}
+    if gone is None and len(delivered) == len(source.delivered):
         return inbox
+    before = -1 if gone is None else gone.before  # before a delivered one, none is left
     others = {
-        s: noted._replace(before=gone.before) if noted.before == sequence else noted
+        s: noted._replace(before=before) if noted.before == sequence else noted
         for s, noted in _without(source.noted, sequence).items()
     }
-    return _choose(_with_source(inbox, sender, replace(source, noted=others)))
+    source = replace(source, noted=others, delivered=delivered)
+    return _choose(_with_source(inbox, sender, source))
 
 
 def lose(inbox: Inbox, sender: TrainerId) -> Inbox:

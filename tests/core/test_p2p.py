@@ -82,6 +82,27 @@ def test_the_values_of_a_small_message_go_with_its_announcement_while_there_is_r
     ]
 
 
+def test_a_receiver_is_told_what_is_settled_if_a_message_waits_for_long() -> None:
+    outbox, _ = p2p.keep(Outbox(), envelope(5))
+    outbox, repeated = p2p.keep(outbox, envelope(7))
+    outbox, last = p2p.keep(outbox, envelope(7))
+    assert not p2p.must_tell(p2p.settle(outbox, last), last, 7)
+    for _ in range(MAX_KEPT):
+        outbox, last = p2p.keep(outbox, envelope(7))
+        outbox = p2p.settle(outbox, last)
+    assert not p2p.must_tell(outbox, last, 7)  # the repeated one is kept
+    assert p2p.must_tell(p2p.settle(outbox, repeated), repeated, 7)
+
+
+def test_a_delivered_message_that_is_settled_is_forgotten_and_the_next_of_its_tag_follows() -> None:
+    inbox = p2p.deliver(wanting(announced(Inbox(), ANNA, 1, tag=7), 1, ANNA, tag=7), 1)
+    inbox = announced(inbox, ANNA, 2, tag=7, before=1)
+    assert dict(inbox.sources[ANNA].delivered) == {7: 1}
+    inbox = p2p.withdraw(inbox, ANNA, 1)
+    assert not inbox.sources[ANNA].delivered
+    assert under_way(wanting(inbox, 2, ANNA, tag=7)) == {2: (ANNA, 2)}
+
+
 def test_values_that_have_come_are_kept_and_others_requested() -> None:
     def brought(inbox: Inbox) -> bytes | None:
         return inbox.under_way[1].values

@@ -103,9 +103,9 @@ class Sharing:
         """Where the rank of then runs."""
         return machine_of(self.here, self.trainers[rank])
 
-    def tables(self, ranks: Collection[int]) -> list[dict[str, bytes]]:
+    def tables(self, ranks: Collection[int]) -> list[dict[str, bytes | bytearray]]:
         """The copies on the machines of these ranks."""
-        found = list[dict[str, bytes]]()
+        found = list[dict[str, bytes | bytearray]]()
         for rank in ranks:
             (store,) = self.machine_of(rank).agent.stores._stores.values()  # noqa: SLF001
             copy = store._replica.copy  # noqa: SLF001

@@ -4,13 +4,14 @@ Views are a list of rosters that each machine installs when it comes to it, or s
 lost; machines die, are cut off and do not know it yet, and enter again.
 """
 
+import functools
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from random import Random
 
 from pmesh.core.store.pipe import Part, Pipe
-from pmesh.core.store.replica import Finished, Keepers, Output, Replica
+from pmesh.core.store.replica import Finished, Keepers, Replica
 from pmesh.core.wire.store import (
     Add,
     Append,
@@ -22,9 +23,10 @@ from pmesh.core.wire.store import (
     Keys,
     Set,
     Wait,
+    decode_message_untrusted,
 )
 from pmesh.ids import Member, TrainerId
-from tests.worlds.builders import make_member
+from tests.worlds.builders import ANNA, BERT, CARA, DORA, make_member
 from tests.worlds.linearizable import Call
 
 KEYS = ("a", "b")
@@ -53,21 +55,18 @@ class Machine:
 class World:
     """All of it; `calls` is what the ranks have seen."""
 
-    def __init__(
-        self, seed: int, *, machines: int = 3, keeps_copies_over_gaps: bool = False
-    ) -> None:
+    def __init__(self, seed: int, *, machines: int = 3) -> None:
         self.random = Random(seed)  # noqa: S311 - it decides what happens
         self.now = 0.0
         self.step = 0
         self.calls: list[Call] = []
         self.machines = {make_member(c): Machine(make_member(c)) for c in "abcde"[: machines + 1]}
-        self._keeps_copies_over_gaps = keeps_copies_over_gaps
         self._wires: dict[tuple[Member, Member], deque[tuple[int, Part]]] = {}
         self._numbers = itertools.count()
         self._ids = itertools.count(machines)
         members = list(self.machines)[:machines]
         homes = {TrainerId(i): member for i, member in enumerate(members)}
-        self.rosters = [Keepers(tuple(members), homes, is_first=True)]
+        self.rosters = [Keepers(1, tuple(members), homes, is_first=True)]
 
     # --- what happens
 
@@ -207,7 +206,8 @@ class World:
         for _ in range(newcomers):
             homes[TrainerId(next(self._ids))] = self.random.choice(living)
         hosts = tuple(dict.fromkeys(homes.values()))
-        self.rosters.append(Keepers(hosts, homes, is_first=False))
+        number = len(self.rosters) + 1
+        self.rosters.append(Keepers(number, hosts, homes, is_first=False))
 
     def _install(self) -> None:
         """A machine follows a roster, perhaps not the next one."""
@@ -219,24 +219,22 @@ class World:
     def _follow(self, machine: Machine, version: int) -> None:
         keepers, before = self.rosters[version], machine.trainers
         machine.version, machine.keepers = version, keepers
-        if not set(before).intersection(machine.trainers) and not self._keeps_copies_over_gaps:
+        if not set(before).intersection(machine.trainers):
             machine.replica = Replica(machine.me)  # S4
         for key in [key for key in machine.calls if key[0] not in machine.trainers]:
             del machine.calls[key]
-        machine.pipes = {host: Pipe() for host in keepers.hosts if machine.me in keepers.hosts}
+        take, others = machine.replica.take, keepers.hosts if machine.trainers else ()
+        machine.pipes = {host: Pipe(functools.partial(take, host)) for host in others}
         if machine.trainers:
             self._carry_out(machine, machine.replica.follow(keepers))
 
     # --- outputs
 
-    def _carry_out(self, machine: Machine, outputs: tuple[Output, ...]) -> None:
-        for output in outputs:
-            if isinstance(output, Finished):
-                call = machine.calls.pop((output.trainer, output.call), None)
-                if call is not None:
-                    call.ended, call.answer = self.step, output.answer
-            elif output.to in machine.pipes:
-                machine.pipes[output.to].send(output.message)
+    def _carry_out(self, machine: Machine, finished: tuple[Finished, ...]) -> None:
+        for ended in finished:
+            call = machine.calls.pop((ended.trainer, ended.call), None)
+            if call is not None:
+                call.ended, call.answer = self.step, ended.answer
         self._send_parts(machine)
 
     def _send_parts(self, machine: Machine) -> None:
@@ -248,3 +246,52 @@ class World:
         """The calls of ranks that are there, but for those that wait for a key."""
         for machine in self.here():
             yield from (c for c in machine.calls.values() if not isinstance(c.command, Get | Wait))
+
+
+ID_OF = {member: TrainerId(i) for i, member in enumerate([ANNA, BERT, CARA, DORA])}
+
+
+def make_keepers(*members: Member, number: int = 1, is_first: bool = False) -> Keepers:
+    return Keepers(number, members, {ID_OF[m]: m for m in members}, is_first=is_first)
+
+
+class Post:
+    """Brings messages between copies at once, but to those that are out of reach."""
+
+    def __init__(self, *members: Member) -> None:
+        self.replicas = {member: Replica(member) for member in members}
+        self.answers: dict[tuple[int, int], object] = {}
+
+    def follow(self, keepers: Keepers, *, out_of_reach: Collection[Member] = ()) -> None:
+        for member, replica in self.replicas.items():
+            if member in keepers.hosts:
+                self.note(replica.follow(keepers))
+        self.carry(out_of_reach)
+
+    def ask(
+        self, member: Member, call: int, command: Command, out_of_reach: Collection[Member] = ()
+    ) -> None:
+        self.note(self.replicas[member].ask(ID_OF[member], call, command))
+        self.carry(out_of_reach)
+
+    def give_up(self, member: Member, call: int) -> None:
+        self.note(self.replicas[member].give_up(ID_OF[member], call))
+        self.carry()
+
+    def note(self, finished: Iterable[Finished]) -> None:
+        for ended in finished:
+            self.answers[ended.trainer, ended.call] = ended.answer.value
+
+    def carry(self, out_of_reach: Collection[Member] = ()) -> None:
+        carried = True
+        while carried:
+            carried = False
+            for sender, replica in self.replicas.items():
+                while replica.has_work:
+                    self.note(replica.go_on())
+                for to in self.replicas:
+                    while (data := replica.take(to)) is not None:
+                        carried = True
+                        if to not in out_of_reach:
+                            message = decode_message_untrusted(data)
+                            self.note(self.replicas[to].receive_untrusted(sender, message))

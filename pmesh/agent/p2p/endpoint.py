@@ -329,10 +329,13 @@ class P2PEndpoint:
             await self._send(sending, values)
         finally:
             del self._sends[sending.to, sending.sequence]
+            must_tell = not sending.delivered
             if sending.to in self._outboxes:
                 outbox = p2p.settle(self._outboxes[sending.to], sending.sequence)
                 self._outboxes[sending.to] = outbox
-            if not sending.delivered:
+                tag = sending.envelope.tag
+                must_tell = must_tell or p2p.must_tell(outbox, sending.sequence, tag)
+            if must_tell:
                 address = self._address(self._rank.id, sending.to, sending.sequence)
                 self._send_to(sending.to, MessageWithdrawn(address))
         await self._rank.unfenced()  # V3: the trainer learns it only without a fence

@@ -26,7 +26,6 @@ from pmesh.errors import ProtocolError
 from pmesh.net.local.sessions import Session
 
 MAX_CALLS = 256  # at a time
-MAX_CALLS_BYTES = 8 * 1024 * 1024  # of their commands: the coordinator may have to keep them
 _LONGEST_S = 1e9
 _CHECK_S = 1.0
 
@@ -36,7 +35,6 @@ class _Waiting:
     """A command that has no answer yet."""
 
     command: Command
-    nbytes: int
     since: float
     said: int = 1
 
@@ -67,13 +65,12 @@ class StoreCalls:
             return
         del self._parts[call]
         command = decode_command_untrusted(bytes(data))
-        under_way = sum(waiting.nbytes for waiting in self._waiting.values())
-        if len(self._waiting) >= MAX_CALLS or under_way + len(data) > MAX_CALLS_BYTES:
-            text = f"at most {MAX_CALLS} store calls with {MAX_CALLS_BYTES} bytes at a time"
-            verdict = Verdict("UsageError", f"{text}: wait for some of them")
+        if len(self._waiting) >= MAX_CALLS:
+            text = f"at most {MAX_CALLS} store calls at a time: wait for some of them"
+            verdict = Verdict("UsageError", text)
             await self._session.send(MessageFailed(call, verdict))
             return
-        self._waiting[call] = _Waiting(command, len(data), trio.current_time())
+        self._waiting[call] = _Waiting(command, trio.current_time())
         self._nursery.start_soon(self._carry_out, call, command, request.timeout_s)
 
     async def report_waits(self) -> None:

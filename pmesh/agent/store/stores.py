@@ -1,6 +1,8 @@
 """The stores of all jobs of one agent: carries `pmesh.core.store` out over the links (S1)."""
 
+import functools
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ import xxhash
 
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.core.store.pipe import WINDOW_BYTES, Part, Pipe
-from pmesh.core.store.replica import Keepers, Output, Replica, Send
+from pmesh.core.store.replica import MOST_ASKED_BYTES, Finished, Keepers, Replica
 from pmesh.core.values import MAX_MEMBERS, Roster, Verdict
 from pmesh.core.wire.link import MAX_STORE_PART_BYTES, StorePart
 from pmesh.core.wire.store import Answer, Command, Get, Wait
@@ -20,6 +22,7 @@ from pmesh.errors import PmeshError
 from pmesh.ids import Epoch, JobName, Member, TrainerId
 
 MAX_EARLY = WINDOW_BYTES // MAX_STORE_PART_BYTES  # what one honest peer sends ahead of its view
+EARLY_S = 2.0  # until a view that others have is here, too; its sender repeats what comes too early
 
 
 class StoreFailed(PmeshError):  # noqa: N818 - a state, as in pmesh.errors
@@ -43,13 +46,20 @@ class _Call:
 class _Store:
     """The store of one job, as far as it is here."""
 
-    def __init__(self, me: Member, send: Callable[[Member, StorePart], None]) -> None:
+    def __init__(
+        self,
+        me: Member,
+        send: Callable[[Member, StorePart], None],
+        wake: Callable[["_Store"], None],
+    ) -> None:
+        """`wake` is called when there is more to do than one turn of the event loop may take."""
         self.ranks: tuple[LocalRank, ...] = ()
         self.number = 0
         """The hash of the roster that it follows."""
         self.numbers = itertools.count()
         self._job = JobName("")
         self._send = send
+        self._wake = wake
         self._replica = Replica(me)
         self._pipes: dict[Member, Pipe] = {}
         self._calls: dict[tuple[TrainerId, int], _Call] = {}
@@ -63,7 +73,8 @@ class _Store:
         if number != self.number:
             keepers = Keepers.of(roster)
             self._job, self.number = roster.job, number
-            self._pipes = {host: Pipe() for host in keepers.hosts}
+            take = self._replica.take
+            self._pipes = {host: Pipe(functools.partial(take, host)) for host in keepers.hosts}
             self._carry_out(self._replica.follow(keepers))
         self.poll()
 
@@ -78,11 +89,17 @@ class _Store:
             return
         came = Part(part.offset, part.read, part.data)
         for message in pipe.receive_untrusted(came, now=trio.current_time()):
-            self._carry_out(self._replica.receive_untrusted(member, message))
-        self._send_parts()
+            self._finish(self._replica.receive_untrusted(member, message))
+        self.go_on()  # perhaps it has read so much that more may be ordered
+
+    def go_on(self) -> None:
+        self._carry_out(self._replica.go_on())
 
     async def call(self, rank: LocalRank, command: Command, timeout_s: float) -> Answer | None:
         """Return the answer; None if there is none in time. Raises StoreFailed."""
+        if not self._replica.has_room(command):
+            text = f"at most {MOST_ASKED_BYTES} bytes of store calls of a machine's ranks at a time"
+            raise StoreFailed(Verdict("UsageError", f"{text}: wait for some of them"))
         key, call = (rank.id, next(self.numbers)), _Call(rank)
         self._calls[key] = call
         try:
@@ -108,28 +125,30 @@ class _Store:
                 call.failure = call.rank.superseded or call.rank.why_superseded
                 call.ended.set()
 
-    def _carry_out(self, outputs: tuple[Output, ...]) -> None:
-        for output in outputs:
-            if isinstance(output, Send):
-                if (pipe := self._pipes.get(output.to)) is not None:
-                    pipe.send(output.message)
-            elif (call := self._calls.get((output.trainer, output.call))) is not None:
-                call.answer = output.answer
-                call.ended.set()
-        self._send_parts()
-
-    def _send_parts(self) -> None:
+    def _carry_out(self, finished: tuple[Finished, ...]) -> None:
+        self._finish(finished)
         now = trio.current_time()
         for host, pipe in self._pipes.items():
             for part in pipe.parts(now=now):
                 self._send(host, StorePart(self._job, self.number, *part))
+        if self._replica.has_work or any(pipe.has_more for pipe in self._pipes.values()):
+            self._wake(self)
+
+    def _finish(self, finished: tuple[Finished, ...]) -> None:
+        for ended in finished:
+            if (call := self._calls.get((ended.trainer, ended.call))) is not None:
+                call.answer = ended.answer
+                call.ended.set()
 
 
 _Run: TypeAlias = tuple[JobName, Epoch]
 
 
 class Stores:
-    """The stores of one agent's jobs. Call `follow` after each view, and `poll` now and then."""
+    """The stores of one agent's jobs. Call `follow` after each view, and `poll` now and then.
+
+    `run` must run meanwhile.
+    """
 
     def __init__(
         self,
@@ -143,6 +162,19 @@ class Stores:
         self._send = send
         self._stores: dict[_Run, _Store] = {}
         self._early: dict[Member, deque[StorePart]] = {}
+        self._early_until = math.inf
+        self._busy = dict[_Store, None]()
+        self._has_busy = trio.Event()
+
+    async def run(self) -> None:
+        """Go on with what would hold up the event loop, a part of it in each turn."""
+        while True:
+            busy, self._busy = self._busy, {}
+            for store in busy:
+                store.go_on()
+            if not self._busy:
+                self._has_busy = trio.Event()
+            await self._has_busy.wait()
 
     def follow(self) -> None:
         """A view is in force, and the ranks have followed it (S2, S4)."""
@@ -158,9 +190,9 @@ class Stores:
                 del self._stores[run]
         for run, ranks in present.items():
             if run not in self._stores:
-                self._stores[run] = _Store(self._me, self._send)
+                self._stores[run] = _Store(self._me, self._send, self._wake)
             self._stores[run].follow(ranks)
-        early, self._early = self._early, {}
+        early, self._early, self._early_until = self._early, {}, math.inf
         for member, parts in early.items():
             for part in parts:
                 self._deliver(member, part)
@@ -169,6 +201,8 @@ class Stores:
         """With each heartbeat."""
         for store in self._stores.values():
             store.poll()
+        if trio.current_time() >= self._early_until:
+            self._early, self._early_until = {}, math.inf
 
     def receive(self, member: Member, part: StorePart) -> None:
         """Handle a message of another agent; one that precedes its view here waits for that."""
@@ -176,6 +210,7 @@ class Stores:
             return
         if member in self._early or len(self._early) < MAX_MEMBERS:
             self._early.setdefault(member, deque(maxlen=MAX_EARLY)).append(part)
+            self._early_until = min(self._early_until, trio.current_time() + EARLY_S)
 
     def _deliver(self, member: Member, part: StorePart) -> bool:
         """Return False if no roster that is in force here is the part's."""
@@ -189,7 +224,8 @@ class Stores:
         """Carry out a command of a local rank.
 
         Raises:
-            StoreFailed: The rank is no longer in its job, or there was no answer in time.
+            StoreFailed: The rank is no longer in its job, its machine waits for too much, or there
+                was no answer in time.
         """
         store = self._stores.get((rank.roster.job, rank.roster.born))
         if store is None or rank not in store.ranks:
@@ -199,6 +235,10 @@ class Stores:
             text = f"{describe(command)} within {timeout_s:g} s"
             raise StoreFailed(Verdict("OpTimedOut", text))
         return answer
+
+    def _wake(self, store: _Store) -> None:
+        self._busy[store] = None
+        self._has_busy.set()
 
 
 def describe(command: Command) -> str:

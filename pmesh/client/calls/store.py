@@ -43,8 +43,9 @@ class Store:
 
     Every call takes `timeout_s` (1800 s). It raises:
 
-    - UsageError if a key or a value is too large or the store is full, and at a newcomer that has
-      not called `mesh.sync`.
+    - UsageError if a key or a value is too large or the store is full, if the machine's ranks wait
+      for more than 256 calls each or 16 MiB together, with 512 bytes for each call and 256 for each
+      key, and at a newcomer that has not called `mesh.sync`.
     - OpTimedOut if the time is over. A call that changes something may do so all the same.
     - HistorySuperseded if the job has gone on without this rank, and AgentStopped if there is no
       agent; the next `mesh.sync` brings the rank back to the job.
@@ -122,7 +123,8 @@ class Store:
     def keys(self, prefix: str = "", timeout_s: float = DEFAULT_TIMEOUT_S) -> list[str]:
         """Return all keys that begin with the prefix, in alphabetical order.
 
-        Raises UsageError if they take more than 1 MiB: name a longer prefix.
+        Raises UsageError if they take more than 1 MiB, with 16 bytes for each: name a longer
+        prefix.
         """
         names = cast("tuple[str, ...]", self._ask(Keys(_key(prefix)), timeout_s).value)
         return list(names)

@@ -1,6 +1,5 @@
-"""One machine's copy of a store: its table, the answers it remembers, and its last entries."""
+"""One machine's copy of a store: its table, and the answers that it remembers."""
 
-from collections import deque
 from collections.abc import Collection, Iterator
 
 from pmesh.core.store.table import Table
@@ -17,77 +16,67 @@ from pmesh.core.wire.store import (
 from pmesh.errors import ProtocolError
 from pmesh.ids import TrainerId
 
-MAX_ANSWERS = 64 * 1024  # a trainer waits for few at a time
+REMEMBERED = 64
+"""S3: the last writes of each trainer whose answers are kept. A machine asks for no more, from the
+oldest write on for whose answer it waits."""
 
 
 class Copy:
-    """What all entries up to `position` have made of a store that began empty.
+    """What all entries so far have made of a store that began empty."""
 
-    The answers to writes are kept until their trainers have got them, so that a write that is
-    asked for again, after a view change, is not carried out twice (S3).
-    """
-
-    def __init__(self, position: int = 0) -> None:
+    def __init__(self) -> None:
         self.table = Table()
-        self.position = position
+        self.roster = 0
+        """The number of the last roster under which all copies were made equal."""
+        self.position = 0
+        """How many entries it has had since."""
         self.answers: dict[TrainerId, dict[int, Answer]] = {}
-        self._log = deque[Entry]()
-        self._received_answers = 0
 
-    def apply(self, entry: Entry) -> Answer | None:
+    def begin(self, roster: int) -> None:
+        """All copies are equal, under this roster."""
+        self.roster, self.position = roster, 0
+
+    def apply(self, entry: Entry, *, answers: bool) -> Answer | None:
         """Carry out the next entry; return its answer, None if it has no command."""
         self.position = entry.position
-        self._log.append(entry)
-        self.settle(entry.stable)
-        kept = self.answers.get(entry.trainer, {})
-        for call in [call for call in kept if call < entry.open_from]:
-            del kept[call]
         if entry.command is None:
             return None
-        answer, changed = self.table.write(entry.command)
+        answer, changed = self.table.write(entry.command, answers=answers)
         if changed:
-            self.answers.setdefault(entry.trainer, {})[entry.call] = answer
+            self._remember(entry.trainer, entry.call, answer)
         return answer
+
+    def _remember(self, trainer: TrainerId, call: int, answer: Answer) -> None:
+        kept = self.answers.setdefault(trainer, {})
+        kept[call] = answer
+        if len(kept) > REMEMBERED:
+            del kept[next(iter(kept))]
 
     def answer_to(self, trainer: TrainerId, call: int) -> Answer | None:
         """Return the answer to a write that was carried out before; None if it was not."""
         return self.answers.get(trainer, {}).get(call)
 
-    def settle(self, stable: int) -> None:
-        """Forget entries that every copy has."""
-        while self._log and self._log[0].position <= stable:
-            self._log.popleft()
-
     def forget_all_but(self, trainers: Collection[TrainerId]) -> None:
         """Forget answers to trainers that are lost: they ask for nothing again."""
         self.answers = {t: kept for t, kept in self.answers.items() if t in trainers}
 
-    def what_follows(self, position: int) -> Iterator[StoreMessage]:
-        """Return what brings a copy at this position to ours: entries, or else a whole copy.
-
-        The values are those of now, also if more is written while they travel.
-        """
-        if self.position - len(self._log) <= position:
-            return iter([entry for entry in self._log if entry.position > position])
-        return iter(self._whole())
-
-    def _whole(self) -> list[StoreMessage]:
-        values = [CopyValue(key, value) for key, value in self.table.values.items()]
-        answers = [
-            CopyAnswer(trainer, call, answer)
-            for trainer, kept in self.answers.items()
-            for call, answer in kept.items()
-        ]
-        return [CopyBegins(self.position), *values, *answers, CopyEnds()]
+    def parts(self) -> Iterator[StoreMessage]:
+        """Yield a whole copy, one key at a time; nothing may be written before the last one."""
+        yield CopyBegins()
+        for key, value in self.table.values.items():
+            yield CopyValue(key, bytes(value))
+        for trainer, kept in self.answers.items():
+            for call, answer in kept.items():
+                yield CopyAnswer(trainer, call, answer)
+        yield CopyEnds()
 
     def receive_untrusted(self, part: CopyValue | CopyAnswer) -> None:
-        """Take a part of a whole copy. Raises ProtocolError if there are more than a store has."""
+        """Take a part of a whole copy. Raises ProtocolError for what no copy has."""
         if isinstance(part, CopyValue):
             self.table.put(part.key, part.value)
-        else:
-            self.answers.setdefault(part.trainer, {})[part.call] = part.answer
-            self._received_answers += 1
-        is_long = isinstance(part, CopyAnswer) and isinstance(part.answer.value, bytes | tuple)
-        too_many = self._received_answers > MAX_ANSWERS or self.table.nbytes > MAX_STORE_BYTES
-        if is_long or too_many:
-            raise ProtocolError("a copy of a store that is larger than any may be")
+            if self.table.nbytes > MAX_STORE_BYTES:
+                raise ProtocolError("a copy of a store that is larger than any may be")
+            return
+        if part.answer.refused or isinstance(part.answer.value, bytes | tuple):
+            raise ProtocolError("a copy of a store with an answer that no write has")
+        self._remember(part.trainer, part.call, part.answer)

@@ -2,21 +2,16 @@
 
 A link delivers in order, but what is sent while there is none is lost, and what a peer does not
 read must not pile up. So the messages are a stream of bytes, sent in small parts: the receiver
-acknowledges them, and the sender repeats what is not acknowledged, as in TCP.
+acknowledges them, and the sender repeats what is not acknowledged, as in TCP. A message is made
+when there is room for it, so that what waits for a slow machine takes no memory here.
 """
 
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.link import MAX_STORE_PART_BYTES
-from pmesh.core.wire.store import (
-    MAX_COMMAND_BYTES,
-    StoreMessage,
-    decode_message_untrusted,
-    encode,
-)
+from pmesh.core.wire.store import MAX_COMMAND_BYTES, StoreMessage, decode_message_untrusted
 from pmesh.errors import ProtocolError
 
 PART_BYTES = MAX_STORE_PART_BYTES
@@ -24,6 +19,7 @@ WINDOW_BYTES = 8 * PART_BYTES  # of the 4 MiB that a link keeps for a peer
 AGAIN_S = 0.4  # longer than most round trips, and doubled each time that nothing comes of it
 SELDOM_S = 5.0
 MAX_FRAME_BYTES = 2 * MAX_COMMAND_BYTES  # keys have as many bytes more, with their lengths
+MESSAGES_AT_ONCE = 512  # made in one turn of the event loop: about 1 ms
 
 
 class Part(NamedTuple):
@@ -37,8 +33,11 @@ class Part(NamedTuple):
 class Pipe:
     """One end. `parts` yields what is to be sent; call it after each input, and now and then."""
 
-    def __init__(self) -> None:
-        self._queue = deque[StoreMessage]()
+    def __init__(self, take: Callable[[], bytes | None]) -> None:
+        """`take` returns the next message, encoded, and None while there is none."""
+        self.has_more = False
+        """True if `parts` has stopped before the window was full, so that others get a turn."""
+        self._take = take
         self._kept = bytearray()
         """What the other end has not acknowledged, from `_acknowledged` on."""
         self._acknowledged = 0
@@ -48,10 +47,6 @@ class Pipe:
         self._reader = FrameReader(max_bytes=MAX_FRAME_BYTES)
         self._read = 0
         self._owes_read = False
-
-    def send(self, message: StoreMessage) -> None:
-        """Queue a message. It is encoded when its turn comes."""
-        self._queue.append(message)
 
     def receive_untrusted(self, part: Part, *, now: float) -> Iterator[StoreMessage]:
         """Take a part, and yield the messages that are whole now.
@@ -77,8 +72,7 @@ class Pipe:
 
     def parts(self, *, now: float) -> Iterator[Part]:
         """Yield what is to be sent now."""
-        while self._queue and len(self._kept) < WINDOW_BYTES:
-            self._kept += frame(encode(self._queue.popleft()))
+        self.has_more = self._take_some()
         if self._sent == self._acknowledged:
             self._moved_at = now
         elif now - self._moved_at >= self._pause_s:
@@ -91,6 +85,13 @@ class Pipe:
             self._sent += len(data)
         if self._owes_read:
             yield self._part(b"")
+
+    def _take_some(self) -> bool:
+        for _ in range(MESSAGES_AT_ONCE):
+            if len(self._kept) >= WINDOW_BYTES or (message := self._take()) is None:
+                return False
+            self._kept += frame(message)
+        return True
 
     def _part(self, data: bytes) -> Part:
         self._owes_read = False

@@ -3,19 +3,20 @@
 Every machine with a rank of the job keeps a copy. That of the oldest rank coordinates: it orders
 all commands, also those that only read, and answers once *every* machine of the roster has the
 entry (S1). Rosters come from the agreement on views, and a view change is one of the store, too:
-the coordinator of the new roster waits for a report of each machine in it, takes what the furthest
-copy has, brings the others there, and only then orders more (S2).
+the coordinator of the new roster waits for a report of each machine in it, takes the furthest copy,
+sends it to those that have another, and only then orders more (S2).
 
 Liskov and Cowling, "Viewstamped Replication Revisited" (2012), with all replicas as the quorum: the
 views already say who is there, so one survivor is enough.
 """
 
-from collections import Counter, deque
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, assert_never
+from typing import NamedTuple, assert_never
 
-from pmesh.core.store.copy import Copy
+from pmesh.core.store.copy import REMEMBERED, Copy
+from pmesh.core.store.waiting import CallId, Waiting, awaited
 from pmesh.core.values import Roster
 from pmesh.core.wire.store import (
     NO_COPY,
@@ -39,31 +40,26 @@ from pmesh.core.wire.store import (
     Report,
     Set,
     StoreMessage,
-    Wait,
+    encode,
 )
 from pmesh.errors import ProtocolError
 from pmesh.ids import Member, TrainerId
 
 MOST_UNDER_WAY_BYTES = 4 * 1024 * 1024
-"""The coordinator orders no more while copies lack so much: it bounds what they keep."""
+"""The coordinator orders no more while entries and answers of so many bytes are not at every copy,
+or wait to be sent to one machine: it bounds what machines keep for one that reads slowly."""
 
 MOST_ASKED_BYTES = 16 * 1024 * 1024
-"""The most that commands of one trainer take which wait at the coordinator: twice what its agent
-lets it have under way."""
+"""The most that the open calls of one machine's ranks take. It asks for no more, so the coordinator
+need keep no more for it."""
 
-_CALL_BYTES = 512  # of a call without its values
+AT_ONCE = 64  # steps of a coordinator in one turn of the event loop: about 2 ms
+
+_CALL_BYTES = 512  # of a call without its keys and values
+_WAIT_BYTES = 256  # of each key that a call waits for, with its place in an index
+_NAME_BYTES = 64  # of each key in an answer
 
 _WRITES = (Set, Add, CompareSet, Append, Delete)
-
-CallId: TypeAlias = tuple[TrainerId, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send to another machine; messages to one machine keep their order while a roster lasts."""
-
-    to: Member
-    message: StoreMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +71,12 @@ class Finished:
     answer: Answer
 
 
-Output: TypeAlias = Send | Finished
-
-
 @dataclass(frozen=True, slots=True)
 class Keepers:
     """Who keeps the copies under one roster."""
 
+    number: int
+    """Of the roster: each one of a job has a higher one."""
     hosts: tuple[Member, ...]
     """The machines of its ranks; the first coordinates."""
     homes: Mapping[TrainerId, Member]
@@ -93,67 +88,94 @@ class Keepers:
         """Return the keepers of a roster, the machine of its oldest rank first."""
         homes = {t.id: t.member for t in sorted(roster.trainers, key=lambda t: t.id)}
         hosts = tuple(dict.fromkeys(homes.values()))
-        return cls(hosts, homes, is_first=roster.number == roster.born.counter)
+        is_first = roster.number == roster.born.counter
+        return cls(roster.number, hosts, homes, is_first=is_first)
 
 
-class _Coordinator:
-    """What only the coordinator knows, under one roster."""
+class _Outgoing:
+    """What one other machine is to be sent under this roster."""
 
     def __init__(self) -> None:
-        self.reports: dict[Member, int] = {}
-        self.fetches_up_to: int | None = None
-        """Where the furthest copy stands, while ours is brought there."""
-        self.orders = False
-        """True once every copy has reported, and ours has what the furthest one had (S2)."""
+        self.messages = deque[bytes]()
+        self.nbytes = 0
+        self.copy: Iterator[StoreMessage] | None = None
+        """The rest of a whole copy, which is made as it is sent."""
+        self.was_fetched = False
+
+    def put(self, message: bytes) -> None:
+        self.messages.append(message)
+        self.nbytes += len(message)
+
+    def take(self) -> bytes | None:
+        if self.messages:
+            message = self.messages.popleft()
+            self.nbytes -= len(message)
+            return message
+        part = None if self.copy is None else next(self.copy)
+        if isinstance(part, CopyEnds):
+            self.copy = None
+        return None if part is None else encode(part)
+
+
+class _Ordered(NamedTuple):
+    """An entry that is not at every copy yet."""
+
+    entry: Entry
+    answer: Answer
+    nbytes: int
+
+
+class Coordinator:
+    """What only the coordinator knows, under one roster."""
+
+    def __init__(self, keepers: Keepers) -> None:
+        self.keepers = keepers
+        self.reports: dict[Member, tuple[int, int]] = {}
+        self.fetches_from: Member | None = None
+        """Who has the furthest copy, while it is on its way."""
+        self.copy: Copy | None = None
+        """Ours, once every copy has reported and it is as the furthest one was (S2)."""
         self.have: dict[Member, int] = {}
-        """Which entry each other machine has."""
-        self.queue = deque[Ask]()
-        self.kept_bytes = Counter[TrainerId]()
-        """What those in `queue` and `parked` take, by trainer."""
-        self.parked: dict[str, dict[CallId, Ask]] = {}
-        """Calls that wait for a key to be set, by that key."""
-        self.unanswered = deque[tuple[Entry, Answer]]()
-        """Ordered, and not yet at every copy."""
+        """Which entry each other machine has, once its copy is as ours was before the first."""
+        self.queue = OrderedDict[CallId, Ask]()
+        self.waiting = Waiting()
+        self.asked_bytes = Counter[Member]()
+        """What those in `queue` and `waiting` take, by the machine that asks."""
+        self.unanswered = deque[_Ordered]()
         self.under_way_bytes = 0
 
-    def put_untrusted(self, asked: Ask) -> None:
-        """Queue a command. Raises ProtocolError if it is one too many for its trainer."""
-        self.queue.append(asked)
-        self.kept_bytes[asked.trainer] += _size(asked.command)
-        if self.kept_bytes[asked.trainer] > MOST_ASKED_BYTES:
-            raise ProtocolError(f"too many store calls of trainer {asked.trainer}")
+    def put_untrusted(self, sender: Member, asked: Ask) -> None:
+        """Queue a command. Raises ProtocolError for one that is there, and for one too many."""
+        call = asked.trainer, asked.call
+        if call in self.queue or call in self.waiting:
+            raise ProtocolError(f"it asks twice for call {asked.call} of a store")
+        self.queue[call] = asked
+        self.asked_bytes[sender] += _size(asked.command)
+        if self.asked_bytes[sender] > MOST_ASKED_BYTES:
+            raise ProtocolError(f"store calls of more than {MOST_ASKED_BYTES} bytes at a time")
 
     def take(self) -> Ask:
-        """Return the first of the queue."""
-        asked = self.queue.popleft()
-        self.kept_bytes[asked.trainer] -= _size(asked.command)
-        return asked
+        """Return the next: one whose keys are all set, as long as nothing else has happened."""
+        calls = self.waiting.ready or self.queue
+        return calls.popitem(last=False)[1]
 
-    def park(self, key: str, asked: Ask) -> None:
-        """Let it wait for a key."""
-        self.kept_bytes[asked.trainer] += _size(asked.command)
-        self.parked.setdefault(key, {})[asked.trainer, asked.call] = asked
+    def remove(self, call: CallId) -> Ask | None:
+        """Forget a call that was given up; None if it has been ordered."""
+        return self.queue.pop(call, None) or self.waiting.remove(call)
 
-    def wake(self, key: str) -> None:
-        """The key has been written: look again at those that wait for it."""
-        self.queue.extend(self.parked.pop(key, {}).values())
-
-    def give_up(self, call: CallId) -> None:
-        found = [asked for asked in self.queue if (asked.trainer, asked.call) == call]
-        for asked in found:
-            self.queue.remove(asked)
-        for key in [key for key, parked in self.parked.items() if call in parked]:
-            found.append(self.parked[key].pop(call))
-            if not self.parked[key]:
-                del self.parked[key]
-        for asked in found:
-            self.kept_bytes[asked.trainer] -= _size(asked.command)
+    def can_answer(self) -> bool:
+        """S1: True if every machine has the first entry that is not answered."""
+        if not self.unanswered:
+            return False
+        position = self.unanswered[0].entry.position
+        return all(have >= position for have in self.have.values())
 
 
 class Replica:
     """A machine's copy of one job's store, and the calls of its own ranks.
 
-    Each method returns what is to be sent and which calls have ended.
+    Each input returns which calls have ended. Then `take` has messages, and `go_on` more to do if
+    `has_work`.
     """
 
     def __init__(self, me: Member) -> None:
@@ -161,220 +183,337 @@ class Replica:
         self.copy: Copy | None = None
         """None for a machine that has just entered, until the others have sent theirs."""
         self._keepers: Keepers | None = None
-        self._coordinator: _Coordinator | None = None
+        self._coordinator: Coordinator | None = None
+        self._outgoing: dict[Member, _Outgoing] = {}
         self._arriving: Copy | None = None
+        self._is_level = False
+        """True once our copy is as that of the coordinator, another machine, was at first."""
+        self._have: int | None = None
+        """To be reported; the last one counts."""
         self._open: dict[CallId, Ask] = {}
+        self._open_bytes = 0
+        self._unasked = OrderedDict[CallId, None]()
+        """Open calls that the coordinator of this roster was not asked for."""
+        self._writes = OrderedDict[CallId, None]()
+        """Those asked for, from the oldest open one on (S3)."""
         self._may_order = True
-        self._outputs: list[Output] = []
-        self._to_me = deque[StoreMessage]()
+        self._finished: list[Finished] = []
 
     # --- inputs
 
-    def follow(self, keepers: Keepers) -> tuple[Output, ...]:
+    def follow(self, keepers: Keepers) -> tuple[Finished, ...]:
         """Another roster is in force, which has a rank here (S2)."""
         self._keepers = keepers
-        self._arriving = None
-        self._to_me.clear()
+        self._outgoing = {host: _Outgoing() for host in keepers.hosts if host != self.me}
+        self._arriving, self._is_level, self._have = None, False, None
         if self.copy is None and keepers.is_first:
             self.copy = Copy()
         if self.copy is not None:
             self.copy.forget_all_but(keepers.homes)
-        self._coordinator = _Coordinator() if keepers.hosts[0] == self.me else None
-        self._tell_coordinator(Report(NO_COPY if self.copy is None else self.copy.position))
-        for asked in self._open.values():
-            self._tell_coordinator(asked)
-        return self._done()
+        self._coordinator = Coordinator(keepers) if keepers.hosts[0] == self.me else None
+        self._unasked = OrderedDict.fromkeys(self._open)
+        report = Report(NO_COPY, 0)
+        if self.copy is not None:
+            report = Report(self.copy.roster, self.copy.position)
+        self._tell(keepers.hosts[0], report)
+        return self.go_on()
 
-    def allow(self, *, may_order: bool) -> tuple[Output, ...]:
+    def allow(self, *, may_order: bool) -> tuple[Finished, ...]:
         """V10: order nothing while this side of a partition has no quorum."""
         self._may_order = may_order
-        self._order_more()
-        return self._done()
+        return self.go_on()
 
-    def ask(self, trainer: TrainerId, call: int, command: Command) -> tuple[Output, ...]:
-        """A rank of this machine makes a call; its calls are numbered in order."""
-        open_from = min((c for t, c in self._open if t == trainer), default=call)
-        asked = self._open[trainer, call] = Ask(trainer, call, open_from, command)
-        self._tell_coordinator(asked)
-        return self._done()
+    def has_room(self, command: Command) -> bool:
+        """Whether our ranks may ask for this beside what they wait for."""
+        return self._open_bytes + _size(command) <= MOST_ASKED_BYTES
 
-    def give_up(self, trainer: TrainerId, call: int) -> tuple[Output, ...]:
+    def ask(self, trainer: TrainerId, call: int, command: Command) -> tuple[Finished, ...]:
+        """A rank of this machine makes a call, for which there is room."""
+        self._open[trainer, call] = Ask(trainer, call, command)
+        self._open_bytes += _size(command)
+        self._unasked[trainer, call] = None
+        return self.go_on()
+
+    def give_up(self, trainer: TrainerId, call: int) -> tuple[Finished, ...]:
         """Nobody waits for this call any more; a write may still be carried out."""
-        if self._open.pop((trainer, call), None) is not None:
-            self._tell_coordinator(GiveUp(trainer, call))
-        return self._done()
+        was_asked = (trainer, call) not in self._unasked
+        if self._close((trainer, call)) and was_asked and self._keepers is not None:
+            self._tell(self._keepers.hosts[0], GiveUp(trainer, call))
+        return self.go_on()
 
-    def receive_untrusted(self, sender: Member, message: StoreMessage) -> tuple[Output, ...]:
+    def receive_untrusted(self, sender: Member, message: StoreMessage) -> tuple[Finished, ...]:
         """Another machine of this roster has sent a message under it.
 
-        Raises ProtocolError for more than an honest machine sends.
+        Raises ProtocolError for what no honest machine sends, whatever others have sent it.
         """
-        self._handle(sender, message)
-        return self._done()
+        self._handle_untrusted(sender, message)
+        return self.go_on()
+
+    @property
+    def has_work(self) -> bool:
+        """True if `go_on` would do more: the event loop has other things to do in between."""
+        lead = self._coordinator
+        return lead is not None and (self._can_ask() or lead.can_answer() or self._can_order(lead))
+
+    def go_on(self) -> tuple[Finished, ...]:
+        """Do a bounded part of what a coordinator can do now."""
+        for _ in range(AT_ONCE):
+            if self._coordinator is None or not self._lead_on(self._coordinator):
+                break
+        finished, self._finished = tuple(self._finished), []
+        return finished
+
+    def _lead_on(self, lead: Coordinator) -> bool:
+        """Do one step; return False if there is none."""
+        if self._can_ask():
+            self._coordinate_untrusted(lead, self.me, self._next_ask())
+        elif lead.can_answer():
+            self._answer(lead)
+        elif self._can_order(lead):
+            self._order(lead, lead.take())
+        else:
+            return False
+        return True
+
+    def take(self, host: Member) -> bytes | None:
+        """Return the next message to another machine, encoded; None if there is none now."""
+        outgoing = self._outgoing.get(host)
+        if outgoing is None or self._keepers is None:
+            return None
+        message = outgoing.take()
+        if message is not None or host != self._keepers.hosts[0]:
+            return message
+        if self._have is not None:
+            have, self._have = Have(self._have), None
+            return encode(have)
+        return encode(self._next_ask()) if self._can_ask() else None
 
     # --- messages
 
-    def _tell_coordinator(self, message: StoreMessage) -> None:
-        if self._keepers is not None:
-            self._tell(self._keepers.hosts[0], message)
-
     def _tell(self, to: Member, message: StoreMessage) -> None:
         if to == self.me:
-            self._to_me.append(message)
+            self._handle_untrusted(self.me, message)
         else:
-            self._outputs.append(Send(to, message))
+            self._outgoing[to].put(encode(message))
 
-    def _done(self) -> tuple[Output, ...]:
-        while self._to_me:
-            self._handle(self.me, self._to_me.popleft())
-        outputs, self._outputs = tuple(self._outputs), []
-        return outputs
-
-    def _handle(self, sender: Member, message: StoreMessage) -> None:  # noqa: C901 - one arm for each message
-        """What no honest machine would send in its place is ignored."""
+    def _handle_untrusted(self, sender: Member, message: StoreMessage) -> None:
+        """What comes out of its place, and costs nothing, is ignored."""
         match message:
             case Report() | Ask() | GiveUp() | Have():
                 if self._coordinator is not None:
-                    self._coordinate(self._coordinator, sender, message)
-            case Fetch(after):
-                self._bring(sender, after)
+                    self._coordinate_untrusted(self._coordinator, sender, message)
+            case Fetch():
+                self._give_copy_untrusted(sender)
             case Entry():
-                self._append(message)
-            case CopyBegins(position):
-                self._arriving = Copy(position)
-            case CopyValue() | CopyAnswer():
-                if self._arriving is not None:
-                    self._arriving.receive_untrusted(message)
-            case CopyEnds():
-                self._take_whole_copy()
+                self._append_untrusted(sender, message)
+            case CopyBegins() | CopyValue() | CopyAnswer() | CopyEnds():
+                if self._takes_copy_of(sender):
+                    self._take_part_untrusted(message)
             case Answered(trainer, call, answer):
-                if self._open.pop((trainer, call), None) is not None:
-                    self._outputs.append(Finished(trainer, call, answer))
+                if self._leads(sender) and self._close((trainer, call)):
+                    self._finished.append(Finished(trainer, call, answer))
             case _:
                 assert_never(message)
+
+    def _leads(self, host: Member) -> bool:
+        return self._keepers is not None and self._keepers.hosts[0] == host
+
+    # --- the calls of our ranks
+
+    def _can_ask(self) -> bool:
+        """S3: the copies remember the answers to so many writes only."""
+        if not self._unasked or self._keepers is None:
+            return False
+        call = next(iter(self._unasked))
+        is_write = isinstance(self._open[call].command, _WRITES)
+        return not is_write or call in self._writes or len(self._writes) < REMEMBERED
+
+    def _next_ask(self) -> Ask:
+        """Return the next call that the coordinator is to be asked for."""
+        call, _ = self._unasked.popitem(last=False)
+        asked = self._open[call]
+        if isinstance(asked.command, _WRITES):
+            self._writes[call] = None
+        return asked
+
+    def _close(self, call: CallId) -> bool:
+        """Return False if the call is not open."""
+        asked = self._open.pop(call, None)
+        if asked is None:
+            return False
+        self._open_bytes -= _size(asked.command)
+        self._unasked.pop(call, None)
+        while self._writes and next(iter(self._writes)) not in self._open:
+            self._writes.popitem(last=False)
+        return True
 
     # --- a copy
 
-    def _append(self, entry: Entry) -> None:
-        if self.copy is not None and entry.position == self.copy.position + 1:
-            self.copy.apply(entry)
-            self._has_come_further(self.copy)
+    def _takes_copy_of(self, sender: Member) -> bool:
+        if self._coordinator is not None:
+            return sender == self._coordinator.fetches_from
+        return self._leads(sender) and not self._is_level
 
-    def _take_whole_copy(self) -> None:
-        if self._arriving is not None:
-            self.copy, self._arriving = self._arriving, None
-            self._has_come_further(self.copy)
+    def _take_part_untrusted(self, part: CopyBegins | CopyValue | CopyAnswer | CopyEnds) -> None:
+        match part:
+            case CopyBegins():
+                self._arriving = self._arriving or Copy()
+            case CopyEnds():
+                self._take_copy_untrusted()
+            case _:
+                if self._arriving is not None:
+                    self._arriving.receive_untrusted(part)
 
-    def _has_come_further(self, copy: Copy) -> None:
-        lead = self._coordinator
-        if lead is None:
-            self._tell_coordinator(Have(copy.position))
-        elif copy.position == lead.fetches_up_to:
-            self._begin_to_order(lead, copy)
+    def _take_copy_untrusted(self) -> None:
+        copy = self._arriving or self.copy
+        if copy is None or self._keepers is None:
+            return
+        if any(outgoing.copy is not None for outgoing in self._outgoing.values()):
+            raise ProtocolError("it has fetched a copy of a store, and does not wait for its end")
+        self.copy, self._arriving = copy, None
+        if self._coordinator is not None:
+            self._begin_to_order(self._coordinator, copy)
+        else:
+            copy.begin(self._keepers.number)
+            self._is_level, self._have = True, 0
 
-    def _bring(self, to: Member, after: int) -> None:
-        if self.copy is not None:
-            for message in self.copy.what_follows(after):
-                self._tell(to, message)
+    def _append_untrusted(self, sender: Member, entry: Entry) -> None:
+        copy, keepers = self.copy, self._keepers
+        if copy is None or keepers is None or not self._is_level or not self._leads(sender):
+            return
+        if entry.position != copy.position + 1 or entry.trainer not in keepers.homes:
+            raise ProtocolError("an entry of a store that is not the next, or of no rank")
+        copy.apply(entry, answers=False)
+        self._have = copy.position
+
+    def _give_copy_untrusted(self, to: Member) -> None:
+        outgoing = self._outgoing.get(to)
+        if outgoing is None or self.copy is None or self._is_level or not self._leads(to):
+            return
+        if outgoing.was_fetched:
+            raise ProtocolError("it fetches a copy of a store twice")
+        outgoing.copy, outgoing.was_fetched = self.copy.parts(), True
 
     # --- the coordinator
 
-    def _coordinate(
-        self, lead: _Coordinator, sender: Member, message: Report | Ask | GiveUp | Have
+    def _coordinate_untrusted(
+        self, lead: Coordinator, sender: Member, message: Report | Ask | GiveUp | Have
     ) -> None:
         match message:
-            case Report(position):
-                lead.reports[sender] = position
+            case Report(roster, position):
+                if sender in lead.reports:
+                    raise ProtocolError("it reports twice on its copy of a store")
+                lead.reports[sender] = roster, position
                 self._compare_reports(lead)
-            case Ask(trainer, call):
+            case Ask(trainer):
                 if self._is_at(trainer, sender):
-                    lead.put_untrusted(message)
+                    lead.put_untrusted(sender, message)
             case GiveUp(trainer, call):
-                if self._is_at(trainer, sender):
-                    lead.give_up((trainer, call))
+                if self._is_at(trainer, sender) and (asked := lead.remove((trainer, call))):
+                    lead.asked_bytes[sender] -= _size(asked.command)
             case Have(position):
-                lead.have[sender] = position
-                self._answer(lead)
+                self._note_copy_untrusted(lead, sender, position)
             case _:
                 assert_never(message)
-        self._order_more()
 
     def _is_at(self, trainer: TrainerId, host: Member) -> bool:
         return self._keepers is not None and self._keepers.homes.get(trainer) == host
 
-    def _compare_reports(self, lead: _Coordinator) -> None:
-        """S2: take what the furthest copy has; every answered entry is in it."""
-        hosts = () if self._keepers is None else self._keepers.hosts
-        if lead.orders or any(host not in lead.reports for host in hosts):
+    def _compare_reports(self, lead: Coordinator) -> None:
+        """S2: take the furthest copy; every answered entry is in it."""
+        hosts = lead.keepers.hosts
+        if any(host not in lead.reports for host in hosts):
             return
         furthest = max(hosts, key=lambda host: (lead.reports[host], host == self.me))
         if furthest != self.me:
-            lead.fetches_up_to = lead.reports[furthest]
-            self._tell(furthest, Fetch(lead.reports[self.me]))
+            lead.fetches_from = furthest
+            self._tell(furthest, Fetch())
             return
         if self.copy is None:  # nobody has one: those who had are all lost
             self.copy = Copy()
         self._begin_to_order(lead, self.copy)
 
-    def _begin_to_order(self, lead: _Coordinator, copy: Copy) -> None:
-        lead.orders, lead.fetches_up_to = True, None
-        lead.have = {host: have for host, have in lead.reports.items() if host != self.me}
-        for host, have in lead.have.items():
-            for message in () if have == copy.position else copy.what_follows(have):
-                self._tell(host, message)
-        self._order_more()
+    def _begin_to_order(self, lead: Coordinator, copy: Copy) -> None:
+        """Make all copies equal. Nothing is ordered before they are, so ours stays as it is."""
+        lead.copy, lead.fetches_from = copy, None
+        furthest = max(lead.reports.values())
+        for host, outgoing in self._outgoing.items():
+            if lead.reports[host] == furthest != (NO_COPY, 0):
+                lead.have[host] = 0
+                outgoing.put(encode(CopyEnds()))
+            else:
+                outgoing.copy = copy.parts()
+        copy.begin(lead.keepers.number)
 
-    def _order_more(self) -> None:
-        lead, copy = self._coordinator, self.copy
-        if lead is None or copy is None or not lead.orders:
-            return
-        while self._may_order and lead.queue and lead.under_way_bytes < MOST_UNDER_WAY_BYTES:
-            self._order(lead, copy, lead.take())
+    def _note_copy_untrusted(self, lead: Coordinator, sender: Member, position: int) -> None:
+        sent = -1
+        if lead.copy is not None and self._outgoing[sender].copy is None:
+            sent = lead.copy.position
+        if position > sent:
+            raise ProtocolError(f"it has entry {position} of a store, of which it was sent {sent}")
+        lead.have[sender] = max(position, lead.have.get(sender, 0))
 
-    def _order(self, lead: _Coordinator, copy: Copy, asked: Ask) -> None:
+    def _can_order(self, lead: Coordinator) -> bool:
+        """V10, and only while all copies are equal but for a few entries."""
+        return (
+            bool(lead.waiting.ready or lead.queue)
+            and self._may_order
+            and lead.copy is not None
+            and len(lead.have) == len(self._outgoing)
+            and lead.under_way_bytes < MOST_UNDER_WAY_BYTES
+            and all(out.nbytes < MOST_UNDER_WAY_BYTES for out in self._outgoing.values())
+        )
+
+    def _order(self, lead: Coordinator, asked: Ask) -> None:
         """Order a command, unless it waits for a key."""
-        command = asked.command
-        answer = copy.answer_to(asked.trainer, asked.call)
-        write = None
-        if isinstance(command, _WRITES):
-            write = command if answer is None else None
-        elif (key := copy.table.missing(command)) is not None:
-            lead.park(key, asked)
+        copy, command, home = lead.copy, asked.command, lead.keepers.homes[asked.trainer]
+        if copy is None or lead.waiting.add(asked, copy.table.values):
             return
-        else:
+        lead.asked_bytes[home] -= _size(command)
+        write = answer = None
+        if not isinstance(command, _WRITES):
             answer = copy.table.read(command)
-        stable = min(lead.have.values(), default=copy.position)
-        entry = Entry(copy.position + 1, asked.trainer, asked.call, asked.open_from, stable, write)
-        answer = copy.apply(entry) or answer or Answer()
-        for host in lead.have:
-            self._tell(host, entry)
-        lead.unanswered.append((entry, answer))
-        lead.under_way_bytes += _size(entry.command)
-        if write is not None:
-            lead.wake(write.key)
-        self._answer(lead)
+        elif (answer := copy.answer_to(asked.trainer, asked.call)) is None:
+            write = command
+        was_set = write is not None and write.key in copy.table.values
+        entry = Entry(copy.position + 1, asked.trainer, asked.call, write)
+        answer = copy.apply(entry, answers=True) or answer or Answer()
+        message = encode(entry)
+        for outgoing in self._outgoing.values():
+            outgoing.put(message)
+        nbytes = len(message) + _answer_size(answer)
+        lead.unanswered.append(_Ordered(entry, answer, nbytes))
+        lead.under_way_bytes += nbytes
+        if write is not None and (is_set := write.key in copy.table.values) != was_set:
+            lead.waiting.note(write.key, is_set=is_set)
 
-    def _answer(self, lead: _Coordinator) -> None:
-        """S1: answer what every machine has."""
-        if not lead.orders or self.copy is None or self._keepers is None:
-            return
-        everywhere = min(lead.have.values(), default=self.copy.position)
-        while lead.unanswered and lead.unanswered[0][0].position <= everywhere:
-            entry, answer = lead.unanswered.popleft()
-            lead.under_way_bytes -= _size(entry.command)
-            home = self._keepers.homes[entry.trainer]
-            self._tell(home, Answered(entry.trainer, entry.call, answer))
-        self.copy.settle(everywhere)
+    def _answer(self, lead: Coordinator) -> None:
+        entry, answer, nbytes = lead.unanswered.popleft()
+        lead.under_way_bytes -= nbytes
+        answered = Answered(entry.trainer, entry.call, answer)
+        self._tell(lead.keepers.homes[entry.trainer], answered)
 
 
-def _size(command: Command | None) -> int:
-    """Return about what the command takes in memory."""
+def _size(command: Command) -> int:
+    """Return about what the command takes in memory while it waits."""
+    keys = awaited(command)
+    nbytes = _CALL_BYTES + _WAIT_BYTES * len(keys) + sum(map(len, keys))
     match command:
         case Set(_, value) | Append(_, value):
-            return _CALL_BYTES + len(value)
+            return nbytes + len(value)
         case CompareSet(_, expected, desired):
-            return _CALL_BYTES + len(expected) + len(desired)
-        case Wait(keys) | Check(keys):
-            return _CALL_BYTES + sum(map(len, keys))
+            return nbytes + len(expected) + len(desired)
+        case Check(names):
+            return nbytes + _WAIT_BYTES * len(names) + sum(map(len, names))
+        case _:
+            return nbytes
+
+
+def _answer_size(answer: Answer) -> int:
+    match answer.value:
+        case bytes(value):
+            return _CALL_BYTES + len(value)
+        case tuple(names):
+            return _CALL_BYTES + sum(_NAME_BYTES + len(name) for name in names)
         case _:
             return _CALL_BYTES

@@ -6,6 +6,7 @@ machine.
 
 from typing import assert_never
 
+from pmesh.core.store.names import Names
 from pmesh.core.wire.store import (
     KEY_OVERHEAD_BYTES,
     MAX_STORE_BYTES,
@@ -25,31 +26,37 @@ from pmesh.core.wire.store import (
 )
 
 _INT64 = range(-(2**63), 2**63)
+_MOST_DIGITS = 64  # of a number of 64 bits, with room for spaces: to read a long one takes long
+_NAME_BYTES = 16  # what a name in an answer takes beside its bytes, on the way and in memory
 
 
 class Table:
     """The values by key."""
 
     def __init__(self, *, most_bytes: int = MAX_STORE_BYTES) -> None:
-        self.values: dict[str, bytes] = {}
+        self.values: dict[str, bytes | bytearray] = {}
+        """Those that grow by appends are a bytearray, as each append would else copy them."""
         self.nbytes = 0
         """What keys and values take, with KEY_OVERHEAD_BYTES for each."""
+        self._names = Names()
         self._most_bytes = most_bytes
 
-    def write(self, command: Write) -> tuple[Answer, bool]:
-        """Carry out a command; return its answer, and True if anything may have changed."""
+    def write(self, command: Write, *, answers: bool = True) -> tuple[Answer, bool]:
+        """Carry out a command; return its answer, and True if anything may have changed.
+
+        Only a coordinator answers: elsewhere a value need not be copied for that.
+        """
         match command:
             case Set(key, value):
                 return self._put(key, value, Answer())
             case Add(key, amount):
                 return self._add(key, amount)
             case CompareSet(key, expected, desired):
-                held = self.values.get(key)
-                if (b"" if held is None else held) != expected:
-                    return Answer(held), False
+                if self.values.get(key, b"") != expected:
+                    return Answer(self._value(key) if answers else None), False
                 return self._put(key, desired, Answer(value=True))
             case Append(key, value):
-                return self._put(key, self.values.get(key, b"") + value, Answer())
+                return self._append(key, value)
             case Delete(key):
                 found = key in self.values
                 self._drop(key)
@@ -57,23 +64,11 @@ class Table:
             case _:
                 assert_never(command)
 
-    def missing(self, command: Read) -> str | None:
-        """Return a key that the command has to wait for; None if it can be answered now."""
-        match command:
-            case Get(key):
-                return None if key in self.values else key
-            case Wait(keys):
-                return next((key for key in keys if key not in self.values), None)
-            case Check() | Keys():
-                return None
-            case _:
-                assert_never(command)
-
     def read(self, command: Read) -> Answer:
-        """Answer a command for which no key is missing."""
+        """Answer a command whose keys are set, if it waits for them."""
         match command:
             case Get(key):
-                return Answer(self.values[key])
+                return Answer(self._value(key))
             case Wait():
                 return Answer()
             case Check(keys):
@@ -83,47 +78,84 @@ class Table:
             case _:
                 assert_never(command)
 
+    def _value(self, key: str) -> bytes | None:
+        """Return a value that stays as it is."""
+        value = self.values.get(key)
+        if isinstance(value, bytearray):
+            value = self.values[key] = bytes(value)
+        return value
+
     def _keys(self, prefix: str) -> Answer:
-        names = tuple(sorted(key for key in self.values if key.startswith(prefix)))
-        if sum(len(name.encode()) for name in names) > MAX_VALUE_BYTES:
-            text = f"{len(names)} keys of the job's store take more than {MAX_VALUE_BYTES} bytes"
-            return Answer(refused=f"{text}: name a longer prefix")
-        return Answer(names)
+        names, nbytes = list[str](), 0
+        for name in self._names.beginning_with(prefix):
+            names.append(name)
+            nbytes += len(name.encode()) + _NAME_BYTES
+            if nbytes > MAX_VALUE_BYTES:
+                text = f"the keys of the job's store that begin with {prefix!r} take more than"
+                return Answer(refused=f"{text} {MAX_VALUE_BYTES} bytes: name a longer prefix")
+        return Answer(tuple(names))
 
     def put(self, key: str, value: bytes) -> None:
         """Set a value without a check: it comes from a table that has made them."""
-        self._drop(key)
+        held = self.values.get(key)
+        if held is None:
+            self._names.add(key)
+        else:
+            self.nbytes -= _size(key, len(held))
         self.values[key] = value
-        self.nbytes += _size(key, value)
+        self.nbytes += _size(key, len(value))
 
     def _drop(self, key: str) -> None:
         value = self.values.pop(key, None)
         if value is not None:
-            self.nbytes -= _size(key, value)
+            self._names.remove(key)
+            self.nbytes -= _size(key, len(value))
 
     def _add(self, key: str, amount: int) -> tuple[Answer, bool]:
         held = self.values.get(key, b"0")
         try:
-            total = int(held) + amount
+            total = int(held[: _MOST_DIGITS + 1]) + amount
         except ValueError:
+            total = None
+        if total is None or len(held) > _MOST_DIGITS:
             return Answer(refused=f"key {key!r} holds no number that add could add to"), False
         if total not in _INT64:
             return Answer(refused=f"key {key!r} would hold {total}, beyond 64 bits"), False
         return self._put(key, b"%d" % total, Answer(total))
 
-    def _put(self, key: str, value: bytes, answer: Answer) -> tuple[Answer, bool]:
-        if len(value) > MAX_VALUE_BYTES:
-            text = f"key {key!r} would hold {len(value)} bytes; a value has at most"
-            return Answer(refused=f"{text} {MAX_VALUE_BYTES}"), False
+    def _append(self, key: str, value: bytes) -> tuple[Answer, bool]:
         held = self.values.get(key)
-        before = 0 if held is None else _size(key, held)
-        after = self.nbytes - before + _size(key, value)
-        if after > self._most_bytes and after > self.nbytes:
-            text = f"the job's store is full: with key {key!r} it would take {after} bytes of at"
-            return Answer(refused=f"{text} most {self._most_bytes}; delete keys"), False
+        if held is None:
+            return self._put(key, value, Answer())
+        refused = self._refused(key, len(held) + len(value))
+        if refused is not None:
+            return refused, False
+        if isinstance(held, bytes):
+            held = self.values[key] = bytearray(held)
+        held += value
+        self.nbytes += len(value)
+        return Answer(), True
+
+    def _put(self, key: str, value: bytes, answer: Answer) -> tuple[Answer, bool]:
+        refused = self._refused(key, len(value))
+        if refused is not None:
+            return refused, False
         self.put(key, value)
         return answer, True
 
+    def _refused(self, key: str, nbytes: int) -> Answer | None:
+        """Return why the key can't hold so many bytes; None if it can."""
+        if nbytes > MAX_VALUE_BYTES:
+            text = f"key {key!r} would hold {nbytes} bytes; a value has at most"
+            return Answer(refused=f"{text} {MAX_VALUE_BYTES}")
+        held = self.values.get(key)
+        before = 0 if held is None else _size(key, len(held))
+        after = self.nbytes - before + _size(key, nbytes)
+        if after > self._most_bytes and after > self.nbytes:
+            text = f"the job's store is full: with key {key!r} it would take {after} bytes of at"
+            return Answer(refused=f"{text} most {self._most_bytes}; delete keys")
+        return None
 
-def _size(key: str, value: bytes) -> int:
-    return len(key.encode()) + len(value) + KEY_OVERHEAD_BYTES
+
+def _size(key: str, nbytes: int) -> int:
+    return len(key.encode()) + nbytes + KEY_OVERHEAD_BYTES

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from pmesh.core.values import MAX_TRAINERS, Id
 from pmesh.errors import ProtocolError
+from pmesh.ids import PRINTABLE
 
 MAX_KEY_BYTES = 1024
 MAX_VALUE_BYTES = 1024 * 1024
@@ -17,6 +18,7 @@ MAX_KEYS = MAX_TRAINERS  # of one call: ranks mostly wait for a key of each
 MAX_COMMAND_BYTES = 2 * MAX_VALUE_BYTES + 64 * 1024  # a compare_set has two values
 MAX_STORE_BYTES = 64 * 1024 * 1024
 KEY_OVERHEAD_BYTES = 128  # what Python needs for a key and its value beside their bytes
+MAX_REFUSAL = 16 * 1024  # characters; a key that is quoted in it may have ten for each of its own
 
 NO_COPY = -1
 
@@ -105,7 +107,7 @@ class Answer(_Message, frozen=True):
     """What came of a command."""
 
     value: bool | int | bytes | tuple[str, ...] | None = None
-    refused: str = ""
+    refused: Annotated[str, Meta(max_length=MAX_REFUSAL, pattern=PRINTABLE)] = ""
     """Why it can't be done, in words; the store is as it was."""
 
 
@@ -113,16 +115,21 @@ class Answer(_Message, frozen=True):
 
 
 class Report(_Message, frozen=True, tag=20):
-    """To the coordinator of a new roster: how far the sender's copy has come."""
+    """To the coordinator of a new roster: how far the sender's copy has come.
 
-    position: _Position
-    """How many entries it has; NO_COPY if the sender has only just entered the job."""
+    Reports are compared, and nobody counts on from one: a false one leads to no position that can't
+    be sent.
+    """
+
+    roster: _Position
+    """The number of the last roster under which the copies were made equal; NO_COPY if the sender
+    has only just entered the job."""
+    position: _Count
+    """How many entries its copy has had since."""
 
 
 class Fetch(_Message, frozen=True, tag=21):
-    """From the coordinator, to the copy that has come furthest: send me what I lack."""
-
-    after: _Position
+    """From the coordinator, to the copy that has come furthest, once: send me your copy."""
 
 
 class Ask(_Message, frozen=True, tag=22):
@@ -131,8 +138,6 @@ class Ask(_Message, frozen=True, tag=22):
     trainer: Id
     call: _Count
     """The number of the call among those of this trainer."""
-    open_from: _Count
-    """All calls of this trainer with a lower number have been answered, or given up."""
     command: Command
 
 
@@ -147,21 +152,18 @@ class Entry(_Message, frozen=True, tag=24):
     """The next step of all copies, as the coordinator has ordered it."""
 
     position: _Count
-    """From 1 on; the entry before has one less."""
+    """From 1 on under each roster; the entry before has one less."""
     trainer: Id
     call: _Count
-    open_from: _Count
-    """As in `Ask`."""
-    stable: _Position
-    """Every copy has all entries up to this one."""
     command: Write | None
     """None if nothing changes: the coordinator only asks whether the roster is still in force."""
 
 
 class Have(_Message, frozen=True, tag=25):
-    """To the coordinator: the sender's copy has all entries up to this one."""
+    """To the coordinator: the sender's copy has all entries of this roster up to this one."""
 
     position: _Count
+    """0 if it is as the coordinator's was before the first entry."""
 
 
 class Answered(_Message, frozen=True, tag=26):
@@ -173,9 +175,7 @@ class Answered(_Message, frozen=True, tag=26):
 
 
 class CopyBegins(_Message, frozen=True, tag=27):
-    """A whole copy follows, for one that has none or has fallen too far behind."""
-
-    position: _Count
+    """A whole copy follows, for one that has another or none."""
 
 
 class CopyValue(_Message, frozen=True, tag=28):
@@ -194,7 +194,7 @@ class CopyAnswer(_Message, frozen=True, tag=29):
 
 
 class CopyEnds(_Message, frozen=True, tag=30):
-    """The copy is whole."""
+    """The receiver's copy is as the sender's now, by what has come or because it was before."""
 
 
 StoreMessage: TypeAlias = (

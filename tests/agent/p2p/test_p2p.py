@@ -158,6 +158,19 @@ async def test_messages_of_one_tag_come_in_order_and_tags_do_not_wait_for_each_o
         assert [await next_of(tag) for tag in (2, 1, 1, 2, 1)] == [1, 0, 2, 3, 4]
 
 
+async def test_a_message_that_nobody_receives_makes_no_other_dearer(clock: MockClock) -> None:
+    """Nothing grows with the number of messages, though each has a tag of its own."""
+    async with a_pair(clock) as pair:
+        await pair.one.begin_send(pair.other.id, np.empty(0), tag=0)
+        for tag in range(1, 2 * MAX_KEPT):
+            sent = await pair.one.begin_send(pair.other.id, np.empty(0), tag=tag)
+            await pair.other.receive(pair.one.id, tag=tag)
+            await pair.one.end(sent)
+        (endpoint,) = machine_of(pair.here, pair.trainers[1]).agent.p2p._endpoints.values()  # noqa: SLF001
+        (source,) = endpoint._inbox.sources.values()  # noqa: SLF001
+        assert (len(source.noted), len(source.delivered) <= MAX_KEPT + 1) == (1, True)
+
+
 async def test_messages_go_both_ways_beside_each_other_and_beside_ops(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.store.serving import MAX_CALLS, MAX_CALLS_BYTES
+from pmesh.agent.store.serving import MAX_CALLS
 from pmesh.agent.store.stores import Stores
 from pmesh.core.store.pipe import AGAIN_S
 from pmesh.core.values import Terms
@@ -19,6 +19,7 @@ from pmesh.core.wire.local import (
     StoreCall,
 )
 from pmesh.core.wire.store import (
+    MAX_KEYS,
     MAX_VALUE_BYTES,
     Add,
     Check,
@@ -222,7 +223,18 @@ async def test_a_trainer_that_asks_for_too_much_at_a_time_is_told_so(clock: Mock
             await store.begin(Get("k"))
         refused = await store.verdict_of(await store.begin(Get("k")))
         assert refused.error == "UsageError"
-        assert f"at most {MAX_CALLS} store calls with {MAX_CALLS_BYTES} bytes" in refused.message
+        assert f"at most {MAX_CALLS} store calls at a time" in refused.message
+
+
+async def test_a_machine_s_ranks_ask_for_no_more_than_any_coordinator_keeps(
+    clock: MockClock,
+) -> None:
+    async with sharing(clock, 2) as there:
+        wait = Wait(tuple(map(str, range(MAX_KEYS))))
+        calls = [await there.stores[1].begin(wait) for _ in range(80)]
+        refused = await there.stores[1].verdict_of(calls[-1])
+        assert (refused.error, "bytes of store calls" in refused.message) == ("UsageError", True)
+        assert await there.stores[1].ask(Add("n", 1)) == 1
 
 
 def part_of_a_call(call: int, data: bytes, *, more: bool = False) -> StoreCall:

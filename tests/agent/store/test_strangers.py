@@ -2,7 +2,7 @@
 
 from trio.testing import MockClock
 
-from pmesh.agent.store.stores import MAX_EARLY
+from pmesh.agent.store.stores import EARLY_S, MAX_EARLY
 from pmesh.core.values import MAX_MEMBERS
 from pmesh.core.wire.framing import frame
 from pmesh.core.wire.link import StorePart
@@ -18,7 +18,7 @@ async def test_what_strangers_say_of_a_job_changes_nothing(clock: MockClock) -> 
     async with sharing(clock, 2) as there:
         stores = there.machine_of(0).agent.stores
         (store,) = stores._stores.values()  # noqa: SLF001
-        stores.receive(ANNA, StorePart(JOB, store.number, 0, 0, frame(encode(Report(9)))))
+        stores.receive(ANNA, StorePart(JOB, store.number, 0, 0, frame(encode(Report(9, 9)))))
         assert await there.stores[1].ask(Add("n", 1)) == 1
 
 
@@ -31,5 +31,8 @@ async def test_what_strangers_say_ahead_of_a_view_is_bounded(clock: MockClock) -
                 stores.receive(member, StorePart(JOB, 1, offset, 0))
         kept = stores._early.values()  # noqa: SLF001
         assert (len(kept), {len(parts) for parts in kept}) == (MAX_MEMBERS, {MAX_EARLY})
-        stores.follow()
+        stores.poll()
+        assert stores._early  # noqa: SLF001
+        clock.jump(EARLY_S)
+        stores.poll()
         assert not stores._early  # noqa: SLF001

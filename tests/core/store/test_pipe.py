@@ -1,19 +1,39 @@
 """Two ends of a pipe: every message once, in order, whatever is lost on the way."""
 
+from collections import deque
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pmesh.core.store.pipe import AGAIN_S, PART_BYTES, SELDOM_S, WINDOW_BYTES, Part, Pipe
-from pmesh.core.wire.store import CopyEnds, Entry, Have, Set, StoreMessage
+from pmesh.core.store import pipe as pipe_
+from pmesh.core.store.pipe import (
+    AGAIN_S,
+    MESSAGES_AT_ONCE,
+    PART_BYTES,
+    SELDOM_S,
+    WINDOW_BYTES,
+    Part,
+)
+from pmesh.core.wire.store import CopyEnds, Entry, Have, Set, StoreMessage, encode
 from pmesh.errors import ProtocolError
 from pmesh.ids import TrainerId
 
 
+class Pipe(pipe_.Pipe):
+    """An end with a queue."""
+
+    def __init__(self) -> None:
+        self.queue = deque[StoreMessage]()
+        super().__init__(lambda: encode(self.queue.popleft()) if self.queue else None)
+
+    def send(self, message: StoreMessage) -> None:
+        self.queue.append(message)
+
+
 def entry(position: int, size: int = 10) -> Entry:
-    return Entry(position, TrainerId(0), position, 0, 0, Set("k", bytes(size)))
+    return Entry(position, TrainerId(0), position, Set("k", bytes(size)))
 
 
 def move(one: Pipe, other: Pipe, *, now: float = 0.0) -> list[StoreMessage]:
@@ -47,6 +67,21 @@ def test_no_more_is_under_way_than_the_window_holds() -> None:
     assert (read.read, read.data) == (PART_BYTES, b"")
     list(one.receive_untrusted(read, now=0.1))
     assert sum(len(part.data) for part in one.parts(now=0.1)) == PART_BYTES
+
+
+def test_messages_are_made_when_there_is_room_and_some_at_a_time() -> None:
+    one, other = Pipe(), Pipe()
+    one.queue += [Have(0)] * (MESSAGES_AT_ONCE + 1) + [entry(1, WINDOW_BYTES)] * 3
+    (part,) = one.parts(now=0)
+    assert (len(one.queue), one.has_more) == (4, True)
+    came = list(other.receive_untrusted(part, now=0))
+    assert came == [Have(0)] * MESSAGES_AT_ONCE
+    rest = list(one.parts(now=0))
+    assert (len(one.queue), one.has_more) == (2, False)
+    came = [message for part in rest for message in other.receive_untrusted(part, now=0)]
+    (read,) = other.parts(now=0)
+    assert not list(one.receive_untrusted(read, now=0))
+    assert came + move(one, other) == [Have(0)] + [entry(1, WINDOW_BYTES)] * 3
 
 
 def test_what_nobody_acknowledges_is_repeated_ever_more_rarely() -> None:
