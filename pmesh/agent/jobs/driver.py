@@ -86,6 +86,10 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         """How many trainers wait for the job at each member of the view."""
         return self.waiting_at(self.membership.state, job)
 
+    def has_no_room_for(self, waiter: WaitingTrainer) -> bool:
+        """Whether a trainer waits here for which the view has no room."""
+        return self.lacks_room(self.membership.state, waiter, trio.current_time())
+
     # --- what the agreement reads and decides
 
     def facts(self) -> Facts:

@@ -280,8 +280,8 @@ class _Trainer:
         if here < waiter.wait_for:
             idle = [name_of(seat) for seat in view.seats if not counts.get(seat.member, 0)]
             yield f"machines without one: {', '.join(idle)}" if idle else "every machine has one"
-        if here >= waiter.wait_for:
-            yield "the view may have no room for more trainers: wait for the end of other jobs"
+        if self._jobs.has_no_room_for(waiter):
+            yield "the view has no room for more trainers of this machine until others end"
         for seat in view.seats:
             peer = self._jobs.membership.state.peers.get(seat.member.node)
             others = () if peer is None else peer.heartbeat.waiting

@@ -144,16 +144,24 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
 
     def newcomers_to(self, state: MemberState, job: JobName, now: float) -> int:
         """How many trainers wait to enter the job, and find room there."""
-        waiting = {member: _waiting_at(state, member) for member in state.view.members}
-        waiting[self.me] = self._waiting(state, now)
         roster = state.view.roster_of(job)
         inside = {(t.member, t.slot) for t in (() if roster is None else roster.trainers)}
-        admitted = room.admit(state.view.rosters, waiting, room.names_in(state.view, waiting))
         return sum(
             w.job == job and (member, w.slot) not in inside
-            for member, theirs in admitted.items()
+            for member, theirs in self._admitted(state, now).items()
             for w in theirs
         )
+
+    def lacks_room(self, state: MemberState, waiter: AnyWaiting, now: float) -> bool:
+        """Whether the view has no room for a trainer that waits here."""
+        wait = {waiting.slot for waiting in self._waiting(state, now)}
+        admitted = {waiting.slot for waiting in self._admitted(state, now)[self.me]}
+        return waiter.slot in wait - admitted
+
+    def _admitted(self, state: MemberState, now: float) -> dict[Member, tuple[Waiting, ...]]:
+        waiting = {member: _waiting_at(state, member) for member in state.view.members}
+        waiting[self.me] = self._waiting(state, now)
+        return room.admit(state.view.rosters, waiting, room.names_in(state.view, waiting))
 
     def _may_begin(self, state: MemberState, now: float) -> bool:
         """Whether our trainers may take part, or enough peers are still to be found."""

@@ -115,6 +115,16 @@ def test_newcomers_are_those_who_wait_elsewhere_and_have_no_place_yet() -> None:
     assert here.newcomers_to(state, FACES, 0.0) == 1
 
 
+def test_who_waits_for_more_than_a_members_share_of_the_view_finds_no_room() -> None:
+    here, full = jobs_here(), make_roster(*[A] * 400, job=FACES)
+    state = make_state(A, view_of(full))
+    waiter = make_waiter()
+    here.add(waiter)
+    assert not here.lacks_room(make_state(A, view_of()), waiter, 0.0)
+    assert here.lacks_room(state, waiter, 0.0)
+    assert here.newcomers_to(state, DIGITS, 0.0) == 0
+
+
 def test_a_view_with_far_more_trainers_than_live_here_makes_no_heartbeat_too_large() -> None:
     """A leader may invent them; what is not asked for now is once these are settled."""
     here, view = jobs_here(), view_of(make_roster(*[A] * 1000))
