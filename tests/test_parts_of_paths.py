@@ -86,7 +86,7 @@ KNOWN = {
     "pmesh/net/local/processes.py": {"now / period_s"},
     "pmesh/net/local/spool.py": {
         "directory / f'{start:020}.lines'",
-        "remove_tree(self._directory.parent, self._directory.name)",
+        "remove_tree(self.directory.parent, self.directory.name)",
     },
     # A `PathName` and numbers; and what was listed in the folder itself.
     "pmesh/client/checkpoints/files.py": {

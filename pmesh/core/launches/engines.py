@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, assert_never
 from pmesh.core.values import MAX_TRAINERS
 from pmesh.core.wire.launches import BeginRanks, Engine, PrepareLaunch, RankGroup, Variable
 from pmesh.errors import ProtocolError, UsageError
-from pmesh.ids import NodeId
+from pmesh.ids import NodeId, PathName
 
 LOOPBACK: Final = "127.0.0.1"
 MAX_RDMA_RANKS: Final = 64  # the table of their devices grows with the square
@@ -100,7 +100,7 @@ def unreachable(engine: Engine, places: Sequence[Place]) -> tuple[NodeId, NodeId
 
 
 def begin_messages(
-    launch: str, engine: Engine, generation: int, places: Sequence[Place]
+    launch: PathName, engine: Engine, generation: int, places: Sequence[Place]
 ) -> Mapping[NodeId, BeginRanks]:
     """Return what each machine needs to know to start its ranks."""
     groups = tuple(

@@ -32,7 +32,7 @@ from pmesh.ids import MAX_NAME, JobName, Member, Slot
 ADMITTED_BYTES: Final = 64 * 1024
 """Of jobs and trainers; the rest of MAX_ROSTERS_BYTES is for what view changes add."""
 
-SHARE_BYTES: Final = 24 * 1024
+SHARE_BYTES: Final = 32 * 1024
 """Of one member: more than the 128 trainers that an agent serves need in a few jobs."""
 
 SHORT_TEXT_BYTES: Final = 64
@@ -40,7 +40,7 @@ SHORT_TEXT_BYTES: Final = 64
 
 _LONGEST_NAME = "\N{CAT FACE}" * MAX_NAME
 _JOB_BYTES = 192  # a roster without its name and trainers: three epochs or so
-_TRAINER_BYTES = 128  # a trainer without the name of its machine, and it as a voter
+_TRAINER_BYTES = 200  # a trainer without the name of its machine, and it as a voter
 
 
 class _Entry(NamedTuple):
@@ -105,7 +105,7 @@ def admit(
 
 def names_in(view: View, members: Iterable[Member]) -> dict[Member, str]:
     """Return the names of the members' machines; of those without a seat the longest possible."""
-    seats = {seat.member: seat.name for seat in view.seats}
+    seats = {seat.member: seat.said.name for seat in view.seats}
     return {member: seats.get(member, _LONGEST_NAME) for member in members}
 
 

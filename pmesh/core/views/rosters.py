@@ -84,7 +84,7 @@ def next_rosters(
 def _with_admitted(answers: Mapping[Member, Flushed], base: View) -> dict[Member, Flushed]:
     """Return the answers with those of the waiting trainers for which there is room."""
     waiting = {member: answer.waiting for member, answer in answers.items()}
-    names = {member: answer.name for member, answer in answers.items()}
+    names = {member: answer.said.name for member, answer in answers.items()}
     admitted = admit(base.rosters, waiting, names)
     return {
         member: msgspec.structs.replace(answer, waiting=admitted[member])

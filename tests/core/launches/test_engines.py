@@ -33,10 +33,10 @@ from pmesh.core.wire.launches import (
 )
 from pmesh.core.wire.link import decode_untrusted, encode
 from pmesh.errors import ProtocolError, UsageError
-from pmesh.ids import JobName, NodeId
+from pmesh.ids import JobName, NodeId, path_name
 
 A, B = (NodeId(bytes([n]) * 32) for n in (1, 2))
-LAUNCH = "ab" * 6
+LAUNCH = path_name("ab" * 6)
 PLACES = [
     Place(node=A, ranks=(0, 1), ports=(7000, 7001, 7002, 7003), ways={B: ("10.0.0.2", "en5")}),
     Place(node=B, ranks=(2,), ports=(8000, 8001), ways={A: ("10.0.0.1", "en1")}),

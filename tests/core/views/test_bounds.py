@@ -96,6 +96,7 @@ from tests.worlds.builders import (
     make_view_request,
     make_waiting,
     running,
+    unsigned,
 )
 
 NOW = 100.0
@@ -288,9 +289,10 @@ def brought(draw: st.DrawFn) -> View:
     at = draw(st.sampled_from([(DORA,), (EMMA,), (DORA, EMMA)]))
     name = draw(NAMES)
     trainers = tuple(
-        Trainer(TrainerId(first + i), at[i % len(at)], Slot(i), name) for i in range(count)
+        Trainer(TrainerId(first + i), at[i % len(at)], Slot(i), unsigned(name))
+        for i in range(count)
     )
-    lost = Trainer(TrainerId(first + count), DORA, Slot(0), name)
+    lost = Trainer(TrainerId(first + count), DORA, Slot(0), unsigned(name))
     roster = Roster(
         job=draw(JOBS),
         born=make_epoch(2, DORA),
@@ -363,9 +365,9 @@ def test_whatever_a_newcomer_says_of_its_view(data: st.DataObject) -> None:
     mesh.beat()
     epoch, other = mesh.epoch or make_epoch(6), data.draw(brought())
     waiting = _many_waiting(2, other.rosters[0].job, apart=False)
-    mesh.tell(ANNA, CARA, Flushed(epoch, "mac-c", BASE, data.draw(reports_on(BASE))))
+    mesh.tell(ANNA, CARA, Flushed(epoch, unsigned("mac-c"), BASE, data.draw(reports_on(BASE))))
     reports = data.draw(reports_on(other))
-    mesh.tell(ANNA, DORA, Flushed(epoch, LONGEST_NAME, other, reports, waiting))
+    mesh.tell(ANNA, DORA, Flushed(epoch, unsigned(LONGEST_NAME), other, reports, waiting))
     mesh.beat()
 
 
@@ -376,7 +378,7 @@ def commits(mesh: Mesh, jobs: tuple[JobReport, ...] = ()) -> View:
     """Cara answers a proposal like this; the view that follows."""
     mesh.beat()
     assert mesh.epoch is not None
-    mesh.tell(ANNA, CARA, Flushed(mesh.epoch, "mac-c", BASE, jobs))
+    mesh.tell(ANNA, CARA, Flushed(mesh.epoch, unsigned("mac-c"), BASE, jobs))
     view = mesh.states[ANNA].view
     assert view.epoch == mesh.epoch == mesh.states[BERT].view.epoch
     return view
@@ -423,7 +425,7 @@ def test_a_job_whose_last_agent_does_not_fence_it_ends() -> None:
     mesh.beat()
     assert mesh.epoch is not None
     report = make_report(spoilt, {1: []}, fenced=False)
-    mesh.tell(ANNA, CARA, Flushed(mesh.epoch, "mac-c", base, (report,)))
+    mesh.tell(ANNA, CARA, Flushed(mesh.epoch, unsigned("mac-c"), base, (report,)))
     assert mesh.states[BERT].view.epoch == mesh.epoch
     assert [roster.job for roster in mesh.states[BERT].view.rosters] == [FACES]
 
@@ -514,7 +516,7 @@ VIEW = make_view(5, ANNA)
 
 
 def test_the_largest_view_is_within_its_bound() -> None:
-    seat = Seat(ANY_MEMBER, LONGEST_NAME, LATE, LATE)
+    seat = Seat(ANY_MEMBER, unsigned(LONGEST_NAME), LATE, LATE)
     assert nbytes_of(seat) + 67 <= MAX_SEAT_BYTES  # there is room for a signature
     empty = View(LATE, (seat,) * MAX_MEMBERS, ())
     assert nbytes_of(empty) + MAX_ROSTERS_BYTES <= MAX_VIEW_BYTES
@@ -533,7 +535,7 @@ def test_the_largest_commit_is_within_its_bound() -> None:
 
 def test_a_flush_answer_has_room_for_its_ranks_beside_the_largest_of_all_else() -> None:
     answer = Flushed(
-        LATE, LONGEST_NAME, VIEW, (), (WAITS,) * MAX_WAITING, (PRIMARY,) * MAX_PRIMARIES
+        LATE, unsigned(LONGEST_NAME), VIEW, (), (WAITS,) * MAX_WAITING, (PRIMARY,) * MAX_PRIMARIES
     )
     rest = bound_of(Flushed) - MAX_VIEW_BYTES - bytes_beside_the_view(answer)
     assert rest >= 56 * 1024
