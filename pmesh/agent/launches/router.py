@@ -126,6 +126,7 @@ class Launches:
             nursery=nursery,
             contain=contain,
         )
+        # Of launches alone, whose number and windows are bounded; sending can't wait.
         self._own, self._own_messages = trio.open_memory_channel[AnyLaunchMessage](math.inf)
 
     # --- messages
