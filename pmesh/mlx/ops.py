@@ -168,6 +168,8 @@ def average_gradients(
         tree = flatten(gradients)
         return tree.rebuild([each(cast("mx.array", x)) / among.size() for x in tree.leaves])
     make = partial(_make_average, bucket_bytes=max(1, all_reduce_size))
+    if not arrays:  # MLX crashes in a custom function of no arrays, which has no gradient anyway
+        return make(among)[0](gradients)
     return _function(among, f"average {all_reduce_size}", make)(gradients)
 
 

@@ -40,6 +40,10 @@ from pmesh.mlx_lm.terms import check_alike
 _NO_WEIGHT = 1e-20
 CHECKPOINTS = "pmesh_checkpoints"
 """Beside the adapters: this machine's part of what a run needs to go on."""
+_NOT_FINITE = (
+    "are not finite: the training has diverged. Begin anew with --no-resume, and take a lower "
+    "--learning-rate"
+)
 REPLICAS = 2  # so that any one machine may be lost with its disk
 
 
@@ -144,6 +148,8 @@ class Training:
             "--no-resume begins anew",
             flush=True,
         )
+        if not are_finite(self._state.adapters()):
+            print(f"[WARNING] The weights in {folder} {_NOT_FINITE}", flush=True)
 
     def _enter(self) -> None:
         """Have the same state as all others; machines enter here."""
@@ -197,7 +203,8 @@ class Training:
         done, next_ = self._state.iteration, self._after_next()
         every = self._run.args.steps_per_eval
         due = done == 0 or next_ == self._run.last or next_ // every > done // every
-        return self._run.valid is not None and due and self._state.validated < next_
+        wanted = self._run.valid is not None and self._run.args.val_batches != 0
+        return wanted and due and self._state.validated < next_
 
     def _after_next(self) -> int:
         """The number of the last iteration of the next step, counted from 1 as mlx-lm does."""
@@ -242,6 +249,8 @@ class Training:
 
     def _save_state(self) -> None:
         """Save what a run needs to go on after machines have stopped, among all ranks."""
+        if not are_finite(self._state.adapters()):
+            self._say(f"[WARNING] Iter {self._state.iteration}: the weights {_NOT_FINITE}")
         own = self._mesh.error_feedback_state() or None
         self._checkpoints.save(self._state.tree(), self._state.iteration, own=own)
 
@@ -340,6 +349,11 @@ def digest(adapters: Mapping[str, Any]) -> str:
         hasher.update(f"{name} {x.shape} {x.dtype}".encode())
         hasher.update(np.array(x.reshape(-1).view(mx.uint8)).tobytes())
     return hasher.hexdigest()
+
+
+def are_finite(adapters: Mapping[str, Any]) -> bool:
+    """Return False if a trained weight is infinite or NaN."""
+    return all(mx.isfinite(x).all().item() for x in adapters.values())
 
 
 def seed_of(seed: int, iteration: int, rank: int) -> int:

@@ -113,6 +113,12 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         del device  # all of them
         return self
 
+    @property
+    def _device_types(self) -> list[Any]:
+        """The devices of this machine whose tensors it takes; the CPU first, for objects."""
+        here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+        return [torch.device(name) for name in ("cpu", *(each for each in here if here[each]))]
+
     def _set_sequence_number_for_group(self) -> None:
         self._sequence = 0
 
@@ -189,8 +195,12 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         with _shown(name, [x]):
             handle = self._guarded(begin)
 
+        mode = _inference_mode()
+
         def take(seconds: float | None) -> int:
-            return self._guarded(lambda: finish(handle.wait(seconds)))
+            arrived = self._guarded(lambda: handle.wait(seconds))
+            with mode():
+                return self._guarded(lambda: finish(arrived))
 
         return self._note(MessageWork(handle, take, [x]))
 
@@ -210,7 +220,13 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
             if not getattr(options, "asyncOp", True) and self._line.idle:
                 self._guarded(lambda: run(seconds))
                 return Work(_DONE, results)
-            done = self._line.submit(lambda: self._guarded(lambda: run(seconds)))
+            mode = _inference_mode()
+
+            def run_as_called() -> None:
+                with mode():
+                    self._guarded(lambda: run(seconds))
+
+            done = self._line.submit(run_as_called)
         return self._note(Work(done, results))
 
     def _note(self, work: Work) -> Work:
@@ -230,6 +246,12 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         except PmeshError as e:
             late = " Timed out :" if isinstance(e, OpTimedOut) else ""  # torch's own words for it
             raise dist.DistBackendError(f"{type(e).__name__}:{late} {e}") from e
+
+
+def _inference_mode() -> Callable[[], AbstractContextManager[object]]:
+    """Return how another thread enters the inference mode of this one, so that it may write."""
+    enabled = torch.is_inference_mode_enabled()
+    return torch.inference_mode if enabled else nullcontext
 
 
 def _shown(name: str, tensors: Tensors) -> AbstractContextManager[object]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 from pmesh.client.calls.point_to_point import ANY
@@ -10,7 +11,7 @@ from pmesh.compression.schemes import Scheme
 from pmesh.errors import UsageError
 from pmesh.torch.arguments import check_dtype, counts_of, list_in, list_of, one_of, options_for
 from pmesh.torch.group_base import GroupBase, Tensors
-from pmesh.torch.library import Tensor, dist
+from pmesh.torch.library import Tensor, dist, torch
 from pmesh.torch.monitored_barrier import monitored_barrier
 from pmesh.torch.reductions import reduction_of
 from pmesh.torch.staging import Target, given, pieces, targets
@@ -52,15 +53,16 @@ class ProcessGroup(GroupBase):
         """The sum, and so on, at one rank."""
         options = options_for("Reduce", opts, timeout, named, root="root")
         x = one_of(tensors, "reduce")
-        reduction, factor = reduction_of(options.reduceOp)
+        reduction = reduction_of(options.reduceOp, [x])
         target, values = Target(x, filled=True), given(x)
         root = options.rootRank
 
         def run(seconds: float) -> None:
-            scaled = values if factor is None else values * factor
-            result = self._calls.reduce(scaled, root, reduction, seconds)
+            scaled = values if reduction.factor is None else values * reduction.factor
+            result = self._calls.reduce(scaled, root, reduction.name, seconds)
             if result is not None:
                 target.memory.copy_(result)
+                reduction.finish(target.memory, self.size())
                 target.write()
 
         return self._run("reduce", options, run, [x], [x])
@@ -320,16 +322,18 @@ class ProcessGroup(GroupBase):
 
     def _all_reduce(self, tensors: Tensor | Tensors, options: Any) -> Work:  # noqa: ANN401
         xs = list_of(tensors)
-        reduction, factor = reduction_of(options.reduceOp)
+        reduction = reduction_of(options.reduceOp, xs)
         found = [Target(x, filled=True) for x in xs]
 
         def run(seconds: float) -> None:
             values = [target.memory for target in found]
-            if factor is not None:
+            if reduction.factor is not None:
                 for each in values:
-                    each.mul_(factor)
+                    each.mul_(reduction.factor)
             tree: Any = values[0] if len(values) == 1 else values
-            self._calls.all_reduce(tree, reduction, seconds, out=tree)
+            self._calls.all_reduce(tree, reduction.name, seconds, out=tree)
+            for each in values:
+                reduction.finish(each, self.size())
             _write(found)
 
         return self._run("all_reduce", options, run, xs, xs)
@@ -354,14 +358,16 @@ class ProcessGroup(GroupBase):
         parts: Sequence[tuple[Tensor, list[Tensor]]],
         options: Any,  # noqa: ANN401 - torch's
     ) -> Callable[[float], None]:
-        reduction, factor = reduction_of(options.reduceOp)
+        reduction = reduction_of(options.reduceOp, [out for out, _ in parts])
         pairs = [(Target(out), xs) for out, xs in parts]
 
         def run(seconds: float) -> None:
             for target, xs in pairs:
+                factor = reduction.factor
                 scaled = xs if factor is None else [x * factor for x in xs]
                 own = target.memory.reshape(scaled[self.rank()].shape)
-                self._calls.reduce_scatter_into(own, scaled, reduction, seconds)
+                self._calls.reduce_scatter_into(own, scaled, reduction.name, seconds)
+                reduction.finish(own, self.size())
                 target.write()
 
         return run
@@ -430,3 +436,20 @@ def pmesh_group(group: object, what: str) -> ProcessGroup:
 def _write(found: Sequence[Target]) -> None:
     for target in found:
         target.write()
+
+
+def _keep_from_tracing() -> None:
+    """Let torch.compile call the ops as they are, with all that they call: it can't trace them.
+
+    `torch.compiler.disable` says the same, but imports all of dynamo.
+    """
+    frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001 - as above
+    if not hasattr(frames, "set_code_exec_strategy"):
+        return  # an older torch
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # noqa: SLF001
+    for op in vars(ProcessGroup).values():
+        if isinstance(op, FunctionType):
+            frames.set_code_exec_strategy(op.__code__, skip)
+
+
+_keep_from_tracing()

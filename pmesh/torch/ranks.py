@@ -1,6 +1,7 @@
 """Where the ranks of `torch.distributed` come from: a mesh, in the order that torch wants."""
 
 import atexit
+import os
 import secrets
 import sys
 from dataclasses import dataclass, field
@@ -38,6 +39,17 @@ class World:
             raise UsageError(f"this rank is none of the ranks {ranks}")
         return group
 
+    def environment(self, rank: int) -> dict[str, str]:
+        """Return what torchrun sets for a rank; accelerate and transformers read it."""
+        hosts = [self.mesh.names[each] for each in self.order]
+        here = hosts[rank]
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(hosts)),
+            "LOCAL_RANK": str(hosts[:rank].count(here)),
+            "LOCAL_WORLD_SIZE": str(hosts.count(here)),
+        }
+
 
 @dataclass(slots=True)
 class Elastic:
@@ -71,6 +83,8 @@ class Worlds:
         self._store: MeshStore | None = None
         """Kept: of what C++ alone refers to, torch would forget the class."""
         self._begun = 0
+        self._variables: dict[str, str] = {}
+        """Those that this has set."""
         atexit.register(self._end_with_the_program)
 
     def meet(self, options: Options, timeout: timedelta | None) -> tuple[MeshStore, int, int]:
@@ -110,6 +124,9 @@ class Worlds:
             self.check_not_elastic()
             self.end()
             self.current = world_of(store, rank, size, options, timeout)
+        known = self.current.environment(rank)
+        self._variables = {name: known[name] for name in known if name not in os.environ}
+        os.environ.update(self._variables)
         return self.current
 
     def begin_elastic(self, mesh: Mesh) -> None:
@@ -136,6 +153,9 @@ class Worlds:
         if self.current is not None:
             self.current.mesh.close()
         self._waiting = self.current = self.elastic = None
+        for name in self._variables:
+            os.environ.pop(name, None)  # or the next group would take them for a launcher's
+        self._variables = {}
 
     def _end_with_the_program(self) -> None:
         """A script that has ended by an exception counts as a crash of its rank."""

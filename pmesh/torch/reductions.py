@@ -1,23 +1,47 @@
 """torch's `ReduceOp` in the words of pmesh."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from pmesh.torch.library import dist
+from pmesh.torch.library import Tensor, dist, torch
 
 _NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _PMESH_OF = {"AVG": "mean", "PRODUCT": "prod"}
 
+_DIVIDED = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+"""The integers that torch can divide."""
 
-def reduction_of(op: Any) -> tuple[str, object]:  # noqa: ANN401 - torch's ReduceOp, which has no types here
-    """The name of a reduction, and what to multiply by before (None: nothing).
+
+class Reduction(NamedTuple):
+    """How pmesh computes a reduction of torch's."""
+
+    name: str
+    """The name that `Mesh.all_reduce` knows."""
+    factor: object = None
+    """What to multiply the values by before; None: nothing."""
+    is_divided: bool = False
+    """Whether the result is divided by the number of ranks at the end."""
+
+    def finish(self, result: Tensor, ranks: int) -> None:
+        """Divide the result of this many ranks in place, if that is to be done."""
+        if self.is_divided:
+            result.copy_(torch.div(result, ranks, rounding_mode="trunc"))
+
+
+def reduction_of(op: Any, xs: Sequence[Tensor]) -> Reduction:  # noqa: ANN401 - torch's ReduceOp, which has no types here
+    """Return how to reduce these tensors.
+
+    The average of integers is rounded towards zero, as NCCL does it.
 
     Raises:
-        ValueError: it is none of `SUM`, `AVG`, `PRODUCT`, `MIN`, `MAX`, `BAND`, `BOR`,
+        ValueError: `op` is none of `SUM`, `AVG`, `PRODUCT`, `MIN`, `MAX`, `BAND`, `BOR`,
             `BXOR` and `PREMUL_SUM`.
     """
+    if op == dist.ReduceOp.AVG and all(x.dtype in _DIVIDED for x in xs):
+        return Reduction("sum", is_divided=True)
     for name in _NAMES:
         if op == getattr(dist.ReduceOp, name):
-            return _PMESH_OF.get(name, name.lower()), None
+            return Reduction(_PMESH_OF.get(name, name.lower()))
     if op == dist.ReduceOp.PREMUL_SUM:
-        return "sum", op.factor
+        return Reduction("sum", op.factor)
     raise ValueError(f"the backend 'pmesh' has no reduction {op}")

@@ -65,6 +65,11 @@ def test_the_gradient_of_a_gather_is_the_ranks_own_rows(shape: tuple[int, ...]) 
     assert among(gradient) == ([0, 1, 2] if shape == () else [[0, 1], [2, 3], [4, 5]])
 
 
+@pytest.mark.parametrize("tree", [{}, {"frozen": {}, "layers": []}])
+def test_the_average_of_a_tree_without_arrays_is_the_tree(tree: object) -> None:
+    assert among(lambda group: pmesh.mlx.average_gradients(tree, group)) == [tree] * RANKS
+
+
 def test_a_gather_of_other_shapes_or_dtypes_is_an_error_on_all_ranks() -> None:
     def gather(group: pmesh.mlx.Group) -> None:
         first = group.rank() == 0

@@ -295,7 +295,7 @@ def run_apart(base: Path, machines: Sequence[int], **options: Any) -> tuple[str,
 
     def train(mesh: pmesh.Mesh) -> tuple[str, Trainer]:
         one = Trainer(mesh, base / f"mac-{machines[mesh.rank]}")
-        return one.train(**ADAM, **options), one
+        return one.train(**(ADAM | options)), one
 
     base.mkdir(exist_ok=True)
     results = SimulatedMesh(len(machines), on_loss="continue").run(train)
@@ -355,6 +355,28 @@ def test_what_compression_has_left_out_is_part_of_what_is_saved(tmp_path: Path) 
     end, _ = run_apart(tmp_path / "stopped", [0, 1], resumes=True, compression="int8")
 
     assert end == whole
+
+
+def test_who_saves_or_resumes_weights_that_are_not_finite_is_told_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_apart(tmp_path, [0, 1], iters=4, rate=1e38)
+    assert "Iter 4: the weights are not finite" in capsys.readouterr().out
+
+    run_apart(tmp_path, [0, 1], iters=6, resumes=True)
+    assert (
+        "are not finite: the training has diverged. Begin anew with --no-resume"
+        in (
+            capsys.readouterr().out.partition("Resuming after iteration 4")[2].partition("Iter ")[0]
+        )
+    )
+
+
+def test_of_no_batches_there_is_no_validation(tmp_path: Path) -> None:
+    trainers = run(tmp_path, 2, val_batches=0)
+
+    assert [trainer.said.validations for trainer in trainers] == [[], []]
+    assert trainers[0].said.losses
 
 
 def test_to_begin_anew_on_some_machines_only_is_refused(tmp_path: Path) -> None:

@@ -298,6 +298,65 @@ def many_forms(folder: Path) -> Result:
     return {"forms": forms, "rooted": [outs, at_one] if rank == 1 else []}
 
 
+def asynchronous_checkpoint(folder: Path) -> Result:
+    """A save in a thread, which needs a group of its own that takes tensors of the CPU."""
+    import torch.distributed.checkpoint as dcp
+
+    own = dist.new_group(list(range(RANKS)))
+    kept = {"x": torch.arange(4.0)}
+    dcp.async_save(kept, checkpoint_id=folder / "later", process_group=own).result(60)
+    came = {"x": torch.zeros(4)}
+    dcp.load(came, checkpoint_id=folder / "later")
+    return {"came": came["x"], "on cpu": "cpu" in dist.distributed_c10d._device_capability()}
+
+
+def state_of_one_rank(folder: Path) -> Result:
+    """Only rank 0 has the weights of a sharded model."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(3, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    whole = {"weight": torch.ones(4, 3), "bias": torch.zeros(4)} if dist.get_rank() == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, whole, options=options)
+    return {"weights": full(model.parameters())}
+
+
+def compiled(folder: Path) -> Result:
+    """torch.compile around DDP, as most training scripts have it."""
+    model = torch.compile(nn.parallel.DistributedDataParallel(net()), backend="aot_eager")
+    losses = train(model, torch.optim.SGD(model.parameters(), 0.01))
+    return {"losses": losses, "weights": full(model.parameters())}
+
+
+def resized(folder: Path) -> Result:
+    """FSDP1 frees the storage of a tensor after each use, and allocates it again."""
+    rank, after, before = (
+        dist.get_rank(),
+        (dist.get_rank() + 1) % RANKS,
+        (dist.get_rank() - 1) % RANKS,
+    )
+    given, taken = [torch.ones(4 * RANKS) for _ in range(2)]
+    halves = torch.ones(4, dtype=torch.bfloat16)
+    come, out, sent = torch.ones(4), torch.ones(4), torch.ones(4)
+    dist.all_reduce(given)
+    dist.all_reduce(halves, async_op=True).wait()
+    dist.broadcast(come, 0)
+    dist.all_gather_into_tensor(taken, out)
+    dist.reduce_scatter_tensor(out, given)
+    sending = dist.isend(sent, after)
+    dist.recv(come, before)
+    sending.wait()
+    for each in (given, taken, halves, come, out, sent):
+        storage = each.untyped_storage()
+        nbytes = storage.nbytes()
+        storage.resize_(0)
+        storage.resize_(nbytes)
+    return {"rank": rank}
+
+
 SAME: dict[str, Callable[[Path], Result]] = {
     each.__name__: each
     for each in (
@@ -310,6 +369,10 @@ SAME: dict[str, Callable[[Path], Result]] = {
         dtensor,
         tensor_parallel,
         checkpoint,
+        asynchronous_checkpoint,
+        state_of_one_rank,
+        compiled,
+        resized,
         pipeline,
         objects,
         messages,

@@ -34,9 +34,13 @@ def by_options(rank: int) -> None:
     dist.init_process_group("pmesh", pg_options=options)
     check_sum()
     check_objects(rank)
+    told = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    mine = str(dist.get_rank())  # all ranks are on one machine
+    assert told == {"RANK": mine, "LOCAL_RANK": mine, "WORLD_SIZE": str(RANKS)}
     store = dist.distributed_c10d._get_default_store()
     check_store(store)
     dist.destroy_process_group()
+    assert not told.keys() & os.environ.keys()
 
 
 def check_objects(rank: int) -> None:

@@ -52,6 +52,12 @@ def reducing(op: Any, *, waits: bool = False) -> Any:
     return options
 
 
+def reducing_at(op: Any, root: int) -> Any:
+    options = dist.ReduceOptions()
+    options.reduceOp, options.rootRank = op, root
+    return options
+
+
 def bits(x: torch.Tensor) -> list[int]:
     flat = x.contiguous().reshape(-1).view(torch.uint8)
     return [int(each) for each in flat]
@@ -125,6 +131,39 @@ def test_a_mean_and_a_sum_of_products() -> None:
         return [x.item(), y.item(), out.item()]
 
     assert run(program) == [[2.0, 3.0, 6.0 * rank] for rank in range(3)]
+
+
+def test_tensors_of_the_inference_mode_are_written_to_by_other_threads() -> None:
+    def program(group: ProcessGroup) -> Any:
+        with torch.inference_mode():
+            x, came = torch.ones(2, 3).t(), torch.zeros(2, 3).t()
+            group.allreduce([x], reducing(ReduceOp.SUM)).wait()
+            sent = group.send([x], (group.rank() + 1) % 3)
+            coming = group.recv([came], (group.rank() + 2) % 3)
+        coming.get_future().wait()
+        sent.wait()
+        return [x.tolist(), came.tolist()]
+
+    assert run(program) == [[[[3.0] * 2] * 3] * 2] * 3
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "int16", "int8", "uint8"])
+def test_a_mean_of_integers_is_rounded_towards_zero(dtype: str) -> None:
+    signed = dtype != "uint8"
+
+    def program(group: ProcessGroup) -> Any:
+        values = [group.rank() + 1, 7 + group.rank() % 2, -5 if signed else 5]
+        x = torch.tensor(values).to(getattr(torch, dtype))
+        out, parts = torch.zeros(1, dtype=x.dtype), x.clone()
+        group.reduce([at_one := x.clone()], reducing_at(ReduceOp.AVG, 1)).wait()
+        group.allreduce([x], reducing(ReduceOp.AVG)).wait()
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = ReduceOp.AVG
+        group.reduce_scatter_single(out, parts, options).wait()
+        return [x.tolist(), out.item(), at_one.tolist() if group.rank() == 1 else None]
+
+    mean = [2, 7, -5 if signed else 5]
+    assert run(program) == [[mean, mean[rank], mean if rank == 1 else None] for rank in range(3)]
 
 
 def test_tensors_in_several_pieces_or_of_no_size_or_of_a_parameter() -> None:

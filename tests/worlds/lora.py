@@ -110,6 +110,7 @@ def prepare(folder: Path, said: Said | None = None, **options: Any) -> tuple[Sta
         "rank": 4,
         "model_seed": 0,
         "valid": True,
+        "val_batches": -1,
         "resumes": False,
     } | options
     model = make_model(
@@ -129,7 +130,7 @@ def prepare(folder: Path, said: Said | None = None, **options: Any) -> tuple[Sta
         steps_per_report=chosen["every"],
         steps_per_eval=chosen["every"],
         steps_per_save=chosen["every"],
-        val_batches=-1,
+        val_batches=chosen["val_batches"],
         clear_cache_threshold=0,
         max_seq_length=64,
     )

@@ -25,7 +25,7 @@ def describe(x: Any, where: str) -> Leaf:  # noqa: ANN401 - a torch.Tensor
     dtype = str(x.dtype).removeprefix("torch.")
     check_dtype(dtype, where)
     here = x.detach().to("cpu").resolve_neg().resolve_conj()
-    values = here.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else here.numpy()
+    values = np.asarray(_Memory(here, np.dtype("uint16" if dtype == "bfloat16" else dtype)))
 
     def rebuild(fresh: Values) -> object:
         if dtype == "bfloat16":
@@ -43,7 +43,7 @@ def to_raw(x: Any, where: str) -> RawArray:  # noqa: ANN401 - a torch.Tensor
         library="torch",
         dtype=str(x.dtype).removeprefix("torch."),
         shape=tuple(x.shape),
-        data=flat.view(torch.uint8).numpy(),
+        data=np.asarray(_Memory(flat.view(torch.uint8), np.dtype("uint8"))),
     )
 
 
@@ -61,6 +61,23 @@ def from_raw(dtype: str, shape: tuple[int, ...], data: Values, like: Any) -> obj
     else:
         fresh = torch.empty(shape, dtype=found)
     return fresh.to(like.device) if isinstance(like, torch.Tensor) else fresh
+
+
+class _Memory:
+    """The memory of a tensor on the CPU for numpy, which keeps the tensor alive.
+
+    Not `Tensor.numpy`: that fixes the size of the storage for ever, and FSDP resizes it.
+    """
+
+    def __init__(self, tensor: Any, dtype: "np.dtype[Any]") -> None:  # noqa: ANN401 - a torch.Tensor
+        self._tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "typestr": dtype.str,
+            "data": (tensor.data_ptr(), False),
+            "strides": tuple(dtype.itemsize * stride for stride in tensor.stride()),
+        }
 
 
 def _check_dense(x: Any, where: str) -> None:  # noqa: ANN401 - a torch.Tensor

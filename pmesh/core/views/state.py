@@ -337,8 +337,23 @@ def is_acting(state: MemberState, now: float) -> bool:
 
 
 def needs_epoch(state: MemberState, now: float) -> bool:
-    """V6: True if we promised an epoch and its commit is overdue: we request a new one."""
-    return state.flushed_at is not None and now - state.flushed_at > PATIENCE_S * patience(state)
+    """V6: True if we promised an epoch whose commit is overdue, or can no longer come."""
+    if state.flushed_at is None:
+        return False
+    overdue = now - state.flushed_at > PATIENCE_S * patience(state)
+    return overdue or _has_gone_on(state, state.promised)
+
+
+def _has_gone_on(state: MemberState, epoch: Epoch) -> bool:
+    """V1: True if the leader of an epoch has promised a higher one, or restarted.
+
+    It commits an epoch only while that is the highest that it has promised, and a link delivers in
+    order: a commit would have come before the heartbeat that shows this.
+    """
+    leader = state.peers.get(epoch.leader)
+    return leader is not None and (
+        leader.member.incarnation != epoch.incarnation or leader.heartbeat.promised > epoch
+    )
 
 
 def is_stale(state: MemberState, kept: tuple[Member, ...], now: float) -> bool:
