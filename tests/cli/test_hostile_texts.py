@@ -76,7 +76,7 @@ def replies_to(request: object) -> list[Reply]:
         case AskLaunches():
             return [Launches((row,))]
         case Launch() | FollowLaunch():
-            began = LaunchBegan("l", "j", (EVIL, "mac"), (1, 1))
+            began = LaunchBegan("l", "j", (EVIL, "mac"), (1, 1), (EVIL, EVIL))
             sends = [LaunchSends((FilesSent(EVIL, 1, 2),))] * isinstance(request, Launch)
             return [*sends, began, LaunchLines(lines.encode()), LaunchOver(0)]
         case _:

@@ -304,7 +304,8 @@ def asynchronous_checkpoint(folder: Path) -> Result:
 
     own = dist.new_group(list(range(RANKS)))
     kept = {"x": torch.arange(4.0)}
-    dcp.async_save(kept, checkpoint_id=folder / "later", process_group=own).result(60)
+    saving: Any = dcp.async_save(kept, checkpoint_id=folder / "later", process_group=own)
+    saving.result(60)
     came = {"x": torch.zeros(4)}
     dcp.load(came, checkpoint_id=folder / "later")
     return {"came": came["x"], "on cpu": "cpu" in dist.distributed_c10d._device_capability()}
@@ -346,7 +347,7 @@ def resized(folder: Path) -> Result:
     dist.broadcast(come, 0)
     dist.all_gather_into_tensor(taken, out)
     dist.reduce_scatter_tensor(out, given)
-    sending = dist.isend(sent, after)
+    sending: Any = dist.isend(sent, after)
     dist.recv(come, before)
     sending.wait()
     for each in (given, taken, halves, come, out, sent):

@@ -157,7 +157,7 @@ def test_a_mean_of_integers_is_rounded_towards_zero(dtype: str) -> None:
         out, parts = torch.zeros(1, dtype=x.dtype), x.clone()
         group.reduce([at_one := x.clone()], reducing_at(ReduceOp.AVG, 1)).wait()
         group.allreduce([x], reducing(ReduceOp.AVG)).wait()
-        options = dist.ReduceScatterOptions()
+        options: Any = dist.ReduceScatterOptions()
         options.reduceOp = ReduceOp.AVG
         group.reduce_scatter_single(out, parts, options).wait()
         return [x.tolist(), out.item(), at_one.tolist() if group.rank() == 1 else None]

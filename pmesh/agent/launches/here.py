@@ -26,7 +26,7 @@ from pmesh.core.wire.launches import (
     RankOutput,
 )
 from pmesh.errors import ProtocolError, UsageError
-from pmesh.ids import Member, path_name
+from pmesh.ids import Member, PathName, path_name
 from pmesh.net.local.groups import PipedChild, start_piped_group
 from pmesh.net.local.spool import Spool
 from pmesh.paths import remove_tree
@@ -85,7 +85,7 @@ class PartHere:
         self._feed, self._fed = trio.open_memory_channel[bytes](1)
 
     @property
-    def launch(self) -> str:
+    def launch(self) -> PathName:
         return self.prepare.launch
 
     @property

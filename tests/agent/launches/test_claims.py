@@ -38,7 +38,7 @@ from pmesh.core.wire.launches import (
     StopLaunch,
 )
 from pmesh.errors import ProtocolError, UsageError
-from pmesh.ids import Incarnation, JobName, Member, NodeId, node_text, short_node
+from pmesh.ids import Incarnation, JobName, Member, NodeId, node_text, path_name, short_node
 from tests.agent.launches.test_router import ANNA, EVE, ID, ME, FakePeer, Here, asks, launches_in
 from tests.agent.launches.test_syncing import TREE
 from tests.worlds.builders import make_view
@@ -260,7 +260,7 @@ async def test_a_job_named_like_a_launch_hides_no_launch(tmp_path: Path) -> None
 async def test_who_starts_many_pushes_out_its_own_and_no_other_output(tmp_path: Path) -> None:
     async with launches_in(tmp_path) as here:
         for number, member in enumerate((ANNA, *(EVE,) * (KEPT + 3))):
-            launch, job = f"{number:012x}", JobName(f"job {number}")
+            launch, job = path_name(f"{number:012x}"), JobName(f"job {number}")
             assert await here.prepare(replace(asks("true"), launch=launch, job=job), member) == ""
             here.launches.receive(member, SignalRanks(launch, 9))
         assert len(here.launches.parts) == KEPT
@@ -315,7 +315,7 @@ async def test_who_was_refused_is_remembered_for_a_while(
 
 async def test_so_many_launches_of_this_machine_run_at_once(tmp_path: Path) -> None:
     async with launches_in(tmp_path) as here:
-        here.ids = (f"{number:012x}" for number in itertools.count())
+        here.ids = (path_name(f"{number:012x}") for number in itertools.count())
         for _ in range(MAX_STARTED):
             start(here, on=1)
         with pytest.raises(UsageError, match="has started 64 launches that go on"):

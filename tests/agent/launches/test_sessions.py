@@ -36,6 +36,7 @@ from pmesh.core.wire.local import (
     Status,
     encode,
 )
+from pmesh.ids import path_name
 from pmesh.net.local.sessions import Session
 from pmesh.net.local.spool import Spool
 from tests.agent.launches.test_router import launches_in
@@ -77,7 +78,7 @@ async def test_lines_that_a_reader_was_too_slow_for_are_counted(tmp_path: Path) 
 
 async def test_many_long_commands_can_be_listed(tmp_path: Path) -> None:
     async with launches_in(tmp_path) as here:
-        here.ids = (f"{number:012x}" for number in range(30))
+        here.ids = (path_name(f"{number:012x}") for number in range(30))
         there = (here.view.seats[1].name,)
         words = ("true", *("x" * 180,) * (MAX_COMMAND_WORDS - 1))
         for _ in range(30):

@@ -305,7 +305,8 @@ def brought(draw: st.DrawFn) -> View:
         lost_holders=(lost,) if draw(st.booleans()) else (),
         losses=draw(several(VERDICTS)),
     )
-    seats = (Seat(DORA, name, make_epoch(2, DORA), None), Seat(EMMA, name, make_epoch(2), None))
+    said = unsigned(name)
+    seats = (Seat(DORA, said, make_epoch(2, DORA), None), Seat(EMMA, said, make_epoch(2), None))
     return View(make_epoch(2, DORA), seats, (roster,))
 
 
