@@ -22,8 +22,8 @@ from pmesh.net.lanes import lane as lane_module
 from pmesh.net.lanes import multipath
 from pmesh.net.lanes.lane import Lane, PathLost
 from pmesh.net.lanes.multipath import Carrier, Facts, MultipathLane
-from tests.agent.lanes.test_rendezvous import A, B, Side, descriptors, edge, opened, take
-from tests.worlds.lanes import header
+from tests.agent.lanes.test_rendezvous import A, B, Side, edge, opened, take
+from tests.worlds.lanes import descriptors, header
 from tests.worlds.trainer import until
 
 Hosts = tuple[frozenset[str], frozenset[str]]

@@ -21,8 +21,9 @@ from pmesh.core.wire.link import OfferLane, Splice
 from pmesh.core.wire.records import PREAMBLE_BYTES, Preamble, encode_preamble
 from pmesh.errors import LaneBroken, NetworkError, PeerUnreachable
 from pmesh.ids import Member
-from tests.agent.lanes.test_rendezvous import A, B, C, descriptors, edge
+from tests.agent.lanes.test_rendezvous import A, B, C, edge
 from tests.worlds.builders import make_member
+from tests.worlds.lanes import descriptors
 from tests.worlds.trainer import until
 from tests.worlds.village import NoReach
 

@@ -35,8 +35,8 @@ from pmesh.net.lanes.lane import Lane
 from pmesh.net.lanes.opening import dial_lane
 from pmesh.net.links.path import Path, shake_hands
 from pmesh.net.links.tls import TlsContexts
-from tests.agent.lanes.test_rendezvous import descriptors
 from tests.worlds.builders import make_heartbeat, make_roster, make_view, unsigned
+from tests.worlds.lanes import descriptors
 from tests.worlds.nodes import signed
 from tests.worlds.trainer import until
 from tests.worlds.village import MESH, Machine, village
