@@ -17,7 +17,6 @@ from pmesh.net.lanes.ring import RingPosition
 from pmesh.net.local.arena_pools import SessionArenas
 from pmesh.net.local.arenas import Arena
 
-MAX_LOSSES = 64  # as many ranks as a view has members; a trainer that makes no op hears of no more
 MEASURED_BYTES = 1024 * 1024  # of a lane: 8 ms at 1 Gbit/s
 MAX_LOSSES = 64  # told to a trainer at its next call, which may be hours away
 

@@ -169,7 +169,7 @@ class Stores:
     async def run(self) -> None:
         """Go on with what would hold up the event loop, a part of it in each turn."""
         while True:
-            busy, self._busy = self._busy, {}
+            busy, self._busy = self._busy, dict[_Store, None]()
             for store in busy:
                 store.go_on()
             if not self._busy:
