@@ -1,12 +1,17 @@
 """The fuzzer's dice and its memory: it changes what it should, and nothing that would go astray."""
 
+from collections import Counter
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any, get_args
 
+import pytest
 from msgspec import inspect
 
+from pmesh.core.links.delivery import PREFIX_BYTES
 from pmesh.core.wire.link import (
+    MAX_MESSAGE_BYTES,
     Address,
     Commit,
     Hello,
@@ -20,7 +25,9 @@ from pmesh.core.wire.local import encode as encode_request
 from tests.worlds.builders import ANNA, BERT, make_roster, make_view
 from tools.fuzz.agent import new_liar
 from tools.fuzz.corpus import Case, Recorder, keep, load, recorded
-from tools.fuzz.liar import HOSTS, Seen, children, example, mutate
+from tools.fuzz.large import grow
+from tools.fuzz.liar import MANY_TIMES, Seen, mutate
+from tools.fuzz.parts import HOSTS, children, example
 from tools.fuzz.trainer import REQUESTS, honest_sessions
 
 VIEW = make_view(3, ANNA, BERT, rosters=[make_roster(ANNA, BERT)])
@@ -55,7 +62,7 @@ def test_every_field_at_every_depth_is_changed_sooner_or_later() -> None:
 
 
 def test_no_lie_names_a_host_beyond_this_machine() -> None:
-    said = [lie for seed in range(8) for lie in lies_of(seed)]
+    said = [lie for seed in range(8) for lie in once_each(lies_of(seed))]
     addresses = [leaf for lie in said for leaf in leaves(lie).values() if isinstance(leaf, Address)]
     assert {address.host for address in addresses} == set(HOSTS)
 
@@ -72,26 +79,51 @@ def test_examples_of_all_messages_and_requests_can_be_decoded() -> None:
 
 def test_what_an_honest_trainer_says_is_valid() -> None:
     sessions = honest_sessions()
-    for _ in range(6):
+    for _ in range(10):
         for request in next(sessions):
             assert decode_request_untrusted(encode_request(request)) == request
 
 
+@cache
 def lies_of(seed: int) -> list[Any]:
     liar = new_liar(seed)
     liar.hear(PEERS)
     return [lie for _ in range(300) for lie in (*liar.say(COMMIT), *liar.interrupt())]
 
 
+def once_each(said: list[Any]) -> list[Any]:
+    """Without the repetitions of one message."""
+    return list({id(lie): lie for lie in said}.values())
+
+
 def test_a_seed_tells_the_same_lies_again() -> None:
-    assert lies_of(3) == lies_of(3)
+    assert lies_of(3) == lies_of.__wrapped__(3)
     assert lies_of(3) != lies_of(4)
 
 
 def test_a_liar_says_the_truth_too_and_invents_all_kinds_of_messages() -> None:
-    said = [lie for seed in range(20) for lie in lies_of(seed)]
+    said = [lie for seed in range(16) for lie in once_each(lies_of(seed))]
     assert COMMIT in said
     assert {type(lie) for lie in said} == set(get_args(LinkMessage))
+
+
+def test_a_liar_sends_messages_of_the_largest_size_and_thousands_of_one() -> None:
+    said = [lies_of(seed) for seed in range(8)]
+    sizes = [len(encode(lie)) for lies in said for lie in once_each(lies)]
+    assert max(sizes) > MAX_MESSAGE_BYTES * 0.9
+    assert max(sizes) <= MAX_MESSAGE_BYTES - PREFIX_BYTES
+    assert max(max(Counter(map(id, lies)).values()) for lies in said) >= max(MANY_TIMES)
+
+
+@pytest.mark.parametrize("kind", get_args(LinkMessage), ids=lambda kind: kind.__name__)
+def test_a_message_of_any_kind_grows_up_to_what_its_receiver_takes(kind: type) -> None:
+    room = MAX_MESSAGE_BYTES - PREFIX_BYTES
+    for seed in range(4):
+        dice = new_dice(seed)
+        message = example(inspect.type_info(kind), dice)
+        grown = grow(message, dice, lambda m: decode_untrusted(encode(m)) == m, room=room)
+        assert len(encode(grown)) >= len(encode(message))
+        assert decode_untrusted(encode(grown)) == grown
 
 
 def test_a_case_is_kept_with_all_that_was_sent(tmp_path: Path) -> None:
