@@ -1,6 +1,9 @@
 """The largest messages that their receiver takes: one field of a message, grown to its bound."""
 
+import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle, islice
 from random import Random
 from typing import Any, TypeAlias
@@ -10,6 +13,8 @@ from msgspec import inspect
 
 from tools.fuzz.parts import children, example, with_child
 
+FIELDS = 40  # more than most messages have
+MANY = 64  # items of each tuple in an entry
 DISTINCT = 1024  # entries that are made; more of them are the same again
 Growable: TypeAlias = inspect.StrType | inspect.BytesType | inspect.VarTupleType | inspect.DictType
 
@@ -29,11 +34,31 @@ def grow(message: Any, dice: Random, accepts: Callable[[Any], bool], *, room: in
     if not found:
         return message
     places, info = dice.choice(found)
-    part = _largest(info, room - len(msgspec.msgpack.encode(message)), dice)
-    while part and not accepts(_put(message, places, part)):
-        part = _shorter(part)
-    grown = _put(message, places, part)
-    return grown if accepts(grown) else message
+    before = _at(message, places)
+    part = _large(before, info, room - _size(message) + _size(before), dice)
+
+    def cut(length: int) -> Any:  # noqa: ANN401 - of that kind
+        short = dict(islice(part.items(), length)) if isinstance(part, dict) else part[:length]
+        return _put(message, places, short)
+
+    fits = bisect_left(range(len(part)), x=True, key=lambda n: not _fits(cut(n + 1), accepts, room))
+    grown = cut(fits)
+    return grown if accepts(grown) and _size(grown) > _size(message) else message
+
+
+def fill(message: Any, dice: Random, accepts: Callable[[Any], bool], *, room: int) -> Any:  # noqa: ANN401 - of any kind
+    """As `grow`, of many of its fields one after the other."""
+    for _ in range(FIELDS):
+        message = grow(message, dice, accepts, room=room)
+    return message
+
+
+def _fits(message: object, accepts: Callable[[Any], bool], room: int) -> bool:
+    return _size(message) <= room and accepts(message)
+
+
+def _size(value: object) -> int:
+    return len(msgspec.msgpack.encode(value))
 
 
 def _growable(
@@ -50,7 +75,7 @@ def _growable(
                 yield from _growable(part, by_name[name], (*places, name))
         case inspect.VarTupleType(item_type=item):
             yield places, info
-            for place, part in children(value)[:1]:
+            for place, part in children(value)[-1:]:  # the last one fills what is left
                 yield from _growable(part, item, (*places, place))
         case inspect.StrType() | inspect.BytesType() | inspect.DictType():
             if info.min_length is None or info.min_length != info.max_length:
@@ -67,9 +92,16 @@ def _put(value: Any, places: tuple[Any, ...], part: object) -> Any:  # noqa: ANN
     return with_child(value, first, _put(inner, tuple(others), part))
 
 
-def _largest(info: Growable, room: int, dice: Random) -> Any:  # noqa: ANN401
+def _at(value: Any, places: tuple[Any, ...]) -> Any:  # noqa: ANN401
+    for wanted in places:
+        value = next(part for place, part in children(value) if place == wanted)
+    return value
+
+
+def _large(value: Any, info: Growable, room: int, dice: Random) -> Any:  # noqa: ANN401
+    """Too much, beginning with the value where that has items."""
     room = max(room, 1)
-    most = min(room, info.max_length or room)
+    most = min(len(value) + room, info.max_length or sys.maxsize)
     wide = dice.random() < 0.5  # noqa: PLR2004 - many small entries, or fewer that are large
     match info:
         case inspect.StrType():
@@ -77,13 +109,12 @@ def _largest(info: Growable, room: int, dice: Random) -> Any:  # noqa: ANN401
         case inspect.BytesType():
             return bytes(most)
         case inspect.VarTupleType(item_type=item):
-            made = [example(item, dice, wide=wide) for _ in range(min(most, DISTINCT))]
-            size = sum(len(msgspec.msgpack.encode(entry)) for entry in made) / len(made)
-            return tuple(islice(cycle(made), min(most, round(room / size))))
+            make = partial(example, item, dice, wide=wide, many=dice.choice((0, MANY)))
+            made = [make()]
+            while len(made) < min(most, DISTINCT) and _size(made) < room:
+                made += [make() for _ in range(16)]
+            size = min(map(_size, made))
+            kept = dice.choice((value, ()))
+            return (*kept, *islice(cycle(made), room // size + 1))[:most]
         case inspect.DictType(value_type=value):
             return {n: example(value, dice, wide=wide) for n in range(1, min(most, DISTINCT) + 1)}
-
-
-def _shorter(part: Any) -> Any:  # noqa: ANN401
-    fewer = len(part) * 7 // 8
-    return dict(islice(part.items(), fewer)) if isinstance(part, dict) else part[:fewer]

@@ -8,6 +8,7 @@ What it needs for lanes, it opens, and holds until it leaves: what stays then, i
 """
 
 import contextlib
+import math
 import os
 import resource
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 
 import msgspec
 import trio
+from msgspec.structs import replace
 
 from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import MeshKey, NodeKey, mesh_key_from_text
@@ -33,6 +35,7 @@ from pmesh.core.wire.launches import (
     Variable,
 )
 from pmesh.core.wire.link import (
+    MAX_MESSAGE_BYTES,
     MAX_STORE_PART_BYTES,
     PROTOCOL_VERSION,
     Address,
@@ -53,12 +56,14 @@ from pmesh.net.links.path import Path, shake_hands
 from pmesh.net.links.tls import TlsContexts
 from tools.fuzz.agent import ROOM, accepts, new_liar
 from tools.fuzz.corpus import Recorder
-from tools.fuzz.large import grow
+from tools.fuzz.large import fill
 from tools.fuzz.liar import Liar
 
 LIVES_AT_ONCE = 3
 MOST_ACTIONS = 6  # of one life
+LARGEST_OF = 8
 BEAT_S = 0.2
+LONGEST_LIFE_S = 30.0
 PAUSE_S = 0.5  # after a life that nobody let begin
 UNSENT_BYTES = 1 << 20  # on one link, until some was taken: a link takes 4 MiB
 MANY_LANES, MANY_SPLICES, MANY_MESSAGES = 300, 40, 1000
@@ -80,6 +85,13 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 def hello_of(key: NodeKey, name: str) -> Hello:
     """As an honest member of this name says it."""
     return Hello(PROTOCOL_VERSION, Member(key.node, Incarnation(1)), name)
+
+
+def largest_hello(dice: Random) -> Hello:
+    """One that can't be a byte larger, if a few attempts come to that."""
+    small = hello_of(NodeKey.from_seed(dice.randbytes(32)), "liar")
+    tries = [fill(small, dice, accepts, room=MAX_MESSAGE_BYTES) for _ in range(LARGEST_OF)]
+    return max(tries, key=lambda hello: len(msgspec.msgpack.encode(hello)))
 
 
 @dataclass(eq=False)
@@ -135,10 +147,9 @@ async def lie(life: Life) -> None:
 
 
 async def name_many(life: Life) -> None:
-    """The largest Hello about itself, and as many others as fit."""
-    for _ in range(20):
-        me = msgspec.structs.replace(life.hello, addresses=life.doors)
-        await life.send([grow(KnownPeers((me,)), life.dice, accepts, room=ROOM)])
+    """The largest Hello about itself, and as many others as fit; see `_live`, too."""
+    me = replace(life.hello, addresses=life.doors, interfaces=())
+    await life.send([fill(KnownPeers((me,)), life.dice, accepts, room=ROOM)] * 20)
 
 
 async def offer_lanes(life: Life) -> None:
@@ -215,71 +226,73 @@ ACTIONS: dict[str, Callable[[Life], Awaitable[None]]] = {
 }
 
 
-async def attack(
-    peers: tuple[Address, ...],
-    seed: int,
-    *,
-    mesh_key: MeshKey,
-    actions: Iterable[str] = ACTIONS,
-    tell: Callable[[Any], None] = lambda _: None,
-) -> None:
-    """Live again and again, until cancelled; a few at a time.
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    """What all lives have in common."""
 
-    Args:
-        peers: The doors of the agents.
-        seed: Of all that is said.
-        mesh_key: Theirs.
-        actions: Of `ACTIONS`.
-        tell: Called with each lie before it is sent.
-    """
-    liar, chosen = new_liar(seed), [ACTIONS[name] for name in actions]
+    doors: tuple[Address, ...]
+    """Of the agents."""
+    mesh_key: MeshKey
+    liar: Liar
+    actions: tuple[str, ...] = tuple(ACTIONS)
+    lives: float = math.inf
+    """How many."""
+    tell: Callable[[Any], None] = lambda _: None
+    """Called with each lie before it is sent."""
 
-    async def go_on() -> None:
-        while True:
-            began = trio.current_time()
-            with contextlib.suppress(*GONE), trio.move_on_after(30):
-                await _live(peers, liar, mesh_key, chosen, tell)
-            if trio.current_time() < began + PAUSE_S:
-                await trio.sleep(PAUSE_S)
+    async def run(self) -> None:
+        """Live again and again, a few at a time, until cancelled or all lives are over."""
+        large, left = largest_hello(self.liar.dice), self.lives
 
-    async with trio.open_nursery() as nursery:
-        for _ in range(LIVES_AT_ONCE):
-            nursery.start_soon(go_on)
+        async def go_on() -> None:
+            nonlocal left
+            while left > 0:
+                left -= 1
+                began = trio.current_time()
+                with trio.move_on_after(LONGEST_LIFE_S):
+                    await _live(self, large)
+                if trio.current_time() < began + PAUSE_S:
+                    await trio.sleep(PAUSE_S)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(LIVES_AT_ONCE):
+                nursery.start_soon(go_on)
 
 
-async def _live(
-    doors: tuple[Address, ...],
-    liar: Liar,
-    mesh_key: MeshKey,
-    actions: list[Callable[[Life], Awaitable[None]]],
-    tell: Callable[[Any], None],
-) -> None:
-    dice = liar.dice
+async def _live(attack: Attack, large: Hello) -> None:
+    dice = attack.liar.dice
     key = NodeKey.from_seed(dice.randbytes(32))
     hello = hello_of(key, dice.choice(NAMES))
-    if dice.random() < 0.5:  # noqa: PLR2004
-        hello = grow(hello, dice, accepts, room=ROOM)
-    life = Life(dice, liar, hello, [], doors, tell)
-    contexts = TlsContexts.of(issue_credentials(mesh_key, key))
+    if name_many.__name__ in attack.actions and dice.random() < 0.5:  # noqa: PLR2004
+        own = hello_of(key, large.name)
+        hello = replace(own, addresses=large.addresses, interfaces=large.interfaces)
+    life = Life(dice, attack.liar, hello, [], attack.doors, attack.tell)
+    actions = [ACTIONS[name] for name in attack.actions]
+    contexts = TlsContexts.of(issue_credentials(attack.mesh_key, key))
     async with trio.open_nursery() as nursery:
         try:
-            for door in doors:
-                stream = await trio.open_tcp_stream(door.host, door.port)
-                link = await shake_hands(
-                    stream, contexts=contexts, server_side=False, hello=lambda _: hello
-                )
-                life.links.append(link)
-                nursery.start_soon(link.run_writer)
-                nursery.start_soon(_listen, link, liar, nursery.cancel_scope)
-            liar.hear(life.beat)
-            nursery.start_soon(_beat, life)
-            await trio.sleep(3 * BEAT_S * dice.random())
-            for action in dice.choices(actions, k=dice.randrange(MOST_ACTIONS)):
-                await action(life)
-            await life.send([Leaving()] * (dice.random() < 0.5))  # noqa: PLR2004
+            with contextlib.suppress(*GONE):
+                await _link_with_all(life, contexts, nursery)
+                life.liar.hear(life.beat)
+                nursery.start_soon(_beat, life)
+                await trio.sleep(3 * BEAT_S * dice.random())
+                for action in dice.choices(actions, k=dice.randrange(1, MOST_ACTIONS)):
+                    await action(life)
+                await life.send([Leaving()] * (dice.random() < 0.5))  # noqa: PLR2004
         finally:
             _let_go(life)
             nursery.cancel_scope.cancel()
+
+
+async def _link_with_all(life: Life, contexts: TlsContexts, nursery: trio.Nursery) -> None:
+    for door in life.doors:
+        stream = await trio.open_tcp_stream(door.host, door.port)
+        link = await shake_hands(
+            stream, contexts=contexts, server_side=False, hello=lambda _: life.hello
+        )
+        life.links.append(link)
+        nursery.start_soon(link.run_writer)
+        nursery.start_soon(_listen, link, life.liar, nursery.cancel_scope)
 
 
 def _let_go(life: Life) -> None:
@@ -307,10 +320,14 @@ async def _beat(life: Life) -> None:
 async def _main(order: Order) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 8192), most))
-    mesh_key = mesh_key_from_text(os.environ["PMESH_KEY"])
-    tell = Recorder(File(order.log)) if order.log else lambda _: None
-    actions = order.actions or ACTIONS
-    await attack(order.peers, order.seed, mesh_key=mesh_key, actions=actions, tell=tell)
+    attack = Attack(
+        doors=order.peers,
+        mesh_key=mesh_key_from_text(os.environ["PMESH_KEY"]),
+        liar=new_liar(order.seed),
+        actions=order.actions or tuple(ACTIONS),
+        tell=Recorder(File(order.log)) if order.log else lambda _: None,
+    )
+    await attack.run()
 
 
 if __name__ == "__main__":

@@ -45,12 +45,18 @@ def _like(value: tuple[Any, ...], parts: list[Any]) -> tuple[Any, ...]:
     return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
 
 
-def example(info: inspect.Type, dice: Random, *, wide: bool = False) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - one arm for each kind of type
-    """A small valid value of a type that msgspec knows; a `wide` one has texts of all their length.
+def example(  # noqa: C901, PLR0911, PLR0912 - one arm for each kind of type
+    info: inspect.Type, dice: Random, *, wide: bool = False, many: int = 0
+) -> Any:  # noqa: ANN401
+    """A small valid value of a type that msgspec knows.
 
-    No two wide texts are the same.
+    Args:
+        info: The type.
+        dice: Chooses among the values.
+        wide: Texts have all the length that they may have, and no two are the same.
+        many: How many items tuples have at most, but for those within tuples; 0: a few.
     """
-    make = partial(example, dice=dice, wide=wide)
+    make = partial(example, dice=dice, wide=wide, many=many)
     match info:
         case inspect.BoolType():
             return dice.random() < 0.5  # noqa: PLR2004
@@ -68,8 +74,9 @@ def example(info: inspect.Type, dice: Random, *, wide: bool = False) -> Any:  # 
             return dice.randbytes(shortest or 0)
         case inspect.LiteralType(values=values):
             return dice.choice(values)
-        case inspect.VarTupleType(item_type=item, min_length=shortest):
-            return tuple(make(item) for _ in range((shortest or 0) + dice.randrange(3)))
+        case inspect.VarTupleType(item_type=item, min_length=shortest, max_length=longest):
+            size = min(many, longest or many) if many else dice.randrange(3)
+            return tuple(make(item, many=0) for _ in range(max(shortest or 0, size)))
         case inspect.TupleType(item_types=items):
             return tuple(make(item) for item in items)
         case inspect.DictType(key_type=key, value_type=value):

@@ -29,7 +29,7 @@ from tests.worlds.village_ops import kinds_of_events, machine_of
 from tools.fuzz.agent import SHORT_BAN_S, lying
 from tools.fuzz.agent import new_liar as new_lying_member
 from tools.fuzz.liar import Liar
-from tools.fuzz.outsider import ACTIONS, attack
+from tools.fuzz.outsider import ACTIONS, Attack
 from tools.fuzz.trainer import lie_to_agent
 from tools.fuzz.trainer import new_liar as new_lying_trainer
 
@@ -37,7 +37,7 @@ FIRST, _, LAST = os.environ.get("PMESH_FUZZ_SEEDS", "0-3").partition("-")
 FIRST_SEED = int(FIRST)
 SEEDS = range(FIRST_SEED, int(LAST or FIRST) + 1)
 LIES_FOR_S = 20.0
-OUTSIDE_FOR_S = 3.0  # seconds at full pace are minutes of a clock that jumps
+LIVES = 4  # of the member that is somebody else each time
 OP_EVERY_S = 0.1
 TERMS = (Terms(), Terms(quorum="majority"))
 REST_S = 5.0
@@ -215,8 +215,14 @@ async def test_a_member_without_a_seat_parts_nobody_and_leaves_nothing_behind(
         before = psutil.Process().num_fds()
         links = [dict(machine.agent.peers.links) for machine in here.machines]
         doors = tuple(machine.address for machine in here.machines)
-        with noting_bans(monkeypatch) as banned, trio.move_on_after(OUTSIDE_FOR_S):
-            await attack(doors, FIRST_SEED, mesh_key=MESH, actions=(action,))
+        with noting_bans(monkeypatch) as banned:
+            await Attack(
+                doors=doors,
+                mesh_key=MESH,
+                liar=new_lying_member(FIRST_SEED),
+                actions=(action,),
+                lives=LIVES,
+            ).run()
         assert not {machine.key.node for machine in here.machines} & set(banned)
         for machine, had in zip(here.machines, links, strict=True):
             assert had.items() <= machine.agent.peers.links.items(), "their link has ended"
