@@ -1,12 +1,16 @@
 """The fuzzer's dice and its memory: it changes what it should, and nothing that would go astray."""
 
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any, get_args
 
+import msgspec
 import pytest
+import trio
 from msgspec import inspect
 
 from pmesh.core.links.delivery import PREFIX_BYTES
@@ -22,14 +26,21 @@ from pmesh.core.wire.link import (
 )
 from pmesh.core.wire.local import decode_request_untrusted
 from pmesh.core.wire.local import encode as encode_request
+from pmesh.core.wire.store import Answer, Answered, decode_message_untrusted
+from pmesh.core.wire.store import encode as encode_of_a_store
+from pmesh.ids import Member, TrainerId
 from tests.worlds.builders import ANNA, BERT, make_roster, make_view
-from tools.fuzz.agent import new_liar
+from tools.fuzz.agent import accepts, new_liar
 from tools.fuzz.corpus import Case, Recorder, keep, load, recorded
 from tools.fuzz.large import grow
 from tools.fuzz.liar import MANY_TIMES, Seen, mutate
+from tools.fuzz.oracles import find_bans, find_unprintable_in_json, is_called
+from tools.fuzz.outsider import ACTIONS, Life
 from tools.fuzz.parts import HOSTS, children, example
+from tools.fuzz.store_lies import sequences
 from tools.fuzz.trainer import REQUESTS, honest_sessions
 
+FEW_BYTES = 16 * 1024  # with as many kinds of parts as more of them
 VIEW = make_view(3, ANNA, BERT, rosters=[make_roster(ANNA, BERT)])
 COMMIT = Commit(VIEW, ((0, 1), (1, 0)))
 PEERS = KnownPeers((Hello(5, ANNA, "mac-a", (Address("127.0.0.1", 7000),)),))
@@ -63,7 +74,8 @@ def test_every_field_at_every_depth_is_changed_sooner_or_later() -> None:
 
 def test_no_lie_names_a_host_beyond_this_machine() -> None:
     said = [lie for seed in range(8) for lie in once_each(lies_of(seed))]
-    addresses = [leaf for lie in said for leaf in leaves(lie).values() if isinstance(leaf, Address)]
+    few = [lie for lie in said if len(msgspec.msgpack.encode(lie)) < FEW_BYTES]
+    addresses = [leaf for lie in few for leaf in leaves(lie).values() if isinstance(leaf, Address)]
     assert {address.host for address in addresses} == set(HOSTS)
 
 
@@ -121,7 +133,7 @@ def test_a_message_of_any_kind_grows_up_to_what_its_receiver_takes(kind: type) -
     for seed in range(4):
         dice = new_dice(seed)
         message = example(inspect.type_info(kind), dice)
-        grown = grow(message, dice, lambda m: decode_untrusted(encode(m)) == m, room=room)
+        grown = grow(message, dice, accepts, room=room)
         assert len(encode(grown)) >= len(encode(message))
         assert decode_untrusted(encode(grown)) == grown
 
@@ -134,3 +146,55 @@ def test_a_case_is_kept_with_all_that_was_sent(tmp_path: Path) -> None:
     assert [decode_untrusted(message) for message in messages] == [COMMIT, PEERS]
     case = Case(liar="member", seed=7, finding="it died", messages=messages)
     assert load(keep(tmp_path / "corpus", case)) == case
+
+
+@dataclass(eq=False)
+class Silent(Life):
+    """It keeps what it would send."""
+
+    sent: list[Any] = field(default_factory=list)
+
+    async def send(self, messages: Iterable[Any]) -> None:
+        await trio.lowlevel.checkpoint()
+        self.sent += messages
+
+    @property
+    def others(self) -> list[Member]:
+        return [ANNA, BERT]
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+async def test_each_action_of_a_member_without_a_seat_is_taken_for_a_members(action: str) -> None:
+    nobody = Address("127.0.0.1", 1)
+    life = Silent(new_dice(1), new_liar(1), PEERS.peers[0], [], (nobody,), lambda _: None)
+    life.liar.hear(life.beat)
+
+    for _ in range(2):
+        await ACTIONS[action](life)
+
+    garbage = [message for message in life.sent if not accepts(message)]
+    assert life.sent
+    assert not garbage if action != "lie" else len(garbage) < len(life.sent)
+
+
+def test_a_sequence_about_a_store_is_harmless_one_by_one() -> None:
+    for sequence in sequences(Answered(TrainerId(1), 5, Answer())):
+        for message in once_each(sequence()[:100]):
+            assert decode_message_untrusted(encode_of_a_store(message)) == message
+
+
+def test_only_bans_of_honest_machines_are_findings() -> None:
+    output = "banned liar\nring: a → b\nbanned anna\nwho has banned bert?"
+    assert find_bans(output, ["anna", "bert"]) == ["anna"]
+
+
+def test_a_control_character_is_found_wherever_it_stands() -> None:
+    assert "x1b" in find_unprintable_in_json(b'{"a": [{"b": "mac \\u001b[2J"}]}')
+    assert find_unprintable_in_json(b'{"a": ["two\\nlines", 3, null]}') == ""
+
+
+def test_a_machine_has_its_own_name_or_that_with_the_start_of_its_id() -> None:
+    members = [{"id": "anna", "name": "mac (an)"}, {"id": "bert", "name": "anna's"}]
+    assert is_called("anna", "mac", members)
+    assert not is_called("bert", "mac", members)
+    assert not is_called("cleo", "mac", members)

@@ -13,9 +13,9 @@ from msgspec import inspect
 
 from tools.fuzz.parts import children, example, with_child
 
-FIELDS = 40  # more than most messages have
+FIELDS = 16  # more than most messages have
 MANY = 64  # items of each tuple in an entry
-DISTINCT = 1024  # entries that are made; more of them are the same again
+DISTINCT = 256  # entries that are made; more of them are the same again
 Growable: TypeAlias = inspect.StrType | inspect.BytesType | inspect.VarTupleType | inspect.DictType
 
 

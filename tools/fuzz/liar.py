@@ -17,7 +17,7 @@ from msgspec import inspect
 
 from pmesh.core.wire.link import Address
 from pmesh.errors import ProtocolError
-from tools.fuzz.large import fill, grow
+from tools.fuzz.large import grow
 from tools.fuzz.parts import HOSTS, PORTS, children, example, with_child
 
 T = TypeVar("T")
@@ -269,8 +269,7 @@ class Liar:
         """The message, as large as its receiver takes it."""
         if not self._accepts(message):
             return message
-        enlarge = self.dice.choice((grow, fill))
-        grown = enlarge(message, self.dice, self._accepts, room=self._room)
+        grown = grow(message, self.dice, self._accepts, room=self._room)
         large = {name: part for name, part in children(grown) if part != getattr(message, name)}
         if large and self.dice.random() < 0.5:  # noqa: PLR2004
             self._stubborn, self._stubborn_for = large, STUBBORN_FOR

@@ -61,7 +61,7 @@ from tools.fuzz.liar import Liar
 
 LIVES_AT_ONCE = 3
 MOST_ACTIONS = 6  # of one life
-LARGEST_OF = 8
+LARGEST_OF = 12
 BEAT_S = 0.2
 LONGEST_LIFE_S = 30.0
 PAUSE_S = 0.5  # after a life that nobody let begin
@@ -91,7 +91,8 @@ def largest_hello(dice: Random) -> Hello:
     """One that can't be a byte larger, if a few attempts come to that."""
     small = hello_of(NodeKey.from_seed(dice.randbytes(32)), "liar")
     tries = [fill(small, dice, accepts, room=MAX_MESSAGE_BYTES) for _ in range(LARGEST_OF)]
-    return max(tries, key=lambda hello: len(msgspec.msgpack.encode(hello)))
+    largest: Hello = max(tries, key=lambda hello: len(msgspec.msgpack.encode(hello)))
+    return largest
 
 
 @dataclass(eq=False)

@@ -81,7 +81,8 @@ def honest_sessions() -> Iterator[tuple[Request, ...]]:
     ]
     entering = StartOp(OpNumber(ENTERS), sync, "int64", 8, 0, 1.0)
     connect, want = Connect(SESSION_VERSION, JOB, 1, 2.0, "liar.py"), WantArena(ARENA_BYTES)
-    calls = list(enumerate((Set("x", b"x"), Add("n", 1), Get("x"), Keys(""), Wait(("never",)))))
+    commands = (Set("x", b"x"), Add("n", 1), Get("x"), Keys(""), Wait(("never",)))
+    calls: list[tuple[int, store.Command]] = list(enumerate(commands))
     attach, envelope = Attach(SESSION_VERSION, JOB, me), Envelope(0, "float32", (100,), 400)
     while True:
         yield (connect, want, *ops, Compresses("int8"), DropArena(0), Leave())
