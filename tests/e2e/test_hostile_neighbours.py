@@ -9,6 +9,7 @@ from tools.lab.net import clean
 
 pytestmark = pytest.mark.netns
 SECONDS = 2.0
+ANYTHING_S = 10.0  # the member has its seat after 2
 
 
 def test_a_flood_of_machines_that_do_not_exist_kills_nobody_and_takes_no_descriptors() -> None:
@@ -20,3 +21,14 @@ def test_a_flood_of_machines_that_do_not_exist_kills_nobody_and_takes_no_descrip
     assert attack.faults == ()
     assert attack.more_descriptors <= 20
     assert attack.join_s < 30.0, "the third machine never joined"
+
+
+def test_a_member_that_sends_anything_takes_nothing_from_a_job_in_which_it_has_no_rank() -> None:
+    clean()
+    row = next(row for row in ROWS if row.name == "anything")
+
+    (attack,) = run_turns(row.order(seconds=ANYTHING_S), turns=1).attacks
+
+    assert attack.faults == ()
+    assert attack.more_descriptors <= row.most_descriptors
+    assert attack.more_mib <= row.most_mib

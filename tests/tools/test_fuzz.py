@@ -1,12 +1,21 @@
 """The fuzzer's dice and its memory: it changes what it should, and nothing that would go astray."""
 
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any, get_args
 
+import msgspec
+import pytest
+import trio
 from msgspec import inspect
 
+from pmesh.core.links.delivery import PREFIX_BYTES
 from pmesh.core.wire.link import (
+    MAX_MESSAGE_BYTES,
     Address,
     Commit,
     Hello,
@@ -17,12 +26,21 @@ from pmesh.core.wire.link import (
 )
 from pmesh.core.wire.local import decode_request_untrusted
 from pmesh.core.wire.local import encode as encode_request
+from pmesh.core.wire.store import Answer, Answered, decode_message_untrusted
+from pmesh.core.wire.store import encode as encode_of_a_store
+from pmesh.ids import Member, TrainerId
 from tests.worlds.builders import ANNA, BERT, make_roster, make_view, unsigned
-from tools.fuzz.agent import new_liar
+from tools.fuzz.agent import accepts, new_liar
 from tools.fuzz.corpus import Case, Recorder, keep, load, recorded
-from tools.fuzz.liar import HOSTS, Seen, children, example, mutate
+from tools.fuzz.large import grow
+from tools.fuzz.liar import MANY_TIMES, Seen, mutate
+from tools.fuzz.oracles import find_bans, find_unprintable_in_json, is_called
+from tools.fuzz.outsider import ACTIONS, Life
+from tools.fuzz.parts import HOSTS, children, example
+from tools.fuzz.store_lies import sequences
 from tools.fuzz.trainer import REQUESTS, honest_sessions
 
+FEW_BYTES = 16 * 1024  # with as many kinds of parts as more of them
 VIEW = make_view(3, ANNA, BERT, rosters=[make_roster(ANNA, BERT)])
 COMMIT = Commit(VIEW, ((0, 1), (1, 0)))
 PEERS = KnownPeers((Hello(5, ANNA, unsigned("mac-a"), (Address("127.0.0.1", 7000),)),))
@@ -55,8 +73,9 @@ def test_every_field_at_every_depth_is_changed_sooner_or_later() -> None:
 
 
 def test_no_lie_names_a_host_beyond_this_machine() -> None:
-    said = [lie for seed in range(8) for lie in lies_of(seed)]
-    addresses = [leaf for lie in said for leaf in leaves(lie).values() if isinstance(leaf, Address)]
+    said = [lie for seed in range(8) for lie in once_each(lies_of(seed))]
+    few = [lie for lie in said if len(msgspec.msgpack.encode(lie)) < FEW_BYTES]
+    addresses = [leaf for lie in few for leaf in leaves(lie).values() if isinstance(leaf, Address)]
     assert {address.host for address in addresses} == set(HOSTS)
 
 
@@ -72,26 +91,51 @@ def test_examples_of_all_messages_and_requests_can_be_decoded() -> None:
 
 def test_what_an_honest_trainer_says_is_valid() -> None:
     sessions = honest_sessions()
-    for _ in range(6):
+    for _ in range(10):
         for request in next(sessions):
             assert decode_request_untrusted(encode_request(request)) == request
 
 
+@cache
 def lies_of(seed: int) -> list[Any]:
     liar = new_liar(seed)
     liar.hear(PEERS)
     return [lie for _ in range(300) for lie in (*liar.say(COMMIT), *liar.interrupt())]
 
 
+def once_each(said: list[Any]) -> list[Any]:
+    """Without the repetitions of one message."""
+    return list({id(lie): lie for lie in said}.values())
+
+
 def test_a_seed_tells_the_same_lies_again() -> None:
-    assert lies_of(3) == lies_of(3)
+    assert lies_of(3) == lies_of.__wrapped__(3)
     assert lies_of(3) != lies_of(4)
 
 
 def test_a_liar_says_the_truth_too_and_invents_all_kinds_of_messages() -> None:
-    said = [lie for seed in range(20) for lie in lies_of(seed)]
+    said = [lie for seed in range(16) for lie in once_each(lies_of(seed))]
     assert COMMIT in said
     assert {type(lie) for lie in said} == set(get_args(LinkMessage))
+
+
+def test_a_liar_sends_messages_of_the_largest_size_and_thousands_of_one() -> None:
+    said = [lies_of(seed) for seed in range(8)]
+    sizes = [len(encode(lie)) for lies in said for lie in once_each(lies)]
+    assert max(sizes) > MAX_MESSAGE_BYTES * 0.9
+    assert max(sizes) <= MAX_MESSAGE_BYTES - PREFIX_BYTES
+    assert max(max(Counter(map(id, lies)).values()) for lies in said) >= max(MANY_TIMES)
+
+
+@pytest.mark.parametrize("kind", get_args(LinkMessage), ids=lambda kind: kind.__name__)
+def test_a_message_of_any_kind_grows_up_to_what_its_receiver_takes(kind: type) -> None:
+    room = MAX_MESSAGE_BYTES - PREFIX_BYTES
+    for seed in range(4):
+        dice = new_dice(seed)
+        message = example(inspect.type_info(kind), dice)
+        grown = grow(message, dice, accepts, room=room)
+        assert len(encode(grown)) >= len(encode(message))
+        assert decode_untrusted(encode(grown)) == grown
 
 
 def test_a_case_is_kept_with_all_that_was_sent(tmp_path: Path) -> None:
@@ -102,3 +146,55 @@ def test_a_case_is_kept_with_all_that_was_sent(tmp_path: Path) -> None:
     assert [decode_untrusted(message) for message in messages] == [COMMIT, PEERS]
     case = Case(liar="member", seed=7, finding="it died", messages=messages)
     assert load(keep(tmp_path / "corpus", case)) == case
+
+
+@dataclass(eq=False)
+class Silent(Life):
+    """It keeps what it would send."""
+
+    sent: list[Any] = field(default_factory=list)
+
+    async def send(self, messages: Iterable[Any]) -> None:
+        await trio.lowlevel.checkpoint()
+        self.sent += messages
+
+    @property
+    def others(self) -> list[Member]:
+        return [ANNA, BERT]
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+async def test_each_action_of_a_member_without_a_seat_is_taken_for_a_members(action: str) -> None:
+    nobody = Address("127.0.0.1", 1)
+    life = Silent(new_dice(1), new_liar(1), PEERS.peers[0], [], (nobody,), lambda _: None)
+    life.liar.hear(life.beat)
+
+    for _ in range(2):
+        await ACTIONS[action](life)
+
+    garbage = [message for message in life.sent if not accepts(message)]
+    assert life.sent
+    assert not garbage if action != "lie" else len(garbage) < len(life.sent)
+
+
+def test_a_sequence_about_a_store_is_harmless_one_by_one() -> None:
+    for sequence in sequences(Answered(TrainerId(1), 5, Answer())):
+        for message in once_each(sequence()[:100]):
+            assert decode_message_untrusted(encode_of_a_store(message)) == message
+
+
+def test_only_bans_of_honest_machines_are_findings() -> None:
+    output = "banned liar\nring: a → b\nbanned anna\nwho has banned bert?"
+    assert find_bans(output, ["anna", "bert"]) == ["anna"]
+
+
+def test_a_control_character_is_found_wherever_it_stands() -> None:
+    assert "x1b" in find_unprintable_in_json(b'{"a": [{"b": "mac \\u001b[2J"}]}')
+    assert find_unprintable_in_json(b'{"a": ["two\\nlines", 3, null]}') == ""
+
+
+def test_a_machine_has_its_own_name_or_that_with_the_start_of_its_id() -> None:
+    members = [{"id": "anna", "name": "mac (an)"}, {"id": "bert", "name": "anna's"}]
+    assert is_called("anna", "mac", members)
+    assert not is_called("bert", "mac", members)
+    assert not is_called("cleo", "mac", members)

@@ -9,8 +9,9 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,13 +22,30 @@ from pmesh.agent.home import load_node_key, open_home
 from pmesh.agent.mesh import bans
 from pmesh.agent.mesh.links import Link
 from pmesh.cli import main
-from pmesh.core.links.delivery import Packet
-from pmesh.core.wire.link import Heartbeat, LinkMessage, decode_untrusted, encode
+from pmesh.core.links.delivery import PREFIX_BYTES, Packet
+from pmesh.core.wire.launches import (
+    MAX_OUTPUT_BYTES,
+    LaunchPrepared,
+    PrepareLaunch,
+    RankOutput,
+)
+from pmesh.core.wire.link import (
+    MAX_MESSAGE_BYTES,
+    Heartbeat,
+    LinkMessage,
+    PathMessage,
+    decode_untrusted,
+)
+from pmesh.errors import ProtocolError
+from pmesh.ids import NodeId, node_text
 from tools.fuzz.corpus import Recorder, load
 from tools.fuzz.liar import Liar
+from tools.fuzz.store_lies import lie_about_stores, new_store_liar
 
 SHORT_BAN_S = 1.0  # who is banned can't lie; bans have tests of their own
 REPLAYED_AT_ONCE = 3  # with each heartbeat: many at once would all go to a link that ends
+
+ROOM = MAX_MESSAGE_BYTES - PREFIX_BYTES
 
 LONG_STEP = "a step of the event loop took"
 LONGEST_STEP_S = 0.2  # of processor time, so that other programs have no part in it
@@ -49,6 +67,10 @@ class Steps(trio.abc.Instrument):
             print(f"{LONG_STEP} {took_s:.3f} s: {task}", file=sys.stderr, flush=True)
 
 
+BANNED = "banned "  # and the node id
+LIES_OF_OUTPUT = 4000  # messages of 32 KiB, that many with each heartbeat:
+OUTPUT_AT_ONCE = 32
+
 Send = Callable[[Link, Any], None]
 
 
@@ -65,9 +87,23 @@ class Order(msgspec.Struct, frozen=True):
     """A case, whose messages it sends first."""
 
 
+def receive_untrusted(message: object) -> PathMessage:
+    """What its receiver does first, without the checks of an honest sender."""
+    return decode_untrusted(msgspec.msgpack.encode(message))
+
+
+def accepts(message: object) -> bool:
+    """Whether a receiver takes the message."""
+    try:
+        receive_untrusted(message)
+    except ProtocolError:
+        return False
+    return True
+
+
 def new_liar(seed: int) -> Liar:
     """One that speaks to other members."""
-    return Liar(seed, get_args(LinkMessage), lambda message: decode_untrusted(encode(message)))
+    return Liar(seed, get_args(LinkMessage), receive_untrusted, room=ROOM)
 
 
 def lying(
@@ -110,11 +146,41 @@ def _replaying(send: Send, order: Order) -> Send:
 
 
 def _listening(receive: Callable[[Link, Packet], bool], liar: Liar) -> Callable[..., bool]:
+    outputs: dict[Link, Iterator[LinkMessage]] = {}
+
     def listen(link: Link, packet: Packet) -> bool:
         liar.hear(packet.message)
-        return receive(link, packet)
+        is_new = receive(link, packet)
+        match packet.message:
+            case PrepareLaunch() as asked:
+                outputs[link] = output_of(asked)
+                return False  # what the honest agent would answer is not said
+            case Heartbeat():
+                for said in islice(outputs.get(link, ()), OUTPUT_AT_ONCE):
+                    link.send(said)
+            case _:
+                pass
+        return is_new
 
     return listen
+
+
+def tell_bans() -> None:
+    """From now on each ban is a line, also if it is a short one."""
+    add = bans.Bans.add
+
+    def tell(self: bans.Bans, node: NodeId, *, now: float) -> None:
+        print(f"{BANNED}{node_text(node)}", file=sys.stderr, flush=True)
+        add(self, node, now=now)
+
+    setattr(bans.Bans, "add", tell)  # noqa: B010 - a type checker would not have it
+
+
+def output_of(asked: PrepareLaunch) -> Iterator[LinkMessage]:
+    """It refuses to run the command, and has output all the same."""
+    yield LaunchPrepared(asked.launch, "no")
+    for number in range(LIES_OF_OUTPUT):
+        yield RankOutput(asked.launch, number * MAX_OUTPUT_BYTES, bytes(MAX_OUTPUT_BYTES))
 
 
 def _be(order: Order) -> None:
@@ -122,6 +188,7 @@ def _be(order: Order) -> None:
     load_node_key(home, entropy=order.number.to_bytes(32, "big"))
     bans.BANNED_S = bans.LONGEST_BANNED_S = SHORT_BAN_S
     secrets.randbits = lambda k: order.number % 2**k  # the agent's incarnation is drawn so
+    tell_bans()
     trio.run = partial(trio.run, instruments=[Steps()])  # type: ignore[assignment]
     if order.replay:
         Link.send = _replaying(Link.send, order)  # type: ignore[method-assign, assignment]
@@ -129,6 +196,7 @@ def _be(order: Order) -> None:
         liar, tell, begin = new_liar(order.seed), Recorder(Path(order.log)), Path(order.begin)
         Link.send = lying(Link.send, liar, on=lambda _: begin.exists(), tell=tell)  # type: ignore[method-assign, assignment]
         Link.receive_untrusted = _listening(Link.receive_untrusted, liar)  # type: ignore[method-assign]
+        lie_about_stores(new_store_liar(order.seed), begin.exists)
 
 
 if __name__ == "__main__":

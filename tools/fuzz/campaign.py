@@ -2,6 +2,9 @@
 
 An episode: two agents with a trainer each; liars of one seed for a while; then they are gone, and
 the agents must agree, and the trainers go on or have an error. Agents live for many episodes.
+
+While the liars are there, the honest machines must not ban each other, nor a job without a liar's
+rank lose anything; when they are gone, nothing of theirs may be left: see `tools.fuzz.oracles`.
 """
 
 import contextlib
@@ -16,22 +19,36 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypeAlias, get_args
 
 import msgspec
 import psutil
 
 from pmesh.client.connect import Quorum
-from pmesh.client.control import stop_agent
+from pmesh.client.control import ask_events, ask_status, stop_agent
+from pmesh.core.wire.link import Address
 from pmesh.errors import PmeshError
 from pmesh.paths import socket_path
 from tools.fuzz.agent import LONG_STEP, Order
 from tools.fuzz.corpus import Case, load, recorded
+from tools.fuzz.honest import SHARED
+from tools.fuzz.oracles import (
+    MOST_HOME_BYTES,
+    find_bans,
+    find_strange_files,
+    find_unprintable,
+    find_unprintable_in_json,
+    is_called,
+    nbytes_of,
+)
+from tools.fuzz.outsider import Order as OutsiderOrder
 from tools.lab.agents import await_status, inherited, new_key, status_of
 
 LIES_FOR_S = 20.0
 PATIENCE_S = 30.0
 LOOK_EVERY_S = 0.5
+REST_S = 5.0
+MORE_AT_REST = {"private MiB": 64, "descriptors": 64}  # than before; arenas of Python stay
 LIMITS = {
     "private MiB": 300,  # an agent with two trainers takes 60
     # Arenas: half of the machine's memory for all programs, and what the others trained in.
@@ -41,9 +58,11 @@ LIMITS = {
 CONTAINED = "internal error"  # ended one link or session only, and is a defect all the same
 DEFECTS = (CONTAINED, LONG_STEP)
 NAMES = ("honest-1", "honest-2")
+LiarKind: TypeAlias = Literal["member", "trainer", "outsider"]
 LIAR = "liar"
 QUORUMS = get_args(Quorum)
 LAST_LINES = 12
+RUN_ON_LIAR = ("pmesh.cli", "run", "--on", LIAR, "--restarts", "0", "true")
 LIAR_NUMBER = 1000  # plus its seed: each liar is another member
 
 
@@ -95,7 +114,9 @@ class Arena:
         self._key = new_key()
         self._agents: dict[str, Process] = {}
         self._trainers: dict[str, Process] = {}
-        self._liars: dict[Literal["member", "trainer"], Process] = {}
+        self._liars: dict[LiarKind, Process] = {}
+        self._ids: dict[str, str] = {}
+        self._logs: set[str] = set()
         self.worst: dict[str, float] = {}
 
     def __enter__(self) -> Self:
@@ -126,16 +147,21 @@ class Arena:
             self._start_agents()
             begin = self._start_lying_member(seed, replay)
             self._start_trainers(seed)
+            before = {name: self._weigh(name) for name in NAMES}
             begin.touch()
             self._start_lying_trainer(seed, replay)
+            self._start_outsider(seed)
             self._watch_for(lies_for_s)
             self._end_liars(seed)
+            self._check_rest(before)
             self._check_afterwards()
+            self._check_texts_and_files()
         except FindingError as e:
             raise FindingError(f"{e}\n{self._last_words()}") from e
         finally:
             for process in (*self._liars.values(), *self._trainers.values()):
                 process.end()
+            self._liars, self._trainers = {}, {}
 
     def case(self, liar: Literal["member", "trainer"], seed: int, finding: str) -> Case:
         messages = recorded(self._path / f"{liar}-{seed}.lies")
@@ -148,14 +174,23 @@ class Arena:
                 order = Order(number + 1)
                 self._agents[name] = self._start_agent(name, order, *peer, runner=self._runner)
         self._await(self._agree, "the agents do not meet")
+        self._ids = {name: str(self._status(name)["node"]["id"]) for name in NAMES}
 
     def _start_trainers(self, seed: int) -> None:
-        """The liar's machine has a rank in every other episode: its lies are about results, too."""
+        """The liar's machine has a rank in every other episode: its lies are about results, too.
+
+        In the others it has one in another job, and the first job must not notice.
+        """
         names = (*NAMES, *[LIAR] * (seed % 2))
         quorum = QUORUMS[seed // 2 % 2]
         for name in names:
             self._trainers[name] = self._start(
                 f"trainer of {name}", name, "tools.fuzz.honest", str(len(names)), quorum
+            )
+        for name in () if seed % 2 else (*NAMES, LIAR):
+            ranks = str(len(NAMES) + 1)
+            self._trainers[f"shared {name}"] = self._start(
+                f"shared trainer of {name}", name, "tools.fuzz.honest", ranks, quorum, SHARED
             )
         self._await(
             lambda: all(self._ops(name) or self._failed(name) for name in NAMES),
@@ -166,6 +201,8 @@ class Arena:
         """Returns the file with which it begins to lie."""
         begin = self._path / f"begin-{seed}"
         begin.unlink(missing_ok=True)
+        lies = {f"{kind}-{seed}.lies" for kind in get_args(LiarKind)}
+        self._logs |= {begin.name, *lies}
         order = Order(
             LIAR_NUMBER + seed,
             seed,
@@ -186,7 +223,18 @@ class Arena:
             f"lying trainer {seed}", NAMES[0], "tools.fuzz.trainer", *arguments
         )
 
+    def _start_outsider(self, seed: int) -> None:
+        """And a command that the liar is asked to run: it refuses, and sends output."""
+        peers = tuple(Address("127.0.0.1", int(self._address(n).rpartition(":")[2])) for n in NAMES)
+        order = OutsiderOrder(peers=peers, seed=seed, log=str(self._path / f"outsider-{seed}.lies"))
+        text = msgspec.json.encode(order).decode()
+        self._liars["outsider"] = self._start("outsider", LIAR, "tools.fuzz.outsider", text)
+        self._trainers["run"] = self._start("run", NAMES[0], *RUN_ON_LIAR)
+
     def _end_liars(self, seed: int) -> None:
+        for name in [name for name in self._trainers if name not in NAMES]:
+            self._trainers.pop(name).end()
+        self._liars["outsider"].end()
         self._liars["member"].end(signal.SIGTERM if seed % 2 else signal.SIGKILL)
         self._liars["trainer"].end()
         self._liars = {}
@@ -207,21 +255,27 @@ class Arena:
                     raise FindingError(
                         f"{name}: {defect}{agent.output.partition(defect)[2][:4000]}"
                     )
-            self._measure(name, agent)
+            if found := find_bans(agent.output, self._ids.values()):
+                raise FindingError(f"{name} has banned the honest {found}")
+            self._measure(name)
         for name in NAMES:
             output = self._trainers[name].output
             if "WRONG" in output or "Traceback" in output:
                 raise FindingError(f"{name}'s trainer: {output[-500:]}")
+            if f"shared {name}" in self._trainers and (self._failed(name) or self._alone(name)):
+                raise FindingError(f"{name}'s job, in which no liar has a rank: {output[-500:]}")
 
-    def _measure(self, name: str, agent: Process) -> None:
-        process = psutil.Process(agent.pid)
+    def _weigh(self, name: str) -> dict[str, float]:
+        process = psutil.Process(self._agents[name].pid)
         memory = process.memory_info()
-        measured = {
+        return {
             "private MiB": (memory.rss - memory.shared) / (1 << 20),
             "shared MiB": memory.shared / (1 << 20),
             "descriptors": process.num_fds(),
-            "lag ms": self._status(name)["loop_lag_ms"],
         }
+
+    def _measure(self, name: str) -> None:
+        measured = self._weigh(name) | {"lag ms": self._status(name)["loop_lag_ms"]}
         for what, value in measured.items():
             self.worst[what] = max(self.worst.get(what, 0.0), value)
             if value > LIMITS.get(what, math.inf):  # a busy machine lags: see LONG_STEP
@@ -238,6 +292,40 @@ class Arena:
             self._failed(name) for name in NAMES
         ):
             raise FindingError("a trainer goes on alone, and nobody has an error")
+
+    def _check_rest(self, before: dict[str, dict[str, float]]) -> None:
+        """What the liars have caused is gone with them."""
+        deadline = time.monotonic() + REST_S
+        while more := [
+            f"{name} has {now[what] - old[what]:,.0f} {what} more"
+            for name, old in before.items()
+            for now in [self._weigh(name)]
+            for what, most in MORE_AT_REST.items()
+            if now[what] - old[what] > most
+        ]:
+            if time.monotonic() > deadline:
+                raise FindingError(f"{REST_S:g} s after the liars: {', '.join(more)}")
+            time.sleep(LOOK_EVERY_S)
+
+    def _check_texts_and_files(self) -> None:
+        """Nothing that a terminal would obey, and no file out of its place."""
+        for name in NAMES:
+            home = self._home(name)
+            pictures = {"status": ask_status(home), "events": ask_events(home)}
+            found = {what: find_unprintable_in_json(data) for what, data in pictures.items()}
+            found["log"] = find_unprintable(self._agents[name].output)
+            found["trainer"] = find_unprintable(self._trainers[name].output)
+            for what, text in found.items():
+                if text:
+                    raise FindingError(f"{name}'s {what} has a control character: {text}")
+            members = self._status(name)["view"]["members"]
+            if not all(is_called(self._ids[n], n, members) for n in NAMES):
+                raise FindingError(f"{name} does not know the names any more: {members}")
+            if (nbytes := nbytes_of(home)) > MOST_HOME_BYTES:
+                raise FindingError(f"{name}'s home has {nbytes >> 20} MiB")
+        homes = (*NAMES, LIAR)
+        if strange := find_strange_files(self._path, {*homes, *self._logs}):
+            raise FindingError(f"somebody has written {strange}")
 
     # --- what is to be seen
 
@@ -257,6 +345,10 @@ class Arena:
 
     def _failed(self, name: str) -> bool:
         return "ERROR" in self._trainers[name].output
+
+    def _alone(self, name: str) -> bool:
+        """Its last op had not the values of all."""
+        return bool(self._ops(name)) and self._last_size(name) < len(NAMES)
 
     def _last_size(self, name: str) -> int:
         return int(re.findall(r"^op \d+ of (\d+)", self._trainers[name].output, re.MULTILINE)[-1])
@@ -323,6 +415,7 @@ class Arena:
             "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
         }
         log = self._path / f"{label}.log"
+        self._logs.add(log.name)
         log.unlink(missing_ok=True)
         command = [sys.executable, *runner, "-m", module, *arguments]
         return Process(log, command, environment)

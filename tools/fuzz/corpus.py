@@ -8,7 +8,7 @@ import msgspec
 from pmesh.core.wire.framing import FrameReader, frame
 
 ANY_SIZE = 1 << 30
-LAST = 2000  # messages: what has broken something was among the last
+LAST = 8000  # messages: what has broken something was among the last; one may be sent 2,000 times
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,6 @@ Messages are msgspec structs, which check their fields when they are decoded and
 made: so a changed message can break its type too, and only its receiver sees that.
 """
 
-import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from random import Random
@@ -18,6 +17,8 @@ from msgspec import inspect
 
 from pmesh.core.wire.link import Address
 from pmesh.errors import ProtocolError
+from tools.fuzz.large import grow
+from tools.fuzz.parts import HOSTS, PORTS, children, example, with_child
 
 T = TypeVar("T")
 
@@ -26,13 +27,14 @@ INTS = (
     *(2**64 - 1, -(2**31), -(2**63)),
 )
 FLOATS = (0.0, -1.0, 1e-9, 1e18, 1e308, float("inf"), float("nan"))
-TEXTS = ("", "x", "x" * 64, "x" * 65, "x" * 5000, "two\nlines", "\x1b[2J", "\0", "é" * 32)
+TEXTS = (
+    *("", "x", "x" * 64, "x" * 65, "x" * 5000, "two\nlines", "\x1b[2J", "\0", "é" * 32),
+    *("[/bold] mac", "[link=http://x]", "../../x", "x/../../../../lie", "/lie"),
+    *("LD_PRELOAD", "PMESH_HOME", "BASH_ENV"),
+)
 LENGTHS = (2, 3, 65, 300, 3000)
-HOSTS = ("127.0.0.1", "127.0.0.2", "::1")  # an agent dials what it is told: loopback alone
-PORTS = (1, 9, 65535, 0, 65536)
 REMEMBERED = 128  # of each type; more would be older views only
 STOP_HERE = 0.3  # how often a value is changed as a whole, rather than something in it
-DIGITS = (12, 64)  # of what is written in hexadecimal: a launch, a hash
 
 
 class Seen:
@@ -56,36 +58,6 @@ class Seen:
         """A value of any type; None if none is known."""
         known = self._values.get(dice.choice(list(self._values))) if self._values else None
         return dice.choice(known) if known else None
-
-
-def children(value: object) -> list[tuple[Any, Any]]:
-    """The parts of a value, each with its place in it; an address counts as one."""
-    match value:
-        case Address():
-            return []
-        case msgspec.Struct():
-            return [(name, getattr(value, name)) for name in value.__struct_fields__]
-        case tuple():
-            return list(enumerate(value))
-        case dict():
-            return list(value.items())
-        case _:
-            return []
-
-
-def with_child(value: Any, place: Any, part: object) -> Any:  # noqa: ANN401 - of any type
-    """The value with another part at this place."""
-    match value:
-        case msgspec.Struct():
-            return msgspec.structs.replace(value, **{place: part})
-        case tuple():
-            return _like(value, [*value[:place], part, *value[place + 1 :]])
-        case _:
-            return {**value, place: part}
-
-
-def _like(value: tuple[Any, ...], parts: list[Any]) -> tuple[Any, ...]:
-    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
 
 
 def mutate(message: Any, dice: Random, seen: Seen) -> Any:  # noqa: ANN401 - of any kind
@@ -179,6 +151,10 @@ LIES = (0.03, 0.1, 0.3, 0.8)  # the share, of rare kinds of messages; few: it le
 LIES_OF_COMMON_KINDS = 0.2  # of that: heartbeats would drown what decides
 COMMON = 0.3  # the share of all messages from which on a kind is common
 GARBAGE = 0.05  # the share of lies that may be undecodable: each ends a link or a session
+MANY_TIMES = (2, 50, 2000)
+MOST_AT_ONCE_BYTES = 1 << 20  # of one message many times: a link takes 4 MiB that were not read
+LARGE, MANY = 0.1, 0.1  # of the lies
+STUBBORN_FOR = 60  # messages: what was grown stays, until a view was made of it
 KNOWN_PARTS = (0.1, 0.5, 0.9)  # of an invented message, how much has occurred in another
 PAST = 64  # messages of each kind that may be repeated
 KEPT_LIES = 400  # the last, for a report
@@ -191,10 +167,11 @@ class Liar:
         seed: Of the dice.
         kinds: The types of the messages that it may invent.
         receive: What the receiver does first: encode and decode. Raises ProtocolError for garbage.
+        room: The most bytes that it takes in one message.
     """
 
     def __init__(
-        self, seed: int, kinds: tuple[type, ...], receive: Callable[[Any], object]
+        self, seed: int, kinds: tuple[type, ...], receive: Callable[[Any], object], *, room: int
     ) -> None:
         self.dice = Random(seed)  # noqa: S311 - no secret
         self.lies: deque[Any] = deque(maxlen=KEPT_LIES)
@@ -202,6 +179,10 @@ class Liar:
         self._lies = self.dice.choice(LIES)
         self._kinds = kinds
         self._receive = receive
+        self._room = room
+        self._stubborn: dict[str, Any] = {}
+        """A field that was grown, which for a while is so in all messages that have it."""
+        self._stubborn_for = 0
         self._said = Counter[type]()
         self._seen = Seen()
         self._past: dict[type, deque[Any]] = defaultdict(lambda: deque(maxlen=PAST))
@@ -220,12 +201,29 @@ class Liar:
         """What to send in the place of this message."""
         self.hear(message)
         self._said[type(message)] += 1
+        if (insisting := self._insist(message)) is not None:
+            return [insisting]
         common = self._said[type(message)] > COMMON * self._said.total()
         if self.dice.random() > self._lies * (LIES_OF_COMMON_KINDS if common else 1):
             return [message]
         said = [lie for lie in self._lie(message) if self._passes(lie)]
         self.lies += [lie for lie in said if lie is not message]
         return said
+
+    def _insist(self, message: Any) -> Any:  # noqa: ANN401 - of the same kind
+        """The message with the field that was grown last; None if it has none, or not any more."""
+        self._stubborn_for -= 1
+        if self._stubborn_for < 0 or not self._stubborn.keys() <= dict(children(message)).keys():
+            return None
+        insisting = msgspec.structs.replace(message, **self._stubborn)
+        return insisting if self._accepts(insisting) else None
+
+    def _accepts(self, message: object) -> bool:
+        try:
+            self._receive(message)
+        except ProtocolError:
+            return False
+        return len(msgspec.msgpack.encode(message)) <= self._room
 
     def _passes(self, lie: object) -> bool:
         try:
@@ -238,18 +236,28 @@ class Liar:
 
     def interrupt(self) -> list[Any]:
         """What to send when there is nothing to say."""
-        if self.dice.random() > self._lies:
-            return []
-        lie = self._old()
-        for _ in range(self.dice.choice((0, 1, 1, 2))):
-            lie = mutate(lie, self.dice, self._seen)
-        lie = self.dice.choice((lie, self._invented()))
+        return [] if self.dice.random() > self._lies else self.anything()
+
+    def anything(self) -> list[Any]:
+        """A lie for its own sake."""
+        lie = self.dice.choice((self._another_old, self._invented, self._another_large))()
         self.lies.append(lie)
-        return [lie] if self._passes(lie) else []
+        if not self._passes(lie):
+            return []
+        return self._many(lie) if self.dice.random() < MANY else [lie]
 
     def _old(self) -> Any:  # noqa: ANN401 - of any kind
         """A message that has been sent once, of any kind."""
         return self.dice.choice(self._past[self.dice.choice(list(self._past))])
+
+    def _another_old(self) -> Any:  # noqa: ANN401 - of any kind
+        lie = self._old()
+        for _ in range(self.dice.choice((0, 1, 1, 2))):
+            lie = mutate(lie, self.dice, self._seen)
+        return lie
+
+    def _another_large(self) -> Any:  # noqa: ANN401 - of any kind
+        return self._grown(self.dice.choice((self._old, self._invented))())
 
     def _invented(self) -> Any:  # noqa: ANN401 - of any kind
         """A message of any kind: parts that have occurred, in a frame that may be nonsense."""
@@ -257,16 +265,34 @@ class Liar:
         message = example(inspect.type_info(kind), self.dice)
         return graft(message, self.dice, self._seen, share=self.dice.choice(KNOWN_PARTS))
 
+    def _grown(self, message: Any) -> Any:  # noqa: ANN401 - of the same kind
+        """The message, as large as its receiver takes it."""
+        if not self._accepts(message):
+            return message
+        grown = grow(message, self.dice, self._accepts, room=self._room)
+        large = {name: part for name, part in children(grown) if part != getattr(message, name)}
+        if large and self.dice.random() < 0.5:  # noqa: PLR2004
+            self._stubborn, self._stubborn_for = large, STUBBORN_FOR
+        return grown
+
+    def _many(self, message: object) -> list[Any]:
+        """The message once, or again and again."""
+        room = MOST_AT_ONCE_BYTES // len(msgspec.msgpack.encode(message))
+        return [message] * max(1, min(self.dice.choice(MANY_TIMES), room))
+
     def _lie(self, message: object) -> list[Any]:
         lie: Any = message
         for _ in range(self.dice.choice((1, 1, 2))):
             lie = mutate(lie, self.dice, self._seen)
         held, self._held = self._held, message
+        if self.dice.random() < LARGE:
+            return [self._grown(message)]
+        if self.dice.random() < MANY:
+            return self._many(self.dice.choice((message, self._old())))
         return self.dice.choice(
             (
                 [],  # withheld
                 [message if held is None else held],  # delayed
-                [message] * self.dice.choice((2, 50)),
                 [self._old(), message],
                 [mutate(self._old(), self.dice, self._seen), message],
                 [message, self._invented()],
@@ -275,36 +301,3 @@ class Liar:
                 [lie],
             )
         )
-
-
-def example(info: inspect.Type, dice: Random) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - one arm for each kind of type
-    """A small valid value of a type that msgspec knows."""
-    match info:
-        case inspect.BoolType():
-            return dice.random() < 0.5  # noqa: PLR2004
-        case inspect.IntType(ge=at_least, le=at_most):
-            value = (at_least or 0) + dice.choice((0, 0, 1, 2, 1000))
-            return value if at_most is None else min(value, at_most)
-        case inspect.FloatType():
-            return dice.choice((0.5, 5.0))
-        case inspect.StrType(min_length=shortest, pattern=pattern):
-            texts = ["x" * (shortest or dice.randrange(2)), "x", *("0" * n for n in DIGITS)]
-            return next(text for text in texts if re.search(pattern or "", text))
-        case inspect.BytesType(min_length=shortest):
-            return bytes([dice.randrange(256)]) * (shortest or 0)
-        case inspect.LiteralType(values=values):
-            return dice.choice(values)
-        case inspect.VarTupleType(item_type=item, min_length=shortest):
-            return tuple(example(item, dice) for _ in range((shortest or 0) + dice.randrange(3)))
-        case inspect.TupleType(item_types=items):
-            return tuple(example(item, dice) for item in items)
-        case inspect.DictType(key_type=key, value_type=value):
-            return {example(key, dice): example(value, dice) for _ in range(dice.randrange(3))}
-        case inspect.UnionType(types=types):
-            return example(dice.choice(types), dice)
-        case inspect.StructType(cls=cls) if cls is Address:
-            return Address(dice.choice(HOSTS), dice.choice(PORTS[:2]))
-        case inspect.StructType(cls=cls) | inspect.NamedTupleType(cls=cls):
-            return cls(**{field.name: example(field.type, dice) for field in info.fields})
-        case _:
-            return None

@@ -16,10 +16,13 @@ from typing import Any, get_args
 import msgspec
 import trio
 
+from pmesh.core.wire import store
 from pmesh.core.wire.framing import FrameReader, frame
+from pmesh.core.wire.launches import AskLaunches
 from pmesh.core.wire.link import Call, Envelope
 from pmesh.core.wire.local import (
     ENTERS,
+    MAX_REQUEST_BYTES,
     MAX_SESSION_MESSAGE_BYTES,
     SESSION_VERSION,
     AskEvents,
@@ -35,11 +38,13 @@ from pmesh.core.wire.local import (
     SendMessage,
     StartOp,
     StopAgent,
+    StoreCall,
     WantArena,
     decode_reply_untrusted,
     decode_request_untrusted,
     encode,
 )
+from pmesh.core.wire.store import Add, Get, Keys, Set, Wait
 from pmesh.ids import JobName, OpNumber, TrainerId
 from tools.fuzz.corpus import Case, Recorder, load
 from tools.fuzz.liar import Liar
@@ -56,7 +61,8 @@ BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, OSError)
 
 def new_liar(seed: int) -> Liar:
     """One that speaks to the agent of this machine."""
-    return Liar(seed, REQUESTS, lambda request: decode_request_untrusted(encode(request)))
+    room = MAX_REQUEST_BYTES
+    return Liar(seed, REQUESTS, lambda r: decode_request_untrusted(encode(r)), room=room)
 
 
 def honest_sessions() -> Iterator[tuple[Request, ...]]:
@@ -75,6 +81,8 @@ def honest_sessions() -> Iterator[tuple[Request, ...]]:
     ]
     entering = StartOp(OpNumber(ENTERS), sync, "int64", 8, 0, 1.0)
     connect, want = Connect(SESSION_VERSION, JOB, 1, 2.0, "liar.py"), WantArena(ARENA_BYTES)
+    commands = (Set("x", b"x"), Add("n", 1), Get("x"), Keys(""), Wait(("never",)))
+    calls: list[tuple[int, store.Command]] = list(enumerate(commands))
     attach, envelope = Attach(SESSION_VERSION, JOB, me), Envelope(0, "float32", (100,), 400)
     while True:
         yield (connect, want, *ops, Compresses("int8"), DropArena(0), Leave())
@@ -84,6 +92,12 @@ def honest_sessions() -> Iterator[tuple[Request, ...]]:
         yield (AskPing("mac-1"),)
         yield (connect, *[WantArena(size) for size in (0, 1, 1 << 20)], *ops)
         yield (attach, want, SendMessage(0, me, envelope, 0, 2.0), ReceiveMessage(1, (me,), 0, 2.0))
+        yield (connect, want, *ops[:1])
+        yield (
+            attach,
+            *[StoreCall(n, store.encode(c), more=False, timeout_s=2.0) for n, c in calls],
+        )
+        yield (AskLaunches(),)
 
 
 async def lie_to_agent(path: Path, liar: Liar, *, tell: Tell = lambda _: None) -> None:
@@ -130,10 +144,13 @@ async def _speak(
         async with await trio.open_unix_socket(path) as stream, trio.open_nursery() as nursery:
             nursery.start_soon(_learn, stream, liar)
             with contextlib.suppress(*BROKEN):
+                last: object = None
                 for request in requests:
                     tell(request)
-                    await stream.send_all(frame(encode(request)))
-                    await trio.sleep(PAUSE_S)
+                    if request is not last:  # many of one are sent at once
+                        await trio.sleep(PAUSE_S)
+                    await stream.send_all(frame(msgspec.msgpack.encode(request)))
+                    last = request
                 await trio.sleep(liar.dice.choice((0, PAUSE_S, 1)))
             nursery.cancel_scope.cancel()
     await trio.sleep(PAUSE_S)

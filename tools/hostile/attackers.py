@@ -10,9 +10,11 @@ import secrets
 import socket
 import struct
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 from typing import Literal, TypeAlias
 
@@ -20,13 +22,18 @@ import msgspec
 import trio
 
 from pmesh.core.identity.certificates import issue_credentials
-from pmesh.core.identity.keys import AdvertisementKey, NodeKey, mesh_key_from_text
+from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey, mesh_key_from_text
 from pmesh.core.identity.names import sign_name
 from pmesh.core.values import SignedName
 from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Heartbeat, Hello, KnownPeers, Leaving
 from pmesh.ids import Epoch, Incarnation, Member, NodeId
-from pmesh.net.links.path import Path, shake_hands
+from pmesh.net.links.path import Path as Link
+from pmesh.net.links.path import shake_hands
 from pmesh.net.links.tls import TlsContexts
+from tools.fuzz import outsider
+from tools.fuzz.agent import Order as AgentOrder
+from tools.fuzz.agent import new_liar
+from tools.fuzz.honest import SHARED
 from tools.hostile.packets import BLACK_HOLES, GROUP, announce, invent, mutate, name_only, question
 
 PORT_OF_NOBODY = 9  # discard: neither an agent nor zeroconf listens there
@@ -144,7 +151,7 @@ async def _be_member(order: Order) -> None:
     me = Member(key.node, Incarnation(1))
     hello = Hello(PROTOCOL_VERSION, me, sign_name(key, me, "liar"))
     async with trio.open_nursery() as nursery:
-        links: list[Path] = []
+        links: list[Link] = []
         for peer in order.peers:
             stream = await trio.open_tcp_stream(peer.host, peer.port)
             links.append(
@@ -170,7 +177,7 @@ async def _be_member(order: Order) -> None:
         nursery.cancel_scope.cancel()
 
 
-async def _serve(link: Path) -> None:
+async def _serve(link: Link) -> None:
     """Read all and keep nothing, until an agent ends the link."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(link.run_writer)
@@ -181,7 +188,7 @@ async def _serve(link: Path) -> None:
         nursery.cancel_scope.cancel()
 
 
-async def _beat(links: list[Path], node: NodeId) -> None:
+async def _beat(links: list[Link], node: NodeId) -> None:
     epoch = Epoch(1, node, Incarnation(1))
     beat = Heartbeat(epoch, epoch, flushed=False, acting=True, needs_epoch=False, heard={})
     while True:
@@ -276,7 +283,76 @@ def _paced(order: Order) -> Iterator[int]:
         time.sleep(0.002)
 
 
-ATTACKS = {attack.__name__: attack for attack in (mdns, member, knock, local)}
+def anything(order: Order) -> None:
+    """Send all that a member can send: as one with a seat, and as others without one.
+
+    The control sends the same to itself, and has an honest agent with a seat.
+    """
+    _begin()
+    with tempfile.TemporaryDirectory(prefix="pm") as folder, contextlib.suppress(trio.TooSlowError):
+        trio.run(_send_anything, order, Path(folder))
+
+
+async def _send_anything(order: Order, folder: Path) -> None:
+    mesh_key = mesh_key_from_text(os.environ["PMESH_KEY"])
+    with trio.fail_after(order.seconds):
+        async with trio.open_nursery() as nursery:
+            begin, doors = folder / "begin", order.peers
+            if order.control:
+                sink = await nursery.start(_serve_sink, mesh_key)
+                doors = (sink,) * len(doors)
+            nursery.start_soon(_run_member_with_a_seat, order, folder, begin)
+            attack = outsider.Attack(doors=doors, mesh_key=mesh_key, liar=new_liar(order.seed))
+            nursery.start_soon(attack.run)
+            await trio.sleep(order.seconds / 10)
+            begin.touch()
+
+
+async def _run_member_with_a_seat(order: Order, home: Path, begin: Path) -> None:
+    """An agent, with a rank of a job in which the others have one too."""
+    seed = -1 if order.control else order.seed
+    agent = AgentOrder(number=order.seed, seed=seed, log=str(home / "lies"), begin=str(begin))
+    up = [msgspec.json.encode(agent).decode(), "up", "--name", "liar", "--no-mdns"]
+    for peer in order.peers:
+        up += ["--peer", str(peer)]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_run_module, home, "tools.fuzz.agent", *up)
+        while True:  # until the agent is up, and again when the job has failed
+            await _run_module(home, "tools.fuzz.honest", str(len(order.peers) + 1), "any", SHARED)
+            await trio.sleep(1)
+
+
+async def _run_module(home: Path, *words: str) -> None:
+    environment = os.environ | {"PMESH_HOME": str(home)}
+    with (home / "output").open("ab") as output:
+        await trio.run_process(
+            [sys.executable, "-m", *words],
+            env=environment,
+            stdout=output,
+            stderr=output,
+            check=False,
+        )
+
+
+async def _serve_sink(mesh_key: MeshKey, *, task_status: trio.TaskStatus[Address]) -> None:
+    """Take links, and read all that comes."""
+    contexts = TlsContexts.of(issue_credentials(mesh_key, NodeKey.from_seed(bytes(32))))
+    me = outsider.hello_of(NodeKey.from_seed(bytes(32)), "sink")
+
+    async def take(stream: trio.SocketStream) -> None:
+        with contextlib.suppress(Exception):  # as in `_serve`
+            link = await shake_hands(
+                stream, contexts=contexts, server_side=True, hello=lambda _: me
+            )
+            await _serve(link)
+
+    async with trio.open_nursery() as nursery:
+        listeners = await nursery.start(trio.serve_tcp, take, 0)
+        port: int = listeners[0].socket.getsockname()[1]
+        task_status.started(Address("127.0.0.1", port))
+
+
+ATTACKS = {attack.__name__: attack for attack in (mdns, member, knock, local, anything)}
 
 if __name__ == "__main__":
     ordered = msgspec.json.decode(sys.argv[1], type=Order)

@@ -114,4 +114,16 @@ ROWS = (
         per_second=200,
         most_mib=16,
     ),
+    Row(
+        name="anything",
+        what="a member that sends anything at full pace, beside a job in which it has no rank",
+        kind="anything",
+        seconds=60.0,
+        per_second=0,
+        least_ratio=0.8,
+        most_descriptors=64,
+        most_mib=64,
+        most_join_s=math.inf,
+        most_rest_s=5.0,
+    ),
 )

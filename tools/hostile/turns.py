@@ -19,7 +19,9 @@ from msgspec.structs import replace
 
 from pmesh.core.wire.link import Address
 from pmesh.paths import socket_path
-from tools.hostile.attackers import Order
+from tools.fuzz.honest import SHARED
+from tools.fuzz.oracles import find_bans
+from tools.hostile.attackers import Order, anything
 from tools.hostile.packets import BLACK_HOLE_SUBNET, BLACK_HOLES
 from tools.lab.agents import new_key
 from tools.lab.cluster import CampaignError, Cluster, Node, Process, runs
@@ -29,6 +31,8 @@ from tools.lab.oplog import Options, longest_gap_s
 SOFT_LIMIT = (
     "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (256, r.getrlimit(r.RLIMIT_NOFILE)[1]))"
 )
+ANYTHING = anything.__name__
+TELL_BANS = "from tools.fuzz.agent import tell_bans; tell_bans()"
 OP_BYTES = 16 * 1024
 SAMPLE_S = 0.25
 READY_S = 60.0
@@ -105,13 +109,17 @@ def run_turns(order: Order, turns: int, logs: Path | None = None) -> Measured:
     shared = {"PMESH_KEY": new_key(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     options = Options(number=0, wait_for=2, op_bytes=OP_BYTES)
     measured: dict[bool, list[Turn]] = {True: [], False: []}
-    with Cluster(4, options, patch=SOFT_LIMIT, environment=lambda _: shared, logs=logs) as cluster:
+    patch = f"{SOFT_LIMIT}; {TELL_BANS}" if order.kind == ANYTHING else SOFT_LIMIT
+    with Cluster(4, options, patch=patch, environment=lambda _: shared, logs=logs) as cluster:
         _prepare(cluster.nodes[3].host, order.kind)
         for number in range(2 * turns):
             _revive(cluster)
             now = replace(order, control=number % 2 == 0, seed=order.seed + number)
             now = replace(now, peers=_doors(cluster), path=str(socket_path(cluster.nodes[0].home)))
-            with _start(cluster, now, os.environ | shared) as attacker:
+            with (
+                _sharing(cluster, order.kind),
+                _start(cluster, now, os.environ | shared) as attacker,
+            ):
                 turn = _Turn(cluster, now, attacker).run()
             measured[now.control].append(turn)
             who = "control" if now.control else "attack "
@@ -121,6 +129,29 @@ def run_turns(order: Order, turns: int, logs: Path | None = None) -> Measured:
 
 def _prepare(host: Host, kind: str) -> None:
     host.run(["sh", "-ec", _MANY_ADDRESSES if kind == "knock" else _BLACK_HOLE])
+
+
+@contextlib.contextmanager
+def _sharing(cluster: Cluster, kind: str) -> Iterator[None]:
+    """For who sends anything: both machines have a rank in another job, with one of the attacker's.
+
+    When that job has failed, they begin it again.
+    """
+    with contextlib.ExitStack() as stack:
+        for node in cluster.nodes[:2] if kind == ANYTHING else ():
+            command = (
+                f"while :; do {sys.executable} -m tools.fuzz.honest 3 any {SHARED}; sleep 1; done"
+            )
+            shell = node.host.popen(
+                ["sh", "-c", command],
+                env=cluster.environment_of(node),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            stack.callback(shell.wait)
+            stack.callback(os.killpg, shell.pid, signal.SIGKILL)
+        yield
 
 
 def _revive(cluster: Cluster) -> None:
@@ -180,6 +211,7 @@ class _Turn:
         time.sleep(max(2.0, self._seconds / 6))
         clean = self._ops_per_s(before, time.monotonic())
         self._base = [weigh(node) for node in self._pair]
+        rosters = self._rosters()
         began = time.monotonic()
         _send_line(self._attacker)
         self._watch(began + self._seconds / 5)
@@ -196,7 +228,7 @@ class _Turn:
             more_mib=most.nbytes / 2**20,
             join_s=min(self._join_s, self._seconds + REST_S),
             rest_s=rest_s,
-            faults=tuple(self._faults(began, facts)),
+            faults=(*self._faults(began, facts), *self._apart(began, rosters)),
         )
         self._cluster.end([self._third])
         self._cluster.forget_ops(before=ended)
@@ -256,6 +288,26 @@ class _Turn:
             )
         if facts.get("refused", True) is not True:
             yield "another user was let in"
+
+    def _rosters(self) -> list[tuple[str, int | None]]:
+        """Of the job that trains, as each of the two knows it."""
+        jobs = [(node, job) for node in self._pair for job in node.status().get("jobs", [])]
+        job = self._cluster.options.job
+        return [(node.name, found["roster"]) for node, found in jobs if found["name"] == job]
+
+    def _apart(self, since: float, rosters: list[tuple[str, int | None]]) -> Iterator[str]:
+        """What may not come between the two: a ban, an op of one alone, a view of their job."""
+        if (now := self._rosters()) != rosters:
+            yield f"the job's roster was {rosters}, and is {now}"
+        ids = {node.name: node.status().get("node", {}).get("id", "") for node in self._pair}
+        both = {node.name for node in self._pair}
+        for node in self._pair:
+            printed = [] if node.agent is None else node.agent.printed(since=since)
+            for banned in find_bans("\n".join(printed), ids.values()):
+                yield f"{node.name} has banned {banned}"
+            alone = [op for op in list(node.life.ops.values()) if set(op.names) != both]
+            if alone:
+                yield f"{node.name} has done {len(alone)} ops without the other"
 
 
 def last_words(process: Process) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 
 import numpy as np
+import psutil
 import pytest
 import trio
 from trio.testing import MockClock
@@ -20,22 +21,27 @@ from pmesh.agent.mesh import bans
 from pmesh.agent.mesh.links import Link
 from pmesh.core.values import Terms
 from pmesh.core.views.limits import TOLERATED
-from pmesh.ids import TrainerId
+from pmesh.ids import NodeId, TrainerId
 from pmesh.paths import socket_path
 from tests.worlds.trainer import OpError, RefusedError, Trainer, together, until
-from tests.worlds.village import Machine, Village, village
+from tests.worlds.village import MESH, Machine, Village, village
 from tests.worlds.village_ops import kinds_of_events, machine_of
 from tools.fuzz.agent import SHORT_BAN_S, lying
 from tools.fuzz.agent import new_liar as new_lying_member
 from tools.fuzz.liar import Liar
+from tools.fuzz.outsider import ACTIONS, Attack
 from tools.fuzz.trainer import lie_to_agent
 from tools.fuzz.trainer import new_liar as new_lying_trainer
 
 FIRST, _, LAST = os.environ.get("PMESH_FUZZ_SEEDS", "0-3").partition("-")
-SEEDS = range(int(FIRST), int(LAST or FIRST) + 1)
+FIRST_SEED = int(FIRST)
+SEEDS = range(FIRST_SEED, int(LAST or FIRST) + 1)
 LIES_FOR_S = 20.0
+LIVES = 4  # of the member that is somebody else each time
 OP_EVERY_S = 0.1
 TERMS = (Terms(), Terms(quorum="majority"))
+REST_S = 5.0
+SPARE_DESCRIPTORS = 2
 INTERRUPTS_EVERY_S = 0.3
 BEGINS_EVERY_S = 0.5
 LARGEST_TABLE = TOLERATED  # of an agent that knows three
@@ -179,3 +185,49 @@ async def test_a_lying_trainer_harms_no_other_job(clock: MockClock, seed: int) -
             await until(lambda: all(len(t.ops) > LIES_FOR_S / OP_EVERY_S for t in trainings))
             assert [t.error for t in trainings] == ["", ""]
             await check_that_all_is_well(here, here.machines)
+
+
+@contextmanager
+def noting_bans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NodeId]]:
+    """Whom the agents ban meanwhile."""
+    banned = list[NodeId]()
+    add = bans.Bans.add
+
+    def note(self: bans.Bans, node: NodeId, *, now: float) -> None:
+        banned.append(node)
+        add(self, node, now=now)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bans.Bans, "add", note)
+        yield banned
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+async def test_a_member_without_a_seat_parts_nobody_and_leaves_nothing_behind(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    async with village(clock, 2) as here:
+        trainings = [Training(t, t.rank + 1.0) for t in await here.job(*here.machines)]
+        gave = {t.trainer.id: t.gives for t in trainings}
+        for training in trainings:
+            here.nursery.start_soon(training.run, gave)
+        await trio.sleep(1)
+        before = psutil.Process().num_fds()
+        links = [dict(machine.agent.peers.links) for machine in here.machines]
+        doors = tuple(machine.address for machine in here.machines)
+        with noting_bans(monkeypatch) as banned:
+            await Attack(
+                doors=doors,
+                mesh_key=MESH,
+                liar=new_lying_member(FIRST_SEED),
+                actions=(action,),
+                lives=LIVES,
+            ).run()
+        assert not {machine.key.node for machine in here.machines} & set(banned)
+        for machine, had in zip(here.machines, links, strict=True):
+            assert had.items() <= machine.agent.peers.links.items(), "their link has ended"
+        assert {len(ids) for t in trainings for ids in t.ops.values()} == {2}
+        await trio.sleep(REST_S)
+        assert psutil.Process().num_fds() <= before + SPARE_DESCRIPTORS
+        assert [t.error for t in trainings] == ["", ""]
+        await check_that_all_is_well(here, here.machines)

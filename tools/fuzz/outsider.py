@@ -1,0 +1,335 @@
+"""A member outside of all views: it links with the agents, and sends them anything at full pace.
+
+    $ PMESH_KEY=... python -m tools.fuzz.outsider '{"peers": [["127.0.0.1", 7777]], "seed": 7}'
+
+Who is refused comes back under another node key, which a holder of the mesh key can make at will.
+Each of its lives has a name, perhaps another machine's, does a few of the `ACTIONS`, and leaves.
+What it needs for lanes, it opens, and holds until it leaves: what stays then, is a finding.
+"""
+
+import contextlib
+import math
+import os
+import resource
+import sys
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path as File
+from random import Random
+from typing import Any
+
+import msgspec
+import trio
+from msgspec.structs import replace
+
+from pmesh.core.identity.certificates import issue_credentials
+from pmesh.core.identity.keys import MeshKey, NodeKey, mesh_key_from_text
+from pmesh.core.links.delivery import pack
+from pmesh.core.wire.launches import (
+    BeginRanks,
+    Command,
+    LaunchTerms,
+    PrepareLaunch,
+    RankOutput,
+    RankPart,
+    Variable,
+)
+from pmesh.core.wire.link import (
+    MAX_MESSAGE_BYTES,
+    MAX_STORE_PART_BYTES,
+    PROTOCOL_VERSION,
+    Address,
+    Heartbeat,
+    Hello,
+    KnownPeers,
+    Leaving,
+    OfferLane,
+    Relay,
+    Splice,
+    StorePart,
+)
+from pmesh.core.wire.records import Preamble, encode_preamble
+from pmesh.errors import PmeshError
+from pmesh.ids import Epoch, Incarnation, JobName, Member, TrainerId
+from pmesh.net.lanes.opening import dial_lane
+from pmesh.net.links.path import Path, shake_hands
+from pmesh.net.links.tls import TlsContexts
+from tools.fuzz.agent import ROOM, accepts, new_liar
+from tools.fuzz.corpus import Recorder
+from tools.fuzz.large import fill
+from tools.fuzz.liar import Liar
+
+LIVES_AT_ONCE = 3
+MOST_ACTIONS = 6  # of one life
+LARGEST_OF = 12
+BEAT_S = 0.2
+LONGEST_LIFE_S = 30.0
+PAUSE_S = 0.5  # after a life that nobody let begin
+UNSENT_BYTES = 1 << 20  # on one link, until some was taken: a link takes 4 MiB
+MANY_LANES, MANY_SPLICES, MANY_MESSAGES = 300, 40, 1000
+NAMES = ("liar", "mac-1", "honest-1", "[/bold] mac", "[link=http://x]y", "mac-1 (abcd)", "x" * 64)
+FORBIDDEN = ("LD_PRELOAD", "PYTHONHOME", "PMESH_HOME", "BASH_ENV")
+GONE = (trio.BrokenResourceError, trio.ClosedResourceError, trio.EndOfChannel, OSError, PmeshError)
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    peers: tuple[Address, ...]
+    """The doors of the agents."""
+    seed: int
+    log: str = ""
+    """The file into which the lies go, each time once."""
+    actions: tuple[str, ...] = ()
+    """Of `ACTIONS`, what it does only; all of them if there are none."""
+
+
+def hello_of(key: NodeKey, name: str) -> Hello:
+    """As an honest member of this name says it."""
+    return Hello(PROTOCOL_VERSION, Member(key.node, Incarnation(1)), name)
+
+
+def largest_hello(dice: Random) -> Hello:
+    """One that can't be a byte larger, if a few attempts come to that."""
+    small = hello_of(NodeKey.from_seed(dice.randbytes(32)), "liar")
+    tries = [fill(small, dice, accepts, room=MAX_MESSAGE_BYTES) for _ in range(LARGEST_OF)]
+    largest: Hello = max(tries, key=lambda hello: len(msgspec.msgpack.encode(hello)))
+    return largest
+
+
+@dataclass(eq=False)
+class Life:
+    """One node key's, from its links to its leave."""
+
+    dice: Random
+    liar: Liar
+    hello: Hello
+    links: list[Path]
+    doors: tuple[Address, ...]
+    tell: Callable[[Any], None]
+    held: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+    """What closes the connections that it holds."""
+
+    async def send(self, messages: Iterable[Any]) -> None:
+        """To all of its links, as fast as they take it."""
+        for message in messages:
+            data = pack(0, 0, msgspec.msgpack.encode(message))
+            for link in self.links:
+                link.send_packet(data)
+            while any(link._queued_bytes > UNSENT_BYTES for link in self.links):  # noqa: ASYNC110, SLF001 - a path tells nobody
+                await trio.sleep(0.001)
+        await trio.lowlevel.checkpoint()
+
+    def some(self, nbytes: int = 16) -> bytes:
+        return self.dice.randbytes(nbytes)
+
+    @property
+    def others(self) -> list[Member]:
+        """Those at the other ends of its links."""
+        return [link.peer.member for link in self.links]
+
+    @property
+    def epoch(self) -> Epoch:
+        me = self.hello.member
+        return Epoch(1, me.node, me.incarnation)
+
+    @property
+    def beat(self) -> Heartbeat:
+        """It has a view of its own, of which it is the only member."""
+        at = self.epoch
+        return Heartbeat(at, at, flushed=False, acting=True, needs_epoch=False, heard={})
+
+
+async def lie(life: Life) -> None:
+    """Changed and invented messages of all kinds, large ones and thousands of one."""
+    for _ in range(life.dice.choice((1, 10, 100))):
+        said = life.liar.anything()
+        for message in {id(message): message for message in said}.values():
+            life.tell(message)
+        await life.send(said)
+
+
+async def name_many(life: Life) -> None:
+    """The largest Hello about itself, and as many others as fit; see `_live`, too."""
+    me = replace(life.hello, addresses=life.doors, interfaces=())
+    await life.send([fill(KnownPeers((me,)), life.dice, accepts, room=ROOM)] * 20)
+
+
+async def offer_lanes(life: Life) -> None:
+    """Lanes of a job that does not exist: opened, and never used."""
+    several, dial = life.dice.random() < 0.5, life.dice.random() < 0.2  # noqa: PLR2004
+    for _ in range(MANY_LANES):
+        offer = OfferLane(
+            lane=life.some(),
+            job=JobName("nobody's"),
+            born=life.epoch,
+            number=1 + life.dice.randrange(1000),
+            sender=TrainerId(life.dice.randrange(1000)),
+            receiver=TrainerId(life.dice.randrange(1000)),
+            key=life.some(32),
+            return_key=life.some(32),
+            op=life.dice.choice((-1, -2, 0, 5)),
+            dial=dial,
+            several=several,
+        )
+        await life.send([offer])
+        for index in range(0 if dial else 1 + 2 * several):
+            await _open_lane(life, offer, index)
+
+
+async def _open_lane(life: Life, offer: OfferLane, index: int) -> None:
+    with contextlib.suppress(*GONE), trio.move_on_after(1):
+        door = life.dice.choice(life.doors)
+        stream = await trio.open_tcp_stream(door.host, door.port)
+        life.held.append((await dial_lane(stream, offer, peer="it", index=index)).close)
+
+
+async def splice(life: Life) -> None:
+    """Connections that one agent continues to another, held open."""
+    for _ in range(MANY_SPLICES):
+        ticket, far = life.some(), life.dice.choice(life.others)
+        await life.send([Splice(ticket, far, dial=life.dice.random() < 0.2)])  # noqa: PLR2004
+        with contextlib.suppress(*GONE), trio.move_on_after(1):
+            door = life.dice.choice(life.doors)
+            stream = await trio.open_tcp_stream(door.host, door.port)
+            life.held.append(stream.socket.close)
+            await stream.send_all(encode_preamble(Preamble(ticket)))
+
+
+async def relay(life: Life) -> None:
+    """Relayed connections that nobody reads."""
+    for number in range(16):
+        far = life.dice.choice(life.others).node
+        await life.send([Relay(far, number, to_forward=True, data=life.some(8192))] * 8)
+
+
+async def write_to_stores(life: Life) -> None:
+    """Parts of stores of jobs and rosters that nobody knows, and of such as it has heard of."""
+    for number in range(MANY_MESSAGES):
+        job = JobName(life.dice.choice(("honest", "shared", f"nobody's {number}")))
+        data = bytes(life.dice.choice((0, 8, MAX_STORE_PART_BYTES)))
+        await life.send([StorePart(job, life.dice.getrandbits(61), 0, 0, data)])
+
+
+async def launch(life: Life) -> None:
+    """Commands with variables that nobody may set; output of launches that nobody has begun."""
+    for _ in range(20):
+        number = f"{life.dice.getrandbits(48):012x}"
+        nodes = tuple(member.node for member in life.others)
+        command = Command((sys.executable, "-c", "pass"), "~/", (Variable("LD_PRELOAD", "/x"),))
+        asks = PrepareLaunch(number, JobName("x"), command, LaunchTerms(), 0, nodes, (), 1)
+        variables = tuple(Variable(name, "/x") for name in FORBIDDEN)
+        await life.send([asks, BeginRanks(number, 0, (RankPart(0, variables),))])
+        await life.send(RankOutput(number, 0, bytes(32 * 1024)) for _ in range(10))
+
+
+ACTIONS: dict[str, Callable[[Life], Awaitable[None]]] = {
+    action.__name__: action
+    for action in (lie, name_many, offer_lanes, splice, relay, write_to_stores, launch)
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    """What all lives have in common."""
+
+    doors: tuple[Address, ...]
+    """Of the agents."""
+    mesh_key: MeshKey
+    liar: Liar
+    actions: tuple[str, ...] = tuple(ACTIONS)
+    lives: float = math.inf
+    """How many."""
+    tell: Callable[[Any], None] = lambda _: None
+    """Called with each lie before it is sent."""
+
+    async def run(self) -> None:
+        """Live again and again, a few at a time, until cancelled or all lives are over."""
+        large, left = largest_hello(self.liar.dice), self.lives
+
+        async def go_on() -> None:
+            nonlocal left
+            while left > 0:
+                left -= 1
+                began = trio.current_time()
+                with trio.move_on_after(LONGEST_LIFE_S):
+                    await _live(self, large)
+                if trio.current_time() < began + PAUSE_S:
+                    await trio.sleep(PAUSE_S)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(LIVES_AT_ONCE):
+                nursery.start_soon(go_on)
+
+
+async def _live(attack: Attack, large: Hello) -> None:
+    dice = attack.liar.dice
+    key = NodeKey.from_seed(dice.randbytes(32))
+    hello = hello_of(key, dice.choice(NAMES))
+    if name_many.__name__ in attack.actions and dice.random() < 0.5:  # noqa: PLR2004
+        own = hello_of(key, large.name)
+        hello = replace(own, addresses=large.addresses, interfaces=large.interfaces)
+    life = Life(dice, attack.liar, hello, [], attack.doors, attack.tell)
+    actions = [ACTIONS[name] for name in attack.actions]
+    contexts = TlsContexts.of(issue_credentials(attack.mesh_key, key))
+    async with trio.open_nursery() as nursery:
+        try:
+            with contextlib.suppress(*GONE):
+                await _link_with_all(life, contexts, nursery)
+                life.liar.hear(life.beat)
+                nursery.start_soon(_beat, life)
+                await trio.sleep(3 * BEAT_S * dice.random())
+                for action in dice.choices(actions, k=dice.randrange(1, MOST_ACTIONS)):
+                    await action(life)
+                await life.send([Leaving()] * (dice.random() < 0.5))  # noqa: PLR2004
+        finally:
+            _let_go(life)
+            nursery.cancel_scope.cancel()
+
+
+async def _link_with_all(life: Life, contexts: TlsContexts, nursery: trio.Nursery) -> None:
+    for door in life.doors:
+        stream = await trio.open_tcp_stream(door.host, door.port)
+        link = await shake_hands(
+            stream, contexts=contexts, server_side=False, hello=lambda _: life.hello
+        )
+        life.links.append(link)
+        nursery.start_soon(link.run_writer)
+        nursery.start_soon(_listen, link, life.liar, nursery.cancel_scope)
+
+
+def _let_go(life: Life) -> None:
+    """Close all connections, without a goodbye."""
+    for close in life.held:
+        close()
+    for link in life.links:
+        link._wire.stream.socket.close()  # type: ignore[attr-defined] # noqa: SLF001 - TCP's
+
+
+async def _listen(link: Path, liar: Liar, life: trio.CancelScope) -> None:
+    """Learn from what it is told; when one agent has refused it, that life is over."""
+    with contextlib.suppress(*GONE):
+        while True:
+            liar.hear((await link.receive()).message)
+    life.cancel()
+
+
+async def _beat(life: Life) -> None:
+    while True:
+        await life.send([life.beat])
+        await trio.sleep(BEAT_S)
+
+
+async def _main(order: Order) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 8192), most))
+    attack = Attack(
+        doors=order.peers,
+        mesh_key=mesh_key_from_text(os.environ["PMESH_KEY"]),
+        liar=new_liar(order.seed),
+        actions=order.actions or tuple(ACTIONS),
+        tell=Recorder(File(order.log)) if order.log else lambda _: None,
+    )
+    await attack.run()
+
+
+if __name__ == "__main__":
+    trio.run(_main, msgspec.json.decode(sys.argv[1], type=Order))

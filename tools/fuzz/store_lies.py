@@ -1,0 +1,93 @@
+"""What a rank's machine says to the other copies of its job's store, beside the truth.
+
+It goes behind what an honest agent has to say on the same stream (`pmesh.core.store.pipe`), so it
+arrives in order and is read as that agent's.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, get_args
+
+import msgspec
+from msgspec import inspect
+
+from pmesh.core.store.pipe import Part, Pipe
+from pmesh.core.wire.framing import frame
+from pmesh.core.wire.store import (
+    MAX_COMMAND_BYTES,
+    Answered,
+    Ask,
+    CopyBegins,
+    CopyEnds,
+    Get,
+    GiveUp,
+    Keys,
+    Set,
+    StoreMessage,
+    decode_message_untrusted,
+)
+from tools.fuzz.liar import Liar
+from tools.fuzz.parts import children, example
+
+SHARE = 0.1  # of the turns in which the stream is looked at
+MOST_UNREAD_BYTES = 256 * 1024
+MANY_KEYS, MANY_QUESTIONS, MANY_CALLS = 30_000, 1500, 30_000
+HIGHEST = 2**62
+
+
+def new_store_liar(seed: int) -> Liar:
+    """One that speaks to other copies."""
+    return Liar(
+        seed,
+        get_args(StoreMessage),
+        lambda m: decode_message_untrusted(msgspec.msgpack.encode(m)),
+        room=MAX_COMMAND_BYTES,
+    )
+
+
+def highest(kind: type) -> Any:  # noqa: ANN401 - of that kind
+    """A message of this kind whose numbers are as high as they may be."""
+    message = example(inspect.type_info(kind), new_store_liar(0).dice)
+    numbers = {name: HIGHEST for name, part in children(message) if isinstance(part, int)}
+    return msgspec.structs.replace(message, **numbers)
+
+
+def sequences(last: Answered) -> tuple[Callable[[], list[Any]], ...]:
+    """What is harmless once: of the calls of a rank to which this was the last answer."""
+    trainer, call = last.trainer, last.call
+
+    def ask(number: int, command: Any) -> Ask:  # noqa: ANN401 - any command
+        return Ask(trainer, call + number, call, command)
+
+    return (
+        lambda: [highest(CopyBegins), highest(CopyEnds)],
+        lambda: [ask(n, Set(f"key {n}", b"")) for n in range(1, MANY_KEYS)],
+        lambda: [ask(n, Keys("")) for n in range(1, MANY_QUESTIONS)],
+        lambda: [ask(n, Get("never")) for n in range(1, MANY_CALLS)],
+        lambda: [GiveUp(trainer, call + n) for n in range(1, MANY_CALLS)],
+    )
+
+
+def lie_about_stores(liar: Liar, begun: Callable[[], bool]) -> None:
+    """From now on, in all jobs of which a rank runs here, once it has begun."""
+    parts, receive = Pipe.parts, Pipe.receive_untrusted
+    last: list[Answered] = []
+
+    @wraps(receive)
+    def listen(pipe: Pipe, part: Part, *, now: float) -> Iterator[StoreMessage]:
+        for message in receive(pipe, part, now=now):
+            liar.hear(message)
+            if isinstance(message, Answered):
+                last[:] = [message]
+            yield message
+
+    @wraps(parts)
+    def say(pipe: Pipe, *, now: float) -> Iterator[Part]:
+        kept = pipe._kept  # noqa: SLF001 - what is said next goes there
+        if begun() and last and len(kept) < MOST_UNREAD_BYTES and liar.dice.random() < SHARE:
+            said = liar.dice.choice((liar.anything, liar.anything, *sequences(*last)))()
+            kept += b"".join(frame(msgspec.msgpack.encode(message)) for message in said)
+        return parts(pipe, now=now)
+
+    setattr(Pipe, "receive_untrusted", listen)  # noqa: B010 - a type checker would not have it
+    setattr(Pipe, "parts", say)  # noqa: B010
