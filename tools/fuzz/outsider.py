@@ -24,14 +24,15 @@ from msgspec.structs import replace
 
 from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import MeshKey, NodeKey, mesh_key_from_text
+from pmesh.core.identity.names import sign_name
 from pmesh.core.links.delivery import pack
 from pmesh.core.wire.launches import (
     BeginRanks,
     Command,
     LaunchTerms,
     PrepareLaunch,
+    RankGroup,
     RankOutput,
-    RankPart,
     Variable,
 )
 from pmesh.core.wire.link import (
@@ -50,7 +51,7 @@ from pmesh.core.wire.link import (
 )
 from pmesh.core.wire.records import Preamble, encode_preamble
 from pmesh.errors import PmeshError
-from pmesh.ids import Epoch, Incarnation, JobName, Member, TrainerId
+from pmesh.ids import Epoch, Incarnation, JobName, Member, TrainerId, path_name
 from pmesh.net.lanes.opening import dial_lane
 from pmesh.net.links.path import Path, shake_hands
 from pmesh.net.links.tls import TlsContexts
@@ -84,7 +85,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 def hello_of(key: NodeKey, name: str) -> Hello:
     """As an honest member of this name says it."""
-    return Hello(PROTOCOL_VERSION, Member(key.node, Incarnation(1)), name)
+    me = Member(key.node, Incarnation(1))
+    return Hello(PROTOCOL_VERSION, me, sign_name(key, me, name))
 
 
 def largest_hello(dice: Random) -> Hello:
@@ -212,12 +214,13 @@ async def write_to_stores(life: Life) -> None:
 async def launch(life: Life) -> None:
     """Commands with variables that nobody may set; output of launches that nobody has begun."""
     for _ in range(20):
-        number = f"{life.dice.getrandbits(48):012x}"
+        number = path_name(f"{life.dice.getrandbits(48):012x}")
         nodes = tuple(member.node for member in life.others)
-        command = Command((sys.executable, "-c", "pass"), "~/", (Variable("LD_PRELOAD", "/x"),))
+        command = Command(
+            (sys.executable, "-c", "pass"), "~/", (Variable(life.dice.choice(FORBIDDEN), "/x"),)
+        )
         asks = PrepareLaunch(number, JobName("x"), command, LaunchTerms(), 0, nodes, (), 1)
-        variables = tuple(Variable(name, "/x") for name in FORBIDDEN)
-        await life.send([asks, BeginRanks(number, 0, (RankPart(0, variables),))])
+        await life.send([asks, BeginRanks(number, 0, 0, (RankGroup(1),))])
         await life.send(RankOutput(number, 0, bytes(32 * 1024)) for _ in range(10))
 
 

@@ -19,10 +19,13 @@ from trio.testing import MockClock
 
 from pmesh.agent.mesh import bans
 from pmesh.agent.mesh.links import Link
+from pmesh.core.store.pipe import Pipe
 from pmesh.core.values import Terms
 from pmesh.core.views.limits import TOLERATED
+from pmesh.core.wire.store import Answer, Answered, Set
 from pmesh.ids import NodeId, TrainerId
 from pmesh.paths import socket_path
+from tests.worlds.store_connection import StoreConnection
 from tests.worlds.trainer import OpError, RefusedError, Trainer, together, until
 from tests.worlds.village import MESH, Machine, Village, village
 from tests.worlds.village_ops import kinds_of_events, machine_of
@@ -30,6 +33,7 @@ from tools.fuzz.agent import SHORT_BAN_S, lying
 from tools.fuzz.agent import new_liar as new_lying_member
 from tools.fuzz.liar import Liar
 from tools.fuzz.outsider import ACTIONS, Attack
+from tools.fuzz.store_lies import lie_about_stores, new_store_liar, sequences
 from tools.fuzz.trainer import lie_to_agent
 from tools.fuzz.trainer import new_liar as new_lying_trainer
 
@@ -37,6 +41,7 @@ FIRST, _, LAST = os.environ.get("PMESH_FUZZ_SEEDS", "0-3").partition("-")
 FIRST_SEED = int(FIRST)
 SEEDS = range(FIRST_SEED, int(LAST or FIRST) + 1)
 LIES_FOR_S = 20.0
+STORE_CALLS = 5
 LIVES = 4  # of the member that is somebody else each time
 OP_EVERY_S = 0.1
 TERMS = (Terms(), Terms(quorum="majority"))
@@ -231,3 +236,43 @@ async def test_a_member_without_a_seat_parts_nobody_and_leaves_nothing_behind(
         assert psutil.Process().num_fds() <= before + SPARE_DESCRIPTORS
         assert [t.error for t in trainings] == ["", ""]
         await check_that_all_is_well(here, here.machines)
+
+
+@pytest.mark.parametrize("sequence", sequences(Answered(TrainerId(0), 0, Answer())))
+async def test_what_a_rank_says_about_its_jobs_store_does_not_touch_another_job(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, sequence: str
+) -> None:
+    liar, begun = new_store_liar(FIRST_SEED), list[bool]()
+
+    async with village(clock, 3) as here:
+        *honest, hostile = here.machines
+
+        def is_his(pipe: Pipe) -> bool:
+            stores = hostile.agent.stores._stores.values()  # noqa: SLF001 - which pipes are its own
+            return any(pipe is own for store in stores for own in store._pipes.values())  # noqa: SLF001
+
+        for name in ("parts", "receive_untrusted"):
+            monkeypatch.setattr(Pipe, name, getattr(Pipe, name))  # so that it is put back
+        lie_about_stores(liar, lambda: bool(begun), on=is_his, only=sequence)
+        trainings = [Training(t, t.rank + 1.0) for t in await here.job(*honest)]
+        gave = {t.trainer.id: t.gives for t in trainings}
+        for training in trainings:
+            here.nursery.start_soon(training.run, gave)
+        sharing = await here.job(*here.machines, name="shared")
+        stores = [
+            await StoreConnection.attach(here, machine_of(here, t), t, job="shared")
+            for t in sharing
+        ]
+        for store in stores:
+            await store.ask(Set("key", b"value"))
+        with noting_bans(monkeypatch) as banned:
+            begun.append(True)
+            for _ in range(STORE_CALLS):
+                for store in stores:  # what comes of it may be spoiled
+                    await store.begin(Set("key", b"value"), timeout_s=1.0)
+                await trio.sleep(1)
+        assert not {machine.key.node for machine in honest} & set(banned)
+        await hostile.kill()
+        assert {len(ids) for t in trainings for ids in t.ops.values()} == {2}
+        assert [t.error for t in trainings] == ["", ""]
+        await check_that_all_is_well(here, honest)
