@@ -66,7 +66,7 @@ def example(  # noqa: C901, PLR0911, PLR0912 - one arm for each kind of type
         case inspect.FloatType():
             return dice.choice((0.5, 5.0))
         case inspect.StrType(min_length=shortest, max_length=longest, pattern=pattern):
-            texts = ["x" * (shortest or dice.randrange(2)), "x", *("0" * n for n in DIGITS)]
+            texts = ["x" * (shortest or dice.randrange(2)), "x", *("0" * n for n in DIGITS), *HOSTS]
             if wide:
                 texts.insert(0, f"{dice.getrandbits(64):016x}".ljust(longest or 16, "x")[:longest])
             return next(text for text in texts if re.search(pattern or "", text))
