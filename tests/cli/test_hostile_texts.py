@@ -74,7 +74,7 @@ def replies_to(request: object) -> list[Reply]:
             way = WayTried(interface=EVIL, remote=EVIL, kind=EVIL, why_not=EVIL)
             return [way, Pinged(interface=EVIL, remote=EVIL, why=EVIL)]
         case AskLaunches():
-            return [Launches((row,))]
+            return [Launches((row,)), Launches(())]
         case Launch() | FollowLaunch():
             began = LaunchBegan("l", "j", (EVIL, "mac"), (1, 1), (EVIL, EVIL))
             sends = [LaunchSends((FilesSent(EVIL, 1, 2),))] * isinstance(request, Launch)
@@ -118,7 +118,7 @@ COMMANDS: dict[str, tuple[int, str]] = {
     "logs 1234": (1, "m�]0;you"),
     "run --on all -- true": (1, "m�]0;you"),
     "run --on all --sync -- python train.py": (2, "m�]0;you"),
-    "allow run --member nobody": (1, f"there are mac-1, {SHOWN}, "),
+    "allow run --member nobody": (1, f"UsageError: {SHOWN}"),
 }
 
 

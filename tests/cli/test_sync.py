@@ -155,7 +155,7 @@ def test_a_mesh_key_is_not_sent_wherever_it_is(root: Path, home: Path) -> None:
     write(root, "train.py", "pmesh-notes.txt", text="pmesh-is-here")
     (root / "not-text").write_bytes(b"\xff")
     assert len(sent(root, home)) == 3
-    write(root, "keys/shared", text=f"{mesh_key_text(MeshKey(bytes(32)))}\n")
+    write(root, "keys/shared", text=f"{mesh_key_text(MeshKey(bytes(range(32))))}\n")
     with pytest.raises(ConfigError, match="'keys/shared' is a mesh key, which --sync never sends"):
         sent(root, home)
 

@@ -241,9 +241,10 @@ class _Trainer:
         self, waiter: WaitingTrainer, timeout_s: float, *, begins: bool
     ) -> Verdict | None:
         began, said = trio.current_time(), 0
+        deadline = began + timeout_s  # a sum: what is left may be too little to make a difference
         while waiter.rank is None and not self._session.trainer_gone():
             now = trio.current_time()
-            if now - began >= timeout_s:
+            if now >= deadline:
                 return Verdict("NotEnoughRanks", self._too_few(waiter, timeout_s))
             if self._jobs.runs_without_sync(self._job):
                 return Verdict("JobRunning", _never_syncs(self._job))
@@ -255,7 +256,7 @@ class _Trainer:
                 said = math.floor((now - began) / SAY_OF_JOB_EVERY_S)
                 facts = tuple(self._describe_wait(waiter))
                 await self._session.send(StillWaiting(ENTERS, now - began, facts))
-            with trio.move_on_after(min(POLL_S, began + timeout_s - now)):
+            with trio.move_on_at(min(now + POLL_S, deadline)):
                 await waiter.joined.wait()
         return None
 
