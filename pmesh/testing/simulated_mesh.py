@@ -131,8 +131,8 @@ def agent_in_a_thread(home: Path) -> Generator[None]:
         token = trio.lowlevel.current_trio_token()
         with trio.CancelScope() as scope:
 
-            def announce(_: str) -> None:
-                if not up.done():
+            def announce(text: str) -> None:
+                if "is up" in text and not up.done():
                     up.set_result(lambda: token.run_sync_soon(scope.cancel))
 
             await run_agent(settings, mesh_key, node_key, announce)
