@@ -6,6 +6,7 @@ arrives in order and is read as that agent's.
 
 from collections.abc import Callable, Iterator
 from functools import wraps
+from random import Random
 from typing import Any, get_args
 
 import msgspec
@@ -15,10 +16,12 @@ from pmesh.core.store.pipe import Part, Pipe
 from pmesh.core.wire.framing import frame
 from pmesh.core.wire.store import (
     MAX_COMMAND_BYTES,
+    NO_COPY,
     Answered,
     Ask,
     CopyBegins,
     CopyEnds,
+    Fetch,
     Get,
     GiveUp,
     Keys,
@@ -47,29 +50,61 @@ def new_store_liar(seed: int) -> Liar:
 
 def highest(kind: type) -> Any:  # noqa: ANN401 - of that kind
     """A message of this kind whose numbers are as high as they may be."""
-    message = example(inspect.type_info(kind), new_store_liar(0).dice)
-    numbers = {name: HIGHEST for name, part in children(message) if isinstance(part, int)}
+    return _with_numbers(kind, HIGHEST)
+
+
+def lowest(kind: type) -> Any:  # noqa: ANN401 - of that kind
+    return _with_numbers(kind, NO_COPY)
+
+
+def _with_numbers(kind: type, number: int) -> Any:  # noqa: ANN401
+    message = example(inspect.type_info(kind), Random(0))  # noqa: S311 - no secret
+    numbers = {name: number for name, part in children(message) if isinstance(part, int)}
     return msgspec.structs.replace(message, **numbers)
 
 
-def sequences(last: Answered) -> tuple[Callable[[], list[Any]], ...]:
+def sequences(last: Answered) -> dict[str, Callable[[], list[Any]]]:
     """What is harmless once: of the calls of a rank to which this was the last answer."""
     trainer, call = last.trainer, last.call
 
     def ask(number: int, command: Any) -> Ask:  # noqa: ANN401 - any command
-        return Ask(trainer, call + number, call, command)
+        known = {"trainer": trainer, "call": call + number, "open_from": call, "command": command}
+        return Ask(**{name: known[name] for name in Ask.__struct_fields__})
 
-    return (
-        lambda: [highest(CopyBegins), highest(CopyEnds)],
-        lambda: [ask(n, Set(f"key {n}", b"")) for n in range(1, MANY_KEYS)],
-        lambda: [ask(n, Keys("")) for n in range(1, MANY_QUESTIONS)],
-        lambda: [ask(n, Get("never")) for n in range(1, MANY_CALLS)],
-        lambda: [GiveUp(trainer, call + n) for n in range(1, MANY_CALLS)],
-    )
+    def set_many() -> list[Any]:
+        return [ask(n, Set(f"key {n}", b"")) for n in range(1, MANY_KEYS)]
+
+    def wait_many() -> list[Any]:
+        return [ask(n, Get("never")) for n in range(1, MANY_CALLS)]
+
+    return {
+        "a copy at the highest position": lambda: [highest(CopyBegins), highest(CopyEnds)],
+        "the highest numbers": lambda: [highest(k) for k in get_args(StoreMessage)],
+        "a copy again and again": lambda: [highest(Fetch)] * 1000 + [lowest(Fetch)] * 1000,
+        "many keys": lambda: [*set_many(), *[ask(n, Keys("")) for n in range(1, MANY_QUESTIONS)]],
+        "many that wait": wait_many,
+        "many that give up": lambda: [
+            *wait_many(),
+            *[GiveUp(trainer, call + n) for n in range(1, MANY_CALLS)],
+        ],
+    }
 
 
-def lie_about_stores(liar: Liar, begun: Callable[[], bool]) -> None:
-    """From now on, in all jobs of which a rank runs here, once it has begun."""
+def lie_about_stores(
+    liar: Liar,
+    begun: Callable[[], bool],
+    *,
+    on: Callable[[Pipe], bool] = lambda _: True,
+    only: str = "",
+) -> None:
+    """From now on, in all jobs of which a rank runs here.
+
+    Args:
+        liar: Decides what is said.
+        begun: Whether it lies by now.
+        on: Whether the stream is its own; all of the process, if nothing else is said.
+        only: The one of `sequences` that it says; "" for all, and any messages.
+    """
     parts, receive = Pipe.parts, Pipe.receive_untrusted
     last: list[Answered] = []
 
@@ -77,15 +112,23 @@ def lie_about_stores(liar: Liar, begun: Callable[[], bool]) -> None:
     def listen(pipe: Pipe, part: Part, *, now: float) -> Iterator[StoreMessage]:
         for message in receive(pipe, part, now=now):
             liar.hear(message)
-            if isinstance(message, Answered):
+            if isinstance(message, Answered) and on(pipe):
                 last[:] = [message]
             yield message
 
     @wraps(parts)
     def say(pipe: Pipe, *, now: float) -> Iterator[Part]:
         kept = pipe._kept  # noqa: SLF001 - what is said next goes there
-        if begun() and last and len(kept) < MOST_UNREAD_BYTES and liar.dice.random() < SHARE:
-            said = liar.dice.choice((liar.anything, liar.anything, *sequences(*last)))()
+        if (
+            begun()
+            and on(pipe)
+            and last
+            and len(kept) < MOST_UNREAD_BYTES
+            and liar.dice.random() < SHARE
+        ):
+            known = sequences(*last)
+            choice = [known[only]] if only else [liar.anything, *known.values()]
+            said = liar.dice.choice(choice)()
             kept += b"".join(frame(msgspec.msgpack.encode(message)) for message in said)
         return parts(pipe, now=now)
 
