@@ -166,7 +166,8 @@ class Silent(Life):
 @pytest.mark.parametrize("action", ACTIONS)
 async def test_each_action_of_a_member_without_a_seat_is_taken_for_a_members(action: str) -> None:
     nobody = Address("127.0.0.1", 1)
-    life = Silent(new_dice(1), new_liar(1), PEERS.peers[0], [], (nobody,), lambda _: None)
+    hello = PEERS.peers[0]
+    life = Silent(new_dice(1), new_liar(1), hello, hello, [], (nobody,), lambda _: None)
     life.liar.hear(life.beat)
 
     for _ in range(2):

@@ -17,12 +17,14 @@ from typing import Any, get_args
 
 import msgspec
 import trio
+from msgspec.structs import replace
 
 from pmesh.agent.home import load_node_key, open_home
 from pmesh.agent.mesh import bans
 from pmesh.agent.mesh.links import Link
 from pmesh.cli import main
 from pmesh.core.links.delivery import PREFIX_BYTES, Packet
+from pmesh.core.values import View
 from pmesh.core.wire.launches import (
     MAX_OUTPUT_BYTES,
     LaunchPrepared,
@@ -31,13 +33,16 @@ from pmesh.core.wire.launches import (
 )
 from pmesh.core.wire.link import (
     MAX_MESSAGE_BYTES,
+    Commit,
     Heartbeat,
     LinkMessage,
     PathMessage,
+    TellView,
     decode_untrusted,
 )
 from pmesh.errors import ProtocolError
 from pmesh.ids import NodeId, node_text
+from tools.fuzz.claims import choose_claims
 from tools.fuzz.corpus import Recorder, load
 from tools.fuzz.liar import Liar
 from tools.fuzz.store_lies import lie_about_stores, new_store_liar
@@ -67,6 +72,7 @@ class Steps(trio.abc.Instrument):
             print(f"{LONG_STEP} {took_s:.3f} s: {task}", file=sys.stderr, flush=True)
 
 
+CLAIMS = 0.02  # of the heartbeats
 BANNED = "banned "  # and the node id
 LIES_OF_OUTPUT = 4000  # messages of 32 KiB, that many with each heartbeat:
 OUTPUT_AT_ONCE = 32
@@ -106,6 +112,14 @@ def new_liar(seed: int) -> Liar:
     return Liar(seed, get_args(LinkMessage), receive_untrusted, room=ROOM)
 
 
+def insist_on_claims(liar: Liar, beat: Heartbeat, view: View, link: Link) -> None:
+    """Let it say of itself as much as anybody takes."""
+    node = next(iter(link.paths.values())).path.ours.member if link.paths else None
+    if node is not None:
+        taken = choose_claims(view, node, liar.dice, lambda found: accepts(replace(beat, **found)))
+        liar.insist(taken)
+
+
 def lying(
     send: Send, liar: Liar, *, on: Callable[[Link], bool], tell: Callable[[Any], None]
 ) -> Send:
@@ -117,12 +131,17 @@ def lying(
         on: Whether the link is the liar's.
         tell: Called with each lie before it is sent.
     """
+    views: list[View] = []
 
     def lie(link: Link, message: LinkMessage) -> None:
+        if isinstance(message, Commit | TellView):
+            views[:] = [message.view]
         if not on(link):
             liar.hear(message)
             send(link, message)
             return
+        if isinstance(message, Heartbeat) and views and liar.dice.random() < CLAIMS:
+            insist_on_claims(liar, message, views[0], link)
         for said in (*liar.say(message), *(isinstance(message, Heartbeat) * liar.interrupt())):
             if said is not message:
                 tell(said)

@@ -258,6 +258,8 @@ class Arena:
             if found := find_bans(agent.output, self._ids.values()):
                 raise FindingError(f"{name} has banned the honest {found}")
             self._measure(name)
+        if "outsider" in self._liars and not self._liars["outsider"].alive:
+            raise FindingError("the outsider, which should go on, has died")
         for name in NAMES:
             output = self._trainers[name].output
             if "WRONG" in output or "Traceback" in output:

@@ -210,6 +210,10 @@ class Liar:
         self.lies += [lie for lie in said if lie is not message]
         return said
 
+    def insist(self, fields: dict[str, Any]) -> None:
+        """For a while, all messages that have these fields have these values in them."""
+        self._stubborn, self._stubborn_for = fields, STUBBORN_FOR
+
     def _insist(self, message: Any) -> Any:  # noqa: ANN401 - of the same kind
         """The message with the field that was grown last; None if it has none, or not any more."""
         self._stubborn_for -= 1
@@ -240,7 +244,8 @@ class Liar:
 
     def anything(self) -> list[Any]:
         """A lie for its own sake."""
-        lie = self.dice.choice((self._another_old, self._invented, self._another_large))()
+        kinds = (self._another_old, self._invented)
+        lie = (self._another_large if self.dice.random() < LARGE else self.dice.choice(kinds))()
         self.lies.append(lie)
         if not self._passes(lie):
             return []
@@ -272,7 +277,7 @@ class Liar:
         grown = grow(message, self.dice, self._accepts, room=self._room)
         large = {name: part for name, part in children(grown) if part != getattr(message, name)}
         if large and self.dice.random() < 0.5:  # noqa: PLR2004
-            self._stubborn, self._stubborn_for = large, STUBBORN_FOR
+            self.insist(large)
         return grown
 
     def _many(self, message: object) -> list[Any]:

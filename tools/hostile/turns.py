@@ -117,10 +117,10 @@ def run_turns(order: Order, turns: int, logs: Path | None = None) -> Measured:
             now = replace(order, control=number % 2 == 0, seed=order.seed + number)
             now = replace(now, peers=_doors(cluster), path=str(socket_path(cluster.nodes[0].home)))
             with (
-                _sharing(cluster, order.kind),
+                _sharing(cluster, order.kind) as sharing,
                 _start(cluster, now, os.environ | shared) as attacker,
             ):
-                turn = _Turn(cluster, now, attacker).run()
+                turn = _Turn(cluster, now, attacker, sharing.close).run()
             measured[now.control].append(turn)
             who = "control" if now.control else "attack "
             print(f"  {who} {msgspec.json.encode(turn).decode()}", flush=True)
@@ -132,7 +132,7 @@ def _prepare(host: Host, kind: str) -> None:
 
 
 @contextlib.contextmanager
-def _sharing(cluster: Cluster, kind: str) -> Iterator[None]:
+def _sharing(cluster: Cluster, kind: str) -> Iterator[contextlib.ExitStack]:
     """For who sends anything: both machines have a rank in another job, with one of the attacker's.
 
     When that job has failed, they begin it again.
@@ -151,7 +151,7 @@ def _sharing(cluster: Cluster, kind: str) -> Iterator[None]:
             )
             stack.callback(shell.wait)
             stack.callback(os.killpg, shell.pid, signal.SIGKILL)
-        yield
+        yield stack
 
 
 def _revive(cluster: Cluster) -> None:
@@ -177,7 +177,8 @@ def _start(
     ) as attacker:
         try:
             yield attacker
-            attacker.wait(READY_S)
+            if attacker.wait(READY_S):
+                raise CampaignError("the attacker has died; its traceback is above")
         finally:
             attacker.kill()
 
@@ -192,8 +193,15 @@ def _doors(cluster: Cluster) -> tuple[Address, ...]:
 
 
 class _Turn:
-    def __init__(self, cluster: Cluster, order: Order, attacker: subprocess.Popen[str]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        order: Order,
+        attacker: subprocess.Popen[str],
+        at_end: Callable[[], None],
+    ) -> None:
         self._cluster = cluster
+        self._at_end = at_end
         self._pair = cluster.nodes[:2]
         self._third = cluster.nodes[2]
         self._seconds = order.seconds
@@ -218,6 +226,7 @@ class _Turn:
         self._cluster.start_agent(self._third)
         self._watch(began + self._seconds)
         most, ended = self._most, time.monotonic()
+        self._at_end()
         self._watch(ended + REST_S, lambda: self._has_settled(ended, clean))
         rest_s = self._rest_s(ended, clean)
         self._watch(ended + REST_S, lambda: self._join_s < math.inf)

@@ -44,9 +44,15 @@ class LocalAddress:
         return _is_link_local_v6(ipaddress.ip_address(self.host))
 
     def reaches(self, host: str) -> bool:
-        """True if the IP address (without a scope) is a direct neighbour on this interface."""
+        """True if the IP address (without a scope) is a direct neighbour on this interface.
+
+        It may come from a peer, and be none.
+        """
         network = ipaddress.ip_network((self.host, self.prefix_bits), strict=False)
-        return ipaddress.ip_address(host) in network
+        try:
+            return ipaddress.ip_address(host) in network
+        except ValueError:
+            return False
 
 
 BoundAddress: TypeAlias = tuple[Address, LocalAddress | None]

@@ -6,11 +6,13 @@ PMESH_FUZZ_SEEDS=100-200 pytest tests/agent/mesh/test_fuzz.py
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
+from random import Random
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -20,17 +22,19 @@ from trio.testing import MockClock
 from pmesh.agent.mesh import bans
 from pmesh.agent.mesh.links import Link
 from pmesh.core.store.pipe import Pipe
-from pmesh.core.values import Terms
+from pmesh.core.values import Terms, View
 from pmesh.core.views.limits import TOLERATED
+from pmesh.core.wire.link import LinkMessage
 from pmesh.core.wire.store import Answer, Answered, Set
-from pmesh.ids import NodeId, TrainerId
+from pmesh.ids import Member, NodeId, TrainerId
 from pmesh.paths import socket_path
 from tests.worlds.store_connection import StoreConnection
 from tests.worlds.trainer import OpError, RefusedError, Trainer, together, until
 from tests.worlds.village import MESH, Machine, Village, village
 from tests.worlds.village_ops import kinds_of_events, machine_of
-from tools.fuzz.agent import SHORT_BAN_S, lying
+from tools.fuzz.agent import SHORT_BAN_S, accepts, lying
 from tools.fuzz.agent import new_liar as new_lying_member
+from tools.fuzz.claims import Claims, errors_of_ranks, waiting_in_jobs
 from tools.fuzz.liar import Liar
 from tools.fuzz.outsider import ACTIONS, Attack
 from tools.fuzz.store_lies import lie_about_stores, new_store_liar, sequences
@@ -245,7 +249,9 @@ async def test_what_a_rank_says_about_its_jobs_store_does_not_touch_another_job(
     liar, begun = new_store_liar(FIRST_SEED), list[bool]()
 
     async with village(clock, 3) as here:
-        *honest, hostile = here.machines
+        junior = here.machines[0].agent.membership.view.by_seniority[-1]  # a leader may do more
+        (hostile,) = [machine for machine in here.machines if machine.key.node == junior.node]
+        honest = [machine for machine in here.machines if machine is not hostile]
 
         def is_his(pipe: Pipe) -> bool:
             stores = hostile.agent.stores._stores.values()  # noqa: SLF001 - which pipes are its own
@@ -275,4 +281,53 @@ async def test_what_a_rank_says_about_its_jobs_store_does_not_touch_another_job(
         await hostile.kill()
         assert {len(ids) for t in trainings for ids in t.ops.values()} == {2}
         assert [t.error for t in trainings] == ["", ""]
+        await check_that_all_is_well(here, honest)
+
+
+CLAIMS: dict[str, Callable[[View, Member, Random], Claims]] = {
+    "1,000 trainers of one job": lambda _, __, dice: waiting_in_jobs(1000, dice, of_one=True),
+    "1,000 jobs": lambda _, __, dice: waiting_in_jobs(1000, dice, of_one=False),
+    "100 jobs": lambda _, __, dice: waiting_in_jobs(100, dice, of_one=False),
+    "long errors": lambda view, me, _: errors_of_ranks(view, me, 240_000),
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+async def test_however_much_a_member_says_of_itself_the_others_pass_on_what_all_take(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, claim: str
+) -> None:
+    async with village(clock, 3) as here:
+        junior = here.machines[0].agent.membership.view.by_seniority[-1]
+        (hostile,) = [machine for machine in here.machines if machine.key.node == junior.node]
+        honest = [machine for machine in here.machines if machine is not hostile]
+        trainings = [Training(t, t.rank + 1.0) for t in await here.job(*honest)]
+        gave = {t.trainer.id: t.gives for t in trainings}
+        for training in trainings:
+            here.nursery.start_soon(training.run, gave)
+        await here.job(*here.machines, name="shared")
+        view, me = honest[0].agent.membership.view, hostile.agent._me  # noqa: SLF001
+        claims = CLAIMS[claim](view, me, Random(FIRST_SEED))  # noqa: S311 - no secret
+        send = Link.send
+
+        def send_more(link: Link, message: LinkMessage) -> None:
+            his = any(own is link for own in hostile.agent.peers.links.values())
+            if his and claims.keys() <= set(message.__struct_fields__):
+                more = msgspec.structs.replace(message, **claims)
+                message = more if accepts(more) else message
+            send(link, message)
+
+        with noting_bans(monkeypatch) as banned:
+            monkeypatch.setattr(Link, "send", send_more)
+            await trio.sleep(5)
+            for _ in range(3):  # each begins in a view
+                short = await here.trainer(honest[0])
+                with contextlib.suppress(RefusedError):  # the jobs of all are too many
+                    await short.join("short", 1, timeout_s=5.0)
+                await short.leave()
+            await trio.sleep(5)
+        assert not {machine.key.node for machine in honest} & set(banned)
+        assert {len(ids) for t in trainings for ids in t.ops.values()} == {2}
+        assert [t.error for t in trainings] == ["", ""]
+        monkeypatch.setattr(Link, "send", send)
+        await hostile.kill()
         await check_that_all_is_well(here, honest)

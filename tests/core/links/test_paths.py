@@ -277,6 +277,11 @@ def test_each_pair_of_interfaces_that_reach_one_another_is_one_way() -> None:
     assert ways[0].own == local[0]
 
 
+@pytest.mark.parametrize("host", ["", "mac.local", "x" * 255, "10.0.0.256", "fe80::1%en0"])
+def test_no_way_leads_to_what_a_peer_calls_an_address_and_is_none(host: str) -> None:
+    assert ways_to([theirs("en0", host)], port=1, local=[own("eth0", "10.0.0.1")]) == ()
+
+
 def test_there_are_only_so_many_ways_and_none_over_loopback() -> None:
     local = [own(f"en{n}", f"10.0.0.{n}") for n in range(1, 5)]
     peer = [theirs(f"eth{n}", f"10.0.0.{n + 100}") for n in range(5)]

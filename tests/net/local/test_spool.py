@@ -136,9 +136,7 @@ class Descriptors:
         self._open = os.open
         monkeypatch.setattr(os, "open", self.open)
 
-    def open(
-        self, path: Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
-    ) -> int:
+    def open(self, path: Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         if self.error is not None:
             raise OSError(self.error, os.strerror(self.error))
         return self._open(path, flags, mode, dir_fd=dir_fd)
