@@ -59,4 +59,4 @@ def test_a_stopped_agent_leaves_at_once_also_while_a_job_runs(fleet: Fleet) -> N
     assert one.process.await_line("^mac-4 is gone: (.*)")[1] == "its agent was stopped"
     end(one, signal.SIGINT, code=130)
     for agent in (one, two, three, four):  # neither socket, nor keys half written
-        assert {path.name for path in agent.home.iterdir()} == {"agent.lock", "node_key"}
+        assert {path.name for path in agent.home.iterdir()} == {"agent.lock", "names", "node_key"}

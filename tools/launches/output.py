@@ -146,6 +146,8 @@ def _read(run: "subprocess.Popen[bytes]", house: House, count: int) -> _Found:
     found, following = _Found(), {f"{node.name}".encode(): 0 for node in house.nodes}
     assert run.stdout is not None  # noqa: S101 - it was started with a pipe
     for line in run.stdout:
+        if line.startswith(b"runs on "):  # what `pmesh run` says at the start
+            continue
         name, _, text = line.rstrip(b"\n").partition(b" | ")
         if text.startswith(b"took "):
             found.ranks_s.append(float(text.split()[1]))
