@@ -188,11 +188,15 @@ def _without(state: MemberState, node: NodeId) -> MemberState:
 
 
 def _known_view(state: MemberState, node: NodeId, epoch: Epoch) -> View | None:
-    """Return the view of this epoch: ours, or what the node itself has shown.
+    """Return the view of this epoch: ours, or one that the node itself has shown or shared with us.
 
     An epoch names one view (I1), but another node may have shown a forged one under its name.
     """
-    views = (state.view, state.shown.get(node, state.view))
+    views = [state.view]
+    if node in state.shown:
+        views.append(state.shown[node])
+    if node in state.peers:
+        views.append(state.peers[node].view)
     return next((view for view in views if view.epoch == epoch), None)
 
 

@@ -118,6 +118,14 @@ class TestAHeartbeat:
         assert emma.node not in step.state.peers
         assert sent(step) == [(emma, AskView(doras.epoch))]
 
+    def test_of_a_view_that_we_have_left_since_needs_no_question(self) -> None:
+        """Whoever installs a view first still hears from the others that they are in the last."""
+        beat = make_heartbeat(TRIO, BERT, ANNA)
+        state = replace(told(BERTS, CARA, beat).state, view=make_view(6, BERT, previous=TRIO.epoch))
+        step = told(state, CARA, beat)
+        assert sent(step) == []
+        assert step.state.peers[CARA.node].view == TRIO
+
     def test_raises_the_counter_that_the_next_proposal_must_exceed(self) -> None:
         """V1: a fresh counter above all seen."""
         step = told(BERTS, CARA, make_heartbeat(TRIO, BERT, promised=make_epoch(40)))
