@@ -143,9 +143,11 @@ def lying(
         if isinstance(message, Heartbeat) and views and liar.dice.random() < CLAIMS:
             insist_on_claims(liar, message, views[0], link)
         for said in (*liar.say(message), *(isinstance(message, Heartbeat) * liar.interrupt())):
-            if said is not message:
+            if said is message:
+                send(link, message)
+            else:
                 tell(said)
-            send(link, said)
+                send(link, msgspec.Raw(msgspec.msgpack.encode(said)))  # also if it is too large
 
     return lie
 

@@ -156,6 +156,7 @@ MOST_AT_ONCE_BYTES = 1 << 20  # of one message many times: a link takes 4 MiB th
 LARGE, MANY = 0.1, 0.1  # of the lies
 STUBBORN_FOR = 60  # messages: what was grown stays, until a view was made of it
 KNOWN_PARTS = (0.1, 0.5, 0.9)  # of an invented message, how much has occurred in another
+ATTEMPTS = 4  # at one that its receiver takes: of the large kinds, a fifth is so
 PAST = 64  # messages of each kind that may be repeated
 KEPT_LIES = 400  # the last, for a report
 
@@ -266,9 +267,13 @@ class Liar:
 
     def _invented(self) -> Any:  # noqa: ANN401 - of any kind
         """A message of any kind: parts that have occurred, in a frame that may be nonsense."""
-        kind = self.dice.choice(self._kinds)
-        message = example(inspect.type_info(kind), self.dice)
-        return graft(message, self.dice, self._seen, share=self.dice.choice(KNOWN_PARTS))
+        kind = inspect.type_info(self.dice.choice(self._kinds))
+        for _ in range(ATTEMPTS):
+            share = self.dice.choice(KNOWN_PARTS)
+            message = graft(example(kind, self.dice), self.dice, self._seen, share=share)
+            if self._accepts(message):
+                break
+        return message
 
     def _grown(self, message: Any) -> Any:  # noqa: ANN401 - of the same kind
         """The message, as large as its receiver takes it."""
