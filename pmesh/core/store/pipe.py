@@ -19,7 +19,7 @@ WINDOW_BYTES = 8 * PART_BYTES  # of the 4 MiB that a link keeps for a peer
 AGAIN_S = 0.4  # longer than most round trips, and doubled each time that nothing comes of it
 SELDOM_S = 5.0
 MAX_FRAME_BYTES = 2 * MAX_COMMAND_BYTES  # keys have as many bytes more, with their lengths
-MESSAGES_AT_ONCE = 512  # made in one turn of the event loop: about 1 ms
+MESSAGES_AT_ONCE = 256  # made in one turn of the event loop, and in a part: about 1 ms for each end
 
 
 class Part(NamedTuple):
