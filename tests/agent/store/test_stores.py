@@ -162,6 +162,7 @@ async def test_without_a_majority_calls_wait(clock: MockClock) -> None:
 async def test_the_side_that_is_superseded_learns_it_and_finds_the_other_s_values(
     clock: MockClock,
 ) -> None:
+    """S4: it comes back without its copy, which may have the number of the others' roster."""
     async with sharing(clock) as there:
         machines = [there.machine_of(rank) for rank in range(3)]
         await there.stores[0].ask(Set("k", b"1"))
