@@ -13,7 +13,8 @@ from pmesh.torch.arguments import check_dtype, counts_of, list_in, list_of, one_
 from pmesh.torch.group_base import GroupBase, Tensors
 from pmesh.torch.library import Tensor, dist, torch
 from pmesh.torch.monitored_barrier import monitored_barrier
-from pmesh.torch.reductions import reduction_of
+from pmesh.torch.reductions import Reduction, reduction_of
+from pmesh.torch.sparse import is_sparse, sum_sparse
 from pmesh.torch.staging import Target, given, pieces, targets
 from pmesh.torch.work import Work
 
@@ -323,6 +324,8 @@ class ProcessGroup(GroupBase):
     def _all_reduce(self, tensors: Tensor | Tensors, options: Any) -> Work:  # noqa: ANN401
         xs = list_of(tensors)
         reduction = reduction_of(options.reduceOp, xs)
+        if any(map(is_sparse, xs)):
+            return self._all_reduce_sparse(xs, reduction, options)
         found = [Target(x, filled=True) for x in xs]
 
         def run(seconds: float) -> None:
@@ -337,6 +340,19 @@ class ProcessGroup(GroupBase):
             _write(found)
 
         return self._run("all_reduce", options, run, xs, xs)
+
+    def _all_reduce_sparse(
+        self,
+        xs: Tensors,
+        reduction: Reduction,
+        options: Any,  # noqa: ANN401 - torch's
+    ) -> Work:
+        x = one_of(xs, "all_reduce of sparse tensors")
+
+        def run(seconds: float) -> None:
+            sum_sparse(self._calls, x, reduction, seconds)
+
+        return self._run("all_reduce", options, run, [], [x])
 
     def _reduce_scatter_singles(
         self, name: str, outputs: Tensors, inputs: Tensors, opts: object
