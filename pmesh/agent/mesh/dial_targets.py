@@ -174,6 +174,8 @@ class Targets:
     async def _dial_one(self, key: Key, addresses: tuple[Address, ...]) -> None:
         try:
             node = await self._dial(addresses)
+            if not isinstance(key, Address) and node != self.node_of(key):
+                raise PeerUnreachable("another agent answers at the addresses of this one")
         except PmeshError as e:
             self._fail(key, e, addresses[0])
         else:

@@ -85,14 +85,16 @@ def in_dialling_order(
 
     A direct neighbour is dialled on each interface that reaches it, as its address may be in use on
     several networks: 169.254.0.0/16 and fe80::/64 are on every cable. Addresses on no local network
-    come later, in the given order.
+    come later, in the given order. Those that this machine has too lead here, so they are left out
+    if the peer has others: programs with virtual machines give every machine the same one.
 
     Args:
         addresses: Of the peer; a scope in one would be the peer's, and is replaced by ours.
         local: The addresses of the interfaces that may be used.
         bind_all: True if others may not: then each address is bound to one of them.
     """
-    ranked = [way for address in addresses for way in _ways_to(address, local, bind_all=bind_all)]
+    theirs = _elsewhere(tuple(addresses), local)
+    ranked = [way for address in theirs for way in _ways_to(address, local, bind_all=bind_all)]
     ranked.sort(key=lambda way: way[0])
     distinct: dict[object, BoundAddress] = {}
     for _, (address, via) in ranked:
@@ -129,6 +131,15 @@ def interfaces_that_share_a_network(local: Sequence[LocalAddress]) -> frozenset[
 
 def _rank(own: LocalAddress) -> _Rank:
     return _PREFERENCE[own.kind], -own.speed_mbit_s
+
+
+def _elsewhere(
+    addresses: tuple[Address, ...], local: Sequence[LocalAddress]
+) -> tuple[Address, ...]:
+    """Return the addresses that are not ours too; all of them if the peer is on this machine."""
+    ours = {own.host for own in local}
+    others = tuple(a for a in addresses if str(_ip_address(a.host)) not in ours)
+    return others or addresses
 
 
 def _ways_to(

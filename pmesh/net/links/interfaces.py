@@ -67,7 +67,8 @@ SETTLE_S: Final = 0.05  # one cable makes a dozen messages
 # Interfaces that lead to no other machine at home, on macOS and on Linux.
 _UNREAL: Final = re.compile(
     r"(awdl|llw|ap|anpi|gif|stf|pktap|feth|vmenet|vmnet|bridge[1-9]\d\d"
-    r"|docker|br-|veth|virbr|vnet|cni|flannel|cali|dummy|ifb)[\w-]*"
+    r"|docker|br-|veth|virbr|vnet|vnic|vboxnet|lxdbr|lxcbr|incusbr|podman|cni|flannel|cali"
+    r"|dummy|ifb)[\w-]*"
 )
 _VPN: Final = re.compile(r"(utun|ipsec|tun|tap|wg|tailscale|zt)[\w-]*")
 _OF_INTERFACES: Final = frozenset({0xC, 0xD, 0xE})  # macOS: RTM_NEWADDR, RTM_DELADDR, RTM_IFINFO

@@ -74,6 +74,19 @@ async def test_a_machine_is_dialled_as_soon_as_it_is_named(clock: MockClock) -> 
         assert targets.refusals == {}
 
 
+async def test_a_machine_is_wanted_until_it_answers_itself(clock: MockClock) -> None:
+    """Its address may be that of another by now, or of this machine too."""
+    async with running(clock) as (targets, board):
+        board.answers[HOME] = B
+        targets.name(A, (HOME,), linked=False)
+        await trio.sleep(60)
+        assert targets.wanted == {A: (HOME,)}
+        assert "another agent answers" in str(targets.refusals[A].error)
+        board.answers[HOME] = A
+        await trio.sleep(60)
+        assert (targets.wanted, targets.refusals) == ({}, {})
+
+
 async def test_who_is_linked_already_is_not_dialled_until_the_link_is_lost(
     clock: MockClock,
 ) -> None:

@@ -96,6 +96,14 @@ def test_this_machine_itself_is_dialled_over_no_interface() -> None:
     ]
 
 
+def test_what_both_machines_have_does_not_lead_from_one_to_the_other() -> None:
+    """Both have the same bridge for virtual machines, with the same address."""
+    bridge = local("vnic0", "10.211.55.2", 24, "wired"), local("vnic0", "fe80::2", 64, "wired")
+    own = (WIFI, *bridge)
+    assert order("10.211.55.2", "fe80::2", "192.168.1.9", own=own) == ["192.168.1.9"]
+    assert order("192.168.1.5", "10.211.55.2", own=own) == ["10.211.55.2", "192.168.1.5"]
+
+
 def test_a_vpn_is_dialled_last() -> None:
     own = (local("utun3", "100.64.0.5", 10, "vpn"), WIFI)
     assert order("100.64.0.9", "8.8.8.8", "192.168.1.9", own=own) == [

@@ -125,7 +125,7 @@ def test_this_machine_has_its_loopback_address() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["awdl0", "llw0", "bridge100", "docker0", "br-1f2e", "veth12ab", "virbr0"],
+    ["awdl0", "llw0", "bridge100", "docker0", "br-1f2e", "veth12ab", "virbr0", "vnic0", "podman0"],
 )
 def test_interfaces_that_lead_to_no_machine_at_home_are_left_out(
     fake_system: Fake, name: str
