@@ -220,7 +220,15 @@ def set_up_logs(*, level: LogLevel, as_json: bool, stream: TextIO) -> None:
         )
     )
     logging.basicConfig(handlers=[handler], level=max(_LEVELS[level], logging.WARNING), force=True)
-    logging.getLogger("zeroconf").setLevel(logging.NOTSET)  # its import sets a level
+    zeroconf = logging.getLogger("zeroconf")
+    zeroconf.setLevel(logging.NOTSET)  # its import sets a level
+    zeroconf.addFilter(_drop_traceback)
+
+
+def _drop_traceback(record: logging.LogRecord) -> bool:
+    """An interface that has lost its address is no error in the code, and the text names it."""
+    record.exc_info = None
+    return True
 
 
 class Throttle:

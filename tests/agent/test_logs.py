@@ -70,6 +70,14 @@ def test_no_traceback_shows_the_values_of_variables(*, as_json: bool) -> None:
     assert mesh_key not in stream.getvalue()
 
 
+def test_an_interface_without_its_address_is_one_line_and_no_traceback() -> None:
+    stream = io.StringIO()
+    set_up_logs(level="info", as_json=False, stream=stream)
+    logging.getLogger("zeroconf").warning("Error with socket 17", exc_info=OSError("unreachable"))
+    (line,) = stream.getvalue().splitlines()
+    assert "Error with socket 17" in line
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_no_text_of_others_controls_a_terminal_or_looks_like_a_line(*, as_json: bool) -> None:
     stream = io.StringIO()
