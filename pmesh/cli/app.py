@@ -349,8 +349,8 @@ def mlx_(
 
     Args:
         command: The program with its arguments: python, '-m MODULE' or a console script.
-        job: The job's name, the same on all machines; default the program's.
-        wait_for: How many trainers begin together; default one on each machine of the mesh.
+        job: The job's name, the same on all machines; default PMESH_JOB, else the program's.
+        wait_for: How many begin together; default PMESH_WAIT_FOR, else one on each machine.
         compression: How its gradients are compressed, such as int8; default what the agent has.
         elastic: Train 'mlx_lm.lora --train' by pmesh's own loop, which machines may leave and join.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.

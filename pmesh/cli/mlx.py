@@ -12,6 +12,7 @@ from typing import Literal
 
 from pmesh.agent.status.schema import decode_status
 from pmesh.cli.terminal import complain
+from pmesh.client.connect import default_wait_for
 from pmesh.client.control import ask_status
 from pmesh.client.launched import Launch
 from pmesh.errors import ConfigError, UsageError
@@ -158,15 +159,18 @@ def run_mlx(
 
     Raises:
         ConfigError: There is no program.
-        UsageError: It can't be started.
+        UsageError: It can't be started, or PMESH_WAIT_FOR is no number.
         AgentNotRunning: The number of machines is not given, and there is no agent to ask.
     """
     program = program_of(command)
     if program.kind == "script" and not Path(program.target).is_file():
         raise UsageError(f"there is no file {program.target}")
     directory = home_directory(home)
+    # `pmesh run --on` names the job and the number of ranks, not all machines of the mesh.
+    job = os.environ.get("PMESH_JOB", program.name[:64]) if job is None else job
+    wait_for = default_wait_for() if wait_for is None else wait_for
     launch = Launch(
-        job=program.name[:64] if job is None else job,
+        job=job,
         wait_for=_machines(directory) if wait_for is None else wait_for,
         compression=compression or "",
     )

@@ -105,7 +105,15 @@ def _job(job: str | None) -> str:
 def _wait_for(wait_for: int | None) -> int:
     if wait_for is not None:
         return wait_for
-    text = os.environ.get("PMESH_WAIT_FOR", "1")
+    default = default_wait_for()
+    return 1 if default is None else default
+
+
+def default_wait_for() -> int | None:
+    """What PMESH_WAIT_FOR says, which `pmesh run` sets. Raises UsageError if it is no number."""
+    text = os.environ.get("PMESH_WAIT_FOR")
+    if text is None:
+        return None
     if not (text.isascii() and text.isdecimal()):
         raise UsageError(f"PMESH_WAIT_FOR is a number of trainers, not {text!r}")
     return int(text)

@@ -143,6 +143,22 @@ def test_the_process_becomes_the_program(became: list[list[str]], tmp_path: Path
 
 
 @pytest.mark.usefixtures("agent")
+def test_under_pmesh_run_the_launch_names_the_job_and_its_size(
+    became: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch on two of three machines is no job of three."""
+    monkeypatch.setenv("PMESH_JOB", "train-4711")
+    monkeypatch.setenv("PMESH_WAIT_FOR", "2")
+    run(["mlx", "-m", "steps"])
+    assert Launch.of(os.environ) == Launch(job="train-4711", wait_for=2)
+    run(["mlx", "--job", "mine", "--wait-for", "3", "-m", "steps"])
+    assert Launch.of(os.environ) == Launch(job="mine", wait_for=3)
+    monkeypatch.setenv("PMESH_WAIT_FOR", "two")
+    assert run(["mlx", "-m", "steps"]) == 1
+    assert len(became) == 2
+
+
+@pytest.mark.usefixtures("agent")
 def test_mlx_lms_own_loop_runs_where_it_is_asked_for(
     became: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
