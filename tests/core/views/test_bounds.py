@@ -112,6 +112,9 @@ LARGEST = 2**62
 
 OURS = make_roster(ANNA, BERT, CARA, terms=Terms(on_loss="raise", quorum="majority"))
 BASE = make_view(5, ANNA, BERT, CARA, rosters=[OURS, make_roster(ANNA, BERT, job=FACES)])
+OURS_TOO = make_roster(ANNA, BERT, CARA, job=FACES)
+BOTH = make_view(5, ANNA, BERT, CARA, rosters=[OURS, OURS_TOO])
+"""Cara has a rank in each job, and can fill both."""
 
 
 def is_taken(sender: Member, message: AgreementMessage) -> bool:
@@ -186,10 +189,12 @@ class Mesh:
         self.deliver()
 
 
-def new_mesh(base: View = BASE) -> Mesh:
+def new_mesh(base: View = BASE, *, idle: bool = False) -> Mesh:
+    """`idle`: their ranks are in no op."""
+    ops = [] if idle else [running(4)]
     reports = {
         member: tuple(
-            make_report(roster, {trainer.id: [running(4)]}, fenced=False)
+            make_report(roster, {trainer.id: ops}, fenced=False)
             for roster in base.rosters
             for trainer in roster.trainers_at(member)
         )
@@ -256,21 +261,38 @@ def _many_ops(first: int, count: int, op: OpReport) -> tuple[OpReport, ...]:
 SEVERAL_OPS = several(OP_REPORTS) | st.builds(
     _many_ops, NUMBERS, st.sampled_from([2, 20]), OP_REPORTS
 )
-RANKS = several(st.builds(RankReport, IDS, st.just(-1) | NUMBERS, SEVERAL_OPS))
+
+
+def _report_of_cara(*ops: OpReport) -> tuple[RankReport, ...]:
+    return (RankReport(TrainerId(2), 0, ops),)
+
+
+ALL_IDS = range(LARGEST - MAX_TRAINERS, LARGEST)
+TOO_MUCH = st.builds(
+    lambda count: _report_of_cara(*[completed(op, *ALL_IDS) for op in range(4, 4 + count)]),
+    st.integers(4, 24),
+)
+"""More than a view holds, from some count on, in one job or in two together."""
+LAST = st.just(_report_of_cara(completed(LARGEST, 0)))
+"""The op after it has no number."""
+RANKS = several(st.builds(RankReport, IDS, st.just(-1) | NUMBERS, SEVERAL_OPS)) | TOO_MUCH | LAST
 
 
 def _many_ranks(count: int, op: OpReport) -> tuple[RankReport, ...]:
     return tuple(RankReport(TrainerId(LARGEST - i), 0, (op,)) for i in range(count))
 
 
-VIEW_REQUESTS = several(
+def _about(roster: Roster, verdict: Verdict | None, op: OpNumber) -> ViewRequest:
+    return ViewRequest(roster.job, roster.born, roster.number, verdict, op)
+
+
+IT_IS_LOST = (_about(OURS, make_verdict("RankLost", 2), OpNumber(-1)),)
+VIEW_REQUESTS = st.just(IT_IS_LOST) | several(
     st.builds(
-        ViewRequest,
-        job=st.just(OURS.job),
-        born=st.just(OURS.born),
-        number=st.just(OURS.number),
-        verdict=st.none() | VERDICTS,
-        op=st.just(-1) | OPS,
+        _about,
+        st.sampled_from([OURS, OURS_TOO]),
+        st.none() | VERDICTS,
+        st.just(OpNumber(-1)) | OPS,
     ),
     5,
 )
@@ -322,7 +344,7 @@ def reports_on(view: View) -> st.SearchStrategy[typing.Any]:
                 fenced=st.booleans(),
                 ranks=RANKS | st.builds(_many_ranks, SIZES, OP_REPORTS),
             )
-            for roster in {view.rosters[0], view.rosters[-1]}
+            for roster in dict.fromkeys((view.rosters[0], view.rosters[-1]))
         )
     )
 
@@ -340,16 +362,27 @@ def beats_of(view: View) -> st.SearchStrategy[Heartbeat]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(beats=beats_of(BASE), jobs=reports_on(BASE), waiting=WAITING, name=NAMES)
+@given(
+    beats=beats_of(BOTH),
+    jobs=reports_on(BOTH),
+    waiting=WAITING,
+    name=NAMES,
+    idle=st.booleans(),
+)
 def test_whatever_a_member_with_a_seat_says_of_its_jobs(
-    beats: Heartbeat, jobs: tuple[JobReport, ...], waiting: tuple[Waiting, ...], name: str
+    beats: Heartbeat,
+    jobs: tuple[JobReport, ...],
+    waiting: tuple[Waiting, ...],
+    name: str,
+    *,
+    idle: bool,
 ) -> None:
-    mesh = new_mesh()
+    mesh = new_mesh(BOTH, idle=idle)
     for member in HONEST:
         mesh.tell(member, CARA, beats)
     mesh.beat()
     epoch = mesh.epoch or make_epoch(6)
-    mesh.tell(ANNA, CARA, Flushed(epoch, unsigned(name), BASE, jobs, waiting))
+    mesh.tell(ANNA, CARA, Flushed(epoch, unsigned(name), BOTH, jobs, waiting))
     mesh.beat()
 
 
