@@ -41,6 +41,7 @@ from pmesh.core.wire.link import (
 )
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, OpNumber
 from simulation import ops
+from simulation.healing import Healing
 from simulation.invariants import Violation
 from simulation.lane_messages import LaneMessage, Retained, Token
 from simulation.links import Link, Links, Message, says_the_same
@@ -98,6 +99,7 @@ class Agent:
         network: Network[Message],
         random: Random,
         invariants: "Invariants",
+        healing: Healing,
         habits: tuple[Habits, ...],
         peers: Mapping[int, MeasuredEdge],
         note: Callable[[int, str], None],
@@ -115,6 +117,7 @@ class Agent:
         self._network = network
         self._random = random
         self._invariants = invariants
+        self._healing = healing
         self._note = note
         self._habits = habits
         self._peers = peers
@@ -254,6 +257,7 @@ class Agent:
         round_trip_s = health.measure_round_trip_s(
             now_us=round(self.now * 1e6), echo_us=beat.echo_us, held_us=beat.held_us
         )
+        self._healing.measured(round_trip_s)
         step = health.heard_from(link.health, now=self.now, round_trip_s=round_trip_s)
         link.health = step.health
         link.sent_us, link.heard_at = beat.sent_us, self.now
@@ -456,5 +460,6 @@ class Agent:
 
     def _lose(self, link: Link, why: str) -> None:
         self._note(self.number, f"loses {link.member.node.hex()[-1:]}: {why}")
+        self._healing.begin(self.now)
         step = agreement.lose(self.state, link.member.node, why, self._known(), now=self.now)
         self._perform(step)

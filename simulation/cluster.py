@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from random import Random
 
 from pmesh.core.values import Roster
+from pmesh.core.views.bound import agreement_bound_s
 from pmesh.core.views.quorum import has_majorities, needed_voters
 from pmesh.core.views.ring import UNKNOWN
 from pmesh.errors import ProtocolError
@@ -18,6 +19,7 @@ from simulation.drawing import (
     draw_slow_conditions,
     remeasure,
 )
+from simulation.healing import Healing
 from simulation.invariants import Invariants, Violation
 from simulation.links import Message
 from simulation.network import Conditions, Network, Timeline
@@ -32,17 +34,27 @@ class Schedule:
     """By then most clusters have a common view; in most histories nothing has gone wrong before."""
     faults_until_s: float
     calm_from_s: float
-    settled_by_s: float
+    round_trip_s: float
+    """What messages and their answers take, as a rule."""
+    bounds: int
+    """How many times the bound on agreement it may take until all is well."""
+
+    def settled_by_s(self, members: int) -> float:
+        """By then all members agree on one view, and their jobs get on."""
+        return (
+            self.calm_from_s + self.bounds * agreement_bound_s(members, self.round_trip_s) + JOBS_S
+        )
 
 
-USUAL = Schedule(formed_by_s=3.0, faults_until_s=16.0, calm_from_s=17.0, settled_by_s=77.0)
-"""Long enough for every deadline in a row after the last fault: gone 2, flushes 1 each with
-skips of 1, joins pairwise, ops of 4 each, a stopped trainer 3, an enlistment's 6, trainers back
-after 1."""
+JOBS_S = 20.0
+"""Jobs need this beyond the agreement: ops of 4 s each, a stopped trainer 3, an enlistment's 6,
+trainers back after 1."""
 
-SLOW = Schedule(formed_by_s=10.0, faults_until_s=40.0, calm_from_s=45.0, settled_by_s=1845.0)
-"""The same where messages take up to seconds and deadlines grow with them: most settle within two
-minutes, one in some hundred needs ten."""
+USUAL = Schedule(formed_by_s=3.0, faults_until_s=16.0, calm_from_s=17.0, round_trip_s=0.4, bounds=1)
+
+SLOW = Schedule(formed_by_s=10.0, faults_until_s=40.0, calm_from_s=45.0, round_trip_s=8.0, bounds=4)
+"""The same where messages take up to seconds. A segment that is lost again and again makes a peer
+fall silent for so long that it is given up. Then the bound counts anew."""
 
 SLOW_SHARE = 4
 """One seed of so many has a slow network."""
@@ -109,6 +121,7 @@ class Cluster:
             for number in range(1, CHANGES + 1):
                 at_s = self.schedule.faults_until_s * number / CHANGES
                 self.timeline.after(at_s, remeasure, again, self.edges)
+        self.healing = Healing()
         self._asleep_since: dict[int, float] = {}
 
     def start(self, number: int) -> None:
@@ -124,6 +137,7 @@ class Cluster:
             network=self.network,
             random=self.random,
             invariants=self.invariants,
+            healing=self.healing,
             habits=self._habits[number],
             peers=self.edges[number],
             note=self.note,
@@ -159,6 +173,7 @@ class Cluster:
 
     def calm(self) -> None:
         """All faults end; every node runs."""
+        self.healing.begin(self.timeline.now)
         self.network.conditions = self.conditions.calm
         self.network.heal()
         for number in range(self.size):
@@ -175,10 +190,11 @@ class Cluster:
     def settle(self) -> Outcome:
         """After `calm`: until one view holds everyone and each job gets on; else a Violation."""
         goals: Progress | None = None
-        while self.timeline.now < self.schedule.settled_by_s:
+        while self.timeline.now < self.schedule.settled_by_s(self.size):
             self.run_until(self.timeline.now + 0.5)
-            progress = self.progress()
-            if not self.is_one_view() or self._who_waits():
+            progress, agreed = self.progress(), self.is_one_view()
+            self.healing.check(agreed=agreed, members=self.size, now=self.timeline.now)
+            if not agreed or self._who_waits():
                 continue  # a job that has lost its quorum needs a view for each op that times out
             if goals is None or goals.keys() != progress.keys():
                 goals = {key: mark + AHEAD for key, mark in progress.items()}

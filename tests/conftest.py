@@ -12,7 +12,8 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from tools.lab.net import why_not
 
-settings.register_profile("untimed", deadline=None)  # a busy machine is no finding
+# A busy machine is no finding. A blob in the log replays what CI found: its database is not kept.
+settings.register_profile("untimed", deadline=None, print_blob=True)
 settings.load_profile("untimed")
 
 STORMS = (

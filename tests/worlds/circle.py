@@ -140,6 +140,11 @@ class Circle:
         while busy := [wire for wire, waiting in self.wires.items() if waiting]:
             self.deliver(*busy[0])
 
+    def deliver_between(self, one: Member, other: Member) -> None:
+        """Until nothing is on the way between the two."""
+        while busy := [wire for wire in ((one, other), (other, one)) if self.wires[wire]]:
+            self.deliver(*busy[0])
+
     def pass_time(self, seconds: float) -> None:
         """Everyone beats and hears everyone it is linked with, for so long."""
         for _ in range(round(seconds / HEARTBEAT_S)):

@@ -62,7 +62,8 @@ class Case:
     sizes: tuple[int, ...] = ()
     """In bytes; each has its rounds. Empty where the shape of what is reduced says it."""
     control_s: float = 60.0
-    """How long control traffic is counted at least: agents probe an edge once in a minute."""
+    """How long control traffic is counted at least. Before that each edge without data is probed
+    for the first time, which costs some MB once."""
     layout: Layout = "matrix"
     side: int = SIDE
     steps: int = 10

@@ -20,6 +20,7 @@ from tools.lab.commands import LabError
 VALUE_BYTES = 4  # float32
 PATIENCE_S = 240.0  # for a turn
 SETTLE_S = 75.0  # in which agents measure each other's edges, and change their ring, perhaps twice
+FIRST_PROBES_S = 40.0  # 8 hosts probe each edge without data three times, half a second apart
 MOST_TRIALS = 100  # until Auto has picked
 Say = Callable[[str], None]
 
@@ -119,6 +120,8 @@ class _Taking:
         lines: tuple[float, ...] = ()
         has_lines = self.case.kind == "peers" and self.case.network != "mixed"  # one for each host
         line = sum(self.case.cables_bits_per_s) if has_lines else 0
+        if line and self.case.control_s:
+            self.settle(FIRST_PROBES_S)
         before = [] if not line else self.running[PMESH].traffic()
         began = time.monotonic()
         for number in range(1, rounds + 1):
@@ -141,9 +144,9 @@ class _Taking:
                 facts=facts,
             )
 
-    def settle(self) -> None:
+    def settle(self, seconds: float = SETTLE_S) -> None:
         """Reduce until the ring is the best one: V13, ranks change places within an op."""
-        until = time.monotonic() + SETTLE_S
+        until = time.monotonic() + seconds
         while time.monotonic() < until:
             self._ask(PMESH, Order(what="all_reduce", count=self.op_bytes // VALUE_BYTES))
 

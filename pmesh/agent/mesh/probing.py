@@ -5,8 +5,9 @@ machines that train together: an idle mesh stays idle. It is some messages on th
 from the question to the last of them shows at least how fast the way is: a busy machine, other data
 on the way, the round trip and TCP's small window at first only lengthen it. So the fastest of
 three probes is one measurement. (The time between the messages would also get shorter where the
-receiver reads them late, as it does while an op runs.) A probe of which the first message has taken
-longer than all others says little, and is repeated with more bytes.
+receiver reads them late, as it does while an op runs.) Of a path that is known, one probe is
+enough if it shows the same. A probe of which the first message has taken longer than all others
+says little, and is repeated with more bytes.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -15,16 +16,17 @@ from typing import NamedTuple
 
 import trio
 
-from pmesh.core.links.bandwidth import STEADY_S, Bandwidth, Source, measured
+from pmesh.core.links.bandwidth import CHANGED, STEADY_S, Bandwidth, Source, measured
 from pmesh.core.wire.probes import MAX_PROBE_BYTES, PROBE_PART_BYTES, AskProbe, Probe
 from pmesh.ids import Member
 
-PROBE_EVERY_S = 60.0
+PROBE_EVERY_S = 900.0  # more would be most of the control traffic: each member has n - 3 such paths
+CHECK_EVERY_S = 60.0  # at most, while what other paths bring changes
 OTHERS_EVERY_S = 3600.0  # of a path that carries no tensors, which may show more than they would
 PROBES = 3  # of which the fastest counts
 MOST_PROBES = 8  # of one measurement, with those that were too short to say anything
 LONGER = 4  # times as many bytes has the next one then
-BYTES_PER_MBIT_S = 2_200  # of each, or 18 ms: all are 0.1 % of what the path carries in a minute
+BYTES_PER_MBIT_S = 2_200  # of each, or 18 ms: one in PROBE_EVERY_S is 0.002 % of what it carries
 SLOWEST_MBIT_S = 10  # what an edge is taken for at first
 ANSWER_EVERY_S = 0.5  # a peer that asks more often is not answered
 PATIENCE_S = 5.0  # a probe that has not ended by then is asked for again
@@ -72,6 +74,16 @@ class PathBandwidth:
         """An interface has changed, so a probe is due."""
         due_at = max(trio.current_time(), self._asked_at + PATIENCE_S)  # else two would mix
         self._due_at = due_at, due_at
+
+    def check_soon(self) -> None:
+        """Another path to this machine brings more or less, so this one may, too."""
+        soon = max(trio.current_time(), self._asked_at + CHECK_EVERY_S)
+        self._due_at = min(self._due_at[0], soon), self._due_at[1]
+
+    @property
+    def is_changing(self) -> bool:
+        """True if what was last measured differs from what is settled."""
+        return self._bandwidth.is_changing
 
     def note(self, mbit_s: float, source: Source) -> None:
         """Add a measurement; while data tell enough, no probe is due."""
@@ -132,6 +144,9 @@ class PathBandwidth:
         else:
             self._found_mbit_s.append(mbit_s)
         is_enough = len(self._found_mbit_s) == PROBES or self._asked_times == MOST_PROBES
+        if self._found_mbit_s and not self.is_changing:
+            low, high = sorted((max(self._found_mbit_s), self.settled_mbit_s))
+            is_enough = is_enough or high <= CHANGED * low
         if is_enough or (is_dwarfed and is_longest):
             if self._found_mbit_s:
                 self.note(max(self._found_mbit_s), "probe")
@@ -159,6 +174,8 @@ class Probing:
     def __init__(self, paths_to: Callable[[Member], Sequence[ProbedPath]]) -> None:
         self._paths_to = paths_to
         self._known_mbit_s: dict[Member, int] = {}
+        self._members: tuple[Member, ...] = ()
+        """Those that train with this machine."""
 
     def settled_mbit_s(self, member: Member) -> int:
         """Return the settled bandwidth from a peer; 0 while it is unknown.
@@ -179,6 +196,15 @@ class Probing:
         between = (path for path in known if here in path.hosts[0] and there in path.hosts[1])
         for path in (*between, *known)[:1]:
             path.bandwidth.note(mbit_s, "data")
+            if path.bandwidth.is_changing:
+                self._check_others(path.bandwidth)
+
+    def _check_others(self, changing: PathBandwidth) -> None:
+        """A ring that avoids the path is planned by what the others bring now, not long ago."""
+        for member in self._members:
+            for path in self._paths_to(member):
+                if path.bandwidth is not changing:
+                    path.bandwidth.check_soon()
 
     def forget(self, member: Member) -> None:
         """The peer is gone."""
@@ -192,8 +218,9 @@ class Probing:
             following: Those that it sends tensors to. The data would hold up our question and what
                 acknowledges the probe, and show there how fast the path is.
         """
+        self._members = tuple(members)
         due: list[tuple[float, int, PathBandwidth]] = []
-        for member in members:
+        for member in self._members:
             for path in self._paths_to(member):
                 due_at = path.bandwidth.due_at(in_use=path.in_use)
                 is_filled = path.in_use and member in following

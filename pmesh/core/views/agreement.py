@@ -45,7 +45,7 @@ from pmesh.core.views.state import (
     has_read,
     hear_each_other,
     hears_me,
-    needs_epoch,
+    is_commit_overdue,
     patience,
     slowness,
 )
@@ -287,7 +287,7 @@ def _flush(state: MemberState, sender: Member, message: Propose, facts: Facts, n
 
 def _came_to_nothing(state: MemberState, sender: Member, message: Propose, now: float) -> bool:
     """V11: True if a commit of another leader is overdue, or we leave out a member that we hear."""
-    if needs_epoch(state, now) and state.promised.leader != state.me.node:
+    if is_commit_overdue(state, now) and state.promised.leader != state.me.node:
         return True
     left_out = set(state.view.members).difference(message.continuing)
     return sender == state.me and any(hears_me(state, member) for member in left_out)
@@ -486,9 +486,8 @@ def _ask_to_join(state: MemberState, now: float) -> Step:
         return Step(state)
     best = max(leaders, key=lambda peer: peer.view.weight)
     whole = _can_come_whole(state, best.view, now)
-    longer = patience(state)
-    asked_lately = now - state.asked_to_join_at < JOIN_REQUEST_S * longer / 4
-    if asked_lately or not (whole or now - met_at >= PATIENCE_S * longer):
+    asked_lately = now - state.asked_to_join_at < JOIN_REQUEST_S * slowness(state) / 4
+    if asked_lately or not (whole or now - met_at >= PATIENCE_S * patience(state)):
         return Step(state)
     state = replace(state, asked_to_join_at=now)
     return Step(state, (Send(best.member, AskToJoin(state.view.epoch, whole)),))

@@ -27,8 +27,11 @@ GOOD_ROUND_TRIP_S = 0.25
 MOST_SLOW = 4.0
 """V11: The most that round trips alone prolong them: a peer can pretend that it is slow."""
 
-MOST_FAILURES = 8
-"""V11: The most times that failures double a deadline: `PATIENCE_S` comes to 8 minutes."""
+MOST_PATIENCE = 16.0
+"""V11: The most that slow round trips and failures prolong the wait for a commit: to 32 s."""
+
+MOST_FAILURES = 4
+"""V11: The most failures that count: more would double nothing."""
 
 UNREAD_S = 5.0
 """V11: How long a leader waits for a member that it hears to read its proposal; doubled each time
@@ -266,7 +269,8 @@ def slowness(state: MemberState) -> float:
 
 def patience(state: MemberState) -> float:
     """V11: Return how many times as long as on a good network to wait for a commit, or to join."""
-    return slowness(state) * 2.0**state.failures
+    slow = max(1.0, state.timeout_s / GOOD_ROUND_TRIP_S)
+    return min(slow * 2.0**state.failures, MOST_PATIENCE)
 
 
 def has_read(state: MemberState, member: Member, sent_at: float) -> bool:
@@ -340,19 +344,29 @@ def needs_epoch(state: MemberState, now: float) -> bool:
     """V6: True if we promised an epoch whose commit is overdue, or can no longer come."""
     if state.flushed_at is None:
         return False
-    overdue = now - state.flushed_at > PATIENCE_S * patience(state)
-    return overdue or _has_gone_on(state, state.promised)
+    return is_commit_overdue(state, now) or _is_given_up(state, state.promised)
 
 
-def _has_gone_on(state: MemberState, epoch: Epoch) -> bool:
-    """V1: True if the leader of an epoch has promised a higher one, or restarted.
+def is_commit_overdue(state: MemberState, now: float) -> bool:
+    """V6: True if the commit of the promised epoch has not come in time."""
+    promised_at = state.flushed_at
+    return promised_at is not None and now - promised_at > PATIENCE_S * patience(state)
+
+
+def _is_given_up(state: MemberState, epoch: Epoch) -> bool:
+    """V1: True if the leader of a promised epoch will not commit it any more, as far as we heard.
 
     It commits an epoch only while that is the highest that it has promised, and a link delivers in
-    order: a commit would have come before the heartbeat that shows this.
+    order: a commit would have come before the heartbeat that shows that the leader has promised
+    more, has restarted, or has dropped its proposal and needs another epoch itself.
     """
+    if epoch[1:] == state.me:
+        return state.proposal is None
     leader = state.peers.get(epoch.leader)
     return leader is not None and (
-        leader.member.incarnation != epoch.incarnation or leader.heartbeat.promised > epoch
+        leader.member.incarnation != epoch.incarnation
+        or leader.heartbeat.promised > epoch
+        or (leader.heartbeat.promised == epoch and leader.heartbeat.needs_epoch)
     )
 
 

@@ -9,6 +9,7 @@ from trio.testing import MockClock
 from pmesh.agent.jobs.ranks import MEASURED_BYTES
 from pmesh.agent.mesh.probing import (
     ANSWER_EVERY_S,
+    CHECK_EVERY_S,
     OTHERS_EVERY_S,
     PROBE_EVERY_S,
     PROBES,
@@ -100,7 +101,7 @@ async def test_probes_that_are_disturbed_say_nothing_beside_one_that_is_not(
 
 
 @pytest.mark.parametrize("mbit_s", [5, 94, 940])
-async def test_a_probe_shows_the_bandwidth_and_takes_a_thousandth_of_a_minute_at_most(
+async def test_three_probes_show_the_bandwidth_and_later_one_in_a_quarter_of_an_hour_confirms_it(
     mbit_s: int, clock: MockClock
 ) -> None:
     del clock
@@ -112,11 +113,50 @@ async def test_a_probe_shows_the_bandwidth_and_takes_a_thousandth_of_a_minute_at
     assert await way.carry() == 0
     await trio.sleep(STEADY_S)
     asked = await way.measure()  # once more, since the first one may have been disturbed
-    assert asked <= min(3 * MAX_PROBE_BYTES, max(mbit_s, 10) * 60e6 / 8 / 1000)
-    await trio.sleep(PROBE_EVERY_S - 2 * ANSWER_EVERY_S)
+    quarter_of_an_hour_bytes = max(mbit_s, 10) * PROBE_EVERY_S * 1e6 / 8
+    assert 0 < asked <= min(MAX_PROBE_BYTES, 2.5e-5 * quarter_of_an_hour_bytes)
+    await trio.sleep(PROBE_EVERY_S - 4 * ANSWER_EVERY_S)
     assert await way.carry() == 0
-    await trio.sleep(2 * ANSWER_EVERY_S)
+    await trio.sleep(4 * ANSWER_EVERY_S)
     assert await way.measure() == pytest.approx(asked, rel=0.01)
+
+
+async def test_a_probe_that_shows_something_else_is_one_of_three(clock: MockClock) -> None:
+    del clock
+    way = Way(940)
+    while not way.anna.settled_mbit_s:
+        await way.measure()
+    await trio.sleep(STEADY_S)
+    one = await way.measure()
+    way.mbit_s = 94
+    await trio.sleep(PROBE_EVERY_S)
+    assert await way.measure() == pytest.approx(3 * one, rel=0.01)
+
+
+async def test_while_the_data_of_one_path_change_the_others_are_probed_at_most_once_a_minute(
+    clock: MockClock,
+) -> None:
+    """A ring that avoids the path would else be planned by what the others brought long ago."""
+    del clock
+    ways = {BERT: Way(94), CARA: Way(940)}
+    probing = Probing(lambda member: [ways[member].path()])
+    probing.note(BERT, UNKNOWN, 94)
+
+    async def pass_time(seconds: float, *, bert_brings: float) -> int:
+        asked, until = 0, trio.current_time() + seconds
+        while trio.current_time() < until:
+            probing.note(BERT, UNKNOWN, bert_brings)
+            probing.ask(ways, ())
+            asked += await ways[CARA].bring()
+            await trio.sleep(0.2)
+        return asked
+
+    await pass_time(STEADY_S + 60.0, bert_brings=94)
+    assert await pass_time(60.0, bert_brings=94) == 0
+    assert await pass_time(1.0, bert_brings=20) == pytest.approx(MAX_PROBE_BYTES, rel=0.05)
+    assert await pass_time(58.0, bert_brings=20) == 0
+    assert await pass_time(60.0, bert_brings=20) == pytest.approx(MAX_PROBE_BYTES, rel=0.05)
+    assert await pass_time(60.0, bert_brings=20) == 0, "it has settled at that"
 
 
 @pytest.mark.parametrize("mbit_s", [40, 940])
@@ -131,7 +171,7 @@ async def test_a_round_trip_longer_than_a_probe_is_not_taken_for_a_slow_path(
     assert mbit_s / 2 <= way.anna.settled_mbit_s <= mbit_s
 
 
-async def test_where_no_probe_is_long_enough_nothing_is_claimed_and_the_next_comes_a_minute_later(
+async def test_where_no_probe_is_long_enough_nothing_is_claimed_and_the_next_comes_much_later(
     clock: MockClock,
 ) -> None:
     del clock
@@ -255,13 +295,27 @@ async def test_machines_that_train_together_learn_of_every_edge_and_the_others_s
         known: Callable[[], set[frozenset[int]]] = lambda: {  # noqa: E731 - looked at again
             frozenset((a, b)) for a, b in pairs if agents[a].probing.settled_mbit_s(members[b])
         }
-        await trio.sleep(PROBE_EVERY_S)
+        await trio.sleep(CHECK_EVERY_S)
         assert known() == set()
         trainers = await here.job(*here.machines[:3])
         edges = {frozenset((a, b)) for a, b in pairs if 3 not in {a, b}}
         await until(lambda: known() == edges)
         await reduce_all(trainers)
         await until(lambda: all(any(a.reported_mbit_s(m) for m in members) for a in agents[:3]))
+
+
+async def test_a_job_takes_at_most_a_fiftieth_of_a_percent_of_a_gigabit_line_for_control(
+    clock: MockClock,
+) -> None:
+    line_bytes_per_s, minute_s = 125e6, 60.0
+    async with village(clock, 3) as here:
+        await here.job(*here.machines)
+        await trio.sleep(minute_s / 2)  # in which each edge is probed for the first time
+        before = [machine.agent.peers.control_bytes for machine in here.machines]
+        await trio.sleep(minute_s)
+        after = [machine.agent.peers.control_bytes for machine in here.machines]
+    most = max(b[way] - a[way] for a, b in zip(before, after, strict=True) for way in (0, 1))
+    assert 0 < most <= 0.0002 * line_bytes_per_s * minute_s
 
 
 async def test_the_data_of_an_op_measure_the_edge_that_they_come_over(clock: MockClock) -> None:

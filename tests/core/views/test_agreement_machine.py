@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pmesh.core.values import Roster, Terms
+from pmesh.core.views.bound import agreement_bound_s
 from pmesh.core.views.quorum import may_run
-from pmesh.core.views.state import Facts, Install, Step
+from pmesh.core.views.state import FLUSH_DEADLINE_S, MOST_FAILURES, Facts, Install, Step
 from pmesh.core.wire.link import Commit, Flushed, Propose, Waiting
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot
 from tests.worlds.builders import (
@@ -34,7 +35,7 @@ from tests.worlds.builders import (
     make_waiting,
     running,
 )
-from tests.worlds.circle import Circle, gathered
+from tests.worlds.circle import HEARTBEAT_S, Circle, gathered
 
 NODES = [NodeId(letter * 32) for letter in (b"a", b"b", b"c")]
 NODE = st.sampled_from(NODES)
@@ -42,7 +43,7 @@ PAIRS = list(itertools.permutations(NODES, 2))
 PAIR = st.sampled_from(PAIRS)
 QUORUM = st.sampled_from(["any", "majority"])
 PAUSE_S = st.sampled_from([0.0, 0.2, 0.2, 0.5, 1.1, 2.1])
-RECOVERY_S = 12.0  # several flushes that time out, and quiet times between them
+RECOVERY_S = agreement_bound_s(len(NODES), 0.0)
 
 
 class ThreeAgents(RuleBasedStateMachine):
@@ -270,6 +271,31 @@ class TestTogether:
         assert settled.number > roster.number
         assert [outcome.verdict for outcome in settled.outcomes] == [make_verdict("OpTimedOut", 2)]
         assert {m for m, fence in circle.fences if fence.jobs == (DIGITS,)} == set(circle.states)
+
+    def test_a_proposal_that_its_leader_has_dropped_holds_nobody_up_however_patient_all_are(
+        self,
+    ) -> None:
+        """V6: Bert and Cara had lost Anna, whom both hear again before Cara's answer is lost."""
+        circle = gathered(ANNA, BERT, CARA)
+        leader, second, third = circle.agreed_view().by_seniority
+        for member, state in circle.states.items():
+            circle.states[member] = replace(state, failures=MOST_FAILURES)
+        for member in (second, third):
+            circle.cut(leader, member)
+            circle.lose(member, leader)
+        circle.tick(third)
+        circle.tick(second)
+        while circle.states[third].flushed_at is None:
+            heard = circle.wires[third, second]
+            circle.deliver(*((third, second) if heard else (second, third)))
+        for member in (second, third):
+            circle.link(member, leader)
+            circle.deliver_between(member, leader)
+            circle.tick(member)
+            circle.deliver_between(member, leader)
+        circle.cut(second, third)
+        circle.link(second, third)
+        circle.recover(within_s=FLUSH_DEADLINE_S + 5 * HEARTBEAT_S)
 
     def test_a_restarted_leader_never_uses_an_epoch_again(self) -> None:
         """V1: without incarnations it would."""

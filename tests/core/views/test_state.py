@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ from pmesh.core.views.state import (
     PATIENCE_S,
     Facts,
     MemberState,
+    Peer,
     continuing_members,
     follows,
     hear_each_other,
@@ -185,10 +187,42 @@ class TestContinuingMembers:
         assert continuing_members(make_state(ANNA, TRIO, dora), NOW) == (ANNA,)
 
 
-def test_who_has_promised_asks_for_another_epoch_when_its_patience_ends() -> None:
-    state = replace(make_state(ANNA, TRIO), flushed_at=NOW)
-    assert not needs_epoch(state, NOW + PATIENCE_S)
-    assert needs_epoch(state, NOW + PATIENCE_S + 0.01)
+class TestPromise:
+    EPOCH = make_epoch(6, BERT)
+
+    def promised(self, *peers: Peer, **changes: Any) -> MemberState:  # noqa: ANN401 - any field
+        state = make_state(ANNA, TRIO, *peers)
+        return replace(state, promised=self.EPOCH, flushed_at=NOW, **changes)
+
+    def test_is_waited_for_until_patience_ends(self) -> None:
+        assert not needs_epoch(self.promised(), NOW + PATIENCE_S)
+        assert needs_epoch(self.promised(), NOW + PATIENCE_S + 0.01)
+
+    @pytest.mark.parametrize(("timeout_s", "failures"), [(0.0, 99), (60.0, 0), (60.0, 99)])
+    def test_is_never_waited_for_longer_than_half_a_minute(
+        self, timeout_s: float, failures: int
+    ) -> None:
+        """Neither failures nor a peer that pretends to be slow prolong it further."""
+        state = self.promised(timeout_s=timeout_s, failures=failures)
+        assert not needs_epoch(state, NOW + 32.0)
+        assert needs_epoch(state, NOW + 32.01)
+
+    def test_to_a_leader_that_gathers_answers_is_waited_for(self) -> None:
+        beat = make_heartbeat(TRIO, ANNA, promised=self.EPOCH)
+        assert not needs_epoch(self.promised(make_peer(BERT, TRIO, beat)), NOW)
+
+    def test_is_not_waited_for_once_its_leader_has_dropped_the_proposal(self) -> None:
+        beat = make_heartbeat(TRIO, ANNA, promised=self.EPOCH, needs_epoch=True)
+        assert needs_epoch(self.promised(make_peer(BERT, TRIO, beat)), NOW)
+
+    def test_is_not_waited_for_once_its_leader_has_promised_more(self) -> None:
+        beat = make_heartbeat(TRIO, ANNA, promised=make_epoch(7, CARA))
+        assert needs_epoch(self.promised(make_peer(BERT, TRIO, beat)), NOW)
+
+    def test_of_my_own_is_over_as_soon_as_i_have_no_proposal(self) -> None:
+        """Nobody else can commit it."""
+        mine = replace(self.promised(), promised=make_epoch(6, ANNA))
+        assert needs_epoch(mine, NOW)
 
 
 def test_who_has_promised_nothing_never_asks() -> None:
@@ -216,9 +250,10 @@ class TestHeartbeat:
         assert heartbeat_of(state, Facts(), NOW).acting
 
     def test_names_view_and_promise(self) -> None:
-        state = replace(make_state(ANNA, TRIO), promised=make_epoch(8), flushed_at=NOW - 1)
+        epoch = make_epoch(8, BERT)
+        state = replace(make_state(ANNA, TRIO), promised=epoch, flushed_at=NOW - 1)
         beat = heartbeat_of(state, Facts(), NOW)
-        assert (beat.view, beat.promised) == (make_epoch(5), make_epoch(8))
+        assert (beat.view, beat.promised) == (make_epoch(5), epoch)
         assert (beat.flushed, beat.needs_epoch) == (True, False)
         assert heartbeat_of(state, Facts(), NOW + PATIENCE_S).needs_epoch
 
