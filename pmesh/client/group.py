@@ -182,4 +182,4 @@ def _order_of(place: Place, index: int, timeout_s: float) -> tuple[TrainerId, ..
         rows, done = exchange_rows(session, [index], call, timeout_s=timeout_s)
         return tuple(done.world.trainers[rows.index([i])] for i in range(len(rows)))
 
-    return place.run(ops, lambda world: world.trainers)
+    return place.run(ops, lambda world: world.trainers, timeout_s=timeout_s)

@@ -12,7 +12,8 @@ views       state (what one member knows), agreement (the effects of a message),
             or run again), op_log (what a rank reports of its ops), quorum (which side may
             continue), ring (its order), limits (against dishonest members)
 jobs        rank (its fences, failures and results), progress (how far all are), attempt (does for
-            one op what the view has decided), jobs (who waits, who lives here)
+            one op what the view has decided), jobs (who waits, who lives here), call_count (a
+            program's calls stay in step with those of other ranks)
 ops         kinds, plan (sends and receives), reducing, reduce_scatter, moving, coded (who makes
             plans), cost (which is the fastest), reductions (the arithmetic)
 p2p         messages between two ranks, each exactly once

@@ -99,15 +99,16 @@ class Source:
     first: int = 0
     """The sender has settled every message below this."""
 
-    def next_of(self, tag: int) -> int | None:
-        """Return the next message of the tag; None if it has not been announced."""
-        of_tag = (sequence for sequence, noted in self.noted.items() if noted.envelope.tag == tag)
-        sequence = min(of_tag, default=None)
-        if sequence is None:
-            return None
-        before = self.noted[sequence].before
-        known = before < self.first or before <= self.delivered.get(tag, -1)
-        return sequence if known else None
+    def next_of_each_tag(self) -> Iterator[tuple[int, Noted]]:
+        """Yield the next message of each tag, with its sequence number, if it is known to be."""
+        heads: dict[int, int] = {}
+        for sequence, noted in self.noted.items():
+            tag = noted.envelope.tag
+            heads[tag] = min(sequence, heads.get(tag, sequence))
+        for tag, sequence in heads.items():
+            before = self.noted[sequence].before
+            if before < self.first or before <= self.delivered.get(tag, -1):
+                yield sequence, self.noted[sequence]
 
 
 class Wanted(NamedTuple):
@@ -226,26 +227,34 @@ def _choose(inbox: Inbox) -> Inbox:
         for call, transfer in inbox.under_way.items()
         if transfer.sequence in inbox.sources.get(transfer.sender, Source()).noted
     }
+    busy = {transfer.sender for transfer in under_way.values()}
+    ready = {
+        sender: found
+        for sender, source in inbox.sources.items()
+        if sender not in busy and (found := tuple(_ready(sender, source)))
+    }
     for call, wanted in inbox.wanted.items():
+        if not ready:  # thousands of receives may wait: mostly for messages that have not come
+            break
         if call in under_way:
             continue
-        busy = {transfer.sender for transfer in under_way.values()}
-        ready = _ready(inbox, [source for source in wanted.sources if source not in busy], wanted)
-        earliest = min(ready, key=lambda found: found[0], default=None)
+        fitting = (
+            (arrival, transfer)
+            for sender in wanted.sources
+            for arrival, transfer in ready.get(sender, ())
+            if transfer.envelope.tag == wanted.tag
+        )
+        earliest = min(fitting, key=lambda found: found[0], default=None)
         if earliest is not None:
             under_way[call] = earliest[1]
+            del ready[earliest[1].sender]
     return replace(inbox, under_way=under_way)
 
 
-def _ready(
-    inbox: Inbox, senders: list[TrainerId], wanted: Wanted
-) -> Iterator[tuple[int, Transfer]]:
-    for sender in senders:
-        source = inbox.sources.get(sender, Source())
-        sequence = source.next_of(wanted.tag)
-        if sequence is not None:
-            noted = source.noted[sequence]
-            yield noted.arrival, Transfer(sender, sequence, noted.envelope, noted.values)
+def _ready(sender: TrainerId, source: Source) -> Iterator[tuple[int, Transfer]]:
+    """Yield what could be received now, with its arrival."""
+    for sequence, noted in source.next_of_each_tag():
+        yield noted.arrival, Transfer(sender, sequence, noted.envelope, noted.values)
 
 
 def _settle_below(source: Source, first: int) -> Source:

@@ -105,6 +105,9 @@ async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> Reply:
         op = await lay_out(rank, request)
     except (UsageError, OSError) as e:  # OSError: the system has no memory or descriptor left
         op = _doomed(request, Verdict("UsageError", f"rank {rank.rank}: {e}", (rank.id,)))
+    if rank.late_failure is not None:  # I5: a view has come while memory was made for the result
+        let_go(rank, op, keep=None)
+        return _failed(request.op, attempts.report_late(rank))
     attempts.start(rank, op, trio.current_time())
     while True:
         attempts.begin_attempt(rank, op, trio.current_time())

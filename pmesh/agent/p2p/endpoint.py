@@ -412,7 +412,7 @@ class P2PEndpoint:
         arena, nbytes = None, transfer.envelope.nbytes
         if nbytes:
             try:
-                arena = await outputs.acquire(nbytes)
+                arena = await outputs.acquire_in_turn(nbytes)
             except (UsageError, OSError) as e:  # OSError: the system has no memory left
                 raise MessageLost(Verdict("UsageError", str(e))) from e
         target = memoryview(b"") if arena is None else arena.memory[:nbytes]
@@ -485,6 +485,9 @@ class P2PEndpoint:
             self.close()  # their roster is over; unfinished messages move to new lanes
             self._lose_the_lost()
             self._stop_bringing()
+            # O5: until a call returns, the trainer may name ranks that are lost.
+            known = {*roster.ids, *self._rank.world}
+            self._names = {t: name for t, name in self._names.items() if t in known}
 
     def close(self) -> None:
         self._lanes_in.close()
@@ -532,9 +535,11 @@ class P2PEndpoint:
 
     def _update(self, inbox: Inbox) -> None:
         """Wake receives that have a transfer now, and cancel transfers that are obsolete."""
-        self._inbox = inbox
-        for call, receiving in self._receives.items():
-            transfer = inbox.under_way.get(call)
+        before, self._inbox = self._inbox, inbox
+        for call in before.under_way.keys() | inbox.under_way.keys():  # few of thousands
+            receiving, transfer = self._receives.get(call), inbox.under_way.get(call)
+            if receiving is None:
+                continue  # it has ended
             if receiving.bringing is not None and receiving.bringing[0] != transfer:
                 receiving.bringing[1].cancel()
             if transfer is not None:

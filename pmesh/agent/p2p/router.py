@@ -19,6 +19,7 @@ from pmesh.core.jobs.rank import COME_BACK
 from pmesh.core.values import Verdict
 from pmesh.core.wire.link import AnnounceMessage, MessageWithdrawn, P2PMessage
 from pmesh.core.wire.local import (
+    MAX_MESSAGES,
     SESSION_VERSION,
     Attach,
     Attached,
@@ -116,7 +117,6 @@ def _sum_of(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
     return one[0] + other[0], one[1] + other[1]
 
 
-MAX_CALLS = 48  # at a time: a session may have 64 arenas of a kind, some of them idle
 _CHECK_S = 1.0
 
 
@@ -195,10 +195,17 @@ class _Envelopes:
         while True:
             await trio.sleep(_CHECK_S)
             now = trio.current_time()
-            for call, waiting in list(self._waiting.items()):
-                if now - waiting.since >= waiting.said * SAY_EVERY_S:
-                    waiting.said += 1
-                    await self._session.send(MessageWaits(call, now - waiting.since, waiting.on))
+            due = [
+                (call, waiting)
+                for call, waiting in self._waiting.items()
+                if now - waiting.since >= waiting.said * SAY_EVERY_S
+            ]
+            longest: dict[tuple[str, ...], tuple[int, _Waiting]] = {}
+            for call, waiting in due:
+                waiting.said += 1
+                longest.setdefault(waiting.on, (call, waiting))  # of many, one line says enough
+            for call, waiting in longest.values():
+                await self._session.send(MessageWaits(call, now - waiting.since, waiting.on))
 
     # --- calls
 
@@ -236,8 +243,8 @@ class _Envelopes:
             await self._session.send(reply)
 
     def _check_room(self) -> None:
-        if len(self._waiting) >= MAX_CALLS:
-            text = f"at most {MAX_CALLS} sends and receives at a time: wait for some of them"
+        if len(self._waiting) >= MAX_MESSAGES:
+            text = f"at most {MAX_MESSAGES} sends and receives at a time: wait for some of them"
             raise MessageLost(Verdict("UsageError", text))
 
     def _begin_send(self, request: SendMessage) -> "_Ending":

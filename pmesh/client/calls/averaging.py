@@ -176,7 +176,7 @@ class Averaging(Reducing):
         def finish(done: tuple[Arrays, list[Any]]) -> object:
             return rebuild_late(*done)
 
-        return self._call(ops, alone, finish, async_op=async_op)
+        return self._call(ops, alone, finish, timeout_s=wanted.timeout_s, async_op=async_op)
 
     def error_feedback_state(self) -> dict[str, Values]:
         """What compression has left out on this rank so far, for a checkpoint of this rank.

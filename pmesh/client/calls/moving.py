@@ -194,7 +194,8 @@ class Moving(Caller):
                 raise RosterChanged("the root of this scatter is not here")
             return _copy_of(blocks[root]), LastOp.among(ALONE, world, 0)
 
-        return cast("T | Handle[T]", self._call(ops, alone, _built, async_op=async_op))
+        result = self._call(ops, alone, _built, timeout_s=timeout_s, async_op=async_op)
+        return cast("T | Handle[T]", result)
 
     @overload
     def all_to_all(
@@ -257,7 +258,7 @@ class Moving(Caller):
         def finish(parts: list[_Parts]) -> list[object]:
             return [build(*each) for each in parts]
 
-        result = self._call(ops, alone, finish, async_op=async_op)
+        result = self._call(ops, alone, finish, timeout_s=timeout_s, async_op=async_op)
         return cast("list[T] | Handle[list[T]]", result)
 
     def _gather(
@@ -302,7 +303,7 @@ class Moving(Caller):
             last = LastOp.among(ALONE, world, block.data.size)
             return (block.head._replace(shape=shape), block.data.copy(), x), last
 
-        return self._call(ops, alone, _built, async_op=async_op)
+        return self._call(ops, alone, _built, timeout_s=timeout_s, async_op=async_op)
 
     def _blocks(self, xs: Sequence[object] | None, what: str) -> list[Block]:
         """The bytes of an array for each rank; they must be alike."""
@@ -371,7 +372,7 @@ class Objects(Caller):
         def alone(world: World) -> tuple[Any, LastOp]:
             return [_unpacked(data)], LastOp.among(ALONE, world, data.size)
 
-        return cast("list[Any]", self._call(ops, alone, _as_it_is, async_op=False))
+        return cast("list[Any]", self._call(ops, alone, _as_it_is, timeout_s=timeout_s))
 
     def broadcast_object(
         self, obj: object = None, root: int = 0, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -397,7 +398,7 @@ class Objects(Caller):
         def alone(world: World) -> tuple[Any, LastOp]:
             return _unpacked(data) if is_root else obj, LastOp.among(ALONE, world, 0)
 
-        return self._call(ops, alone, _as_it_is, async_op=False)
+        return self._call(ops, alone, _as_it_is, timeout_s=timeout_s)
 
     def barrier(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Wait until every rank has called this; raises as `all_reduce` does."""
@@ -411,7 +412,7 @@ class Objects(Caller):
         def alone(world: World) -> tuple[None, LastOp]:
             return None, LastOp.among(ALONE, world, 0)
 
-        self._call(ops, alone, _as_it_is, async_op=False)
+        self._call(ops, alone, _as_it_is, timeout_s=timeout_s)
 
     def monitored_barrier(self, timeout_s: float) -> None:
         """Wait until every rank has called this; names those that have not when the time is over.

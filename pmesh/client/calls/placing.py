@@ -240,7 +240,7 @@ class Placing(Caller):
         self, ops: Callable[[TrainerSession], tuple[None, LastOp]], timeout_s: float
     ) -> None:
         check_timeout(timeout_s)
-        self._call(ops, _refuse_alone, _nothing, async_op=False)
+        self._call(ops, _refuse_alone, _nothing, timeout_s=timeout_s)
 
 
 def _nothing(result: None) -> None:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Literal, TypeVar, cast, overload
+from weakref import finalize
 
 from pmesh.client.calls.queue import Caller, Handle, check_timeout
 from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
@@ -297,7 +298,10 @@ class PointToPoint(Caller):
                 failures.append(e)
                 raise
 
-        return Handle(partial(self._is_done, session, call), take_or_fail_again)
+        handle = Handle(partial(self._is_done, session, call), take_or_fail_again)
+        # A call that nobody waits for goes on; what it brings goes with it.
+        finalize(handle, session.forget, call).atexit = False
+        return handle
 
     def _is_done(self, session: P2PSession, call: int) -> bool:
         """Bound, so that a handle keeps its group: with that the call would end."""

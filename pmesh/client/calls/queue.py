@@ -286,10 +286,11 @@ class Caller:
         alone: Callable[[World], tuple[R, LastOp | None]],
         finish: Callable[[R], T],
         *,
-        async_op: bool,
+        timeout_s: float,
+        async_op: bool = False,
     ) -> T | Handle[T]:
         """Run ops in the job, or what a rank does that is alone for the time being."""
-        run = partial(Place.run, ops=ops, alone=alone)
+        run = partial(Place.run, ops=ops, alone=alone, timeout_s=timeout_s)
         return self._do(run, finish, async_op=async_op)
 
     def _do(

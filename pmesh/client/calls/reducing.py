@@ -362,7 +362,9 @@ class Reducing(Caller):
             return run_reduce_scatter(session, leaf, reduction=reduction, timeout_s=timeout_s)
 
         alone = partial(reduce_scatter_alone, leaf)
-        result = self._call(ops, alone, arrays.leaves[0].rebuild, async_op=async_op)
+        result = self._call(
+            ops, alone, arrays.leaves[0].rebuild, timeout_s=timeout_s, async_op=async_op
+        )
         return cast("T | Handle[T]", result)
 
     def _run(
@@ -383,7 +385,8 @@ class Reducing(Caller):
             finish = _drop
         elif late:
             finish = partial(rebuild_late, arrays)
-        return self._call(ops, partial(run_alone, wanted, laid), finish, async_op=async_op)
+        alone = partial(run_alone, wanted, laid)
+        return self._call(ops, alone, finish, timeout_s=wanted.timeout_s, async_op=async_op)
 
     def _ops(
         self, wanted: Collective, arrays: Arrays, compression: Compression | None

@@ -12,6 +12,7 @@ import numpy as np
 
 from pmesh.client.elastic.sync import Offer, Synced, run_sync
 from pmesh.client.link.connection import AgentConnection, error_of, mesh_ended
+from pmesh.client.link.in_step import in_step
 from pmesh.client.link.p2p_session import P2PSession
 from pmesh.client.link.session import TrainerSession
 from pmesh.client.trees.state import Packed
@@ -84,12 +85,22 @@ class Place:
                 "'state = mesh.sync(state)' first, at the top of the training loop"
             )
 
-    def run(self, ops: Callable[[TrainerSession], R], alone: Callable[[World], R]) -> R:
-        """Run ops in the job; or `alone`, for a rank that is alone for the time being."""
+    def run(
+        self,
+        ops: Callable[[TrainerSession], R],
+        alone: Callable[[World], R],
+        *,
+        timeout_s: float,
+    ) -> R:
+        """Run ops in the job; or `alone`, for a rank that is alone for the time being.
+
+        `timeout_s` is for the op in which ranks compare their calls after an error (O10).
+        """
         self.check_synced()
         if not self.is_alone:
             try:
-                result = ops(self._session)
+                with in_step(self._session, timeout_s=timeout_s):
+                    result = ops(self._session)
             except (HistorySuperseded, AgentStopped) as e:
                 self._fall_apart(e)
                 if not self.is_alone:
@@ -135,7 +146,9 @@ class Place:
             try:
                 if self._lost_agent:
                     self._reconnect(deadline)
-                synced = run_sync(self._session, packed, self._offer(packed), timeout_s=timeout_s)
+                with in_step(self._session, timeout_s=timeout_s, syncs=True):
+                    offer = self._offer(packed)
+                    synced = run_sync(self._session, packed, offer, timeout_s=timeout_s)
             except (HistorySuperseded, AgentStopped) as e:
                 self._fall_apart(e)
                 if not self._goes_on_alone or self._pause(deadline):

@@ -2,13 +2,16 @@
 
 Several calls run at a time, of any thread.
 
-The thread that waits first reads for all of them, and wakes the others at each reply.
+The thread that waits first reads for all of them, and wakes the others at each reply. Where so many
+sends are under way that shared memory or its descriptors run short, further ones wait here
+(`Sends`), and begin when others have ended.
 """
 
 import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
 
@@ -16,9 +19,12 @@ import numpy as np
 
 from pmesh.client.link.arenas import Mapped
 from pmesh.client.link.connection import AgentConnection, error_of, mesh_ended
+from pmesh.client.link.sends import Send, Sends
 from pmesh.core.ops.reductions import Values
+from pmesh.core.values import Verdict
 from pmesh.core.wire.link import Envelope
 from pmesh.core.wire.local import (
+    MAX_MESSAGES,
     MAX_STORE_DATA_BYTES,
     ArenaGone,
     ArenaGranted,
@@ -38,7 +44,7 @@ from pmesh.core.wire.local import (
     WantArena,
 )
 from pmesh.core.wire.store import Answer, Command, decode_answer_untrusted, encode
-from pmesh.errors import AgentStopped, MeshClosed, PmeshError, ProtocolError
+from pmesh.errors import AgentStopped, MeshClosed, PmeshError, ProtocolError, UsageError
 from pmesh.ids import TrainerId
 
 KEPT_INPUTS = (
@@ -46,6 +52,9 @@ KEPT_INPUTS = (
 )
 _ARENA = -1
 """The key of the reply to WantArena, which has no call."""
+_NOTHING = -2
+"""The key of no reply."""
+_LEAST_S = 1e-3  # a send that has waited for its whole time fails as one that nobody receives
 
 _logger = logging.getLogger("pmesh")
 
@@ -67,14 +76,20 @@ class P2PSession:
         self._connection = connection
         self._news = threading.Condition()
         self._reading = False
-        self._answers: dict[int, Reply] = {}
+        self._answers: dict[int, Reply | Arrived] = {}
         self._under_way: set[int] = set()
+        self._forgotten: deque[int] = deque()
+        """Calls whose handles are gone; appended to wherever Python collects garbage."""
         self._calls = 0
         self._sending = threading.Lock()
         self._wanting = threading.Lock()
+        self._starting = threading.Lock()
+        self._sends = Sends()
         self._inputs: list[Mapped] = []
         self._lent: dict[int, Mapped] = {}
         self._maps: dict[int, Mapped] = {}
+        self._dropped: deque[int] = deque()
+        """Arenas that the agent is to be told of."""
         self._parts: dict[int, bytearray] = {}
         """What has come of answers of the store."""
         self._ended: PmeshError | None = None
@@ -85,25 +100,40 @@ class P2PSession:
         return self._ended is not None
 
     def begin_send(self, to: TrainerId, envelope: Envelope, data: Values, timeout_s: float) -> int:
-        """Put an array's bytes where the agent reads them; returns the call's number."""
-        arena = None
-        if envelope.nbytes:
-            arena = self._take_input(envelope.nbytes)
-            np.frombuffer(arena.memory, np.uint8, envelope.nbytes)[:] = data
-        number = -1 if arena is None else arena.number
+        """Put an array's bytes where the agent reads them, or keep them; returns the call's number.
+
+        Raises:
+            UsageError: so many calls are under way that no more can be.
+        """
+        self._take_in()
         with self._sending:
             call = self._next_call()
-            if arena is not None:
-                self._lent[call] = arena
-            self._send(SendMessage(call, to, envelope, number, timeout_s))
+        send = Send(call, to, envelope, data, time.monotonic() + timeout_s)
+        with self._news:
+            starts = self._sends.begin(send)
+        if starts:
+            self._start(send)
+            failed = self._answers.get(call)
+            if isinstance(failed, MessageFailed):  # at once: there was no memory, and will be none
+                self.end(call, None)
         return call
 
     def begin_receive(self, sources: tuple[TrainerId, ...], tag: int, timeout_s: float) -> int:
-        """Ask for a message of one of these; returns the call's number."""
+        """Ask for a message of one of these; returns the call's number.
+
+        Raises:
+            UsageError: so many calls are under way that no more can be.
+        """
+        self._take_in()
         with self._sending:
             call = self._next_call()
             self._send(ReceiveMessage(call, sources, tag, timeout_s))
+        self._tell_dropped()
         return call
+
+    def forget(self, call: int) -> None:
+        """Nobody will ask for the call any more; may be called in any thread, at any time."""
+        self._forgotten.append(call)
 
     def ask_store(self, command: Command, timeout_s: float) -> Answer:
         """Carry out a command in the job's store, and wait for its answer.
@@ -130,9 +160,11 @@ class P2PSession:
     def done(self, call: int) -> bool:
         """Whether a call has ended, well or badly."""
         try:
-            while call in self._under_way and call not in self._answers:
-                if not self._read_some(0.0, call):
-                    break
+            with self._whole_or_ended():
+                while call in self._under_way and call not in self._answers:
+                    if not self._read_some(0.0, call):
+                        break
+                    self._start_queued()
         except PmeshError:
             return True
         return call in self._answers or call not in self._under_way or self.has_ended
@@ -150,8 +182,8 @@ class P2PSession:
                     return None
                 case MessageFailed():
                     raise error_of(reply.verdict)
-                case MessageReceived():
-                    return self._arrived(reply)
+                case Arrived():
+                    return reply
                 case _:
                     raise self._nonsense(type(reply).__name__)
 
@@ -181,11 +213,52 @@ class P2PSession:
                 self._connection.close()
                 self._inputs.clear()
                 self._maps.clear()
+            self._sends = Sends()
+            self._lent.clear()
             self._news.notify_all()
 
-    # --- arenas
+    # --- sends
 
-    def _take_input(self, nbytes: int) -> Mapped:
+    def _start(self, send: Send) -> bool:
+        """Hand a send over to the agent; False if it must wait for memory that others have."""
+        nbytes = send.envelope.nbytes
+        with self._whole_or_ended():
+            arena = self._take_input(nbytes) if nbytes else None
+            if isinstance(arena, Verdict):
+                return not self._put_back(send, arena)
+            if arena is not None:
+                np.frombuffer(arena.memory, np.uint8, nbytes)[:] = send.data
+                self._lent[send.call] = arena
+            number = -1 if arena is None else arena.number
+            left_s = max(send.deadline - time.monotonic(), _LEAST_S)
+            with self._sending:
+                self._send(SendMessage(send.call, send.to, send.envelope, number, left_s))
+            with self._news:
+                self._sends.started(send)
+            self._tell_dropped()
+        return True
+
+    def _put_back(self, send: Send, why: Verdict) -> bool:
+        with self._news:
+            waits = self._sends.put_back(send)
+            if not waits:
+                self._answers[send.call] = MessageFailed(send.call, why)
+                self._news.notify_all()
+        return waits
+
+    def _start_queued(self) -> None:
+        """Start what can; only one thread at a time, so that sends keep their order."""
+        while self._sends.queued and self._starting.acquire(blocking=False):
+            try:
+                with self._news:
+                    send = self._sends.next()
+                if send is None or not self._start(send):
+                    return
+            finally:
+                self._starting.release()
+
+    def _take_input(self, nbytes: int) -> Mapped | Verdict:
+        """An arena to write to, or why there is none."""
         with self._wanting, self._whole_or_ended():
             with self._news:
                 fitting = [arena for arena in self._inputs if arena.nbytes >= nbytes]
@@ -193,59 +266,98 @@ class P2PSession:
                     best = min(fitting, key=lambda arena: arena.nbytes)
                     self._inputs.remove(best)
                     return best
-            with self._sending:
-                self._send(WantArena(nbytes))
-            match reply := self._await(_ARENA, None):
-                case ArenaGranted():
-                    return self._maps.pop(reply.arena)
-                case Refused():
-                    raise error_of(reply.verdict)
-                case _:
-                    raise self._nonsense(type(reply).__name__)
+            granted = self._want(nbytes)
+            if isinstance(granted, Verdict) and self._inputs:  # too small, and perhaps in the way
+                with self._news:
+                    self._dropped += [arena.number for arena in self._inputs]
+                    self._inputs.clear()
+                granted = self._want(nbytes)
+            return granted
 
-    def _give_back(self, call: int) -> None:
-        arena = self._lent.pop(call, None)
-        if arena is None:
-            return
-        with self._news:
-            self._inputs.append(arena)
-            if len(self._inputs) <= KEPT_INPUTS:
-                return
-            smallest = min(self._inputs, key=lambda arena: arena.nbytes)
-            self._inputs.remove(smallest)
+    def _want(self, nbytes: int) -> Mapped | Verdict:
         with self._sending:
-            self._send(DropArena(smallest.number))
+            self._send(WantArena(nbytes))
+        match reply := self._await(_ARENA, None):
+            case ArenaGranted():
+                return self._maps.pop(reply.arena)
+            case Refused():
+                return reply.verdict
+            case _:
+                raise self._nonsense(type(reply).__name__)
+
+    def _sent(self, call: int) -> None:
+        """A send has ended, well or badly."""
+        with self._news:
+            self._sends.ended(call)
+            arena = self._lent.pop(call, None)
+            if arena is None:
+                return
+            self._inputs.append(arena)
+            if len(self._inputs) > KEPT_INPUTS:
+                smallest = min(self._inputs, key=lambda arena: arena.nbytes)
+                self._inputs.remove(smallest)
+                self._dropped.append(smallest.number)
 
     def _arrived(self, reply: MessageReceived) -> Arrived:
+        """Take the message out of its arena at once: others wait for room."""
         envelope = reply.envelope
         if not envelope.nbytes:
             return Arrived(reply.source, envelope, np.empty(0, np.uint8))
         arena = self._maps.get(reply.arena)
         if arena is None or arena.nbytes < envelope.nbytes:
-            raise self._nonsense("a message in an arena that was not granted")
+            raise ProtocolError("a message in an arena that was not granted")
         data = np.frombuffer(arena.memory, np.uint8, envelope.nbytes).copy()
-        with self._sending:
-            self._send(DropArena(reply.arena))
+        self._dropped.append(reply.arena)
         return Arrived(reply.source, envelope, data)
+
+    def _tell_dropped(self) -> None:
+        """Tell the agent which arenas are free, or leave it to a thread that sends right now."""
+        while self._dropped and self._ended is None and self._sending.acquire(blocking=False):
+            try:
+                self._send()
+            finally:
+                self._sending.release()
 
     # --- messages
 
     def _next_call(self) -> int:
+        self._check_open()
+        if len(self._under_way) >= MAX_MESSAGES:
+            raise UsageError(
+                f"at most {MAX_MESSAGES} sends and receives at a time: wait for some of them"
+            )
         self._calls += 1
         self._under_way.add(self._calls)
         return self._calls
 
+    def _take_in(self) -> None:
+        """Before another call: read what has come, or the agent would wait for that; and forget."""
+        with self._whole_or_ended():
+            while self._under_way and not self._reading and self._read_some(0.0, _NOTHING):
+                pass
+            with self._news:
+                for _ in range(len(self._forgotten)):
+                    call = self._forgotten.popleft()
+                    if call in self._answers or call not in self._under_way:
+                        self._answers.pop(call, None)
+                        self._under_way.discard(call)
+                    else:
+                        self._forgotten.append(call)  # once it has ended
+        self._start_queued()
+
     def _send(self, *requests: Request) -> None:
+        """Send requests, and which arenas are free."""
         self._check_open()
+        dropped = [DropArena(self._dropped.popleft()) for _ in range(len(self._dropped))]
         try:
-            self._connection.send(*requests)
+            self._connection.send(*dropped, *requests)
         except BaseException as e:
             self._end(e)
             if isinstance(e, AgentStopped):  # perhaps because another thread has closed it
                 self._check_open()
             raise
 
-    def _await(self, call: int, timeout_s: float | None) -> Reply:
+    def _await(self, call: int, timeout_s: float | None) -> Reply | Arrived:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._news:
@@ -257,8 +369,9 @@ class P2PSession:
             if left_s is not None and left_s <= 0:
                 raise TimeoutError
             self._read_some(left_s, call)
+            if call != _ARENA:  # else this is for a send that starts
+                self._start_queued()
         self._under_way.discard(call)
-        self._give_back(call)
         return reply
 
     def _read_some(self, timeout_s: float | None, call: int) -> bool:
@@ -288,6 +401,7 @@ class P2PSession:
                 if self._ended is not None:
                     self._connection.close()
                 self._news.notify_all()
+        self._tell_dropped()
         return reply is not None
 
     def _sort(self, reply: Reply) -> None:
@@ -300,18 +414,18 @@ class P2PSession:
                 self._maps.pop(arena, None)
             case Refused():
                 self._answers[_ARENA] = reply
-            case MessageWaits(waited_s=waited_s, on=on):
-                names = " or ".join(on)
-                _logger.warning("waiting for a message for %.0f s, with %s", waited_s, names)
-            case StoreWaits(waited_s=waited_s, on=on):
-                _logger.warning("waiting for %.0f s: %s", waited_s, on)
+            case MessageWaits() | StoreWaits():
+                _warn_of_a_wait(reply)
             case StoreAnswered(call, data, more):
                 whole = self._parts.setdefault(call, bytearray())
                 whole += data
                 if not more:
                     self._answers[call] = StoreAnswered(call, bytes(self._parts.pop(call)), more)
-            case MessageSent(call) | MessageReceived(call) | MessageFailed(call):
+            case MessageReceived(call):
+                self._answers[call] = self._arrived(reply)
+            case MessageSent(call) | MessageFailed(call):
                 self._answers[call] = reply
+                self._sent(call)
             case _:
                 raise ProtocolError(f"an answer to another question: {type(reply).__name__}")
 
@@ -324,3 +438,11 @@ class P2PSession:
         error = self._connection.nonsense(what)
         self._end(error)
         return error
+
+
+def _warn_of_a_wait(waits: MessageWaits | StoreWaits) -> None:
+    if isinstance(waits, StoreWaits):
+        _logger.warning("waiting for %.0f s: %s", waits.waited_s, waits.on)
+    else:
+        names = " or ".join(waits.on)
+        _logger.warning("waiting for a message for %.0f s, with %s", waits.waited_s, names)

@@ -30,6 +30,7 @@ from pmesh.client.link.connection import (
     mesh_ended,
 )
 from pmesh.compression.blocks import Float32s
+from pmesh.core.jobs.call_count import CallCount
 from pmesh.core.ops.kinds import KINDS, Extent, extent_of
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
 from pmesh.core.wire.link import Call
@@ -99,9 +100,11 @@ class TrainerSession:
         self._outputs: dict[int, Mapped] = {}
         self._residuals: set[Residuals] = set()
         self._users = UsersArrays()
-        self._next_op = OpNumber(0)
+        self.next_op = OpNumber(0)
+        self.calls = CallCount()
         self._compression = ""
-        self._enters = False
+        self.enters = False
+        """Whether the next op must be the `sync` in which it enters the job, or comes back."""
         self._waiting = Waiting()
         self._ended: str | None = None
 
@@ -110,7 +113,7 @@ class TrainerSession:
         reply = self._exchange(request)
         if isinstance(reply, Joined):
             self.world = reply.world
-            self._enters = reply.world.rank < 0
+            self.enters = reply.world.rank < 0
             return reply
         raise self._answer_error(reply)
 
@@ -248,8 +251,8 @@ class TrainerSession:
             PmeshError: the op failed, with the same error at all ranks, and the session goes on;
                 or AgentStopped, and it does not.
         """
-        enters = self._enters and call.kind == "sync"
-        number = OpNumber(ENTERS) if enters else self._next_op
+        enters = self.enters and call.kind == "sync"
+        number = OpNumber(ENTERS) if enters else self.next_op
         wire = cast("WireDtype", dtype)
         kept = (-1, -1) if residuals is None else self._arenas_of(residuals, count)
         request = StartOp(
@@ -264,10 +267,13 @@ class TrainerSession:
         is_root = call.kind == "broadcast" and call.root == self.world.rank
         self._input_retained = self._input_retained or is_root
         self._ahead_is_filled = False
+        self.calls.op_called()
         reply = self._exchange(request, meanwhile)
         match reply:
             case OpDone(op, output) if op == number or (enters and op >= 0):
                 self._op_has_ended(reply, consumed=True)
+                if call.kind == "sync":
+                    self.calls.synced()
                 if self._ahead_is_filled:
                     self._input, self._ahead = self._ahead, self._input
                 if residuals is not None and self.world.rank >= 0:
@@ -283,7 +289,7 @@ class TrainerSession:
             case OpFailed(op, verdict, consumed) if op == number or enters:
                 self._op_has_ended(reply, consumed=consumed)
                 error = error_of(verdict)
-                self._enters = self._enters or isinstance(error, HistorySuperseded)
+                self.enters = self.enters or isinstance(error, HistorySuperseded)
                 raise error
             case _:
                 raise self._answer_error(reply)
@@ -335,8 +341,8 @@ class TrainerSession:
 
     def _op_has_ended(self, reply: OpDone | OpFailed, *, consumed: bool) -> None:
         if reply.op >= 0:  # else it has not entered yet
-            self._next_op = OpNumber(reply.op + consumed)
-            self._enters = False
+            self.next_op = OpNumber(reply.op + consumed)
+            self.enters = False
         self.world = reply.world or self.world
 
     def check_open(self) -> None:

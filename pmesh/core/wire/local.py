@@ -30,6 +30,7 @@ MAX_SESSION_MESSAGE_BYTES = 1024 * 1024  # a status of 64 peers is 60 KiB
 MAX_REQUEST_BYTES = 64 * 1024  # the largest, an all_to_all among 1024 ranks, takes 22 KiB
 
 MAX_STORE_DATA_BYTES = 32 * 1024  # half of a request
+MAX_MESSAGES = 4096  # sends and receives of a trainer at a time; each is a task in the agent
 
 _MOST = 2**48  # bytes or values: no processor can address as many, and sums of 1024 fit an int64
 

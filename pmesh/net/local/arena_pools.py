@@ -355,12 +355,30 @@ class OutputArenas(_Held):
     def __init__(self, numbers: Iterator[int], share: ArenaShare) -> None:
         super().__init__(_Pool("output", numbers, share, most=MAX_ARENAS, spares_the_last=True))
         self._share = share
+        self._dropped = trio.Event()
 
     async def acquire(self, nbytes: int) -> Arena:
         """Return an arena for use until `release`. Raises UsageError beyond the limits."""
         arena = await self._pool.acquire(nbytes)
         self._ops[arena] = 1
         return arena
+
+    async def acquire_in_turn(self, nbytes: int) -> Arena:
+        """As `acquire`, but wait if the trainer holds arenas that it will drop once it has read."""
+        while True:
+            dropped = self._dropped
+            try:
+                return await self.acquire(nbytes)
+            except (UsageError, OSError):
+                if not self._trainers and not dropped.is_set():
+                    raise
+            await dropped.wait()
+
+    def drop(self, number: int) -> None:
+        """Also let those go on who wait for room."""
+        super().drop(number)
+        self._dropped.set()
+        self._dropped = trio.Event()
 
     def lend(self, arena: Arena) -> bool:
         """Let the trainer hold it too, unless too little would remain for ops."""

@@ -9,8 +9,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from pmesh.agent.grants import SAY_EVERY_S
 from pmesh.agent.p2p import router
-from pmesh.agent.p2p.router import MAX_CALLS
 from pmesh.core.p2p import MAX_KEPT
 from pmesh.core.wire.link import (
     AnnounceMessage,
@@ -29,7 +29,7 @@ from pmesh.core.wire.local import (
     SendMessage,
 )
 from pmesh.ids import JobName, TrainerId
-from pmesh.net.local.arena_pools import SessionArenas
+from pmesh.net.local.arena_pools import MAX_ARENAS, SessionArenas
 from tests.worlds.lanes import share_of_one
 from tests.worlds.p2p import MessageError, P2PConnection, attach, lose_first, told
 from tests.worlds.trainer import Trainer, together, until
@@ -344,19 +344,42 @@ async def test_a_call_number_that_is_in_use_ends_the_connection(clock: MockClock
         await until(lambda: sessions.garbage == 1)
 
 
-async def test_so_many_calls_may_wait_and_no_more(clock: MockClock) -> None:
+async def test_so_many_calls_may_wait_and_no_more(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router, "MAX_MESSAGES", 48)
     async with a_pair(clock) as pair:
-        calls = [await pair.one.begin_receive(pair.other.id) for _ in range(MAX_CALLS + 1)]
+        calls = [await pair.one.begin_receive(pair.other.id) for _ in range(49)]
 
         verdict = await pair.one.verdict_of(calls[-1])
         assert verdict.error == "UsageError"
         assert verdict.message == "at most 48 sends and receives at a time: wait for some of them"
 
 
-async def test_so_many_messages_may_wait_for_one_receiver(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(router, "MAX_CALLS", 1000)
+async def test_what_has_come_waits_until_there_is_room_for_it(clock: MockClock) -> None:
+    """A trainer that has yet to read what came has all arenas that it may have."""
+    many = MAX_ARENAS + 6
+    async with a_pair(clock) as pair:
+        receives = [await pair.other.begin_receive(pair.one.id) for _ in range(many)]
+        sends = [await pair.one.begin_send(pair.other.id, np.full(1, i)) for i in range(many)]
+        await until(lambda: len(pair.other.answers) == MAX_ARENAS)
+
+        got = [await pair.other.end(call) for call in receives]
+        assert [each.values.tolist() for each in got if each] == [[i] for i in range(many)]
+        for call in sends:
+            await pair.one.end(call)
+
+
+async def test_of_many_receives_that_wait_for_one_rank_one_line_is_said(clock: MockClock) -> None:
+    async with a_pair(clock) as pair:
+        for _ in range(20):
+            await pair.one.begin_receive(pair.other.id)
+        await until(lambda: bool(pair.one.waits))
+        await trio.sleep(SAY_EVERY_S)
+        assert 1 <= len(pair.one.waits) <= 3
+
+
+async def test_so_many_messages_may_wait_for_one_receiver(clock: MockClock) -> None:
     async with a_pair(clock) as pair:
         empty = np.zeros(0)
         sends = [await pair.one.begin_send(pair.other.id, empty) for _ in range(MAX_KEPT + 1)]

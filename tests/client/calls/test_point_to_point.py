@@ -190,20 +190,93 @@ def test_messages_go_while_a_collective_waits(agent: WatchedAgent) -> None:
 
 
 def test_arenas_for_sends_are_used_again_and_few_are_kept(agent: WatchedAgent) -> None:
+    begun = threading.Event()
+
     def send(m: PointToPoint) -> None:
         for _ in range(10):
             m.send(np.zeros(1000), 1)
         assert agent.inputs_wanted == [8000]
         handles = [m.send(np.zeros(1000 * k), 1, async_op=True) for k in range(1, 8)]
+        begun.set()
         for handle in handles:
             handle.wait()
         m.send(np.zeros(7000), 1)
         assert len(agent.inputs_wanted) == 7
 
     def receive(m: PointToPoint) -> None:
-        for _ in range(18):
+        for i in range(18):
+            assert i < 10 or begun.wait(PATIENCE_S)
             m.recv(0)
 
     pair(agent, send, receive)
     sender = next(c for c in agent.attached if c.inputs)
     assert len(sender.inputs) == 4
+
+
+@pytest.mark.parametrize("room", [None, 8])
+def test_both_ranks_may_send_many_messages_before_they_receive(
+    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch, room: int | None
+) -> None:
+    """More than a session has arenas for what comes; with little room, others wait their turn."""
+    if room is not None:
+        monkeypatch.setattr("pmesh.client.link.sends.MAX_SENDS", room)
+
+    def exchange(m: PointToPoint) -> list[float]:
+        other = 1 - m.rank
+        sends = [m.send(np.full(1, float(i)), other, async_op=True) for i in range(80)]
+        receives = [m.recv(other, async_op=True) for _ in range(80)]
+        for handle in sends:
+            handle.wait(PATIENCE_S)
+        return [float(handle.wait(PATIENCE_S)[0]) for handle in receives]
+
+    assert pair(agent, exchange, exchange) == [[float(i) for i in range(80)]] * 2
+
+
+def test_a_rank_that_receives_nothing_stops_no_message_to_another(
+    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pmesh.client.link.sends.MAX_SENDS", 6)
+    late = threading.Event()
+
+    def program(m: pmesh.Mesh) -> list[float]:
+        if m.rank == 0:
+            sends = [
+                m.send(np.full(1, float(i)), to, async_op=True) for to in (1, 2) for i in range(20)
+            ]
+            for handle in reversed(sends):
+                handle.wait(PATIENCE_S)
+            return []
+        assert m.rank == 2 or late.wait(PATIENCE_S)
+        got = [float(m.recv(0)[0]) for _ in range(20)]
+        late.set()
+        return got
+
+    numbers = [float(i) for i in range(20)]
+    assert run(agent, 3, program) == [[], numbers, numbers]
+
+
+def test_beyond_so_many_calls_the_next_one_says_so_and_those_that_nobody_waits_for_do_not_count(
+    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pmesh.client.link.p2p_session.MAX_MESSAGES", 8)
+    refused = threading.Event()
+
+    def send(m: PointToPoint) -> None:
+        handles = [m.send(np.zeros(3), 1, async_op=True) for _ in range(8)]
+        with pytest.raises(pmesh.UsageError, match="at most 8 sends and receives at a time"):
+            m.send(np.zeros(3), 1)
+        refused.set()
+        for handle in handles:
+            handle.wait()
+        for _ in range(12):
+            m.send(np.zeros(3), 1, async_op=True)  # nobody holds its handle
+            m.recv(1)
+
+    def receive(m: PointToPoint) -> None:
+        assert refused.wait(PATIENCE_S)
+        for i in range(20):
+            m.recv(0)
+            if i >= 8:
+                m.send(np.zeros(1), 0)
+
+    pair(agent, send, receive)

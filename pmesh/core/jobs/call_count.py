@@ -1,0 +1,61 @@
+"""O10: the calls of a program stay in step with those of the other ranks, also after an error.
+
+An error of an op reaches all ranks under one number, but not in the same call of their programs: a
+rank that had returned from the op learns of it in its next call (I5), and where calls take several
+ops, one rank may be some ops ahead. So each rank counts its calls. After a call that has failed,
+the ranks compare their counts before the next one, in a small op of its own. A rank that is behind
+fails its calls, without an op, up to the one that the rank furthest ahead has begun.
+"""
+
+from pmesh.core.wire.link import Call
+
+COMPARE = Call("all_reduce", "int64", (1,), "max", tree="calls made, after an error")
+"""The op in which ranks compare their counts; it is no call of a program."""
+MOST_COMPARED = 64  # more than the ops that a rank may be ahead: twice `MAX_UNSTABLE_OPS`
+
+
+class CallCount:
+    """The calls of one rank since its job began, or since the last `sync`."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        """How many calls have begun that have taken an op, or tried to."""
+        self.doubtful = False
+        """Whether the ranks must compare their counts before the next call."""
+        self._resumes_at = 0
+        self._has_op = False
+
+    def begin(self) -> None:
+        """The program makes a call."""
+        self.made += 1
+        self._has_op = False
+
+    def op_called(self) -> None:
+        """The call takes an op."""
+        self._has_op = True
+
+    def compared(self, most: int) -> None:
+        """The counts of all ranks have been compared; the highest is `most`."""
+        self.doubtful = self._has_op = False
+        self._resumes_at = most
+
+    def why_skipped(self) -> str:
+        """Why this call fails without an op; empty if it takes part."""
+        if self.made >= self._resumes_at:
+            return ""
+        return (
+            f"this call was not made, as this rank is behind: after an error the ranks have "
+            f"compared how many calls each has made, this is call {self.made}, and they go on "
+            f"together from call {self._resumes_at}"
+        )
+
+    def failed(self) -> None:
+        """The call has ended with an error."""
+        if self._has_op:
+            self.doubtful = True  # another rank may have seen it end well, or in another call
+        elif not self.why_skipped():
+            self.made -= 1  # nobody else knows of it
+
+    def synced(self) -> None:
+        """All ranks have made the same call, a `sync`, and newcomers with them."""
+        self.made, self._resumes_at, self.doubtful = 0, 0, False

@@ -1,0 +1,129 @@
+"""O10: after an error that a program catches, call k of one rank meets call k of the others."""
+
+import contextlib
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pmesh
+from pmesh import Mesh
+from tests.worlds.scripted_agent import PATIENCE_S
+from tests.worlds.watched_agent import WatchedAgent, pair, run
+
+STEPS = 8
+
+
+class Breaks(Exception):  # noqa: N818 - an error of the program, not of pmesh
+    """What ends a call in its middle."""
+
+
+MANY = {"a": np.ones(3), "b": np.ones(3, np.int64), "c": np.ones(3, np.float32)}
+"""A tree of three buckets: a broadcast of it takes three ops."""
+
+
+def step(mesh: Mesh, k: int) -> "float | None":
+    """The sum that all ranks give k to; None if the call raises."""
+    try:
+        return float(mesh.all_reduce(np.array([float(k)]), timeout_s=PATIENCE_S)[0])
+    except pmesh.OpMismatch:
+        return None
+
+
+def steps(mesh: Mesh) -> "list[float | None]":
+    return [step(mesh, k) for k in range(STEPS)]
+
+
+def check(results: "list[list[float | None]]") -> None:
+    """Each step gives its own sum or an error; the last ones give their sums."""
+    for of_rank in results:
+        assert all(got in (None, 2 * k) for k, got in enumerate(of_rank)), results
+        assert of_rank[STEPS // 2 :] == [2 * k for k in range(STEPS // 2, STEPS)]
+
+
+def mistaken(agent: WatchedAgent, tree: object, times: int) -> "list[list[float | None]]":
+    """Rank 0's broadcasts return before rank 1 calls a barrier in place of the first one."""
+    returned = threading.Event()
+
+    def ahead(mesh: Mesh) -> "list[float | None]":
+        for _ in range(times):
+            mesh.broadcast(tree, root=0)
+        returned.set()
+        return steps(mesh)
+
+    def behind(mesh: Mesh) -> "list[float | None]":
+        assert returned.wait(PATIENCE_S)
+        with pytest.raises(pmesh.OpMismatch):
+            mesh.barrier()
+        for _ in range(1, times):
+            with contextlib.suppress(pmesh.OpMismatch):
+                mesh.broadcast(tree, root=0)
+        return steps(mesh)
+
+    return pair(agent, ahead, behind)
+
+
+@pytest.mark.parametrize(
+    ("tree", "times"),
+    [
+        pytest.param(np.ones(3), 1, id="of one op"),
+        pytest.param(MANY, 1, id="of three ops"),
+        pytest.param(np.ones(3), 3, id="and two more"),
+    ],
+)
+def test_a_root_that_learns_of_a_mismatch_in_its_next_call_does_not_stay_a_call_ahead(
+    agent: WatchedAgent, tree: object, times: int
+) -> None:
+    check(mistaken(agent, tree, times))
+
+
+def test_a_rank_that_fails_by_itself_between_two_ops_does_not_stay_an_op_behind(
+    agent: WatchedAgent,
+) -> None:
+    """Its next call would meet the second op of the others' call, which may be just like it."""
+    three = {str(i): np.full(1, float(i)) for i in range(3)}
+
+    def fine(mesh: Mesh) -> "list[float | None]":
+        with pytest.raises(pmesh.OpMismatch):
+            mesh.average_gradients(three, bucket_bytes=8)
+        return steps(mesh)
+
+    def failing(mesh: Mesh) -> "list[float | None]":
+        place = mesh._place  # noqa: SLF001 - a call that fails in its middle is not to be had
+        first = place._session.run_op  # noqa: SLF001
+        calls = []
+
+        def run_op(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            calls.append(args)
+            if len(calls) == 2:
+                raise Breaks
+            return first(*args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(place._session, "run_op", run_op)  # noqa: SLF001
+            with pytest.raises(Breaks):
+                mesh.average_gradients(three, bucket_bytes=8)
+        return steps(mesh)
+
+    check(pair(agent, fine, failing))
+
+
+def test_an_error_and_then_a_sync_on_every_rank_loses_no_call(agent: WatchedAgent) -> None:
+    """Each may make it after another number of calls: it is where all meet."""
+    returned = threading.Event()
+
+    def program(mesh: Mesh) -> "list[float | None]":
+        if mesh.rank == 0:
+            mesh.broadcast(np.ones(3), root=0)
+            returned.set()
+            with pytest.raises(pmesh.OpMismatch):
+                mesh.barrier()
+        else:
+            assert returned.wait(PATIENCE_S)
+            with pytest.raises(pmesh.OpMismatch):
+                mesh.barrier()
+        mesh.sync({"w": np.ones(2)}, timeout_s=PATIENCE_S)
+        return steps(mesh)
+
+    assert run(agent, 2, program) == [[2.0 * k for k in range(STEPS)]] * 2
