@@ -172,17 +172,19 @@ def up(
 def status(
     *,
     watch: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    all: Annotated[bool, Parameter(negative="", show_default=False)] = False,  # noqa: A002 - an option
     json: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     home: Home = None,
 ) -> int:
-    """Show the view, the ring, peers, jobs and traffic of the local agent.
+    """Show the machines of the mesh, how fast its jobs train, and what is wrong.
 
     Args:
         watch: Refresh every second, until Ctrl-C.
+        all: Show all addresses and paths, ids, counters and traffic.
         json: Print JSON; its schema is docs/reference/status.schema.json.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    return show_status(home, watch=watch, as_json=json)
+    return show_status(home, watch=watch, whole=all, as_json=json)
 
 
 @app.command

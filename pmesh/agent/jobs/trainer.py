@@ -358,10 +358,13 @@ class _Trainer:
 
     async def _run(self, rank: LocalRank, request: StartOp) -> None:
         rank.busy_since = trio.current_time()
+        rank.own_time.begin_call(rank.busy_since)
+        rank.step = request.step or rank.step
         try:
             reply, arena = await run_op(rank, request, self._jobs)
         finally:
             rank.busy_since, rank.idle_since = None, trio.current_time()
+            rank.own_time.end_call(rank.idle_since)
         if rank.losses:
             await self._session.send(RanksLost(tuple(rank.losses)))
             rank.losses.clear()

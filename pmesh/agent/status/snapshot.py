@@ -95,6 +95,7 @@ def _job(
 ) -> schema.JobStatus:
     ranks, terms = tuple(_ranks(roster, jobs)), roster.terms
     state, reason = _state_of_job(roster, in_force=in_force)
+    speed, now = jobs.speeds.get((roster.job, roster.born)), trio.current_time()
     return schema.JobStatus(
         name=roster.job,
         state=state,
@@ -102,6 +103,9 @@ def _job(
         ranks=ranks,
         newcomers=newcomers,
         roster=roster.number,
+        step=max(rank.step for rank in ranks),
+        steps_per_s=None if speed is None else _rounded(speed.steps.per_s(now)),
+        ops_per_s=None if speed is None else _rounded(speed.ops.per_s(now)),
         stable=min(rank.completed for rank in ranks),
         terms=schema.TermsStatus(
             min_ranks=terms.min_ranks, on_loss=terms.on_loss, quorum=terms.quorum
@@ -135,6 +139,8 @@ def _ranks(roster: Roster, jobs: Jobs) -> Iterator[schema.RankStatus]:
             name=roster.name_of(trainer) if seat is None else names.of_seat(seat),
             started=-1 if mark is None else mark.started,
             completed=-1 if mark is None else mark.completed,
+            step=0 if mark is None else mark.step,
+            own_percent=None if mark is None or mark.own_percent < 0 else mark.own_percent,
             stopped=mark is not None and mark.stopped,
             program=here[trainer.id].program if trainer.id in here else None,
             compression=here[trainer.id].compression if trainer.id in here else None,
@@ -313,6 +319,10 @@ def _measured(membership: Membership, one: Member, other: Member) -> MeasuredEdg
         return membership.edges.get(other.incarnation, UNKNOWN)
     known = {} if peer is None or peer.member != one else peer.heartbeat.heard
     return known.get(other.incarnation, UNKNOWN)
+
+
+def _rounded(per_s: float | None) -> float | None:
+    return None if per_s is None else round(per_s, 3)
 
 
 def _milliseconds(seconds: float | None) -> float | None:

@@ -135,6 +135,7 @@ class Place:
             try:
                 if self._lost_agent:
                     self._reconnect(deadline)
+                self._session.step = self.step + 1
                 synced = run_sync(self._session, packed, self._offer(packed), timeout_s=timeout_s)
             except (HistorySuperseded, AgentStopped) as e:
                 self._fall_apart(e)

@@ -196,6 +196,10 @@ class RankProgress(msgspec.Struct, frozen=True, array_like=True):
     """The last op that was a `sync`, in which others may enter (O6); -1 before the first."""
     stopped: bool = False
     """True if the trainer's process is stopped, as by SIGSTOP, and not just busy."""
+    step: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    """`mesh.step` of the last `sync`; 0 before the first."""
+    own_percent: Annotated[int, Meta(ge=-1, le=100)] = -1
+    """The share of its time that the trainer spends outside collective calls; -1 while unknown."""
 
 
 class Waiting(msgspec.Struct, frozen=True, array_like=True):

@@ -141,6 +141,8 @@ class StartOp(_Message, frozen=True, tag="start_op"):
     """The start of the values in the input arena, in bytes: a multiple of the size of a value."""
     borrows: bool = False
     """True if the trainer wants to keep the result in place until DropArena."""
+    step: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    """In a `sync`: how often the trainer has synced with this one, for `pmesh status`."""
 
 
 class Compresses(_Message, frozen=True, tag="compresses"):
