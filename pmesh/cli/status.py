@@ -17,6 +17,7 @@ from rich.padding import Padding
 from rich.segment import Segment
 from rich.text import Text
 
+from pmesh.agent.status.others import name_peer
 from pmesh.agent.status.schema import (
     JobStatus,
     MemberStatus,
@@ -28,7 +29,7 @@ from pmesh.agent.status.schema import (
 from pmesh.cli.ring import HEALTH_MARKS, RingNode, draw_ring
 from pmesh.cli.rows import Cell, Rows, output
 from pmesh.cli.sizes import bytes_text
-from pmesh.cli.status_all import bandwidth_text, not_linked, render_all, round_trip_text
+from pmesh.cli.status_all import bandwidth_text, render_all, round_trip_text
 from pmesh.cli.terminal import say, say_json
 from pmesh.cli.troubles import describe_troubles
 from pmesh.client.control import ask_status, stop_agent
@@ -47,8 +48,7 @@ def render_status(status: Status, *, width: int = 80, beat: int | None = None) -
             parts.append(_ranks(job))
     parts += ["", _machines(status)]
     parts += describe_troubles(status)
-    if strangers := [peer for peer in status.peers if peer.state != "linked"]:
-        parts.append(not_linked(strangers))
+    parts += _not_linked(status)
     return Group(*parts, _footer(status))
 
 
@@ -185,6 +185,14 @@ def _machine_rows(member: MemberStatus, status: Status) -> Iterator[tuple[Cell, 
 def _way_text(path: PathStatus) -> str:
     words = [path.kind or "", path.interface or path.remote, "silent" * (path.use == "silent")]
     return printable(" ".join(filter(None, words)))
+
+
+def _not_linked(status: Status) -> Iterator[Text]:
+    for peer in status.peers:
+        if peer.state != "linked":
+            name = name_peer(peer, status.node.name) or "a machine"
+            why = peer.reason or peer.state.replace("_", " ")
+            yield Text(f"Not linked: {printable(name)}: {printable(why)}", "yellow")
 
 
 def _footer(status: Status) -> Text:

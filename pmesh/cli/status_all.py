@@ -34,7 +34,7 @@ def render_all(status: Status, *, width: int = 80, beat: int | None = None) -> R
     parts += describe_troubles(status)
     strangers = [peer for peer in status.peers if peer.state != "linked"]
     if strangers:
-        parts.append(not_linked(strangers))
+        parts.append(_not_linked(strangers))
     return Group(*parts, _footer(status))
 
 
@@ -131,7 +131,7 @@ def round_trip_text(rtt_ms: float | None, jitter_ms: float | None = None) -> str
     return f"{rtt_ms:.2f}{jitter} ms"
 
 
-def not_linked(peers: Sequence[PeerStatus]) -> Rows:
+def _not_linked(peers: Sequence[PeerStatus]) -> Rows:
     rows = [
         (
             Text(printable(peer.name or "")),

@@ -23,6 +23,7 @@ from pmesh.agent.status.schema import (
     JobStatus,
     NewcomerStatus,
     PathStatus,
+    PeerStatus,
     RankStatus,
     Status,
 )
@@ -208,8 +209,16 @@ def test_the_picture_shows(words: str) -> None:
 
 
 def test_what_a_stranger_calls_itself_does_not_steer_the_terminal() -> None:
-    assert "\x1b" not in shown(SNAPSHOT)
-    assert "next�[2J-door" in shown(SNAPSHOT)
+    for screen in (shown(SNAPSHOT), "\n".join(first_screen(SNAPSHOT))):
+        assert "\x1b" not in screen
+        assert "next�[2J-door" in screen
+
+
+def test_the_first_screen_says_who_is_not_linked_and_why() -> None:
+    nobody = PeerStatus(id=None, name=None, state="connecting", addresses=("10.0.0.3:24160",))
+    lines = first_screen(msgspec.structs.replace(SNAPSHOT, peers=(*SNAPSHOT.peers, nobody)))
+    assert "Not linked: next�[2J-door: holds another mesh key" in lines
+    assert "Not linked: 10.0.0.3:24160: connecting" in lines
 
 
 def test_a_quiet_mesh_has_no_empty_tables() -> None:

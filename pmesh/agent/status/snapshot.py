@@ -1,7 +1,7 @@
 """Collects the status of this agent, which `pmesh status` shows."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import sqrt
 from typing import NamedTuple
@@ -9,13 +9,14 @@ from typing import NamedTuple
 import trio
 
 from pmesh.agent.jobs.driver import Jobs
-from pmesh.agent.mesh.dial_targets import Refusal
+from pmesh.agent.mesh.dial_targets import Key, Refusal
 from pmesh.agent.mesh.foreign_agents import Strangers
 from pmesh.agent.mesh.links import Link
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.p2p.router import P2PRouter
 from pmesh.agent.status import schema
+from pmesh.agent.status.others import OTHER_MESH, name_peer
 from pmesh.agent.status.schema import Status
 from pmesh.core.links.reasons import USUAL_MBIT_S, why_slow
 from pmesh.core.values import Roster, Seat
@@ -35,7 +36,7 @@ from pmesh.errors import (
     PmeshError,
     ProtocolVersionMismatch,
 )
-from pmesh.ids import JobName, Member, NodeId, Slot, node_text, shared_name
+from pmesh.ids import JobName, Member, NodeId, Slot, node_text
 from pmesh.net.links.acceptor import DoorCounters
 from pmesh.net.links.discovery import Found
 from pmesh.net.links.negotiated import able_mbit_s
@@ -350,7 +351,13 @@ def describe_peers(peers: Peers, strangers: Strangers) -> Iterator[schema.PeerSt
         shown.add(found.advertisement.node)
         yield _stranger(found, other_mesh=strangers.is_of_other_mesh(found))
     targets = peers.targets
-    for refusal in targets.refusals.values():
+    others = {
+        address
+        for found in strangers.seen.values()
+        if strangers.is_of_other_mesh(found)
+        for address in found.advertisement.addresses
+    }
+    for refusal in _each_once(targets.refusals, others):
         whom = refusal.node
         if whom is None or whom not in shown or isinstance(refusal.error, NodeKeyCopied):
             yield _refused(refusal)
@@ -367,26 +374,42 @@ def describe_peers(peers: Peers, strangers: Strangers) -> Iterator[schema.PeerSt
             )
 
 
+def _each_once(refusals: Mapping[Key, Refusal], others: Collection[Address]) -> Iterator[Refusal]:
+    """Yield the refusals without those of machines of another mesh that are shown already.
+
+    Such a machine has no node id before TLS is over: mDNS names it by its addresses, `--peer` by
+    one of them, and a connection that it has opened by its host.
+    """
+    dialled = {
+        address
+        for address, refusal in refusals.items()
+        if isinstance(address, Address) and isinstance(refusal.error, MeshKeyMismatch)
+    }
+    hosts = {_unscoped(address.host) for address in (*others, *dialled)}
+    for key, refusal in refusals.items():
+        mismatch = isinstance(refusal.error, MeshKeyMismatch)
+        came = isinstance(key, str) and _unscoped(key) in hosts
+        if not (mismatch and (came or refusal.address in others)):
+            yield refusal
+
+
+def _unscoped(host: str) -> str:
+    return host.partition("%")[0]
+
+
 def describe_unlinked(peers: Peers, strangers: Strangers, *, own_name: str) -> tuple[str, ...]:
     """Return a line for each agent that was found and is not linked: its name, and why."""
     return tuple(
-        f"{_name(peer, own_name)} is not linked: {peer.reason}"
+        f"{name_peer(peer, own_name)} is not linked: {peer.reason}"
         for peer in describe_peers(peers, strangers)
         if peer.state != "linked" and peer.reason is not None
     )
 
 
-def _name(peer: schema.PeerStatus, own_name: str) -> str:
-    if peer.name == own_name and peer.id is not None:
-        return shared_name(own_name, peer.id)
-    return peer.name or ", ".join(peer.addresses)
-
-
 def _stranger(found: Found, *, other_mesh: bool) -> schema.PeerStatus:
     theirs = found.advertisement
     reason = (
-        "it holds another mesh key; if it should be in this mesh, run 'pmesh key set' on it and "
-        "paste what 'pmesh key show' prints here"
+        OTHER_MESH
         if other_mesh
         else f"it speaks protocol {theirs.protocol}, this machine {PROTOCOL_VERSION}; "
         "install the same version of pmesh on both"
@@ -407,7 +430,11 @@ def _refused(refusal: Refusal) -> schema.PeerStatus:
         name=None,
         state=_state_of(refusal.error),
         addresses=(str(refusal.address),),
-        reason=f"{type(refusal.error).__name__}: {refusal.error}",
+        reason=(
+            OTHER_MESH
+            if isinstance(refusal.error, MeshKeyMismatch)
+            else f"{type(refusal.error).__name__}: {refusal.error}"
+        ),
     )
 
 
