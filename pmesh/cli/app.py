@@ -404,9 +404,18 @@ def end_own_options(arguments: Sequence[str]) -> Sequence[str]:
 
 
 @app.command
-def ps(*, home: Home = None) -> int:
-    """Show the commands that 'pmesh run --on' has started from here, and those that run here."""
-    return show_launches(home)
+def ps(
+    *,
+    all: Annotated[bool, Parameter(negative="", show_default=False)] = False,  # noqa: A002 - an option
+    home: Home = None,
+) -> int:
+    """Show the commands that 'pmesh run --on' has started from here, and those that run here.
+
+    Args:
+        all: Show also older ones, and of each who has started it and the whole command.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    return show_launches(home, whole=all)
 
 
 @app.command

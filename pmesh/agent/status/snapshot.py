@@ -360,17 +360,19 @@ def describe_peers(peers: Peers, strangers: Strangers) -> Iterator[schema.PeerSt
     for refusal in _each_once(targets.refusals, others):
         whom = refusal.node
         if whom is None or whom not in shown or isinstance(refusal.error, NodeKeyCopied):
-            yield _refused(refusal)
+            yield _refused(refusal, None if whom is None else peers.membership.names.known(whom))
         if whom is not None:
             shown.add(whom)
     for key, addresses in targets.wanted.items():
         whom = targets.node_of(key)
         if whom not in shown and key not in targets.refusals:
+            name = None if whom is None else peers.membership.names.known(whom)
             yield schema.PeerStatus(
                 id=None if whom is None else node_text(whom),
-                name=None,
+                name=name,
                 state="connecting",
                 addresses=_texts(addresses),
+                reason=None if name is None else "it was here before, and is dialled again",
             )
 
 
@@ -424,10 +426,10 @@ def _stranger(found: Found, *, other_mesh: bool) -> schema.PeerStatus:
     )
 
 
-def _refused(refusal: Refusal) -> schema.PeerStatus:
+def _refused(refusal: Refusal, name: str | None) -> schema.PeerStatus:
     return schema.PeerStatus(
         id=None if refusal.node is None else node_text(refusal.node),
-        name=None,
+        name=name,
         state=_state_of(refusal.error),
         addresses=(str(refusal.address),),
         reason=(

@@ -145,6 +145,17 @@ async def test_a_member_whose_link_is_gone_is_shown_as_gone(clock: MockClock) ->
         assert other.id == node_text(two.key.node)
 
 
+async def test_a_machine_that_was_just_lost_is_not_linked_by_its_name(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        gone, dials_it = here.machines
+        await gone.kill()
+        await until(lambda: len(snapshot_of(dials_it).view.members) == 1)
+        (peer,) = snapshot_of(dials_it).peers
+        assert peer.state != "linked"
+        assert peer.name == gone.settings.name
+        assert peer.reason is not None
+
+
 async def test_jobs_are_shown_with_how_far_each_rank_is(clock: MockClock) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
