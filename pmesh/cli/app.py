@@ -495,6 +495,14 @@ def version() -> int:
     return 0
 
 
+IN_ORDER_OF_USE = (
+    *("key", "up", "status", "run", "ps", "logs", "stop", "allow", "mlx", "checkpoint"),
+    *("events", "ping", "bench", "forget", "down", "version"),
+)
+for _place, _name in enumerate(IN_ORDER_OF_USE):
+    app[_name].sort_key = _place  # else they are listed by the alphabet
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run one command, print each error on one line, and return the exit code."""
     reconfigure = getattr(sys.stdout, "reconfigure", None)  # absent where a test has replaced it

@@ -1,5 +1,6 @@
 """`pmesh ps`, `stop` and `allow`: launches on this machine, and who may start them."""
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from pmesh.cli.rows import Rows, output
 from pmesh.cli.terminal import complain, say
 from pmesh.client.control import ask_hosts, ask_launches, ask_machines, end_launch, forget_name
 from pmesh.core.wire.launches import AskHosts, LaunchRow
+from pmesh.errors import ConfigError
 from pmesh.ids import node_from_text
 from pmesh.paths import home_directory
 from pmesh.texts import printable
@@ -107,6 +109,10 @@ def stop_launch(home: Path | None, launch: str) -> int:
     return 0
 
 
+def is_root() -> bool:
+    return os.geteuid() == 0
+
+
 def allow_run(home: Path | None, names: tuple[str, ...], *, as_root: bool, no: bool) -> int:
     """Write who may run commands here; it counts from the next request on."""
     directory = open_home(home_directory(home))
@@ -115,6 +121,11 @@ def allow_run(home: Path | None, names: tuple[str, ...], *, as_root: bool, no: b
         store_permission(directory, Permission())
         say("this machine runs nothing that others ask for; what runs already goes on")
         return 0
+    if is_root() and not (as_root or before.as_root):
+        raise ConfigError(
+            "you are root, and an agent of root refuses all commands: run 'pmesh up' and this as "
+            "another user, or type: pmesh allow run --as-root"
+        )
     nodes = names if all(map(_is_id, names)) else ask_machines(directory, names)
     permission = Permission(
         everyone=not names,

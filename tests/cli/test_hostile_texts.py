@@ -118,7 +118,7 @@ COMMANDS: dict[str, tuple[int, str]] = {
     "logs 1234": (1, "m�]0;you"),
     "run --on all -- true": (1, "m�]0;you"),
     "run --on all --sync -- python train.py": (2, "m�]0;you"),
-    "allow run --member nobody": (1, f"UsageError: {SHOWN}"),
+    "allow run --as-root --member nobody": (1, f"UsageError: {SHOWN}"),
 }
 
 

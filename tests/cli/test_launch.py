@@ -9,6 +9,7 @@ import pytest
 
 from pmesh.agent.launches.checks import digest_of
 from pmesh.agent.launches.permission import load_permission
+from pmesh.cli import launches
 from pmesh.cli.app import run
 from pmesh.cli.launch import Screen, Wishes, launch_of
 from pmesh.core.launches.lines import STARTER
@@ -168,6 +169,26 @@ def test_without_an_agent_the_error_says_what_to_type(
     assert "start one with 'pmesh up'" in capsys.readouterr().err
 
 
+@pytest.fixture
+def as_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "is_root", lambda: False)
+
+
+def test_permission_is_not_said_to_be_given_where_an_agent_of_root_refuses_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launches, "is_root", lambda: True)
+    home = ["--home", str(tmp_path / "home")]
+    assert run(["allow", "run", *home]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert "type: pmesh allow run --as-root" in shown.err
+    assert run(["allow", "run", "--as-root", *home]) == 0
+    assert run(["allow", "run", *home]) == 0, "that holds from then on"
+    assert run(["allow", "run", "--no", *home]) == 0
+
+
+@pytest.mark.usefixtures("as_user")
 def test_permission_is_given_and_taken_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,6 +200,7 @@ def test_permission_is_given_and_taken_back(
     assert run(["run", "--on", "all", "--restarts", "-1", "true"]) == 2
 
 
+@pytest.mark.usefixtures("as_user")
 def test_permission_is_given_to_node_ids_which_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
