@@ -508,6 +508,7 @@ class Agent:
                 contain,
                 compression=compression,
                 unlinked=self._describe_unlinked,
+                op_completed=lambda syncs: self.launches.op_completed(session.pid, syncs=syncs),
             )
 
     def _describe_unlinked(self) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """All launches of one agent: those started here, and those that others have run here."""
 
+import contextlib
 import itertools
 import math
 import os
@@ -36,6 +37,7 @@ from pmesh.core.wire.launches import (
     BeginRanks,
     FilePart,
     FilesStored,
+    GiveUpRank,
     Launch,
     LaunchHost,
     LaunchPrepared,
@@ -155,7 +157,7 @@ class Launches:
             case AskFiles() | FilePart() | FilesStored():
                 launch = self.started.get(message.launch)
                 self.syncing.receive_untrusted(member, message, launch)
-            case BeginRanks() | SignalRanks() | OutputRead() | RankInput():
+            case BeginRanks() | SignalRanks() | GiveUpRank() | OutputRead() | RankInput():
                 if isinstance(message, SignalRanks):
                     self._withdraw(member, message.launch)
                 part = self.parts.get((member.node, message.launch))
@@ -169,7 +171,9 @@ class Launches:
                     self.send(member.node, read_of(message))
 
     def _pass_on(
-        self, part: PartHere, message: BeginRanks | SignalRanks | OutputRead | RankInput
+        self,
+        part: PartHere,
+        message: BeginRanks | SignalRanks | GiveUpRank | OutputRead | RankInput,
     ) -> None:
         match message:
             case BeginRanks():
@@ -179,10 +183,19 @@ class Launches:
                 self._note("command started", f"{starter} runs here: {command}", starter)
             case SignalRanks(_, number):
                 part.end(number)
+            case GiveUpRank(_, generation, rank):
+                part.give_up(generation, rank)
             case OutputRead(_, offset):
                 part.read_up_to(offset)
             case RankInput():
                 part.take_input(message)
+
+    def op_completed(self, pid: int, *, syncs: bool) -> None:
+        """A program has completed an op, which may be that of a rank of a launch."""
+        with contextlib.suppress(OSError):  # it has just ended
+            session = os.getsid(pid)
+            for part in self.parts.values():
+                part.op_completed(session, syncs=syncs)
 
     # --- what others ask for
 

@@ -32,6 +32,9 @@ VariableName: TypeAlias = Annotated[str, Meta(max_length=256, pattern=r"^[A-Za-z
 Sentence: TypeAlias = Annotated[str, Meta(max_length=4096, pattern=PRINTABLE)]
 SignalNumber: TypeAlias = Literal[1, 2, 9, 15]
 """SIGHUP, SIGINT, SIGKILL, SIGTERM: the same numbers on Linux and macOS."""
+Failure: TypeAlias = Literal["at once", "in a fixed job", "no more"]
+"""How a rank fails: in its first run, before it has completed an op; in a job that nobody can enter
+while it runs; or not any more, as it has completed an op since."""
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
 _Rank = Annotated[int, Meta(ge=0, le=MAX_TRAINERS - 1)]
 _Node = Annotated[NodeId, Meta(min_length=32, max_length=32)]
@@ -191,6 +194,21 @@ class RankEnded(LaunchMessage, frozen=True, tag=44):
     """Minus the number of a signal, as in `subprocess`."""
 
 
+class RankFails(LaunchMessage, frozen=True, tag=53):
+    """A rank has failed, and its machine starts it again soon; or it works again."""
+
+    generation: _Count
+    rank: _Rank
+    how: Failure
+
+
+class GiveUpRank(LaunchMessage, frozen=True, tag=54):
+    """The starter does not want a rank that fails to be started again; answered by RankEnded."""
+
+    generation: _Count
+    rank: _Rank
+
+
 class RankOutput(LaunchMessage, frozen=True, tag=45):
     """Whole lines of the sender's ranks, as `pmesh.core.launches.lines` writes them."""
 
@@ -251,6 +269,8 @@ AnyLaunchMessage: TypeAlias = (
     | BeginRanks
     | SignalRanks
     | RankEnded
+    | RankFails
+    | GiveUpRank
     | RankOutput
     | OutputRead
     | RankInput

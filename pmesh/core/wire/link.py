@@ -36,7 +36,7 @@ from pmesh.core.wire.probes import AskProbe, Ping, Pong, Probe
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, Slot
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 EAGER_BYTES = 16 * 1024  # a token's activations of the largest open models
 MAX_MESSAGE_BYTES = 256 * 1024  # 0.2 s at 10 Mbit/s: heartbeats behind it are not late
