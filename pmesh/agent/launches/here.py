@@ -30,7 +30,7 @@ from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import Member, PathName, path_name
 from pmesh.net.local.groups import PipedChild, start_piped_group
 from pmesh.net.local.spool import Spool
-from pmesh.paths import remove_tree
+from pmesh.paths import COPY_VARIABLE, remove_tree
 
 WINDOW_BYTES = 8 * MAX_OUTPUT_BYTES  # on the way to the starter: heartbeats must pass, too
 DRAIN_S = 1.0  # a process that has left the group may hold a pipe open for ever
@@ -337,6 +337,8 @@ class PartHere:
         assert self._begun is not None  # noqa: S101 - else no rank is started
         settings = settings_of(self.prepare, self._begun, rank)
         own = {"PMESH_HOME": str(self._home), **settings.variables}
+        if self.prepare.command.tree is not None:
+            own[COPY_VARIABLE] = str(self._found.cwd)
         for number, (name, content) in enumerate(settings.files.items()):
             self._files.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = self._files / path_name(f"{rank}-{number}")
