@@ -71,7 +71,7 @@ from pmesh.core.wire.local import (
 from pmesh.errors import AgentNotRunning, AgentStopped, ConfigError, ProtocolError
 from pmesh.ids import MAX_NAME, PRINTABLE, SHORT_ID, path_name
 from pmesh.paths import home_directory, path_below, socket_path
-from pmesh.texts import printable
+from pmesh.texts import printable, without_escapes
 
 DEFAULT_SYNC_LIMIT: Final = 100 * 1024**2  # code, and not data sets
 _COLORS: Final = (36, 33, 35, 32, 34, 96, 93, 95)  # red is for errors
@@ -453,7 +453,8 @@ class Screen:
             stream.flush()
 
     def _format(self, line: Line, stream: TextIO) -> str:
-        text = _printable(line.text.decode(errors="replace").rstrip("\r").rpartition("\r")[2])
+        text = without_escapes(line.text.decode(errors="replace"))
+        text = _printable(text.rstrip("\r").rpartition("\r")[2])
         if line.seat == STARTER:
             return f"pmesh: {text}\n"
         known = 0 <= line.seat < len(self._names)  # else a log has lines that pmesh did not write
