@@ -55,11 +55,14 @@ def test_a_script_trains_on_three_machines_from_one_terminal(
     script.write_text(
         "import numpy as np, pmesh\n"
         "with pmesh.connect() as mesh:\n"
-        "    print('sum', int(mesh.all_reduce(np.array(10**mesh.rank))), flush=True)\n"
+        "    total = int(mesh.all_reduce(np.array(10**mesh.rank)))\n"
+        "    print('sum', total, 'rank 0' * (mesh.rank == 0), flush=True)\n"
     )
     done = fleet.pmesh("run", "--on", "all", "--", str(script), home=ring[1].home)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"mac-{n} | sum 111" for n in (1, 2, 3)]
+    assert sorted(done.stdout.splitlines()) == [
+        *("mac-1 | sum 111 ", "mac-2 | sum 111 rank 0", "mac-3 | sum 111 ")
+    ]
 
 
 def test_a_machine_that_has_not_allowed_it_is_named_and_nothing_starts(

@@ -381,6 +381,8 @@ class Launches:
         here = {seat.member.node: self._names.of_seat(seat) for seat in self._view().seats}
         named = self._names.find_each_here(request.on) if request.on else here.keys()
         nodes = [node for node in here if node in named]
+        start = nodes.index(self._me.node) if self._me.node in nodes else 0
+        nodes = nodes[start:] + nodes[:start]  # the same ring: rank 0 is where somebody types
         counts = (
             spread(request.count, len(nodes)) if request.count else [request.per_node] * len(nodes)
         )

@@ -205,6 +205,8 @@ class Waiting(msgspec.Struct, frozen=True, array_like=True):
     slot: Annotated[Slot, Meta(ge=0, le=2**62)]
     wait_for: Annotated[int, Meta(ge=1, le=MAX_TRAINERS)]
     terms: Terms = Terms()
+    first: bool = False
+    """It would be rank 0 of a job that begins: it runs where somebody has started the job."""
 
 
 class ViewRequest(msgspec.Struct, frozen=True, array_like=True):
