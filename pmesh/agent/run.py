@@ -54,6 +54,7 @@ from pmesh.core.wire.launches import (
     AskHosts,
     AskLaunches,
     EndLaunch,
+    FetchFiles,
     FollowLaunch,
     Launch,
     LaunchMessage,
@@ -448,7 +449,7 @@ class Agent:
                 await self._tell_machines(session, request)
             case AskLaunches() | AskHosts() | EndLaunch():
                 await serve_launch(session, request, self.launches)
-            case Launch() | FollowLaunch():
+            case Launch() | FollowLaunch() | FetchFiles():
                 await self._serve_follower(session, request)
             case StopAgent():
                 session.stay()
@@ -458,7 +459,9 @@ class Agent:
             case _:
                 raise ProtocolError(f"a session can't begin with {type(request).__name__}")
 
-    async def _serve_follower(self, session: Session, request: Launch | FollowLaunch) -> None:
+    async def _serve_follower(
+        self, session: Session, request: Launch | FollowLaunch | FetchFiles
+    ) -> None:
         with contextlib.ExitStack() as admitted:
             try:
                 admitted.enter_context(self._admission.follow())

@@ -280,6 +280,7 @@ def run_(
     shell: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     sync: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     sync_limit: str = "100MiB",
+    collect: Path | None = None,
     home: Home = None,
 ) -> int:
     """Run a command here, or with --on on several machines; start it again when it fails.
@@ -304,6 +305,7 @@ def run_(
         shell: Run the words by /bin/sh.
         sync: Send the working directory first, but for what git ignores; run in a copy of it.
         sync_limit: How much all of its files may hold, in bytes, KiB, MiB or GiB.
+        collect: At the end, bring what the ranks have written into their copies to this directory.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
     from pmesh.cli.launch import Wishes, launch_of, run_launch  # noqa: PLC0415 - for speed
@@ -324,6 +326,7 @@ def run_(
         shell=shell,
         sync=sync,
         sync_limit=parse_size("--sync-limit", sync_limit),
+        collect=collect,
     )
     if on is None:
         if engine == "mpi" or wishes != Wishes(terms=LaunchTerms(restarts=restarts)):
@@ -367,7 +370,15 @@ _VALUED_OPTIONS = MappingProxyType(
     {
         "run": (
             *("--on", "--count", "-n", "--per-node", "--job", "--engine", "--restarts", "--grace"),
-            *("--hang-timeout", "--env", "--cwd", "--python", "--sync-limit", "--home"),
+            *(
+                "--hang-timeout",
+                "--env",
+                "--cwd",
+                "--python",
+                "--sync-limit",
+                "--collect",
+                "--home",
+            ),
             *_MODULE_OPTIONS,
         ),
         "mlx": ("--job", "--wait-for", "--compression", "--home"),
@@ -427,6 +438,28 @@ def logs(
     from pmesh.cli.launch import show_log  # noqa: PLC0415 - for speed
 
     return show_log(home, launch, follow=follow)
+
+
+@app.command
+def fetch(
+    launch: str,
+    /,
+    *,
+    to: Path | None = None,
+    limit: str = "10GiB",
+    home: Home = None,
+) -> int:
+    """Bring what the ranks of 'pmesh run --sync' have written into their copies to this machine.
+
+    Args:
+        launch: Its id or its job, as 'pmesh ps' shows them; it was started here.
+        to: A directory, in which each machine gets one; default pmesh-ID.
+        limit: How much each machine may send, in bytes, KiB, MiB or GiB.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    from pmesh.cli.fetch import show_fetch  # noqa: PLC0415 - for speed
+
+    return show_fetch(home, launch, to, most_bytes=parse_size("--limit", limit))
 
 
 @app.command

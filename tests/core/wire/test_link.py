@@ -211,6 +211,11 @@ def test_the_tags_are_those_of_version_fourteen() -> None:
         52: "FilesStored",
         53: "RankFails",
         54: "GiveUpRank",
+        55: "AskNewFiles",
+        56: "NewFiles",
+        57: "AskNewContents",
+        58: "NewPart",
+        59: "NewStored",
     }
 
 
