@@ -60,6 +60,7 @@ from pmesh.core.wire.launches import (
     AskHosts,
     AskLaunches,
     EndLaunch,
+    FetchFiles,
     FollowLaunch,
     Launch,
     LaunchMessage,
@@ -472,7 +473,7 @@ class Agent:
                 await self._tell_machines(session, request)
             case AskLaunches() | AskHosts() | EndLaunch():
                 await serve_launch(session, request, self.launches)
-            case Launch() | FollowLaunch():
+            case Launch() | FollowLaunch() | FetchFiles():
                 await self._serve_follower(session, request)
             case StopAgent():
                 session.stay()
@@ -482,7 +483,9 @@ class Agent:
             case _:
                 raise ProtocolError(f"a session can't begin with {type(request).__name__}")
 
-    async def _serve_follower(self, session: Session, request: Launch | FollowLaunch) -> None:
+    async def _serve_follower(
+        self, session: Session, request: Launch | FollowLaunch | FetchFiles
+    ) -> None:
         with contextlib.ExitStack() as admitted:
             try:
                 admitted.enter_context(self._admission.follow())
@@ -532,6 +535,7 @@ class Agent:
                 contain,
                 compression=compression,
                 unlinked=self._describe_unlinked,
+                op_completed=lambda syncs: self.launches.op_completed(session.pid, syncs=syncs),
             )
 
     def _describe_unlinked(self) -> tuple[str, ...]:

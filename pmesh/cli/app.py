@@ -282,6 +282,7 @@ def run_(
     shell: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     sync: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     sync_limit: str = "100MiB",
+    collect: Path | None = None,
     home: Home = None,
 ) -> int:
     """Run a command here, or with --on on several machines; start it again when it fails.
@@ -306,6 +307,7 @@ def run_(
         shell: Run the words by /bin/sh.
         sync: Send the working directory first, but for what git ignores; run in a copy of it.
         sync_limit: How much all of its files may hold, in bytes, KiB, MiB or GiB.
+        collect: At the end, bring what the ranks have written into their copies to this directory.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
     from pmesh.cli.launch import Wishes, launch_of, run_launch  # noqa: PLC0415 - for speed
@@ -326,6 +328,7 @@ def run_(
         shell=shell,
         sync=sync,
         sync_limit=parse_size("--sync-limit", sync_limit),
+        collect=collect,
     )
     if on is None:
         if engine == "mpi" or wishes != Wishes(terms=LaunchTerms(restarts=restarts)):
@@ -369,7 +372,15 @@ _VALUED_OPTIONS = MappingProxyType(
     {
         "run": (
             *("--on", "--count", "-n", "--per-node", "--job", "--engine", "--restarts", "--grace"),
-            *("--hang-timeout", "--env", "--cwd", "--python", "--sync-limit", "--home"),
+            *(
+                "--hang-timeout",
+                "--env",
+                "--cwd",
+                "--python",
+                "--sync-limit",
+                "--collect",
+                "--home",
+            ),
             *_MODULE_OPTIONS,
         ),
         "mlx": ("--job", "--wait-for", "--compression", "--home"),
@@ -441,6 +452,28 @@ def logs(
 
 
 @app.command
+def fetch(
+    launch: str,
+    /,
+    *,
+    to: Path | None = None,
+    limit: str = "10GiB",
+    home: Home = None,
+) -> int:
+    """Bring what the ranks of 'pmesh run --sync' have written into their copies to this machine.
+
+    Args:
+        launch: Its id or its job, as 'pmesh ps' shows them; it was started here.
+        to: A directory, in which each machine gets one; default pmesh-ID.
+        limit: How much each machine may send, in bytes, KiB, MiB or GiB.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    from pmesh.cli.fetch import show_fetch  # noqa: PLC0415 - for speed
+
+    return show_fetch(home, launch, to, most_bytes=parse_size("--limit", limit))
+
+
+@app.command
 def stop(launch: str, /, *, home: Home = None) -> int:
     """End a command everywhere.
 
@@ -496,7 +529,7 @@ def version() -> int:
 
 
 IN_ORDER_OF_USE = (
-    *("key", "up", "status", "run", "ps", "logs", "stop", "allow", "mlx", "checkpoint"),
+    *("key", "up", "status", "run", "ps", "logs", "fetch", "stop", "allow", "mlx", "checkpoint"),
     *("events", "ping", "bench", "forget", "down", "version"),
 )
 for _place, _name in enumerate(IN_ORDER_OF_USE):

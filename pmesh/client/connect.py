@@ -89,6 +89,7 @@ def connect(
         _program(),
         Terms(min_ranks, on_loss, quorum),
         check_timeout(straggler_after_s, "straggler_after_s"),
+        first=os.environ.get("PMESH_FIRST") == "1",
     )
     place = Place(home_directory(home), request, goes_on_alone=on_superseded == "sync")
     return Mesh(place, job=job)

@@ -84,6 +84,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
             program=request.program,
             arenas=arenas,
             terms=request.terms,
+            first=request.first,
         )
         self.add(waiter)
         self.reevaluate()

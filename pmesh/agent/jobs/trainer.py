@@ -32,6 +32,7 @@ from pmesh.core.wire.local import (
     DropArena,
     Joined,
     Leave,
+    OpDone,
     OpFailed,
     RanksLost,
     Refused,
@@ -93,6 +94,7 @@ async def serve_trainer(
     *,
     compression: str = "",
     unlinked: Callable[[], Sequence[str]] = tuple,
+    op_completed: Callable[[bool], None] = lambda _: None,
 ) -> None:
     """A trainer's session: it waits for its job, then runs ops until it leaves.
 
@@ -104,9 +106,12 @@ async def serve_trainer(
         contain: for what nobody foresaw.
         compression: of gradients, where the trainer does not say it; empty: none.
         unlinked: says for each agent that was found and is not linked why.
+        op_completed: called after the first op, and after the first `sync`, with True.
     """
     arenas = SessionArenas(share)
-    trainer = _Trainer(session, request, arenas, jobs, contain, unlinked=unlinked)
+    trainer = _Trainer(
+        session, request, arenas, jobs, contain, unlinked=unlinked, op_completed=op_completed
+    )
     try:
         if request.version != SESSION_VERSION:
             await refuse(session, "ProtocolVersionMismatch", _other_version(request.version))
@@ -145,6 +150,7 @@ class _Trainer:
         contain: Contain,
         *,
         unlinked: Callable[[], Sequence[str]],
+        op_completed: Callable[[bool], None],
     ) -> None:
         self._session = session
         self._request = request
@@ -152,6 +158,9 @@ class _Trainer:
         self._jobs = jobs
         self._contain = contain
         self._unlinked = unlinked
+        self._op_completed = op_completed
+        self._syncs: bool | None = None
+        """Whether a `sync` has been completed; None before any op."""
         self._job = JobName(request.job)
         self._rank: LocalRank | None = None
         self._grants = Grants(session, arenas)
@@ -371,6 +380,10 @@ class _Trainer:
         await self._grants.report_gone()
         if arena is not None:
             await self._grants.grant_output(arena)
+        syncs = request.call.kind == "sync" or bool(self._syncs)
+        if isinstance(reply, OpDone) and syncs != self._syncs:
+            self._syncs = syncs
+            self._op_completed(syncs)
         await self._session.send(reply)
 
     def _world(self) -> World:

@@ -12,7 +12,7 @@ from pmesh.agent.launches.checks import Found
 from pmesh.core.launches import part as decide
 from pmesh.core.launches.engines import environment_of, ranks_untrusted, settings_of
 from pmesh.core.launches.lines import ERROR, MACHINE, OUT, LineSplitter, note
-from pmesh.core.launches.part import Part, PartStep, Report, Say, SignalRank, StartRank
+from pmesh.core.launches.part import Part, PartStep, Report, Say, SignalRank, StartRank, Warn
 from pmesh.core.launches.restarts import exit_code
 from pmesh.core.wire.launches import (
     MAX_OUTPUT_BYTES,
@@ -22,6 +22,7 @@ from pmesh.core.wire.launches import (
     InputRead,
     PrepareLaunch,
     RankEnded,
+    RankFails,
     RankInput,
     RankOutput,
 )
@@ -29,7 +30,7 @@ from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import Member, PathName, path_name
 from pmesh.net.local.groups import PipedChild, start_piped_group
 from pmesh.net.local.spool import Spool
-from pmesh.paths import remove_tree
+from pmesh.paths import COPY_VARIABLE, remove_tree
 
 WINDOW_BYTES = 8 * MAX_OUTPUT_BYTES  # on the way to the starter: heartbeats must pass, too
 DRAIN_S = 1.0  # a process that has left the group may hold a pipe open for ever
@@ -74,7 +75,7 @@ class PartHere:
         self._contain = contain
         self._begun: BeginRanks | None = None
         self._children: dict[int, PipedChild] = {}
-        self._reports = list[tuple[int, RankEnded]]()
+        self._reports = list[tuple[int, RankEnded | RankFails]]()
         """What has been reported, or will be once the output up to an offset was sent."""
         self._reported = 0
         self._sent = self._read = spool.end
@@ -176,6 +177,17 @@ class PartHere:
             self.over.set()
             self._tell()
 
+    def give_up(self, generation: int, rank: int) -> None:
+        """The starter does not want a rank that fails to be started again."""
+        if generation == self.state.generation:
+            self._apply(decide.give_up(self.state, rank))
+
+    def op_completed(self, session: int, *, syncs: bool) -> None:
+        """A program of this session has completed an op; `syncs` if one of them was a `sync`."""
+        for rank, child in self._children.items():
+            if child.session == session:
+                self._apply(decide.op_completed(self.state, rank, syncs=syncs))
+
     def read_up_to(self, offset: int) -> None:
         """The starter has stored the output up to here. Raises ProtocolError if it can't have."""
         if offset > self.spool.end:  # what was sent over a link before this one may be, too
@@ -225,6 +237,9 @@ class PartHere:
                 case Report(rank, code):
                     ended = RankEnded(self.prepare.launch, self.state.generation, rank, code)
                     self._reports.append((self.spool.end, ended))
+                case Warn(rank, how):
+                    fails = RankFails(self.prepare.launch, self.state.generation, rank, how)
+                    self._reports.append((self.spool.end, fails))
                 case Say(rank, text):
                     self._append(note(rank, text))
         if self.has_begun and self.state.is_over:
@@ -322,6 +337,8 @@ class PartHere:
         assert self._begun is not None  # noqa: S101 - else no rank is started
         settings = settings_of(self.prepare, self._begun, rank)
         own = {"PMESH_HOME": str(self._home), **settings.variables}
+        if self.prepare.command.tree is not None:
+            own[COPY_VARIABLE] = str(self._found.cwd)
         for number, (name, content) in enumerate(settings.files.items()):
             self._files.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = self._files / path_name(f"{rank}-{number}")

@@ -36,7 +36,7 @@ from pmesh.core.wire.probes import AskProbe, Ping, Pong, Probe
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, Slot
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 EAGER_BYTES = 16 * 1024  # a token's activations of the largest open models
 MAX_MESSAGE_BYTES = 256 * 1024  # 0.2 s at 10 Mbit/s: heartbeats behind it are not late
@@ -209,6 +209,8 @@ class Waiting(msgspec.Struct, frozen=True, array_like=True):
     slot: Annotated[Slot, Meta(ge=0, le=2**62)]
     wait_for: Annotated[int, Meta(ge=1, le=MAX_TRAINERS)]
     terms: Terms = Terms()
+    first: bool = False
+    """It would be rank 0 of a job that begins: it runs where somebody has started the job."""
 
 
 class ViewRequest(msgspec.Struct, frozen=True, array_like=True):

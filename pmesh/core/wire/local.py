@@ -95,6 +95,8 @@ class Connect(_Message, frozen=True, tag="connect"):
     group_of: GroupOf | None = None
     """Set if the job is a group. It can no longer begin once one of these ranks is lost, or got an
     error from the call that forms the group."""
+    first: bool = False
+    """It would be rank 0, if the job begins with it."""
 
 
 class WantArena(_Message, frozen=True, tag="want_arena"):
