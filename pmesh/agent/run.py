@@ -536,6 +536,7 @@ class Agent:
                 compression=compression,
                 unlinked=self._describe_unlinked,
                 op_completed=lambda syncs: self.launches.op_completed(session.pid, syncs=syncs),
+                rank_is=lambda number: self.launches.rank_is(session.pid, number),
             )
 
     def _describe_unlinked(self) -> tuple[str, ...]:

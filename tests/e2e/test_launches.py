@@ -65,6 +65,32 @@ def test_a_script_trains_on_three_machines_from_one_terminal(
     ]
 
 
+def test_the_number_before_a_line_is_the_rank_that_its_script_has_just_then(
+    fleet: Fleet, ring: list[Agent], tmp_path: Path
+) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import os, time, pmesh\n"
+        "time.sleep(0.2 * (5 - int(os.environ['PMESH_PLACE'])))\n"  # the last one connects first
+        "with pmesh.connect() as mesh:\n"
+        "    mesh.sync(0)\n"
+        "    print('is', mesh.rank, flush=True)\n"
+        "    mesh.barrier()\n"
+        "    if mesh.rank == 2:\n"
+        "        os._exit(3)\n"
+        "    mesh.barrier()\n"
+        "    print('is', mesh.rank, flush=True)\n"
+    )
+    words = ("run", "--on", "all", "--per-node", "2", "--restarts", "0", "--", str(script))
+    done = fleet.pmesh(*words, home=ring[0].home)
+    lines = [line.split(" | is ") for line in done.stdout.splitlines()]
+    assert len(lines) == 6 + 5, done.stderr
+    assert all(prefix.split()[1] == rank for prefix, rank in lines)
+    assert {rank for _, rank in lines[:6]} == set("012345")
+    (lost,) = [name for name, rank in (p.split() for p, _ in lines[:6]) if rank == "2"]
+    assert f"pmesh: rank 2 on {lost} ended with exit code 3" in done.stderr
+
+
 def test_a_machine_that_has_not_allowed_it_is_named_and_nothing_starts(
     fleet: Fleet, ring: list[Agent], tmp_path: Path
 ) -> None:

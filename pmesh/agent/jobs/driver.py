@@ -84,7 +84,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
             program=request.program,
             arenas=arenas,
             terms=request.terms,
-            first=request.first,
+            place=request.place,
         )
         self.add(waiter)
         self.reevaluate()

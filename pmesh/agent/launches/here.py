@@ -75,6 +75,8 @@ class PartHere:
         self._contain = contain
         self._begun: BeginRanks | None = None
         self._children: dict[int, PipedChild] = {}
+        self._numbers: dict[int, int] = {}
+        """The `mesh.rank` of each rank whose script has, or had, one."""
         self._reports = list[tuple[int, RankEnded | RankFails]]()
         """What has been reported, or will be once the output up to an offset was sent."""
         self._reported = 0
@@ -182,6 +184,12 @@ class PartHere:
         if generation == self.state.generation:
             self._apply(decide.give_up(self.state, rank))
 
+    def rank_is(self, session: int, number: int) -> None:
+        """The program of this session knows itself by this rank of its job from now on."""
+        for rank, child in self._children.items():
+            if child.session == session:
+                self._numbers[rank] = number
+
     def op_completed(self, session: int, *, syncs: bool) -> None:
         """A program of this session has completed an op; `syncs` if one of them was a `sync`."""
         for rank, child in self._children.items():
@@ -235,13 +243,17 @@ class PartHere:
                     if child is not None:
                         child.send_signal(number)
                 case Report(rank, code):
-                    ended = RankEnded(self.prepare.launch, self.state.generation, rank, code)
+                    launch, generation = self.prepare.launch, self.state.generation
+                    number = self._numbers.get(rank, -1)
+                    ended = RankEnded(launch, generation, rank, code, number)
                     self._reports.append((self.spool.end, ended))
                 case Warn(rank, how):
-                    fails = RankFails(self.prepare.launch, self.state.generation, rank, how)
+                    launch, generation = self.prepare.launch, self.state.generation
+                    number = self._numbers.get(rank, -1)
+                    fails = RankFails(launch, generation, rank, how, number)
                     self._reports.append((self.spool.end, fails))
                 case Say(rank, text):
-                    self._append(note(rank, text))
+                    self._append(note(self._numbers.get(rank, rank), text))
         if self.has_begun and self.state.is_over:
             self.over.set()
         self._tell()
@@ -292,6 +304,7 @@ class PartHere:
                 self._found.words, cwd=self._found.cwd, environment=environment, reads=reads
             ) as child:
                 self._children[rank] = child
+                self._numbers.pop(rank, None)
                 if self.state.ends:  # the signal came while the process was started
                     child.send_signal(signal.SIGTERM)
                 return await self._follow(rank, child)
@@ -302,8 +315,8 @@ class PartHere:
 
     async def _follow(self, rank: int, child: PipedChild) -> int:
         async with trio.open_nursery() as readers:
-            readers.start_soon(self._store, child.stdout, LineSplitter(rank, OUT))
-            readers.start_soon(self._store, child.stderr, LineSplitter(rank, ERROR))
+            readers.start_soon(self._store, child.stdout, rank, LineSplitter(rank, OUT))
+            readers.start_soon(self._store, child.stderr, rank, LineSplitter(rank, ERROR))
             feeding = trio.CancelScope()
             if child.stdin is not None:
                 readers.start_soon(self._feed_input, child.stdin, feeding)
@@ -312,9 +325,10 @@ class PartHere:
             readers.cancel_scope.deadline = trio.current_time() + DRAIN_S
         return code
 
-    async def _store(self, stream: trio.abc.ReceiveStream, lines: LineSplitter) -> None:
+    async def _store(self, stream: trio.abc.ReceiveStream, rank: int, lines: LineSplitter) -> None:
         try:
             while data := await stream.receive_some(_READ_BYTES):
+                lines.rank = self._numbers.get(rank, rank)
                 self._append(lines.receive(data))
         finally:
             self._append(lines.end())

@@ -206,6 +206,13 @@ class Launches:
             case RankInput():
                 part.take_input(message)
 
+    def rank_is(self, pid: int, number: int) -> None:
+        """A program has this rank in its job from now on; it may be a rank of a launch."""
+        with contextlib.suppress(OSError):  # it has just ended
+            session = os.getsid(pid)
+            for part in self.parts.values():
+                part.rank_is(session, number)
+
     def op_completed(self, pid: int, *, syncs: bool) -> None:
         """A program has completed an op, which may be that of a rank of a launch."""
         with contextlib.suppress(OSError):  # it has just ended

@@ -186,10 +186,13 @@ class StartedHere:
                 raise ProtocolError(f"{type(message).__name__} to the starter of a launch")
 
     def _judge(self, node: NodeId, message: RankEnded | RankFails) -> Step:
+        rank, state = message.rank, self.state
+        if message.number >= 0:
+            state = decide.rank_is(state, node, rank, message.number)
         if isinstance(message, RankFails):
-            return decide.rank_fails(self.state, node, message.rank, message.how)
+            return decide.rank_fails(state, node, rank, message.how)
         now = trio.current_time()
-        return decide.rank_ended(self.state, node, message.rank, message.code, now=now)
+        return decide.rank_ended(state, node, rank, message.code, now=now)
 
     def _take_answer(self, seat: Seat, message: LaunchPrepared) -> None:
         if len(message.ports) < 2 * seat.count and not message.refusal:

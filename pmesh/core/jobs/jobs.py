@@ -40,8 +40,8 @@ class WaitingTrainer(Generic[AnyRank]):
     job: JobName
     wait_for: int
     terms: Terms
-    first: bool = False
-    """It would be rank 0."""
+    place: int = -1
+    """Its rank among those that `pmesh run` has started; -1 for none."""
     slot: Slot = NO_SLOT
     rank: AnyRank | None = None
 
@@ -186,7 +186,7 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
         waits = self._may_begin(state, now)
         waiters = [c for c in self.waiters.values() if waits and c.rank is None]
         return tuple(
-            Waiting(c.job, c.slot, c.wait_for, c.terms, c.first) for c in waiters[:MAX_WAITING]
+            Waiting(c.job, c.slot, c.wait_for, c.terms, c.place) for c in waiters[:MAX_WAITING]
         )
 
     def _reports(self) -> Iterator[JobReport]:

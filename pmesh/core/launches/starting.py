@@ -36,6 +36,12 @@ class Seat:
     codes: Mapping[int, int] = field(default_factory=dict[int, int])
     fails: Mapping[int, Failure] = field(default_factory=dict[int, Failure])
     """The ranks that fail, and are started again by their machine."""
+    numbers: Mapping[int, int] = field(default_factory=dict[int, int])
+    """The `mesh.rank` of each rank that has told it."""
+
+    def number(self, rank: int) -> int:
+        """Return how a person knows a rank: as its script does, if that is known."""
+        return self.numbers.get(rank, rank)
 
     @property
     def prints(self) -> bool:
@@ -153,6 +159,14 @@ def prepares(launch: Started, node: NodeId, *, now: float) -> Started:
     return replace(launch, deadline=now + ANSWER_S)
 
 
+def rank_is(launch: Started, node: NodeId, rank: int, number: int) -> Started:
+    """The script of a rank knows itself by this number."""
+    seat = launch.seat_of(node)
+    if seat is None or rank not in seat.ranks:
+        return launch
+    return _seated(launch, replace(seat, numbers={**seat.numbers, rank: number}))
+
+
 def rank_ended(launch: Started, node: NodeId, rank: int, code: int, *, now: float) -> Step:
     """A rank of the present generation has ended and is not started again by its machine."""
     seat = launch.seat_of(node)
@@ -167,7 +181,7 @@ def rank_ended(launch: Started, node: NodeId, rank: int, code: int, *, now: floa
     if code == 0:
         return _give_up(_settle(launch, now=now))
     launch = replace(launch, code=launch.code or exit_code(code))
-    note = Tell(f"rank {rank} on {seat.name} {describe_end(code)}")
+    note = Tell(f"rank {seat.number(rank)} on {seat.name} {describe_end(code)}")
     if launch.elastic:
         return _settle(launch, (note,), now=now)
     return _fail(launch, note, now=now, at_once=now < launch.began + AT_ONCE_S)
@@ -290,7 +304,7 @@ def _begin(launch: Started) -> Started:
     for seat in launch.seats:
         ready = seat.phase == "ready"
         ranks = tuple(range(first, first + seat.count))
-        begun = replace(seat, phase="runs", ranks=ranks, codes={}, fails={})
+        begun = replace(seat, phase="runs", ranks=ranks, codes={}, fails={}, numbers={})
         seats.append(begun if ready else seat)
         first += seat.count if ready or launch.elastic else 0
     return replace(launch, seats=tuple(seats))
@@ -334,7 +348,8 @@ def _all_failed_at_once(seats: Sequence[Seat]) -> bool:
 
 def _waits_in_vain(seat: Seat, rank: int, finished: int, where: Seat) -> str:
     return (
-        f"rank {rank} on {seat.name} is not started again: rank {finished} on {where.name} has "
+        f"rank {seat.number(rank)} on {seat.name} is not started again: "
+        f"rank {where.number(finished)} on {where.name} has "
         "finished, and this job can't begin again without it, nor be entered"
     )
 

@@ -38,6 +38,7 @@ Failure: TypeAlias = Literal["at once", "in a fixed job", "no more"]
 while it runs; or not any more, as it has completed an op since."""
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
 _Rank = Annotated[int, Meta(ge=0, le=MAX_TRAINERS - 1)]
+_RankOrNone = Annotated[int, Meta(ge=-1, le=MAX_TRAINERS - 1)]
 _Node = Annotated[NodeId, Meta(min_length=32, max_length=32)]
 _Seconds = Annotated[float, Meta(ge=0, le=MAX_TERM_S)]
 _Port = Annotated[int, Meta(ge=1, le=65535)]
@@ -193,6 +194,8 @@ class RankEnded(LaunchMessage, frozen=True, tag=44):
     rank: _Rank
     code: Annotated[int, Meta(ge=-64, le=255)]
     """Minus the number of a signal, as in `subprocess`."""
+    number: _RankOrNone = -1
+    """Its `mesh.rank`, as long as it had one; -1 if it never had."""
 
 
 class RankFails(LaunchMessage, frozen=True, tag=53):
@@ -201,6 +204,8 @@ class RankFails(LaunchMessage, frozen=True, tag=53):
     generation: _Count
     rank: _Rank
     how: Failure
+    number: _RankOrNone = -1
+    """As in `RankEnded`."""
 
 
 class GiveUpRank(LaunchMessage, frozen=True, tag=54):

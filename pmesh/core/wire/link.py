@@ -209,8 +209,8 @@ class Waiting(msgspec.Struct, frozen=True, array_like=True):
     slot: Annotated[Slot, Meta(ge=0, le=2**62)]
     wait_for: Annotated[int, Meta(ge=1, le=MAX_TRAINERS)]
     terms: Terms = Terms()
-    first: bool = False
-    """It would be rank 0 of a job that begins: it runs where somebody has started the job."""
+    place: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = -1
+    """Its rank among those that `pmesh run` has started: 0 where one has typed that; else -1."""
 
 
 class ViewRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -95,8 +95,9 @@ class Connect(_Message, frozen=True, tag="connect"):
     group_of: GroupOf | None = None
     """Set if the job is a group. It can no longer begin once one of these ranks is lost, or got an
     error from the call that forms the group."""
-    first: bool = False
-    """It would be rank 0, if the job begins with it."""
+    place: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = -1
+    """Its rank among those that `pmesh run` has started, which it has if the job begins with it and
+    the ring has not changed since; -1 for none."""
 
 
 class WantArena(_Message, frozen=True, tag="want_arena"):

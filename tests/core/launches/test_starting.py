@@ -32,6 +32,7 @@ from pmesh.core.launches.starting import (
     prepares,
     rank_ended,
     rank_fails,
+    rank_is,
 )
 from pmesh.core.wire.launches import Failure
 from pmesh.ids import NodeId
@@ -137,6 +138,12 @@ def test_the_first_failure_is_the_exit_code_and_the_others_go_on() -> None:
     assert play.ended(B, -9) == (Tell("rank 1 on mac-2 ended by SIGKILL"),)
     play.ended(A, 3)
     assert play.ended(C) == (Over(137),)
+
+
+def test_a_rank_is_called_by_the_number_that_its_script_knows() -> None:
+    play = running()
+    play.launch = rank_is(rank_is(play.launch, A, 0, 5), STRANGER, 0, 7)
+    assert Tell("rank 5 on mac-1 ended with exit code 3") in play.ended(A, 3)
 
 
 def test_a_report_that_comes_twice_or_from_a_stranger_counts_nothing() -> None:
