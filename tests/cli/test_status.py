@@ -23,6 +23,7 @@ from pmesh.agent.status.schema import (
     JobStatus,
     NewcomerStatus,
     PathStatus,
+    PathUse,
     PeerStatus,
     RankStatus,
     Status,
@@ -80,12 +81,13 @@ def job_of(*own_percents: int | None) -> JobStatus:
     )
 
 
-WAYS = tuple(
-    PathStatus(interface=name, remote=name, kind=kind, use=use, mbit_s=speed, rtt_ms=12.34)
-    for name, kind, use, speed in (
-        ("bridge0", "thunderbolt", "in use", 18_400),
-        ("en0", "wifi", "standby", 310),
-    )
+def way(name: str, kind: str, use: PathUse, mbit_s: int) -> PathStatus:
+    return PathStatus(interface=name, remote=name, kind=kind, use=use, mbit_s=mbit_s, rtt_ms=12.34)
+
+
+WAYS = (
+    way("bridge0", "thunderbolt", "in use", 18_400),
+    way("en0", "wifi", "standby", 310),
 )
 
 
